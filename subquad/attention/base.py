@@ -1,0 +1,211 @@
+"""What a mechanism is: a configuration, a definition (`weights`) and a sub-quadratic `forward`.
+
+Shape letters: B batch, T tokens, S keys, D model width, H heads, V value channels.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, fields
+from typing import Any, ClassVar, Literal
+
+from torch import Tensor, nn
+
+from subquad.config import Config as BaseConfig
+from subquad.config import digest, suggest
+from subquad.ops.padding import check_mask, compact, compaction, scatter
+from subquad.state import State
+
+
+@dataclass(frozen=True)
+class Cost:
+    """What one layer costs for one sequence."""
+
+    tokens: int
+    score_entries: int
+    """Weights that are computed, all heads together, masked ones included."""
+    mixing_flops: int
+    """Floating-point operations of the mixing, forward, projections left out (a multiply-add counts two)."""
+    projection_flops: int
+    """Floating-point operations of the linear projections, forward."""
+    parameters: int
+    state_bytes: int
+    """Bytes kept for the next token after `tokens` tokens, in float32."""
+
+
+class Attention(nn.Module):
+    """Token mixing `y = merge(weights(x) @ values(x))`, computed without the weights.
+
+    A causal mechanism may be cut anywhere: `layer(x)` equals `layer(x[:, :n])` followed by `layer(x[:, n:], state)`.
+    """
+
+    name: ClassVar[str]
+    """The registry's name: the name of the file too."""
+    summary: ClassVar[str]
+    """One line for tables: what a token sees."""
+    paper: ClassVar[str]
+    """Author, year, arXiv number and section."""
+    cost_order: ClassVar[Literal["linear", "quadratic"]] = "linear"
+    """How the cost grows with T."""
+    state_grows: ClassVar[bool] = False
+    """Whether the state keeps growing with the tokens read."""
+    rotates: ClassVar[bool] = False
+    """Whether queries and keys can carry rotary positions (the option `rope`)."""
+    causal: bool = True
+    """Whether a token sees itself and earlier tokens only."""
+
+    registry: ClassVar[dict[str, type[Attention]]] = {}
+
+    @dataclass(frozen=True, kw_only=True)
+    class Config(BaseConfig):
+        """Options of the mechanism."""
+
+        dim: int
+        """Model width D."""
+        num_heads: int
+        """Heads H; they share the model width equally."""
+        bias: bool = False
+        """Whether the projections have a bias."""
+        dropout: float = 0.0
+        """Dropout on the mechanism's weights, in training."""
+
+        def __post_init__(self) -> None:
+            if self.dim < 1 or self.num_heads < 1 or self.dim % self.num_heads:
+                raise ValueError(
+                    f"dim must be a positive multiple of num_heads, got dim={self.dim}, num_heads={self.num_heads}"
+                )
+            if not 0 <= self.dropout < 1:
+                raise ValueError(f"dropout must be at least 0 and below 1, got {self.dropout}")
+
+    def __init_subclass__(cls, **kwargs: Any) -> None:
+        super().__init_subclass__(**kwargs)
+        if "name" not in vars(cls):
+            return  # a shared base, not a mechanism
+        file = cls.__module__.rpartition(".")[2]
+        if cls.name != file:
+            raise TypeError(f"{cls.__name__}.name is {cls.name!r} but its file is {file}.py; use one name for both")
+        Attention.registry[cls.name] = cls
+
+    def __init__(self, config: Config) -> None:
+        super().__init__()
+        self.config = config
+        self.config_hash = digest({"name": self.name, **config.to_dict()})
+
+    def forward(self, x_BTD: Tensor, state: State | None = None, mask: Tensor | None = None) -> tuple[Tensor, State]:
+        """Mix the tokens of `x` `[B, T, D]`, which follow those that made `state`; also return the new state.
+
+        `mask` is a bool `[B, T]`, True for a real token. Padding may stand anywhere: it changes no real token and its
+        outputs are zero. Raises `ValueError` for a wrong shape or another configuration's state.
+        """
+        if x_BTD.ndim != 3 or x_BTD.shape[-1] != self.config.dim:
+            raise ValueError(f"x must have shape [B, T, {self.config.dim}], got {tuple(x_BTD.shape)}")
+        if state is not None:
+            state.check(self.config_hash, f"this {self.name} layer")
+        if mask is None:
+            return self.mix(x_BTD, state, None)
+        check_mask(mask, *x_BTD.shape[:2])
+        moved = compaction(mask)
+        y_BTD, state = self.mix(compact(x_BTD, moved), state, moved.lengths_B)
+        return scatter(y_BTD, moved), state
+
+    def mix(self, x_BTD: Tensor, state: State | None, lengths_B: Tensor | None) -> tuple[Tensor, State]:
+        """`forward` for rows that begin with their `lengths_B` real tokens; later slots hold finite rubbish.
+
+        Models compact once and call this for each layer. Outputs in slots of padding are unspecified but finite.
+        """
+        raise NotImplementedError(f"{type(self).__name__} must define mix (Attention is abstract)")
+
+    def weights(self, x_BTD: Tensor, mask: Tensor | None = None) -> Tensor:
+        """The weights `[B, H, T, T]` that define the mechanism. Quadratic: for tests and pictures."""
+        if mask is None:
+            return self.dense_weights(x_BTD)
+        check_mask(mask, *x_BTD.shape[:2])
+        B, T = mask.shape
+        w_BHTS = x_BTD.new_zeros(B, self.config.num_heads, T, T)
+        for b in range(B):
+            real = mask[b].nonzero().squeeze(-1)
+            w_BHTS[b, :, real[:, None], real] = self.dense_weights(x_BTD[b : b + 1, real])[0]
+        return w_BHTS
+
+    def dense_weights(self, x_BTD: Tensor) -> Tensor:
+        """The weights of sequences without padding."""
+        raise NotImplementedError(f"{type(self).__name__} must define dense_weights (Attention is abstract)")
+
+    def values(self, x_BTD: Tensor) -> Tensor:
+        """The values `[B, H, T, V]` that the weights mix."""
+        raise NotImplementedError(f"{type(self).__name__} must define values (Attention is abstract)")
+
+    def merge(self, y_BHTV: Tensor) -> Tensor:
+        """From the heads' outputs to the model width."""
+        raise NotImplementedError(f"{type(self).__name__} must define merge (Attention is abstract)")
+
+    def definition(self, x_BTD: Tensor) -> Tensor:
+        """`merge(weights @ values)`: what `forward` must equal. Quadratic."""
+        return self.merge(self.weights(x_BTD) @ self.values(x_BTD))
+
+    @property
+    def is_distribution(self) -> bool:
+        """Whether each row of the weights sums to one."""
+        return True
+
+    def score_entries(self, tokens: int) -> int:
+        """Weights computed for one sequence, all heads, masked ones included."""
+        raise NotImplementedError(f"{type(self).__name__} must define score_entries (Attention is abstract)")
+
+    def mixing_flops(self, tokens: int) -> int:
+        """Floating-point operations of the mixing for one sequence, forward, projections left out."""
+        raise NotImplementedError(f"{type(self).__name__} must define mixing_flops (Attention is abstract)")
+
+    def cost(self, tokens: int) -> Cost:
+        """What this layer costs for one sequence of `tokens` tokens."""
+        if tokens < 0:
+            raise ValueError(f"tokens must be at least 0, got {tokens}")
+        return Cost(
+            tokens=tokens,
+            score_entries=self.score_entries(tokens),
+            mixing_flops=self.mixing_flops(tokens),
+            projection_flops=sum(
+                2 * self.projected_tokens(name, tokens) * module.in_features * module.out_features
+                for name, module in self.named_modules()
+                if isinstance(module, nn.Linear)
+            ),
+            parameters=sum(p.numel() for p in self.parameters()),
+            state_bytes=self.state_bytes(tokens),
+        )
+
+    def projected_tokens(self, projection: str, tokens: int) -> int:
+        """How many of a sequence's tokens pass through the projection of this name."""
+        return tokens
+
+    def state_bytes(self, tokens: int) -> int:
+        """Bytes kept for the next token after one sequence of `tokens` tokens, in float32."""
+        raise NotImplementedError(f"{type(self).__name__} must define state_bytes (Attention is abstract)")
+
+    def split(self, x_BTC: Tensor, heads: int | None = None) -> Tensor:
+        """`[B, T, C]` to `[B, H, T, C / H]`."""
+        return x_BTC.unflatten(-1, (heads or self.config.num_heads, -1)).transpose(1, 2)
+
+    def join(self, y_BHTV: Tensor) -> Tensor:
+        """`[B, H, T, V]` to `[B, T, H * V]`."""
+        return y_BHTV.transpose(1, 2).flatten(2)
+
+
+def names() -> list[str]:
+    """The registered mechanisms, sorted."""
+    return sorted(Attention.registry)
+
+
+def mechanism(name: str) -> type[Attention]:
+    """The class registered as `name`; `ValueError` lists the valid names."""
+    if name not in Attention.registry:
+        raise ValueError(f"unknown attention {name!r}; {suggest(name, Attention.registry)}")
+    return Attention.registry[name]
+
+
+def build(name: str, *, dim: int, num_heads: int, **options: Any) -> Attention:
+    """Make the mechanism `name` from its options; an unknown name or option answers with the valid ones."""
+    cls = mechanism(name)
+    known = {f.name for f in fields(cls.Config)}
+    for option in options:
+        if option not in known:
+            raise ValueError(f"attention {name!r} has no option {option!r}; {suggest(option, known)}")
+    return cls(cls.Config.from_dict({"dim": dim, "num_heads": num_heads, **options}))

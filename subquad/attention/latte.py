@@ -1,0 +1,93 @@
+"""Causal Latte, latent attention (Dolga, Cobzarenco and Barber 2024, arXiv:2402.17512, equations 10 to 21).
+
+    y_t = sum_l p(l | t) sum_{s <= t} p(s | l, t) v_s,  p(l | t) = softmax_l(q_t),  p(s | l, t) = softmax_{s <= t}(k_sl)
+
+Queries and keys are linear maps of x to the latents, which the heads share out among them; each head mixes its own
+value channels. Rows of the weights sum to one. The paper calls the causal form a rank-L matrix; it is a sum of L masked
+and renormalised rank-one terms, whose rank is not bounded by L. Dropout acts on p(l | t) after the softmax and the
+logits are not scaled, as in the authors' stable code; `scale` is the 1 / sqrt(D / H) of their unstable one.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from subquad.attention._scanned import ScannedAttention, real_mask
+from subquad.ops import SoftmaxState, running_softmax
+from subquad.ops.flops import running_softmax_flops
+from subquad.state import State, advance
+
+
+class Latte(ScannedAttention):
+    """Every earlier token, through latents that each keep one running softmax."""
+
+    name = "latte"
+    summary = "every earlier token, through latents"
+    paper = "Dolga et al. 2024, arXiv:2402.17512"
+
+    @dataclass(frozen=True, kw_only=True)
+    class Config(ScannedAttention.Config):
+        """Options of causal Latte."""
+
+        dropout: float = 0.0
+        """Dropout on p(l | t), in training."""
+        num_latents: int | None = None
+        """Latents of all heads together, the paper's L (None: as many as dim)."""
+        scale: bool = False
+        """Whether queries and keys are divided by sqrt(dim / num_heads)."""
+
+        def __post_init__(self) -> None:
+            super().__post_init__()
+            if self.num_latents is not None and (self.num_latents < 1 or self.num_latents % self.num_heads):
+                raise ValueError(
+                    "num_latents must be a positive multiple of num_heads (heads share the latents), "
+                    f"got num_latents={self.num_latents}, num_heads={self.num_heads}"
+                )
+
+    config: Config
+
+    def __init__(self, config: Config) -> None:
+        super().__init__(config)
+        latents = config.num_latents or config.dim
+        self.latents = latents // config.num_heads
+        self.query = nn.Linear(config.dim, latents, bias=config.bias)
+        self.key = nn.Linear(config.dim, latents, bias=config.bias)
+
+    def mix(self, x_BTD: Tensor, state: State | None, lengths_B: Tensor | None) -> tuple[Tensor, State]:
+        """The running softmax of every latent."""
+        p_BHTL = F.dropout(self.logits(self.query, x_BTD).softmax(-1), self.config.dropout, self.training)
+        y_BHTV, after, _ = running_softmax(
+            p_BHTL,
+            self.logits(self.key, x_BTD),
+            self.values(x_BTD),
+            state=None if state is None else SoftmaxState(state.tensor("lse"), state.tensor("mean")),
+            mask=real_mask(lengths_B, x_BTD.shape[1]),
+        )
+        seen = advance(0 if state is None else state.seen, x_BTD.shape[1], lengths_B)
+        return self.merge(y_BHTV), State({"seen": seen, "lse": after.lse, "mean": after.mean}, self.config_hash)
+
+    def logits(self, project: nn.Linear, x_BTD: Tensor) -> Tensor:
+        """Logits over the latents `[B, H, T, L / H]`."""
+        logits_BHTL = self.split(project(x_BTD))
+        return logits_BHTL / math.sqrt(self.channels) if self.config.scale else logits_BHTL
+
+    def dense_weights(self, x_BTD: Tensor) -> Tensor:
+        """`sum_l p(l | t) p(s | l, t)`."""
+        p_BHTL, k_BHSL = self.logits(self.query, x_BTD).softmax(-1), self.logits(self.key, x_BTD)
+        T = x_BTD.shape[1]
+        future_TS = torch.ones(T, T, dtype=torch.bool, device=x_BTD.device).triu(1)
+        k_BHTSL = k_BHSL[:, :, None].expand(-1, -1, T, -1, -1).masked_fill(future_TS[..., None], -torch.inf)
+        return torch.einsum("bhtl,bhtsl->bhts", p_BHTL, k_BHTSL.softmax(-2))
+
+    def mixing_flops(self, tokens: int) -> int:
+        """A mean of V channels read and written for each latent, and the scores inside chunks."""
+        return self.config.num_heads * running_softmax_flops(tokens, self.latents, self.channels)
+
+    def state_bytes(self, tokens: int) -> int:
+        """A mean of V float32 channels and one float64 log-normaliser for each latent."""
+        return self.config.num_heads * self.latents * (4 * self.channels + 8)

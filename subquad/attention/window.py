@@ -1,0 +1,35 @@
+"""Sliding-window attention (Beltagy et al. 2020, arXiv:2004.05150, section 3.1): softmax over the last `width` tokens.
+
+y_t = sum_{t - width < s <= t} softmax_s(q_t . k_s / sqrt(K)) v_s
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from subquad.attention._blocked import BlockedAttention
+from subquad.ops.patterns import Window as WindowPattern
+
+
+class Window(BlockedAttention):
+    """The last `width` tokens, the query's own included; the state keeps `width - 1` keys and values."""
+
+    name = "window"
+    summary = "the last `width` tokens"
+    paper = "Beltagy et al. 2020, arXiv:2004.05150"
+
+    @dataclass(frozen=True, kw_only=True)
+    class Config(BlockedAttention.Config):
+        """Options of sliding-window attention."""
+
+        width: int = 256
+        """Tokens that a query sees, its own included."""
+
+        def __post_init__(self) -> None:
+            super().__post_init__()
+            if self.width < 1:
+                raise ValueError(f"width must be at least 1, got {self.width}")
+
+    def __init__(self, config: Config) -> None:
+        super().__init__(config)
+        self.pattern = WindowPattern(width=config.width)

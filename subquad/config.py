@@ -1,0 +1,141 @@
+"""The base of every configuration: a frozen dataclass that reads and writes YAML and JSON, strictly.
+
+A docstring under a field is its help text on the command line. Unknown keys and wrong types answer with the valid ones.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import difflib
+import hashlib
+import json
+import types
+import typing
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+from typing import Any, Self, get_args, get_origin
+
+
+def suggest(word: str, choices: Iterable[str]) -> str:
+    """The part of an error message that names the valid choices, the nearest first."""
+    valid = sorted(choices)
+    near = difflib.get_close_matches(word, valid, n=1)
+    hint = f"did you mean {near[0]!r}? " if near else ""
+    return f"{hint}valid: {', '.join(valid)}"
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Config:
+    """A frozen, keyword-only dataclass with strict reading and a stable digest."""
+
+    @classmethod
+    def from_dict(cls, values: Mapping[str, Any], *, where: str = "") -> Self:
+        """Make the configuration from plain values.
+
+        Raises `ValueError` for an unknown or a missing key and `TypeError` for a value of the wrong type; both name the
+        full path of the key.
+        """
+        if not isinstance(values, Mapping):
+            raise TypeError(f"{where or cls.__name__} must be a mapping, got {values!r}")
+        hints = typing.get_type_hints(cls)
+        fields = {f.name: f for f in dataclasses.fields(cls) if f.init}
+        for key in values:
+            if key not in fields:
+                raise ValueError(f"{cls.__name__} has no key {_join(where, str(key))!r}; {suggest(str(key), fields)}")
+        for name, field in fields.items():
+            required = field.default is dataclasses.MISSING and field.default_factory is dataclasses.MISSING
+            if required and name not in values:
+                raise ValueError(f"{cls.__name__} needs the key {_join(where, name)!r}")
+        return cls(**{key: _convert(value, hints[key], _join(where, key)) for key, value in values.items()})
+
+    @classmethod
+    def from_file(cls, path: str | Path) -> Self:
+        """Read a `.yaml`, `.yml` or `.json` file."""
+        return cls.from_dict(read_mapping(path))
+
+    def to_dict(self) -> dict[str, Any]:
+        """Plain values: dicts, lists, strings and numbers."""
+        return {f.name: _plain(getattr(self, f.name)) for f in dataclasses.fields(self) if f.init}
+
+    def to_file(self, path: str | Path) -> None:
+        """Write YAML, or JSON where the name ends so."""
+        path = Path(path)
+        if path.suffix == ".json":
+            path.write_text(json.dumps(self.to_dict(), indent=2) + "\n", encoding="utf-8")
+            return
+        import yaml
+
+        path.write_text(yaml.safe_dump(self.to_dict(), sort_keys=False), encoding="utf-8")
+
+    def replace(self, **changes: Any) -> Self:
+        """A copy with some fields changed; checks run again."""
+        return dataclasses.replace(self, **changes)
+
+    def digest(self) -> str:
+        """Sixteen hexadecimal digits that differ when any value differs."""
+        return digest(self.to_dict())
+
+
+def digest(values: Any) -> str:
+    """Sixteen hexadecimal digits of the canonical JSON of plain values."""
+    text = json.dumps(values, sort_keys=True, separators=(",", ":"))
+    return hashlib.sha256(text.encode()).hexdigest()[:16]
+
+
+def read_mapping(path: str | Path) -> dict[str, Any]:
+    """The mapping in a YAML or JSON file; `ValueError` names the file where it holds something else."""
+    import yaml
+
+    path = Path(path)
+    try:
+        values = yaml.safe_load(path.read_text(encoding="utf-8"))
+    except (yaml.YAMLError, UnicodeDecodeError) as error:
+        raise ValueError(f"{path} is not valid YAML or JSON: {error}") from error
+    if not isinstance(values, dict):
+        raise ValueError(f"{path} must hold a mapping of keys to values, got {type(values).__name__}")
+    return values
+
+
+def _join(where: str, key: str) -> str:
+    return f"{where}.{key}" if where else key
+
+
+def _plain(value: Any) -> Any:
+    if isinstance(value, Config):
+        return value.to_dict()
+    if isinstance(value, Mapping):
+        return {str(key): _plain(item) for key, item in value.items()}
+    if isinstance(value, list | tuple):
+        return [_plain(item) for item in value]
+    return value
+
+
+def _convert(value: Any, hint: Any, where: str) -> Any:
+    """`value` as `hint` says: nested configurations from mappings, tuples from lists, floats from integers."""
+    origin, arguments = get_origin(hint), get_args(hint)
+    if hint is Any:
+        return value
+    if origin is typing.Literal:
+        if value not in arguments:
+            choices = suggest(str(value), [str(choice) for choice in arguments])
+            raise ValueError(f"{where} must be one of its choices, got {value!r}; {choices}")
+        return value
+    if origin in (typing.Union, types.UnionType):
+        for option in arguments:
+            try:
+                return _convert(value, option, where)
+            except TypeError:
+                continue
+        raise TypeError(f"{where} must be {hint}, got {value!r}")
+    if origin in (list, tuple) and isinstance(value, list | tuple):
+        return origin(_convert(item, arguments[0], f"{where}[{i}]") for i, item in enumerate(value))
+    if origin is dict and isinstance(value, Mapping):
+        return {key: _convert(item, arguments[1], _join(where, str(key))) for key, item in value.items()}
+    if isinstance(hint, type) and issubclass(hint, Config):
+        return value if isinstance(value, hint) else hint.from_dict(value, where=where)
+    if hint is float and isinstance(value, int) and not isinstance(value, bool):
+        return float(value)
+    wanted = origin or hint
+    if isinstance(value, wanted) and not (isinstance(value, bool) and wanted in (int, float)):
+        return value
+    raise TypeError(f"{where} must be {getattr(wanted, '__name__', wanted)}, got {value!r}")

@@ -1,0 +1,17 @@
+"""Pure functions of tensors: the two engines, the patterns, the loss. No modules, no configuration."""
+
+from subquad.ops import patterns
+from subquad.ops.attend import block_attention
+from subquad.ops.loss import linear_cross_entropy
+from subquad.ops.scan import ScanOutput, SoftmaxOutput, SoftmaxState, gated_scan, running_softmax
+
+__all__ = [
+    "ScanOutput",
+    "SoftmaxOutput",
+    "SoftmaxState",
+    "block_attention",
+    "gated_scan",
+    "linear_cross_entropy",
+    "patterns",
+    "running_softmax",
+]

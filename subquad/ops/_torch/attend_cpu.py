@@ -1,0 +1,208 @@
+"""Engine B on a CPU: one fused softmax attention a group of tiles, on strided views of the keys, never a T x T tensor.
+
+Shape letters: B batch, H heads, T queries, S keys, K channels; a group has N tiles of C queries and W keys.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import torch
+from torch import Tensor
+
+from subquad.ops._torch.tiles import Group, ragged_groups, static_groups
+from subquad.ops.backends import without_autocast
+from subquad.ops.patterns import Pattern
+
+_forward = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
+_backward = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward
+
+
+@torch.library.custom_op("subquad::block_attention_cpu", mutates_args=())
+def block_attention_cpu(
+    q_BHTK: Tensor,
+    k_BHSK: Tensor,
+    v_BHSK: Tensor,
+    pattern: str,
+    q_start: int,
+    k_start: int,
+    scale: float,
+    q_pos_BT: Tensor | None,
+    k_pos_BS: Tensor | None,
+    q_doc_BT: Tensor | None,
+    k_doc_BS: Tensor | None,
+) -> tuple[Tensor, Tensor]:
+    """Outputs and the logsumexp of each row's scores (-inf where a query sees no key).
+
+    With positions given (negative for a slot that holds no token) every row of the batch has its own; else slots are
+    positions from `q_start` and `k_start`. With documents given a query sees keys of its own document only.
+    """
+    out_BHTK, lse_BHT = (
+        torch.empty_like(q_BHTK, memory_format=torch.contiguous_format),
+        q_BHTK.new_empty(q_BHTK.shape[:3]),
+    )
+    for call in _calls(q_BHTK, k_BHSK, pattern, q_start, k_start, q_pos_BT, k_pos_BS, q_doc_BT, k_doc_BS):
+        q, out = call.queries(q_BHTK), call.queries(out_BHTK)
+        lse = call.queries(lse_BHT[..., None]).squeeze(-1)
+        if call.group.kind == "empty":
+            out.zero_()
+            lse.fill_(-torch.inf)
+            continue
+        o, row_lse = _forward(
+            q, call.keys(k_BHSK), call.keys(v_BHSK), 0.0, call.group.kind == "causal", attn_mask=call.bias, scale=scale
+        )
+        out.copy_(o)
+        lse.copy_(row_lse)
+        if call.bias is not None:
+            # The fused kernel says 0 for a row without keys; a merge of partial attentions needs -inf.
+            lse.masked_fill_(torch.isneginf(call.bias).all(-1), -torch.inf)
+    return out_BHTK, lse_BHT
+
+
+@block_attention_cpu.register_fake
+def _(q, k, v, *rest):  # type: ignore[no-untyped-def]
+    return q.new_empty(q.shape), q.new_empty(q.shape[:3])
+
+
+@torch.library.custom_op("subquad::block_attention_cpu_backward", mutates_args=())
+@without_autocast
+def block_attention_cpu_backward(
+    grad_BHTK: Tensor,
+    q_BHTK: Tensor,
+    k_BHSK: Tensor,
+    v_BHSK: Tensor,
+    out_BHTK: Tensor,
+    lse_BHT: Tensor,
+    pattern: str,
+    q_start: int,
+    k_start: int,
+    scale: float,
+    q_pos_BT: Tensor | None,
+    k_pos_BS: Tensor | None,
+    q_doc_BT: Tensor | None,
+    k_doc_BS: Tensor | None,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Gradients of queries, keys and values."""
+    dq, dk, dv = (torch.zeros_like(x, memory_format=torch.contiguous_format) for x in (q_BHTK, k_BHSK, v_BHSK))
+    lse_BHT = lse_BHT.masked_fill(torch.isneginf(lse_BHT), 0.0)
+    for call in _calls(q_BHTK, k_BHSK, pattern, q_start, k_start, q_pos_BT, k_pos_BS, q_doc_BT, k_doc_BS):
+        if call.group.kind == "empty":
+            continue
+        gradients = _backward(
+            call.queries(grad_BHTK),
+            call.queries(q_BHTK),
+            call.keys(k_BHSK),
+            call.keys(v_BHSK),
+            call.queries(out_BHTK),
+            call.queries(lse_BHT[..., None]).squeeze(-1),
+            0.0,
+            call.group.kind == "causal",
+            attn_mask=call.bias,
+            scale=scale,
+        )
+        call.queries(dq).copy_(gradients[0])
+        call.add_to_keys(dk, gradients[1])
+        call.add_to_keys(dv, gradients[2])
+    return dq, dk, dv
+
+
+@block_attention_cpu_backward.register_fake
+def _(grad, q, k, v, out, lse, *rest):  # type: ignore[no-untyped-def]
+    return q.new_empty(q.shape), k.new_empty(k.shape), v.new_empty(v.shape)
+
+
+class _Call:
+    """One fused call: the tiles of `group`, of all rows of the batch (`row` None) or of one."""
+
+    def __init__(self, group: Group, row: int | None, bias: Tensor | None) -> None:
+        self.group, self.row, self.bias = group, row, bias
+
+    def queries(self, x_BHTK: Tensor) -> Tensor:
+        """A view `[., ., C, K]` of the queries' tiles."""
+        g = self.group
+        x = x_BHTK.narrow(2, g.q, g.rows * g.count)
+        if g.count == 1:
+            return x if self.row is None else x[self.row][None]
+        return _one_row(x, self.row).unflatten(-2, (g.count, g.rows))
+
+    def keys(self, x_BHSK: Tensor) -> Tensor:
+        """A view `[., ., W, K]` of the tiles' keys; neighbours overlap."""
+        g = self.group
+        x = x_BHSK.narrow(2, g.k, g.keys + g.rows * (g.count - 1))
+        if g.count == 1:
+            return x if self.row is None else x[self.row][None]
+        return _one_row(x, self.row).unfold(-2, g.keys, g.rows).transpose(-1, -2)
+
+    def add_to_keys(self, total_BHSK: Tensor, part: Tensor) -> None:
+        """Add the tiles' gradients to their keys, one slab of C keys at a time since neighbours overlap."""
+        g = self.group
+        x = total_BHSK.narrow(2, g.k, g.keys + g.rows * (g.count - 1))
+        if g.count == 1:
+            (x if self.row is None else x[self.row][None]).add_(part)
+            return
+        x = _one_row(x, self.row)
+        for start in range(0, g.keys, g.rows):
+            width = min(g.rows, g.keys - start)
+            slab = x.narrow(-2, start, g.rows * (g.count - 1) + width).unfold(-2, width, g.rows).transpose(-1, -2)
+            slab.add_(part.narrow(-2, start, width))
+
+
+def _one_row(x_BHTK: Tensor, row: int | None) -> Tensor:
+    return x_BHTK[0 if row is None else row]
+
+
+def _calls(
+    q_BHTK: Tensor,
+    k_BHSK: Tensor,
+    pattern: str,
+    q_start: int,
+    k_start: int,
+    q_pos: Tensor | None,
+    k_pos: Tensor | None,
+    q_doc: Tensor | None,
+    k_doc: Tensor | None,
+) -> Iterator[_Call]:
+    """Folded tiles take the place of the batch in the fused kernel, so they go one row at a time, as views."""
+    B, _, T, _ = q_BHTK.shape
+    S, shape = k_BHSK.shape[2], Pattern.from_key(pattern)
+    if q_pos is None or k_pos is None:
+        for group in static_groups(shape, q_start, T, k_start, S):
+            bias = _static_bias(shape, group, q_start, k_start, q_BHTK)
+            for row in [None] if group.count == 1 else range(B):
+                yield _Call(group, row, bias)
+        return
+    for group in ragged_groups(shape, T, S):
+        for row in [None] if group.count == 1 else range(B):
+            rows = slice(None) if row is None else slice(row, row + 1)
+            docs = None if q_doc is None or k_doc is None else (q_doc[rows], k_doc[rows])
+            yield _Call(group, row, _ragged_bias(shape, group, q_pos[rows], k_pos[rows], docs, q_BHTK))
+
+
+def _static_bias(pattern: Pattern, group: Group, q_start: int, k_start: int, like: Tensor) -> Tensor | None:
+    if group.kind != "masked":
+        return None
+    q_pos = torch.arange(group.rows) + q_start + group.q
+    k_pos = torch.arange(group.keys) + k_start + group.k
+    return _bias(pattern.allowed(q_pos[:, None], k_pos), like)
+
+
+def _ragged_bias(
+    pattern: Pattern, group: Group, q_pos: Tensor, k_pos: Tensor, docs: tuple[Tensor, Tensor] | None, like: Tensor
+) -> Tensor:
+    """`[B, 1, C, W]` for one tile a row, `[1, N, C, W]` for the folded tiles of one row."""
+
+    def tiles(q_BT: Tensor, k_BS: Tensor) -> tuple[Tensor, Tensor]:
+        q = q_BT.narrow(1, group.q, group.rows * group.count).unflatten(1, (group.count, group.rows))
+        k = k_BS.narrow(1, group.k, group.keys + group.rows * (group.count - 1)).unfold(1, group.keys, group.rows)
+        return q[..., :, None], k[..., None, :]
+
+    q, k = tiles(q_pos, k_pos)
+    allowed = pattern.allowed(q, k) & (q >= 0) & (k >= 0)
+    if docs is not None:
+        q, k = tiles(*docs)
+        allowed = allowed & (q == k)
+    return _bias(allowed, like)
+
+
+def _bias(allowed: Tensor, like: Tensor) -> Tensor:
+    return torch.zeros(allowed.shape, dtype=like.dtype).masked_fill_(~allowed, -torch.inf)

@@ -1,0 +1,188 @@
+"""Engine B, block attention: softmax over the keys that a pattern allows.
+
+Shape letters: B batch, H query heads, T queries, S keys, K key channels, V value channels.
+"""
+
+from __future__ import annotations
+
+import math
+
+import torch
+from torch import Tensor
+
+from subquad.ops._reference import attend as reference
+from subquad.ops._torch.attend import Slots, attend
+from subquad.ops.backends import choose, without_autocast
+from subquad.ops.padding import check_mask, compaction, real_slots
+from subquad.ops.patterns import Pattern
+
+
+@without_autocast
+def block_attention(
+    q_BHTK: Tensor,
+    k_BHSK: Tensor,
+    v_BHSV: Tensor,
+    pattern: Pattern,
+    /,
+    *,
+    q_start: int | Tensor = 0,
+    k_start: int | Tensor = 0,
+    lengths: Tensor | None = None,
+    mask: Tensor | None = None,
+    doc_ids: Tensor | None = None,
+    scale: float | None = None,
+    dropout_p: float = 0.0,
+    return_lse: bool = False,
+    backend: str | None = None,
+) -> Tensor | tuple[Tensor, Tensor]:
+    """`o_t = sum_s softmax_s(scale q_t . k_s) v_s` over the keys s that `pattern` allows to query t.
+
+    Args:
+        q_BHTK: queries `[B, H, T, K]`.
+        k_BHSK: keys `[B, G, S, K]`; G divides H, and H / G neighbouring query heads share a key head.
+        v_BHSV: values `[B, G, S, V]`.
+        pattern: which keys a query may see, by position.
+        q_start: position of the first query: an int, or an int64 `[B]` where rows differ.
+        k_start: position of the first key slot, likewise; slots at negative positions hold no key. Where a start is a
+            tensor the queries must be the last T of the S key slots.
+        lengths: `[B]`, how many leading key slots of each row are real. The queries are the last T of the S key slots;
+            those beyond `lengths` give zeros.
+        mask: bool `[B, T]` with T = S, True for a real token: padding may stand anywhere, does not count as a position,
+            and its outputs are zero.
+        doc_ids: int `[B, S]`: a query sees keys of its own document only. The queries are the last T of the S slots.
+        scale: 1 / sqrt(K) by default.
+        dropout_p: dropout on the weights.
+        return_lse: also return `[B, H, T]`, the logsumexp of each query's scores (differentiable; -inf without keys).
+        backend: `reference` (dense, the definition), `torch` (tiles, linear memory), or None: `torch`.
+
+    Returns `[B, H, T, V]` in the dtype of the values; scores are computed in float32 or wider. A query that sees no key
+    gives zeros. Raises `ValueError` and `TypeError` for shapes and options that do not fit.
+    """
+    _check(q_BHTK, k_BHSK, v_BHSV, pattern, dropout_p)
+    name = choose("block_attention", backend, ("reference", "torch"), "torch")
+    B, H, T, K = q_BHTK.shape
+    S, dtype = k_BHSK.shape[2], v_BHSV.dtype
+    moved = None
+    if mask is not None:
+        if T != S or lengths is not None or doc_ids is not None:
+            raise ValueError(
+                f"mask needs as many queries as keys, and neither lengths nor doc_ids, got T={T}, S={S}, "
+                f"lengths={lengths is not None}, doc_ids={doc_ids is not None}"
+            )
+        check_mask(mask, B, T)
+        moved = compaction(mask)
+        q_BHTK, k_BHSK, v_BHSV = (_take(x, moved.order_BT, moved.lengths_B) for x in (q_BHTK, k_BHSK, v_BHSV))
+        lengths = moved.lengths_B
+    slots, real_BT = _slots(q_start, k_start, lengths, doc_ids, pattern, q_BHTK, S)
+    wide = torch.promote_types(torch.promote_types(q_BHTK.dtype, k_BHSK.dtype), torch.float32)
+    q, k, v = (x.to(torch.promote_types(wide, dtype)) for x in (q_BHTK, k_BHSK, v_BHSV))
+    k, v = _share_heads(k, H), _share_heads(v, H)
+    scale = 1 / math.sqrt(K) if scale is None else scale
+    if T == 0 or S == 0:
+        out, lse = (q.sum(-1, keepdim=True) * 0).expand(B, H, T, v.shape[-1]), q.new_full((B, H, T), -torch.inf)
+    elif name == "reference":
+        out, lse = reference.attend(q, k, v, _allowed(pattern, slots, T, S, q.device), scale, dropout_p)
+    else:
+        out, lse = attend(q, k, v, pattern, slots, scale, dropout_p)
+    if real_BT is not None:
+        out = out.masked_fill(~real_BT[:, None, :, None], 0.0)
+        lse = lse.masked_fill(~real_BT[:, None], -torch.inf)
+    if moved is not None:
+        out = out.gather(2, moved.inverse_BT[:, None, :, None].expand_as(out))
+        lse = lse.gather(2, moved.inverse_BT[:, None].expand_as(lse))
+    return (out.to(dtype), lse) if return_lse else out.to(dtype)
+
+
+def softmax_weights(q_BHTK: Tensor, k_BHSK: Tensor, pattern: Pattern, /, *, scale: float | None = None) -> Tensor:
+    """The dense weights `[B, H, T, S]` of queries and keys that both begin at position 0: the definition."""
+    slots = Slots(0, 0)
+    allowed_BTS = _allowed(pattern, slots, q_BHTK.shape[2], k_BHSK.shape[2], q_BHTK.device)
+    k_BHSK = _share_heads(k_BHSK, q_BHTK.shape[1])
+    return reference.softmax_weights(q_BHTK, k_BHSK, allowed_BTS, scale or 1 / math.sqrt(q_BHTK.shape[-1]))[0]
+
+
+def _check(q: Tensor, k: Tensor, v: Tensor, pattern: Pattern, dropout_p: float) -> None:
+    if not isinstance(pattern, Pattern):
+        raise TypeError(
+            f"pattern must be a Pattern, got {type(pattern).__name__}; valid: {', '.join(Pattern.registry)}"
+        )
+    for name, x in (("q", q), ("k", k), ("v", v)):
+        if x.ndim != 4:
+            raise ValueError(f"{name} must have shape [B, H, T, channels], got {tuple(x.shape)}")
+        if not x.is_floating_point():
+            raise TypeError(f"{name} must be floating point, got {x.dtype}")
+    if q.shape[0] != k.shape[0] or q.shape[-1] != k.shape[-1] or k.shape[:3] != v.shape[:3]:
+        raise ValueError(
+            "q [B, H, T, K], k [B, G, S, K] and v [B, G, S, V] must agree in B, K, G and S, "
+            f"got {tuple(q.shape)}, {tuple(k.shape)} and {tuple(v.shape)}"
+        )
+    if k.shape[1] == 0 or q.shape[1] % k.shape[1]:
+        raise ValueError(f"the query heads must be a multiple of the key heads, got {q.shape[1]} and {k.shape[1]}")
+    if not 0 <= dropout_p < 1:
+        raise ValueError(f"dropout_p must be at least 0 and below 1, got {dropout_p}")
+
+
+def _take(x_BHTC: Tensor, order_BT: Tensor, lengths_B: Tensor) -> Tensor:
+    x_BHTC = x_BHTC.gather(2, order_BT[:, None, :, None].expand_as(x_BHTC))
+    return x_BHTC.masked_fill(~real_slots(lengths_B, x_BHTC.shape[2])[:, None, :, None], 0.0)
+
+
+def _share_heads(x_BGSK: Tensor, heads: int) -> Tensor:
+    return x_BGSK if x_BGSK.shape[1] == heads else x_BGSK.repeat_interleave(heads // x_BGSK.shape[1], 1)
+
+
+def _slots(
+    q_start: int | Tensor,
+    k_start: int | Tensor,
+    lengths: Tensor | None,
+    doc_ids: Tensor | None,
+    pattern: Pattern,
+    q_BHTK: Tensor,
+    S: int,
+) -> tuple[Slots, Tensor | None]:
+    """Positions, and which queries are real (None: all)."""
+    B, _, T, _ = q_BHTK.shape
+    real_BS = real_BT = None
+    for name, x, shape in (("lengths", lengths, (B,)), ("doc_ids", doc_ids, (B, S))):
+        if x is not None and (x.shape != shape or x.is_floating_point()):
+            raise ValueError(f"{name} must hold whole numbers {shape}, got {x.dtype} {tuple(x.shape)}")
+    if (lengths is not None or doc_ids is not None) and T > S:
+        raise ValueError(f"with lengths or doc_ids the queries are the last of the keys, got T={T} > S={S}")
+    if lengths is not None:
+        real_BS = real_slots(lengths, S)
+        real_BT = real_BS[:, S - T :]
+    ints = isinstance(q_start, int) and isinstance(k_start, int)
+    if ints and doc_ids is None and (lengths is None or (pattern.causal and q_start - k_start == S - T)):
+        return Slots(int(q_start), int(k_start)), real_BT  # a padded key lies after every real query
+    if ints and pattern.causal and q_start - k_start != S - T:
+        raise ValueError(
+            "with lengths or doc_ids the queries must be the last of the keys: q_start - k_start = S - T, "
+            f"got q_start={q_start}, k_start={k_start}, S={S}, T={T}"
+        )
+    q_pos_BT = _positions(q_start, T, B, q_BHTK.device)
+    k_pos_BS = _positions(k_start, S, B, q_BHTK.device)
+    if real_BS is not None and real_BT is not None:
+        q_pos_BT, k_pos_BS = q_pos_BT.masked_fill(~real_BT, -1), k_pos_BS.masked_fill(~real_BS, -1)
+    docs = (None, None) if doc_ids is None else (doc_ids[:, S - T :], doc_ids)
+    return Slots(0, 0, q_pos_BT, k_pos_BS, *docs), real_BT
+
+
+def _positions(start: int | Tensor, slots: int, batch: int, device: torch.device) -> Tensor:
+    if isinstance(start, Tensor) and (start.shape != (batch,) or start.is_floating_point()):
+        raise ValueError(
+            f"a start must be an int or hold whole numbers [{batch}], got {start.dtype} {tuple(start.shape)}"
+        )
+    first = start[:, None] if isinstance(start, Tensor) else start
+    return (torch.arange(slots, device=device) + first).expand(batch, slots)
+
+
+def _allowed(pattern: Pattern, slots: Slots, T: int, S: int, device: torch.device) -> Tensor:
+    """Bool `[B or 1, T, S]`."""
+    if slots.q_pos_BT is None or slots.k_pos_BS is None:
+        q, k = torch.arange(T, device=device) + slots.q_start, torch.arange(S, device=device) + slots.k_start
+        return pattern.allowed(q[:, None], k[None])[None] & (k >= 0)
+    q_BT, k_BS = slots.q_pos_BT[..., None], slots.k_pos_BS[:, None]
+    allowed = pattern.allowed(q_BT, k_BS) & (q_BT >= 0) & (k_BS >= 0)
+    if slots.q_doc_BT is not None and slots.k_doc_BS is not None:
+        allowed = allowed & (slots.q_doc_BT[..., None] == slots.k_doc_BS[:, None])
+    return allowed

@@ -1,0 +1,69 @@
+"""The choice of a backend: explicit requests never fall back, and the default is logged once."""
+
+from __future__ import annotations
+
+import functools
+import logging
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from contextvars import ContextVar
+from typing import ParamSpec, TypeVar
+
+import torch
+from torch import Tensor
+
+from subquad.config import suggest
+
+logger = logging.getLogger(__name__)
+
+BACKENDS = ("reference", "torch", "sequential", "flex", "triton")
+P = ParamSpec("P")
+R = TypeVar("R")
+_requested: ContextVar[str | None] = ContextVar("subquad_backend", default=None)
+
+
+@contextmanager
+def use_backend(backend: str) -> Iterator[None]:
+    """Within the block every engine whose `backend` is None runs on this one (or raises, where it has it not)."""
+    if backend not in BACKENDS:
+        raise ValueError(f"unknown backend {backend!r}; {suggest(backend, BACKENDS)}")
+    token = _requested.set(backend)
+    try:
+        yield
+    finally:
+        _requested.reset(token)
+
+
+def choose(op: str, backend: str | None, available: tuple[str, ...], default: str) -> str:
+    """The backend to run `op` on: the argument, else that of `use_backend`, else `default`, which is logged once.
+
+    Raises `ValueError` for an unknown name and for one that this op does not have, with those that it has.
+    """
+    if backend is None and not torch.compiler.is_compiling():
+        backend = _requested.get()
+    if backend is None:
+        if not torch.compiler.is_compiling():
+            _log_once(op, default)
+        return default
+    if backend not in BACKENDS:
+        raise ValueError(f"unknown backend {backend!r} for {op}; {suggest(backend, available)}")
+    if backend not in available:
+        raise ValueError(f"{op} has no backend {backend!r} here; it has {', '.join(available)}")
+    return backend
+
+
+@functools.cache
+def _log_once(op: str, backend: str) -> None:
+    logger.info("%s runs on the %s backend", op, backend)
+
+
+def without_autocast(fn: Callable[P, R]) -> Callable[P, R]:
+    """`fn` with autocast off: the engines choose their precision themselves (inputs are widened before)."""
+
+    @functools.wraps(fn)
+    def wrapped(*args: P.args, **kwargs: P.kwargs) -> R:
+        device = next(x.device.type for x in args if isinstance(x, Tensor))
+        with torch.autocast(device, enabled=False):
+            return fn(*args, **kwargs)
+
+    return wrapped

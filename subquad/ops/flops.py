@@ -1,0 +1,98 @@
+"""Floating-point operations of the engines: a multiply-add counts two; exponentials and other element-wise work, none.
+
+Shape letters: N batch times heads, T tokens, K key channels, V value channels, L latents.
+"""
+
+from __future__ import annotations
+
+import functools
+from typing import Any
+
+import torch
+from torch.utils.flop_counter import flop_registry, register_flop_formula, sdpa_backward_flop_count, sdpa_flop_count
+
+from subquad.ops._torch import scan, softmax
+from subquad.ops._torch.pairs import SUB, chunk_spans, halvings, power_of_two
+from subquad.ops._torch.tiles import Group, ragged_groups, static_groups
+from subquad.ops.patterns import Pattern
+
+
+def attention_flops(groups: tuple[Group, ...], key_channels: int, value_channels: int) -> int:
+    """Scores and their product with the values, masked entries included, for one head."""
+    return sum(2 * g.rows * g.keys * g.count * (key_channels + value_channels) for g in groups)
+
+
+def gated_scan_flops(T: int, K: int, V: int, *, chunk: int = scan.CHUNK, normalise: bool = False) -> int:
+    """One head, at most one decay: scores inside chunks, their product with the values, the state read and written."""
+    total = 0
+    for start in range(0, T, chunk):
+        C = min(chunk, T - start)
+        total += 2 * C * C * (K + V) + 2 * C * K * (V + normalise) + 2 * C * K * V
+    return total
+
+
+def running_softmax_flops(T: int, L: int, V: int, *, chunk: int = softmax.CHUNK) -> int:
+    """One head: scores by halves inside chunks, their product with the values, the state read and written."""
+    total = 0
+    for _, _, C in chunk_spans(T, power_of_two(chunk)):
+        scores = 2 * C * min(SUB, C) * L + sum(C * h * L for h in halvings(C))
+        total += scores + 2 * C * C * V + 4 * C * L * V
+    return total
+
+
+@functools.cache
+def register() -> None:
+    """Teach torch's FlopCounterMode our ops and the fused CPU attention, which it counts as nothing."""
+    cpu = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
+    if cpu not in flop_registry:
+        register_flop_formula([cpu])(_sdpa)
+        register_flop_formula([torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward])(_sdpa_backward)
+    ops = torch.ops.subquad
+    register_flop_formula([ops.block_attention_cpu])(_attention)
+    register_flop_formula([ops.block_attention_cpu_backward])(_attention_backward)
+    register_flop_formula([ops.gated_scan])(_gated_scan)
+    register_flop_formula([ops.gated_scan_backward])(_gated_scan_backward)
+    register_flop_formula([ops.running_softmax])(_running_softmax)
+    register_flop_formula([ops.running_softmax_backward])(_running_softmax_backward)
+
+
+def _sdpa(q: Any, k: Any, v: Any, *_: Any, out_shape: Any = None, **__: Any) -> int:
+    return int(sdpa_flop_count(q, k, v))
+
+
+def _sdpa_backward(grad: Any, q: Any, k: Any, v: Any, *_: Any, out_shape: Any = None, **__: Any) -> int:
+    return int(sdpa_backward_flop_count(grad, q, k, v))
+
+
+def _attention(
+    q: Any, k: Any, v: Any, pattern: str, q_start: int, k_start: int, scale: float, positions: Any, *_: Any, **__: Any
+) -> int:
+    B, H, T, K = q
+    shape = Pattern.from_key(pattern)
+    ragged = positions is not None
+    groups = ragged_groups(shape, T, k[2]) if ragged else static_groups(shape, q_start, T, k_start, k[2])
+    return B * H * attention_flops(groups, K, v[3])
+
+
+def _attention_backward(grad: Any, q: Any, k: Any, v: Any, out: Any, lse: Any, *rest: Any, **__: Any) -> int:
+    return _attention(q, k, v, *rest) * 5 // 2  # five products where the forward has two
+
+
+def _gated_scan(
+    q: Any, i: Any, v: Any, log_f: Any, state: Any, normalise: bool, eps: float, chunk: int, *_: Any, **__: Any
+) -> int:
+    return int(q[0] * gated_scan_flops(q[1], q[2], v[2], chunk=chunk, normalise=normalise))
+
+
+def _gated_scan_backward(grad: Any, grad_state: Any, q: Any, i: Any, v: Any, *rest: Any, **__: Any) -> int:
+    return int(5 * q[0] * gated_scan_flops(q[1], q[2], v[2], chunk=rest[-1]) // 2)
+
+
+def _running_softmax(p: Any, k: Any, v: Any, a: Any, s: Any, chunk: int, save: bool, **_: Any) -> int:
+    return int(p[0] * running_softmax_flops(p[1], p[2], v[2], chunk=chunk))
+
+
+def _running_softmax_backward(
+    grad: Any, gl: Any, ga: Any, gs: Any, p: Any, k: Any, v: Any, *rest: Any, **_: Any
+) -> int:
+    return int(5 * p[0] * running_softmax_flops(p[1], p[2], v[2], chunk=rest[-1]) // 2)

@@ -1,0 +1,124 @@
+"""Cross-entropy over a large vocabulary without the whole logits.
+
+Shape letters: N tokens, D model width, V vocabulary.
+"""
+
+from __future__ import annotations
+
+from typing import Any, Literal
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+CHUNK_ENTRIES = 1 << 22
+"""Logits held at once: above this many the tokens go in chunks (16 MiB of float32)."""
+
+
+def linear_cross_entropy(
+    h_ND: Tensor,
+    weight_VD: Tensor,
+    labels_N: Tensor,
+    /,
+    *,
+    bias: Tensor | None = None,
+    ignore_index: int = -100,
+    reduction: Literal["mean", "sum", "none"] = "mean",
+) -> Tensor:
+    """`-log softmax(W h + b)[label]`, in nats, never holding more than `CHUNK_ENTRIES` logits (at least one row).
+
+    Tokens labelled `ignore_index` count nothing; the mean is over the others (zero where there is none). Logits are
+    taken in float32 or wider. Raises `ValueError` for shapes, a label outside the vocabulary (on a CPU) or a reduction
+    that do not fit.
+    """
+    if h_ND.ndim != 2 or weight_VD.ndim != 2 or h_ND.shape[1] != weight_VD.shape[1] or labels_N.shape != h_ND.shape[:1]:
+        raise ValueError(
+            f"h [N, D], weight [V, D] and labels [N] must agree, got {tuple(h_ND.shape)}, {tuple(weight_VD.shape)} "
+            f"and {tuple(labels_N.shape)}"
+        )
+    if reduction not in ("mean", "sum", "none"):
+        raise ValueError(f"unknown reduction {reduction!r}; valid: mean, none, sum")
+    if h_ND.shape[0] * weight_VD.shape[0] <= CHUNK_ENTRIES:
+        logits_NV = F.linear(h_ND, weight_VD, bias)
+        logits_NV = logits_NV.to(torch.promote_types(logits_NV.dtype, torch.float32))
+        loss_N = F.cross_entropy(logits_NV, labels_N, ignore_index=ignore_index, reduction="none")
+    else:
+        if torch.is_autocast_enabled(h_ND.device.type):
+            h_ND = h_ND.to(torch.get_autocast_dtype(h_ND.device.type))
+        loss_N, _ = _loss(h_ND, weight_VD.to(h_ND.dtype), labels_N, bias, ignore_index)
+    if reduction == "none":
+        return loss_N
+    return loss_N.sum() if reduction == "sum" else loss_N.sum() / (labels_N != ignore_index).sum().clamp(min=1)
+
+
+@torch.library.custom_op("subquad::linear_cross_entropy", mutates_args=())
+def _loss(
+    h_ND: Tensor, weight_VD: Tensor, labels_N: Tensor, bias: Tensor | None, ignore_index: int
+) -> tuple[Tensor, Tensor]:
+    wide = torch.promote_types(h_ND.dtype, torch.float32)
+    loss_N, lse_N = (torch.empty(labels_N.shape, dtype=wide, device=h_ND.device) for _ in range(2))
+    for rows in _chunks(h_ND, weight_VD):
+        logits = F.linear(h_ND[rows], weight_VD, bias).to(wide)
+        loss_N[rows] = F.cross_entropy(logits, labels_N[rows], ignore_index=ignore_index, reduction="none")
+        lse_N[rows] = logits.logsumexp(-1)
+    return loss_N, lse_N
+
+
+@_loss.register_fake
+def _(h, weight, labels, bias, ignore_index):  # type: ignore[no-untyped-def]
+    wide = torch.promote_types(h.dtype, torch.float32)
+    return h.new_empty(labels.shape, dtype=wide), h.new_empty(labels.shape, dtype=wide)
+
+
+@torch.library.custom_op("subquad::linear_cross_entropy_backward", mutates_args=())
+def _loss_backward(
+    grad_N: Tensor,
+    h_ND: Tensor,
+    weight_VD: Tensor,
+    labels_N: Tensor,
+    bias: Tensor | None,
+    lse_N: Tensor,
+    ignore_index: int,
+) -> tuple[Tensor, Tensor, Tensor]:
+    dh_ND = torch.empty_like(h_ND, memory_format=torch.contiguous_format)
+    dweight_VD = torch.zeros(weight_VD.shape, dtype=lse_N.dtype, device=h_ND.device)
+    dbias_V = dweight_VD.new_zeros(weight_VD.shape[0])
+    real_N = labels_N != ignore_index
+    grad_N = torch.where(real_N, grad_N, 0.0)
+    safe_N = torch.where(real_N, labels_N, 0)
+    for rows in _chunks(h_ND, weight_VD):
+        logits = F.linear(h_ND[rows], weight_VD, bias).to(lse_N.dtype)
+        d = logits.sub_(lse_N[rows, None]).exp_()
+        d.scatter_add_(1, safe_N[rows, None], d.new_full((1, 1), -1.0).expand(d.shape[0], 1))
+        d.mul_(grad_N[rows, None])
+        dbias_V += d.sum(0)
+        d = d.to(h_ND.dtype)
+        dh_ND[rows] = d @ weight_VD
+        dweight_VD += d.mT @ h_ND[rows]
+    return dh_ND, dweight_VD.to(weight_VD.dtype), dbias_V
+
+
+@_loss_backward.register_fake
+def _(grad, h, weight, labels, bias, lse, ignore_index):  # type: ignore[no-untyped-def]
+    return h.new_empty(h.shape), weight.new_empty(weight.shape), lse.new_empty(weight.shape[:1])
+
+
+def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
+    *tensors, ignore_index = inputs
+    ctx.save_for_backward(*tensors, output[1])
+    ctx.ignore_index = ignore_index
+    ctx.mark_non_differentiable(output[1])
+
+
+def _backward(ctx: Any, grad_N: Tensor, _: Tensor) -> tuple[Tensor | None, ...]:
+    h, weight, labels, bias, lse = ctx.saved_tensors
+    dh, dweight, dbias = _loss_backward(grad_N, h, weight, labels, bias, lse, ctx.ignore_index)
+    return dh, dweight, None, None if bias is None else dbias.to(bias.dtype), None
+
+
+_loss.register_autograd(_backward, setup_context=_setup_context)
+
+
+def _chunks(h_ND: Tensor, weight_VD: Tensor) -> list[slice]:
+    rows = max(1, CHUNK_ENTRIES // weight_VD.shape[0])
+    return [slice(start, start + rows) for start in range(0, h_ND.shape[0], rows)]

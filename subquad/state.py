@@ -1,0 +1,160 @@
+"""What a causal mechanism or model remembers of the tokens it has read."""
+
+from __future__ import annotations
+
+import json
+import struct
+from collections.abc import Callable, Iterator, Mapping
+from pathlib import Path
+
+import torch
+from safetensors import SafetensorError
+from safetensors.torch import load, save
+from torch import Tensor
+
+FORMAT = "subquad-state"
+FORMAT_VERSION = 1
+
+
+class State:
+    """A named tree of tensors (batch first), whole numbers and further states; read-only.
+
+    `seen` holds how many real tokens were read: an `int` where all rows agree, else a `[B]` tensor. `config_hash` ties
+    a state to the configuration of the layer or model that made it.
+    """
+
+    def __init__(self, entries: Mapping[str, Tensor | int | State], config_hash: str = "") -> None:
+        self.entries = dict(entries)
+        self.config_hash = config_hash
+
+    def __getitem__(self, name: str) -> Tensor | int | State:
+        return self.entries[name]
+
+    def __contains__(self, name: str) -> bool:
+        return name in self.entries
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self.entries)
+
+    def tensor(self, name: str) -> Tensor:
+        """The entry `name`, which must be a tensor."""
+        entry = self.entries[name]
+        if not isinstance(entry, Tensor):
+            raise TypeError(f"the state's entry {name!r} must be a tensor, got {type(entry).__name__}")
+        return entry
+
+    def child(self, name: str) -> State:
+        """The entry `name`, which must be a state."""
+        entry = self.entries[name]
+        if not isinstance(entry, State):
+            raise TypeError(f"the state's entry {name!r} must be a state, got {type(entry).__name__}")
+        return entry
+
+    @property
+    def seen(self) -> int | Tensor:
+        """Real tokens read so far: an `int`, or a `[B]` tensor where rows differ."""
+        entry = self.entries["seen"]
+        if isinstance(entry, State):
+            raise TypeError("the state's entry 'seen' must be a number or a tensor, got State")
+        return entry
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of all tensors in the tree."""
+        total = 0
+        for entry in self.entries.values():
+            if not isinstance(entry, int):
+                total += entry.nbytes
+        return total
+
+    def map(self, fn: Callable[[Tensor], Tensor]) -> State:
+        """The state with `fn` applied to each tensor."""
+        changed: dict[str, Tensor | int | State] = {}
+        for name, entry in self.entries.items():
+            changed[name] = (
+                entry.map(fn) if isinstance(entry, State) else fn(entry) if isinstance(entry, Tensor) else entry
+            )
+        return State(changed, self.config_hash)
+
+    def check(self, config_hash: str, owner: str) -> None:
+        """Raise `ValueError` where the state was made by another configuration."""
+        if self.config_hash != config_hash:
+            raise ValueError(
+                f"the state was made by configuration {self.config_hash!r} but {owner} has {config_hash!r}; "
+                "use the model that made it"
+            )
+
+    def save(self, path: str | Path) -> None:
+        """Write a safetensors file with the format version and the configuration's hash in its header."""
+        tensors: dict[str, Tensor] = {}
+        numbers: dict[str, int] = {}
+        hashes: dict[str, str] = {}
+        _flatten(self, "", tensors, numbers, hashes)
+        header = {
+            "format": FORMAT,
+            "version": str(FORMAT_VERSION),
+            "numbers": json.dumps(numbers),
+            "hashes": json.dumps(hashes),
+        }
+        Path(path).write_bytes(save(tensors, metadata=header))
+
+    @classmethod
+    def load(cls, path: str | Path, *, config_hash: str | None = None) -> State:
+        """Read a file that `save` wrote.
+
+        Raises `ValueError` where the file is not a state, is damaged, has another format version, or (with
+        `config_hash`) belongs to another configuration.
+        """
+        data = Path(path).read_bytes()
+        try:
+            header = _header(data)
+            tensors = load(data)
+        except (SafetensorError, ValueError, struct.error) as error:
+            raise ValueError(f"{path} is not a readable state file: {error}") from error
+        if header.get("format") != FORMAT:
+            raise ValueError(f"{path} is not a subquad state: its format is {header.get('format')!r}, not {FORMAT!r}")
+        if header.get("version") != str(FORMAT_VERSION):
+            raise ValueError(
+                f"{path} has state format version {header.get('version')}; this release reads version {FORMAT_VERSION}"
+            )
+        state = _nest(tensors, json.loads(header["numbers"]), json.loads(header["hashes"]))
+        if config_hash is not None:
+            state.check(config_hash, "the model")
+        return state
+
+
+def _header(data: bytes) -> dict[str, str]:
+    (size,) = struct.unpack("<Q", data[:8])
+    if size > len(data):
+        raise ValueError("the header is longer than the file")
+    metadata = json.loads(data[8 : 8 + size]).get("__metadata__", {})
+    return metadata if isinstance(metadata, dict) else {}
+
+
+def _flatten(state: State, prefix: str, tensors: dict, numbers: dict, hashes: dict) -> None:
+    hashes[prefix] = state.config_hash
+    for name, entry in state.entries.items():
+        path = f"{prefix}/{name}" if prefix else name
+        if isinstance(entry, State):
+            _flatten(entry, path, tensors, numbers, hashes)
+        elif isinstance(entry, Tensor):
+            tensors[path] = entry.detach().contiguous()
+        else:
+            numbers[path] = int(entry)
+
+
+def _nest(tensors: Mapping[str, Tensor], numbers: Mapping[str, int], hashes: Mapping[str, str]) -> State:
+    states = {path: State({}, config_hash) for path, config_hash in hashes.items()}
+    for path in sorted(states, key=lambda path: path.count("/")):
+        if path:
+            parent, _, name = path.rpartition("/")
+            states[parent].entries[name] = states[path]
+    for path, entry in [*tensors.items(), *numbers.items()]:
+        parent, _, name = path.rpartition("/")
+        states[parent].entries[name] = entry
+    return states[""]
+
+
+def advance(seen: int | Tensor, tokens: int, lengths_B: Tensor | None) -> int | Tensor:
+    """Tokens seen after `tokens` more, of which row b has `lengths_B[b]` real ones."""
+    return seen + tokens if lengths_B is None else torch.as_tensor(seen, device=lengths_B.device) + lengths_B

@@ -1,0 +1,34 @@
+"""The contract, the three tolerances and input makers: public, for people who add a mechanism.
+
+class TestX(AttentionContract):
+    name = "x"
+    options = {"option": 3}
+"""
+
+from subquad.testing.contract import AttentionContract
+from subquad.testing.tools import (
+    LOW_PRECISION,
+    LargestTensor,
+    assert_exact,
+    assert_in_budget,
+    assert_same_maths,
+    block_sizes,
+    in_pieces,
+    mask_with,
+    sharpened,
+    with_gradients,
+)
+
+__all__ = [
+    "LOW_PRECISION",
+    "AttentionContract",
+    "LargestTensor",
+    "assert_exact",
+    "assert_in_budget",
+    "assert_same_maths",
+    "block_sizes",
+    "in_pieces",
+    "mask_with",
+    "sharpened",
+    "with_gradients",
+]

@@ -1,0 +1,254 @@
+"""The contract that every mechanism keeps (the design's laws 1 to 14, those that need no model)."""
+
+from __future__ import annotations
+
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, ClassVar
+
+import torch
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+from torch import Tensor
+from torch.utils.flop_counter import FlopCounterMode
+
+from subquad.attention import Attention, build
+from subquad.ops import flops
+from subquad.ops.backends import use_backend
+from subquad.state import State
+from subquad.testing.tools import (
+    LINEAR_GROWTH,
+    LOW_PRECISION,
+    LargestTensor,
+    assert_exact,
+    assert_in_budget,
+    assert_same_maths,
+    block_sizes,
+    in_pieces,
+    mask_with,
+    sharpened,
+    with_gradients,
+)
+
+# One inherited test body, one subclass a mechanism: inputs do not depend on which of them runs it.
+INHERITED = [HealthCheck.differing_executors]
+
+
+class AttentionContract:
+    """The laws of the design, section 4. A test class names a mechanism and its options and inherits them all."""
+
+    name: ClassVar[str]
+    options: ClassVar[dict[str, Any]] = {}
+    dim: ClassVar[int] = 16
+    num_heads: ClassVar[int] = 2
+    tokens: ClassVar[int] = 70
+
+    def make(self, dtype: torch.dtype = torch.float64, **options: Any) -> Attention:
+        """The mechanism, with the same weights at every call."""
+        torch.manual_seed(0)
+        return build(self.name, dim=self.dim, num_heads=self.num_heads, **{**self.options, **options}).to(dtype).eval()
+
+    def inputs(self, tokens: int, batch: int = 2, dtype: torch.dtype = torch.float64, seed: int = 1) -> Tensor:
+        """Random inputs `[batch, tokens, dim]`, the same at every call."""
+        generator = torch.Generator().manual_seed(seed)
+        return torch.randn(batch, tokens, self.dim, dtype=torch.float64, generator=generator).to(dtype)
+
+    def forward_of(self, layer: Attention) -> Callable[[Tensor], Tensor]:
+        """`layer`'s outputs alone."""
+        return lambda x: layer(x)[0]
+
+    def test_law_01_weights_are_causal_and_rows_sum_to_one(self) -> None:
+        layer = self.make()
+        w_BHTS = layer.weights(self.inputs(self.tokens))
+        if layer.causal:
+            assert_exact(w_BHTS, w_BHTS.tril(), "weights above the diagonal")
+        if layer.is_distribution:
+            assert_same_maths(w_BHTS.sum(-1), torch.ones_like(w_BHTS[..., 0]), "sum of each row")
+
+    def test_law_02_forward_is_weights_times_values_with_every_gradient(self) -> None:
+        layer = self.make()
+        x = self.inputs(self.tokens)
+        actual, expected = (with_gradients(layer, f, x) for f in (lambda x: layer(x)[0], layer.definition))
+        for name in expected:
+            assert_same_maths(actual[name], expected[name], name)
+
+    @settings(max_examples=10, suppress_health_check=INHERITED)
+    @given(cuts=st.lists(st.integers(0, 70), min_size=1, max_size=4))
+    def test_law_03_any_split_gives_the_same_result(self, cuts: list[int]) -> None:
+        layer = self.make()
+        x = self.inputs(self.tokens)
+        assert_same_maths(in_pieces(layer, x, sorted(cuts)), layer(x)[0], f"cut at {sorted(cuts)}")
+
+    def test_law_03_gradients_pass_through_the_state(self) -> None:
+        layer = self.make()
+        x = self.inputs(self.tokens)
+        pieces = with_gradients(layer, lambda x: in_pieces(layer, x, [23, 40]), x)
+        for name, expected in with_gradients(layer, lambda x: layer(x)[0], x).items():
+            assert_same_maths(pieces[name], expected, name)
+
+    def test_law_04_one_token_at_a_time_gives_the_same_result(self) -> None:
+        layer = self.make()
+        x = self.inputs(self.tokens)
+        assert_same_maths(in_pieces(layer, x, list(range(1, self.tokens))), layer(x)[0], "token by token")
+
+    def test_law_05_the_state_stops_growing(self) -> None:
+        layer = self.make(torch.float32)
+        short, long = (layer(self.inputs(n, 1, torch.float32))[1].nbytes for n in (1024, 2048))
+        assert (short < long) if layer.state_grows else (short == long), (short, long)
+        assert layer.state_bytes(2048) == long
+
+    def test_law_06_cost_grows_as_the_class_says(self) -> None:
+        flops.register()
+        layer = self.make(torch.float32)
+        counts, largest = [], []
+        for tokens in (2048, 4096):
+            x = self.inputs(tokens, 1, torch.float32)
+            with FlopCounterMode(display=False) as counter, LargestTensor() as record, torch.no_grad():
+                layer(x)
+            cost = layer.cost(tokens)
+            counts.append(counter.get_total_flops() - cost.projection_flops)
+            assert counts[-1] == cost.mixing_flops
+            largest.append(record.entries)
+        linear = counts[1] < LINEAR_GROWTH * counts[0]
+        assert linear == (layer.cost_order == "linear"), counts
+        assert largest[1] < LINEAR_GROWTH * largest[0], largest
+
+    def test_law_07_block_sizes_change_nothing(self) -> None:
+        layer = self.make()
+        x = self.inputs(self.tokens)
+        whole = with_gradients(layer, lambda x: layer(x)[0], x)
+        for size in (1, 4, 16, 128):
+            with block_sizes(size):
+                for name, actual in with_gradients(layer, lambda x: layer(x)[0], x).items():
+                    assert_same_maths(actual, whole[name], f"{name} with blocks of {size}")
+
+    def test_law_07_any_number_of_tokens_works(self) -> None:
+        layer = self.make()
+        for tokens in (0, 1, 2, 17):
+            x = self.inputs(tokens)
+            actual = with_gradients(layer, lambda x: layer(x)[0], x)
+            for name, expected in with_gradients(layer, layer.definition, x).items():
+                assert_same_maths(actual[name], expected, f"{name} at T={tokens}")
+
+    def test_law_08_padding_is_not_seen(self) -> None:
+        layer = self.make(torch.float32)
+        mask = mask_with([(9, 41, 0), (0, 33, 17), (50, 0, 0)])
+        x = self.inputs(50, 3, torch.float32)
+        results = []
+        for rubbish in (0.0, 1e4, float("nan"), float("inf")):
+            leaf = x.masked_fill(~mask[..., None], rubbish).requires_grad_()
+            y, _ = layer(leaf, mask=mask)
+            (gradient,) = torch.autograd.grad(y.square().sum(), leaf)
+            results.append((y, gradient))
+        for y, gradient in results:
+            assert_exact(y, results[0][0], "outputs with other padding")
+            assert_exact(gradient, results[0][1], "gradients with other padding")
+            assert_exact(y[~mask], torch.zeros_like(y[~mask]), "outputs at padding")
+            assert_exact(gradient[~mask], torch.zeros_like(gradient[~mask]), "gradients at padding")
+
+    def test_law_08_padding_is_as_if_removed(self) -> None:
+        layer = self.make()
+        mask = mask_with([(9, 41, 0), (0, 33, 17), (50, 0, 0)])
+        x, more = self.inputs(50, 3), self.inputs(7, 3, seed=2)
+        y, state = layer(x, mask=mask)
+        after, _ = layer(more, state)
+        first, middle = layer(x[:, :30], mask=mask[:, :30])
+        assert_same_maths(torch.cat([first, layer(x[:, 30:], middle, mask[:, 30:])[0]], 1), y, "split with padding")
+        w_BHTS = layer.weights(x, mask)
+        for b in range(3):
+            real = x[b : b + 1, mask[b]]
+            assert_same_maths(y[b : b + 1, mask[b]], layer(real)[0], f"row {b}")
+            whole, _ = layer(torch.cat([real, more[b : b + 1]], 1))
+            assert_same_maths(after[b : b + 1], whole[:, real.shape[1] :], f"continuation of row {b}")
+            assert_exact(w_BHTS[b][:, ~mask[b]], torch.zeros_like(w_BHTS[b][:, ~mask[b]]), "weights at padding")
+
+    @settings(max_examples=12, suppress_health_check=INHERITED)
+    @given(
+        tokens=st.integers(1, 300),
+        fraction=st.floats(0, 1),
+        dtype=st.sampled_from(LOW_PRECISION),
+        sharpness=st.sampled_from((1.0, 1e2, 1e4)),
+    )
+    def test_law_09_no_bit_depends_on_the_future(
+        self, tokens: int, fraction: float, dtype: torch.dtype, sharpness: float
+    ) -> None:
+        layer = sharpened(self.make(), sharpness).to(dtype)
+        now = int(fraction * (tokens - 1))
+        x = self.inputs(tokens, 1, dtype)
+        other = x.clone()
+        other[:, now + 1 :] = -3 * self.inputs(tokens, 1, dtype, seed=2)[:, now + 1 :]
+        with torch.no_grad():
+            y, changed = layer(x)[0], layer(other)[0]
+        assert y.isfinite().all()
+        assert_exact(changed[:, : now + 1], y[:, : now + 1], f"T={tokens}, tokens after {now} changed")
+
+    def test_law_10_a_batch_is_its_rows(self) -> None:
+        layer = self.make()
+        x = self.inputs(self.tokens, 3)
+        assert_same_maths(layer(x)[0], torch.cat([layer(row)[0] for row in x.split(1)]), "batch of three")
+
+    def test_law_11_each_backend_and_dtype_stays_in_budget(self) -> None:
+        for backend in ("reference", "torch"):
+            for dtype in LOW_PRECISION:
+                layer, x = self.make(dtype), self.inputs(self.tokens, dtype=dtype)
+                exact_layer = self.make(dtype).double()
+                exact = with_gradients(exact_layer, exact_layer.definition, x.double())
+                plain = with_gradients(layer, layer.definition, x)
+                with use_backend(backend):
+                    actual = with_gradients(layer, self.forward_of(layer), x)
+                for name in exact:
+                    assert_in_budget(actual[name], plain[name], exact[name], dtype, f"{name} on {backend}")
+
+    def test_law_11_autocast_stays_in_budget(self) -> None:
+        layer, x = self.make(torch.float32), self.inputs(self.tokens, dtype=torch.float32)
+        exact_layer = self.make(torch.float32).double()
+        exact = with_gradients(exact_layer, exact_layer.definition, x.double())
+
+        def autocast(f: Callable[[Tensor], Tensor]) -> Callable[[Tensor], Tensor]:
+            return torch.autocast("cpu", torch.bfloat16)(lambda x: f(x).float())
+
+        plain = with_gradients(layer, autocast(layer.definition), x)
+        actual = with_gradients(layer, autocast(lambda x: layer(x)[0]), x)
+        for name in exact:
+            assert_in_budget(actual[name], plain[name], exact[name], torch.bfloat16, f"{name} under autocast")
+
+    def compiles(self, backend: str) -> None:
+        """Law 12 on one backend of torch.compile."""
+        torch._dynamo.reset()
+        layer, x = self.make(torch.float32), self.inputs(self.tokens, dtype=torch.float32)
+        exact_layer = self.make(torch.float32).double()
+        compiled = torch.compile(lambda x: layer(x)[0], fullgraph=True, backend=backend)
+        exact = with_gradients(exact_layer, exact_layer.definition, x.double())
+        plain = with_gradients(layer, lambda x: layer(x)[0], x)
+        for name, actual in with_gradients(layer, compiled, x).items():
+            assert_in_budget(actual, plain[name], exact[name], torch.float32, f"{name} compiled by {backend}")
+
+    def test_law_12_compiles_whole_with_aot_eager(self) -> None:
+        self.compiles("aot_eager")
+
+    def test_law_12_compiles_whole_with_inductor(self) -> None:
+        if not any(shutil.which(compiler) for compiler in ("c++", "g++", "clang++")):
+            import pytest
+
+            pytest.skip("no C++ compiler")
+        self.compiles("inductor")
+
+    def test_law_13_weights_and_state_survive_saving(self, tmp_path: Path) -> None:
+        layer, x = self.make(torch.float32), self.inputs(self.tokens, dtype=torch.float32)
+        _, state = layer(x)
+        state.save(tmp_path / "state.safetensors")
+        other = build(self.name, dim=self.dim, num_heads=self.num_heads, **self.options).eval()
+        other.load_state_dict(layer.state_dict())
+        loaded = State.load(tmp_path / "state.safetensors", config_hash=other.config_hash)
+        assert_exact(other(x, loaded)[0], layer(x, state)[0], "after save and load")
+
+    def test_law_14_long_inputs_in_low_precision_are_finite(self) -> None:
+        for dtype in (torch.bfloat16, torch.float16):
+            torch.manual_seed(0)
+            layer = build(self.name, dim=self.dim, num_heads=1, **self.options).to(dtype)
+            tokens = 32_768 if layer.cost_order == "linear" else 2_048
+            for name, value in with_gradients(
+                layer, lambda x, layer=layer: layer(x)[0], self.inputs(tokens, 1, dtype)
+            ).items():
+                assert value.isfinite().all(), f"{name} in {dtype} at {tokens} tokens"

@@ -1,0 +1,12 @@
+from subquad.testing import AttentionContract
+
+
+class TestFull(AttentionContract):
+    name = "full"
+
+
+class TestFullWithSharedHeads(AttentionContract):
+    """Grouped keys and values, rotary positions, biases."""
+
+    name = "full"
+    options = {"num_kv_heads": 1, "rope": True, "bias": True}

@@ -1,0 +1,6 @@
+from subquad.testing import AttentionContract
+
+
+class TestLatte(AttentionContract):
+    name = "latte"
+    options = {"num_latents": 10}

@@ -1,0 +1,10 @@
+from subquad.testing import AttentionContract
+
+
+class TestLinear(AttentionContract):
+    name = "linear"
+
+
+class TestLinearAsADistribution(AttentionContract):
+    name = "linear"
+    options = {"feature_map": "softmax", "eps": 0.0}

@@ -1,0 +1,20 @@
+from subquad.testing import AttentionContract
+
+
+class TestLlp(AttentionContract):
+    name = "llp"
+    options = {"segment": 16}
+
+
+class TestLlpOfTheEquations(AttentionContract):
+    """Equations 22 to 24: the first half segment has its own query, key and value projections."""
+
+    name = "llp"
+    options = {"segment": 16, "first_block_projections": True, "rope": True}
+
+
+class TestLlpOfThePseudocode(AttentionContract):
+    """Figure 5: one tensor is key and value, keys are normalised after the first block, which has its own output."""
+
+    name = "llp"
+    options = {"segment": 16, "shared_kv": True, "key_norm": True, "split_output": True}

@@ -1,0 +1,6 @@
+from subquad.testing import AttentionContract
+
+
+class TestWindow(AttentionContract):
+    name = "window"
+    options = {"width": 11}
