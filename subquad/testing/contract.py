@@ -44,10 +44,14 @@ class AttentionContract:
     num_heads: ClassVar[int] = 2
     tokens: ClassVar[int] = 70
 
-    def make(self, dtype: torch.dtype = torch.float64, **options: Any) -> Attention:
+    def new(self, num_heads: int) -> Attention:
+        """A fresh mechanism with the options of this class."""
+        return build(self.name, dim=self.dim, num_heads=num_heads, **self.options)
+
+    def make(self, dtype: torch.dtype = torch.float64, num_heads: int | None = None) -> Attention:
         """The mechanism, with the same weights at every call."""
         torch.manual_seed(0)
-        return build(self.name, dim=self.dim, num_heads=self.num_heads, **{**self.options, **options}).to(dtype).eval()
+        return self.new(num_heads or self.num_heads).to(dtype).eval()
 
     def inputs(self, tokens: int, batch: int = 2, dtype: torch.dtype = torch.float64, seed: int = 1) -> Tensor:
         """Random inputs `[batch, tokens, dim]`, the same at every call."""
@@ -218,7 +222,7 @@ class AttentionContract:
         torch._dynamo.reset()
         layer, x = self.make(torch.float32), self.inputs(self.tokens, dtype=torch.float32)
         exact_layer = self.make(torch.float32).double()
-        compiled = torch.compile(lambda x: layer(x)[0], fullgraph=True, backend=backend)
+        compiled = torch.compile(self.forward_of(layer), fullgraph=True, backend=backend)
         exact = with_gradients(exact_layer, exact_layer.definition, x.double())
         plain = with_gradients(layer, lambda x: layer(x)[0], x)
         for name, actual in with_gradients(layer, compiled, x).items():
@@ -238,15 +242,14 @@ class AttentionContract:
         layer, x = self.make(torch.float32), self.inputs(self.tokens, dtype=torch.float32)
         _, state = layer(x)
         state.save(tmp_path / "state.safetensors")
-        other = build(self.name, dim=self.dim, num_heads=self.num_heads, **self.options).eval()
+        other = self.new(self.num_heads).eval()
         other.load_state_dict(layer.state_dict())
         loaded = State.load(tmp_path / "state.safetensors", config_hash=other.config_hash)
         assert_exact(other(x, loaded)[0], layer(x, state)[0], "after save and load")
 
     def test_law_14_long_inputs_in_low_precision_are_finite(self) -> None:
         for dtype in (torch.bfloat16, torch.float16):
-            torch.manual_seed(0)
-            layer = build(self.name, dim=self.dim, num_heads=1, **self.options).to(dtype)
+            layer = self.make(dtype, num_heads=1)
             tokens = 32_768 if layer.cost_order == "linear" else 2_048
             for name, value in with_gradients(
                 layer, lambda x, layer=layer: layer(x)[0], self.inputs(tokens, 1, dtype)
