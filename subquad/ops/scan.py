@@ -56,7 +56,7 @@ def gated_scan(
     chunk_size: int | None = None,
     backend: str | None = None,
 ) -> ScanOutput:
-    """`S_t = f_t * S_{t-1} + i_t (x) v_t`, `o_t = q_t S_t`, or that over `q_t . z_t + eps`, `z_t = f_t * z_{t-1} + i_t`.
+    """`S_t = f_t * S_{t-1} + i_t (x) v_t`, `o_t = q_t S_t`, or over `q_t . z_t + eps`, `z_t = f_t * z_{t-1} + i_t`.
 
     Args:
         q_BHTK: queries.

@@ -1,0 +1,60 @@
+# The two commands that matter: `make run` and `make test`. `make help` lists all.
+
+PYTHON ?= python3
+# Another index for torch alone, as in TORCH_INDEX=https://download.pytorch.org/whl/cpu
+TORCH_INDEX ?=
+# Processes that run the tests.
+JOBS ?= 2
+
+VENV := .venv
+BIN := $(VENV)/bin
+STAMP := $(VENV)/.installed
+PYTEST := $(BIN)/python -m pytest -n $(JOBS)
+
+.DEFAULT_GOAL := help
+.PHONY: help install run test test-long lint check wheel-check clean
+
+help: ## what each target does
+	@sed -n 's/^\([a-z-]*\):.*## \(.*\)/make \1\t\2/p' Makefile | expand -t 20
+
+install: $(STAMP) ## make .venv with everything that is pinned in constraints.txt
+
+run: $(STAMP) ## train the default recipe on Python's own source, evaluate and sample it
+	$(BIN)/subquad train --recipe stdlib-llp --run.folder runs/stdlib-llp
+
+test: $(STAMP) ## all tests but the slow ones
+	@command -v $${CXX:-g++} >/dev/null 2>&1 || command -v clang++ >/dev/null 2>&1 || \
+	  echo "no C++ compiler found: the tests that compile with inductor are skipped, everything else runs"
+	@OMP_NUM_THREADS=1 $(PYTEST) -q
+
+test-long: $(STAMP) ## the slow tests
+	@OMP_NUM_THREADS=1 $(PYTEST) -q -m slow
+
+lint: $(STAMP) ## formatting, style, types and the direction of imports
+	$(BIN)/ruff format --check .
+	$(BIN)/ruff check .
+	$(BIN)/mypy
+	$(BIN)/lint-imports
+
+check: lint ## lint, then test
+	@$(MAKE) --no-print-directory test
+
+wheel-check: $(STAMP) ## build the wheel, install it alone and train two steps from it
+	@TORCH_INDEX="$(TORCH_INDEX)" .ci/wheel "$(BIN)/python" "$(PYTHON)"
+
+clean: ## remove .venv and what tools left behind; runs/ stays
+	rm -rf $(VENV) build dist .mypy_cache .pytest_cache .ruff_cache .hypothesis .import_linter_cache
+	find . -name __pycache__ -type d -prune -exec rm -rf {} +
+
+$(STAMP): pyproject.toml constraints.txt
+	@command -v "$(PYTHON)" >/dev/null 2>&1 || { echo \
+	  "subquad needs Python 3.11 or newer, but there is no '$(PYTHON)': install one, or name it: make PYTHON=python3.12"; exit 1; }
+	@"$(PYTHON)" -c 'import sys; sys.exit(sys.version_info < (3, 11))' || { echo \
+	  "subquad needs Python 3.11 or newer, but $(PYTHON) is $$("$(PYTHON)" --version 2>&1): name another: make PYTHON=python3.12"; exit 1; }
+	@"$(PYTHON)" -c 'import venv, ensurepip' 2>/dev/null || { echo \
+	  "$(PYTHON) cannot make virtual environments (no venv or ensurepip module). On Debian or Ubuntu: apt install python3-venv"; exit 1; }
+	@test -x $(BIN)/python && $(BIN)/python -m pip --version >/dev/null 2>&1 || { rm -rf $(VENV); "$(PYTHON)" -m venv $(VENV); }
+	@if [ -n "$(TORCH_INDEX)" ]; then \
+	  $(BIN)/python -m pip install --no-deps --index-url "$(TORCH_INDEX)" "$$(grep '^torch==' constraints.txt)"; fi
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e ".[dev]"
+	@touch $(STAMP)

@@ -1,0 +1,79 @@
+"""The command `subquad`. A command's modules load when the command is named: `subquad --help` loads no torch."""
+
+from __future__ import annotations
+
+import importlib
+import logging
+import os
+import sys
+import traceback
+from collections.abc import Sequence
+
+from subquad import __version__
+from subquad.config import suggest
+
+COMMANDS = {
+    "train": "subquad.tools.train",
+    "eval": "subquad.tools.eval",
+    "generate": "subquad.tools.generate",
+    "list": "subquad.tools.list",
+}
+"""The module of each command: its `run(arguments)` parses them, does the work and returns the exit status."""
+
+OVERVIEW = """\
+usage: subquad COMMAND [options]
+
+Sub-quadratic attention: train, evaluate and sample long-context language models.
+
+commands:
+  train      train a model, evaluate it on held-out text, sample, report
+  eval       measure a trained model on a text
+  generate   continue a prompt
+  list       the attention mechanisms, their options, the recipes
+
+  subquad train --recipe stdlib-llp
+  subquad eval runs/stdlib-llp --stride 128
+  subquad generate runs/stdlib-llp --prompt "def main("
+
+`subquad COMMAND --help` lists the options of a command. With `--debug` an error shows its traceback.
+`subquad --version` prints the version.
+"""
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Run a command; returns the exit status: 0 done, 1 failed, 2 wrong arguments, 130 interrupted."""
+    arguments = list(sys.argv[1:] if arguments is None else arguments)
+    debug = "--debug" in arguments
+    arguments = [argument for argument in arguments if argument != "--debug"]
+    command = arguments[0] if arguments else ""
+    if command in ("-h", "--help", "--version"):
+        sys.stdout.write(OVERVIEW if command != "--version" else f"subquad {__version__}\n")
+        return 0
+    if command not in COMMANDS:
+        message = f"unknown command {command!r}; {suggest(command, COMMANDS)}" if command else "no command"
+        sys.stderr.write(f"error: {message}\nsee subquad --help\n")
+        return 2
+    return _run(command, arguments[1:], debug)
+
+
+def _run(command: str, arguments: list[str], debug: bool) -> int:
+    logging.basicConfig(level=logging.WARNING, format="%(levelname)s %(name)s: %(message)s")
+    first = os.environ.get("RANK", "0") == "0"  # of several processes one is enough to hear from
+    usual = logging.INFO if command == "train" and first else logging.WARNING
+    logging.getLogger("subquad").setLevel(logging.DEBUG if debug else usual)
+    try:
+        status = int(importlib.import_module(COMMANDS[command]).run(arguments))
+        sys.stdout.flush()
+        return status
+    except KeyboardInterrupt:
+        sys.stderr.write("interrupted\n")
+        return 130
+    except BrokenPipeError:
+        # The reader has gone (`| head`): what is left goes nowhere, or Python would complain at exit.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 1
+    except (ValueError, TypeError, OSError, ImportError, ArithmeticError) as error:
+        if debug:
+            traceback.print_exc()
+        sys.stderr.write(f"error: {error}\n")
+        return 1

@@ -1,0 +1,47 @@
+"""Text to tokens to windows: sources, tokenizers, checked memory-mapped shards, a split by document, resumable order.
+
+Importing this package loads neither torch nor tokenizers: they come with the first name that needs them.
+"""
+
+import importlib
+from typing import TYPE_CHECKING, Any
+
+from subquad.data.config import DataConfig
+
+if TYPE_CHECKING:
+    from subquad.data.corpus import Corpus, prepare, prepare_shard
+    from subquad.data.shards import TokenShard
+    from subquad.data.tokenizers import load_tokenizer, tokenizer_hash
+    from subquad.data.windows import EpochOrder, Windows
+
+_HOME = {
+    "Corpus": "corpus",
+    "EpochOrder": "windows",
+    "TokenShard": "shards",
+    "Windows": "windows",
+    "load_tokenizer": "tokenizers",
+    "prepare": "corpus",
+    "prepare_shard": "corpus",
+    "tokenizer_hash": "tokenizers",
+}
+__all__ = [
+    "Corpus",
+    "DataConfig",
+    "EpochOrder",
+    "TokenShard",
+    "Windows",
+    "load_tokenizer",
+    "prepare",
+    "prepare_shard",
+    "tokenizer_hash",
+]
+
+
+def __getattr__(name: str) -> Any:
+    if name in _HOME:
+        return getattr(importlib.import_module(f"subquad.data.{_HOME[name]}"), name)
+    raise AttributeError(f"module 'subquad.data' has no attribute {name!r}; it has {', '.join(__all__)}")
+
+
+def __dir__() -> list[str]:
+    return __all__

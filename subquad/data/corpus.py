@@ -1,0 +1,222 @@
+"""From a `DataConfig` to token shards, prepared once and kept in a folder that is named by all that they depend on."""
+
+from __future__ import annotations
+
+import hashlib
+import logging
+import os
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+
+import tokenizers
+from tokenizers import Tokenizer
+
+from subquad.config import digest
+from subquad.data.config import DataConfig
+from subquad.data.files import aside, read_json, remove, write_json
+from subquad.data.shards import FORMAT_VERSION, TokenShard
+from subquad.data.sources import Source, open_source
+from subquad.data.split import cut, hold_out
+from subquad.data.spool import Part, Spool, write_shard
+from subquad.data.tokenizers import load_tokenizer, pieces, tokenizer_hash, train_bpe
+
+logger = logging.getLogger(__name__)
+
+Progress = Callable[[str, int, int], None]
+"""Called as (what is being done, units done, units in all)."""
+
+
+@dataclass(frozen=True)
+class Corpus:
+    """A prepared corpus: a tokenizer and the shards of its two parts.
+
+    `fingerprint` is a hash of the names and contents of all that was read. `train_files` and `held_out_files` are the
+    names of the documents on each side (none for the rows of a dataset); of a single document, both hold a part.
+    """
+
+    folder: Path
+    tokenizer: Tokenizer
+    train: TokenShard
+    held_out: TokenShard
+    fingerprint: str
+    train_files: tuple[str, ...]
+    held_out_files: tuple[str, ...]
+
+    @property
+    def files(self) -> tuple[str, ...]:
+        """The names of all documents, sorted."""
+        return tuple(sorted({*self.train_files, *self.held_out_files}))
+
+    def held_out_text(self) -> bytes:
+        """The held-out documents in one piece, in the shard's order, `held_out.text_bytes` long."""
+        return (self.folder / "held_out.txt").read_bytes()
+
+
+def prepare(config: DataConfig, *, progress: Progress | None = None) -> Corpus:
+    """Read, split, tokenise and store the corpus that `config` describes, or open it where that was done before.
+
+    What is stored is found again by a hash of the configuration and of all file contents; it is checked when opened,
+    and made again, with a warning, where it is damaged. Processes may prepare the same corpus at once.
+
+    Raises `FileNotFoundError` or `ImportError` for text that is missing, `ValueError` for text that isn't text, is too
+    little or changes while it is read, and for an unknown tokenizer.
+    """
+    fixed = None if config.tokenizer == "bpe" else load_tokenizer(config.tokenizer)
+    paths = [path for path in (config.path, config.held_out_path) if path is not None]
+    sources = [open_source(path, skip_bad_files=config.skip_bad_files) for path in paths]
+    contents = [source.fingerprint() for source in sources]
+    key = digest(
+        {
+            "contents": contents,
+            "held_out": [config.held_out, config.split_seed] if config.held_out_path is None else "apart",
+            "tokenizer": f"bpe {config.vocab_size}" if fixed is None else tokenizer_hash(fixed),
+            "skip_bad_files": config.skip_bad_files,
+            "versions": [FORMAT_VERSION, tokenizers.__version__],
+        }
+    )
+    folder = cache_folder(config.cache) / f"corpus-{key}"
+    if not _usable(folder, lambda: _open(folder)):
+        with aside(folder) as temporary:
+            temporary.mkdir()
+            _build(temporary, config, fixed, sources, progress or _silent)
+            _add_manifest(temporary, contents)
+            for source, before in zip(sources, contents, strict=True):
+                _check_unchanged(source, before)
+    return _open(folder)
+
+
+def prepare_shard(
+    path: str,
+    tokenizer: Tokenizer,
+    *,
+    skip_bad_files: bool = False,
+    cache: str | None = None,
+    progress: Progress | None = None,
+) -> TokenShard:
+    """All the text at `path`, in the forms of `DataConfig.path`, as one shard; stored and found again as in `prepare`.
+
+    Raises as `prepare` does.
+    """
+    source = open_source(path, skip_bad_files=skip_bad_files)
+    before, made_by = source.fingerprint(), tokenizer_hash(tokenizer)
+    key = digest([before, made_by, skip_bad_files, FORMAT_VERSION, tokenizers.__version__])
+    folder = cache_folder(cache) / f"shard-{key}"
+    file = folder / "all.tokens"
+    if not _usable(folder, lambda: TokenShard(file, tokenizer_hash=made_by)):
+        with aside(folder) as temporary:
+            temporary.mkdir()
+            with Spool(temporary / "text") as spool:
+                spool.read(source, progress or _silent)
+                write_shard(temporary / file.name, spool, spool.parts, tokenizer, progress or _silent)
+            remove(temporary / "text")
+            _check_unchanged(source, before)
+    return TokenShard(file, tokenizer_hash=made_by)
+
+
+def cache_folder(cache: str | None) -> Path:
+    """Where prepared corpora are: `cache`, or `$SUBQUAD_CACHE`, or `~/.cache/subquad`."""
+    chosen = cache or os.environ.get("SUBQUAD_CACHE")
+    return Path(chosen).expanduser() if chosen else Path.home() / ".cache" / "subquad"
+
+
+def _build(
+    folder: Path, config: DataConfig, tokenizer: Tokenizer | None, sources: list[Source], progress: Progress
+) -> None:
+    """Fill `folder`: the shards, the tokenizer, the held-out text."""
+    with Spool(folder / "text") as spool:
+        for source in sources:
+            counted = len(spool.parts)
+            spool.read(source, progress)
+        if len(sources) == 2:
+            train, held_out = spool.parts[:counted], spool.parts[counted:]
+        else:
+            train, held_out = _split(spool, config)
+        if tokenizer is None:
+            progress("training the tokenizer", 0, 1)
+            tokenizer = train_bpe(
+                (piece.decode() for part in train for piece in pieces(spool[part])), config.vocab_size
+            )
+            progress("training the tokenizer", 1, 1)
+            if (size := tokenizer.get_vocab_size()) < config.vocab_size:
+                logger.warning("the text is enough for %d tokens only, not for %d", size, config.vocab_size)
+        tokenizer.save(str(folder / "tokenizer.json"), pretty=False)
+        write_shard(folder / "train.tokens", spool, train, tokenizer, progress)
+        write_shard(folder / "held_out.tokens", spool, held_out, tokenizer, progress)
+        with (folder / "held_out.txt").open("wb") as stream:
+            stream.writelines(spool[part] for part in held_out)
+        names = {side: [part.name for part in parts] for side, parts in (("train", train), ("held_out", held_out))}
+    write_json(folder / "names.json", {side: [name for name in listed if name] for side, listed in names.items()})
+    remove(folder / "text")
+
+
+def _add_manifest(folder: Path, contents: list[str]) -> None:
+    """Write what the corpus was made of and the SHA-256 of each of its files that doesn't carry its own."""
+    plain = ("tokenizer.json", "held_out.txt", "names.json")
+    manifest = {
+        "version": FORMAT_VERSION,
+        "contents": contents,
+        "sha256": {name: _sha256(folder / name) for name in plain},
+    }
+    write_json(folder / "manifest.json", manifest)
+
+
+def _split(spool: Spool, config: DataConfig) -> tuple[list[Part], list[Part]]:
+    """The training and the held-out documents; a single document is cut in two."""
+    if len(spool.parts) == 1:
+        (whole,) = spool.parts
+        middle = whole.start + cut(spool[whole], config.held_out)
+        return [whole._replace(end=middle)], [whole._replace(start=middle)]
+    sides: tuple[list[Part], list[Part]] = ([], [])
+    for part, out in zip(spool.parts, hold_out(spool.keys, config.held_out, config.split_seed), strict=True):
+        sides[out].append(part)
+    return sides
+
+
+def _open(folder: Path) -> Corpus:
+    manifest = read_json(folder / "manifest.json")
+    if (version := manifest["version"]) != FORMAT_VERSION:
+        raise ValueError(f"{folder} has corpus format version {version}, this release reads version {FORMAT_VERSION}")
+    for name, checksum in manifest["sha256"].items():
+        if _sha256(folder / name) != checksum:
+            raise ValueError(f"{folder / name} is damaged: its checksum is wrong")
+    tokenizer = load_tokenizer(folder / "tokenizer.json")
+    made_by = tokenizer_hash(tokenizer)
+    names = read_json(folder / "names.json")
+    contents = manifest["contents"]
+    return Corpus(
+        folder=folder,
+        tokenizer=tokenizer,
+        train=TokenShard(folder / "train.tokens", tokenizer_hash=made_by),
+        held_out=TokenShard(folder / "held_out.tokens", tokenizer_hash=made_by),
+        fingerprint=contents[0] if len(contents) == 1 else digest(contents),
+        train_files=tuple(names["train"]),
+        held_out_files=tuple(names["held_out"]),
+    )
+
+
+def _usable(folder: Path, check: Callable[[], object]) -> bool:
+    """Whether `folder` is there and `check` finds it whole; a damaged one is removed, with a warning."""
+    if not folder.is_dir():
+        return False
+    try:
+        check()
+    except (ValueError, KeyError, OSError) as error:
+        logger.warning("prepared data in %s cannot be used and is made again: %s", folder, error)
+        remove(folder)
+        return False
+    return True
+
+
+def _check_unchanged(source: Source, before: str) -> None:
+    if source.fingerprint() != before:
+        raise ValueError("the text changed while it was read: prepare it again")
+
+
+def _sha256(path: Path) -> str:
+    with path.open("rb") as stream:
+        return hashlib.file_digest(stream, "sha256").hexdigest()
+
+
+def _silent(what: str, done: int, total: int) -> None:
+    return None

@@ -1,0 +1,76 @@
+"""Files that are either whole or not there: written aside, flushed to the disk, then renamed."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import uuid
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+
+@contextmanager
+def aside(path: Path) -> Iterator[Path]:
+    """A new path beside `path` to write a file or fill a folder at; what is there is renamed to `path` at the end.
+
+    After an error nothing is left. A folder that someone else has put at `path` meanwhile stays, and ours goes.
+    """
+    path.parent.mkdir(parents=True, exist_ok=True)
+    temporary = path.with_name(f".{path.name}.{uuid.uuid4().hex}")
+    try:
+        yield temporary
+        sync(temporary)
+        try:
+            os.replace(temporary, path)
+        except OSError:
+            if not (temporary.is_dir() and path.is_dir()):
+                raise
+        sync(path.parent)
+    finally:
+        remove(temporary)
+
+
+def sync(path: Path) -> None:
+    """Flush a file, or a folder with the files right in it, to the disk."""
+    if path.is_dir():
+        for entry in path.iterdir():
+            if entry.is_file():
+                _sync(entry)
+        if os.name != "posix":
+            return  # only POSIX opens folders
+    _sync(path)
+
+
+def _sync(path: Path) -> None:
+    descriptor = os.open(path, os.O_RDONLY if os.name == "posix" else os.O_RDWR)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+def remove(path: Path) -> None:
+    """Delete a file or a folder, or nothing where there is none."""
+    if path.is_dir():
+        shutil.rmtree(path, ignore_errors=True)
+    else:
+        path.unlink(missing_ok=True)
+
+
+def write_json(path: Path, values: dict[str, Any]) -> None:
+    """Write a mapping as JSON."""
+    path.write_text(json.dumps(values, indent=1, ensure_ascii=False) + "\n", encoding="utf-8")
+
+
+def read_json(path: Path) -> dict[str, Any]:
+    """The mapping in a JSON file; `ValueError` names the file where it holds something else."""
+    try:
+        values = json.loads(path.read_text(encoding="utf-8"))
+    except ValueError as error:
+        raise ValueError(f"{path} is not JSON: {error}") from error
+    if not isinstance(values, dict):
+        raise ValueError(f"{path} must hold a mapping, got {type(values).__name__}")
+    return values

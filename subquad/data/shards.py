@@ -1,0 +1,174 @@
+"""Memory-mapped token shards.
+
+A file is a head of 4,096 bytes, the tokens (uint16 or uint32, little-endian), and the offsets at which documents begin
+(int64). The head is a magic word, the format version, the SHA-256 of the JSON that follows it, and this JSON: counts,
+dtype, the tokenizer's hash and the SHA-256 of all that follows the head. Nothing damaged or cut short is ever opened.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import struct
+from pathlib import Path
+from typing import Any, BinaryIO, Self
+
+import numpy as np
+
+MAGIC = b"SUBQUADT"
+FORMAT_VERSION = 1
+HEAD_BYTES = 4096
+_PREFIX = struct.Struct("<8sII32s")  # magic, version, bytes of JSON, SHA-256 of the JSON
+_FIELDS = {"tokens", "documents", "dtype", "vocab_size", "tokenizer_hash", "text_bytes", "words", "sha256"}
+_verified: set[tuple[str, int, int, int]] = set()
+
+
+class TokenShard:
+    """The tokens of some documents, mapped from a file.
+
+    `tokens` `[N]`; `documents` `[D + 1]` holds the offsets in `tokens` at which documents begin, then N. `text_bytes`
+    and `words` count the UTF-8 bytes and whitespace-separated words of the documents' text, separators not counted.
+    `vocab_size` and `tokenizer_hash` describe the tokenizer.
+
+    Raises `FileNotFoundError`, or `ValueError` for a file that is no shard, has another format version, is cut short or
+    damaged, or (with `tokenizer_hash`) was made with another tokenizer. Contents are checked once per process.
+    """
+
+    tokens: np.ndarray
+    documents: np.ndarray
+
+    def __init__(self, path: str | Path, *, tokenizer_hash: str | None = None) -> None:
+        self.path = Path(path)
+        head = _read_head(self.path)
+        if tokenizer_hash is not None and head["tokenizer_hash"] != tokenizer_hash:
+            raise ValueError(
+                f"{self.path} was made with the tokenizer {head['tokenizer_hash'][:16]}..., "
+                f"not with this one, {tokenizer_hash[:16]}...; use the tokenizer that made it"
+            )
+        self.text_bytes: int = head["text_bytes"]
+        self.words: int = head["words"]
+        self.vocab_size: int = head["vocab_size"]
+        self.tokenizer_hash: str = head["tokenizer_hash"]
+        _verify(self.path, head)
+        dtype = np.dtype(head["dtype"])
+        self.tokens = np.memmap(self.path, dtype, mode="r", offset=HEAD_BYTES, shape=(head["tokens"],))
+        end = HEAD_BYTES + head["tokens"] * dtype.itemsize
+        self.documents = np.memmap(self.path, "<i8", mode="r", offset=end, shape=(head["documents"] + 1,))
+
+    def __len__(self) -> int:
+        return len(self.tokens)
+
+    def __reduce__(self) -> tuple[type[TokenShard], tuple[Path]]:
+        return TokenShard, (self.path,)  # another process maps the file again
+
+    def __repr__(self) -> str:
+        return f"TokenShard({str(self.path)!r}: {len(self):,} tokens, {len(self.documents) - 1:,} documents)"
+
+
+class ShardWriter:
+    """Writes a shard at `path`, which must be a place that nobody reads yet, as `files.aside` gives one.
+
+    Call `add` for a document's tokens, `end_document` after its last. Leaving the `with` block writes the head; after
+    an error there is none, and the file cannot be opened.
+    """
+
+    def __init__(self, path: Path, *, vocab_size: int, tokenizer_hash: str) -> None:
+        self.path = path
+        self.vocab_size = vocab_size
+        self.tokenizer_hash = tokenizer_hash
+        self.dtype = np.dtype("<u2" if vocab_size <= 1 << 16 else "<u4")
+        self.count = self.text_bytes = self.words = 0
+        self.starts = [0]
+        self._sha256 = hashlib.sha256()
+        self._stream: BinaryIO = path.open("wb")
+        self._stream.write(bytes(HEAD_BYTES))
+
+    def add(self, ids: np.ndarray) -> None:
+        """Append token ids; `ValueError` for one outside the vocabulary."""
+        if len(ids) and (ids.max() >= self.vocab_size or ids.min() < 0):
+            wrong = int(ids.max()) if ids.max() >= self.vocab_size else int(ids.min())
+            raise ValueError(f"token id {wrong} is outside the vocabulary of {self.vocab_size} tokens")
+        self._write(ids.astype(self.dtype))
+        self.count += len(ids)
+
+    def end_document(self, *, text_bytes: int, words: int) -> None:
+        """Close a document of `text_bytes` UTF-8 bytes and `words` words."""
+        self.starts.append(self.count)
+        self.text_bytes += text_bytes
+        self.words += words
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, error: type[BaseException] | None, *_: object) -> None:
+        with self._stream:
+            if error is None:
+                self._finish()
+
+    def _finish(self) -> None:
+        if not self.count:
+            raise ValueError(f"{self.path} would hold no token: the tokenizer makes none of this text")
+        self._write(np.array(self.starts, dtype="<i8"))
+        values = {
+            "tokens": self.count,
+            "documents": len(self.starts) - 1,
+            "dtype": self.dtype.str,
+            "vocab_size": self.vocab_size,
+            "tokenizer_hash": self.tokenizer_hash,
+            "text_bytes": self.text_bytes,
+            "words": self.words,
+            "sha256": self._sha256.hexdigest(),
+        }
+        text = json.dumps(values).encode()
+        self._stream.seek(0)
+        self._stream.write(_PREFIX.pack(MAGIC, FORMAT_VERSION, len(text), hashlib.sha256(text).digest()) + text)
+
+    def _write(self, array: np.ndarray) -> None:
+        data = array.tobytes()
+        self._sha256.update(data)
+        self._stream.write(data)
+
+
+def _read_head(path: Path) -> dict[str, Any]:
+    with path.open("rb") as stream:
+        head = stream.read(HEAD_BYTES)
+    if head[: len(MAGIC)] != MAGIC:
+        raise ValueError(f"{path} is not a token shard: it begins with {head[:8]!r}, not with {MAGIC!r}")
+    if len(head) < HEAD_BYTES:
+        raise ValueError(f"{path} is cut short: {len(head)} bytes, less than a head's {HEAD_BYTES}")
+    _, version, length, checksum = _PREFIX.unpack_from(head)
+    if version != FORMAT_VERSION:
+        raise ValueError(
+            f"{path} has token shard format version {version}; this release reads version {FORMAT_VERSION}: "
+            "prepare the data again"
+        )
+    text = head[_PREFIX.size : _PREFIX.size + length]
+    if hashlib.sha256(text).digest() != checksum:
+        raise ValueError(f"{path} is damaged: the checksum of its head is wrong")
+    values = json.loads(text)
+    if set(values) != _FIELDS:
+        raise ValueError(f"{path} is damaged: its head has the keys {sorted(values)}, not {sorted(_FIELDS)}")
+    return values
+
+
+def _verify(path: Path, head: dict[str, Any]) -> None:
+    """Check size and contents of a shard that this process has not checked yet."""
+    stat = path.stat()
+    body = head["tokens"] * np.dtype(head["dtype"]).itemsize + (head["documents"] + 1) * 8
+    if stat.st_size != HEAD_BYTES + body:
+        raise ValueError(
+            f"{path} is cut short or too long: {stat.st_size} bytes, where {head['tokens']} tokens and "
+            f"{head['documents']} documents take {HEAD_BYTES + body}"
+        )
+    seen = (str(path.resolve()), stat.st_ino, stat.st_size, stat.st_mtime_ns)
+    if seen in _verified:
+        return
+    if _hash_body(path) != head["sha256"]:
+        raise ValueError(f"{path} is damaged: the checksum of its tokens is wrong")
+    _verified.add(seen)
+
+
+def _hash_body(path: Path) -> str:
+    with path.open("rb") as stream:
+        stream.seek(HEAD_BYTES)
+        return hashlib.file_digest(stream, "sha256").hexdigest()

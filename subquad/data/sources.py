@@ -1,0 +1,231 @@
+"""Documents from files, folders, globs, archives, Python's own source and Hugging Face datasets.
+
+A document is UTF-8 text, kept as the bytes that were read. Its name is relative to what was asked for, with `/`
+between the parts, so that it is the same on every machine.
+"""
+
+from __future__ import annotations
+
+import bz2
+import glob
+import gzip
+import hashlib
+import io
+import logging
+import lzma
+import os
+import sysconfig
+import tarfile
+import unicodedata
+import zlib
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any, NamedTuple, Protocol
+
+from subquad.config import suggest
+
+logger = logging.getLogger(__name__)
+
+STDLIB_LEAVES_OUT = frozenset({"__pycache__", "dist-packages", "idlelib", "lib2to3", "site-packages", "test", "tests"})
+_UNPACK: dict[str, Callable[[bytes], bytes]] = {".bz2": bz2.decompress, ".gz": gzip.decompress, ".xz": lzma.decompress}
+_ARCHIVES = (".tar", ".tar.bz2", ".tar.gz", ".tar.xz", ".tgz", ".txz")
+_DAMAGE = (EOFError, OSError, ValueError, lzma.LZMAError, tarfile.TarError, zlib.error)
+
+
+class BadTextError(ValueError):
+    """A file that holds no UTF-8 text; the message names the file and, where there is one, the offset."""
+
+
+class Document(NamedTuple):
+    """A text and its name. `key` is what the split hashes: the name, or the text where names are only numbers."""
+
+    name: str
+    text: bytes
+    key: bytes
+
+
+class Source(Protocol):
+    """Documents in a fixed order, from what was `asked` for; `names` are those of its files, if it has files."""
+
+    asked: str
+    names: list[str]
+
+    def fingerprint(self) -> str:
+        """A hash of all names and contents, without making documents of them."""
+        ...
+
+    def documents(self) -> Iterator[Document]:
+        """The documents; `BadTextError` at the first that isn't text."""
+        ...
+
+
+def open_source(path: str, *, skip_bad_files: bool = False) -> Source:
+    """The source that `path` names, as `DataConfig.path` describes it.
+
+    Raises `FileNotFoundError` for a path that is missing or a glob that matches nothing, `ImportError` for a dataset
+    without the `datasets` extra.
+    """
+    if path == "stdlib":
+        root = Path(sysconfig.get_path("stdlib"))
+        return FileSource(path, root, _stdlib_files(root), skip_bad_files)
+    if path.startswith("hf:"):
+        return DatasetSource(path, skip_bad_files)
+    place = Path(path).expanduser()
+    if place.is_file():
+        return FileSource(path, place.parent, [place], skip_bad_files)
+    if place.is_dir():
+        return FileSource(path, place, _files_below(place), skip_bad_files)
+    if glob.has_magic(path):
+        files = [Path(found) for found in sorted(glob.glob(str(place), recursive=True)) if os.path.isfile(found)]
+        if not files:
+            raise FileNotFoundError(f"the glob {path!r} matches no file")
+        return FileSource(path, Path(os.path.commonpath([file.parent for file in files])), files, skip_bad_files)
+    raise FileNotFoundError(_missing(path, place))
+
+
+def _missing(path: str, place: Path) -> str:
+    choices = ["stdlib", "hf:NAME"]
+    if place.parent.is_dir():
+        choices += [str(place.parent / entry) for entry in sorted(os.listdir(place.parent))[:20]]
+    return f"there is no file or folder {path!r}; {suggest(path, choices)}"
+
+
+def _files_below(root: Path) -> list[Path]:
+    """All files below `root` but hidden ones, sorted by their names relative to it."""
+    found = []
+    for folder, folders, files in os.walk(root):
+        folders[:] = [name for name in folders if not name.startswith(".")]
+        found += [Path(folder, name) for name in files if not name.startswith(".")]
+    return sorted(found, key=lambda file: file.relative_to(root).as_posix())
+
+
+def _stdlib_files(root: Path) -> list[Path]:
+    """The modules of the standard library, without its tests and without what the build of Python wrote."""
+    found = []
+    for folder, folders, files in os.walk(root):
+        folders[:] = [name for name in folders if name not in STDLIB_LEAVES_OUT and not name.startswith("config-")]
+        found += [Path(folder, n) for n in files if n.endswith(".py") and not n.startswith("_sysconfigdata")]
+    return sorted(found, key=lambda file: file.relative_to(root).as_posix())
+
+
+class FileSource:
+    """Files, each one document; an archive has one for each of its files. Empty files hold no document."""
+
+    def __init__(self, asked: str, root: Path, files: list[Path], skip_bad_files: bool) -> None:
+        self.asked = asked
+        self.files = {unicodedata.normalize("NFC", file.relative_to(root).as_posix()): file for file in files}
+        self.names = list(self.files)
+        self.skip_bad_files = skip_bad_files
+
+    def fingerprint(self) -> str:
+        """Sixty-four hexadecimal digits of all names and contents."""
+        total = hashlib.sha256()
+        for name, file in self.files.items():
+            with file.open("rb") as stream:
+                _add(total, name, hashlib.file_digest(stream, "sha256").digest())
+        return total.hexdigest()
+
+    def documents(self) -> Iterator[Document]:
+        """Each file's documents, in order of the names.
+
+        Raises `BadTextError` for a file that isn't text, and for a file asked for by name that is empty; with
+        `skip_bad_files` it warns and goes on.
+        """
+        for name, file in self.files.items():
+            try:
+                raw = file.read_bytes()
+                if not raw and len(self.files) == 1:
+                    raise BadTextError(f"{file} is empty: there is no text to read")
+                for inner, text in _unpack(name, raw, file):
+                    shown = str(file) if inner == name else f"{file}: {inner}"
+                    if not text:
+                        logger.info("%s is empty and holds no document", shown)
+                    elif _is_text(text, shown, self.skip_bad_files):
+                        yield Document(inner, text, inner.encode())
+            except BadTextError as error:
+                if not self.skip_bad_files:
+                    raise
+                logger.warning("skipped: %s", error)
+
+
+class DatasetSource:
+    """The rows of a Hugging Face dataset, each one document; rows without text hold none."""
+
+    def __init__(self, asked: str, skip_bad_files: bool = False) -> None:
+        name, *rest = asked.removeprefix("hf:").split(":")
+        if not name or len(rest) > 3:
+            raise ValueError(f"a dataset is hf:NAME[:CONFIG[:SPLIT[:COLUMN]]], got {asked!r}")
+        config, split, column = [*rest, "", "", ""][:3]
+        try:
+            import datasets
+        except ImportError as error:
+            raise ImportError(
+                f"{asked!r} needs the package datasets, which is not installed: pip install 'subquad[datasets]'"
+            ) from error
+        self.asked = asked
+        self.names: list[str] = []
+        self.skip_bad_files = skip_bad_files
+        self.rows: Any = datasets.load_dataset(name, config or None, split=split or "train")
+        self.column = column or "text"
+        if self.column not in self.rows.column_names:
+            choices = suggest(self.column, self.rows.column_names)
+            raise ValueError(f"{asked!r} has no column {self.column!r}; {choices}")
+
+    def fingerprint(self) -> str:
+        """Sixty-four hexadecimal digits of all rows."""
+        total = hashlib.sha256()
+        for text in self.rows[self.column]:
+            _add(total, "", hashlib.sha256((text or "").encode()).digest())
+        return total.hexdigest()
+
+    def documents(self) -> Iterator[Document]:
+        """The rows that hold text; `BadTextError` for a row with a NUL, or with `skip_bad_files` a warning."""
+        for number, row in enumerate(self.rows[self.column]):
+            text = (row or "").encode()
+            if text and _is_text(text, f"{self.asked}, row {number}", self.skip_bad_files):
+                yield Document(f"row {number}", text, text)
+
+
+def check_text(text: bytes, name: str) -> None:
+    """Raise `BadTextError` with the offset of the first byte that isn't UTF-8 text (a NUL isn't)."""
+    if (offset := text.find(b"\0")) >= 0:
+        raise BadTextError(f"{name} is not text: it has a NUL at byte {offset}")
+    try:
+        text.decode("utf-8")
+    except UnicodeDecodeError as error:
+        raise BadTextError(
+            f"{name} is not text: byte {error.start} is 0x{text[error.start]:02x}, which is not valid UTF-8"
+        ) from error
+
+
+def _is_text(text: bytes, name: str, skip: bool) -> bool:
+    """`check_text`, which with `skip` warns and gives False instead of raising."""
+    try:
+        check_text(text, name)
+    except BadTextError as error:
+        if not skip:
+            raise
+        logger.warning("skipped: %s", error)
+        return False
+    return True
+
+
+def _unpack(name: str, raw: bytes, file: Path) -> Iterator[tuple[str, bytes]]:
+    """Names and contents in a file: one, or those in an archive; damage is a `BadTextError`."""
+    try:
+        if file.name.endswith(_ARCHIVES):
+            with tarfile.open(fileobj=io.BytesIO(raw)) as archive:
+                for member in sorted((m for m in archive if m.isfile()), key=lambda m: m.name):
+                    stream = archive.extractfile(member)
+                    yield f"{name}/{member.name}", stream.read() if stream else b""
+            return
+        unpack = _UNPACK.get(file.suffix)
+        text = unpack(raw) if unpack else raw
+    except _DAMAGE as error:
+        raise BadTextError(f"{file} is damaged and does not unpack: {error}") from error
+    yield name, text
+
+
+def _add(total: Any, name: str, content: bytes) -> None:
+    encoded = name.encode()
+    total.update(len(encoded).to_bytes(8, "little") + encoded + content)

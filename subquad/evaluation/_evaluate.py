@@ -1,0 +1,217 @@
+"""How well a model predicts a text: nats a token, perplexity, bits per byte, also by position in the context.
+
+Shape letters: B batch, T tokens.
+"""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import asdict, dataclass
+from itertools import groupby
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from subquad.models import Decoder
+
+
+@dataclass(frozen=True)
+class PositionLoss:
+    """Predictions made with `start` to `stop - 1` tokens of context, the current one included."""
+
+    start: int
+    stop: int
+    tokens: int
+    loss: float
+    """Mean nats a token."""
+
+
+@dataclass(frozen=True)
+class Evaluation:
+    """What `evaluate` measured."""
+
+    tokens: int
+    """Tokens predicted."""
+    loss: float
+    """Mean nats a predicted token."""
+    perplexity: float
+    """exp(loss)."""
+    word_perplexity: float | None
+    """exp(total nats / whitespace words); None where the words are not known."""
+    bits_per_byte: float | None
+    """Total bits / bytes of the text; None where the bytes are not known."""
+    by_position: tuple[PositionLoss, ...]
+    """The loss by tokens of context, in ranges that double."""
+    length: int
+    stride: int
+    vocab_size: int
+    text_bytes: int | None
+    words: int | None
+    seconds: float
+
+    def to_dict(self) -> dict[str, Any]:
+        """Plain values, for JSON."""
+        values = asdict(self)
+        values["by_position"] = list(values["by_position"])
+        return values
+
+
+class Window(NamedTuple):
+    """The model reads tokens `start` to `stop - 1`; the predictions of `scored` to `stop` count."""
+
+    start: int
+    stop: int
+    scored: int
+
+
+def plan(tokens: int, length: int, stride: int) -> list[Window]:
+    """The windows that predict each of `tokens` tokens but the first exactly once.
+
+    Each reads at most `length` tokens and begins `stride` after the one before. The first counts all of its
+    predictions, the others the last `stride`, each made with at least `length - stride + 1` tokens of context. With
+    `stride == length` windows do not overlap.
+    """
+    windows = []
+    scored = 1
+    for start in range(0, tokens - 1, stride):
+        stop = min(start + length, tokens - 1)
+        windows.append(Window(start, stop, scored))
+        scored = stop + 1
+        if stop == tokens - 1:
+            break
+    return windows
+
+
+def evaluate(
+    model: Decoder,
+    tokens: Sequence[int] | np.ndarray | Tensor,
+    /,
+    *,
+    length: int,
+    stride: int | None = None,
+    windows: int | None = None,
+    batch_size: int = 8,
+    text_bytes: int | None = None,
+    words: int | None = None,
+    decode: Callable[[list[int]], str] | None = None,
+    progress: Callable[[int, int], None] | None = None,
+) -> Evaluation:
+    """Score every token but the first exactly once, in windows of `length` tokens.
+
+    `stride` (default `length`: windows that do not overlap, which is fastest) lets windows overlap, so that each
+    prediction but those of the first window has at least `length - stride + 1` tokens of context. `windows` stops after
+    that many.
+
+    `bits_per_byte` and `word_perplexity` are a code length of the whole text: the first token, which nothing predicts,
+    is charged log2(vocabulary) bits there (and only there). They divide by `text_bytes` and `words`, what all `tokens`
+    stand for. Where `windows` cuts the text, both are counted in `decode` of the tokens that are left (to within one
+    character at the cut), and are None without `decode`.
+
+    Runs in eval mode without gradients and restores the mode; sums in float64. `progress(done, windows)` is called
+    after each batch. Raises `ValueError` for fewer than two tokens, for a token outside of the vocabulary and for a
+    number out of range.
+    """
+    stride = length if stride is None else stride
+    _check(len(tokens), length, stride, windows, batch_size)
+    chosen = plan(len(tokens), length, stride)[:windows]
+    used = chosen[-1].stop + 1
+    if used < len(tokens):
+        text = decode(np.asarray(tokens[:used]).tolist()) if decode else None
+        text_bytes = None if text is None else len(text.encode())
+        words = None if text is None else len(text.split())
+
+    begin = time.perf_counter()
+    nats_T = np.zeros(length)
+    count_T = np.zeros(length, dtype=np.int64)
+    done = 0
+    for batch in _batches(chosen, batch_size):
+        loss_BT = _losses(model, tokens, batch)
+        for row, window in enumerate(batch):
+            first = window.scored - 1 - window.start
+            nats_T[first : loss_BT.shape[1]] += loss_BT[row, first:]
+            count_T[first : loss_BT.shape[1]] += 1
+        done += len(batch)
+        if progress:
+            progress(done, len(chosen))
+
+    scored = int(count_T.sum())
+    nats = float(nats_T.sum())
+    vocab_size = model.config.vocab_size
+    text_nats = nats + math.log(vocab_size)
+    return Evaluation(
+        tokens=scored,
+        loss=nats / scored,
+        perplexity=_exp(nats / scored),
+        word_perplexity=_exp(text_nats / words) if words else None,
+        bits_per_byte=text_nats / math.log(2) / text_bytes if text_bytes else None,
+        by_position=tuple(_ranges(nats_T, count_T)),
+        length=length,
+        stride=stride,
+        vocab_size=vocab_size,
+        text_bytes=text_bytes,
+        words=words,
+        seconds=time.perf_counter() - begin,
+    )
+
+
+def _check(tokens: int, length: int, stride: int, windows: int | None, batch_size: int) -> None:
+    if tokens < 2:
+        raise ValueError(f"evaluation needs at least 2 tokens (the first is context only), got {tokens}")
+    if length < 1:
+        raise ValueError(f"length must be at least 1, got {length}")
+    if not 1 <= stride <= length:
+        raise ValueError(f"stride must be between 1 and length ({length}), so that no token is left out, got {stride}")
+    if windows is not None and windows < 1:
+        raise ValueError(f"windows must be at least 1, got {windows}")
+    if batch_size < 1:
+        raise ValueError(f"batch_size must be at least 1, got {batch_size}")
+
+
+def _batches(windows: list[Window], batch_size: int) -> Iterator[list[Window]]:
+    """Batches of windows of equal size: only the last window can be shorter, so nothing is padded."""
+    for _, equal in groupby(windows, key=lambda window: window.stop - window.start):
+        group = list(equal)
+        for i in range(0, len(group), batch_size):
+            yield group[i : i + batch_size]
+
+
+@torch.no_grad()
+def _losses(model: Decoder, tokens: Sequence[int] | np.ndarray | Tensor, batch: list[Window]) -> np.ndarray:
+    """Nats `[B, T]` of each next token, float64."""
+    rows_BT = np.stack([np.asarray(tokens[window.start : window.stop + 1], dtype=np.int64) for window in batch])
+    if rows_BT.min() < 0 or rows_BT.max() >= model.config.vocab_size:
+        raise ValueError(
+            f"tokens must be between 0 and {model.config.vocab_size - 1}, the model's vocabulary, "
+            f"got {rows_BT.min()} to {rows_BT.max()}; are they another tokenizer's?"
+        )
+    tokens_BT = torch.from_numpy(rows_BT).to(next(model.parameters()).device)
+    training = model.training
+    model.eval()
+    try:
+        loss = model.loss(tokens_BT[:, :-1], tokens_BT[:, 1:], reduction="none")
+    finally:
+        model.train(training)
+    return loss.double().cpu().numpy().reshape(len(batch), -1)
+
+
+def _ranges(nats_T: np.ndarray, count_T: np.ndarray) -> Iterator[PositionLoss]:
+    """Contexts of 1, 2 to 3, 4 to 7, ... tokens; ranges without a prediction are left out."""
+    length = len(nats_T)
+    start = 1
+    while start <= length:
+        stop = min(2 * start, length + 1)
+        tokens = int(count_T[start - 1 : stop - 1].sum())
+        if tokens:
+            yield PositionLoss(start, stop, tokens, float(nats_T[start - 1 : stop - 1].sum()) / tokens)
+        start = stop
+
+
+def _exp(nats: float) -> float:
+    try:
+        return math.exp(nats)
+    except OverflowError:
+        return math.inf

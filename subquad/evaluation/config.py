@@ -1,0 +1,42 @@
+"""How to measure, apart from the measuring so that the command line reads it without loading torch."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Literal
+
+from subquad.config import Config
+
+
+@dataclass(frozen=True, kw_only=True)
+class TextConfig(Config):
+    """The text to measure on."""
+
+    path: str | None = None
+    """All of the text at this path, in the forms of `subquad train --data.path`; by default the held-out part of the
+    text that the run was trained on."""
+    skip_bad_files: bool = False
+    """Whether to leave out, with a warning each, files that are not UTF-8 text."""
+    cache: str | None = None
+    """Folder for prepared text; null means $SUBQUAD_CACHE, or ~/.cache/subquad where that is not set."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class EvalConfig(Config):
+    """How to measure."""
+
+    data: TextConfig = field(default_factory=TextConfig)
+    """The text to measure on."""
+    length: int | None = None
+    """Tokens that the model reads in a window; by default as many as in training."""
+    stride: int | None = None
+    """Tokens from the start of a window to that of the next; by default the length, so windows don't overlap. A smaller
+    one gives each prediction more context, and takes longer."""
+    windows: int | None = None
+    """Stop after so many windows; by default the whole text."""
+    batch_size: int = 8
+    """Windows that are read at once."""
+    json: str | None = None
+    """File to write the numbers to."""
+    device: Literal["auto", "cpu"] = "auto"
+    """auto: a GPU where PyTorch finds one; cpu: never."""

@@ -1,0 +1,23 @@
+"""Sampling with a state that is carried from token to token. Names load on first use: `config` needs no torch."""
+
+import importlib
+from typing import TYPE_CHECKING, Any
+
+from subquad.generation.config import SamplingConfig
+
+if TYPE_CHECKING:
+    from subquad.generation._generate import Generation, generate
+    from subquad.generation.stream import TextStream
+
+__all__ = ["Generation", "SamplingConfig", "TextStream", "generate"]
+_MODULES = {"Generation": "_generate", "TextStream": "stream", "generate": "_generate"}
+
+
+def __getattr__(name: str) -> Any:
+    if name in _MODULES:
+        return getattr(importlib.import_module(f"subquad.generation.{_MODULES[name]}"), name)
+    raise AttributeError(f"module 'subquad.generation' has no attribute {name!r}; it has {', '.join(__all__)}")
+
+
+def __dir__() -> list[str]:
+    return __all__

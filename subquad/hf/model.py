@@ -1,0 +1,179 @@
+"""The decoder as a transformers model: training with `Trainer`, `generate`, `from_pretrained`.
+
+Shape letters: B batch, T tokens, D model width, V vocabulary.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+from transformers import GenerationMixin, PreTrainedModel
+from transformers.modeling_outputs import CausalLMOutputWithPast
+
+from subquad.hf.cache import SubquadCache
+from subquad.hf.config import SubquadConfig
+from subquad.models.decoder import IGNORED, Decoder
+from subquad.ops.padding import compaction, real_slots
+
+
+class SubquadForCausalLM(PreTrainedModel, GenerationMixin):
+    """A causal language model around `subquad.models.Decoder`, which is its attribute `model`.
+
+    Tied weights are one tensor with one name, `model.embedding.tokens.weight`; an untied head is `model.head.weight`.
+    """
+
+    config: SubquadConfig
+    config_class = SubquadConfig
+    base_model_prefix = "model"
+    supports_gradient_checkpointing = True
+    accepts_loss_kwargs = True
+    _is_stateful = True
+    _no_split_modules = ["Block"]  # noqa: RUF012 (transformers declares it so)
+
+    def __init__(self, config: SubquadConfig) -> None:
+        super().__init__(config)
+        self.model = Decoder(config.decoder_config())
+        self.post_init()
+
+    def forward(
+        self,
+        input_ids: Tensor | None = None,
+        attention_mask: Tensor | None = None,
+        labels: Tensor | None = None,
+        past_key_values: SubquadCache | None = None,
+        use_cache: bool | None = None,
+        logits_to_keep: int = 0,
+        num_items_in_batch: Tensor | int | None = None,
+        output_logits: bool | None = None,
+        inputs_embeds: Tensor | None = None,
+        output_attentions: bool | None = None,
+        output_hidden_states: bool | None = None,
+        return_dict: bool | None = None,
+    ) -> CausalLMOutputWithPast | tuple[Any, ...]:
+        """Logits of the next token `[B, T, V]` and, with `labels`, the loss in nats.
+
+        `labels` `[B, T]` are the tokens themselves, as everywhere in transformers: they are shifted here, and -100 and
+        padding are left out. The loss is the mean over the labels that count, or their sum over `num_items_in_batch`
+        where the Trainer gives it. `attention_mask` is `[B, T]` or longer by the tokens in `past_key_values`; padding
+        may stand anywhere. A cache that is given is read, and moves on unless `use_cache` is False. `logits_to_keep`
+        keeps the last so many logits (0: all). With labels in training the logits are None, which saves their memory,
+        unless `output_logits` is True. Raises `ValueError` or `TypeError` for inputs that the model does not take.
+        """
+        _refuse(inputs_embeds, output_attentions, output_hidden_states)
+        if input_ids is None:
+            raise ValueError("input_ids is needed: a tensor [B, T] of token numbers")
+        if labels is not None and labels.shape != input_ids.shape:
+            raise ValueError(
+                f"labels must have the shape of input_ids, {list(input_ids.shape)}, got {list(labels.shape)}"
+            )
+        cache = self._cache(past_key_values, use_cache)
+        mask_BT = _padding_mask(attention_mask, input_ids)
+        if cache is None:
+            h_BTD = self.model.vectors(input_ids, mask_BT)
+        else:
+            h_BTD, state = self.model.hidden(input_ids, cache.state, mask_BT)
+            if use_cache is not False:
+                cache.update_state(state, input_ids.shape[1])
+
+        loss, logits_BTV = None, None
+        if labels is not None:
+            loss = self._loss(h_BTD, labels, mask_BT, num_items_in_batch)
+        if output_logits or (output_logits is None and not (self.training and labels is not None)):
+            logits_BTV = F.linear(h_BTD[:, -logits_to_keep:] if logits_to_keep else h_BTD, self.model.head_weight)
+        output = CausalLMOutputWithPast(loss=loss, logits=logits_BTV, past_key_values=cache)
+        wants_dict = self.config.return_dict if return_dict is None else return_dict
+        return output if wants_dict else output.to_tuple()
+
+    def _cache(self, cache: Any, use_cache: bool | None) -> SubquadCache | None:
+        if cache is not None and not isinstance(cache, SubquadCache):
+            raise TypeError(f"past_key_values must be a subquad.hf.SubquadCache, got {type(cache).__name__}")
+        if cache is not None:
+            return cache
+        wanted = self.config.use_cache and not self.training if use_cache is None else use_cache
+        return SubquadCache() if wanted else None
+
+    def _loss(self, h_BTD: Tensor, labels_BT: Tensor, mask_BT: Tensor | None, items: Tensor | int | None) -> Tensor:
+        target_BT = _next_labels(labels_BT, mask_BT)
+        if items is None:
+            return self.model.loss_of_hidden(h_BTD, target_BT)
+        return self.model.loss_of_hidden(h_BTD, target_BT, reduction="sum") / items
+
+    def get_input_embeddings(self) -> nn.Module:
+        """The table of token vectors."""
+        return self.model.embedding.tokens
+
+    def set_input_embeddings(self, value: nn.Module) -> None:
+        """Replace the table of token vectors."""
+        self.model.embedding.tokens = value
+
+    def get_output_embeddings(self) -> nn.Module | None:
+        """The head; None where the head is the table of token vectors."""
+        return self.model.head
+
+    def set_output_embeddings(self, new_embeddings: nn.Module) -> None:
+        """Replace the head."""
+        self.model.head = new_embeddings
+
+    def resize_token_embeddings(self, *args: Any, **kwargs: Any) -> nn.Embedding:
+        """Change the vocabulary, as transformers does; the decoder's configuration follows."""
+        table = super().resize_token_embeddings(*args, **kwargs)
+        self.model.config = self.config.decoder_config()
+        self.model.config_hash = self.model.config.digest()
+        return table
+
+    @classmethod
+    def from_pretrained(cls, *args: Any, **kwargs: Any) -> Any:
+        """Load a model as transformers does, but weights that are missing or left over raise `ValueError`."""
+        wants_info = kwargs.pop("output_loading_info", False)
+        loaded: Any = super().from_pretrained(*args, output_loading_info=True, **kwargs)
+        model, info = loaded
+        for problem in ("missing_keys", "unexpected_keys"):
+            if info[problem]:
+                names = ", ".join(sorted(str(key) for key in info[problem]))
+                raise ValueError(f"the weights do not fit the configuration: {problem.replace('_', ' ')}: {names}")
+        return (model, info) if wants_info else model
+
+    @classmethod
+    def _supports_default_dynamic_cache(cls) -> bool:
+        return False
+
+    def _init_weights(self, module: nn.Module) -> None:
+        self.model.initialise(module)
+
+
+def _refuse(inputs_embeds: Tensor | None, output_attentions: bool | None, output_hidden_states: bool | None) -> None:
+    if inputs_embeds is not None:
+        raise ValueError("inputs_embeds is not supported: pass input_ids")
+    if output_attentions:
+        raise ValueError("output_attentions is not supported: no weights are computed; see a layer's method `weights`")
+    if output_hidden_states:
+        raise ValueError("output_hidden_states is not supported: `model.model.hidden(tokens)` gives the last ones")
+
+
+def _padding_mask(attention_mask: Tensor | None, tokens_BT: Tensor) -> Tensor | None:
+    """Bool `[B, T]` of the tokens at hand, or None where all are real (one look at the data, not when compiled)."""
+    if attention_mask is None:
+        return None
+    B, T = tokens_BT.shape
+    if attention_mask.ndim != 2 or attention_mask.shape[0] != B or attention_mask.shape[1] < T:
+        raise ValueError(
+            f"attention_mask must have shape [{B}, {T}], or more columns for tokens in the cache, "
+            f"got {list(attention_mask.shape)}"
+        )
+    mask_BT = attention_mask[:, attention_mask.shape[1] - T :] != 0
+    if not torch.compiler.is_compiling() and bool(mask_BT.all()):
+        return None
+    return mask_BT
+
+
+def _next_labels(labels_BT: Tensor, mask_BT: Tensor | None) -> Tensor:
+    """At each real token the label of the next real token of its row; -100 at the last one and at padding."""
+    if mask_BT is None:
+        return F.pad(labels_BT, (0, 1), value=IGNORED)[:, 1:]
+    moved = compaction(mask_BT)
+    labels_BT = labels_BT.gather(1, moved.order_BT)
+    labels_BT = labels_BT.masked_fill(~real_slots(moved.lengths_B, labels_BT.shape[1]), IGNORED)
+    return F.pad(labels_BT, (0, 1), value=IGNORED)[:, 1:].gather(1, moved.inverse_BT)

@@ -1,0 +1,111 @@
+"""Positions: rotary (in the mechanisms), sinusoidal and learned (added to the embeddings).
+
+A position counts the real tokens before a token. It is given by `start`, the position of the first token: an `int`, or
+a `[B]` tensor where rows differ. Shape letters: B batch, T tokens, D model width, H heads, K key channels.
+"""
+
+from __future__ import annotations
+
+import math
+
+import torch
+from torch import Tensor, nn
+
+from subquad.ops.padding import real_slots
+
+ROTARY_BASE = 10000.0
+
+
+def rotate(x_BHTK: Tensor, start: int | Tensor, base: float = ROTARY_BASE, /) -> Tensor:
+    """Rotary positions: the channels (c, c + K/2) at position p turn by the angle `p * base ** (-2c / K)`.
+
+    The product of a rotated query and a rotated key depends on the difference of their positions alone. `x` is
+    `[B, H, T, K]`; the result has its dtype, and the arithmetic is in float32 or wider. Raises `ValueError` for an odd
+    K and for a `start` that is neither an int nor an integer tensor `[B]`.
+    """
+    T, K = x_BHTK.shape[-2:]
+    if K % 2:
+        raise ValueError(f"rotary positions need an even number of channels per head, got {K}")
+    wide = torch.promote_types(x_BHTK.dtype, torch.float32)
+    angles_BTK = _angles(start, T, K, base, x_BHTK.device)[:, None]
+    cos_BHTK, sin_BHTK = angles_BTK.cos().to(wide), angles_BTK.sin().to(wide)
+    first_BHTK, second_BHTK = x_BHTK.to(wide).chunk(2, dim=-1)
+    turned = (first_BHTK * cos_BHTK - second_BHTK * sin_BHTK, second_BHTK * cos_BHTK + first_BHTK * sin_BHTK)
+    return torch.cat(turned, dim=-1).to(x_BHTK.dtype)
+
+
+def positions(start: int | Tensor, tokens: int, device: torch.device) -> Tensor:
+    """Positions of `tokens` tokens from `start` on: `[1, T]` for an int, `[B, T]` for a tensor `[B]`."""
+    steps_T = torch.arange(tokens, device=device)
+    if isinstance(start, int):
+        return (start + steps_T)[None]
+    if start.ndim != 1 or start.is_floating_point():
+        raise ValueError(
+            f"start must be an int or an integer tensor [B], got {start.dtype} of shape {list(start.shape)}"
+        )
+    return start.to(device)[:, None] + steps_T
+
+
+def _angles(start: int | Tensor, tokens: int, channels: int, base: float, device: torch.device) -> Tensor:
+    """Angles `[1 or B, T, channels / 2]`, in float64 where the device has it: float32 is off by 0.004 at 100,000."""
+    dtype = torch.float32 if device.type == "mps" else torch.float64
+    steps = torch.arange(0, channels, 2, device=device, dtype=dtype)
+    return positions(start, tokens, device)[..., None].to(dtype) * torch.exp(steps * (-math.log(base) / channels))
+
+
+class Sinusoidal(nn.Module):
+    """Sines in the first half of the channels, cosines in the second: angle `p * base ** (-2c / D)`; no parameters.
+
+    Any position has an encoding. It is multiplied by `scale`, so that it can have the size of the embeddings that it
+    is added to.
+    """
+
+    def __init__(self, dim: int, *, scale: float = 1.0, base: float = ROTARY_BASE) -> None:
+        super().__init__()
+        if dim % 2:
+            raise ValueError(f"sinusoidal positions need an even dim, got {dim}")
+        self.dim, self.scale, self.base = dim, scale, base
+
+    def forward(self, x_BTD: Tensor, start: int | Tensor, lengths_B: Tensor | None = None) -> Tensor:
+        """`x` plus the encodings of the positions from `start` on."""
+        angles_BTC = _angles(start, x_BTD.shape[1], self.dim, self.base, x_BTD.device)
+        table_BTD = self.scale * torch.cat((angles_BTC.sin(), angles_BTC.cos()), dim=-1)
+        return x_BTD + table_BTD.to(x_BTD.dtype)
+
+    def extra_repr(self) -> str:
+        """The arguments, for `repr`."""
+        return f"dim={self.dim}, scale={self.scale}, base={self.base}"
+
+
+class Learned(nn.Module):
+    """A trained table: row p is added to the token at position p, for p < max_positions."""
+
+    def __init__(self, dim: int, max_positions: int) -> None:
+        super().__init__()
+        if max_positions < 1:
+            raise ValueError(f"max_positions must be at least 1, got {max_positions}")
+        self.table = nn.Embedding(max_positions, dim)
+
+    def forward(self, x_BTD: Tensor, start: int | Tensor, lengths_B: Tensor | None = None) -> Tensor:
+        """`x` plus the rows of the positions from `start` on; row b has `lengths_B[b]` real tokens (None: T).
+
+        Raises `ValueError` for a position outside of the table (compiled, the look-up itself raises).
+        """
+        B, T = x_BTD.shape[:2]
+        p_BT = positions(start, T, x_BTD.device)
+        if lengths_B is not None:
+            p_BT = p_BT.expand(B, T).masked_fill(~real_slots(lengths_B, T), 0)
+        self._check(p_BT, start, T)
+        return x_BTD + self.table(p_BT)
+
+    def _check(self, p_BT: Tensor, start: int | Tensor, tokens: int) -> None:
+        """Look at the data only where the shapes do not settle it."""
+        rows = self.table.num_embeddings
+        if torch.compiler.is_compiling() or not p_BT.numel() or (isinstance(start, int) and start + tokens <= rows):
+            return
+        last = int(p_BT.max())
+        if last >= rows:
+            raise ValueError(
+                f"position {last} is outside of the learned table of {rows} positions (max_positions); "
+                "use shorter sequences, a larger table, or rope or sinusoidal positions"
+            )

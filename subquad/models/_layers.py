@@ -1,0 +1,90 @@
+"""What the decoder's layers are made of: the mechanisms with their options, and the block around one."""
+
+from __future__ import annotations
+
+from dataclasses import fields
+from typing import Any
+
+from torch import Tensor, nn
+
+from subquad import attention
+from subquad.attention import Attention
+from subquad.config import suggest
+from subquad.layers.feedforward import build_feedforward
+from subquad.layers.norm import build_norm
+from subquad.models.config import DecoderConfig
+from subquad.state import State
+
+
+class Block(nn.Module):
+    """`x + attention(norm(x))`, then `x + feedforward(norm(x))`, with dropout on each branch."""
+
+    def __init__(self, config: DecoderConfig, mixer: Attention) -> None:
+        super().__init__()
+        self.attention_norm = build_norm(config.norm, config.dim)
+        self.attention = mixer
+        self.feedforward_norm = build_norm(config.norm, config.dim)
+        self.feedforward = build_feedforward(config.feedforward, config.dim, mult=config.ff_mult, bias=config.bias)
+        self.dropout = nn.Dropout(config.dropout)
+
+    def forward(self, x_BTD: Tensor, state: State | None, lengths_B: Tensor | None) -> tuple[Tensor, State]:
+        """The layer on rows that begin with their `lengths_B` real tokens (None: all T), after those in `state`."""
+        y_BTD, state = self.attention.mix(self.attention_norm(x_BTD), state, lengths_B)
+        x_BTD = x_BTD + self.dropout(y_BTD)
+        return x_BTD + self.dropout(self.feedforward(self.feedforward_norm(x_BTD))), state
+
+    def output_projections(self) -> list[nn.Linear]:
+        """The last linear maps of both branches, which write into the residual stream.
+
+        Those of a mechanism are its linear layers whose name is `out` or ends with `_out`.
+        """
+        named = [(name.rpartition(".")[2], module) for name, module in self.attention.named_modules()]
+        out = [m for name, m in named if isinstance(m, nn.Linear) and (name == "out" or name.endswith("_out"))]
+        return [*out, self.feedforward.down]
+
+
+def build_mechanisms(config: DecoderConfig) -> list[Attention]:
+    """The mechanism of each layer.
+
+    `options` of a mechanism win over the decoder's own settings (`bias`, `attention_dropout`, `num_kv_heads`, `rope`,
+    `rope_base`). Options of a registered mechanism that no layer uses are checked and otherwise ignored, so one file
+    can hold the options of several. Raises `ValueError` for unknown names and for settings that no layer can follow.
+    """
+    _check_options(config)
+    chosen = {name: attention.mechanism(name) for name in config.mechanisms}
+    listed = ", ".join(sorted(chosen))
+    if config.position == "rope" and not any(cls.rotates for cls in chosen.values()):
+        raise ValueError(
+            f"position='rope' needs a layer that rotates queries and keys, and {listed} does not; "
+            "choose sinusoidal, learned or none"
+        )
+    if config.num_kv_heads is not None and not any("num_kv_heads" in _known(cls) for cls in chosen.values()):
+        raise ValueError(f"num_kv_heads={config.num_kv_heads} has no effect: {listed} has no such option; leave it out")
+    repeats = config.num_layers // len(config.mechanisms)
+    return [
+        attention.build(name, dim=config.dim, **_options(config, name, chosen[name]))
+        for name in config.mechanisms * repeats
+    ]
+
+
+def _known(cls: type[Attention]) -> set[str]:
+    return {f.name for f in fields(cls.Config)}
+
+
+def _options(config: DecoderConfig, name: str, cls: type[Attention]) -> dict[str, Any]:
+    shared = {
+        "num_kv_heads": config.num_kv_heads,
+        "rope": config.position == "rope",
+        "rope_base": config.rope_base,
+    }
+    options = {key: value for key, value in shared.items() if key in _known(cls)}
+    options |= {"num_heads": config.num_heads, "bias": config.bias, "dropout": config.attention_dropout}
+    return options | config.options.get(name, {})
+
+
+def _check_options(config: DecoderConfig) -> None:
+    for name, options in config.options.items():
+        known = _known(attention.mechanism(name)) - {"dim"}
+        for option in options:
+            if option not in known:
+                raise ValueError(f"attention {name!r} has no option {option!r}; {suggest(option, known)}")

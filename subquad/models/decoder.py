@@ -1,0 +1,200 @@
+"""The decoder: a causal language model whose layers each mix tokens by a mechanism of `subquad.attention`.
+
+Shape letters: B batch, T tokens, D model width, V vocabulary, N = B * T.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import Literal
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+from torch.utils.checkpoint import checkpoint
+
+from subquad.attention import Cost
+from subquad.layers.embedding import Embedding
+from subquad.layers.norm import build_norm
+from subquad.layers.positions import Learned, Sinusoidal
+from subquad.models._layers import Block, build_mechanisms
+from subquad.models.config import DecoderConfig
+from subquad.ops.loss import linear_cross_entropy
+from subquad.ops.padding import check_mask, compaction, real_slots, scatter
+from subquad.state import State, advance
+
+Reduction = Literal["mean", "sum", "none"]
+IGNORED = -100
+
+
+class Decoder(nn.Module):
+    """`logits = norm(h) @ E^T`, where `h` are the embeddings `E[tokens]` after `num_layers` pre-norm blocks.
+
+    A sequence may be cut anywhere: `decoder(tokens)` gives the logits of `decoder(tokens[:, :n])` followed by those of
+    `decoder(tokens[:, n:], state)`. With `gradient_checkpointing = True`, training keeps the input of each block alone
+    and computes the rest again in the backward pass.
+    """
+
+    def __init__(self, config: DecoderConfig) -> None:
+        super().__init__()
+        self.config = config
+        self.config_hash = config.digest()
+        self.gradient_checkpointing = False
+        self.embedding = Embedding(
+            config.vocab_size, config.dim, position=_added_positions(config), dropout=config.dropout
+        )
+        self.layers = nn.ModuleList(Block(config, mixer) for mixer in build_mechanisms(config))
+        self.norm = build_norm(config.norm, config.dim)
+        self.head = None if config.tie_embeddings else nn.Linear(config.dim, config.vocab_size, bias=False)
+        self.branch_outputs = {out for block in self.blocks() for out in block.output_projections()}
+        self.apply(self.initialise)
+
+    def blocks(self) -> list[Block]:
+        """The layers, from the embeddings to the head."""
+        return [block for block in self.layers if isinstance(block, Block)]
+
+    @property
+    def head_weight(self) -> Tensor:
+        """The head's matrix `[V, D]`: the embedding's own where they are tied."""
+        return self.embedding.tokens.weight if self.head is None else self.head.weight
+
+    @torch.no_grad()
+    def initialise(self, module: nn.Module) -> None:
+        """Give one module its first weights: normal(init_std) in linear layers and tables, ones in norms, zero biases.
+
+        The projections that write into the residual stream (`Block.output_projections`) are `sqrt(2 * num_layers)`
+        smaller, so that its size does not grow with the depth.
+        """
+        if isinstance(module, nn.Linear | nn.Embedding):
+            depth = 2 * self.config.num_layers if module in self.branch_outputs else 1
+            nn.init.normal_(module.weight, std=self.config.init_std / math.sqrt(depth))
+        elif isinstance(module, nn.LayerNorm | nn.RMSNorm) and module.weight is not None:
+            nn.init.ones_(module.weight)
+        if isinstance(module, nn.Linear | nn.LayerNorm) and module.bias is not None:
+            nn.init.zeros_(module.bias)
+
+    def forward(
+        self, tokens_BT: Tensor, /, state: State | None = None, mask: Tensor | None = None
+    ) -> tuple[Tensor, State]:
+        """Logits `[B, T, V]` of the token after each of `tokens` `[B, T]`, which follow those that made `state`.
+
+        `mask` is a bool `[B, T]`, True for a real token. Padding may stand anywhere: positions and mechanisms count
+        real tokens only, and the outputs at padding are zero. The state returned is for the next call. Raises
+        `TypeError` or `ValueError` for wrong shapes and dtypes, for a position outside of a learned table, and for a
+        state of another configuration or batch size. A token outside of the vocabulary raises in the look-up itself.
+        """
+        h_BTD, state = self.hidden(tokens_BT, state, mask)
+        return F.linear(h_BTD, self.head_weight), state
+
+    def hidden(
+        self, tokens_BT: Tensor, /, state: State | None = None, mask: Tensor | None = None
+    ) -> tuple[Tensor, State]:
+        """As `forward`, without the head: vectors `[B, T, D]` after the last norm."""
+        layers: dict[str, Tensor | int | State] = {}
+        h_BTD, seen = self._run(tokens_BT, state, mask, layers)
+        return h_BTD, State({"seen": seen, **layers}, self.config_hash)
+
+    def vectors(self, tokens_BT: Tensor, /, mask: Tensor | None = None) -> Tensor:
+        """The vectors of `hidden` for whole sequences, keeping no state: for training, where it would cost memory."""
+        return self._run(tokens_BT, None, mask, None)[0]
+
+    def loss(
+        self, tokens_BT: Tensor, labels_BT: Tensor, /, mask: Tensor | None = None, *, reduction: Reduction = "mean"
+    ) -> Tensor:
+        """Cross-entropy in nats of `labels` `[B, T]`, where label t is the token to predict at t.
+
+        The label -100 and padding do not count. `reduction` is `mean` (over the labels that count), `sum`, or `none`
+        for `[B, T]`, with zeros where nothing counts. `[B, T, V]` is never held: the logits come in parts.
+        """
+        if labels_BT.shape != tokens_BT.shape:
+            raise ValueError(f"labels must have the tokens' shape {list(tokens_BT.shape)}, got {list(labels_BT.shape)}")
+        h_BTD = self.vectors(tokens_BT, mask)
+        if mask is not None:
+            labels_BT = labels_BT.masked_fill(~mask, IGNORED)
+        return self.loss_of_hidden(h_BTD, labels_BT, reduction=reduction)
+
+    def loss_of_hidden(self, h_BTD: Tensor, labels_BT: Tensor, /, *, reduction: Reduction = "mean") -> Tensor:
+        """The cross-entropy of `loss` from what `hidden` returned."""
+        loss = linear_cross_entropy(
+            h_BTD.flatten(0, 1), self.head_weight, labels_BT.flatten(), ignore_index=IGNORED, reduction=reduction
+        )
+        return loss.view(labels_BT.shape) if reduction == "none" else loss
+
+    def num_parameters(self) -> int:
+        """Numbers that training changes; tied ones count once."""
+        return sum(p.numel() for p in self.parameters())
+
+    def cost(self, tokens: int) -> Cost:
+        """What one sequence of `tokens` tokens costs: the mechanisms of all layers, feed-forward networks and head."""
+        mixers = [block.attention.cost(tokens) for block in self.blocks()]
+        linear = [m for block in self.blocks() for m in block.feedforward.modules() if isinstance(m, nn.Linear)]
+        rest = sum(m.in_features * m.out_features for m in linear) + self.head_weight.numel()
+        return Cost(
+            tokens=tokens,
+            score_entries=sum(cost.score_entries for cost in mixers),
+            mixing_flops=sum(cost.mixing_flops for cost in mixers),
+            projection_flops=sum(cost.projection_flops for cost in mixers) + 2 * tokens * rest,
+            parameters=self.num_parameters(),
+            state_bytes=sum(cost.state_bytes for cost in mixers),
+        )
+
+    def _run(
+        self,
+        tokens_BT: Tensor,
+        state: State | None,
+        mask: Tensor | None,
+        layers: dict[str, Tensor | int | State] | None,
+    ) -> tuple[Tensor, int | Tensor]:
+        """Vectors after the last norm and the tokens seen; each layer's new state goes to `layers` (None: nowhere)."""
+        self._check(tokens_BT, state, mask)
+        start = 0 if state is None else state.seen
+        moved, lengths_B = None, None
+        if mask is not None:
+            moved = compaction(mask)
+            lengths_B = moved.lengths_B
+            real_BT = real_slots(lengths_B, tokens_BT.shape[1])
+            tokens_BT = tokens_BT.gather(1, moved.order_BT).masked_fill(~real_BT, 0)
+        x_BTD = self.embedding(tokens_BT, start, lengths_B)
+        for i, block in enumerate(self.layers):
+            before = None if state is None else state.child(f"layers.{i}")
+            if self.gradient_checkpointing and self.training and torch.is_grad_enabled():
+                x_BTD, after = checkpoint(block, x_BTD, before, lengths_B, use_reentrant=False)
+            else:
+                x_BTD, after = block(x_BTD, before, lengths_B)
+            if layers is not None:
+                layers[f"layers.{i}"] = after
+        h_BTD = self.norm(x_BTD)
+        if moved is not None:
+            h_BTD = scatter(h_BTD, moved)
+        return h_BTD, advance(start, tokens_BT.shape[1], lengths_B)
+
+    def _check(self, tokens_BT: Tensor, state: State | None, mask: Tensor | None) -> None:
+        if tokens_BT.ndim != 2:
+            raise ValueError(f"tokens must have shape [B, T], got {list(tokens_BT.shape)}")
+        if tokens_BT.dtype not in (torch.int64, torch.int32):
+            raise TypeError(f"tokens must be int64 or int32, got {tokens_BT.dtype}")
+        if mask is not None:
+            check_mask(mask, *tokens_BT.shape)
+        if state is not None:
+            state.check(self.config_hash, "this decoder")
+            batch = _batch(state)
+            if batch not in (None, tokens_BT.shape[0]):
+                raise ValueError(f"the state holds {batch} sequences but tokens hold {tokens_BT.shape[0]}")
+
+
+def _added_positions(config: DecoderConfig) -> Sinusoidal | Learned | None:
+    """What is added to the embeddings; sines begin with the embeddings' standard deviation (theirs is 1/sqrt(2))."""
+    if config.position == "sinusoidal":
+        return Sinusoidal(config.dim, scale=config.init_std * math.sqrt(2))
+    if config.position == "learned":
+        return Learned(config.dim, config.max_positions)
+    return None
+
+
+def _batch(state: State) -> int | None:
+    """The number of sequences in a state, from its first tensor."""
+    for entry in state.entries.values():
+        found = _batch(entry) if isinstance(entry, State) else entry.shape[0] if isinstance(entry, Tensor) else None
+        if found is not None:
+            return found
+    return None

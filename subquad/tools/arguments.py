@@ -1,0 +1,123 @@
+"""Command-line parsers over the configuration dataclasses: a field's docstring is its flag's help."""
+
+from __future__ import annotations
+
+import argparse
+import re
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+from typing import Any, NoReturn
+
+import jsonargparse
+
+from subquad.config import read_mapping, suggest
+from subquad.recipes import recipe_path
+
+jsonargparse.set_parsing_settings(docstring_parse_attribute_docstrings=True, instantiate_subclass_spec_in_any=False)
+
+_FILES = ("--config", "--recipe")
+_UNKNOWN_FLAG = re.compile(r"unrecognized arguments: --(?P<key>[^\s=]+)")
+_UNKNOWN_KEYS = (
+    re.compile(r"Group '(?P<group>[^']+)' does not accept option '(?P<key>[^']+)'"),
+    re.compile(r"Option '(?P<key>[^']+)' is not accepted"),
+)
+_NOT_FOR_FILES = {"help", "print_config", "print_shtab"}
+
+
+class Parser(jsonargparse.ArgumentParser):
+    """An argument parser whose errors are short, and name the valid choices and the file that is wrong."""
+
+    def __init__(self, usage: str, description: str) -> None:
+        super().__init__(
+            prog=f"subquad {usage.partition(' ')[0]}",
+            usage=f"subquad {usage} [options]",
+            description=description,
+            allow_abbrev=False,
+        )
+        self.files: list[str] = []
+        self.reading: str | None = None
+
+    def add_files(self) -> None:
+        """Add `--config FILE` and `--recipe NAME`."""
+        help_text = "A YAML or JSON file, or the name of a shipped recipe, to start from; flags win over it."
+        self.add_argument(*_FILES, action=_File, metavar="NAME", help=help_text)
+
+    def add_yes_no(self, name: str, help_text: str) -> None:
+        """Add `--name` (the default) and `--no-name`."""
+        self.add_argument(f"--{name}", action=argparse.BooleanOptionalAction, default=True, help=help_text)
+
+    def error(self, message: str, ex: Exception | None = None) -> NoReturn:
+        """Print one message with the valid choices and exit with status 2."""
+        where, message = self._explain(message)
+        self.exit(2, f"error: {f'in {where}: ' if where else ''}{message}\nsee {self.prog} --help\n")
+
+    def _explain(self, message: str) -> tuple[str | None, str]:
+        """The file that is wrong, if one is, and the message without Python's words for types."""
+        if match := _UNKNOWN_FLAG.search(message):
+            return None, self._unknown(match["key"])
+        for pattern in _UNKNOWN_KEYS:  # found after all files are read: flags can't cause it
+            if match := pattern.search(message):
+                found = match.groupdict()
+                key = f"{found['group']}.{found['key']}" if found.get("group") else found["key"]
+                return next((file for file in self.files if _holds(file, key)), None), self._unknown(key)
+        message = re.sub(r"unrecognized arguments: (\S+).*", r"unexpected argument '\1'", message)
+        message = re.sub(r"typing\.|<class '([^']+)'>", r"\1", message)
+        return self.reading, re.sub(r'^Parser key "([^"]+)":\s*', r"\1: ", message)
+
+    def _unknown(self, key: str) -> str:
+        """That `key` is unknown, with the options of its group, or where there is no such group with the groups."""
+        options = [option.removeprefix("--") for action in self._actions for option in action.option_strings]
+        valid = {option for option in options if not option.startswith("-") and not option.endswith("+")}
+        valid -= _NOT_FOR_FILES
+        group = key.rpartition(".")[0]
+        inside = {option for option in valid if group and option.startswith(f"{group}.")}
+        if inside:
+            return f"unknown option {key!r}; {suggest(key, inside)}"
+        return f"unknown option {key!r}; {suggest(key.partition('.')[0], {name.partition('.')[0] for name in valid})}"
+
+
+class _File(jsonargparse.ActionConfigFile):
+    """`--config FILE` and `--recipe NAME`."""
+
+    def __call__(self, parser: Any, cfg: Any, values: Any, option_string: str | None = None) -> None:
+        if option_string == "--recipe":
+            try:
+                values = str(recipe_path(values))
+            except ValueError as error:
+                parser.error(str(error))
+        parser.files.append(values)
+        parser.reading = values
+        super().__call__(parser, cfg, values, option_string)
+        parser.reading = None
+
+
+def _holds(file: str, key: str) -> bool:
+    """Whether a file gives a value, or values, for the dotted `key`."""
+    if not Path(file).is_file():
+        return False
+    values: Any = read_mapping(file)
+    for part in key.split("."):
+        if not isinstance(values, dict) or part not in values:
+            return False
+        values = values[part]
+    return True
+
+
+def files_first(arguments: Sequence[str]) -> list[str]:
+    """The arguments with `--config` and `--recipe` before all others, so that flags win wherever they stand."""
+    files, rest = [], []
+    left = iter(arguments)
+    for argument in left:
+        if argument in _FILES:
+            files += [argument, *_next(left)]
+        elif argument.startswith(tuple(f"{name}=" for name in _FILES)):
+            files.append(argument)
+        else:
+            rest.append(argument)
+    return files + rest
+
+
+def _next(arguments: Iterable[str]) -> list[str]:
+    for argument in arguments:
+        return [argument]
+    return []

@@ -1,0 +1,128 @@
+"""`subquad eval`: measure a trained model on a text."""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from rich.box import SIMPLE_HEAD
+from rich.console import Console
+from rich.table import Table
+
+from subquad.evaluation.config import EvalConfig, TextConfig
+from subquad.tools.arguments import Parser
+
+if TYPE_CHECKING:
+    from subquad.data import TokenShard
+    from subquad.evaluation import Evaluation
+    from subquad.tools.runs import LoadedRun
+
+DEFAULT_LENGTH = 1024
+"""Tokens in a window where the folder has no training configuration."""
+
+
+def make_parser() -> Parser:
+    """The command's options."""
+    parser = Parser(
+        "eval RUN",
+        "Measure a trained model on a text: loss, perplexity per token and per word, bits per byte, also by position "
+        "in the context. Every token but the first is predicted exactly once.",
+    )
+    parser.add_argument(
+        "run", type=str, help="The folder of a run, or another that transformers' from_pretrained reads."
+    )
+    parser.add_class_arguments(EvalConfig, None, as_group=False)
+    return parser
+
+
+def run(arguments: Sequence[str]) -> int:
+    """Parse, measure, print, return the exit status."""
+    parser = make_parser()
+    values = parser.instantiate(parser.parse_args(arguments)).as_dict()
+    folder = values.pop("run")
+    evaluation = _evaluate(folder, EvalConfig(**values))
+    if values["json"] is not None:
+        Path(values["json"]).write_text(json.dumps(evaluation.to_dict(), indent=2) + "\n", encoding="utf-8")
+    console = Console()
+    console.print(evaluation_table(evaluation))
+    console.print(position_table(evaluation))
+    return 0
+
+
+def _evaluate(folder: str, config: EvalConfig) -> Evaluation:
+    from subquad.evaluation import evaluate
+    from subquad.tools.runs import load_run
+
+    loaded = load_run(folder, config.device)
+    shard = _text(loaded, config.data)
+    length = config.length
+    if length is None:
+        length = loaded.config.batch.length if loaded.config else DEFAULT_LENGTH
+    return evaluate(
+        loaded.decoder,
+        shard.tokens,
+        length=length,
+        stride=config.stride,
+        windows=config.windows,
+        batch_size=config.batch_size,
+        text_bytes=shard.text_bytes,
+        words=shard.words,
+        decode=loaded.tokenizer.decode,
+        progress=show_progress if sys.stderr.isatty() else None,
+    )
+
+
+def _text(loaded: LoadedRun, config: TextConfig) -> TokenShard:
+    """The text that `config` names in the model's tokens, or the held-out part of the run's own."""
+    from subquad.data import prepare, prepare_shard, tokenizer_hash
+
+    if config.path is not None:
+        return prepare_shard(config.path, loaded.tokenizer, skip_bad_files=config.skip_bad_files, cache=config.cache)
+    if loaded.config is None:
+        raise ValueError(f"{loaded.folder} has no config.yaml that names its text; give one by --data.path")
+    data = loaded.config.data
+    corpus = prepare(data.replace(cache=config.cache or data.cache))
+    if tokenizer_hash(corpus.tokenizer) != tokenizer_hash(loaded.tokenizer):
+        raise ValueError(
+            f"the text {data.path!r} is not what {loaded.folder} was trained on: it gives another tokenizer; "
+            "give a text by --data.path"
+        )
+    return corpus.held_out
+
+
+def evaluation_table(evaluation: Evaluation) -> Table:
+    """The numbers of the whole text."""
+    overlap = "" if evaluation.stride == evaluation.length else f", stride {evaluation.stride:,}"
+    table = Table(box=SIMPLE_HEAD, pad_edge=False, show_header=False)
+    table.add_row("tokens predicted", f"{evaluation.tokens:,} in windows of {evaluation.length:,}{overlap}")
+    table.add_row("loss", f"{evaluation.loss:.4f} nats a token")
+    table.add_row("perplexity", f"{evaluation.perplexity:,.2f} a token")
+    if evaluation.word_perplexity is not None:
+        form = ",.2f" if evaluation.word_perplexity < 1e6 else ".3g"
+        table.add_row("", f"{evaluation.word_perplexity:{form}} a whitespace word")
+    if evaluation.bits_per_byte is not None:
+        table.add_row("bits per byte", f"{evaluation.bits_per_byte:.4f}")
+    table.add_row("speed", f"{evaluation.tokens / evaluation.seconds:,.0f} tokens/s")
+    return table
+
+
+def position_table(evaluation: Evaluation) -> Table:
+    """The loss by tokens of context."""
+    table = Table(box=SIMPLE_HEAD, pad_edge=False)
+    for header in ("tokens of context", "tokens", "loss, nats"):
+        table.add_column(header, justify="right")
+    for part in evaluation.by_position:
+        last = part.stop - 1
+        context = f"{part.start:,}" if part.start == last else f"{part.start:,} to {last:,}"
+        table.add_row(context, f"{part.tokens:,}", f"{part.loss:.4f}")
+    return table
+
+
+def show_progress(done: int, windows: int) -> None:
+    """One line that counts the windows."""
+    end = "\n" if done == windows else ""
+    sys.stderr.write(f"\rwindow {done:,} of {windows:,}{end}")
+    sys.stderr.flush()

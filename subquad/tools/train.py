@@ -1,0 +1,140 @@
+"""`subquad train`: train, evaluate on the held-out text, sample, report."""
+
+from __future__ import annotations
+
+import json
+import logging
+import os
+import shlex
+import sys
+from collections.abc import Sequence
+from dataclasses import fields
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from rich.console import Console
+
+from subquad.generation.config import SamplingConfig
+from subquad.tools.arguments import Parser, files_first
+from subquad.training.config import TrainConfig
+
+if TYPE_CHECKING:
+    from subquad.training.run import RunResult
+
+logger = logging.getLogger(__name__)
+SAMPLES = 3
+"""Samples at the end of a run: the first is greedy."""
+
+
+def run(arguments: Sequence[str]) -> int:
+    """Parse, train, return the exit status: 130 after an interruption."""
+    config = read_config(arguments)
+    from subquad.training import train
+
+    check(config)
+    result = train(config, console=Console(stderr=True))
+    if int(os.environ.get("RANK", "0")) != 0:
+        return 0
+    if result.interrupted:
+        sys.stderr.write(f"stopped after step {result.steps} of {config.run.steps}; go on with:\n  {result.command}\n")
+        return 130
+    _finish(result)
+    return 0
+
+
+def make_parser() -> Parser:
+    """The command's options."""
+    parser = Parser(
+        "train",
+        "Train a decoder, evaluate it on held-out text, sample it, and report. An interrupted run goes on when the "
+        "same command is given again.",
+    )
+    parser.add_files()
+    parser.add_class_arguments(TrainConfig, None, as_group=False)
+    return parser
+
+
+def read_config(arguments: Sequence[str]) -> TrainConfig:
+    """The configuration from `--recipe`, `--config` and flags; wrong ones exit with status 2."""
+    parser = make_parser()
+    values = parser.instantiate(parser.parse_args(files_first(arguments)))
+    return TrainConfig(**{field.name: values[field.name] for field in fields(TrainConfig)})
+
+
+def check(config: TrainConfig) -> None:
+    """Raise what the configuration deserves before any text is read."""
+    import torch
+
+    from subquad.models import Decoder
+
+    if not config.run.prompt:
+        raise ValueError("run.prompt must hold some text for the samples to go on from, got ''")
+    with torch.device("meta"):
+        Decoder(config.model)
+
+
+def _finish(result: RunResult) -> None:
+    """Write evaluation.json, samples.txt and report.json into the run's folder and print them."""
+    from subquad.evaluation import evaluate
+    from subquad.tools.eval import evaluation_table, show_progress
+    from subquad.training import measure, write_report
+
+    decoder, held_out = result.model.model, result.corpus.held_out
+    sys.stderr.write("evaluating on the held-out text ...\n")
+    evaluation = evaluate(
+        decoder,
+        held_out.tokens,
+        length=result.config.batch.length,
+        text_bytes=held_out.text_bytes,
+        words=held_out.words,
+        progress=show_progress if sys.stderr.isatty() else None,
+    )
+    (result.folder / "evaluation.json").write_text(json.dumps(evaluation.to_dict(), indent=2) + "\n", encoding="utf-8")
+    assert evaluation.bits_per_byte is not None  # a shard knows its bytes
+    samples = _samples(result)
+    (result.folder / "samples.txt").write_text(samples, encoding="utf-8")
+    report = measure(
+        decoder,
+        result.corpus.held_out_text(),
+        held_out.tokens.tolist(),
+        bits_per_byte=evaluation.bits_per_byte,
+        files_hash=result.corpus.fingerprint[:16],
+        steps=result.steps,
+        train_tokens_per_second=result.tokens_per_second or _last_speed(result.folder),
+    )
+    write_report(report, result.folder)
+    console = Console()
+    sys.stdout.write(samples)
+    console.print(evaluation_table(evaluation))
+    console.print(report.table())
+    console.print(f"{result.folder} holds the model, the metrics and the samples. Go on writing with:", markup=False)
+    command = shlex.join(["subquad", "generate", str(result.folder), "--prompt", result.config.run.prompt])
+    console.print(f"  {command}", markup=False, soft_wrap=True)
+
+
+def _last_speed(folder: Path) -> float:
+    """Trained tokens a second in the process that trained last, for a run that had ended already."""
+    from subquad.training.progress import read_metrics
+
+    speeds = [record["tokens_per_s"] for record in read_metrics(folder) if "tokens_per_s" in record]
+    return speeds[-1] if speeds else 0.0
+
+
+def _samples(result: RunResult) -> str:
+    """Samples of the run's prompt, each under a line that says how it was drawn."""
+    from subquad.generation import Generation
+
+    options, tokenizer = result.config.run, result.corpus.tokenizer
+    prompt = tokenizer.encode(options.prompt, add_special_tokens=False).ids
+    count, model = options.sample_tokens, result.config.model
+    if model.position == "learned" and len(prompt) + count - 1 > model.max_positions:
+        count = max(0, model.max_positions - len(prompt) + 1)
+        logger.warning("samples have %d tokens: the table of positions has %d rows", count, model.max_positions)
+    texts = []
+    for number in range(SAMPLES):
+        temperature = options.sample_temperature if number else 0.0
+        sampling = SamplingConfig(max_tokens=count, temperature=temperature, seed=number)
+        tokens = list(Generation(result.model.model, prompt, sampling))
+        how = f"temperature {temperature}, seed {number}" if number else "greedy"
+        texts.append(f"--- {how}\n{tokenizer.decode(prompt + tokens)}\n")
+    return "\n".join(texts)

@@ -1,0 +1,154 @@
+"""What a training run is, apart from the code that runs it: read by the command line without loading torch."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass, field
+from typing import Literal
+
+from subquad.config import Config
+from subquad.data.config import DataConfig
+from subquad.models.config import DecoderConfig
+from subquad.training.schedule import ScheduleConfig, at_least
+
+
+@dataclass(frozen=True, kw_only=True)
+class OptimizerConfig(Config):
+    """The optimizer, as PyTorch has it."""
+
+    name: Literal["adamw", "adam", "radam", "muon"] = "adamw"
+    """adamw, adam, radam, or muon (Muon for the matrices of the layers, AdamW for everything else)."""
+    lr: float = 1e-3
+    """Peak learning rate."""
+    betas: list[float] = field(default_factory=lambda: [0.9, 0.95])
+    """Decay rates of the running means of the gradient and of its square."""
+    eps: float = 1e-8
+    """Added to the denominator."""
+    weight_decay: float = 0.1
+    """Decay of matrices; norms, biases and embeddings never decay. Decoupled in adamw, muon; L2 in adam, radam."""
+    momentum: float = 0.95
+    """Momentum of Muon."""
+    matrix_lr: float | None = None
+    """Peak learning rate of the matrices that Muon trains, on AdamW's scale (None: the same as lr)."""
+    clip: float = 1.0
+    """Largest norm of the gradient of all parameters; 0 leaves it as it is."""
+
+    def __post_init__(self) -> None:
+        _positive("optimizer.lr", self.lr)
+        _positive("optimizer.eps", self.eps)
+        if self.matrix_lr is not None:
+            _positive("optimizer.matrix_lr", self.matrix_lr)
+        at_least("optimizer.weight_decay", self.weight_decay, 0)
+        at_least("optimizer.clip", self.clip, 0)
+        if len(self.betas) != 2 or not all(0 <= beta < 1 for beta in self.betas):
+            raise ValueError(f"optimizer.betas must be two numbers, each at least 0 and below 1, got {self.betas}")
+        if not 0 <= self.momentum < 1:
+            raise ValueError(f"optimizer.momentum must be at least 0 and below 1, got {self.momentum}")
+
+
+@dataclass(frozen=True, kw_only=True)
+class BatchConfig(Config):
+    """How many tokens one step sees: length x size x accumulation x processes."""
+
+    length: int = 512
+    """Tokens in one window."""
+    size: int = 8
+    """Windows in one forward pass of one process."""
+    accumulation: int = 1
+    """Forward passes whose gradients are added up for one step."""
+
+    def __post_init__(self) -> None:
+        at_least("batch.length", self.length, 2)
+        at_least("batch.size", self.size, 1)
+        at_least("batch.accumulation", self.accumulation, 1)
+
+
+@dataclass(frozen=True, kw_only=True)
+class RunConfig(Config):
+    """Where the run lives, how long it takes and how often it reports."""
+
+    folder: str = "runs/default"
+    """Folder of the run: configuration, metrics, checkpoints, samples, the final model."""
+    steps: int = 1000
+    """Optimizer steps in all."""
+    seed: int = 0
+    """Seed of the initial weights, the order of the data and dropout."""
+    resume: Literal["auto", "must", "never"] = "auto"
+    """auto: go on from the newest complete checkpoint where there is one; must: fail without one; never: refuse a
+    folder that holds checkpoints."""
+    log_every: int = 10
+    """Steps between two lines of metrics."""
+    eval_every: int = 100
+    """Steps between two evaluations on held-out windows; the last step is always evaluated. 0: never."""
+    eval_windows: int = 32
+    """Held-out windows in each of those evaluations, evenly spread (all of them where there are fewer)."""
+    save_every: int = 100
+    """Steps between two checkpoints; a best held-out loss and the last step are always saved."""
+    keep: int = 2
+    """Newest checkpoints to keep, besides the one with the best held-out loss."""
+    max_minutes: float | None = None
+    """Stop cleanly, with a checkpoint, after so many minutes of training in this process (None: no limit)."""
+    precision: Literal["auto", "bf16", "float32"] = "auto"
+    """auto: bfloat16 autocast on a GPU that has it, float32 on a CPU, where few processors multiply bfloat16 faster and
+    most far slower. Weights and optimizer states are float32 always."""
+    device: Literal["auto", "cpu"] = "auto"
+    """auto: a GPU where PyTorch finds one; cpu: never."""
+    threads: int | None = None
+    """Threads of PyTorch on the CPU (None: its own choice). Bitwise repetition needs the same number."""
+    prompt: str = "import "
+    """Text that the samples at the end go on from."""
+    sample_tokens: int = 200
+    """Tokens in each of those samples."""
+    sample_temperature: float = 0.8
+    """Temperature of the samples that are not greedy."""
+
+    def __post_init__(self) -> None:
+        for name in ("steps", "log_every", "save_every", "keep", "eval_windows"):
+            at_least(f"run.{name}", getattr(self, name), 1)
+        for name in ("eval_every", "sample_tokens", "seed"):
+            at_least(f"run.{name}", getattr(self, name), 0)
+        _positive("run.sample_temperature", self.sample_temperature)
+        if self.max_minutes is not None:
+            _positive("run.max_minutes", self.max_minutes)
+        if self.threads is not None:
+            at_least("run.threads", self.threads, 1)
+        if not self.folder:
+            raise ValueError("run.folder must name a folder, got ''")
+
+
+@dataclass(frozen=True, kw_only=True)
+class TrainConfig(Config):
+    """A training run: a model, a text, an optimizer and a folder."""
+
+    model: DecoderConfig = field(default_factory=DecoderConfig)
+    """The decoder; its vocabulary size follows the tokenizer."""
+    data: DataConfig = field(default_factory=DataConfig)
+    """The text, its tokenizer and the split."""
+    batch: BatchConfig = field(default_factory=BatchConfig)
+    """Tokens in one step."""
+    optimizer: OptimizerConfig = field(default_factory=OptimizerConfig)
+    """The optimizer."""
+    schedule: ScheduleConfig = field(default_factory=ScheduleConfig)
+    """The learning rate over the steps."""
+    run: RunConfig = field(default_factory=RunConfig)
+    """Folder, length and reports."""
+
+    def __post_init__(self) -> None:
+        if self.model.position == "learned" and self.batch.length > self.model.max_positions:
+            raise ValueError(
+                f"batch.length {self.batch.length} is longer than the model can take: position=learned has "
+                f"model.max_positions={self.model.max_positions} rows; raise them, shorten the windows, or choose "
+                "position rope, sinusoidal or none"
+            )
+        if self.schedule.warmup >= self.run.steps:
+            raise ValueError(f"schedule.warmup must be below run.steps={self.run.steps}, got {self.schedule.warmup}")
+
+    @property
+    def step_tokens(self) -> int:
+        """Tokens that one process sees in one step."""
+        return self.batch.length * self.batch.size * self.batch.accumulation
+
+
+def _positive(name: str, value: float) -> None:
+    if not (value > 0 and math.isfinite(value)):
+        raise ValueError(f"{name} must be a positive number, got {value}")

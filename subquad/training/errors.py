@@ -1,0 +1,15 @@
+"""What stops a training run."""
+
+from __future__ import annotations
+
+
+class NonFiniteError(ArithmeticError):
+    """A loss, a gradient or a weight is infinite or not a number; the optimizer has not stepped on it."""
+
+
+class CheckpointError(ValueError):
+    """A checkpoint is incomplete, damaged, or was made by other settings."""
+
+
+class FormatVersionError(CheckpointError):
+    """A checkpoint has a format version that this release can't read."""

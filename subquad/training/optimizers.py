@@ -1,0 +1,99 @@
+"""Optimizers as PyTorch has them, over parameter groups that decay matrices only."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.optim import Adam, AdamW, Muon, Optimizer, RAdam
+
+from subquad.training.config import OptimizerConfig
+
+
+class MuonAdamW(Optimizer):
+    """Muon on some matrices and AdamW on all other parameters, as one optimizer that steps, saves and loads as one.
+
+    Both parts share this optimizer's `state` and `param_groups`, so schedulers and `state_dict` see a single optimizer.
+    """
+
+    def __init__(self, muon: Muon, adamw: AdamW) -> None:
+        self._parts = (muon, adamw)
+        super().__init__([*muon.param_groups, *adamw.param_groups], {})
+        self._share()
+
+    def _share(self) -> None:
+        start = 0
+        for part in self._parts:
+            end = start + len(part.param_groups)
+            part.param_groups = self.param_groups[start:end]
+            part.state = self.state
+            start = end
+
+    @torch.no_grad()
+    def step(self, closure: Callable[[], Any] | None = None) -> Any:
+        """One step of both parts; returns what `closure` returns."""
+        with torch.enable_grad():
+            loss = None if closure is None else closure()
+        for part in self._parts:
+            part.step()
+        return loss
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Take over a state that `state_dict` gave."""
+        super().load_state_dict(state_dict)
+        self._share()
+
+
+def build_optimizer(model: nn.Module, config: OptimizerConfig) -> Optimizer:
+    """The optimizer of `config` over the parameters of `model` that train.
+
+    Matrices decay; embeddings, norms, biases and other vectors don't. Muon takes the matrices of the layers, not the
+    embeddings and not the head.
+    """
+    matrices, rest = split_parameters(model)
+    betas = (config.betas[0], config.betas[1])
+    adam_options: dict[str, Any] = {"lr": config.lr, "betas": betas, "eps": config.eps}
+    groups = [{"params": matrices, "weight_decay": config.weight_decay}, {"params": rest, "weight_decay": 0.0}]
+    groups = [group for group in groups if group["params"]]
+    if config.name == "adamw":
+        return AdamW(groups, fused=True, **adam_options)
+    if config.name == "adam":
+        return Adam(groups, fused=True, **adam_options)
+    if config.name == "radam":
+        return RAdam(groups, **adam_options)
+    heads = _output_heads(model)
+    hidden = [weight for weight in matrices if weight.ndim == 2 and id(weight) not in heads]
+    taken = {id(weight) for weight in hidden}
+    others = [weight for weight in matrices if id(weight) not in taken]
+    if not hidden:
+        raise ValueError("optimizer.name=muon needs a model with 2-D weights in its layers; this one has none")
+    muon = Muon(
+        hidden,
+        lr=config.lr if config.matrix_lr is None else config.matrix_lr,
+        weight_decay=config.weight_decay,
+        momentum=config.momentum,
+        adjust_lr_fn="match_rms_adamw",
+    )
+    other_groups = [{"params": others, "weight_decay": config.weight_decay}, {"params": rest, "weight_decay": 0.0}]
+    return MuonAdamW(muon, AdamW([group for group in other_groups if group["params"]], fused=True, **adam_options))
+
+
+def split_parameters(model: nn.Module) -> tuple[list[Tensor], list[Tensor]]:
+    """The parameters that train: matrices, and the rest (embeddings, norms, biases and other vectors)."""
+    embeddings = {id(module.weight) for module in model.modules() if isinstance(module, nn.Embedding)}
+    matrices: list[Tensor] = []
+    rest: list[Tensor] = []
+    for parameter in model.parameters():
+        if parameter.requires_grad:
+            vector = parameter.ndim < 2 or id(parameter) in embeddings
+            (rest if vector else matrices).append(parameter)
+    return matrices, rest
+
+
+def _output_heads(model: nn.Module) -> set[int]:
+    """Ids of the weights of the output head, which AdamW trains."""
+    get = getattr(model, "get_output_embeddings", None)
+    head = get() if get is not None else None
+    return set() if head is None else {id(parameter) for parameter in head.parameters()}

@@ -1,0 +1,171 @@
+"""The table at the end of a run: held-out bits per byte beside general compressors, memory, and speed."""
+
+from __future__ import annotations
+
+import gzip
+import json
+import lzma
+import platform
+import time
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from subquad.attention import Attention
+from subquad.models import Decoder
+from subquad.training.checkpoint import write_atomically
+
+if TYPE_CHECKING:
+    from rich.table import Table
+
+STATE_AFTER = (1_000, 100_000)
+"""Tokens after which the state's size is reported."""
+READ_CHUNK = 2_000
+
+
+@dataclass(frozen=True)
+class StateSize:
+    """The decoding state of one sequence."""
+
+    tokens: int
+    bytes: int
+    measured: bool
+    """True: read so many tokens and counted; False: computed from a shorter reading, as the state grows."""
+
+
+@dataclass(frozen=True)
+class Report:
+    """The numbers of a finished run."""
+
+    bits_per_byte: float
+    """Bits of the model per held-out byte."""
+    gzip_bits_per_byte: float
+    """gzip, level 9, of the same bytes in one piece."""
+    xz_bits_per_byte: float
+    """xz, preset 9 extreme, of the same bytes in one piece."""
+    held_out_bytes: int
+    files_hash: str
+    """Hash of the list of the text's files."""
+    python: str
+    parameters: int
+    steps: int
+    train_tokens_per_second: float
+    decode_tokens_per_second: float
+    states: tuple[StateSize, ...]
+    """Sizes of the state of one sequence; fewer where the model's positions end before."""
+
+    def to_dict(self) -> dict[str, Any]:
+        """Plain values, for JSON."""
+        return asdict(self)
+
+    def table(self) -> Table:
+        """The report as a table for the terminal."""
+        from rich.table import Table
+
+        table = Table(title="held-out text and cost", show_header=False)
+        table.add_row("model", f"{self.bits_per_byte:.3f} bits per byte")
+        table.add_row("gzip -9", f"{self.gzip_bits_per_byte:.3f} bits per byte")
+        table.add_row("xz -9e", f"{self.xz_bits_per_byte:.3f} bits per byte")
+        table.add_row("held-out text", f"{self.held_out_bytes:,} bytes, in one piece")
+        table.add_row("Python, files", f"{self.python}, {self.files_hash}")
+        table.add_row("parameters, steps", f"{self.parameters:,}, {self.steps:,}")
+        for size in self.states:
+            how = "" if size.measured else " (computed)"
+            table.add_row(f"state after {size.tokens:,} tokens", f"{size.bytes:,} bytes{how}")
+        table.add_row("training", f"{self.train_tokens_per_second:,.0f} tokens/s")
+        table.add_row("decoding, one sequence", f"{self.decode_tokens_per_second:,.0f} tokens/s")
+        return table
+
+
+def measure(
+    decoder: Decoder,
+    held_out_text: bytes,
+    held_out_tokens: Sequence[int],
+    *,
+    bits_per_byte: float,
+    files_hash: str,
+    steps: int,
+    train_tokens_per_second: float,
+) -> Report:
+    """Measure the compressors, the decoding state and the speed of decoding, and put the numbers together.
+
+    The state reads `held_out_tokens`, over and over where there are fewer than it needs. Raises `ValueError` where
+    there is no text or no token.
+    """
+    if not held_out_text or not len(held_out_tokens):
+        raise ValueError(
+            f"the report needs held-out text, got {len(held_out_text)} bytes, {len(held_out_tokens)} tokens"
+        )
+    return Report(
+        bits_per_byte=bits_per_byte,
+        gzip_bits_per_byte=8 * len(gzip.compress(held_out_text, 9)) / len(held_out_text),
+        xz_bits_per_byte=8 * len(lzma.compress(held_out_text, preset=9 | lzma.PRESET_EXTREME)) / len(held_out_text),
+        held_out_bytes=len(held_out_text),
+        files_hash=files_hash,
+        python=platform.python_version(),
+        parameters=sum(parameter.numel() for parameter in decoder.parameters()),
+        steps=steps,
+        train_tokens_per_second=train_tokens_per_second,
+        decode_tokens_per_second=decode_speed(decoder, held_out_tokens),
+        states=tuple(state_sizes(decoder, held_out_tokens)),
+    )
+
+
+def write_report(report: Report, folder: str | Path) -> None:
+    """Write `report.json` into the run's folder."""
+    write_atomically(Path(folder) / "report.json", (json.dumps(report.to_dict(), indent=2) + "\n").encode())
+
+
+@torch.no_grad()
+def state_sizes(
+    decoder: Decoder, tokens: Sequence[int], after: Sequence[int] = STATE_AFTER, chunk: int = READ_CHUNK
+) -> list[StateSize]:
+    """Bytes of the state of one sequence after reading so many tokens.
+
+    A state that stops growing is really read up to each count. Where a mechanism's state grows, the first count is read
+    and the others add what the mechanisms say they grow by. Counts past a learned position table are left out.
+    """
+    layers = [module for module in decoder.modules() if isinstance(module, Attention)]
+    grows = any(layer.state_grows for layer in layers)
+    if decoder.config.position == "learned":
+        after = [count for count in after if count <= decoder.config.max_positions]
+    device = next(decoder.parameters()).device
+    text = torch.as_tensor([int(token) for token in tokens[: max(after, default=0)]], device=device)
+    training = decoder.training
+    decoder.eval()
+    sizes: list[StateSize] = []
+    state, read = None, 0
+    for count in sorted(after):
+        if grows and sizes:
+            first = sizes[0]
+            growth = sum(layer.state_bytes(count) - layer.state_bytes(first.tokens) for layer in layers)
+            sizes.append(StateSize(count, first.bytes + growth, measured=False))
+            continue
+        while read < count:
+            places = torch.arange(read, min(read + chunk, count), device=device) % len(text)
+            _, state = decoder.hidden(text[places][None], state)
+            read += len(places)
+        if state is not None:
+            sizes.append(StateSize(count, state.nbytes, measured=True))
+    decoder.train(training)
+    return sizes
+
+
+@torch.no_grad()
+def decode_speed(decoder: Decoder, prompt: Sequence[int], tokens: int = 128) -> float:
+    """Tokens a second of greedy decoding of one sequence, one token at a time, after a prompt of up to 64 tokens."""
+    device = next(decoder.parameters()).device
+    training = decoder.training
+    decoder.eval()
+    logits_BTV, state = decoder(torch.as_tensor([[int(token) for token in prompt[:64]]], device=device))
+    begin = time.perf_counter()
+    for _ in range(tokens):
+        token_BT = logits_BTV[:, -1:].argmax(-1)
+        logits_BTV, state = decoder(token_BT, state)
+    token_BT.tolist()  # waits for a GPU
+    seconds = time.perf_counter() - begin
+    decoder.train(training)
+    return tokens / seconds

@@ -1,0 +1,31 @@
+"""What every test run has in common: offline, one thread, reproducible."""
+
+import os
+from pathlib import Path
+
+# Set before torch, transformers or matplotlib is imported anywhere, and inherited by child processes.
+os.environ["HF_HUB_OFFLINE"] = "1"
+os.environ["HF_DATASETS_OFFLINE"] = "1"
+os.environ["TOKENIZERS_PARALLELISM"] = "false"
+os.environ["MPLBACKEND"] = "Agg"
+os.environ.setdefault("OMP_NUM_THREADS", "1")
+
+import pytest
+import torch
+from hypothesis import settings
+
+torch.set_num_threads(int(os.environ["OMP_NUM_THREADS"]))
+settings.register_profile("local", deadline=None)
+settings.register_profile("ci", deadline=None, derandomize=True)
+settings.load_profile("ci" if os.environ.get("CI") else "local")
+
+ROOT = Path(__file__).resolve().parents[1]
+
+
+@pytest.fixture(scope="session")
+def data_folder() -> Path:
+    """The folder of real data, `SUBQUAD_DATA` or `../shared/data`; the test is skipped where there is none."""
+    folder = ROOT / os.environ.get("SUBQUAD_DATA", "../shared/data")
+    if not folder.is_dir():
+        pytest.skip("no data")
+    return folder

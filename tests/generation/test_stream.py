@@ -1,0 +1,81 @@
+"""Text that is decoded token by token."""
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+
+from subquad.generation import TextStream
+
+ALPHABET = sorted(pre_tokenizers.ByteLevel.alphabet())
+
+
+@pytest.fixture(scope="module")
+def byte_level() -> Tokenizer:
+    """Byte-level tokens, and two that hold more than one byte."""
+    words = {symbol: i for i, symbol in enumerate(ALPHABET)}
+    merges = [("Ġ", "a"), ("Ã", "¤")]  # " a", and the two bytes of "ä"
+    words |= {"".join(pair): len(words) + i for i, pair in enumerate(merges)}
+    tokenizer = Tokenizer(models.BPE(words, merges))
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    return tokenizer
+
+
+@pytest.fixture(scope="module")
+def word_piece() -> Tokenizer:
+    """Pieces that decode differently after others."""
+    words = ["[UNK]", "play", "##ing", "##s", "he", ",", "now"]
+    tokenizer = Tokenizer(models.WordPiece({word: i for i, word in enumerate(words)}, unk_token="[UNK]"))
+    tokenizer.decoder = decoders.WordPiece()
+    return tokenizer
+
+
+def pieces(tokenizer: Tokenizer, tokens: list[int], context: list[int] | None = None) -> list[str]:
+    stream = TextStream(tokenizer, context or [])
+    return [*(stream.push(token) for token in tokens), stream.finish()]
+
+
+@given(tokens=st.lists(st.integers(0, 257), max_size=40), split=st.integers(0, 40))
+def test_pieces_join_to_the_text_of_all_tokens_whatever_the_bytes(byte_level, tokens, split):
+    assert "".join(pieces(byte_level, tokens)) == byte_level.decode(tokens)
+    text = TextStream(byte_level)
+    before = "".join(text.push(token) for token in tokens[:split])
+    assert byte_level.decode(tokens).startswith(before)
+
+
+@given(text=st.text(max_size=12))
+def test_no_piece_holds_half_a_character(byte_level, text):
+    tokens = byte_level.encode(text).ids
+    shown = pieces(byte_level, tokens)
+    assert "".join(shown) == text
+    assert sum(piece.count("\ufffd") for piece in shown) == text.count("\ufffd")
+
+
+def test_a_character_is_shown_with_its_last_byte(byte_level):
+    tokens = [byte_level.token_to_id(byte_level.id_to_token(i)) for i in byte_level.encode("a€b").ids]
+    assert pieces(byte_level, tokens) == ["a", "", "", "€", "b", ""]
+
+
+def test_half_a_character_at_the_end_is_shown_by_finish(byte_level):
+    tokens = byte_level.encode("€").ids[:2]
+    assert pieces(byte_level, tokens) == ["", "", "\ufffd"]
+
+
+def test_spaces_follow_the_context(word_piece):
+    ids = [word_piece.token_to_id(word) for word in ("he", "play", "##s", ",", "now")]
+    assert "".join(pieces(word_piece, ids)) == word_piece.decode(ids)
+    prompt = word_piece.decode(ids[:1])
+    assert prompt + "".join(pieces(word_piece, ids[1:], ids[:1])) == word_piece.decode(ids)
+
+
+def test_a_context_that_ends_inside_a_character_is_completed(byte_level):
+    tokens = byte_level.encode("x€y").ids
+    assert "".join(pieces(byte_level, tokens[2:], tokens[:2])) == "€y"
+
+
+def test_long_streams_keep_few_tokens(byte_level):
+    stream = TextStream(byte_level)
+    for token in byte_level.encode("abc " * 500).ids:
+        stream.push(token)
+    assert len(stream._tokens) < 8

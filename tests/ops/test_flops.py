@@ -1,0 +1,103 @@
+"""The formulas against counts by hand, and against what torch counts of the same products in plain form."""
+
+import pytest
+import torch
+from torch.utils.flop_counter import FlopCounterMode
+
+from subquad.ops import block_attention, flops, gated_scan, running_softmax
+from subquad.ops._torch.tiles import static_groups
+from subquad.ops.patterns import Causal, Full, Segments, Suffix, Window
+
+
+def count(f):
+    flops.register()
+    with FlopCounterMode(display=False) as counter:
+        f()
+    return counter.get_total_flops()
+
+
+def inputs(*shapes, grad=False):
+    return [torch.randn(shape, requires_grad=grad) for shape in shapes]
+
+
+def test_attention_by_hand():
+    # T = 8 in segments of 4: a triangle tile 4 x 4, then a tile 4 x 8. A multiply-add counts two, K = 3 and V = 5.
+    assert flops.attention_flops(static_groups(Segments(size=4), 0, 8, 0, 8), 3, 5) == 2 * (4 * 4 + 4 * 8) * (3 + 5)
+    # Rows before a suffix cost nothing.
+    assert flops.attention_flops(static_groups(Suffix(start=6), 0, 8, 0, 8), 3, 5) == 2 * 2 * 8 * (3 + 5)
+    assert flops.attention_flops((), 3, 5) == 0
+
+
+def test_gated_scan_by_hand():
+    # Five tokens in chunks of 4 and 1; K = 3, V = 2.
+    scores, product = 2 * (16 + 1) * 3, 2 * (16 + 1) * 2
+    read, written = 2 * 5 * 3 * 2, 2 * 5 * 3 * 2
+    assert flops.gated_scan_flops(5, 3, 2, chunk=4) == scores + product + read + written
+    assert flops.gated_scan_flops(5, 3, 2, chunk=4, normalise=True) == scores + product + read + written + 2 * 5 * 3
+    assert flops.gated_scan_flops(0, 3, 2) == 0
+
+
+def test_running_softmax_by_hand():
+    # Sixteen tokens in one chunk, L = 3, V = 2: two diagonal blocks of 8 x 8 and one corner of 8 x 8 make the scores.
+    scores = 3 * 2 * 8 * 8 * 3
+    product, read, written = 2 * 16 * 16 * 2, 2 * 16 * 3 * 2, 2 * 16 * 3 * 2
+    assert flops.running_softmax_flops(16, 3, 2, chunk=16) == scores + product + read + written
+    # A last chunk is filled up to a power of two.
+    assert flops.running_softmax_flops(3, 3, 2, chunk=16) == flops.running_softmax_flops(4, 3, 2, chunk=16)
+    assert flops.running_softmax_flops(0, 3, 2) == 0
+
+
+def test_long_scans_cost_in_proportion_to_their_tokens():
+    for formula in (flops.gated_scan_flops, flops.running_softmax_flops):
+        assert formula(4096, 16, 16) == 2 * formula(2048, 16, 16)
+
+
+def test_torch_counts_full_attention_as_its_two_products():
+    q, k, v = inputs((2, 3, 10, 8), (2, 3, 10, 8), (2, 3, 10, 8))
+    plain = count(lambda: q @ k.mT @ v)
+    assert count(lambda: block_attention(q, k, v, Full())) == plain == 2 * 3 * 2 * 10 * 10 * (8 + 8)
+
+
+@pytest.mark.parametrize("pattern", [Causal(), Window(width=5), Segments(size=16)])
+def test_torch_counts_attention_with_the_formula(pattern):
+    q, k, v = inputs((2, 3, 40, 8), (2, 3, 40, 8), (2, 3, 40, 8))
+    expected = 2 * 3 * flops.attention_flops(static_groups(pattern, 0, 40, 0, 40), 8, 8)
+    assert count(lambda: block_attention(q, k, v, pattern)) == expected > 0
+
+
+def test_torch_counts_ragged_attention_too():
+    q, k, v = inputs((2, 3, 8, 8), (2, 3, 8, 8), (2, 3, 8, 8))
+    start = torch.tensor([3, 0])
+    assert count(lambda: block_attention(q, k, v, Causal(), q_start=start, k_start=start)) == 2 * 3 * 2 * 8 * 8 * 16
+
+
+def test_torch_counts_the_scans_with_their_formulas():
+    q, i, v = inputs((2, 3, 70, 4), (2, 3, 70, 4), (2, 3, 70, 5))
+    for normalise in (False, True):
+        expected = 6 * flops.gated_scan_flops(70, 4, 5, chunk=16, normalise=normalise)
+        assert count(lambda n=normalise: gated_scan(q, i, v, None, normalise=n, chunk_size=16)) == expected
+    assert count(lambda: running_softmax(q.softmax(-1), i, v)) == 6 * flops.running_softmax_flops(70, 4, 5)
+
+
+@pytest.mark.parametrize(
+    "f",
+    [
+        lambda q, i, v: gated_scan(q, i, v, None).out,
+        lambda q, i, v: running_softmax(q.softmax(-1), i, v).out,
+        lambda q, i, v: block_attention(q, i, v, Window(width=7)),
+    ],
+    ids=["gated_scan", "running_softmax", "block_attention"],
+)
+def test_a_backward_pass_costs_five_products_where_the_forward_has_two(f):
+    q, i, v = inputs((2, 3, 70, 4), (2, 3, 70, 4), (2, 3, 70, 4), grad=True)
+    forward = count(lambda: f(q, i, v))
+    out = f(q, i, v)
+    assert 2 * count(lambda: out.sum().backward()) == 5 * forward > 0
+
+
+def test_torch_counts_the_fused_cpu_attention():
+    q, k, v = inputs((2, 3, 10, 8), (2, 3, 10, 8), (2, 3, 10, 8), grad=True)
+    attend = torch.nn.functional.scaled_dot_product_attention
+    assert count(lambda: attend(q, k, v)) == 2 * 3 * 2 * 10 * 10 * (8 + 8)
+    out = attend(q, k, v)
+    assert 2 * count(lambda: out.sum().backward()) == 5 * count(lambda: attend(q, k, v))

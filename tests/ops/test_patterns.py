@@ -1,0 +1,214 @@
+"""What a pattern says about ranges of positions, against its own predicate asked for every pair."""
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from subquad.ops._torch import tiles
+from subquad.ops._torch.tiles import ragged_groups, static_groups
+from subquad.ops.patterns import Causal, Full, Pattern, Prefix, Segments, Suffix, Window
+
+SIZES = st.integers(1, 40)
+PATTERNS = st.one_of(
+    st.builds(Causal),
+    st.builds(Full),
+    st.builds(Window, width=SIZES),
+    st.builds(Segments, size=SIZES, back=st.integers(0, 3)),
+    st.builds(Prefix, length=st.integers(0, 40)),
+    st.builds(Suffix, start=st.integers(0, 40)),
+)
+
+
+def table(pattern, q_start, q_stop, k_start, k_stop):
+    return pattern.allowed(torch.arange(q_start, q_stop)[:, None], torch.arange(k_start, k_stop)[None])
+
+
+@st.composite
+def spans(draw, largest=60):
+    start = draw(st.integers(0, largest))
+    return start, draw(st.integers(start + 1, largest + 1))
+
+
+def test_allowed_by_hand():
+    def rows(pattern):
+        return ["".join(".x"[cell] for cell in row) for row in table(pattern, 0, 6, 0, 6).int().tolist()]
+
+    assert rows(Causal()) == ["x.....", "xx....", "xxx...", "xxxx..", "xxxxx.", "xxxxxx"]
+    assert rows(Full()) == ["xxxxxx"] * 6
+    assert rows(Window(width=2)) == ["x.....", "xx....", ".xx...", "..xx..", "...xx.", "....xx"]
+    assert rows(Segments(size=2)) == ["x.....", "xx....", "xxx...", "xxxx..", "..xxx.", "..xxxx"]
+    assert rows(Segments(size=2, back=0)) == ["x.....", "xx....", "..x...", "..xx..", "....x.", "....xx"]
+    assert rows(Prefix(length=3)) == ["xxx...", "xxx...", "xxx...", "xxxx..", "xxxxx.", "xxxxxx"]
+    assert rows(Suffix(start=4)) == ["......", "......", "......", "......", "xxxxx.", "xxxxxx"]
+
+
+def test_every_pattern_is_tested_here():
+    assert set(Pattern.registry) == {"Causal", "Full", "Window", "Segments", "Prefix", "Suffix"}
+
+
+@settings(max_examples=150)
+@given(pattern=PATTERNS, span=spans())
+def test_the_key_range_covers_what_is_allowed(pattern, span):
+    lo, hi = pattern.key_range(*span)
+    allowed = table(pattern, *span, 0, 110)
+    assert not allowed[:, :lo].any()
+    assert hi is None or not allowed[:, hi:].any()
+
+
+@settings(max_examples=150)
+@given(pattern=PATTERNS, span=spans())
+def test_causal_and_reach_are_true(pattern, span):
+    allowed = table(pattern, *span, 0, 110)
+    distance = torch.arange(*span)[:, None] - torch.arange(110)
+    assert not (pattern.causal and allowed[distance < 0].any())
+    assert pattern.reach is None or not allowed[distance > pattern.reach].any()
+
+
+@settings(max_examples=100)
+@given(pattern=PATTERNS, span=spans())
+def test_tiles_begin_with_the_first_query_and_rise(pattern, span):
+    starts = pattern.tile_starts(*span)
+    assert starts[0] == span[0]
+    assert starts == sorted(set(starts))
+    assert all(start < span[1] for start in starts)
+
+
+@settings(max_examples=100)
+@given(pattern=PATTERNS, span=spans(), periods=st.integers(1, 5))
+def test_moving_by_a_period_changes_nothing_but_at_the_first_keys(pattern, span, periods):
+    if pattern.reach is None:
+        return  # tiles of these are not folded
+    start, stop = span[0] + pattern.reach + 1, span[1] + pattern.reach + 1
+    moved = periods * pattern.period
+    assert torch.equal(
+        table(pattern, start, stop, start - pattern.reach, stop),
+        table(pattern, start + moved, stop + moved, start - pattern.reach + moved, stop + moved),
+    )
+
+
+@settings(max_examples=200)
+@given(pattern=PATTERNS, queries=spans(), keys=spans())
+def test_sees_all_is_never_wrong(pattern, queries, keys):
+    if pattern.sees_all(*queries, *keys):
+        assert table(pattern, *queries, *keys).all()
+
+
+@settings(max_examples=200)
+@given(pattern=PATTERNS, span=spans())
+def test_is_triangle_is_never_wrong(pattern, span):
+    if pattern.is_triangle(*span):
+        allowed = table(pattern, *span, *span)
+        assert torch.equal(allowed, torch.ones_like(allowed).tril())
+
+
+def test_the_cheap_answers_are_given_where_they_pay():
+    assert Full().sees_all(3, 9, 0, 20)
+    assert Causal().sees_all(10, 12, 0, 11)
+    assert Prefix(length=8).sees_all(0, 8, 0, 8)
+    triangles = [Causal(), Window(width=8), Segments(size=8), Prefix(length=8), Suffix(start=8)]
+    assert all(pattern.is_triangle(8, 16) for pattern in triangles)
+
+
+@settings(max_examples=200)
+@given(
+    pattern=PATTERNS,
+    q_start=st.integers(0, 50),
+    queries=st.integers(1, 150),
+    before=st.integers(-20, 60),
+    after=st.integers(-20, 20),
+    rows=st.sampled_from([4, 16, 256]),
+)
+def test_static_groups_hold_every_query_once_and_every_key_it_sees(pattern, q_start, queries, before, after, rows):
+    k_start = q_start - before
+    keys = max(1, queries + before + after)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(tiles, "MASKED_ROWS", rows)
+        groups = static_groups.__wrapped__(pattern, q_start, queries, k_start, keys)
+    truth = table(pattern, q_start, q_start + queries, k_start, k_start + keys)
+    truth = truth & (torch.arange(k_start, k_start + keys) >= 0)
+    held = []
+    for group in groups:
+        first = None
+        for n in range(group.count):
+            q, k = group.q + n * group.rows, group.k + n * group.rows
+            held += range(q, q + group.rows)
+            block = truth[q : q + group.rows, k : k + group.keys] if group.keys else truth[q : q + group.rows, :0]
+            assert block.sum() == truth[q : q + group.rows].sum(), "a key that a query sees lies outside the tile"
+            assert block.shape == (group.rows, group.keys), "the tile reaches past the slots"
+            first = block if first is None else first
+            assert torch.equal(block, first), "folded tiles have different masks"
+        assert group.kind != "empty" or not first.any()
+        assert group.kind != "full" or first.all()
+        assert group.kind != "causal" or torch.equal(first, torch.ones_like(first).tril())
+    assert held == list(range(queries))
+
+
+@settings(max_examples=100)
+@given(pattern=PATTERNS, queries=st.integers(1, 150), old=st.integers(0, 60), start=st.integers(-60, 60))
+def test_ragged_groups_hold_every_query_once_and_every_key_it_sees_wherever_rows_start(pattern, queries, old, start):
+    keys = queries + old
+    position = torch.arange(keys) + start
+    truth = pattern.allowed(position[old:, None], position[None]) & (position >= 0) & (position[old:, None] >= 0)
+    held = []
+    for group in ragged_groups(pattern, queries, keys):
+        for n in range(group.count):
+            q, k = group.q + n * group.rows, group.k + n * group.rows
+            held += range(q, q + group.rows)
+            block = truth[q : q + group.rows, k : k + group.keys]
+            assert block.sum() == truth[q : q + group.rows].sum()
+            assert block.shape == (group.rows, group.keys)
+    assert held == list(range(queries))
+
+
+def test_equal_tiles_of_long_sequences_become_one_group():
+    assert len(static_groups(Segments(size=16), 0, 16 * 100, 0, 16 * 100)) == 2, "the first segment, then all others"
+    assert len(static_groups(Window(width=64), 0, 64 * 100, 0, 64 * 100)) == 2
+
+
+@settings(max_examples=50)
+@given(pattern=PATTERNS)
+def test_a_key_names_its_pattern(pattern):
+    again = Pattern.from_key(pattern.key())
+    assert again == pattern
+    assert hash(again) == hash(pattern)
+    assert type(again) is type(pattern)
+
+
+def test_equal_patterns_have_equal_keys_and_others_do_not():
+    assert Window(width=3).key() == Window(width=3).key() == "Window(width=3)"
+    assert len({p.key() for p in (Causal(), Full(), Window(width=3), Segments(size=3), Segments(size=3, back=0))}) == 5
+
+
+@pytest.mark.parametrize("key", ["Windo(width=3)", "", "window(width=3)"])
+def test_an_unknown_key_is_answered_with_the_patterns(key):
+    with pytest.raises(ValueError, match=r"unknown pattern .*valid: Causal, Full, Prefix, Segments, Suffix, Window"):
+        Pattern.from_key(key)
+
+
+@pytest.mark.parametrize("value", [3.0, "3", None, True, torch.tensor(3)])
+def test_a_field_that_is_no_int_is_refused(value):
+    with pytest.raises(TypeError, match=r"Window\.width must be an int, got "):
+        Window(width=value)
+
+
+@pytest.mark.parametrize(
+    ("make", "message"),
+    [
+        (lambda: Window(width=0), "Window.width must be at least 1, got 0"),
+        (lambda: Segments(size=0), "Segments.size must be at least 1, got 0"),
+        (lambda: Segments(size=4, back=-1), "Segments.back must be at least 0, got -1"),
+        (lambda: Prefix(length=-1), "Prefix.length must be at least 0, got -1"),
+        (lambda: Suffix(start=-1), "Suffix.start must be at least 0, got -1"),
+    ],
+)
+def test_a_field_that_is_too_small_is_refused(make, message):
+    with pytest.raises(ValueError, match=message):
+        make()
+
+
+def test_a_pattern_must_define_allowed():
+    with pytest.raises(NotImplementedError, match=r"Pattern must define allowed \(Pattern is abstract\)"):
+        Pattern().allowed(torch.zeros(1), torch.zeros(1))
+    assert not Pattern().sees_all(0, 1, 0, 1)
+    assert not Pattern().is_triangle(0, 1)

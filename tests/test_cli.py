@@ -1,0 +1,506 @@
+"""The command line: what it reads, what it answers to mistakes, and a whole run."""
+
+import importlib
+import io
+import json
+import re
+import shlex
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import yaml
+from safetensors.torch import load_file
+
+from subquad import attention
+from subquad.cli import COMMANDS, main
+from subquad.generation import Generation
+from subquad.recipes import recipes
+from subquad.tools import train as train_command
+from subquad.tools.train import read_config
+from subquad.training import TrainConfig
+
+TINY = {
+    "model": {"dim": 16, "num_layers": 1, "num_heads": 2, "attention": "llp", "options": {"llp": {"segment": 16}}},
+    "data": {"tokenizer": "bytes"},
+    "batch": {"length": 32, "size": 2},
+    "schedule": {"warmup": 1},
+    "run": {"steps": 3, "log_every": 1, "eval_every": 2, "eval_windows": 2, "sample_tokens": 5, "device": "cpu"},
+}
+
+
+@pytest.fixture(scope="module")
+def place(tmp_path_factory) -> Path:
+    """A folder with a text and a tiny configuration."""
+    folder = tmp_path_factory.mktemp("cli")
+    lines = [f"line {i} of a text é\n" * (1 + i % 3) for i in range(120)]
+    (folder / "text.txt").write_text("".join(lines), encoding="utf-8")
+    tiny = TINY | {"data": {"path": str(folder / "text.txt"), "tokenizer": "bytes", "cache": str(folder / "cache")}}
+    (folder / "tiny.yaml").write_text(yaml.safe_dump(tiny), encoding="utf-8")
+    return folder
+
+
+@pytest.fixture(scope="module")
+def trained(place) -> Path:
+    """The folder of a run that the command made."""
+    folder = place / "run"
+    assert main(["train", "--config", str(place / "tiny.yaml"), "--run.folder", str(folder)]) == 0
+    return folder
+
+
+def fresh(code: str) -> str:
+    """The standard output of Python code in a process of its own."""
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=120, check=False)
+    assert done.returncode == 0, done.stderr
+    return done.stdout
+
+
+def refused(capsys, *arguments: str) -> str:
+    """The message of a command that ends with status 2, without a traceback."""
+    with pytest.raises(SystemExit) as exit_info:
+        main(list(arguments))
+    assert exit_info.value.code == 2
+    captured = capsys.readouterr()
+    assert "Traceback" not in captured.err
+    assert captured.out == ""
+    return captured.err
+
+
+# --- the overview
+
+
+def test_the_overview_loads_nothing_heavy():
+    heavy = ("torch", "transformers", "numpy", "rich", "jsonargparse", "yaml", "tokenizers")
+    out = fresh(
+        f"import sys; from subquad.cli import main; main(['--help']); print([m for m in {heavy} if m in sys.modules])"
+    )
+    assert out.endswith("[]\n")
+    assert all(f"\n  {command} " in out for command in COMMANDS)
+
+
+@pytest.mark.parametrize("command", ["train", "eval", "generate"])
+def test_the_help_of_a_command_loads_no_torch(command):
+    out = fresh(
+        "import sys\nfrom subquad.cli import main\n"
+        f"try:\n    main([{command!r}, '--help'])\nexcept SystemExit as end:\n    assert end.code == 0\n"
+        "else:\n    sys.exit(3)\n"
+        "print([m for m in ('torch', 'transformers', 'tokenizers', 'numpy') if m in sys.modules])"
+    )
+    assert out.endswith("[]\n")
+
+
+@pytest.mark.parametrize("command", ["train", "eval", "generate"])
+def test_every_option_has_help(command):
+    parser = importlib.import_module(COMMANDS[command]).make_parser()
+    helps = {option: action.help for action in parser._actions for option in action.option_strings or [action.dest]}
+    assert all(helps.values()), [option for option, text in helps.items() if not text]
+    for group in ("model", "data", "batch", "optimizer", "schedule", "run") if command == "train" else ():
+        for name in getattr(TrainConfig(), group).to_dict():
+            assert f"--{group}.{name}" in helps
+
+
+def test_the_version_is_printed(capsys):
+    assert main(["--version"]) == 0
+    assert capsys.readouterr().out.startswith("subquad 0.")
+
+
+def test_an_unknown_command_is_answered_with_the_valid_ones(capsys):
+    assert main(["trian"]) == 2
+    assert (
+        "unknown command 'trian'; did you mean 'train'? valid: eval, generate, list, train" in capsys.readouterr().err
+    )
+
+
+def test_no_command_is_an_error(capsys):
+    assert main([]) == 2
+    assert "no command\nsee subquad --help" in capsys.readouterr().err
+
+
+def test_the_module_runs_as_the_command():
+    command = [sys.executable, "-m", "subquad", "train", "--config", "nowhere.yaml"]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=120, check=False)
+    assert done.returncode == 2
+    assert "File does not exist" in done.stderr
+    assert "Traceback" not in done.stderr
+
+
+# --- reading a configuration
+
+
+def test_flags_files_and_defaults_come_together(place):
+    config = read_config(["--config", str(place / "tiny.yaml"), "--model.num_layers", "6", "--optimizer.lr", "3e-4"])
+    assert (config.model.num_layers, config.model.dim, config.optimizer.lr) == (6, 16, 3e-4)
+    assert config.optimizer.weight_decay == TrainConfig().optimizer.weight_decay
+
+
+def test_flags_win_over_files_wherever_they_stand(place):
+    config = read_config(["--model.num_layers", "6", f"--config={place / 'tiny.yaml'}"])
+    assert (config.model.num_layers, config.model.dim) == (6, 16)
+
+
+def test_a_later_file_wins_over_an_earlier_one(place, tmp_path):
+    (tmp_path / "more.yaml").write_text("run: {steps: 7}\noptimizer: {lr: 1e-2}\n")
+    config = read_config(["--config", str(place / "tiny.yaml"), "--config", str(tmp_path / "more.yaml")])
+    assert (config.run.steps, config.optimizer.lr, config.model.dim) == (7, 0.01, 16)
+
+
+def test_every_recipe_is_read_by_name():
+    for name in recipes():
+        assert isinstance(read_config(["--recipe", name]), TrainConfig)
+
+
+def test_options_of_mechanisms_and_hybrids_are_flags():
+    config = read_config(["--model.attention", "[llp, full]", "--model.options.llp.segment", "64"])
+    assert config.model.attention == ["llp", "full"]
+    assert config.model.options == {"llp": {"segment": 64}}
+
+
+def test_print_config_prints_what_config_reads(capsys, place, tmp_path):
+    arguments = ["--config", str(place / "tiny.yaml"), "--model.dim", "32"]
+    with pytest.raises(SystemExit) as exit_info:
+        main(["train", *arguments, "--print_config"])
+    assert exit_info.value.code == 0
+    (tmp_path / "printed.yaml").write_text(capsys.readouterr().out)
+    assert TrainConfig.from_file(tmp_path / "printed.yaml") == read_config(arguments)
+
+
+# --- mistakes
+
+
+def test_a_mistyped_flag_is_answered_with_the_valid_ones(capsys):
+    message = refused(capsys, "train", "--model.num_layer", "6")
+    assert "unknown option 'model.num_layer'; did you mean 'model.num_layers'? valid: model.attention, " in message
+    assert "see subquad train --help" in message
+
+
+def test_a_mistyped_group_is_answered_with_the_groups(capsys):
+    message = refused(capsys, "train", "--modle.dim", "6")
+    assert "unknown option 'modle.dim'; did you mean 'model'? valid: batch, config, data, " in message
+
+
+def test_a_mistyped_flag_of_another_command_is_answered(capsys):
+    message = refused(capsys, "generate", "run", "--prompt", "x", "--temprature=1")
+    assert "unknown option 'temprature'; did you mean 'temperature'? valid: " in message
+
+
+def test_an_abbreviation_is_not_guessed(capsys):
+    assert "unknown option 'max_token'" in refused(capsys, "generate", "run", "--prompt", "x", "--max_token", "3")
+
+
+@pytest.mark.parametrize(("text", "match"), [
+    ("model: {num_layer: 3}", "unknown option 'model.num_layer'; did you mean 'model.num_layers'? valid: model."),
+    ("modle: {num_layers: 3}", "unknown option 'modle.num_layers'; did you mean 'model'? valid: batch, "),
+    ("model: {num_layers: many}", "model.num_layers: Expected a int. Got value: many"),
+    ("model: {norm: rsm}", "model.norm: Expected a Literal['layer', 'rms']. Got value: rsm"),
+])  # fmt: skip
+def test_a_mistake_in_a_file_names_the_file(capsys, tmp_path, text, match):
+    file = tmp_path / "bad.yaml"
+    file.write_text(text)
+    message = refused(capsys, "train", "--config", str(file))
+    assert message.startswith(f"error: in {file}: ")
+    assert match in message
+
+
+def test_a_wrong_type_names_the_flag(capsys):
+    assert "error: model.dim: Expected a int. Got value: wide" in refused(capsys, "train", "--model.dim", "wide")
+
+
+def test_an_unexpected_word_is_named(capsys):
+    assert "error: unexpected argument 'word'" in refused(capsys, "train", "word")
+
+
+def test_a_missing_file_is_named(capsys):
+    assert "File does not exist" in refused(capsys, "train", "--config", "nowhere.yaml")
+
+
+def test_a_file_option_without_a_name_is_refused(capsys):
+    assert "expected one argument" in refused(capsys, "train", "--recipe")
+
+
+def test_an_unknown_recipe_is_answered_with_the_valid_ones(capsys):
+    message = refused(capsys, "train", "--recipe", "stdlib-lp")
+    assert all(name in message for name in recipes())
+
+
+def test_a_missing_prompt_is_asked_for(capsys):
+    assert "prompt" in refused(capsys, "generate", "run")
+
+
+@pytest.mark.parametrize(("arguments", "match"), [
+    (["train", "--model.attention", "lp"], "unknown attention 'lp'; did you mean 'llp'?"),
+    (["train", "--data.path", "nowhere.txt"], "there is no file or folder 'nowhere.txt'"),
+    (["train", "--run.steps", "0"], "run.steps must be at least 1, got 0"),
+    (["train", "--run.prompt="], "run.prompt must hold some text for the samples to go on from, got ''"),
+    (["eval", "nowhere"], "there is no folder nowhere; give the folder of a run"),
+    (["generate", "nowhere", "--prompt", "x"], "there is no folder nowhere; give the folder of a run"),
+    (["generate", "nowhere", "--prompt", "x", "--top_k", "0"], "top_k must be at least 1, got 0"),
+    (["list", "lp"], "unknown attention 'lp'; did you mean 'llp'?"),
+])  # fmt: skip
+def test_what_the_library_refuses_is_one_line(capsys, tmp_path, monkeypatch, arguments, match):
+    monkeypatch.chdir(tmp_path)
+    assert main(arguments) == 1
+    captured = capsys.readouterr()
+    assert captured.err.splitlines()[-1].startswith(f"error: {match}")
+    assert "Traceback" not in captured.err
+
+
+@pytest.mark.parametrize(("content", "match"), [
+    (b"", "is empty: there is no text to read"),
+    (b"text\0more", "is not text: it has a NUL at byte 4"),
+    (b"text\xff", "is not text: byte 4 is 0xff, which is not valid UTF-8"),
+])  # fmt: skip
+def test_bad_text_is_one_line(capsys, tmp_path, content, match):
+    (tmp_path / "bad.txt").write_bytes(content)
+    arguments = ["--data.path", str(tmp_path / "bad.txt"), "--data.cache", str(tmp_path), "--run.folder", str(tmp_path)]
+    assert main(["train", *arguments]) == 1
+    captured = capsys.readouterr()
+    assert f"{tmp_path / 'bad.txt'} {match}" in captured.err.splitlines()[-1]
+    assert "Traceback" not in captured.err
+
+
+def test_a_loss_that_is_not_finite_is_one_line(capsys, place):
+    arguments = ["--config", str(place / "tiny.yaml"), "--optimizer.lr", "1e30", "--run.steps", "9"]
+    assert main(["train", *arguments, "--run.folder", str(place / "diverged")]) == 1
+    captured = capsys.readouterr()
+    assert re.match(r"error: the (loss|gradient norm) is (nan|inf) at step \d", captured.err.splitlines()[-1])
+    assert "Traceback" not in captured.err
+
+
+def test_debug_shows_the_traceback(capsys):
+    assert main(["list", "lp", "--debug"]) == 1
+    captured = capsys.readouterr()
+    assert "Traceback" in captured.err
+    assert captured.err.endswith(f"error: {captured.err.splitlines()[-1].removeprefix('error: ')}\n")
+
+
+def test_an_error_of_the_program_itself_is_not_hidden(monkeypatch):
+    def broken(arguments):
+        raise RuntimeError("a bug")
+
+    monkeypatch.setattr(train_command, "run", broken)
+    with pytest.raises(RuntimeError, match="a bug"):
+        main(["train"])
+
+
+def test_an_interruption_has_its_status(monkeypatch, capsys):
+    def interrupted(arguments):
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(train_command, "run", interrupted)
+    assert main(["train"]) == 130
+    assert capsys.readouterr().err == "interrupted\n"
+
+
+# --- a whole run
+
+
+def test_train_leaves_all_that_it_printed(trained, capsys):
+    report = json.loads((trained / "report.json").read_text())
+    evaluation = json.loads((trained / "evaluation.json").read_text())
+    assert report["bits_per_byte"] == evaluation["bits_per_byte"]
+    assert 0 < report["gzip_bits_per_byte"] < 8
+    assert evaluation["text_bytes"] == evaluation["tokens"] + 1  # bytes are the tokens
+    samples = (trained / "samples.txt").read_text()
+    assert samples.count("--- ") == 3
+    assert samples.count("import ") == 3
+    for name in ("config.yaml", "metrics.jsonl", "model.safetensors", "tokenizer.json", "curves.png"):
+        assert (trained / name).stat().st_size > 0
+
+
+def test_the_printed_table_has_the_numbers(place, capsys):
+    arguments = ["--config", str(place / "tiny.yaml"), "--run.folder", str(place / "second")]
+    assert main(["train", *arguments]) == 0
+    out = capsys.readouterr().out
+    for part in ("gzip -9", "xz -9e", "bits per byte", "state after 100,000 tokens", "tokens/s", "whitespace word"):
+        assert part in out
+    assert "--- greedy\nimport " in out
+
+
+def test_samples_end_where_learned_positions_do(place, capsys, caplog):
+    learned = ["--model.position", "learned", "--model.max_positions", "200", "--run.sample_tokens", "300"]
+    folder = place / "learned"
+    assert main(["train", "--config", str(place / "tiny.yaml"), *learned, "--run.folder", str(folder)]) == 0
+    assert "samples have 194 tokens: the table of positions has 200 rows" in caplog.text
+    assert len((folder / "samples.txt").read_text().split("---")) == 4
+
+
+def test_the_folder_of_a_run_repeats_it(trained, place):
+    again = place / "again"
+    assert main(["train", "--config", str(trained / "config.yaml"), "--run.folder", str(again)]) == 0
+    one, two = (load_file(folder / "model.safetensors") for folder in (trained, again))
+    assert all(one[name].equal(two[name]) for name in one)
+
+
+def test_a_run_that_had_ended_is_reported_again_with_its_speed(trained, capsys):
+    before = json.loads((trained / "report.json").read_text())
+    assert main(["train", "--config", str(trained / "config.yaml")]) == 0
+    after = json.loads((trained / "report.json").read_text())
+    assert after["train_tokens_per_second"] > 0
+    assert after["bits_per_byte"] == before["bits_per_byte"]
+
+
+def test_an_interrupted_run_says_how_to_go_on(place, capsys, monkeypatch):
+    import subquad.training.flow as flow
+
+    monkeypatch.setattr(flow.StopSignal, "__enter__", lambda self: setattr(self, "received", True) or self)
+    folder = place / "stopped run"
+    assert main(["train", "--config", str(place / "tiny.yaml"), "--run.folder", str(folder)]) == 130
+    assert f"stopped after step 1 of 3; go on with:\n  subquad train --config '{folder}/config.yaml'" in (
+        capsys.readouterr().err
+    )
+    monkeypatch.undo()
+    assert main(["generate", str(folder), "--prompt", "x"]) == 1
+    message = f"its training has not ended; go on with: subquad train --config {folder / 'config.yaml'}"
+    assert message in capsys.readouterr().err
+    assert main(["train", "--config", str(folder / "config.yaml")]) == 0
+    assert json.loads((folder / "report.json").read_text())["steps"] == 3
+
+
+def test_eval_repeats_the_evaluation_of_the_run(trained, tmp_path, capsys):
+    assert main(["eval", str(trained), "--json", str(tmp_path / "result.json")]) == 0
+    result = json.loads((tmp_path / "result.json").read_text())
+    before = json.loads((trained / "evaluation.json").read_text())
+    assert {k: v for k, v in result.items() if k != "seconds"} == {k: v for k, v in before.items() if k != "seconds"}
+    out = capsys.readouterr().out
+    assert "tokens of context" in out
+    assert "16 to 31" in out
+
+
+def test_eval_reads_a_checkpoint_of_a_run(trained, tmp_path, capsys):
+    checkpoint = trained / "checkpoints" / "checkpoint-3"
+    assert main(["eval", str(checkpoint), "--json", str(tmp_path / "result.json")]) == 0
+    last = json.loads((trained / "evaluation.json").read_text())
+    assert json.loads((tmp_path / "result.json").read_text())["loss"] == last["loss"]
+
+
+def test_eval_reads_the_whole_of_another_text(trained, tmp_path, capsys):
+    (tmp_path / "other.txt").write_text("another text, é\n" * 9, encoding="utf-8")
+    result = tmp_path / "result.json"
+    arguments = ["--data.path", str(tmp_path / "other.txt"), "--data.cache", str(tmp_path), "--json", str(result)]
+    assert main(["eval", str(trained), *arguments, "--length", "16", "--stride", "4"]) == 0
+    values = json.loads(result.read_text())
+    assert (values["text_bytes"], values["words"], values["tokens"]) == (17 * 9, 27, 17 * 9 - 1)
+    assert (values["length"], values["stride"]) == (16, 4)
+    assert main(["eval", str(trained), *arguments, "--length", "16", "--windows", "2"]) == 0
+    values = json.loads(result.read_text())
+    assert (values["tokens"], values["text_bytes"]) == (32, 33)
+
+
+def test_eval_needs_a_text_where_the_folder_names_none(trained, tmp_path, capsys):
+    bare = copy_of(trained, tmp_path / "bare", "config.json", "model.safetensors", "tokenizer.json")
+    assert main(["eval", str(bare)]) == 1
+    assert f"{bare} has no config.yaml that names its text; give one by --data.path" in capsys.readouterr().err
+
+
+def test_eval_refuses_the_text_of_another_tokenizer(trained, tmp_path, capsys):
+    folder = copy_of(trained, tmp_path / "changed", "config.json", "model.safetensors", "tokenizer.json", "config.yaml")
+    settings = yaml.safe_load((folder / "config.yaml").read_text())
+    settings["data"] |= {"tokenizer": "bpe", "vocab_size": 260}
+    (folder / "config.yaml").write_text(yaml.safe_dump(settings))
+    assert main(["eval", str(folder)]) == 1
+    assert "it gives another tokenizer; give a text by --data.path" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(("missing", "match"), [
+    ("config.json", "holds no config.json, so no trained model; give the folder of a run"),
+    ("tokenizer.json", "holds no tokenizer.json; copy the one that the model was trained with there"),
+])  # fmt: skip
+def test_a_folder_that_lacks_a_file_says_which(trained, tmp_path, capsys, missing, match):
+    files = {"config.json", "model.safetensors", "tokenizer.json"} - {missing}
+    folder = copy_of(trained, tmp_path / "part", *files)
+    assert main(["generate", str(folder), "--prompt", "x"]) == 1
+    assert match in capsys.readouterr().err
+
+
+def copy_of(folder: Path, target: Path, *names: str) -> Path:
+    target.mkdir()
+    for name in names:
+        (target / name).write_bytes((folder / name).read_bytes())
+    return target
+
+
+def test_generate_prints_the_prompt_and_what_follows(trained, capsys):
+    arguments = ["generate", str(trained), "--prompt", "line é", "--max_tokens", "40", "--seed", "3"]
+    assert main(arguments) == 0
+    streamed = capsys.readouterr()
+    assert main([*arguments, "--no-stream"]) == 0
+    whole = capsys.readouterr()
+    assert streamed.out == whole.out
+    assert streamed.out.startswith("line é")
+    assert "prompt: 7 tokens" in streamed.err
+    assert "generated: 40 tokens" in streamed.err
+    assert "bytes\n" in streamed.err
+
+
+@pytest.mark.parametrize("how", ["--stream", "--no-stream"])
+def test_generate_streams_while_it_generates(trained, monkeypatch, how):
+    """What is printed grows from token to token, or with `--no-stream` only at the end."""
+    plain, shown, out = Generation.__next__, [], io.StringIO()
+
+    def watched(self: Generation) -> int:
+        shown.append(len(out.getvalue()))
+        return plain(self)
+
+    monkeypatch.setattr(Generation, "__next__", watched)
+    monkeypatch.setattr(sys, "stdout", out)
+    assert main(["generate", str(trained), "--prompt", "line", "--max_tokens", "30", "--seed", "0", how]) == 0
+    if how == "--stream":
+        assert len(set(shown)) > 10
+    else:
+        assert set(shown) == {len("line")}
+
+
+def test_generate_reads_the_prompt_from_standard_input(trained, monkeypatch, capsys):
+    monkeypatch.setattr(sys, "stdin", io.StringIO("line 7"))
+    assert main(["generate", str(trained), "--prompt", "-", "--max_tokens", "2", "--temperature", "0"]) == 0
+    assert capsys.readouterr().out.startswith("line 7")
+
+
+def test_generate_refuses_an_empty_prompt(trained, capsys):
+    assert main(["generate", str(trained), "--prompt", ""]) == 1
+    assert "the prompt must hold at least one token, got an empty text" in capsys.readouterr().err
+
+
+def test_a_reader_that_goes_away_is_no_error():
+    command = f"{shlex.quote(sys.executable)} -m subquad list --recipes | true; echo ${{PIPESTATUS[0]}}"
+    done = subprocess.run(["bash", "-c", command], capture_output=True, text=True, timeout=120, check=False)
+    assert done.stdout == "1\n"
+    assert done.stderr == ""
+
+
+# --- lists
+
+
+def test_list_shows_mechanisms_and_recipes(capsys):
+    assert main(["list"]) == 0
+    out = capsys.readouterr().out
+    for name in attention.names():
+        assert f" {attention.mechanism(name).paper} " in out
+    assert all(name in out for name in recipes())
+
+
+def test_list_recipes_shows_only_recipes(capsys):
+    assert main(["list", "--recipes"]) == 0
+    out = capsys.readouterr().out
+    assert all(name in out for name in recipes())
+    assert "arXiv" not in out
+
+
+@pytest.mark.parametrize("name", attention.names())
+def test_list_shows_every_option_of_a_mechanism_with_help(capsys, name):
+    from subquad.tools.mechanisms import options
+
+    assert main(["list", name]) == 0
+    out = capsys.readouterr().out
+    for option in options(attention.mechanism(name)):
+        assert option.help, f"{name}.{option.name} has no docstring"
+        assert option.name in out
+        assert option.help[:20] in out
+
+
+def test_list_markdown_is_a_row_a_mechanism(capsys):
+    assert main(["list", "--markdown"]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert [line.split("|")[1].strip() for line in lines[2:]] == [f"`{name}`" for name in attention.names()]
+    assert len({line.count("|") for line in lines}) == 1

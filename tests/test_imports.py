@@ -1,0 +1,56 @@
+"""What an import loads, seen from a fresh process."""
+
+import subprocess
+import sys
+import textwrap
+
+
+def run(code: str) -> str:
+    done = subprocess.run([sys.executable, "-c", textwrap.dedent(code)], capture_output=True, text=True, timeout=120)
+    assert done.returncode == 0, done.stderr
+    return done.stdout.strip()
+
+
+def test_the_package_loads_nothing_heavy():
+    loaded = run("""
+        import sys
+        import subquad
+        print(*[name for name in ("torch", "triton", "transformers", "numpy", "matplotlib") if name in sys.modules])
+    """)
+    assert loaded == ""
+
+
+def test_configurations_load_without_torch():
+    loaded = run("""
+        import sys
+        import subquad.data.config, subquad.models.config
+        print(*[name for name in ("torch", "triton", "transformers", "tokenizers") if name in sys.modules])
+    """)
+    assert loaded == ""
+
+
+def test_mechanisms_load_neither_triton_nor_transformers():
+    loaded = run("""
+        import sys
+        import torch
+        before = set(sys.modules)
+        import subquad.attention
+        print(*sorted({"triton", "transformers", "datasets", "matplotlib"} & (set(sys.modules) - before)))
+    """)
+    assert loaded == ""
+
+
+def test_every_mechanism_runs_where_triton_and_transformers_cannot_be_imported():
+    ran = run("""
+        import sys
+        sys.modules["triton"] = sys.modules["transformers"] = None
+        import torch
+        from subquad import attention
+        for name in attention.names():
+            layer = attention.build(name, dim=16, num_heads=2)
+            y, state = layer(torch.randn(2, 5, 16))
+            assert y.shape == (2, 5, 16) and y.isfinite().all(), name
+            layer(torch.randn(2, 3, 16), state)
+            print(name)
+    """)
+    assert {"full", "window", "llp", "linear", "latte"} <= set(ran.split())

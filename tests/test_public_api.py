@@ -1,0 +1,135 @@
+"""Every public signature is pinned in public_api.txt: other tools are written against them.
+
+After a change that is meant, write the file again: `python tests/test_public_api.py > tests/public_api.txt`.
+"""
+
+import importlib
+import inspect
+import re
+from pathlib import Path
+
+import pytest
+
+PINNED = Path(__file__).with_name("public_api.txt")
+PACKAGES = (
+    "subquad",
+    "subquad.ops",
+    "subquad.ops.patterns",
+    "subquad.attention",
+    "subquad.models",
+    "subquad.hf",
+    "subquad.data",
+    "subquad.training",
+    "subquad.evaluation",
+    "subquad.generation",
+    "subquad.recipes",
+    "subquad.testing",
+)
+METHODS = {
+    "subquad.State": ("save", "load", "check", "map"),
+    "subquad.attention.Attention": ("forward", "weights", "values", "merge", "definition", "cost", "mix"),
+    "subquad.models.Decoder": ("forward", "hidden", "loss", "cost"),
+    "subquad.hf.SubquadConfig": ("from_decoder", "decoder_config"),
+    "subquad.hf.SubquadForCausalLM": ("forward",),
+    "subquad.data.Corpus": ("held_out_text",),
+    "subquad.generation.Generation": ("prefill",),
+    "subquad.generation.TextStream": ("push", "finish"),
+    "subquad.training.TrainConfig": ("from_file", "to_file", "from_dict", "to_dict", "replace", "digest"),
+}
+"""Methods that are public beside the constructors."""
+
+CHOSEN = {"subquad.testing": ("AttentionContract", "assert_exact", "assert_in_budget", "assert_same_maths")}
+"""Of these packages only some names are promised."""
+FOREIGN = ("subquad.hf.SubquadConfig",)
+"""Constructors whose parameters are also another library's."""
+
+
+def public_api() -> list[str]:
+    """A line for each public name, sorted."""
+    lines = []
+    for package in PACKAGES:
+        module = importlib.import_module(package)
+        own = [name for name, value in vars(module).items() if getattr(value, "__module__", "") == package]
+        names = getattr(module, "__all__", [name for name in own if not name.startswith("_")])
+        for name in CHOSEN.get(package, names):
+            value = getattr(module, name)
+            error = inspect.isclass(value) and issubclass(value, Exception)
+            if callable(value) and not error:
+                full = f"{package}.{name}"
+                lines.append(full if full in FOREIGN else full + signature(value))
+                lines += [f"{full}.{method}{signature(getattr(value, method))}" for method in METHODS.get(full, ())]
+            else:
+                lines.append(f"{package}.{name}")
+    return sorted(lines)
+
+
+def signature(value: object) -> str:
+    """The parameters and the result, in the same words whether annotations are strings or types."""
+    found = inspect.signature(value)
+    parameters = []
+    for parameter in found.parameters.values():
+        default = parameter.default
+        if default is not parameter.empty and "factory" in repr(default):  # of a dataclass: it has no better name
+            default = Anything()
+        parameters.append(parameter.replace(annotation=Words(words(parameter.annotation)), default=default))
+    result = "" if found.return_annotation is found.empty else f" -> {words(found.return_annotation)}"
+    text = str(found.replace(parameters=parameters, return_annotation=found.empty))
+    return text.replace(": <none>", "") + result
+
+
+def words(annotation: object) -> str:
+    """An annotation without the modules that its names are from."""
+    if annotation is inspect.Parameter.empty:
+        return "<none>"
+    text = annotation if isinstance(annotation, str) else inspect.formatannotation(annotation)
+    text = re.sub(r"ForwardRef\('([^']*)'.*?\)", r"\1", text)
+    return re.sub(r"\b(?:[a-z_]+\.)+(?=[A-Z])", "", text)
+
+
+class Words(str):
+    """A string that `inspect` shows without quotes."""
+
+    def __repr__(self) -> str:
+        return str(self)
+
+
+class Anything:
+    """A default that is made anew for each object."""
+
+    def __repr__(self) -> str:
+        return "..."
+
+
+def test_public_signatures_are_those_that_were_promised():
+    expected, actual = set(PINNED.read_text(encoding="utf-8").splitlines()), set(public_api())
+    gone, new = sorted(expected - actual), sorted(actual - expected)
+    assert not gone, "public names were changed or removed:\n" + "\n".join(gone) + "\nnow:\n" + "\n".join(new)
+    assert not new, "public names are not pinned (see the docstring of this file):\n" + "\n".join(new)
+
+
+def test_the_names_of_the_mechanisms_stay():
+    from subquad import attention
+
+    assert {"full", "latte", "linear", "llp", "window"} <= set(attention.names())
+
+
+def test_tensors_of_the_engines_are_positional_only():
+    from subquad import ops
+
+    for engine in (ops.gated_scan, ops.running_softmax, ops.block_attention, ops.linear_cross_entropy):
+        parameters = inspect.signature(engine).parameters.values()
+        required = [p for p in parameters if p.default is inspect.Parameter.empty]
+        assert required
+        assert all(p.kind is inspect.Parameter.POSITIONAL_ONLY for p in required), engine.__name__
+
+
+@pytest.mark.parametrize("package", ["subquad", "subquad.evaluation", "subquad.generation"])
+def test_lazy_packages_show_their_names_and_refuse_others(package):
+    module = importlib.import_module(package)
+    assert dir(module) == module.__all__
+    with pytest.raises(AttributeError, match=f"module '{package}' has no attribute 'nothing'; it has "):
+        module.nothing  # noqa: B018 the access is what is tested
+
+
+if __name__ == "__main__":
+    print("\n".join(public_api()))

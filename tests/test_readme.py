@@ -1,0 +1,115 @@
+"""Everything that the README and the guide show is run, and the table of mechanisms is the registry's."""
+
+import importlib.util
+import io
+import re
+import shlex
+from pathlib import Path
+
+import pytest
+import yaml
+
+from subquad import attention
+from subquad.cli import main
+from subquad.tools.mechanisms import markdown
+
+ROOT = Path(__file__).resolve().parents[1]
+PAGES = ("README.md", "docs/guide.md")
+BLOCK = re.compile(r"^```(\w+)\n(.*?)^```", re.MULTILINE | re.DOTALL)
+
+
+def blocks(page: str, language: str) -> list[str]:
+    text = (ROOT / page).read_text(encoding="utf-8")
+    return [code for kind, code in BLOCK.findall(text) if kind == language]
+
+
+PYTHON = [(page, number) for page in PAGES for number in range(len(blocks(page, "python")))]
+COMMANDS = [
+    (page, line.partition(" #")[0].strip())
+    for page in PAGES
+    for block in blocks(page, "console")
+    for line in block.splitlines()
+    if "subquad " in line
+]
+
+
+@pytest.fixture(scope="module")
+def place(tmp_path_factory) -> Path:
+    """A folder with the texts and the runs that the pages speak of, all tiny."""
+    folder = tmp_path_factory.mktemp("readme")
+    (folder / "my_texts").mkdir()
+    for number in range(12):
+        text = "".join(f"def main(argv):  # line {line} of file {number}\n" for line in range(40))
+        (folder / "my_texts" / f"{number}.txt").write_text(text)
+    (folder / "another.txt").write_text("another text\n" * 40)
+    (folder / "draft.txt").write_text("a draft\n")
+    tiny = {
+        "model": {"dim": 16, "num_layers": 1, "num_heads": 2},
+        "data": {"path": str(folder / "my_texts"), "vocab_size": 300, "cache": str(folder / "cache")},
+        "batch": {"length": 32, "size": 2},
+        "schedule": {"warmup": 1},
+        "run": {"steps": 2, "eval_every": 2, "eval_windows": 2, "sample_tokens": 5, "device": "cpu"},
+    }
+    (folder / "tiny.yaml").write_text(yaml.safe_dump(tiny))
+    for run in ("stdlib-llp", "mine"):
+        assert main(["train", "--config", str(folder / "tiny.yaml"), "--run.folder", str(folder / "runs" / run)]) == 0
+    return folder
+
+
+@pytest.mark.parametrize(("page", "number"), PYTHON)
+def test_python_blocks_run(page, number, place, monkeypatch, capsys):
+    monkeypatch.chdir(place)
+    monkeypatch.setenv("SUBQUAD_CACHE", str(place / "cache"))
+    code = compile(blocks(page, "python")[number], f"{page}, block {number}", "exec")
+    exec(code, {"__name__": "__main__"})  # noqa: S102 the pages' own code
+
+
+@pytest.mark.parametrize(("page", "command"), COMMANDS)
+def test_commands_are_accepted(page, command, place, monkeypatch, capsys):
+    """Lists, evaluations and generations run; a training prints its configuration."""
+    monkeypatch.chdir(place)
+    monkeypatch.setenv("SUBQUAD_CACHE", str(place / "cache"))
+    feed, _, command = command.rpartition("| ")
+    words = shlex.split(command)
+    assert words[0] == "subquad"
+    if feed:
+        monkeypatch.setattr("sys.stdin", io.StringIO((place / shlex.split(feed)[1]).read_text()))
+    if words[1] == "train":
+        words = [word for word in words if word != "--print_config"] + ["--print_config"]
+        with pytest.raises(SystemExit) as exit_info:
+            main(words[1:])
+        assert exit_info.value.code == 0
+        assert yaml.safe_load(capsys.readouterr().out)["run"]["folder"]
+    else:
+        assert main(words[1:]) == 0
+
+
+def test_the_table_of_mechanisms_is_the_registrys():
+    text = (ROOT / "README.md").read_text(encoding="utf-8")
+    begin, end = "<!-- mechanisms: written by `subquad list --markdown` -->\n\n", "\n\n<!-- /mechanisms -->"
+    shown = text.partition(begin)[2].partition(end)[0]
+    assert shown == markdown(), "replace the table in README.md by what `subquad list --markdown` prints"
+
+
+def test_the_first_screen_says_what_matters():
+    screen = "\n".join((ROOT / "README.md").read_text(encoding="utf-8").splitlines()[:40])
+    for part in ("make run", "make test", "docs/images/weights.png", "| `llp` |"):
+        assert part in screen
+
+
+def test_every_file_that_a_page_links_to_is_there():
+    for page in PAGES:
+        text = (ROOT / page).read_text(encoding="utf-8")
+        for target in re.findall(r"\]\(([^)#]+)\)", text):
+            if not target.startswith("http"):
+                assert ((ROOT / page).parent / target).exists(), f"{page} links to {target}"
+
+
+def test_the_picture_can_be_drawn_again_and_shows_every_mechanism():
+    spec = importlib.util.spec_from_file_location("make_images", ROOT / "docs" / "make_images.py")
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    figure = module.draw(attention.names())
+    titles = [axis.get_title() for axis in figure.axes]
+    assert titles[: len(attention.names())] == attention.names()
+    module.plt.close(figure)

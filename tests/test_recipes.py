@@ -1,0 +1,64 @@
+"""Every shipped recipe parses strictly and trains."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from subquad.config import read_mapping
+from subquad.recipes import recipe_path, recipes
+from subquad.training import TrainConfig, train
+
+STDLIB = [name for name in recipes() if name.startswith("stdlib-")]
+
+
+def test_the_recipes_are_there() -> None:
+    assert {"tiny", "stdlib-full", "stdlib-window", "stdlib-llp", "stdlib-linear", "stdlib-latte"} <= set(recipes())
+
+
+def test_an_unknown_recipe_is_answered_with_the_valid_ones() -> None:
+    with pytest.raises(ValueError, match="unknown recipe 'stdlib-lpp'; did you mean 'stdlib-llp'"):
+        recipe_path("stdlib-lpp")
+
+
+@pytest.mark.parametrize("name", recipes())
+def test_a_recipe_says_what_it_is_for_and_has_its_own_folder(name: str) -> None:
+    assert recipe_path(name).read_text(encoding="utf-8").startswith("# ")
+    assert TrainConfig.from_file(recipe_path(name)).run.folder == f"runs/{name}"
+
+
+@pytest.mark.parametrize("name", recipes())
+def test_a_recipe_trains_two_steps_at_reduced_size(name: str, tmp_path: Path) -> None:
+    text = tmp_path / "text"
+    text.mkdir()
+    for number in range(40):
+        (text / f"{number}.py").write_text(f"def function_{number}(a, b):\n    return a * {number} + b\n" * 4)
+    values = read_mapping(recipe_path(name))
+    small: dict[str, dict[str, Any]] = {
+        "model": {"dim": 32, "num_layers": 1, "num_heads": 2},
+        "data": {"path": str(text), "vocab_size": 300, "held_out": 0.3, "cache": str(tmp_path / "cache")},
+        "batch": {"length": 48, "size": 2},
+        "schedule": {"warmup": 1},
+        "run": {"folder": str(tmp_path / "run"), "steps": 2, "eval_windows": 2, "device": "cpu", "threads": 1},
+    }
+    for group, changes in small.items():
+        values[group] = {**values.get(group, {}), **changes}
+    result = train(TrainConfig.from_dict(values))
+    assert result.steps == 2
+    assert result.best_loss is not None
+    assert (tmp_path / "run" / "model.safetensors").is_file()
+
+
+def test_the_stdlib_recipes_differ_in_the_mechanism_alone() -> None:
+    common = set()
+    for name in STDLIB:
+        values = TrainConfig.from_file(recipe_path(name)).to_dict()
+        assert values["model"].pop("attention") == name.removeprefix("stdlib-")
+        assert values["model"].pop("position") == (
+            "sinusoidal" if name in ("stdlib-linear", "stdlib-latte") else "rope"
+        )
+        values["model"].pop("options")
+        values["run"].pop("folder")
+        common.add(str(values))
+    assert len(STDLIB) == 5
+    assert len(common) == 1

@@ -1,0 +1,158 @@
+"""Optimizers: which parameters decay, and a state that comes back exactly."""
+
+import copy
+import io
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.optim import AdamW, Muon
+from torch.optim.lr_scheduler import LambdaLR
+
+from subquad.training import OptimizerConfig
+from subquad.training.optimizers import MuonAdamW, build_optimizer, split_parameters
+
+NAMES = ["adamw", "adam", "radam", "muon"]
+
+
+class Toy(nn.Module):
+    """An embedding, two layers, a norm and a head."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embedding = nn.Embedding(11, 8)
+        self.one, self.two = nn.Linear(8, 16), nn.Linear(16, 8)
+        self.norm = nn.LayerNorm(8)
+        self.head = nn.Linear(8, 11, bias=False)
+
+    def get_output_embeddings(self) -> nn.Module:
+        return self.head
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        return self.head(self.norm(self.two(self.one(self.embedding(tokens)).relu())))
+
+
+def make(seed: int = 0) -> Toy:
+    torch.manual_seed(seed)
+    return Toy()
+
+
+def step(model: Toy, optimizer: torch.optim.Optimizer, number: int) -> None:
+    tokens = torch.randint(11, (4, 6), generator=torch.Generator().manual_seed(number))
+    nn.functional.cross_entropy(model(tokens[:, :-1]).flatten(0, 1), tokens[:, 1:].flatten()).backward()
+    optimizer.step()
+    optimizer.zero_grad()
+
+
+def test_matrices_decay_and_the_rest_does_not() -> None:
+    model = make()
+    matrices, rest = split_parameters(model)
+    names = {id(parameter): name for name, parameter in model.named_parameters()}
+    assert {names[id(p)] for p in matrices} == {"one.weight", "two.weight", "head.weight"}
+    assert {names[id(p)] for p in rest} == {"embedding.weight", "one.bias", "two.bias", "norm.weight", "norm.bias"}
+
+
+def test_a_head_tied_to_the_embedding_does_not_decay_and_is_taken_once() -> None:
+    model = make()
+    model.head.weight = model.embedding.weight
+    matrices, rest = split_parameters(model)
+    assert len(matrices) + len(rest) == len(list(model.parameters()))
+    assert any(parameter is model.head.weight for parameter in rest)
+
+
+def test_frozen_parameters_are_left_out() -> None:
+    model = make()
+    model.one.weight.requires_grad_(False)
+    assert all(parameter is not model.one.weight for group in split_parameters(model) for parameter in group)
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_every_parameter_is_trained_once_and_only_matrices_shrink_without_a_gradient(name: str) -> None:
+    model = make()
+    optimizer = build_optimizer(model, OptimizerConfig(name=name, lr=0.1, weight_decay=0.5))
+    taken = [id(p) for group in optimizer.param_groups for p in group["params"]]
+    assert sorted(taken) == sorted(id(p) for p in model.parameters())
+    before = {key: value.clone() for key, value in model.state_dict().items()}
+    for parameter in model.parameters():
+        parameter.grad = torch.zeros_like(parameter)
+    optimizer.step()
+    moved = {key for key, value in model.state_dict().items() if not torch.equal(value, before[key])}
+    assert moved == {"one.weight", "two.weight", "head.weight"}
+
+
+def test_muon_takes_the_layers_matrices_and_not_the_head() -> None:
+    model = make()
+    optimizer = build_optimizer(model, OptimizerConfig(name="muon", lr=1e-3, matrix_lr=2e-3, momentum=0.9))
+    assert isinstance(optimizer, MuonAdamW)
+    muon, *others = optimizer.param_groups
+    assert {id(p) for p in muon["params"]} == {id(model.one.weight), id(model.two.weight)}
+    assert (muon["lr"], muon["momentum"]) == (2e-3, 0.9)
+    assert all(group["lr"] == 1e-3 for group in others)
+
+
+def test_muon_equals_its_two_parts() -> None:
+    model, apart = make(), make()
+    optimizer = build_optimizer(model, OptimizerConfig(name="muon", lr=1e-2, weight_decay=0.1))
+    hidden = [apart.one.weight, apart.two.weight]
+    rest = [apart.embedding.weight, apart.one.bias, apart.two.bias, *apart.norm.parameters()]
+    parts = [
+        Muon(hidden, lr=1e-2, weight_decay=0.1, adjust_lr_fn="match_rms_adamw"),
+        AdamW([apart.head.weight], lr=1e-2, betas=(0.9, 0.95), weight_decay=0.1, fused=True),
+        AdamW(rest, lr=1e-2, betas=(0.9, 0.95), weight_decay=0.0, fused=True),
+    ]
+    for number in range(3):
+        step(model, optimizer, number)
+        tokens = torch.randint(11, (4, 6), generator=torch.Generator().manual_seed(number))
+        nn.functional.cross_entropy(apart(tokens[:, :-1]).flatten(0, 1), tokens[:, 1:].flatten()).backward()
+        for part in parts:
+            part.step()
+        apart.zero_grad()
+    for one, other in zip(model.parameters(), apart.parameters(), strict=True):
+        assert torch.equal(one, other)
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_the_state_comes_back_exactly(name: str) -> None:
+    config = OptimizerConfig(name=name, lr=1e-2)
+    model = make()
+    optimizer = build_optimizer(model, config)
+    scheduler = LambdaLR(optimizer, lambda number: 1 / (number + 1))
+    for number in range(3):
+        step(model, optimizer, number)
+        scheduler.step()
+    buffer = io.BytesIO()
+    torch.save({"optimizer": optimizer.state_dict(), "scheduler": scheduler.state_dict()}, buffer)
+    buffer.seek(0)
+    saved = torch.load(buffer, weights_only=True)
+
+    twin = make(seed=1)
+    twin.load_state_dict(copy.deepcopy(model.state_dict()))
+    restored = build_optimizer(twin, config)
+    twin_scheduler = LambdaLR(restored, lambda number: 1 / (number + 1))
+    restored.load_state_dict(saved["optimizer"])
+    twin_scheduler.load_state_dict(saved["scheduler"])
+    for number in range(3, 6):
+        step(model, optimizer, number)
+        scheduler.step()
+        step(twin, restored, number)
+        twin_scheduler.step()
+        assert [group["lr"] for group in restored.param_groups] == [group["lr"] for group in optimizer.param_groups]
+    for one, other in zip(model.parameters(), twin.parameters(), strict=True):
+        assert torch.equal(one, other)
+
+
+def test_a_closure_is_called_with_gradients() -> None:
+    model = make()
+    optimizer = build_optimizer(model, OptimizerConfig(name="muon"))
+
+    def closure() -> Tensor:
+        loss = model(torch.zeros(1, 2, dtype=torch.long)).square().mean()
+        loss.backward()
+        return loss
+
+    assert optimizer.step(closure).requires_grad
+
+
+def test_muon_without_matrices_is_refused() -> None:
+    with pytest.raises(ValueError, match="muon needs a model with 2-D weights"):
+        build_optimizer(nn.LayerNorm(4), OptimizerConfig(name="muon"))

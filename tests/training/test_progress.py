@@ -1,0 +1,74 @@
+"""What a run shows and writes."""
+
+import io
+import json
+import logging
+from pathlib import Path
+
+import pytest
+from rich.console import Console
+
+from subquad.training import train
+from subquad.training.curves import draw_curves
+from subquad.training.progress import read_metrics
+
+
+def test_metrics_events_and_curves_are_written(make_config, tmp_path: Path) -> None:
+    train(make_config())
+    lines = read_metrics(tmp_path / "run")
+    training = [line for line in lines if "loss" in line]
+    assert [line["step"] for line in training] == [1, 2, 3, 4, 6, 8, 9, 10]
+    assert set(training[0]) == {"step", "loss", "lr", "grad_norm", "tokens", "epochs", "tokens_per_s", "seconds"}
+    assert training[-1]["tokens"] == 10 * 32 * 8
+    assert [line["step"] for line in lines if "eval_loss" in line] == [4, 8, 10]
+    assert lines[-1]["eval_loss"] < lines[3]["loss"]
+
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    events = EventAccumulator(str(tmp_path / "run" / "tensorboard"))
+    events.Reload()
+    assert [event.step for event in events.Scalars("eval/loss")] == [4, 8, 10]
+    assert [event.value for event in events.Scalars("train/loss")] == pytest.approx([line["loss"] for line in training])
+    assert (tmp_path / "run" / "curves.png").read_bytes()[:4] == b"\x89PNG"
+
+
+def test_a_line_that_was_cut_off_is_left_out(tmp_path: Path) -> None:
+    assert read_metrics(tmp_path) == []
+    (tmp_path / "metrics.jsonl").write_text('{"step": 1, "loss": 2.0}\n{"step": 2, "lo')
+    assert read_metrics(tmp_path) == [{"step": 1, "loss": 2.0}]
+
+
+def test_a_terminal_gets_a_bar_with_loss_speed_and_time_left(make_config) -> None:
+    screen = io.StringIO()
+    train(make_config(), console=Console(file=screen, force_terminal=True, width=120))
+    shown = screen.getvalue()
+    assert "10/10" in shown
+    for word in ("loss", "held-out", "tokens/s", "left"):
+        assert word in shown
+
+
+def test_no_terminal_gets_plain_lines(make_config) -> None:
+    screen = io.StringIO()
+    train(make_config(), console=Console(file=screen, force_terminal=False, width=120))
+    assert "encoding" in screen.getvalue()
+    lines = [line for line in screen.getvalue().splitlines() if line.startswith("step")]
+    assert lines[0].startswith("step 1/10 loss 5.")
+    assert [line.split()[1] for line in lines] == ["1/10", "4/10", "8/10", "10/10"]
+    assert "tokens/s" in lines[-1]
+    assert "\x1b" not in screen.getvalue()
+
+
+def test_without_a_console_progress_goes_to_the_log(make_config, caplog: pytest.LogCaptureFixture, capfd) -> None:
+    with caplog.at_level(logging.INFO, logger="subquad"):
+        train(make_config({"run.steps": 3}))
+    assert "step 3/3 loss" in caplog.text
+    out, err = capfd.readouterr()
+    assert out == ""
+    assert "Writing model shards" not in err
+
+
+def test_curves_need_a_loss(tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match="no loss to draw among 1 records"):
+        draw_curves([{"step": 1}], tmp_path / "curves.png", title="x")
+    draw_curves([json.loads('{"step": 1, "eval_loss": 2.0}')], tmp_path / "curves.png", title="x")
+    assert (tmp_path / "curves.png").stat().st_size > 1000

@@ -1,0 +1,261 @@
+"""A run that is killed and goes on ends with the same bits as one that was left alone."""
+
+import json
+import logging
+import os
+import random
+import shutil
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from subquad.training import TrainConfig, checkpoint, train
+from subquad.training.errors import CheckpointError, FormatVersionError
+from subquad.training.rng import load_rng, save_rng
+from subquad.training.trainer import NumberedWindows, RunOrder, SubquadTrainer
+
+KILLED = Path(__file__).with_name("killed.py")
+
+
+def assert_same_model(one: Path, other: Path) -> None:
+    left, right = load_file(one / "model.safetensors"), load_file(other / "model.safetensors")
+    assert left.keys() == right.keys()
+    for name in left:
+        assert torch.equal(left[name], right[name]), name
+
+
+def records(folder: Path) -> list[dict[str, float]]:
+    """The metrics without what a clock measured."""
+    lines = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+    return [{key: line[key] for key in line if key not in ("seconds", "tokens_per_s")} for line in lines]
+
+
+def kill(config: TrainConfig, path: Path, place: str) -> None:
+    """Train in a process that SIGKILLs itself at `place`."""
+    config.to_file(path)
+    result = subprocess.run(
+        [sys.executable, str(KILLED), str(path), place],
+        capture_output=True,
+        text=True,
+        timeout=120,
+        env={**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)},
+    )
+    assert result.returncode == -signal.SIGKILL, result.stderr
+
+
+def test_sigkill_in_a_step_and_inside_saves_changes_no_bit(make_config, tmp_path: Path) -> None:
+    left_alone = make_config({"run.folder": str(tmp_path / "left alone")})
+    train(left_alone)
+    config = make_config({"run.folder": str(tmp_path / "killed")})
+    root, seen = tmp_path / "killed" / "checkpoints", []
+
+    # Steps are two forward passes; saves happen at 3, 4 (best), 6, 8 (best), 9 and 10.
+    step = random.Random(20).randrange(7, 12)
+    for place in (f"step:{step}", "half:optimizer.pt:1", "rename:2"):
+        kill(config, tmp_path / "killed.yaml", place)
+        newest = checkpoint.newest_complete(root)
+        seen.append(newest.name if newest else "none")
+    assert seen == ["checkpoint-3", "checkpoint-3", "checkpoint-4"]
+    result = train(config)
+    assert result.steps == 10
+    assert_same_model(tmp_path / "left alone", tmp_path / "killed")
+    assert records(tmp_path / "left alone") == records(tmp_path / "killed")
+    assert not list(root.glob(".*"))
+
+
+def test_a_run_that_stops_in_the_middle_of_an_epoch_sees_every_window_in_the_same_order(
+    make_config, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    seen: list[int] = []
+    item = NumberedWindows.__getitem__
+
+    def log_item(self: NumberedWindows, index: int) -> dict[str, torch.Tensor]:
+        seen.append(index)
+        return item(self, index)
+
+    monkeypatch.setattr(NumberedWindows, "__getitem__", log_item)
+    train(make_config({"run.folder": str(tmp_path / "whole")}))
+    whole, windows = list(seen), len(set(seen))
+    assert len(whole) == 80
+    assert 80 % windows
+    assert sorted(whole[:windows]) == list(range(windows))
+    seen.clear()
+
+    calls = [0]
+    step = SubquadTrainer.training_step
+
+    def stop_in_step_6(self: SubquadTrainer, *args: object, **kwargs: object) -> torch.Tensor:
+        calls[0] += 1
+        if calls[0] == 11:
+            raise RuntimeError("stopped")
+        return step(self, *args, **kwargs)  # type: ignore[arg-type]
+
+    monkeypatch.setattr(SubquadTrainer, "training_step", stop_in_step_6)
+    with pytest.raises(RuntimeError, match="stopped"):
+        train(make_config())
+    monkeypatch.setattr(SubquadTrainer, "training_step", step)
+    seen.clear()
+    train(make_config())  # from checkpoint-4: 4 x 8 windows are behind it
+    assert seen == whole[32:]
+    assert_same_model(tmp_path / "whole", tmp_path / "run")
+
+
+def test_run_order_is_an_epoch_after_the_other_and_a_longer_run_begins_with_a_shorter_one() -> None:
+    order = list(RunOrder(7, 3, 18))
+    assert len(order) == len(RunOrder(7, 3, 18)) == 18
+    assert sorted(order[:7]) == sorted(order[7:14]) == list(range(7))
+    assert order[:7] != order[7:14]
+    assert list(RunOrder(7, 3, 40))[:18] == order
+    assert list(RunOrder(7, 4, 18)) != order
+
+
+def test_random_generators_come_back(tmp_path: Path) -> None:
+    def draw() -> list[float]:
+        return [random.random(), random.gauss(0, 1), float(np.random.rand()), float(torch.rand(()))]
+
+    draw()
+    np.random.randn()  # leaves a cached second value
+    save_rng(tmp_path / "rng.safetensors")
+    expected = draw()
+    load_rng(tmp_path / "rng.safetensors")
+    assert draw() == expected
+    (tmp_path / "rng.safetensors").write_bytes(b"rubbish")
+    with pytest.raises(CheckpointError, match="is damaged"):
+        load_rng(tmp_path / "rng.safetensors")
+    with pytest.raises(CheckpointError, match="as many processes as made the checkpoint"):
+        load_rng(tmp_path / "absent.safetensors")
+
+
+@pytest.fixture
+def run_at_4(make_config, tmp_path: Path) -> TrainConfig:
+    """A finished run of four steps with the checkpoints 3 and 4, and a configuration of six."""
+    train(make_config({"run.steps": 4, "schedule.kind": "constant"}))
+    return make_config({"run.steps": 6, "schedule.kind": "constant"})
+
+
+def test_going_on_skips_what_is_damaged_and_says_why(
+    run_at_4: TrainConfig, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    root = tmp_path / "run" / "checkpoints"
+    assert [step for step, _ in checkpoint.listing(root)] == [3, 4]
+    weights = root / "checkpoint-4" / "model.safetensors"
+    weights.write_bytes(weights.read_bytes()[:-5])
+    (root / ".saving-checkpoint-5").mkdir()
+    with caplog.at_level(logging.INFO):
+        assert train(run_at_4).steps == 6
+    assert "skipped checkpoint-4" in caplog.text
+    assert "going on from" in caplog.text
+    assert "checkpoint-3" in caplog.text
+    assert "deleted .saving-checkpoint-5" in caplog.text
+
+
+@pytest.mark.parametrize("name", ["optimizer.pt", "scheduler.pt", "rng_state_0.safetensors", "trainer_state.json"])
+def test_a_missing_file_is_never_silent(run_at_4: TrainConfig, tmp_path: Path, name: str) -> None:
+    root = tmp_path / "run" / "checkpoints"
+    shutil.rmtree(root / "checkpoint-3")
+    (root / "checkpoint-4" / name).unlink()
+    with pytest.raises(CheckpointError, match=f"no checkpoint in .* is complete.*lacks its file {name}"):
+        train(run_at_4)
+
+
+@pytest.mark.parametrize("name", ["optimizer.pt", "scheduler.pt"])
+def test_the_trainer_itself_refuses_a_checkpoint_without_its_files(tmp_path: Path, name: str) -> None:
+    trainer = SubquadTrainer.__new__(SubquadTrainer)
+    trainer.is_fsdp_enabled = False
+    for other in {"optimizer.pt", "scheduler.pt"} - {name}:
+        (tmp_path / other).write_bytes(b"")
+    with pytest.raises(CheckpointError, match=f"lacks {name}; resuming without it would change the run"):
+        trainer._load_optimizer_and_scheduler(str(tmp_path))
+
+
+def test_an_older_format_is_refused_by_name(run_at_4: TrainConfig, tmp_path: Path) -> None:
+    manifest = tmp_path / "run" / "checkpoints" / "checkpoint-4" / "manifest.json"
+    manifest.write_text(json.dumps({**json.loads(manifest.read_text()), "version": 0}))
+    with pytest.raises(FormatVersionError, match="has checkpoint format version 0; this release reads version 1"):
+        train(run_at_4)
+
+
+def test_nothing_pickled_is_saved(run_at_4: TrainConfig, tmp_path: Path) -> None:
+    names = {path.name for path in (tmp_path / "run" / "checkpoints" / "checkpoint-4").iterdir()}
+    assert names == {
+        "config.json",
+        "generation_config.json",
+        "manifest.json",
+        "model.safetensors",
+        "optimizer.pt",
+        "rng_state_0.safetensors",
+        "scheduler.pt",
+        "trainer_state.json",
+    }
+    for name in ("optimizer.pt", "scheduler.pt"):
+        torch.load(tmp_path / "run" / "checkpoints" / "checkpoint-4" / name, weights_only=True)
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"run.seed": 1}, "other settings: run.seed was 0, is 1"),
+        ({"optimizer.lr": 0.5}, "other settings: optimizer was .* restore them"),
+        ({"model.num_layers": 1}, "other settings: model was"),
+        ({"data.held_out": 0.3}, "other settings: data was"),
+        ({"run.steps": 3}, "is at step 4, past run.steps=3"),
+        ({"run.resume": "never"}, "run.resume is 'never'; choose another run.folder"),
+    ],
+)
+def test_a_run_does_not_go_on_as_another(make_config, run_at_4: TrainConfig, changes: dict, message: str) -> None:
+    with pytest.raises(CheckpointError, match=message):
+        train(make_config({"schedule.kind": "constant", "run.steps": 6, **changes}))
+
+
+def test_resume_can_be_forbidden_and_demanded(make_config) -> None:
+    with pytest.raises(CheckpointError, match=r"run\.resume is 'must' but .* holds no checkpoint"):
+        train(make_config({"run.resume": "must"}))
+    train(make_config({"run.steps": 3}), resume=False)
+    with pytest.raises(CheckpointError, match=r"run\.resume is 'never'"):
+        train(make_config({"run.steps": 3}), resume=False)
+
+
+def test_a_finished_run_that_is_started_again_trains_nothing_and_keeps_its_model(run_at_4: TrainConfig) -> None:
+    folder = Path(run_at_4.run.folder)
+    before, metrics = (folder / "model.safetensors").read_bytes(), records(folder)
+    again = train(run_at_4.replace(run=run_at_4.run.replace(steps=4)))
+    assert (again.steps, again.seconds) == (4, 0.0)
+    assert (folder / "model.safetensors").read_bytes() == before
+    assert records(folder) == metrics
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(600)
+def test_two_processes_equal_one_and_go_on_exactly(make_config, tmp_path: Path) -> None:
+    changes = {"model.dropout": 0.0, "schedule.kind": "constant", "run.steps": 6}
+
+    def run(folder: str, steps: int) -> subprocess.CompletedProcess[str]:
+        config = make_config({**changes, "run.folder": str(tmp_path / folder), "run.steps": steps})
+        config.to_file(tmp_path / "config.yaml")
+        code = f"from subquad.training import *; train(TrainConfig.from_file({str(tmp_path / 'config.yaml')!r}))"
+        (tmp_path / "child.py").write_text(code)
+        launcher = ["-m", "torch.distributed.run", "--standalone", "--nproc_per_node", "2"]
+        return subprocess.run(
+            [sys.executable, *launcher, str(tmp_path / "child.py")],
+            capture_output=True,
+            text=True,
+            timeout=300,
+            env={**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)},
+        )
+
+    for folder, steps in (("two", 6), ("parts", 4), ("parts", 6)):
+        result = run(folder, steps)
+        assert result.returncode == 0, result.stderr
+    train(make_config({**changes, "run.folder": str(tmp_path / "one"), "batch.size": 8}))
+    assert_same_model(tmp_path / "two", tmp_path / "parts")
+    one, two = load_file(tmp_path / "one" / "model.safetensors"), load_file(tmp_path / "two" / "model.safetensors")
+    for name in one:
+        torch.testing.assert_close(one[name], two[name])
+    with pytest.raises(CheckpointError, match="other settings: processes was 2, is 1"):
+        train(make_config({**changes, "run.folder": str(tmp_path / "parts")}))
