@@ -108,7 +108,7 @@ def hardware() -> str:
         return torch.cuda.get_device_name()
     names = [line for line in _lines(Path("/proc/cpuinfo")) if line.startswith("model name")]
     name = names[0].partition(":")[2].strip() if names else platform.processor() or platform.machine()
-    return f"{name}, {torch.get_num_threads()} threads"
+    return f"{name}, PyTorch threads: {torch.get_num_threads()}"
 
 
 def commit() -> str:

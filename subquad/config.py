@@ -9,6 +9,7 @@ import dataclasses
 import difflib
 import hashlib
 import json
+import re
 import types
 import typing
 from collections.abc import Iterable, Mapping
@@ -61,7 +62,7 @@ class Config:
         """Write YAML, or JSON where the name ends so."""
         path = Path(path)
         if path.suffix == ".json":
-            path.write_text(json.dumps(self.to_dict(), indent=2) + "\n", encoding="utf-8")
+            path.write_text(json.dumps(self.to_dict(), indent=2, ensure_ascii=False) + "\n", encoding="utf-8")
             return
         import yaml
 
@@ -88,8 +89,9 @@ def read_mapping(path: str | Path) -> dict[str, Any]:
 
     path = Path(path)
     try:
-        values = yaml.safe_load(path.read_text(encoding="utf-8"))
-    except (yaml.YAMLError, UnicodeDecodeError) as error:
+        text = path.read_text(encoding="utf-8")
+        values = json.loads(text) if path.suffix == ".json" else yaml.safe_load(text)
+    except (yaml.YAMLError, ValueError) as error:
         raise ValueError(f"{path} is not valid YAML or JSON: {error}") from error
     if not isinstance(values, dict):
         raise ValueError(f"{path} must hold a mapping of keys to values, got {type(values).__name__}")
@@ -135,6 +137,8 @@ def _convert(value: Any, hint: Any, where: str) -> Any:
         return value if isinstance(value, hint) else hint.from_dict(value, where=where)
     if hint is float and isinstance(value, int) and not isinstance(value, bool):
         return float(value)
+    if hint is float and isinstance(value, str) and re.fullmatch(r"[-+]?\d+(\.\d*)?[eE][-+]?\d+", value):
+        return float(value)  # YAML 1.1 takes 1e-3, without a point, for a string
     wanted = origin or hint
     if isinstance(value, wanted) and not (isinstance(value, bool) and wanted in (int, float)):
         return value

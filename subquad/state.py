@@ -117,7 +117,10 @@ class State:
             raise ValueError(
                 f"{path} has state format version {header.get('version')}; this release reads version {FORMAT_VERSION}"
             )
-        state = _nest(tensors, json.loads(header["numbers"]), json.loads(header["hashes"]))
+        try:
+            state = _nest(tensors, json.loads(header["numbers"]), json.loads(header["hashes"]))
+        except (KeyError, ValueError, TypeError, AttributeError) as error:
+            raise ValueError(f"{path} has a damaged header: {error!r}") from error
         if config_hash is not None:
             state.check(config_hash, "the model")
         return state
@@ -127,7 +130,8 @@ def _header(data: bytes) -> dict[str, str]:
     (size,) = struct.unpack("<Q", data[:8])
     if size > len(data):
         raise ValueError("the header is longer than the file")
-    metadata = json.loads(data[8 : 8 + size]).get("__metadata__", {})
+    header = json.loads(data[8 : 8 + size])
+    metadata = header.get("__metadata__") if isinstance(header, dict) else None
     return metadata if isinstance(metadata, dict) else {}
 
 
@@ -138,7 +142,8 @@ def _flatten(state: State, prefix: str, tensors: dict, numbers: dict, hashes: di
         if isinstance(entry, State):
             _flatten(entry, path, tensors, numbers, hashes)
         elif isinstance(entry, Tensor):
-            tensors[path] = entry.detach().contiguous()
+            # A copy, since safetensors refuses tensors that share memory.
+            tensors[path] = entry.detach().clone(memory_format=torch.contiguous_format)
         else:
             numbers[path] = int(entry)
 
@@ -149,7 +154,8 @@ def _nest(tensors: Mapping[str, Tensor], numbers: Mapping[str, int], hashes: Map
         if path:
             parent, _, name = path.rpartition("/")
             states[parent].entries[name] = states[path]
-    for path, entry in [*tensors.items(), *numbers.items()]:
+    entries: dict[str, Tensor | int] = {**tensors, **numbers}
+    for path, entry in entries.items():
         parent, _, name = path.rpartition("/")
         states[parent].entries[name] = entry
     return states[""]

@@ -79,7 +79,7 @@ def block_attention(
     k, v = _share_heads(k, H), _share_heads(v, H)
     scale = 1 / math.sqrt(K) if scale is None else scale
     if T == 0 or S == 0:
-        out, lse = (q.sum(-1, keepdim=True) * 0).expand(B, H, T, v.shape[-1]), q.new_full((B, H, T), -torch.inf)
+        out, lse = q[..., :0].sum(-1, keepdim=True).expand(B, H, T, v.shape[-1]), q.new_full((B, H, T), -torch.inf)
     elif name == "reference":
         out, lse = reference.attend(q, k, v, _allowed(pattern, slots, T, S, q.device), scale, dropout_p)
     else:
@@ -98,7 +98,8 @@ def softmax_weights(q_BHTK: Tensor, k_BHSK: Tensor, pattern: Pattern, /, *, scal
     slots = Slots(0, 0)
     allowed_BTS = _allowed(pattern, slots, q_BHTK.shape[2], k_BHSK.shape[2], q_BHTK.device)
     k_BHSK = _share_heads(k_BHSK, q_BHTK.shape[1])
-    return reference.softmax_weights(q_BHTK, k_BHSK, allowed_BTS, scale or 1 / math.sqrt(q_BHTK.shape[-1]))[0]
+    scale = 1 / math.sqrt(q_BHTK.shape[-1]) if scale is None else scale
+    return reference.softmax_weights(q_BHTK, k_BHSK, allowed_BTS, scale)[0]
 
 
 def _check(q: Tensor, k: Tensor, v: Tensor, pattern: Pattern, dropout_p: float) -> None:

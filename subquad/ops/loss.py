@@ -28,8 +28,8 @@ def linear_cross_entropy(
     """`-log softmax(W h + b)[label]`, in nats, never holding more than `CHUNK_ENTRIES` logits (at least one row).
 
     Tokens labelled `ignore_index` count nothing; the mean is over the others (zero where there is none). Logits are
-    taken in float32 or wider. Raises `ValueError` for shapes or a reduction that do not fit, and on a CPU `IndexError` for
-    a label outside the vocabulary.
+    taken in float32 or wider. Raises `ValueError` for shapes or a reduction that do not fit, and on a CPU `IndexError`
+    for a label outside the vocabulary.
     """
     if h_ND.ndim != 2 or weight_VD.ndim != 2 or h_ND.shape[1] != weight_VD.shape[1] or labels_N.shape != h_ND.shape[:1]:
         raise ValueError(

@@ -126,7 +126,7 @@ def running_softmax(
         chunk_size: tokens a chunk, rounded up to a power of two; changes the order of sums only.
         backend: `reference` (token by token, the definition), `torch` (chunks, the default).
 
-    `lse` is the running logsumexp of the logits (differentiable; about -1e30 before the first real token). Raises
+    `lse` is the running logsumexp of the logits (differentiable; -2^100, nothing, before the first real token). Raises
     `ValueError` and `TypeError` for shapes and options that do not fit.
     """
     B, H, _T, V = _check(("p", p_BHTL), ("logits", logits_BHTL), ("v", v_BHTV))
@@ -149,7 +149,8 @@ def running_softmax(
         out, lse, a, s = reference.running_softmax(p, k, v, a, s)
     else:
         save = torch.is_grad_enabled() and any(x.requires_grad for x in (p, k, v, a, s))
-        out, lse, a, s, _ = chunked_softmax.running_softmax_op(p, k, v, a, s, chunk, save)
+        out, m, z, a, s, _ = chunked_softmax.running_softmax_op(p, k, v, a, s, chunk, save)
+        lse = m + z.log()
     out = _zero_padding(out.unflatten(0, (B, H)).to(v_BHTV.dtype), mask)
     lse, a, s = (x.unflatten(0, (B, H)) for x in (lse, a, s))
     return SoftmaxOutput(out, SoftmaxState(a, s), lse)

@@ -8,12 +8,12 @@ class TestX(AttentionContract):
 from subquad.testing.contract import AttentionContract
 from subquad.testing.tools import (
     LOW_PRECISION,
-    LargestTensor,
     assert_exact,
     assert_in_budget,
     assert_same_maths,
     block_sizes,
     in_pieces,
+    largest_allocation,
     mask_with,
     sharpened,
     with_gradients,
@@ -22,12 +22,12 @@ from subquad.testing.tools import (
 __all__ = [
     "LOW_PRECISION",
     "AttentionContract",
-    "LargestTensor",
     "assert_exact",
     "assert_in_budget",
     "assert_same_maths",
     "block_sizes",
     "in_pieces",
+    "largest_allocation",
     "mask_with",
     "sharpened",
     "with_gradients",

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import shutil
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -20,12 +21,12 @@ from subquad.state import State
 from subquad.testing.tools import (
     LINEAR_GROWTH,
     LOW_PRECISION,
-    LargestTensor,
     assert_exact,
     assert_in_budget,
     assert_same_maths,
     block_sizes,
     in_pieces,
+    largest_allocation,
     mask_with,
     sharpened,
     with_gradients,
@@ -108,12 +109,13 @@ class AttentionContract:
         counts, largest = [], []
         for tokens in (2048, 4096):
             x = self.inputs(tokens, 1, torch.float32)
-            with FlopCounterMode(display=False) as counter, LargestTensor() as record, torch.no_grad():
-                layer(x)
+            with torch.no_grad():
+                with FlopCounterMode(display=False) as counter:
+                    layer(x)
+                largest.append(largest_allocation(partial(layer, x)))
             cost = layer.cost(tokens)
             counts.append(counter.get_total_flops() - cost.projection_flops)
             assert counts[-1] == cost.mixing_flops
-            largest.append(record.entries)
         linear = counts[1] < LINEAR_GROWTH * counts[0]
         assert linear == (layer.cost_order == "linear"), counts
         assert largest[1] < LINEAR_GROWTH * largest[0], largest
@@ -255,7 +257,6 @@ class AttentionContract:
         for dtype in (torch.bfloat16, torch.float16):
             layer = self.make(dtype, num_heads=1)
             tokens = 32_768 if layer.cost_order == "linear" else 2_048
-            for name, value in with_gradients(
-                layer, lambda x, layer=layer: layer(x)[0], self.inputs(tokens, 1, dtype)
-            ).items():
+            values = with_gradients(layer, self.forward_of(layer), self.inputs(tokens, 1, dtype))
+            for name, value in values.items():
                 assert value.isfinite().all(), f"{name} in {dtype} at {tokens} tokens"

@@ -89,8 +89,8 @@ class RunConfig(Config):
     max_minutes: float | None = None
     """Stop cleanly, with a checkpoint, after so many minutes of training in this process (None: no limit)."""
     precision: Literal["auto", "bf16", "float32"] = "auto"
-    """auto: bfloat16 autocast on a GPU that has it, float32 on a CPU, where few processors multiply bfloat16 faster and
-    most far slower. Weights and optimizer states are float32 always."""
+    """auto: bfloat16 autocast where the GPU or the CPU has instructions for its products (on a CPU AVX-512 BF16 or AMX;
+    elsewhere it is far slower), else float32. Weights and optimizer states are float32 always."""
     device: Literal["auto", "cpu"] = "auto"
     """auto: a GPU where PyTorch finds one; cpu: never."""
     threads: int | None = None

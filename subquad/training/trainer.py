@@ -234,7 +234,8 @@ def training_arguments(config: TrainConfig, root: Path) -> TrainingArguments:
     cpu = config.run.device == "cpu" or not torch.cuda.is_available()
     precision = config.run.precision
     if precision == "auto":
-        precision = "float32" if cpu or not torch.cuda.is_bf16_supported() else "bf16"
+        precision = "bf16" if _multiplies_bf16(cpu) else "float32"
+        logger.info("run.precision is %s on this machine", precision)
     arguments = TrainingArguments(
         output_dir=str(root),
         max_steps=config.run.steps,
@@ -259,3 +260,11 @@ def training_arguments(config: TrainConfig, root: Path) -> TrainingArguments:
     if arguments.n_gpu > 1:
         arguments._n_gpu = 1  # several GPUs take several processes (torchrun), never DataParallel
     return arguments
+
+
+def _multiplies_bf16(cpu: bool) -> bool:
+    """Whether the processor (or the GPU) has instructions for products of bfloat16."""
+    if not cpu:
+        return torch.cuda.is_bf16_supported()
+    checks = ("_is_avx512_bf16_supported", "_is_amx_tile_supported")
+    return any(getattr(torch.cpu, name, bool)() for name in checks)

@@ -5,7 +5,8 @@ from collections.abc import Callable, Sequence
 import pytest
 import torch
 from torch import Tensor
-from torch.profiler import ProfilerActivity, profile
+
+from subquad import testing
 
 
 def _random(*shape: int, seed: int = 0, dtype: torch.dtype = torch.float64) -> Tensor:
@@ -25,12 +26,6 @@ def _differentiated(f: Callable[..., Sequence[Tensor]], inputs: Sequence[Tensor]
     return [*(y.detach() for y in outputs), *gradients]
 
 
-def _largest_allocation(f: Callable[[], object]) -> int:
-    with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as record:
-        f()
-    return max(event.self_cpu_memory_usage for event in record.events())
-
-
 @pytest.fixture(scope="session")
 def random():
     """`random(*shape, seed=0, dtype=torch.float64)`: normal, the same at every call."""
@@ -46,4 +41,4 @@ def differentiated():
 @pytest.fixture(scope="session")
 def largest_allocation():
     """`largest_allocation(f)`: the bytes of the largest tensor that f makes, inside custom operations too."""
-    return _largest_allocation
+    return testing.largest_allocation

@@ -10,14 +10,21 @@ from subquad.ops._torch.tiles import ragged_groups, static_groups
 from subquad.ops.patterns import Causal, Full, Pattern, Prefix, Segments, Suffix, Window
 
 SIZES = st.integers(1, 40)
-PATTERNS = st.one_of(
-    st.builds(Causal),
-    st.builds(Full),
-    st.builds(Window, width=SIZES),
-    st.builds(Segments, size=SIZES, back=st.integers(0, 3)),
-    st.builds(Prefix, length=st.integers(0, 40)),
-    st.builds(Suffix, start=st.integers(0, 40)),
-)
+KINDS = {
+    "causal": st.builds(Causal),
+    "full": st.builds(Full),
+    "window": st.builds(Window, width=SIZES),
+    "segments": st.builds(Segments, size=SIZES, back=st.integers(0, 3)),
+    "prefix": st.builds(Prefix, length=st.integers(0, 40)),
+    "suffix": st.builds(Suffix, start=st.integers(0, 40)),
+}
+DATA = st.data()
+
+
+@pytest.fixture(params=KINDS, scope="module")
+def patterns(request):
+    """Each kind of pattern gets examples of its own."""
+    return KINDS[request.param]
 
 
 def table(pattern, q_start, q_stop, k_start, k_stop):
@@ -47,36 +54,40 @@ def test_every_pattern_is_tested_here():
     assert set(Pattern.registry) == {"Causal", "Full", "Window", "Segments", "Prefix", "Suffix"}
 
 
-@settings(max_examples=150)
-@given(pattern=PATTERNS, span=spans())
-def test_the_key_range_covers_what_is_allowed(pattern, span):
+@settings(max_examples=50)
+@given(data=DATA, span=spans())
+def test_the_key_range_covers_what_is_allowed(patterns, data, span):
+    pattern = data.draw(patterns)
     lo, hi = pattern.key_range(*span)
     allowed = table(pattern, *span, 0, 110)
     assert not allowed[:, :lo].any()
     assert hi is None or not allowed[:, hi:].any()
 
 
-@settings(max_examples=150)
-@given(pattern=PATTERNS, span=spans())
-def test_causal_and_reach_are_true(pattern, span):
+@settings(max_examples=50)
+@given(data=DATA, span=spans())
+def test_causal_and_reach_are_true(patterns, data, span):
+    pattern = data.draw(patterns)
     allowed = table(pattern, *span, 0, 110)
     distance = torch.arange(*span)[:, None] - torch.arange(110)
     assert not (pattern.causal and allowed[distance < 0].any())
     assert pattern.reach is None or not allowed[distance > pattern.reach].any()
 
 
-@settings(max_examples=100)
-@given(pattern=PATTERNS, span=spans())
-def test_tiles_begin_with_the_first_query_and_rise(pattern, span):
+@settings(max_examples=50)
+@given(data=DATA, span=spans())
+def test_tiles_begin_with_the_first_query_and_rise(patterns, data, span):
+    pattern = data.draw(patterns)
     starts = pattern.tile_starts(*span)
     assert starts[0] == span[0]
     assert starts == sorted(set(starts))
     assert all(start < span[1] for start in starts)
 
 
-@settings(max_examples=100)
-@given(pattern=PATTERNS, span=spans(), periods=st.integers(1, 5))
-def test_moving_by_a_period_changes_nothing_but_at_the_first_keys(pattern, span, periods):
+@settings(max_examples=50)
+@given(data=DATA, span=spans(), periods=st.integers(1, 5))
+def test_moving_by_a_period_changes_nothing_but_at_the_first_keys(patterns, data, span, periods):
+    pattern = data.draw(patterns)
     if pattern.reach is None:
         return  # tiles of these are not folded
     start, stop = span[0] + pattern.reach + 1, span[1] + pattern.reach + 1
@@ -87,16 +98,18 @@ def test_moving_by_a_period_changes_nothing_but_at_the_first_keys(pattern, span,
     )
 
 
-@settings(max_examples=200)
-@given(pattern=PATTERNS, queries=spans(), keys=spans())
-def test_sees_all_is_never_wrong(pattern, queries, keys):
+@settings(max_examples=50)
+@given(data=DATA, queries=spans(), keys=spans())
+def test_sees_all_is_never_wrong(patterns, data, queries, keys):
+    pattern = data.draw(patterns)
     if pattern.sees_all(*queries, *keys):
         assert table(pattern, *queries, *keys).all()
 
 
-@settings(max_examples=200)
-@given(pattern=PATTERNS, span=spans())
-def test_is_triangle_is_never_wrong(pattern, span):
+@settings(max_examples=50)
+@given(data=DATA, span=spans())
+def test_is_triangle_is_never_wrong(patterns, data, span):
+    pattern = data.draw(patterns)
     if pattern.is_triangle(*span):
         allowed = table(pattern, *span, *span)
         assert torch.equal(allowed, torch.ones_like(allowed).tril())
@@ -110,16 +123,19 @@ def test_the_cheap_answers_are_given_where_they_pay():
     assert all(pattern.is_triangle(8, 16) for pattern in triangles)
 
 
-@settings(max_examples=200)
+@settings(max_examples=50)
 @given(
-    pattern=PATTERNS,
+    data=DATA,
     q_start=st.integers(0, 50),
     queries=st.integers(1, 150),
     before=st.integers(-20, 60),
     after=st.integers(-20, 20),
     rows=st.sampled_from([4, 16, 256]),
 )
-def test_static_groups_hold_every_query_once_and_every_key_it_sees(pattern, q_start, queries, before, after, rows):
+def test_static_groups_hold_every_query_once_and_every_key_it_sees(
+    patterns, data, q_start, queries, before, after, rows
+):
+    pattern = data.draw(patterns)
     k_start = q_start - before
     keys = max(1, queries + before + after)
     with pytest.MonkeyPatch.context() as patch:
@@ -144,9 +160,12 @@ def test_static_groups_hold_every_query_once_and_every_key_it_sees(pattern, q_st
     assert held == list(range(queries))
 
 
-@settings(max_examples=100)
-@given(pattern=PATTERNS, queries=st.integers(1, 150), old=st.integers(0, 60), start=st.integers(-60, 60))
-def test_ragged_groups_hold_every_query_once_and_every_key_it_sees_wherever_rows_start(pattern, queries, old, start):
+@settings(max_examples=50)
+@given(data=DATA, queries=st.integers(1, 150), old=st.integers(0, 60), start=st.integers(-60, 60))
+def test_ragged_groups_hold_every_query_once_and_every_key_it_sees_wherever_rows_start(
+    patterns, data, queries, old, start
+):
+    pattern = data.draw(patterns)
     keys = queries + old
     position = torch.arange(keys) + start
     truth = pattern.allowed(position[old:, None], position[None]) & (position >= 0) & (position[old:, None] >= 0)
@@ -167,8 +186,9 @@ def test_equal_tiles_of_long_sequences_become_one_group():
 
 
 @settings(max_examples=50)
-@given(pattern=PATTERNS)
-def test_a_key_names_its_pattern(pattern):
+@given(data=DATA)
+def test_a_key_names_its_pattern(patterns, data):
+    pattern = data.draw(patterns)
     again = Pattern.from_key(pattern.key())
     assert again == pattern
     assert hash(again) == hash(pattern)

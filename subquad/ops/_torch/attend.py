@@ -1,4 +1,4 @@
-"""Engine B in plain PyTorch: the fused op on a CPU, gathered tiles through scaled_dot_product_attention elsewhere.
+"""Engine B in plain PyTorch: the fused op on a CPU, gathered tiles with a dense softmax elsewhere.
 
 Shape letters: B batch, H heads, T queries, S keys, K key channels, V value channels; N tiles of C queries and W keys.
 """
@@ -12,7 +12,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from subquad.ops._torch.attend_cpu import block_attention_cpu, block_attention_cpu_backward
-from subquad.ops._torch.tiles import Group, ragged_groups, static_groups
+from subquad.ops._torch.tiles import Group, ragged_groups, short_groups, static_groups
 from subquad.ops.patterns import Pattern
 
 
@@ -86,14 +86,18 @@ block_attention_cpu.register_autograd(_backward, setup_context=_setup_context)
 def gathered(
     q_BHTK: Tensor, k_BHSK: Tensor, v_BHSV: Tensor, pattern: Pattern, slots: Slots, scale: float, dropout_p: float
 ) -> tuple[Tensor, Tensor]:
-    """The same on any device and with dropout: the keys of each tile are gathered, and the softmax in it is dense."""
+    """The same on any device and with dropout: the keys of each tile are gathered, and the softmax in it is dense.
+
+    Linear memory for patterns of bounded reach; for the others autograd keeps the weights of all tiles.
+    """
     T, S, outs, lses = q_BHTK.shape[2], k_BHSK.shape[2], [], []
     ragged = slots.q_pos_BT is not None
     groups = ragged_groups(pattern, T, S) if ragged else static_groups(pattern, slots.q_start, T, slots.k_start, S)
-    for group in groups:
+    for group in short_groups(groups):
         q = q_BHTK.narrow(2, group.q, group.rows * group.count).unflatten(2, (group.count, group.rows))
         if group.kind == "empty":
-            outs.append(q.new_zeros(*q.shape[:4], v_BHSV.shape[-1]).flatten(2, 3))
+            # A sum of nothing: zeros that keep their place in the graph.
+            outs.append(q[..., :0].sum(-1, keepdim=True).expand(*q.shape[:4], v_BHSV.shape[-1]).flatten(2, 3))
             lses.append(q.new_full(q.shape[:4], -torch.inf).flatten(2))
             continue
         k, v = (_tiles(x, group).mT for x in (k_BHSK, v_BHSV))

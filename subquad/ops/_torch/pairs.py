@@ -108,22 +108,32 @@ def pair_backward(
     return da, db, scores_MCC
 
 
-def running_logsumexp(k_MCL: Tensor) -> Tensor:
-    """`logsumexp` over the rows up to each, `[M, C, L]`: by halves, so a row passes log2(C) roundings."""
-    A_MCL, h = k_MCL.clone(), 1
-    while h < A_MCL.shape[1]:
-        first, second = _halves(A_MCL, h)
-        torch.logaddexp(first[:, :, -1:], second, out=second)
+def running_max(k_MCL: Tensor) -> Tensor:
+    """The largest of the rows up to each, `[M, C, L]`, by halves."""
+    m_MCL, h = k_MCL.clone(memory_format=torch.contiguous_format), 1
+    while h < m_MCL.shape[1]:
+        first, second = _halves(m_MCL, h)
+        torch.maximum(first[:, :, -1:], second, out=second)
         h *= 2
-    return A_MCL
+    return m_MCL
 
 
-def reverse_decayed_sum(x_MCL: Tensor, A_MCL: Tensor) -> Tensor:
-    """`u_j = sum_{i >= j} x_i exp(A_j - A_i)`, `[M, C, L]`: by halves and in reverse, never a total minus a prefix."""
-    u_MCL, h = x_MCL.clone(), 1
+def decayed_sum(x_MCL: Tensor, m_MCL: Tensor) -> Tensor:
+    """`s_i = sum_{j <= i} x_j exp(m_j - m_i)` for m nondecreasing: by halves, so a row passes log2(C) roundings."""
+    s_MCL, h = x_MCL.clone(memory_format=torch.contiguous_format), 1
+    while h < s_MCL.shape[1]:
+        (s_first, s_second), (m_first, m_second) = _halves(s_MCL, h), _halves(m_MCL, h)
+        s_second.addcmul_((m_first[:, :, -1:] - m_second).exp_(), s_first[:, :, -1:])
+        h *= 2
+    return s_MCL
+
+
+def reverse_decayed_sum(x_MCL: Tensor, m_MCL: Tensor) -> Tensor:
+    """`u_j = sum_{i >= j} x_i exp(m_j - m_i)`: by halves and in reverse, never a total minus a prefix."""
+    u_MCL, h = x_MCL.clone(memory_format=torch.contiguous_format), 1
     while h < u_MCL.shape[1]:
-        (u_first, u_second), (A_first, A_second) = _halves(u_MCL, h), _halves(A_MCL, h)
-        u_first.add_(_exp(A_first - A_second[:, :, :1], u_MCL.dtype).mul_(u_second[:, :, :1]))
+        (u_first, u_second), (m_first, m_second) = _halves(u_MCL, h), _halves(m_MCL, h)
+        u_first.addcmul_((m_first - m_second[:, :, :1]).exp_(), u_second[:, :, :1])
         h *= 2
     return u_MCL
 
@@ -149,3 +159,11 @@ def padded(x_NTL: Tensor, span: tuple[int, int, int], fill: float = 0.0) -> Tens
     if stop - start == size:
         return rows
     return torch.nn.functional.pad(rows, (0, 0, 0, size - (stop - start)), value=fill)
+
+
+def repeat_last(x_NTL: Tensor, span: tuple[int, int, int]) -> Tensor:
+    """The rows of a chunk, its last one repeated up to its size."""
+    start, stop, size = span
+    rows = x_NTL[:, start:stop]
+    missing = size - (stop - start)
+    return torch.cat([rows, rows[:, -1:].expand(-1, missing, -1)], 1) if missing else rows

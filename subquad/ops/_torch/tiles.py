@@ -27,6 +27,8 @@ class Group:
 @lru_cache(maxsize=512)
 def static_groups(pattern: Pattern, q_start: int, queries: int, k_start: int, keys: int) -> tuple[Group, ...]:
     """Tiles by position: query slot i stands at `q_start + i`, key slot j at `k_start + j`."""
+    if queries == 0:
+        return ()
     tiles = []
     starts = [start for start in pattern.tile_starts(q_start, q_start + queries) if start < q_start + queries]
     for start, stop in zip(starts, [*starts[1:], q_start + queries], strict=True):
@@ -47,6 +49,20 @@ def _kind(pattern: Pattern, start: int, stop: int, lo: int, hi: int) -> str:
     if pattern.sees_all(start, stop, lo, hi):
         return "full"
     return "causal" if (lo, hi) == (start, stop) and pattern.is_triangle(start, stop) else "masked"
+
+
+def short_groups(groups: tuple[Group, ...]) -> tuple[Group, ...]:
+    """The same with single tiles of at most `MASKED_ROWS` rows, for those who hold a tile's scores."""
+    short: list[Group] = []
+    for g in groups:
+        if g.count > 1 or g.kind == "empty":
+            short.append(g)
+            continue
+        for start in range(0, g.rows, MASKED_ROWS):
+            rows = min(MASKED_ROWS, g.rows - start)
+            keys = start + rows if g.kind == "causal" else g.keys
+            short.append(Group(g.q + start, rows, 1, g.k, keys, "masked" if g.kind == "causal" else g.kind))
+    return tuple(short)
 
 
 @lru_cache(maxsize=512)

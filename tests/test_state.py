@@ -1,0 +1,220 @@
+import contextlib
+import json
+import struct
+
+import pytest
+import torch
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+from safetensors.torch import save
+
+from subquad.state import FORMAT, FORMAT_VERSION, State, advance
+from subquad.testing import assert_exact
+
+
+def state():
+    layers = [
+        State({"seen": 7, "keys": torch.arange(6.0).view(1, 2, 3), "empty": torch.zeros(1, 0)}, "hash-a"),
+        State({"seen": torch.tensor([7, 3]), "lse": torch.tensor([-1e30, torch.inf], dtype=torch.float64)}, "hash-b"),
+    ]
+    return State({"seen": 7, "0": layers[0], "1": layers[1], "half": torch.ones(2, dtype=torch.bfloat16)}, "hash-model")
+
+
+def assert_same(actual, expected):
+    assert isinstance(actual, State)
+    assert set(actual) == set(expected)
+    assert actual.config_hash == expected.config_hash
+    for name in expected:
+        a, e = actual[name], expected[name]
+        assert type(a) is type(e), name
+        if isinstance(e, State):
+            assert_same(a, e)
+        elif isinstance(e, torch.Tensor):
+            assert a.dtype == e.dtype
+            assert_exact(a, e, name)
+        else:
+            assert a == e
+
+
+def test_a_file_gives_back_the_state(tmp_path):
+    state().save(tmp_path / "s.safetensors")
+    assert_same(State.load(tmp_path / "s.safetensors"), state())
+    assert_same(State.load(tmp_path / "s.safetensors", config_hash="hash-model"), state())
+
+
+def test_views_strides_and_gradients_are_saved_by_value(tmp_path):
+    whole = torch.arange(12.0).view(3, 4).requires_grad_()
+    views = State({"transposed": whole.mT, "row": whole[1], "other": whole[2], "expanded": torch.ones(1).expand(5)})
+    views.save(tmp_path / "s.safetensors")
+    loaded = State.load(tmp_path / "s.safetensors")
+    for name in views:
+        assert_exact(loaded.tensor(name), views.tensor(name).detach(), name)
+        assert not loaded.tensor(name).requires_grad
+
+
+def test_one_tensor_may_stand_under_two_names(tmp_path):
+    shared = torch.arange(4.0)
+    State({"keys": shared, "values": shared}).save(tmp_path / "s.safetensors")
+    loaded = State.load(tmp_path / "s.safetensors")
+    assert_exact(loaded.tensor("keys"), shared)
+    assert_exact(loaded.tensor("values"), shared)
+
+
+def test_an_empty_state_survives(tmp_path):
+    State({}, "h").save(tmp_path / "s.safetensors")
+    assert_same(State.load(tmp_path / "s.safetensors"), State({}, "h"))
+
+
+def test_another_configurations_state_is_refused(tmp_path):
+    state().save(tmp_path / "s.safetensors")
+    message = "the state was made by configuration 'hash-model' but the model has 'other'; use the model that made it"
+    with pytest.raises(ValueError, match=message):
+        State.load(tmp_path / "s.safetensors", config_hash="other")
+    with pytest.raises(ValueError, match="made by configuration 'hash-model' but this layer has 'other'"):
+        state().check("other", "this layer")
+    state().check("hash-model", "this layer")
+
+
+def header(**changes):
+    return {"format": FORMAT, "version": str(FORMAT_VERSION), "numbers": "{}", "hashes": '{"": "h"}', **changes}
+
+
+def test_another_format_version_is_refused_by_name(tmp_path):
+    (tmp_path / "s").write_bytes(save({}, metadata=header(version="99")))
+    with pytest.raises(ValueError, match=f"has state format version 99; this release reads version {FORMAT_VERSION}"):
+        State.load(tmp_path / "s")
+
+
+@pytest.mark.parametrize("metadata", [header(format="something"), {}, None])
+def test_a_safetensors_file_that_is_no_state_is_refused(tmp_path, metadata):
+    (tmp_path / "s").write_bytes(save({"a": torch.ones(2)}, metadata=metadata))
+    with pytest.raises(ValueError, match=f"is not a subquad state: its format is .*, not '{FORMAT}'"):
+        State.load(tmp_path / "s")
+
+
+def test_every_truncated_file_is_refused(tmp_path):
+    state().save(tmp_path / "whole")
+    data = (tmp_path / "whole").read_bytes()
+    for size in [*range(0, len(data) - 1, 23), len(data) - 1]:
+        (tmp_path / "cut").write_bytes(data[:size])
+        with pytest.raises(ValueError, match="cut is not a readable state file: "):
+            State.load(tmp_path / "cut")
+
+
+@pytest.mark.parametrize(
+    "data",
+    [
+        b"",
+        b"short",
+        b"\x00" * 64,
+        b"\xff" * 64,
+        struct.pack("<Q", 2**60) + b"{}",
+        struct.pack("<Q", 2) + b"[]",
+        struct.pack("<Q", 4) + b"null",
+        struct.pack("<Q", 4) + b"{\xff\xff}",
+    ],
+)
+def test_rubbish_is_refused(tmp_path, data):
+    (tmp_path / "rubbish").write_bytes(data)
+    with pytest.raises(ValueError, match="rubbish is not a readable state file: "):
+        State.load(tmp_path / "rubbish")
+
+
+def test_a_header_longer_than_the_file_is_named(tmp_path):
+    (tmp_path / "s").write_bytes(struct.pack("<Q", 2**40) + b"{}")
+    with pytest.raises(ValueError, match="the header is longer than the file"):
+        State.load(tmp_path / "s")
+
+
+@pytest.mark.parametrize(
+    "metadata",
+    [
+        {k: v for k, v in header().items() if k != "numbers"},
+        {k: v for k, v in header().items() if k != "hashes"},
+        header(numbers="{"),
+        header(numbers="[]"),
+        header(hashes="{}"),
+        header(hashes='{"x/y": "h"}'),
+        header(numbers='{"x/seen": 3}'),
+    ],
+)
+def test_a_damaged_header_is_refused(tmp_path, metadata):
+    (tmp_path / "s").write_bytes(save({"a": torch.ones(2)}, metadata=metadata))
+    with pytest.raises(ValueError, match="s has a damaged header: "):
+        State.load(tmp_path / "s")
+
+
+@settings(max_examples=60, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(position=st.floats(0, 1, exclude_max=True), flip=st.integers(1, 255))
+def test_a_flipped_byte_of_the_header_gives_a_state_or_a_value_error(tmp_path, position, flip):
+    state().save(tmp_path / "s")
+    data = bytearray((tmp_path / "s").read_bytes())
+    (size,) = struct.unpack("<Q", data[:8])
+    data[int(position * (8 + size))] ^= flip
+    (tmp_path / "s").write_bytes(data)
+    with contextlib.suppress(ValueError):
+        assert isinstance(State.load(tmp_path / "s"), State)
+
+
+def test_the_header_names_its_format_and_version(tmp_path):
+    state().save(tmp_path / "s")
+    data = (tmp_path / "s").read_bytes()
+    (size,) = struct.unpack("<Q", data[:8])
+    metadata = json.loads(data[8 : 8 + size])["__metadata__"]
+    assert (metadata["format"], metadata["version"]) == ("subquad-state", "1")
+
+
+def test_entries_are_read_by_kind():
+    s = state()
+    assert s.seen == 7
+    assert s.child("1").seen.tolist() == [7, 3]
+    assert_exact(s.tensor("half"), torch.ones(2, dtype=torch.bfloat16))
+    assert "half" in s
+    assert "other" not in s
+    assert list(s) == ["seen", "0", "1", "half"]
+    with pytest.raises(TypeError, match="the state's entry 'seen' must be a tensor, got int"):
+        s.tensor("seen")
+    with pytest.raises(TypeError, match="the state's entry '0' must be a tensor, got State"):
+        s.tensor("0")
+    with pytest.raises(TypeError, match="the state's entry 'half' must be a state, got Tensor"):
+        s.child("half")
+    with pytest.raises(TypeError, match="the state's entry 'seen' must be a number or a tensor, got State"):
+        State({"seen": s}).seen  # noqa: B018 the access is what is tested
+
+
+def test_nbytes_counts_tensors_of_the_whole_tree():
+    assert state().nbytes == 6 * 4 + 2 * 8 + 2 * 8 + 2 * 2
+    assert State({"seen": 3}).nbytes == 0
+
+
+def test_map_changes_tensors_of_the_whole_tree_and_nothing_else():
+    s = state()
+    doubled = s.map(lambda x: x * 2)
+    assert_exact(doubled.child("0").tensor("keys"), 2 * s.child("0").tensor("keys"))
+    assert_exact(doubled.child("1").seen, torch.tensor([14, 6]))
+    assert doubled.seen == 7
+    assert doubled.child("0").config_hash == "hash-a"
+    assert doubled.config_hash == "hash-model"
+    assert_same(s, state())
+
+
+def test_a_state_keeps_its_own_entries():
+    entries = {"seen": 3}
+    s = State(entries)
+    entries["seen"] = 4
+    assert s.seen == 3
+
+
+@pytest.mark.parametrize(
+    ("seen", "lengths", "expected"),
+    [
+        (5, None, 8),
+        (torch.tensor([5, 6]), None, torch.tensor([8, 9])),
+        (5, torch.tensor([3, 1]), torch.tensor([8, 6])),
+        (torch.tensor([5, 6]), torch.tensor([3, 1]), torch.tensor([8, 7])),
+    ],
+)
+def test_advance_counts_real_tokens(seen, lengths, expected):
+    actual = advance(seen, 3, lengths)
+    assert type(actual) is type(expected)
+    assert torch.as_tensor(actual).tolist() == torch.as_tensor(expected).tolist()
