@@ -7,11 +7,23 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from subquad import attention, hf, models, ops, testing
+    from subquad import attention, data, evaluation, generation, hf, models, ops, testing, training
     from subquad.state import State
 
 __version__ = "0.1.0"
-__all__ = ["State", "__version__", "attention", "hf", "models", "ops", "testing"]
+__all__ = [
+    "State",
+    "__version__",
+    "attention",
+    "data",
+    "evaluation",
+    "generation",
+    "hf",
+    "models",
+    "ops",
+    "testing",
+    "training",
+]
 
 
 def __getattr__(name: str) -> Any:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import struct
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
@@ -17,7 +18,7 @@ FORMAT_VERSION = 1
 
 
 class State:
-    """A named tree of tensors (batch first), whole numbers and further states; read-only.
+    """A named tree of tensors (batch first), whole numbers and further states; not to be changed in place.
 
     `seen` holds how many real tokens were read: an `int` where all rows agree, else a `[B]` tensor. `config_hash` ties
     a state to the configuration of the layer or model that made it.
@@ -67,6 +68,19 @@ class State:
                 total += entry.nbytes
         return total
 
+    @property
+    def batch(self) -> int | None:
+        """Sequences in the state, by its first tensor; None where it has none."""
+        for entry in self.entries.values():
+            found = entry.batch if isinstance(entry, State) else entry.shape[0] if isinstance(entry, Tensor) else None
+            if found is not None:
+                return found
+        return None
+
+    def to(self, device: torch.device | str) -> State:
+        """The state on another device."""
+        return self.map(lambda tensor: tensor.to(device))
+
     def map(self, fn: Callable[[Tensor], Tensor]) -> State:
         """The state with `fn` applied to each tensor."""
         changed: dict[str, Tensor | int | State] = {}
@@ -76,13 +90,16 @@ class State:
             )
         return State(changed, self.config_hash)
 
-    def check(self, config_hash: str, owner: str) -> None:
-        """Raise `ValueError` where the state was made by another configuration."""
+    def check(self, config_hash: str, owner: str, batch: int | None = None) -> None:
+        """Raise `ValueError` where the state was made by another configuration or (with `batch`) for another batch."""
         if self.config_hash != config_hash:
             raise ValueError(
                 f"the state was made by configuration {self.config_hash!r} but {owner} has {config_hash!r}; "
                 "use the model that made it"
             )
+        have = self.batch
+        if batch is not None and have is not None and have != batch:
+            raise ValueError(f"the state holds {have} sequences but {owner} was given {batch}")
 
     def save(self, path: str | Path) -> None:
         """Write a safetensors file with the format version and the configuration's hash in its header."""
@@ -96,7 +113,9 @@ class State:
             "numbers": json.dumps(numbers),
             "hashes": json.dumps(hashes),
         }
-        Path(path).write_bytes(save(tensors, metadata=header))
+        aside = Path(f"{path}.tmp")
+        aside.write_bytes(save(tensors, metadata=header))
+        os.replace(aside, path)
 
     @classmethod
     def load(cls, path: str | Path, *, config_hash: str | None = None) -> State:

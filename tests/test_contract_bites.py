@@ -113,6 +113,32 @@ class SaysLinear(Full):
     cost_order: ClassVar = "linear"
 
 
+class MakesASquare(Window):
+    """Makes a T x T tensor on the way."""
+
+    def mix(self, x_BTD: Tensor, state: State | None, lengths_B: Tensor | None) -> Mixed:
+        square = x_BTD.new_zeros(x_BTD.shape[1], x_BTD.shape[1])
+        return super().mix(x_BTD + square.sum(), state, lengths_B)
+
+
+class KeepsThePromptAlive(Window):
+    """Its cache is a view of all keys."""
+
+    def mix(self, x_BTD: Tensor, state: State | None, lengths_B: Tensor | None) -> Mixed:
+        y_BTD, after = super().mix(x_BTD, state, lengths_B)
+        keys = self.keys(x_BTD)[:, :, -after.tensor("keys").shape[2] :]
+        return y_BTD, State({**after.entries, "keys": keys}, after.config_hash)
+
+
+class ForgetsWhatPaddingChanged(Llp):
+    """After a call with padding every row is thought to have read as much as the longest."""
+
+    def mix(self, x_BTD: Tensor, state: State | None, lengths_B: Tensor | None) -> Mixed:
+        y_BTD, after = super().mix(x_BTD, state, lengths_B)
+        seen = after.seen.amax().expand(len(x_BTD)) if isinstance(after.seen, Tensor) else after.seen
+        return y_BTD, State({**after.entries, "seen": seen}, after.config_hash)
+
+
 class RestartsAtChunks(Linear):
     def mix(self, x_BTD: Tensor, state: State | None, lengths_B: Tensor | None) -> Mixed:
         pieces = [super(RestartsAtChunks, self).mix(x, state, lengths_B) for x in x_BTD.split(scan.CHUNK, 1)]
@@ -221,10 +247,13 @@ PLANTED = [
     (RotatesFromZero, {"segment": 16, "rope": True}, "law_04"),
     (ForgetsTheState, {}, "law_04"),
     (KeepsEveryKey, {"width": 11}, "law_05"),
-    (SaysLinear, {}, "law_06"),
+    (KeepsThePromptAlive, {"width": 11}, "law_05"),
+    (SaysLinear, {}, "law_06_cost"),
+    (MakesASquare, {"width": 11}, "law_06_cost"),
     (RestartsAtChunks, {}, "law_07_block"),
     (WindowOneShort, {"width": 11}, "law_07_any"),
     (CountsPadding, {}, "law_08_padding_is_as"),
+    (ForgetsWhatPaddingChanged, {"segment": 16}, "law_08_padding_after"),
     (ReadsPadding, {}, "law_08_padding_is_not"),
     (GlobalKeyMaximum, {}, "law_09"),
     (SubtractsTheMean, {"segment": 16}, "law_09"),

@@ -80,8 +80,8 @@ class BlockedAttention(Attention):
         """The outputs, and the keys and values to keep (each row's last ones, aligned to the end)."""
         seen, old = 0 if state is None else state.seen, 0
         if state is not None:
-            k_BGTK = torch.cat([state.tensor(f"{prefix}keys"), k_BGTK], 2)
-            v_BGTK = torch.cat([state.tensor(f"{prefix}values"), v_BGTK], 2)
+            k_BGTK = torch.cat([state.tensor(f"{prefix}keys").to(k_BGTK.dtype), k_BGTK], 2)
+            v_BGTK = torch.cat([state.tensor(f"{prefix}values").to(v_BGTK.dtype), v_BGTK], 2)
             old = k_BGTK.shape[2] - q_BHTK.shape[2]
         lengths_B = None if lengths_B is None else lengths_B + old
         dropout = self.config.dropout if self.training else 0.0
@@ -150,6 +150,6 @@ def _last(x_BGSK: Tensor, kept: int, lengths_B: Tensor | None) -> Tensor:
     S = x_BGSK.shape[2]
     if lengths_B is None:
         # A copy, so that a small cache does not keep the whole prompt alive.
-        return x_BGSK if kept == S else x_BGSK[:, :, S - kept :].contiguous()
+        return x_BGSK if kept == S else x_BGSK[:, :, S - kept :].clone(memory_format=torch.contiguous_format)
     slots_BS = (lengths_B[:, None] - kept + torch.arange(kept, device=x_BGSK.device)).clamp(min=0)
     return x_BGSK.gather(2, slots_BS[:, None, :, None].expand(*x_BGSK.shape[:2], kept, x_BGSK.shape[3]))

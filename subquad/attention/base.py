@@ -94,12 +94,12 @@ class Attention(nn.Module):
         """Mix the tokens of `x` `[B, T, D]`, which follow those that made `state`; also return the new state.
 
         `mask` is a bool `[B, T]`, True for a real token. Padding may stand anywhere: it changes no real token and its
-        outputs are zero. Raises `ValueError` for a wrong shape or another configuration's state.
+        outputs are zero. Raises `ValueError` for a wrong shape and for a state of another configuration or batch.
         """
         if x_BTD.ndim != 3 or x_BTD.shape[-1] != self.config.dim:
             raise ValueError(f"x must have shape [B, T, {self.config.dim}], got {tuple(x_BTD.shape)}")
         if state is not None:
-            state.check(self.config_hash, f"this {self.name} layer")
+            state.check(self.config_hash, f"this {self.name} layer", x_BTD.shape[0])
         if mask is None:
             return self.mix(x_BTD, state, None)
         check_mask(mask, *x_BTD.shape[:2])

@@ -52,14 +52,13 @@ class Linear(ScannedAttention):
             super().__post_init__()
             if self.feature_map not in FEATURE_MAPS:
                 raise ValueError(f"unknown feature_map {self.feature_map!r}; {suggest(self.feature_map, FEATURE_MAPS)}")
-            if self.eps < 0:
+            if not self.eps >= 0:
                 raise ValueError(f"eps must be at least 0, got {self.eps}")
 
     config: Config
 
     def __init__(self, config: Config) -> None:
         super().__init__(config)
-        self.features = FEATURE_MAPS[config.feature_map]
         self.query = nn.Linear(config.dim, config.dim, bias=config.bias)
         self.key = nn.Linear(config.dim, config.dim, bias=config.bias)
 
@@ -81,7 +80,7 @@ class Linear(ScannedAttention):
     def phi(self, project: nn.Linear, x_BTD: Tensor) -> Tensor:
         """Features `[B, H, T, K]`."""
         # Contiguous, as the scan wants it: a map of strided heads would be copied after it anyway.
-        return self.features(self.split(project(x_BTD)).contiguous())
+        return FEATURE_MAPS[self.config.feature_map](self.split(project(x_BTD)).contiguous())
 
     def dense_weights(self, x_BTD: Tensor) -> Tensor:
         """`phi(q_t) . phi(k_s)` for `s <= t`, over its sum plus eps."""

@@ -82,7 +82,7 @@ class Llp(BlockedAttention):
         y_BHTK, k, v = self.attend(q, k, v, self.pattern, state, "", lengths_B)
         after = advance(seen, x_BTD.shape[1], lengths_B)
         entries: dict[str, Tensor | int | State] = {"seen": after, "keys": k, "values": v}
-        if self.special_first_block and not (isinstance(seen, int) and seen >= self.half_segment):
+        if self.special_first_block and (state is None or "first_keys" in state):
             # Only the first c tokens of this call can be in block 0.
             lengths = None if lengths_B is None else lengths_B.clamp(max=self.half_segment)
             q, k, v = self.first_block(x_BTD[:, : self.half_segment], [x[:, :, : self.half_segment] for x in raw])

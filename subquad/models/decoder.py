@@ -176,10 +176,7 @@ class Decoder(nn.Module):
         if mask is not None:
             check_mask(mask, *tokens_BT.shape)
         if state is not None:
-            state.check(self.config_hash, "this decoder")
-            batch = _batch(state)
-            if batch not in (None, tokens_BT.shape[0]):
-                raise ValueError(f"the state holds {batch} sequences but tokens hold {tokens_BT.shape[0]}")
+            state.check(self.config_hash, "this decoder", tokens_BT.shape[0])
 
 
 def _added_positions(config: DecoderConfig) -> Sinusoidal | Learned | None:
@@ -188,13 +185,4 @@ def _added_positions(config: DecoderConfig) -> Sinusoidal | Learned | None:
         return Sinusoidal(config.dim, scale=config.init_std * math.sqrt(2))
     if config.position == "learned":
         return Learned(config.dim, config.max_positions)
-    return None
-
-
-def _batch(state: State) -> int | None:
-    """The number of sequences in a state, from its first tensor."""
-    for entry in state.entries.values():
-        found = _batch(entry) if isinstance(entry, State) else entry.shape[0] if isinstance(entry, Tensor) else None
-        if found is not None:
-            return found
     return None

@@ -38,15 +38,17 @@ def linear_cross_entropy(
         )
     if reduction not in ("mean", "sum", "none"):
         raise ValueError(f"unknown reduction {reduction!r}; valid: mean, none, sum")
+    device = h_ND.device.type
+    autocast = torch.amp.is_autocast_available(device) and torch.is_autocast_enabled(device)
+    dtype = torch.get_autocast_dtype(device) if autocast else torch.promote_types(h_ND.dtype, weight_VD.dtype)
+    h_ND, weight_VD, labels_N = h_ND.to(dtype), weight_VD.to(dtype), labels_N.long()
+    bias = None if bias is None else bias.to(dtype)
     if h_ND.shape[0] * weight_VD.shape[0] <= CHUNK_ENTRIES:
         logits_NV = F.linear(h_ND, weight_VD, bias)
         logits_NV = logits_NV.to(torch.promote_types(logits_NV.dtype, torch.float32))
         loss_N = F.cross_entropy(logits_NV, labels_N, ignore_index=ignore_index, reduction="none")
     else:
-        if torch.is_autocast_enabled(h_ND.device.type):
-            h_ND = h_ND.to(torch.get_autocast_dtype(h_ND.device.type))
-        bias = None if bias is None else bias.to(h_ND.dtype)
-        loss_N, _ = _loss(h_ND, weight_VD.to(h_ND.dtype), labels_N, bias, ignore_index)
+        loss_N, _ = _loss(h_ND, weight_VD, labels_N, bias, ignore_index)
     if reduction == "none":
         return loss_N
     return loss_N.sum() if reduction == "sum" else loss_N.sum() / (labels_N != ignore_index).sum().clamp(min=1)

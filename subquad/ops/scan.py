@@ -17,6 +17,8 @@ from subquad.ops.backends import choose, without_autocast
 from subquad.ops.padding import check_mask
 
 BACKENDS = ("reference", "torch")
+FORGET_ALL = -1e4
+"""Decays below exp of this are zero in every dtype; the floor keeps sums of their logarithms finite."""
 
 
 class ScanOutput(NamedTuple):
@@ -62,7 +64,8 @@ def gated_scan(
         q_BHTK: queries.
         i_BHTK: inputs, which write values to key channels.
         v_BHTV: values.
-        log_f_BHTF: natural log of the decays, at most 0: one a channel (F = K), one a head (F = 1), or None for f = 1.
+        log_f_BHTF: natural log of the decays: one a channel (F = K), one a head (F = 1), or None for f = 1. At most 0,
+            which is not checked; -inf forgets all.
         state: the state that earlier tokens left, as this function returned it.
         normalise: divide by the sum of the weights; the state then holds z as a last value channel. Where that sum plus
             `eps` is zero the output is zero.
@@ -79,14 +82,14 @@ def gated_scan(
         raise ValueError(f"q and i must have the same channels, got {K} and {i_BHTK.shape[-1]}")
     if log_f_BHTF is not None and log_f_BHTF.shape not in ((B, H, T, K), (B, H, T, 1)):
         raise ValueError(f"log_f must have shape {(B, H, T, K)} or {(B, H, T, 1)}, got {tuple(log_f_BHTF.shape)}")
-    if eps < 0:
+    if not eps >= 0:
         raise ValueError(f"eps must be at least 0, got {eps}")
     chunk = _chunk(chunk_size, chunked.CHUNK)
     name = choose("gated_scan", backend, BACKENDS, "torch")
     tensors = [q_BHTK, i_BHTK, v_BHTV] + ([] if log_f_BHTF is None else [log_f_BHTF])
     wide = _wide(*tensors)
     q, i, v, *rest = (x.flatten(0, 1) for x in _masked(tensors, mask, wide, (0.0, 0.0, 0.0, 0.0)))
-    log_f = rest[0] if rest else None
+    log_f = rest[0].clamp(min=FORGET_ALL) if rest else None
     channels = V + normalise
     if state is None:
         s = q.new_zeros(B * H, K, channels)

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import shutil
+import timeit
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 from typing import Any, ClassVar
 
+import pytest
 import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
@@ -99,9 +101,13 @@ class AttentionContract:
 
     def test_law_05_the_state_stops_growing(self) -> None:
         layer = self.make(torch.float32)
-        short, long = (layer(self.inputs(n, 1, torch.float32))[1].nbytes for n in (1024, 2048))
+        states = [layer(self.inputs(n, 1, torch.float32))[1] for n in (1024, 2048)]
+        short, long = (state.nbytes for state in states)
         assert (short < long) if layer.state_grows else (short == long), (short, long)
         assert layer.state_bytes(2048) == long
+        for name, entry in states[1].entries.items():
+            if isinstance(entry, Tensor):
+                assert entry.untyped_storage().nbytes() == entry.nbytes, f"{name} keeps a larger tensor alive"
 
     def test_law_06_cost_grows_as_the_class_says(self) -> None:
         flops.register()
@@ -119,6 +125,15 @@ class AttentionContract:
         linear = counts[1] < LINEAR_GROWTH * counts[0]
         assert linear == (layer.cost_order == "linear"), counts
         assert largest[1] < LINEAR_GROWTH * largest[0], largest
+
+    @pytest.mark.slow
+    def test_law_06_time_grows_as_the_class_says(self) -> None:
+        layer, times = self.make(torch.float32), []
+        for tokens in (8192, 16_384):
+            x = self.inputs(tokens, 1, torch.float32)
+            with torch.no_grad():
+                times.append(min(timeit.repeat(partial(layer, x), number=1, repeat=7)))
+        assert (times[1] < LINEAR_GROWTH * times[0]) == (layer.cost_order == "linear"), times
 
     def test_law_07_block_sizes_change_nothing(self) -> None:
         layer = self.make()
@@ -168,6 +183,18 @@ class AttentionContract:
             whole, _ = layer(torch.cat([real, more[b : b + 1]], 1))
             assert_same_maths(after[b : b + 1], whole[:, real.shape[1] :], f"continuation of row {b}")
             assert_exact(w_BHTS[b][:, ~mask[b]], torch.zeros_like(w_BHTS[b][:, ~mask[b]]), "weights at padding")
+
+    def test_law_08_padding_after_a_state_is_as_if_removed(self) -> None:
+        layer = self.make()
+        for before in (3, 20):
+            first, middle, last = self.inputs(before, 3), self.inputs(12, 3, seed=2), self.inputs(5, 3, seed=3)
+            mask = mask_with([(3, 9, 0), (0, 8, 4), (0, 12, 0)])
+            _, state = layer(first)
+            y, state = layer(middle, state, mask)
+            after, _ = layer(last, state)
+            for b in range(3):
+                whole, _ = layer(torch.cat([first[b], middle[b][mask[b]], last[b]])[None])
+                assert_same_maths(torch.cat([y[b][mask[b]], after[b]]), whole[0, before:], f"row {b}")
 
     @settings(max_examples=12, suppress_health_check=INHERITED)
     @given(
@@ -235,8 +262,6 @@ class AttentionContract:
 
     def test_law_12_compiles_whole_with_inductor(self) -> None:
         if not any(shutil.which(compiler) for compiler in ("c++", "g++", "clang++")):
-            import pytest
-
             pytest.skip("no C++ compiler")
         self.compiles("inductor")
 

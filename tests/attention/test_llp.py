@@ -10,7 +10,7 @@ class TestLlpOfTheEquations(AttentionContract):
     """Equations 22 to 24: the first half segment has its own query, key and value projections."""
 
     name = "llp"
-    options = {"segment": 16, "first_block_projections": True, "rope": True}
+    options = {"segment": 16, "first_block_projections": True, "rope": True, "num_kv_heads": 1}
 
 
 class TestLlpOfThePseudocode(AttentionContract):

@@ -4,3 +4,10 @@ from subquad.testing import AttentionContract
 class TestWindow(AttentionContract):
     name = "window"
     options = {"width": 11}
+
+
+class TestWindowOfSharedHeads(AttentionContract):
+    """One head of keys and values, rotary positions."""
+
+    name = "window"
+    options = {"width": 11, "num_kv_heads": 1, "rope": True}

@@ -89,7 +89,7 @@ def test_bad_input_is_named():
         decoder(tokens, mask=torch.ones_like(tokens))
     with pytest.raises(ValueError, match=r"mask must have shape \(3, 17\)"):
         decoder(tokens, mask=torch.ones(3, 4, dtype=torch.bool))
-    with pytest.raises(ValueError, match="the state holds 3 sequences but tokens hold 2"):
+    with pytest.raises(ValueError, match="the state holds 3 sequences but this decoder was given 2"):
         decoder(tokens[:2], state)
     with pytest.raises(ValueError, match=r"made by configuration .* but this decoder has"):
         tiny("full", dropout=0.5)(tokens, state)

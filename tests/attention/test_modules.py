@@ -1,0 +1,53 @@
+"""Mechanisms as ordinary modules: they copy, pickle, halve, and run on the meta device."""
+
+import copy
+import pickle
+
+import pytest
+import torch
+
+from subquad.attention import build, names
+from subquad.ops import gated_scan
+from subquad.testing import assert_exact, assert_same_maths
+
+
+@pytest.mark.parametrize("name", names())
+def test_copies_and_pickles_compute_the_same(name):
+    layer, x = build(name, dim=8, num_heads=2).double(), torch.randn(2, 9, 8, dtype=torch.float64)
+    for other in (copy.deepcopy(layer), pickle.loads(pickle.dumps(layer))):  # noqa: S301
+        assert_exact(other(x)[0], layer(x)[0])
+
+
+@pytest.mark.parametrize("name", names())
+def test_a_state_goes_on_in_another_precision(name):
+    layer, x = build(name, dim=8, num_heads=2), torch.randn(2, 9, 8)
+    _, state = layer(x)
+    y, _ = layer.to(torch.bfloat16)(x.bfloat16(), state)
+    assert y.dtype == torch.bfloat16
+    assert y.isfinite().all()
+
+
+@pytest.mark.parametrize("name", names())
+def test_shapes_are_known_without_numbers(name):
+    with torch.device("meta"):
+        y, _ = build(name, dim=8, num_heads=2)(torch.empty(2, 9, 8))
+    assert y.shape == (2, 9, 8)
+
+
+@pytest.mark.parametrize("name", names())
+def test_a_state_of_another_batch_is_refused(name):
+    layer = build(name, dim=8, num_heads=2)
+    _, state = layer(torch.randn(1, 9, 8))
+    with pytest.raises(ValueError, match=f"the state holds 1 sequences but this {name} layer was given 3"):
+        layer(torch.randn(3, 9, 8), state)
+
+
+@pytest.mark.parametrize("decays", [1, 4])
+def test_a_decay_of_minus_infinity_forgets_all(decays):
+    q, i, v = (torch.rand(1, 2, 20, 4, dtype=torch.float64) for _ in range(3))
+    log_f = torch.zeros(1, 2, 20, decays, dtype=torch.float64)
+    log_f[:, :, 11] = -torch.inf
+    out, state = gated_scan(q, i, v, log_f)
+    fresh = gated_scan(q[:, :, 11:], i[:, :, 11:], v[:, :, 11:], None)
+    assert_same_maths(out[:, :, 11:], fresh.out, "outputs")
+    assert_same_maths(state, fresh.state, "state")
