@@ -43,16 +43,21 @@ def assert_in_budget(actual: Tensor, plain: Tensor, exact: Tensor, dtype: torch.
 @contextmanager
 def block_sizes(size: int) -> Iterator[None]:
     """Within the block the engines cut sequences into chunks and tiles of `size` tokens."""
-    modules: tuple[tuple[Any, str], ...] = ((scan, "CHUNK"), (softmax, "CHUNK"), (tiles, "MASKED_ROWS"))
-    before = [getattr(module, name) for module, name in modules]
-    for module, name in modules:
-        setattr(module, name, size)
+    modules: tuple[tuple[Any, str, int], ...] = (
+        (scan, "CHUNK", size),
+        (softmax, "CHUNK", size),
+        (softmax, "SLAB_ENTRIES", 64 * size),
+        (tiles, "MASKED_ROWS", size),
+    )
+    before = [getattr(module, name) for module, name, _ in modules]
+    for module, name, value in modules:
+        setattr(module, name, value)
     tiles.static_groups.cache_clear()
     tiles.ragged_groups.cache_clear()
     try:
         yield
     finally:
-        for (module, name), value in zip(modules, before, strict=True):
+        for (module, name, _), value in zip(modules, before, strict=True):
             setattr(module, name, value)
         tiles.static_groups.cache_clear()
         tiles.ragged_groups.cache_clear()

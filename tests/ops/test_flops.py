@@ -38,8 +38,8 @@ def test_gated_scan_by_hand():
 
 
 def test_running_softmax_by_hand():
-    # Sixteen tokens in one chunk, L = 3, V = 2: two diagonal blocks of 8 x 8 and one corner of 8 x 8 make the scores.
-    scores = 3 * 2 * 8 * 8 * 3
+    # Sixteen tokens in one chunk, L = 3, V = 2: four diagonal blocks of 4 x 4, two corners of 4 x 4 and one of 8 x 8.
+    scores = 2 * (4 * 4 * 4 + 2 * 4 * 4 + 8 * 8) * 3
     product, read, written = 2 * 16 * 16 * 2, 2 * 16 * 3 * 2, 2 * 16 * 3 * 2
     assert flops.running_softmax_flops(16, 3, 2, chunk=16) == scores + product + read + written
     # A last chunk is filled up to a power of two.

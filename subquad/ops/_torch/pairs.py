@@ -16,7 +16,7 @@ from collections.abc import Iterator
 import torch
 from torch import Tensor
 
-SUB = 8
+SUB = 4
 
 
 def halvings(C: int) -> Iterator[int]:
@@ -159,11 +159,3 @@ def padded(x_NTL: Tensor, span: tuple[int, int, int], fill: float = 0.0) -> Tens
     if stop - start == size:
         return rows
     return torch.nn.functional.pad(rows, (0, 0, 0, size - (stop - start)), value=fill)
-
-
-def repeat_last(x_NTL: Tensor, span: tuple[int, int, int]) -> Tensor:
-    """The rows of a chunk, its last one repeated up to its size."""
-    start, stop, size = span
-    rows = x_NTL[:, start:stop]
-    missing = size - (stop - start)
-    return torch.cat([rows, rows[:, -1:].expand(-1, missing, -1)], 1) if missing else rows
