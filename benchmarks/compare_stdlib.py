@@ -2,7 +2,8 @@
 
     python benchmarks/compare_stdlib.py [--steps N] [--only llp,latte] [--folder runs/five-mechanisms]
 
-Runs that are in the folder already are gone on with. Everything but the mechanism (and with it the way positions enter)
+Runs that are in the folder already are gone on with. With --only no table is written; a run without it, which
+finds the finished ones, writes it. Everything but the mechanism (and with it the way positions enter)
 is the same in the five recipes.
 """
 
@@ -38,7 +39,12 @@ def main() -> None:
     parser.add_argument("--folder", type=Path, default=ROOT / "runs" / "five-mechanisms", help="folder of the runs")
     arguments = parser.parse_args()
     names = arguments.only.split(",")
+    if unknown := set(names) - set(MECHANISMS):
+        parser.error(f"unknown {', '.join(sorted(unknown))}; valid: {', '.join(MECHANISMS)}")
     rows = [run(name, arguments.folder / name, arguments.steps) for name in names]
+    if names != list(MECHANISMS):
+        Console().print(f"{len(rows)} of {len(MECHANISMS)} ran: no table; make it by {command(arguments.steps)}")
+        return
     results = {
         "command": command(arguments.steps),
         "date": date.today().isoformat(),

@@ -150,6 +150,12 @@ def test_every_recipe_is_read_by_name():
         assert isinstance(read_config(["--recipe", name]), TrainConfig)
 
 
+@pytest.mark.parametrize("flag", [["--data", "texts/"], ["--data=texts/"], ["--data.path", "texts/"]])
+def test_data_alone_is_its_path(flag, place):
+    config = read_config([*flag, "--config", str(place / "tiny.yaml")])
+    assert (config.data.path, config.data.tokenizer) == ("texts/", "bytes")
+
+
 def test_options_of_mechanisms_and_hybrids_are_flags():
     config = read_config(["--model.attention", "[llp, full]", "--model.options.llp.segment", "64"])
     assert config.model.attention == ["llp", "full"]
@@ -325,6 +331,14 @@ def test_samples_end_where_learned_positions_do(place, capsys, caplog):
     assert len((folder / "samples.txt").read_text().split("---")) == 4
 
 
+def test_a_short_table_of_positions_is_enough_for_all_that_a_run_reports(place, capsys, caplog):
+    learned = ["--model.position", "learned", "--model.max_positions", "32", "--run.prompt", "a long prompt " * 4]
+    folder = place / "short table"
+    assert main(["train", "--config", str(place / "tiny.yaml"), *learned, "--run.folder", str(folder)]) == 0
+    assert "samples have 1 tokens: the table of positions has 32 rows" in caplog.text
+    assert json.loads((folder / "report.json").read_text())["decode_tokens_per_second"] > 0
+
+
 def test_the_folder_of_a_run_repeats_it(trained, place):
     again = place / "again"
     assert main(["train", "--config", str(trained / "config.yaml"), "--run.folder", str(again)]) == 0
@@ -377,7 +391,7 @@ def test_eval_reads_a_checkpoint_of_a_run(trained, tmp_path, capsys):
 def test_eval_reads_the_whole_of_another_text(trained, tmp_path, capsys):
     (tmp_path / "other.txt").write_text("another text, é\n" * 9, encoding="utf-8")
     result = tmp_path / "result.json"
-    arguments = ["--data.path", str(tmp_path / "other.txt"), "--data.cache", str(tmp_path), "--json", str(result)]
+    arguments = ["--data", str(tmp_path / "other.txt"), "--data.cache", str(tmp_path), "--json", str(result)]
     assert main(["eval", str(trained), *arguments, "--length", "16", "--stride", "4"]) == 0
     values = json.loads(result.read_text())
     assert (values["text_bytes"], values["words"], values["tokens"]) == (17 * 9, 27, 17 * 9 - 1)

@@ -1,4 +1,7 @@
-"""Everything that the README and the guide show is run, and the table of mechanisms is the registry's."""
+"""Everything that the README and the guide show is run, and the table of mechanisms is the registry's.
+
+Where a page names commands in its text, as `benchmarks/GPU_TODO.md` does, they are checked alike.
+"""
 
 import importlib.util
 import io
@@ -15,6 +18,7 @@ from subquad.tools.mechanisms import markdown
 
 ROOT = Path(__file__).resolve().parents[1]
 PAGES = ("README.md", "docs/guide.md")
+TABLES = ("benchmarks/GPU_TODO.md",)
 BLOCK = re.compile(r"^```(\w+)\n(.*?)^```", re.MULTILINE | re.DOTALL)
 
 
@@ -30,6 +34,11 @@ COMMANDS = [
     for block in blocks(page, "console")
     for line in block.splitlines()
     if "subquad " in line
+]
+COMMANDS += [
+    (page, command)
+    for page in TABLES
+    for command in re.findall(r"`(subquad [^`]+)`", (ROOT / page).read_text(encoding="utf-8"))
 ]
 
 

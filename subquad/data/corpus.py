@@ -14,7 +14,7 @@ from tokenizers import Tokenizer
 
 from subquad.config import digest
 from subquad.data.config import DataConfig
-from subquad.data.files import aside, read_json, remove, write_json
+from subquad.data.files import aside, locked, read_json, remove, set_aside, sweep, write_json
 from subquad.data.shards import FORMAT_VERSION, TokenShard
 from subquad.data.sources import Source, open_source
 from subquad.data.split import cut, hold_out
@@ -196,16 +196,33 @@ def _open(folder: Path) -> Corpus:
 
 
 def _usable(folder: Path, check: Callable[[], object]) -> bool:
-    """Whether `folder` is there and `check` finds it whole; a damaged one is removed, with a warning."""
+    """Whether `folder` is there and `check` finds it whole; a damaged one is removed, with a warning.
+
+    It is checked again and renamed under a lock: another process may have put a whole one there since the first check.
+    """
+    sweep(folder.parent, f"{folder.name.partition('-')[0]}-*")
     if not folder.is_dir():
         return False
+    if _damage(check) is None:
+        return True
+    with locked(folder.parent):
+        if not folder.is_dir():
+            return False
+        damage = _damage(check)
+        if damage is None:
+            return True
+        logger.warning("prepared data in %s cannot be used and is made again: %s", folder, damage)
+        away = set_aside(folder)
+    remove(away)
+    return False
+
+
+def _damage(check: Callable[[], object]) -> Exception | None:
     try:
         check()
     except (ValueError, KeyError, OSError) as error:
-        logger.warning("prepared data in %s cannot be used and is made again: %s", folder, error)
-        remove(folder)
-        return False
-    return True
+        return error
+    return None
 
 
 def _check_unchanged(source: Source, before: str) -> None:

@@ -3,13 +3,22 @@
 from __future__ import annotations
 
 import json
+import logging
 import os
 import shutil
+import sys
+import time
 import uuid
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
+
+if sys.platform != "win32":
+    import fcntl
+
+logger = logging.getLogger(__name__)
+DAY = 24 * 3600.0
 
 
 @contextmanager
@@ -19,7 +28,7 @@ def aside(path: Path) -> Iterator[Path]:
     After an error nothing is left. A folder that someone else has put at `path` meanwhile stays, and ours goes.
     """
     path.parent.mkdir(parents=True, exist_ok=True)
-    temporary = path.with_name(f".{path.name}.{uuid.uuid4().hex}")
+    temporary = _beside(path)
     try:
         yield temporary
         sync(temporary)
@@ -31,6 +40,44 @@ def aside(path: Path) -> Iterator[Path]:
         sync(path.parent)
     finally:
         remove(temporary)
+
+
+def sweep(folder: Path, names: str, older_than: float = DAY) -> None:
+    """Delete what killed processes left in `folder` of `aside(folder / name)`, where the glob `names` fits the name.
+
+    What was written to in the last `older_than` seconds stays: its process may be at work.
+    """
+    for path in folder.glob(f".{names}.{'[0-9a-f]' * 32}"):
+        with suppress(FileNotFoundError):  # another process sweeps too, or is done
+            written = max(entry.stat().st_mtime for entry in [path, *path.glob("*")])
+            if written < time.time() - older_than:
+                logger.warning("deleted %s: the process that wrote it was killed", path)
+                remove(path)
+
+
+@contextmanager
+def locked(folder: Path) -> Iterator[None]:
+    """Keep out other processes that lock `folder`, which gets no new file; the lock ends with the process."""
+    if sys.platform == "win32":
+        yield  # no lock there, but no folder with an open file is renamed either
+        return
+    descriptor = os.open(folder, os.O_RDONLY)
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_EX)
+        yield
+    finally:
+        os.close(descriptor)
+
+
+def set_aside(path: Path) -> Path:
+    """Rename what is at `path` to a name that `sweep` knows, and return that."""
+    away = _beside(path)
+    os.replace(path, away)
+    return away
+
+
+def _beside(path: Path) -> Path:
+    return path.with_name(f".{path.name}.{uuid.uuid4().hex}")
 
 
 def sync(path: Path) -> None:

@@ -86,7 +86,8 @@ def open_source(path: str, *, skip_bad_files: bool = False) -> Source:
 def _missing(path: str, place: Path) -> str:
     choices = ["stdlib", "hf:NAME"]
     if place.parent.is_dir():
-        choices += [str(place.parent / entry) for entry in sorted(os.listdir(place.parent))[:20]]
+        shown = [entry for entry in sorted(os.listdir(place.parent)) if not entry.startswith(".")]
+        choices += [str(place.parent / entry) for entry in shown[:20]]
     return f"there is no file or folder {path!r}; {suggest(path, choices)}"
 
 

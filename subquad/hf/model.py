@@ -45,22 +45,26 @@ class SubquadForCausalLM(PreTrainedModel, GenerationMixin):
         labels: Tensor | None = None,
         past_key_values: SubquadCache | None = None,
         use_cache: bool | None = None,
-        logits_to_keep: int = 0,
+        logits_to_keep: int | Tensor = 0,
         num_items_in_batch: Tensor | int | None = None,
         output_logits: bool | None = None,
         inputs_embeds: Tensor | None = None,
         output_attentions: bool | None = None,
         output_hidden_states: bool | None = None,
         return_dict: bool | None = None,
+        position_ids: Tensor | None = None,
     ) -> CausalLMOutputWithPast | tuple[Any, ...]:
         """Logits of the next token `[B, T, V]` and, with `labels`, the loss in nats.
 
         `labels` `[B, T]` are the tokens themselves, as everywhere in transformers: they are shifted here, and -100 and
         padding are left out. The loss is the mean over the labels that count, or their sum over `num_items_in_batch`
-        where the Trainer gives it. `attention_mask` is `[B, T]` or longer by the tokens in `past_key_values`; padding
-        may stand anywhere. A cache that is given is read, and moves on unless `use_cache` is False. `logits_to_keep`
-        keeps the last so many logits (0: all). With labels in training the logits are None, which saves their memory,
-        unless `output_logits` is True. Raises `ValueError` or `TypeError` for inputs that the model does not take.
+        where the Trainer gives it: labels at padding, which are in that number, must be -100 then, and of a row that
+        begins with padding it still holds one label that no real token predicts. `attention_mask` is `[B, T]` or longer
+        by the tokens in `past_key_values`; padding may stand anywhere. A cache that is given is read, and moves on
+        unless `use_cache` is False. Positions count the real tokens of a row; `position_ids` may say the same and
+        nothing else. `logits_to_keep` keeps the last so many logits (0: all), or those at the places in a tensor `[N]`
+        of integers. With labels in training the logits are None, which saves their memory, unless `output_logits` is
+        True. Raises `ValueError` or `TypeError` for inputs that the model does not take.
         """
         _refuse(inputs_embeds, output_attentions, output_hidden_states)
         if input_ids is None:
@@ -72,9 +76,11 @@ class SubquadForCausalLM(PreTrainedModel, GenerationMixin):
         cache = self._cache(past_key_values, use_cache)
         mask_BT = _padding_mask(attention_mask, input_ids)
         if cache is None:
+            _check_positions(position_ids, input_ids, mask_BT, 0)
             h_BTD = self.model.vectors(input_ids, mask_BT)
         else:
             h_BTD, state = self.model.hidden(input_ids, cache.state, mask_BT)
+            _check_positions(position_ids, input_ids, mask_BT, 0 if cache.state is None else cache.state.seen)
             if use_cache is not False:
                 cache.update_state(state, input_ids.shape[1])
 
@@ -82,7 +88,7 @@ class SubquadForCausalLM(PreTrainedModel, GenerationMixin):
         if labels is not None:
             loss = self._loss(h_BTD, labels, mask_BT, num_items_in_batch)
         if output_logits or (output_logits is None and not (self.training and labels is not None)):
-            logits_BTV = F.linear(h_BTD[:, -logits_to_keep:] if logits_to_keep else h_BTD, self.model.head_weight)
+            logits_BTV = F.linear(h_BTD[:, _kept(logits_to_keep)], self.model.head_weight)
         output = CausalLMOutputWithPast(loss=loss, logits=logits_BTV, past_key_values=cache)
         wants_dict = self.config.return_dict if return_dict is None else return_dict
         return output if wants_dict else output.to_tuple()
@@ -99,6 +105,11 @@ class SubquadForCausalLM(PreTrainedModel, GenerationMixin):
         target_BT = _next_labels(labels_BT, mask_BT)
         if items is None:
             return self.model.loss_of_hidden(h_BTD, target_BT)
+        if mask_BT is not None and not torch.compiler.is_compiling() and bool((labels_BT[~mask_BT] != IGNORED).any()):
+            raise ValueError(
+                "num_items_in_batch counts labels at padding, which the loss leaves out: set labels to -100 where "
+                "attention_mask is 0, as the collators of transformers do"
+            )
         return self.model.loss_of_hidden(h_BTD, target_BT, reduction="sum") / items
 
     def get_input_embeddings(self) -> nn.Module:
@@ -167,6 +178,39 @@ def _padding_mask(attention_mask: Tensor | None, tokens_BT: Tensor) -> Tensor | 
     if not torch.compiler.is_compiling() and bool(mask_BT.all()):
         return None
     return mask_BT
+
+
+def _check_positions(
+    position_ids: Tensor | None, tokens_BT: Tensor, mask_BT: Tensor | None, seen: int | Tensor
+) -> None:
+    """Raise `ValueError` where a real token's position isn't the number of real tokens before it in its row."""
+    if position_ids is None or torch.compiler.is_compiling():
+        return
+    T = tokens_BT.shape[1]
+    if position_ids.ndim != 2 or position_ids.shape[0] not in (1, tokens_BT.shape[0]) or position_ids.shape[1] != T:
+        raise ValueError(f"position_ids must have shape {list(tokens_BT.shape)}, got {list(position_ids.shape)}")
+    real_BT = torch.ones_like(tokens_BT, dtype=torch.bool) if mask_BT is None else mask_BT
+    start_B = torch.as_tensor(seen, device=tokens_BT.device).expand(tokens_BT.shape[0])
+    counted_BT = start_B[:, None] + real_BT.cumsum(1) - 1
+    if bool(((position_ids != counted_BT) & real_BT).any()):
+        raise ValueError(
+            "position_ids other than the count of the row's real tokens are not supported (no gaps, no packed "
+            "documents): leave position_ids out, and name padding by attention_mask"
+        )
+
+
+def _kept(logits_to_keep: int | Tensor) -> slice | Tensor:
+    """The places whose logits are wanted, as an index of T."""
+    if isinstance(logits_to_keep, Tensor):
+        if logits_to_keep.ndim != 1 or logits_to_keep.dtype not in (torch.int64, torch.int32):
+            raise TypeError(
+                "logits_to_keep must be an integer or a tensor [N] of int64 or int32, got a tensor "
+                f"{list(logits_to_keep.shape)} of {logits_to_keep.dtype}"
+            )
+        return logits_to_keep
+    if logits_to_keep < 0:
+        raise ValueError(f"logits_to_keep must be at least 0 (0: all), got {logits_to_keep}")
+    return slice(-logits_to_keep, None) if logits_to_keep else slice(None)
 
 
 def _next_labels(labels_BT: Tensor, mask_BT: Tensor | None) -> Tensor:

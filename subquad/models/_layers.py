@@ -47,8 +47,9 @@ def build_mechanisms(config: DecoderConfig) -> list[Attention]:
     """The mechanism of each layer.
 
     `options` of a mechanism win over the decoder's own settings (`bias`, `attention_dropout`, `num_kv_heads`, `rope`,
-    `rope_base`). Options of a registered mechanism that no layer uses are checked and otherwise ignored, so one file
-    can hold the options of several. Raises `ValueError` for unknown names and for settings that no layer can follow.
+    `rope_base`). Options of a registered mechanism that no layer uses are checked, names and values, and otherwise
+    ignored, so one file can hold the options of several. Raises `ValueError` for unknown names and for settings that no
+    layer can follow, `TypeError` for an option of the wrong type.
     """
     _check_options(config)
     chosen = {name: attention.mechanism(name) for name in config.mechanisms}
@@ -84,7 +85,13 @@ def _options(config: DecoderConfig, name: str, cls: type[Attention]) -> dict[str
 
 def _check_options(config: DecoderConfig) -> None:
     for name, options in config.options.items():
-        known = _known(attention.mechanism(name)) - {"dim"}
+        cls = attention.mechanism(name)
+        known = _known(cls) - {"dim"}
         for option in options:
             if option not in known:
                 raise ValueError(f"attention {name!r} has no option {option!r}; {suggest(option, known)}")
+        if name not in config.mechanisms:
+            try:
+                cls.Config.from_dict({"dim": config.dim, "num_heads": config.num_heads, **options})
+            except (TypeError, ValueError) as error:
+                raise type(error)(f"options of attention {name!r}, which no layer uses: {error}") from error

@@ -42,6 +42,13 @@ class Parser(jsonargparse.ArgumentParser):
         help_text = "A YAML or JSON file, or the name of a shipped recipe, to start from; flags win over it."
         self.add_argument(*_FILES, action=_File, metavar="NAME", help=help_text)
 
+    def add_config(self, config: type[Any]) -> None:
+        """Add a flag for each field of `config`; its group `data` can be given as a path alone (`data_is_a_path`)."""
+        self.add_class_arguments(config, None, as_group=False)
+        for action in self._actions:
+            if action.option_strings == ["--data"]:
+                action.metavar, action.help = "PATH", "Short for --data.path PATH."
+
     def add_yes_no(self, name: str, help_text: str) -> None:
         """Add `--name` (the default) and `--no-name`."""
         self.add_argument(f"--{name}", action=argparse.BooleanOptionalAction, default=True, help=help_text)
@@ -101,6 +108,11 @@ def _holds(file: str, key: str) -> bool:
             return False
         values = values[part]
     return True
+
+
+def data_is_a_path(arguments: Sequence[str]) -> list[str]:
+    """The arguments with `--data PATH` written out, as `--data.path PATH`."""
+    return [re.sub(r"^--data(?==|$)", "--data.path", argument) for argument in arguments]
 
 
 def files_first(arguments: Sequence[str]) -> list[str]:

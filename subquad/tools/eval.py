@@ -13,7 +13,7 @@ from rich.console import Console
 from rich.table import Table
 
 from subquad.evaluation.config import EvalConfig, TextConfig
-from subquad.tools.arguments import Parser
+from subquad.tools.arguments import Parser, data_is_a_path
 
 if TYPE_CHECKING:
     from subquad.data import TokenShard
@@ -34,14 +34,14 @@ def make_parser() -> Parser:
     parser.add_argument(
         "run", type=str, help="The folder of a run, or another that transformers' from_pretrained reads."
     )
-    parser.add_class_arguments(EvalConfig, None, as_group=False)
+    parser.add_config(EvalConfig)
     return parser
 
 
 def run(arguments: Sequence[str]) -> int:
     """Parse, measure, print, return the exit status."""
     parser = make_parser()
-    values = parser.instantiate(parser.parse_args(arguments)).as_dict()
+    values = parser.instantiate(parser.parse_args(data_is_a_path(arguments))).as_dict()
     folder = values.pop("run")
     evaluation = _evaluate(folder, EvalConfig(**values))
     if values["json"] is not None:

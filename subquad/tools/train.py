@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING
 from rich.console import Console
 
 from subquad.generation.config import SamplingConfig
-from subquad.tools.arguments import Parser, files_first
+from subquad.tools.arguments import Parser, data_is_a_path, files_first
 from subquad.training.config import TrainConfig
 
 if TYPE_CHECKING:
@@ -50,14 +50,14 @@ def make_parser() -> Parser:
         "same command is given again.",
     )
     parser.add_files()
-    parser.add_class_arguments(TrainConfig, None, as_group=False)
+    parser.add_config(TrainConfig)
     return parser
 
 
 def read_config(arguments: Sequence[str]) -> TrainConfig:
     """The configuration from `--recipe`, `--config` and flags; wrong ones exit with status 2."""
     parser = make_parser()
-    values = parser.instantiate(parser.parse_args(files_first(arguments)))
+    values = parser.instantiate(parser.parse_args(files_first(data_is_a_path(arguments))))
     return TrainConfig(**{field.name: values[field.name] for field in fields(TrainConfig)})
 
 
@@ -67,8 +67,6 @@ def check(config: TrainConfig) -> None:
 
     from subquad.models import Decoder
 
-    if not config.run.prompt:
-        raise ValueError("run.prompt must hold some text for the samples to go on from, got ''")
     with torch.device("meta"):
         Decoder(config.model)
 
@@ -128,7 +126,8 @@ def _samples(result: RunResult) -> str:
     prompt = tokenizer.encode(options.prompt, add_special_tokens=False).ids
     count, model = options.sample_tokens, result.config.model
     if model.position == "learned" and len(prompt) + count - 1 > model.max_positions:
-        count = max(0, model.max_positions - len(prompt) + 1)
+        prompt = prompt[-model.max_positions :]
+        count = model.max_positions - len(prompt) + 1
         logger.warning("samples have %d tokens: the table of positions has %d rows", count, model.max_positions)
     texts = []
     for number in range(SAMPLES):

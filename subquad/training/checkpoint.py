@@ -12,6 +12,7 @@ import logging
 import os
 import re
 import shutil
+import stat
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -51,6 +52,7 @@ def publish(folder: Path, target: Path, *, step: int, settings: Mapping[str, Any
 
     Raises `CheckpointError` where one of the required parts is missing: nothing is published then.
     """
+    share(folder)
     files = sorted(path for path in folder.rglob("*") if path.is_file())
     names = [path.relative_to(folder).as_posix() for path in files]
     for part in REQUIRED:
@@ -70,6 +72,17 @@ def publish(folder: Path, target: Path, *, step: int, settings: Mapping[str, Any
     for path in [*(path for path in folder.rglob("*") if path.is_dir()), folder]:
         _sync_folder(path)
     replace_folder(folder, target)
+
+
+def share(folder: Path) -> None:
+    """Give the files in `folder` the permissions of any new file: safetensors lets nobody but the owner read."""
+    probe = folder / ".mode"
+    probe.touch()  # 0o666 less the umask, which can't be asked for without changing it
+    mode = stat.S_IMODE(probe.stat().st_mode)
+    probe.unlink()
+    for path in folder.rglob("*"):
+        if path.is_file():
+            path.chmod(mode)
 
 
 def replace_folder(source: Path, target: Path) -> None:

@@ -114,6 +114,8 @@ class RunConfig(Config):
             at_least("run.threads", self.threads, 1)
         if not self.folder:
             raise ValueError("run.folder must name a folder, got ''")
+        if not self.prompt:
+            raise ValueError("run.prompt must hold some text for the samples to go on from, got ''")
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -92,7 +92,7 @@ def train(config: TrainConfig, *, resume: bool = True, console: Console | None =
         corpus = _prepare(config, console)
     config = config.replace(model=_fitted(config.model, corpus))
     _check_lengths(config, corpus)
-    settings = _settings(config, corpus, arguments.world_size)
+    settings = _settings(config, corpus, arguments)
     main = arguments.process_index == 0
     with arguments.main_process_first(local=False, desc="looking for a checkpoint"):
         if main:
@@ -150,7 +150,7 @@ def _run(
     return RunResult(
         folder=folder,
         config=config,
-        model=model,
+        model=trainer.accelerator.unwrap_model(trainer.model, keep_fp32_wrapper=False),  # without training's autocast
         corpus=corpus,
         steps=trainer.state.global_step,
         tokens=trainer.state.global_step * meter.step_tokens,
@@ -176,6 +176,7 @@ def _finish(folder: Path, trainer: SubquadTrainer, *, final: bool) -> None:
     aside = folder / ".saving-model"
     shutil.rmtree(aside, ignore_errors=True)
     trainer._save(str(aside))
+    checkpoint.share(aside)
     # config.json comes last: a folder that has it has the weights.
     for path in sorted(aside.iterdir(), key=lambda path: path.name == "config.json"):
         os.replace(path, folder / path.name)
@@ -233,14 +234,15 @@ def _held_out(config: TrainConfig, corpus: Corpus) -> Subset[dict[str, torch.Ten
     return Subset(windows, [i * len(windows) // count for i in range(count)])
 
 
-def _settings(config: TrainConfig, corpus: Corpus, processes: int) -> dict[str, Any]:
-    """What must stay the same for a run to go on."""
+def _settings(config: TrainConfig, corpus: Corpus, arguments: TrainingArguments) -> dict[str, Any]:
+    """What must stay the same for a run to go on; the precision is the one that `auto` chose."""
     return {
         "model": config.model.to_dict(),
         "batch": config.batch.to_dict(),
         "optimizer": config.optimizer.to_dict(),
         "run.seed": config.run.seed,
-        "processes": processes,
+        "run.precision": "bf16" if arguments.bf16 else "float32",
+        "processes": arguments.world_size,
         "data": digest([corpus.fingerprint, corpus.train_files, len(corpus.train)]),
         "tokenizer": digest(corpus.tokenizer.to_str()),
     }

@@ -263,7 +263,10 @@ def training_arguments(config: TrainConfig, root: Path) -> TrainingArguments:
 
 
 def _multiplies_bf16(cpu: bool) -> bool:
-    """Whether the processor (or the GPU) has instructions for products of bfloat16."""
+    """Whether the processor (or the GPU) has instructions for products of bfloat16.
+
+    Of AMX PyTorch tells the tiles only; all processors that have them multiply bfloat16 with them (AMX-BF16).
+    """
     if not cpu:
         return torch.cuda.is_bf16_supported()
     checks = ("_is_avx512_bf16_supported", "_is_amx_tile_supported")

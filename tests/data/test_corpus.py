@@ -1,7 +1,10 @@
 import hashlib
 import logging
+import os
+import shutil
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 import numpy as np
@@ -140,6 +143,41 @@ def test_a_corpus_that_is_swapped_for_another_format_is_made_again(config, caplo
     manifest.write_text(manifest.read_text().replace('"version": 1', '"version": 0'))
     prepare(config)
     assert "has corpus format version 0, this release reads version 1" in caplog.text
+
+
+def test_a_corpus_that_another_process_repaired_meanwhile_stays(config, monkeypatch, tmp_path):
+    corpus = prepare(config)
+    good = tmp_path / "good"
+    shutil.copytree(corpus.folder, good)
+    (corpus.folder / "held_out.txt").write_bytes(b"damaged")
+    real, published = module._open, []
+
+    def open_and_be_overtaken(folder):
+        try:
+            return real(folder)
+        except ValueError:
+            shutil.rmtree(folder)
+            good.rename(folder)
+            published.append((folder / "train.tokens").stat().st_ino)
+            raise
+
+    monkeypatch.setattr(module, "_open", open_and_be_overtaken)
+    assert [prepare(config).train.path.stat().st_ino] == published
+
+
+def test_what_killed_preparations_left_is_swept_after_a_day(config, caplog):
+    folder = prepare(config).folder
+    cache, old, new, other = folder.parent, f".{folder.name}.{'0a' * 16}", f".corpus-xy.{'1b' * 16}", ".corpus-notes"
+    yesterday = time.time() - 25 * 3600
+    for name in (old, new, other):
+        (cache / name).mkdir()
+        (cache / name / "text").write_text("half")
+        os.utime(cache / name, (yesterday, yesterday))
+        if name != new:  # its file is being written, which leaves the folder's own time
+            os.utime(cache / name / "text", (yesterday, yesterday))
+    prepare(config)
+    assert {entry.name for entry in cache.iterdir()} == {folder.name, new, other}
+    assert f"deleted {cache / old}: the process that wrote it was killed" in caplog.text
 
 
 def test_processes_prepare_the_same_corpus_at_once(config):

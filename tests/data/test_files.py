@@ -1,6 +1,8 @@
+import os
+
 import pytest
 
-from subquad.data.files import aside, read_json, remove, write_json
+from subquad.data.files import aside, locked, read_json, remove, set_aside, write_json
 
 
 def write_half(place):
@@ -46,6 +48,26 @@ def test_a_file_cannot_take_a_folders_place(tmp_path):
     with pytest.raises(OSError, match=r"Is a directory|denied"), aside(tmp_path / "place") as file:
         file.write_text("a file")
     assert (tmp_path / "place").is_dir()
+
+
+def test_a_lock_keeps_others_out_and_leaves_no_file(tmp_path):
+    fcntl = pytest.importorskip("fcntl")
+    other = os.open(tmp_path, os.O_RDONLY)
+    try:
+        with locked(tmp_path), pytest.raises(BlockingIOError, match="unavailable"):
+            fcntl.flock(other, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        fcntl.flock(other, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    finally:
+        os.close(other)
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_folder_is_set_aside_whole(tmp_path):
+    (tmp_path / "folder").mkdir()
+    (tmp_path / "folder" / "file").write_text("text")
+    away = set_aside(tmp_path / "folder")
+    assert (away / "file").read_text() == "text"
+    assert [entry.name for entry in tmp_path.iterdir()] == [away.name]
 
 
 def test_json_is_kept_and_other_content_named(tmp_path):

@@ -55,6 +55,11 @@ def test_a_missing_path_is_answered_with_its_neighbours(tmp_path):
         open_source(asked)
     with pytest.raises(FileNotFoundError, match="did you mean 'stdlib'"):
         open_source("stdlb")
+    (tmp_path / ".secret").touch()
+    with pytest.raises(FileNotFoundError, match=r"valid: ") as error:
+        open_source(str(tmp_path / "secret"))
+    assert near in str(error.value)
+    assert ".secret" not in str(error.value)
 
 
 @pytest.mark.parametrize(("suffix", "pack"), [(".xz", lzma.compress), (".gz", gzip.compress), (".bz2", bz2.compress)])

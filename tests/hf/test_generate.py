@@ -63,6 +63,14 @@ def test_with_a_cache_the_same_tokens_come(name, prompts, how):
     assert tokens[0][:, 8:].unique().numel() > 2
 
 
+def test_default_positions_may_be_given_and_others_not():
+    model, mask = tiny(), left_padded()["attention_mask"]
+    positions = (mask.cumsum(1) - 1).clamp(min=0)
+    assert_exact(model.generate(**left_padded(), **NEW, position_ids=positions), model.generate(**left_padded(), **NEW))
+    with pytest.raises(ValueError, match="position_ids other than the count of the row's real tokens"):
+        model.generate(**left_padded(), **NEW, position_ids=positions + 2)
+
+
 @every_mechanism
 def test_a_left_padded_prompt_gives_what_it_gives_alone(name):
     model = tiny(name)

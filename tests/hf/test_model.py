@@ -153,6 +153,8 @@ def test_the_last_logits_alone():
     model, tokens = tiny().double(), some_tokens()
     whole = model(tokens).logits
     assert_same_maths(model(tokens, logits_to_keep=2).logits, whole[:, -2:])
+    places = torch.tensor([7, 0, 3])
+    assert_same_maths(model(tokens, logits_to_keep=places).logits, whole[:, places])
 
 
 def test_a_tuple_comes_back_when_asked_for():
@@ -212,8 +214,55 @@ def test_what_it_does_not_take_is_named():
         model(tokens, attention_mask=torch.ones(3, 1, 11, 11))
     with pytest.raises(TypeError, match=r"must be a subquad.hf.SubquadCache, got DynamicCache"):
         model(tokens, past_key_values=DynamicCache())
-    with pytest.raises(TypeError, match="position_ids"):
-        model(tokens, position_ids=tokens)
+    with pytest.raises(ValueError, match=r"position_ids must have shape \[3, 11\], got \[3, 4\]"):
+        model(tokens, position_ids=tokens[:, :4])
+    with pytest.raises(ValueError, match=r"logits_to_keep must be at least 0 .*, got -1"):
+        model(tokens, logits_to_keep=-1)
+    with pytest.raises(TypeError, match=r"logits_to_keep must be .* got a tensor \[2\] of torch.float32"):
+        model(tokens, logits_to_keep=torch.ones(2))
+
+
+def test_positions_are_counted_and_may_only_be_repeated():
+    model, tokens = tiny(), some_tokens()
+    mask = torch.ones_like(tokens)
+    mask[1, :4] = mask[2, 5] = 0
+    counted = mask.cumsum(1) - 1
+    expected = model(tokens, attention_mask=mask).logits
+    assert_exact(model(tokens, attention_mask=mask, position_ids=counted).logits, expected)
+    assert_exact(model(tokens, position_ids=torch.arange(11)[None]).logits, model(tokens).logits)
+    cache = model(tokens[:, :6], attention_mask=mask[:, :6]).past_key_values
+    model(tokens[:, 6:], attention_mask=mask, position_ids=counted[:, 6:], past_key_values=cache, use_cache=False)
+    for wrong in (counted + 1, counted.flip(1), torch.arange(11)[None]):
+        with pytest.raises(ValueError, match="position_ids other than the count of the row's real tokens"):
+            model(tokens, attention_mask=mask, position_ids=wrong)
+    with pytest.raises(ValueError, match="position_ids other than the count"):
+        model(tokens[:, 6:], attention_mask=mask, position_ids=counted[:, 6:] - 6, past_key_values=cache)
+
+
+def test_the_trainers_count_and_the_loss_leave_out_the_same():
+    """A mean over two batches by the count of both is the mean over all labels; a count of padding is refused.
+
+    A row that begins with padding counts one label more than has a real token before it.
+    """
+    model, tokens = tiny().double(), some_tokens()
+    mask = torch.ones_like(tokens)
+    mask[0, 8:] = mask[1, 3:] = 0
+    labels = tokens.masked_fill(mask == 0, -100)
+    items = (labels[:, 1:] != -100).sum()
+    parts = [
+        model(tokens[part], attention_mask=mask[part], labels=labels[part], num_items_in_batch=items).loss
+        for part in (slice(0, 1), slice(1, 3))
+    ]
+    left = {"attention_mask": mask.flip(1), "labels": labels.flip(1)}
+    counted = (left["labels"][:, 1:] != -100).sum()
+    assert counted == items + 2
+    expected = model(tokens.flip(1), **left).loss * items / counted
+    assert_same_maths(model(tokens.flip(1), **left, num_items_in_batch=counted).loss, expected)
+    whole = model(tokens, attention_mask=mask, labels=labels).loss
+    assert_same_maths(sum(parts), whole)
+    assert_same_maths(model(tokens, attention_mask=mask, labels=tokens).loss, whole)
+    with pytest.raises(ValueError, match=r"num_items_in_batch counts labels at padding, .* set labels to -100 where"):
+        model(tokens, attention_mask=mask, labels=tokens, num_items_in_batch=items)
 
 
 # peft 0.21 reads a name that transformers 5.23 deprecates.

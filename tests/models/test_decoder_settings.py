@@ -65,6 +65,11 @@ def test_settings_reach_the_mechanisms_that_have_them():
         ({"options": {"llp": {"segments": 4}}}, "attention 'llp' has no option 'segments'; did you mean 'segment'"),
         ({"options": {"window": {"widht": 4}}}, "attention 'window' has no option 'widht'; did you mean 'width'"),
         ({"options": {"llp": {"dim": 4}}}, "attention 'llp' has no option 'dim'"),
+        (
+            {"options": {"window": {"width": -3}}},
+            "options of attention 'window', which no layer uses: width must be at least 1, got -3",
+        ),
+        ({"options": {"latte": {"num_heads": 5}}}, "options of attention 'latte', which no layer uses: dim must be"),
         ({"attention": "latte"}, "position='rope' needs a layer that rotates .* latte does not; choose sinusoidal"),
         (
             {"attention": ["latte", "linear"], "position": "none", "num_kv_heads": 1},
@@ -76,6 +81,13 @@ def test_settings_reach_the_mechanisms_that_have_them():
 def test_settings_that_no_layer_can_follow_are_named(fields, message):
     with pytest.raises(ValueError, match=message):
         Decoder(DecoderConfig(**({"dim": 16, "num_heads": 2, "num_layers": 2} | fields)))
+
+
+def test_a_value_of_the_wrong_type_is_one_whether_the_mechanism_is_used_or_not():
+    with pytest.raises(TypeError, match=r"options of attention 'window', which no layer uses: .*width"):
+        tiny("llp", options={"window": {"width": "wide"}})
+    with pytest.raises(TypeError, match="width"):
+        tiny("window", options={"window": {"width": "wide"}})
 
 
 def test_bad_input_is_named():

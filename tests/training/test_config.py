@@ -28,6 +28,7 @@ from subquad.training import BatchConfig, OptimizerConfig, RunConfig, ScheduleCo
         ({"run": {"steps": 0}}, "run.steps must be at least 1, got 0"),
         ({"run": {"keep": 0}}, "run.keep must be at least 1, got 0"),
         ({"run": {"max_minutes": 0.0}}, "run.max_minutes must be a positive number"),
+        ({"run": {"prompt": ""}}, "run.prompt must hold some text for the samples to go on from, got ''"),
         ({"run": {"threads": 0}}, "run.threads must be at least 1, got 0"),
         ({"run": {"sample_temperature": 0.0}}, "run.sample_temperature must be a positive number"),
         ({"run": {"folder": ""}}, "run.folder must name a folder"),

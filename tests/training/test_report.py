@@ -54,6 +54,12 @@ def test_counts_past_learned_positions_are_left_out() -> None:
     assert [size.tokens for size in state_sizes(decoder, TOKENS, after=(100, 1_000))] == [100]
 
 
+@pytest.mark.parametrize("rows", [2, 3, 100, 191])
+def test_the_speed_of_decoding_is_measured_within_learned_positions(rows: int) -> None:
+    decoder = make("window", position="learned", max_positions=rows)
+    assert decode_speed(decoder, TOKENS * 2) > 0
+
+
 def test_modes_are_restored() -> None:
     decoder = make("window").train()
     assert decode_speed(decoder, TOKENS, tokens=3) > 0

@@ -5,7 +5,6 @@ import logging
 import os
 import random
 import shutil
-import signal
 import subprocess
 import sys
 from pathlib import Path
@@ -36,37 +35,63 @@ def records(folder: Path) -> list[dict[str, float]]:
     return [{key: line[key] for key in line if key not in ("seconds", "tokens_per_s")} for line in lines]
 
 
-def kill(config: TrainConfig, path: Path, place: str) -> None:
-    """Train in a process that SIGKILLs itself at `place`."""
-    config.to_file(path)
+def kill(runs: list[tuple[Path, str]]) -> list[str]:
+    """Train each configuration in a process that SIGKILLs itself at the place; the newest complete checkpoint then."""
     result = subprocess.run(
-        [sys.executable, str(KILLED), str(path), place],
+        [sys.executable, str(KILLED), *(str(word) for run in runs for word in run)],
         capture_output=True,
         text=True,
         timeout=120,
         env={**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)},
     )
-    assert result.returncode == -signal.SIGKILL, result.stderr
+    ends = [line.split() for line in result.stdout.splitlines()]
+    assert [end[0] for end in ends] == ["SIGKILL"] * len(runs), result.stderr
+    return [end[1] for end in ends]
 
 
-def test_sigkill_in_a_step_and_inside_saves_changes_no_bit(make_config, tmp_path: Path) -> None:
-    left_alone = make_config({"run.folder": str(tmp_path / "left alone")})
-    train(left_alone)
-    config = make_config({"run.folder": str(tmp_path / "killed")})
-    root, seen = tmp_path / "killed" / "checkpoints", []
+SAVES = [3, 4, 6, 8, 9, 10]  # 4 and 8 for their best loss
+FILES = ["model.safetensors", "optimizer.pt", "manifest.json"]
 
-    # Steps are two forward passes; saves happen at 3, 4 (best), 6, 8 (best), 9 and 10.
-    step = random.Random(20).randrange(7, 12)
-    for place in (f"step:{step}", "half:optimizer.pt:1", "rename:2"):
-        kill(config, tmp_path / "killed.yaml", place)
-        newest = checkpoint.newest_complete(root)
-        seen.append(newest.name if newest else "none")
-    assert seen == ["checkpoint-3", "checkpoint-3", "checkpoint-4"]
-    result = train(config)
-    assert result.steps == 10
-    assert_same_model(tmp_path / "left alone", tmp_path / "killed")
-    assert records(tmp_path / "left alone") == records(tmp_path / "killed")
-    assert not list(root.glob(".*"))
+
+def draw_places(seed: int) -> tuple[list[str], list[str]]:
+    """Where to kill a run of ten steps of two forward passes: in a step, in a file, before a rename, in any order.
+
+    Also the newest complete checkpoint after each: what is drawn depends on where the last process ended.
+    """
+    draw = random.Random(seed)
+    kinds = ["step", f"half:{FILES[seed]}", "rename"]
+    draw.shuffle(kinds)
+    places, newest, start = [], [], 0
+    for kind in kinds:
+        left = [step for step in SAVES if step > start]
+        if kind == "step":
+            count = draw.randint(1, 2 * (10 - start))
+            saved = [step for step in left if step <= start + (count - 1) // 2]
+        else:
+            count = draw.randint(1, min(2, len(left)))
+            saved = left[: count - 1]
+        start = saved[-1] if saved else start
+        places.append(f"{kind}:{count}")
+        newest.append(f"checkpoint-{start}" if start else "none")
+    return places, newest
+
+
+def test_sigkill_in_steps_and_inside_saves_changes_no_bit(make_config, tmp_path: Path) -> None:
+    train(make_config({"run.folder": str(tmp_path / "left alone")}))
+    runs, expected, configs = [], [], []
+    for seed in range(len(FILES)):
+        configs.append(make_config({"run.folder": str(tmp_path / f"killed {seed}")}))
+        configs[-1].to_file(tmp_path / f"{seed}.yaml")
+        places, newest = draw_places(seed)
+        runs += [(tmp_path / f"{seed}.yaml", place) for place in places]
+        expected += newest
+    assert kill(runs) == expected, runs
+    for config in configs:
+        assert train(config).steps == 10
+        folder = Path(config.run.folder)
+        assert_same_model(tmp_path / "left alone", folder)
+        assert records(tmp_path / "left alone") == records(folder)
+        assert not list((folder / "checkpoints").glob(".*"))
 
 
 def test_a_run_that_stops_in_the_middle_of_an_epoch_sees_every_window_in_the_same_order(
@@ -147,7 +172,7 @@ def test_going_on_skips_what_is_damaged_and_says_why(
     weights = root / "checkpoint-4" / "model.safetensors"
     weights.write_bytes(weights.read_bytes()[:-5])
     (root / ".saving-checkpoint-5").mkdir()
-    with caplog.at_level(logging.INFO):
+    with caplog.at_level(logging.INFO, logger="subquad"):  # which a command may have made less talkative
         assert train(run_at_4).steps == 6
     assert "skipped checkpoint-4" in caplog.text
     assert "going on from" in caplog.text
@@ -174,11 +199,37 @@ def test_the_trainer_itself_refuses_a_checkpoint_without_its_files(tmp_path: Pat
         trainer._load_optimizer_and_scheduler(str(tmp_path))
 
 
+@pytest.mark.parametrize(("made", "goes_on"), [("bf16", "float32"), ("float32", "bf16")])
+def test_a_run_does_not_go_on_in_another_precision_that_auto_chose(
+    make_config, monkeypatch: pytest.MonkeyPatch, made: str, goes_on: str
+) -> None:
+    changes = {"run.precision": "auto", "schedule.kind": "constant", "run.eval_every": 0}
+    for steps, precision in ((3, made), (4, goes_on)):
+        monkeypatch.setattr("subquad.training.trainer._multiplies_bf16", lambda cpu, p=precision: p == "bf16")
+        config = make_config({**changes, "run.steps": steps})
+        if steps == 3:
+            train(config)
+    with pytest.raises(CheckpointError, match=f"other settings: run.precision was '{made}', is '{goes_on}'"):
+        train(config)
+    assert train(make_config({**changes, "run.steps": 4, "run.precision": made})).steps == 4
+
+
 def test_an_older_format_is_refused_by_name(run_at_4: TrainConfig, tmp_path: Path) -> None:
     manifest = tmp_path / "run" / "checkpoints" / "checkpoint-4" / "manifest.json"
     manifest.write_text(json.dumps({**json.loads(manifest.read_text()), "version": 0}))
     with pytest.raises(FormatVersionError, match="has checkpoint format version 0; this release reads version 1"):
         train(run_at_4)
+
+
+def test_whoever_may_read_new_files_may_read_all_of_a_run(make_config, tmp_path: Path) -> None:
+    before = os.umask(0o027)
+    try:
+        train(make_config({"run.steps": 3}))
+    finally:
+        os.umask(before)
+    files = [path for path in (tmp_path / "run").rglob("*") if path.is_file()]
+    assert {"model.safetensors", "manifest.json", "optimizer.pt"} <= {path.name for path in files}
+    assert {path.name: oct(path.stat().st_mode & 0o777) for path in files} == {p.name: "0o640" for p in files}
 
 
 def test_nothing_pickled_is_saved(run_at_4: TrainConfig, tmp_path: Path) -> None:
@@ -233,7 +284,7 @@ def test_a_finished_run_that_is_started_again_trains_nothing_and_keeps_its_model
 @pytest.mark.slow
 @pytest.mark.timeout(600)
 def test_two_processes_equal_one_and_go_on_exactly(make_config, tmp_path: Path) -> None:
-    changes = {"model.dropout": 0.0, "schedule.kind": "constant", "run.steps": 6}
+    changes = {"model.dropout": 0.0, "schedule.kind": "constant", "run.steps": 6, "run.precision": "float32"}
 
     def run(folder: str, steps: int) -> subprocess.CompletedProcess[str]:
         config = make_config({**changes, "run.folder": str(tmp_path / folder), "run.steps": steps})

@@ -153,11 +153,16 @@ def test_every_optimizer_trains_and_goes_on_exactly(make_config, tmp_path: Path,
         assert torch.equal(one, other)
 
 
-def test_bfloat16_is_autocast_over_float32_weights(make_config) -> None:
+def test_bfloat16_is_autocast_over_float32_weights(make_config, monkeypatch: pytest.MonkeyPatch) -> None:
     result = train(make_config({"run.steps": 3, "run.precision": "bf16"}))
     assert all(parameter.dtype == torch.float32 for parameter in result.model.parameters())
+    tokens, loaded = torch.arange(20)[None], SubquadForCausalLM.from_pretrained(result.folder).eval()
+    assert torch.equal(result.model.eval()(tokens).logits, loaded(tokens).logits), "training's autocast is left behind"
     assert training_arguments(make_config({"run.precision": "bf16"}), Path("x")).bf16
-    assert not training_arguments(make_config(), Path("x")).bf16
+    assert not training_arguments(make_config({"run.precision": "float32"}), Path("x")).bf16
+    for instructions in (True, False):
+        monkeypatch.setattr("subquad.training.trainer._multiplies_bf16", lambda cpu, has=instructions: has)
+        assert training_arguments(make_config(), Path("x")).bf16 == instructions
 
 
 def test_texts_shorter_than_a_window_are_refused(make_config) -> None:

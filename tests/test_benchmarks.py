@@ -1,0 +1,64 @@
+"""The scripts in benchmarks/, without the work that they measure."""
+
+import importlib.util
+import json
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[1]
+
+
+@pytest.fixture
+def compare(tmp_path, monkeypatch):
+    """compare_stdlib.py as a module that trains nothing and writes below `tmp_path`."""
+    spec = importlib.util.spec_from_file_location("compare_stdlib", ROOT / "benchmarks" / "compare_stdlib.py")
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    monkeypatch.setattr(module, "ROOT", tmp_path)
+    monkeypatch.setattr(module, "run", row)
+    return module
+
+
+def row(name, folder, steps):
+    return {
+        "name": name,
+        "steps": steps,
+        "tokens": 1000 * steps,
+        "parameters": 10,
+        "bits_per_byte": 2.0,
+        "gzip_bits_per_byte": 3.0,
+        "xz_bits_per_byte": 2.5,
+        "held_out_bytes": 100,
+        "files_hash": "abc",
+        "train_tokens_per_second": 5.0,
+        "decode_tokens_per_second": 6.0,
+        "states": [{"bytes": 7, "measured": True}, {"bytes": 8, "measured": False}],
+    }
+
+
+def call(module, monkeypatch, *arguments):
+    monkeypatch.setattr(sys, "argv", ["compare_stdlib.py", *arguments])
+    module.main()
+
+
+def test_only_some_mechanisms_leave_the_table_of_all_as_it_is(compare, tmp_path, monkeypatch, capsys):
+    call(compare, monkeypatch, "--steps", "3")
+    page, numbers = (
+        tmp_path / "docs" / "five-mechanisms.md",
+        tmp_path / "benchmarks" / "results" / "five_mechanisms.json",
+    )
+    before = page.read_text(), numbers.read_text()
+    assert [found["name"] for found in json.loads(before[1])["rows"]] == list(compare.MECHANISMS)
+    assert all(f"| {name} | 2.000 |" in before[0] for name in compare.MECHANISMS)
+    call(compare, monkeypatch, "--steps", "7", "--only", "llp")
+    assert (page.read_text(), numbers.read_text()) == before
+    said = " ".join(capsys.readouterr().out.split())
+    assert "1 of 5 ran: no table; make it by python benchmarks/compare_stdlib.py --steps 7" in said
+
+
+def test_an_unknown_mechanism_is_answered_with_the_valid_ones(compare, monkeypatch, capsys):
+    with pytest.raises(SystemExit):
+        call(compare, monkeypatch, "--only", "llp,lpl")
+    assert "unknown lpl; valid: full, window, llp, linear, latte" in " ".join(capsys.readouterr().err.split())
