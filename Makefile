@@ -27,8 +27,8 @@ test: $(STAMP) ## all tests but the slow ones
 	  echo "no C++ compiler found: the tests that compile with inductor are skipped, everything else runs"
 	@OMP_NUM_THREADS=1 $(PYTEST) -q
 
-test-long: $(STAMP) ## the slow tests
-	@OMP_NUM_THREADS=1 $(PYTEST) -q -m slow
+test-long: $(STAMP) ## the slow tests, one after another, since some take times
+	@OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q -m slow
 
 lint: $(STAMP) ## formatting, style, types and the direction of imports
 	$(BIN)/ruff format --check .

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import shutil
-import timeit
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
@@ -125,15 +124,6 @@ class AttentionContract:
         linear = counts[1] < LINEAR_GROWTH * counts[0]
         assert linear == (layer.cost_order == "linear"), counts
         assert largest[1] < LINEAR_GROWTH * largest[0], largest
-
-    @pytest.mark.slow
-    def test_law_06_time_grows_as_the_class_says(self) -> None:
-        layer, times = self.make(torch.float32), []
-        for tokens in (8192, 16_384):
-            x = self.inputs(tokens, 1, torch.float32)
-            with torch.no_grad():
-                times.append(min(timeit.repeat(partial(layer, x), number=1, repeat=7)))
-        assert (times[1] < LINEAR_GROWTH * times[0]) == (layer.cost_order == "linear"), times
 
     def test_law_07_block_sizes_change_nothing(self) -> None:
         layer = self.make()

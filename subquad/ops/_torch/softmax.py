@@ -28,7 +28,9 @@ from subquad.ops.backends import without_autocast
 
 CHUNK = 64
 SLAB_ENTRIES = 1 << 18
-"""Entries `[N, rows, L]` that are worked on at once: enough for several threads, few enough for their caches."""
+SLAB_CHUNKS = 32
+"""What is worked on at once: about so many entries `[N, rows, L]`, enough for several threads and few enough for their
+caches, but no more chunks than this."""
 EMPTY = -(2.0**100)
 """The log-normaliser of nothing: finite, so that differences are, and the same number in float32 and float64."""
 
@@ -67,10 +69,10 @@ class Slab(NamedTuple):
 
 
 def slabs(tokens: int, chunk: int, width: int) -> list[Slab]:
-    """Slabs of about `SLAB_ENTRIES` entries; the last tokens make one of a single smaller chunk."""
+    """Slabs of about `SLAB_ENTRIES` entries, at most `SLAB_CHUNKS` chunks; the last tokens make a smaller one."""
     size = power_of_two(chunk)
     whole = tokens // size
-    together = max(1, SLAB_ENTRIES // (size * width))
+    together = max(1, min(SLAB_CHUNKS, SLAB_ENTRIES // (size * width)))
     out = [
         Slab(first * size, min(first + together, whole) * size, min(together, whole - first), size)
         for first in range(0, whole, together)
