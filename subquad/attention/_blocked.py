@@ -5,7 +5,9 @@ Shape letters: B batch, T tokens, S keys, D model width, H heads, G key heads, K
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -13,17 +15,20 @@ from torch import Tensor, nn
 from subquad.attention.base import Attention
 from subquad.layers.positions import rotate
 from subquad.ops import block_attention
-from subquad.ops._torch.tiles import static_groups
+from subquad.ops._torch.tiles import score_entries, unmasked_entries
 from subquad.ops.attend import softmax_weights
 from subquad.ops.patterns import Pattern
 from subquad.state import State, advance
 
 
 class BlockedAttention(Attention):
-    """Softmax attention over the keys that `pattern` allows; the state holds the keys and values still in reach."""
+    """Softmax attention over the keys that `patterns` allow; the state holds the keys and values still in reach.
+
+    With one pattern all heads have it; with two the second one is for the last `H // 2` heads.
+    """
 
     rotates = True
-    pattern: Pattern
+    patterns: tuple[Pattern, ...]
 
     @dataclass(frozen=True, kw_only=True)
     class Config(Attention.Config):
@@ -63,41 +68,89 @@ class BlockedAttention(Attention):
         """Attend to the cached keys and the new ones."""
         seen = 0 if state is None else state.seen
         q_BHTK, k_BGTK, v_BGTK = self.queries(x_BTD, seen), self.keys(x_BTD, seen), self.kv_values(x_BTD)
-        y_BHTK, k_BGSK, v_BGSK = self.attend(q_BHTK, k_BGTK, v_BGTK, self.pattern, state, "", lengths_B)
+        y_BHTK, k_BGSK, v_BGSK = self.attend(q_BHTK, k_BGTK, v_BGTK, self.patterns, state, "", lengths_B)
         seen = advance(seen, x_BTD.shape[1], lengths_B)
-        return self.merge(y_BHTK), State({"seen": seen, "keys": k_BGSK, "values": v_BGSK}, self.config_hash)
+        kept: dict[str, Tensor | int | State] = {"keys": k_BGSK, "values": v_BGSK} if self.causal else {}
+        return self.merge(y_BHTK), State({"seen": seen, **kept}, self.config_hash)
 
     def attend(
         self,
         q_BHTK: Tensor,
         k_BGTK: Tensor,
         v_BGTK: Tensor,
-        pattern: Pattern,
+        patterns: tuple[Pattern, ...],
         state: State | None,
         prefix: str,
         lengths_B: Tensor | None,
     ) -> tuple[Tensor, Tensor, Tensor]:
         """The outputs, and the keys and values to keep (each row's last ones, aligned to the end)."""
-        seen, old = 0 if state is None else state.seen, 0
-        if state is not None:
-            k_BGTK = torch.cat([state.tensor(f"{prefix}keys").to(k_BGTK.dtype), k_BGTK], 2)
-            v_BGTK = torch.cat([state.tensor(f"{prefix}values").to(v_BGTK.dtype), v_BGTK], 2)
-            old = k_BGTK.shape[2] - q_BHTK.shape[2]
-        lengths_B = None if lengths_B is None else lengths_B + old
-        dropout = self.config.dropout if self.training else 0.0
-        y_BHTK = block_attention(
-            q_BHTK,
-            k_BGTK,
-            v_BGTK,
-            pattern,
-            q_start=seen,
-            k_start=seen - old,
-            lengths=lengths_B,
-            dropout_p=dropout,
-        )
-        assert isinstance(y_BHTK, Tensor)
-        kept = k_BGTK.shape[2] if pattern.reach is None else min(k_BGTK.shape[2], pattern.reach)
-        return y_BHTK, _last(k_BGTK, kept, lengths_B), _last(v_BGTK, kept, lengths_B)
+        seen = 0 if state is None else state.seen
+        k_BGSK, v_BGSK, old, lengths_B = self.with_cache(k_BGTK, v_BGTK, state, prefix, lengths_B)
+        y_BHTK = self.attend_slots(q_BHTK, k_BGSK, v_BGSK, patterns, seen, seen - old, lengths_B)
+        return y_BHTK, *self.kept(k_BGSK, v_BGSK, patterns, lengths_B)
+
+    def with_cache(
+        self, k_BGTK: Tensor, v_BGTK: Tensor, state: State | None, prefix: str, lengths_B: Tensor | None
+    ) -> tuple[Tensor, Tensor, int, Tensor | None]:
+        """Keys and values after the cached ones, how many those are, and the real slots of each row."""
+        if state is None:
+            return k_BGTK, v_BGTK, 0, lengths_B
+        self.check_causal()
+        k_BGSK = torch.cat([state.tensor(f"{prefix}keys").to(k_BGTK.dtype), k_BGTK], 2)
+        v_BGSK = torch.cat([state.tensor(f"{prefix}values").to(v_BGTK.dtype), v_BGTK], 2)
+        old = k_BGSK.shape[2] - k_BGTK.shape[2]
+        return k_BGSK, v_BGSK, old, None if lengths_B is None else lengths_B + old
+
+    def kept(
+        self, k_BGSK: Tensor, v_BGSK: Tensor, patterns: tuple[Pattern, ...], lengths_B: Tensor | None
+    ) -> tuple[Tensor, Tensor]:
+        """The keys and values in reach of the next token: each row's last ones, aligned to the end."""
+        reach = self.reach(patterns)
+        kept = k_BGSK.shape[2] if reach is None else min(k_BGSK.shape[2], reach)
+        return _last(k_BGSK, kept, lengths_B), _last(v_BGSK, kept, lengths_B)
+
+    def attend_slots(
+        self,
+        q_BHTK: Tensor,
+        k_BGSK: Tensor,
+        v_BGSK: Tensor,
+        patterns: tuple[Pattern, ...],
+        q_start: int | Tensor,
+        k_start: int | Tensor,
+        lengths_B: Tensor | None,
+    ) -> Tensor:
+        """The outputs `[B, H, T, K]` of all heads; the queries are the last T of the S slots."""
+
+        where: dict[str, Any] = {"q_start": q_start, "k_start": k_start, "lengths": lengths_B}
+        if len(patterns) == 1:
+            return self.attend_to(q_BHTK, k_BGSK, v_BGSK, patterns[0], **where)[0]
+        heads = self.heads_of(patterns)
+        groups = (x.split(heads, 1) for x in (q_BHTK, self.shared(k_BGSK), self.shared(v_BGSK)))
+        parts = zip(*groups, patterns, strict=True)
+        return torch.cat([self.attend_to(q, k, v, p, **where)[0] for q, k, v, p in parts], 1)
+
+    def attend_to(
+        self, q_BHTK: Tensor, k_BGSK: Tensor, v_BGSK: Tensor, pattern: Pattern, **where: Any
+    ) -> tuple[Tensor, Tensor]:
+        """`block_attention` with the option's dropout: outputs and logsumexp."""
+        result = block_attention(q_BHTK, k_BGSK, v_BGSK, pattern, dropout_p=self.dropout_p, return_lse=True, **where)
+        assert isinstance(result, tuple)
+        return result
+
+    @property
+    def dropout_p(self) -> float:
+        """Dropout on the weights, now."""
+        return self.config.dropout if self.training else 0.0
+
+    def heads_of(self, patterns: tuple[Pattern, ...]) -> list[int]:
+        """How many heads each pattern has."""
+        H = self.config.num_heads
+        return [H] if len(patterns) == 1 else [H - H // 2, H // 2]
+
+    def reach(self, patterns: tuple[Pattern, ...]) -> int | None:
+        """How far before itself a query looks at most; None: to the first token."""
+        reaches = [pattern.reach for pattern in patterns]
+        return max(r for r in reaches if r is not None) if None not in reaches else None
 
     def queries(self, x_BTD: Tensor, start: int | Tensor = 0) -> Tensor:
         """Queries `[B, H, T, K]`, rotated to their positions."""
@@ -129,12 +182,26 @@ class BlockedAttention(Attention):
 
     def dense_weights(self, x_BTD: Tensor) -> Tensor:
         """`softmax(q k^T / sqrt(K))` over the allowed keys."""
-        return softmax_weights(self.queries(x_BTD), self.keys(x_BTD), self.pattern)
+        return self.pattern_weights(self.queries(x_BTD), self.keys(x_BTD))
+
+    def pattern_weights(self, q_BHTK: Tensor, k_BGSK: Tensor) -> Tensor:
+        """The weights `[B, H, T, S]` of all heads, each by its pattern."""
+        heads = self.heads_of(self.patterns)
+        parts = zip(q_BHTK.split(heads, 1), self.shared(k_BGSK).split(heads, 1), self.patterns, strict=True)
+        return torch.cat([softmax_weights(q, k, pattern) for q, k, pattern in parts], 1)
 
     def score_entries(self, tokens: int) -> int:
         """Entries of all tiles."""
-        groups = static_groups(self.pattern, 0, tokens, 0, tokens) if tokens else ()
-        return self.config.num_heads * sum(g.rows * g.keys * g.count for g in groups)
+        return self.count(score_entries, tokens)
+
+    def unmasked_entries(self, tokens: int) -> int:
+        """Entries that the patterns allow."""
+        return self.count(unmasked_entries, tokens)
+
+    def count(self, entries: Callable[[Pattern, int], int], tokens: int) -> int:
+        """`entries` of all heads."""
+        heads = self.heads_of(self.patterns)
+        return sum(n * entries(pattern, tokens) for n, pattern in zip(heads, self.patterns, strict=True))
 
     def mixing_flops(self, tokens: int) -> int:
         """Two products of K channels an entry."""
@@ -142,7 +209,8 @@ class BlockedAttention(Attention):
 
     def state_bytes(self, tokens: int) -> int:
         """Keys and values in reach."""
-        return 2 * 4 * self.kv_dim * (tokens if self.pattern.reach is None else min(tokens, self.pattern.reach))
+        reach = self.reach(self.patterns)
+        return 2 * 4 * self.kv_dim * (tokens if reach is None else min(tokens, reach))
 
 
 def _last(x_BGSK: Tensor, kept: int, lengths_B: Tensor | None) -> Tensor:
@@ -153,3 +221,18 @@ def _last(x_BGSK: Tensor, kept: int, lengths_B: Tensor | None) -> Tensor:
         return x_BGSK if kept == S else x_BGSK[:, :, S - kept :].clone(memory_format=torch.contiguous_format)
     slots_BS = (lengths_B[:, None] - kept + torch.arange(kept, device=x_BGSK.device)).clamp(min=0)
     return x_BGSK.gather(2, slots_BS[:, None, :, None].expand(*x_BGSK.shape[:2], kept, x_BGSK.shape[3]))
+
+
+def first_slots(new_BGTK: Tensor, old_BGNK: Tensor | None, seen: int | Tensor, count: int) -> Tensor:
+    """Each row's first `count` tokens: those of `old` up to `seen`, then new ones; empty places hold others."""
+    B, G, T, K = new_BGTK.shape
+    if T == 0 or count == 0:
+        return new_BGTK.new_zeros(B, G, count, K) if old_BGNK is None else old_BGNK
+    if old_BGNK is None:
+        return new_BGTK[:, :, torch.arange(count, device=new_BGTK.device).clamp(max=T - 1)]
+    seen_B1 = torch.as_tensor(seen, device=new_BGTK.device).expand(B)[:, None]
+    place_N = torch.arange(count, device=new_BGTK.device)
+    place_BN = torch.where(place_N < seen_B1, place_N, count + (place_N - seen_B1).clamp(0, T - 1))
+    return torch.cat([old_BGNK.to(new_BGTK.dtype), new_BGTK], 2).gather(
+        2, place_BN[:, None, :, None].expand(B, G, count, K)
+    )

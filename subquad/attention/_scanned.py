@@ -1,18 +1,27 @@
-"""What the mechanisms of the scan share: value and output projections, padding as a mask.
+"""What the mechanisms of the scan share: value and output projections, padding as a mask, sums over tokens.
 
-Shape letters: B batch, T tokens, D model width, H heads, V value channels.
+Shape letters: B batch, T tokens, S tokens that are summed, D model width, H heads, K channels or features, L latents,
+V value channels.
 """
 
 from __future__ import annotations
 
+import math
+
+import torch
 from torch import Tensor, nn
+from torch.nn import functional as F
 
 from subquad.attention.base import Attention
+from subquad.ops import SoftmaxState, gated_scan, running_softmax
+from subquad.ops.backends import without_autocast
+from subquad.ops.flops import gated_scan_flops, running_softmax_flops
 from subquad.ops.padding import real_slots
+from subquad.state import State, advance
 
 
 class ScannedAttention(Attention):
-    """A recurrence with a state of fixed size."""
+    """A recurrence with a state of fixed size; or, in both directions, sums over all tokens."""
 
     def __init__(self, config: Attention.Config) -> None:
         super().__init__(config)
@@ -28,6 +37,54 @@ class ScannedAttention(Attention):
         """The output projection."""
         return self.out(self.join(y_BHTV))
 
+    def sums(
+        self,
+        q_BHTK: Tensor,
+        i_BHTK: Tensor,
+        v_BHTV: Tensor,
+        state: State | None,
+        lengths_B: Tensor | None,
+        eps: float = 0.0,
+    ) -> tuple[Tensor, State]:
+        """`y_t = q_t S / (q_t . z + eps)`, merged, for non-negative q and i: S sums `i_s (x) v_s` and z sums `i_s`."""
+        tokens = v_BHTV.shape[2]
+        mask = real_mask(lengths_B, tokens)
+        entries: dict[str, Tensor | int | State] = {"seen": seen_after(state, tokens, lengths_B)}
+        if self.causal:
+            before = None if state is None else state.tensor("sums")
+            y_BHTV, entries["sums"] = gated_scan(
+                q_BHTK, i_BHTK, v_BHTV, None, state=before, normalise=True, eps=eps, mask=mask
+            )
+        else:
+            y_BHTV = sums_of_all(q_BHTK, i_BHTK, v_BHTV, mask, eps)
+        return self.merge(y_BHTV), State(entries, self.config_hash)
+
+    def softmaxes(
+        self, p_BHTL: Tensor, logits_BHTL: Tensor, v_BHTV: Tensor, state: State | None, lengths_B: Tensor | None
+    ) -> tuple[Tensor, State]:
+        """`y_t = sum_l p_tl sum_s softmax_s(logits_sl) v_s`, merged."""
+        tokens = v_BHTV.shape[2]
+        mask = real_mask(lengths_B, tokens)
+        entries: dict[str, Tensor | int | State] = {"seen": seen_after(state, tokens, lengths_B)}
+        if self.causal:
+            y_BHTV, after, _ = running_softmax(p_BHTL, logits_BHTL, v_BHTV, state=softmax_state(state), mask=mask)
+            entries |= {"lse": after.lse, "mean": after.mean}
+        else:
+            y_BHTV = softmaxes_of_all(p_BHTL, logits_BHTL, v_BHTV, mask)
+        return self.merge(y_BHTV), State(entries, self.config_hash)
+
+    def sums_flops(self, tokens: int, features: int) -> int:
+        """Operations of `sums`."""
+        if self.causal:
+            return self.config.num_heads * gated_scan_flops(tokens, features, self.channels, normalise=True)
+        return self.config.num_heads * 2 * tokens * features * (2 * self.channels + 1)
+
+    def softmaxes_flops(self, tokens: int, latents: int) -> int:
+        """Operations of `softmaxes`."""
+        if self.causal:
+            return self.config.num_heads * running_softmax_flops(tokens, latents, self.channels)
+        return self.config.num_heads * 4 * tokens * latents * self.channels
+
     def score_entries(self, tokens: int) -> int:
         """None: the state takes the place of scores (those inside chunks of fixed size are counted as FLOPs)."""
         return 0
@@ -36,3 +93,66 @@ class ScannedAttention(Attention):
 def real_mask(lengths_B: Tensor | None, tokens: int) -> Tensor | None:
     """Bool `[B, T]` of compacted rows, None where all tokens are real."""
     return None if lengths_B is None else real_slots(lengths_B, tokens)
+
+
+def seen_after(state: State | None, tokens: int, lengths_B: Tensor | None) -> int | Tensor:
+    """Real tokens read after `tokens` more slots."""
+    return advance(0 if state is None else state.seen, tokens, lengths_B)
+
+
+def softmax_state(state: State | None) -> SoftmaxState | None:
+    """What `running_softmax` left, of a layer's state."""
+    return None if state is None else SoftmaxState(state.tensor("lse"), state.tensor("mean"))
+
+
+def widened(*tensors: Tensor) -> tuple[Tensor, ...]:
+    """The tensors in float32, or in float64 where one of them has it."""
+    wide = torch.float64 if any(x.dtype == torch.float64 for x in tensors) else torch.float32
+    return tuple(x.to(wide) for x in tensors)
+
+
+def is_future(tokens: int, device: torch.device) -> Tensor:
+    """Bool `[T, S]`: True where token s comes after token t."""
+    return torch.ones(tokens, tokens, dtype=torch.bool, device=device).triu(1)
+
+
+@without_autocast
+def sums_of_all(q_BHTK: Tensor, i_BHSK: Tensor, v_BHSV: Tensor, mask_BS: Tensor | None, eps: float) -> Tensor:
+    """`o_t = q_t S / (q_t . z + eps)` with the sums over all real tokens, zero where it would divide by zero.
+
+    `[B, H, T, V]` in the dtype of v; summed in float32 or wider.
+    """
+    q, i, v = widened(q_BHTK, i_BHSK, v_BHSV)
+    i = real_rows(i, mask_BS, 0.0)
+    total_BHT1 = q @ i.sum(-2)[..., None] + eps
+    out_BHTV = q @ (i.mT @ v) / total_BHT1.masked_fill(total_BHT1 == 0, torch.inf)
+    return out_BHTV.to(v_BHSV.dtype)
+
+
+@without_autocast
+def softmaxes_of_all(p_BHTL: Tensor, logits_BHSL: Tensor, v_BHSV: Tensor, mask_BS: Tensor | None) -> Tensor:
+    """`o_t = sum_l p_tl sum_s softmax_s(logits_sl) v_s` over all real tokens.
+
+    `[B, H, T, V]` in the dtype of v; computed in float32 or wider.
+    """
+    p, logits, v = widened(p_BHTL, logits_BHSL, v_BHSV)
+    # A finite floor: a row of padding alone is then no NaN.
+    share_BHSL = real_rows(logits, mask_BS, torch.finfo(logits.dtype).min).softmax(-2)
+    return (p @ (real_rows(share_BHSL, mask_BS, 0.0).mT @ v)).to(v_BHSV.dtype)
+
+
+@without_autocast
+def attend_few(q_BHTK: Tensor, k_BHSK: Tensor, v_BHSV: Tensor, mask_BS: Tensor | None, dropout_p: float) -> Tensor:
+    """`o_t = sum_s softmax_s(q_t . k_s / sqrt(K)) v_s` over all real tokens, for few queries or few keys: T S scores.
+
+    `[B, H, T, V]` in the dtype of v; computed in float32 or wider.
+    """
+    q, k, v = widened(q_BHTK, k_BHSK, v_BHSV)
+    scores_BHST = k @ q.mT / math.sqrt(q.shape[-1])
+    share_BHST = real_rows(scores_BHST, mask_BS, torch.finfo(scores_BHST.dtype).min).softmax(-2)
+    return (F.dropout(real_rows(share_BHST, mask_BS, 0.0), dropout_p).mT @ v).to(v_BHSV.dtype)
+
+
+def real_rows(x_BHSL: Tensor, mask_BS: Tensor | None, fill: float) -> Tensor:
+    """`x` with `fill` in the rows of padding."""
+    return x_BHSL if mask_BS is None else x_BHSL.masked_fill(~mask_BS[:, None, :, None], fill)

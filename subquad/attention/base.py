@@ -8,12 +8,16 @@ from __future__ import annotations
 from dataclasses import dataclass, fields
 from typing import Any, ClassVar, Literal
 
+import torch
 from torch import Tensor, nn
 
+from subquad.attention._activations import activation_bytes
 from subquad.config import Config as BaseConfig
 from subquad.config import digest, suggest
 from subquad.ops.padding import check_mask, compact, compaction, scatter
 from subquad.state import State
+
+Form = Literal["causal", "bidirectional"]
 
 
 @dataclass(frozen=True)
@@ -23,13 +27,19 @@ class Cost:
     tokens: int
     score_entries: int
     """Weights that are computed, all heads together, masked ones included."""
+    unmasked_entries: int
+    """Weights that the definition does not fix at zero, of those."""
     mixing_flops: int
     """Floating-point operations of the mixing, forward, projections left out (a multiply-add counts two)."""
     projection_flops: int
     """Floating-point operations of the linear projections, forward."""
+    backward_flops: int
+    """Floating-point operations of both, backward."""
     parameters: int
+    activation_bytes: int
+    """Bytes that autograd keeps from forward to backward, in float32, parameters left out."""
     state_bytes: int
-    """Bytes kept for the next token after `tokens` tokens, in float32."""
+    """Bytes kept for the next token after `tokens` tokens, in float32; 0 where there is no next token."""
 
 
 class Attention(nn.Module):
@@ -48,9 +58,13 @@ class Attention(nn.Module):
     """How the cost grows with T."""
     state_grows: ClassVar[bool] = False
     """Whether the state keeps growing with the tokens read."""
+    forms: ClassVar[tuple[Form, ...]] = ("causal",)
+    """What the option `causal` may ask for."""
     rotates: ClassVar[bool] = False
     """Whether queries and keys can carry rotary positions (the option `rope`)."""
-    causal: bool = True
+    hands_memory: ClassVar[bool] = False
+    """Whether a layer hands a memory to the next one (`mix_with_memory`)."""
+    causal: bool
     """Whether a token sees itself and earlier tokens only."""
 
     registry: ClassVar[dict[str, type[Attention]]] = {}
@@ -63,6 +77,8 @@ class Attention(nn.Module):
         """Model width D."""
         num_heads: int
         """Heads H; they share the model width equally."""
+        causal: bool = True
+        """Whether a token sees itself and earlier tokens only; False is the bidirectional form."""
         bias: bool = False
         """Whether the projections have a bias."""
         dropout: float = 0.0
@@ -87,25 +103,40 @@ class Attention(nn.Module):
 
     def __init__(self, config: Config) -> None:
         super().__init__()
+        form = "causal" if config.causal else "bidirectional"
+        if form not in self.forms:
+            raise ValueError(f"attention {self.name!r} has no {form} form; it has: {', '.join(self.forms)}")
         self.config = config
+        self.causal = config.causal
         self.config_hash = digest({"name": self.name, **config.to_dict()})
 
     def forward(self, x_BTD: Tensor, state: State | None = None, mask: Tensor | None = None) -> tuple[Tensor, State]:
         """Mix the tokens of `x` `[B, T, D]`, which follow those that made `state`; also return the new state.
 
         `mask` is a bool `[B, T]`, True for a real token. Padding may stand anywhere: it changes no real token and its
-        outputs are zero. Raises `ValueError` for a wrong shape and for a state of another configuration or batch.
+        outputs are zero. A bidirectional layer reads whole sequences: it takes no state, and the one it returns only
+        counts tokens. Raises `ValueError` for a wrong shape and for a state of another configuration or batch.
         """
-        if x_BTD.ndim != 3 or x_BTD.shape[-1] != self.config.dim:
-            raise ValueError(f"x must have shape [B, T, {self.config.dim}], got {tuple(x_BTD.shape)}")
-        if state is not None:
-            state.check(self.config_hash, f"this {self.name} layer", x_BTD.shape[0])
+        self.check_inputs(x_BTD, state)
         if mask is None:
             return self.mix(x_BTD, state, None)
         check_mask(mask, *x_BTD.shape[:2])
         moved = compaction(mask)
         y_BTD, state = self.mix(compact(x_BTD, moved), state, moved.lengths_B)
         return scatter(y_BTD, moved), state
+
+    def check_inputs(self, x_BTD: Tensor, state: State | None) -> None:
+        """Raise `ValueError` for a wrong shape and for a state that is not this layer's."""
+        if x_BTD.ndim != 3 or x_BTD.shape[-1] != self.config.dim:
+            raise ValueError(f"x must have shape [B, T, {self.config.dim}], got {tuple(x_BTD.shape)}")
+        if state is not None:
+            self.check_causal()
+            state.check(self.config_hash, f"this {self.name} layer", x_BTD.shape[0])
+
+    def check_causal(self) -> None:
+        """Raise `ValueError` where the layer cannot go on from a state."""
+        if not self.causal:
+            raise ValueError(f"this {self.name} layer is not causal: it reads whole sequences and takes no state")
 
     def mix(self, x_BTD: Tensor, state: State | None, lengths_B: Tensor | None) -> tuple[Tensor, State]:
         """`forward` for rows that begin with their `lengths_B` real tokens; later slots hold finite rubbish.
@@ -120,7 +151,7 @@ class Attention(nn.Module):
             return self.dense_weights(x_BTD)
         check_mask(mask, *x_BTD.shape[:2])
         B, T = mask.shape
-        w_BHTS = x_BTD.new_zeros(B, self.config.num_heads, T, T)
+        w_BHTS = x_BTD.new_zeros(B, self.weight_heads, T, T)
         for b in range(B):
             real = mask[b].nonzero().squeeze(-1)
             w_BHTS[b, :, real[:, None], real] = self.dense_weights(x_BTD[b : b + 1, real])[0]
@@ -143,33 +174,64 @@ class Attention(nn.Module):
         return self.merge(self.weights(x_BTD) @ self.values(x_BTD))
 
     @property
+    def weight_heads(self) -> int:
+        """Heads of the weights: `num_heads`, but where several matrices make one head's output."""
+        return self.config.num_heads
+
+    @property
     def is_distribution(self) -> bool:
         """Whether each row of the weights sums to one."""
         return True
+
+    def exemptions(self) -> dict[int, str]:
+        """The laws of the contract that do not apply to this layer, and why."""
+        if self.causal:
+            return {}
+        whole = "bidirectional: reads whole sequences and keeps no state"
+        return {3: whole, 4: whole, 5: whole, 9: "bidirectional: a token sees later ones"}
+
+    def after_step(self, step: int) -> None:
+        """What training calls after optimizer step number `step` (the first is 1): nothing, for most mechanisms."""
 
     def score_entries(self, tokens: int) -> int:
         """Weights computed for one sequence, all heads, masked ones included."""
         raise NotImplementedError(f"{type(self).__name__} must define score_entries (Attention is abstract)")
 
+    def unmasked_entries(self, tokens: int) -> int:
+        """Those of `score_entries` that the definition does not fix at zero."""
+        return self.score_entries(tokens)
+
     def mixing_flops(self, tokens: int) -> int:
         """Floating-point operations of the mixing for one sequence, forward, projections left out."""
         raise NotImplementedError(f"{type(self).__name__} must define mixing_flops (Attention is abstract)")
+
+    def mixing_backward_flops(self, tokens: int) -> int:
+        """The same backward: five products where the forward has two."""
+        return 5 * self.mixing_flops(tokens) // 2
+
+    def activation_bytes(self, tokens: int) -> int:
+        """Bytes that autograd keeps for one sequence, in float32, counted in a run without data."""
+        return activation_bytes(self, lambda: torch.empty(1, tokens, self.config.dim, requires_grad=True))
 
     def cost(self, tokens: int) -> Cost:
         """What this layer costs for one sequence of `tokens` tokens."""
         if tokens < 0:
             raise ValueError(f"tokens must be at least 0, got {tokens}")
+        projection_flops = sum(
+            2 * self.projected_tokens(name, tokens) * module.in_features * module.out_features
+            for name, module in self.named_modules()
+            if isinstance(module, nn.Linear)
+        )
         return Cost(
             tokens=tokens,
             score_entries=self.score_entries(tokens),
+            unmasked_entries=self.unmasked_entries(tokens),
             mixing_flops=self.mixing_flops(tokens),
-            projection_flops=sum(
-                2 * self.projected_tokens(name, tokens) * module.in_features * module.out_features
-                for name, module in self.named_modules()
-                if isinstance(module, nn.Linear)
-            ),
+            projection_flops=projection_flops,
+            backward_flops=self.mixing_backward_flops(tokens) + 2 * projection_flops,
             parameters=sum(p.numel() for p in self.parameters()),
-            state_bytes=self.state_bytes(tokens),
+            activation_bytes=self.activation_bytes(tokens),
+            state_bytes=self.state_bytes(tokens) if self.causal else 0,
         )
 
     def projected_tokens(self, projection: str, tokens: int) -> int:

@@ -1,11 +1,14 @@
-"""Causal Latte, latent attention (Dolga, Cobzarenco and Barber 2024, arXiv:2402.17512, equations 10 to 21).
+"""Latte, latent attention (Dolga, Cobzarenco and Barber 2024, arXiv:2402.17512, equations 5 to 21).
 
     y_t = sum_l p(l | t) sum_{s <= t} p(s | l, t) v_s,  p(l | t) = softmax_l(q_t),  p(s | l, t) = softmax_{s <= t}(k_sl)
 
-Queries and keys are linear maps of x to the latents, which the heads share out among them; each head mixes its own
+(equations 10 to 21); the bidirectional form takes p(s | l) = softmax_s(k_sl) over all tokens instead (equations 5 to
+9). Queries and keys are linear maps of x to the latents, which the heads share out among them; each head mixes its own
 value channels. Rows of the weights sum to one. The paper calls the causal form a rank-L matrix; it is a sum of L masked
-and renormalised rank-one terms, whose rank is not bounded by L. Dropout acts on p(l | t) after the softmax and the
-logits are not scaled, as in the authors' stable code; `scale` is the 1 / sqrt(D / H) of their unstable one.
+and renormalised rank-one terms, whose rank is not bounded by L (that of the bidirectional form is). Dropout acts on
+p(l | t) after the softmax and the logits are not scaled, as in the authors' stable code; `scale` is the 1 / sqrt(D / H)
+of their unstable one. Padding is left out before the maximum of the softmax; the authors' bidirectional code takes the
+maximum first, so that padding there can push real tokens below the smallest number.
 """
 
 from __future__ import annotations
@@ -17,10 +20,8 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from subquad.attention._scanned import ScannedAttention, real_mask
-from subquad.ops import SoftmaxState, running_softmax
-from subquad.ops.flops import running_softmax_flops
-from subquad.state import State, advance
+from subquad.attention._scanned import ScannedAttention, is_future
+from subquad.state import State
 
 
 class Latte(ScannedAttention):
@@ -28,11 +29,12 @@ class Latte(ScannedAttention):
 
     name = "latte"
     summary = "every earlier token, through latents"
+    forms = ("causal", "bidirectional")
     paper = "Dolga et al. 2024, arXiv:2402.17512"
 
     @dataclass(frozen=True, kw_only=True)
     class Config(ScannedAttention.Config):
-        """Options of causal Latte."""
+        """Options of Latte."""
 
         dropout: float = 0.0
         """Dropout on p(l | t), in training."""
@@ -59,17 +61,9 @@ class Latte(ScannedAttention):
         self.key = nn.Linear(config.dim, latents, bias=config.bias)
 
     def mix(self, x_BTD: Tensor, state: State | None, lengths_B: Tensor | None) -> tuple[Tensor, State]:
-        """The running softmax of every latent."""
+        """The running softmax of every latent; or its softmax over all tokens."""
         p_BHTL = F.dropout(self.logits(self.query, x_BTD).softmax(-1), self.config.dropout, self.training)
-        y_BHTV, after, _ = running_softmax(
-            p_BHTL,
-            self.logits(self.key, x_BTD),
-            self.values(x_BTD),
-            state=None if state is None else SoftmaxState(state.tensor("lse"), state.tensor("mean")),
-            mask=real_mask(lengths_B, x_BTD.shape[1]),
-        )
-        seen = advance(0 if state is None else state.seen, x_BTD.shape[1], lengths_B)
-        return self.merge(y_BHTV), State({"seen": seen, "lse": after.lse, "mean": after.mean}, self.config_hash)
+        return self.softmaxes(p_BHTL, self.logits(self.key, x_BTD), self.values(x_BTD), state, lengths_B)
 
     def logits(self, project: nn.Linear, x_BTD: Tensor) -> Tensor:
         """Logits over the latents `[B, H, T, L / H]`."""
@@ -77,16 +71,18 @@ class Latte(ScannedAttention):
         return logits_BHTL / math.sqrt(self.channels) if self.config.scale else logits_BHTL
 
     def dense_weights(self, x_BTD: Tensor) -> Tensor:
-        """`sum_l p(l | t) p(s | l, t)`."""
+        """`sum_l p(l | t) p(s | l, t)`, or `sum_l p(l | t) p(s | l)`."""
         p_BHTL, k_BHSL = self.logits(self.query, x_BTD).softmax(-1), self.logits(self.key, x_BTD)
+        if not self.causal:
+            return p_BHTL @ k_BHSL.softmax(-2).mT
         T = x_BTD.shape[1]
-        future_TS = torch.ones(T, T, dtype=torch.bool, device=x_BTD.device).triu(1)
-        k_BHTSL = k_BHSL[:, :, None].expand(-1, -1, T, -1, -1).masked_fill(future_TS[..., None], -torch.inf)
+        k_BHTSL = k_BHSL[:, :, None].expand(-1, -1, T, -1, -1)
+        k_BHTSL = k_BHTSL.masked_fill(is_future(T, x_BTD.device)[..., None], -torch.inf)
         return torch.einsum("bhtl,bhtsl->bhts", p_BHTL, k_BHTSL.softmax(-2))
 
     def mixing_flops(self, tokens: int) -> int:
-        """A mean of V channels read and written for each latent, and the scores inside chunks."""
-        return self.config.num_heads * running_softmax_flops(tokens, self.latents, self.channels)
+        """A mean of V channels read and written for each latent, and, where causal, the scores inside chunks."""
+        return self.softmaxes_flops(tokens, self.latents)
 
     def state_bytes(self, tokens: int) -> int:
         """A mean of V float32 channels and one float64 log-normaliser for each latent."""

@@ -2,7 +2,8 @@
 
     y_t = phi(q_t) S_t / (phi(q_t) . z_t + eps),    S_t = S_{t-1} + phi(k_t) (x) v_t,    z_t = z_{t-1} + phi(k_t)
 
-There is no 1 / sqrt(K), and eps is added after the product, as in the authors' code.
+In the bidirectional form S and z are the sums over all tokens (equation 5). There is no 1 / sqrt(K), and eps is added
+after the product, as in the authors' code.
 """
 
 from __future__ import annotations
@@ -14,11 +15,9 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from subquad.attention._scanned import ScannedAttention, real_mask
+from subquad.attention._scanned import ScannedAttention
 from subquad.config import suggest
-from subquad.ops import gated_scan
-from subquad.ops.flops import gated_scan_flops
-from subquad.state import State, advance
+from subquad.state import State
 
 FEATURE_MAPS: dict[str, Callable[[Tensor], Tensor]] = {
     "elu": lambda x: F.elu(x) + 1,
@@ -35,6 +34,7 @@ class Linear(ScannedAttention):
 
     name = "linear"
     summary = "every earlier token, by positive features"
+    forms = ("causal", "bidirectional")
     paper = "Katharopoulos et al. 2020, arXiv:2006.16236"
 
     @dataclass(frozen=True, kw_only=True)
@@ -63,19 +63,15 @@ class Linear(ScannedAttention):
         self.key = nn.Linear(config.dim, config.dim, bias=config.bias)
 
     def mix(self, x_BTD: Tensor, state: State | None, lengths_B: Tensor | None) -> tuple[Tensor, State]:
-        """The scan without decay, normalised."""
-        y_BHTV, sums_BHKV = gated_scan(
+        """The scan without decay, normalised; or the sums over all tokens."""
+        return self.sums(
             self.phi(self.query, x_BTD),
             F.dropout(self.phi(self.key, x_BTD), self.config.dropout, self.training),
             self.values(x_BTD),
-            None,
-            state=None if state is None else state.tensor("sums"),
-            normalise=True,
-            eps=self.config.eps,
-            mask=real_mask(lengths_B, x_BTD.shape[1]),
+            state,
+            lengths_B,
+            self.config.eps,
         )
-        seen = advance(0 if state is None else state.seen, x_BTD.shape[1], lengths_B)
-        return self.merge(y_BHTV), State({"seen": seen, "sums": sums_BHKV}, self.config_hash)
 
     def phi(self, project: nn.Linear, x_BTD: Tensor) -> Tensor:
         """Features `[B, H, T, K]`."""
@@ -83,9 +79,9 @@ class Linear(ScannedAttention):
         return FEATURE_MAPS[self.config.feature_map](self.split(project(x_BTD)).contiguous())
 
     def dense_weights(self, x_BTD: Tensor) -> Tensor:
-        """`phi(q_t) . phi(k_s)` for `s <= t`, over its sum plus eps."""
-        q_BHTK, k_BHSK = self.phi(self.query, x_BTD), self.phi(self.key, x_BTD)
-        w_BHTS = (q_BHTK @ k_BHSK.mT).tril()
+        """`phi(q_t) . phi(k_s)`, for `s <= t` where causal, over its sum plus eps."""
+        w_BHTS = self.phi(self.query, x_BTD) @ self.phi(self.key, x_BTD).mT
+        w_BHTS = w_BHTS.tril() if self.causal else w_BHTS
         total_BHT1 = w_BHTS.sum(-1, keepdim=True) + self.config.eps
         return w_BHTS / torch.where(total_BHT1 == 0, 1.0, total_BHT1)
 
@@ -95,8 +91,8 @@ class Linear(ScannedAttention):
         return self.config.eps == 0
 
     def mixing_flops(self, tokens: int) -> int:
-        """Sums of K x V written and read a token, and the scores inside chunks."""
-        return self.config.num_heads * gated_scan_flops(tokens, self.channels, self.channels, normalise=True)
+        """Sums of K x V written and read a token, and, where causal, the scores inside chunks."""
+        return self.sums_flops(tokens, self.channels)
 
     def state_bytes(self, tokens: int) -> int:
         """K x (V + 1) sums a head."""

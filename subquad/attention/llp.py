@@ -10,6 +10,10 @@ set of projections for all blocks. `first_block_projections` is equations 22 to 
 normalised for the scores of blocks after the first, and block 0 has its own output projection. The pseudocode's mask,
 as printed, raises; here the mask binds and the mechanism is exactly causal. Scores are divided by sqrt(K), as in
 equation 1.
+
+`shifted_heads` is what the paper's conclusion proposes: half of the heads have boundaries moved by s / 4, so that their
+first block has s / 4 tokens; nothing wraps around. Bidirectional, a token sees all of its half segment and of both
+neighbours.
 """
 
 from __future__ import annotations
@@ -22,8 +26,7 @@ from torch import Tensor, nn
 
 from subquad.attention._blocked import BlockedAttention
 from subquad.layers.positions import positions
-from subquad.ops.attend import softmax_weights
-from subquad.ops.patterns import Segments
+from subquad.ops.patterns import Blocks, Segments, Shifted
 from subquad.state import State, advance
 
 
@@ -33,6 +36,7 @@ class Llp(BlockedAttention):
     name = "llp"
     summary = "its half segment and the one before"
     paper = "Mahmood and Huang 2024, arXiv:2412.06106"
+    forms = ("causal", "bidirectional")
 
     @dataclass(frozen=True, kw_only=True)
     class Config(BlockedAttention.Config):
@@ -48,19 +52,37 @@ class Llp(BlockedAttention):
         """Whether keys are normalised (per head) for the scores of every block but the first."""
         split_output: bool = False
         """Whether the first half segment has an output projection of its own."""
+        shifted_heads: bool = False
+        """Whether half of the heads have boundaries moved by a quarter of a segment."""
 
         def __post_init__(self) -> None:
             super().__post_init__()
             if self.segment < 2 or self.segment % 2:
                 raise ValueError(f"segment must be even and at least 2 (two half segments), got {self.segment}")
+            first = self.first_block_projections or self.key_norm or self.split_output
+            if first and (self.shifted_heads or not self.causal):
+                raise ValueError(
+                    "first_block_projections, key_norm and split_output treat the first half segment apart: "
+                    "they do not go with shifted_heads (heads differ in it) nor with causal=False"
+                )
+            if self.shifted_heads and not self.causal:
+                raise ValueError("shifted_heads is a causal form: it does not go with causal=False")
+            if self.shifted_heads and (self.num_heads < 2 or self.segment % 4):
+                raise ValueError(
+                    "shifted_heads moves the boundaries of half of the heads by a quarter of a segment: it needs "
+                    f"at least 2 heads and a multiple of 4, got num_heads={self.num_heads}, segment={self.segment}"
+                )
 
     config: Config
 
     def __init__(self, config: Config) -> None:
         super().__init__(config)
         self.half_segment = config.segment // 2
-        self.pattern = Segments(size=self.half_segment)
-        self.first_pattern = Segments(size=self.half_segment, back=0)
+        c = self.half_segment
+        self.patterns = (Segments(size=c) if config.causal else Blocks(size=c, back=1, ahead_blocks=1),)
+        if config.shifted_heads:
+            self.patterns += (Shifted(size=c, shift=c // 2, back=1),)
+        self.first_patterns = (Segments(size=c, back=0),)
         self.special_first_block = config.first_block_projections or config.key_norm
         if config.first_block_projections:
             self.first_query = nn.Linear(config.dim, config.dim, bias=config.bias)
@@ -79,15 +101,17 @@ class Llp(BlockedAttention):
         seen = 0 if state is None else state.seen
         q, k, v = raw = self.project(x_BTD)
         q, k = self.rotated(q, seen), self.rotated(self.norm(k), seen)
-        y_BHTK, k, v = self.attend(q, k, v, self.pattern, state, "", lengths_B)
+        y_BHTK, k, v = self.attend(q, k, v, self.patterns, state, "", lengths_B)
         after = advance(seen, x_BTD.shape[1], lengths_B)
-        entries: dict[str, Tensor | int | State] = {"seen": after, "keys": k, "values": v}
+        entries: dict[str, Tensor | int | State] = {"seen": after}
+        if self.causal:
+            entries |= {"keys": k, "values": v}
         if self.special_first_block and (state is None or "first_keys" in state):
             # Only the first c tokens of this call can be in block 0.
             lengths = None if lengths_B is None else lengths_B.clamp(max=self.half_segment)
             q, k, v = self.first_block(x_BTD[:, : self.half_segment], [x[:, :, : self.half_segment] for x in raw])
             y_BHCK, k, v = self.attend(
-                self.rotated(q, seen), self.rotated(k, seen), v, self.first_pattern, state, "first_", lengths
+                self.rotated(q, seen), self.rotated(k, seen), v, self.first_patterns, state, "first_", lengths
             )
             first = self.in_first_block(seen, y_BHCK.shape[2], x_BTD)[:, None]
             y_BHCK = torch.where(first, y_BHCK, y_BHTK[:, :, : self.half_segment])
@@ -134,12 +158,12 @@ class Llp(BlockedAttention):
     def dense_weights(self, x_BTD: Tensor) -> Tensor:
         """The weights of all blocks; the first one's rows come from its own queries and keys where it has them."""
         q, k, v = self.project(x_BTD)
-        w_BHTS = softmax_weights(self.rotated(q, 0), self.rotated(self.norm(k), 0), self.pattern)
+        w_BHTS = self.pattern_weights(self.rotated(q, 0), self.rotated(self.norm(k), 0))
         if not self.special_first_block:
             return w_BHTS
         q, k, _ = self.first_block(x_BTD, (q, k, v))
         first = self.in_first_block(0, x_BTD.shape[1], x_BTD)[:, None]
-        return torch.where(first, softmax_weights(self.rotated(q, 0), self.rotated(k, 0), self.pattern), w_BHTS)
+        return torch.where(first, self.pattern_weights(self.rotated(q, 0), self.rotated(k, 0)), w_BHTS)
 
     def definition(self, x_BTD: Tensor) -> Tensor:
         """`merge(weights @ values)`, with the first block's own values where it has them."""
@@ -154,6 +178,12 @@ class Llp(BlockedAttention):
         """Entries of all tiles; the first block counts again where it attends in its own way."""
         again = min(tokens, self.half_segment) ** 2 if self.special_first_block else 0
         return super().score_entries(tokens) + self.config.num_heads * again
+
+    def unmasked_entries(self, tokens: int) -> int:
+        """Entries that the patterns allow; the first block's once more where it attends in its own way."""
+        c = min(tokens, self.half_segment)
+        again = c * (c + 1) // 2 if self.special_first_block else 0
+        return super().unmasked_entries(tokens) + self.config.num_heads * again
 
     def projected_tokens(self, projection: str, tokens: int) -> int:
         """The first block's own projections see it alone."""

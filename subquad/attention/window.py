@@ -1,6 +1,8 @@
 """Sliding-window attention (Beltagy et al. 2020, arXiv:2004.05150, section 3.1): softmax over the last `width` tokens.
 
-y_t = sum_{t - width < s <= t} softmax_s(q_t . k_s / sqrt(K)) v_s
+    y_t = sum_{t - width < s <= t} softmax_s(q_t . k_s / sqrt(K)) v_s
+
+Bidirectional, the window lies around the query: `width // 2` tokens before it and the others after it.
 """
 
 from __future__ import annotations
@@ -8,6 +10,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from subquad.attention._blocked import BlockedAttention
+from subquad.ops.patterns import Band
 from subquad.ops.patterns import Window as WindowPattern
 
 
@@ -15,8 +18,9 @@ class Window(BlockedAttention):
     """The last `width` tokens, the query's own included; the state keeps `width - 1` keys and values."""
 
     name = "window"
-    summary = "the last `width` tokens"
+    summary = "the `width` tokens next to it"
     paper = "Beltagy et al. 2020, arXiv:2004.05150"
+    forms = ("causal", "bidirectional")
 
     @dataclass(frozen=True, kw_only=True)
     class Config(BlockedAttention.Config):
@@ -32,4 +36,6 @@ class Window(BlockedAttention):
 
     def __init__(self, config: Config) -> None:
         super().__init__(config)
-        self.pattern = WindowPattern(width=config.width)
+        before = config.width // 2
+        band = Band(before=before, after=config.width - 1 - before)
+        self.patterns = (WindowPattern(width=config.width) if config.causal else band,)

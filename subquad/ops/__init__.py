@@ -1,7 +1,7 @@
 """Pure functions of tensors: the two engines, the patterns, the loss. No modules, no configuration."""
 
 from subquad.ops import patterns
-from subquad.ops.attend import block_attention
+from subquad.ops.attend import block_attention, merge_attention
 from subquad.ops.loss import linear_cross_entropy
 from subquad.ops.scan import ScanOutput, SoftmaxOutput, SoftmaxState, gated_scan, running_softmax
 
@@ -12,6 +12,7 @@ __all__ = [
     "block_attention",
     "gated_scan",
     "linear_cross_entropy",
+    "merge_attention",
     "patterns",
     "running_softmax",
 ]

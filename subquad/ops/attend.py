@@ -6,12 +6,13 @@ Shape letters: B batch, H query heads, T queries, S keys, K key channels, V valu
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 
 import torch
 from torch import Tensor
 
 from subquad.ops._reference import attend as reference
-from subquad.ops._torch.attend import Slots, attend
+from subquad.ops._torch.attend import Slots, attend, nothing
 from subquad.ops.backends import choose, without_autocast
 from subquad.ops.padding import check_mask, compaction, real_slots
 from subquad.ops.patterns import Pattern
@@ -28,6 +29,7 @@ def block_attention(
     q_start: int | Tensor = 0,
     k_start: int | Tensor = 0,
     lengths: Tensor | None = None,
+    key_lengths: Tensor | None = None,
     mask: Tensor | None = None,
     doc_ids: Tensor | None = None,
     scale: float | None = None,
@@ -47,6 +49,8 @@ def block_attention(
             tensor the queries must be the last T of the S key slots.
         lengths: `[B]`, how many leading key slots of each row are real. The queries are the last T of the S key slots;
             those beyond `lengths` give zeros.
+        key_lengths: `[B]`, the same where the queries are not among the keys (a cross-attention): all of them are real.
+            The pattern must not be causal and the starts must be ints.
         mask: bool `[B, T]` with T = S, True for a real token: padding may stand anywhere, does not count as a position,
             and its outputs are zero.
         doc_ids: int `[B, S]`: a query sees keys of its own document only. The queries are the last T of the S slots.
@@ -73,13 +77,17 @@ def block_attention(
         moved = compaction(mask)
         q_BHTK, k_BHSK, v_BHSV = (_take(x, moved.order_BT, moved.lengths_B) for x in (q_BHTK, k_BHSK, v_BHSV))
         lengths = moved.lengths_B
-    slots, real_BT = _slots(q_start, k_start, lengths, doc_ids, pattern, q_BHTK, S)
+    if key_lengths is None:
+        slots, real_BT = _slots(q_start, k_start, lengths, doc_ids, pattern, q_BHTK, S)
+    else:
+        others = lengths is not None or mask is not None or doc_ids is not None
+        slots, real_BT = _cross_slots(q_start, k_start, key_lengths, others, pattern, B), None
     wide = torch.promote_types(torch.promote_types(q_BHTK.dtype, k_BHSK.dtype), torch.float32)
     q, k, v = (x.to(torch.promote_types(wide, dtype)) for x in (q_BHTK, k_BHSK, v_BHSV))
     k, v = _share_heads(k, H), _share_heads(v, H)
     scale = 1 / math.sqrt(K) if scale is None else scale
     if T == 0 or S == 0:
-        out, lse = q[..., :0].sum(-1, keepdim=True).expand(B, H, T, v.shape[-1]), q.new_full((B, H, T), -torch.inf)
+        out, lse = nothing(q, v)
     elif name == "reference":
         out, lse = reference.attend(q, k, v, _allowed(pattern, slots, T, S, q.device), scale, dropout_p)
     else:
@@ -93,13 +101,35 @@ def block_attention(
     return (out.to(dtype), lse) if return_lse else out.to(dtype)
 
 
-def softmax_weights(q_BHTK: Tensor, k_BHSK: Tensor, pattern: Pattern, /, *, scale: float | None = None) -> Tensor:
-    """The dense weights `[B, H, T, S]` of queries and keys that both begin at position 0: the definition."""
-    slots = Slots(0, 0)
-    allowed_BTS = _allowed(pattern, slots, q_BHTK.shape[2], k_BHSK.shape[2], q_BHTK.device)
+def merge_attention(outs: Sequence[Tensor], lses: Sequence[Tensor], /) -> tuple[Tensor, Tensor]:
+    """Softmax over a union of disjoint sets of keys: `o = sum_i exp(lse_i - lse) o_i`, `lse = log sum_i exp(lse_i)`.
+
+    Args:
+        outs: outputs `[B, H, T, V]` of the sets, as `block_attention` gives them.
+        lses: the logsumexp `[B, H, T]` of each set's scores; -inf where a query sees no key of it.
+
+    Returns the output in the dtype of the first one, and the logsumexp of the union. Raises `ValueError` unless there
+    is one logsumexp for each of one or more outputs.
+    """
+    if not outs or len(outs) != len(lses):
+        raise ValueError(f"merge_attention needs one lse for each of one or more outs, got {len(lses)} and {len(outs)}")
+    lse_NBHT = torch.stack(list(lses))
+    # A finite floor gives a query that sees no key at all the mean of zeros, with gradients of zero.
+    shares_NBHT = lse_NBHT.masked_fill(torch.isneginf(lse_NBHT), torch.finfo(lse_NBHT.dtype).min).softmax(0)
+    out_BHTV = torch.stack([out * share[..., None] for out, share in zip(outs, shares_NBHT, strict=True)]).sum(0)
+    return out_BHTV.to(outs[0].dtype), lse_NBHT.logsumexp(0)
+
+
+def softmax_weights(q_BHTK: Tensor, k_BHSK: Tensor, /, *patterns: Pattern, scale: float | None = None) -> Tensor:
+    """The dense weights `[B, H, T, S]` of queries and keys that both begin at position 0: the definition.
+
+    Keys that any of the patterns allows are seen.
+    """
+    T, S = q_BHTK.shape[2], k_BHSK.shape[2]
+    each = [_allowed(pattern, Slots(0, 0), T, S, q_BHTK.device) for pattern in patterns]
     k_BHSK = _share_heads(k_BHSK, q_BHTK.shape[1])
     scale = 1 / math.sqrt(q_BHTK.shape[-1]) if scale is None else scale
-    return reference.softmax_weights(q_BHTK, k_BHSK, allowed_BTS, scale)[0]
+    return reference.softmax_weights(q_BHTK, k_BHSK, torch.stack(each).any(0), scale)[0]
 
 
 def _check(q: Tensor, k: Tensor, v: Tensor, pattern: Pattern, dropout_p: float) -> None:
@@ -155,6 +185,8 @@ def _slots(
     ints = isinstance(q_start, int) and isinstance(k_start, int)
     if ints and doc_ids is None and (lengths is None or (pattern.causal and q_start - k_start == S - T)):
         return Slots(int(q_start), int(k_start)), real_BT  # a padded key lies after every real query
+    if ints and doc_ids is None and not pattern.causal:
+        return Slots(int(q_start), int(k_start), lengths), real_BT
     if ints and pattern.causal and q_start - k_start != S - T:
         raise ValueError(
             "with lengths or doc_ids the queries must be the last of the keys: q_start - k_start = S - T, "
@@ -165,7 +197,22 @@ def _slots(
     if real_BS is not None and real_BT is not None:
         q_pos_BT, k_pos_BS = q_pos_BT.masked_fill(~real_BT, -1), k_pos_BS.masked_fill(~real_BS, -1)
     docs = (None, None) if doc_ids is None else (doc_ids[:, S - T :], doc_ids)
-    return Slots(0, 0, q_pos_BT, k_pos_BS, *docs), real_BT
+    return Slots(0, 0, None, q_pos_BT, k_pos_BS, *docs), real_BT
+
+
+def _cross_slots(
+    q_start: int | Tensor, k_start: int | Tensor, key_lengths: Tensor, others: bool, pattern: Pattern, B: int
+) -> Slots:
+    if key_lengths.shape != (B,) or key_lengths.is_floating_point():
+        raise ValueError(
+            f"key_lengths must hold whole numbers {(B,)}, got {key_lengths.dtype} {tuple(key_lengths.shape)}"
+        )
+    if others or pattern.causal or isinstance(q_start, Tensor) or isinstance(k_start, Tensor):
+        raise ValueError(
+            "key_lengths needs a pattern that is not causal and whole starts, and neither lengths, mask nor doc_ids, "
+            f"got {pattern!r}"
+        )
+    return Slots(q_start, k_start, key_lengths)
 
 
 def _positions(start: int | Tensor, slots: int, batch: int, device: torch.device) -> Tensor:
@@ -181,7 +228,10 @@ def _allowed(pattern: Pattern, slots: Slots, T: int, S: int, device: torch.devic
     """Bool `[B or 1, T, S]`."""
     if slots.q_pos_BT is None or slots.k_pos_BS is None:
         q, k = torch.arange(T, device=device) + slots.q_start, torch.arange(S, device=device) + slots.k_start
-        return pattern.allowed(q[:, None], k[None])[None] & (k >= 0)
+        allowed = pattern.allowed(q[:, None], k[None])[None] & (k >= 0)
+        if slots.lengths_B is not None:
+            allowed = allowed & (torch.arange(S, device=device) < slots.lengths_B[:, None])[:, None]
+        return allowed
     q_BT, k_BS = slots.q_pos_BT[..., None], slots.k_pos_BS[:, None]
     allowed = pattern.allowed(q_BT, k_BS) & (q_BT >= 0) & (k_BS >= 0)
     if slots.q_doc_BT is not None and slots.k_doc_BS is not None:

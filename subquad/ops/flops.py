@@ -65,7 +65,17 @@ def _sdpa_backward(grad: Any, q: Any, k: Any, v: Any, *_: Any, out_shape: Any = 
 
 
 def _attention(
-    q: Any, k: Any, v: Any, pattern: str, q_start: int, k_start: int, scale: float, positions: Any, *_: Any, **__: Any
+    q: Any,
+    k: Any,
+    v: Any,
+    pattern: str,
+    q_start: int,
+    k_start: int,
+    scale: float,
+    lengths: Any,
+    positions: Any,
+    *_: Any,
+    **__: Any,
 ) -> int:
     B, H, T, K = q
     shape = Pattern.from_key(pattern)
@@ -74,7 +84,9 @@ def _attention(
     return B * H * attention_flops(groups, K, v[3])
 
 
-def _attention_backward(grad: Any, q: Any, k: Any, v: Any, out: Any, lse: Any, *rest: Any, **__: Any) -> int:
+def _attention_backward(
+    grad: Any, grad_lse: Any, q: Any, k: Any, v: Any, out: Any, lse: Any, *rest: Any, **__: Any
+) -> int:
     return _attention(q, k, v, *rest) * 5 // 2  # five products where the forward has two
 
 

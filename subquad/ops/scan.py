@@ -9,14 +9,16 @@ from typing import NamedTuple
 
 import torch
 from torch import Tensor
+from torch.nn import functional as F
 
 from subquad.ops._reference import scan as reference
+from subquad.ops._sequential import scan as sequential
 from subquad.ops._torch import scan as chunked
 from subquad.ops._torch import softmax as chunked_softmax
 from subquad.ops.backends import choose, without_autocast
 from subquad.ops.padding import check_mask
 
-BACKENDS = ("reference", "torch")
+BACKENDS = ("reference", "torch", "sequential")
 FORGET_ALL = -1e4
 """Decays below exp of this are zero in every dtype; the floor keeps sums of their logarithms finite."""
 
@@ -71,8 +73,10 @@ def gated_scan(
             `eps` is zero the output is zero.
         eps: added to the sum of the weights.
         mask: bool `[B, T]`, True for a real token: padding leaves the state alone and gives zeros.
-        chunk_size: tokens a chunk (with decays: rounded up to a power of two); changes the order of sums only.
-        backend: `reference` (token by token, the definition), `torch` (chunks, the default).
+        chunk_size: tokens a chunk (with decays: rounded up to a power of two), or between the states that `sequential`
+            keeps for its backward pass (None: about sqrt(T)); changes the order of sums only.
+        backend: `reference` (token by token, the definition), `torch` (chunks, the default), `sequential` (token by
+            token in the memory of one state, or of 2 sqrt(T) states in training).
 
     Raises `ValueError` and `TypeError` for shapes and options that do not fit.
     """
@@ -99,6 +103,9 @@ def gated_scan(
         s = state.flatten(0, 1).to(wide)
     if name == "reference":
         out, s = reference.gated_scan(q, i, v, log_f, s, normalise, eps)
+    elif name == "sequential":
+        out, s = sequential.gated_scan(q, i, F.pad(v, (0, 1), value=1.0) if normalise else v, log_f, s, chunk_size)
+        out = reference.divide(out[..., :V], out[..., V], eps) if normalise else out
     else:
         save = torch.is_grad_enabled() and any(x.requires_grad for x in (q, i, v, s, *rest))
         out, s, _, _ = chunked.gated_scan_op(q, i, v, log_f, s, normalise, eps, chunk, save)
@@ -126,8 +133,10 @@ def running_softmax(
         v_BHTV: values.
         state: the state that earlier tokens left, as this function returned it.
         mask: bool `[B, T]`, True for a real token: padding leaves the state alone and gives zeros.
-        chunk_size: tokens a chunk, rounded up to a power of two; changes the order of sums only.
-        backend: `reference` (token by token, the definition), `torch` (chunks, the default).
+        chunk_size: tokens a chunk, rounded up to a power of two, or between the states that `sequential` keeps for its
+            backward pass (None: about sqrt(T)); changes the order of sums only.
+        backend: `reference` (token by token, the definition), `torch` (chunks, the default), `sequential` (token by
+            token in the memory of one state, or of 2 sqrt(T) states in training).
 
     `lse` is the running logsumexp of the logits (differentiable; -2^100, nothing, before the first real token). Raises
     `ValueError` and `TypeError` for shapes and options that do not fit.
@@ -150,6 +159,8 @@ def running_softmax(
         a, s = state[0].flatten(0, 1).double(), state[1].flatten(0, 1).to(wide)
     if name == "reference":
         out, lse, a, s = reference.running_softmax(p, k, v, a, s)
+    elif name == "sequential":
+        out, lse, a, s = sequential.running_softmax(p, k, v, a, s, chunk_size)
     else:
         save = torch.is_grad_enabled() and any(x.requires_grad for x in (p, k, v, a, s))
         out, m, z, a, s, _ = chunked_softmax.running_softmax_op(p, k, v, a, s, chunk, save)

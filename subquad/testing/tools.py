@@ -82,7 +82,7 @@ def in_pieces(layer: Attention, x_BTD: Tensor, cuts: list[int]) -> Tensor:
     """The outputs of the pieces between the cuts, the state carried from one to the next."""
     state, outputs = None, []
     for start, stop in zip([0, *cuts], [*cuts, x_BTD.shape[1]], strict=True):
-        y, state = layer(x_BTD[:, start:stop], state)
+        y, state = layer(x_BTD[:, start:stop], state)[:2]
         outputs.append(y)
     return torch.cat(outputs, 1)
 

@@ -10,3 +10,8 @@ class TestFullWithSharedHeads(AttentionContract):
 
     name = "full"
     options = {"num_kv_heads": 1, "rope": True, "bias": True}
+
+
+class TestFullBidirectional(AttentionContract):
+    name = "full"
+    options = {"causal": False, "rope": True}

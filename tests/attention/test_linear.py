@@ -8,3 +8,8 @@ class TestLinear(AttentionContract):
 class TestLinearAsADistribution(AttentionContract):
     name = "linear"
     options = {"feature_map": "softmax", "eps": 0.0}
+
+
+class TestLinearBidirectional(AttentionContract):
+    name = "linear"
+    options = {"causal": False}

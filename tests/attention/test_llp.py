@@ -18,3 +18,18 @@ class TestLlpOfThePseudocode(AttentionContract):
 
     name = "llp"
     options = {"segment": 16, "shared_kv": True, "key_norm": True, "split_output": True}
+
+
+class TestLlpWithShiftedHeads(AttentionContract):
+    """Half of the heads have boundaries moved by a quarter of a segment."""
+
+    name = "llp"
+    options = {"segment": 16, "shifted_heads": True, "num_kv_heads": 1}
+    fewest_heads = 2
+
+
+class TestLlpBidirectional(AttentionContract):
+    """Its half segment and both neighbours."""
+
+    name = "llp"
+    options = {"segment": 16, "causal": False}

@@ -11,3 +11,10 @@ class TestWindowOfSharedHeads(AttentionContract):
 
     name = "window"
     options = {"width": 11, "num_kv_heads": 1, "rope": True}
+
+
+class TestWindowBidirectional(AttentionContract):
+    """An even width: one token more before the query than after it."""
+
+    name = "window"
+    options = {"width": 12, "causal": False}

@@ -11,7 +11,24 @@ from subquad.ops._torch import attend as torch_attend
 from subquad.ops._torch.attend import Slots, gathered
 from subquad.ops._torch.attend_cpu import block_attention_cpu, block_attention_cpu_backward
 from subquad.ops.attend import softmax_weights
-from subquad.ops.patterns import Causal, Full, Prefix, Segments, Suffix, Window
+from subquad.ops.patterns import (
+    Band,
+    Blocks,
+    Causal,
+    Columns,
+    Dilated,
+    DilatedBand,
+    Full,
+    Globals,
+    Prefix,
+    Random,
+    Segments,
+    Shifted,
+    Sinks,
+    Strided,
+    Suffix,
+    Window,
+)
 from subquad.testing import LOW_PRECISION, assert_exact, assert_in_budget, assert_same_maths, mask_with
 
 B, H, K = 2, 4, 6
@@ -32,6 +49,22 @@ PATTERNS = [
     Suffix(start=0),
     Suffix(start=13),
     Suffix(start=90),
+    Band(before=3, after=9),
+    Band(before=30, after=0),
+    Shifted(size=16, shift=8),
+    Shifted(size=8, shift=3, back=1),
+    Blocks(size=9),
+    Blocks(size=8, back=1, ahead_blocks=1),
+    Sinks(count=3, back=4),
+    Sinks(count=1, back=1, size=8),
+    Globals(count=3, back=4, ahead_blocks=2),
+    Globals(count=1, back=1, ahead_blocks=1, size=8),
+    Random(size=8, index=1, of=2, skip=1, back=0),
+    Random(size=8, index=0, of=2, skip=1, back=0, blocks=9),
+    Dilated(width=4, dilation=3),
+    DilatedBand(before=2, after=1, dilation=3),
+    Strided(stride=5),
+    Columns(size=8, last=3),
 ]
 patterns = pytest.mark.parametrize("pattern", PATTERNS, ids=repr)
 some_patterns = pytest.mark.parametrize(
@@ -449,17 +482,20 @@ def test_the_operations_keep_torchs_rules(qkv, case):
     pattern, start = OPERATION_CASES[case]
     q, k, v = (x.requires_grad_() for x in qkv(24))
     positions = None if start is None else torch.arange(24) + start[:, None]
-    static = (pattern.key(), 0, 0, 0.4, positions, positions, None, None)
+    static = (pattern.key(), 0, 0, 0.4, None, positions, positions, None, None)
     torch.library.opcheck(block_attention_cpu, (q, k, v, *static))
     q, k, v = (x.detach() for x in (q, k, v))
     out, lse = block_attention_cpu(q, k, v, *static)
-    torch.library.opcheck(block_attention_cpu_backward, (torch.ones_like(out), q, k, v, out, lse, *static))
+    for grad_lse in (None, torch.ones_like(lse)):
+        torch.library.opcheck(
+            block_attention_cpu_backward, (torch.ones_like(out), grad_lse, q, k, v, out, lse, *static)
+        )
 
 
 def test_gathered_takes_documents(qkv):
     q, k, v = qkv(30)
     position, docs = torch.arange(30).expand(B, -1), (torch.arange(30) // 11).expand(B, -1)
-    out, _ = gathered(q, k, v, Causal(), Slots(0, 0, position, position, docs, docs), 0.4, 0.0)
+    out, _ = gathered(q, k, v, Causal(), Slots(0, 0, None, position, position, docs, docs), 0.4, 0.0)
     assert_same_maths(out, block_attention(q, k, v, Causal(), doc_ids=docs, scale=0.4, backend="reference"))
 
 

@@ -6,8 +6,27 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from subquad.ops._torch import tiles
-from subquad.ops._torch.tiles import ragged_groups, static_groups
-from subquad.ops.patterns import Causal, Full, Pattern, Prefix, Segments, Suffix, Window
+from subquad.ops._torch.tiles import ragged_groups, score_entries, static_groups, unmasked_entries
+from subquad.ops.patterns import (
+    Band,
+    Blocks,
+    Causal,
+    Columns,
+    Dilated,
+    DilatedBand,
+    Full,
+    Globals,
+    Pattern,
+    Prefix,
+    Random,
+    Ranks,
+    Segments,
+    Shifted,
+    Sinks,
+    Strided,
+    Suffix,
+    Window,
+)
 
 SIZES = st.integers(1, 40)
 KINDS = {
@@ -17,6 +36,31 @@ KINDS = {
     "segments": st.builds(Segments, size=SIZES, back=st.integers(0, 3)),
     "prefix": st.builds(Prefix, length=st.integers(0, 40)),
     "suffix": st.builds(Suffix, start=st.integers(0, 40)),
+    "band": st.builds(Band, before=st.integers(0, 40), after=st.integers(0, 40)),
+    "shifted": st.builds(Shifted, size=st.integers(21, 40), shift=st.integers(1, 20), back=st.integers(0, 3)),
+    "blocks": st.builds(Blocks, size=SIZES, back=st.integers(0, 3), ahead_blocks=st.integers(0, 3)),
+    "sinks": st.builds(Sinks, count=st.integers(0, 20), back=st.integers(0, 20), size=st.integers(1, 9)),
+    "globals": st.builds(
+        Globals, count=st.integers(0, 20), back=st.integers(0, 20), ahead_blocks=st.integers(0, 9), size=SIZES
+    ),
+    "random": st.builds(
+        Random,
+        size=st.integers(1, 9),
+        index=st.integers(0, 1),
+        of=st.integers(2, 3),
+        skip=st.integers(0, 2),
+        back=st.integers(0, 2),
+        ahead_blocks=st.integers(0, 2),
+        blocks=st.integers(0, 40),
+        seed=st.integers(0, 9),
+    ),
+    "dilated": st.builds(Dilated, width=SIZES, dilation=st.integers(1, 5)),
+    "dilated band": st.builds(
+        DilatedBand, before=st.integers(0, 9), after=st.integers(0, 9), dilation=st.integers(1, 5)
+    ),
+    "strided": st.builds(Strided, stride=SIZES),
+    "columns": st.builds(Columns, size=st.integers(9, 40), last=st.integers(1, 9)),
+    "ranks": st.builds(Ranks, size=st.integers(9, 40), last=st.integers(1, 9)),
 }
 DATA = st.data()
 
@@ -48,10 +92,35 @@ def test_allowed_by_hand():
     assert rows(Segments(size=2, back=0)) == ["x.....", "xx....", "..x...", "..xx..", "....x.", "....xx"]
     assert rows(Prefix(length=3)) == ["xxx...", "xxx...", "xxx...", "xxxx..", "xxxxx.", "xxxxxx"]
     assert rows(Suffix(start=4)) == ["......", "......", "......", "......", "xxxxx.", "xxxxxx"]
+    assert rows(Band(before=1, after=2)) == ["xxx...", "xxxx..", ".xxxx.", "..xxxx", "...xxx", "....xx"]
+    assert rows(Shifted(size=3, shift=1)) == ["x.....", ".x....", ".xx...", ".xxx..", "....x.", "....xx"]
+    assert rows(Blocks(size=2, back=1)) == ["xx....", "xx....", "xxxx..", "xxxx..", "..xxxx", "..xxxx"]
+    assert rows(Sinks(count=2, back=2)) == ["......", "......", "......", "x.....", "xx....", "xx...."]
+    assert rows(Sinks(count=1, back=1, size=2)) == ["......", "......", "......", "......", "xx....", "xx...."]
+    assert rows(Globals(count=3, back=1, ahead_blocks=0)) == [
+        ".xx...",
+        "..x...",
+        "x.....",
+        "xx....",
+        "xxx...",
+        "xxx...",
+    ]
+    assert rows(Dilated(width=2, dilation=2)) == ["x.....", ".x....", "x.x...", ".x.x..", "..x.x.", "...x.x"]
+    assert rows(DilatedBand(before=0, after=1, dilation=3)) == [
+        "x..x..",
+        ".x..x.",
+        "..x..x",
+        "...x..",
+        "....x.",
+        ".....x",
+    ]
+    assert rows(Strided(stride=3)) == ["x.....", ".x....", "..x...", "x..x..", ".x..x.", "..x..x"]
+    assert rows(Columns(size=3, last=1)) == ["......", "......", "..x...", "..x...", "..x...", "..x..x"]
+    assert rows(Ranks(size=3, last=1)) == ["......", "......", "x.....", "x.....", "x.....", "xx...."]
 
 
 def test_every_pattern_is_tested_here():
-    assert set(Pattern.registry) == {"Causal", "Full", "Window", "Segments", "Prefix", "Suffix"}
+    assert {name.lower() for name in Pattern.registry} == {name.replace(" ", "") for name in KINDS}
 
 
 @settings(max_examples=50)
@@ -72,6 +141,7 @@ def test_causal_and_reach_are_true(patterns, data, span):
     distance = torch.arange(*span)[:, None] - torch.arange(110)
     assert not (pattern.causal and allowed[distance < 0].any())
     assert pattern.reach is None or not allowed[distance > pattern.reach].any()
+    assert pattern.ahead is None or not allowed[distance < -pattern.ahead].any()
 
 
 @settings(max_examples=50)
@@ -147,7 +217,7 @@ def test_static_groups_hold_every_query_once_and_every_key_it_sees(
     for group in groups:
         first = None
         for n in range(group.count):
-            q, k = group.q + n * group.rows, group.k + n * group.rows
+            q, k = group.q + n * group.rows, group.places[n] if group.places else group.k + n * group.rows
             held += range(q, q + group.rows)
             block = truth[q : q + group.rows, k : k + group.keys] if group.keys else truth[q : q + group.rows, :0]
             assert block.sum() == truth[q : q + group.rows].sum(), "a key that a query sees lies outside the tile"
@@ -172,7 +242,7 @@ def test_ragged_groups_hold_every_query_once_and_every_key_it_sees_wherever_rows
     held = []
     for group in ragged_groups(pattern, queries, keys):
         for n in range(group.count):
-            q, k = group.q + n * group.rows, group.k + n * group.rows
+            q, k = group.q + n * group.rows, group.places[n] if group.places else group.k + n * group.rows
             held += range(q, q + group.rows)
             block = truth[q : q + group.rows, k : k + group.keys]
             assert block.sum() == truth[q : q + group.rows].sum()
@@ -202,7 +272,7 @@ def test_equal_patterns_have_equal_keys_and_others_do_not():
 
 @pytest.mark.parametrize("key", ["Windo(width=3)", "", "window(width=3)"])
 def test_an_unknown_key_is_answered_with_the_patterns(key):
-    with pytest.raises(ValueError, match=r"unknown pattern .*valid: Causal, Full, Prefix, Segments, Suffix, Window"):
+    with pytest.raises(ValueError, match=r"unknown pattern .*valid: Band, Blocks, Causal, .*, Suffix, Window"):
         Pattern.from_key(key)
 
 
@@ -232,3 +302,48 @@ def test_a_pattern_must_define_allowed():
         Pattern().allowed(torch.zeros(1), torch.zeros(1))
     assert not Pattern().sees_all(0, 1, 0, 1)
     assert not Pattern().is_triangle(0, 1)
+
+
+def test_random_blocks_are_disjoint_and_keep_their_distance():
+    for blocks in (0, 30):
+        drawn = [Random(size=2, index=i, of=3, skip=1, back=1, ahead_blocks=1, blocks=blocks, seed=5) for i in range(3)]
+        tables = torch.stack([table(pattern, 0, 60, 0, 60) for pattern in drawn])
+        assert (tables.sum(0) <= 1).all(), "two patterns drew one block"
+        allowed = tables.any(0)
+        assert not allowed[:, :2].any(), "the first block is skipped"
+        distance = torch.arange(60) // 2 - torch.arange(60)[:, None] // 2
+        assert not allowed[distance.abs() <= 1].any(), "neighbours are skipped"
+        assert allowed[distance > 0].any() == (blocks > 0)
+        assert (tables.sum(-1) == 2).all() or blocks == 0, "every query has its three blocks"
+        assert (tables[:, 20:].sum(-1) == 2).all()
+
+
+def test_random_blocks_of_a_long_sequence_are_gathered_into_one_group():
+    groups = static_groups(Random(size=8, index=0, of=1, skip=1, back=1), 0, 8 * 100, 0, 8 * 100)
+    assert [g.count for g in groups if g.kind == "full"] == [97]
+
+
+def test_other_seeds_draw_other_blocks():
+    tables = [table(Random(size=1, index=0, of=1, skip=0, back=0, seed=seed), 0, 60, 0, 60) for seed in (0, 1)]
+    assert not torch.equal(*tables)
+
+
+@settings(max_examples=50)
+@given(data=DATA, tokens=st.integers(0, 100))
+def test_entries_are_counted_as_they_are(patterns, data, tokens):
+    pattern = data.draw(patterns)
+    allowed = table(pattern, 0, tokens, 0, tokens)
+    assert unmasked_entries(pattern, tokens) == allowed.sum()
+    assert score_entries(pattern, tokens) >= allowed.sum()
+
+
+@pytest.mark.parametrize(
+    ("make", "message"),
+    [
+        (lambda: Shifted(size=4, shift=4), r"Shifted\.shift must be below its size 4, got 4"),
+        (lambda: Columns(size=4, last=5), r"Columns\.last must be at most its size 4, got 5"),
+    ],
+)
+def test_fields_that_do_not_fit_one_another_are_refused(make, message):
+    with pytest.raises(ValueError, match=message):
+        make()

@@ -13,17 +13,19 @@ from torch.nn import functional as F
 
 from subquad.ops._torch.attend_cpu import block_attention_cpu, block_attention_cpu_backward
 from subquad.ops._torch.tiles import Group, ragged_groups, short_groups, static_groups
-from subquad.ops.patterns import Pattern
+from subquad.ops.patterns import Pattern, Ranks
 
 
 class Slots(NamedTuple):
     """Where the tokens of queries and keys stand.
 
     `q_pos_BT`, `k_pos_BS`: positions by row, negative for an empty slot; None: counted from `q_start` and `k_start`.
+    `lengths_B`: how many of a row's key slots hold a token, where later ones could be seen.
     """
 
     q_start: int
     k_start: int
+    lengths_B: Tensor | None = None
     q_pos_BT: Tensor | None = None
     k_pos_BS: Tensor | None = None
     q_doc_BT: Tensor | None = None
@@ -34,9 +36,63 @@ def attend(
     q_BHTK: Tensor, k_BHSK: Tensor, v_BHSV: Tensor, pattern: Pattern, slots: Slots, scale: float, dropout_p: float
 ) -> tuple[Tensor, Tensor]:
     """Outputs `[B, H, T, V]` and logsumexp `[B, H, T]`; keys and values have as many heads as queries."""
+    T, S = q_BHTK.shape[2], k_BHSK.shape[2]
+    whole = slots.q_pos_BT is None and slots.q_start == slots.k_start == 0 and T == S
+    if whole and pattern.folded:
+        return _by_residue(q_BHTK, k_BHSK, v_BHSV, *pattern.folded, slots.lengths_B, scale, dropout_p)
+    if whole and pattern.columns:
+        columns_S = _columns(T, *pattern.columns, q_BHTK.device)
+        k_BHSK, v_BHSV = k_BHSK.index_select(2, columns_S), v_BHSV.index_select(2, columns_S)
+        pattern = Ranks(*pattern.columns)
+    if k_BHSK.shape[2] == 0:
+        return nothing(q_BHTK, v_BHSV)
     if q_BHTK.device.type == "cpu" and dropout_p == 0:
         return _fused(q_BHTK, k_BHSK, v_BHSV, pattern, slots, scale)
     return gathered(q_BHTK, k_BHSK, v_BHSV, pattern, slots, scale, dropout_p)
+
+
+def nothing(q_BHTK: Tensor, v_BHSV: Tensor) -> tuple[Tensor, Tensor]:
+    """What attention to no key gives: zeros that keep their place in the graph, and -inf."""
+    out_BHTV = q_BHTK[..., :0].sum(-1, keepdim=True).expand(*q_BHTK.shape[:3], v_BHSV.shape[-1])
+    return out_BHTV, q_BHTK.new_full(q_BHTK.shape[:3], -torch.inf)
+
+
+def _columns(tokens: int, size: int, last: int, device: torch.device) -> Tensor:
+    """Slots of the last `last` of each `size` tokens."""
+    count = tokens // size * last + max(0, tokens % size - (size - last))
+    rank_S = torch.arange(count, device=device)
+    return rank_S // last * size + size - last + rank_S % last
+
+
+def _by_residue(
+    q_BHTK: Tensor,
+    k_BHTK: Tensor,
+    v_BHTV: Tensor,
+    residues: int,
+    inner: Pattern,
+    lengths_B: Tensor | None,
+    scale: float,
+    dropout_p: float,
+) -> tuple[Tensor, Tensor]:
+    """A whole sequence whose tokens see only those of their own residue: each residue is a sequence of the batch."""
+    B, _, T, _ = q_BHTK.shape
+    steps = -(-T // residues)
+
+    def fold(x_BHTK: Tensor) -> Tensor:
+        x_BHTK = F.pad(x_BHTK, (0, 0, 0, steps * residues - T))
+        return x_BHTK.unflatten(2, (steps, residues)).permute(0, 3, 1, 2, 4).flatten(0, 1)
+
+    def unfold(x_RHTK: Tensor) -> Tensor:
+        return x_RHTK.unflatten(0, (B, residues)).permute(0, 2, 3, 1, 4).flatten(2, 3)[:, :, :T]
+
+    if not inner.causal:  # slots beyond the end would be seen
+        real_B = q_BHTK.new_full((B,), T, dtype=torch.int64) if lengths_B is None else lengths_B
+        left_BR = real_B[:, None] - torch.arange(residues, device=q_BHTK.device)
+        lengths_B = ((left_BR + residues - 1) // residues).clamp(min=0).flatten()
+    slots = Slots(0, 0, None if inner.causal else lengths_B)
+    q, k, v = fold(q_BHTK), fold(k_BHTK), fold(v_BHTV)
+    out_RHTV, lse_RHT = attend(q, k, v, inner, slots, scale, dropout_p)
+    return unfold(out_RHTV), unfold(lse_RHT[..., None])[..., 0]
 
 
 def _fused(
@@ -62,18 +118,12 @@ def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tens
 
 def _backward(ctx: Any, grad_BHTK: Tensor | None, grad_lse_BHT: Tensor | None) -> tuple[Tensor | None, ...]:
     q, k, v, out, lse, *slots = ctx.saved_tensors
-    scale = ctx.static[-1]
-    dq = dk = dv = None
-    if grad_BHTK is not None:
-        dq, dk, dv = block_attention_cpu_backward(_rows_contiguous(grad_BHTK), q, k, v, out, lse, *ctx.static, *slots)
-    if grad_lse_BHT is not None:
-        # d lse_i / d score_ij is the weight, so dq is attention to the keys, and dk the value gradient of queries.
-        grad_lse_BHT = grad_lse_BHT.masked_fill(torch.isneginf(lse), 0.0)[..., None] * scale
-        mean_key_BHTK, _ = block_attention_cpu(q, k, k, *ctx.static, *slots)
-        _, _, more_dk = block_attention_cpu_backward(q * grad_lse_BHT, q, k, k, mean_key_BHTK, lse, *ctx.static, *slots)
-        more_dq = mean_key_BHTK * grad_lse_BHT
-        dq, dk = (more_dq, more_dk) if dq is None or dk is None else (dq + more_dq, dk + more_dk)
-    return dq, dk, dv, None, None, None, None, None, None, None, None
+    rest = (None,) * (len(ctx.static) + len(slots))
+    if grad_BHTK is None and grad_lse_BHT is None:
+        return None, None, None, *rest
+    grad_BHTK = torch.zeros_like(out) if grad_BHTK is None else _rows_contiguous(grad_BHTK)
+    dq, dk, dv = block_attention_cpu_backward(grad_BHTK, grad_lse_BHT, q, k, v, out, lse, *ctx.static, *slots)
+    return dq, dk, dv, *rest
 
 
 def _rows_contiguous(x: Tensor) -> Tensor:
@@ -96,9 +146,9 @@ def gathered(
     for group in short_groups(groups):
         q = q_BHTK.narrow(2, group.q, group.rows * group.count).unflatten(2, (group.count, group.rows))
         if group.kind == "empty":
-            # A sum of nothing: zeros that keep their place in the graph.
-            outs.append(q[..., :0].sum(-1, keepdim=True).expand(*q.shape[:4], v_BHSV.shape[-1]).flatten(2, 3))
-            lses.append(q.new_full(q.shape[:4], -torch.inf).flatten(2))
+            out, lse = nothing(q.flatten(2, 3), v_BHSV)
+            outs.append(out)
+            lses.append(lse)
             continue
         k, v = (_tiles(x, group).mT for x in (k_BHSK, v_BHSV))
         forbidden = ~_allowed(pattern, group, slots, q.device)
@@ -111,18 +161,22 @@ def gathered(
 
 def _tiles(x_BHSK: Tensor, group: Group) -> Tensor:
     """`[B, H, N, K, W]`: the keys of each tile."""
+    if group.places:
+        slots = group.key_slots().to(x_BHSK.device)
+        return x_BHSK.index_select(2, slots.flatten()).unflatten(2, slots.shape).mT
     x_BHSK = x_BHSK.narrow(2, group.k, group.keys + group.rows * (group.count - 1))
     return x_BHSK.unfold(2, group.keys, group.rows)
 
 
 def _allowed(pattern: Pattern, group: Group, slots: Slots, device: torch.device) -> Tensor:
     """Bool `[B or 1, 1, N, C, W]`."""
-    q_slot = torch.arange(group.rows * group.count, device=device).unflatten(0, (group.count, group.rows)) + group.q
-    k_slot = torch.arange(group.keys, device=device) + group.rows * torch.arange(group.count, device=device)[:, None]
-    k_slot = k_slot + group.k
+    q_slot, k_slot = group.query_slots().to(device), group.key_slots().to(device)
     if slots.q_pos_BT is None or slots.k_pos_BS is None:
         q, k = (q_slot + slots.q_start)[..., :, None], (k_slot + slots.k_start)[..., None, :]
-        return pattern.allowed(q, k)[None, None]
+        allowed = pattern.allowed(q, k)[None]
+        if slots.lengths_B is not None:
+            allowed = allowed & (k_slot < slots.lengths_B[:, None, None])[:, :, None]
+        return allowed[:, None]
     q, k = slots.q_pos_BT[:, q_slot][..., :, None], slots.k_pos_BS[:, k_slot][..., None, :]
     allowed = pattern.allowed(q, k) & (q >= 0) & (k >= 0)
     if slots.q_doc_BT is not None and slots.k_doc_BS is not None:

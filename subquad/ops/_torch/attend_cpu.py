@@ -9,6 +9,7 @@ from collections.abc import Iterator
 
 import torch
 from torch import Tensor
+from torch.nn import functional as F
 
 from subquad.ops._torch.tiles import Group, ragged_groups, static_groups
 from subquad.ops.backends import without_autocast
@@ -16,6 +17,8 @@ from subquad.ops.patterns import Pattern
 
 _forward = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
 _backward = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward
+MORE = 8
+"""Channels by which one is added: rows stay aligned."""
 
 
 @torch.library.custom_op("subquad::block_attention_cpu", mutates_args=())
@@ -27,6 +30,7 @@ def block_attention_cpu(
     q_start: int,
     k_start: int,
     scale: float,
+    lengths_B: Tensor | None,
     q_pos_BT: Tensor | None,
     k_pos_BS: Tensor | None,
     q_doc_BT: Tensor | None,
@@ -34,14 +38,16 @@ def block_attention_cpu(
 ) -> tuple[Tensor, Tensor]:
     """Outputs and the logsumexp of each row's scores (-inf where a query sees no key).
 
-    With positions given (negative for a slot that holds no token) every row of the batch has its own; else slots are
-    positions from `q_start` and `k_start`. With documents given a query sees keys of its own document only.
+    With lengths only the first so many key slots of a row hold a token. With positions given (negative for a slot that
+    holds no token) every row of the batch has its own; else slots are positions from `q_start` and `k_start`. With
+    documents given a query sees keys of its own document only.
     """
     out_BHTK, lse_BHT = (
         torch.empty_like(q_BHTK, memory_format=torch.contiguous_format),
         q_BHTK.new_empty(q_BHTK.shape[:3]),
     )
-    for call in _calls(q_BHTK, k_BHSK, pattern, q_start, k_start, q_pos_BT, k_pos_BS, q_doc_BT, k_doc_BS):
+    slots = (lengths_B, q_pos_BT, k_pos_BS, q_doc_BT, k_doc_BS)
+    for call in _calls(q_BHTK, k_BHSK, pattern, q_start, k_start, *slots):
         q, out = call.queries(q_BHTK), call.queries(out_BHTK)
         lse = call.queries(lse_BHT[..., None]).squeeze(-1)
         if call.group.kind == "empty":
@@ -68,6 +74,7 @@ def _(q, k, v, *rest):  # type: ignore[no-untyped-def]
 @without_autocast
 def block_attention_cpu_backward(
     grad_BHTK: Tensor,
+    grad_lse_BHT: Tensor | None,
     q_BHTK: Tensor,
     k_BHSK: Tensor,
     v_BHSK: Tensor,
@@ -77,15 +84,28 @@ def block_attention_cpu_backward(
     q_start: int,
     k_start: int,
     scale: float,
+    lengths_B: Tensor | None,
     q_pos_BT: Tensor | None,
     k_pos_BS: Tensor | None,
     q_doc_BT: Tensor | None,
     k_doc_BS: Tensor | None,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Gradients of queries, keys and values."""
+    """Gradients of queries, keys and values.
+
+    The scores' gradient is `P (dO . v - dO . o + dlse)`. The fused op knows no dlse, so it comes in as one more
+    channel: 1 in dO, 0 in v, -dlse in o.
+    """
+    K = q_BHTK.shape[-1]
+    empty_BHT = torch.isneginf(lse_BHT)
+    lse_BHT = lse_BHT.masked_fill(empty_BHT, 0.0)
+    if grad_lse_BHT is not None:
+        grad_lse_BHT = grad_lse_BHT.masked_fill(empty_BHT, 0.0)[..., None]
+        grad_BHTK = _with_channel(grad_BHTK, torch.ones_like(grad_lse_BHT))
+        out_BHTK = _with_channel(out_BHTK, -grad_lse_BHT)
+        q_BHTK, k_BHSK, v_BHSK = (F.pad(x, (0, MORE)) for x in (q_BHTK, k_BHSK, v_BHSK))
     dq, dk, dv = (torch.zeros_like(x, memory_format=torch.contiguous_format) for x in (q_BHTK, k_BHSK, v_BHSK))
-    lse_BHT = lse_BHT.masked_fill(torch.isneginf(lse_BHT), 0.0)
-    for call in _calls(q_BHTK, k_BHSK, pattern, q_start, k_start, q_pos_BT, k_pos_BS, q_doc_BT, k_doc_BS):
+    slots = (lengths_B, q_pos_BT, k_pos_BS, q_doc_BT, k_doc_BS)
+    for call in _calls(q_BHTK, k_BHSK, pattern, q_start, k_start, *slots):
         if call.group.kind == "empty":
             continue
         gradients = _backward(
@@ -103,11 +123,17 @@ def block_attention_cpu_backward(
         call.queries(dq).copy_(gradients[0])
         call.add_to_keys(dk, gradients[1])
         call.add_to_keys(dv, gradients[2])
-    return dq, dk, dv
+    if grad_lse_BHT is None:
+        return dq, dk, dv
+    return dq[..., :K].contiguous(), dk[..., :K].contiguous(), dv[..., :K].contiguous()
+
+
+def _with_channel(x_BHTK: Tensor, channel_BHT1: Tensor) -> Tensor:
+    return torch.cat([F.pad(x_BHTK, (0, MORE - 1)), channel_BHT1], -1)
 
 
 @block_attention_cpu_backward.register_fake
-def _(grad, q, k, v, out, lse, *rest):  # type: ignore[no-untyped-def]
+def _(grad, grad_lse, q, k, v, out, lse, *rest):  # type: ignore[no-untyped-def]
     return q.new_empty(q.shape), k.new_empty(k.shape), v.new_empty(v.shape)
 
 
@@ -126,8 +152,10 @@ class _Call:
         return _one_row(x, self.row).unflatten(-2, (g.count, g.rows))
 
     def keys(self, x_BHSK: Tensor) -> Tensor:
-        """A view `[., ., W, K]` of the tiles' keys; neighbours overlap."""
+        """`[., ., W, K]`: a view of the tiles' keys, where neighbours overlap, or a copy of keys that lie anywhere."""
         g = self.group
+        if g.places:
+            return _one_row(x_BHSK, self.row).index_select(-2, g.key_slots().flatten()).unflatten(-2, (g.count, g.keys))
         x = x_BHSK.narrow(2, g.k, g.keys + g.rows * (g.count - 1))
         if g.count == 1:
             return x if self.row is None else x[self.row][None]
@@ -136,6 +164,9 @@ class _Call:
     def add_to_keys(self, total_BHSK: Tensor, part: Tensor) -> None:
         """Add the tiles' gradients to their keys, one slab of C keys at a time since neighbours overlap."""
         g = self.group
+        if g.places:
+            _one_row(total_BHSK, self.row).index_add_(-2, g.key_slots().flatten(), part.flatten(-3, -2))
+            return
         x = total_BHSK.narrow(2, g.k, g.keys + g.rows * (g.count - 1))
         if g.count == 1:
             (x if self.row is None else x[self.row][None]).add_(part)
@@ -157,6 +188,7 @@ def _calls(
     pattern: str,
     q_start: int,
     k_start: int,
+    lengths: Tensor | None,
     q_pos: Tensor | None,
     k_pos: Tensor | None,
     q_doc: Tensor | None,
@@ -167,8 +199,11 @@ def _calls(
     S, shape = k_BHSK.shape[2], Pattern.from_key(pattern)
     if q_pos is None or k_pos is None:
         for group in static_groups(shape, q_start, T, k_start, S):
-            bias = _static_bias(shape, group, q_start, k_start, q_BHTK)
+            bias = _static_bias(shape, group, q_start, k_start, q_BHTK) if lengths is None else None
             for row in [None] if group.count == 1 else range(B):
+                if lengths is not None:
+                    own = lengths if row is None else lengths[row, None]
+                    bias = _bias_to(own, shape, group, q_start, k_start, q_BHTK)
                 yield _Call(group, row, bias)
         return
     for group in ragged_groups(shape, T, S):
@@ -184,6 +219,14 @@ def _static_bias(pattern: Pattern, group: Group, q_start: int, k_start: int, lik
     q_pos = torch.arange(group.rows) + q_start + group.q
     k_pos = torch.arange(group.keys) + k_start + group.k
     return _bias(pattern.allowed(q_pos[:, None], k_pos), like)
+
+
+def _bias_to(lengths_B: Tensor, pattern: Pattern, group: Group, q_start: int, k_start: int, like: Tensor) -> Tensor:
+    """`[B, 1, C, W]` for one tile a row, `[1, N, C, W]` for the folded tiles of one row: keys within the lengths."""
+    q_slot, k_slot = group.query_slots(), group.key_slots()
+    allowed_NCW = pattern.allowed((q_slot + q_start)[..., None], (k_slot + k_start)[:, None])
+    real_BNW = k_slot < lengths_B[:, None, None]
+    return _bias(allowed_NCW & real_BNW[:, :, None], like)
 
 
 def _ragged_bias(

@@ -5,7 +5,10 @@ from __future__ import annotations
 from dataclasses import dataclass
 from functools import lru_cache
 
-from subquad.ops.patterns import Pattern
+import torch
+from torch import Tensor
+
+from subquad.ops.patterns import Pattern, Ranks
 
 MASKED_ROWS = 256
 """A tile without bound on its keys needs a mask of rows x keys: this many rows at a time keep it linear."""
@@ -13,7 +16,10 @@ MASKED_ROWS = 256
 
 @dataclass(frozen=True)
 class Group:
-    """`count` tiles of `rows` queries; tile n holds query slots from `q + n * rows`, key slots from `k + n * rows`."""
+    """`count` tiles of `rows` queries; tile n holds query slots from `q + n * rows`, key slots from `k + n * rows`.
+
+    With `places` the keys of tile n begin at `places[n]` instead.
+    """
 
     q: int
     rows: int
@@ -22,6 +28,16 @@ class Group:
     keys: int
     kind: str
     """`full` (all allowed), `causal` (the diagonal block), `masked` or `empty` (no key)."""
+    places: tuple[int, ...] = ()
+
+    def query_slots(self) -> Tensor:
+        """`[N, C]`: the slots of each tile's queries."""
+        return self.q + torch.arange(self.rows * self.count).unflatten(0, (self.count, self.rows))
+
+    def key_slots(self) -> Tensor:
+        """`[N, W]`: the slots of each tile's keys."""
+        starts_N = torch.tensor(self.places) if self.places else self.k + self.rows * torch.arange(self.count)
+        return starts_N[:, None] + torch.arange(self.keys)
 
 
 @lru_cache(maxsize=512)
@@ -32,15 +48,56 @@ def static_groups(pattern: Pattern, q_start: int, queries: int, k_start: int, ke
     tiles = []
     starts = [start for start in pattern.tile_starts(q_start, q_start + queries) if start < q_start + queries]
     for start, stop in zip(starts, [*starts[1:], q_start + queries], strict=True):
-        lo, hi = pattern.key_range(start, stop)
-        lo, hi = max(lo, k_start), k_start + keys if hi is None else min(hi, k_start + keys)
-        kind = _kind(pattern, start, stop, lo, hi)
+        kind = _kind(pattern, start, stop, *_range(pattern, start, stop, k_start, keys))
         step = MASKED_ROWS if kind == "masked" and pattern.reach is None else stop - start
         for a in range(start, stop, step):
             b = min(a + step, stop)
-            end = min(hi, b) if pattern.causal else hi
-            tiles.append(Group(a - q_start, b - a, 1, lo - k_start, max(0, end - lo), kind))
-    return _fold(tiles, pattern.period)
+            lo, hi = _range(pattern, a, b, k_start, keys)
+            some = hi > lo
+            tiles.append(
+                Group(a - q_start, b - a, 1, lo - k_start if some else 0, max(0, hi - lo), kind if some else "empty")
+            )
+    return _gather(tiles) if pattern.scattered else _fold(tiles, pattern.period)
+
+
+def _range(pattern: Pattern, start: int, stop: int, k_start: int, keys: int) -> tuple[int, int]:
+    """The keys of a tile, of those that exist."""
+    lo, hi = pattern.key_range(start, stop)
+    hi = k_start + keys if hi is None else min(hi, k_start + keys)
+    return max(lo, k_start), min(hi, stop) if pattern.causal else hi
+
+
+@lru_cache(maxsize=512)
+def unmasked_entries(pattern: Pattern, tokens: int) -> int:
+    """Pairs of a query and a key that the pattern allows, in a sequence of `tokens` tokens."""
+    if pattern.sees_all(0, tokens, 0, tokens):
+        return tokens * tokens
+    if pattern.is_triangle(0, tokens):
+        return tokens * (tokens + 1) // 2
+    if pattern.folded:
+        residues, inner = pattern.folded
+        return sum(unmasked_entries(inner, -(-(tokens - r) // residues)) for r in range(min(residues, tokens)))
+    total, slots = 0, torch.arange(tokens)
+    for start in range(0, tokens, MASKED_ROWS):
+        stop = min(start + MASKED_ROWS, tokens)
+        lo, hi = _range(pattern, start, stop, 0, tokens)
+        total += int(pattern.allowed(slots[start:stop, None], slots[lo:hi]).sum()) if hi > lo else 0
+    return total
+
+
+def score_entries(pattern: Pattern, tokens: int) -> int:
+    """Entries of all tiles that a sequence of `tokens` tokens is cut into."""
+    if tokens == 0:
+        return 0
+    if pattern.folded:
+        residues, inner = pattern.folded
+        return residues * score_entries(inner, -(-tokens // residues))
+    keys: int | None = tokens
+    if pattern.columns:
+        pattern = Ranks(*pattern.columns)
+        keys = pattern.key_range(0, tokens)[1]
+    assert keys is not None
+    return sum(g.rows * g.keys * g.count for g in static_groups(pattern, 0, tokens, 0, keys))
 
 
 def _kind(pattern: Pattern, start: int, stop: int, lo: int, hi: int) -> str:
@@ -67,13 +124,15 @@ def short_groups(groups: tuple[Group, ...]) -> tuple[Group, ...]:
 
 @lru_cache(maxsize=512)
 def ragged_groups(pattern: Pattern, queries: int, keys: int) -> tuple[Group, ...]:
-    """Tiles by slot, where positions differ by row: the queries are the last of the key slots."""
+    """Tiles by slot, where positions differ by row: the queries are the last of the key slots (or it is anchored)."""
     offset, tiles = keys - queries, []
     rows = MASKED_ROWS if pattern.reach is None else max(16, min(128, pattern.reach + 1))
     for start in range(0, queries, rows):
         stop = min(start + rows, queries)
         lo = 0 if pattern.reach is None else max(0, start + offset - pattern.reach)
-        hi = stop + offset if pattern.causal else keys
+        hi = keys if pattern.ahead is None else min(keys, stop + offset + pattern.ahead)
+        if pattern.anchored:
+            lo, hi = 0, keys
         tiles.append(Group(start, stop - start, 1, lo, hi - lo, "masked" if hi > lo else "empty"))
     return _fold(tiles, 1)
 
@@ -89,6 +148,20 @@ def _fold(tiles: list[Group], period: int) -> tuple[Group, ...]:
             and tile.rows % period == 0
         ):
             groups[-1] = Group(last.q, last.rows, last.count + 1, last.k, last.keys, last.kind)
+        else:
+            groups.append(tile)
+    return tuple(groups)
+
+
+def _gather(tiles: list[Group]) -> tuple[Group, ...]:
+    """Neighbours of one shape whose keys lie anywhere, all allowed, become one group."""
+    groups: list[Group] = []
+    for tile in tiles:
+        last = groups[-1] if groups else None
+        shape = (tile.rows, tile.keys, tile.kind)
+        if last is not None and (last.rows, last.keys, last.kind) == shape and tile.kind == "full":
+            places = (*(last.places or (last.k,)), tile.k)
+            groups[-1] = Group(last.q, last.rows, last.count + 1, 0, last.keys, last.kind, places)
         else:
             groups.append(tile)
     return tuple(groups)

@@ -1,0 +1,128 @@
+"""BigBird: a window of blocks, global blocks and random blocks (Zaheer et al. 2020, arXiv:2007.14062, section 2; the
+blocks are those of its appendix D).
+
+    y_t = sum_s softmax_s(q_t . k_s / sqrt(K)) v_s    over the keys of t's block and of `back` blocks beside it, of the
+                                                      first `num_global` blocks and of `num_random` random blocks
+
+Bidirectional, the window has `back` blocks on both sides, and queries of the global blocks see everything. Causal (not
+in the paper), all of these lie at or before the query. A random block is drawn for each block of queries by a hash of
+`seed`: the candidates are cut into `num_random` equal strata and one is drawn from each, so no block is drawn twice,
+and causal draws do not depend on how long the sequence is.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+from subquad.attention._blocked import BlockedAttention
+from subquad.layers.positions import positions
+from subquad.ops import merge_attention
+from subquad.ops.attend import softmax_weights
+from subquad.ops.patterns import Blocks, Full, Globals, Pattern, Random, Segments, Sinks
+
+
+class Bigbird(BlockedAttention):
+    """Blocks: those next to it, the first ones, and random ones; the state keeps every key, as any may be drawn."""
+
+    name = "bigbird"
+    summary = "blocks: next to it, the first ones, random ones"
+    paper = "Zaheer et al. 2020, arXiv:2007.14062"
+    forms = ("causal", "bidirectional")
+    state_grows = True
+
+    @dataclass(frozen=True, kw_only=True)
+    class Config(BlockedAttention.Config):
+        """Options of BigBird."""
+
+        block: int = 64
+        """Tokens of a block."""
+        back: int = 1
+        """Blocks of the window before the query's own (bidirectional: on each side)."""
+        num_global: int = 2
+        """How many of the first blocks are global."""
+        num_random: int = 3
+        """Random blocks of each block of queries."""
+        seed: int = 0
+        """What the random blocks are drawn by."""
+
+        def __post_init__(self) -> None:
+            super().__post_init__()
+            if self.block < 1:
+                raise ValueError(f"block must be at least 1, got {self.block}")
+            for name in ("back", "num_global", "num_random", "seed"):
+                if getattr(self, name) < 0:
+                    raise ValueError(f"{name} must be at least 0, got {getattr(self, name)}")
+
+    config: Config
+
+    def __init__(self, config: Config) -> None:
+        super().__init__(config)
+        near = Segments(size=config.block, back=config.back)
+        both = Blocks(size=config.block, back=config.back, ahead_blocks=config.back)
+        self.patterns = (near if config.causal else both,)
+
+    def reach(self, patterns: tuple[Pattern, ...]) -> int | None:
+        """To the first token."""
+        return None
+
+    def union(self, tokens: int) -> list[Pattern]:
+        """The disjoint patterns of a sequence of `tokens` tokens, global rows left out."""
+        c = self.config
+        blocks = 0 if c.causal else -(-tokens // c.block)
+        far: list[Pattern] = []
+        if c.num_global and c.causal:
+            far.append(Sinks(count=c.num_global, back=c.back, size=c.block))
+        elif c.num_global:
+            far.append(Globals(count=c.num_global, back=c.back, ahead_blocks=c.back, size=c.block))
+        ahead = 0 if c.causal else c.back
+        shape = {"size": c.block, "of": c.num_random, "skip": c.num_global, "back": c.back, "ahead_blocks": ahead}
+        far += [Random(index=i, blocks=blocks, seed=c.seed, **shape) for i in range(c.num_random)]
+        return [*self.patterns, *far]
+
+    def attend_slots(
+        self,
+        q_BHTK: Tensor,
+        k_BGSK: Tensor,
+        v_BGSK: Tensor,
+        patterns: tuple[Pattern, ...],
+        q_start: int | Tensor,
+        k_start: int | Tensor,
+        lengths_B: Tensor | None,
+    ) -> Tensor:
+        """All blocks merged; bidirectional rows of different lengths one by one, as draws depend on the length."""
+        T = q_BHTK.shape[2]
+        if not self.causal and lengths_B is not None:
+            rows = []
+            for b, n in enumerate(lengths_B.tolist()):
+                q, k, v = (x[b : b + 1, :, :n] for x in (q_BHTK, k_BGSK, v_BGSK))
+                rows.append(F.pad(self.attend_slots(q, k, v, patterns, 0, 0, None), (0, 0, 0, T - n)))
+            return torch.cat(rows)
+        where: dict[str, Any] = {"q_start": q_start, "k_start": k_start, "lengths": lengths_B}
+        parts = [self.attend_to(q_BHTK, k_BGSK, v_BGSK, pattern, **where) for pattern in self.union(T)]
+        y_BHTK, _ = merge_attention(*zip(*parts, strict=True))
+        first = self.config.num_global * self.config.block
+        if self.causal or first == 0:
+            return y_BHTK
+        rows_BHGK, _ = self.attend_to(q_BHTK[:, :, :first], k_BGSK, v_BGSK, Full())
+        return torch.cat([rows_BHGK, y_BHTK[:, :, first:]], 2)
+
+    def pattern_weights(self, q_BHTK: Tensor, k_BGSK: Tensor) -> Tensor:
+        """Softmax over all blocks, and over everything in the global rows of the bidirectional form."""
+        T = q_BHTK.shape[2]
+        w_BHTS = softmax_weights(q_BHTK, k_BGSK, *self.union(T))
+        if self.causal:
+            return w_BHTS
+        first = self.config.num_global * self.config.block
+        is_global_T1 = (positions(0, T, q_BHTK.device) < first)[0, :, None]
+        return torch.where(is_global_T1, softmax_weights(q_BHTK, k_BGSK, Full()), w_BHTS)
+
+    def count(self, entries: Callable[[Pattern, int], int], tokens: int) -> int:
+        """Entries of all blocks and of the global rows."""
+        rows = 0 if self.causal else min(tokens, self.config.num_global * self.config.block) * tokens
+        return self.config.num_heads * (sum(entries(pattern, tokens) for pattern in self.union(tokens)) + rows)

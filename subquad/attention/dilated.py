@@ -1,0 +1,47 @@
+"""Dilated sliding-window attention (Beltagy et al. 2020, arXiv:2004.05150, section 3.1).
+
+    y_t = sum_s softmax_s(q_t . k_s / sqrt(K)) v_s,    s = t, t - d, t - 2d, ..., t - (width - 1) d
+
+Bidirectional, `width // 2` of the tokens lie before the query and the others after it. The tokens of one residue modulo
+d are a sequence of their own with a plain window, and are computed so; a call that goes on from a state masks a window
+of `(width - 1) d` keys instead.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from subquad.attention._blocked import BlockedAttention
+from subquad.ops.patterns import Dilated as DilatedPattern
+from subquad.ops.patterns import DilatedBand
+
+
+class Dilated(BlockedAttention):
+    """Every `dilation`-th token back, `width` in all; the state keeps `(width - 1) dilation` keys and values."""
+
+    name = "dilated"
+    summary = "every `dilation`-th token next to it, `width` in all"
+    paper = "Beltagy et al. 2020, arXiv:2004.05150"
+    forms = ("causal", "bidirectional")
+
+    @dataclass(frozen=True, kw_only=True)
+    class Config(BlockedAttention.Config):
+        """Options of dilated attention."""
+
+        width: int = 64
+        """Tokens that a query sees, its own included."""
+        dilation: int = 4
+        """The distance between two of them, the paper's d."""
+
+        def __post_init__(self) -> None:
+            super().__post_init__()
+            if self.width < 1:
+                raise ValueError(f"width must be at least 1, got {self.width}")
+            if self.dilation < 1:
+                raise ValueError(f"dilation must be at least 1, got {self.dilation}")
+
+    def __init__(self, config: Config) -> None:
+        super().__init__(config)
+        before = config.width // 2
+        band = DilatedBand(before=before, after=config.width - 1 - before, dilation=config.dilation)
+        self.patterns = (DilatedPattern(width=config.width, dilation=config.dilation) if config.causal else band,)

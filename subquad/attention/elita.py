@@ -1,0 +1,169 @@
+"""ELiTA, efficient linear-time attention (Sharma 2023, github.com/acosharma/elita-transformer, "Attention2"). Per head:
+
+    y_t = (exp(k2 . x_t) v_t + exp(p2_t + k3 . x_t) sum_{s <= t} X_s v_s)
+          / (exp(k2 . x_t)   + exp(p2_t + k3 . x_t) sum_{s <= t} X_s),       X_s = exp(k1 . x_s + p1_s)
+
+with the position terms p1_s = c . sin(a1 s / N + b1) and p2_t = c . sin(a2 t / N + b2), tokens counted from 0. Divided
+by the whole denominator this is a gate between a running softmax with one latent and the token itself,
+
+    y_t = g_t mu_t + (1 - g_t) v_t,    g_t = sigmoid(p2_t + k3 . x_t + L_t - k2 . x_t),
+
+mu_t the mean of v_s with weights softmax_{s <= t}(k1 . x_s + p1_s) and L_t the logarithm of their normaliser. So no
+query selects among earlier tokens: k3 and p2 only weigh all of them against the token itself. The form with the gate is
+computed, since it cannot overflow; the author's code clips the three exponents to +-20 instead.
+
+Where the sources disagree: the text ("Intuition") adds a term to the diagonal logit, the equations and the code give
+the token a slot of its own beside its place in the sum, as here. The equations have t / N, the code t / (N - 1), an
+option. N is the length of the sequence there, so that a longer one changes all earlier outputs; here it is the fixed
+`horizon`, beyond which the sines go on. The term k3 came after the published results: `query_term=False` leaves it out.
+Vectors begin uniform in +-0.05, as in the code, so that all positions begin almost alike.
+"""
+
+from __future__ import annotations
+
+import logging
+from dataclasses import dataclass
+from typing import Literal
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from subquad.attention._scanned import (
+    ScannedAttention,
+    is_future,
+    real_mask,
+    seen_after,
+    softmax_state,
+    widened,
+)
+from subquad.ops import running_softmax
+from subquad.ops.flops import running_softmax_flops
+from subquad.state import State
+
+logger = logging.getLogger(__name__)
+INIT = 0.05
+
+
+class Elita(ScannedAttention):
+    """A content-weighted mean of all earlier tokens, and a gate between it and the token itself."""
+
+    name = "elita"
+    summary = "the mean of every earlier token, gated against itself"
+    paper = "Sharma 2023, github.com/acosharma/elita-transformer"
+
+    @dataclass(frozen=True, kw_only=True)
+    class Config(ScannedAttention.Config):
+        """Options of ELiTA."""
+
+        dropout: float = 0.0
+        """Dropout on the two weights of the gate, in training."""
+        horizon: int = 2048
+        """N, the length that position terms are scaled to; later tokens are extrapolated."""
+        positions: bool = True
+        """Whether logits have the position terms p1 and p2."""
+        position_width: int = 16
+        """Sines of each position term."""
+        time: Literal["i/N", "i/(N-1)"] = "i/N"
+        """Time of token i (from 0): as in the equations, or as in the code."""
+        query_term: bool = True
+        """Whether the gate has the term k3 . x_t."""
+
+        def __post_init__(self) -> None:
+            super().__post_init__()
+            if self.horizon < 2:
+                raise ValueError(f"horizon must be at least 2, got {self.horizon}")
+            if self.position_width < 1:
+                raise ValueError(f"position_width must be at least 1, got {self.position_width}")
+
+    config: Config
+
+    def __init__(self, config: Config) -> None:
+        super().__init__(config)
+        heads = config.num_heads
+        self.key = nn.Linear(config.dim, heads, bias=config.bias)
+        self.self_key = nn.Linear(config.dim, heads, bias=config.bias)
+        self.query = nn.Linear(config.dim, heads, bias=config.bias) if config.query_term else None
+        for project in (self.key, self.self_key, self.query):
+            if project is not None:
+                nn.init.uniform_(project.weight, -INIT, INIT)
+        if config.positions:
+            self.frequency = nn.Parameter(torch.empty(2, heads, config.position_width).uniform_(-INIT, INIT))
+            self.phase = nn.Parameter(torch.empty(2, heads, config.position_width).uniform_(-INIT, INIT))
+            self.amplitude = nn.Parameter(torch.empty(heads, config.position_width).uniform_(-INIT, INIT))
+        self.warned = False
+
+    def mix(self, x_BTD: Tensor, state: State | None, lengths_B: Tensor | None) -> tuple[Tensor, State]:
+        """The running softmax of one latent, and the gate."""
+        tokens, seen = x_BTD.shape[1], seen_after(state, x_BTD.shape[1], lengths_B)
+        self.warn_beyond_horizon(seen)
+        key_BHT1, gate_BHT1 = self.logits(x_BTD, 0 if state is None else state.seen)
+        v_BHTV = self.values(x_BTD)
+        mu_BHTV, after, lse_BHT1 = running_softmax(
+            torch.ones_like(key_BHT1),
+            key_BHT1,
+            widened(v_BHTV)[0],
+            state=softmax_state(state),
+            mask=real_mask(lengths_B, tokens),
+        )
+        gate_BHT1 = gate_BHT1 + lse_BHT1
+        shares = torch.cat([gate_BHT1.sigmoid(), (-gate_BHT1).sigmoid()], -1)
+        past_BHT1, own_BHT1 = F.dropout(shares, self.config.dropout, self.training).split(1, -1)
+        y_BHTV = (past_BHT1 * mu_BHTV + own_BHT1 * v_BHTV).to(v_BHTV.dtype)
+        return self.merge(y_BHTV), State({"seen": seen, "lse": after.lse, "mean": after.mean}, self.config_hash)
+
+    def logits(self, x_BTD: Tensor, start: int | Tensor) -> tuple[Tensor, Tensor]:
+        """`k1 . x + p1`, and what the gate adds to its log-normaliser: `p2 + k3 . x - k2 . x`, `[B, H, T, 1]`, wide."""
+        key_BTH, gate_BTH = widened(self.key(x_BTD), self.self_key(x_BTD))
+        gate_BTH = -gate_BTH if self.query is None else self.query(x_BTD) - gate_BTH
+        if self.config.positions:
+            p1_BTH, p2_BTH = self.positions_from(start, x_BTD.shape[1]).to(key_BTH.dtype)
+            key_BTH, gate_BTH = key_BTH + p1_BTH, gate_BTH + p2_BTH
+        return key_BTH.transpose(1, 2)[..., None], gate_BTH.transpose(1, 2)[..., None]
+
+    def positions_from(self, start: int | Tensor, tokens: int) -> Tensor:
+        """p1 and p2 of the `tokens` tokens from `start` on: `[2, B or 1, T, H]`, float32 or wider."""
+        frequency, phase, amplitude = widened(self.frequency, self.phase, self.amplitude)
+        i_T = torch.arange(tokens, device=amplitude.device)
+        i_BT = i_T + start[:, None] if isinstance(start, Tensor) else (i_T + start)[None]
+        span = self.config.horizon if self.config.time == "i/N" else self.config.horizon - 1
+        time_BT = (i_BT.double() / span).to(amplitude.dtype)
+        angles = frequency[:, None, None] * time_BT[None, ..., None, None] + phase[:, None, None]
+        return (angles.sin() * amplitude).sum(-1)
+
+    def position_terms(self, tokens: int) -> tuple[Tensor, Tensor]:
+        """p1 and p2 of tokens 0 to `tokens` - 1, each `[H, T]`; zeros without `positions`."""
+        if not self.config.positions:
+            zeros_HT = self.key.weight.new_zeros(self.config.num_heads, tokens)
+            return zeros_HT, zeros_HT
+        p1_HT, p2_HT = self.positions_from(0, tokens)[:, 0].mT
+        return p1_HT, p2_HT
+
+    def warn_beyond_horizon(self, seen: int | Tensor) -> None:
+        """Log once that positions are extrapolated (counts of rows are not fetched from an accelerator for it)."""
+        if self.warned or not self.config.positions or torch.compiler.is_compiling():
+            return
+        longest = seen if isinstance(seen, int) else int(seen.max()) if seen.device.type == "cpu" and len(seen) else 0
+        if longest > self.config.horizon:
+            self.warned = True
+            logger.warning(
+                "elita reads token %d, beyond its horizon of %d tokens: position terms are extrapolated",
+                longest,
+                self.config.horizon,
+            )
+
+    def dense_weights(self, x_BTD: Tensor) -> Tensor:
+        """`g_t softmax_{s <= t}(k1 . x_s + p1_s) + (1 - g_t) [s = t]`."""
+        key_BHT1, gate_BHT1 = self.logits(x_BTD, 0)
+        T = x_BTD.shape[1]
+        both = (key_BHT1.mT + gate_BHT1).masked_fill(is_future(T, x_BTD.device), -torch.inf)
+        both_BHTS = torch.cat([both, torch.zeros_like(key_BHT1)], -1).softmax(-1)
+        return (both_BHTS[..., :-1] + both_BHTS[..., -1:] * torch.eye(T, device=x_BTD.device)).to(x_BTD.dtype)
+
+    def mixing_flops(self, tokens: int) -> int:
+        """The running softmax of one latent; position terms and gate are element-wise."""
+        return self.config.num_heads * running_softmax_flops(tokens, 1, self.channels)
+
+    def state_bytes(self, tokens: int) -> int:
+        """A mean of V float32 channels and one float64 log-normaliser a head."""
+        return self.config.num_heads * (4 * self.channels + 8)

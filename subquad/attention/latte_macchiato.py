@@ -1,0 +1,105 @@
+"""Latte-Macchiato: latents and one more state that is a softmax window (Dolga et al. 2025, TMLR, "Unifying Linear-Time
+Attention via Latent Probabilistic Modelling", and v3 of arXiv:2402.17512).
+
+    y_t = p(0 | t) sum_{t - width < s <= t} a(s | t) v_s + sum_{l >= 1} p(l | t) sum_{s <= t} p(s | l, t) v_s
+
+p(l | t) is one softmax over the window and the L latents, so rows of the weights sum to one; a is softmax attention
+over the window, by default with rotary positions, which the latents do not have; p(s | l, t) is causal Latte's running
+softmax. The formula is ours from those abstracts: the authors' code of it is not public.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from subquad.attention._blocked import BlockedAttention
+from subquad.attention._scanned import real_mask
+from subquad.ops import SoftmaxState, running_softmax
+from subquad.ops.flops import running_softmax_flops
+from subquad.ops.patterns import Window
+from subquad.state import State, advance
+
+
+class LatteMacchiato(BlockedAttention):
+    """The last `width` tokens by softmax and every earlier one through latents, normalised together."""
+
+    name = "latte_macchiato"
+    summary = "the last `width` tokens, and every earlier one through latents"
+    paper = "Dolga et al. 2025, arXiv:2402.17512 (later versions)"
+
+    @dataclass(frozen=True, kw_only=True)
+    class Config(BlockedAttention.Config):
+        """Options of Latte-Macchiato."""
+
+        dropout: float = 0.0
+        """Dropout on p(l | t), the window's included, in training."""
+        rope: bool = True
+        """Whether the window's queries and keys carry rotary positions."""
+        width: int = 128
+        """Tokens of the window, the query's own included."""
+        num_latents: int | None = None
+        """Latents of all heads together (None: as many as dim)."""
+
+        def __post_init__(self) -> None:
+            super().__post_init__()
+            if self.width < 1:
+                raise ValueError(f"width must be at least 1, got {self.width}")
+            if self.num_latents is not None and (self.num_latents < 1 or self.num_latents % self.num_heads):
+                raise ValueError(
+                    "num_latents must be a positive multiple of num_heads (heads share the latents), "
+                    f"got num_latents={self.num_latents}, num_heads={self.num_heads}"
+                )
+
+    config: Config
+
+    def __init__(self, config: Config) -> None:
+        super().__init__(config)
+        self.patterns = (Window(width=config.width),)
+        self.latents = (config.num_latents or config.dim) // config.num_heads
+        self.latent_query = nn.Linear(config.dim, config.num_heads * (self.latents + 1), bias=config.bias)
+        self.latent_key = nn.Linear(config.dim, config.num_heads * self.latents, bias=config.bias)
+
+    @property
+    def dropout_p(self) -> float:
+        """None in the window: dropout acts on p(l | t)."""
+        return 0.0
+
+    def mix(self, x_BTD: Tensor, state: State | None, lengths_B: Tensor | None) -> tuple[Tensor, State]:
+        """The window's output and the latents', weighted by one p(l | t)."""
+        seen = 0 if state is None else state.seen
+        q_BHTK, k_BGTK, v_BGTK = self.queries(x_BTD, seen), self.keys(x_BTD, seen), self.kv_values(x_BTD)
+        near_BHTK, k_BGSK, v_BGSK = self.attend(q_BHTK, k_BGTK, v_BGTK, self.patterns, state, "", lengths_B)
+        p_BHTL = F.dropout(self.split(self.latent_query(x_BTD)).softmax(-1), self.config.dropout, self.training)
+        far_BHTK, (lse_BHL, mean_BHLK), _ = running_softmax(
+            p_BHTL[..., 1:],
+            self.split(self.latent_key(x_BTD)),
+            self.shared(v_BGTK),
+            state=None if state is None else SoftmaxState(state.tensor("lse"), state.tensor("mean")),
+            mask=real_mask(lengths_B, x_BTD.shape[1]),
+        )
+        kept = {"keys": k_BGSK, "values": v_BGSK, "lse": lse_BHL, "mean": mean_BHLK}
+        state = State({"seen": advance(seen, x_BTD.shape[1], lengths_B), **kept}, self.config_hash)
+        return self.merge(p_BHTL[..., :1] * near_BHTK + far_BHTK), state
+
+    def dense_weights(self, x_BTD: Tensor) -> Tensor:
+        """`p(0 | t) a(s | t) + sum_l p(l | t) p(s | l, t)`."""
+        T = x_BTD.shape[1]
+        p_BHTL, k_BHSL = self.split(self.latent_query(x_BTD)).softmax(-1), self.split(self.latent_key(x_BTD))
+        future_TS = torch.ones(T, T, dtype=torch.bool, device=x_BTD.device).triu(1)
+        k_BHTSL = k_BHSL[:, :, None].expand(-1, -1, T, -1, -1).masked_fill(future_TS[..., None], -torch.inf)
+        far_BHTS = torch.einsum("bhtl,bhtsl->bhts", p_BHTL[..., 1:], k_BHTSL.softmax(-2))
+        return p_BHTL[..., :1] * super().dense_weights(x_BTD) + far_BHTS
+
+    def mixing_flops(self, tokens: int) -> int:
+        """Those of the window and of the latents."""
+        far = running_softmax_flops(tokens, self.latents, self.config.dim // self.config.num_heads)
+        return super().mixing_flops(tokens) + self.config.num_heads * far
+
+    def state_bytes(self, tokens: int) -> int:
+        """The window's keys and values, and a mean and a float64 log-normaliser for each latent."""
+        channels = self.config.dim // self.config.num_heads
+        return super().state_bytes(tokens) + self.config.num_heads * self.latents * (4 * channels + 8)

@@ -1,0 +1,113 @@
+"""Linformer (Wang et al. 2020, arXiv:2006.04768): attention to K learned mixtures of the tokens. Per head:
+
+    y_t = sum_j softmax_j(q_t . (E k)_j / sqrt(d)) (F v)_j,    E, F of shape [K, N], learned,  d = D / H
+
+so the weights are softmax(Q (E K)^T / sqrt(d)) F, whose rows need not sum to one. Every token is mixed into every
+projected key: there is no causal form. N is fixed when the layer is built; a shorter sequence uses the first columns of
+E and F, which count real tokens only. The paper shares E and F in several ways, `sharing`; over layers is not one of
+them here. (A later paper, arXiv:2412.06106, describes Linformer with projected queries: that is not this method.)
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import Literal
+
+import torch
+from torch import Tensor, nn
+
+from subquad.attention._scanned import ScannedAttention, attend_few, real_mask, real_rows, seen_after, widened
+from subquad.ops.backends import without_autocast
+from subquad.state import State
+
+
+class Linformer(ScannedAttention):
+    """All tokens, through a fixed number of learned mixtures of them."""
+
+    name = "linformer"
+    summary = "all tokens, through learned mixtures of positions"
+    paper = "Wang et al. 2020, arXiv:2006.04768"
+    forms = ("bidirectional",)
+
+    @dataclass(frozen=True, kw_only=True)
+    class Config(ScannedAttention.Config):
+        """Options of Linformer."""
+
+        causal: bool = False
+        """Only False: every projected key holds all tokens."""
+        max_tokens: int = 2048
+        """N, the longest sequence."""
+        projected: int = 128
+        """K, projected keys and values."""
+        sharing: Literal["none", "heads", "key_value"] = "heads"
+        """Which E and F are one: none (each head has its own two), all heads', or all heads' and both."""
+
+        def __post_init__(self) -> None:
+            super().__post_init__()
+            for name in ("max_tokens", "projected"):
+                if getattr(self, name) < 1:
+                    raise ValueError(f"{name} must be at least 1, got {getattr(self, name)}")
+
+    config: Config
+
+    def __init__(self, config: Config) -> None:
+        super().__init__(config)
+        self.query = nn.Linear(config.dim, config.dim, bias=config.bias)
+        self.key = nn.Linear(config.dim, config.dim, bias=config.bias)
+        shape = (config.num_heads if config.sharing == "none" else 1, config.projected, config.max_tokens)
+        bound = 1 / math.sqrt(config.projected)
+        self.project_keys = nn.Parameter(torch.empty(shape).uniform_(-bound, bound))
+        if config.sharing != "key_value":
+            self.project_values = nn.Parameter(torch.empty(shape).uniform_(-bound, bound))
+
+    def mix(self, x_BTD: Tensor, state: State | None, lengths_B: Tensor | None) -> tuple[Tensor, State]:
+        """Attend to the projected keys and values."""
+        e_HKT, f_HKT = self.projections(x_BTD.shape[1])
+        mask_BT = real_mask(lengths_B, x_BTD.shape[1])
+        k_BHKC = project(e_HKT, real_rows(self.split(self.key(x_BTD)), mask_BT, 0.0))
+        v_BHKC = project(f_HKT, real_rows(self.values(x_BTD), mask_BT, 0.0))
+        dropout = self.config.dropout if self.training else 0.0
+        y_BHTC = attend_few(self.split(self.query(x_BTD)), k_BHKC, v_BHKC, None, dropout).to(x_BTD.dtype)
+        return self.merge(y_BHTC), State({"seen": seen_after(state, x_BTD.shape[1], lengths_B)}, self.config_hash)
+
+    def projections(self, tokens: int) -> tuple[Tensor, Tensor]:
+        """The columns of E and F for the first `tokens` tokens, `[H or 1, K, tokens]`."""
+        if tokens > self.config.max_tokens:
+            raise ValueError(
+                f"this linformer layer reads at most max_tokens={self.config.max_tokens} tokens, got {tokens}; "
+                "build it with a larger max_tokens"
+            )
+        values = self.project_keys if self.config.sharing == "key_value" else self.project_values
+        return self.project_keys[..., :tokens], values[..., :tokens]
+
+    def dense_weights(self, x_BTD: Tensor) -> Tensor:
+        """`softmax(Q (E K)^T / sqrt(d)) F`."""
+        e_HKT, f_HKT = self.projections(x_BTD.shape[1])
+        k_BHKC = e_HKT @ self.split(self.key(x_BTD))
+        scores_BHTK = self.split(self.query(x_BTD)) @ k_BHKC.mT / math.sqrt(self.channels)
+        return scores_BHTK.softmax(-1) @ f_HKT
+
+    @property
+    def is_distribution(self) -> bool:
+        """No: the rows of F sum to anything."""
+        return False
+
+    def score_entries(self, tokens: int) -> int:
+        """K scores a token and head."""
+        return self.config.num_heads * tokens * self.config.projected
+
+    def mixing_flops(self, tokens: int) -> int:
+        """Two projections over the sequence, the scores and what they read."""
+        return 8 * tokens * self.config.projected * self.config.dim
+
+    def state_bytes(self, tokens: int) -> int:
+        """None is kept."""
+        return 0
+
+
+@without_autocast
+def project(e_HKT: Tensor, x_BHTC: Tensor) -> Tensor:
+    """`E x`, `[B, H, K, C]`, summed and kept in float32 or wider."""
+    e, x = widened(e_HKT, x_BHTC)
+    return e @ x

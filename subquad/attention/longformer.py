@@ -1,0 +1,146 @@
+"""Longformer: a sliding window and global tokens with projections of their own (Beltagy et al. 2020, arXiv:2004.05150,
+section 3.1).
+
+    y_t = sum_s softmax_s(q_t . k_s / sqrt(K)) v_s        over the window of t and the first `num_global` tokens
+    y_g = sum_s softmax_s(q'_g . k'_s / sqrt(K)) v'_s     over all tokens, for a global token g; q', k', v' are its own
+
+Global tokens are the first ones. Causal, every query (a global one too) sees nothing after itself, the window is the
+last `width` tokens, and the state keeps the window's keys and the global tokens'. Other tokens see a global token
+through the ordinary projections.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor, nn
+
+from subquad.attention._blocked import BlockedAttention, first_slots
+from subquad.layers.positions import positions
+from subquad.ops import merge_attention
+from subquad.ops.attend import softmax_weights
+from subquad.ops.patterns import Band, Full, Globals, Pattern, Segments, Sinks, Window
+from subquad.state import State, advance
+
+
+class Longformer(BlockedAttention):
+    """A window, and the first tokens, which see everything and are seen by all."""
+
+    name = "longformer"
+    summary = "the `width` tokens next to it, and global tokens"
+    paper = "Beltagy et al. 2020, arXiv:2004.05150"
+    forms = ("causal", "bidirectional")
+
+    @dataclass(frozen=True, kw_only=True)
+    class Config(BlockedAttention.Config):
+        """Options of Longformer."""
+
+        width: int = 256
+        """Tokens of the window, the query's own included."""
+        num_global: int = 1
+        """How many of the first tokens are global."""
+
+        def __post_init__(self) -> None:
+            super().__post_init__()
+            if self.width < 1:
+                raise ValueError(f"width must be at least 1, got {self.width}")
+            if self.num_global < 1:
+                raise ValueError(f"num_global must be at least 1 (else use window), got {self.num_global}")
+
+    config: Config
+
+    def __init__(self, config: Config) -> None:
+        super().__init__(config)
+        before, count = config.width // 2, config.num_global
+        self.far: Pattern
+        if config.causal:
+            self.patterns, self.far = (Window(width=config.width),), Sinks(count=count, back=config.width - 1)
+        else:
+            after = config.width - 1 - before
+            self.patterns = (Band(before=before, after=after),)
+            self.far = Globals(count=count, back=before, ahead_blocks=after)
+        self.global_patterns = (Segments(size=count, back=0) if config.causal else Full(),)
+        self.global_query = nn.Linear(config.dim, config.dim, bias=config.bias)
+        self.global_key = nn.Linear(config.dim, self.kv_dim, bias=config.bias)
+        self.global_value = nn.Linear(config.dim, self.kv_dim, bias=config.bias)
+
+    def mix(self, x_BTD: Tensor, state: State | None, lengths_B: Tensor | None) -> tuple[Tensor, State]:
+        """The window and the global keys, merged; then the global tokens' own rows."""
+        seen, count = 0 if state is None else state.seen, self.config.num_global
+        q, k, v = self.queries(x_BTD, seen), self.keys(x_BTD, seen), self.kv_values(x_BTD)
+        k_BGSK, v_BGSK, old, real_B = self.with_cache(k, v, state, "", lengths_B)
+        near = self.attend_to(q, k_BGSK, v_BGSK, self.patterns[0], q_start=seen, k_start=seen - old, lengths=real_B)
+        after = advance(seen, x_BTD.shape[1], lengths_B)
+        entries: dict[str, Tensor | int | State] = {"seen": after}
+        if self.causal:
+            sink_k = first_slots(k, None if state is None else state.tensor("sink_keys"), seen, count)
+            sink_v = first_slots(v, None if state is None else state.tensor("sink_values"), seen, count)
+            far = self.attend_to(q, sink_k, sink_v, self.far, q_start=seen, k_start=0)
+            k_BGSK, v_BGSK = self.kept(k_BGSK, v_BGSK, self.patterns, real_B)
+            entries |= {"keys": k_BGSK, "values": v_BGSK, "sink_keys": sink_k, "sink_values": sink_v}
+        else:
+            far = self.attend_to(q, k, v, self.far, lengths=lengths_B)
+        y_BHTK, _ = merge_attention(*zip(near, far, strict=True))
+        if state is None or "global_keys" in state:
+            y_BHTK, own = self.with_global_rows(y_BHTK, x_BTD, state, lengths_B)
+            if self.causal and not (isinstance(after, int) and after >= count):
+                entries |= own
+        return self.merge(y_BHTK), State(entries, self.config_hash)
+
+    def with_global_rows(
+        self, y_BHTK: Tensor, x_BTD: Tensor, state: State | None, lengths_B: Tensor | None
+    ) -> tuple[Tensor, dict[str, Tensor]]:
+        """`y` with the rows of global tokens, and the keys and values that later global tokens need."""
+        seen, count = 0 if state is None else state.seen, self.config.num_global
+        # Only the first tokens of this call can be global, and causal ones see global tokens alone.
+        x_BGD, own = x_BTD[:, :count], {}
+        q_BHGK = self.rotated(self.split(self.global_query(x_BGD)), seen)
+        k_BGSK, v_BGSK = self.global_keys(x_BGD if self.causal else x_BTD, seen)
+        if self.causal:
+            lengths_B = None if lengths_B is None else lengths_B.clamp(max=count)
+            rows, keys, values = self.attend(q_BHGK, k_BGSK, v_BGSK, self.global_patterns, state, "global_", lengths_B)
+            own = {"global_keys": keys, "global_values": values}
+        else:
+            rows = self.attend_to(q_BHGK, k_BGSK, v_BGSK, self.global_patterns[0], key_lengths=lengths_B)[0]
+        is_global = self.is_global(seen, x_BGD)
+        return torch.cat([torch.where(is_global, rows, y_BHTK[:, :, :count]), y_BHTK[:, :, count:]], 2), own
+
+    def global_keys(self, x_BTD: Tensor, start: int | Tensor) -> tuple[Tensor, Tensor]:
+        """Keys and values that global tokens see, `[B, G, T, K]`."""
+        k_BGTK = self.rotated(self.split(self.global_key(x_BTD), self.kv_heads), start)
+        return k_BGTK, self.split(self.global_value(x_BTD), self.kv_heads)
+
+    def is_global(self, start: int | Tensor, x_BTD: Tensor) -> Tensor:
+        """Bool `[B or 1, 1, T, 1]`."""
+        return (positions(start, x_BTD.shape[1], x_BTD.device) < self.config.num_global)[:, None, :, None]
+
+    def dense_weights(self, x_BTD: Tensor) -> Tensor:
+        """Softmax over the window and the global tokens; global rows by their own queries and keys."""
+        w_BHTS = softmax_weights(self.queries(x_BTD), self.keys(x_BTD), *self.patterns, self.far)
+        q_BHTK = self.rotated(self.split(self.global_query(x_BTD)), 0)
+        own_BHTS = softmax_weights(q_BHTK, self.global_keys(x_BTD, 0)[0], *self.global_patterns)
+        return torch.where(self.is_global(0, x_BTD), own_BHTS, w_BHTS)
+
+    def definition(self, x_BTD: Tensor) -> Tensor:
+        """`merge(weights @ values)`, with the global rows' own values."""
+        w_BHTS, own_BHTK = self.weights(x_BTD), self.shared(self.global_keys(x_BTD, 0)[1])
+        return self.merge(torch.where(self.is_global(0, x_BTD), w_BHTS @ own_BHTK, w_BHTS @ self.values(x_BTD)))
+
+    def count(self, entries: Callable[[Pattern, int], int], tokens: int) -> int:
+        """Entries of the window, of the global keys and of the global rows."""
+        first = min(tokens, self.config.num_global)
+        rows = entries(self.global_patterns[0], first) if self.causal else first * tokens
+        return super().count(entries, tokens) + self.config.num_heads * (entries(self.far, tokens) + rows)
+
+    def projected_tokens(self, projection: str, tokens: int) -> int:
+        """Global projections see the global tokens; bidirectional, their keys and values see all."""
+        own = projection == "global_query" or (self.causal and projection.startswith("global_"))
+        return min(tokens, self.config.num_global) if own else tokens
+
+    def state_bytes(self, tokens: int) -> int:
+        """The window's keys and values, the global tokens', and while there are more to come what those need."""
+        count = self.config.num_global
+        own = min(tokens, count - 1) if tokens < count else 0
+        return super().state_bytes(tokens) + 2 * 4 * self.kv_dim * (count + own)

@@ -1,0 +1,258 @@
+"""Luna, linear unified nested attention (Ma et al. 2021, arXiv:2106.01540): attention packed into a memory and back.
+
+Bidirectional, with Attn(q, k, v) = softmax(q k^T / sqrt(d)) v in heads and a memory P of l vectors:
+
+    y_t = Attn(x_t, Y, Y),    Y = Attn(P, x, x),    P' = LayerNorm(Y + P), handed to the next layer
+
+Queries, keys and values are linear maps of what stands there; the keys and values of x are one map, and those of Y
+(`tied`), as in the authors' code; Y is not projected before its norm. The norm has no scale and offset: they would do
+nothing in the last layer. With U_h the unpacking weights of head h and A_g the packing weights of pack head g, head h
+puts out sum_g U_h A_g v_gh: H x G weight matrices, each of whose rows sums to one, and `merge` adds over g.
+
+Causal, with f(a, b, z)_t = a_t (1/t) sum_{s <= t} b_s (x) z_s for a memory P that no token changes:
+
+    y_t = f(A, B, v)_t,    A_t = softmax_l(f(q / sqrt(d), k, B)_t),    B_s = log2(1 + 2^(P k'_s / sqrt(d)))
+
+(softplus to base 2, as in the authors' code). Rows do not sum to one: B is not normalised over tokens. k' is the map
+`pack_value` of x, and k and v are one map of x where `tied`. Dropout acts on A and B, and on both attentions' weights.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from subquad.attention._scanned import ScannedAttention, attend_few, real_mask, seen_after, widened
+from subquad.ops import gated_scan
+from subquad.ops.backends import without_autocast
+from subquad.ops.flops import gated_scan_flops
+from subquad.ops.padding import check_mask, compact, compaction, scatter
+from subquad.state import State
+
+
+class Luna(ScannedAttention):
+    """All tokens, or all earlier ones, through a memory of fixed size."""
+
+    name = "luna"
+    summary = "every earlier token, through a packed memory"
+    paper = "Ma et al. 2021, arXiv:2106.01540"
+    forms = ("causal", "bidirectional")
+    hands_memory = True
+
+    @dataclass(frozen=True, kw_only=True)
+    class Config(ScannedAttention.Config):
+        """Options of Luna."""
+
+        memory_tokens: int = 16
+        """l, vectors of the memory."""
+        own_memory: bool = True
+        """Whether the layer has a learned memory, for where none is handed to it."""
+        pack_heads: int | None = None
+        """Heads G that pack, in the bidirectional form (None: as many as num_heads, which unpack)."""
+        tied: bool = True
+        """Whether keys are the values."""
+
+        def __post_init__(self) -> None:
+            super().__post_init__()
+            if self.memory_tokens < 1:
+                raise ValueError(f"memory_tokens must be at least 1, got {self.memory_tokens}")
+            if self.pack_heads is not None and (self.pack_heads < 1 or self.dim % self.pack_heads):
+                raise ValueError(
+                    f"pack_heads must be at least 1 and divide dim, got pack_heads={self.pack_heads}, dim={self.dim}"
+                )
+            if self.causal and self.pack_heads not in (None, self.num_heads):
+                raise ValueError(
+                    "the causal form packs and unpacks with the same heads, "
+                    f"got pack_heads={self.pack_heads}, num_heads={self.num_heads}"
+                )
+
+    config: Config
+
+    def __init__(self, config: Config) -> None:
+        super().__init__(config)
+        self.pack_heads = config.pack_heads or config.num_heads
+        self.pack_query = nn.Linear(config.dim, config.dim, bias=config.bias)
+        self.pack_value = nn.Linear(config.dim, config.dim, bias=config.bias)
+        self.query = nn.Linear(config.dim, config.dim, bias=config.bias)
+        self.key = self.pack_key = None
+        if not config.tied:
+            self.key = nn.Linear(config.dim, config.dim, bias=config.bias)
+            self.pack_key = None if config.causal else nn.Linear(config.dim, config.dim, bias=config.bias)
+        # Of unit variance, like the tokens after a norm.
+        self.memory = nn.Parameter(torch.randn(config.memory_tokens, config.dim)) if config.own_memory else None
+
+    def forward(  # type: ignore[override]
+        self, x_BTD: Tensor, state: State | None = None, mask: Tensor | None = None, memory: Tensor | None = None
+    ) -> tuple[Tensor, State, Tensor]:
+        """`Attention.forward` with a memory `[B or 1, l, D]` (None: the layer's own), and the memory to hand on.
+
+        A causal layer hands on the memory that it was given; a state goes with the memory that it was made with.
+        """
+        self.check_inputs(x_BTD, state)
+        if mask is None:
+            return self.mix_with_memory(x_BTD, state, None, memory)
+        check_mask(mask, *x_BTD.shape[:2])
+        moved = compaction(mask)
+        y_BTD, state, memory = self.mix_with_memory(compact(x_BTD, moved), state, moved.lengths_B, memory)
+        return scatter(y_BTD, moved), state, memory
+
+    def mix(self, x_BTD: Tensor, state: State | None, lengths_B: Tensor | None) -> tuple[Tensor, State]:
+        """With the layer's own memory, and none handed on."""
+        return self.mix_with_memory(x_BTD, state, lengths_B, None)[:2]
+
+    def mix_with_memory(
+        self, x_BTD: Tensor, state: State | None, lengths_B: Tensor | None, memory: Tensor | None
+    ) -> tuple[Tensor, State, Tensor]:
+        """`forward` for rows that begin with their real tokens."""
+        memory_BLD = self.given_or_own(memory, x_BTD.shape[0])
+        if self.causal:
+            y_BHTV, state = self.accumulate(x_BTD, state, lengths_B, memory_BLD)
+            return self.merge(y_BHTV), state, memory_BLD
+        packed_BLD = self.packed(x_BTD, real_mask(lengths_B, x_BTD.shape[1]), memory_BLD)
+        v_BHLV = self.split(self.value(packed_BLD))
+        k_BHLK = v_BHLV if self.key is None else self.split(self.key(packed_BLD))
+        y_BHTV = attend_few(self.split(self.query(x_BTD)), k_BHLK, v_BHLV, None, self.drop())
+        handed_BLD = F.layer_norm(packed_BLD + memory_BLD, packed_BLD.shape[-1:])
+        state = State({"seen": seen_after(state, x_BTD.shape[1], lengths_B)}, self.config_hash)
+        return self.merge(y_BHTV), state, handed_BLD
+
+    def given_or_own(self, memory: Tensor | None, batch: int) -> Tensor:
+        """The memory `[B or 1, l, D]` to start from."""
+        if memory is None:
+            if self.memory is None:
+                raise ValueError("this luna layer has no memory of its own (own_memory=False): give it one, memory=")
+            # A copy: torch's FlopCounterMode refuses views of a parameter where no gradient is asked for.
+            return self.memory[None].clone()
+        L, D = self.config.memory_tokens, self.config.dim
+        if memory.shape not in ((batch, L, D), (1, L, D)):
+            raise ValueError(f"memory must have shape {(batch, L, D)} or {(1, L, D)}, got {tuple(memory.shape)}")
+        return memory
+
+    def packed(self, x_BTD: Tensor, mask_BT: Tensor | None, memory_BLD: Tensor) -> Tensor:
+        """Y: what the memory reads of the tokens, `[B, l, D]`."""
+        q_BGLK = self.split(self.pack_query(memory_BLD), self.pack_heads)
+        v_BGTK = self.split(self.pack_value(x_BTD), self.pack_heads)
+        return self.join(attend_few(q_BGLK, self.pack_keys(x_BTD), v_BGTK, mask_BT, self.drop()))
+
+    def pack_keys(self, x_BTD: Tensor) -> Tensor:
+        """Keys of the tokens for the memory, `[B, G, T, D / G]`."""
+        project = self.pack_value if self.pack_key is None else self.pack_key
+        return self.split(project(x_BTD), self.pack_heads)
+
+    def accumulate(
+        self, x_BTD: Tensor, state: State | None, lengths_B: Tensor | None, memory_BLD: Tensor
+    ) -> tuple[Tensor, State]:
+        """The two scans of the causal form."""
+        mask_BT = real_mask(lengths_B, x_BTD.shape[1])
+        q_BHTK, k_BHTK, v_BHTV, b_BHTL = self.inputs(x_BTD, memory_BLD)
+        b_BHTL = F.dropout(b_BHTL, self.drop())
+        count = counts(0 if state is None else state.seen, b_BHTL)
+        before = (None, None) if state is None else (state.tensor("keys"), state.tensor("values"))
+        scores_BHTL, keys_BHKL = gated_scan(q_BHTK, k_BHTK, b_BHTL, None, state=before[0], mask=mask_BT)
+        a_BHTL = F.dropout((scores_BHTL / count).softmax(-1), self.drop())
+        y_BHTV, values_BHLV = gated_scan(a_BHTL, b_BHTL, v_BHTV, None, state=before[1], mask=mask_BT)
+        seen = seen_after(state, x_BTD.shape[1], lengths_B)
+        after = State({"seen": seen, "keys": keys_BHKL, "values": values_BHLV}, self.config_hash)
+        return (y_BHTV / count).to(x_BTD.dtype), after
+
+    def inputs(self, x_BTD: Tensor, memory_BLD: Tensor) -> tuple[Tensor, ...]:
+        """Scaled queries, keys, values and B of the causal form, wide: sums over tokens outgrow half precision."""
+        v_BHTV = self.values(x_BTD)
+        k_BHTK = v_BHTV if self.key is None else self.split(self.key(x_BTD))
+        b_BHTL = softplus_scores(self.pack_keys(x_BTD), self.split(self.pack_query(memory_BLD)))
+        q_BHTK, k_BHTK, v_BHTV = widened(self.split(self.query(x_BTD)), k_BHTK, v_BHTV)
+        return q_BHTK / math.sqrt(self.channels), k_BHTK, v_BHTV, b_BHTL
+
+    def drop(self) -> float:
+        """The probability of dropout now."""
+        return self.config.dropout if self.training else 0.0
+
+    def values(self, x_BTD: Tensor) -> Tensor:
+        """Causal: `[B, H, T, V]`; bidirectional: v_gh, what head h reads of pack head g, `[B, H G, T, V]`."""
+        if self.causal:
+            return super().values(x_BTD)
+        H, G = self.config.num_heads, self.pack_heads
+        packed_BGTK = self.split(self.pack_value(x_BTD), G)
+        v_BHGTV = torch.einsum("bgtk,hvgk->bhgtv", packed_BGTK, self.value.weight.view(H, -1, G, packed_BGTK.shape[-1]))
+        if self.value.bias is not None:
+            # A share for each g, as each of their rows of weights sums to one.
+            v_BHGTV = v_BHGTV + self.value.bias.view(H, 1, 1, -1) / G
+        return v_BHGTV.flatten(1, 2)
+
+    def merge(self, y_BHTV: Tensor) -> Tensor:
+        """The sum over pack heads, where they stand apart, and the output projection."""
+        return self.out(self.join(y_BHTV.unflatten(1, (self.config.num_heads, -1)).sum(2)))
+
+    def dense_weights(self, x_BTD: Tensor) -> Tensor:
+        """Causal: `A_t . B_s / t`; bidirectional: `U_h A_g`, `[B, H G, T, T]`. With the layer's own memory."""
+        memory_BLD = self.given_or_own(None, x_BTD.shape[0])
+        if self.causal:
+            q_BHTK, k_BHTK, _, b_BHTL = self.inputs(x_BTD, memory_BLD)
+            count = counts(0, b_BHTL)
+            a_BHTL = ((q_BHTK @ k_BHTK.mT).tril() / count @ b_BHTL).softmax(-1)
+            return ((a_BHTL @ b_BHTL.mT).tril() / count).to(x_BTD.dtype)
+        packed_BLD = self.packed(x_BTD, None, memory_BLD)
+        key = self.value if self.key is None else self.key
+        unpack_BHTL = shares(self.split(self.query(x_BTD)), self.split(key(packed_BLD)))
+        pack_BGLT = shares(self.split(self.pack_query(memory_BLD), self.pack_heads), self.pack_keys(x_BTD))
+        return (unpack_BHTL[:, :, None] @ pack_BGLT[:, None]).flatten(1, 2)
+
+    @property
+    def weight_heads(self) -> int:
+        """Each of the H heads adds up what it reads of G pack heads."""
+        return self.config.num_heads * (1 if self.causal else self.pack_heads)
+
+    @property
+    def is_distribution(self) -> bool:
+        """Only in the bidirectional form."""
+        return not self.causal
+
+    def score_entries(self, tokens: int) -> int:
+        """The scores of memory and tokens, packing and unpacking; causal: none, the state takes their place."""
+        return 0 if self.causal else (self.pack_heads + self.config.num_heads) * tokens * self.config.memory_tokens
+
+    def mixing_flops(self, tokens: int) -> int:
+        """Packing and unpacking: two products each; causal: B, and two scans."""
+        L, K, H = self.config.memory_tokens, self.channels, self.config.num_heads
+        if not self.causal:
+            return 8 * tokens * L * self.config.dim
+        return H * (2 * tokens * L * K + gated_scan_flops(tokens, K, L) + gated_scan_flops(tokens, L, K))
+
+    def projected_tokens(self, projection: str, tokens: int) -> int:
+        """The memory passes where it packs and where it is read."""
+        of_memory = ("pack_query",) if self.causal else ("pack_query", "key", "value")
+        return self.config.memory_tokens if projection in of_memory else tokens
+
+    def activation_bytes(self, tokens: int) -> int:
+        """A layer without a memory keeps what one with a memory does."""
+        if self.memory is None:
+            return type(self)(self.config.replace(own_memory=True)).activation_bytes(tokens)
+        return super().activation_bytes(tokens)
+
+    def state_bytes(self, tokens: int) -> int:
+        """Sums of K x l and l x V a head."""
+        return 4 * 2 * self.config.dim * self.config.memory_tokens
+
+
+@without_autocast
+def softplus_scores(k_BHTK: Tensor, p_BHLK: Tensor) -> Tensor:
+    """B: `log2(1 + 2^(k . p / sqrt(K)))`, `[B, H, T, l]`, float32 or wider."""
+    k, p = widened(k_BHTK, p_BHLK)
+    scores_BHTL = k @ p.mT / math.sqrt(k.shape[-1])
+    return torch.logaddexp2(scores_BHTL, torch.zeros_like(scores_BHTL))
+
+
+def shares(q_BHTK: Tensor, k_BHSK: Tensor) -> Tensor:
+    """`softmax_s(q k^T / sqrt(K))`, dense."""
+    return (q_BHTK @ k_BHSK.mT / math.sqrt(q_BHTK.shape[-1])).softmax(-1)
+
+
+def counts(seen: int | Tensor, like_BHTL: Tensor) -> Tensor:
+    """t: the tokens read up to each one, `[B or 1, 1, T, 1]`."""
+    first = seen.view(-1, 1, 1, 1) if isinstance(seen, Tensor) else seen
+    t_T1 = torch.arange(1, like_BHTL.shape[2] + 1, device=like_BHTL.device)[:, None]
+    return (t_T1 + first).to(like_BHTL.dtype)

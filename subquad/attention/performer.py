@@ -1,0 +1,147 @@
+"""Performer, FAVOR+ (Choromanski et al. 2020, arXiv:2009.14794): softmax attention estimated by random features.
+
+    y_t = sum_{s <= t} A_ts v_s / sum_{s <= t} A_ts,    A_ts = sum_r exp(w_r . (q_t + k_s) - |q_t|^2 / 2 - |k_s|^2 / 2)
+
+(over all s in the bidirectional form), q and k divided by K^(1/4): the mean of A_ts / R over w_r ~ N(0, I) is
+exp(q_t . k_s). The R vectors w_r are rows of random orthogonal blocks, each with the length of a Gaussian vector.
+
+With u_sr = w_r . k_s - |k_s|^2 / 2 and Z_tr the logsumexp of u_sr over s, the same weights are
+
+    y_t = sum_r p_tr sum_{s <= t} softmax_{s <= t}(u_sr) v_s,    p_t = softmax_r(w_r . q_t + Z_tr):
+
+Latte with R latents. So nothing over- or underflows, and no eps is needed. Published implementations subtract the
+maximum of u over the whole sequence and add an eps to the exponentials: there the future sets how much the eps counts,
+and past outputs change with it. `kernel="relu"` is the generalised attention, with features relu(w_r . x) + 0.001.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import Literal
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from subquad.attention._scanned import ScannedAttention, is_future, real_mask, real_rows, softmax_state, widened
+from subquad.ops.backends import without_autocast
+from subquad.state import State
+
+RELU_FLOOR = 1e-3
+
+
+class Performer(ScannedAttention):
+    """Softmax attention to every earlier token, its exponential kernel estimated by random features."""
+
+    name = "performer"
+    summary = "every earlier token, by random features of softmax"
+    paper = "Choromanski et al. 2020, arXiv:2009.14794"
+    forms = ("causal", "bidirectional")
+
+    @dataclass(frozen=True, kw_only=True)
+    class Config(ScannedAttention.Config):
+        """Options of Performer."""
+
+        dropout: float = 0.0
+        """Dropout on the features' shares p_t (relu: on the keys' features), in training."""
+        kernel: Literal["softmax", "relu"] = "softmax"
+        """Features: positive ones of the softmax kernel, or relu plus 0.001."""
+        features: int | None = None
+        """R, features of a head (None: K ln K, at least K, for heads of K channels)."""
+        redraw_interval: int | None = None
+        """Training steps between draws of new features (None: never)."""
+
+        def __post_init__(self) -> None:
+            super().__post_init__()
+            for name in ("features", "redraw_interval"):
+                value = getattr(self, name)
+                if value is not None and value < 1:
+                    raise ValueError(f"{name} must be at least 1, got {value}")
+
+    config: Config
+    directions: Tensor
+
+    def __init__(self, config: Config) -> None:
+        super().__init__(config)
+        self.query = nn.Linear(config.dim, config.dim, bias=config.bias)
+        self.key = nn.Linear(config.dim, config.dim, bias=config.bias)
+        K = self.channels
+        self.features = config.features or max(K, int(K * math.log(K)))
+        # A buffer that is saved: a state is worthless with other directions.
+        self.register_buffer("directions", orthogonal_directions(self.features, K).to(torch.get_default_dtype()))
+
+    def mix(self, x_BTD: Tensor, state: State | None, lengths_B: Tensor | None) -> tuple[Tensor, State]:
+        """The running softmax of each feature, or the sums of relu's features."""
+        q_BHTR, k_BHTR = self.projected(x_BTD)
+        dropout = self.config.dropout
+        if self.config.kernel == "relu":
+            k_BHTR = F.dropout(k_BHTR, dropout, self.training)
+            return self.sums(q_BHTR, k_BHTR, self.values(x_BTD), state, lengths_B)
+        p_BHTR = (q_BHTR + self.normaliser(k_BHTR, state, lengths_B)).softmax(-1)
+        p_BHTR = F.dropout(p_BHTR, dropout, self.training)
+        return self.softmaxes(p_BHTR, k_BHTR, self.values(x_BTD), state, lengths_B)
+
+    def projected(self, x_BTD: Tensor) -> tuple[Tensor, Tensor]:
+        """What each direction makes of queries and keys, `[B, H, T, R]`, wide: logarithms of features, or relu's."""
+        q_BHTK, k_BHTK = self.split(self.query(x_BTD)), self.split(self.key(x_BTD))
+        if self.config.kernel == "relu":
+            q_BHTR, k_BHTR = (along(x, self.directions).relu() + RELU_FLOOR for x in (q_BHTK, k_BHTK))
+            return q_BHTR, k_BHTR
+        half_square_BHT1 = widened(k_BHTK)[0].square().sum(-1, keepdim=True) / (2 * math.sqrt(self.channels))
+        return along(q_BHTK, self.directions), along(k_BHTK, self.directions) - half_square_BHT1
+
+    def normaliser(self, k_BHTR: Tensor, state: State | None, lengths_B: Tensor | None) -> Tensor:
+        """Z: the logsumexp of the keys' features over the tokens seen, `[B, H, T, R]`, or over all, `[B, H, 1, R]`."""
+        if not self.causal:
+            mask_BT = real_mask(lengths_B, k_BHTR.shape[2])
+            return real_rows(k_BHTR, mask_BT, torch.finfo(k_BHTR.dtype).min).logsumexp(-2, keepdim=True)
+        z_BHTR, before = k_BHTR.logcumsumexp(-2), softmax_state(state)
+        return z_BHTR if before is None else torch.logaddexp(z_BHTR, before.lse[:, :, None].to(z_BHTR.dtype))
+
+    def dense_weights(self, x_BTD: Tensor) -> Tensor:
+        """`A_ts` over its sum; A from its logarithm."""
+        q_BHTR, k_BHSR = self.projected(x_BTD)
+        if self.config.kernel == "relu":
+            q_BHTR, k_BHSR = q_BHTR.log(), k_BHSR.log()
+        log_BHTS = (q_BHTR[:, :, :, None] + k_BHSR[:, :, None]).logsumexp(-1)
+        if self.causal:
+            log_BHTS = log_BHTS.masked_fill(is_future(x_BTD.shape[1], x_BTD.device), -torch.inf)
+        return log_BHTS.softmax(-1).to(x_BTD.dtype)
+
+    @torch.no_grad()
+    def redraw(self) -> None:
+        """Draw new directions from torch's random numbers; states made before are worthless after it."""
+        self.directions.copy_(orthogonal_directions(*self.directions.shape))
+
+    def after_step(self, step: int) -> None:
+        """Redraw every `redraw_interval` training steps: between passes, so a recomputed one is the same."""
+        if self.config.redraw_interval and step % self.config.redraw_interval == 0:
+            self.redraw()
+
+    def mixing_flops(self, tokens: int) -> int:
+        """Features of queries and keys, and what the scan does with them."""
+        mixing = self.sums_flops if self.config.kernel == "relu" else self.softmaxes_flops
+        return 4 * tokens * self.config.dim * self.features + mixing(tokens, self.features)
+
+    def state_bytes(self, tokens: int) -> int:
+        """For each feature V float32 channels, and a float64 log-normaliser (relu: a float32 sum)."""
+        normaliser = 4 if self.config.kernel == "relu" else 8
+        return self.config.num_heads * self.features * (4 * self.channels + normaliser)
+
+
+def orthogonal_directions(features: int, channels: int) -> Tensor:
+    """Random isotropic vectors `[R, K]`, float64, with the lengths of Gaussian ones, orthogonal in blocks of K rows."""
+    blocks = -(-features // channels)
+    q_NKK, r_NKK = torch.linalg.qr(torch.randn(blocks, channels, channels, dtype=torch.float64))
+    # QR alone fixes signs in its own way, which is not isotropic.
+    q_NKK = q_NKK * r_NKK.diagonal(dim1=-2, dim2=-1).sign()[:, None]
+    lengths_R1 = torch.randn(features, channels, dtype=torch.float64).norm(dim=-1, keepdim=True)
+    return q_NKK.flatten(0, 1)[:features] * lengths_R1
+
+
+@without_autocast
+def along(x_BHTK: Tensor, w_RK: Tensor) -> Tensor:
+    """`w_r . x / K^(1/4)`, `[B, H, T, R]`, float32 or wider, as it stands in an exponent."""
+    x, w = widened(x_BHTK, w_RK)
+    return (x / x.shape[-1] ** 0.25) @ w.mT

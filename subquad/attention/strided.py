@@ -1,0 +1,70 @@
+"""The Sparse Transformer's two factorised patterns (Child et al. 2019, arXiv:1904.10509, section 4.2 and 4.3).
+
+    y_t = sum_{s in A_h(t)} softmax_s(q_t . k_s / sqrt(K)) v_s
+
+With l = `stride`, half of the heads have A1 and half A2 (the paper's third way of using two patterns, section 5.2):
+
+    kind = strided:  A1(t) = {t - l, ..., t},              A2(t) = {s <= t : (t - s) mod l = 0}
+    kind = fixed:    A1(t) = {s <= t : s // l = t // l},   A2(t) = {s <= t : s mod l >= l - columns}
+
+The cost is T (l + T / l) a head, least where l is about sqrt(T); at a given l it is quadratic. A `fixed` query before
+the first column sees nothing through A2: its output there is zero.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal, get_args
+
+from subquad.attention._blocked import BlockedAttention
+from subquad.config import suggest
+from subquad.ops.patterns import Columns, Segments, Window
+from subquad.ops.patterns import Strided as StridedPattern
+
+Kind = Literal["strided", "fixed"]
+
+
+class Strided(BlockedAttention):
+    """Half of the heads see what is near, half every `stride`-th token or a column of each block; all keys are kept."""
+
+    name = "strided"
+    summary = "what is near, and every `stride`-th earlier token"
+    paper = "Child et al. 2019, arXiv:1904.10509"
+    cost_order = "quadratic"
+    state_grows = True
+
+    @dataclass(frozen=True, kw_only=True)
+    class Config(BlockedAttention.Config):
+        """Options of the Sparse Transformer's patterns."""
+
+        stride: int = 128
+        """The paper's l: the size of the window or block, and the distance of what is far."""
+        kind: Kind = "strided"
+        """Which pair of patterns: strided (images, audio) or fixed (text)."""
+        columns: int = 8
+        """For kind=fixed, the paper's c: the last so many tokens of each block are seen by all later ones."""
+
+        def __post_init__(self) -> None:
+            super().__post_init__()
+            if self.num_heads < 2:
+                raise ValueError(f"strided has two patterns and needs at least 2 heads, got num_heads={self.num_heads}")
+            if self.stride < 1:
+                raise ValueError(f"stride must be at least 1, got {self.stride}")
+            if self.kind not in get_args(Kind):
+                raise ValueError(f"unknown kind {self.kind!r}; {suggest(self.kind, get_args(Kind))}")
+            if self.kind == "fixed" and not 1 <= self.columns <= self.stride:
+                raise ValueError(f"columns must be from 1 to stride={self.stride}, got {self.columns}")
+
+    config: Config
+
+    def __init__(self, config: Config) -> None:
+        super().__init__(config)
+        if config.kind == "strided":
+            self.patterns = (Window(width=config.stride + 1), StridedPattern(stride=config.stride))
+        else:
+            self.patterns = (Segments(size=config.stride, back=0), Columns(size=config.stride, last=config.columns))
+
+    @property
+    def is_distribution(self) -> bool:
+        """But for the rows of kind=fixed that see no column yet."""
+        return self.config.kind == "strided"

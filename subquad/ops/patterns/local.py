@@ -1,0 +1,189 @@
+"""Patterns of what is near: windows and segments, causal or to both sides."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import ClassVar, TypeVar
+
+from torch import Tensor
+
+from subquad.ops.patterns.base import Pattern, multiples
+
+Position = TypeVar("Position", int, Tensor)
+
+
+@dataclass(frozen=True)
+class Window(Pattern):
+    """The last `width` tokens; the query's own counts."""
+
+    width: int
+
+    def allowed(self, q_pos: Tensor, k_pos: Tensor) -> Tensor:
+        """`q - width < k <= q`."""
+        return (k_pos <= q_pos) & (q_pos - k_pos < self.width)
+
+    @property
+    def reach(self) -> int:
+        """`width - 1` tokens."""
+        return self.width - 1
+
+    def tile_starts(self, q_start: int, q_stop: int) -> list[int]:
+        """Tiles of at most 128 queries, no smaller than 16: a tile of c queries reads c + width - 1 keys."""
+        return multiples(max(16, min(128, self.width)), q_start, q_stop)
+
+    def is_triangle(self, start: int, stop: int) -> bool:
+        """Where the block is no larger than the window."""
+        return stop - start <= self.width
+
+
+@dataclass(frozen=True)
+class Band(Pattern):
+    """A window to both sides: `before` tokens before the query's own and `after` tokens after it."""
+
+    causal: ClassVar[bool] = False
+    before: int
+    after: int
+
+    def least(self, field: str) -> int:
+        """A side may be empty."""
+        return 0
+
+    def allowed(self, q_pos: Tensor, k_pos: Tensor) -> Tensor:
+        """`q - before <= k <= q + after`."""
+        return (q_pos - k_pos <= self.before) & (k_pos - q_pos <= self.after)
+
+    @property
+    def reach(self) -> int:
+        """`before` tokens."""
+        return self.before
+
+    @property
+    def ahead(self) -> int:
+        """`after` tokens."""
+        return self.after
+
+    def tile_starts(self, q_start: int, q_stop: int) -> list[int]:
+        """Tiles of at most 128 queries, no smaller than 16."""
+        return multiples(max(16, min(128, self.before + self.after + 1)), q_start, q_stop)
+
+
+@dataclass(frozen=True)
+class Segments(Pattern):
+    """The query's own segment of `size` tokens, causally, and the `back` segments before it.
+
+    `size` is LLP's half segment c = s / 2 (Mahmood and Huang 2024, arXiv:2412.06106, section 4.4).
+    """
+
+    size: int
+    back: int = 1
+
+    def least(self, field: str) -> int:
+        """A segment has a token; `back` may be zero."""
+        return 0 if field == "back" else 1
+
+    @property
+    def offset(self) -> int:
+        """How many tokens the first segment lacks."""
+        return 0
+
+    def segment(self, position: Position) -> Position:
+        """The number of the segment that holds a position."""
+        return (position + self.offset) // self.size
+
+    def allowed(self, q_pos: Tensor, k_pos: Tensor) -> Tensor:
+        """`k <= q` and the key's segment is at most `back` segments before the query's."""
+        return (k_pos <= q_pos) & (self.segment(k_pos) >= self.segment(q_pos) - self.back)
+
+    @property
+    def reach(self) -> int:
+        """`(back + 1) size - 1` tokens, from a segment's last query."""
+        return (self.back + 1) * self.size - 1
+
+    def key_range(self, q_start: int, q_stop: int) -> tuple[int, int | None]:
+        """From the start of the first query's earliest segment."""
+        return max(0, (self.segment(q_start) - self.back) * self.size - self.offset), q_stop
+
+    def tile_starts(self, q_start: int, q_stop: int) -> list[int]:
+        """One tile a segment."""
+        return multiples(self.size, q_start, q_stop, -self.offset)
+
+    @property
+    def period(self) -> int:
+        """One segment."""
+        return self.size
+
+    def is_triangle(self, start: int, stop: int) -> bool:
+        """Where the last query still sees the first key's segment."""
+        return self.segment(start) >= self.segment(stop - 1) - self.back
+
+
+@dataclass(frozen=True)
+class Shifted(Segments):
+    """Segments whose boundaries are moved: the first one has `shift` tokens only. Nothing wraps around.
+
+    What half of the heads of LongLoRA's shifted attention see (Chen et al. 2023, arXiv:2309.12307, section 3.2).
+    """
+
+    back: int = 0
+    shift: int = 1
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.shift >= self.size:
+            raise ValueError(f"Shifted.shift must be below its size {self.size}, got {self.shift}")
+
+    @property
+    def offset(self) -> int:
+        """`size - shift` tokens."""
+        return self.size - self.shift
+
+
+@dataclass(frozen=True)
+class Blocks(Pattern):
+    """The query's own block of `size` tokens, `back` blocks before and `ahead_blocks` after it, all without a mask.
+
+    With neither it is what V2 does to its history (arXiv:2412.06106, section 4.2).
+    """
+
+    causal: ClassVar[bool] = False
+    size: int
+    back: int = 0
+    ahead_blocks: int = 0
+
+    def least(self, field: str) -> int:
+        """A block has a token; there may be no neighbours."""
+        return 1 if field == "size" else 0
+
+    def allowed(self, q_pos: Tensor, k_pos: Tensor) -> Tensor:
+        """By whole blocks."""
+        distance = k_pos // self.size - q_pos // self.size
+        return (distance >= -self.back) & (distance <= self.ahead_blocks)
+
+    @property
+    def reach(self) -> int:
+        """`(back + 1) size - 1` tokens, from a block's last query."""
+        return (self.back + 1) * self.size - 1
+
+    @property
+    def ahead(self) -> int:
+        """`(ahead_blocks + 1) size - 1` tokens, from a block's first query."""
+        return (self.ahead_blocks + 1) * self.size - 1
+
+    def key_range(self, q_start: int, q_stop: int) -> tuple[int, int | None]:
+        """Whole blocks."""
+        first, last = q_start // self.size - self.back, (q_stop - 1) // self.size + self.ahead_blocks
+        return max(0, first) * self.size, (last + 1) * self.size
+
+    def tile_starts(self, q_start: int, q_stop: int) -> list[int]:
+        """One tile a block."""
+        return multiples(self.size, q_start, q_stop)
+
+    @property
+    def period(self) -> int:
+        """One block."""
+        return self.size
+
+    def sees_all(self, q_start: int, q_stop: int, k_start: int, k_stop: int) -> bool:
+        """Where the last query still sees the first key and the first query the last key."""
+        far = k_start // self.size >= (q_stop - 1) // self.size - self.back
+        return far and (k_stop - 1) // self.size <= q_start // self.size + self.ahead_blocks

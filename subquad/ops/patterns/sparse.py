@@ -1,0 +1,270 @@
+"""Patterns of what is far: fixed keys for all, random blocks, residues and columns."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import ClassVar
+
+import torch
+from torch import Tensor
+
+from subquad.ops.patterns.base import Pattern, multiples
+from subquad.ops.patterns.local import Band, Window
+from subquad.ops.patterns.whole import Causal
+
+PRIME = 2**31 - 1
+
+
+@dataclass(frozen=True)
+class Sinks(Pattern):
+    """The first `count` blocks of `size` tokens, where they lie more than `back` blocks before the query's own.
+
+    With `Window(width)` (`size=1, back=width - 1`) or `Segments(size, back)` it is a disjoint union: see
+    `merge_attention`.
+    """
+
+    anchored: ClassVar[bool] = True
+    count: int
+    back: int
+    size: int = 1
+
+    def least(self, field: str) -> int:
+        """There may be no such block, and no neighbours."""
+        return 1 if field == "size" else 0
+
+    def allowed(self, q_pos: Tensor, k_pos: Tensor) -> Tensor:
+        """By whole blocks: `k < count` and `k < q - back`."""
+        k_block = k_pos // self.size
+        return (k_block < self.count) & (k_block < q_pos // self.size - self.back)
+
+    def key_range(self, q_start: int, q_stop: int) -> tuple[int, int | None]:
+        """What the last query sees."""
+        return 0, max(0, min(self.count, (q_stop - 1) // self.size - self.back)) * self.size
+
+    def tile_starts(self, q_start: int, q_stop: int) -> list[int]:
+        """Queries that see none or some, a block at a time, and those that see all."""
+        all_from = (self.count + self.back) * self.size
+        some = multiples(self.size, q_start, min(q_stop, all_from)) if q_start < all_from else []
+        return [*some, *([max(q_start, all_from)] if all_from < q_stop else [])]
+
+    def sees_all(self, q_start: int, q_stop: int, k_start: int, k_stop: int) -> bool:
+        """Keys of the first blocks that are far enough from the first query."""
+        return k_stop <= min(self.count, max(0, q_start // self.size - self.back)) * self.size
+
+
+@dataclass(frozen=True)
+class Globals(Pattern):
+    """The first `count` blocks of `size` tokens, but for those from `back` before to `ahead_blocks` after one's own."""
+
+    causal: ClassVar[bool] = False
+    anchored: ClassVar[bool] = True
+    count: int
+    back: int
+    ahead_blocks: int
+    size: int = 1
+
+    def least(self, field: str) -> int:
+        """There may be no such block, and no neighbours."""
+        return 1 if field == "size" else 0
+
+    def allowed(self, q_pos: Tensor, k_pos: Tensor) -> Tensor:
+        """By whole blocks: `k < count` and not `q - back <= k <= q + ahead_blocks`."""
+        q_block, k_block = q_pos // self.size, k_pos // self.size
+        near = (k_block >= q_block - self.back) & (k_block <= q_block + self.ahead_blocks)
+        return (k_block < self.count) & ~near
+
+    def key_range(self, q_start: int, q_stop: int) -> tuple[int, int | None]:
+        """All of them."""
+        return 0, self.count * self.size
+
+    def tile_starts(self, q_start: int, q_stop: int) -> list[int]:
+        """Queries near the first blocks, a block at a time, and those that see all."""
+        all_from = (self.count + self.back) * self.size
+        some = multiples(self.size, q_start, min(q_stop, all_from)) if q_start < all_from else []
+        return [*some, *([max(q_start, all_from)] if all_from < q_stop else [])]
+
+    def sees_all(self, q_start: int, q_stop: int, k_start: int, k_stop: int) -> bool:
+        """Where the first query is far enough behind."""
+        return k_stop <= min(self.count, max(0, q_start // self.size - self.back)) * self.size
+
+
+@dataclass(frozen=True)
+class Random(Pattern):
+    """One random block of `size` tokens for each block of queries: number `index` of `of` such patterns, all disjoint.
+
+    The candidates are all blocks but the first `skip` and those within `back` before and `ahead_blocks` after the
+    query's own; with `blocks=0` it is causal and they lie before. They are cut into `of` equal strata, and a hash of
+    `seed`, `index` and the query's block draws one block from each. With `blocks` the sequence has that many blocks.
+    """
+
+    causal: ClassVar[bool] = False  # with blocks > 0; `allowed` keeps the promise where blocks = 0
+    anchored: ClassVar[bool] = True
+    scattered: ClassVar[bool] = True
+    size: int
+    index: int
+    of: int
+    skip: int
+    back: int
+    ahead_blocks: int = 0
+    blocks: int = 0
+    seed: int = 0
+
+    def least(self, field: str) -> int:
+        """A block has a token, and there is at least one draw."""
+        return 1 if field in ("size", "of") else 0
+
+    def chosen(self, q_block: Tensor) -> Tensor:
+        """The drawn block of each block of queries; -1 where there is no candidate."""
+        before = (q_block - self.back - self.skip).clamp(min=0)
+        later = (q_block + self.ahead_blocks + 1).clamp(min=self.skip)
+        count = before + (self.blocks - later).clamp(min=0) if self.blocks else before
+        lo, hi = count * self.index // self.of, count * (self.index + 1) // self.of
+        drawn = (q_block * 2_654_435_761 + self.index * 40_503 + self.seed * 69_069 + 1) % PRIME
+        for _ in range(3):
+            drawn = (drawn * 48_271 + 11) % PRIME
+        place = lo + drawn % (hi - lo).clamp(min=1)
+        block = torch.where(place < before, self.skip + place, later + place - before)
+        return torch.where(hi > lo, block, -1)
+
+    def allowed(self, q_pos: Tensor, k_pos: Tensor) -> Tensor:
+        """The drawn block."""
+        return k_pos // self.size == self.chosen(q_pos // self.size)
+
+    def key_range(self, q_start: int, q_stop: int) -> tuple[int, int | None]:
+        """The drawn blocks of all queries, from the first to the last."""
+        blocks = self.chosen(torch.arange(q_start // self.size, (q_stop - 1) // self.size + 1))
+        blocks = blocks[blocks >= 0]
+        return (int(blocks.min()) * self.size, (int(blocks.max()) + 1) * self.size) if blocks.numel() else (0, 0)
+
+    def tile_starts(self, q_start: int, q_stop: int) -> list[int]:
+        """One tile a block."""
+        return multiples(self.size, q_start, q_stop)
+
+    def sees_all(self, q_start: int, q_stop: int, k_start: int, k_stop: int) -> bool:
+        """A block of queries and the block that it drew."""
+        lo, hi = self.key_range(q_start, q_stop)
+        return q_start // self.size == (q_stop - 1) // self.size and hi is not None and lo <= k_start and k_stop <= hi
+
+
+@dataclass(frozen=True)
+class Dilated(Pattern):
+    """Every `dilation`-th token back from the query's own, which counts: `width` of them."""
+
+    width: int
+    dilation: int
+
+    def allowed(self, q_pos: Tensor, k_pos: Tensor) -> Tensor:
+        """`k <= q`, the distance is a multiple of `dilation` and below `width * dilation`."""
+        distance = q_pos - k_pos
+        return (distance >= 0) & (distance % self.dilation == 0) & (distance < self.width * self.dilation)
+
+    @property
+    def reach(self) -> int:
+        """`(width - 1) dilation` tokens."""
+        return (self.width - 1) * self.dilation
+
+    @property
+    def folded(self) -> tuple[int, Pattern]:
+        """A window over the tokens of one residue."""
+        return self.dilation, Window(self.width)
+
+    def tile_starts(self, q_start: int, q_stop: int) -> list[int]:
+        """Tiles of 128 queries."""
+        return multiples(128, q_start, q_stop)
+
+
+@dataclass(frozen=True)
+class DilatedBand(Pattern):
+    """Every `dilation`-th token to both sides: `before` and `after` of them, and the query's own."""
+
+    causal: ClassVar[bool] = False
+    before: int
+    after: int
+    dilation: int
+
+    def least(self, field: str) -> int:
+        """A side may be empty."""
+        return 1 if field == "dilation" else 0
+
+    def allowed(self, q_pos: Tensor, k_pos: Tensor) -> Tensor:
+        """The distance is a multiple of `dilation` within the sides."""
+        distance = q_pos - k_pos
+        near = (distance <= self.before * self.dilation) & (distance >= -self.after * self.dilation)
+        return near & (distance % self.dilation == 0)
+
+    @property
+    def reach(self) -> int:
+        """`before * dilation` tokens."""
+        return self.before * self.dilation
+
+    @property
+    def ahead(self) -> int:
+        """`after * dilation` tokens."""
+        return self.after * self.dilation
+
+    @property
+    def folded(self) -> tuple[int, Pattern]:
+        """A band over the tokens of one residue."""
+        return self.dilation, Band(self.before, self.after)
+
+    def tile_starts(self, q_start: int, q_stop: int) -> list[int]:
+        """Tiles of 128 queries."""
+        return multiples(128, q_start, q_stop)
+
+
+@dataclass(frozen=True)
+class Strided(Pattern):
+    """Every `stride`-th token back from the query's own, to the first (Child et al. 2019, arXiv:1904.10509)."""
+
+    stride: int
+
+    def allowed(self, q_pos: Tensor, k_pos: Tensor) -> Tensor:
+        """`k <= q` and the distance is a multiple of `stride`."""
+        return (k_pos <= q_pos) & ((q_pos - k_pos) % self.stride == 0)
+
+    @property
+    def folded(self) -> tuple[int, Pattern]:
+        """Causal over the tokens of one residue."""
+        return self.stride, Causal()
+
+
+@dataclass(frozen=True)
+class Columns(Pattern):
+    """The last `last` tokens of each `size`, up to the query's own (Child et al. 2019, arXiv:1904.10509: "fixed")."""
+
+    size: int
+    last: int
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.last > self.size:
+            raise ValueError(f"Columns.last must be at most its size {self.size}, got {self.last}")
+
+    def allowed(self, q_pos: Tensor, k_pos: Tensor) -> Tensor:
+        """`k <= q` and `k % size >= size - last`."""
+        return (k_pos <= q_pos) & (k_pos % self.size >= self.size - self.last)
+
+    @property
+    def columns(self) -> tuple[int, int]:
+        """Itself."""
+        return self.size, self.last
+
+
+@dataclass(frozen=True)
+class Ranks(Pattern):
+    """`Columns`, where keys are numbered by their rank among the columns."""
+
+    size: int
+    last: int
+
+    def allowed(self, q_pos: Tensor, k_pos: Tensor) -> Tensor:
+        """The key's position, from its rank, is at most q."""
+        return k_pos // self.last * self.size + self.size - self.last + k_pos % self.last <= q_pos
+
+    def key_range(self, q_start: int, q_stop: int) -> tuple[int, int | None]:
+        """The columns before `q_stop`."""
+        return 0, q_stop // self.size * self.last + max(0, q_stop % self.size - (self.size - self.last))
+
+    def sees_all(self, q_start: int, q_stop: int, k_start: int, k_stop: int) -> bool:
+        """Columns up to the first query."""
+        return k_stop <= (self.key_range(q_start, q_start + 1)[1] or 0)
