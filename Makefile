@@ -12,7 +12,7 @@ STAMP := $(VENV)/.installed
 PYTEST := $(BIN)/python -m pytest -n $(JOBS)
 
 .DEFAULT_GOAL := help
-.PHONY: help install run test test-long lint check wheel-check clean
+.PHONY: help install run test test-long peers lint check wheel-check clean
 
 help: ## what each target does
 	@sed -n 's/^\([a-z-]*\):.*## \(.*\)/make \1\t\2/p' Makefile | expand -t 20
@@ -29,6 +29,10 @@ test: $(STAMP) ## all tests but the slow ones
 
 test-long: $(STAMP) ## the slow tests, one after another, since some take times
 	@OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q -m slow
+
+peers: $(STAMP) ## compare with other libraries, which it installs beside subquad (not part of `make test`)
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e ".[peers]"
+	@OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q -m peers tests/peers
 
 lint: $(STAMP) ## formatting, style, types and the direction of imports
 	$(BIN)/ruff format --check .

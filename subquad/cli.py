@@ -17,6 +17,8 @@ COMMANDS = {
     "eval": "subquad.tools.eval",
     "generate": "subquad.tools.generate",
     "list": "subquad.tools.list",
+    "cost": "subquad.tools.cost",
+    "show": "subquad.tools.show",
 }
 """The module of each command: its `run(arguments)` parses them, does the work and returns the exit status."""
 
@@ -30,6 +32,8 @@ commands:
   eval       measure a trained model on a text
   generate   continue a prompt
   list       the attention mechanisms, their options, the recipes
+  cost       what mechanisms and models cost: score entries, FLOPs, memory
+  show       pictures: weights, reach, positions, cost
 
   subquad train --recipe stdlib-llp
   subquad eval runs/stdlib-llp --stride 128

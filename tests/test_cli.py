@@ -108,7 +108,7 @@ def test_the_version_is_printed(capsys):
 def test_an_unknown_command_is_answered_with_the_valid_ones(capsys):
     assert main(["trian"]) == 2
     assert (
-        "unknown command 'trian'; did you mean 'train'? valid: eval, generate, list, train" in capsys.readouterr().err
+        "unknown command 'trian'; did you mean 'train'? valid: cost, eval, generate, list, show, train" in capsys.readouterr().err
     )
 
 
@@ -182,7 +182,7 @@ def test_a_mistyped_flag_is_answered_with_the_valid_ones(capsys):
 
 def test_a_mistyped_group_is_answered_with_the_groups(capsys):
     message = refused(capsys, "train", "--modle.dim", "6")
-    assert "unknown option 'modle.dim'; did you mean 'model'? valid: batch, config, data, " in message
+    assert "unknown option 'modle.dim'; did you mean 'model'? valid: batch, classify, config, data, " in message
 
 
 def test_a_mistyped_flag_of_another_command_is_answered(capsys):

@@ -2,20 +2,25 @@
 
 from __future__ import annotations
 
+import dataclasses
 from dataclasses import dataclass
 from itertools import count
 from pathlib import Path
-from typing import ClassVar
+from typing import Any, ClassVar
 
 import pytest
 import torch
 from torch import Tensor
+from torch.nn import functional as F
 
 from subquad.attention import Attention
+from subquad.attention.bigbird import Bigbird
+from subquad.attention.elita import Elita
 from subquad.attention.full import Full
 from subquad.attention.latte import Latte
 from subquad.attention.linear import Linear
 from subquad.attention.llp import Llp
+from subquad.attention.shifted import Shifted
 from subquad.attention.window import Window
 from subquad.ops import gated_scan, patterns
 from subquad.ops._torch import scan
@@ -48,7 +53,7 @@ class ShortWindow(patterns.Window):
 class WindowOneShort(Window):
     def __init__(self, config: Window.Config) -> None:
         super().__init__(config)
-        self.pattern = ShortWindow(width=config.width)
+        self.patterns = (ShortWindow(width=config.width),)
 
 
 class ValuesWithoutGradient(Linear):
@@ -95,7 +100,7 @@ class RotatesFromZero(Llp):
 class KeepsEveryKey(Window):
     def __init__(self, config: Window.Config) -> None:
         super().__init__(config)
-        self.pattern = UnboundedWindow(width=config.width)
+        self.patterns = (UnboundedWindow(width=config.width),)
 
 
 @dataclass(frozen=True)
@@ -208,6 +213,35 @@ class BranchesOnData(Linear):
         return super().mix(x_BTD if bool(x_BTD.sum() > 0) else x_BTD + 0, state, lengths_B)
 
 
+class RollsRoundWithoutSaying(Shifted):
+    """LongLoRA's published shift, which wraps around, under a name that promises causality."""
+
+    def __init__(self, config: Shifted.Config) -> None:
+        super().__init__(config)
+        self.causal = True
+
+    def attend_slots(self, q: Tensor, k: Tensor, v: Tensor, *rest: Any) -> Tensor:
+        short = -q.shape[2] % self.config.group
+        padded = (F.pad(x, (0, 0, 0, short)) for x in (q, k, v))
+        return super().attend_slots(*padded, rest[0], 0, 0, None)[:, :, : q.shape[2]]
+
+
+class DrawsByTheLength(Bigbird):
+    """Random blocks of the past that depend on how many there are in all."""
+
+    def union(self, tokens: int) -> list[patterns.Pattern]:
+        drawn = super().union(tokens)
+        return [*drawn[:-1], dataclasses.replace(drawn[-1], seed=tokens)]
+
+
+class CountsTheSlotOnce(Elita):
+    """The token's own value enters its gate by half."""
+
+    def dense_weights(self, x_BTD: Tensor) -> Tensor:
+        w_BHTS = super().dense_weights(x_BTD)
+        return w_BHTS - torch.diag_embed(w_BHTS.diagonal(dim1=-2, dim2=-1)) / 2
+
+
 _serial = count()
 
 
@@ -252,11 +286,14 @@ PLANTED = [
     (MakesASquare, {"width": 11}, "law_06_cost"),
     (RestartsAtChunks, {}, "law_07_block"),
     (WindowOneShort, {"width": 11}, "law_07_any"),
-    (CountsPadding, {}, "law_08_padding_is_as"),
+    (CountsPadding, {}, "law_08_padding_before"),
     (ForgetsWhatPaddingChanged, {"segment": 16}, "law_08_padding_after"),
     (ReadsPadding, {}, "law_08_padding_is_not"),
     (GlobalKeyMaximum, {}, "law_09"),
     (SubtractsTheMean, {"segment": 16}, "law_09"),
+    (RollsRoundWithoutSaying, {"group": 16, "wrap": True}, "law_09"),
+    (DrawsByTheLength, {"block": 4, "num_global": 0, "num_random": 1}, "law_03_any"),
+    (CountsTheSlotOnce, {}, "law_02"),
     (SeesItsBatch, {"width": 11}, "law_10"),
     (RoundsToHalf, {}, "law_11_each"),
     (AccumulatesUnderAutocast, {}, "law_11_auto"),

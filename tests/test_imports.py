@@ -48,9 +48,10 @@ def test_every_mechanism_runs_where_triton_and_transformers_cannot_be_imported()
         from subquad import attention
         for name in attention.names():
             layer = attention.build(name, dim=16, num_heads=2)
-            y, state = layer(torch.randn(2, 5, 16))
+            y, state = layer(torch.randn(2, 5, 16))[:2]
             assert y.shape == (2, 5, 16) and y.isfinite().all(), name
-            layer(torch.randn(2, 3, 16), state)
+            if layer.causal:
+                layer(torch.randn(2, 3, 16), state)
             print(name)
     """)
     assert {"full", "window", "llp", "linear", "latte"} <= set(ran.split())

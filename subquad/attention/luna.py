@@ -134,14 +134,14 @@ class Luna(ScannedAttention):
 
     def packed(self, x_BTD: Tensor, mask_BT: Tensor | None, memory_BLD: Tensor) -> Tensor:
         """Y: what the memory reads of the tokens, `[B, l, D]`."""
+        q_BGLK, k_BGTK, v_BGTK = self.pack_inputs(x_BTD, memory_BLD)
+        return self.join(attend_few(q_BGLK, k_BGTK, v_BGTK, mask_BT, self.drop()))
+
+    def pack_inputs(self, x_BTD: Tensor, memory_BLD: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """The memory's queries `[B, G, l, D / G]`; the tokens' keys and values for it, `[B, G, T, D / G]`."""
         q_BGLK = self.split(self.pack_query(memory_BLD), self.pack_heads)
         v_BGTK = self.split(self.pack_value(x_BTD), self.pack_heads)
-        return self.join(attend_few(q_BGLK, self.pack_keys(x_BTD), v_BGTK, mask_BT, self.drop()))
-
-    def pack_keys(self, x_BTD: Tensor) -> Tensor:
-        """Keys of the tokens for the memory, `[B, G, T, D / G]`."""
-        project = self.pack_value if self.pack_key is None else self.pack_key
-        return self.split(project(x_BTD), self.pack_heads)
+        return q_BGLK, v_BGTK if self.pack_key is None else self.split(self.pack_key(x_BTD), self.pack_heads), v_BGTK
 
     def accumulate(
         self, x_BTD: Tensor, state: State | None, lengths_B: Tensor | None, memory_BLD: Tensor
@@ -163,9 +163,9 @@ class Luna(ScannedAttention):
         """Scaled queries, keys, values and B of the causal form, wide: sums over tokens outgrow half precision."""
         v_BHTV = self.values(x_BTD)
         k_BHTK = v_BHTV if self.key is None else self.split(self.key(x_BTD))
-        b_BHTL = softplus_scores(self.pack_keys(x_BTD), self.split(self.pack_query(memory_BLD)))
+        p_BHLK, pack_k_BHTK, _ = self.pack_inputs(x_BTD, memory_BLD)
         q_BHTK, k_BHTK, v_BHTV = widened(self.split(self.query(x_BTD)), k_BHTK, v_BHTV)
-        return q_BHTK / math.sqrt(self.channels), k_BHTK, v_BHTV, b_BHTL
+        return q_BHTK / math.sqrt(self.channels), k_BHTK, v_BHTV, softplus_scores(pack_k_BHTK, p_BHLK)
 
     def drop(self) -> float:
         """The probability of dropout now."""
@@ -198,7 +198,7 @@ class Luna(ScannedAttention):
         packed_BLD = self.packed(x_BTD, None, memory_BLD)
         key = self.value if self.key is None else self.key
         unpack_BHTL = shares(self.split(self.query(x_BTD)), self.split(key(packed_BLD)))
-        pack_BGLT = shares(self.split(self.pack_query(memory_BLD), self.pack_heads), self.pack_keys(x_BTD))
+        pack_BGLT = shares(*self.pack_inputs(x_BTD, memory_BLD)[:2])
         return (unpack_BHTL[:, :, None] @ pack_BGLT[:, None]).flatten(1, 2)
 
     @property

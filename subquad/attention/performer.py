@@ -111,7 +111,10 @@ class Performer(ScannedAttention):
 
     @torch.no_grad()
     def redraw(self) -> None:
-        """Draw new directions from torch's random numbers; states made before are worthless after it."""
+        """Draw new directions from torch's random numbers; states made before are worthless after it.
+
+        They are a buffer, which DistributedDataParallel copies from the first process to the others.
+        """
         self.directions.copy_(orthogonal_directions(*self.directions.shape))
 
     def after_step(self, step: int) -> None:

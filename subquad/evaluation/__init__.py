@@ -1,4 +1,4 @@
-"""Measures of a model on a text. Names load on first use: `config` needs no torch."""
+"""Measures of a model on a text or on labelled sequences. Names load on first use: `config` needs no torch."""
 
 import importlib
 from typing import TYPE_CHECKING, Any
@@ -6,15 +6,22 @@ from typing import TYPE_CHECKING, Any
 from subquad.evaluation.config import EvalConfig
 
 if TYPE_CHECKING:
+    from subquad.evaluation._classify import ClassEvaluation, evaluate_classifier
     from subquad.evaluation._evaluate import Evaluation, PositionLoss, evaluate
 
-_LAZY = ("Evaluation", "PositionLoss", "evaluate")
-__all__ = ["EvalConfig", "Evaluation", "PositionLoss", "evaluate"]
+_HOME = {
+    "ClassEvaluation": "_classify",
+    "Evaluation": "_evaluate",
+    "PositionLoss": "_evaluate",
+    "evaluate": "_evaluate",
+    "evaluate_classifier": "_classify",
+}
+__all__ = ["ClassEvaluation", "EvalConfig", "Evaluation", "PositionLoss", "evaluate", "evaluate_classifier"]
 
 
 def __getattr__(name: str) -> Any:
-    if name in _LAZY:
-        return getattr(importlib.import_module("subquad.evaluation._evaluate"), name)
+    if name in _HOME:
+        return getattr(importlib.import_module(f"subquad.evaluation.{_HOME[name]}"), name)
     raise AttributeError(f"module 'subquad.evaluation' has no attribute {name!r}; it has {', '.join(__all__)}")
 
 

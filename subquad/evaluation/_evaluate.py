@@ -16,7 +16,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from subquad.models import Decoder
+from subquad.models import Decoder, PerceiverAR
 
 
 @dataclass(frozen=True)
@@ -68,21 +68,23 @@ class Window(NamedTuple):
     scored: int
 
 
-def plan(tokens: int, length: int, stride: int) -> list[Window]:
+def plan(tokens: int, length: int, stride: int, latents: int | None = None) -> list[Window]:
     """The windows that predict each of `tokens` tokens but the first exactly once.
 
     Each reads at most `length` tokens and begins `stride` after the one before. The first counts all of its
     predictions, the others the last `stride`, each made with at least `length - stride + 1` tokens of context. With
     `stride == length` windows do not overlap.
+
+    Where only the last `latents` tokens of a window predict, windows of growing length come first, all from the first
+    token on: as many tokens as predict, then `stride` more each, until they have `length`.
     """
     windows = []
-    scored = 1
-    for start in range(0, tokens - 1, stride):
-        stop = min(start + length, tokens - 1)
-        windows.append(Window(start, stop, scored))
-        scored = stop + 1
-        if stop == tokens - 1:
-            break
+    scored, stop = 1, 0
+    end = length if latents is None else min(latents, length)
+    while stop < tokens - 1:
+        stop = min(end, tokens - 1)
+        windows.append(Window(max(0, end - length), stop, scored))
+        scored, end = stop + 1, end + stride
     return windows
 
 
@@ -104,7 +106,8 @@ def evaluate(
 
     `stride` (default `length`: windows that do not overlap, which is fastest) lets windows overlap, so that each
     prediction but those of the first window has at least `length - stride + 1` tokens of context. `windows` stops after
-    that many.
+    that many. A `PerceiverAR` predicts a window's last `latents` tokens alone: its windows overlap, with a `stride` of
+    at most (and by default) so many, and shorter ones come first (see `plan`).
 
     `bits_per_byte` and `word_perplexity` are a code length of the whole text: the first token, which nothing predicts,
     is charged log2(vocabulary) bits there (and only there). They divide by `text_bytes` and `words`, what all `tokens`
@@ -115,9 +118,16 @@ def evaluate(
     after each batch. Raises `ValueError` for fewer than two tokens, for a token outside of the vocabulary and for a
     number out of range.
     """
-    stride = length if stride is None else stride
+    latents = model.latents if isinstance(model, PerceiverAR) else None
+    if stride is None:
+        stride = length if latents is None else min(length, latents)
     _check(len(tokens), length, stride, windows, batch_size)
-    chosen = plan(len(tokens), length, stride)[:windows]
+    if latents is not None and stride > latents:
+        raise ValueError(
+            f"stride must be at most the model's latents ({latents}), since only they predict, got {stride}: "
+            "tokens between them would be left out"
+        )
+    chosen = plan(len(tokens), length, stride, latents)[:windows]
     used = chosen[-1].stop + 1
     if used < len(tokens):
         text = decode(np.asarray(tokens[:used]).tolist()) if decode else None
@@ -131,21 +141,22 @@ def evaluate(
     for batch in _batches(chosen, batch_size):
         loss_BT = _losses(model, tokens, batch)
         for row, window in enumerate(batch):
-            first = window.scored - 1 - window.start
-            nats_T[first : loss_BT.shape[1]] += loss_BT[row, first:]
-            count_T[first : loss_BT.shape[1]] += 1
+            size = window.stop - window.start
+            scored = window.stop + 1 - window.scored
+            nats_T[size - scored : size] += loss_BT[row, loss_BT.shape[1] - scored :]
+            count_T[size - scored : size] += 1
         done += len(batch)
         if progress:
             progress(done, len(chosen))
 
-    scored = int(count_T.sum())
+    predicted = int(count_T.sum())
     nats = float(nats_T.sum())
     vocab_size = model.config.vocab_size
     text_nats = nats + math.log(vocab_size)
     return Evaluation(
-        tokens=scored,
-        loss=nats / scored,
-        perplexity=_exp(nats / scored),
+        tokens=predicted,
+        loss=nats / predicted,
+        perplexity=_exp(nats / predicted),
         word_perplexity=_exp(text_nats / words) if words else None,
         bits_per_byte=text_nats / math.log(2) / text_bytes if text_bytes else None,
         by_position=tuple(_ranges(nats_T, count_T)),
@@ -181,7 +192,7 @@ def _batches(windows: list[Window], batch_size: int) -> Iterator[list[Window]]:
 
 @torch.no_grad()
 def _losses(model: Decoder, tokens: Sequence[int] | np.ndarray | Tensor, batch: list[Window]) -> np.ndarray:
-    """Nats `[B, T]` of each next token, float64."""
+    """Nats `[B, T]` of each next token (or of the last ones, where only they are predicted), float64."""
     rows_BT = np.stack([np.asarray(tokens[window.start : window.stop + 1], dtype=np.int64) for window in batch])
     if rows_BT.min() < 0 or rows_BT.max() >= model.config.vocab_size:
         raise ValueError(

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from subquad.generation.config import SamplingConfig
-from subquad.models import Decoder
+from subquad.models import Decoder, PerceiverAR
 from subquad.state import State
 
 
@@ -34,7 +34,8 @@ def generate(
 
     `temperature` divides the logits; 0 takes the likeliest token. `top_k` keeps the k likeliest tokens, `top_p` the
     fewest tokens whose probabilities sum to at least p. `seed` repeats a sample. `stop_token` is returned and ends the
-    sequence. The prompt is read `prefill_chunk` tokens at a time, after those that made `state`.
+    sequence. The prompt is read `prefill_chunk` tokens at a time, after those that made `state`; by a `PerceiverAR` in
+    one piece.
 
     Raises `ValueError` for an empty prompt, a token outside the vocabulary or a number out of range.
     """
@@ -88,6 +89,10 @@ class Generation(Iterator[int]):
         """Read the prompt but for its last token, in chunks; asking for the first token does it too."""
         chunk = self._sampling.prefill_chunk
         with _inference(self._model):
+            if isinstance(self._model, PerceiverAR) and len(self._unread) > 1:
+                # In one piece, since each piece ends with latents that the next one would make history.
+                self.state = self._model.read(self._as_tensor(self._unread[:-1]), self.state)
+                del self._unread[:-1]
             while len(self._unread) > 1:
                 tokens = self._unread[: min(chunk, len(self._unread) - 1)]
                 _, self.state = self._model.hidden(self._as_tensor(tokens), self.state)

@@ -31,6 +31,7 @@ class SubquadConfig(PreTrainedConfig):
     """
 
     model_type = "subquad"
+    own_fields: ClassVar[tuple[str, ...]] = FIELDS
     keys_to_ignore_at_inference: ClassVar[list[str]] = ["past_key_values"]
     attribute_map: ClassVar[dict[str, str]] = {
         "hidden_size": "dim",
@@ -55,10 +56,14 @@ class SubquadConfig(PreTrainedConfig):
     norm: str = _default("norm")
     feedforward: str = _default("feedforward")
     ff_mult: float = _default("ff_mult")
+    loops: int = _default("loops")
+    loop_loss: str = _default("loop_loss")
     bias: bool = _default("bias")
     dropout: float = _default("dropout")
     attention_dropout: float = _default("attention_dropout")
     tie_embeddings: bool = _default("tie_embeddings")
+    lookup: int | None = _default("lookup")
+    lookup_residual: bool = _default("lookup_residual")
     init_std: float = _default("init_std")
     use_cache: bool = True
     bos_token_id: int | None = None
@@ -72,9 +77,9 @@ class SubquadConfig(PreTrainedConfig):
                 f"{FORMAT_VERSION}: install the release that wrote it"
             )
         for key in kwargs:
-            near = difflib.get_close_matches(key, FIELDS, n=1, cutoff=0.75)
-            if near and key not in self.attribute_map:
-                raise ValueError(f"SubquadConfig has no field {key!r}; did you mean {near[0]!r}?")
+            near = difflib.get_close_matches(key, self.own_fields, n=1, cutoff=0.75)
+            if near and key not in self.attribute_map and not hasattr(type(self), key):
+                raise ValueError(f"{type(self).__name__} has no field {key!r}; did you mean {near[0]!r}?")
         super().__post_init__(**kwargs)
         self.decoder_config()
 

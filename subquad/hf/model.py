@@ -10,17 +10,20 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
-from transformers import GenerationMixin, PreTrainedModel
+from transformers import GenerationMixin
 from transformers.modeling_outputs import CausalLMOutputWithPast
 
+from subquad.hf._strict import StrictModel
 from subquad.hf.cache import SubquadCache
 from subquad.hf.config import SubquadConfig
-from subquad.models.decoder import IGNORED, Decoder
+from subquad.models.decoder import IGNORED
+from subquad.models.perceiver import PerceiverAR
+from subquad.models.stacks import build_model
 from subquad.ops.padding import compaction, real_slots
 
 
-class SubquadForCausalLM(PreTrainedModel, GenerationMixin):
-    """A causal language model around `subquad.models.Decoder`, which is its attribute `model`.
+class SubquadForCausalLM(StrictModel, GenerationMixin):
+    """A causal language model around `subquad.models.Decoder` or a stack, which is its attribute `model`.
 
     Tied weights are one tensor with one name, `model.embedding.tokens.weight`; an untied head is `model.head.weight`.
     """
@@ -35,7 +38,9 @@ class SubquadForCausalLM(PreTrainedModel, GenerationMixin):
 
     def __init__(self, config: SubquadConfig) -> None:
         super().__init__(config)
-        self.model = Decoder(config.decoder_config())
+        self.model = build_model(config.decoder_config())
+        # The Trainer counts the labels of whole sequences; those before the latents are not in the loss.
+        self.accepts_loss_kwargs = not isinstance(self.model, PerceiverAR)
         self.post_init()
 
     def forward(
@@ -53,6 +58,7 @@ class SubquadForCausalLM(PreTrainedModel, GenerationMixin):
         output_hidden_states: bool | None = None,
         return_dict: bool | None = None,
         position_ids: Tensor | None = None,
+        latents: int | None = None,
     ) -> CausalLMOutputWithPast | tuple[Any, ...]:
         """Logits of the next token `[B, T, V]` and, with `labels`, the loss in nats.
 
@@ -65,6 +71,10 @@ class SubquadForCausalLM(PreTrainedModel, GenerationMixin):
         nothing else. `logits_to_keep` keeps the last so many logits (0: all), or those at the places in a tensor `[N]`
         of integers. With labels in training the logits are None, which saves their memory, unless `output_logits` is
         True. Raises `ValueError` or `TypeError` for inputs that the model does not take.
+
+        A `PerceiverAR` predicts with its latents alone: logits are `[B, min(m, T), V]`, those of a row's last real
+        token last, and the loss is over the labels that they predict; `latents` says how many of the last tokens are.
+        After a cache every token is a latent.
         """
         _refuse(inputs_embeds, output_attentions, output_hidden_states)
         if input_ids is None:
@@ -74,21 +84,28 @@ class SubquadForCausalLM(PreTrainedModel, GenerationMixin):
                 f"labels must have the shape of input_ids, {list(input_ids.shape)}, got {list(labels.shape)}"
             )
         cache = self._cache(past_key_values, use_cache)
+        if cache is not None and labels is not None and self.training and self.config.loop_loss == "all":
+            raise ValueError("loop_loss='all' trains on every pass, which a cache does not give: set use_cache=False")
         mask_BT = _padding_mask(attention_mask, input_ids)
-        if cache is None:
+        named = {} if latents is None else {"latents": latents}
+        if named and not isinstance(self.model, PerceiverAR):
+            raise ValueError(f"latents is for perceiver_ar, and this model has attention={self.config.attention!r}")
+        if cache is None and not named:
             _check_positions(position_ids, input_ids, mask_BT, 0)
-            h_BTD = self.model.vectors(input_ids, mask_BT)
+            passes = self.model.passes(input_ids, mask_BT)
         else:
-            h_BTD, state = self.model.hidden(input_ids, cache.state, mask_BT)
-            _check_positions(position_ids, input_ids, mask_BT, 0 if cache.state is None else cache.state.seen)
-            if use_cache is not False:
+            before = None if cache is None else cache.state
+            h_BTD, state = self.model.hidden(input_ids, before, mask_BT, **named)
+            passes = [h_BTD]
+            _check_positions(position_ids, input_ids, mask_BT, 0 if before is None else before.seen)
+            if cache is not None and use_cache is not False:
                 cache.update_state(state, input_ids.shape[1])
 
         loss, logits_BTV = None, None
         if labels is not None:
-            loss = self._loss(h_BTD, labels, mask_BT, num_items_in_batch)
+            loss = self._loss(passes, labels, mask_BT, num_items_in_batch)
         if output_logits or (output_logits is None and not (self.training and labels is not None)):
-            logits_BTV = F.linear(h_BTD[:, _kept(logits_to_keep)], self.model.head_weight)
+            logits_BTV = self.model.logits(passes[-1][:, _kept(logits_to_keep)])
         output = CausalLMOutputWithPast(loss=loss, logits=logits_BTV, past_key_values=cache)
         wants_dict = self.config.return_dict if return_dict is None else return_dict
         return output if wants_dict else output.to_tuple()
@@ -101,16 +118,30 @@ class SubquadForCausalLM(PreTrainedModel, GenerationMixin):
         wanted = self.config.use_cache and not self.training if use_cache is None else use_cache
         return SubquadCache() if wanted else None
 
-    def _loss(self, h_BTD: Tensor, labels_BT: Tensor, mask_BT: Tensor | None, items: Tensor | int | None) -> Tensor:
+    def prepare_inputs_for_generation(self, *args: Any, **kwargs: Any) -> dict[str, Any]:
+        """As transformers does; a prompt that goes to a cache gets the latents that its decoding needs."""
+        latents = kwargs.pop("latents", None)
+        parent: Any = super()
+        inputs: dict[str, Any] = parent.prepare_inputs_for_generation(*args, **kwargs)
+        cache = inputs.get("past_key_values")
+        if isinstance(self.model, PerceiverAR) and inputs.get("use_cache") and (cache is None or cache.state is None):
+            inputs["latents"] = self.model.options.prompt_latents if latents is None else latents
+        return inputs
+
+    def _loss(
+        self, passes: list[Tensor], labels_BT: Tensor, mask_BT: Tensor | None, items: Tensor | int | None
+    ) -> Tensor:
         target_BT = _next_labels(labels_BT, mask_BT)
+        if isinstance(self.model, PerceiverAR):
+            target_BT = self.model.latent_labels(target_BT, mask_BT)
         if items is None:
-            return self.model.loss_of_hidden(h_BTD, target_BT)
+            return self.model.loss_of_passes(passes, target_BT)
         if mask_BT is not None and not torch.compiler.is_compiling() and bool((labels_BT[~mask_BT] != IGNORED).any()):
             raise ValueError(
                 "num_items_in_batch counts labels at padding, which the loss leaves out: set labels to -100 where "
                 "attention_mask is 0, as the collators of transformers do"
             )
-        return self.model.loss_of_hidden(h_BTD, target_BT, reduction="sum") / items
+        return self.model.loss_of_passes(passes, target_BT, reduction="sum") / items
 
     def get_input_embeddings(self) -> nn.Module:
         """The table of token vectors."""
@@ -129,23 +160,19 @@ class SubquadForCausalLM(PreTrainedModel, GenerationMixin):
         self.model.head = new_embeddings
 
     def resize_token_embeddings(self, *args: Any, **kwargs: Any) -> nn.Embedding:
-        """Change the vocabulary, as transformers does; the decoder's configuration follows."""
+        """Change the vocabulary, as transformers does; the decoder's configuration follows.
+
+        Raises `ValueError` for a model with a look-up over the logits, whose matrices belong to its vocabulary.
+        """
+        if self.model.lookup is not None:
+            raise ValueError(
+                f"a look-up over the logits (lookup={self.config.lookup}) holds a column for each token of the "
+                "vocabulary, which cannot change"
+            )
         table = super().resize_token_embeddings(*args, **kwargs)
         self.model.config = self.config.decoder_config()
         self.model.config_hash = self.model.config.digest()
         return table
-
-    @classmethod
-    def from_pretrained(cls, *args: Any, **kwargs: Any) -> Any:
-        """Load a model as transformers does, but weights that are missing or left over raise `ValueError`."""
-        wants_info = kwargs.pop("output_loading_info", False)
-        loaded: Any = super().from_pretrained(*args, output_loading_info=True, **kwargs)
-        model, info = loaded
-        for problem in ("missing_keys", "unexpected_keys"):
-            if info[problem]:
-                names = ", ".join(sorted(str(key) for key in info[problem]))
-                raise ValueError(f"the weights do not fit the configuration: {problem.replace('_', ' ')}: {names}")
-        return (model, info) if wants_info else model
 
     @classmethod
     def _supports_default_dynamic_cache(cls) -> bool:

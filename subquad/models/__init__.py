@@ -1,19 +1,40 @@
-"""Whole models. `DecoderConfig` loads without torch; `Decoder` brings it."""
+"""Whole models. The configurations load without torch; the models bring it."""
 
 import importlib
 from typing import TYPE_CHECKING, Any
 
 from subquad.models.config import DecoderConfig
+from subquad.models.encoder_config import EncoderConfig
 
 if TYPE_CHECKING:
     from subquad.models.decoder import Decoder
+    from subquad.models.encoder import Classifier, Encoder
+    from subquad.models.perceiver import PerceiverAR
+    from subquad.models.perceiver_io import Perceiver, PerceiverIO
 
-__all__ = ["Decoder", "DecoderConfig"]
+_HOME = {
+    "Classifier": "encoder",
+    "Decoder": "decoder",
+    "Encoder": "encoder",
+    "Perceiver": "perceiver_io",
+    "PerceiverAR": "perceiver",
+    "PerceiverIO": "perceiver_io",
+}
+__all__ = [
+    "Classifier",
+    "Decoder",
+    "DecoderConfig",
+    "Encoder",
+    "EncoderConfig",
+    "Perceiver",
+    "PerceiverAR",
+    "PerceiverIO",
+]
 
 
 def __getattr__(name: str) -> Any:
-    if name == "Decoder":
-        return importlib.import_module("subquad.models.decoder").Decoder
+    if name in _HOME:
+        return getattr(importlib.import_module(f"subquad.models.{_HOME[name]}"), name)
     raise AttributeError(f"module 'subquad.models' has no attribute {name!r}; it has {', '.join(__all__)}")
 
 

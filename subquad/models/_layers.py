@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import fields
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 
 from subquad import attention
@@ -13,6 +14,7 @@ from subquad.config import suggest
 from subquad.layers.feedforward import build_feedforward
 from subquad.layers.norm import build_norm
 from subquad.models.config import DecoderConfig
+from subquad.models.stacks import STACKS
 from subquad.state import State
 
 
@@ -27,11 +29,21 @@ class Block(nn.Module):
         self.feedforward = build_feedforward(config.feedforward, config.dim, mult=config.ff_mult, bias=config.bias)
         self.dropout = nn.Dropout(config.dropout)
 
-    def forward(self, x_BTD: Tensor, state: State | None, lengths_B: Tensor | None) -> tuple[Tensor, State]:
-        """The layer on rows that begin with their `lengths_B` real tokens (None: all T), after those in `state`."""
-        y_BTD, state = self.attention.mix(self.attention_norm(x_BTD), state, lengths_B)
+    def forward(
+        self, x_BTD: Tensor, state: State | None, lengths_B: Tensor | None, memory: Tensor | None = None
+    ) -> tuple[Tensor, State, Tensor | None]:
+        """The layer on rows that begin with their `lengths_B` real tokens (None: all T), after those in `state`.
+
+        `memory` is what the layer below handed on, for mechanisms that take one (Luna's); others pass it on.
+        """
+        z_BTD = self.attention_norm(x_BTD)
+        if self.attention.hands_memory:
+            mixer: Any = self.attention
+            y_BTD, state, memory = mixer.mix_with_memory(z_BTD, state, lengths_B, memory)
+        else:
+            y_BTD, state = self.attention.mix(z_BTD, state, lengths_B)
         x_BTD = x_BTD + self.dropout(y_BTD)
-        return x_BTD + self.dropout(self.feedforward(self.feedforward_norm(x_BTD))), state
+        return x_BTD + self.dropout(self.feedforward(self.feedforward_norm(x_BTD))), state, memory
 
     def output_projections(self) -> list[nn.Linear]:
         """The last linear maps of both branches, which write into the residual stream.
@@ -43,8 +55,20 @@ class Block(nn.Module):
         return [*out, self.feedforward.down]
 
 
-def build_mechanisms(config: DecoderConfig) -> list[Attention]:
-    """The mechanism of each layer.
+class PassBias(nn.Module):
+    """`x + b`: what tells the layers of a looped stack which pass they are in."""
+
+    def __init__(self, dim: int) -> None:
+        super().__init__()
+        self.bias = nn.Parameter(torch.zeros(dim))
+
+    def forward(self, x_BTD: Tensor) -> Tensor:
+        """`[B, T, D]` to `[B, T, D]`."""
+        return x_BTD + self.bias
+
+
+def build_mechanisms(config: DecoderConfig, *, causal: bool = True) -> list[Attention]:
+    """The mechanism of each layer, in its causal or its bidirectional form.
 
     `options` of a mechanism win over the decoder's own settings (`bias`, `attention_dropout`, `num_kv_heads`, `rope`,
     `rope_base`). Options of a registered mechanism that no layer uses are checked, names and values, and otherwise
@@ -62,17 +86,20 @@ def build_mechanisms(config: DecoderConfig) -> list[Attention]:
     if config.num_kv_heads is not None and not any("num_kv_heads" in _known(cls) for cls in chosen.values()):
         raise ValueError(f"num_kv_heads={config.num_kv_heads} has no effect: {listed} has no such option; leave it out")
     repeats = config.num_layers // len(config.mechanisms)
-    return [
-        attention.build(name, dim=config.dim, **_options(config, name, chosen[name]))
-        for name in config.mechanisms * repeats
-    ]
+    layers: list[Attention] = []
+    for name in config.mechanisms * repeats:
+        options = _options(config, name, chosen[name], causal)
+        if any(layer.hands_memory for layer in layers) and "own_memory" in _known(chosen[name]):
+            options = {"own_memory": False} | options  # the first such layer's memory travels through the stack
+        layers.append(attention.build(name, dim=config.dim, **options))
+    return layers
 
 
 def _known(cls: type[Attention]) -> set[str]:
     return {f.name for f in fields(cls.Config)}
 
 
-def _options(config: DecoderConfig, name: str, cls: type[Attention]) -> dict[str, Any]:
+def _options(config: DecoderConfig, name: str, cls: type[Attention], causal: bool) -> dict[str, Any]:
     shared = {
         "num_kv_heads": config.num_kv_heads,
         "rope": config.position == "rope",
@@ -80,11 +107,18 @@ def _options(config: DecoderConfig, name: str, cls: type[Attention]) -> dict[str
     }
     options = {key: value for key, value in shared.items() if key in _known(cls)}
     options |= {"num_heads": config.num_heads, "bias": config.bias, "dropout": config.attention_dropout}
-    return options | config.options.get(name, {})
+    options |= {"causal": causal} | config.options.get(name, {})
+    if options["causal"] != causal:
+        form = "causal" if causal else "bidirectional"
+        raise ValueError(f"this model is {form}, but the options of attention {name!r} say causal={options['causal']}")
+    return options
 
 
 def _check_options(config: DecoderConfig) -> None:
     for name, options in config.options.items():
+        if name in STACKS:
+            STACKS[name].options_class().from_dict(options, where=f"options.{name}")
+            continue
         cls = attention.mechanism(name)
         known = _known(cls) - {"dim"}
         for option in options:

@@ -34,10 +34,15 @@ class DecoderConfig(Config):
     """Base of the rotary frequencies."""
     norm: Literal["layer", "rms"] = "rms"
     """Normalisation before attention and feed-forward."""
-    feedforward: Literal["gelu", "swiglu"] = "swiglu"
-    """Feed-forward network."""
+    feedforward: Literal["gelu", "swiglu", "bilinear"] = "swiglu"
+    """Feed-forward network; bilinear is ELiTA's FeedForward2."""
     ff_mult: float = 4.0
-    """Hidden width of a GELU feed-forward over D; SwiGLU takes two thirds of it, so parameters agree."""
+    """Hidden width of a GELU feed-forward over D; SwiGLU takes two thirds of it, so parameters agree, and bilinear
+    2 x ff_mult for its factor (an eighth more parameters)."""
+    loops: int = 1
+    """Passes through the stack of layers, each with a bias of its own if there is more than one (ELiTA's author: 3)."""
+    loop_loss: Literal["last", "all"] = "last"
+    """Whose loss training takes: the last pass's, or the mean over all of them (the evaluation takes the last)."""
     bias: bool = False
     """Biases in the linear layers."""
     dropout: float = 0.0
@@ -46,11 +51,15 @@ class DecoderConfig(Config):
     """Dropout on the weights of the mechanisms."""
     tie_embeddings: bool = True
     """Whether the head shares the embedding's weights."""
+    lookup: int | None = None
+    """Rows of ELiTA's look-up over the logits, V -> rows -> V (its author took 8192); None: no look-up."""
+    lookup_residual: bool = True
+    """Whether the look-up's output is added to the logits, instead of replacing them."""
     init_std: float = 0.02
-    """Standard deviation of the initial weights; branch outputs are scaled down by sqrt(2 x layers)."""
+    """Standard deviation of the initial weights; branch outputs are scaled down by sqrt(2 x layers x loops)."""
 
     def __post_init__(self) -> None:
-        for name in ("vocab_size", "dim", "num_layers", "num_heads", "max_positions"):
+        for name in ("vocab_size", "dim", "num_layers", "num_heads", "max_positions", "loops"):
             if getattr(self, name) < 1:
                 raise ValueError(f"{name} must be at least 1, got {getattr(self, name)}")
         if self.dim % self.num_heads:
@@ -65,7 +74,9 @@ class DecoderConfig(Config):
         for name in ("dropout", "attention_dropout"):
             if not 0 <= getattr(self, name) < 1:
                 raise ValueError(f"{name} must be at least 0 and below 1, got {getattr(self, name)}")
-        for name in ("position", "norm", "feedforward"):
+        if self.lookup is not None and self.lookup < 1:
+            raise ValueError(f"lookup must be at least 1, or None for no look-up, got {self.lookup}")
+        for name in ("position", "norm", "feedforward", "loop_loss"):
             choices = get_args(get_type_hints(type(self))[name])
             if getattr(self, name) not in choices:
                 raise ValueError(

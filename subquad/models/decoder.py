@@ -14,10 +14,13 @@ from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 
 from subquad.attention import Cost
+from subquad.attention._activations import activation_bytes
 from subquad.layers.embedding import Embedding
+from subquad.layers.head import Lookup, chunked_cross_entropy
 from subquad.layers.norm import build_norm
 from subquad.layers.positions import Learned, Sinusoidal
-from subquad.models._layers import Block, build_mechanisms
+from subquad.models._initial import initialise
+from subquad.models._layers import Block, PassBias, build_mechanisms
 from subquad.models.config import DecoderConfig
 from subquad.ops.loss import linear_cross_entropy
 from subquad.ops.padding import check_mask, compaction, real_slots, scatter
@@ -29,6 +32,11 @@ IGNORED = -100
 
 class Decoder(nn.Module):
     """`logits = norm(h) @ E^T`, where `h` are the embeddings `E[tokens]` after `num_layers` pre-norm blocks.
+
+    With `loops` P > 1 the blocks are run P times, `h <- blocks(h + b_p)` with a learned bias for each pass, each pass
+    with a state of its own; the norm stands before the head alone. With `lookup` the logits go through
+    `subquad.layers.head.Lookup`. Both are ELiTA's (A. C. O. Sharma, 2023, Other Methods, which leaves open where the
+    bias is added and whose loss is taken) and work with every mechanism.
 
     A sequence may be cut anywhere: `decoder(tokens)` gives the logits of `decoder(tokens[:, :n])` followed by those of
     `decoder(tokens[:, n:], state)`. With `gradient_checkpointing = True`, training keeps the input of each block alone
@@ -44,8 +52,12 @@ class Decoder(nn.Module):
             config.vocab_size, config.dim, position=_added_positions(config), dropout=config.dropout
         )
         self.layers = nn.ModuleList(Block(config, mixer) for mixer in build_mechanisms(config))
+        self.pass_biases = nn.ModuleList(PassBias(config.dim) for _ in range(config.loops if config.loops > 1 else 0))
         self.norm = build_norm(config.norm, config.dim)
         self.head = None if config.tie_embeddings else nn.Linear(config.dim, config.vocab_size, bias=False)
+        self.lookup = (
+            None if config.lookup is None else Lookup(config.vocab_size, config.lookup, residual=config.lookup_residual)
+        )
         self.branch_outputs = {out for block in self.blocks() for out in block.output_projections()}
         self.apply(self.initialise)
 
@@ -62,15 +74,12 @@ class Decoder(nn.Module):
     def initialise(self, module: nn.Module) -> None:
         """Give one module its first weights: normal(init_std) in linear layers and tables, ones in norms, zero biases.
 
-        The projections that write into the residual stream (`Block.output_projections`) are `sqrt(2 * num_layers)`
-        smaller, so that its size does not grow with the depth.
+        The projections that write into the residual stream (`Block.output_projections`) are
+        `sqrt(2 * num_layers * loops)` smaller, so that its size does not grow with the depth.
         """
-        if isinstance(module, nn.Linear | nn.Embedding):
-            depth = 2 * self.config.num_layers if module in self.branch_outputs else 1
-            nn.init.normal_(module.weight, std=self.config.init_std / math.sqrt(depth))
-        elif isinstance(module, nn.LayerNorm | nn.RMSNorm) and module.weight is not None:
-            nn.init.ones_(module.weight)
-        if isinstance(module, nn.Linear | nn.LayerNorm) and module.bias is not None:
+        branches = 2 * self.config.num_layers * self.config.loops
+        initialise(module, self.config.init_std, self.branch_outputs, branches)
+        if isinstance(module, PassBias):
             nn.init.zeros_(module.bias)
 
     def forward(
@@ -84,18 +93,27 @@ class Decoder(nn.Module):
         state of another configuration or batch size. A token outside of the vocabulary raises in the look-up itself.
         """
         h_BTD, state = self.hidden(tokens_BT, state, mask)
-        return F.linear(h_BTD, self.head_weight), state
+        return self.logits(h_BTD), state
+
+    def logits(self, h_BTD: Tensor, /) -> Tensor:
+        """The head: from what `hidden` returned, or some of its tokens, `[.., D]`, to logits `[.., V]`."""
+        logits_BTV = F.linear(h_BTD, self.head_weight)
+        return logits_BTV if self.lookup is None else self.lookup(logits_BTV)
 
     def hidden(
         self, tokens_BT: Tensor, /, state: State | None = None, mask: Tensor | None = None
     ) -> tuple[Tensor, State]:
         """As `forward`, without the head: vectors `[B, T, D]` after the last norm."""
         layers: dict[str, Tensor | int | State] = {}
-        h_BTD, seen = self._run(tokens_BT, state, mask, layers)
-        return h_BTD, State({"seen": seen, **layers}, self.config_hash)
+        passes, seen = self._run(tokens_BT, state, mask, layers)
+        return passes[-1], State({"seen": seen, **layers}, self.config_hash)
 
     def vectors(self, tokens_BT: Tensor, /, mask: Tensor | None = None) -> Tensor:
         """The vectors of `hidden` for whole sequences, keeping no state: for training, where it would cost memory."""
+        return self.passes(tokens_BT, mask)[-1]
+
+    def passes(self, tokens_BT: Tensor, /, mask: Tensor | None = None) -> list[Tensor]:
+        """The vectors whose losses count: those of `vectors`, and in training with `loop_loss="all"` of every pass."""
         return self._run(tokens_BT, None, mask, None)[0]
 
     def loss(
@@ -104,20 +122,31 @@ class Decoder(nn.Module):
         """Cross-entropy in nats of `labels` `[B, T]`, where label t is the token to predict at t.
 
         The label -100 and padding do not count. `reduction` is `mean` (over the labels that count), `sum`, or `none`
-        for `[B, T]`, with zeros where nothing counts. `[B, T, V]` is never held: the logits come in parts.
+        for `[B, T]`, with zeros where nothing counts. `[B, T, V]` is never held: the logits come in parts. In training
+        with `loop_loss="all"` it is the mean of the losses after each pass, otherwise that of `forward`'s logits.
         """
         if labels_BT.shape != tokens_BT.shape:
             raise ValueError(f"labels must have the tokens' shape {list(tokens_BT.shape)}, got {list(labels_BT.shape)}")
-        h_BTD = self.vectors(tokens_BT, mask)
+        passes = self.passes(tokens_BT, mask)
         if mask is not None:
             labels_BT = labels_BT.masked_fill(~mask, IGNORED)
-        return self.loss_of_hidden(h_BTD, labels_BT, reduction=reduction)
+        return self.loss_of_passes(passes, labels_BT, reduction=reduction)
+
+    def loss_of_passes(self, passes: list[Tensor], labels_BT: Tensor, /, *, reduction: Reduction = "mean") -> Tensor:
+        """The mean of `loss_of_hidden` over what `passes` returned."""
+        losses = [self.loss_of_hidden(h_BTD, labels_BT, reduction=reduction) for h_BTD in passes]
+        return losses[0] if len(losses) == 1 else torch.stack(losses).mean(0)
 
     def loss_of_hidden(self, h_BTD: Tensor, labels_BT: Tensor, /, *, reduction: Reduction = "mean") -> Tensor:
         """The cross-entropy of `loss` from what `hidden` returned."""
-        loss = linear_cross_entropy(
-            h_BTD.flatten(0, 1), self.head_weight, labels_BT.flatten(), ignore_index=IGNORED, reduction=reduction
-        )
+        h_ND, labels_N = h_BTD.flatten(0, 1), labels_BT.flatten()
+        if self.lookup is None:
+            loss = linear_cross_entropy(h_ND, self.head_weight, labels_N, ignore_index=IGNORED, reduction=reduction)
+        else:
+            width = max(self.lookup.up.weight.shape)
+            loss = chunked_cross_entropy(
+                self.logits, h_ND, labels_N, width=width, ignore_index=IGNORED, reduction=reduction
+            )
         return loss.view(labels_BT.shape) if reduction == "none" else loss
 
     def num_parameters(self) -> int:
@@ -125,17 +154,27 @@ class Decoder(nn.Module):
         return sum(p.numel() for p in self.parameters())
 
     def cost(self, tokens: int) -> Cost:
-        """What one sequence of `tokens` tokens costs: the mechanisms of all layers, feed-forward networks and head."""
+        """What one sequence of `tokens` tokens costs: the mechanisms of all layers, feed-forward networks and head.
+
+        Layers count for every pass, their parameters once, the head for every pass whose loss is taken. Activations are
+        those of `loss` in training. What is computed twice to save memory is counted once.
+        """
+        config = self.config
         mixers = [block.attention.cost(tokens) for block in self.blocks()]
-        linear = [m for block in self.blocks() for m in block.feedforward.modules() if isinstance(m, nn.Linear)]
-        rest = sum(m.in_features * m.out_features for m in linear) + self.head_weight.numel()
+        head = self.head_weight.numel() + (0 if self.lookup is None else _linear_weights(self.lookup))
+        heads = config.loops if config.loop_loss == "all" else 1
+        branches = sum(_linear_weights(block.feedforward) for block in self.blocks())
+        rest_flops = 2 * tokens * (config.loops * branches + heads * head)
         return Cost(
             tokens=tokens,
-            score_entries=sum(cost.score_entries for cost in mixers),
-            mixing_flops=sum(cost.mixing_flops for cost in mixers),
-            projection_flops=sum(cost.projection_flops for cost in mixers) + 2 * tokens * rest,
+            score_entries=config.loops * sum(cost.score_entries for cost in mixers),
+            unmasked_entries=config.loops * sum(cost.unmasked_entries for cost in mixers),
+            mixing_flops=config.loops * sum(cost.mixing_flops for cost in mixers),
+            projection_flops=config.loops * sum(cost.projection_flops for cost in mixers) + rest_flops,
+            backward_flops=config.loops * sum(cost.backward_flops for cost in mixers) + 2 * rest_flops,
             parameters=self.num_parameters(),
-            state_bytes=sum(cost.state_bytes for cost in mixers),
+            activation_bytes=_kept_in_training(self, tokens),
+            state_bytes=config.loops * sum(cost.state_bytes for cost in mixers),
         )
 
     def _run(
@@ -144,8 +183,8 @@ class Decoder(nn.Module):
         state: State | None,
         mask: Tensor | None,
         layers: dict[str, Tensor | int | State] | None,
-    ) -> tuple[Tensor, int | Tensor]:
-        """Vectors after the last norm and the tokens seen; each layer's new state goes to `layers` (None: nowhere)."""
+    ) -> tuple[list[Tensor], int | Tensor]:
+        """What `passes` returns and the tokens seen; each layer's new state goes to `layers` (None: nowhere)."""
         self._check(tokens_BT, state, mask)
         start = 0 if state is None else state.seen
         moved, lengths_B = None, None
@@ -155,18 +194,38 @@ class Decoder(nn.Module):
             real_BT = real_slots(lengths_B, tokens_BT.shape[1])
             tokens_BT = tokens_BT.gather(1, moved.order_BT).masked_fill(~real_BT, 0)
         x_BTD = self.embedding(tokens_BT, start, lengths_B)
+        passes: list[Tensor] = []
+        counts_all = self.training and self.config.loop_loss == "all"
+        for p in range(self.config.loops):
+            x_BTD = self._pass(p, x_BTD, state, lengths_B, layers)
+            if counts_all or p == self.config.loops - 1:
+                h_BTD = self.norm(x_BTD)
+                passes.append(h_BTD if moved is None else scatter(h_BTD, moved))
+        return passes, advance(start, tokens_BT.shape[1], lengths_B)
+
+    def _pass(
+        self,
+        p: int,
+        x_BTD: Tensor,
+        state: State | None,
+        lengths_B: Tensor | None,
+        layers: dict[str, Tensor | int | State] | None,
+    ) -> Tensor:
+        """Pass number `p` through all layers, which begins without a memory, as the first one does."""
+        place = ""
+        if self.config.loops > 1:
+            x_BTD = self.pass_biases[p](x_BTD)
+            place = f"passes.{p}."
+        memory: Tensor | None = None
         for i, block in enumerate(self.layers):
-            before = None if state is None else state.child(f"layers.{i}")
+            before = None if state is None else state.child(f"{place}layers.{i}")
             if self.gradient_checkpointing and self.training and torch.is_grad_enabled():
-                x_BTD, after = checkpoint(block, x_BTD, before, lengths_B, use_reentrant=False)
+                x_BTD, after, memory = checkpoint(block, x_BTD, before, lengths_B, memory, use_reentrant=False)
             else:
-                x_BTD, after = block(x_BTD, before, lengths_B)
+                x_BTD, after, memory = block(x_BTD, before, lengths_B, memory)
             if layers is not None:
-                layers[f"layers.{i}"] = after
-        h_BTD = self.norm(x_BTD)
-        if moved is not None:
-            h_BTD = scatter(h_BTD, moved)
-        return h_BTD, advance(start, tokens_BT.shape[1], lengths_B)
+                layers[f"{place}layers.{i}"] = after
+        return x_BTD
 
     def _check(self, tokens_BT: Tensor, state: State | None, mask: Tensor | None) -> None:
         if tokens_BT.ndim != 2:
@@ -177,6 +236,32 @@ class Decoder(nn.Module):
             check_mask(mask, *tokens_BT.shape)
         if state is not None:
             state.check(self.config_hash, "this decoder", tokens_BT.shape[0])
+
+
+class _Loss(nn.Module):
+    """The decoder's loss as a module's output."""
+
+    def __init__(self, decoder: Decoder) -> None:
+        super().__init__()
+        self.decoder = decoder
+
+    def forward(self, tokens_BT: Tensor) -> Tensor:
+        return self.decoder.loss(tokens_BT, tokens_BT)
+
+
+def _kept_in_training(decoder: Decoder, tokens: int) -> int:
+    """Bytes that autograd keeps of the loss of one sequence; the modes of the modules stay what they are."""
+    modes = [(module, module.training) for module in decoder.modules()]
+    try:
+        return activation_bytes(_Loss(decoder).train(), lambda: torch.zeros(1, tokens, dtype=torch.int64))
+    finally:
+        for module, training in modes:
+            module.training = training
+
+
+def _linear_weights(module: nn.Module) -> int:
+    """Entries of the matrices in `module`: multiply-adds for one token."""
+    return sum(m.in_features * m.out_features for m in module.modules() if isinstance(m, nn.Linear))
 
 
 def _added_positions(config: DecoderConfig) -> Sinusoidal | Learned | None:

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from subquad.ops._reference import attend as reference
+from subquad.ops._sequential import attend as sequential
 from subquad.ops._torch.attend import Slots, attend, nothing
 from subquad.ops.backends import choose, without_autocast
 from subquad.ops.padding import check_mask, compaction, real_slots
@@ -57,13 +58,14 @@ def block_attention(
         scale: 1 / sqrt(K) by default.
         dropout_p: dropout on the weights.
         return_lse: also return `[B, H, T]`, the logsumexp of each query's scores (differentiable; -inf without keys).
-        backend: `reference` (dense, the definition), `torch` (tiles, linear memory), or None: `torch`.
+        backend: `reference` (dense, the definition), `torch` (tiles, linear memory), `sequential` (chunks of queries
+            and keys one after another, in the memory of one tile of scores), or None: `torch`.
 
     Returns `[B, H, T, V]` in the dtype of the values; scores are computed in float32 or wider. A query that sees no key
     gives zeros. Raises `ValueError` and `TypeError` for shapes and options that do not fit.
     """
     _check(q_BHTK, k_BHSK, v_BHSV, pattern, dropout_p)
-    name = choose("block_attention", backend, ("reference", "torch"), "torch")
+    name = choose("block_attention", backend, ("reference", "torch", "sequential"), "torch")
     B, H, T, K = q_BHTK.shape
     S, dtype = k_BHSK.shape[2], v_BHSV.dtype
     moved = None
@@ -90,6 +92,8 @@ def block_attention(
         out, lse = nothing(q, v)
     elif name == "reference":
         out, lse = reference.attend(q, k, v, _allowed(pattern, slots, T, S, q.device), scale, dropout_p)
+    elif name == "sequential":
+        out, lse = sequential.attend(q, k, v, pattern, slots, scale, dropout_p)
     else:
         out, lse = attend(q, k, v, pattern, slots, scale, dropout_p)
     if real_BT is not None:

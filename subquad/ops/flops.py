@@ -11,6 +11,7 @@ from typing import Any
 import torch
 from torch.utils.flop_counter import flop_registry, register_flop_formula, sdpa_backward_flop_count, sdpa_flop_count
 
+from subquad.ops._sequential.tiles import key_chunks
 from subquad.ops._torch import scan, softmax
 from subquad.ops._torch.pairs import SUB, chunk_spans, halvings, power_of_two
 from subquad.ops._torch.tiles import Group, ragged_groups, static_groups
@@ -54,6 +55,12 @@ def register() -> None:
     register_flop_formula([ops.gated_scan_backward])(_gated_scan_backward)
     register_flop_formula([ops.running_softmax])(_running_softmax)
     register_flop_formula([ops.running_softmax_backward])(_running_softmax_backward)
+    register_flop_formula([ops.block_attention_sequential])(_sequential_attention)
+    register_flop_formula([ops.block_attention_sequential_backward])(_sequential_attention_backward)
+    for op in (ops.gated_scan_sequential, ops.running_softmax_sequential):
+        register_flop_formula([op])(_sequential_scan)
+    register_flop_formula([ops.gated_scan_sequential_backward])(_sequential_gated_scan_backward)
+    register_flop_formula([ops.running_softmax_sequential_backward])(_sequential_softmax_backward)
 
 
 def _sdpa(q: Any, k: Any, v: Any, *_: Any, out_shape: Any = None, **__: Any) -> int:
@@ -108,3 +115,31 @@ def _running_softmax_backward(
     grad: Any, gl: Any, ga: Any, gs: Any, p: Any, k: Any, v: Any, *rest: Any, **_: Any
 ) -> int:
     return int(5 * p[0] * running_softmax_flops(p[1], p[2], v[2], chunk=rest[-1]) // 2)
+
+
+def _sequential_attention(*shapes: Any, products: tuple[int, int] = (1, 1), **_: Any) -> int:
+    """So many products of key and of value channels for every score of the chunks that the queries read."""
+    q, k, v, pattern, q_start, k_start, _scale, _lengths, positions, *_rest, query_chunk, key_chunk = shapes
+    starts = (q_start, k_start) if positions is None else None
+    chunks = key_chunks(Pattern.from_key(pattern), q[2], k[2], starts, query_chunk, key_chunk)
+    scores = sum((rows.stop - rows.start) * (c.stop - c.start) for rows, keys in chunks for c in keys)
+    return int(2 * q[0] * q[1] * scores * (products[0] * q[3] + products[1] * v[3]))
+
+
+def _sequential_attention_backward(grad: Any, grad_lse: Any, out: Any, m: Any, z: Any, *shapes: Any, **_: Any) -> int:
+    return _sequential_attention(*shapes, products=(3, 2))
+
+
+def _sequential_scan(q: Any, i: Any, v: Any, *_: Any, **__: Any) -> int:
+    """The state written and read at every token."""
+    return int(4 * q[0] * q[1] * q[2] * v[2])
+
+
+def _sequential_gated_scan_backward(grad: Any, grad_state: Any, q: Any, i: Any, v: Any, *_: Any, **__: Any) -> int:
+    return _sequential_scan(q, i, v) * 5 // 2
+
+
+def _sequential_softmax_backward(
+    grad: Any, gl: Any, ga: Any, gs: Any, p: Any, k: Any, v: Any, *_: Any, **__: Any
+) -> int:
+    return _sequential_scan(p, k, v) * 5 // 2

@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from torch.profiler import ProfilerActivity, profile
 
 from subquad.attention import Attention
+from subquad.ops._sequential import attend as sequential
 from subquad.ops._torch import scan, softmax, tiles
 
 LINEAR_GROWTH = 2.2
@@ -48,6 +49,8 @@ def block_sizes(size: int) -> Iterator[None]:
         (softmax, "CHUNK", size),
         (softmax, "SLAB_ENTRIES", 64 * size),
         (tiles, "MASKED_ROWS", size),
+        (sequential, "QUERY_CHUNK", size),
+        (sequential, "KEY_CHUNK", 2 * size),
     )
     before = [getattr(module, name) for module, name, _ in modules]
     for module, name, value in modules:

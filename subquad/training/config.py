@@ -9,6 +9,7 @@ from typing import Literal
 from subquad.config import Config
 from subquad.data.config import DataConfig
 from subquad.models.config import DecoderConfig
+from subquad.models.encoder_config import EncoderConfig, Pooling
 from subquad.training.schedule import ScheduleConfig, at_least
 
 
@@ -119,13 +120,40 @@ class RunConfig(Config):
 
 
 @dataclass(frozen=True, kw_only=True)
-class TrainConfig(Config):
-    """A training run: a model, a text, an optimizer and a folder."""
+class ClassifyConfig(Config):
+    """What task=classify learns: labelled sequences of up to batch.length tokens."""
 
+    dataset: Literal["toy"] = "toy"
+    """toy: zeros and ones, some of them after a mark; the label is what most of the marked ones are. Made up as it is
+    read, no download."""
+    examples: int = 50_000
+    """Sequences to learn from; after them come the same again, in another order."""
+    held_out: int = 1000
+    """Other sequences, to measure on."""
+    seed: int = 0
+    """Another number gives other sequences."""
+    pooling: Pooling = "mean"
+    """What a sequence is judged by: the mean of its vectors, its last vector, or that of a class token before it."""
+
+    def __post_init__(self) -> None:
+        at_least("classify.examples", self.examples, 1)
+        at_least("classify.held_out", self.held_out, 1)
+        at_least("classify.seed", self.seed, 0)
+
+
+@dataclass(frozen=True, kw_only=True)
+class TrainConfig(Config):
+    """A training run: a model, a text or labelled sequences, an optimizer and a folder."""
+
+    task: Literal["language", "classify"] = "language"
+    """language: predict the next token of the text in data; classify: label the sequences in classify, by the
+    bidirectional form of the mechanisms."""
     model: DecoderConfig = field(default_factory=DecoderConfig)
-    """The decoder; its vocabulary size follows the tokenizer."""
+    """The model; its vocabulary size follows the tokenizer, or the labelled sequences."""
     data: DataConfig = field(default_factory=DataConfig)
-    """The text, its tokenizer and the split."""
+    """The text, its tokenizer and the split (task=language)."""
+    classify: ClassifyConfig = field(default_factory=ClassifyConfig)
+    """The labelled sequences (task=classify)."""
     batch: BatchConfig = field(default_factory=BatchConfig)
     """Tokens in one step."""
     optimizer: OptimizerConfig = field(default_factory=OptimizerConfig)
@@ -144,11 +172,28 @@ class TrainConfig(Config):
             )
         if self.schedule.warmup >= self.run.steps:
             raise ValueError(f"schedule.warmup must be below run.steps={self.run.steps}, got {self.schedule.warmup}")
+        if self.task == "classify":
+            _unused("data", self.data.replace(cache=None), DataConfig(), self.task)
+            self.encoder(2)
+        else:
+            _unused("classify", self.classify, ClassifyConfig(), self.task)
+
+    def encoder(self, num_classes: int) -> EncoderConfig:
+        """The model as a classifier."""
+        return EncoderConfig.from_decoder(self.model, num_classes=num_classes, pooling=self.classify.pooling)
 
     @property
     def step_tokens(self) -> int:
         """Tokens that one process sees in one step."""
         return self.batch.length * self.batch.size * self.batch.accumulation
+
+
+def _unused(group: str, given: Config, default: Config, task: str) -> None:
+    """Raise `ValueError` for settings that the task would not read."""
+    defaults = default.to_dict()
+    for name, value in given.to_dict().items():
+        if value != defaults[name]:
+            raise ValueError(f"{group}.{name}={value!r} has no effect with task={task}; leave it out")
 
 
 def _positive(name: str, value: float) -> None:

@@ -6,8 +6,11 @@ from collections.abc import Sequence
 from pathlib import Path
 
 
-def draw_curves(records: Sequence[dict[str, float]], path: Path, *, title: str) -> None:
-    """Draw the losses of `metrics.jsonl` records as a PNG. Raises `ValueError` where there is no loss to draw."""
+def draw_curves(records: Sequence[dict[str, float]], path: Path, *, title: str, unit: str = "token") -> None:
+    """Draw the losses of `metrics.jsonl` records, in nats a `unit`, as a PNG.
+
+    Raises `ValueError` where there is no loss to draw.
+    """
     train = [(record["step"], record["loss"]) for record in records if "loss" in record]
     held_out = [(record["step"], record["eval_loss"]) for record in records if "eval_loss" in record]
     if not train and not held_out:
@@ -22,7 +25,7 @@ def draw_curves(records: Sequence[dict[str, float]], path: Path, *, title: str) 
         axes.plot(*zip(*train, strict=True), color="#4477aa", linewidth=1.2, label="training")
     if held_out:
         axes.plot(*zip(*held_out, strict=True), "o-", color="#cc6677", markersize=4, label="held-out")
-    axes.set(xlabel="optimizer step", ylabel="loss (nats a token)", title=title)
+    axes.set(xlabel="optimizer step", ylabel=f"loss (nats a{'n' if unit[0] in 'aeiou' else ''} {unit})", title=title)
     axes.grid(alpha=0.3)
     axes.legend(frameon=False)
     figure.savefig(path, format="png")

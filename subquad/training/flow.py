@@ -12,6 +12,7 @@ from typing import Any, Self
 import torch
 from transformers import TrainerCallback, TrainerControl, TrainerState, TrainingArguments
 
+from subquad.attention import Attention
 from subquad.training.config import RunConfig
 
 logger = logging.getLogger(__name__)
@@ -77,6 +78,16 @@ class Flow(TrainerCallback):
         control.should_log = due or step == 1 or step % self.run.log_every == 0
         if self.out_of_time:
             logger.warning("stopping at step %d of %d: run.max_minutes=%s", step, self.run.steps, self.run.max_minutes)
+
+
+class AfterStep(TrainerCallback):
+    """Tells every mechanism that the optimizer has stepped (`Attention.after_step`), before anything is saved."""
+
+    def on_step_end(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
+        """Not called for the parts of an accumulated batch."""
+        for module in kwargs["model"].modules():
+            if isinstance(module, Attention):
+                module.after_step(state.global_step)
 
 
 def _any_process(args: TrainingArguments, *flags: bool) -> list[bool]:

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Adam, AdamW, Muon, Optimizer, RAdam
 
+from subquad.layers.head import Lookup
 from subquad.training.config import OptimizerConfig
 
 
@@ -50,7 +51,7 @@ def build_optimizer(model: nn.Module, config: OptimizerConfig) -> Optimizer:
     """The optimizer of `config` over the parameters of `model` that train.
 
     Matrices decay; embeddings, norms, biases and other vectors don't. Muon takes the matrices of the layers, not the
-    embeddings and not the head.
+    embeddings, not the head and not the look-up after it.
     """
     matrices, rest = split_parameters(model)
     betas = (config.betas[0], config.betas[1])
@@ -93,7 +94,8 @@ def split_parameters(model: nn.Module) -> tuple[list[Tensor], list[Tensor]]:
 
 
 def _output_heads(model: nn.Module) -> set[int]:
-    """Ids of the weights of the output head, which AdamW trains."""
+    """Ids of the weights of the output head and of the look-up after it, which AdamW trains."""
     get = getattr(model, "get_output_embeddings", None)
     head = get() if get is not None else None
-    return set() if head is None else {id(parameter) for parameter in head.parameters()}
+    heads = [module for module in model.modules() if isinstance(module, Lookup)] + ([] if head is None else [head])
+    return {id(parameter) for module in heads for parameter in module.parameters()}

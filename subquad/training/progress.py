@@ -53,8 +53,9 @@ class Meter(TrainerCallback):
 class Metrics(TrainerCallback):
     """Appends one JSON object per report to `metrics.jsonl` and the same numbers to TensorBoard.
 
-    Keys of a training record: step, loss (nats a token), lr, grad_norm, tokens, epochs, tokens_per_s, seconds. Of an
-    evaluation: step, eval_loss. A run that goes on first drops the records after its checkpoint.
+    Keys of a training record: step, loss (nats a token, or an example), lr, grad_norm, tokens (padding included),
+    epochs, tokens_per_s, seconds. Of an evaluation: step, eval_loss, and of a classifier eval_accuracy. A run that goes
+    on first drops the records after its checkpoint.
     """
 
     def __init__(self, folder: Path, meter: Meter, windows: int, step_windows: int) -> None:
@@ -101,7 +102,7 @@ class Metrics(TrainerCallback):
                 "seconds": self.meter.seconds,
             }
         elif "eval_loss" in logs:
-            record = {"step": step, "eval_loss": logs["eval_loss"]}
+            record = {"step": step} | {name: logs[name] for name in ("eval_loss", "eval_accuracy") if name in logs}
         else:
             return
         with (self.folder / METRICS).open("a", encoding="utf-8") as file:
@@ -144,6 +145,7 @@ class Bar(TrainerCallback):
         self._task: TaskID | None = None
         self._loss: float | None = None
         self._held_out: float | None = None
+        self._accuracy: float | None = None
         self._last_line = 0.0
 
     def on_train_begin(
@@ -177,6 +179,7 @@ class Bar(TrainerCallback):
         logs = logs or {}
         self._loss = logs.get("loss", self._loss)
         self._held_out = logs.get("eval_loss", self._held_out)
+        self._accuracy = logs.get("eval_accuracy", self._accuracy)
         if self._bar is not None or not state.is_world_process_zero or not {"loss", "eval_loss"} & logs.keys():
             return
         due = "eval_loss" in logs or state.global_step == 1 or time.monotonic() - self._last_line >= PLAIN_LINE_SECONDS
@@ -195,6 +198,8 @@ class Bar(TrainerCallback):
             parts.append(f"loss {self._loss:.3f}")
         if self._held_out is not None:
             parts.append(f"held-out {self._held_out:.3f}")
+        if self._accuracy is not None:
+            parts.append(f"accuracy {self._accuracy:.1%}")
         if self.meter.steps:
             left = (self.config.run.steps - step) * self.meter.seconds / self.meter.steps
             parts.append(f"{self.meter.tokens_per_second:,.0f} tokens/s")

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from subquad.attention import Attention
-from subquad.models import Decoder
+from subquad.models import Decoder, PerceiverAR
 from subquad.training.checkpoint import write_atomically
 
 if TYPE_CHECKING:
@@ -125,11 +125,16 @@ def state_sizes(
 ) -> list[StateSize]:
     """Bytes of the state of one sequence after reading so many tokens.
 
-    A state that stops growing is really read up to each count. Where a mechanism's state grows, the first count is read
-    and the others add what the mechanisms say they grow by. Counts past a learned position table are left out.
+    A state that stops growing is really read up to each count. Where a mechanism's state grows, and for a
+    `PerceiverAR`, the first count is read and the others add what the model says it grows by. Counts past a learned
+    position table are left out.
     """
-    layers = [module for module in decoder.modules() if isinstance(module, Attention)]
-    grows = any(layer.state_grows for layer in layers)
+    layers: list[Attention | PerceiverAR]
+    if isinstance(decoder, PerceiverAR):
+        layers, grows = [decoder], True
+    else:
+        layers = [module for module in decoder.modules() if isinstance(module, Attention)]
+        grows = any(layer.state_grows for layer in layers if isinstance(layer, Attention))
     if decoder.config.position == "learned":
         after = [count for count in after if count <= decoder.config.max_positions]
     device = next(decoder.parameters()).device
@@ -142,6 +147,7 @@ def state_sizes(
         if grows and sizes:
             first = sizes[0]
             growth = sum(layer.state_bytes(count) - layer.state_bytes(first.tokens) for layer in layers)
+            growth *= decoder.config.loops
             sizes.append(StateSize(count, first.bytes + growth, measured=False))
             continue
         while read < count:
@@ -165,6 +171,8 @@ def decode_speed(decoder: Decoder, prompt: Sequence[int], tokens: int = 128) -> 
         rows = decoder.config.max_positions
         prompt = prompt[: max(1, rows // 2)]
         tokens = max(1, min(tokens, rows - len(prompt)))
+    if isinstance(decoder, PerceiverAR) and decoder.options.decode == "frozen":
+        prompt, tokens = prompt[:1], min(tokens, decoder.latents - 1)
     device = next(decoder.parameters()).device
     training = decoder.training
     decoder.eval()

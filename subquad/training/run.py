@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import logging
 import os
 import shlex
@@ -14,22 +13,20 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
-from torch.utils.data import Subset
 
-from subquad.config import digest
-from subquad.data import Corpus, Windows, prepare
-from subquad.data.tokenizers import separator_id
-from subquad.models.config import DecoderConfig
+from subquad.data import Corpus
+from subquad.data.labelled import LabelledCorpus
 from subquad.training import checkpoint
 from subquad.training.config import TrainConfig
 from subquad.training.curves import draw_curves
 from subquad.training.errors import CheckpointError
+from subquad.training.tasks import Task, prepare_task
 
 if TYPE_CHECKING:
     from rich.console import Console
     from transformers import TrainingArguments
 
-    from subquad.hf import SubquadForCausalLM
+    from subquad.hf import SubquadForCausalLM, SubquadForSequenceClassification
     from subquad.training.trainer import SubquadTrainer
 
 logger = logging.getLogger(__name__)
@@ -44,9 +41,10 @@ class RunResult:
     folder: Path
     config: TrainConfig
     """The configuration with the tokenizer's vocabulary size filled in, as `config.yaml` has it."""
-    model: SubquadForCausalLM
+    model: SubquadForCausalLM | SubquadForSequenceClassification
     """The model after the last step."""
-    corpus: Corpus
+    corpus: Corpus | LabelledCorpus
+    """The text or, with task=classify, the labelled sequences."""
     steps: int
     """Optimizer steps in all, those before a resume included."""
     tokens: int
@@ -73,15 +71,16 @@ class RunResult:
 
 
 def train(config: TrainConfig, *, resume: bool = True, console: Console | None = None) -> RunResult:
-    """Train the decoder of `config` and keep the run in `config.run.folder`.
+    """Train the model of `config` on its task and keep the run in `config.run.folder`.
 
     The folder gets `config.yaml`, `metrics.jsonl`, `tensorboard/`, `checkpoints/`, and at the end the model
-    (`config.json`, `model.safetensors`, `tokenizer.json`: `from_pretrained` reads the folder) and `curves.png`. A
+    (`config.json`, `model.safetensors`, of a text `tokenizer.json`: `from_pretrained` reads it) and `curves.png`. A
     folder with a complete checkpoint is gone on with, bit for bit; `resume=False` is `run.resume=never`. `console`
     shows progress; without one it goes to the log.
 
-    Raises `ValueError` for a text shorter than `batch.length`, `CheckpointError` (a `ValueError`) for checkpoints that
-    can't be gone on with, and `NonFiniteError` for a loss or gradient that isn't finite.
+    Raises `ValueError` for a mechanism that has not the form that the task needs and for a text shorter than
+    `batch.length`, `CheckpointError` (a `ValueError`) for checkpoints that can't be gone on with, and `NonFiniteError`
+    for a loss or gradient that isn't finite.
     """
     from subquad.training.trainer import training_arguments
 
@@ -89,10 +88,9 @@ def train(config: TrainConfig, *, resume: bool = True, console: Console | None =
     root = folder / CHECKPOINTS
     arguments = training_arguments(config, root)
     with arguments.main_process_first(local=False, desc="preparing the data"):
-        corpus = _prepare(config, console)
-    config = config.replace(model=_fitted(config.model, corpus))
-    _check_lengths(config, corpus)
-    settings = _settings(config, corpus, arguments)
+        task = prepare_task(config, console)
+    config = task.config
+    settings = _settings(task, arguments)
     main = arguments.process_index == 0
     with arguments.main_process_first(local=False, desc="looking for a checkpoint"):
         if main:
@@ -100,14 +98,13 @@ def train(config: TrainConfig, *, resume: bool = True, console: Console | None =
         start = _checkpoint_to_resume(root, config, "never" if not resume else config.run.resume, settings)
         if main:
             root.mkdir(parents=True, exist_ok=True)
-            _keep_settings(folder, config, corpus)
+            _keep_settings(folder, task)
     with _threads(config.run.threads):
-        return _run(config, corpus, arguments, settings, start, console)
+        return _run(task, arguments, settings, start, console)
 
 
 def _run(
-    config: TrainConfig,
-    corpus: Corpus,
+    task: Task,
     arguments: TrainingArguments,
     settings: dict[str, Any],
     start: Path | None,
@@ -115,19 +112,17 @@ def _run(
 ) -> RunResult:
     from transformers import set_seed
 
-    from subquad.hf import SubquadConfig, SubquadForCausalLM
     from subquad.training.flow import Flow, StopSignal
     from subquad.training.progress import Bar, Meter, Metrics
     from subquad.training.trainer import NumberedWindows, SubquadTrainer
 
+    config = task.config
     folder = Path(config.run.folder)
-    windows = Windows(corpus.train, config.batch.length)
     step_windows = config.batch.size * config.batch.accumulation * arguments.world_size
     set_seed(config.run.seed)
-    end = separator_id(corpus.tokenizer)
-    model = SubquadForCausalLM(SubquadConfig.from_decoder(config.model, eos_token_id=end))
+    model = task.make_model()
     meter = Meter(config.step_tokens * arguments.world_size)
-    metrics = Metrics(folder, meter, len(windows), step_windows)
+    metrics = Metrics(folder, meter, task.count, step_windows)
     bar = Bar(console, meter, config)
     with StopSignal() as stop:
         flow = Flow(config.run, stop)
@@ -136,8 +131,9 @@ def _run(
             config,
             settings,
             args=arguments,
-            train_dataset=NumberedWindows(windows),
-            eval_dataset=_held_out(config, corpus),
+            train_dataset=NumberedWindows(task.train),
+            eval_dataset=task.held_out,
+            compute_metrics=task.measure,
             callbacks=[meter, flow, metrics, bar],
         )
         try:
@@ -151,7 +147,7 @@ def _run(
         folder=folder,
         config=config,
         model=trainer.accelerator.unwrap_model(trainer.model, keep_fp32_wrapper=False),  # without training's autocast
-        corpus=corpus,
+        corpus=task.data,
         steps=trainer.state.global_step,
         tokens=trainer.state.global_step * meter.step_tokens,
         parameters=sum(parameter.numel() for parameter in model.parameters()),
@@ -170,7 +166,8 @@ def _finish(folder: Path, trainer: SubquadTrainer, *, final: bool) -> None:
 
     records = read_metrics(folder)
     if records:
-        draw_curves(records, folder / CURVES, title=f"{folder.name}: {trainer.config.model.attention}")
+        unit = "example" if trainer.config.task == "classify" else "token"
+        draw_curves(records, folder / CURVES, title=f"{folder.name}: {trainer.config.model.attention}", unit=unit)
     if not final:
         return
     aside = folder / ".saving-model"
@@ -183,59 +180,18 @@ def _finish(folder: Path, trainer: SubquadTrainer, *, final: bool) -> None:
     aside.rmdir()
 
 
-def _keep_settings(folder: Path, config: TrainConfig, corpus: Corpus) -> None:
+def _keep_settings(folder: Path, task: Task) -> None:
     """Write what repeats the run, so that a crash leaves each file whole."""
     draft = folder / ".draft.yaml"
-    config.to_file(draft)
+    task.config.to_file(draft)
     os.replace(draft, folder / CONFIG)
-    checkpoint.write_atomically(folder / "tokenizer.json", corpus.tokenizer.to_str(pretty=True).encode())
-    tokenizer = {"tokenizer_class": "PreTrainedTokenizerFast", "clean_up_tokenization_spaces": False}
-    checkpoint.write_atomically(folder / "tokenizer_config.json", json.dumps(tokenizer).encode())
+    for name, content in task.files.items():
+        checkpoint.write_atomically(folder / name, content)
 
 
-def _prepare(config: TrainConfig, console: Console | None) -> Corpus:
-    """The corpus; the console hears what is being done, as it may take a while the first time."""
-    if console is None:
-        return prepare(config.data)
-    with console.status("preparing the text") as status:
-        said = ""
-
-        def show(what: str, done: int, total: int) -> None:
-            nonlocal said
-            status.update(f"{what}: {done:,} of {total:,}")
-            if what != said and not console.is_terminal:
-                console.print(what, highlight=False)
-            said = what
-
-        return prepare(config.data, progress=show)
-
-
-def _fitted(model: DecoderConfig, corpus: Corpus) -> DecoderConfig:
-    """The model with the tokenizer's vocabulary."""
-    size = corpus.train.vocab_size
-    if size != model.vocab_size:
-        logger.info("model.vocab_size is %d, as the tokenizer has it (it was %d)", size, model.vocab_size)
-    return model.replace(vocab_size=size)
-
-
-def _check_lengths(config: TrainConfig, corpus: Corpus) -> None:
-    for name, shard in (("training", corpus.train), ("held-out", corpus.held_out)):
-        if len(shard) < config.batch.length:
-            raise ValueError(
-                f"batch.length {config.batch.length} is longer than the {name} part of the text, which has "
-                f"{len(shard)} tokens; give more text or shorter windows"
-            )
-
-
-def _held_out(config: TrainConfig, corpus: Corpus) -> Subset[dict[str, torch.Tensor]]:
-    """The windows of the periodic evaluation: always the same, evenly spread."""
-    windows = Windows(corpus.held_out, config.batch.length)
-    count = min(config.run.eval_windows, len(windows))
-    return Subset(windows, [i * len(windows) // count for i in range(count)])
-
-
-def _settings(config: TrainConfig, corpus: Corpus, arguments: TrainingArguments) -> dict[str, Any]:
+def _settings(task: Task, arguments: TrainingArguments) -> dict[str, Any]:
     """What must stay the same for a run to go on; the precision is the one that `auto` chose."""
+    config = task.config
     return {
         "model": config.model.to_dict(),
         "batch": config.batch.to_dict(),
@@ -243,8 +199,7 @@ def _settings(config: TrainConfig, corpus: Corpus, arguments: TrainingArguments)
         "run.seed": config.run.seed,
         "run.precision": "bf16" if arguments.bf16 else "float32",
         "processes": arguments.world_size,
-        "data": digest([corpus.fingerprint, corpus.train_files, len(corpus.train)]),
-        "tokenizer": digest(corpus.tokenizer.to_str()),
+        **task.identity,
     }
 
 

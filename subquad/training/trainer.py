@@ -20,10 +20,11 @@ from transformers.trainer_callback import PrinterCallback
 from transformers.utils import logging as hf_logging
 
 from subquad.data import EpochOrder
-from subquad.hf import SubquadForCausalLM
+from subquad.hf import SubquadForCausalLM, SubquadForSequenceClassification
 from subquad.training import checkpoint
 from subquad.training.config import TrainConfig
 from subquad.training.errors import CheckpointError, NonFiniteError
+from subquad.training.flow import AfterStep
 from subquad.training.optimizers import build_optimizer
 from subquad.training.rng import load_rng, rng_file, save_rng
 
@@ -68,19 +69,19 @@ class RunOrder(Sampler[int]):
 
 
 class SubquadTrainer(Trainer):
-    """`transformers.Trainer` over the windows of a corpus, with our optimizers, schedules and checkpoints.
+    """`transformers.Trainer` over windows of a text or labelled sequences, with our optimizers and checkpoints.
 
     Every checkpoint is published whole (see `subquad.training.checkpoint`); resuming loads the weights strictly and
     fails where a file is missing. A loss or gradient that isn't finite raises `NonFiniteError`, which names the step
     and the windows, before the optimizer steps.
     """
 
-    model: SubquadForCausalLM
+    model: SubquadForCausalLM | SubquadForSequenceClassification
     train_dataset: NumberedWindows
 
     def __init__(
         self,
-        model: SubquadForCausalLM,
+        model: SubquadForCausalLM | SubquadForSequenceClassification,
         config: TrainConfig,
         settings: dict[str, Any],
         args: TrainingArguments,
@@ -94,6 +95,7 @@ class SubquadTrainer(Trainer):
         # A mean over equally long windows needs no count of tokens; the Trainer then divides by the accumulation.
         self.model_accepts_loss_kwargs = False
         self.remove_callback(PrinterCallback)
+        self.add_callback(AfterStep())
 
     def _get_train_sampler(self, train_dataset: Dataset[Any] | None = None) -> Sampler[int]:
         batch = self.config.batch
@@ -128,8 +130,10 @@ class SubquadTrainer(Trainer):
         return loss
 
     def prediction_step(self, model: nn.Module, inputs: dict[str, Any], *args: Any, **kwargs: Any) -> Any:
-        """The loss of a held-out batch, without its logits."""
-        return super().prediction_step(model, {**inputs, "output_logits": False}, *args, **kwargs)
+        """The loss of a held-out batch; of a language model without its logits, which nothing measures."""
+        if self.config.task == "language":
+            inputs = {**inputs, "output_logits": False}
+        return super().prediction_step(model, inputs, *args, **kwargs)
 
     def _get_grad_norm(self, model: nn.Module, grad_norm: Any = None) -> Any:
         norm = super()._get_grad_norm(model, grad_norm)

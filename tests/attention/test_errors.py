@@ -17,14 +17,14 @@ X = torch.zeros(2, 5, 16)
 @pytest.mark.parametrize("make", [mechanism, lambda name: build(name, **SIZES)], ids=["mechanism", "build"])
 def test_an_unknown_name_is_answered_with_the_valid_ones(make):
     with pytest.raises(
-        ValueError, match=r"unknown attention 'windwo'; did you mean 'window'\? valid: full, latte, linear"
+        ValueError, match=r"unknown attention 'windwo'; did you mean 'window'\? valid: bigbird, dilated, elita, full"
     ):
         make("windwo")
 
 
 @each
 def test_an_unknown_option_is_answered_with_the_valid_ones(name):
-    match = rf"attention '{name}' has no option 'dropuot'; did you mean 'dropout'\? valid: bias, dim, dropout"
+    match = rf"attention '{name}' has no option 'dropuot'; did you mean 'dropout'\? valid: "
     with pytest.raises(ValueError, match=match):
         build(name, **SIZES, dropuot=0.1)
 
@@ -87,6 +87,36 @@ OPTIONS = {
         r"unknown feature_map 'rellu'; did you mean 'relu'\? valid: elu, relu, softmax, softplus, squared_relu",
     ),
     "eps": ("linear", {"eps": -1e-6}, "eps must be at least 0, got -1e-06"),
+    "dilated width": ("dilated", {"width": 0}, "width must be at least 1, got 0"),
+    "dilation": ("dilated", {"dilation": 0}, "dilation must be at least 1, got 0"),
+    "stride": ("strided", {"stride": 0}, "stride must be at least 1, got 0"),
+    "kind": ("strided", {"kind": "fixd"}, r"kind must be one of its choices, got 'fixd'; did you mean 'fixed'\? valid: fixed, strided"),
+    "columns": (
+        "strided",
+        {"kind": "fixed", "stride": 4, "columns": 5},
+        "columns must be from 1 to stride=4, got 5",
+    ),
+    "one head": ("strided", {"num_heads": 1}, "needs at least 2 heads, got num_heads=1"),
+    "no half": ("shifted", {"num_heads": 1}, "half of the heads: num_heads=1 has no half"),
+    "odd group": ("shifted", {"group": 7}, r"group must be even and at least 2 \(two halves\), got 7"),
+    "longformer width": ("longformer", {"width": 0}, "width must be at least 1, got 0"),
+    "no global": ("longformer", {"num_global": 0}, r"num_global must be at least 1 \(else use window\), got 0"),
+    "block": ("bigbird", {"block": 0}, "block must be at least 1, got 0"),
+    "random": ("bigbird", {"num_random": -1}, "num_random must be at least 0, got -1"),
+    "macchiato width": ("latte_macchiato", {"width": 0}, "width must be at least 1, got 0"),
+    "macchiato latents": (
+        "latte_macchiato",
+        {"num_latents": 3},
+        r"num_latents must be a positive multiple of num_heads .*, got num_latents=3, num_heads=2",
+    ),
+    "apart": ("llp", {"key_norm": True, "shifted_heads": True}, "they do not go with shifted_heads"),
+    "apart both ways": ("llp", {"split_output": True, "causal": False}, "nor with causal=False"),
+    "shifted both ways": ("llp", {"shifted_heads": True, "causal": False}, "shifted_heads is a causal form"),
+    "quarter": (
+        "llp",
+        {"shifted_heads": True, "segment": 6},
+        "at least 2 heads and a multiple of 4, got num_heads=2, segment=6",
+    ),
 }
 
 
@@ -94,7 +124,16 @@ OPTIONS = {
 def test_an_option_out_of_range_is_refused(case):
     name, options, match = OPTIONS[case]
     with pytest.raises(ValueError, match=match):
-        build(name, **SIZES, **options)
+        build(name, **(SIZES | options))
+
+
+@pytest.mark.parametrize(("tokens", "padded"), [(9, False), (8, True)])
+def test_a_published_shift_takes_whole_groups_only(tokens, padded):
+    layer, x = build("shifted", **SIZES, group=8, wrap=True), torch.zeros(1, tokens, 16)
+    with pytest.raises(ValueError, match=f"whole groups of 8 tokens without padding, got {tokens} tokens"):
+        layer(x, mask=torch.ones(1, tokens, dtype=torch.bool) if padded else None)
+    with pytest.raises(ValueError, match="this shifted layer is not causal"):
+        layer(x[:, :8], layer(x[:, :8])[1])
 
 
 @each
@@ -104,10 +143,10 @@ def test_inputs_of_another_shape_are_refused(name, shape):
         build(name, **SIZES)(torch.zeros(shape))
 
 
-@each
+@pytest.mark.parametrize("name", [name for name in names() if "causal" in mechanism(name).forms])
 def test_another_configurations_state_is_refused(name):
     layer, other = build(name, **SIZES), build(name, **SIZES, bias=True)
-    _, state = other(X)
+    state = other(X)[1]
     match = f"the state was made by configuration '{other.config_hash}' but this {name} layer has '{layer.config_hash}'"
     with pytest.raises(ValueError, match=match):
         layer(X, state)

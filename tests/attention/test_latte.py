@@ -11,6 +11,7 @@ class TestLatte(AttentionContract):
 
 class TestLatteBidirectional(AttentionContract):
     name = "latte"
+    with_inductor = False
     options = {"num_latents": 10, "causal": False}
 
 

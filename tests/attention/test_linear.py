@@ -7,9 +7,11 @@ class TestLinear(AttentionContract):
 
 class TestLinearAsADistribution(AttentionContract):
     name = "linear"
+    with_inductor = False
     options = {"feature_map": "softmax", "eps": 0.0}
 
 
 class TestLinearBidirectional(AttentionContract):
     name = "linear"
+    with_inductor = False
     options = {"causal": False}

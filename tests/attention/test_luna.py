@@ -1,7 +1,9 @@
 import pytest
 import torch
+from torch.utils.flop_counter import FlopCounterMode
 
 from subquad.attention import build
+from subquad.ops import flops
 from subquad.testing import AttentionContract, assert_exact, assert_same_maths, mask_with
 
 SIZES = {"dim": 16, "num_heads": 2}
@@ -16,7 +18,8 @@ class TestLunaBidirectional(AttentionContract):
     """Two heads that read what four pack."""
 
     name = "luna"
-    options = {"memory_tokens": 5, "causal": False, "pack_heads": 4, "tied": False}
+    with_inductor = False
+    options = {"memory_tokens": 5, "causal": False, "pack_heads": 4}
 
 
 def make(**options):
@@ -76,12 +79,23 @@ def test_a_causal_state_goes_on_with_a_memory_handed_to_it():
     assert_same_maths(torch.cat([first, rest], 1), layer(x, memory=memory)[0], "cut")
 
 
-@pytest.mark.parametrize("causal", [True, False])
-def test_the_memory_is_not_projected_at_every_token(causal):
-    layer = build("luna", **SIZES, memory_tokens=5, causal=causal)
-    of_memory = 1 if causal else 2  # the pack's queries, and values of what was packed
-    vectors = 5 * of_memory + 100 * (5 - of_memory)  # five projections
-    assert layer.cost(100).projection_flops == 2 * 16 * 16 * vectors
+@pytest.mark.parametrize(
+    ("options", "of_memory", "of_tokens"),
+    [
+        ({}, 1, 4),
+        ({"tied": False}, 1, 5),
+        ({"causal": False}, 2, 3),
+        ({"causal": False, "tied": False}, 3, 4),
+    ],
+)
+def test_the_cost_counts_each_projection_where_it_is_used(options, of_memory, of_tokens):
+    flops.register()
+    layer = build("luna", **SIZES, memory_tokens=5, **options)
+    cost = layer.cost(100)
+    assert cost.projection_flops == 2 * 16 * 16 * (5 * of_memory + 100 * of_tokens)
+    with torch.no_grad(), FlopCounterMode(display=False) as counter:
+        layer(torch.randn(1, 100, 16))
+    assert counter.get_total_flops() == cost.projection_flops + cost.mixing_flops
 
 
 def test_no_memory_at_all_is_refused():

@@ -1,4 +1,7 @@
-"""Mechanisms of the scan against literal loops over their papers' equations, which share no code with the library."""
+"""Mechanisms of the scan against literal loops over their papers' equations, which share no code with the library.
+
+And what the contract, whose padding is zero once it is compacted, can't see: padded slots that hold something.
+"""
 
 from __future__ import annotations
 
@@ -9,7 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from subquad.attention import Attention, build
-from subquad.testing import assert_same_maths
+from subquad.testing import assert_exact, assert_same_maths
 
 DIM, HEADS, TOKENS = 12, 3, 11
 K = DIM // HEADS
@@ -170,3 +173,39 @@ def test_causal_luna_accumulates(tied):
         return f(f(q[t] / math.sqrt(K), k, b, t).softmax(0), b, v, t)
 
     assert_same_maths(layer(x[None])[0][0], from_heads(layer, row), "causal luna")
+
+
+FORMS = [
+    ("linear", {}),
+    ("linear", {"causal": False}),
+    ("latte", {}),
+    ("latte", {"causal": False}),
+    ("elita", {}),
+    ("performer", {}),
+    ("performer", {"causal": False}),
+    ("performer", {"kernel": "relu"}),
+    ("performer", {"kernel": "relu", "causal": False}),
+    ("linformer", {}),
+    ("luna", {}),
+    ("luna", {"causal": False}),
+]
+
+
+@pytest.mark.parametrize(("name", "options"), FORMS, ids=str)
+def test_slots_of_padding_hold_nothing(name, options):
+    """Models compact rows once; in later layers their padded slots hold what the layers before made there."""
+    layer, x = make(name, **options)
+    lengths = torch.tensor([TOKENS, 4, 0])
+    real = torch.arange(TOKENS) < lengths[:, None]
+    results = []
+    for seed in (1, 2):
+        rubbish = 100 * torch.randn(3, TOKENS, DIM, generator=torch.Generator().manual_seed(seed)).double()
+        rows = torch.where(real[..., None], x, rubbish).requires_grad_()
+        y, state = layer.mix(rows, None, lengths)
+        assert y.isfinite().all()
+        gradient = torch.autograd.grad(y[real].square().sum(), rows)[0]
+        results.append([y[real], gradient, *(entry for entry in state.entries.values() if isinstance(entry, Tensor))])
+    for one, other in zip(*results, strict=True):
+        assert_exact(one, other)
+    for b, length in enumerate(lengths.tolist()):
+        assert_same_maths(y[b, :length], layer(x[None, :length])[0][0], f"row of {length} tokens")

@@ -18,11 +18,13 @@ class TestPerformer(AttentionContract):
 
 class TestPerformerBidirectional(AttentionContract):
     name = "performer"
+    with_inductor = False
     options = {"causal": False, "features": 5}
 
 
 class TestPerformerRelu(AttentionContract):
     name = "performer"
+    with_inductor = False
     options = {"kernel": "relu"}
 
 

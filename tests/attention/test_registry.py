@@ -67,8 +67,10 @@ def test_every_mechanism_says_what_it_is_and_where_it_is_from(name):
     cls = mechanism(name)
     assert vars(cls)["summary"]
     assert "\n" not in cls.summary
-    assert re.search(r"\d{4}, arXiv:\d{4}\.\d{4,5}", vars(cls)["paper"]), "author, year, arXiv number"
+    assert re.search(r"\d{4}, (arXiv:\d{4}\.\d{4,5}|github\.com/)", vars(cls)["paper"]), "author, year, where"
     assert cls.cost_order in ("linear", "quadratic")
+    assert set(cls.forms) <= {"causal", "bidirectional"}
+    assert cls.forms
     assert inspect.getdoc(cls)
     assert "y_t = " in (inspect.getmodule(cls).__doc__ or ""), "the equation comes first"
 
@@ -89,10 +91,31 @@ def test_every_option_has_a_docstring(config):
 
 
 @each
+@pytest.mark.parametrize("form", ["causal", "bidirectional"])
+def test_a_mechanism_has_the_forms_that_it_says(name, form):
+    forms, causal = mechanism(name).forms, form == "causal"
+    if form in forms:
+        assert build(name, dim=16, num_heads=2, causal=causal).causal == causal
+        return
+    with pytest.raises(ValueError, match=f"attention '{name}' has no {form} form; it has: {', '.join(forms)}"):
+        build(name, dim=16, num_heads=2, causal=causal)
+
+
+@each
+def test_a_bidirectional_layer_takes_no_state(name):
+    if "bidirectional" not in mechanism(name).forms:
+        pytest.skip("causal only")
+    layer, x = build(name, dim=16, num_heads=2, causal=False), torch.randn(2, 5, 16)
+    state = layer(x)[1]
+    with pytest.raises(ValueError, match=f"this {name} layer is not causal: it reads whole sequences and takes no st"):
+        layer(x, state)
+
+
+@each
 def test_the_defaults_build_every_mechanism(name):
     torch.manual_seed(0)
     layer = build(name, dim=16, num_heads=2)
-    y, state = layer(torch.randn(2, 5, 16))
+    y, state = layer(torch.randn(2, 5, 16))[:2]
     assert y.shape == (2, 5, 16)
     assert state.config_hash == layer.config_hash
     assert type(layer) is mechanism(name)
@@ -108,7 +131,7 @@ def test_a_configuration_survives_a_file(name, tmp_path):
 
 @each
 def test_states_and_hashes_are_tied_to_name_and_options(name):
-    hashes = [build(name, dim=16, num_heads=heads, dropout=p).config_hash for heads in (1, 2) for p in (0.0, 0.5)]
+    hashes = [build(name, dim=16, num_heads=heads, dropout=p).config_hash for heads in (2, 4) for p in (0.0, 0.5)]
     assert len(set(hashes)) == 4
     assert build(name, dim=16, num_heads=2).config_hash == build(name, dim=16, num_heads=2).config_hash
 
@@ -153,8 +176,10 @@ def test_the_cost_is_that_of_the_layer(name, tokens):
     assert cost.tokens == tokens
     assert cost.parameters == sum(p.numel() for p in layer.parameters())
     with torch.no_grad():
-        _, state = layer(torch.zeros(1, tokens, 16))
-    assert cost.state_bytes == layer.state_bytes(tokens) == state.nbytes
+        state = layer(torch.zeros(1, tokens, 16))[1]
+    assert cost.state_bytes == state.nbytes
+    assert cost.state_bytes == layer.state_bytes(tokens) or not layer.causal
+    assert cost.unmasked_entries <= cost.score_entries
 
 
 @each

@@ -10,6 +10,7 @@ class TestWindowOfSharedHeads(AttentionContract):
     """One head of keys and values, rotary positions."""
 
     name = "window"
+    with_inductor = False
     options = {"width": 11, "num_kv_heads": 1, "rope": True}
 
 
@@ -17,4 +18,5 @@ class TestWindowBidirectional(AttentionContract):
     """An even width: one token more before the query than after it."""
 
     name = "window"
+    with_inductor = False
     options = {"width": 12, "causal": False}

@@ -14,14 +14,23 @@ PROMPT = [3, 1, 4, 1, 5, 9, 2, 6, 5, 3, 5]
 
 def tiny(name: str, **options) -> DecoderConfig:
     position = "rope" if attention.mechanism(name).rotates else "sinusoidal"
-    small = {"llp": {"segment": 4}, "window": {"width": 4}}
+    small = {
+        "bigbird": {"block": 3, "num_global": 1, "num_random": 1},
+        "dilated": {"width": 2, "dilation": 3},
+        "latte_macchiato": {"width": 4},
+        "llp": {"segment": 4},
+        "longformer": {"width": 4},
+        "shifted": {"group": 4},
+        "strided": {"stride": 4, "columns": 2},
+        "window": {"width": 4},
+    }
     own = {name: small[name]} if name in small else {}
     return DecoderConfig(
         vocab_size=17, dim=8, num_layers=2, num_heads=2, attention=name, options=own, position=position, **options
     )
 
 
-@pytest.fixture(params=[name for name in attention.names() if attention.mechanism(name).causal])
+@pytest.fixture(params=[name for name in attention.names() if "causal" in attention.mechanism(name).forms])
 def model(request) -> Decoder:
     torch.manual_seed(1)
     decoder = Decoder(tiny(request.param)).double()

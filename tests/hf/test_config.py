@@ -13,8 +13,8 @@ def test_it_holds_every_field_of_the_decoder_with_its_default():
     odd = DecoderConfig(
         vocab_size=77, dim=48, num_layers=6, num_heads=6, num_kv_heads=2, attention=["llp", "full"],
         options={"llp": {"segment": 32}}, position="learned", max_positions=99, rope_base=5.0, norm="layer",
-        feedforward="gelu", ff_mult=2.0, bias=True, dropout=0.1, attention_dropout=0.2, tie_embeddings=False,
-        init_std=0.1,
+        feedforward="gelu", ff_mult=2.0, loops=3, loop_loss="all", bias=True, dropout=0.1, attention_dropout=0.2,
+        tie_embeddings=False, lookup=64, lookup_residual=False, init_std=0.1,
     )  # fmt: skip
     default = DecoderConfig()
     assert all(getattr(odd, f.name) != getattr(default, f.name) for f in dataclasses.fields(odd))

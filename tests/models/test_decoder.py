@@ -9,7 +9,16 @@ from subquad.attention import mechanism, names
 from subquad.models import Decoder, DecoderConfig
 from subquad.testing import assert_exact, assert_in_budget, assert_same_maths
 
-SMALL = {"llp": {"segment": 6}, "window": {"width": 4}}
+SMALL = {
+    "bigbird": {"block": 3, "num_global": 1, "num_random": 1},
+    "dilated": {"width": 2, "dilation": 3},
+    "latte_macchiato": {"width": 4},
+    "llp": {"segment": 6},
+    "longformer": {"width": 4},
+    "shifted": {"group": 4},
+    "strided": {"stride": 4, "columns": 2},
+    "window": {"width": 4},
+}
 VOCABULARY, TOKENS = 23, 17
 
 
@@ -43,14 +52,16 @@ def some_mask():
     return mask
 
 
-every_mechanism = pytest.mark.parametrize("name", names())
+every_mechanism = pytest.mark.parametrize("name", [name for name in names() if "causal" in mechanism(name).forms])
 every_position = pytest.mark.parametrize("position", ["rope", "sinusoidal", "learned", "none"])
 
 
 @every_mechanism
 @pytest.mark.parametrize("tie_embeddings", [True, False])
 def test_the_decoder_is_its_equation(name, tie_embeddings):
-    decoder, tokens = tiny(name, tie_embeddings=tie_embeddings, position="none").double(), some_tokens()
+    layers = 1 if mechanism(name).hands_memory else 2  # a layer that is handed a memory has no definition of its own
+    decoder = tiny(name, num_layers=layers, tie_embeddings=tie_embeddings, position="none").double()
+    tokens = some_tokens()
     x = decoder.embedding.tokens.weight[tokens]
     for block in decoder.blocks():
         x = x + block.attention.definition(block.attention_norm(x))
@@ -221,7 +232,7 @@ def test_no_token_and_one_token(name, tokens):
     assert_same_maths(more, expected)
 
 
-@every_mechanism
+@pytest.mark.parametrize("name", ["full", "llp", "latte", "linear"])  # the contract compiles every mechanism
 def test_compiled_equals_eager(name):
     torch._dynamo.reset()
     decoder, tokens, mask = tiny(name, num_layers=1).double(), some_tokens(), some_mask()

@@ -7,9 +7,18 @@ from subquad.attention import mechanism, names
 from subquad.models import Decoder, DecoderConfig
 from subquad.testing import assert_exact, assert_same_maths
 
-SMALL = {"llp": {"segment": 6}, "window": {"width": 4}}
+SMALL = {
+    "bigbird": {"block": 3, "num_global": 1, "num_random": 1},
+    "dilated": {"width": 2, "dilation": 3},
+    "latte_macchiato": {"width": 4},
+    "llp": {"segment": 6},
+    "longformer": {"width": 4},
+    "shifted": {"group": 4},
+    "strided": {"stride": 4, "columns": 2},
+    "window": {"width": 4},
+}
 VOCABULARY, TOKENS = 23, 17
-every_mechanism = pytest.mark.parametrize("name", names())
+every_mechanism = pytest.mark.parametrize("name", [name for name in names() if "causal" in mechanism(name).forms])
 
 
 def tiny(attention, **fields):
@@ -70,6 +79,11 @@ def test_settings_reach_the_mechanisms_that_have_them():
             "options of attention 'window', which no layer uses: width must be at least 1, got -3",
         ),
         ({"options": {"latte": {"num_heads": 5}}}, "options of attention 'latte', which no layer uses: dim must be"),
+        ({"attention": "linformer", "position": "none"}, "attention 'linformer' has no causal form"),
+        (
+            {"attention": ["llp", "full"], "options": {"full": {"causal": False}}},
+            "this model is causal, but the options of attention 'full' say causal=False",
+        ),
         ({"attention": "latte"}, "position='rope' needs a layer that rotates .* latte does not; choose sinusoidal"),
         (
             {"attention": ["latte", "linear"], "position": "none", "num_kv_heads": 1},
@@ -155,8 +169,12 @@ def test_cost_adds_the_parts(name):
     feedforward = sum(p.numel() for p in decoder.blocks()[0].feedforward.parameters())
     assert cost.mixing_flops == 2 * layer.mixing_flops
     assert cost.score_entries == 2 * layer.score_entries
+    assert cost.unmasked_entries == 2 * layer.unmasked_entries
     assert cost.state_bytes == 2 * layer.state_bytes
-    assert cost.projection_flops == 2 * layer.projection_flops + 200 * (2 * feedforward + VOCABULARY * 16)
+    rest = 200 * (2 * feedforward + VOCABULARY * 16)
+    assert cost.projection_flops == 2 * layer.projection_flops + rest
+    assert cost.backward_flops == 2 * layer.backward_flops + 2 * rest
+    assert cost.activation_bytes > 2 * layer.activation_bytes
     assert cost.parameters == decoder.num_parameters() == sum(p.numel() for p in decoder.parameters())
 
 

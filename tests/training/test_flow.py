@@ -6,7 +6,10 @@ import threading
 from pathlib import Path
 
 import pytest
+import torch
+from safetensors.torch import load_file
 
+from subquad.attention import Attention
 from subquad.training import checkpoint, train
 from subquad.training.flow import StopSignal
 from subquad.training.trainer import SubquadTrainer
@@ -77,3 +80,36 @@ def test_the_time_limit_ends_a_run_with_a_model_and_a_checkpoint(
 def test_a_limit_that_is_not_reached_changes_nothing(make_config) -> None:
     result = train(make_config({"run.max_minutes": 60.0, "run.steps": 3}))
     assert (result.out_of_time, result.steps) == (False, 3)
+
+
+def test_mechanisms_hear_of_every_step_of_the_optimizer_and_of_no_part_of_one(
+    make_config, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    heard: list[tuple[int, int]] = []
+    monkeypatch.setattr(Attention, "after_step", lambda self, step: heard.append((id(self), step)))
+    result = train(make_config({"run.steps": 4, "batch.accumulation": 3}))
+    layers = [id(block.attention) for block in result.model.model.blocks()]
+    assert heard == [(layer, step) for step in (1, 2, 3, 4) for layer in layers]
+
+
+def test_what_a_mechanism_changes_after_a_step_is_saved_and_goes_on_bit_for_bit(
+    make_config, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def shrink(self: Attention, step: int) -> None:
+        with torch.no_grad():
+            self.get_parameter("out.weight").mul_(1 - 0.1 / step)
+
+    def weights(folder: str) -> dict[str, torch.Tensor]:
+        return load_file(tmp_path / folder / "model.safetensors")
+
+    short = {"run.steps": 4, "run.eval_every": 0}
+    train(make_config({**short, "run.folder": str(tmp_path / "without")}))
+    monkeypatch.setattr(Attention, "after_step", shrink)
+    train(make_config({**short, "run.folder": str(tmp_path / "whole")}))
+    for steps in (1, 2):
+        assert train(make_config({**short, "run.max_minutes": 1e-9})).steps == steps
+    assert train(make_config(short)).steps == 4
+    for name, weight in weights("whole").items():
+        assert torch.equal(weight, weights("run")[name]), name
+    shrunk = "model.layers.0.attention.out.weight"
+    assert not torch.equal(weights("whole")[shrunk], weights("without")[shrunk])

@@ -9,6 +9,7 @@ from torch import Tensor, nn
 from torch.optim import AdamW, Muon
 from torch.optim.lr_scheduler import LambdaLR
 
+from subquad.layers.head import Lookup
 from subquad.training import OptimizerConfig
 from subquad.training.optimizers import MuonAdamW, build_optimizer, split_parameters
 
@@ -88,6 +89,14 @@ def test_muon_takes_the_layers_matrices_and_not_the_head() -> None:
     assert {id(p) for p in muon["params"]} == {id(model.one.weight), id(model.two.weight)}
     assert (muon["lr"], muon["momentum"]) == (2e-3, 0.9)
     assert all(group["lr"] == 1e-3 for group in others)
+
+
+def test_muon_takes_no_look_up_over_the_logits() -> None:
+    model = make()
+    model.lookup = Lookup(11, 32)
+    optimizer = build_optimizer(model, OptimizerConfig(name="muon"))
+    assert {id(p) for p in optimizer.param_groups[0]["params"]} == {id(model.one.weight), id(model.two.weight)}
+    assert {id(p) for p in model.parameters()} == {id(p) for group in optimizer.param_groups for p in group["params"]}
 
 
 def test_muon_equals_its_two_parts() -> None:

@@ -90,3 +90,10 @@ def test_the_report_compares_with_the_compressors(tmp_path: Path, monkeypatch: p
 def test_a_report_needs_text(text: bytes, tokens: list[int]) -> None:
     with pytest.raises(ValueError, match="the report needs held-out text"):
         measure(make("window"), text, tokens, bits_per_byte=1.0, files_hash="", steps=1, train_tokens_per_second=1.0)
+
+
+def test_a_growing_state_grows_in_every_pass_of_a_loop() -> None:
+    decoder = make("full", loops=3)
+    small, large = state_sizes(decoder, TOKENS, after=(100, 600), chunk=64)
+    assert small.bytes == state_bytes(decoder, 100)
+    assert large.bytes == state_bytes(decoder, 600)

@@ -32,12 +32,16 @@ class Group:
 
     def query_slots(self) -> Tensor:
         """`[N, C]`: the slots of each tile's queries."""
-        return self.q + torch.arange(self.rows * self.count).unflatten(0, (self.count, self.rows))
+        return self.q + torch.arange(self.rows * self.count, device="cpu").unflatten(0, (self.count, self.rows))
 
     def key_slots(self) -> Tensor:
         """`[N, W]`: the slots of each tile's keys."""
-        starts_N = torch.tensor(self.places) if self.places else self.k + self.rows * torch.arange(self.count)
-        return starts_N[:, None] + torch.arange(self.keys)
+        starts_N = (
+            torch.tensor(self.places, device="cpu")
+            if self.places
+            else self.k + self.rows * torch.arange(self.count, device="cpu")
+        )
+        return starts_N[:, None] + torch.arange(self.keys, device="cpu")
 
 
 @lru_cache(maxsize=512)
@@ -77,7 +81,7 @@ def unmasked_entries(pattern: Pattern, tokens: int) -> int:
     if pattern.folded:
         residues, inner = pattern.folded
         return sum(unmasked_entries(inner, -(-(tokens - r) // residues)) for r in range(min(residues, tokens)))
-    total, slots = 0, torch.arange(tokens)
+    total, slots = 0, torch.arange(tokens, device="cpu")
     for start in range(0, tokens, MASKED_ROWS):
         stop = min(start + MASKED_ROWS, tokens)
         lo, hi = _range(pattern, start, stop, 0, tokens)

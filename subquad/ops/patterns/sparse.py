@@ -132,7 +132,7 @@ class Random(Pattern):
 
     def key_range(self, q_start: int, q_stop: int) -> tuple[int, int | None]:
         """The drawn blocks of all queries, from the first to the last."""
-        blocks = self.chosen(torch.arange(q_start // self.size, (q_stop - 1) // self.size + 1))
+        blocks = self.chosen(torch.arange(q_start // self.size, (q_stop - 1) // self.size + 1, device="cpu"))
         blocks = blocks[blocks >= 0]
         return (int(blocks.min()) * self.size, (int(blocks.max()) + 1) * self.size) if blocks.numel() else (0, 0)
 

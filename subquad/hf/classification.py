@@ -1,0 +1,122 @@
+"""The classifier as a transformers model: training with `Trainer`, `from_pretrained`, the Auto class.
+
+Shape letters: B batch, T tokens.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, ClassVar, Self
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+from transformers.modeling_outputs import SequenceClassifierOutput
+
+from subquad.hf._strict import StrictModel
+from subquad.hf.config import FIELDS, SubquadConfig
+from subquad.hf.model import _padding_mask, _refuse
+from subquad.models.encoder import Classifier
+from subquad.models.encoder_config import EncoderConfig
+
+IGNORED = -100
+
+
+class SubquadClassifierConfig(SubquadConfig):
+    """The fields of `EncoderConfig`; its `num_classes` is transformers' `num_labels`, `id2label` names the classes."""
+
+    model_type = "subquad-classifier"
+    own_fields: ClassVar[tuple[str, ...]] = (*FIELDS, "pooling", "num_labels")
+
+    pooling: str = EncoderConfig.pooling
+
+    def __post_init__(self, **kwargs: Any) -> None:
+        super().__post_init__(**kwargs)
+        self.encoder_config()
+
+    def encoder_config(self) -> EncoderConfig:
+        """The classifier's own configuration; raises `ValueError` or `TypeError` as it does."""
+        shared = {name: getattr(self, name) for name in FIELDS}
+        return EncoderConfig.from_dict({**shared, "pooling": self.pooling, "num_classes": self.num_labels})
+
+    @classmethod
+    def from_encoder(cls, config: EncoderConfig, *, classes: Sequence[str] | None = None, **kwargs: Any) -> Self:
+        """The same model; `classes` names its classes, and `kwargs` are transformers' own fields.
+
+        Raises `ValueError` where there are more or fewer names than classes.
+        """
+        values = config.to_dict()
+        count = values.pop("num_classes")
+        if classes is not None and len(classes) != count:
+            raise ValueError(f"classes must name {count} classes, got {len(classes)}: {list(classes)}")
+        names = dict(enumerate(classes)) if classes is not None else {i: f"LABEL_{i}" for i in range(count)}
+        return cls(**values, id2label=names, label2id={name: i for i, name in names.items()}, **kwargs)
+
+
+class SubquadForSequenceClassification(StrictModel):
+    """A classifier around `subquad.models.Classifier`, which is its attribute `model`."""
+
+    config: SubquadClassifierConfig
+    config_class = SubquadClassifierConfig
+    base_model_prefix = "model"
+    supports_gradient_checkpointing = True
+    accepts_loss_kwargs = False
+    _no_split_modules = ["Block", "CrossBlock"]  # noqa: RUF012 (transformers declares it so)
+
+    def __init__(self, config: SubquadClassifierConfig) -> None:
+        super().__init__(config)
+        self.model = Classifier(config.encoder_config())
+        self.post_init()
+
+    def forward(
+        self,
+        input_ids: Tensor | None = None,
+        attention_mask: Tensor | None = None,
+        labels: Tensor | None = None,
+        inputs_embeds: Tensor | None = None,
+        output_attentions: bool | None = None,
+        output_hidden_states: bool | None = None,
+        return_dict: bool | None = None,
+    ) -> SequenceClassifierOutput | tuple[Any, ...]:
+        """Logits `[B, classes]` of `input_ids` `[B, T]` and, with `labels` `[B]`, the mean cross-entropy in nats.
+
+        `attention_mask` is `[B, T]`, 0 at padding, which may stand anywhere. The label -100 does not count. Raises
+        `ValueError` or `TypeError` for inputs that the model does not take, labels that name no class among them.
+        """
+        _refuse(inputs_embeds, output_attentions, output_hidden_states)
+        if input_ids is None:
+            raise ValueError("input_ids is needed: a tensor [B, T] of token numbers")
+        logits_BC = self.model(input_ids, _padding_mask(attention_mask, input_ids))
+        loss = None if labels is None else self._loss(logits_BC, labels)
+        output = SequenceClassifierOutput(loss=loss, logits=logits_BC)
+        wants_dict = self.config.return_dict if return_dict is None else return_dict
+        return output if wants_dict else output.to_tuple()
+
+    def _loss(self, logits_BC: Tensor, labels_B: Tensor) -> Tensor:
+        B, classes = logits_BC.shape
+        if labels_B.shape != (B,) or labels_B.dtype != torch.int64:
+            raise ValueError(f"labels must be int64 [{B}], got {labels_B.dtype} {list(labels_B.shape)}")
+        if not torch.compiler.is_compiling():
+            wrong_B = ((labels_B < 0) | (labels_B >= classes)) & (labels_B != IGNORED)
+            if bool(wrong_B.any()):
+                raise ValueError(
+                    f"labels must lie in 0..{classes - 1}, or be {IGNORED}, got {labels_B[wrong_B].tolist()}"
+                )
+        return F.cross_entropy(logits_BC.float(), labels_B, ignore_index=IGNORED)
+
+    def get_input_embeddings(self) -> nn.Module:
+        """The table of token vectors."""
+        return self.model.encoder.embedding.tokens
+
+    def set_input_embeddings(self, value: nn.Module) -> None:
+        """Replace the table of token vectors."""
+        self.model.encoder.embedding.tokens = value
+
+    def resize_token_embeddings(self, *args: Any, **kwargs: Any) -> nn.Embedding:
+        """Change the vocabulary, as transformers does; the classifier's configuration follows."""
+        table = super().resize_token_embeddings(*args, **kwargs)
+        self.model.config = self.model.encoder.config = self.config.encoder_config()
+        return table
+
+    def _init_weights(self, module: nn.Module) -> None:
+        self.model.initialise(module)

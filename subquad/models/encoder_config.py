@@ -1,0 +1,85 @@
+"""The encoder's configuration and the options of Perceiver and Perceiver IO, read without loading torch."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, fields
+from typing import Literal, Self, get_args, get_type_hints
+
+from subquad.config import Config, suggest
+from subquad.models.config import DecoderConfig
+
+Pooling = Literal["mean", "last", "class"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class EncoderConfig(DecoderConfig):
+    """A bidirectional stack of the decoder's layers, and a classifier on it.
+
+    The decoder's fields mean the same here, but there is no head over the vocabulary (`tie_embeddings` has no effect,
+    `lookup` is refused) and the layers run once (`loops` is refused).
+    """
+
+    num_classes: int = 2
+    """Classes that the classifier tells apart."""
+    pooling: Pooling = "mean"
+    """What a sequence is judged by: the mean of its vectors, its last vector, or that of a class token before it."""
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.num_classes < 2:
+            raise ValueError(f"num_classes must be at least 2, got {self.num_classes}")
+        check_choices(self, "pooling")
+        if self.loops != 1 or self.lookup is not None:
+            raise ValueError(
+                f"an encoder has neither loops nor a look-up head, got loops={self.loops}, lookup={self.lookup}"
+            )
+
+    @classmethod
+    def from_decoder(cls, config: DecoderConfig, *, num_classes: int = 2, pooling: Pooling = "mean") -> Self:
+        """The encoder with a decoder's settings."""
+        shared = {field.name: getattr(config, field.name) for field in fields(DecoderConfig)}
+        return cls(**shared, num_classes=num_classes, pooling=pooling)
+
+
+@dataclass(frozen=True, kw_only=True)
+class PerceiverOptions(Config):
+    """Options of `attention=perceiver`, in `options.perceiver`."""
+
+    latents: int = 32
+    """Latents N: learned vectors that read the inputs."""
+    repeats: int = 1
+    """How often the stack of num_layers self-attention layers over the latents runs, with the same weights."""
+    reads: Literal["once", "each"] = "once"
+    """Whether the latents read the inputs once, or before each repeat. The first reading has weights of its own, later
+    ones share theirs (Perceiver, section 3.2)."""
+    cross_heads: int = 1
+    """Heads of the cross-attention."""
+    query_residual: bool = True
+    """Whether a reading adds to the latents or replaces them."""
+    fourier_bands: int = 0
+    """Frequencies of position, up to half of max_positions, appended to the inputs as sines and cosines; 0: none."""
+
+    def __post_init__(self) -> None:
+        for name in ("latents", "repeats", "cross_heads"):
+            if getattr(self, name) < 1:
+                raise ValueError(f"{name} must be at least 1, got {getattr(self, name)}")
+        if self.fourier_bands < 0:
+            raise ValueError(f"fourier_bands must be at least 0, got {self.fourier_bands}")
+        check_choices(self, "reads")
+
+
+@dataclass(frozen=True, kw_only=True)
+class PerceiverIOOptions(PerceiverOptions):
+    """Options of `attention=perceiver_io`, in `options.perceiver_io`."""
+
+    output_residual: bool = True
+    """Whether the outputs are added to their queries."""
+
+
+def check_choices(config: Config, *names: str) -> None:
+    """Raise `ValueError` where a field is none of its type's choices."""
+    hints = get_type_hints(type(config))
+    for name in names:
+        value, choices = getattr(config, name), get_args(hints[name])
+        if value not in choices:
+            raise ValueError(f"unknown {name} {value!r}; {suggest(str(value), choices)}")

@@ -1,0 +1,233 @@
+"""Perceiver (Jaegle et al. 2021, arXiv:2103.03206) and Perceiver IO (Jaegle et al. 2021, arXiv:2107.14795).
+
+    Z <- Z + Attn(norm(Z), norm(X));  Z <- Z + FF(norm(Z))    L learned latents read S inputs
+    Z <- layers(Z)                                            self-attention over the latents, repeated with one weight
+    Y  = Q + Attn(norm(Q), norm(Z));  Y <- Y + FF(norm(Y))    Perceiver IO: O output queries read the latents
+
+Attn(A, B) = softmax((A W_q)(B W_k)^T / sqrt(K)) (B W_v) W_o. The cost is linear in S and in O. As in the authors' code
+both sides are normalised before, the latents begin as a normal of standard deviation 0.02, cut at two of them, and what
+is added to the queries may be left out. Queries and keys have the latents' width D, in the authors' code the inputs'.
+
+Shape letters: B batch, T tokens, S inputs, C channels, L latents, D their width, O output queries, H heads.
+"""
+
+from __future__ import annotations
+
+import math
+from itertools import chain
+
+import torch
+from torch import Tensor, nn
+
+from subquad import attention
+from subquad.layers.feedforward import build_feedforward
+from subquad.layers.norm import build_norm
+from subquad.models._initial import initialise
+from subquad.models._layers import Block
+from subquad.models.encoder_config import EncoderConfig, PerceiverIOOptions, PerceiverOptions
+from subquad.ops import block_attention
+from subquad.ops.padding import check_mask, compaction
+from subquad.ops.patterns import Full
+
+LATENT_STD = 0.02
+
+
+class CrossBlock(nn.Module):
+    """`x + Attn(norm(x), norm(inputs))`, then `x + FF(norm(x))`; without `residual` the first `x` is left out."""
+
+    def __init__(
+        self, config: EncoderConfig, *, query_dim: int, input_dim: int, num_heads: int, residual: bool
+    ) -> None:
+        super().__init__()
+        if config.dim % num_heads:
+            raise ValueError(f"cross_heads must divide dim, got cross_heads={num_heads}, dim={config.dim}")
+        for name, channels in (("input_dim", input_dim), ("query_dim", query_dim)):
+            if channels < 1:
+                raise ValueError(f"{name} must be at least 1, got {channels}")
+        self.num_heads, self.residual, self.attention_dropout = num_heads, residual, config.attention_dropout
+        self.query_norm = build_norm(config.norm, query_dim)
+        self.input_norm = build_norm(config.norm, input_dim)
+        self.query = nn.Linear(query_dim, config.dim, bias=config.bias)
+        self.key = nn.Linear(input_dim, config.dim, bias=config.bias)
+        self.value = nn.Linear(input_dim, config.dim, bias=config.bias)
+        self.out = nn.Linear(config.dim, query_dim, bias=config.bias)
+        self.feedforward_norm = build_norm(config.norm, query_dim)
+        self.feedforward = build_feedforward(config.feedforward, query_dim, mult=config.ff_mult, bias=config.bias)
+        self.dropout = nn.Dropout(config.dropout)
+
+    def forward(self, x_BOC: Tensor, inputs_BSC: Tensor, start: int | Tensor = 0) -> Tensor:
+        """`x` `[B, O, C]` after it has read `inputs` `[B, S, C']`.
+
+        `start` is the position of the first input slot, an int or `[B]`: slots at negative positions hold no input.
+        """
+        z_BSC = self.input_norm(inputs_BSC)
+        projected = (self.query(self.query_norm(x_BOC)), self.key(z_BSC), self.value(z_BSC))
+        q_BHOK, k_BHSK, v_BHSK = (p.unflatten(-1, (self.num_heads, -1)).transpose(1, 2) for p in projected)
+        dropout = self.attention_dropout if self.training else 0.0
+        y_BHOK = block_attention(q_BHOK, k_BHSK, v_BHSK, Full(), k_start=start, dropout_p=dropout)
+        assert isinstance(y_BHOK, Tensor)
+        y_BOC = self.dropout(self.out(y_BHOK.transpose(1, 2).flatten(2)))
+        x_BOC = x_BOC + y_BOC if self.residual else y_BOC
+        return x_BOC + self.dropout(self.feedforward(self.feedforward_norm(x_BOC)))
+
+    def output_projections(self) -> list[nn.Linear]:
+        """The last linear maps of both branches, which write into the residual stream."""
+        return [self.out, self.feedforward.down]
+
+    def cost(self, queries: int, inputs: int) -> tuple[int, int, int]:
+        """For one sequence, forward: weights of all heads, operations of the mixing, operations of the linear maps."""
+        linear = (m for m in self.modules() if isinstance(m, nn.Linear))
+        products = sum((inputs if m in (self.key, self.value) else queries) * m.weight.numel() for m in linear)
+        return self.num_heads * queries * inputs, 4 * self.out.in_features * queries * inputs, 2 * products
+
+
+class Perceiver(nn.Module):
+    """Learned latents read any array, then attend to one another: `[B, S, C]` to `[B, L, D]`, with C = `input_dim`.
+
+    `config` gives the width D, the layers over the latents and, in `options.perceiver`, the rest (`PerceiverOptions`).
+    Nothing here knows where an input stands: put positions into its channels, as `fourier_features` does. (Of a single
+    channel, the norm of the inputs leaves no more than the sign.)
+    """
+
+    def __init__(self, config: EncoderConfig, *, input_dim: int) -> None:
+        super().__init__()
+        self.config = config
+        self.options = perceiver_options(config)
+        self.latents = nn.Parameter(torch.empty(self.options.latents, config.dim))
+        options = self.options
+        self.readings = nn.ModuleList(
+            CrossBlock(
+                config,
+                query_dim=config.dim,
+                input_dim=input_dim,
+                num_heads=options.cross_heads,
+                residual=options.query_residual,
+            )
+            for _ in range(2 if options.reads == "each" and options.repeats > 1 else 1)
+        )
+        self.layers = nn.ModuleList(
+            Block(
+                config,
+                attention.build(
+                    "full",
+                    dim=config.dim,
+                    num_heads=config.num_heads,
+                    causal=False,
+                    bias=config.bias,
+                    dropout=config.attention_dropout,
+                ),
+            )
+            for _ in range(config.num_layers)
+        )
+        self.input_dim = input_dim
+        nn.init.trunc_normal_(self.latents, std=LATENT_STD, a=-2 * LATENT_STD, b=2 * LATENT_STD)
+        self.branch_outputs = branch_outputs(self)
+        self.apply(self.initialise)
+
+    def initialise(self, module: nn.Module) -> None:
+        """Give one module its first weights (`subquad.models._initial`); the depth counts each repeat."""
+        branches = 2 * (len(self.schedule()) + len(self.layers) * self.options.repeats)
+        initialise(module, self.config.init_std, self.branch_outputs, branches)
+
+    def schedule(self) -> list[int]:
+        """Which of `readings` comes before each repeat that has one."""
+        return [min(i, 1) for i in range(self.options.repeats if self.options.reads == "each" else 1)]
+
+    def forward(self, inputs_BSC: Tensor, /, mask: Tensor | None = None) -> Tensor:
+        """The latents `[B, L, D]` after they have read `inputs` `[B, S, C]`.
+
+        `mask` is a bool `[B, S]`, True for a real input; what stands elsewhere changes nothing. Raises `ValueError` or
+        `TypeError` for wrong shapes and dtypes.
+        """
+        if inputs_BSC.ndim != 3 or inputs_BSC.shape[-1] != self.input_dim:
+            raise ValueError(f"inputs must have shape [B, S, {self.input_dim}], got {list(inputs_BSC.shape)}")
+        start: int | Tensor = 0
+        if mask is not None:
+            inputs_BSC, start = padding_first(inputs_BSC, mask)
+        z_BLD = self.latents.expand(len(inputs_BSC), -1, -1)
+        schedule = self.schedule()
+        for repeat in range(self.options.repeats):
+            if repeat < len(schedule):
+                z_BLD = self.readings[schedule[repeat]](z_BLD, inputs_BSC, start)
+            for block in self.layers:
+                z_BLD = block(z_BLD, None, None)[0]
+        return z_BLD
+
+
+class PerceiverIO(nn.Module):
+    """A `Perceiver` whose latents are read by output queries: `[B, S, C]` and `[B, O, Q]` to `[B, O, Q]`.
+
+    `config` is a Perceiver's, with `options.perceiver_io` (`PerceiverIOOptions`); Q is `query_dim`.
+    """
+
+    def __init__(self, config: EncoderConfig, *, input_dim: int, query_dim: int) -> None:
+        super().__init__()
+        self.perceiver = Perceiver(config, input_dim=input_dim)
+        options = self.perceiver.options
+        if not isinstance(options, PerceiverIOOptions):
+            raise ValueError(f"a PerceiverIO needs attention='perceiver_io', got {config.attention!r}")
+        self.query_dim = query_dim
+        self.reader = CrossBlock(
+            config,
+            query_dim=query_dim,
+            input_dim=config.dim,
+            num_heads=options.cross_heads,
+            residual=options.output_residual,
+        )
+        self.branch_outputs = branch_outputs(self.reader)
+        self.reader.apply(self.initialise)
+
+    def initialise(self, module: nn.Module) -> None:
+        """Give one module its first weights; what the reader writes into the outputs is a stack of one block."""
+        if module in self.branch_outputs:
+            initialise(module, self.perceiver.config.init_std, self.branch_outputs, 2)
+        else:
+            self.perceiver.initialise(module)
+
+    def forward(self, inputs_BSC: Tensor, queries_BOC: Tensor, /, mask: Tensor | None = None) -> Tensor:
+        """The outputs `[B, O, Q]` of `queries` `[B, O, Q]`, or `[O, Q]` for all rows, about `inputs` `[B, S, C]`.
+
+        `mask` is a bool `[B, S]`, True for a real input. No output depends on another query. Raises as `Perceiver`.
+        """
+        B = inputs_BSC.shape[0]
+        shape = list(queries_BOC.shape)
+        if queries_BOC.ndim == 2:
+            queries_BOC = queries_BOC.expand(B, -1, -1)
+        if queries_BOC.ndim != 3 or queries_BOC.shape[0] != B or queries_BOC.shape[-1] != self.query_dim:
+            wanted = f"[O, {self.query_dim}] or [{B}, O, {self.query_dim}]"
+            raise ValueError(f"queries must have shape {wanted}, got {shape}")
+        return self.reader(queries_BOC, self.perceiver(inputs_BSC, mask))
+
+
+def perceiver_options(config: EncoderConfig) -> PerceiverOptions:
+    """The options of the stack that `config.attention` names; `ValueError` where that is neither of the two."""
+    if config.attention == "perceiver":
+        return PerceiverOptions.from_dict(config.options.get("perceiver", {}), where="options.perceiver")
+    if config.attention == "perceiver_io":
+        return PerceiverIOOptions.from_dict(config.options.get("perceiver_io", {}), where="options.perceiver_io")
+    raise ValueError(f"a Perceiver needs attention='perceiver' or 'perceiver_io', got {config.attention!r}")
+
+
+def branch_outputs(model: nn.Module) -> set[nn.Module]:
+    """What the blocks of a model write into the residual stream with."""
+    blocks = (module for module in model.modules() if isinstance(module, Block | CrossBlock))
+    return set(chain.from_iterable(block.output_projections() for block in blocks))
+
+
+def padding_first(inputs_BSC: Tensor, mask: Tensor) -> tuple[Tensor, Tensor]:
+    """Each row with its padding, zeroed, before its real inputs; and the position `[B]` of its first slot."""
+    check_mask(mask, *inputs_BSC.shape[:2])
+    moved = compaction(~mask)
+    inputs_BSC = inputs_BSC.masked_fill(~mask[..., None], 0.0)
+    return inputs_BSC.gather(1, moved.order_BT[..., None].expand_as(inputs_BSC)), -moved.lengths_B
+
+
+def fourier_features(positions: Tensor, bands: int, resolution: int, /) -> Tensor:
+    """`[p, sin(pi f p), cos(pi f p)]` for `bands` frequencies f, evenly from 1 to `resolution / 2`.
+
+    `positions` `[..., P]` are P coordinates in [-1, 1]; the result is `[..., P * (2 * bands + 1)]`. `resolution` is how
+    many places a coordinate has: the highest frequency turns once in two of them (Perceiver, appendix D).
+    """
+    f_F = torch.linspace(1.0, resolution / 2, bands, device=positions.device, dtype=positions.dtype)
+    angles = math.pi * positions[..., None] * f_F
+    return torch.cat([positions[..., None], angles.sin(), angles.cos()], -1).flatten(-2)

@@ -1,0 +1,78 @@
+"""The options of Perceiver AR, apart from the model so that the command line reads them without loading torch."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal, get_args, get_type_hints
+
+from subquad.config import Config, suggest
+
+
+@dataclass(frozen=True, kw_only=True)
+class PerceiverAROptions(Config):
+    """Options of `attention=perceiver_ar`, in `options.perceiver_ar`."""
+
+    history: Literal["cross", "self", "segments", "compressed"] = "cross"
+    """What becomes of the tokens before the latents. cross: the first layer reads them (Perceiver AR). self: they
+    attend to one another in every layer, unmasked (V1). segments: the same inside segments (V2). compressed: as V1, for
+    `projected` learned mixtures of them (V3)."""
+    latents: int = 256
+    """Latents m: the last tokens, the only ones that predict."""
+    history_tokens: int | None = None
+    """Tokens before the latents that are read, at most; earlier ones are forgotten (None: all; compressed needs a
+    number)."""
+    segment: int = 128
+    """Tokens of a segment (history=segments), counted from the first history token."""
+    projected: int = 64
+    """Rows p that the history is compressed to (history=compressed), at most `history_tokens`."""
+    first_layer: Literal["compressed", "full"] = "compressed"
+    """What the first layer's latents see (history=compressed): the rows (section 4.3 of the paper) or every history
+    token (its tables 7 and 8)."""
+    prefix_dropout: float = 0.0
+    """Fraction of the history's tokens that training leaves out, drawn anew for each sequence and step: of h tokens
+    int(fraction * h)."""
+    vary_latents: bool = False
+    """Whether training draws the number of latents anew for each step, evenly from half of `latents` to all. The labels
+    follow. It prepares for decode=refill and for short prompts."""
+    decode: Literal["exact", "refill", "frozen"] = "exact"
+    """How to go on when all latents are used. exact: compute the last `latents` tokens anew for each token. refill:
+    start again with `refill` latents, now and then. frozen: stop there, with an error; the history never changes."""
+    refill: int | None = None
+    """Latents that a refill keeps and a prompt is read with, for decode=refill and frozen (None: half of them)."""
+
+    def __post_init__(self) -> None:
+        hints = get_type_hints(type(self))
+        for name in ("history", "first_layer", "decode"):
+            value, choices = getattr(self, name), get_args(hints[name])
+            if value not in choices:
+                raise ValueError(f"unknown {name} {value!r}; {suggest(str(value), choices)}")
+        for name in ("latents", "segment", "projected", "history_tokens", "refill"):
+            value = getattr(self, name)
+            if value is not None and value < 1:
+                raise ValueError(f"{name} must be at least 1, got {value}")
+        if not 0 <= self.prefix_dropout < 1:
+            raise ValueError(f"prefix_dropout must be at least 0 and below 1, got {self.prefix_dropout}")
+        if self.history == "compressed":
+            if self.history_tokens is None:
+                raise ValueError("history='compressed' needs history_tokens: its projection has a fixed width")
+            if self.projected > self.history_tokens:
+                raise ValueError(
+                    f"projected must be at most history_tokens, got projected={self.projected}, "
+                    f"history_tokens={self.history_tokens}"
+                )
+        if self.first_layer == "full" and self.history != "compressed":
+            raise ValueError(f"first_layer='full' is for history='compressed', got history={self.history!r}")
+        if self.refill is not None and self.refill > self.latents:
+            raise ValueError(f"refill must be at most latents, got refill={self.refill}, latents={self.latents}")
+        if self.decode == "frozen" and self.kept == self.latents:
+            raise ValueError(f"decode='frozen' needs refill below latents, got {self.kept} of {self.latents}")
+
+    @property
+    def kept(self) -> int:
+        """Latents after a refill."""
+        return max(1, self.latents // 2) if self.refill is None else self.refill
+
+    @property
+    def prompt_latents(self) -> int:
+        """Latents that a prompt is read with before decoding."""
+        return self.latents if self.decode == "exact" else self.kept

@@ -1,0 +1,201 @@
+"""Engine B in constant memory: queries and keys in chunks, one after another, under a running maximum and sum.
+
+    m' = max(m, max_j s_j),   z' = z exp(m - m') + sum_j exp(s_j - m'),   a' = a exp(m - m') + sum_j exp(s_j - m') v_j
+
+over the scores s of a chunk of keys, and `o = a / z` in the end (Rabe and Staats 2021, arXiv:2112.05682, sections 2 and
+3). The backward pass computes each chunk's weights again. Beyond inputs and outputs about `QUERY_CHUNK * KEY_CHUNK`
+scores exist at once, whatever the batch, the heads and the length.
+
+Shape letters: B batch, H heads, T queries, S keys, K key channels, V value channels; of a tile h heads,
+C queries and W keys.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from subquad.ops._sequential.tiles import Work
+from subquad.ops.backends import without_autocast
+from subquad.ops.patterns import Pattern
+
+QUERY_CHUNK = 1024
+KEY_CHUNK = 4096
+
+
+def attend(
+    q_BHTK: Tensor,
+    k_BHSK: Tensor,
+    v_BHSV: Tensor,
+    pattern: Pattern,
+    slots: tuple[int, int, Tensor | None, Tensor | None, Tensor | None, Tensor | None, Tensor | None],
+    scale: float,
+    dropout_p: float,
+) -> tuple[Tensor, Tensor]:
+    """Outputs `[B, H, T, V]` and logsumexp `[B, H, T]`; keys and values have as many heads as queries.
+
+    `slots`: where queries and keys begin; of each row the key slots that hold a token, or the positions of queries and
+    keys (negative: no token), and their documents.
+    Dropout acts on the weights after the softmax; its mask is drawn again in the backward pass, from the same seed.
+    """
+    seed = torch.randint(1 << 62, (), device=q_BHTK.device) if dropout_p else None
+    q_start, k_start, *rows = slots
+    out_BHTV, lse_BHT, _, _ = block_attention_sequential(
+        q_BHTK, k_BHSK, v_BHSV, pattern.key(), q_start, k_start, scale, *rows, seed, dropout_p, QUERY_CHUNK, KEY_CHUNK
+    )
+    return out_BHTV, lse_BHT
+
+
+@torch.library.custom_op("subquad::block_attention_sequential", mutates_args=())
+def block_attention_sequential(
+    q_BHTK: Tensor,
+    k_BHSK: Tensor,
+    v_BHSV: Tensor,
+    pattern: str,
+    q_start: int,
+    k_start: int,
+    scale: float,
+    lengths_B: Tensor | None,
+    q_pos_BT: Tensor | None,
+    k_pos_BS: Tensor | None,
+    q_doc_BT: Tensor | None,
+    k_doc_BS: Tensor | None,
+    seed: Tensor | None,
+    dropout_p: float,
+    query_chunk: int,
+    key_chunk: int,
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """Outputs; the logsumexp of each query's scores (-inf where it sees no key); their maximum m and sum z.
+
+    The backward pass takes `exp(s - m) / z`: at large scores the rounded logsumexp would cost digits.
+    """
+    rows = (lengths_B, q_pos_BT, k_pos_BS, q_doc_BT, k_doc_BS)
+    work = Work(
+        q_BHTK,
+        k_BHSK,
+        Pattern.from_key(pattern),
+        q_start,
+        k_start,
+        scale,
+        rows,
+        seed,
+        dropout_p,
+        query_chunk,
+        key_chunk,
+    )
+    out_BHTV = q_BHTK.new_empty(*q_BHTK.shape[:3], v_BHSV.shape[-1])
+    lse_BHT, m_BHT, z_BHT = (q_BHTK.new_empty(q_BHTK.shape[:3]) for _ in range(3))
+    for block in work.blocks():
+        out_hCV = out_BHTV[block.row, block.heads, block.queries].zero_()
+        m_hC1 = torch.full_like(out_hCV[..., :1], -torch.inf)
+        z_hC1 = torch.zeros_like(m_hC1)
+        for keys in block.chunks:
+            scores_hCW = work.scores(block, keys)
+            top_hC1 = torch.maximum(m_hC1, scores_hCW.amax(-1, keepdim=True))
+            # Rows that have seen no key yet: a finite stand-in, since -inf - -inf is no number.
+            floor_hC1 = top_hC1.masked_fill(torch.isneginf(top_hC1), 0.0)
+            keep_hC1 = (m_hC1 - floor_hC1).exp_()
+            w_hCW = scores_hCW.sub_(floor_hC1).exp_()
+            z_hC1.mul_(keep_hC1).add_(w_hCW.sum(-1, keepdim=True))
+            out_hCV.mul_(keep_hC1).add_(work.dropped(w_hCW) @ v_BHSV[block.row, block.heads, keys])
+            m_hC1 = top_hC1
+        out_hCV.div_(z_hC1.masked_fill(z_hC1 == 0, 1.0))
+        for whole, part in ((m_BHT, m_hC1), (z_BHT, z_hC1), (lse_BHT, m_hC1 + z_hC1.log())):
+            whole[block.row, block.heads, block.queries] = part.squeeze(-1)
+    return out_BHTV, lse_BHT, m_BHT, z_BHT
+
+
+@block_attention_sequential.register_fake
+def _(q, k, v, *rest):  # type: ignore[no-untyped-def]
+    return q.new_empty(*q.shape[:3], v.shape[-1]), *(q.new_empty(q.shape[:3]) for _ in range(3))
+
+
+@torch.library.custom_op("subquad::block_attention_sequential_backward", mutates_args=())
+@without_autocast
+def block_attention_sequential_backward(
+    grad_BHTV: Tensor,
+    grad_lse_BHT: Tensor | None,
+    out_BHTV: Tensor,
+    m_BHT: Tensor,
+    z_BHT: Tensor,
+    q_BHTK: Tensor,
+    k_BHSK: Tensor,
+    v_BHSV: Tensor,
+    pattern: str,
+    q_start: int,
+    k_start: int,
+    scale: float,
+    lengths_B: Tensor | None,
+    q_pos_BT: Tensor | None,
+    k_pos_BS: Tensor | None,
+    q_doc_BT: Tensor | None,
+    k_doc_BS: Tensor | None,
+    seed: Tensor | None,
+    dropout_p: float,
+    query_chunk: int,
+    key_chunk: int,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Gradients of queries, keys and values: `ds_ij = w_ij (do_i . v_j - do_i . o_i + dlse_i)`."""
+    rows = (lengths_B, q_pos_BT, k_pos_BS, q_doc_BT, k_doc_BS)
+    work = Work(
+        q_BHTK,
+        k_BHSK,
+        Pattern.from_key(pattern),
+        q_start,
+        k_start,
+        scale,
+        rows,
+        seed,
+        dropout_p,
+        query_chunk,
+        key_chunk,
+    )
+    dq, dk, dv = (torch.zeros_like(x, memory_format=torch.contiguous_format) for x in (q_BHTK, k_BHSK, v_BHSV))
+    unseen_BHT = z_BHT == 0
+    m_BHT1, z_BHT1 = (x.masked_fill(unseen_BHT, 1.0)[..., None] for x in (m_BHT, z_BHT))
+    shift_BHT1 = (grad_BHTV * out_BHTV).sum(-1, keepdim=True)
+    if grad_lse_BHT is not None:
+        shift_BHT1 -= grad_lse_BHT.masked_fill(unseen_BHT, 0.0)[..., None]
+    for block in work.blocks():
+        queries = block.row, block.heads, block.queries
+        do_hCV = grad_BHTV[queries]
+        for chunk in block.chunks:
+            keys = block.row, block.heads, chunk
+            w_hCW = work.scores(block, chunk).sub_(m_BHT1[queries]).exp_().div_(z_BHT1[queries])
+            dropped_hCW, dw_hCW = w_hCW, do_hCV @ v_BHSV[keys].mT
+            if seed is not None:
+                kept_hCW = work.dropped(torch.ones_like(w_hCW))
+                dropped_hCW = w_hCW * kept_hCW
+                dw_hCW.mul_(kept_hCW)
+            dv[keys] += dropped_hCW.mT @ do_hCV
+            ds_hCW = dw_hCW.sub_(shift_BHT1[queries]).mul_(w_hCW).mul_(scale)
+            dq[queries] += ds_hCW @ k_BHSK[keys]
+            dk[keys] += ds_hCW.mT @ q_BHTK[queries]
+    return dq, dk, dv
+
+
+@block_attention_sequential_backward.register_fake
+def _(grad, grad_lse, out, m, z, q, k, v, *rest):  # type: ignore[no-untyped-def]
+    return q.new_empty(q.shape), k.new_empty(k.shape), v.new_empty(v.shape)
+
+
+def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
+    q, k, v, pattern, q_start, k_start, scale, *rows, dropout_p, query_chunk, key_chunk = inputs
+    out, _, m, z = output
+    ctx.save_for_backward(out, m, z, q, k, v, *rows)
+    ctx.static = (pattern, q_start, k_start, scale), (dropout_p, query_chunk, key_chunk)
+    ctx.set_materialize_grads(False)
+    ctx.mark_non_differentiable(m, z)
+
+
+def _backward(ctx: Any, grad: Tensor | None, grad_lse: Tensor | None, *_: Any) -> tuple[Tensor | None, ...]:
+    out, m, z, q, k, v, *rows = ctx.saved_tensors
+    grad = torch.zeros_like(out) if grad is None else grad
+    before, after = ctx.static
+    gradients = block_attention_sequential_backward(grad, grad_lse, out, m, z, q, k, v, *before, *rows, *after)
+    return *gradients, *(None for _ in range(13))
+
+
+block_attention_sequential.register_autograd(_backward, setup_context=_setup_context)

@@ -1,0 +1,243 @@
+"""Engine A token by token, in the memory of one state (the scan of the Latte paper, arXiv:2402.17512, section 3.3).
+
+For the backward pass the state is kept every `block` tokens, about sqrt(T) of them; a block's states are computed again
+from there, so that training holds 2 sqrt(T) states.
+
+Shape letters: N batch times heads, T tokens, K key channels, V value channels, L latents, F = 1 or K decays, C tokens
+of a block.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from subquad.ops.backends import without_autocast
+
+
+def gated_scan(
+    q_NTK: Tensor, i_NTK: Tensor, v_NTV: Tensor, log_f_NTF: Tensor | None, state_NKV: Tensor, chunk_size: int | None
+) -> tuple[Tensor, Tensor]:
+    """`S_t = f_t * S_{t-1} + i_t (x) v_t`, `o_t = q_t S_t`: outputs and the last state."""
+    inputs = [q_NTK, i_NTK, v_NTV, *([] if log_f_NTF is None else [log_f_NTF]), state_NKV]
+    block, save = _blocks(v_NTV.shape[1], chunk_size, inputs)
+    out_NTV, state_NKV, _ = gated_scan_op(q_NTK, i_NTK, v_NTV, log_f_NTF, state_NKV, block, save)
+    return out_NTV, state_NKV
+
+
+def running_softmax(
+    p_NTL: Tensor, k_NTL: Tensor, v_NTV: Tensor, a_NL: Tensor, s_NLV: Tensor, chunk_size: int | None
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """`a_t = log(exp a_{t-1} + exp k_t)`, `S_t = exp(a_{t-1} - a_t) S_{t-1} + exp(k_t - a_t) (x) v_t`, `o_t = p_t S_t`.
+
+    Returns the outputs, every `a_t`, and the last `a` and `S`.
+    """
+    block, save = _blocks(v_NTV.shape[1], chunk_size, [p_NTL, k_NTL, v_NTV, a_NL, s_NLV])
+    out_NTV, lse_NTL, a_NL, s_NLV, _, _ = running_softmax_op(p_NTL, k_NTL, v_NTV, a_NL, s_NLV, block, save)
+    return out_NTV, lse_NTL, a_NL, s_NLV
+
+
+def _blocks(tokens: int, chunk_size: int | None, inputs: list[Tensor]) -> tuple[int, bool]:
+    """Tokens between kept states, and whether states must be kept at all."""
+    save = torch.is_grad_enabled() and any(x.requires_grad for x in inputs)
+    return chunk_size or max(1, math.isqrt(tokens)), save
+
+
+@torch.library.custom_op("subquad::gated_scan_sequential", mutates_args=())
+def gated_scan_op(
+    q_NTK: Tensor, i_NTK: Tensor, v_NTV: Tensor, log_f_NTF: Tensor | None, state_NKV: Tensor, block: int, save: bool
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Outputs, the final state, and the states before each block (if `save`)."""
+    T = v_NTV.shape[1]
+    out_NTV, state_NKV = v_NTV.new_empty(v_NTV.shape), state_NKV.clone(memory_format=torch.contiguous_format)
+    kept = state_NKV.new_empty(math.ceil(T / block) if save else 0, *state_NKV.shape)
+    for t in range(T):
+        if save and t % block == 0:
+            kept[t // block] = state_NKV
+        _step(state_NKV, i_NTK, v_NTV, log_f_NTF, t)
+        out_NTV[:, t] = _row_times(q_NTK[:, t], state_NKV)
+    return out_NTV, state_NKV, kept
+
+
+def _step(state_NKV: Tensor, i_NTK: Tensor, v_NTV: Tensor, log_f_NTF: Tensor | None, t: int) -> None:
+    """`S = f_t * S + i_t (x) v_t`, in place."""
+    if log_f_NTF is not None:
+        state_NKV.mul_(log_f_NTF[:, t, :, None].exp())
+    state_NKV.addcmul_(i_NTK[:, t, :, None], v_NTV[:, t, None])
+
+
+def _row_times(x_NK: Tensor, y_NKV: Tensor) -> Tensor:
+    """`[N, V]`: a row of each times its matrix."""
+    return (x_NK[:, None] @ y_NKV).squeeze(1)
+
+
+@gated_scan_op.register_fake
+def _(q, i, v, log_f, state, block, save):  # type: ignore[no-untyped-def]
+    blocks = -(-v.shape[1] // block) if save else 0
+    return v.new_empty(v.shape), state.new_empty(state.shape), state.new_empty(blocks, *state.shape)
+
+
+@torch.library.custom_op("subquad::gated_scan_sequential_backward", mutates_args=())
+@without_autocast
+def gated_scan_backward_op(
+    grad_NTV: Tensor,
+    grad_state_NKV: Tensor | None,
+    q_NTK: Tensor,
+    i_NTK: Tensor,
+    v_NTV: Tensor,
+    log_f_NTF: Tensor | None,
+    kept: Tensor,
+    block: int,
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
+    """Gradients of q, i, v, log f (empty if none) and the initial state; `r` is that of the state after a token."""
+    dq_NTK, di_NTK, dv_NTV = (x.new_empty(x.shape) for x in (q_NTK, i_NTK, v_NTV))
+    dlog_f = q_NTK.new_empty(0) if log_f_NTF is None else log_f_NTF.new_empty(log_f_NTF.shape)
+    N, T, V = v_NTV.shape
+    r_NKV = q_NTK.new_zeros(N, q_NTK.shape[2], V) if grad_state_NKV is None else grad_state_NKV.clone()
+    for n in reversed(range(kept.shape[0])):
+        start, stop = n * block, min((n + 1) * block, T)
+        states = [kept[n]]
+        for t in range(start, stop):
+            states.append(states[-1].clone())
+            _step(states[-1], i_NTK, v_NTV, log_f_NTF, t)
+        for t in reversed(range(start, stop)):
+            do_NV, after_NKV = grad_NTV[:, t], states.pop()
+            r_NKV.addcmul_(q_NTK[:, t, :, None], do_NV[:, None])
+            dq_NTK[:, t] = _row_times(do_NV, after_NKV.mT)
+            di_NTK[:, t] = _row_times(v_NTV[:, t], r_NKV.mT)
+            dv_NTV[:, t] = _row_times(i_NTK[:, t], r_NKV)
+            if log_f_NTF is None:
+                continue
+            r_NKV.mul_(log_f_NTF[:, t, :, None].exp())
+            dlog_f_NK = (r_NKV * states[-1]).sum(-1)
+            dlog_f[:, t] = dlog_f_NK.sum(-1, keepdim=True) if log_f_NTF.shape[-1] == 1 else dlog_f_NK
+    return dq_NTK, di_NTK, dv_NTV, dlog_f, r_NKV
+
+
+@gated_scan_backward_op.register_fake
+def _(grad, grad_state, q, i, v, log_f, kept, block):  # type: ignore[no-untyped-def]
+    dlog_f = q.new_empty(0) if log_f is None else log_f.new_empty(log_f.shape)
+    state = q.new_empty(q.shape[0], q.shape[2], v.shape[2])
+    return q.new_empty(q.shape), i.new_empty(i.shape), v.new_empty(v.shape), dlog_f, state
+
+
+def _setup_gated(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
+    q, i, v, log_f, _, ctx.block, _ = inputs
+    ctx.save_for_backward(q, i, v, log_f, output[2])
+    ctx.set_materialize_grads(False)
+    ctx.mark_non_differentiable(output[2])
+
+
+def _gated_backward(ctx: Any, grad: Tensor | None, grad_state: Tensor | None, _: Any) -> tuple[Tensor | None, ...]:
+    tensors = ctx.saved_tensors
+    grad = torch.zeros_like(tensors[2]) if grad is None else grad
+    *gradients, dlog_f, dstate = gated_scan_backward_op(grad, grad_state, *tensors, ctx.block)
+    return *gradients, (None if tensors[3] is None else dlog_f), dstate, None, None
+
+
+gated_scan_op.register_autograd(_gated_backward, setup_context=_setup_gated)
+
+
+@torch.library.custom_op("subquad::running_softmax_sequential", mutates_args=())
+@without_autocast
+def running_softmax_op(
+    p_NTL: Tensor, k_NTL: Tensor, v_NTV: Tensor, a_NL: Tensor, s_NLV: Tensor, block: int, save: bool
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
+    """Outputs; every log-normaliser `[N, T, L]`; the last (float64) and the last state; both before each block."""
+    T = v_NTV.shape[1]
+    out_NTV, lse_NTL = v_NTV.new_empty(v_NTV.shape), k_NTL.new_empty(k_NTL.shape)
+    s_NLV = s_NLV.clone(memory_format=torch.contiguous_format)
+    a_NL = a_NL.clone(memory_format=torch.contiguous_format)
+    blocks = math.ceil(T / block) if save else 0
+    kept_a, kept_s = a_NL.new_empty(blocks, *a_NL.shape), s_NLV.new_empty(blocks, *s_NLV.shape)
+    for t in range(T):
+        if save and t % block == 0:
+            kept_a[t // block], kept_s[t // block] = a_NL, s_NLV
+        a_NL, _, _ = _soft_step(a_NL, s_NLV, k_NTL[:, t], v_NTV[:, t])
+        lse_NTL[:, t] = a_NL
+        out_NTV[:, t] = _row_times(p_NTL[:, t], s_NLV)
+    return out_NTV, lse_NTL, a_NL, s_NLV, kept_a, kept_s
+
+
+def _soft_step(a_NL: Tensor, s_NLV: Tensor, k_NL: Tensor, v_NV: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """The next log-normaliser, what the state before weighs (f) and what the token weighs (i); `S` in place."""
+    after_NL = torch.logaddexp(a_NL, k_NL.to(a_NL.dtype))
+    f_NL, i_NL = ((x - after_NL).exp_().to(s_NLV.dtype) for x in (a_NL, k_NL))
+    s_NLV.mul_(f_NL[..., None]).addcmul_(i_NL[..., None], v_NV[:, None])
+    return after_NL, f_NL, i_NL
+
+
+@running_softmax_op.register_fake
+def _(p, k, v, a, s, block, save):  # type: ignore[no-untyped-def]
+    blocks = -(-v.shape[1] // block) if save else 0
+    results = (x.new_empty(x.shape) for x in (v, k, a, s))
+    return *results, a.new_empty(blocks, *a.shape), s.new_empty(blocks, *s.shape)
+
+
+@torch.library.custom_op("subquad::running_softmax_sequential_backward", mutates_args=())
+@without_autocast
+def running_softmax_backward_op(
+    grad_NTV: Tensor,
+    grad_lse_NTL: Tensor | None,
+    grad_a_NL: Tensor | None,
+    grad_s_NLV: Tensor | None,
+    p_NTL: Tensor,
+    k_NTL: Tensor,
+    v_NTV: Tensor,
+    kept_a: Tensor,
+    kept_s: Tensor,
+    block: int,
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
+    """Gradients of p, k, v and of the initial log-normaliser and state.
+
+    `r` and `u` are those of the state and the log-normaliser after a token. Since f + i = 1,
+    `S_t - S_{t-1} = i (v_t - S_{t-1})`, and with `w = r . (v_t - S_{t-1})`: `dk_t = i (f w + u)`, `u <- f (u - i w)`.
+    """
+    (N, T, L), V = k_NTL.shape, v_NTV.shape[2]
+    dp_NTL, dk_NTL, dv_NTV = (x.new_empty(x.shape) for x in (p_NTL, k_NTL, v_NTV))
+    r_NLV = v_NTV.new_zeros(N, L, V) if grad_s_NLV is None else grad_s_NLV.clone()
+    u_NL = kept_a.new_zeros(N, L) if grad_a_NL is None else grad_a_NL.clone()
+    for n in reversed(range(kept_a.shape[0])):
+        start, stop = n * block, min((n + 1) * block, T)
+        states, gates, a_NL = [kept_s[n]], [], kept_a[n]
+        for t in range(start, stop):
+            states.append(states[-1].clone())
+            a_NL, *gate = _soft_step(a_NL, states[-1], k_NTL[:, t], v_NTV[:, t])
+            gates.append(gate)
+        for t in reversed(range(start, stop)):
+            do_NV, after_NLV, (f_NL, i_NL) = grad_NTV[:, t], states.pop(), gates.pop()
+            r_NLV.addcmul_(p_NTL[:, t, :, None], do_NV[:, None])
+            if grad_lse_NTL is not None:
+                u_NL += grad_lse_NTL[:, t]
+            dp_NTL[:, t] = _row_times(do_NV, after_NLV.mT)
+            dv_NTV[:, t] = _row_times(i_NL, r_NLV)
+            w_NL = (r_NLV * (v_NTV[:, t, None] - states[-1])).sum(-1)
+            dk_NTL[:, t] = i_NL * (f_NL * w_NL + u_NL)
+            u_NL = f_NL * (u_NL - i_NL * w_NL)
+            r_NLV.mul_(f_NL[..., None])
+    return dp_NTL, dk_NTL, dv_NTV, u_NL, r_NLV
+
+
+@running_softmax_backward_op.register_fake
+def _(grad, grad_lse, grad_a, grad_s, p, k, v, kept_a, kept_s, block):  # type: ignore[no-untyped-def]
+    a, s = kept_a.new_empty(k.shape[0], k.shape[2]), v.new_empty(k.shape[0], k.shape[2], v.shape[2])
+    return *(x.new_empty(x.shape) for x in (p, k, v)), a, s
+
+
+def _setup_softmax(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
+    p, k, v, _, _, ctx.block, _ = inputs
+    ctx.save_for_backward(p, k, v, *output[4:])
+    ctx.set_materialize_grads(False)
+    ctx.mark_non_differentiable(*output[4:])
+
+
+def _softmax_backward(ctx: Any, grad: Tensor | None, *rest: Tensor | None) -> tuple[Tensor | None, ...]:
+    tensors = ctx.saved_tensors
+    grad = torch.zeros_like(tensors[2]) if grad is None else grad
+    return *running_softmax_backward_op(grad, *rest[:3], *tensors, ctx.block), None, None
+
+
+running_softmax_op.register_autograd(_softmax_backward, setup_context=_setup_softmax)
