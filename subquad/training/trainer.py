@@ -129,6 +129,11 @@ class SubquadTrainer(Trainer):
         self._require_finite("loss", loss)
         return loss
 
+    def evaluate(self, *args: Any, **kwargs: Any) -> dict[str, float]:
+        """As the Trainer does, but the random numbers of training go on as if nothing had been evaluated."""
+        with torch.random.fork_rng():
+            return super().evaluate(*args, **kwargs)
+
     def prediction_step(self, model: nn.Module, inputs: dict[str, Any], *args: Any, **kwargs: Any) -> Any:
         """The loss of a held-out batch; of a language model without its logits, which nothing measures."""
         if self.config.task == "language":

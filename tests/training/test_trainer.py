@@ -8,9 +8,11 @@ from pathlib import Path
 
 import pytest
 import torch
+from safetensors.torch import load_file
 from torch import Tensor
 
 from subquad.hf import SubquadForCausalLM
+from subquad.testing import assert_exact
 from subquad.training import NonFiniteError, TrainConfig, checkpoint, train
 from subquad.training.trainer import NumberedWindows, SubquadTrainer, training_arguments
 
@@ -172,6 +174,15 @@ def test_texts_shorter_than_a_window_are_refused(make_config) -> None:
         train(make_config({"batch.length": 2000}))
     with pytest.raises(ValueError, match=r"batch\.length 400 is longer than the held-out part of the text"):
         train(make_config({"batch.length": 400}))
+
+
+def test_an_evaluation_changes_nothing_in_training(make_config, tmp_path: Path) -> None:
+    weights = []
+    for name, every in (("often", 1), ("never", 0)):
+        train(make_config({"run.eval_every": every, "run.folder": str(tmp_path / name), "run.steps": 4}))
+        weights.append(load_file(tmp_path / name / "model.safetensors"))
+    for name, tensor in weights[0].items():
+        assert_exact(tensor, weights[1][name], name)
 
 
 def test_numbered_windows_carry_their_number() -> None:
