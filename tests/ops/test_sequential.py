@@ -22,7 +22,7 @@ from subquad.testing import LOW_PRECISION, AttentionContract, assert_exact, asse
 B, H, K, V = 2, 4, 6, 5
 PATTERNS = [Causal(), Full(), Window(width=5), Segments(size=7, back=2), Prefix(length=13), Suffix(start=13)]
 patterns = pytest.mark.parametrize("pattern", PATTERNS, ids=repr)
-some = settings(max_examples=20, suppress_health_check=[HealthCheck.function_scoped_fixture])
+some = settings(max_examples=15, suppress_health_check=[HealthCheck.function_scoped_fixture])
 dtypes = pytest.mark.parametrize("dtype", LOW_PRECISION)
 chunks = st.sampled_from([7, 16, 1000])
 
@@ -180,7 +180,7 @@ def test_attention_takes_the_memory_of_one_tile(random, cut, largest_allocation)
         q = random(batch, heads, tokens, 1, dtype=torch.float32).requires_grad_()
         return largest_allocation(lambda: block_attention(q, q, q, Causal(), backend="sequential").sum().backward())
 
-    assert largest(1, 1, 64) == largest(1, 1, 128) == largest(2, 4, 32) == largest(3, 2, 64)
+    assert largest(1, 1, 64) == largest(1, 1, 96) == largest(2, 4, 32) == largest(3, 1, 64)
 
 
 def test_attention_computes_the_chunks_within_reach_alone(random, cut):
@@ -272,11 +272,11 @@ def test_scans_keep_one_state_and_square_root_of_them_in_training(random, larges
         v = random(1, 1, tokens, 64, seed=3, dtype=torch.float32)
         return largest_allocation(lambda: [y.sum().backward() if grad else y for y in scans(q, i, v)])
 
-    state, row = 4 * 32 * 64, 4 * 64
+    state, row = 8 * 32 * 64, 4 * 64
     assert largest(16, False) == state
-    assert largest(64, False) == 64 * row  # the outputs
-    assert largest(16, True) == 4 * state
-    assert largest(64, True) == 8 * state
+    assert largest(128, False) == 128 * row  # the outputs
+    assert largest(9, True) == 3 * state
+    assert largest(36, True) == 6 * state
 
 
 def test_scans_count_their_products(random):
@@ -322,7 +322,8 @@ def test_the_attention_keeps_torchs_rules(random):
 @pytest.mark.parametrize("kind", ["gated_scan", "running_softmax"])
 def test_the_scans_keep_torchs_rules(random, kind):
     q, i, log_f = (random(2, 9, 4, seed=n).abs() for n in range(3))
-    v, state, lse = random(2, 9, 3, seed=4), random(2, 4, 3, seed=5), random(2, 4, seed=6)
+    q, i, log_f = (x.float() for x in (q, i, log_f))  # the state is float64 all the same
+    v, state, lse = random(2, 9, 3, seed=4).float(), random(2, 4, 3, seed=5), random(2, 4, seed=6)
     gated = kind == "gated_scan"
     operation, last = (gated_scan_op, (-log_f, state)) if gated else (running_softmax_op, (lse, state))
     torch.library.opcheck(operation, (q, i, v, *last, 4, False), test_utils=ALONE)
