@@ -62,6 +62,8 @@ class Attention(nn.Module):
     """What the option `causal` may ask for."""
     rotates: ClassVar[bool] = False
     """Whether queries and keys can carry rotary positions (the option `rope`)."""
+    lawless: ClassVar[dict[str, Any]] = {}
+    """Options of a form that breaks laws which the default keeps (`exemptions` says which, and why)."""
     hands_memory: ClassVar[bool] = False
     """Whether a layer hands a memory to the next one (`mix_with_memory`)."""
     causal: bool

@@ -9,9 +9,20 @@ import textwrap
 from collections.abc import Iterator
 from typing import Any, NamedTuple, get_type_hints
 
-from subquad.attention import Attention, mechanism, names
+import torch
 
-HEADERS = ("name", "what a token sees", "causal", "cost in T", "state", "paper")
+from subquad.attention import LAWS, build, mechanism, names
+from subquad.config import Config
+from subquad.models.stacks import STACKS
+
+HEADERS = ("name", "what a token sees", "form", "cost in T", "state", "paper")
+LAW_HEADERS = ("name", "form", *(str(law) for law in LAWS))
+STATE_OF = {"dim": 256, "num_heads": 4}
+STATE_AFTER = 16_384
+NOTE = (
+    f"state: of one layer (dim {STATE_OF['dim']}, {STATE_OF['num_heads']} heads, default options, float32) after "
+    f"{STATE_AFTER:,} tokens"
+)
 
 
 class Option(NamedTuple):
@@ -24,28 +35,68 @@ class Option(NamedTuple):
 
 
 def rows() -> Iterator[tuple[str, ...]]:
-    """A row for each mechanism under `HEADERS`."""
+    """A row for each mechanism and each stack under `HEADERS`."""
     for name in names():
         cls = mechanism(name)
-        causal = "yes" if cls.causal else "no"
-        state = "grows" if cls.state_grows else "constant"
-        yield name, cls.summary, causal, cls.cost_order, state if cls.causal else "none", cls.paper
+        state = "none"
+        if "causal" in cls.forms:
+            with torch.device("meta"):
+                layer = build(name, **STATE_OF)
+            state = size(layer.state_bytes(STATE_AFTER)) + (", grows" if cls.state_grows else "")
+        yield name, cls.summary, form(cls.forms), cls.cost_order, state, cls.paper
+    for stack in STACKS.values():
+        yield stack.name, stack.summary, form(stack.forms), stack.cost_order, stack.state, stack.paper
+
+
+def form(forms: tuple[str, ...]) -> str:
+    """`causal`, `bidirectional` or `both`."""
+    return "both" if len(forms) == 2 else forms[0]
+
+
+def size(number: int) -> str:
+    """Bytes to three digits."""
+    amount, units = float(number), ["B", "KiB", "MiB", "GiB"]
+    while amount >= 1000 and len(units) > 1:
+        amount, units = amount / 1024, units[1:]
+    return f"{amount:.3g} {units[0]}"
+
+
+def law_rows() -> tuple[list[tuple[str, ...]], list[str]]:
+    """A row for each form of each mechanism under `LAW_HEADERS`, `-` for a law that does not apply, and the reasons."""
+    table: list[tuple[str, ...]] = []
+    reasons: dict[tuple[str, str], list[int]] = {}
+    for name in names():
+        cls = mechanism(name)
+        cases: list[tuple[str, dict[str, Any]]] = [(which, {"causal": which == "causal"}) for which in cls.forms]
+        if cls.lawless:
+            cases.append((", ".join(f"{key}={value}" for key, value in cls.lawless.items()), cls.lawless))
+        for which, chosen in cases:
+            with torch.device("meta"):
+                exempt = build(name, **STATE_OF, **chosen).exemptions()
+            table.append((name, which, *("-" if law in exempt else "yes" for law in LAWS)))
+            for law, reason in exempt.items():
+                reasons.setdefault((which if which == "bidirectional" else f"{name}, {which}", reason), []).append(law)
+    lines = []
+    for (whose, reason), laws in sorted(reasons.items()):
+        lines.append(f"{whose}, laws {', '.join(str(law) for law in sorted(set(laws)))}: {reason}")
+    return table, lines
 
 
 def markdown() -> str:
     """The table of `rows` in Markdown."""
     lines = [HEADERS, tuple("---" for _ in HEADERS)]
     lines += [(f"`{name}`", *rest) for name, *rest in rows()]
-    return "\n".join(f"| {' | '.join(cell.replace('|', '&#124;') for cell in line)} |" for line in lines)
+    table = "\n".join(f"| {' | '.join(cell.replace('|', '&#124;') for cell in line)} |" for line in lines)
+    return f"{table}\n\n*{NOTE}.*"
 
 
-def options(cls: type[Attention]) -> list[Option]:
-    """The options of a mechanism; `dim` and `num_heads`, which the model sets, come first."""
-    hints = get_type_hints(cls.Config)
-    helps = field_help(cls.Config)
+def options(config: type[Config]) -> list[Option]:
+    """The options in a configuration; a mechanism's `dim` and `num_heads`, which the model sets, come first."""
+    hints = get_type_hints(config)
+    helps = field_help(config)
     return [
         Option(field.name, _type_name(hints[field.name]), _default(field), helps.get(field.name, ""))
-        for field in dataclasses.fields(cls.Config)
+        for field in dataclasses.fields(config)
     ]
 
 
