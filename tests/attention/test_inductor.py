@@ -21,7 +21,7 @@ def variants():
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("contract", variants(), ids=lambda c: c.__name__)
+@pytest.mark.parametrize("contract", list(variants()), ids=lambda c: c.__name__)
 def test_a_variant_compiles_with_inductor(contract, monkeypatch):
     monkeypatch.setattr(contract, "with_inductor", True)
     contract().test_law_12_compiles_whole_with_inductor()

@@ -1,7 +1,7 @@
 """Engine A token by token, in the memory of one state (the scan of the Latte paper, arXiv:2402.17512, section 3.3).
 
 For the backward pass the state is kept every `block` tokens, about sqrt(T) of them; a block's states are computed again
-from there, so that training holds 2 sqrt(T) states.
+from there, so that training holds 2 sqrt(T) states. They are float64: one by one, T additions would add up T roundings.
 
 Shape letters: N batch times heads, T tokens, K key channels, V value channels, L latents, F = 1 or K decays, C tokens
 of a block.
@@ -24,8 +24,8 @@ def gated_scan(
     """`S_t = f_t * S_{t-1} + i_t (x) v_t`, `o_t = q_t S_t`: outputs and the last state."""
     inputs = [q_NTK, i_NTK, v_NTV, *([] if log_f_NTF is None else [log_f_NTF]), state_NKV]
     block, save = _blocks(v_NTV.shape[1], chunk_size, inputs)
-    out_NTV, state_NKV, _ = gated_scan_op(q_NTK, i_NTK, v_NTV, log_f_NTF, state_NKV, block, save)
-    return out_NTV, state_NKV
+    out_NTV, after_NKV, _ = gated_scan_op(q_NTK, i_NTK, v_NTV, log_f_NTF, state_NKV.double(), block, save)
+    return out_NTV, after_NKV.to(state_NKV.dtype)
 
 
 def running_softmax(
@@ -36,8 +36,8 @@ def running_softmax(
     Returns the outputs, every `a_t`, and the last `a` and `S`.
     """
     block, save = _blocks(v_NTV.shape[1], chunk_size, [p_NTL, k_NTL, v_NTV, a_NL, s_NLV])
-    out_NTV, lse_NTL, a_NL, s_NLV, _, _ = running_softmax_op(p_NTL, k_NTL, v_NTV, a_NL, s_NLV, block, save)
-    return out_NTV, lse_NTL, a_NL, s_NLV
+    out_NTV, lse_NTL, a_NL, after_NLV, _, _ = running_softmax_op(p_NTL, k_NTL, v_NTV, a_NL, s_NLV.double(), block, save)
+    return out_NTV, lse_NTL, a_NL, after_NLV.to(s_NLV.dtype)
 
 
 def _blocks(tokens: int, chunk_size: int | None, inputs: list[Tensor]) -> tuple[int, bool]:
@@ -65,13 +65,13 @@ def gated_scan_op(
 def _step(state_NKV: Tensor, i_NTK: Tensor, v_NTV: Tensor, log_f_NTF: Tensor | None, t: int) -> None:
     """`S = f_t * S + i_t (x) v_t`, in place."""
     if log_f_NTF is not None:
-        state_NKV.mul_(log_f_NTF[:, t, :, None].exp())
-    state_NKV.addcmul_(i_NTK[:, t, :, None], v_NTV[:, t, None])
+        state_NKV.mul_(log_f_NTF[:, t, :, None].double().exp())
+    state_NKV.addcmul_(i_NTK[:, t, :, None].double(), v_NTV[:, t, None].double())
 
 
 def _row_times(x_NK: Tensor, y_NKV: Tensor) -> Tensor:
-    """`[N, V]`: a row of each times its matrix."""
-    return (x_NK[:, None] @ y_NKV).squeeze(1)
+    """`[N, V]`: a row of each times its matrix, in float64."""
+    return (x_NK[:, None].double() @ y_NKV).squeeze(1)
 
 
 @gated_scan_op.register_fake
@@ -96,7 +96,7 @@ def gated_scan_backward_op(
     dq_NTK, di_NTK, dv_NTV = (x.new_empty(x.shape) for x in (q_NTK, i_NTK, v_NTV))
     dlog_f = q_NTK.new_empty(0) if log_f_NTF is None else log_f_NTF.new_empty(log_f_NTF.shape)
     N, T, V = v_NTV.shape
-    r_NKV = q_NTK.new_zeros(N, q_NTK.shape[2], V) if grad_state_NKV is None else grad_state_NKV.clone()
+    r_NKV = kept.new_zeros(N, q_NTK.shape[2], V) if grad_state_NKV is None else grad_state_NKV.clone()
     for n in reversed(range(kept.shape[0])):
         start, stop = n * block, min((n + 1) * block, T)
         states = [kept[n]]
@@ -104,14 +104,14 @@ def gated_scan_backward_op(
             states.append(states[-1].clone())
             _step(states[-1], i_NTK, v_NTV, log_f_NTF, t)
         for t in reversed(range(start, stop)):
-            do_NV, after_NKV = grad_NTV[:, t], states.pop()
-            r_NKV.addcmul_(q_NTK[:, t, :, None], do_NV[:, None])
+            do_NV, after_NKV = grad_NTV[:, t].double(), states.pop()
+            r_NKV.addcmul_(q_NTK[:, t, :, None].double(), do_NV[:, None])
             dq_NTK[:, t] = _row_times(do_NV, after_NKV.mT)
             di_NTK[:, t] = _row_times(v_NTV[:, t], r_NKV.mT)
             dv_NTV[:, t] = _row_times(i_NTK[:, t], r_NKV)
             if log_f_NTF is None:
                 continue
-            r_NKV.mul_(log_f_NTF[:, t, :, None].exp())
+            r_NKV.mul_(log_f_NTF[:, t, :, None].double().exp())
             dlog_f_NK = (r_NKV * states[-1]).sum(-1)
             dlog_f[:, t] = dlog_f_NK.sum(-1, keepdim=True) if log_f_NTF.shape[-1] == 1 else dlog_f_NK
     return dq_NTK, di_NTK, dv_NTV, dlog_f, r_NKV
@@ -120,7 +120,7 @@ def gated_scan_backward_op(
 @gated_scan_backward_op.register_fake
 def _(grad, grad_state, q, i, v, log_f, kept, block):  # type: ignore[no-untyped-def]
     dlog_f = q.new_empty(0) if log_f is None else log_f.new_empty(log_f.shape)
-    state = q.new_empty(q.shape[0], q.shape[2], v.shape[2])
+    state = kept.new_empty(q.shape[0], q.shape[2], v.shape[2])
     return q.new_empty(q.shape), i.new_empty(i.shape), v.new_empty(v.shape), dlog_f, state
 
 
@@ -165,8 +165,8 @@ def running_softmax_op(
 def _soft_step(a_NL: Tensor, s_NLV: Tensor, k_NL: Tensor, v_NV: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     """The next log-normaliser, what the state before weighs (f) and what the token weighs (i); `S` in place."""
     after_NL = torch.logaddexp(a_NL, k_NL.to(a_NL.dtype))
-    f_NL, i_NL = ((x - after_NL).exp_().to(s_NLV.dtype) for x in (a_NL, k_NL))
-    s_NLV.mul_(f_NL[..., None]).addcmul_(i_NL[..., None], v_NV[:, None])
+    f_NL, i_NL = ((x - after_NL).exp_() for x in (a_NL, k_NL))
+    s_NLV.mul_(f_NL[..., None]).addcmul_(i_NL[..., None], v_NV[:, None].double())
     return after_NL, f_NL, i_NL
 
 
@@ -198,7 +198,7 @@ def running_softmax_backward_op(
     """
     (N, T, L), V = k_NTL.shape, v_NTV.shape[2]
     dp_NTL, dk_NTL, dv_NTV = (x.new_empty(x.shape) for x in (p_NTL, k_NTL, v_NTV))
-    r_NLV = v_NTV.new_zeros(N, L, V) if grad_s_NLV is None else grad_s_NLV.clone()
+    r_NLV = kept_s.new_zeros(N, L, V) if grad_s_NLV is None else grad_s_NLV.clone()
     u_NL = kept_a.new_zeros(N, L) if grad_a_NL is None else grad_a_NL.clone()
     for n in reversed(range(kept_a.shape[0])):
         start, stop = n * block, min((n + 1) * block, T)
@@ -208,8 +208,8 @@ def running_softmax_backward_op(
             a_NL, *gate = _soft_step(a_NL, states[-1], k_NTL[:, t], v_NTV[:, t])
             gates.append(gate)
         for t in reversed(range(start, stop)):
-            do_NV, after_NLV, (f_NL, i_NL) = grad_NTV[:, t], states.pop(), gates.pop()
-            r_NLV.addcmul_(p_NTL[:, t, :, None], do_NV[:, None])
+            do_NV, after_NLV, (f_NL, i_NL) = grad_NTV[:, t].double(), states.pop(), gates.pop()
+            r_NLV.addcmul_(p_NTL[:, t, :, None].double(), do_NV[:, None])
             if grad_lse_NTL is not None:
                 u_NL += grad_lse_NTL[:, t]
             dp_NTL[:, t] = _row_times(do_NV, after_NLV.mT)
@@ -223,7 +223,7 @@ def running_softmax_backward_op(
 
 @running_softmax_backward_op.register_fake
 def _(grad, grad_lse, grad_a, grad_s, p, k, v, kept_a, kept_s, block):  # type: ignore[no-untyped-def]
-    a, s = kept_a.new_empty(k.shape[0], k.shape[2]), v.new_empty(k.shape[0], k.shape[2], v.shape[2])
+    a, s = kept_a.new_empty(k.shape[0], k.shape[2]), kept_s.new_empty(k.shape[0], k.shape[2], v.shape[2])
     return *(x.new_empty(x.shape) for x in (p, k, v)), a, s
 
 
