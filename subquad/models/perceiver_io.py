@@ -23,7 +23,7 @@ from subquad import attention
 from subquad.layers.feedforward import build_feedforward
 from subquad.layers.norm import build_norm
 from subquad.models._initial import initialise
-from subquad.models._layers import Block
+from subquad.models._layers import Block, _check_options
 from subquad.models.encoder_config import EncoderConfig, PerceiverIOOptions, PerceiverOptions
 from subquad.ops import block_attention
 from subquad.ops.padding import check_mask, compaction
@@ -200,7 +200,11 @@ class PerceiverIO(nn.Module):
 
 
 def perceiver_options(config: EncoderConfig) -> PerceiverOptions:
-    """The options of the stack that `config.attention` names; `ValueError` where that is neither of the two."""
+    """The options of the stack that `config.attention` names; `ValueError` where that is neither of the two.
+
+    The options of others in `config.options` are checked, and otherwise ignored, as in the decoder.
+    """
+    _check_options(config)
     if config.attention == "perceiver":
         return PerceiverOptions.from_dict(config.options.get("perceiver", {}), where="options.perceiver")
     if config.attention == "perceiver_io":

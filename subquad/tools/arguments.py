@@ -48,6 +48,12 @@ class Parser(jsonargparse.ArgumentParser):
         for action in self._actions:
             if action.option_strings == ["--data"]:
                 action.metavar, action.help = "PATH", "Short for --data.path PATH."
+            elif action.dest.endswith(".options"):
+                _add_up(action)
+
+    def add_options(self, help_text: str) -> None:
+        """Add `--options.NAME.OPTION VALUE`."""
+        _add_up(self.add_argument("--options", type=dict[str, dict[str, Any]], default={}, help=help_text))
 
     def add_yes_no(self, name: str, help_text: str) -> None:
         """Add `--name` (the default) and `--no-name`."""
@@ -96,6 +102,25 @@ class _File(jsonargparse.ActionConfigFile):
         parser.reading = values
         super().__call__(parser, cfg, values, option_string)
         parser.reading = None
+
+
+def _add_up(action: argparse.Action) -> None:
+    """Make `--options.NAME.OPTION VALUE` add to the options that NAME has; jsonargparse would replace them all."""
+    replacing: Any = type(action)
+
+    class Adding(replacing):
+        def __call__(self, *args: Any, **kwargs: Any) -> Any:
+            if not args:
+                return super().__call__(**kwargs)
+            parser, cfg, value, flag = args
+            before = dict(cfg.get(self.dest) or {})
+            super().__call__(parser, cfg, value, flag)
+            name, _, option = flag.removeprefix(self.option_strings[0]).removeprefix(".").partition(".")
+            if option:
+                cfg[self.dest][name] = {**before.get(name, {}), **cfg[self.dest][name]}
+            return None
+
+    action.__class__ = Adding
 
 
 def _holds(file: str, key: str) -> bool:

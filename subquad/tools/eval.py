@@ -17,7 +17,7 @@ from subquad.tools.arguments import Parser, data_is_a_path
 
 if TYPE_CHECKING:
     from subquad.data import TokenShard
-    from subquad.evaluation import Evaluation
+    from subquad.evaluation import ClassEvaluation, Evaluation
     from subquad.tools.runs import LoadedRun
 
 DEFAULT_LENGTH = 1024
@@ -29,7 +29,8 @@ def make_parser() -> Parser:
     parser = Parser(
         "eval RUN",
         "Measure a trained model on a text: loss, perplexity per token and per word, bits per byte, also by position "
-        "in the context. Every token but the first is predicted exactly once.",
+        "in the context. Every token but the first is predicted exactly once. Of a classifier: the accuracy on the "
+        "held-out sequences of its task.",
     )
     parser.add_argument(
         "run", type=str, help="The folder of a run, or another that transformers' from_pretrained reads."
@@ -42,13 +43,24 @@ def run(arguments: Sequence[str]) -> int:
     """Parse, measure, print, return the exit status."""
     parser = make_parser()
     values = parser.instantiate(parser.parse_args(data_is_a_path(arguments))).as_dict()
-    folder = values.pop("run")
-    evaluation = _evaluate(folder, EvalConfig(**values))
-    if values["json"] is not None:
-        Path(values["json"]).write_text(json.dumps(evaluation.to_dict(), indent=2) + "\n", encoding="utf-8")
+    from subquad.tools.runs import is_classifier
+
+    folder, options = values.pop("run"), EvalConfig(**values)
+    evaluation: Evaluation | ClassEvaluation
+    tables: list[Table]
+    if is_classifier(folder):
+        from subquad.tools import classify
+
+        evaluation = classify.evaluate_run(folder, options)
+        tables = [classify.evaluation_table(evaluation)]
+    else:
+        evaluation = _evaluate(folder, options)
+        tables = [evaluation_table(evaluation), position_table(evaluation)]
+    if options.json is not None:
+        Path(options.json).write_text(json.dumps(evaluation.to_dict(), indent=2) + "\n", encoding="utf-8")
     console = Console()
-    console.print(evaluation_table(evaluation))
-    console.print(position_table(evaluation))
+    for table in tables:
+        console.print(table)
     return 0
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 from typing import NamedTuple
 
@@ -10,7 +11,7 @@ from tokenizers import Tokenizer
 from transformers.utils.logging import disable_progress_bar
 
 from subquad.data import load_tokenizer
-from subquad.hf import SubquadForCausalLM
+from subquad.hf import SubquadClassifierConfig, SubquadForCausalLM, SubquadForSequenceClassification
 from subquad.models import Decoder
 from subquad.training.config import TrainConfig
 
@@ -24,12 +25,50 @@ class LoadedRun(NamedTuple):
     config: TrainConfig | None
 
 
+class LoadedClassifier(NamedTuple):
+    """A trained classifier; `config` is None where the folder holds no training configuration."""
+
+    folder: Path
+    model: SubquadForSequenceClassification
+    config: TrainConfig | None
+
+
 def load_run(folder: str | Path, device: str = "auto") -> LoadedRun:
     """Read a run's folder, one of its checkpoints, or any folder with a model's files and `tokenizer.json`.
 
     `device` is `cpu`, or `auto` for a GPU where PyTorch finds one. Raises `FileNotFoundError` that names what is
-    missing and says what to do.
+    missing and says what to do, and `ValueError` for a classifier.
     """
+    folder, home = _model_folder(folder)
+    if is_classifier(folder):
+        raise ValueError(
+            f"{folder} holds a classifier: it labels whole sequences and predicts no text; `subquad eval` measures it"
+        )
+    if not (home / "tokenizer.json").is_file():
+        raise FileNotFoundError(f"{home} holds no tokenizer.json; copy the one that the model was trained with there")
+    model = SubquadForCausalLM.from_pretrained(folder, local_files_only=True).eval()
+    model.to(_device(device))
+    return LoadedRun(folder, model.model, load_tokenizer(home), _settings(home))
+
+
+def load_classifier(folder: str | Path, device: str = "auto") -> LoadedClassifier:
+    """Read the folder of a classifier's run, or one of its checkpoints. Raises as `load_run`, for what it refuses."""
+    folder, home = _model_folder(folder)
+    if not is_classifier(folder):
+        raise ValueError(f"{folder} holds a language model, no classifier")
+    model = SubquadForSequenceClassification.from_pretrained(folder, local_files_only=True).eval()
+    model.to(_device(device))
+    return LoadedClassifier(folder, model, _settings(home))
+
+
+def is_classifier(folder: str | Path) -> bool:
+    """Whether a folder holds a classifier, by its config.json."""
+    file = Path(folder) / "config.json"
+    return file.is_file() and json.loads(file.read_text()).get("model_type") == SubquadClassifierConfig.model_type
+
+
+def _model_folder(folder: str | Path) -> tuple[Path, Path]:
+    """The folder, which holds a model's files, and that of its run: another one for a checkpoint."""
     folder = Path(folder)
     if not folder.is_dir():
         raise FileNotFoundError(f"there is no folder {folder}; give the folder of a run, as `subquad train` makes it")
@@ -41,10 +80,14 @@ def load_run(folder: str | Path, device: str = "auto") -> LoadedRun:
         if settings.is_file():
             hint = f"its training has not ended; go on with: subquad train --config {settings}"
         raise FileNotFoundError(f"{folder} holds no config.json, so no trained model; {hint}")
-    if not (home / "tokenizer.json").is_file():
-        raise FileNotFoundError(f"{home} holds no tokenizer.json; copy the one that the model was trained with there")
     disable_progress_bar()  # reading a file takes no time worth a bar
-    model = SubquadForCausalLM.from_pretrained(folder, local_files_only=True).eval()
-    model.to("cuda" if device == "auto" and torch.cuda.is_available() else "cpu")
-    config = TrainConfig.from_file(settings) if settings.is_file() else None
-    return LoadedRun(folder, model.model, load_tokenizer(home), config)
+    return folder, home
+
+
+def _settings(home: Path) -> TrainConfig | None:
+    file = home / "config.yaml"
+    return TrainConfig.from_file(file) if file.is_file() else None
+
+
+def _device(device: str) -> str:
+    return "cuda" if device == "auto" and torch.cuda.is_available() else "cpu"

@@ -19,6 +19,8 @@ from subquad.tools.arguments import Parser, data_is_a_path, files_first
 from subquad.training.config import TrainConfig
 
 if TYPE_CHECKING:
+    from tokenizers import Tokenizer
+
     from subquad.training.run import RunResult
 
 logger = logging.getLogger(__name__)
@@ -38,7 +40,14 @@ def run(arguments: Sequence[str]) -> int:
     if result.interrupted:
         sys.stderr.write(f"stopped after step {result.steps} of {config.run.steps}; go on with:\n  {result.command}\n")
         return 130
-    _finish(result)
+    if result.config.task == "classify":
+        from subquad.hf import SubquadForSequenceClassification
+        from subquad.tools import classify
+
+        assert isinstance(result.model, SubquadForSequenceClassification)
+        classify.finish(result, result.model)
+    else:
+        _finish(result)
     return 0
 
 
@@ -46,8 +55,8 @@ def make_parser() -> Parser:
     """The command's options."""
     parser = Parser(
         "train",
-        "Train a decoder, evaluate it on held-out text, sample it, and report. An interrupted run goes on when the "
-        "same command is given again.",
+        "Train a language model, evaluate it on held-out text, sample it, and report; or, with --task classify, train "
+        "a classifier and report its accuracy. An interrupted run goes on when the same command is given again.",
     )
     parser.add_files()
     parser.add_config(TrainConfig)
@@ -65,19 +74,28 @@ def check(config: TrainConfig) -> None:
     """Raise what the configuration deserves before any text is read."""
     import torch
 
-    from subquad.models import Decoder
+    from subquad.models import Classifier
+    from subquad.models.stacks import build_model
+    from subquad.training.tasks import check_forms
 
+    check_forms(config)
     with torch.device("meta"):
-        Decoder(config.model)
+        if config.task == "classify":
+            Classifier(config.encoder(num_classes=2))
+        else:
+            build_model(config.model)
 
 
 def _finish(result: RunResult) -> None:
     """Write evaluation.json, samples.txt and report.json into the run's folder and print them."""
+    from subquad.data import Corpus
     from subquad.evaluation import evaluate
     from subquad.tools.eval import evaluation_table, show_progress
     from subquad.training import measure, write_report
 
-    decoder, held_out = result.model.model, result.corpus.held_out
+    corpus = result.corpus
+    assert isinstance(corpus, Corpus)
+    decoder, held_out = result.model.model, corpus.held_out
     sys.stderr.write("evaluating on the held-out text ...\n")
     evaluation = evaluate(
         decoder,
@@ -89,14 +107,14 @@ def _finish(result: RunResult) -> None:
     )
     (result.folder / "evaluation.json").write_text(json.dumps(evaluation.to_dict(), indent=2) + "\n", encoding="utf-8")
     assert evaluation.bits_per_byte is not None  # a shard knows its bytes
-    samples = _samples(result)
+    samples = _samples(result, corpus.tokenizer)
     (result.folder / "samples.txt").write_text(samples, encoding="utf-8")
     report = measure(
         decoder,
-        result.corpus.held_out_text(),
+        corpus.held_out_text(),
         held_out.tokens.tolist(),
         bits_per_byte=evaluation.bits_per_byte,
-        files_hash=result.corpus.fingerprint[:16],
+        files_hash=corpus.fingerprint[:16],
         steps=result.steps,
         train_tokens_per_second=result.tokens_per_second or _last_speed(result.folder),
     )
@@ -118,17 +136,23 @@ def _last_speed(folder: Path) -> float:
     return speeds[-1] if speeds else 0.0
 
 
-def _samples(result: RunResult) -> str:
+def _samples(result: RunResult, tokenizer: Tokenizer) -> str:
     """Samples of the run's prompt, each under a line that says how it was drawn."""
     from subquad.generation import Generation
+    from subquad.models import PerceiverAR
 
-    options, tokenizer = result.config.run, result.corpus.tokenizer
+    options = result.config.run
     prompt = tokenizer.encode(options.prompt, add_special_tokens=False).ids
     count, model = options.sample_tokens, result.config.model
     if model.position == "learned" and len(prompt) + count - 1 > model.max_positions:
         prompt = prompt[-model.max_positions :]
         count = model.max_positions - len(prompt) + 1
         logger.warning("samples have %d tokens: the table of positions has %d rows", count, model.max_positions)
+    if isinstance(result.model.model, PerceiverAR):
+        most = result.model.model.most_new_tokens(len(prompt))
+        if most is not None and most < count:
+            logger.warning("samples have %d tokens: decode=frozen has no latents for more", most)
+            count = most
     texts = []
     for number in range(SAMPLES):
         temperature = options.sample_temperature if number else 0.0

@@ -3,7 +3,14 @@
 import importlib
 from typing import TYPE_CHECKING, Any
 
-from subquad.training.config import BatchConfig, OptimizerConfig, RunConfig, ScheduleConfig, TrainConfig
+from subquad.training.config import (
+    BatchConfig,
+    ClassifyConfig,
+    OptimizerConfig,
+    RunConfig,
+    ScheduleConfig,
+    TrainConfig,
+)
 
 if TYPE_CHECKING:
     from subquad.training.errors import NonFiniteError
@@ -21,6 +28,7 @@ _LAZY = {
 
 __all__ = [
     "BatchConfig",
+    "ClassifyConfig",
     "NonFiniteError",
     "OptimizerConfig",
     "Report",

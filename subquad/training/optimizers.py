@@ -10,6 +10,7 @@ from torch import Tensor, nn
 from torch.optim import Adam, AdamW, Muon, Optimizer, RAdam
 
 from subquad.layers.head import Lookup
+from subquad.models import Classifier
 from subquad.training.config import OptimizerConfig
 
 
@@ -94,8 +95,9 @@ def split_parameters(model: nn.Module) -> tuple[list[Tensor], list[Tensor]]:
 
 
 def _output_heads(model: nn.Module) -> set[int]:
-    """Ids of the weights of the output head and of the look-up after it, which AdamW trains."""
+    """Ids of the weights of the output head, a classifier's too, and of the look-up after it, which AdamW trains."""
     get = getattr(model, "get_output_embeddings", None)
     head = get() if get is not None else None
     heads = [module for module in model.modules() if isinstance(module, Lookup)] + ([] if head is None else [head])
+    heads += [module.head for module in model.modules() if isinstance(module, Classifier)]
     return {id(parameter) for module in heads for parameter in module.parameters()}

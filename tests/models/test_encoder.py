@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from torch.utils.flop_counter import FlopCounterMode
 
 from subquad.attention import mechanism, names
-from subquad.models import Classifier, Encoder, EncoderConfig
+from subquad.models import Classifier, Decoder, DecoderConfig, Encoder, EncoderConfig
 from subquad.ops import flops
 from subquad.testing import assert_exact, assert_same_maths
 
@@ -165,7 +165,6 @@ def test_positions_count_real_tokens(position):
 # --- Luna's memory
 
 
-@pytest.mark.skipif("luna" not in BIDIRECTIONAL, reason="no mechanism hands a memory on")
 @pytest.mark.parametrize("stack", ["luna", ["luna", "full"]])
 def test_the_memory_is_handed_from_layer_to_layer(stack):
     encoder, tokens = tiny(stack, num_layers=4), some_tokens()
@@ -185,6 +184,17 @@ def test_the_memory_is_handed_from_layer_to_layer(stack):
     assert calls[0][0] is None
     for (_, handed), (taken, _) in itertools.pairwise(calls):
         assert taken is handed
+
+
+def test_a_decoder_hands_the_memory_on_too():
+    decoder = Decoder(DecoderConfig(vocab_size=VOCABULARY, dim=16, num_layers=3, attention="luna", position="none"))
+    taken = []
+    for block in decoder.blocks():
+        block.register_forward_hook(lambda _, given, result: taken.append((given[3], result[2])))
+    decoder(some_tokens())
+    assert [block.attention.config.own_memory for block in decoder.blocks()] == [True, False, False]
+    assert taken[0][0] is None
+    assert all(given is not None and given is handed for (_, handed), (given, _) in itertools.pairwise(taken))
 
 
 # --- gradients again, compiled, counted

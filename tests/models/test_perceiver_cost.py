@@ -25,6 +25,12 @@ def build(options, device="cpu", **fields):
         return PerceiverAR(config)
 
 
+@pytest.fixture
+def quick(monkeypatch):
+    """Leave out the count of what training keeps, which takes a second."""
+    monkeypatch.setattr("subquad.models._perceiver_cost._kept_in_training", lambda *_: 0)
+
+
 @pytest.mark.parametrize(
     ("form", "dense", "unmasked"),
     [
@@ -35,9 +41,8 @@ def build(options, device="cpu", **fields):
         (FORMS[4], 5_597_822_976, 3_183_083_520),
     ],
 )
-def test_the_papers_setting(form, dense, unmasked, monkeypatch):
+def test_the_papers_setting(form, dense, unmasked, quick):
     """n = 4096 tokens, 48 layers, 24 heads, h = m = 2048, s = p = 256 (arXiv:2412.06106, table 8)."""
-    monkeypatch.setattr("subquad.models._perceiver_cost._kept_in_training", lambda *_: 0)  # it takes seconds
     model = build(PAPER | form, "meta", dim=48, num_heads=24, num_layers=48)
     cost = model.cost(4096)
     assert (cost.tokens, cost.score_entries, cost.unmasked_entries) == (4096, dense, unmasked)
@@ -48,7 +53,7 @@ def test_the_papers_setting(form, dense, unmasked, monkeypatch):
 @pytest.mark.parametrize(
     "fields", [{}, {"num_kv_heads": 1, "lookup": 8, "feedforward": "gelu", "tie_embeddings": False}]
 )
-def test_operations_are_those_that_are_done(form, tokens, fields):
+def test_operations_are_those_that_are_done(form, tokens, fields, quick):
     flops.register()
     model = build(SMALL | form, dim=16, num_heads=2, num_layers=3, **fields).eval()
     with torch.no_grad(), FlopCounterMode(display=False) as counter:

@@ -360,6 +360,17 @@ def test_wrong_options_are_refused(options, message):
         perceiver(options)
 
 
+def test_options_of_others_are_checked():
+    def made(others):
+        return Perceiver(config_of().replace(options={"perceiver": {"latents": 5}, **others}), input_dim=CHANNELS)
+
+    assert made({"llp": {"segment": 8}}).options.latents == 5
+    with pytest.raises(ValueError, match="attention 'llp' has no option 'segments'"):
+        made({"llp": {"segments": 8}})
+    with pytest.raises(ValueError, match="unknown attention 'perciever'"):
+        made({"perciever": {"latents": 8}})
+
+
 def test_wrong_choices_are_refused_in_python_too():
     with pytest.raises(ValueError, match="unknown reads 'twice'; valid: each, once"):
         PerceiverOptions(reads="twice")

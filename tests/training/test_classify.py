@@ -17,8 +17,7 @@ from subquad.data.labelled import LabelledCorpus
 from subquad.hf import SubquadForSequenceClassification
 from subquad.recipes import recipe_path
 from subquad.tools.train import check
-from subquad.training import TrainConfig, train
-from subquad.training.config import ClassifyConfig
+from subquad.training import ClassifyConfig, TrainConfig, train
 from subquad.training.errors import CheckpointError
 from subquad.training.tasks import check_forms, prepare_task
 

@@ -10,6 +10,7 @@ from torch.optim import AdamW, Muon
 from torch.optim.lr_scheduler import LambdaLR
 
 from subquad.layers.head import Lookup
+from subquad.models import Classifier, EncoderConfig
 from subquad.training import OptimizerConfig
 from subquad.training.optimizers import MuonAdamW, build_optimizer, split_parameters
 
@@ -96,6 +97,14 @@ def test_muon_takes_no_look_up_over_the_logits() -> None:
     model.lookup = Lookup(11, 32)
     optimizer = build_optimizer(model, OptimizerConfig(name="muon"))
     assert {id(p) for p in optimizer.param_groups[0]["params"]} == {id(model.one.weight), id(model.two.weight)}
+    assert {id(p) for p in model.parameters()} == {id(p) for group in optimizer.param_groups for p in group["params"]}
+
+
+def test_muon_takes_no_head_of_a_classifier() -> None:
+    model = Classifier(EncoderConfig(vocab_size=5, dim=16, num_layers=1, num_heads=2, attention="full"))
+    optimizer = build_optimizer(model, OptimizerConfig(name="muon"))
+    taken = {id(p) for p in optimizer.param_groups[0]["params"]}
+    assert taken == {id(m.weight) for m in model.encoder.layers.modules() if isinstance(m, nn.Linear)}
     assert {id(p) for p in model.parameters()} == {id(p) for group in optimizer.param_groups for p in group["params"]}
 
 

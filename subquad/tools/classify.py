@@ -1,0 +1,98 @@
+"""What `subquad train` and `subquad eval` do with classifiers."""
+
+from __future__ import annotations
+
+import json
+import platform
+import sys
+from typing import TYPE_CHECKING, Any
+
+from rich.box import SIMPLE_HEAD
+from rich.console import Console
+from rich.table import Table
+
+if TYPE_CHECKING:
+    from subquad.evaluation import ClassEvaluation, EvalConfig
+    from subquad.hf import SubquadForSequenceClassification
+    from subquad.training import TrainConfig
+    from subquad.training.run import RunResult
+
+
+def evaluate_run(folder: str, options: EvalConfig) -> ClassEvaluation:
+    """Measure the classifier in `folder` on the held-out sequences of its task, on the first `options.windows` of them.
+
+    Raises `ValueError` for options that only a text has, and for a folder that does not say what its task was.
+    """
+    from subquad.tools.runs import load_classifier
+
+    texts = {"length": options.length, "stride": options.stride, "data.path": options.data.path}
+    for name, value in texts.items():
+        if value is not None:
+            raise ValueError(f"{folder} holds a classifier: {name}={value!r} is for texts; leave it out")
+    loaded = load_classifier(folder, options.device)
+    if loaded.config is None:
+        raise ValueError(f"{folder} has no config.yaml that names the sequences to measure it on")
+    return _evaluate(loaded.model, loaded.config, options.windows, options.batch_size)
+
+
+def finish(result: RunResult, model: SubquadForSequenceClassification) -> None:
+    """Write evaluation.json and report.json into the run's folder and print them."""
+    from subquad.training.checkpoint import write_atomically
+
+    sys.stderr.write("evaluating on the held-out sequences ...\n")
+    evaluation = _evaluate(model, result.config, None, result.config.batch.size)
+    report = {
+        "accuracy": evaluation.accuracy,
+        "constant": evaluation.constant,
+        "examples": evaluation.examples,
+        "python": platform.python_version(),
+        "parameters": result.parameters,
+        "steps": result.steps,
+        "train_tokens_per_second": result.tokens_per_second,
+    }
+    for name, values in (("evaluation", evaluation.to_dict()), ("report", report)):
+        write_atomically(result.folder / f"{name}.json", (json.dumps(values, indent=2) + "\n").encode())
+    console = Console()
+    table = evaluation_table(evaluation)
+    table.add_row("parameters, steps", f"{result.parameters:,}, {result.steps:,}")
+    table.add_row("training", f"{result.tokens_per_second:,.0f} tokens/s, padding included")
+    console.print(table)
+    console.print(f"{result.folder} holds the model and the metrics.", markup=False, soft_wrap=True)
+
+
+def evaluation_table(evaluation: ClassEvaluation) -> Table:
+    """The numbers of all examples."""
+    table = Table(box=SIMPLE_HEAD, pad_edge=False, show_header=False)
+    table.add_row("examples", f"{evaluation.examples:,}")
+    table.add_row("accuracy", f"{evaluation.accuracy:.2%}")
+    table.add_row("", f"{evaluation.constant:.2%} by always giving the most frequent label")
+    for name, accuracy in evaluation.by_class.items():
+        table.add_row("", f"{accuracy:.2%} of {name!r}")
+    table.add_row("loss", f"{evaluation.loss:.4f} nats an example")
+    table.add_row("speed", f"{evaluation.examples / evaluation.seconds:,.0f} examples/s")
+    return table
+
+
+def _evaluate(
+    model: SubquadForSequenceClassification, config: TrainConfig, examples: int | None, batch_size: int
+) -> ClassEvaluation:
+    from subquad.evaluation import evaluate_classifier
+    from subquad.training.tasks import labelled
+
+    corpus, count = labelled(config), config.classify.held_out
+    progress: Any = _show_progress if sys.stderr.isatty() else None
+    return evaluate_classifier(
+        model.model,
+        corpus.held_out,
+        count if examples is None else min(examples, count),
+        corpus.classes,
+        batch_size=batch_size,
+        progress=progress,
+    )
+
+
+def _show_progress(done: int, batches: int) -> None:
+    """One line that counts the batches."""
+    end = "\n" if done == batches else ""
+    sys.stderr.write(f"\rbatch {done:,} of {batches:,}{end}")
+    sys.stderr.flush()
