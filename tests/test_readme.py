@@ -14,7 +14,9 @@ import yaml
 
 from subquad import attention
 from subquad.cli import main
+from subquad.tools import _pictures
 from subquad.tools.mechanisms import markdown
+from subquad.tools.show import PICTURES
 
 ROOT = Path(__file__).resolve().parents[1]
 PAGES = ("README.md", "docs/guide.md")
@@ -114,11 +116,12 @@ def test_every_file_that_a_page_links_to_is_there():
                 assert ((ROOT / page).parent / target).exists(), f"{page} links to {target}"
 
 
-def test_the_picture_can_be_drawn_again_and_shows_every_mechanism():
+def test_the_picture_can_be_drawn_again_and_shows_every_mechanism(tmp_path):
     spec = importlib.util.spec_from_file_location("make_images", ROOT / "docs" / "make_images.py")
     module = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)
-    figure = module.draw(attention.names())
+    assert module.draw(tmp_path / "weights.png") == 0
+    assert (tmp_path / "weights.png").is_file()
+    figure = _pictures.weights(PICTURES["weights"]().parse_args([]))
     titles = [axis.get_title() for axis in figure.axes]
     assert titles[: len(attention.names())] == attention.names()
-    module.plt.close(figure)

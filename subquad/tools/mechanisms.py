@@ -76,6 +76,11 @@ def law_rows() -> tuple[list[tuple[str, ...]], list[str]]:
             table.append((name, which, *("-" if law in exempt else "yes" for law in LAWS)))
             for law, reason in exempt.items():
                 reasons.setdefault((which if which == "bidirectional" else f"{name}, {which}", reason), []).append(law)
+    for stack in STACKS.values():
+        for which in stack.forms:
+            table.append((stack.name, which, *("-" if law in dict(stack.exemptions) else "yes" for law in LAWS)))
+            for law, reason in stack.exemptions:
+                reasons.setdefault(("stacks" if law == 1 else which, reason), []).append(law)
     lines = []
     for (whose, reason), laws in sorted(reasons.items()):
         lines.append(f"{whose}, laws {', '.join(str(law) for law in sorted(set(laws)))}: {reason}")

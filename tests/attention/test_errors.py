@@ -90,7 +90,11 @@ OPTIONS = {
     "dilated width": ("dilated", {"width": 0}, "width must be at least 1, got 0"),
     "dilation": ("dilated", {"dilation": 0}, "dilation must be at least 1, got 0"),
     "stride": ("strided", {"stride": 0}, "stride must be at least 1, got 0"),
-    "kind": ("strided", {"kind": "fixd"}, r"kind must be one of its choices, got 'fixd'; did you mean 'fixed'\? valid: fixed, strided"),
+    "kind": (
+        "strided",
+        {"kind": "fixd"},
+        r"kind must be one of its choices, got 'fixd'; did you mean 'fixed'\? valid: fixed, strided",
+    ),
     "columns": (
         "strided",
         {"kind": "fixed", "stride": 4, "columns": 5},
