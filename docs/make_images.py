@@ -8,6 +8,13 @@ from pathlib import Path
 
 from subquad.cli import main
 
+FILE = Path(__file__).parent / "images" / "weights.png"
+
+
+def draw(file: str | Path = FILE) -> int:
+    """Draw the picture to `file`; the exit status of the command that does it."""
+    return main(["show", "weights", "--out", str(file)])
+
+
 if __name__ == "__main__":
-    default = Path(__file__).parent / "images" / "weights.png"
-    sys.exit(main(["show", "weights", "--out", sys.argv[1] if len(sys.argv) > 1 else str(default)]))
+    sys.exit(draw(*sys.argv[1:2]))

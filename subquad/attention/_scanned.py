@@ -79,11 +79,22 @@ class ScannedAttention(Attention):
             return self.config.num_heads * gated_scan_flops(tokens, features, self.channels, normalise=True)
         return self.config.num_heads * 2 * tokens * features * (2 * self.channels + 1)
 
+    def sums_backward_flops(self, tokens: int, features: int) -> int:
+        """The same backward: causal: five products for the scan's two; otherwise two for each."""
+        if self.causal:
+            return 5 * self.config.num_heads * gated_scan_flops(tokens, features, self.channels) // 2
+        return 2 * self.sums_flops(tokens, features)
+
     def softmaxes_flops(self, tokens: int, latents: int) -> int:
         """Operations of `softmaxes`."""
         if self.causal:
             return self.config.num_heads * running_softmax_flops(tokens, latents, self.channels)
         return self.config.num_heads * 4 * tokens * latents * self.channels
+
+    def softmaxes_backward_flops(self, tokens: int, latents: int) -> int:
+        """The same backward: causal: five products for the scan's two; otherwise two for each."""
+        flops = self.softmaxes_flops(tokens, latents)
+        return 5 * flops // 2 if self.causal else 2 * flops
 
     def score_entries(self, tokens: int) -> int:
         """None: the state takes the place of scores (those inside chunks of fixed size are counted as FLOPs)."""

@@ -84,6 +84,10 @@ class Latte(ScannedAttention):
         """A mean of V channels read and written for each latent, and, where causal, the scores inside chunks."""
         return self.softmaxes_flops(tokens, self.latents)
 
+    def mixing_backward_flops(self, tokens: int) -> int:
+        """The same backward."""
+        return self.softmaxes_backward_flops(tokens, self.latents)
+
     def state_bytes(self, tokens: int) -> int:
         """A mean of V float32 channels and one float64 log-normaliser for each latent."""
         return self.config.num_heads * self.latents * (4 * self.channels + 8)

@@ -94,6 +94,10 @@ class Linear(ScannedAttention):
         """Sums of K x V written and read a token, and, where causal, the scores inside chunks."""
         return self.sums_flops(tokens, self.channels)
 
+    def mixing_backward_flops(self, tokens: int) -> int:
+        """The same backward."""
+        return self.sums_backward_flops(tokens, self.channels)
+
     def state_bytes(self, tokens: int) -> int:
         """K x (V + 1) sums a head."""
         return 4 * self.config.num_heads * self.channels * (self.channels + 1)

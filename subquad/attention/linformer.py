@@ -101,6 +101,10 @@ class Linformer(ScannedAttention):
         """Two projections over the sequence, the scores and what they read."""
         return 8 * tokens * self.config.projected * self.config.dim
 
+    def mixing_backward_flops(self, tokens: int) -> int:
+        """Two products for each."""
+        return 2 * self.mixing_flops(tokens)
+
     def state_bytes(self, tokens: int) -> int:
         """None is kept."""
         return 0

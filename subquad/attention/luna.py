@@ -222,6 +222,14 @@ class Luna(ScannedAttention):
             return 8 * tokens * L * self.config.dim
         return H * (2 * tokens * L * K + gated_scan_flops(tokens, K, L) + gated_scan_flops(tokens, L, K))
 
+    def mixing_backward_flops(self, tokens: int) -> int:
+        """Two products for each, and of the causal form's scans, five for their two."""
+        flops = self.mixing_flops(tokens)
+        if not self.causal:
+            return 2 * flops
+        plain = 2 * tokens * self.config.memory_tokens * self.config.dim
+        return 2 * plain + 5 * (flops - plain) // 2
+
     def projected_tokens(self, projection: str, tokens: int) -> int:
         """The memory passes where it packs and where it is read."""
         of_memory = ("pack_query",) if self.causal else ("pack_query", "key", "value")

@@ -127,6 +127,11 @@ class Performer(ScannedAttention):
         mixing = self.sums_flops if self.config.kernel == "relu" else self.softmaxes_flops
         return 4 * tokens * self.config.dim * self.features + mixing(tokens, self.features)
 
+    def mixing_backward_flops(self, tokens: int) -> int:
+        """The same backward; the features' directions have no gradient."""
+        mixing = self.sums_backward_flops if self.config.kernel == "relu" else self.softmaxes_backward_flops
+        return 4 * tokens * self.config.dim * self.features + mixing(tokens, self.features)
+
     def state_bytes(self, tokens: int) -> int:
         """For each feature V float32 channels, and a float64 log-normaliser (relu: a float32 sum)."""
         normaliser = 4 if self.config.kernel == "relu" else 8

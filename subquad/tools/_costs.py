@@ -1,0 +1,137 @@
+"""The costs of layers and models at several lengths, counted without data: everything is on the meta device."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import asdict, fields
+from pathlib import Path
+from typing import Any, NamedTuple, get_args, get_type_hints
+
+import torch
+
+from subquad.attention import Attention, Cost, build, mechanism, names
+from subquad.config import suggest
+from subquad.models import Decoder, DecoderConfig
+from subquad.models.encoder import Classifier
+from subquad.models.encoder_config import EncoderConfig
+from subquad.models.stacks import STACKS, build_model
+from subquad.recipes import recipe_path
+from subquad.training.config import TrainConfig
+
+CLASSES = 2
+"""Of a classifier's head; more cost next to nothing."""
+Model = Decoder | Classifier
+Options = Mapping[str, Mapping[str, Any]]
+
+
+class Measured(NamedTuple):
+    """What `name` costs; `kind` is `causal`, `bidirectional` or `model`."""
+
+    name: str
+    kind: str
+    cost: Cost
+
+    def record(self) -> dict[str, Any]:
+        """Plain values, for a file."""
+        return {"name": self.name, "kind": self.kind, **asdict(self.cost)}
+
+
+def chosen(attention: Sequence[str] | None, options: Options) -> tuple[list[str], list[str]]:
+    """The mechanisms and the stacks to show: all, or those that are asked for. `ValueError` for an unknown name."""
+    valid = [*names(), *STACKS]
+    for name in (*(attention or ()), *options):
+        if name not in valid:
+            raise ValueError(f"unknown attention {name!r}; {suggest(name, valid)}")
+    asked = valid if attention is None else attention
+    return [name for name in asked if name not in STACKS], [name for name in asked if name in STACKS]
+
+
+def meta_layer(name: str, *, dim: int, num_heads: int, tokens: int, options: Mapping[str, Any]) -> Attention:
+    """The layer without data, built for sequences of this length where an option bounds them and none is given."""
+    known = {f.name for f in fields(mechanism(name).Config)}
+    sized: dict[str, Any] = {option: max(2, tokens) for option in ("max_tokens", "horizon") if option in known}
+    with torch.device("meta"):
+        return build(name, dim=dim, num_heads=num_heads, **{**sized, **options})
+
+
+def layer_costs(
+    attention: Iterable[str], lengths: Sequence[int], *, dim: int, num_heads: int, options: Options
+) -> Iterator[Measured]:
+    """One layer of each mechanism, at each length."""
+    for name in attention:
+        for tokens in lengths:
+            layer = meta_layer(name, dim=dim, num_heads=num_heads, tokens=tokens, options=options.get(name, {}))
+            yield Measured(name, "causal" if layer.causal else "bidirectional", layer.cost(tokens))
+
+
+def stack_costs(
+    attention: Iterable[str], lengths: Sequence[int], *, dim: int, num_heads: int, num_layers: int, options: Options
+) -> Iterator[Measured]:
+    """The whole model of each stack, at each length; Perceiver AR with each kind of history if none is chosen.
+
+    Where the options do not say how many tokens are latents, half of the sequence is, and the rest is history.
+    """
+    for name in attention:
+        own = options.get(name, {})
+        known = {f.name: f.default for f in fields(STACKS[name].options_class())}
+        for history in _histories(name, own):
+            for tokens in lengths:
+                given = {**(_halves(known, tokens) if "history_tokens" in known else {}), **history, **own}
+                shape = {"dim": dim, "num_heads": num_heads, "num_layers": num_layers}
+                yield Measured(
+                    " ".join([name, *history.values()]), "model", _meta_stack(name, shape, given).cost(tokens)
+                )
+
+
+def _meta_stack(name: str, shape: Mapping[str, int], options: Mapping[str, Any]) -> Model:
+    """A language model where the stack can be one, otherwise a classifier, which adds its positions to the inputs."""
+    chosen: dict[str, Any] = {**shape, "attention": name, "options": {name: dict(options)}}
+    if "causal" in STACKS[name].forms:
+        return _meta_model(DecoderConfig(**chosen))
+    return _meta_model(EncoderConfig(**chosen, position="sinusoidal"))
+
+
+def _halves(known: Mapping[str, Any], tokens: int) -> dict[str, int]:
+    """Half of the sequence as latents, half as history, and no more rows of a projected history than it has."""
+    half = max(1, tokens // 2)
+    return {"latents": half, "history_tokens": half, "projected": min(half, known["projected"])}
+
+
+def _histories(name: str, options: Mapping[str, Any]) -> list[dict[str, str]]:
+    """The kinds of history to show: those that the stack has, or the one that is chosen (nothing is added then)."""
+    hints = get_type_hints(STACKS[name].options_class())
+    if "history" in options or "history" not in hints:
+        return [{}]
+    return [{"history": history} for history in get_args(hints["history"])]
+
+
+def model_config(run: str | None, config: str | None, recipe: str | None) -> DecoderConfig | None:
+    """The model of a run's folder, of a configuration file or of a recipe; None where none is named."""
+    if run is not None:
+        if not Path(run).is_dir():
+            raise FileNotFoundError(f"there is no folder {run}; give the folder of a run, as `subquad train` makes it")
+        file = Path(run) / "config.yaml"
+        if not file.is_file():
+            raise FileNotFoundError(f"{run} holds no config.yaml, so it is no run of `subquad train`")
+    elif config is not None:
+        file = Path(config)
+        if not file.is_file():
+            raise FileNotFoundError(f"there is no file {config}")
+    elif recipe is not None:
+        file = recipe_path(recipe)
+    else:
+        return None
+    training = TrainConfig.from_file(file)
+    return training.model if training.task == "language" else training.encoder(CLASSES)
+
+
+def model_costs(config: DecoderConfig, lengths: Sequence[int]) -> Iterator[Measured]:
+    """One model at each length."""
+    model = _meta_model(config)
+    for tokens in lengths:
+        yield Measured(" + ".join(config.mechanisms), "model", model.cost(tokens))
+
+
+def _meta_model(config: DecoderConfig) -> Model:
+    with torch.device("meta"):
+        return Classifier(config) if isinstance(config, EncoderConfig) else build_model(config)

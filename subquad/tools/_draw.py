@@ -1,0 +1,174 @@
+"""What every picture shares: colours that the colour-blind tell apart, a grid of matrices, repeatable files."""
+
+from __future__ import annotations
+
+import textwrap
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
+
+import numpy as np
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+    from matplotlib.colors import Colormap, Normalize
+    from matplotlib.figure import Figure, SubFigure
+    from matplotlib.image import AxesImage
+
+Item = TypeVar("Item")
+SUFFIXES = (".png", ".svg")
+FUTURE, OUT_OF_REACH = "#dcdcdc", "#ffffff"
+COLOURS = ("#000000", "#e69f00", "#56b4e9", "#009e73", "#d55e00", "#0072b2", "#cc79a7", "#7f7f7f")
+"""Okabe and Ito's palette; grey for its yellow, which is pale on white."""
+DASHES = ("-", "--", ":")
+MARKERS = "os^DvPX*<>"
+DPI = 110
+FONT = "DejaVu Sans Mono"
+"""Comes with matplotlib."""
+LABELLED = 40
+"""Up to so many tokens a picture of a text has them beside it."""
+
+
+class Style(NamedTuple):
+    """How a line looks; no two of the first 24 are alike, and those of one colour differ in marker and dashes."""
+
+    color: str
+    linestyle: str
+    marker: str
+
+    @classmethod
+    def number(cls, i: int) -> Style:
+        """The style of line number i."""
+        return cls(COLOURS[i % len(COLOURS)], DASHES[i // len(COLOURS) % len(DASHES)], MARKERS[i % len(MARKERS)])
+
+
+def check_file(path: str) -> Path:
+    """The path of a picture to write; `ValueError` where its name says no format or its folder is not there."""
+    file = Path(path)
+    if file.suffix not in SUFFIXES:
+        raise ValueError(f"a picture's name must end with {' or '.join(SUFFIXES)}, got {path!r}")
+    if not file.parent.is_dir():
+        raise ValueError(f"there is no folder {file.parent} to write {file.name} to")
+    return file
+
+
+def new_figure(width: float, height: float) -> Figure:
+    """An empty figure, in inches; it needs no display."""
+    from matplotlib.backends.backend_agg import FigureCanvasAgg
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=(width, height), dpi=DPI, layout="constrained")
+    FigureCanvasAgg(figure)
+    return figure
+
+
+def save(figure: Figure, file: Path) -> None:
+    """Write the figure; the same figure gives the same bytes."""
+    import matplotlib
+
+    nothing = {"Software": None} if file.suffix == ".png" else {"Date": None, "Creator": None}
+    with matplotlib.rc_context({"svg.hashsalt": "subquad"}):
+        figure.savefig(file, metadata=nothing)
+
+
+def palette(levels: int | None = None) -> Colormap:
+    """cividis, continuous or in so many levels; NaN is the future's grey, what lies under the scale is out of reach."""
+    import matplotlib
+
+    return matplotlib.colormaps["cividis"].resampled(levels or 256).with_extremes(bad=FUTURE, under=OUT_OF_REACH)
+
+
+def hide_future(matrix_TS: np.ndarray) -> np.ndarray:
+    """A copy in floats whose entries right of the diagonal are NaN."""
+    shown_TS = matrix_TS.astype(float)
+    shown_TS[np.triu(np.ones(matrix_TS.shape, dtype=bool), 1)] = np.nan
+    return shown_TS
+
+
+class Panel(NamedTuple):
+    """A matrix to draw: a row is a token that reads, a column one that is read."""
+
+    matrix: np.ndarray
+    title: str = ""
+    row: str = ""
+    """What the whole row of panels is, at the left of its first panel."""
+
+
+def panels(
+    figure: Figure | SubFigure, grid: Sequence[Sequence[Panel]], norm: Normalize, colours: Colormap
+) -> Iterator[AxesImage]:
+    """Draw a grid of matrices with one scale; rows may be shorter than the longest. Gives each image."""
+    axes = figure.subplots(len(grid), max(len(line) for line in grid), squeeze=False)
+    for r, line in enumerate(grid):
+        for c, axis in enumerate(axes[r]):
+            if c >= len(line):
+                axis.set_axis_off()
+                continue
+            bottom = r + 1 == len(grid) or c >= len(grid[r + 1])
+            yield _panel(axis, line[c], norm, colours, left=c == 0, bottom=bottom)
+
+
+def _panel(axis: Axes, panel: Panel, norm: Normalize, colours: Colormap, *, left: bool, bottom: bool) -> AxesImage:
+    image = axis.imshow(panel.matrix, cmap=colours, norm=norm, interpolation="nearest")
+    axis.set_title(panel.title, fontsize=11)
+    axis.set_xticks([])
+    axis.set_yticks([])
+    if bottom:
+        axis.set_xlabel("token that is read", fontsize=9)
+    if left:
+        axis.set_ylabel(f"{panel.row}\ntoken that reads" if panel.row else "token that reads", fontsize=9)
+    return image
+
+
+def name_tokens(axis: Axes, tokens: Sequence[str]) -> None:
+    """Write a text's tokens beside the matrix, where they are few enough to be read."""
+    if len(tokens) > LABELLED:
+        return
+    shown = [visible(token) for token in tokens]
+    font: dict[str, Any] = {"family": FONT, "fontsize": max(7, min(10, 250 / len(shown)))}
+    axis.set_xticks(range(len(shown)), shown, rotation=0 if max(map(len, shown)) == 1 else 90, **font)
+    axis.set_yticks(range(len(shown)), shown, **font)
+    axis.tick_params(length=0)
+
+
+def visible(token: str) -> str:
+    """A token as a picture can show it: blanks as signs, `?` for what the font lacks, no dollar that opens maths."""
+    from matplotlib.font_manager import findfont, get_font
+
+    shown = token.replace("\n", "⏎").replace("\t", "⇥").replace(" ", "·")
+    known = get_font(findfont(FONT)).get_charmap()
+    return "".join(c if c.isprintable() and ord(c) in known else "?" for c in shown).replace("$", r"\$")
+
+
+def in_rows(items: Sequence[Item], columns: int) -> list[list[Item]]:
+    """The items in as few rows of at most so many as hold them, the rows about equally long."""
+    rows = -(-len(items) // columns)
+    width = -(-len(items) // rows)
+    return [list(items[start : start + width]) for start in range(0, len(items), width)]
+
+
+def lines(axis: Axes, x: Sequence[float], named: Mapping[str, Sequence[float]], styles: Sequence[str]) -> None:
+    """Draw a line for each name, in the style that its place in `styles` gives; equal lines are one, named together.
+
+    The legend, at the right, goes from the highest end to the lowest.
+    """
+    groups: dict[tuple[float, ...], list[str]] = {}
+    for name, y in named.items():
+        groups.setdefault(tuple(y), []).append(name)
+    for i, (y, names) in enumerate(sorted(groups.items(), key=lambda group: -group[0][-1])):
+        colour, dashes, marker = Style.number(styles.index(names[0]))
+        axis.plot(
+            x,
+            y,
+            color=colour,
+            linestyle=dashes,
+            marker=marker,
+            markersize=5,
+            # Of lines that lie on one another the lower shows beside the upper, and their markers alternate.
+            linewidth=2.2 - 1.2 * i / len(groups),
+            markevery=(i % 3, 3) if len(groups) > len(COLOURS) else None,
+            label=textwrap.fill(", ".join(names), 28),
+        )
+    if len(groups) > 1:
+        axis.legend(loc="center left", bbox_to_anchor=(1.01, 0.5), frameon=False, fontsize=8, handlelength=4)
+    axis.grid(alpha=0.3)

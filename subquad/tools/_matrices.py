@@ -1,0 +1,144 @@
+"""The matrices behind the pictures: weights of fresh and of trained layers, receptive fields, position terms.
+
+Shape letters: T tokens that read, S tokens that are read, D model width, H heads.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import fields
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from subquad.attention import Attention, build, mechanism
+from subquad.models import DecoderConfig
+from subquad.models._layers import Block
+from subquad.models.stacks import stack_of
+
+SEED = 3
+
+
+def short_options(name: str, tokens: int, parts: int) -> dict[str, int]:
+    """Options that show a mechanism's form in few tokens: what is local spans about one of `parts`; few latents."""
+    known = {f.name for f in fields(mechanism(name).Config)}
+    unit = max(2, tokens // parts)
+    short = {
+        "segment": 2 * unit,
+        "group": 2 * unit,
+        "width": max(2, unit // 3) if "dilation" in known else unit,
+        "stride": max(2, unit // 2),
+        "block": max(1, unit // 3),
+        "num_random": 1,
+        "num_global": 1,
+        "columns": 1,
+        "num_latents": 8,
+        "max_tokens": tokens,
+        "horizon": tokens,
+    }
+    return {option: value for option, value in short.items() if option in known}
+
+
+def fresh_layer(
+    name: str, *, dim: int, num_heads: int, tokens: int, parts: int, options: Mapping[str, Any], seed: int = SEED
+) -> Attention:
+    """The mechanism with its first random weights; options that are not said are made short (`short_options`)."""
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(seed)
+        return build(name, dim=dim, num_heads=num_heads, **{**short_options(name, tokens, parts), **options}).eval()
+
+
+def drifting_input(tokens: int, dim: int) -> Tensor:
+    """Random `[1, T, D]` whose neighbours are alike, as in text."""
+    noise_BTD = torch.randn(1, tokens, dim, generator=torch.Generator().manual_seed(SEED))
+    return 2 * (noise_BTD + noise_BTD.roll(1, 1) + noise_BTD.roll(2, 1))
+
+
+@torch.no_grad()
+def fresh_weights(layer: Attention, tokens: int) -> Tensor:
+    """Weights `[H, T, S]` of a layer on `drifting_input`."""
+    return layer.weights(drifting_input(tokens, layer.config.dim))[0]
+
+
+def blocks(model: nn.Module) -> list[Block]:
+    """The layers of a decoder or an encoder of mechanisms, once for each pass of a looped stack.
+
+    A layer that is handed its memory has it as its own afterwards (Luna's in a decoder, where it never changes).
+    Raises `ValueError` for another model: what its layers compute are not the weights of a mechanism alone.
+    """
+    config: Any = next(
+        (m.config for m in model.modules() if isinstance(getattr(m, "config", None), DecoderConfig)), None
+    )
+    found = [module for module in model.modules() if isinstance(module, Block)]
+    if config is None or stack_of(config) is not None or not found:
+        what = type(model).__name__ if config is None else ", ".join(config.mechanisms)
+        raise ValueError(f"only the layers of mechanisms can be drawn, and this model is a stack of its own: {what}")
+    memory: Any = None
+    for block in found:
+        layer: Any = block.attention
+        if layer.hands_memory:
+            layer.memory = memory = memory if layer.memory is None else layer.memory
+    return found * config.loops
+
+
+@torch.no_grad()
+def trained_weights(model: nn.Module, tokens_T: Sequence[int]) -> list[tuple[Attention, Tensor]]:
+    """Each layer of a decoder that reads `tokens`, pass by pass, with its weights `[H, T, S]`."""
+    layers, inputs = blocks(model), list[Tensor]()
+    hooks = [
+        block.attention_norm.register_forward_hook(lambda _, __, z_BTD: inputs.append(z_BTD))
+        for block in dict.fromkeys(layers)
+    ]
+    try:
+        model(torch.tensor([list(tokens_T)]))
+    finally:
+        for hook in hooks:
+            hook.remove()
+    return [(b.attention, b.attention.weights(z_BTD)[0]) for b, z_BTD in zip(layers, inputs, strict=True)]
+
+
+@torch.no_grad()
+def allowed(layer: Attention, tokens: int) -> Tensor:
+    """Bool `[T, S]`: whether any head's weight is other than zero, for small inputs, where no weight vanishes."""
+    x_BTD = torch.randn(1, tokens, layer.config.dim, generator=torch.Generator().manual_seed(SEED), dtype=torch.float64)
+    return (layer.double().weights(1e-2 * x_BTD)[0] != 0).any(0)
+
+
+def reach(layers: Iterable[Tensor]) -> Iterator[Tensor]:
+    """From each layer's `allowed` the bool `[T, S]`: may token t depend on the input at s, after this layer?
+
+    `R_l = (A_l or I) R_{l-1}`, a product of booleans; the unit matrix is the residual path.
+    """
+    reached_TS: Tensor | None = None
+    for allowed_TS in layers:
+        step_TS = allowed_TS | torch.eye(len(allowed_TS), dtype=torch.bool)
+        reached_TS = step_TS if reached_TS is None else (step_TS.double() @ reached_TS.double()) > 0
+        yield reached_TS
+
+
+def first_layer(reached: Sequence[Tensor]) -> Tensor:
+    """For each pair the number of the first layer (from 1) after which t may depend on s; 0 where none is."""
+    stacked_LTS = torch.stack(list(reached))
+    return torch.where(stacked_LTS.any(0), stacked_LTS.int().argmax(0) + 1, 0)
+
+
+def has_positions(mechanism: Attention | type[Attention]) -> bool:
+    """Whether the mechanism has position terms of its own."""
+    return hasattr(mechanism, "position_terms")
+
+
+@torch.no_grad()
+def position_terms(layer: Attention, tokens: int) -> Tensor:
+    """What positions alone add to a logit, `p2_t + p1_s`: `[H, T, S]` (ELiTA, Attention2).
+
+    Raises `ValueError` for a mechanism without position terms of its own.
+    """
+    if not has_positions(layer):
+        having = [name for name, cls in Attention.registry.items() if has_positions(cls)]
+        raise ValueError(
+            f"attention {layer.name!r} has no position terms of its own; mechanisms that have: {', '.join(having)}"
+        )
+    terms: Any = layer
+    p1_HS, p2_HT = terms.position_terms(tokens)
+    return p2_HT[:, :, None] + p1_HS[:, None, :]
