@@ -1,5 +1,6 @@
 """The command line: what it reads, what it answers to mistakes, and a whole run."""
 
+import dataclasses
 import importlib
 import io
 import json
@@ -16,6 +17,7 @@ from safetensors.torch import load_file
 from subquad import attention
 from subquad.cli import COMMANDS, main
 from subquad.generation import Generation
+from subquad.models.stacks import STACKS
 from subquad.recipes import recipes
 from subquad.tools import train as train_command
 from subquad.tools.train import read_config
@@ -506,7 +508,7 @@ def test_list_shows_every_option_of_a_mechanism_with_help(capsys, name):
 
     assert main(["list", name]) == 0
     out = capsys.readouterr().out
-    for option in options(attention.mechanism(name)):
+    for option in options(attention.mechanism(name).Config):
         assert option.help, f"{name}.{option.name} has no docstring"
         assert option.name in out
         assert option.help[:20] in out
@@ -515,5 +517,32 @@ def test_list_shows_every_option_of_a_mechanism_with_help(capsys, name):
 def test_list_markdown_is_a_row_a_mechanism(capsys):
     assert main(["list", "--markdown"]) == 0
     lines = capsys.readouterr().out.splitlines()
-    assert [line.split("|")[1].strip() for line in lines[2:]] == [f"`{name}`" for name in attention.names()]
-    assert len({line.count("|") for line in lines}) == 1
+    rows = [line for line in lines if line.startswith("| `")]
+    assert [line.split("|")[1].strip() for line in rows] == [f"`{name}`" for name in [*attention.names(), *STACKS]]
+    assert len({line.count("|") for line in lines[:2] + rows}) == 1
+    assert lines[-1].startswith("*state: of one layer")
+
+
+@pytest.mark.parametrize("name", STACKS)
+def test_list_shows_every_option_of_a_stack(capsys, name):
+    assert main(["list", name]) == 0
+    out = capsys.readouterr().out
+    assert STACKS[name].paper in out
+    assert all(field.name in out for field in dataclasses.fields(STACKS[name].options_class()))
+
+
+def test_list_of_an_unknown_name_gives_the_valid_ones(capsys):
+    assert main(["list", "perciever"]) != 0
+    assert "unknown attention 'perciever'; did you mean 'perceiver'? valid: bigbird" in capsys.readouterr().err
+
+
+def test_list_laws_is_a_row_a_form_with_the_reasons_below(capsys):
+    assert main(["list", "--laws"]) == 0
+    out = capsys.readouterr().out
+    cells = [line.split() for line in out.splitlines()]
+    assert ["latte", "causal", *["yes"] * 14] in cells
+    assert ["latte", "bidirectional", "yes", "yes", "-", "-", "-", "yes", "yes", "yes", "-", *["yes"] * 5] in cells
+    assert ["shifted", "wrap=True", "yes", "yes", "-", "-", "-", "yes", "-", "-", "-", *["yes"] * 5] in cells
+    assert "law 9: wrap=True leaks the last tokens" in out.replace("laws 3, 4, 5, 9", "law 9")
+    assert all(text in out for text in attention.LAWS.values())
+    assert all(f" {name} " in out for name in [*attention.names(), *STACKS])

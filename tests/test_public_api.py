@@ -40,7 +40,7 @@ METHODS = {
 
 CHOSEN = {"subquad.testing": ("AttentionContract", "assert_exact", "assert_in_budget", "assert_same_maths")}
 """Of these packages only some names are promised."""
-FOREIGN = ("subquad.hf.SubquadConfig",)
+FOREIGN = ("subquad.hf.SubquadClassifierConfig", "subquad.hf.SubquadConfig")
 """Constructors whose parameters are also another library's."""
 
 

@@ -121,12 +121,7 @@ def evaluate(
     latents = model.latents if isinstance(model, PerceiverAR) else None
     if stride is None:
         stride = length if latents is None else min(length, latents)
-    _check(len(tokens), length, stride, windows, batch_size)
-    if latents is not None and stride > latents:
-        raise ValueError(
-            f"stride must be at most the model's latents ({latents}), since only they predict, got {stride}: "
-            "tokens between them would be left out"
-        )
+    _check(len(tokens), length, stride, windows, batch_size, latents)
     chosen = plan(len(tokens), length, stride, latents)[:windows]
     used = chosen[-1].stop + 1
     if used < len(tokens):
@@ -169,13 +164,18 @@ def evaluate(
     )
 
 
-def _check(tokens: int, length: int, stride: int, windows: int | None, batch_size: int) -> None:
+def _check(tokens: int, length: int, stride: int, windows: int | None, batch_size: int, latents: int | None) -> None:
     if tokens < 2:
         raise ValueError(f"evaluation needs at least 2 tokens (the first is context only), got {tokens}")
     if length < 1:
         raise ValueError(f"length must be at least 1, got {length}")
     if not 1 <= stride <= length:
         raise ValueError(f"stride must be between 1 and length ({length}), so that no token is left out, got {stride}")
+    if latents is not None and stride > latents:
+        raise ValueError(
+            f"stride must be at most the model's latents ({latents}), since only they predict, got {stride}: "
+            "tokens between them would be left out"
+        )
     if windows is not None and windows < 1:
         raise ValueError(f"windows must be at least 1, got {windows}")
     if batch_size < 1:

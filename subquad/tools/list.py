@@ -93,4 +93,4 @@ def _print_table(headers: Sequence[str], rows: Iterable[Sequence[str]]) -> None:
 
 def _console() -> Console:
     """As wide as the terminal; without one (a pipe, a file) wide enough for a row a line."""
-    return Console() if sys.stdout.isatty() else Console(width=200)
+    return Console() if sys.stdout.isatty() else Console(width=400)
