@@ -101,6 +101,12 @@ class Attention(nn.Module):
         file = cls.__module__.rpartition(".")[2]
         if cls.name != file:
             raise TypeError(f"{cls.__name__}.name is {cls.name!r} but its file is {file}.py; use one name for both")
+        there = Attention.registry.get(cls.name)
+        if there is not None and there.__module__ != cls.__module__:
+            raise TypeError(
+                f"attention {cls.name!r} is already {there.__module__}.{there.__name__}; "
+                f"give {cls.__module__}.{cls.__name__} another name"
+            )
         Attention.registry[cls.name] = cls
 
     def __init__(self, config: Config) -> None:

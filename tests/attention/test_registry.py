@@ -204,3 +204,11 @@ def test_a_name_that_is_not_the_files_is_refused():
             name = "odd"
 
     assert Attention.registry == before
+
+
+def test_a_name_that_is_taken_is_refused(monkeypatch):
+    before = dict(Attention.registry)
+    match = r"attention 'linear' is already subquad\.attention\.linear\.Linear; give mine\.linear\.Mine another name"
+    with pytest.raises(TypeError, match=match):
+        type("Mine", (Attention,), {"name": "linear", "__module__": "mine.linear"})
+    assert Attention.registry == before
