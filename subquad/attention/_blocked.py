@@ -230,9 +230,10 @@ def first_slots(new_BGTK: Tensor, old_BGNK: Tensor | None, seen: int | Tensor, c
         return new_BGTK.new_zeros(B, G, count, K) if old_BGNK is None else old_BGNK
     if old_BGNK is None:
         return new_BGTK[:, :, torch.arange(count, device=new_BGTK.device).clamp(max=T - 1)]
-    seen_B1 = torch.as_tensor(seen, device=new_BGTK.device).expand(B)[:, None]
     place_N = torch.arange(count, device=new_BGTK.device)
+    both_BGSK = torch.cat([old_BGNK.to(new_BGTK.dtype), new_BGTK], 2)
+    if isinstance(seen, int):
+        return both_BGSK[:, :, torch.where(place_N < seen, place_N, count + (place_N - seen).clamp(0, T - 1))]
+    seen_B1 = seen.to(new_BGTK.device)[:, None]
     place_BN = torch.where(place_N < seen_B1, place_N, count + (place_N - seen_B1).clamp(0, T - 1))
-    return torch.cat([old_BGNK.to(new_BGTK.dtype), new_BGTK], 2).gather(
-        2, place_BN[:, None, :, None].expand(B, G, count, K)
-    )
+    return both_BGSK.gather(2, place_BN[:, None, :, None].expand(B, G, count, K))

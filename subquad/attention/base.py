@@ -37,7 +37,7 @@ class Cost:
     """Floating-point operations of both, backward."""
     parameters: int
     activation_bytes: int
-    """Bytes that autograd keeps from forward to backward, in float32, parameters left out."""
+    """Bytes that autograd keeps from forward to backward in training on a CPU, in float32, parameters left out."""
     state_bytes: int
     """Bytes kept for the next token after `tokens` tokens, in float32; 0 where there is no next token."""
 
@@ -62,7 +62,7 @@ class Attention(nn.Module):
     """What the option `causal` may ask for."""
     rotates: ClassVar[bool] = False
     """Whether queries and keys can carry rotary positions (the option `rope`)."""
-    lawless: ClassVar[dict[str, Any]] = {}
+    exempting: ClassVar[dict[str, Any]] = {}
     """Options of a form that breaks laws which the default keeps (`exemptions` says which, and why)."""
     hands_memory: ClassVar[bool] = False
     """Whether a layer hands a memory to the next one (`mix_with_memory`)."""
@@ -218,7 +218,10 @@ class Attention(nn.Module):
         return 5 * self.mixing_flops(tokens) // 2
 
     def activation_bytes(self, tokens: int) -> int:
-        """Bytes that autograd keeps for one sequence, in float32, counted in a run without data."""
+        """Bytes that autograd keeps for one sequence in training, in float32, counted in a run without data.
+
+        On a CPU: a GPU also keeps the weights of every tile of a masked pattern.
+        """
         return activation_bytes(self, lambda: torch.empty(1, tokens, self.config.dim, requires_grad=True))
 
     def cost(self, tokens: int) -> Cost:

@@ -7,7 +7,8 @@ blocks are those of its appendix D).
 Bidirectional, the window has `back` blocks on both sides, and queries of the global blocks see everything. Causal (not
 in the paper), all of these lie at or before the query. A random block is drawn for each block of queries by a hash of
 `seed`: the candidates are cut into `num_random` equal strata and one is drawn from each, so no block is drawn twice,
-and causal draws do not depend on how long the sequence is.
+and causal draws do not depend on how long the sequence is. Bidirectional ones do: rows of different lengths are
+attended one by one, which torch.compile cannot trace (a mask breaks the graph there).
 """
 
 from __future__ import annotations
@@ -23,6 +24,7 @@ from torch.nn import functional as F
 from subquad.attention._blocked import BlockedAttention
 from subquad.layers.positions import positions
 from subquad.ops import merge_attention
+from subquad.ops._torch.tiles import first_entries
 from subquad.ops.attend import softmax_weights
 from subquad.ops.patterns import Blocks, Full, Globals, Pattern, Random, Segments, Sinks
 
@@ -55,6 +57,8 @@ class Bigbird(BlockedAttention):
             super().__post_init__()
             if self.block < 1:
                 raise ValueError(f"block must be at least 1, got {self.block}")
+            if self.seed >= 2**32:
+                raise ValueError(f"seed must be below 2**32, got {self.seed}")
             for name in ("back", "num_global", "num_random", "seed"):
                 if getattr(self, name) < 0:
                     raise ValueError(f"{name} must be at least 0, got {getattr(self, name)}")
@@ -102,7 +106,7 @@ class Bigbird(BlockedAttention):
             for b, n in enumerate(lengths_B.tolist()):
                 q, k, v = (x[b : b + 1, :, :n] for x in (q_BHTK, k_BGSK, v_BGSK))
                 rows.append(F.pad(self.attend_slots(q, k, v, patterns, 0, 0, None), (0, 0, 0, T - n)))
-            return torch.cat(rows)
+            return torch.cat(rows) if rows else q_BHTK
         where: dict[str, Any] = {"q_start": q_start, "k_start": k_start, "lengths": lengths_B}
         parts = [self.attend_to(q_BHTK, k_BGSK, v_BGSK, pattern, **where) for pattern in self.union(T)]
         y_BHTK, _ = merge_attention(*zip(*parts, strict=True))
@@ -123,6 +127,19 @@ class Bigbird(BlockedAttention):
         return torch.where(is_global_T1, softmax_weights(q_BHTK, k_BGSK, Full()), w_BHTS)
 
     def count(self, entries: Callable[[Pattern, int], int], tokens: int) -> int:
-        """Entries of all blocks and of the global rows."""
-        rows = 0 if self.causal else min(tokens, self.config.num_global * self.config.block) * tokens
-        return self.config.num_heads * (sum(entries(pattern, tokens) for pattern in self.union(tokens)) + rows)
+        """Entries of all blocks."""
+        return self.config.num_heads * sum(entries(pattern, tokens) for pattern in self.union(tokens))
+
+    def score_entries(self, tokens: int) -> int:
+        """Entries of all tiles; those of global rows are computed anew."""
+        return super().score_entries(tokens) + self.config.num_heads * self.global_rows(tokens) * tokens
+
+    def unmasked_entries(self, tokens: int) -> int:
+        """Entries of all blocks, where global rows see everything."""
+        rows = self.global_rows(tokens)
+        more = rows * tokens - sum(first_entries(pattern, rows, tokens) for pattern in self.union(tokens))
+        return super().unmasked_entries(tokens) + self.config.num_heads * more
+
+    def global_rows(self, tokens: int) -> int:
+        """Queries that see everything."""
+        return 0 if self.causal else min(tokens, self.config.num_global * self.config.block)

@@ -20,6 +20,7 @@ from torch import Tensor, nn
 from subquad.attention._blocked import BlockedAttention, first_slots
 from subquad.layers.positions import positions
 from subquad.ops import merge_attention
+from subquad.ops._torch.tiles import first_entries
 from subquad.ops.attend import softmax_weights
 from subquad.ops.patterns import Band, Full, Globals, Pattern, Segments, Sinks, Window
 from subquad.state import State, advance
@@ -133,6 +134,12 @@ class Longformer(BlockedAttention):
         first = min(tokens, self.config.num_global)
         rows = entries(self.global_patterns[0], first) if self.causal else first * tokens
         return super().count(entries, tokens) + self.config.num_heads * (entries(self.far, tokens) + rows)
+
+    def unmasked_entries(self, tokens: int) -> int:
+        """The same, where the global rows take the place of others."""
+        first = min(tokens, self.config.num_global)
+        replaced = sum(first_entries(pattern, first, tokens) for pattern in (*self.patterns, self.far))
+        return super().unmasked_entries(tokens) - self.config.num_heads * replaced
 
     def projected_tokens(self, projection: str, tokens: int) -> int:
         """Global projections see the global tokens; bidirectional, their keys and values see all."""

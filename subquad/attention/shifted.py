@@ -30,7 +30,7 @@ class Shifted(BlockedAttention):
     name = "shifted"
     summary = "its group; half of the heads have moved groups"
     paper = "Chen et al. 2023, arXiv:2309.12307"
-    lawless = {"wrap": True}  # noqa: RUF012 (read only)
+    exempting = {"wrap": True}  # noqa: RUF012 (read only)
 
     @dataclass(frozen=True, kw_only=True)
     class Config(BlockedAttention.Config):

@@ -36,6 +36,7 @@ def block_attention(
     scale: float | None = None,
     dropout_p: float = 0.0,
     return_lse: bool = False,
+    chunk_size: tuple[int, int] | None = None,
     backend: str | None = None,
 ) -> Tensor | tuple[Tensor, Tensor]:
     """`o_t = sum_s softmax_s(scale q_t . k_s) v_s` over the keys s that `pattern` allows to query t.
@@ -58,14 +59,18 @@ def block_attention(
         scale: 1 / sqrt(K) by default.
         dropout_p: dropout on the weights.
         return_lse: also return `[B, H, T]`, the logsumexp of each query's scores (differentiable; -inf without keys).
-        backend: `reference` (dense, the definition), `torch` (tiles, linear memory), `sequential` (chunks of queries
-            and keys one after another, in the memory of one tile of scores), or None: `torch`.
+        chunk_size: queries and keys of a step of the backend `sequential` (1024 and 4096 by default); changes the order
+            of sums only.
+        backend: `reference` (dense, the definition), `torch` (tiles; linear memory, but for dropout on patterns without
+            bound), `sequential` (chunks of queries and keys one after another, in the memory of one tile of scores), or
+            None: `torch`.
 
     Returns `[B, H, T, V]` in the dtype of the values; scores are computed in float32 or wider. A query that sees no key
     gives zeros. Raises `ValueError` and `TypeError` for shapes and options that do not fit.
     """
     _check(q_BHTK, k_BHSK, v_BHSV, pattern, dropout_p)
     name = choose("block_attention", backend, ("reference", "torch", "sequential"), "torch")
+    chunks = _chunks(chunk_size, name)
     B, H, T, K = q_BHTK.shape
     S, dtype = k_BHSK.shape[2], v_BHSV.dtype
     moved = None
@@ -93,7 +98,7 @@ def block_attention(
     elif name == "reference":
         out, lse = reference.attend(q, k, v, _allowed(pattern, slots, T, S, q.device), scale, dropout_p)
     elif name == "sequential":
-        out, lse = sequential.attend(q, k, v, pattern, slots, scale, dropout_p)
+        out, lse = sequential.attend(q, k, v, pattern, slots, scale, dropout_p, chunks)
     else:
         out, lse = attend(q, k, v, pattern, slots, scale, dropout_p)
     if real_BT is not None:
@@ -119,9 +124,11 @@ def merge_attention(outs: Sequence[Tensor], lses: Sequence[Tensor], /) -> tuple[
         raise ValueError(f"merge_attention needs one lse for each of one or more outs, got {len(lses)} and {len(outs)}")
     lse_NBHT = torch.stack(list(lses))
     # A finite floor gives a query that sees no key at all the mean of zeros, with gradients of zero.
-    shares_NBHT = lse_NBHT.masked_fill(torch.isneginf(lse_NBHT), torch.finfo(lse_NBHT.dtype).min).softmax(0)
+    empty_NBHT = torch.isneginf(lse_NBHT)
+    lse_NBHT = lse_NBHT.masked_fill(empty_NBHT, torch.finfo(lse_NBHT.dtype).min)
+    shares_NBHT = lse_NBHT.softmax(0)
     out_BHTV = torch.stack([out * share[..., None] for out, share in zip(outs, shares_NBHT, strict=True)]).sum(0)
-    return out_BHTV.to(outs[0].dtype), lse_NBHT.logsumexp(0)
+    return out_BHTV.to(outs[0].dtype), lse_NBHT.logsumexp(0).masked_fill(empty_NBHT.all(0), -torch.inf)
 
 
 def softmax_weights(q_BHTK: Tensor, k_BHSK: Tensor, /, *patterns: Pattern, scale: float | None = None) -> Tensor:
@@ -134,6 +141,16 @@ def softmax_weights(q_BHTK: Tensor, k_BHSK: Tensor, /, *patterns: Pattern, scale
     k_BHSK = _share_heads(k_BHSK, q_BHTK.shape[1])
     scale = 1 / math.sqrt(q_BHTK.shape[-1]) if scale is None else scale
     return reference.softmax_weights(q_BHTK, k_BHSK, torch.stack(each).any(0), scale)[0]
+
+
+def _chunks(chunk_size: tuple[int, int] | None, backend: str) -> tuple[int, int]:
+    if chunk_size is None:
+        return sequential.QUERY_CHUNK, sequential.KEY_CHUNK
+    if backend != "sequential":
+        raise ValueError(f"chunk_size is for the backend 'sequential', got chunk_size={chunk_size} for {backend!r}")
+    if len(chunk_size) != 2 or min(chunk_size) < 1:
+        raise ValueError(f"chunk_size must be two numbers of at least 1 (queries, keys), got {chunk_size}")
+    return chunk_size
 
 
 def _check(q: Tensor, k: Tensor, v: Tensor, pattern: Pattern, dropout_p: float) -> None:

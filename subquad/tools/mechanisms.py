@@ -68,8 +68,8 @@ def law_rows() -> tuple[list[tuple[str, ...]], list[str]]:
     for name in names():
         cls = mechanism(name)
         cases: list[tuple[str, dict[str, Any]]] = [(which, {"causal": which == "causal"}) for which in cls.forms]
-        if cls.lawless:
-            cases.append((", ".join(f"{key}={value}" for key, value in cls.lawless.items()), cls.lawless))
+        if cls.exempting:
+            cases.append((", ".join(f"{key}={value}" for key, value in cls.exempting.items()), cls.exempting))
         for which, chosen in cases:
             with torch.device("meta"):
                 exempt = build(name, **STATE_OF, **chosen).exemptions()

@@ -106,6 +106,7 @@ OPTIONS = {
     "longformer width": ("longformer", {"width": 0}, "width must be at least 1, got 0"),
     "no global": ("longformer", {"num_global": 0}, r"num_global must be at least 1 \(else use window\), got 0"),
     "block": ("bigbird", {"block": 0}, "block must be at least 1, got 0"),
+    "seed": ("bigbird", {"seed": 2**32}, r"seed must be below 2\*\*32, got 4294967296"),
     "random": ("bigbird", {"num_random": -1}, "num_random must be at least 0, got -1"),
     "macchiato width": ("latte_macchiato", {"width": 0}, "width must be at least 1, got 0"),
     "macchiato latents": (

@@ -1,6 +1,7 @@
 """Mechanisms as ordinary modules: they copy, pickle, halve, and run on the meta device."""
 
 import copy
+import functools
 import pickle
 
 import pytest
@@ -8,7 +9,8 @@ import torch
 
 from subquad.attention import build, mechanism, names
 from subquad.ops import gated_scan
-from subquad.testing import assert_exact, assert_same_maths
+from subquad.testing import assert_exact, assert_same_maths, largest_allocation
+from subquad.testing.tools import LINEAR_GROWTH
 
 
 @pytest.mark.parametrize("name", names())
@@ -54,3 +56,29 @@ def test_a_decay_of_minus_infinity_forgets_all(decays):
     fresh = gated_scan(q[:, :, 11:], i[:, :, 11:], v[:, :, 11:], None)
     assert_same_maths(out[:, :, 11:], fresh.out, "outputs")
     assert_same_maths(state, fresh.state, "state")
+
+
+@pytest.mark.parametrize("name", ["longformer", "bigbird"])
+def test_after_padding_memory_grows_as_the_tokens(name):
+    """Keys at fixed places are found by each row's own positions, not by reading all keys."""
+    layer, x = build(name, dim=8, num_heads=2), torch.randn(2, 4096, 8)
+    mask, sizes = torch.ones(2, 64, dtype=torch.bool), []
+    mask[0, :5] = False
+    with torch.no_grad():
+        state = layer(x[:, :64], mask=mask)[1]
+        for tokens in (2048, 4096):
+            sizes.append(largest_allocation(functools.partial(layer, x[:, :tokens], state)))
+    assert sizes[1] < LINEAR_GROWTH * sizes[0], sizes
+
+
+def test_decoding_compiles_once_for_many_lengths():
+    layer, x = build("longformer", dim=8, num_heads=2, width=4, num_global=2), torch.randn(1, 40, 8)
+    torch._dynamo.reset()
+    step = torch.compile(lambda x, state: layer(x, state), fullgraph=True, backend="eager", dynamic=True)
+    outputs = []
+    with torch.no_grad(), torch._dynamo.config.patch(recompile_limit=4):
+        state = layer(x[:, :10])[1]
+        for t in range(10, 40):
+            y, state = step(x[:, t : t + 1], state)
+            outputs.append(y)
+    assert torch.cat(outputs, 1).isfinite().all()

@@ -1,5 +1,8 @@
 """Softmax over a union of disjoint sets of keys, and queries that are not among the keys."""
 
+import functools
+import math
+
 import pytest
 import torch
 from hypothesis import given, settings
@@ -8,7 +11,8 @@ from hypothesis import strategies as st
 from subquad.ops import block_attention, merge_attention
 from subquad.ops.attend import softmax_weights
 from subquad.ops.patterns import Band, Blocks, Causal, DilatedBand, Full, Globals, Segments, Sinks, Window
-from subquad.testing import assert_same_maths
+from subquad.testing import assert_same_maths, largest_allocation
+from subquad.testing.tools import LINEAR_GROWTH
 
 B, H, K = 2, 2, 6
 UNIONS = {
@@ -51,6 +55,24 @@ def test_queries_without_any_key_give_zeros_and_no_gradient(random, differentiat
     assert_same_maths(out[:, :, :6], torch.zeros_like(out[:, :, :6]))
     assert all(gradient.isfinite().all() for gradient in gradients)
     assert_same_maths(gradients[0][:, :, :6], torch.zeros_like(gradients[0][:, :, :6]))
+
+
+def test_the_normaliser_of_a_query_without_keys_has_a_gradient_of_zero():
+    lses = [torch.tensor([[[-torch.inf, 0.5]]], dtype=torch.float64, requires_grad=True) for _ in range(2)]
+    outs = [torch.zeros(1, 1, 2, 3, dtype=torch.float64) for _ in range(2)]
+    _, lse = merge_attention(outs, lses)
+    assert_same_maths(lse, torch.tensor([[[-torch.inf, 0.5 + math.log(2)]]], dtype=torch.float64))
+    for gradient in torch.autograd.grad(lse[lse.isfinite()].sum(), lses):
+        assert_same_maths(gradient, torch.tensor([[[0.0, 0.5]]], dtype=torch.float64))
+
+
+def test_full_attention_to_a_length_needs_no_square_mask():
+    largest = []
+    for tokens in (1024, 2048):
+        q, k, v = (torch.randn(1, 1, tokens, 8) for _ in range(3))
+        attend = functools.partial(block_attention, q, k, v, Full(), lengths=torch.tensor([tokens - 3]))
+        largest.append(largest_allocation(attend))
+    assert largest[1] < LINEAR_GROWTH * largest[0], largest
 
 
 def test_outputs_and_normalisers_come_in_pairs():
@@ -111,3 +133,27 @@ def test_what_does_not_go_with_key_lengths_is_refused(case):
 def test_a_causal_pattern_takes_no_key_lengths():
     with pytest.raises(ValueError, match=r"a pattern that is not causal .* got Causal\(\)"):
         block_attention(X, X, X, Causal(), key_lengths=LENGTHS)
+
+
+SEQUENTIAL = {
+    "another backend": ({"chunk_size": (4, 4), "backend": "torch"}, r"chunk_size is for the backend 'sequential', got"),
+    "the default backend": ({"chunk_size": (4, 4)}, r"got chunk_size=\(4, 4\) for 'torch'"),
+    "nothing": ({"chunk_size": (4, 0), "backend": "sequential"}, r"two numbers of at least 1 .*, got \(4, 0\)"),
+    "three": ({"chunk_size": (4, 4, 4), "backend": "sequential"}, r"chunk_size must be two numbers"),
+}
+
+
+@pytest.mark.parametrize("case", SEQUENTIAL)
+def test_chunks_are_two_numbers_for_the_sequential_backend(case):
+    options, match = SEQUENTIAL[case]
+    with pytest.raises(ValueError, match=match):
+        block_attention(X, X, X, Causal(), **options)
+
+
+@settings(max_examples=20)
+@given(queries=st.integers(1, 40), keys=st.integers(1, 40))
+def test_any_chunks_give_the_same(queries, keys):
+    generator = torch.Generator().manual_seed(0)
+    q, k, v = (torch.randn(B, H, 33, K, dtype=torch.float64, generator=generator) for _ in range(3))
+    chunked = block_attention(q, k, v, Window(width=7), chunk_size=(queries, keys), backend="sequential")
+    assert_same_maths(chunked, block_attention(q, k, v, Window(width=7)), f"{queries} x {keys}")

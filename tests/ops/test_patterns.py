@@ -323,6 +323,36 @@ def test_random_blocks_of_a_long_sequence_are_gathered_into_one_group():
     assert [g.count for g in groups if g.kind == "full"] == [97]
 
 
+def test_draws_are_random():
+    def draws(seed, index=0):
+        pattern = Random(size=1, index=index, of=2, skip=0, back=0, blocks=201, seed=seed)
+        return pattern.chosen(torch.arange(101, 201))
+
+    for other in (draws(1), draws(2), draws(0, 1) - 50):
+        assert len((draws(0) - other).unique()) > 20, "other seeds and numbers are not shifts of these"
+    steps = draws(0).diff()
+    assert len(steps.unique()) > 40, "a draw is no step from the one before"
+    assert len(draws(0).unique()) > 25
+
+
+@settings(max_examples=50)
+@given(data=DATA, block=st.integers(0, 60))
+def test_draws_in_whole_numbers_are_those_in_tensors(data, block):
+    pattern = data.draw(KINDS["random"])
+    assert pattern.chosen_by(block) == int(pattern.chosen(torch.tensor([block])))
+
+
+def test_a_random_pattern_is_causal_without_a_number_of_blocks():
+    shape = {"size": 2, "index": 0, "of": 1, "skip": 0, "back": 0}
+    assert Random(**shape).causal
+    assert not Random(**shape, blocks=9).causal
+
+
+def test_tiles_near_the_first_blocks_are_few():
+    for pattern in (Sinks(count=1, back=4095), Globals(count=1, back=2048, ahead_blocks=2047)):
+        assert len(static_groups(pattern, 0, 8192, 0, 8192)) < 40
+
+
 def test_other_seeds_draw_other_blocks():
     tables = [table(Random(size=1, index=0, of=1, skip=0, back=0, seed=seed), 0, 60, 0, 60) for seed in (0, 1)]
     assert not torch.equal(*tables)

@@ -33,6 +33,7 @@ def attend(
     slots: tuple[int, int, Tensor | None, Tensor | None, Tensor | None, Tensor | None, Tensor | None],
     scale: float,
     dropout_p: float,
+    chunks: tuple[int, int],
 ) -> tuple[Tensor, Tensor]:
     """Outputs `[B, H, T, V]` and logsumexp `[B, H, T]`; keys and values have as many heads as queries.
 
@@ -43,7 +44,7 @@ def attend(
     seed = torch.randint(1 << 62, (), device=q_BHTK.device) if dropout_p else None
     q_start, k_start, *rows = slots
     out_BHTV, lse_BHT, _, _ = block_attention_sequential(
-        q_BHTK, k_BHSK, v_BHSV, pattern.key(), q_start, k_start, scale, *rows, seed, dropout_p, QUERY_CHUNK, KEY_CHUNK
+        q_BHTK, k_BHSK, v_BHSV, pattern.key(), q_start, k_start, scale, *rows, seed, dropout_p, *chunks
     )
     return out_BHTV, lse_BHT
 

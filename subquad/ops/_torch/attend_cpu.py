@@ -6,6 +6,7 @@ Shape letters: B batch, H heads, T queries, S keys, K channels; a group has N ti
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import replace
 
 import torch
 from torch import Tensor
@@ -55,7 +56,13 @@ def block_attention_cpu(
             lse.fill_(-torch.inf)
             continue
         o, row_lse = _forward(
-            q, call.keys(k_BHSK), call.keys(v_BHSK), 0.0, call.group.kind == "causal", attn_mask=call.bias, scale=scale
+            q,
+            call.keys(k_BHSK),
+            call.keys(v_BHSK),
+            0.0,
+            call.group.kind == "causal",
+            attn_mask=call.mask(),
+            scale=scale,
         )
         out.copy_(o)
         lse.copy_(row_lse)
@@ -117,7 +124,7 @@ def block_attention_cpu_backward(
             call.queries(lse_BHT[..., None]).squeeze(-1),
             0.0,
             call.group.kind == "causal",
-            attn_mask=call.bias,
+            attn_mask=call.mask(),
             scale=scale,
         )
         call.queries(dq).copy_(gradients[0])
@@ -142,6 +149,10 @@ class _Call:
 
     def __init__(self, group: Group, row: int | None, bias: Tensor | None) -> None:
         self.group, self.row, self.bias = group, row, bias
+
+    def mask(self) -> Tensor | None:
+        """The additive mask `[., ., C, W]`."""
+        return None if self.bias is None else self.bias.expand(*self.bias.shape[:-2], self.group.rows, -1)
 
     def queries(self, x_BHTK: Tensor) -> Tensor:
         """A view `[., ., C, K]` of the queries' tiles."""
@@ -206,11 +217,29 @@ def _calls(
                     bias = _bias_to(own, shape, group, q_start, k_start, q_BHTK)
                 yield _Call(group, row, bias)
         return
+    if shape.anchored and q_doc is None:
+        yield from _row_calls(shape, T, q_pos, k_pos, q_BHTK)
+        return
     for group in ragged_groups(shape, T, S):
         for row in [None] if group.count == 1 else range(B):
             rows = slice(None) if row is None else slice(row, row + 1)
             docs = None if q_doc is None or k_doc is None else (q_doc[rows], k_doc[rows])
             yield _Call(group, row, _ragged_bias(shape, group, q_pos[rows], k_pos[rows], docs, q_BHTK))
+
+
+def _row_calls(shape: Pattern, T: int, q_pos_BT: Tensor, k_pos_BS: Tensor, like: Tensor) -> Iterator[_Call]:
+    """Keys at fixed places: each row is cut by its own positions, of which the real ones are without gaps."""
+    for row, (q_real, k_real) in enumerate(zip(q_pos_BT >= 0, k_pos_BS >= 0, strict=True)):
+        queries, keys = int(q_real.sum()), int(k_real.sum())
+        first_q, first_k = (int(real.int().argmax()) for real in (q_real, k_real))
+        q_start, k_start = int(q_pos_BT[row, first_q]), int(k_pos_BS[row, first_k])
+        for start, stop in ((0, first_q), (first_q + queries, T)):
+            if start < stop:
+                yield _Call(Group(start, stop - start, 1, 0, 0, "empty"), row, None)
+        for group in static_groups(shape, q_start, queries, k_start, keys):
+            places = tuple(place + first_k for place in group.places)
+            moved = replace(group, q=group.q + first_q, k=group.k + first_k, places=places)
+            yield _Call(moved, row, _static_bias(shape, group, q_start, k_start, like))
 
 
 def _static_bias(pattern: Pattern, group: Group, q_start: int, k_start: int, like: Tensor) -> Tensor | None:
@@ -224,9 +253,10 @@ def _static_bias(pattern: Pattern, group: Group, q_start: int, k_start: int, lik
 def _bias_to(lengths_B: Tensor, pattern: Pattern, group: Group, q_start: int, k_start: int, like: Tensor) -> Tensor:
     """`[B, 1, C, W]` for one tile a row, `[1, N, C, W]` for the folded tiles of one row: keys within the lengths."""
     q_slot, k_slot = group.query_slots(), group.key_slots()
-    allowed_NCW = pattern.allowed((q_slot + q_start)[..., None], (k_slot + k_start)[:, None])
-    real_BNW = k_slot < lengths_B[:, None, None]
-    return _bias(allowed_NCW & real_BNW[:, :, None], like)
+    real_BN1W = (k_slot < lengths_B[:, None, None])[:, :, None]
+    if group.kind == "full":
+        return _bias(real_BN1W, like)  # one row for all queries
+    return _bias(pattern.allowed((q_slot + q_start)[..., None], (k_slot + k_start)[:, None]) & real_BN1W, like)
 
 
 def _ragged_bias(

@@ -72,7 +72,7 @@ def slabs(tokens: int, chunk: int, width: int) -> list[Slab]:
     """Slabs of about `SLAB_ENTRIES` entries, at most `SLAB_CHUNKS` chunks; the last tokens make a smaller one."""
     size = power_of_two(chunk)
     whole = tokens // size
-    together = max(1, min(SLAB_CHUNKS, SLAB_ENTRIES // (size * width)))
+    together = max(1, min(SLAB_CHUNKS, SLAB_ENTRIES // max(1, size * width)))  # an empty batch has no width
     out = [
         Slab(first * size, min(first + together, whole) * size, min(together, whole - first), size)
         for first in range(0, whole, together)

@@ -74,6 +74,8 @@ def _range(pattern: Pattern, start: int, stop: int, k_start: int, keys: int) -> 
 @lru_cache(maxsize=512)
 def unmasked_entries(pattern: Pattern, tokens: int) -> int:
     """Pairs of a query and a key that the pattern allows, in a sequence of `tokens` tokens."""
+    if tokens == 0:
+        return 0
     if pattern.sees_all(0, tokens, 0, tokens):
         return tokens * tokens
     if pattern.is_triangle(0, tokens):
@@ -81,9 +83,14 @@ def unmasked_entries(pattern: Pattern, tokens: int) -> int:
     if pattern.folded:
         residues, inner = pattern.folded
         return sum(unmasked_entries(inner, -(-(tokens - r) // residues)) for r in range(min(residues, tokens)))
+    return first_entries(pattern, tokens, tokens)
+
+
+def first_entries(pattern: Pattern, queries: int, tokens: int) -> int:
+    """Those of the first `queries` queries."""
     total, slots = 0, torch.arange(tokens, device="cpu")
-    for start in range(0, tokens, MASKED_ROWS):
-        stop = min(start + MASKED_ROWS, tokens)
+    for start in range(0, queries, MASKED_ROWS):
+        stop = min(start + MASKED_ROWS, queries)
         lo, hi = _range(pattern, start, stop, 0, tokens)
         total += int(pattern.allowed(slots[start:stop, None], slots[lo:hi]).sum()) if hi > lo else 0
     return total

@@ -1,18 +1,27 @@
-"""Patterns of what is far: fixed keys for all, random blocks, residues and columns."""
+"""Patterns of what is far: fixed keys for all, residues and columns."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 from typing import ClassVar
 
-import torch
 from torch import Tensor
 
 from subquad.ops.patterns.base import Pattern, multiples
 from subquad.ops.patterns.local import Band, Window
 from subquad.ops.patterns.whole import Causal
 
-PRIME = 2**31 - 1
+NEAR_ROWS = 128
+"""Queries of a tile near the first blocks, where a mask is needed."""
+
+
+def _near_and_far(size: int, some_from: int, all_from: int, q_start: int, q_stop: int) -> list[int]:
+    """Cuts at `some_from` and `all_from`, and between them every so many blocks."""
+    starts = {q_start, *(cut for cut in (some_from, all_from) if q_start < cut < q_stop)}
+    first = max(q_start, some_from)
+    if first < min(q_stop, all_from):
+        starts |= set(multiples(size * -(-NEAR_ROWS // size), first, min(q_stop, all_from)))
+    return sorted(starts)
 
 
 @dataclass(frozen=True)
@@ -42,10 +51,10 @@ class Sinks(Pattern):
         return 0, max(0, min(self.count, (q_stop - 1) // self.size - self.back)) * self.size
 
     def tile_starts(self, q_start: int, q_stop: int) -> list[int]:
-        """Queries that see none or some, a block at a time, and those that see all."""
-        all_from = (self.count + self.back) * self.size
-        some = multiples(self.size, q_start, min(q_stop, all_from)) if q_start < all_from else []
-        return [*some, *([max(q_start, all_from)] if all_from < q_stop else [])]
+        """Queries that see none, those that see some, and those that see all."""
+        return _near_and_far(
+            self.size, (self.back + 1) * self.size, (self.count + self.back) * self.size, q_start, q_stop
+        )
 
     def sees_all(self, q_start: int, q_stop: int, k_start: int, k_stop: int) -> bool:
         """Keys of the first blocks that are far enough from the first query."""
@@ -78,72 +87,12 @@ class Globals(Pattern):
         return 0, self.count * self.size
 
     def tile_starts(self, q_start: int, q_stop: int) -> list[int]:
-        """Queries near the first blocks, a block at a time, and those that see all."""
-        all_from = (self.count + self.back) * self.size
-        some = multiples(self.size, q_start, min(q_stop, all_from)) if q_start < all_from else []
-        return [*some, *([max(q_start, all_from)] if all_from < q_stop else [])]
+        """Queries near the first blocks, and those that see all."""
+        return _near_and_far(self.size, 0, (self.count + self.back) * self.size, q_start, q_stop)
 
     def sees_all(self, q_start: int, q_stop: int, k_start: int, k_stop: int) -> bool:
         """Where the first query is far enough behind."""
         return k_stop <= min(self.count, max(0, q_start // self.size - self.back)) * self.size
-
-
-@dataclass(frozen=True)
-class Random(Pattern):
-    """One random block of `size` tokens for each block of queries: number `index` of `of` such patterns, all disjoint.
-
-    The candidates are all blocks but the first `skip` and those within `back` before and `ahead_blocks` after the
-    query's own; with `blocks=0` it is causal and they lie before. They are cut into `of` equal strata, and a hash of
-    `seed`, `index` and the query's block draws one block from each. With `blocks` the sequence has that many blocks.
-    """
-
-    causal: ClassVar[bool] = False  # with blocks > 0; `allowed` keeps the promise where blocks = 0
-    anchored: ClassVar[bool] = True
-    scattered: ClassVar[bool] = True
-    size: int
-    index: int
-    of: int
-    skip: int
-    back: int
-    ahead_blocks: int = 0
-    blocks: int = 0
-    seed: int = 0
-
-    def least(self, field: str) -> int:
-        """A block has a token, and there is at least one draw."""
-        return 1 if field in ("size", "of") else 0
-
-    def chosen(self, q_block: Tensor) -> Tensor:
-        """The drawn block of each block of queries; -1 where there is no candidate."""
-        before = (q_block - self.back - self.skip).clamp(min=0)
-        later = (q_block + self.ahead_blocks + 1).clamp(min=self.skip)
-        count = before + (self.blocks - later).clamp(min=0) if self.blocks else before
-        lo, hi = count * self.index // self.of, count * (self.index + 1) // self.of
-        drawn = (q_block * 2_654_435_761 + self.index * 40_503 + self.seed * 69_069 + 1) % PRIME
-        for _ in range(3):
-            drawn = (drawn * 48_271 + 11) % PRIME
-        place = lo + drawn % (hi - lo).clamp(min=1)
-        block = torch.where(place < before, self.skip + place, later + place - before)
-        return torch.where(hi > lo, block, -1)
-
-    def allowed(self, q_pos: Tensor, k_pos: Tensor) -> Tensor:
-        """The drawn block."""
-        return k_pos // self.size == self.chosen(q_pos // self.size)
-
-    def key_range(self, q_start: int, q_stop: int) -> tuple[int, int | None]:
-        """The drawn blocks of all queries, from the first to the last."""
-        blocks = self.chosen(torch.arange(q_start // self.size, (q_stop - 1) // self.size + 1, device="cpu"))
-        blocks = blocks[blocks >= 0]
-        return (int(blocks.min()) * self.size, (int(blocks.max()) + 1) * self.size) if blocks.numel() else (0, 0)
-
-    def tile_starts(self, q_start: int, q_stop: int) -> list[int]:
-        """One tile a block."""
-        return multiples(self.size, q_start, q_stop)
-
-    def sees_all(self, q_start: int, q_stop: int, k_start: int, k_stop: int) -> bool:
-        """A block of queries and the block that it drew."""
-        lo, hi = self.key_range(q_start, q_stop)
-        return q_start // self.size == (q_stop - 1) // self.size and hi is not None and lo <= k_start and k_stop <= hi
 
 
 @dataclass(frozen=True)
