@@ -29,6 +29,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from subquad.attention._activations import has_data
 from subquad.attention._scanned import (
     ScannedAttention,
     is_future,
@@ -96,7 +97,7 @@ class Elita(ScannedAttention):
     def mix(self, x_BTD: Tensor, state: State | None, lengths_B: Tensor | None) -> tuple[Tensor, State]:
         """The running softmax of one latent, and the gate."""
         tokens, seen = x_BTD.shape[1], seen_after(state, x_BTD.shape[1], lengths_B)
-        self.warn_beyond_horizon(seen)
+        self.warn_beyond_horizon(seen, x_BTD)
         key_BHT1, gate_BHT1 = self.logits(x_BTD, 0 if state is None else state.seen)
         v_BHTV = self.values(x_BTD)
         mu_BHTV, after, lse_BHT1 = running_softmax(
@@ -139,9 +140,9 @@ class Elita(ScannedAttention):
         p1_HT, p2_HT = self.positions_from(0, tokens)[:, 0].mT
         return p1_HT, p2_HT
 
-    def warn_beyond_horizon(self, seen: int | Tensor) -> None:
-        """Log once that positions are extrapolated (counts of rows are not fetched from an accelerator for it)."""
-        if self.warned or not self.config.positions or torch.compiler.is_compiling():
+    def warn_beyond_horizon(self, seen: int | Tensor, x_BTD: Tensor) -> None:
+        """Log once that positions are extrapolated, in real runs (and no counts leave an accelerator for it)."""
+        if self.warned or not self.config.positions or torch.compiler.is_compiling() or not has_data(x_BTD):
             return
         longest = seen if isinstance(seen, int) else int(seen.max()) if seen.device.type == "cpu" and len(seen) else 0
         if longest > self.config.horizon:

@@ -75,7 +75,8 @@ class Linear(ScannedAttention):
 
     def phi(self, project: nn.Linear, x_BTD: Tensor) -> Tensor:
         """Features `[B, H, T, K]`."""
-        # Contiguous, as the scan wants it: a map of strided heads would be copied after it anyway.
+        # Contiguous, as the scan wants it: a map of strided heads would be copied after it anyway. And the
+        # backward of F.elu and F.softplus on transposed heads fails under torch.compile's aot_eager in torch 2.13.
         return FEATURE_MAPS[self.config.feature_map](self.split(project(x_BTD)).contiguous())
 
     def dense_weights(self, x_BTD: Tensor) -> Tensor:

@@ -4,8 +4,10 @@
 
 so the weights are softmax(Q (E K)^T / sqrt(d)) F, whose rows need not sum to one. Every token is mixed into every
 projected key: there is no causal form. N is fixed when the layer is built; a shorter sequence uses the first columns of
-E and F, which count real tokens only. The paper shares E and F in several ways, `sharing`; over layers is not one of
-them here. (A later paper, arXiv:2412.06106, describes Linformer with projected queries: that is not this method.)
+E and F, which count real tokens only (yet the inputs may have no more than N slots, padding included: how many tokens
+are real is not known where a graph is compiled). The paper shares E and F in several ways, `sharing`; over layers is
+not one of them here. (A later paper, arXiv:2412.06106, describes Linformer with projected queries: that is not this
+method.)
 """
 
 from __future__ import annotations
@@ -37,7 +39,7 @@ class Linformer(ScannedAttention):
         causal: bool = False
         """Only False: every projected key holds all tokens."""
         max_tokens: int = 2048
-        """N, the longest sequence."""
+        """N, the longest sequence; slots of padding count."""
         projected: int = 128
         """K, projected keys and values."""
         sharing: Literal["none", "heads", "key_value"] = "heads"
@@ -75,8 +77,8 @@ class Linformer(ScannedAttention):
         """The columns of E and F for the first `tokens` tokens, `[H or 1, K, tokens]`."""
         if tokens > self.config.max_tokens:
             raise ValueError(
-                f"this linformer layer reads at most max_tokens={self.config.max_tokens} tokens, got {tokens}; "
-                "build it with a larger max_tokens"
+                f"this linformer layer reads at most max_tokens={self.config.max_tokens} tokens, got {tokens} "
+                "(slots of padding count); cut off padding that no row needs, or build it with a larger max_tokens"
             )
         values = self.project_keys if self.config.sharing == "key_value" else self.project_values
         return self.project_keys[..., :tokens], values[..., :tokens]

@@ -175,15 +175,14 @@ class Llp(BlockedAttention):
         return self.merge(y_BHTV)
 
     def score_entries(self, tokens: int) -> int:
-        """Entries of all tiles; the first block counts again where it attends in its own way."""
+        """Entries of all tiles; the first block's are computed twice where it attends in its own way."""
         again = min(tokens, self.half_segment) ** 2 if self.special_first_block else 0
         return super().score_entries(tokens) + self.config.num_heads * again
 
-    def unmasked_entries(self, tokens: int) -> int:
-        """Entries that the patterns allow; the first block's once more where it attends in its own way."""
-        c = min(tokens, self.half_segment)
-        again = c * (c + 1) // 2 if self.special_first_block else 0
-        return super().unmasked_entries(tokens) + self.config.num_heads * again
+    def state_bytes(self, tokens: int) -> int:
+        """Keys and values in reach; twice while the first block, which attends in its own way, is not complete."""
+        keeps_both = self.special_first_block and tokens < self.half_segment
+        return (2 if keeps_both else 1) * super().state_bytes(tokens)
 
     def projected_tokens(self, projection: str, tokens: int) -> int:
         """The first block's own projections see it alone."""

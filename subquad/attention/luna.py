@@ -238,7 +238,9 @@ class Luna(ScannedAttention):
     def activation_bytes(self, tokens: int) -> int:
         """A layer without a memory keeps what one with a memory does."""
         if self.memory is None:
-            return type(self)(self.config.replace(own_memory=True)).activation_bytes(tokens)
+            with torch.device("meta"):  # draws no numbers
+                with_memory = type(self)(self.config.replace(own_memory=True))
+            return with_memory.activation_bytes(tokens)
         return super().activation_bytes(tokens)
 
     def state_bytes(self, tokens: int) -> int:

@@ -52,8 +52,10 @@ def chunked_cross_entropy(
     `logits_of` takes `[n, D]` to `[n, V]`. Tokens go through it in chunks, so that of the widest tensor in it, `width`
     channels, at most `subquad.ops.loss.CHUNK_ENTRIES` entries are held (at least one token), and the backward pass
     computes each chunk again. Reductions and labels are those of `subquad.ops.loss.linear_cross_entropy`. Raises
-    `ValueError` for shapes or a reduction that do not fit.
+    `ValueError` for shapes, a width or a reduction that do not fit.
     """
+    if width < 1:
+        raise ValueError(f"width must be at least 1 (channels of the widest tensor in logits_of), got {width}")
     if h_ND.ndim != 2 or labels_N.shape != h_ND.shape[:1]:
         raise ValueError(f"h [N, D] and labels [N] must agree, got {tuple(h_ND.shape)} and {tuple(labels_N.shape)}")
     if reduction not in ("mean", "sum", "none"):

@@ -250,13 +250,8 @@ class _Loss(nn.Module):
 
 
 def _kept_in_training(decoder: Decoder, tokens: int) -> int:
-    """Bytes that autograd keeps of the loss of one sequence; the modes of the modules stay what they are."""
-    modes = [(module, module.training) for module in decoder.modules()]
-    try:
-        return activation_bytes(_Loss(decoder).train(), lambda: torch.zeros(1, tokens, dtype=torch.int64))
-    finally:
-        for module, training in modes:
-            module.training = training
+    """Bytes that autograd keeps of the loss of one sequence."""
+    return activation_bytes(_Loss(decoder), lambda: torch.zeros(1, tokens, dtype=torch.int64))
 
 
 def _linear_weights(module: nn.Module) -> int:

@@ -110,11 +110,12 @@ class AttentionContract(PaddingLaws):
 
     def test_law_07_any_number_of_tokens_works(self) -> None:
         layer = self.judged(7)
-        for tokens in (0, 1, 2, 17):
-            x = self.inputs(tokens)
+        for batch, tokens in ((2, 0), (2, 1), (2, 2), (2, 17), (0, 5)):
+            x = self.inputs(tokens, batch)
             actual = with_gradients(layer, lambda x: layer(x)[0], x)
+            assert actual["output"].shape == actual["gradient of x"].shape == x.shape
             for name, expected in with_gradients(layer, layer.definition, x).items():
-                assert_same_maths(actual[name], expected, f"{name} at T={tokens}")
+                assert_same_maths(actual[name], expected, f"{name} at B={batch}, T={tokens}")
 
     @settings(max_examples=12, suppress_health_check=INHERITED)
     @given(

@@ -78,6 +78,17 @@ def test_reading_past_the_horizon_warns_once(caplog):
     assert record.getMessage() == expected
 
 
+def test_the_cost_of_a_longer_sequence_is_no_reading_past_the_horizon(caplog):
+    layer = build("elita", **SIZES, horizon=32)
+    with caplog.at_level(logging.WARNING, "subquad"):
+        layer.cost(64)
+        build("elita", **SIZES, horizon=32).to("meta")(torch.zeros(1, 64, 16, device="meta"))
+        assert not caplog.records
+        for _ in range(2):
+            layer(torch.randn(1, 64, 16))
+    assert len(caplog.records) == 1
+
+
 def test_padding_does_not_count_towards_the_horizon(caplog):
     layer = build("elita", **SIZES, horizon=8)
     mask = torch.ones(2, 12, dtype=torch.bool)

@@ -17,10 +17,21 @@ class TestLinformer(AttentionContract):
 @pytest.mark.parametrize("call", ["forward", "weights"])
 def test_a_longer_sequence_than_it_was_built_for_is_refused(call):
     layer = build("linformer", **SIZES, max_tokens=10)
-    match = "this linformer layer reads at most max_tokens=10 tokens, got 11; build it with a larger max_tokens"
+    match = (
+        r"this linformer layer reads at most max_tokens=10 tokens, got 11 \(slots of padding count\); "
+        "cut off padding that no row needs, or build it with a larger max_tokens"
+    )
     getattr(layer, call)(torch.zeros(1, 10, 16))
     with pytest.raises(ValueError, match=match):
         getattr(layer, call)(torch.zeros(1, 11, 16))
+
+
+def test_slots_of_padding_count_towards_the_length_until_they_are_cut_off():
+    layer, x = build("linformer", **SIZES, max_tokens=10), torch.randn(2, 12, 16)
+    mask = torch.arange(12).expand(2, 12) < 7
+    with pytest.raises(ValueError, match=r"max_tokens=10 tokens, got 12 \(slots of padding count\)"):
+        layer(x, mask=mask)
+    assert layer(x[:, :7], mask=mask[:, :7])[0].shape == (2, 7, 16)
 
 
 @pytest.mark.parametrize(("sharing", "matrices"), [("none", 4), ("heads", 2), ("key_value", 1)])

@@ -44,15 +44,42 @@ def test_a_file_holds_one_mechanism_named_as_itself(name):
     assert mechanism(name).__name__ == "".join(part.title() for part in name.split("_"))
 
 
-@each
-def test_every_mechanism_has_a_contract_test(name):
+def contracts_of(name):
+    """The contract tests in the mechanism's test file."""
     path = TESTS / f"test_{name}.py"
     assert path.is_file(), f"write tests/attention/test_{name}.py: a subclass of AttentionContract"
     spec = importlib.util.spec_from_file_location(f"contract_of_{name}", path)
     module = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)
     tests = [c for c in vars(module).values() if inspect.isclass(c) and issubclass(c, AttentionContract)]
-    assert any(c.__name__.startswith("Test") and vars(c).get("name") == name for c in tests)
+    return [c for c in tests if c.__name__.startswith("Test") and vars(c).get("name") == name]
+
+
+@each
+def test_every_mechanism_has_a_contract_test(name):
+    assert contracts_of(name)
+
+
+# Scores make all weights of these; latte_macchiato adds those that go through its state.
+SCORED = [name for name in NAMES if issubclass(mechanism(name), BlockedAttention) and name != "latte_macchiato"]
+
+
+@pytest.mark.parametrize("name", SCORED)
+@pytest.mark.parametrize("tokens", [5, 37])
+def test_unmasked_entries_are_the_weights_that_are_not_fixed_at_zero(name, tokens):
+    for contract in (cls() for cls in contracts_of(name)):
+        layer = contract.make()
+        w_BHTS = layer.weights(contract.inputs(tokens, 1))
+        assert layer.unmasked_entries(tokens) == w_BHTS.count_nonzero(), contract.options
+        assert layer.unmasked_entries(tokens) <= layer.score_entries(tokens), contract.options
+
+
+@each
+def test_state_bytes_are_those_of_the_state_with_any_options(name):
+    for contract in (cls() for cls in contracts_of(name)):
+        layer = contract.make(torch.float32)
+        for tokens in (0, 3, 8, 20) if layer.causal else ():
+            assert layer.state_bytes(tokens) == layer(contract.inputs(tokens, 1, torch.float32))[1].nbytes, tokens
 
 
 def test_every_contract_test_is_of_a_mechanism():

@@ -116,3 +116,5 @@ def test_bad_input_is_named():
         chunked_cross_entropy(lambda h: h, h[None], labels[None], width=D)
     with pytest.raises(ValueError, match="unknown reduction 'avg'; valid: mean, none, sum"):
         chunked_cross_entropy(lambda h: h, h, labels, width=D, reduction="avg")
+    with pytest.raises(ValueError, match=r"width must be at least 1 \(channels of the widest tensor.*\), got 0"):
+        chunked_cross_entropy(lambda h: h, h, labels, width=0)

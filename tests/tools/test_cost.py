@@ -124,8 +124,10 @@ def test_the_activation_bytes_are_those_that_a_real_run_keeps(name, form):
 
 def test_counting_activations_computes_nothing():
     layer = attention.build("full", dim=32, num_heads=2)
+    without_memory = attention.build("luna", dim=32, num_heads=2, own_memory=False)
     before = torch.random.get_rng_state()
     assert layer.cost(2**22).activation_bytes > 2**22 * 32 * 4  # a score matrix of this length would not fit anywhere
+    assert without_memory.cost(8).activation_bytes > 0
     assert_exact(torch.random.get_rng_state(), before)
 
 
