@@ -80,4 +80,6 @@ def _run(command: str, arguments: list[str], debug: bool) -> int:
         if debug:
             traceback.print_exc()
         sys.stderr.write(f"error: {error}\n")
+        if isinstance(error, TypeError) and not debug:  # those of configurations end with status 2, in Parser.checking
+            sys.stderr.write("this may be a mistake in the program: --debug shows where\n")
         return 1

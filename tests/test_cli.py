@@ -20,6 +20,7 @@ from subquad.generation import Generation
 from subquad.models.stacks import STACKS
 from subquad.recipes import recipes
 from subquad.tools import train as train_command
+from subquad.tools.list import WIDTH
 from subquad.tools.train import read_config
 from subquad.training import TrainConfig
 
@@ -199,7 +200,7 @@ def test_an_abbreviation_is_not_guessed(capsys):
     ("model: {num_layer: 3}", "unknown option 'model.num_layer'; did you mean 'model.num_layers'? valid: model."),
     ("modle: {num_layers: 3}", "unknown option 'modle.num_layers'; did you mean 'model'? valid: batch, "),
     ("model: {num_layers: many}", "model.num_layers: Expected a int. Got value: many"),
-    ("model: {norm: rsm}", "model.norm: Expected a Literal['layer', 'rms']. Got value: rsm"),
+    ("model: {norm: rsm}", "model.norm must be layer or rms, got 'rsm'; did you mean 'rms'?"),
 ])  # fmt: skip
 def test_a_mistake_in_a_file_names_the_file(capsys, tmp_path, text, match):
     file = tmp_path / "bad.yaml"
@@ -234,22 +235,73 @@ def test_a_missing_prompt_is_asked_for(capsys):
     assert "prompt" in refused(capsys, "generate", "run")
 
 
+LATENTS = ["--model.attention", "perceiver_ar", "--model.options.perceiver_ar.latents"]
+
+
 @pytest.mark.parametrize(("arguments", "match"), [
     (["train", "--model.attention", "lp"], "unknown attention 'lp'; did you mean 'llp'?"),
-    (["train", "--data.path", "nowhere.txt"], "there is no file or folder 'nowhere.txt'"),
+    (["train", "--model.attention", "linformer"], "attention 'linformer' has no causal form, which --task language"),
+    (["train", "--model.attention", "elita", "--model.position", "rope"], "position='rope' needs a layer that rotates"),
+    (["train", "--model.options.llp.segments", "3"], "attention 'llp' has no option 'segments'; did you"),
+    (["train", "--model.dim", "7"], "dim must be a multiple of num_heads, got dim=7, num_heads=4"),
+    (["train", *LATENTS, "-3"], "latents must be at least 1, got -3"),
+    (["train", *LATENTS, "8", "--model.loops", "3"], "perceiver_ar runs its layers once: loops must be 1, got 3"),
+    (["train", "--task", "classify", "--model.attention", "elita"], "attention 'elita' has no bidirectional form"),
+    (["train", "--task", "classify", "--batch.length", "9"], "the toy task needs sequences of at least 15 tokens"),
+    (["train", "--task", "clasify"], "task must be language or classify, got 'clasify'; did you mean 'classify'?"),
+    (["train", "--task", "x"], "task must be language or classify, got 'x'\n"),
+    (["train", "--optimizer.name", "x"], "optimizer.name must be adamw, adam, radam or muon, got 'x'\n"),
     (["train", "--run.steps", "0"], "run.steps must be at least 1, got 0"),
+    (["train", "--run.max_minutes", "soon"], "run.max_minutes: Expected a float. Got value: soon\n"),
     (["train", "--run.prompt="], "run.prompt must hold some text for the samples to go on from, got ''"),
     (["eval", "nowhere"], "there is no folder nowhere; give the folder of a run"),
+    (["eval", "nowhere", "--stride", "a"], "stride: Expected a int. Got value: a\n"),
+    (["eval", "nowhere", "--stride", "0"], "stride must be at least 1, got 0"),
+    (["eval", "nowhere", "--windows", "0"], "windows must be at least 1, got 0"),
+    (["eval", "nowhere", "--length", "4", "--stride", "5"], "stride must be at most length (4), so that no token"),
     (["generate", "nowhere", "--prompt", "x"], "there is no folder nowhere; give the folder of a run"),
     (["generate", "nowhere", "--prompt", "x", "--top_k", "0"], "top_k must be at least 1, got 0"),
+    (["cost", "--attention", "lp"], "unknown attention 'lp'; did you mean 'llp'?"),
+    (["cost", "--tokens", "1", "a"], "tokens element 2: Expected a int. Got value: a\n"),
+    (["cost", "--paper", "foo"], "unknown paper 'foo'; valid: llp\n"),
+    (["cost", "latte"], "there is no folder latte; give the folder of a run, as `subquad train` makes it; "
+     "mechanism? use --attention latte\n"),
     (["list", "lp"], "unknown attention 'lp'; did you mean 'llp'?"),
 ])  # fmt: skip
-def test_what_the_library_refuses_is_one_line(capsys, tmp_path, monkeypatch, arguments, match):
+def test_wrong_arguments_are_one_line_and_status_2_wherever_they_are_found(
+    capsys, tmp_path, monkeypatch, arguments, match
+):
     monkeypatch.chdir(tmp_path)
-    assert main(arguments) == 1
+    message = refused(capsys, *arguments)
+    assert message.startswith(f"error: {match}")
+    assert message.count("\n") == 2
+    assert message.splitlines()[-1] == f"see subquad {arguments[0]} --help"
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_text_that_is_not_there_is_a_failure_of_one_line(capsys, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    assert main(["train", "--data.path", "nowhere.txt"]) == 1
     captured = capsys.readouterr()
-    assert captured.err.splitlines()[-1].startswith(f"error: {match}")
+    assert captured.err.splitlines()[-1].startswith("error: there is no file or folder 'nowhere.txt'")
     assert "Traceback" not in captured.err
+
+
+def test_a_type_error_that_is_no_arguments_fault_points_to_debug(monkeypatch, capsys):
+    def broken(arguments):
+        raise TypeError("f() takes 1 positional argument but 2 were given")
+
+    monkeypatch.setattr(train_command, "run", broken)
+    assert main(["train"]) == 1
+    lines = capsys.readouterr().err.splitlines()
+    assert lines == [
+        "error: f() takes 1 positional argument but 2 were given",
+        "this may be a mistake in the program: --debug shows where",
+    ]
+    assert main(["train", "--debug"]) == 1
+    err = capsys.readouterr().err
+    assert "Traceback" in err
+    assert "--debug" not in err
 
 
 @pytest.mark.parametrize(("content", "match"), [
@@ -274,11 +326,20 @@ def test_a_loss_that_is_not_finite_is_one_line(capsys, place):
     assert "Traceback" not in captured.err
 
 
-def test_debug_shows_the_traceback(capsys):
-    assert main(["list", "lp", "--debug"]) == 1
+def test_debug_shows_the_traceback(capsys, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    assert main(["train", "--data.path", "nowhere.txt", "--debug"]) == 1
     captured = capsys.readouterr()
     assert "Traceback" in captured.err
     assert captured.err.endswith(f"error: {captured.err.splitlines()[-1].removeprefix('error: ')}\n")
+
+
+def test_debug_shows_the_traceback_of_a_check_of_the_arguments():
+    command = [sys.executable, "-m", "subquad", "list", "lp", "--debug"]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=120, check=False)
+    assert done.returncode == 2
+    assert "Traceback" in done.stderr
+    assert done.stderr.splitlines()[-2].startswith("error: unknown attention 'lp'")
 
 
 def test_an_error_of_the_program_itself_is_not_hidden(monkeypatch):
@@ -365,9 +426,9 @@ def test_an_interrupted_run_says_how_to_go_on(place, capsys, monkeypatch):
         capsys.readouterr().err
     )
     monkeypatch.undo()
-    assert main(["generate", str(folder), "--prompt", "x"]) == 1
+    capsys.readouterr()
     message = f"its training has not ended; go on with: subquad train --config {folder / 'config.yaml'}"
-    assert message in capsys.readouterr().err
+    assert message in refused(capsys, "generate", str(folder), "--prompt", "x")
     assert main(["train", "--config", str(folder / "config.yaml")]) == 0
     assert json.loads((folder / "report.json").read_text())["steps"] == 3
 
@@ -404,8 +465,9 @@ def test_eval_reads_the_whole_of_another_text(trained, tmp_path, capsys):
 
 def test_eval_needs_a_text_where_the_folder_names_none(trained, tmp_path, capsys):
     bare = copy_of(trained, tmp_path / "bare", "config.json", "model.safetensors", "tokenizer.json")
-    assert main(["eval", str(bare)]) == 1
-    assert f"{bare} has no config.yaml that names its text; give one by --data.path" in capsys.readouterr().err
+    assert f"{bare} has no config.yaml that names its text; give one by --data.path" in refused(
+        capsys, "eval", str(bare)
+    )
 
 
 def test_eval_refuses_the_text_of_another_tokenizer(trained, tmp_path, capsys):
@@ -424,8 +486,7 @@ def test_eval_refuses_the_text_of_another_tokenizer(trained, tmp_path, capsys):
 def test_a_folder_that_lacks_a_file_says_which(trained, tmp_path, capsys, missing, match):
     files = {"config.json", "model.safetensors", "tokenizer.json"} - {missing}
     folder = copy_of(trained, tmp_path / "part", *files)
-    assert main(["generate", str(folder), "--prompt", "x"]) == 1
-    assert match in capsys.readouterr().err
+    assert match in refused(capsys, "generate", str(folder), "--prompt", "x")
 
 
 def copy_of(folder: Path, target: Path, *names: str) -> Path:
@@ -473,8 +534,8 @@ def test_generate_reads_the_prompt_from_standard_input(trained, monkeypatch, cap
 
 
 def test_generate_refuses_an_empty_prompt(trained, capsys):
-    assert main(["generate", str(trained), "--prompt", ""]) == 1
-    assert "the prompt must hold at least one token, got an empty text" in capsys.readouterr().err
+    message = refused(capsys, "generate", str(trained), "--prompt", "")
+    assert "the prompt must hold at least one token, got an empty text" in message
 
 
 def test_a_reader_that_goes_away_is_no_error():
@@ -485,6 +546,30 @@ def test_a_reader_that_goes_away_is_no_error():
 
 
 # --- lists
+
+
+@pytest.fixture(autouse=True)
+def _no_width(monkeypatch):
+    monkeypatch.delenv("COLUMNS", raising=False)
+
+
+def test_lists_keep_to_the_columns_that_are_asked_for(capsys, monkeypatch):
+    monkeypatch.setenv("COLUMNS", "70")
+    for arguments in (["list"], ["list", "perceiver_ar"], ["list", "--recipes"]):
+        assert main(arguments) == 0
+        assert max(map(len, capsys.readouterr().out.splitlines())) <= 70
+
+
+@pytest.mark.parametrize("name", [*attention.names(), *STACKS])
+def test_without_a_width_only_explanations_are_wrapped(capsys, name):
+    from subquad.tools.mechanisms import options
+
+    assert main(["list", name]) == 0
+    out = capsys.readouterr().out
+    assert max(map(len, out.splitlines())) <= WIDTH
+    own = STACKS[name].options_class() if name in STACKS else attention.mechanism(name).Config
+    for option in options(own):
+        assert re.search(rf"^ {option.name} +{re.escape(option.type)} +{re.escape(option.default)} ", out, re.MULTILINE)
 
 
 def test_list_shows_mechanisms_and_recipes(capsys):
@@ -532,8 +617,8 @@ def test_list_shows_every_option_of_a_stack(capsys, name):
 
 
 def test_list_of_an_unknown_name_gives_the_valid_ones(capsys):
-    assert main(["list", "perciever"]) != 0
-    assert "unknown attention 'perciever'; did you mean 'perceiver'? valid: bigbird" in capsys.readouterr().err
+    message = refused(capsys, "list", "perciever")
+    assert "unknown attention 'perciever'; did you mean 'perceiver'? valid: bigbird" in message
 
 
 def test_list_laws_is_a_row_a_form_with_the_reasons_below(capsys):
@@ -543,6 +628,8 @@ def test_list_laws_is_a_row_a_form_with_the_reasons_below(capsys):
     assert ["latte", "causal", *["yes"] * 14] in cells
     assert ["latte", "bidirectional", "yes", "yes", "-", "-", "-", "yes", "yes", "yes", "-", *["yes"] * 5] in cells
     assert ["shifted", "wrap=True", "yes", "yes", "-", "-", "-", "yes", "-", "-", "-", *["yes"] * 5] in cells
-    assert "law 9: wrap=True leaks the last tokens" in out.replace("laws 3, 4, 5, 9", "law 9")
+    assert "laws 3, 4, 5, 9: wrap=True leaks the last tokens" in out
+    assert "bidirectional, law 9: bidirectional: a token sees later ones" in out
+    assert "stacks, law 1: a stack of layers" in out
     assert all(text in out for text in attention.LAWS.values())
     assert all(f" {name} " in out for name in [*attention.names(), *STACKS])

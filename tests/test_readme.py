@@ -14,6 +14,8 @@ import yaml
 
 from subquad import attention
 from subquad.cli import main
+from subquad.models import Classifier, DecoderConfig, EncoderConfig
+from subquad.models.stacks import STACKS, build_model
 from subquad.tools import _pictures
 from subquad.tools.mechanisms import markdown
 from subquad.tools.show import PICTURES
@@ -64,6 +66,9 @@ def place(tmp_path_factory) -> Path:
     (folder / "tiny.yaml").write_text(yaml.safe_dump(tiny))
     for run in ("stdlib-llp", "mine"):
         assert main(["train", "--config", str(folder / "tiny.yaml"), "--run.folder", str(folder / "runs" / run)]) == 0
+    latents = ["--model.attention", "perceiver_ar", "--model.options.perceiver_ar.latents", "16"]
+    tiny_ar = ["--config", str(folder / "tiny.yaml"), *latents, "--run.folder", str(folder / "runs" / "ar")]
+    assert main(["train", *tiny_ar]) == 0
     return folder
 
 
@@ -100,6 +105,26 @@ def test_the_table_of_mechanisms_is_the_registrys():
     begin, end = "<!-- mechanisms: written by `subquad list --markdown` -->\n\n", "\n\n<!-- /mechanisms -->"
     shown = text.partition(begin)[2].partition(end)[0]
     assert shown == markdown(), "replace the table in README.md by what `subquad list --markdown` prints"
+
+
+def test_the_guide_names_everything_that_rotates():
+    text = (ROOT / "docs/guide.md").read_text(encoding="utf-8")
+    sentence = text.partition("needs a layer that rotates queries and keys: ")[2].partition(";")[0]
+    rotating = [name for name in attention.names() if attention.mechanism(name).rotates]
+    assert re.findall(r"`(\w+)`", sentence) == rotating + [name for name in STACKS if stack_rotates(name)]
+
+
+def stack_rotates(name: str) -> bool:
+    """Whether the stack can be built with position=rope."""
+    config = {"attention": name, "position": "rope", "dim": 16, "num_heads": 2, "num_layers": 1}
+    try:
+        if "causal" in STACKS[name].forms:
+            build_model(DecoderConfig(**config))
+        else:
+            Classifier(EncoderConfig(**config))
+    except ValueError:
+        return False
+    return True
 
 
 def test_the_first_screen_says_what_matters():

@@ -15,15 +15,16 @@ from subquad.data.shards import TokenShard
 
 
 class Windows(Dataset[dict[str, Tensor]]):
-    """Windows of `length` tokens, each beginning with the last token of the one before.
+    """Windows of `length` tokens, each beginning `stride` tokens after the one before.
 
-    Item i is `{"input_ids": [length], "labels": [length]}`, both the same int64 tokens: the model shifts labels, so
-    every token but a shard's first is predicted once. The end that doesn't fill a window, at most `length - 2` tokens,
-    is left out.
-    Raises `ValueError` for a length below 2 or above the shard's.
+    Item i is `{"input_ids": [length], "labels": [length]}`, both the same int64 tokens: the model shifts labels. By
+    default a window begins with the last token of the one before (`stride = length - 1`), so every token but a shard's
+    first is predicted once. A model that predicts only the last `stride` tokens of a window predicts all but the
+    shard's first `length - stride` once. The end, fewer than `stride` tokens that fill no window, is left out.
+    Raises `ValueError` for a length below 2 or above the shard's, and for a stride below 1 or above `length - 1`.
     """
 
-    def __init__(self, shard: TokenShard, length: int) -> None:
+    def __init__(self, shard: TokenShard, length: int, *, stride: int | None = None) -> None:
         if length < 2:
             raise ValueError(f"a window needs at least 2 tokens, one to read and one to predict, got length={length}")
         if length > len(shard):
@@ -32,15 +33,21 @@ class Windows(Dataset[dict[str, Tensor]]):
                 "use a shorter window or more text"
             )
         self.shard = shard
+        if stride is not None and not 1 <= stride <= length - 1:
+            raise ValueError(
+                f"windows of {length} tokens predict {length - 1} each: stride must be between 1 and {length - 1}, "
+                f"got {stride}"
+            )
         self.length = length
+        self.stride = length - 1 if stride is None else stride
 
     def __len__(self) -> int:
-        return (len(self.shard) - 1) // (self.length - 1)
+        return (len(self.shard) - self.length) // self.stride + 1
 
     def __getitem__(self, index: int) -> dict[str, Tensor]:
         if not 0 <= index < len(self):
             raise IndexError(f"window {index} is out of range: there are {len(self)}")
-        start = index * (self.length - 1)
+        start = index * self.stride
         tokens = torch.from_numpy(self.shard.tokens[start : start + self.length].astype(np.int64))
         return {"input_ids": tokens, "labels": tokens.clone()}
 

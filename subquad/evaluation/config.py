@@ -40,3 +40,13 @@ class EvalConfig(Config):
     """File to write the numbers to."""
     device: Literal["auto", "cpu"] = "auto"
     """auto: a GPU where PyTorch finds one; cpu: never."""
+
+    def __post_init__(self) -> None:
+        for name in ("length", "stride", "windows", "batch_size"):
+            value = getattr(self, name)
+            if value is not None and value < 1:
+                raise ValueError(f"{name} must be at least 1, got {value}")
+        if self.length is not None and self.stride is not None and self.stride > self.length:
+            raise ValueError(
+                f"stride must be at most length ({self.length}), so that no token is left out, got {self.stride}"
+            )

@@ -74,7 +74,8 @@ class SubquadForCausalLM(StrictModel, GenerationMixin):
 
         A `PerceiverAR` predicts with its latents alone: logits are `[B, min(m, T), V]`, those of a row's last real
         token last, and the loss is over the labels that they predict; `latents` says how many of the last tokens are.
-        After a cache every token is a latent.
+        After a cache every token is a latent. `generate` goes on as the option `decode` or `model.set_decode` says;
+        with `use_cache=False` each token is a whole pass, as `decode=exact`.
         """
         _refuse(inputs_embeds, output_attentions, output_hidden_states)
         if input_ids is None:
@@ -105,7 +106,7 @@ class SubquadForCausalLM(StrictModel, GenerationMixin):
         if labels is not None:
             loss = self._loss(passes, labels, mask_BT, num_items_in_batch)
         if output_logits or (output_logits is None and not (self.training and labels is not None)):
-            logits_BTV = self.model.logits(passes[-1][:, _kept(logits_to_keep)])
+            logits_BTV = self.model.logits(passes[-1][:, _kept(logits_to_keep, passes[-1].shape[1])])
         output = CausalLMOutputWithPast(loss=loss, logits=logits_BTV, past_key_values=cache)
         wants_dict = self.config.return_dict if return_dict is None else return_dict
         return output if wants_dict else output.to_tuple()
@@ -226,13 +227,19 @@ def _check_positions(
         )
 
 
-def _kept(logits_to_keep: int | Tensor) -> slice | Tensor:
-    """The places whose logits are wanted, as an index of T."""
+def _kept(logits_to_keep: int | Tensor, outputs: int) -> slice | Tensor:
+    """The places whose logits are wanted, as an index of so many outputs."""
     if isinstance(logits_to_keep, Tensor):
         if logits_to_keep.ndim != 1 or logits_to_keep.dtype not in (torch.int64, torch.int32):
             raise TypeError(
                 "logits_to_keep must be an integer or a tensor [N] of int64 or int32, got a tensor "
                 f"{list(logits_to_keep.shape)} of {logits_to_keep.dtype}"
+            )
+        compiling = torch.compiler.is_compiling()
+        if not compiling and bool(((logits_to_keep < -outputs) | (logits_to_keep >= outputs)).any()):
+            raise ValueError(
+                f"logits_to_keep must be places among the {outputs} outputs, below {outputs}, got "
+                f"{logits_to_keep.tolist()}; a perceiver_ar has outputs at its latents alone, the first of them at 0"
             )
         return logits_to_keep
     if logits_to_keep < 0:

@@ -5,12 +5,13 @@ Shape letters: B batch, T tokens, W window, S keys, M latents, D width, H heads,
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any, get_args
 
 import torch
 from torch import Tensor
 
 from subquad.models._perceiver import Number, Parts, Window, attend, neighbours, rest, to_the_end
+from subquad.models.perceiver_options import Decode
 from subquad.ops.padding import Compaction, real_slots, scatter
 from subquad.ops.patterns import Causal
 from subquad.state import State, advance
@@ -18,9 +19,12 @@ from subquad.state import State, advance
 if TYPE_CHECKING:
     from subquad.models.perceiver import PerceiverAR
 
+MODES = get_args(Decode)
+
 
 def go_on(model: PerceiverAR, tokens_BT: Tensor, state: State, moved: Compaction | None) -> tuple[Tensor, State]:
     """The vectors `[B, T, D]` of more tokens, each as if it came alone, and the state after them."""
+    check_mode(model, state)
     lengths_B = None
     if moved is not None:
         lengths_B = moved.lengths_B
@@ -40,6 +44,8 @@ def go_on(model: PerceiverAR, tokens_BT: Tensor, state: State, moved: Compaction
 
 def read(model: PerceiverAR, tokens_BT: Tensor, state: State | None) -> State:
     """The state after more tokens; where every token is a pass of its own, without any."""
+    if state is not None:
+        check_mode(model, state)
     seen, start = (0, 0) if state is None else (state.seen, first_latent(state))
     after = seen + tokens_BT.shape[1]
     used = after - start
@@ -50,6 +56,28 @@ def read(model: PerceiverAR, tokens_BT: Tensor, state: State | None) -> State:
     if state is not None:
         return model.hidden(tokens_BT, state)[1]
     return model.hidden(tokens_BT, latents=model.options.prompt_latents)[1]
+
+
+def mode(model: PerceiverAR) -> dict[str, int]:
+    """How the model decodes, as entries of a state."""
+    options = model.options
+    return {"decode": MODES.index(options.decode), "refill": 0 if options.decode == "exact" else options.kept}
+
+
+def check_mode(model: PerceiverAR, state: State) -> None:
+    """Raise `ValueError` for a state that was made in another mode: what it holds depends on it."""
+    now = mode(model)
+    made: dict[str, Any] = {name: state[name] for name in now}
+    if made != now:
+        raise ValueError(
+            f"the state was made with {_named(made)} and the model has {_named(now)}; choose the former by set_decode, "
+            "or read the tokens anew"
+        )
+
+
+def _named(mode: dict[str, int]) -> str:
+    with_refill = f" and refill={mode['refill']}" if mode["refill"] else ""
+    return f"decode={MODES[mode['decode']]}{with_refill}"
 
 
 def first_latent(state: State) -> Number:

@@ -26,10 +26,10 @@ from subquad.models._perceiver import (
     to_the_end,
 )
 from subquad.models._perceiver_cost import cost, state_bytes
-from subquad.models._perceiver_decode import go_on, read
+from subquad.models._perceiver_decode import go_on, mode, read
 from subquad.models.config import DecoderConfig
 from subquad.models.decoder import IGNORED, Decoder, Reduction
-from subquad.models.perceiver_options import PerceiverAROptions
+from subquad.models.perceiver_options import Decode, PerceiverAROptions
 from subquad.ops.padding import compaction
 from subquad.ops.patterns import Blocks, Causal, Full
 from subquad.state import State
@@ -66,8 +66,8 @@ class PerceiverAR(Decoder):
       that first latent (`latents=`), which changes every m - refill + 1 tokens.
     - `frozen`: an error. Until there the history is that of the prompt, whatever the length.
 
-    A state holds the tokens in reach (all, where `history_tokens` is None) and, but for `exact` with all latents used,
-    the keys and values of each layer.
+    `set_decode` chooses another mode than the configuration's. A state holds the mode, the tokens in reach (all, where
+    `history_tokens` is None) and, but for `exact` with all latents used, the keys and values of each layer.
     """
 
     def __init__(self, config: DecoderConfig) -> None:
@@ -153,7 +153,7 @@ class PerceiverAR(Decoder):
         self._check(tokens_BT, None, mask)
         options, latents = self.options, self.latents
         if self.training and options.vary_latents:
-            latents = int(torch.randint((latents + 1) // 2, latents + 1, ()))
+            latents = int(torch.randint(options.fewest_latents, latents + 1, ()))
         window = Window.of(tokens_BT, None if mask is None else compaction(mask), self.limit)
         parts = window.parts(latents, options.history_tokens)
         h_BMD = self.through(window, parts, None, options.prefix_dropout if self.training else 0.0)
@@ -178,6 +178,13 @@ class PerceiverAR(Decoder):
             return labels_BT
         order_BT = mask.to(torch.uint8).argsort(dim=-1, stable=True)
         return labels_BT.masked_fill(~mask, IGNORED).gather(1, order_BT)
+
+    def set_decode(self, decode: Decode, refill: int | None = None) -> None:
+        """Go on as `decode` says, which needs no training; states of another mode are refused from now on.
+
+        `config` and its hash stay those of training. Raises `ValueError` as `PerceiverAROptions` does.
+        """
+        self.options = self.options.replace(decode=decode, refill=refill)
 
     def most_new_tokens(self, prompt: int) -> int | None:
         """How many tokens can follow a prompt of so many, read by `read` but for its last; None: any number."""
@@ -221,8 +228,9 @@ class PerceiverAR(Decoder):
         return h_BMD, self.state(window.last(), window.seen, parts.start, layers)
 
     def state(self, last_BW: Tensor, seen: Number, start: Number, layers: dict[str, State]) -> State:
-        """What is remembered: the last tokens (each row's at the end), two positions, the layers' keys and values."""
-        return State({"seen": seen, "start": start, "tokens": last_BW.clone(), **layers}, self.config_hash)
+        """What is remembered: the last tokens (each row's at the end), two positions, the mode, keys and values."""
+        tokens = {"seen": seen, "start": start, "tokens": last_BW.clone()}
+        return State({**tokens, **mode(self), **layers}, self.config_hash)
 
     def through(
         self, window: Window, parts: Parts, layers: dict[str, State] | None, prefix_dropout: float = 0.0

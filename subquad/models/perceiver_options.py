@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from typing import Literal, get_args, get_type_hints
 
 from subquad.config import Config, suggest
+
+Decode = Literal["exact", "refill", "frozen"]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -17,7 +19,7 @@ class PerceiverAROptions(Config):
     attend to one another in every layer, unmasked (V1). segments: the same inside segments (V2). compressed: as V1, for
     `projected` learned mixtures of them (V3)."""
     latents: int = 256
-    """Latents m: the last tokens, the only ones that predict."""
+    """Latents m: the last tokens, the only ones that predict; training needs batch.length above it."""
     history_tokens: int | None = None
     """Tokens before the latents that are read, at most; earlier ones are forgotten (None: all; compressed needs a
     number)."""
@@ -33,9 +35,11 @@ class PerceiverAROptions(Config):
     int(fraction * h)."""
     vary_latents: bool = False
     """Whether training draws the number of latents anew for each step, evenly from half of `latents` to all. The labels
-    follow. It prepares for decode=refill and for short prompts."""
-    decode: Literal["exact", "refill", "frozen"] = "exact"
-    """How to go on when all latents are used. exact: compute the last `latents` tokens anew for each token. refill:
+    follow. It prepares for decode=refill and for short prompts. Windows begin as near to each other as the fewest
+    latents ask, so that an epoch has each token as a label at least once."""
+    decode: Decode = "exact"
+    """How to go on when all latents are used; a trained model can change it (`subquad generate --decode`,
+    `PerceiverAR.set_decode`). exact: compute the last `latents` tokens anew for each token. refill:
     start again with `refill` latents, now and then. frozen: stop there, with an error; the history never changes."""
     refill: int | None = None
     """Latents that a refill keeps and a prompt is read with, for decode=refill and frozen (None: half of them)."""
@@ -60,12 +64,27 @@ class PerceiverAROptions(Config):
                     f"projected must be at most history_tokens, got projected={self.projected}, "
                     f"history_tokens={self.history_tokens}"
                 )
-        if self.first_layer == "full" and self.history != "compressed":
-            raise ValueError(f"first_layer='full' is for history='compressed', got history={self.history!r}")
+        self._refuse_what_has_no_effect()
         if self.refill is not None and self.refill > self.latents:
             raise ValueError(f"refill must be at most latents, got refill={self.refill}, latents={self.latents}")
         if self.decode == "frozen" and self.kept == self.latents:
             raise ValueError(f"decode='frozen' needs refill below latents, got {self.kept} of {self.latents}")
+
+    def _refuse_what_has_no_effect(self) -> None:
+        """Raise `ValueError` for an option that is not its default and that nothing would read."""
+        unread = {"segment"} if self.history != "segments" else set()
+        unread |= {"projected", "first_layer"} if self.history != "compressed" else set()
+        for field in fields(self):
+            value = getattr(self, field.name)
+            if field.name in unread and value != field.default:
+                raise ValueError(f"{field.name}={value!r} has no effect with history={self.history!r}; leave it out")
+        if self.decode == "exact" and self.refill is not None:
+            raise ValueError(f"refill={self.refill} has no effect with decode='exact'; leave it out")
+
+    @property
+    def fewest_latents(self) -> int:
+        """Latents that a step of training may come down to."""
+        return (self.latents + 1) // 2 if self.vary_latents else self.latents
 
     @property
     def kept(self) -> int:

@@ -76,7 +76,8 @@ def stack_costs(
         known = {f.name: f.default for f in fields(STACKS[name].options_class())}
         for history in _histories(name, own):
             for tokens in lengths:
-                given = {**(_halves(known, tokens) if "history_tokens" in known else {}), **history, **own}
+                chosen = {**history, **own}
+                given = {**(_halves(known, tokens, chosen) if "history_tokens" in known else {}), **chosen}
                 shape = {"dim": dim, "num_heads": num_heads, "num_layers": num_layers}
                 yield Measured(
                     " ".join([name, *history.values()]), "model", _meta_stack(name, shape, given).cost(tokens)
@@ -91,10 +92,11 @@ def _meta_stack(name: str, shape: Mapping[str, int], options: Mapping[str, Any])
     return _meta_model(EncoderConfig(**chosen, position="sinusoidal"))
 
 
-def _halves(known: Mapping[str, Any], tokens: int) -> dict[str, int]:
+def _halves(known: Mapping[str, Any], tokens: int, chosen: Mapping[str, Any]) -> dict[str, int]:
     """Half of the sequence as latents, half as history, and no more rows of a projected history than it has."""
     half = max(1, tokens // 2)
-    return {"latents": half, "history_tokens": half, "projected": min(half, known["projected"])}
+    rows = {"projected": min(half, known["projected"])} if chosen.get("history") == "compressed" else {}
+    return {"latents": half, "history_tokens": half, **rows}
 
 
 def _histories(name: str, options: Mapping[str, Any]) -> list[dict[str, str]]:
@@ -109,7 +111,10 @@ def model_config(run: str | None, config: str | None, recipe: str | None) -> Dec
     """The model of a run's folder, of a configuration file or of a recipe; None where none is named."""
     if run is not None:
         if not Path(run).is_dir():
-            raise FileNotFoundError(f"there is no folder {run}; give the folder of a run, as `subquad train` makes it")
+            hint = f"; mechanism? use --attention {run}" if run in {*names(), *STACKS} else ""
+            raise FileNotFoundError(
+                f"there is no folder {run}; give the folder of a run, as `subquad train` makes it{hint}"
+            )
         file = Path(run) / "config.yaml"
         if not file.is_file():
             raise FileNotFoundError(f"{run} holds no config.yaml, so it is no run of `subquad train`")

@@ -18,6 +18,7 @@ from subquad.models._layers import Block
 from subquad.models.stacks import stack_of
 
 SEED = 3
+NOT_DRAWN = "only the layers of mechanisms can be drawn"
 
 
 def short_options(name: str, tokens: int, parts: int) -> dict[str, int]:
@@ -73,7 +74,7 @@ def blocks(model: nn.Module) -> list[Block]:
     found = [module for module in model.modules() if isinstance(module, Block)]
     if config is None or stack_of(config) is not None or not found:
         what = type(model).__name__ if config is None else ", ".join(config.mechanisms)
-        raise ValueError(f"only the layers of mechanisms can be drawn, and this model is a stack of its own: {what}")
+        raise ValueError(f"{NOT_DRAWN}, and this model is a stack of its own: {what}")
     memory: Any = None
     for block in found:
         layer: Any = block.attention
@@ -84,18 +85,31 @@ def blocks(model: nn.Module) -> list[Block]:
 
 @torch.no_grad()
 def trained_weights(model: nn.Module, tokens_T: Sequence[int]) -> list[tuple[Attention, Tensor]]:
-    """Each layer of a decoder that reads `tokens`, pass by pass, with its weights `[H, T, S]`."""
-    layers, inputs = blocks(model), list[Tensor]()
+    """Each layer of a decoder or an encoder that reads `tokens`, pass by pass, with its weights `[H, T, S]`.
+
+    An encoder with a class token has it before the tokens: T and S are one more. Raises as `blocks`.
+    """
+    layers, inputs, memories = blocks(model), list[Tensor](), list[Tensor | None]()
     hooks = [
-        block.attention_norm.register_forward_hook(lambda _, __, z_BTD: inputs.append(z_BTD))
+        hook
         for block in dict.fromkeys(layers)
+        for hook in (
+            block.register_forward_pre_hook(lambda _, given: memories.append(given[3] if len(given) > 3 else None)),
+            block.attention_norm.register_forward_hook(lambda _, __, z_BTD: inputs.append(z_BTD)),
+        )
     ]
     try:
         model(torch.tensor([list(tokens_T)]))
     finally:
         for hook in hooks:
             hook.remove()
-    return [(b.attention, b.attention.weights(z_BTD)[0]) for b, z_BTD in zip(layers, inputs, strict=True)]
+    found = []
+    for block, z_BTD, memory_BLD in zip(layers, inputs, memories, strict=True):
+        layer: Any = block.attention
+        if memory_BLD is not None and layer.hands_memory and not layer.causal:  # it changes from layer to layer
+            layer.memory = nn.Parameter(memory_BLD[0], requires_grad=False)
+        found.append((layer, layer.weights(z_BTD)[0]))
+    return found
 
 
 @torch.no_grad()

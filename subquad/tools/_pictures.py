@@ -7,9 +7,10 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from jsonargparse import Namespace
-from torch import Tensor
+from torch import Tensor, nn
 
 from subquad.attention import Attention, mechanism, names
+from subquad.models.stacks import STACKS
 from subquad.tools import _matrices
 from subquad.tools._draw import Panel, in_rows
 from subquad.tools._draw_cost import draw_cost
@@ -27,7 +28,7 @@ def weights(chosen: Namespace) -> Figure:
     _at_least_one(chosen, "tokens")
     if chosen.run is not None:
         return _trained_weights(chosen)
-    for name in ("layer", "text"):
+    for name in ("layer", "text", "example"):
         if chosen[name] is not None:
             raise ValueError(f"--{name} is for a trained model: name the folder of a run")
     asked = _asked(chosen, names())
@@ -44,20 +45,44 @@ def weights(chosen: Namespace) -> Figure:
 
 def _trained_weights(chosen: Namespace) -> Figure:
     _only_fresh(chosen)
-    if chosen.text is None:
-        raise ValueError("give the text that the model reads, by --text")
-    loaded = load_run(chosen.run, "cpu")
-    tokens_T = loaded.tokenizer.encode(chosen.text, add_special_tokens=False).ids[: chosen.tokens]
-    if not tokens_T:
-        raise ValueError(f"--text must hold a token, got {chosen.text!r}")
-    layers = _matrices.trained_weights(loaded.decoder, tokens_T)
+    model, tokens_T, shown_T = _reading_example(chosen) if is_classifier(chosen.run) else _reading_text(chosen)
+    layers = _matrices.trained_weights(model, tokens_T)
     shown = range(len(layers)) if chosen.layer is None else [_in_range("layer", chosen.layer, len(layers))]
     grid = []
     for i in shown:
         layer, w_HTS = layers[i]
         row = f"layer {i}: {layer.name}"
         grid.append([Weights(f"head {h}", w_HTS[h].numpy(), layer.causal, row) for h in _heads(chosen, w_HTS)])
-    return draw_weights(grid, tokens=[loaded.tokenizer.decode([token]) for token in tokens_T])
+    return draw_weights(grid, tokens=shown_T)
+
+
+def _reading_text(chosen: Namespace) -> tuple[nn.Module, list[int], list[str]]:
+    """A language model, the tokens of `--text`, and each of them as text."""
+    if chosen.example is not None:
+        raise ValueError("--example is for a classifier; give the text that the model reads, by --text")
+    if chosen.text is None:
+        raise ValueError("give the text that the model reads, by --text")
+    loaded = load_run(chosen.run, "cpu")
+    tokens_T = loaded.tokenizer.encode(chosen.text, add_special_tokens=False).ids[: chosen.tokens]
+    if not tokens_T:
+        raise ValueError(f"--text must hold a token, got {chosen.text!r}")
+    return loaded.decoder, tokens_T, [loaded.tokenizer.decode([token]) for token in tokens_T]
+
+
+def _reading_example(chosen: Namespace) -> tuple[nn.Module, list[int], list[str]]:
+    """A classifier, the tokens of a held-out sequence of its task, and what stands in its rows: their numbers."""
+    from subquad.training.tasks import labelled
+
+    if chosen.text is not None:
+        raise ValueError("--text is for a language model; a classifier reads a sequence of its task, by --example")
+    loaded = load_classifier(chosen.run, "cpu")
+    if loaded.config is None:
+        raise ValueError(f"{loaded.folder} has no config.yaml that names the sequences of its task")
+    number = _in_range("example", chosen.example or 0, loaded.config.classify.held_out)
+    item = labelled(loaded.config).held_out[number]
+    tokens_T = item["input_ids"][item["attention_mask"] > 0].tolist()[: chosen.tokens]
+    first = ["class"] if loaded.config.classify.pooling == "class" else []
+    return loaded.model, tokens_T, [*first, *map(str, tokens_T)]
 
 
 def reach(chosen: Namespace) -> Figure:
@@ -112,9 +137,11 @@ def cost(chosen: Namespace) -> Figure:
 
 
 def _asked(chosen: Namespace, default: list[str]) -> list[str]:
-    """The mechanisms of `--attention`; `ValueError` for unknown ones, in `--options` too."""
+    """The mechanisms of `--attention`; `ValueError` for unknown ones and for stacks, in `--options` too."""
     asked = chosen.attention.split(",") if chosen.attention else default
     for name in (*asked, *chosen.options):
+        if name in STACKS:
+            raise ValueError(f"{_matrices.NOT_DRAWN}, and {name} is a stack of its own")
         mechanism(name)
     return asked
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import csv
 import json
+import os
 import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -38,9 +39,14 @@ def _scaled(number: int, step: int, units: Sequence[str]) -> str:
     return f"{value:.{digits}f}{units[power]}"
 
 
-def console() -> Console:
-    """As wide as the terminal; without one (a pipe, a file) wide enough for a row a line."""
-    return Console() if sys.stdout.isatty() else Console(width=200)
+def has_width() -> bool:
+    """Whether there is a width to keep to: a terminal's, or that in COLUMNS."""
+    return sys.stdout.isatty() or os.environ.get("COLUMNS", "").isdigit()
+
+
+def console(width: int = 200) -> Console:
+    """As wide as the terminal or COLUMNS; without them (a pipe, a file) of `width`, enough for a row a line."""
+    return Console() if has_width() else Console(width=width)
 
 
 def print_table(title: str, headers: Sequence[str], lines: Sequence[Sequence[str]], *, markdown: bool) -> None:

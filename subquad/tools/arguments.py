@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import argparse
+import logging
 import re
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -15,12 +17,18 @@ from subquad.recipes import recipe_path
 
 jsonargparse.set_parsing_settings(docstring_parse_attribute_docstrings=True, instantiate_subclass_spec_in_any=False)
 
+logger = logging.getLogger(__name__)
 _FILES = ("--config", "--recipe")
 _UNKNOWN_FLAG = re.compile(r"unrecognized arguments: --(?P<key>[^\s=]+)")
 _UNKNOWN_KEYS = (
     re.compile(r"Group '(?P<group>[^']+)' does not accept option '(?P<key>[^']+)'"),
     re.compile(r"Option '(?P<key>[^']+)' is not accepted"),
 )
+_UNION = re.compile(
+    r"Does not validate against any of the Union subtypes\s+Subtypes: \[(?P<types>.*?)\]\n.*Given value: (?P<value>.*)",
+    re.DOTALL,
+)
+_LITERAL = re.compile(r"(?P<key>\S+): Expected a Literal\[(?P<choices>[^]]*)\]\. Got value: (?P<value>.*)", re.DOTALL)
 _NOT_FOR_FILES = {"help", "print_config", "print_shtab"}
 
 
@@ -59,6 +67,15 @@ class Parser(jsonargparse.ArgumentParser):
         """Add `--name` (the default) and `--no-name`."""
         self.add_argument(f"--{name}", action=argparse.BooleanOptionalAction, default=True, help=help_text)
 
+    @contextmanager
+    def checking(self) -> Iterator[None]:
+        """Answer what a check of the arguments raises as `error` does. Around checks alone, before any work."""
+        try:
+            yield
+        except (ValueError, TypeError, FileNotFoundError) as error:
+            logger.debug("the check that refuses the arguments", exc_info=True)  # what --debug shows
+            self.error(str(error))
+
     def error(self, message: str, ex: Exception | None = None) -> NoReturn:
         """Print one message with the valid choices and exit with status 2."""
         where, message = self._explain(message)
@@ -75,7 +92,7 @@ class Parser(jsonargparse.ArgumentParser):
                 return next((file for file in self.files if _holds(file, key)), None), self._unknown(key)
         message = re.sub(r"unrecognized arguments: (\S+).*", r"unexpected argument '\1'", message)
         message = re.sub(r"typing\.|<class '([^']+)'>", r"\1", message)
-        return self.reading, re.sub(r'^Parser key "([^"]+)":\s*', r"\1: ", message)
+        return self.reading, _plain(re.sub(r'^Parser key "([^"]+)"( element \d+)?:\s*', r"\1\2: ", message))
 
     def _unknown(self, key: str) -> str:
         """That `key` is unknown, with the options of its group, or where there is no such group with the groups."""
@@ -87,6 +104,22 @@ class Parser(jsonargparse.ArgumentParser):
         if inside:
             return f"unknown option {key!r}; {suggest(key, inside)}"
         return f"unknown option {key!r}; {suggest(key.partition('.')[0], {name.partition('.')[0] for name in valid})}"
+
+
+def _plain(message: str) -> str:
+    """A message about a type on one line: None is no choice to speak of, and a `Literal` is its values."""
+    if union := _UNION.search(message):
+        types = union["types"].removesuffix(", NoneType")
+        message = f"{message[: union.start()]}Expected a {types}. Got value: {union['value']}"
+    if not (literal := _LITERAL.fullmatch(message)):
+        return message
+    key, value, choices = literal["key"], literal["value"], re.findall(r"'([^']*)'", literal["choices"])
+    hint = suggest(value, choices)
+    if len(choices) == 1:
+        return f"unknown {key} {value!r}; {hint}"
+    near = hint.rpartition("valid: ")[0].rstrip()
+    message = f"{key} must be {', '.join(choices[:-1])} or {choices[-1]}, got {value!r}"
+    return f"{message}; {near}" if near else message
 
 
 class _File(jsonargparse.ActionConfigFile):

@@ -14,12 +14,13 @@ from rich.table import Table
 if TYPE_CHECKING:
     from subquad.evaluation import ClassEvaluation, EvalConfig
     from subquad.hf import SubquadForSequenceClassification
+    from subquad.tools.runs import LoadedClassifier
     from subquad.training import TrainConfig
     from subquad.training.run import RunResult
 
 
-def evaluate_run(folder: str, options: EvalConfig) -> ClassEvaluation:
-    """Measure the classifier in `folder` on the held-out sequences of its task, on the first `options.windows` of them.
+def load(folder: str, options: EvalConfig) -> LoadedClassifier:
+    """The classifier in `folder`.
 
     Raises `ValueError` for options that only a text has, and for a folder that does not say what its task was.
     """
@@ -32,6 +33,12 @@ def evaluate_run(folder: str, options: EvalConfig) -> ClassEvaluation:
     loaded = load_classifier(folder, options.device)
     if loaded.config is None:
         raise ValueError(f"{folder} has no config.yaml that names the sequences to measure it on")
+    return loaded
+
+
+def evaluate_run(loaded: LoadedClassifier, options: EvalConfig) -> ClassEvaluation:
+    """Measure on the held-out sequences of the classifier's task, on the first `options.windows` of them."""
+    assert loaded.config is not None  # checked in load
     return _evaluate(loaded.model, loaded.config, options.windows, options.batch_size)
 
 

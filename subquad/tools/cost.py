@@ -24,6 +24,9 @@ LEGEND = (
     "multiply-add as two, with the projections. Activations are what autograd keeps of one sequence in float32; the "
     "state is what decoding keeps after it, in float32."
 )
+PERCEIVER_AR = (
+    "perceiver_ar's state is small because exact decoding (decode=exact) computes its latents anew at each token."
+)
 
 
 def make_parser() -> Parser:
@@ -64,11 +67,9 @@ def run(arguments: Sequence[str]) -> int:
     """Parse, count, print, return the exit status."""
     parser = make_parser()
     chosen = parser.parse_args(arguments)
-    try:
+    with parser.checking():  # nothing is read but arguments and configurations
         _check(chosen)
         records = _paper(chosen) if chosen.paper else _costs(chosen)
-    except (ValueError, TypeError, FileNotFoundError) as error:  # nothing is read but arguments and configurations
-        parser.error(str(error))
     if chosen.json:
         write_json(chosen.json, records)
     if chosen.csv:
@@ -150,6 +151,8 @@ def _print(measured: Sequence[Measured], title: str, markdown: bool) -> None:
     print_table(title, HEADERS, lines, markdown=markdown)
     if not markdown:
         console().print(Text(LEGEND))
+        if any(name.partition(" ")[0] == "perceiver_ar" for name, _, _ in measured):
+            console().print(Text(PERCEIVER_AR))
 
 
 def _paper(chosen: Namespace) -> dict[str, Any]:

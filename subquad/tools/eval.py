@@ -42,19 +42,25 @@ def make_parser() -> Parser:
 def run(arguments: Sequence[str]) -> int:
     """Parse, measure, print, return the exit status."""
     parser = make_parser()
-    values = parser.instantiate(parser.parse_args(data_is_a_path(arguments))).as_dict()
+    parsed = parser.parse_args(data_is_a_path(arguments))
+    with parser.checking():
+        values = parser.instantiate(parsed).as_dict()
+        folder, options = values.pop("run"), EvalConfig(**values)
     from subquad.tools.runs import is_classifier
 
-    folder, options = values.pop("run"), EvalConfig(**values)
     evaluation: Evaluation | ClassEvaluation
     tables: list[Table]
     if is_classifier(folder):
         from subquad.tools import classify
 
-        evaluation = classify.evaluate_run(folder, options)
+        with parser.checking():
+            classifier = classify.load(folder, options)
+        evaluation = classify.evaluate_run(classifier, options)
         tables = [classify.evaluation_table(evaluation)]
     else:
-        evaluation = _evaluate(folder, options)
+        with parser.checking():
+            loaded = _load(folder, options)
+        evaluation = _evaluate(loaded, options)
         tables = [evaluation_table(evaluation), position_table(evaluation)]
     if options.json is not None:
         Path(options.json).write_text(json.dumps(evaluation.to_dict(), indent=2) + "\n", encoding="utf-8")
@@ -64,11 +70,19 @@ def run(arguments: Sequence[str]) -> int:
     return 0
 
 
-def _evaluate(folder: str, config: EvalConfig) -> Evaluation:
-    from subquad.evaluation import evaluate
+def _load(folder: str, config: EvalConfig) -> LoadedRun:
+    """The run; `ValueError` where neither its folder nor `config` names a text."""
     from subquad.tools.runs import load_run
 
     loaded = load_run(folder, config.device)
+    if config.data.path is None and loaded.config is None:
+        raise ValueError(f"{loaded.folder} has no config.yaml that names its text; give one by --data.path")
+    return loaded
+
+
+def _evaluate(loaded: LoadedRun, config: EvalConfig) -> Evaluation:
+    from subquad.evaluation import evaluate
+
     shard = _text(loaded, config.data)
     length = config.length
     if length is None:
@@ -93,8 +107,7 @@ def _text(loaded: LoadedRun, config: TextConfig) -> TokenShard:
 
     if config.path is not None:
         return prepare_shard(config.path, loaded.tokenizer, skip_bad_files=config.skip_bad_files, cache=config.cache)
-    if loaded.config is None:
-        raise ValueError(f"{loaded.folder} has no config.yaml that names its text; give one by --data.path")
+    assert loaded.config is not None  # checked in _load
     data = loaded.config.data
     corpus = prepare(data.replace(cache=config.cache or data.cache))
     if tokenizer_hash(corpus.tokenizer) != tokenizer_hash(loaded.tokenizer):

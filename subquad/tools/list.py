@@ -7,13 +7,19 @@ from collections.abc import Iterable, Sequence
 from pathlib import Path
 
 from rich.box import SIMPLE_HEAD
+from rich.cells import cell_len
 from rich.console import Console
+from rich.measure import Measurement
 from rich.table import Table
 from rich.text import Text
 
 from subquad.config import suggest
 from subquad.recipes import recipe_path, recipes
+from subquad.tools._tables import console, has_width
 from subquad.tools.arguments import Parser
+
+WIDTH = 160
+"""Columns of what is printed to no terminal; a table whose rows need more has more."""
 
 
 def run(arguments: Sequence[str]) -> int:
@@ -36,10 +42,12 @@ def run(arguments: Sequence[str]) -> int:
     elif chosen.markdown:
         sys.stdout.write(mechanisms.markdown() + "\n")
     elif chosen.name is not None:
+        with parser.checking():
+            _check(chosen.name)
         _print_options(chosen.name)
     else:
         _print_table(mechanisms.HEADERS, mechanisms.rows())
-        _console().print(Text(mechanisms.NOTE))
+        console(WIDTH).print(Text(mechanisms.NOTE))
         _print_recipes()
     return 0
 
@@ -51,29 +59,36 @@ def _print_laws() -> None:
     table, reasons = mechanisms.law_rows()
     _print_table(("law", "what it asks for"), ((str(law), text) for law, text in LAWS.items()))
     _print_table(mechanisms.LAW_HEADERS, table)
-    _console().print(Text("\n".join(reasons)))
+    console(WIDTH).print(Text("\n".join(reasons)))
 
 
-def _print_options(name: str) -> None:
-    from subquad.attention import mechanism, names
+def _check(name: str) -> None:
+    """Raise `ValueError` for what is neither a mechanism nor a stack."""
+    from subquad.attention import names
     from subquad.models.stacks import STACKS
-    from subquad.tools.mechanisms import options
 
     if name not in {*names(), *STACKS}:
         raise ValueError(f"unknown attention {name!r}; {suggest(name, {*names(), *STACKS})}")
+
+
+def _print_options(name: str) -> None:
+    from subquad.attention import mechanism
+    from subquad.models.stacks import STACKS
+    from subquad.tools.mechanisms import options
+
     cls = STACKS[name] if name in STACKS else mechanism(name)
     own = STACKS[name].options_class() if name in STACKS else mechanism(name).Config
-    _console().print(Text(f"{name}: {cls.summary}\n{cls.paper}", style="bold"))
+    console(WIDTH).print(Text(f"{name}: {cls.summary}\n{cls.paper}", style="bold"))
     _print_table(("option", "type", "default", ""), options(own))
-    _console().print(
+    console(WIDTH).print(
         Text("A model gives dim, num_heads, bias, dropout and, where they are, num_kv_heads, rope and rope_base.")
     )
-    _console().print(Text(f"subquad train --model.attention {name} --model.options.{name}.OPTION VALUE"))
+    console(WIDTH).print(Text(f"subquad train --model.attention {name} --model.options.{name}.OPTION VALUE"))
 
 
 def _print_recipes() -> None:
     _print_table(("recipe", ""), ((name, _first_comment(recipe_path(name))) for name in recipes()))
-    _console().print(Text("subquad train --recipe NAME"))
+    console(WIDTH).print(Text("subquad train --recipe NAME"))
 
 
 def _first_comment(recipe: Path) -> str:
@@ -83,14 +98,14 @@ def _first_comment(recipe: Path) -> str:
 
 
 def _print_table(headers: Sequence[str], rows: Iterable[Sequence[str]]) -> None:
-    table = Table(box=SIMPLE_HEAD, pad_edge=False)
+    """Without a width to keep to only the column of explanations, which has no header, is wrapped."""
+    table, lines = Table(box=SIMPLE_HEAD, pad_edge=False), list(rows)
     for i, header in enumerate(headers):
-        table.add_column(header, no_wrap=i == 0, overflow="fold")
-    for row in rows:
-        table.add_row(*(Text(cell) for cell in row))
-    _console().print(table)
-
-
-def _console() -> Console:
-    """As wide as the terminal; without one (a pipe, a file) wide enough for a row a line."""
-    return Console() if sys.stdout.isatty() else Console(width=400)
+        longest = max(cell_len(line[i]) for line in (headers, *lines))
+        whole = longest if header and not has_width() else None
+        table.add_column(header, no_wrap=i == 0, min_width=whole, overflow="fold")
+    for line in lines:
+        table.add_row(*(Text(cell) for cell in line))
+    endless = Console(width=1000)
+    needed = Measurement.get(endless, endless.options, table).minimum
+    console(max(WIDTH, needed)).print(table)

@@ -83,7 +83,8 @@ def law_rows() -> tuple[list[tuple[str, ...]], list[str]]:
                 reasons.setdefault(("stacks" if law == 1 else which, reason), []).append(law)
     lines = []
     for (whose, reason), laws in sorted(reasons.items()):
-        lines.append(f"{whose}, laws {', '.join(str(law) for law in sorted(set(laws)))}: {reason}")
+        numbers = [str(law) for law in sorted(set(laws))]
+        lines.append(f"{whose}, law{'s' if len(numbers) > 1 else ''} {', '.join(numbers)}: {reason}")
     return table, lines
 
 

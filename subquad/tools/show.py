@@ -25,6 +25,7 @@ what:
 
 `subquad show WHAT --help` lists the options.
 """
+EXAMPLE_HELP = "The held-out sequence that a classifier RUN reads, from 0 (default: 0)."
 RUN_HELP = "The folder of a run, for its trained layers."
 LAYER_HELP = "One layer of RUN, from 0; a looped stack counts on from pass to pass (default: all)."
 
@@ -41,13 +42,11 @@ def run(arguments: Sequence[str]) -> int:
         return 2
     parser = PICTURES[what]()
     chosen = parser.parse_args(arguments[1:])
-    try:
+    with parser.checking():  # nothing is read but arguments and a run
         file = check_file(chosen.out or f"{what}.png")
         from subquad.tools import _pictures
 
         save(getattr(_pictures, what)(chosen), file)
-    except (ValueError, TypeError, FileNotFoundError) as error:  # nothing is read but arguments and a run
-        parser.error(str(error))
     sys.stdout.write(f"{file}\n")
     return 0
 
@@ -73,7 +72,8 @@ def _out_help(what: str) -> str:
 
 def _weights_parser() -> Parser:
     parser = _parser("weights", "The weights: a row is a token that reads, a column one that is read.", tokens=48)
-    parser.add_argument("--text", type=str | None, default=None, help="The text that the model of RUN reads.")
+    parser.add_argument("--text", type=str | None, default=None, help="The text that a language model RUN reads.")
+    parser.add_argument("--example", type=int | None, default=None, help=EXAMPLE_HELP)
     parser.add_argument("--layer", type=int | None, default=None, help=LAYER_HELP)
     parser.add_argument("--head", type=int | None, default=None, help="One head, from 0 (default: all).")
     return parser

@@ -30,10 +30,12 @@ SAMPLES = 3
 
 def run(arguments: Sequence[str]) -> int:
     """Parse, train, return the exit status: 130 after an interruption."""
-    config = read_config(arguments)
+    parser = make_parser()
+    config = _read(parser, arguments)
     from subquad.training import train
 
-    check(config)
+    with parser.checking():
+        check(config)
     result = train(config, console=Console(stderr=True))
     if int(os.environ.get("RANK", "0")) != 0:
         return 0
@@ -65,9 +67,14 @@ def make_parser() -> Parser:
 
 def read_config(arguments: Sequence[str]) -> TrainConfig:
     """The configuration from `--recipe`, `--config` and flags; wrong ones exit with status 2."""
-    parser = make_parser()
-    values = parser.instantiate(parser.parse_args(files_first(data_is_a_path(arguments))))
-    return TrainConfig(**{field.name: values[field.name] for field in fields(TrainConfig)})
+    return _read(make_parser(), arguments)
+
+
+def _read(parser: Parser, arguments: Sequence[str]) -> TrainConfig:
+    parsed = parser.parse_args(files_first(data_is_a_path(arguments)))
+    with parser.checking():
+        values = parser.instantiate(parsed)
+        return TrainConfig(**{field.name: values[field.name] for field in fields(TrainConfig)})
 
 
 def check(config: TrainConfig) -> None:
@@ -76,14 +83,15 @@ def check(config: TrainConfig) -> None:
 
     from subquad.models import Classifier
     from subquad.models.stacks import build_model
-    from subquad.training.tasks import check_forms
+    from subquad.training.tasks import check_forms, labelled, window_labels
 
     check_forms(config)
     with torch.device("meta"):
         if config.task == "classify":
-            Classifier(config.encoder(num_classes=2))
+            Classifier(config.encoder(num_classes=len(labelled(config).classes)))
         else:
             build_model(config.model)
+            window_labels(config)
 
 
 def _finish(result: RunResult) -> None:

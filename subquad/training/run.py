@@ -78,9 +78,9 @@ def train(config: TrainConfig, *, resume: bool = True, console: Console | None =
     folder with a complete checkpoint is gone on with, bit for bit; `resume=False` is `run.resume=never`. `console`
     shows progress; without one it goes to the log.
 
-    Raises `ValueError` for a mechanism that has not the form that the task needs and for a text shorter than
-    `batch.length`, `CheckpointError` (a `ValueError`) for checkpoints that can't be gone on with, and `NonFiniteError`
-    for a loss or gradient that isn't finite.
+    Raises `ValueError` for a mechanism that has not the form that the task needs, for windows that a model can't be
+    trained on (`tasks.window_labels`) and for a text shorter than `batch.length`, `CheckpointError` (a `ValueError`)
+    for checkpoints that can't be gone on with, and `NonFiniteError` for a loss or gradient that isn't finite.
     """
     from subquad.training.trainer import training_arguments
 

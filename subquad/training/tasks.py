@@ -19,6 +19,7 @@ from subquad.data.labelled import LabelledCorpus
 from subquad.data.tokenizers import separator_id
 from subquad.data.toy import toy
 from subquad.models.config import DecoderConfig
+from subquad.models.perceiver_options import PerceiverAROptions
 from subquad.models.stacks import STACKS
 from subquad.training.config import TrainConfig
 
@@ -72,6 +73,31 @@ def check_forms(config: TrainConfig) -> None:
             )
 
 
+def window_labels(config: TrainConfig) -> int:
+    """Tokens of a window that a language model predicts, its last ones: all but the first, or for `perceiver_ar` all
+    latents but the first (with `vary_latents` of the fewest latents). As many tokens lie between two windows.
+
+    Raises `ValueError` where there would be none, and where `perceiver_ar` would have no history.
+    """
+    length = config.batch.length
+    if "perceiver_ar" not in config.model.mechanisms:
+        return length - 1
+    given = config.model.options.get("perceiver_ar", {})
+    options = PerceiverAROptions.from_dict(given, where="model.options.perceiver_ar")
+    if length <= options.latents:
+        raise ValueError(
+            f"perceiver_ar would have no history: batch.length={length} must be above its latents={options.latents}; "
+            "give longer windows (batch.length) or fewer latents (model.options.perceiver_ar.latents)"
+        )
+    if options.fewest_latents < 2:
+        raise ValueError(
+            f"perceiver_ar needs at least {3 if options.vary_latents else 2} latents to train"
+            f"{' with vary_latents' if options.vary_latents else ''}, got {options.latents}: what a window's last "
+            "latent predicts lies after the window"
+        )
+    return options.fewest_latents - 1
+
+
 def prepare_task(config: TrainConfig, console: Console | None) -> Task:
     """Read or make the data of `config`. Raises `ValueError` as `train` says."""
     check_forms(config)
@@ -87,6 +113,7 @@ def labelled(config: TrainConfig) -> LabelledCorpus:
 def _language(config: TrainConfig, console: Console | None) -> Task:
     from subquad.hf import SubquadConfig, SubquadForCausalLM
 
+    labels = window_labels(config)
     corpus = _corpus(config, console)
     config = config.replace(model=_fitted(config.model, corpus.train.vocab_size, "as the tokenizer has it"))
     for name, shard in (("training", corpus.train), ("held-out", corpus.held_out)):
@@ -95,7 +122,15 @@ def _language(config: TrainConfig, console: Console | None) -> Task:
                 f"batch.length {config.batch.length} is longer than the {name} part of the text, which has "
                 f"{len(shard)} tokens; give more text or shorter windows"
             )
-    windows, held_out = (Windows(shard, config.batch.length) for shard in (corpus.train, corpus.held_out))
+    windows, held_out = (
+        Windows(shard, config.batch.length, stride=labels) for shard in (corpus.train, corpus.held_out)
+    )
+    if labels < config.batch.length - 1:
+        count = config.step_tokens // config.batch.length
+        logger.info(
+            "perceiver_ar predicts the last %d tokens of each window of %d: %d of the %d tokens that a step reads; "
+            "windows begin %d tokens apart", labels, config.batch.length, count * labels, config.step_tokens, labels,
+        )  # fmt: skip
     end = separator_id(corpus.tokenizer)
     tokenizer = {"tokenizer_class": "PreTrainedTokenizerFast", "clean_up_tokenization_spaces": False}
     return Task(

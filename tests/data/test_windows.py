@@ -27,6 +27,23 @@ def test_every_token_but_the_first_is_predicted_once(shard, length):
     assert len(predicted) == len(windows) * (length - 1)
 
 
+@pytest.mark.parametrize(("length", "stride"), [(10, 1), (10, 3), (10, 9), (26, 7), (100, 1), (101, 50), (3, 2)])
+def test_windows_predict_each_token_once_by_their_last_ones(shard, length, stride):
+    windows = Windows(shard, length, stride=stride)
+    predicted = [int(token) for window in windows for token in window["labels"][-stride:]]
+    first = 60000 + length - stride
+    assert predicted == list(range(first, first + len(windows) * stride))
+    assert len(shard) - (length - stride) - len(predicted) < stride
+    assert all(len(window["input_ids"]) == length for window in windows)
+
+
+@pytest.mark.parametrize("stride", [0, 10, -1])
+def test_a_stride_that_no_window_has(shard, stride):
+    match = rf"windows of 10 tokens predict 9 each: stride must be between 1 and 9, got {stride}"
+    with pytest.raises(ValueError, match=match):
+        Windows(shard, 10, stride=stride)
+
+
 def test_an_item_is_tokens_and_as_many_labels_apart(shard):
     window = Windows(shard, 10)[3]
     assert window["input_ids"].dtype == torch.int64

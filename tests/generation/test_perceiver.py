@@ -12,7 +12,8 @@ VOCABULARY, LATENTS = 23, 5
 
 def tiny(history="self", **options):
     torch.manual_seed(0)
-    options = {"latents": LATENTS, "history": history, "history_tokens": 6, "projected": 2, **options}
+    rows = {"projected": 2} if history == "compressed" else {}
+    options = {"latents": LATENTS, "history": history, "history_tokens": 6, **rows, **options}
     config = DecoderConfig(
         vocab_size=VOCABULARY, dim=16, num_layers=2, num_heads=2, attention="perceiver_ar", init_std=0.5,
         options={"perceiver_ar": options},

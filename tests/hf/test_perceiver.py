@@ -137,6 +137,24 @@ def test_kept_logits_are_counted_from_the_end():
     assert_same_maths(model(ids, logits_to_keep=torch.tensor([0, 4])).logits, whole[:, [0, 4]])
 
 
+def test_kept_logits_that_are_not_there_are_refused():
+    model, ids = tiny(), prompt(20)
+    for place in (19, LATENTS, -LATENTS - 1):
+        with pytest.raises(ValueError, match=rf"places among the 5 outputs, below 5, got \[{place}\]; a perceiver_ar"):
+            model(ids, logits_to_keep=torch.tensor([place]))
+    assert_same_maths(model(ids, logits_to_keep=torch.tensor([-1])).logits, model(ids).logits[:, -1:])
+
+
+def test_generate_follows_the_mode_that_is_set_and_without_a_cache_exact():
+    model, made_so = tiny(), tiny(decode="refill", refill=2)
+    exact = model.generate(**plain(), **NEW)
+    model.model.set_decode("refill", 2)
+    refilled = model.generate(**plain(), **NEW)
+    assert_exact(refilled, made_so.generate(**plain(), **NEW))
+    assert refilled.tolist() != exact.tolist()
+    assert_exact(model.generate(**plain(), **NEW, use_cache=False), exact)
+
+
 def test_the_trainer_takes_the_mean_of_each_batch():
     assert not tiny().accepts_loss_kwargs
     assert SubquadForCausalLM(SubquadConfig(vocab_size=9, dim=16, num_layers=1, num_heads=2)).accepts_loss_kwargs

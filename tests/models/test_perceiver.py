@@ -398,8 +398,12 @@ def test_keys_can_be_shared_by_heads():
     ({"prefix_dropout": 1.0}, "prefix_dropout must be at least 0 and below 1, got 1.0"),
     ({"history": "compressed"}, "history='compressed' needs history_tokens: its projection has a fixed width"),
     ({"history": "compressed", "history_tokens": 8, "projected": 9}, "at most history_tokens, got projected=9"),
-    ({"first_layer": "full"}, "first_layer='full' is for history='compressed', got history='cross'"),
-    ({"latents": 4, "refill": 5}, "refill must be at most latents, got refill=5, latents=4"),
+    ({"first_layer": "full"}, "first_layer='full' has no effect with history='cross'; leave it out"),
+    ({"history": "self", "projected": 5}, "projected=5 has no effect with history='self'; leave it out"),
+    ({"history": "self", "segment": 5}, "segment=5 has no effect with history='self'; leave it out"),
+    (FORMS["compressed"] | {"segment": 5}, "segment=5 has no effect with history='compressed'; leave it out"),
+    ({"refill": 2}, "refill=2 has no effect with decode='exact'; leave it out"),
+    ({"latents": 4, "refill": 5, "decode": "refill"}, "refill must be at most latents, got refill=5, latents=4"),
     ({"latents": 4, "refill": 4, "decode": "frozen"}, "decode='frozen' needs refill below latents, got 4 of 4"),
     ({"latent": 4}, "no key 'options.perceiver_ar.latent'; did you mean 'latents'"),
 ])  # fmt: skip
@@ -412,6 +416,12 @@ def test_options_that_do_not_fit_are_refused(options, match):
 def test_choices_are_checked_in_python_too(field):
     with pytest.raises(ValueError, match=f"unknown {field} 'x'; valid: "):
         PerceiverAROptions(**{field: "x"})
+
+
+def test_a_default_that_has_no_effect_may_be_written_out():
+    plain = PerceiverAROptions()
+    given = {name: getattr(plain, name) for name in ("segment", "projected", "first_layer", "refill")}
+    assert PerceiverAROptions(history="cross", decode="exact", **given) == plain
 
 
 def test_defaults_make_a_model():

@@ -242,3 +242,60 @@ def latents_used(tokens):
         latents = 2 if latents == LATENTS else latents + 1
         used.append(latents)
     return used
+
+
+@each_history
+@pytest.mark.parametrize("refill", [None, 4])
+@pytest.mark.parametrize("trained", ["exact", "refill"])
+@pytest.mark.parametrize("decode", ["refill", "frozen"])
+def test_a_model_decodes_in_another_mode_as_one_that_was_made_so(form, trained, decode, refill):
+    model, made_so, ids = tiny(form, trained), tiny(form, decode, refill=refill), some_tokens()
+    config_hash = model.config_hash
+    model.set_decode(decode, refill)
+    assert model.config_hash == config_hash
+    assert model.options == made_so.options
+    assert model.most_new_tokens(9) == made_so.most_new_tokens(9)
+    state, expected = model.read(ids[:, :9]), made_so.read(ids[:, :9])
+    for token in ids[:, 9:10].split(1, 1):
+        logits, state = model(token, state)
+        assert_exact(logits, made_so(token, expected)[0])
+    model.set_decode("exact")
+    assert_exact(model.read(ids[:, :9])["start"], tiny(form).read(ids[:, :9])["start"])
+
+
+@pytest.mark.parametrize("call", ["forward", "hidden", "read"])
+def test_a_state_of_another_mode_is_refused(call, tmp_path):
+    model, ids = tiny("self"), some_tokens()
+    model.read(ids[:, :9]).save(tmp_path / "state.safetensors")
+    exact = State.load(tmp_path / "state.safetensors", config_hash=model.config_hash)
+    model.set_decode("refill")
+    with pytest.raises(
+        ValueError, match="was made with decode=exact and the model has decode=refill and refill=2; cho"
+    ):
+        getattr(model, call)(ids[:, 9:], exact)
+    half = model.read(ids[:, :9])
+    model.set_decode("refill", 3)
+    with pytest.raises(
+        ValueError, match="with decode=refill and refill=2 and the model has decode=refill and refill=3"
+    ):
+        getattr(model, call)(ids[:, 9:], half)
+    model.set_decode("frozen", 2)
+    with pytest.raises(
+        ValueError, match="with decode=refill and refill=2 and the model has decode=frozen and refill=2"
+    ):
+        getattr(model, call)(ids[:, 9:], half)
+    model.set_decode("exact")
+    getattr(model, call)(ids[:, 9:], exact)
+
+
+def test_modes_that_do_not_fit_are_refused_and_leave_the_mode():
+    model = tiny("self", "refill", refill=4)
+    for arguments, match in (
+        (("thaw",), "unknown decode 'thaw'; valid: exact, frozen, refill"),
+        (("refill", 6), "refill must be at most latents, got refill=6, latents=5"),
+        (("exact", 2), "refill=2 has no effect with decode='exact'; leave it out"),
+        (("frozen", 5), "decode='frozen' needs refill below latents, got 5 of 5"),
+    ):
+        with pytest.raises(ValueError, match=match):
+            model.set_decode(*arguments)
+    assert (model.options.decode, model.options.refill) == ("refill", 4)

@@ -23,6 +23,11 @@ from subquad.tools._tables import count, size
 FORMS = [(name, form) for name in attention.names() for form in attention.mechanism(name).forms]
 
 
+@pytest.fixture(autouse=True)
+def _no_width(monkeypatch):
+    monkeypatch.delenv("COLUMNS", raising=False)
+
+
 @contextmanager
 def counted(found: list[int]):
     """Adds what torch counts within the block."""
@@ -161,6 +166,19 @@ def test_all_mechanisms_and_stacks_are_in_the_table(capsys, tmp_path):
     for row in rows:
         keeps_none = row["kind"] == "bidirectional" or row["name"] in ("perceiver", "perceiver_io")
         assert (row["state_bytes"] == 0) == keeps_none
+
+
+def test_the_small_state_of_perceiver_ar_is_explained_where_it_is_shown(capsys):
+    note = "perceiver_ar's state is small because exact decoding (decode=exact) computes its latents anew at each token"
+    sizes = ["--tokens", "64", "--dim", "16", "--heads", "2", "--layers", "1"]
+    assert note in table(capsys, "--attention", "perceiver_ar,llp", *sizes)
+    assert note not in table(capsys, "--attention", "llp", *sizes)
+
+
+def test_the_table_keeps_to_the_columns_that_are_asked_for(capsys, monkeypatch):
+    monkeypatch.setenv("COLUMNS", "90")
+    out = table(capsys, "--attention", "llp", "--tokens", "64")
+    assert max(map(len, out.splitlines())) <= 90
 
 
 def test_the_numbers_are_those_of_the_layers(capsys, tmp_path):

@@ -271,6 +271,12 @@ def test_a_file_name_is_made_from_the_pictures(tmp_path, monkeypatch):
         (["weights", "--attention", "llp", "--head", "2"], "head 2 is not there: heads are 0 to 1"),
         (["weights", "--attention", "llp", "--layer", "0"], "--layer is for a trained model"),
         (["weights", "--text", "x"], "--text is for a trained model"),
+        (["weights", "--example", "0"], "--example is for a trained model"),
+        (
+            ["weights", "--attention", "perceiver_ar"],
+            "only the layers of mechanisms can be drawn, and perceiver_ar is a",
+        ),
+        (["cost", "--attention", "perceiver_io"], "and perceiver_io is a stack of its own"),
         (["weights", "--tokens", "0"], "--tokens must be at least 1, got 0"),
         (["weights", "--out", "a.jpg"], "a picture's name must end with .png or .svg, got 'a.jpg'"),
         (["weights", "--out", "nowhere/a.png"], "there is no folder nowhere to write a.png to"),
@@ -296,6 +302,7 @@ def test_mistakes_are_named(capsys, tmp_path, monkeypatch, arguments, message):
         (["--text", "abc", "--layer", "2"], "layer 2 is not there: layers are 0 to 1"),
         (["--text", "abc", "--layer", "0", "--head", "-1"], "head -1 is not there: heads are 0 to 1"),
         (["--text", ""], "--text must hold a token, got ''"),
+        (["--text", "abc", "--example", "0"], "--example is for a classifier"),
         (["--text", "abc", "--attention", "llp"], "a run has its own mechanisms"),
     ],
 )

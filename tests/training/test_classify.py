@@ -186,18 +186,20 @@ def test_pooling_is_a_flag(tmp_path, pooling):
 
 
 def failed(capsys, *arguments: str) -> str:
-    """The message of a command that ends with status 1, without a traceback."""
-    assert main(list(arguments)) == 1
+    """The message of a command that ends with status 2, without a traceback."""
+    with pytest.raises(SystemExit) as exit_info:
+        main(list(arguments))
+    assert exit_info.value.code == 2
     captured = capsys.readouterr()
     assert "Traceback" not in captured.err
-    return captured.err.splitlines()[-1]
+    return captured.err.splitlines()[-2]
 
 
 @pytest.mark.parametrize(("arguments", "message"), [
     (["--length", "7"], "holds a classifier: length=7 is for texts; leave it out"),
     (["--stride", "7"], "holds a classifier: stride=7 is for texts; leave it out"),
     (["--data", "x.txt"], "holds a classifier: data.path='x.txt' is for texts; leave it out"),
-    (["--windows", "0"], "count must be at least 1, got 0"),
+    (["--windows", "0"], "windows must be at least 1, got 0"),
 ])  # fmt: skip
 def test_eval_refuses_what_only_texts_have(trained, capsys, arguments, message):
     assert message in failed(capsys, "eval", str(trained), *arguments)
