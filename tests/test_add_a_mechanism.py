@@ -82,7 +82,10 @@ def place(tmp_path_factory) -> Path:
 
 def python(folder: Path, *arguments: str) -> subprocess.CompletedProcess:
     """Python in a process of its own that imports from `folder` before all else."""
-    environment = {name: value for name, value in os.environ.items() if not name.startswith("PYTEST_")}
+    # Parallel tests set COLUMNS, by which the tables would be wrapped.
+    environment = {
+        name: value for name, value in os.environ.items() if not name.startswith("PYTEST_") and name != "COLUMNS"
+    }
     environment |= {"PYTHONPATH": str(folder), "PYTHONDONTWRITEBYTECODE": "1"}
     command = [sys.executable, *arguments]
     done = subprocess.run(
