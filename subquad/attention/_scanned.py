@@ -67,8 +67,8 @@ class ScannedAttention(Attention):
         mask = real_mask(lengths_B, tokens)
         entries: dict[str, Tensor | int | State] = {"seen": seen_after(state, tokens, lengths_B)}
         if self.causal:
-            y_BHTV, after, _ = running_softmax(p_BHTL, logits_BHTL, v_BHTV, state=softmax_state(state), mask=mask)
-            entries |= {"lse": after.lse, "mean": after.mean}
+            y = running_softmax(p_BHTL, logits_BHTL, v_BHTV, state=softmax_state(state), mask=mask)
+            y_BHTV, entries["lse"], entries["mean"] = y.out, *y.state
         else:
             y_BHTV = softmaxes_of_all(p_BHTL, logits_BHTL, v_BHTV, mask)
         return self.merge(y_BHTV), State(entries, self.config_hash)

@@ -38,7 +38,7 @@ from subquad.attention._scanned import (
     softmax_state,
     widened,
 )
-from subquad.ops import running_softmax
+from subquad.ops import running_logsumexp, running_softmax
 from subquad.ops.flops import running_softmax_flops
 from subquad.state import State
 
@@ -99,19 +99,12 @@ class Elita(ScannedAttention):
         tokens, seen = x_BTD.shape[1], seen_after(state, x_BTD.shape[1], lengths_B)
         self.warn_beyond_horizon(seen, x_BTD)
         key_BHT1, gate_BHT1 = self.logits(x_BTD, 0 if state is None else state.seen)
-        v_BHTV = self.values(x_BTD)
-        mu_BHTV, after, lse_BHT1 = running_softmax(
-            torch.ones_like(key_BHT1),
-            key_BHT1,
-            widened(v_BHTV)[0],
-            state=softmax_state(state),
-            mask=real_mask(lengths_B, tokens),
-        )
-        gate_BHT1 = gate_BHT1 + lse_BHT1
+        v_BHTV, mask, before = self.values(x_BTD), real_mask(lengths_B, tokens), softmax_state(state)
+        gate_BHT1 = gate_BHT1 + running_logsumexp(key_BHT1, state=None if before is None else before.lse, mask=mask)
         shares = torch.cat([gate_BHT1.sigmoid(), (-gate_BHT1).sigmoid()], -1)
         past_BHT1, own_BHT1 = F.dropout(shares, self.config.dropout, self.training).split(1, -1)
-        y_BHTV = (past_BHT1 * mu_BHTV + own_BHT1 * v_BHTV).to(v_BHTV.dtype)
-        return self.merge(y_BHTV), State({"seen": seen, "lse": after.lse, "mean": after.mean}, self.config_hash)
+        y = running_softmax(past_BHT1, key_BHT1, v_BHTV, own=own_BHT1, state=before, mask=mask)
+        return self.merge(y.out), State({"seen": seen, "lse": y.state.lse, "mean": y.state.mean}, self.config_hash)
 
     def logits(self, x_BTD: Tensor, start: int | Tensor) -> tuple[Tensor, Tensor]:
         """`k1 . x + p1`, and what the gate adds to its log-normaliser: `p2 + k3 . x - k2 . x`, `[B, H, T, 1]`, wide."""

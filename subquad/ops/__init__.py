@@ -3,7 +3,7 @@
 from subquad.ops import patterns
 from subquad.ops.attend import block_attention, merge_attention
 from subquad.ops.loss import linear_cross_entropy
-from subquad.ops.scan import ScanOutput, SoftmaxOutput, SoftmaxState, gated_scan, running_softmax
+from subquad.ops.scan import ScanOutput, SoftmaxOutput, SoftmaxState, gated_scan, running_logsumexp, running_softmax
 
 __all__ = [
     "ScanOutput",
@@ -14,5 +14,6 @@ __all__ = [
     "linear_cross_entropy",
     "merge_attention",
     "patterns",
+    "running_logsumexp",
     "running_softmax",
 ]

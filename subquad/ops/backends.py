@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import importlib.util
 import logging
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -16,6 +17,7 @@ from subquad.config import suggest
 
 logger = logging.getLogger(__name__)
 
+HAS_TRITON = importlib.util.find_spec("triton") is not None
 BACKENDS = ("reference", "torch", "sequential", "flex", "triton")
 P = ParamSpec("P")
 R = TypeVar("R")

@@ -13,7 +13,6 @@ from torch.utils.flop_counter import flop_registry, register_flop_formula, sdpa_
 
 from subquad.ops._sequential.tiles import key_chunks
 from subquad.ops._torch import scan, softmax
-from subquad.ops._torch.pairs import SUB, chunk_spans, halvings, power_of_two
 from subquad.ops._torch.tiles import Group, ragged_groups, static_groups
 from subquad.ops.patterns import Pattern
 
@@ -33,11 +32,16 @@ def gated_scan_flops(T: int, K: int, V: int, *, chunk: int = scan.CHUNK, normali
 
 
 def running_softmax_flops(T: int, L: int, V: int, *, chunk: int = softmax.CHUNK) -> int:
-    """One head: scores by halves inside chunks, their product with the values, the state read and written."""
+    """One head: scores inside chunks, their product with the values, the state read and written.
+
+    With one latent a running sum of the weighted values takes the place of the scores.
+    """
+    if L == 1:
+        return 4 * T * V
     total = 0
-    for _, _, C in chunk_spans(T, power_of_two(chunk)):
-        scores = 2 * C * min(SUB, C) * L + sum(C * h * L for h in halvings(C))
-        total += scores + 2 * C * C * V + 4 * C * L * V
+    for part in softmax.spans(T, chunk):
+        C = part.stop - part.start
+        total += 2 * C * C * (L + V) + 4 * C * L * V
     return total
 
 
@@ -107,13 +111,11 @@ def _gated_scan_backward(grad: Any, grad_state: Any, q: Any, i: Any, v: Any, *re
     return int(5 * q[0] * gated_scan_flops(q[1], q[2], v[2], chunk=rest[-1]) // 2)
 
 
-def _running_softmax(p: Any, k: Any, v: Any, a: Any, s: Any, chunk: int, save: bool, **_: Any) -> int:
+def _running_softmax(p: Any, k: Any, v: Any, own: Any, a: Any, s: Any, chunk: int, save: bool, **_: Any) -> int:
     return int(p[0] * running_softmax_flops(p[1], p[2], v[2], chunk=chunk))
 
 
-def _running_softmax_backward(
-    grad: Any, gl: Any, ga: Any, gs: Any, p: Any, k: Any, v: Any, *rest: Any, **_: Any
-) -> int:
+def _running_softmax_backward(grad: Any, ga: Any, gs: Any, p: Any, k: Any, v: Any, *rest: Any, **_: Any) -> int:
     return int(5 * p[0] * running_softmax_flops(p[1], p[2], v[2], chunk=rest[-1]) // 2)
 
 

@@ -47,7 +47,7 @@ def block_sizes(size: int) -> Iterator[None]:
     modules: tuple[tuple[Any, str, int], ...] = (
         (scan, "CHUNK", size),
         (softmax, "CHUNK", size),
-        (softmax, "SLAB_ENTRIES", 64 * size),
+        (softmax, "MEAN_CHUNK", size),
         (tiles, "MASKED_ROWS", size),
         (sequential, "QUERY_CHUNK", size),
         (sequential, "KEY_CHUNK", 2 * size),

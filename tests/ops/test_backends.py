@@ -3,7 +3,7 @@ import logging
 import pytest
 import torch
 
-from subquad.ops import backends, block_attention, gated_scan, running_softmax
+from subquad.ops import attend, backends, block_attention, gated_scan, running_softmax, scan_inputs
 from subquad.ops.backends import choose, use_backend, without_autocast
 from subquad.ops.patterns import Causal
 
@@ -23,14 +23,37 @@ def _nothing_logged_yet():
     backends._log_once.cache_clear()
 
 
-@engines
-@pytest.mark.parametrize("backend", ["flex", "triton"])
-def test_a_backend_that_an_engine_has_not_is_never_replaced_by_another(engine, backend):
-    match = f"{engine} has no backend '{backend}' here; it has reference, torch, sequential"
+@pytest.mark.parametrize("engine", ["gated_scan", "running_softmax"])
+def test_a_backend_that_an_engine_has_not_is_never_replaced_by_another(engine):
+    match = f"{engine} has no backend 'flex' here; it has reference, torch, sequential, triton"
     with pytest.raises(ValueError, match=match):
-        ENGINES[engine](backend)
-    with use_backend(backend), pytest.raises(ValueError, match=match):
+        ENGINES[engine]("flex")
+    with use_backend("flex"), pytest.raises(ValueError, match=match):
         ENGINES[engine]()
+
+
+@engines
+def test_kernels_are_refused_without_triton(engine, monkeypatch):
+    monkeypatch.setattr(scan_inputs, "HAS_TRITON", False)
+    monkeypatch.setattr(attend, "HAS_TRITON", False)
+    with pytest.raises(ValueError, match=f"backend 'triton' of {engine} needs the package triton: pip install"):
+        ENGINES[engine]("triton")
+
+
+@pytest.mark.parametrize(
+    ("engine", "sizes", "match"),
+    [
+        ("gated_scan", (300, 4), "at most 256 key channels a head, got 300"),
+        ("gated_scan", (4, 300), "at most 256 value channels a head, got 300"),
+        ("running_softmax", (600, 4), "at most 512 latents a head, got 600"),
+    ],
+)
+def test_kernels_refuse_heads_that_they_cannot_hold(engine, sizes, match):
+    q, v = torch.ones(1, 1, 2, sizes[0]), torch.ones(1, 1, 2, sizes[1])
+    with pytest.raises(ValueError, match=match):
+        gated_scan(q, q, v, None, backend="triton") if engine == "gated_scan" else running_softmax(
+            q, q, v, backend="triton"
+        )
 
 
 @engines

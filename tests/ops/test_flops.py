@@ -38,12 +38,13 @@ def test_gated_scan_by_hand():
 
 
 def test_running_softmax_by_hand():
-    # Sixteen tokens in one chunk, L = 3, V = 2: four diagonal blocks of 4 x 4, two corners of 4 x 4 and one of 8 x 8.
-    scores = 2 * (4 * 4 * 4 + 2 * 4 * 4 + 8 * 8) * 3
+    # Sixteen tokens in one chunk, L = 3, V = 2.
+    scores = 2 * 16 * 16 * 3
     product, read, written = 2 * 16 * 16 * 2, 2 * 16 * 3 * 2, 2 * 16 * 3 * 2
     assert flops.running_softmax_flops(16, 3, 2, chunk=16) == scores + product + read + written
-    # A last chunk is filled up to a power of two.
-    assert flops.running_softmax_flops(3, 3, 2, chunk=16) == flops.running_softmax_flops(4, 3, 2, chunk=16)
+    assert flops.running_softmax_flops(3, 3, 2, chunk=16) == 2 * 3 * 3 * (3 + 2) + 4 * 3 * 3 * 2
+    # With one latent each value is weighed and added.
+    assert flops.running_softmax_flops(5, 1, 2, chunk=16) == 2 * 2 * 5 * 2
     assert flops.running_softmax_flops(0, 3, 2) == 0
 
 

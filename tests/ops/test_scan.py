@@ -7,8 +7,9 @@ import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from subquad.ops import SoftmaxState, gated_scan, running_softmax
-from subquad.ops._torch import softmax as softmax_chunks
+from subquad.ops import SoftmaxState, gated_scan, running_logsumexp, running_softmax
+from subquad.ops._torch import logsumexp, softmax_safe
+from subquad.ops._torch.logsumexp import running_logsumexp_backward_op, running_logsumexp_op
 from subquad.ops._torch.scan import gated_scan_backward_op, gated_scan_op
 from subquad.ops._torch.softmax import EMPTY, running_softmax_backward_op, running_softmax_op
 from subquad.testing import LOW_PRECISION, assert_exact, assert_in_budget, assert_same_maths, mask_with
@@ -47,14 +48,6 @@ def soft(random):
         return [p, logits, random(batch, H, tokens, V, seed=3, dtype=dtype)]
 
     return make
-
-
-@pytest.fixture(autouse=True, scope="module")
-def _several_slabs():
-    """The running softmax works on few chunks at once here, so that short sequences have several slabs."""
-    before, softmax_chunks.SLAB_ENTRIES = softmax_chunks.SLAB_ENTRIES, 200
-    yield
-    softmax_chunks.SLAB_ENTRIES = before
 
 
 def scan(q, i, v, log_f=None, **options):
@@ -498,8 +491,8 @@ def test_one_state_a_chunk_is_kept_and_memory_is_linear(gated, engine):
     channels = V + (engine == "gated_scan")
     # One axis counts the chunks, the others are a state of each head.
     states = [sorted((tokens // 32, H, K, channels)) for tokens in (1024, 2048)]
-    assert [sorted(shape) for shape in short if len(shape) == 4] == [states[0]]
-    assert [sorted(shape) for shape in long if len(shape) == 4] == [states[1]]
+    for shapes, state in ((short, states[0]), (long, states[1])):
+        assert sum(math.prod(shape) for shape in shapes if len(shape) == 4) == math.prod(state)
     assert sum(map(math.prod, long)) <= 2 * sum(map(math.prod, short))
 
 
@@ -529,19 +522,135 @@ def test_the_gated_scan_keeps_torchs_rules(random, gated, decay, normalise):
     torch.library.opcheck(gated_scan_op, (q, i, v, log_f, state, *options, True))
     q, i, v, state = (x.detach() for x in (q, i, v, state))
     log_f = None if log_f is None else log_f.detach()
-    out, end, total, states = gated_scan_op(q, i, v, log_f, state, *options, True)
-    arguments = (torch.ones_like(out), None, q, i, v, log_f, out, end, total, states, *options)
+    out, end, *kept = gated_scan_op(q, i, v, log_f, state, *options, True)
+    arguments = (torch.ones_like(out), None, q, i, v, log_f, out, end, *kept, *options)
     torch.library.opcheck(gated_scan_backward_op, arguments)
 
 
-def test_the_running_softmax_keeps_torchs_rules(random, soft):
+def leaps(random, tokens, at, latents, dtype):
+    """p, logits and values; the logits leap at one token and stay up there. And the same without the leap."""
+    p = random(2, H, tokens, latents, seed=1).softmax(-1).to(dtype)
+    logits = random(2, H, tokens, latents, seed=2, dtype=dtype)
+    v = random(2, H, tokens, V, seed=3, dtype=dtype)
+    leaping = logits.clone()
+    leaping[0, 0, at:, 0] += 200
+    leaping[1, :, at + 1 :] += 1e4
+    return (p, leaping, v), (p, logits, v)
+
+
+@pytest.mark.parametrize("latents", [1, K])
+@pytest.mark.parametrize("at", [3, 15, 16, 40])
+def test_a_leap_of_the_logits_changes_no_bit_before_it(random, latents, at):
+    leaping, calm = leaps(random, 50, at, latents, torch.float32)
+    outputs = [running_softmax(*inputs, chunk_size=16).out for inputs in (leaping, calm)]
+    assert_exact(outputs[0][0, 0, :at], outputs[1][0, 0, :at], "before the leap")
+    assert_exact(outputs[0][1, :, : at + 1], outputs[1][1, :, : at + 1], "before the leap")
+    assert_exact(outputs[0][0, 1:], outputs[1][0, 1:], "heads without a leap")
+    assert not torch.equal(outputs[0][0, 0, at:], outputs[1][0, 0, at:])
+
+
+@pytest.mark.parametrize("latents", [1, K])
+@pytest.mark.parametrize("at", [3, 15, 16, 40])
+def test_rows_after_a_leap_and_all_gradients_stay_in_budget(random, differentiated, latents, at):
+    inputs, _ = leaps(random, 50, at, latents, torch.float32)
+
+    def run(backend, dtype):
+        def f(*tensors):
+            out, state, lse = running_softmax(*tensors, backend=backend, chunk_size=16)
+            return out, lse, state.mean
+
+        return differentiated(f, [x.to(dtype) for x in inputs])
+
+    exact, plain = run("reference", torch.float64), run("reference", torch.float32)
+    for n, actual in enumerate(run("torch", torch.float32)):
+        assert_in_budget(actual, plain[n], exact[n], torch.float32, f"result {n}")
+
+
+def test_the_safe_form_is_taken_for_the_rows_that_need_it_alone(random, monkeypatch):
+    taken = []
+    safe = softmax_safe.forward
+
+    def counted(p, *rest):
+        taken.append(tuple(p.shape))
+        return safe(p, *rest)
+
+    monkeypatch.setattr(softmax_safe, "forward", counted)
+    leaping, calm = leaps(random, 50, 20, K, torch.float32)
+    running_softmax(*calm, chunk_size=16)
+    assert taken == []
+    running_softmax(*leaping, chunk_size=16)
+    assert taken == [(1 + H, 16, K)], "one head of the first row and all of the second, in the chunk of the leap"
+
+
+def test_logits_of_minus_infinity_weigh_nothing(random, soft):
+    p, logits, v = soft(20)
+    logits[:, :, :3] = -torch.inf
+    out = running_softmax(p, logits, v, chunk_size=8).out
+    assert_exact(out[:, :, :3], torch.zeros_like(out[:, :, :3]), "before any token")
+    assert_same_maths(out[:, :, 3:], running_softmax(p[:, :, 3:], logits[:, :, 3:], v[:, :, 3:]).out)
+
+
+def test_the_logsumexp_is_made_when_asked_for(soft, monkeypatch):
+    made = []
+    make = logsumexp.running_logsumexp
+    monkeypatch.setattr(logsumexp, "running_logsumexp", lambda *inputs: made.append(1) or make(*inputs))
+    p, logits, v = soft(20)
+    y = running_softmax(p, logits, v)
+    assert made == []
+    assert_same_maths(y.lse, torch.logcumsumexp(logits, 2))
+    assert_exact(y[2], y.lse)
+    assert_exact(y[0], y.out)
+    assert made == [1, 1, 1]
+    with pytest.raises(IndexError):
+        y[3]
+
+
+@pytest.mark.parametrize("latents", [1, 3])
+def test_the_running_logsumexp_in_pieces_of_any_size(random, differentiated, latents, monkeypatch):
+    k, a = random(B, H, 70, latents) * 30, random(B, H, latents, seed=1)
+
+    def plain(k, a):
+        return (torch.cat([a[:, :, None], k], 2).logcumsumexp(2)[:, :, 1:],)
+
+    expected = differentiated(plain, [k, a])
+    assert_all_same_maths(differentiated(lambda k, a: (running_logsumexp(k, state=a),), [k, a]), expected)
+    monkeypatch.setattr(logsumexp, "LEAST_ROWS", 8)
+    monkeypatch.setattr(logsumexp, "PIECE_ENTRIES", 0)
+    assert_all_same_maths(differentiated(lambda k, a: (running_logsumexp(k, state=a),), [k, a]), expected, "pieces")
+
+
+@pytest.mark.parametrize("backend", ["reference", "torch", "sequential"])
+def test_a_token_may_add_of_its_own_value(random, soft, differentiated, backend):
+    p, logits, v = soft(20)
+    own = random(B, H, 20, 1, seed=7)
+
+    def expected(p, logits, v, own):
+        return (running_softmax(p, logits, v, backend="reference").out + own * v,)
+
+    def actual(p, logits, v, own):
+        return (running_softmax(p, logits, v, own=own, backend=backend, chunk_size=8).out,)
+
+    inputs = [p, logits, v, own]
+    assert_all_same_maths(differentiated(actual, inputs), differentiated(expected, inputs))
+
+
+@pytest.mark.parametrize("with_own", [False, True])
+def test_the_running_softmax_keeps_torchs_rules(random, soft, with_own):
     p, k, v = (x.flatten(0, 1).requires_grad_() for x in soft(20))
+    own = random(B * H, 20, 1).requires_grad_() if with_own else None
     a, s = random(B * H, K).requires_grad_(), random(B * H, K, V).requires_grad_()
-    torch.library.opcheck(running_softmax_op, (p, k, v, a, s, 8, True))
+    torch.library.opcheck(running_softmax_op, (p, k, v, own, a, s, 8, True))
     p, k, v, a, s = (x.detach() for x in (p, k, v, a, s))
-    out, m, z, _, end, states = running_softmax_op(p, k, v, a, s, 8, True)
-    arguments = (torch.ones_like(out), torch.ones_like(z), None, None, p, k, v, a, m, z, end, states, 8)
-    torch.library.opcheck(running_softmax_backward_op, arguments)
+    own = own.detach() if with_own else None
+    out, _, *kept = running_softmax_op(p, k, v, own, a, s, 8, True)
+    torch.library.opcheck(running_softmax_backward_op, (torch.ones_like(out), None, None, p, k, v, own, *kept, 8))
+
+
+def test_the_running_logsumexp_keeps_torchs_rules(random):
+    k, a = random(B * H, 20, K).requires_grad_(), random(B * H, K, seed=1).requires_grad_()
+    torch.library.opcheck(running_logsumexp_op, (k, a))
+    m, z = running_logsumexp_op(k.detach(), a.detach())
+    torch.library.opcheck(running_logsumexp_backward_op, (torch.ones_like(z), k.detach(), a.detach(), m))
 
 
 X = torch.ones(B, H, 5, K)
@@ -596,6 +705,16 @@ ERRORS = {
         lambda: running_softmax(X, X, X, state=(torch.zeros(B, H, K), torch.zeros(B, H, K, 1))),
         ValueError,
         r"state must have shapes \(2, 2, 6\) and \(2, 2, 6, 6\), got \(2, 2, 6\) and \(2, 2, 6, 1\)",
+    ),
+    "own": (
+        lambda: running_softmax(X, X, X, own=X),
+        ValueError,
+        r"own must have shape \(2, 2, 5, 1\), got \(2, 2, 5, 6\)",
+    ),
+    "logsumexp state": (
+        lambda: running_logsumexp(X, state=X),
+        ValueError,
+        r"state must have shape \(2, 2, 6\), got \(2, 2, 5, 6\)",
     ),
     "softmax mask": (lambda: running_softmax(X, X, X, mask=torch.ones(B, 5)), TypeError, "mask must be a bool tensor"),
 }

@@ -5,7 +5,7 @@ Shape letters: B batch, H heads, T queries, S keys, K key channels, V value chan
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -14,22 +14,7 @@ from torch.nn import functional as F
 from subquad.ops._torch.attend_cpu import block_attention_cpu, block_attention_cpu_backward
 from subquad.ops._torch.tiles import Group, ragged_groups, short_groups, static_groups
 from subquad.ops.patterns import Pattern, Ranks
-
-
-class Slots(NamedTuple):
-    """Where the tokens of queries and keys stand.
-
-    `q_pos_BT`, `k_pos_BS`: positions by row, negative for an empty slot; None: counted from `q_start` and `k_start`.
-    `lengths_B`: how many of a row's key slots hold a token, where later ones could be seen.
-    """
-
-    q_start: int
-    k_start: int
-    lengths_B: Tensor | None = None
-    q_pos_BT: Tensor | None = None
-    k_pos_BS: Tensor | None = None
-    q_doc_BT: Tensor | None = None
-    k_doc_BS: Tensor | None = None
+from subquad.ops.slots import Slots
 
 
 def attend(

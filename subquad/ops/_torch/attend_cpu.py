@@ -12,6 +12,8 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
+from subquad.ops._torch import attend_tiles
+from subquad.ops._torch.memory import empty_like, zeros_like
 from subquad.ops._torch.tiles import Group, ragged_groups, static_groups
 from subquad.ops.backends import without_autocast
 from subquad.ops.patterns import Pattern
@@ -43,10 +45,7 @@ def block_attention_cpu(
     holds no token) every row of the batch has its own; else slots are positions from `q_start` and `k_start`. With
     documents given a query sees keys of its own document only.
     """
-    out_BHTK, lse_BHT = (
-        torch.empty_like(q_BHTK, memory_format=torch.contiguous_format),
-        q_BHTK.new_empty(q_BHTK.shape[:3]),
-    )
+    out_BHTK, lse_BHT = empty_like(q_BHTK), q_BHTK.new_empty(q_BHTK.shape[:3])
     slots = (lengths_B, q_pos_BT, k_pos_BS, q_doc_BT, k_doc_BS)
     for call in _calls(q_BHTK, k_BHSK, pattern, q_start, k_start, *slots):
         q, out = call.queries(q_BHTK), call.queries(out_BHTK)
@@ -54,6 +53,11 @@ def block_attention_cpu(
         if call.group.kind == "empty":
             out.zero_()
             lse.fill_(-torch.inf)
+            continue
+        if call.in_cache:
+            for at in attend_tiles.tiles(call.group, call.row, q_BHTK.shape):
+                q, k, v = q_BHTK[at.queries], k_BHSK[at.keys], v_BHSK[at.keys]
+                out_BHTK[at.queries], lse_BHT[at.queries] = attend_tiles.forward(q, k, v, call.bias, scale)
             continue
         o, row_lse = _forward(
             q,
@@ -110,10 +114,19 @@ def block_attention_cpu_backward(
         grad_BHTK = _with_channel(grad_BHTK, torch.ones_like(grad_lse_BHT))
         out_BHTK = _with_channel(out_BHTK, -grad_lse_BHT)
         q_BHTK, k_BHSK, v_BHSK = (F.pad(x, (0, MORE)) for x in (q_BHTK, k_BHSK, v_BHSK))
-    dq, dk, dv = (torch.zeros_like(x, memory_format=torch.contiguous_format) for x in (q_BHTK, k_BHSK, v_BHSK))
+    dq, dk, dv = (zeros_like(x) for x in (q_BHTK, k_BHSK, v_BHSK))
     slots = (lengths_B, q_pos_BT, k_pos_BS, q_doc_BT, k_doc_BS)
     for call in _calls(q_BHTK, k_BHSK, pattern, q_start, k_start, *slots):
         if call.group.kind == "empty":
+            continue
+        if call.in_cache:
+            for at in attend_tiles.tiles(call.group, call.row, q_BHTK.shape):
+                q, k, v, do = q_BHTK[at.queries], k_BHSK[at.keys], v_BHSK[at.keys], grad_BHTK[at.queries]
+                delta = (do * out_BHTK[at.queries]).sum(-1)
+                gradients = attend_tiles.backward(do, delta, q, k, v, lse_BHT[at.queries], call.bias, scale)
+                dq[at.queries] = gradients[0]
+                dk[at.keys].add_(gradients[1])
+                dv[at.keys].add_(gradients[2])
             continue
         gradients = _backward(
             call.queries(grad_BHTK),
@@ -147,8 +160,8 @@ def _(grad, grad_lse, q, k, v, out, lse, *rest):  # type: ignore[no-untyped-def]
 class _Call:
     """One fused call: the tiles of `group`, of all rows of the batch (`row` None) or of one."""
 
-    def __init__(self, group: Group, row: int | None, bias: Tensor | None) -> None:
-        self.group, self.row, self.bias = group, row, bias
+    def __init__(self, group: Group, row: int | None, bias: Tensor | None, in_cache: bool = False) -> None:
+        self.group, self.row, self.bias, self.in_cache = group, row, bias, in_cache
 
     def mask(self) -> Tensor | None:
         """The additive mask `[., ., C, W]`."""
@@ -210,6 +223,11 @@ def _calls(
     S, shape = k_BHSK.shape[2], Pattern.from_key(pattern)
     if q_pos is None or k_pos is None:
         for group in static_groups(shape, q_start, T, k_start, S):
+            if lengths is None and attend_tiles.fits(group):
+                bias = _static_bias(shape, group, q_start, k_start, q_BHTK, triangles=True)
+                if bias is None or not torch.isneginf(bias).all(-1).any():
+                    yield _Call(group, None, bias, in_cache=True)
+                    continue
             bias = _static_bias(shape, group, q_start, k_start, q_BHTK) if lengths is None else None
             for row in [None] if group.count == 1 else range(B):
                 if lengths is not None:
@@ -242,8 +260,11 @@ def _row_calls(shape: Pattern, T: int, q_pos_BT: Tensor, k_pos_BS: Tensor, like:
             yield _Call(moved, row, _static_bias(shape, group, q_start, k_start, like))
 
 
-def _static_bias(pattern: Pattern, group: Group, q_start: int, k_start: int, like: Tensor) -> Tensor | None:
-    if group.kind != "masked":
+def _static_bias(
+    pattern: Pattern, group: Group, q_start: int, k_start: int, like: Tensor, triangles: bool = False
+) -> Tensor | None:
+    """`[C, W]`, None where a tile sees all its keys (or, but for `triangles`, the fused kernel masks it itself)."""
+    if group.kind == "full" or (group.kind == "causal" and not triangles):
         return None
     q_pos = torch.arange(group.rows) + q_start + group.q
     k_pos = torch.arange(group.keys) + k_start + group.k

@@ -12,6 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from subquad.ops._torch.memory import empty, empty_like
 from subquad.ops._torch.pairs import chunk_spans, padded, pair_backward, pair_scores, power_of_two
 from subquad.ops.backends import without_autocast
 
@@ -40,8 +41,8 @@ class _Decay:
         return i_NCK if self.to_end is None else i_NCK * self.to_end
 
     def carry(self, state_NKV: Tensor) -> Tensor:
-        """What a state at the chunk's start is worth at its end (also backward)."""
-        return state_NKV.clone(memory_format=torch.contiguous_format) if self.whole is None else state_NKV * self.whole
+        """What a state at the chunk's start is worth at its end (also backward), the same tensor where none decays."""
+        return state_NKV if self.whole is None else state_NKV * self.whole
 
     def scores(self, q_NCK: Tensor, i_NCK: Tensor) -> Tensor:
         """`[N, C, C]`: how much of value j row i receives."""
@@ -75,35 +76,37 @@ def gated_scan_op(
     eps: float,
     chunk: int,
     save: bool,
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Outputs, the final state, the normalisers `[N, T]` (if any) and the states before each chunk (if `save`).
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
+    """Outputs, the final state, the normalisers `[N, T]` (if any), states and their sums before each chunk (if `save`).
 
     With `normalise` the state has one more value channel: the sum of the inputs.
     """
     N, T, V = v_NTV.shape
-    out_NTV, total_NT = v_NTV.new_empty(N, T, V), v_NTV.new_empty(N, T if normalise else 0)
-    state_NKV, states = state_NKV.clone(memory_format=torch.contiguous_format), []
-    for span in _spans(T, chunk, log_f_NTF):
+    K, spans = q_NTK.shape[-1], _spans(T, chunk, log_f_NTF)
+    out_NTV, total_NT = empty_like(v_NTV), v_NTV.new_empty(N, T if normalise else 0)
+    states, sums = _kept(state_NKV, (N, K, V), len(spans) if save else 0, normalise)
+    s_NKV, z_NK1 = state_NKV[..., :V].contiguous(), state_NKV[..., V:]
+    for n, span in enumerate(spans):
         q, i, v = (padded(x, span) for x in (q_NTK, i_NTK, v_NTV))
         decay = _Decay(None if log_f_NTF is None else padded(log_f_NTF, span), q)
         start, stop, _ = span
         if save:
-            states.append(state_NKV.clone(memory_format=torch.contiguous_format))
-        scores = decay.scores(q, i)
-        out = torch.bmm(decay.rows(q), state_NKV)
-        out[..., :V].baddbmm_(scores, v)
-        columns = decay.columns(i)
-        if decay.whole is not None:
-            state_NKV.mul_(decay.whole)
-        state_NKV[..., :V].baddbmm_(columns.mT, v)
+            states[n], sums[n] = s_NKV, z_NK1
+        scores, rows, columns = decay.scores(q, i), decay.rows(q), decay.columns(i)
+        out = torch.bmm(scores, v).baddbmm_(rows, s_NKV)
+        s_NKV = torch.baddbmm(decay.carry(s_NKV), columns.mT, v)
         if normalise:
-            total = out[..., V] + scores.sum(-1)
-            state_NKV[..., V].add_(columns.sum(1))
-            total_NT[:, start:stop] = total[:, : stop - start]
-            out = out[..., :V] / _divisor(total, eps)
+            divisor = torch.baddbmm(scores.sum(-1, keepdim=True), rows, z_NK1)
+            z_NK1 = decay.carry(z_NK1) + columns.sum(1)[..., None]
+            total_NT[:, start:stop] = divisor[:, : stop - start, 0]
+            out.div_(_divisor(divisor, eps))
         out_NTV[:, start:stop] = out[:, : stop - start]
-    kept = torch.stack(states) if states else state_NKV.new_empty(0, *state_NKV.shape)
-    return out_NTV, state_NKV, total_NT, kept
+    return out_NTV, torch.cat([s_NKV, z_NK1], -1), total_NT, states, sums
+
+
+def _kept(like: Tensor, shape: tuple[int, int, int], chunks: int, normalise: bool) -> tuple[Tensor, Tensor]:
+    N, K, V = shape
+    return empty(like, chunks, N, K, V), like.new_empty(chunks, N, K, int(normalise))
 
 
 def _spans(tokens: int, chunk: int, log_f: Tensor | None) -> list[tuple[int, int, int]]:
@@ -112,21 +115,22 @@ def _spans(tokens: int, chunk: int, log_f: Tensor | None) -> list[tuple[int, int
     return [(start, stop, stop - start) for start in range(0, tokens, chunk) for stop in [min(start + chunk, tokens)]]
 
 
-def _divisor(total_NC: Tensor, eps: float) -> Tensor:
+def _divisor(total_NC1: Tensor, eps: float) -> Tensor:
     """`total + eps`, and infinity where that is zero: a token whose weights are all zero gives zero."""
-    divisor = total_NC[..., None] + eps
-    return divisor.masked_fill(divisor == 0, torch.inf)
+    divisor = total_NC1 + eps
+    return divisor.masked_fill_(divisor == 0, torch.inf)
 
 
 @gated_scan_op.register_fake
 def _(q, i, v, log_f, state, normalise, eps, chunk, save):  # type: ignore[no-untyped-def]
-    N, T, _ = v.shape
-    states = len(_spans(T, chunk, log_f)) if save else 0
+    N, T, V = v.shape
+    chunks = len(_spans(T, chunk, log_f)) if save else 0
     return (
         v.new_empty(v.shape),
         state.new_empty(state.shape),
         v.new_empty(N, T if normalise else 0),
-        state.new_empty(states, *state.shape),
+        state.new_empty(chunks, N, q.shape[-1], V),
+        state.new_empty(chunks, N, q.shape[-1], int(normalise)),
     )
 
 
@@ -139,68 +143,66 @@ def gated_scan_backward_op(
     i_NTK: Tensor,
     v_NTV: Tensor,
     log_f_NTF: Tensor | None,
-    out_NTV: Tensor,
+    out_NTV: Tensor | None,
     end_NKV: Tensor,
     total_NT: Tensor,
     states: Tensor,
+    sums: Tensor,
     normalise: bool,
     eps: float,
     chunk: int,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
     """Gradients of q, i, v, log f (empty if none) and the initial state; `r` is that of a chunk's last state."""
     V = v_NTV.shape[-1]
-    dq_NTK, di_NTK, dv_NTV = q_NTK.new_empty(q_NTK.shape), i_NTK.new_empty(i_NTK.shape), v_NTV.new_empty(v_NTV.shape)
+    dq_NTK, di_NTK, dv_NTV = empty_like(q_NTK), empty_like(i_NTK), empty_like(v_NTV)
     dlog_f = q_NTK.new_empty(0) if log_f_NTF is None else log_f_NTF.new_empty(log_f_NTF.shape)
-    r = (
-        end_NKV.new_zeros(end_NKV.shape)
-        if grad_state_NKV is None
-        else grad_state_NKV.clone(memory_format=torch.contiguous_format)
-    )
-    spans, after = _spans(v_NTV.shape[1], chunk, log_f_NTF), end_NKV
-    for span, state in zip(reversed(spans), states.flip(0), strict=True):
+    r_end = torch.zeros_like(end_NKV) if grad_state_NKV is None else grad_state_NKV
+    r, rz, after, z_after = r_end[..., :V].contiguous(), r_end[..., V:], end_NKV[..., :V], end_NKV[..., V:]
+    spans = _spans(v_NTV.shape[1], chunk, log_f_NTF)
+    for span, state, z in zip(reversed(spans), states.flip(0), sums.flip(0), strict=True):
         q, i, v, do = (padded(x, span) for x in (q_NTK, i_NTK, v_NTV, grad_NTV))
         decay = _Decay(None if log_f_NTF is None else padded(log_f_NTF, span), q)
         start, stop, _ = span
-        rows = slice(0, stop - start)
+        rows, span_rows = decay.rows(q), slice(0, stop - start)
         if normalise:
-            do = do / _divisor(padded(total_NT[..., None], span)[..., 0], eps)
-            dtotal = -(do * padded(out_NTV, span)).sum(-1, keepdim=True)
+            do = do / _divisor(padded(total_NT[..., None], span), eps)
+            assert out_NTV is not None
+            dtotal = (do * padded(out_NTV, span)).sum(-1, keepdim=True).neg_()
             grad = torch.baddbmm(dtotal, do, v.mT).tril_()
-            do_all = torch.cat([do, dtotal], -1)
+            from_state = torch.baddbmm(torch.bmm(dtotal, z.mT), do, state.mT)
+            to_state = torch.baddbmm(rz.mT, v, r.mT)
         else:
-            grad, do_all = torch.bmm(do, v.mT).tril_(), do
+            grad, from_state, to_state = torch.bmm(do, v.mT).tril_(), torch.bmm(do, state.mT), torch.bmm(v, r.mT)
         dq, di, scores = decay.backward(q, i, grad)
-        columns, from_state = decay.columns(i), torch.bmm(do_all, state.mT)
-        to_state = torch.bmm(v, r[..., :V].mT)
-        if normalise:
-            to_state += r[:, None, :, V]
         dq += decay.rows(from_state)
         di += decay.columns(to_state)
-        dv_NTV[:, start:stop] = torch.bmm(scores.mT, do).baddbmm_(columns, r[..., :V])[:, rows]
-        dq_NTK[:, start:stop], di_NTK[:, start:stop] = dq[:, rows], di[:, rows]
+        dv_NTV[:, start:stop] = torch.bmm(scores.mT, do).baddbmm_(decay.columns(i), r)[:, span_rows]
+        dq_NTK[:, start:stop], di_NTK[:, start:stop] = dq[:, span_rows], di[:, span_rows]
         if log_f_NTF is not None:
-            dG, dG_end = q * dq - i * di, (after * r).sum(-1)[:, None]
+            dG, dG_end = q * dq - i * di, ((after * r).sum(-1) + (z_after * rz).sum(-1))[:, None]
             if log_f_NTF.shape[-1] == 1:
                 dG, dG_end = dG.sum(-1, keepdim=True), dG_end.sum(-1, keepdim=True)
-            dlog_f[:, start:stop] = (dG.flip(1).cumsum(1).flip(1) + dG_end)[:, rows]
-        r = decay.carry(r).baddbmm_(decay.rows(q).mT, do_all)
-        after = state
-    return dq_NTK, di_NTK, dv_NTV, dlog_f, r
+            dlog_f[:, start:stop] = (dG.flip(1).cumsum(1).flip(1) + dG_end)[:, span_rows]
+        r = torch.baddbmm(decay.carry(r), rows.mT, do)
+        if normalise:
+            rz = torch.baddbmm(decay.carry(rz), rows.mT, dtotal)
+        after, z_after = state, z
+    return dq_NTK, di_NTK, dv_NTV, dlog_f, torch.cat([r, rz], -1)
 
 
 @gated_scan_backward_op.register_fake
-def _(grad, grad_state, q, i, v, log_f, out, end, total, states, normalise, eps, chunk):  # type: ignore[no-untyped-def]
+def _(grad, grad_state, q, i, v, log_f, out, end, total, states, sums, normalise, eps, chunk):  # type: ignore[no-untyped-def]
     dlog_f = q.new_empty(0) if log_f is None else log_f.new_empty(log_f.shape)
     return q.new_empty(q.shape), i.new_empty(i.shape), v.new_empty(v.shape), dlog_f, end.new_empty(end.shape)
 
 
 def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
     q, i, v, log_f, _, normalise, eps, chunk, _ = inputs
-    out, end, total, states = output
-    ctx.save_for_backward(q, i, v, log_f, out, end, total, states)
+    out, end, *kept = output
+    ctx.save_for_backward(q, i, v, log_f, out if normalise else None, end, *kept)
     ctx.options = (normalise, eps, chunk)
     ctx.set_materialize_grads(False)
-    ctx.mark_non_differentiable(total, states)
+    ctx.mark_non_differentiable(*kept)
 
 
 def _backward(ctx: Any, grad: Tensor | None, grad_state: Tensor | None, *_: Any) -> tuple[Tensor | None, ...]:
