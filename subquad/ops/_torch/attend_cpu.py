@@ -13,6 +13,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from subquad.ops._torch import attend_tiles
+from subquad.ops._torch.attend_masks import bias_to, ragged_bias, static_bias
 from subquad.ops._torch.memory import empty_like, zeros_like
 from subquad.ops._torch.tiles import Group, ragged_groups, static_groups
 from subquad.ops.backends import without_autocast
@@ -224,15 +225,15 @@ def _calls(
     if q_pos is None or k_pos is None:
         for group in static_groups(shape, q_start, T, k_start, S):
             if lengths is None and attend_tiles.fits(group):
-                bias = _static_bias(shape, group, q_start, k_start, q_BHTK, triangles=True)
+                bias = static_bias(shape, group, q_start, k_start, q_BHTK, triangles=True)
                 if bias is None or not torch.isneginf(bias).all(-1).any():
                     yield _Call(group, None, bias, in_cache=True)
                     continue
-            bias = _static_bias(shape, group, q_start, k_start, q_BHTK) if lengths is None else None
+            bias = static_bias(shape, group, q_start, k_start, q_BHTK) if lengths is None else None
             for row in [None] if group.count == 1 else range(B):
                 if lengths is not None:
                     own = lengths if row is None else lengths[row, None]
-                    bias = _bias_to(own, shape, group, q_start, k_start, q_BHTK)
+                    bias = bias_to(own, shape, group, q_start, k_start, q_BHTK)
                 yield _Call(group, row, bias)
         return
     if shape.anchored and q_doc is None:
@@ -242,7 +243,7 @@ def _calls(
         for row in [None] if group.count == 1 else range(B):
             rows = slice(None) if row is None else slice(row, row + 1)
             docs = None if q_doc is None or k_doc is None else (q_doc[rows], k_doc[rows])
-            yield _Call(group, row, _ragged_bias(shape, group, q_pos[rows], k_pos[rows], docs, q_BHTK))
+            yield _Call(group, row, ragged_bias(shape, group, q_pos[rows], k_pos[rows], docs, q_BHTK))
 
 
 def _row_calls(shape: Pattern, T: int, q_pos_BT: Tensor, k_pos_BS: Tensor, like: Tensor) -> Iterator[_Call]:
@@ -257,46 +258,4 @@ def _row_calls(shape: Pattern, T: int, q_pos_BT: Tensor, k_pos_BS: Tensor, like:
         for group in static_groups(shape, q_start, queries, k_start, keys):
             places = tuple(place + first_k for place in group.places)
             moved = replace(group, q=group.q + first_q, k=group.k + first_k, places=places)
-            yield _Call(moved, row, _static_bias(shape, group, q_start, k_start, like))
-
-
-def _static_bias(
-    pattern: Pattern, group: Group, q_start: int, k_start: int, like: Tensor, triangles: bool = False
-) -> Tensor | None:
-    """`[C, W]`, None where a tile sees all its keys (or, but for `triangles`, the fused kernel masks it itself)."""
-    if group.kind == "full" or (group.kind == "causal" and not triangles):
-        return None
-    q_pos = torch.arange(group.rows) + q_start + group.q
-    k_pos = torch.arange(group.keys) + k_start + group.k
-    return _bias(pattern.allowed(q_pos[:, None], k_pos), like)
-
-
-def _bias_to(lengths_B: Tensor, pattern: Pattern, group: Group, q_start: int, k_start: int, like: Tensor) -> Tensor:
-    """`[B, 1, C, W]` for one tile a row, `[1, N, C, W]` for the folded tiles of one row: keys within the lengths."""
-    q_slot, k_slot = group.query_slots(), group.key_slots()
-    real_BN1W = (k_slot < lengths_B[:, None, None])[:, :, None]
-    if group.kind == "full":
-        return _bias(real_BN1W, like)  # one row for all queries
-    return _bias(pattern.allowed((q_slot + q_start)[..., None], (k_slot + k_start)[:, None]) & real_BN1W, like)
-
-
-def _ragged_bias(
-    pattern: Pattern, group: Group, q_pos: Tensor, k_pos: Tensor, docs: tuple[Tensor, Tensor] | None, like: Tensor
-) -> Tensor:
-    """`[B, 1, C, W]` for one tile a row, `[1, N, C, W]` for the folded tiles of one row."""
-
-    def tiles(q_BT: Tensor, k_BS: Tensor) -> tuple[Tensor, Tensor]:
-        q = q_BT.narrow(1, group.q, group.rows * group.count).unflatten(1, (group.count, group.rows))
-        k = k_BS.narrow(1, group.k, group.keys + group.rows * (group.count - 1)).unfold(1, group.keys, group.rows)
-        return q[..., :, None], k[..., None, :]
-
-    q, k = tiles(q_pos, k_pos)
-    allowed = pattern.allowed(q, k) & (q >= 0) & (k >= 0)
-    if docs is not None:
-        q, k = tiles(*docs)
-        allowed = allowed & (q == k)
-    return _bias(allowed, like)
-
-
-def _bias(allowed: Tensor, like: Tensor) -> Tensor:
-    return torch.zeros(allowed.shape, dtype=like.dtype).masked_fill_(~allowed, -torch.inf)
+            yield _Call(moved, row, static_bias(shape, group, q_start, k_start, like))
