@@ -5,6 +5,8 @@ PYTHON ?= python3
 TORCH_INDEX ?=
 # Processes that run the tests.
 JOBS ?= 2
+# Of `make gpu`: cuda, or cpu for a dry run.
+DEVICE ?= cuda
 
 VENV := .venv
 BIN := $(VENV)/bin
@@ -12,7 +14,7 @@ STAMP := $(VENV)/.installed
 PYTEST := $(BIN)/python -m pytest -n $(JOBS)
 
 .DEFAULT_GOAL := help
-.PHONY: help install run test test-long peers lint check wheel-check clean
+.PHONY: help install run test test-long gpu peers lint check wheel-check clean
 
 help: ## what each target does
 	@sed -n 's/^\([a-z-]*\):.*## \(.*\)/make \1\t\2/p' Makefile | expand -t 20
@@ -29,6 +31,9 @@ test: $(STAMP) ## all tests but the slow ones
 
 test-long: $(STAMP) ## the slow tests, one after another, since some take times
 	@OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q -m slow
+
+gpu: ## the GPU tests and benchmarks, with .venv or else $(PYTHON) as it is; DEVICE=cpu tries it in tiny sizes
+	@$(if $(wildcard $(BIN)/python),$(BIN)/python,"$(PYTHON)") benchmarks/gpu.py --device $(DEVICE) $(if $(filter cpu,$(DEVICE)),--dry-run)
 
 peers: $(STAMP) ## compare with other libraries, which it installs beside subquad (not part of `make test`)
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e ".[peers]"

@@ -19,6 +19,7 @@ COMMANDS = {
     "list": "subquad.tools.list",
     "cost": "subquad.tools.cost",
     "show": "subquad.tools.show",
+    "bench": "subquad.bench.command",
 }
 """The module of each command: its `run(arguments)` parses them, does the work and returns the exit status."""
 
@@ -34,6 +35,7 @@ commands:
   list       the attention mechanisms, their options, the recipes
   cost       what mechanisms and models cost: score entries, FLOPs, memory
   show       pictures: weights, reach, positions, cost
+  bench      time operators, models and decoding on this machine
 
   subquad train --recipe stdlib-llp
   subquad eval runs/stdlib-llp --stride 128

@@ -9,8 +9,6 @@ from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 
 import torch
-from safetensors import SafetensorError
-from safetensors.torch import load, save
 from torch import Tensor
 
 FORMAT = "subquad-state"
@@ -103,6 +101,8 @@ class State:
 
     def save(self, path: str | Path) -> None:
         """Write a safetensors file with the format version and the configuration's hash in its header."""
+        from safetensors.torch import save
+
         tensors: dict[str, Tensor] = {}
         numbers: dict[str, int] = {}
         hashes: dict[str, str] = {}
@@ -124,6 +124,9 @@ class State:
         Raises `ValueError` where the file is not a state, is damaged, has another format version, or (with
         `config_hash`) belongs to another configuration.
         """
+        from safetensors import SafetensorError
+        from safetensors.torch import load
+
         data = Path(path).read_bytes()
         try:
             header = _header(data)

@@ -24,6 +24,7 @@ PACKAGES = (
     "subquad.generation",
     "subquad.recipes",
     "subquad.testing",
+    "subquad.bench",
 )
 METHODS = {
     "subquad.State": ("save", "load", "check", "map"),
@@ -34,6 +35,7 @@ METHODS = {
     "subquad.data.Corpus": ("held_out_text",),
     "subquad.generation.Generation": ("prefill",),
     "subquad.generation.TextStream": ("push", "finish"),
+    "subquad.bench.Report": ("table", "save", "load", "to_dict", "from_dict"),
     "subquad.training.TrainConfig": ("from_file", "to_file", "from_dict", "to_dict", "replace", "digest"),
 }
 """Methods that are public beside the constructors."""
@@ -123,7 +125,7 @@ def test_tensors_of_the_engines_are_positional_only():
         assert all(p.kind is inspect.Parameter.POSITIONAL_ONLY for p in required), engine.__name__
 
 
-@pytest.mark.parametrize("package", ["subquad", "subquad.evaluation", "subquad.generation"])
+@pytest.mark.parametrize("package", ["subquad", "subquad.bench", "subquad.evaluation", "subquad.generation"])
 def test_lazy_packages_show_their_names_and_refuse_others(package):
     module = importlib.import_module(package)
     assert dir(module) == module.__all__

@@ -17,10 +17,19 @@ from subquad.config import suggest
 
 logger = logging.getLogger(__name__)
 
-HAS_TRITON = importlib.util.find_spec("triton") is not None
 BACKENDS = ("reference", "torch", "sequential", "flex", "triton")
 P = ParamSpec("P")
 R = TypeVar("R")
+
+
+def _installed(package: str) -> bool:
+    try:
+        return importlib.util.find_spec(package) is not None
+    except ValueError:  # someone has said that it cannot be imported
+        return False
+
+
+HAS_TRITON = _installed("triton")
 _requested: ContextVar[str | None] = ContextVar("subquad_backend", default=None)
 
 

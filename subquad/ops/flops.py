@@ -9,7 +9,6 @@ import functools
 from typing import Any
 
 import torch
-from torch.utils.flop_counter import flop_registry, register_flop_formula, sdpa_backward_flop_count, sdpa_flop_count
 
 from subquad.ops._sequential.tiles import key_chunks
 from subquad.ops._torch import scan, softmax
@@ -48,6 +47,8 @@ def running_softmax_flops(T: int, L: int, V: int, *, chunk: int = softmax.CHUNK)
 @functools.cache
 def register() -> None:
     """Teach torch's FlopCounterMode our ops and the fused CPU attention, which it counts as nothing."""
+    from torch.utils.flop_counter import flop_registry, register_flop_formula  # it loads triton
+
     cpu = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
     if cpu not in flop_registry:
         register_flop_formula([cpu])(_sdpa)
@@ -68,10 +69,14 @@ def register() -> None:
 
 
 def _sdpa(q: Any, k: Any, v: Any, *_: Any, out_shape: Any = None, **__: Any) -> int:
+    from torch.utils.flop_counter import sdpa_flop_count
+
     return int(sdpa_flop_count(q, k, v))
 
 
 def _sdpa_backward(grad: Any, q: Any, k: Any, v: Any, *_: Any, out_shape: Any = None, **__: Any) -> int:
+    from torch.utils.flop_counter import sdpa_backward_flop_count
+
     return int(sdpa_backward_flop_count(grad, q, k, v))
 
 

@@ -5,7 +5,9 @@ class TestX(AttentionContract):
     options = {"option": 3}
 """
 
-from subquad.testing.contract import AttentionContract
+import importlib
+from typing import TYPE_CHECKING, Any
+
 from subquad.testing.tools import (
     LOW_PRECISION,
     assert_exact,
@@ -18,6 +20,9 @@ from subquad.testing.tools import (
     sharpened,
     with_gradients,
 )
+
+if TYPE_CHECKING:
+    from subquad.testing.contract import AttentionContract
 
 __all__ = [
     "LOW_PRECISION",
@@ -32,3 +37,13 @@ __all__ = [
     "sharpened",
     "with_gradients",
 ]
+
+
+def __getattr__(name: str) -> Any:
+    if name == "AttentionContract":  # the only name that needs hypothesis
+        return importlib.import_module("subquad.testing.contract").AttentionContract
+    raise AttributeError(f"module 'subquad.testing' has no attribute {name!r}; it has {', '.join(__all__)}")
+
+
+def __dir__() -> list[str]:
+    return __all__

@@ -1,0 +1,181 @@
+"""`make gpu`: the GPU tests and the benchmarks in one command, in under nine minutes and without network.
+
+    python benchmarks/gpu.py [--device cuda|cpu] [--dry-run] [--only tests,ops] [--seconds 540] [--folder FOLDER]
+
+Needs torch, triton, numpy and pytest, and this checkout; nothing is installed but wheels of other libraries that lie in
+`.whl/`, which go to `.whl/site`. Each step runs in a process of its own with a time limit, and writes
+`gpu_STEP.json` into benchmarks/results, and into $OUT where that is set. A step that fails, or for which no time is
+left, says so in its file, and the next one goes on. With `--device cpu --dry-run` everything runs in tiny sizes on a
+CPU, the kernels in Triton's interpreter: that proves this script; its files, in runs/gpu-dry-run, prove nothing else.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+ROOT = Path(__file__).resolve().parents[1]
+sys.path[:0] = [str(ROOT), str(ROOT / "benchmarks")]
+
+from gpu_steps import NAMES, STEPS, Step, has  # noqa: E402 it lies beside this file, wherever that is imported from
+
+WHEELS = ROOT / ".whl"
+LEAST = 5.0
+"""Seconds: with less no step begins."""
+QUIET = {"KINETO_LOG_LEVEL": "99", "TORCH_CPP_LOG_LEVEL": "ERROR"}
+"""torch's profiler, which measures memory, announces itself otherwise."""
+TAIL = 4000
+"""Characters of a step's output that are kept."""
+
+
+def main() -> int:
+    """Run the steps, or (`--step`) one of them in this process; the exit status is 1 where one failed."""
+    arguments = _arguments()
+    if problem := _missing(arguments.device):
+        sys.stderr.write(f"error: {problem}\n")
+        return 2
+    if arguments.step is not None:
+        return next(step for step in STEPS if step.name == arguments.step).run(arguments)
+    deadline = time.monotonic() + arguments.seconds
+    arguments.folder.mkdir(parents=True, exist_ok=True)
+    site = install_wheels()
+    chosen = [step for step in STEPS if step.name in arguments.only]
+    warming = _start("warm", arguments, site) if arguments.device == "cuda" and site is not None else None
+    failed = []
+    for step in chosen:
+        if warming is not None and step.name != "tests":
+            _stop(warming)
+            warming = None
+        limit = min(step.seconds, deadline - time.monotonic())
+        record = run_step(step, arguments, site, limit)
+        sys.stdout.write(f"{step.name}: {record['status']}, {record['seconds']:.0f} s\n")
+        sys.stdout.flush()
+        if record["status"] != "ok":
+            failed.append(step.name)
+    if warming is not None:
+        _stop(warming)
+    if failed:
+        sys.stdout.write(f"not ok: {', '.join(failed)}; see gpu_*.json in {arguments.folder}\n")
+    return 1 if failed else 0
+
+
+def run_step(step: Step, arguments: argparse.Namespace, site: Path | None, limit: float) -> dict[str, Any]:
+    """Run a step in its own process, and write how it went into its file; returns that record."""
+    file = arguments.folder / f"gpu_{step.name}.json"
+    file.unlink(missing_ok=True)  # an old result is not taken for this run's
+    start, output = time.monotonic(), ""
+    if limit < LEAST:
+        status = "skipped: no time was left for it"
+    else:
+        process = _start(step.name, arguments, site, limit)
+        try:
+            output, _ = process.communicate(timeout=limit)
+            status = "ok" if process.returncode == 0 else f"failed with status {process.returncode}"
+        except subprocess.TimeoutExpired:
+            status = f"stopped after {limit:.0f} s"
+        except BaseException:
+            _stop(process)
+            raise
+        if status.startswith("stopped"):
+            output = _stop(process)
+    sys.stdout.write(output)
+    record = {"status": status, "seconds": time.monotonic() - start, "output": output[-TAIL:]}
+    found = json.loads(file.read_text(encoding="utf-8")) if file.is_file() else {}
+    file.write_text(json.dumps({**found, "step": record}, indent=2) + "\n", encoding="utf-8")
+    if os.environ.get("OUT"):
+        Path(os.environ["OUT"]).mkdir(parents=True, exist_ok=True)
+        for made in arguments.folder.glob(f"gpu_{step.name}*"):
+            shutil.copy(made, os.environ["OUT"])
+    return record
+
+
+def install_wheels() -> Path | None:
+    """Unpack the wheels in `.whl/` beside them, without what they depend on; None where there are none."""
+    wheels = sorted(WHEELS.glob("*.whl"))
+    if not wheels:
+        return None
+    site = WHEELS / "site"
+    pip = [sys.executable, "-m", "pip", "install", "--quiet", "--disable-pip-version-check", "--upgrade"]
+    where = ["--no-index", "--find-links", str(WHEELS), "--no-deps", "--target", str(site)]
+    done = subprocess.run([*pip, *where, *map(str, wheels)], capture_output=True, text=True, check=False)
+    if done.returncode:
+        sys.stderr.write(f"the wheels in {WHEELS} cannot be installed:\n{done.stderr}\n")
+        return None
+    return site
+
+
+def _start(step: str, arguments: argparse.Namespace, site: Path | None, limit: float = 0.0) -> subprocess.Popen[str]:
+    """A step's process, the first of its own group, so that what it starts can be stopped with it.
+
+    Without a limit nothing is heard of it.
+    """
+    environment = dict(os.environ)
+    places = [str(ROOT), *([str(site)] if site else []), *filter(None, [environment.get("PYTHONPATH")])]
+    environment["PYTHONPATH"] = os.pathsep.join(places)
+    environment |= QUIET
+    environment.pop("TRITON_INTERPRET", None)
+    if arguments.device == "cpu":
+        environment["TRITON_INTERPRET"] = "1"
+    command = [sys.executable, str(Path(__file__)), "--step", step, "--device", arguments.device]
+    command += ["--folder", str(arguments.folder), "--limit", f"{limit:.0f}"]
+    command += ["--dry-run"] if arguments.dry_run else []
+    return subprocess.Popen(
+        command,
+        stdout=subprocess.PIPE if limit else subprocess.DEVNULL,
+        stderr=subprocess.STDOUT,
+        text=True,
+        env=environment,
+        cwd=ROOT,
+        start_new_session=True,
+    )
+
+
+def _stop(process: subprocess.Popen[str]) -> str:
+    """End a step with all that it started; what it had said."""
+    if process.poll() is None:
+        os.killpg(process.pid, signal.SIGKILL)
+    return process.communicate()[0] or ""
+
+
+def _missing(device: str) -> str | None:
+    """What keeps the steps from running here."""
+    lacking = [module for module in ("torch", "numpy", "pytest") if not has(module)]
+    if lacking:
+        return f"{sys.executable} has no {', '.join(lacking)}; name a Python that has: make gpu PYTHON=python3.12"
+    import torch
+
+    if device == "cuda" and not torch.cuda.is_available():
+        return "PyTorch finds no GPU; this script can be tried in tiny sizes on a CPU: make gpu DEVICE=cpu"
+    return None
+
+
+def _arguments() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda", help="cpu goes with --dry-run")
+    parser.add_argument("--dry-run", action="store_true", help="tiny sizes, to try this script")
+    parser.add_argument("--only", default=",".join(NAMES), help=f"of {', '.join(NAMES)}, separated by commas")
+    parser.add_argument("--seconds", type=float, default=540.0, help="for everything together")
+    parser.add_argument("--folder", type=Path, default=None, help="where the files go (default: benchmarks/results)")
+    parser.add_argument("--step", choices=[step.name for step in STEPS], help=argparse.SUPPRESS)
+    parser.add_argument("--limit", type=float, default=300.0, help=argparse.SUPPRESS)
+    arguments = parser.parse_args()
+    arguments.only = arguments.only.split(",")
+    if unknown := set(arguments.only) - set(NAMES):
+        parser.error(f"unknown step {', '.join(sorted(unknown))}; valid: {', '.join(NAMES)}")
+    if arguments.device == "cpu" and not arguments.dry_run:
+        parser.error("on a CPU this is a dry run: add --dry-run (`make gpu DEVICE=cpu` does)")
+    if arguments.folder is None:
+        arguments.folder = ROOT / ("runs/gpu-dry-run" if arguments.dry_run else "benchmarks/results")
+    return arguments
+
+
+if __name__ == "__main__":
+    sys.exit(main())

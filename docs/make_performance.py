@@ -1,0 +1,244 @@
+"""Write the tables and pictures of docs/performance.md again, from benchmarks/results/*.json.
+
+    python docs/make_performance.py
+
+Only what stands between `<!-- NAME -->` and `<!-- /NAME -->` is replaced; the prose around it stays. The figures are
+measured by `subquad bench ... --out benchmarks/results` (on a CPU) and `make gpu`; what was not measured says so.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from subquad.bench import Report
+from subquad.bench.plots import draw, save
+
+ROOT = Path(__file__).resolve().parents[1]
+PAGE = ROOT / "docs" / "performance.md"
+RESULTS = ROOT / "benchmarks" / "results"
+IMAGES = ROOT / "docs" / "images"
+Found = Callable[[], float | None]
+BLOCK = re.compile(r"<!-- (?P<name>[a-z-]+) -->\n.*?<!-- /(?P=name) -->", re.DOTALL)
+MET = 0.9
+"""Of an aim: within ten percent counts as met."""
+COMMANDS = {
+    "cpu_ops": "subquad bench ops --latents 64,16,32,128,256 --out benchmarks/results",
+    "cpu_model": "subquad bench model --out benchmarks/results",
+    "cpu_decode": "subquad bench decode --out benchmarks/results",
+}
+CPU_AIMS: dict[str, dict[int, tuple[float, float]]] = {
+    "llp": {1024: (2, 2.5), 4096: (6, 6), 16384: (18, 22)},
+    "linear": {1024: (2.5, 3), 4096: (8, 9), 16384: (25, 28)},
+    "latte": {1024: (2, 2), 4096: (7, 7), 16384: (22, 22)},
+    "elita": {1024: (5, 5), 4096: (20, 20), 16384: (60, 50)},
+}
+"""Times faster than causal SDPA, forward and forward + backward: B 1, H 8, 64 channels, float32, two cores."""
+
+
+def main() -> None:
+    """Rewrite the page and draw its pictures."""
+    text = PAGE.read_text(encoding="utf-8")
+    PAGE.write_text(rewritten(text), encoding="utf-8")
+    for stem in ("cpu_ops", "cpu_model", "cpu_decode", "gpu_ops", "gpu_model", "gpu_decode"):
+        report = loaded(stem)
+        if report is not None:
+            for name, figure in draw(report).items():
+                sys.stdout.write(f"{save(figure, IMAGES / f'{stem}_{name}.png')}\n")
+
+
+def rewritten(text: str) -> str:
+    """The page with every block made anew. Raises `KeyError` for a block that nothing makes."""
+    return BLOCK.sub(lambda m: f"<!-- {m['name']} -->\n{BLOCKS[m['name']]()}\n<!-- /{m['name']} -->", text)
+
+
+def loaded(stem: str) -> Report | None:
+    """A result; None where it was not measured, or where its step ended before it measured anything."""
+    file = RESULTS / f"{stem}.json"
+    if not file.is_file():
+        return None
+    values = json.loads(file.read_text(encoding="utf-8"))
+    values.pop("step", None)
+    return Report.from_dict(values) if values.get("rows") else None
+
+
+def cpu_aims() -> str:
+    """The aims beside what was measured: forward / forward + backward."""
+    report = loaded("cpu_ops")
+    if report is None:
+        return _waiting("cpu_ops")
+    lengths = sorted({tokens for aims in CPU_AIMS.values() for tokens in aims})
+    lines = ["| | " + " | ".join(f"T = {tokens:,}" for tokens in lengths) + " |", "|---|" + "---|" * len(lengths)]
+    for name, aims in CPU_AIMS.items():
+        cells = []
+        for tokens in lengths:
+            pair = [_ratio(report, name, tokens, which) for which in ("forward", "forward_backward")]
+            parts = [_judged(found, aim) for found, aim in zip(pair, aims[tokens], strict=True)]
+            cells.append(f"{' / '.join(parts)} (aim {aims[tokens][0]:g} / {aims[tokens][1]:g})")
+        lines.append(f"| {name} | {' | '.join(cells)} |")
+    return "\n".join(
+        [
+            "Times faster than causal `scaled_dot_product_attention`, forward / forward + backward; what is more than",
+            "ten percent below its aim is **bold**.",
+            "",
+            *lines,
+        ]
+    )
+
+
+def gpu_aims() -> str:
+    """The issue's ratios on a GPU, forward + backward, each met, missed or not measured."""
+    lines = ["| aim (forward + backward) | at | measured | |", "|---|---|---:|---|"]
+    for text, at, least, found in _gpu_aims():
+        value = found()
+        verdict = "not measured" if value is None else "met" if value >= least else "**missed**"
+        lines.append(f"| {text} | {at} | {'-' if value is None else f'{value:.2f}'} | {verdict} |")
+    if all(loaded(f"gpu_{what}") is None for what in ("ops", "fla", "model", "decode")):
+        return "No figure comes from a GPU yet: [GPU_TODO](../benchmarks/GPU_TODO.md) says what waits for one."
+    return "\n".join(lines)
+
+
+def tables(stem: str) -> Callable[[], str]:
+    """The tables of a result, and where they are from."""
+
+    def block() -> str:
+        report = loaded(stem)
+        if report is None:
+            return _waiting(stem)
+        found, versions = report.provenance, report.provenance["versions"]
+        made = ", ".join(f"{name} {version}" for name, version in versions.items())
+        origin = f"`{report.command}`, {found['date']}, commit {found['commit']}: {made}."
+        return f"{report.table()}\n\n{origin}"
+
+    return block
+
+
+def pictures(stem: str, *names: str) -> Callable[[], str]:
+    """Pictures that `main` draws."""
+
+    def block() -> str:
+        report = loaded(stem)
+        if report is None:
+            return _waiting(stem)
+        return "\n\n".join(f"![{stem}: {name}](images/{stem}_{name}.png)" for name in names)
+
+    return block
+
+
+def _waiting(stem: str) -> str:
+    return f"Not measured yet: `{COMMANDS.get(stem, 'make gpu')}`."
+
+
+def _judged(found: float | None, aim: float) -> str:
+    if found is None:
+        return "-"
+    return f"{found:.1f}" if found >= MET * aim else f"**{found:.1f}**"
+
+
+def _row(report: Report | None, name: str, tokens: int, which: str, **more: Any) -> dict[str, Any] | None:
+    """The first row of these that was measured."""
+    for row in report.rows if report is not None else ():
+        wanted = {"name": name, "tokens": tokens, "pass": which, "status": "ok", **more}
+        if all(row.get(key) == value for key, value in wanted.items()):
+            return row
+    return None
+
+
+def _ratio(report: Report, name: str, tokens: int, which: str) -> float | None:
+    sizes = {"llp": {"segment": 256}, "latte": {"latents": 64}}
+    row = _row(report, name, tokens, which, **sizes.get(name, {}))
+    return None if row is None else row["times_faster"]
+
+
+def _faster(stem: str, ours: str, theirs: str, tokens: int, which: str = "forward_backward", **more: Any) -> Found:
+    """How many times faster one line is than another."""
+
+    def found() -> float | None:
+        report = loaded(stem)
+        one, segment = _row(report, ours, tokens, which, **more), more if theirs.startswith("flex") else {}
+        other = _row(report, theirs, tokens, which, **segment)
+        return None if one is None or other is None else other["median_s"] / one["median_s"]
+
+    return found
+
+
+def _of_copy(name: str, tokens: int) -> Found:
+    """Bytes a second over those of a copy in the same run."""
+
+    def found() -> float | None:
+        report = loaded("gpu_ops")
+        row = _row(report, name, tokens, "forward_backward")
+        if report is None or row is None or "copy_bytes_per_s" not in report.ceilings:
+            return None
+        return row["bytes_per_s"] / report.ceilings["copy_bytes_per_s"]
+
+    return found
+
+
+def _steady(name: str) -> Found:
+    """The time of a token after 1,000 over that after 100,000."""
+
+    def found() -> float | None:
+        row = _row(loaded("gpu_decode"), name, 100000, "token")
+        return None if row is None else 1 / row["of_shortest"]
+
+    return found
+
+
+class Aim(NamedTuple):
+    """A ratio that is asked for."""
+
+    text: str
+    at: str
+    least: float
+    """From where on it is met."""
+    found: Found
+
+
+def _gpu_aims() -> Iterator[Aim]:
+    for tokens in (2048, 16384):
+        found = _faster("gpu_fla", "latte", "fla, chunk_gla", tokens)
+        yield Aim("latte over the `chunk_gla` route: 2", f"T = {tokens:,}", MET * 2, found)
+    long = "T = 16,384"
+    yield Aim("latte over flash SDPA: 3", long, MET * 3, _faster("gpu_ops", "latte", "sdpa", 16384))
+    for name, theirs in (("linear", "chunk_linear_attn"), ("elita", "chunk_simple_gla")):
+        found = _faster("gpu_fla", name, f"fla, {theirs}", 16384)
+        yield Aim(f"{name} over `{theirs}`: 1.2", long, MET * 1.2, found)
+    yield Aim("elita's bytes a second over a copy's: 0.6", long, MET * 0.6, _of_copy("elita", 16384))
+    for size in (256, 512):
+        who = f"llp, segment {size}, over"
+        found = _faster("gpu_ops", "llp", "flex, llp", 16384, segment=size)
+        yield Aim(f"{who} FlexAttention with its mask: 1.2", long, MET * 1.2, found)
+        for aim, tokens in ((6, 16384), (1, 2048)):
+            found = _faster("gpu_ops", "llp", "sdpa", tokens, segment=size)
+            yield Aim(f"{who} flash SDPA: {aim}", f"T = {tokens:,}", MET * aim, found)
+    for name in ("llp", "latte"):
+        for aim, batch, tokens in ((1, 16, 2048), (2, 4, 16384)):
+            found = _faster("gpu_model", name, "sdpa", tokens, "step")
+            yield Aim(f"training a decoder of {name} over flash SDPA: {aim}", f"{batch} x {tokens:,}", MET * aim, found)
+    for name in ("llp", "latte", "linear", "elita", "window"):
+        yield Aim(f"{name}: a token after 1,000 over one after 100,000: 0.95", "decoding", 0.95, _steady(name))
+
+
+BLOCKS: dict[str, Callable[[], str]] = {
+    "cpu-aims": cpu_aims,
+    "cpu-ops": tables("cpu_ops"),
+    "cpu-ops-pictures": pictures("cpu_ops", "time", "memory"),
+    "cpu-latents": pictures("cpu_ops", "latents"),
+    "cpu-model": tables("cpu_model"),
+    "cpu-model-pictures": pictures("cpu_model", "time", "memory"),
+    "cpu-decode": tables("cpu_decode"),
+    "cpu-decode-pictures": pictures("cpu_decode", "time"),
+    "gpu-aims": gpu_aims,
+    "gpu-ops": tables("gpu_ops"),
+    "gpu-fla": tables("gpu_fla"),
+    "gpu-model": tables("gpu_model"),
+    "gpu-decode": tables("gpu_decode"),
+}
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,74 @@
+"""`subquad bench` and other libraries: their operators run, and those that share our mask give our outputs."""
+
+import dataclasses
+
+import pytest
+import torch
+
+from subquad.bench import ModelConfig, OpsConfig, _machine, _peers, measure_model, measure_ops
+from subquad.bench._cases import Shape, our_cases
+from subquad.testing import assert_in_budget, assert_same_maths
+
+pytestmark = pytest.mark.peers
+TINY = {"repeats": 1, "seconds": 1.0}
+
+
+@pytest.fixture(autouse=True)
+def _small_ceilings(monkeypatch):
+    monkeypatch.setattr(_machine, "COPIED", {"cpu": 2**16})
+    monkeypatch.setattr(_machine, "MULTIPLIED", {"cpu": 32})
+
+
+def cases(name):
+    """The lines of a peer on a GPU or, where it has some there, on a CPU."""
+    (peer,) = (peer for peer in _peers.PEERS if peer.name == name)
+    return {case.name: case for case in peer.cases(peer.devices[0])}
+
+
+def shape():
+    sizes = {"batch": 2, "heads": 2, "tokens": 64, "channels": 16, "latents": 8, "segment": 16}
+    return Shape(**sizes, device="cpu", dtype=torch.float64)
+
+
+def test_every_operator_runs_on_a_cpu():
+    libraries = ["local-attention", "linear-attention-transformer", "performer-pytorch"]
+    sizes = {"heads": 2, "channels": 16, "segment": [16], "tokens": [128]}
+    report = measure_ops(OpsConfig(mechanisms=["llp", "window", "linear"], peers=libraries, **sizes, **TINY))
+    found = {row["name"]: row["status"] for row in report.rows if row["kind"] == "peer"}
+    assert set(found) == {name for library in libraries for name in cases(library)}
+    assert set(found.values()) == {"ok"}
+    assert [peer["status"] for peer in report.peers] == ["installed"] * 3
+
+
+def test_perceiver_ar_runs_as_a_model():
+    sizes = {"layers": 2, "dim": 64, "heads": 2, "vocab": 17, "tokens": [16]}
+    report = measure_model(ModelConfig(mechanisms=["perceiver_ar"], peers=["perceiver-ar-pytorch"], **sizes, **TINY))
+    assert {row["status"] for row in report.rows} == {"ok"}
+    assert ("perceiver-ar-pytorch", "step") in {(row["name"], row["pass"]) for row in report.rows}
+
+
+def test_local_attention_has_the_mask_of_llp():
+    theirs = cases("local-attention")["local-attention, llp"].make(shape())
+    ours = our_cases(["llp"], [None])[0].make(shape())
+    assert_same_maths(theirs.call(*theirs.inputs), ours.call(*ours.inputs))
+
+
+def test_the_route_through_chunk_gla_is_causal_latte(monkeypatch, peer):
+    """With the library's own definition in the place of its kernel, which needs a GPU."""
+    naive = peer("fla.ops.gla.naive").naive_recurrent_gla
+
+    class Gla:
+        @staticmethod
+        def chunk_gla(q, k, v, log_f, scale):
+            return naive(q * scale * q.shape[-1] ** 0.5, k, v, log_f)  # it divides by that root
+
+    monkeypatch.setattr(_peers, "load", lambda module: Gla)
+    small = dataclasses.replace(shape(), dtype=torch.float32)
+    theirs = cases("fla")["fla, chunk_gla"].make(small)
+    plain = our_cases(["latte"], ["reference"])[0].make(small)
+    assert_in_budget(
+        theirs.call(*theirs.inputs).transpose(1, 2),
+        plain.call(*plain.inputs),
+        plain.call(*(x.double() for x in plain.inputs)),
+        torch.float32,
+    )
