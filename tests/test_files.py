@@ -11,11 +11,17 @@ FILE_LINES = 300
 FUNCTION_LINES = 60
 
 
+def is_kernel(node: ast.FunctionDef | ast.AsyncFunctionDef) -> bool:
+    """A kernel is one piece: it may be as long as it needs to be."""
+    decorators = [d.func if isinstance(d, ast.Call) else d for d in node.decorator_list]
+    return any(isinstance(d, ast.Attribute) and d.attr == "jit" for d in decorators)
+
+
 def long_functions(source: str) -> list[str]:
-    """The functions of more than `FUNCTION_LINES` lines, signature included, docstring not."""
+    """The functions of more than `FUNCTION_LINES` lines, signature included, docstring not; kernels are left out."""
     found = []
     for node in ast.walk(ast.parse(source)):
-        if not isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
+        if not isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef) or is_kernel(node):
             continue
         lines = node.end_lineno - node.lineno + 1
         if ast.get_docstring(node, clean=False) is not None:
@@ -28,13 +34,14 @@ def long_functions(source: str) -> list[str]:
 @pytest.mark.parametrize("path", FILES, ids=lambda path: str(path.relative_to(ROOT)))
 def test_a_library_file_is_short_and_so_are_its_functions(path):
     source = path.read_text(encoding="utf-8")
-    assert len(source.splitlines()) <= FILE_LINES
+    assert len(source.splitlines()) <= FILE_LINES or path.name.endswith("_kernels.py")
     assert long_functions(source) == []
 
 
 def test_the_count_sees_a_long_function():
     body = "".join(f"    x{i} = {i}\n" for i in range(FUNCTION_LINES))
     assert long_functions(f"def short():\n    pass\n\ndef long():\n{body}") == ["long (line 4): 61 lines"]
+    assert long_functions(f"@triton.jit\ndef kernel():\n{body}") == []
     assert long_functions(f'def described():\n    """{chr(10) * 99}"""\n    return 1\n') == []
 
 

@@ -5,6 +5,7 @@ Shape letters: B batch, H query heads, T queries, S keys, K key channels, V valu
 
 from __future__ import annotations
 
+import functools
 import math
 from collections.abc import Sequence
 
@@ -13,10 +14,12 @@ from torch import Tensor
 
 from subquad.ops._reference import attend as reference
 from subquad.ops._sequential import attend as sequential
-from subquad.ops._torch.attend import Slots, attend, nothing
-from subquad.ops.backends import choose, without_autocast
+from subquad.ops._torch.attend import attend, nothing
+from subquad.ops.backends import BACKENDS, HAS_TRITON, choose, without_autocast
 from subquad.ops.padding import check_mask, compaction, real_slots
 from subquad.ops.patterns import Pattern
+from subquad.ops.placing import allowed_pairs, placed, placed_apart
+from subquad.ops.slots import Slots
 
 
 @without_autocast
@@ -62,17 +65,19 @@ def block_attention(
         chunk_size: queries and keys of a step of the backend `sequential` (1024 and 4096 by default); changes the order
             of sums only.
         backend: `reference` (dense, the definition), `torch` (tiles; linear memory, but for dropout on patterns without
-            bound), `sequential` (chunks of queries and keys one after another, in the memory of one tile of scores), or
-            None: `torch`.
+            bound), `sequential` (chunks of queries and keys one after another, in the memory of one tile of scores),
+            `triton` (kernels for patterns of one range of keys a query), `flex` (FlexAttention), or None: on a GPU
+            `triton` where it has the pattern, else `flex` in training, where shapes repeat and a compilation pays;
+            `torch` on a CPU, with dropout, in float64, and for patterns that it folds to dense ones. An explicit
+            request never falls back: `triton` and `flex` refuse dropout and float64.
 
     Returns `[B, H, T, V]` in the dtype of the values; scores are computed in float32 or wider. A query that sees no key
     gives zeros. Raises `ValueError` and `TypeError` for shapes and options that do not fit.
     """
     _check(q_BHTK, k_BHSK, v_BHSV, pattern, dropout_p)
-    name = choose("block_attention", backend, ("reference", "torch", "sequential"), "torch")
+    name = choose("block_attention", backend, BACKENDS, _default(q_BHTK, k_BHSK, v_BHSV, pattern, dropout_p))
     chunks = _chunks(chunk_size, name)
-    B, H, T, K = q_BHTK.shape
-    S, dtype = k_BHSK.shape[2], v_BHSV.dtype
+    (B, _, T, K), S, dtype = q_BHTK.shape, k_BHSK.shape[2], v_BHSV.dtype
     moved = None
     if mask is not None:
         if T != S or lengths is not None or doc_ids is not None:
@@ -85,22 +90,18 @@ def block_attention(
         q_BHTK, k_BHSK, v_BHSV = (_take(x, moved.order_BT, moved.lengths_B) for x in (q_BHTK, k_BHSK, v_BHSV))
         lengths = moved.lengths_B
     if key_lengths is None:
-        slots, real_BT = _slots(q_start, k_start, lengths, doc_ids, pattern, q_BHTK, S)
+        slots, real_BT = placed(q_start, k_start, lengths, doc_ids, pattern, q_BHTK, S)
     else:
         others = lengths is not None or mask is not None or doc_ids is not None
-        slots, real_BT = _cross_slots(q_start, k_start, key_lengths, others, pattern, B), None
-    wide = torch.promote_types(torch.promote_types(q_BHTK.dtype, k_BHSK.dtype), torch.float32)
-    q, k, v = (x.to(torch.promote_types(wide, dtype)) for x in (q_BHTK, k_BHSK, v_BHSV))
-    k, v = _share_heads(k, H), _share_heads(v, H)
+        slots, real_BT = placed_apart(q_start, k_start, key_lengths, others, pattern, B), None
     scale = 1 / math.sqrt(K) if scale is None else scale
+    inputs = q_BHTK, k_BHSK, v_BHSV, pattern, slots, scale
     if T == 0 or S == 0:
-        out, lse = nothing(q, v)
-    elif name == "reference":
-        out, lse = reference.attend(q, k, v, _allowed(pattern, slots, T, S, q.device), scale, dropout_p)
-    elif name == "sequential":
-        out, lse = sequential.attend(q, k, v, pattern, slots, scale, dropout_p, chunks)
+        out, lse = nothing(q_BHTK.to(torch.promote_types(q_BHTK.dtype, torch.float32)), v_BHSV)
+    elif name in ("triton", "flex"):
+        out, lse = _fused(name, *inputs, dropout_p, return_lse)
     else:
-        out, lse = attend(q, k, v, pattern, slots, scale, dropout_p)
+        out, lse = _widened(name, *inputs, dropout_p, chunks)
     if real_BT is not None:
         out = out.masked_fill(~real_BT[:, None, :, None], 0.0)
         lse = lse.masked_fill(~real_BT[:, None], -torch.inf)
@@ -108,6 +109,71 @@ def block_attention(
         out = out.gather(2, moved.inverse_BT[:, None, :, None].expand_as(out))
         lse = lse.gather(2, moved.inverse_BT[:, None].expand_as(lse))
     return (out.to(dtype), lse) if return_lse else out.to(dtype)
+
+
+def _default(q: Tensor, k: Tensor, v: Tensor, pattern: Pattern, dropout_p: float) -> str:
+    """The backend without a request."""
+    channels = max(q.shape[-1], v.shape[-1])
+    if q.device.type != "cuda" or dropout_p or channels > 256 or torch.float64 in (q.dtype, k.dtype, v.dtype):
+        return "torch"
+    if HAS_TRITON:
+        from subquad.ops._triton.attend import supports
+
+        if supports(pattern):
+            return "triton"
+    training = torch.is_grad_enabled() and any(x.requires_grad for x in (q, k, v))
+    return "flex" if training and not pattern.folded and not pattern.columns else "torch"
+
+
+def _fused(
+    name: str,
+    q_BHTK: Tensor,
+    k_BGSK: Tensor,
+    v_BGSV: Tensor,
+    pattern: Pattern,
+    slots: Slots,
+    scale: float,
+    dropout_p: float,
+    return_lse: bool,
+) -> tuple[Tensor, Tensor]:
+    """On the backends that take inputs as they are: narrow dtypes, and heads that share keys."""
+    if dropout_p:
+        raise ValueError(
+            f"backend {name!r} of block_attention has no dropout, got dropout_p={dropout_p}; "
+            "valid: reference, torch, sequential"
+        )
+    if name == "flex":
+        from subquad.ops._flex.attend import attend as flex
+
+        return flex(q_BHTK, k_BGSK, v_BGSV, pattern, slots, scale, return_lse)
+    if not HAS_TRITON:
+        raise ValueError("backend 'triton' of block_attention needs the package triton: pip install 'subquad[triton]'")
+    from subquad.ops._triton.attend import attend as kernels
+
+    return kernels(q_BHTK, k_BGSK, v_BGSV, pattern, slots, scale)
+
+
+def _widened(
+    name: str,
+    q_BHTK: Tensor,
+    k_BGSK: Tensor,
+    v_BGSV: Tensor,
+    pattern: Pattern,
+    slots: Slots,
+    scale: float,
+    dropout_p: float,
+    chunks: tuple[int, int],
+) -> tuple[Tensor, Tensor]:
+    """On the backends that compute in the dtype of their inputs, and want a key head for each query head."""
+    wide = functools.reduce(torch.promote_types, (q_BHTK.dtype, k_BGSK.dtype, v_BGSV.dtype, torch.float32))
+    q, k, v = (x.to(wide) for x in (q_BHTK, k_BGSK, v_BGSV))
+    k, v = (_share_heads(x, q.shape[1]) for x in (k, v))
+    if name == "reference":
+        allowed_BTS = allowed_pairs(pattern, slots, q.shape[2], k.shape[2], q.device)
+        return reference.attend(q, k, v, allowed_BTS, scale, dropout_p)
+    if name == "sequential":
+        return sequential.attend(q, k, v, pattern, slots, scale, dropout_p, chunks)
+    return attend(q, k, v, pattern, slots, scale, dropout_p)
 
 
 def merge_attention(outs: Sequence[Tensor], lses: Sequence[Tensor], /) -> tuple[Tensor, Tensor]:
@@ -137,7 +203,7 @@ def softmax_weights(q_BHTK: Tensor, k_BHSK: Tensor, /, *patterns: Pattern, scale
     Keys that any of the patterns allows are seen.
     """
     T, S = q_BHTK.shape[2], k_BHSK.shape[2]
-    each = [_allowed(pattern, Slots(0, 0), T, S, q_BHTK.device) for pattern in patterns]
+    each = [allowed_pairs(pattern, Slots(0, 0), T, S, q_BHTK.device) for pattern in patterns]
     k_BHSK = _share_heads(k_BHSK, q_BHTK.shape[1])
     scale = 1 / math.sqrt(q_BHTK.shape[-1]) if scale is None else scale
     return reference.softmax_weights(q_BHTK, k_BHSK, torch.stack(each).any(0), scale)[0]
@@ -181,80 +247,3 @@ def _take(x_BHTC: Tensor, order_BT: Tensor, lengths_B: Tensor) -> Tensor:
 
 def _share_heads(x_BGSK: Tensor, heads: int) -> Tensor:
     return x_BGSK if x_BGSK.shape[1] == heads else x_BGSK.repeat_interleave(heads // x_BGSK.shape[1], 1)
-
-
-def _slots(
-    q_start: int | Tensor,
-    k_start: int | Tensor,
-    lengths: Tensor | None,
-    doc_ids: Tensor | None,
-    pattern: Pattern,
-    q_BHTK: Tensor,
-    S: int,
-) -> tuple[Slots, Tensor | None]:
-    """Positions, and which queries are real (None: all)."""
-    B, _, T, _ = q_BHTK.shape
-    real_BS = real_BT = None
-    for name, x, shape in (("lengths", lengths, (B,)), ("doc_ids", doc_ids, (B, S))):
-        if x is not None and (x.shape != shape or x.is_floating_point()):
-            raise ValueError(f"{name} must hold whole numbers {shape}, got {x.dtype} {tuple(x.shape)}")
-    if (lengths is not None or doc_ids is not None) and T > S:
-        raise ValueError(f"with lengths or doc_ids the queries are the last of the keys, got T={T} > S={S}")
-    if lengths is not None:
-        real_BS = real_slots(lengths, S)
-        real_BT = real_BS[:, S - T :]
-    ints = isinstance(q_start, int) and isinstance(k_start, int)
-    if ints and doc_ids is None and (lengths is None or (pattern.causal and q_start - k_start == S - T)):
-        return Slots(int(q_start), int(k_start)), real_BT  # a padded key lies after every real query
-    if ints and doc_ids is None and not pattern.causal:
-        return Slots(int(q_start), int(k_start), lengths), real_BT
-    if ints and pattern.causal and q_start - k_start != S - T:
-        raise ValueError(
-            "with lengths or doc_ids the queries must be the last of the keys: q_start - k_start = S - T, "
-            f"got q_start={q_start}, k_start={k_start}, S={S}, T={T}"
-        )
-    q_pos_BT = _positions(q_start, T, B, q_BHTK.device)
-    k_pos_BS = _positions(k_start, S, B, q_BHTK.device)
-    if real_BS is not None and real_BT is not None:
-        q_pos_BT, k_pos_BS = q_pos_BT.masked_fill(~real_BT, -1), k_pos_BS.masked_fill(~real_BS, -1)
-    docs = (None, None) if doc_ids is None else (doc_ids[:, S - T :], doc_ids)
-    return Slots(0, 0, None, q_pos_BT, k_pos_BS, *docs), real_BT
-
-
-def _cross_slots(
-    q_start: int | Tensor, k_start: int | Tensor, key_lengths: Tensor, others: bool, pattern: Pattern, B: int
-) -> Slots:
-    if key_lengths.shape != (B,) or key_lengths.is_floating_point():
-        raise ValueError(
-            f"key_lengths must hold whole numbers {(B,)}, got {key_lengths.dtype} {tuple(key_lengths.shape)}"
-        )
-    if others or pattern.causal or isinstance(q_start, Tensor) or isinstance(k_start, Tensor):
-        raise ValueError(
-            "key_lengths needs a pattern that is not causal and whole starts, and neither lengths, mask nor doc_ids, "
-            f"got {pattern!r}"
-        )
-    return Slots(q_start, k_start, key_lengths)
-
-
-def _positions(start: int | Tensor, slots: int, batch: int, device: torch.device) -> Tensor:
-    if isinstance(start, Tensor) and (start.shape != (batch,) or start.is_floating_point()):
-        raise ValueError(
-            f"a start must be an int or hold whole numbers [{batch}], got {start.dtype} {tuple(start.shape)}"
-        )
-    first = start[:, None] if isinstance(start, Tensor) else start
-    return (torch.arange(slots, device=device) + first).expand(batch, slots)
-
-
-def _allowed(pattern: Pattern, slots: Slots, T: int, S: int, device: torch.device) -> Tensor:
-    """Bool `[B or 1, T, S]`."""
-    if slots.q_pos_BT is None or slots.k_pos_BS is None:
-        q, k = torch.arange(T, device=device) + slots.q_start, torch.arange(S, device=device) + slots.k_start
-        allowed = pattern.allowed(q[:, None], k[None])[None] & (k >= 0)
-        if slots.lengths_B is not None:
-            allowed = allowed & (torch.arange(S, device=device) < slots.lengths_B[:, None])[:, None]
-        return allowed
-    q_BT, k_BS = slots.q_pos_BT[..., None], slots.k_pos_BS[:, None]
-    allowed = pattern.allowed(q_BT, k_BS) & (q_BT >= 0) & (k_BS >= 0)
-    if slots.q_doc_BT is not None and slots.k_doc_BS is not None:
-        allowed = allowed & (slots.q_doc_BT[..., None] == slots.k_doc_BS[:, None])
-    return allowed

@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 from subquad.ops import block_attention
 from subquad.ops._reference.attend import softmax_weights as dense_weights
 from subquad.ops._torch import attend as torch_attend
-from subquad.ops._torch.attend import Slots, gathered
+from subquad.ops._torch.attend import gathered
 from subquad.ops._torch.attend_cpu import block_attention_cpu, block_attention_cpu_backward
 from subquad.ops.attend import softmax_weights
 from subquad.ops.patterns import (
@@ -29,6 +29,7 @@ from subquad.ops.patterns import (
     Suffix,
     Window,
 )
+from subquad.ops.slots import Slots
 from subquad.testing import LOW_PRECISION, assert_exact, assert_in_budget, assert_same_maths, mask_with
 
 B, H, K = 2, 4, 6

@@ -1,0 +1,197 @@
+"""Engine B on PyTorch's FlexAttention: a pattern becomes a block mask, compiled once for each shape.
+
+Shape letters: B batch, H query heads, G key heads, T queries, S keys, K key channels, V value channels.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from types import FunctionType
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+from torch.nn.attention import flex_attention as flex
+from torch.nn.attention.flex_attention import BlockMask
+
+from subquad.ops.patterns import Pattern
+from subquad.ops.slots import Slots
+
+BLOCK = 128
+"""Queries and keys of a block, of which a mask says whether all, some or none are seen."""
+LEAST_CHANNELS = 16
+"""What the kernels need on a GPU."""
+DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+MASKS, GRAPHS = 64, 32
+"""How many masks and compiled graphs are kept."""
+
+
+def attend(
+    q_BHTK: Tensor,
+    k_BGSK: Tensor,
+    v_BGSV: Tensor,
+    pattern: Pattern,
+    slots: Slots,
+    scale: float,
+    return_lse: bool = True,
+    *,
+    compiled: bool = True,
+) -> tuple[Tensor, Tensor]:
+    """Outputs `[B, H, T, V]` in the dtype of the values, and logsumexp `[B, H, T]` (NaN without `return_lse`).
+
+    Without `compiled`, and for a logsumexp on a CPU (which the compiled form has not), it is FlexAttention's plain form
+    that runs, with all scores in memory.
+
+    Raises `ValueError` for other dtypes than those of `DTYPES`, and for gradients on a CPU.
+    """
+    for x in (q_BHTK, k_BGSK, v_BGSV):
+        if x.dtype not in DTYPES:
+            names = ", ".join(str(dtype).removeprefix("torch.") for dtype in DTYPES)
+            raise ValueError(f"backend 'flex' of block_attention computes in {names}, got {x.dtype}")
+    dtype = functools.reduce(torch.promote_types, (q_BHTK.dtype, k_BGSK.dtype, v_BGSV.dtype))
+    q, k, v = (x.to(dtype) for x in (q_BHTK, k_BGSK, v_BGSV))
+    V = v.shape[-1]
+    if q.device.type == "cpu":
+        if torch.is_grad_enabled() and any(x.requires_grad for x in (q, k, v)):
+            raise ValueError(
+                "backend 'flex' of block_attention has no gradients on a CPU, got inputs that require one; "
+                "valid: reference, torch, sequential"
+            )
+        q, k, v = (x.detach() for x in (q, k, v))
+        compiled = compiled and not return_lse
+    else:  # zero channels change no score and no value
+        q, k, v = (
+            x if x.shape[-1] >= LEAST_CHANNELS else F.pad(x, (0, LEAST_CHANNELS - x.shape[-1])) for x in (q, k, v)
+        )
+    mask = _mask(q, k, pattern, slots)
+    if torch.compiler.is_compiling():  # the caller's graph takes it in
+        out, lse = _run(q, k, v, mask, scale, return_lse)
+    elif compiled:
+        out, lse = _graph((*_key(q, k, v, pattern, slots), scale, return_lse))(q, k, v, mask, scale, return_lse)
+    else:
+        with _plain():
+            out, lse = _run(q, k, v, mask, scale, return_lse)
+    return out[..., :V].to(v_BGSV.dtype), lse
+
+
+def _run(q: Tensor, k: Tensor, v: Tensor, mask: BlockMask, scale: float, return_lse: bool) -> tuple[Tensor, Tensor]:
+    request = flex.AuxRequest(lse=True) if return_lse else None
+    result: Any = flex.flex_attention(
+        q, k, v, block_mask=mask, scale=scale, enable_gqa=q.shape[1] != k.shape[1], return_aux=request
+    )
+    if return_lse:
+        return result[0], result[1].lse.float()
+    return result, q.new_full((), torch.nan).expand(q.shape[:3])
+
+
+@contextmanager
+def _plain() -> Iterator[None]:
+    """FlexAttention as it stands: it would compile itself at every call, and soon reach Dynamo's limit."""
+    before = flex._FLEX_ATTENTION_DISABLE_COMPILE_DEBUG
+    flex._FLEX_ATTENTION_DISABLE_COMPILE_DEBUG = True
+    try:
+        yield
+    finally:
+        flex._FLEX_ATTENTION_DISABLE_COMPILE_DEBUG = before
+
+
+@functools.lru_cache(maxsize=GRAPHS)
+def _graph(key: tuple[Any, ...]) -> Callable[..., tuple[Tensor, Tensor]]:
+    """One compiled function for each key.
+
+    Dynamo counts compilations by code object and gives up after a few: each function has a code of its own.
+    """
+    fresh = FunctionType(_run.__code__.replace(co_name=f"_run_{_graph.cache_info().misses}"), globals())
+    compiled: Callable[..., tuple[Tensor, Tensor]] = torch.compile(fresh, dynamic=False, fullgraph=True)
+    return compiled
+
+
+def _key(q: Tensor, k: Tensor, v: Tensor, pattern: Pattern, slots: Slots) -> tuple[Any, ...]:
+    """What a compiled graph depends on. Positions are data, so that the steps of a decoder share one graph."""
+    inputs = tuple((x.shape, x.stride(), x.dtype, x.requires_grad) for x in (q, k, v))
+    rows = _standing(slots), slots.q_doc_BT is None
+    return pattern, rows, inputs, q.device, torch.is_grad_enabled()
+
+
+def _standing(slots: Slots) -> bool:
+    """Whether queries and keys are all there and begin at position 0: the mask is then one of the pattern alone."""
+    return slots.q_start == slots.k_start == 0 and all(x is None for x in slots[2:])
+
+
+def _mask(q_BHTK: Tensor, k_BGSK: Tensor, pattern: Pattern, slots: Slots) -> BlockMask:
+    B, T, S, device = q_BHTK.shape[0], q_BHTK.shape[2], k_BGSK.shape[2], q_BHTK.device
+    if _standing(slots):
+        make = _standing_mask.__wrapped__ if torch.compiler.is_compiling() else _standing_mask
+        return make(pattern, T, S, device)
+    q_pos_BT, k_pos_BS = slots.q_pos_BT, slots.k_pos_BS
+    if q_pos_BT is None or k_pos_BS is None:
+        q_pos_BT = (torch.arange(T, device=device) + slots.q_start).expand(B, T)
+        k_pos_BS = (torch.arange(S, device=device) + slots.k_start).expand(B, S)
+    if slots.lengths_B is not None:
+        k_pos_BS = k_pos_BS.masked_fill(torch.arange(S, device=device) >= slots.lengths_B[:, None], -1)
+    seen = _seen_by_row(pattern, q_pos_BT, k_pos_BS)
+    if slots.q_doc_BT is not None and slots.k_doc_BS is not None:
+        seen = flex.and_masks(seen, _same_document(slots.q_doc_BT, slots.k_doc_BS))
+    return _block_mask(seen, B, T, S, device)
+
+
+Seen = Callable[[Tensor, Tensor, Tensor, Tensor], Tensor]
+"""Of a row of the batch, a head, a query slot and a key slot: may the query see the key?"""
+
+
+def _seen_by_row(pattern: Pattern, q_pos_BT: Tensor, k_pos_BS: Tensor) -> Seen:
+    def seen(b: Tensor, h: Tensor, t: Tensor, s: Tensor) -> Tensor:
+        q_pos, k_pos = q_pos_BT[b, t], k_pos_BS[b, s]
+        return pattern.allowed(q_pos, k_pos) & (q_pos >= 0) & (k_pos >= 0)
+
+    return seen
+
+
+def _same_document(q_doc_BT: Tensor, k_doc_BS: Tensor) -> Seen:
+    def same(b: Tensor, h: Tensor, t: Tensor, s: Tensor) -> Tensor:
+        return q_doc_BT[b, t] == k_doc_BS[b, s]
+
+    return same
+
+
+@functools.lru_cache(maxsize=MASKS)
+def _standing_mask(pattern: Pattern, T: int, S: int, device: torch.device) -> BlockMask:
+    def seen(b: Tensor, h: Tensor, t: Tensor, s: Tensor) -> Tensor:
+        return pattern.allowed(t, s)
+
+    return _block_mask(seen, 1, T, S, device, pattern)
+
+
+def _block_mask(seen: Seen, B: int, T: int, S: int, device: torch.device, pattern: Pattern | None = None) -> BlockMask:
+    """Which blocks are seen in part and which whole, one row of blocks after another: never T x S entries at once.
+
+    With a `pattern` only the blocks in its ranges are looked at.
+    """
+    columns = -(-S // BLOCK)
+    counts = []
+    b = torch.arange(B, device=device)[:, None, None]
+    for start in range(0, T, BLOCK):
+        stop = min(start + BLOCK, T)
+        lo, hi = (0, None) if pattern is None else pattern.key_range(start, stop)
+        hi = S if hi is None else min(hi, S)
+        first, last = lo // BLOCK, -(-hi // BLOCK)
+        t = torch.arange(start, stop, device=device)[:, None]
+        s = torch.arange(first * BLOCK, min(last * BLOCK, S), device=device)
+        count_BS = seen(b, torch.zeros_like(b), t, s).expand(B, len(t), len(s)).sum(1)
+        count_BN = F.pad(count_BS, (0, -len(s) % BLOCK)).unflatten(1, (-1, BLOCK)).sum(-1)
+        counts.append(F.pad(count_BN, (first, columns - last)))
+    count_BHNM = torch.stack(counts, 1)[:, None]
+    whole = count_BHNM == BLOCK * BLOCK
+    blocks = (_listed((count_BHNM > 0) & ~whole), _listed(whole))
+    return BlockMask.from_kv_blocks(
+        *blocks[0], *blocks[1], BLOCK_SIZE=(BLOCK, BLOCK), mask_mod=seen, seq_lengths=(T, S)
+    )
+
+
+def _listed(some_BHNM: Tensor) -> tuple[Tensor, Tensor]:
+    """How many blocks of a row there are, and which: those come first."""
+    order = some_BHNM.to(torch.int8).argsort(dim=-1, descending=True, stable=True)
+    return some_BHNM.sum(-1).to(torch.int32), order.to(torch.int32)

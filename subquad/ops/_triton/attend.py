@@ -1,0 +1,181 @@
+"""Engine B in Triton: online softmax over the keys that a pattern allows, forward and backward.
+
+Shape letters: B batch, H query heads, G key heads, T queries, S keys, K key channels, V value channels.
+"""
+
+from __future__ import annotations
+
+import functools
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from subquad.ops._triton import common
+from subquad.ops._triton.attend_backward_kernels import keys_kernel, queries_kernel
+from subquad.ops._triton.attend_call import FAR, RANGES, Call, in_units
+from subquad.ops._triton.attend_kernels import forward_kernel
+from subquad.ops.patterns import Pattern
+from subquad.ops.slots import Slots
+
+SPLIT_KEYS = 4096
+"""A single token's walk over more keys than this is split."""
+
+
+def supports(pattern: Pattern) -> bool:
+    """Whether each of its queries sees one range of keys that the kernels have a formula for."""
+    return type(pattern) in RANGES
+
+
+def attend(
+    q_BHTK: Tensor, k_BGSK: Tensor, v_BGSV: Tensor, pattern: Pattern, slots: Slots, scale: float
+) -> tuple[Tensor, Tensor]:
+    """Outputs `[B, H, T, V]` in the dtype of the values, and logsumexp `[B, H, T]` in float32.
+
+    Raises `ValueError` for a device, a dtype, a pattern, a head size or a position that the kernels do not take.
+    """
+    common.check_device("block_attention", q_BHTK, k_BGSK, v_BGSV)
+    if not supports(pattern):
+        valid = ", ".join(sorted(kind.__name__ for kind in RANGES))
+        raise ValueError(f"backend 'triton' of block_attention has no kernel for {pattern}; it has: {valid}")
+    channels = max(q_BHTK.shape[-1], v_BGSV.shape[-1])
+    if channels > 256:
+        raise ValueError(f"backend 'triton' of block_attention takes heads of at most 256 channels, got {channels}")
+    farthest = max(slots.q_start + q_BHTK.shape[2], slots.k_start + k_BGSK.shape[2])
+    if farthest > FAR:
+        raise ValueError(f"backend 'triton' of block_attention takes positions up to {FAR}, got {farthest}")
+    dtype = functools.reduce(torch.promote_types, (q_BHTK.dtype, k_BGSK.dtype, v_BGSV.dtype))
+    out_BHTV, lse_BHT, _, _ = block_attention_triton(
+        q_BHTK.to(dtype), k_BGSK.to(dtype), v_BGSV.to(dtype), pattern.key(), slots.q_start, slots.k_start, scale,
+        *slots[2:],
+    )  # fmt: skip
+    return out_BHTV.to(v_BGSV.dtype), lse_BHT
+
+
+@torch.library.custom_op("subquad::block_attention_triton", mutates_args=())
+def block_attention_triton(
+    q_BHTK: Tensor,
+    k_BGSK: Tensor,
+    v_BGSV: Tensor,
+    pattern: str,
+    q_start: int,
+    k_start: int,
+    scale: float,
+    lengths_B: Tensor | None,
+    q_pos_BT: Tensor | None,
+    k_pos_BS: Tensor | None,
+    q_doc_BT: Tensor | None,
+    k_doc_BS: Tensor | None,
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """Outputs; the logsumexp of each query's scores (-inf where it sees no key); their maximum m, and 1 / z."""
+    B, H, T, V = *q_BHTK.shape[:3], v_BGSV.shape[-1]
+    slots = Slots(q_start, k_start, lengths_B, q_pos_BT, k_pos_BS, q_doc_BT, k_doc_BS)
+    call = Call(q_BHTK, k_BGSK, v_BGSV, Pattern.from_key(pattern), slots, scale)
+    if T == 1:
+        return _decode(call, B, H, V)
+    out_BHTV = q_BHTK.new_empty(B, H, T, V)
+    lse_BHT, m_BHT, inverse_BHT = (q_BHTK.new_empty(B, H, T, dtype=torch.float32) for _ in range(3))
+    tiles = call.sizes.forward
+    common.launch(
+        forward_kernel, (-(-T // tiles.rows) * B * H, 1), *call.inputs, out_BHTV, lse_BHT, m_BHT, inverse_BHT,
+        *call.rows, *call.strides, H, H // call.G, T, call.S, *call.where, call.score_scale,
+        **call.constants(tiles), SAME_POSITION=False,
+    )  # fmt: skip
+    return out_BHTV, lse_BHT, m_BHT, inverse_BHT
+
+
+def _decode(call: Call, B: int, H: int, V: int) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """One token: its heads that share keys are the rows of a tile, and a long walk over keys is split."""
+    tiles, parts, shared = call.sizes.decode, -(-call.reach // SPLIT_KEYS), H // call.G
+    q = call.inputs[0]
+    out_NBHTV = q.new_empty(parts, B, H, 1, V, dtype=q.dtype if parts == 1 else torch.float32)
+    lse_NBHT, m_NBHT, inverse_NBHT = (q.new_empty(parts, B, H, 1, dtype=torch.float32) for _ in range(3))
+    q_b, q_h, _, *strides = call.strides
+    common.launch(
+        forward_kernel, (-(-shared // tiles.rows) * B * call.G, parts), *call.inputs,
+        out_NBHTV, lse_NBHT, m_NBHT, inverse_NBHT,
+        *call.rows, q_b, q_h * shared, q_h, *strides, call.G, 1, shared, call.S, *call.where, call.score_scale,
+        **call.constants(tiles), SAME_POSITION=True,
+    )  # fmt: skip
+    if parts == 1:
+        return out_NBHTV[0], lse_NBHT[0], m_NBHT[0], inverse_NBHT[0]
+    lse_BHT = lse_NBHT.logsumexp(0)
+    seen_BHT = lse_BHT.isfinite()
+    floor_BHT = lse_BHT.masked_fill(~seen_BHT, 0.0)
+    out_BHTV = ((lse_NBHT - floor_BHT).exp()[..., None] * out_NBHTV).sum(0)
+    return out_BHTV.to(q.dtype), lse_BHT, floor_BHT * call.in_nat, seen_BHT.float()
+
+
+@block_attention_triton.register_fake
+def _(q, k, v, *rest):  # type: ignore[no-untyped-def]
+    B, H, T, _ = q.shape
+    return q.new_empty(B, H, T, v.shape[-1]), *(q.new_empty(B, H, T, dtype=torch.float32) for _ in range(3))
+
+
+@torch.library.custom_op("subquad::block_attention_triton_backward", mutates_args=())
+def block_attention_triton_backward(
+    grad_BHTV: Tensor,
+    grad_lse_BHT: Tensor | None,
+    out_BHTV: Tensor,
+    m_BHT: Tensor,
+    inverse_BHT: Tensor,
+    q_BHTK: Tensor,
+    k_BGSK: Tensor,
+    v_BGSV: Tensor,
+    pattern: str,
+    q_start: int,
+    k_start: int,
+    scale: float,
+    lengths_B: Tensor | None,
+    q_pos_BT: Tensor | None,
+    k_pos_BS: Tensor | None,
+    q_doc_BT: Tensor | None,
+    k_doc_BS: Tensor | None,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Gradients of queries, keys and values."""
+    (B, H, T, _), G, S = q_BHTK.shape, *k_BGSK.shape[1:3]
+    slots = Slots(q_start, k_start, lengths_B, q_pos_BT, k_pos_BS, q_doc_BT, k_doc_BS)
+    call = Call(q_BHTK, k_BGSK, v_BGSV, Pattern.from_key(pattern), slots, scale)
+    do, *do_strides = in_units(grad_BHTV, call.V_unit)
+    dlse = None if grad_lse_BHT is None else grad_lse_BHT.contiguous()
+    dq, dk, dv = (torch.empty_like(x, memory_format=torch.contiguous_format) for x in (q_BHTK, k_BGSK, v_BGSV))
+    delta_BHT = torch.empty_like(m_BHT)
+    numbers = *call.strides, *do_strides, H, H // G, T, S, *call.where, scale, call.score_scale
+    out, m, inverse = (x.contiguous() for x in (out_BHTV, m_BHT, inverse_BHT))
+    tiles = call.sizes.queries
+    common.launch(
+        queries_kernel, (-(-T // tiles.rows) * B * H,), *call.inputs, do, out, dlse, m, inverse, delta_BHT, dq,
+        *call.rows, *numbers, **call.constants(tiles, backward=True),
+    )  # fmt: skip
+    tiles = call.sizes.keys
+    common.launch(
+        keys_kernel, (-(-S // tiles.keys) * B * G,), *call.inputs, do, m, inverse, delta_BHT, dk, dv,
+        *call.rows, *numbers, **call.constants(tiles, backward=True),
+    )  # fmt: skip
+    return dq, dk, dv
+
+
+@block_attention_triton_backward.register_fake
+def _(grad, grad_lse, out, m, inverse, q, k, v, *rest):  # type: ignore[no-untyped-def]
+    return q.new_empty(q.shape), k.new_empty(k.shape), v.new_empty(v.shape)
+
+
+def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
+    q, k, v, pattern, q_start, k_start, scale, *rows = inputs
+    out, _, m, inverse = output
+    ctx.save_for_backward(out, m, inverse, q, k, v, *rows)
+    ctx.static = (pattern, q_start, k_start, scale)
+    ctx.set_materialize_grads(False)
+    ctx.mark_non_differentiable(m, inverse)
+
+
+def _backward(ctx: Any, grad: Tensor | None, grad_lse: Tensor | None, *_: Any) -> tuple[Tensor | None, ...]:
+    out, m, inverse, q, k, v, *rows = ctx.saved_tensors
+    rest = (None,) * (len(ctx.static) + len(rows))
+    if grad is None and grad_lse is None:
+        return None, None, None, *rest
+    grad = torch.zeros_like(out) if grad is None else grad
+    return *block_attention_triton_backward(grad, grad_lse, out, m, inverse, q, k, v, *ctx.static, *rows), *rest
+
+
+block_attention_triton.register_autograd(_backward, setup_context=_setup_context)

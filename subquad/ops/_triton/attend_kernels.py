@@ -1,0 +1,176 @@
+"""Block attention's forward kernel, and what it shares with the backward ones: ranges of keys and of queries, tiles.
+
+A program has one tile of queries of one head and walks over the keys that they see, under a running maximum and sum:
+
+    m' = max(m, max_j s_j),   z' = z e^(m - m') + sum_j e^(s_j - m'),   a' = a e^(m - m') + sum_j e^(s_j - m') v_j
+
+In narrow dtypes log2(e) is in the scale of the scores s, and exponentials are powers of two. In float32 it is not: the
+product would be rounded to the size of the scores, where their differences are what counts.
+
+Of every supported pattern a query at position q sees one range of keys, whose ends are rounded down to whole blocks:
+
+    lo(q) = floor(q + offset, lo_step) - offset - before
+    hi(q) = min(max(floor(q + offset, hi_step) - offset + hi_step + after, prefix), last),   empty where q < start
+
+Tiles that all their queries see whole need no mask.
+"""
+
+# mypy: allow-untyped-defs, allow-incomplete-defs
+
+from __future__ import annotations
+
+import math
+
+import triton
+import triton.language as tl
+
+LN_2 = tl.constexpr(math.log(2))
+ROW_FIELDS = tl.constexpr(6)
+SCALARS = (
+    *("q_b", "q_h", "q_t", "k_b", "k_g", "k_s", "v_b", "v_g", "v_s", "do_b", "do_h", "do_t"),
+    *("heads", "group", "queries", "keys", "q_start", "k_start"),
+    *("lo_step", "before", "hi_step", "after", "offset", "prefix", "last", "start"),
+)
+"""Numbers that Triton must not build into the code: another length or another window is no other kernel."""
+
+
+@triton.jit
+def _floor(x, step):
+    """`x` rounded down to a multiple of `step`; the remainder of a negative number may be negative."""
+    return x - (x % step + step) % step
+
+
+@triton.jit
+def key_range(q_pos, lo_step, before, hi_step, after, offset, prefix, last, start):
+    """The keys `[lo, hi)` that a query sees, by position."""
+    lo = _floor(q_pos + offset, lo_step) - offset - before
+    hi = _floor(q_pos + offset, hi_step) - offset + hi_step + after
+    hi = tl.minimum(tl.maximum(hi, prefix), last)
+    return lo, tl.where(q_pos >= start, hi, lo)
+
+
+@triton.jit
+def query_range(k_pos, lo_step, before, hi_step, after, offset, prefix, last, start):
+    """The queries `[first, stop)` that see a key, by position: the inverse of `key_range`."""
+    first = tl.maximum(_floor(k_pos + offset - after, hi_step) - offset, start)
+    first = tl.where(k_pos < prefix, start, first)
+    stop = _floor(k_pos + offset + before, lo_step) + lo_step - offset
+    return first, tl.where(k_pos < last, stop, first)
+
+
+@triton.jit
+def power(x, PRECISION: tl.constexpr):
+    """The exponential, of differences of scores."""
+    return tl.exp(x) if PRECISION == "ieee" else tl.exp2(x)
+
+
+@triton.jit
+def logsumexp(m, z, PRECISION: tl.constexpr):
+    """From maxima and sums."""
+    return m + tl.log(z) if PRECISION == "ieee" else (m + tl.log2(z)) * LN_2
+
+
+@triton.jit
+def row_slots(rows, b, queries, keys, q_start, k_start):
+    """Of queries, then of keys: the position of slot 0, and the slots `[first, stop)` that hold a token."""
+    if rows is None:
+        return q_start, 0, queries, k_start, tl.maximum(0, -k_start), keys
+    else:  # Triton compiles what stands after an `if` whatever its condition
+        row = rows + b * ROW_FIELDS
+        return tl.load(row), tl.load(row + 1), tl.load(row + 2), tl.load(row + 3), tl.load(row + 4), tl.load(row + 5)
+
+
+@triton.jit
+def load_tile(x, slots, inside, stride, UNIT: tl.constexpr, CHANNELS: tl.constexpr, WIDTH: tl.constexpr, TYPE):
+    """`[slots, WIDTH]`; zeros outside and beyond the channels.
+
+    Strides come in units: the compiler then knows rows to be aligned, whatever the length.
+    """
+    channels = tl.arange(0, WIDTH)
+    at = x + slots.to(tl.int64)[:, None] * stride * UNIT + channels[None]
+    if CHANNELS == WIDTH:
+        tile = tl.load(at, mask=inside[:, None], other=0.0)
+    else:
+        tile = tl.load(at, mask=inside[:, None] & (channels < CHANNELS)[None], other=0.0)
+    return tile.to(TYPE)
+
+
+@triton.jit
+def store_tile(x, tile, slots, inside, CHANNELS: tl.constexpr, WIDTH: tl.constexpr):
+    """Into contiguous rows."""
+    channels = tl.arange(0, WIDTH)
+    at = x + slots.to(tl.int64)[:, None] * CHANNELS + channels[None]
+    tl.store(at, tile.to(x.dtype.element_ty), mask=inside[:, None] & (channels < CHANNELS)[None])
+
+
+@triton.jit
+def same_document(q_docs, k_docs, b, q_slots, q_inside, k_slots, k_inside, queries, keys):
+    """Bool `[q_slots, k_slots]`."""
+    q = tl.load(q_docs + b * queries + q_slots, mask=q_inside, other=0)
+    k = tl.load(k_docs + b * keys + k_slots, mask=k_inside, other=0)
+    return q[:, None] == k[None]
+
+
+@triton.jit(do_not_specialize=SCALARS)
+def forward_kernel(
+    q, k, v, out, lse, top, inverse, rows, q_docs, k_docs,
+    q_b, q_h, q_t, k_b, k_g, k_s, v_b, v_g, v_s, heads, group, queries, keys, q_start, k_start,
+    lo_step, before, hi_step, after, offset, prefix, last, start, scale,
+    K: tl.constexpr, V: tl.constexpr, K_WIDTH: tl.constexpr, V_WIDTH: tl.constexpr,
+    K_UNIT: tl.constexpr, V_UNIT: tl.constexpr, TYPE: tl.constexpr, PRECISION: tl.constexpr,
+    ROWS: tl.constexpr, KEYS: tl.constexpr, SAME_POSITION: tl.constexpr,
+):  # fmt: skip
+    """Outputs, logsumexp, and each query's maximum m and 1 / z (0 and 0 where it sees no key).
+
+    With `SAME_POSITION` the "queries" are heads that share keys, of one token: decoding. A second dimension of the grid
+    splits the keys; its parts are outputs one after another.
+    """
+    tiles = tl.cdiv(queries, ROWS)
+    program = tl.program_id(0)
+    head, tile = program // tiles, tiles - 1 - program % tiles  # causal: the longest walks begin first
+    b, h = (head // heads).to(tl.int64), head % heads
+    r = tile * ROWS + tl.arange(0, ROWS)
+    inside = r < queries
+    q_slots = r * 0 if SAME_POSITION else r
+    tokens = 1 if SAME_POSITION else queries
+    q_start, q_first, q_stop, k_start, k_first, k_stop = row_slots(rows, b, tokens, keys, q_start, k_start)
+    lo, hi = key_range(q_start + q_slots, lo_step, before, hi_step, after, offset, prefix, last, start)
+    real = inside & (q_slots >= q_first) & (q_slots < q_stop)
+    lo, hi = tl.maximum(lo - k_start, k_first), tl.where(real, tl.minimum(hi - k_start, k_stop), 0)
+    begin, end = tl.min(tl.where(lo < hi, lo, keys), 0), tl.max(hi, 0)
+    whole_from, whole_to = tl.max(lo, 0), tl.min(hi, 0)
+    part = tl.cdiv(tl.cdiv(end - begin, KEYS), tl.num_programs(1)) * KEYS
+    begin += tl.program_id(1) * part
+    end = tl.minimum(begin + part, end)
+
+    q_RK = load_tile(q + b * q_b * K_UNIT + h.to(tl.int64) * q_h * K_UNIT, r, inside, q_t, K_UNIT, K, K_WIDTH, TYPE)
+    k += b * k_b * K_UNIT + (h // group).to(tl.int64) * k_g * K_UNIT
+    v += b * v_b * V_UNIT + (h // group).to(tl.int64) * v_g * V_UNIT
+    m_R = tl.full([ROWS], float("-inf"), tl.float32)
+    z_R = tl.zeros([ROWS], tl.float32)
+    a_RV = tl.zeros([ROWS, V_WIDTH], tl.float32)
+    for n in range(begin, end, KEYS):
+        s = n + tl.arange(0, KEYS)
+        k_SK = load_tile(k, s, s < end, k_s, K_UNIT, K, K_WIDTH, TYPE)
+        score_RS = tl.dot(q_RK, tl.trans(k_SK), input_precision=PRECISION) * scale
+        if q_docs is not None:
+            same = same_document(q_docs, k_docs, b, q_slots, inside, s, s < end, tokens, keys)
+            score_RS = tl.where(same, score_RS, float("-inf"))
+        if (n < whole_from) | (n + KEYS > whole_to):
+            score_RS = tl.where((s[None] >= lo[:, None]) & (s[None] < hi[:, None]), score_RS, float("-inf"))
+        top_R = tl.maximum(m_R, tl.max(score_RS, 1))
+        floor_R = tl.where(top_R == float("-inf"), 0.0, top_R)  # -inf - -inf is no number
+        keep_R = power(m_R - floor_R, PRECISION)
+        w_RS = power(score_RS - floor_R[:, None], PRECISION)
+        z_R = z_R * keep_R + tl.sum(w_RS, 1)
+        v_SV = load_tile(v, s, s < end, v_s, V_UNIT, V, V_WIDTH, TYPE)
+        a_RV = tl.dot(w_RS.to(TYPE), v_SV, a_RV * keep_R[:, None], input_precision=PRECISION)
+        m_R = top_R
+    seen_R = z_R > 0
+    m_R = tl.where(seen_R, m_R, 0.0)
+    z_R = tl.where(seen_R, z_R, 1.0)
+    at = (tl.program_id(1) * (tl.num_programs(0) // tiles) + head).to(tl.int64) * queries
+    store_tile(out + at * V, a_RV / z_R[:, None], r, inside, V, V_WIDTH)
+    tl.store(lse + at + r, tl.where(seen_R, logsumexp(m_R, z_R, PRECISION), float("-inf")), mask=inside)
+    tl.store(top + at + r, m_R, mask=inside)
+    tl.store(inverse + at + r, tl.where(seen_R, 1.0 / z_R, 0.0), mask=inside)

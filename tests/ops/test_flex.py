@@ -1,0 +1,254 @@
+"""FlexAttention as a backend of engine B, against the definition.
+
+Most tests run its plain form, which takes no compilation; the block masks, which it does not read, are compared with
+those that torch makes of the dense mask.
+"""
+
+import functools
+import shutil
+
+import pytest
+import torch
+from torch._dynamo.utils import counters
+from torch.nn.attention.flex_attention import create_block_mask
+
+from subquad.ops import block_attention
+from subquad.ops._flex import attend as flex
+from subquad.ops.patterns import (
+    Band,
+    Blocks,
+    Causal,
+    Columns,
+    Dilated,
+    DilatedBand,
+    Full,
+    Globals,
+    Pattern,
+    Prefix,
+    Random,
+    Ranks,
+    Segments,
+    Shifted,
+    Sinks,
+    Strided,
+    Suffix,
+    Window,
+)
+from subquad.ops.slots import Slots
+from subquad.testing import assert_exact, assert_in_budget, mask_with
+
+PATTERNS = [
+    Causal(),
+    Full(),
+    Window(width=20),
+    Window(width=200),
+    Band(before=30, after=9),
+    Segments(size=70),
+    Shifted(size=160, shift=8),
+    Blocks(size=64, back=1, ahead_blocks=1),
+    Prefix(length=130),
+    Suffix(start=130),
+    Sinks(count=3, back=4),
+    Globals(count=1, back=1, ahead_blocks=1, size=8),
+    Random(size=8, index=1, of=2, skip=1, back=0),
+    Random(size=64, index=0, of=2, skip=1, back=0, blocks=5),
+    Dilated(width=4, dilation=3),
+    DilatedBand(before=2, after=1, dilation=3),
+    Strided(stride=5),
+    Columns(size=160, last=3),
+    Ranks(size=8, last=3),
+]
+every_pattern = pytest.mark.parametrize("pattern", PATTERNS, ids=repr)
+COMPILERS = ("c++", "g++", "clang++")
+compiles = pytest.mark.skipif(not any(map(shutil.which, COMPILERS)), reason="no C++ compiler")
+LOW = (torch.float32, torch.bfloat16, torch.float16)
+
+
+@pytest.fixture
+def qkv(random):
+    def make(tokens, keys=None, heads=4, kv_heads=2, K=6, V=5, batch=2, dtype=torch.float32):
+        keys = tokens if keys is None else keys
+        shapes = (heads, tokens, K), (kv_heads, keys, K), (kv_heads, keys, V)
+        return [random(batch, *shape, seed=n, dtype=dtype) for n, shape in enumerate(shapes)]
+
+    return make
+
+
+@pytest.fixture
+def plain_form(monkeypatch):
+    """The dispatch runs the plain form."""
+    monkeypatch.setattr(flex, "attend", functools.partial(flex.attend, compiled=False))
+
+
+def assert_is_the_definition(inputs, pattern, return_lse=True, **options):
+    def run(backend, *inputs):
+        result = block_attention(*inputs, pattern, return_lse=return_lse, backend=backend, **options)
+        return result if return_lse else [result]
+
+    actual, plain = run("flex", *inputs), run("reference", *inputs)
+    exact = run("reference", *(x.double() for x in inputs))
+    for name, a, p, e in zip(("out", "lse"), actual, plain, exact, strict=False):
+        assert a.dtype == p.dtype
+        assert_exact(torch.isneginf(a), torch.isneginf(e))
+        a, p, e = (x.masked_fill(torch.isneginf(x), 0.0) for x in (a, p, e))
+        assert_in_budget(a, p, e, inputs[0].dtype, f"{name}, {pattern}, {options}")
+
+
+def test_every_pattern_is_tried():
+    assert {type(pattern).__name__ for pattern in PATTERNS} == set(Pattern.registry)
+
+
+@pytest.mark.usefixtures("plain_form")
+@every_pattern
+def test_every_pattern_is_its_definition(pattern, qkv):
+    assert_is_the_definition(qkv(150), pattern)
+
+
+@every_pattern
+@pytest.mark.parametrize(("tokens", "keys"), [(300, 300), (256, 140), (1, 257)])
+def test_the_blocks_are_those_of_the_dense_mask(pattern, tokens, keys):
+    mask = flex._standing_mask(pattern, tokens, keys, torch.device("cpu"))
+    expected = create_block_mask(lambda b, h, t, s: pattern.allowed(t, s), 1, 1, tokens, keys, device="cpu")
+    assert mask.seq_lengths == expected.seq_lengths
+    for name in ("kv_num_blocks", "kv_indices", "full_kv_num_blocks", "full_kv_indices", "q_num_blocks", "q_indices"):
+        assert_exact(getattr(mask, name), getattr(expected, name), name)
+
+
+@pytest.mark.usefixtures("plain_form")
+@pytest.mark.parametrize("dtype", LOW, ids=str)
+def test_every_dtype_stays_in_budget(dtype, qkv):
+    assert_is_the_definition(qkv(70, dtype=dtype), Segments(size=16))
+
+
+ROWS = {
+    "lengths": {"lengths": torch.tensor([150, 31])},
+    "starts": {"q_start": torch.tensor([30, 12]), "k_start": torch.tensor([10, -8]) - 100},
+    "documents": {"q_start": 120, "doc_ids": (torch.arange(300) // 17).view(2, 150)},
+    "documents and lengths": {
+        "q_start": 120,
+        "doc_ids": (torch.arange(300) // 17).view(2, 150),
+        "lengths": torch.tensor([0, 140]),
+    },
+    "elsewhere": {"q_start": 100, "k_start": -10},
+}
+
+
+@pytest.mark.usefixtures("plain_form")
+@pytest.mark.parametrize("pattern", [Causal(), Full(), Segments(size=7, back=2)], ids=repr)
+@pytest.mark.parametrize("rows", ROWS)
+def test_rows_may_differ(pattern, rows, qkv):
+    options = dict(ROWS[rows])
+    if rows == "lengths" and pattern.causal:
+        options["q_start"] = 120
+    if rows == "starts":
+        options["k_start"] = options["q_start"] - 120
+    assert_is_the_definition(qkv(30, 150), pattern, **options)
+
+
+@pytest.mark.parametrize("rows", ["documents and lengths", "elsewhere"])
+def test_the_blocks_of_rows_are_those_of_the_dense_mask(rows, monkeypatch, qkv):
+    made, make = [], flex._block_mask
+    monkeypatch.setattr(flex, "_block_mask", lambda *args: made.append((args, make(*args))) or made[-1][1])
+    monkeypatch.setattr(flex, "attend", functools.partial(flex.attend, compiled=False))
+    block_attention(*qkv(30, 150), Window(width=20), backend="flex", **ROWS[rows])
+    (seen, B, T, S, device), mask = made[0]
+    expected = create_block_mask(seen, B, 1, T, S, device=device)
+    for name in ("kv_num_blocks", "kv_indices", "full_kv_num_blocks", "full_kv_indices"):
+        assert_exact(getattr(mask, name), getattr(expected, name), name)
+
+
+@pytest.mark.usefixtures("plain_form")
+def test_padding_and_cross_attention(qkv):
+    assert_is_the_definition(qkv(40), Window(width=9), mask=mask_with([(9, 25, 6), (0, 33, 7)]))
+    assert_is_the_definition(qkv(20, 30), Full(), key_lengths=torch.tensor([0, 13]))
+
+
+@compiles
+def test_a_second_call_of_a_shape_does_not_compile_again(qkv):
+    flex._graph.cache_clear()
+    counters.clear()
+    for tokens in (200, 200, 300, 200, 300):
+        assert_is_the_definition(qkv(tokens), Segments(size=70), return_lse=False)
+    assert counters["stats"]["unique_graphs"] == 2
+    assert flex._graph.cache_info().misses == 2
+
+
+@compiles
+def test_the_steps_of_a_decoder_share_one_graph(qkv):
+    flex._graph.cache_clear()
+    counters.clear()
+    for position in (60, 61, 80):
+        inputs, starts = qkv(1, 40, K=8), {"q_start": position, "k_start": position - 39}
+        assert_is_the_definition(inputs, Window(width=40), return_lse=False, **starts)
+    assert counters["stats"]["unique_graphs"] == 1
+
+
+def test_graphs_are_counted_apart_and_their_number_is_bounded(qkv, monkeypatch):
+    """One code object would reach Dynamo's limit after a few shapes."""
+    monkeypatch.setattr(flex.torch, "compile", functools.partial(torch.compile, backend="eager"))
+    flex._graph.cache_clear()
+    for tokens in range(1, torch._dynamo.config.recompile_limit + 4):
+        assert_is_the_definition(qkv(tokens, batch=1), Causal(), return_lse=False)
+    for size in range(1, 2 * flex.GRAPHS):
+        flex._graph((size,))
+    assert flex._graph.cache_info().currsize == flex.GRAPHS
+    flex._graph.cache_clear()
+
+
+def test_masks_are_kept_and_their_number_is_bounded():
+    flex._standing_mask.cache_clear()
+    cpu = torch.device("cpu")
+    assert flex._standing_mask(Causal(), 20, 20, cpu) is flex._standing_mask(Causal(), 20, 20, cpu)
+    for tokens in range(1, 2 * flex.MASKS):
+        flex._standing_mask(Causal(), tokens, 1, cpu)
+    assert flex._standing_mask.cache_info().currsize == flex.MASKS
+
+
+def test_a_callers_graph_takes_it_in(qkv):
+    def run(*x):
+        return block_attention(*x, Segments(size=70), return_lse=True, backend="flex")
+
+    inputs = qkv(150)
+    compiled = torch.compile(run, fullgraph=True, backend="aot_eager")
+    for actual, expected in zip(compiled(*inputs), run(*inputs), strict=True):
+        assert_exact(actual, expected)
+
+
+@pytest.mark.usefixtures("plain_form")
+def test_leaves_without_a_graph_are_taken(qkv):
+    q, k, v = (x.requires_grad_() for x in qkv(20))
+    with torch.no_grad():
+        out = block_attention(q, k, v, Causal(), backend="flex")
+    assert not out.requires_grad
+
+
+X = torch.zeros(2, 2, 5, 6)
+ERRORS = {
+    "gradients": (
+        lambda: block_attention(X.clone().requires_grad_(), X, X, Causal(), backend="flex"),
+        "backend 'flex' of block_attention has no gradients on a CPU, got inputs that require one; valid: reference, ",
+    ),
+    "dtype": (
+        lambda: block_attention(X, X.double(), X, Causal(), backend="flex"),
+        "backend 'flex' of block_attention computes in float32, bfloat16, float16, got torch.float64",
+    ),
+    "dropout": (
+        lambda: block_attention(X, X, X, Causal(), dropout_p=0.5, backend="flex"),
+        r"backend 'flex' of block_attention has no dropout, got dropout_p=0\.5; valid: reference, torch, sequential",
+    ),
+}
+
+
+@pytest.mark.parametrize("case", ERRORS)
+def test_what_does_not_fit_is_refused(case):
+    call, match = ERRORS[case]
+    with pytest.raises(ValueError, match=match):
+        call()
+
+
+def test_the_entry_takes_slots_as_they_are(qkv):
+    q, k, v = qkv(20)
+    out, lse = flex.attend(q, k, v, Causal(), Slots(0, 0), 0.4, compiled=False)
+    expected = block_attention(q, k, v, Causal(), scale=0.4, return_lse=True, backend="flex")
+    assert_exact(out, expected[0])
+    assert_exact(lse, expected[1])
