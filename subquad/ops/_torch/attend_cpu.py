@@ -56,9 +56,10 @@ def block_attention_cpu(
             lse.fill_(-torch.inf)
             continue
         if call.in_cache:
+            work = attend_tiles.Workspace(call.bias, scale)
             for at in attend_tiles.tiles(call.group, call.row, q_BHTK.shape):
                 q, k, v = q_BHTK[at.queries], k_BHSK[at.keys], v_BHSK[at.keys]
-                out_BHTK[at.queries], lse_BHT[at.queries] = attend_tiles.forward(q, k, v, call.bias, scale)
+                out_BHTK[at.queries], lse_BHT[at.queries] = work.forward(q, k, v)
             continue
         o, row_lse = _forward(
             q,
@@ -121,10 +122,10 @@ def block_attention_cpu_backward(
         if call.group.kind == "empty":
             continue
         if call.in_cache:
+            work = attend_tiles.Workspace(call.bias, scale)
             for at in attend_tiles.tiles(call.group, call.row, q_BHTK.shape):
-                q, k, v, do = q_BHTK[at.queries], k_BHSK[at.keys], v_BHSK[at.keys], grad_BHTK[at.queries]
-                delta = (do * out_BHTK[at.queries]).sum(-1)
-                gradients = attend_tiles.backward(do, delta, q, k, v, lse_BHT[at.queries], call.bias, scale)
+                do, o, q = (x[at.queries] for x in (grad_BHTK, out_BHTK, q_BHTK))
+                gradients = work.backward(do, o, q, k_BHSK[at.keys], v_BHSK[at.keys])
                 dq[at.queries] = gradients[0]
                 dk[at.keys].add_(gradients[1])
                 dv[at.keys].add_(gradients[2])

@@ -8,6 +8,7 @@ Shape letters: H heads of one row of the batch, C queries and W keys of a tile, 
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator
 from typing import NamedTuple
 
@@ -50,33 +51,49 @@ def tiles(group: Group, row: int | None, shape_BHTK: torch.Size) -> Iterator[Til
                 yield Tile((b, some, slice(q, q + group.rows)), (b, some, slice(k, k + group.keys)))
 
 
-def _scores(q_HCK: Tensor, k_HWK: Tensor, bias_CW: Tensor | None, scale: float) -> Tensor:
-    if bias_CW is None:
-        return torch.bmm(q_HCK, k_HWK.mT).mul_(scale)
-    return torch.baddbmm(bias_CW, q_HCK, k_HWK.mT, alpha=scale)
+class Workspace:
+    """Forward and backward of one tile after another, in memory that is taken once.
 
+    The C library gives blocks of a megabyte back to the system when they are freed, and fresh pages for each tile would
+    cost as much as its products.
+    """
 
-def forward(q_HCK: Tensor, k_HWK: Tensor, v_HWK: Tensor, bias_CW: Tensor | None, scale: float) -> tuple[Tensor, Tensor]:
-    """Outputs and logsumexp of one tile; every query sees a key."""
-    weights_HCW = _scores(q_HCK, k_HWK, bias_CW, scale)
-    most_HC1 = weights_HCW.amax(-1, keepdim=True)
-    total_HC1 = weights_HCW.sub_(most_HC1).exp_().sum(-1, keepdim=True)
-    out_HCK = torch.bmm(weights_HCW, v_HWK).div_(total_HC1)
-    return out_HCK, most_HC1.add_(total_HC1.log_())[..., 0]
+    def __init__(self, bias_CW: Tensor | None, scale: float) -> None:
+        self.bias_CW, self.scale = bias_CW, scale
+        self.blocks: dict[str, Tensor] = {}
 
+    def _block(self, name: str, like: Tensor, *shape: int) -> Tensor:
+        """Memory of this name for a tensor of this shape."""
+        if name not in self.blocks or self.blocks[name].numel() < math.prod(shape):
+            self.blocks[name] = like.new_empty(math.prod(shape))
+        return self.blocks[name][: math.prod(shape)].view(shape)
 
-def backward(
-    grad_HCK: Tensor,
-    delta_HC: Tensor,
-    q_HCK: Tensor,
-    k_HWK: Tensor,
-    v_HWK: Tensor,
-    lse_HC: Tensor,
-    bias_CW: Tensor | None,
-    scale: float,
-) -> tuple[Tensor, Tensor, Tensor]:
-    """Gradients of one tile's queries, keys and values; `delta` is `dO . o - dlse`."""
-    weights_HCW = _scores(q_HCK, k_HWK, bias_CW, scale).sub_(lse_HC[..., None]).exp_()
-    dv_HWK = torch.bmm(weights_HCW.mT, grad_HCK)
-    scores_HCW = torch.bmm(grad_HCK, v_HWK.mT).sub_(delta_HC[..., None]).mul_(weights_HCW).mul_(scale)
-    return torch.bmm(scores_HCW, k_HWK), torch.bmm(scores_HCW.mT, q_HCK), dv_HWK
+    def _weights(self, q_HCK: Tensor, k_HWK: Tensor) -> tuple[Tensor, Tensor]:
+        shape = (q_HCK.shape[0], q_HCK.shape[1], k_HWK.shape[1])
+        scores_HCW, weights_HCW = (self._block(name, q_HCK, *shape) for name in ("scores", "weights"))
+        if self.bias_CW is None:
+            torch.bmm(q_HCK, k_HWK.mT, out=scores_HCW).mul_(self.scale)
+        else:
+            torch.baddbmm(self.bias_CW, q_HCK, k_HWK.mT, alpha=self.scale, out=scores_HCW)
+        return scores_HCW, torch.softmax(scores_HCW, -1, out=weights_HCW)
+
+    def forward(self, q_HCK: Tensor, k_HWK: Tensor, v_HWK: Tensor) -> tuple[Tensor, Tensor]:
+        """Outputs and logsumexp of one tile, until the next call; every query sees a key."""
+        scores_HCW, weights_HCW = self._weights(q_HCK, k_HWK)
+        # The largest weight is exp(largest score - lse).
+        lse_HC = scores_HCW.amax(-1).sub_(weights_HCW.amax(-1).log_())
+        return torch.bmm(weights_HCW, v_HWK, out=self._block("rows", q_HCK, *q_HCK.shape)), lse_HC
+
+    def backward(
+        self, grad_HCK: Tensor, out_HCK: Tensor, q_HCK: Tensor, k_HWK: Tensor, v_HWK: Tensor
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        """Gradients of one tile's queries, keys and values, until the next call."""
+        grad_scores_HCW, weights_HCW = self._weights(q_HCK, k_HWK)
+        dq_HCK, dk_HWK, dv_HWK = (
+            self._block(name, x, *x.shape) for name, x in (("rows", q_HCK), ("keys", k_HWK), ("values", v_HWK))
+        )
+        delta_HC1 = torch.mul(grad_HCK, out_HCK, out=dq_HCK).sum(-1, keepdim=True)
+        torch.bmm(weights_HCW.mT, grad_HCK, out=dv_HWK)
+        torch.bmm(grad_HCK, v_HWK.mT, out=grad_scores_HCW).sub_(delta_HC1).mul_(weights_HCW).mul_(self.scale)
+        torch.bmm(grad_scores_HCW, k_HWK, out=dq_HCK)
+        return dq_HCK, torch.bmm(grad_scores_HCW.mT, q_HCK, out=dk_HWK), dv_HWK

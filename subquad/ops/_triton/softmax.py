@@ -1,0 +1,303 @@
+"""Causal Latte's recurrence in Triton kernels, forward and backward, and one token at a time.
+
+    o_t = sum_l p_tl sum_{j <= t} w_tjl v_j,   w_tjl = exp(k_jl) / sum_{s <= t} exp(k_sl)
+
+How the kernels compute it: softmax_tiles.py; derivation: docs/decisions/0002-running-softmax.md. What is kept for the
+backward pass beside inputs and outputs is m and z before each chunk, and one state a segment of chunks.
+
+Shape letters: B batch, H heads, T tokens, L latents, V value channels, N = B H, M chunks, S segments.
+"""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import torch
+import triton
+from torch import Tensor
+
+from subquad.ops._triton import common, softmax_single_kernels
+from subquad.ops._triton import softmax_backward_kernels as backward_kernels
+from subquad.ops._triton import softmax_kernels as forward_kernels
+from subquad.ops._triton.softmax_plan import (
+    PRECISIONS,
+    Plan,
+    add_parts,
+    contiguous,
+    empty_like,
+    parts_of,
+    rows,
+    strides,
+)
+
+EMPTY = -(2.0**100)
+"""The log-normaliser of nothing."""
+
+
+class Given(NamedTuple):
+    """What the kernels read, channels next to each other; the mask as bytes."""
+
+    p: Tensor
+    k: Tensor
+    v: Tensor
+    mask: Tensor | None
+    lse: Tensor | None
+    mean: Tensor | None
+
+    @classmethod
+    def of(cls, p: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, lse: Tensor | None, mean: Tensor | None) -> Given:
+        mask = None if mask is None else mask.contiguous().view(torch.uint8)
+        return cls(rows(p), rows(k), rows(v), mask, contiguous(lse), contiguous(mean))
+
+
+class Results(NamedTuple):
+    """What the forward kernels write: outputs, lse, the final lse and mean; m and z before each chunk and U before each
+    segment, for the backward pass. What is not asked for is empty.
+    """
+
+    out: Tensor
+    lse: Tensor
+    end_lse: Tensor
+    end_mean: Tensor
+    m: Tensor
+    z: Tensor
+    u: Tensor
+
+    @classmethod
+    def of(cls, p: Tensor, v: Tensor, want_lse: bool, save: bool) -> Results:
+        cut = Plan.of(p, v)
+        state = (*p.shape[:2], cut.L, cut.V)
+        shapes = (p.shape if want_lse else (0,), state, *(cut.saved() if save else ((0,),) * 3))
+        lse, end_mean, *saved = (p.new_empty(shape, dtype=torch.float32) for shape in shapes)
+        return cls(empty_like(v), lse, p.new_empty(state[:3], dtype=torch.float64), end_mean, *saved)
+
+
+class Gradients(NamedTuple):
+    """Of p, k, v and the initial lse and mean, which are empty where there is none."""
+
+    p: Tensor
+    k: Tensor
+    v: Tensor
+    lse: Tensor
+    mean: Tensor
+
+    @classmethod
+    def of(cls, p: Tensor, k: Tensor, v: Tensor, lse: Tensor | None, mean: Tensor | None) -> Gradients:
+        starts = (p.new_empty(0) if x is None else x.new_empty(x.shape) for x in (lse, mean))
+        return cls(empty_like(p), empty_like(k), empty_like(v), *starts)
+
+
+def running_softmax(
+    p_BHTL: Tensor,
+    logits_BHTL: Tensor,
+    v_BHTV: Tensor,
+    state: tuple[Tensor, Tensor] | None,
+    mask_BT: Tensor | None,
+    want_lse: bool = True,
+) -> tuple[Tensor, Tensor | None, Tensor, Tensor]:
+    """The outputs, in the dtype of v; the running logsumexp of the logits `[B, H, T, L]`, float32, where wanted; the
+    last one, float64; the last means `[B, H, L, V]`, float32. Matrices are multiplied in the dtype of v.
+
+    Raises `ValueError` for dtypes and devices that the kernels do not run on.
+    """
+    common.check_device("running_softmax", p_BHTL, logits_BHTL, v_BHTV)
+    lse, mean = (None, None) if state is None else (state[0].double(), state[1].float())
+    tensors = [x for x in (p_BHTL, logits_BHTL, v_BHTV, lse, mean) if x is not None]
+    save = torch.is_grad_enabled() and any(x.requires_grad for x in tensors)
+    out, lse, end_lse, end_mean, *_ = running_softmax_op(
+        p_BHTL, logits_BHTL, v_BHTV, mask_BT, lse, mean, want_lse, save
+    )
+    return out, lse if want_lse else None, end_lse, end_mean
+
+
+@torch.library.custom_op("subquad::running_softmax_triton", mutates_args=())
+def running_softmax_op(
+    p_BHTL: Tensor,
+    k_BHTL: Tensor,
+    v_BHTV: Tensor,
+    mask_BT: Tensor | None,
+    lse_BHL: Tensor | None,
+    mean_BHLV: Tensor | None,
+    want_lse: bool,
+    save: bool,
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
+    """See `Results`."""
+    given = Given.of(p_BHTL, k_BHTL, v_BHTV, mask_BT, lse_BHL, mean_BHLV)
+    results = Results.of(given.p, given.v, want_lse, save)
+    T = given.p.shape[2]
+    if T == 0:
+        results.end_lse.fill_(EMPTY) if given.lse is None else results.end_lse.copy_(given.lse)
+        results.end_mean.zero_() if given.mean is None else results.end_mean.copy_(given.mean)
+    elif T == 1 and not save:
+        _decode(given, results, want_lse)
+    else:
+        _forward(given, results, want_lse, save)
+    return results
+
+
+@running_softmax_op.register_fake
+def _(p, k, v, mask, lse, mean, want_lse, save):  # type: ignore[no-untyped-def]
+    return Results.of(rows(p), rows(v), want_lse, save)
+
+
+def _decode(given: Given, results: Results, want_lse: bool) -> None:
+    """One token, in one launch."""
+    B, H, _, L = given.p.shape
+    V = given.v.shape[3]
+    values = min(common.tile(V), 64)
+    out, lse, end_lse, end_mean, *_ = results
+    common.launch(
+        forward_kernels.decode,
+        (B * H, triton.cdiv(V, values)),
+        *(*given, out, lse if want_lse else None, end_lse, end_mean, H),
+        *(stride for x in (*given[:3], out) for stride in x.stride()[:2]),
+        L=L,
+        V=V,
+        LATENTS=min(common.tile(L), 64),
+        VALUES=values,
+    )
+
+
+def _forward(given: Given, results: Results, want_lse: bool, save: bool) -> None:
+    """The three passes: sums of segments, the states before them, outputs."""
+    p, k, v, mask, lse, mean = given
+    out, out_lse, end_lse, end_mean, m, z, u = results
+    cut = Plan.of(p, v)
+    if not save:
+        m, _, u = (p.new_empty(shape, dtype=torch.float32) for shape in cut.saved())
+    kernels = softmax_single_kernels if cut.L == 1 else forward_kernels
+    dots = PRECISIONS[v.dtype].constants()
+    sums = (cut.rows, cut.segments, cut.L)
+    m_sums, z_sums = (p.new_empty(sums, dtype=torch.float32) for _ in range(2))
+    z_start = p.new_empty(sums, dtype=torch.float64)
+    common.launch(
+        kernels.segment_sums,
+        cut.grid(cut.segments - 1),
+        *(k, v, mask, m_sums, z_sums, u, *cut.numbers(p), *strides(k, v)),
+        **cut.sizes(k, v),
+        DOT=dots["DOT"],
+        PRECISION=dots["PRECISION"],
+    )
+    common.launch(
+        forward_kernels.segment_starts,
+        cut.state_grid(),
+        *(lse, mean, m_sums, z_sums, u, m, z_start, cut.segments, cut.per, cut.chunks),
+        **cut.state_sizes(),
+    )
+    parts = parts_of(out, cut.groups)
+    common.launch(
+        kernels.outputs,
+        cut.grid(cut.segments),
+        *(p, k, v, mask, m, z_start, u, parts, out_lse if want_lse else None, z if save else None),
+        *(end_lse, end_mean, *cut.numbers(p), *strides(p, k, v), parts.stride(0), *strides(parts[0])),
+        **cut.sizes(p, k, v, parts[0]),
+        **dots,
+    )
+    add_parts(parts, out)
+
+
+@torch.library.custom_op("subquad::running_softmax_triton_backward", mutates_args=())
+def running_softmax_backward_op(
+    grad_BHTV: Tensor,
+    dlse_BHTL: Tensor | None,
+    dend_lse_BHL: Tensor | None,
+    dend_mean_BHLV: Tensor | None,
+    p_BHTL: Tensor,
+    k_BHTL: Tensor,
+    v_BHTV: Tensor,
+    mask_BT: Tensor | None,
+    lse_BHL: Tensor | None,
+    mean_BHLV: Tensor | None,
+    end_lse_BHL: Tensor,
+    end_mean_BHLV: Tensor,
+    m_NML: Tensor,
+    z_NML: Tensor,
+    u_NSLV: Tensor,
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
+    """See `Gradients`."""
+    given = Given.of(p_BHTL, k_BHTL, v_BHTV, mask_BT, lse_BHL, mean_BHLV)
+    do, dlse = rows(grad_BHTV), contiguous(dlse_BHTL)
+    dend_lse, dend_mean = contiguous(dend_lse_BHL), contiguous(dend_mean_BHLV)
+    gradients = Gradients.of(*given[:3], given.lse, given.mean)
+    if given.p.shape[2] == 0:
+        for x, gradient in ((gradients.lse, dend_lse), (gradients.mean, dend_mean)):
+            x.zero_() if gradient is None or given.lse is None else x.copy_(gradient)
+        return gradients
+    dlog, r, x = _query_gradients(given, do, dlse, (m_NML, z_NML, u_NSLV), gradients)
+    cut = Plan.of(given.p, given.v)
+    common.launch(
+        backward_kernels.segment_ends,
+        cut.state_grid(),
+        *(dend_lse, dend_mean, end_lse_BHL, end_mean_BHLV, m_NML, r, x, cut.segments, cut.per, cut.chunks),
+        **cut.state_sizes(),
+    )
+    _key_gradients(given, do, (dlog, m_NML, z_NML, r, x), gradients)
+    return gradients
+
+
+@running_softmax_backward_op.register_fake
+def _(grad, dlse, dend_lse, dend_mean, p, k, v, mask, lse, mean, end_lse, end_mean, m, z, u):  # type: ignore[no-untyped-def]
+    return Gradients.of(rows(p), rows(k), rows(v), lse, mean)
+
+
+def _query_gradients(
+    given: Given, do: Tensor, dlse: Tensor | None, saved: tuple[Tensor, Tensor, Tensor], gradients: Gradients
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Writes dp; returns p dp - dlse, minus the gradient of log Z (in float32, since dk is what a difference leaves of
+    it), and R and X of the segments.
+    """
+    p, k, v, mask, *_ = given
+    u = saved[2]
+    cut = Plan.of(p, v)
+    dlog, r, x = u.new_empty(cut.tiles, *p.shape), torch.empty_like(u), u.new_empty(cut.tiles, *u.shape[:3])
+    parts = parts_of(gradients.p, cut.tiles)
+    kernels = softmax_single_kernels if cut.L == 1 else backward_kernels
+    common.launch(
+        kernels.query_gradients,
+        cut.grid(cut.segments),
+        *(p, k, v, do, dlse, mask, *saved, parts, dlog, r, x, *cut.numbers(p)),
+        *(*strides(p, k, v, do), parts.stride(0), *strides(parts[0])),
+        **cut.sizes(p, k, v, do, parts[0]),
+        **PRECISIONS[v.dtype].constants(),
+    )
+    add_parts(parts, gradients.p)
+    return dlog, r, x
+
+
+def _key_gradients(given: Given, do: Tensor, later: tuple[Tensor, ...], gradients: Gradients) -> None:
+    """Writes the gradients of k, v and the initial state."""
+    p, k, v, mask, lse, mean = given
+    dlog, m, z, r, x = later
+    cut = Plan.of(p, v)
+    k_parts, v_parts = parts_of(gradients.k, cut.tiles), parts_of(gradients.v, cut.groups)
+    lse_parts = r.new_empty(cut.tiles, *gradients.lse.shape)
+    kernels = softmax_single_kernels if cut.L == 1 else backward_kernels
+    common.launch(
+        kernels.key_gradients,
+        cut.grid(cut.segments),
+        *(p, k, v, do, dlog, mask, lse, mean, m, z, r, x, k_parts, v_parts, lse_parts, gradients.mean),
+        *(*cut.numbers(p), *strides(p, k, v, do)),
+        *(k_parts.stride(0), *strides(k_parts[0]), v_parts.stride(0), *strides(v_parts[0])),
+        **cut.sizes(p, k, v, do, k_parts[0], v_parts[0]),
+        **PRECISIONS[v.dtype].constants(),
+    )
+    add_parts(k_parts, gradients.k)
+    add_parts(v_parts, gradients.v)
+    gradients.lse.copy_(lse_parts.sum(0))
+
+
+def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
+    results = Results(*output)
+    ctx.save_for_backward(*inputs[:6], *results[2:])
+    ctx.set_materialize_grads(False)
+    ctx.mark_non_differentiable(results.m, results.z, results.u)
+
+
+def _backward(ctx: Any, grad: Tensor | None, *rest: Tensor | None) -> tuple[Tensor | None, ...]:
+    p, k, v, mask, lse, mean, *saved = ctx.saved_tensors
+    grad = torch.zeros_like(v) if grad is None else grad
+    dp, dk, dv, dlse, dmean = running_softmax_backward_op(grad, *rest[:3], p, k, v, mask, lse, mean, *saved)
+    return dp, dk, dv, None, None if lse is None else dlse, None if mean is None else dmean, None, None
+
+
+running_softmax_op.register_autograd(_backward, setup_context=_setup_context)

@@ -1,0 +1,221 @@
+"""The running softmax forward, in three passes: sums of each segment, the states before them, the outputs.
+
+A state is m, the largest logit so far, z = sum_j exp(k_j - m) and U = sum_j exp(k_j - m) v_j, for each latent. Segments
+of chunks run in parallel, the chunks of one after another with U in registers; so one state a segment is written, not
+one a chunk, and none at all where there are heads enough to fill the device.
+
+Shapes and letters: softmax_tiles.py.
+"""
+
+# mypy: allow-untyped-defs, allow-incomplete-defs
+# (parameters are pointers, numbers and Triton's own tensors)
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+from subquad.ops._triton.softmax_tiles import (
+    EMPTY,
+    dot,
+    first_reference,
+    head,
+    next_reference,
+    past_rows,
+    read,
+    read_logits,
+    real_rows,
+    rounded,
+    window,
+    window_lse,
+    write,
+)
+
+
+@triton.jit(do_not_specialize=["tokens", "heads", "segments", "per", "k_b", "k_h", "v_b", "v_h"])
+def segment_sums(
+    k, v, mask, m_out, z_out, u_out,
+    tokens, heads, segments, per,
+    k_b, k_h, k_t, v_b, v_h, v_t,
+    L: tl.constexpr, V: tl.constexpr, GROUPS: tl.constexpr, LATENTS: tl.constexpr, VALUES: tl.constexpr,
+    CHUNK: tl.constexpr, ALIGNED: tl.constexpr, DOT: tl.constexpr, PRECISION: tl.constexpr,
+):  # fmt: skip
+    """m, z and U of the tokens of one segment alone, left where the next segment begins: `[N, S, L(, V)]`."""
+    segment = tl.program_id(0) % (segments - 1)
+    n, group = tl.program_id(0) // (segments - 1) // GROUPS, tl.program_id(0) // (segments - 1) % GROUPS
+    l_L = group * LATENTS + tl.arange(0, LATENTS)
+    v_V = tl.program_id(1) * VALUES + tl.arange(0, VALUES)
+    k, v = head(k, n, heads, k_b, k_h, ALIGNED), head(v, n, heads, v_b, v_h, ALIGNED)
+    m_L, z_L = tl.full([LATENTS], EMPTY, tl.float32), tl.zeros([LATENTS], tl.float32)
+    u_LV = tl.zeros([LATENTS, VALUES], tl.float32)
+    for chunk in range(segment * per, segment * per + per):
+        t_C = chunk * CHUNK + tl.arange(0, CHUNK)
+        real_C = real_rows(mask, n, heads, t_C, tokens)
+        k_CL = read_logits(k, t_C, k_t, l_L, real_C, L)
+        v_CV = read(v, t_C, v_t, v_V, real_C, V)
+        now_L = tl.maximum(m_L, tl.max(k_CL, 0))
+        e_CL, keep_L = tl.exp(k_CL - now_L[None, :]), tl.exp(m_L - now_L)
+        z_L = z_L * keep_L + tl.sum(e_CL, 0)
+        u_LV = u_LV * keep_L[:, None] + dot(tl.trans(e_CL), v_CV, DOT, PRECISION)
+        m_L = now_L
+    at_L = (n * segments + segment + 1).to(tl.int64) * L + l_L
+    if tl.program_id(1) == 0:
+        tl.store(m_out + at_L, m_L, mask=l_L < L)
+        tl.store(z_out + at_L, z_L, mask=l_L < L)
+    tl.store(u_out + at_L[:, None] * V + v_V[None, :], u_LV, mask=(l_L < L)[:, None] & (v_V < V)[None, :])
+
+
+@triton.jit(do_not_specialize=["segments", "per", "chunks"])
+def segment_starts(
+    lse, mean, m_sums, z_sums, u, m_out, z_out,
+    segments, per, chunks,
+    L: tl.constexpr, V: tl.constexpr, LATENTS: tl.constexpr, VALUES: tl.constexpr,
+):  # fmt: skip
+    """The state before each segment, from the initial one and the sums of segments; U takes the place of the sums.
+
+    m goes to where the segment's first chunk has it, `[N, M + 1, L]`; z is float64.
+    """
+    n, tile = tl.program_id(0) // tl.cdiv(L, LATENTS), tl.program_id(0) % tl.cdiv(L, LATENTS)
+    l_L, v_V = tile * LATENTS + tl.arange(0, LATENTS), tl.program_id(1) * VALUES + tl.arange(0, VALUES)
+    here_L = l_L < L
+    here_LV = here_L[:, None] & (v_V < V)[None, :]
+    first = tl.program_id(1) == 0
+    at_L = n.to(tl.int64) * L + l_L
+    m_L, z_L = tl.full([LATENTS], EMPTY, tl.float32), tl.full([LATENTS], 1.0, tl.float64)
+    u_LV = tl.zeros([LATENTS, VALUES], tl.float32)
+    if lse is not None:
+        lse_L = tl.load(lse + at_L, mask=here_L, other=EMPTY)
+        m_L = lse_L.to(tl.float32)
+        z_L = tl.exp((lse_L - m_L.to(tl.float64)).to(tl.float32)).to(tl.float64)
+        u_LV = tl.load(mean + at_L[:, None] * V + v_V[None, :], mask=here_LV, other=0.0).to(tl.float32)
+        u_LV = u_LV * z_L.to(tl.float32)[:, None]
+    for segment in range(segments):
+        at_L = (n * segments + segment).to(tl.int64) * L + l_L
+        at_LV = at_L[:, None] * V + v_V[None, :]
+        if segment > 0:
+            m_new_L = tl.load(m_sums + at_L, mask=here_L, other=EMPTY)
+            now_L = tl.maximum(m_L, m_new_L)
+            keep_L, take_L = tl.exp(m_L - now_L), tl.exp(m_new_L - now_L)
+            z_new_L = tl.load(z_sums + at_L, mask=here_L, other=0.0) * take_L
+            z_L = z_L * keep_L.to(tl.float64) + z_new_L.to(tl.float64)
+            u_LV = u_LV * keep_L[:, None] + tl.load(u + at_LV, mask=here_LV, other=0.0) * take_L[:, None]
+            m_L = now_L
+        tl.store(u + at_LV, u_LV, mask=here_LV)
+        tl.store(z_out + at_L, z_L, mask=here_L & first)
+        m_at_L = (n.to(tl.int64) * (chunks + 1) + segment * per) * L + l_L
+        tl.store(m_out + m_at_L, m_L, mask=here_L & first)
+
+
+@triton.jit(
+    do_not_specialize=[
+        "tokens", "heads", "segments", "per", "p_b", "p_h", "k_b", "k_h", "v_b", "v_h", "out_g", "out_b", "out_h",
+    ]
+)  # fmt: skip
+def outputs(
+    p, k, v, mask, m, z_start, u, out, lse, z, end_lse, end_mean,
+    tokens, heads, segments, per,
+    p_b, p_h, p_t, k_b, k_h, k_t, v_b, v_h, v_t, out_g, out_b, out_h, out_t,
+    L: tl.constexpr, V: tl.constexpr, GROUPS: tl.constexpr, LATENTS: tl.constexpr, VALUES: tl.constexpr,
+    CHUNK: tl.constexpr, ALIGNED: tl.constexpr, DOT: tl.constexpr, WIDE: tl.constexpr, PRECISION: tl.constexpr,
+    BOUND: tl.constexpr,
+):  # fmt: skip
+    """The rows of one segment: outputs (of each tile of latents its own), lse, m and z before each chunk, the end."""
+    segment = tl.program_id(0) % segments
+    n, group = tl.program_id(0) // segments // GROUPS, tl.program_id(0) // segments % GROUPS
+    l_L = group * LATENTS + tl.arange(0, LATENTS)
+    v_V = tl.program_id(1) * VALUES + tl.arange(0, VALUES)
+    first, here_L, past_CC = tl.program_id(1) == 0, l_L < L, past_rows(CHUNK)
+    here_LV = here_L[:, None] & (v_V < V)[None, :]
+    p, k = head(p, n, heads, p_b, p_h, ALIGNED), head(k, n, heads, k_b, k_h, ALIGNED)
+    v = head(v, n, heads, v_b, v_h, ALIGNED)
+    out = head(out + group.to(tl.int64) * out_g, n, heads, out_b, out_h, ALIGNED)
+    chunks = tl.cdiv(tokens, CHUNK)
+    begin = segment * per
+    at_L = (n * segments + segment).to(tl.int64) * L + l_L
+    z64_L = tl.load(z_start + at_L, mask=here_L, other=1.0)
+    m_L = tl.load(m + (n.to(tl.int64) * (chunks + 1) + begin) * L + l_L, mask=here_L, other=EMPTY)
+    u_LV = tl.load(u + at_L[:, None] * V + v_V[None, :], mask=here_LV, other=0.0)
+    for chunk in range(begin, tl.minimum(begin + per, chunks)):
+        t_C = chunk * CHUNK + tl.arange(0, CHUNK)
+        real_C = real_rows(mask, n, heads, t_C, tokens)
+        k_CL = read_logits(k, t_C, k_t, l_L, real_C, L)
+        if z is not None:
+            tl.store(m + (n.to(tl.int64) * (chunks + 1) + chunk) * L + l_L, m_L, mask=here_L & first)
+            tl.store(z + (n.to(tl.int64) * chunks + chunk) * L + l_L, z64_L.to(tl.float32), mask=here_L & first)
+        z_L, top_L = z64_L.to(tl.float32), tl.max(k_CL, 0)
+        r_L = first_reference(k, chunk * CHUNK, k_t, l_L, real_C, m_L, L)
+        p_CL = read(p, t_C, p_t, l_L, real_C, L).to(tl.float32)
+        scores_CC, carry_CL = tl.zeros([CHUNK, CHUNK], tl.float32), tl.zeros([CHUNK, LATENTS], tl.float32)
+        lse_CL, end_L = carry_CL, tl.zeros([LATENTS], tl.int32)
+        # Once for most chunks. Rows of the first window see the same instructions whether others follow or not, and the
+        # same bits. Always true: where a loop is directly in a loop, Triton does not prefetch.
+        if chunk * CHUNK < tokens:
+            while tl.min(end_L, 0) < CHUNK:
+                e_CL, inverse_CL, end_L = window(k_CL, m_L, z_L, r_L, end_L, BOUND)
+                q_CL = p_CL * inverse_CL
+                scores_CC += dot(q_CL, tl.trans(e_CL), WIDE, PRECISION)
+                carry_CL += q_CL * tl.exp(m_L - r_L)[None, :]
+                if lse is not None:
+                    lse_CL += window_lse(r_L, inverse_CL)
+                r_L = next_reference(k_CL, r_L, end_L)
+        v_CV = read(v, t_C, v_t, v_V, real_C, V)
+        scores_CC = tl.where(past_CC, scores_CC, 0.0)
+        out_CV = dot(carry_CL, u_LV, WIDE, PRECISION) + dot(scores_CC, v_CV, DOT, PRECISION)
+        write(out, out_CV, t_C, out_t, v_V, tokens, V)
+        if lse is not None:
+            write(lse + n.to(tl.int64) * tokens * L, lse_CL, t_C, L, l_L, tl.where(first, tokens, 0), L)
+        now_L = tl.maximum(m_L, top_L)
+        e_CL, keep_L = tl.exp(k_CL - now_L[None, :]), tl.exp(m_L - now_L)
+        # In float32 z would stop growing where a long past stands against short continuations.
+        z64_L = z64_L * keep_L.to(tl.float64) + tl.sum(e_CL, 0).to(tl.float64)
+        u_LV = u_LV * keep_L[:, None] + dot(tl.trans(e_CL), v_CV, DOT, PRECISION)
+        m_L = now_L
+    if segment == segments - 1:
+        at_L = n.to(tl.int64) * L + l_L
+        tl.store(m + (n.to(tl.int64) * (chunks + 1) + chunks) * L + l_L, m_L, mask=here_L & first)
+        tl.store(end_lse + at_L, m_L.to(tl.float64) + tl.log(z64_L), mask=here_L & first)
+        u_LV = u_LV / z64_L.to(tl.float32)[:, None]
+        tl.store(end_mean + at_L[:, None] * V + v_V[None, :], u_LV, mask=here_LV)
+
+
+@triton.jit(do_not_specialize=["heads", "p_b", "p_h", "k_b", "k_h", "v_b", "v_h", "out_b", "out_h"])
+def decode(
+    p, k, v, mask, lse, mean, out, out_lse, end_lse, end_mean,
+    heads,
+    p_b, p_h, k_b, k_h, v_b, v_h, out_b, out_h,
+    L: tl.constexpr, V: tl.constexpr, LATENTS: tl.constexpr, VALUES: tl.constexpr,
+):  # fmt: skip
+    """One token: the state after it, and its output."""
+    n = tl.program_id(0)
+    v_V = tl.program_id(1) * VALUES + tl.arange(0, VALUES)
+    p, k = head(p, n, heads, p_b, p_h, False), head(k, n, heads, k_b, k_h, False)
+    v, out = head(v, n, heads, v_b, v_h, False), head(out, n, heads, out_b, out_h, False)
+    first = tl.program_id(1) == 0
+    real = n >= 0
+    if mask is not None:
+        real = tl.load(mask + n // heads) != 0
+    new_V = tl.load(v + v_V, mask=(v_V < V) & real, other=0.0).to(tl.float32)
+    out_V = tl.zeros([VALUES], tl.float32)
+    for tile in range(tl.cdiv(L, LATENTS)):
+        l_L = tile * LATENTS + tl.arange(0, LATENTS)
+        here_L = l_L < L
+        at_L = n.to(tl.int64) * L + l_L
+        at_LV, here_LV = at_L[:, None] * V + v_V[None, :], here_L[:, None] & (v_V < V)[None, :]
+        p_L = tl.load(p + l_L, mask=here_L & real, other=0.0).to(tl.float32)
+        k_L = tl.load(k + l_L, mask=here_L & real, other=0.0).to(tl.float32)
+        k_L = tl.where(real, k_L, EMPTY).to(tl.float64)
+        if lse is None:
+            after_L, mean_LV = k_L, tl.zeros([LATENTS, VALUES], tl.float32) + new_V[None, :]
+        else:
+            before_L = tl.load(lse + at_L, mask=here_L, other=EMPTY)
+            most_L = tl.maximum(before_L, k_L)
+            after_L = most_L + tl.log(tl.exp(before_L - most_L) + tl.exp(k_L - most_L))
+            keep_L, take_L = tl.exp(before_L - after_L).to(tl.float32), tl.exp(k_L - after_L).to(tl.float32)
+            mean_LV = tl.load(mean + at_LV, mask=here_LV, other=0.0).to(tl.float32)
+            mean_LV = mean_LV * keep_L[:, None] + take_L[:, None] * new_V[None, :]
+        out_V += tl.sum(p_L[:, None] * mean_LV, 0)
+        tl.store(end_lse + at_L, after_L, mask=here_L & first)
+        tl.store(end_mean + at_LV, mean_LV, mask=here_LV)
+        if out_lse is not None:
+            tl.store(out_lse + at_L, after_L.to(tl.float32), mask=here_L & first)
+    tl.store(out + v_V, rounded(out_V, out.dtype.element_ty), mask=v_V < V)
