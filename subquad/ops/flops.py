@@ -13,6 +13,7 @@ import torch
 from subquad.ops._sequential.tiles import key_chunks
 from subquad.ops._torch import scan, softmax
 from subquad.ops._torch.tiles import Group, ragged_groups, static_groups
+from subquad.ops.backends import HAS_TRITON
 from subquad.ops.patterns import Pattern
 
 
@@ -66,6 +67,37 @@ def register() -> None:
         register_flop_formula([op])(_sequential_scan)
     register_flop_formula([ops.gated_scan_sequential_backward])(_sequential_gated_scan_backward)
     register_flop_formula([ops.running_softmax_sequential_backward])(_sequential_softmax_backward)
+    if HAS_TRITON:
+        _register_kernels()
+
+
+def _register_kernels() -> None:
+    """The kernels count as what the backend `torch` computes for the same."""
+    from torch.utils.flop_counter import register_flop_formula
+
+    from subquad.ops._triton import attend as _attend  # noqa: F401 it makes the operations known
+    from subquad.ops._triton import scan as _scan  # noqa: F401
+    from subquad.ops._triton import softmax as _softmax  # noqa: F401
+
+    ops = torch.ops.subquad
+    register_flop_formula([ops.block_attention_triton])(_attention)
+    register_flop_formula([ops.block_attention_triton_backward])(
+        lambda grad, grad_lse, out, m, inverse, *inputs, **_: _attention(*inputs) * 5 // 2
+    )
+    register_flop_formula([ops.gated_scan_triton])(
+        lambda q, i, v, log_f, state, mask, normalise, *_, **__: (
+            q[0] * q[1] * gated_scan_flops(q[2], q[3], v[3], normalise=normalise)
+        )
+    )
+    register_flop_formula([ops.gated_scan_triton_backward])(
+        lambda grad, grad_state, q, i, v, *_, **__: 5 * q[0] * q[1] * gated_scan_flops(q[2], q[3], v[3]) // 2
+    )
+    register_flop_formula([ops.running_softmax_triton])(
+        lambda p, k, v, *_, **__: p[0] * p[1] * running_softmax_flops(p[2], p[3], v[3])
+    )
+    register_flop_formula([ops.running_softmax_triton_backward])(
+        lambda grad, gl, ga, gs, p, k, v, *_, **__: 5 * p[0] * p[1] * running_softmax_flops(p[2], p[3], v[3]) // 2
+    )
 
 
 def _sdpa(q: Any, k: Any, v: Any, *_: Any, out_shape: Any = None, **__: Any) -> int:

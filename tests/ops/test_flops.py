@@ -102,3 +102,21 @@ def test_torch_counts_the_fused_cpu_attention():
     assert count(lambda: attend(q, k, v)) == 2 * 3 * 2 * 10 * 10 * (8 + 8)
     out = attend(q, k, v)
     assert 2 * count(lambda: out.sum().backward()) == 5 * count(lambda: attend(q, k, v))
+
+
+@pytest.mark.parametrize("with_gradients", [False, True])
+@pytest.mark.parametrize("engine", ["block_attention", "gated_scan", "running_softmax"])
+def test_the_kernels_count_as_the_default_does(engine, with_gradients):
+    q, k, v = (x.float().requires_grad_(with_gradients) for x in inputs((1, 2, 40, 8), (1, 2, 40, 8), (1, 2, 40, 8)))
+    run = {
+        "block_attention": lambda backend: block_attention(q, k, v, Segments(size=16), backend=backend),
+        "gated_scan": lambda backend: gated_scan(q.exp(), k.exp(), v, None, normalise=True, backend=backend).out,
+        "running_softmax": lambda backend: running_softmax(q.softmax(-1), k, v, backend=backend).out,
+    }[engine]
+
+    def call(backend):
+        out = run(backend)
+        if with_gradients:
+            torch.autograd.grad(out.sum(), (q, k, v))
+
+    assert count(lambda: call("triton")) == count(lambda: call("torch")) > 0

@@ -25,13 +25,12 @@ import triton.language as tl
 from subquad.ops._triton.softmax_tiles import (
     EMPTY,
     dot,
-    first_reference,
     head,
-    next_reference,
     past_rows,
     read,
     read_logits,
     real_rows,
+    reference,
     whole_window,
     window,
     write,
@@ -105,15 +104,15 @@ def query_gradients(
         m_L = tl.load(m + chunk * L + l_L, mask=here_L, other=EMPTY)
         z_L = tl.load(z + chunk * L + l_L, mask=here_L, other=1.0)
         G_CC = tl.where(past_CC, dot(do_CV, tl.trans(v_CV), DOT, PRECISION), 0.0)
-        r_L = first_reference(k, chunk * CHUNK, k_t, l_L, real_C, m_L, L)
+        r_L = reference(k_CL, m_L, tl.zeros([LATENTS], tl.int32))
         if tl.max(tl.max(k_CL, 0) - r_L, 0) > BOUND:
             dp_CL, end_L = tl.zeros([CHUNK, LATENTS], tl.float32), tl.zeros([LATENTS], tl.int32)
             carry_CL = dp_CL
             while tl.min(end_L, 0) < CHUNK:
+                r_L = reference(k_CL, m_L, end_L)
                 e_CL, inverse_CL, end_L = window(k_CL, m_L, z_L, r_L, end_L, BOUND)
                 dp_CL += dot(G_CC, e_CL, WIDE, PRECISION) * inverse_CL
                 carry_CL += inverse_CL * tl.exp(m_L - r_L)[None, :]
-                r_L = next_reference(k_CL, r_L, end_L)
         else:
             e_CL, inverse_CL = whole_window(k_CL, m_L, z_L, r_L, BOUND)
             dp_CL = dot(G_CC, e_CL, WIDE, PRECISION) * inverse_CL
@@ -224,11 +223,12 @@ def key_gradients(
         m_L = tl.load(m + chunk * L + l_L, mask=here_L, other=EMPTY)
         z_L = tl.load(z + chunk * L + l_L, mask=here_L, other=1.0)
         G_CC = tl.where(past_CC, dot(do_CV, tl.trans(v_CV), DOT, PRECISION), 0.0)
-        ref_L = first_reference(k, chunk * CHUNK, k_t, l_L, real_C, m_L, L)
+        ref_L = reference(k_CL, m_L, tl.zeros([LATENTS], tl.int32))
         if tl.max(tl.max(k_CL, 0) - ref_L, 0) > BOUND:
             scores_CC, dk_CL = tl.zeros([CHUNK, CHUNK], tl.float32), tl.zeros([CHUNK, LATENTS], tl.float32)
             carry_CL, x_sum_L, end_L = dk_CL, tl.zeros([LATENTS], tl.float32), tl.zeros([LATENTS], tl.int32)
             while tl.min(end_L, 0) < CHUNK:
+                ref_L = reference(k_CL, m_L, end_L)
                 e_CL, inverse_CL, end_L = window(k_CL, m_L, z_L, ref_L, end_L, BOUND)
                 into_L = tl.exp(m_L - ref_L)
                 more_CC, more_CL, q_CL, more_L = window_gradients(
@@ -236,7 +236,6 @@ def key_gradients(
                 )
                 scores_CC, dk_CL = scores_CC + more_CC, dk_CL + more_CL
                 carry_CL, x_sum_L = carry_CL + q_CL, x_sum_L + more_L
-                ref_L = next_reference(k_CL, ref_L, end_L)
         else:
             e_CL, inverse_CL = whole_window(k_CL, m_L, z_L, ref_L, BOUND)
             into_L = tl.exp(m_L - ref_L)

@@ -18,13 +18,12 @@ import triton.language as tl
 from subquad.ops._triton.softmax_tiles import (
     EMPTY,
     dot,
-    first_reference,
     head,
-    next_reference,
     past_rows,
     read,
     read_logits,
     real_rows,
+    reference,
     rounded,
     window,
     window_lse,
@@ -143,7 +142,6 @@ def outputs(
             tl.store(m + (n.to(tl.int64) * (chunks + 1) + chunk) * L + l_L, m_L, mask=here_L & first)
             tl.store(z + (n.to(tl.int64) * chunks + chunk) * L + l_L, z64_L.to(tl.float32), mask=here_L & first)
         z_L, top_L = z64_L.to(tl.float32), tl.max(k_CL, 0)
-        r_L = first_reference(k, chunk * CHUNK, k_t, l_L, real_C, m_L, L)
         p_CL = read(p, t_C, p_t, l_L, real_C, L).to(tl.float32)
         scores_CC, carry_CL = tl.zeros([CHUNK, CHUNK], tl.float32), tl.zeros([CHUNK, LATENTS], tl.float32)
         lse_CL, end_L = carry_CL, tl.zeros([LATENTS], tl.int32)
@@ -151,13 +149,13 @@ def outputs(
         # same bits. Always true: where a loop is directly in a loop, Triton does not prefetch.
         if chunk * CHUNK < tokens:
             while tl.min(end_L, 0) < CHUNK:
+                r_L = reference(k_CL, m_L, end_L)
                 e_CL, inverse_CL, end_L = window(k_CL, m_L, z_L, r_L, end_L, BOUND)
                 q_CL = p_CL * inverse_CL
                 scores_CC += dot(q_CL, tl.trans(e_CL), WIDE, PRECISION)
                 carry_CL += q_CL * tl.exp(m_L - r_L)[None, :]
                 if lse is not None:
                     lse_CL += window_lse(r_L, inverse_CL)
-                r_L = next_reference(k_CL, r_L, end_L)
         v_CV = read(v, t_C, v_t, v_V, real_C, V)
         scores_CC = tl.where(past_CC, scores_CC, 0.0)
         out_CV = dot(carry_CL, u_LV, WIDE, PRECISION) + dot(scores_CC, v_CV, DOT, PRECISION)

@@ -30,15 +30,9 @@ def write_column(base, x_C, t_C, stride_t, tokens):
 
 
 @triton.jit
-def first_reference(k_C, m):
-    """The running maximum at the chunk's first row."""
-    return tl.maximum(m, tl.sum(tl.where(tl.arange(0, k_C.shape[0]) == 0, k_C, 0.0), 0))
-
-
-@triton.jit
-def next_reference(k_C, end):
-    """The running maximum at the row where the last window ended."""
-    return tl.sum(tl.where(tl.arange(0, k_C.shape[0]) == end, k_C, 0.0), 0)
+def reference(k_C, m, begin):
+    """The running maximum at row `begin`, where a window begins."""
+    return tl.maximum(m, tl.sum(tl.where(tl.arange(0, k_C.shape[0]) == begin, k_C, 0.0), 0))
 
 
 @triton.jit
@@ -124,13 +118,11 @@ def outputs(
         if z is not None:
             tl.store(m + chunk, before, mask=first)
             tl.store(z + n.to(tl.int64) * chunks + chunk, z64.to(tl.float32), mask=first)
-        z_in, r, edge = z64.to(tl.float32), first_reference(k_C, before), tl.full([], 0, tl.int32)
-        e_C, inverse_C, edge = window(k_C, before, z_in, r, edge, BOUND)
-        own_CV = tl.cumsum(e_C[:, None] * v_CV, 0) + (tl.exp(before - r) * u_V)[None, :]
-        out_CV, lse_C = (p_C * inverse_C)[:, None] * own_CV, window_lse(r, inverse_C)
-        if edge < CHUNK:
+        z_in, edge = z64.to(tl.float32), tl.full([], 0, tl.int32)
+        out_CV, lse_C = tl.zeros([CHUNK, VALUES], tl.float32), tl.zeros([CHUNK], tl.float32)
+        if chunk * CHUNK < tokens:  # always: see the kernel for many latents
             while edge < CHUNK:
-                r = next_reference(k_C, edge)
+                r = reference(k_C, before, edge)
                 e_C, inverse_C, edge = window(k_C, before, z_in, r, edge, BOUND)
                 own_CV = tl.cumsum(e_C[:, None] * v_CV, 0) + (tl.exp(before - r) * u_V)[None, :]
                 out_CV += (p_C * inverse_C)[:, None] * own_CV
@@ -187,13 +179,11 @@ def query_gradients(
         v_CV = read(v, t_C, v_t, v_V, real_C, V).to(tl.float32)
         do_CV = read(do, t_C, do_t, v_V, real_C, V).to(tl.float32)
         before, now, z_in = tl.load(m + chunk), tl.load(m + chunk + 1), tl.load(z + chunk)
-        r, edge = first_reference(k_C, before), tl.full([], 0, tl.int32)
-        e_C, inverse_C, edge = window(k_C, before, z_in, r, edge, BOUND)
-        own_CV = tl.cumsum(e_C[:, None] * v_CV, 0) + (tl.exp(before - r) * u_V)[None, :]
-        dp_C, carry_C = tl.sum(own_CV * do_CV, 1) * inverse_C, inverse_C * tl.exp(before - r)
-        if edge < CHUNK:
+        edge, dp_C = tl.full([], 0, tl.int32), tl.zeros([CHUNK], tl.float32)
+        carry_C = dp_C
+        if chunk * CHUNK < tokens:
             while edge < CHUNK:
-                r = next_reference(k_C, edge)
+                r = reference(k_C, before, edge)
                 e_C, inverse_C, edge = window(k_C, before, z_in, r, edge, BOUND)
                 own_CV = tl.cumsum(e_C[:, None] * v_CV, 0) + (tl.exp(before - r) * u_V)[None, :]
                 dp_C += tl.sum(own_CV * do_CV, 1) * inverse_C
@@ -254,14 +244,11 @@ def key_gradients(
         do_CV = read(do, t_C, do_t, v_V, real_C, V).to(tl.float32)
         dlog_C = read_column(dlog, t_C, 1, t_C < tokens)
         before, now, z_in = tl.load(m + chunk), tl.load(m + chunk + 1), tl.load(z + chunk)
-        ref, edge = first_reference(k_C, before), tl.full([], 0, tl.int32)
-        e_C, inverse_C, edge = window(k_C, before, z_in, ref, edge, BOUND)
-        later_CV = tl.cumsum((p_C * inverse_C)[:, None] * do_CV, 0, reverse=True) * e_C[:, None]
-        later_C = tl.cumsum(dlog_C * inverse_C, 0, reverse=True) * e_C
-        carry_C = inverse_C * tl.exp(before - ref)
-        if edge < CHUNK:
+        edge, later_CV = tl.full([], 0, tl.int32), tl.zeros([CHUNK, VALUES], tl.float32)
+        later_C, carry_C = tl.zeros([CHUNK], tl.float32), tl.zeros([CHUNK], tl.float32)
+        if chunk * CHUNK < tokens:
             while edge < CHUNK:
-                ref = next_reference(k_C, edge)
+                ref = reference(k_C, before, edge)
                 e_C, inverse_C, edge = window(k_C, before, z_in, ref, edge, BOUND)
                 later_CV += tl.cumsum((p_C * inverse_C)[:, None] * do_CV, 0, reverse=True) * e_C[:, None]
                 later_C += tl.cumsum(dlog_C * inverse_C, 0, reverse=True) * e_C

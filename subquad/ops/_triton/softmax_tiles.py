@@ -94,15 +94,6 @@ def past_rows(CHUNK: tl.constexpr):
 
 
 @triton.jit
-def first_reference(base, start, stride_t, l_L, real_C, m_L, SIZE: tl.constexpr):
-    """The running maximum at the chunk's first row."""
-    real = tl.sum(tl.where(tl.arange(0, real_C.shape[0]) == 0, real_C.to(tl.int32), 0), 0) > 0
-    here_L = (l_L < SIZE) & real
-    k_L = tl.load(base + tl.full([], start, tl.int64) * stride_t + l_L, mask=here_L, other=0.0).to(tl.float32)
-    return tl.maximum(m_L, tl.where(here_L, k_L, EMPTY))
-
-
-@triton.jit
 def whole_window(k_CL, m_L, z_L, r_L, BOUND: tl.constexpr):
     """`e` and 1 / Z against r; of use in the rows before a logit exceeds it by more than BOUND."""
     e_CL = tl.exp(tl.minimum(k_CL - r_L[None, :], BOUND))
@@ -110,11 +101,10 @@ def whole_window(k_CL, m_L, z_L, r_L, BOUND: tl.constexpr):
 
 
 @triton.jit
-def next_reference(k_CL, r_L, end_L):
-    """The running maximum at the row where the last window ended; the last reference where that was the chunk's end."""
-    C: tl.constexpr = k_CL.shape[0]
-    here_CL = tl.arange(0, C)[:, None] == end_L[None, :]
-    return tl.where(end_L < C, tl.sum(tl.where(here_CL, k_CL, 0.0), 0), r_L)
+def reference(k_CL, m_L, begin_L):
+    """The running maximum at row `begin`, where a window begins; something no smaller than m at the chunk's end."""
+    here_CL = tl.arange(0, k_CL.shape[0])[:, None] == begin_L[None, :]
+    return tl.maximum(m_L, tl.sum(tl.where(here_CL, k_CL, 0.0), 0))
 
 
 @triton.jit
