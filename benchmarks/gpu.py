@@ -1,6 +1,6 @@
 """`make gpu`: the GPU tests and the benchmarks in one command, in under nine minutes and without network.
 
-    python benchmarks/gpu.py [--device cuda|cpu] [--dry-run] [--only tests,ops] [--seconds 540] [--folder FOLDER]
+    python benchmarks/gpu.py [--device cuda|cpu] [--dry-run] [--only tests,ops] [--seconds 520] [--folder FOLDER]
 
 Needs torch, triton, numpy and pytest, and this checkout; nothing is installed but wheels of other libraries that lie in
 `.whl/`, which go to `.whl/site`. Each step runs in a process of its own with a time limit, and writes
@@ -12,6 +12,7 @@ CPU, the kernels in Triton's interpreter: that proves this script; its files, in
 from __future__ import annotations
 
 import argparse
+import contextlib
 import json
 import os
 import shutil
@@ -28,6 +29,8 @@ sys.path[:0] = [str(ROOT), str(ROOT / "benchmarks")]
 from gpu_steps import NAMES, STEPS, Step, has  # noqa: E402 it lies beside this file, wherever that is imported from
 
 WHEELS = ROOT / ".whl"
+SECONDS = 520.0
+"""For all steps together: nine minutes, less what it takes to begin and to end."""
 LEAST = 5.0
 """Seconds: with less no step begins."""
 QUIET = {"KINETO_LOG_LEVEL": "99", "TORCH_CPP_LOG_LEVEL": "ERROR"}
@@ -47,24 +50,31 @@ def main() -> int:
     deadline = time.monotonic() + arguments.seconds
     arguments.folder.mkdir(parents=True, exist_ok=True)
     site = install_wheels()
-    chosen = [step for step in STEPS if step.name in arguments.only]
+    limits = time_limits([step for step in STEPS if step.name in arguments.only], arguments.seconds)
     warming = _start("warm", arguments, site) if arguments.device == "cuda" and site is not None else None
     failed = []
-    for step in chosen:
-        if warming is not None and step.name != "tests":
+    try:
+        for step, limit in limits.items():
+            if warming is not None and step.name != "tests":
+                _stop(warming)
+                warming = None
+            record = run_step(step, arguments, site, min(limit, deadline - time.monotonic()))
+            sys.stdout.write(f"{step.name}: {record['status']}, {record['seconds']:.0f} s\n")
+            sys.stdout.flush()
+            if record["status"] != "ok":
+                failed.append(step.name)
+    finally:  # also on Ctrl-C, which does not reach a process in a group of its own
+        if warming is not None:
             _stop(warming)
-            warming = None
-        limit = min(step.seconds, deadline - time.monotonic())
-        record = run_step(step, arguments, site, limit)
-        sys.stdout.write(f"{step.name}: {record['status']}, {record['seconds']:.0f} s\n")
-        sys.stdout.flush()
-        if record["status"] != "ok":
-            failed.append(step.name)
-    if warming is not None:
-        _stop(warming)
     if failed:
         sys.stdout.write(f"not ok: {', '.join(failed)}; see gpu_*.json in {arguments.folder}\n")
     return 1 if failed else 0
+
+
+def time_limits(steps: list[Step], seconds: float) -> dict[Step, float]:
+    """The limit of each step; where together they would take longer than `seconds`, all are shortened alike."""
+    share = min(1.0, seconds / sum(step.seconds for step in steps))
+    return {step: share * step.seconds for step in steps}
 
 
 def run_step(step: Step, arguments: argparse.Namespace, site: Path | None, limit: float) -> dict[str, Any]:
@@ -140,7 +150,7 @@ def _start(step: str, arguments: argparse.Namespace, site: Path | None, limit: f
 
 def _stop(process: subprocess.Popen[str]) -> str:
     """End a step with all that it started; what it had said."""
-    if process.poll() is None:
+    with contextlib.suppress(ProcessLookupError):  # the group outlives a leader that has ended before its children
         os.killpg(process.pid, signal.SIGKILL)
     return process.communicate()[0] or ""
 
@@ -162,7 +172,7 @@ def _arguments() -> argparse.Namespace:
     parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda", help="cpu goes with --dry-run")
     parser.add_argument("--dry-run", action="store_true", help="tiny sizes, to try this script")
     parser.add_argument("--only", default=",".join(NAMES), help=f"of {', '.join(NAMES)}, separated by commas")
-    parser.add_argument("--seconds", type=float, default=540.0, help="for everything together")
+    parser.add_argument("--seconds", type=float, default=SECONDS, help="for everything together")
     parser.add_argument("--folder", type=Path, default=None, help="where the files go (default: benchmarks/results)")
     parser.add_argument("--step", choices=[step.name for step in STEPS], help=argparse.SUPPRESS)
     parser.add_argument("--limit", type=float, default=300.0, help=argparse.SUPPRESS)

@@ -25,7 +25,7 @@ IMAGES = ROOT / "docs" / "images"
 Found = Callable[[], float | None]
 BLOCK = re.compile(r"<!-- (?P<name>[a-z-]+) -->\n.*?<!-- /(?P=name) -->", re.DOTALL)
 MET = 0.9
-"""Of an aim: within ten percent counts as met."""
+"""Of an aim on a CPU: within ten percent counts as met. On a GPU an aim is met in full or missed."""
 COMMANDS = {
     "cpu_ops": "subquad bench ops --latents 64,16,32,128,256 --out benchmarks/results",
     "cpu_model": "subquad bench model --out benchmarks/results",
@@ -38,6 +38,10 @@ CPU_AIMS: dict[str, dict[int, tuple[float, float]]] = {
     "elita": {1024: (5, 5), 4096: (20, 20), 16384: (60, 50)},
 }
 """Times faster than causal SDPA, forward and forward + backward: B 1, H 8, 64 channels, float32, two cores."""
+GPU_TOKENS = (2048, 16384)
+"""The lengths that are measured on a GPU; an aim that names none holds at each."""
+REASONS: dict[tuple[str, str], str] = {}
+"""Why an aim on a GPU is missed, by the first two columns of its row."""
 
 
 def main() -> None:
@@ -91,14 +95,16 @@ def cpu_aims() -> str:
 
 
 def gpu_aims() -> str:
-    """The issue's ratios on a GPU, forward + backward, each met, missed or not measured."""
-    lines = ["| aim (forward + backward) | at | measured | |", "|---|---|---:|---|"]
-    for text, at, least, found in _gpu_aims():
-        value = found()
-        verdict = "not measured" if value is None else "met" if value >= least else "**missed**"
-        lines.append(f"| {text} | {at} | {'-' if value is None else f'{value:.2f}'} | {verdict} |")
+    """The ratios asked for on a GPU, forward + backward, each met, missed (and why) or not measured."""
     if all(loaded(f"gpu_{what}") is None for what in ("ops", "fla", "model", "decode")):
         return "No figure comes from a GPU yet: [GPU_TODO](../benchmarks/GPU_TODO.md) says what waits for one."
+    lines = ["| aim (forward + backward) | at | measured | | reason |", "|---|---|---:|---|---|"]
+    for text, at, least, found in _gpu_aims():
+        value = found()
+        missed = value is not None and value < least
+        verdict = "not measured" if value is None else "**missed**" if missed else "met"
+        measured, reason = "-" if value is None else f"{value:.3f}", REASONS.get((text, at), "") if missed else ""
+        lines.append(f"| {text} | {at} | {measured} | {verdict} | {reason} |")
     return "\n".join(lines)
 
 
@@ -200,28 +206,31 @@ class Aim(NamedTuple):
 
 
 def _gpu_aims() -> Iterator[Aim]:
-    for tokens in (2048, 16384):
-        found = _faster("gpu_fla", "latte", "fla, chunk_gla", tokens)
-        yield Aim("latte over the `chunk_gla` route: 2", f"T = {tokens:,}", MET * 2, found)
-    long = "T = 16,384"
-    yield Aim("latte over flash SDPA: 3", long, MET * 3, _faster("gpu_ops", "latte", "sdpa", 16384))
+    lengths = [(f"T = {tokens:,}", tokens) for tokens in GPU_TOKENS]
+    for at, tokens in lengths:
+        yield Aim("latte over the `chunk_gla` route: 2", at, 2, _faster("gpu_fla", "latte", "fla, chunk_gla", tokens))
+    for text, least in (("latte over flash SDPA: 3", 3), ("latte over flash SDPA, the far aim: 15", 15)):
+        yield Aim(text, "T = 16,384", least, _faster("gpu_ops", "latte", "sdpa", 16384))
     for name, theirs in (("linear", "chunk_linear_attn"), ("elita", "chunk_simple_gla")):
-        found = _faster("gpu_fla", name, f"fla, {theirs}", 16384)
-        yield Aim(f"{name} over `{theirs}`: 1.2", long, MET * 1.2, found)
-    yield Aim("elita's bytes a second over a copy's: 0.6", long, MET * 0.6, _of_copy("elita", 16384))
+        for at, tokens in lengths:
+            yield Aim(f"{name} over `{theirs}`: 1.2", at, 1.2, _faster("gpu_fla", name, f"fla, {theirs}", tokens))
+    for at, tokens in lengths:
+        yield Aim("elita's bytes a second over a copy's: 0.6", at, 0.6, _of_copy("elita", tokens))
     for size in (256, 512):
         who = f"llp, segment {size}, over"
-        found = _faster("gpu_ops", "llp", "flex, llp", 16384, segment=size)
-        yield Aim(f"{who} FlexAttention with its mask: 1.2", long, MET * 1.2, found)
-        for aim, tokens in ((6, 16384), (1, 2048)):
+        for at, tokens in lengths:
+            found = _faster("gpu_ops", "llp", "flex, llp", tokens, segment=size)
+            yield Aim(f"{who} FlexAttention with its mask: 1.2", at, 1.2, found)
+        for least, tokens in ((6, 16384), (1, 2048)):
             found = _faster("gpu_ops", "llp", "sdpa", tokens, segment=size)
-            yield Aim(f"{who} flash SDPA: {aim}", f"T = {tokens:,}", MET * aim, found)
+            yield Aim(f"{who} flash SDPA: {least}", f"T = {tokens:,}", least, found)
     for name in ("llp", "latte"):
-        for aim, batch, tokens in ((1, 16, 2048), (2, 4, 16384)):
+        for least, batch, tokens in ((1, 16, 2048), (2, 4, 16384)):
             found = _faster("gpu_model", name, "sdpa", tokens, "step")
-            yield Aim(f"training a decoder of {name} over flash SDPA: {aim}", f"{batch} x {tokens:,}", MET * aim, found)
+            yield Aim(f"training a decoder of {name} over flash SDPA: {least}", f"{batch} x {tokens:,}", least, found)
     for name in ("llp", "latte", "linear", "elita", "window"):
-        yield Aim(f"{name}: a token after 1,000 over one after 100,000: 0.95", "decoding", 0.95, _steady(name))
+        text = f"{name}: a token after 1,000 over one after 100,000: 1 / 1.05"
+        yield Aim(text, "decoding", 1 / 1.05, _steady(name))
 
 
 BLOCKS: dict[str, Callable[[], str]] = {

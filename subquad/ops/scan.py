@@ -225,12 +225,13 @@ def _softmax_kernels(
     state: SoftmaxState | tuple[Tensor, Tensor] | None,
     mask: Tensor | None,
 ) -> SoftmaxOutput:
+    from subquad.ops._triton.common import check_device
     from subquad.ops._triton.softmax import running_softmax as kernels
 
     out, _, lse, mean = kernels(p_BHTL, logits_BHTL, v_BHTV, state, mask, want_lse=False)
     if own is not None:
-        out = torch.addcmul(out.to(own.dtype), own, v_BHTV.to(own.dtype)).to(v_BHTV.dtype)
-        out = zero_padding(out, mask)
+        check_device("running_softmax", own)
+        out = torch.addcmul(out, *masked([own, v_BHTV], mask, v_BHTV.dtype, (0.0, 0.0)))
     start = None if state is None else state[0]
     return SoftmaxOutput(out, SoftmaxState(lse, mean), lambda: running_logsumexp(logits_BHTL, state=start, mask=mask))
 

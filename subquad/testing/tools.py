@@ -12,7 +12,7 @@ from torch.profiler import ProfilerActivity, profile
 
 from subquad.attention import Attention
 from subquad.ops._sequential import attend as sequential
-from subquad.ops._torch import scan, softmax, tiles
+from subquad.ops._torch import attend_tiles, scan, softmax, tiles
 
 LINEAR_GROWTH = 2.2
 """Twice the tokens may cost at most this much more, where the cost is said to be linear."""
@@ -49,6 +49,7 @@ def block_sizes(size: int) -> Iterator[None]:
         (softmax, "CHUNK", size),
         (softmax, "MEAN_CHUNK", size),
         (tiles, "MASKED_ROWS", size),
+        (attend_tiles, "ENTRIES", 64 * size),
         (sequential, "QUERY_CHUNK", size),
         (sequential, "KEY_CHUNK", 2 * size),
     )

@@ -4,9 +4,11 @@ import argparse
 import importlib.util
 import json
 import os
+import signal
 import subprocess
 import sys
 import textwrap
+import time
 import zipfile
 from pathlib import Path
 
@@ -105,8 +107,19 @@ def test_wrong_arguments_are_named(gpu, flags, message, monkeypatch, capsys):
     assert message in " ".join(capsys.readouterr().err.split())
 
 
-def test_the_steps_fit_into_nine_minutes(gpu):
-    assert sum(step.seconds for step in gpu.STEPS if step.name != "warm") <= 540
+def test_the_steps_fit_into_nine_minutes(gpu, monkeypatch):
+    monkeypatch.setattr(sys, "argv", ["gpu.py"])
+    seconds = gpu._arguments().seconds
+    limits = gpu.time_limits([step for step in gpu.STEPS if step.name != "warm"], seconds)
+    assert {step.name for step in limits} == set(gpu.NAMES)
+    assert sum(limits.values()) < 540
+    assert seconds < 540
+
+
+def test_steps_are_shortened_alike_only_where_time_is_short(gpu):
+    one, other = gpu.Step("one", 40, None), gpu.Step("other", 120, None)
+    assert gpu.time_limits([one, other], 160.0) == {one: 40.0, other: 120.0}
+    assert gpu.time_limits([one, other], 80.0) == {one: 20.0, other: 60.0}
 
 
 # --- a step in its own process
@@ -159,6 +172,66 @@ def test_a_step_without_time_is_skipped_and_says_so(gpu, tmp_path, monkeypatch):
     record = gpu.run_step(gpu.STEPS[1], arguments(tmp_path), None, 1.0)
     assert record["status"] == "skipped: no time was left for it"
     assert json.loads((tmp_path / "out" / "gpu_ops.json").read_text())["step"] == record
+
+
+def test_what_a_step_started_ends_with_it_even_where_the_step_has_ended(gpu, stand_in, tmp_path, monkeypatch):
+    """The child holds the step's output open, so that the end of the step alone is not heard of."""
+    monkeypatch.setattr(gpu, "LEAST", 0.0)
+    stand_in("""
+        import subprocess, sys
+        child = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(600)"])
+        print(child.pid, flush=True)
+    """)
+    record = gpu.run_step(gpu.STEPS[1], arguments(tmp_path), None, 1.5)
+    assert record["status"] == "stopped after 2 s"
+    assert has_ended(int(record["output"]))
+
+
+def has_ended(pid):
+    """Whether a process is gone, or is about to be."""
+    for _ in range(100):
+        stat = Path(f"/proc/{pid}/stat")
+        if not stat.exists() or stat.read_text().rpartition(")")[2].split()[0] == "Z":
+            return True
+        time.sleep(0.1)
+    return False
+
+
+def test_a_step_that_left_nothing_is_stopped_in_silence(gpu, stand_in):
+    stand_in("print('done')")
+    process = gpu._start()
+    assert process.wait() == 0
+    assert gpu._stop(process) == "done\n"
+
+
+@pytest.mark.parametrize("only", ["tests", "ops"])
+def test_an_interrupt_ends_the_warming_too(gpu, only, tmp_path, monkeypatch):
+    """While the tests run the warming does too; before another step it has been ended."""
+    sleeping = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(600)"], start_new_session=True)
+    started, running = [], []
+
+    def start(step, *_):
+        started.append(step)
+        return sleeping
+
+    def interrupted(*_):
+        running.append(sleeping.poll() is None)
+        raise KeyboardInterrupt("by hand")
+
+    monkeypatch.setattr(gpu, "_start", start)
+    monkeypatch.setattr(gpu, "run_step", interrupted)
+    monkeypatch.setattr(gpu, "_missing", lambda _: None)
+    monkeypatch.setattr(gpu, "install_wheels", lambda: tmp_path)
+    monkeypatch.setattr(sys, "argv", ["gpu.py", "--only", only, "--folder", str(tmp_path)])
+    try:
+        with pytest.raises(KeyboardInterrupt, match="by hand"):
+            gpu.main()
+        assert sleeping.poll() == -signal.SIGKILL
+    finally:
+        sleeping.kill()
+        sleeping.wait()
+    assert started == ["warm"]
+    assert running == [only == "tests"]
 
 
 def test_tests_that_take_too_long_are_interrupted(gpu, monkeypatch):

@@ -8,6 +8,7 @@ from hypothesis import strategies as st
 from subquad.ops import block_attention
 from subquad.ops._reference.attend import softmax_weights as dense_weights
 from subquad.ops._torch import attend as torch_attend
+from subquad.ops._torch import attend_tiles
 from subquad.ops._torch.attend import gathered
 from subquad.ops._torch.attend_cpu import block_attention_cpu, block_attention_cpu_backward
 from subquad.ops.attend import softmax_weights
@@ -602,3 +603,19 @@ def test_what_does_not_fit_is_refused(case):
     call, error, match = ERRORS[case]
     with pytest.raises(error, match=match):
         call()
+
+
+@pytest.mark.parametrize("entries", [40 * 80 * 2, 40 * 80, 1])
+def test_tiles_of_some_heads_at_a_time(random, differentiated, monkeypatch, entries):
+    """Three heads in groups of two and one, one at a time, or too many scores for the caches."""
+    q, k, v = (random(2, 3, 130, 4, seed=seed) for seed in range(3))
+
+    def run(backend):
+        return differentiated(
+            lambda *x: block_attention(*x, Segments(size=40), return_lse=True, backend=backend), [q, k, v]
+        )
+
+    expected = run("reference")
+    monkeypatch.setattr(attend_tiles, "ENTRIES", entries)
+    for actual, result in zip(run("torch"), expected, strict=True):
+        assert_same_maths(actual, result)

@@ -145,16 +145,58 @@ def test_rows_may_differ(pattern, rows, qkv):
     assert_is_the_definition(qkv(30, 150), pattern, **options)
 
 
-@pytest.mark.parametrize("rows", ["documents and lengths", "elsewhere"])
-def test_the_blocks_of_rows_are_those_of_the_dense_mask(rows, monkeypatch, qkv):
-    made, make = [], flex._block_mask
-    monkeypatch.setattr(flex, "_block_mask", lambda *args: made.append((args, make(*args))) or made[-1][1])
+@pytest.fixture
+def last_mask(monkeypatch):
+    """The block mask of the last call, which runs the plain form."""
+    made, run = [], flex._run
+    monkeypatch.setattr(flex, "_run", lambda q, k, v, mask, *rest: made.append(mask) or run(q, k, v, mask, *rest))
     monkeypatch.setattr(flex, "attend", functools.partial(flex.attend, compiled=False))
-    block_attention(*qkv(30, 150), Window(width=20), backend="flex", **ROWS[rows])
-    (seen, B, T, S, device), mask = made[0]
-    expected = create_block_mask(seen, B, 1, T, S, device=device)
+    return lambda: made[-1]
+
+
+@pytest.mark.parametrize("pattern", [Causal(), Window(width=20), Band(before=30, after=200), Sinks(count=3, back=0)])
+@pytest.mark.parametrize("rows", ["documents and lengths", "lengths", "starts", "elsewhere"])
+def test_the_blocks_of_rows_are_those_of_the_dense_mask(rows, pattern, last_mask, qkv):
+    T, S = 300, 450
+    options = {
+        "documents and lengths": {
+            "q_start": S - T,
+            "doc_ids": (torch.arange(2 * S) // 200).view(2, S),
+            "lengths": torch.tensor([0, 440]),
+        },
+        "lengths": {"q_start": S - T, "lengths": torch.tensor([450, 31])},
+        "starts": {"q_start": torch.tensor([500, 12]), "k_start": torch.tensor([500, 12]) - (S - T)},
+        "elsewhere": {"q_start": 260, "k_start": -10},
+    }
+    block_attention(*qkv(T, S), pattern, backend="flex", **options[rows])
+    expected = create_block_mask(last_mask().mask_mod, last_mask().kv_num_blocks.shape[0], 1, T, S, device="cpu")
     for name in ("kv_num_blocks", "kv_indices", "full_kv_num_blocks", "full_kv_indices"):
-        assert_exact(getattr(mask, name), getattr(expected, name), name)
+        assert_exact(getattr(last_mask(), name), getattr(expected, name), name)
+
+
+@pytest.mark.usefixtures("plain_form")
+def test_more_queries_than_keys_may_see_none(qkv):
+    assert_is_the_definition(qkv(300, 100), Window(width=20))
+    out, _ = block_attention(*qkv(300, 100), Window(width=20), return_lse=True, backend="flex")
+    assert_exact(out[:, :, 119:], torch.zeros_like(out[:, :, 119:]))
+
+
+@pytest.mark.parametrize("documents", [False, True])
+def test_a_window_is_looked_at_and_no_more(documents, monkeypatch):
+    looked, allowed = [], Window.allowed
+
+    def counted(pattern, q_pos, k_pos):
+        looked.append(allowed(pattern, q_pos, k_pos).numel())
+        return allowed(pattern, q_pos, k_pos)
+
+    monkeypatch.setattr(Window, "allowed", counted)
+    T = 8 * flex.BLOCK
+    at = torch.arange(T).expand(2, T)
+    slots = Slots(0, 0, None, at, at, at // 99, at // 99) if documents else Slots(7, 7)
+    x = torch.zeros(2, 1, T, 6)
+    flex._mask(x, x, Window(width=20), slots)
+    assert len(looked) == 8
+    assert max(looked) <= 2 * flex.BLOCK * 2 * flex.BLOCK
 
 
 @pytest.mark.usefixtures("plain_form")
@@ -204,14 +246,55 @@ def test_masks_are_kept_and_their_number_is_bounded():
     assert flex._standing_mask.cache_info().currsize == flex.MASKS
 
 
-def test_a_callers_graph_takes_it_in(qkv):
+def test_kept_masks_serve_training_after_inference(qkv):
+    flex._standing_mask.cache_clear()
+    flex._standing_blocks.cache_clear()
+    with torch.inference_mode():
+        block_attention(*qkv(20), Causal(), return_lse=True, backend="flex")
+    mask = flex._standing_mask(Causal(), 20, 20, torch.device("cpu"))
+    assert flex._standing_mask.cache_info().misses == 1
+    assert not any(x.is_inference() for x in mask.as_tuple() if isinstance(x, torch.Tensor))
+
+
+OPTIONS = {
+    "standing": {},
+    "elsewhere": {"q_start": 7},
+    "documents": {"doc_ids": (torch.arange(300) // 17).view(2, 150)},
+}
+
+
+@pytest.mark.parametrize("rows", OPTIONS)
+def test_a_callers_graph_takes_it_in(rows, qkv):
     def run(*x):
-        return block_attention(*x, Segments(size=70), return_lse=True, backend="flex")
+        return block_attention(*x, Segments(size=70), return_lse=True, backend="flex", **OPTIONS[rows])
 
     inputs = qkv(150)
     compiled = torch.compile(run, fullgraph=True, backend="aot_eager")
     for actual, expected in zip(compiled(*inputs), run(*inputs), strict=True):
         assert_exact(actual, expected)
+
+
+def test_a_callers_graph_has_one_size_and_keeps_its_mask(qkv):
+    sizes = []
+
+    def backend(graph, _):
+        sizes.append(len(graph.graph.nodes))
+        return graph.forward
+
+    flex._standing_blocks.cache_clear()
+    for tokens in (100, 1000):
+        torch._dynamo.reset()
+        run = torch.compile(lambda *x: block_attention(*x, Causal(), backend="flex"), fullgraph=True, backend=backend)
+        for _ in range(3):
+            run(*qkv(tokens))
+    assert len(set(sizes)) == 1
+    assert len(sizes) == flex._standing_blocks.cache_info().misses == 2
+
+
+def test_the_op_of_blocks_is_sound():
+    at = torch.arange(300).expand(2, 300)
+    for slots in (Slots(0, 0), Slots(7, 3), Slots(0, 0, None, at, at, at // 17, at // 17)):
+        torch.library.opcheck(flex.listed_blocks, (Causal().key(), 2, 300, 300, at.device, *slots))
 
 
 @pytest.mark.usefixtures("plain_form")

@@ -550,6 +550,17 @@ def test_a_leap_of_the_logits_changes_no_bit_before_it(random, latents, at):
 
 
 @pytest.mark.parametrize("latents", [1, K])
+def test_a_leap_in_another_head_changes_no_bit_after_a_leap(random, latents):
+    (p, logits, v), _ = leaps(random, 50, 20, latents, torch.float32)
+    other = logits.clone()
+    other[:, 1:, 25:] += 1e4
+    other[0, 0, 30:] += 1e4
+    outputs = [running_softmax(p, k, v, chunk_size=16).out for k in (logits, other)]
+    assert_exact(outputs[0][0, 0, :30], outputs[1][0, 0, :30], "rows that had leapt before")
+    assert_exact(outputs[0][:, 1:, :25], outputs[1][:, 1:, :25], "rows before the other leap")
+
+
+@pytest.mark.parametrize("latents", [1, K])
 @pytest.mark.parametrize("at", [3, 15, 16, 40])
 def test_rows_after_a_leap_and_all_gradients_stay_in_budget(random, differentiated, latents, at):
     inputs, _ = leaps(random, 50, at, latents, torch.float32)
@@ -579,7 +590,7 @@ def test_the_safe_form_is_taken_for_the_rows_that_need_it_alone(random, monkeypa
     running_softmax(*calm, chunk_size=16)
     assert taken == []
     running_softmax(*leaping, chunk_size=16)
-    assert taken == [(1 + H, 16, K)], "one head of the first row and all of the second, in the chunk of the leap"
+    assert taken == [(2 * H, 16, K)], "the chunk of the leap; of all heads, so that shapes depend on no logits"
 
 
 def test_logits_of_minus_infinity_weigh_nothing(random, soft):
@@ -601,7 +612,7 @@ def test_the_logsumexp_is_made_when_asked_for(soft, monkeypatch):
     assert_exact(y[2], y.lse)
     assert_exact(y[0], y.out)
     assert made == [1, 1, 1]
-    with pytest.raises(IndexError):
+    with pytest.raises(IndexError, match="tuple index out of range"):
         y[3]
 
 
@@ -617,6 +628,26 @@ def test_the_running_logsumexp_in_pieces_of_any_size(random, differentiated, lat
     monkeypatch.setattr(logsumexp, "LEAST_ROWS", 8)
     monkeypatch.setattr(logsumexp, "PIECE_ENTRIES", 0)
     assert_all_same_maths(differentiated(lambda k, a: (running_logsumexp(k, state=a),), [k, a]), expected, "pieces")
+
+
+def test_a_token_adds_of_its_own_value_in_the_kernels_too(random, soft, differentiated):
+    p, logits, v = soft(20, torch.float32)
+    own, mask_BT = random(B, H, 20, 1, seed=7, dtype=torch.float32), mask_with([(2, 15, 3), (0, 20, 0)])
+    v[0, :, :2] = torch.nan
+    own[0, :, 18:] = torch.nan
+
+    def run(backend, dtype):
+        def f(*tensors):
+            return (running_softmax(*tensors[:3], own=tensors[3], mask=mask_BT, backend=backend).out,)
+
+        return differentiated(f, [x.to(dtype) for x in (p, logits, v, own)])
+
+    exact, plain = run("reference", torch.float64), run("reference", torch.float32)
+    actual = run("triton", torch.float32)
+    for n in (0, 1, 3, 4):  # tests/ops/triton has the logits' gradient
+        assert_in_budget(actual[n], plain[n], exact[n], torch.float32, f"result {n}")
+    with pytest.raises(ValueError, match="backend 'triton' of running_softmax computes in float32, bfloat16, float16"):
+        running_softmax(p, logits, v, own=own.double(), backend="triton")
 
 
 @pytest.mark.parametrize("backend", ["reference", "torch", "sequential"])

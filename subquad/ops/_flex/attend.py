@@ -121,11 +121,74 @@ def _standing(slots: Slots) -> bool:
     return slots.q_start == slots.k_start == 0 and all(x is None for x in slots[2:])
 
 
+Seen = Callable[[Tensor, Tensor, Tensor, Tensor], Tensor]
+"""Of a row of the batch, a head, a query slot and a key slot: may the query see the key?"""
+Listed = tuple[Tensor, Tensor, Tensor, Tensor]
+"""Of each row of blocks how many are seen in part, `[B, 1, N]`, and which, `[B, 1, N, M]`; the same of whole ones."""
+
+
 def _mask(q_BHTK: Tensor, k_BGSK: Tensor, pattern: Pattern, slots: Slots) -> BlockMask:
     B, T, S, device = q_BHTK.shape[0], q_BHTK.shape[2], k_BGSK.shape[2], q_BHTK.device
+    if _standing(slots) and not torch.compiler.is_compiling():
+        return _standing_mask(pattern, T, S, device)
+    listed = listed_blocks(pattern.key(), B, T, S, device, *slots)
+    return _block_mask(listed, _seen(pattern, slots, B, T, S, device), T, S)
+
+
+@functools.lru_cache(maxsize=MASKS)
+def _standing_mask(pattern: Pattern, T: int, S: int, device: torch.device) -> BlockMask:
+    with torch.inference_mode(False):  # it is kept, and training may ask for it next
+        seen = _seen(pattern, Slots(0, 0), 1, T, S, device)
+        return _block_mask(_standing_blocks(pattern, T, S, device), seen, T, S)
+
+
+@functools.lru_cache(maxsize=MASKS)
+def _standing_blocks(pattern: Pattern, T: int, S: int, device: torch.device) -> Listed:
+    slots = Slots(0, 0)
+    with torch.inference_mode(False):
+        return _listed_by(_seen(pattern, slots, 1, T, S, device), pattern, slots, 1, T, S, device)
+
+
+def _block_mask(listed: Listed, seen: Seen, T: int, S: int) -> BlockMask:
+    return BlockMask.from_kv_blocks(*listed, BLOCK_SIZE=(BLOCK, BLOCK), mask_mod=seen, seq_lengths=(T, S))
+
+
+# One node of a caller's graph, however many blocks there are. What it keeps must not lie in the memory of a CUDA graph.
+@torch.library.custom_op("subquad::flex_listed_blocks", mutates_args=(), tags=(torch.Tag.cudagraph_unsafe,))
+def listed_blocks(
+    pattern: str,
+    B: int,
+    T: int,
+    S: int,
+    device: torch.device,
+    q_start: int,
+    k_start: int,
+    lengths_B: Tensor | None,
+    q_pos_BT: Tensor | None,
+    k_pos_BS: Tensor | None,
+    q_doc_BT: Tensor | None,
+    k_doc_BS: Tensor | None,
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """The blocks that are seen, as `Listed` has them."""
+    slots = Slots(q_start, k_start, lengths_B, q_pos_BT, k_pos_BS, q_doc_BT, k_doc_BS)
+    rule = Pattern.from_key(pattern)
+    if not _standing(slots):
+        return _listed_by(_seen(rule, slots, B, T, S, device), rule, slots, B, T, S, device)
+    # Copies: what an op returns, a compiled graph may use again as a buffer.
+    some, which, whole, whole_which = (x.clone() for x in _standing_blocks(rule, T, S, device))
+    return some, which, whole, whole_which
+
+
+@listed_blocks.register_fake
+def _(pattern, B, T, S, device, *slots):  # type: ignore[no-untyped-def]
+    shape = 1 if _standing(Slots(*slots)) else B, 1, -(-T // BLOCK)
+    sizes = (shape, (*shape, -(-S // BLOCK))) * 2
+    return tuple(torch.empty(size, dtype=torch.int32, device=device) for size in sizes)
+
+
+def _seen(pattern: Pattern, slots: Slots, B: int, T: int, S: int, device: torch.device) -> Seen:
     if _standing(slots):
-        make = _standing_mask.__wrapped__ if torch.compiler.is_compiling() else _standing_mask
-        return make(pattern, T, S, device)
+        return lambda b, h, t, s: pattern.allowed(t, s)
     q_pos_BT, k_pos_BS = slots.q_pos_BT, slots.k_pos_BS
     if q_pos_BT is None or k_pos_BS is None:
         q_pos_BT = (torch.arange(T, device=device) + slots.q_start).expand(B, T)
@@ -135,11 +198,7 @@ def _mask(q_BHTK: Tensor, k_BGSK: Tensor, pattern: Pattern, slots: Slots) -> Blo
     seen = _seen_by_row(pattern, q_pos_BT, k_pos_BS)
     if slots.q_doc_BT is not None and slots.k_doc_BS is not None:
         seen = flex.and_masks(seen, _same_document(slots.q_doc_BT, slots.k_doc_BS))
-    return _block_mask(seen, B, T, S, device)
-
-
-Seen = Callable[[Tensor, Tensor, Tensor, Tensor], Tensor]
-"""Of a row of the batch, a head, a query slot and a key slot: may the query see the key?"""
+    return seen
 
 
 def _seen_by_row(pattern: Pattern, q_pos_BT: Tensor, k_pos_BS: Tensor) -> Seen:
@@ -157,38 +216,38 @@ def _same_document(q_doc_BT: Tensor, k_doc_BS: Tensor) -> Seen:
     return same
 
 
-@functools.lru_cache(maxsize=MASKS)
-def _standing_mask(pattern: Pattern, T: int, S: int, device: torch.device) -> BlockMask:
-    def seen(b: Tensor, h: Tensor, t: Tensor, s: Tensor) -> Tensor:
-        return pattern.allowed(t, s)
-
-    return _block_mask(seen, 1, T, S, device, pattern)
-
-
-def _block_mask(seen: Seen, B: int, T: int, S: int, device: torch.device, pattern: Pattern | None = None) -> BlockMask:
-    """Which blocks are seen in part and which whole, one row of blocks after another: never T x S entries at once.
-
-    With a `pattern` only the blocks in its ranges are looked at.
-    """
-    columns = -(-S // BLOCK)
-    counts = []
+def _listed_by(seen: Seen, pattern: Pattern, slots: Slots, B: int, T: int, S: int, device: torch.device) -> Listed:
+    """One row of blocks after another, and of it the keys that the pattern may allow: never T x S entries at once."""
+    count_BNM = torch.zeros(B, -(-T // BLOCK), -(-S // BLOCK), dtype=torch.int64, device=device)
     b = torch.arange(B, device=device)[:, None, None]
-    for start in range(0, T, BLOCK):
+    for n, start in enumerate(range(0, T, BLOCK)):
         stop = min(start + BLOCK, T)
-        lo, hi = (0, None) if pattern is None else pattern.key_range(start, stop)
-        hi = S if hi is None else min(hi, S)
+        lo, hi = _key_slots(pattern, slots, start, stop, T, S)
+        if hi <= lo:
+            continue
         first, last = lo // BLOCK, -(-hi // BLOCK)
         t = torch.arange(start, stop, device=device)[:, None]
         s = torch.arange(first * BLOCK, min(last * BLOCK, S), device=device)
         count_BS = seen(b, torch.zeros_like(b), t, s).expand(B, len(t), len(s)).sum(1)
-        count_BN = F.pad(count_BS, (0, -len(s) % BLOCK)).unflatten(1, (-1, BLOCK)).sum(-1)
-        counts.append(F.pad(count_BN, (first, columns - last)))
-    count_BHNM = torch.stack(counts, 1)[:, None]
+        count_BNM[:, n, first:last] = F.pad(count_BS, (0, -len(s) % BLOCK)).unflatten(1, (-1, BLOCK)).sum(-1)
+    count_BHNM = count_BNM[:, None]
     whole = count_BHNM == BLOCK * BLOCK
-    blocks = (_listed((count_BHNM > 0) & ~whole), _listed(whole))
-    return BlockMask.from_kv_blocks(
-        *blocks[0], *blocks[1], BLOCK_SIZE=(BLOCK, BLOCK), mask_mod=seen, seq_lengths=(T, S)
-    )
+    return *_listed((count_BHNM > 0) & ~whole), *_listed(whole)
+
+
+def _key_slots(pattern: Pattern, slots: Slots, start: int, stop: int, T: int, S: int) -> tuple[int, int]:
+    """A range of key slots that holds all those that the queries in the slots `[start, stop)` may see."""
+    lo: int
+    hi: int | None
+    if slots.q_pos_BT is None:
+        lo, hi = pattern.key_range(start + slots.q_start, stop + slots.q_start)
+        lo, hi = lo - slots.k_start, None if hi is None else hi - slots.k_start
+    elif pattern.anchored:
+        lo, hi = 0, None
+    else:  # wherever a row starts, the queries are the last of its keys
+        lo = 0 if pattern.reach is None else start + S - T - pattern.reach
+        hi = None if pattern.ahead is None else stop + S - T + pattern.ahead
+    return max(lo, 0), S if hi is None else min(hi, S)
 
 
 def _listed(some_BHNM: Tensor) -> tuple[Tensor, Tensor]:

@@ -64,10 +64,11 @@ class _Chunk:
         a_NL = self.reference_NL.to(self.a.dtype) + end_NL.to(self.a.dtype).log()
         s_NLV = sum_NLV.div_(end_NL[..., None])
         if self.late_NC is not None:
-            n = self.late_NC.any(1).nonzero()[:, 0]
-            part = (x[n] for x in (self.p, self.k, self.v, self.a, self.s))
-            safe_NCV, a_NL[n], s_NLV[n] = softmax_safe.forward(*part)
-            out_NCV[n] = torch.where(self.late_NC[n, :, None], safe_NCV, out_NCV[n])
+            # For all heads: shapes, and with them the bits of one head, must not depend on other heads' logits.
+            safe = softmax_safe.forward(self.p, self.k, self.v, self.a, self.s)
+            last_N1 = self.late_NC[:, -1:]
+            out_NCV = torch.where(self.late_NC[..., None], safe[0], out_NCV)
+            a_NL, s_NLV = torch.where(last_N1, safe[1], a_NL), torch.where(last_N1[..., None], safe[2], s_NLV)
         return out_NCV, a_NL, s_NLV
 
     def backward(self, do_NCV: Tensor, r_NLV: Tensor, u_NL: Tensor) -> ChunkGradients:
@@ -75,10 +76,10 @@ class _Chunk:
         e_NCL = self.x_NCL.exp_()
         gradients = self.rows.backward(do_NCV, self.p, e_NCL, self.v, self.z_NL, self.s, r_NLV, u_NL)
         if self.late_NC is not None:
-            n = self.late_NC.any(1).nonzero()[:, 0]
-            inputs = (do_NCV, self.p, self.k, self.v, self.a, self.s, r_NLV, u_NL)
-            for x, safe in zip(gradients, softmax_safe.backward(*(x[n] for x in inputs)), strict=True):
-                x[n] = safe
+            safe = softmax_safe.backward(do_NCV, self.p, self.k, self.v, self.a, self.s, r_NLV, u_NL)
+            last_N = self.late_NC[:, -1]
+            late = (last_N.view(-1, *(1,) * (x.ndim - 1)) for x in gradients)
+            gradients = ChunkGradients(*(torch.where(*chosen) for chosen in zip(late, safe, gradients, strict=True)))
         return gradients
 
 

@@ -89,7 +89,7 @@ def gated_scan_triton_backward(
     v_BHTV: Tensor,
     log_f_BHTF: Tensor | None,
     mask_BT: Tensor | None,
-    out_BHTV: Tensor,
+    out_BHTV: Tensor | None,
     total_BHT: Tensor,
     states: Tensor,
     z_states: Tensor,
@@ -115,7 +115,7 @@ def _(grad, grad_state, q, i, v, log_f, mask, out, total, states, z_states, norm
 def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
     q, i, v, log_f, state, mask, normalise, _, _ = inputs
     out, _, total, states, z_states = output
-    ctx.save_for_backward(q, i, v, log_f, mask, out, total, states, z_states)
+    ctx.save_for_backward(q, i, v, log_f, mask, out if normalise else None, total, states, z_states)
     ctx.normalise, ctx.with_state = normalise, state is not None
     ctx.set_materialize_grads(False)
     ctx.mark_non_differentiable(total, states, z_states)
@@ -123,7 +123,7 @@ def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]
 
 def _backward(ctx: Any, grad: Tensor | None, grad_state: Tensor | None, *_: Any) -> tuple[Tensor | None, ...]:
     q, i, v, log_f, mask, out, *kept = ctx.saved_tensors
-    grad = torch.zeros_like(out) if grad is None else grad
+    grad = torch.zeros_like(v) if grad is None else grad
     *gradients, dlog_f, dstate = gated_scan_triton_backward(
         grad, grad_state, q, i, v, log_f, mask, out, *kept, ctx.normalise
     )

@@ -162,10 +162,10 @@ def step(x: Inputs, first: Tensor | None, out: Tensor, last: Tensor, eps: float)
     )
 
 
-def total_gradients(x: Inputs, grad: Tensor, out: Tensor, total: Tensor) -> Tensor:
-    """The gradients `[B, H, T]` of the sums of weights; empty where not normalised."""
+def total_gradients(x: Inputs, grad: Tensor, out: Tensor | None, total: Tensor) -> Tensor:
+    """The gradients `[B, H, T]` of the sums of weights; empty where not normalised (`out` is None then)."""
     dtotal = torch.empty_like(total)
-    if x.normalise:
+    if x.normalise and out is not None:
         out = out.transpose(1, 2).contiguous()
         common.launch(
             totals_kernel,

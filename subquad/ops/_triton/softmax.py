@@ -20,6 +20,7 @@ from subquad.ops._triton import common, softmax_single_kernels
 from subquad.ops._triton import softmax_backward_kernels as backward_kernels
 from subquad.ops._triton import softmax_kernels as forward_kernels
 from subquad.ops._triton.softmax_plan import (
+    EMPTY,
     PRECISIONS,
     Plan,
     add_parts,
@@ -29,9 +30,6 @@ from subquad.ops._triton.softmax_plan import (
     rows,
     strides,
 )
-
-EMPTY = -(2.0**100)
-"""The log-normaliser of nothing."""
 
 
 class Given(NamedTuple):
@@ -102,11 +100,9 @@ def running_softmax(
     """
     common.check_device("running_softmax", p_BHTL, logits_BHTL, v_BHTV)
     lse, mean = (None, None) if state is None else (state[0].double(), state[1].float())
-    tensors = [x for x in (p_BHTL, logits_BHTL, v_BHTV, lse, mean) if x is not None]
-    save = torch.is_grad_enabled() and any(x.requires_grad for x in tensors)
-    out, lse, end_lse, end_mean, *_ = running_softmax_op(
-        p_BHTL, logits_BHTL, v_BHTV, mask_BT, lse, mean, want_lse, save
-    )
+    inputs = (p_BHTL, logits_BHTL, v_BHTV, mask_BT, lse, mean)
+    save = torch.is_grad_enabled() and any(x is not None and x.requires_grad for x in inputs)
+    out, lse, end_lse, end_mean, *_ = running_softmax_op(*inputs, want_lse, save)
     return out, lse if want_lse else None, end_lse, end_mean
 
 

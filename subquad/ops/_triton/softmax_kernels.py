@@ -203,14 +203,14 @@ def decode(
         k_L = tl.load(k + l_L, mask=here_L & real, other=0.0).to(tl.float32)
         k_L = tl.where(real, k_L, EMPTY).to(tl.float64)
         if lse is None:
-            after_L, mean_LV = k_L, tl.zeros([LATENTS, VALUES], tl.float32) + new_V[None, :]
+            before_L, mean_LV = tl.full([LATENTS], EMPTY, tl.float64), tl.zeros([LATENTS, VALUES], tl.float32)
         else:
             before_L = tl.load(lse + at_L, mask=here_L, other=EMPTY)
-            most_L = tl.maximum(before_L, k_L)
-            after_L = most_L + tl.log(tl.exp(before_L - most_L) + tl.exp(k_L - most_L))
-            keep_L, take_L = tl.exp(before_L - after_L).to(tl.float32), tl.exp(k_L - after_L).to(tl.float32)
             mean_LV = tl.load(mean + at_LV, mask=here_LV, other=0.0).to(tl.float32)
-            mean_LV = mean_LV * keep_L[:, None] + take_L[:, None] * new_V[None, :]
+        most_L = tl.maximum(before_L, k_L)
+        after_L = most_L + tl.log(tl.exp(before_L - most_L) + tl.exp(k_L - most_L))
+        keep_L, take_L = tl.exp(before_L - after_L).to(tl.float32), tl.exp(k_L - after_L).to(tl.float32)
+        mean_LV = mean_LV * keep_L[:, None] + take_L[:, None] * new_V[None, :]
         out_V += tl.sum(p_L[:, None] * mean_LV, 0)
         tl.store(end_lse + at_L, after_L, mask=here_L & first)
         tl.store(end_mean + at_LV, mean_LV, mask=here_LV)

@@ -14,6 +14,8 @@ from torch import Tensor
 
 from subquad.ops._triton import common
 
+EMPTY = -(2.0**100)
+"""The log-normaliser of nothing."""
 LONGEST_SEGMENT = 16
 """Chunks of a segment, where sequences are cut into several."""
 MULTIPROCESSORS = 132
@@ -61,11 +63,11 @@ class Tiles(NamedTuple):
     @classmethod
     def of(cls, L: int, V: int, dtype: torch.dtype) -> Tiles:
         """They depend on head sizes and dtype alone, never on T. Without tensor cores, in float32, operands of products
-        lie in registers: tiles are small. One latent has no matrices, only rows to stream.
+        lie in registers: tiles are small. One latent has no matrices; a warp alone has the shortest sums over rows.
         """
         latents, values = min(common.tile(L), 64), common.tile(V)
         if L == 1:
-            return cls(32, latents, min(values, 64), 4, 5 * MULTIPROCESSORS)
+            return cls(32, latents, min(values, 32 if dtype == torch.float32 else 64), 1, 8 * MULTIPROCESSORS)
         values = min(values, PRECISIONS[dtype].values)
         if dtype == torch.float32:
             return cls(16, latents, values, 8, 2 * MULTIPROCESSORS)
@@ -121,7 +123,8 @@ class Plan(NamedTuple):
 
     def sizes(self, *tensors: Tensor) -> dict[str, Any]:
         """What the kernels over segments know when they are compiled, of head sizes and of tensors' strides."""
-        # Where head sizes are no multiples of 16, strides are for some T: nothing is promised then.
+        # Where head sizes are no multiples of 16, strides are for some T: nothing is promised then. Rows of one channel
+        # are never promised to be aligned.
         whole = self.V % 16 == 0 and (self.L == 1 or self.L % 16 == 0)
         wide = strides(*(x for x in tensors if x.shape[-1] > 1))
         return {

@@ -3,7 +3,7 @@
     N_i = exp(m - r) U + sum_{j <= i} e_j v_j,   o_i = p_i / Z_i N_i
     D_j = sum_{i >= j} p_i / Z_i do_i,           dv_j = e_j D_j + exp(k_j - m_end) R
 
-The passes, their arguments and the windows are those of the kernels for many latents.
+The passes, their arguments and the windows are those of the kernels for many latents; ALIGNED speaks of value channels.
 """
 
 # mypy: allow-untyped-defs, allow-incomplete-defs
@@ -64,7 +64,7 @@ def segment_sums(
     """m, z and U of the tokens of one segment alone, left where the next segment begins."""
     segment, n = tl.program_id(0) % (segments - 1), tl.program_id(0) // (segments - 1)
     v_V = tl.program_id(1) * VALUES + tl.arange(0, VALUES)
-    k, v = head(k, n, heads, k_b, k_h, ALIGNED), head(v, n, heads, v_b, v_h, ALIGNED)
+    k, v = head(k, n, heads, k_b, k_h, False), head(v, n, heads, v_b, v_h, ALIGNED)
     m, z, u_V = tl.full([], EMPTY, tl.float32), tl.full([], 0.0, tl.float32), tl.zeros([VALUES], tl.float32)
     for chunk in tl.range(segment * per, segment * per + per, num_stages=2):
         t_C = chunk * CHUNK + tl.arange(0, CHUNK)
