@@ -116,10 +116,11 @@ def block_attention_cpu_backward(
         grad_BHTK = _with_channel(grad_BHTK, torch.ones_like(grad_lse_BHT))
         out_BHTK = _with_channel(out_BHTK, -grad_lse_BHT)
         q_BHTK, k_BHSK, v_BHSK = (F.pad(x, (0, MORE)) for x in (q_BHTK, k_BHSK, v_BHSK))
-    dq, dk, dv = (zeros_like(x) for x in (q_BHTK, k_BHSK, v_BHSK))
+    dq, dk, dv = empty_like(q_BHTK), zeros_like(k_BHSK), zeros_like(v_BHSK)
     slots = (lengths_B, q_pos_BT, k_pos_BS, q_doc_BT, k_doc_BS)
     for call in _calls(q_BHTK, k_BHSK, pattern, q_start, k_start, *slots):
         if call.group.kind == "empty":
+            call.queries(dq).zero_()
             continue
         if call.in_cache:
             work = attend_tiles.Workspace(call.bias, scale)
