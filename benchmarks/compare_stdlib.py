@@ -12,7 +12,6 @@ from __future__ import annotations
 import argparse
 import json
 import platform
-import subprocess
 from datetime import date
 from pathlib import Path
 from typing import Any
@@ -22,6 +21,7 @@ import transformers
 from rich.console import Console
 
 from subquad import __version__
+from subquad.bench._machine import commit, described, machine
 from subquad.evaluation import evaluate
 from subquad.recipes import recipe_path
 from subquad.training import TrainConfig, measure, train, write_report
@@ -48,7 +48,7 @@ def main() -> None:
     results = {
         "command": command(arguments.steps),
         "date": date.today().isoformat(),
-        "hardware": hardware(),
+        "hardware": described(machine("cuda" if torch.cuda.is_available() else "cpu")),
         "versions": {
             "subquad": __version__,
             "python": platform.python_version(),
@@ -108,26 +108,6 @@ def command(steps: int | None) -> str:
     return "python benchmarks/compare_stdlib.py" + ("" if steps is None else f" --steps {steps}")
 
 
-def hardware() -> str:
-    """Processor or GPU, and how many threads PyTorch used."""
-    if torch.cuda.is_available():
-        return torch.cuda.get_device_name()
-    names = [line for line in _lines(Path("/proc/cpuinfo")) if line.startswith("model name")]
-    name = names[0].partition(":")[2].strip() if names else platform.processor() or platform.machine()
-    return f"{name}, PyTorch threads: {torch.get_num_threads()}"
-
-
-def commit() -> str:
-    """The commit that ran, marked where the working tree differs from it."""
-
-    def git(*arguments: str) -> str:
-        done = subprocess.run(["git", "-C", str(ROOT), *arguments], capture_output=True, text=True, check=False)
-        return done.stdout.strip() if done.returncode == 0 else ""
-
-    head = git("rev-parse", "--short", "HEAD") or "none"
-    return f"{head} with changes" if git("status", "--porcelain", "--untracked-files=no") else head
-
-
 def page(results: dict[str, Any]) -> str:
     """The page with the table."""
     rows = results["rows"]
@@ -164,10 +144,6 @@ def page(results: dict[str, Any]) -> str:
         "",
     ]
     return "\n".join(lines)
-
-
-def _lines(path: Path) -> list[str]:
-    return path.read_text(encoding="utf-8").splitlines() if path.is_file() else []
 
 
 if __name__ == "__main__":

@@ -35,6 +35,11 @@ def machine(device: torch.device | str) -> dict[str, Any]:
     return found
 
 
+def described(found: dict[str, Any]) -> str:
+    """What `machine` found, in a few words."""
+    return found.get("gpu") or f"{found.get('cpu', 'a CPU')}, PyTorch threads: {found.get('threads', '?')}"
+
+
 def versions(distributions: tuple[str, ...] = ()) -> dict[str, str]:
     """Of Python, subquad, torch, Triton and those of the distributions that are there."""
     found = {"python": platform.python_version(), "subquad": __version__, "torch": torch.__version__}

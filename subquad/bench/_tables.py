@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 
+from subquad.bench._machine import described
 from subquad.bench._report import Grid, Report, Row
 
 
@@ -40,8 +41,7 @@ def setting(report: Report) -> str:
         sizes += f", {s['heads']} heads of {s['channels']} channels"
     else:
         sizes += f", {s['layers']} layers, width {s['dim']}, {s['heads']} heads"
-    where = machine.get("gpu") or f"{machine.get('cpu', 'a CPU')}, PyTorch threads: {machine.get('threads', '?')}"
-    return f"{sizes}, {s['dtype']}, {where}"
+    return f"{sizes}, {s['dtype']}, {described(machine)}"
 
 
 TIMES = ("ms", "p20", "p80")

@@ -40,3 +40,19 @@ def test_the_kernels_stay_in_budget(name, dtype):
     plain = with_gradients(layer, layer.definition, x)
     for what in exact:
         assert_in_budget(actual[what], plain[what], exact[what], dtype, f"{what} of {name}")
+
+
+@pytest.mark.parametrize("name", sorted(set(names()) - WITHOUT_KERNELS))
+def test_the_kernels_stay_in_budget_under_autocast(name):
+    layer, x = layer_and_inputs(name, torch.float32)
+    exact_layer = layer_and_inputs(name, torch.float32)[0].double()
+
+    def forward(f):
+        return torch.autocast("cpu", torch.bfloat16)(lambda x: f(x).float())
+
+    with use_backend("triton"):
+        actual = with_gradients(layer, forward(lambda x: layer(x)[0]), x)
+    exact = with_gradients(exact_layer, exact_layer.definition, x.double())
+    plain = with_gradients(layer, forward(layer.definition), x)
+    for what in exact:
+        assert_in_budget(actual[what], plain[what], exact[what], torch.bfloat16, f"{what} of {name}")

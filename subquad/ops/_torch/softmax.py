@@ -53,14 +53,14 @@ class _Chunk:
             self.x_NCL.clamp_(max=LIMIT)
 
     @property
-    def rows(self) -> Any:
+    def form(self) -> Any:
         """The matrix products of this chunk: of one latent they are cheaper."""
         return softmax_mean if self.k.shape[-1] == 1 else softmax_latents
 
     def forward(self) -> tuple[Tensor, Tensor, Tensor]:
         """Outputs, and the log-normaliser and mean after the chunk."""
         e_NCL = self.x_NCL.exp_()
-        out_NCV, end_NL, sum_NLV = self.rows.forward(self.p, e_NCL, self.v, self.z_NL, self.s)
+        out_NCV, end_NL, sum_NLV = self.form.forward(self.p, e_NCL, self.v, self.z_NL, self.s)
         a_NL = self.reference_NL.to(self.a.dtype) + end_NL.to(self.a.dtype).log()
         s_NLV = sum_NLV.div_(end_NL[..., None])
         if self.late_NC is not None:
@@ -74,7 +74,7 @@ class _Chunk:
     def backward(self, do_NCV: Tensor, r_NLV: Tensor, u_NL: Tensor) -> ChunkGradients:
         """Gradients, given `r`, that of the mean after the chunk, and `u`, that of minus its log-normaliser."""
         e_NCL = self.x_NCL.exp_()
-        gradients = self.rows.backward(do_NCV, self.p, e_NCL, self.v, self.z_NL, self.s, r_NLV, u_NL)
+        gradients = self.form.backward(do_NCV, self.p, e_NCL, self.v, self.z_NL, self.s, r_NLV, u_NL)
         if self.late_NC is not None:
             safe = softmax_safe.backward(do_NCV, self.p, self.k, self.v, self.a, self.s, r_NLV, u_NL)
             last_N = self.late_NC[:, -1]

@@ -11,8 +11,9 @@ import torch
 from torch import Tensor
 
 from subquad.ops._triton import common
-from subquad.ops._triton.scan_backward_kernels import gradients_kernel, totals_kernel, value_gradients_kernel
+from subquad.ops._triton.scan_backward_kernels import gradients_kernel, totals_kernel
 from subquad.ops._triton.scan_kernels import outputs_kernel, states_kernel, step_kernel
+from subquad.ops._triton.scan_value_kernels import value_gradients_kernel
 
 
 class Tiles(NamedTuple):

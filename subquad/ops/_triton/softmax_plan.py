@@ -151,6 +151,7 @@ def rows(x: Tensor) -> Tensor:
 
 
 def contiguous(x: Tensor | None) -> Tensor | None:
+    """Without gaps, where there is one."""
     return None if x is None else x.contiguous()
 
 
@@ -166,5 +167,6 @@ def parts_of(x: Tensor, count: int) -> Tensor:
 
 
 def add_parts(parts: Tensor, x: Tensor) -> None:
+    """Sums into x what `parts_of` was filled with; nothing to do where that is x itself."""
     if len(parts) > 1:
         x.copy_(parts.sum(0))
