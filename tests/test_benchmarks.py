@@ -62,3 +62,35 @@ def test_an_unknown_mechanism_is_answered_with_the_valid_ones(compare, monkeypat
     with pytest.raises(SystemExit):
         call(compare, monkeypatch, "--only", "llp,lpl")
     assert "unknown lpl; valid: full, window, llp, linear, latte" in " ".join(capsys.readouterr().err.split())
+
+
+@pytest.fixture(scope="module")
+def batching():
+    path = ROOT / "benchmarks" / "continuous_batching.py"
+    spec = importlib.util.spec_from_file_location("continuous_batching", path)
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+def test_both_ways_of_decoding_are_timed_and_compared(batching, tmp_path, capsys):
+    sizes = "--requests 3 --slots 2 --prompt 5 --tokens 4 --dim 16 --layers 1 --rounds 2 --mechanisms latte,full"
+    assert batching.main([*sizes.split(), "--out", str(tmp_path / "out.json")]) == 0
+    report = json.loads((tmp_path / "out.json").read_text())
+    assert [row["name"] for row in report["rows"]] == ["latte", "full"]
+    for row in report["rows"]:
+        low, middle, high = row["ratio"]
+        assert 0 < low <= middle <= high
+        assert row["same_tokens_as_alone"] == "3 of 3"
+    assert {"commit", "machine", "versions"} <= set(report)
+    assert capsys.readouterr().out.count("tokens/s") == 4
+
+
+@pytest.mark.parametrize(("arguments", "match"), [
+    (["--mechanisms", "latt"], "unknown latt; valid: bigbird,"),
+    (["--slots", "0"], "--slots must be at least 1, got 0"),
+])  # fmt: skip
+def test_sizes_that_cannot_be_are_refused(batching, capsys, arguments, match):
+    with pytest.raises(SystemExit, match="2"):
+        batching.main(arguments)
+    assert match in capsys.readouterr().err

@@ -20,6 +20,9 @@ from subquad.ops.attend import softmax_weights
 from subquad.ops.patterns import Pattern
 from subquad.state import State, advance
 
+SPARE = 8
+"""A cache may hold on to memory for one token more in so many."""
+
 
 class BlockedAttention(Attention):
     """Softmax attention over the keys that `patterns` allow; the state holds the keys and values still in reach.
@@ -217,8 +220,10 @@ def _last(x_BGSK: Tensor, kept: int, lengths_B: Tensor | None) -> Tensor:
     """Each row's last `kept` real slots; before its first they repeat slot 0, now at a negative position."""
     S = x_BGSK.shape[2]
     if lengths_B is None:
-        # A copy, so that a small cache does not keep the whole prompt alive.
-        return x_BGSK if kept == S else x_BGSK[:, :, S - kept :].clone(memory_format=torch.contiguous_format)
+        last_BGSK = x_BGSK[:, :, S - kept :]
+        # A copy where a small cache would keep a long prompt alive; decoding drops a token and copies nothing.
+        spare = S - kept
+        return last_BGSK if spare <= kept // SPARE else last_BGSK.clone(memory_format=torch.contiguous_format)
     slots_BS = (lengths_B[:, None] - kept + torch.arange(kept, device=x_BGSK.device)).clamp(min=0)
     return x_BGSK.gather(2, slots_BS[:, None, :, None].expand(*x_BGSK.shape[:2], kept, x_BGSK.shape[3]))
 

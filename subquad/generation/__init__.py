@@ -7,10 +7,34 @@ from subquad.generation.config import SamplingConfig
 
 if TYPE_CHECKING:
     from subquad.generation._generate import Generation, generate
+    from subquad.generation.batch import BatchDecoder, Request, generate_batch
+    from subquad.generation.beam import Beam, beam_search
+    from subquad.generation.stop import StopStrings
     from subquad.generation.stream import TextStream
 
-__all__ = ["Generation", "SamplingConfig", "TextStream", "generate"]
-_MODULES = {"Generation": "_generate", "TextStream": "stream", "generate": "_generate"}
+__all__ = [
+    "BatchDecoder",
+    "Beam",
+    "Generation",
+    "Request",
+    "SamplingConfig",
+    "StopStrings",
+    "TextStream",
+    "beam_search",
+    "generate",
+    "generate_batch",
+]
+_MODULES = {
+    "BatchDecoder": "batch",
+    "Beam": "beam",
+    "Generation": "_generate",
+    "Request": "batch",
+    "StopStrings": "stop",
+    "TextStream": "stream",
+    "beam_search": "beam",
+    "generate": "_generate",
+    "generate_batch": "batch",
+}
 
 
 def __getattr__(name: str) -> Any:

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from subquad.generation.config import SamplingConfig
+from subquad.generation.sampling import Sampler
 from subquad.models import Decoder, PerceiverAR
 from subquad.state import State
 
@@ -26,6 +27,8 @@ def generate(
     temperature: float = 1.0,
     top_k: int | None = None,
     top_p: float | None = None,
+    min_p: float | None = None,
+    repetition_penalty: float = 1.0,
     seed: int | None = None,
     stop_token: int | None = None,
     prefill_chunk: int = 4096,
@@ -33,9 +36,10 @@ def generate(
     """Iterate over up to `max_tokens` tokens that continue `prompt` (token ids, at least one).
 
     `temperature` divides the logits; 0 takes the likeliest token. `top_k` keeps the k likeliest tokens, `top_p` the
-    fewest tokens whose probabilities sum to at least p. `seed` repeats a sample. `stop_token` is returned and ends the
-    sequence. The prompt is read `prefill_chunk` tokens at a time, after those that made `state`; by a `PerceiverAR` in
-    one piece.
+    fewest tokens whose probabilities sum to at least p, `min_p` those at least p times as likely as the likeliest.
+    `repetition_penalty` makes the tokens of `prompt` and of what follows it less likely. `seed` repeats a sample.
+    `stop_token` is returned and ends the sequence. The prompt is read `prefill_chunk` tokens at a time, after those
+    that made `state`; by a `PerceiverAR` in one piece.
 
     Raises `ValueError` for an empty prompt, a token outside the vocabulary or a number out of range.
     """
@@ -44,6 +48,8 @@ def generate(
         temperature=temperature,
         top_k=top_k,
         top_p=top_p,
+        min_p=min_p,
+        repetition_penalty=repetition_penalty,
         seed=seed,
         prefill_chunk=prefill_chunk,
     )
@@ -67,76 +73,88 @@ class Generation(Iterator[int]):
         state: State | None = None,
         stop_token: int | None = None,
     ) -> None:
-        vocab_size = model.config.vocab_size
-        if not len(prompt):
-            raise ValueError("the prompt must hold at least one token, got none")
-        for token in prompt:
-            if not 0 <= token < vocab_size:
-                raise ValueError(f"the prompt's tokens must be between 0 and {vocab_size - 1}, got {token}")
         self.state = state
         self._model = model
         self._sampling = sampling
         self._stop_token = stop_token
-        self._unread = [int(token) for token in prompt]
+        self._unread = checked_prompt(prompt, model.config.vocab_size)
         self._left = sampling.max_tokens
-        self._random = torch.Generator()
-        if sampling.seed is None:
-            self._random.seed()
-        else:
-            self._random.manual_seed(sampling.seed)
+        self._choose = Sampler(sampling, model.config.vocab_size, self._unread)
 
     def prefill(self) -> None:
         """Read the prompt but for its last token, in chunks; asking for the first token does it too."""
-        chunk = self._sampling.prefill_chunk
-        with _inference(self._model):
-            if isinstance(self._model, PerceiverAR) and len(self._unread) > 1:
-                # In one piece, since each piece ends with latents that the next one would make history.
-                self.state = self._model.read(self._as_tensor(self._unread[:-1]), self.state)
-                del self._unread[:-1]
+        with inference(self._model):
             while len(self._unread) > 1:
-                tokens = self._unread[: min(chunk, len(self._unread) - 1)]
-                _, self.state = self._model.hidden(self._as_tensor(tokens), self.state)
-                del self._unread[: len(tokens)]
+                self.state = read_piece(self._model, self._unread, self.state, self._sampling.prefill_chunk)
+
+    def read_all(self) -> State:
+        """Read what is unread, the last token returned too, and return the state after all of the text.
+
+        From it another text goes on. No token can be asked for after this.
+        """
+        self.prefill()
+        with inference(self._model):
+            if self._unread:
+                tokens_BT = as_tensor(self._model, self._unread)
+                if isinstance(self._model, PerceiverAR):
+                    self.state = self._model.read(tokens_BT, self.state)
+                else:
+                    _, self.state = self._model.hidden(tokens_BT, self.state)
+        self._unread, self._left = [], 0
+        assert self.state is not None
+        return self.state
 
     def __next__(self) -> int:
         if self._left == 0:
             raise StopIteration
         self.prefill()
-        with _inference(self._model):
-            logits_BTV, self.state = self._model(self._as_tensor(self._unread), self.state)
-        token = sample(logits_BTV[0, -1], self._sampling, self._random)
+        with inference(self._model):
+            logits_BTV, self.state = self._model(as_tensor(self._model, self._unread), self.state)
+        token = self._choose(logits_BTV[0, -1])
         self._unread = [token]
         self._left = 0 if token == self._stop_token else self._left - 1
         return token
 
-    def _as_tensor(self, tokens: list[int]) -> Tensor:
-        return torch.tensor([tokens], dtype=torch.long, device=next(self._model.parameters()).device)
+
+def checked_prompt(prompt: Sequence[int], vocab_size: int) -> list[int]:
+    """The prompt as a list; `ValueError` where it is empty or holds a token outside the vocabulary."""
+    if not len(prompt):
+        raise ValueError("the prompt must hold at least one token, got none")
+    for token in prompt:
+        if not 0 <= token < vocab_size:
+            raise ValueError(f"the prompt's tokens must be between 0 and {vocab_size - 1}, got {token}")
+    return [int(token) for token in prompt]
 
 
-def sample(logits_V: Tensor, sampling: SamplingConfig, random: torch.Generator, /) -> int:
-    """Draw a token from softmax(logits / temperature), cut to `top_k` and `top_p`; on the CPU in float64.
+def read_piece(model: Decoder, unread: list[int], state: State | None, chunk: int) -> State:
+    """Read up to `chunk` of the tokens before the last one and take them off `unread`; the state after them.
 
-    Raises `ValueError` where a logit is not finite.
+    A `PerceiverAR` reads all of them, since each piece ends with latents that the next one would make history.
     """
-    logits_V = logits_V.detach().double().cpu()
-    if not logits_V.isfinite().all():
-        raise ValueError("the model's logits must be finite, got NaN or infinity; its weights may be damaged")
-    if sampling.temperature == 0:
-        return int(logits_V.argmax())
-    logits_V, order_V = logits_V.sort(descending=True, stable=True)
-    p_V = ((logits_V - logits_V[0]) / sampling.temperature)[: sampling.top_k].softmax(-1)
-    if sampling.top_p is not None:
-        p_V = p_V[p_V.cumsum(-1) - p_V < sampling.top_p]
-    return int(order_V[torch.multinomial(p_V, 1, generator=random)])
+    if isinstance(model, PerceiverAR):
+        state = model.read(as_tensor(model, unread[:-1]), state)
+        del unread[:-1]
+        return state
+    tokens = unread[: min(chunk, len(unread) - 1)]
+    _, state = model.hidden(as_tensor(model, tokens), state)
+    del unread[: len(tokens)]
+    return state
+
+
+def as_tensor(model: Decoder, tokens: list[int]) -> Tensor:
+    """One row of tokens where the model is, `[1, T]`."""
+    return torch.tensor([tokens], dtype=torch.long, device=next(model.parameters()).device)
 
 
 @contextmanager
-def _inference(model: Decoder) -> Iterator[None]:
+def inference(model: Decoder) -> Iterator[None]:
     """Eval mode without gradients; the mode is restored."""
     training = model.training
-    model.eval()
+    if training:
+        model.eval()
     try:
         with torch.no_grad():
             yield
     finally:
-        model.train(training)
+        if training:
+            model.train()

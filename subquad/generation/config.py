@@ -19,6 +19,10 @@ class SamplingConfig(Config):
     """Keep the k likeliest tokens (None: all)."""
     top_p: float | None = None
     """Keep the fewest tokens whose probabilities sum to at least p (None: all)."""
+    min_p: float | None = None
+    """Keep the tokens that are at least this part as likely as the likeliest one (None: all)."""
+    repetition_penalty: float = 1.0
+    """Divides the positive logits of tokens that are in the text already, multiplies their negative ones (1: off)."""
     seed: int | None = None
     """The same seed gives the same tokens (None: a new one each time)."""
     prefill_chunk: int = 4096
@@ -33,5 +37,9 @@ class SamplingConfig(Config):
             raise ValueError(f"top_k must be at least 1, got {self.top_k}")
         if self.top_p is not None and not 0 < self.top_p <= 1:
             raise ValueError(f"top_p must be above 0 and at most 1, got {self.top_p}")
+        if self.min_p is not None and not 0 <= self.min_p <= 1:
+            raise ValueError(f"min_p must be between 0 and 1, got {self.min_p}")
+        if not 0 < self.repetition_penalty < float("inf"):
+            raise ValueError(f"repetition_penalty must be above 0 and finite, got {self.repetition_penalty}")
         if self.prefill_chunk < 1:
             raise ValueError(f"prefill_chunk must be at least 1, got {self.prefill_chunk}")

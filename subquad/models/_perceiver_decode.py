@@ -58,6 +58,17 @@ def read(model: PerceiverAR, tokens_BT: Tensor, state: State | None) -> State:
     return model.hidden(tokens_BT, latents=model.options.prompt_latents)[1]
 
 
+def latents_left(model: PerceiverAR, prompt: int, state: State | None) -> int | None:
+    """How many tokens can follow a prompt of so many after `state`; None: any number."""
+    options = model.options
+    if options.decode != "frozen":
+        return None
+    if state is None:
+        return model.latents - min(options.kept, prompt - 1)
+    used = state.seen - first_latent(state)
+    return max(0, model.latents - prompt + 1 - (used if isinstance(used, int) else int(used.max())))
+
+
 def mode(model: PerceiverAR) -> dict[str, int]:
     """How the model decodes, as entries of a state."""
     options = model.options

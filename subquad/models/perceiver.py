@@ -26,7 +26,7 @@ from subquad.models._perceiver import (
     to_the_end,
 )
 from subquad.models._perceiver_cost import cost, state_bytes
-from subquad.models._perceiver_decode import go_on, mode, read
+from subquad.models._perceiver_decode import go_on, latents_left, mode, read
 from subquad.models.config import DecoderConfig
 from subquad.models.decoder import IGNORED, Decoder, Reduction
 from subquad.models.perceiver_options import Decode, PerceiverAROptions
@@ -186,10 +186,9 @@ class PerceiverAR(Decoder):
         """
         self.options = self.options.replace(decode=decode, refill=refill)
 
-    def most_new_tokens(self, prompt: int) -> int | None:
+    def most_new_tokens(self, prompt: int, state: State | None = None) -> int | None:
         """How many tokens can follow a prompt of so many, read by `read` but for its last; None: any number."""
-        options = self.options
-        return self.latents - min(options.kept, prompt - 1) if options.decode == "frozen" else None
+        return latents_left(self, prompt, state)
 
     def cost(self, tokens: int) -> Cost:
         """What one sequence of `tokens` tokens costs, with as many latents as there may be.

@@ -6,14 +6,19 @@ import logging
 import sys
 import time
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Literal
+from dataclasses import dataclass, fields
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Literal
 
 from subquad.generation.config import SamplingConfig
+from subquad.generation.stop import StopStrings
 from subquad.models.perceiver_options import Decode
 from subquad.tools.arguments import Parser
 
 if TYPE_CHECKING:
+    from subquad.generation import Generation
     from subquad.models import Decoder
+    from subquad.state import State
     from subquad.tools.runs import LoadedRun
 
 logger = logging.getLogger(__name__)
@@ -21,6 +26,14 @@ logger = logging.getLogger(__name__)
 DECODE_HELP = "How a perceiver_ar goes on when all latents are used (null: as it was trained); see `subquad list`."
 REFILL_HELP = "Latents that a prompt and a refill leave, for --decode refill and frozen (null: half of them)."
 DEVICE_HELP = "auto: a GPU where PyTorch finds one; cpu: never."
+
+
+PROMPT_HELP = "Text to go on from; - reads it from standard input."
+STATE_IN_HELP = "A file that --state-out wrote with this model: the prompt goes on from the text that made it."
+STATE_OUT_HELP = "Keep what was read, prompt and generated text, in a file; with --max_tokens 0 the prompt alone."
+STOP_HELP = "Text that ends the generation and is not printed; several as a list: '[A, B]'."
+SAMPLES_HELP = "How many texts to generate; each has its own random numbers (seed, seed + 1, ...)."
+BEAMS_HELP = "Search for the likeliest text with so many beams, instead of drawing tokens (1: no search)."
 
 
 def make_parser() -> Parser:
@@ -31,7 +44,13 @@ def make_parser() -> Parser:
     parser.add_argument(
         "run", type=str, help="The folder of a run, or another that transformers' from_pretrained reads."
     )
-    parser.add_argument("--prompt", type=str, required=True, help="Text to go on from; - reads it from standard input.")
+    parser.add_argument("--prompt", type=str | None, default=None, help=PROMPT_HELP)
+    parser.add_argument("--prompt-file", type=str | None, default=None, help="A text file to go on from.")
+    parser.add_argument("--state-in", type=str | None, default=None, help=STATE_IN_HELP)
+    parser.add_argument("--state-out", type=str | None, default=None, help=STATE_OUT_HELP)
+    parser.add_argument("--stop", type=str | list[str], default=[], help=STOP_HELP)
+    parser.add_argument("--samples", type=int, default=1, help=SAMPLES_HELP)
+    parser.add_argument("--beams", type=int, default=1, help=BEAMS_HELP)
     parser.add_yes_no("stream", "Whether to print each word as it comes instead of everything at the end.")
     parser.add_argument("--decode", type=Decode | None, default=None, help=DECODE_HELP)
     parser.add_argument("--refill", type=int | None, default=None, help=REFILL_HELP)
@@ -44,20 +63,83 @@ def run(arguments: Sequence[str]) -> int:
     """Parse, generate, return the exit status."""
     parser = make_parser()
     values = parser.parse_args(arguments).as_dict()
-    folder, prompt, stream, device = (values.pop(name) for name in ("run", "prompt", "stream", "device"))
-    decode, refill = values.pop("decode"), values.pop("refill")
     with parser.checking():
-        sampling = SamplingConfig(**values)
-    if prompt == "-":
-        prompt = sys.stdin.read()
+        ask = Ask.of(values)
+        prompt = _prompt(values.pop("prompt"), values.pop("prompt_file"))
     from subquad.tools.runs import load_run
 
     with parser.checking():
-        loaded = load_run(folder, device)
-        _set_decode(loaded.decoder, decode, refill)
+        loaded = load_run(values["run"], values["device"])
+        _set_decode(loaded.decoder, values["decode"], values["refill"])
         tokens = _tokens(loaded, prompt)
-    _generate(loaded, prompt, tokens, sampling, stream=stream)
+        state = _state(loaded.decoder, ask.state_in)
+    if ask.samples > 1 or ask.beams > 1:
+        from subquad.tools._generate_several import generate_several
+
+        generate_several(loaded, prompt, tokens, state, ask)
+    else:
+        _generate(loaded, prompt, tokens, state, ask)
     return 0
+
+
+@dataclass(frozen=True)
+class Ask:
+    """What the command was asked for, beside model and prompt."""
+
+    sampling: SamplingConfig
+    stop: tuple[str, ...]
+    samples: int
+    beams: int
+    stream: bool
+    state_in: str | None
+    state_out: str | None
+
+    @classmethod
+    def of(cls, values: dict[str, Any]) -> Ask:
+        """From the parsed arguments; `ValueError` for those that do not go together."""
+        sampling = SamplingConfig(**{field.name: values[field.name] for field in fields(SamplingConfig)})
+        stop = (values["stop"],) if isinstance(values["stop"], str) else tuple(values["stop"])
+        StopStrings(stop)
+        names = ("samples", "beams", "stream", "state_in", "state_out")
+        ask = cls(sampling=sampling, stop=stop, **{name: values[name] for name in names})
+        for name in ("samples", "beams"):
+            if getattr(ask, name) < 1:
+                raise ValueError(f"{name} must be at least 1, got {getattr(ask, name)}")
+        if ask.beams > 1:
+            ask._refuse_with_beams()
+        if ask.state_out is not None:
+            if ask.samples > 1 or ask.beams > 1:
+                raise ValueError("--state-out keeps one text: it does not go with --samples or --beams")
+            if not Path(ask.state_out).absolute().parent.is_dir():
+                raise FileNotFoundError(f"there is no folder {Path(ask.state_out).absolute().parent} for --state-out")
+        return ask
+
+    def _refuse_with_beams(self) -> None:
+        """Raise `ValueError` for options that a search would not read."""
+        if self.samples > 1 or self.stop:
+            name = "--stop" if self.stop else "--samples"
+            raise ValueError(f"a search with --beams gives one text without stop strings: leave {name} out")
+        unread = {"temperature", "top_k", "top_p", "min_p", "repetition_penalty", "seed"}
+        for field in fields(SamplingConfig):
+            value = getattr(self.sampling, field.name)
+            if field.name in unread and value != field.default:
+                raise ValueError(f"{field.name}={value!r} has no effect with --beams; leave it out")
+
+
+def _prompt(text: str | None, file: str | None) -> str:
+    """The prompt's text, from one of three places; `ValueError` where none or two are given."""
+    if (text is None) == (file is None):
+        given = "both" if text is not None else "none"
+        raise ValueError(f"give one of --prompt TEXT, --prompt - (standard input) and --prompt-file FILE, got {given}")
+    if file is not None:
+        path = Path(file)
+        if not path.is_file():
+            raise FileNotFoundError(f"there is no file {file}")
+        try:
+            return path.read_text(encoding="utf-8")
+        except UnicodeDecodeError as error:
+            raise ValueError(f"{file} is not UTF-8 text: {error}") from error
+    return sys.stdin.read() if text == "-" else str(text)
 
 
 def _tokens(loaded: LoadedRun, prompt: str) -> list[int]:
@@ -66,6 +148,23 @@ def _tokens(loaded: LoadedRun, prompt: str) -> list[int]:
     if not tokens:
         raise ValueError("the prompt must hold at least one token, got an empty text; give one by --prompt")
     return tokens
+
+
+def _state(decoder: Decoder, file: str | None) -> State | None:
+    """What --state-in holds; `ValueError` where another model or more than one text made it."""
+    if file is None:
+        return None
+    from subquad.models import PerceiverAR
+    from subquad.models._perceiver_decode import check_mode
+    from subquad.state import State
+
+    if not Path(file).is_file():
+        raise FileNotFoundError(f"there is no file {file}")
+    state = State.load(file, config_hash=decoder.config_hash)
+    state.check(decoder.config_hash, "--state-in", 1)
+    if isinstance(decoder, PerceiverAR):
+        check_mode(decoder, state)
+    return state.to(next(decoder.parameters()).device)
 
 
 def _set_decode(decoder: Decoder, decode: Decode | None, refill: int | None) -> None:
@@ -80,11 +179,11 @@ def _set_decode(decoder: Decoder, decode: Decode | None, refill: int | None) -> 
     decoder.set_decode(decode or decoder.options.decode, refill)
 
 
-def _within_latents(decoder: Decoder, prompt: int, sampling: SamplingConfig) -> SamplingConfig:
+def _within_latents(decoder: Decoder, prompt: int, state: State | None, sampling: SamplingConfig) -> SamplingConfig:
     """As many tokens as decode=frozen has latents for after a prompt of so many tokens."""
     from subquad.models import PerceiverAR
 
-    most = decoder.most_new_tokens(prompt) if isinstance(decoder, PerceiverAR) else None
+    most = decoder.most_new_tokens(prompt, state) if isinstance(decoder, PerceiverAR) else None
     if most is None or sampling.max_tokens <= most:
         return sampling
     logger.warning(
@@ -94,33 +193,46 @@ def _within_latents(decoder: Decoder, prompt: int, sampling: SamplingConfig) -> 
     return sampling.replace(max_tokens=most)
 
 
-def _generate(loaded: LoadedRun, prompt: str, tokens: list[int], sampling: SamplingConfig, *, stream: bool) -> None:
+def _generate(loaded: LoadedRun, prompt: str, tokens: list[int], state: State | None, ask: Ask) -> None:
     """Print the prompt and what follows it; the speed and the state's size go to standard error."""
     from subquad.data.tokenizers import separator_id
-    from subquad.generation import Generation, TextStream
+    from subquad.generation import Generation
 
-    sampling = _within_latents(loaded.decoder, len(tokens), sampling)
-    generation = Generation(loaded.decoder, tokens, sampling, stop_token=separator_id(loaded.tokenizer))
+    sampling = _within_latents(loaded.decoder, len(tokens), state, ask.sampling)
+    stop_token = separator_id(loaded.tokenizer)
     begin = time.perf_counter()
+    generation = Generation(loaded.decoder, tokens, sampling, state=state, stop_token=stop_token)
     generation.prefill()
     read = time.perf_counter()
-    text = TextStream(loaded.tokenizer, tokens)
     sys.stdout.write(prompt)
-    held, count = "", 0
-    for token in generation:
-        piece = text.push(token)
-        count += 1
-        if stream:
-            sys.stdout.write(piece)
-            sys.stdout.flush()
-        else:
-            held += piece
-    sys.stdout.write(held + text.finish() + "\n")
-    sys.stdout.flush()
+    count = _write(loaded, generation, tokens, ask)
     seconds = time.perf_counter() - read
+    if ask.state_out is not None:
+        generation.read_all().save(ask.state_out)
     state_bytes = generation.state.nbytes if generation.state else 0
     sys.stderr.write(
         f"prompt: {len(tokens)} tokens in {read - begin:.2f} s; "
         f"generated: {count} tokens in {seconds:.2f} s ({count / seconds:.1f} tokens/s); "
-        f"state: {state_bytes:,} bytes\n"
+        f"state: {state_bytes:,} bytes{f' in {ask.state_out}' if ask.state_out else ''}\n"
     )
+
+
+def _write(loaded: LoadedRun, generation: Generation, tokens: list[int], ask: Ask) -> int:
+    """Write the text up to a stop string, at once or piece by piece; how many tokens it took."""
+    from subquad.generation import TextStream
+
+    text, shown = TextStream(loaded.tokenizer, tokens), StopStrings(ask.stop)
+    held, count = "", 0
+    for token in generation:
+        count += 1
+        piece = shown.push(text.push(token))
+        if ask.stream:
+            sys.stdout.write(piece)
+            sys.stdout.flush()
+        else:
+            held += piece
+        if shown.stopped is not None:
+            break
+    sys.stdout.write(held + shown.push(text.finish()) + shown.finish() + "\n")
+    sys.stdout.flush()
+    return count

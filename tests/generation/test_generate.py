@@ -4,8 +4,7 @@ import pytest
 import torch
 
 from subquad import attention
-from subquad.generation import SamplingConfig, generate
-from subquad.generation._generate import sample
+from subquad.generation import generate
 from subquad.hf import SubquadConfig, SubquadForCausalLM
 from subquad.models import Decoder, DecoderConfig
 
@@ -107,6 +106,16 @@ def test_the_state_of_a_constant_state_mechanism_does_not_grow(model):
     assert (nbytes(60) > nbytes(20)) == grows
 
 
+def test_all_may_be_read_for_another_text_to_go_on(model):
+    first = generate(model, PROMPT, max_tokens=3, temperature=0)
+    text = [*PROMPT, *first]
+    state = first.read_all()
+    assert state.seen == len(text)
+    assert list(first) == []
+    more = list(generate(model, [7, 8], state=state, max_tokens=6, temperature=0))
+    assert more == list(generate(model, [*text, 7, 8], max_tokens=6, temperature=0))
+
+
 def test_no_tokens_asked_for_is_no_tokens(model):
     assert list(generate(model, PROMPT, max_tokens=0)) == []
 
@@ -148,43 +157,3 @@ def test_numbers_out_of_range_are_refused(options, match):
 def test_bad_prompts_are_refused(prompt, match):
     with pytest.raises(ValueError, match=match):
         generate(Decoder(tiny("full")), prompt)
-
-
-def draws(logits: torch.Tensor, n: int = 4000, **options) -> torch.Tensor:
-    """Frequencies of `n` samples."""
-    random = torch.Generator().manual_seed(0)
-    sampling = SamplingConfig(**options)
-    counts = torch.bincount(torch.tensor([sample(logits, sampling, random) for _ in range(n)]), minlength=len(logits))
-    return counts / n
-
-
-LOGITS = torch.tensor([0.1, 0.4, 0.2, 0.3]).log()
-
-
-@pytest.mark.parametrize(("options", "expected"), [
-    ({}, [0.1, 0.4, 0.2, 0.3]),
-    ({"temperature": 0.5}, [0.01 / 0.3, 0.16 / 0.3, 0.04 / 0.3, 0.09 / 0.3]),
-    ({"temperature": 0.0}, [0, 1, 0, 0]),
-    ({"top_k": 2}, [0, 4 / 7, 0, 3 / 7]),
-    ({"top_k": 100}, [0.1, 0.4, 0.2, 0.3]),
-    ({"top_p": 0.35}, [0, 1, 0, 0]),
-    ({"top_p": 0.5}, [0, 4 / 7, 0, 3 / 7]),
-    ({"top_p": 1.0}, [0.1, 0.4, 0.2, 0.3]),
-    ({"top_k": 2, "top_p": 0.5}, [0, 1, 0, 0]),
-])  # fmt: skip
-def test_frequencies_follow_the_cut_distribution(options, expected):
-    frequencies = draws(LOGITS, **options)
-    expected = torch.tensor(expected)
-    assert ((frequencies > 0) == (expected > 0)).all()
-    # five standard deviations of a frequency of 4,000 draws
-    assert ((frequencies - expected).abs() <= 5 * (expected * (1 - expected) / 4000).sqrt()).all()
-
-
-def test_a_tiny_temperature_is_greedy_and_finite():
-    assert draws(LOGITS * 1e4, n=20, temperature=1e-30)[1] == 1
-
-
-@pytest.mark.parametrize("bad", [float("nan"), float("inf")])
-def test_logits_that_are_not_finite_are_refused(bad):
-    with pytest.raises(ValueError, match="logits must be finite, got NaN or infinity; its weights may be damaged"):
-        sample(torch.tensor([0.0, bad]), SamplingConfig(), torch.Generator())

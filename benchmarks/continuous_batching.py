@@ -1,0 +1,137 @@
+"""Times many requests of mixed lengths one at a time and through the slots of a BatchDecoder, side by side.
+
+    python benchmarks/continuous_batching.py [--requests 200] [--slots 16] [--mechanisms latte,llp] [--out FILE.json]
+
+Both are given the same prompts and the same numbers of tokens, and choose the likeliest token. Each round times one
+after the other; the figures are the median and the 20th and 80th percentile of the rounds. On a machine with a GPU
+add `--device cuda`, and `--compile` for a compiled step.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import statistics
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from subquad import attention
+from subquad.bench._machine import provenance
+from subquad.generation import BatchDecoder, SamplingConfig, generate
+from subquad.models import Decoder, DecoderConfig
+
+Asked = list[tuple[list[int], int]]
+
+
+def main(arguments: list[str] | None = None) -> int:
+    """Measure, print the table, write the JSON."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--mechanisms", default="llp,window,linear,latte,elita,full", help="separated by commas")
+    for name, value, text in (
+        ("requests", 200, "sequences"),
+        ("slots", 16, "of the batch"),
+        ("prompt", 128, "tokens of the longest prompt"),
+        ("tokens", 128, "generated tokens of the longest sequence"),
+        ("dim", 128, "width of the model"),
+        ("layers", 4, "of the model"),
+        ("rounds", 3, "of both ways, one after the other"),
+    ):
+        parser.add_argument(f"--{name}", type=int, default=value, help=f"{text} (default: {value})")
+    parser.add_argument("--device", default="cpu", choices=("cpu", "cuda"))
+    parser.add_argument("--compile", action="store_true", help="compile the batch's step")
+    parser.add_argument("--out", type=Path, default=None, help="a JSON file for the figures")
+    asked = parser.parse_args(arguments)
+    names = asked.mechanisms.split(",")
+    causal = [name for name in attention.names() if "causal" in attention.mechanism(name).forms]
+    if unknown := set(names) - set(causal):
+        parser.error(f"unknown {', '.join(sorted(unknown))}; valid: {', '.join(causal)}")
+    for name in ("requests", "slots", "prompt", "tokens", "dim", "layers", "rounds"):
+        if getattr(asked, name) < 1:
+            parser.error(f"--{name} must be at least 1, got {getattr(asked, name)}")
+    rows = [measure(name, asked) for name in names]
+    if asked.out is not None:
+        settings = {key: str(value) if key == "out" else value for key, value in vars(asked).items()}
+        asked.out.write_text(
+            json.dumps({"settings": settings, **provenance(asked.device), "rows": rows}, indent=1) + "\n"
+        )
+    return 0
+
+
+def measure(name: str, asked: argparse.Namespace) -> dict[str, Any]:
+    """Time one mechanism both ways and print its line."""
+    model, requests = build(name, asked), mixed(asked)
+    tokens = sum(count for _, count in requests)
+    alone, together, same = [], [], []
+    list(generate(model, [1, 2], max_tokens=2))  # what loads on first use
+    for _ in range(asked.rounds):
+        start = time.perf_counter()
+        expected = [list(generate(model, prompt, max_tokens=count, temperature=0)) for prompt, count in requests]
+        alone.append(time.perf_counter() - start)
+        decoder = BatchDecoder(model, slots=asked.slots, max_context=asked.prompt + asked.tokens, compile=asked.compile)
+        if asked.compile:
+            decoder.add([0], SamplingConfig(max_tokens=2, temperature=0))
+            decoder.run()
+        start = time.perf_counter()
+        made = [decoder.add(prompt, SamplingConfig(max_tokens=count, temperature=0)) for prompt, count in requests]
+        decoder.run()
+        together.append(time.perf_counter() - start)
+        same.append(sum(request.tokens == own for request, own in zip(made, expected, strict=True)))
+    row = {
+        "name": name,
+        "tokens": tokens,
+        "alone_tokens_per_s": tokens / statistics.median(alone),
+        "batch_tokens_per_s": tokens / statistics.median(together),
+        "ratio": spread([a / b for a, b in zip(alone, together, strict=True)]),
+        "same_tokens_as_alone": f"{min(same)} of {len(requests)}",
+        "state_bytes": decoder.state_bytes,
+    }
+    low, middle, high = row["ratio"]
+    sys.stdout.write(
+        f"{name:16} one at a time {row['alone_tokens_per_s']:8,.0f} tokens/s   {asked.slots} slots "
+        f"{row['batch_tokens_per_s']:8,.0f} tokens/s   {middle:5.1f}x ({low:.1f} to {high:.1f})   same tokens: "
+        f"{row['same_tokens_as_alone']}   state: {row['state_bytes']:,} bytes\n"
+    )
+    sys.stdout.flush()
+    return row
+
+
+def spread(values: list[float]) -> tuple[float, float, float]:
+    """The 20th percentile, the median and the 80th percentile."""
+    found = torch.tensor(values, dtype=torch.float64).quantile(torch.tensor([0.2, 0.5, 0.8], dtype=torch.float64))
+    low, middle, high = found.tolist()
+    return low, middle, high
+
+
+def build(name: str, asked: argparse.Namespace) -> Decoder:
+    """A model with random weights that are wide enough for its tokens to differ."""
+    position = "rope" if attention.mechanism(name).rotates else "sinusoidal"
+    torch.manual_seed(0)
+    config = DecoderConfig(
+        vocab_size=256,
+        dim=asked.dim,
+        num_layers=asked.layers,
+        num_heads=4,
+        attention=name,
+        position=position,
+        init_std=0.3,
+    )
+    return Decoder(config).eval().to(asked.device)
+
+
+def mixed(asked: argparse.Namespace) -> Asked:
+    """Prompts and numbers of tokens of lengths up to the longest, evenly drawn."""
+    random = torch.Generator().manual_seed(0)
+
+    def draw(most: int) -> int:
+        return int(torch.randint(1, most + 1, (1,), generator=random))
+
+    lengths = [(draw(asked.prompt), draw(asked.tokens)) for _ in range(asked.requests)]
+    return [(torch.randint(256, (n,), generator=random).tolist(), count) for n, count in lengths]
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())

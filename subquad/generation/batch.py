@@ -1,0 +1,279 @@
+"""Continuous batching: sequences join a running batch and leave it, each as if it were alone.
+
+Shape letters: B slots, V vocabulary.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Collection, Sequence
+from typing import Literal
+
+from torch import Tensor
+
+from subquad.generation._generate import checked_prompt, inference, read_piece
+from subquad.generation._slots import grows, make_slots
+from subquad.generation.config import SamplingConfig
+from subquad.generation.sampling import Sampler
+from subquad.models import Decoder, PerceiverAR
+from subquad.state import State
+
+Finished = Literal["length", "stop", "cancelled", "error"]
+
+
+class Request:
+    """One sequence of a `BatchDecoder`, made by its `add`.
+
+    `tokens` are the generated ones (a stop token is the last), `finished` is None until there are no more: `length`
+    (`max_tokens` of them), `stop`, `cancelled`, or `error`, with the exception as `error`. `state` is then what was
+    read (the prompt and all generated tokens but the last), if `add` was told to keep it.
+    """
+
+    def __init__(
+        self,
+        unread: list[int],
+        sampling: SamplingConfig,
+        choose: Sampler,
+        *,
+        stop_tokens: frozenset[int],
+        state: State | None,
+        keep_state: bool,
+    ) -> None:
+        self.tokens: list[int] = []
+        self.prompt_tokens = len(unread)
+        self.finished: Finished | None = None
+        self.error: Exception | None = None
+        self.state = state
+        self._unread = unread
+        self._sampling = sampling
+        self._choose = choose
+        self._stop_tokens = stop_tokens
+        self._keep_state = keep_state
+        self._slot: int | None = None
+
+
+class BatchDecoder:
+    """Many sequences decoded together: a step reads one token of each, which costs little more than one of them.
+
+    A sequence joins when a slot is free and leaves when it ends; each gets the tokens that it would get with the other
+    slots empty (with seeds, its random numbers are its own). Prompts are read alone, before they join, `prefill_chunk`
+    tokens of them in a step, so that a long one does not hold up the others. Shapes are fixed: `compile=True` compiles
+    the step once (torch.compile), and captured graphs can replay it; a `PerceiverAR` has no fixed shapes.
+
+    States of constant size take no more memory for longer texts. Where one grows (`full`), a sequence may have
+    `max_context` tokens, the generated ones counted, and each slot keeps place for them. Not safe for several threads.
+    Raises `ValueError` for numbers below 1, and for `compile` with a `PerceiverAR`.
+    """
+
+    def __init__(
+        self,
+        model: Decoder,
+        /,
+        *,
+        slots: int = 16,
+        max_context: int = 4096,
+        prefill_chunk: int = 512,
+        compile: bool = False,
+    ) -> None:
+        for name, value in (("slots", slots), ("max_context", max_context), ("prefill_chunk", prefill_chunk)):
+            if value < 1:
+                raise ValueError(f"{name} must be at least 1, got {value}")
+        self.slots = slots
+        self.max_context = _limit(model, max_context)
+        self._model = model
+        self._prefill_chunk = prefill_chunk
+        with inference(model):
+            self._slots = make_slots(model, slots, max_context, compile=compile)
+        self._free = list(range(slots - 1, -1, -1))
+        self._waiting: deque[Request] = deque()
+        self._running: dict[int, Request] = {}
+
+    @property
+    def waiting(self) -> int:
+        """Requests that have not joined yet."""
+        return len(self._waiting)
+
+    @property
+    def running(self) -> int:
+        """Requests in a slot."""
+        return len(self._running)
+
+    @property
+    def free(self) -> int:
+        """Empty slots."""
+        return len(self._free)
+
+    @property
+    def state_bytes(self) -> int:
+        """Bytes of the states of all slots."""
+        return self._slots.nbytes
+
+    def add(
+        self,
+        prompt: Sequence[int],
+        sampling: SamplingConfig | None = None,
+        /,
+        *,
+        stop_tokens: Collection[int] = (),
+        state: State | None = None,
+        keep_state: bool = False,
+    ) -> Request:
+        """Queue a sequence that continues `prompt`, after the tokens that made `state`.
+
+        Raises `ValueError` for an empty prompt, a token outside of the vocabulary, a state of another model, and for
+        more tokens than `max_context` or a `PerceiverAR` with decode=frozen has place for.
+        """
+        sampling = SamplingConfig() if sampling is None else sampling
+        unread = checked_prompt(prompt, self._model.config.vocab_size)
+        seen = 0
+        if state is not None:
+            state.check(self._model.config_hash, "this decoder", 1)
+            seen = int(state.seen)
+        total = seen + len(unread) + sampling.max_tokens
+        if self.max_context is not None and total > self.max_context:
+            before = f"{seen} tokens before, " if seen else ""
+            raise ValueError(
+                f"a sequence may have {self.max_context} tokens (max_context) and this one asks for {total}: {before}"
+                f"{len(unread)} of the prompt and max_tokens={sampling.max_tokens}"
+            )
+        most = self._model.most_new_tokens(len(unread), state) if isinstance(self._model, PerceiverAR) else None
+        if most is not None and sampling.max_tokens > most:
+            raise ValueError(
+                f"decode=frozen has latents for {most} tokens after these {len(unread)} of the prompt, got "
+                f"max_tokens={sampling.max_tokens}"
+            )
+        request = Request(
+            unread,
+            sampling,
+            Sampler(sampling, self._model.config.vocab_size, unread),
+            stop_tokens=frozenset(stop_tokens),
+            state=state,
+            keep_state=keep_state,
+        )
+        if sampling.max_tokens == 0:
+            request.finished = "length"
+        else:
+            self._waiting.append(request)
+        return request
+
+    def cancel(self, request: Request, /) -> None:
+        """End a request now and free its slot; nothing happens to one that has ended."""
+        if request.finished is None:
+            self._end(request, "cancelled")
+
+    def step(self) -> list[tuple[Request, int]]:
+        """Read some of the prompts that wait, then a token in each slot; the new tokens, in the slots' order.
+
+        A request whose numbers go wrong ends with `error`, and the others go on.
+        """
+        with inference(self._model):
+            self._read_prompts()
+            if not self._running:
+                return []
+            fed = [0] * self.slots
+            for slot, request in self._running.items():
+                fed[slot] = request._unread[-1]
+            logits_BV = self._slots.step(fed)
+        return self._choose(logits_BV)
+
+    def state_bytes_of(self, request: Request, /) -> int:
+        """Bytes of a request's state; 0 where it has none in a slot."""
+        return 0 if request._slot is None else self._slots.bytes_of(request._slot)
+
+    def run(self) -> None:
+        """Step until every request has ended."""
+        while self._waiting or self._running:
+            self.step()
+
+    def _read_prompts(self) -> None:
+        budget = self._prefill_chunk
+        while self._waiting and self._free and budget > 0:
+            request = self._waiting[0]
+            before = len(request._unread)
+            try:
+                if before > 1:
+                    request.state = read_piece(self._model, request._unread, request.state, budget)
+            except (ValueError, ArithmeticError) as error:
+                self._end(request, "error", error)
+                continue
+            budget -= before - len(request._unread)
+            if len(request._unread) == 1:
+                self._waiting.popleft()
+                request._slot = self._free.pop()
+                self._running[request._slot] = request
+                self._slots.insert(request._slot, request.state)
+                request.state = None
+
+    def _choose(self, logits_BV: Tensor) -> list[tuple[Request, int]]:
+        logits_BV = logits_BV.detach().double().cpu()
+        likeliest = logits_BV.argmax(-1).tolist()
+        finite = logits_BV.isfinite().all(-1).tolist()
+        events = []
+        for slot, request in sorted(self._running.items()):
+            if finite[slot] and request._choose.takes_the_likeliest:
+                token = likeliest[slot]
+            else:
+                try:
+                    token = request._choose(logits_BV[slot])
+                except ValueError as error:
+                    self._end(request, "error", error)
+                    continue
+            request.tokens.append(token)
+            request._unread = [token]
+            events.append((request, token))
+            if token in request._stop_tokens:
+                self._end(request, "stop")
+            elif len(request.tokens) == request._sampling.max_tokens:
+                self._end(request, "length")
+        return events
+
+    def _end(self, request: Request, how: Finished, error: Exception | None = None) -> None:
+        request.finished, request.error = how, error
+        if request._slot is None:
+            self._waiting.remove(request)
+            request.state = None
+            return
+        request.state = self._slots.take(request._slot) if request._keep_state else None
+        self._slots.clear(request._slot)
+        del self._running[request._slot]
+        self._free.append(request._slot)
+        request._slot = None
+
+
+def generate_batch(
+    model: Decoder,
+    prompts: Sequence[Sequence[int]],
+    /,
+    sampling: SamplingConfig | None = None,
+    *,
+    samples: int = 1,
+    slots: int = 16,
+    max_context: int = 4096,
+    stop_tokens: Collection[int] = (),
+) -> list[Request]:
+    """Continue each of `prompts`, of any lengths, `samples` times: the requests, in the prompts' order.
+
+    The j-th sample of a prompt has the seed `seed + j`. Raises as `BatchDecoder` does, and `ValueError` for `samples`
+    below 1.
+    """
+    if samples < 1:
+        raise ValueError(f"samples must be at least 1, got {samples}")
+    sampling = SamplingConfig() if sampling is None else sampling
+    decoder = BatchDecoder(model, slots=slots, max_context=max_context, prefill_chunk=sampling.prefill_chunk)
+    requests = []
+    for prompt in prompts:
+        for j in range(samples):
+            own = sampling if sampling.seed is None else sampling.replace(seed=sampling.seed + j)
+            requests.append(decoder.add(prompt, own, stop_tokens=stop_tokens))
+    decoder.run()
+    return requests
+
+
+def _limit(model: Decoder, max_context: int) -> int | None:
+    """How many tokens a sequence may have; None: any number."""
+    limits = []
+    if not isinstance(model, PerceiverAR) and grows(model):
+        limits.append(max_context)
+    if model.config.position == "learned":
+        limits.append(model.config.max_positions)
+    return min(limits, default=None)

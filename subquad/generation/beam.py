@@ -1,0 +1,109 @@
+"""Beam search: the likeliest whole continuations that a bounded search finds.
+
+Shape letters: B beams, V vocabulary.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from functools import partial
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from subquad.generation._generate import Generation, as_tensor, inference
+from subquad.generation.config import SamplingConfig
+from subquad.generation.sampling import check_finite
+from subquad.models import Decoder
+from subquad.state import State
+
+
+class Beam(NamedTuple):
+    """A continuation; `score` is the sum of its tokens' log-probabilities over `length ** length_penalty`."""
+
+    tokens: list[int]
+    score: float
+
+
+def beam_search(
+    model: Decoder,
+    prompt: Sequence[int],
+    /,
+    *,
+    beams: int = 4,
+    max_tokens: int = 256,
+    stop_token: int | None = None,
+    length_penalty: float = 1.0,
+    state: State | None = None,
+    prefill_chunk: int = 4096,
+) -> list[Beam]:
+    """`beams` continuations of `prompt`, the best first, by `sum_t log p(token_t | before) / length ** length_penalty`.
+
+    In each step the `beams` likeliest continuations that do not end with `stop_token` go on; those that end with it
+    (counted in their length) compete by score. The search ends after `max_tokens`, or when no beam that goes on could
+    still, at its present length, beat the worst of `beams` ended ones. The states are carried and reordered: the prompt
+    is read once. A model with fewer than `beams` continuations gives those it has.
+
+    Raises `ValueError` for numbers out of range, as `generate` does, and for logits that are not finite.
+    """
+    if beams < 1:
+        raise ValueError(f"beams must be at least 1, got {beams}")
+    sampling = SamplingConfig(max_tokens=max_tokens, temperature=0, prefill_chunk=prefill_chunk)
+    generation = Generation(model, prompt, sampling, state=state)
+    if max_tokens == 0:
+        return [Beam([], 0.0)]
+    generation.prefill()
+    ended: list[Beam] = []
+    with inference(model):
+        logits_BTV, state = model(as_tensor(model, [int(prompt[-1])]), generation.state)
+        rows: list[list[int]] = [[]]
+        sums_B = torch.zeros(1, dtype=torch.float64)
+        for length in range(1, max_tokens + 1):
+            scores_BV = sums_B[:, None] + _log_probabilities(logits_BTV[:, -1])
+            going = _split(scores_BV, rows, beams, stop_token, length**length_penalty, ended)
+            if not going or length == max_tokens or _decided(going, ended, beams, length**length_penalty):
+                break
+            rows = [[*rows[row], token] for row, token, _ in going]
+            sums_B = torch.tensor([total for _, _, total in going], dtype=torch.float64)
+            origin_B = torch.tensor([row for row, _, _ in going], device=logits_BTV.device)
+            state = state.map(partial(torch.index_select, dim=0, index=origin_B))
+            last_B1 = torch.tensor([[row[-1]] for row in rows], device=logits_BTV.device)
+            logits_BTV, state = model(last_B1, state)
+    if not (going and _decided(going, ended, beams, length**length_penalty)):
+        ended += [Beam([*rows[row], token], total / length**length_penalty) for row, token, total in going]
+    return sorted(ended, key=lambda beam: -beam.score)[:beams]
+
+
+Going = list[tuple[int, int, float]]
+"""Row, token, sum of log-probabilities."""
+
+
+def _split(
+    scores_BV: Tensor, rows: list[list[int]], beams: int, stop_token: int | None, norm: float, ended: list[Beam]
+) -> Going:
+    """The likeliest continuations that go on; those among them that end are added to `ended`."""
+    vocab_size = scores_BV.shape[1]
+    # Each row ends in one way, so twice as many hold enough that go on.
+    totals, places = scores_BV.flatten().topk(min(2 * beams, scores_BV.numel()))
+    going: Going = []
+    for rank, (total, place) in enumerate(zip(totals.tolist(), places.tolist(), strict=True)):
+        row, token = divmod(place, vocab_size)
+        if token != stop_token:
+            going.append((row, token, total))
+        elif rank < beams:
+            ended.append(Beam([*rows[row], token], total / norm))
+    ended.sort(key=lambda beam: -beam.score)
+    del ended[beams:]
+    return going[:beams]
+
+
+def _decided(going: Going, ended: list[Beam], beams: int, norm: float) -> bool:
+    """Whether enough have ended and the best of those that go on is no better than the worst of them."""
+    return len(ended) == beams and going[0][2] / norm <= ended[-1].score
+
+
+def _log_probabilities(logits_BV: Tensor) -> Tensor:
+    logits_BV = logits_BV.double().cpu()
+    check_finite(logits_BV)
+    return logits_BV.log_softmax(-1)

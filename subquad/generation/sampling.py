@@ -1,0 +1,72 @@
+"""Choosing the next token from its logits.
+
+Shape letters: V vocabulary.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+import torch
+from torch import Tensor
+
+from subquad.generation.config import SamplingConfig
+
+
+class Sampler:
+    """Chooses a sequence's tokens one after another, with random numbers and a memory of its own."""
+
+    def __init__(self, sampling: SamplingConfig, vocab_size: int, tokens: Iterable[int] = (), /) -> None:
+        self.sampling = sampling
+        self._random: torch.Generator | None = None
+        self._said_V: Tensor | None = None
+        if sampling.temperature > 0:
+            self._random = torch.Generator()
+            if sampling.seed is None:
+                self._random.seed()
+            else:
+                self._random.manual_seed(sampling.seed)
+        if sampling.repetition_penalty != 1:
+            self._said_V = torch.zeros(vocab_size, dtype=torch.bool)
+            self._said_V[torch.tensor(list(tokens), dtype=torch.long)] = True
+
+    @property
+    def takes_the_likeliest(self) -> bool:
+        """Whether the token is the one with the highest logit, whatever the text before."""
+        return self._random is None and self._said_V is None
+
+    def __call__(self, logits_V: Tensor, /) -> int:
+        """The next token. Raises `ValueError` where a logit is not finite."""
+        logits_V = logits_V.detach().double().cpu()
+        check_finite(logits_V)
+        if self._said_V is not None:
+            logits_V = penalised(logits_V, self._said_V, self.sampling.repetition_penalty)
+        token = int(logits_V.argmax()) if self._random is None else sample(logits_V, self.sampling, self._random)
+        if self._said_V is not None:
+            self._said_V[token] = True
+        return token
+
+
+def check_finite(logits: Tensor, /) -> None:
+    """Raise `ValueError` where a logit is NaN or infinite."""
+    if not bool(logits.isfinite().all()):
+        raise ValueError("the model's logits must be finite, got NaN or infinity; its weights may be damaged")
+
+
+def penalised(logits_V: Tensor, said_V: Tensor, penalty: float, /) -> Tensor:
+    """`z / penalty` where z > 0 and `z * penalty` where z < 0, for the tokens that are in the text already.
+
+    Source: CTRL (Keskar et al. 2019, arXiv:1909.05858, section 4.1), whose division alone would raise negative logits.
+    """
+    return torch.where(said_V, torch.where(logits_V > 0, logits_V / penalty, logits_V * penalty), logits_V)
+
+
+def sample(logits_V: Tensor, sampling: SamplingConfig, random: torch.Generator, /) -> int:
+    """Draw a token from softmax(logits / temperature), cut to `top_k`, then `top_p`, then `min_p`; in float64."""
+    logits_V, order_V = logits_V.sort(descending=True, stable=True)
+    p_V = ((logits_V - logits_V[0]) / sampling.temperature)[: sampling.top_k].softmax(-1)
+    if sampling.top_p is not None:
+        p_V = p_V[p_V.cumsum(-1) - p_V < sampling.top_p]
+    if sampling.min_p is not None:
+        p_V = p_V[p_V >= sampling.min_p * p_V[0]]
+    return int(order_V[torch.multinomial(p_V, 1, generator=random)])

@@ -1,0 +1,63 @@
+"""A tiny model of every causal mechanism and stack, in float64, whose predictions are sharp and varied."""
+
+import torch
+
+from subquad import attention
+from subquad.models import Decoder, DecoderConfig
+from subquad.models.stacks import build_model
+
+VOCABULARY = 23
+SMALL = {
+    "bigbird": {"block": 3, "num_global": 1, "num_random": 1},
+    "dilated": {"width": 2, "dilation": 3},
+    "latte_macchiato": {"width": 4},
+    "llp": {"segment": 6},
+    "longformer": {"width": 4, "num_global": 3},
+    "shifted": {"group": 4},
+    "strided": {"stride": 4, "columns": 2},
+    "window": {"width": 4},
+}
+HISTORIES = {
+    "cross": {},
+    "self": {"history_tokens": 6},
+    "segments": {"segment": 3},
+    "compressed": {"history_tokens": 6, "projected": 2},
+}
+MECHANISMS = [name for name in attention.names() if "causal" in attention.mechanism(name).forms]
+STACKS = [f"perceiver_ar {history} {decode}" for history in HISTORIES for decode in ("exact", "refill")]
+VARIANTS = ["llp first block", "hybrid", "loops", "learned"]
+EVERY = [*MECHANISMS, *STACKS, *VARIANTS]
+
+
+def config_of(name: str) -> DecoderConfig:
+    shape = {"vocab_size": VOCABULARY, "dim": 16, "num_layers": 2, "num_heads": 2, "tie_embeddings": False}
+    if name == "llp first block":
+        options = {"llp": {"segment": 6, "first_block_projections": True}}
+        return DecoderConfig(**shape, attention="llp", options=options)
+    if name == "hybrid":
+        return DecoderConfig(**shape, attention=["latte", "full"], position="sinusoidal")
+    if name == "loops":
+        return DecoderConfig(**shape, attention="window", options={"window": {"width": 4}}, loops=2)
+    if name == "learned":
+        return DecoderConfig(**shape, attention="linear", position="learned", max_positions=64)
+    if name.startswith("perceiver_ar"):
+        _, history, decode = name.split()
+        options = {"latents": 5, "history": history, "decode": decode, **HISTORIES[history]}
+        return DecoderConfig(**shape, attention="perceiver_ar", options={"perceiver_ar": options})
+    position = "rope" if attention.mechanism(name).rotates else "sinusoidal"
+    own = {name: SMALL[name]} if name in SMALL else {}
+    return DecoderConfig(**shape, attention=name, options=own, position=position)
+
+
+def make(name: str) -> Decoder:
+    torch.manual_seed(1)
+    model = build_model(config_of(name)).double().eval()
+    with torch.no_grad():
+        for p in model.parameters():
+            p.add_(torch.randn_like(p) / 2)
+        model.embedding.tokens.weight.mul_(3)  # so that the next token depends much on the last one
+    return model
+
+
+def numbers(tokens: int, seed: int = 0) -> list[int]:
+    return torch.randint(1, VOCABULARY, (tokens,), generator=torch.Generator().manual_seed(seed)).tolist()

@@ -1,0 +1,80 @@
+"""Beam search against transformers' and against all continuations."""
+
+import itertools
+
+import pytest
+import torch
+
+from subquad.generation import beam_search, generate
+from subquad.hf import SubquadConfig, SubquadForCausalLM
+from subquad.models import Decoder, DecoderConfig
+from subquad.testing import assert_same_maths
+from tests.generation.models import make, numbers
+
+PROMPT = numbers(7)
+
+
+@pytest.mark.parametrize("length_penalty", [1.0, 0.5, 2.0])
+@pytest.mark.parametrize("beams", [1, 2, 4])
+@pytest.mark.parametrize("stop", [None, 3, 7])
+def test_beams_and_scores_are_those_of_transformers(stop, beams, length_penalty):
+    model = make("latte")
+    wrapped = SubquadForCausalLM(SubquadConfig.from_decoder(model.config)).double().eval()
+    wrapped.model.load_state_dict(model.state_dict())
+    prompt = torch.tensor([PROMPT])
+    how = {"num_beams": beams, "num_return_sequences": beams, "length_penalty": length_penalty} if beams > 1 else {}
+    theirs = wrapped.generate(
+        prompt,
+        attention_mask=torch.ones_like(prompt),
+        max_new_tokens=10,
+        eos_token_id=stop,
+        pad_token_id=1,
+        do_sample=False,
+        **how,
+    )
+    ours = beam_search(model, PROMPT, beams=beams, max_tokens=10, stop_token=stop, length_penalty=length_penalty)
+    assert len(ours) == beams
+    for beam, row in zip(ours, theirs[:, len(PROMPT) :].tolist(), strict=True):
+        assert row[: len(beam.tokens)] == beam.tokens
+        assert set(row[len(beam.tokens) :]) <= {1}
+
+
+def test_enough_beams_find_the_best_of_all_continuations():
+    torch.manual_seed(0)
+    config = DecoderConfig(vocab_size=4, dim=8, num_layers=1, num_heads=2, attention="full", init_std=1.0)
+    model = Decoder(config).double().eval()
+    prompt, scores = [1, 2], {}
+    for tokens in itertools.product(range(4), repeat=3):
+        ids = torch.tensor([[*prompt, *tokens]])
+        with torch.no_grad():
+            log_p = model(ids)[0][0, 1:-1].log_softmax(-1)
+        scores[tokens] = log_p.gather(1, ids[0, 2:, None]).sum().item() / 3
+    best = sorted(scores, key=lambda tokens: -scores[tokens])
+    found = beam_search(model, prompt, beams=64, max_tokens=3)
+    assert [tuple(beam.tokens) for beam in found] == best
+    assert_same_maths(
+        torch.tensor([beam.score for beam in found], dtype=torch.float64),
+        torch.tensor([scores[tokens] for tokens in best], dtype=torch.float64),
+    )
+
+
+def test_one_beam_is_greedy_and_a_state_goes_before_the_prompt():
+    model = make("llp")
+    whole = list(generate(model, PROMPT, max_tokens=8, temperature=0))
+    assert beam_search(model, PROMPT, beams=1, max_tokens=8)[0].tokens == whole
+    first = generate(model, PROMPT[:4], max_tokens=0)
+    state = first.read_all()
+    after = beam_search(model, PROMPT[4:], beams=3, max_tokens=8, state=state)
+    whole = beam_search(model, PROMPT, beams=3, max_tokens=8)
+    assert [beam.tokens for beam in after] == [beam.tokens for beam in whole]
+
+
+def test_no_tokens_and_numbers_out_of_range():
+    model = make("latte")
+    assert beam_search(model, PROMPT, max_tokens=0)[0].tokens == []
+    with pytest.raises(ValueError, match="beams must be at least 1, got 0"):
+        beam_search(model, PROMPT, beams=0)
+    with torch.no_grad():
+        model.norm.weight.fill_(float("nan"))
+    with pytest.raises(ValueError, match="the model's logits must be finite"):
+        beam_search(model, PROMPT)
