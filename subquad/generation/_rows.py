@@ -54,6 +54,21 @@ def fit(state: State, shapes: Shapes) -> State:
     return State(entries, state.config_hash)
 
 
+def trimmed(shapes: Shapes, first: Shapes, seen: int) -> Shapes:
+    """`shapes` with at most `seen` places in the dimensions that have another size after one token (`first`)."""
+    found: dict[str, tuple[int, ...] | Shapes] = {}
+    for name, shape in shapes.items():
+        one = first.get(name)
+        if isinstance(shape, tuple):
+            sizes = one if isinstance(one, tuple) else shape
+            found[name] = tuple(
+                size if size == small else min(size, seen) for size, small in zip(shape, sizes, strict=True)
+            )
+        else:
+            found[name] = trimmed(shape, one if isinstance(one, Mapping) else {}, seen)
+    return found
+
+
 def put(batch: State, row: Tensor, one: State) -> State:
     """The batch with the sequence `one` in a row (`[1]`, where the batch is); `batch` keeps its shapes and dtypes.
 

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from subquad.generation._generate import as_tensor
-from subquad.generation._rows import fit, idle, join, put, row_of, shapes_of
+from subquad.generation._rows import fit, idle, join, put, row_of, shapes_of, trimmed
 from subquad.models import Decoder, PerceiverAR
 from subquad.state import State
 
@@ -58,7 +58,7 @@ class FixedSlots:
 
     def __init__(self, model: Decoder, slots: int, capacity: int, *, compile: bool = False) -> None:
         self._model = model
-        blank = _blank(model, capacity)
+        self._first, blank = _blank(model, 1), _final(model, capacity)
         self._blank = row_of(blank, 0)
         self._shapes = shapes_of(blank)
         self._state = blank.map(lambda x: x.repeat_interleave(slots, 0))
@@ -78,8 +78,9 @@ class FixedSlots:
         self._put(slot, self._blank, 0)
 
     def take(self, slot: int) -> State:
-        """A copy, with as many keys as the slot has place for."""
-        return row_of(self._state, slot)
+        """A copy without the places that stand before the first token."""
+        state = row_of(self._state, slot)
+        return fit(state, trimmed(self._shapes, shapes_of(self._first), int(state.seen)))
 
     def step(self, tokens: list[int]) -> Tensor:
         """One forward pass of all slots."""
@@ -158,21 +159,21 @@ class LooseSlots:
         return sum(state.nbytes for state in self._states.values() if state is not None)
 
 
-@torch.no_grad()
-def _blank(model: Decoder, capacity: int) -> State:
-    """The state of one row that has read nothing, with the shapes that it will have for good.
+def _final(model: Decoder, capacity: int) -> State:
+    """The state of one row that has read nothing, with the shapes that it will have for good."""
+    if grows(model):
+        return _blank(model, capacity)
+    places, state = 2, _blank(model, 1)
+    while shapes_of(longer := _blank(model, places)) != shapes_of(state):
+        places, state = 2 * places, longer
+    return state
 
-    A row of padding alone leaves it: padding does not exist, but takes places.
-    """
-    device = next(model.parameters()).device
-    places = capacity if grows(model) else 1
-    found: State | None = None
-    while True:
-        tokens_BT = torch.zeros(1, places, dtype=torch.long, device=device)
-        _, state = model.hidden(tokens_BT, None, torch.zeros_like(tokens_BT, dtype=torch.bool))
-        if grows(model) or (found is not None and shapes_of(found) == shapes_of(state)):
-            return state
-        found, places = state, 2 * places
+
+@torch.no_grad()
+def _blank(model: Decoder, places: int) -> State:
+    """What a row of so much padding leaves: padding does not exist, but takes places."""
+    tokens_BT = torch.zeros(1, places, dtype=torch.long, device=next(model.parameters()).device)
+    return model.hidden(tokens_BT, None, torch.zeros_like(tokens_BT, dtype=torch.bool))[1]
 
 
 def grows(model: Decoder) -> bool:

@@ -205,7 +205,7 @@ class BatchDecoder:
                 request.state = None
 
     def _choose(self, logits_BV: Tensor) -> list[tuple[Request, int]]:
-        logits_BV = logits_BV.detach().double().cpu()
+        logits_BV = logits_BV.detach()
         likeliest = logits_BV.argmax(-1).tolist()
         finite = logits_BV.isfinite().all(-1).tolist()
         events = []

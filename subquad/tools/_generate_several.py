@@ -19,7 +19,7 @@ MOST_SLOTS = 16
 
 def generate_several(loaded: LoadedRun, prompt: str, tokens: list[int], state: State | None, ask: Ask) -> None:
     """Print the texts, each after the prompt and under its number; the speed goes to standard error."""
-    begin = time.perf_counter()
+    begin, state_bytes = time.perf_counter(), 0
     if ask.beams > 1:
         best = beam_search(
             loaded.decoder,
@@ -34,15 +34,17 @@ def generate_several(loaded: LoadedRun, prompt: str, tokens: list[int], state: S
         sys.stdout.write(f"{prompt}{_text(loaded, tokens, best.tokens, ask)}\n")
         sys.stderr.write(f"score: {best.score:.4f} nats a token, of {ask.beams} beams; ")
     else:
-        generated = _samples(loaded, tokens, state, ask)
+        generated, state_bytes = _samples(loaded, tokens, state, ask)
         for number, own in enumerate(generated, 1):
             sys.stdout.write(f"--- {number} ---\n{prompt}{_text(loaded, tokens, own, ask)}\n")
     sys.stdout.flush()
     count, seconds = sum(map(len, generated)), time.perf_counter() - begin
-    sys.stderr.write(f"generated: {count} tokens in {seconds:.2f} s ({count / seconds:.1f} tokens/s)\n")
+    size = f"; state: {state_bytes:,} bytes of {min(ask.samples, MOST_SLOTS)} slots" if state_bytes else ""
+    sys.stderr.write(f"generated: {count} tokens in {seconds:.2f} s ({count / seconds:.1f} tokens/s){size}\n")
 
 
-def _samples(loaded: LoadedRun, tokens: list[int], state: State | None, ask: Ask) -> list[list[int]]:
+def _samples(loaded: LoadedRun, tokens: list[int], state: State | None, ask: Ask) -> tuple[list[list[int]], int]:
+    """The tokens of each text, and the bytes of all slots while they ran."""
     seen = 0 if state is None else int(state.seen)
     decoder = BatchDecoder(
         loaded.decoder,
@@ -63,7 +65,9 @@ def _samples(loaded: LoadedRun, tokens: list[int], state: State | None, ask: Ask
         for number in range(ask.samples)
     ]
     watches = {id(request): (TextStream(loaded.tokenizer, tokens), StopStrings(ask.stop)) for request in requests}
+    most = 0
     while decoder.waiting or decoder.running:
+        most = max(most, decoder.state_bytes)
         for request, token in decoder.step():
             text, stop = watches[id(request)]
             stop.push(text.push(token))
@@ -72,7 +76,7 @@ def _samples(loaded: LoadedRun, tokens: list[int], state: State | None, ask: Ask
     for request in requests:
         if request.error is not None:
             raise request.error
-    return [request.tokens for request in requests]
+    return [request.tokens for request in requests], most
 
 
 def _text(loaded: LoadedRun, before: list[int], tokens: list[int], ask: Ask) -> str:

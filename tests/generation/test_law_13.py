@@ -19,6 +19,17 @@ every = pytest.mark.parametrize("name", EVERY)
 without_refill = pytest.mark.parametrize("name", [name for name in EVERY if not name.endswith("refill")])
 
 
+def sizes(state, without, place=""):
+    """The shape of each tensor by its place."""
+    found = {}
+    for name, entry in state.entries.items():
+        if isinstance(entry, State):
+            found |= sizes(entry, without, f"{place}{name}/")
+        elif isinstance(entry, torch.Tensor) and name not in without:
+            found[place + name] = entry.shape
+    return found
+
+
 @torch.no_grad()
 def read_again(model, choose, tokens=9):
     """Tokens that `choose` takes from the logits of a full pass over all before."""
@@ -109,6 +120,11 @@ def test_a_sequence_that_left_a_batch_goes_on_alone_and_in_another(name):
     assert all(other.finished == "length" and other.state is None for other in others)
     assert request.tokens == whole[:9]
     assert request.state.seen == len(PROMPT) + 8
+    if not isinstance(model, PerceiverAR):
+        with torch.no_grad():
+            usual = model.hidden(torch.tensor([[*PROMPT, *whole[:8]]]))[1]
+        kept = ("first_keys", "first_values", "global_keys", "global_values")  # until no later token needs them
+        assert sizes(request.state, kept) == sizes(usual, kept)
     rest = {"max_tokens": 5, "temperature": 0.0}
     assert list(generate(model, request.tokens[-1:], state=request.state, **rest)) == whole[9:]
     again = decoder.add(request.tokens[-1:], SamplingConfig(**rest), state=request.state)
