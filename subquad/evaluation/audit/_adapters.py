@@ -1,0 +1,212 @@
+"""Adapters for our own models and for those of transformers.
+
+Shape letters: B batch, T tokens, S tokens in the cache and new ones.
+"""
+
+from __future__ import annotations
+
+import inspect
+import sys
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from subquad.evaluation.audit.adapter import Adapter, logits_of, tensors_in
+from subquad.models import Classifier, Decoder, Encoder, Perceiver, PerceiverAR, PerceiverIO
+
+CACHE_NAMES = ("past_key_values", "cache_params", "state")
+SIZE_WORDS = ("window", "segment", "chunk", "group", "block", "width", "stride", "latents")
+
+
+class DecoderAdapter(Adapter):
+    """Our own decoders and stacks: `(tokens, state, mask) -> (logits, state)`."""
+
+    def __init__(self, model: Decoder) -> None:
+        self.aligned_at_end = isinstance(model, PerceiverAR)
+
+    def vocab_size(self, model: nn.Module) -> int | None:
+        """The configuration's."""
+        return _decoder(model).config.vocab_size
+
+    def max_tokens(self, model: nn.Module) -> int | None:
+        """Rows of a learned table of positions; else any."""
+        config = _decoder(model).config
+        return config.max_positions if config.position == "learned" else None
+
+    def sizes(self, model: nn.Module) -> list[int]:
+        """Those that the layers' configurations name."""
+        return _decoder_sizes(_decoder(model))
+
+    def no_cache(self, model: nn.Module) -> str | None:
+        """A stack whose decoding equals another pass than the full one."""
+        return _no_exact_decoding(_decoder(model))
+
+    def no_padding(self, model: nn.Module) -> str | None:
+        """Always possible."""
+        return None
+
+    def passed(self, model: nn.Module) -> tuple[str, ...]:
+        """The mask."""
+        return ("mask",)
+
+    def full(self, model: nn.Module, tokens_BT: Tensor, mask_BT: Tensor | None = None) -> Tensor:
+        """The whole sequence, without a state."""
+        return logits_of(model(tokens_BT, mask=mask_BT))
+
+    def step(
+        self, model: nn.Module, tokens_BT: Tensor, cache: Any | None, mask_BS: Tensor | None = None
+    ) -> tuple[Tensor, Any]:
+        """With the state; the mask of the new tokens alone, where any is padding."""
+        mask_BT = None if mask_BS is None else mask_BS[:, mask_BS.shape[1] - tokens_BT.shape[1] :]
+        logits, state = model(tokens_BT, cache, None if mask_BT is None or bool(mask_BT.all()) else mask_BT)
+        return logits, state
+
+
+class TransformersAdapter(Adapter):
+    """A causal language model of transformers: by its forward's own parameters."""
+
+    def __init__(self, model: nn.Module) -> None:
+        self.names = frozenset(inspect.signature(model.forward).parameters)
+        self.cache_name = next((name for name in CACHE_NAMES if name in self.names), None)
+        inner = getattr(model, "model", None)
+        self.decoder = isinstance(inner, Decoder)
+        self.aligned_at_end = isinstance(inner, PerceiverAR)
+
+    def vocab_size(self, model: nn.Module) -> int | None:
+        """The configuration's."""
+        return getattr(_text_config(model), "vocab_size", None)
+
+    def max_tokens(self, model: nn.Module) -> int | None:
+        """Our decoders' as theirs; of others `max_position_embeddings`."""
+        if self.decoder:
+            return DecoderAdapter.max_tokens(self, model.model)  # type: ignore[arg-type]
+        most = getattr(_text_config(model), "max_position_embeddings", None)
+        return most if isinstance(most, int) and most > 0 else None
+
+    def sizes(self, model: nn.Module) -> list[int]:
+        """Those that the configuration names."""
+        if self.decoder:
+            return _decoder_sizes(_decoder(model.model))
+        return named_sizes(_text_config(model).to_dict())
+
+    def no_cache(self, model: nn.Module) -> str | None:
+        """Where forward takes no cache."""
+        if self.cache_name is None:
+            return f"its forward has no parameter {' or '.join(CACHE_NAMES)}"
+        return _no_exact_decoding(_decoder(model.model)) if self.decoder else None
+
+    def no_padding(self, model: nn.Module) -> str | None:
+        """Where forward takes no mask."""
+        return None if "attention_mask" in self.names else "its forward has no parameter attention_mask"
+
+    def passed(self, model: nn.Module) -> tuple[str, ...]:
+        """attention_mask, and position_ids where forward has it."""
+        return tuple(name for name in ("attention_mask", "position_ids") if name in self.names)
+
+    def full(self, model: nn.Module, tokens_BT: Tensor, mask_BT: Tensor | None = None) -> Tensor:
+        """Without a cache."""
+        named: dict[str, Any] = {"use_cache": False} if "use_cache" in self.names else {}
+        if mask_BT is not None:
+            named |= {"attention_mask": mask_BT.long(), **self.position_ids(mask_BT, tokens_BT.shape[1])}
+        return logits_of(model(input_ids=tokens_BT, **named))
+
+    def step(
+        self, model: nn.Module, tokens_BT: Tensor, cache: Any | None, mask_BS: Tensor | None = None
+    ) -> tuple[Tensor, Any]:
+        """With the cache by the name that forward has for it; `cache_params` goes without a mask after the first.
+
+        What is carried is the model's cache and the tokens in it, since position_ids are passed where forward has them.
+        """
+        assert self.cache_name is not None  # or no_cache has said so
+        before, seen = cache if cache is not None else (self.new_cache(model), 0)
+        mask_BT = mask_BS
+        if seen and self.cache_name != "past_key_values":
+            mask_BT = None  # as transformers' generate: such a state has no places that a mask could hide
+        tokens = tokens_BT.shape[1]
+        named = {} if before is None else {self.cache_name: before}
+        if mask_BT is not None:
+            named["attention_mask"] = mask_BT.long()
+        if mask_BS is None:
+            mask_BS = torch.ones(tokens_BT.shape[0], seen + tokens, device=tokens_BT.device)
+        output = model(input_ids=tokens_BT, use_cache=True, **named, **self.position_ids(mask_BS, tokens))
+        after = getattr(output, self.cache_name, None)
+        after = before if after is None else after
+        if not tensors_in(after):
+            raise ValueError(f"the model returned no {self.cache_name}")
+        return logits_of(output), (after, seen + tokens)
+
+    def new_cache(self, model: Any) -> Any | None:
+        """What transformers' generate gives to the first call: some models fill it and return none."""
+        supported = getattr(model, "_supports_default_dynamic_cache", None)
+        if self.cache_name != "past_key_values" or supported is None or not supported():
+            return None
+        from transformers import DynamicCache
+
+        return DynamicCache(config=_text_config(model))
+
+    def position_ids(self, mask_BS: Tensor, tokens: int) -> dict[str, Tensor]:
+        """The count of real tokens before each of the last ones, where forward has position_ids."""
+        if not self.positions or "position_ids" not in self.names:
+            return {}
+        return {"position_ids": (mask_BS.long().cumsum(1) - 1).clamp(min=0)[:, mask_BS.shape[1] - tokens :]}
+
+
+def adapter_for(model: nn.Module) -> Adapter:
+    """The adapter that fits; `ValueError` for a model that is no causal language model by its own account."""
+    if isinstance(model, Decoder):
+        return DecoderAdapter(model)
+    if isinstance(model, Encoder | Classifier | Perceiver | PerceiverIO):
+        raise ValueError(
+            f"{type(model).__name__} is no causal language model: it reads whole sequences, so every output depends on "
+            "later tokens by design; an audit is for models that predict the next token"
+        )
+    module: Any = sys.modules.get("transformers.modeling_utils")  # a model of transformers has loaded it
+    if module is None or not isinstance(model, module.PreTrainedModel):
+        return Adapter()
+    name = type(model).__name__
+    if getattr(model.config, "is_encoder_decoder", False):
+        raise ValueError(f"{name} is an encoder-decoder: an audit is for causal language models, from tokens to logits")
+    if not model.can_generate():
+        raise ValueError(
+            f"{name} is no causal language model (transformers can't generate with it): an audit needs logits of "
+            "the next token; load it by AutoModelForCausalLM"
+        )
+    return TransformersAdapter(model)
+
+
+def named_sizes(values: Any) -> list[int]:
+    """Whole numbers in a configuration whose names speak of windows, segments, chunks, groups or blocks of tokens."""
+    found: set[int] = set()
+    for name, value in values.items() if isinstance(values, dict) else ():
+        if isinstance(value, dict):
+            found |= set(named_sizes(value))
+        elif any(word in str(name) for word in SIZE_WORDS) and isinstance(value, int) and value > 1:
+            found.add(value)
+    return sorted(found)
+
+
+def _decoder_sizes(model: Decoder) -> list[int]:
+    if isinstance(model, PerceiverAR):
+        options = model.options
+        sizes = [options.latents, options.history_tokens, model.limit]
+        return sorted({size for size in (*sizes, options.segment if options.history == "segments" else None) if size})
+    return sorted({size for block in model.blocks() for size in named_sizes(block.attention.config.to_dict())})
+
+
+def _no_exact_decoding(model: Decoder) -> str | None:
+    if isinstance(model, PerceiverAR) and model.options.decode != "exact":
+        return (
+            f"decode={model.options.decode!r} goes on with other latents, which by design equals no full pass "
+            "(see PerceiverAR); set_decode('exact') can be checked"
+        )
+    return None
+
+
+def _decoder(model: Any) -> Decoder:
+    assert isinstance(model, Decoder)
+    return model
+
+
+def _text_config(model: Any) -> Any:
+    return model.config.get_text_config(decoder=True)

@@ -1,0 +1,220 @@
+"""The audit: every check in order, on copies of the model."""
+
+from __future__ import annotations
+
+import logging
+import platform
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import nn
+
+from subquad.evaluation.audit import _checks
+from subquad.evaluation.audit._adapters import adapter_for
+from subquad.evaluation.audit._case import Case, compare
+from subquad.evaluation.audit._causality import causality
+from subquad.evaluation.audit._growth import bf16, growth
+from subquad.evaluation.audit._probe import DTYPES, Probe, Refused, make_probe
+from subquad.evaluation.audit.adapter import Adapter, device_of
+from subquad.evaluation.audit.config import AuditConfig
+from subquad.evaluation.audit.report import CHECKS, AuditReport, Check, Replayed
+
+logger = logging.getLogger(__name__)
+
+LONGEST_OWN = 1024
+"""Sequences are made longer than `tokens` for the model's own sizes up to this."""
+NOT_FINITE = "logits are not finite (finite), so comparisons mean nothing"
+NOT_REPEATABLE = "the same call twice gives other logits (repeatable), so comparisons mean nothing"
+
+
+def audit(
+    model: nn.Module,
+    /,
+    *,
+    adapter: Adapter | None = None,
+    text: Sequence[int] | None = None,
+    progress: Callable[[str], None] | None = None,
+    **settings: Any,
+) -> AuditReport:
+    """Check that what a causal language model computes for a token depends on the tokens up to it, and on nothing else.
+
+    `model` is any causal language model of transformers, a `subquad.models.Decoder`, or an `nn.Module` from tokens
+    `[B, T]` to logits `[B, T, V]`; for another interface give an `adapter` (see `Adapter`). `settings` are the fields
+    of `AuditConfig`: `audit(model, tokens=128, seed=1)`. `text` holds tokens to use instead of random ones. `progress`
+    is called with the name of each check before it.
+
+    The checks are those of `CHECKS`; `report.passed` says whether none is a violation. Outputs are compared in float64
+    where the model runs in it. Logits that differ by more than rounding can explain (`report.arithmetic["band"]`) are a
+    violation, and its line has the shortest input that was found, for `replay`. What can't be checked is said to be so.
+
+    Works on copies: the model's weights, buffers, mode and dtype and the random state of torch stay as they are. Raises
+    `ValueError` for a setting out of range, for a model that is no causal language model, that can't be copied or that
+    takes no sequence, and `TypeError` for a setting of the wrong type and for outputs that are no logits.
+    """
+    if not isinstance(model, nn.Module):
+        raise TypeError(f"model must be a torch.nn.Module, got {type(model).__name__}")
+    config = AuditConfig.from_dict(settings)
+    adapter = adapter or adapter_for(model)
+    tell = progress or (lambda name: logger.info("audit: %s", name))
+    with _same_random_state(model):
+        audited, arithmetic = _prepare(model, adapter, config, text)
+        _compare(audited, tell)
+        if arithmetic["weights"] == "float64" and config.dtype == "auto":
+            alone = _only_in_float64(audited, config)
+            if alone:
+                logger.info("audit: once more in float32, since in float64 alone fails: %s", alone)
+                del audited.probe
+                audited, arithmetic = _prepare(model, adapter, config.replace(dtype="float32"), text)
+                arithmetic["float64"] = f"not used, since in it alone fails: {alone}"
+                _compare(audited, tell)
+        lengths, source = audited.lengths, audited.source
+        del audited.probe  # one copy of the model at a time
+        tell("growth")
+        audited.checks += growth(Probe(model, adapter, None), source, config.contexts, config.repeats)
+        tell("bf16")
+        most = adapter.max_tokens(model)
+        audited.checks.append(bf16(lambda: Probe(model, adapter, torch.bfloat16), source, config.long, most, lengths))
+    order = list(CHECKS)
+    checks = tuple(sorted(audited.checks, key=lambda check: order.index(check.name)))
+    return AuditReport(_named(model), config.to_dict(), arithmetic, checks, _versions())
+
+
+def replay(model: nn.Module, report: AuditReport, /, *, adapter: Adapter | None = None) -> list[Replayed]:
+    """Try the failing inputs of a report again, on this model: whether each still fails, by the report's band.
+
+    Raises `ValueError` for an input that is no case of an audit, or that the model does not take.
+    """
+    adapter = adapter or adapter_for(model)
+    done, probes = list[Replayed](), dict[str, Probe]()
+    with _same_random_state(model):
+        for check in report.checks:
+            if check.failing is None:
+                continue
+            case = Case.from_dict(check.failing)
+            if case.dtype not in DTYPES:
+                raise ValueError(f"unknown dtype {case.dtype!r} of a failing input; valid: {', '.join(DTYPES)}")
+            try:
+                if case.dtype not in probes:
+                    probes[case.dtype] = Probe(model, adapter, DTYPES[case.dtype])
+                size = compare(probes[case.dtype], case).worst
+            except Refused as error:
+                raise ValueError(f"the model does not take the failing input of {check.name!r}: {error}") from error
+            done.append(Replayed(check.name, size, report.arithmetic["band"]))
+    return done
+
+
+def _prepare(
+    model: nn.Module, adapter: Adapter, config: AuditConfig, text: Sequence[int] | None
+) -> tuple[_checks.Audited, dict[str, Any]]:
+    """The probe, the lengths that the model takes, the tokens, the band."""
+    most = adapter.max_tokens(model)
+    own = [size for size in adapter.sizes(model) if 2 * size + 1 <= min(LONGEST_OWN, most or LONGEST_OWN)]
+    usual = [n for n in _lengths(config.tokens) if most is None or n <= most]
+    longer = [n for size in own for n in (size - 1, size, size + 1, 2 * size, 2 * size + 1)]
+    asked = sorted({*usual, *(n for n in longer if n > 1)})
+    probe, taken = make_probe(model, adapter, config.dtype, asked)
+    source = _checks.Tokens(config.vocab_size or adapter.vocab_size(model) or probe.logits_seen, config.seed, text)
+    tokens = max((n for n in taken if n <= config.tokens), default=taken[0])
+    rows = source.rows(4, tokens)
+    narrowest = probe.narrowest(rows)
+    band, scale = probe.band(rows, narrowest, config.seed)
+    dtype = str(probe.dtype).removeprefix("torch.")
+    arithmetic = {"weights": dtype, "narrowest": str(narrowest).removeprefix("torch."), "scale": scale, "band": band}
+    name = dtype if dtype in DTYPES else "own"
+    audited = _checks.Audited(probe, band, taken, tokens, own, source, config.batch, name)
+    audited.checks.append(_taken(asked, taken, probe))
+    return audited, arithmetic
+
+
+def _only_in_float64(audited: _checks.Audited, config: AuditConfig) -> str:
+    """The checks that fail with weights in float64 and, though the fault would be seen there, not in float32.
+
+    A model may fail in float64 alone, in which nobody runs it: by a mask with float32's lowest number, for instance.
+    """
+    failing = [(check.name, Case.from_dict(check.failing)) for check in audited.checks if check.failing]
+    if not failing:
+        return ""
+    probe = Probe(audited.probe.original, audited.probe.adapter, torch.float32)
+    rows = audited.source.rows(4, audited.tokens)
+    band, _ = probe.band(rows, probe.narrowest(rows), config.seed)
+    alone = []
+    for name, case in failing:
+        try:
+            seen = compare(audited.probe, case).worst > 10 * band
+            if seen and compare(probe, case).worst <= band:
+                alone.append(name)
+        except Refused:
+            continue
+    return ", ".join(alone)
+
+
+def _lengths(tokens: int) -> list[int]:
+    """Lengths up to `tokens`: small ones, those beside powers of two, and the last two."""
+    powers = [2**k + d for k in range(1, tokens.bit_length()) for d in (-1, 0, 1)]
+    return sorted({n for n in (*powers, 12, 24, 48, tokens - 1, tokens) if 2 <= n <= tokens})
+
+
+def _taken(asked: Sequence[int], taken: Sequence[int], probe: Probe) -> Check:
+    refused = [n for n in asked if n not in taken]
+    if not refused:
+        return Check("lengths", "pass", f"takes {_checks.listed(taken, 16)}")
+    try:
+        probe.full([[0] * refused[0]])
+        reason = ""
+    except Refused as error:
+        reason = str(error)
+    detail = f"takes {_checks.listed(taken)}, refuses {_checks.listed(refused)}: {reason}"
+    return Check("lengths", "finding", detail, None, {"taken": list(taken), "refused": refused})
+
+
+def _compare(audited: _checks.Audited, tell: Callable[[str], None]) -> None:
+    """The checks that compare logits, until one of them makes the others meaningless."""
+    tell("finite")
+    reason = None if _checks.finite(audited) else NOT_FINITE
+    if reason is None:
+        tell("repeatable")
+        reason = None if _checks.repeatable(audited) else NOT_REPEATABLE
+    if reason is not None:
+        done = {check.name for check in audited.checks}
+        later = ("state growth", "time growth", "memory growth", "bf16")
+        for name in CHECKS:
+            if name not in done and name not in later:
+                audited.skip(name, reason)
+        return
+    for name, check in (
+        ("causality", causality),
+        ("truncation", _checks.truncation),
+        ("batch", _checks.batch),
+        ("cache", _checks.cached),
+        ("padding", _checks.padding),
+    ):
+        tell(name)
+        check(audited)
+
+
+@contextmanager
+def _same_random_state(model: nn.Module) -> Iterator[None]:
+    """torch's random numbers go on after the block as if it hadn't been."""
+    device = device_of(model)
+    with torch.random.fork_rng([device] if device.type == "cuda" else []):
+        yield
+
+
+def _named(model: nn.Module) -> str:
+    parameters = sum(p.numel() for p in model.parameters())
+    return f"{type(model).__name__} ({parameters:,} parameters)"
+
+
+def _versions() -> dict[str, str]:
+    from importlib.metadata import version
+
+    from subquad import __version__
+
+    return {
+        "subquad": __version__,
+        "torch": torch.__version__,
+        "transformers": version("transformers"),
+        "python": platform.python_version(),
+    }

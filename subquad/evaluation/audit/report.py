@@ -1,0 +1,181 @@
+"""What an audit found."""
+
+from __future__ import annotations
+
+import json
+import math
+import textwrap
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any, Literal, get_args
+
+Verdict = Literal["pass", "violation", "finding", "not checked"]
+FORMAT = "subquad-audit"
+FORMAT_VERSION = 1
+
+CHECKS: dict[str, str] = {
+    "finite": "no logit is NaN or infinite",
+    "repeatable": "the same call twice gives the same logits",
+    "lengths": "which lengths the model takes",
+    "causality": "no output changes with a later token, at the same length",
+    "truncation": "leaving later tokens out changes no output",
+    "cache, one token": "decoding one token at a time gives the logits of the full pass",
+    "cache, several tokens": "so does going on with several tokens at once, after one or several",
+    "padding left": "padding before the tokens, and what stands in it, changes no real token",
+    "padding right": "the same for padding after them",
+    "padding left, then cache": "decoding after left padding gives the logits without padding",
+    "batch": "a sequence in a batch, and in another place of it, has the logits that it has alone",
+    "state growth": "bytes of the cache against the context",
+    "time growth": "time of a token against the context",
+    "memory growth": "the largest tensor of a full pass against its length",
+    "bf16": "the logits of a long input are finite in bfloat16",
+}
+"""Every check and what it asks, in the order of the report."""
+
+
+@dataclass(frozen=True)
+class Check:
+    """One line of a report."""
+
+    name: str
+    """One of `CHECKS`."""
+    verdict: Verdict
+    """violation: a fault. finding: worth knowing, no fault. not checked: `detail` says why."""
+    detail: str
+    """What was done and seen, in a sentence."""
+    worst: float | None = None
+    """The largest difference of two logits that should be equal; None where none were compared."""
+    where: dict[str, Any] = field(default_factory=dict)
+    """Positions, lengths and sizes, by name."""
+    failing: dict[str, Any] | None = None
+    """The shortest failing input that was found, for `replay`; None where nothing failed."""
+
+
+@dataclass(frozen=True)
+class AuditReport:
+    """What `audit` found: a table by `str`, JSON by `to_json`."""
+
+    model: str
+    """The model's class and its parameters."""
+    settings: dict[str, Any]
+    """The `AuditConfig`."""
+    arithmetic: dict[str, Any]
+    """`weights` and `narrowest` dtype of the comparisons, `scale` of the logits, and the `band` of rounding: what
+    differs by more is a fault."""
+    checks: tuple[Check, ...]
+    """In the order of `CHECKS`."""
+    versions: dict[str, str] = field(default_factory=dict)
+    """Of the packages and of Python."""
+
+    @property
+    def passed(self) -> bool:
+        """Whether no check found a violation."""
+        return not self.violations
+
+    @property
+    def violations(self) -> tuple[Check, ...]:
+        """The checks that found a fault."""
+        return tuple(check for check in self.checks if check.verdict == "violation")
+
+    def check(self, name: str) -> Check:
+        """The line of this name; `ValueError` names the valid ones."""
+        for check in self.checks:
+            if check.name == name:
+                return check
+        raise ValueError(f"there is no check {name!r}; valid: {', '.join(CHECKS)}")
+
+    def to_dict(self) -> dict[str, Any]:
+        """Plain values, as JSON has them: what is not finite is text."""
+        return {"format": FORMAT, "version": FORMAT_VERSION, "passed": self.passed, **_plain(asdict(self))}
+
+    def to_json(self) -> str:
+        """One JSON object, which `from_dict` and `replay` read."""
+        return json.dumps(self.to_dict(), indent=2, allow_nan=False) + "\n"
+
+    @classmethod
+    def from_dict(cls, values: Mapping[str, Any]) -> AuditReport:
+        """What `to_dict` wrote. `ValueError` for anything else, and for another version of the format."""
+        if values.get("format") != FORMAT:
+            raise ValueError(f"this is no report of an audit: its format is {values.get('format')!r}, not {FORMAT!r}")
+        if values.get("version") != FORMAT_VERSION:
+            raise ValueError(f"the report has version {values.get('version')!r}; this release reads {FORMAT_VERSION}")
+        try:
+            rest = {name: values[name] for name in ("model", "settings", "arithmetic", "versions")}
+            checks = tuple(Check(**{**check, "worst": _number(check["worst"])}) for check in values["checks"])
+            rest["arithmetic"] = {**rest["arithmetic"], **{k: float(rest["arithmetic"][k]) for k in ("scale", "band")}}
+        except (KeyError, TypeError, ValueError) as error:
+            raise ValueError(f"the report is damaged: {error!r}") from error
+        for check in checks:
+            if check.verdict not in get_args(Verdict):
+                raise ValueError(
+                    f"the report is damaged: unknown verdict {check.verdict!r}; valid: {', '.join(get_args(Verdict))}"
+                )
+        return cls(checks=checks, **rest)
+
+    @classmethod
+    def load(cls, path: str | Path) -> AuditReport:
+        """Read a file that holds `to_json`; raises as `from_dict`."""
+        try:
+            values = json.loads(Path(path).read_text(encoding="utf-8"))
+        except ValueError as error:
+            raise ValueError(f"{path} is not JSON: {error}") from error
+        if not isinstance(values, dict):
+            raise ValueError(f"{path} must hold one JSON object, got {type(values).__name__}")
+        return cls.from_dict(values)
+
+    def title(self) -> str:
+        """The model, and how its outputs were compared."""
+        found = self.arithmetic
+        return (
+            f"{self.model}: weights in {found['weights']}, narrowest arithmetic {found['narrowest']}, logits up to "
+            f"{found['scale']:.3g}, rounding band {found['band']:.2g}"
+            + (f" (float64 {found['float64']})" if "float64" in found else "")
+        )
+
+    def conclusion(self) -> str:
+        """One line: whether it passed, and what failed."""
+        if self.passed:
+            return "passed: no violation"
+        return f"failed: {'; '.join(check.name for check in self.violations)}"
+
+    def __str__(self) -> str:
+        lines = [self.title(), ""]
+        for check in self.checks:
+            head = f"{check.name:<25} {check.verdict:<12} {shown(check.worst):>8}  "
+            lines += textwrap.wrap(check.detail, 120, initial_indent=head, subsequent_indent=" " * len(head))
+        return "\n".join([*lines, "", self.conclusion()])
+
+
+@dataclass(frozen=True)
+class Replayed:
+    """One failing input, tried again."""
+
+    name: str
+    """The check."""
+    size: float
+    """The largest difference now; infinite where a logit is not finite."""
+    band: float
+    """What differs by more is a fault: the band of the report."""
+
+    @property
+    def fails(self) -> bool:
+        """Whether the fault is still there."""
+        return not self.size <= self.band
+
+
+def _plain(value: Any) -> Any:
+    if isinstance(value, dict):
+        return {name: _plain(item) for name, item in value.items()}
+    if isinstance(value, list | tuple):
+        return [_plain(item) for item in value]
+    return str(value) if isinstance(value, float) and not math.isfinite(value) else value
+
+
+def _number(value: Any) -> float | None:
+    return None if value is None else float(value)
+
+
+def shown(worst: float | None) -> str:
+    """A difference as text."""
+    return "" if worst is None else "0" if worst == 0 else f"{worst:.1e}"

@@ -1,0 +1,219 @@
+"""Small language models with one fault each, which an audit must find and name.
+
+Shape letters: B batch, T tokens, S keys, D width, H heads, K channels, V vocabulary.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from subquad.attention import build
+from subquad.evaluation.audit import Adapter
+
+VOCABULARY, DIM = 31, 16
+
+
+class Planted(nn.Module):
+    """Embeddings, one mixer in a residual branch, a head; logits `[B, T, V]`. Right until a subclass makes it wrong."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.tokens = nn.Embedding(VOCABULARY, DIM)
+        self.query, self.key, self.value, self.out = (nn.Linear(DIM, DIM) for _ in range(4))
+        self.norm, self.head = nn.LayerNorm(DIM), nn.Linear(DIM, VOCABULARY)
+
+    def forward(self, tokens_BT: Tensor) -> Tensor:
+        """Logits."""
+        x_BTD = self.tokens(tokens_BT)
+        return self.head(self.norm(x_BTD + self.out(self.mix(x_BTD))))
+
+    def mix(self, x_BTD: Tensor) -> Tensor:
+        """Causal softmax attention with one head."""
+        return self.attend(x_BTD, torch.ones(x_BTD.shape[1], x_BTD.shape[1], dtype=torch.bool).tril())
+
+    def attend(self, x_BTD: Tensor, allowed_TS: Tensor) -> Tensor:
+        """Softmax over the keys that are allowed."""
+        q, k, v = self.query(x_BTD), self.key(x_BTD), self.value(x_BTD)
+        score_BTS = (q @ k.mT / DIM**0.5).masked_fill(~allowed_TS, -torch.inf)
+        return score_BTS.softmax(-1) @ v
+
+
+class Roll(Planted):
+    """S2 as LongLoRA publishes it: tokens rolled by half a group, a triangular mask in the rolled order."""
+
+    group = 8
+
+    def mix(self, x_BTD: Tensor) -> Tensor:
+        """Half of the channels by groups, half by rolled groups, which wrap around."""
+        T = x_BTD.shape[1]
+        if T % self.group:
+            raise ValueError(f"takes whole groups of {self.group} tokens, got {T}")
+        t = torch.arange(T)
+        causal = (t[:, None] // self.group == t // self.group) & (t[:, None] >= t)
+        plain = self.attend(x_BTD, causal)
+        rolled = self.attend(x_BTD.roll(-self.group // 2, 1), causal).roll(self.group // 2, 1)
+        return torch.cat([plain[..., : DIM // 2], rolled[..., DIM // 2 :]], -1)
+
+
+class OurRoll(Planted):
+    """The same by the library's own option, which says that it leaks."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = build("shifted", dim=DIM, num_heads=2, group=8, wrap=True)
+
+    def mix(self, x_BTD: Tensor) -> Tensor:
+        """The layer's."""
+        return self.layer(x_BTD)[0]
+
+
+class UnmaskedLLP(Planted):
+    """Half segments that see themselves and the one before, without the causal mask."""
+
+    half = 6
+
+    def mix(self, x_BTD: Tensor) -> Tensor:
+        """Every token of the two half segments."""
+        block = torch.arange(x_BTD.shape[1]) // self.half
+        behind = block[:, None] - block
+        return self.attend(x_BTD, (behind == 0) | (behind == 1))
+
+
+class GlobalMaxPerformer(Planted):
+    """Positive random features, stabilised by the largest key of ALL tokens before an eps is added."""
+
+    eps = 1e-6
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("directions", torch.randn(DIM, 24))
+
+    def mix(self, x_BTD: Tensor) -> Tensor:
+        """Causal sums; the future sets how much the eps counts."""
+        q, k = (project(x_BTD) / DIM**0.25 for project in (self.query, self.key))
+        u = k @ self.directions - k.square().sum(-1, keepdim=True) / 2
+        k_BTR = (u - u.amax(dim=(1, 2), keepdim=True)).exp() + self.eps
+        w = q @ self.directions
+        q_BTR = (w - w.amax(-1, keepdim=True)).exp() + self.eps
+        weight_BTS = (q_BTR @ k_BTR.mT).tril()
+        return weight_BTS @ self.value(x_BTD) / weight_BTS.sum(-1, keepdim=True)
+
+
+class Linear(Planted):
+    """Linear attention with padding by a mask `[B, T]` and a cache of the sums."""
+
+    def forward(self, tokens_BT: Tensor, mask: Tensor | None = None, sums: tuple | None = None) -> tuple:
+        """Logits, and the sums after the tokens."""
+        x_BTD = self.tokens(tokens_BT)
+        real_BT1 = torch.ones_like(x_BTD[..., :1]) if mask is None else mask[..., None].to(x_BTD.dtype)
+        q_BTK, k_BTK = (F.elu(project(x_BTD)) + 1 for project in (self.query, self.key))
+        s_BTKV = (k_BTK * real_BT1)[..., None] * self.value(x_BTD)[..., None, :]
+        s_BTKV, z_BTK = s_BTKV.cumsum(1), self.normaliser(k_BTK, real_BT1).cumsum(1)
+        if sums is not None:
+            s_BTKV, z_BTK = s_BTKV + sums[0][:, None], z_BTK + sums[1][:, None]
+            s_BTKV, z_BTK = self.continued(s_BTKV, z_BTK)
+        y_BTV = (q_BTK[..., None, :] @ s_BTKV)[..., 0, :] / ((q_BTK * z_BTK).sum(-1, keepdim=True) + 1e-6)
+        return self.head(self.norm(x_BTD + self.out(y_BTV))), (s_BTKV[:, -1], z_BTK[:, -1])
+
+    def normaliser(self, k_BTK: Tensor, real_BT1: Tensor) -> Tensor:
+        """What the denominator sums."""
+        return k_BTK * real_BT1
+
+    def continued(self, s_BTKV: Tensor, z_BTK: Tensor) -> tuple[Tensor, Tensor]:
+        """The sums of tokens after a cache."""
+        return s_BTKV, z_BTK
+
+
+class PaddedNormaliser(Linear):
+    """The denominator counts padded keys too."""
+
+    def normaliser(self, k_BTK: Tensor, real_BT1: Tensor) -> Tensor:
+        """Without the mask."""
+        return k_BTK
+
+
+class LastState(Linear):
+    """After a cache, all new tokens read the state after the last of them."""
+
+    def continued(self, s_BTKV: Tensor, z_BTK: Tensor) -> tuple[Tensor, Tensor]:
+        """The last of them, for all."""
+        return s_BTKV[:, -1:].expand_as(s_BTKV), z_BTK[:, -1:].expand_as(z_BTK)
+
+
+class LinearAdapter(Adapter):
+    """How to decode with `Linear`."""
+
+    def no_cache(self, model: nn.Module) -> None:
+        """It can be."""
+        return
+
+    def step(self, model: nn.Module, tokens_BT: Tensor, cache: tuple | None, mask_BS: Tensor | None = None) -> tuple:
+        """With the sums."""
+        mask_BT = None if mask_BS is None else mask_BS[:, -tokens_BT.shape[1] :]
+        return model(tokens_BT, mask_BT, cache)
+
+
+class LengthInPositions(Planted):
+    """Causal, with positions t / T of a sequence of T tokens, as ELiTA was published."""
+
+    def mix(self, x_BTD: Tensor) -> Tensor:
+        """Positions depend on how many tokens there are."""
+        T = x_BTD.shape[1]
+        return super().mix(x_BTD + torch.arange(T, dtype=x_BTD.dtype)[:, None] / T)
+
+
+class LateLeak(Planted):
+    """Right below 21 tokens; from there on output 3 sees the last token."""
+
+    def mix(self, x_BTD: Tensor) -> Tensor:
+        """Attention, and a stray look ahead."""
+        T = x_BTD.shape[1]
+        allowed = torch.ones(T, T, dtype=torch.bool).tril()
+        if T > 20:
+            allowed[3, -1] = True
+        return self.attend(x_BTD, allowed)
+
+
+class BatchMean(Planted):
+    """Subtracts the mean over the batch."""
+
+    def mix(self, x_BTD: Tensor) -> Tensor:
+        """Attention of what is left."""
+        return super().mix(x_BTD - x_BTD.mean(0, keepdim=True) / 2)
+
+
+class Dropping(Planted):
+    """Drops out in eval mode too."""
+
+    def mix(self, x_BTD: Tensor) -> Tensor:
+        """Attention of what is left."""
+        return super().mix(F.dropout(x_BTD, 0.1, training=True))
+
+
+class Counting(Planted):
+    """Divides by t + 1 - t, which bfloat16 can't tell from 0 from 256 tokens on."""
+
+    def mix(self, x_BTD: Tensor) -> Tensor:
+        """Attention over the difference of neighbouring positions."""
+        t = torch.arange(x_BTD.shape[1]).to(x_BTD.dtype)
+        return super().mix(x_BTD) / ((t + 1) - t)[:, None]
+
+
+class Bursting(Planted):
+    """Infinite from 10 tokens on."""
+
+    def mix(self, x_BTD: Tensor) -> Tensor:
+        """Attention, and a division by zero."""
+        return super().mix(x_BTD) / (torch.arange(x_BTD.shape[1]) != 9).to(x_BTD.dtype)[:, None]
+
+
+class Rounding(Planted):
+    """Right but for rounding: a sum over all tokens, later ones too, is added and taken away again."""
+
+    def mix(self, x_BTD: Tensor) -> Tensor:
+        """Attention, in other bits."""
+        total = self.value(x_BTD).sum(1, keepdim=True)
+        return (super().mix(x_BTD) + total) - total

@@ -1,0 +1,453 @@
+"""An audit names the fault that was planted, and no other; it leaves the model alone; its inputs can be replayed."""
+
+import importlib.util
+import json
+import random
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import nn
+
+from subquad.evaluation import audit as package
+from subquad.evaluation.audit import Adapter, AuditConfig, AuditReport, audit, replay
+from subquad.evaluation.audit.report import CHECKS
+from subquad.models import Decoder, DecoderConfig, Encoder, EncoderConfig
+from subquad.testing import assert_exact, assert_same_maths
+
+SPEC = importlib.util.spec_from_file_location("planted", Path(__file__).with_name("planted.py"))
+planted = importlib.util.module_from_spec(SPEC)
+sys.modules["planted"] = planted
+SPEC.loader.exec_module(planted)
+
+QUICK = {"tokens": 24, "contexts": [], "long": 0}
+GROWTH = {"state growth", "time growth", "memory growth"}
+AFTER_LEAK = {"truncation", "cache, one token", "cache, several tokens"}
+PADDING = {"padding left", "padding right", "padding left, then cache"}
+CACHE = {"cache, one token", "cache, several tokens"}
+COMPARED = {"causality", "truncation", "batch"} | CACHE | PADDING
+
+
+def adapter_of(model):
+    return planted.LinearAdapter() if isinstance(model, planted.Linear) else None
+
+
+def audited(name, **settings):
+    model = getattr(planted, name)()
+    return model, audit(model, adapter=adapter_of(model), **{**QUICK, **settings})
+
+
+def names(report, verdict):
+    return {check.name for check in report.checks if check.verdict == verdict}
+
+
+# --- every planted fault, and what else the audit says
+
+BLIND = CACHE | PADDING  # a plain module has no cache and no mask
+CASES = {
+    # model: (violations, findings, not checked)
+    "Planted": (set(), set(), BLIND),
+    "Linear": (set(), set(), set()),
+    "Roll": ({"causality"}, {"lengths"}, BLIND | {"truncation"}),
+    "OurRoll": ({"causality"}, {"lengths"}, BLIND | {"truncation"}),
+    "UnmaskedLLP": ({"causality"}, set(), BLIND | {"truncation"}),
+    "GlobalMaxPerformer": ({"causality"}, set(), BLIND | {"truncation"}),
+    "LateLeak": ({"causality"}, set(), BLIND | {"truncation"}),
+    "PaddedNormaliser": ({"padding left"}, set(), {"padding left, then cache"}),
+    "LastState": ({"cache, several tokens"}, set(), set()),
+    "LengthInPositions": ({"truncation"}, set(), BLIND),
+    "BatchMean": ({"batch"}, set(), BLIND),
+    "Dropping": ({"repeatable"}, set(), COMPARED),
+    "Bursting": ({"finite"}, set(), COMPARED | {"repeatable"}),
+    "Rounding": (set(), {"causality"}, BLIND),
+}
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_the_planted_fault_is_named_and_no_other(name):
+    model, report = audited(name)
+    violations, findings, unchecked = CASES[name]
+    assert [check.name for check in report.checks] == list(CHECKS)
+    assert names(report, "violation") == violations
+    assert names(report, "finding") == findings
+    assert names(report, "not checked") == unchecked | GROWTH | {"bf16"}
+    assert report.passed is not bool(violations)
+    assert report.arithmetic["weights"] == report.arithmetic["narrowest"] == "float64"
+    for check in report.checks:  # what is not checked says why, and shows no number
+        assert check.detail
+        assert (check.failing is not None) == (check.verdict == "violation")
+        assert check.verdict != "not checked" or check.worst is None
+    if name != "Dropping":  # whose numbers are others each time
+        again = replay(model, AuditReport.from_dict(json.loads(report.to_json())), adapter=adapter_of(model))
+        assert {done.name for done in again if done.fails} == violations
+
+
+def test_where_the_faults_are():
+    def where(name):
+        return audited(name)[1].violations[0]
+
+    roll = where("Roll")  # of the group of 8 that half of the channels roll by 4
+    assert (roll.where["output"], roll.where["token"], roll.where["length"]) == (0, 4, 8)
+    assert roll.where["lengths"] == [8, 16, 24]
+    assert {(t, s) for t, s, _ in roll.where["pairs"]} == {(t, s) for t in range(4) for s in range(4, 8)}
+    assert "output 0 changes with token 4, 4 later" in roll.detail
+
+    llp = where("UnmaskedLLP")
+    assert (llp.where["output"], llp.where["token"], llp.where["length"]) == (0, 1, 2)
+
+    late = where("LateLeak")
+    assert (late.where["output"], late.where["token"], late.where["length"]) == (3, 20, 21)
+    assert late.where["lengths"] == [23, 24]
+
+    performer = where("GlobalMaxPerformer")
+    assert performer.worst < 1e-4  # an eps of 1e-6 that counts more or less
+    assert len(performer.failing["tokens"][0]) <= 5
+
+    assert where("LastState").failing["pieces"] == (1, 2)
+    padded = where("PaddedNormaliser").failing
+    assert (len(padded["tokens"]), len(padded["tokens"][0]), padded["columns"], padded["side"]) == (1, 1, 2, "left")
+    assert where("LengthInPositions").where["length"] <= 3
+    assert len(where("BatchMean").failing["tokens"]) == 2
+    burst = where("Bursting")
+    assert (burst.where["output"], burst.where["length"]) == (9, 10)
+
+
+def test_an_input_that_is_not_finite_in_bfloat16_is_found_and_made_short():
+    model, report = audited("Counting", long=300)
+    assert names(report, "violation") == {"bf16"}
+    check = report.check("bf16")
+    assert (check.where["output"], check.where["length"]) == (256, 257)
+    assert [done.fails for done in replay(model, report)] == [True]
+    assert audited("Counting", long=256)[1].check("bf16").verdict == "pass"
+
+
+class Stray(planted.Planted):
+    """Output `t_out` sees token `t_in`, where there is one."""
+
+    def __init__(self, t_out, t_in):
+        super().__init__()
+        self.t_out, self.t_in = t_out, t_in
+
+    def mix(self, x_BTD):
+        T = x_BTD.shape[1]
+        allowed = torch.ones(T, T, dtype=torch.bool).tril()
+        if self.t_in < T:
+            allowed[self.t_out, self.t_in] = True
+        return self.attend(x_BTD, allowed)
+
+
+@settings(max_examples=8)
+@given(st.data())
+def test_a_single_stray_look_ahead_is_found_wherever_it_is(data):
+    t_in = data.draw(st.integers(1, 23))
+    t_out = data.draw(st.integers(0, t_in - 1))
+    report = audit(Stray(t_out, t_in), **QUICK)
+    where = report.check("causality").where
+    assert (where["output"], where["token"], where["length"]) == (t_out, t_in, t_in + 1)
+    assert where["pairs_in_all"] == 1
+
+
+class Mixing(planted.Planted):
+    """Mixes its batch and leaks."""
+
+    def mix(self, x_BTD):
+        return x_BTD - x_BTD.mean(0, keepdim=True) / 2 + x_BTD.mean(1, keepdim=True)
+
+
+def test_a_leak_is_found_in_a_model_that_also_mixes_its_batch():
+    report = audit(Mixing(), **QUICK)
+    assert names(report, "violation") == {"causality", "batch"}
+    assert report.check("causality").where["length"] == 2
+
+
+class OnlyInFloat64(planted.Linear):
+    """Right in float32 and below; in float64 its denominator counts padding."""
+
+    def normaliser(self, k_BTK, real_BT1):
+        return k_BTK if k_BTK.dtype == torch.float64 else k_BTK * real_BT1
+
+
+def test_a_fault_of_float64_alone_is_no_fault():
+    model = OnlyInFloat64()
+    report = audit(model, adapter=planted.LinearAdapter(), **QUICK)
+    assert report.passed
+    assert report.arithmetic["weights"] == "float32"
+    assert "padding left" in report.arithmetic["float64"]
+    assert "padding left" in report.title()
+    forced = audit(model, adapter=planted.LinearAdapter(), dtype="float64", **QUICK)
+    assert names(forced, "violation") == {"padding left"}
+
+
+class Float32Only(planted.Planted):
+    """Refuses other weights than float32."""
+
+    def mix(self, x_BTD):
+        if x_BTD.dtype != torch.float32:
+            raise RuntimeError("float32 only")
+        return super().mix(x_BTD)
+
+
+def test_a_model_that_runs_in_float32_alone_is_audited_in_it():
+    report = audit(Float32Only(), **{**QUICK, "long": 8})
+    assert report.passed
+    assert report.arithmetic["weights"] == "float32"
+    assert report.check("bf16").verdict == "finding"
+    assert "float32 only" in report.check("bf16").detail
+    with pytest.raises(ValueError, match=r"takes no sequence of .* tokens: in float64: RuntimeError: float32 only"):
+        audit(Float32Only(), dtype="float64", **QUICK)
+
+
+class Narrow(planted.Planted):
+    """Rounds to float32 on its way."""
+
+    def mix(self, x_BTD):
+        return super().mix(x_BTD).float().to(x_BTD.dtype)
+
+
+def test_the_band_follows_the_narrowest_arithmetic():
+    wide, narrow = audited("Planted")[1].arithmetic, audit(Narrow(), **QUICK).arithmetic
+    assert (narrow["weights"], narrow["narrowest"]) == ("float64", "float32")
+    assert narrow["band"] > 1e6 * wide["band"]
+
+
+# --- the model is left alone
+
+
+class Stateful(planted.Planted):
+    """With a buffer that each pass changes, random numbers, and a mode that is remembered."""
+
+    def __init__(self):
+        super().__init__()
+        self.register_buffer("passes", torch.zeros(()))
+
+    def mix(self, x_BTD):
+        self.passes += 1
+        torch.rand(3)
+        return super().mix(x_BTD)
+
+
+@pytest.mark.parametrize("training", [True, False])
+def test_the_model_and_the_random_state_stay_as_they_are(training):
+    model = Stateful().train(training)
+    model.head.weight.requires_grad_(False)
+    model.query.weight.grad = torch.ones_like(model.query.weight)
+    before = {name: tensor.clone() for name, tensor in model.state_dict().items()}
+    torch.manual_seed(3)
+    random_state, python_state = torch.get_rng_state(), random.getstate()
+    assert audit(model, tokens=8, contexts=[4, 8], repeats=1, long=8).passed
+    assert torch.equal(torch.get_rng_state(), random_state)
+    assert random.getstate() == python_state
+    assert all(module.training is training for module in model.modules())
+    assert not model.head.weight.requires_grad
+    assert_exact(model.query.weight.grad, torch.ones_like(model.query.weight))
+    for name, tensor in model.state_dict().items():
+        assert tensor.dtype == before[name].dtype
+        assert_exact(tensor, before[name], name)
+
+
+def test_a_seed_repeats_a_report():
+    assert audited("LateLeak", seed=5)[1] == audited("LateLeak", seed=5)[1]
+    assert (
+        audited("LateLeak", seed=5)[1].check("causality").failing != audited("LateLeak")[1].check("causality").failing
+    )
+
+
+# --- the model's own lengths, growth, texts
+
+
+def test_leaks_at_the_model_s_own_sizes_are_looked_for():
+    class Sized(planted.LateLeak):
+        pass
+
+    class Sizes(Adapter):
+        def sizes(self, model):
+            return [10]
+
+    short = {"tokens": 16, "contexts": [], "long": 0}
+    assert audit(Sized(), **short).passed  # the leak begins at 21 tokens
+    report = audit(Sized(), adapter=Sizes(), **short)
+    assert report.check("causality").where["lengths"] == [21]
+
+
+def test_caches_are_cut_at_the_model_s_own_sizes():
+    class Late(planted.LinearAdapter):
+        """The cache is wrong after 40 tokens."""
+
+        def step(self, model, tokens_BT, cache, mask_BS=None):
+            sums, seen = cache or (None, 0)
+            logits, sums = super().step(model, tokens_BT, sums, mask_BS)
+            seen += tokens_BT.shape[1]
+            return logits + (seen > 40), (sums, seen)
+
+    class Sizes(Late):
+        def sizes(self, model):
+            return [20]
+
+    assert audit(planted.Linear(), adapter=Late(), **QUICK).passed
+    report = audit(planted.Linear(), adapter=Sizes(), **QUICK)
+    assert names(report, "violation") == {"cache, several tokens"}
+    assert sum(report.check("cache, several tokens").failing["pieces"]) == 41
+
+
+def test_growth_is_a_finding_and_says_how():
+    def tiny(name, **options):
+        torch.manual_seed(0)
+        shape = {"vocab_size": 16, "dim": 8, "num_layers": 1, "num_heads": 2, "position": "none"}
+        return Decoder(DecoderConfig(**shape, attention=name, options={name: options}))
+
+    wanted = {"tokens": 6, "long": 0, "contexts": [8, 32, 64], "repeats": 1}
+    full, linear = audit(tiny("full"), **wanted), audit(tiny("linear"), **wanted)
+    window = audit(tiny("window", width=16), **wanted)
+    assert {name for report in (full, linear, window) for name in names(report, "finding")} == GROWTH
+    assert all(report.passed for report in (full, linear, window))
+    values = full.check("state growth").where["values"]
+    assert values == {"8": 512, "32": 2048, "64": 4096}  # keys and values of 8 channels in float32
+    exponent = torch.tensor(full.check("state growth").where["exponent"], dtype=torch.float64)
+    assert_same_maths(exponent, torch.ones((), dtype=torch.float64))
+    assert "about tokens^1.00" in full.check("state growth").detail
+    assert linear.check("state growth").detail.endswith("constant")
+    assert "level from 32 on" in window.check("state growth").detail
+    assert full.check("memory growth").where["exponent"] > 0.5
+    assert full.check("time growth").where["values"].keys() == values.keys()
+
+
+def test_a_text_is_read_instead_of_random_tokens():
+    report = audit(planted.LateLeak(), text=[3, 4, 5], **QUICK)
+    assert set(report.check("causality").failing["tokens"][0]) <= {3, 4, 5}
+    with pytest.raises(ValueError, match="text must hold tokens between 0 and 30, got 0 to 31"):
+        audit(planted.Planted(), text=[0, 31], **QUICK)
+    with pytest.raises(ValueError, match="text must hold at least one token"):
+        audit(planted.Planted(), text=[], **QUICK)
+
+
+# --- reports
+
+
+def test_a_report_as_text_and_json():
+    seen = []
+    model = planted.LateLeak()
+    report = audit(model, progress=seen.append, **QUICK)
+    assert seen == ["finite", "repeatable", "causality", "truncation", "batch", "cache", "padding", "growth", "bf16"]
+    text = str(report)
+    assert text.endswith("failed: causality")
+    assert all(name in text for name in CHECKS)
+    assert "rounding band" in text
+    assert str(audit(planted.Planted(), **QUICK)).endswith("passed: no violation")
+    values = json.loads(report.to_json())
+    assert values["passed"] is False
+    assert values["settings"] == AuditConfig(**QUICK).to_dict()
+    assert AuditReport.from_dict(values).to_json() == report.to_json()
+    infinite = audited("Bursting")[1]
+    assert infinite.check("finite").worst == float("inf")
+    values = json.loads(infinite.to_json())  # JSON has no infinity
+    assert next(check["worst"] for check in values["checks"] if check["name"] == "finite") == "inf"
+    assert AuditReport.from_dict(values).check("finite").worst == float("inf")
+
+
+def test_a_damaged_report_is_refused(tmp_path):
+    good = json.loads(audited("UnmaskedLLP")[1].to_json())
+    model = planted.UnmaskedLLP()
+    with pytest.raises(ValueError, match="no report of an audit: its format is None"):
+        AuditReport.from_dict({})
+    with pytest.raises(ValueError, match="version 9; this release reads 1"):
+        AuditReport.from_dict({**good, "version": 9})
+    with pytest.raises(ValueError, match="damaged: KeyError"):
+        AuditReport.from_dict({name: value for name, value in good.items() if name != "checks"})
+    with pytest.raises(ValueError, match="damaged: unknown verdict 'fine'; valid: pass, violation"):
+        AuditReport.from_dict({**good, "checks": [{**good["checks"][0], "verdict": "fine"}]})
+    file = tmp_path / "report.json"
+    file.write_text(json.dumps(good))
+    assert AuditReport.load(file).violations[0].name == "causality"
+    file.write_text("{")
+    with pytest.raises(ValueError, match="is not JSON"):
+        AuditReport.load(file)
+    file.write_text("[]")
+    with pytest.raises(ValueError, match="one JSON object, got list"):
+        AuditReport.load(file)
+    with pytest.raises(ValueError, match="there is no check 'leak'; valid: finite"):
+        AuditReport.from_dict(good).check("leak")
+
+    def failing(**change):
+        (check,) = [check for check in good["checks"] if check["name"] == "causality"]
+        return AuditReport.from_dict({**good, "checks": [{**check, "failing": {**check["failing"], **change}}]})
+
+    for change in ({"kind": "magic"}, {"colour": 1}, {"tokens": 3}):
+        with pytest.raises(ValueError, match="no failing input of an audit"):
+            replay(model, failing(**change))
+    with pytest.raises(ValueError, match="unknown dtype 'int4' of a failing input; valid: float64"):
+        replay(model, failing(dtype="int4"))
+    with pytest.raises(ValueError, match="does not take the failing input of 'causality': IndexError"):
+        replay(model, failing(tokens=[[99, 1]]))
+
+
+def test_a_repaired_model_no_longer_fails():
+    report = audited("UnmaskedLLP")[1]
+    assert [done.fails for done in replay(planted.Planted(), report)] == [False]
+
+
+# --- what is refused
+
+
+class NoLogits(planted.Planted):
+    def forward(self, tokens_BT):
+        return super().forward(tokens_BT).mean(1)
+
+
+class WrongShape(planted.Planted):
+    def forward(self, tokens_BT):
+        return super().forward(tokens_BT).repeat(2, 1, 1)
+
+
+class NoCopy(planted.Planted):
+    def __deepcopy__(self, memo):
+        raise RuntimeError("one of a kind")
+
+
+class NoStep(Adapter):
+    def no_cache(self, model):
+        return None
+
+
+def test_what_can_not_be_audited_is_refused_with_the_reason():
+    with pytest.raises(TypeError, match=r"must be a torch.nn.Module, got function"):
+        audit(lambda tokens: tokens)
+    with pytest.raises(ValueError, match=r"must return logits \[B, T, V\], got \[1, 31\] of torch.float64"):
+        audit(NoLogits(), **QUICK)
+    with pytest.raises(ValueError, match=r"logits have shape \[2, 2, 31\] for tokens \[1, 2\]"):
+        audit(WrongShape(), **QUICK)
+    with pytest.raises(ValueError, match="can't be copied: one of a kind"):
+        audit(NoCopy(), **QUICK)
+    encoder = Encoder(EncoderConfig(vocab_size=16, dim=8, num_layers=1, num_heads=2, attention="full"))
+    with pytest.raises(ValueError, match="Encoder is no causal language model: it reads whole sequences"):
+        audit(encoder, **QUICK)
+    assert "NoStep has no step" in audit(planted.Planted(), adapter=NoStep(), **QUICK).check("cache, one token").detail
+
+
+def test_settings_are_checked():
+    for name, value in (("tokens", 3), ("batch", 1), ("long", -1), ("repeats", 0), ("vocab_size", 1)):
+        with pytest.raises(ValueError, match=f"{name} must be at least .*, got {value}"):
+            audit(planted.Planted(), **{name: value})
+    with pytest.raises(ValueError, match="contexts must be at least 1, got 0"):
+        audit(planted.Planted(), contexts=[0])
+    with pytest.raises(ValueError, match="no key 'token'; did you mean 'tokens'"):
+        audit(planted.Planted(), token=8)
+    with pytest.raises(TypeError, match="tokens must be int, got '8'"):
+        audit(planted.Planted(), tokens="8")
+    with pytest.raises(ValueError, match="dtype must be one of its choices"):
+        audit(planted.Planted(), dtype="int8")
+    with pytest.raises(AttributeError, match="has no attribute 'audits'; it has Adapter"):
+        package.audits  # noqa: B018
+    assert set(dir(package)) >= {"audit", "replay"}
+
+
+def test_a_module_without_parameters_can_be_audited():
+    class Counts(nn.Module):
+        def forward(self, tokens_BT):
+            return nn.functional.one_hot(tokens_BT, 7).double().cumsum(1)
+
+    report = audit(Counts(), vocab_size=7, **QUICK)
+    assert report.passed
+    assert report.check("causality").verdict == "pass"

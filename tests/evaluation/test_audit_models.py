@@ -1,0 +1,199 @@
+"""Right models pass an audit, ours and those of transformers; what is wrong with Mamba's cache is found."""
+
+import logging
+import warnings
+
+import pytest
+import torch
+import transformers
+
+from subquad.attention import mechanism, names
+from subquad.evaluation.audit import audit, replay
+from subquad.hf import SubquadConfig, SubquadForCausalLM
+from subquad.models import DecoderConfig
+from subquad.models.stacks import build_model
+
+QUICK = {"tokens": 9, "contexts": [], "long": 0}
+NOT_ASKED = {"state growth", "time growth", "memory growth", "bf16"}
+OPTIONS = {
+    "bigbird": {"block": 4, "num_global": 1, "num_random": 1},
+    "dilated": {"width": 4, "dilation": 2},
+    "latte_macchiato": {"width": 5, "num_latents": 4},
+    "llp": {"segment": 6},
+    "longformer": {"width": 5},
+    "shifted": {"group": 6},
+    "strided": {"stride": 5, "columns": 2},
+    "window": {"width": 5},
+    "luna": {"memory_tokens": 3},
+}
+HISTORIES = {
+    "cross": {},
+    "self": {"history_tokens": 6},
+    "segments": {"segment": 3},
+    "compressed": {"history_tokens": 8, "projected": 3},
+}
+CAUSAL = [name for name in names() if "causal" in mechanism(name).forms]
+
+
+def ours(name, **options):
+    torch.manual_seed(0)
+    rotates = name == "perceiver_ar" or mechanism(name).rotates
+    return build_model(
+        DecoderConfig(
+            vocab_size=19,
+            dim=16,
+            num_layers=2,
+            num_heads=2,
+            attention=name,
+            options={name: OPTIONS.get(name, {}) | options},
+            position="rope" if rotates else "sinusoidal",
+            init_std=0.5,
+        )
+    )
+
+
+def tiny(name):
+    torch.manual_seed(0)
+    shape = {"vocab_size": 19, "hidden_size": 16, "num_hidden_layers": 2, "num_attention_heads": 2}
+    shape |= {"intermediate_size": 24, "max_position_embeddings": 64, "initializer_range": 0.3}
+    plain = {"bos_token_id": 0, "eos_token_id": 0, "pad_token_id": 0}
+    if name == "llama":
+        return transformers.LlamaForCausalLM(transformers.LlamaConfig(**shape, **plain))
+    if name == "qwen3":
+        return transformers.Qwen3ForCausalLM(
+            transformers.Qwen3Config(**shape, **plain, num_key_value_heads=1, head_dim=8)
+        )
+    if name == "gpt2":
+        small = {"vocab_size": 19, "n_embd": 16, "n_layer": 2, "n_head": 2, "n_positions": 64, "initializer_range": 0.3}
+        return transformers.GPT2LMHeadModel(transformers.GPT2Config(**small, **plain))
+    small = {"vocab_size": 64, "hidden_size": 32, "num_hidden_layers": 2, "state_size": 8}
+    return transformers.MambaForCausalLM(transformers.MambaConfig(**small, **plain))
+
+
+@pytest.fixture(autouse=True)
+def _quiet():
+    before = transformers.utils.logging.get_verbosity()
+    transformers.utils.logging.set_verbosity(logging.ERROR)
+    yield
+    transformers.utils.logging.set_verbosity(before)
+
+
+def not_checked(report):
+    return {check.name for check in report.checks if check.verdict == "not checked"}
+
+
+def judged(report):
+    """All that compares logits passes, far inside of the band."""
+    assert report.passed, str(report)
+    assert {check.verdict for check in report.checks if check.name not in NOT_ASKED} == {"pass"}, str(report)
+    assert max(check.worst or 0.0 for check in report.checks) < report.arithmetic["band"] / 4
+    assert report.check("causality").worst == 0
+
+
+@pytest.mark.parametrize("name", CAUSAL)
+def test_every_mechanism_passes_every_check(name):
+    report = audit(ours(name), **QUICK)
+    judged(report)
+    assert report.arithmetic["narrowest"] == "float64"
+
+
+@pytest.mark.parametrize(
+    "history",
+    [pytest.param(name, marks=[pytest.mark.slow] if name in ("self", "segments") else []) for name in HISTORIES],
+)
+def test_perceiver_ar_is_compared_as_its_documentation_says(history):
+    model = ours("perceiver_ar", history=history, latents=7, **HISTORIES[history])
+    report = audit(model, **QUICK)
+    judged(report)
+    # Whole sequences have outputs up to 7 tokens; a longer one's outputs are its own latents'.
+    assert "up to 7 tokens; of longer sequences only the last" in report.check("truncation").detail
+
+
+def test_decoding_that_is_another_pass_by_design_is_not_judged():
+    for decode, wrap in (("refill", lambda model: model), ("frozen", wrapped)):
+        report = audit(wrap(ours("perceiver_ar", latents=7, decode=decode)), **QUICK)
+        assert report.passed
+        later = {"cache, one token", "cache, several tokens", "padding left, then cache"}
+        assert not_checked(report) - NOT_ASKED == later
+        assert f"decode='{decode}' goes on with other latents" in report.check("cache, one token").detail
+
+
+def wrapped(decoder):
+    model = SubquadForCausalLM(SubquadConfig.from_decoder(decoder.config))
+    model.model.load_state_dict(decoder.state_dict())
+    return model
+
+
+def test_our_models_in_transformers_pass_too():
+    for model in (ours("llp"), ours("perceiver_ar", latents=4, history_tokens=3)):
+        judged(audit(wrapped(model), **{**QUICK, "tokens": 10}))
+
+
+@pytest.mark.parametrize("name", ["llama", "gpt2", "qwen3"])
+def test_models_of_transformers_pass(name):
+    report = audit(tiny(name), tokens=20, contexts=[8, 24], repeats=1, long=64)
+    assert report.passed, str(report)
+    assert not_checked(report) == set()
+    assert "attention_mask and position_ids passed" in report.check("padding left").detail
+    assert report.check("state growth").where["exponent"] > 0.9
+    assert report.check("bf16").where["length"] == 64
+    if name == "gpt2":
+        assert "without position_ids off by" in report.check("padding left").detail
+        assert report.check("lengths").verdict == "pass"
+
+
+def test_mamba_goes_on_wrongly_with_several_tokens():
+    model = tiny("mamba")
+    report = audit(model, tokens=12, contexts=[], long=0)
+    assert [check.name for check in report.violations] == ["cache, several tokens"]
+    check = report.check("cache, several tokens")
+    assert check.worst > 30 * report.arithmetic["band"]
+    assert check.failing["pieces"][-1] > 1
+    assert sum(check.failing["pieces"]) <= 6
+    assert report.check("cache, one token").worst < report.arithmetic["band"] / 10
+    assert report.arithmetic["narrowest"] == "float32"
+    assert [done.fails for done in replay(model, report)] == [True]
+
+
+def test_what_is_no_causal_language_model_is_refused():
+    t5 = transformers.T5Config(vocab_size=19, d_model=8, d_kv=4, d_ff=8, num_layers=1, num_heads=2)
+    with pytest.raises(ValueError, match="T5ForConditionalGeneration is an encoder-decoder"):
+        audit(transformers.T5ForConditionalGeneration(t5))
+    bert = transformers.BertConfig(
+        vocab_size=19, hidden_size=8, num_hidden_layers=1, num_attention_heads=2, intermediate_size=8
+    )
+    with pytest.raises(ValueError, match="BertForMaskedLM is no causal language model"):
+        audit(transformers.BertForMaskedLM(bert))
+
+
+def test_what_a_model_of_transformers_can_not_do_is_said():
+    class Bare(transformers.LlamaForCausalLM):
+        def forward(self, input_ids):
+            return super().forward(input_ids, use_cache=False)
+
+    class Forgetful(transformers.LlamaForCausalLM):
+        def forward(self, input_ids, past_key_values=None, use_cache=None):
+            return super().forward(input_ids, use_cache=False)
+
+    config = tiny("llama").config
+    report = audit(Bare(config), **QUICK)
+    assert report.passed
+    assert "no parameter attention_mask" in report.check("padding left").detail
+    assert "no parameter past_key_values or cache_params or state" in report.check("cache, one token").detail
+    report = audit(Forgetful(config), **QUICK)
+    assert report.passed
+    assert "the model returned no past_key_values" in report.check("cache, one token").detail
+
+
+def test_a_longer_sequence_than_the_positions_is_not_tried():
+    report = audit(tiny("gpt2"), tokens=100, contexts=[16, 200], long=100)
+    assert report.passed
+    assert report.check("bf16").where["length"] == 64
+    assert "positions for fewer than two" in report.check("state growth").detail
+    learned = build_model(DecoderConfig(
+        vocab_size=19, dim=16, num_layers=1, num_heads=2, attention="full", position="learned", max_positions=24
+    ))  # fmt: skip
+    assert audit(learned, tokens=40, contexts=[], long=100).check("bf16").where["length"] == 24
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        assert audit(wrapped(learned), tokens=40, contexts=[], long=0).passed
