@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from subquad import attention, data, evaluation, generation, hf, models, ops, testing, training
+    from subquad.evaluation.audit import audit
     from subquad.state import State
 
 __version__ = "0.1.0"
@@ -15,6 +16,7 @@ __all__ = [
     "State",
     "__version__",
     "attention",
+    "audit",
     "data",
     "evaluation",
     "generation",
@@ -29,6 +31,8 @@ __all__ = [
 def __getattr__(name: str) -> Any:
     if name == "State":
         return importlib.import_module("subquad.state").State
+    if name == "audit":
+        return importlib.import_module("subquad.evaluation.audit").audit
     if name in __all__:
         return importlib.import_module(f"subquad.{name}")
     raise AttributeError(f"module 'subquad' has no attribute {name!r}; it has {', '.join(__all__)}")

@@ -16,6 +16,9 @@ COMMANDS = {
     "train": "subquad.tools.train",
     "eval": "subquad.tools.eval",
     "generate": "subquad.tools.generate",
+    "serve": "subquad.serving.command",
+    "audit": "subquad.tools.audit",
+    "probe": "subquad.tools.probe",
     "list": "subquad.tools.list",
     "cost": "subquad.tools.cost",
     "show": "subquad.tools.show",
@@ -32,6 +35,9 @@ commands:
   train      train a model, evaluate it on held-out text, sample, report
   eval       measure a trained model on a text
   generate   continue a prompt
+  serve      answer over HTTP in OpenAI's form, with a page to try it
+  audit      check a language model for leaks, wrong caches, padding, growth
+  probe      measure what a model remembers of a long context
   list       the attention mechanisms, their options, the recipes
   cost       what mechanisms and models cost: score entries, FLOPs, memory
   show       pictures: weights, reach, positions, cost

@@ -110,7 +110,7 @@ def test_the_version_is_printed(capsys):
 
 def test_an_unknown_command_is_answered_with_the_valid_ones(capsys):
     assert main(["trian"]) == 2
-    valid = "bench, cost, eval, generate, list, show, train"
+    valid = "audit, bench, cost, eval, generate, list, probe, serve, show, train"
     assert f"unknown command 'trian'; did you mean 'train'? valid: {valid}" in capsys.readouterr().err
 
 

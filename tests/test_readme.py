@@ -13,9 +13,11 @@ import pytest
 import yaml
 
 from subquad import attention
+from subquad.bench import _machine
 from subquad.cli import main
 from subquad.models import Classifier, DecoderConfig, EncoderConfig
 from subquad.models.stacks import STACKS, build_model
+from subquad.serving.command import make_parser
 from subquad.tools import _pictures
 from subquad.tools.mechanisms import markdown
 from subquad.tools.show import PICTURES
@@ -46,6 +48,14 @@ COMMANDS += [
 ]
 
 
+SMALLEST = {
+    "ops": "--tokens 16 --heads 2 --channels 16 --latents 4 --segment 8 --repeats 1 --peers none",
+    "model": "--tokens 16 --dim 16 --vocab 16 --layers 1 --repeats 1 --peers none",
+    "decode": "--contexts 8 --dim 16 --vocab 16 --layers 1 --repeats 1",
+}
+"""Sizes of a benchmark that is run to see whether its options are accepted: the last of two flags wins."""
+
+
 @pytest.fixture(scope="module")
 def place(tmp_path_factory) -> Path:
     """A folder with the texts and the runs that the pages speak of, all tiny."""
@@ -56,6 +66,7 @@ def place(tmp_path_factory) -> Path:
         (folder / "my_texts" / f"{number}.txt").write_text(text)
     (folder / "another.txt").write_text("another text\n" * 40)
     (folder / "draft.txt").write_text("a draft\n")
+    (folder / "book.txt").write_text("a book\n" * 20)
     tiny = {
         "model": {"dim": 16, "num_layers": 1, "num_heads": 2},
         "data": {"path": str(folder / "my_texts"), "vocab_size": 300, "cache": str(folder / "cache")},
@@ -69,6 +80,9 @@ def place(tmp_path_factory) -> Path:
     latents = ["--model.attention", "perceiver_ar", "--model.options.perceiver_ar.latents", "16"]
     tiny_ar = ["--config", str(folder / "tiny.yaml"), *latents, "--run.folder", str(folder / "runs" / "ar")]
     assert main(["train", *tiny_ar]) == 0
+    read = ["--prompt-file", str(folder / "book.txt"), "--max_tokens", "0"]
+    state = ["--state-out", str(folder / "book.safetensors")]
+    assert main(["generate", str(folder / "runs" / "mine"), *read, *state]) == 0
     return folder
 
 
@@ -82,7 +96,7 @@ def test_python_blocks_run(page, number, place, monkeypatch, capsys):
 
 @pytest.mark.parametrize(("page", "command"), COMMANDS)
 def test_commands_are_accepted(page, command, place, monkeypatch, capsys):
-    """Lists, evaluations and generations run; a training prints its configuration."""
+    """All run, benchmarks and audits in tiny sizes; a training prints its configuration, a server only parses."""
     monkeypatch.chdir(place)
     monkeypatch.setenv("SUBQUAD_CACHE", str(place / "cache"))
     feed, _, command = command.rpartition("| ")
@@ -96,6 +110,14 @@ def test_commands_are_accepted(page, command, place, monkeypatch, capsys):
             main(words[1:])
         assert exit_info.value.code == 0
         assert yaml.safe_load(capsys.readouterr().out)["run"]["folder"]
+    elif words[1] == "serve":
+        make_parser().parse_args(words[2:])
+    elif words[1] == "audit":
+        assert main([*words[1:], *["--tokens", "8", "--long", "16", "--contexts", "[4,8]"]]) == 0
+    elif words[1] == "bench":
+        monkeypatch.setattr(_machine, "COPIED", {"cpu": 2**16})
+        monkeypatch.setattr(_machine, "MULTIPLIED", {"cpu": 32})
+        assert main([*words[1:], *SMALLEST[words[2]].split()]) == 0
     else:
         assert main(words[1:]) == 0
 

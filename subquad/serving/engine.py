@@ -1,0 +1,248 @@
+"""The thread that owns the batched decoder, and what it hands to the event loop.
+
+Everything but the methods that begin with `_thread` runs on the event loop, so nothing here needs a lock: the two talk
+through a queue of commands one way and `call_soon_threadsafe` the other.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import threading
+import time
+from collections.abc import Callable, Collection, Sequence
+from contextlib import suppress
+from queue import Empty, SimpleQueue
+from typing import TYPE_CHECKING, Any
+
+from subquad.generation.config import SamplingConfig
+from subquad.serving.config import ServeConfig
+from subquad.serving.jobs import BusyError, DownError, Event, Job, Limit, Load
+from subquad.serving.metrics import Metrics
+
+if TYPE_CHECKING:
+    from subquad.generation.batch import BatchDecoder, Request
+
+logger = logging.getLogger(__name__)
+STATE_EVERY = 16
+"""Tokens between two looks at a sequence's state size."""
+
+
+class Engine:
+    """Decodes the sequences of many jobs together in a thread of its own.
+
+    `failure` is the decoder's exception where it had one: all sequences have ended with it then and no more are taken.
+    `max_context` is how many tokens a sequence may have, None where the model has no limit.
+    """
+
+    def __init__(self, decoder: BatchDecoder, config: ServeConfig, metrics: Metrics) -> None:
+        self.failure: Exception | None = None
+        self.load = Load(0, 0, config.slots, decoder.state_bytes)
+        self.max_context = decoder.max_context
+        self._decoder = decoder
+        self._config = config
+        self._metrics = metrics
+        self._jobs: set[Job] = set()
+        self._stopping = False
+        self._commands: SimpleQueue[Callable[[], None] | None] = SimpleQueue()
+        self._requests: dict[tuple[Job, int], Request] = {}
+        self._thread: threading.Thread | None = None
+        self._loop: asyncio.AbstractEventLoop | None = None
+
+    def start(self) -> None:
+        """Start the thread; called on the event loop that takes what it makes."""
+        self._loop = asyncio.get_running_loop()
+        self._thread = threading.Thread(target=self._thread_main, name="decoder", daemon=True)
+        self._thread.start()
+
+    async def stop(self) -> None:
+        """End all sequences and wait for the thread to end."""
+        self._stopping = True
+        self._end_all("shutdown")
+        self._commands.put(None)
+        if self._thread is not None:
+            await asyncio.to_thread(self._thread.join)
+
+    def join(self) -> None:
+        """Wait for the thread from outside of the event loop, which may be gone without having called `stop`."""
+        self._commands.put(None)
+        if self._thread is not None:
+            self._thread.join()
+
+    def drain(self) -> None:
+        """Take no new jobs, and end those that run after `grace_seconds`."""
+        if not self._stopping:
+            self._stopping = True
+            asyncio.get_running_loop().call_later(self._config.grace_seconds, self._end_all, "shutdown")
+
+    def drain_soon(self) -> None:
+        """`drain` from another thread or a signal handler."""
+        if self._loop is not None:
+            self._loop.call_soon_threadsafe(self.drain)
+
+    @property
+    def sequences(self) -> int:
+        """How many run or wait, of all jobs."""
+        return sum(len(job.open) for job in self._jobs)
+
+    def check(self) -> None:
+        """Raise `DownError` where no jobs are taken."""
+        if self.failure is not None:
+            raise DownError(f"the decoder has failed and the server must be restarted: {self.failure}")
+        if self._stopping:
+            raise DownError("the server is stopping")
+
+    async def submit(
+        self, prompts: Sequence[tuple[Sequence[int], SamplingConfig]], *, stop_tokens: Collection[int] = ()
+    ) -> Job:
+        """Begin to decode; `close` must be called at the end, whatever happens.
+
+        Raises `BusyError` over `max_requests`, `DownError` where the server stops or has failed, and what
+        `BatchDecoder.add` raises (`ValueError` for a prompt that the model can't take).
+        """
+        self.check()
+        most = self._config.max_requests
+        if self.sequences + len(prompts) > most:
+            raise BusyError(f"{self.sequences} sequences run or wait, of at most {most}; try again later")
+        job = Job(prompts, stop_tokens)
+        self._jobs.add(job)
+        job.timer = asyncio.get_running_loop().call_later(self._config.max_seconds, self._end, job, "seconds")
+        self._commands.put(lambda: self._thread_add(job))
+        try:
+            await job.accepted
+        except BaseException:
+            self.close(job)
+            raise
+        self._metrics.count_prompts(sum(len(prompt) for prompt, _ in prompts))
+        return job
+
+    def close(self, job: Job) -> None:
+        """Free what the job still holds; nothing happens where it has ended."""
+        for index in tuple(job.open):
+            self.cancel(job, index)
+        self._forget(job)
+
+    def cancel(self, job: Job, index: int, reason: str = "cancelled") -> None:
+        """End one sequence without an event; nothing happens where it has ended."""
+        if index in job.open:
+            self._metrics.count_end(reason)
+            self._free(job, index)
+            if not job.open:
+                self._forget(job)
+
+    def _free(self, job: Job, index: int) -> None:
+        job.open.discard(index)
+        self._commands.put(lambda: self._thread_cancel(job, index))
+
+    def _forget(self, job: Job) -> None:
+        self._jobs.discard(job)
+        if job.timer is not None:
+            job.timer.cancel()
+
+    def _end(self, job: Job, limit: Limit) -> None:
+        """End a job's sequences as if they had reached their tokens."""
+        if not job.accepted.done():
+            job.accepted.set_result(None)
+        for index in tuple(job.open):
+            self._metrics.count_end(limit)
+            self._free(job, index)
+            job.events.put_nowait(Event(index, None, 0, time.perf_counter(), "length", limit))
+        self._forget(job)
+
+    def _end_all(self, limit: Limit) -> None:
+        for job in tuple(self._jobs):
+            self._end(job, limit)
+
+    def _deliver(self, events: list[tuple[Job, Event]]) -> None:
+        for job, event in events:
+            if event.index not in job.open:
+                continue  # cancelled while the token was made
+            if event.token is not None:
+                self._metrics.count_token(event.seconds - job.last.get(event.index, job.begin), event.index in job.last)
+                job.last[event.index] = event.seconds
+            if event.end is not None:
+                self._metrics.count_end("tokens" if event.end == "length" else event.end)
+                job.open.discard(event.index)
+                if not job.open:
+                    self._forget(job)
+            job.events.put_nowait(event)
+
+    def _fail(self, error: Exception) -> None:
+        """End everything with the decoder's exception."""
+        self.failure = error
+        self.load = Load(0, 0, 0, 0)
+        down = DownError("the decoder has failed and the server must be restarted")
+        for job in tuple(self._jobs):
+            self._refuse(job, down)
+            for index in tuple(job.open):
+                self._deliver([(job, Event(index, None, 0, time.perf_counter(), "error", error=down))])
+
+    def _accept(self, job: Job) -> None:
+        if not job.accepted.done():
+            job.accepted.set_result(None)
+
+    def _refuse(self, job: Job, error: Exception) -> None:
+        if not job.accepted.done():
+            job.accepted.set_exception(error)
+
+    def _thread_main(self) -> None:
+        try:
+            while self._thread_obey():
+                if self._requests:
+                    self._thread_step()
+        except Exception as error:
+            logger.exception("the decoder has failed; the server answers 503 from now on")
+            self._thread_tell(self._fail, error)
+
+    def _thread_tell(self, callback: Callable[..., None], *arguments: Any) -> None:
+        """Have the event loop call `callback`; nobody is left to listen where it is closed."""
+        assert self._loop is not None
+        with suppress(RuntimeError):
+            self._loop.call_soon_threadsafe(callback, *arguments)
+
+    def _thread_obey(self) -> bool:
+        """Carry out the commands that have come, waiting for one where nothing runs; False at the end."""
+        decoder = self._decoder
+        while True:
+            try:
+                command = self._commands.get_nowait()
+            except Empty:
+                self.load = Load(decoder.running, decoder.waiting, decoder.free, decoder.state_bytes)
+                if self._requests:
+                    return True
+                command = self._commands.get()
+            if command is None:
+                return False
+            command()
+
+    def _thread_add(self, job: Job) -> None:
+        try:
+            for index, (prompt, sampling) in enumerate(job.prompts):
+                self._requests[job, index] = self._decoder.add(prompt, sampling, stop_tokens=job.stop_tokens)
+        except Exception as error:  # of this job alone, which `submit` closes: the others go on
+            self._thread_tell(self._refuse, job, error)
+        else:
+            self._thread_tell(self._accept, job)
+
+    def _thread_cancel(self, job: Job, index: int) -> None:
+        request = self._requests.pop((job, index), None)
+        if request is not None:
+            self._decoder.cancel(request)
+
+    def _thread_step(self) -> None:
+        made = {id(request): token for request, token in self._decoder.step()}
+        now = time.perf_counter()
+        events = []
+        for (job, index), request in tuple(self._requests.items()):
+            token, end = made.get(id(request)), request.finished
+            if token is None and end is None:
+                continue
+            if end is not None:
+                del self._requests[job, index]
+            if end == "cancelled":
+                continue
+            limit: Limit | None = "tokens" if end == "length" else None
+            size = self._decoder.state_bytes_of(request) if len(request.tokens) % STATE_EVERY == 1 else 0
+            events.append((job, Event(index, token, size, now, end, limit, request.error)))
+        if events:
+            self._thread_tell(self._deliver, events)

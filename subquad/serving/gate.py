@@ -1,0 +1,153 @@
+"""What every request passes before the routes: the count, the key, the size of its body."""
+
+from __future__ import annotations
+
+import asyncio
+import hmac
+import json
+import logging
+from collections.abc import Collection
+
+from starlette.datastructures import Headers
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
+
+from subquad.serving.errors import APIError
+from subquad.serving.metrics import Metrics
+
+logger = logging.getLogger(__name__)
+_METHODS = ("DELETE", "GET", "HEAD", "OPTIONS", "PATCH", "POST", "PUT")
+GONE = 499
+"""The status that is counted where the client has gone before its answer; nobody receives it."""
+
+
+class Count:
+    """Counts answers by route and status, and gives up clients that take no data for `seconds`."""
+
+    def __init__(self, app: ASGIApp, metrics: Metrics, routes: Collection[str], seconds: float) -> None:
+        self._app = app
+        self._metrics = metrics
+        self._routes = frozenset(routes)
+        self._seconds = seconds
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Pass an HTTP request on; other scopes are left alone."""
+        if scope["type"] != "http":
+            await self._app(scope, receive, send)
+            return
+        status, stuck = 500, False
+
+        async def counted(message: Message) -> None:
+            nonlocal status, stuck
+            if message["type"] == "http.response.start":
+                status = message["status"]
+            try:
+                async with asyncio.timeout(self._seconds):
+                    await send(message)
+            except TimeoutError:
+                stuck = True
+                raise
+
+        try:
+            await self._app(scope, receive, counted)
+        except TimeoutError:
+            if not stuck:
+                raise
+            status = GONE
+            logger.warning("a client has taken no data for %g s; its connection is closed", self._seconds)
+        finally:
+            # Paths and methods that a client made up have no labels of their own: memory would grow with them.
+            route = scope["path"] if scope["path"] in self._routes else "other"
+            if scope["path"].startswith("/v1/models/"):
+                route = "/v1/models/{model}"
+            method = scope["method"] if scope["method"] in _METHODS else "other"
+            self._metrics.count_request(route, method, status)
+
+
+class Key:
+    """Lets requests under `/v1/` and for `/metrics` through only with `Authorization: Bearer KEY`."""
+
+    def __init__(self, app: ASGIApp, key: str) -> None:
+        self._app = app
+        self._key = key.encode()
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Pass a request on or answer 401."""
+        closed = scope["type"] == "http" and (scope["path"].startswith("/v1/") or scope["path"] == "/metrics")
+        if closed and not self._fits(Headers(scope=scope).get("authorization", "")):
+            message = "a valid API key is needed, sent as Authorization: Bearer KEY"
+            error = APIError(401, message, headers={"WWW-Authenticate": "Bearer"})
+            await error.response()(scope, receive, send)
+            return
+        await self._app(scope, receive, send)
+
+    def _fits(self, header: str) -> bool:
+        kind, _, key = header.partition(" ")
+        # In constant time, so that answers do not tell how much of a guess is right.
+        return kind.lower() == "bearer" and hmac.compare_digest(key.strip().encode("latin-1"), self._key)
+
+
+class Body:
+    """Reads a request's body before it goes on; refuses one of more than `most` bytes or that takes too long."""
+
+    def __init__(self, app: ASGIApp, most: int, seconds: float) -> None:
+        self._app = app
+        self._most = most
+        self._seconds = seconds
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Pass a request on with its whole body, or answer 413 or 408."""
+        if scope["type"] != "http" or scope["method"] not in ("PATCH", "POST", "PUT"):
+            await self._app(scope, receive, send)
+            return
+        try:
+            async with asyncio.timeout(self._seconds):
+                body = await self._read(scope, receive)
+        except TimeoutError:
+            await APIError(408, f"the body took more than {self._seconds:g} s").response()(scope, receive, send)
+            return
+        except APIError as error:
+            await error.response()(scope, receive, send)
+            return
+        if body is None:
+            return  # the client has gone
+        if _has_half_a_pair(body):
+            message = "the body must be Unicode text, and it spells half a surrogate pair (\\ud800 to \\udfff)"
+            await APIError(400, message).response()(scope, receive, send)
+            return
+        first: list[Message] = [{"type": "http.request", "body": body, "more_body": False}]
+
+        async def replay() -> Message:
+            return first.pop() if first else await receive()
+
+        await self._app(scope, replay, send)
+
+    async def _read(self, scope: Scope, receive: Receive) -> bytes | None:
+        said = Headers(scope=scope).get("content-length", "")
+        if said.isdecimal() and int(said) > self._most:
+            raise self._too_large()
+        body = bytearray()
+        while True:
+            message = await receive()
+            if message["type"] == "http.disconnect":
+                return None
+            body += message.get("body", b"")
+            if len(body) > self._most:
+                raise self._too_large()
+            if not message.get("more_body", False):
+                return bytes(body)
+
+    def _too_large(self) -> APIError:
+        return APIError(413, f"a request may have {self._most} bytes, and this one has more")
+
+
+def _has_half_a_pair(body: bytes) -> bool:
+    """Whether JSON spells a text that is no Unicode: pydantic and tokenizers would fail on it, each in its own way."""
+    if b"\\ud" not in body.lower():
+        return False
+    try:
+        json.dumps(json.loads(body), ensure_ascii=False).encode()
+    except UnicodeEncodeError:
+        return True
+    except (ValueError, RecursionError):  # no JSON: the route says so
+        return False
+    return False

@@ -1,0 +1,163 @@
+"""What the server answers: the events of a job as OpenAI's JSON, whole or in pieces."""
+
+from __future__ import annotations
+
+import time
+import uuid
+from collections.abc import AsyncIterator, Sequence
+from typing import Any, Literal
+
+from subquad.serving.engine import Engine
+from subquad.serving.errors import APIError, to_json
+from subquad.serving.jobs import DownError, Event, Job, Limit
+from subquad.serving.schemas import StreamOptions
+from subquad.serving.texts import Writer
+
+Kind = Literal["completion", "chat"]
+DONE = "data: [DONE]\n\n"
+
+
+class Choice:
+    """One answer: its text so far, and how it ended."""
+
+    def __init__(self, index: int, writer: Writer) -> None:
+        self.index = index
+        self.pieces: list[str] = []
+        self.finish: Literal["stop", "length"] | None = None
+        self._writer = writer
+        self._limit: Limit | Literal["stop_string", "stop_token"] | None = None
+        self._tokens = 0
+        self._state_bytes = 0
+        self._first = self._last = 0.0
+
+    @property
+    def tokens(self) -> int:
+        """Generated so far, a stop token included."""
+        return self._tokens
+
+    def take(self, event: Event) -> str:
+        """The text that an event brings."""
+        text = ""
+        if event.token is not None:
+            self._tokens += 1
+            self._first, self._last = self._first or event.seconds, event.seconds
+            self._state_bytes = event.state_bytes or self._state_bytes
+            text = self._writer.push(event.token)
+        if self._writer.stopped:
+            self.finish, self._limit = "stop", "stop_string"
+        elif event.end in ("stop", "length"):
+            text += self._writer.finish()
+            stopped = self._writer.stopped  # by the last bytes of a character that was never completed
+            self.finish = "stop" if stopped else event.end
+            self._limit = "stop_string" if stopped else "stop_token" if event.end == "stop" else event.limit
+        return text
+
+    def stats(self) -> dict[str, Any]:
+        """The extension `subquad` of a choice: what ended it, the state's bytes, the speed after the first token."""
+        seconds = self._last - self._first
+        return {
+            "ended_by": self._limit,
+            "tokens": self._tokens,
+            "state_bytes": self._state_bytes,
+            "tokens_per_s": round((self._tokens - 1) / seconds, 2) if seconds > 0 else None,
+        }
+
+
+class Reply:
+    """The answer to one request, with an answer for each of `writers`; its prompts have `prompt_tokens` in all.
+
+    Errors of the decoder end it: `APIError` where the answer is sent as a whole, an `error` in a stream.
+    """
+
+    def __init__(
+        self, engine: Engine, job: Job, kind: Kind, model: str, writers: Sequence[Writer], prompt_tokens: int
+    ) -> None:
+        self._engine = engine
+        self._job = job
+        self._kind = kind
+        self._choices = [Choice(index, writer) for index, writer in enumerate(writers)]
+        self._prompt_tokens = prompt_tokens
+        name = "cmpl" if kind == "completion" else "chatcmpl"
+        self._head = {"id": f"{name}-{uuid.uuid4().hex}", "object": "", "created": int(time.time()), "model": model}
+
+    async def whole(self) -> dict[str, Any]:
+        """The answer when all of it is there."""
+        async for choice, text in self._pieces():
+            choice.pieces.append(text)
+        choices = []
+        for choice in self._choices:
+            text = "".join(choice.pieces)
+            what = {"message": {"role": "assistant", "content": text}} if self._kind == "chat" else {"text": text}
+            choices.append(self._choice(choice, what, stats=True))
+        name = "text_completion" if self._kind == "completion" else "chat.completion"
+        return {**self._head, "object": name, "choices": choices, "usage": self._usage()}
+
+    async def stream(self, options: StreamOptions) -> AsyncIterator[str]:
+        """The answer as server-sent events."""
+        name = "text_completion" if self._kind == "completion" else "chat.completion.chunk"
+        head = {**self._head, "object": name}
+        usage = {"usage": None} if options.include_usage else {}
+
+        def chunk(choice: Choice, text: str | None, *, stats: bool) -> str:
+            what: dict[str, Any] = {"text": text or ""}
+            if self._kind == "chat":
+                what = {"delta": {} if text is None else {"content": text}}
+            return _event({**head, "choices": [self._choice(choice, what, stats=stats)], **usage})
+
+        if self._kind == "chat":
+            for choice in self._choices:
+                what = {"delta": {"role": "assistant", "content": ""}}
+                yield _event({**head, "choices": [self._choice(choice, what, stats=False)], **usage})
+        try:
+            async for choice, text in self._pieces():
+                finish, choice.finish = choice.finish, None  # the end has a chunk of its own
+                if text:
+                    yield chunk(choice, text, stats=options.include_stats)
+                choice.finish = finish
+                if finish is not None:
+                    yield chunk(choice, None, stats=True)
+        except APIError as error:
+            yield _event(error.body()) + DONE
+            return
+        if options.include_usage:
+            yield _event({**head, "choices": [], "usage": self._usage()})
+        yield DONE
+
+    async def _pieces(self) -> AsyncIterator[tuple[Choice, str]]:
+        """Texts of all choices as they come, until each has ended."""
+        left = set(range(len(self._choices)))
+        while left:
+            event = await self._job.events.get()
+            if event.index not in left:
+                continue  # made before the decoder knew that a stop string had been met
+            if event.end == "error":
+                raise failure(event.error)
+            choice = self._choices[event.index]
+            text = choice.take(event)
+            if choice.finish is not None:
+                left.discard(event.index)
+                self._engine.cancel(self._job, event.index, "stop")
+            yield choice, text
+
+    def _choice(self, choice: Choice, what: dict[str, Any], *, stats: bool) -> dict[str, Any]:
+        extra = {"subquad": choice.stats()} if stats else {}
+        return {"index": choice.index, **what, "logprobs": None, "finish_reason": choice.finish, **extra}
+
+    def _usage(self) -> dict[str, int]:
+        generated = sum(choice.tokens for choice in self._choices)
+        return {
+            "prompt_tokens": self._prompt_tokens,
+            "completion_tokens": generated,
+            "total_tokens": self._prompt_tokens + generated,
+        }
+
+
+def failure(error: Exception | None) -> APIError:
+    """What a client is told where decoding failed after it had begun."""
+    if isinstance(error, DownError):
+        return APIError(503, str(error))
+    return APIError(500, f"this sequence could not be decoded: {error}")
+
+
+def _event(content: Any) -> str:
+    return f"data: {to_json(content)}\n\n"

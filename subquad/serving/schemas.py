@@ -1,0 +1,193 @@
+"""What requests may hold. Every field of OpenAI's that changes nothing when left alone is taken; others are refused."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Annotated, Any, ClassVar, Literal
+
+from pydantic import BaseModel, ConfigDict, Field, model_validator
+from pydantic_core import PydanticCustomError
+
+from subquad.config import suggest
+
+REFUSED = "refused_field"
+"""The type of the error for a field that is unknown or not supported."""
+MUST_BE = {
+    "prompt": "a text, a list of token ids, or a list of at most 128 texts or lists of token ids; none may be empty",
+    "stop": "a text of 1 to 1000 characters or a list of at most 4 of them",
+}
+"""What fields that take more than one type must be."""
+
+
+Filled = Annotated[str, Field(min_length=1)]
+Stop = Annotated[str, Field(min_length=1, max_length=1000)]
+Token = Annotated[int, Field(ge=0, strict=True)]
+Whole = Annotated[int, Field(strict=True)]
+Number = Annotated[float, Field(strict=True, allow_inf_nan=False)]
+Flag = Annotated[bool, Field(strict=True)]
+
+
+class StreamOptions(BaseModel):
+    """What a stream tells beside text."""
+
+    model_config = ConfigDict(extra="forbid")
+
+    include_usage: Flag = Field(default=False, description="End with a chunk that counts the tokens.")
+    include_stats: Flag = Field(default=False, description="Extension: state size and tokens/s in each chunk's choice.")
+    include_obfuscation: Flag = Field(default=False, description="Taken and ignored: nothing is obfuscated.")
+
+
+class _Request(BaseModel):
+    """What both kinds of requests have in common."""
+
+    model_config = ConfigDict(extra="forbid")
+    unsupported: ClassVar[Mapping[str, tuple[Any, ...]]] = {
+        "frequency_penalty": (None, 0, 0.0),
+        "presence_penalty": (None, 0, 0.0),
+        "logit_bias": (None, {}),
+        "logprobs": (None, False),
+        "metadata": (None, {}),
+        "service_tier": (None, "auto", "default"),
+        "store": (None, False),
+    }
+    """Fields of OpenAI's that can't be had here, and the values of each that ask for nothing."""
+
+    model: str | None = Field(None, description="The served model; may be left out.")
+    temperature: Annotated[Number, Field(ge=0, le=2)] | None = Field(None, description="0 takes the likeliest token.")
+    top_p: Annotated[Number, Field(gt=0, le=1)] | None = None
+    top_k: Annotated[Whole, Field(ge=1)] | None = Field(None, description="Extension: of the k likeliest tokens.")
+    min_p: Annotated[Number, Field(ge=0, le=1)] | None = Field(
+        None, description="Extension: of the tokens that are at least this part as likely as the likeliest."
+    )
+    repetition_penalty: Annotated[Number, Field(ge=0.01, le=100)] | None = Field(
+        None, description="Extension: divides the logits of tokens in the text so far; 1 does nothing."
+    )
+    n: Annotated[Whole, Field(ge=1, le=128)] | None = Field(None, description="Answers for each prompt.")
+    max_tokens: Annotated[Whole, Field(ge=1)] | None = None
+    stop: Stop | Annotated[list[Stop], Field(max_length=4)] | None = None
+    seed: Annotated[Whole, Field(ge=-(1 << 63), lt=1 << 63)] | None = Field(
+        None, description="Repeats a sample; the answers of one request take seed, seed + 1, ..."
+    )
+    stream: Flag | None = None
+    stream_options: StreamOptions | None = None
+    user: str | None = Field(None, description="Taken and ignored.")
+
+    @model_validator(mode="before")
+    @classmethod
+    def _known(cls, values: Any) -> Any:
+        """Refuse unknown fields by name, and leave out unsupported ones that ask for nothing."""
+        if not isinstance(values, dict):
+            return values
+        left = {}
+        for key, value in values.items():
+            if key in cls.model_fields:
+                left[key] = value
+            elif key not in cls.unsupported:
+                _refuse(key, f"unknown field {key!r}; {suggest(key, cls.model_fields)}")
+            elif not any(type(value) is type(plain) and value == plain for plain in cls.unsupported[key]):
+                _refuse(key, f"{key} is not supported by this server; leave it out")
+        return left
+
+    @model_validator(mode="after")
+    def _options_need_a_stream(self) -> _Request:
+        if self.stream_options is not None and not self.stream:
+            _refuse("stream_options", "stream_options needs stream: true")
+        return self
+
+    @property
+    def stops(self) -> list[str]:
+        """The stop strings."""
+        return [self.stop] if isinstance(self.stop, str) else list(self.stop or ())
+
+    @property
+    def options(self) -> StreamOptions:
+        """The stream's options, or their defaults."""
+        return self.stream_options or StreamOptions()
+
+
+class CompletionRequest(_Request):
+    """The body of `POST /v1/completions`."""
+
+    unsupported: ClassVar[Mapping[str, tuple[Any, ...]]] = {
+        **_Request.unsupported,
+        "logprobs": (None,),  # 0 would ask for those of the tokens themselves
+        "best_of": (None, 1),
+        "echo": (None, False),
+        "suffix": (None, ""),
+    }
+    prompt: (
+        Filled
+        | Annotated[list[Filled], Field(min_length=1, max_length=128)]
+        | Annotated[list[Token], Field(min_length=1)]
+        | Annotated[list[Annotated[list[Token], Field(min_length=1)]], Field(min_length=1, max_length=128)]
+    )
+
+    @property
+    def prompts(self) -> list[str] | list[list[int]]:
+        """The prompts one by one, each a text or token ids."""
+        prompt: Any = self.prompt
+        single = isinstance(prompt, str) or isinstance(prompt[0], int)
+        return [prompt] if single else prompt
+
+
+class Part(BaseModel):
+    """A piece of a message."""
+
+    model_config = ConfigDict(extra="forbid")
+
+    type: Literal["text"]
+    text: str
+
+
+class Message(BaseModel):
+    """One turn of a chat."""
+
+    model_config = ConfigDict(extra="forbid")
+
+    role: Literal["system", "developer", "user", "assistant"]
+    content: str | list[Part]
+    name: str | None = None
+
+    @property
+    def text(self) -> str:
+        """The content, its pieces joined."""
+        return self.content if isinstance(self.content, str) else "".join(part.text for part in self.content)
+
+
+class ChatRequest(_Request):
+    """The body of `POST /v1/chat/completions`."""
+
+    unsupported: ClassVar[Mapping[str, tuple[Any, ...]]] = {
+        **_Request.unsupported,
+        "audio": (None,),
+        "function_call": (None, "none"),
+        "functions": (None, []),
+        "modalities": (None, ["text"]),
+        "parallel_tool_calls": (None, True, False),
+        "prediction": (None,),
+        "reasoning_effort": (None, "none"),
+        "response_format": (None, {"type": "text"}),
+        "tool_choice": (None, "none", "auto"),
+        "tools": (None, []),
+        "top_logprobs": (None, 0),
+        "web_search_options": (None,),
+    }
+    messages: Annotated[list[Message], Field(min_length=1, max_length=4096)]
+    max_completion_tokens: Annotated[Whole, Field(ge=1)] | None = Field(
+        None, description="Another name for max_tokens."
+    )
+
+    @model_validator(mode="after")
+    def _one_limit(self) -> ChatRequest:
+        if None not in (self.max_tokens, self.max_completion_tokens) and self.max_tokens != self.max_completion_tokens:
+            _refuse("max_tokens", "max_tokens and max_completion_tokens are the same limit; give one of them")
+        return self
+
+    @property
+    def limit(self) -> int | None:
+        """The tokens asked for, by either name."""
+        return self.max_tokens if self.max_completion_tokens is None else self.max_completion_tokens
+
+
+def _refuse(param: str, message: str) -> None:
+    raise PydanticCustomError(REFUSED, "{message}", {"param": param, "message": message})

@@ -1,0 +1,135 @@
+"""Text to tokens and back: prompts, chats, and the text of a sequence that grows."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from tokenizers import Tokenizer
+
+from subquad.data.tokenizers import separator_id
+from subquad.generation import StopStrings, TextStream
+
+PLAIN_STOP = "\nuser:"
+"""Where an answer ends in a chat without a template: the model goes on to write the user's next turn."""
+
+
+class Template(NamedTuple):
+    """A chat template in Jinja with the special tokens that it may name."""
+
+    source: str
+    tokens: dict[str, str]
+
+
+class Texts:
+    """A model's tokenizer and chat template.
+
+    Without a template a chat is `role: content` lines that end with `assistant:`, and an answer ends before the line
+    `user:`. `stop_tokens` end every sequence.
+    """
+
+    def __init__(self, tokenizer: Tokenizer, template: Template | None = None) -> None:
+        self.tokenizer = tokenizer
+        self.template = template
+        ends = [separator_id(tokenizer)]
+        if template is not None and "eos_token" in template.tokens:
+            ends.append(tokenizer.token_to_id(template.tokens["eos_token"]))
+        self.stop_tokens = frozenset(end for end in ends if end is not None)
+
+    def encode(self, text: str) -> list[int]:
+        """The tokens of a prompt; `ValueError` where there is none."""
+        tokens = self.tokenizer.encode(text, add_special_tokens=False).ids
+        if not tokens:
+            raise ValueError("the prompt must hold at least one token, got an empty text")
+        return tokens
+
+    def chat(self, messages: Sequence[dict[str, str]]) -> tuple[str, list[str]]:
+        """The prompt of a chat and the stop strings that belong to its form.
+
+        Raises `ValueError` with the template's words where it refuses the messages.
+        """
+        if self.template is None:
+            lines = [f"{message['role']}: {message['content']}\n" for message in messages]
+            return "".join(lines) + "assistant:", [PLAIN_STOP]
+        from jinja2 import TemplateError
+        from transformers.utils.chat_template_utils import render_jinja_template
+
+        try:
+            tokens: dict[str, Any] = dict(self.template.tokens)
+            rendered: Any = render_jinja_template(
+                conversations=[list(messages)],
+                chat_template=self.template.source,
+                add_generation_prompt=True,
+                **tokens,
+            )
+        except (TemplateError, TypeError, ValueError) as error:
+            raise ValueError(f"the model's chat template refuses these messages: {error}") from error
+        return str(rendered[0][0]), []
+
+    def writer(self, prompt: Sequence[int], stops: Sequence[str]) -> Writer:
+        """The text of a sequence that goes on from `prompt`."""
+        return Writer(TextStream(self.tokenizer, prompt), StopStrings(stops), self.stop_tokens)
+
+
+class Writer:
+    """Tokens in, text out, never half a character and never a part of a stop string."""
+
+    def __init__(self, text: TextStream, stops: StopStrings, stop_tokens: frozenset[int]) -> None:
+        self._text = text
+        self._stops = stops
+        self._stop_tokens = stop_tokens
+
+    @property
+    def stopped(self) -> bool:
+        """Whether a stop string was met."""
+        return self._stops.stopped is not None
+
+    def push(self, token: int) -> str:
+        """The text that can be shown after `token`; that of a stop token is none."""
+        return "" if token in self._stop_tokens else self._stops.push(self._text.push(token))
+
+    def finish(self) -> str:
+        """What was held back."""
+        return self._stops.push(self._text.finish()) + self._stops.finish()
+
+
+def read_template(folder: Path) -> Template | None:
+    """The chat template of a model's folder: `chat_template.jinja`, or the one in `tokenizer_config.json`; or None.
+
+    Of a checkpoint the run's folder is looked at too. Raises `ValueError` for a file that is not JSON.
+    """
+    folder = folder.resolve()
+    homes = [folder, folder.parent.parent] if folder.parent.name == "checkpoints" else [folder]
+    for home in homes:
+        settings = _read_json(home / "tokenizer_config.json")
+        file = home / "chat_template.jinja"
+        source = file.read_text(encoding="utf-8") if file.is_file() else _template_of(settings)
+        if source is not None:
+            names = ("bos_token", "eos_token", "unk_token", "pad_token")
+            tokens = {name: _content(settings[name]) for name in names if settings.get(name)}
+            return Template(source, tokens)
+    return None
+
+
+def _read_json(file: Path) -> dict[str, Any]:
+    if not file.is_file():
+        return {}
+    try:
+        settings = json.loads(file.read_text(encoding="utf-8"))
+    except ValueError as error:
+        raise ValueError(f"{file} is not JSON: {error}") from error
+    return settings if isinstance(settings, dict) else {}
+
+
+def _template_of(settings: dict[str, Any]) -> str | None:
+    """The field `chat_template`: a text, or a list of named ones, of which `default` is taken."""
+    found = settings.get("chat_template")
+    if isinstance(found, list):
+        found = next((item.get("template") for item in found if item.get("name") == "default"), None)
+    return found if isinstance(found, str) else None
+
+
+def _content(token: Any) -> str:
+    return str(token["content"] if isinstance(token, dict) else token)

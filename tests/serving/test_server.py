@@ -1,0 +1,216 @@
+"""The server as a process: signals, clients that go, malformed requests by the thousand, many streams for minutes.
+
+`SUBQUAD_SOAK_SECONDS` sets how long the streams last.
+"""
+
+import asyncio
+import json
+import os
+import re
+import shutil
+import signal
+import statistics
+import subprocess
+import sys
+import time
+from collections import Counter
+from pathlib import Path
+
+import pytest
+
+pytestmark = pytest.mark.slow
+SOAK_SECONDS = float(os.environ.get("SUBQUAD_SOAK_SECONDS", "300"))
+STREAMS = 64
+GROWTH = 0.02
+
+
+async def begin(process, **body):
+    """A request to /v1/completions, by hand: the response's status, and the stream of its body's lines."""
+    content = json.dumps({"prompt": "hello", **body}).encode()
+    reader, writer = await asyncio.open_connection("127.0.0.1", process.port)
+    writer.write(
+        b"POST /v1/completions HTTP/1.1\r\nHost: test\r\nConnection: close\r\nContent-Type: application/json\r\n"
+        b"Content-Length: %d\r\n\r\n%s" % (len(content), content)
+    )
+    status = int((await reader.readuntil(b"\r\n\r\n")).split(b" ")[1])
+    return status, reader, writer
+
+
+async def objects(reader):
+    """The objects of a stream, until [DONE]; `EOFError` where it ends before."""
+    async for line in reader:
+        if line.strip() == b"data: [DONE]":
+            return
+        if line.startswith(b"data: "):
+            yield json.loads(line[6:])
+    raise EOFError("the stream ended before [DONE]")
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+def test_a_signal_ends_running_streams_and_the_exit_status_is_0(run_folder, server, number):
+    async def body(process):
+        status, reader, writer = await begin(process, max_tokens=2000, stream=True)
+        assert status == 200
+        chunks = []
+        async for chunk in objects(reader):
+            chunks.append(chunk)
+            if len(chunks) == 3:
+                process.popen.send_signal(number)
+        writer.close()
+        return chunks[-1]["choices"][0]
+
+    with server(run_folder, "--grace_seconds", "0.5") as process:
+        last = asyncio.run(body(process))
+        assert last["finish_reason"] == "length"
+        assert last["subquad"]["ended_by"] == "shutdown"
+        assert process.popen.wait(20) == 0
+        assert process.popen.stderr.read() == ""
+
+
+def test_a_second_interrupt_ends_at_once(run_folder, server):
+    async def body(process):
+        _, reader, writer = await begin(process, max_tokens=2000, stream=True)
+        await reader.readline()
+        process.popen.send_signal(signal.SIGINT)
+        await asyncio.sleep(0.3)
+        process.popen.send_signal(signal.SIGINT)
+        status = await asyncio.to_thread(process.popen.wait, 20)
+        writer.close()
+        return status
+
+    with server(run_folder, "--grace_seconds", "60") as process:
+        assert asyncio.run(body(process)) == 0
+
+
+def test_a_running_stream_may_end_by_itself_while_the_server_stops(run_folder, server):
+    async def body(process):
+        _, reader, writer = await begin(process, max_tokens=60, stream=True, temperature=0)
+        chunks = []
+        async for chunk in objects(reader):
+            chunks.append(chunk)
+            if len(chunks) == 1:
+                process.popen.terminate()
+        writer.close()
+        return chunks[-1]["choices"][0]
+
+    with server(run_folder) as process:
+        assert asyncio.run(body(process))["subquad"]["ended_by"] == "tokens"
+        assert process.popen.wait(20) == 0
+
+
+@pytest.mark.parametrize("stream", [True, False])
+def test_a_client_that_disconnects_frees_its_slot(run_folder, server, until, stream):
+    async def leave(process):
+        content = json.dumps({"prompt": "hello", "max_tokens": 2000, "stream": stream}).encode()
+        reader, writer = await asyncio.open_connection("127.0.0.1", process.port)
+        head = b"POST /v1/completions HTTP/1.1\r\nHost: test\r\nContent-Type: application/json\r\n"
+        writer.write(head + b"Content-Length: %d\r\n\r\n%s" % (len(content), content))
+        if stream:
+            await reader.readuntil(b"\n\n")
+        else:
+            await asyncio.to_thread(until, lambda: process.numbers()["subquad_sequences_running"] == 1)
+        writer.transport.abort()
+
+    with server(run_folder, "--slots", "1", "--max_requests", "1") as process:
+        for times in (1, 2, 3):
+            asyncio.run(leave(process))
+            until(lambda: process.numbers()["subquad_slots_free"] == 1)
+            assert process.numbers()['subquad_sequences_ended_total{reason="cancelled"}'] == times
+        assert process.end() == (0, "")
+
+
+@pytest.mark.timeout(900)
+def test_malformed_requests_by_the_thousand_bring_no_5xx(run_folder, server, tmp_path):
+    program = Path(sys.executable).with_name("schemathesis")
+    if not program.is_file():
+        pytest.skip("schemathesis is not installed")
+    with server(run_folder, "--max_tokens", "16", log=subprocess.DEVNULL) as process:
+        # Not the check that whatever fits the document is taken: numbers of tokens depend on the server's limits.
+        options = "--max-examples 600 --mode all --phases examples,coverage,fuzzing --no-shrink --seed 0"
+        checks = ["--checks", "all", "--exclude-checks", "positive_data_acceptance", "--continue-on-failure"]
+        url = f"http://127.0.0.1:{process.port}/openapi.json"
+        command = [str(program), "run", url, *options.split(), *checks]
+        done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=800)
+        counts = Counter()
+        for name, value in process.numbers().items():
+            if match := re.fullmatch(r'subquad_requests_total\{.*status="(\d)\d\d"\}', name):
+                counts[match[1]] += int(value)
+        assert process.get("/health") is not None
+    sys.stdout.write(f"requests by class of status: {dict(counts)}\n")
+    assert done.returncode == 0, done.stdout[-6000:]
+    assert counts["4"] >= 1000
+    assert counts["2"] >= 100
+    assert counts["5"] == 0
+
+
+def resident(process):
+    """Resident bytes of a process."""
+    found = re.search(r"VmRSS:\s+(\d+) kB", Path(f"/proc/{process.popen.pid}/status").read_text())
+    return 1024 * int(found[1])
+
+
+async def soak(process, seconds):
+    """Keep `STREAMS` streams open for so long: counts of what came, and (time, resident bytes)."""
+    counts, memory = Counter(), []
+    start = time.monotonic()
+
+    async def one(number):
+        while time.monotonic() - start < seconds:
+            tokens = 100 + 13 * (number % 16)
+            options = {"stream": True, "stream_options": {"include_usage": True}, "max_tokens": tokens, "seed": number}
+            try:
+                status, reader, writer = await begin(process, prompt="x" * (1 + 7 * number), **options)
+                last = None
+                async for chunk in objects(reader):
+                    counts["errors"] += "error" in chunk
+                    last = chunk
+                writer.close()
+                fits = status == 200 and last["usage"]["completion_tokens"] == tokens
+                counts["streams" if fits else "errors"] += 1
+                counts["tokens"] += tokens
+            except (OSError, EOFError, KeyError, TypeError, ValueError):
+                counts["errors"] += 1
+
+    async def watch():
+        while True:
+            memory.append((time.monotonic() - start, resident(process)))
+            await asyncio.sleep(0.5)
+
+    watching = asyncio.ensure_future(watch())
+    await asyncio.gather(*(one(number) for number in range(STREAMS)))
+    watching.cancel()
+    return counts, memory, time.monotonic() - start
+
+
+@pytest.mark.skipif(not Path("/proc/self/status").is_file(), reason="memory is read from /proc")
+@pytest.mark.timeout(SOAK_SECONDS + 180)
+def test_many_streams_for_minutes_without_an_error_or_growth(run_folder, server):
+    with server(run_folder, "--slots", str(STREAMS), "--max_requests", str(STREAMS)) as process:
+        counts, memory, seconds = asyncio.run(soak(process, SOAK_SECONDS))
+        warm = min(60.0, SOAK_SECONDS / 4)
+        before = statistics.median(size for at, size in memory if warm / 2 <= at <= warm)
+        after = max(size for at, size in memory if at >= SOAK_SECONDS - warm / 2)
+        found = process.numbers()
+        ended = process.end()
+    sys.stdout.write(
+        f"{STREAMS} streams at once for {seconds:.0f} s: {dict(counts)}, {counts['tokens'] / seconds:.0f} tokens/s, "
+        f"resident {before / 2**20:.1f} MiB then {after / 2**20:.1f} MiB ({after / before - 1:+.2%})\n"
+    )
+    assert counts["errors"] == 0
+    assert counts["streams"] >= STREAMS
+    assert found["subquad_sequences_running"] == 0
+    assert found["subquad_slots_free"] == STREAMS
+    assert after < (1 + GROWTH) * before
+    assert ended == (0, "")
+
+
+def test_the_example_of_a_client_runs(run_folder, server):
+    """`curl`, as the guide shows it."""
+    if shutil.which("curl") is None:
+        pytest.skip("curl is not installed")
+    with server(run_folder) as process:
+        url = f"http://127.0.0.1:{process.port}/v1/completions"
+        body = '{"prompt": "def ", "max_tokens": 4, "stream": true}'
+        command = ["curl", "-sN", url, "-H", "Content-Type: application/json", "-d", body]
+        done = subprocess.run(command, capture_output=True, text=True, timeout=30)
+        assert done.stdout.rstrip().endswith("data: [DONE]")
