@@ -33,11 +33,11 @@ Sub-quadratic attention: train, evaluate and sample long-context language models
 
 commands:
   train      train a model, evaluate it on held-out text, sample, report
-  eval       measure a trained model on a text
+  eval       measure a trained model on a text, or on tasks of lm-evaluation-harness
   generate   continue a prompt
   serve      answer over HTTP in OpenAI's form, with a page to try it
   audit      check a language model for leaks, wrong caches, padding, growth
-  probe      measure what a model remembers of a long context
+  probe      what models remember: passkey, recall, copying, loss by context
   list       the attention mechanisms, their options, the recipes
   cost       what mechanisms and models cost: score entries, FLOPs, memory
   show       pictures: weights, reach, positions, cost

@@ -1,7 +1,7 @@
 """Every mechanism and stack trains from the command line: real text where it is causal, a classification else."""
 
-import argparse
 import json
+import textwrap
 
 import pytest
 import yaml
@@ -11,7 +11,9 @@ from subquad.cli import main
 from subquad.models.stacks import STACKS
 from subquad.training.progress import read_metrics
 
-STEPS = 50
+STEPS = 30
+CLASSIFIER_STEPS = 10
+"""Of classifiers no fall of the loss is asked."""
 SMALL = {
     "bigbird": {"block": 8, "num_global": 1, "num_random": 1},
     "dilated": {"width": 8, "dilation": 2},
@@ -62,8 +64,11 @@ def config(tmp_path_factory):
             "schedule": {"warmup": 5},
             "run": {"steps": STEPS, "log_every": 1, "eval_every": STEPS, "eval_windows": 2, "device": "cpu"},
         }
+        if task == "classify":
+            tiny["classify"] = {"examples": 200, "held_out": 40}
+            tiny["run"] |= {"steps": CLASSIFIER_STEPS, "eval_every": CLASSIFIER_STEPS}
         if task == "language":
-            tiny["data"] = {"path": argparse.__file__, "tokenizer": "bytes", "cache": str(folder / "cache")}
+            tiny["data"] = {"path": textwrap.__file__, "tokenizer": "bytes", "cache": str(folder / "cache")}
             tiny["run"]["sample_tokens"] = 5
         path = folder / f"{task}-{name}-{len(list(folder.iterdir()))}.yaml"
         path.write_text(yaml.safe_dump(tiny), encoding="utf-8")
@@ -99,7 +104,7 @@ def test_a_classifier(name, config):
     path, folder = config("classify", name, SMALL.get(name, {}))
     assert main(["train", "--config", path, "--run.folder", str(folder)]) == 0
     losses = [record["loss"] for record in read_metrics(folder) if "loss" in record]
-    assert len(losses) == STEPS
+    assert len(losses) == CLASSIFIER_STEPS
     evaluation = json.loads((folder / "evaluation.json").read_text(encoding="utf-8"))
     assert 0 <= evaluation["accuracy"] <= 1
 

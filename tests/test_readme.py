@@ -80,6 +80,22 @@ def place(tmp_path_factory) -> Path:
     latents = ["--model.attention", "perceiver_ar", "--model.options.perceiver_ar.latents", "16"]
     tiny_ar = ["--config", str(folder / "tiny.yaml"), *latents, "--run.folder", str(folder / "runs" / "ar")]
     assert main(["train", *tiny_ar]) == 0
+    small = ["--recipe", "probe-mqar", "--model.dim", "16", "--run.steps", "2", "--run.eval_windows", "2"]
+    assert (
+        main(
+            [
+                "train",
+                *small,
+                "--schedule.warmup",
+                "1",
+                "--run.device",
+                "cpu",
+                "--run.folder",
+                str(folder / "runs" / "probe-mqar"),
+            ]
+        )
+        == 0
+    )
     read = ["--prompt-file", str(folder / "book.txt"), "--max_tokens", "0"]
     state = ["--state-out", str(folder / "book.safetensors")]
     assert main(["generate", str(folder / "runs" / "mine"), *read, *state]) == 0
@@ -96,7 +112,7 @@ def test_python_blocks_run(page, number, place, monkeypatch, capsys):
 
 @pytest.mark.parametrize(("page", "command"), COMMANDS)
 def test_commands_are_accepted(page, command, place, monkeypatch, capsys):
-    """All run, benchmarks and audits in tiny sizes; a training prints its configuration, a server only parses."""
+    """All run, in tiny sizes; a training prints its configuration, a server only parses."""
     monkeypatch.chdir(place)
     monkeypatch.setenv("SUBQUAD_CACHE", str(place / "cache"))
     feed, _, command = command.rpartition("| ")
@@ -112,6 +128,8 @@ def test_commands_are_accepted(page, command, place, monkeypatch, capsys):
         assert yaml.safe_load(capsys.readouterr().out)["run"]["folder"]
     elif words[1] == "serve":
         make_parser().parse_args(words[2:])
+    elif words[1] == "probe":
+        assert main([*words[1:], "--samples", "2"]) == 0
     elif words[1] == "audit":
         assert main([*words[1:], *["--tokens", "8", "--long", "16", "--contexts", "[4,8]"]]) == 0
     elif words[1] == "bench":

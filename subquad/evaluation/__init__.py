@@ -8,15 +8,27 @@ from subquad.evaluation.config import EvalConfig
 if TYPE_CHECKING:
     from subquad.evaluation._classify import ClassEvaluation, evaluate_classifier
     from subquad.evaluation._evaluate import Evaluation, PositionLoss, evaluate
+    from subquad.evaluation.harness import TaskEvaluation, evaluate_tasks
 
 _HOME = {
     "ClassEvaluation": "_classify",
     "Evaluation": "_evaluate",
     "PositionLoss": "_evaluate",
+    "TaskEvaluation": "harness",
     "evaluate": "_evaluate",
     "evaluate_classifier": "_classify",
+    "evaluate_tasks": "harness",
 }
-__all__ = ["ClassEvaluation", "EvalConfig", "Evaluation", "PositionLoss", "evaluate", "evaluate_classifier"]
+__all__ = [
+    "ClassEvaluation",
+    "EvalConfig",
+    "Evaluation",
+    "PositionLoss",
+    "TaskEvaluation",
+    "evaluate",
+    "evaluate_classifier",
+    "evaluate_tasks",
+]
 
 
 def __getattr__(name: str) -> Any:

@@ -1,4 +1,4 @@
-"""`subquad eval`: measure a trained model on a text."""
+"""`subquad eval`: measure a trained model on a text, or on tasks of lm-evaluation-harness."""
 
 from __future__ import annotations
 
@@ -8,16 +8,19 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from jsonargparse import Namespace
 from rich.box import SIMPLE_HEAD
 from rich.console import Console
 from rich.table import Table
 
 from subquad.evaluation.config import EvalConfig, TextConfig
+from subquad.tools import _eval_tasks
 from subquad.tools.arguments import Parser, data_is_a_path
 
 if TYPE_CHECKING:
     from subquad.data import TokenShard
     from subquad.evaluation import ClassEvaluation, Evaluation
+    from subquad.evaluation.harness import TaskEvaluation
     from subquad.tools.runs import LoadedRun
 
 DEFAULT_LENGTH = 1024
@@ -30,12 +33,13 @@ def make_parser() -> Parser:
         "eval RUN",
         "Measure a trained model on a text: loss, perplexity per token and per word, bits per byte, also by position "
         "in the context. Every token but the first is predicted exactly once. Of a classifier: the accuracy on the "
-        "held-out sequences of its task.",
+        "held-out sequences of its task. With --tasks: what lm-evaluation-harness measures.",
     )
     parser.add_argument(
         "run", type=str, help="The folder of a run, or another that transformers' from_pretrained reads."
     )
     parser.add_config(EvalConfig)
+    _eval_tasks.add_arguments(parser)
     return parser
 
 
@@ -44,8 +48,12 @@ def run(arguments: Sequence[str]) -> int:
     parser = make_parser()
     parsed = parser.parse_args(data_is_a_path(arguments))
     with parser.checking():
+        names = _eval_tasks.check(parsed)
         values = parser.instantiate(parsed).as_dict()
-        folder, options = values.pop("run"), EvalConfig(**values)
+        folder = values.pop("run")
+        options = EvalConfig(**{name: value for name, value in values.items() if name not in _eval_tasks.NAMES})
+    if names is not None:
+        return _ask(parser, folder, names, parsed, options)
     from subquad.tools.runs import is_classifier
 
     evaluation: Evaluation | ClassEvaluation
@@ -62,11 +70,26 @@ def run(arguments: Sequence[str]) -> int:
             loaded = _load(folder, options)
         evaluation = _evaluate(loaded, options)
         tables = [evaluation_table(evaluation), position_table(evaluation)]
-    if options.json is not None:
-        Path(options.json).write_text(json.dumps(evaluation.to_dict(), indent=2) + "\n", encoding="utf-8")
+    _write(evaluation, options.json)
     console = Console()
     for table in tables:
         console.print(table)
+    return 0
+
+
+def _write(evaluation: Evaluation | ClassEvaluation | TaskEvaluation, file: str | None) -> None:
+    if file is not None:
+        Path(file).write_text(json.dumps(evaluation.to_dict(), indent=2) + "\n", encoding="utf-8")
+
+
+def _ask(parser: Parser, folder: str, names: list[str], chosen: Namespace, options: EvalConfig) -> int:
+    """Measure on tasks, print, return the exit status."""
+    with parser.checking():
+        loaded = _eval_tasks.load(folder, options, DEFAULT_LENGTH)
+        prepared = _eval_tasks.prepare(loaded, names, chosen, options.batch_size)
+    evaluation = prepared.measure()
+    _write(evaluation, options.json)
+    sys.stdout.write(_eval_tasks.report(evaluation))
     return 0
 
 

@@ -25,6 +25,14 @@ class LoadedRun(NamedTuple):
     config: TrainConfig | None
 
 
+class LoadedProbe(NamedTuple):
+    """A model that was trained on a probe."""
+
+    folder: Path
+    decoder: Decoder
+    config: TrainConfig
+
+
 class LoadedClassifier(NamedTuple):
     """A trained classifier; `config` is None where the folder holds no training configuration."""
 
@@ -37,18 +45,44 @@ def load_run(folder: str | Path, device: str = "auto") -> LoadedRun:
     """Read a run's folder, one of its checkpoints, or any folder with a model's files and `tokenizer.json`.
 
     `device` is `cpu`, or `auto` for a GPU where PyTorch finds one. Raises `FileNotFoundError` that names what is
-    missing and says what to do, and `ValueError` for a classifier.
+    missing and says what to do, and `ValueError` for a classifier and for a model that was trained on a probe.
     """
     folder, home = _model_folder(folder)
     if is_classifier(folder):
         raise ValueError(
             f"{folder} holds a classifier: it labels whole sequences and predicts no text; `subquad eval` measures it"
         )
+    settings = _settings(home)
+    if settings is not None and settings.task == "probe":
+        raise ValueError(
+            f"{folder} holds a model of the probe {settings.probe.name}, which knows no text; `subquad probe` measures "
+            "it"
+        )
     if not (home / "tokenizer.json").is_file():
         raise FileNotFoundError(f"{home} holds no tokenizer.json; copy the one that the model was trained with there")
     model = SubquadForCausalLM.from_pretrained(folder, local_files_only=True).eval()
     model.to(_device(device))
-    return LoadedRun(folder, model.model, load_tokenizer(home), _settings(home))
+    return LoadedRun(folder, model.model, load_tokenizer(home), settings)
+
+
+def load_probe(folder: str | Path, device: str = "auto") -> LoadedProbe:
+    """Read the folder of a run with task=probe, or one of its checkpoints.
+
+    Raises `FileNotFoundError` as `load_run`, and `ValueError` for another run's folder.
+    """
+    folder, home = _model_folder(folder)
+    settings = _settings(home)
+    if settings is None or settings.task != "probe":
+        raise ValueError(f"{folder} holds no model of a probe; `subquad train --task probe` makes one")
+    model = SubquadForCausalLM.from_pretrained(folder, local_files_only=True).eval()
+    model.to(_device(device))
+    return LoadedProbe(folder, model.model, settings)
+
+
+def is_probe(folder: str | Path) -> bool:
+    """Whether a folder is that of a run with task=probe, or one of its checkpoints."""
+    settings = _settings(_model_folder(folder)[1])
+    return settings is not None and settings.task == "probe"
 
 
 def load_classifier(folder: str | Path, device: str = "auto") -> LoadedClassifier:

@@ -48,6 +48,10 @@ def run(arguments: Sequence[str]) -> int:
 
         assert isinstance(result.model, SubquadForSequenceClassification)
         classify.finish(result, result.model)
+    elif result.config.task == "probe":
+        from subquad.tools import _probe_training
+
+        _probe_training.finish(result)
     else:
         _finish(result)
     return 0
@@ -58,7 +62,8 @@ def make_parser() -> Parser:
     parser = Parser(
         "train",
         "Train a language model, evaluate it on held-out text, sample it, and report; or, with --task classify, train "
-        "a classifier and report its accuracy. An interrupted run goes on when the same command is given again.",
+        "a classifier, with --task probe a model that remembers, and report its accuracy. An interrupted run goes on "
+        "when the same command is given again.",
     )
     parser.add_files()
     parser.add_config(TrainConfig)
@@ -83,7 +88,7 @@ def check(config: TrainConfig) -> None:
 
     from subquad.models import Classifier
     from subquad.models.stacks import build_model
-    from subquad.training.tasks import check_forms, labelled, window_labels
+    from subquad.training.tasks import check_forms, check_probe, labelled, window_labels
 
     check_forms(config)
     with torch.device("meta"):
@@ -91,7 +96,10 @@ def check(config: TrainConfig) -> None:
             Classifier(config.encoder(num_classes=len(labelled(config).classes)))
         else:
             build_model(config.model)
-            window_labels(config)
+            if config.task == "probe":
+                check_probe(config)
+            else:
+                window_labels(config)
 
 
 def _finish(result: RunResult) -> None:

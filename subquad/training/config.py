@@ -8,6 +8,7 @@ from typing import Literal
 
 from subquad.config import Config
 from subquad.data.config import DataConfig
+from subquad.data.probe_config import ProbeConfig
 from subquad.models.config import DecoderConfig
 from subquad.models.encoder_config import EncoderConfig, Pooling
 from subquad.training.schedule import ScheduleConfig, at_least
@@ -143,17 +144,19 @@ class ClassifyConfig(Config):
 
 @dataclass(frozen=True, kw_only=True)
 class TrainConfig(Config):
-    """A training run: a model, a text or labelled sequences, an optimizer and a folder."""
+    """A training run: a model, a text, labelled sequences or a probe, an optimizer and a folder."""
 
-    task: Literal["language", "classify"] = "language"
+    task: Literal["language", "classify", "probe"] = "language"
     """language: predict the next token of the text in data; classify: label the sequences in classify, by the
-    bidirectional form of the mechanisms."""
+    bidirectional form of the mechanisms; probe: predict what the sequences in probe ask to be remembered."""
     model: DecoderConfig = field(default_factory=DecoderConfig)
-    """The model; its vocabulary size follows the tokenizer, or the labelled sequences."""
+    """The model; its vocabulary size follows the tokenizer, or the made-up sequences."""
     data: DataConfig = field(default_factory=DataConfig)
     """The text, its tokenizer and the split (task=language)."""
     classify: ClassifyConfig = field(default_factory=ClassifyConfig)
     """The labelled sequences (task=classify)."""
+    probe: ProbeConfig = field(default_factory=ProbeConfig)
+    """What is to be remembered (task=probe), in sequences of batch.length tokens."""
     batch: BatchConfig = field(default_factory=BatchConfig)
     """Tokens in one step."""
     optimizer: OptimizerConfig = field(default_factory=OptimizerConfig)
@@ -172,11 +175,16 @@ class TrainConfig(Config):
             )
         if self.schedule.warmup >= self.run.steps:
             raise ValueError(f"schedule.warmup must be below run.steps={self.run.steps}, got {self.schedule.warmup}")
-        if self.task == "classify":
+        if self.task != "language":
             _unused("data", self.data.replace(cache=None), DataConfig(), self.task)
-            self.encoder(2)
-        else:
+        if self.task != "classify":
             _unused("classify", self.classify, ClassifyConfig(), self.task)
+        if self.task != "probe":
+            _unused("probe", self.probe, ProbeConfig(), self.task)
+        if self.task == "classify":
+            self.encoder(2)
+        elif self.task == "probe":
+            self.probe.first_asked(self.batch.length)
 
     def encoder(self, num_classes: int) -> EncoderConfig:
         """The model as a classifier."""

@@ -53,9 +53,9 @@ class Meter(TrainerCallback):
 class Metrics(TrainerCallback):
     """Appends one JSON object per report to `metrics.jsonl` and the same numbers to TensorBoard.
 
-    Keys of a training record: step, loss (nats a token, or an example), lr, grad_norm, tokens (padding included),
-    epochs, tokens_per_s, seconds. Of an evaluation: step, eval_loss, and of a classifier eval_accuracy. A run that goes
-    on first drops the records after its checkpoint.
+    Keys of a training record: step, loss (nats a token, an example or an asked token), lr, grad_norm, tokens (padding
+    included), epochs, tokens_per_s, seconds. Of an evaluation: step, eval_loss, and of a classifier or a probe
+    eval_accuracy. A run that goes on first drops the records after its checkpoint.
     """
 
     def __init__(self, folder: Path, meter: Meter, windows: int, step_windows: int) -> None:

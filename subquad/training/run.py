@@ -16,6 +16,7 @@ import torch
 
 from subquad.data import Corpus
 from subquad.data.labelled import LabelledCorpus
+from subquad.data.probe_items import ProbeCorpus
 from subquad.training import checkpoint
 from subquad.training.config import TrainConfig
 from subquad.training.curves import draw_curves
@@ -43,8 +44,8 @@ class RunResult:
     """The configuration with the tokenizer's vocabulary size filled in, as `config.yaml` has it."""
     model: SubquadForCausalLM | SubquadForSequenceClassification
     """The model after the last step."""
-    corpus: Corpus | LabelledCorpus
-    """The text or, with task=classify, the labelled sequences."""
+    corpus: Corpus | LabelledCorpus | ProbeCorpus
+    """The text or, with task=classify and task=probe, the sequences."""
     steps: int
     """Optimizer steps in all, those before a resume included."""
     tokens: int
@@ -166,7 +167,7 @@ def _finish(folder: Path, trainer: SubquadTrainer, *, final: bool) -> None:
 
     records = read_metrics(folder)
     if records:
-        unit = "example" if trainer.config.task == "classify" else "token"
+        unit = {"language": "token", "classify": "example", "probe": "asked token"}[trainer.config.task]
         draw_curves(records, folder / CURVES, title=f"{folder.name}: {trainer.config.model.attention}", unit=unit)
     if not final:
         return

@@ -1,4 +1,4 @@
-"""What a run learns, prepared: the next token of a text, or the labels of sequences."""
+"""What a run learns, prepared: the next token of a text, the labels of sequences, or what a probe asks."""
 
 from __future__ import annotations
 
@@ -16,6 +16,8 @@ from subquad.attention import mechanism, names
 from subquad.config import digest, suggest
 from subquad.data import Corpus, Windows, prepare
 from subquad.data.labelled import LabelledCorpus
+from subquad.data.probe_items import ProbeCorpus
+from subquad.data.probes import IGNORED
 from subquad.data.tokenizers import separator_id
 from subquad.data.toy import toy
 from subquad.models.config import DecoderConfig
@@ -40,7 +42,7 @@ class Task:
 
     config: TrainConfig
     """The run's configuration with what the data decides filled in."""
-    data: Corpus | LabelledCorpus
+    data: Corpus | LabelledCorpus | ProbeCorpus
     train: Items
     count: int
     """Items in `train`."""
@@ -59,7 +61,7 @@ class Task:
 def check_forms(config: TrainConfig) -> None:
     """Raise `ValueError` for an unknown mechanism or stack and for one that has not the form that the task needs."""
     needed, other, task = ("bidirectional", "causal", "language")
-    if config.task == "language":
+    if config.task != "classify":
         needed, other, task = ("causal", "bidirectional", "classify")
     valid = {*names(), *STACKS}
     for name in config.model.mechanisms:
@@ -101,7 +103,9 @@ def window_labels(config: TrainConfig) -> int:
 def prepare_task(config: TrainConfig, console: Console | None) -> Task:
     """Read or make the data of `config`. Raises `ValueError` as `train` says."""
     check_forms(config)
-    return _language(config, console) if config.task == "language" else _classification(config)
+    if config.task == "language":
+        return _language(config, console)
+    return _classification(config) if config.task == "classify" else _probe(config)
 
 
 def labelled(config: TrainConfig) -> LabelledCorpus:
@@ -169,6 +173,48 @@ def _classification(config: TrainConfig) -> Task:
         identity={"task": "classify", "pooling": options.pooling, "data": corpus.fingerprint},
         measure=_accuracy,
     )
+
+
+def check_probe(config: TrainConfig) -> None:
+    """Raise `ValueError` for a `perceiver_ar` whose latents do not reach back to all that the probe asks."""
+    if "perceiver_ar" not in config.model.mechanisms:
+        return
+    window_labels(config)
+    given = config.model.options.get("perceiver_ar", {})
+    fewest = PerceiverAROptions.from_dict(given, where="model.options.perceiver_ar").fewest_latents
+    first = config.probe.first_asked(config.batch.length)
+    needed = config.batch.length - first + 1
+    if fewest < needed:
+        raise ValueError(
+            f"perceiver_ar predicts with its last {fewest} tokens at least, and {config.probe.name} asks from place "
+            f"{first} of {config.batch.length} on: {needed} latents are needed (model.options.perceiver_ar.latents)"
+        )
+
+
+def _probe(config: TrainConfig) -> Task:
+    from subquad.hf import SubquadConfig, SubquadForCausalLM
+
+    check_probe(config)
+    corpus = ProbeCorpus.of(config.probe, config.batch.length)
+    config = config.replace(model=_fitted(config.model, config.probe.vocab_size, "as the probe has it"))
+    return Task(
+        config=config,
+        data=corpus,
+        train=corpus.train,
+        count=len(corpus.train),
+        held_out=_spread(corpus.held_out, len(corpus.held_out), config.run.eval_windows),
+        make_model=lambda: SubquadForCausalLM(SubquadConfig.from_decoder(config.model)),
+        identity={"task": "probe", "data": corpus.fingerprint},
+        measure=_answers,
+    )
+
+
+def _answers(prediction: EvalPrediction) -> dict[str, float]:
+    """The share of the asked tokens that were predicted, from the likeliest tokens `[B, T]` and the labels."""
+    predicted_BT = np.asarray(prediction.predictions)[:, :-1]
+    labels_BT = np.asarray(prediction.label_ids)[:, -predicted_BT.shape[1] :]
+    asked_BT = labels_BT != IGNORED
+    return {"accuracy": float((predicted_BT == labels_BT)[asked_BT].mean())}
 
 
 def _accuracy(prediction: EvalPrediction) -> dict[str, float]:

@@ -69,7 +69,7 @@ class RunOrder(Sampler[int]):
 
 
 class SubquadTrainer(Trainer):
-    """`transformers.Trainer` over windows of a text or labelled sequences, with our optimizers and checkpoints.
+    """`transformers.Trainer` over windows of a text or made-up sequences, with our optimizers and checkpoints.
 
     Every checkpoint is published whole (see `subquad.training.checkpoint`); resuming loads the weights strictly and
     fails where a file is missing. A loss or gradient that isn't finite raises `NonFiniteError`, which names the step
@@ -135,10 +135,13 @@ class SubquadTrainer(Trainer):
             return super().evaluate(*args, **kwargs)
 
     def prediction_step(self, model: nn.Module, inputs: dict[str, Any], *args: Any, **kwargs: Any) -> Any:
-        """The loss of a held-out batch; of a language model without its logits, which nothing measures."""
+        """The loss of a held-out batch; of a probe with the likeliest tokens, of a text without the logits."""
         if self.config.task == "language":
             inputs = {**inputs, "output_logits": False}
-        return super().prediction_step(model, inputs, *args, **kwargs)
+        elif self.config.task == "probe":
+            inputs = {**inputs, "use_cache": False}
+        loss, logits, labels = super().prediction_step(model, inputs, *args, **kwargs)
+        return loss, logits.argmax(-1) if self.config.task == "probe" and logits is not None else logits, labels
 
     def _get_grad_norm(self, model: nn.Module, grad_norm: Any = None) -> Any:
         norm = super()._get_grad_norm(model, grad_norm)

@@ -3,6 +3,7 @@ from subquad.testing import AttentionContract
 
 class TestDilated(AttentionContract):
     name = "dilated"
+    with_inductor = False
     options = {"width": 5, "dilation": 3, "rope": True}
 
 

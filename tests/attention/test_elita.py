@@ -14,6 +14,7 @@ class TestElita(AttentionContract):
     """Most tests read past the horizon."""
 
     name = "elita"
+    with_inductor = False
     options = {"horizon": 40}
 
 

@@ -3,6 +3,7 @@ from subquad.testing import AttentionContract
 
 class TestShifted(AttentionContract):
     name = "shifted"
+    with_inductor = False
     options = {"group": 16, "rope": True, "num_kv_heads": 1}
     fewest_heads = 2
 

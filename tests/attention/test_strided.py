@@ -3,6 +3,7 @@ from subquad.testing import AttentionContract
 
 class TestStrided(AttentionContract):
     name = "strided"
+    with_inductor = False
     options = {"stride": 8, "rope": True, "num_kv_heads": 1}
     fewest_heads = 2
 

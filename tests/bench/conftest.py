@@ -1,8 +1,19 @@
 """What the tests of the benchmarks share: small ceilings, so that no test copies gigabytes, and a report to draw."""
 
+import gc
+
 import pytest
 
 from subquad.bench import Report, _machine
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _quick_collections():
+    """Timing collects garbage before each case: half a second, where that walks through all that was imported."""
+    gc.collect()
+    gc.freeze()
+    yield
+    gc.unfreeze()
 
 
 @pytest.fixture(autouse=True)

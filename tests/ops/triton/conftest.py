@@ -6,6 +6,7 @@ No package is needed but torch, triton, numpy and pytest with
 
 import os
 from collections.abc import Callable, Sequence
+from itertools import product
 
 import pytest
 import torch
@@ -19,6 +20,23 @@ DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 
 def pytest_configure(config):
     config.addinivalue_line("markers", "slow: takes longer than a test should")
+    config.addinivalue_line("markers", "thinned(every, **axes): all combinations; interpreted, most of them are slow")
+
+
+def pytest_generate_tests(metafunc):
+    """Of the combinations of `thinned` one in `every` is not slow, so that each value of each axis is among them.
+
+    In Triton's interpreter all together take minutes. On a GPU none is slow.
+    """
+    for marker in metafunc.definition.iter_markers("thinned"):
+        (every,), axes = marker.args, marker.kwargs
+        parameters = []
+        for places in product(*(range(len(values)) for values in axes.values())):
+            values = [list(values)[n] for n, values in zip(places, axes.values(), strict=True)]
+            long = DEVICE == "cpu" and sum(places) % every
+            name = "-".join(str(value).removeprefix("torch.") for value in values)
+            parameters.append(pytest.param(*values, marks=pytest.mark.slow if long else (), id=name))
+        metafunc.parametrize(tuple(axes), parameters)
 
 
 def _random(*shape: int, seed: int = 0, dtype: torch.dtype = torch.float64) -> Tensor:

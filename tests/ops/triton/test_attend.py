@@ -47,9 +47,7 @@ PATTERNS = [
     Sinks(count=1, back=1, size=8),
 ]
 every_pattern = pytest.mark.parametrize("pattern", PATTERNS, ids=repr)
-some_patterns = pytest.mark.parametrize(
-    "pattern", [Causal(), Window(width=20), Segments(size=7, back=2), Blocks(size=9), Suffix(start=13)], ids=repr
-)
+SOME = [Causal(), Window(width=20), Segments(size=7, back=2), Blocks(size=9), Suffix(start=13)]
 dtypes = pytest.mark.parametrize("dtype", LOW_PRECISION, ids=str)
 NAMES = ("out", "lse", "dq", "dk", "dv")
 
@@ -135,8 +133,7 @@ def test_any_head_size(K, V, qkv, assert_is_the_definition):
     assert_is_the_definition(qkv(20, heads=1, K=K, V=V), Window(width=7))
 
 
-@dtypes
-@some_patterns
+@pytest.mark.thinned(3, pattern=SOME, dtype=LOW_PRECISION)
 def test_every_dtype_stays_in_budget(pattern, dtype, qkv, assert_is_the_definition):
     assert_is_the_definition(qkv(70, dtype=dtype), pattern)
 
@@ -153,9 +150,10 @@ def test_inputs_of_several_dtypes_are_widened_to_one(qkv):
 
 
 @pytest.mark.usefixtures("small_tiles")
-@pytest.mark.parametrize(
-    ("tokens", "keys", "q_start", "k_start"),
-    [
+@pytest.mark.thinned(
+    3,
+    pattern=(Blocks(size=8, back=1, ahead_blocks=1), Window(width=20), Shifted(size=8, shift=3, back=1)),
+    where=(
         (20, 50, 30, 0),
         (20, 50, 12, -18),
         (20, 50, 100, 70),
@@ -163,12 +161,10 @@ def test_inputs_of_several_dtypes_are_widened_to_one(qkv):
         (33, 17, 5, 9),
         (20, 20, -7, -3),
         (1, 40, 39, 0),
-    ],
+    ),
 )
-@pytest.mark.parametrize(
-    "pattern", [Blocks(size=8, back=1, ahead_blocks=1), Window(width=20), Shifted(size=8, shift=3, back=1)], ids=repr
-)
-def test_queries_and_keys_may_stand_anywhere(pattern, tokens, keys, q_start, k_start, qkv, assert_is_the_definition):
+def test_queries_and_keys_may_stand_anywhere(pattern, where, qkv, assert_is_the_definition):
+    tokens, keys, q_start, k_start = where
     assert_is_the_definition(qkv(tokens, keys), pattern, q_start=q_start, k_start=k_start)
 
 
@@ -191,8 +187,7 @@ ROWS = {
 
 
 @pytest.mark.usefixtures("small_tiles")
-@pytest.mark.parametrize("rows", ROWS)
-@pytest.mark.parametrize("pattern", [Causal(), Full(), Segments(size=7, back=2)], ids=repr)
+@pytest.mark.thinned(3, pattern=(Causal(), Full(), Segments(size=7, back=2)), rows=ROWS)
 def test_rows_may_differ(pattern, rows, qkv, device, assert_is_the_definition):
     options = {name: x.to(device) if isinstance(x, torch.Tensor) else x for name, x in ROWS[rows]().items()}
     assert_is_the_definition(qkv(30, 50, batch=2), pattern, **options)
@@ -241,8 +236,7 @@ def test_strides_change_no_bit(qkv, random):
         assert_exact(a, e)
 
 
-@dtypes
-@some_patterns
+@pytest.mark.thinned(3, pattern=SOME, dtype=LOW_PRECISION)
 def test_logits_of_ten_thousand(pattern, dtype, qkv, differentiated, assert_is_the_definition):
     q, k, v = qkv(40, dtype=dtype)
     inputs = 25 * q.sign(), 25 * k.sign(), v
@@ -262,12 +256,11 @@ def test_gradients_of_scores_may_exceed_float16(qkv, random, assert_is_the_defin
     assert_is_the_definition((q, k, v), Full())
 
 
-@dtypes
-@pytest.mark.parametrize("sharpness", [1.0, 100.0])
-@pytest.mark.parametrize(
-    "pattern",
-    [Causal(), Window(width=20), Segments(size=12), Shifted(size=30, shift=8), Sinks(count=2, back=3)],
-    ids=repr,
+@pytest.mark.thinned(
+    3,
+    pattern=(Causal(), Window(width=20), Segments(size=12), Shifted(size=30, shift=8), Sinks(count=2, back=3)),
+    sharpness=(1.0, 100.0),
+    dtype=LOW_PRECISION,
 )
 def test_no_bit_depends_on_the_future(pattern, sharpness, dtype, qkv):
     now = 29

@@ -149,8 +149,7 @@ def test_rows_that_are_all_padding_leave_the_state(make, device):
     assert_exact(after, state)
 
 
-@pytest.mark.parametrize("layout", LAYOUTS)
-@pytest.mark.parametrize("decay", ["head", "channel"])
+@pytest.mark.thinned(2, layout=LAYOUTS, decay=("head", "channel"))
 def test_strides(make, differentiated, decay, layout):
     lay = LAYOUTS[layout]
     inputs = make(5, decay, batch=2, heads=2, normalise=False)
@@ -164,8 +163,7 @@ def test_gradients_may_be_expanded(make):
     assert_all_exact(expanded, torch.autograd.grad(out, inputs, torch.ones_like(out)))
 
 
-@pytest.mark.parametrize("decay", ["head", "channel"])
-@dtypes
+@pytest.mark.thinned(2, decay=("head", "channel"), dtype=LOW_PRECISION)
 def test_strong_decays(random, make, differentiated, decay, dtype):
     """Logarithms of decays from -1e-3 to -1e4 side by side, and some that forget all."""
     state, *inputs, log_f = make(100, decay, dtype)
@@ -197,8 +195,7 @@ def test_sums_beyond_the_range_of_float16_are_finite(make, differentiated, dtype
     assert all(x.isfinite().all() for x in results)
 
 
-@decays
-@dtypes
+@pytest.mark.thinned(3, decay=("none", "head", "channel"), dtype=LOW_PRECISION)
 def test_no_bit_depends_on_the_future(make, decay, dtype):
     state, *inputs = make(100, decay, dtype)
     out, _ = kernels(state, *inputs)
@@ -221,9 +218,7 @@ def test_the_scan_may_be_cut_anywhere(make, decay):
     assert_results_in_budget((torch.cat(outs, 2), after), [state, *inputs], FP32)
 
 
-@decays
-@pytest.mark.parametrize("normalise", [False, True])
-@dtypes
+@pytest.mark.thinned(3, decay=("none", "head", "channel"), normalise=(False, True), dtype=LOW_PRECISION)
 def test_one_token_at_a_time(make, monkeypatch, decay, normalise, dtype):
     """Without gradients one token is one launch."""
     launched, launch = [], common.launch

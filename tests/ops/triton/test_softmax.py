@@ -146,8 +146,7 @@ def test_it_begins_with_an_empty_state(make, differentiated, L):
     assert_is_the_softmax(differentiated, [p, k, v], FP32, names=(*NAMES[:4], "dp", "dlogits", "dv"))
 
 
-@latents
-@pytest.mark.parametrize("which", range(4), ids=NAMES[:4])
+@pytest.mark.thinned(2, L=(1, 10), which=range(4))
 def test_each_result_has_its_own_gradients(make, differentiated, L, which):
     inputs = make(70, L)
     forms = [lambda *x, f=f: f(*x)[which : which + 1] for f in (kernels, chunked, reference)]
@@ -167,9 +166,7 @@ def test_an_lse_that_is_not_wanted_changes_nothing(make, L):
     assert_all_exact([out, *state], [expected, *after])
 
 
-@latents
-@pytest.mark.parametrize("case", EXTREMES)
-@dtypes
+@pytest.mark.thinned(3, L=(1, 10), case=EXTREMES, dtype=LOW_PRECISION)
 def test_extreme_logits(make, differentiated, L, case, dtype):
     p, k, v, *_ = make(70, L)
     inputs = [p.to(dtype), EXTREMES[case](k).to(dtype), v.to(dtype)]
@@ -183,9 +180,7 @@ def test_extreme_logits(make, differentiated, L, case, dtype):
             assert_in_budget(a, m, e, dtype, name)
 
 
-@latents
-@dtypes
-@pytest.mark.parametrize("size", [1.0, 30.0, 1e4])
+@pytest.mark.thinned(3, L=(1, 10), dtype=LOW_PRECISION, size=(1.0, 30.0, 1e4))
 def test_no_bit_depends_on_the_future(make, L, dtype, size):
     p, k, v, *state = make(70, L, size=size, dtype=dtype)
     for now in (5, 40, 63):
@@ -248,8 +243,7 @@ def test_logits_of_minus_infinity_weigh_nothing(make, device, L):
             assert_in_budget(actual, plain[n], exact[n], FP32)
 
 
-@latents
-@dtypes
+@pytest.mark.thinned(2, L=(1, 10), dtype=LOW_PRECISION)
 def test_it_may_be_cut_anywhere(make, L, dtype):
     inputs = make(70, L, dtype=dtype)
     for cuts in ([0, 1, 17, 69], [64]):
@@ -334,8 +328,7 @@ def test_a_long_past_is_not_forgotten(make):
     assert_in_budget(a - 20, expected, expected, torch.float16)
 
 
-@latents
-@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.thinned(2, L=(1, 10), layout=LAYOUTS)
 def test_strides_change_nothing(make, differentiated, L, layout):
     inputs = make(20, L, batch=2, heads=2)
     strided = [LAYOUTS[layout](x) for x in inputs[:3]]

@@ -1,0 +1,168 @@
+"""Probes of memory: sequences of which some tokens follow from earlier ones and from nothing else.
+
+Each is a pure function of a seed. Row i depends on the seed, the length, the probe's numbers and i alone.
+Shape letters: B batch (rows), T tokens.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import numpy as np
+
+from subquad.data.probe_config import MARKS, ProbeConfig
+
+VERSION = 1
+IGNORED = -100
+NOTHING = -1
+DIGITS = 10
+KEY, ASK, FILLER = DIGITS, DIGITS + 1, DIGITS + MARKS
+"""Tokens of the passkey probe after the ten digits: the mark before the key, the question, the first of the filler."""
+SEPARATOR = 0
+"""Between the two strings of the copy probe; its letters follow."""
+POWER = 0.01
+"""The i-th place after the pairs of mqar is asked with a weight of `i ** (POWER - 1)`, as in Zoology."""
+
+Seed = int | Sequence[int]
+
+
+class ProbeRows(NamedTuple):
+    """Sequences and what is asked in them, all int64 `[B, T]`."""
+
+    tokens: np.ndarray
+    labels: np.ndarray
+    """The token to predict at this place, from those before it; -100 where nothing is asked."""
+    source: np.ndarray
+    """The place of the token that the label repeats; -1 where nothing is asked."""
+
+    @property
+    def asked(self) -> np.ndarray:
+        """Bool `[B, T]`: the places where a token is asked for."""
+        return self.labels != IGNORED
+
+
+def probe_rows(
+    config: ProbeConfig, length: int, rows: int, /, *, depth: float | None = None, first: int = 0, seed: Seed = 0
+) -> ProbeRows:
+    """Rows number `first` to `first + rows - 1` of the probe `config`, `length` tokens each.
+
+    `depth` is for passkey alone: see there. `seed` is used as it is: the configuration's numbers its own sequences.
+    Raises `ValueError` for a length, a depth or a number of rows that cannot be, and for a depth of another probe.
+    """
+    if config.name == "passkey":
+        return passkey(length, rows, digits=config.digits, symbols=config.symbols, depth=depth, first=first, seed=seed)
+    if depth is not None:
+        raise ValueError(f"depth is for passkey, and the probe is {config.name}, got depth={depth}")
+    if config.name == "mqar":
+        return mqar(length, rows, pairs=config.pairs, symbols=config.symbols, first=first, seed=seed)
+    return copy(length, rows, symbols=config.symbols, shortest=config.shortest, first=first, seed=seed)
+
+
+def passkey(
+    length: int,
+    rows: int,
+    /,
+    *,
+    digits: int = 4,
+    symbols: int = 32,
+    depth: float | None = None,
+    first: int = 0,
+    seed: Seed = 0,
+) -> ProbeRows:
+    """`filler KEY d1..dk filler ASK d1..dk`: k random digits after a mark, at a depth in the filler, asked at the end.
+
+    At `depth` 0 the mark is the first token, at 1 nothing stands between the key and the question; None draws its place
+    in each row. The filler is random. Tokens: the digits are 0 to 9, then the mark, the question, `symbols` tokens of
+    filler. Source: the task of Mohtashami and Jaggi 2023, arXiv:2305.16300, section 4.2, in tokens instead of words.
+    """
+    check_depth(depth)
+    config = ProbeConfig(name="passkey", digits=digits, symbols=symbols)
+    asked = config.first_asked(length)
+    room = length - config.fewest_tokens
+    made = empty_rows(length, rows)
+    for row, rng in enumerate(generators(seed, first, rows)):
+        start = int(rng.integers(room + 1)) if depth is None else round(depth * room)
+        key = rng.integers(DIGITS, size=digits)
+        made.tokens[row] = rng.integers(FILLER, config.vocab_size, size=length)
+        made.tokens[row, start] = KEY
+        made.tokens[row, start + 1 : start + 1 + digits] = key
+        made.tokens[row, asked - 1] = ASK
+        made.tokens[row, asked:] = made.labels[row, asked:] = key
+        made.source[row, asked:] = np.arange(start + 1, start + 1 + digits)
+    return made
+
+
+def mqar(length: int, rows: int, /, *, pairs: int = 8, symbols: int = 32, first: int = 0, seed: Seed = 0) -> ProbeRows:
+    """`k1 v1 .. kn vn`, then each key once more among noise: after it, its value is asked for.
+
+    The i-th place after the pairs holds a key with a weight of `i ** (POWER - 1)`: most questions come soon, some late.
+    The value is asked for and not shown: the next token is noise, as all others, drawn from the values and from the
+    keys that no pair has. Keys differ, values differ. Tokens: `symbols` keys, then as many values. Source: Arora et al.
+    2023, "Zoology", arXiv:2312.04927, section 3.1 and appendix; the noise there may also repeat the keys.
+    """
+    config = ProbeConfig(name="mqar", pairs=pairs, symbols=symbols)
+    begin = config.first_asked(length) - 1
+    weights = np.arange(1, length - begin, dtype=np.float64) ** (POWER - 1)
+    weights /= weights.sum()
+    made = empty_rows(length, rows)
+    for row, rng in enumerate(generators(seed, first, rows)):
+        keys = rng.permutation(symbols)
+        values = symbols + rng.permutation(symbols)[:pairs]
+        noise = rng.integers(pairs, 2 * symbols, size=length)
+        made.tokens[row] = np.where(noise < symbols, keys[noise % symbols], noise)
+        made.tokens[row, :begin] = np.stack([keys[:pairs], values], 1).ravel()
+        places = begin + rng.permutation(rng.choice(len(weights), size=pairs, replace=False, p=weights))
+        made.tokens[row, places] = keys[:pairs]
+        made.labels[row, places + 1] = values
+        made.source[row, places + 1] = 2 * np.arange(pairs) + 1
+    return made
+
+
+def copy(
+    length: int,
+    rows: int,
+    /,
+    *,
+    symbols: int = 32,
+    shortest: int | None = None,
+    first: int = 0,
+    seed: Seed = 0,
+) -> ProbeRows:
+    """`s1..sn SEPARATOR s1..sn SEPARATOR ..`: a random string, and the whole of it again.
+
+    n is `(length - 1) // 2`, or in each row drawn from `shortest` up to that; separators fill what is left.
+    Tokens: the separator, then `symbols` letters.
+    """
+    config = ProbeConfig(name="copy", symbols=symbols, shortest=shortest)
+    config.first_asked(length)
+    longest = (length - 1) // 2
+    made = empty_rows(length, rows)
+    made.tokens[:] = SEPARATOR
+    for row, rng in enumerate(generators(seed, first, rows)):
+        size = longest if shortest is None else int(rng.integers(shortest, longest + 1))
+        again = slice(size + 1, 2 * size + 1)
+        letters = rng.integers(1, config.vocab_size, size=size)
+        made.tokens[row, :size] = made.tokens[row, again] = made.labels[row, again] = letters
+        made.source[row, again] = np.arange(size)
+    return made
+
+
+def check_depth(depth: float | None) -> None:
+    """Raise `ValueError` for a depth outside of 0 to 1."""
+    if depth is not None and not 0 <= depth <= 1:
+        raise ValueError(f"a depth must lie between 0 (the start) and 1 (the end), got {depth}")
+
+
+def empty_rows(length: int, rows: int) -> ProbeRows:
+    """Rows that ask nothing yet."""
+    if rows < 1:
+        raise ValueError(f"a probe needs at least one row, got rows={rows}")
+    zeros = np.zeros((rows, length), dtype=np.int64)
+    return ProbeRows(zeros, zeros + IGNORED, zeros + NOTHING)
+
+
+def generators(seed: Seed, first: int, rows: int) -> list[np.random.Generator]:
+    """A stream of random numbers for each row."""
+    parts = [seed] if isinstance(seed, int) else list(seed)
+    return [np.random.default_rng([*parts, row]) for row in range(first, first + rows)]

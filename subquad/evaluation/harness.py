@@ -1,0 +1,291 @@
+"""Tasks of lm-evaluation-harness, its own or those of a folder, on a causal language model."""
+
+from __future__ import annotations
+
+import contextlib
+import difflib
+import importlib.metadata
+import importlib.util
+import json
+import logging
+import os
+import random
+import sys
+import time
+from collections.abc import Iterator, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from tokenizers import Tokenizer
+from transformers import PreTrainedModel, PreTrainedTokenizerBase
+
+import subquad
+from subquad.models import Decoder
+
+logger = logging.getLogger(__name__)
+
+SEEDS = {"python": 0, "numpy": 1234, "torch": 1234, "fewshot": 1234}
+"""The harness's own defaults, so that the examples in a prompt are those of other reports."""
+BOOTSTRAP = 1000
+"""Resamplings for the standard error of a metric that has no formula for it."""
+
+
+@dataclass(frozen=True)
+class TaskEvaluation:
+    """What `evaluate_tasks` measured."""
+
+    results: dict[str, dict[str, Any]]
+    """By task, and by group where there are any: each metric as `metric,filter`, and `metric_stderr,filter`."""
+    groups: dict[str, dict[str, Any]]
+    samples: dict[str, dict[str, int]]
+    """By task: the examples that it has (`original`) and those that were asked (`effective`)."""
+    num_fewshot: dict[str, int]
+    task_versions: dict[str, Any]
+    higher_is_better: dict[str, dict[str, bool | None]]
+    config: dict[str, Any]
+    """What decides the numbers: model, window, prefix, batch, limit, seeds."""
+    requests: int
+    """Answers scored, texts measured and prompts continued."""
+    cut: int
+    """Requests that were too long for the window and lost the start of what came before the answer."""
+    versions: dict[str, str]
+    seconds: float
+    table: str
+    """The harness's own table, in Markdown."""
+
+    def to_dict(self) -> dict[str, Any]:
+        """Plain values, for JSON."""
+        values = asdict(self)
+        del values["table"]
+        plain: dict[str, Any] = json.loads(json.dumps(values, default=str))
+        return plain
+
+
+def evaluate_tasks(
+    model: Decoder | PreTrainedModel,
+    tokenizer: Tokenizer | PreTrainedTokenizerBase,
+    tasks: Sequence[str],
+    /,
+    *,
+    task_path: str | Path | None = None,
+    length: int | None = None,
+    num_fewshot: int | None = None,
+    limit: int | None = None,
+    batch_size: int = 8,
+    prefix_token: int | None = None,
+) -> TaskEvaluation:
+    """Measure a decoder, or any causal model of transformers, on tasks of lm-evaluation-harness.
+
+    `tasks` names tasks, groups and tags. Those of the YAML files in `task_path` come first, with their data files
+    looked for from that folder; the harness's own need their data on this machine or a network.
+
+    `length` is the most tokens that the model reads at once. A decoder of ours needs it, since most mechanisms have no
+    limit of their own; None takes what a model of transformers says of itself. What comes before an answer is cut from
+    the left to fit. A `Tokenizer` is used as in training: no special tokens are added, and those that a text spells out
+    are text. `prefix_token` is what a text begins after: by default the tokenizer's separator of documents, or else its
+    line break; of a tokenizer of transformers BOS, or else EOS.
+
+    The log-likelihood of a text is a sum over windows of `length` tokens that do not overlap, the first of which begins
+    with `prefix_token`; the last one predicts the rest of the tokens, with more context where `length` leaves room.
+
+    `num_fewshot` replaces the number of a task that does not set 0 itself. `limit` takes the first examples of each
+    task. Seeds are `SEEDS`; the generators' own states are left as they were. Raises `ImportError` where lm_eval is not
+    installed, `ValueError` for an unknown task or a number out of range, and `ConnectionError` where a task's data is
+    neither here nor to be had.
+    """
+    training = model.training
+    try:
+        return prepare(
+            model,
+            tokenizer,
+            tasks,
+            task_path=task_path,
+            length=length,
+            num_fewshot=num_fewshot,
+            limit=limit,
+            batch_size=batch_size,
+            prefix_token=prefix_token,
+        ).measure()
+    finally:
+        model.train(training)
+
+
+@dataclass(frozen=True)
+class PreparedTasks:
+    """Tasks with their data and the model that they will ask: all that arguments can get wrong is checked."""
+
+    asked: Any
+    """A `HarnessModel`."""
+    loaded: dict[str, Any]
+    names: list[str]
+    limit: int | None
+
+    def measure(self) -> TaskEvaluation:
+        """Ask the model, with the generators at `SEEDS`."""
+        from lm_eval.evaluator import evaluate
+
+        from subquad.evaluation._harness_model import quiet
+
+        begin = time.perf_counter()
+        with _seeded(), quiet(), _one_process():
+            found = evaluate(self.asked, self.loaded, limit=self.limit, bootstrap_iters=BOOTSTRAP, log_samples=False)
+        return self._result(found, time.perf_counter() - begin)
+
+    def _result(self, found: dict[str, Any], seconds: float) -> TaskEvaluation:
+        from lm_eval.utils import make_table
+
+        asked = self.asked
+        if asked.cut:
+            logger.warning(
+                "%d of %d requests were longer than the window of %d tokens and lost their start; raise the length",
+                asked.cut, asked.asked, asked.max_length,
+            )  # fmt: skip
+        return TaskEvaluation(
+            results=found["results"],
+            groups=found.get("groups", {}),
+            samples=found["n-samples"],
+            num_fewshot=found["n-shot"],
+            task_versions=found["versions"],
+            higher_is_better=found["higher_is_better"],
+            config=_settings(asked, self.names, self.limit),
+            requests=asked.asked,
+            cut=asked.cut,
+            versions=_versions(),
+            seconds=seconds,
+            table="\n".join(make_table(found, column) for column in ("results", "groups") if found.get(column)),
+        )
+
+
+def prepare(
+    model: Decoder | PreTrainedModel,
+    tokenizer: Tokenizer | PreTrainedTokenizerBase,
+    tasks: Sequence[str],
+    /,
+    *,
+    task_path: str | Path | None = None,
+    length: int | None = None,
+    num_fewshot: int | None = None,
+    limit: int | None = None,
+    batch_size: int = 8,
+    prefix_token: int | None = None,
+) -> PreparedTasks:
+    """What `evaluate_tasks` does before it asks the model; arguments and errors as there."""
+    _check(tasks, task_path, length=length, num_fewshot=num_fewshot, limit=limit, batch_size=batch_size)
+    if importlib.util.find_spec("lm_eval") is None:
+        raise ImportError("tasks are those of lm-evaluation-harness, which is not installed: pip install subquad[eval]")
+    from subquad.evaluation._harness_model import quiet, wrap
+
+    with quiet():
+        asked = wrap(model, tokenizer, length, batch_size, prefix_token)
+    with _seeded():
+        loaded = _load(list(tasks), task_path)
+        _set_fewshot(loaded["tasks"], num_fewshot)
+    return PreparedTasks(asked, loaded, list(tasks), limit)
+
+
+def _check(tasks: Sequence[str], task_path: str | Path | None, **numbers: int | None) -> None:
+    if isinstance(tasks, str) or not tasks:
+        raise ValueError(f"tasks must be a list of at least one name, got {tasks!r}")
+    if task_path is not None and not Path(task_path).is_dir():
+        raise ValueError(f"task_path must be a folder with the YAML files of tasks, got {str(task_path)!r}")
+    for name, value in numbers.items():
+        least = 0 if name == "num_fewshot" else 1
+        if value is not None and value < least:
+            raise ValueError(f"{name} must be at least {least}, got {value}")
+
+
+def _load(names: list[str], task_path: str | Path | None) -> Any:
+    """The tasks with their data, those of `task_path` first."""
+    from lm_eval.tasks import TaskManager
+
+    folder = None if task_path is None else Path(task_path).resolve()
+    manager = None if folder is None else TaskManager(include_path=folder, include_defaults=False)
+    if manager is None or not set(names) <= set(manager.all_tasks):
+        manager = TaskManager(include_path=folder)  # reads the harness's own too, which takes ten seconds
+    for name in names:
+        if name not in manager.task_index:
+            own = [] if folder is None else TaskManager(include_path=folder, include_defaults=False).all_tasks
+            near = difflib.get_close_matches(name, manager.all_tasks, n=3)
+            raise ValueError(
+                f"unknown task {name!r}; "
+                + (f"did you mean {' or '.join(map(repr, near))}? " if near else "")
+                + (f"{task_path} has {', '.join(own) or 'none'}; " if folder else "")
+                + "`lm-eval ls tasks` lists the harness's own"
+            )
+    try:
+        with contextlib.chdir(folder or Path.cwd()):
+            return manager.load(names)
+    except ConnectionError as error:
+        raise ConnectionError(
+            f"the data of {', '.join(names)} is not on this machine and cannot be fetched without a network: {error}"
+        ) from error
+
+
+def _set_fewshot(tasks: dict[str, Any], num_fewshot: int | None) -> None:
+    """The harness's rule: a task that sets 0 itself keeps it."""
+    for name, task in tasks.items():
+        own = task.get_config("num_fewshot")
+        if own is None:
+            task.set_config(key="num_fewshot", value=num_fewshot or 0)
+        elif num_fewshot is not None and own != 0:
+            task.set_config(key="num_fewshot", value=num_fewshot)
+        elif num_fewshot:
+            logger.warning("%s sets num_fewshot to 0 itself, which num_fewshot=%d does not change", name, num_fewshot)
+        task.set_fewshot_seed(seed=SEEDS["fewshot"])
+
+
+def _versions() -> dict[str, str]:
+    others = {name: importlib.metadata.version(name) for name in ("lm_eval", "torch", "transformers")}
+    return {"subquad": subquad.__version__, **others}
+
+
+def _settings(asked: Any, tasks: Sequence[str], limit: int | None) -> dict[str, Any]:
+    model = asked.model
+    return {
+        "model": type(model).__name__,
+        "attention": getattr(model.config, "attention", None),
+        "parameters": sum(p.numel() for p in model.parameters()),
+        "dtype": str(model.dtype).removeprefix("torch."),
+        "device": str(model.device),
+        "tasks": list(tasks),
+        "length": asked.max_length,
+        "prefix_token": asked.prefix_token_id,
+        "batch_size": asked.batch_size,
+        "limit": limit,
+        "bootstrap": BOOTSTRAP,
+        "seeds": SEEDS,
+    }
+
+
+@contextlib.contextmanager
+def _seeded() -> Iterator[None]:
+    """Within the block the generators stand at `SEEDS`; after it where they were."""
+    python, numpy_state = random.getstate(), np.random.get_state()
+    with torch.random.fork_rng():
+        random.seed(SEEDS["python"])
+        np.random.seed(SEEDS["numpy"])
+        torch.manual_seed(SEEDS["torch"])
+        try:
+            yield
+        finally:
+            random.setstate(python)
+            np.random.set_state(numpy_state)
+
+
+@contextlib.contextmanager
+def _one_process() -> Iterator[None]:
+    """Within the block nothing is forked, and what is printed goes to standard error."""
+    name = "DISABLE_MULTIPROC"
+    before = os.environ.get(name)
+    os.environ[name] = "1"
+    try:
+        with contextlib.redirect_stdout(sys.stderr):
+            yield
+    finally:
+        if before is None:
+            del os.environ[name]
+        else:
+            os.environ[name] = before

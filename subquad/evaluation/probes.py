@@ -1,0 +1,231 @@
+"""What a model remembers: accuracy by length, depth and distance, and the loss by tokens of context.
+
+Shape letters: B batch (rows), T tokens, M tokens that predict (all, or the latents of a perceiver_ar), D model width,
+N places that are asked.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import asdict, dataclass
+from itertools import pairwise
+from typing import Any
+
+import numpy as np
+import torch
+
+from subquad.data.probes import ProbeRows
+from subquad.evaluation._evaluate import Window, _losses
+from subquad.models import Decoder, PerceiverAR
+
+Progress = Callable[[int, int], None]
+"""Called as (sequences done, sequences in all)."""
+
+
+@dataclass(frozen=True)
+class Score:
+    """A mean over what was asked of sequences of `length` tokens, from `start` to before `stop` (equal: at `start`).
+
+    What `start` and `stop` count is the function's that made it: depth, distance, share of the string, context.
+    """
+
+    length: int
+    start: float
+    stop: float
+    sequences: int
+    asked: int
+    """Answers (whole keys for passkey, tokens otherwise)."""
+    value: float
+    """Accuracy, or the loss in nats."""
+    error: float
+    """Standard error of `value`, over sequences: answers of one sequence are not taken for independent."""
+
+    def to_dict(self) -> dict[str, Any]:
+        """Plain values, for JSON."""
+        return asdict(self)
+
+
+def mean_and_error(sum_B: np.ndarray, count_B: np.ndarray, /) -> tuple[float, float]:
+    """`m = sum / count` and `sqrt(sum_b (sum_b - m count_b)^2) / count`, its standard error over the rows b.
+
+    With one answer a row and accuracy p of n it is `sqrt(p (1 - p) / n)`.
+    """
+    count = count_B.sum()
+    mean = sum_B.sum() / count
+    return float(mean), float(np.sqrt(((sum_B - mean * count_B) ** 2).sum()) / count)
+
+
+@torch.no_grad()
+def right_answers(
+    model: Decoder, rows: ProbeRows, /, *, batch_size: int = 8, progress: Progress | None = None
+) -> np.ndarray:
+    """Bool `[B, T]`: the places where a token is asked for and is the likeliest one after those before it.
+
+    One whole pass a batch, in which an answer of several tokens is read as it should be: all of it is right where
+    greedy decoding would give all of it, since both go wrong at the same token first. Runs where the model is, without
+    dropout, and restores the mode. Raises `ValueError` as `check_rows`, and for a batch size below 1.
+    """
+    if batch_size < 1:
+        raise ValueError(f"batch_size must be at least 1, got {batch_size}")
+    check_rows(model, rows)
+    right_BT = np.zeros(rows.tokens.shape, dtype=bool)
+    device, training = next(model.parameters()).device, model.training
+    model.eval()
+    try:
+        for start in range(0, len(right_BT), batch_size):
+            part = slice(start, start + batch_size)
+            tokens_BT = torch.from_numpy(rows.tokens[part]).to(device)
+            h_BMD = model.vectors(tokens_BT)
+            row_N, place_N = np.nonzero(rows.asked[part])
+            before_N = place_N - 1 - (tokens_BT.shape[1] - h_BMD.shape[1])
+            logits_NV = model.logits(h_BMD[torch.from_numpy(row_N), torch.from_numpy(before_N)])
+            answers_N = logits_NV.argmax(-1).cpu().numpy()
+            right_BT[part][row_N, place_N] = answers_N == rows.labels[part][row_N, place_N]
+            if progress:
+                progress(min(start + batch_size, len(right_BT)), len(right_BT))
+    finally:
+        model.train(training)
+    return right_BT
+
+
+def check_rows(model: Decoder, rows: ProbeRows, /) -> None:
+    """Raise `ValueError` for tokens outside of the vocabulary and for an answer that the model does not give.
+
+    A `PerceiverAR` predicts with its latents alone: what is asked must be within the last so many tokens.
+    """
+    if rows.tokens.min() < 0 or max(rows.tokens.max(), rows.labels.max()) >= model.config.vocab_size:
+        raise ValueError(
+            f"the probe's tokens reach from {rows.tokens.min()} to {rows.tokens.max()}, and the model's vocabulary has "
+            f"{model.config.vocab_size}; was it trained on another probe?"
+        )
+    check_reach(model, rows.tokens.shape[1], int(rows.asked.any(0).argmax()))
+
+
+def check_reach(model: Decoder, length: int, first: int, /) -> None:
+    """Raise `ValueError` where the model cannot read `length` tokens, or predicts none as early as place `first`."""
+    config = model.config
+    if config.position == "learned" and length > config.max_positions:
+        raise ValueError(
+            f"the model has learned {config.max_positions} positions (model.max_positions), got length={length}"
+        )
+    if isinstance(model, PerceiverAR) and length - first + 1 > model.latents:
+        raise ValueError(
+            f"perceiver_ar predicts with its last {model.latents} tokens alone, and place {first} of {length} is asked "
+            f"for: {length - first + 1} latents are needed"
+        )
+
+
+def by_depth(rows: ProbeRows, right_BT: np.ndarray, depth: float, /) -> Score:
+    """The share of rows whose answers are all right, in rows made for one depth."""
+    row_B = (right_BT == rows.asked).all(1)
+    return _score(rows, depth, depth, row_B.astype(float), np.ones(len(row_B)))
+
+
+def by_distance(rows: ProbeRows, right_BT: np.ndarray, /) -> list[Score]:
+    """The share of right answers by tokens from the source to the answer, in ranges that double: 1, 2 to 3, 4 to 7 ..
+
+    Ranges in which nothing is asked are left out.
+    """
+    length = rows.tokens.shape[1]
+    distance_BT = np.where(rows.asked, np.arange(length) - rows.source, 0)
+    edges = [2**i for i in range(length.bit_length() + 1)]
+    return list(_ranges(rows, right_BT, distance_BT, edges))
+
+
+def by_place(rows: ProbeRows, right_BT: np.ndarray, parts: int, /) -> list[Score]:
+    """The share of right answers in `parts` equal parts of all that is asked of a row, in order; ranges of 0 to 1."""
+    if parts < 1:
+        raise ValueError(f"parts must be at least 1, got {parts}")
+    order_BT = rows.asked.cumsum(1) - 1
+    share_BT = np.where(rows.asked, order_BT / rows.asked.sum(1, keepdims=True), -1.0)
+    return list(_ranges(rows, right_BT, share_BT, [part / parts for part in range(parts + 1)]))
+
+
+def overall(rows: ProbeRows, right_BT: np.ndarray, /) -> Score:
+    """The share of right answers of all that is asked."""
+    return _score(rows, 0, 1, right_BT.sum(1).astype(float), rows.asked.sum(1).astype(float))
+
+
+def _ranges(rows: ProbeRows, right_BT: np.ndarray, what_BT: np.ndarray, edges: Sequence[float]) -> Iterator[Score]:
+    for start, stop in pairwise(edges):
+        inside_BT = rows.asked & (what_BT >= start) & (what_BT < stop)
+        if inside_BT.any():
+            yield _score(rows, start, stop, (right_BT & inside_BT).sum(1).astype(float), inside_BT.sum(1).astype(float))
+
+
+def _score(rows: ProbeRows, start: float, stop: float, right_B: np.ndarray, asked_B: np.ndarray) -> Score:
+    value, error = mean_and_error(right_B, asked_B)
+    return Score(rows.tokens.shape[1], start, stop, int((asked_B > 0).sum()), int(asked_B.sum()), value, error)
+
+
+@dataclass(frozen=True)
+class ContextLoss:
+    """What `context_loss` measured at one length."""
+
+    same: Score
+    """The loss of the tokens that are the same at all lengths: from `start` tokens of context to all of `length`."""
+    by_context: tuple[Score, ...]
+    """The loss by tokens of context: 1, 2, 3 to 4, 5 to 8, .."""
+
+
+def context_loss(
+    model: Decoder,
+    tokens: np.ndarray,
+    /,
+    *,
+    lengths: Sequence[int],
+    windows: int = 64,
+    batch_size: int = 8,
+    progress: Progress | None = None,
+) -> list[ContextLoss]:
+    """Nats a token of a text by tokens of context, in windows of each of `lengths` that end at the same tokens.
+
+    The windows of the greatest length do not overlap: there are `windows` of them, or as many as the text holds. The
+    last half of the shortest window is the same text at every length: whether a longer context helps can be read off
+    there, token by token. A `PerceiverAR` predicts with its latents alone, and only they count. Raises `ValueError` for
+    lengths below 2, for a text that does not fill one window, and for what the model cannot read.
+    """
+    if windows < 1 or batch_size < 1:
+        raise ValueError(f"windows and batch_size must be at least 1, got {windows} and {batch_size}")
+    check_windows(model, len(tokens), lengths)
+    longest = max(lengths)
+    count = min(windows, (len(tokens) - 1) // longest)
+    ends = [longest + i * (len(tokens) - 1 - longest) // max(1, count - 1) for i in range(count)]
+    same = min(lengths) // 2
+    if isinstance(model, PerceiverAR):
+        same = min(same, model.latents)
+    results = []
+    for n, length in enumerate(lengths):
+        parts = []
+        for start in range(0, count, batch_size):
+            batch = [Window(end - length, end, end - length + 1) for end in ends[start : start + batch_size]]
+            parts.append(_losses(model, tokens, batch))
+            if progress:
+                progress(n * count + start + len(batch), count * len(lengths))
+        loss_BM = np.concatenate(parts)
+        edges = [1, *(2**i + 1 for i in range((length - 1).bit_length())), length + 1]
+        silent = length - loss_BM.shape[1]
+        found = [_nats(loss_BM, length, max(a, silent + 1), b) for a, b in pairwise(edges) if b > silent + 1]
+        results.append(ContextLoss(_nats(loss_BM, length, length - same + 1, length + 1), tuple(found)))
+    return results
+
+
+def check_windows(model: Decoder, tokens: int, lengths: Sequence[int], /) -> None:
+    """Raise `ValueError` where `context_loss` cannot measure windows of these lengths in a text of so many tokens."""
+    if not lengths or min(lengths) < 2:
+        raise ValueError(f"lengths must be at least 2, so that half of a window can be scored, got {list(lengths)}")
+    longest = max(lengths)
+    check_reach(model, longest, longest)
+    if tokens <= longest:
+        raise ValueError(
+            f"the text has {tokens} tokens, too few for a window of {longest} and the token after it; give more text "
+            "or shorter lengths"
+        )
+
+
+def _nats(loss_BM: np.ndarray, length: int, start: int, stop: int) -> Score:
+    """The loss with `start` to `stop - 1` tokens of context, of windows whose last M tokens predict."""
+    silent = length - loss_BM.shape[1]
+    part_BN = loss_BM[:, start - 1 - silent : stop - 1 - silent]
+    value, error = mean_and_error(part_BN.sum(1), np.full(len(part_BN), part_BN.shape[1], dtype=float))
+    return Score(length, start, stop, len(part_BN), part_BN.size, value, error)
