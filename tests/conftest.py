@@ -9,6 +9,8 @@ os.environ["HF_DATASETS_OFFLINE"] = "1"
 os.environ["TOKENIZERS_PARALLELISM"] = "false"
 os.environ["MPLBACKEND"] = "Agg"
 os.environ.setdefault("OMP_NUM_THREADS", "1")
+# Parallel test processes have one, by which tables would be wrapped.
+os.environ.pop("COLUMNS", None)
 # Compiled graphs kept from an earlier version of an operation would not fit this one.
 os.environ["TORCHINDUCTOR_FX_GRAPH_CACHE"] = "0"
 os.environ["TORCHINDUCTOR_AUTOGRAD_CACHE"] = "0"
