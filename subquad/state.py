@@ -114,8 +114,12 @@ class State:
             "hashes": json.dumps(hashes),
         }
         aside = Path(f"{path}.tmp")
-        aside.write_bytes(save(tensors, metadata=header))
-        os.replace(aside, path)
+        try:
+            aside.write_bytes(save(tensors, metadata=header))
+            os.replace(aside, path)
+        except OSError:
+            aside.unlink(missing_ok=True)
+            raise
 
     @classmethod
     def load(cls, path: str | Path, *, config_hash: str | None = None) -> State:

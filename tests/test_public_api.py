@@ -46,7 +46,7 @@ METHODS = {
         "max_tokens",
         "passed",
     ),
-    "subquad.generation.BatchDecoder": ("add", "cancel", "step", "run", "state_bytes_of"),
+    "subquad.generation.BatchDecoder": ("add", "cancel", "step", "run"),
     "subquad.generation.Generation": ("prefill", "read_all"),
     "subquad.generation.StopStrings": ("push", "finish"),
     "subquad.generation.TextStream": ("push", "finish"),

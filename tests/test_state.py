@@ -218,3 +218,10 @@ def test_advance_counts_real_tokens(seen, lengths, expected):
     actual = advance(seen, 3, lengths)
     assert type(actual) is type(expected)
     assert torch.as_tensor(actual).tolist() == torch.as_tensor(expected).tolist()
+
+
+def test_a_file_that_cannot_be_written_leaves_nothing_behind(tmp_path):
+    (tmp_path / "folder").mkdir()
+    with pytest.raises(OSError, match="folder"):
+        State({"seen": 1}).save(tmp_path / "folder")
+    assert [path.name for path in tmp_path.iterdir()] == ["folder"]

@@ -5,6 +5,7 @@ Shape letters: B batch, T tokens, V vocabulary.
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 
@@ -117,13 +118,18 @@ class Generation(Iterator[int]):
 
 
 def checked_prompt(prompt: Sequence[int], vocab_size: int) -> list[int]:
-    """The prompt as a list; `ValueError` where it is empty or holds a token outside the vocabulary."""
+    """The prompt as a list; `ValueError` or `TypeError` where it is empty or holds what is no token."""
     if not len(prompt):
         raise ValueError("the prompt must hold at least one token, got none")
+    tokens = []
     for token in prompt:
-        if not 0 <= token < vocab_size:
+        try:
+            tokens.append(operator.index(token))
+        except TypeError as error:
+            raise TypeError(f"the prompt's tokens must be whole numbers, got {token!r}") from error
+        if not 0 <= tokens[-1] < vocab_size:
             raise ValueError(f"the prompt's tokens must be between 0 and {vocab_size - 1}, got {token}")
-    return [int(token) for token in prompt]
+    return tokens
 
 
 def read_piece(model: Decoder, unread: list[int], state: State | None, chunk: int) -> State:

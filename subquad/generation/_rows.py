@@ -17,6 +17,10 @@ from subquad.state import State
 Shapes = Mapping[str, "tuple[int, ...] | Shapes"]
 
 
+COUNTS = ("seen", "start")
+"""Numbers of a state that are of one sequence; the others are of the model."""
+
+
 def shapes_of(state: State) -> Shapes:
     """The shapes of a state's tensors without the batch."""
     shapes: dict[str, tuple[int, ...] | Shapes] = {}
@@ -102,7 +106,8 @@ def row_of(batch: State, row: int) -> State:
 
 
 def join(states: Sequence[State]) -> State:
-    """A batch of the rows `states`, each of one sequence; numbers that differ become a tensor `[B]`."""
+    """A batch of the rows `states`, each of one sequence; where the counts of two differ, all become tensors `[B]`."""
+    ragged = any(len({state.entries.get(name) for state in states}) > 1 for name in COUNTS)
     entries: dict[str, Tensor | int | State] = {}
     names = dict.fromkeys(name for state in states for name in state.entries)
     for name in names:
@@ -117,7 +122,7 @@ def join(states: Sequence[State]) -> State:
             shape = tuple(max(sizes) for sizes in zip(*(row.shape[1:] for row in rows), strict=True))
             entries[name] = torch.cat([fitted(row, shape) for row in rows])
         else:
-            entries[name] = like if all(entry == like for entry in found) else torch.tensor(found)
+            entries[name] = torch.tensor(found) if ragged and name in COUNTS else like
     return State(entries, states[0].config_hash)
 
 

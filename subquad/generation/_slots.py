@@ -6,6 +6,7 @@ Shape letters: B slots, V vocabulary.
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from typing import Protocol
 
 import torch
@@ -14,6 +15,7 @@ from torch import Tensor
 from subquad.generation._generate import as_tensor
 from subquad.generation._rows import fit, idle, join, put, row_of, shapes_of, trimmed
 from subquad.models import Decoder, PerceiverAR
+from subquad.models._perceiver_decode import first_latent
 from subquad.state import State
 
 
@@ -62,12 +64,13 @@ class FixedSlots:
         self._blank = row_of(blank, 0)
         self._shapes = shapes_of(blank)
         self._state = blank.map(lambda x: x.repeat_interleave(slots, 0))
+        self._bytes = self._state.nbytes
         self._device = next(model.parameters()).device
         self._active_B = torch.zeros(slots, dtype=torch.long, device=self._device)
         self._full = False
         self._advance: Callable[[Tensor, State], tuple[Tensor, State]] = self._forward
         if compile:
-            self._advance = torch.compile(self._forward, dynamic=False, fullgraph=True)
+            self._advance = torch.compile(self.compact_forward, dynamic=False, fullgraph=True)
 
     def insert(self, slot: int, state: State | None) -> None:
         """The slot gets the sequence's state."""
@@ -92,16 +95,21 @@ class FixedSlots:
 
     def bytes_of(self, slot: int) -> int:
         """Of each slot the same, whoever is in it."""
-        return self._state.nbytes // len(self._active_B)
+        return self._bytes // len(self._active_B)
 
     @property
     def nbytes(self) -> int:
         """Constant."""
-        return self._state.nbytes
+        return self._bytes
 
     def _forward(self, tokens_B1: Tensor, state: State) -> tuple[Tensor, State]:
         h_B1D, state = self._model.hidden(tokens_B1, state)
         return self._model.logits(h_B1D)[:, -1], fit(state, self._shapes)
+
+    def compact_forward(self, tokens_B1: Tensor, state: State) -> tuple[Tensor, State]:
+        """A step whose tensors have the same strides as when a sequence joined: another layout would compile anew."""
+        logits_BV, state = self._forward(tokens_B1, state)
+        return logits_BV, state.map(torch.Tensor.contiguous)
 
     def _put(self, slot: int, state: State, active: int) -> None:
         self._state = put(self._state, torch.tensor([slot], device=self._device), state)
@@ -112,10 +120,10 @@ class FixedSlots:
 class LooseSlots:
     """A state for each sequence, joined for every step."""
 
-    def __init__(self, model: Decoder, slots: int) -> None:
+    def __init__(self, model: PerceiverAR, slots: int) -> None:
         self._model = model
         self._states: dict[int, State | None] = {}
-        self._vocab_size = model.config.vocab_size
+        self._vocab_size, self._dtype = model.config.vocab_size, model.head_weight.dtype
         self._slots = slots
 
     def insert(self, slot: int, state: State | None) -> None:
@@ -135,7 +143,7 @@ class LooseSlots:
     def step(self, tokens: list[int]) -> Tensor:
         """One forward pass of the sequences that have read something, one for each of the others."""
         device = next(self._model.parameters()).device
-        logits_BV = torch.zeros(self._slots, self._vocab_size, device=device)
+        logits_BV = torch.zeros(self._slots, self._vocab_size, device=device, dtype=self._dtype)
         begun = [slot for slot, state in sorted(self._states.items()) if state is not None]
         for slot in sorted(set(self._states) - set(begun)):
             out_B1V, self._states[slot] = self._model(as_tensor(self._model, [tokens[slot]]))
@@ -143,9 +151,9 @@ class LooseSlots:
         if begun:
             states = [state for slot in begun if (state := self._states[slot]) is not None]
             tokens_B1 = torch.tensor([[tokens[slot]] for slot in begun], dtype=torch.long, device=device)
-            out_B1V, after = self._model(tokens_B1, join(states))
+            out_B1V, after = self._model(tokens_B1, join(states).to(device))
             logits_BV[begun] = out_B1V[:, -1].to(logits_BV.dtype)
-            self._states.update({slot: row_of(after, i) for i, slot in enumerate(begun)})
+            self._states.update({slot: _own(self._model, row_of(after, i)) for i, slot in enumerate(begun)})
         return logits_BV
 
     def bytes_of(self, slot: int) -> int:
@@ -157,6 +165,21 @@ class LooseSlots:
     def nbytes(self) -> int:
         """Of what is there now."""
         return sum(state.nbytes for state in self._states.values() if state is not None)
+
+
+def _own(model: PerceiverAR, state: State) -> State:
+    """A row of a joined batch without the places that longer rows needed, which hold nothing of its own."""
+    seen, start = int(state.seen), int(first_latent(state))
+    entries = {**state.entries, "tokens": state.tensor("tokens")[:, -seen:]}
+    for i in range(len(model.layers)):
+        if f"layers.{i}" in state:
+            kept, count = state.child(f"layers.{i}"), int(model.history_keys(i, start)) + seen - start
+            entries[f"layers.{i}"] = kept.map(partial(_last_places, count=count))
+    return State(entries, state.config_hash)
+
+
+def _last_places(x_1HSK: Tensor, count: int) -> Tensor:
+    return x_1HSK[:, :, x_1HSK.shape[2] - count :]
 
 
 def _final(model: Decoder, capacity: int) -> State:

@@ -16,6 +16,7 @@ from subquad.generation._slots import grows, make_slots
 from subquad.generation.config import SamplingConfig
 from subquad.generation.sampling import Sampler
 from subquad.models import Decoder, PerceiverAR
+from subquad.models._perceiver_decode import check_mode
 from subquad.state import State
 
 Finished = Literal["length", "stop", "cancelled", "error"]
@@ -26,7 +27,8 @@ class Request:
 
     `tokens` are the generated ones (a stop token is the last), `finished` is None until there are no more: `length`
     (`max_tokens` of them), `stop`, `cancelled`, or `error`, with the exception as `error`. `state` is then what was
-    read (the prompt and all generated tokens but the last), if `add` was told to keep it.
+    read (the prompt and all generated tokens but the last), if `add` was told to keep it. `state_bytes` is the size of
+    its state at the last token.
     """
 
     def __init__(
@@ -38,17 +40,20 @@ class Request:
         stop_tokens: frozenset[int],
         state: State | None,
         keep_state: bool,
+        owner: BatchDecoder,
     ) -> None:
         self.tokens: list[int] = []
         self.prompt_tokens = len(unread)
         self.finished: Finished | None = None
         self.error: Exception | None = None
         self.state = state
+        self.state_bytes = 0
         self._unread = unread
         self._sampling = sampling
         self._choose = choose
         self._stop_tokens = stop_tokens
         self._keep_state = keep_state
+        self._owner = owner
         self._slot: int | None = None
 
 
@@ -57,7 +62,8 @@ class BatchDecoder:
 
     A sequence joins when a slot is free and leaves when it ends; each gets the tokens that it would get with the other
     slots empty (with seeds, its random numbers are its own). Prompts are read alone, before they join, `prefill_chunk`
-    tokens of them in a step, so that a long one does not hold up the others. Shapes are fixed: `compile=True` compiles
+    tokens of them in a step, so that a long one does not hold up the others (by a `PerceiverAR` in one piece). Shapes
+    are fixed: `compile=True` compiles
     the step once (torch.compile), and captured graphs can replay it; a `PerceiverAR` has no fixed shapes.
 
     States of constant size take no more memory for longer texts. Where one grows (`full`), a sequence may have
@@ -79,7 +85,7 @@ class BatchDecoder:
             if value < 1:
                 raise ValueError(f"{name} must be at least 1, got {value}")
         self.slots = slots
-        self.max_context = _limit(model, max_context)
+        self.max_context, self._limited_by = _limit(model, max_context)
         self._model = model
         self._prefill_chunk = prefill_chunk
         with inference(model):
@@ -129,12 +135,18 @@ class BatchDecoder:
         if state is not None:
             state.check(self._model.config_hash, "this decoder", 1)
             seen = int(state.seen)
+            if isinstance(self._model, PerceiverAR):
+                check_mode(self._model, state)
+        if keep_state and sampling.max_tokens == 0:
+            raise ValueError(
+                "keep_state needs a token to generate, got max_tokens=0; Generation.read_all reads a prompt"
+            )
         total = seen + len(unread) + sampling.max_tokens
         if self.max_context is not None and total > self.max_context:
             before = f"{seen} tokens before, " if seen else ""
             raise ValueError(
-                f"a sequence may have {self.max_context} tokens (max_context) and this one asks for {total}: {before}"
-                f"{len(unread)} of the prompt and max_tokens={sampling.max_tokens}"
+                f"a sequence may have {self.max_context} tokens ({self._limited_by}) and this one asks for {total}: "
+                f"{before}{len(unread)} of the prompt and max_tokens={sampling.max_tokens}"
             )
         most = self._model.most_new_tokens(len(unread), state) if isinstance(self._model, PerceiverAR) else None
         if most is not None and sampling.max_tokens > most:
@@ -149,15 +161,21 @@ class BatchDecoder:
             stop_tokens=frozenset(stop_tokens),
             state=state,
             keep_state=keep_state,
+            owner=self,
         )
         if sampling.max_tokens == 0:
-            request.finished = "length"
+            request.finished, request.state = "length", None
         else:
             self._waiting.append(request)
         return request
 
     def cancel(self, request: Request, /) -> None:
-        """End a request now and free its slot; nothing happens to one that has ended."""
+        """End a request now and free its slot; nothing happens to one that has ended.
+
+        Raises `ValueError` for a request of another decoder.
+        """
+        if request._owner is not self:
+            raise ValueError("the request is one of another decoder; cancel it there")
         if request.finished is None:
             self._end(request, "cancelled")
 
@@ -176,10 +194,6 @@ class BatchDecoder:
             logits_BV = self._slots.step(fed)
         return self._choose(logits_BV)
 
-    def state_bytes_of(self, request: Request, /) -> int:
-        """Bytes of a request's state; 0 where it has none in a slot."""
-        return 0 if request._slot is None else self._slots.bytes_of(request._slot)
-
     def run(self) -> None:
         """Step until every request has ended."""
         while self._waiting or self._running:
@@ -193,7 +207,7 @@ class BatchDecoder:
             try:
                 if before > 1:
                     request.state = read_piece(self._model, request._unread, request.state, budget)
-            except (ValueError, ArithmeticError) as error:
+            except (ValueError, ArithmeticError, RuntimeError) as error:  # memory for a long prompt, for example
                 self._end(request, "error", error)
                 continue
             budget -= before - len(request._unread)
@@ -219,6 +233,7 @@ class BatchDecoder:
                     self._end(request, "error", error)
                     continue
             request.tokens.append(token)
+            request.state_bytes = self._slots.bytes_of(slot)
             request._unread = [token]
             events.append((request, token))
             if token in request._stop_tokens:
@@ -269,11 +284,12 @@ def generate_batch(
     return requests
 
 
-def _limit(model: Decoder, max_context: int) -> int | None:
-    """How many tokens a sequence may have; None: any number."""
-    limits = []
+def _limit(model: Decoder, max_context: int) -> tuple[int | None, str]:
+    """How many tokens a sequence may have, None for any number, and what says so."""
+    limits: list[tuple[int, str]] = []
     if not isinstance(model, PerceiverAR) and grows(model):
-        limits.append(max_context)
+        limits.append((max_context, "max_context"))
     if model.config.position == "learned":
-        limits.append(model.config.max_positions)
-    return min(limits, default=None)
+        rows = model.config.max_positions
+        limits.append((rows + 1, f"max_positions={rows} of the model, and one more, which is not read"))
+    return min(limits) if limits else (None, "")

@@ -5,6 +5,7 @@ Shape letters: B beams, V vocabulary.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from functools import partial
 from typing import NamedTuple
@@ -49,6 +50,8 @@ def beam_search(
     """
     if beams < 1:
         raise ValueError(f"beams must be at least 1, got {beams}")
+    if not math.isfinite(length_penalty):
+        raise ValueError(f"length_penalty must be finite, got {length_penalty}")
     sampling = SamplingConfig(max_tokens=max_tokens, temperature=0, prefill_chunk=prefill_chunk)
     generation = Generation(model, prompt, sampling, state=state)
     if max_tokens == 0:

@@ -41,5 +41,7 @@ class SamplingConfig(Config):
             raise ValueError(f"min_p must be between 0 and 1, got {self.min_p}")
         if not 0 < self.repetition_penalty < float("inf"):
             raise ValueError(f"repetition_penalty must be above 0 and finite, got {self.repetition_penalty}")
+        if self.seed is not None and not -(2**63) <= self.seed < 2**64:
+            raise ValueError(f"seed must be at least -2**63 and below 2**64, got {self.seed}")
         if self.prefill_chunk < 1:
             raise ValueError(f"prefill_chunk must be at least 1, got {self.prefill_chunk}")

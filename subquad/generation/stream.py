@@ -48,7 +48,7 @@ class TextStream:
 
     @staticmethod
     def _complete(text: str) -> str:
-        return text[:-1] if text.endswith(_BROKEN) else text
+        return text.rstrip(_BROKEN)  # one for each byte, where a tokenizer falls back to bytes
 
     def _forget(self) -> None:
         """Keep the tokens since the last boundary as context, so that work a token does not grow."""

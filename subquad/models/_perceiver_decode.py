@@ -144,6 +144,9 @@ def _restart(model: PerceiverAR, token_B1: Tensor, state: State, new_B: Tensor |
     first = after - (model.latents if options.decode == "exact" else options.kept)
     window = Window.from_last(_last_tokens(model, token_B1, state, new_B), after)
     if isinstance(first, int) and isinstance(after, int):
+        # A row of a batch that began anew may have latents left.
+        first = first if bool(full) else start
+        assert isinstance(first, int)
         used = after - first
         parts = Parts(first, used, model.capped(window.tokens_BW.shape[1] - used))
     else:

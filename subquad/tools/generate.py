@@ -6,7 +6,7 @@ import logging
 import sys
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -30,8 +30,11 @@ DEVICE_HELP = "auto: a GPU where PyTorch finds one; cpu: never."
 
 PROMPT_HELP = "Text to go on from; - reads it from standard input."
 STATE_IN_HELP = "A file that --state-out wrote with this model: the prompt goes on from the text that made it."
-STATE_OUT_HELP = "Keep what was read, prompt and generated text, in a file; with --max_tokens 0 the prompt alone."
-STOP_HELP = "Text that ends the generation and is not printed; several as a list: '[A, B]'."
+STATE_OUT_HELP = (
+    "Keep what was read in a file: the prompt and all that was generated, a stop string too; with --max_tokens 0 the "
+    "prompt alone."
+)
+STOP_HELP = "Text that ends the generation and is not printed; may be given several times."
 SAMPLES_HELP = "How many texts to generate; each has its own random numbers (seed, seed + 1, ...)."
 BEAMS_HELP = "Search for the likeliest text with so many beams, instead of drawing tokens (1: no search)."
 
@@ -44,11 +47,11 @@ def make_parser() -> Parser:
     parser.add_argument(
         "run", type=str, help="The folder of a run, or another that transformers' from_pretrained reads."
     )
-    parser.add_argument("--prompt", type=str | None, default=None, help=PROMPT_HELP)
-    parser.add_argument("--prompt-file", type=str | None, default=None, help="A text file to go on from.")
-    parser.add_argument("--state-in", type=str | None, default=None, help=STATE_IN_HELP)
-    parser.add_argument("--state-out", type=str | None, default=None, help=STATE_OUT_HELP)
-    parser.add_argument("--stop", type=str | list[str], default=[], help=STOP_HELP)
+    parser.add_argument("--prompt", type=str, default=None, help=PROMPT_HELP)
+    parser.add_argument("--prompt-file", type=str, default=None, help="A text file to go on from.")
+    parser.add_argument("--state-in", type=str, default=None, help=STATE_IN_HELP)
+    parser.add_argument("--state-out", type=str, default=None, help=STATE_OUT_HELP)
+    parser.add_argument("--stop", type=str, action="append", default=[], help=STOP_HELP)
     parser.add_argument("--samples", type=int, default=1, help=SAMPLES_HELP)
     parser.add_argument("--beams", type=int, default=1, help=BEAMS_HELP)
     parser.add_yes_no("stream", "Whether to print each word as it comes instead of everything at the end.")
@@ -73,6 +76,7 @@ def run(arguments: Sequence[str]) -> int:
         _set_decode(loaded.decoder, values["decode"], values["refill"])
         tokens = _tokens(loaded, prompt)
         state = _state(loaded.decoder, ask.state_in)
+        ask = _within_model(loaded.decoder, len(tokens), state, ask)
     if ask.samples > 1 or ask.beams > 1:
         from subquad.tools._generate_several import generate_several
 
@@ -98,7 +102,7 @@ class Ask:
     def of(cls, values: dict[str, Any]) -> Ask:
         """From the parsed arguments; `ValueError` for those that do not go together."""
         sampling = SamplingConfig(**{field.name: values[field.name] for field in fields(SamplingConfig)})
-        stop = (values["stop"],) if isinstance(values["stop"], str) else tuple(values["stop"])
+        stop = tuple(values["stop"])
         StopStrings(stop)
         names = ("samples", "beams", "stream", "state_in", "state_out")
         ask = cls(sampling=sampling, stop=stop, **{name: values[name] for name in names})
@@ -110,8 +114,11 @@ class Ask:
         if ask.state_out is not None:
             if ask.samples > 1 or ask.beams > 1:
                 raise ValueError("--state-out keeps one text: it does not go with --samples or --beams")
-            if not Path(ask.state_out).absolute().parent.is_dir():
-                raise FileNotFoundError(f"there is no folder {Path(ask.state_out).absolute().parent} for --state-out")
+            path = Path(ask.state_out)
+            if not ask.state_out or path.is_dir():
+                raise ValueError(f"--state-out must be a file, got {ask.state_out!r}")
+            if not path.absolute().parent.is_dir():
+                raise FileNotFoundError(f"there is no folder {path.absolute().parent} for --state-out")
         return ask
 
     def _refuse_with_beams(self) -> None:
@@ -139,7 +146,12 @@ def _prompt(text: str | None, file: str | None) -> str:
             return path.read_text(encoding="utf-8")
         except UnicodeDecodeError as error:
             raise ValueError(f"{file} is not UTF-8 text: {error}") from error
-    return sys.stdin.read() if text == "-" else str(text)
+    try:
+        prompt = sys.stdin.read() if text == "-" else str(text)
+        prompt.encode()
+    except UnicodeError as error:
+        raise ValueError(f"{'standard input' if text == '-' else '--prompt'} is not UTF-8 text: {error}") from error
+    return prompt
 
 
 def _tokens(loaded: LoadedRun, prompt: str) -> list[int]:
@@ -179,18 +191,34 @@ def _set_decode(decoder: Decoder, decode: Decode | None, refill: int | None) -> 
     decoder.set_decode(decode or decoder.options.decode, refill)
 
 
-def _within_latents(decoder: Decoder, prompt: int, state: State | None, sampling: SamplingConfig) -> SamplingConfig:
-    """As many tokens as decode=frozen has latents for after a prompt of so many tokens."""
+def _within_model(decoder: Decoder, prompt: int, state: State | None, ask: Ask) -> Ask:
+    """With as many tokens as the model has latents (decode=frozen) or positions for after a prompt of so many.
+
+    The last token is not read, unless --state-out keeps it. Raises `ValueError` where not even the prompt has place.
+    """
     from subquad.models import PerceiverAR
 
-    most = decoder.most_new_tokens(prompt, state) if isinstance(decoder, PerceiverAR) else None
-    if most is None or sampling.max_tokens <= most:
-        return sampling
+    unread = 0 if ask.state_out is None else 1
+    limits: list[tuple[int, str]] = []
+    latents = decoder.most_new_tokens(prompt, state) if isinstance(decoder, PerceiverAR) else None
+    if latents is not None:
+        hint = "a lower --refill leaves more, --decode exact or refill has no limit"
+        limits.append((latents - unread, f"decode=frozen has no latents for more; {hint}"))
+    if decoder.config.position == "learned":
+        seen = 0 if state is None else int(state.seen)
+        rows = decoder.config.max_positions
+        if seen + prompt > rows:
+            raise ValueError(
+                f"the model has positions for {rows} tokens (max_positions), and the prompt ends at {seen + prompt}"
+            )
+        limits.append((rows - seen - prompt + 1 - unread, f"the model has positions for {rows} tokens (max_positions)"))
+    most, reason = min(limits, default=(ask.sampling.max_tokens, ""))
+    if ask.sampling.max_tokens <= most:
+        return ask
     logger.warning(
-        "the text ends after %d tokens instead of max_tokens=%d: decode=frozen has no latents for more; a lower "
-        "--refill leaves more, --decode exact or refill has no limit", most, sampling.max_tokens,
-    )  # fmt: skip
-    return sampling.replace(max_tokens=most)
+        "the text ends after %d tokens instead of max_tokens=%d: %s", max(0, most), ask.sampling.max_tokens, reason
+    )
+    return replace(ask, sampling=ask.sampling.replace(max_tokens=max(0, most)))
 
 
 def _generate(loaded: LoadedRun, prompt: str, tokens: list[int], state: State | None, ask: Ask) -> None:
@@ -198,10 +226,9 @@ def _generate(loaded: LoadedRun, prompt: str, tokens: list[int], state: State | 
     from subquad.data.tokenizers import separator_id
     from subquad.generation import Generation
 
-    sampling = _within_latents(loaded.decoder, len(tokens), state, ask.sampling)
     stop_token = separator_id(loaded.tokenizer)
     begin = time.perf_counter()
-    generation = Generation(loaded.decoder, tokens, sampling, state=state, stop_token=stop_token)
+    generation = Generation(loaded.decoder, tokens, ask.sampling, state=state, stop_token=stop_token)
     generation.prefill()
     read = time.perf_counter()
     sys.stdout.write(prompt)

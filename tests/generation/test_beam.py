@@ -74,6 +74,8 @@ def test_no_tokens_and_numbers_out_of_range():
     assert beam_search(model, PROMPT, max_tokens=0)[0].tokens == []
     with pytest.raises(ValueError, match="beams must be at least 1, got 0"):
         beam_search(model, PROMPT, beams=0)
+    with pytest.raises(ValueError, match="length_penalty must be finite, got nan"):
+        beam_search(model, PROMPT, length_penalty=float("nan"))
     with torch.no_grad():
         model.norm.weight.fill_(float("nan"))
     with pytest.raises(ValueError, match="the model's logits must be finite"):

@@ -149,6 +149,11 @@ def test_numbers_out_of_range_are_refused(options, match):
         generate(Decoder(tiny("full")), PROMPT, **options)
 
 
+def test_a_prompt_of_other_than_whole_numbers_is_refused():
+    with pytest.raises(TypeError, match=r"the prompt's tokens must be whole numbers, got 1\.5"):
+        generate(Decoder(tiny("full")), [1, 1.5])
+
+
 @pytest.mark.parametrize(("prompt", "match"), [
     ([], "the prompt must hold at least one token, got none"),
     ([1, 17], "the prompt's tokens must be between 0 and 16, got 17"),

@@ -110,6 +110,24 @@ def test_prompts_of_any_lengths_share_a_batch(name):
 
 
 @every
+@pytest.mark.parametrize("delay", [1, 3])
+def test_prompts_join_and_leave_at_different_times(name, delay):
+    model = make(name)
+    asked = [(numbers(tokens, tokens), 3 + 2 * i) for i, tokens in enumerate((1, 12, 5, 2))]
+    decoder, running = BatchDecoder(model, slots=2, max_context=64), []
+    for prompt, tokens in asked:
+        running.append(decoder.add(prompt, SamplingConfig(max_tokens=tokens, temperature=0), keep_state=True))
+        for _ in range(delay):
+            decoder.step()
+    decoder.run()
+    for request, (prompt, tokens) in zip(running, asked, strict=True):
+        alone = list(generate(model, prompt, max_tokens=tokens + 4, temperature=0))
+        assert request.tokens == alone[:tokens]
+        more = generate(model, request.tokens[-1:], state=request.state, max_tokens=4, temperature=0)
+        assert list(more) == alone[tokens:]
+
+
+@every
 def test_a_sequence_that_left_a_batch_goes_on_alone_and_in_another(name):
     model = make(name)
     whole = list(generate(model, PROMPT, max_tokens=14, temperature=0))

@@ -79,6 +79,7 @@ def test_a_penalty_is_that_of_transformers():
 @pytest.mark.parametrize(("options", "match"), [
     ({"min_p": -0.1}, "min_p must be between 0 and 1, got -0.1"),
     ({"min_p": 1.1}, "min_p must be between 0 and 1, got 1.1"),
+    ({"seed": 2**64}, r"seed must be at least -2\*\*63 and below 2\*\*64, got 18446744073709551616"),
     ({"repetition_penalty": 0.0}, "repetition_penalty must be above 0 and finite, got 0.0"),
     ({"repetition_penalty": float("inf")}, "repetition_penalty must be above 0 and finite, got inf"),
 ])  # fmt: skip

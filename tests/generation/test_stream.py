@@ -79,3 +79,15 @@ def test_long_streams_keep_few_tokens(byte_level):
     for token in byte_level.encode("abc " * 500).ids:
         stream.push(token)
     assert len(stream._tokens) < 8
+
+
+@given(text=st.text(st.sampled_from("aé€😀\ufffd"), max_size=8))
+def test_bytes_that_a_tokenizer_falls_back_to_make_whole_characters(text):
+    """As in tokenizers of the SentencePiece kind: a token a byte, decoded to one mark a byte until all are there."""
+    words = {"<unk>": 0} | {f"<0x{byte:02X}>": byte + 1 for byte in range(256)}
+    tokenizer = Tokenizer(models.BPE(words, [], byte_fallback=True, unk_token="<unk>"))
+    tokenizer.decoder = decoders.Sequence([decoders.ByteFallback(), decoders.Fuse()])
+    shown = pieces(tokenizer, [byte + 1 for byte in text.encode()])
+    assert "".join(shown) == text
+    if "\ufffd" not in text:
+        assert not any("\ufffd" in piece for piece in shown)

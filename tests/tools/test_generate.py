@@ -56,6 +56,8 @@ def test_frozen_ends_with_a_warning_where_its_latents_do(runs, capsys, caplog):
     assert text(capsys, runs / "frozen") == short
     assert "ends after 3 tokens instead of max_tokens=12: decode=frozen has no latents for more" in caplog.text
     assert len(text(capsys, runs / "frozen", "--refill", "1").split()) == PROMPT + 4
+    assert text(capsys, runs / "frozen", "--samples", "2").count(short) == 2
+    assert main(["generate", str(runs / "frozen"), "--prompt", "w1 w2 w3", "--beams", "2"]) == 0
     assert text(capsys, runs / "frozen", "--decode", "exact") == text(capsys, runs / "exact")
 
 

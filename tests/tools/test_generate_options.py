@@ -18,10 +18,10 @@ def run(tmp_path_factory):
     return saved(tmp_path_factory.mktemp("llp"), seed=0)
 
 
-def saved(folder, seed, dim=16):
+def saved(folder, seed, dim=16, **fields):
     torch.manual_seed(seed)
     shape = {"vocab_size": VOCABULARY, "dim": dim, "num_layers": 2, "num_heads": 2, "init_std": 0.7}
-    config = SubquadConfig(**shape, attention="llp", options={"llp": {"segment": 8}}, tie_embeddings=False)
+    config = SubquadConfig(**shape, attention="llp", options={"llp": {"segment": 8}}, tie_embeddings=False, **fields)
     SubquadForCausalLM(config).save_pretrained(folder)
     tokenizer = Tokenizer(models.WordLevel({f"w{i}": i for i in range(VOCABULARY)}, unk_token="w0"))
     tokenizer.pre_tokenizer = pre_tokenizers.Whitespace()
@@ -75,7 +75,28 @@ def test_a_stop_string_is_not_printed(text):
     free = text("--prompt", "w1 w2 w3").split()
     stop = free[6]
     assert text("--prompt", "w1 w2 w3", "--stop", stop).split() == free[: free.index(stop, 3)]
-    assert text("--prompt", "w1 w2 w3", "--stop", f"[none, {stop}]").split() == free[: free.index(stop, 3)]
+    two = ["--stop", "[none]", "--stop", stop]
+    assert text("--prompt", "w1 w2 w3", *two).split() == free[: free.index(stop, 3)]
+
+
+@pytest.mark.parametrize("prompt", ["# a comment", "null", "[w1]", "12"])
+def test_a_prompt_is_taken_as_it_is_typed(text, prompt):
+    assert text("--prompt", prompt).startswith(prompt)
+
+
+def test_a_table_of_positions_ends_a_text_with_a_warning(tmp_path, capsys, caplog):
+    run = saved(tmp_path / "learned", seed=0, position="learned", max_positions=16)
+    for more in ([], ["--samples", "2"], ["--beams", "2"]):
+        caplog.clear()
+        assert main(["generate", str(run), "--prompt", "w1 w2", "--max_tokens", "50", *more]) == 0
+        assert "the text ends after 15 tokens instead of max_tokens=50: the model has positions for 16" in caplog.text
+    file = tmp_path / "state.safetensors"
+    assert main(["generate", str(run), "--prompt", "w1 w2", "--max_tokens", "50", "--state-out", str(file)]) == 0
+    assert "the text ends after 14 tokens" in caplog.text
+    assert file.is_file()
+    assert "has positions for 16 tokens (max_positions), and the prompt ends at 17" in refused(
+        ["--prompt", "w1", "--state-in", str(file)], run, capsys
+    )
 
 
 def test_samples_are_those_of_their_seeds(text):
@@ -112,6 +133,9 @@ def test_beams_find_a_text_at_least_as_likely_as_the_greedy_one(run, capsys):
     (["--prompt", "w1", "--state-in", "/no/such"], "there is no file /no/such"),
     (["--prompt", "w1", "--state-out", "/no/such/file"], "there is no folder /no/such for --state-out"),
     (["--prompt", "w1", "--state-out", "x", "--samples", "2"], "--state-out keeps one text"),
+    (["--prompt", "w1", "--state-out", ""], "--state-out must be a file, got ''"),
+    (["--prompt", "w1", "--state-out", "/"], "--state-out must be a file, got '/'"),
+    (["--prompt", "\udcff"], "--prompt is not UTF-8 text"),
     (["--prompt", "w1", "--samples", "0"], "samples must be at least 1, got 0"),
     (["--prompt", "w1", "--beams", "0"], "beams must be at least 1, got 0"),
     (["--prompt", "w1", "--beams", "2", "--stop", "x"], "without stop strings: leave --stop out"),
