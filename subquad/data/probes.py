@@ -25,6 +25,8 @@ POWER = 0.01
 """The i-th place after the pairs of mqar is asked with a weight of `i ** (POWER - 1)`, as in Zoology."""
 
 Seed = int | Sequence[int]
+"""At least 0. The row's number follows it, and numpy fills what is short with zeros: row 0 of the seed (0, 5) is row 5
+of the seed 0. Among seeds of as many parts no two rows share their random numbers."""
 
 
 class ProbeRows(NamedTuple):
@@ -163,6 +165,8 @@ def empty_rows(length: int, rows: int) -> ProbeRows:
 
 
 def generators(seed: Seed, first: int, rows: int) -> list[np.random.Generator]:
-    """A stream of random numbers for each row."""
+    """A stream of random numbers for each row; `ValueError` for a negative seed or row."""
     parts = [seed] if isinstance(seed, int) else list(seed)
+    if min((first, *parts)) < 0:
+        raise ValueError(f"a seed and the first row must be at least 0, got seed={seed}, first={first}")
     return [np.random.default_rng([*parts, row]) for row in range(first, first + rows)]

@@ -67,12 +67,12 @@ def run(arguments: Sequence[str]) -> int:
     with parser.checking():
         _check(chosen)
         config = AuditConfig(**{name: chosen[name] for name in AuditConfig.__dataclass_fields__})
-        reports = _reports(chosen.replay) if chosen.replay else []
+        report = None if chosen.replay is None else _report(chosen.replay, chosen.model or chosen.attention)
         models = _models(chosen, config.seed)
-        text = _text(chosen.model, chosen.text) if chosen.text else None
-    if chosen.replay:
-        return _replay(models, reports)
-    return _audit(models, config, text, chosen.json)
+        text = None if chosen.text is None else _text(chosen.model, chosen.text)
+    if report is not None:
+        return _replay(parser, models, report)
+    return _audit(parser, models, config, text, chosen.json)
 
 
 def _check(chosen: Namespace) -> None:
@@ -87,6 +87,8 @@ def _check(chosen: Namespace) -> None:
         raise ValueError("--replay tries the inputs of a file again and takes no --json or --text")
     if chosen.attention is not None and chosen.replay is not None and len(_names(chosen.attention)) > 1:
         raise ValueError(f"--replay is for one model, got --attention {chosen.attention}")
+    if chosen.json is not None and (Path(chosen.json).is_dir() or not Path(chosen.json).parent.is_dir()):
+        raise ValueError(f"--json must name a file in a folder that exists, got {chosen.json!r}")
 
 
 def _names(attention: str) -> list[str]:
@@ -169,29 +171,42 @@ def _text(folder: str, file: str) -> list[int]:
     return tokens
 
 
-def _reports(file: str) -> list[AuditReport]:
-    """The reports in a file that --json wrote."""
+def _report(file: str, model: str) -> AuditReport:
+    """The report in a file that --json wrote; of several that of the model."""
     from subquad.evaluation.audit import AuditReport
 
+    if not Path(file).is_file():
+        raise FileNotFoundError(f"there is no file {file}")
     try:
         values = json.loads(Path(file).read_text(encoding="utf-8"))
-        found = values["reports"].values()
+        found = dict(values["reports"])
     except (ValueError, KeyError, TypeError, AttributeError) as error:
         raise ValueError(f"{file} holds no reports of `subquad audit --json`: {error!r}") from error
-    return [AuditReport.from_dict(value) for value in found]
+    if not found:
+        raise ValueError(f"{file} holds no reports")
+    if len(found) > 1 and model not in found:
+        raise ValueError(f"{file} holds no report of {model!r}; it has {', '.join(found)}")
+    return AuditReport.from_dict(found[model] if len(found) > 1 else next(iter(found.values())))
 
 
 def _audit(
-    models: Sequence[tuple[str, nn.Module]], config: AuditConfig, text: Sequence[int] | None, file: str | None
+    parser: Parser,
+    models: Sequence[tuple[str, nn.Module]],
+    config: AuditConfig,
+    text: Sequence[int] | None,
+    file: str | None,
 ) -> int:
-    """Audit and print each; the status."""
+    """Audit and print each; the status. A model or a text that can't be audited is a wrong argument."""
     from subquad.evaluation.audit import audit
 
     reports: dict[str, AuditReport] = {}
     for name, model in models:
         told = _Progress(name)
-        reports[name] = audit(model, text=text, progress=told.show, **config.to_dict())
-        told.clear()
+        with parser.checking():
+            try:
+                reports[name] = audit(model, text=text, progress=told.show, **config.to_dict())
+            finally:
+                told.clear()
         _print(name, reports[name])
     if len(reports) > 1:
         failed = [name for name, report in reports.items() if not report.passed]
@@ -226,18 +241,19 @@ def _print(name: str, report: AuditReport) -> None:
     console.print(Text(report.conclusion(), "bold green" if report.passed else "bold red"))
 
 
-def _replay(models: Sequence[tuple[str, nn.Module]], reports: Sequence[AuditReport]) -> int:
-    """Try the failing inputs again; the status is 1 where one still fails."""
+def _replay(parser: Parser, models: Sequence[tuple[str, nn.Module]], report: AuditReport) -> int:
+    """Try the failing inputs again; the status is 1 where one still fails. What can't be tried is a wrong argument."""
     from subquad.evaluation.audit import replay
 
     status = 0
     for name, model in models:
-        for report in reports:
-            for done in replay(model, report):
-                word = "still fails" if done.fails else "no longer fails"
-                sys.stdout.write(f"{name}: {done.name}: {word}: {done.size:.2g} (band {done.band:.2g})\n")
-                status = 1 if done.fails else status
-    if not any(check.failing for report in reports for check in report.checks):
+        with parser.checking():
+            tried = replay(model, report)
+        for done in tried:
+            word = "still fails" if done.fails else "no longer fails"
+            sys.stdout.write(f"{name}: {done.name}: {word}: {done.size:.2g} (band {done.band:.2g})\n")
+            status = 1 if done.fails else status
+    if not any(check.failing for check in report.checks):
         sys.stdout.write("the file holds no failing input\n")
     return status
 

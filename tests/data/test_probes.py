@@ -118,6 +118,7 @@ def test_a_row_depends_on_the_seed_and_its_number_alone(config):
     many, few = probe_rows(config, 30, 9, seed=(4, 2)), probe_rows(config, 30, 3, first=5, seed=(4, 2))
     assert same([part[5:8] for part in many], few)
     assert not same(many, probe_rows(config, 30, 9, seed=(4, 1)))
+    assert same(probe_rows(config, 30, 1, seed=(0, 5)), probe_rows(config, 30, 1, first=5, seed=0))  # as Seed says
 
 
 def test_chance_is_what_a_model_without_memory_gets():
@@ -202,6 +203,9 @@ def test_a_probe_that_cannot_be_is_refused(changes, message):
     (lambda: copy(10, 1, shortest=5), "probe.shortest=5 letters does not fit twice in 10 tokens"),
     (lambda: passkey(20, 1, depth=1.5), r"a depth must lie between 0 \(the start\) and 1 \(the end\), got 1.5"),
     (lambda: passkey(20, 1, depth=-0.1), "a depth must lie between 0 .*, got -0.1"),
+    (lambda: passkey(20, 1, seed=-1), "a seed and the first row must be at least 0, got seed=-1, first=0"),
+    (lambda: copy(20, 1, seed=(3, -1)), r"must be at least 0, got seed=\(3, -1\), first=0"),
+    (lambda: mqar(40, 1, first=-2), "must be at least 0, got seed=0, first=-2"),
     (lambda: copy(20, 0), "a probe needs at least one row, got rows=0"),
     (lambda: probe_rows(CONFIGS[1], 20, 1, depth=0.5), "depth is for passkey, and the probe is mqar, got depth=0.5"),
     (lambda: ProbeItems(CONFIGS[1], 9, 5), "mqar with pairs=3 needs sequences of at least 10 tokens, got length=9"),

@@ -210,6 +210,27 @@ class Bursting(Planted):
         return super().mix(x_BTD) / (torch.arange(x_BTD.shape[1]) != 9).to(x_BTD.dtype)[:, None]
 
 
+class Masked(Planted):
+    """Token 3 is never to be drawn: its logit is always -inf."""
+
+    def forward(self, tokens_BT: Tensor) -> Tensor:
+        """Logits, one of them infinite."""
+        return super().forward(tokens_BT).index_fill(-1, torch.tensor([3]), -torch.inf)
+
+
+class MaskedLLP(Masked, UnmaskedLLP):
+    """The same, and a leak."""
+
+
+class LargeBatch(Planted):
+    """NaN from four rows on."""
+
+    def mix(self, x_BTD: Tensor) -> Tensor:
+        """Attention, and one NaN."""
+        y_BTD = super().mix(x_BTD)
+        return y_BTD if len(y_BTD) < 4 else y_BTD.index_fill(0, torch.tensor([2]), torch.nan)
+
+
 class Rounding(Planted):
     """Right but for rounding: a sum over all tokens, later ones too, is added and taken away again."""
 

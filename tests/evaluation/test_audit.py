@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from torch import nn
 
 from subquad.evaluation import audit as package
-from subquad.evaluation.audit import Adapter, AuditConfig, AuditReport, audit, replay
+from subquad.evaluation.audit import Adapter, AuditConfig, AuditReport, Check, audit, replay
 from subquad.evaluation.audit.report import CHECKS
 from subquad.models import Decoder, DecoderConfig, Encoder, EncoderConfig
 from subquad.testing import assert_exact, assert_same_maths
@@ -62,6 +62,9 @@ CASES = {
     "BatchMean": ({"batch"}, set(), BLIND),
     "Dropping": ({"repeatable"}, set(), COMPARED),
     "Bursting": ({"finite"}, set(), COMPARED | {"repeatable"}),
+    "Masked": ({"finite"}, set(), COMPARED | {"repeatable"}),
+    "MaskedLLP": ({"finite"}, set(), COMPARED | {"repeatable"}),
+    "LargeBatch": ({"finite"}, set(), COMPARED | {"repeatable"}),
     "Rounding": (set(), {"causality"}, BLIND),
 }
 
@@ -113,6 +116,26 @@ def test_where_the_faults_are():
     assert len(where("BatchMean").failing["tokens"]) == 2
     burst = where("Bursting")
     assert (burst.where["output"], burst.where["length"]) == (9, 10)
+    assert "is not finite: nan for 31 of 31 tokens (0, 1, 2, 3, 4, 5, ..., 30)" in burst.detail
+    assert audited("Masked")[1].arithmetic["band"] == 0
+    masked = where("Masked")
+    assert (masked.where["output"], masked.where["length"], len(masked.failing["tokens"])) == (0, 1, 1)
+    assert "output at 0 of 1 tokens is not finite: -inf for 1 of 31 tokens (3)" in masked.detail
+    large = where("LargeBatch")
+    assert (large.where["row"], large.where["length"], len(large.failing["tokens"])) == (2, 1, 4)
+    assert "is not finite in a batch of 4: nan for 31 of 31" in large.detail
+
+
+@pytest.mark.parametrize(("name", "fault"), [("Masked", set()), ("MaskedLLP", {"causality"})])
+def test_the_rest_of_a_masked_vocabulary_can_be_audited(name, fault):
+    class Rest(Adapter):
+        def full(self, model, tokens_BT, mask_BT=None):
+            logits_BTV = super().full(model, tokens_BT, mask_BT)
+            return logits_BTV[..., torch.arange(planted.VOCABULARY) != 3]
+
+    report = audit(getattr(planted, name)(), adapter=Rest(), **QUICK)
+    assert names(report, "violation") == fault
+    assert report.check("finite").verdict == "pass"
 
 
 def test_an_input_that_is_not_finite_in_bfloat16_is_found_and_made_short():
@@ -120,6 +143,7 @@ def test_an_input_that_is_not_finite_in_bfloat16_is_found_and_made_short():
     assert names(report, "violation") == {"bf16"}
     check = report.check("bf16")
     assert (check.where["output"], check.where["length"]) == (256, 257)
+    assert "of 257 tokens is not finite: nan for 31 of 31 tokens" in check.detail
     assert [done.fails for done in replay(model, report)] == [True]
     assert audited("Counting", long=256)[1].check("bf16").verdict == "pass"
 
@@ -174,11 +198,67 @@ def test_a_fault_of_float64_alone_is_no_fault():
     model = OnlyInFloat64()
     report = audit(model, adapter=planted.LinearAdapter(), **QUICK)
     assert report.passed
-    assert report.arithmetic["weights"] == "float32"
-    assert "padding left" in report.arithmetic["float64"]
-    assert "padding left" in report.title()
+    assert report.arithmetic["weights"] == "float64"
+    narrow = report.arithmetic["float32"]
+    assert narrow["alone"] == ["padding left"]
+    assert narrow["checks"] == ["padding left", "padding left, then cache"]  # the second was left out for the first
+    assert narrow["band"] > 1e6 * report.arithmetic["band"]
+    assert "padding left; padding left, then cache, since in float64 alone fails: padding left)" in report.title()
+    assert [check.name for check in report.checks if check.detail.endswith("; in float32")] == narrow["checks"]
+    assert AuditReport.from_dict(json.loads(report.to_json())) == report
     forced = audit(model, adapter=planted.LinearAdapter(), dtype="float64", **QUICK)
     assert names(forced, "violation") == {"padding left"}
+
+
+class SmallCacheFault(OnlyInFloat64):
+    """And, in any dtype, a cache that is off by less than float32 shows."""
+
+    def continued(self, s_BTKV, z_BTK):
+        return s_BTKV * (1 + 1e-8), z_BTK
+
+
+def test_a_fault_of_float64_alone_does_not_hide_a_small_one():
+    model = SmallCacheFault()
+    report = audit(model, adapter=planted.LinearAdapter(), **QUICK)
+    assert names(report, "violation") == CACHE
+    assert report.arithmetic["float32"]["checks"] == ["padding left", "padding left, then cache"]
+    assert report.check("cache, one token").worst < 1e-6
+    assert [done.fails for done in replay(model, report, adapter=planted.LinearAdapter())] == [True, True]
+
+
+class CacheOnlyInFloat64(planted.Linear):
+    """In float64 alone several tokens after a cache read one state."""
+
+    def continued(self, s_BTKV, z_BTK):
+        if s_BTKV.dtype == torch.float64:
+            return planted.LastState.continued(self, s_BTKV, z_BTK)
+        return s_BTKV, z_BTK
+
+
+def test_what_was_left_out_for_a_fault_of_float64_alone_is_made_up_for():
+    report = audit(CacheOnlyInFloat64(), adapter=planted.LinearAdapter(), **QUICK)
+    assert report.passed
+    assert report.arithmetic["float32"]["checks"] == ["cache, several tokens", "padding left, then cache"]
+    assert "pieces of 1, 1, 1 and 2, 3" in report.check("padding left, then cache").detail
+
+
+class OnlyInFloat32(OnlyInFloat64):
+    """The other way round for padding on the right."""
+
+    def forward(self, tokens_BT, mask=None, sums=None):
+        logits, sums = super().forward(tokens_BT, mask, sums)
+        right = mask is not None and not mask[:, -1].all()
+        return logits + (right and logits.dtype == torch.float32), sums
+
+
+def test_a_fault_that_is_seen_on_the_way_in_float32_stays():
+    model = OnlyInFloat32()
+    report = audit(model, adapter=planted.LinearAdapter(), **QUICK)
+    assert names(report, "violation") == {"padding right"}
+    assert report.arithmetic["float32"]["alone"] == ["padding left"]
+    (done,) = replay(model, report, adapter=planted.LinearAdapter())
+    assert done.fails
+    assert done.band == report.arithmetic["float32"]["band"]
 
 
 class Float32Only(planted.Planted):
@@ -205,6 +285,21 @@ class Narrow(planted.Planted):
 
     def mix(self, x_BTD):
         return super().mix(x_BTD).float().to(x_BTD.dtype)
+
+
+class Float64Only(planted.UnmaskedLLP):
+    """Leaks, and refuses other weights than float64."""
+
+    def mix(self, x_BTD):
+        if x_BTD.dtype != torch.float64:
+            raise RuntimeError("float64 only")
+        return super().mix(x_BTD)
+
+
+def test_a_fault_of_a_model_that_runs_in_float64_alone_stays():
+    report = audit(Float64Only(), **QUICK)
+    assert names(report, "violation") == {"causality"}
+    assert "float32" not in report.arithmetic
 
 
 def test_the_band_follows_the_narrowest_arithmetic():
@@ -352,6 +447,8 @@ def test_a_damaged_report_is_refused(tmp_path):
     model = planted.UnmaskedLLP()
     with pytest.raises(ValueError, match="no report of an audit: its format is None"):
         AuditReport.from_dict({})
+    with pytest.raises(ValueError, match="must be an object, got list"):
+        AuditReport.from_dict([])
     with pytest.raises(ValueError, match="version 9; this release reads 1"):
         AuditReport.from_dict({**good, "version": 9})
     with pytest.raises(ValueError, match="damaged: KeyError"):
@@ -383,6 +480,42 @@ def test_a_damaged_report_is_refused(tmp_path):
         replay(model, failing(tokens=[[99, 1]]))
 
 
+DAMAGED = [
+    ({"kind": "truncation", "tokens": []}, r"at least one token, got \[\]"),
+    ({"kind": "finite", "tokens": [[]]}, r"at least one token, got \[\[\]\]"),
+    ({"kind": "finite", "tokens": [[-1]]}, "tokens must lie between 0 and 2147483647, got -1"),
+    ({"kind": "finite", "tokens": [[2**70]]}, "tokens must lie between 0 and 2147483647, got 1180"),
+    ({"kind": "finite", "tokens": [[1, 2], [3]]}, r"sequences must have one length, got \[2, 1\]"),
+    ({"kind": "causality", "changed": [[1]]}, r"lengths of tokens, \[2\], got \[1\]"),
+    ({"kind": "causality"}, r"lengths of tokens, \[2\], got \[\]"),
+    ({"kind": "truncation", "keep": "x"}, "keep must be a whole number, got 'x'"),
+    ({"kind": "truncation", "keep": 3}, "keep must lie between 1 and the 2 tokens, got 3"),
+    ({"kind": "cache", "pieces": [5]}, r"pieces must add up to the 2 tokens, got \[5\]"),
+    ({"kind": "cache", "pieces": [-1, 3]}, "pieces must be at least 1, got -1"),
+    ({"kind": "batch", "order": [4]}, r"each of the 1 sequences once, got \[4\]"),
+    ({"kind": "padding", "columns": 3, "fills": [0]}, "side must be left or right, got ''"),
+    ({"kind": "padding", "side": "left", "columns": 3}, "fills must hold at least one token, got none"),
+    ({"kind": "padding", "side": "left", "columns": "x", "fills": [0]}, "columns must be a whole number, got 'x'"),
+    ({"kind": "padding", "side": "left", "columns": 1, "fills": [0]}, "columns must be at least 2, .* got 1"),
+    ({"kind": "padding", "side": "left", "columns": 1, "fills": [0], "pieces": [2]}, r"pieces must leave .* got \[2\]"),
+]
+
+
+@pytest.mark.parametrize(("failing", "message"), DAMAGED)
+def test_a_damaged_failing_input_is_refused(failing, message):
+    check = Check("batch", "violation", "", 1.0, {}, {"tokens": [[1, 2]], "dtype": "float64", **failing})
+    report = AuditReport("", {}, {"scale": 1.0, "band": 0.1}, (check,))
+    with pytest.raises(ValueError, match=f"no failing input of an audit: .*{message}"):
+        replay(planted.Planted(), report)
+
+
+def test_what_is_not_finite_fails_whatever_the_band():
+    check = Check("finite", "violation", "", 1.0, {}, {"kind": "finite", "tokens": [[1]], "dtype": "float64"})
+    report = AuditReport("", {}, {"scale": 1.0, "band": float("inf")}, (check,))
+    assert [done.fails for done in replay(planted.Masked(), report)] == [True]
+    assert [done.fails for done in replay(planted.Planted(), report)] == [False]
+
+
 def test_a_repaired_model_no_longer_fails():
     report = audited("UnmaskedLLP")[1]
     assert [done.fails for done in replay(planted.Planted(), report)] == [False]
@@ -406,6 +539,13 @@ class NoCopy(planted.Planted):
         raise RuntimeError("one of a kind")
 
 
+class OneRow(planted.Planted):
+    def forward(self, tokens_BT):
+        if len(tokens_BT) > 1:
+            raise RuntimeError("one at a time")
+        return super().forward(tokens_BT)
+
+
 class NoStep(Adapter):
     def no_cache(self, model):
         return None
@@ -418,6 +558,8 @@ def test_what_can_not_be_audited_is_refused_with_the_reason():
         audit(NoLogits(), **QUICK)
     with pytest.raises(ValueError, match=r"logits have shape \[2, 2, 31\] for tokens \[1, 2\]"):
         audit(WrongShape(), **QUICK)
+    with pytest.raises(ValueError, match="takes no batch of 4 sequences of 24 tokens: RuntimeError: one at a time"):
+        audit(OneRow(), **QUICK)
     with pytest.raises(ValueError, match="can't be copied: one of a kind"):
         audit(NoCopy(), **QUICK)
     encoder = Encoder(EncoderConfig(vocab_size=16, dim=8, num_layers=1, num_heads=2, attention="full"))

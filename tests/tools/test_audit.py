@@ -120,6 +120,58 @@ def test_wrong_arguments_end_with_status_2(folder, tmp_path, capsys):
     assert "no report of an audit" in refused(capsys, [folder, "--replay", text])
 
 
+def test_status_1_is_for_violations_alone(folder, tmp_path, capsys, monkeypatch):
+    text, file = tmp_path / "text.txt", tmp_path / "report.json"
+    text.write_text("")
+    assert "text must hold at least one token" in refused(capsys, [folder, *QUICK, "--text", text])
+    assert "there is no file " in refused(capsys, [folder, *QUICK, "--text", ""])
+    text.write_text("w3 w9")
+    few = [folder, *QUICK, "--vocab_size", "4", "--text", text]
+    assert "text must hold tokens between 0 and 3, got 3 to 9" in refused(capsys, few)
+    for place in (tmp_path / "nowhere" / "x.json", tmp_path, ""):  # before any work
+        with monkeypatch.context() as changed:
+            changed.setattr("subquad.evaluation.audit._audit.audit", None)
+            assert "--json must name a file in a folder that exists" in refused(capsys, [folder, "--json", place])
+    with monkeypatch.context() as changed:
+        changed.setattr(SubquadForCausalLM, "forward", lambda self, input_ids: 1 / 0)
+        assert "the model takes no sequence of 2, 3" in refused(capsys, [folder, *QUICK])
+    with monkeypatch.context() as changed:
+        broken(changed)
+        assert run([str(folder), *QUICK, "--json", str(file)]) == 1
+    values = json.loads(file.read_text())
+    (check,) = [check for check in values["reports"][str(folder)]["checks"] if check["failing"]]
+    check["failing"]["tokens"] = [[VOCABULARY] * len(check["failing"]["tokens"][0])]
+    file.write_text(json.dumps(values))
+    assert "does not take the failing input of 'truncation'" in refused(capsys, [folder, "--replay", file])
+    check["failing"]["tokens"] = []
+    file.write_text(json.dumps(values))
+    assert "no failing input of an audit: tokens must hold" in refused(capsys, [folder, "--replay", file])
+    assert "there is no file " in refused(capsys, [folder, "--replay", ""])
+
+
+def test_of_several_reports_that_of_the_model_is_tried(folder, tmp_path, capsys, monkeypatch):
+    file = tmp_path / "report.json"
+    with monkeypatch.context() as changed:
+        broken(changed)
+        assert run(["--attention", "llp,linear", "--options.llp.segment", "4", *QUICK, "--json", str(file)]) == 1
+        capsys.readouterr()
+        assert run(["--attention", "linear", "--replay", str(file)]) == 1
+        (line,) = capsys.readouterr().out.splitlines()
+        assert line.startswith("linear: truncation: still fails: ")
+    values = json.loads(file.read_text())
+    (check,) = [check for check in values["reports"]["llp"]["checks"] if check["failing"]]
+    check["failing"] = {"kind": "magic"}  # of another model, so not even read
+    file.write_text(json.dumps(values))
+    assert run(["--attention", "linear", "--replay", str(file)]) == 0
+    for model in (["--attention", "full"], [folder]):
+        assert "holds no report of '" in refused(capsys, [*model, "--replay", file])
+    assert "it has llp, linear" in refused(capsys, ["--attention", "full", "--replay", file])
+    file.write_text('{"reports": {}}')
+    assert "holds no reports" in refused(capsys, [folder, "--replay", file])
+    file.write_text('{"reports": {"a": 3}}')
+    assert "must be an object, got int" in refused(capsys, [folder, "--replay", file])
+
+
 def test_other_models_are_refused(folder, tmp_path, capsys):
     t5 = T5Config(vocab_size=19, d_model=8, d_kv=4, d_ff=8, num_layers=1, num_heads=2)
     T5ForConditionalGeneration(t5).save_pretrained(tmp_path / "t5")

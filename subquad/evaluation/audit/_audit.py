@@ -6,6 +6,7 @@ import logging
 import platform
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -13,7 +14,7 @@ from torch import nn
 
 from subquad.evaluation.audit import _checks
 from subquad.evaluation.audit._adapters import adapter_for
-from subquad.evaluation.audit._case import Case, compare
+from subquad.evaluation.audit._case import Case, compare, limit
 from subquad.evaluation.audit._causality import causality
 from subquad.evaluation.audit._growth import bf16, growth
 from subquad.evaluation.audit._probe import DTYPES, Probe, Refused, make_probe
@@ -51,7 +52,7 @@ def audit(
 
     Works on copies: the model's weights, buffers, mode and dtype and the random state of torch stay as they are. Raises
     `ValueError` for a setting out of range, for a model that is no causal language model, that can't be copied or that
-    takes no sequence, and `TypeError` for a setting of the wrong type and for outputs that are no logits.
+    takes no sequence or no batch, and `TypeError` for a setting of the wrong type and for outputs that are no logits.
     """
     if not isinstance(model, nn.Module):
         raise TypeError(f"model must be a torch.nn.Module, got {type(model).__name__}")
@@ -64,11 +65,14 @@ def audit(
         if arithmetic["weights"] == "float64" and config.dtype == "auto":
             alone = _only_in_float64(audited, config)
             if alone:
-                logger.info("audit: once more in float32, since in float64 alone fails: %s", alone)
+                logger.info("audit: once more in float32, since in float64 alone fails: %s", ", ".join(alone))
                 del audited.probe
-                audited, arithmetic = _prepare(model, adapter, config.replace(dtype="float32"), text)
-                arithmetic["float64"] = f"not used, since in it alone fails: {alone}"
-                _compare(audited, tell)
+                again, narrower = _prepare(model, adapter, config.replace(dtype="float32"), text)
+                _compare(again, tell)
+                audited.checks, taken = _merged(audited.checks, again.checks, alone)
+                arithmetic["float32"] = {"band": narrower["band"], "checks": taken, "alone": alone}
+                audited.probe = again.probe
+                del again
         lengths, source = audited.lengths, audited.source
         del audited.probe  # one copy of the model at a time
         tell("growth")
@@ -101,7 +105,8 @@ def replay(model: nn.Module, report: AuditReport, /, *, adapter: Adapter | None 
                 size = compare(probes[case.dtype], case).worst
             except Refused as error:
                 raise ValueError(f"the model does not take the failing input of {check.name!r}: {error}") from error
-            done.append(Replayed(check.name, size, report.arithmetic["band"]))
+            other = report.arithmetic.get("float32") if case.dtype == "float32" else None
+            done.append(Replayed(check.name, size, limit(case.kind, (other or report.arithmetic)["band"])))
     return done
 
 
@@ -118,36 +123,59 @@ def _prepare(
     source = _checks.Tokens(config.vocab_size or adapter.vocab_size(model) or probe.logits_seen, config.seed, text)
     tokens = max((n for n in taken if n <= config.tokens), default=taken[0])
     rows = source.rows(4, tokens)
-    narrowest = probe.narrowest(rows)
-    band, scale = probe.band(rows, narrowest, config.seed)
+    try:
+        narrowest = probe.narrowest(rows)
+        band, scale = probe.band(rows, narrowest, config.seed)
+    except Refused as error:
+        raise ValueError(f"the model takes no batch of {len(rows)} sequences of {tokens} tokens: {error}") from error
     dtype = str(probe.dtype).removeprefix("torch.")
     arithmetic = {"weights": dtype, "narrowest": str(narrowest).removeprefix("torch."), "scale": scale, "band": band}
     name = dtype if dtype in DTYPES else "own"
-    audited = _checks.Audited(probe, band, taken, tokens, own, source, config.batch, name)
+    audited = _checks.Audited(probe, band, taken, tokens, own, source, config.batch, name, rows)
     audited.checks.append(_taken(asked, taken, probe))
     return audited, arithmetic
 
 
-def _only_in_float64(audited: _checks.Audited, config: AuditConfig) -> str:
+def _only_in_float64(audited: _checks.Audited, config: AuditConfig) -> list[str]:
     """The checks that fail with weights in float64 and, though the fault would be seen there, not in float32.
 
     A model may fail in float64 alone, in which nobody runs it: by a mask with float32's lowest number, for instance.
     """
     failing = [(check.name, Case.from_dict(check.failing)) for check in audited.checks if check.failing]
     if not failing:
-        return ""
-    probe = Probe(audited.probe.original, audited.probe.adapter, torch.float32)
-    rows = audited.source.rows(4, audited.tokens)
-    band, _ = probe.band(rows, probe.narrowest(rows), config.seed)
+        return []
+    try:
+        probe = Probe(audited.probe.original, audited.probe.adapter, torch.float32)
+        band, _ = probe.band(audited.rows, probe.narrowest(audited.rows), config.seed)
+    except Refused:  # it runs in float64, and in float32 it doesn't
+        return []
     alone = []
     for name, case in failing:
         try:
             seen = compare(audited.probe, case).worst > 10 * band
-            if seen and compare(probe, case).worst <= band:
+            if seen and compare(probe, case).worst <= limit(case.kind, band):
                 alone.append(name)
         except Refused:
             continue
-    return ", ".join(alone)
+    return alone
+
+
+def _merged(wide: Sequence[Check], narrow: Sequence[Check], alone: Sequence[str]) -> tuple[list[Check], list[str]]:
+    """The checks in float64; in their place those in float32 where they fail in float64 alone or were left out for it.
+
+    So is a violation that float32 alone has. Also returns the names of those in float32.
+    """
+    again = {check.name: check for check in narrow}
+    merged, taken = list[Check](), list[str]()
+    for check in wide:
+        other = again[check.name]
+        left_out = check.verdict != "violation" and any(f"({name})" in check.detail for name in alone)
+        worse = other.verdict == "violation" != check.verdict
+        if check.name in alone or left_out or worse:
+            taken.append(check.name)
+            check = other if other.worst is None else replace(other, detail=f"{other.detail}; in float32")
+        merged.append(check)
+    return merged, taken
 
 
 def _lengths(tokens: int) -> list[int]:

@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from subquad.evaluation.audit._probe import Probe, Refused, wide
+from subquad.evaluation.audit._valid import check_case
 
 Rows = tuple[tuple[int, ...], ...]
 
@@ -58,7 +59,9 @@ class Case:
                 plain[name] = tuple(tuple(int(token) for token in row) for row in values.get(name, ()))
             for name in ("pieces", "fills", "order"):
                 plain[name] = tuple(int(number) for number in values.get(name, ()))
-            return cls(**plain)
+            case = cls(**plain)
+            check_case(case)
+            return case
         except (KeyError, TypeError, ValueError, AttributeError) as error:
             raise ValueError(f"this is no failing input of an audit: {error}") from error
 
@@ -96,10 +99,15 @@ def compare(probe: Probe, case: Case) -> Deltas:
     return COMPARE[case.kind](probe, case)
 
 
+def limit(kind: str, band: float) -> float:
+    """What a difference of this kind may be: the band; of what is to be finite nothing, since rounding has no part."""
+    return 0.0 if kind == "finite" else band
+
+
 def fails(probe: Probe, case: Case, band: float) -> bool:
     """Whether a difference is beyond the band; a case that the model does not take does not fail."""
     try:
-        return not compare(probe, case).worst <= band
+        return not compare(probe, case).worst <= limit(case.kind, band)
     except Refused:
         return False
 

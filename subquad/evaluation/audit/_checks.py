@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 
-from subquad.evaluation.audit._case import Case, Deltas, compare, fails
+from subquad.evaluation.audit._case import Case, Deltas, Rows, compare, fails, limit
 from subquad.evaluation.audit._probe import Probe, Refused
 from subquad.evaluation.audit._shrink import shrink
 from subquad.evaluation.audit.report import Check, Verdict
@@ -36,6 +36,8 @@ class Audited:
     source: Tokens
     batch: int
     dtype: str
+    rows: Rows
+    """A batch, on which the band was measured."""
     checks: list[Check] = field(default_factory=list)
 
     def verdict(self, name: str) -> Verdict:
@@ -91,9 +93,11 @@ class Tokens:
 
 
 def finite(audited: Audited) -> bool:
-    """Logits at every length; False where any is not finite, and then nothing else is checked."""
+    """Logits at every length and of a batch; False where any is not finite, and then nothing else is checked."""
     cases = [Case("finite", (audited.source.row(T),), dtype=audited.dtype) for T in audited.lengths]
-    return judge(audited, "finite", cases, f"lengths {listed(audited.lengths)}") != "violation"
+    cases.append(Case("finite", audited.rows, dtype=audited.dtype))
+    done = f"lengths {listed(audited.lengths)}; a batch of {len(audited.rows)}"
+    return judge(audited, "finite", cases, done) != "violation"
 
 
 def repeatable(audited: Audited) -> bool:
@@ -121,7 +125,7 @@ def judge(
             continue
         tried += 1
         worst = max(worst, found.worst)
-        if broken is None and not found.worst <= audited.band:
+        if broken is None and not found.worst <= limit(case.kind, audited.band):
             broken = case, found
     if not tried:
         audited.skip(name, refused[0] if refused else "there is no length to try it on")
@@ -140,14 +144,24 @@ def judge(
 def violation(audited: Audited, name: str, done: str, worst: float, case: Case, found: Deltas) -> Check:
     """The line of a fault: where it begins, how large it is, and its shortest input."""
     short = shrink(case, audited.failing)
-    where = compare(audited.probe, short).first(audited.band)
+    where = compare(audited.probe, short).first(limit(short.kind, audited.band))
     length = max(len(row) for row in short.tokens)
     where |= {"length": length, "first_length": max(len(row) for row in case.tokens)}
     at = f"output {where['output']} of {length} tokens is off by {size(where['size'])}{_how(short)}"
-    if short.kind in ("finite",):
-        at = f"the output at {where['output']} of {length} tokens is not finite"
+    if short.kind == "finite":
+        at = f"the output at {where['output']} of {length} tokens {not_finite(audited.probe, short, where)}"
     worst = max(worst, where["worst"])
     return Check(name, "violation", f"{at} (shortest input found; {done})", worst, where, short.to_dict())
+
+
+def not_finite(probe: Probe, case: Case, where: dict[str, Any]) -> str:
+    """In words which logits of an output are not finite."""
+    logits_BMV = probe.full(case.tokens)
+    logits_V = logits_BMV[where["row"], where["output"] - len(case.tokens[0])]
+    tokens = (~logits_V.isfinite()).nonzero().flatten().tolist()
+    values = " or ".join(sorted({str(logits_V[token].item()) for token in tokens}))
+    among = f" in a batch of {len(case.tokens)}" if len(case.tokens) > 1 else ""
+    return f"is not finite{among}: {values} for {len(tokens)} of {len(logits_V)} tokens ({listed(tokens)})"
 
 
 def _how(case: Case) -> str:
@@ -230,7 +244,8 @@ def padding(audited: Audited) -> None:
     several = audited.verdict("cache, several tokens") == "pass"
     pieces = [(1, 1, 1), (2, 3)] if several else [(1, 1, 1)]
     cases = [case for p in pieces for case in _padding_cases(audited, "left", p)]
-    judge(audited, name, cases, f"{passed} passed; pieces of {' and '.join(listed(p) for p in pieces)}")
+    done = f"{passed} passed; pieces of {' and '.join(listed(p) for p in pieces)}"
+    judge(audited, name, cases, done if several else f"{done}; several at once left out (cache, several tokens)")
 
 
 def _padding_cases(audited: Audited, side: str, pieces: tuple[int, ...]) -> list[Case]:

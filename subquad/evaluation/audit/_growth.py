@@ -13,7 +13,7 @@ import torch
 from torch.profiler import ProfilerActivity, profile
 
 from subquad.evaluation.audit._case import Case, compare, fails
-from subquad.evaluation.audit._checks import Tokens
+from subquad.evaluation.audit._checks import Tokens, not_finite
 from subquad.evaluation.audit._probe import Probe, Refused
 from subquad.evaluation.audit._shrink import shrink
 from subquad.evaluation.audit.adapter import tensors_in
@@ -164,6 +164,7 @@ def bf16(make: Callable[[], Probe], source: Tokens, tokens: int, most: int | Non
             return Check("bf16", "pass", f"{n:,} tokens: all logits are finite", None, {"length": n})
         short = shrink(case, lambda smaller: fails(probe, smaller, 0.0), BF16_BUDGET)
         where = {**compare(probe, short).first(0.0), "length": len(short.tokens[0]), "first_length": n}
-        detail = f"output {where['output']} of {where['length']:,} tokens is not finite (tried: {n:,} tokens)"
+        what = not_finite(probe, short, where)
+        detail = f"output {where['output']} of {where['length']:,} tokens {what}; tried: {n:,} tokens"
         return Check("bf16", "violation", detail, None, where, short.to_dict())
     return Check("bf16", "finding", f"the model does not run in bfloat16: {refused}")

@@ -101,11 +101,14 @@ class Probe:
 
         `MARGIN` times what one rounding of every weight does to the logit that it moves most: the weights are
         multiplied by 1 + s d with random signs s and d = `STEP` roundings, and the largest change (the median over
-        `DRAWS` draws) is divided by `STEP`. At least `MARGIN` roundings of the largest logit.
+        `DRAWS` draws) is divided by `STEP`. At least `MARGIN` roundings of the largest logit. Where a logit is not
+        finite nothing can be measured, and the band is 0.
         """
         unit = self.unit(narrowest)
         before = wide(self.full(rows))
         scale = before.abs().max().item()
+        if not math.isfinite(scale):
+            return 0.0, scale
         changes = []
         for draw in range(DRAWS):
             with self._perturbed(STEP * unit, seed + draw):

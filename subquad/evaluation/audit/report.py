@@ -62,7 +62,8 @@ class AuditReport:
     """The `AuditConfig`."""
     arithmetic: dict[str, Any]
     """`weights` and `narrowest` dtype of the comparisons, `scale` of the logits, and the `band` of rounding: what
-    differs by more is a fault."""
+    differs by more is a fault. `float32` holds, where some checks fail in float64 alone, their names (`alone`), the
+    `checks` that were made in float32 for that, and their `band`."""
     checks: tuple[Check, ...]
     """In the order of `CHECKS`."""
     versions: dict[str, str] = field(default_factory=dict)
@@ -96,6 +97,8 @@ class AuditReport:
     @classmethod
     def from_dict(cls, values: Mapping[str, Any]) -> AuditReport:
         """What `to_dict` wrote. `ValueError` for anything else, and for another version of the format."""
+        if not isinstance(values, Mapping):
+            raise ValueError(f"a report of an audit must be an object, got {type(values).__name__}")
         if values.get("format") != FORMAT:
             raise ValueError(f"this is no report of an audit: its format is {values.get('format')!r}, not {FORMAT!r}")
         if values.get("version") != FORMAT_VERSION:
@@ -104,6 +107,9 @@ class AuditReport:
             rest = {name: values[name] for name in ("model", "settings", "arithmetic", "versions")}
             checks = tuple(Check(**{**check, "worst": _number(check["worst"])}) for check in values["checks"])
             rest["arithmetic"] = {**rest["arithmetic"], **{k: float(rest["arithmetic"][k]) for k in ("scale", "band")}}
+            if "float32" in rest["arithmetic"]:
+                narrow = rest["arithmetic"]["float32"]
+                rest["arithmetic"]["float32"] = {**narrow, "band": float(narrow["band"])}
         except (KeyError, TypeError, ValueError) as error:
             raise ValueError(f"the report is damaged: {error!r}") from error
         for check in checks:
@@ -126,11 +132,12 @@ class AuditReport:
 
     def title(self) -> str:
         """The model, and how its outputs were compared."""
-        found = self.arithmetic
+        found, other = self.arithmetic, self.arithmetic.get("float32")
         return (
             f"{self.model}: weights in {found['weights']}, narrowest arithmetic {found['narrowest']}, logits up to "
             f"{found['scale']:.3g}, rounding band {found['band']:.2g}"
-            + (f" (float64 {found['float64']})" if "float64" in found else "")
+            + (f" (in float32, band {other['band']:.2g}: {'; '.join(other['checks'])}" if other else "")
+            + (f", since in float64 alone fails: {'; '.join(other['alone'])})" if other else "")
         )
 
     def conclusion(self) -> str:
