@@ -59,6 +59,10 @@ def _add_routes(app: FastAPI, routes: Routes) -> None:
     closed = answers.errors(401)
     app.add_api_route("/", routes.page, response_class=HTMLResponse)
     app.add_api_route("/health", routes.health, responses={200: {"model": answers.Health}, **answers.errors(503)})
+    # What load balancers ask; routes of their own, since operations of the OpenAPI document need names of their own.
+    down: Responses = {503: {"description": "The server stops, or its decoder has failed."}}
+    app.add_api_route("/", routes.page, methods=["HEAD"], response_class=Response)
+    app.add_api_route("/health", routes.health, methods=["HEAD"], response_class=Response, responses=down)
     text: Responses = {200: {"content": {"text/plain": {"schema": {"type": "string"}}}}}
     app.add_api_route("/metrics", routes.metrics, response_class=Response, responses={**text, **closed})
     app.add_api_route("/v1/models", routes.models, responses={200: {"model": answers.ModelList}, **closed})

@@ -26,7 +26,8 @@ class ServeConfig(Config):
     prefill_chunk: int = 512
     """Tokens of a prompt that are read between two tokens of the running sequences."""
     client_seconds: float = 30.0
-    """For a client to send a request, or to take a piece of the answer, before it is given up."""
+    """For a client to send a request's body, or to take a piece of the answer, before it is given up. A connection that
+    sends no whole head of a request stays open: a proxy in front limits those."""
     grace_seconds: float = 10.0
     """For running sequences to end by themselves when the server is told to stop."""
     cors: str = ""

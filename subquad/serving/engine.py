@@ -24,8 +24,6 @@ if TYPE_CHECKING:
     from subquad.generation.batch import BatchDecoder, Request
 
 logger = logging.getLogger(__name__)
-STATE_EVERY = 16
-"""Tokens between two looks at a sequence's state size."""
 
 
 class Engine:
@@ -242,7 +240,6 @@ class Engine:
             if end == "cancelled":
                 continue
             limit: Limit | None = "tokens" if end == "length" else None
-            size = self._decoder.state_bytes_of(request) if len(request.tokens) % STATE_EVERY == 1 else 0
-            events.append((job, Event(index, token, size, now, end, limit, request.error)))
+            events.append((job, Event(index, token, request.state_bytes, now, end, limit, request.error)))
         if events:
             self._thread_tell(self._deliver, events)

@@ -10,8 +10,9 @@ from fastapi import FastAPI, Request
 from fastapi.exceptions import RequestValidationError
 from starlette.exceptions import HTTPException
 from starlette.responses import Response
+from starlette.routing import Route
 
-from subquad.serving.schemas import MUST_BE, REFUSED
+from subquad.serving.schemas import MUST_BE, REFUSED, shortened
 
 _CODES = {
     400: "invalid_request",
@@ -78,13 +79,15 @@ def add_handlers(app: FastAPI) -> None:
     async def routing(request: Request, error: Exception) -> Response:
         assert isinstance(error, HTTPException)
         message = str(error.detail)
+        path, headers = shortened(request.url.path), error.headers
         if error.status_code == 404:
-            message = f"there is nothing at {request.url.path}; valid: {', '.join(sorted(_paths(app)))}"
+            message = f"there is nothing at {path}; valid: {', '.join(sorted(_paths(app)))}"
         elif error.status_code == 405:
-            message = f"{request.url.path} does not take {request.method}"
+            message = f"{path} does not take {shortened(request.method)}"
+            headers = {"Allow": ", ".join(_methods(app, request.url.path))}
         elif error.status_code == 400:  # the only one that FastAPI raises: the body could not be read as JSON
             message = "the body is not valid JSON"
-        return APIError(error.status_code, message, headers=error.headers).response()
+        return APIError(error.status_code, message, headers=headers).response()
 
     async def invalid(_request: Request, error: Exception) -> Response:
         assert isinstance(error, RequestValidationError)
@@ -104,6 +107,12 @@ def _paths(app: FastAPI) -> set[str]:
     return {path for path in (getattr(route, "path_format", None) for route in app.routes) if path}
 
 
+def _methods(app: FastAPI, path: str) -> list[str]:
+    """What a path takes, of all its routes: Starlette names those of the first."""
+    fitting = [route for route in app.routes if isinstance(route, Route) and route.path_regex.match(path)]
+    return sorted({method for route in fitting for method in route.methods or ()})
+
+
 def explain(errors: Sequence[Any]) -> tuple[str, str | None]:
     """One sentence about the first of pydantic's errors, and the field it is about."""
     error = errors[0]
@@ -115,10 +124,10 @@ def explain(errors: Sequence[Any]) -> tuple[str, str | None]:
         return str(context["message"]), str(context["param"])
     if not place:
         return "the body must be a JSON object, sent as Content-Type: application/json", None
-    param = str(place[0])
+    param = shortened(str(place[0]))
     if param in MUST_BE:  # a union: pydantic would tell of each member
         return f"{param} must be {MUST_BE[param]}", param
-    where = ".".join(str(part) for part in place)
+    where = ".".join(shortened(str(part)) for part in place)
     if kind == "missing":
         return f"{where} is missing", param
     if kind == "extra_forbidden":

@@ -110,9 +110,8 @@ class Body:
             return
         if body is None:
             return  # the client has gone
-        if _has_half_a_pair(body):
-            message = "the body must be Unicode text, and it spells half a surrogate pair (\\ud800 to \\udfff)"
-            await APIError(400, message).response()(scope, receive, send)
+        if wrong := _not_unicode(body):
+            await APIError(400, wrong).response()(scope, receive, send)
             return
         first: list[Message] = [{"type": "http.request", "body": body, "more_body": False}]
 
@@ -140,14 +139,20 @@ class Body:
         return APIError(413, f"a request may have {self._most} bytes, and this one has more")
 
 
-def _has_half_a_pair(body: bytes) -> bool:
-    """Whether JSON spells a text that is no Unicode: pydantic and tokenizers would fail on it, each in its own way."""
+def _not_unicode(body: bytes) -> str | None:
+    """What is wrong with a text that is no Unicode: pydantic and tokenizers would fail on it, each in its own way."""
+    try:
+        body.decode()
+    except UnicodeDecodeError:
+        return "the body must be UTF-8"
+    if b"\0" in body[:4]:  # by these Python's json would read it as UTF-16 or UTF-32, halves of pairs included
+        return "the body must be UTF-8"
     if b"\\ud" not in body.lower():
-        return False
+        return None
     try:
         json.dumps(json.loads(body), ensure_ascii=False).encode()
     except UnicodeEncodeError:
-        return True
+        return "the body must be Unicode text, and it spells half a surrogate pair (\\ud800 to \\udfff)"
     except (ValueError, RecursionError):  # no JSON: the route says so
-        return False
-    return False
+        return None
+    return None

@@ -34,7 +34,7 @@ class Load(NamedTuple):
 class Event:
     """A token of the sequence `index`, its end, or both; `limit` says what ended it with "length".
 
-    `state_bytes` is 0 where nobody looked; `seconds` is the time of `perf_counter` at which it happened.
+    `state_bytes` is the state's size at the token; `seconds` is the time of `perf_counter` at which it happened.
     """
 
     index: int

@@ -41,7 +41,7 @@ class Choice:
         if event.token is not None:
             self._tokens += 1
             self._first, self._last = self._first or event.seconds, event.seconds
-            self._state_bytes = event.state_bytes or self._state_bytes
+            self._state_bytes = event.state_bytes
             text = self._writer.push(event.token)
         if self._writer.stopped:
             self.finish, self._limit = "stop", "stop_string"

@@ -21,7 +21,7 @@ from subquad.serving.gate import GONE
 from subquad.serving.jobs import BusyError, DownError, Job
 from subquad.serving.metrics import CONTENT_TYPE, Metrics
 from subquad.serving.replies import Kind, Reply
-from subquad.serving.schemas import ChatRequest, CompletionRequest
+from subquad.serving.schemas import ChatRequest, CompletionRequest, shortened
 from subquad.serving.texts import Texts
 
 COMPLETION_TOKENS = 16
@@ -194,7 +194,7 @@ class Routes:
 
     def _check_model(self, name: str | None) -> None:
         if name is not None and name != self._served.name:
-            message = f"there is no model {name!r}; valid: {self._served.name}"
+            message = f"there is no model {shortened(name)!r}; valid: {self._served.name}"
             raise APIError(404, message, param="model", code="model_not_found")
 
     def _model(self) -> dict[str, Any]:

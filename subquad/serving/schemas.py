@@ -1,4 +1,8 @@
-"""What requests may hold. Every field of OpenAI's that changes nothing when left alone is taken; others are refused."""
+"""What requests may hold. Every field of OpenAI's that changes nothing when left alone is taken; others are refused.
+
+Lists end at their first wrong item (`fail_fast`): an error for each item of a body of megabytes takes seconds and
+gigabytes.
+"""
 
 from __future__ import annotations
 
@@ -12,6 +16,8 @@ from subquad.config import suggest
 
 REFUSED = "refused_field"
 """The type of the error for a field that is unknown or not supported."""
+ECHOED = 100
+"""Characters of a client's own words that an error repeats."""
 MUST_BE = {
     "prompt": "a text, a list of token ids, or a list of at most 128 texts or lists of token ids; none may be empty",
     "stop": "a text of 1 to 1000 characters or a list of at most 4 of them",
@@ -22,15 +28,33 @@ MUST_BE = {
 Filled = Annotated[str, Field(min_length=1)]
 Stop = Annotated[str, Field(min_length=1, max_length=1000)]
 Token = Annotated[int, Field(ge=0, strict=True)]
+Tokens = Annotated[list[Token], Field(min_length=1, fail_fast=True)]
 Whole = Annotated[int, Field(strict=True)]
 Number = Annotated[float, Field(strict=True, allow_inf_nan=False)]
 Flag = Annotated[bool, Field(strict=True)]
 
 
-class StreamOptions(BaseModel):
-    """What a stream tells beside text."""
+def shortened(word: str) -> str:
+    """A client's word as an error repeats it: its first `ECHOED` characters."""
+    return word if len(word) <= ECHOED else f"{word[:ECHOED]}..."
+
+
+class _Strict(BaseModel):
+    """A part of a request; unknown fields are an error, one of them: pydantic would collect one for each."""
 
     model_config = ConfigDict(extra="forbid")
+
+    @model_validator(mode="before")
+    @classmethod
+    def _one_unknown(cls, values: Any) -> Any:
+        if not isinstance(values, dict):
+            return values
+        unknown = next((key for key in values if key not in cls.model_fields), None)
+        return {key: value for key, value in values.items() if key in cls.model_fields or key == unknown}
+
+
+class StreamOptions(_Strict):
+    """What a stream tells beside text."""
 
     include_usage: Flag = Field(default=False, description="End with a chunk that counts the tokens.")
     include_stats: Flag = Field(default=False, description="Extension: state size and tokens/s in each chunk's choice.")
@@ -83,6 +107,7 @@ class _Request(BaseModel):
             if key in cls.model_fields:
                 left[key] = value
             elif key not in cls.unsupported:
+                key = shortened(key)
                 _refuse(key, f"unknown field {key!r}; {suggest(key, cls.model_fields)}")
             elif not any(type(value) is type(plain) and value == plain for plain in cls.unsupported[key]):
                 _refuse(key, f"{key} is not supported by this server; leave it out")
@@ -117,9 +142,9 @@ class CompletionRequest(_Request):
     }
     prompt: (
         Filled
-        | Annotated[list[Filled], Field(min_length=1, max_length=128)]
-        | Annotated[list[Token], Field(min_length=1)]
-        | Annotated[list[Annotated[list[Token], Field(min_length=1)]], Field(min_length=1, max_length=128)]
+        | Annotated[list[Filled], Field(min_length=1, max_length=128, fail_fast=True)]
+        | Tokens
+        | Annotated[list[Tokens], Field(min_length=1, max_length=128, fail_fast=True)]
     )
 
     @property
@@ -130,22 +155,18 @@ class CompletionRequest(_Request):
         return [prompt] if single else prompt
 
 
-class Part(BaseModel):
+class Part(_Strict):
     """A piece of a message."""
-
-    model_config = ConfigDict(extra="forbid")
 
     type: Literal["text"]
     text: str
 
 
-class Message(BaseModel):
+class Message(_Strict):
     """One turn of a chat."""
 
-    model_config = ConfigDict(extra="forbid")
-
     role: Literal["system", "developer", "user", "assistant"]
-    content: str | list[Part]
+    content: str | Annotated[list[Part], Field(max_length=128, fail_fast=True)]
     name: str | None = None
 
     @property
@@ -172,7 +193,7 @@ class ChatRequest(_Request):
         "top_logprobs": (None, 0),
         "web_search_options": (None,),
     }
-    messages: Annotated[list[Message], Field(min_length=1, max_length=4096)]
+    messages: Annotated[list[Message], Field(min_length=1, max_length=4096, fail_fast=True)]
     max_completion_tokens: Annotated[Whole, Field(ge=1)] | None = Field(
         None, description="Another name for max_tokens."
     )

@@ -62,7 +62,7 @@ class ScriptedDecoder:
         if self.on_add:
             self.on_add(prompt)
         request = SimpleNamespace(tokens=[], prompt=list(prompt), finished=None, error=None, most=sampling.max_tokens)
-        request.stop_tokens = stop_tokens
+        request.stop_tokens, request.state_bytes = stop_tokens, 0
         self.requests.append(request)
         return request
 
@@ -71,9 +71,6 @@ class ScriptedDecoder:
             self.cancelled += 1
             request.finished = "cancelled"
             self.requests.remove(request)
-
-    def state_bytes_of(self, request, /):
-        return 250
 
     def step(self):
         if self.on_step:
@@ -85,6 +82,7 @@ class ScriptedDecoder:
                 continue
             token = (request.prompt + request.tokens)[-1] + 1
             request.tokens.append(token)
+            request.state_bytes = 100 * len(request.tokens)
             made.append((request, token))
             if token in request.stop_tokens:
                 request.finished = "stop"

@@ -101,6 +101,12 @@ def test_statistics_come_with_each_piece_where_they_are_asked_for(client, events
     assert "usage" not in events(answer.text)[0]
 
 
+@pytest.mark.parametrize("tokens", [1, 2, 17])
+def test_the_state_has_a_size_however_few_tokens_there_are(client, model, tokens):
+    (choice,) = complete(client, prompt="hello", max_tokens=tokens)["choices"]
+    assert choice["subquad"]["state_bytes"] == BatchDecoder(model, slots=1).state_bytes
+
+
 def test_a_stop_string_ends_the_text_before_it(client, model):
     text = alone(model, "hello", temperature=0, max_tokens=30)
     stop = text[3:6]
@@ -222,12 +228,12 @@ def test_a_default_number_of_tokens_leaves_place_in_the_table_of_positions(tiny_
     model = tiny_model(position="learned", max_positions=12)
     config = ServeConfig(slots=1, max_prompt=64, max_tokens=32)
     with served(BatchDecoder(model, slots=1, max_context=96), config=config) as client:
-        assert complete(client, prompt="hello", temperature=0)["usage"]["completion_tokens"] == 7
-        answer = client.post("/v1/completions", json={"prompt": "hello", "max_tokens": 8})
+        assert complete(client, prompt="hello", temperature=0)["usage"]["completion_tokens"] == 8
+        answer = client.post("/v1/completions", json={"prompt": "hello", "max_tokens": 9})
         assert answer.status_code == 400
-        assert (
-            "a sequence may have 12 tokens (max_context) and this one asks for 13" in answer.json()["error"]["message"]
-        )
+        message = answer.json()["error"]["message"]
+        assert message.startswith("a sequence may have 13 tokens (max_positions=12 of the model")
+        assert "and this one asks for 14" in message
 
 
 def test_the_model_the_health_and_the_numbers(client):
@@ -255,6 +261,17 @@ def test_the_model_the_health_and_the_numbers(client):
     first, later = (values[f"subquad_time_{name}_seconds_count"] for name in ("to_first_token", "per_token"))
     assert first + later == values["subquad_generated_tokens_total"]
     assert values["subquad_time_per_token_seconds_sum"] > 0
+
+
+@pytest.mark.parametrize("path", ["/", "/health"])
+def test_load_balancers_may_ask_with_head(client, path):
+    answer = client.head(path)
+    assert answer.status_code == 200
+    assert answer.headers["content-type"] == client.get(path).headers["content-type"]
+    answer = client.post(path)
+    assert answer.status_code == 405
+    assert answer.headers["allow"] == "GET, HEAD"
+    assert set(client.get("/openapi.json").json()["paths"][path]) == {"get", "head"}
 
 
 def test_paths_that_clients_make_up_have_no_labels(client):

@@ -7,7 +7,7 @@ import time
 
 import pytest
 
-from subquad.generation import SamplingConfig
+from subquad.generation import SamplingConfig, batch
 from subquad.serving import Engine, ServeConfig
 from subquad.serving.jobs import BusyError, DownError
 from subquad.serving.metrics import Metrics
@@ -43,7 +43,7 @@ def test_tokens_and_the_end_arrive_in_order(scripted):
         assert [(event.index, event.token) for event in events] == [(0, 2), (1, 11), (0, 3), (1, 12), (0, 4)]
         assert [event.end for event in events] == [None, None, None, "length", "length"]
         assert [event.limit for event in events[3:]] == ["tokens", "tokens"]
-        assert [event.state_bytes for event in events] == [250, 250, 0, 0, 0]
+        assert [event.state_bytes for event in events] == [100, 100, 200, 200, 300]
         assert engine.sequences == 0
         engine.close(job)
 
@@ -216,6 +216,21 @@ def test_a_sequence_whose_numbers_go_wrong_is_an_error_in_the_answer(scripted, s
         assert client.post("/v1/completions", json={"prompt": "a"}).status_code == 200
 
 
+def test_a_prompt_that_memory_cannot_hold_ends_its_request_alone(client, monkeypatch):
+    def read_piece(model, unread, *arguments):
+        if unread[0] == ord("!"):
+            raise RuntimeError("out of memory")
+        return read(model, unread, *arguments)
+
+    read = batch.read_piece
+    monkeypatch.setattr(batch, "read_piece", read_piece)
+    answer = client.post("/v1/completions", json={"prompt": "!!!"})
+    assert answer.status_code == 500
+    assert answer.json()["error"]["message"] == "this sequence could not be decoded: out of memory"
+    assert client.post("/v1/completions", json={"prompt": "abc"}).status_code == 200
+    assert client.get("/health").status_code == 200
+
+
 def test_a_decoder_that_has_failed_makes_the_server_unhealthy(scripted, served, events):
     def fail():
         raise RuntimeError("out of memory")
@@ -297,6 +312,8 @@ def test_a_client_that_goes_frees_its_slot(scripted, make, until, stream):
             await asyncio.to_thread(until, lambda: decoder.cancelled == 1)
             assert app.state.metrics.ends == {"cancelled": 1}
             assert len(sent) < 100
+            if not stream:
+                assert json.loads(sent[1]["body"])["error"]["message"] == "the client has gone"
             # The slot is free for the next one.
             answers = []
 

@@ -1,11 +1,14 @@
 """The key, the size of a body, and other origins."""
 
 import asyncio
+import json
+import re
 
 import pytest
 
 from subquad.serving import ServeConfig
 from subquad.serving.gate import Body
+from subquad.serving.schemas import CompletionRequest
 
 
 def test_without_the_key_nothing_of_the_model_is_told(scripted, served):
@@ -82,5 +85,10 @@ def test_the_page_is_one_file_that_asks_nobody_else(client):
     assert answer.headers["content-type"].startswith("text/html")
     assert "default-src 'none'" in answer.headers["content-security-policy"]
     assert "connect-src 'self'" in answer.headers["content-security-policy"]
+    for name, minimum, maximum in re.findall(r'id="(\w+)" type="number" min="([^"]+)"(?: max="([^"]+)")?', answer.text):
+        for value in filter(None, (minimum, maximum)):  # what the form takes, the server does
+            CompletionRequest.model_validate(
+                {"prompt": "a", {"tokens": "max_tokens"}.get(name, name): json.loads(value)}
+            )
     for part in ("src=", "@import", "url(", "//cdn", "https://"):
         assert part not in answer.text

@@ -3,6 +3,9 @@
 import json
 
 import pytest
+from pydantic import ValidationError
+
+from subquad.serving.schemas import ChatRequest, CompletionRequest
 
 ERROR_KEYS = {"message", "type", "param", "code"}
 
@@ -91,7 +94,13 @@ def test_a_chat_that_is_wrong_says_what(client, body, param, message):
     (b"", "application/json", "the body must be a JSON object"),
     (b"[]", "application/json", "the body must be a JSON object, sent as Content-Type: application/json"),
     (b'{"prompt": "a"}', "text/plain", "the body must be a JSON object, sent as Content-Type: application/json"),
-    (b'{"prompt": "\xff"}', "application/json", "the body is not valid JSON"),
+    (b'{"prompt": "\xff"}', "application/json", "the body must be UTF-8"),
+    (b'{"prompt": "\xed\xa0\x80"}', "application/json", "the body must be UTF-8"),
+    (b'{"prompt": "a", "\xed\xa0\x80": 1}', "application/json", "the body must be UTF-8"),
+    ('{"prompt": "\ud800"}'.encode("utf-16", "surrogatepass"), "application/json", "the body must be UTF-8"),
+    ('{"prompt": "\ud800\x80"}'.encode("utf-16-le", "surrogatepass"), "application/json", "the body must be UTF-8"),
+    ('{"prompt": "\ud800"}'.encode("utf-32-be", "surrogatepass"), "application/json", "the body must be UTF-8"),
+    ('{"prompt": "a"}'.encode("utf-16-le"), "application/json", "the body must be UTF-8"),
     (b"[" * 10_000, "application/json", "the body is not valid JSON"),
     (b'{"prompt": "a", "seed": ' + b"9" * 5000 + b"}", "application/json", "the body is not valid JSON"),
     (b'{"prompt": "a", "temperature": NaN}', "application/json", "temperature should be a finite number"),
@@ -104,6 +113,66 @@ def test_a_chat_that_is_wrong_says_what(client, body, param, message):
 def test_a_body_that_cannot_be_read_says_so(client, body, kind, message):
     answer = client.post("/v1/completions", content=body, headers={"Content-Type": kind})
     assert message in error_of(answer, 400)["message"]
+
+
+@pytest.mark.parametrize("encoding", ["utf-8", "utf-16", "utf-32"])
+def test_half_a_pair_in_a_chat_is_refused_in_every_encoding(client, encoding):
+    body = '{"messages": [{"role": "user", "content": "\ud800"}]}'.encode(encoding, "surrogatepass")
+    answer = client.post("/v1/chat/completions", content=body, headers={"Content-Type": "application/json"})
+    assert error_of(answer, 400)["message"] == "the body must be UTF-8"
+
+
+MANY = 200_000
+"""Items of a wrong body of about a megabyte."""
+
+
+@pytest.mark.parametrize(("kind", "body"), [
+    (ChatRequest, {"messages": [{"role": "user", "content": [1] * MANY}]}),
+    (ChatRequest, {"messages": [{"role": "user", "content": [[1] * MANY]}]}),
+    (ChatRequest, {"messages": [{"role": "user", "content": [{"type": "text"}] * MANY}]}),
+    (ChatRequest, {"messages": [{"role": "user", "content": [1] * 4000}] * 4000}),
+    (ChatRequest, {"messages": [1] * MANY}),
+    (ChatRequest, {"messages": [{"role": "user", "content": "a", **{str(i): i for i in range(MANY)}}]}),
+    (ChatRequest, {"messages": [{"role": "user", "content": [{str(i): i for i in range(MANY)}]}]}),
+    (ChatRequest, {str(i): i for i in range(MANY)}),
+    (CompletionRequest, {"prompt": [-1] * MANY}),
+    (CompletionRequest, {"prompt": [True] * MANY}),
+    (CompletionRequest, {"prompt": [""] * MANY}),
+    (CompletionRequest, {"prompt": [["a"] * MANY]}),
+    (CompletionRequest, {"prompt": [["a"] * 1000] * 128}),
+    (CompletionRequest, {"prompt": [[]] * MANY}),
+    (CompletionRequest, {"prompt": [1, *([-1] * MANY)]}),
+    (CompletionRequest, {"prompt": "a", "stop": [1] * MANY}),
+    (CompletionRequest, {"prompt": "a", "stream_options": {str(i): i for i in range(MANY)}}),
+])  # fmt: skip
+def test_a_large_wrong_body_makes_few_errors(kind, body):
+    with pytest.raises(ValidationError) as caught:
+        kind.model_validate(body)
+    assert caught.value.error_count() <= 5
+
+
+def test_a_message_has_a_limited_number_of_parts():
+    part = {"type": "text", "text": "a"}
+    ChatRequest.model_validate({"messages": [{"role": "user", "content": [part] * 128}]})
+    with pytest.raises(ValidationError, match="at most 128 items"):
+        ChatRequest.model_validate({"messages": [{"role": "user", "content": [part] * 129}]})
+
+
+@pytest.mark.parametrize(("body", "status"), [
+    ({"prompt": "a", "x" * 15_000: 1}, 400),
+    ({"prompt": "a", "stream": True, "stream_options": {"x" * 15_000: 1}}, 400),
+    ({"prompt": "a", "model": "x" * 15_000}, 404),
+])  # fmt: skip
+def test_an_error_repeats_little_of_what_was_sent(client, body, status):
+    answer = client.post("/v1/completions", json=body)
+    error = error_of(answer, status)
+    assert "x" * 50 in error["message"]
+    assert len(answer.text) < 1000
+
+
+def test_an_error_repeats_little_of_a_path_and_a_method(client):
+    assert len(client.get("/" + "x" * 15_000).text) < 1000
+    assert len(client.request("X" * 15_000, "/health").text) < 1000
 
 
 def test_a_whole_surrogate_pair_is_a_character(client):
