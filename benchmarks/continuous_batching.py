@@ -52,12 +52,13 @@ def main(arguments: list[str] | None = None) -> int:
     for name in ("requests", "slots", "prompt", "tokens", "dim", "layers", "rounds"):
         if getattr(asked, name) < 1:
             parser.error(f"--{name} must be at least 1, got {getattr(asked, name)}")
-    rows = [measure(name, asked) for name in names]
-    if asked.out is not None:
-        settings = {key: str(value) if key == "out" else value for key, value in vars(asked).items()}
-        asked.out.write_text(
-            json.dumps({"settings": settings, **provenance(asked.device), "rows": rows}, indent=1) + "\n"
-        )
+    rows: list[dict[str, Any]] = []
+    origin = provenance(asked.device) if asked.out is not None else {}
+    settings = {key: str(value) if key == "out" else value for key, value in vars(asked).items()}
+    for name in names:
+        rows.append(measure(name, asked))
+        if asked.out is not None:  # after each one, so that a run that is stopped has what it measured
+            asked.out.write_text(json.dumps({"settings": settings, **origin, "rows": rows}, indent=1) + "\n")
     return 0
 
 
