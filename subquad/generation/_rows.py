@@ -127,14 +127,8 @@ def join(states: Sequence[State]) -> State:
 
 
 def idle(state: State, active_B: Tensor) -> State:
-    """The state with the counts of rows that nobody uses at zero, so that they run into no limit."""
-    entries: dict[str, Tensor | int | State] = {}
-    for name, entry in state.entries.items():
-        if isinstance(entry, State):
-            entries[name] = idle(entry, active_B)
-        else:
-            entries[name] = entry * active_B if isinstance(entry, Tensor) and entry.ndim == 1 else entry
-    return State(entries, state.config_hash)
+    """The state with the counts `[B]` of rows that nobody uses at zero, so that they run into no limit."""
+    return state.map(lambda x: x * active_B if x.ndim == 1 else x)
 
 
 def _as_tensor(entry: Tensor | int | State | None, like: Tensor) -> Tensor:

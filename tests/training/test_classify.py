@@ -20,6 +20,7 @@ from subquad.tools.train import check
 from subquad.training import ClassifyConfig, TrainConfig, train
 from subquad.training.errors import CheckpointError
 from subquad.training.tasks import check_forms, prepare_task
+from tests.training.metrics import records
 
 VALUES = {
     "task": "classify",
@@ -45,12 +46,6 @@ def make(folder, **groups) -> TrainConfig:
     values = {name: (VALUES[name] | groups.get(name, {})) if name != "task" else "classify" for name in VALUES}
     values["run"] |= {"folder": str(folder)}
     return TrainConfig.from_dict(values | {name: groups[name] for name in groups if name not in values})
-
-
-def records(folder) -> list[dict[str, float]]:
-    """The metrics without what a clock measured."""
-    lines = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
-    return [{key: line[key] for key in line if key not in ("seconds", "tokens_per_s")} for line in lines]
 
 
 @pytest.fixture(scope="module")

@@ -17,6 +17,7 @@ from subquad.tools import train as command
 from subquad.tools.runs import is_probe, load_probe, load_run
 from subquad.training import TrainConfig, train
 from subquad.training.errors import CheckpointError
+from tests.training.metrics import records
 
 VALUES = {
     "task": "probe",
@@ -42,12 +43,6 @@ def make(folder, **groups) -> TrainConfig:
     values = {name: VALUES[name] if name == "task" else VALUES[name] | groups.get(name, {}) for name in VALUES}
     values["run"] |= {"folder": str(folder)}
     return TrainConfig.from_dict(values | {name: groups[name] for name in groups if name not in values})
-
-
-def records(folder) -> list[dict[str, float]]:
-    """The metrics without what a clock measured."""
-    lines = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
-    return [{key: line[key] for key in line if key not in ("seconds", "tokens_per_s")} for line in lines]
 
 
 @pytest.fixture(scope="module")
