@@ -18,6 +18,7 @@ from subquad.training import TrainConfig, checkpoint, train
 from subquad.training.errors import CheckpointError, FormatVersionError
 from subquad.training.rng import load_rng, save_rng
 from subquad.training.trainer import NumberedWindows, RunOrder, SubquadTrainer
+from tests.training.metrics import records
 
 KILLED = Path(__file__).with_name("killed.py")
 
@@ -27,12 +28,6 @@ def assert_same_model(one: Path, other: Path) -> None:
     assert left.keys() == right.keys()
     for name in left:
         assert torch.equal(left[name], right[name]), name
-
-
-def records(folder: Path) -> list[dict[str, float]]:
-    """The metrics without what a clock measured."""
-    lines = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
-    return [{key: line[key] for key in line if key not in ("seconds", "tokens_per_s")} for line in lines]
 
 
 def kill(runs: list[tuple[Path, str]]) -> list[str]:
