@@ -42,12 +42,14 @@ def evaluate_run(loaded: LoadedClassifier, options: EvalConfig) -> ClassEvaluati
     return _evaluate(loaded.model, loaded.config, options.windows, options.batch_size)
 
 
-def finish(result: RunResult, model: SubquadForSequenceClassification) -> None:
+def finish(result: RunResult) -> None:
     """Write evaluation.json and report.json into the run's folder and print them."""
+    from subquad.hf import SubquadForSequenceClassification
     from subquad.training.checkpoint import write_atomically
 
     sys.stderr.write("evaluating on the held-out sequences ...\n")
-    evaluation = _evaluate(model, result.config, None, result.config.batch.size)
+    assert isinstance(result.model, SubquadForSequenceClassification)
+    evaluation = _evaluate(result.model, result.config, None, result.config.batch.size)
     report = {
         "accuracy": evaluation.accuracy,
         "constant": evaluation.constant,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import json
 import logging
 import os
@@ -26,6 +27,8 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 SAMPLES = 3
 """Samples at the end of a run: the first is greedy."""
+FINISH = {"classify": "subquad.tools.classify", "probe": "subquad.tools._probe_training"}
+"""The module of each other task: its `finish(result)` measures, prints and keeps what it has measured."""
 
 
 def run(arguments: Sequence[str]) -> int:
@@ -42,18 +45,10 @@ def run(arguments: Sequence[str]) -> int:
     if result.interrupted:
         sys.stderr.write(f"stopped after step {result.steps} of {config.run.steps}; go on with:\n  {result.command}\n")
         return 130
-    if result.config.task == "classify":
-        from subquad.hf import SubquadForSequenceClassification
-        from subquad.tools import classify
-
-        assert isinstance(result.model, SubquadForSequenceClassification)
-        classify.finish(result, result.model)
-    elif result.config.task == "probe":
-        from subquad.tools import _probe_training
-
-        _probe_training.finish(result)
-    else:
+    if result.config.task == "language":
         _finish(result)
+    else:
+        importlib.import_module(FINISH[result.config.task]).finish(result)
     return 0
 
 

@@ -8,9 +8,12 @@ from typing import Literal
 
 from subquad.config import Config
 from subquad.data.config import DataConfig
+from subquad.data.image_config import ImageConfig
 from subquad.data.probe_config import ProbeConfig
 from subquad.models.config import DecoderConfig
-from subquad.models.encoder_config import EncoderConfig, Pooling
+from subquad.models.encoder_config import EncoderConfig
+from subquad.training.classify_config import ClassifyConfig, PretrainConfig
+from subquad.training.lora_config import LoraConfig
 from subquad.training.schedule import ScheduleConfig, at_least
 
 
@@ -121,42 +124,27 @@ class RunConfig(Config):
 
 
 @dataclass(frozen=True, kw_only=True)
-class ClassifyConfig(Config):
-    """What task=classify learns: labelled sequences of up to batch.length tokens."""
-
-    dataset: Literal["toy"] = "toy"
-    """toy: zeros and ones, some of them after a mark; the label is what most of the marked ones are. Made up as it is
-    read, no download."""
-    examples: int = 50_000
-    """Sequences to learn from; after them come the same again, in another order."""
-    held_out: int = 1000
-    """Other sequences, to measure on."""
-    seed: int = 0
-    """Another number gives other sequences."""
-    pooling: Pooling = "mean"
-    """What a sequence is judged by: the mean of its vectors, its last vector, or that of a class token before it."""
-
-    def __post_init__(self) -> None:
-        at_least("classify.examples", self.examples, 1)
-        at_least("classify.held_out", self.held_out, 1)
-        at_least("classify.seed", self.seed, 0)
-
-
-@dataclass(frozen=True, kw_only=True)
 class TrainConfig(Config):
-    """A training run: a model, a text, labelled sequences or a probe, an optimizer and a folder."""
+    """A training run: a model, a text, labelled sequences, images or a probe, an optimizer and a folder."""
 
-    task: Literal["language", "classify", "probe"] = "language"
+    task: Literal["language", "classify", "image", "probe"] = "language"
     """language: predict the next token of the text in data; classify: label the sequences in classify, by the
-    bidirectional form of the mechanisms; probe: predict what the sequences in probe ask to be remembered."""
+    bidirectional form of the mechanisms; image: predict the next pixel of the images in image; probe: predict what the
+    sequences in probe ask to be remembered."""
     model: DecoderConfig = field(default_factory=DecoderConfig)
     """The model; its vocabulary size follows the tokenizer, or the made-up sequences."""
     data: DataConfig = field(default_factory=DataConfig)
     """The text, its tokenizer and the split (task=language)."""
     classify: ClassifyConfig = field(default_factory=ClassifyConfig)
     """The labelled sequences (task=classify)."""
+    pretrain: PretrainConfig = field(default_factory=PretrainConfig)
+    """What a classifier learns from its training sequences before it sees their labels (task=classify)."""
+    image: ImageConfig = field(default_factory=ImageConfig)
+    """The images and how a pixel is predicted (task=image)."""
     probe: ProbeConfig = field(default_factory=ProbeConfig)
     """What is to be remembered (task=probe), in sequences of batch.length tokens."""
+    lora: LoraConfig = field(default_factory=LoraConfig)
+    """Low-rank factors to train instead of all weights."""
     batch: BatchConfig = field(default_factory=BatchConfig)
     """Tokens in one step."""
     optimizer: OptimizerConfig = field(default_factory=OptimizerConfig)
@@ -179,6 +167,9 @@ class TrainConfig(Config):
             _unused("data", self.data.replace(cache=None), DataConfig(), self.task)
         if self.task != "classify":
             _unused("classify", self.classify, ClassifyConfig(), self.task)
+            _unused("pretrain", self.pretrain, PretrainConfig(), self.task)
+        if self.task != "image":
+            _unused("image", self.image, ImageConfig(), self.task)
         if self.task != "probe":
             _unused("probe", self.probe, ProbeConfig(), self.task)
         if self.task == "classify":

@@ -242,7 +242,7 @@ def test_an_unknown_name_is_answered_with_mechanisms_and_stacks(task):
     ({"task": "classify", "classify": {"examples": 0}}, "classify.examples must be at least 1, got 0"),
     ({"task": "classify", "classify": {"seed": -1}}, "classify.seed must be at least 0, got -1"),
     ({"task": "classify", "classify": {"pooling": "max"}}, "classify.pooling must be one of its choices, got 'max'"),
-    ({"task": "label"}, "task must be one of its choices, got 'label'; valid: classify, language"),
+    ({"task": "label"}, "task must be one of its choices, got 'label'; valid: classify, image, language"),
 ])  # fmt: skip
 def test_wrong_settings_are_refused(values, message):
     with pytest.raises(ValueError, match=message):

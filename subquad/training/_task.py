@@ -1,0 +1,61 @@
+"""A run's task: its items and what follows from them."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
+
+from torch import Tensor
+from torch.utils.data import Dataset, Subset
+
+from subquad.data import Corpus
+from subquad.data.labelled import LabelledCorpus
+from subquad.data.probe_items import ProbeCorpus
+from subquad.models.config import DecoderConfig
+from subquad.training.config import TrainConfig
+
+if TYPE_CHECKING:
+    from transformers import EvalPrediction
+
+    from subquad.hf import SubquadForCausalLM, SubquadForSequenceClassification
+
+logger = logging.getLogger(__name__)
+
+Items = Dataset[dict[str, Tensor]]
+
+
+@dataclass(frozen=True)
+class Task:
+    """The data of a run and what follows from it."""
+
+    config: TrainConfig
+    """The run's configuration with what the data decides filled in."""
+    data: Corpus | LabelledCorpus | ProbeCorpus
+    train: Items
+    count: int
+    """Items in `train`."""
+    held_out: Items
+    """The items of the periodic evaluation: always the same."""
+    make_model: Callable[[], SubquadForCausalLM | SubquadForSequenceClassification]
+    """Make the model, with first weights from the present random numbers."""
+    identity: dict[str, Any]
+    """What must stay the same for a run to go on, beside the configuration."""
+    files: dict[str, bytes] = field(default_factory=dict)
+    """What the run's folder keeps, by name."""
+    measure: Callable[[EvalPrediction], dict[str, float]] | None = None
+    """Numbers beside the loss, from the logits and labels of the periodic evaluation."""
+
+
+def fitted(model: DecoderConfig, size: int, source: str) -> DecoderConfig:
+    """The model with the data's vocabulary."""
+    if size != model.vocab_size:
+        logger.info("model.vocab_size is %d, %s (it was %d)", size, source, model.vocab_size)
+    return model.replace(vocab_size=size)
+
+
+def spread(items: Items, size: int, wanted: int) -> Items:
+    """`wanted` items, evenly spread over all `size` of them (all where there are fewer)."""
+    count = min(wanted, size)
+    return Subset(items, [i * size // count for i in range(count)])

@@ -1,0 +1,103 @@
+"""The next token of a text."""
+
+from __future__ import annotations
+
+import json
+import logging
+from typing import TYPE_CHECKING
+
+from subquad.config import digest
+from subquad.data import Corpus, Windows, prepare
+from subquad.data.tokenizers import separator_id
+from subquad.models.perceiver_options import PerceiverAROptions
+from subquad.training._task import Task, fitted, spread
+from subquad.training.config import TrainConfig
+
+if TYPE_CHECKING:
+    from rich.console import Console
+
+logger = logging.getLogger(__name__)
+
+
+def window_labels(config: TrainConfig) -> int:
+    """Tokens of a window that a language model predicts, its last ones: all but the first, or for `perceiver_ar` all
+    latents but the first (with `vary_latents` of the fewest latents). As many tokens lie between two windows.
+
+    Raises `ValueError` where there would be none, and where `perceiver_ar` would have no history.
+    """
+    length = config.batch.length
+    if "perceiver_ar" not in config.model.mechanisms:
+        return length - 1
+    given = config.model.options.get("perceiver_ar", {})
+    options = PerceiverAROptions.from_dict(given, where="model.options.perceiver_ar")
+    if length <= options.latents:
+        raise ValueError(
+            f"perceiver_ar would have no history: batch.length={length} must be above its latents={options.latents}; "
+            "give longer windows (batch.length) or fewer latents (model.options.perceiver_ar.latents)"
+        )
+    if options.fewest_latents < 2:
+        raise ValueError(
+            f"perceiver_ar needs at least {3 if options.vary_latents else 2} latents to train"
+            f"{' with vary_latents' if options.vary_latents else ''}, got {options.latents}: what a window's last "
+            "latent predicts lies after the window"
+        )
+    return options.fewest_latents - 1
+
+
+def language_task(config: TrainConfig, console: Console | None) -> Task:
+    """Read, split and cut the text of `config` into windows. Raises `ValueError` as `train` says."""
+    from subquad.hf import SubquadConfig, SubquadForCausalLM
+
+    labels = window_labels(config)
+    corpus = _corpus(config, console)
+    config = config.replace(model=fitted(config.model, corpus.train.vocab_size, "as the tokenizer has it"))
+    for name, shard in (("training", corpus.train), ("held-out", corpus.held_out)):
+        if len(shard) < config.batch.length:
+            raise ValueError(
+                f"batch.length {config.batch.length} is longer than the {name} part of the text, which has "
+                f"{len(shard)} tokens; give more text or shorter windows"
+            )
+    windows, held_out = (
+        Windows(shard, config.batch.length, stride=labels) for shard in (corpus.train, corpus.held_out)
+    )
+    if labels < config.batch.length - 1:
+        count = config.step_tokens // config.batch.length
+        logger.info(
+            "perceiver_ar predicts the last %d tokens of each window of %d: %d of the %d tokens that a step reads; "
+            "windows begin %d tokens apart", labels, config.batch.length, count * labels, config.step_tokens, labels,
+        )  # fmt: skip
+    end = separator_id(corpus.tokenizer)
+    tokenizer = {"tokenizer_class": "PreTrainedTokenizerFast", "clean_up_tokenization_spaces": False}
+    return Task(
+        config=config,
+        data=corpus,
+        train=windows,
+        count=len(windows),
+        held_out=spread(held_out, len(held_out), config.run.eval_windows),
+        make_model=lambda: SubquadForCausalLM(SubquadConfig.from_decoder(config.model, eos_token_id=end)),
+        identity={
+            "data": digest([corpus.fingerprint, corpus.train_files, len(corpus.train)]),
+            "tokenizer": digest(corpus.tokenizer.to_str()),
+        },
+        files={
+            "tokenizer.json": corpus.tokenizer.to_str(pretty=True).encode(),
+            "tokenizer_config.json": json.dumps(tokenizer).encode(),
+        },
+    )
+
+
+def _corpus(config: TrainConfig, console: Console | None) -> Corpus:
+    """The corpus; the console hears what is being done, as it may take a while the first time."""
+    if console is None:
+        return prepare(config.data)
+    with console.status("preparing the text") as status:
+        said = ""
+
+        def show(what: str, done: int, total: int) -> None:
+            nonlocal said
+            status.update(f"{what}: {done:,} of {total:,}")
+            if what != said and not console.is_terminal:
+                console.print(what, highlight=False)
+            said = what
+
+        return prepare(config.data, progress=show)
