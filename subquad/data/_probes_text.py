@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from subquad.data.probes import DIGITS, ProbeRows, Seed, check_depth, empty_rows, generators
+from subquad.data.tokenizers import encode_text
 
 if TYPE_CHECKING:
     from tokenizers import Tokenizer
@@ -37,7 +38,7 @@ def text_passkey(
     check_depth(depth)
     if digits < 1:
         raise ValueError(f"digits must be at least 1, got {digits}")
-    before, after, question = (np.array(_encode(tokenizer, part)) for part in (BEFORE, AFTER, QUESTION))
+    before, after, question = (np.array(encode_text(tokenizer, part)) for part in (BEFORE, AFTER, QUESTION))
     made = empty_rows(length, rows)
     for row, rng in enumerate(generators(seed, first, rows)):
         key = _key(tokenizer, "".join(map(str, rng.integers(DIGITS, size=digits))))
@@ -59,14 +60,9 @@ def text_passkey(
     return made
 
 
-def _encode(tokenizer: Tokenizer, text: str) -> list[int]:
-    ids: list[int] = tokenizer.encode(text, add_special_tokens=False).ids
-    return ids
-
-
 def _key(tokenizer: Tokenizer, digits: str) -> np.ndarray:
     """The tokens of a key after a blank."""
-    ids = _encode(tokenizer, f" {digits}")
+    ids = encode_text(tokenizer, f" {digits}")
     if (spelt := tokenizer.decode(ids).strip()) != digits:
         raise ValueError(
             f"the tokenizer cannot spell digits: {digits!r} becomes {spelt!r}; passkey needs one that can, such as "

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from subquad.config import Config
 
 SMALLEST_BPE = 257
-"""The bytes and the separator: the smallest vocabulary of a byte-level BPE."""
+"""The bytes and the separator: the smallest vocabulary that is trained here."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -24,10 +24,11 @@ class DataConfig(Config):
     split_seed: int = 0
     """Another number holds out other documents."""
     tokenizer: str = "bpe"
-    """`bytes` (256 tokens), `bpe` (byte-level BPE trained on the training documents), or the path of a tokenizer.json,
-    or of a folder that holds one."""
+    """`bytes` (256 tokens), `bpe` or `unigram` (trained on the training documents, over bytes; unigram is
+    SentencePiece's default model), `characters` (all that occur), or the path of a tokenizer.json, of a folder that
+    holds one, or of a folder with GPT-2's encoder.json and vocab.bpe."""
     vocab_size: int = 4096
-    """Tokens of a `bpe` vocabulary, the separator <|endoftext|> included; other tokenizers have their own."""
+    """Tokens of a `bpe` or `unigram` vocabulary, the separator <|endoftext|> included; others have their own."""
     skip_bad_files: bool = False
     """Whether to leave out, with a warning each, files that are not UTF-8 text, instead of stopping at the first."""
     cache: str | None = None
@@ -36,10 +37,10 @@ class DataConfig(Config):
     def __post_init__(self) -> None:
         if not 0 < self.held_out < 1:
             raise ValueError(f"held_out must lie between 0 and 1, both excluded, got {self.held_out}")
-        if self.tokenizer == "bpe" and self.vocab_size < SMALLEST_BPE:
+        if self.tokenizer in ("bpe", "unigram") and self.vocab_size < SMALLEST_BPE:
             raise ValueError(
-                f"vocab_size must be at least {SMALLEST_BPE} for tokenizer='bpe' (256 bytes and a separator), "
-                f"got {self.vocab_size}"
+                f"vocab_size must be at least {SMALLEST_BPE} for tokenizer={self.tokenizer!r} (256 bytes and a "
+                f"separator), got {self.vocab_size}"
             )
         if not self.path:
             raise ValueError("path must name a file, a folder, a glob, 'stdlib' or 'hf:NAME', got an empty string")

@@ -19,7 +19,8 @@ from subquad.data.shards import FORMAT_VERSION, TokenShard
 from subquad.data.sources import Source, open_source
 from subquad.data.split import cut, hold_out
 from subquad.data.spool import Part, Spool, write_shard
-from subquad.data.tokenizers import load_tokenizer, pieces, tokenizer_hash, train_bpe
+from subquad.data.tokenizers import load_tokenizer, pieces, tokenizer_hash
+from subquad.data.vocabularies import TRAINED, make_tokenizer
 
 logger = logging.getLogger(__name__)
 
@@ -62,7 +63,7 @@ def prepare(config: DataConfig, *, progress: Progress | None = None) -> Corpus:
     Raises `FileNotFoundError` or `ImportError` for text that is missing, `ValueError` for text that isn't text, is too
     little or changes while it is read, and for an unknown tokenizer.
     """
-    fixed = None if config.tokenizer == "bpe" else load_tokenizer(config.tokenizer)
+    fixed = None if config.tokenizer in TRAINED else load_tokenizer(config.tokenizer)
     paths = [path for path in (config.path, config.held_out_path) if path is not None]
     sources = [open_source(path, skip_bad_files=config.skip_bad_files) for path in paths]
     contents = [source.fingerprint() for source in sources]
@@ -70,7 +71,7 @@ def prepare(config: DataConfig, *, progress: Progress | None = None) -> Corpus:
         {
             "contents": contents,
             "held_out": [config.held_out, config.split_seed] if config.held_out_path is None else "apart",
-            "tokenizer": f"bpe {config.vocab_size}" if fixed is None else tokenizer_hash(fixed),
+            "tokenizer": _recipe(config) if fixed is None else tokenizer_hash(fixed),
             "skip_bad_files": config.skip_bad_files,
             "versions": [FORMAT_VERSION, tokenizers.__version__],
         }
@@ -134,11 +135,11 @@ def _build(
             train, held_out = _split(spool, config)
         if tokenizer is None:
             progress("training the tokenizer", 0, 1)
-            tokenizer = train_bpe(
-                (piece.decode() for part in train for piece in pieces(spool[part])), config.vocab_size
-            )
+            read = train if config.tokenizer != "characters" else [*train, *held_out]
+            texts = (piece.decode() for part in read for piece in pieces(spool[part]))
+            tokenizer = make_tokenizer(config.tokenizer, texts, config.vocab_size)
             progress("training the tokenizer", 1, 1)
-            if (size := tokenizer.get_vocab_size()) < config.vocab_size:
+            if config.tokenizer != "characters" and (size := tokenizer.get_vocab_size()) < config.vocab_size:
                 logger.warning("the text is enough for %d tokens only, not for %d", size, config.vocab_size)
         tokenizer.save(str(folder / "tokenizer.json"), pretty=False)
         write_shard(folder / "train.tokens", spool, train, tokenizer, progress)
@@ -148,6 +149,11 @@ def _build(
         names = {side: [part.name for part in parts] for side, parts in (("train", train), ("held_out", held_out))}
     write_json(folder / "names.json", {side: [name for name in listed if name] for side, listed in names.items()})
     remove(folder / "text")
+
+
+def _recipe(config: DataConfig) -> str:
+    """What a tokenizer that is made of the text depends on beside it."""
+    return config.tokenizer if config.tokenizer == "characters" else f"{config.tokenizer} {config.vocab_size}"
 
 
 def _add_manifest(folder: Path, contents: list[str]) -> None:

@@ -1,4 +1,4 @@
-"""Tokenizers that a `tokenizer.json` holds: bytes, a byte-level BPE trained here, or any other."""
+"""Tokenizers that a `tokenizer.json` holds: bytes, one made here (`vocabularies`), or any other."""
 
 from __future__ import annotations
 
@@ -9,20 +9,19 @@ from functools import lru_cache
 from pathlib import Path
 
 import numpy as np
-from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 
 from subquad.config import suggest
+from subquad.data.vocabularies import SEPARATOR, TRAINED, character_ids, gpt2_files, load_gpt2
 
-SEPARATOR = "<|endoftext|>"
-"""What stands between two documents for a BPE trained here."""
 _SEPARATORS = (SEPARATOR, "</s>", "<eos>", "<|end_of_text|>", "[SEP]")
-# Pre-tokens of `train_bpe` hold blanks at their start only, so one always ends between a visible character and a blank.
+# Byte-level pre-tokens hold blanks at their start only, so one always ends between a visible character and a blank.
 _CUT = re.compile(rb"[!-~](?=\s)")
 _PIECE = 1 << 18
 
 
 def load_tokenizer(name: str | Path) -> Tokenizer:
-    """The tokenizer `bytes`, or the one in a `tokenizer.json` or in a folder that holds one.
+    """The tokenizer `bytes`, or the one in a `tokenizer.json` or in a folder that holds one, or GPT-2's two files.
 
     Raises `ValueError` for another name and for a file that is no tokenizer.
     """
@@ -30,11 +29,13 @@ def load_tokenizer(name: str | Path) -> Tokenizer:
         return bytes_tokenizer()
     file = Path(name).expanduser()
     if file.is_dir():
-        file = file / "tokenizer.json"
+        folder, file = file, file / "tokenizer.json"
+        if not file.is_file() and (pair := gpt2_files(folder)) is not None:
+            return load_gpt2(*pair)
     if not file.is_file():
         raise ValueError(
-            f"unknown tokenizer {str(name)!r}: it is neither a tokenizer.json nor a folder that holds one; "
-            + suggest(str(name), ["bytes", "bpe", "PATH/tokenizer.json"])
+            f"unknown tokenizer {str(name)!r}: it is neither a tokenizer.json nor a folder that holds one, or GPT-2's "
+            "encoder.json and vocab.bpe; " + suggest(str(name), ["bytes", *TRAINED, "PATH/tokenizer.json"])
         )
     try:
         tokenizer = Tokenizer.from_str(file.read_text(encoding="utf-8"))
@@ -53,22 +54,13 @@ def bytes_tokenizer() -> Tokenizer:
     return tokenizer
 
 
-def train_bpe(texts: Iterable[str], vocab_size: int) -> Tokenizer:
-    """A byte-level BPE of at most `vocab_size` tokens; the separator has the id 0 and every text can be encoded.
-
-    The same texts give the same tokenizer. Few texts give fewer tokens.
-    """
-    tokenizer = Tokenizer(models.BPE())
-    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
-    tokenizer.decoder = decoders.ByteLevel()
-    trainer = trainers.BpeTrainer(
-        vocab_size=vocab_size,
-        special_tokens=[SEPARATOR],
-        initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
-        show_progress=False,
-    )
-    tokenizer.train_from_iterator(texts, trainer)
-    return tokenizer
+def encode_text(tokenizer: Tokenizer, text: str) -> list[int]:
+    """The token ids of `text`; `ValueError` for a character that a tokenizer of characters does not have."""
+    known = character_ids(tokenizer)
+    if known is not None:
+        return _characters_to_ids(text, known, "the text").tolist()
+    ids: list[int] = tokenizer.encode(text, add_special_tokens=False).ids
+    return ids
 
 
 def tokenizer_hash(tokenizer: Tokenizer) -> str:
@@ -101,12 +93,17 @@ class Encoder:
         self.separator = np.array([] if separator is None else [separator], dtype=np.int64)
         self.is_bytes = tokenizer_hash(tokenizer) == _bytes_hash()
         self.cuts = _is_ours(tokenizer)
+        self.characters = character_ids(tokenizer)
 
     def encode(self, texts: Iterable[bytes]) -> Iterator[tuple[int, np.ndarray]]:
         """Pairs of a document's number and its next token ids, in order; each document has at least one pair."""
         if self.is_bytes:
             for number, text in enumerate(texts):
                 yield number, np.frombuffer(text, dtype=np.uint8)
+            return
+        if self.characters is not None:
+            for number, text in enumerate(texts):
+                yield number, _characters_to_ids(text.decode(), self.characters, f"document {number}")
             return
         batch: list[tuple[int, str]] = []
         size = 0
@@ -125,6 +122,20 @@ class Encoder:
             yield number, np.array(encoding.ids, dtype=np.int64)
 
 
+def _characters_to_ids(text: str, ids: dict[str, int], where: str) -> np.ndarray:
+    """The id of each character; `ValueError` names the first unknown one and its place."""
+    codes = np.frombuffer(text.encode("utf-32-le"), dtype=np.uint32)
+    known = np.array(sorted(map(ord, ids)), dtype=np.uint32)
+    places = np.searchsorted(known, codes).clip(max=max(0, len(known) - 1))
+    wrong = known[places] != codes if len(known) else np.ones(len(codes), dtype=bool)
+    if wrong.any():
+        place = int(wrong.argmax())
+        raise ValueError(
+            f"{where} has {text[place]!r} at character {place}, which is none of the tokenizer's {len(ids)} characters"
+        )
+    return np.array([ids[chr(code)] for code in known], dtype=np.int64)[places]
+
+
 def pieces(text: bytes) -> Iterator[bytes]:
     """Cuts of `text` between words, each a quarter of a mebibyte or longer."""
     start = 0
@@ -135,7 +146,7 @@ def pieces(text: bytes) -> Iterator[bytes]:
 
 
 def _is_ours(tokenizer: Tokenizer) -> bool:
-    """Whether a tokenizer splits text as `train_bpe`'s do, by the form of its pre-tokenizer."""
+    """Whether a tokenizer splits text as those made here do, by the form of its pre-tokenizer."""
     own = pre_tokenizers.ByteLevel(add_prefix_space=False)
     return tokenizer.normalizer is None and str(tokenizer.pre_tokenizer) == str(own)
 

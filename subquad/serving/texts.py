@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 
 from tokenizers import Tokenizer
 
-from subquad.data.tokenizers import separator_id
+from subquad.data.tokenizers import encode_text, separator_id
 from subquad.generation import StopStrings, TextStream
 
 PLAIN_STOP = "\nuser:"
@@ -40,7 +40,7 @@ class Texts:
 
     def encode(self, text: str) -> list[int]:
         """The tokens of a prompt; `ValueError` where there is none."""
-        tokens = self.tokenizer.encode(text, add_special_tokens=False).ids
+        tokens = encode_text(self.tokenizer, text)
         if not tokens:
             raise ValueError("the prompt must hold at least one token, got an empty text")
         return tokens

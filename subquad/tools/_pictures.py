@@ -10,6 +10,7 @@ from jsonargparse import Namespace
 from torch import Tensor, nn
 
 from subquad.attention import Attention, mechanism, names
+from subquad.data.tokenizers import encode_text
 from subquad.models.stacks import STACKS
 from subquad.tools import _matrices
 from subquad.tools._draw import Panel, in_rows
@@ -63,7 +64,7 @@ def _reading_text(chosen: Namespace) -> tuple[nn.Module, list[int], list[str]]:
     if chosen.text is None:
         raise ValueError("give the text that the model reads, by --text")
     loaded = load_run(chosen.run, "cpu")
-    tokens_T = loaded.tokenizer.encode(chosen.text, add_special_tokens=False).ids[: chosen.tokens]
+    tokens_T = encode_text(loaded.tokenizer, chosen.text)[: chosen.tokens]
     if not tokens_T:
         raise ValueError(f"--text must hold a token, got {chosen.text!r}")
     return loaded.decoder, tokens_T, [loaded.tokenizer.decode([token]) for token in tokens_T]

@@ -165,10 +165,10 @@ def _text(folder: str, file: str) -> list[int]:
     if not Path(file).is_file():
         raise FileNotFoundError(f"there is no file {file}")
     from subquad.data import load_tokenizer
+    from subquad.data.tokenizers import encode_text
 
     text = Path(file).read_text(encoding="utf-8")
-    tokens: list[int] = load_tokenizer(folder).encode(text, add_special_tokens=False).ids
-    return tokens
+    return encode_text(load_tokenizer(folder), text)
 
 
 def _report(file: str, model: str) -> AuditReport:

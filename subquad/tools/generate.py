@@ -156,7 +156,9 @@ def _prompt(text: str | None, file: str | None) -> str:
 
 def _tokens(loaded: LoadedRun, prompt: str) -> list[int]:
     """The prompt's tokens; `ValueError` where there is none."""
-    tokens = loaded.tokenizer.encode(prompt, add_special_tokens=False).ids
+    from subquad.data.tokenizers import encode_text
+
+    tokens = encode_text(loaded.tokenizer, prompt)
     if not tokens:
         raise ValueError("the prompt must hold at least one token, got an empty text; give one by --prompt")
     return tokens

@@ -149,11 +149,12 @@ def _last_speed(folder: Path) -> float:
 
 def _samples(result: RunResult, tokenizer: Tokenizer) -> str:
     """Samples of the run's prompt, each under a line that says how it was drawn."""
+    from subquad.data.tokenizers import encode_text
     from subquad.generation import Generation
     from subquad.models import PerceiverAR
 
     options = result.config.run
-    prompt = tokenizer.encode(options.prompt, add_special_tokens=False).ids
+    prompt = encode_text(tokenizer, options.prompt)
     count, model = options.sample_tokens, result.config.model
     if model.position == "learned" and len(prompt) + count - 1 > model.max_positions:
         prompt = prompt[-model.max_positions :]

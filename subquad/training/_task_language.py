@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 
 from subquad.config import digest
 from subquad.data import Corpus, Windows, prepare
-from subquad.data.tokenizers import separator_id
+from subquad.data.tokenizers import encode_text, separator_id
 from subquad.models.perceiver_options import PerceiverAROptions
 from subquad.training._task import Task, fitted, spread
 from subquad.training.config import TrainConfig
@@ -50,6 +50,7 @@ def language_task(config: TrainConfig, console: Console | None) -> Task:
 
     labels = window_labels(config)
     corpus = _corpus(config, console)
+    _check_prompt(corpus, config.run.prompt)
     config = config.replace(model=fitted(config.model, corpus.train.vocab_size, "as the tokenizer has it"))
     for name, shard in (("training", corpus.train), ("held-out", corpus.held_out)):
         if len(shard) < config.batch.length:
@@ -84,6 +85,16 @@ def language_task(config: TrainConfig, console: Console | None) -> Task:
             "tokenizer_config.json": json.dumps(tokenizer).encode(),
         },
     )
+
+
+def _check_prompt(corpus: Corpus, prompt: str) -> None:
+    """Raise `ValueError` for a prompt of the final samples that the tokenizer has no tokens for."""
+    try:
+        tokens = encode_text(corpus.tokenizer, prompt)
+    except ValueError as error:
+        raise ValueError(f"run.prompt={prompt!r}: {error}; give the samples another prompt") from error
+    if not tokens:
+        raise ValueError(f"run.prompt={prompt!r} holds no token of this tokenizer; give the samples another prompt")
 
 
 def _corpus(config: TrainConfig, console: Console | None) -> Corpus:

@@ -15,7 +15,8 @@ from subquad.data import corpus as module
 from subquad.data.corpus import cache_folder
 from subquad.data.sources import BadTextError
 from subquad.data.spool import Part, Spool
-from subquad.data.tokenizers import SEPARATOR, bytes_tokenizer, tokenizer_hash
+from subquad.data.tokenizers import bytes_tokenizer, tokenizer_hash
+from subquad.data.vocabularies import SEPARATOR
 
 
 @pytest.fixture

@@ -10,16 +10,15 @@ from tokenizers import Tokenizer, models, normalizers, pre_tokenizers
 
 from subquad.data import tokenizers as module
 from subquad.data.tokenizers import (
-    SEPARATOR,
     Encoder,
     bytes_tokenizer,
     load_tokenizer,
     pieces,
     separator_id,
     tokenizer_hash,
-    train_bpe,
     vocab_size,
 )
+from subquad.data.vocabularies import SEPARATOR, train_bpe
 
 TEXTS = ["def f(x):\n    return x + 1\n", "The cat didn't sit; it's 42.\n\n\tThe  end ", "größe 漢字 \U0001f389"]
 BPE = train_bpe(TEXTS * 3, 300)
@@ -64,7 +63,8 @@ def test_a_separator_that_a_document_spells_out_is_text():
 
 def test_training_is_the_same_in_another_process():
     code = (
-        "from subquad.data.tokenizers import train_bpe, tokenizer_hash\n"
+        "from subquad.data.tokenizers import tokenizer_hash\n"
+        "from subquad.data.vocabularies import train_bpe\n"
         f"print(tokenizer_hash(train_bpe({TEXTS * 3!r}, 300)))"
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=True)

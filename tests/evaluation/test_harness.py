@@ -18,7 +18,8 @@ from tokenizers import Tokenizer, models, pre_tokenizers, processors
 from torch.nn import functional as F
 from transformers import GPT2Config, GPT2LMHeadModel, PreTrainedTokenizerFast
 
-from subquad.data.tokenizers import SEPARATOR, bytes_tokenizer, train_bpe
+from subquad.data.tokenizers import bytes_tokenizer
+from subquad.data.vocabularies import SEPARATOR, train_bpe
 from subquad.evaluation import evaluate
 from subquad.evaluation._harness_model import wrap
 from subquad.evaluation.harness import SEEDS, evaluate_tasks

@@ -8,7 +8,8 @@ import torch
 from transformers import GPT2Config, GPT2LMHeadModel, PreTrainedTokenizerFast
 
 from subquad.cli import main
-from subquad.data.tokenizers import SEPARATOR, bytes_tokenizer, train_bpe
+from subquad.data.tokenizers import bytes_tokenizer
+from subquad.data.vocabularies import SEPARATOR, train_bpe
 from subquad.hf import SubquadClassifierConfig, SubquadConfig, SubquadForCausalLM
 
 TASKS = str(Path(__file__).parents[1] / "evaluation" / "tasks")
