@@ -16,9 +16,11 @@ COMMANDS = {
     "train": "subquad.tools.train",
     "eval": "subquad.tools.eval",
     "generate": "subquad.tools.generate",
+    "complete": "subquad.tools.complete",
     "serve": "subquad.serving.command",
     "audit": "subquad.tools.audit",
     "probe": "subquad.tools.probe",
+    "data": "subquad.tools.data",
     "list": "subquad.tools.list",
     "cost": "subquad.tools.cost",
     "show": "subquad.tools.show",
@@ -34,10 +36,12 @@ Sub-quadratic attention: train, evaluate and sample long-context language models
 commands:
   train      train a model, evaluate it on held-out text, sample, report
   eval       measure a trained model on a text, or on tasks of lm-evaluation-harness
-  generate   continue a prompt
+  generate   continue a prompt, or draw images
+  complete   draw the occluded part of images
   serve      answer over HTTP in OpenAI's form, with a page to try it
   audit      check a language model for leaks, wrong caches, padding, growth
   probe      what models remember: passkey, recall, copying, loss by context
+  data       make or open a labelled data set, and say what is in it
   list       the attention mechanisms, their options, the recipes
   cost       what mechanisms and models cost: score entries, FLOPs, memory
   show       pictures: weights, reach, positions, cost

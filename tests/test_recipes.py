@@ -8,6 +8,8 @@ import pytest
 from subquad.config import read_mapping
 from subquad.recipes import recipe_path, recipes
 from subquad.training import TrainConfig, train
+from tests.data.pictures import write_idx
+from tests.training.lra_files import write_release
 
 STDLIB = [name for name in recipes() if name.startswith("stdlib-")]
 
@@ -27,6 +29,18 @@ def test_a_recipe_says_what_it_is_for_and_has_its_own_folder(name: str) -> None:
     assert TrainConfig.from_file(recipe_path(name)).run.folder == f"runs/{name}"
 
 
+def small_lra(classify: dict[str, Any], folder: Path) -> dict[str, dict[str, Any]]:
+    """Small files in the data's layout instead of what a recipe reads or makes, and few steps of the first phase."""
+    for option in ("examples", "held_out", "listops"):
+        classify.pop(option, None)
+    release = write_release(folder / "release", classify["dataset"])
+    return {
+        "classify": {"path": str(release), "cache": str(folder / "cache")},
+        "batch": {"length": 64, "size": 2},
+        "pretrain": {"steps": 2},
+    }
+
+
 @pytest.mark.parametrize("name", recipes())
 def test_a_recipe_trains_two_steps_at_reduced_size(name: str, tmp_path: Path) -> None:
     text = tmp_path / "text"
@@ -43,6 +57,10 @@ def test_a_recipe_trains_two_steps_at_reduced_size(name: str, tmp_path: Path) ->
     }
     if values.get("task", "language") != "language":
         del small["data"]
+    if name.startswith("lra-"):
+        small |= small_lra(values["classify"], tmp_path)
+    if values.get("task") == "image":
+        small |= {"image": {"path": str(write_idx(tmp_path / "digits"))}, "batch": {"length": 16, "size": 2}}
     for group, changes in small.items():
         values[group] = {**values.get(group, {}), **changes}
     result = train(TrainConfig.from_dict(values))
@@ -63,4 +81,14 @@ def test_the_stdlib_recipes_differ_in_the_mechanism_alone() -> None:
         values["run"].pop("folder")
         common.add(str(values))
     assert len(STDLIB) == 5
+    assert len(common) == 1
+
+
+def test_the_mnist_recipes_differ_in_the_mechanism_alone() -> None:
+    common = set()
+    for name in ("linear", "full"):
+        values = TrainConfig.from_file(recipe_path(f"mnist-{name}")).to_dict()
+        assert values["model"].pop("attention") == name
+        assert values["run"].pop("folder") == f"runs/mnist-{name}"
+        common.add(str(values))
     assert len(common) == 1

@@ -26,6 +26,7 @@ what:
   ops      operators, forward and backward, beside causal SDPA and other libraries
   model    training steps and prefill of whole decoders
   decode   one token after contexts of several lengths, and the state's size
+  images   drawing images with trained models, with their state and without
 
   subquad bench ops --tokens 1024,4096 --out results
   subquad bench ops --mechanisms latte --latents 16,32,64,128,256
@@ -60,8 +61,12 @@ def run(arguments: Sequence[str]) -> int:
     if what in ("-h", "--help"):
         sys.stdout.write(OVERVIEW)
         return 0
+    if what == "images":
+        from subquad.bench import images
+
+        return images.run(arguments[1:])
     if what not in PARSERS:
-        message = f"unknown benchmark {what!r}; {suggest(what, PARSERS)}" if what else "no benchmark named"
+        message = f"unknown benchmark {what!r}; {suggest(what, [*PARSERS, 'images'])}" if what else "no benchmark named"
         sys.stderr.write(f"error: {message}\nsee subquad bench --help\n")
         return 2
     parser = PARSERS[what]()

@@ -10,6 +10,7 @@ from subquad.data.config import DataConfig
 
 if TYPE_CHECKING:
     from subquad.data.corpus import Corpus, prepare, prepare_shard
+    from subquad.data.images import ImageSet, load_images
     from subquad.data.shards import TokenShard
     from subquad.data.tokenizers import load_tokenizer, tokenizer_hash
     from subquad.data.windows import EpochOrder, Windows
@@ -17,8 +18,10 @@ if TYPE_CHECKING:
 _HOME = {
     "Corpus": "corpus",
     "EpochOrder": "windows",
+    "ImageSet": "images",
     "TokenShard": "shards",
     "Windows": "windows",
+    "load_images": "images",
     "load_tokenizer": "tokenizers",
     "prepare": "corpus",
     "prepare_shard": "corpus",
@@ -28,8 +31,10 @@ __all__ = [
     "Corpus",
     "DataConfig",
     "EpochOrder",
+    "ImageSet",
     "TokenShard",
     "Windows",
+    "load_images",
     "load_tokenizer",
     "prepare",
     "prepare_shard",

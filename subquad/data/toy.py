@@ -70,9 +70,11 @@ def votes(rng: np.random.Generator, tokens: int) -> tuple[np.ndarray, int]:
 
 def toy(length: int, *, examples: int, held_out: int, seed: int = 0) -> LabelledCorpus:
     """The task `MarkedVotes` with `examples` sequences to learn from and `held_out` others to measure on."""
+    apart = MarkedVotes(length, held_out, seed=seed, held_out=True)
     return LabelledCorpus(
         train=MarkedVotes(length, examples, seed=seed),
-        held_out=MarkedVotes(length, held_out, seed=seed, held_out=True),
+        held_out=apart,
+        test=apart,
         vocab_size=MARK + 1,
         classes=CLASSES,
         fingerprint=digest(["marked votes", VERSION, length, examples, held_out, seed]),

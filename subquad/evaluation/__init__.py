@@ -1,4 +1,4 @@
-"""Measures of a model on a text or on labelled sequences. Names load on first use: `config` needs no torch."""
+"""Measures of a model on texts, labelled sequences or images. Names load on first use: `config` needs no torch."""
 
 import importlib
 from typing import TYPE_CHECKING, Any
@@ -6,28 +6,43 @@ from typing import TYPE_CHECKING, Any
 from subquad.evaluation.config import EvalConfig
 
 if TYPE_CHECKING:
+    from subquad.evaluation._bag import BagOfTokens, fit_bag_of_tokens
     from subquad.evaluation._classify import ClassEvaluation, evaluate_classifier
     from subquad.evaluation._evaluate import Evaluation, PositionLoss, evaluate
+    from subquad.evaluation._images import ImageEvaluation, evaluate_images
+    from subquad.evaluation._reader import Reader, train_reader
     from subquad.evaluation.harness import TaskEvaluation, evaluate_tasks
 
 _HOME = {
+    "BagOfTokens": "_bag",
     "ClassEvaluation": "_classify",
     "Evaluation": "_evaluate",
+    "ImageEvaluation": "_images",
     "PositionLoss": "_evaluate",
+    "Reader": "_reader",
     "TaskEvaluation": "harness",
     "evaluate": "_evaluate",
     "evaluate_classifier": "_classify",
+    "evaluate_images": "_images",
     "evaluate_tasks": "harness",
+    "fit_bag_of_tokens": "_bag",
+    "train_reader": "_reader",
 }
 __all__ = [
+    "BagOfTokens",
     "ClassEvaluation",
     "EvalConfig",
     "Evaluation",
+    "ImageEvaluation",
     "PositionLoss",
+    "Reader",
     "TaskEvaluation",
     "evaluate",
     "evaluate_classifier",
+    "evaluate_images",
     "evaluate_tasks",
+    "fit_bag_of_tokens",
+    "train_reader",
 ]
 
 

@@ -12,6 +12,7 @@ from torch import Tensor
 from torch.nn import functional as F
 from torch.utils.data import DataLoader, Dataset, Subset
 
+from subquad.evaluation._bag import BagOfTokens
 from subquad.models import Classifier
 
 
@@ -26,6 +27,8 @@ class ClassEvaluation:
     """Mean cross-entropy in nats an example."""
     constant: float
     """Accuracy of always giving the label that is most frequent in these examples."""
+    bag_of_tokens: float | None
+    """Accuracy of logistic regression on the tokens' frequencies, fitted on training examples (None: not asked for)."""
     by_class: dict[str, float]
     """Accuracy on the examples of each class that occurs."""
     seconds: float
@@ -44,12 +47,13 @@ def evaluate_classifier(
     classes: Sequence[str],
     *,
     batch_size: int = 8,
+    baseline: BagOfTokens | None = None,
     progress: Callable[[int, int], None] | None = None,
 ) -> ClassEvaluation:
-    """Accuracy and loss on the first `count` of `items` (`input_ids`, `attention_mask`, `labels`).
+    """Accuracy and loss on the first `count` of `items` (`input_ids`, `attention_mask`, `labels`; of pairs `pair_*`).
 
-    `classes` names the labels. Runs where the model is, without dropout. `progress(done, batches)` is called after each
-    batch. Raises `ValueError` for a count or a batch size below 1.
+    `classes` names the labels; `baseline` is measured on the same items. Runs where the model is, without dropout.
+    `progress(done, batches)` is called after each batch. Raises `ValueError` for a count or a batch size below 1.
     """
     for name, value in (("count", count), ("batch_size", batch_size)):
         if value < 1:
@@ -61,7 +65,7 @@ def evaluate_classifier(
     batches = DataLoader(Subset(items, range(count)), batch_size)
     for done, batch in enumerate(batches, 1):
         batch = {name: value.to(device) for name, value in batch.items()}
-        logits.append(model(batch["input_ids"], batch["attention_mask"].bool()).double())
+        logits.append(_logits(model, batch).double())
         labels.append(batch["labels"])
         if progress:
             progress(done, len(batches))
@@ -74,6 +78,14 @@ def evaluate_classifier(
         accuracy=right_B.double().mean().item(),
         loss=F.cross_entropy(logits_BC, labels_B).item(),
         constant=max((labels_B == label).double().mean().item() for label in present),
+        bag_of_tokens=None if baseline is None else baseline.accuracy(items, count),
         by_class={classes[label]: right_B[labels_B == label].double().mean().item() for label in present},
         seconds=time.perf_counter() - begin,
     )
+
+
+def _logits(model: Classifier, batch: dict[str, Tensor]) -> Tensor:
+    read = [batch["input_ids"], batch["attention_mask"].bool()]
+    if "pair_input_ids" in batch:
+        read += [batch["pair_input_ids"], batch["pair_attention_mask"].bool()]
+    return model(*read)

@@ -9,31 +9,38 @@ if TYPE_CHECKING:
     from subquad.generation._generate import Generation, generate
     from subquad.generation.batch import BatchDecoder, Request, generate_batch
     from subquad.generation.beam import Beam, beam_search
+    from subquad.generation.images import DrawnImages, complete_images, generate_images
     from subquad.generation.stop import StopStrings
     from subquad.generation.stream import TextStream
 
 __all__ = [
     "BatchDecoder",
     "Beam",
+    "DrawnImages",
     "Generation",
     "Request",
     "SamplingConfig",
     "StopStrings",
     "TextStream",
     "beam_search",
+    "complete_images",
     "generate",
     "generate_batch",
+    "generate_images",
 ]
 _MODULES = {
     "BatchDecoder": "batch",
     "Beam": "beam",
+    "DrawnImages": "images",
     "Generation": "_generate",
     "Request": "batch",
     "StopStrings": "stop",
     "TextStream": "stream",
     "beam_search": "beam",
+    "complete_images": "images",
     "generate": "_generate",
     "generate_batch": "batch",
+    "generate_images": "images",
 }
 
 

@@ -6,6 +6,7 @@ Shape letters: B batch, T tokens.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Any, ClassVar, Self
 
 import torch
@@ -16,8 +17,10 @@ from transformers.modeling_outputs import SequenceClassifierOutput
 from subquad.hf._strict import StrictModel
 from subquad.hf.config import FIELDS, SubquadConfig
 from subquad.hf.model import _padding_mask, _refuse
-from subquad.models.encoder import Classifier
+from subquad.models.classifier import Classifier, check_pair
+from subquad.models.encoder import Encoder
 from subquad.models.encoder_config import EncoderConfig
+from subquad.models.pretraining import Hiding, denoising_loss, mask_token
 
 IGNORED = -100
 
@@ -26,9 +29,11 @@ class SubquadClassifierConfig(SubquadConfig):
     """The fields of `EncoderConfig`; its `num_classes` is transformers' `num_labels`, `id2label` names the classes."""
 
     model_type = "subquad-classifier"
-    own_fields: ClassVar[tuple[str, ...]] = (*FIELDS, "pooling", "num_labels")
+    own_fields: ClassVar[tuple[str, ...]] = (*FIELDS, "pooling", "causal", "towers", "num_labels")
 
     pooling: str = EncoderConfig.pooling
+    causal: bool = EncoderConfig.causal
+    towers: int = EncoderConfig.towers
 
     def __post_init__(self, **kwargs: Any) -> None:
         super().__post_init__(**kwargs)
@@ -36,8 +41,8 @@ class SubquadClassifierConfig(SubquadConfig):
 
     def encoder_config(self) -> EncoderConfig:
         """The classifier's own configuration; raises `ValueError` or `TypeError` as it does."""
-        shared = {name: getattr(self, name) for name in FIELDS}
-        return EncoderConfig.from_dict({**shared, "pooling": self.pooling, "num_classes": self.num_labels})
+        values = {name: getattr(self, name) for name in (*FIELDS, "pooling", "causal", "towers")}
+        return EncoderConfig.from_dict({**values, "num_classes": self.num_labels})
 
     @classmethod
     def from_encoder(cls, config: EncoderConfig, *, classes: Sequence[str] | None = None, **kwargs: Any) -> Self:
@@ -53,8 +58,22 @@ class SubquadClassifierConfig(SubquadConfig):
         return cls(**values, id2label=names, label2id={name: i for i, name in names.items()}, **kwargs)
 
 
+@dataclass(frozen=True)
+class Denoising:
+    """A second loss in training: tokens are hidden, and predicted by the vectors that the label is read from too."""
+
+    weight: float
+    """What it counts, beside 1 of the labels' loss."""
+    hiding: Hiding
+
+
 class SubquadForSequenceClassification(StrictModel):
-    """A classifier around `subquad.models.Classifier`, which is its attribute `model`."""
+    """A classifier around `subquad.models.Classifier`, which is its attribute `model`.
+
+    With `denoising` set, training hides tokens and adds the loss of predicting them, by the table's own rows (joint
+    denoising, Miralles-Gonzalez et al. 2025, arXiv:2501.14850); the last row of the vocabulary is the mask token then.
+    It is not saved.
+    """
 
     config: SubquadClassifierConfig
     config_class = SubquadClassifierConfig
@@ -66,6 +85,7 @@ class SubquadForSequenceClassification(StrictModel):
     def __init__(self, config: SubquadClassifierConfig) -> None:
         super().__init__(config)
         self.model = Classifier(config.encoder_config())
+        self.denoising: Denoising | None = None
         self.post_init()
 
     def forward(
@@ -73,6 +93,8 @@ class SubquadForSequenceClassification(StrictModel):
         input_ids: Tensor | None = None,
         attention_mask: Tensor | None = None,
         labels: Tensor | None = None,
+        pair_input_ids: Tensor | None = None,
+        pair_attention_mask: Tensor | None = None,
         inputs_embeds: Tensor | None = None,
         output_attentions: bool | None = None,
         output_hidden_states: bool | None = None,
@@ -80,17 +102,40 @@ class SubquadForSequenceClassification(StrictModel):
     ) -> SequenceClassifierOutput | tuple[Any, ...]:
         """Logits `[B, classes]` of `input_ids` `[B, T]` and, with `labels` `[B]`, the mean cross-entropy in nats.
 
-        `attention_mask` is `[B, T]`, 0 at padding, which may stand anywhere. The label -100 does not count. Raises
-        `ValueError` or `TypeError` for inputs that the model does not take, labels that name no class among them.
+        `attention_mask` is `[B, T]`, 0 at padding, which may stand anywhere. With `towers=2` the other sequence of each
+        pair is `pair_input_ids` with `pair_attention_mask`. The label -100 does not count. Raises `ValueError` or
+        `TypeError` for inputs that the model does not take, labels that name no class among them.
         """
         _refuse(inputs_embeds, output_attentions, output_hidden_states)
         if input_ids is None:
             raise ValueError("input_ids is needed: a tensor [B, T] of token numbers")
-        logits_BC = self.model(input_ids, _padding_mask(attention_mask, input_ids))
-        loss = None if labels is None else self._loss(logits_BC, labels)
+        check_pair(self.model.config, pair_input_ids, pair_attention_mask)
+        read = [(input_ids, _padding_mask(attention_mask, input_ids))]
+        if pair_input_ids is not None:
+            read.append((pair_input_ids, _padding_mask(pair_attention_mask, pair_input_ids)))
+        loss = None
+        if labels is not None and self.training and self.denoising is not None:
+            logits_BC, loss = self._denoise(self.denoising, read)
+            loss = loss + self._loss(logits_BC, labels)
+        else:
+            logits_BC = self.model(*(value for tokens_and_mask in read for value in tokens_and_mask))
+            loss = None if labels is None else self._loss(logits_BC, labels)
         output = SequenceClassifierOutput(loss=loss, logits=logits_BC)
         wants_dict = self.config.return_dict if return_dict is None else return_dict
         return output if wants_dict else output.to_tuple()
+
+    def _denoise(self, denoising: Denoising, read: list[tuple[Tensor, Tensor | None]]) -> tuple[Tensor, Tensor]:
+        """The logits of sequences with hidden tokens, and the weighted loss of predicting those."""
+        encoder = self.model.encoder
+        if not isinstance(encoder, Encoder):
+            raise ValueError(f"attention {self.config.attention!r} keeps no vector for each token to predict it from")
+        pooled, losses = [], []
+        for tokens_BT, mask in read:
+            shown_BT, hidden_BT = denoising.hiding(tokens_BT, mask, mask_token(encoder))
+            h_BTD, pooled_BD = encoder.read(shown_BT, mask)
+            pooled.append(pooled_BD)
+            losses.append(denoising_loss(encoder, h_BTD, tokens_BT, hidden_BT))
+        return self.model.logits(*pooled), denoising.weight * torch.stack(losses).mean()
 
     def _loss(self, logits_BC: Tensor, labels_B: Tensor) -> Tensor:
         B, classes = logits_BC.shape

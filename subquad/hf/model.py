@@ -9,7 +9,6 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.nn import functional as F
 from transformers import GenerationMixin
 from transformers.modeling_outputs import CausalLMOutputWithPast
 
@@ -18,8 +17,8 @@ from subquad.hf.cache import SubquadCache
 from subquad.hf.config import SubquadConfig
 from subquad.models.decoder import IGNORED
 from subquad.models.perceiver import PerceiverAR
+from subquad.models.pretraining import next_tokens
 from subquad.models.stacks import build_model
-from subquad.ops.padding import compaction, real_slots
 
 
 class SubquadForCausalLM(StrictModel, GenerationMixin):
@@ -132,7 +131,7 @@ class SubquadForCausalLM(StrictModel, GenerationMixin):
     def _loss(
         self, passes: list[Tensor], labels_BT: Tensor, mask_BT: Tensor | None, items: Tensor | int | None
     ) -> Tensor:
-        target_BT = _next_labels(labels_BT, mask_BT)
+        target_BT = next_tokens(labels_BT, mask_BT)
         if isinstance(self.model, PerceiverAR):
             target_BT = self.model.latent_labels(target_BT, mask_BT)
         if items is None:
@@ -245,13 +244,3 @@ def _kept(logits_to_keep: int | Tensor, outputs: int) -> slice | Tensor:
     if logits_to_keep < 0:
         raise ValueError(f"logits_to_keep must be at least 0 (0: all), got {logits_to_keep}")
     return slice(-logits_to_keep, None) if logits_to_keep else slice(None)
-
-
-def _next_labels(labels_BT: Tensor, mask_BT: Tensor | None) -> Tensor:
-    """At each real token the label of the next real token of its row; -100 at the last one and at padding."""
-    if mask_BT is None:
-        return F.pad(labels_BT, (0, 1), value=IGNORED)[:, 1:]
-    moved = compaction(mask_BT)
-    labels_BT = labels_BT.gather(1, moved.order_BT)
-    labels_BT = labels_BT.masked_fill(~real_slots(moved.lengths_B, labels_BT.shape[1]), IGNORED)
-    return F.pad(labels_BT, (0, 1), value=IGNORED)[:, 1:].gather(1, moved.inverse_BT)

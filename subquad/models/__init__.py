@@ -5,17 +5,21 @@ from typing import TYPE_CHECKING, Any
 
 from subquad.models.config import DecoderConfig
 from subquad.models.encoder_config import EncoderConfig
+from subquad.models.image_config import ImageModelConfig
 
 if TYPE_CHECKING:
+    from subquad.models.classifier import Classifier
     from subquad.models.decoder import Decoder
-    from subquad.models.encoder import Classifier, Encoder
+    from subquad.models.encoder import Encoder
+    from subquad.models.image import ImageModel
     from subquad.models.perceiver import PerceiverAR
     from subquad.models.perceiver_io import Perceiver, PerceiverIO
 
 _HOME = {
-    "Classifier": "encoder",
+    "Classifier": "classifier",
     "Decoder": "decoder",
     "Encoder": "encoder",
+    "ImageModel": "image",
     "Perceiver": "perceiver_io",
     "PerceiverAR": "perceiver",
     "PerceiverIO": "perceiver_io",
@@ -26,6 +30,8 @@ __all__ = [
     "DecoderConfig",
     "Encoder",
     "EncoderConfig",
+    "ImageModel",
+    "ImageModelConfig",
     "Perceiver",
     "PerceiverAR",
     "PerceiverIO",

@@ -13,7 +13,7 @@ Pooling = Literal["mean", "last", "class"]
 
 @dataclass(frozen=True, kw_only=True)
 class EncoderConfig(DecoderConfig):
-    """A bidirectional stack of the decoder's layers, and a classifier on it.
+    """A stack of the decoder's layers that reads whole sequences, and a classifier on it.
 
     The decoder's fields mean the same here, but there is no head over the vocabulary (`tie_embeddings` has no effect,
     `lookup` is refused) and the layers run once (`loops` is refused).
@@ -23,22 +23,41 @@ class EncoderConfig(DecoderConfig):
     """Classes that the classifier tells apart."""
     pooling: Pooling = "mean"
     """What a sequence is judged by: the mean of its vectors, its last vector, or that of a class token before it."""
+    causal: bool = False
+    """Whether a token sees itself and earlier ones only: the causal form of the mechanisms instead of the other."""
+    towers: int = 1
+    """Sequences that an example has: 1, or 2 that the one encoder reads apart and the head compares."""
 
     def __post_init__(self) -> None:
         super().__post_init__()
         if self.num_classes < 2:
             raise ValueError(f"num_classes must be at least 2, got {self.num_classes}")
         check_choices(self, "pooling")
+        if self.towers not in (1, 2):
+            raise ValueError(f"towers must be 1 or 2, got {self.towers}")
+        if self.causal and self.pooling == "class":
+            raise ValueError(
+                "a class token stands before all others and, with causal=true, sees none of them; choose pooling mean "
+                "or last"
+            )
         if self.loops != 1 or self.lookup is not None:
             raise ValueError(
                 f"an encoder has neither loops nor a look-up head, got loops={self.loops}, lookup={self.lookup}"
             )
 
     @classmethod
-    def from_decoder(cls, config: DecoderConfig, *, num_classes: int = 2, pooling: Pooling = "mean") -> Self:
+    def from_decoder(
+        cls,
+        config: DecoderConfig,
+        *,
+        num_classes: int = 2,
+        pooling: Pooling = "mean",
+        causal: bool = False,
+        towers: int = 1,
+    ) -> Self:
         """The encoder with a decoder's settings."""
         shared = {field.name: getattr(config, field.name) for field in fields(DecoderConfig)}
-        return cls(**shared, num_classes=num_classes, pooling=pooling)
+        return cls(**shared, num_classes=num_classes, pooling=pooling, causal=causal, towers=towers)
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -12,7 +12,7 @@ import torch
 from subquad.attention import Attention, Cost, build, mechanism, names
 from subquad.config import suggest
 from subquad.models import Decoder, DecoderConfig
-from subquad.models.encoder import Classifier
+from subquad.models.classifier import Classifier
 from subquad.models.encoder_config import EncoderConfig
 from subquad.models.stacks import STACKS, build_model
 from subquad.recipes import recipe_path

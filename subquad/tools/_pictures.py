@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from jsonargparse import Namespace
 from torch import Tensor, nn
@@ -79,8 +79,8 @@ def _reading_example(chosen: Namespace) -> tuple[nn.Module, list[int], list[str]
     loaded = load_classifier(chosen.run, "cpu")
     if loaded.config is None:
         raise ValueError(f"{loaded.folder} has no config.yaml that names the sequences of its task")
-    number = _in_range("example", chosen.example or 0, loaded.config.classify.held_out)
-    item = labelled(loaded.config).held_out[number]
+    items: Any = labelled(loaded.config).held_out
+    item = items[_in_range("example", chosen.example or 0, len(items))]
     tokens_T = item["input_ids"][item["attention_mask"] > 0].tolist()[: chosen.tokens]
     first = ["class"] if loaded.config.classify.pooling == "class" else []
     return loaded.model, tokens_T, [*first, *map(str, tokens_T)]

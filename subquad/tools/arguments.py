@@ -19,6 +19,8 @@ jsonargparse.set_parsing_settings(docstring_parse_attribute_docstrings=True, ins
 
 logger = logging.getLogger(__name__)
 _FILES = ("--config", "--recipe")
+SHORT = {"data": ("path", "PATH"), "pretrain": ("kind", "KIND")}
+"""Groups of options that stand for one of them, and what that is called: `--data PATH` is `--data.path PATH`."""
 _UNKNOWN_FLAG = re.compile(r"unrecognized arguments: --(?P<key>[^\s=]+)")
 _UNKNOWN_KEYS = (
     re.compile(r"Group '(?P<group>[^']+)' does not accept option '(?P<key>[^']+)'"),
@@ -51,11 +53,13 @@ class Parser(jsonargparse.ArgumentParser):
         self.add_argument(*_FILES, action=_File, metavar="NAME", help=help_text)
 
     def add_config(self, config: type[Any]) -> None:
-        """Add a flag for each field of `config`; its group `data` can be given as a path alone (`data_is_a_path`)."""
+        """Add a flag for each field of `config`; the groups in `SHORT` can be given as a value alone."""
         self.add_class_arguments(config, None, as_group=False)
         for action in self._actions:
-            if action.option_strings == ["--data"]:
-                action.metavar, action.help = "PATH", "Short for --data.path PATH."
+            group = action.option_strings[0].removeprefix("--") if len(action.option_strings) == 1 else ""
+            if group in SHORT:
+                option, action.metavar = SHORT[group]
+                action.help = f"Short for --{group}.{option} {action.metavar}."
             elif action.dest.endswith(".options"):
                 _add_up(action)
 
@@ -169,8 +173,9 @@ def _holds(file: str, key: str) -> bool:
 
 
 def data_is_a_path(arguments: Sequence[str]) -> list[str]:
-    """The arguments with `--data PATH` written out, as `--data.path PATH`."""
-    return [re.sub(r"^--data(?==|$)", "--data.path", argument) for argument in arguments]
+    """The arguments with `--data PATH` written out, as `--data.path PATH`, and the other groups of `SHORT` likewise."""
+    groups = "|".join(SHORT)
+    return [re.sub(rf"^--({groups})(?==|$)", lambda m: f"--{m[1]}.{SHORT[m[1]][0]}", text) for text in arguments]
 
 
 def files_first(arguments: Sequence[str]) -> list[str]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import platform
 import sys
+from collections.abc import Sized
 from typing import TYPE_CHECKING, Any
 
 from rich.box import SIMPLE_HEAD
@@ -37,7 +38,7 @@ def load(folder: str, options: EvalConfig) -> LoadedClassifier:
 
 
 def evaluate_run(loaded: LoadedClassifier, options: EvalConfig) -> ClassEvaluation:
-    """Measure on the held-out sequences of the classifier's task, on the first `options.windows` of them."""
+    """Measure on the test sequences of the classifier's task, on the first `options.windows` of them."""
     assert loaded.config is not None  # checked in load
     return _evaluate(loaded.model, loaded.config, options.windows, options.batch_size)
 
@@ -47,12 +48,13 @@ def finish(result: RunResult) -> None:
     from subquad.hf import SubquadForSequenceClassification
     from subquad.training.checkpoint import write_atomically
 
-    sys.stderr.write("evaluating on the held-out sequences ...\n")
+    sys.stderr.write("evaluating on the test sequences ...\n")
     assert isinstance(result.model, SubquadForSequenceClassification)
     evaluation = _evaluate(result.model, result.config, None, result.config.batch.size)
     report = {
         "accuracy": evaluation.accuracy,
         "constant": evaluation.constant,
+        "bag_of_tokens": evaluation.bag_of_tokens,
         "examples": evaluation.examples,
         "python": platform.python_version(),
         "parameters": result.parameters,
@@ -75,6 +77,8 @@ def evaluation_table(evaluation: ClassEvaluation) -> Table:
     table.add_row("examples", f"{evaluation.examples:,}")
     table.add_row("accuracy", f"{evaluation.accuracy:.2%}")
     table.add_row("", f"{evaluation.constant:.2%} by always giving the most frequent label")
+    if evaluation.bag_of_tokens is not None:
+        table.add_row("", f"{evaluation.bag_of_tokens:.2%} by logistic regression on a bag of its tokens")
     for name, accuracy in evaluation.by_class.items():
         table.add_row("", f"{accuracy:.2%} of {name!r}")
     table.add_row("loss", f"{evaluation.loss:.4f} nats an example")
@@ -85,19 +89,29 @@ def evaluation_table(evaluation: ClassEvaluation) -> Table:
 def _evaluate(
     model: SubquadForSequenceClassification, config: TrainConfig, examples: int | None, batch_size: int
 ) -> ClassEvaluation:
-    from subquad.evaluation import evaluate_classifier
+    from subquad.evaluation import evaluate_classifier, fit_bag_of_tokens
     from subquad.training.tasks import labelled
 
-    corpus, count = labelled(config), config.classify.held_out
+    corpus = labelled(config)
+    train, test = len(_sized(corpus.train)), len(_sized(corpus.test))
     progress: Any = _show_progress if sys.stderr.isatty() else None
+    baseline = None
+    if train > 1:
+        baseline = fit_bag_of_tokens(corpus.train, train, vocab_size=corpus.vocab_size, classes=len(corpus.classes))
     return evaluate_classifier(
         model.model,
-        corpus.held_out,
-        count if examples is None else min(examples, count),
+        corpus.test,
+        test if examples is None else min(examples, test),
         corpus.classes,
         batch_size=batch_size,
+        baseline=baseline,
         progress=progress,
     )
+
+
+def _sized(items: Any) -> Sized:
+    """A map-style dataset, whose type does not say that it has a length."""
+    return items
 
 
 def _show_progress(done: int, batches: int) -> None:

@@ -19,7 +19,7 @@ from subquad.tools.arguments import Parser, data_is_a_path
 
 if TYPE_CHECKING:
     from subquad.data import TokenShard
-    from subquad.evaluation import ClassEvaluation, Evaluation
+    from subquad.evaluation import ClassEvaluation, Evaluation, ImageEvaluation
     from subquad.evaluation.harness import TaskEvaluation
     from subquad.tools.runs import LoadedRun
 
@@ -33,7 +33,8 @@ def make_parser() -> Parser:
         "eval RUN",
         "Measure a trained model on a text: loss, perplexity per token and per word, bits per byte, also by position "
         "in the context. Every token but the first is predicted exactly once. Of a classifier: the accuracy on the "
-        "held-out sequences of its task. With --tasks: what lm-evaluation-harness measures.",
+        "held-out sequences of its task. Of a model of images: bits per dimension of held-out ones, of as "
+        "many as --windows says. With --tasks: what lm-evaluation-harness measures.",
     )
     parser.add_argument(
         "run", type=str, help="The folder of a run, or another that transformers' from_pretrained reads."
@@ -54,9 +55,9 @@ def run(arguments: Sequence[str]) -> int:
         options = EvalConfig(**{name: value for name, value in values.items() if name not in _eval_tasks.NAMES})
     if names is not None:
         return _ask(parser, folder, names, parsed, options)
-    from subquad.tools.runs import is_classifier
+    from subquad.tools.runs import is_classifier, is_image_model
 
-    evaluation: Evaluation | ClassEvaluation
+    evaluation: Evaluation | ClassEvaluation | ImageEvaluation
     tables: list[Table]
     if is_classifier(folder):
         from subquad.tools import classify
@@ -65,6 +66,13 @@ def run(arguments: Sequence[str]) -> int:
             classifier = classify.load(folder, options)
         evaluation = classify.evaluate_run(classifier, options)
         tables = [classify.evaluation_table(evaluation)]
+    elif is_image_model(folder):
+        from subquad.tools import _image_eval
+
+        with parser.checking():
+            images = _image_eval.load(folder, options)
+        evaluation = _image_eval.evaluate_run(*images, options.batch_size)
+        tables = [_image_eval.evaluation_table(evaluation)]
     else:
         with parser.checking():
             loaded = _load(folder, options)
@@ -77,7 +85,7 @@ def run(arguments: Sequence[str]) -> int:
     return 0
 
 
-def _write(evaluation: Evaluation | ClassEvaluation | TaskEvaluation, file: str | None) -> None:
+def _write(evaluation: Evaluation | ClassEvaluation | ImageEvaluation | TaskEvaluation, file: str | None) -> None:
     if file is not None:
         Path(file).write_text(json.dumps(evaluation.to_dict(), indent=2) + "\n", encoding="utf-8")
 

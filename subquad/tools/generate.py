@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any, Literal
 from subquad.generation.config import SamplingConfig
 from subquad.generation.stop import StopStrings
 from subquad.models.perceiver_options import Decode
+from subquad.tools import _generate_images
 from subquad.tools.arguments import Parser
 
 if TYPE_CHECKING:
@@ -25,6 +26,7 @@ logger = logging.getLogger(__name__)
 
 DECODE_HELP = "How a perceiver_ar goes on when all latents are used (null: as it was trained); see `subquad list`."
 REFILL_HELP = "Latents that a prompt and a refill leave, for --decode refill and frozen (null: half of them)."
+ADAPTER_HELP = "The folder of a LoRA adapter, to put on the model in RUN, its base."
 DEVICE_HELP = "auto: a GPU where PyTorch finds one; cpu: never."
 
 
@@ -42,7 +44,9 @@ BEAMS_HELP = "Search for the likeliest text with so many beams, instead of drawi
 def make_parser() -> Parser:
     """The command's options."""
     parser = Parser(
-        "generate RUN --prompt TEXT", "Continue a prompt with a trained model, carrying its state from token to token."
+        "generate RUN --prompt TEXT",
+        "Continue a prompt with a trained model, carrying its state from token to token; or, with --images, draw "
+        "images with a model of them.",
     )
     parser.add_argument(
         "run", type=str, help="The folder of a run, or another that transformers' from_pretrained reads."
@@ -57,8 +61,10 @@ def make_parser() -> Parser:
     parser.add_yes_no("stream", "Whether to print each word as it comes instead of everything at the end.")
     parser.add_argument("--decode", type=Decode | None, default=None, help=DECODE_HELP)
     parser.add_argument("--refill", type=int | None, default=None, help=REFILL_HELP)
+    parser.add_argument("--adapter", type=str | None, default=None, help=ADAPTER_HELP)
     parser.add_argument("--device", type=Literal["auto", "cpu"], default="auto", help=DEVICE_HELP)
     parser.add_class_arguments(SamplingConfig, None, as_group=False)
+    _generate_images.add_arguments(parser)
     return parser
 
 
@@ -66,13 +72,17 @@ def run(arguments: Sequence[str]) -> int:
     """Parse, generate, return the exit status."""
     parser = make_parser()
     values = parser.parse_args(arguments).as_dict()
+    if values["images"] is not None:
+        _generate_images.run(values, parser)
+        return 0
     with parser.checking():
+        _generate_images.refuse_with_text(values, parser)
         ask = Ask.of(values)
         prompt = _prompt(values.pop("prompt"), values.pop("prompt_file"))
     from subquad.tools.runs import load_run
 
     with parser.checking():
-        loaded = load_run(values["run"], values["device"])
+        loaded = load_run(values["run"], values["device"], values["adapter"])
         _set_decode(loaded.decoder, values["decode"], values["refill"])
         tokens = _tokens(loaded, prompt)
         state = _state(loaded.decoder, ask.state_in)

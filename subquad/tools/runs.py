@@ -11,8 +11,10 @@ from tokenizers import Tokenizer
 from transformers.utils.logging import disable_progress_bar
 
 from subquad.data import load_tokenizer
-from subquad.hf import SubquadClassifierConfig, SubquadForCausalLM, SubquadForSequenceClassification
+from subquad.hf import SubquadClassifierConfig, SubquadForCausalLM, SubquadForSequenceClassification, SubquadImageConfig
+from subquad.hf.lora import is_adapter
 from subquad.models import Decoder
+from subquad.tools import _adapters
 from subquad.training.config import TrainConfig
 
 
@@ -41,10 +43,11 @@ class LoadedClassifier(NamedTuple):
     config: TrainConfig | None
 
 
-def load_run(folder: str | Path, device: str = "auto") -> LoadedRun:
+def load_run(folder: str | Path, device: str = "auto", adapter: str | None = None) -> LoadedRun:
     """Read a run's folder, one of its checkpoints, or any folder with a model's files and `tokenizer.json`.
 
-    `device` is `cpu`, or `auto` for a GPU where PyTorch finds one. Raises `FileNotFoundError` that names what is
+    `device` is `cpu`, or `auto` for a GPU where PyTorch finds one. The folder of a LoRA adapter is read with its base;
+    `adapter` names one to put on the model in `folder`. Raises `FileNotFoundError` that names what is
     missing and says what to do, and `ValueError` for a classifier and for a model that was trained on a probe.
     """
     folder, home = _model_folder(folder)
@@ -52,7 +55,15 @@ def load_run(folder: str | Path, device: str = "auto") -> LoadedRun:
         raise ValueError(
             f"{folder} holds a classifier: it labels whole sequences and predicts no text; `subquad eval` measures it"
         )
+    if is_image_model(folder):
+        raise ValueError(
+            f"{folder} holds a model of images, which knows no text; `subquad generate RUN --images 100` draws images"
+        )
     settings = _settings(home)
+    if settings is not None and settings.task == "pretrain":
+        raise ValueError(
+            f"{folder} holds an encoder in pretraining, no finished model: it is the first phase of a classifier"
+        )
     if settings is not None and settings.task == "probe":
         raise ValueError(
             f"{folder} holds a model of the probe {settings.probe.name}, which knows no text; `subquad probe` measures "
@@ -60,7 +71,7 @@ def load_run(folder: str | Path, device: str = "auto") -> LoadedRun:
         )
     if not (home / "tokenizer.json").is_file():
         raise FileNotFoundError(f"{home} holds no tokenizer.json; copy the one that the model was trained with there")
-    model = SubquadForCausalLM.from_pretrained(folder, local_files_only=True).eval()
+    model = _adapters.read(SubquadForCausalLM, folder, adapter).eval()
     model.to(_device(device))
     return LoadedRun(folder, model.model, load_tokenizer(home), settings)
 
@@ -74,7 +85,7 @@ def load_probe(folder: str | Path, device: str = "auto") -> LoadedProbe:
     settings = _settings(home)
     if settings is None or settings.task != "probe":
         raise ValueError(f"{folder} holds no model of a probe; `subquad train --task probe` makes one")
-    model = SubquadForCausalLM.from_pretrained(folder, local_files_only=True).eval()
+    model = _adapters.read(SubquadForCausalLM, folder).eval()
     model.to(_device(device))
     return LoadedProbe(folder, model.model, settings)
 
@@ -85,20 +96,26 @@ def is_probe(folder: str | Path) -> bool:
     return settings is not None and settings.task == "probe"
 
 
-def load_classifier(folder: str | Path, device: str = "auto") -> LoadedClassifier:
+def load_classifier(folder: str | Path, device: str = "auto", adapter: str | None = None) -> LoadedClassifier:
     """Read the folder of a classifier's run, or one of its checkpoints. Raises as `load_run`, for what it refuses."""
     folder, home = _model_folder(folder)
     if not is_classifier(folder):
         raise ValueError(f"{folder} holds a language model, no classifier")
-    model = SubquadForSequenceClassification.from_pretrained(folder, local_files_only=True).eval()
+    model = _adapters.read(SubquadForSequenceClassification, folder, adapter).eval()
     model.to(_device(device))
     return LoadedClassifier(folder, model, _settings(home))
 
 
 def is_classifier(folder: str | Path) -> bool:
-    """Whether a folder holds a classifier, by its config.json."""
-    file = Path(folder) / "config.json"
+    """Whether a folder holds a classifier, by its config.json; an adapter's is its base's."""
+    file = _adapters.home(folder) / "config.json"
     return file.is_file() and json.loads(file.read_text()).get("model_type") == SubquadClassifierConfig.model_type
+
+
+def is_image_model(folder: str | Path) -> bool:
+    """Whether a folder holds a model of images, by its config.json; an adapter's is its base's."""
+    file = _adapters.home(folder) / "config.json"
+    return file.is_file() and json.loads(file.read_text()).get("model_type") == SubquadImageConfig.model_type
 
 
 def _model_folder(folder: str | Path) -> tuple[Path, Path]:
@@ -109,7 +126,7 @@ def _model_folder(folder: str | Path) -> tuple[Path, Path]:
     checkpoint = folder.resolve().parent.name == "checkpoints" and not (folder / "tokenizer.json").is_file()
     home = folder.resolve().parent.parent if checkpoint else folder
     settings = home / "config.yaml"
-    if not (folder / "config.json").is_file():
+    if not (folder / "config.json").is_file() and not is_adapter(folder):
         hint = "give the folder of a run, as `subquad train` makes it"
         if settings.is_file():
             hint = f"its training has not ended; go on with: subquad train --config {settings}"

@@ -27,7 +27,12 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 SAMPLES = 3
 """Samples at the end of a run: the first is greedy."""
-FINISH = {"classify": "subquad.tools.classify", "probe": "subquad.tools._probe_training"}
+FINISH = {
+    "classify": "subquad.tools.classify",
+    "image": "subquad.tools._image_training",
+    "pretrain": "subquad.tools._pretraining",
+    "probe": "subquad.tools._probe_training",
+}
 """The module of each other task: its `finish(result)` measures, prints and keeps what it has measured."""
 
 
@@ -57,8 +62,8 @@ def make_parser() -> Parser:
     parser = Parser(
         "train",
         "Train a language model, evaluate it on held-out text, sample it, and report; or, with --task classify, train "
-        "a classifier, with --task probe a model that remembers, and report its accuracy. An interrupted run goes on "
-        "when the same command is given again.",
+        "a classifier, with --task probe a model that remembers, and report its accuracy, with --task image a model of "
+        "images, and report its bits per dimension. An interrupted run goes on when the same command is given again.",
     )
     parser.add_files()
     parser.add_config(TrainConfig)
@@ -83,12 +88,22 @@ def check(config: TrainConfig) -> None:
 
     from subquad.models import Classifier
     from subquad.models.stacks import build_model
-    from subquad.training.tasks import check_forms, check_probe, labelled, window_labels
+    from subquad.training.pretrain import check_pretraining
+    from subquad.training.tasks import check_forms, check_image, check_probe, labelled, window_labels
 
+    if config.lora.rank:
+        from subquad.training.lora import with_base
+
+        config = with_base(config)
     check_forms(config)
     with torch.device("meta"):
-        if config.task == "classify":
-            Classifier(config.encoder(num_classes=len(labelled(config).classes)))
+        if config.task in ("classify", "pretrain"):
+            if config.classify.dataset == "toy":  # others take long to make or to read
+                labelled(config)
+            Classifier(config.encoder(num_classes=2))
+            check_pretraining(config)
+        elif config.task == "image":
+            check_image(config)
         else:
             build_model(config.model)
             if config.task == "probe":

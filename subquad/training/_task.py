@@ -11,6 +11,7 @@ from torch import Tensor
 from torch.utils.data import Dataset, Subset
 
 from subquad.data import Corpus
+from subquad.data.images import ImageSet
 from subquad.data.labelled import LabelledCorpus
 from subquad.data.probe_items import ProbeCorpus
 from subquad.models.config import DecoderConfig
@@ -19,7 +20,7 @@ from subquad.training.config import TrainConfig
 if TYPE_CHECKING:
     from transformers import EvalPrediction
 
-    from subquad.hf import SubquadForCausalLM, SubquadForSequenceClassification
+    from subquad.hf import SubquadForCausalLM, SubquadForImages, SubquadForPreTraining, SubquadForSequenceClassification
 
 logger = logging.getLogger(__name__)
 
@@ -32,18 +33,22 @@ class Task:
 
     config: TrainConfig
     """The run's configuration with what the data decides filled in."""
-    data: Corpus | LabelledCorpus | ProbeCorpus
+    data: Corpus | ImageSet | LabelledCorpus | ProbeCorpus
     train: Items
     count: int
     """Items in `train`."""
     held_out: Items
     """The items of the periodic evaluation: always the same."""
-    make_model: Callable[[], SubquadForCausalLM | SubquadForSequenceClassification]
+    make_model: Callable[
+        [], SubquadForCausalLM | SubquadForImages | SubquadForPreTraining | SubquadForSequenceClassification
+    ]
     """Make the model, with first weights from the present random numbers."""
     identity: dict[str, Any]
     """What must stay the same for a run to go on, beside the configuration."""
     files: dict[str, bytes] = field(default_factory=dict)
     """What the run's folder keeps, by name."""
+    augment: Callable[[dict[str, Tensor]], dict[str, Tensor]] | None = None
+    """Change a training batch at random, by torch's random numbers."""
     measure: Callable[[EvalPrediction], dict[str, float]] | None = None
     """Numbers beside the loss, from the logits and labels of the periodic evaluation."""
 

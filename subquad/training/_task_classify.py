@@ -2,44 +2,94 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from subquad.data.labelled import LabelledCorpus
-from subquad.data.toy import toy
+from subquad.data.labelled import LabelledCorpus, labelled_corpus
 from subquad.training._task import Task, fitted, spread
 from subquad.training.config import TrainConfig
 
 if TYPE_CHECKING:
+    from rich.console import Console
     from transformers import EvalPrediction
 
-
-def labelled(config: TrainConfig) -> LabelledCorpus:
-    """The labelled sequences of `config`. Raises `ValueError` where batch.length is too short for them."""
-    options = config.classify
-    return toy(config.batch.length, examples=options.examples, held_out=options.held_out, seed=options.seed)
+    from subquad.hf import SubquadForSequenceClassification
 
 
-def classification_task(config: TrainConfig) -> Task:
+def labelled(config: TrainConfig, console: Console | None = None) -> LabelledCorpus:
+    """The labelled sequences of `config`; the console hears what is being done. Raises as `labelled_corpus`."""
+    if console is None:
+        return labelled_corpus(config.classify, config.batch.length)
+    with console.status("preparing the sequences") as status:
+        said = ""
+
+        def show(what: str, done: int, total: int) -> None:
+            nonlocal said
+            status.update(f"{what}: {done:,} of {total:,}")
+            if what != said and not console.is_terminal:
+                console.print(what, highlight=False)
+            said = what
+
+        return labelled_corpus(config.classify, config.batch.length, progress=show)
+
+
+def classification_task(config: TrainConfig, console: Console | None = None) -> Task:
     """The labelled sequences of `config`. Raises `ValueError` as `train` says."""
-    from subquad.hf import SubquadClassifierConfig, SubquadForSequenceClassification
+    from subquad.data.augment import augmentation
+    from subquad.training.pretrain import check_pretraining
 
-    options, corpus = config.classify, labelled(config)
-    config = config.replace(model=fitted(config.model, corpus.vocab_size, "as the sequences have it"))
-    encoder = config.encoder(len(corpus.classes))
+    corpus = labelled(config, console)
+    config = with_vocabulary(config, corpus)
+    check_pretraining(config)
+    options = config.classify
     return Task(
         config=config,
         data=corpus,
         train=corpus.train,
-        count=options.examples,
-        held_out=spread(corpus.held_out, options.held_out, config.run.eval_windows),
-        make_model=lambda: SubquadForSequenceClassification(
-            SubquadClassifierConfig.from_encoder(encoder, classes=corpus.classes)
-        ),
-        identity={"task": "classify", "pooling": options.pooling, "data": corpus.fingerprint},
+        count=size(corpus.train),
+        held_out=spread(corpus.held_out, size(corpus.held_out), config.run.eval_windows),
+        make_model=lambda: _model(config, corpus),
+        identity={"task": "classify", "pooling": options.pooling, "data": corpus.fingerprint, **_changes(config)},
         measure=_accuracy,
+        augment=augmentation(options.dataset) if options.augment else None,
     )
+
+
+def with_vocabulary(config: TrainConfig, corpus: LabelledCorpus) -> TrainConfig:
+    """The configuration with the data's vocabulary, and a mask token after it where tokens are to be hidden."""
+    mask = config.pretrain.hides
+    source = f"as the sequences have it{', and a mask token' if mask else ''}"
+    return config.replace(model=fitted(config.model, corpus.vocab_size + mask, source))
+
+
+def size(items: Any) -> int:
+    """How many items a map-style dataset has."""
+    return len(items)
+
+
+def _model(config: TrainConfig, corpus: LabelledCorpus) -> SubquadForSequenceClassification:
+    from subquad.hf import SubquadClassifierConfig, SubquadForSequenceClassification
+    from subquad.hf.classification import Denoising
+    from subquad.models.pretraining import Hiding
+
+    encoder, options = config.encoder(len(corpus.classes)), config.pretrain
+    model = SubquadForSequenceClassification(SubquadClassifierConfig.from_encoder(encoder, classes=corpus.classes))
+    if options.joint_weight > 0:
+        model.denoising = Denoising(options.joint_weight, Hiding(options.mask_fraction, options.random_fraction))
+    return model
+
+
+def _changes(config: TrainConfig) -> dict[str, Any]:
+    """What must stay the same beside the data, where it is not the default."""
+    values: dict[str, Any] = {}
+    if config.classify.causal:
+        values["causal"] = True
+    if config.classify.augment:
+        values["augment"] = True
+    if config.pretrain.effective:
+        values["pretrain"] = config.pretrain.effective
+    return values
 
 
 def _accuracy(prediction: EvalPrediction) -> dict[str, float]:

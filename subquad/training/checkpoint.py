@@ -25,7 +25,7 @@ FORMAT = "subquad-checkpoint"
 FORMAT_VERSION = 1
 MANIFEST = "manifest.json"
 REQUIRED = ("model", "optimizer", "scheduler", "rng_state", "trainer_state")
-"""Every checkpoint holds at least one file or folder whose name begins so."""
+"""Every checkpoint holds at least one file or folder whose name begins so; that of LoRA has an adapter_model."""
 _ASIDE, _TRASH = ".saving-", ".trash-"
 
 
@@ -56,7 +56,7 @@ def publish(folder: Path, target: Path, *, step: int, settings: Mapping[str, Any
     files = sorted(path for path in folder.rglob("*") if path.is_file())
     names = [path.relative_to(folder).as_posix() for path in files]
     for part in REQUIRED:
-        if not any(name.startswith(part) for name in names):
+        if not any(name.removeprefix("adapter_").startswith(part) for name in names):
             raise CheckpointError(f"{folder} holds no {part} file; a checkpoint needs {', '.join(REQUIRED)}")
     manifest = {
         "format": FORMAT,

@@ -127,9 +127,10 @@ class RunConfig(Config):
 class TrainConfig(Config):
     """A training run: a model, a text, labelled sequences, images or a probe, an optimizer and a folder."""
 
-    task: Literal["language", "classify", "image", "probe"] = "language"
+    task: Literal["language", "classify", "pretrain", "image", "probe"] = "language"
     """language: predict the next token of the text in data; classify: label the sequences in classify, by the
-    bidirectional form of the mechanisms; image: predict the next pixel of the images in image; probe: predict what the
+    bidirectional form of the mechanisms or (classify.causal) the causal one; pretrain: what pretrain.kind does first,
+    alone; image: predict the next pixel of the images in image; probe: predict what the
     sequences in probe ask to be remembered."""
     model: DecoderConfig = field(default_factory=DecoderConfig)
     """The model; its vocabulary size follows the tokenizer, or the made-up sequences."""
@@ -165,21 +166,35 @@ class TrainConfig(Config):
             raise ValueError(f"schedule.warmup must be below run.steps={self.run.steps}, got {self.schedule.warmup}")
         if self.task != "language":
             _unused("data", self.data.replace(cache=None), DataConfig(), self.task)
-        if self.task != "classify":
+        if self.task not in ("classify", "pretrain"):
             _unused("classify", self.classify, ClassifyConfig(), self.task)
             _unused("pretrain", self.pretrain, PretrainConfig(), self.task)
         if self.task != "image":
             _unused("image", self.image, ImageConfig(), self.task)
         if self.task != "probe":
             _unused("probe", self.probe, ProbeConfig(), self.task)
-        if self.task == "classify":
+        if self.task == "pretrain" and self.pretrain.kind == "none":
+            raise ValueError("task=pretrain needs to know what is learned: pretrain.kind must be denoise or causal")
+        if self.lora.rank and self.pretrain.effective:
+            raise ValueError(
+                "lora.rank adapts a trained model, which needs no first phase and no second loss: leave pretrain.kind "
+                "and pretrain.joint_weight out"
+            )
+        if self.task in ("classify", "pretrain"):
             self.encoder(2)
         elif self.task == "probe":
             self.probe.first_asked(self.batch.length)
 
     def encoder(self, num_classes: int) -> EncoderConfig:
         """The model as a classifier."""
-        return EncoderConfig.from_decoder(self.model, num_classes=num_classes, pooling=self.classify.pooling)
+        options = self.classify
+        return EncoderConfig.from_decoder(
+            self.model,
+            num_classes=num_classes,
+            pooling=options.pooling,
+            causal=options.causal,
+            towers=options.towers,
+        )
 
     @property
     def step_tokens(self) -> int:

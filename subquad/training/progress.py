@@ -55,7 +55,7 @@ class Metrics(TrainerCallback):
 
     Keys of a training record: step, loss (nats a token, an example or an asked token), lr, grad_norm, tokens (padding
     included), epochs, tokens_per_s, seconds. Of an evaluation: step, eval_loss, and of a classifier or a probe
-    eval_accuracy. A run that goes on first drops the records after its checkpoint.
+    eval_accuracy, of images eval_bits_per_dim. A run that goes on first drops the records after its checkpoint.
     """
 
     def __init__(self, folder: Path, meter: Meter, windows: int, step_windows: int) -> None:
@@ -102,7 +102,8 @@ class Metrics(TrainerCallback):
                 "seconds": self.meter.seconds,
             }
         elif "eval_loss" in logs:
-            record = {"step": step} | {name: logs[name] for name in ("eval_loss", "eval_accuracy") if name in logs}
+            names = ("eval_loss", "eval_accuracy", "eval_bits_per_dim")
+            record = {"step": step} | {name: logs[name] for name in names if name in logs}
         else:
             return
         with (self.folder / METRICS).open("a", encoding="utf-8") as file:
@@ -146,6 +147,7 @@ class Bar(TrainerCallback):
         self._loss: float | None = None
         self._held_out: float | None = None
         self._accuracy: float | None = None
+        self._bits: float | None = None
         self._last_line = 0.0
 
     def on_train_begin(
@@ -180,6 +182,7 @@ class Bar(TrainerCallback):
         self._loss = logs.get("loss", self._loss)
         self._held_out = logs.get("eval_loss", self._held_out)
         self._accuracy = logs.get("eval_accuracy", self._accuracy)
+        self._bits = logs.get("eval_bits_per_dim", self._bits)
         if self._bar is not None or not state.is_world_process_zero or not {"loss", "eval_loss"} & logs.keys():
             return
         due = "eval_loss" in logs or state.global_step == 1 or time.monotonic() - self._last_line >= PLAIN_LINE_SECONDS
@@ -200,6 +203,8 @@ class Bar(TrainerCallback):
             parts.append(f"held-out {self._held_out:.3f}")
         if self._accuracy is not None:
             parts.append(f"accuracy {self._accuracy:.1%}")
+        if self._bits is not None:
+            parts.append(f"{self._bits:.4f} bits a dimension")
         if self.meter.steps:
             left = (self.config.run.steps - step) * self.meter.seconds / self.meter.steps
             parts.append(f"{self.meter.tokens_per_second:,.0f} tokens/s")

@@ -8,13 +8,14 @@ import shlex
 import shutil
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
 
 from subquad.data import Corpus
+from subquad.data.images import ImageSet
 from subquad.data.labelled import LabelledCorpus
 from subquad.data.probe_items import ProbeCorpus
 from subquad.training import checkpoint
@@ -27,7 +28,7 @@ if TYPE_CHECKING:
     from rich.console import Console
     from transformers import TrainingArguments
 
-    from subquad.hf import SubquadForCausalLM, SubquadForSequenceClassification
+    from subquad.hf import SubquadForCausalLM, SubquadForImages, SubquadForPreTraining, SubquadForSequenceClassification
     from subquad.training.trainer import SubquadTrainer
 
 logger = logging.getLogger(__name__)
@@ -42,10 +43,10 @@ class RunResult:
     folder: Path
     config: TrainConfig
     """The configuration with the tokenizer's vocabulary size filled in, as `config.yaml` has it."""
-    model: SubquadForCausalLM | SubquadForSequenceClassification
+    model: SubquadForCausalLM | SubquadForImages | SubquadForPreTraining | SubquadForSequenceClassification
     """The model after the last step."""
-    corpus: Corpus | LabelledCorpus | ProbeCorpus
-    """The text or, with task=classify and task=probe, the sequences."""
+    corpus: Corpus | ImageSet | LabelledCorpus | ProbeCorpus
+    """The text or, with task=classify and task=probe, the sequences; with task=image the held-out images."""
     steps: int
     """Optimizer steps in all, those before a resume included."""
     tokens: int
@@ -77,12 +78,14 @@ def train(config: TrainConfig, *, resume: bool = True, console: Console | None =
     The folder gets `config.yaml`, `metrics.jsonl`, `tensorboard/`, `checkpoints/`, and at the end the model
     (`config.json`, `model.safetensors`, of a text `tokenizer.json`: `from_pretrained` reads it) and `curves.png`. A
     folder with a complete checkpoint is gone on with, bit for bit; `resume=False` is `run.resume=never`. `console`
-    shows progress; without one it goes to the log.
+    shows progress; without one it goes to the log. With `pretrain.kind` a classifier's encoder learns first, as a run
+    of its own in the folder `pretrain`, and either phase is gone on with.
 
     Raises `ValueError` for a mechanism that has not the form that the task needs, for windows that a model can't be
     trained on (`tasks.window_labels`) and for a text shorter than `batch.length`, `CheckpointError` (a `ValueError`)
     for checkpoints that can't be gone on with, and `NonFiniteError` for a loss or gradient that isn't finite.
     """
+    from subquad.training.pretrain import has_begun, pretrain
     from subquad.training.trainer import training_arguments
 
     folder = Path(config.run.folder)
@@ -91,17 +94,25 @@ def train(config: TrainConfig, *, resume: bool = True, console: Console | None =
     with arguments.main_process_first(local=False, desc="preparing the data"):
         task = prepare_task(config, console)
     config = task.config
+    two_phases = config.task == "classify" and config.pretrain.kind != "none"
     settings = _settings(task, arguments)
     main = arguments.process_index == 0
     with arguments.main_process_first(local=False, desc="looking for a checkpoint"):
         if main:
             checkpoint.sweep(root)
-        start = _checkpoint_to_resume(root, config, "never" if not resume else config.run.resume, settings)
+        policy = "never" if not resume else config.run.resume
+        if two_phases and policy == "must" and has_begun(config):
+            policy = "auto"  # the checkpoint to go on with may be the first phase's
+        start = _checkpoint_to_resume(root, config, policy, settings)
         if main:
             root.mkdir(parents=True, exist_ok=True)
             _keep_settings(folder, task)
+    if two_phases and start is None:
+        task, stopped = pretrain(task, console, resume=resume)
+        if stopped is not None:
+            return stopped
     with _threads(config.run.threads):
-        return _run(task, arguments, settings, start, console)
+        return replace(_run(task, arguments, settings, start, console), config=config)
 
 
 def _run(
@@ -117,6 +128,10 @@ def _run(
     from subquad.training.progress import Bar, Meter, Metrics
     from subquad.training.trainer import NumberedWindows, SubquadTrainer
 
+    trainer_class = SubquadTrainer
+    if task.config.lora.rank:
+        from subquad.training.lora import LoraTrainer as trainer_class  # noqa: N813
+
     config = task.config
     folder = Path(config.run.folder)
     step_windows = config.batch.size * config.batch.accumulation * arguments.world_size
@@ -127,7 +142,7 @@ def _run(
     bar = Bar(console, meter, config)
     with StopSignal() as stop:
         flow = Flow(config.run, stop)
-        trainer = SubquadTrainer(
+        trainer = trainer_class(
             model,
             config,
             settings,
@@ -137,6 +152,7 @@ def _run(
             compute_metrics=task.measure,
             callbacks=[meter, flow, metrics, bar],
         )
+        trainer.augment = task.augment
         try:
             trainer.train(resume_from_checkpoint=None if start is None else str(start))
         finally:
@@ -167,16 +183,19 @@ def _finish(folder: Path, trainer: SubquadTrainer, *, final: bool) -> None:
 
     records = read_metrics(folder)
     if records:
-        unit = {"language": "token", "classify": "example", "probe": "asked token"}[trainer.config.task]
-        draw_curves(records, folder / CURVES, title=f"{folder.name}: {trainer.config.model.attention}", unit=unit)
+        units = {"language": "token", "classify": "example", "image": "pixel", "probe": "asked token"}
+        unit = units.get(trainer.config.task, "predicted token")
+        title = f"{folder.name}: {trainer.config.model.attention}"
+        draw_curves(records, folder / CURVES, title=title, unit=unit)
     if not final:
         return
     aside = folder / ".saving-model"
     shutil.rmtree(aside, ignore_errors=True)
     trainer._save(str(aside))
     checkpoint.share(aside)
-    # config.json comes last: a folder that has it has the weights.
-    for path in sorted(aside.iterdir(), key=lambda path: path.name == "config.json"):
+    # The configuration comes last: a folder that has it has the weights.
+    last = ("config.json", "adapter_config.json")
+    for path in sorted(aside.iterdir(), key=lambda path: path.name in last):
         os.replace(path, folder / path.name)
     aside.rmdir()
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import math
 import shutil
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -20,7 +20,7 @@ from transformers.trainer_callback import PrinterCallback
 from transformers.utils import logging as hf_logging
 
 from subquad.data import EpochOrder
-from subquad.hf import SubquadForCausalLM, SubquadForSequenceClassification
+from subquad.hf import SubquadForCausalLM, SubquadForImages, SubquadForPreTraining, SubquadForSequenceClassification
 from subquad.training import checkpoint
 from subquad.training.config import TrainConfig
 from subquad.training.errors import CheckpointError, NonFiniteError
@@ -76,12 +76,12 @@ class SubquadTrainer(Trainer):
     and the windows, before the optimizer steps.
     """
 
-    model: SubquadForCausalLM | SubquadForSequenceClassification
+    model: SubquadForCausalLM | SubquadForImages | SubquadForPreTraining | SubquadForSequenceClassification
     train_dataset: NumberedWindows
 
     def __init__(
         self,
-        model: SubquadForCausalLM | SubquadForSequenceClassification,
+        model: SubquadForCausalLM | SubquadForImages | SubquadForPreTraining | SubquadForSequenceClassification,
         config: TrainConfig,
         settings: dict[str, Any],
         args: TrainingArguments,
@@ -91,6 +91,7 @@ class SubquadTrainer(Trainer):
         self.root = Path(str(args.output_dir))
         self.settings = settings
         self.step_windows: list[int] = []
+        self.augment: Callable[[dict[str, Tensor]], dict[str, Tensor]] | None = None
         super().__init__(model=model, args=args, **rest)
         # A mean over equally long windows needs no count of tokens; the Trainer then divides by the accumulation.
         self.model_accepts_loss_kwargs = False
@@ -125,6 +126,8 @@ class SubquadTrainer(Trainer):
         if accumulated >= self.config.batch.accumulation:
             self.step_windows = []
         self.step_windows += inputs.pop("window").tolist()
+        if self.augment is not None:
+            inputs = self.augment(inputs)
         loss = super().training_step(model, inputs, *args, **kwargs)
         self._require_finite("loss", loss)
         return loss
@@ -133,6 +136,12 @@ class SubquadTrainer(Trainer):
         """As the Trainer does, but the random numbers of training go on as if nothing had been evaluated."""
         with torch.random.fork_rng():
             return super().evaluate(*args, **kwargs)
+
+    def log(self, logs: dict[str, float], *args: Any, **kwargs: Any) -> None:
+        """As the Trainer does; the held-out loss of images in bits too."""
+        if self.config.task == "image" and "eval_loss" in logs:
+            logs["eval_bits_per_dim"] = logs["eval_loss"] / math.log(2)
+        super().log(logs, *args, **kwargs)
 
     def prediction_step(self, model: nn.Module, inputs: dict[str, Any], *args: Any, **kwargs: Any) -> Any:
         """The loss of a held-out batch; of a probe with the likeliest tokens, of a text without the logits."""

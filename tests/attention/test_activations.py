@@ -8,7 +8,7 @@ import torch
 from subquad.attention import build, mechanism, names
 from subquad.attention._activations import has_data
 from subquad.models import Decoder, DecoderConfig
-from subquad.models.encoder import Classifier
+from subquad.models.classifier import Classifier
 from subquad.models.encoder_config import EncoderConfig
 from subquad.ops.backends import use_backend
 

@@ -10,6 +10,7 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from subquad.attention import mechanism, names
 from subquad.models import Classifier, Decoder, DecoderConfig, Encoder, EncoderConfig
+from subquad.models.stacks import STACKS
 from subquad.ops import flops
 from subquad.testing import assert_exact, assert_same_maths
 
@@ -25,13 +26,14 @@ every_pooling = pytest.mark.parametrize("pooling", POOLINGS)
 
 def config_of(attention, **fields):
     mechanisms = [attention] if isinstance(attention, str) else attention
+    rotates = any(mechanism(name).rotates for name in mechanisms if name not in STACKS)
     shape = {
         "vocab_size": VOCABULARY,
         "dim": 16,
         "num_layers": 2,
         "num_heads": 2,
         "options": SMALL,
-        "position": "rope" if any(mechanism(name).rotates for name in mechanisms) else "learned",
+        "position": "rope" if rotates else "learned",
         "max_positions": 64,
         "init_std": 0.3,
     }
@@ -64,12 +66,16 @@ def some_mask():
 # --- the stack
 
 
-@every_mechanism
-def test_the_encoder_is_its_equation(name):
-    encoder, tokens = tiny(name), some_tokens()
+READINGS = [(name, form == "causal") for name in names() for form in mechanism(name).forms]
+"""Each mechanism in each of its forms, which is how an encoder reads."""
+
+
+@pytest.mark.parametrize(("name", "causal"), READINGS)
+def test_the_encoder_is_its_equation(name, causal):
+    encoder, tokens = tiny(name, causal=causal), some_tokens()
     x, memory = encoder.embedding(tokens), None
     for block in encoder.layers:
-        assert not block.attention.causal
+        assert block.attention.causal == causal
         z = block.attention_norm(x)
         if block.attention.hands_memory:
             y, _, memory = block.attention(z, memory=memory)
@@ -85,6 +91,40 @@ def test_the_first_token_sees_the_last():
     other = tokens.clone()
     other[:, -1] = (other[:, -1] + 1) % VOCABULARY
     assert not torch.isclose(encoder(other)[:, 0], encoder(tokens)[:, 0]).all()
+
+
+@pytest.mark.parametrize("causal", [False, True])
+def test_llp_reads_its_neighbours_or_its_past(causal):
+    """Half segments of 3 tokens: of block i a token sees blocks i - 1 to i + 1, or i - 1 and its own up to itself."""
+    encoder, tokens = tiny("llp", num_layers=1, num_heads=1, position="none", causal=causal), some_tokens()
+    (block,) = encoder.layers
+    x = encoder.embedding(tokens)
+    z = block.attention_norm(x)
+    q, k, v = block.attention.query(z), block.attention.key(z), block.attention.value(z)
+    place = torch.arange(TOKENS)
+    away = place[:, None] // 3 - place // 3
+    seen = ((away == 0) | (away == 1)) & (place[:, None] >= place) if causal else away.abs() <= 1
+    scores = (q @ k.transpose(1, 2) / 16**0.5).masked_fill(~seen, -torch.inf)
+    x = x + block.attention.out(scores.softmax(-1) @ v)
+    x = x + block.feedforward(block.feedforward_norm(x))
+    assert_same_maths(encoder(tokens), encoder.norm(x))
+
+
+@pytest.mark.parametrize(("name", "pooling"), [("llp", "last"), ("full", "mean"), ("elita", "last"), ("luna", "last")])
+def test_a_causal_encoder_does_not_see_what_follows(name, pooling):
+    encoder, tokens = tiny(name, causal=True, pooling=pooling), some_tokens()
+    other = tokens.clone()
+    other[:, 9:] = (other[:, 9:] + 1) % VOCABULARY
+    assert_same_maths(encoder(other)[:, :9], encoder(tokens)[:, :9])
+    assert not torch.isclose(encoder.pooled(other), encoder.pooled(tokens)).all()
+
+
+def test_one_pass_gives_the_vectors_and_what_is_pooled():
+    for pooling in POOLINGS:
+        encoder, tokens, mask = tiny("full", pooling=pooling), some_tokens(), some_mask()
+        vectors, pooled = encoder.read(tokens, mask)
+        assert_exact(vectors, encoder(tokens, mask))
+        assert_exact(pooled, encoder.pooled(tokens, mask))
 
 
 @every_mechanism
@@ -249,6 +289,46 @@ def test_the_cost_is_what_torch_counts(name, pooling):
         assert backward.get_total_flops() == cost.backward_flops
 
 
+# --- two towers
+
+
+def other_tokens():
+    return some_tokens().flip(0).flip(1)
+
+
+@pytest.mark.parametrize("name", ["full", "latte", "perceiver", "perceiver_io"])
+def test_two_towers_are_one_encoder_and_a_head_on_both_vectors(name):
+    config = {"position": "learned", "towers": 2, "dropout": 0.3}
+    model, one, other, mask = classifier(name, **config), some_tokens(), other_tokens(), some_mask()
+    a, b = model.encoder.pooled(one, mask), model.encoder.pooled(other)
+    head = model.head
+    hidden = torch.nn.functional.gelu(head.hidden(torch.cat([a, b, a - b, a * b], 1)))
+    assert head.hidden.weight.shape == (16, 64)
+    assert_same_maths(model(one, mask, other), head.out(hidden))
+    assert not torch.isclose(model(one, mask, other), model(other, None, one, mask)).all()
+
+
+def test_the_cost_of_a_pair_is_what_torch_counts():
+    flops.register()
+    model, tokens = classifier("full", towers=2).float().train(), some_tokens(1)
+    cost = model.cost(TOKENS)
+    with FlopCounterMode(display=False) as forward:
+        logits = model(tokens, None, tokens)
+    with FlopCounterMode(display=False) as backward:
+        logits.sum().backward()
+    assert forward.get_total_flops() == cost.mixing_flops + cost.projection_flops
+    assert backward.get_total_flops() == cost.backward_flops
+    assert cost.activation_bytes > 1.5 * classifier("full").float().cost(TOKENS).activation_bytes
+
+
+def test_a_pair_is_needed_where_there_are_two_towers_and_nowhere_else():
+    tokens = some_tokens()
+    with pytest.raises(ValueError, match="two towers: it labels pairs of sequences, and the second one is missing"):
+        classifier(towers=2)(tokens)
+    with pytest.raises(ValueError, match="labels single sequences and takes no pair; towers=2 makes one that does"):
+        classifier()(tokens, None, tokens)
+
+
 # --- first weights, dropout
 
 
@@ -290,6 +370,12 @@ def test_a_stack_without_the_form_says_so():
         Classifier(EncoderConfig(attention="perceiver_ar"))
 
 
+@pytest.mark.parametrize("name", ["perceiver", "perceiver_io"])
+def test_a_perceiver_is_not_causal(name):
+    with pytest.raises(ValueError, match=f"{name} reads whole sequences: it has no causal form"):
+        classifier(name, position="learned", causal=True)
+
+
 def test_an_option_that_contradicts_the_model_is_refused():
     with pytest.raises(ValueError, match="this model is bidirectional, but the options of attention 'full' say causal"):
         tiny("full", options={"full": {"causal": True}})
@@ -316,6 +402,8 @@ def test_a_learned_table_that_is_too_short_is_named():
     ({"num_classes": 1}, "num_classes must be at least 2, got 1"),
     ({"pooling": "max"}, "unknown pooling 'max'; valid: class, last, mean"),
     ({"loops": 3}, "an encoder has neither loops nor a look-up head, got loops=3, lookup=None"),
+    ({"towers": 3}, "towers must be 1 or 2, got 3"),
+    ({"causal": True, "pooling": "class"}, "a class token stands before all others and, with causal=true, sees none"),
     ({"lookup": 64}, "an encoder has neither loops nor a look-up head, got loops=1, lookup=64"),
 ])  # fmt: skip
 def test_wrong_settings_are_refused(fields, message):

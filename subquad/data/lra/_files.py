@@ -1,0 +1,107 @@
+"""Plain and packed files of a data set, read line by line; errors name the file and the line."""
+
+from __future__ import annotations
+
+import bz2
+import gzip
+import lzma
+import zlib
+from collections.abc import Callable, Iterable, Iterator
+from pathlib import Path
+from typing import IO, Any, NamedTuple
+
+import numpy as np
+
+from subquad.data.lra.store import Labelled, Pairs
+from subquad.data.sources import check_text
+
+_OPEN: dict[str, Callable[[Path, str], Any]] = {".xz": lzma.open, ".gz": gzip.open, ".bz2": bz2.open}
+_DAMAGE = (EOFError, OSError, lzma.LZMAError, zlib.error)
+PIECE = 1 << 24
+"""Bytes of text that are handed on at once."""
+
+
+class Contents(NamedTuple):
+    """What a reader finds: the parts, what the labels mean, and how many tokens there are."""
+
+    parts: dict[str, Iterable[Labelled] | Pairs]
+    classes: tuple[str, ...]
+    vocab_size: int
+
+
+class Text(NamedTuple):
+    """A document, where it stands, and its label as it is written there."""
+
+    where: str
+    text: bytes
+    label: str
+
+
+def packed(folder: Path, name: str) -> Path | None:
+    """The file `name` in `folder`, plain or as `name.xz`, `.gz`, `.bz2`; None where there is none."""
+    return next((file for suffix in ("", *_OPEN) if (file := folder / f"{name}{suffix}").is_file()), None)
+
+
+def needed(folder: Path, name: str) -> Path:
+    """As `packed`; `FileNotFoundError` where there is none."""
+    if (file := packed(folder, name)) is None:
+        raise FileNotFoundError(f"there is no {name} (or .xz, .gz, .bz2) in {folder}")
+    return file
+
+
+def lines(file: Path) -> Iterator[tuple[str, bytes]]:
+    """Each line without its end, after `file, line N`; `ValueError` for a packed file that is damaged."""
+    try:
+        stream: IO[bytes] = _OPEN.get(file.suffix, open)(file, "rb")
+        with stream:
+            for number, line in enumerate(stream, 1):
+                yield f"{file}, line {number}", line.rstrip(b"\r\n")
+    except _DAMAGE as error:
+        raise ValueError(f"{file} is damaged and does not unpack: {error}") from error
+
+
+def cells(where: str, line: bytes, columns: str) -> list[bytes]:
+    """The columns of a line between tabs; `ValueError` for another number of them."""
+    found = line.split(b"\t")
+    wanted = columns.split()
+    if len(found) != len(wanted):
+        raise ValueError(f"{where} has {len(found)} columns between tabs, not the {len(wanted)}: {', '.join(wanted)}")
+    return found
+
+
+def is_label(where: str, label: str, classes: Iterable[str]) -> int:
+    """The number of the class `label`; `ValueError` for one that is none."""
+    valid = list(classes)
+    if not label:
+        raise ValueError(f"{where} has no label; valid: {', '.join(valid)}")
+    if label not in valid:
+        raise ValueError(f"{where} has the label {label[:40]!r}; valid: {', '.join(valid)}")
+    return valid.index(label)
+
+
+def as_bytes(where: str, text: bytes) -> np.ndarray:
+    """A document's bytes as tokens; `ValueError` for one that is empty or not UTF-8 text."""
+    if not text:
+        raise ValueError(f"{where} holds no text")
+    check_text(text, where)
+    return np.frombuffer(text, np.uint8)
+
+
+def pieces(found: Iterable[tuple[np.ndarray, int]]) -> Iterator[Labelled]:
+    """Sequences with their labels, some megabytes at once."""
+    tokens: list[np.ndarray] = []
+    labels: list[int] = []
+    size = 0
+    for sequence, label in found:
+        tokens.append(sequence)
+        labels.append(label)
+        size += len(sequence)
+        if size >= PIECE:
+            yield _joined(tokens, labels)
+            tokens, labels, size = [], [], 0
+    if tokens:
+        yield _joined(tokens, labels)
+
+
+def _joined(tokens: list[np.ndarray], labels: list[int]) -> Labelled:
+    return Labelled(np.concatenate(tokens), np.array([len(sequence) for sequence in tokens]), np.array(labels))

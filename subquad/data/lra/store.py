@@ -1,0 +1,142 @@
+"""Labelled sequences on disk: a token shard and a file of labels for each part, and what is common to all parts.
+
+A folder holds `{train,held_out,test}.tokens` (`subquad.data.shards`), `{train,held_out,test}.labels` (uint16,
+little-endian), for pairs `{train,held_out,test}.pairs` (two int64 each: the documents' numbers in the shard), and
+`manifest.json` with the classes and the SHA-256 of all that. Sequences are whole: they are cut when they are read.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+from typing import NamedTuple
+
+import numpy as np
+
+from subquad.config import digest
+from subquad.data.files import read_json, write_json
+from subquad.data.shards import ShardWriter, TokenShard
+
+VERSION = 1
+PARTS = ("train", "held_out", "test")
+NO_LABELS = np.empty(0, np.int64)
+
+
+class Labelled(NamedTuple):
+    """Sequences and their labels: `tokens` in one piece, sequence i of `lengths[i]` tokens with `labels[i]`."""
+
+    tokens: np.ndarray
+    lengths: np.ndarray
+    labels: np.ndarray
+
+
+class Pairs(NamedTuple):
+    """Documents (their own labels are not read), and pairs of them: `which` `[N, 2]`, `labels` `[N]`."""
+
+    documents: Iterable[Labelled]
+    which: np.ndarray
+    labels: np.ndarray
+
+
+class Store:
+    """The parts of a labelled data set, mapped from a folder.
+
+    Raises `FileNotFoundError`, or `ValueError` for a folder of another version or one that is damaged.
+    """
+
+    def __init__(self, folder: Path) -> None:
+        manifest = read_json(folder / "manifest.json")
+        if manifest["version"] != VERSION:
+            raise ValueError(
+                f"{folder} has version {manifest['version']} of labelled data, this release reads {VERSION}"
+            )
+        self.folder = folder
+        self.classes: tuple[str, ...] = tuple(manifest["classes"])
+        self.vocab_size: int = manifest["vocab_size"]
+        self.pairs: bool = manifest["pairs"]
+        self.source: str = manifest["source"]
+        self.fingerprint = digest([manifest[name] for name in ("classes", "vocab_size", "pairs", "sha256")])
+        """Of all that the store holds, wherever it came from."""
+        self.tokens: dict[str, TokenShard] = {}
+        self.labels: dict[str, np.ndarray] = {}
+        self.index: dict[str, np.ndarray] = {}
+        """Which documents of the shard each example has, `[N, 1]` or `[N, 2]`."""
+        for part in PARTS:
+            self.tokens[part] = TokenShard(folder / f"{part}.tokens")
+            self.labels[part] = _checked(folder / f"{part}.labels", manifest["sha256"][part][1], "<u2")
+            index = np.arange(len(self.labels[part]))
+            if self.pairs:
+                index = _checked(folder / f"{part}.pairs", manifest["sha256"][part][2], "<i8")
+            self.index[part] = index.reshape(len(self.labels[part]), -1)
+
+
+def write_store(
+    folder: Path,
+    parts: dict[str, Iterable[Labelled] | Pairs],
+    *,
+    classes: Sequence[str],
+    vocab_size: int,
+    source: str,
+) -> None:
+    """Fill the folder `folder`, which nobody reads yet; `parts` are read in their order.
+
+    Raises `ValueError` for a class without an example in the training part and for a part without any.
+    """
+    checksums, pairs = {}, False
+    for part, given in parts.items():
+        pairs = isinstance(given, Pairs)
+        documents = given.documents if isinstance(given, Pairs) else given
+        labels, tokens = _write_tokens(folder / f"{part}.tokens", documents, vocab_size, f"{source}, part {part!r},")
+        checksums[part] = [tokens]
+        if isinstance(given, Pairs):
+            labels = given.labels
+        _check_classes(part, labels, classes, source)
+        checksums[part].append(_write(folder / f"{part}.labels", labels.astype("<u2")))
+        if isinstance(given, Pairs):
+            checksums[part].append(_write(folder / f"{part}.pairs", given.which.astype("<i8")))
+    values = {
+        "version": VERSION,
+        "source": source,
+        "classes": list(classes),
+        "vocab_size": vocab_size,
+        "pairs": pairs,
+        "sha256": checksums,
+    }
+    write_json(folder / "manifest.json", values)
+
+
+def _check_classes(part: str, labels: np.ndarray, classes: Sequence[str], source: str) -> None:
+    absent = [name for number, name in enumerate(classes) if not (labels == number).any()]
+    if absent and part == "train":
+        raise ValueError(f"{source}: no example to learn from has the class {', '.join(map(repr, absent))}")
+
+
+def _write_tokens(path: Path, pieces: Iterable[Labelled], vocab_size: int, source: str) -> tuple[np.ndarray, str]:
+    """Write a shard; the labels of its sequences and the SHA-256 of its tokens and lengths."""
+    labels, total = [NO_LABELS], hashlib.sha256()
+    with ShardWriter(path, vocab_size=vocab_size, tokenizer_hash=digest(["labelled", vocab_size])) as writer:
+        if vocab_size <= 1 << 8:
+            writer.dtype = np.dtype("u1")
+        for piece in pieces:
+            writer.add(piece.tokens)
+            writer.starts += (writer.starts[-1] + np.cumsum(piece.lengths)).tolist()
+            labels.append(piece.labels)
+            total.update(piece.tokens.astype(writer.dtype).tobytes())
+        if not writer.count:
+            raise ValueError(f"{source} has no example")
+        total.update(np.array(writer.starts, "<i8").tobytes())
+    return np.concatenate(labels), total.hexdigest()
+
+
+def _write(path: Path, array: np.ndarray) -> str:
+    raw = array.tobytes()
+    path.write_bytes(raw)
+    return hashlib.sha256(raw).hexdigest()
+
+
+def _checked(path: Path, checksum: str, dtype: str) -> np.ndarray:
+    raw = path.read_bytes()
+    if hashlib.sha256(raw).hexdigest() != checksum:
+        raise ValueError(f"{path} is damaged: its checksum is wrong")
+    return np.frombuffer(raw, dtype).astype(np.int64)

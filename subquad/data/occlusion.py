@@ -1,0 +1,86 @@
+"""Which pixels of an image are occluded. Shape letters: H rows, W columns."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import numpy as np
+from numpy.typing import NDArray
+
+from subquad.config import suggest
+
+KINDS = ("bottom", "center", "left", "random", "right", "top")
+FORMS = "bottom, top, left, right, center or random with a fraction, as bottom:0.5, or a mask file (.png, .npy)"
+
+
+def occlusion(asked: str, height: int, width: int, *, seed: int = 0) -> NDArray[np.bool_]:
+    """The mask `[H, W]`, True where occluded, that `asked` describes.
+
+    - bottom:F, top:F, left:F, right:F: that fraction of the rows or columns, at that side;
+    - center:F: a rectangle in the middle, with that fraction of the rows and of the columns;
+    - random:F: that fraction of the pixels, drawn by `seed`;
+    - NAME.png, white (128 and above) where occluded; NAME.npy, booleans or zeros and ones.
+
+    Raises `FileNotFoundError` for a file that is missing, and `ValueError` for what is none of these, a mask of another
+    size, and one that occludes nothing.
+    """
+    kind, _, number = asked.partition(":")
+    if asked.endswith((".png", ".npy")):
+        mask_HW = _file(Path(asked), height, width)
+        if not mask_HW.any():
+            raise ValueError(f"{asked} occludes nothing: no pixel is white or True")
+        return mask_HW
+    if kind not in KINDS:
+        raise ValueError(f"unknown occlusion {asked!r}; {suggest(kind, KINDS)}; or a mask file (.png, .npy)")
+    try:
+        fraction = float(number)
+    except ValueError:
+        raise ValueError(f"an occlusion is {FORMS}, got {asked!r}") from None
+    if not 0 < fraction <= 1:
+        raise ValueError(f"the fraction of an occlusion must be above 0 and at most 1, got {asked!r}")
+    mask_HW = np.zeros((height, width), np.bool_)
+    if kind == "random":
+        count = round(fraction * mask_HW.size)
+        mask_HW.flat[np.random.default_rng(seed).permutation(mask_HW.size)[:count]] = True
+    else:
+        mask_HW[_slices(kind, fraction, height, width)] = True
+    if not mask_HW.any():
+        raise ValueError(f"{asked!r} occludes nothing of an image of {height} x {width}: the fraction is too small")
+    return mask_HW
+
+
+def _slices(kind: str, fraction: float, height: int, width: int) -> tuple[slice, slice]:
+    """Rows and columns."""
+    rows, columns = round(fraction * height), round(fraction * width)
+    top, left = (height - rows) // 2, (width - columns) // 2
+    everything = slice(None)
+    return {
+        "top": (slice(0, rows), everything),
+        "bottom": (slice(height - rows, height), everything),
+        "left": (everything, slice(0, columns)),
+        "right": (everything, slice(width - columns, width)),
+        "center": (slice(top, top + rows), slice(left, left + columns)),
+    }[kind]
+
+
+def _file(file: Path, height: int, width: int) -> NDArray[np.bool_]:
+    if not file.is_file():
+        raise FileNotFoundError(f"there is no mask file {file}")
+    if file.suffix == ".png":
+        from subquad.data._image_decode import decode
+
+        mask_HW = decode(file, str(file)).max(-1) >= 128
+    else:
+        try:
+            array = np.load(file, allow_pickle=False)
+        except (ValueError, OSError, EOFError) as error:
+            raise ValueError(f"{file} is no readable npy file: {error}") from error
+        if array.dtype != np.bool_ and not np.isin(array, (0, 1)).all():
+            raise ValueError(f"{file} must hold booleans or zeros and ones, got {array.dtype} up to {array.max()}")
+        mask_HW = array.astype(np.bool_)
+    if mask_HW.shape != (height, width):
+        raise ValueError(
+            f"{file} is a mask of {' x '.join(map(str, mask_HW.shape))}, but the images are {height} x {width} (rows x "
+            "columns)"
+        )
+    return mask_HW

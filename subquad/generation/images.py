@@ -1,0 +1,143 @@
+"""Drawing images, or what is occluded of them, pixel by pixel with a state that is carried along.
+
+Shape letters: N images, B batch, T pixels (bytes) of an image.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from subquad.models.image import ImageModel
+from subquad.models.image_config import START
+from subquad.state import State
+
+
+@dataclass(frozen=True)
+class DrawnImages:
+    """What `generate_images` and `complete_images` drew."""
+
+    pixels_NT: Tensor
+    """Bytes, uint8."""
+    seconds: float
+    state_bytes: int
+    """Of the states of one batch after its last pixel; 0 without a cache."""
+    batch_size: int
+    """Images that were drawn at once."""
+
+
+def generate_images(
+    model: ImageModel,
+    count: int,
+    /,
+    *,
+    temperature: float = 1.0,
+    seed: int = 0,
+    batch_size: int = 100,
+    cache: bool = True,
+    progress: Callable[[int, int], None] | None = None,
+) -> DrawnImages:
+    """Draw `count` images, `batch_size` at a time. Image i has random numbers of its own, from the seed `seed + i`.
+
+    Without `cache` the model reads all pixels so far again for each one, as a softmax model without cached keys and
+    values would. `progress(done, all)` counts the pixels of all images. Raises `ValueError` for a count or a batch size
+    below 1 and a temperature below 0.
+    """
+    if count < 1:
+        raise ValueError(f"count must be at least 1, got {count}")
+    nothing_NT = torch.zeros(count, model.config.tokens, dtype=torch.uint8)
+    return complete_images(
+        model,
+        nothing_NT,
+        torch.ones(model.config.tokens, dtype=torch.bool),
+        temperature=temperature,
+        seed=seed,
+        batch_size=batch_size,
+        cache=cache,
+        progress=progress,
+    )
+
+
+@torch.no_grad()
+def complete_images(
+    model: ImageModel,
+    pixels_NT: Tensor,
+    occluded_T: Tensor,
+    /,
+    *,
+    temperature: float = 1.0,
+    seed: int = 0,
+    batch_size: int = 100,
+    cache: bool = True,
+    progress: Callable[[int, int], None] | None = None,
+) -> DrawnImages:
+    """Draw the pixels where `occluded` `[T]` is True; the others are read as they are, those between two drawn ones at
+    once. A pixel is drawn from those before it alone: given ones that come later have no part in it.
+
+    The rest is as in `generate_images`. Raises `ValueError` for images or a mask that do not fit the model, too.
+    """
+    for name, value in (("the number of images", len(pixels_NT)), ("batch_size", batch_size)):
+        if value < 1:
+            raise ValueError(f"{name} must be at least 1, got {value}")
+    if not temperature >= 0:
+        raise ValueError(f"temperature must be at least 0, got {temperature}")
+    tokens = model.config.tokens
+    if pixels_NT.shape[1:] != (tokens,) or occluded_T.shape != (tokens,) or occluded_T.dtype != torch.bool:
+        raise ValueError(
+            f"the model draws images of {tokens} bytes, got pixels {list(pixels_NT.shape)} and a mask "
+            f"{list(occluded_T.shape)} of {occluded_T.dtype}"
+        )
+    training = model.training
+    model.eval()
+    begin, state_bytes, drawn = time.perf_counter(), 0, []
+    for first in range(0, len(pixels_NT), batch_size):
+        part_BT = pixels_NT[first : first + batch_size]
+        random_BT = torch.stack([_random(seed + first + i, tokens) for i in range(len(part_BT))])
+        before = first * tokens
+
+        def show(done: int, before: int = before, images: int = len(part_BT)) -> None:
+            if progress:
+                progress(before + done * images, len(pixels_NT) * tokens)
+
+        pixels_BT, state = _fill(model, part_BT, occluded_T, random_BT, temperature, cache, show)
+        drawn.append(pixels_BT)
+        state_bytes = max(state_bytes, 0 if state is None else state.nbytes)
+    seconds = time.perf_counter() - begin
+    model.train(training)
+    return DrawnImages(torch.cat(drawn), seconds, state_bytes, min(batch_size, len(pixels_NT)))
+
+
+def _random(seed: int, count: int) -> Tensor:
+    return torch.rand(count, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
+
+
+def _fill(
+    model: ImageModel,
+    pixels_BT: Tensor,
+    occluded_T: Tensor,
+    random_BT: Tensor,
+    temperature: float,
+    cache: bool,
+    show: Callable[[int], None],
+) -> tuple[Tensor, State | None]:
+    """The images of one batch with the occluded pixels drawn, and the state after the last token that was read."""
+    device = next(model.parameters()).device
+    tokens_BT = model.inputs(torch.cat((pixels_BT, pixels_BT[:, :1]), 1).long()).to(device)  # with the last pixel
+    tokens_BT[:, 1:] = tokens_BT[:, 1:].masked_fill(occluded_T.to(device), START)
+    random_BT = random_BT.to(device)
+    state: State | None = None
+    read = 0
+    for place in occluded_T.nonzero()[:, 0].tolist():
+        if cache:
+            h_BTD, state = model.hidden(tokens_BT[:, read : place + 1], state)
+            read = place + 1
+        else:
+            h_BTD, _ = model.hidden(tokens_BT[:, : place + 1])
+        parameters_BP = model.parameters_of(h_BTD[:, -1])
+        tokens_BT[:, place + 1] = model.sample(parameters_BP, random_BT[:, place], temperature=temperature)
+        show(place + 1)
+    return tokens_BT[:, 1:].to("cpu", torch.uint8), state

@@ -1,0 +1,89 @@
+"""Which model a LoRA adapter belongs to."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+ADAPTER_CONFIG, RECORD = "adapter_config.json", "base.json"
+
+
+@dataclass(frozen=True)
+class Base:
+    """The model that an adapter belongs to."""
+
+    path: str
+    """Its folder as it was given."""
+    absolute: str
+    """The same from the root."""
+    weights: str
+    """SHA-256 of its weights."""
+    classes: tuple[str, ...] | None = None
+    """Names of the classes where they are others than the base's: its head is then the adapter's alone."""
+
+    @classmethod
+    def of(cls, folder: str | Path, classes: Sequence[str] | None = None) -> Base:
+        """The record of a folder with a model."""
+        names = None if classes is None else tuple(classes)
+        return cls(str(folder), str(Path(folder).resolve()), weights_digest(folder), names)
+
+    @classmethod
+    def read(cls, folder: str | Path) -> Base:
+        """What an adapter's folder says; `FileNotFoundError` where it doesn't, `ValueError` where it is damaged."""
+        file = Path(folder) / RECORD
+        if not file.is_file():
+            raise FileNotFoundError(f"{folder} holds no {RECORD}, which names the model that the adapter belongs to")
+        try:
+            values = json.loads(file.read_text(encoding="utf-8"))
+            classes = None if values["classes"] is None else tuple(values["classes"])
+            return cls(**{**values, "classes": classes})
+        except (ValueError, TypeError, KeyError) as error:
+            raise ValueError(f"{file} is damaged: {error!r}") from error
+
+    def find(self, adapter: str | Path) -> Path:
+        """The base's folder: where it was, or at the same relative path from a folder above the adapter's.
+
+        Raises `FileNotFoundError` where no such folder holds a model, and `ValueError` where its weights are others.
+        """
+        adapter = Path(adapter)
+        places = [Path(self.path), Path(self.absolute)]
+        if not Path(self.path).is_absolute():
+            places += [above / self.path for above in adapter.resolve().parents]
+        there = [place for place in places if (place / "config.json").is_file()]
+        if not there:
+            raise FileNotFoundError(
+                f"{adapter} is an adapter of the model in {self.path}, which is not there (it was {self.absolute}); "
+                f"put it back, or merge with the base where it is: subquad lora merge {adapter} --base FOLDER --out NEW"
+            )
+        self.check(there[0], adapter)
+        return there[0]
+
+    def check(self, folder: str | Path, adapter: str | Path) -> None:
+        """Raise `ValueError` where the weights in `folder` are not those that the adapter was trained on."""
+        found = weights_digest(folder)
+        if found != self.weights:
+            raise ValueError(
+                f"{adapter} was trained on other weights than those in {folder}: SHA-256 {self.weights[:12]}..., found "
+                f"{found[:12]}..."
+            )
+
+
+def is_adapter(folder: str | Path) -> bool:
+    """Whether a folder holds an adapter."""
+    return (Path(folder) / ADAPTER_CONFIG).is_file()
+
+
+def weights_digest(folder: str | Path) -> str:
+    """SHA-256 of a folder's weights, `*.safetensors` in the order of their names; `FileNotFoundError` without any."""
+    files = sorted(Path(folder).glob("*.safetensors"))
+    if not files:
+        raise FileNotFoundError(f"{folder} holds no weights (*.safetensors)")
+    digest = hashlib.sha256()
+    for path in files:
+        with path.open("rb") as file:
+            while block := file.read(1 << 20):
+                digest.update(block)
+    return digest.hexdigest()

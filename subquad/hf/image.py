@@ -1,0 +1,101 @@
+"""The model of images as a transformers model: training with `Trainer`, `from_pretrained`, the Auto class.
+
+Shape letters: B batch, T pixels (bytes), P parameters of a pixel's distribution.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any, ClassVar, Self
+
+from torch import Tensor, nn
+from transformers.modeling_outputs import ModelOutput
+
+from subquad.hf._strict import StrictModel
+from subquad.hf.config import FIELDS, SubquadConfig
+from subquad.models.image import ImageModel
+from subquad.models.image_config import LEVELS, ImageModelConfig
+
+_IMAGE_FIELDS = ("height", "width", "channels", "output", "mixtures", "axes", "near")
+
+
+class SubquadImageConfig(SubquadConfig):
+    """The fields of `ImageModelConfig`; rows, columns and channels are `height`, `width`, `channels`."""
+
+    model_type = "subquad-image"
+    own_fields: ClassVar[tuple[str, ...]] = (*FIELDS, *_IMAGE_FIELDS)
+
+    vocab_size: int = LEVELS + 1
+    height: int = ImageModelConfig.height
+    width: int = ImageModelConfig.width
+    channels: int = ImageModelConfig.channels
+    output: str = ImageModelConfig.output
+    mixtures: int = ImageModelConfig.mixtures
+    axes: bool = ImageModelConfig.axes
+    near: int = ImageModelConfig.near
+
+    def __post_init__(self, **kwargs: Any) -> None:
+        super().__post_init__(**kwargs)
+        self.image_config()
+
+    def image_config(self) -> ImageModelConfig:
+        """The model's own configuration; raises `ValueError` or `TypeError` as it does."""
+        return ImageModelConfig.from_dict({name: getattr(self, name) for name in self.own_fields})
+
+    @classmethod
+    def from_image(cls, config: ImageModelConfig, **kwargs: Any) -> Self:
+        """The same model; `kwargs` are transformers' own fields."""
+        return cls(**config.to_dict(), **kwargs)
+
+
+@dataclass
+class ImageModelOutput(ModelOutput):
+    """What `SubquadForImages` returns."""
+
+    loss: Tensor | None = None
+    """Nats a pixel."""
+    parameters: Tensor | None = None
+    """`[B, T, P]`, of the distribution of each pixel."""
+
+
+class SubquadForImages(StrictModel):
+    """A model of images around `subquad.models.ImageModel`, which is its attribute `model`."""
+
+    config: SubquadImageConfig
+    config_class = SubquadImageConfig
+    base_model_prefix = "model"
+    supports_gradient_checkpointing = True
+    accepts_loss_kwargs = False
+    _no_split_modules = ["Block"]  # noqa: RUF012 (transformers declares it so)
+
+    def __init__(self, config: SubquadImageConfig) -> None:
+        super().__init__(config)
+        self.model = ImageModel(config.image_config())
+        self.post_init()
+
+    def forward(
+        self, input_ids: Tensor | None = None, labels: Tensor | None = None, return_dict: bool | None = None
+    ) -> ImageModelOutput | tuple[Any, ...]:
+        """With `labels` the loss in nats a pixel, else the parameters `[B, T, P]` of each pixel's distribution.
+
+        `input_ids` `[B, T]` are the bytes of images, row by row, the channels of a pixel one after another; T may be
+        less than a whole image. `labels` are the same, with -100 for pixels that do not count. Raises `ValueError` or
+        `TypeError` for what is no image of the configuration.
+        """
+        if input_ids is None:
+            raise ValueError("input_ids is needed: the bytes of images, a tensor [B, T]")
+        loss, parameters_BTP = None, None
+        if labels is not None:
+            loss = self.model.loss(input_ids, labels)
+        else:
+            parameters_BTP = self.model(self.model.inputs(input_ids))[0]
+        output = ImageModelOutput(loss=loss, parameters=parameters_BTP)
+        wants_dict = self.config.return_dict if return_dict is None else return_dict
+        return output if wants_dict else output.to_tuple()
+
+    def get_input_embeddings(self) -> nn.Module:
+        """The table of level vectors."""
+        return self.model.embedding.tokens
+
+    def _init_weights(self, module: nn.Module) -> None:
+        self.model.initialise(module)

@@ -1,0 +1,130 @@
+"""Labels of sequences, or of pairs of them.
+
+Shape letters: B batch, T tokens, D model width.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from subquad.attention import Cost
+from subquad.attention._activations import activation_bytes
+from subquad.models.encoder import Encoder
+from subquad.models.encoder_config import EncoderConfig
+from subquad.models.perceiver_encoder import PerceiverEncoder
+from subquad.models.stacks import stack_of
+
+
+class TowerHead(nn.Module):
+    """`GELU([a, b, a - b, a * b] W + c) U + d`: logits of a pair from the vectors of both sequences.
+
+    As in Long Range Arena (Tay et al. 2020, arXiv:2011.04006), which has the same encoder read both.
+    """
+
+    def __init__(self, dim: int, num_classes: int) -> None:
+        super().__init__()
+        self.hidden = nn.Linear(4 * dim, dim)
+        self.out = nn.Linear(dim, num_classes)
+
+    def forward(self, a_BD: Tensor, b_BD: Tensor) -> Tensor:
+        """Logits `[B, classes]`."""
+        joined = torch.cat([a_BD, b_BD, a_BD - b_BD, a_BD * b_BD], -1)
+        return self.out(F.gelu(self.hidden(joined)))
+
+
+def build_encoder(config: EncoderConfig) -> Encoder | PerceiverEncoder:
+    """The encoder that `config.attention` names. Raises `ValueError` where that is a stack that can't be one."""
+    stack = stack_of(config)
+    if stack is None:
+        return Encoder(config)
+    if "bidirectional" not in stack.forms:
+        raise ValueError(f"attention {stack.name!r} has no bidirectional form; it has: {', '.join(stack.forms)}")
+    return PerceiverEncoder(config)
+
+
+class Classifier(nn.Module):
+    """`logits = dropout(pooled) W^T + b`, on an `Encoder` or, where `attention` says so, a Perceiver.
+
+    With `towers=2` the one encoder reads two sequences, and a `TowerHead` stands on both vectors, each after dropout.
+    """
+
+    def __init__(self, config: EncoderConfig) -> None:
+        super().__init__()
+        self.config = config
+        self.encoder = build_encoder(config)
+        self.dropout = nn.Dropout(config.dropout)
+        self.head: nn.Module
+        if config.towers == 2:
+            self.head = TowerHead(config.dim, config.num_classes)
+        else:
+            self.head = nn.Linear(config.dim, config.num_classes)
+        self.head.apply(self.initialise)
+
+    def initialise(self, module: nn.Module) -> None:
+        """Give one module its first weights."""
+        self.encoder.initialise(module)
+
+    def forward(
+        self,
+        tokens_BT: Tensor,
+        /,
+        mask: Tensor | None = None,
+        pair_tokens: Tensor | None = None,
+        pair_mask: Tensor | None = None,
+    ) -> Tensor:
+        """Logits `[B, classes]` of `tokens` `[B, T]`; `mask` is a bool `[B, T]`, True for a real token.
+
+        With `towers=2` also `pair_tokens` `[B, U]` and `pair_mask`, the other sequence. Raises `ValueError` where they
+        are missing, or given to a classifier of single sequences.
+        """
+        check_pair(self.config, pair_tokens, pair_mask)
+        a_BD = self.encoder.pooled(tokens_BT, mask)
+        return self.logits(a_BD, None if pair_tokens is None else self.encoder.pooled(pair_tokens, pair_mask))
+
+    def logits(self, a_BD: Tensor, b_BD: Tensor | None = None, /) -> Tensor:
+        """Logits `[B, classes]` from one vector a sequence, or two a pair."""
+        vectors = [self.dropout(vector) for vector in (a_BD, b_BD) if vector is not None]
+        return self.head(*vectors)
+
+    def num_parameters(self) -> int:
+        """Numbers that training changes."""
+        return sum(p.numel() for p in self.parameters())
+
+    def cost(self, tokens: int) -> Cost:
+        """What one sequence of `tokens` tokens costs, or a pair of two such: the encoder and the head."""
+        towers, cost = self.config.towers, self.encoder.cost(tokens)
+        head = 2 * sum(m.weight.numel() for m in self.head.modules() if isinstance(m, nn.Linear))
+        return replace(
+            cost,
+            score_entries=towers * cost.score_entries,
+            unmasked_entries=towers * cost.unmasked_entries,
+            mixing_flops=towers * cost.mixing_flops,
+            projection_flops=towers * cost.projection_flops + head,
+            backward_flops=towers * cost.backward_flops + 2 * head,
+            parameters=self.num_parameters(),
+            activation_bytes=activation_bytes(_Reading(self), lambda: torch.zeros(1, tokens, dtype=torch.int64)),
+        )
+
+
+class _Reading(nn.Module):
+    """The logits of one sequence, or of a pair of it with itself."""
+
+    def __init__(self, classifier: Classifier) -> None:
+        super().__init__()
+        self.classifier = classifier
+
+    def forward(self, tokens_BT: Tensor) -> Tensor:
+        pair = tokens_BT if self.classifier.config.towers == 2 else None
+        return self.classifier(tokens_BT, None, pair)
+
+
+def check_pair(config: EncoderConfig, pair_tokens: Tensor | None, pair_mask: Tensor | None) -> None:
+    """Raise `ValueError` where a classifier of pairs gets one sequence, or one of single sequences a pair."""
+    if config.towers == 2 and pair_tokens is None:
+        raise ValueError("this classifier has two towers: it labels pairs of sequences, and the second one is missing")
+    if config.towers == 1 and (pair_tokens is not None or pair_mask is not None):
+        raise ValueError("this classifier labels single sequences and takes no pair; towers=2 makes one that does")

@@ -1,0 +1,154 @@
+"""What an encoder can learn from sequences without labels: tokens that were hidden, or the next token.
+
+Self-pretraining on a task's own sequences: Amos, Berant and Gupta 2023, arXiv:2310.02980.
+
+Shape letters: B batch, T tokens, D model width, V vocabulary, P positions.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from subquad.models.classifier import build_encoder
+from subquad.models.encoder import Encoder
+from subquad.models.encoder_config import EncoderConfig
+from subquad.models.perceiver_encoder import PerceiverEncoder
+from subquad.models.perceiver_io import LATENT_STD
+from subquad.ops.loss import linear_cross_entropy
+from subquad.ops.padding import compaction, real_slots
+
+Objective = Literal["denoise", "causal"]
+IGNORED = -100
+
+
+@dataclass(frozen=True)
+class Hiding:
+    """Which tokens are hidden, and by what."""
+
+    fraction: float
+    """Share of a sequence's tokens, at least one token."""
+    random_fraction: float
+    """Probability that a hidden token is replaced by a random one, and not by the mask token."""
+
+    def __call__(
+        self, tokens_BT: Tensor, mask: Tensor | None, mask_token: int, generator: torch.Generator | None = None
+    ) -> tuple[Tensor, Tensor]:
+        """The tokens with some hidden, and a bool `[B, T]` of which; real tokens alone are.
+
+        Of n real tokens round(fraction n) are hidden, at least one, each choice equally likely.
+        """
+        device, (B, T) = tokens_BT.device, tokens_BT.shape
+        scores_BT = torch.rand(B, T, device=device, generator=generator)
+        n_B1 = torch.full((B, 1), T, device=device)
+        if mask is not None:
+            scores_BT = scores_BT.masked_fill(~mask, 2.0)
+            n_B1 = mask.sum(1, keepdim=True)
+        count_B1 = (self.fraction * n_B1).round().clamp(min=1).minimum(n_B1)
+        hidden_BT = scores_BT.argsort(1).argsort(1) < count_B1
+        shown_BT = tokens_BT.masked_fill(hidden_BT, mask_token)
+        if self.random_fraction:
+            replaced_BT = hidden_BT & (torch.rand(B, T, device=device, generator=generator) < self.random_fraction)
+            others_BT = torch.randint(mask_token, (B, T), device=device, generator=generator)
+            shown_BT = torch.where(replaced_BT, others_BT.to(tokens_BT.dtype), shown_BT)
+        return shown_BT, hidden_BT
+
+
+class PretrainingModel(nn.Module):
+    """`logits = h E^T`, of vectors `h` of an encoder and its own table `E`: an encoder that predicts tokens.
+
+    denoise: some tokens are hidden and predicted from all others; the mask token is the table's last row. causal: the
+    next token, by a causal encoder. Nothing is added to the encoder, whose weights then fit a classifier, but for
+    `perceiver_io`, which asks with a query for each position.
+
+    Raises `ValueError` for an objective that the encoder cannot learn.
+    """
+
+    def __init__(self, config: EncoderConfig, objective: Objective) -> None:
+        super().__init__()
+        check_objective(config, objective)
+        self.config, self.objective = config, objective
+        self.encoder = build_encoder(config)
+        self.queries = None
+        if isinstance(self.encoder, PerceiverEncoder):
+            self.queries = nn.Parameter(torch.empty(config.max_positions, config.dim))
+            nn.init.trunc_normal_(self.queries, std=LATENT_STD, a=-2 * LATENT_STD, b=2 * LATENT_STD)
+            assert self.encoder.query is not None
+            self.encoder.query.requires_grad_(False)  # the classifier's question, which nothing here asks
+
+    def initialise(self, module: nn.Module) -> None:
+        """Give one module its first weights."""
+        self.encoder.initialise(module)
+
+    def vectors(self, tokens_BT: Tensor, /, mask: Tensor | None = None) -> Tensor:
+        """One vector a token, `[B, T, D]`; zeros at padding."""
+        if isinstance(self.encoder, PerceiverEncoder):
+            assert self.queries is not None
+            return self.encoder.answers(self.queries, tokens_BT, mask)
+        return self.encoder(tokens_BT, mask)
+
+    def forward(self, tokens_BT: Tensor, /, mask: Tensor | None = None) -> Tensor:
+        """Logits `[B, T, V]` of `tokens` `[B, T]` as they are, the mask token's left out where there is one."""
+        return F.linear(self.vectors(tokens_BT, mask), token_rows(self.encoder, self.objective))
+
+    def loss(
+        self,
+        tokens_BT: Tensor,
+        hiding: Hiding,
+        /,
+        mask: Tensor | None = None,
+        *,
+        generator: torch.Generator | None = None,
+    ) -> Tensor:
+        """Mean cross-entropy, in nats a predicted token; what is hidden is drawn from `generator` (None: torch's)."""
+        if self.objective == "denoise":
+            shown_BT, hidden_BT = hiding(tokens_BT, mask, mask_token(self.encoder), generator)
+            return denoising_loss(self.encoder, self.vectors(shown_BT, mask), tokens_BT, hidden_BT)
+        labels_BT = next_tokens(tokens_BT, mask)
+        h_ND = self.vectors(tokens_BT, mask).flatten(0, 1)
+        rows = token_rows(self.encoder, self.objective)
+        return linear_cross_entropy(h_ND, rows, labels_BT.flatten(), ignore_index=IGNORED)
+
+
+def check_objective(config: EncoderConfig, objective: Objective) -> None:
+    """Raise `ValueError` for an objective that the encoder of `config` cannot learn."""
+    if config.attention == "perceiver":
+        raise ValueError(
+            "attention 'perceiver' keeps no vector for each token and cannot predict tokens; attention perceiver_io "
+            "can, and any mechanism"
+        )
+    if objective == "causal" and not config.causal:
+        raise ValueError("the next token can be predicted by a causal encoder alone; set causal=true")
+
+
+def mask_token(encoder: Encoder | PerceiverEncoder) -> int:
+    """The number of the mask token: the table's last row."""
+    return encoder.embedding.tokens.num_embeddings - 1
+
+
+def token_rows(encoder: Encoder | PerceiverEncoder, objective: Objective) -> Tensor:
+    """The rows of the table that tokens are predicted with: all, or all but the mask token's."""
+    table = encoder.embedding.tokens.weight
+    return table[:-1] if objective == "denoise" else table
+
+
+def denoising_loss(
+    encoder: Encoder | PerceiverEncoder, h_BTD: Tensor, tokens_BT: Tensor, hidden_BT: Tensor, /
+) -> Tensor:
+    """Mean cross-entropy of the hidden tokens in nats, from vectors `[B, T, D]`; 0 where none is hidden."""
+    rows = token_rows(encoder, "denoise")
+    return linear_cross_entropy(h_BTD[hidden_BT], rows, tokens_BT[hidden_BT], ignore_index=IGNORED)
+
+
+def next_tokens(tokens_BT: Tensor, mask: Tensor | None) -> Tensor:
+    """At each real token the next real one of its row; -100 at the last one and at padding."""
+    if mask is None:
+        return F.pad(tokens_BT, (0, 1), value=IGNORED)[:, 1:]
+    moved = compaction(mask)
+    real_BT = real_slots(moved.lengths_B, tokens_BT.shape[1])
+    labels_BT = tokens_BT.gather(1, moved.order_BT).masked_fill(~real_BT, IGNORED)
+    return F.pad(labels_BT, (0, 1), value=IGNORED)[:, 1:].gather(1, moved.inverse_BT)

@@ -1,0 +1,92 @@
+"""The next pixel of images."""
+
+from __future__ import annotations
+
+import logging
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils.data import Dataset
+
+from subquad.config import digest
+from subquad.data.images import ImageSet, load_images
+from subquad.models.image_config import LEVELS, ImageModelConfig
+from subquad.training._task import Task, fitted, spread
+from subquad.training.config import BatchConfig, TrainConfig
+
+logger = logging.getLogger(__name__)
+
+
+class PixelItems(Dataset[dict[str, Tensor]]):
+    """Images as `{"input_ids": [T], "labels": [T]}`, the bytes row by row."""
+
+    def __init__(self, images: ImageSet) -> None:
+        self.pixels_NT = torch.from_numpy(images.pixels.reshape(len(images.pixels), -1))
+
+    def __len__(self) -> int:
+        return len(self.pixels_NT)
+
+    def __getitem__(self, index: int) -> dict[str, Tensor]:
+        pixels_T = self.pixels_NT[index].long()
+        return {"input_ids": pixels_T, "labels": pixels_T}
+
+
+def image_settings(config: TrainConfig) -> dict[str, Any]:
+    """What `ImageModelConfig` has of a run's settings, beside the decoder's."""
+    options = config.image
+    return {"output": options.output, "mixtures": options.mixtures, "axes": options.axes, "near": options.near}
+
+
+def check_image(config: TrainConfig) -> None:
+    """Raise `ValueError` or `TypeError` for a model that no image fits, before any image is read."""
+    from subquad.models.image import ImageModel
+
+    if config.image.path is None:
+        raise ValueError("task=image needs image.path: a folder of images, an npz file, or hf:NAME")
+    side = max(28, config.image.near + 1)
+    with torch.device("meta"):
+        ImageModel(ImageModelConfig.from_decoder(config.model, height=side, width=side, **image_settings(config)))
+
+
+def image_task(config: TrainConfig) -> Task:
+    """The images of `config`. Raises `ValueError` as `train` says."""
+    from subquad.hf import SubquadForImages, SubquadImageConfig
+
+    check_image(config)
+    assert config.image.path is not None
+    sets = load_images(config.image.path)
+    height, width, channels = sets["train"].shape
+    config = _sized(config, height * width * channels, f"{height} x {width} x {channels}")
+    model = ImageModelConfig.from_decoder(
+        config.model, height=height, width=width, channels=channels, **image_settings(config)
+    )
+    train, held_out = (PixelItems(sets[part]) for part in ("train", "test"))
+    return Task(
+        config=config,
+        data=sets["test"],
+        train=train,
+        count=len(train),
+        held_out=spread(held_out, len(held_out), config.run.eval_windows),
+        make_model=lambda: SubquadForImages(SubquadImageConfig.from_image(model)),
+        identity={
+            "task": "image",
+            "image": digest(image_settings(config)),
+            "data": digest([images.fingerprint() for images in sets.values()]),
+        },
+    )
+
+
+def _sized(config: TrainConfig, tokens: int, shape: str) -> TrainConfig:
+    """With the tokens of an image as the length of a batch; another length than that or the default is refused."""
+    length = config.batch.length
+    if length not in (tokens, BatchConfig.length):
+        raise ValueError(
+            f"batch.length is {tokens} for images of {shape} (rows x columns x channels), got {length}; leave it out"
+        )
+    if length != tokens:
+        logger.info("batch.length is %d, the bytes of an image of %s", tokens, shape)
+    model = fitted(config.model, LEVELS + 1, "the levels of a pixel and a start")
+    if model.position == "learned":
+        model = model.replace(max_positions=max(tokens, model.max_positions))
+    return config.replace(model=model, batch=config.batch.replace(length=tokens))

@@ -1,0 +1,149 @@
+"""Runs that train low-rank factors (LoRA) in a model that was trained before, which stays as it is."""
+
+from __future__ import annotations
+
+import dataclasses
+import logging
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+from tokenizers import Tokenizer
+
+from subquad.data import Corpus, tokenizer_hash
+from subquad.hf import SubquadClassifierConfig, SubquadConfig, SubquadImageConfig, lora
+from subquad.models.config import DecoderConfig
+from subquad.training._task import Task
+from subquad.training.config import TrainConfig
+from subquad.training.trainer import SubquadTrainer
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
+
+logger = logging.getLogger(__name__)
+
+
+class LoraTrainer(SubquadTrainer):
+    """`SubquadTrainer` whose checkpoints and final folder hold the adapter alone."""
+
+    def _save(self, output_dir: str | None = None, state_dict: dict[str, Any] | None = None) -> None:
+        if self.args.should_save:
+            lora.save_adapter(self.accelerator.unwrap_model(self.model), output_dir or self.root)
+
+    def _load_from_checkpoint(self, resume_from_checkpoint: str, model: torch.nn.Module | None = None) -> None:
+        lora.read_weights(self.model if model is None else model, resume_from_checkpoint)
+
+
+def with_base(config: TrainConfig) -> TrainConfig:
+    """`config` with the base's model and tokenizer in it; as it is without `lora.rank`.
+
+    Raises `FileNotFoundError` where there is no base, and `ValueError` for a base of another task and for settings of
+    the model that are neither their defaults nor the base's.
+    """
+    if not config.lora.rank:
+        return config
+    lora.require_peft()
+    folder = _folder(config)
+    base = lora.base_config(folder)
+    _check_kind(config, base)
+    model = base.decoder_config()
+    _check_same("model", config.model, DecoderConfig(), model.to_dict(), folder)
+    changes: dict[str, Any] = {"model": model}
+    if config.task in ("classify", "image"):
+        group = getattr(config, config.task)
+        own = {name: getattr(base, name) for name in base.own_fields if name in group.to_dict()}
+        _check_same(config.task, group, type(group)(), own, folder)
+        changes[config.task] = group.replace(**own)
+    elif config.task == "language" and config.data.tokenizer == type(config.data)().tokenizer:
+        changes["data"] = config.data.replace(tokenizer=str(folder / "tokenizer.json"))
+    return config.replace(**changes)
+
+
+def adapt(task: Task) -> Task:
+    """`task` on the base with fresh factors in it, which alone train (with a new head, where the classes are others).
+
+    Raises `ValueError` where the data's vocabulary is not the base's, or the task would make another model.
+    """
+    config, folder = task.config, _folder(task.config)
+    options, base = config.lora, lora.base_config(folder)
+    _check_vocabulary(task, base, folder)
+    with torch.device("meta"):
+        fresh: Any = task.make_model().config
+    for name in fresh.own_fields:
+        if name != "num_labels" and getattr(fresh, name) != getattr(base, name):
+            raise ValueError(
+                f"the base {folder} has {name}={getattr(base, name)!r}, this task makes {getattr(fresh, name)!r}"
+            )
+    classes = None
+    if config.task == "classify" and fresh.id2label != base.id2label:
+        classes = [fresh.id2label[number] for number in sorted(fresh.id2label)]
+        logger.info(
+            "the classes are not the base's (%s): a new head for %d classes trains too, whole",
+            ", ".join((base.id2label or {}).values()), len(classes),
+        )  # fmt: skip
+    record = lora.Base.of(folder, classes)
+
+    def make_model() -> PreTrainedModel:
+        model = lora.load_base(folder, classes)
+        adapted = lora.add_adapter(
+            model,
+            rank=options.rank,
+            alpha=options.alpha,
+            dropout=options.dropout,
+            wanted=options.targets,
+            dora=options.dora,
+            rslora=options.rslora,
+            train_head=options.train_head or classes is not None,
+            base=record,
+        )
+        trains, every = lora.counts(adapted)
+        logger.info(
+            "%d of %d parameters train (%.2f %%); %s stays as it is", trains, every, 100 * trains / every, folder
+        )
+        return model
+
+    identity = {**task.identity, "lora": {**options.to_dict(), "base": record.weights}}
+    return dataclasses.replace(task, make_model=make_model, identity=identity)  # type: ignore[arg-type]
+
+
+def _folder(config: TrainConfig) -> Path:
+    assert config.lora.base is not None  # LoraConfig checks it
+    return Path(config.lora.base)
+
+
+def _check_kind(config: TrainConfig, base: SubquadConfig) -> None:
+    """Raise `ValueError` for a base of another task, and for what does not go with factors."""
+    kinds = {"classify": SubquadClassifierConfig, "image": SubquadImageConfig}
+    if config.task == "pretrain" or config.pretrain.kind != "none":
+        raise ValueError("pretraining trains all weights: it does not go with lora.rank; leave pretrain.kind out")
+    if type(base) is not kinds.get(config.task, SubquadConfig):
+        fits = [name for name, kind in kinds.items() if type(base) is kind] or ["language or --task probe"]
+        raise ValueError(
+            f"the base {config.lora.base} holds a model of type {base.model_type!r}, and the task is {config.task}; "
+            f"give --task {fits[0]}"
+        )
+    if config.lora.train_head and config.task != "classify":
+        raise ValueError(f"lora.train_head is for classifiers, and the task is {config.task}; leave it out")
+
+
+def _check_same(group: str, given: Any, default: Any, base: dict[str, Any], folder: Path) -> None:
+    """Raise `ValueError` for a setting that was given and is not the base's."""
+    for name, value in base.items():
+        asked = given.to_dict()[name]
+        if asked != value and asked != default.to_dict()[name]:
+            raise ValueError(
+                f"{group}.{name}={asked!r} contradicts the base {folder}, which has {value!r}; leave it out"
+            )
+
+
+def _check_vocabulary(task: Task, base: SubquadConfig, folder: Path) -> None:
+    size = task.config.model.vocab_size
+    if size != base.vocab_size:
+        raise ValueError(f"the base {folder} has a vocabulary of {base.vocab_size}, and the data one of {size}")
+    file = folder / "tokenizer.json"
+    if not isinstance(task.data, Corpus) or not file.is_file():
+        return
+    if tokenizer_hash(task.data.tokenizer) != tokenizer_hash(Tokenizer.from_file(str(file))):
+        raise ValueError(
+            f"the base {folder} has another tokenizer than data.tokenizer={task.config.data.tokenizer!r}; leave it out"
+        )

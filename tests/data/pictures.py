@@ -1,0 +1,40 @@
+"""Small image files of the layouts that are read."""
+
+import gzip
+import lzma
+from pathlib import Path
+
+import numpy as np
+
+PACK = {"": bytes, ".gz": gzip.compress, ".xz": lzma.compress}
+
+
+def digits(count=20, size=4, classes=2, seed=0):
+    """Grey images `[N, size, size]` and labels: class k has a bright row k."""
+    rng = np.random.default_rng(seed)
+    labels = np.arange(count) % classes
+    pixels = rng.integers(0, 40, (count, size, size), dtype=np.uint8)
+    pixels[np.arange(count), labels] = 220
+    return pixels, labels
+
+
+def idx_bytes(array, kind=8):
+    sizes = b"".join(int(size).to_bytes(4, "big") for size in array.shape)
+    return bytes([0, 0, kind, array.ndim]) + sizes + array.astype(np.uint8).tobytes()
+
+
+def write_idx(folder: Path, *, train=20, test=8, size=4, classes=2, suffix="", labels=True) -> Path:
+    folder.mkdir(parents=True, exist_ok=True)
+    for part, count, seed in (("train", train, 0), ("t10k", test, 1)):
+        pixels, classes_N = digits(count, size, classes, seed)
+        (folder / f"{part}-images-idx3-ubyte{suffix}").write_bytes(PACK[suffix](idx_bytes(pixels)))
+        if labels:
+            (folder / f"{part}-labels-idx1-ubyte{suffix}").write_bytes(PACK[suffix](idx_bytes(classes_N)))
+    return folder
+
+
+def write_png(file: Path, pixels, mode=None) -> None:
+    from PIL import Image
+
+    file.parent.mkdir(parents=True, exist_ok=True)
+    Image.fromarray(pixels).convert(mode).save(file) if mode else Image.fromarray(pixels).save(file)

@@ -1,0 +1,97 @@
+"""Drawing images and completing them."""
+
+import pytest
+import torch
+
+from subquad.attention import mechanism, names
+from subquad.generation import complete_images, generate_images
+from subquad.testing import assert_exact
+from tests.models.test_image import image_model
+
+CAUSAL = [name for name in names() if "causal" in mechanism(name).forms]
+HALF = torch.arange(12) >= 6
+
+
+@pytest.mark.parametrize("name", CAUSAL)
+def test_a_carried_state_draws_what_the_whole_prefix_does(name):
+    model = image_model(name, near=1, output="logistic")
+    carried = generate_images(model, 3, seed=5)
+    whole = generate_images(model, 3, seed=5, cache=False)
+    assert_exact(carried.pixels_NT, whole.pixels_NT)
+    assert carried.pixels_NT.shape == (3, 12)
+    assert carried.pixels_NT.dtype == torch.uint8
+    assert carried.state_bytes > 0
+    assert whole.state_bytes == 0
+    assert len(carried.pixels_NT.unique()) > 5
+
+
+def test_each_image_has_random_numbers_of_its_own():
+    model = image_model()
+    together = generate_images(model, 5, seed=3)
+    apart = generate_images(model, 5, seed=3, batch_size=2)
+    assert_exact(together.pixels_NT, apart.pixels_NT)
+    assert (together.batch_size, apart.batch_size) == (5, 2)
+    assert_exact(generate_images(model, 1, seed=5).pixels_NT[0], together.pixels_NT[2])
+    assert len(together.pixels_NT.unique(dim=0)) == 5
+
+
+def test_given_pixels_stay_and_drawn_ones_follow_from_them():
+    model = image_model(near=1)
+    pixels = generate_images(model, 2, seed=1).pixels_NT
+    again = complete_images(model, pixels, HALF, seed=1)
+    assert_exact(again.pixels_NT, pixels)  # the same random numbers, and the same pixels before
+    other = complete_images(model, pixels, HALF, seed=9).pixels_NT
+    assert_exact(other[:, :6], pixels[:, :6])
+    assert (other[:, 6:] != pixels[:, 6:]).any()
+
+
+def test_a_hole_is_drawn_from_what_comes_before_alone():
+    model = image_model(near=1)
+    hole = (torch.arange(12) >= 4) & (torch.arange(12) < 7)
+    pixels = torch.randint(0, 256, (2, 12), generator=torch.Generator().manual_seed(0)).to(torch.uint8)
+    drawn = complete_images(model, pixels, hole).pixels_NT
+    later = pixels.clone()
+    later[:, 7:] += 50
+    assert_exact(complete_images(model, later, hole).pixels_NT[:, :7], drawn[:, :7])
+    assert_exact(drawn[:, ~hole], pixels[:, ~hole])
+    hidden = pixels.clone()
+    hidden[:, hole] += 50  # what was there is not looked at
+    assert_exact(complete_images(model, hidden, hole).pixels_NT, drawn)
+    assert_exact(complete_images(model, hidden, hole, cache=False).pixels_NT, drawn)
+
+
+def test_the_likeliest_image_does_not_depend_on_the_seed():
+    model = image_model()
+    first, second = (generate_images(model, 1, temperature=0, seed=seed).pixels_NT for seed in (1, 2))
+    assert_exact(first, second)
+    level = model.output.log_probs(model(model.inputs(first.long()))[0][0])
+    assert_exact(level.argmax(-1), first[0].long())
+
+
+def test_progress_counts_pixels_and_training_goes_on():
+    model, seen = image_model().train(), []
+    generate_images(model, 3, batch_size=2, progress=lambda done, pixels: seen.append((done, pixels)))
+    assert seen[-1] == (36, 36)
+    assert seen == sorted(seen)
+    assert model.training
+
+
+def test_nothing_occluded_is_nothing_drawn():
+    pixels = torch.zeros(1, 12, dtype=torch.uint8)
+    drawn = complete_images(image_model(), pixels, torch.zeros(12, dtype=torch.bool))
+    assert_exact(drawn.pixels_NT, pixels)
+    assert drawn.state_bytes == 0
+
+
+def test_mistakes():
+    model = image_model()
+    with pytest.raises(ValueError, match="count must be at least 1, got 0"):
+        generate_images(model, 0)
+    with pytest.raises(ValueError, match="batch_size must be at least 1, got 0"):
+        generate_images(model, 1, batch_size=0)
+    with pytest.raises(ValueError, match="temperature must be at least 0, got -1"):
+        generate_images(model, 1, temperature=-1)
+    with pytest.raises(ValueError, match="the number of images must be at least 1, got 0"):
+        complete_images(model, torch.zeros(0, 12), HALF)
+    with pytest.raises(ValueError, match=r"images of 12 bytes, got pixels \[1, 11\] and a mask \[12\] of torch\.bool"):
+        complete_images(model, torch.zeros(1, 11), HALF)

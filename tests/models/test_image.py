@@ -1,0 +1,282 @@
+"""The model of images: its probabilities, its sampler, its cuts, what a pixel sees."""
+
+import math
+from dataclasses import fields
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from subquad.attention import mechanism, names
+from subquad.models import ImageModel, ImageModelConfig
+from subquad.models._pixel_outputs import LEAST_LOG_SCALE, draw
+from subquad.models.config import DecoderConfig
+from subquad.testing import assert_exact, assert_same_maths
+
+CAUSAL = [name for name in names() if "causal" in mechanism(name).forms]
+OPTIONS = {"llp": {"segment": 6}, "window": {"width": 5}, "shifted": {"group": 4}, "elita": {"horizon": 64}}
+
+
+def image_config(name="linear", **changes):
+    shape = {
+        "dim": 16,
+        "num_layers": 2,
+        "num_heads": 2,
+        "attention": name,
+        "options": {name: OPTIONS[name]} if name in OPTIONS else {},
+        "position": "none",
+        "init_std": 0.3,
+        "height": 4,
+        "width": 3,
+    }
+    return ImageModelConfig(**(shape | changes))
+
+
+def image_model(name="linear", **changes):
+    torch.manual_seed(0)
+    model = ImageModel(image_config(name, **changes)).double().eval()
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter += 0.05 * torch.randn_like(parameter)
+    return model
+
+
+def some_pixels(model, batch=2, seed=1):
+    return torch.randint(0, 256, (batch, model.config.tokens), generator=torch.Generator().manual_seed(seed))
+
+
+# --- probabilities
+
+
+def mixture(count=40, scale=3.0, dtype=torch.float64):
+    """A mixture's output, and parameters of which some are extreme."""
+    model = image_model(output="logistic", mixtures=5)
+    parameters_NP = scale * torch.randn(count, 15, generator=torch.Generator().manual_seed(2), dtype=dtype)
+    parameters_NP[0, 10:] = -50.0  # far narrower than a level
+    parameters_NP[1, 10:] = 9.0  # far wider than all of them
+    parameters_NP[2, 5:10] = 30.0  # far outside
+    return model.output, parameters_NP
+
+
+def test_a_mixture_s_probabilities_sum_to_one():
+    output, parameters_NP = mixture()
+    assert_same_maths(output.log_probs(parameters_NP).exp().sum(-1), torch.ones(40, dtype=torch.float64))
+
+
+def test_a_mixture_is_the_difference_of_its_distribution_function():
+    output, parameters_NP = mixture(scale=1.0)
+    parameters_NP = parameters_NP[3:]
+    logits, means, log_scales = parameters_NP.split(5, -1)
+    scales = log_scales.clamp(min=LEAST_LOG_SCALE).exp()
+    edges = torch.cat(
+        (torch.tensor([-math.inf]), (2 * torch.arange(255).double() + 1) / 255 - 1, torch.tensor([math.inf]))
+    )
+    below = torch.sigmoid((edges[None, :, None] - means[:, None]) / scales[:, None])
+    p_NV = (logits.softmax(-1)[:, None] * below.diff(dim=1)).sum(-1)
+    assert_same_maths(output.log_probs(parameters_NP).exp(), p_NV)
+
+
+@pytest.mark.parametrize("output", ["categorical", "logistic"])
+def test_the_loss_is_minus_the_logarithm_of_those_probabilities(output):
+    model = image_model(output=output)
+    pixels = some_pixels(model)
+    pixels[0, :2] = torch.tensor([0, 255])
+    parameters = model(model.inputs(pixels))[0].flatten(0, 1)
+    table = model.output.log_probs(parameters)
+    assert_same_maths(table.exp().sum(-1), torch.ones(len(table), dtype=torch.float64))
+    picked = table.gather(1, pixels.view(-1, 1))[:, 0].view(pixels.shape)
+    assert_same_maths(model.log_prob(pixels), picked)
+    assert_same_maths(model.loss(pixels), -picked.mean())
+    assert_same_maths(model.loss(pixels, reduction="sum"), -picked.sum())
+    labels = pixels.clone()
+    labels[:, ::2] = -100
+    assert_same_maths(model.loss(pixels, labels), -picked[:, 1::2].mean())
+    assert_same_maths(model.loss(pixels, labels, reduction="sum"), -picked[:, 1::2].sum())
+
+
+@pytest.mark.parametrize("output", ["categorical", "logistic"])
+def test_the_sampler_s_frequencies_are_those_probabilities(output):
+    model = image_model(output=output, mixtures=4)
+    parameters_P = model(model.inputs(some_pixels(model)))[0][0, 5]
+    count = 2000
+    even = (torch.arange(count, dtype=torch.float64) + 0.5) / count
+    drawn = model.sample(parameters_P.expand(count, -1), even)
+    expected = count * model.output.log_probs(parameters_P[None])[0].exp()
+    assert ((drawn.bincount(minlength=256) - expected).abs() <= 1).all()
+    sharper = model.sample(parameters_P.expand(count, -1), even, temperature=0.5)
+    expected = count * (2 * model.output.log_probs(parameters_P[None])[0]).softmax(-1)
+    assert ((sharper.bincount(minlength=256) - expected).abs() <= 1).all()
+    likeliest = model.sample(parameters_P[None], even[:1], temperature=0)
+    assert likeliest.item() == model.output.log_probs(parameters_P[None]).argmax().item()
+
+
+def test_drawing_never_takes_a_level_without_probability():
+    log_p = torch.full((2, 256), -math.inf, dtype=torch.float64)
+    log_p[:, 7] = 0.0
+    ends = torch.tensor([0.0, 1 - 2**-53], dtype=torch.float64)
+    assert draw(log_p, ends, 1.0).tolist() == [7, 7]
+
+
+def test_a_narrow_mixture_keeps_its_gradients_finite():
+    output, parameters_NP = mixture(dtype=torch.float32)
+    leaf = parameters_NP.requires_grad_()
+    loss = -output.log_prob(leaf, torch.arange(40) * 6).sum()
+    (gradient,) = torch.autograd.grad(loss, leaf)
+    assert loss.isfinite()
+    assert gradient.isfinite().all()
+
+
+def test_scales_are_held_at_the_least():
+    output, parameters_NP = mixture()
+    held_NP = parameters_NP.clone()
+    held_NP[:, 10:] = held_NP[:, 10:].clamp(min=-7.0)
+    assert held_NP[0, 10] == -7 != parameters_NP[0, 10]
+    assert_exact(output.log_probs(parameters_NP), output.log_probs(held_NP))
+
+
+def test_before_training_all_levels_are_about_alike():
+    torch.manual_seed(0)
+    for output, most in (("categorical", 8.1), ("logistic", 9.0)):
+        model = ImageModel(image_config(output=output, init_std=0.02))
+        assert model.loss(some_pixels(model)).item() / math.log(2) < most
+
+
+# --- what a pixel sees
+
+
+@pytest.mark.parametrize("name", CAUSAL)
+@pytest.mark.parametrize("near", [0, 2])
+def test_a_pixel_changes_nothing_before_it(name, near):
+    model = image_model(name, near=near, axes=True, channels=2)
+    pixels = some_pixels(model)
+    before = model.log_prob(pixels)
+    for place in (0, 7, 22):
+        changed = pixels.clone()
+        changed[:, place] = (changed[:, place] + 90) % 256
+        after = model.log_prob(changed)
+        assert_exact(after[:, :place], before[:, :place])
+        assert (after[:, place:] != before[:, place:]).any()
+
+
+@pytest.mark.parametrize("name", CAUSAL)
+def test_any_cut_gives_the_same_parameters(name):
+    model = image_model(name, near=1, axes=True, channels=2)
+    tokens = model.inputs(some_pixels(model))
+    whole, _ = model(tokens)
+
+    @settings(max_examples=6)
+    @given(st.lists(st.integers(0, 24), max_size=4))
+    def cut(places):
+        state, parts = None, []
+        for start, stop in zip([0, *sorted(places)], [*sorted(places), 24], strict=True):
+            part, state = model(tokens[:, start:stop], state)
+            parts.append(part)
+        assert_same_maths(torch.cat(parts, 1), whole)
+        assert state.seen == 24
+
+    cut()
+
+
+@pytest.mark.parametrize("channels", [1, 3])
+def test_the_pixels_near_by_are_those_of_the_image(channels):
+    model = image_model(near=2, channels=channels)
+    inputs, (H, W, C) = model.embedding, model.config.shape
+    pixels = some_pixels(model, 1)
+    image = pixels.view(H, W, C)
+    recent = inputs.recent(pixels[:, :0], None)
+    values = inputs._values(torch.cat((recent, model.inputs(pixels)), 1), 0)[0]
+    for p in range(model.config.tokens):
+        r, c = p // C // W, p // C % W
+        for k, (dr, dc, j) in enumerate(inputs.places):
+            inside = r + dr >= 0 and 0 <= c + dc < W and ((r + dr) * W + c + dc) * C + j < p
+            expected = (int(image[r + dr, c + dc, j]) + 1) / 256 if inside else 0.0
+            assert values[p, k].item() == expected
+    assert len(inputs.places) == 12 * C + C - 1
+
+
+def test_axes_tell_rows_columns_and_channels_apart():
+    model = image_model(axes=True, channels=3)
+    assert [table.num_embeddings for table in model.embedding.axes] == [4, 3, 3]
+    assert [table.num_embeddings for table in image_model(axes=True).embedding.axes] == [4, 3]
+    x = model.embedding(torch.zeros(1, 36, dtype=torch.long), 0, None)[0]
+    assert len(x.detach().unique(dim=0)) == 36
+
+
+@pytest.mark.parametrize("position", ["sinusoidal", "learned", "none"])
+def test_positions(position):
+    model = image_model(position=position, max_positions=2)  # the table is the image's, whatever that says
+    x = model.embedding(torch.zeros(1, 12, dtype=torch.long), 0, None)[0]
+    assert len(x.detach().unique(dim=0)) == (1 if position == "none" else 12)
+
+
+def test_checkpointing_changes_no_gradient():
+    model = image_model(near=1).train()
+    pixels, gradients = some_pixels(model), []
+    for model.gradient_checkpointing in (False, True):
+        model.zero_grad()
+        model.loss(pixels).backward()
+        gradients.append({name: p.grad.clone() for name, p in model.named_parameters()})
+    for name, gradient in gradients[0].items():
+        assert_same_maths(gradients[1][name], gradient, name)
+
+
+def test_the_head_keeps_its_precision_under_autocast():
+    model = image_model(output="logistic").float()
+    with torch.autocast("cpu", torch.bfloat16):
+        parameters, _ = model(model.inputs(some_pixels(model)))
+    assert parameters.dtype == torch.float32
+
+
+def test_a_tied_head_is_the_table_of_levels():
+    assert image_model().head is None
+    assert image_model(tie_embeddings=False).head.weight.shape == (256, 16)
+    assert image_model(output="logistic", mixtures=4).head.weight.shape == (12, 16)
+    assert image_model().num_parameters() < image_model(tie_embeddings=False).num_parameters()
+
+
+# --- mistakes
+
+
+@pytest.mark.parametrize(("changes", "message"), [
+    ({"height": 0}, "height must be at least 1, got 0"),
+    ({"mixtures": 0}, "mixtures must be at least 1, got 0"),
+    ({"vocab_size": 300}, "vocab_size of an image model is 257"),
+    ({"output": "gaussian"}, "unknown output 'gaussian'; valid: categorical, logistic"),
+    ({"near": 4}, "near must be at least 0 and below the image's sides, 4 x 3, got 4"),
+    ({"loops": 2}, "an image model has neither loops nor a look-up head, got loops=2"),
+    ({"attention": "perceiver_ar"}, "attention 'perceiver_ar' is a stack of its own"),
+])  # fmt: skip
+def test_wrong_settings(changes, message):
+    with pytest.raises(ValueError, match=message):
+        image_config(**changes)
+
+
+def test_wrong_inputs():
+    model = image_model()
+    tokens = model.inputs(some_pixels(model))
+    with pytest.raises(ValueError, match=r"tokens must have shape \[B, T\], got \[2, 12, 1\]"):
+        model(tokens[..., None])
+    with pytest.raises(TypeError, match=r"tokens must be int64 or int32, got torch\.float64"):
+        model(tokens.double())
+    with pytest.raises(ValueError, match="an image of 4 x 3 x 1 has 12 tokens, got 13"):
+        model(tokens[:, :1], model(tokens)[1])
+    with pytest.raises(ValueError, match="the state was made by configuration"):
+        model(tokens[:, :1], image_model(near=1)(tokens[:, :1])[1])
+    with pytest.raises(ValueError, match=r"pixels must have shape \[B, T\], got \[12\]"):
+        model.log_prob(tokens[0])
+    with pytest.raises(ValueError, match=r"pixels must lie in 0\.\.255, got 256"):
+        model.log_prob(tokens)
+    with pytest.raises(ValueError, match=r"labels must have the pixels' shape \[2, 12\], got \[2, 11\]"):
+        model.loss(some_pixels(model), some_pixels(model)[:, 1:])
+    with pytest.raises(ValueError, match="temperature must be at least 0, got -1"):
+        model.sample(torch.zeros(1, 256), torch.zeros(1), temperature=-1)
+    with pytest.raises(ValueError, match="probabilities must be finite, got NaN"):
+        model.sample(torch.full((1, 256), math.nan), torch.zeros(1))
+
+
+def test_the_configuration_has_the_decoder_s_fields():
+    decoder = DecoderConfig(dim=32, num_heads=4, attention="linear", position="none")
+    config = ImageModelConfig.from_decoder(decoder, height=5, width=6, near=1)
+    assert (config.dim, config.tokens, config.shape, config.vocab_size) == (32, 30, (5, 6, 1), 257)
+    assert {field.name for field in fields(DecoderConfig)} < {field.name for field in fields(config)}

@@ -1,0 +1,149 @@
+"""What an encoder learns without labels: which tokens are hidden, what is predicted, and what cannot be learned."""
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch.nn import functional as F
+
+from subquad.models import EncoderConfig
+from subquad.models.pretraining import Hiding, PretrainingModel, next_tokens
+from subquad.testing import assert_same_maths
+
+VOCABULARY, MASK = 7, 7
+
+
+def tiny(objective="denoise", name="full", **fields):
+    torch.manual_seed(0)
+    shape = {
+        "vocab_size": VOCABULARY + (objective == "denoise"),
+        "dim": 16,
+        "num_layers": 1,
+        "num_heads": 2,
+        "position": "learned",
+        "max_positions": 12,
+        "init_std": 0.3,
+        "causal": objective == "causal",
+        "options": {"perceiver_io": {"latents": 4}},
+    }
+    config = EncoderConfig(attention=name, **(shape | fields))
+    return PretrainingModel(config, objective).double().eval()
+
+
+def some_tokens(batch=3, tokens=11):
+    return torch.randint(VOCABULARY, (batch, tokens), generator=torch.Generator().manual_seed(1))
+
+
+def some_mask():
+    mask = torch.ones(3, 11, dtype=torch.bool)
+    mask[0, :5] = False
+    mask[1, 4:7] = False
+    return mask
+
+
+def drawn(seed=0):
+    return torch.Generator().manual_seed(seed)
+
+
+# --- what is hidden
+
+
+@settings(max_examples=40)
+@given(
+    lengths=st.lists(st.integers(0, 12), min_size=1, max_size=5),
+    fraction=st.floats(0.01, 0.99),
+    seed=st.integers(0, 9),
+    offset=st.integers(0, 3),
+)
+def test_a_share_of_the_real_tokens_is_hidden(lengths, fraction, seed, offset):
+    tokens = torch.randint(VOCABULARY, (len(lengths), 15), generator=drawn(seed))
+    mask = torch.zeros(len(lengths), 15, dtype=torch.bool)
+    for row, length in enumerate(lengths):
+        mask[row, offset : offset + length] = True
+    shown, hidden = Hiding(fraction, 0.0)(tokens, mask, MASK, drawn(seed))
+    assert not (hidden & ~mask).any()
+    for row, length in enumerate(lengths):
+        expected = min(length, max(1, torch.tensor(fraction * length).round().int().item()))
+        assert hidden[row].sum().item() == expected
+    assert torch.equal(shown, torch.where(hidden, MASK, tokens))
+
+
+def test_every_token_is_equally_likely_to_be_hidden():
+    tokens = torch.zeros(4000, 10, dtype=torch.int64)
+    _, hidden = Hiding(0.3, 0.0)(tokens, None, MASK, drawn())
+    counts = hidden.sum(0)
+    assert counts.sum() == 4000 * 3
+    assert counts.min() > 1200 - 200  # 7 standard deviations of a binomial count
+    assert counts.max() < 1200 + 200
+
+
+def test_some_hidden_tokens_become_random_ones_and_never_the_mask():
+    tokens = torch.zeros(500, 20, dtype=torch.int64)
+    shown, hidden = Hiding(0.5, 0.5)(tokens, None, MASK, drawn())
+    replaced = shown[hidden] != MASK
+    assert torch.equal(shown[~hidden], tokens[~hidden])
+    assert 2100 < replaced.sum().item() < 2900  # of 5,000, half: 11 standard deviations
+    assert torch.equal(shown[hidden][replaced].unique(), torch.arange(VOCABULARY))
+
+
+# --- what is predicted
+
+
+@pytest.mark.parametrize("name", ["full", "llp", "latte", "perceiver_io"])
+def test_hidden_tokens_are_predicted_from_what_is_shown(name):
+    model, tokens, mask, hiding = tiny(name=name), some_tokens(), some_mask(), Hiding(0.4, 0.3)
+    shown, hidden = hiding(tokens, mask, MASK, drawn())
+    logits = model.vectors(shown, mask) @ model.encoder.embedding.tokens.weight[:VOCABULARY].T
+    assert_same_maths(model(shown, mask), logits)
+    expected = F.cross_entropy(logits[hidden], tokens[hidden])
+    assert_same_maths(model.loss(tokens, hiding, mask, generator=drawn()), expected)
+
+
+def test_the_next_token_is_predicted_from_those_before():
+    model, tokens, mask = tiny("causal"), some_tokens(), some_mask()
+    losses = []
+    for row in range(3):
+        alone = tokens[row : row + 1, mask[row]]
+        losses.append(F.cross_entropy(model(alone)[0, :-1], alone[0, 1:], reduction="none"))
+    assert_same_maths(model.loss(tokens, Hiding(0.1, 0.0), mask), torch.cat(losses).mean())
+
+
+def test_next_tokens_skip_padding():
+    tokens = torch.tensor([[1, 2, 3, 4], [5, 6, 7, 8]])
+    assert next_tokens(tokens, None).tolist() == [[2, 3, 4, -100], [6, 7, 8, -100]]
+    mask = torch.tensor([[True, False, True, True], [False, False, True, False]])
+    assert next_tokens(tokens, mask).tolist() == [[3, -100, 4, -100], [-100, -100, -100, -100]]
+
+
+def test_a_perceiver_answers_for_each_position_wherever_its_padding_stands():
+    model, tokens, mask = tiny(name="perceiver_io"), some_tokens(), some_mask()
+    vectors = model.vectors(tokens, mask)
+    for row in range(3):
+        assert_same_maths(vectors[row, mask[row]], model.vectors(tokens[row : row + 1, mask[row]])[0])
+        assert not vectors[row, ~mask[row]].any()
+    with pytest.raises(ValueError, match="there are queries for 12 positions, got 13 tokens; raise max_positions"):
+        model.vectors(some_tokens(tokens=13))
+
+
+@pytest.mark.parametrize(("objective", "name"), [("denoise", "full"), ("denoise", "perceiver_io"), ("causal", "llp")])
+def test_all_that_trains_learns(objective, name):
+    model = tiny(objective, name)
+    model.loss(some_tokens(), Hiding(0.5, 0.0), some_mask()).backward()
+    for key, parameter in model.named_parameters():
+        if parameter.requires_grad:
+            assert parameter.grad is not None, key
+    assert name != "perceiver_io" or not model.encoder.query.requires_grad
+
+
+# --- what cannot be
+
+
+@pytest.mark.parametrize("objective", ["denoise", "causal"])
+def test_a_perceiver_keeps_no_vector_for_each_token(objective):
+    with pytest.raises(ValueError, match="attention 'perceiver' keeps no vector for each token and cannot predict"):
+        tiny(objective, "perceiver", causal=False)
+
+
+def test_the_next_token_needs_a_causal_encoder():
+    with pytest.raises(ValueError, match="the next token can be predicted by a causal encoder alone; set causal=true"):
+        tiny("causal", causal=False)

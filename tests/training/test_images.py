@@ -1,0 +1,365 @@
+"""Training, measuring, drawing and completing images by the command line."""
+
+import json
+import math
+import shutil
+
+import numpy as np
+import pytest
+import torch
+import yaml
+from PIL import Image
+
+from subquad.attention import mechanism, names
+from subquad.cli import main
+from subquad.data.images import load_images
+from subquad.generation import complete_images, generate_images
+from subquad.hf import SubquadForImages
+from subquad.tools._image_runs import chosen
+from subquad.tools.train import check
+from subquad.training import TrainConfig, train
+from subquad.training.errors import CheckpointError
+from subquad.training.tasks import prepare_task
+from tests.data.pictures import write_idx, write_png
+from tests.training.metrics import records
+
+CAUSAL = [name for name in names() if "causal" in mechanism(name).forms]
+OPTIONS = {"llp": {"segment": 6}, "window": {"width": 5}, "shifted": {"group": 4}, "elita": {"horizon": 64}}
+
+
+def values(folder, data, name="linear", **groups):
+    plain = {
+        "task": "image",
+        "model": {
+            "dim": 16,
+            "num_layers": 1,
+            "num_heads": 2,
+            "attention": name,
+            "options": {name: OPTIONS[name]} if name in OPTIONS else {},
+            "position": "none",
+            "init_std": 0.1,
+        },
+        "image": {"path": str(data), "axes": True, "near": 1, "test_images": 6, "samples": 4},
+        "batch": {"size": 4},
+        "optimizer": {"lr": 0.01},
+        "schedule": {"warmup": 2},
+        "run": {
+            "folder": str(folder),
+            "steps": 8,
+            "log_every": 1,
+            "eval_every": 4,
+            "eval_windows": 5,
+            "save_every": 4,
+            "device": "cpu",
+            "threads": 1,
+            "precision": "float32",
+        },
+    }
+    return {group: {**given, **groups.get(group, {})} if group != "task" else given for group, given in plain.items()}
+
+
+def train_by_command(folder, data, *more, **groups):
+    file = folder.parent / f"{folder.name}.yaml"
+    file.write_text(yaml.safe_dump(values(folder, data, **groups)))
+    return main(["train", "--config", str(file), *more])
+
+
+def shown(file):
+    with Image.open(file) as picture:
+        return np.asarray(picture)
+
+
+@pytest.fixture(scope="module")
+def data(tmp_path_factory):
+    return write_idx(tmp_path_factory.mktemp("digits"))
+
+
+@pytest.fixture(scope="module")
+def trained(tmp_path_factory, data):
+    folder = tmp_path_factory.mktemp("image") / "run"
+    assert train_by_command(folder, data, image={"output": "logistic", "mixtures": 3}) == 0
+    return folder
+
+
+def test_a_run_keeps_all_that_it_measured(trained):
+    for name in ("config.yaml", "metrics.jsonl", "model.safetensors", "curves.png", "evaluation.json", "report.json"):
+        assert (trained / name).stat().st_size > 0
+    assert shown(trained / "samples.png").shape == (2 + 2 * 58, 2 + 2 * 58, 3)  # 4 x 4 pixels of 14 x 14, and gaps
+    config = TrainConfig.from_file(trained / "config.yaml")
+    assert (config.batch.length, config.model.vocab_size) == (16, 257)
+    evaluated = [line for line in records(trained) if "eval_loss" in line]
+    assert [line["step"] for line in evaluated] == [4, 8]
+    for line in evaluated:
+        assert line["eval_bits_per_dim"] == line["eval_loss"] / math.log(2)
+    report, evaluation = (json.loads((trained / f"{name}.json").read_text()) for name in ("report", "evaluation"))
+    assert report["bits_per_dim"] == evaluation["bits_per_dim"] < 8
+    assert (report["test_images"], report["train_images"], evaluation["dimensions"]) == (6, 32, 16)
+    assert report["generated_images_per_second"] > 0
+
+
+def test_eval_measures_what_the_run_reported(trained, tmp_path, capsys):
+    file = tmp_path / "e.json"
+    assert main(["eval", str(trained), "--windows", "6", "--batch_size", "4", "--json", str(file)]) == 0
+    measured, reported = json.loads(file.read_text()), json.loads((trained / "evaluation.json").read_text())
+    assert {**measured, "seconds": 0} == {**reported, "seconds": 0}
+    out = capsys.readouterr().out
+    assert f"{measured['bits_per_dim']:.4f} ± {measured['error']:.4f}" in out
+    assert main(["eval", str(trained / "checkpoints" / "checkpoint-4"), "--windows", "2"]) == 0
+
+
+def test_generate_writes_a_picture(trained, tmp_path, capsys):
+    first, second, third = (tmp_path / f"{name}.png" for name in "abc")
+    for file, seed in ((first, "1"), (second, "1"), (third, "2")):
+        assert main(["generate", str(trained), "--images", "5", "--seed", seed, "--out", str(file)]) == 0
+    said = capsys.readouterr()
+    assert said.out.splitlines() == [str(first), str(second), str(third)]
+    assert "drawn: 5 images in " in said.err
+    assert " images/s), 5 at once, seed 1; state: " in said.err
+    assert first.read_bytes() == second.read_bytes() != third.read_bytes()
+    assert main(["generate", str(trained), "--images", "2"]) == 0
+    assert shown(trained / "images.png").shape == (2 + 58, 2 + 2 * 58, 3)
+
+
+def complete(trained, tmp_path, *arguments):
+    out, file = tmp_path / "c.png", tmp_path / "c.json"
+    assert main(["complete", str(trained), "--out", str(out), "--json", str(file), *arguments]) == 0
+    return shown(out), json.loads(file.read_text())
+
+
+def test_complete_draws_the_occluded_part(trained, tmp_path, capsys):
+    picture, found = complete(
+        trained, tmp_path, "--occlude", "bottom:0.5", "--images", "6", "--samples", "3", "--show", "2"
+    )
+    assert picture.shape == (14 + 2 + 2 * 58, 2 + 5 * 58, 3)
+    assert (found["images"], found["samples"], found["pixels"], found["occluded_pixels"]) == (6, 3, 16, 8)
+    assert found["blind_pixels"] == 0
+    assert set(found["accuracy"]) == {"originals", "completions", "occluded"}
+    evaluation = json.loads((trained / "evaluation.json").read_text())
+    assert found["bits_per_dim"] == evaluation["bits_per_dim"]
+    assert found["occluded_bits_per_dim"] != found["bits_per_dim"]
+    original, occluded, drawn = (picture[16 : 16 + 56, 2 + k * 58 : 58 + k * 58] for k in range(3))
+    assert (drawn[:28] == original[:28]).all()
+    assert (occluded[:28] == original[:28]).all()
+    assert (occluded[28:] == (70, 90, 170)).all()
+    out = capsys.readouterr().out
+    for part in ("of the occluded pixels", "of the originals", "of the completions", "completions/s"):
+        assert part in out
+    assert "have no part" not in out
+
+
+@pytest.mark.parametrize(("occlude", "occluded", "blind"), [
+    ("top:0.5", 8, 8),
+    ("left:0.5", 8, 8),
+    ("right:0.5", 8, 6),
+    ("bottom:1", 16, 0),
+])  # fmt: skip
+def test_pixels_that_are_drawn_without_what_comes_later_are_counted(
+    trained, tmp_path, capsys, occlude, occluded, blind
+):
+    _, found = complete(trained, tmp_path, "--occlude", occlude, "--images", "2")
+    assert (found["occluded_pixels"], found["blind_pixels"]) == (occluded, blind)
+    assert (f"{blind} of them come before given pixels" in capsys.readouterr().out) == (blind > 0)
+
+
+def test_other_images_and_mask_files(trained, tmp_path, capsys):
+    mask = np.zeros((4, 4), np.uint8)
+    mask[2:] = 255
+    write_png(tmp_path / "mask.png", mask)
+    write_png(tmp_path / "mine" / "a.png", np.full((4, 4), 99, np.uint8))
+    for path in ("mine", "mine/a.png"):
+        _, found = complete(trained, tmp_path, "--occlude", str(tmp_path / "mask.png"), "--path", str(tmp_path / path))
+        assert (found["images"], found["accuracy"], found["occluded_pixels"]) == (1, None, 8)
+    assert "read rightly" not in capsys.readouterr().out
+    assert main(["eval", str(trained), "--data", str(tmp_path / "mine")]) == 0
+
+
+@pytest.mark.parametrize("name", CAUSAL)
+def test_every_causal_mechanism_trains_draws_and_completes(name, data):
+    torch.manual_seed(0)
+    config = TrainConfig.from_dict(values("nowhere", data, name=name))
+    task = prepare_task(config, None)
+    model = task.make_model().train()
+    pixels = torch.stack([task.train[i]["labels"] for i in range(4)])
+    optimizer, losses = torch.optim.Adam(model.parameters(), 0.02), []
+    for _ in range(6):
+        loss = model(pixels, labels=pixels).loss
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+        losses.append(loss.item())
+    assert losses[-1] < 0.95 * losses[0]
+    assert generate_images(model.model, 2).pixels_NT.shape == (2, 16)
+    half = torch.arange(16) >= 8
+    completed = complete_images(model.model, pixels.to(torch.uint8), half).pixels_NT
+    assert (completed[:, :8] == pixels[:, :8]).all()
+    assert (completed[:, 8:] != pixels[:, 8:]).any()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", CAUSAL)
+def test_every_causal_mechanism_by_the_command_line(name, data, tmp_path):
+    run = {"steps": 4, "eval_every": 0, "save_every": 4}
+    assert train_by_command(tmp_path / "run", data, name=name, run=run, image={"samples": 0}) == 0
+    assert not (tmp_path / "run" / "samples.png").exists()
+    assert main(["generate", str(tmp_path / "run"), "--images", "2"]) == 0
+    _, found = complete(tmp_path / "run", tmp_path, "--images", "2", "--path", str(data))
+    assert found["attention"] == name
+    assert found["state_bytes"] > 0
+
+
+def test_the_loss_falls(data, tmp_path):
+    run = {"steps": 60, "eval_every": 0, "save_every": 60}
+    result = train(TrainConfig.from_dict(values(tmp_path / "run", data, run=run)))
+    losses = [line["loss"] for line in records(tmp_path / "run") if "loss" in line]
+    assert sum(losses[-10:]) < 0.85 * sum(losses[:10])
+    assert isinstance(result.model, SubquadForImages)
+    assert result.corpus.shape == (4, 4, 1)
+    assert result.tokens == 60 * 4 * 16
+
+
+def test_chosen_images_are_evenly_spread(data):
+    images = load_images(str(data))["test"]
+    assert (chosen(images, 3).pixels == images.pixels[[0, 2, 5]]).all()
+    assert (chosen(images, 3).labels == images.labels[[0, 2, 5]]).all()
+    assert len(chosen(images, None).pixels) == len(chosen(images, 99).pixels) == 8
+
+
+def test_positions_follow_the_image(data, tmp_path):
+    model, run = {"position": "learned", "max_positions": 3}, {"steps": 3, "eval_every": 0}
+    given = values(tmp_path / "run", data, model=model, run=run, batch={"length": 16})
+    with pytest.raises(ValueError, match=r"batch\.length 16 is longer than the model can take"):
+        TrainConfig.from_dict(given)
+    given["model"]["max_positions"] = 512
+    assert train(TrainConfig.from_dict(given)).model.model.embedding.position.table.num_embeddings == 16
+
+
+@pytest.mark.parametrize("change", [{"image": {"near": 0}}, {"image": {"output": "categorical"}}])
+def test_a_changed_run_is_not_gone_on_with(trained, data, tmp_path, change):
+    shutil.copytree(trained, tmp_path / "run")
+    image = {"output": "logistic", "mixtures": 3} | change["image"]
+    with pytest.raises(CheckpointError, match="was made by other settings: "):
+        train(TrainConfig.from_dict(values(tmp_path / "run", data, image=image, run={"steps": 9})))
+
+
+def test_other_images_are_not_gone_on_with(trained, tmp_path):
+    shutil.copytree(trained, tmp_path / "run")
+    other = write_idx(tmp_path / "other", classes=3)
+    with pytest.raises(CheckpointError, match="was made by other settings: data"):
+        train(TrainConfig.from_dict(values(tmp_path / "run", other, image={"output": "logistic", "mixtures": 3})))
+
+
+# --- mistakes
+
+
+def failed(capsys, *arguments):
+    """The message of a command that ends with status 2, without a traceback."""
+    with pytest.raises(SystemExit) as exit_info:
+        main(list(arguments))
+    assert exit_info.value.code == 2
+    captured = capsys.readouterr()
+    assert "Traceback" not in captured.err
+    return captured.err.splitlines()[-2]
+
+
+@pytest.mark.parametrize(("arguments", "message"), [
+    (["--images", "0"], "--images must be at least 1, got 0"),
+    (["--images", "2", "--batch_size", "0"], "--batch_size must be at least 1, got 0"),
+    (["--images", "2", "--prompt", "x"], "--prompt is for texts and has no effect with --images; leave it out"),
+    (["--images", "2", "--state-out", "x"], "--state-out is for texts"),
+    (["--images", "2", "--top_k", "3"], "--top-k is for texts"),
+    (["--images", "2", "--temperature", "-1"], "temperature must be at least 0"),
+    (["--images", "2", "--out", "a.jpg"], "--out must name a .png file, got 'a.jpg'"),
+    (["--images", "2", "--out", "nowhere/a.png"], "there is no folder"),
+    (["--prompt", "x"], "holds a model of images, which knows no text"),
+    (["--prompt", "x", "--out", "a.png"], "--out is for --images; leave it out"),
+    (["--prompt", "x", "--batch_size", "3"], "--batch_size is for --images; leave it out"),
+])  # fmt: skip
+def test_generate_refuses(trained, capsys, arguments, message):
+    assert message in failed(capsys, "generate", str(trained), *arguments)
+
+
+@pytest.mark.parametrize(("arguments", "message"), [
+    (["--occlude", "bottum:0.5"], "unknown occlusion 'bottum:0.5'; did you mean 'bottom'"),
+    (["--images", "0"], "--images must be at least 1, got 0"),
+    (["--samples", "0"], "--samples must be at least 1, got 0"),
+    (["--seed", "-1"], "--seed must be at least 0, got -1"),
+    (["--path", "nowhere"], "there is no file or folder 'nowhere'"),
+    (["--out", "a.txt"], "--out must name a .png file"),
+])  # fmt: skip
+def test_complete_refuses(trained, capsys, arguments, message):
+    assert message in failed(capsys, "complete", str(trained), *arguments)
+
+
+def test_images_and_masks_of_another_size_are_refused(trained, tmp_path, capsys):
+    write_png(tmp_path / "a.png", np.zeros((5, 4), np.uint8))
+    message = failed(capsys, "complete", str(trained), "--path", str(tmp_path / "a.png"))
+    assert "holds images of 5 x 4 x 1, but the model in" in message
+    assert "has 4 x 4 x 1 (rows x columns x channels)" in message
+    assert "is a mask of 5 x 4" in failed(capsys, "complete", str(trained), "--occlude", str(tmp_path / "a.png"))
+
+
+@pytest.mark.parametrize(("arguments", "message"), [
+    (["--length", "7"], "holds a model of images: length=7 is for texts; leave it out"),
+    (["--stride", "7"], "holds a model of images: stride=7 is for texts; leave it out"),
+])  # fmt: skip
+def test_eval_refuses_what_only_texts_have(trained, capsys, arguments, message):
+    assert message in failed(capsys, "eval", str(trained), *arguments)
+
+
+def test_a_folder_without_its_images(trained, tmp_path, capsys):
+    for name in ("config.json", "model.safetensors"):
+        shutil.copy(trained / name, tmp_path / name)
+    assert "has no config.yaml that names its images" in failed(capsys, "complete", str(tmp_path))
+    assert main(["generate", str(tmp_path), "--images", "1"]) == 0
+
+
+def test_a_language_model_draws_nothing(tmp_path, capsys):
+    text = tmp_path / "a.txt"
+    text.write_text("some words to learn from, again and again. " * 40)
+    tiny = {
+        "model": {"dim": 16, "num_layers": 1, "num_heads": 2, "attention": "linear", "position": "none"},
+        "data": {"path": str(text), "tokenizer": "bytes", "held_out": 0.3, "cache": str(tmp_path / "cache")},
+        "batch": {"length": 16, "size": 2},
+        "schedule": {"warmup": 1},
+        "run": {"folder": str(tmp_path / "run"), "steps": 2, "eval_every": 0, "device": "cpu", "threads": 1},
+    }
+    train(TrainConfig.from_dict(tiny))
+    assert "holds no model of images" in failed(capsys, "generate", str(tmp_path / "run"), "--images", "2")
+    assert "holds no model of images" in failed(capsys, "complete", str(tmp_path / "run"))
+
+
+@pytest.mark.parametrize(("change", "message"), [
+    ({"image": {"path": None}}, "task=image needs image.path"),
+    ({"model": {"loops": 2}}, "an image model has neither loops nor a look-up head"),
+    ({"model": {"position": "rope"}}, "position='rope' needs a layer that rotates"),
+])  # fmt: skip
+def test_what_no_image_needs_is_refused_before_any_is_read(tmp_path, change, message):
+    with pytest.raises(ValueError, match=message):
+        check(TrainConfig.from_dict(values(tmp_path, "nowhere", **change)))
+
+
+def test_wrong_data_is_refused(data, tmp_path):
+    with pytest.raises(ValueError, match=r"batch\.length is 16 for images of 4 x 4 x 1 .* got 48; leave it out"):
+        train(TrainConfig.from_dict(values(tmp_path / "run", data, batch={"length": 48})))
+    with pytest.raises(ValueError, match="near must be at least 0 and below the image's sides, 4 x 4, got 9"):
+        train(TrainConfig.from_dict(values(tmp_path / "run", data, image={"near": 9})))
+    with pytest.raises(FileNotFoundError, match="there is no file or folder"):
+        train(TrainConfig.from_dict(values(tmp_path / "run", tmp_path / "nowhere")))
+
+
+@pytest.mark.parametrize(("given", "message"), [
+    ({"image": {"path": "x"}}, "image.path='x' has no effect with task=language; leave it out"),
+    ({"task": "image", "image": {"mixtures": 0}}, "image.mixtures must be at least 1, got 0"),
+    ({"task": "image", "image": {"near": -1}}, "image.near must be at least 0, got -1"),
+    ({"task": "image", "image": {"test_images": 0}}, "image.test_images must be at least 1, got 0"),
+    ({"task": "image", "image": {"samples": -1}}, "image.samples must be at least 0, got -1"),
+])  # fmt: skip
+def test_wrong_settings(given, message):
+    with pytest.raises(ValueError, match=message):
+        TrainConfig.from_dict(given)
+
+
+def test_an_encoder_draws_nothing(tmp_path):
+    bidirectional = next(name for name in names() if mechanism(name).forms == ("bidirectional",))
+    with pytest.raises(ValueError, match="has no causal form, which --task image needs"):
+        check(TrainConfig.from_dict(values(tmp_path, "nowhere", name=bidirectional)))
