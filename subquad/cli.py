@@ -21,6 +21,7 @@ COMMANDS = {
     "audit": "subquad.tools.audit",
     "probe": "subquad.tools.probe",
     "data": "subquad.tools.data",
+    "lora": "subquad.tools.lora",
     "list": "subquad.tools.list",
     "cost": "subquad.tools.cost",
     "show": "subquad.tools.show",
@@ -42,6 +43,7 @@ commands:
   audit      check a language model for leaks, wrong caches, padding, growth
   probe      what models remember: passkey, recall, copying, loss by context
   data       make or open a labelled data set, and say what is in it
+  lora       adapters: list, merge, and the LoRA experiment on MNIST
   list       the attention mechanisms, their options, the recipes
   cost       what mechanisms and models cost: score entries, FLOPs, memory
   show       pictures: weights, reach, positions, cost

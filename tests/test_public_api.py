@@ -32,6 +32,7 @@ METHODS = {
     "subquad.State": ("save", "load", "check", "map"),
     "subquad.attention.Attention": ("forward", "weights", "values", "merge", "definition", "cost", "mix"),
     "subquad.models.Decoder": ("forward", "hidden", "loss", "cost"),
+    "subquad.models.ImageModel": ("forward", "hidden", "loss", "log_prob", "sample"),
     "subquad.hf.SubquadConfig": ("from_decoder", "decoder_config"),
     "subquad.hf.SubquadForCausalLM": ("forward",),
     "subquad.data.Corpus": ("held_out_text",),
@@ -57,7 +58,12 @@ METHODS = {
 
 CHOSEN = {"subquad.testing": ("AttentionContract", "assert_exact", "assert_in_budget", "assert_same_maths")}
 """Of these packages only some names are promised."""
-FOREIGN = ("subquad.hf.SubquadClassifierConfig", "subquad.hf.SubquadConfig")
+FOREIGN = (
+    "subquad.hf.SubquadClassifierConfig",
+    "subquad.hf.SubquadConfig",
+    "subquad.hf.SubquadImageConfig",
+    "subquad.hf.SubquadPretrainingConfig",
+)
 """Constructors whose parameters are also another library's."""
 
 

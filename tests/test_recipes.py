@@ -33,6 +33,8 @@ def small_lra(classify: dict[str, Any], folder: Path) -> dict[str, dict[str, Any
     """Small files in the data's layout instead of what a recipe reads or makes, and few steps of the first phase."""
     for option in ("examples", "held_out", "listops"):
         classify.pop(option, None)
+    if classify["dataset"].startswith("pathfinder"):
+        classify.pop("augment", None)  # only whole images can be turned, and these are cut
     release = write_release(folder / "release", classify["dataset"])
     return {
         "classify": {"path": str(release), "cache": str(folder / "cache")},

@@ -2,18 +2,16 @@
 
 from __future__ import annotations
 
-import json
 import shlex
 import statistics
 import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
 from jsonargparse import Namespace
 
-from subquad.tools.arguments import Parser
+from subquad.tools.arguments import Parser, check_output
 
 if TYPE_CHECKING:
     from subquad.tools._image_runs import LoadedImageModel
@@ -72,9 +70,9 @@ def run(arguments: Sequence[str]) -> int:
         for name in ("batch_size", "repeats"):
             if asked[name] < 1:
                 raise ValueError(f"--{name} must be at least 1, got {asked[name]}")
-        if asked.out is not None and not Path(asked.out).absolute().parent.is_dir():
-            raise FileNotFoundError(f"there is no folder {Path(asked.out).absolute().parent} for --out")
+        check_output("out", asked.out)
     from subquad.tools._image_runs import load_image_run
+    from subquad.tools._tables import write_json
 
     with parser.checking():
         models = {folder: load_image_run(folder, asked.device) for folder in asked.runs}
@@ -82,7 +80,7 @@ def run(arguments: Sequence[str]) -> int:
     record["command"] = shlex.join(["subquad", "bench", "images", *arguments])
     _print(record, markdown=asked.markdown)
     if asked.out is not None:
-        Path(asked.out).write_text(json.dumps(record, indent=2) + "\n", encoding="utf-8")
+        write_json(asked.out, record)
         sys.stdout.write(f"{asked.out}\n")
     return 0
 

@@ -113,17 +113,20 @@ def is_npz(file: Path) -> bool:
 
 def read_npz(file: Path) -> dict[str, Raw]:
     """An npz file as Keras has them, or one of JPEG files in one array; pickled arrays are refused."""
+    content = io.BytesIO(unpacked(file))
+    if not zipfile.is_zipfile(content):  # np.load would take it for another kind of file
+        raise ValueError(f"{file} is no readable npz file: it is no zip archive, or its end is missing")
     try:
-        with np.load(io.BytesIO(unpacked(file)), allow_pickle=False) as archive:
+        with np.load(content, allow_pickle=False) as archive:
             arrays = {name: archive[name] for name in archive.files}
-    except (zipfile.BadZipFile, zlib.error, EOFError, ValueError, OSError) as error:
+    except (zipfile.BadZipFile, zlib.error, EOFError, ValueError, OSError, NotImplementedError, RuntimeError) as error:
         raise ValueError(f"{file} is no readable npz file: {error}") from error
     if {"blob", "offset", "n_train"} <= set(arrays):
         return _jpegs(file, arrays)
     for name in ("x_train", "x_test"):
         if name not in arrays:
             raise ValueError(f"{file} has no array {name}; it has {', '.join(sorted(arrays)) or 'none'}")
-    labels = {part: _npz_labels(file, arrays, part) for part in ("train", "test")}
+    labels = {part: _npz_labels(file, arrays.get(f"y_{part}"), f"y_{part}") for part in ("train", "test")}
     most = [int(known.max()) for known in labels.values() if known is not None and len(known)]
     classes = tuple(str(number) for number in range(max(most) + 1)) if most else ()
     if "classes" in arrays and most:
@@ -147,18 +150,17 @@ def _npz_pixels(file: Path, array: NDArray[np.generic], name: str) -> NDArray[np
     return np.asarray(array, np.uint8)
 
 
-def _npz_labels(file: Path, arrays: dict[str, NDArray[np.generic]], part: str) -> NDArray[np.int64] | None:
-    array = arrays.get(f"y_{part}")
+def _npz_labels(file: Path, array: NDArray[np.generic] | None, name: str) -> NDArray[np.int64] | None:
     if array is None:
         return None
     if array.ndim == 2 and array.shape[1] == 1:
         array = array[:, 0]
     if array.ndim != 1 or not np.issubdtype(array.dtype, np.integer):
-        raise ValueError(f"{file}: y_{part} must be whole numbers [N], got {array.dtype} {list(array.shape)}")
+        raise ValueError(f"{file}: {name} must be whole numbers [N], got {array.dtype} {list(array.shape)}")
     labels = array.astype(np.int64)
     if len(labels) and labels.min() < 0:
         row = int(np.argmax(labels < 0))
-        raise ValueError(f"{file}: y_{part} row {row} is the label {labels[row]}; labels begin with 0")
+        raise ValueError(f"{file}: {name} row {row} is the label {labels[row]}; labels begin with 0")
     return labels
 
 
@@ -177,12 +179,20 @@ def _named_classes(
 
 def _jpegs(file: Path, arrays: dict[str, NDArray[np.generic]]) -> dict[str, Raw]:
     """JPEG or PNG files one after another in `blob`; file i is `blob[offset[i]:offset[i + 1]]`."""
-    blob, offset, train = arrays["blob"], arrays["offset"].astype(np.int64), int(arrays["n_train"].item())
-    if blob.dtype != np.uint8 or blob.ndim != 1 or offset.ndim != 1 or len(offset) < 3:
-        raise ValueError(f"{file}: blob must be bytes [bytes] and offset whole numbers [N + 1]")
+    blob, offset, n_train = arrays["blob"], arrays["offset"], arrays["n_train"]
+    whole = all(np.issubdtype(array.dtype, np.integer) for array in (offset, n_train)) and n_train.size == 1
+    if blob.dtype != np.uint8 or blob.ndim != 1 or not whole or offset.ndim != 1 or len(offset) < 3:
+        raise ValueError(
+            f"{file}: blob must be bytes [bytes], offset whole numbers [N + 1] and n_train one whole number"
+        )
+    train, offset = int(n_train.item()), offset.astype(np.int64)
     steps = np.diff(offset)
     if offset[0] != 0 or offset[-1] != len(blob) or steps.min() < 1:
-        row = int(np.argmax(steps < 1)) if steps.min() < 1 else len(steps)
+        row = len(steps)
+        if offset[0] != 0:
+            row = 0
+        elif steps.min() < 1:
+            row = int(np.argmax(steps < 1))
         raise ValueError(f"{file}: offset row {row} does not cut the {len(blob)} bytes of blob")
     count = len(steps)
     if not 0 < train < count:
@@ -190,7 +200,7 @@ def _jpegs(file: Path, arrays: dict[str, NDArray[np.generic]]) -> dict[str, Raw]
     labels = None
     classes: tuple[str, ...] = ()
     if "label" in arrays:
-        labels = _npz_labels(file, {"y_all": arrays["label"]}, "all")
+        labels = _npz_labels(file, arrays["label"], "label")
         assert labels is not None
         if len(labels) != count:
             raise ValueError(f"{file}: label has {len(labels)} rows for {count} images")

@@ -24,6 +24,19 @@ SHIFT = 8
 """Images are shifted by up to one part in so many of their side."""
 
 
+def check_whole(dataset: str, lengths: np.ndarray, length: int) -> None:
+    """Raise `ValueError` where images of so many pixels are not read whole, and alone, by sequences of `length` tokens.
+
+    What is left of a cut image, or an image with padding after it, has no rows of `sqrt(length)` pixels to move.
+    """
+    wrong = lengths[lengths != length]
+    if (dataset == "image" or dataset.startswith("pathfinder")) and len(wrong):
+        raise ValueError(
+            f"classify.augment=true moves the pixels of whole images, and batch.length={length} is not their "
+            f"{int(wrong[0]):,}; set it to that, or leave classify.augment out"
+        )
+
+
 def augmentation(dataset: str) -> Callable[[Batch], Batch]:
     """The changes that keep the labels of `dataset`; `ValueError` where none is known."""
     if dataset == "image":

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import hashlib
 import logging
-import os
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -14,7 +13,7 @@ from tokenizers import Tokenizer
 
 from subquad.config import digest
 from subquad.data.config import DataConfig
-from subquad.data.files import aside, locked, read_json, remove, set_aside, sweep, write_json
+from subquad.data.files import aside, cache_folder, read_json, remove, usable, write_json
 from subquad.data.shards import FORMAT_VERSION, TokenShard
 from subquad.data.sources import Source, open_source
 from subquad.data.split import cut, hold_out
@@ -77,7 +76,7 @@ def prepare(config: DataConfig, *, progress: Progress | None = None) -> Corpus:
         }
     )
     folder = cache_folder(config.cache) / f"corpus-{key}"
-    if not _usable(folder, lambda: _open(folder)):
+    if not usable(folder, lambda: _open(folder)):
         with aside(folder) as temporary:
             temporary.mkdir()
             _build(temporary, config, fixed, sources, progress or _silent)
@@ -104,7 +103,7 @@ def prepare_shard(
     key = digest([before, made_by, skip_bad_files, FORMAT_VERSION, tokenizers.__version__])
     folder = cache_folder(cache) / f"shard-{key}"
     file = folder / "all.tokens"
-    if not _usable(folder, lambda: TokenShard(file, tokenizer_hash=made_by)):
+    if not usable(folder, lambda: TokenShard(file, tokenizer_hash=made_by)):
         with aside(folder) as temporary:
             temporary.mkdir()
             with Spool(temporary / "text") as spool:
@@ -113,12 +112,6 @@ def prepare_shard(
             remove(temporary / "text")
             _check_unchanged(source, before)
     return TokenShard(file, tokenizer_hash=made_by)
-
-
-def cache_folder(cache: str | None) -> Path:
-    """Where prepared corpora are: `cache`, or `$SUBQUAD_CACHE`, or `~/.cache/subquad`."""
-    chosen = cache or os.environ.get("SUBQUAD_CACHE")
-    return Path(chosen).expanduser() if chosen else Path.home() / ".cache" / "subquad"
 
 
 def _build(
@@ -199,36 +192,6 @@ def _open(folder: Path) -> Corpus:
         train_files=tuple(names["train"]),
         held_out_files=tuple(names["held_out"]),
     )
-
-
-def _usable(folder: Path, check: Callable[[], object]) -> bool:
-    """Whether `folder` is there and `check` finds it whole; a damaged one is removed, with a warning.
-
-    It is checked again and renamed under a lock: another process may have put a whole one there since the first check.
-    """
-    sweep(folder.parent, f"{folder.name.partition('-')[0]}-*")
-    if not folder.is_dir():
-        return False
-    if _damage(check) is None:
-        return True
-    with locked(folder.parent):
-        if not folder.is_dir():
-            return False
-        damage = _damage(check)
-        if damage is None:
-            return True
-        logger.warning("prepared data in %s cannot be used and is made again: %s", folder, damage)
-        away = set_aside(folder)
-    remove(away)
-    return False
-
-
-def _damage(check: Callable[[], object]) -> Exception | None:
-    try:
-        check()
-    except (ValueError, KeyError, OSError) as error:
-        return error
-    return None
 
 
 def _check_unchanged(source: Source, before: str) -> None:

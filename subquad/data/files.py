@@ -9,7 +9,7 @@ import shutil
 import sys
 import time
 import uuid
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
@@ -69,11 +69,47 @@ def locked(folder: Path) -> Iterator[None]:
         os.close(descriptor)
 
 
+def cache_folder(cache: str | None) -> Path:
+    """Where prepared data is: `cache`, or `$SUBQUAD_CACHE`, or `~/.cache/subquad`."""
+    chosen = cache or os.environ.get("SUBQUAD_CACHE")
+    return Path(chosen).expanduser() if chosen else Path.home() / ".cache" / "subquad"
+
+
 def set_aside(path: Path) -> Path:
     """Rename what is at `path` to a name that `sweep` knows, and return that."""
     away = _beside(path)
     os.replace(path, away)
     return away
+
+
+def usable(folder: Path, check: Callable[[], object]) -> bool:
+    """Whether `folder` is there and `check` finds it whole; a damaged one is removed, with a warning.
+
+    It is checked again and renamed under a lock: another process may have put a whole one there since the first check.
+    """
+    sweep(folder.parent, f"{folder.name.partition('-')[0]}-*")
+    if not folder.is_dir():
+        return False
+    if _damage(check) is None:
+        return True
+    with locked(folder.parent):
+        if not folder.is_dir():
+            return False
+        damage = _damage(check)
+        if damage is None:
+            return True
+        logger.warning("prepared data in %s cannot be used and is made again: %s", folder, damage)
+        away = set_aside(folder)
+    remove(away)
+    return False
+
+
+def _damage(check: Callable[[], object]) -> Exception | None:
+    try:
+        check()
+    except (ValueError, KeyError, OSError) as error:
+        return error
+    return None
 
 
 def _beside(path: Path) -> Path:

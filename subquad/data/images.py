@@ -48,8 +48,8 @@ def load_images(path: str, *, labels: bool = False) -> dict[str, ImageSet]:
 
     `path` is one of
     - a folder of MNIST's idx files, `train-images-idx3-ubyte` and so on, plain or packed as .gz, .xz or .bz2;
-    - an .npz file (also packed as .npz.xz) with x_train, y_train, x_test, y_test, as Keras has it, or with JPEG files
-      in one array (blob, offset, label, n_train, classes);
+    - an .npz file (also packed as .npz.xz), or a folder with one, with x_train, y_train, x_test, y_test, as Keras has
+      it, or with JPEG files in one array (blob, offset, label, n_train, classes);
     - a folder of CIFAR-10's binary version: `data_batch_1.bin` and so on, `test_batch.bin`;
     - a folder of PNG or JPEG files: train/CLASS/NAME.png and test/CLASS/NAME.png, or without labels train/NAME.png and
       test/NAME.png; or NAME.png alone, of which every tenth by name is held out as `test`;
@@ -91,7 +91,7 @@ def load_pictures(path: str) -> ImageSet | None:
 def _reader(path: str) -> Callable[[str], dict[str, ImageSet]]:
     """What reads `path`, by the names that are there."""
     if path.startswith("hf:"):
-        return lambda asked: _sets(_image_folders.read_dataset(asked))
+        return lambda asked: _sets(path, _image_folders.read_dataset(asked))
     place = Path(path).expanduser()
     if place.is_dir():
         for holds, read in (
@@ -100,22 +100,27 @@ def _reader(path: str) -> Callable[[str], dict[str, ImageSet]]:
             (_image_folders.holds_pictures, _image_folders.read_pictures),
         ):
             if holds(place):
-                return lambda _, read=read: _sets(read(place))  # type: ignore[misc]
-        raise ValueError(f"{path} holds no images: no idx files, no CIFAR-10 batches (.bin), no PNG or JPEG files")
+                return lambda _, read=read: _sets(path, read(place))  # type: ignore[misc]
+        match [file for file in sorted(place.iterdir()) if _image_files.is_npz(file)]:
+            case [file]:
+                return lambda _: _sets(path, _image_files.read_npz(file))
+            case [_, *_] as files:
+                raise ValueError(f"{path} holds {len(files)} npz files; name one: {', '.join(map(str, files[:9]))}")
+        raise ValueError(f"{path} holds no images: no idx files, no CIFAR-10 batches (.bin), no PNG, JPEG or npz files")
     if place.is_file():
         if not _image_files.is_npz(place):
             raise ValueError(f"{path} is not a set of images; a file must be .npz or .npz.xz, or give its folder")
-        return lambda _: _sets(_image_files.read_npz(place))
+        return lambda _: _sets(path, _image_files.read_npz(place))
     near = [str(entry) for entry in sorted(place.parent.iterdir())[:20]] if place.parent.is_dir() else []
     raise FileNotFoundError(f"there is no file or folder {path!r}; {suggest(path, [*near, 'hf:NAME'])}")
 
 
-def _sets(raw: dict[str, _image_files.Raw]) -> dict[str, ImageSet]:
+def _sets(path: str, raw: dict[str, _image_files.Raw]) -> dict[str, ImageSet]:
     sets = {part: ImageSet(*images) for part, images in raw.items()}
     train, test = sets["train"], sets["test"]
     if train.shape != test.shape:
         raise ValueError(
-            f"the images differ in size: train has {list(train.shape)}, test {list(test.shape)} (rows, columns, "
-            "channels)"
+            f"{path}: the images differ in size: train has {list(train.shape)}, test {list(test.shape)} (rows, "
+            "columns, channels)"
         )
     return sets

@@ -10,6 +10,10 @@ from subquad.config import Config
 DatasetName = Literal["toy", "listops", "text", "retrieval", "image", "pathfinder32", "pathfinder64", "pathfinder128"]
 MADE = ("toy", "listops", "pathfinder32", "pathfinder64", "pathfinder128")
 """Data sets that need no `path`: they are made by rules."""
+ON_THE_HUB = ("text", "image")
+"""Data sets that hf:NAME can be read as."""
+SPLIT_HERE = ("text", "image")
+"""Data sets that are published without a part to measure on while training."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -60,7 +64,7 @@ class LabelledConfig(Config):
     Long Range Arena's: listops and pathfinder32, 64, 128 (Path-X) are made by its rules, or read from its release in
     path; text (reviews as bytes), retrieval (pairs of papers as bytes) and image (grey pixels) are read from path."""
     path: str | None = None
-    """A folder or file that holds the data set, or hf:NAME for a Hugging Face dataset; the layouts: docs/lra.md."""
+    """A folder or file that holds the data set, or hf:NAME for a Hugging Face dataset: docs/lra.md."""
     cache: str | None = None
     """Where data that was made or read is kept (None: SUBQUAD_CACHE, else ~/.cache/subquad)."""
     examples: int | None = None
@@ -92,6 +96,19 @@ class LabelledConfig(Config):
         if self.path is not None and (self.dataset == "toy" or not self.path):
             rule = "must name a folder, a file or hf:NAME" if not self.path else "has no effect with dataset=toy"
             raise ValueError(f"classify.path={self.path!r} {rule}")
+        if self.path is not None and self.path.startswith("hf:"):
+            if self.dataset not in ON_THE_HUB:
+                raise ValueError(
+                    f"classify.path={self.path!r}: {self.dataset} is read from a folder; {' and '.join(ON_THE_HUB)} "
+                    "can be read from the Hugging Face hub"
+                )
+            if not self.path.removeprefix("hf:").partition(":")[0]:
+                raise ValueError(f"classify.path={self.path!r} names no dataset; it must be hf:NAME or hf:NAME:CONFIG")
+        if self.validation != "apart" and self.dataset not in SPLIT_HERE:
+            raise ValueError(
+                f"classify.validation={self.validation} has no effect with dataset={self.dataset}, which has a part "
+                f"for it; {' and '.join(SPLIT_HERE)} have none"
+            )
         for name, used in (
             ("listops", self.dataset == "listops" and self.path is None),
             ("pathfinder", self.dataset.startswith("pathfinder")),

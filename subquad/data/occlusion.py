@@ -75,8 +75,11 @@ def _file(file: Path, height: int, width: int) -> NDArray[np.bool_]:
             array = np.load(file, allow_pickle=False)
         except (ValueError, OSError, EOFError) as error:
             raise ValueError(f"{file} is no readable npy file: {error}") from error
-        if array.dtype != np.bool_ and not np.isin(array, (0, 1)).all():
-            raise ValueError(f"{file} must hold booleans or zeros and ones, got {array.dtype} up to {array.max()}")
+        if not isinstance(array, np.ndarray):
+            array.close()
+            raise ValueError(f"{file} is no readable npy file: it is an archive of several arrays (npz)")
+        if array.dtype.kind not in "biuf" or not np.isin(array, (0, 1)).all():
+            raise ValueError(f"{file} must hold booleans or zeros and ones, got {array.dtype}")
         mask_HW = array.astype(np.bool_)
     if mask_HW.shape != (height, width):
         raise ValueError(

@@ -1,8 +1,9 @@
 """Memory-mapped token shards.
 
-A file is a head of 4,096 bytes, the tokens (uint16 or uint32, little-endian), and the offsets at which documents begin
-(int64). The head is a magic word, the format version, the SHA-256 of the JSON that follows it, and this JSON: counts,
-dtype, the tokenizer's hash and the SHA-256 of all that follows the head. Nothing damaged or cut short is ever opened.
+A file is a head of 4,096 bytes, the tokens (uint8, uint16 or uint32, little-endian), and the offsets at which documents
+begin (int64). The head is a magic word, the format version, the SHA-256 of the JSON that follows it, and this JSON:
+counts, dtype, the tokenizer's hash and the SHA-256 of all that follows the head. Nothing damaged or cut short is ever
+opened.
 """
 
 from __future__ import annotations
@@ -68,15 +69,18 @@ class TokenShard:
 class ShardWriter:
     """Writes a shard at `path`, which must be a place that nobody reads yet, as `files.aside` gives one.
 
-    Call `add` for a document's tokens, `end_document` after its last. Leaving the `with` block writes the head; after
-    an error there is none, and the file cannot be opened.
+    Call `add` for a document's tokens, `end_document` after its last, or `add_documents`. Leaving the `with` block
+    writes the head; after an error there is none, and the file cannot be opened. Tokens take two bytes each or, where
+    the vocabulary asks for it, four; with `small` one byte where that is enough.
     """
 
-    def __init__(self, path: Path, *, vocab_size: int, tokenizer_hash: str) -> None:
+    def __init__(self, path: Path, *, vocab_size: int, tokenizer_hash: str, small: bool = False) -> None:
         self.path = path
         self.vocab_size = vocab_size
         self.tokenizer_hash = tokenizer_hash
         self.dtype = np.dtype("<u2" if vocab_size <= 1 << 16 else "<u4")
+        if small and vocab_size <= 1 << 8:
+            self.dtype = np.dtype("u1")
         self.count = self.text_bytes = self.words = 0
         self.starts = [0]
         self._sha256 = hashlib.sha256()
@@ -96,6 +100,17 @@ class ShardWriter:
         self.starts.append(self.count)
         self.text_bytes += text_bytes
         self.words += words
+
+    def add_documents(self, ids: np.ndarray, lengths: np.ndarray) -> None:
+        """Append documents that have no text, of so many tokens each; raises as `add`, and for no token in one."""
+        if lengths.sum() != len(ids) or lengths.min(initial=1) < 1:
+            raise ValueError(
+                f"documents have one token or more each, together {len(ids)}; got {lengths.sum()} in all, the shortest "
+                f"{lengths.min(initial=len(ids))}"
+            )
+        ends = self.count + np.cumsum(lengths)
+        self.add(ids)
+        self.starts += ends.tolist()
 
     def __enter__(self) -> Self:
         return self

@@ -48,8 +48,9 @@ def fit_bag_of_tokens(
 ) -> BagOfTokens:
     """The baseline, fitted on `EXAMPLES` of the first `count` items, evenly spread (all where there are fewer).
 
-    The penalty is the one that does best on every fifth of them when the others are learned from; then all are. The
-    features are `bags`; L-BFGS in float64 from zeros: nothing is random. Raises `ValueError` for fewer than 2 items.
+    The penalty is the one that does best on every fifth of each class when the others are learned from; then all are.
+    The features are `bags`; L-BFGS in float64 from zeros: nothing is random. Raises `ValueError` for fewer than 2
+    items.
     """
     if count < 2:
         raise ValueError(f"a bag-of-tokens baseline needs at least 2 sequences to learn from, got {count}")
@@ -58,7 +59,9 @@ def fit_bag_of_tokens(
     mean_F, std_F = features_NF.mean(0), features_NF.std(0, correction=0)
     std_F = torch.where(std_F > 0, std_F, 1.0)
     z_NF = (features_NF - mean_F) / std_F
-    apart_N = torch.arange(wanted) % 5 == 1
+    apart_N = torch.zeros(wanted, dtype=torch.bool)
+    for label in labels_N.unique():
+        apart_N[(labels_N == label).nonzero().flatten()[1::5]] = True
     best = -1.0
     chosen = PENALTIES[0]
     for penalty in PENALTIES:

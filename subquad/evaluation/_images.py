@@ -23,8 +23,8 @@ class ImageEvaluation:
     """Of one image: all of them are predicted, the first one too."""
     bits_per_dim: float
     """Mean of `-log2 p` over all dimensions of all images."""
-    error: float
-    """Standard error of that mean, over images."""
+    error: float | None
+    """Standard error of that mean, over images; None of one image, which has no spread."""
     constant: float
     """Bits per dimension by the frequencies of the levels in these images, the same for every dimension."""
     occluded: int | None
@@ -51,7 +51,7 @@ def evaluate_images(
     """Bits per dimension of the images `[N, T]`, uint8, and of a part of their dimensions (`occluded`, bool `[T]`).
 
     Runs where the model is, without dropout. `progress(done, images)` is called after each batch. Raises `ValueError`
-    for no image, a batch size below 1, and images or a mask that do not fit the model.
+    for no image, a batch size below 1, images or a mask that do not fit the model, and a mask without a True.
     """
     for name, value in (("the number of images", len(pixels_NT)), ("batch_size", batch_size)):
         if value < 1:
@@ -60,6 +60,8 @@ def evaluate_images(
     if pixels_NT.shape[1:] != (tokens,) or (occluded_T is not None and occluded_T.shape != (tokens,)):
         mask = "" if occluded_T is None else f" and a mask {list(occluded_T.shape)}"
         raise ValueError(f"the model predicts images of {tokens} bytes, got {list(pixels_NT.shape)}{mask}")
+    if occluded_T is not None and (occluded_T.dtype != torch.bool or not occluded_T.any()):
+        raise ValueError(f"the mask must be bool and True somewhere, got {occluded_T.dtype}, sum {occluded_T.sum()}")
     device, training = next(model.parameters()).device, model.training
     model.eval()
     begin, bits = time.perf_counter(), []
@@ -77,7 +79,7 @@ def evaluate_images(
         images=len(pixels_NT),
         dimensions=tokens,
         bits_per_dim=bits_N.mean().item(),
-        error=bits_N.std(correction=0).item() / math.sqrt(max(1, len(pixels_NT) - 1)),
+        error=bits_N.std().item() / math.sqrt(len(bits_N)) if len(bits_N) > 1 else None,
         constant=-(share_V * share_V.log2()).sum().item(),
         occluded=None if occluded_T is None else int(occluded_T.sum()),
         occluded_bits_per_dim=None if occluded_T is None else bits_NT[:, occluded_T].mean().item(),

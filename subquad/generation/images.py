@@ -41,7 +41,8 @@ def generate_images(
     cache: bool = True,
     progress: Callable[[int, int], None] | None = None,
 ) -> DrawnImages:
-    """Draw `count` images, `batch_size` at a time. Image i has random numbers of its own, from the seed `seed + i`.
+    """Draw `count` images, `batch_size` at a time. Image i has random numbers of its own, from the seed `seed + i`
+    (modulo 2**64).
 
     Without `cache` the model reads all pixels so far again for each one, as a softmax model without cached keys and
     values would. `progress(done, all)` counts the pixels of all images. Raises `ValueError` for a count or a batch size
@@ -86,10 +87,11 @@ def complete_images(
     if not temperature >= 0:
         raise ValueError(f"temperature must be at least 0, got {temperature}")
     tokens = model.config.tokens
-    if pixels_NT.shape[1:] != (tokens,) or occluded_T.shape != (tokens,) or occluded_T.dtype != torch.bool:
+    sizes = pixels_NT.shape[1:] == occluded_T.shape == (tokens,)
+    if not sizes or pixels_NT.dtype != torch.uint8 or occluded_T.dtype != torch.bool:
         raise ValueError(
-            f"the model draws images of {tokens} bytes, got pixels {list(pixels_NT.shape)} and a mask "
-            f"{list(occluded_T.shape)} of {occluded_T.dtype}"
+            f"the model draws images of {tokens} bytes, got pixels {list(pixels_NT.shape)} of {pixels_NT.dtype} and a "
+            f"mask {list(occluded_T.shape)} of {occluded_T.dtype}; valid: uint8 and bool"
         )
     training = model.training
     model.eval()
@@ -104,6 +106,7 @@ def complete_images(
                 progress(before + done * images, len(pixels_NT) * tokens)
 
         pixels_BT, state = _fill(model, part_BT, occluded_T, random_BT, temperature, cache, show)
+        show(tokens)
         drawn.append(pixels_BT)
         state_bytes = max(state_bytes, 0 if state is None else state.nbytes)
     seconds = time.perf_counter() - begin
@@ -112,7 +115,7 @@ def complete_images(
 
 
 def _random(seed: int, count: int) -> Tensor:
-    return torch.rand(count, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
+    return torch.rand(count, generator=torch.Generator().manual_seed(seed % 2**64), dtype=torch.float64)
 
 
 def _fill(

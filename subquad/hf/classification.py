@@ -10,19 +10,18 @@ from dataclasses import dataclass
 from typing import Any, ClassVar, Self
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from torch.nn import functional as F
 from transformers.modeling_outputs import SequenceClassifierOutput
 
-from subquad.hf._strict import StrictModel
+from subquad.hf._encoder import EncoderModel, read_inputs
 from subquad.hf.config import FIELDS, SubquadConfig
-from subquad.hf.model import _padding_mask, _refuse
+from subquad.hf.model import _padding_mask
 from subquad.models.classifier import Classifier, check_pair
+from subquad.models.decoder import IGNORED
 from subquad.models.encoder import Encoder
 from subquad.models.encoder_config import EncoderConfig
 from subquad.models.pretraining import Hiding, denoising_loss, mask_token
-
-IGNORED = -100
 
 
 class SubquadClassifierConfig(SubquadConfig):
@@ -67,7 +66,7 @@ class Denoising:
     hiding: Hiding
 
 
-class SubquadForSequenceClassification(StrictModel):
+class SubquadForSequenceClassification(EncoderModel):
     """A classifier around `subquad.models.Classifier`, which is its attribute `model`.
 
     With `denoising` set, training hides tokens and adds the loss of predicting them, by the table's own rows (joint
@@ -77,10 +76,6 @@ class SubquadForSequenceClassification(StrictModel):
 
     config: SubquadClassifierConfig
     config_class = SubquadClassifierConfig
-    base_model_prefix = "model"
-    supports_gradient_checkpointing = True
-    accepts_loss_kwargs = False
-    _no_split_modules = ["Block", "CrossBlock"]  # noqa: RUF012 (transformers declares it so)
 
     def __init__(self, config: SubquadClassifierConfig) -> None:
         super().__init__(config)
@@ -106,11 +101,8 @@ class SubquadForSequenceClassification(StrictModel):
         pair is `pair_input_ids` with `pair_attention_mask`. The label -100 does not count. Raises `ValueError` or
         `TypeError` for inputs that the model does not take, labels that name no class among them.
         """
-        _refuse(inputs_embeds, output_attentions, output_hidden_states)
-        if input_ids is None:
-            raise ValueError("input_ids is needed: a tensor [B, T] of token numbers")
+        read = [read_inputs(input_ids, attention_mask, inputs_embeds, output_attentions, output_hidden_states)]
         check_pair(self.model.config, pair_input_ids, pair_attention_mask)
-        read = [(input_ids, _padding_mask(attention_mask, input_ids))]
         if pair_input_ids is not None:
             read.append((pair_input_ids, _padding_mask(pair_attention_mask, pair_input_ids)))
         loss = None
@@ -148,20 +140,3 @@ class SubquadForSequenceClassification(StrictModel):
                     f"labels must lie in 0..{classes - 1}, or be {IGNORED}, got {labels_B[wrong_B].tolist()}"
                 )
         return F.cross_entropy(logits_BC.float(), labels_B, ignore_index=IGNORED)
-
-    def get_input_embeddings(self) -> nn.Module:
-        """The table of token vectors."""
-        return self.model.encoder.embedding.tokens
-
-    def set_input_embeddings(self, value: nn.Module) -> None:
-        """Replace the table of token vectors."""
-        self.model.encoder.embedding.tokens = value
-
-    def resize_token_embeddings(self, *args: Any, **kwargs: Any) -> nn.Embedding:
-        """Change the vocabulary, as transformers does; the classifier's configuration follows."""
-        table = super().resize_token_embeddings(*args, **kwargs)
-        self.model.config = self.model.encoder.config = self.config.encoder_config()
-        return table
-
-    def _init_weights(self, module: nn.Module) -> None:
-        self.model.initialise(module)

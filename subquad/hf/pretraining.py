@@ -8,13 +8,12 @@ from __future__ import annotations
 from typing import Any, ClassVar, Self
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from transformers.modeling_outputs import MaskedLMOutput
 
-from subquad.hf._strict import StrictModel
+from subquad.hf._encoder import EncoderModel, read_inputs
 from subquad.hf.config import FIELDS, SubquadConfig
-from subquad.hf.model import _padding_mask, _refuse
-from subquad.models.encoder_config import EncoderConfig
+from subquad.models.encoder_config import EncoderConfig, check_hiding
 from subquad.models.pretraining import Hiding, Objective, PretrainingModel
 
 EVALUATION_SEED = 0
@@ -38,6 +37,7 @@ class SubquadPretrainingConfig(SubquadConfig):
     def __post_init__(self, **kwargs: Any) -> None:
         super().__post_init__(**kwargs)
         self.encoder_config()
+        check_hiding(self.mask_fraction, self.random_fraction)
         if self.objective not in ("denoise", "causal"):
             raise ValueError(f"unknown objective {self.objective!r}; valid: causal, denoise")
 
@@ -52,7 +52,7 @@ class SubquadPretrainingConfig(SubquadConfig):
         return cls(**values, **kwargs)
 
 
-class SubquadForPreTraining(StrictModel):
+class SubquadForPreTraining(EncoderModel):
     """An encoder that predicts tokens, around `subquad.models.pretraining.PretrainingModel`: its attribute `model`.
 
     `model.encoder` is what a classifier takes over.
@@ -60,10 +60,6 @@ class SubquadForPreTraining(StrictModel):
 
     config: SubquadPretrainingConfig
     config_class = SubquadPretrainingConfig
-    base_model_prefix = "model"
-    supports_gradient_checkpointing = True
-    accepts_loss_kwargs = False
-    _no_split_modules = ["Block", "CrossBlock"]  # noqa: RUF012 (transformers declares it so)
 
     def __init__(self, config: SubquadPretrainingConfig) -> None:
         super().__init__(config)
@@ -89,30 +85,18 @@ class SubquadForPreTraining(StrictModel):
         same. `attention_mask` is `[B, T]`, 0 at padding, which may stand anywhere. Raises `ValueError` or `TypeError`
         for inputs that the model does not take.
         """
-        _refuse(inputs_embeds, output_attentions, output_hidden_states)
-        if input_ids is None:
-            raise ValueError("input_ids is needed: a tensor [B, T] of token numbers")
-        mask_BT = _padding_mask(attention_mask, input_ids)
+        tokens_BT, mask_BT = read_inputs(
+            input_ids, attention_mask, inputs_embeds, output_attentions, output_hidden_states
+        )
         output = MaskedLMOutput()
         if labels is None:
-            output["logits"] = self.model(input_ids, mask_BT)
+            output["logits"] = self.model(tokens_BT, mask_BT)
         else:
-            if not torch.equal(labels, input_ids):
+            if not torch.equal(labels, tokens_BT):
                 raise ValueError("labels must be input_ids: what is hidden is drawn inside of the model")
             generator = None
             if not self.training:
-                generator = torch.Generator(device=input_ids.device).manual_seed(EVALUATION_SEED)
-            output["loss"] = self.model.loss(input_ids, self.hiding, mask_BT, generator=generator)
+                generator = torch.Generator(device=tokens_BT.device).manual_seed(EVALUATION_SEED)
+            output["loss"] = self.model.loss(tokens_BT, self.hiding, mask_BT, generator=generator)
         wants_dict = self.config.return_dict if return_dict is None else return_dict
         return output if wants_dict else output.to_tuple()
-
-    def get_input_embeddings(self) -> nn.Module:
-        """The table of token vectors."""
-        return self.model.encoder.embedding.tokens
-
-    def set_input_embeddings(self, value: nn.Module) -> None:
-        """Replace the table of token vectors."""
-        self.model.encoder.embedding.tokens = value
-
-    def _init_weights(self, module: nn.Module) -> None:
-        self.model.initialise(module)

@@ -98,14 +98,19 @@ def draw(log_probs_NV: Tensor, random_N: Tensor, temperature: float) -> Tensor:
         raise ValueError("the model's probabilities must be finite, got NaN; its weights may be damaged")
     if temperature == 0:
         return log_probs_NV.argmax(-1)
-    cumulative_NV = (log_probs_NV / temperature).softmax(-1).cumsum(-1)
+    # The likeliest level stays at 0, so that no temperature takes all of them to minus infinity.
+    sharper_NV = (log_probs_NV - log_probs_NV.amax(-1, keepdim=True)) / temperature
+    cumulative_NV = sharper_NV.softmax(-1).cumsum(-1)
     wanted_N1 = random_N.to(cumulative_NV)[:, None] * cumulative_NV[:, -1:]
     return torch.searchsorted(cumulative_NV, wanted_N1, right=True)[:, 0].clamp(max=LEVELS - 1)
 
 
 def _log1mexp(x: Tensor) -> Tensor:
     """`log(1 - e^-x)` for x > 0, exact on both sides of log 2."""
-    return torch.where(x < math.log(2), (-torch.expm1(-x)).log(), torch.log1p(-torch.exp(-x)))
+    # Each side gets only what is its own: at a tiny x the gradient of the other side is infinite, times zero NaN.
+    small = x < math.log(2)
+    low, high = x.clamp(max=math.log(2)), x.clamp(min=math.log(2))
+    return torch.where(small, (-torch.expm1(-low)).log(), torch.log1p(-torch.exp(-high)))
 
 
 def _wide(x: Tensor) -> Tensor:

@@ -21,6 +21,7 @@ from subquad.layers.norm import build_norm
 from subquad.layers.positions import Learned, Sinusoidal
 from subquad.models._initial import initialise
 from subquad.models._layers import Block, PassBias, build_mechanisms
+from subquad.models._tokens import check_tokens
 from subquad.models.config import DecoderConfig
 from subquad.ops.loss import linear_cross_entropy
 from subquad.ops.padding import check_mask, compaction, real_slots, scatter
@@ -228,10 +229,7 @@ class Decoder(nn.Module):
         return x_BTD
 
     def _check(self, tokens_BT: Tensor, state: State | None, mask: Tensor | None) -> None:
-        if tokens_BT.ndim != 2:
-            raise ValueError(f"tokens must have shape [B, T], got {list(tokens_BT.shape)}")
-        if tokens_BT.dtype not in (torch.int64, torch.int32):
-            raise TypeError(f"tokens must be int64 or int32, got {tokens_BT.dtype}")
+        check_tokens(tokens_BT)
         if mask is not None:
             check_mask(mask, *tokens_BT.shape)
         if state is not None:

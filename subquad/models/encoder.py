@@ -15,6 +15,7 @@ from subquad.layers.embedding import Embedding
 from subquad.layers.norm import build_norm
 from subquad.models._initial import initialise
 from subquad.models._layers import Block, build_mechanisms
+from subquad.models._tokens import check_tokens
 from subquad.models.decoder import _added_positions
 from subquad.models.encoder_config import EncoderConfig
 from subquad.models.perceiver_io import branch_outputs
@@ -121,10 +122,7 @@ def token_embedding(config: EncoderConfig) -> Embedding:
 
 def embedded(embedding: Embedding, tokens_BT: Tensor, mask: Tensor | None) -> tuple[Tensor, Compaction | None]:
     """Vectors of rows that begin with their real tokens, and how they were moved (None: not at all)."""
-    if tokens_BT.ndim != 2:
-        raise ValueError(f"tokens must have shape [B, T], got {list(tokens_BT.shape)}")
-    if tokens_BT.dtype not in (torch.int64, torch.int32):
-        raise TypeError(f"tokens must be int64 or int32, got {tokens_BT.dtype}")
+    check_tokens(tokens_BT)
     if mask is None:
         return embedding(tokens_BT), None
     check_mask(mask, *tokens_BT.shape)

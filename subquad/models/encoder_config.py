@@ -95,6 +95,14 @@ class PerceiverIOOptions(PerceiverOptions):
     """Whether the outputs are added to their queries."""
 
 
+def check_hiding(mask_fraction: float, random_fraction: float, group: str = "") -> None:
+    """Raise `ValueError` for shares of hidden tokens, and of random ones among them, that cannot be."""
+    if not 0 < mask_fraction < 1:
+        raise ValueError(f"{group}mask_fraction must be above 0 and below 1, got {mask_fraction}")
+    if not 0 <= random_fraction <= 1:
+        raise ValueError(f"{group}random_fraction must lie between 0 and 1, got {random_fraction}")
+
+
 def check_choices(config: Config, *names: str) -> None:
     """Raise `ValueError` where a field is none of its type's choices."""
     hints = get_type_hints(type(config))

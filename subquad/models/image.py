@@ -18,6 +18,7 @@ from subquad.models._initial import initialise
 from subquad.models._layers import Block, build_mechanisms
 from subquad.models._pixel_inputs import PixelInputs
 from subquad.models._pixel_outputs import build_output, draw
+from subquad.models._tokens import check_tokens
 from subquad.models.image_config import LEVELS, START, ImageModelConfig
 from subquad.ops.backends import without_autocast
 from subquad.state import State
@@ -86,12 +87,15 @@ class ImageModel(nn.Module):
         return h_BTD, State(entries, self.config_hash)
 
     def inputs(self, pixels_BT: Tensor, /) -> Tensor:
-        """The tokens that `pixels` `[B, T]` follow from: the start, then all pixels but the last."""
+        """The tokens that `pixels` `[B, T]` follow from: the start, then all pixels but the last.
+
+        Raises `TypeError` or `ValueError` for what is no `[B, T]` of whole numbers in 0..255.
+        """
+        self._check_pixels(pixels_BT)
         return torch.cat((pixels_BT.new_full((pixels_BT.shape[0], 1), START), pixels_BT[:, :-1]), 1)
 
     def log_prob(self, pixels_BT: Tensor, /) -> Tensor:
         """`log p(x_p | x_0, .., x_(p-1))` of each of the first T pixels, `[B, T]`, in nats."""
-        self._check_pixels(pixels_BT)
         parameters_BTP = self.parameters_of(self._run(self.inputs(pixels_BT), None, None))
         return self.output.log_prob(parameters_BTP.flatten(0, 1), pixels_BT.flatten().long()).view(pixels_BT.shape)
 
@@ -147,10 +151,7 @@ class ImageModel(nn.Module):
 
     def _check(self, tokens_BT: Tensor, state: State | None) -> int:
         """The place of the first token."""
-        if tokens_BT.ndim != 2:
-            raise ValueError(f"tokens must have shape [B, T], got {list(tokens_BT.shape)}")
-        if tokens_BT.dtype not in (torch.int64, torch.int32):
-            raise TypeError(f"tokens must be int64 or int32, got {tokens_BT.dtype}")
+        check_tokens(tokens_BT)
         start = 0
         if state is not None:
             state.check(self.config_hash, "this image model", tokens_BT.shape[0])
@@ -163,8 +164,7 @@ class ImageModel(nn.Module):
         return start
 
     def _check_pixels(self, pixels_BT: Tensor) -> None:
-        if pixels_BT.ndim != 2:
-            raise ValueError(f"pixels must have shape [B, T], got {list(pixels_BT.shape)}")
+        check_tokens(pixels_BT, "pixels")
         if not torch.compiler.is_compiling() and pixels_BT.numel():
             low, high = (int(x) for x in torch.aminmax(pixels_BT))
             if low < 0 or high >= LEVELS:

@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from subquad.models.classifier import build_encoder
+from subquad.models.decoder import IGNORED
 from subquad.models.encoder import Encoder
 from subquad.models.encoder_config import EncoderConfig
 from subquad.models.perceiver_encoder import PerceiverEncoder
@@ -23,7 +24,6 @@ from subquad.ops.loss import linear_cross_entropy
 from subquad.ops.padding import compaction, real_slots
 
 Objective = Literal["denoise", "causal"]
-IGNORED = -100
 
 
 @dataclass(frozen=True)

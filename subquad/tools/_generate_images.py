@@ -9,12 +9,12 @@ from pathlib import Path
 from typing import Any
 
 from subquad.generation.config import SamplingConfig
-from subquad.tools.arguments import Parser
+from subquad.tools.arguments import Parser, check_output
 
 IMAGES_HELP = "Draw so many images with a model of images, instead of going on with a text."
 OUT_HELP = "The PNG file to write the images to, side by side (--images; default: RUN/images.png)."
 BATCH_HELP = "Images that are drawn at once (--images)."
-READ = ("run", "device", "images", "out", "batch_size", "temperature", "seed")
+READ = ("run", "adapter", "device", "images", "out", "batch_size", "temperature", "seed")
 """The options that drawing images reads."""
 
 
@@ -23,6 +23,7 @@ class Asked:
     """What is to be drawn, and where to."""
 
     run: str
+    adapter: str | None
     device: str
     images: int
     out: Path
@@ -41,10 +42,17 @@ class Asked:
         for name in ("images", "batch_size"):
             if values[name] < 1:
                 raise ValueError(f"--{name} must be at least 1, got {values[name]}")
-        temperature = SamplingConfig(temperature=values["temperature"]).temperature
-        seed = values["seed"] if values["seed"] is not None else int.from_bytes(os.urandom(4), "little")
-        out = picture_file(values["out"], Path(values["run"]) / "images.png")
-        return cls(values["run"], values["device"], values["images"], out, values["batch_size"], temperature, seed)
+        sampling = SamplingConfig(temperature=values["temperature"], seed=values["seed"])
+        return cls(
+            run=values["run"],
+            adapter=values["adapter"],
+            device=values["device"],
+            images=values["images"],
+            out=picture_file(values["out"], Path(values["run"]) / "images.png"),
+            batch_size=values["batch_size"],
+            temperature=sampling.temperature,
+            seed=int.from_bytes(os.urandom(4), "little") if sampling.seed is None else sampling.seed,
+        )
 
 
 def refuse_with_text(values: dict[str, Any], parser: Parser) -> None:
@@ -57,12 +65,12 @@ def refuse_with_text(values: dict[str, Any], parser: Parser) -> None:
 
 def picture_file(asked: str | None, default: Path) -> Path:
     """Where to write a picture. Raises `ValueError` for no .png file, `FileNotFoundError` for no folder."""
-    path = default if asked is None else Path(asked)
-    if path.suffix.lower() != ".png" or path.is_dir():
-        raise ValueError(f"--out must name a .png file, got {str(path)!r}")
-    if not path.absolute().parent.is_dir():
-        raise FileNotFoundError(f"there is no folder {path.absolute().parent} for --out")
-    return path
+    if asked is None:
+        return default
+    if Path(asked).suffix.lower() != ".png" or Path(asked).is_dir():
+        raise ValueError(f"--out must name a .png file, got {asked!r}")
+    check_output("out", asked)
+    return Path(asked)
 
 
 def add_arguments(parser: Parser) -> None:
@@ -81,7 +89,7 @@ def run(values: dict[str, Any], parser: Parser) -> None:
     from subquad.tools._image_runs import load_image_run
 
     with parser.checking():
-        loaded = load_image_run(asked.run, asked.device)
+        loaded = load_image_run(asked.run, asked.device, asked.adapter)
     drawn = generate_images(
         loaded.model,
         asked.images,

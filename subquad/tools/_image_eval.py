@@ -18,11 +18,13 @@ if TYPE_CHECKING:
 
 def load(folder: str, options: EvalConfig) -> tuple[LoadedImageModel, ImageSet]:
     """The model in `folder` and the images to measure it on; `ValueError` for options that only a text has."""
-    for name, value in {"length": options.length, "stride": options.stride}.items():
+    data = options.data
+    texts = {"length": options.length, "stride": options.stride, "data.cache": data.cache}
+    for name, value in {**texts, "data.skip_bad_files": data.skip_bad_files or None}.items():
         if value is not None:
             raise ValueError(f"{folder} holds a model of images: {name}={value!r} is for texts; leave it out")
     loaded = load_image_run(folder, options.device)
-    return loaded, chosen(images_for(loaded, options.data.path).held_out, options.windows)
+    return loaded, chosen(images_for(loaded, data.path).held_out, options.windows)
 
 
 def evaluate_run(loaded: LoadedImageModel, images: ImageSet, batch_size: int) -> ImageEvaluation:
@@ -35,7 +37,8 @@ def evaluation_table(evaluation: ImageEvaluation) -> Table:
     """The numbers of all images."""
     table = Table(box=SIMPLE_HEAD, pad_edge=False, show_header=False)
     table.add_row("images", f"{evaluation.images:,} of {evaluation.dimensions:,} bytes, all of them predicted")
-    table.add_row("bits per dimension", f"{evaluation.bits_per_dim:.4f} ± {evaluation.error:.4f}")
+    error = "" if evaluation.error is None else f" ± {evaluation.error:.4f}"
+    table.add_row("bits per dimension", f"{evaluation.bits_per_dim:.4f}{error}")
     table.add_row("", f"{evaluation.constant:.4f} by the frequencies of the levels alone")
     if evaluation.occluded_bits_per_dim is not None:
         table.add_row("", f"{evaluation.occluded_bits_per_dim:.4f} of the {evaluation.occluded:,} occluded bytes")

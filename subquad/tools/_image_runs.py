@@ -47,12 +47,16 @@ class Images(NamedTuple):
 
 
 def images_for(loaded: LoadedImageModel, path: str | None) -> Images:
-    """The images at `path` (None: those of the run); `ValueError` where there are none or they have another size."""
+    """The images at `path` (None: those of the run); `ValueError` where there are none or they have another size.
+
+    At another path than the run's, the pictures of a folder are all measured; of the run's own those it held out.
+    """
+    own = None if loaded.config is None else loaded.config.image.path
     if path is None:
-        if loaded.config is None or loaded.config.image.path is None:
+        if own is None:
             raise ValueError(f"{loaded.folder} has no config.yaml that names its images; give some by their path")
-        path = loaded.config.image.path
-    pictures = load_pictures(path)
+        path = own
+    pictures = None if _same(path, own) else load_pictures(path)
     if pictures is not None:
         found = Images(pictures, None)
     else:
@@ -64,6 +68,10 @@ def images_for(loaded: LoadedImageModel, path: str | None) -> Images:
             f"{_size(loaded.model.config.shape)} (rows x columns x channels)"
         )
     return found
+
+
+def _same(path: str, own: str | None) -> bool:
+    return own is not None and Path(path).expanduser().resolve() == Path(own).expanduser().resolve()
 
 
 def _size(shape: tuple[int, int, int]) -> str:

@@ -18,6 +18,10 @@ from subquad.data.images import ImageSet, load_images
 from subquad.models.mlp import Mlp
 from subquad.tools._lora_mnist_config import CLASSES, PER_RANK, SETS, SIDE, VARIANTS, WIDTHS, MnistConfig
 
+ORDER, FACTORS = 1000, 2000
+"""What is added to a seed for the order of an arm's images and for its factors: drawn with the net's own seed the factors
+would begin as copies of its first weights."""
+
 
 @dataclass(frozen=True)
 class Split:
@@ -135,7 +139,7 @@ def fit(
             if len(rows) < batch <= size:
                 continue
             optimizer.param_groups[0]["lr"] = rate * min((step + 1) / (rising + 1), (total - step) / (total - rising))
-            train_step(net, optimizer, split.x_ND[rows], split.y_N[rows])
+            train_step(net, optimizer, split.x_ND.index_select(0, rows), split.y_N[rows])
             step += 1
             if look is not None:
                 look(step)
@@ -242,14 +246,14 @@ def train_cell(
     start = copy.deepcopy(bases[cell.base]) if cell.base else fresh_net(seed)
     net: nn.Module = start
     if cell.rank is not None:
-        net = with_factors(start, cell.rank, seed, product=cell.arm == "product")
+        net = with_factors(start, cell.rank, seed + FACTORS, product=cell.arm == "product")
     fit(
         net,
         digits.train[cell.images],
         epochs=config.epochs,
         batch=config.batch,
         rate=config.rates[cell.arm] if rate is None else rate,
-        seed=seed + 1000,
+        seed=seed + ORDER,
         warmup=config.warmup,
     )
     return accuracy(net, digits.test[cell.images])

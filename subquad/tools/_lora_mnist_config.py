@@ -23,8 +23,11 @@ beside first weights that stay random; product: factors alone, W = B A."""
 
 
 def default_rates() -> dict[str, float]:
-    """Peak learning rates of the arms, as --tune chose them."""
-    return {"base": 1e-1, "full": 3e-2, "lora": 1e-2, "scratch": 1e-1, "product": 1e-1}
+    """Peak learning rates of the arms, as --tune chose them.
+
+    That of the base is a step below its best: 97.7 against 97.9 % of the held-out images.
+    """
+    return {"base": 1e-1, "full": 3e-2, "lora": 1e-2, "scratch": 3e-2, "product": 3e-2}
 
 
 @dataclass(frozen=True, kw_only=True)

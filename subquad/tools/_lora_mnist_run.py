@@ -147,6 +147,7 @@ def measure_steps(config: MnistConfig, digits: arms.Digits) -> dict[str, Any]:
         tenths = statistics.quantiles(seconds[name], n=10)
         trains = [p for p in net.parameters() if p.requires_grad]
         states = [t for p in trains for t in optimizer.state[p].values() if isinstance(t, torch.Tensor)]
+        optimizer.zero_grad()  # so that the gradients are the step's own
         measured[name] = {
             "trainable": sum(p.numel() for p in trains),
             "median": statistics.median(seconds[name]),

@@ -178,6 +178,16 @@ def data_is_a_path(arguments: Sequence[str]) -> list[str]:
     return [re.sub(rf"^--({groups})(?==|$)", lambda m: f"--{m[1]}.{SHORT[m[1]][0]}", text) for text in arguments]
 
 
+def check_output(name: str, file: str | None) -> None:
+    """Raise `ValueError` or `FileNotFoundError` where the file of `--name` can't be written, before any work."""
+    if file is None:
+        return
+    if not file or Path(file).is_dir():
+        raise ValueError(f"--{name} must be a file, got {file!r}")
+    if not Path(file).absolute().parent.is_dir():
+        raise FileNotFoundError(f"there is no folder {Path(file).absolute().parent} for --{name}")
+
+
 def files_first(arguments: Sequence[str]) -> list[str]:
     """The arguments with `--config` and `--recipe` before all others, so that flags win wherever they stand."""
     files, rest = [], []

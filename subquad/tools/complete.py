@@ -11,7 +11,7 @@ from jsonargparse import Namespace
 
 from subquad.generation.config import SamplingConfig
 from subquad.tools._generate_images import picture_file, show_pixels
-from subquad.tools.arguments import Parser
+from subquad.tools.arguments import Parser, check_output
 
 DESCRIPTION = (
     "Occlude a part of images and let a trained model of images draw it. Writes a picture (original, occluded, "
@@ -74,5 +74,6 @@ def _check(asked: Namespace) -> Path:
             raise ValueError(f"--{name} must be at least 1, got {asked[name]}")
     if asked.seed < 0:
         raise ValueError(f"--seed must be at least 0, got {asked.seed}")
-    SamplingConfig(temperature=asked.temperature)
+    SamplingConfig(temperature=asked.temperature, seed=asked.seed)
+    check_output("json", asked.json)
     return picture_file(asked.out, Path(asked.run) / "completions.png")

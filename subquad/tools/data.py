@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import math
 import sys
 import time
 from collections.abc import Sequence
@@ -65,8 +66,8 @@ def run(arguments: Sequence[str]) -> int:
     if values["out"] is not None:
         from subquad.tools._draw_samples import draw_samples
 
-        draw_samples(corpus, values["samples"], values["out"])
-        console().print(Text(f"{values['out']} shows {values['samples']} sequences to learn from."))
+        drawn = draw_samples(corpus, values["samples"], values["out"])
+        console().print(Text(f"{values['out']} shows {drawn} sequences to learn from."))
     if values["json"] is not None:
         write_json(values["json"], record)
     return 0
@@ -167,25 +168,32 @@ def example(dataset: str, corpus: LabelledCorpus, shown: int = 400) -> str:
     texts = []
     for name in ("", "pair_")[: 1 + corpus.pairs]:
         tokens = item[f"{name}input_ids"][item[f"{name}attention_mask"].bool()].tolist()
-        text = _text(dataset, tokens)
+        text = _picture(tokens, corpus) if dataset in PICTURES else _text(dataset, tokens)
         texts.append(text if len(text) <= shown or dataset in PICTURES else f"{text[:shown]} ...")
     return "\n-- and --\n".join(texts) + f"\n-> {corpus.classes[int(item['labels'])]}"
 
 
 def _text(dataset: str, tokens: list[int]) -> str:
-    """A sequence in words, characters, or one character a pixel."""
+    """A sequence in words, characters or numbers."""
     if dataset == "listops":
         from subquad.data.lra.listops import WORDS
 
         return " ".join(WORDS[token] for token in tokens)
     if dataset in ("text", "retrieval"):
         return bytes(tokens).decode(errors="replace")
-    if dataset in PICTURES:
-        width = int(len(tokens) ** 0.5)
-        step = max(1, width // 32)
-        rows = [tokens[start : start + width : step] for start in range(0, width * width, width * step)]
-        return "\n".join("".join(" .:-=+*#%@"[level * 10 // 256] for level in row) for row in rows)
     return " ".join(map(str, tokens))
+
+
+def _picture(tokens: list[int], corpus: LabelledCorpus) -> str:
+    """The rows of an image that are there, a character for a pixel; of one that is not square the grey levels."""
+    train: Any = corpus.train
+    pixels = int(train.full_lengths[0, 0])
+    width = math.isqrt(pixels)
+    if width**2 != pixels:
+        return _text("", tokens)
+    step = max(1, width // 32)
+    rows = [tokens[start : start + width : step] for start in range(0, len(tokens), width * step)]
+    return "\n".join("".join(" .:-=+*#%@"[level * 10 // 256] for level in row) for row in rows)
 
 
 def _show_progress(what: str, done: int, total: int) -> None:

@@ -15,7 +15,7 @@ from rich.table import Table
 
 from subquad.evaluation.config import EvalConfig, TextConfig
 from subquad.tools import _eval_tasks
-from subquad.tools.arguments import Parser, data_is_a_path
+from subquad.tools.arguments import Parser, check_output, data_is_a_path
 
 if TYPE_CHECKING:
     from subquad.data import TokenShard
@@ -53,6 +53,7 @@ def run(arguments: Sequence[str]) -> int:
         values = parser.instantiate(parsed).as_dict()
         folder = values.pop("run")
         options = EvalConfig(**{name: value for name, value in values.items() if name not in _eval_tasks.NAMES})
+        check_output("json", options.json)
     if names is not None:
         return _ask(parser, folder, names, parsed, options)
     from subquad.tools.runs import is_classifier, is_image_model

@@ -43,6 +43,8 @@ def run(arguments: Sequence[str]) -> int:
     from subquad.training import train
 
     with parser.checking():
+        if config.task in ("classify", "pretrain"):
+            config.classify.check_source()
         check(config)
     result = train(config, console=Console(stderr=True))
     if int(os.environ.get("RANK", "0")) != 0:

@@ -11,7 +11,10 @@ from subquad.training._task import Task, fitted, spread
 from subquad.training.config import TrainConfig
 
 if TYPE_CHECKING:
+    from collections.abc import Callable
+
     from rich.console import Console
+    from torch import Tensor
     from transformers import EvalPrediction
 
     from subquad.hf import SubquadForSequenceClassification
@@ -36,7 +39,6 @@ def labelled(config: TrainConfig, console: Console | None = None) -> LabelledCor
 
 def classification_task(config: TrainConfig, console: Console | None = None) -> Task:
     """The labelled sequences of `config`. Raises `ValueError` as `train` says."""
-    from subquad.data.augment import augmentation
     from subquad.training.pretrain import check_pretraining
 
     corpus = labelled(config, console)
@@ -52,7 +54,7 @@ def classification_task(config: TrainConfig, console: Console | None = None) -> 
         make_model=lambda: _model(config, corpus),
         identity={"task": "classify", "pooling": options.pooling, "data": corpus.fingerprint, **_changes(config)},
         measure=_accuracy,
-        augment=augmentation(options.dataset) if options.augment else None,
+        augment=_augmentation(config, corpus) if options.augment else None,
     )
 
 
@@ -90,6 +92,16 @@ def _changes(config: TrainConfig) -> dict[str, Any]:
     if config.pretrain.effective:
         values["pretrain"] = config.pretrain.effective
     return values
+
+
+def _augmentation(config: TrainConfig, corpus: LabelledCorpus) -> Callable[[dict[str, Tensor]], dict[str, Tensor]]:
+    from subquad.data.augment import augmentation, check_whole
+    from subquad.data.lra.sequences import Sequences
+
+    dataset, train = config.classify.dataset, corpus.train
+    if isinstance(train, Sequences):
+        check_whole(dataset, train.full_lengths, config.batch.length)
+    return augmentation(dataset)
 
 
 def _accuracy(prediction: EvalPrediction) -> dict[str, float]:

@@ -66,6 +66,8 @@ def _objective(config: TrainConfig) -> dict[str, str | float | bool]:
     values: dict[str, str | float | bool] = {"kind": options.kind, "causal": config.classify.causal}
     if options.kind == "denoise":
         values |= {"mask_fraction": options.mask_fraction, "random_fraction": options.random_fraction}
+        if config.classify.pooling == "class":
+            values["class_token"] = True  # a weight more
     return values
 
 

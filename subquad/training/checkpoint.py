@@ -189,7 +189,9 @@ def check_settings(manifest: Mapping[str, Any], settings: Mapping[str, Any]) -> 
     """Raise `CheckpointError` where the run that goes on differs from the one that made the checkpoint."""
     made = manifest["settings"]
     changed = [
-        f"{key} was {made.get(key)!r}, is {settings.get(key)!r}" for key in settings if made.get(key) != settings[key]
+        f"{key} was {made.get(key)!r}, is {settings.get(key)!r}"
+        for key in {**settings, **made}  # a setting that is left out now was made by it all the same
+        if made.get(key) != settings.get(key)
     ]
     if changed:
         raise CheckpointError(

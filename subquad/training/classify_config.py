@@ -8,7 +8,7 @@ from typing import Any, Literal
 
 from subquad.config import Config
 from subquad.data.labelled_config import LabelledConfig
-from subquad.models.encoder_config import Pooling
+from subquad.models.encoder_config import Pooling, check_hiding
 
 AUGMENTED = ("image", "listops", "pathfinder32", "pathfinder64", "pathfinder128", "retrieval")
 """Data sets whose sequences can be changed without changing their labels (`subquad.data.augment`)."""
@@ -66,10 +66,7 @@ class PretrainConfig(Config):
             raise ValueError(f"pretrain.steps must be at least 1, got {self.steps}")
         if self.lr is not None and not (self.lr > 0 and math.isfinite(self.lr)):
             raise ValueError(f"pretrain.lr must be a positive number, got {self.lr}")
-        if not 0 < self.mask_fraction < 1:
-            raise ValueError(f"pretrain.mask_fraction must be above 0 and below 1, got {self.mask_fraction}")
-        if not 0 <= self.random_fraction <= 1:
-            raise ValueError(f"pretrain.random_fraction must lie between 0 and 1, got {self.random_fraction}")
+        check_hiding(self.mask_fraction, self.random_fraction, "pretrain.")
         if not (self.joint_weight >= 0 and math.isfinite(self.joint_weight)):
             raise ValueError(f"pretrain.joint_weight must be at least 0, got {self.joint_weight}")
 

@@ -112,10 +112,8 @@ def _folder(config: TrainConfig) -> Path:
 
 
 def _check_kind(config: TrainConfig, base: SubquadConfig) -> None:
-    """Raise `ValueError` for a base of another task, and for what does not go with factors."""
+    """Raise `ValueError` for a base of another task."""
     kinds = {"classify": SubquadClassifierConfig, "image": SubquadImageConfig}
-    if config.task == "pretrain" or config.pretrain.kind != "none":
-        raise ValueError("pretraining trains all weights: it does not go with lora.rank; leave pretrain.kind out")
     if type(base) is not kinds.get(config.task, SubquadConfig):
         fits = [name for name, kind in kinds.items() if type(base) is kind] or ["language or --task probe"]
         raise ValueError(

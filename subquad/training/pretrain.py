@@ -17,6 +17,7 @@ from subquad.models.pretraining import PretrainingModel
 from subquad.training import checkpoint
 from subquad.training._task import Task
 from subquad.training.config import TrainConfig
+from subquad.training.errors import CheckpointError
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -57,6 +58,12 @@ def check_pretraining(config: TrainConfig) -> None:
             source = PretrainingModel(pretrained_encoder(config), options.kind).encoder
         except ValueError as error:
             raise ValueError(f"pretrain.kind={options.kind}: {error}") from error
+    if config.model.attention == "perceiver_io" and config.model.max_positions < config.batch.length:
+        raise ValueError(
+            f"pretrain.kind={options.kind}: perceiver_io asks with a query for each of "
+            f"model.max_positions={config.model.max_positions} positions, below batch.length={config.batch.length}; "
+            "raise model.max_positions"
+        )
     has, needs = _shapes(source), _shapes(target)
     wrong = sorted(name for name in has.keys() | needs.keys() if name not in OWN and has.get(name) != needs.get(name))
     if wrong:
@@ -96,6 +103,7 @@ def pretrain(task: Task, console: Console | None, *, resume: bool) -> tuple[Task
     from subquad.training.run import train
 
     config, begin = task.config, time.monotonic()
+    _check_steps(config)
     if console is not None:
         console.print(f"first phase: {config.pretrain.kind}, {config.pretrain.steps} steps", highlight=False)
     result = train(first_phase(config), resume=resume, console=console)
@@ -109,6 +117,16 @@ def pretrain(task: Task, console: Console | None, *, resume: bool) -> tuple[Task
         config = config.replace(run=config.run.replace(max_minutes=left))
     make: Any = task.make_model
     return replace(task, config=config, make_model=lambda: begin_with(make(), weights)), None
+
+
+def _check_steps(config: TrainConfig) -> None:
+    """Raise `CheckpointError` where the first phase has gone further than it is to."""
+    made = checkpoint.listing(Path(config.run.folder) / FOLDER / "checkpoints")
+    if made and made[-1][0] > config.pretrain.steps:
+        raise CheckpointError(
+            f"{made[-1][1]} is at step {made[-1][0]} of the first phase, past pretrain.steps={config.pretrain.steps}; "
+            "raise pretrain.steps or choose another run.folder"
+        )
 
 
 def begin_with(model: SubquadForSequenceClassification, weights: dict[str, Tensor]) -> SubquadForSequenceClassification:

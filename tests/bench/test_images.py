@@ -57,6 +57,7 @@ def test_the_report_s_figures_stand_beside_the_same_numbers_of_images(runs, caps
     (["--batch_size", "0"], "--batch_size must be at least 1, got 0"),
     (["--repeats", "0"], "--repeats must be at least 1, got 0"),
     (["--out", "nowhere/b.json"], "there is no folder"),
+    (["--out", "."], "--out must be a file, got '.'"),
 ])  # fmt: skip
 def test_wrong_arguments(runs, capsys, arguments, message):
     with pytest.raises(SystemExit) as exit_info:

@@ -6,7 +6,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from subquad.data.augment import augmentation, permuted_expression
+from subquad.data.augment import augmentation, check_whole, permuted_expression
 from subquad.data.lra.listops import CLOSE, MAX, MED, MIN, SM
 from subquad.training import ClassifyConfig
 
@@ -112,6 +112,14 @@ def test_pairs_are_swapped_whole():
     assert torch.equal(made["pair_input_ids"][:, 0] == 0, swapped)
     assert torch.equal(made["attention_mask"][:, 0] == 7, swapped)
     assert torch.equal(made["pair_attention_mask"][:, 0] == 1, swapped)
+
+
+def test_images_are_read_whole():
+    for dataset, lengths in (("image", [16, 17]), ("pathfinder32", [20, 16])):
+        with pytest.raises(ValueError, match=r"batch\.length=16 is not their (17|20); set it to that, or leave"):
+            check_whole(dataset, np.array(lengths)[:, None], 16)
+    check_whole("image", np.array([[16], [16]]), 16)
+    check_whole("listops", np.array([[5], [30]]), 16)
 
 
 def test_where_no_change_is_known_none_is_made():

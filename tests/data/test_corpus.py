@@ -12,7 +12,7 @@ import pytest
 
 from subquad.data import DataConfig, prepare, prepare_shard
 from subquad.data import corpus as module
-from subquad.data.corpus import cache_folder
+from subquad.data.files import cache_folder
 from subquad.data.sources import BadTextError
 from subquad.data.spool import Part, Spool
 from subquad.data.tokenizers import bytes_tokenizer, tokenizer_hash
@@ -107,7 +107,7 @@ def test_changed_content_of_the_same_size_and_time_is_another_corpus(config, tex
     before = prepare(config)
     stat = file.stat()
     file.write_bytes(file.read_bytes().replace(b"Document", b"document"))
-    module.os.utime(file, ns=(stat.st_atime_ns, stat.st_mtime_ns))
+    os.utime(file, ns=(stat.st_atime_ns, stat.st_mtime_ns))
     assert prepare(config).folder != before.folder
 
 

@@ -78,7 +78,7 @@ def test_a_part_that_is_missing(tmp_path):
 def test_parts_of_two_sizes(tmp_path):
     write_idx(tmp_path)
     (tmp_path / TEST).write_bytes(idx_bytes(np.zeros((8, 5, 4))))
-    with pytest.raises(ValueError, match=r"differ in size: train has \[4, 4, 1\], test \[5, 4, 1\]"):
+    with pytest.raises(ValueError, match=r"^/.*: the images differ in size: train has \[4, 4, 1\], test \[5, 4, 1\]"):
         load_images(str(tmp_path))
 
 
@@ -121,12 +121,27 @@ def test_a_wrong_npz_file(tmp_path, changes, message):
         load_images(npz(tmp_path / "a.npz", **keras(**changes)))
 
 
+def test_a_folder_with_one_npz_file_is_that_file(tmp_path):
+    npz(tmp_path / "a.npz.xz", **keras())
+    (tmp_path / "SOURCE.txt").write_text("where it is from")
+    assert (
+        load_images(str(tmp_path))["train"].fingerprint()
+        == load_images(str(tmp_path / "a.npz.xz"))["train"].fingerprint()
+    )
+    npz(tmp_path / "b.npz", **keras())
+    with pytest.raises(ValueError, match=r"holds 2 npz files; name one: .*a.npz.xz, .*b.npz"):
+        load_images(str(tmp_path))
+
+
 def test_an_npz_file_without_images(tmp_path):
     with pytest.raises(ValueError, match="has no array x_train; it has other"):
         load_images(npz(tmp_path / "a.npz", other=np.zeros(2)))
     (tmp_path / "b.npz").write_bytes(b"PK nonsense")
-    with pytest.raises(ValueError, match="is no readable npz file"):
-        load_images(str(tmp_path / "b.npz"))
+    np.save(tmp_path / "c.npy", np.zeros(3))
+    (tmp_path / "c.npy").rename(tmp_path / "c.npz")
+    for name in "bc":
+        with pytest.raises(ValueError, match=rf"{name}\.npz is no readable npz file: it is no zip archive"):
+            load_images(str(tmp_path / f"{name}.npz"))
 
 
 def blob(count=6, n_train=4, **changes):
@@ -152,6 +167,11 @@ def test_jpeg_files_in_an_npz_file(tmp_path):
 
 @pytest.mark.parametrize(("changes", "message"), [
     ({"offset": np.array([0, 5, 5, 9])}, "offset row 1 does not cut the"),
+    ({"offset": np.array([3, 5, 7, 9])}, "offset row 0 does not cut the"),
+    ({"offset": np.array([0, 5, 7, 9])}, "offset row 3 does not cut the"),
+    ({"offset": np.array([0.0, 5, 7, 9])}, "offset whole numbers"),
+    ({"n_train": np.array([4, 4])}, "n_train one whole number"),
+    ({"label": np.array([0, 1, -1, 0, 1, 0])}, "label row 2 is the label -1; labels begin with 0"),
     ({"offset": np.zeros((2, 2), int)}, "blob must be bytes"),
     ({"n_train": 6}, "n_train must be from 1 to 5, got 6"),
     ({"label": np.zeros(3, int)}, "label has 3 rows for 6 images"),

@@ -59,7 +59,14 @@ def test_wrong_mask_files(tmp_path):
     with pytest.raises(ValueError, match="is a mask of 4 x 3, but the images are 5 x 3"):
         occlusion(str(tmp_path / "m.png"), 5, 3)
     np.save(tmp_path / "m.npy", np.full((4, 3), 7))
-    with pytest.raises(ValueError, match="must hold booleans or zeros and ones, got int64 up to 7"):
+    with pytest.raises(ValueError, match="must hold booleans or zeros and ones, got int64"):
+        occlusion(str(tmp_path / "m.npy"), 4, 3)
+    np.save(tmp_path / "m.npy", np.full((4, 3), "a"))
+    with pytest.raises(ValueError, match=r"must hold booleans or zeros and ones, got <U1"):
+        occlusion(str(tmp_path / "m.npy"), 4, 3)
+    np.savez(tmp_path / "m.npz", a=np.ones((4, 3)))
+    (tmp_path / "m.npz").rename(tmp_path / "m.npy")
+    with pytest.raises(ValueError, match="it is an archive of several arrays"):
         occlusion(str(tmp_path / "m.npy"), 4, 3)
     (tmp_path / "x.npy").write_bytes(b"nonsense")
     with pytest.raises(ValueError, match="is no readable npy file"):

@@ -49,6 +49,22 @@ def test_the_dtype_follows_the_vocabulary(tmp_path, size, dtype):
     assert shard.tokens.tolist() == [size - 1]
 
 
+def test_documents_without_text_are_written_at_once(tmp_path):
+    with ShardWriter(tmp_path / "s", vocab_size=256, tokenizer_hash="a" * 64, small=True) as writer:
+        writer.add_documents(np.array([1, 2, 255]), np.array([1, 2]))
+        writer.add_documents(np.array([4]), np.array([1]))
+        for lengths in ([1, 0], [2], [0, 2]):
+            with pytest.raises(ValueError, match="documents have one token or more each, together 1; got"):
+                writer.add_documents(np.array([4]), np.array(lengths))
+    shard = TokenShard(tmp_path / "s")
+    assert shard.tokens.dtype == np.uint8
+    assert shard.tokens.tolist() == [1, 2, 255, 4]
+    assert shard.documents.tolist() == [0, 1, 3, 4]
+    with ShardWriter(tmp_path / "t", vocab_size=257, tokenizer_hash="a" * 64, small=True) as writer:
+        writer.add_documents(np.array([256]), np.array([1]))
+    assert TokenShard(tmp_path / "t").tokens.tolist() == [256]
+
+
 def test_another_process_maps_the_file_again(path):
     data = pickle.dumps(TokenShard(path))
     assert len(data) < 500

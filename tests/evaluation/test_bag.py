@@ -67,6 +67,15 @@ def test_it_learns_what_counts_say_and_nothing_else():
     assert votes.accuracy(MarkedVotes(25, 600, held_out=True), 600) < 0.6  # 5 standard deviations above one half
 
 
+def test_the_penalty_is_chosen_on_all_classes_in_whatever_order_they_come():
+    # Labels come in turn: each tenth example has the same. How often a token comes is the label, which strong penalties
+    # cannot tell for those in the middle.
+    items = [item([0] * (number % 10) + [1] * (9 - number % 10), number % 10) for number in range(100)]
+    baseline = fit_bag_of_tokens(items, 100, vocab_size=2, classes=10)
+    assert baseline.penalty < PENALTIES[0]
+    assert baseline.accuracy(items, 100) == 1
+
+
 def test_nothing_is_random():
     fits = [fit_bag_of_tokens(some_items(60), 60, vocab_size=10, classes=2) for _ in range(2)]
     assert torch.equal(fits[0].weight_FC, fits[1].weight_FC)

@@ -60,6 +60,13 @@ def test_a_hole_is_drawn_from_what_comes_before_alone():
     assert_exact(complete_images(model, hidden, hole, cache=False).pixels_NT, drawn)
 
 
+def test_any_seed_has_random_numbers():
+    model = image_model()
+    drawn = [generate_images(model, 2, seed=seed).pixels_NT for seed in (2**64 - 1, -1, 0)]
+    assert_exact(drawn[0], drawn[1])
+    assert_exact(drawn[0][1], drawn[2][0])
+
+
 def test_the_likeliest_image_does_not_depend_on_the_seed():
     model = image_model()
     first, second = (generate_images(model, 1, temperature=0, seed=seed).pixels_NT for seed in (1, 2))
@@ -73,6 +80,10 @@ def test_progress_counts_pixels_and_training_goes_on():
     generate_images(model, 3, batch_size=2, progress=lambda done, pixels: seen.append((done, pixels)))
     assert seen[-1] == (36, 36)
     assert seen == sorted(seen)
+    seen.clear()
+    above = torch.zeros(2, 12, dtype=torch.uint8)
+    complete_images(model, above, ~HALF, progress=lambda done, pixels: seen.append((done, pixels)))
+    assert seen[-1] == (24, 24)  # what is given after the last drawn pixel counts too
     assert model.training
 
 
@@ -92,6 +103,9 @@ def test_mistakes():
     with pytest.raises(ValueError, match="temperature must be at least 0, got -1"):
         generate_images(model, 1, temperature=-1)
     with pytest.raises(ValueError, match="the number of images must be at least 1, got 0"):
-        complete_images(model, torch.zeros(0, 12), HALF)
-    with pytest.raises(ValueError, match=r"images of 12 bytes, got pixels \[1, 11\] and a mask \[12\] of torch\.bool"):
-        complete_images(model, torch.zeros(1, 11), HALF)
+        complete_images(model, torch.zeros(0, 12, dtype=torch.uint8), HALF)
+    message = r"images of 12 bytes, got pixels \[1, 11\] of torch\.uint8 and a mask \[12\] of torch\.bool; valid: uint8"
+    with pytest.raises(ValueError, match=message):
+        complete_images(model, torch.zeros(1, 11, dtype=torch.uint8), HALF)
+    with pytest.raises(ValueError, match=r"\[1, 12\] of torch\.float32 and a mask \[12\] of torch\.int64"):
+        complete_images(model, torch.zeros(1, 12), HALF.long())

@@ -104,6 +104,13 @@ def test_checkpointing_is_switched_on_by_transformers():
     assert model.get_input_embeddings() is model.model.encoder.embedding.tokens
 
 
+def test_the_configuration_follows_the_vocabulary():
+    model = pretraining(objective="causal")
+    model.resize_token_embeddings(VOCABULARY + 5)
+    assert model.model.config.vocab_size == model.model.encoder.config.vocab_size == VOCABULARY + 5
+    assert model.eval()(some_tokens() + 4).logits.shape == (4, 11, VOCABULARY + 5)
+
+
 def test_what_is_not_taken_is_refused():
     model, tokens = pretraining(), some_tokens()
     with pytest.raises(ValueError, match="input_ids is needed"):
@@ -112,6 +119,10 @@ def test_what_is_not_taken_is_refused():
         model(tokens, labels=tokens + 1)
     with pytest.raises(ValueError, match="unknown objective 'next'; valid: causal, denoise"):
         SubquadPretrainingConfig(objective="next")
+    with pytest.raises(ValueError, match=r"^mask_fraction must be above 0 and below 1, got 1\.5"):
+        SubquadPretrainingConfig(mask_fraction=1.5)
+    with pytest.raises(ValueError, match=r"^random_fraction must lie between 0 and 1, got -0\.1"):
+        SubquadPretrainingConfig(random_fraction=-0.1)
     with pytest.raises(ValueError, match="has no field 'mask_fractions'; did you mean 'mask_fraction'"):
         SubquadPretrainingConfig(mask_fractions=0.2)
 

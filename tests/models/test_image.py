@@ -55,6 +55,7 @@ def mixture(count=40, scale=3.0, dtype=torch.float64):
     parameters_NP = scale * torch.randn(count, 15, generator=torch.Generator().manual_seed(2), dtype=dtype)
     parameters_NP[0, 10:] = -50.0  # far narrower than a level
     parameters_NP[1, 10:] = 9.0  # far wider than all of them
+    parameters_NP[3, 10:12] = torch.tensor([14.0, 40.0])  # wider than float32 tells from flat
     parameters_NP[2, 5:10] = 30.0  # far outside
     return model.output, parameters_NP
 
@@ -66,7 +67,7 @@ def test_a_mixture_s_probabilities_sum_to_one():
 
 def test_a_mixture_is_the_difference_of_its_distribution_function():
     output, parameters_NP = mixture(scale=1.0)
-    parameters_NP = parameters_NP[3:]
+    parameters_NP = parameters_NP[4:]
     logits, means, log_scales = parameters_NP.split(5, -1)
     scales = log_scales.clamp(min=LEAST_LOG_SCALE).exp()
     edges = torch.cat(
@@ -116,6 +117,12 @@ def test_drawing_never_takes_a_level_without_probability():
     log_p[:, 7] = 0.0
     ends = torch.tensor([0.0, 1 - 2**-53], dtype=torch.float64)
     assert draw(log_p, ends, 1.0).tolist() == [7, 7]
+
+
+def test_the_lowest_temperature_takes_the_likeliest_level():
+    log_p = torch.linspace(-1, 0, 256, dtype=torch.float64).flip(0).roll(9)[None].log_softmax(-1)
+    for temperature in (1e-3, 1e-300, 5e-324):  # the least that float64 has takes all logarithms to minus infinity
+        assert draw(log_p, torch.tensor([0.5], dtype=torch.float64), temperature).item() == 9
 
 
 def test_a_narrow_mixture_keeps_its_gradients_finite():
@@ -267,6 +274,10 @@ def test_wrong_inputs():
         model.log_prob(tokens[0])
     with pytest.raises(ValueError, match=r"pixels must lie in 0\.\.255, got 256"):
         model.log_prob(tokens)
+    with pytest.raises(ValueError, match=r"pixels must lie in 0\.\.255, got 256"):
+        model.inputs(tokens)
+    with pytest.raises(TypeError, match=r"pixels must be int64 or int32, got torch\.uint8"):
+        model.log_prob(some_pixels(model).to(torch.uint8))
     with pytest.raises(ValueError, match=r"labels must have the pixels' shape \[2, 12\], got \[2, 11\]"):
         model.loss(some_pixels(model), some_pixels(model)[:, 1:])
     with pytest.raises(ValueError, match="temperature must be at least 0, got -1"):

@@ -84,7 +84,7 @@ def test_pathfinder_is_drawn(tmp_path, capsys):
     assert (pixels == 255).sum() > 5000  # the page
 
 
-def test_images_that_are_cut_are_not_drawn(tmp_path):
+def test_images_that_are_cut_are_not_drawn(tmp_path, capsys):
     rng = np.random.default_rng(0)
     for side in ("train", "test"):
         for name in ("cat", "dog"):
@@ -94,7 +94,15 @@ def test_images_that_are_cut_are_not_drawn(tmp_path):
                 Image.fromarray(image).save(tmp_path / "d" / side / name / f"{i}.png")
     arguments = ["data", "image", "--path", str(tmp_path / "d"), "--out", str(tmp_path / "x.png")]
     assert main(arguments) == 0
-    assert main([*arguments, "--length", "10"]) == 1
+    assert f"{tmp_path / 'x.png'} shows 16 sequences" in capsys.readouterr().out
+    assert main([*arguments, "--samples", "99"]) == 0
+    assert f"{tmp_path / 'x.png'} shows 18 sequences" in capsys.readouterr().out  # all
+    assert main([*arguments[:4], "--length", "9"]) == 0
+    rows = capsys.readouterr().out.partition("an example to learn from:\n")[2].splitlines()
+    assert [len(row) for row in rows[:4]] == [4, 4, 1, len("-> cat")]  # two of four rows and a pixel
+    for length in ("10", "9"):  # 9 pixels are a square, of another image
+        assert main([*arguments, "--length", length]) == 1
+        assert f"images that are cut to {length} pixels are not drawn" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(("arguments", "message"), [

@@ -188,6 +188,10 @@ def test_other_settings_are_refused_with_what_changed(tmp_path: Path) -> None:
     checkpoint.check_settings(manifest, {"run.seed": 1, "data": "a"})
     with pytest.raises(CheckpointError, match="step 1 was made by other settings: data was 'a', is 'b'; restore them"):
         checkpoint.check_settings(manifest, {"run.seed": 1, "data": "b"})
+    with pytest.raises(CheckpointError, match="made by other settings: data was 'a', is None; restore them"):
+        checkpoint.check_settings(manifest, {"run.seed": 1})
+    with pytest.raises(CheckpointError, match="made by other settings: causal was None, is True; restore them"):
+        checkpoint.check_settings(manifest, {"run.seed": 1, "data": "a", "causal": True})
 
 
 def test_sweep_removes_only_leftovers(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:

@@ -160,8 +160,7 @@ def test_the_printed_table_has_the_numbers(tmp_path, capsys):
         assert part in out
 
 
-@pytest.mark.parametrize("name", ["perceiver", "perceiver_io"])
-@pytest.mark.parametrize("position", ["learned", "none"])
+@pytest.mark.parametrize(("position", "name"), [("learned", "perceiver"), ("none", "perceiver_io")])
 def test_perceivers_train_by_the_command_line(tmp_path, name, position):
     make(tmp_path / "run", run={"steps": 3, "eval_every": 0}).to_file(tmp_path / "tiny.yaml")
     more = ["--model.attention", name, f"--model.options.{name}.fourier_bands", "2", "--model.position", position]

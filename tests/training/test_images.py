@@ -3,6 +3,7 @@
 import json
 import math
 import shutil
+from copy import deepcopy
 
 import numpy as np
 import pytest
@@ -13,9 +14,11 @@ from PIL import Image
 from subquad.attention import mechanism, names
 from subquad.cli import main
 from subquad.data.images import load_images
+from subquad.evaluation import evaluate_images
 from subquad.generation import complete_images, generate_images
-from subquad.hf import SubquadForImages
-from subquad.tools._image_runs import chosen
+from subquad.hf import SubquadForImages, lora
+from subquad.testing import assert_in_budget
+from subquad.tools._image_runs import chosen, flat, load_image_run
 from subquad.tools.train import check
 from subquad.training import TrainConfig, train
 from subquad.training.errors import CheckpointError
@@ -81,7 +84,7 @@ def trained(tmp_path_factory, data):
     return folder
 
 
-def test_a_run_keeps_all_that_it_measured(trained):
+def test_a_run_keeps_all_that_it_measured(trained, data):
     for name in ("config.yaml", "metrics.jsonl", "model.safetensors", "curves.png", "evaluation.json", "report.json"):
         assert (trained / name).stat().st_size > 0
     assert shown(trained / "samples.png").shape == (2 + 2 * 58, 2 + 2 * 58, 3)  # 4 x 4 pixels of 14 x 14, and gaps
@@ -91,6 +94,10 @@ def test_a_run_keeps_all_that_it_measured(trained):
     assert [line["step"] for line in evaluated] == [4, 8]
     for line in evaluated:
         assert line["eval_bits_per_dim"] == line["eval_loss"] / math.log(2)
+    # The mean over images, though the last batch of the five is smaller.
+    model, pixels = load_image_run(trained).model, flat(chosen(load_images(str(data))["test"], 5))
+    plain, exact = (torch.tensor(evaluate_images(m, pixels).bits_per_dim) for m in (model, deepcopy(model).double()))
+    assert_in_budget(torch.tensor(evaluated[-1]["eval_bits_per_dim"]), plain, exact, torch.float32)
     report, evaluation = (json.loads((trained / f"{name}.json").read_text()) for name in ("report", "evaluation"))
     assert report["bits_per_dim"] == evaluation["bits_per_dim"] < 8
     assert (report["test_images"], report["train_images"], evaluation["dimensions"]) == (6, 32, 16)
@@ -118,6 +125,21 @@ def test_generate_writes_a_picture(trained, tmp_path, capsys):
     assert first.read_bytes() == second.read_bytes() != third.read_bytes()
     assert main(["generate", str(trained), "--images", "2"]) == 0
     assert shown(trained / "images.png").shape == (2 + 58, 2 + 2 * 58, 3)
+
+
+def test_generate_takes_an_adapter_in_both_ways(trained, tmp_path):
+    adapted = lora.add_adapter(SubquadForImages.from_pretrained(trained), rank=2, base=lora.Base.of(trained))
+    with torch.no_grad():
+        for name, parameter in adapted.named_parameters():
+            if "lora_B" in name:
+                parameter += 1.0
+    lora.save_adapter(adapted, tmp_path / "adapter")
+    base, by_option, by_folder = (tmp_path / f"{name}.png" for name in "abc")
+    arguments = ["--images", "4", "--seed", "1", "--out"]
+    assert main(["generate", str(trained), *arguments, str(base)]) == 0
+    assert main(["generate", str(trained), "--adapter", str(tmp_path / "adapter"), *arguments, str(by_option)]) == 0
+    assert main(["generate", str(tmp_path / "adapter"), *arguments, str(by_folder)]) == 0
+    assert by_option.read_bytes() == by_folder.read_bytes() != base.read_bytes()
 
 
 def complete(trained, tmp_path, *arguments):
@@ -270,6 +292,8 @@ def failed(capsys, *arguments):
     (["--images", "2", "--temperature", "-1"], "temperature must be at least 0"),
     (["--images", "2", "--out", "a.jpg"], "--out must name a .png file, got 'a.jpg'"),
     (["--images", "2", "--out", "nowhere/a.png"], "there is no folder"),
+    (["--images", "2", "--seed", "18446744073709551616"], "seed must be at least -2**63 and below 2**64"),
+    (["--images", "2", "--adapter", "nowhere"], "there is no adapter in nowhere"),
     (["--prompt", "x"], "holds a model of images, which knows no text"),
     (["--prompt", "x", "--out", "a.png"], "--out is for --images; leave it out"),
     (["--prompt", "x", "--batch_size", "3"], "--batch_size is for --images; leave it out"),
@@ -283,6 +307,9 @@ def test_generate_refuses(trained, capsys, arguments, message):
     (["--images", "0"], "--images must be at least 1, got 0"),
     (["--samples", "0"], "--samples must be at least 1, got 0"),
     (["--seed", "-1"], "--seed must be at least 0, got -1"),
+    (["--seed", "18446744073709551616"], "seed must be at least -2**63 and below 2**64"),
+    (["--json", "nowhere/x.json"], "for --json"),
+    (["--json", "."], "--json must be a file, got '.'"),
     (["--path", "nowhere"], "there is no file or folder 'nowhere'"),
     (["--out", "a.txt"], "--out must name a .png file"),
 ])  # fmt: skip
@@ -301,9 +328,34 @@ def test_images_and_masks_of_another_size_are_refused(trained, tmp_path, capsys)
 @pytest.mark.parametrize(("arguments", "message"), [
     (["--length", "7"], "holds a model of images: length=7 is for texts; leave it out"),
     (["--stride", "7"], "holds a model of images: stride=7 is for texts; leave it out"),
+    (["--data.cache", "x"], "holds a model of images: data.cache='x' is for texts; leave it out"),
+    (["--data.skip_bad_files", "true"], "holds a model of images: data.skip_bad_files=True is for texts"),
+    (["--json", "nowhere/x.json"], "for --json"),
 ])  # fmt: skip
 def test_eval_refuses_what_only_texts_have(trained, capsys, arguments, message):
     assert message in failed(capsys, "eval", str(trained), *arguments)
+
+
+@pytest.mark.parametrize("command", [["generate", "--images", "1"], ["complete"]])
+def test_a_run_that_is_not_there(tmp_path, capsys, command):
+    name, *rest = command
+    assert "there is no folder nowhere; give the folder of a run" in failed(capsys, name, "nowhere", *rest)
+
+
+def test_pictures_that_were_trained_on_are_not_measured(trained, tmp_path, capsys, monkeypatch):
+    for number in range(20):
+        write_png(tmp_path / "mine" / f"{number}.png", np.full((4, 4), number, np.uint8))
+    shutil.copytree(trained, tmp_path / "run")
+    config = TrainConfig.from_file(tmp_path / "run" / "config.yaml")
+    config.replace(image=config.image.replace(path=str(tmp_path / "mine"))).to_file(tmp_path / "run" / "config.yaml")
+    monkeypatch.chdir(tmp_path)
+    for more in ([], ["--path", "mine"]):  # the run's own folder, also by another name: numbers 9 and 19 are held out
+        _, found = complete(tmp_path / "run", tmp_path, *more)
+        assert found["images"] == 2
+    assert main(["eval", "run", "--json", "e.json"]) == 0
+    assert json.loads((tmp_path / "e.json").read_text())["images"] == 2
+    shutil.copytree("mine", "other")
+    assert complete(tmp_path / "run", tmp_path, "--path", "other")[1]["images"] == 20
 
 
 def test_a_folder_without_its_images(trained, tmp_path, capsys):

@@ -164,7 +164,8 @@ def test_what_contradicts_the_base_is_refused_by_name(home, tmp_path):
     refused(
         r"classify.pooling='last' contradicts the base", classify(home, "x", lora=labels, classify={"pooling": "last"})
     )
-    refused("pretraining trains all weights", classify(home, "x", lora=labels, pretrain={"kind": "denoise"}))
+    with pytest.raises(ValueError, match=r"lora.rank adapts a trained model, which needs no first phase"):
+        classify(home, "x", lora=labels, pretrain={"kind": "denoise"})
     refused("no linear layer is called 'qury'", language(home, "x", lora=adapter(home, targets=["qury"])))
 
 

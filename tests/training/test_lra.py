@@ -104,6 +104,21 @@ def test_what_reads_forward_alone_classifies_too(name, release, tmp_path):
     trained(release["listops"], tmp_path, name, "--classify.causal", "true")
 
 
+@pytest.mark.parametrize(("task", "pixels"), [("image", "64"), ("pathfinder32", "1,024")])
+def test_what_is_left_of_an_image_is_not_mirrored(task, pixels, release, tmp_path, capsys):
+    flags = ["--config", str(release[task]), "--run.folder", str(tmp_path), "--classify.augment", "true"]
+    assert main(["train", *flags]) == 1
+    message = f"classify.augment=true moves the pixels of whole images, and batch.length=16 is not their {pixels}; set"
+    assert message in capsys.readouterr().err
+    assert not (tmp_path / "checkpoints").exists()
+
+
+def test_augmented_sequences_train(release, tmp_path):
+    for task, length in (("listops", "16"), ("retrieval", "16"), ("image", "64")):
+        flags = ["--classify.augment", "true", "--batch.length", length, "--model.max_positions", "64"]
+        trained(release[task], tmp_path / task, "latte", *flags)
+
+
 @pytest.mark.parametrize("task", ["retrieval", "image"])
 def test_llp_in_its_causal_reading(task, release, tmp_path):
     trained(release[task], tmp_path, "llp", "--classify.causal", "true")

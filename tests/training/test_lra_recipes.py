@@ -5,6 +5,7 @@ import math
 import pytest
 
 from subquad.attention import mechanism, names
+from subquad.cli import main
 from subquad.recipes import recipe_path
 from subquad.tools.train import check, read_config
 from subquad.training import PretrainConfig, TrainConfig
@@ -72,6 +73,13 @@ def test_every_mechanism_by_one_flag(recipe):
         causal = config.classify.replace(causal=name in CAUSAL_ONLY)
         pretrain = PretrainConfig() if name == "perceiver" else config.pretrain
         check(config.replace(model=config.model.replace(**changes), classify=causal, pretrain=pretrain))
+
+
+def test_what_is_read_needs_a_path(capsys):
+    with pytest.raises(SystemExit) as stopped:
+        main(["train", "--recipe", "lra-text"])
+    assert stopped.value.code == 2
+    assert "dataset=text is read, not made: give its path, a folder, a file or hf:NAME" in capsys.readouterr().err
 
 
 def test_the_switch_is_a_flag():

@@ -226,6 +226,7 @@ def test_never_refuses_the_first_phases_checkpoints_too(whole, tmp_path):
     (True, {"classify": {"causal": True}}),
     (False, {"pretrain": {"mask_fraction": 0.4}}),
     (False, {"pretrain": {"lr": 1e-4}}),
+    (False, {"classify": {"pooling": "class"}}),
     (False, {"classify": {"seed": 1}}),
 ])  # fmt: skip
 def test_a_changed_run_is_not_gone_on_with(whole, tmp_path, second, change):
@@ -234,6 +235,22 @@ def test_a_changed_run_is_not_gone_on_with(whole, tmp_path, second, change):
         shutil.rmtree(tmp_path / "run/checkpoints")
     with pytest.raises(CheckpointError, match="was made by other settings: "):
         train(make(tmp_path / "run", **change))
+
+
+def test_what_was_trained_with_a_setting_is_not_gone_on_with_without_it(tmp_path):
+    quick = {"schedule": {"warmup": 0}, "run": {"steps": 1, "eval_every": 0}}
+    train(make(tmp_path, pretrain={"kind": "causal", "steps": 1}, **quick))  # no mask token: the same vocabulary
+    with pytest.raises(CheckpointError, match=r"pretrain was \{'kind': 'causal'.*, is None"):
+        train(make(tmp_path, pretrain={"kind": "none"}, schedule={"warmup": 0}, run={"steps": 2}))
+
+
+def test_a_first_phase_that_went_further_is_said_by_its_own_setting(whole, tmp_path):
+    shutil.copytree(whole, tmp_path / "run")
+    shutil.rmtree(tmp_path / "run/checkpoints")
+    with pytest.raises(
+        CheckpointError, match=r"checkpoint-6 is at step 6 of the first phase, past pretrain\.steps=5; raise pretrain"
+    ):
+        train(make(tmp_path / "run", pretrain={"steps": 5}))
 
 
 # --- the command line
@@ -310,6 +327,13 @@ def test_a_class_token_is_not_learned_by_the_causal_form():
     del weights["norm.weight"]
     with pytest.raises(ValueError, match=r"do not fit the classifier: norm\.weight"):
         begin_with(second, weights)
+
+
+def test_a_perceiver_has_a_query_for_every_position():
+    model = {"attention": "perceiver_io", "position": "none", "max_positions": 19}
+    with pytest.raises(ValueError, match=r"model\.max_positions=19 positions, below batch\.length=20; raise model"):
+        check(make(model=model))
+    check(make(model=model | {"max_positions": 20}))
 
 
 def test_one_sequence_is_too_few():

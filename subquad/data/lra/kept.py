@@ -5,9 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from pathlib import Path
 
-from subquad.data.corpus import _usable as usable
-from subquad.data.corpus import cache_folder
-from subquad.data.files import aside
+from subquad.data.files import aside, cache_folder, usable
 from subquad.data.lra.store import Store
 
 

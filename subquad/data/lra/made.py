@@ -12,8 +12,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import numpy as np
 
 from subquad.config import digest
-from subquad.data.corpus import cache_folder
-from subquad.data.files import locked, remove
+from subquad.data.files import cache_folder, locked, remove
 from subquad.data.labelled_config import LabelledConfig
 from subquad.data.lra.blocks import make_blocks, read_block
 from subquad.data.lra.kept import is_kept, kept

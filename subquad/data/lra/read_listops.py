@@ -38,6 +38,8 @@ def _rows(file: Path, report: Progress) -> Iterator[tuple[np.ndarray, int]]:
             tokens = listops.read_words(source.decode())
         except ValueError as error:
             raise ValueError(f"{where}: {error}") from error
+        if not len(tokens):
+            raise ValueError(f"{where} has no expression before the tab")
         if number % 1000 == 0:
             report(f"reading {file.name}", number, number)
         yield tokens, is_label(where, target.decode(errors="replace"), listops.CLASSES)

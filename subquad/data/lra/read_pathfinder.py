@@ -61,6 +61,8 @@ def _rows(folder: Path, listed: Path) -> Iterator[_Row]:
             array = np.load(io.BytesIO(raw), allow_pickle=False)
         except ValueError as error:
             raise ValueError(f"{listed} cannot be read: {error} (nothing pickled is)") from error
+        if array.ndim != 2:
+            raise ValueError(f"{listed} must be a table, a row for each image, got an array of shape {array.shape}")
         table = [[cell.decode() if isinstance(cell, bytes) else str(cell) for cell in line] for line in array]
     else:
         table = [line.split() for line in raw.decode("utf-8", "replace").splitlines() if line.strip()]

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -55,34 +54,31 @@ def _papers(file: Path) -> dict[str, np.ndarray]:
 
 
 def _pairs(file: Path, texts: dict[str, np.ndarray] | None, report: Progress) -> Pairs:
-    """The pairs of a file; each document is kept once."""
-    documents: dict[str, np.ndarray] = {}
+    """The pairs of a file; each document is kept once. In the release a name with another text is another document."""
+    documents: list[np.ndarray] = []
+    numbers: dict[tuple[str, bytes], int] = {}
     index, labels = [], []
     for number, (where, line) in enumerate(lines(file)):
         columns = "label first second" if texts is not None else "label first second first_text second_text"
         label, *rest = (_unquoted(cell) for cell in cells(where, line, columns))
         labels.append(is_label(where, LABELS.get(label, label.decode(errors="replace")), ("0", "1")))
-        names = [name.decode(errors="replace") for name in rest[:2]]
-        for i, name in enumerate(names):
-            if name in documents:
-                continue
-            if texts is None:
-                documents[name] = as_bytes(f"{where}, text {i + 1}", rest[2 + i])
-            elif name in texts:
-                documents[name] = texts[name]
-            else:
-                raise ValueError(f"{where}: {PAPERS} has no paper {name[:40]!r}")
-        index.append(names)
+        pair = []
+        for i, name in enumerate(name.decode(errors="replace") for name in rest[:2]):
+            key = name, rest[2 + i] if texts is None else b""
+            if key not in numbers:
+                if texts is None:
+                    documents.append(as_bytes(f"{where}, text {i + 1}", rest[2 + i]))
+                elif name in texts:
+                    documents.append(texts[name])
+                else:
+                    raise ValueError(f"{where}: {PAPERS} has no paper {name[:40]!r}")
+                numbers[key] = len(numbers)
+            pair.append(numbers[key])
+        index.append(pair)
         if number % 1000 == 0:
             report(f"reading {file.name}", number, number)
-    numbers = {name: number for number, name in enumerate(documents)}
-    rows = np.array([[numbers[name] for name in pair] for pair in index], dtype=np.int64)
-    return Pairs(pieces(_unlabelled(documents)), rows.reshape(-1, 2), np.array(labels, dtype=np.int64))
-
-
-def _unlabelled(documents: dict[str, np.ndarray]) -> Iterator[tuple[np.ndarray, int]]:
-    for document in documents.values():
-        yield document, 0
+    rows = np.array(index, dtype=np.int64).reshape(-1, 2)
+    return Pairs(pieces((document, 0) for document in documents), rows, np.array(labels, dtype=np.int64))
 
 
 def _unquoted(cell: bytes) -> bytes:

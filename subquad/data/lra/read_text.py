@@ -100,7 +100,10 @@ def _dataset(asked: str, side: str) -> list[Text]:
         if column not in rows.column_names:
             raise ValueError(f"{asked!r} has no column {column!r}; {suggest(column, rows.column_names)}")
     names = getattr(rows.features["label"], "names", None)
-    return [
-        Text(f"{asked}, {side}, row {number}", (text or "").encode(), names[label] if names else str(label))
-        for number, (text, label) in enumerate(zip(rows["text"], rows["label"], strict=True))
-    ]
+    found = []
+    for number, (text, label) in enumerate(zip(rows["text"], rows["label"], strict=True)):
+        where = f"{asked}, {side}, row {number}"
+        if label is None or (names and not 0 <= label < len(names)):  # -1 stands for none
+            raise ValueError(f"{where} has no label; valid: {', '.join(names or ['one in each row'])}")
+        found.append(Text(where, (text or "").encode(), names[label] if names else str(label)))
+    return found

@@ -81,7 +81,8 @@ def write_store(
 ) -> None:
     """Fill the folder `folder`, which nobody reads yet; `parts` are read in their order.
 
-    Raises `ValueError` for a class without an example in the training part and for a part without any.
+    Raises `ValueError` for fewer than two classes, for one without an example in the training part and for a part
+    without any.
     """
     checksums, pairs = {}, False
     for part, given in parts.items():
@@ -107,6 +108,8 @@ def write_store(
 
 
 def _check_classes(part: str, labels: np.ndarray, classes: Sequence[str], source: str) -> None:
+    if len(classes) < 2:
+        raise ValueError(f"{source}: there is nothing to tell apart, the only class is {', '.join(map(repr, classes))}")
     absent = [name for number, name in enumerate(classes) if not (labels == number).any()]
     if absent and part == "train":
         raise ValueError(f"{source}: no example to learn from has the class {', '.join(map(repr, absent))}")
@@ -115,12 +118,10 @@ def _check_classes(part: str, labels: np.ndarray, classes: Sequence[str], source
 def _write_tokens(path: Path, pieces: Iterable[Labelled], vocab_size: int, source: str) -> tuple[np.ndarray, str]:
     """Write a shard; the labels of its sequences and the SHA-256 of its tokens and lengths."""
     labels, total = [NO_LABELS], hashlib.sha256()
-    with ShardWriter(path, vocab_size=vocab_size, tokenizer_hash=digest(["labelled", vocab_size])) as writer:
-        if vocab_size <= 1 << 8:
-            writer.dtype = np.dtype("u1")
+    made_by = digest(["labelled", vocab_size])
+    with ShardWriter(path, vocab_size=vocab_size, tokenizer_hash=made_by, small=True) as writer:
         for piece in pieces:
-            writer.add(piece.tokens)
-            writer.starts += (writer.starts[-1] + np.cumsum(piece.lengths)).tolist()
+            writer.add_documents(piece.tokens, piece.lengths)
             labels.append(piece.labels)
             total.update(piece.tokens.astype(writer.dtype).tobytes())
         if not writer.count:

@@ -1,11 +1,12 @@
-"""Pathfinder: the labels from the geometry, nothing meets, the classes in balance, the pixels of all sizes."""
+"""Pathfinder: the labels from the geometry, what may meet, the classes in balance, the pixels of all sizes."""
 
 import math
 
 import numpy as np
 import pytest
 
-from subquad.data.lra._strokes import DEGREES, RULES
+from subquad.data.lra import pathfinder
+from subquad.data.lra._strokes import DEGREES, MEETS, RULES
 from subquad.data.lra.pathfinder import SEGMENTS, draw, make_block
 
 FALSE_ALARM = 1e-6
@@ -28,14 +29,13 @@ def line(drawing, snake) -> np.ndarray:
     return np.array([divmod(place, strokes.stride) for place in places]) - strokes.rim
 
 
-def crossings(first: np.ndarray, second: np.ndarray) -> int:
-    """How often two chains of lines cross."""
-
-    def side(a, b, c):
-        return (b[..., 0] - a[..., 0]) * (c[..., 1] - a[..., 1]) - (b[..., 1] - a[..., 1]) * (c[..., 0] - a[..., 0])
-
-    a, b, c, d = first[:-1, None], first[1:, None], second[None, :-1], second[None, 1:]
-    return int(((side(a, b, c) * side(a, b, d) < 0) & (side(c, d, a) * side(c, d, b) < 0)).sum())
+def covered(drawing, strokes) -> np.ndarray:
+    """How much of each pixel these strokes and their surroundings cover, and the border."""
+    canvas = drawing.strokes.blank().astype(int)
+    for place, way in strokes:
+        near = drawing.strokes.near
+        np.maximum.at(canvas, place + near.pixels[way], near.levels[way])
+    return canvas
 
 
 def joined(image: np.ndarray, start: np.ndarray, end: np.ndarray, gap: float) -> bool:
@@ -59,18 +59,41 @@ def test_the_label_says_whether_one_line_has_both_discs(drawn):
             )
             starts = [(corners[0] == start).all() for corners in lines]
             ends = [(corners[-1] == end).all() for corners in lines]
-            assert sum(starts) == sum(ends) == 1
-            assert (starts == ends) == bool(drawing.label)
+            assert sum(starts) == 1
+            assert ends[starts.index(True) if drawing.label else starts.index(False)]
+            tips = {snake.tip for snake in drawing.targets}
+            assert sum(ends) == 3 - len(tips)  # at 32 pixels one image in 250 has both far ends in one place
             assert len(drawing.targets[0].strokes) == len(drawing.targets[1].strokes) == SEGMENTS[difficulty]
             assert {len(snake.strokes) for snake in drawing.distractors} <= {SEGMENTS[difficulty] // 3}
             assert len(drawing.distractors) <= RULES[size].distractor_factor // (SEGMENTS[difficulty] // 3)
 
 
-def test_no_line_crosses_another_or_itself(drawn):
+def test_a_stroke_meets_none_that_is_in_its_way(drawn):
+    """Each stroke in the order in which they grew, against all that its rule says, drawn from the beginning."""
+    for drawings in drawn.values():
+        for drawing in drawings[:12]:
+            first, second = (snake.strokes for snake in drawing.targets)
+            grown = [(first[n], first[: n - 1] + second[: n - 1]) for n in range(1, len(first))]
+            grown += [(second[n], first[:n] + second[: n - 1]) for n in range(1, len(first))]
+            before = first[:-1] + second
+            for snake in drawing.distractors:
+                grown += [(snake.strokes[n], before + snake.strokes[: n - 1]) for n in range(1, len(snake.strokes))]
+                before = before + snake.strokes
+            for (place, way), others in grown:
+                own = covered(drawing, [(place, way)]) - drawing.strokes.blank()
+                assert (own + covered(drawing, others)).max(where=own > 0, initial=0) < MEETS
+
+
+def test_the_first_stroke_lies_in_the_middle(drawn):
     for drawings in drawn.values():
         for drawing in drawings:
-            lines = [line(drawing, snake) for snake in (*drawing.targets, *drawing.distractors)]
-            assert sum(crossings(a, b) for a in lines for b in lines) == 0
+            place, way = drawing.targets[0].strokes[0]
+            near = drawing.strokes.near
+            whole = place + near.pixels[way][near.levels[way] == 255]
+            inside = np.stack(np.divmod(whole, drawing.strokes.stride)) - drawing.strokes.rim
+            border = 2 * drawing.strokes.rules.seed_distance
+            assert border <= inside.min()
+            assert inside.max() < drawing.strokes.rules.size - border
 
 
 def test_the_pixels_alone_show_the_label_where_snakes_keep_apart(drawn):
@@ -112,11 +135,23 @@ def test_images_have_bright_discs_a_dark_ground_and_grey_strokes(drawn):
             assert image.dtype == np.uint8
             for disc in drawing.discs:
                 row, column = np.array(divmod(disc, drawing.strokes.stride)) - drawing.strokes.rim
-                assert image[row, column] > 250
+                assert image[row, column] > 240
+            assert image.max() == 255
             assert 0.3 < (image == 0).mean() < 0.99
             without = drawing.image(distractors=False)
-            assert (without <= image).all()
+            assert (without <= image).all() or size == 32
             assert bool((without < image).any()) == bool(drawing.distractors)
+
+
+def test_short_snakes_are_as_bright_as_the_rules_say(drawn):
+    """At 32 pixels they are 2 / 1.5 times as bright as the long ones; elsewhere all are 0.8 or 0.9 of a disc."""
+    for (size, _), drawings in drawn.items():
+        rules, peaks = RULES[size], []
+        for drawing in drawings[:20]:
+            only = drawing._replace(targets=(), discs=())
+            peaks.append([int(image.image().max()) for image in (only, drawing._replace(distractors=(), discs=()))])
+        short, long = np.max(peaks, axis=0)
+        assert abs(short / long - min(255 / long, rules.short_contrast / rules.contrast)) <= 1 / long
 
 
 def test_the_classes_are_in_balance():
@@ -125,7 +160,8 @@ def test_the_classes_are_in_balance():
     assert abs(labels.mean() - 0.5) < allowed
 
 
-def test_a_block_depends_on_its_seed_and_number_alone():
+def test_a_block_depends_on_its_seed_and_number_alone(monkeypatch):
+    monkeypatch.setattr(pathfinder, "BLOCK", 20)
     options = {"size": 32, "difficulty": "easy"}
     first, again = make_block(options, 1, 2), make_block(options, 1, 2)
     assert all((a == b).all() for a, b in zip(first, again, strict=True))
