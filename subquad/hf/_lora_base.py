@@ -52,14 +52,17 @@ class Base:
         places = [Path(self.path), Path(self.absolute)]
         if not Path(self.path).is_absolute():
             places += [above / self.path for above in adapter.resolve().parents]
-        there = [place for place in places if (place / "config.json").is_file()]
+        there = [place for place in dict.fromkeys(places) if (place / "config.json").is_file()]
         if not there:
             raise FileNotFoundError(
                 f"{adapter} is an adapter of the model in {self.path}, which is not there (it was {self.absolute}); "
                 f"put it back, or merge with the base where it is: subquad lora merge {adapter} --base FOLDER --out NEW"
             )
-        self.check(there[0], adapter)
-        return there[0]
+        for place in there[:-1]:  # other projects too have a runs/tiny
+            if weights_digest(place) == self.weights:
+                return place
+        self.check(there[-1], adapter)
+        return there[-1]
 
     def check(self, folder: str | Path, adapter: str | Path) -> None:
         """Raise `ValueError` where the weights in `folder` are not those that the adapter was trained on."""
@@ -72,7 +75,7 @@ class Base:
 
 
 def is_adapter(folder: str | Path) -> bool:
-    """Whether a folder holds an adapter."""
+    """Whether a folder holds an adapter, by its file."""
     return (Path(folder) / ADAPTER_CONFIG).is_file()
 
 

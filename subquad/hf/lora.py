@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
+from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 from transformers import AutoConfig, PreTrainedModel
@@ -32,7 +33,8 @@ _PREFIX = "base_model.model."
 _NOT_DEFAULT = {"head", "lookup"}
 """Linear layers without factors if not asked for: heads and what follows them."""
 _READ_AS_WEIGHTS = {"compress"}
-"""Linear layers whose matrix is read, not called (Perceiver AR, history=compressed): factors would do nothing."""
+"""Linear layers whose matrix is read, not called: factors would do nothing (Perceiver AR, history=compressed; like the
+heads of all models but classifiers)."""
 
 __all__ = [
     "ADAPTER_CONFIG",
@@ -111,7 +113,8 @@ def targets(model: nn.Module, wanted: Sequence[str] = ()) -> list[str]:
     `ValueError` for a word that names no layer, and for a layer whose matrix is read without a call.
     """
     linear = [name for name, module in model.named_modules() if isinstance(module, nn.Linear)]
-    usable = [name for name in linear if not _READ_AS_WEIGHTS & set(name.split("."))]
+    read = _READ_AS_WEIGHTS | (set() if isinstance(model, SubquadForSequenceClassification) else {"head"})
+    usable = [name for name in linear if not read & set(name.split("."))]
     if not wanted:
         return [name for name in usable if not _NOT_DEFAULT & set(name.split("."))]
     chosen: dict[str, None] = {}
@@ -222,7 +225,10 @@ def read_weights(model: nn.Module, folder: str | Path) -> None:
     file, inner = Path(folder) / ADAPTER_WEIGHTS, _inner(model)
     if not file.is_file():
         raise FileNotFoundError(f"{folder} holds no {ADAPTER_WEIGHTS}")
-    tensors, expected = load_file(file), adapter_weights(inner)
+    try:
+        tensors, expected = load_file(file), adapter_weights(inner)
+    except SafetensorError as error:
+        raise ValueError(f"{file} is damaged: {error}") from error
     for problem, names in (("missing", expected.keys() - tensors.keys()), ("left over", tensors.keys() - expected)):
         if names:
             raise ValueError(f"the adapter in {folder} does not fit the model: {problem}: {', '.join(sorted(names))}")
@@ -245,7 +251,12 @@ def load_adapter(model: PreTrainedModel, folder: str | Path) -> PeftModel:
         raise FileNotFoundError(
             f"{folder} holds no {ADAPTER_CONFIG}, so no adapter; `subquad train --lora.rank` makes one"
         )
-    config = LoraConfig.from_pretrained(str(folder))
+    try:
+        config: Any = LoraConfig.from_pretrained(str(folder))
+        if not isinstance(config, LoraConfig) or config.r < 1:
+            raise ValueError(f"type {config.peft_type}, rank {getattr(config, 'r', None)}")
+    except (ValueError, TypeError, KeyError) as error:
+        raise ValueError(f"{folder}/{ADAPTER_CONFIG} is no configuration of a LoRA adapter: {error!r}") from error
     config.base_model_name_or_path = None  # PEFT would warn of a base by another name; what counts is checked here
     linear = {name for name, module in model.named_modules() if isinstance(module, nn.Linear)}
     unknown = set(config.target_modules or ()) - linear

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any, Literal
 
 from subquad.serving.config import ServeConfig
 from subquad.tools.arguments import Parser
+from subquad.tools.generate import ADAPTER_HELP, DEVICE_HELP
 
 if TYPE_CHECKING:
     from subquad.serving.engine import Engine
@@ -21,7 +22,6 @@ if TYPE_CHECKING:
 KEY_VARIABLE = "SUBQUAD_API_KEY"
 KEY_HELP = f"What clients must send as Authorization: Bearer KEY; from {KEY_VARIABLE} other users don't see it in ps."
 NAME_HELP = "The model's name for clients (null: the folder's)."
-DEVICE_HELP = "auto: a GPU where PyTorch finds one; cpu: never."
 
 
 def make_parser() -> Parser:
@@ -38,6 +38,7 @@ def make_parser() -> Parser:
     parser.add_argument("--port", type=int, default=8000, help="Port to listen at; 0 for a free one.")
     parser.add_argument("--api_key", type=str | None, default=None, help=KEY_HELP)
     parser.add_argument("--name", type=str | None, default=None, help=NAME_HELP)
+    parser.add_argument("--adapter", type=str | None, default=None, help=ADAPTER_HELP)
     parser.add_argument("--device", type=Literal["auto", "cpu"], default="auto", help=DEVICE_HELP)
     parser.add_class_arguments(ServeConfig, None, as_group=False)
     return parser
@@ -48,6 +49,7 @@ def run(arguments: Sequence[str]) -> int:
     parser = make_parser()
     values = parser.parse_args(arguments).as_dict()
     folder, host, port, device, name = (values.pop(key) for key in ("run", "host", "port", "device", "name"))
+    adapter = values.pop("adapter")
     api_key = values.pop("api_key")
     with parser.checking():
         config = ServeConfig(**values)
@@ -58,7 +60,7 @@ def run(arguments: Sequence[str]) -> int:
     from subquad.tools.runs import load_run
 
     with parser.checking():
-        loaded = load_run(folder, device)
+        loaded = load_run(folder, device, adapter)
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
     with socket.create_server((host, port), family=family, backlog=1024) as listener:
         return _serve(loaded, config, listener, api_key, name or Path(folder).resolve().name)

@@ -8,7 +8,7 @@ from subquad.data.labelled import LabelledCorpus
 
 
 def draw_samples(corpus: LabelledCorpus, samples: int, path: str) -> int:
-    """A grid of the first `samples` images to learn from (all where there are fewer), each with its class; how many.
+    """A grid of `samples` images to learn from (all where there are fewer), evenly spread, with classes; how many.
 
     Raises `ValueError` for images that are not square or are cut.
     """
@@ -25,7 +25,7 @@ def draw_samples(corpus: LabelledCorpus, samples: int, path: str) -> int:
         axes.axis("off")
         if number >= samples:
             continue
-        item = train[number]
+        item = train[number * len(train) // samples]  # they may be sorted by class
         pixels = item["input_ids"][item["attention_mask"].bool()].numpy()
         width = int(len(pixels) ** 0.5)
         if width * width != len(pixels):

@@ -10,7 +10,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from safetensors import safe_open
+from safetensors import SafetensorError, safe_open
 from transformers.utils.logging import disable_progress_bar
 
 from subquad.hf import lora
@@ -83,10 +83,18 @@ def _adapter(folder: Path) -> Adapter:
     try:
         record = lora.Base.read(folder)
         base, there = record.path, record.find(folder)
-    except (FileNotFoundError, ValueError) as error:
-        fits = _reason(error, folder)
-    if not weights.is_file():
+    except FileNotFoundError:
+        known = (folder / lora.RECORD).is_file()
+        fits = "no: the base is not there" if known else f"not known: no {lora.RECORD}"
+    except ValueError as error:
+        fits = "no: the base has other weights" if "SHA-256" in str(error) else f"not known: {lora.RECORD} is damaged"
+    parameters = 0
+    try:
+        parameters = _numbers([weights])
+    except FileNotFoundError:
         fits = f"no {lora.ADAPTER_WEIGHTS}"
+    except SafetensorError as error:
+        fits = f"no: {lora.ADAPTER_WEIGHTS} is damaged ({error})"
     return Adapter(
         folder=str(folder),
         base=base,
@@ -94,17 +102,11 @@ def _adapter(folder: Path) -> Adapter:
         alpha=alpha,
         kind=kind,
         layers=sorted([names] if isinstance(names, str) else names),
-        parameters=_numbers([weights]) if weights.is_file() else 0,
+        parameters=parameters,
         base_parameters=None if there is None else _numbers(sorted(there.glob("*.safetensors"))),
         bytes=weights.stat().st_size if weights.is_file() else 0,
         fits=fits,
     )
-
-
-def _reason(error: Exception, folder: Path) -> str:
-    if not (folder / lora.RECORD).is_file():
-        return f"not known: no {lora.RECORD}"
-    return "no: the base is not there" if isinstance(error, FileNotFoundError) else "no: the base has other weights"
 
 
 def _numbers(files: Sequence[Path]) -> int:
@@ -179,8 +181,8 @@ def open_merging(run: str, out: str, base: str | None) -> Merging:
     source, target = Path(run), Path(out)
     if not lora.is_adapter(source):
         raise FileNotFoundError(f"{run} holds no adapter; `subquad lora list` shows those that there are")
-    if target.exists():
-        raise ValueError(f"{out} is there already; --out must name a new folder")
+    if not out or target.exists() or any(above.is_file() for above in target.parents):
+        raise ValueError(f"{out!r} is there already, or is below a file; --out must name a new folder")
     record = lora.Base.read(source)
     if base is None:
         place = record.find(source)

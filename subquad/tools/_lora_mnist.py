@@ -19,7 +19,7 @@ from subquad.models.mlp import Mlp
 from subquad.tools._lora_mnist_config import CLASSES, PER_RANK, SETS, SIDE, VARIANTS, WIDTHS, MnistConfig
 
 ORDER, FACTORS = 1000, 2000
-"""What is added to a seed for the order of an arm's images and for its factors: drawn with the net's own seed the factors
+"""What is added to a seed for the order of an arm's images and for its factors: drawn with the net's own seed they
 would begin as copies of its first weights."""
 
 

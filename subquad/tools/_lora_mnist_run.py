@@ -82,15 +82,14 @@ def run(config: MnistConfig, out: str, digits: arms.Digits) -> Results:
     if todo:
         shares = _shares(todo, config.processes)
         done, total = 0, sum(len(names) for _, names in todo)
+        seconds = results.values["seconds"]
+        before = seconds.get("wall", 0.0)
         for seed, values in _in_processes(partial(_work, config), shares, config.processes):
             done += len(values["accuracy"].keys() - {f"base/{k}/{s}" for k in ("stopped", "trained") for s in SETS})
+            seconds.update(processes=config.processes, wall=before + time.perf_counter() - begin)
             results.add(seed, values)
             sys.stderr.write(f"\r{done} of {total} trainings, {time.perf_counter() - begin:.0f} s")
         sys.stderr.write("\n")
-        seconds = results.values["seconds"]
-        seconds["processes"] = config.processes
-        seconds["wall"] = seconds.get("wall", 0.0) + time.perf_counter() - begin
-        results.save()
     return results
 
 

@@ -10,7 +10,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from subquad.tools._lora_mnist_config import NET_PARAMETERS, PER_RANK, SETS, VARIANTS, MnistConfig
+from subquad.tools._lora_mnist_config import NET_PARAMETERS, PER_RANK, SETS, VARIANTS, MnistConfig, default_rates
 from subquad.tools._tables import print_table, size
 
 REPORT_BASE = {"plain": 93.2, "quantised": 85.58, "rotated": 12.38, "inverted": 5.52}
@@ -35,6 +35,9 @@ REPORT_SCRATCH = {
     64: (94.85, 91.66, 91.85, 86.01),
 }
 """Plain, quantised, rotated, inverted after training the factors of a rank from scratch."""
+
+CONSTANT = 11.35
+"""The best constant answer on MNIST's test images, in percent: 1."""
 
 
 def values_of(results: Mapping[str, Any], name: str, config: MnistConfig) -> list[float]:
@@ -66,7 +69,8 @@ def show(results: Mapping[str, Any], config: MnistConfig, markdown: str | None) 
 
 
 def _tables(results: Mapping[str, Any], config: MnistConfig, *, markdown: bool) -> None:
-    seeds = f"{config.seeds} seed{'s' if config.seeds > 1 else ''}: mean ± standard deviation of the test accuracy, %"
+    what = "mean ± sample standard deviation of the test accuracy, %"
+    seeds = f"{config.seeds} seed{'s' if config.seeds > 1 else ''}: {what}"
 
     def cells(arm: str, base: str, sets: Sequence[str], rank: int | None = None) -> list[str]:
         parts = [arm, base, "{}", None if rank is None else str(rank)]
@@ -126,22 +130,32 @@ def _costs(results: Mapping[str, Any], *, markdown: bool) -> None:
 
 
 def _notes(results: Mapping[str, Any], config: MnistConfig) -> list[str]:
-    stops = [entry["stopped_step"] for entry in results["seeds"].values() if "stopped_step" in entry]
-    steps = [entry["base_steps"] for entry in results["seeds"].values() if "base_steps" in entry]
+    seeds = [results["seeds"].get(str(seed), {}) for seed in range(config.seeds)]
+    stops = [entry["stopped_step"] for entry in seeds if "stopped_step" in entry]
+    steps = [entry["base_steps"] for entry in seeds if "base_steps" in entry]
     low, high = config.band
+    chosen = ""
+    if config.rates == default_rates():
+        chosen = ", the best of five on held-out training images (the base's: the second best)"
     notes = [
         f"Factors of rank r have {PER_RANK} r numbers, biases do not train; the net has {NET_PARAMETERS:,}. From rank "
         f"{-(-NET_PARAMETERS // PER_RANK)} on there are more factors than weights, and from rank 10 on those of the "
         "last layer are of full rank.",
         f"SGD with momentum 0.9, batches of {config.batch}, {config.epochs} epochs for every arm ({config.base_epochs} "
-        f"for the base), the rate rising for {config.warmup} steps, then falling linearly to zero. Peak rates, chosen "
-        "on held-out training images: " + ", ".join(f"{arm} {rate:g}" for arm, rate in config.rates.items()) + ".",
+        f"for the base), the rate rising for {config.warmup} steps, then falling linearly to zero. Peak rates"
+        f"{chosen}: " + ", ".join(f"{arm} {rate:g}" for arm, rate in config.rates.items()) + ".",
         f"Quantised: {config.levels} grey levels. Rotated: 90 degrees to the {config.turn}. Inverted: 255 - x.",
     ]
     if stops:
         notes.append(
             f"The stopped base: the first look (every {config.look_every} steps) between {low:g} and {high:g} % on the "
             f"test images, after {', '.join(map(str, stops))} steps of {steps[0]:,}."
+        )
+    names = [name for entry in seeds for name in entry.get("accuracy", {}).items() if not name[0].startswith("base/")]
+    if constant := [name for name, found in names if found <= CONSTANT]:
+        notes.append(
+            f"{len(constant)} of {len(names)} trainings ended with a constant answer ({CONSTANT} % or less); they "
+            f"count in the means: {', '.join(f'{name} ({constant.count(name)})' for name in dict.fromkeys(constant))}."
         )
     if "wall" in results["seconds"]:
         minutes, processes = results["seconds"]["wall"] / 60, results["seconds"]["processes"]

@@ -137,7 +137,10 @@ def load(folder: str) -> nn.Module:
 
     Raises `FileNotFoundError` where there is none, and `ValueError` for a model that is no causal language model.
     """
-    if not (Path(folder) / "config.json").is_file():
+    from subquad.hf import SubquadConfig, lora
+
+    adapted = lora.is_adapter(folder)
+    if not adapted and not (Path(folder) / "config.json").is_file():
         raise FileNotFoundError(
             f"there is no model in {folder}: no config.json; give a folder that transformers' from_pretrained reads"
         )
@@ -147,12 +150,16 @@ def load(folder: str) -> nn.Module:
     import subquad.hf  # noqa: F401 (makes our classes known)
 
     disable_progress_bar()
-    config = transformers.AutoConfig.from_pretrained(folder, local_files_only=True)
+    place = lora.Base.read(folder).find(folder) if adapted else folder
+    config: Any = transformers.AutoConfig.from_pretrained(place, local_files_only=True)
     kind = config.model_type
     if config.is_encoder_decoder:
         raise ValueError(f"{folder} holds an encoder-decoder ({kind}): an audit is for causal language models")
     if type(config) not in transformers.AutoModelForCausalLM._model_mapping:
         raise ValueError(f"{folder} holds no causal language model: AutoModelForCausalLM knows none of type {kind!r}")
+    if adapted and isinstance(config, SubquadConfig):
+        adapter: nn.Module = lora.open_adapter(folder).get_base_model()
+        return adapter
     model: nn.Module = transformers.AutoModelForCausalLM.from_pretrained(folder, config=config, local_files_only=True)
     return model
 

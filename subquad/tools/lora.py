@@ -8,7 +8,7 @@ from dataclasses import fields
 
 from subquad.config import suggest
 from subquad.tools._lora_mnist_config import MnistConfig
-from subquad.tools.arguments import Parser
+from subquad.tools.arguments import Parser, check_output
 
 OVERVIEW = """\
 usage: subquad lora list [FOLDER ...]
@@ -70,6 +70,7 @@ def _list(arguments: Sequence[str]) -> int:
     from subquad.tools import _lora_folders
 
     with parser.checking():
+        check_output("json", chosen.json)
         found = _lora_folders.adapters(chosen.folders)
     _lora_folders.show(found, markdown=chosen.markdown)
     if chosen.json:
@@ -99,11 +100,19 @@ def _mnist(arguments: Sequence[str]) -> int:
     with parser.checking():
         values = parser.instantiate(parsed)
         config = MnistConfig(**{field.name: values[field.name] for field in fields(MnistConfig)})
+        for name in ("out", "markdown", "plot"):
+            check_output(name, parsed[name])
+            if parsed.tune and parsed[name] != parser.get_default(name):
+                raise ValueError(f"--{name} has no effect with --tune, which prints the rates alone; leave it out")
+        if parsed.plot and not parsed.plot.lower().endswith((".png", ".svg")):
+            raise ValueError(f"--plot must name a .png or .svg file, got {parsed.plot!r}")
     from subquad.tools import _lora_mnist, _lora_mnist_run, _lora_mnist_tables
 
     with parser.checking():
         digits = _lora_mnist.read_digits(config)
-        if not parsed.tune:
+        if parsed.tune:
+            _lora_mnist.held_out(digits, config.tune_held_out)
+        else:
             _lora_mnist_run.Results.open(config, parsed.out, digits.fingerprint)
     if parsed.tune:
         rates = _lora_mnist_run.tune(config)

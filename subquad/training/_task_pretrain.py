@@ -37,7 +37,8 @@ class Unlabelled(Dataset[dict[str, Tensor]]):
 def pretraining_task(config: TrainConfig, console: Console | None = None) -> Task:
     """The training sequences of `config` without their labels; the others are never read.
 
-    The last of them, `run.eval_windows` or a tenth where that is less, are set aside for the periodic evaluation.
+    Of them `run.eval_windows`, or a tenth where that is less, are set aside for the periodic evaluation: whole
+    examples, evenly spread, since files may be sorted by class.
     Raises `ValueError` as `train` says.
     """
     from subquad.training.pretrain import check_pretraining
@@ -45,17 +46,19 @@ def pretraining_task(config: TrainConfig, console: Console | None = None) -> Tas
     corpus = labelled(config, console)
     config = with_vocabulary(config, corpus)
     check_pretraining(config)
-    items = Unlabelled(corpus.train, config.classify.towers)
-    aside = max(1, min(config.run.eval_windows, len(items) // 10))
-    count = len(items) - aside
-    if count < 1:
-        raise ValueError(f"pretraining needs at least 2 sequences, one of them to be measured on, got {len(items)}")
+    towers, examples = config.classify.towers, size(corpus.train)
+    if examples < 2:
+        raise ValueError(f"pretraining needs at least 2 examples, one of them to be measured on, got {examples}")
+    items = Unlabelled(corpus.train, towers)
+    measured = max(1, min(config.run.eval_windows, len(items) // 10) // towers)
+    aside = {(i + 1) * examples // measured - 1 for i in range(measured)}
+    learned = [number for number in range(len(items)) if number // towers not in aside]
     return Task(
         config=config,
         data=corpus,
-        train=Subset(items, range(count)),
-        count=count,
-        held_out=Subset(items, range(count, len(items))),
+        train=Subset(items, learned),
+        count=len(learned),
+        held_out=Subset(items, [towers * number + i for number in sorted(aside) for i in range(towers)]),
         make_model=lambda: _model(config),
         identity={"task": "pretrain", "data": corpus.fingerprint, "objective": _objective(config)},
     )

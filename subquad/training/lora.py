@@ -45,6 +45,8 @@ def with_base(config: TrainConfig) -> TrainConfig:
     lora.require_peft()
     folder = _folder(config)
     base = lora.base_config(folder)
+    if Path(config.run.folder).resolve() == folder.resolve():
+        raise ValueError(f"run.folder={config.run.folder!r} is the base's own folder; an adapter needs one of its own")
     _check_kind(config, base)
     model = base.decoder_config()
     _check_same("model", config.model, DecoderConfig(), model.to_dict(), folder)
@@ -55,7 +57,7 @@ def with_base(config: TrainConfig) -> TrainConfig:
         _check_same(config.task, group, type(group)(), own, folder)
         changes[config.task] = group.replace(**own)
     elif config.task == "language" and config.data.tokenizer == type(config.data)().tokenizer:
-        changes["data"] = config.data.replace(tokenizer=str(folder / "tokenizer.json"))
+        changes["data"] = config.data.replace(tokenizer=str(_tokenizer(folder)))
     return config.replace(**changes)
 
 
@@ -111,6 +113,12 @@ def _folder(config: TrainConfig) -> Path:
     return Path(config.lora.base)
 
 
+def _tokenizer(folder: Path) -> Path:
+    """The base's tokenizer: a checkpoint's is its run's."""
+    checkpoint = folder.resolve().parent.name == "checkpoints" and not (folder / "tokenizer.json").is_file()
+    return (folder.resolve().parent.parent if checkpoint else folder) / "tokenizer.json"
+
+
 def _check_kind(config: TrainConfig, base: SubquadConfig) -> None:
     """Raise `ValueError` for a base of another task."""
     kinds = {"classify": SubquadClassifierConfig, "image": SubquadImageConfig}
@@ -138,7 +146,7 @@ def _check_vocabulary(task: Task, base: SubquadConfig, folder: Path) -> None:
     size = task.config.model.vocab_size
     if size != base.vocab_size:
         raise ValueError(f"the base {folder} has a vocabulary of {base.vocab_size}, and the data one of {size}")
-    file = folder / "tokenizer.json"
+    file = _tokenizer(folder)
     if not isinstance(task.data, Corpus) or not file.is_file():
         return
     if tokenizer_hash(task.data.tokenizer) != tokenizer_hash(Tokenizer.from_file(str(file))):

@@ -38,6 +38,9 @@ def test_heads_and_look_ups_get_factors_only_when_they_are_named():
     every = {name for name, part in model.named_modules() if isinstance(part, nn.Linear)}
     assert every - set(lora.targets(model)) == left_out
     assert lora.targets(model, ["lookup.up"]) == ["model.lookup.up"]
+    with pytest.raises(ValueError, match=r"model.head cannot have factors: its matrix is read"):  # they'd do nothing
+        lora.targets(model, ["head"])
+    assert lora.targets(classifier(), ["head"]) == ["model.head"]
 
 
 @pytest.mark.parametrize("kind", [{}, {"dora": True}, {"rslora": True}, {"alpha": 3, "wanted": ["query", "out"]}])
@@ -156,6 +159,13 @@ def test_what_does_not_fit_is_refused(tmp_path):
     ):
         with pytest.raises(ValueError, match=message):
             lora.load_adapter(language_model(), changed(name, change))
+    (tmp_path / "shape" / "adapter_model.safetensors").write_bytes(b"x")
+    with pytest.raises(ValueError, match=r"shape/adapter_model.safetensors is damaged"):
+        lora.load_adapter(language_model(), tmp_path / "shape")
+    for text in ("{", '{"peft_type": "NOPE"}', '{"peft_type": "LORA", "r": 0}', '{"peft_type": "IA3"}'):
+        (tmp_path / "shape" / "adapter_config.json").write_text(text)
+        with pytest.raises(ValueError, match=r"shape/adapter_config.json is no configuration of a LoRA adapter"):
+            lora.load_adapter(language_model(), tmp_path / "shape")
     (tmp_path / "good" / "adapter_model.safetensors").unlink()
     with pytest.raises(FileNotFoundError, match=r"holds no adapter_model.safetensors"):
         lora.load_adapter(language_model(), tmp_path / "good")
@@ -172,6 +182,10 @@ def test_a_base_that_is_not_there_or_not_the_same_is_named(tmp_path, monkeypatch
     shutil.copytree(tmp_path / "moved", tmp_path / "project" / "runs")
     monkeypatch.chdir(tmp_path / "elsewhere")
     assert record.find(tmp_path / "project" / "runs" / "adapter") == tmp_path / "project" / "runs" / "base"
+    (tmp_path / "elsewhere" / "runs").mkdir()
+    language_model(seed=1).save_pretrained("runs/base")  # another model at the same relative path
+    assert record.find(tmp_path / "project" / "runs" / "adapter") == tmp_path / "project" / "runs" / "base"
+    shutil.rmtree("runs")
     with pytest.raises(FileNotFoundError, match="is an adapter of the model in runs/base, which is not there"):
         record.find(tmp_path / "moved" / "adapter")
     language_model(seed=1).save_pretrained(tmp_path / "project" / "runs" / "base")

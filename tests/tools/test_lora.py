@@ -9,8 +9,8 @@ from tokenizers import Tokenizer, models, pre_tokenizers
 
 from subquad.hf import SubquadConfig, SubquadForCausalLM, lora
 from subquad.testing import assert_exact, assert_same_maths
+from subquad.tools import audit, generate
 from subquad.tools import eval as eval_command
-from subquad.tools import generate
 from subquad.tools.lora import run
 from subquad.tools.runs import load_run
 
@@ -95,6 +95,18 @@ def test_list_names_what_is_damaged(runs, capsys, tmp_path):
     (tmp_path / "one" / "adapter_model.safetensors").unlink()
     run(["list", str(tmp_path), "--markdown"])
     assert "no adapter_model.safetensors" in capsys.readouterr().out
+    (tmp_path / "one" / "adapter_model.safetensors").write_bytes(b"x")
+    run(["list", str(tmp_path), "--json", str(tmp_path / "list.json")])
+    (entry,) = json.loads((tmp_path / "list.json").read_text())["adapters"]
+    assert "adapter_model.safetensors is damaged" in entry["fits"]
+    assert "there is no folder" in stops(capsys, "list", tmp_path, "--json", tmp_path / "none" / "x.json")
+    record = (tmp_path / "one" / "base.json").read_text()
+    (tmp_path / "one" / "base.json").write_text("[]")
+    shutil.copy(runs / "one" / "adapter_model.safetensors", tmp_path / "one")
+    run(["list", str(tmp_path), "--json", str(tmp_path / "list.json")])
+    (entry,) = json.loads((tmp_path / "list.json").read_text())["adapters"]
+    assert entry["fits"] == "not known: base.json is damaged"
+    (tmp_path / "one" / "base.json").write_text(record)
     (tmp_path / "one" / "base.json").unlink()
     shutil.copy(runs / "one" / "adapter_model.safetensors", tmp_path / "one")
     run(["list", str(tmp_path), "--markdown"])
@@ -123,7 +135,11 @@ def test_a_merged_model_is_the_adapted_one(runs, capsys, tmp_path):
 
 def test_merge_refuses_what_it_cannot_do(runs, capsys, tmp_path):
     assert "holds no adapter" in stops(capsys, "merge", runs / "base", "--out", tmp_path / "x")
-    assert "is there already; --out must name a new" in stops(capsys, "merge", runs / "one", "--out", tmp_path)
+    assert "is there already" in stops(capsys, "merge", runs / "one", "--out", tmp_path)
+    (tmp_path / "file").touch()
+    assert "below a file; --out must name a new" in stops(
+        capsys, "merge", runs / "one", "--out", tmp_path / "file" / "x"
+    )
     error = stops(capsys, "merge", runs / "lost", "--out", tmp_path / "x")
     assert "which is not there" in error
     assert "subquad lora merge" in error
@@ -159,6 +175,12 @@ def test_eval_measures_the_adapted_model(runs, capsys, tmp_path):
         assert eval_command.run([str(folder), *arguments, "--length", "32", "--json", str(file)]) == 0
         losses[name] = json.loads(file.read_text())["loss"]
     assert f"{losses['one']:.4f}" == f"{losses['merged']:.4f}" != f"{losses['base']:.4f}"
+
+
+def test_audit_reads_an_adapter(runs):
+    tokens = torch.arange(20)[None]
+    with torch.no_grad():
+        assert_exact(audit.load(str(runs / "one")).eval()(tokens).logits, load_run(runs / "one").decoder(tokens)[0])
 
 
 def test_the_decoder_of_an_adapter_carries_its_state(runs):

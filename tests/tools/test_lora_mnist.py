@@ -9,7 +9,7 @@ import torch
 
 from subquad.testing import assert_exact
 from subquad.tools import _lora_mnist as arms
-from subquad.tools import _lora_mnist_run
+from subquad.tools import _lora_mnist_run, _lora_mnist_tables
 from subquad.tools._lora_mnist_config import NET_PARAMETERS, PER_RANK, MnistConfig
 from subquad.tools._lora_mnist_run import Results
 from subquad.tools._lora_mnist_tables import reported
@@ -79,6 +79,27 @@ def test_factors_train_exactly_1050_numbers_a_rank_and_nothing_else_moves(images
             assert all(not torch.equal(p, old) for p, old in zip(trains, factors, strict=True))
             assert all(bool(weight.any()) != product for weight in weights[:3])
     assert NET_PARAMETERS == 55_050
+
+
+def test_the_factors_are_no_copies_of_the_first_weights(images, monkeypatch):
+    seen = []
+    monkeypatch.setattr(arms, "with_factors", lambda net, rank, seed, **_: seen.append(seed) or net)
+    small = config(images)
+    arms.train_cell(arms.Cell("scratch", "", "plain", 1), small, arms.read_digits(small), {}, 0)
+    monkeypatch.undo()
+    net = arms.fresh_net(0)
+    first = set(net.layers[0].weight.flatten().tolist())
+    factors = arms.with_factors(net, 1, seen[0]).layers[0].lora_A["default"].weight
+    assert sum(x in first for x in factors.flatten().tolist()) < 10  # with the net's seed: all 784
+
+
+def test_constant_answers_are_counted_and_other_seeds_left_out():
+    entry = {"accuracy": {"base/stopped/plain": 9.8, "lora/stopped/inverted/4": 8.92, "lora/stopped/inverted/8": 90.0}}
+    results = {"seeds": {"0": {**entry, "stopped_step": 7, "base_steps": 9}, "1": {"stopped_step": 5}}, "seconds": {}}
+    notes = " ".join(_lora_mnist_tables._notes(results, MnistConfig(seeds=1)))
+    assert "1 of 2 trainings ended with a constant answer (11.35 % or less)" in notes
+    assert "lora/stopped/inverted/4 (1)" in notes
+    assert "after 7 steps of 9." in notes
 
 
 def test_the_sets_are_what_they_are_called(images):
@@ -157,7 +178,13 @@ def test_the_experiment_by_the_command_line_goes_on_and_prints_its_tables(images
     assert picture.read_bytes().startswith(b"\x89PNG")
     assert run(again) == 0  # nothing is left to do
     assert json.loads(out.read_text()) == second
-    for changes, message in ((["--warmup", "1"], "holds results of other settings or images"),):
+    for changes, message in (
+        (["--warmup", "1"], "holds results of other settings or images"),
+        (["--plot", str(tmp_path / "x.xyz")], "--plot must name a .png or .svg file"),
+        (["--markdown", str(tmp_path / "none" / "x.md")], "there is no folder"),
+        (["--out", str(tmp_path)], "--out must be a file"),
+        (["--tune"], "--out has no effect with --tune"),
+    ):
         with pytest.raises(SystemExit):
             run([*command, *changes])
         assert message in capsys.readouterr().err

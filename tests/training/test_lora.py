@@ -166,6 +166,7 @@ def test_what_contradicts_the_base_is_refused_by_name(home, tmp_path):
     )
     with pytest.raises(ValueError, match=r"lora.rank adapts a trained model, which needs no first phase"):
         classify(home, "x", lora=labels, pretrain={"kind": "denoise"})
+    refused("is the base's own folder; an adapter needs one of its own", language(home, "base", **options))
     refused("no linear layer is called 'qury'", language(home, "x", lora=adapter(home, targets=["qury"])))
 
 
@@ -181,6 +182,12 @@ def test_a_base_of_another_vocabulary_or_shape_is_refused(home):
     SubquadForSequenceClassification(pooled).save_pretrained(home / "class token")
     config = classify(home, "x", lora={"rank": 2, "base": str(home / "class token")})
     assert with_base(config).classify.pooling == "class"
+
+
+def test_a_checkpoint_is_a_base_with_the_tokenizer_of_its_run(home):
+    base = home / "base" / "checkpoints" / "checkpoint-3"
+    config = with_base(language(home, "x", lora=adapter(home, base=str(base))))
+    assert config.data.tokenizer == str((home / "base" / "tokenizer.json").resolve())
 
 
 def write_images(folder, side):

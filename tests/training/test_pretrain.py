@@ -141,6 +141,7 @@ def test_it_reads_the_training_sequences_alone(tmp_path, monkeypatch):
     config = first_phase(make(tmp_path, pretrain={"steps": 18}))  # 36 sequences to learn from, 4 to measure on
     task = prepare_task(config, None)
     assert (task.count, len(task.held_out)) == (36, 4)
+    assert (task.held_out.indices, len(set(task.train.indices))) == ([9, 19, 29, 39], 36)  # files may be sorted
     assert set(task.train[0]) == {"input_ids", "attention_mask", "labels"}
     assert torch.equal(task.train[0]["labels"], task.train[0]["input_ids"])
     train(config)
@@ -337,9 +338,7 @@ def test_a_perceiver_has_a_query_for_every_position():
 
 
 def test_one_sequence_is_too_few():
-    with pytest.raises(
-        ValueError, match="pretraining needs at least 2 sequences, one of them to be measured on, got 1"
-    ):
+    with pytest.raises(ValueError, match="pretraining needs at least 2 examples, one of them to be measured on, got 1"):
         prepare_task(make(task="pretrain", classify={"examples": 1}), None)
 
 

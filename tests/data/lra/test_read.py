@@ -72,7 +72,7 @@ def test_long_range_arena_s_own_validation_is_the_test_part(tmp_path, cache):
 
 
 def test_long_sequences_are_cut_and_counted_or_refused(tmp_path, cache, caplog):
-    caplog.set_level("INFO")
+    caplog.set_level("INFO", "subquad")  # whatever a command has set before
     corpus = read(cache, "text", reviews(tmp_path), length=20, validation="test")
     whole = read(cache, "text", tmp_path, length=99, validation="test")
     lengths = whole.train.full_lengths
