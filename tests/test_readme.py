@@ -1,4 +1,4 @@
-"""Everything that the README and the guide show is run, and the table of mechanisms is the registry's.
+"""Everything that the README and other pages show is run, and the table of mechanisms is the registry's.
 
 Where a page names commands in its text, as `benchmarks/GPU_TODO.md` does, they are checked alike.
 """
@@ -7,8 +7,10 @@ import importlib.util
 import io
 import re
 import shlex
+import shutil
 from pathlib import Path
 
+import numpy as np
 import pytest
 import yaml
 
@@ -23,7 +25,7 @@ from subquad.tools.mechanisms import markdown
 from subquad.tools.show import PICTURES
 
 ROOT = Path(__file__).resolve().parents[1]
-PAGES = ("README.md", "docs/guide.md")
+PAGES = ("README.md", "docs/guide.md", "docs/images.md", "docs/lora.md", "docs/lra.md")
 TABLES = ("benchmarks/GPU_TODO.md",)
 BLOCK = re.compile(r"^```(\w+)\n(.*?)^```", re.MULTILINE | re.DOTALL)
 
@@ -51,6 +53,7 @@ COMMANDS += [
 SMALLEST = {
     "ops": "--tokens 16 --heads 2 --channels 16 --latents 4 --segment 8 --repeats 1 --peers none",
     "model": "--tokens 16 --dim 16 --vocab 16 --layers 1 --repeats 1 --peers none",
+    "images": "--images 2 --no-cache-images 2 --repeats 1 --device cpu",
     "decode": "--contexts 8 --dim 16 --vocab 16 --layers 1 --repeats 1",
 }
 """Sizes of a benchmark that is run to see whether its options are accepted: the last of two flags wins."""
@@ -80,22 +83,24 @@ def place(tmp_path_factory) -> Path:
     latents = ["--model.attention", "perceiver_ar", "--model.options.perceiver_ar.latents", "16"]
     tiny_ar = ["--config", str(folder / "tiny.yaml"), *latents, "--run.folder", str(folder / "runs" / "ar")]
     assert main(["train", *tiny_ar]) == 0
-    small = ["--recipe", "probe-mqar", "--model.dim", "16", "--run.steps", "2", "--run.eval_windows", "2"]
-    assert (
-        main(
-            [
-                "train",
-                *small,
-                "--schedule.warmup",
-                "1",
-                "--run.device",
-                "cpu",
-                "--run.folder",
-                str(folder / "runs" / "probe-mqar"),
-            ]
-        )
-        == 0
-    )
+    short = "--run.steps 2 --run.eval_windows 2 --schedule.warmup 1 --run.device cpu --model.dim 16"
+    images = np.random.default_rng(0).integers(0, 256, (24, 8, 8), dtype=np.uint8)
+    labels = np.arange(24) % 3
+    np.savez(folder / "images.npz", x_train=images, y_train=labels, x_test=images[:6], y_test=labels[:6])
+    tiny_image = f"{short} --image.path {folder / 'images.npz'} --image.test_images 2 --image.samples 2"
+    made = f"{short} --classify.examples 40 --classify.held_out 10 --classify.cache {folder / 'cache'}"
+    text = f"{short.removesuffix(' --model.dim 16')} --data.path {folder / 'my_texts'} --batch.length 32"
+    adapter = f"train {text} --data.cache {folder / 'cache'} --run.sample_tokens 5 --lora.rank 2 --lora.base {folder / 'runs' / 'tiny'}"
+    for run, command in {
+        "probe-mqar": f"train --recipe probe-mqar {short}",
+        "mnist-linear": f"train --recipe mnist-linear {tiny_image}",
+        "mnist-full": f"train --recipe mnist-full {tiny_image}",
+        "lra-listops-short": f"train --recipe lra-listops-short {made}",
+        "tiny": f"train --recipe tiny {text} --data.cache {folder / 'cache'} --run.sample_tokens 5",
+        "lora": adapter,
+        "other": adapter,
+    }.items():
+        assert main([*shlex.split(command), "--run.folder", str(folder / "runs" / run)]) == 0
     read = ["--prompt-file", str(folder / "book.txt"), "--max_tokens", "0"]
     state = ["--state-out", str(folder / "book.safetensors")]
     assert main(["generate", str(folder / "runs" / "mine"), *read, *state]) == 0
@@ -128,6 +133,11 @@ def test_commands_are_accepted(page, command, place, monkeypatch, capsys):
         assert yaml.safe_load(capsys.readouterr().out)["run"]["folder"]
     elif words[1] == "serve":
         make_parser().parse_args(words[2:])
+    elif words[1:3] == ["lora", "mnist"]:
+        assert main([*words[1:], "--path", str(place / "images.npz"), "--print_config"]) == 0
+    elif words[1:3] == ["lora", "merge"]:
+        shutil.rmtree(words[-1], ignore_errors=True)  # more than one page merges
+        assert main(words[1:]) == 0
     elif words[1] == "probe":
         assert main([*words[1:], "--samples", "2"]) == 0
     elif words[1] == "audit":
