@@ -90,13 +90,14 @@ def place(tmp_path_factory) -> Path:
     tiny_image = f"{short} --image.path {folder / 'images.npz'} --image.test_images 2 --image.samples 2"
     made = f"{short} --classify.examples 40 --classify.held_out 10 --classify.cache {folder / 'cache'}"
     text = f"{short.removesuffix(' --model.dim 16')} --data.path {folder / 'my_texts'} --batch.length 32"
-    adapter = f"train {text} --data.cache {folder / 'cache'} --run.sample_tokens 5 --lora.rank 2 --lora.base {folder / 'runs' / 'tiny'}"
+    text += f" --data.cache {folder / 'cache'} --run.sample_tokens 5"
+    adapter = f"train {text} --lora.rank 2 --lora.base {folder / 'runs' / 'tiny'}"
     for run, command in {
         "probe-mqar": f"train --recipe probe-mqar {short}",
         "mnist-linear": f"train --recipe mnist-linear {tiny_image}",
         "mnist-full": f"train --recipe mnist-full {tiny_image}",
         "lra-listops-short": f"train --recipe lra-listops-short {made}",
-        "tiny": f"train --recipe tiny {text} --data.cache {folder / 'cache'} --run.sample_tokens 5",
+        "tiny": f"train --recipe tiny {text}",
         "lora": adapter,
         "other": adapter,
     }.items():

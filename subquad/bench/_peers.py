@@ -29,10 +29,10 @@ from subquad.bench._cases import (
     segments,
     window,
 )
-from subquad.bench._machine import version_of
-from subquad.bench._memory import check_room
 from subquad.config import suggest
 from subquad.ops.patterns import Pattern
+from subquad.tools.memory import check_room
+from subquad.tools.provenance import version_of
 
 FORWARD: tuple[Pass, ...] = ("forward",)
 

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 
-from subquad.bench._machine import described
 from subquad.bench._report import Grid, Report, Row
+from subquad.tools.provenance import described
 
 
 def grids(report: Report) -> list[Grid]:

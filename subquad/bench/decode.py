@@ -9,7 +9,6 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from subquad.bench._machine import provenance
 from subquad.bench._models import build_decoder, check_models, label_of
 from subquad.bench._progress import Progress
 from subquad.bench._report import Report, Row
@@ -18,6 +17,7 @@ from subquad.bench.config import DecodeConfig
 from subquad.bench.ops import OUT_OF_TIME, check_there, statistics_of, status_of
 from subquad.models import Decoder
 from subquad.state import State
+from subquad.tools.provenance import provenance
 
 MOST = 200
 """Repeats, at most: a token takes milliseconds."""

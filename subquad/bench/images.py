@@ -100,8 +100,8 @@ def measure(
     models: dict[str, LoadedImageModel], asked: Namespace, counts: list[int], uncached: list[int]
 ) -> dict[str, Any]:
     """The rows, and what they were measured on. One image warms each model up."""
-    from subquad.bench._machine import provenance
     from subquad.generation.images import generate_images
+    from subquad.tools.provenance import provenance
 
     cases = []
     for folder, loaded in models.items():
@@ -152,8 +152,8 @@ def _size(loaded: LoadedImageModel) -> dict[str, Any]:
 
 
 def _print(record: dict[str, Any], *, markdown: bool) -> None:
-    from subquad.bench._machine import described
     from subquad.tools._tables import print_table
+    from subquad.tools.provenance import described
 
     lines, shown = [], ""
     for row in record["rows"]:

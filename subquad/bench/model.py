@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from subquad.bench import _peers
-from subquad.bench._machine import ceilings, provenance
+from subquad.bench._machine import ceilings
 from subquad.bench._models import BASE, LucidrainsPerceiverAR, build_decoder, check_models, label_of
 from subquad.bench._progress import Progress
 from subquad.bench._report import Report, Row
@@ -19,6 +19,7 @@ from subquad.bench._timing import Failure, Run, Timing, attempt, clock_of, inter
 from subquad.bench.config import ModelConfig
 from subquad.bench.ops import OUT_OF_TIME, check_there, memory_of, statistics_of, status_of
 from subquad.models import Decoder
+from subquad.tools.provenance import provenance
 
 
 class Subject(NamedTuple):

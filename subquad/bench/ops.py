@@ -10,12 +10,13 @@ import torch
 
 from subquad.bench import _peers
 from subquad.bench._cases import PRODUCTS, Case, Operator, Pass, Shape, check_mechanisms, our_cases, sdpa
-from subquad.bench._machine import ceilings, provenance
-from subquad.bench._memory import peak_bytes
+from subquad.bench._machine import ceilings
 from subquad.bench._progress import Progress
 from subquad.bench._report import Report, Row
 from subquad.bench._timing import Failure, Timing, attempt, clock_of, interleave
 from subquad.bench.config import OpsConfig
+from subquad.tools.memory import peak_bytes
+from subquad.tools.provenance import provenance
 
 OUT_OF_TIME = Failure("skipped", "no time was left for it")
 

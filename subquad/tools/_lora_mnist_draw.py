@@ -44,7 +44,7 @@ def draw(results: Mapping[str, Any], config: MnistConfig, path: str) -> None:
             axis.axhline(statistics.mean(full), color="0.5", lw=1, ls="--", label="all weights, stopped base")
         axis.set_xscale("log", base=2)
         axis.set_xticks(config.ranks, [str(rank) for rank in config.ranks])
-        axis.set(title=images, xlabel="rank")
+        axis.set(title=images, xlabel="rank", ylim=(0, 100))
     axes[0].set_ylabel("test accuracy, %")
     handles, labels = axes[-1].get_legend_handles_labels()
     figure.legend(handles, labels, loc="outside lower center", ncols=4, fontsize=8, frameon=False)

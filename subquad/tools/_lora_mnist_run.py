@@ -16,11 +16,12 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.profiler import ProfilerActivity, profile
 
 from subquad.config import digest
 from subquad.tools import _lora_mnist as arms
 from subquad.tools._lora_mnist_config import ARMS, SETS, MnistConfig
+from subquad.tools.memory import peak_bytes
+from subquad.tools.provenance import provenance
 from subquad.training.checkpoint import write_atomically
 
 TUNE_RATES = (3e-3, 1e-2, 3e-2, 1e-1, 3e-1)
@@ -43,7 +44,8 @@ class Results:
     def open(cls, config: MnistConfig, file: str, fingerprint: str) -> Results:
         """What `file` holds, or nothing yet. Raises `ValueError` where it holds an experiment of other settings."""
         path, identity = Path(file), digest([config.science(), fingerprint])
-        values: dict[str, Any] = {"identity": identity, "config": config.to_dict(), "seeds": {}, "seconds": {}}
+        shown = config.replace(path=None).to_dict()
+        values: dict[str, Any] = {"identity": identity, "config": shown, "seeds": {}, "seconds": {}}
         if path.is_file():
             try:
                 found = json.loads(path.read_text(encoding="utf-8"))
@@ -52,7 +54,7 @@ class Results:
                 raise ValueError(f"{file} holds no results of this experiment: {error!r}") from error
             if not same:
                 raise ValueError(f"{file} holds results of other settings or images; give another --out, or delete it")
-            values = {**found, "config": config.to_dict()}
+            values = {**found, "config": shown}
         return cls(config, path, values)
 
     def add(self, seed: int, values: dict[str, Any]) -> None:
@@ -75,6 +77,7 @@ class Results:
 def run(config: MnistConfig, out: str, digits: arms.Digits) -> Results:
     """Do what is missing of the experiment; results are in the file `out` as they come."""
     results, begin = Results.open(config, out, digits.fingerprint), time.perf_counter()
+    results.values["provenance"] = provenance("cpu", ("peft",))
     if "steps" not in results.values:
         results.values["steps"] = measure_steps(config, digits)
         results.save()
@@ -153,23 +156,10 @@ def measure_steps(config: MnistConfig, digits: arms.Digits) -> dict[str, Any]:
             "p20": tenths[1],
             "p80": tenths[7],
             "trained_bytes": sum(t.numel() * t.element_size() for t in (*trains, *states)),
-            "step_peak_bytes": _peak(partial(arms.train_step, net, optimizer, x_BD, y_B)),
+            "step_peak_bytes": peak_bytes(partial(arms.train_step, net, optimizer, x_BD, y_B), "cpu"),
         }
     torch.set_num_threads(threads)
     return measured
-
-
-def _peak(step: Callable[[], None]) -> int:
-    """Most bytes of tensors that a step holds beyond what was there before it, as the profiler counts them."""
-    with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as record:
-        step()
-    profiler: Any = record.profiler
-    moves = [(e.start_ns(), e.nbytes()) for e in profiler.kineto_results.events() if e.name() == "[memory]"]
-    held = peak = 0
-    for _, nbytes in sorted(moves, key=lambda move: move[0]):
-        held += nbytes
-        peak = max(peak, held)
-    return peak
 
 
 def tune(config: MnistConfig) -> dict[str, float]:

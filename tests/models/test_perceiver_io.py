@@ -9,8 +9,8 @@ from hypothesis import strategies as st
 from torch.utils.flop_counter import FlopCounterMode
 
 from subquad.models import Classifier, EncoderConfig, Perceiver, PerceiverIO
-from subquad.models.perceiver_encoder import PerceiverEncoder
 from subquad.models.encoder_config import PerceiverIOOptions, PerceiverOptions
+from subquad.models.perceiver_encoder import PerceiverEncoder
 from subquad.models.perceiver_io import LATENT_STD, CrossBlock, fourier_features
 from subquad.models.stacks import STACKS, build_model
 from subquad.ops import flops

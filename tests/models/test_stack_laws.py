@@ -5,8 +5,8 @@ import torch
 
 from subquad.attention import LAWS
 from subquad.models import DecoderConfig
-from subquad.models.perceiver_encoder import PerceiverEncoder
 from subquad.models.encoder_config import EncoderConfig
+from subquad.models.perceiver_encoder import PerceiverEncoder
 from subquad.models.stacks import STACKS, build_model
 from subquad.testing import assert_same_maths
 
