@@ -248,7 +248,7 @@ LATENTS = ["--model.attention", "perceiver_ar", "--model.options.perceiver_ar.la
     (["train", *LATENTS, "8", "--model.loops", "3"], "perceiver_ar runs its layers once: loops must be 1, got 3"),
     (["train", "--task", "classify", "--model.attention", "elita"], "attention 'elita' has no bidirectional form"),
     (["train", "--task", "classify", "--batch.length", "9"], "the toy task needs sequences of at least 15 tokens"),
-    (["train", "--task", "clasify"], "task must be language, classify, pretrain, image or probe, got 'clasify'; did you"),
+    (["train", "--task", "clasify"], "task must be language, classify, pretrain, image or probe, got 'clasify'; did"),
     (["train", "--task", "x"], "task must be language, classify, pretrain, image or probe, got 'x'\n"),
     (["train", "--optimizer.name", "x"], "optimizer.name must be adamw, adam, radam or muon, got 'x'\n"),
     (["train", "--run.steps", "0"], "run.steps must be at least 1, got 0"),
