@@ -2,12 +2,8 @@
 
 from __future__ import annotations
 
-import bz2
-import gzip
 import io
-import lzma
 import zipfile
-import zlib
 from collections.abc import Iterator
 from pathlib import Path
 from typing import NamedTuple
@@ -16,10 +12,11 @@ import numpy as np
 from numpy.typing import NDArray
 
 from subquad.data._image_decode import decode, stacked
+from subquad.data.packed import DAMAGE, PACKED, find_packed, read_packed
 
 LABELS_WANTED = "idx label files, y_train and y_test, or train/CLASS/NAME.png"
-_PACKED = {".gz": gzip.decompress, ".xz": lzma.decompress, ".bz2": bz2.decompress}
-_DAMAGE = (EOFError, OSError, lzma.LZMAError, zlib.error)
+_BAD_ZIP = (zipfile.BadZipFile, ValueError, NotImplementedError, RuntimeError)
+"""What a zip archive raises that is damaged, pickled, packed in an unknown way, or has a password."""
 _IDX = {"train": "train", "test": "t10k"}
 CIFAR_CLASSES = ("airplane", "automobile", "bird", "cat", "deer", "dog", "frog", "horse", "ship", "truck")
 CIFAR_RECORD = 1 + 3 * 32 * 32
@@ -33,29 +30,10 @@ class Raw(NamedTuple):
     classes: tuple[str, ...]
 
 
-def find(folder: Path, *names: str) -> Path | None:
-    """The file of one of these names, plain or packed."""
-    for name in names:
-        for suffix in ("", *_PACKED):
-            if (file := folder / f"{name}{suffix}").is_file():
-                return file
-    return None
-
-
-def unpacked(file: Path) -> bytes:
-    """The content of a file, unpacked where its name says so; `ValueError` where it is damaged."""
-    raw = file.read_bytes()
-    unpack = _PACKED.get(file.suffix)
-    try:
-        return unpack(raw) if unpack else raw
-    except _DAMAGE as error:
-        raise ValueError(f"{file} is damaged and does not unpack: {error}") from error
-
-
 def _idx_file(folder: Path, part: str, what: str) -> Path | None:
     dims = {"images": 3, "labels": 1}[what]
     stem = f"{_IDX[part]}-{what}"
-    return find(folder, f"{stem}-idx{dims}-ubyte", f"{stem}.idx{dims}-ubyte")
+    return find_packed(folder, f"{stem}-idx{dims}-ubyte", f"{stem}.idx{dims}-ubyte")
 
 
 def holds_idx(folder: Path) -> bool:
@@ -84,7 +62,7 @@ def read_idx(folder: Path) -> dict[str, Raw]:
 
 def _idx(file: Path, dims: int) -> NDArray[np.uint8]:
     """The array in an idx file: two zeros, the type (8: unsigned bytes), the dimensions, their sizes, the bytes."""
-    raw = unpacked(file)
+    raw = read_packed(file)
     header = 4 + 4 * dims
     if len(raw) < header:
         raise ValueError(f"{file} ends at byte {len(raw)}, within its header of {header} bytes")
@@ -108,18 +86,18 @@ def _idx(file: Path, dims: int) -> NDArray[np.uint8]:
 
 def is_npz(file: Path) -> bool:
     """Whether the name says npz, packed or not."""
-    return file.suffix == ".npz" or (file.suffix in _PACKED and file.with_suffix("").suffix == ".npz")
+    return file.suffix == ".npz" or (file.suffix in PACKED and file.with_suffix("").suffix == ".npz")
 
 
 def read_npz(file: Path) -> dict[str, Raw]:
     """An npz file as Keras has them, or one of JPEG files in one array; pickled arrays are refused."""
-    content = io.BytesIO(unpacked(file))
+    content = io.BytesIO(read_packed(file))
     if not zipfile.is_zipfile(content):  # np.load would take it for another kind of file
         raise ValueError(f"{file} is no readable npz file: it is no zip archive, or its end is missing")
     try:
         with np.load(content, allow_pickle=False) as archive:
             arrays = {name: archive[name] for name in archive.files}
-    except (zipfile.BadZipFile, zlib.error, EOFError, ValueError, OSError, NotImplementedError, RuntimeError) as error:
+    except (*DAMAGE, *_BAD_ZIP) as error:
         raise ValueError(f"{file} is no readable npz file: {error}") from error
     if {"blob", "offset", "n_train"} <= set(arrays):
         return _jpegs(file, arrays)
@@ -218,8 +196,11 @@ def _jpegs(file: Path, arrays: dict[str, NDArray[np.generic]]) -> dict[str, Raw]
 
 
 def _cifar_files(folder: Path) -> dict[str, list[Path]]:
-    train = [find(folder, f"data_batch_{number}.bin") for number in range(1, 6)]
-    return {"train": [file for file in train if file], "test": [f for f in [find(folder, "test_batch.bin")] if f]}
+    train = [find_packed(folder, f"data_batch_{number}.bin") for number in range(1, 6)]
+    return {
+        "train": [file for file in train if file],
+        "test": [f for f in [find_packed(folder, "test_batch.bin")] if f],
+    }
 
 
 def holds_cifar(folder: Path) -> bool:
@@ -245,7 +226,7 @@ def read_cifar(folder: Path) -> dict[str, Raw]:
 
 
 def _cifar(file: Path) -> NDArray[np.uint8]:
-    raw = unpacked(file)
+    raw = read_packed(file)
     if not raw or len(raw) % CIFAR_RECORD:
         raise ValueError(
             f"{file} has {len(raw)} bytes, which is no whole number of records of {CIFAR_RECORD}: record "

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import hashlib
 import logging
-from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -13,7 +12,7 @@ from tokenizers import Tokenizer
 
 from subquad.config import digest
 from subquad.data.config import DataConfig
-from subquad.data.files import aside, cache_folder, read_json, remove, usable, write_json
+from subquad.data.files import Progress, aside, cache_folder, read_json, remove, usable, write_json
 from subquad.data.shards import FORMAT_VERSION, TokenShard
 from subquad.data.sources import Source, open_source
 from subquad.data.split import cut, hold_out
@@ -22,9 +21,6 @@ from subquad.data.tokenizers import load_tokenizer, pieces, tokenizer_hash
 from subquad.data.vocabularies import TRAINED, make_tokenizer
 
 logger = logging.getLogger(__name__)
-
-Progress = Callable[[str, int, int], None]
-"""Called as (what is being done, units done, units in all)."""
 
 
 @dataclass(frozen=True)

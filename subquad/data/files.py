@@ -18,6 +18,8 @@ if sys.platform != "win32":
     import fcntl
 
 logger = logging.getLogger(__name__)
+Progress = Callable[[str, int, int], None]
+"""Called as (what is being done, units done, units in all)."""
 DAY = 24 * 3600.0
 
 

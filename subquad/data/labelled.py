@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -10,10 +9,8 @@ from torch import Tensor
 from torch.utils.data import Dataset
 
 if TYPE_CHECKING:
+    from subquad.data.files import Progress
     from subquad.data.labelled_config import LabelledConfig
-
-Progress = Callable[[str, int, int], None]
-"""Called as (what is being done, units done, units in all)."""
 
 
 @dataclass(frozen=True)

@@ -6,30 +6,26 @@ between the parts, so that it is the same on every machine.
 
 from __future__ import annotations
 
-import bz2
 import glob
-import gzip
 import hashlib
 import io
 import logging
-import lzma
 import os
 import sysconfig
 import tarfile
 import unicodedata
-import zlib
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, NamedTuple, Protocol
 
 from subquad.config import suggest
+from subquad.data.packed import DAMAGE, unpack
 
 logger = logging.getLogger(__name__)
 
 STDLIB_LEAVES_OUT = frozenset({"__pycache__", "dist-packages", "idlelib", "lib2to3", "site-packages", "test", "tests"})
-_UNPACK: dict[str, Callable[[bytes], bytes]] = {".bz2": bz2.decompress, ".gz": gzip.decompress, ".xz": lzma.decompress}
 _ARCHIVES = (".tar", ".tar.bz2", ".tar.gz", ".tar.xz", ".tgz", ".txz")
-_DAMAGE = (EOFError, OSError, ValueError, lzma.LZMAError, tarfile.TarError, zlib.error)
+_DAMAGE = (*DAMAGE, ValueError, tarfile.TarError)
 
 
 class BadTextError(ValueError):
@@ -220,8 +216,7 @@ def _unpack(name: str, raw: bytes, file: Path) -> Iterator[tuple[str, bytes]]:
                     stream = archive.extractfile(member)
                     yield f"{name}/{member.name}", stream.read() if stream else b""
             return
-        unpack = _UNPACK.get(file.suffix)
-        text = unpack(raw) if unpack else raw
+        text = unpack(file, raw)
     except _DAMAGE as error:
         raise BadTextError(f"{file} is damaged and does not unpack: {error}") from error
     yield name, text

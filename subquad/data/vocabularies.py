@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import json
-import lzma
 from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
 from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers, trainers
+
+from subquad.data.packed import find_packed, read_packed
 
 SEPARATOR = "<|endoftext|>"
 """What stands between two documents for a tokenizer made here."""
@@ -85,11 +86,11 @@ def character_ids(tokenizer: Tokenizer) -> dict[str, int] | None:
 
 
 def gpt2_files(folder: Path) -> tuple[Path, Path] | None:
-    """The vocabulary and the merges in `folder`, by either pair of usual names, plain or .xz; None where they lack."""
+    """The vocabulary and the merges in `folder`, by either pair of usual names, plain or packed."""
     for names in _GPT2_NAMES:
-        found = [next((p for p in (folder / name, folder / f"{name}.xz") if p.is_file()), None) for name in names]
-        if found[0] is not None and found[1] is not None:
-            return found[0], found[1]
+        vocabulary, merges = (find_packed(folder, name) for name in names)
+        if vocabulary is not None and merges is not None:
+            return vocabulary, merges
     return None
 
 
@@ -137,9 +138,8 @@ def _single_characters() -> pre_tokenizers.PreTokenizer:
 
 
 def _read(file: Path) -> str:
-    """The text of a plain or .xz file; `ValueError` names the file where it is none."""
+    """The text of a plain or packed file; `ValueError` names the file where it is none."""
     try:
-        raw = file.read_bytes()
-        return (lzma.decompress(raw) if file.suffix == ".xz" else raw).decode()
-    except (lzma.LZMAError, EOFError, UnicodeDecodeError) as error:
-        raise ValueError(f"{file} is damaged: {error}") from error
+        return read_packed(file).decode()
+    except UnicodeDecodeError as error:
+        raise ValueError(f"{file} is no UTF-8 text: {error}") from error

@@ -7,6 +7,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
 
 from subquad import attention
 from subquad.attention import Attention
@@ -53,6 +54,32 @@ class Block(nn.Module):
         named = [(name.rpartition(".")[2], module) for name, module in self.attention.named_modules()]
         out = [m for name, m in named if isinstance(m, nn.Linear) and (name == "out" or name.endswith("_out"))]
         return [*out, self.feedforward.down]
+
+
+def run_blocks(
+    model: Any,
+    x_BTD: Tensor,
+    state: State | None,
+    lengths_B: Tensor | None,
+    entries: dict[str, Tensor | int | State] | None = None,
+    place: str = "",
+) -> Tensor:
+    """`x` through `model.layers`, which are blocks, beginning without a memory.
+
+    Each block's state is read from `state` and its new one goes to `entries` (None: nowhere), under `place`. With
+    `model.gradient_checkpointing`, training keeps the input of each block alone.
+    """
+    again = model.gradient_checkpointing and model.training and torch.is_grad_enabled()
+    memory: Tensor | None = None
+    for i, block in enumerate(model.layers):
+        before = None if state is None else state.child(f"{place}layers.{i}")
+        if again:
+            x_BTD, after, memory = checkpoint(block, x_BTD, before, lengths_B, memory, use_reentrant=False)
+        else:
+            x_BTD, after, memory = block(x_BTD, before, lengths_B, memory)
+        if entries is not None:
+            entries[f"{place}layers.{i}"] = after
+    return x_BTD
 
 
 class PassBias(nn.Module):

@@ -11,7 +11,6 @@ from typing import Literal
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
-from torch.utils.checkpoint import checkpoint
 
 from subquad.attention import Cost
 from subquad.attention._activations import activation_bytes
@@ -20,7 +19,7 @@ from subquad.layers.head import Lookup, chunked_cross_entropy
 from subquad.layers.norm import build_norm
 from subquad.layers.positions import Learned, Sinusoidal
 from subquad.models._initial import initialise
-from subquad.models._layers import Block, PassBias, build_mechanisms
+from subquad.models._layers import Block, PassBias, build_mechanisms, run_blocks
 from subquad.models._tokens import check_tokens
 from subquad.models.config import DecoderConfig
 from subquad.ops.loss import linear_cross_entropy
@@ -217,16 +216,7 @@ class Decoder(nn.Module):
         if self.config.loops > 1:
             x_BTD = self.pass_biases[p](x_BTD)
             place = f"passes.{p}."
-        memory: Tensor | None = None
-        for i, block in enumerate(self.layers):
-            before = None if state is None else state.child(f"{place}layers.{i}")
-            if self.gradient_checkpointing and self.training and torch.is_grad_enabled():
-                x_BTD, after, memory = checkpoint(block, x_BTD, before, lengths_B, memory, use_reentrant=False)
-            else:
-                x_BTD, after, memory = block(x_BTD, before, lengths_B, memory)
-            if layers is not None:
-                layers[f"{place}layers.{i}"] = after
-        return x_BTD
+        return run_blocks(self, x_BTD, state, lengths_B, layers, place)
 
     def _check(self, tokens_BT: Tensor, state: State | None, mask: Tensor | None) -> None:
         check_tokens(tokens_BT)

@@ -7,14 +7,13 @@ from __future__ import annotations
 
 import torch
 from torch import Tensor, nn
-from torch.utils.checkpoint import checkpoint
 
 from subquad.attention import Cost
 from subquad.attention._activations import activation_bytes
 from subquad.layers.embedding import Embedding
 from subquad.layers.norm import build_norm
 from subquad.models._initial import initialise
-from subquad.models._layers import Block, build_mechanisms
+from subquad.models._layers import Block, build_mechanisms, run_blocks
 from subquad.models._tokens import check_tokens
 from subquad.models.decoder import _added_positions
 from subquad.models.encoder_config import EncoderConfig
@@ -106,13 +105,7 @@ class Encoder(nn.Module):
             first_B1D = self.class_token.to(x_BTD.dtype).expand(len(x_BTD), 1, -1)
             x_BTD = torch.cat([first_B1D, x_BTD], 1)
             lengths_B = None if lengths_B is None else lengths_B + 1
-        memory: Tensor | None = None
-        for block in self.layers:
-            if self.gradient_checkpointing and self.training and torch.is_grad_enabled():
-                x_BTD, _, memory = checkpoint(block, x_BTD, None, lengths_B, memory, use_reentrant=False)
-            else:
-                x_BTD, _, memory = block(x_BTD, None, lengths_B, memory)
-        return self.norm(x_BTD), moved
+        return self.norm(run_blocks(self, x_BTD, None, lengths_B)), moved
 
 
 def token_embedding(config: EncoderConfig) -> Embedding:

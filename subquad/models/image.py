@@ -11,19 +11,17 @@ from typing import Literal
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
-from torch.utils.checkpoint import checkpoint
 
 from subquad.layers.norm import build_norm
 from subquad.models._initial import initialise
-from subquad.models._layers import Block, build_mechanisms
+from subquad.models._layers import Block, build_mechanisms, run_blocks
 from subquad.models._pixel_inputs import PixelInputs
 from subquad.models._pixel_outputs import build_output, draw
 from subquad.models._tokens import check_tokens
+from subquad.models.decoder import IGNORED
 from subquad.models.image_config import LEVELS, START, ImageModelConfig
 from subquad.ops.backends import without_autocast
 from subquad.state import State
-
-IGNORED = -100
 
 
 @without_autocast
@@ -133,15 +131,7 @@ class ImageModel(nn.Module):
         if self.embedding.before:
             before = self.embedding.recent(tokens_BT[:, :0], None) if state is None else state.tensor("recent").long()
         x_BTD = self.embedding(tokens_BT, start, before)
-        memory: Tensor | None = None
-        for i, block in enumerate(self.layers):
-            left = None if state is None else state.child(f"layers.{i}")
-            if self.gradient_checkpointing and self.training and torch.is_grad_enabled():
-                x_BTD, after, memory = checkpoint(block, x_BTD, left, None, memory, use_reentrant=False)
-            else:
-                x_BTD, after, memory = block(x_BTD, left, None, memory)
-            if entries is not None:
-                entries[f"layers.{i}"] = after
+        x_BTD = run_blocks(self, x_BTD, state, None, entries)
         if entries is not None:
             entries["seen"] = start + tokens_BT.shape[1]
             if before is not None:  # 257 values need no more than two bytes

@@ -5,12 +5,13 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from torch import Tensor
 from torch.utils.data import Dataset, Subset
 
 from subquad.data import Corpus
+from subquad.data.files import Progress
 from subquad.data.images import ImageSet
 from subquad.data.labelled import LabelledCorpus
 from subquad.data.probe_items import ProbeCorpus
@@ -18,6 +19,7 @@ from subquad.models.config import DecoderConfig
 from subquad.training.config import TrainConfig
 
 if TYPE_CHECKING:
+    from rich.console import Console
     from transformers import EvalPrediction
 
     from subquad.hf import SubquadForCausalLM, SubquadForImages, SubquadForPreTraining, SubquadForSequenceClassification
@@ -25,6 +27,7 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 Items = Dataset[dict[str, Tensor]]
+Prepared = TypeVar("Prepared")
 
 
 @dataclass(frozen=True)
@@ -64,3 +67,20 @@ def spread(items: Items, size: int, wanted: int) -> Items:
     """`wanted` items, evenly spread over all `size` of them (all where there are fewer)."""
     count = min(wanted, size)
     return Subset(items, [i * size // count for i in range(count)])
+
+
+def preparing(console: Console | None, what: str, prepare: Callable[[Progress | None], Prepared]) -> Prepared:
+    """What `prepare(progress)` gives; the console, if there is one, hears how far it is."""
+    if console is None:
+        return prepare(None)
+    with console.status(f"preparing the {what}") as status:
+        said = ""
+
+        def show(doing: str, done: int, total: int) -> None:
+            nonlocal said
+            status.update(f"{doing}: {done:,} of {total:,}")
+            if doing != said and not console.is_terminal:
+                console.print(doing, highlight=False)
+            said = doing
+
+        return prepare(show)

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from subquad.data.labelled import LabelledCorpus, labelled_corpus
-from subquad.training._task import Task, fitted, spread
+from subquad.training._task import Task, fitted, preparing, spread
 from subquad.training.config import TrainConfig
 
 if TYPE_CHECKING:
@@ -22,19 +22,9 @@ if TYPE_CHECKING:
 
 def labelled(config: TrainConfig, console: Console | None = None) -> LabelledCorpus:
     """The labelled sequences of `config`; the console hears what is being done. Raises as `labelled_corpus`."""
-    if console is None:
-        return labelled_corpus(config.classify, config.batch.length)
-    with console.status("preparing the sequences") as status:
-        said = ""
-
-        def show(what: str, done: int, total: int) -> None:
-            nonlocal said
-            status.update(f"{what}: {done:,} of {total:,}")
-            if what != said and not console.is_terminal:
-                console.print(what, highlight=False)
-            said = what
-
-        return labelled_corpus(config.classify, config.batch.length, progress=show)
+    return preparing(
+        console, "sequences", lambda progress: labelled_corpus(config.classify, config.batch.length, progress=progress)
+    )
 
 
 def classification_task(config: TrainConfig, console: Console | None = None) -> Task:

@@ -10,7 +10,7 @@ from subquad.config import digest
 from subquad.data import Corpus, Windows, prepare
 from subquad.data.tokenizers import encode_text, separator_id
 from subquad.models.perceiver_options import PerceiverAROptions
-from subquad.training._task import Task, fitted, spread
+from subquad.training._task import Task, fitted, preparing, spread
 from subquad.training.config import TrainConfig
 
 if TYPE_CHECKING:
@@ -49,7 +49,7 @@ def language_task(config: TrainConfig, console: Console | None) -> Task:
     from subquad.hf import SubquadConfig, SubquadForCausalLM
 
     labels = window_labels(config)
-    corpus = _corpus(config, console)
+    corpus = preparing(console, "text", lambda progress: prepare(config.data, progress=progress))
     _check_prompt(corpus, config.run.prompt)
     config = config.replace(model=fitted(config.model, corpus.train.vocab_size, "as the tokenizer has it"))
     for name, shard in (("training", corpus.train), ("held-out", corpus.held_out)):
@@ -95,20 +95,3 @@ def _check_prompt(corpus: Corpus, prompt: str) -> None:
         raise ValueError(f"run.prompt={prompt!r}: {error}; give the samples another prompt") from error
     if not tokens:
         raise ValueError(f"run.prompt={prompt!r} holds no token of this tokenizer; give the samples another prompt")
-
-
-def _corpus(config: TrainConfig, console: Console | None) -> Corpus:
-    """The corpus; the console hears what is being done, as it may take a while the first time."""
-    if console is None:
-        return prepare(config.data)
-    with console.status("preparing the text") as status:
-        said = ""
-
-        def show(what: str, done: int, total: int) -> None:
-            nonlocal said
-            status.update(f"{what}: {done:,} of {total:,}")
-            if what != said and not console.is_terminal:
-                console.print(what, highlight=False)
-            said = what
-
-        return prepare(config.data, progress=show)

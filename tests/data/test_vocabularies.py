@@ -130,7 +130,9 @@ def test_a_corpus_by_a_unigram_model(tmp_path, caplog):
     assert whole.encode() == made.held_out_text()
     other = prepare(corpus(tmp_path, tokenizer="unigram", vocab_size=280))
     assert other.folder != made.folder
-    assert "the text is enough for" in caplog.text or made.tokenizer.get_vocab_size() == 300
+    size = made.tokenizer.get_vocab_size()
+    assert size < 300
+    assert f"the text is enough for {size} tokens only, not for 300" in caplog.text
 
 
 def test_the_prompt_of_the_samples_is_checked_before_training(tmp_path):
@@ -192,7 +194,7 @@ def test_files_that_cannot_be_read_are_named(tmp_path):
         load_tokenizer(folder)
     (folder / "encoder.json").unlink()
     (folder / "encoder.json.xz").write_bytes(b"no xz")
-    with pytest.raises(ValueError, match=r"encoder\.json\.xz is damaged"):
+    with pytest.raises(ValueError, match=r"encoder\.json\.xz is damaged and does not unpack"):
         load_tokenizer(folder)
 
 

@@ -2,21 +2,16 @@
 
 from __future__ import annotations
 
-import bz2
-import gzip
-import lzma
-import zlib
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterable, Iterator
 from pathlib import Path
-from typing import IO, Any, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
 
 from subquad.data.lra.store import Labelled, Pairs
+from subquad.data.packed import DAMAGE, damaged, find_packed, open_stream
 from subquad.data.sources import check_text
 
-_OPEN: dict[str, Callable[[Path, str], Any]] = {".xz": lzma.open, ".gz": gzip.open, ".bz2": bz2.open}
-_DAMAGE = (EOFError, OSError, lzma.LZMAError, zlib.error)
 PIECE = 1 << 24
 """Bytes of text that are handed on at once."""
 
@@ -37,14 +32,9 @@ class Text(NamedTuple):
     label: str
 
 
-def packed(folder: Path, name: str) -> Path | None:
-    """The file `name` in `folder`, plain or as `name.xz`, `.gz`, `.bz2`; None where there is none."""
-    return next((file for suffix in ("", *_OPEN) if (file := folder / f"{name}{suffix}").is_file()), None)
-
-
 def needed(folder: Path, name: str) -> Path:
-    """As `packed`; `FileNotFoundError` where there is none."""
-    if (file := packed(folder, name)) is None:
+    """As `find_packed`; `FileNotFoundError` where there is none."""
+    if (file := find_packed(folder, name)) is None:
         raise FileNotFoundError(f"there is no {name} (or .xz, .gz, .bz2) in {folder}")
     return file
 
@@ -52,12 +42,11 @@ def needed(folder: Path, name: str) -> Path:
 def lines(file: Path) -> Iterator[tuple[str, bytes]]:
     """Each line without its end, after `file, line N`; `ValueError` for a packed file that is damaged."""
     try:
-        stream: IO[bytes] = _OPEN.get(file.suffix, open)(file, "rb")
-        with stream:
+        with open_stream(file) as stream:
             for number, line in enumerate(stream, 1):
                 yield f"{file}, line {number}", line.rstrip(b"\r\n")
-    except _DAMAGE as error:
-        raise ValueError(f"{file} is damaged and does not unpack: {error}") from error
+    except DAMAGE as error:
+        raise damaged(file, error) from error
 
 
 def cells(where: str, line: bytes, columns: str) -> list[bytes]:

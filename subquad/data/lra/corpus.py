@@ -11,7 +11,7 @@ from subquad.data.lra.sequences import Sequences, choose
 from subquad.data.lra.store import PARTS, Store
 
 if TYPE_CHECKING:
-    from subquad.data.labelled import Progress
+    from subquad.data.files import Progress
     from subquad.data.labelled_config import LabelledConfig
 
 logger = logging.getLogger(__name__)

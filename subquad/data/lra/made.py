@@ -19,7 +19,7 @@ from subquad.data.lra.kept import is_kept, kept
 from subquad.data.lra.store import PARTS, Labelled, Store, write_store
 
 if TYPE_CHECKING:
-    from subquad.data.labelled import Progress
+    from subquad.data.files import Progress
 
 logger = logging.getLogger(__name__)
 

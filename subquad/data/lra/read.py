@@ -13,7 +13,7 @@ from subquad.data.lra.kept import kept
 from subquad.data.lra.store import VERSION, Store, write_store
 
 if TYPE_CHECKING:
-    from subquad.data.labelled import Progress
+    from subquad.data.files import Progress
 
 READERS = {
     "listops": "read_listops",

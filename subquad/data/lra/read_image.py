@@ -13,7 +13,7 @@ from subquad.data.lra.sequences import choose
 from subquad.data.lra.store import Labelled
 
 if TYPE_CHECKING:
-    from subquad.data.labelled import Progress
+    from subquad.data.files import Progress
     from subquad.data.labelled_config import LabelledConfig
 
 HELD_OUT = 10

@@ -12,7 +12,7 @@ from subquad.data.lra import listops
 from subquad.data.lra._files import Contents, cells, is_label, lines, needed, pieces
 
 if TYPE_CHECKING:
-    from subquad.data.labelled import Progress
+    from subquad.data.files import Progress
     from subquad.data.labelled_config import LabelledConfig
 
 FILES = {"train": "basic_train.tsv", "held_out": "basic_val.tsv", "test": "basic_test.tsv"}

@@ -13,7 +13,7 @@ from subquad.data.lra._files import Contents, is_label, pieces
 from subquad.data.lra.pathfinder import CLASSES, VOCAB_SIZE
 
 if TYPE_CHECKING:
-    from subquad.data.labelled import Progress
+    from subquad.data.files import Progress
     from subquad.data.labelled_config import LabelledConfig
 
 FOLDERS = {

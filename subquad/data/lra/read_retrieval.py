@@ -8,11 +8,12 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from subquad.data.lra._files import Contents, as_bytes, cells, is_label, lines, needed, packed, pieces
+from subquad.data.lra._files import Contents, as_bytes, cells, is_label, lines, needed, pieces
 from subquad.data.lra.store import Pairs
+from subquad.data.packed import find_packed
 
 if TYPE_CHECKING:
-    from subquad.data.labelled import Progress
+    from subquad.data.files import Progress
     from subquad.data.labelled_config import LabelledConfig
 
 RELEASE = {"train": "new_aan_pairs.train.tsv", "held_out": "new_aan_pairs.eval.tsv", "test": "new_aan_pairs.test.tsv"}
@@ -26,8 +27,8 @@ def contents(config: LabelledConfig, report: Progress) -> Contents:
     """`new_aan_pairs.{train,eval,test}.tsv`: label, two names, two texts; or `papers.jsonl` and
     `pairs_{train,val,test}.tsv`: label and two names."""
     folder = Path(config.path or "").expanduser()
-    papers = packed(folder, PAPERS)
-    if papers is None and packed(folder, RELEASE["train"]) is None:
+    papers = find_packed(folder, PAPERS)
+    if papers is None and find_packed(folder, RELEASE["train"]) is None:
         raise FileNotFoundError(
             f"{folder} holds neither {PAPERS} with {PAIRS['train']} nor {RELEASE['train']} (or .xz, .gz, .bz2)"
         )

@@ -11,7 +11,7 @@ from subquad.data.lra._files import Contents, Text, as_bytes, is_label, lines, p
 from subquad.data.split import hold_out
 
 if TYPE_CHECKING:
-    from subquad.data.labelled import Progress
+    from subquad.data.files import Progress
     from subquad.data.labelled_config import LabelledConfig
 
 HELD_OUT = 0.1
