@@ -135,7 +135,10 @@ def test_commands_are_accepted(page, command, place, monkeypatch, capsys):
     elif words[1] == "serve":
         make_parser().parse_args(words[2:])
     elif words[1:3] == ["lora", "mnist"]:
-        assert main([*words[1:], "--path", str(place / "images.npz"), "--print_config"]) == 0
+        with pytest.raises(SystemExit) as exit_info:
+            main([*words[1:], "--path", str(place / "images.npz"), "--print_config"])
+        assert exit_info.value.code == 0
+        assert yaml.safe_load(capsys.readouterr().out)["markdown"] == "lora-mnist.md"
     elif words[1:3] == ["lora", "merge"]:
         shutil.rmtree(words[-1], ignore_errors=True)  # more than one page merges
         assert main(words[1:]) == 0

@@ -7,10 +7,13 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 from subquad.data.config import DataConfig
+from subquad.data.image_config import ImageConfig
+from subquad.data.labelled_config import LabelledConfig
 
 if TYPE_CHECKING:
     from subquad.data.corpus import Corpus, prepare, prepare_shard
     from subquad.data.images import ImageSet, load_images
+    from subquad.data.labelled import LabelledCorpus, labelled_corpus
     from subquad.data.shards import TokenShard
     from subquad.data.tokenizers import load_tokenizer, tokenizer_hash
     from subquad.data.windows import EpochOrder, Windows
@@ -19,8 +22,10 @@ _HOME = {
     "Corpus": "corpus",
     "EpochOrder": "windows",
     "ImageSet": "images",
+    "LabelledCorpus": "labelled",
     "TokenShard": "shards",
     "Windows": "windows",
+    "labelled_corpus": "labelled",
     "load_images": "images",
     "load_tokenizer": "tokenizers",
     "prepare": "corpus",
@@ -31,9 +36,13 @@ __all__ = [
     "Corpus",
     "DataConfig",
     "EpochOrder",
+    "ImageConfig",
     "ImageSet",
+    "LabelledConfig",
+    "LabelledCorpus",
     "TokenShard",
     "Windows",
+    "labelled_corpus",
     "load_images",
     "load_tokenizer",
     "prepare",
