@@ -1,13 +1,19 @@
-"""The most memory that a call holds beyond what was there before it."""
+"""The most memory that a call holds beyond what was there before it, what is free, and keeping what was freed."""
 
 from __future__ import annotations
 
+import ctypes
+import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch.profiler import ProfilerActivity, profile
+
+TRIM_THRESHOLD, MMAP_THRESHOLD = -1, -3
+ALLOCATOR = ((MMAP_THRESHOLD, 32 * 2**20), (TRIM_THRESHOLD, 2**31 - 1))
+"""Options of glibc's `mallopt`: the largest block that comes from the heap, and the free heap that is kept."""
 
 
 def peak_bytes(f: Callable[[], object], device: torch.device | str) -> int:
@@ -34,6 +40,19 @@ def peak_bytes(f: Callable[[], object], device: torch.device | str) -> int:
         held += nbytes
         peak = max(peak, held)
     return peak
+
+
+def keep_freed_memory() -> bool:
+    """Let glibc's allocator keep what is freed for the rest of the process; False where that can't be set.
+
+    A cache that is one place longer after each step is new memory each time. Blocks of its size go back to the
+    system when they are freed, and the pages of the next one are then zeroed one by one: more than half of the time
+    of drawing with a cache on a CPU. Blocks of over 32 MiB are always given back.
+    """
+    if sys.platform != "linux":
+        return False
+    set_option = getattr(ctypes.CDLL(None), "mallopt", None)
+    return set_option is not None and all(set_option(*option) for option in ALLOCATOR)
 
 
 def free_bytes(device: torch.device | str) -> int | None:

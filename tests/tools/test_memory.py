@@ -1,10 +1,27 @@
 """What a call holds at its worst moment, and what the machine has."""
 
+import ctypes
+import subprocess
+import sys
+
 import pytest
 import torch
 
 from subquad.tools import memory
-from subquad.tools.memory import check_room, free_bytes, peak_bytes, total_bytes
+from subquad.tools.memory import check_room, free_bytes, keep_freed_memory, peak_bytes, total_bytes
+
+GROWS = """
+import resource, sys, torch
+from subquad.tools.memory import keep_freed_memory
+if sys.argv[1] == "kept":
+    assert keep_freed_memory()
+cache = torch.ones(1000, 1000)
+before = resource.getrusage(resource.RUSAGE_SELF).ru_minflt
+for row in range(100):
+    cache = torch.cat((cache, torch.ones(10, 1000)))
+print(resource.getrusage(resource.RUSAGE_SELF).ru_minflt - before)
+"""
+"""Page faults of a cache that grows."""
 
 
 def test_the_peak_is_that_of_the_worst_moment():
@@ -30,3 +47,19 @@ def test_more_memory_than_there_is_is_refused_before_it_is_taken(monkeypatch):
     monkeypatch.setattr(memory, "free_bytes", lambda device: 2**30)
     with pytest.raises(torch.OutOfMemoryError, match=r"needs about 3\.0 GiB, 1\.0 GiB are free"):
         check_room(3 * 2**30, "cpu")
+
+
+@pytest.mark.skipif(not hasattr(ctypes.CDLL(None), "mallopt"), reason="an option of glibc's allocator")
+def test_a_cache_that_grows_gets_the_memory_that_was_freed():
+    def faults(way):
+        command = [sys.executable, "-c", GROWS, way]
+        return int(subprocess.run(command, check=True, capture_output=True, text=True, timeout=60).stdout)
+
+    assert 2 * faults("kept") < faults("given back")
+
+
+def test_another_allocator_is_left_as_it_is(monkeypatch):
+    monkeypatch.setattr(memory.ctypes, "CDLL", lambda name: object())
+    assert not keep_freed_memory()
+    monkeypatch.setattr(memory.sys, "platform", "darwin")
+    assert not keep_freed_memory()
