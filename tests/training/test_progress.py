@@ -9,7 +9,7 @@ import pytest
 from rich.console import Console
 
 from subquad.training import train
-from subquad.training.curves import draw_curves
+from subquad.training.curves import draw_curves, loss_range
 from subquad.training.progress import read_metrics
 
 
@@ -72,3 +72,13 @@ def test_curves_need_a_loss(tmp_path: Path) -> None:
         draw_curves([{"step": 1}], tmp_path / "curves.png", title="x")
     draw_curves([json.loads('{"step": 1, "eval_loss": 2.0}')], tmp_path / "curves.png", title="x")
     assert (tmp_path / "curves.png").stat().st_size > 1000
+
+
+def test_curves_show_the_losses_after_the_first_steps() -> None:
+    train = [(1, 9.0), *((step, 2.0 - step / 100) for step in range(5, 101))]
+    low, high = loss_range(train, [(100, 1.5)])
+    assert 0.9 < low < 1.0
+    assert 1.95 < high < 2.1
+    low, high = loss_range([(1, 9.0)], [])
+    assert low < 9.0 < high
+    assert loss_range(train, [(1, 9.0)])[1] > 9.0
