@@ -23,9 +23,12 @@ def find_packed(folder: Path, *names: str) -> Path | None:
 
 
 def unpack(file: Path, raw: bytes) -> bytes:
-    """The content of `file`, whose bytes are `raw`; raises one of `DAMAGE`, or `ValueError`, where it is damaged."""
+    """The content of `file`, whose bytes are `raw`; raises one of `DAMAGE` where it is damaged."""
     module = _MODULES.get(file.suffix)
-    content: bytes = module.decompress(raw) if module else raw
+    try:
+        content: bytes = module.decompress(raw) if module else raw
+    except ValueError as error:  # bz2 has another error than the others for what ends early
+        raise EOFError(str(error)) from error
     return content
 
 
@@ -34,7 +37,7 @@ def read_packed(file: Path) -> bytes:
     raw = file.read_bytes()
     try:
         return unpack(file, raw)
-    except (*DAMAGE, ValueError) as error:  # bz2 has this one for a file that ends early
+    except DAMAGE as error:
         raise damaged(file, error) from error
 
 

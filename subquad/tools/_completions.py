@@ -24,6 +24,7 @@ from subquad.generation.images import DrawnImages, complete_images
 from subquad.tools import _image_grid
 from subquad.tools._image_runs import LoadedImageModel, chosen, flat, images_for, load_image_run
 from subquad.tools._tables import write_json
+from subquad.tools.memory import keep_freed_memory
 
 MOST_AT_ONCE = 16
 """Images whose bits are measured at once."""
@@ -94,6 +95,7 @@ def prepare(asked: Namespace) -> Subject:
 def complete(subject: Subject, asked: Namespace, *, progress: Callable[[int, int], None] | None) -> Completions:
     """Draw the completions and measure."""
     pixels_NT, occluded_T = flat(subject.images), subject.occluded
+    keep_freed_memory()
     drawn = complete_images(
         subject.loaded.model,
         pixels_NT.repeat_interleave(asked.samples, 0),

@@ -87,7 +87,9 @@ def run(values: dict[str, Any], parser: Parser) -> None:
     from subquad.generation.images import generate_images
     from subquad.tools import _image_grid
     from subquad.tools._image_runs import load_image_run
+    from subquad.tools.memory import keep_freed_memory
 
+    keep_freed_memory()
     with parser.checking():
         loaded = load_image_run(asked.run, asked.device, asked.adapter)
     drawn = generate_images(

@@ -13,7 +13,6 @@ from subquad.data.images import ImageSet, load_images, load_pictures
 from subquad.hf import SubquadForImages
 from subquad.models.image import ImageModel
 from subquad.tools import _adapters
-from subquad.tools.memory import keep_freed_memory
 from subquad.tools.runs import _device, _model_folder, _settings, is_image_model
 from subquad.training.config import TrainConfig
 
@@ -27,11 +26,10 @@ class LoadedImageModel(NamedTuple):
 
 
 def load_image_run(folder: str | Path, device: str = "auto", adapter: str | None = None) -> LoadedImageModel:
-    """Read the folder of a run with task=image, or one of its checkpoints, for drawing: `keep_freed_memory`.
+    """Read the folder of a run with task=image, or one of its checkpoints.
 
     Raises `FileNotFoundError` as `load_run`, and `ValueError` for another run's folder.
     """
-    keep_freed_memory()
     folder, home = _model_folder(folder)
     if not is_image_model(folder):
         raise ValueError(f"{folder} holds no model of images; `subquad train --task image` makes one")

@@ -2,6 +2,8 @@
 
 import io
 import lzma
+import re
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -142,6 +144,22 @@ def test_an_npz_file_without_images(tmp_path):
     for name in "bc":
         with pytest.raises(ValueError, match=rf"{name}\.npz is no readable npz file: it is no zip archive"):
             load_images(str(tmp_path / f"{name}.npz"))
+
+
+@pytest.mark.parametrize(("flags", "method", "message"), [
+    (0, 99, "compression method is not supported"),
+    (1, 0, "is encrypted, password required"),
+])  # fmt: skip
+def test_an_npz_file_that_cannot_be_unpacked(tmp_path, flags, method, message):
+    file = Path(npz(tmp_path / "a.npz", **keras()))
+    raw = bytearray(file.read_bytes())
+    for head, first in ((b"PK\x03\x04", 6), (b"PK\x01\x02", 8)):  # each array's head, and its entry in the directory
+        for found in re.finditer(re.escape(head), bytes(raw)):
+            raw[found.start() + first] |= flags
+            raw[found.start() + first + 2] = method
+    file.write_bytes(raw)
+    with pytest.raises(ValueError, match=rf"a\.npz is no readable npz file: .*{message}"):
+        load_images(str(file))
 
 
 def blob(count=6, n_train=4, **changes):

@@ -101,11 +101,11 @@ class Strokes:
         """Of each candidate after each direction `[directions, candidates]`."""
         starts = ends - rules.length * self.ways[DEGREES:]
         first = [self._stroke(np.zeros(2), way * rules.length) for way in self.ways[:DEGREES]]
+        # First strokes go from the tail in each direction, further ones from the pivot to each candidate.
         made = first + [self._stroke(start, end) for start, end in zip(starts, ends, strict=True)]
-        """First strokes, from the tail in each direction, and further ones, from the pivot to each candidate."""
         self.drawn = [stroke.drawn for stroke in made]
         self.near, self.far = Cover(*_table([s.near for s in made])), Cover(*_table([s.far for s in made]))
-        """The same of all strokes, a row for each direction, filled up with its first pixel."""
+        """The surroundings of all strokes, a row for each direction, filled up with its first pixel."""
         tests = [stroke.near.levels >= MEETS - FULL for stroke in made]
         self.tested, levels = _table([Cover(*(a[t] for a in s.near)) for s, t in zip(made, tests, strict=True)])
         """The pixels in which a stroke can meet another,"""

@@ -7,7 +7,7 @@ the other one (label 0).
 
 Each stroke begins where the last one points to and ends at a pixel of a circle, drawn with the weight
 `free * cos(min(continuity * turn, 90 degrees))**2`. It is drawn again where it meets another, but the last stroke of
-either snake is in nobody's way: long snakes cross in about a fifth of the smaller images. What cannot be completed
+either snake is in nobody's way: long snakes cross in about 30 % of the images of 32 pixels. What cannot be completed
 begins again.
 """
 
