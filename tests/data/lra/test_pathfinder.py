@@ -139,7 +139,9 @@ def test_images_have_bright_discs_a_dark_ground_and_grey_strokes(drawn):
             assert image.max() == 255
             assert 0.3 < (image == 0).mean() < 0.99
             without = drawing.image(distractors=False)
-            assert (without <= image).all() or size == 32
+            # At 32 pixels short snakes may be too bright for an image: then all of it is scaled, and rounded again.
+            scaled = without * (image[row, column] / without[row, column])
+            assert (scaled <= image + (2.0 if size == 32 else 0.0)).all()
             assert bool((without < image).any()) == bool(drawing.distractors)
 
 
