@@ -26,6 +26,7 @@ COMMANDS = {
     "cost": "subquad.tools.cost",
     "show": "subquad.tools.show",
     "bench": "subquad.bench.command",
+    "reproduce": "subquad.reproduction.command",
 }
 """The module of each command: its `run(arguments)` parses them, does the work and returns the exit status."""
 
@@ -48,6 +49,7 @@ commands:
   cost       what mechanisms and models cost: score entries, FLOPs, memory
   show       pictures: weights, reach, positions, cost
   bench      time operators, models and decoding on this machine
+  reproduce  run the experiments of the papers, and compare
 
   subquad train --recipe stdlib-llp
   subquad eval runs/stdlib-llp --stride 128

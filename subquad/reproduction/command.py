@@ -1,0 +1,220 @@
+"""`subquad reproduce`: run an experiment, compare it with its paper, rewrite the result and the plot."""
+
+from __future__ import annotations
+
+import os
+import sys
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from subquad.config import suggest
+from subquad.reproduction.recipe import FILE, SCALES, Recipe, read_recipe
+from subquad.tools._tables import console, print_table
+from subquad.tools.arguments import Parser
+
+if TYPE_CHECKING:
+    from subquad.reproduction.units import Unit
+
+FOLDER = "experiments"
+
+
+def run(arguments: Sequence[str]) -> int:
+    """Parse, run, compare, print; returns the exit status: 1 where a unit failed."""
+    parser = make_parser()
+    chosen = parser.parse_args(arguments)
+    with parser.checking():
+        root = experiments_folder(chosen.folder)
+        names = _names(root, chosen)
+        data = _data(chosen.data)
+    if chosen.findings:
+        from subquad.reproduction.findings import findings
+
+        text = findings(root, [root / name for name in experiments(root)])
+        Path(chosen.findings).write_text(text, encoding="utf-8")
+        sys.stdout.write(f"wrote {chosen.findings}\n")
+        return 0
+    if not names:
+        _list(root)
+        return 0
+    with parser.checking():
+        planned = [_plan(root / name, chosen, data) for name in names]
+    begin, failed = time.perf_counter(), 0
+    for folder, recipe, units, processes in planned:
+        failed += _reproduce(folder, recipe, units, processes, chosen)
+    if len(planned) > 1:
+        sys.stdout.write(f"{len(planned)} experiments, {time.perf_counter() - begin:.0f} s\n")
+    return 1 if failed else 0
+
+
+def make_parser() -> Parser:
+    """The command's options."""
+    parser = Parser(
+        "reproduce [NAME]",
+        "Run an experiment of the folder experiments/, compare its figures with its paper's, and rewrite its "
+        "result.json, plot.png and the table in its README.md (scale smoke leaves them as they are and writes into the "
+        "work folder). What was done is kept: after an interruption the same command goes on. Without NAME, the "
+        "experiments are listed.",
+    )
+    add = parser.add_argument
+    add("name", nargs="?", type=str | None, default=None, help="The experiment: a folder's name.")
+    parser.add_argument("--all", action="store_true", help="All experiments that have the scale.")
+    add("--scale", type=str, default="cpu", help="smoke: seconds, no data; cpu; gpu; paper: the paper's own setting.")
+    add("--data", nargs="+", type=str, default=[], help="Where data sets are: NAME=PATH, or NAME=hf:NAME ...")
+    add("--folder", type=str | None, default=None, help=f"The experiments (default: {FOLDER}, or the checkout's).")
+    add("--work", type=str, default="runs/reproduce", help="Where runs are made, to be gone on with.")
+    add("--processes", type=int | None, default=None, help="Units at once (default: one a core; timings one by one).")
+    add("--threads", type=int | None, default=None, help="Threads of a unit (default: the cores over the processes).")
+    parser.add_argument("--report", action="store_true", help="Run nothing: compare and draw what result.json holds.")
+    add("--findings", type=str | None, default=None, help="Run nothing: write the page of all results to this file.")
+    return parser
+
+
+def experiments_folder(given: str | None) -> Path:
+    """The folder of the experiments; `FileNotFoundError` says where it is to be had."""
+    places = [Path(given)] if given else [Path(FOLDER), Path(__file__).parents[2] / FOLDER]
+    for place in places:
+        if place.is_dir():
+            return place
+    raise FileNotFoundError(
+        f"there is no folder {places[0]}: the experiments are in subquad's repository, not in the package; run this in "
+        "a checkout, or give --folder"
+    )
+
+
+def experiments(root: Path) -> list[str]:
+    """The names of the experiments below a folder."""
+    return sorted(path.parent.name for path in root.glob(f"*/{FILE}"))
+
+
+def _names(root: Path, chosen: Any) -> list[str]:
+    """The experiments that are asked for. Raises `ValueError` for arguments that do not go together."""
+    if chosen.scale not in SCALES:
+        raise ValueError(f"unknown scale {chosen.scale!r}; {suggest(chosen.scale, SCALES)}")
+    asked = [
+        flag for flag, given in (("NAME", chosen.name), ("--all", chosen.all), ("--findings", chosen.findings)) if given
+    ]
+    if len(asked) > 1:
+        raise ValueError(f"{' and '.join(asked)} do not go together; give one")
+    for name in ("processes", "threads"):
+        if chosen[name] is not None and chosen[name] < 1:
+            raise ValueError(f"--{name} must be at least 1, got {chosen[name]}")
+    known = experiments(root)
+    if chosen.all:
+        return [name for name in known if chosen.scale in read_recipe(root / name).scales]
+    if chosen.name is None:
+        return []
+    if chosen.name not in known:
+        raise ValueError(f"unknown experiment {chosen.name!r}; {suggest(chosen.name, known)}")
+    return [chosen.name]
+
+
+def _data(given: Sequence[str]) -> dict[str, str]:
+    from subquad.reproduction.data import check_data
+
+    data = {}
+    for text in given:
+        name, sign, path = text.partition("=")
+        if not (sign and path):
+            raise ValueError(f"--data takes NAME=PATH, got {text!r}")
+        data[name] = path
+    check_data(data)
+    return data
+
+
+def _plan(folder: Path, chosen: Any, data: dict[str, str]) -> tuple[Path, Recipe, list[Unit], int]:
+    from subquad.reproduction.claims import read_expected
+    from subquad.reproduction.runner import default_processes
+    from subquad.reproduction.units import units_of
+
+    recipe = read_recipe(folder)
+    recipe.scale(chosen.scale)
+    read_expected(folder)
+    if chosen.report:
+        return folder, recipe, [], 1
+    processes = chosen.processes or default_processes(recipe.alone)
+    threads = chosen.threads or max(1, (os.cpu_count() or 1) // processes)
+    work = Path(chosen.work).absolute()
+    units = units_of(folder, recipe, chosen.scale, work=work, data=data, threads=threads)
+    if recipe.kind == "train":
+        _check(units)
+    return folder, recipe, units, processes
+
+
+def _check(units: Sequence[Unit]) -> None:
+    """Raise `ValueError` or `TypeError`, with the unit's name, for settings that are no training run."""
+    from subquad.reproduction.train import budget_steps, train_config
+    from subquad.tools.train import check
+
+    for unit in units:
+        try:
+            check(train_config(unit))
+            budget_steps(unit)
+        except (ValueError, TypeError) as error:
+            raise type(error)(f"{Path(unit.experiment).name}, {unit.name}: {error}") from error
+
+
+def _reproduce(folder: Path, recipe: Recipe, units: Sequence[Unit], processes: int, chosen: Any) -> int:
+    """Run the units, write what they gave after each, compare, print; returns how many failed."""
+    from subquad.reproduction import result
+    from subquad.reproduction.claims import read_expected
+    from subquad.reproduction.plots import draw
+    from subquad.reproduction.runner import run_units
+
+    home = folder
+    if chosen.scale == "smoke" and not chosen.report:
+        home = Path(chosen.work).absolute() / folder.name / "smoke"
+        home.mkdir(parents=True, exist_ok=True)
+    finished, failures = [], []
+    if not chosen.report:
+        for unit, found in run_units(units, processes, _tell):
+            finished.append((unit, found))
+            if "failed" in found:
+                failures.append(f"{unit.name}: {found['failed']}; see {unit.folder}/failed.txt")
+                continue
+            result.write_result(home, chosen.scale, result.collected(units, finished, processes))
+    scales = result.read_result(home)
+    scale = chosen.scale if home != folder else result.telling(scales)
+    rows = scales[scale]["rows"] if scale in scales else []
+    if rows:
+        draw(folder, recipe, rows, home / result.PLOT)
+        _print(folder, recipe, rows, scale)
+    if home == folder:
+        result.rewrite_readme(folder, result.written(folder, recipe, read_expected(folder)))
+    for failure in failures:
+        sys.stderr.write(f"failed: {failure}\n")
+    return len(failures)
+
+
+def _tell(line: str) -> None:
+    sys.stderr.write(f"{line}\n")
+
+
+def _print(folder: Path, recipe: Recipe, rows: list[dict[str, Any]], scale: str | None) -> None:
+    """The table of the rows and the verdicts."""
+    from subquad.reproduction.claims import read_expected, verdicts
+    from subquad.reproduction.result import cells
+
+    expected = read_expected(folder)
+    headers, lines = cells(recipe, rows)
+    if recipe.table:
+        print_table(f"{folder.name}, scale {scale}: {expected.title}", headers, lines, markdown=False)
+    shown = [(v.claim.says, v.claim.theirs, v.ours, v.verdict) for v in verdicts(folder, expected, rows)]
+    print_table(f"{folder.name}: claims", ("claim", "theirs", "ours", "verdict"), shown, markdown=False)
+    if scale == "smoke":
+        console().print("Scale smoke shows that everything runs; its figures say nothing of the claims.")
+
+
+def _list(root: Path) -> None:
+    """The experiments, their scales, what is known."""
+    from subquad.reproduction.claims import read_expected
+    from subquad.reproduction.result import read_result
+
+    lines = []
+    for name in experiments(root):
+        recipe, scales = read_recipe(root / name), read_result(root / name)
+        sizes = [f"{scale} ({recipe.scales[scale].minutes:g} min)" for scale in SCALES if scale in recipe.scales]
+        lines.append((name, read_expected(root / name).title, ", ".join(sizes), ", ".join(scales) or "none"))
+    print_table("experiments", ("name", "what", "scales", "results of"), lines, markdown=False)
+    sys.stdout.write("subquad reproduce NAME --scale cpu\n")

@@ -1,0 +1,117 @@
+"""The data sets that experiments name, and where they are: `--data NAME=PATH`, SUBQUAD_DATA, or made on the spot."""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import tarfile
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+from subquad.config import suggest
+from subquad.data.files import aside, cache_folder, remove
+
+ENVIRONMENT = "SUBQUAD_DATA"
+
+
+@dataclass(frozen=True)
+class Named:
+    """A data set that recipes write as `@NAME/...`."""
+
+    folder: str
+    """Its folder below SUBQUAD_DATA."""
+    holds: str
+    """What is in it."""
+
+
+DATA: dict[str, Named] = {
+    "books": Named("gutenberg", "train/, valid/ and test/ of long books as .txt, or a .tar.xz of them"),
+    "tinyshakespeare": Named("tinyshakespeare", "input.txt, plain or compressed"),
+    "enwiki": Named("enwiki_xml_sample", "a file of Wikipedia's XML, plain or compressed"),
+    "wikitext": Named("wikitext", "the test files of WikiText, plain or compressed"),
+    "mnist": Named("mnist", "the four idx files, plain or compressed"),
+    "cifar10": Named("cifar10", "CIFAR-10 in one of its public layouts"),
+    "imdb": Named("imdb", "the reviews in one of their public layouts"),
+    "acl": Named("acl_pairs", "papers and pairs of them, as the AAN set of LRA"),
+    "gpt2": Named("gpt2_bpe", "GPT-2's encoder.json and vocab.bpe, plain or compressed"),
+}
+LITTLE = "little"
+"""A text that every machine with Python has: the modules of its package `email`."""
+
+
+def check_data(given: Mapping[str, str]) -> None:
+    """Raise `ValueError` for a name that no recipe knows, `FileNotFoundError` for a path that is missing."""
+    for name, path in given.items():
+        if name not in DATA:
+            raise ValueError(f"unknown data set {name!r}; {suggest(name, DATA)}")
+        if not path.startswith("hf:") and not Path(path).expanduser().exists():
+            raise FileNotFoundError(f"--data {name}={path}: there is no such file or folder; it is {DATA[name].holds}")
+
+
+def find(value: str, given: Mapping[str, str]) -> str:
+    """The path that `@NAME/inner` stands for.
+
+    Raises `ValueError` for an unknown name and `FileNotFoundError`, which says how to give it, for data that is not
+    there.
+    """
+    name, _, inner = value.removeprefix("@").partition("/")
+    if name == LITTLE:
+        import email
+
+        return str(Path(email.__file__).parent / "*.py")
+    if name not in DATA:
+        raise ValueError(f"{value} names no data set; {suggest(name, [*DATA, LITTLE])}")
+    if given.get(name, "").startswith("hf:"):
+        return given[name]
+    root = _root(name, given)
+    if root.is_file():
+        return str(root)
+    return str(_inside(root, inner, name))
+
+
+def _root(name: str, given: Mapping[str, str]) -> Path:
+    if name in given:
+        return Path(given[name]).expanduser()
+    place = os.environ.get(ENVIRONMENT)
+    root = Path(place).expanduser() / DATA[name].folder if place else None
+    if root is None or not root.exists():
+        where = f"{ENVIRONMENT}={place} has no {DATA[name].folder}/" if place else f"{ENVIRONMENT} is not set"
+        raise FileNotFoundError(
+            f"this scale reads the data set {name!r} ({DATA[name].holds}): give --data {name}=PATH, or set "
+            f"{ENVIRONMENT} to a folder that holds {DATA[name].folder}/ ({where})"
+        )
+    return root
+
+
+def _inside(root: Path, inner: str, name: str) -> Path:
+    """`root/inner`, also where that is compressed or in the one archive of `root`."""
+    if not inner:
+        return root
+    for suffix in ("", ".xz", ".gz", ".bz2"):
+        if (file := root / f"{inner}{suffix}").exists():
+            return file
+    archives = sorted(root.glob("*.tar*"))
+    if len(archives) == 1:
+        unpacked = _unpacked(archives[0])
+        for place in (unpacked / inner, *(folder / inner for folder in unpacked.iterdir())):
+            if place.exists():
+                return place
+    raise FileNotFoundError(f"{root} has no {inner}; the data set {name!r} is {DATA[name].holds}")
+
+
+def _unpacked(archive: Path) -> Path:
+    """The folder that the archive is unpacked in, once, in the cache."""
+    with archive.open("rb") as stream:
+        name = hashlib.file_digest(stream, "sha256").hexdigest()[:16]
+    folder = cache_folder(None) / f"unpacked-{name}"
+    if not folder.is_dir():
+        with aside(folder) as temporary:
+            temporary.mkdir()
+            try:
+                with tarfile.open(archive) as opened:
+                    opened.extractall(temporary, filter="data")
+            except (tarfile.TarError, EOFError, OSError) as error:
+                remove(temporary)
+                raise ValueError(f"{archive} is damaged and does not unpack: {error}") from error
+    return folder

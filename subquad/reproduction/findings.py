@@ -1,0 +1,55 @@
+"""`docs/findings.md`: what became of each claim, from the results in the experiments' folders."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Sequence
+from pathlib import Path
+
+from subquad.reproduction.claims import VERDICTS, Verdict, read_expected, verdicts
+from subquad.reproduction.result import read_result, telling
+
+CHOOSE, WRONG = "choose.md", "wrong.md"
+"""Written by hand: what to take for what, and what was found wrong in the papers."""
+HEAD = """\
+# Findings
+
+What the papers claim, what we measured, and which attention to take for what. Each line of the tables is a folder of
+[experiments](../experiments) that `subquad reproduce NAME` runs again: the recipe, the paper's figures, ours with seeds
+and machine, a plot. This page is generated from them by `subquad reproduce --findings docs/findings.md`.
+
+A difference counts where it is beyond two standard errors, from the spread between seeds; where it is not, that is the
+result. Ours are small models on a CPU unless a line says otherwise: they test the claim, not the paper's absolute
+figures.
+"""
+
+
+def findings(root: Path, experiments: Sequence[Path]) -> str:
+    """The page. `ValueError` for a folder whose expected.json or result.json cannot be read."""
+    papers: dict[str, list[tuple[Path, str, Verdict]]] = {}
+    for folder in experiments:
+        expected, scales = read_expected(folder), read_result(folder)
+        scale = telling(scales)
+        rows = scales[scale]["rows"] if scale else []
+        shown = scale or "-"
+        papers.setdefault(expected.paper, [])
+        papers[expected.paper] += [(folder, shown, verdict) for verdict in verdicts(folder, expected, rows)]
+    counts = Counter(verdict.verdict for lines in papers.values() for _, _, verdict in lines)
+    total = ", ".join(f"{counts[name]} {name}" for name in VERDICTS if counts[name])
+    parts = [HEAD + f"\nOf {sum(counts.values())} claims: {total}."]
+    if (root / CHOOSE).is_file():
+        parts.append((root / CHOOSE).read_text(encoding="utf-8").strip())
+    for paper, lines in papers.items():
+        table = ["| | claim | theirs | ours | verdict |", "|:---|:---|:---|:---|:---|"]
+        table += [_line(folder, scale, verdict) for folder, scale, verdict in lines]
+        parts.append(f"## {paper}\n\n" + "\n".join(table))
+    if (root / WRONG).is_file():
+        parts.append((root / WRONG).read_text(encoding="utf-8").strip())
+    return "\n\n".join(parts) + "\n"
+
+
+def _line(folder: Path, scale: str, verdict: Verdict) -> str:
+    link = f"[{folder.name}](../experiments/{folder.name})"
+    where = "" if scale in ("-", "cpu") else f" ({scale})"
+    claim = verdict.claim
+    return f"| {link} | {claim.says} | {claim.theirs} | {verdict.ours}{where} | **{verdict.verdict}** |"

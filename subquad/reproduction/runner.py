@@ -1,0 +1,112 @@
+"""Units run in one or several processes; what each gave is kept, and the result is written as it comes."""
+
+from __future__ import annotations
+
+import json
+import logging
+import multiprocessing
+import os
+import time
+import traceback
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import FIRST_COMPLETED, ProcessPoolExecutor, wait
+from pathlib import Path
+from typing import Any
+
+from subquad.reproduction.units import DONE, Row, Unit, function, kept
+from subquad.training.checkpoint import write_atomically
+
+logger = logging.getLogger(__name__)
+Finished = tuple[Unit, dict[str, Any]]
+
+
+def run_units(units: Sequence[Unit], processes: int, told: Callable[[str], None]) -> Iterator[Finished]:
+    """Each unit with what is known of it, as they end: `rows`, or `failed` with a message. Done ones come first."""
+    todo = []
+    for unit in units:
+        found = kept(unit)
+        if found is None:
+            todo.append(unit)
+        else:
+            yield unit, found
+    total, done = len(units), len(units) - len(todo)
+    for unit, found in _each(todo, processes):
+        done += 1
+        how = f"failed: {found['failed']}" if "failed" in found else f"{found['seconds']:.0f} s"
+        told(f"{Path(unit.experiment).name}, {done} of {total}: {unit.name}, {how}")
+        yield unit, found
+
+
+def _each(units: Sequence[Unit], processes: int) -> Iterator[Finished]:
+    if processes == 1 or len(units) <= 1:
+        for unit in units:
+            yield unit, work(unit)
+        return
+    context = multiprocessing.get_context("spawn")
+    with ProcessPoolExecutor(min(processes, len(units)), mp_context=context, initializer=_begin) as pool:
+        waiting = {pool.submit(work, unit): unit for unit in units}
+        try:
+            while waiting:
+                ended, _ = wait(waiting, return_when=FIRST_COMPLETED)
+                for future in ended:
+                    yield waiting.pop(future), future.result()
+        finally:
+            pool.shutdown(wait=True, cancel_futures=True)
+
+
+def _begin() -> None:
+    logging.basicConfig(level=logging.WARNING, format="%(levelname)s %(name)s: %(message)s")
+
+
+def work(unit: Unit) -> dict[str, Any]:
+    """Run a unit and keep what it gave. A unit that fails says how; it is run again the next time."""
+    import torch
+
+    from subquad.reproduction.train import InterruptedRunError
+
+    folder = Path(unit.folder)
+    folder.mkdir(parents=True, exist_ok=True)
+    before, begin = torch.get_num_threads(), time.perf_counter()
+    torch.set_num_threads(unit.threads)
+    try:
+        rows = _rows(unit)
+    except InterruptedRunError as error:
+        raise KeyboardInterrupt from error
+    except Exception as error:
+        (folder / "failed.txt").write_text(traceback.format_exc(), encoding="utf-8")
+        return {"failed": f"{type(error).__name__}: {error}"}
+    finally:
+        torch.set_num_threads(before)
+    shown = [{"arm": unit.arm, "seed": unit.seed, **unit.labels, **row} for row in rows]
+    found = {"identity": unit.identity, "seconds": time.perf_counter() - begin, **_provenance(), "rows": shown}
+    write_atomically(folder / DONE, (json.dumps(found, indent=1) + "\n").encode())
+    return found
+
+
+def _rows(unit: Unit) -> list[Row]:
+    if unit.kind == "train":
+        from subquad.reproduction.train import train_unit
+
+        return train_unit(unit)
+    run = function(Path(unit.experiment), "run")
+    if run is None:
+        raise ValueError(f"{unit.experiment}: kind: measure needs a function run(unit) in experiment.py")
+    found = run(unit)
+    return found if isinstance(found, list) else [found]
+
+
+def _provenance() -> dict[str, Any]:
+    """Date, machine, versions and commit."""
+    import torch
+
+    from subquad.tools.provenance import provenance
+
+    device = "cuda" if torch.cuda.is_available() else "cpu"
+    return {"provenance": provenance(device, ("transformers",))}
+
+
+def default_processes(alone: bool) -> int:
+    """As many as there are cores, one where times are measured or a GPU is at hand."""
+    import torch
+
+    return 1 if alone or torch.cuda.is_available() else os.cpu_count() or 1
