@@ -15,6 +15,8 @@ import torch
 from subquad import __version__
 from subquad.tools.memory import total_bytes
 
+WRITTEN = ("README.md", "result.json", "plot.png")
+
 
 def machine(device: torch.device | str) -> dict[str, Any]:
     """The processor or GPU, cores, memory and threads."""
@@ -55,7 +57,10 @@ def version_of(distribution: str) -> str | None:
 
 
 def commit() -> str:
-    """The commit of this checkout, marked where files differ from it; else SUBQUAD_COMMIT, else `unknown`."""
+    """The commit of this checkout, marked where files differ from it; else SUBQUAD_COMMIT, else `unknown`.
+
+    What experiments write into their own folders as they run is no difference.
+    """
 
     def git(*arguments: str) -> str:
         command = ["git", "-C", str(Path(__file__).parent), *arguments]
@@ -68,7 +73,9 @@ def commit() -> str:
     head = git("rev-parse", "--short", "HEAD")
     if not head:
         return os.environ.get("SUBQUAD_COMMIT", "unknown")
-    return f"{head} with changes" if git("status", "--porcelain", "--untracked-files=no") else head
+    written = (f":(top,exclude)experiments/*/{name}" for name in WRITTEN)
+    changed = git("status", "--porcelain", "--untracked-files=no", "--", ":(top)", *written)
+    return f"{head} with changes" if changed else head
 
 
 def provenance(device: torch.device | str, distributions: tuple[str, ...] = ()) -> dict[str, Any]:
