@@ -14,7 +14,7 @@ STAMP := $(VENV)/.installed
 PYTEST := $(BIN)/python -m pytest -n $(JOBS)
 
 .DEFAULT_GOAL := help
-.PHONY: help install run test test-long gpu peers lint check wheel-check clean
+.PHONY: help install run test test-long smoke gpu peers lint check wheel-check clean
 
 help: ## what each target does
 	@sed -n 's/^\([a-z-]*\):.*## \(.*\)/make \1\t\2/p' Makefile | expand -t 20
@@ -32,6 +32,9 @@ test: $(STAMP) ## all tests but the slow ones
 test-long: $(STAMP) ## the slow tests, one after another, since some take times
 	@OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q -m slow
 
+smoke: $(STAMP) ## every experiment of the papers at its smallest, in under three minutes; it changes no result
+	@OMP_NUM_THREADS=1 HF_HUB_OFFLINE=1 $(BIN)/subquad reproduce --all --scale smoke --work runs/smoke --processes $(JOBS)
+
 gpu: ## the GPU tests and benchmarks, with .venv or else $(PYTHON) as it is; DEVICE=cpu tries it in tiny sizes
 	@$(if $(wildcard $(BIN)/python),$(BIN)/python,"$(PYTHON)") benchmarks/gpu.py --device $(DEVICE) $(if $(filter cpu,$(DEVICE)),--dry-run)
 
@@ -45,7 +48,7 @@ lint: $(STAMP) ## formatting, style, types and the direction of imports
 	$(BIN)/mypy
 	$(BIN)/lint-imports
 
-check: lint ## lint, then test
+check: lint smoke ## lint, the experiments' smoke scale, then test
 	@$(MAKE) --no-print-directory test
 
 wheel-check: $(STAMP) ## build the wheel, install it alone and train two steps from it

@@ -7,7 +7,7 @@ import sys
 import time
 from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from subquad.config import suggest
 from subquad.reproduction.recipe import FILE, SCALES, Recipe, read_recipe
@@ -15,6 +15,7 @@ from subquad.tools._tables import console, print_table
 from subquad.tools.arguments import Parser
 
 if TYPE_CHECKING:
+    from subquad.reproduction.runner import Runner
     from subquad.reproduction.units import Unit
 
 FOLDER = "experiments"
@@ -40,9 +41,8 @@ def run(arguments: Sequence[str]) -> int:
         return 0
     with parser.checking():
         planned = [_plan(root / name, chosen, data) for name in names]
-    begin, failed = time.perf_counter(), 0
-    for folder, recipe, units, processes in planned:
-        failed += _reproduce(folder, recipe, units, processes, chosen)
+    begin = time.perf_counter()
+    failed = _report(planned) if chosen.report else _run_all(planned, chosen)
     if len(planned) > 1:
         sys.stdout.write(f"{len(planned)} experiments, {time.perf_counter() - begin:.0f} s\n")
     return 1 if failed else 0
@@ -123,7 +123,16 @@ def _data(given: Sequence[str]) -> dict[str, str]:
     return data
 
 
-def _plan(folder: Path, chosen: Any, data: dict[str, str]) -> tuple[Path, Recipe, list[Unit], int]:
+class Plan(NamedTuple):
+    """An experiment at one scale."""
+
+    folder: Path
+    recipe: Recipe
+    units: list[Unit]
+    processes: int
+
+
+def _plan(folder: Path, chosen: Any, data: dict[str, str]) -> Plan:
     from subquad.reproduction.claims import read_expected
     from subquad.reproduction.runner import default_processes
     from subquad.reproduction.units import units_of
@@ -132,14 +141,14 @@ def _plan(folder: Path, chosen: Any, data: dict[str, str]) -> tuple[Path, Recipe
     recipe.scale(chosen.scale)
     read_expected(folder)
     if chosen.report:
-        return folder, recipe, [], 1
+        return Plan(folder, recipe, [], 1)
     processes = chosen.processes or default_processes(recipe.alone)
     threads = chosen.threads or max(1, (os.cpu_count() or 1) // processes)
     work = Path(chosen.work).absolute()
     units = units_of(folder, recipe, chosen.scale, work=work, data=data, threads=threads)
     if recipe.kind == "train":
         _check(units)
-    return folder, recipe, units, processes
+    return Plan(folder, recipe, units, processes)
 
 
 def _check(units: Sequence[Unit]) -> None:
@@ -155,36 +164,65 @@ def _check(units: Sequence[Unit]) -> None:
             raise type(error)(f"{Path(unit.experiment).name}, {unit.name}: {error}") from error
 
 
-def _reproduce(folder: Path, recipe: Recipe, units: Sequence[Unit], processes: int, chosen: Any) -> int:
+def _run_all(planned: Sequence[Plan], chosen: Any) -> int:
+    """Run the experiments one after another; at scale smoke their units share the processes. How many units failed."""
+    from subquad.reproduction.runner import Runner
+
+    if chosen.scale != "smoke":
+        failed = 0
+        for plan in planned:
+            with Runner(plan.processes) as runner:
+                failed += _reproduce(plan, runner, chosen)
+        return failed
+    with Runner(max(plan.processes for plan in planned)) as runner:
+        for plan in planned:
+            runner.announce(plan.units)
+        return sum(_reproduce(plan, runner, chosen) for plan in planned)
+
+
+def _reproduce(plan: Plan, runner: Runner, chosen: Any) -> int:
     """Run the units, write what they gave after each, compare, print; returns how many failed."""
+    from subquad.reproduction import result
+
+    home = plan.folder
+    if chosen.scale == "smoke":
+        home = Path(chosen.work).absolute() / plan.folder.name / "smoke"
+        home.mkdir(parents=True, exist_ok=True)
+    finished, failures = [], []
+    for unit, found in runner.run(plan.units, _tell):
+        finished.append((unit, found))
+        if "failed" in found:
+            failures.append(f"{unit.name}: {found['failed']}; see {unit.folder}/failed.txt")
+            continue
+        result.write_result(home, chosen.scale, result.collected(plan.units, finished, plan.processes))
+    _compare(plan, home, chosen.scale)
+    for failure in failures:
+        sys.stderr.write(f"failed: {plan.folder.name}, {failure}\n")
+    return len(failures)
+
+
+def _report(planned: Sequence[Plan]) -> int:
+    """Compare and draw what there is."""
+    from subquad.reproduction import result
+
+    for plan in planned:
+        _compare(plan, plan.folder, result.telling(result.read_result(plan.folder)))
+    return 0
+
+
+def _compare(plan: Plan, home: Path, scale: str | None) -> None:
+    """Draw, print, and where `home` is the experiment's own folder rewrite its README.md."""
     from subquad.reproduction import result
     from subquad.reproduction.claims import read_expected
     from subquad.reproduction.plots import draw
-    from subquad.reproduction.runner import run_units
 
-    home = folder
-    if chosen.scale == "smoke" and not chosen.report:
-        home = Path(chosen.work).absolute() / folder.name / "smoke"
-        home.mkdir(parents=True, exist_ok=True)
-    finished, failures = [], []
-    if not chosen.report:
-        for unit, found in run_units(units, processes, _tell):
-            finished.append((unit, found))
-            if "failed" in found:
-                failures.append(f"{unit.name}: {found['failed']}; see {unit.folder}/failed.txt")
-                continue
-            result.write_result(home, chosen.scale, result.collected(units, finished, processes))
     scales = result.read_result(home)
-    scale = chosen.scale if home != folder else result.telling(scales)
     rows = scales[scale]["rows"] if scale in scales else []
     if rows:
-        draw(folder, recipe, rows, home / result.PLOT)
-        _print(folder, recipe, rows, scale)
-    if home == folder:
-        result.rewrite_readme(folder, result.written(folder, recipe, read_expected(folder)))
-    for failure in failures:
-        sys.stderr.write(f"failed: {failure}\n")
-    return len(failures)
+        draw(plan.folder, plan.recipe, rows, home / result.PLOT)
+        _print(plan.folder, plan.recipe, rows, scale)
+    if home == plan.folder:
+        result.rewrite_readme(home, result.written(home, plan.recipe, read_expected(home)))
 
 
 def _tell(line: str) -> None:

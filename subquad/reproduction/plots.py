@@ -40,6 +40,11 @@ def draw(experiment: Path, recipe: Recipe, rows: Sequence[Row], file: Path) -> N
     figure.savefig(file, format="png")
 
 
+def known_columns(panels: Sequence[Panel]) -> set[str]:
+    """The labels and values that panels draw."""
+    return {name for panel in panels for name in (panel.x, panel.y, panel.by, *panel.where) if name is not None}
+
+
 def draw_panels(figure: Figure, panels: Sequence[Panel], rows: Sequence[Row], width: int, height: int) -> None:
     """Each panel of the recipe."""
     axes = figure.subplots(height, width, squeeze=False).flatten().tolist()

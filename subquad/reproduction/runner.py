@@ -9,9 +9,9 @@ import os
 import time
 import traceback
 from collections.abc import Callable, Iterator, Sequence
-from concurrent.futures import FIRST_COMPLETED, ProcessPoolExecutor, wait
+from concurrent.futures import FIRST_COMPLETED, Future, ProcessPoolExecutor, wait
 from pathlib import Path
-from typing import Any
+from typing import Any, Self
 
 from subquad.reproduction.units import DONE, Row, Unit, function, kept
 from subquad.training.checkpoint import write_atomically
@@ -20,38 +20,57 @@ logger = logging.getLogger(__name__)
 Finished = tuple[Unit, dict[str, Any]]
 
 
-def run_units(units: Sequence[Unit], processes: int, told: Callable[[str], None]) -> Iterator[Finished]:
-    """Each unit with what is known of it, as they end: `rows`, or `failed` with a message. Done ones come first."""
-    todo = []
-    for unit in units:
-        found = kept(unit)
-        if found is None:
-            todo.append(unit)
-        else:
-            yield unit, found
-    total, done = len(units), len(units) - len(todo)
-    for unit, found in _each(todo, processes):
-        done += 1
-        how = f"failed: {found['failed']}" if "failed" in found else f"{found['seconds']:.0f} s"
-        told(f"{Path(unit.experiment).name}, {done} of {total}: {unit.name}, {how}")
-        yield unit, found
+class Runner:
+    """Runs units in `processes` processes, which last as long as it is open; in this one where one is enough."""
 
+    def __init__(self, processes: int) -> None:
+        self.pool: ProcessPoolExecutor | None = None
+        if processes > 1:
+            context = multiprocessing.get_context("spawn")
+            self.pool = ProcessPoolExecutor(processes, mp_context=context, initializer=_begin)
+        self.waiting: dict[str, Future[dict[str, Any]]] = {}
 
-def _each(units: Sequence[Unit], processes: int) -> Iterator[Finished]:
-    if processes == 1 or len(units) <= 1:
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        if self.pool is not None:
+            self.pool.shutdown(wait=True, cancel_futures=True)
+
+    def announce(self, units: Sequence[Unit]) -> None:
+        """Begin with what is not done of these units as soon as there is a process for them."""
+        if self.pool is not None:
+            for unit in units:
+                if kept(unit) is None:
+                    self.waiting.setdefault(unit.folder, self.pool.submit(work, unit))
+
+    def run(self, units: Sequence[Unit], told: Callable[[str], None]) -> Iterator[Finished]:
+        """Each unit with what is known of it, as they end: `rows`, or `failed` with a message. Done ones come first."""
+        todo = []
         for unit in units:
-            yield unit, work(unit)
-        return
-    context = multiprocessing.get_context("spawn")
-    with ProcessPoolExecutor(min(processes, len(units)), mp_context=context, initializer=_begin) as pool:
-        waiting = {pool.submit(work, unit): unit for unit in units}
-        try:
-            while waiting:
-                ended, _ = wait(waiting, return_when=FIRST_COMPLETED)
-                for future in ended:
-                    yield waiting.pop(future), future.result()
-        finally:
-            pool.shutdown(wait=True, cancel_futures=True)
+            found = None if unit.folder in self.waiting else kept(unit)
+            if found is None:
+                todo.append(unit)
+            else:
+                yield unit, found
+        done = len(units) - len(todo)
+        for unit, found in self._each(todo):
+            done += 1
+            how = f"failed: {found['failed']}" if "failed" in found else f"{found['seconds']:.0f} s"
+            told(f"{Path(unit.experiment).name}, {done} of {len(units)}: {unit.name}, {how}")
+            yield unit, found
+
+    def _each(self, units: Sequence[Unit]) -> Iterator[Finished]:
+        if self.pool is None:
+            for unit in units:
+                yield unit, work(unit)
+            return
+        self.announce(units)
+        waiting = {self.waiting.pop(unit.folder): unit for unit in units}
+        while waiting:
+            ended, _ = wait(waiting, return_when=FIRST_COMPLETED)
+            for future in ended:
+                yield waiting.pop(future), future.result()
 
 
 def _begin() -> None:

@@ -1,0 +1,77 @@
+"""What a training step costs at each query size: its time and its peak memory, in float32."""
+
+from __future__ import annotations
+
+import statistics
+import time
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from subquad.tools.memory import peak_bytes
+
+if TYPE_CHECKING:
+    from subquad.reproduction import Unit
+    from subquad.training import RunResult
+
+REPEATS = {"smoke": 3}
+
+
+def measure(result: RunResult, unit: Unit) -> dict[str, Any]:
+    """Loss and gradients of one batch, without the optimiser: median, 20th and 80th percentile, peak memory."""
+    model, batch = result.model.model, result.config.batch
+    device = next(model.parameters()).device
+    generator = torch.Generator().manual_seed(0)
+    numbers_BT = torch.randint(result.config.model.vocab_size, (batch.size, batch.length + 1), generator=generator)
+    tokens_BT, labels_BT = (x.contiguous().to(device) for x in (numbers_BT[:, :-1], numbers_BT[:, 1:]))
+    parameters = [p for p in model.parameters() if p.requires_grad]
+
+    def step() -> object:
+        return torch.autograd.grad(model.loss(tokens_BT, labels_BT), parameters, allow_unused=True)
+
+    model.train()
+    seconds = []
+    for _ in range(REPEATS.get(unit.scale, 25) + 1):
+        begin = time.perf_counter()
+        step()
+        if device.type == "cuda":
+            torch.cuda.synchronize()
+        seconds.append(time.perf_counter() - begin)
+    low, *_, high = statistics.quantiles(seconds[1:], n=5, method="inclusive")
+    return {
+        "float32_ms": 1e3 * statistics.median(seconds[1:]),
+        "float32_p20_ms": 1e3 * low,
+        "float32_p80_ms": 1e3 * high,
+        "peak_mib": peak_bytes(step, device) / 2**20,
+    }
+
+
+def claim_time(rows: list[dict[str, Any]]) -> tuple[str, str] | None:
+    """Beyond the noise where the slower repeats of a size are faster than the faster ones of the next."""
+    sizes = sorted({row["query_size"] for row in rows})
+    if len(sizes) < 2:
+        return None
+    shown = ", ".join(f"{size}: {_mean(rows, size, 'float32_ms'):.3g} ms" for size in sizes)
+    pairs = list(zip(sizes[:-1], sizes[1:], strict=True))
+    if any(_mean(rows, a, "float32_p20_ms") > _mean(rows, b, "float32_p80_ms") for a, b in pairs):
+        return "does not hold", shown
+    apart = all(_mean(rows, a, "float32_p80_ms") < _mean(rows, b, "float32_p20_ms") for a, b in pairs)
+    return ("holds" if apart else "no difference beyond the noise"), shown
+
+
+def claim_in_proportion(rows: list[dict[str, Any]]) -> tuple[str, str] | None:
+    """Time and memory of each query size over those of the largest, beside the ratio of the query sizes."""
+    sizes = sorted({row["query_size"] for row in rows})
+    if len(sizes) < 2:
+        return None
+    shown, holds = [], True
+    for size in sizes[:-1]:
+        ratios = [_mean(rows, size, name) / _mean(rows, sizes[-1], name) for name in ("float32_ms", "peak_mib")]
+        part = size / sizes[-1]
+        shown.append(f"{size} of {sizes[-1]} ({part:.3f}): time {ratios[0]:.2f}, memory {ratios[1]:.2f}")
+        holds = holds and all(ratio <= 1.25 * part for ratio in ratios)
+    return ("holds" if holds else "does not hold"), "; ".join(shown)
+
+
+def _mean(rows: list[dict[str, Any]], size: int, name: str) -> float:
+    return statistics.mean(row[name] for row in rows if row["query_size"] == size)

@@ -1,0 +1,141 @@
+"""Claims: what rows say of them, and that noise is not taken for a result."""
+
+import math
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from subquad.reproduction.claims import (
+    Claim,
+    Expected,
+    difference,
+    number,
+    pooled,
+    read_expected,
+    select,
+    verdicts,
+)
+
+Row = dict[str, Any]
+
+
+def rows(**values: list[float]) -> list[Row]:
+    return [{"arm": arm, "seed": i, "loss": v} for arm, found in values.items() for i, v in enumerate(found)]
+
+
+def claim(kind: str, *pairs: list[Row], **more: Any) -> Claim:
+    return Claim.from_dict({"id": "c", "says": "s", "theirs": "t", "kind": kind, "pairs": list(pairs), **more})
+
+
+def judge(chosen: Claim, found: list[Row], folder: Path = Path("nowhere")) -> tuple[str, str]:
+    expected = Expected(paper="p", title="t", source="s", comparable="no", claims=[chosen])
+    (verdict,) = verdicts(folder, expected, found)
+    return verdict.verdict, verdict.ours
+
+
+AB = [{"arm": "a"}, {"arm": "b"}]
+CLEAR = rows(a=[1.0, 1.01, 0.99], b=[2.0, 2.01, 1.99])
+NOISY = rows(a=[1.0, 2.0, 3.0], b=[1.1, 2.2, 3.0])
+
+
+def test_a_difference_beyond_the_noise_holds_or_does_not() -> None:
+    assert judge(claim("lower", AB), CLEAR)[0] == "holds"
+    assert judge(claim("higher", AB), CLEAR)[0] == "does not hold"
+    assert judge(claim("lower", AB), NOISY)[0] == "no difference beyond the noise"
+    assert judge(claim("higher", AB), NOISY)[0] == "no difference beyond the noise"
+    assert judge(claim("lower", AB), CLEAR)[1] == "1 against 2 (-1 ± 0.008165)"
+
+
+def test_a_claim_about_several_pairs_is_about_all_of_them() -> None:
+    found = [*CLEAR, {"arm": "c", "seed": 0, "loss": 1.005}]
+    assert judge(claim("lower", AB, [{"arm": "c"}, {"arm": "b"}]), found)[0] == "holds"
+    assert judge(claim("lower", AB, [{"arm": "a"}, {"arm": "c"}]), found)[0] == "no difference beyond the noise"
+    assert judge(claim("lower", AB, [{"arm": "b"}, {"arm": "c"}]), found)[0] == "does not hold"
+    assert judge(claim("lower", AB, [{"arm": "b"}, {"arm": "d"}]), found)[0] == "not run"
+
+
+def test_where_no_arm_ran_twice_the_noise_is_not_known() -> None:
+    verdict, ours = judge(claim("lower", AB), rows(a=[1.0], b=[2.0]))
+    assert verdict == "no difference beyond the noise"
+    assert "one seed each" in ours
+    assert math.isnan(pooled(rows(a=[1.0], b=[2.0]), "loss"))
+
+
+def test_the_noise_is_pooled_over_arms_of_equal_labels() -> None:
+    two = [{**row, "tokens": tokens} for tokens in (1, 2) for row in rows(a=[0.0, 2.0])]
+    assert pooled(two, "loss") == math.sqrt(2.0)
+    assert pooled([{**row, "loss": row["loss"] + row["tokens"]} for row in two], "loss") == math.sqrt(2.0)
+    found = difference(two[:2], two[2:], "loss", 2.0)
+    assert found is not None
+    assert (found.value, found.error) == (0.0, 2.0)
+    assert difference([], two, "loss", 2.0) is None
+
+
+def test_equal_is_about_every_row() -> None:
+    chosen = claim("equal", [{"arm": "a"}], metric="n", value=3)
+    assert judge(chosen, [{"arm": "a", "n": 3}, {"arm": "b", "n": 4}]) == ("holds", "3")
+    assert judge(chosen, [{"arm": "a", "n": 3}, {"arm": "a", "n": 40000}]) == ("does not hold", "3, 40,000")
+    assert judge(chosen, [{"arm": "b", "n": 3}])[0] == "not run"
+
+
+def test_reasons_stand_for_what_is_not_measured() -> None:
+    assert judge(claim("not comparable", why="words"), CLEAR) == ("not comparable", "words")
+    assert judge(claim("waiting", why="a week"), []) == ("waiting for a GPU", "a week")
+    assert judge(claim("lower", AB), [])[0] == "not run"
+
+
+def test_the_experiments_own_judge(tmp_path: Path) -> None:
+    code = tmp_path / "experiment.py"
+    code.write_text("def claim_c(rows):\n    return ('holds', str(len(rows))) if rows[0]['seed'] == 0 else None\n")
+    assert judge(claim("function"), CLEAR, tmp_path) == ("holds", "6")
+    assert judge(claim("function"), CLEAR[1:], tmp_path)[0] == "not run"
+    code.write_text("def claim_c(rows):\n    return 'perhaps', ''\n")
+    with pytest.raises(ValueError, match=r"must give one of holds, .*got 'perhaps'"):
+        judge(claim("function"), CLEAR, tmp_path)
+    code.write_text("")
+    with pytest.raises(ValueError, match=r"has no function claim_c\(rows\)"):
+        judge(claim("function"), CLEAR, tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("values", "message"),
+    [
+        ({"kind": "lower"}, "is 'lower' and needs pairs of 2"),
+        ({"kind": "equal", "pairs": [[{}, {}]]}, "is 'equal' and needs pairs of 1"),
+        ({"kind": "equal", "pairs": [[{}]]}, "needs the value that its rows should have"),
+        ({"kind": "not comparable"}, "needs its reason, why"),
+        ({"kind": "wrong"}, "must be one of its choices"),
+    ],
+)
+def test_a_wrong_claim_says_what_is_wrong(values: dict[str, Any], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        Claim.from_dict({"id": "c", "says": "s", "theirs": "t", **values})
+
+
+def test_errors_of_a_file_name_it(tmp_path: Path) -> None:
+    (tmp_path / "expected.json").write_text('{"paper": "p"}')
+    with pytest.raises(ValueError, match=r"expected\.json: Expected needs the key 'title'"):
+        read_expected(tmp_path)
+
+
+def test_rows_are_chosen_by_labels() -> None:
+    assert len(select(CLEAR, {"arm": "a"})) == 3
+    assert len(select(CLEAR, {"arm": ["a", "b"], "seed": 1})) == 2
+    assert select(CLEAR, {"kind": "x"}) == []
+
+
+@pytest.mark.parametrize(
+    ("value", "shown"),
+    [
+        (0, "0"),
+        (12, "12"),
+        (12.0, "12"),
+        (1.23456, "1.235"),
+        (123.456, "123.5"),
+        (12345.6, "12,346"),
+        (1.5e9, "1.5e+09"),
+    ],
+)
+def test_numbers_have_the_digits_that_a_reader_needs(value: float, shown: str) -> None:
+    assert number(value) == shown

@@ -1,0 +1,131 @@
+"""The committed experiments: folders are whole, settings valid, results those of the recipes, pages up to date.
+
+That their smoke scale runs is `make smoke`.
+"""
+
+import ast
+from functools import cache
+from pathlib import Path
+
+import pytest
+
+from subquad.reproduction.claims import read_expected
+from subquad.reproduction.command import experiments
+from subquad.reproduction.data import DATA
+from subquad.reproduction.findings import findings
+from subquad.reproduction.plots import known_columns
+from subquad.reproduction.recipe import SCALES, Recipe, read_recipe
+from subquad.reproduction.result import BEGIN, END, identity_of, read_result, telling, written
+from subquad.reproduction.train import budget_steps, train_config
+from subquad.reproduction.units import Unit, function, units_of
+from subquad.tools.train import check
+
+ROOT = Path(__file__).resolve().parents[1]
+HOME = ROOT / "experiments"
+NAMES = experiments(HOME)
+ASKED = {
+    "decode", "elita_wikitext", "latte_figure2", "latte_figure3", "latte_figure4", "latte_stability", "latte_table1",
+    "latte_table2", "latte_table3", "length_extrapolation", "linear_mnist", "linear_random", "llp_leak", "llp_table1",
+    "llp_table2", "llp_table3", "llp_table4", "llp_table5", "llp_table6", "llp_table9", "lora_mnist",
+    "nano_perceiver", "recall",
+}  # fmt: skip
+TELLING = ("llp_table1", "llp_table2", "latte_table3", "latte_table2", "llp_table9", "linear_mnist")
+"""Those that wait for a GPU, or ran on one."""
+DATA_ELSEWHERE = dict.fromkeys(DATA, "hf:made/up")
+LINES = 300
+
+
+@cache
+def recipe_of(name: str) -> Recipe:
+    return read_recipe(HOME / name)
+
+
+def planned(name: str, scale: str) -> list[Unit]:
+    return units_of(HOME / name, recipe_of(name), scale, work=Path("work"), data=DATA_ELSEWHERE)
+
+
+def test_every_claim_that_was_asked_for_has_its_folder() -> None:
+    assert set(NAMES) == ASKED
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_a_folder_is_whole(name: str) -> None:
+    folder, recipe = HOME / name, recipe_of(name)
+    assert (folder / "recipe.yaml").read_text(encoding="utf-8").startswith("# ")
+    readme = (folder / "README.md").read_text(encoding="utf-8")
+    assert readme.startswith("# ")
+    assert f"subquad reproduce {name}" in readme
+    assert readme.count(BEGIN) == readme.count(END) == 1
+    assert {"smoke", "cpu"} <= set(recipe.scales)
+    expected = read_expected(folder)
+    assert expected.claims
+    ids = [claim.id for claim in expected.claims]
+    assert len(ids) == len(set(ids))
+    for claim in expected.claims:
+        if claim.kind == "function":
+            assert function(folder, f"claim_{claim.id}") is not None, claim.id
+    for file in folder.glob("*.py"):
+        assert len(file.read_text(encoding="utf-8").splitlines()) <= LINES
+
+
+@pytest.mark.parametrize("name", [name for name in NAMES if recipe_of(name).kind == "train"])
+def test_the_settings_of_every_scale_are_training_runs(name: str) -> None:
+    for scale in recipe_of(name).scales:
+        for unit in planned(name, scale):
+            if unit.seed == 0:
+                check(train_config(unit))
+                budget_steps(unit)
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_a_result_is_that_of_its_recipe(name: str) -> None:
+    for scale, values in read_result(HOME / name).items():
+        assert values["identity"] == identity_of(planned(name, scale)), f"{name}, {scale}: the recipe has changed"
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_a_page_says_what_the_result_says(name: str) -> None:
+    folder = HOME / name
+    text = (folder / "README.md").read_text(encoding="utf-8")
+    told = text.partition(BEGIN)[2].partition(END)[0].strip()
+    assert told == written(folder, recipe_of(name), read_expected(folder)), f"subquad reproduce {name} --report"
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_tables_plots_and_claims_speak_of_values_that_there_are(name: str) -> None:
+    scales = read_result(HOME / name)
+    scale = telling(scales)
+    if scale is None:
+        pytest.skip("no result yet")
+    known = {key for row in scales[scale]["rows"] for key in row}
+    recipe = recipe_of(name)
+    named = {*recipe.group, *recipe.table, *known_columns(recipe.panels)}
+    assert named <= known
+    for claim in read_expected(HOME / name).claims:
+        if claim.kind in ("lower", "higher", "equal"):
+            assert claim.metric in known, claim.id
+
+
+def test_the_page_of_findings_is_that_of_the_results() -> None:
+    page = (ROOT / "docs" / "findings.md").read_text(encoding="utf-8")
+    assert page == findings(HOME, [HOME / name for name in NAMES]), "subquad reproduce --findings docs/findings.md"
+
+
+def test_what_waits_for_a_gpu_is_written_down() -> None:
+    todo = (ROOT / "benchmarks" / "GPU_TODO.md").read_text(encoding="utf-8")
+    for name in TELLING:
+        assert "gpu" in recipe_of(name).scales
+        if "gpu" not in read_result(HOME / name):
+            assert f"subquad reproduce {name} --scale gpu" in todo
+
+
+def test_the_library_never_imports_an_experiment() -> None:
+    for file in (ROOT / "subquad").rglob("*.py"):
+        for node in ast.walk(ast.parse(file.read_text(encoding="utf-8"))):
+            modules = [a.name for a in node.names] if isinstance(node, ast.Import) else []
+            modules += [node.module or ""] if isinstance(node, ast.ImportFrom) else []
+            assert not any(module.split(".")[0] == "experiments" for module in modules), file
+
+
+def test_scales_are_known_by_their_order() -> None:
+    assert SCALES == ("smoke", "cpu", "gpu", "paper")
