@@ -1,0 +1,130 @@
+"""Claims of the Latte paper's Table 3 that are more than one mean below another."""
+
+import json
+import math
+from pathlib import Path
+
+import torch
+
+from subquad.models.config import DecoderConfig
+from subquad.models.stacks import build_model
+from subquad.reproduction.claims import FAILS, HOLDS, NOISE, SIGMAS, Difference, difference, pooled, select
+from subquad.reproduction.units import Row
+
+CLOSE = 1.10
+"""Latte's perplexity over attention's, where it still counts as close: the paper's are 1.081 and 1.086."""
+LATTE = {"mechanism": "Latte", "latents": "L = D"}
+
+
+SINES = {"mechanism": "attention", "position": "sines"}
+
+
+def claim_attention_is_better(rows: list[Row]) -> tuple[str, str] | None:
+    """Attention with sines below Latte."""
+    return _lower(rows, SINES, LATTE)
+
+
+def claim_latents(rows: list[Row]) -> tuple[str, str] | None:
+    """Latte with many latents below Latte with few."""
+    return _lower(rows, LATTE, {"mechanism": "Latte", "latents": "L = D / 8"})
+
+
+def claim_a_window_does_better(rows: list[Row]) -> tuple[str, str] | None:
+    """A window below Latte."""
+    return _lower(rows, {"mechanism": "window of 128"}, LATTE)
+
+
+def claim_macchiato(rows: list[Row]) -> tuple[str, str] | None:
+    """Latte-Macchiato below Latte."""
+    return _lower(rows, {"mechanism": "Latte-Macchiato"}, LATTE)
+
+
+def claim_linear(rows: list[Row]) -> tuple[str, str] | None:
+    """Latte below linear attention."""
+    return _lower(rows, LATTE, {"mechanism": "linear attention"})
+
+
+def claim_latte_comes_close(rows: list[Row]) -> tuple[str, str] | None:
+    """Latte's perplexity at most CLOSE times that of attention with sines."""
+    return _close(rows, SINES)
+
+
+def claim_latte_comes_close_to_rope(rows: list[Row]) -> tuple[str, str] | None:
+    """The same with rotary positions."""
+    return _close(rows, {"mechanism": "attention", "position": "RoPE"})
+
+
+def _differences(rows: list[Row], left: Row, right: Row, metric: str) -> dict[str, Difference]:
+    """left - right in each corpus that has both: a scale need not have all."""
+    noise = pooled(rows, metric)
+    found = {}
+    for corpus in dict.fromkeys(row["corpus"] for row in rows):
+        same = select(rows, {"corpus": corpus})
+        found[corpus] = difference(select(same, left), select(same, right), metric, noise)
+    return {corpus: value for corpus, value in found.items() if value is not None}
+
+
+def _verdict(margins: list[tuple[float, float]]) -> str:
+    """All margins, each with its standard error, must be above zero beyond the noise."""
+    known = [(margin, SIGMAS * (0.0 if math.isnan(error) else error)) for margin, error in margins]
+    if any(margin < -noise for margin, noise in known):
+        return FAILS
+    return HOLDS if all(margin > noise for margin, noise in known) else NOISE
+
+
+def _lower(rows: list[Row], left: Row, right: Row) -> tuple[str, str] | None:
+    """Whether the left rows need fewer bits than the right ones, in every corpus."""
+    found = _differences(rows, left, right, "bits_per_byte")
+    if not found:
+        return None
+    shown = "; ".join(f"{corpus} {value}" for corpus, value in found.items())
+    return _verdict([(-value.value, value.error) for value in found.values()]), shown
+
+
+def _close(rows: list[Row], attention: Row) -> tuple[str, str] | None:
+    """Whether Latte is close in every corpus: a ratio of perplexities is a difference of losses."""
+    found = _differences(rows, LATTE, attention, "loss")
+    if not found:
+        return None
+    shown = []
+    for corpus, value in found.items():
+        error = 0.0 if math.isnan(value.error) else value.error
+        low, middle, high = (100 * math.expm1(value.value + sign * error) for sign in (-1, 0, 1))
+        shown.append(f"{corpus} {middle:+.1f} % ({low:+.1f} to {high:+.1f})")
+    return _verdict([(math.log(CLOSE) - value.value, value.error) for value in found.values()]), "; ".join(shown)
+
+
+def claim_bits_agree(rows: list[Row]) -> tuple[str, str]:
+    """Bits a token are log2 of the perplexity; a token has several characters, so bits per character are fewer."""
+    figures = json.loads((Path(__file__).parent / "expected.json").read_text(encoding="utf-8"))["figures"]
+    agree, shown = True, []
+    for found in select(figures, {"corpus": "OpenWebText"}):
+        bits = math.log2(found["perplexity"])
+        agree = agree and found["bits_per_character"] <= bits
+        shown.append(f"{found['perplexity']} is {bits:.2f} bits a token; {found['bits_per_character']} are more")
+    return (HOLDS if agree else FAILS), f"{'; '.join(shown)}, though a token has several characters"
+
+
+def claim_parameters(rows: list[Row]) -> tuple[str, str]:
+    """Counted on the meta device; enwik8 has 205 different byte values; the paper's head has a bias, ours has none."""
+    shown, same = [], []
+    for tokens, printed in ((50257, 90.31), (205, 38.61)):
+        for attention in ("full", "latte"):
+            config = DecoderConfig(
+                vocab_size=tokens,
+                dim=516,
+                num_layers=12,
+                num_heads=12,
+                attention=attention,
+                options={attention: {"bias": False}},
+                position="sinusoidal",
+                norm="layer",
+                feedforward="gelu",
+                bias=True,
+                tie_embeddings=False,
+            )
+            with torch.device("meta"):
+                count = sum(weights.numel() for weights in build_model(config).parameters()) + tokens
+            same.append(round(count / 1e6, 2) == printed)
+        shown.append(f"{count:,}")
+    return (HOLDS if all(same) else FAILS), f"{' and '.join(shown)}, with a bias in the head"
