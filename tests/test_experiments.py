@@ -4,13 +4,15 @@ That their smoke scale runs is `make smoke`.
 """
 
 import ast
+import re
+import shlex
 from functools import cache
 from pathlib import Path
 
 import pytest
 
 from subquad.reproduction.claims import read_expected
-from subquad.reproduction.command import experiments
+from subquad.reproduction.command import experiments, make_parser
 from subquad.reproduction.data import DATA
 from subquad.reproduction.findings import findings
 from subquad.reproduction.plots import known_columns
@@ -66,6 +68,17 @@ def test_a_folder_is_whole(name: str) -> None:
             assert function(folder, f"claim_{claim.id}") is not None, claim.id
     for file in folder.glob("*.py"):
         assert len(file.read_text(encoding="utf-8").splitlines()) <= LINES
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_the_commands_of_a_page_are_accepted(name: str) -> None:
+    text = (HOME / name / "README.md").read_text(encoding="utf-8")
+    commands = re.findall(r"^ *subquad reproduce ([^#\n]+)", text, re.MULTILINE)
+    assert commands
+    for command in commands:
+        chosen = make_parser().parse_args(shlex.split(command))
+        assert chosen.name == name
+        recipe_of(name).scale(chosen.scale)
 
 
 @pytest.mark.parametrize("name", [name for name in NAMES if recipe_of(name).kind == "train"])

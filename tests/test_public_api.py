@@ -27,6 +27,7 @@ PACKAGES = (
     "subquad.serving",
     "subquad.testing",
     "subquad.bench",
+    "subquad.reproduction",
 )
 METHODS = {
     "subquad.State": ("save", "load", "check", "map"),

@@ -19,6 +19,8 @@ from subquad.bench import _machine
 from subquad.cli import main
 from subquad.models import Classifier, DecoderConfig, EncoderConfig
 from subquad.models.stacks import STACKS, build_model
+from subquad.reproduction import command as reproduce
+from subquad.reproduction.recipe import read_recipe
 from subquad.serving.command import make_parser
 from subquad.tools import _pictures
 from subquad.tools.mechanisms import markdown
@@ -118,7 +120,7 @@ def test_python_blocks_run(page, number, place, monkeypatch, capsys):
 
 @pytest.mark.parametrize(("page", "command"), COMMANDS)
 def test_commands_are_accepted(page, command, place, monkeypatch, capsys):
-    """All run, in tiny sizes; a training prints its configuration, a server only parses."""
+    """All run, in tiny sizes; a training prints its configuration, a server and an experiment only parse."""
     monkeypatch.chdir(place)
     monkeypatch.setenv("SUBQUAD_CACHE", str(place / "cache"))
     feed, _, command = command.rpartition("| ")
@@ -134,6 +136,10 @@ def test_commands_are_accepted(page, command, place, monkeypatch, capsys):
         assert yaml.safe_load(capsys.readouterr().out)["run"]["folder"]
     elif words[1] == "serve":
         make_parser().parse_args(words[2:])
+    elif words[1] == "reproduce":
+        chosen = reproduce.make_parser().parse_args(words[2:])
+        if chosen.name:
+            read_recipe(ROOT / "experiments" / chosen.name).scale(chosen.scale)
     elif words[1:3] == ["lora", "mnist"]:
         with pytest.raises(SystemExit) as exit_info:
             main([*words[1:], "--path", str(place / "images.npz"), "--print_config"])

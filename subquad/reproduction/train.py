@@ -6,6 +6,7 @@ import contextlib
 import json
 import shutil
 from collections.abc import Callable
+from functools import cache
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -46,12 +47,19 @@ def predicted_tokens(config: TrainConfig) -> int:
 
 def step_flops(config: TrainConfig) -> int:
     """FLOPs of one step, forward and backward, counted on the meta device."""
+    windows = config.batch.size * config.batch.accumulation
+    return windows * _window_flops(json.dumps(config.model.to_dict()), config.batch.length)
+
+
+@cache
+def _window_flops(model: str, length: int) -> int:
+    """Counted once for each model: an experiment's arms share a reference."""
+    from subquad.models.config import DecoderConfig
     from subquad.models.stacks import build_model
 
     with torch.device("meta"):
-        cost = build_model(config.model).cost(config.batch.length)
-    windows = config.batch.size * config.batch.accumulation
-    return windows * (cost.mixing_flops + cost.projection_flops + cost.backward_flops)
+        cost = build_model(DecoderConfig.from_dict(json.loads(model))).cost(length)
+    return cost.mixing_flops + cost.projection_flops + cost.backward_flops
 
 
 def budget_steps(unit: Unit) -> dict[str, int]:
