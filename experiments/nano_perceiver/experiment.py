@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import statistics
 import time
+from itertools import pairwise
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -52,7 +53,7 @@ def claim_time(rows: list[dict[str, Any]]) -> tuple[str, str] | None:
     if len(sizes) < 2:
         return None
     shown = ", ".join(f"{size}: {_mean(rows, size, 'float32_ms'):.3g} ms" for size in sizes)
-    pairs = list(zip(sizes[:-1], sizes[1:], strict=True))
+    pairs = list(pairwise(sizes))
     if any(_mean(rows, a, "float32_p20_ms") > _mean(rows, b, "float32_p80_ms") for a, b in pairs):
         return "does not hold", shown
     apart = all(_mean(rows, a, "float32_p80_ms") < _mean(rows, b, "float32_p20_ms") for a, b in pairs)

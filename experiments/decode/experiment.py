@@ -1,0 +1,77 @@
+"""One token after contexts of several lengths, for every causal mechanism: its time, the bytes of its state."""
+
+from __future__ import annotations
+
+import statistics
+from typing import TYPE_CHECKING, Any
+
+from subquad.attention import mechanism, names
+from subquad.bench import DecodeConfig, measure_decode
+
+if TYPE_CHECKING:
+    from subquad.reproduction import Unit
+
+FLAT, GROWS = 1.1, 2.0
+"""A time is flat if it is at most 10 % above that after the shortest context, and grows from twice as much on."""
+
+
+def run(unit: Unit) -> list[dict[str, Any]]:
+    """All mechanisms and contexts in turns, in one process."""
+    causal = [name for name in names() if "causal" in mechanism(name).forms]
+    rows = []
+    for row in measure_decode(DecodeConfig.from_dict({**unit.settings["bench"], "mechanisms": causal})).rows:
+        if row["status"] != "ok":
+            raise RuntimeError(f"{row['label']} after {row['tokens']} tokens: {row['status']}: {row['message']}")
+        rows.append({"mechanism": row["name"], "context": row["tokens"], "ms": 1e3 * row["median_s"]})
+        rows[-1] |= {"p20_ms": 1e3 * row["p20_s"], "p80_ms": 1e3 * row["p80_s"], "of_shortest": row["of_shortest"]}
+        rows[-1] |= {"state_bytes": row["state_bytes"], "prefill_tokens_per_s": row["prefill_tokens_per_s"]}
+    return rows
+
+
+def longest(rows: list[dict[str, Any]], name: str) -> dict[str, float]:
+    """A value after the longest context, mean over the seeds, by mechanism."""
+    most = max(row["context"] for row in rows)
+    last = [row for row in rows if row["context"] == most]
+    found = dict.fromkeys(row["mechanism"] for row in last)
+    return {m: statistics.mean(row[name] for row in last if row["mechanism"] == m) for m in found}
+
+
+def contexts(rows: list[dict[str, Any]]) -> str:
+    """The shortest and the longest."""
+    sizes = [row["context"] for row in rows]
+    return f"{min(sizes):,} to {max(sizes):,}"
+
+
+def claim_constant_is_flat(rows: list[dict[str, Any]]) -> tuple[str, str] | None:
+    """Mechanisms whose state does not grow: the time after the longest context over that after the shortest."""
+    ratios = {name: ratio for name, ratio in longest(rows, "of_shortest").items() if not mechanism(name).state_grows}
+    shown = ", ".join(f"{name} {ratio:.2f}" for name, ratio in sorted(ratios.items(), key=lambda item: item[1]))
+    holds = all(ratio <= FLAT for ratio in ratios.values())
+    return ("holds" if holds else "does not hold"), f"{shown} ({contexts(rows)})"
+
+
+def claim_full_grows(rows: list[dict[str, Any]]) -> tuple[str, str] | None:
+    """The same of full attention, and of the others that keep every token."""
+    ratios = {name: ratio for name, ratio in longest(rows, "of_shortest").items() if mechanism(name).state_grows}
+    shown = ", ".join(f"{name} {ratio:.2f}" for name, ratio in ratios.items())
+    return ("holds" if ratios["full"] >= GROWS else "does not hold"), f"{shown} ({contexts(rows)})"
+
+
+def claim_state_bytes(rows: list[dict[str, Any]]) -> tuple[str, str] | None:
+    """Bytes after the longest context; those said to be constant are the same after each context of at least theirs."""
+    same = True
+    sizes = sorted({row["context"] for row in rows})
+    for row in rows:
+        if row["context"] == sizes[-1] and not mechanism(row["mechanism"]).state_grows:
+            others = [r for r in rows if r["mechanism"] == row["mechanism"]]
+            same = same and all(r["state_bytes"] == row["state_bytes"] for r in others)
+    shown = ", ".join(f"{name} {n / 2**10:,.0f}" for name, n in longest(rows, "state_bytes").items())
+    return ("holds" if same else "does not hold"), f"KiB after {sizes[-1]:,} tokens: {shown}"
+
+
+def claim_recurrent_faster(rows: list[dict[str, Any]]) -> tuple[str, str] | None:
+    """Linear attention and Latte against full attention after the longest context."""
+    ms = longest(rows, "ms")
+    shown = ", ".join(f"{name} {ms['full'] / ms[name]:.1f} times faster" for name in ("linear", "latte"))
+    holds = all(ms[name] < ms["full"] for name in ("linear", "latte"))
+    return ("holds" if holds else "does not hold"), f"{shown} ({contexts(rows)})"

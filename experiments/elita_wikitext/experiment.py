@@ -1,0 +1,85 @@
+"""A small ELiTA reads 100,000 tokens forward and backward, and the README's counts of parameters.
+
+Shape letters: B batch, T tokens.
+"""
+
+import math
+import time
+from typing import Any
+
+import torch
+
+from subquad.models import Decoder, DecoderConfig
+from subquad.reproduction import Unit
+from subquad.training.run import RunResult
+
+Row = dict[str, Any]
+WIDTH = 256
+"""Of the layers whose parameters are counted; the ratios hardly depend on it."""
+
+
+def measure(result: RunResult, unit: Unit) -> Row | list[Row]:
+    """The arm `long` reads so many tokens at once, in two precisions."""
+    tokens = unit.labels.get("tokens")
+    if tokens is None:
+        return {"parameters": sum(p.numel() for p in result.model.parameters())}
+    model = result.model.model
+    held_T = torch.from_numpy(result.corpus.held_out.tokens[: tokens + 1].astype("int64"))
+    held_T = held_T.repeat(-(-(tokens + 1) // len(held_T)))[: tokens + 1]
+    return [long(model, held_T[None], precision) for precision in ("float32", "bfloat16")]
+
+
+def long(model: Decoder, tokens_BT: torch.Tensor, precision: str) -> Row:
+    """One training pass over the whole sequence at once: loss, time, and whether all gradients are finite."""
+    device = next(model.parameters()).device
+    tokens_BT = tokens_BT.to(device)
+    model.train().zero_grad()
+    begin = time.perf_counter()
+    with torch.autocast(device.type, torch.bfloat16, enabled=precision == "bfloat16"):
+        loss = model.loss(tokens_BT[:, :-1], tokens_BT[:, 1:])
+    loss.backward()
+    gradients = [p.grad for p in model.parameters() if p.grad is not None]
+    finite = bool(loss.isfinite()) and all(bool(g.isfinite().all()) for g in gradients)
+    seconds = time.perf_counter() - begin
+    model.zero_grad()
+    return {
+        "precision": precision,
+        "finite": finite,
+        "long_loss": loss.item(),
+        "long_seconds": seconds,
+        "gradient_norm": math.sqrt(sum(g.double().square().sum().item() for g in gradients)),
+    }
+
+
+def claim_long(rows: list[Row]) -> tuple[str, str] | None:
+    """Loss and gradients are finite in both precisions."""
+    found = [row for row in rows if "finite" in row]
+    if not found:
+        return None
+    shown = "; ".join(
+        f"{row['precision']}: {'finite' if row['finite'] else 'not finite'}, {row['long_seconds']:.1f} s"
+        for row in found
+    )
+    return "holds" if all(row["finite"] for row in found) else "does not hold", f"{found[0]['tokens']:,} tokens, {shown}"
+
+
+def claim_ff2_parameters(rows: list[Row]) -> tuple[str, str]:
+    """Of the feed-forward networks alone, counted."""
+    more = _count("full", "bilinear", ff=True) / _count("full", "gelu", ff=True) - 1
+    return "holds" if round(100 * more) == 13 else "does not hold", f"{100 * more:+.1f} % (width {WIDTH})"
+
+
+def claim_layer_parameters(rows: list[Row]) -> tuple[str, str]:
+    """Of whole layers, counted."""
+    more = _count("elita", "bilinear") / _count("full", "gelu") - 1
+    return "holds" if round(100 * more) == 5 else "does not hold", f"{100 * more:+.1f} % (width {WIDTH})"
+
+
+def _count(attention: str, feedforward: str, *, ff: bool = False) -> int:
+    position = "rope" if attention == "full" else "none"
+    sizes = {"vocab_size": 8, "dim": WIDTH, "num_layers": 1, "num_heads": 4}
+    with torch.device("meta"):
+        config = DecoderConfig(attention=attention, position=position, feedforward=feedforward, bias=True, **sizes)
+        block = Decoder(config).blocks()[0]
+    part = block.feedforward if ff else block
+    return sum(p.numel() for p in part.parameters())

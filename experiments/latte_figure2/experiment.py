@@ -1,0 +1,183 @@
+"""Forms of Latte beside attention over the length, side by side in one process, and where Latte becomes faster.
+
+Shape letters: B batch, H heads, T tokens, D channels of a head, L latents of a head.
+"""
+
+from __future__ import annotations
+
+import math
+import statistics
+import time
+from collections.abc import Callable
+from functools import partial
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+from subquad.ops import block_attention, running_softmax
+from subquad.ops.patterns import Causal
+from subquad.tools.memory import peak_bytes
+
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
+
+    from subquad.reproduction import Unit
+
+BASE, OURS = "attention, fused", "latte, chunked"
+Calls = dict[tuple[str, int], Callable[[], Tensor]]
+
+
+def operators(s: dict[str, Any], T: int) -> Calls:
+    """Each form with each number of latents (0: attention has none), forward, on random inputs."""
+    torch.manual_seed(0)
+    H, D, device, dtype = s["heads"], s["channels"], s["device"], getattr(torch, s["dtype"])
+    q, k, v = (torch.randn(s["batch"], H, T, D, device=device, dtype=dtype) for _ in range(3))
+    calls: Calls = {
+        (BASE, 0): lambda: F.scaled_dot_product_attention(q, k, v, is_causal=True),
+        ("attention, Rabe-Staats", 0): lambda: block_attention(q, k, v, Causal(), backend="sequential"),
+    }
+    for latents in s["latents"]:
+        logits, p = (torch.randn(s["batch"], H, T, latents // H, device=device, dtype=dtype) for _ in range(2))
+        p = p.softmax(-1)
+        calls |= {
+            (OURS, latents): partial(latte, p, logits, v, None),
+            ("latte, token by token", latents): partial(latte, p, logits, v, "sequential"),
+            ("latte, bidirectional", latents): partial(bidirectional, p, logits, v),
+            ("latte, naive", latents): partial(naive, p, logits, v),
+        }
+    too_long = {form for form, longest in s["longest"].items() if longest < T}
+    return {key: call for key, call in calls.items() if key[0] not in too_long}
+
+
+def latte(p_BHTL: Tensor, logits_BHTL: Tensor, v_BHTD: Tensor, backend: str | None) -> Tensor:
+    """The causal form under a running maximum."""
+    return running_softmax(p_BHTL, logits_BHTL, v_BHTD, backend=backend).out
+
+
+def bidirectional(p_BHTL: Tensor, logits_BHTL: Tensor, v_BHTD: Tensor) -> Tensor:
+    """Equation 9."""
+    return p_BHTL @ (logits_BHTL.softmax(-2).mT @ v_BHTD)
+
+
+def naive(p_BHTL: Tensor, logits_BHTL: Tensor, v_BHTD: Tensor) -> Tensor:
+    """Equations 15 to 17 with all sums at once, in float32, without a maximum: the `[T, L, D]` sums are kept."""
+    e_BHTL = logits_BHTL.float().exp()
+    beta_BHTLD = (e_BHTL[..., None] * v_BHTD.float()[..., None, :]).cumsum(2)
+    return ((p_BHTL / e_BHTL.cumsum(-2))[..., None, :] @ beta_BHTLD).squeeze(-2).to(v_BHTD.dtype)
+
+
+@torch.no_grad()
+def run(unit: Unit) -> list[dict[str, Any]]:
+    """All forms at each length, in turns."""
+    s, rows = unit.settings, []
+    for T in s["tokens"]:
+        calls = operators(s, T)
+        seconds: dict[tuple[str, int], list[float]] = {key: [] for key in calls}
+        for _ in range(s["repeats"] + 1):
+            for key, call in calls.items():
+                begin = time.perf_counter()
+                if call().is_cuda:
+                    torch.cuda.synchronize()
+                seconds[key].append(time.perf_counter() - begin)
+        base = statistics.median(seconds[BASE, 0][1:])
+        for (form, latents), taken in seconds.items():
+            low, *_, high = statistics.quantiles(taken[1:], n=5, method="inclusive")
+            rows.append({"form": form, "latents": latents, "tokens": T, "ms": 1e3 * statistics.median(taken[1:])})
+            rows[-1] |= {"p20_ms": 1e3 * low, "p80_ms": 1e3 * high, "times_faster": base / statistics.median(taken[1:])}
+            rows[-1]["peak_mib"] = peak_bytes(calls[form, latents], s["device"]) / 2**20
+    return rows
+
+
+def mean(rows: list[dict[str, Any]], form: str, latents: int, name: str = "times_faster") -> dict[int, float]:
+    """Over the seeds, by length."""
+    chosen = [row for row in rows if row["form"] == form and row["latents"] == latents]
+    return {T: statistics.mean(row[name] for row in chosen if row["tokens"] == T) for T in lengths(chosen)}
+
+
+def lengths(rows: list[dict[str, Any]]) -> list[int]:
+    """Those that were measured."""
+    return sorted({row["tokens"] for row in rows})
+
+
+def latents_of(rows: list[dict[str, Any]]) -> list[int]:
+    """Numbers of latents, without attention's 0."""
+    return sorted({row["latents"] for row in rows} - {0})
+
+
+def crossover(faster: dict[int, float]) -> str:
+    """The length from which a form is faster than the base up to the longest, interpolated in both logarithms."""
+    sizes = sorted(faster)
+    slower = [T for T in sizes if faster[T] < 1]
+    if not slower:
+        return f"below {sizes[0]:,}"
+    if slower[-1] == sizes[-1]:
+        return f"not up to {sizes[-1]:,}"
+    a = slower[-1]
+    b = sizes[sizes.index(a) + 1]
+    part = -math.log(faster[a]) / (math.log(faster[b]) - math.log(faster[a]))
+    return f"{math.exp(math.log(a) + part * math.log(b / a)):,.0f}"
+
+
+def claim_crossover(rows: list[dict[str, Any]]) -> tuple[str, str] | None:
+    """For each number of latents, the length from which causal Latte beats fused causal attention."""
+    found = {latents: mean(rows, OURS, latents) for latents in latents_of(rows)}
+    if not found:
+        return None
+    shown = "; ".join(f"L {latents}: {crossover(faster)}" for latents, faster in found.items())
+    return ("holds" if all(faster[max(faster)] > 1 for faster in found.values()) else "does not hold"), shown
+
+
+def claim_beats_rabe_staats(rows: list[dict[str, Any]]) -> tuple[str, str] | None:
+    """At every length and number of latents."""
+    base = mean(rows, "attention, Rabe-Staats", 0, "ms")
+    ratios = {(n, T): base[T] / ms for n in latents_of(rows) for T, ms in mean(rows, OURS, n, "ms").items()}
+    if not ratios:
+        return None
+    worst = min(ratios, key=lambda key: ratios[key])
+    best = max(ratios, key=lambda key: ratios[key])
+    shown = [f"{ratios[key]:.2f} times as fast at L {key[0]}, T {key[1]:,}" for key in (worst, best)]
+    return ("holds" if ratios[worst] > 1 else "does not hold"), " to ".join(shown)
+
+
+def claim_linear(rows: list[dict[str, Any]]) -> tuple[str, str] | None:
+    """Times over the two longest lengths: exponents of 1 for Latte and 2 for attention, at most 0.25 off."""
+    shown, holds = [], True
+    for form, latents, order in ((OURS, min(latents_of(rows)), 1), (OURS, max(latents_of(rows)), 1), (BASE, 0, 2)):
+        ms = mean(rows, form, latents, "ms")
+        a, b = sorted(ms)[-2:]
+        slope = math.log(ms[b] / ms[a]) / math.log(b / a)
+        shown.append(f"{form}{f', L {latents}' if latents else ''}: T^{slope:.2f}")
+        holds = holds and abs(slope - order) <= 0.25
+    return ("holds" if holds else "does not hold"), "; ".join(shown) + f" ({a:,} to {b:,})"
+
+
+def claim_naive_memory(rows: list[dict[str, Any]]) -> tuple[str, str] | None:
+    """The peak of the naive form over that of the chunks and of the scan, at the longest length that all have."""
+    latents = max(latents_of(rows))
+    peaks = [mean(rows, f"latte, {name}", latents, "peak_mib") for name in ("naive", "chunked", "token by token")]
+    T = max(set(peaks[0]) & set(peaks[1]) & set(peaks[2]))
+    shown = f"{peaks[0][T]:,.0f} MiB, chunks {peaks[1][T]:,.1f}, scan {peaks[2][T]:,.1f} (L {latents}, T {T:,})"
+    return ("holds" if peaks[0][T] > 2 * max(peaks[1][T], peaks[2][T]) else "does not hold"), shown
+
+
+def draw(figure: Figure, rows: list[dict[str, Any]]) -> None:
+    """Time and memory over T for each form at one number of latents, and how much faster than attention over T."""
+    axes = figure.subplots(1, 3)
+    shown = latents_of(rows)[len(latents_of(rows)) // 2]
+    for form in dict.fromkeys(row["form"] for row in rows):
+        for axis, name in zip(axes, ("ms", "peak_mib"), strict=False):
+            points = mean(rows, form, 0 if form.startswith("attention") else shown, name)
+            axis.loglog(list(points), list(points.values()), marker="o", markersize=4, label=form)
+    for latents in latents_of(rows):
+        points = mean(rows, OURS, latents)
+        axes[2].loglog(list(points), list(points.values()), marker="o", markersize=4, label=f"L = {latents}")
+    axes[2].axhline(1, color="black", linewidth=0.8)
+    labels = ("milliseconds", "MiB", "times faster")
+    titles = (f"time, L = {shown}", f"peak memory, L = {shown}", "causal Latte over fused causal attention")
+    for axis, label, title in zip(axes, labels, titles, strict=True):
+        axis.set(xlabel="T", ylabel=label, title=title)
+        axis.set_xscale("log", base=2)
+        axis.grid(alpha=0.3)
+        axis.legend(frameon=False, fontsize=7)

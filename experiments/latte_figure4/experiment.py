@@ -1,0 +1,94 @@
+"""Causal Latte over the number of latents at one length, beside fused attention and Rabe and Staats's."""
+
+from __future__ import annotations
+
+import statistics
+from typing import TYPE_CHECKING, Any
+
+from subquad.bench import OpsConfig, measure_ops
+
+if TYPE_CHECKING:
+    from subquad.reproduction import Unit
+
+LATTE, FUSED, CHUNKS = "latte", "attention, fused", "attention, Rabe-Staats"
+FORMS = {("sdpa", False): FUSED, ("full", True): CHUNKS, ("full", False): "attention, our tiles"}
+FORMS |= {("latte", False): LATTE, ("latte", True): "latte, token by token"}
+
+
+def run(unit: Unit) -> list[dict[str, Any]]:
+    """All operators in turns, in one process."""
+    s = unit.settings
+    config = OpsConfig.from_dict({**s["bench"], "latents": [n // s["bench"]["heads"] for n in s["latents"]]})
+    rows = []
+    for row in measure_ops(config).rows:
+        if row["status"] != "ok":
+            raise RuntimeError(f"{row['label']}, {row['latents']} latents: {row['status']}: {row['message']}")
+        label = {"form": FORMS[row["name"], row["backend"] == "sequential"], "pass": row["pass"]}
+        label["latents"] = (row["latents"] or 0) * row["heads"]
+        label["tokens"] = row["tokens"]
+        times = {"ms": row["median_s"], "p20_ms": row["p20_s"], "p80_ms": row["p80_s"]}
+        peak = None if row["peak_bytes"] is None else row["peak_bytes"] / 2**20
+        rows.append({**label, **{name: 1e3 * t for name, t in times.items()}})
+        rows[-1] |= {"times_faster": row["times_faster"], "peak_mib": peak}
+    return rows
+
+
+def mean(rows: list[dict[str, Any]], form: str, which: str, name: str) -> dict[int, float]:
+    """Over the seeds, by the number of latents (0: attention)."""
+    chosen = [row for row in rows if row["form"] == form and row["pass"] == which and row[name] is not None]
+    latents = sorted({row["latents"] for row in chosen})
+    return {n: statistics.mean(row[name] for row in chosen if row["latents"] == n) for n in latents}
+
+
+def compared(rows: list[dict[str, Any]], other: str, name: str) -> dict[str, dict[int, float]]:
+    """The other's time or memory over Latte's, by pass and number of latents."""
+    found = {}
+    for which in dict.fromkeys(row["pass"] for row in rows):
+        base = mean(rows, other, which, name)
+        if base:
+            found[which] = {n: base[0] / value for n, value in mean(rows, LATTE, which, name).items()}
+    return found
+
+
+def shown(ratios: dict[str, dict[int, float]]) -> str:
+    """Each pass's ratios."""
+    return "; ".join(
+        f"{which.replace('_', ' + ')}: " + ", ".join(f"L {n}: {ratio:.2f}" for n, ratio in by.items())
+        for which, by in ratios.items()
+    )
+
+
+def claim_beats_rabe_staats(rows: list[dict[str, Any]]) -> tuple[str, str] | None:
+    """At every number of latents, forward and backward."""
+    ratios = compared(rows, CHUNKS, "ms")
+    faster = [ratio > 1 for by in ratios.values() for ratio in by.values()]
+    return (("holds" if all(faster) else "does not hold"), f"times faster, {shown(ratios)}") if faster else None
+
+
+def claim_slower_than_standard(rows: list[dict[str, Any]]) -> tuple[str, str] | None:
+    """With the most latents, against fused attention: slower in each pass."""
+    ratios = compared(rows, FUSED, "ms")
+    slower = [by[max(by)] < 1 for by in ratios.values()]
+    return (("holds" if all(slower) else "does not hold"), f"times faster, {shown(ratios)}") if slower else None
+
+
+def claim_grows_with_latents(rows: list[dict[str, Any]]) -> tuple[str, str] | None:
+    """Time and memory with the most latents over those with the fewest: more, and at most in proportion."""
+    parts, holds = [], True
+    for which in dict.fromkeys(row["pass"] for row in rows):
+        for name, noun in (("ms", "time"), ("peak_mib", "memory")):
+            values = mean(rows, LATTE, which, name)
+            if len(values) < 2:
+                return None
+            fewest, most = min(values), max(values)
+            ratio = values[most] / values[fewest]
+            parts.append(f"{which.replace('_', ' + ')}: {noun} x {ratio:.2f}")
+            holds = holds and 1 < ratio <= 1.25 * most / fewest
+    return ("holds" if holds else "does not hold"), f"{'; '.join(parts)} (L {fewest} to {most})"
+
+
+def claim_memory(rows: list[dict[str, Any]]) -> tuple[str, str] | None:
+    """Peak memory of a pass, Rabe and Staats's over Latte's."""
+    ratios = compared(rows, CHUNKS, "peak_mib")
+    less = [ratio > 1 for by in ratios.values() for ratio in by.values()]
+    return (("holds" if all(less) else "does not hold"), f"times less, {shown(ratios)}") if less else None

@@ -1,0 +1,163 @@
+"""MNIST pixel by pixel: how fast images are drawn, and how well occluded ones are completed.
+
+Shape letters: N images, H rows, W columns, T bytes of an image.
+"""
+
+import math
+import statistics
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from matplotlib.figure import Figure
+
+from subquad.data import load_images
+from subquad.data.occlusion import occlusion
+from subquad.evaluation import Reader, evaluate_images, train_reader
+from subquad.generation.images import complete_images, generate_images
+from subquad.hf import SubquadForImages
+from subquad.models.image import ImageModel
+from subquad.reproduction import Unit, train_unit
+from subquad.reproduction.claims import NOISE, Row, pooled, select
+from subquad.tools.memory import keep_freed_memory
+
+REPORT = {"linear": {100: 33.45, 200: 67.46, 300: 76.46}, "full": {100: 367.91, 200: 811.99, 300: 1248.15}}
+
+
+def run(unit: Unit) -> list[Row]:
+    """Train, measure the bits, draw, complete."""
+    given = {name: value for name, value in unit.settings.items() if name != "drawing"}
+    drawing = unit.settings["drawing"]
+    if given["image"]["path"] is None:
+        given["image"] = {**given["image"], "path": str(toy_images(Path(unit.folder) / "toy.npz"))}
+    rows: list[Row] = [{"what": "bits", **row} for row in train_unit(replace(unit, settings=given))]
+    model = SubquadForImages.from_pretrained(f"{unit.folder}/run").model.eval()
+    if torch.cuda.is_available():
+        model = model.cuda()
+    keep_freed_memory()
+    generate_images(model, 1)
+    ways = [("state carried", True, drawing["images"], drawing["repeats"])]
+    if any(block.attention.state_grows for block in model.blocks()):
+        ways = [("cache", True, drawing["images"], drawing["repeats"]), ("no cache", False, drawing["no_cache"], 1)]
+    for way, cache, counts, repeats in ways:
+        rows += [drawn(model, way, count, cache) for _ in range(repeats) for count in counts]
+    return rows + completions(model, given["image"]["path"], drawing["completions"])
+
+
+def drawn(model: ImageModel, way: str, count: int, cache: bool) -> Row:
+    """How long so many images take."""
+    found = generate_images(model, count, batch_size=100, cache=cache)
+    speed = {"seconds": found.seconds, "images_per_second": count / found.seconds}
+    return {"what": "drawing", "way": way, "images": count, **speed, "state_bytes": found.state_bytes}
+
+
+def completions(model: ImageModel, path: str, count: int) -> list[Row]:
+    """Held-out images without their lower half, completed in three parts, whose spread is the noise."""
+    sets = load_images(path, labels=True)
+    images, size = sets["test"], len(sets["test"].pixels)
+    height, width, channels = images.shape
+    mask_HW = occlusion("bottom:0.5", height, width, seed=0)
+    occluded_T = torch.from_numpy(mask_HW.flatten()).repeat_interleave(channels)
+    reader = train_reader(sets["train"])
+    chosen_N = np.arange(3 * count) * size // (3 * count)
+    return [completed(model, reader, images, chosen_N[part::3], occluded_T) for part in range(3)]
+
+
+def completed(model: ImageModel, reader: Reader, images: Any, chosen_N: np.ndarray, occluded_T: torch.Tensor) -> Row:
+    """Bits of the occluded pixels, how a small classifier reads what was drawn there, and how long it took."""
+    pixels_NT = torch.from_numpy(images.pixels[chosen_N].reshape(len(chosen_N), -1))
+    labels_N = torch.from_numpy(images.labels[chosen_N])
+    bits = evaluate_images(model, pixels_NT, occluded_T=occluded_T, batch_size=16)
+    made = complete_images(model, pixels_NT, occluded_T, batch_size=100)
+    return {
+        "what": "completion",
+        "images": len(chosen_N),
+        "occluded_bits": bits.occluded_bits_per_dim,
+        "read": 100 * reader.accuracy(made.pixels_NT, labels_N),
+        "read_originals": 100 * reader.accuracy(pixels_NT, labels_N),
+        "read_black": 100 * reader.accuracy(pixels_NT.masked_fill(occluded_T, 0), labels_N),
+        "images_per_second": len(chosen_N) / made.seconds,
+    }
+
+
+def toy_images(file: Path) -> Path:
+    """Ten random pictures of 5 x 5 under noise, as Keras keeps MNIST: for the smoke scale."""
+    random = np.random.default_rng(0)
+    picture_CHW = random.integers(0, 256, (10, 5, 5))
+    made = {}
+    for name in ("train", "test"):
+        y_N = np.arange(40) % 10
+        noise_NHW = random.normal(0, 30, (40, 5, 5))
+        made[f"x_{name}"] = np.clip(picture_CHW[y_N] + noise_NHW, 0, 255).astype(np.uint8)
+        made[f"y_{name}"] = y_N.astype(np.uint8)
+    file.parent.mkdir(parents=True, exist_ok=True)
+    np.savez(file, **made)
+    return file
+
+
+def claim_bits(rows: list[Row]) -> tuple[str, str] | None:
+    """Softmax needs fewer bits. The noise is that over images, as if the two had not read the same ones."""
+    linear, full = (select(rows, {"what": "bits", "attention": name}) for name in ("linear", "full"))
+    if not linear or not full:
+        return None
+    a, b = (statistics.mean(row["bits_per_dim"] for row in side) for side in (full, linear))
+    error = math.hypot(*(max(row["error"] for row in side) for side in (full, linear)))
+    verdict = NOISE if abs(a - b) < 2 * error else "holds" if a < b else "does not hold"
+    return verdict, f"{a:.3f} against {b:.3f} ({a - b:+.3f} ± {error:.3f} over images)"
+
+
+def claim_faster_than_no_cache(rows: list[Row]) -> tuple[str, str] | None:
+    """The slowest timing with a state against the one without a cache, in images per second."""
+    linear, slow = (select(rows, {"what": "drawing", "way": way}) for way in ("state carried", "no cache"))
+    if not linear or not slow:
+        return None
+    least = min(row["images_per_second"] for row in linear) / max(row["images_per_second"] for row in slow)
+    shown = f"{least:.1f} times at least ({slow[0]['images']} images without a cache, timed once)"
+    return "holds" if least > 1 else "does not hold", shown
+
+
+def claim_factor(rows: list[Row]) -> tuple[str, str] | None:
+    """How many times as long softmax with its cache takes, by the number of images: does the factor grow?"""
+    timed = [{**row, "log": math.log(row["seconds"])} for row in rows if row["what"] == "drawing"]
+    for row in timed:
+        del row["seconds"], row["images_per_second"]
+    counts = sorted({row["images"] for row in select(timed, {"way": "state carried"})})
+    found = []
+    for count in (counts[0], counts[-1]) if counts else ():
+        sides = [select(timed, {"way": way, "images": count}) for way in ("cache", "state carried")]
+        if not all(sides):
+            return None
+        found.append(statistics.mean(r["log"] for r in sides[0]) - statistics.mean(r["log"] for r in sides[1]))
+    if len(found) < 2:
+        return None
+    error = pooled(timed, "log") * math.sqrt(4 / min(len(side) for side in sides))
+    grows = found[1] - found[0]
+    verdict = NOISE if not abs(grows) > 2 * error else "holds" if grows > 0 else "does not hold"
+    shown = ", ".join(f"{math.exp(value):.2f}" for value in found)
+    return verdict, f"{shown} times, of {counts[0]} and {counts[-1]} images (± {100 * error:.0f} % on the growth)"
+
+
+def draw(figure: Figure, rows: list[Row]) -> None:
+    """Seconds against images, ours and the report's; what is read of completions."""
+    left, right = figure.subplots(1, 2)
+    figure.set_size_inches(10, 4.2)
+    for color, way in (("#4477aa", "state carried"), ("#cc6677", "cache"), ("#228833", "no cache")):
+        same = select(rows, {"what": "drawing", "way": way})
+        name = "linear" if way == "state carried" else f"softmax, {way}"
+        left.plot([r["images"] for r in same], [r["seconds"] for r in same], "o", color=color, label=name)
+    for color, name in (("#4477aa", "linear"), ("#cc6677", "full")):
+        label = f"the report's {'softmax' if name == 'full' else name}"
+        left.plot(list(REPORT[name]), list(REPORT[name].values()), "--", color=color, label=label)
+    left.set(yscale="log", xlabel="images", ylabel="seconds", title="drawing")
+    left.legend(frameon=False, fontsize=8)
+    for place, name in enumerate(("linear", "full")):
+        same = select(rows, {"what": "completion", "attention": name})
+        right.plot([place] * len(same), [r["read"] for r in same], "o", color="#4477aa")
+    for key, label in (("read_originals", "originals"), ("read_black", "lower half black")):
+        values = [row[key] for row in rows if key in row]
+        right.axhline(statistics.mean(values), linestyle=":", color="#777777", label=label)
+    right.set_xticks((0, 1), ("linear", "softmax"))
+    right.set(title="completions of the lower half", ylabel="read rightly, %")
+    right.legend(frameon=False, fontsize=8)

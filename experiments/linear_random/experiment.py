@@ -1,0 +1,103 @@
+"""Linear and softmax attention on random sequences over the length: times, exponents, crossover."""
+
+from __future__ import annotations
+
+import math
+import statistics
+from typing import TYPE_CHECKING, Any
+
+from subquad.bench import OpsConfig, measure_ops
+
+if TYPE_CHECKING:
+    from subquad.reproduction import Unit
+
+LINEAR, SOFTMAX = "linear, in chunks", "softmax, fused"
+FORMS = {"sdpa": SOFTMAX, "linear": LINEAR}
+FITTED = 3
+"""An exponent is fitted to so many of the longest lengths."""
+
+
+def run(unit: Unit) -> list[dict[str, Any]]:
+    """All passes of both operators in turns, at each length."""
+    rows = []
+    for row in measure_ops(OpsConfig.from_dict(unit.settings["bench"])).rows:
+        if row["status"] != "ok":
+            raise RuntimeError(f"{row['label']}, {row['tokens']} tokens: {row['status']}: {row['message']}")
+        rows.append({"form": FORMS[row["name"]], "pass": row["pass"], "tokens": row["tokens"]})
+        rows[-1] |= {"ms": 1e3 * row["median_s"], "p20_ms": 1e3 * row["p20_s"], "p80_ms": 1e3 * row["p80_s"]}
+        rows[-1] |= {"times_faster": row["times_faster"]}
+        rows[-1]["peak_mib"] = None if row["peak_bytes"] is None else row["peak_bytes"] / 2**20
+    return rows
+
+
+def mean(rows: list[dict[str, Any]], form: str, which: str, name: str = "ms") -> dict[int, float]:
+    """Over the seeds, by length."""
+    chosen = [row for row in rows if row["form"] == form and row["pass"] == which and row[name] is not None]
+    lengths = sorted({row["tokens"] for row in chosen})
+    return {T: statistics.mean(row[name] for row in chosen if row["tokens"] == T) for T in lengths}
+
+
+def passes(rows: list[dict[str, Any]]) -> list[str]:
+    """Those that were measured."""
+    return list(dict.fromkeys(row["pass"] for row in rows))
+
+
+def exponents(rows: list[dict[str, Any]], form: str, order: float, name: str = "ms") -> tuple[str, str] | None:
+    """Whether the slope over the longest lengths is at most 0.25 off, in each pass that has the figure."""
+    shown, holds = [], True
+    for which in passes(rows):
+        values = list(mean(rows, form, which, name).items())[-FITTED:]
+        if len(values) < FITTED:
+            continue
+        x, y = ([math.log(item[place]) for item in values] for place in (0, 1))
+        slope = statistics.linear_regression(x, y).slope
+        holds = holds and abs(slope - order) <= 0.25
+        shown.append(f"{which}: T^{slope:.2f} ({values[0][0]:,} to {values[-1][0]:,})")
+    return (("holds" if holds else "does not hold"), "; ".join(shown)) if shown else None
+
+
+def claim_linear_is_linear(rows: list[dict[str, Any]]) -> tuple[str, str] | None:
+    """Time over T."""
+    return exponents(rows, LINEAR, 1)
+
+
+def claim_softmax_is_quadratic(rows: list[dict[str, Any]]) -> tuple[str, str] | None:
+    """Time over T."""
+    return exponents(rows, SOFTMAX, 2)
+
+
+def claim_linear_memory(rows: list[dict[str, Any]]) -> tuple[str, str] | None:
+    """Peak memory over T."""
+    return exponents(rows, LINEAR, 1, "peak_mib")
+
+
+def claim_softmax_memory(rows: list[dict[str, Any]]) -> tuple[str, str] | None:
+    """Peak memory over T, of fused attention."""
+    return exponents(rows, SOFTMAX, 2, "peak_mib")
+
+
+def claim_faster(rows: list[dict[str, Any]]) -> tuple[str, str] | None:
+    """At the longest length that both have, in each pass; and from which length on."""
+    shown, holds = [], True
+    for which in passes(rows):
+        faster = mean(rows, LINEAR, which, "times_faster")
+        if not faster:
+            return None
+        T = max(faster)
+        holds = holds and faster[T] > 1
+        shown.append(f"{which}: {faster[T]:.1f} times at {T:,}, faster from {crossover(faster)}")
+    return ("holds" if holds else "does not hold"), "; ".join(shown)
+
+
+def crossover(faster: dict[int, float]) -> str:
+    """The length from which the ratio stays above one, interpolated in both logarithms."""
+    sizes = sorted(faster)
+    slower = [T for T in sizes if faster[T] < 1]
+    if not slower:
+        return f"{sizes[0]:,} or less"
+    if slower[-1] == sizes[-1]:
+        return f"no length up to {sizes[-1]:,}"
+    a = slower[-1]
+    b = sizes[sizes.index(a) + 1]
+    part = -math.log(faster[a]) / (math.log(faster[b]) - math.log(faster[a]))
+    return f"{math.exp(math.log(a) + part * math.log(b / a)):,.0f}"

@@ -1,0 +1,54 @@
+"""One loss in three currencies, and the paper's figure as it would be per word."""
+
+from __future__ import annotations
+
+import statistics
+from typing import TYPE_CHECKING, Any
+
+from subquad.data import Corpus
+from subquad.reproduction import Unit
+from subquad.reproduction.claims import FAILS, HOLDS, INCOMPARABLE, number
+from subquad.training import RunResult
+
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
+
+PRINTED = 18.83
+"""LLP's perplexity in the paper's Table 5."""
+Row = dict[str, Any]
+
+
+def measure(result: RunResult, unit: Unit) -> Row:
+    """Tokens for each whitespace word of the test books."""
+    assert isinstance(result.corpus, Corpus)
+    shard = result.corpus.held_out
+    return {"tokens_per_word": len(shard) / shard.words}
+
+
+def claim_conversion(rows: list[Row]) -> tuple[str, str] | None:
+    """The printed figure to the power of our tokens a word."""
+    if not rows:
+        return None
+    ratio = statistics.mean(row["tokens_per_word"] for row in rows)
+    return INCOMPARABLE, f"at {number(ratio)} tokens a word it would be about {PRINTED**ratio:.0f} a word"
+
+
+def claim_word_above_token(rows: list[Row]) -> tuple[str, str] | None:
+    """Both perplexities of the same loss."""
+    if not rows:
+        return None
+    token, word = (statistics.mean(row[name] for row in rows) for name in ("perplexity", "word_perplexity"))
+    return (HOLDS if word > token else FAILS), f"{number(token)} a token is {number(word)} a word"
+
+
+def draw(figure: Figure, rows: list[Row]) -> None:
+    """The same models' perplexity a token and a word."""
+    axis = figure.subplots()
+    names = {"perplexity": "a token", "word_perplexity": "a word"}
+    for place, name in enumerate(names):
+        values = [row[name] for row in rows]
+        axis.bar(place, statistics.mean(values), 0.6)
+        axis.plot([place] * len(values), values, "k.")
+    axis.set_xticks(range(len(names)), names.values())
+    axis.set(title="one model, one loss, two perplexities", ylabel="perplexity", yscale="log")
+    axis.grid(alpha=0.3, axis="y")
