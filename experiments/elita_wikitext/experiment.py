@@ -60,7 +60,9 @@ def claim_long(rows: list[Row]) -> tuple[str, str] | None:
         f"{row['precision']}: {'finite' if row['finite'] else 'not finite'}, {row['long_seconds']:.1f} s"
         for row in found
     )
-    return "holds" if all(row["finite"] for row in found) else "does not hold", f"{found[0]['tokens']:,} tokens, {shown}"
+    return "holds" if all(
+        row["finite"] for row in found
+    ) else "does not hold", f"{found[0]['tokens']:,} tokens, {shown}"
 
 
 def claim_ff2_parameters(rows: list[Row]) -> tuple[str, str]:

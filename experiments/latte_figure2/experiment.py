@@ -21,8 +21,6 @@ from subquad.ops.patterns import Causal
 from subquad.tools.memory import peak_bytes
 
 if TYPE_CHECKING:
-    from matplotlib.figure import Figure
-
     from subquad.reproduction import Unit
 
 BASE, OURS = "attention, fused", "latte, chunked"
@@ -93,12 +91,8 @@ def run(unit: Unit) -> list[dict[str, Any]]:
 def mean(rows: list[dict[str, Any]], form: str, latents: int, name: str = "times_faster") -> dict[int, float]:
     """Over the seeds, by length."""
     chosen = [row for row in rows if row["form"] == form and row["latents"] == latents]
-    return {T: statistics.mean(row[name] for row in chosen if row["tokens"] == T) for T in lengths(chosen)}
-
-
-def lengths(rows: list[dict[str, Any]]) -> list[int]:
-    """Those that were measured."""
-    return sorted({row["tokens"] for row in rows})
+    lengths = sorted({row["tokens"] for row in chosen})
+    return {T: statistics.mean(row[name] for row in chosen if row["tokens"] == T) for T in lengths}
 
 
 def latents_of(rows: list[dict[str, Any]]) -> list[int]:
@@ -160,24 +154,3 @@ def claim_naive_memory(rows: list[dict[str, Any]]) -> tuple[str, str] | None:
     T = max(set(peaks[0]) & set(peaks[1]) & set(peaks[2]))
     shown = f"{peaks[0][T]:,.0f} MiB, chunks {peaks[1][T]:,.1f}, scan {peaks[2][T]:,.1f} (L {latents}, T {T:,})"
     return ("holds" if peaks[0][T] > 2 * max(peaks[1][T], peaks[2][T]) else "does not hold"), shown
-
-
-def draw(figure: Figure, rows: list[dict[str, Any]]) -> None:
-    """Time and memory over T for each form at one number of latents, and how much faster than attention over T."""
-    axes = figure.subplots(1, 3)
-    shown = latents_of(rows)[len(latents_of(rows)) // 2]
-    for form in dict.fromkeys(row["form"] for row in rows):
-        for axis, name in zip(axes, ("ms", "peak_mib"), strict=False):
-            points = mean(rows, form, 0 if form.startswith("attention") else shown, name)
-            axis.loglog(list(points), list(points.values()), marker="o", markersize=4, label=form)
-    for latents in latents_of(rows):
-        points = mean(rows, OURS, latents)
-        axes[2].loglog(list(points), list(points.values()), marker="o", markersize=4, label=f"L = {latents}")
-    axes[2].axhline(1, color="black", linewidth=0.8)
-    labels = ("milliseconds", "MiB", "times faster")
-    titles = (f"time, L = {shown}", f"peak memory, L = {shown}", "causal Latte over fused causal attention")
-    for axis, label, title in zip(axes, labels, titles, strict=True):
-        axis.set(xlabel="T", ylabel=label, title=title)
-        axis.set_xscale("log", base=2)
-        axis.grid(alpha=0.3)
-        axis.legend(frameon=False, fontsize=7)

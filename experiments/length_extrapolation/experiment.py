@@ -12,7 +12,7 @@ from subquad.reproduction.claims import FAILS, HOLDS, NOISE, Row, select
 from subquad.training.run import RunResult
 
 TIMES = (1, 2, 4, 8, 16)
-WINDOWS = {"smoke": 2, "cpu": 32, "gpu": 128, "paper": 128}
+WINDOWS = {"smoke": 2, "cpu": 16, "gpu": 128, "paper": 128}
 SCHEMES = ("rope", "sinusoidal", "none")
 
 

@@ -39,6 +39,8 @@ class Claim(Config):
     """Labels that all rows of the claim have."""
     value: float | None = None
     why: str = ""
+    on_page: bool = True
+    """Whether docs/findings.md has it; the experiment's own README.md has all."""
 
     def __post_init__(self) -> None:
         sides = {"lower": 2, "higher": 2, "equal": 1}.get(self.kind)
@@ -64,6 +66,8 @@ class Expected(Config):
     figures: list[dict[str, Any]] = field(default_factory=list)
     """The paper's figures, each with labels as our rows have."""
     claims: list[Claim] = field(default_factory=list)
+    caption: str = ""
+    """What the plot shows; with it the plot stands in docs/findings.md."""
 
 
 @dataclass(frozen=True)

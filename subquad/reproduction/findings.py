@@ -7,10 +7,11 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from subquad.reproduction.claims import VERDICTS, Verdict, read_expected, verdicts
-from subquad.reproduction.result import read_result, telling
+from subquad.reproduction.result import PLOT, read_result, telling
 
 CHOOSE, WRONG = "choose.md", "wrong.md"
 """Written by hand: what to take for what, and what was found wrong in the papers."""
+LINK = "../experiments/"
 HEAD = """\
 # Findings
 
@@ -27,29 +28,43 @@ figures.
 def findings(root: Path, experiments: Sequence[Path]) -> str:
     """The page. `ValueError` for a folder whose expected.json or result.json cannot be read."""
     papers: dict[str, list[tuple[Path, str, Verdict]]] = {}
+    plots: dict[str, list[str]] = {}
+    more = 0
     for folder in experiments:
         expected, scales = read_expected(folder), read_result(folder)
         scale = telling(scales)
         rows = scales[scale]["rows"] if scale else []
-        shown = scale or "-"
-        papers.setdefault(expected.paper, [])
-        papers[expected.paper] += [(folder, shown, verdict) for verdict in verdicts(folder, expected, rows)]
+        found = verdicts(folder, expected, rows)
+        shown = [(folder, scale or "", verdict) for verdict in found if verdict.claim.on_page]
+        more += len(found) - len(shown)
+        papers.setdefault(expected.paper, []).extend(shown)
+        if expected.caption and rows:
+            image = f"![{expected.caption}](../experiments/{folder.name}/{PLOT})"
+            plots.setdefault(expected.paper, []).append(
+                f"{image}\n\n*[{folder.name}]({LINK}{folder.name}): {expected.caption}*"
+            )
     counts = Counter(verdict.verdict for lines in papers.values() for _, _, verdict in lines)
     total = ", ".join(f"{counts[name]} {name}" for name in VERDICTS if counts[name])
-    parts = [HEAD + f"\nOf {sum(counts.values())} claims: {total}."]
+    others = f" {more} further ones stand in the folders alone." if more else ""
+    parts = [HEAD + f"\nOf {sum(counts.values())} claims: {total}.{others}"]
     if (root / CHOOSE).is_file():
-        parts.append((root / CHOOSE).read_text(encoding="utf-8").strip())
+        parts.append(_by_hand(root / CHOOSE))
     for paper, lines in papers.items():
         table = ["| | claim | theirs | ours | verdict |", "|:---|:---|:---|:---|:---|"]
         table += [_line(folder, scale, verdict) for folder, scale, verdict in lines]
-        parts.append(f"## {paper}\n\n" + "\n".join(table))
+        parts += [f"## {paper}\n\n" + "\n".join(table), *plots.get(paper, [])]
     if (root / WRONG).is_file():
-        parts.append((root / WRONG).read_text(encoding="utf-8").strip())
+        parts.append(_by_hand(root / WRONG))
     return "\n\n".join(parts) + "\n"
 
 
+def _by_hand(file: Path) -> str:
+    """A page that links from the folder of the experiments."""
+    return file.read_text(encoding="utf-8").strip().replace("](", f"]({LINK}")
+
+
 def _line(folder: Path, scale: str, verdict: Verdict) -> str:
-    link = f"[{folder.name}](../experiments/{folder.name})"
-    where = "" if scale in ("-", "cpu") else f" ({scale})"
+    link = f"[{folder.name}]({LINK}{folder.name})"
+    where = "" if scale in ("", "cpu") else f" ({scale})"
     claim = verdict.claim
     return f"| {link} | {claim.says} | {claim.theirs} | {verdict.ours}{where} | **{verdict.verdict}** |"

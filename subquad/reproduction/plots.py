@@ -48,18 +48,28 @@ def known_columns(panels: Sequence[Panel]) -> set[str]:
 def draw_panels(figure: Figure, panels: Sequence[Panel], rows: Sequence[Row], width: int, height: int) -> None:
     """Each panel of the recipe."""
     axes = figure.subplots(height, width, squeeze=False).flatten().tolist()
+    order: dict[str, list[Any]] = {}  # what is in one panel alone keeps its colour in the others
+    for panel in panels:
+        if panel.by:
+            seen = order.setdefault(panel.by, [])
+            seen += [n for n in dict.fromkeys(r.get(panel.by) for r in select(rows, panel.where)) if n not in seen]
     for axis, panel in zip(axes, panels, strict=False):
-        draw_panel(axis, panel, select(rows, panel.where))
+        draw_panel(axis, panel, select(rows, panel.where), order.get(panel.by or "", [None]))
     for axis in axes[len(panels) :]:
         axis.set_visible(False)
 
 
-def draw_panel(axis: Axes, panel: Panel, rows: Sequence[Row]) -> None:
-    """`y` over `x`, means over seeds with the standard deviation as bars; names stand side by side."""
+def draw_panel(axis: Axes, panel: Panel, rows: Sequence[Row], order: Sequence[Any] = (None,)) -> None:
+    """`y` over `x`, means over seeds with the standard deviation as bars; names stand side by side.
+
+    `order` are the values of `by` that have a colour, in that order.
+    """
     rows = [row for row in rows if row.get(panel.y) is not None and row.get(panel.x) is not None]
     names = list(dict.fromkeys(str(row[panel.x]) for row in rows if isinstance(row[panel.x], str)))
-    series = list(dict.fromkeys(row.get(panel.by) for row in rows)) if panel.by else [None]
-    for number, name in enumerate(series):
+    present = {row.get(panel.by) for row in rows} if panel.by else {None}
+    series = [name for name in order if name in present]
+    for place_in, name in enumerate(series):
+        number = order.index(name)
         same = [row for row in rows if panel.by is None or row.get(panel.by) == name]
         points: dict[Any, list[float]] = {}
         for row in same:
@@ -67,7 +77,7 @@ def draw_panel(axis: Axes, panel: Panel, rows: Sequence[Row]) -> None:
         x = sorted(points)
         mean = [statistics.mean(points[place]) for place in x]
         spread = [statistics.stdev(points[place]) if len(points[place]) > 1 else 0.0 for place in x]
-        shift = (number - (len(series) - 1) / 2) * 0.12 if names and len(series) > 1 else 0.0
+        shift = (place_in - (len(series) - 1) / 2) * 0.12 if names and len(series) > 1 else 0.0
         axis.errorbar(
             [place + shift for place in x],
             mean,

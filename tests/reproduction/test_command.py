@@ -42,6 +42,23 @@ def test_an_experiment_is_run_compared_and_written_down(experiments: Path, capsy
     assert "| [measured](../experiments/measured) | two is more than one |" in page
 
 
+def test_the_page_has_what_it_is_told_to_have(experiments: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    folder = experiments / "measured"
+    assert subquad("measured", "--processes", "1") == 0
+    capsys.readouterr()
+    expected = json.loads((folder / "expected.json").read_text())
+    expected["claims"][0]["on_page"] = False
+    (folder / "expected.json").write_text(json.dumps({**expected, "caption": "values by tokens"}))
+    (experiments / "choose.md").write_text("## What to take\n\nSee [measured](measured).\n")
+    (experiments / "wrong.md").write_text("## What is wrong\n\nNothing.\n")
+    page = findings(experiments, [folder])
+    assert "two is more than one" not in page
+    assert "1 further ones stand in the folders alone." in page
+    assert "![values by tokens](../experiments/measured/plot.png)" in page
+    assert "See [measured](../experiments/measured)." in page
+    assert page.index("What to take") < page.index("## A paper") < page.index("What is wrong")
+
+
 def test_smoke_leaves_the_folder_as_it_is(experiments: Path, capsys: pytest.CaptureFixture[str]) -> None:
     before = {file.name: file.read_bytes() for file in (experiments / "measured").iterdir() if file.is_file()}
     assert subquad("--all", "--scale", "smoke", "--processes", "1", "--work", "w") == 0
