@@ -15,8 +15,8 @@ class DataConfig(Config):
     """A corpus: where its text comes from, its tokenizer and its held-out part."""
 
     path: str = "stdlib"
-    """Text to read: `stdlib` (the source of Python's standard library), a file, a folder, a glob, a tar archive, or
-    hf:NAME[:CONFIG[:SPLIT[:COLUMN]]] for a Hugging Face dataset. Files may be compressed (.xz, .gz, .bz2)."""
+    """Text to read: `stdlib` (the source of Python's standard library), a file, a folder, a glob, a tar or zip archive,
+    or hf:NAME[:CONFIG[:SPLIT[:COLUMN]]] for a Hugging Face dataset. Files may be compressed (.xz, .gz, .bz2)."""
     held_out_path: str | None = None
     """Text to hold out, in the forms of path; None holds out a part of path instead."""
     held_out: float = 0.05

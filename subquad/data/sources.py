@@ -14,6 +14,7 @@ import os
 import sysconfig
 import tarfile
 import unicodedata
+import zipfile
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, NamedTuple, Protocol
@@ -25,7 +26,9 @@ logger = logging.getLogger(__name__)
 
 STDLIB_LEAVES_OUT = frozenset({"__pycache__", "dist-packages", "idlelib", "lib2to3", "site-packages", "test", "tests"})
 _ARCHIVES = (".tar", ".tar.bz2", ".tar.gz", ".tar.xz", ".tgz", ".txz")
-_DAMAGE = (*DAMAGE, ValueError, tarfile.TarError)
+TAR_MARK = slice(257, 262)
+"""Where a tar archive says what it is: OpenWebText's are named .xz."""
+_DAMAGE = (*DAMAGE, ValueError, tarfile.TarError, zipfile.BadZipFile, NotImplementedError, RuntimeError)
 
 
 class BadTextError(ValueError):
@@ -210,16 +213,21 @@ def _is_text(text: bytes, name: str, skip: bool) -> bool:
 def _unpack(name: str, raw: bytes, file: Path) -> Iterator[tuple[str, bytes]]:
     """Names and contents in a file: one, or those in an archive; damage is a `BadTextError`."""
     try:
-        if file.name.endswith(_ARCHIVES):
-            with tarfile.open(fileobj=io.BytesIO(raw)) as archive:
-                for member in sorted((m for m in archive if m.isfile()), key=lambda m: m.name):
-                    stream = archive.extractfile(member)
-                    yield f"{name}/{member.name}", stream.read() if stream else b""
+        if file.name.endswith(".zip"):
+            with zipfile.ZipFile(io.BytesIO(raw)) as packed:
+                for inner in sorted(inner for inner in packed.namelist() if not inner.endswith("/")):
+                    yield f"{name}/{inner}", packed.read(inner)
             return
-        text = unpack(file, raw)
+        content = raw if file.name.endswith(_ARCHIVES) else unpack(file, raw)
+        if not file.name.endswith(_ARCHIVES) and content[TAR_MARK] != b"ustar":
+            yield name, content
+            return
+        with tarfile.open(fileobj=io.BytesIO(content)) as archive:
+            for member in sorted((m for m in archive if m.isfile()), key=lambda m: m.name):
+                stream = archive.extractfile(member)
+                yield f"{name}/{member.name}", stream.read() if stream else b""
     except _DAMAGE as error:
         raise BadTextError(f"{file} is damaged and does not unpack: {error}") from error
-    yield name, text
 
 
 def _add(total: Any, name: str, content: bytes) -> None:

@@ -136,7 +136,7 @@ def _compared(claim: Claim, rows: Sequence[Row]) -> Verdict:
             states.append(None)
             continue
         shown.append(str(found))
-        states.append(sign * found.value / found.error if found.error else math.copysign(math.inf, sign * found.value))
+        states.append(sign * found.sigmas)
     known = [state for state in states if state is not None]
     if len(known) < len(states) or not known:
         return Verdict(claim, "; ".join(shown), NOT_RUN)
@@ -157,6 +157,13 @@ class Difference:
     """left - right."""
     error: float
     """Its standard error; NaN where no arm was run twice."""
+
+    @property
+    def sigmas(self) -> float:
+        """The difference in standard errors; NaN where these are not known."""
+        if self.error == 0:
+            return math.copysign(math.inf, self.value) if self.value else 0.0
+        return self.value / self.error
 
     def __str__(self) -> str:
         error = f" ± {number(self.error)}" if not math.isnan(self.error) else ", one seed each"

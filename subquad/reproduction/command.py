@@ -65,7 +65,7 @@ def make_parser() -> Parser:
     add("--folder", type=str | None, default=None, help=f"The experiments (default: {FOLDER}, or the checkout's).")
     add("--work", type=str, default="runs/reproduce", help="Where runs are made, to be gone on with.")
     add("--processes", type=int | None, default=None, help="Units at once (default: one a core; timings one by one).")
-    add("--threads", type=int | None, default=None, help="Threads of a unit (default: the cores over the processes).")
+    add("--threads", type=int | None, default=None, help="Threads of a unit (default: cores over processes; smoke: 1).")
     parser.add_argument("--report", action="store_true", help="Run nothing: compare and draw what result.json holds.")
     add("--findings", type=str | None, default=None, help="Run nothing: write the page of all results to this file.")
     return parser
@@ -143,7 +143,8 @@ def _plan(folder: Path, chosen: Any, data: dict[str, str]) -> Plan:
     if chosen.report:
         return Plan(folder, recipe, [], 1)
     processes = chosen.processes or default_processes(recipe.alone)
-    threads = chosen.threads or max(1, (os.cpu_count() or 1) // processes)
+    share = 1 if chosen.scale == "smoke" else max(1, (os.cpu_count() or 1) // processes)
+    threads = chosen.threads or share
     work = Path(chosen.work).absolute()
     units = units_of(folder, recipe, chosen.scale, work=work, data=data, threads=threads)
     if recipe.kind == "train":

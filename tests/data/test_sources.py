@@ -85,6 +85,9 @@ def test_an_archive_has_a_document_for_each_file(tmp_path):
     with tarfile.open(tmp_path / "bad.tar", "a") as archive:
         archive.add(tmp_path / "in/a.txt", "good.txt")
     assert read(tmp_path / "bad.tar", skip_bad_files=True) == [("bad.tar/good.txt", "one")]
+    (tmp_path / "bad.zip").write_bytes(b"no archive")
+    with pytest.raises(BadTextError, match=r"bad\.zip is damaged and does not unpack"):
+        read(tmp_path / "bad.zip")
     (tmp_path / "bad.tar").write_bytes(b"no archive")
     with pytest.raises(BadTextError, match=r"bad\.tar is damaged and does not unpack"):
         read(tmp_path / "bad.tar")

@@ -62,6 +62,13 @@ def test_where_no_arm_ran_twice_the_noise_is_not_known() -> None:
     assert math.isnan(pooled(rows(a=[1.0], b=[2.0]), "loss"))
 
 
+def test_equal_values_are_no_difference() -> None:
+    found = rows(a=[1.0, 1.0], b=[1.0, 1.0], c=[2.0, 2.0])
+    assert judge(claim("lower", AB), found)[0] == "no difference beyond the noise"
+    assert judge(claim("lower", [{"arm": "a"}, {"arm": "c"}]), found)[0] == "holds"
+    assert judge(claim("higher", [{"arm": "a"}, {"arm": "c"}]), found)[0] == "does not hold"
+
+
 def test_the_noise_is_pooled_over_arms_of_equal_labels() -> None:
     two = [{**row, "tokens": tokens} for tokens in (1, 2) for row in rows(a=[0.0, 2.0])]
     assert pooled(two, "loss") == math.sqrt(2.0)
