@@ -40,7 +40,7 @@ def run(arguments: Sequence[str]) -> int:
         _list(root)
         return 0
     with parser.checking():
-        planned = [_plan(root / name, chosen, data) for name in names]
+        planned = [_planned(root / name, chosen, data) for name in names]
     begin = time.perf_counter()
     failed = _report(planned) if chosen.report else _run_all(planned, chosen)
     if len(planned) > 1:
@@ -132,6 +132,14 @@ class Plan(NamedTuple):
     processes: int
 
 
+def _planned(folder: Path, chosen: Any, data: dict[str, str]) -> Plan:
+    """The experiment at the scale that is asked for; errors name it."""
+    try:
+        return _plan(folder, chosen, data)
+    except (ValueError, TypeError, FileNotFoundError) as error:
+        raise type(error)(f"{folder.name}: {error}") from error
+
+
 def _plan(folder: Path, chosen: Any, data: dict[str, str]) -> Plan:
     from subquad.reproduction.claims import read_expected
     from subquad.reproduction.runner import default_processes
@@ -162,7 +170,7 @@ def _check(units: Sequence[Unit]) -> None:
             check(train_config(unit))
             budget_steps(unit)
         except (ValueError, TypeError) as error:
-            raise type(error)(f"{Path(unit.experiment).name}, {unit.name}: {error}") from error
+            raise type(error)(f"{unit.name}: {error}") from error
 
 
 def _run_all(planned: Sequence[Plan], chosen: Any) -> int:

@@ -150,11 +150,11 @@ def test_a_training_that_makes_no_sense_is_refused_before_any_work(
     rewrite(file, arms={"full": {"settings": {"model": {"attention": "fulll"}}}}, scales={"cpu": {}})
     with pytest.raises(SystemExit):
         subquad("trained")
-    assert "trained, full, seed 0: unknown attention 'fulll'; did you mean 'full'" in capsys.readouterr().err
+    assert "trained: full, seed 0: unknown attention 'fulll'; did you mean 'full'" in capsys.readouterr().err
     rewrite(file, arms={"full": {"settings": {"model": {"dims": 4}}}})
     with pytest.raises(SystemExit):
         subquad("trained")
-    assert "trained, full, seed 0: DecoderConfig has no key 'model.dims'" in capsys.readouterr().err
+    assert "trained: full, seed 0: DecoderConfig has no key 'model.dims'" in capsys.readouterr().err
 
 
 def test_damaged_folders_are_named(experiments: Path, capsys: pytest.CaptureFixture[str]) -> None:
