@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import struct
+import threading
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 
@@ -13,6 +14,8 @@ from torch import Tensor
 
 FORMAT = "subquad-state"
 FORMAT_VERSION = 1
+SPARE, LEAST_SPARE = 8, 16
+"""A cache may hold on to memory for one token more in so many, and for so many at least."""
 
 
 class State:
@@ -185,6 +188,45 @@ def _nest(tensors: Mapping[str, Tensor], numbers: Mapping[str, int], hashes: Map
         parent, _, name = path.rpartition("/")
         states[parent].entries[name] = entry
     return states[""]
+
+
+def appended(old_BGNK: Tensor, new_BGTK: Tensor, /) -> Tensor:
+    """`cat([old, new], 2)`; without gradients `old` is copied only where the memory behind it is taken.
+
+    A cache that is copied for every token costs as much again as reading it. The result has spare room behind it, and
+    the first who appends to it writes there: what `old` shows stays as it is, and a second continuation of the same
+    state makes its own copy.
+    """
+    N, S = old_BGNK.shape[2], old_BGNK.shape[2] + new_BGTK.shape[2]
+    if torch.is_grad_enabled() or torch.compiler.is_compiling() or S == N or old_BGNK.dtype != new_BGTK.dtype:
+        return torch.cat([old_BGNK.to(new_BGTK.dtype), new_BGTK], 2)
+    room: _Room | None = getattr(old_BGNK, "_room", None)
+    if room is None or not room.claim(N, S):
+        room = _Room(new_BGTK.new_empty(*old_BGNK.shape[:2], S + max(LEAST_SPARE, S // SPARE), old_BGNK.shape[3]), S)
+        room.buffer[:, :, :N] = old_BGNK
+    room.buffer[:, :, N:S] = new_BGTK
+    all_BGSK: Tensor = room.buffer[:, :, :S]
+    all_BGSK._room = room  # type: ignore[attr-defined]
+    return all_BGSK
+
+
+class _Room:
+    """A buffer whose first `used` places along dimension 2 are spoken for."""
+
+    def __init__(self, buffer: Tensor, used: int) -> None:
+        self.buffer = buffer
+        self.used = used
+        self.lock = threading.Lock()
+
+    def claim(self, begin: int, end: int) -> bool:
+        """Take the places from `begin` to `end`, unless someone else has, or they are not there."""
+        if self.buffer.is_inference() and not torch.is_inference_mode_enabled():
+            return False
+        with self.lock:
+            if self.used != begin or end > self.buffer.shape[2]:
+                return False
+            self.used = end
+            return True
 
 
 def advance(seen: int | Tensor, tokens: int, lengths_B: Tensor | None) -> int | Tensor:

@@ -8,7 +8,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from safetensors.torch import save
 
-from subquad.state import FORMAT, FORMAT_VERSION, State, advance
+from subquad.state import FORMAT, FORMAT_VERSION, State, advance, appended
 from subquad.testing import assert_exact
 
 
@@ -225,3 +225,52 @@ def test_a_file_that_cannot_be_written_leaves_nothing_behind(tmp_path):
     with pytest.raises(OSError, match="folder"):
         State({"seen": 1}).save(tmp_path / "folder")
     assert [path.name for path in tmp_path.iterdir()] == ["folder"]
+
+
+def cache(tokens: int, start: float = 0.0) -> torch.Tensor:
+    return torch.arange(2 * 3 * tokens * 4, dtype=torch.float32).view(2, 3, tokens, 4) + start
+
+
+@given(sizes=st.lists(st.integers(0, 40), min_size=1, max_size=6), forks=st.lists(st.integers(0, 5), max_size=3))
+def test_what_is_appended_is_the_concatenation_and_leaves_what_was_there(sizes, forks):
+    with torch.no_grad():
+        known = [cache(5)]
+        plain = [known[0].clone()]
+        for number, size in enumerate(sizes):
+            new = cache(size, 1000.0 * number)
+            known.append(appended(known[-1], new))
+            plain.append(torch.cat([plain[-1], new], 2))
+        for fork in forks:  # a second continuation of an earlier state
+            place = min(fork, len(known) - 1)
+            new = cache(3, -5.0 * fork)
+            known.append(appended(known[place], new))
+            plain.append(torch.cat([plain[place], new], 2))
+    for one, other in zip(known, plain, strict=True):
+        assert_exact(one, other)
+
+
+def test_a_cache_with_room_behind_it_is_not_copied():
+    with torch.no_grad():
+        first = appended(cache(5), cache(1))
+        second = appended(first, cache(1))
+        other = appended(first, cache(1))
+        assert second.data_ptr() == first.data_ptr()
+        assert other.data_ptr() != first.data_ptr()
+        assert appended(first, cache(1).double()).dtype == torch.float64
+        spent = [first]
+        while spent[-1].data_ptr() == first.data_ptr():
+            spent.append(appended(appended(spent[-1], cache(1)), cache(1)))
+        assert_exact(spent[-1], torch.cat([spent[-2], cache(1), cache(1)], 2))
+
+
+def test_gradients_go_through_what_is_appended():
+    old, new = cache(5).requires_grad_(), cache(2).requires_grad_()
+    appended(old, new).square().sum().backward()
+    assert_exact(old.grad, 2 * old.detach())
+    assert_exact(new.grad, 2 * new.detach())
+    with torch.inference_mode():
+        inside = appended(cache(5), cache(1))
+    with torch.no_grad():
+        outside = appended(inside, cache(1))
+    assert outside.data_ptr() != inside.data_ptr()
+    assert_exact(outside, torch.cat([inside, cache(1)], 2))

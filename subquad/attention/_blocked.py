@@ -18,10 +18,7 @@ from subquad.ops import block_attention
 from subquad.ops._torch.tiles import score_entries, unmasked_entries
 from subquad.ops.attend import softmax_weights
 from subquad.ops.patterns import Pattern
-from subquad.state import State, advance
-
-SPARE = 8
-"""A cache may hold on to memory for one token more in so many."""
+from subquad.state import SPARE, State, advance, appended
 
 
 class BlockedAttention(Attention):
@@ -99,8 +96,8 @@ class BlockedAttention(Attention):
         if state is None:
             return k_BGTK, v_BGTK, 0, lengths_B
         self.check_causal()
-        k_BGSK = torch.cat([state.tensor(f"{prefix}keys").to(k_BGTK.dtype), k_BGTK], 2)
-        v_BGSK = torch.cat([state.tensor(f"{prefix}values").to(v_BGTK.dtype), v_BGTK], 2)
+        k_BGSK = appended(state.tensor(f"{prefix}keys"), k_BGTK)
+        v_BGSK = appended(state.tensor(f"{prefix}values"), v_BGTK)
         old = k_BGSK.shape[2] - k_BGTK.shape[2]
         return k_BGSK, v_BGSK, old, None if lengths_B is None else lengths_B + old
 
@@ -219,6 +216,8 @@ class BlockedAttention(Attention):
 def _last(x_BGSK: Tensor, kept: int, lengths_B: Tensor | None) -> Tensor:
     """Each row's last `kept` real slots; before its first they repeat slot 0, now at a negative position."""
     S = x_BGSK.shape[2]
+    if lengths_B is None and kept == S:
+        return x_BGSK
     if lengths_B is None:
         last_BGSK = x_BGSK[:, :, S - kept :]
         # A copy where a small cache would keep a long prompt alive; decoding drops a token and copies nothing.

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import shutil
 import sys
 import time
 from collections.abc import Sequence
@@ -53,8 +54,8 @@ def make_parser() -> Parser:
     parser = Parser(
         "reproduce [NAME]",
         "Run an experiment of the folder experiments/, compare its figures with its paper's, and rewrite its "
-        "result.json, plot.png and the table in its README.md (scale smoke leaves them as they are and writes into the "
-        "work folder). What was done is kept: after an interruption the same command goes on. Without NAME, the "
+        "result.json, plot.png and the table in its README.md (scale smoke leaves them as they are, and begins anew in "
+        "the work folder). What was done is kept: after an interruption the same command goes on. Without NAME, the "
         "experiments are listed.",
     )
     add = parser.add_argument
@@ -185,6 +186,7 @@ def _run_all(planned: Sequence[Plan], chosen: Any) -> int:
         return failed
     with Runner(max(plan.processes for plan in planned)) as runner:
         for plan in planned:
+            shutil.rmtree(_smoke_folder(plan, chosen), ignore_errors=True)  # it shows that the code of today runs
             runner.announce(plan.units)
         return sum(_reproduce(plan, runner, chosen) for plan in planned)
 
@@ -195,7 +197,7 @@ def _reproduce(plan: Plan, runner: Runner, chosen: Any) -> int:
 
     home = plan.folder
     if chosen.scale == "smoke":
-        home = Path(chosen.work).absolute() / plan.folder.name / "smoke"
+        home = _smoke_folder(plan, chosen)
         home.mkdir(parents=True, exist_ok=True)
     finished, failures = [], []
     for unit, found in runner.run(plan.units, _tell):
@@ -208,6 +210,10 @@ def _reproduce(plan: Plan, runner: Runner, chosen: Any) -> int:
     for failure in failures:
         sys.stderr.write(f"failed: {plan.folder.name}, {failure}\n")
     return len(failures)
+
+
+def _smoke_folder(plan: Plan, chosen: Any) -> Path:
+    return Path(chosen.work).absolute() / plan.folder.name / "smoke"
 
 
 def _report(planned: Sequence[Plan]) -> int:

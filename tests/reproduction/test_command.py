@@ -69,6 +69,8 @@ def test_smoke_leaves_the_folder_as_it_is(experiments: Path, capsys: pytest.Capt
     assert before == after
     assert Path("w/measured/smoke/result.json").is_file()
     assert Path("w/trained/smoke/plot.png").is_file()
+    assert subquad("measured", "--scale", "smoke", "--processes", "1", "--work", "w") == 0
+    assert "2 of 2" in capsys.readouterr().err  # what runs is the code of today
 
 
 def test_what_is_done_is_not_done_again_unless_it_changed(
