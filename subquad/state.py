@@ -11,6 +11,7 @@ from pathlib import Path
 
 import torch
 from torch import Tensor
+from torch.utils.weak import WeakTensorKeyDictionary
 
 FORMAT = "subquad-state"
 FORMAT_VERSION = 1
@@ -200,13 +201,13 @@ def appended(old_BGNK: Tensor, new_BGTK: Tensor, /) -> Tensor:
     N, S = old_BGNK.shape[2], old_BGNK.shape[2] + new_BGTK.shape[2]
     if torch.is_grad_enabled() or torch.compiler.is_compiling() or S == N or old_BGNK.dtype != new_BGTK.dtype:
         return torch.cat([old_BGNK.to(new_BGTK.dtype), new_BGTK], 2)
-    room: _Room | None = getattr(old_BGNK, "_room", None)
+    room: _Room | None = _ROOMS.get(old_BGNK)
     if room is None or not room.claim(N, S):
         room = _Room(new_BGTK.new_empty(*old_BGNK.shape[:2], S + max(LEAST_SPARE, S // SPARE), old_BGNK.shape[3]), S)
         room.buffer[:, :, :N] = old_BGNK
     room.buffer[:, :, N:S] = new_BGTK
     all_BGSK: Tensor = room.buffer[:, :, :S]
-    all_BGSK._room = room  # type: ignore[attr-defined]
+    _ROOMS[all_BGSK] = room
     return all_BGSK
 
 
@@ -227,6 +228,10 @@ class _Room:
                 return False
             self.used = end
             return True
+
+
+# Not an attribute of the tensors: copies, by `copy` or `pickle`, would carry it with them.
+_ROOMS = WeakTensorKeyDictionary()
 
 
 def advance(seen: int | Tensor, tokens: int, lengths_B: Tensor | None) -> int | Tensor:

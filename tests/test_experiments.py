@@ -34,6 +34,7 @@ ASKED = {
 TELLING = ("llp_table1", "llp_table2", "latte_table3", "latte_table2", "llp_table9", "linear_mnist")
 """Those that wait for a GPU, or ran on one."""
 DATA_ELSEWHERE = {**dict.fromkeys(DATA, "hf:made/up"), "acl": "folder"}  # which is not read from the hub
+DATA_ELSEWHERE |= {f"{name}/{part}": f"hf:made/up:{part}" for name, named in DATA.items() for part in named.parts}
 LINES = 300
 
 
@@ -94,6 +95,7 @@ def test_the_settings_of_every_scale_are_training_runs(name: str) -> None:
 def test_a_result_is_that_of_its_recipe(name: str) -> None:
     for scale, values in read_result(HOME / name).items():
         assert values["identity"] == identity_of(planned(name, scale)), f"{name}, {scale}: the recipe has changed"
+        assert values["done"] == values["units"], f"{name}, {scale}"
 
 
 @pytest.mark.parametrize("name", NAMES)

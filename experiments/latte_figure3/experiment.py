@@ -4,7 +4,7 @@ import math
 import statistics
 from typing import TYPE_CHECKING
 
-from subquad.reproduction.claims import FAILS, HOLDS, NOISE, SIGMAS, difference, pooled, select
+from subquad.reproduction.noise import Margin, Noise, difference, judge, pooled, select
 from subquad.reproduction.plots import COLORS
 from subquad.reproduction.units import Row, Unit
 from subquad.training import RunResult
@@ -29,14 +29,12 @@ def claim_curves(rows: list[Row]) -> tuple[str, str] | None:
     """Attention's curve lies below Latte's at every evaluation of the second half."""
     steps = sorted({row["step"] for row in rows})
     found = [_gap(rows, step) for step in steps[len(steps) // 2 :]]
-    known = [(step, gap, error) for step, gap, error in found if not math.isnan(gap)]
+    known = [(step, margin) for step, margin in found if margin is not None]
     if not known:
         return None
-    shown = ", ".join(f"{gap:+.3f}" for _, gap, _ in known)
-    text = f"Latte - attention, from step {known[0][0]} to {known[-1][0]}: {shown} nats (± {known[-1][2]:.2g})"
-    if any(gap < -SIGMAS * error for _, gap, error in known):
-        return FAILS, text
-    return (HOLDS if all(gap > SIGMAS * error for _, gap, error in known) else NOISE), text
+    shown = ", ".join(f"{margin.value:+.3f}" for _, margin in known)
+    text = f"Latte - attention, from step {known[0][0]} to {known[-1][0]}: {shown} nats (± {known[-1][1].error:.2g})"
+    return judge([margin for _, margin in known]), text
 
 
 def claim_distance(rows: list[Row]) -> tuple[str, str] | None:
@@ -44,12 +42,11 @@ def claim_distance(rows: list[Row]) -> tuple[str, str] | None:
     steps = sorted({row["step"] for row in rows})
     if len(steps) < 2:
         return None
-    middle, end = _gap(rows, steps[(len(steps) - 1) // 2]), _gap(rows, steps[-1])
-    if math.isnan(middle[1]) or math.isnan(end[1]):
+    (first, middle), (last, end) = _gap(rows, steps[(len(steps) - 1) // 2]), _gap(rows, steps[-1])
+    if middle is None or end is None:
         return None
-    change, noise = end[1] - middle[1], SIGMAS * math.hypot(middle[2], end[2])
-    verdict = NOISE if abs(change) <= noise else HOLDS if change < 0 else FAILS
-    return verdict, f"{middle[1]:+.3f} nats at step {middle[0]}, {end[1]:+.3f} at step {end[0]}"
+    change = Margin(middle.value - end.value, math.hypot(middle.error, end.error), end.freedom)
+    return judge([change]), f"{middle.value:+.3f} nats at step {first}, {end.value:+.3f} at step {last}"
 
 
 def claim_seconds(rows: list[Row]) -> tuple[str, str] | None:
@@ -65,9 +62,9 @@ def claim_seconds(rows: list[Row]) -> tuple[str, str] | None:
     if not gaps:
         return None
     mean = statistics.mean(gaps)
-    error = statistics.stdev(gaps) / math.sqrt(len(gaps)) if len(gaps) > 1 else 0.0
-    verdict = NOISE if abs(mean) <= SIGMAS * error else HOLDS if mean < 0 else FAILS
-    return verdict, f"Latte - attention after the same seconds: {mean:+.3f} ± {error:.2g} nats"
+    error = statistics.stdev(gaps) / math.sqrt(len(gaps)) if len(gaps) > 1 else math.nan
+    shown = f"Latte - attention after the same seconds: {mean:+.3f} ± {error:.2g} nats"
+    return judge([Margin(-mean, error, len(gaps) - 1)]), shown
 
 
 def draw(figure: "Figure", rows: list[Row]) -> None:
@@ -85,18 +82,19 @@ def draw(figure: "Figure", rows: list[Row]) -> None:
         axis.legend(frameon=False)
 
 
-def _gap(rows: list[Row], step: int) -> tuple[int, float, float]:
-    """Latte's loss minus attention's after a step, and its standard error; NaN where one is missing."""
+def _gap(rows: list[Row], step: int) -> tuple[int, Margin | None]:
+    """Latte's loss minus attention's after a step; None where one is missing. The noise is that of all steps."""
     same = select(rows, {"step": step})
     sides = (select(same, {"mechanism": name}) for name in ("Latte", "attention"))
-    found = difference(*sides, "held_out_loss", _noise(same))
-    return (step, math.nan, 0.0) if found is None else (step, found.value, found.error)
+    found = difference(*sides, "held_out_loss", _noise(rows))
+    return step, None if found is None else Margin(found.value, found.error, found.freedom)
 
 
-def _noise(rows: list[Row]) -> float:
-    """Deviation between seeds; 0 where there is one seed."""
+def _noise(rows: list[Row]) -> Noise:
+    """Between seeds at each step; neighbouring steps of a run are alike, so the freedom is that of the runs."""
     noise = pooled(rows, "held_out_loss")
-    return 0.0 if math.isnan(noise) else noise
+    runs = {(row["mechanism"], row["seed"]) for row in rows}
+    return Noise(noise.deviation, len(runs) - len({mechanism for mechanism, _ in runs}))
 
 
 def _curve(rows: list[Row]) -> list[tuple[float, float]]:

@@ -20,7 +20,7 @@ from subquad.generation.images import complete_images, generate_images
 from subquad.hf import SubquadForImages
 from subquad.models.image import ImageModel
 from subquad.reproduction import Unit, train_unit
-from subquad.reproduction.claims import NOISE, Row, pooled, select
+from subquad.reproduction.noise import NOISE, Margin, Row, judge, pooled, select
 from subquad.tools.memory import keep_freed_memory
 
 REPORT = {"linear": {100: 33.45, 200: 67.46, 300: 76.46}, "full": {100: 367.91, 200: 811.99, 300: 1248.15}}
@@ -34,8 +34,7 @@ def run(unit: Unit) -> list[Row]:
         given["image"] = {**given["image"], "path": str(toy_images(Path(unit.folder) / "toy.npz"))}
     rows: list[Row] = [{"what": "bits", **row} for row in train_unit(replace(unit, settings=given))]
     model = SubquadForImages.from_pretrained(f"{unit.folder}/run").model.eval()
-    if torch.cuda.is_available():
-        model = model.cuda()
+    model = model.to(unit.device)
     keep_freed_memory()
     generate_images(model, 1)
     ways = [("state carried", True, drawing["images"], drawing["repeats"])]
@@ -132,9 +131,9 @@ def claim_factor(rows: list[Row]) -> tuple[str, str] | None:
         found.append(statistics.mean(r["log"] for r in sides[0]) - statistics.mean(r["log"] for r in sides[1]))
     if len(found) < 2:
         return None
-    error = pooled(timed, "log") * math.sqrt(4 / min(len(side) for side in sides))
-    grows = found[1] - found[0]
-    verdict = NOISE if not abs(grows) > 2 * error else "holds" if grows > 0 else "does not hold"
+    noise = pooled(timed, "log")
+    error = noise.deviation * math.sqrt(4 / min(len(side) for side in sides))
+    verdict = judge([Margin(found[1] - found[0], error, noise.freedom)])
     shown = ", ".join(f"{math.exp(value):.2f}" for value in found)
     return verdict, f"{shown} times, of {counts[0]} and {counts[-1]} images (± {100 * error:.0f} % on the growth)"
 

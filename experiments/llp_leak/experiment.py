@@ -17,14 +17,14 @@ from subquad.evaluation.audit import audit
 from subquad.models import Decoder, DecoderConfig
 from subquad.ops.patterns import Blocks
 from subquad.reproduction import Unit
-from subquad.reproduction.claims import FAILS, HOLDS, number, select
+from subquad.reproduction.noise import FAILS, HOLDS, number, select
 
 
 def run(unit: Unit) -> dict[str, Any]:
     """Train one model, and measure it in one pass, token by token, and by the audit."""
     settings, training = unit.settings, unit.settings["training"]
     torch.manual_seed(unit.seed)
-    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    device = torch.device(unit.device)
     model = Decoder(DecoderConfig.from_dict(settings["model"]))
     if settings["leak"]:
         unmask(model)

@@ -10,7 +10,7 @@ import torch
 
 from subquad.models import Decoder, DecoderConfig
 from subquad.reproduction import Unit
-from subquad.reproduction.claims import FAILS, HOLDS, NOISE, SIGMAS, number, pooled, select
+from subquad.reproduction.noise import FAILS, HOLDS, Margin, judge, number, pooled, select
 from subquad.training import RunResult
 
 Row = dict[str, Any]
@@ -18,7 +18,10 @@ Row = dict[str, Any]
 
 def measure(result: RunResult, unit: Unit) -> Row:
     """The earliest token that the last output depends on, with random weights of this depth and pattern."""
-    return {"first_token_seen": first_token_seen(result.config.model, result.config.batch.length)}
+    length = result.config.batch.length
+    segment = result.config.model.options.get("llp", {}).get("segment")
+    needed = {} if segment is None else {"needed": 2 * length // segment - 1}
+    return {"first_token_seen": first_token_seen(result.config.model, length), **needed}
 
 
 @torch.no_grad()
@@ -45,6 +48,17 @@ def first_token_seen(config: DecoderConfig, tokens: int) -> int:
     return low
 
 
+def claim_whole_context_from_depth(rows: list[Row]) -> tuple[str, str] | None:
+    """From 2n/s - 1 layers on the last output depends on token 0, and from fewer it does not."""
+    llp = [row for row in rows if row["mechanism"].startswith("LLP") and "needed" in row]
+    if not llp:
+        return None
+    right = all((row["first_token_seen"] == 0) == (row["layers"] >= row["needed"]) for row in llp)
+    seen = sorted({(row["layers"], row["first_token_seen"]) for row in llp})
+    shown = ", ".join(f"{layers} layers: token {token}" for layers, token in seen)
+    return (HOLDS if right else FAILS), f"{llp[0]['needed']} needed; {shown}"
+
+
 def claim_depth_up_to_all_tokens(rows: list[Row]) -> tuple[str, str] | None:
     """From 4 to 8 layers, where 7 are needed to see all tokens."""
     return _more_than_full(rows, 4, 8)
@@ -66,11 +80,8 @@ def _more_than_full(rows: list[Row], few: int, many: int) -> tuple[str, str] | N
         return None
     llp_few, llp_many, full_few, full_many = map(statistics.mean, cells)
     llp, full = llp_few - llp_many, full_few - full_many
-    error = pooled(rows, "loss") * math.sqrt(sum(1 / len(cell) for cell in cells))
+    noise = pooled(rows, "loss")
+    error = noise.deviation * math.sqrt(sum(1 / len(cell) for cell in cells))
     ours = f"LLP gains {number(llp)}, full attention {number(full)} nats a token; difference {llp - full:+.3g}"
-    if math.isnan(error):
-        return NOISE, f"{ours}, one seed each"
-    shown = f"{ours} ± {number(error)}"
-    if abs(llp - full) <= SIGMAS * error:
-        return NOISE, shown
-    return (HOLDS if llp > full else FAILS), shown
+    shown = f"{ours}, one seed each" if math.isnan(error) else f"{ours} ± {number(error)}"
+    return judge([Margin(llp - full, error, noise.freedom)]), shown

@@ -7,7 +7,8 @@ from typing import Any
 
 from subquad.data import Corpus
 from subquad.reproduction import Unit
-from subquad.reproduction.claims import FAILS, HOLDS, INCOMPARABLE, number
+from subquad.reproduction.claims import INCOMPARABLE
+from subquad.reproduction.noise import FAILS, HOLDS, number
 from subquad.training import RunResult
 
 PRINTED = 17.82

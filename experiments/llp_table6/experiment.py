@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 from subquad.reproduction import Unit
-from subquad.reproduction.claims import FAILS, HOLDS
+from subquad.reproduction.noise import FAILS, HOLDS
 from subquad.tools.paper_llp import Setting, rows
 
 if TYPE_CHECKING:

@@ -41,7 +41,7 @@ def run(unit: Unit) -> dict[str, Any]:
                 new = int(torch.randint(2, drawn, (1,), generator=widths)) if width is None else width
                 layer.patterns = (Window(width=new),)
 
-    fit(model, probe, given, unit.seed, redraw)
+    fit(model.to(unit.device), probe, given, unit.seed, redraw)
     seconds = time.perf_counter() - begin
     redraw(given["model"].get("options", {}).get("window", {}).get("width"))
     rows = probe_rows(probe, length, given["held_out"], seed=(unit.seed, HELD_OUT))
@@ -64,8 +64,8 @@ def fit(model: Decoder, probe: ProbeConfig, given: dict[str, Any], seed: int, re
     Each batch of mqar has a number of pairs of its own, from one to all: the few are learned first, without which the
     many take several times as long.
     """
-    device = "cuda" if torch.cuda.is_available() else "cpu"
-    model.to(device).train()
+    device = model.head_weight.device
+    model.train()
     steps, batch, rate = given["steps"], given["batch"], given["lr"]
     optimizer = torch.optim.AdamW(model.parameters(), lr=rate, betas=(0.9, 0.98), weight_decay=0.01)
     pairs = np.random.default_rng(seed)

@@ -123,12 +123,16 @@ def _read(config: DecodeConfig, model: Decoder, tokens: int) -> Read:
 
 
 def _step(config: DecodeConfig, read: Read) -> Run:
-    """The logits of one token more, after another such step: decoding comes back to weights that are at hand."""
+    """The logits of one token more, after another such step: decoding comes back to weights that are at hand.
+
+    The step before is not timed. It makes the room that a growing cache has in decoding; the timed one goes on from it.
+    """
     token_B1 = _tokens(config, 1)
 
     @torch.no_grad()
-    def step(_: object = None) -> object:
-        return read.model(token_B1, read.state)
+    def step(before: tuple[Tensor, State] | None = None) -> tuple[Tensor, State]:
+        logits_B1V, state = read.model(token_B1, read.state if before is None else before[1])
+        return logits_B1V, state
 
     return Run(step, before=step)
 

@@ -96,6 +96,7 @@ def evaluate(
     length: int,
     stride: int | None = None,
     windows: int | None = None,
+    skip: int = 0,
     batch_size: int = 8,
     text_bytes: int | None = None,
     words: int | None = None,
@@ -106,8 +107,10 @@ def evaluate(
 
     `stride` (default `length`: windows that do not overlap, which is fastest) lets windows overlap, so that each
     prediction but those of the first window has at least `length - stride + 1` tokens of context. `windows` stops after
-    that many. A `PerceiverAR` predicts a window's last `latents` tokens alone: its windows overlap, with a `stride` of
-    at most (and by default) so many, and shorter ones come first (see `plan`).
+    that many. With `skip` the windows that predict the first so many tokens do not count, those with less context than
+    the others; no code length of the text is known then. A `PerceiverAR` predicts a window's last `latents` tokens
+    alone: its windows overlap, with a `stride` of at most (and by default) so many, and shorter ones come first (see
+    `plan`).
 
     `bits_per_byte` and `word_perplexity` are a code length of the whole text: the first token, which nothing predicts,
     is charged log2(vocabulary) bits there (and only there). They divide by `text_bytes` and `words`, what all `tokens`
@@ -122,7 +125,11 @@ def evaluate(
     if stride is None:
         stride = length if latents is None else min(length, latents)
     _check(len(tokens), length, stride, windows, batch_size, latents)
-    chosen = plan(len(tokens), length, stride, latents)[:windows]
+    chosen = [window for window in plan(len(tokens), length, stride, latents) if window.scored > skip][:windows]
+    if skip < 0 or not chosen:
+        raise ValueError(f"skip must be at least 0 and leave tokens to predict of {len(tokens)}, got {skip}")
+    if skip:
+        text_bytes = words = decode = None
     used = chosen[-1].stop + 1
     if used < len(tokens):
         text = decode(np.asarray(tokens[:used]).tolist()) if decode else None

@@ -2,22 +2,19 @@
 
 from __future__ import annotations
 
-import math
-import statistics
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal
 
 from subquad.config import Config
+from subquad.reproduction.noise import FAILS, HOLDS, NOISE, Margin, difference, judge, number, pooled, select
+from subquad.reproduction.recipe import SCALES
 from subquad.reproduction.units import Row, function
 
 FILE = "expected.json"
-HOLDS, FAILS, NOISE = "holds", "does not hold", "no difference beyond the noise"
 INCOMPARABLE, WAITING, NOT_RUN = "not comparable", "waiting for a GPU", "not run"
 VERDICTS = (HOLDS, FAILS, NOISE, INCOMPARABLE, WAITING, NOT_RUN)
-SIGMAS = 2.0
-"""A difference counts from so many standard errors on."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -72,11 +69,12 @@ class Expected(Config):
 
 @dataclass(frozen=True)
 class Verdict:
-    """What became of a claim."""
+    """What became of a claim, and at which scale."""
 
     claim: Claim
     ours: str
     verdict: str
+    scale: str = ""
 
 
 def read_expected(folder: Path) -> Expected:
@@ -87,123 +85,60 @@ def read_expected(folder: Path) -> Expected:
         raise type(error)(f"{folder / FILE}: {error}") from error
 
 
-def verdicts(experiment: Path, expected: Expected, rows: Sequence[Row]) -> list[Verdict]:
-    """What the rows say of each claim."""
-    return [_verdict(experiment, claim, rows) for claim in expected.claims]
+def by_size(scales: Mapping[str, Any]) -> list[str]:
+    """The scales that there are rows of, smoke left out: whole ones before parts, large ones before small ones."""
+    known = [name for name in reversed(SCALES) if name != "smoke" and scales.get(name, {}).get("rows")]
+    return sorted(known, key=lambda name: scales[name]["done"] < scales[name]["units"])
 
 
-def _verdict(experiment: Path, claim: Claim, rows: Sequence[Row]) -> Verdict:
+def verdicts(experiment: Path, expected: Expected, scales: Mapping[str, Any]) -> list[Verdict]:
+    """What the results say of each claim, at the largest scale that says anything of it."""
+    found = []
+    for claim in expected.claims:
+        tried = [judged(experiment, claim, scales[name]["rows"], name) for name in by_size(scales)]
+        tried.append(judged(experiment, claim, [], ""))
+        found.append(next((verdict for verdict in tried if verdict.verdict != NOT_RUN), tried[0]))
+    return found
+
+
+def judged(experiment: Path, claim: Claim, rows: Sequence[Row], scale: str) -> Verdict:
+    """What the rows of one scale say of a claim."""
     if claim.kind in (INCOMPARABLE, "waiting"):
         return Verdict(claim, claim.why, INCOMPARABLE if claim.kind == INCOMPARABLE else WAITING)
     if not rows:
         return Verdict(claim, "", NOT_RUN)
     if claim.kind == "function":
-        judge = function(experiment, f"claim_{claim.id}")
-        if judge is None:
+        judge_it = function(experiment, f"claim_{claim.id}")
+        if judge_it is None:
             raise ValueError(f"{experiment}: experiment.py has no function claim_{claim.id}(rows)")
-        found = judge(list(rows))
+        found = judge_it(list(rows))
         if found is None:
-            return Verdict(claim, "", NOT_RUN)
+            return Verdict(claim, "", NOT_RUN, scale)
         verdict, ours = found
         if verdict not in VERDICTS:
             raise ValueError(
                 f"claim_{claim.id} of {experiment} must give one of {', '.join(VERDICTS)}, got {verdict!r}"
             )
-        return Verdict(claim, ours, verdict)
+        return Verdict(claim, ours, verdict, scale)
     chosen = select(rows, claim.where)
-    if claim.kind == "equal":
-        return _equal(claim, chosen)
-    return _compared(claim, chosen)
+    return _equal(claim, chosen, scale) if claim.kind == "equal" else _compared(claim, chosen, scale)
 
 
-def _equal(claim: Claim, rows: Sequence[Row]) -> Verdict:
+def _equal(claim: Claim, rows: Sequence[Row], scale: str) -> Verdict:
     found = [row[claim.metric] for pair in claim.pairs for row in select(rows, pair[0])]
     if not found:
-        return Verdict(claim, "", NOT_RUN)
+        return Verdict(claim, "", NOT_RUN, scale)
     shown = ", ".join(sorted({f"{value:,}" if isinstance(value, int) else number(value) for value in found}))
-    return Verdict(claim, shown, HOLDS if all(value == claim.value for value in found) else FAILS)
+    return Verdict(claim, shown, HOLDS if all(value == claim.value for value in found) else FAILS, scale)
 
 
-def _compared(claim: Claim, rows: Sequence[Row]) -> Verdict:
+def _compared(claim: Claim, rows: Sequence[Row], scale: str) -> Verdict:
     """All pairs: the claim holds where each difference is beyond the noise, and fails where one is the other way."""
     noise = pooled(rows, claim.metric)
     sign = 1.0 if claim.kind == "higher" else -1.0
-    shown: list[str] = []
-    states: list[float | None] = []
-    for left, right in claim.pairs:
-        found = difference(select(rows, left), select(rows, right), claim.metric, noise)
-        if found is None:
-            states.append(None)
-            continue
-        shown.append(str(found))
-        states.append(sign * found.sigmas)
-    known = [state for state in states if state is not None]
-    if len(known) < len(states) or not known:
-        return Verdict(claim, "; ".join(shown), NOT_RUN)
-    if min(known) < -SIGMAS:
-        verdict = FAILS
-    else:
-        verdict = HOLDS if min(known) > SIGMAS else NOISE
-    return Verdict(claim, "; ".join(shown), verdict)
-
-
-@dataclass(frozen=True)
-class Difference:
-    """Means of two sets of rows and how far apart they are."""
-
-    left: float
-    right: float
-    value: float
-    """left - right."""
-    error: float
-    """Its standard error; NaN where no arm was run twice."""
-
-    @property
-    def sigmas(self) -> float:
-        """The difference in standard errors; NaN where these are not known."""
-        if self.error == 0:
-            return math.copysign(math.inf, self.value) if self.value else 0.0
-        return self.value / self.error
-
-    def __str__(self) -> str:
-        error = f" ± {number(self.error)}" if not math.isnan(self.error) else ", one seed each"
-        return f"{number(self.left)} against {number(self.right)} ({self.value:+.3g}{error})"
-
-
-def difference(left: Sequence[Row], right: Sequence[Row], metric: str, noise: float) -> Difference | None:
-    """The difference of the means of two sets of rows; None where one is empty. `noise` is one row's deviation."""
-    if not left or not right:
-        return None
-    a, b = (statistics.mean(row[metric] for row in side) for side in (left, right))
-    return Difference(a, b, a - b, noise * math.sqrt(1 / len(left) + 1 / len(right)))
-
-
-def pooled(rows: Iterable[Row], metric: str) -> float:
-    """The standard deviation between seeds, pooled over all arms; NaN where no arm was run twice."""
-    groups: dict[str, list[float]] = {}
-    for row in rows:
-        if isinstance(row.get(metric), int | float):
-            same = {name: v for name, v in row.items() if name not in (metric, "seed") and isinstance(v, str | int)}
-            groups.setdefault(str(sorted(same.items())), []).append(row[metric])
-    freedom = sum(len(values) - 1 for values in groups.values())
-    if not freedom:
-        return math.nan
-    return math.sqrt(sum((v - statistics.mean(values)) ** 2 for values in groups.values() for v in values) / freedom)
-
-
-def select(rows: Iterable[Row], labels: Mapping[str, Any]) -> list[Row]:
-    """The rows that have these labels; a list of values is a choice of them."""
-
-    def has(row: Row, name: str, value: Any) -> bool:
-        return row.get(name) in value if isinstance(value, list) else row.get(name) == value
-
-    return [row for row in rows if all(has(row, name, value) for name, value in labels.items())]
-
-
-def number(value: float) -> str:
-    """A number with the digits that a reader needs."""
-    if value == 0 or (isinstance(value, int) and abs(value) < 10_000):
-        return str(value)
-    if abs(value) >= 1e7 or abs(value) < 1e-3:
-        return f"{value:.3g}"
-    return f"{value:,.0f}" if abs(value) >= 1000 else f"{value:.1f}" if abs(value) >= 100 else f"{value:.4g}"
+    found = [difference(select(rows, a), select(rows, b), claim.metric, noise) for a, b in claim.pairs]
+    known = [one for one in found if one is not None]
+    shown = "; ".join(str(one) for one in known)
+    if len(known) < len(found):
+        return Verdict(claim, shown, NOT_RUN, scale)
+    return Verdict(claim, shown, judge([Margin(sign * one.value, one.error, one.freedom) for one in known]), scale)

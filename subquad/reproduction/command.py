@@ -62,7 +62,13 @@ def make_parser() -> Parser:
     add("name", nargs="?", type=str | None, default=None, help="The experiment: a folder's name.")
     parser.add_argument("--all", action="store_true", help="All experiments that have the scale.")
     add("--scale", type=str, default="cpu", help="smoke: seconds, no data; cpu; gpu; paper: the paper's own setting.")
-    add("--data", nargs="+", type=str, default=[], help="Where data sets are: NAME=PATH, or NAME=hf:NAME ...")
+    add(
+        "--data",
+        nargs="+",
+        type=str,
+        default=[],
+        help="Where data sets are: NAME=PATH or NAME/PART=PATH; hf:... is a path.",
+    )
     add("--folder", type=str | None, default=None, help=f"The experiments (default: {FOLDER}, or the checkout's).")
     add("--work", type=str, default="runs/reproduce", help="Where runs are made, to be gone on with.")
     add("--processes", type=int | None, default=None, help="Units at once (default: one a core; timings one by one).")
@@ -151,7 +157,7 @@ def _plan(folder: Path, chosen: Any, data: dict[str, str]) -> Plan:
     read_expected(folder)
     if chosen.report:
         return Plan(folder, recipe, [], 1)
-    processes = chosen.processes or default_processes(recipe.alone)
+    processes = chosen.processes or default_processes(recipe.alone, chosen.scale)
     share = 1 if chosen.scale == "smoke" else max(1, (os.cpu_count() or 1) // processes)
     threads = chosen.threads or share
     work = Path(chosen.work).absolute()
@@ -163,6 +169,7 @@ def _plan(folder: Path, chosen: Any, data: dict[str, str]) -> Plan:
 
 def _check(units: Sequence[Unit]) -> None:
     """Raise `ValueError` or `TypeError`, with the unit's name, for settings that are no training run."""
+    from subquad.reproduction.data import is_little
     from subquad.reproduction.train import budget_steps, train_config
     from subquad.tools.train import check
 
@@ -172,6 +179,9 @@ def _check(units: Sequence[Unit]) -> None:
             budget_steps(unit)
         except (ValueError, TypeError) as error:
             raise type(error)(f"{unit.name}: {error}") from error
+        data = unit.settings.get("data", {})
+        if data.get("held_out_path") == data.get("path") is not None and not is_little(data["path"]):
+            raise ValueError(f"{unit.name}: data.held_out_path is data.path, {data['path']!r}: it would learn its test")
 
 
 def _run_all(planned: Sequence[Plan], chosen: Any) -> int:
@@ -246,14 +256,15 @@ def _tell(line: str) -> None:
 
 def _print(folder: Path, recipe: Recipe, rows: list[dict[str, Any]], scale: str | None) -> None:
     """The table of the rows and the verdicts."""
-    from subquad.reproduction.claims import read_expected, verdicts
+    from subquad.reproduction.claims import judged, read_expected
     from subquad.reproduction.result import cells
 
     expected = read_expected(folder)
+    found = [judged(folder, claim, rows, scale or "") for claim in expected.claims]
     headers, lines = cells(recipe, rows)
     if recipe.table:
         print_table(f"{folder.name}, scale {scale}: {expected.title}", headers, lines, markdown=False)
-    shown = [(v.claim.says, v.claim.theirs, v.ours, v.verdict) for v in verdicts(folder, expected, rows)]
+    shown = [(v.claim.says, v.claim.theirs, v.ours, v.verdict) for v in found]
     print_table(f"{folder.name}: claims", ("claim", "theirs", "ours", "verdict"), shown, markdown=False)
     if scale == "smoke":
         console().print("Scale smoke shows that everything runs; its figures say nothing of the claims.")

@@ -23,10 +23,13 @@ class Named:
     """Its folder below SUBQUAD_DATA."""
     holds: str
     """What is in it."""
+    parts: tuple[str, ...] = ()
+    """Its parts, where it has some: a hub's data set or a single file is one of them."""
 
 
+PARTS = ("train", "valid", "test")
 DATA: dict[str, Named] = {
-    "books": Named("gutenberg", "train/, valid/ and test/ of long books as .txt, or a .tar.xz of them"),
+    "books": Named("gutenberg", "train/, valid/ and test/ of long books as .txt, or a .tar.xz of them", PARTS),
     "tinyshakespeare": Named("tinyshakespeare", "input.txt, plain or compressed"),
     "enwiki": Named("enwiki_xml_sample", "a file of Wikipedia's XML, plain or compressed"),
     "wikitext": Named("wikitext", "the test files of WikiText, plain or compressed"),
@@ -42,11 +45,23 @@ LITTLE = "little"
 
 def check_data(given: Mapping[str, str]) -> None:
     """Raise `ValueError` for a name that no recipe knows, `FileNotFoundError` for a path that is missing."""
+    valid = [*DATA, *(f"{name}/{part}" for name, named in DATA.items() for part in named.parts)]
     for name, path in given.items():
-        if name not in DATA:
-            raise ValueError(f"unknown data set {name!r}; {suggest(name, DATA)}")
+        if name not in valid:
+            raise ValueError(f"unknown data set {name!r}; {suggest(name, valid)}")
         if not path.startswith("hf:") and not Path(path).expanduser().exists():
-            raise FileNotFoundError(f"--data {name}={path}: there is no such file or folder; it is {DATA[name].holds}")
+            raise FileNotFoundError(
+                f"--data {name}={path}: there is no such file or folder; it is {_known(name).holds}"
+            )
+
+
+def _known(name: str) -> Named:
+    return DATA[name.partition("/")[0]]
+
+
+def is_little(path: str) -> bool:
+    """Whether the path is that of the text that is always there."""
+    return path == find(f"@{LITTLE}", {})
 
 
 def find(value: str, given: Mapping[str, str]) -> str:
@@ -62,11 +77,17 @@ def find(value: str, given: Mapping[str, str]) -> str:
         return str(Path(email.__file__).parent / "*.py")
     if name not in DATA:
         raise ValueError(f"{value} names no data set; {suggest(name, [*DATA, LITTLE])}")
-    if given.get(name, "").startswith("hf:"):
-        return given[name]
-    root = _root(name, given)
-    if root.is_file():
-        return str(root)
+    if f"{name}/{inner}" in given:
+        return str(given[f"{name}/{inner}"])
+    whole = given.get(name, "").startswith("hf:")
+    root = Path() if whole else _root(name, given)
+    if whole or root.is_file():
+        if inner in DATA[name].parts:
+            ways = " ".join(f"{name}/{part}=PATH" for part in DATA[name].parts)
+            raise ValueError(
+                f"--data {name}={given.get(name, root)} is one text, and {name} has parts: give --data {ways}"
+            )
+        return given[name] if whole else str(root)
     return str(_inside(root, inner, name))
 
 

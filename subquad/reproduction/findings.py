@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import re
 from collections import Counter
 from collections.abc import Sequence
 from pathlib import Path
 
 from subquad.reproduction.claims import VERDICTS, Verdict, read_expected, verdicts
-from subquad.reproduction.result import PLOT, read_result, telling
+from subquad.reproduction.result import PLOT, line, ours, read_result, telling
 
 CHOOSE, WRONG = "choose.md", "wrong.md"
 """Written by hand: what to take for what, and what was found wrong in the papers."""
@@ -27,23 +28,21 @@ figures.
 
 def findings(root: Path, experiments: Sequence[Path]) -> str:
     """The page. `ValueError` for a folder whose expected.json or result.json cannot be read."""
-    papers: dict[str, list[tuple[Path, str, Verdict]]] = {}
+    papers: dict[str, list[tuple[Path, Verdict]]] = {}
     plots: dict[str, list[str]] = {}
     more = 0
     for folder in experiments:
         expected, scales = read_expected(folder), read_result(folder)
-        scale = telling(scales)
-        rows = scales[scale]["rows"] if scale else []
-        found = verdicts(folder, expected, rows)
-        shown = [(folder, scale or "", verdict) for verdict in found if verdict.claim.on_page]
+        found = verdicts(folder, expected, scales)
+        shown = [(folder, verdict) for verdict in found if verdict.claim.on_page]
         more += len(found) - len(shown)
         papers.setdefault(expected.paper, []).extend(shown)
-        if expected.caption and rows:
+        if expected.caption and telling(scales):
             image = f"![{expected.caption}](../experiments/{folder.name}/{PLOT})"
             plots.setdefault(expected.paper, []).append(
                 f"{image}\n\n*[{folder.name}]({LINK}{folder.name}): {expected.caption}*"
             )
-    counts = Counter(verdict.verdict for lines in papers.values() for _, _, verdict in lines)
+    counts = Counter(verdict.verdict for lines in papers.values() for _, verdict in lines)
     total = ", ".join(f"{counts[name]} {name}" for name in VERDICTS if counts[name])
     others = f" {more} further ones stand in the folders alone." if more else ""
     parts = [HEAD + f"\nOf {sum(counts.values())} claims: {total}.{others}"]
@@ -51,7 +50,7 @@ def findings(root: Path, experiments: Sequence[Path]) -> str:
         parts.append(_by_hand(root / CHOOSE))
     for paper, lines in papers.items():
         table = ["| | claim | theirs | ours | verdict |", "|:---|:---|:---|:---|:---|"]
-        table += [_line(folder, scale, verdict) for folder, scale, verdict in lines]
+        table += [_line(folder, verdict) for folder, verdict in lines]
         parts += [f"## {paper}\n\n" + "\n".join(table), *plots.get(paper, [])]
     if (root / WRONG).is_file():
         parts.append(_by_hand(root / WRONG))
@@ -60,11 +59,9 @@ def findings(root: Path, experiments: Sequence[Path]) -> str:
 
 def _by_hand(file: Path) -> str:
     """A page that links from the folder of the experiments."""
-    return file.read_text(encoding="utf-8").strip().replace("](", f"]({LINK}")
+    return re.sub(r"\]\((?!https?:)", f"]({LINK}", file.read_text(encoding="utf-8").strip())
 
 
-def _line(folder: Path, scale: str, verdict: Verdict) -> str:
+def _line(folder: Path, verdict: Verdict) -> str:
     link = f"[{folder.name}]({LINK}{folder.name})"
-    where = "" if scale in ("", "cpu") else f" ({scale})"
-    claim = verdict.claim
-    return f"| {link} | {claim.says} | {claim.theirs} | {verdict.ours}{where} | **{verdict.verdict}** |"
+    return line(link, verdict.claim.says, verdict.claim.theirs, ours(verdict, "cpu"), f"**{verdict.verdict}**")

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from subquad.reproduction.claims import select
+from subquad.reproduction.noise import select
 from subquad.reproduction.recipe import Panel, Recipe
 from subquad.reproduction.units import Row, function
 

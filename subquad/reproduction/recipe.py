@@ -36,6 +36,9 @@ class Held(Config):
     stride: int | None = None
     """Tokens from one window to the next: all arms predict the same tokens, each but the first window's with at least
     length - stride + 1 tokens of context."""
+    skip: int = 0
+    """First tokens whose predictions do not count: those of the first window have less context, and a perceiver_ar's
+    fewer latents than it was trained with."""
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -9,7 +9,8 @@ from pathlib import Path
 from typing import Any
 
 from subquad.config import digest
-from subquad.reproduction.claims import Expected, Verdict, number, select, verdicts
+from subquad.reproduction.claims import Expected, Verdict, by_size, verdicts
+from subquad.reproduction.noise import number, select
 from subquad.reproduction.recipe import SCALES, Recipe
 from subquad.reproduction.runner import Finished
 from subquad.reproduction.units import Row, Unit
@@ -29,6 +30,7 @@ def collected(units: Sequence[Unit], finished: Sequence[Finished], processes: in
     """What is known of one scale."""
     good = sorted(((units.index(unit), found) for unit, found in finished if "rows" in found), key=lambda item: item[0])
     sources = [found["provenance"] for _, found in good]
+    machines = list({json.dumps(source["machine"]): source["machine"] for source in sources}.values())
     return {
         "identity": identity_of(units),
         "units": len(units),
@@ -37,9 +39,13 @@ def collected(units: Sequence[Unit], finished: Sequence[Finished], processes: in
         "seconds": round(sum(found["seconds"] for _, found in good), 1),
         "dates": sorted({source["date"] for source in sources}),
         "commits": sorted({source["commit"] for source in sources}),
-        "machine": sources[-1]["machine"] if sources else {},
+        "machines": machines,
         "versions": sources[-1]["versions"] if sources else {},
-        "rows": [_rounded(row) for _, found in good for row in found["rows"]],
+        "rows": [
+            _rounded({"arm": units[place].arm, "seed": units[place].seed, **units[place].labels, **row})
+            for place, found in good
+            for row in found["rows"]
+        ],
     }
 
 
@@ -64,7 +70,10 @@ def read_result(folder: Path) -> dict[str, Any]:
 
 
 def write_result(folder: Path, scale: str, values: dict[str, Any]) -> None:
-    """Put one scale into `result.json`; the others stay."""
+    """Put one scale into `result.json`; the others stay, and a whole result until there is another whole one."""
+    before = read_result(folder).get(scale)
+    if before is not None and before["done"] == before["units"] and values["done"] < values["units"]:
+        return
     scales = {**read_result(folder), scale: values}
     shown = {"experiment": folder.name, "scales": {name: scales[name] for name in SCALES if name in scales}}
     lines = json.dumps(shown, indent=1, ensure_ascii=False)
@@ -79,9 +88,8 @@ def _flat(text: str) -> str:
 
 
 def telling(scales: dict[str, Any]) -> str | None:
-    """The largest scale that there are rows of, smoke left out."""
-    known = [name for name in reversed(SCALES) if name != "smoke" and scales.get(name, {}).get("rows")]
-    return known[0] if known else None
+    """The scale whose table and plot are shown: the largest whole one, or else the largest."""
+    return next(iter(by_size(scales)), None)
 
 
 def cells(recipe: Recipe, rows: Sequence[Row]) -> tuple[list[str], list[list[str]]]:
@@ -119,7 +127,7 @@ def written(folder: Path, recipe: Recipe, expected: Expected) -> str:
     scale = telling(scales)
     rows = scales[scale]["rows"] if scale else []
     lines = ["| claim | theirs | ours | verdict |", "|:---|:---|:---|:---|"]
-    lines += [verdict_line(verdict) for verdict in verdicts(folder, expected, rows)]
+    lines += [verdict_line(verdict, scale) for verdict in verdicts(folder, expected, scales)]
     parts = ["\n".join(lines)]
     if scale is None:
         return "\n\n".join([*parts, "No scale but `smoke` was run yet."])
@@ -133,15 +141,25 @@ def written(folder: Path, recipe: Recipe, expected: Expected) -> str:
     return "\n\n".join(parts)
 
 
-def verdict_line(verdict: Verdict) -> str:
-    """A claim as a line of a table."""
-    return f"| {verdict.claim.says} | {verdict.claim.theirs} | {verdict.ours} | {verdict.verdict} |"
+def verdict_line(verdict: Verdict, scale: str | None) -> str:
+    """A claim as a line of a table; it names its scale where that is not the page's."""
+    return line(verdict.claim.says, verdict.claim.theirs, ours(verdict, scale), verdict.verdict)
+
+
+def ours(verdict: Verdict, scale: str | None) -> str:
+    """Our figures, with the scale where it is another than `scale`."""
+    return f"{verdict.ours} (scale {verdict.scale})" if verdict.scale not in ("", scale) else verdict.ours
+
+
+def line(*cells: str) -> str:
+    """A line of a table in Markdown."""
+    return f"| {' | '.join(cell.replace('|', '/') for cell in cells)} |"
 
 
 def about(values: dict[str, Any], scale: str) -> str:
     """What a scale's rows were measured on."""
-    machine, versions = values["machine"], values["versions"]
-    where = machine.get("gpu") or f"{machine.get('cpu', 'a CPU')}, {machine.get('cores', '?')} cores"
+    versions = values["versions"]
+    where = " and ".join(dict.fromkeys(_named(machine) for machine in values["machines"]))
     torch = versions.get("torch", "?")
     dates = " to ".join(dict.fromkeys((values["dates"][0], values["dates"][-1])))
     missing = "" if values["done"] == values["units"] else f" ({values['done']} of {values['units']} units)"
@@ -152,11 +170,15 @@ def about(values: dict[str, Any], scale: str) -> str:
     )
 
 
+def _named(machine: dict[str, Any]) -> str:
+    return machine.get("gpu") or f"{machine.get('cpu', 'a CPU')}, {machine.get('cores', '?')} cores"
+
+
 def rewrite_readme(folder: Path, text: str) -> None:
     """Put `text` between the marks of README.md; `ValueError` where the marks are missing."""
     file = folder / README
     before = file.read_text(encoding="utf-8") if file.is_file() else ""
-    if before.count(BEGIN) != 1 or before.count(END) != 1:
+    if before.count(BEGIN) != 1 or before.count(END) != 1 or before.index(END) < before.index(BEGIN):
         raise ValueError(f"{file} needs one line {BEGIN!r} and one line {END!r}, between which the result is written")
     head, rest = before.split(BEGIN)
     tail = rest.split(END)[1]

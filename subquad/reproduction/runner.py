@@ -6,14 +6,16 @@ import json
 import logging
 import multiprocessing
 import os
+import shutil
 import time
 import traceback
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import FIRST_COMPLETED, Future, ProcessPoolExecutor, wait
+from concurrent.futures.process import BrokenProcessPool
 from pathlib import Path
 from typing import Any, Self
 
-from subquad.reproduction.units import DONE, Row, Unit, function, kept
+from subquad.reproduction.units import BEGUN, DONE, ON_A_GPU, Row, Unit, function, kept
 from subquad.training.checkpoint import write_atomically
 
 logger = logging.getLogger(__name__)
@@ -24,10 +26,8 @@ class Runner:
     """Runs units in `processes` processes, which last as long as it is open; in this one where one is enough."""
 
     def __init__(self, processes: int) -> None:
-        self.pool: ProcessPoolExecutor | None = None
-        if processes > 1:
-            context = multiprocessing.get_context("spawn")
-            self.pool = ProcessPoolExecutor(processes, mp_context=context, initializer=_begin)
+        self.processes = processes
+        self.pool = _pool(processes)
         self.waiting: dict[str, Future[dict[str, Any]]] = {}
 
     def __enter__(self) -> Self:
@@ -39,10 +39,14 @@ class Runner:
 
     def announce(self, units: Sequence[Unit]) -> None:
         """Begin with what is not done of these units as soon as there is a process for them."""
-        if self.pool is not None:
-            for unit in units:
-                if kept(unit) is None:
-                    self.waiting.setdefault(unit.folder, self.pool.submit(work, unit))
+        for unit in units:
+            if self.pool is not None and unit.folder not in self.waiting and kept(unit) is None:
+                try:
+                    self.waiting[unit.folder] = self.pool.submit(work, unit)
+                except BrokenProcessPool:  # a process was killed: others are made
+                    self.pool = _pool(self.processes)
+                    assert self.pool is not None
+                    self.waiting[unit.folder] = self.pool.submit(work, unit)
 
     def run(self, units: Sequence[Unit], told: Callable[[str], None]) -> Iterator[Finished]:
         """Each unit with what is known of it, as they end: `rows`, or `failed` with a message. Done ones come first."""
@@ -70,7 +74,21 @@ class Runner:
         while waiting:
             ended, _ = wait(waiting, return_when=FIRST_COMPLETED)
             for future in ended:
-                yield waiting.pop(future), future.result()
+                yield waiting.pop(future), _found(future)
+
+
+def _pool(processes: int) -> ProcessPoolExecutor | None:
+    if processes == 1:
+        return None
+    return ProcessPoolExecutor(processes, mp_context=multiprocessing.get_context("spawn"), initializer=_begin)
+
+
+def _found(future: Future[dict[str, Any]]) -> dict[str, Any]:
+    """What a unit gave; that its process was killed is a failure of the units that were waiting for one."""
+    try:
+        return future.result()
+    except BrokenProcessPool as error:
+        return {"failed": f"a process was killed, perhaps for want of memory: {error}"}
 
 
 def _begin() -> None:
@@ -84,7 +102,7 @@ def work(unit: Unit) -> dict[str, Any]:
     from subquad.reproduction.train import InterruptedRunError
 
     folder = Path(unit.folder)
-    folder.mkdir(parents=True, exist_ok=True)
+    _clear(folder, unit)
     before, begin = torch.get_num_threads(), time.perf_counter()
     torch.set_num_threads(unit.threads)
     try:
@@ -96,8 +114,8 @@ def work(unit: Unit) -> dict[str, Any]:
         return {"failed": f"{type(error).__name__}: {error}"}
     finally:
         torch.set_num_threads(before)
-    shown = [{"arm": unit.arm, "seed": unit.seed, **unit.labels, **row} for row in rows]
-    found = {"identity": unit.identity, "seconds": time.perf_counter() - begin, **_provenance(), "rows": shown}
+    seconds = time.perf_counter() - begin
+    found = {"identity": unit.identity, "seconds": seconds, "provenance": _provenance(unit), "rows": rows}
     write_atomically(folder / DONE, (json.dumps(found, indent=1) + "\n").encode())
     return found
 
@@ -114,18 +132,25 @@ def _rows(unit: Unit) -> list[Row]:
     return found if isinstance(found, list) else [found]
 
 
-def _provenance() -> dict[str, Any]:
-    """Date, machine, versions and commit."""
-    import torch
+def _clear(folder: Path, unit: Unit) -> None:
+    """Make the folder, empty unless what is in it is of the same training."""
+    begun = folder / BEGUN
+    known = json.loads(begun.read_text(encoding="utf-8")).get("training") if begun.is_file() else None
+    if known != unit.training:
+        shutil.rmtree(folder, ignore_errors=True)
+    folder.mkdir(parents=True, exist_ok=True)
+    write_atomically(begun, (json.dumps({"training": unit.training}) + "\n").encode())
 
+
+def _provenance(unit: Unit) -> dict[str, Any]:
+    """Date, machine, versions and commit."""
     from subquad.tools.provenance import provenance
 
-    device = "cuda" if torch.cuda.is_available() else "cpu"
-    return {"provenance": provenance(device, ("transformers",))}
+    return provenance(unit.device, ("transformers",))
 
 
-def default_processes(alone: bool) -> int:
-    """As many as there are cores, one where times are measured or a GPU is at hand."""
+def default_processes(alone: bool, scale: str) -> int:
+    """As many as there are cores, one where times are measured or a GPU computes."""
     import torch
 
-    return 1 if alone or torch.cuda.is_available() else os.cpu_count() or 1
+    return 1 if alone or (scale in ON_A_GPU and torch.cuda.is_available()) else os.cpu_count() or 1

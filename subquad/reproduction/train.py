@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import json
+import math
 import shutil
 from collections.abc import Callable
 from functools import cache
@@ -13,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from subquad.reproduction.recipe import Held, merged
-from subquad.reproduction.units import Row, Unit, function, held_of
+from subquad.reproduction.units import ON_A_GPU, Row, Unit, function, held_of
 from subquad.training.config import TrainConfig
 
 if TYPE_CHECKING:
@@ -34,7 +35,9 @@ def train_config(unit: Unit, settings: dict[str, Any] | None = None, **run: Any)
     """The unit's settings as a training configuration. Raises as `TrainConfig.from_dict`."""
     given = unit.settings if settings is None else settings
     steps = merged(QUIET, given).get("run", {}).get("steps", 1000)
+    device = "auto" if unit.scale in ON_A_GPU else "cpu"
     own = {"seed": unit.seed, "folder": str(Path(unit.folder) / "run"), "save_every": steps, "threads": unit.threads}
+    own["device"] = device
     return TrainConfig.from_dict(merged(QUIET, {"run": own}, given, {"run": run}))
 
 
@@ -167,22 +170,26 @@ def _text(result: RunResult, held: Held) -> Row:
 
     assert isinstance(result.corpus, Corpus)
     shard, tokenizer = result.corpus.held_out, result.corpus.tokenizer
-    whole = held.tokens is None or held.tokens >= len(shard)
-    tokens = shard.tokens if whole else shard.tokens[: held.tokens]
-    text = "" if whole else tokenizer.decode(tokens.tolist())
+    tokens = shard.tokens[: held.tokens]
+    whole = len(tokens) == len(shard) and not held.skip
     found = evaluate(
         result.model.model,
         tokens,
         length=held.length or result.config.batch.length,
         stride=held.stride,
+        skip=held.skip,
         batch_size=result.config.batch.size,
-        text_bytes=shard.text_bytes if whole else len(text.encode()),
-        words=shard.words if whole else len(text.split()),
+        text_bytes=shard.text_bytes if whole else None,
+        words=shard.words if whole else None,
     )
+    row = {"loss": found.loss, "perplexity": found.perplexity, "scored_tokens": found.tokens}
+    if whole:
+        return {**row, "word_perplexity": found.word_perplexity, "bits_per_byte": found.bits_per_byte}
+    text = tokenizer.decode(tokens[-found.tokens :].tolist())
+    nats = found.loss * found.tokens
+    words = max(1, len(text.split()))
     return {
-        "loss": found.loss,
-        "perplexity": found.perplexity,
-        "word_perplexity": found.word_perplexity,
-        "bits_per_byte": found.bits_per_byte,
-        "scored_tokens": found.tokens,
+        **row,
+        "word_perplexity": math.exp(min(nats / words, 700.0)),
+        "bits_per_byte": nats / math.log(2) / len(text.encode()),
     }

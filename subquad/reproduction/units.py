@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ast
 import importlib.util
 import json
 from collections.abc import Callable, Mapping
@@ -15,7 +16,10 @@ from subquad.reproduction.data import find
 from subquad.reproduction.recipe import Held, Recipe, merged
 
 CODE = "experiment.py"
-DONE = "unit.json"
+DONE, BEGUN = "unit.json", "begun.json"
+ON_A_GPU = ("gpu", "paper")
+MEASURES = ("run", "measure")
+"""The functions of an experiment's code that make rows; what else is in it judges and draws them."""
 Row = dict[str, Any]
 
 
@@ -36,7 +40,9 @@ class Unit:
     kind: str
     """What runs it: train or measure."""
     identity: str
-    """Differs when anything that the unit computes differs; paths are left out."""
+    """Differs when anything that the unit computes differs, the code that measures too; paths are left out."""
+    training: str
+    """Differs when what is trained differs: what is in the folder can be gone on with where it does not."""
     reference: dict[str, Any] | None = None
     """The settings of the arm that the budgets are counted from."""
     budgets: tuple[str, ...] = ("steps",)
@@ -47,6 +53,13 @@ class Unit:
     def name(self) -> str:
         """The arm and the seed."""
         return f"{self.arm}, seed {self.seed}"
+
+    @property
+    def device(self) -> str:
+        """The GPU, where there is one and the scale is meant for it; else the CPU."""
+        import torch
+
+        return "cuda" if self.scale in ON_A_GPU and torch.cuda.is_available() else "cpu"
 
 
 def units_of(
@@ -67,6 +80,7 @@ def units_of(
     def plain(name: str) -> dict[str, Any]:
         return merged(recipe.settings, chosen.settings, arms[name].settings, chosen.arm_settings.get(name, {}))
 
+    measuring = measuring_code(experiment)
     paths: dict[str, str] = {}
     reference = None if chosen.reference is None else _with_paths(plain(chosen.reference), data, paths)
     found = []
@@ -76,9 +90,7 @@ def units_of(
             if seed not in (chosen.seeds if arm.seeds is None else arm.seeds):
                 continue
             settings = plain(name)
-            about = [name, seed, settings, chosen.held.to_dict(), chosen.budgets]
-            if chosen.reference is not None:
-                about.append(plain(chosen.reference))
+            trained = [name, seed, settings, chosen.budgets, chosen.reference and plain(chosen.reference)]
             found.append(
                 Unit(
                     experiment=str(experiment),
@@ -89,7 +101,8 @@ def units_of(
                     settings=_with_paths(settings, data, paths),
                     folder=str(work / experiment.name / scale / f"{name.replace(' ', '-')}-{seed}"),
                     kind=recipe.kind,
-                    identity=digest(about),
+                    identity=digest([trained, chosen.held.to_dict(), measuring]),
+                    training=digest(trained),
                     reference=reference,
                     budgets=tuple(chosen.budgets),
                     held=chosen.held.to_dict(),
@@ -123,6 +136,34 @@ def code(experiment: Path) -> ModuleType | None:
     module = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)
     return module
+
+
+def measuring_code(experiment: Path) -> str:
+    """The part of the experiment's own code that makes rows: `run`, `measure` and what they use, without docstrings."""
+    file = experiment / CODE
+    if not file.is_file():
+        return ""
+    top: dict[str, ast.stmt] = {}
+    for node in ast.parse(file.read_text(encoding="utf-8")).body:
+        names = [node.name] if isinstance(node, ast.FunctionDef | ast.ClassDef) else []
+        if isinstance(node, ast.Assign):
+            names = [name.id for target in node.targets for name in ast.walk(target) if isinstance(name, ast.Name)]
+        top |= dict.fromkeys(names, node)
+    used: dict[str, ast.stmt] = {}
+    waiting = [name for name in MEASURES if name in top]
+    while waiting:
+        name = waiting.pop()
+        if name not in used:
+            used[name] = top[name]
+            waiting += [n.id for n in ast.walk(top[name]) if isinstance(n, ast.Name) and n.id in top]
+    return "\n".join(ast.unparse(_without_docstrings(used[name])) for name in sorted(used))
+
+
+def _without_docstrings(node: ast.stmt) -> ast.stmt:
+    for inner in ast.walk(node):
+        if isinstance(inner, ast.FunctionDef | ast.ClassDef) and ast.get_docstring(inner) is not None:
+            inner.body = inner.body[1:] or [ast.Pass()]
+    return node
 
 
 def function(experiment: Path, name: str) -> Callable[..., Any] | None:

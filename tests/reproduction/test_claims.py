@@ -6,15 +6,18 @@ from typing import Any
 
 import pytest
 
-from subquad.reproduction.claims import (
-    Claim,
-    Expected,
+from subquad.reproduction.claims import Claim, Expected, read_expected, verdicts
+from subquad.reproduction.noise import (
+    Margin,
+    Noise,
     difference,
     number,
     pooled,
-    read_expected,
+    quantile,
     select,
-    verdicts,
+)
+from subquad.reproduction.noise import (
+    judge as judge_margins,
 )
 
 Row = dict[str, Any]
@@ -30,7 +33,7 @@ def claim(kind: str, *pairs: list[Row], **more: Any) -> Claim:
 
 def judge(chosen: Claim, found: list[Row], folder: Path = Path("nowhere")) -> tuple[str, str]:
     expected = Expected(paper="p", title="t", source="s", comparable="no", claims=[chosen])
-    (verdict,) = verdicts(folder, expected, found)
+    (verdict,) = verdicts(folder, expected, {"cpu": {"rows": found, "done": 1, "units": 1}})
     return verdict.verdict, verdict.ours
 
 
@@ -59,7 +62,9 @@ def test_where_no_arm_ran_twice_the_noise_is_not_known() -> None:
     verdict, ours = judge(claim("lower", AB), rows(a=[1.0], b=[2.0]))
     assert verdict == "no difference beyond the noise"
     assert "one seed each" in ours
-    assert math.isnan(pooled(rows(a=[1.0], b=[2.0]), "loss"))
+    noise = pooled(rows(a=[1.0], b=[2.0]), "loss")
+    assert math.isnan(noise.deviation)
+    assert noise.freedom == 0
 
 
 def test_equal_values_are_no_difference() -> None:
@@ -69,14 +74,52 @@ def test_equal_values_are_no_difference() -> None:
     assert judge(claim("higher", [{"arm": "a"}, {"arm": "c"}]), found)[0] == "does not hold"
 
 
-def test_the_noise_is_pooled_over_arms_of_equal_labels() -> None:
+def test_the_noise_is_pooled_over_rows_that_differ_in_the_seed_alone() -> None:
     two = [{**row, "tokens": tokens} for tokens in (1, 2) for row in rows(a=[0.0, 2.0])]
-    assert pooled(two, "loss") == math.sqrt(2.0)
-    assert pooled([{**row, "loss": row["loss"] + row["tokens"]} for row in two], "loss") == math.sqrt(2.0)
-    found = difference(two[:2], two[2:], "loss", 2.0)
+    noise = Noise(math.sqrt(2.0), 2)
+    assert pooled(two, "loss") == noise
+    assert pooled([{**row, "loss": row["loss"] + row["tokens"]} for row in two], "loss") == noise
+    counted = [{**row, "bytes": 10 * row["tokens"] + row["seed"]} for row in two]  # differs with the seed: no label
+    assert pooled(counted, "loss") == noise
+    assert pooled([{**row, "share": row["tokens"] / 4} for row in two], "loss") == noise
+    found = difference(two[:2], two[2:], "loss", Noise(2.0, 3))
     assert found is not None
-    assert (found.value, found.error) == (0.0, 2.0)
-    assert difference([], two, "loss", 2.0) is None
+    assert (found.value, found.error, found.freedom) == (0.0, 2.0, 3)
+    assert difference([], two, "loss", noise) is None
+
+
+def test_few_seeds_need_a_greater_difference() -> None:
+    assert quantile(0.975, 0) == math.inf
+    known = {1: 12.706, 2: 4.303, 3: 3.182, 4: 2.776, 8: 2.306, 30: 2.042}  # from tables of Student's t
+    for freedom, value in known.items():
+        assert abs(quantile(0.975, freedom) / value - 1) < 0.01
+    three = Margin(3.0, 1.0, 3)
+    assert judge_margins([three]) == "no difference beyond the noise"
+    assert judge_margins([Margin(3.0, 1.0, 4)]) == "holds"
+    assert judge_margins([Margin(-3.0, 1.0, 4)]) == "does not hold"
+    # Of ten pairs one is the other way by chance sooner than of one.
+    assert judge_margins([Margin(-3.0, 1.0, 4), *[Margin(9.0, 1.0, 4)] * 9]) == "no difference beyond the noise"
+    assert judge_margins([Margin(math.nan, 1.0, 4)]) == "does not hold"
+    assert judge_margins([Margin(1.0, math.nan, 0)]) == "no difference beyond the noise"
+    assert judge_margins([]) == "no difference beyond the noise"
+
+
+def test_the_largest_whole_scale_that_says_anything_is_told() -> None:
+    chosen = claim("lower", AB)
+    expected = Expected(paper="p", title="t", source="s", comparable="no", claims=[chosen])
+
+    def told(**scales: tuple[list[Row], int]) -> tuple[str, str]:
+        given = {name: {"rows": found, "done": done, "units": 2} for name, (found, done) in scales.items()}
+        (verdict,) = verdicts(Path("nowhere"), expected, given)
+        return verdict.verdict, verdict.scale
+
+    other = rows(a=[2.0, 2.01], b=[1.0, 1.01])
+    assert told(cpu=(CLEAR, 2)) == ("holds", "cpu")
+    assert told(cpu=(CLEAR, 2), gpu=(other, 2)) == ("does not hold", "gpu")
+    assert told(cpu=(CLEAR, 2), gpu=(other, 1)) == ("holds", "cpu")
+    assert told(cpu=(CLEAR, 2), gpu=(rows(a=[1.0]), 2)) == ("holds", "cpu")
+    assert told(cpu=(CLEAR, 1)) == ("holds", "cpu")
+    assert told(smoke=(CLEAR, 2)) == ("not run", "")
 
 
 def test_equal_is_about_every_row() -> None:

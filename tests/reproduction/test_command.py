@@ -28,7 +28,7 @@ def test_an_experiment_is_run_compared_and_written_down(experiments: Path, capsy
     result = read_result(folder)["cpu"]
     assert (result["units"], result["done"], len(result["rows"])) == (4, 4, 8)
     assert result["rows"][1] == {"arm": "one", "seed": 0, "tokens": 2, "value": 4, "note": "seen"}
-    assert {"machine", "versions", "commits", "dates", "seconds"} <= result.keys()
+    assert {"machines", "versions", "commits", "dates", "seconds"} <= result.keys()
     readme = (folder / "README.md").read_text()
     assert readme.startswith("# measured\n\nBefore.")
     assert readme.endswith("After.\n")

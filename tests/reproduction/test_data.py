@@ -26,7 +26,12 @@ def test_data_is_found_where_it_is_said_to_be(tmp_path: Path, monkeypatch: pytes
     place = tmp_path / "gutenberg"
     assert find("@books/train", {"books": str(place)}) == str(place / "train")
     assert find("@books", {"books": str(place)}) == str(place)
-    assert find("@books/train", {"books": "hf:a:b"}) == "hf:a:b"
+    assert find("@books/train", {"books/train": "hf:a:b"}) == "hf:a:b"
+    assert find("@mnist", {"mnist": "hf:a"}) == "hf:a"
+    with pytest.raises(ValueError, match=r"books=hf:a:b is one text, .* books/train=PATH books/valid=PATH"):
+        find("@books/train", {"books": "hf:a:b"})
+    with pytest.raises(ValueError, match="is one text, and books has parts"):
+        find("@books/train", {"books": str(tmp_path / "input.txt.xz")})
     assert find("@tinyshakespeare/input.txt", {"tinyshakespeare": str(tmp_path)}) == str(tmp_path / "input.txt.xz")
     assert find("@tinyshakespeare/x", {"tinyshakespeare": str(tmp_path / "input.txt.xz")}).endswith("input.txt.xz")
     monkeypatch.setenv("SUBQUAD_DATA", str(tmp_path))
@@ -62,4 +67,8 @@ def test_what_is_missing_is_said_with_the_way_to_give_it(tmp_path: Path, monkeyp
         check_data({"bokks": str(tmp_path)})
     with pytest.raises(FileNotFoundError, match=r"--data books=.*no such file or folder"):
         check_data({"books": str(tmp_path / "none")})
-    check_data({"books": str(tmp_path), "mnist": "hf:ylecun/mnist"})
+    with pytest.raises(ValueError, match="unknown data set 'books/tran'; did you mean 'books/train'"):
+        check_data({"books/tran": str(tmp_path)})
+    with pytest.raises(FileNotFoundError, match=r"--data books/train=.*; it is train/, valid/"):
+        check_data({"books/train": str(tmp_path / "none")})
+    check_data({"books/valid": str(tmp_path), "mnist": "hf:ylecun/mnist"})
