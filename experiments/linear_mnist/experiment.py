@@ -47,7 +47,7 @@ def run(unit: Unit) -> list[Row]:
 
 def drawn(model: ImageModel, way: str, count: int, cache: bool) -> Row:
     """How long so many images take."""
-    found = generate_images(model, count, batch_size=100, cache=cache)
+    found = generate_images(model, count, batch_size=count, cache=cache)
     speed = {"seconds": found.seconds, "images_per_second": count / found.seconds}
     return {"what": "drawing", "way": way, "images": count, **speed, "state_bytes": found.state_bytes}
 

@@ -116,6 +116,14 @@ def decoded_loss(model: Decoder, text_BT: Tensor) -> float:
     return nats / length
 
 
+def claim_audit_finds_it(rows: list[dict[str, Any]]) -> tuple[str, str] | None:
+    """At least one violation in each model without the mask."""
+    found = [row["audit_violations"] for row in select(rows, {"mask": "does not bind"})]
+    if not found:
+        return None
+    return (HOLDS if min(found) > 0 else FAILS), f"{min(found)} to {max(found)} violations in {len(found)} models"
+
+
 def claim_below_entropy(rows: list[dict[str, Any]]) -> tuple[str, str] | None:
     """Whether the loss shown on random bytes is below their entropy, as no causal model's can be."""
     found = [row["shown_loss"] for row in select(rows, {"data": "random bytes", "mask": "does not bind"})]

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 from subquad.data import Corpus
 from subquad.reproduction import Unit
 from subquad.reproduction.claims import INCOMPARABLE
-from subquad.reproduction.noise import FAILS, HOLDS, number
+from subquad.reproduction.noise import number
 from subquad.training import RunResult
 
 if TYPE_CHECKING:
@@ -32,14 +32,6 @@ def claim_conversion(rows: list[Row]) -> tuple[str, str] | None:
         return None
     ratio = statistics.mean(row["tokens_per_word"] for row in rows)
     return INCOMPARABLE, f"at {number(ratio)} tokens a word it would be about {PRINTED**ratio:.0f} a word"
-
-
-def claim_word_above_token(rows: list[Row]) -> tuple[str, str] | None:
-    """Both perplexities of the same loss."""
-    if not rows:
-        return None
-    token, word = (statistics.mean(row[name] for row in rows) for name in ("perplexity", "word_perplexity"))
-    return (HOLDS if word > token else FAILS), f"{number(token)} a token is {number(word)} a word"
 
 
 def draw(figure: Figure, rows: list[Row]) -> None:

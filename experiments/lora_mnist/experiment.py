@@ -12,7 +12,7 @@ from matplotlib.figure import Figure
 
 from subquad.reproduction import Unit
 from subquad.tools import _lora_mnist as lora
-from subquad.tools._lora_mnist_config import NET_PARAMETERS, PER_RANK, VARIANTS, MnistConfig
+from subquad.tools._lora_mnist_config import VARIANTS, MnistConfig
 
 REPORT = {"quantised": (91.20, 93.19), "rotated": (37.53, 90.41), "inverted": (16.23, 71.88)}
 Row = dict[str, Any]
@@ -37,11 +37,17 @@ def run(unit: Unit) -> list[Row]:
                 "base": cell.base,
                 "images": cell.images,
                 "rank": cell.rank or 0,
-                "parameters": PER_RANK * cell.rank if cell.rank else NET_PARAMETERS,
+                "parameters": trained_parameters(cell.rank),
                 "accuracy": lora.train_cell(cell, config, digits, bases, unit.seed),
             }
         )
     return rows
+
+
+def trained_parameters(rank: int | None) -> int:
+    """Numbers that are trained, counted."""
+    net = lora.fresh_net(0) if rank is None else lora.with_factors(lora.fresh_net(0), rank, 0)
+    return sum(p.numel() for p in net.parameters() if p.requires_grad)
 
 
 def toy_digits(file: Path, seed: int, *, train: int, test: int) -> Path:
