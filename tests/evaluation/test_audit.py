@@ -14,6 +14,10 @@ from torch import nn
 
 from subquad.evaluation import audit as package
 from subquad.evaluation.audit import Adapter, AuditConfig, AuditReport, Check, audit, replay
+from subquad.evaluation.audit._adapters import adapter_for
+from subquad.evaluation.audit._case import Case
+from subquad.evaluation.audit._checks import Audited, Tokens
+from subquad.evaluation.audit._probe import make_probe
 from subquad.evaluation.audit.report import CHECKS
 from subquad.models import Decoder, DecoderConfig, Encoder, EncoderConfig
 from subquad.testing import assert_exact, assert_same_maths
@@ -593,3 +597,33 @@ def test_a_module_without_parameters_can_be_audited():
     report = audit(Counts(), vocab_size=7, **QUICK)
     assert report.passed
     assert report.check("causality").verdict == "pass"
+
+
+class Cancelling(nn.Module):
+    """The logits of token 1 are small differences of large numbers, so rounding is worth far more there."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.one, self.other = (nn.Parameter(torch.rand(8, 8)) for _ in range(2))
+
+    def forward(self, tokens_BT: torch.Tensor) -> torch.Tensor:
+        """Logits `[B, T, 8]`."""
+        rest_BTV = self.one[tokens_BT]
+        return torch.where(tokens_BT[..., None] == 1, 1e6 * (rest_BTV - self.other[tokens_BT] * 0.999999), rest_BTV)
+
+
+def test_rounding_is_that_of_the_input_at_hand():
+    model = Cancelling()
+    probe, _ = make_probe(model, adapter_for(model), "float64", [4])
+    rows = ((0, 2, 3, 4),)
+    band, _ = probe.band(rows, torch.float64, 0)
+    shared = Audited(probe, band, [4], 4, [], Tokens(8, 0, None), 1, "float64", rows)
+    near, far = Case("truncation", ((0, 2, 3, 5),)), Case("truncation", ((0, 1, 2, 3),))
+    assert shared.within(near, band)
+    assert not shared.within(near, 1e3 * band)
+    assert shared.within(far, 1e3 * band)
+    assert shared.band > 1e3 * band
+    assert not shared.within(far, 1e-3)
+    assert not shared.within(Case("finite", ((0, 1, 2, 3),)), 1e-300)
+    assert not shared.within(far, float("inf"))

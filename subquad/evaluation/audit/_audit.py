@@ -62,15 +62,16 @@ def audit(
     with _same_random_state(model):
         audited, arithmetic = _prepare(model, adapter, config, text)
         _compare(audited, tell)
+        arithmetic["band"] = audited.band  # of the worst input that was held beside it
         if arithmetic["weights"] == "float64" and config.dtype == "auto":
             alone = _only_in_float64(audited, config)
             if alone:
                 logger.info("audit: once more in float32, since in float64 alone fails: %s", ", ".join(alone))
                 del audited.probe
-                again, narrower = _prepare(model, adapter, config.replace(dtype="float32"), text)
+                again, _ = _prepare(model, adapter, config.replace(dtype="float32"), text)
                 _compare(again, tell)
                 audited.checks, taken = _merged(audited.checks, again.checks, alone)
-                arithmetic["float32"] = {"band": narrower["band"], "checks": taken, "alone": alone}
+                arithmetic["float32"] = {"band": again.band, "checks": taken, "alone": alone}
                 audited.probe = again.probe
                 del again
         lengths, source = audited.lengths, audited.source

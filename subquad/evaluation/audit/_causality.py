@@ -45,11 +45,13 @@ def causality(audited: Audited) -> None:
     for T in tried:
         for _ in range(2 if audited.tokens == T else 1):
             found = _leak(audited, T, together=alone)
-            if found.size > audited.band and alone and not audited.failing(found.case):
+            broken = not audited.within(found.case, found.size)
+            if broken and alone and not audited.failing(found.case):
                 alone = False  # the batch mixes its rows: one at a time from here on
                 found = _leak(audited, T, together=False)
+                broken = not audited.within(found.case, found.size)
             worst = max(worst, found.size)
-            if found.size > audited.band:
+            if broken:
                 leaks.append(found)
                 break
     done = f"lengths {listed(tried, 16)}"

@@ -5,6 +5,7 @@ Shape letters: B batch, T tokens.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -50,11 +51,15 @@ class Audited:
 
     def meaningless(self) -> str | None:
         """Why lengths and batches can't be compared, where a check has found so."""
-        if self.verdict("causality") == "violation":
-            return NO_LEAK
-        if self.verdict("truncation") == "violation":
-            return NO_TRUNCATION
-        return NO_BATCH if self.verdict("batch") == "violation" else None
+        reasons = {"causality": NO_LEAK, "truncation": NO_TRUNCATION, "batch": NO_BATCH}
+        return next((why for name, why in reasons.items() if self.verdict(name) == "violation"), None)
+
+    def within(self, case: Case, worst: float) -> bool:
+        """Whether rounding explains a difference; what seems too large is held beside the rounding of its own input."""
+        if case.kind != "finite" and math.isfinite(worst) and worst > self.band:
+            narrowest = self.probe.narrowest(self.rows)
+            self.band = max(self.band, *(self.probe.band([row], narrowest, 0)[0] for row in case.tokens))
+        return worst <= limit(case.kind, self.band)
 
     def failing(self, case: Case) -> bool:
         """Whether a case fails."""
@@ -125,7 +130,7 @@ def judge(
             continue
         tried += 1
         worst = max(worst, found.worst)
-        if broken is None and not found.worst <= limit(case.kind, audited.band):
+        if broken is None and not audited.within(case, found.worst):
             broken = case, found
     if not tried:
         audited.skip(name, refused[0] if refused else "there is no length to try it on")
