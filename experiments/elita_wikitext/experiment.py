@@ -89,11 +89,27 @@ def claim_layer_parameters(rows: list[Row]) -> tuple[str, str]:
     return "holds" if round(100 * more) == 5 else "does not hold", f"{100 * more:+.1f} % (width {WIDTH})"
 
 
+def claim_flops(rows: list[Row]) -> tuple[str, str]:
+    """Forward FLOPs of a layer with SwiGLU of equal width over those of a RoPE transformer's, at three lengths."""
+    shown, lower = [], True
+    for tokens in (256, 4096, 100_000):
+        elita, full = (_block(name, "swiglu").attention.cost(tokens) for name in ("elita", "full"))
+        ratio = (elita.mixing_flops + elita.projection_flops) / (full.mixing_flops + full.projection_flops)
+        shown.append(f"{ratio:.2g} at {tokens:,}")
+        lower = lower and ratio < 1
+    return "holds" if lower else "does not hold", f"{', '.join(shown)} tokens (width {WIDTH}, without feed-forward)"
+
+
 def _count(attention: str, feedforward: str, *, ff: bool = False) -> int:
+    block = _block(attention, feedforward)
+    part = block.feedforward if ff else block
+    return sum(p.numel() for p in part.parameters())
+
+
+def _block(attention: str, feedforward: str) -> Any:
+    """One layer, without data."""
     position = "rope" if attention == "full" else "none"
     sizes = {"vocab_size": 8, "dim": WIDTH, "num_layers": 1, "num_heads": 4}
     with torch.device("meta"):
         config = DecoderConfig(attention=attention, position=position, feedforward=feedforward, bias=True, **sizes)
-        block = Decoder(config).blocks()[0]
-    part = block.feedforward if ff else block
-    return sum(p.numel() for p in part.parameters())
+        return Decoder(config).blocks()[0]

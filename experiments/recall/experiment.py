@@ -31,6 +31,9 @@ def run(unit: Unit) -> dict[str, Any]:
     model = Decoder(DecoderConfig.from_dict({**given["model"], "vocab_size": probe.vocab_size}))
     layers = [block.attention for block in model.blocks()]
     sizes = [layer.state_bytes(length) for layer in layers]
+    budget = unit.labels.get("budget")
+    if budget is not None and unit.scale == "cpu" and abs(sizes[-1] / budget - 1) > NEAR:
+        raise ValueError(f"{unit.arm} has a state of {sizes[-1]} bytes and a budget of {budget}")
     begin = time.perf_counter()
     drawn = given.get("drawn")
     widths = torch.Generator().manual_seed(unit.seed)
