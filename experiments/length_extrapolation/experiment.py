@@ -4,6 +4,7 @@ import math
 import statistics
 from typing import Any
 
+from matplotlib import colormaps
 from matplotlib.figure import Figure
 
 from subquad.evaluation.probes import context_loss
@@ -103,6 +104,8 @@ def draw(figure: Figure, rows: list[Row]) -> None:
     figure.set_size_inches(13, 4.6)
     axes = figure.subplots(1, len(SCHEMES), sharey=True)
     names = list(dict.fromkeys(row["mechanism"] for row in rows))
+    colors = dict(zip(names, colormaps["tab20"].colors, strict=False))
+    lines: dict[str, Any] = {}
     for axis, position in zip(axes, SCHEMES, strict=True):
         for number, name in enumerate(names):
             same: dict[int, list[Any]] = {}
@@ -110,11 +113,11 @@ def draw(figure: Figure, rows: list[Row]) -> None:
                 same.setdefault(row["times"], []).append(row["more"])
             if same:
                 mean = [statistics.mean(values) for values in same.values()]
-                style = {"linestyle": ("-", "--", ":")[number % 3], "marker": "osD^vPX*<>"[number % 10]}
-                axis.plot(list(same), mean, markersize=4, label=name, color=f"C{number % 10}", **style)
+                marker = "osD^vPX*<>hd8p"[number % 14]
+                (lines[name],) = axis.plot(list(same), mean, marker=marker, markersize=5, color=colors[name])
         axis.set_xscale("log", base=2)
         axis.set_yscale("symlog", linthresh=0.1)
         axis.set(title=position, xlabel="context / training length")
         axis.grid(alpha=0.3)
-        axis.legend(frameon=False, fontsize=7)
     axes[0].set_ylabel("nats a token more than at T")
+    figure.legend(lines.values(), lines.keys(), loc="outside right center", frameon=False, fontsize=9)
