@@ -11,6 +11,8 @@ from typing import Any
 
 Row = dict[str, Any]
 HOLDS, FAILS, NOISE = "holds", "does not hold", "no difference beyond the noise"
+OWN = 4
+"""Seeds of an arm that are enough to know its own spread."""
 LEVEL = 0.05
 """Two-sided: how often a difference of nothing is taken for one."""
 
@@ -78,10 +80,19 @@ def _is_number(value: Any) -> bool:
 
 
 def difference(left: Sequence[Row], right: Sequence[Row], metric: str, noise: Noise) -> Difference | None:
-    """The difference of the means of two sets of rows; None where one is empty."""
+    """The difference of the means of two sets of rows; None where one is empty.
+
+    With `OWN` rows on each side the noise is their own (Welch), since arms may differ in it; with fewer the pooled one.
+    """
     if not left or not right:
         return None
     a, b = (statistics.mean(row[metric] for row in side) for side in (left, right))
+    if min(len(left), len(right)) >= OWN:
+        parts = [(statistics.variance(row[metric] for row in side) / len(side), len(side)) for side in (left, right)]
+        square = sum(part for part, _ in parts)
+        spread = sum(part**2 / (count - 1) for part, count in parts)
+        freedom = int(square**2 / spread) if spread else len(left) + len(right) - 2
+        return Difference(a, b, a - b, math.sqrt(square), freedom)
     error = noise.deviation * math.sqrt(1 / len(left) + 1 / len(right))
     return Difference(a, b, a - b, error, noise.freedom)
 

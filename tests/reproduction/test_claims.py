@@ -88,6 +88,18 @@ def test_the_noise_is_pooled_over_rows_that_differ_in_the_seed_alone() -> None:
     assert difference([], two, "loss", noise) is None
 
 
+def test_arms_of_many_seeds_have_a_spread_of_their_own() -> None:
+    found = rows(a=[1.0, 1.1, 1.0, 1.1], b=[2.0, 2.1, 2.0, 2.1], c=[0.0, 9.0, 0.0, 9.0])
+    assert pooled(found, "loss").deviation > 2
+    assert judge(claim("lower", AB), found)[0] == "holds"
+    one = difference(found[:4], found[4:8], "loss", pooled(found, "loss"))
+    assert one is not None
+    assert one.freedom == 6
+    other = difference(found[:4], found[8:], "loss", pooled(found, "loss"))
+    assert other is not None
+    assert other.freedom == 3
+
+
 def test_few_seeds_need_a_greater_difference() -> None:
     assert quantile(0.975, 0) == math.inf
     known = {1: 12.706, 2: 4.303, 3: 3.182, 4: 2.776, 8: 2.306, 30: 2.042}  # from tables of Student's t
