@@ -20,9 +20,9 @@ What the papers claim, what we measured, and which attention to take for what. E
 [experiments](../experiments) that `subquad reproduce NAME` runs again: the recipe, the paper's figures, ours with seeds
 and machine, a plot. This page is generated from them by `subquad reproduce --findings docs/findings.md`.
 
-A difference counts where it is beyond the noise (Student's t at 5 %, over the spread between seeds); where it is not, that
-is the result. Ours are small models on a CPU unless a line says otherwise: they test the claim, not the paper's absolute
-figures.
+A difference counts where it is beyond the noise (Student's t at 5 %, over the spread between seeds); where it is not,
+that is the result. Ours are small models on a CPU unless a line says otherwise: they test the claim, not the paper's
+absolute figures.
 """
 
 
