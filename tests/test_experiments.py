@@ -16,7 +16,7 @@ from subquad.reproduction.command import experiments, make_parser
 from subquad.reproduction.data import DATA
 from subquad.reproduction.findings import findings
 from subquad.reproduction.plots import known_columns
-from subquad.reproduction.recipe import SCALES, Recipe, read_recipe
+from subquad.reproduction.recipe import Recipe, read_recipe
 from subquad.reproduction.result import BEGIN, END, identity_of, read_result, telling, written
 from subquad.reproduction.train import budget_steps, train_config
 from subquad.reproduction.units import Unit, function, units_of
@@ -140,7 +140,3 @@ def test_the_library_never_imports_an_experiment() -> None:
             modules = [a.name for a in node.names] if isinstance(node, ast.Import) else []
             modules += [node.module or ""] if isinstance(node, ast.ImportFrom) else []
             assert not any(module.split(".")[0] == "experiments" for module in modules), file
-
-
-def test_scales_are_known_by_their_order() -> None:
-    assert SCALES == ("smoke", "cpu", "gpu", "paper")

@@ -18,6 +18,7 @@ from torch.nn import functional as F
 
 from subquad.ops import block_attention, running_softmax
 from subquad.ops.patterns import Causal
+from subquad.reproduction.curves import crossover
 from subquad.tools.memory import peak_bytes
 
 if TYPE_CHECKING:
@@ -98,20 +99,6 @@ def mean(rows: list[dict[str, Any]], form: str, latents: int, name: str = "times
 def latents_of(rows: list[dict[str, Any]]) -> list[int]:
     """Numbers of latents, without attention's 0."""
     return sorted({row["latents"] for row in rows} - {0})
-
-
-def crossover(faster: dict[int, float]) -> str:
-    """The length from which a form is faster than the base up to the longest, interpolated in both logarithms."""
-    sizes = sorted(faster)
-    slower = [T for T in sizes if faster[T] < 1]
-    if not slower:
-        return f"below {sizes[0]:,}"
-    if slower[-1] == sizes[-1]:
-        return f"not up to {sizes[-1]:,}"
-    a = slower[-1]
-    b = sizes[sizes.index(a) + 1]
-    part = -math.log(faster[a]) / (math.log(faster[b]) - math.log(faster[a]))
-    return f"{math.exp(math.log(a) + part * math.log(b / a)):,.0f}"
 
 
 def claim_crossover(rows: list[dict[str, Any]]) -> tuple[str, str] | None:

@@ -19,6 +19,7 @@ from torch.nn import functional as F
 from subquad.attention import build
 from subquad.ops import block_attention, running_softmax
 from subquad.ops.patterns import Causal
+from subquad.reproduction.curves import exponent
 from subquad.tools.memory import peak_bytes
 
 if TYPE_CHECKING:
@@ -76,7 +77,7 @@ def run(unit: Unit) -> list[dict[str, Any]]:
             for (T, L), call, timed in zip(shapes, calls, times(calls, s["repeats"]), strict=True)
         ]
         largest = sizes[-FITTED:]
-        slopes = {name: slope(largest, [point[name] for point in points[-FITTED:]]) for name in ("ms", "peak_mib")}
+        slopes = {name: exponent(largest, [point[name] for point in points[-FITTED:]]) for name in ("ms", "peak_mib")}
         rows += points
         rows.append({"row": "fit", "sweep": sweep, "time_slope": slopes["ms"], "memory_slope": slopes["peak_mib"]})
         rows[-1]["range"] = f"{largest[0]:,} to {largest[-1]:,}"
@@ -104,11 +105,6 @@ def times(calls: list[Callable[[], Tensor]], repeats: int) -> list[dict[str, flo
 def memory(call: Callable[[], Tensor], device: str) -> float:
     """MiB at the worst moment, the result among them, the inputs not."""
     return peak_bytes(call, device) / 2**20
-
-
-def slope(sizes: list[int], values: list[float]) -> float:
-    """Of the logarithms, by least squares."""
-    return statistics.linear_regression([math.log(n) for n in sizes], [math.log(y) for y in values]).slope
 
 
 def judged(rows: list[dict[str, Any]], form: str, **orders: tuple[float, float]) -> tuple[str, str] | None:

@@ -9,8 +9,8 @@ import torch
 
 from subquad.models.config import DecoderConfig
 from subquad.models.stacks import build_model
-from subquad.reproduction.noise import FAILS, HOLDS, NOISE, Difference, Margin, difference, judge, pooled, select
-from subquad.reproduction.units import Row, Unit
+from subquad.reproduction.noise import FAILS, HOLDS, NOISE, Difference, Margin, Row, difference, judge, pooled, select
+from subquad.reproduction.units import Unit
 from subquad.training import RunResult
 
 CLOSE = 1.10

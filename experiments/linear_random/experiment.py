@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-import math
 import statistics
 from typing import TYPE_CHECKING, Any
 
 from subquad.bench import OpsConfig, measure_ops
+from subquad.reproduction.curves import crossover, exponent
 
 if TYPE_CHECKING:
     from subquad.reproduction import Unit
@@ -49,8 +49,7 @@ def exponents(rows: list[dict[str, Any]], form: str, order: float, name: str = "
         values = list(mean(rows, form, which, name).items())[-FITTED:]
         if len(values) < FITTED:
             continue
-        x, y = ([math.log(item[place]) for item in values] for place in (0, 1))
-        slope = statistics.linear_regression(x, y).slope
+        slope = exponent(*zip(*values, strict=True))
         holds = holds and abs(slope - order) <= 0.25
         shown.append(f"{which}: T^{slope:.2f} ({values[0][0]:,} to {values[-1][0]:,})")
     return (("holds" if holds else "does not hold"), "; ".join(shown)) if shown else None
@@ -87,17 +86,3 @@ def claim_faster(rows: list[dict[str, Any]]) -> tuple[str, str] | None:
         holds = holds and faster[T] > 1
         shown.append(f"{which}: {faster[T]:.1f} times at {T:,}, faster from {crossover(faster)}")
     return ("holds" if holds else "does not hold"), "; ".join(shown)
-
-
-def crossover(faster: dict[int, float]) -> str:
-    """The length from which the ratio stays above one, interpolated in both logarithms."""
-    sizes = sorted(faster)
-    slower = [T for T in sizes if faster[T] < 1]
-    if not slower:
-        return f"{sizes[0]:,} or less"
-    if slower[-1] == sizes[-1]:
-        return f"no length up to {sizes[-1]:,}"
-    a = slower[-1]
-    b = sizes[sizes.index(a) + 1]
-    part = -math.log(faster[a]) / (math.log(faster[b]) - math.log(faster[a]))
-    return f"{math.exp(math.log(a) + part * math.log(b / a)):,.0f}"

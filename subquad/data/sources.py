@@ -28,6 +28,7 @@ STDLIB_LEAVES_OUT = frozenset({"__pycache__", "dist-packages", "idlelib", "lib2t
 _ARCHIVES = (".tar", ".tar.bz2", ".tar.gz", ".tar.xz", ".tgz", ".txz")
 TAR_MARK = slice(257, 262)
 """Where a tar archive says what it is: OpenWebText's are named .xz."""
+# zipfile has NotImplementedError for a compression that it does not know, RuntimeError for a file with a password.
 _DAMAGE = (*DAMAGE, ValueError, tarfile.TarError, zipfile.BadZipFile, NotImplementedError, RuntimeError)
 
 
@@ -218,8 +219,9 @@ def _unpack(name: str, raw: bytes, file: Path) -> Iterator[tuple[str, bytes]]:
                 for inner in sorted(inner for inner in packed.namelist() if not inner.endswith("/")):
                     yield f"{name}/{inner}", packed.read(inner)
             return
-        content = raw if file.name.endswith(_ARCHIVES) else unpack(file, raw)
-        if not file.name.endswith(_ARCHIVES) and content[TAR_MARK] != b"ustar":
+        named = file.name.endswith(_ARCHIVES)
+        content = raw if named else unpack(file, raw)
+        if not named and content[TAR_MARK] != b"ustar":
             yield name, content
             return
         with tarfile.open(fileobj=io.BytesIO(content)) as archive:

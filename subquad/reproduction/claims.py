@@ -8,9 +8,9 @@ from pathlib import Path
 from typing import Any, Literal
 
 from subquad.config import Config
-from subquad.reproduction.noise import FAILS, HOLDS, NOISE, Margin, difference, judge, number, pooled, select
+from subquad.reproduction.noise import FAILS, HOLDS, NOISE, Margin, Row, difference, judge, number, pooled, select
 from subquad.reproduction.recipe import SCALES
-from subquad.reproduction.units import Row, function
+from subquad.reproduction.units import function
 
 FILE = "expected.json"
 INCOMPARABLE, WAITING, NOT_RUN = "not comparable", "waiting for a GPU", "not run"

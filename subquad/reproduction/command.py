@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 from subquad.config import suggest
 from subquad.reproduction.recipe import FILE, SCALES, Recipe, read_recipe
 from subquad.tools._tables import console, print_table
-from subquad.tools.arguments import Parser
+from subquad.tools.arguments import Parser, check_output
 
 if TYPE_CHECKING:
     from subquad.reproduction.runner import Runner
@@ -30,6 +30,7 @@ def run(arguments: Sequence[str]) -> int:
         root = experiments_folder(chosen.folder)
         names = _names(root, chosen)
         data = _data(chosen.data)
+        check_output("findings", chosen.findings)
     if chosen.findings:
         from subquad.reproduction.findings import findings
 

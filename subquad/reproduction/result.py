@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import statistics
 from collections.abc import Iterable, Sequence
 from pathlib import Path
@@ -10,10 +11,10 @@ from typing import Any
 
 from subquad.config import digest
 from subquad.reproduction.claims import Expected, Verdict, by_size, verdicts
-from subquad.reproduction.noise import number, select
+from subquad.reproduction.noise import Row, number, select
 from subquad.reproduction.recipe import SCALES, Recipe
 from subquad.reproduction.runner import Finished
-from subquad.reproduction.units import Row, Unit
+from subquad.reproduction.units import Unit
 from subquad.training.checkpoint import write_atomically
 
 FILE, PLOT, README = "result.json", "plot.png", "README.md"
@@ -82,8 +83,6 @@ def write_result(folder: Path, scale: str, values: dict[str, Any]) -> None:
 
 def _flat(text: str) -> str:
     """Each row on a line of its own: indented further, a result of some hundred rows is unreadable."""
-    import re
-
     return re.sub(r"\{[^{}]*\}", lambda found: re.sub(r"\s*\n\s*", " ", found[0]), text)
 
 

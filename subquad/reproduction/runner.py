@@ -15,7 +15,8 @@ from concurrent.futures.process import BrokenProcessPool
 from pathlib import Path
 from typing import Any, Self
 
-from subquad.reproduction.units import BEGUN, DONE, ON_A_GPU, Row, Unit, function, kept
+from subquad.reproduction.noise import Row
+from subquad.reproduction.units import BEGUN, DONE, ON_A_GPU, Unit, function, kept
 from subquad.training.checkpoint import write_atomically
 
 logger = logging.getLogger(__name__)
@@ -135,11 +136,11 @@ def _rows(unit: Unit) -> list[Row]:
 def _clear(folder: Path, unit: Unit) -> None:
     """Make the folder, empty unless what is in it is of the same training."""
     begun = folder / BEGUN
-    known = json.loads(begun.read_text(encoding="utf-8")).get("training") if begun.is_file() else None
-    if known != unit.training:
+    same = begun.is_file() and begun.read_text(encoding="utf-8").strip() == unit.training
+    if not same:
         shutil.rmtree(folder, ignore_errors=True)
     folder.mkdir(parents=True, exist_ok=True)
-    write_atomically(begun, (json.dumps({"training": unit.training}) + "\n").encode())
+    write_atomically(begun, f"{unit.training}\n".encode())
 
 
 def _provenance(unit: Unit) -> dict[str, Any]:

@@ -13,8 +13,9 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from subquad.reproduction.noise import Row
 from subquad.reproduction.recipe import Held, merged
-from subquad.reproduction.units import ON_A_GPU, Row, Unit, function, held_of
+from subquad.reproduction.units import ON_A_GPU, Unit, function, held_of
 from subquad.training.config import TrainConfig
 
 if TYPE_CHECKING:
@@ -35,9 +36,13 @@ def train_config(unit: Unit, settings: dict[str, Any] | None = None, **run: Any)
     """The unit's settings as a training configuration. Raises as `TrainConfig.from_dict`."""
     given = unit.settings if settings is None else settings
     steps = merged(QUIET, given).get("run", {}).get("steps", 1000)
-    device = "auto" if unit.scale in ON_A_GPU else "cpu"
-    own = {"seed": unit.seed, "folder": str(Path(unit.folder) / "run"), "save_every": steps, "threads": unit.threads}
-    own["device"] = device
+    own = {
+        "seed": unit.seed,
+        "folder": str(Path(unit.folder) / "run"),
+        "save_every": steps,
+        "threads": unit.threads,
+        "device": "auto" if unit.scale in ON_A_GPU else "cpu",
+    }
     return TrainConfig.from_dict(merged(QUIET, {"run": own}, given, {"run": run}))
 
 
@@ -95,8 +100,8 @@ def train_unit(unit: Unit) -> list[Row]:
         trunk, fork = folder / "run", folder / f"run-{steps}"
         constant = merged(unit.settings, {"schedule": {"kind": "constant"}})
         falling = merged(unit.settings, {"schedule": {"kind": "wsd", "decay_fraction": DECAY}})
-        _trained(train_config(unit, constant, steps=begin, save_every=begin))
-        if not fork.is_dir():
+        if not fork.is_dir():  # else the trunk may have gone on beyond this budget
+            _trained(train_config(unit, constant, steps=begin, save_every=begin))
             _fork(trunk, fork)
         config = train_config(unit, falling, steps=steps, folder=str(fork), save_every=steps)
         done[steps] = _measured(unit, config, {name: steps})

@@ -16,11 +16,10 @@ from subquad.reproduction.data import find
 from subquad.reproduction.recipe import Held, Recipe, merged
 
 CODE = "experiment.py"
-DONE, BEGUN = "unit.json", "begun.json"
+DONE, BEGUN = "unit.json", "begun.txt"
 ON_A_GPU = ("gpu", "paper")
 MEASURES = ("run", "measure")
 """The functions of an experiment's code that make rows; what else is in it judges and draws them."""
-Row = dict[str, Any]
 
 
 @dataclass(frozen=True)

@@ -6,6 +6,7 @@ import re
 import sys
 import tarfile
 import types
+import zipfile
 
 import pytest
 
@@ -88,6 +89,16 @@ def test_an_archive_has_a_document_for_each_file(tmp_path):
     (tmp_path / "bad.zip").write_bytes(b"no archive")
     with pytest.raises(BadTextError, match=r"bad\.zip is damaged and does not unpack"):
         read(tmp_path / "bad.zip")
+    with zipfile.ZipFile(tmp_path / "good.zip", "w") as packed:
+        packed.writestr("a.txt", "one")
+    good = (tmp_path / "good.zip").read_bytes()
+    central = good.index(b"PK\x01\x02")
+    for offset, value, why in ((8, 1, "password"), (10, 99, "compression")):  # its flags, its method
+        changed = bytearray(good)
+        changed[central + offset] = changed[offset - 2] = value
+        (tmp_path / "odd.zip").write_bytes(changed)
+        with pytest.raises(BadTextError, match=rf"odd\.zip is damaged and does not unpack: .*{why}"):
+            read(tmp_path / "odd.zip")
     (tmp_path / "bad.tar").write_bytes(b"no archive")
     with pytest.raises(BadTextError, match=r"bad\.tar is damaged and does not unpack"):
         read(tmp_path / "bad.tar")

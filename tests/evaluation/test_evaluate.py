@@ -118,6 +118,19 @@ def test_windows_cut_the_text_and_count_what_is_left(model):
     assert (silent.bits_per_byte, silent.word_perplexity) == (None, None)
 
 
+@pytest.mark.parametrize("stride", [2, 4])
+def test_what_is_skipped_is_the_predictions_with_less_context(model, stride):
+    tokens, length = text(30), 6
+    nats, context = brute_force(model, tokens, length, stride)
+    kept = [target for target in nats if target > length]
+    found = evaluate(model, tokens, length=length, stride=stride, skip=length, text_bytes=30, words=5)
+    assert found.tokens == len(kept)
+    assert_same_maths(exact(found.loss), exact(sum(nats[target] for target in kept) / len(kept)))
+    assert min(context[target] for target in kept) == length - stride + 1
+    assert found.bits_per_byte is None
+    assert found.word_perplexity is None
+
+
 def test_more_windows_than_there_are_is_the_whole_text(model):
     whole, more = (evaluate(model, text(50), length=7, windows=n, text_bytes=50, words=9) for n in (None, 100))
     assert more.bits_per_byte == whole.bits_per_byte is not None
@@ -174,6 +187,8 @@ def test_repeating_gives_the_same_bits(model):
     ({"length": 8, "stride": 9}, r"stride must be between 1 and length \(8\), so that no token is left out, got 9"),
     ({"length": 8, "windows": 0}, "windows must be at least 1, got 0"),
     ({"length": 8, "batch_size": 0}, "batch_size must be at least 1, got 0"),
+    ({"length": 8, "skip": -1}, "skip must be at least 0 and leave tokens to predict of 30, got -1"),
+    ({"length": 8, "skip": 30}, "skip must be at least 0 and leave tokens to predict of 30, got 30"),
 ])  # fmt: skip
 def test_numbers_out_of_range_are_refused(model, options, match):
     with pytest.raises(ValueError, match=match):

@@ -8,6 +8,8 @@ import yaml
 
 from subquad import cli
 from subquad.reproduction.findings import findings
+from subquad.reproduction.plots import draw
+from subquad.reproduction.recipe import read_recipe
 from subquad.reproduction.result import read_result
 
 
@@ -57,6 +59,12 @@ def test_the_page_has_what_it_is_told_to_have(experiments: Path, capsys: pytest.
     assert "![values by tokens](../experiments/measured/plot.png)" in page
     assert "See [measured](../experiments/measured)." in page
     assert page.index("What to take") < page.index("## A paper") < page.index("What is wrong")
+
+
+def test_there_is_no_plot_of_nothing(experiments: Path) -> None:
+    folder = experiments / "measured"
+    with pytest.raises(ValueError, match="measured has no rows to draw"):
+        draw(folder, read_recipe(folder), [], folder / "plot.png")
 
 
 def test_smoke_leaves_the_folder_as_it_is(experiments: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -133,6 +141,7 @@ def test_without_a_name_the_experiments_are_listed(experiments: Path, capsys: py
         (["measured", "--processes", "0"], "--processes must be at least 1, got 0"),
         (["measured", "--threads", "0"], "--threads must be at least 1, got 0"),
         (["measured", "--data", "books"], "--data takes NAME=PATH, got 'books'"),
+        (["--findings", "none/x.md"], "there is no folder"),
         (["measured", "--folder", "none"], "there is no folder none: the experiments are in subquad's repository"),
     ],
 )

@@ -48,6 +48,14 @@ def test_a_fork_is_the_run_of_that_many_steps(experiments: Path) -> None:
     assert rows["steps"]["loss"] != rows["tokens"]["loss"]
 
 
+def test_a_unit_of_several_budgets_goes_on_where_it_was(experiments: Path) -> None:
+    unit = units(experiments, "cpu")["few-0"]
+    before = train_unit(unit)
+    again = train_unit(unit)  # its trunk has gone on beyond the smaller budgets
+    assert [row["loss"] for row in again] == [row["loss"] for row in before]
+    assert [row["steps"] for row in again] == [row["steps"] for row in before]
+
+
 def test_arms_of_equal_steps_are_measured_on_the_same_tokens(experiments: Path) -> None:
     rows = [train_unit(unit)[0] for name, unit in units(experiments, "smoke").items() if name.endswith("-0")]
     assert [row["scored_tokens"] for row in rows] == [63, 63]

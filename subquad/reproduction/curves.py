@@ -1,0 +1,28 @@
+"""What a curve over sizes says: its exponent, and where it crosses one."""
+
+from __future__ import annotations
+
+import math
+import statistics
+from collections.abc import Mapping, Sequence
+
+
+def exponent(sizes: Sequence[float], values: Sequence[float]) -> float:
+    """The slope of the logarithm of the values over that of the sizes, by least squares."""
+    return statistics.linear_regression([math.log(n) for n in sizes], [math.log(y) for y in values]).slope
+
+
+def crossover(ratios: Mapping[int, float]) -> str:
+    """The size from which on the ratio stays above one, interpolated in both logarithms.
+
+    Where that is outside of the sizes measured, the answer says so.
+    """
+    sizes = sorted(ratios)
+    below = [size for size in sizes if ratios[size] < 1]
+    if not below:
+        return f"{sizes[0]:,} or less"
+    if below[-1] == sizes[-1]:
+        return f"no length up to {sizes[-1]:,}"
+    a, b = below[-1], sizes[sizes.index(below[-1]) + 1]
+    part = -math.log(ratios[a]) / (math.log(ratios[b]) - math.log(ratios[a]))
+    return f"{math.exp(math.log(a) + part * math.log(b / a)):,.0f}"
