@@ -39,9 +39,8 @@ def draw(figure: Figure, rows: list[Row]) -> None:
     axis = figure.subplots()
     names = {"perplexity": "a token", "word_perplexity": "a word"}
     for place, name in enumerate(names):
-        values = [row[name] for row in rows]
-        axis.bar(place, statistics.mean(values), 0.6)
-        axis.plot([place] * len(values), values, "k.")
+        axis.plot([place] * len(rows), [row[name] for row in rows], "o", color="#4477aa")
     axis.set_xticks(range(len(names)), names.values())
     axis.set(title="one model, one loss, two perplexities", ylabel="perplexity", yscale="log")
+    axis.set(xlim=(-0.5, len(names) - 0.5), ylim=(100, 10_000))
     axis.grid(alpha=0.3, axis="y")

@@ -13,6 +13,8 @@ from subquad.reproduction.result import PLOT, line, ours, read_result, telling
 CHOOSE, WRONG = "choose.md", "wrong.md"
 """Written by hand: what to take for what, and what was found wrong in the papers."""
 LINK = "../experiments/"
+OURS = "Ours"
+"""What no paper claims comes last."""
 HEAD = """\
 # Findings
 
@@ -43,12 +45,12 @@ def findings(root: Path, experiments: Sequence[Path]) -> str:
                 f"{image}\n\n*[{folder.name}]({LINK}{folder.name}): {expected.caption}*"
             )
     counts = Counter(verdict.verdict for lines in papers.values() for _, verdict in lines)
-    total = ", ".join(f"{counts[name]} {name}" for name in VERDICTS if counts[name])
-    others = f" {more} further ones stand in the folders alone." if more else ""
-    parts = [HEAD + f"\nOf {sum(counts.values())} claims: {total}.{others}"]
+    total = ", ".join(f"{name} {counts[name]}" for name in VERDICTS if counts[name])
+    others = f" The folders have {more} more." if more else ""
+    parts = [HEAD + f"\n{sum(counts.values())} claims: {total}.{others}"]
     if (root / CHOOSE).is_file():
         parts.append(_by_hand(root / CHOOSE))
-    for paper, lines in papers.items():
+    for paper, lines in sorted(papers.items(), key=lambda item: item[0] == OURS):
         table = ["| | claim | theirs | ours | verdict |", "|:---|:---|:---|:---|:---|"]
         table += [_line(folder, verdict) for folder, verdict in lines]
         parts += [f"## {paper}\n\n" + "\n".join(table), *plots.get(paper, [])]

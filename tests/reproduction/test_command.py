@@ -40,7 +40,7 @@ def test_an_experiment_is_run_compared_and_written_down(experiments: Path, capsy
     assert "![the result](plot.png)" in readme
     assert (folder / "plot.png").read_bytes().startswith(b"\x89PNG")
     page = findings(experiments, [folder])
-    assert "Of 3 claims: 2 holds, 1 not comparable." in page
+    assert "3 claims: holds 2, not comparable 1." in page
     assert "| [measured](../experiments/measured) | two is more than one |" in page
 
 
@@ -55,7 +55,7 @@ def test_the_page_has_what_it_is_told_to_have(experiments: Path, capsys: pytest.
     (experiments / "wrong.md").write_text("## What is wrong\n\nNothing.\n")
     page = findings(experiments, [folder])
     assert "two is more than one" not in page
-    assert "1 further ones stand in the folders alone." in page
+    assert "The folders have 1 more." in page
     assert "![values by tokens](../experiments/measured/plot.png)" in page
     assert "See [measured](../experiments/measured)." in page
     assert page.index("What to take") < page.index("## A paper") < page.index("What is wrong")
