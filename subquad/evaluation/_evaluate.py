@@ -88,6 +88,16 @@ def plan(tokens: int, length: int, stride: int, latents: int | None = None) -> l
     return windows
 
 
+def _cut_text(
+    tokens: Sequence[int] | np.ndarray | Tensor, decode: Callable[[list[int]], str] | None
+) -> tuple[int | None, int | None]:
+    """The bytes and words that `tokens` stand for: None without `decode`."""
+    if decode is None:
+        return None, None
+    text = decode(np.asarray(tokens).tolist())
+    return len(text.encode()), len(text.split())
+
+
 def evaluate(
     model: Decoder,
     tokens: Sequence[int] | np.ndarray | Tensor,
@@ -130,11 +140,8 @@ def evaluate(
         raise ValueError(f"skip must be at least 0 and leave tokens to predict of {len(tokens)}, got {skip}")
     if skip:
         text_bytes = words = decode = None
-    used = chosen[-1].stop + 1
-    if used < len(tokens):
-        text = decode(np.asarray(tokens[:used]).tolist()) if decode else None
-        text_bytes = None if text is None else len(text.encode())
-        words = None if text is None else len(text.split())
+    if (used := chosen[-1].stop + 1) < len(tokens):
+        text_bytes, words = _cut_text(tokens[:used], decode)
 
     begin = time.perf_counter()
     nats_T = np.zeros(length)
