@@ -20,7 +20,8 @@ HEAD = """\
 
 What the papers claim, what we measured, and which attention to take for what. Each line of the tables is a folder of
 [experiments](../experiments) that `subquad reproduce NAME` runs again: the recipe, the paper's figures, ours with seeds
-and machine, a plot. This page is generated from them by `subquad reproduce --findings docs/findings.md`.
+and machine, a plot. This page is generated from them by `subquad reproduce --findings docs/findings.md`; it has the
+papers' main claims and, of our own, what bears on a choice. The README of a folder has all of its claims.
 
 A difference counts where it is beyond the noise (Student's t at 5 %, over the spread between seeds); where it is not,
 that is the result. Ours are small models on a CPU unless a line says otherwise: they test the claim, not the paper's
@@ -32,12 +33,12 @@ def findings(root: Path, experiments: Sequence[Path]) -> str:
     """The page. `ValueError` for a folder whose expected.json or result.json cannot be read."""
     papers: dict[str, list[tuple[Path, Verdict]]] = {}
     plots: dict[str, list[str]] = {}
-    more = 0
+    others: Counter[str] = Counter()
     for folder in experiments:
         expected, scales = read_expected(folder), read_result(folder)
         found = verdicts(folder, expected, scales)
         shown = [(folder, verdict) for verdict in found if verdict.claim.on_page]
-        more += len(found) - len(shown)
+        others.update(verdict.verdict for verdict in found if not verdict.claim.on_page)
         papers.setdefault(expected.paper, []).extend(shown)
         if expected.caption and telling(scales):
             image = f"![{expected.caption}](../experiments/{folder.name}/{PLOT})"
@@ -45,9 +46,9 @@ def findings(root: Path, experiments: Sequence[Path]) -> str:
                 f"{image}\n\n*[{folder.name}]({LINK}{folder.name}): {expected.caption}*"
             )
     counts = Counter(verdict.verdict for lines in papers.values() for _, verdict in lines)
-    total = ", ".join(f"{name} {counts[name]}" for name in VERDICTS if counts[name])
-    others = f" The folders have {more} more." if more else ""
-    parts = [HEAD + f"\n{sum(counts.values())} claims: {total}.{others}"]
+    parts = [HEAD + f"\n{_counted('claims', counts)}."]
+    if others:
+        parts[0] += f" The folders have {_counted('more', others)}."
     if (root / CHOOSE).is_file():
         parts.append(_by_hand(root / CHOOSE))
     for paper, lines in sorted(papers.items(), key=lambda item: item[0] == OURS):
@@ -57,6 +58,11 @@ def findings(root: Path, experiments: Sequence[Path]) -> str:
     if (root / WRONG).is_file():
         parts.append(_by_hand(root / WRONG))
     return "\n\n".join(parts) + "\n"
+
+
+def _counted(what: str, verdicts: Counter[str]) -> str:
+    names = ", ".join(f"{name} {verdicts[name]}" for name in VERDICTS if verdicts[name])
+    return f"{sum(verdicts.values())} {what}: {names}"
 
 
 def _by_hand(file: Path) -> str:

@@ -55,7 +55,7 @@ def test_the_page_has_what_it_is_told_to_have(experiments: Path, capsys: pytest.
     (experiments / "wrong.md").write_text("## What is wrong\n\nNothing.\n")
     page = findings(experiments, [folder])
     assert "two is more than one" not in page
-    assert "The folders have 1 more." in page
+    assert "The folders have 1 more: holds 1." in page
     assert "![values by tokens](../experiments/measured/plot.png)" in page
     assert "See [measured](../experiments/measured)." in page
     assert page.index("What to take") < page.index("## A paper") < page.index("What is wrong")
