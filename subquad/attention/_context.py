@@ -41,18 +41,14 @@ class SharedSequences(nn.Module):
                 f"attention {self.name!r} has no way to read a sequence that several processes share "
                 "(its class does not set parallel = True)"
             )
-        if self.training and self.config.dropout:
-            raise ValueError(
-                f"dropout={self.config.dropout} draws other numbers on each process than one process would: "
-                f"set dropout=0 in the {self.name} layer, or leave `context_parallel`"
-            )
 
     def check_part(self, state: State | None, padding: Tensor | None) -> None:
         """Under an active group, raise `ValueError` for what this layer cannot take there."""
         if active_group() is None:
             return
-        check_whole(state, padding)
         self.check_shared()
+        check_whole(state, padding)
+        check_dropout(self.config.dropout if self.training else 0.0)
 
     def whole_state(self, state: State, device: Any) -> State:
         """The state after all ranks' tokens, on every rank, from those that `mix` returned; without gradients."""
@@ -88,6 +84,15 @@ def check_whole(state: State | None, padding: Tensor | None) -> None:
         raise ValueError(
             "a sequence that several processes share has no padding: positions would depend on other ranks' tokens; "
             "cut off the padding and leave the mask out"
+        )
+
+
+def check_dropout(dropout: float) -> None:
+    """Raise `ValueError` for dropout that is on."""
+    if dropout:
+        raise ValueError(
+            f"dropout={dropout} draws other numbers on several processes than on one: set it to 0, or leave "
+            "`context_parallel`"
         )
 
 

@@ -7,7 +7,7 @@ from typing import Any
 
 from torch import Tensor
 
-from subquad.attention._context import added, check_whole
+from subquad.attention._context import added, check_dropout, check_whole
 from subquad.models._layers import Block
 from subquad.models.config import DecoderConfig
 from subquad.models.stacks import stack_of
@@ -34,11 +34,7 @@ def check_part(
         return
     check_shared(config)
     check_whole(state, mask)
-    if training and config.dropout:
-        raise ValueError(
-            f"dropout={config.dropout} draws other numbers on each process than one process would: "
-            "set dropout=0, or leave `context_parallel`"
-        )
+    check_dropout(config.dropout if training else 0.0)
     group.check_same(tokens_BT.shape[1], tokens_BT.device)
 
 

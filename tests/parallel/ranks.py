@@ -1,13 +1,12 @@
 """The ranks of a context group as threads of one process: what real processes do, without starting them."""
 
 import queue
-import threading
 from collections import defaultdict
 from concurrent.futures import ThreadPoolExecutor
 
 import torch
 
-from subquad.parallel import ContextGroup, Sent, context_parallel
+from subquad.parallel import ContextGroup, Sent
 
 SECONDS = 30
 """A rank that waits longer for another one is lost."""
@@ -17,7 +16,7 @@ class Threads(ContextGroup):
     """One of `size` threads, which write to one another's letter boxes."""
 
     def __init__(self, rank, size, boxes):
-        self.rank, self.size, self.boxes, self.sent, self.process_group = rank, size, boxes, Sent(), None
+        self.rank, self.size, self.boxes, self.sent = rank, size, boxes, Sent()
 
     def exchange(self, outgoing, incoming, *, backward=False):
         nbytes = sum(x.nbytes for _, x in outgoing)
@@ -37,40 +36,26 @@ class Threads(ContextGroup):
         return wait
 
     def gather(self, x, dim=0):
-        x = x.detach().clone()
         for rank in range(self.size):
-            self.boxes[self.rank, rank, "gather"].put(x)
-        return torch.cat([self.boxes[r, self.rank, "gather"].get(timeout=SECONDS) for r in range(self.size)], dim)
+            self.boxes[self.rank, rank].put(x.detach().clone())
+        return torch.cat([self.boxes[rank, self.rank].get(timeout=SECONDS) for rank in range(self.size)], dim)
 
     def last_state(self, state, device):
-        last = self.size - 1
-        if self.rank == last:
+        if self.rank == self.size - 1:
             for rank in range(self.size):
-                self.boxes[last, rank, "state"].put(state)
-        return self.boxes[last, self.rank, "state"].get(timeout=SECONDS)
+                self.boxes[self.rank, rank].put(state)
+        return self.boxes[self.size - 1, self.rank].get(timeout=SECONDS)
 
 
 def on_ranks(size, work):
-    """What `work(group)` returns on each rank, in threads; the first error of any of them is raised, and no letter left."""
-    boxes, errors = defaultdict(queue.Queue), []
-
-    def run(rank):
-        group = Threads(rank, size, boxes)
-        try:
-            with context_parallel(group):
-                return work(group)
-        except BaseException as error:
-            errors.append(error)
-            raise
-
-    lock = threading.Lock()
-    boxes.default_factory = lambda: queue.Queue()
-    with lock, ThreadPoolExecutor(size) as pool:
-        futures = [pool.submit(run, rank) for rank in range(size)]
-        futures_done = [f.exception() for f in futures]
+    """What `work(group)` returns on each rank; the first error that is not a wait for a lost rank is raised."""
+    boxes = defaultdict(queue.SimpleQueue)
+    for pair in ((a, b) for a in range(size) for b in range(size)):
+        boxes[pair]
+    with ThreadPoolExecutor(size) as pool:
+        futures = [pool.submit(work, Threads(rank, size, boxes)) for rank in range(size)]
+    errors = [future.exception() for future in futures if future.exception()]
     if errors:
-        raise next(e for e in errors if not isinstance(e, queue.Empty)) if any(not isinstance(e, queue.Empty) for e in errors) else errors[0]
-    assert not any(futures_done)
-    left = {key: box.qsize() for key, box in boxes.items() if box.qsize()}
-    assert not left, f"sent but not received: {left}"
-    return [f.result() for f in futures]
+        raise min(errors, key=lambda error: isinstance(error, queue.Empty))
+    assert not any(box.qsize() for box in boxes.values()), "sent but not received"
+    return [future.result() for future in futures]
