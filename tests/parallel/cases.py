@@ -3,12 +3,13 @@
 import contextlib
 import threading
 
+import pytest
 import torch
 from torch import nn
 
 from subquad.attention import build
 from subquad.models import Decoder, DecoderConfig
-from subquad.parallel import Sent, context_parallel
+from subquad.parallel import ContextGroup, Sent, context_parallel
 from subquad.testing import assert_same_maths
 
 DIM, HEADS, BATCH = 16, 2, 2
@@ -42,7 +43,11 @@ DECODERS = {
     "hybrid with rope": {"attention": ["llp", "latte", "full", "linear"], "num_layers": 4, "position": "rope"},
     "loops with lookup": {"attention": ["elita", "window"], "loops": 2, "loop_loss": "all", "lookup": 4},
     "learned positions": {"attention": ["latte_macchiato", "longformer"], "position": "learned", "max_positions": 64},
-    "sines and luna": {"attention": ["luna", "performer", "luna", "strided"], "num_layers": 4, "position": "sinusoidal"},
+    "sines and luna": {
+        "attention": ["luna", "performer", "luna", "strided"],
+        "num_layers": 4,
+        "position": "sinusoidal",
+    },
     "one block of llp": {"attention": "llp", "position": "rope"},
 }
 OPTIONS = {
@@ -141,7 +146,7 @@ def a_loss(group, case, tokens, checkpointing=False):
 
 
 def a_prefill(group, case, tokens, more=5):
-    """A prompt that the ranks read together is gone on from by one process, with the state it would have made itself."""
+    """A prompt that the ranks read together is gone on from by one process, with the state that it would have made."""
     decoder, T = make_decoder(case).eval(), tokens * group.size
     ids = draw_tokens(T + more)
     for grad in (contextlib.nullcontext(), torch.no_grad()):
@@ -169,3 +174,46 @@ def compare_states(actual, expected):
             assert actual[name] == entry, name
         else:
             compare_states(actual.child(name), entry)
+
+
+def unequal_parts(group):
+    """Every rank hears of it."""
+    decoder = make_decoder("one block of llp")
+    with context_parallel(group), pytest.raises(ValueError, match="hold equally many tokens of a sequence, got"):
+        decoder(draw_tokens(4 + group.rank))
+
+
+def two_groups(group):
+    """Neighbours share a sequence, each pair one of its own."""
+    pair = ContextGroup.neighbours(2)
+    assert (pair.size, pair.rank) == (2, group.rank % 2)
+    a_layer(pair, "latte", 5)
+    a_prefill(pair, "learned positions", 5)
+    with pytest.raises(ValueError, match="groups must share 4 processes equally, got groups of size=3"):
+        ContextGroup.neighbours(3)
+
+
+def averaged_by_ddp(group):
+    """DistributedDataParallel's averages over two pairs of processes, a row each, are the gradients of both rows."""
+    from torch.nn.parallel import DistributedDataParallel
+
+    pair = ContextGroup.neighbours(2)
+    model, ids = small_model().train(), draw_tokens(24)
+    _, expected = gradients(model, model(ids, labels=ids).loss)
+    row = ids[group.rank // 2][None]
+    model.model.gradient_checkpointing = True
+    wrapped = DistributedDataParallel(model)
+    with context_parallel(pair):
+        wrapped(row, labels=row).loss.backward()
+    for name, p in model.named_parameters():
+        assert_same_maths(p.grad, expected[name], f"gradient of {name}")
+
+
+def small_model():
+    """A model of transformers, of mechanisms that treat the first tokens apart."""
+    from subquad.hf import SubquadConfig, SubquadForCausalLM
+
+    decoder = make_decoder("hybrid with rope")
+    with SEEDED:
+        torch.manual_seed(0)
+        return SubquadForCausalLM(SubquadConfig.from_decoder(decoder.config)).double()
