@@ -2,6 +2,7 @@
 
 import contextlib
 import threading
+import time
 
 import pytest
 import torch
@@ -217,3 +218,15 @@ def small_model():
     with SEEDED:
         torch.manual_seed(0)
         return SubquadForCausalLM(SubquadConfig.from_decoder(decoder.config)).double()
+
+
+def fails_on_the_second(group):
+    """An error that the other rank cannot know of."""
+    if group.rank == 1:
+        raise RuntimeError("as it should")
+
+
+def hangs_on_the_second(group):
+    """For longer than anyone waits."""
+    if group.rank == 1:
+        time.sleep(1000)

@@ -32,18 +32,19 @@ def run_processes(size, cases, folder, seconds=150):
         subprocess.Popen([*command, str(rank), str(size), str(folder)], env=environment, stdout=out, stderr=out)
         for rank, out in enumerate(outputs)
     ]
-    end = time.monotonic() + seconds
-    try:
-        for child in children:
-            child.wait(max(0.1, end - time.monotonic()))
-        late = ""
-    except subprocess.TimeoutExpired:
-        late = f"the processes did not end within {seconds} seconds\n"
-    finally:
-        for child, out in zip(children, outputs, strict=True):
-            child.kill()
-            child.wait()
-            out.close()
+    end, late = time.monotonic() + seconds, ""
+    while any(child.poll() is None for child in children):
+        if any(child.poll() for child in children):  # the others wait for it
+            time.sleep(2)
+            break
+        if time.monotonic() > end:
+            late = f"the processes did not end within {seconds} seconds\n"
+            break
+        time.sleep(0.05)
+    for child, out in zip(children, outputs, strict=True):
+        child.kill()
+        child.wait()
+        out.close()
     found = dict.fromkeys(cases, "")
     for rank in range(size):
         mine = [name for name, (ranks, *_) in cases.items() if rank < ranks]
@@ -84,6 +85,8 @@ def main(rank, size, folder):
                 break
         finally:
             (folder / f"{rank}.json").write_text(json.dumps(errors))
+    if len(errors) < len([ranks for ranks, *_ in cases.values() if rank < ranks]):
+        sys.exit(1)
     distributed.destroy_process_group()
 
 

@@ -23,28 +23,37 @@ MANY |= {f"prefill {name} {n}": [4, MODULE, "a_prefill", name, n] for name in ca
 MANY |= {"averaged by DDP": [4, MODULE, "averaged_by_ddp"]}
 
 
-@pytest.fixture(scope="module")
-def of_four(tmp_path_factory):
-    return run_processes(4, {**TWO, **FOUR}, tmp_path_factory.mktemp("four"))
+def failures(found):
+    """Tracebacks of the cases that went wrong."""
+    return "\n".join(f"{name}: {text}" for name, text in found.items() if text)
 
 
-@pytest.fixture(scope="module")
-def of_four_long(tmp_path_factory):
-    return run_processes(4, MANY, tmp_path_factory.mktemp("long"), 900)
-
-
-@pytest.mark.parametrize("case", TWO)
-def test_two_processes_are_one(of_four, case):
-    assert of_four[case] == "", of_four[case]
-
-
-@pytest.mark.parametrize("case", FOUR)
-def test_four_processes_are_one(of_four, case):
-    assert of_four[case] == "", of_four[case]
+def test_two_and_four_processes_are_one(tmp_path):
+    """One test, since parallel test runners would start the processes anew for others."""
+    found = run_processes(4, TWO | FOUR, tmp_path)
+    assert set(found) == set(TWO) | set(FOUR)
+    assert not failures(found), failures(found)
 
 
 @pytest.mark.slow
 @pytest.mark.timeout(1000)
-@pytest.mark.parametrize("case", MANY)
-def test_four_processes_are_one_at_many_sizes(of_four_long, case):
-    assert of_four_long[case] == "", of_four_long[case]
+def test_four_processes_are_one_at_many_sizes(tmp_path):
+    found = run_processes(4, MANY, tmp_path, 900)
+    assert not failures(found), failures(found)
+
+
+@pytest.mark.slow
+def test_a_process_that_fails_fails_the_case_with_its_traceback(tmp_path):
+    cases_of_both = {"fine": [2, MODULE, "a_layer", "linear", 2], "fails": [2, MODULE, "fails_on_the_second"]}
+    found = run_processes(2, cases_of_both | {"after": [2, MODULE, "a_layer", "linear", 2]}, tmp_path)
+    assert found["fine"] == ""
+    assert "process 1: Traceback" in found["fails"]
+    assert "RuntimeError: as it should" in found["fails"]
+    assert "process 1 did not run 'after'" in found["after"]
+
+
+@pytest.mark.slow
+def test_a_process_that_hangs_is_ended(tmp_path):
+    found = run_processes(2, {"hangs": [2, MODULE, "hangs_on_the_second"]}, tmp_path, 25)
+    assert "the processes did not end within 25 seconds" in found["hangs"]
+    assert "process 1 did not run 'hangs'" in found["hangs"]
