@@ -7,7 +7,7 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from subquad import attention, data, evaluation, generation, hf, models, ops, testing, training
+    from subquad import attention, data, evaluation, generation, hf, models, ops, parallel, testing, training
     from subquad.evaluation.audit import audit
     from subquad.state import State
 
@@ -23,6 +23,7 @@ __all__ = [
     "hf",
     "models",
     "ops",
+    "parallel",
     "testing",
     "training",
 ]

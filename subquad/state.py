@@ -237,3 +237,33 @@ _ROOMS = WeakTensorKeyDictionary()
 def advance(seen: int | Tensor, tokens: int, lengths_B: Tensor | None) -> int | Tensor:
     """Tokens seen after `tokens` more, of which row b has `lengths_B[b]` real ones."""
     return seen + tokens if lengths_B is None else torch.as_tensor(seen, device=lengths_B.device) + lengths_B
+
+
+def last_slots(x_BGSK: Tensor, kept: int, lengths_B: Tensor | None) -> Tensor:
+    """Each row's last `kept` real slots; before its first they repeat slot 0, now at a negative position."""
+    S = x_BGSK.shape[2]
+    if lengths_B is None and kept == S:
+        return x_BGSK
+    if lengths_B is None:
+        last_BGSK = x_BGSK[:, :, S - kept :]
+        # A copy where a small cache would keep a long prompt alive; decoding drops a token and copies nothing.
+        spare = S - kept
+        return last_BGSK if spare <= kept // SPARE else last_BGSK.clone(memory_format=torch.contiguous_format)
+    slots_BS = (lengths_B[:, None] - kept + torch.arange(kept, device=x_BGSK.device)).clamp(min=0)
+    return x_BGSK.gather(2, slots_BS[:, None, :, None].expand(*x_BGSK.shape[:2], kept, x_BGSK.shape[3]))
+
+
+def first_slots(new_BGTK: Tensor, old_BGNK: Tensor | None, seen: int | Tensor, count: int) -> Tensor:
+    """Each row's first `count` tokens: those of `old` up to `seen`, then new ones; empty places hold others."""
+    B, G, T, K = new_BGTK.shape
+    if T == 0 or count == 0:
+        return new_BGTK.new_zeros(B, G, count, K) if old_BGNK is None else old_BGNK
+    if old_BGNK is None:
+        return new_BGTK[:, :, torch.arange(count, device=new_BGTK.device).clamp(max=T - 1)]
+    place_N = torch.arange(count, device=new_BGTK.device)
+    both_BGSK = torch.cat([old_BGNK.to(new_BGTK.dtype), new_BGTK], 2)
+    if isinstance(seen, int):
+        return both_BGSK[:, :, torch.where(place_N < seen, place_N, count + (place_N - seen).clamp(0, T - 1))]
+    seen_B1 = seen.to(new_BGTK.device)[:, None]
+    place_BN = torch.where(place_N < seen_B1, place_N, count + (place_N - seen_B1).clamp(0, T - 1))
+    return both_BGSK.gather(2, place_BN[:, None, :, None].expand(B, G, count, K))

@@ -15,6 +15,7 @@ PACKAGES = (
     "subquad",
     "subquad.ops",
     "subquad.ops.patterns",
+    "subquad.parallel",
     "subquad.attention",
     "subquad.models",
     "subquad.hf",
@@ -31,8 +32,18 @@ PACKAGES = (
 )
 METHODS = {
     "subquad.State": ("save", "load", "check", "map"),
-    "subquad.attention.Attention": ("forward", "weights", "values", "merge", "definition", "cost", "mix"),
-    "subquad.models.Decoder": ("forward", "hidden", "loss", "cost"),
+    "subquad.attention.Attention": (
+        "forward",
+        "weights",
+        "values",
+        "merge",
+        "definition",
+        "cost",
+        "mix",
+        "communication",
+    ),
+    "subquad.models.Decoder": ("forward", "hidden", "loss", "cost", "communication"),
+    "subquad.parallel.ContextGroup": ("neighbours", "offset", "part"),
     "subquad.models.ImageModel": ("forward", "hidden", "loss", "log_prob", "sample"),
     "subquad.hf.SubquadConfig": ("from_decoder", "decoder_config"),
     "subquad.hf.SubquadForCausalLM": ("forward",),

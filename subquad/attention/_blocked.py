@@ -18,7 +18,10 @@ from subquad.ops import block_attention
 from subquad.ops._torch.tiles import score_entries, unmasked_entries
 from subquad.ops.attend import softmax_weights
 from subquad.ops.patterns import Pattern
-from subquad.state import SPARE, State, advance, appended
+from subquad.parallel import Sent, active_group
+from subquad.parallel.exchange import earlier, last_before, sent_for_earlier
+from subquad.parallel.ring import ring_attention, sent_for_ring
+from subquad.state import State, advance, appended, last_slots
 
 
 class BlockedAttention(Attention):
@@ -28,6 +31,7 @@ class BlockedAttention(Attention):
     """
 
     rotates = True
+    parallel = True
     patterns: tuple[Pattern, ...]
 
     @dataclass(frozen=True, kw_only=True)
@@ -66,8 +70,9 @@ class BlockedAttention(Attention):
 
     def mix(self, x_BTD: Tensor, state: State | None, lengths_B: Tensor | None) -> tuple[Tensor, State]:
         """Attend to the cached keys and the new ones."""
-        seen = 0 if state is None else state.seen
+        seen = self.start(state, x_BTD.shape[1])
         q_BHTK, k_BGTK, v_BGTK = self.queries(x_BTD, seen), self.keys(x_BTD, seen), self.kv_values(x_BTD)
+        state = self.near(state, k_BGTK, v_BGTK, self.patterns)
         y_BHTK, k_BGSK, v_BGSK = self.attend(q_BHTK, k_BGTK, v_BGTK, self.patterns, state, "", lengths_B)
         seen = advance(seen, x_BTD.shape[1], lengths_B)
         kept: dict[str, Tensor | int | State] = {"keys": k_BGSK, "values": v_BGSK} if self.causal else {}
@@ -83,11 +88,41 @@ class BlockedAttention(Attention):
         prefix: str,
         lengths_B: Tensor | None,
     ) -> tuple[Tensor, Tensor, Tensor]:
-        """The outputs, and the keys and values to keep (each row's last ones, aligned to the end)."""
+        """The outputs, and the keys and values to keep (each row's last ones, aligned to the end).
+
+        Under an active group `state` is what `near` returned; without a bound on the reach the keys go round a ring.
+        """
+        group = active_group()
+        if group is not None and state is None:
+
+            def one_block(q: Tensor, k: Tensor, v: Tensor, q_start: int, k_start: int) -> tuple[Tensor, Tensor]:
+                return self.attend_with_lse(q, k, v, patterns, q_start, k_start, None)
+
+            return ring_attention(one_block, q_BHTK, k_BGTK, v_BGTK, group), k_BGTK, v_BGTK
         seen = 0 if state is None else state.seen
         k_BGSK, v_BGSK, old, lengths_B = self.with_cache(k_BGTK, v_BGTK, state, prefix, lengths_B)
         y_BHTK = self.attend_slots(q_BHTK, k_BGSK, v_BGSK, patterns, seen, seen - old, lengths_B)
         return y_BHTK, *self.kept(k_BGSK, v_BGSK, patterns, lengths_B)
+
+    def near(
+        self,
+        state: State | None,
+        k_BGTK: Tensor,
+        v_BGTK: Tensor,
+        patterns: tuple[Pattern, ...],
+        prefix: str = "",
+        tokens: int | None = None,
+    ) -> State | None:
+        """Under an active group, where the reach is bounded, a state of the keys in reach that earlier ranks hold.
+
+        Where `k` and `v` are those of the first of this rank's `tokens` alone, no later rank needs any.
+        """
+        group, reach, T = active_group(), self.reach(patterns), k_BGTK.shape[2]
+        if state is not None or group is None or reach is None:
+            return state
+        spans = last_before(reach if tokens in (None, T) else 0, T, group.size)
+        keys, values = earlier(spans, group, k_BGTK, v_BGTK)
+        return State({"seen": group.offset(tokens or T), f"{prefix}keys": keys, f"{prefix}values": values})
 
     def with_cache(
         self, k_BGTK: Tensor, v_BGTK: Tensor, state: State | None, prefix: str, lengths_B: Tensor | None
@@ -107,7 +142,7 @@ class BlockedAttention(Attention):
         """The keys and values in reach of the next token: each row's last ones, aligned to the end."""
         reach = self.reach(patterns)
         kept = k_BGSK.shape[2] if reach is None else min(k_BGSK.shape[2], reach)
-        return _last(k_BGSK, kept, lengths_B), _last(v_BGSK, kept, lengths_B)
+        return last_slots(k_BGSK, kept, lengths_B), last_slots(v_BGSK, kept, lengths_B)
 
     def attend_slots(
         self,
@@ -120,14 +155,27 @@ class BlockedAttention(Attention):
         lengths_B: Tensor | None,
     ) -> Tensor:
         """The outputs `[B, H, T, K]` of all heads; the queries are the last T of the S slots."""
+        return self.attend_with_lse(q_BHTK, k_BGSK, v_BGSK, patterns, q_start, k_start, lengths_B)[0]
 
+    def attend_with_lse(
+        self,
+        q_BHTK: Tensor,
+        k_BGSK: Tensor,
+        v_BGSK: Tensor,
+        patterns: tuple[Pattern, ...],
+        q_start: int | Tensor,
+        k_start: int | Tensor,
+        lengths_B: Tensor | None,
+    ) -> tuple[Tensor, Tensor]:
+        """The same and the logsumexp `[B, H, T]`, for queries and key slots that stand anywhere."""
         where: dict[str, Any] = {"q_start": q_start, "k_start": k_start, "lengths": lengths_B}
         if len(patterns) == 1:
-            return self.attend_to(q_BHTK, k_BGSK, v_BGSK, patterns[0], **where)[0]
+            return self.attend_to(q_BHTK, k_BGSK, v_BGSK, patterns[0], **where)
         heads = self.heads_of(patterns)
         groups = (x.split(heads, 1) for x in (q_BHTK, self.shared(k_BGSK), self.shared(v_BGSK)))
-        parts = zip(*groups, patterns, strict=True)
-        return torch.cat([self.attend_to(q, k, v, p, **where)[0] for q, k, v, p in parts], 1)
+        parts = [self.attend_to(q, k, v, p, **where) for q, k, v, p in zip(*groups, patterns, strict=True)]
+        outs, lses = zip(*parts, strict=True)
+        return torch.cat(outs, 1), torch.cat(lses, 1)
 
     def attend_to(
         self, q_BHTK: Tensor, k_BGSK: Tensor, v_BGSK: Tensor, pattern: Pattern, **where: Any
@@ -212,32 +260,21 @@ class BlockedAttention(Attention):
         reach = self.reach(self.patterns)
         return 2 * 4 * self.kv_dim * (tokens if reach is None else min(tokens, reach))
 
+    def whole_state(self, state: State, device: Any) -> State:
+        """That of the last rank, or where keys are kept without bound those of all ranks."""
+        group = active_group()
+        if group is None or self.reach(self.patterns) is not None:
+            return super().whole_state(state, device)
+        keys, values = (group.gather(state.tensor(name), 2) for name in ("keys", "values"))
+        return State({"seen": keys.shape[2], "keys": keys, "values": values}, self.config_hash)
 
-def _last(x_BGSK: Tensor, kept: int, lengths_B: Tensor | None) -> Tensor:
-    """Each row's last `kept` real slots; before its first they repeat slot 0, now at a negative position."""
-    S = x_BGSK.shape[2]
-    if lengths_B is None and kept == S:
-        return x_BGSK
-    if lengths_B is None:
-        last_BGSK = x_BGSK[:, :, S - kept :]
-        # A copy where a small cache would keep a long prompt alive; decoding drops a token and copies nothing.
-        spare = S - kept
-        return last_BGSK if spare <= kept // SPARE else last_BGSK.clone(memory_format=torch.contiguous_format)
-    slots_BS = (lengths_B[:, None] - kept + torch.arange(kept, device=x_BGSK.device)).clamp(min=0)
-    return x_BGSK.gather(2, slots_BS[:, None, :, None].expand(*x_BGSK.shape[:2], kept, x_BGSK.shape[3]))
+    def sent(self, tokens: int, ranks: int) -> list[Sent]:
+        """Keys and values: those in reach before a rank's first token, or all of them round a ring."""
+        return self.sent_for(self.patterns, tokens, ranks)
 
-
-def first_slots(new_BGTK: Tensor, old_BGNK: Tensor | None, seen: int | Tensor, count: int) -> Tensor:
-    """Each row's first `count` tokens: those of `old` up to `seen`, then new ones; empty places hold others."""
-    B, G, T, K = new_BGTK.shape
-    if T == 0 or count == 0:
-        return new_BGTK.new_zeros(B, G, count, K) if old_BGNK is None else old_BGNK
-    if old_BGNK is None:
-        return new_BGTK[:, :, torch.arange(count, device=new_BGTK.device).clamp(max=T - 1)]
-    place_N = torch.arange(count, device=new_BGTK.device)
-    both_BGSK = torch.cat([old_BGNK.to(new_BGTK.dtype), new_BGTK], 2)
-    if isinstance(seen, int):
-        return both_BGSK[:, :, torch.where(place_N < seen, place_N, count + (place_N - seen).clamp(0, T - 1))]
-    seen_B1 = seen.to(new_BGTK.device)[:, None]
-    place_BN = torch.where(place_N < seen_B1, place_N, count + (place_N - seen_B1).clamp(0, T - 1))
-    return both_BGSK.gather(2, place_BN[:, None, :, None].expand(B, G, count, K))
+    def sent_for(self, patterns: tuple[Pattern, ...], tokens: int, ranks: int) -> list[Sent]:
+        """For keys and values that are seen by these patterns."""
+        reach, token_bytes = self.reach(patterns), 2 * 4 * self.kv_dim
+        if reach is None:
+            return sent_for_ring(tokens * token_bytes, ranks)
+        return sent_for_earlier(last_before(reach, tokens, ranks), tokens, token_bytes)

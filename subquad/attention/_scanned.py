@@ -17,6 +17,9 @@ from subquad.ops import SoftmaxState, gated_scan, running_softmax
 from subquad.ops.backends import without_autocast
 from subquad.ops.flops import gated_scan_flops, running_softmax_flops
 from subquad.ops.padding import real_slots
+from subquad.parallel import Sent, active_group
+from subquad.parallel.exchange import sent_for_prefix
+from subquad.parallel.summaries import softmax_before, sums_before
 from subquad.state import State, advance
 
 
@@ -49,6 +52,7 @@ class ScannedAttention(Attention):
         """`y_t = q_t S / (q_t . z + eps)`, merged, for non-negative q and i: S sums `i_s (x) v_s` and z sums `i_s`."""
         tokens = v_BHTV.shape[2]
         mask = real_mask(lengths_B, tokens)
+        state = self.sums_to_here(state, sums=(i_BHTK, v_BHTV), normalise=True)
         entries: dict[str, Tensor | int | State] = {"seen": seen_after(state, tokens, lengths_B)}
         if self.causal:
             before = None if state is None else state.tensor("sums")
@@ -65,6 +69,7 @@ class ScannedAttention(Attention):
         """`y_t = sum_l p_tl sum_s softmax_s(logits_sl) v_s`, merged."""
         tokens = v_BHTV.shape[2]
         mask = real_mask(lengths_B, tokens)
+        state = self.softmaxes_to_here(state, logits_BHTL, v_BHTV)
         entries: dict[str, Tensor | int | State] = {"seen": seen_after(state, tokens, lengths_B)}
         if self.causal:
             y = running_softmax(p_BHTL, logits_BHTL, v_BHTV, state=softmax_state(state), mask=mask)
@@ -72,6 +77,29 @@ class ScannedAttention(Attention):
         else:
             y_BHTV = softmaxes_of_all(p_BHTL, logits_BHTL, v_BHTV, mask)
         return self.merge(y_BHTV), State(entries, self.config_hash)
+
+    def sums_to_here(
+        self, state: State | None, *, normalise: bool = False, **pairs: tuple[Tensor, Tensor]
+    ) -> State | None:
+        """Under an active group the state that earlier ranks' tokens leave, of the scans of `i` and `v` so named."""
+        group = active_group()
+        if state is not None or group is None:
+            return state
+        found = sums_before(list(pairs.values()), group, normalise=normalise)
+        (_, v_BHTV), *_ = pairs.values()
+        return State({"seen": group.offset(v_BHTV.shape[2]), **dict(zip(pairs, found, strict=True))})
+
+    def softmaxes_to_here(self, state: State | None, logits_BHTL: Tensor, v_BHTV: Tensor) -> State | None:
+        """Under an active group the state that earlier ranks' tokens leave to a running softmax."""
+        group = active_group()
+        if state is not None or group is None:
+            return state
+        lse_BHL, mean_BHLV = softmax_before(logits_BHTL, v_BHTV, group)
+        return State({"seen": group.offset(v_BHTV.shape[2]), "lse": lse_BHL, "mean": mean_BHLV})
+
+    def sent(self, tokens: int, ranks: int) -> list[Sent]:
+        """One state, in log2(P) steps."""
+        return sent_for_prefix(self.state_bytes(tokens), ranks)
 
     def sums_flops(self, tokens: int, features: int) -> int:
         """Operations of `sums`."""

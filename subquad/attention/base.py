@@ -12,6 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from subquad.attention._activations import activation_bytes
+from subquad.attention._context import SharedSequences
 from subquad.config import Config as BaseConfig
 from subquad.config import digest, suggest
 from subquad.ops.padding import check_mask, compact, compaction, scatter
@@ -42,7 +43,7 @@ class Cost:
     """Bytes kept for the next token after `tokens` tokens, in float32; 0 where there is no next token."""
 
 
-class Attention(nn.Module):
+class Attention(SharedSequences):
     """Token mixing `y = merge(weights(x) @ values(x))`, computed without the weights.
 
     A causal mechanism may be cut anywhere: `layer(x)` equals `layer(x[:, :n])` followed by `layer(x[:, n:], state)`.
@@ -126,6 +127,7 @@ class Attention(nn.Module):
         counts tokens. Raises `ValueError` for a wrong shape and for a state of another configuration or batch.
         """
         self.check_inputs(x_BTD, state)
+        self.check_part(state, mask)
         if mask is None:
             return self.mix(x_BTD, state, None)
         check_mask(mask, *x_BTD.shape[:2])

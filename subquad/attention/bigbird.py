@@ -107,14 +107,28 @@ class Bigbird(BlockedAttention):
                 q, k, v = (x[b : b + 1, :, :n] for x in (q_BHTK, k_BGSK, v_BGSK))
                 rows.append(F.pad(self.attend_slots(q, k, v, patterns, 0, 0, None), (0, 0, 0, T - n)))
             return torch.cat(rows) if rows else q_BHTK
-        where: dict[str, Any] = {"q_start": q_start, "k_start": k_start, "lengths": lengths_B}
-        parts = [self.attend_to(q_BHTK, k_BGSK, v_BGSK, pattern, **where) for pattern in self.union(T)]
-        y_BHTK, _ = merge_attention(*zip(*parts, strict=True))
+        y_BHTK, _ = self.attend_with_lse(q_BHTK, k_BGSK, v_BGSK, patterns, q_start, k_start, lengths_B)
         first = self.config.num_global * self.config.block
         if self.causal or first == 0:
             return y_BHTK
         rows_BHGK, _ = self.attend_to(q_BHTK[:, :, :first], k_BGSK, v_BGSK, Full())
         return torch.cat([rows_BHGK, y_BHTK[:, :, first:]], 2)
+
+    def attend_with_lse(
+        self,
+        q_BHTK: Tensor,
+        k_BGSK: Tensor,
+        v_BGSK: Tensor,
+        patterns: tuple[Pattern, ...],
+        q_start: int | Tensor,
+        k_start: int | Tensor,
+        lengths_B: Tensor | None,
+    ) -> tuple[Tensor, Tensor]:
+        """All blocks merged, global rows left out."""
+        where: dict[str, Any] = {"q_start": q_start, "k_start": k_start, "lengths": lengths_B}
+        union = self.union(q_BHTK.shape[2])
+        parts = [self.attend_to(q_BHTK, k_BGSK, v_BGSK, pattern, **where) for pattern in union]
+        return merge_attention(*zip(*parts, strict=True))
 
     def pattern_weights(self, q_BHTK: Tensor, k_BGSK: Tensor) -> Tensor:
         """Softmax over all blocks, and over everything in the global rows of the bidirectional form."""

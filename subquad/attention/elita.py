@@ -52,6 +52,7 @@ class Elita(ScannedAttention):
     name = "elita"
     summary = "the mean of every earlier token, gated against itself"
     paper = "Sharma 2023, github.com/acosharma/elita-transformer"
+    parallel = True
 
     @dataclass(frozen=True, kw_only=True)
     class Config(ScannedAttention.Config):
@@ -96,10 +97,11 @@ class Elita(ScannedAttention):
 
     def mix(self, x_BTD: Tensor, state: State | None, lengths_B: Tensor | None) -> tuple[Tensor, State]:
         """The running softmax of one latent, and the gate."""
-        tokens, seen = x_BTD.shape[1], seen_after(state, x_BTD.shape[1], lengths_B)
+        tokens, v_BHTV = x_BTD.shape[1], self.values(x_BTD)
+        key_BHT1, gate_BHT1 = self.logits(x_BTD, self.start(state, tokens))
+        state = self.softmaxes_to_here(state, key_BHT1, v_BHTV)
+        seen, mask, before = seen_after(state, tokens, lengths_B), real_mask(lengths_B, tokens), softmax_state(state)
         self.warn_beyond_horizon(seen, x_BTD)
-        key_BHT1, gate_BHT1 = self.logits(x_BTD, 0 if state is None else state.seen)
-        v_BHTV, mask, before = self.values(x_BTD), real_mask(lengths_B, tokens), softmax_state(state)
         gate_BHT1 = gate_BHT1 + running_logsumexp(key_BHT1, state=None if before is None else before.lse, mask=mask)
         shares = torch.cat([gate_BHT1.sigmoid(), (-gate_BHT1).sigmoid()], -1)
         past_BHT1, own_BHT1 = F.dropout(shares, self.config.dropout, self.training).split(1, -1)

@@ -30,6 +30,7 @@ class Latte(ScannedAttention):
     name = "latte"
     summary = "every earlier token, through latents"
     forms = ("causal", "bidirectional")
+    parallel = True
     paper = "Dolga et al. 2024, arXiv:2402.17512"
 
     @dataclass(frozen=True, kw_only=True)

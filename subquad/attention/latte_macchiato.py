@@ -17,10 +17,14 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from subquad.attention._blocked import BlockedAttention
+from subquad.attention._context import added
 from subquad.attention._scanned import real_mask
 from subquad.ops import SoftmaxState, running_softmax
 from subquad.ops.flops import running_softmax_flops
 from subquad.ops.patterns import Window
+from subquad.parallel import Sent, active_group
+from subquad.parallel.exchange import sent_for_prefix
+from subquad.parallel.summaries import softmax_before
 from subquad.state import State, advance
 
 
@@ -30,6 +34,7 @@ class LatteMacchiato(BlockedAttention):
     name = "latte_macchiato"
     summary = "the last `width` tokens, and every earlier one through latents"
     paper = "Dolga et al. 2025, arXiv:2402.17512 (later versions)"
+    parallel = True
 
     @dataclass(frozen=True, kw_only=True)
     class Config(BlockedAttention.Config):
@@ -70,15 +75,20 @@ class LatteMacchiato(BlockedAttention):
 
     def mix(self, x_BTD: Tensor, state: State | None, lengths_B: Tensor | None) -> tuple[Tensor, State]:
         """The window's output and the latents', weighted by one p(l | t)."""
-        seen = 0 if state is None else state.seen
+        seen = self.start(state, x_BTD.shape[1])
         q_BHTK, k_BGTK, v_BGTK = self.queries(x_BTD, seen), self.keys(x_BTD, seen), self.kv_values(x_BTD)
-        near_BHTK, k_BGSK, v_BGSK = self.attend(q_BHTK, k_BGTK, v_BGTK, self.patterns, state, "", lengths_B)
+        near = self.near(state, k_BGTK, v_BGTK, self.patterns)
+        near_BHTK, k_BGSK, v_BGSK = self.attend(q_BHTK, k_BGTK, v_BGTK, self.patterns, near, "", lengths_B)
+        logits_BHTL, v_BHTK, group = self.split(self.latent_key(x_BTD)), self.shared(v_BGTK), active_group()
+        before = None if state is None else SoftmaxState(state.tensor("lse"), state.tensor("mean"))
+        if group is not None:
+            before = softmax_before(logits_BHTL, v_BHTK, group)
         p_BHTL = F.dropout(self.split(self.latent_query(x_BTD)).softmax(-1), self.config.dropout, self.training)
         far_BHTK, (lse_BHL, mean_BHLK), _ = running_softmax(
             p_BHTL[..., 1:],
-            self.split(self.latent_key(x_BTD)),
-            self.shared(v_BGTK),
-            state=None if state is None else SoftmaxState(state.tensor("lse"), state.tensor("mean")),
+            logits_BHTL,
+            v_BHTK,
+            state=before,
             mask=real_mask(lengths_B, x_BTD.shape[1]),
         )
         kept = {"keys": k_BGSK, "values": v_BGSK, "lse": lse_BHL, "mean": mean_BHLK}
@@ -101,5 +111,14 @@ class LatteMacchiato(BlockedAttention):
 
     def state_bytes(self, tokens: int) -> int:
         """The window's keys and values, and a mean and a float64 log-normaliser for each latent."""
+        return super().state_bytes(tokens) + self.latent_bytes
+
+    @property
+    def latent_bytes(self) -> int:
+        """Those of the latents."""
         channels = self.config.dim // self.config.num_heads
-        return super().state_bytes(tokens) + self.config.num_heads * self.latents * (4 * channels + 8)
+        return self.config.num_heads * self.latents * (4 * channels + 8)
+
+    def sent(self, tokens: int, ranks: int) -> list[Sent]:
+        """The window's keys and values, and one state of the latents in log2(P) steps."""
+        return added(super().sent(tokens, ranks), sent_for_prefix(self.latent_bytes, ranks))

@@ -35,6 +35,7 @@ class Linear(ScannedAttention):
     name = "linear"
     summary = "every earlier token, by positive features"
     forms = ("causal", "bidirectional")
+    parallel = True
     paper = "Katharopoulos et al. 2020, arXiv:2006.16236"
 
     @dataclass(frozen=True, kw_only=True)

@@ -25,8 +25,10 @@ import torch
 from torch import Tensor, nn
 
 from subquad.attention._blocked import BlockedAttention
+from subquad.attention._context import added
 from subquad.layers.positions import positions
 from subquad.ops.patterns import Blocks, Segments, Shifted
+from subquad.parallel import Sent, active_group
 from subquad.state import State, advance
 
 
@@ -37,6 +39,7 @@ class Llp(BlockedAttention):
     summary = "its half segment and the one before"
     paper = "Mahmood and Huang 2024, arXiv:2412.06106"
     forms = ("causal", "bidirectional")
+    parallel = True
 
     @dataclass(frozen=True, kw_only=True)
     class Config(BlockedAttention.Config):
@@ -98,10 +101,10 @@ class Llp(BlockedAttention):
 
     def mix(self, x_BTD: Tensor, state: State | None, lengths_B: Tensor | None) -> tuple[Tensor, State]:
         """All blocks alike, then the first one again in its own way, where an option asks for that."""
-        seen = 0 if state is None else state.seen
+        seen = self.start(state, x_BTD.shape[1])
         q, k, v = raw = self.project(x_BTD)
         q, k = self.rotated(q, seen), self.rotated(self.norm(k), seen)
-        y_BHTK, k, v = self.attend(q, k, v, self.patterns, state, "", lengths_B)
+        y_BHTK, k, v = self.attend(q, k, v, self.patterns, self.near(state, k, v, self.patterns), "", lengths_B)
         after = advance(seen, x_BTD.shape[1], lengths_B)
         entries: dict[str, Tensor | int | State] = {"seen": after}
         if self.causal:
@@ -110,9 +113,9 @@ class Llp(BlockedAttention):
             # Only the first c tokens of this call can be in block 0.
             lengths = None if lengths_B is None else lengths_B.clamp(max=self.half_segment)
             q, k, v = self.first_block(x_BTD[:, : self.half_segment], [x[:, :, : self.half_segment] for x in raw])
-            y_BHCK, k, v = self.attend(
-                self.rotated(q, seen), self.rotated(k, seen), v, self.first_patterns, state, "first_", lengths
-            )
+            q, k = self.rotated(q, seen), self.rotated(k, seen)
+            state = self.near(state, k, v, self.first_patterns, "first_", x_BTD.shape[1])
+            y_BHCK, k, v = self.attend(q, k, v, self.first_patterns, state, "first_", lengths)
             first = self.in_first_block(seen, y_BHCK.shape[2], x_BTD)[:, None]
             y_BHCK = torch.where(first, y_BHCK, y_BHTK[:, :, : self.half_segment])
             y_BHTK = torch.cat([y_BHCK, y_BHTK[:, :, self.half_segment :]], 2)
@@ -141,7 +144,9 @@ class Llp(BlockedAttention):
     def merge_from(self, y_BHTV: Tensor, start: int | Tensor) -> Tensor:
         """The output projections of tokens from position `start` on."""
         y_BTD = self.out(self.join(y_BHTV))
-        if not self.config.split_output or (isinstance(start, int) and start >= self.half_segment):
+        # Every rank of a group takes part in the gradient of `first_out`.
+        beyond = isinstance(start, int) and start >= self.half_segment and active_group() is None
+        if not self.config.split_output or beyond:
             return y_BTD
         y_BCD = self.first_out(self.join(y_BHTV[:, :, : self.half_segment]))
         first = self.in_first_block(start, y_BCD.shape[1], y_BTD)
@@ -183,6 +188,13 @@ class Llp(BlockedAttention):
         """Keys and values in reach; twice while the first block, which attends in its own way, is not complete."""
         keeps_both = self.special_first_block and tokens < self.half_segment
         return (2 if keeps_both else 1) * super().state_bytes(tokens)
+
+    def sent(self, tokens: int, ranks: int) -> list[Sent]:
+        """Keys and values in reach; those of a first half segment that attends in its own way, where ranks share it."""
+        near = super().sent(tokens, ranks)
+        if not self.special_first_block or tokens > self.half_segment:
+            return near
+        return added(near, self.sent_for(self.first_patterns, tokens, ranks))
 
     def projected_tokens(self, projection: str, tokens: int) -> int:
         """The first block's own projections see it alone."""

@@ -16,14 +16,18 @@ from dataclasses import dataclass
 
 import torch
 from torch import Tensor, nn
+from torch.nn import functional as F
 
-from subquad.attention._blocked import BlockedAttention, first_slots
+from subquad.attention._blocked import BlockedAttention
+from subquad.attention._context import added
 from subquad.layers.positions import positions
 from subquad.ops import merge_attention
 from subquad.ops._torch.tiles import first_entries
 from subquad.ops.attend import softmax_weights
 from subquad.ops.patterns import Band, Full, Globals, Pattern, Segments, Sinks, Window
-from subquad.state import State, advance
+from subquad.parallel import Sent, active_group
+from subquad.parallel.exchange import earlier, first_before, sent_for_earlier
+from subquad.state import State, advance, first_slots
 
 
 class Longformer(BlockedAttention):
@@ -33,6 +37,7 @@ class Longformer(BlockedAttention):
     summary = "the `width` tokens next to it, and global tokens"
     paper = "Beltagy et al. 2020, arXiv:2004.05150"
     forms = ("causal", "bidirectional")
+    parallel = True
 
     @dataclass(frozen=True, kw_only=True)
     class Config(BlockedAttention.Config):
@@ -69,8 +74,9 @@ class Longformer(BlockedAttention):
 
     def mix(self, x_BTD: Tensor, state: State | None, lengths_B: Tensor | None) -> tuple[Tensor, State]:
         """The window and the global keys, merged; then the global tokens' own rows."""
-        seen, count = 0 if state is None else state.seen, self.config.num_global
+        seen, count, given = self.start(state, x_BTD.shape[1]), self.config.num_global, state
         q, k, v = self.queries(x_BTD, seen), self.keys(x_BTD, seen), self.kv_values(x_BTD)
+        state = self.with_sinks(self.near(state, k, v, self.patterns), k, v)
         k_BGSK, v_BGSK, old, real_B = self.with_cache(k, v, state, "", lengths_B)
         near = self.attend_to(q, k_BGSK, v_BGSK, self.patterns[0], q_start=seen, k_start=seen - old, lengths=real_B)
         after = advance(seen, x_BTD.shape[1], lengths_B)
@@ -84,23 +90,35 @@ class Longformer(BlockedAttention):
         else:
             far = self.attend_to(q, k, v, self.far, lengths=lengths_B)
         y_BHTK, _ = merge_attention(*zip(near, far, strict=True))
-        if state is None or "global_keys" in state:
-            y_BHTK, own = self.with_global_rows(y_BHTK, x_BTD, state, lengths_B)
+        if given is None or "global_keys" in given:
+            y_BHTK, own = self.with_global_rows(y_BHTK, x_BTD, given, lengths_B)
             if self.causal and not (isinstance(after, int) and after >= count):
                 entries |= own
         return self.merge(y_BHTK), State(entries, self.config_hash)
+
+    def with_sinks(self, near: State | None, k_BGTK: Tensor, v_BGTK: Tensor) -> State | None:
+        """Under an active group the state of `near`, with the global tokens that earlier ranks hold."""
+        group = active_group()
+        if near is None or group is None:
+            return near
+        count = self.config.num_global
+        sinks = earlier(first_before(count, k_BGTK.shape[2], group.size), group, k_BGTK, v_BGTK)
+        # Padded, not made anew, on the first rank too: it must take part in the backward pass.
+        keys, values = (F.pad(x, (0, 0, 0, count - x.shape[2])) for x in sinks)
+        return State({**near.entries, "sink_keys": keys, "sink_values": values})
 
     def with_global_rows(
         self, y_BHTK: Tensor, x_BTD: Tensor, state: State | None, lengths_B: Tensor | None
     ) -> tuple[Tensor, dict[str, Tensor]]:
         """`y` with the rows of global tokens, and the keys and values that later global tokens need."""
-        seen, count = 0 if state is None else state.seen, self.config.num_global
+        seen, count = self.start(state, x_BTD.shape[1]), self.config.num_global
         # Only the first tokens of this call can be global, and causal ones see global tokens alone.
         x_BGD, own = x_BTD[:, :count], {}
         q_BHGK = self.rotated(self.split(self.global_query(x_BGD)), seen)
         k_BGSK, v_BGSK = self.global_keys(x_BGD if self.causal else x_BTD, seen)
         if self.causal:
             lengths_B = None if lengths_B is None else lengths_B.clamp(max=count)
+            state = self.near(state, k_BGSK, v_BGSK, self.global_patterns, "global_", x_BTD.shape[1])
             rows, keys, values = self.attend(q_BHGK, k_BGSK, v_BGSK, self.global_patterns, state, "global_", lengths_B)
             own = {"global_keys": keys, "global_values": values}
         else:
@@ -145,6 +163,14 @@ class Longformer(BlockedAttention):
         """Global projections see the global tokens; bidirectional, their keys and values see all."""
         own = projection == "global_query" or (self.causal and projection.startswith("global_"))
         return min(tokens, self.config.num_global) if own else tokens
+
+    def sent(self, tokens: int, ranks: int) -> list[Sent]:
+        """Keys and values of the window and of the global tokens; the global rows' own, where ranks share them."""
+        count, token_bytes = self.config.num_global, 2 * 4 * self.kv_dim
+        parts = [super().sent(tokens, ranks), sent_for_earlier(first_before(count, tokens, ranks), tokens, token_bytes)]
+        if tokens <= count:
+            parts.append(self.sent_for(self.global_patterns, tokens, ranks))
+        return added(*parts)
 
     def state_bytes(self, tokens: int) -> int:
         """The window's keys and values, the global tokens', and while there are more to come what those need."""

@@ -42,6 +42,7 @@ class Luna(ScannedAttention):
     paper = "Ma et al. 2021, arXiv:2106.01540"
     forms = ("causal", "bidirectional")
     hands_memory = True
+    parallel = True
 
     @dataclass(frozen=True, kw_only=True)
     class Config(ScannedAttention.Config):
@@ -93,6 +94,7 @@ class Luna(ScannedAttention):
         A causal layer hands on the memory that it was given; a state goes with the memory that it was made with.
         """
         self.check_inputs(x_BTD, state)
+        self.check_part(state, mask)
         if mask is None:
             return self.mix_with_memory(x_BTD, state, None, memory)
         check_mask(mask, *x_BTD.shape[:2])
@@ -150,6 +152,7 @@ class Luna(ScannedAttention):
         mask_BT = real_mask(lengths_B, x_BTD.shape[1])
         q_BHTK, k_BHTK, v_BHTV, b_BHTL = self.inputs(x_BTD, memory_BLD)
         b_BHTL = F.dropout(b_BHTL, self.drop())
+        state = self.sums_to_here(state, keys=(k_BHTK, b_BHTL), values=(b_BHTL, v_BHTV))
         count = counts(0 if state is None else state.seen, b_BHTL)
         before = (None, None) if state is None else (state.tensor("keys"), state.tensor("values"))
         scores_BHTL, keys_BHKL = gated_scan(q_BHTK, k_BHTK, b_BHTL, None, state=before[0], mask=mask_BT)

@@ -38,6 +38,7 @@ class Performer(ScannedAttention):
     summary = "every earlier token, by random features of softmax"
     paper = "Choromanski et al. 2020, arXiv:2009.14794"
     forms = ("causal", "bidirectional")
+    parallel = True
 
     @dataclass(frozen=True, kw_only=True)
     class Config(ScannedAttention.Config):
@@ -78,9 +79,11 @@ class Performer(ScannedAttention):
         if self.config.kernel == "relu":
             k_BHTR = F.dropout(k_BHTR, dropout, self.training)
             return self.sums(q_BHTR, k_BHTR, self.values(x_BTD), state, lengths_B)
+        v_BHTV = self.values(x_BTD)
+        state = self.softmaxes_to_here(state, k_BHTR, v_BHTV)
         p_BHTR = (q_BHTR + self.normaliser(k_BHTR, state, lengths_B)).softmax(-1)
         p_BHTR = F.dropout(p_BHTR, dropout, self.training)
-        return self.softmaxes(p_BHTR, k_BHTR, self.values(x_BTD), state, lengths_B)
+        return self.softmaxes(p_BHTR, k_BHTR, v_BHTV, state, lengths_B)
 
     def projected(self, x_BTD: Tensor) -> tuple[Tensor, Tensor]:
         """What each direction makes of queries and keys, `[B, H, T, R]`, wide: logarithms of features, or relu's."""

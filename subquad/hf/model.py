@@ -19,6 +19,7 @@ from subquad.models.decoder import IGNORED
 from subquad.models.perceiver import PerceiverAR
 from subquad.models.pretraining import next_tokens
 from subquad.models.stacks import build_model
+from subquad.parallel import active_group
 
 
 class SubquadForCausalLM(StrictModel, GenerationMixin):
@@ -71,6 +72,11 @@ class SubquadForCausalLM(StrictModel, GenerationMixin):
         of integers. With labels in training the logits are None, which saves their memory, unless `output_logits` is
         True. Raises `ValueError` or `TypeError` for inputs that the model does not take.
 
+        Within `subquad.parallel.context_parallel(group)` every process is given the whole sequences, a multiple of P
+        tokens long and without padding, and reads its part. Logits are those of the part, a cache moves on to the end
+        on every process, and the loss is scaled so that its mean over the processes is that of one process: gradients
+        are to be averaged, as DistributedDataParallel does.
+
         A `PerceiverAR` predicts with its latents alone: logits are `[B, min(m, T), V]`, those of a row's last real
         token last, and the loss is over the labels that they predict; `latents` says how many of the last tokens are.
         After a cache every token is a latent. `generate` goes on as the option `decode` or `model.set_decode` says;
@@ -83,19 +89,25 @@ class SubquadForCausalLM(StrictModel, GenerationMixin):
             raise ValueError(
                 f"labels must have the shape of input_ids, {list(input_ids.shape)}, got {list(labels.shape)}"
             )
+        group = active_group()
+        if group is not None and not (isinstance(logits_to_keep, int) and logits_to_keep == 0):
+            raise ValueError(
+                "logits_to_keep counts the outputs of a whole sequence, of which each process has a part: leave it out"
+            )
         cache = self._cache(past_key_values, use_cache)
         if cache is not None and labels is not None and self.training and self.config.loop_loss == "all":
             raise ValueError("loop_loss='all' trains on every pass, which a cache does not give: set use_cache=False")
         mask_BT = _padding_mask(attention_mask, input_ids)
+        tokens_BT = input_ids if group is None else group.part(input_ids)
         named = {} if latents is None else {"latents": latents}
         if named and not isinstance(self.model, PerceiverAR):
             raise ValueError(f"latents is for perceiver_ar, and this model has attention={self.config.attention!r}")
         if cache is None and not named:
             _check_positions(position_ids, input_ids, mask_BT, 0)
-            passes = self.model.passes(input_ids, mask_BT)
+            passes = self.model.passes(tokens_BT, mask_BT)
         else:
             before = None if cache is None else cache.state
-            h_BTD, state = self.model.hidden(input_ids, before, mask_BT, **named)
+            h_BTD, state = self.model.hidden(tokens_BT, before, mask_BT, **named)
             passes = [h_BTD]
             _check_positions(position_ids, input_ids, mask_BT, 0 if before is None else before.seen)
             if cache is not None and use_cache is not False:
@@ -134,6 +146,10 @@ class SubquadForCausalLM(StrictModel, GenerationMixin):
         target_BT = next_tokens(labels_BT, mask_BT)
         if isinstance(self.model, PerceiverAR):
             target_BT = self.model.latent_labels(target_BT, mask_BT)
+        group = active_group()
+        if group is not None:
+            count = (target_BT != IGNORED).sum().clamp(min=1) if items is None else items
+            return self.model.loss_of_passes(passes, group.part(target_BT), reduction="sum") * group.size / count
         if items is None:
             return self.model.loss_of_passes(passes, target_BT)
         if mask_BT is not None and not torch.compiler.is_compiling() and bool((labels_BT[~mask_BT] != IGNORED).any()):

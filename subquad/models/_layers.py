@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import fields
+from functools import partial
 from typing import Any
 
 import torch
@@ -16,6 +17,7 @@ from subquad.layers.feedforward import build_feedforward
 from subquad.layers.norm import build_norm
 from subquad.models.config import DecoderConfig
 from subquad.models.stacks import STACKS
+from subquad.parallel import ContextGroup, active_group, context_parallel
 from subquad.state import State
 
 
@@ -70,16 +72,25 @@ def run_blocks(
     `model.gradient_checkpointing`, training keeps the input of each block alone.
     """
     again = model.gradient_checkpointing and model.training and torch.is_grad_enabled()
+    group = active_group()
     memory: Tensor | None = None
     for i, block in enumerate(model.layers):
         before = None if state is None else state.child(f"{place}layers.{i}")
+        block.attention.check_part(before, lengths_B)
         if again:
-            x_BTD, after, memory = checkpoint(block, x_BTD, before, lengths_B, memory, use_reentrant=False)
+            # The backward pass, which computes the block again, may run outside of the group's block or in a thread.
+            layer = block if group is None else partial(_in_group, group, block)
+            x_BTD, after, memory = checkpoint(layer, x_BTD, before, lengths_B, memory, use_reentrant=False)
         else:
             x_BTD, after, memory = block(x_BTD, before, lengths_B, memory)
         if entries is not None:
             entries[f"{place}layers.{i}"] = after
     return x_BTD
+
+
+def _in_group(group: ContextGroup, block: nn.Module, *inputs: Any) -> Any:
+    with context_parallel(group):
+        return block(*inputs)
 
 
 class PassBias(nn.Module):

@@ -18,12 +18,14 @@ from subquad.layers.embedding import Embedding
 from subquad.layers.head import Lookup, chunked_cross_entropy
 from subquad.layers.norm import build_norm
 from subquad.layers.positions import Learned, Sinusoidal
+from subquad.models._context import check_part, communication, first_position, whole_states
 from subquad.models._initial import initialise
 from subquad.models._layers import Block, PassBias, build_mechanisms, run_blocks
 from subquad.models._tokens import check_tokens
 from subquad.models.config import DecoderConfig
 from subquad.ops.loss import linear_cross_entropy
 from subquad.ops.padding import check_mask, compaction, real_slots, scatter
+from subquad.parallel import Sent, active_group
 from subquad.state import State, advance
 
 Reduction = Literal["mean", "sum", "none"]
@@ -41,6 +43,10 @@ class Decoder(nn.Module):
     A sequence may be cut anywhere: `decoder(tokens)` gives the logits of `decoder(tokens[:, :n])` followed by those of
     `decoder(tokens[:, n:], state)`. With `gradient_checkpointing = True`, training keeps the input of each block alone
     and computes the rest again in the backward pass.
+
+    Within `subquad.parallel.context_parallel(group)` several processes share each sequence: `tokens` are this rank's
+    part, without state or mask, and so are logits, vectors and losses. The state returned is that after the whole
+    sequence, on every rank, and carries no gradients.
     """
 
     def __init__(self, config: DecoderConfig) -> None:
@@ -106,6 +112,9 @@ class Decoder(nn.Module):
         """As `forward`, without the head: vectors `[B, T, D]` after the last norm."""
         layers: dict[str, Tensor | int | State] = {}
         passes, seen = self._run(tokens_BT, state, mask, layers)
+        group = active_group()
+        if group is not None:
+            return passes[-1], State(whole_states(self.blocks(), layers, tokens_BT, group), self.config_hash)
         return passes[-1], State({"seen": seen, **layers}, self.config_hash)
 
     def vectors(self, tokens_BT: Tensor, /, mask: Tensor | None = None) -> Tensor:
@@ -177,6 +186,13 @@ class Decoder(nn.Module):
             state_bytes=config.loops * sum(cost.state_bytes for cost in mixers),
         )
 
+    def communication(self, tokens: int, ranks: int) -> tuple[Sent, ...]:
+        """Bytes that each of `ranks` processes sends for one sequence in all layers and passes, in float32.
+
+        Raises `ValueError` as `subquad.attention.Attention.communication` does.
+        """
+        return communication(self.config, self.blocks(), tokens, ranks)
+
     def _run(
         self,
         tokens_BT: Tensor,
@@ -186,7 +202,7 @@ class Decoder(nn.Module):
     ) -> tuple[list[Tensor], int | Tensor]:
         """What `passes` returns and the tokens seen; each layer's new state goes to `layers` (None: nowhere)."""
         self._check(tokens_BT, state, mask)
-        start = 0 if state is None else state.seen
+        start = first_position(tokens_BT, state)
         moved, lengths_B = None, None
         if mask is not None:
             moved = compaction(mask)
@@ -220,6 +236,7 @@ class Decoder(nn.Module):
 
     def _check(self, tokens_BT: Tensor, state: State | None, mask: Tensor | None) -> None:
         check_tokens(tokens_BT)
+        check_part(self.config, tokens_BT, state, mask, self.training)
         if mask is not None:
             check_mask(mask, *tokens_BT.shape)
         if state is not None:

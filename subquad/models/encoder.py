@@ -19,6 +19,7 @@ from subquad.models.decoder import _added_positions
 from subquad.models.encoder_config import EncoderConfig
 from subquad.models.perceiver_io import branch_outputs
 from subquad.ops.padding import Compaction, check_mask, compaction, real_slots, scatter, zero_padding
+from subquad.parallel.group import refuse
 
 
 class Encoder(nn.Module):
@@ -116,6 +117,7 @@ def token_embedding(config: EncoderConfig) -> Embedding:
 def embedded(embedding: Embedding, tokens_BT: Tensor, mask: Tensor | None) -> tuple[Tensor, Compaction | None]:
     """Vectors of rows that begin with their real tokens, and how they were moved (None: not at all)."""
     check_tokens(tokens_BT)
+    refuse("an encoder, which reads whole sequences,")
     if mask is None:
         return embedding(tokens_BT), None
     check_mask(mask, *tokens_BT.shape)

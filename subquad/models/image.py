@@ -21,6 +21,7 @@ from subquad.models._tokens import check_tokens
 from subquad.models.decoder import IGNORED
 from subquad.models.image_config import LEVELS, START, ImageModelConfig
 from subquad.ops.backends import without_autocast
+from subquad.parallel.group import refuse
 from subquad.state import State
 
 
@@ -142,6 +143,7 @@ class ImageModel(nn.Module):
     def _check(self, tokens_BT: Tensor, state: State | None) -> int:
         """The place of the first token."""
         check_tokens(tokens_BT)
+        refuse("an image model")
         start = 0
         if state is not None:
             state.check(self.config_hash, "this image model", tokens_BT.shape[0])

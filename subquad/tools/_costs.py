@@ -88,8 +88,8 @@ def _meta_stack(name: str, shape: Mapping[str, int], options: Mapping[str, Any])
     """A language model where the stack can be one, otherwise a classifier, which adds its positions to the inputs."""
     chosen: dict[str, Any] = {**shape, "attention": name, "options": {name: dict(options)}}
     if "causal" in STACKS[name].forms:
-        return _meta_model(DecoderConfig(**chosen))
-    return _meta_model(EncoderConfig(**chosen, position="sinusoidal"))
+        return meta_model(DecoderConfig(**chosen))
+    return meta_model(EncoderConfig(**chosen, position="sinusoidal"))
 
 
 def _halves(known: Mapping[str, Any], tokens: int, chosen: Mapping[str, Any]) -> dict[str, int]:
@@ -132,11 +132,12 @@ def model_config(run: str | None, config: str | None, recipe: str | None) -> Dec
 
 def model_costs(config: DecoderConfig, lengths: Sequence[int]) -> Iterator[Measured]:
     """One model at each length."""
-    model = _meta_model(config)
+    model = meta_model(config)
     for tokens in lengths:
         yield Measured(" + ".join(config.mechanisms), "model", model.cost(tokens))
 
 
-def _meta_model(config: DecoderConfig) -> Model:
+def meta_model(config: DecoderConfig) -> Model:
+    """The model without data."""
     with torch.device("meta"):
         return Classifier(config) if isinstance(config, EncoderConfig) else build_model(config)

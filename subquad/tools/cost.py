@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import asdict
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -14,6 +14,7 @@ from subquad.tools._tables import console, count, print_table, size, write_csv, 
 from subquad.tools.arguments import Parser
 
 if TYPE_CHECKING:
+    from subquad.tools._context_costs import Volume
     from subquad.tools._costs import Measured
 
 LENGTHS = (1024, 4096, 16384)
@@ -48,6 +49,12 @@ def make_parser() -> Parser:
     parser.add_argument("--dim", type=int | None, default=None, help=f"Model width (default: {DIM}).")
     parser.add_argument("--heads", type=int | None, default=None, help=f"Attention heads (default: {HEADS}).")
     parser.add_argument("--layers", type=int | None, default=None, help=f"Layers of a stack (default: {LAYERS}).")
+    parser.add_argument(
+        "--context",
+        type=int | None,
+        default=None,
+        help="Also what each of so many processes sends where they share the sequence (docs/scale.md).",
+    )
     paper = parser.add_argument_group("a paper's own table, beside the true counts")
     paper.add_argument(
         "--paper",
@@ -85,23 +92,27 @@ def _check(chosen: Namespace) -> None:
     kind = "--paper" if chosen.paper else models[0] if models else "the table of all mechanisms"
     allowed = {
         "--paper": {"tokens", "layers", "heads", "segment", "projection"},
-        "the table of all mechanisms": {"tokens", "layers", "heads", "dim", "attention", "options"},
-    }.get(kind, {"tokens"})
+        "the table of all mechanisms": {"tokens", "layers", "heads", "dim", "attention", "options", "context"},
+    }.get(kind, {"tokens", "context"})
     if chosen.paper and models:
         raise ValueError(f"--paper prints the table of a paper and takes no {models[0]}")
-    for name in ("tokens", "layers", "heads", "dim", "attention", "options", "segment", "projection"):
+    for name in ("tokens", "layers", "heads", "dim", "attention", "options", "segment", "projection", "context"):
         if name not in allowed and chosen[name] not in (None, {}):
             raise ValueError(f"--{name} does not go with {kind}; what does: --{', --'.join(sorted(allowed))}")
     for tokens in chosen.tokens or ():
         if tokens < 1:
             raise ValueError(f"tokens must be at least 1, got {tokens}")
+    if chosen.context is not None:
+        from subquad.tools._context_costs import check_ranks
+
+        check_ranks(chosen.context, chosen.tokens or LENGTHS)
 
 
 def _costs(chosen: Namespace) -> dict[str, Any]:
     """Print the table of layers and stacks, or of one model; its rows are returned."""
-    from subquad.tools import _costs
+    from subquad.tools import _context_costs, _costs
 
-    lengths = chosen.tokens or list(LENGTHS)
+    lengths, context = chosen.tokens or list(LENGTHS), dict[str, Any]()
     config = _costs.model_config(chosen.run, chosen.config, chosen.recipe)
     if config is not None:
         table = list(_costs.model_costs(config, lengths))
@@ -110,7 +121,9 @@ def _costs(chosen: Namespace) -> dict[str, Any]:
             f"{', '.join(config.mechanisms)}: {config.num_layers} layers, width {config.dim}, with the head",
             chosen.markdown,
         )
-        return {"model": config.to_dict(), "rows": [entry.record() for entry in table]}
+        if chosen.context is not None:
+            context = _volumes(_context_costs.of_model(config, lengths, chosen.context), chosen)
+        return {"model": config.to_dict(), "rows": [entry.record() for entry in table], **context}
     names = chosen.attention.split(",") if chosen.attention else None
     layers, stacks = _costs.chosen(names, chosen.options)
     sizes = {"dim": _or(chosen.dim, DIM), "num_heads": _or(chosen.heads, HEADS)}
@@ -120,9 +133,25 @@ def _costs(chosen: Namespace) -> dict[str, Any]:
     width = f"width {sizes['dim']}, {sizes['num_heads']} heads"
     if table:
         _print(table, f"One layer: {width}", chosen.markdown)
+        if chosen.context is not None:
+            volumes = _context_costs.of_layers(layers, lengths, chosen.context, options=chosen.options, **sizes)
+            context = _volumes(volumes, chosen)
     if whole:
         _print(whole, f"Whole models: {depth} layers, {width}, with feed-forward and head", chosen.markdown)
-    return {**sizes, "layers": depth, "rows": [entry.record() for entry in table + whole]}
+    return {**sizes, "layers": depth, "rows": [entry.record() for entry in table + whole], **context}
+
+
+def _volumes(volumes: Iterable[Volume], chosen: Namespace) -> dict[str, Any]:
+    """Print what the processes send; the records are returned."""
+    from subquad.tools._context_costs import HEADERS, LEGEND
+
+    rows = list(volumes)
+    lines = [row.cells() for row in rows]
+    shown = [(line[0] if i == 0 or line[0] != lines[i - 1][0] else "", *line[1:]) for i, line in enumerate(lines)]
+    print_table(f"Shared by {chosen.context} processes", HEADERS, shown, markdown=chosen.markdown)
+    if not chosen.markdown:
+        console().print(Text(LEGEND))
+    return {"context": [row.record() for row in rows]}
 
 
 def _or(value: int | None, default: int) -> int:

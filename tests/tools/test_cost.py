@@ -222,6 +222,37 @@ def test_a_recipe_and_a_run_are_models(capsys, tmp_path):
     assert f"{config.num_layers} layers" in recipe
 
 
+def test_what_processes_send_that_share_a_sequence(capsys, tmp_path):
+    file = tmp_path / "cost.json"
+    sizes = ["--dim", "16", "--heads", "2", "--tokens", "64", "128", "--context", "4"]
+    out = table(capsys, "--attention", "llp,full,linformer", *sizes, "--json", str(file))
+    found = {(row["name"], row["tokens"]): row for row in json.loads(file.read_text())["context"]}
+    assert len(found) == 6
+    assert (found["linformer", 64]["sent_forward"], found["linformer", 64]["sent_backward"]) == (None, None)
+    for name, tokens in (("llp", 64), ("llp", 128), ("full", 128)):
+        sent = attention.build(name, dim=16, num_heads=2).communication(tokens, 4)
+        row = found[name, tokens]
+        assert (row["sent_forward"], row["sent_backward"]) == (
+            max(s.forward for s in sent),
+            max(s.backward for s in sent),
+        )
+        assert f"{size(row['sent_forward'])} {size(row['sent_backward'])}" in re.sub(r" {2,}", " ", out)
+    assert "Shared by 4 processes" in out
+    assert "not shared" in out
+
+
+def test_what_processes_send_for_a_model(capsys, tmp_path):
+    file = tmp_path / "cost.json"
+    table(capsys, "--recipe", "tiny", "--tokens", "32", "--context", "2", "--json", str(file))
+    config = _costs.model_config(None, None, "tiny")
+    model = Decoder(config.replace(dropout=0.5))
+    *layers, whole = json.loads(file.read_text())["context"]
+    assert [row["name"] for row in layers] == [f"{name}, a layer" for name in dict.fromkeys(config.mechanisms)]
+    assert whole["name"] == "in all"
+    assert whole["sent_forward"] == max(sent.forward for sent in model.communication(32, 2)) > 0
+    assert whole["sent_forward"] == config.num_layers * layers[0]["sent_forward"]
+
+
 def test_a_classifiers_run_is_a_model_too(tmp_path):
     values = {"task": "classify", "model": {"attention": "full", "dim": 16, "num_heads": 2, "position": "none"}}
     (tmp_path / "config.yaml").write_text(yaml.safe_dump(values))
@@ -260,7 +291,7 @@ def test_the_paper_at_another_setting(capsys):
         (["nowhere"], "there is no folder nowhere"),
         (["--config", "nowhere.yaml"], "there is no file nowhere.yaml"),
         (["--recipe", "nothing"], "unknown recipe 'nothing'; "),
-        (["--recipe", "tiny", "--dim", "8"], "--dim does not go with --recipe; what does: --tokens"),
+        (["--recipe", "tiny", "--dim", "8"], "--dim does not go with --recipe; what does: --context, --tokens"),
         (["--recipe", "tiny", "--config", "x"], "--config and --recipe each name a model; give one"),
         (["--segment", "8"], "--segment does not go with the table of all mechanisms"),
         (["--paper", "llp", "--attention", "llp"], "--attention does not go with --paper"),
@@ -268,11 +299,20 @@ def test_the_paper_at_another_setting(capsys):
         (["--paper", "llp", "--tokens", "1", "2"], "--paper takes one length, got --tokens 1 2"),
         (["--paper", "llp", "--tokens", "100"], "tokens must be a multiple of 2 x segment"),
         (["--paper", "lpp"], "llp"),
+        (["--paper", "llp", "--context", "2"], "--context does not go with --paper"),
+        (["--context", "0"], "--context must be at least 1 process, got 0"),
+        (["--context", "2", "--tokens", "8", "9"], "--tokens must be multiples of --context 2 (equal parts), got 9"),
         (["--tokns", "8"], "unknown option 'tokns'; did you mean 'tokens'?"),
     ],
 )
 def test_mistakes_are_named(capsys, arguments, message):
     assert message in re.sub(r"\s+", " ", refused(capsys, *arguments))
+
+
+def test_a_classifier_is_not_shared(capsys, tmp_path):
+    values = {"task": "classify", "model": {"attention": "full", "dim": 16, "num_heads": 2, "position": "none"}}
+    (tmp_path / "config.yaml").write_text(yaml.safe_dump(values))
+    assert "a classifier reads whole sequences" in refused(capsys, str(tmp_path), "--tokens", "32", "--context", "2")
 
 
 def test_a_folder_without_a_configuration_is_named(capsys, tmp_path):

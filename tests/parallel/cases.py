@@ -1,0 +1,232 @@
+"""What ranks compute together equals what one process computes: each function runs on every rank and compares there."""
+
+import contextlib
+import threading
+import time
+
+import pytest
+import torch
+from torch import nn
+
+from subquad.attention import build
+from subquad.models import Decoder, DecoderConfig
+from subquad.parallel import ContextGroup, Sent, context_parallel
+from subquad.testing import assert_same_maths
+
+DIM, HEADS, BATCH = 16, 2, 2
+SEEDED = threading.Lock()
+"""Ranks that are threads draw from one generator."""
+MECHANISMS = {
+    "bigbird": ("bigbird", {"block": 4}),
+    "dilated": ("dilated", {"width": 3, "dilation": 4, "rope": True}),
+    "elita": ("elita", {"horizon": 16}),
+    "full": ("full", {"rope": True, "num_kv_heads": 1, "bias": True}),
+    "latte": ("latte", {"num_latents": 6}),
+    "latte_macchiato": ("latte_macchiato", {"width": 6}),
+    "linear": ("linear", {}),
+    "llp": ("llp", {"segment": 8, "rope": True}),
+    "llp first block": ("llp", {"segment": 12, "first_block_projections": True, "split_output": True, "rope": True}),
+    "llp as printed": ("llp", {"segment": 12, "shared_kv": True, "key_norm": True, "split_output": True}),
+    "llp shifted heads": ("llp", {"segment": 8, "shifted_heads": True}),
+    "longformer": ("longformer", {"width": 5, "num_global": 3, "rope": True}),
+    "luna": ("luna", {"memory_tokens": 3}),
+    "luna untied": ("luna", {"memory_tokens": 3, "tied": False}),
+    "performer": ("performer", {}),
+    "performer relu": ("performer", {"kernel": "relu"}),
+    "shifted": ("shifted", {"group": 10}),
+    "strided": ("strided", {"stride": 5}),
+    "strided fixed": ("strided", {"stride": 5, "kind": "fixed", "columns": 2}),
+    "window": ("window", {"width": 7, "rope": True}),
+    "window of one": ("window", {"width": 1}),
+}
+"""A layer of every causal mechanism, with options that treat the first tokens apart."""
+DECODERS = {
+    "hybrid with rope": {"attention": ["llp", "latte", "full", "linear"], "num_layers": 4, "position": "rope"},
+    "loops with lookup": {"attention": ["elita", "window"], "loops": 2, "loop_loss": "all", "lookup": 4},
+    "learned positions": {"attention": ["latte_macchiato", "longformer"], "position": "learned", "max_positions": 64},
+    "sines and luna": {
+        "attention": ["luna", "performer", "luna", "strided"],
+        "num_layers": 4,
+        "position": "sinusoidal",
+    },
+    "one block of llp": {"attention": "llp", "position": "rope"},
+}
+OPTIONS = {
+    "llp": {"segment": 12, "first_block_projections": True, "key_norm": True, "split_output": True},
+    "window": {"width": 7},
+    "latte_macchiato": {"width": 6},
+    "longformer": {"width": 5, "num_global": 3},
+    "luna": {"memory_tokens": 3},
+    "strided": {"stride": 5},
+    "elita": {"horizon": 16},
+}
+
+
+def make_layer(case, dtype=torch.float64):
+    """The layer, with the same weights on every rank."""
+    name, options = MECHANISMS[case]
+    with SEEDED:
+        torch.manual_seed(0)
+        return build(name, dim=DIM, num_heads=HEADS, **options).to(dtype)
+
+
+def make_decoder(case, **changes):
+    """The decoder, likewise."""
+    shape = {"vocab_size": 20, "dim": DIM, "num_layers": 2, "num_heads": HEADS, "options": OPTIONS, "init_std": 0.3}
+    config = DecoderConfig(**{**shape, **DECODERS[case], **changes})
+    with SEEDED:
+        torch.manual_seed(0)
+        return Decoder(config).double()
+
+
+def draw(*shape, seed=1):
+    """Random numbers, the same on every rank."""
+    return torch.randn(*shape, dtype=torch.float64, generator=torch.Generator().manual_seed(seed))
+
+
+def draw_tokens(tokens, seed=1):
+    """Random tokens `[B, T]`, likewise."""
+    return torch.randint(0, 20, (BATCH, tokens), generator=torch.Generator().manual_seed(seed))
+
+
+def gradients(module: nn.Module, loss, *inputs):
+    """Of the loss to the inputs and to all parameters."""
+    named = dict(module.named_parameters())
+    found = torch.autograd.grad(loss, [*inputs, *named.values()], materialize_grads=True)
+    return found[: len(inputs)], dict(zip(named, found[len(inputs) :], strict=True))
+
+
+def compare_summed(group, actual, expected):
+    """The sums over the ranks of gradients, by name; all are exchanged before any is compared."""
+    sums = {name: group.gather(grad[None]).sum(0) for name, grad in actual.items()}
+    for name, total in sums.items():
+        assert_same_maths(total, expected[name], f"gradient of {name}")
+
+
+def a_layer(group, case, tokens):
+    """Outputs and every gradient of a layer on `tokens` tokens a rank."""
+    layer, T = make_layer(case), tokens * group.size
+    x, weight = draw(BATCH, T, DIM).requires_grad_(), draw(BATCH, T, DIM, seed=2)
+    y = layer(x)[0]
+    (dx,), expected = gradients(layer, (y * weight).sum(), x)
+    part = group.part(x).detach().requires_grad_()
+    with context_parallel(group):
+        y_part = layer(part)[0]
+    (dx_part,), actual = gradients(layer, (y_part * group.part(weight)).sum(), part)
+    compare_summed(group, actual, expected)
+    assert_same_maths(y_part, group.part(y), "output")
+    assert_same_maths(dx_part, group.part(dx), "gradient of x")
+
+
+def a_volume(group, case, tokens):
+    """The bytes that a layer's exchanges count are those of its formula."""
+    layer, expected = make_layer(case, torch.float32), {}
+    for p in layer.parameters():
+        p.requires_grad_()
+    x = draw(1, tokens, DIM).float().requires_grad_()
+    before = group.sent
+    with context_parallel(group):
+        y = layer(x)[0]
+    y.sum().backward()
+    sent = Sent(group.sent.forward - before.forward, group.sent.backward - before.backward)
+    expected = layer.communication(tokens * group.size, group.size)
+    assert sent == expected[group.rank], (sent, expected)
+
+
+def a_loss(group, case, tokens, checkpointing=False):
+    """A decoder's losses add up to that of one process, and so do its gradients."""
+    decoder, T = make_decoder(case).train(), tokens * group.size
+    ids, labels = draw_tokens(T), draw_tokens(T, seed=2)
+    whole = decoder.loss(ids, labels, reduction="sum")
+    _, expected = gradients(decoder, whole)
+    decoder.gradient_checkpointing = checkpointing
+    with context_parallel(group):
+        loss = decoder.loss(group.part(ids), group.part(labels), reduction="sum")
+    _, actual = gradients(decoder, loss)  # outside of the block: what is computed again must know the group
+    compare_summed(group, {"loss": loss.detach(), **actual}, {"loss": whole.detach(), **expected})
+
+
+def a_prefill(group, case, tokens, more=5):
+    """A prompt that the ranks read together is gone on from by one process, with the state that it would have made."""
+    decoder, T = make_decoder(case).eval(), tokens * group.size
+    ids = draw_tokens(T + more)
+    for grad in (contextlib.nullcontext(), torch.no_grad()):
+        with grad:
+            whole, expected = decoder(ids[:, :T])
+            with context_parallel(group):
+                logits, state = decoder(group.part(ids[:, :T]))
+            after = decoder(ids[:, T:], expected)[0]
+            assert_same_maths(logits, group.part(whole), "logits of the part")
+            compare_states(state, expected)
+            assert_same_maths(decoder(ids[:, T:], state)[0], after, "logits after it")
+            one = decoder(ids[:, T : T + 1], state)[0]
+            assert_same_maths(one, after[:, :1], "logits of one token after it")
+
+
+def compare_states(actual, expected):
+    """The same entries, shapes and numbers."""
+    assert list(actual) == list(expected)
+    assert actual.config_hash == expected.config_hash
+    for name, entry in expected.entries.items():
+        if isinstance(entry, torch.Tensor):
+            assert actual[name].shape == entry.shape, name
+            assert_same_maths(actual.tensor(name).double(), entry.double(), f"state {name}")
+        elif isinstance(entry, int):
+            assert actual[name] == entry, name
+        else:
+            compare_states(actual.child(name), entry)
+
+
+def unequal_parts(group):
+    """Every rank hears of it."""
+    decoder = make_decoder("one block of llp")
+    with context_parallel(group), pytest.raises(ValueError, match="hold equally many tokens of a sequence, got"):
+        decoder(draw_tokens(4 + group.rank))
+
+
+def two_groups(group):
+    """Neighbours share a sequence, each pair one of its own."""
+    pair = ContextGroup.neighbours(2)
+    assert (pair.size, pair.rank) == (2, group.rank % 2)
+    a_layer(pair, "latte", 5)
+    a_prefill(pair, "learned positions", 5)
+    with pytest.raises(ValueError, match="groups must share 4 processes equally, got groups of size=3"):
+        ContextGroup.neighbours(3)
+
+
+def averaged_by_ddp(group):
+    """DistributedDataParallel's averages over two pairs of processes, a row each, are the gradients of both rows."""
+    from torch.nn.parallel import DistributedDataParallel
+
+    pair = ContextGroup.neighbours(2)
+    model, ids = small_model().train(), draw_tokens(24)
+    _, expected = gradients(model, model(ids, labels=ids).loss)
+    row = ids[group.rank // 2][None]
+    model.model.gradient_checkpointing = True
+    wrapped = DistributedDataParallel(model)
+    with context_parallel(pair):
+        wrapped(row, labels=row).loss.backward()
+    for name, p in model.named_parameters():
+        assert_same_maths(p.grad, expected[name], f"gradient of {name}")
+
+
+def small_model():
+    """A model of transformers, of mechanisms that treat the first tokens apart."""
+    from subquad.hf import SubquadConfig, SubquadForCausalLM
+
+    decoder = make_decoder("hybrid with rope")
+    with SEEDED:
+        torch.manual_seed(0)
+        return SubquadForCausalLM(SubquadConfig.from_decoder(decoder.config)).double()
+
+
+def fails_on_the_second(group):
+    """An error that the other rank cannot know of."""
+    if group.rank == 1:
+        raise RuntimeError("as it should")
+
+
+def hangs_on_the_second(group):
+    """For longer than anyone waits."""
+    if group.rank == 1:
+        time.sleep(1000)

@@ -1,0 +1,128 @@
+"""The exchanges by themselves: who needs which tokens, how summaries merge, how a ring's gradients come home."""
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from subquad.ops import block_attention, gated_scan, running_softmax
+from subquad.ops.patterns import Causal
+from subquad.parallel.exchange import earlier, first_before, held, last_before, prefix
+from subquad.parallel.ring import ring_attention
+from subquad.parallel.summaries import merge_softmax, merge_sums, outer_sums, softmax_summary
+from subquad.testing import assert_exact, assert_same_maths
+from tests.parallel.cases import draw
+from tests.parallel.ranks import on_ranks
+
+RANKS = st.integers(1, 6)
+TOKENS = st.integers(0, 7)
+
+
+@given(reach=st.integers(0, 20), tokens=TOKENS, ranks=RANKS)
+def test_spans_are_what_the_ranks_before_hold(reach, tokens, ranks):
+    for spans, expected in (
+        (last_before(reach, tokens, ranks), lambda first: range(max(0, first - reach), first)),
+        (first_before(reach, tokens, ranks), lambda first: range(min(reach, first))),
+    ):
+        for rank, span in enumerate(spans):
+            parts = [(owner, held(owner, span, tokens)) for owner in range(ranks)]
+            found = [owner * tokens + i for owner, (start, stop) in parts for i in range(start, stop)]
+            assert found == list(expected(rank * tokens))
+
+
+@given(reach=st.integers(0, 20), tokens=st.integers(1, 7), ranks=RANKS)
+def test_earlier_tokens_come_and_their_gradients_go_back(reach, tokens, ranks):
+    x, weight = draw(1, 2, tokens * ranks, 3), draw(1, 2, tokens * ranks, 3, seed=2)
+    spans = last_before(reach, tokens, ranks)
+
+    def work(group):
+        own = x[:, :, group.offset(tokens) : group.offset(tokens) + tokens].clone().requires_grad_()
+        (found,) = earlier(spans, group, own)
+        start, stop = spans[group.rank]
+        (gradient,) = torch.autograd.grad((found * weight[:, :, start:stop]).sum() + 0 * own.sum(), own)
+        return found, gradient
+
+    parts = on_ranks(ranks, work)
+    expected = torch.zeros_like(x)
+    for (start, stop), (found, _) in zip(spans, parts, strict=True):
+        assert_exact(found, x[:, :, start:stop])
+        expected[:, :, start:stop] += weight[:, :, start:stop]
+    assert_same_maths(torch.cat([gradient for _, gradient in parts], 2), expected)
+
+
+@given(sizes=st.lists(st.integers(0, 5), min_size=3, max_size=3), scale=st.sampled_from((1.0, 1e2, 1e4)))
+def test_merging_is_associative_and_a_scan_goes_on_from_it(sizes, scale):
+    logits, v = scale * draw(1, 2, sum(sizes), 3), draw(1, 2, sum(sizes), 4, seed=2)
+    parts = list(zip(logits.split(sizes, 2), v.split(sizes, 2), strict=True))
+    a, b, c = (softmax_summary(*part) for part in parts)
+    whole = softmax_summary(logits, v)
+    for merged in (merge_softmax(merge_softmax(a, b), c), merge_softmax(a, merge_softmax(b, c))):
+        for actual, expected in zip(merged, whole, strict=True):
+            assert_same_maths(actual, expected)
+    state = running_softmax(logits.softmax(-1), logits, v).state
+    for actual, expected in zip(whole, state, strict=True):
+        assert_same_maths(actual, expected)
+    a, b, c = ((outer_sums(k, x, True),) for k, x in parts)
+    (whole,) = merge_sums(merge_sums(a, b), c)
+    assert_same_maths(whole, gated_scan(logits, logits, v, None, normalise=True).state)
+
+
+@pytest.mark.parametrize("ranks", range(1, 10))
+def test_a_prefix_is_of_the_ranks_before_in_their_order(ranks):
+    """Maps x -> a x + b, one after another: associative and no more."""
+    scales, shifts = draw(ranks, 2).unbind(), draw(ranks, 2, seed=2).unbind()
+
+    def merge(first, then):
+        return then[0] * first[0], then[0] * first[1] + then[1]
+
+    found = on_ranks(ranks, lambda g: prefix((scales[g.rank], shifts[g.rank]), merge, (1.0, 0.0), g))
+    expected = torch.ones(2, dtype=torch.float64), torch.zeros(2, dtype=torch.float64)
+    for scale, shift, actual in zip(scales, shifts, found, strict=True):
+        assert_same_maths(actual[0], expected[0])
+        assert_same_maths(actual[1], expected[1])
+        expected = merge(expected, (scale, shift))
+
+
+@given(ranks=RANKS, tokens=st.integers(1, 5), large=st.booleans())
+def test_a_ring_is_attention_with_every_gradient(ranks, tokens, large):
+    T = ranks * tokens
+    q, k, v = (draw(1, heads, T, 4, seed=i).requires_grad_() for i, heads in enumerate((4, 2, 2)))
+    q = (1e3 * q).detach().requires_grad_() if large else q
+    weight = draw(1, 4, T, 4, seed=9)
+    whole = block_attention(q, k, v, Causal())
+    expected = torch.autograd.grad((whole * weight).sum(), (q, k, v))
+
+    def attend(q, k, v, q_start, k_start):
+        assert k_start <= q_start, "a block of the future"
+        return block_attention(q, k, v, Causal(), q_start=q_start, k_start=k_start, return_lse=True)
+
+    def work(group):
+        own = slice(group.offset(tokens), group.offset(tokens) + tokens)
+        leaves = [x[:, :, own].detach().requires_grad_() for x in (q, k, v)]
+        out = ring_attention(attend, *leaves, group)
+        return out.detach(), *torch.autograd.grad((out * weight[:, :, own]).sum(), leaves)
+
+    for actual, whole_one in zip(zip(*on_ranks(ranks, work), strict=True), (whole, *expected), strict=True):
+        assert_same_maths(torch.cat(actual, 2), whole_one)
+
+
+def test_a_ring_keeps_its_own_tokens_alone():
+    """What autograd keeps does not grow with the ranks."""
+
+    def kept(ranks):
+        def work(group):
+            q, k, v = (draw(1, 2, 6, 4, seed=i).requires_grad_() for i in range(3))
+            sizes = []
+            with torch.autograd.graph.saved_tensors_hooks(lambda x: sizes.append(x.numel()) or x, lambda x: x):
+                ring_attention(
+                    lambda q, k, v, i, j: block_attention(q, k, v, Causal(), q_start=i, k_start=j, return_lse=True),
+                    q,
+                    k,
+                    v,
+                    group,
+                )
+            return sum(sizes)
+
+        return set(on_ranks(ranks, work))
+
+    assert kept(1) == kept(5)
