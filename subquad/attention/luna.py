@@ -222,6 +222,11 @@ class Luna(ScannedAttention):
         """Only in the bidirectional form."""
         return not self.causal
 
+    def exemptions(self) -> dict[int, str]:
+        """The bidirectional form hands a memory on."""
+        memory = {} if self.causal else {15: "bidirectional: each sequence hands on a memory of its own"}
+        return super().exemptions() | memory
+
     def score_entries(self, tokens: int) -> int:
         """The scores of memory and tokens, packing and unpacking; causal: none, the state takes their place."""
         return 0 if self.causal else (self.pack_heads + self.config.num_heads) * tokens * self.config.memory_tokens
