@@ -74,9 +74,13 @@ class EpochOrder(Sampler[int]):
     def __iter__(self) -> Iterator[int]:
         start = self.position if self._resume else 0
         self._resume = False
-        for place, index in enumerate(self.permutation()[start:].tolist(), start):
+        for place, index in enumerate(self.items(start), start):
             self.position = place + 1
             yield index
+
+    def items(self, start: int) -> Iterator[int]:
+        """The order from a place on."""
+        return iter(self.permutation()[start:].tolist())
 
     def permutation(self) -> Tensor:
         """The whole epoch's order `[n]`."""

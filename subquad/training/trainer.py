@@ -19,7 +19,7 @@ from transformers import Trainer, TrainingArguments
 from transformers.trainer_callback import PrinterCallback
 from transformers.utils import logging as hf_logging
 
-from subquad.data import EpochOrder
+from subquad.data.order import epoch_order
 from subquad.hf import SubquadForCausalLM, SubquadForImages, SubquadForPreTraining, SubquadForSequenceClassification
 from subquad.training import checkpoint
 from subquad.training.config import TrainConfig
@@ -60,7 +60,7 @@ class RunOrder(Sampler[int]):
     def __iter__(self) -> Iterator[int]:
         left, epoch = self.total, 0
         while left > 0:
-            for index in EpochOrder(self.windows, self.seed, epoch):
+            for index in epoch_order(self.windows, self.seed, epoch):
                 if left == 0:
                     return
                 yield int(index)
