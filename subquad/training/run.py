@@ -126,7 +126,8 @@ def _run(
 
     from subquad.training.flow import Flow, StopSignal
     from subquad.training.progress import Bar, Meter, Metrics
-    from subquad.training.trainer import NumberedWindows, SubquadTrainer
+    from subquad.training.reading import NumberedWindows
+    from subquad.training.trainer import SubquadTrainer
 
     trainer_class = SubquadTrainer
     if task.config.lora.rank:
@@ -147,7 +148,7 @@ def _run(
             config,
             settings,
             args=arguments,
-            train_dataset=NumberedWindows(task.train),
+            train_dataset=NumberedWindows(task.train, config.data.workers),
             eval_dataset=task.held_out,
             compute_metrics=task.measure,
             callbacks=[meter, flow, metrics, bar],
