@@ -33,16 +33,21 @@ def write_tokens(
     without text and as `sources` do.
     """
     folder = Path(folder)
-    if folder.exists():
-        raise FileExistsError(f"{folder} exists already; choose another folder for the shards, or delete it")
-    if shard_tokens < 1:
-        raise ValueError(f"shard_tokens must be at least 1, got {shard_tokens}")
+    check_target(folder, shard_tokens)
     with aside(folder) as temporary:
         temporary.mkdir()
         entries = _write_shards(temporary, sources, tokenizer, shard_tokens, progress or (lambda *_: None))
         tokenizer.save(str(temporary / "tokenizer.json"), pretty=False)
         write_index(temporary, entries, tokenizer_hash=tokenizer_hash(tokenizer), vocab_size=vocab_size(tokenizer))
     return TokenSet(folder)
+
+
+def check_target(folder: str | Path, shard_tokens: int) -> None:
+    """Raise `FileExistsError` or `ValueError` where `write_tokens` would, before any work."""
+    if Path(folder).exists():
+        raise FileExistsError(f"{folder} exists already; choose another folder for the shards, or delete it")
+    if shard_tokens < 1:
+        raise ValueError(f"shard_tokens must be at least 1, got {shard_tokens}")
 
 
 def _write_shards(
