@@ -19,9 +19,9 @@ if TYPE_CHECKING:
     from subquad.data.set_windows import windows_of
     from subquad.data.shards import TokenShard
     from subquad.data.token_set import ShardError, TokenSet
+    from subquad.data.token_writer import write_tokens
     from subquad.data.tokenizers import load_tokenizer, tokenizer_hash
     from subquad.data.windows import EpochOrder, Windows
-    from subquad.data.write_tokens import write_tokens
 
 _HOME = {
     "Corpus": "corpus",
@@ -42,7 +42,7 @@ _HOME = {
     "epoch_order": "order",
     "tokenizer_hash": "tokenizers",
     "windows_of": "set_windows",
-    "write_tokens": "write_tokens",
+    "write_tokens": "token_writer",
 }
 __all__ = [
     "Corpus",

@@ -100,8 +100,8 @@ class PackedWindows(Dataset[dict[str, Tensor]]):
     @property
     def padding(self) -> float:
         """Share of all places that hold no token."""
-        used = int((self.packing.stops - self.packing.starts).sum())
-        return 1 - used / (len(self) * self.length)
+        places = len(self) * self.length
+        return (places - int((self.packing.stops - self.packing.starts).sum())) / places
 
     def __getitem__(self, index: int) -> dict[str, Tensor]:
         if not 0 <= index < len(self):

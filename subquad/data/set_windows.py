@@ -38,7 +38,6 @@ class SetWindows(Dataset[dict[str, Tensor]]):
     """
 
     def __init__(self, tokens: TokenSet, counts: Sequence[int]) -> None:
-        check_not_empty(sum(counts), tokens.path)
         self.tokens, self.counts = tokens, list(counts)
         self.ends = list(accumulate(self.counts))
         self._warned: set[int] = set()
@@ -87,6 +86,11 @@ class StreamWindows(SetWindows):
     def __init__(self, tokens: TokenSet, length: int, *, stride: int | None = None) -> None:
         self.length, self.stride = length, stride
         super().__init__(tokens, [count_windows(entry.tokens, length, stride) for entry in tokens.entries])
+        if not len(self):
+            raise ValueError(
+                f"a window of {length} tokens is longer than every shard of {tokens.path}; use a shorter window or "
+                "larger shards"
+            )
 
     def part(self, shard: int) -> Windows:
         """The windows of one shard."""
@@ -115,6 +119,7 @@ class PackedSetWindows(SetWindows):
                 _make(self.folder, tokens, unreadable, length, progress)
         self._sha256 = _read(self.folder)["sha256"]
         super().__init__(tokens, _read(self.folder)["windows"])
+        check_not_empty(len(self), tokens.path)
 
     def part(self, shard: int) -> PackedWindows:
         """The windows of one shard."""
@@ -128,7 +133,8 @@ class PackedSetWindows(SetWindows):
     @property
     def padding(self) -> float:
         """Share of all places that hold no token."""
-        return 1 - sum(_read(self.folder)["used"]) / (len(self) * self.length)
+        places = len(self) * self.length
+        return (places - sum(_read(self.folder)["used"])) / places
 
     def _packing(self, shard: int) -> Packing:
         file = self.folder / f"{shard:05d}.npy"

@@ -65,8 +65,8 @@ def _make(arguments: Sequence[str]) -> int:
     parser = make_parser()
     values = parser.parse_args(arguments).as_dict()
     from subquad.data.sources import open_source
+    from subquad.data.token_writer import check_target, write_tokens
     from subquad.data.tokenizers import load_tokenizer
-    from subquad.data.write_tokens import check_target, write_tokens
 
     with parser.checking():
         if values["tokenizer"] in TRAINED:

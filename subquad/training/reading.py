@@ -63,12 +63,13 @@ def with_timeout(loader: DataLoader[Any], seconds: float) -> DataLoader[Any]:
 
 @contextmanager
 def naming(windows: NumberedWindows, seconds: float) -> Iterator[None]:
-    """Around taking a batch: that a worker died or hung becomes a `ReadError` that names what each was reading."""
+    """Around all that takes batches: where a worker died or hung, a `ReadError` names what each was reading."""
     try:
         yield
-    except RuntimeError as error:
+    except (RuntimeError, ConnectionError, EOFError) as error:
         text = str(error)
-        if not LOST.match(text):
+        cut_off = not isinstance(error, RuntimeError)  # a batch was on its way from a worker that died
+        if not len(windows.reading) or not (cut_off or LOST.match(text)):
             raise
         at = {worker: index for worker, index in enumerate(windows.reading.tolist()) if index != NOTHING}
         was = "; ".join(f"worker {worker} was reading {windows.where(index)}" for worker, index in at.items())
@@ -93,7 +94,7 @@ class ReadingTrainer(Trainer):
         """As the Trainer makes it, with the time limit."""
         return with_timeout(super().get_eval_dataloader(eval_dataset), self.config.data.worker_timeout)
 
-    def get_batch_samples(self, *args: Any, **kwargs: Any) -> Any:
-        """The batches of a step; `ReadError` where a reading process is lost."""
+    def train(self, *args: Any, **kwargs: Any) -> Any:
+        """As the Trainer does; `ReadError` where a reading process is lost, which a signal may say at any time."""
         with naming(self.train_dataset, self.config.data.worker_timeout):
-            return super().get_batch_samples(*args, **kwargs)
+            return super().train(*args, **kwargs)
