@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shlex
 import sys
 import time
 from collections.abc import Sequence
@@ -100,9 +101,9 @@ def _check(arguments: Sequence[str]) -> int:
             tokens.shard(number)
         except ShardError as error:
             bad += 1
-            console().print(Text(str(error)))
+            console().print(Text(str(error)), soft_wrap=True)
     good = len(tokens.entries) - bad
-    console().print(Text(f"{good} of {len(tokens.entries)} shards of {folder} are whole"))
+    console().print(Text(f"{good} of {len(tokens.entries)} shards of {folder} are whole"), soft_wrap=True)
     return int(bad > 0)
 
 
@@ -126,8 +127,8 @@ def _print(tokens: TokenSet, record: dict[str, Any], seconds: float) -> None:
         f"{record['tokens']:,} tokens of {record['documents']:,} documents in {record['shards']:,} shards, "
         f"{record['vocab_size']:,} in the vocabulary; made in {seconds:.1f} s; fingerprint {record['fingerprint']}"
     )
-    console().print(Text(text))
-    console().print(Text(f"subquad train --data.path {tokens.path}"))
+    console().print(Text(text), soft_wrap=True)
+    console().print(Text(shlex.join(["subquad", "train", "--data.path", str(tokens.path)])), soft_wrap=True)
 
 
 def _show_progress(what: str, done: int, total: int) -> None:
