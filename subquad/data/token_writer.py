@@ -11,29 +11,30 @@ from tokenizers import Tokenizer
 
 from subquad.data.files import Progress, aside
 from subquad.data.shards import ShardWriter
-from subquad.data.sources import Source
+from subquad.data.sources import Source, open_source
 from subquad.data.token_set import Entry, TokenSet, write_index
 from subquad.data.tokenizers import Encoder, tokenizer_hash, vocab_size
 
 
 def write_tokens(
     folder: str | Path,
-    sources: Sequence[Source],
+    texts: Sequence[str | Source],
     tokenizer: Tokenizer,
     *,
     shard_tokens: int,
     progress: Progress | None = None,
 ) -> TokenSet:
-    """Write all documents of `sources`, in order, as shards of at least `shard_tokens` tokens each but the last.
+    """Write all documents of `texts`, paths as `DataConfig.path` has them, in order, as shards of at least `shard_tokens` tokens each but the last.
 
     A document is never divided between shards and ends with the tokenizer's separator, if it has one. The folder,
     which must not exist, appears when everything is written: the shards, `index.json` and `tokenizer.json`.
 
-    Raises `FileExistsError` for a folder that is there, `ValueError` for fewer than one token in a shard, for sources
-    without text and as `sources` do.
+    Raises `FileExistsError` for a folder that is there, `ValueError` for fewer than one token in a shard and where there is
+    no text at all, and as reading the texts does.
     """
     folder = Path(folder)
     check_target(folder, shard_tokens)
+    sources = [open_source(text) if isinstance(text, str) else text for text in texts]
     with aside(folder) as temporary:
         temporary.mkdir()
         entries = _write_shards(temporary, sources, tokenizer, shard_tokens, progress or (lambda *_: None))

@@ -336,7 +336,7 @@ def test_texts_become_shards(tmp_path, tokenizer):
     said = []
     tokens = write_tokens(
         tmp_path / "out",
-        [open_source(str(tmp_path / "texts")), open_source(str(tmp_path / "texts" / "0.txt"))],
+        [open_source(str(tmp_path / "texts")), str(tmp_path / "texts" / "0.txt")],
         chosen,
         shard_tokens=100,
         progress=lambda *state: said.append(state),

@@ -11,7 +11,6 @@ import pytest
 import torch
 
 from subquad.data import ShardError, write_tokens
-from subquad.data.sources import open_source
 from subquad.data.tokenizers import load_tokenizer
 from subquad.testing import assert_exact
 from subquad.training import TrainConfig, train
@@ -27,7 +26,7 @@ def shards(tmp_path: Path) -> Path:
     texts.mkdir()
     for i in range(60):
         (texts / f"{i:02d}.txt").write_text(f"line {i}\n" * (1 + i * 7 % 5))
-    write_tokens(tmp_path / "shards", [open_source(str(texts))], load_tokenizer("bytes"), shard_tokens=200)
+    write_tokens(tmp_path / "shards", [str(texts)], load_tokenizer("bytes"), shard_tokens=200)
     return tmp_path / "shards"
 
 
