@@ -102,8 +102,7 @@ class PackedSetWindows(SetWindows):
 
     How documents fill windows is found once, which reads the offsets of all documents and checks every shard, and kept
     in a folder of the cache; later readers open the shards of their own windows alone. Raises as `PackedWindows`, and
-    `ShardError` for a shard that cannot be read; with `bad_shards="skip"` it has no windows then, and the packing is
-    not kept.
+    `ShardError` for a shard that cannot be read when they are packed; with `bad_shards="skip"` it then has no windows.
     """
 
     def __init__(

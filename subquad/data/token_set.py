@@ -55,7 +55,7 @@ class TokenSet:
     Windows never cross the end of a shard (`subquad.data.windows_of`).
 
     Raises `FileNotFoundError` where there is no index, `ValueError` for a damaged index, one of another format version,
-    and for a name that is not in it; reading raises `ShardError`.
+    and for a name that is not in it or comes twice; reading raises `ShardError`.
     """
 
     def __init__(
@@ -67,6 +67,8 @@ class TokenSet:
         for name in names or ():
             if name not in known:
                 raise ValueError(f"{self.path} has no shard {name!r}; {suggest(name, known)}")
+        if names is not None and len(set(names)) < len(names):
+            raise ValueError(f"each shard can be named once, got {', '.join(names)}")
         self.entries: list[Entry] = [known[name] for name in (known if names is None else names)]
         if not self.entries:
             raise ValueError(f"a set needs at least one shard of {self.path}, got none")
@@ -152,9 +154,14 @@ class SetTokens:
 
 
 def is_token_set(path: str | Path) -> bool:
-    """Whether a path is a folder of shards with an index."""
-    file = Path(path).expanduser() / INDEX
-    return file.is_file() and read_json(file).get("format") == FORMAT
+    """Whether a path is a folder of shards with an index, a damaged one included."""
+    folder = Path(path).expanduser()
+    if not (folder / INDEX).is_file():
+        return False
+    try:
+        return read_json(folder / INDEX).get("format") == FORMAT
+    except ValueError:
+        return any(folder.glob("*.tokens"))
 
 
 def read_index(folder: Path) -> dict[str, Any]:

@@ -24,13 +24,14 @@ def write_tokens(
     shard_tokens: int,
     progress: Progress | None = None,
 ) -> TokenSet:
-    """Write all documents of `texts`, paths as `DataConfig.path` has them, in order, as shards of at least `shard_tokens` tokens each but the last.
+    """Write all documents of some texts, in order, as shards of at least `shard_tokens` tokens each but the last.
 
-    A document is never divided between shards and ends with the tokenizer's separator, if it has one. The folder,
-    which must not exist, appears when everything is written: the shards, `index.json` and `tokenizer.json`.
+    A text is a path as `DataConfig.path` has it, or a source. A document is never divided between shards and ends with
+    the tokenizer's separator, if it has one. The folder, which must not exist, appears when everything is written: the
+    shards, `index.json` and `tokenizer.json`.
 
-    Raises `FileExistsError` for a folder that is there, `ValueError` for fewer than one token in a shard and where there is
-    no text at all, and as reading the texts does.
+    Raises `FileExistsError` for a folder that is there, `ValueError` for fewer than one token in a shard and where
+    there is no text at all, and as reading the texts does.
     """
     folder = Path(folder)
     check_target(folder, shard_tokens)

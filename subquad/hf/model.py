@@ -90,7 +90,7 @@ class SubquadForCausalLM(StrictModel, GenerationMixin):
             )
         doc_ids = packed_documents(doc_ids, position_ids, attention_mask, input_ids)
         if doc_ids is not None:
-            self._check_packed(past_key_values, use_cache, latents)
+            self._check_packed(past_key_values, use_cache)
             position_ids, use_cache = None, False
         cache = self._cache(past_key_values, use_cache)
         if cache is not None and labels is not None and self.training and self.config.loop_loss == "all":
@@ -137,11 +137,11 @@ class SubquadForCausalLM(StrictModel, GenerationMixin):
             inputs["latents"] = self.model.options.prompt_latents if latents is None else latents
         return inputs
 
-    def _check_packed(self, past_key_values: Any, use_cache: bool | None, latents: int | None) -> None:
+    def _check_packed(self, past_key_values: Any, use_cache: bool | None) -> None:
         """Raise `ValueError` for what packed documents do not go with."""
         if isinstance(self.model, PerceiverAR):
             raise ValueError("perceiver_ar predicts a row's last tokens alone and takes no packed documents")
-        if past_key_values is not None or use_cache or latents is not None:
+        if past_key_values is not None or use_cache:
             raise ValueError("packed documents take no cache and make none: leave past_key_values and use_cache out")
 
     def _loss(

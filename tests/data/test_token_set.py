@@ -81,6 +81,8 @@ def test_shards_by_name_in_another_order(folder):
     assert tokens.fingerprint != TokenSet(folder).fingerprint
     with pytest.raises(ValueError, match=r"set has no shard '00009\.tokens'; .*00000\.tokens"):
         TokenSet(folder, ["00009.tokens"])
+    with pytest.raises(ValueError, match=r"each shard can be named once, got 00002\.tokens, 00002\.tokens"):
+        TokenSet(folder, ["00002.tokens"] * 2)
     with pytest.raises(ValueError, match="a set needs at least one shard of"):
         TokenSet(folder, [])
 
@@ -125,6 +127,15 @@ def test_another_index_version(folder):
 def test_a_changed_index(folder):
     change_index(folder, lambda index: index["shards"][1].update(tokens=19))
     with pytest.raises(ValueError, match=r"index\.json is damaged: its checksum is wrong"):
+        TokenSet(folder)
+
+
+def test_a_text_folder_may_hold_an_index_of_its_own(folder, tmp_path):
+    (tmp_path / INDEX).write_text("[1, 2]")
+    assert not is_token_set(tmp_path)
+    (folder / INDEX).write_text("[1, 2")
+    assert is_token_set(folder)
+    with pytest.raises(ValueError, match=r"index\.json is not JSON"):
         TokenSet(folder)
 
 
