@@ -125,19 +125,8 @@ def evaluate(
     firsts = 1 if documents is None else len(np.unique(documents[documents < used]))
 
     begin = time.perf_counter()
-    nats_T = np.zeros(length)
-    count_T = np.zeros(length, dtype=np.int64)
-    done = 0
     scores = _scores if documents is None else packed_batches
-    for batch in scores(model, tokens, chosen, batch_size, length):
-        for window, nats_of in batch:
-            size, scored = window.stop - window.start, window.stop + 1 - window.scored
-            nats_T[size - scored : size] += nats_of[len(nats_of) - scored :]
-            count_T[size - scored : size] += 1
-        done += len(batch)
-        if progress:
-            progress(done, len(chosen))
-
+    nats_T, count_T = _summed(scores(model, tokens, chosen, batch_size, length), length, len(chosen), progress)
     predicted = int(count_T.sum())
     nats = float(nats_T.sum())
     vocab_size = model.config.vocab_size
@@ -182,6 +171,27 @@ def _scores(
     """Batches of windows with the nats of what each predicts."""
     for batch in batches(chosen, batch_size):
         yield list(zip(batch, losses(model, tokens, batch), strict=True))
+
+
+def _summed(
+    scored: Iterator[list[tuple[Window, np.ndarray]]],
+    length: int,
+    windows: int,
+    progress: Callable[[int, int], None] | None,
+) -> tuple[np.ndarray, np.ndarray]:
+    """Nats `[length]` of the predictions that count, and how many they are, by place in the window."""
+    nats_T = np.zeros(length)
+    count_T = np.zeros(length, dtype=np.int64)
+    done = 0
+    for batch in scored:
+        for window, nats in batch:
+            size, counted = window.stop - window.start, window.stop + 1 - window.scored
+            nats_T[size - counted : size] += nats[len(nats) - counted :]
+            count_T[size - counted : size] += 1
+        done += len(batch)
+        if progress:
+            progress(done, windows)
+    return nats_T, count_T
 
 
 def _ranges(nats_T: np.ndarray, count_T: np.ndarray) -> Iterator[PositionLoss]:

@@ -126,8 +126,7 @@ def _run(
 
     from subquad.training.flow import Flow, StopSignal
     from subquad.training.progress import Bar, Meter, Metrics
-    from subquad.training.reading import NumberedWindows
-    from subquad.training.trainer import SubquadTrainer
+    from subquad.training.trainer import NumberedWindows, SubquadTrainer
 
     trainer_class = SubquadTrainer
     if task.config.lora.rank:
