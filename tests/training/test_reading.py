@@ -37,27 +37,29 @@ class Spoiled:
 
 
 def die() -> None:
-    os._exit(0)  # a signal would be raised in whatever this process is doing
+    os._exit(1)
 
 
 def hang() -> None:
     time.sleep(600)
 
 
-@pytest.mark.parametrize(("spoil", "said"), [(die, "died"), (hang, r"did not answer for 1 s \(data.worker_timeout\)")])
+@pytest.mark.parametrize(
+    ("spoil", "seconds", "said"), [(die, 60, "died"), (hang, 5, r"did not answer for 5 s \(data.worker_timeout\)")]
+)
 def test_a_lost_process_is_named_with_what_it_read(
-    tmp_path: Path, spoil: Callable[[], None], said: str, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, spoil: Callable[[], None], seconds: float, said: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(torch.utils.data._utils, "MP_STATUS_CHECK_INTERVAL", 0.1)  # or it waits for the hung one
     make_set(tmp_path / "set", [[20], [30]])
     windows = NumberedWindows(Spoiled(windows_of(TokenSet(tmp_path / "set"), 5), 6, spoil), 1)  # type: ignore[arg-type]
-    loader = with_timeout(DataLoader(windows, batch_size=2, num_workers=1), 1)
+    loader = with_timeout(DataLoader(windows, batch_size=1, sampler=[6, 0], num_workers=1), seconds)
     with (
         pytest.raises(
             ReadError,
             match=rf"reads the data {said}: worker 0 was reading window 6 \(number 2 of .*00001\.tokens\)",
         ),
-        naming(windows, 1),
+        naming(windows, seconds),
     ):
         list(loader)
 
