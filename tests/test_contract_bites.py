@@ -261,6 +261,18 @@ class SumsInHalf(Linear):
         return y_BTD * (after.tensor("sums").sum().half() * 0 + 1).to(y_BTD.dtype), after
 
 
+class SeesPackedRows(Latte):
+    """It mixes a row of documents as one."""
+
+    def forward(
+        self, x_BTD: Tensor, state: State | None = None, mask: Tensor | None = None, doc_ids: Tensor | None = None
+    ) -> Mixed:
+        return super().forward(x_BTD, state, mask if doc_ids is None else doc_ids >= 0)
+
+    def weights(self, x_BTD: Tensor, mask: Tensor | None = None, doc_ids: Tensor | None = None) -> Tensor:
+        return super().weights(x_BTD, mask if doc_ids is None else doc_ids >= 0)
+
+
 PLANTED_PATTERNS = {name: patterns.Pattern.registry.pop(name) for name in ("ShortWindow", "UnboundedWindow")}
 
 
@@ -300,6 +312,10 @@ PLANTED = [
     (BranchesOnData, {}, "law_12_compiles_whole_with_aot"),
     (OwnHash, {}, "law_13"),
     (SumsInHalf, {}, "law_14"),
+    (SeesPackedRows, {}, "law_15_packed"),
+    (SeesPackedRows, {}, "law_15_no_bit"),
+    (SeesPackedRows, {}, "law_15_weights"),
+    (SeesPackedRows, {}, "law_15_the_state"),
 ]
 
 

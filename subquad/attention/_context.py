@@ -42,12 +42,12 @@ class SharedSequences(nn.Module):
                 "(its class does not set parallel = True)"
             )
 
-    def check_part(self, state: State | None, padding: Tensor | None) -> None:
+    def check_part(self, state: State | None, padding: object, doc_ids: Tensor | None = None) -> None:
         """Under an active group, raise `ValueError` for what this layer cannot take there."""
         if active_group() is None:
             return
         self.check_shared()
-        check_whole(state, padding)
+        check_whole(state, padding, doc_ids)
         check_dropout(self.config.dropout if self.training else 0.0)
 
     def whole_state(self, state: State, device: Any) -> State:
@@ -73,12 +73,16 @@ class SharedSequences(nn.Module):
         raise NotImplementedError(f"{type(self).__name__} must define sent (it has parallel = True)")
 
 
-def check_whole(state: State | None, padding: Tensor | None) -> None:
-    """Raise `ValueError` for a state, or for padding, beside a sequence that several processes share."""
+def check_whole(state: State | None, padding: object, doc_ids: Tensor | None) -> None:
+    """Raise `ValueError` for a state, padding or documents beside a sequence that several processes share."""
     if state is not None:
         raise ValueError(
             "a sequence that several processes share is read from its first token: it takes no state; "
             "leave `context_parallel` to go on from one"
+        )
+    if doc_ids is not None:
+        raise ValueError(
+            "a sequence that several processes share is one document: leave doc_ids out, or leave `context_parallel`"
         )
     if padding is not None:
         raise ValueError(

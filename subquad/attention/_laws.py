@@ -15,5 +15,6 @@ LAWS = {
     12: "torch.compile takes it whole and changes nothing",
     13: "weights and state survive saving",
     14: "long inputs in half precision are finite, with their gradients",
+    15: "documents packed into a row are as if each were alone",
 }
 """What each law asks for."""

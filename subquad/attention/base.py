@@ -13,6 +13,7 @@ from torch import Tensor, nn
 
 from subquad.attention._activations import activation_bytes
 from subquad.attention._context import SharedSequences
+from subquad.attention._documents import block_diagonal, mix_packed
 from subquad.config import Config as BaseConfig
 from subquad.config import digest, suggest
 from subquad.ops.padding import check_mask, compact, compaction, scatter
@@ -119,15 +120,21 @@ class Attention(SharedSequences):
         self.causal = config.causal
         self.config_hash = digest({"name": self.name, **config.to_dict()})
 
-    def forward(self, x_BTD: Tensor, state: State | None = None, mask: Tensor | None = None) -> tuple[Tensor, State]:
+    def forward(
+        self, x_BTD: Tensor, state: State | None = None, mask: Tensor | None = None, doc_ids: Tensor | None = None
+    ) -> tuple[Tensor, State]:
         """Mix the tokens of `x` `[B, T, D]`, which follow those that made `state`; also return the new state.
 
         `mask` is a bool `[B, T]`, True for a real token. Padding may stand anywhere: it changes no real token and its
         outputs are zero. A bidirectional layer reads whole sequences: it takes no state, and the one it returns only
-        counts tokens. Raises `ValueError` for a wrong shape and for a state of another configuration or batch.
+        counts tokens. `doc_ids`, whole numbers `[B, T]` (-1: padding), pack documents: a new one begins where the id
+        changes, with no state before it, and the outputs are those of each document alone; the state returned is that
+        of each row's last one. Raises `ValueError` for a wrong shape and for a state of another configuration or batch.
         """
         self.check_inputs(x_BTD, state)
-        self.check_part(state, mask)
+        self.check_part(state, mask, doc_ids)
+        if doc_ids is not None:
+            return mix_packed(self, x_BTD, state, mask, doc_ids)[:2]
         if mask is None:
             return self.mix(x_BTD, state, None)
         check_mask(mask, *x_BTD.shape[:2])
@@ -155,17 +162,11 @@ class Attention(SharedSequences):
         """
         raise NotImplementedError(f"{type(self).__name__} must define mix (Attention is abstract)")
 
-    def weights(self, x_BTD: Tensor, mask: Tensor | None = None) -> Tensor:
+    def weights(self, x_BTD: Tensor, mask: Tensor | None = None, doc_ids: Tensor | None = None) -> Tensor:
         """The weights `[B, H, T, T]` that define the mechanism. Quadratic: for tests and pictures."""
-        if mask is None:
+        if mask is None and doc_ids is None:
             return self.dense_weights(x_BTD)
-        check_mask(mask, *x_BTD.shape[:2])
-        B, T = mask.shape
-        w_BHTS = x_BTD.new_zeros(B, self.weight_heads, T, T)
-        for b in range(B):
-            real = mask[b].nonzero().squeeze(-1)
-            w_BHTS[b, :, real[:, None], real] = self.dense_weights(x_BTD[b : b + 1, real])[0]
-        return w_BHTS
+        return block_diagonal(self, x_BTD, mask, doc_ids)
 
     def dense_weights(self, x_BTD: Tensor) -> Tensor:
         """The weights of sequences without padding."""

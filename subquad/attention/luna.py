@@ -26,6 +26,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from subquad.attention._documents import mix_packed
 from subquad.attention._scanned import ScannedAttention, attend_few, real_mask, seen_after, widened
 from subquad.ops import gated_scan
 from subquad.ops.backends import without_autocast
@@ -87,14 +88,24 @@ class Luna(ScannedAttention):
         self.memory = nn.Parameter(torch.randn(config.memory_tokens, config.dim)) if config.own_memory else None
 
     def forward(  # type: ignore[override]
-        self, x_BTD: Tensor, state: State | None = None, mask: Tensor | None = None, memory: Tensor | None = None
+        self,
+        x_BTD: Tensor,
+        state: State | None = None,
+        mask: Tensor | None = None,
+        memory: Tensor | None = None,
+        doc_ids: Tensor | None = None,
     ) -> tuple[Tensor, State, Tensor]:
         """`Attention.forward` with a memory `[B or 1, l, D]` (None: the layer's own), and the memory to hand on.
 
-        A causal layer hands on the memory that it was given; a state goes with the memory that it was made with.
+        A causal layer hands on the memory that it was given; a state goes with the memory that it was made with. All
+        documents of a row begin with its memory; the bidirectional form takes no packed ones.
         """
         self.check_inputs(x_BTD, state)
-        self.check_part(state, mask)
+        self.check_part(state, mask, doc_ids)
+        if doc_ids is not None:
+            y_BTD, state, handed = mix_packed(self, x_BTD, state, mask, doc_ids, memory)
+            assert handed is not None
+            return y_BTD, state, handed
         if mask is None:
             return self.mix_with_memory(x_BTD, state, None, memory)
         check_mask(mask, *x_BTD.shape[:2])
@@ -213,6 +224,11 @@ class Luna(ScannedAttention):
     def is_distribution(self) -> bool:
         """Only in the bidirectional form."""
         return not self.causal
+
+    def exemptions(self) -> dict[int, str]:
+        """The bidirectional form hands a memory on."""
+        memory = {} if self.causal else {15: "bidirectional: each sequence hands on a memory of its own"}
+        return super().exemptions() | memory
 
     def score_entries(self, tokens: int) -> int:
         """The scores of memory and tokens, packing and unpacking; causal: none, the state takes their place."""

@@ -64,7 +64,7 @@ class Shifted(BlockedAttention):
             return {}
         leak = "wrap=True leaks the last tokens to the first ones, as published"
         whole = "wrap=True takes whole groups without padding only"
-        return {3: leak, 4: leak, 5: leak, 7: whole, 8: whole, 9: leak}
+        return {3: leak, 4: leak, 5: leak, 7: whole, 8: whole, 9: leak, 15: whole}
 
     def attend_slots(
         self,

@@ -14,7 +14,12 @@ if TYPE_CHECKING:
     from subquad.data.corpus import Corpus, prepare, prepare_shard
     from subquad.data.images import ImageSet, load_images
     from subquad.data.labelled import LabelledCorpus, labelled_corpus
+    from subquad.data.order import LargeOrder, epoch_order
+    from subquad.data.packing import PackedWindows
+    from subquad.data.set_windows import windows_of
     from subquad.data.shards import TokenShard
+    from subquad.data.token_set import ShardError, TokenSet
+    from subquad.data.token_writer import write_tokens
     from subquad.data.tokenizers import load_tokenizer, tokenizer_hash
     from subquad.data.windows import EpochOrder, Windows
 
@@ -23,6 +28,10 @@ _HOME = {
     "EpochOrder": "windows",
     "ImageSet": "images",
     "LabelledCorpus": "labelled",
+    "LargeOrder": "order",
+    "PackedWindows": "packing",
+    "ShardError": "token_set",
+    "TokenSet": "token_set",
     "TokenShard": "shards",
     "Windows": "windows",
     "labelled_corpus": "labelled",
@@ -30,7 +39,10 @@ _HOME = {
     "load_tokenizer": "tokenizers",
     "prepare": "corpus",
     "prepare_shard": "corpus",
+    "epoch_order": "order",
     "tokenizer_hash": "tokenizers",
+    "windows_of": "set_windows",
+    "write_tokens": "token_writer",
 }
 __all__ = [
     "Corpus",
@@ -40,14 +52,21 @@ __all__ = [
     "ImageSet",
     "LabelledConfig",
     "LabelledCorpus",
+    "LargeOrder",
+    "PackedWindows",
+    "ShardError",
+    "TokenSet",
     "TokenShard",
     "Windows",
+    "epoch_order",
     "labelled_corpus",
     "load_images",
     "load_tokenizer",
     "prepare",
     "prepare_shard",
     "tokenizer_hash",
+    "windows_of",
+    "write_tokens",
 ]
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Literal
 
 from subquad.config import Config
 
@@ -16,7 +17,8 @@ class DataConfig(Config):
 
     path: str = "stdlib"
     """Text to read: `stdlib` (the source of Python's standard library), a file, a folder, a glob, a tar or zip archive,
-    or hf:NAME[:CONFIG[:SPLIT[:COLUMN]]] for a Hugging Face dataset. Files may be compressed (.xz, .gz, .bz2)."""
+    a folder of token shards with their own tokenizer (`subquad data tokens` makes one), or
+    hf:NAME[:CONFIG[:SPLIT[:COLUMN]]] for a Hugging Face dataset. Files may be compressed (.xz, .gz, .bz2)."""
     held_out_path: str | None = None
     """Text to hold out, in the forms of path; None holds out a part of path instead."""
     held_out: float = 0.05
@@ -31,6 +33,18 @@ class DataConfig(Config):
     """Tokens of a `bpe` or `unigram` vocabulary, the separator <|endoftext|> included; others have their own."""
     skip_bad_files: bool = False
     """Whether to leave out, with a warning each, files that are not UTF-8 text, instead of stopping at the first."""
+    pack: Literal["stream", "documents"] = "stream"
+    """stream: windows run over the ends of documents, which the model sees across; documents: windows are packed from
+    whole documents, each of which is read as if it were alone (one longer than a window is cut)."""
+    held_out_shards: list[str] | None = None
+    """Of a folder of token shards: names of those to hold out; None: the last ones, as many as held_out asks for."""
+    bad_shards: Literal["stop", "skip"] = "stop"
+    """Of a folder of token shards: what to do about one that is missing or damaged when it is first read: stop with its
+    name, or warn once and read windows of the next one in the place of its. Held-out ones always stop."""
+    workers: int = 0
+    """Processes that read ahead in training, for each training process; 0: it reads by itself."""
+    worker_timeout: float = 300.0
+    """Seconds after which one of those processes counts as stuck, which stops the run with the name of what it read."""
     cache: str | None = None
     """Folder for prepared corpora; None means $SUBQUAD_CACHE, or ~/.cache/subquad where that is not set."""
 
@@ -42,5 +56,9 @@ class DataConfig(Config):
                 f"vocab_size must be at least {SMALLEST_BPE} for tokenizer={self.tokenizer!r} (256 bytes and a "
                 f"separator), got {self.vocab_size}"
             )
+        if self.workers < 0:
+            raise ValueError(f"workers must be at least 0, got {self.workers}")
+        if not self.worker_timeout > 0:
+            raise ValueError(f"worker_timeout must be above 0 seconds, got {self.worker_timeout}")
         if not self.path:
             raise ValueError("path must name a file, a folder, a glob, 'stdlib' or 'hf:NAME', got an empty string")

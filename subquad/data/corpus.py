@@ -17,6 +17,8 @@ from subquad.data.shards import FORMAT_VERSION, TokenShard
 from subquad.data.sources import Source, open_source
 from subquad.data.split import cut, hold_out
 from subquad.data.spool import Part, Spool, write_shard
+from subquad.data.token_corpus import open_token_corpus
+from subquad.data.token_set import TokenSet, is_token_set
 from subquad.data.tokenizers import load_tokenizer, pieces, tokenizer_hash
 from subquad.data.vocabularies import TRAINED, make_tokenizer
 
@@ -25,7 +27,7 @@ logger = logging.getLogger(__name__)
 
 @dataclass(frozen=True)
 class Corpus:
-    """A prepared corpus: a tokenizer and the shards of its two parts.
+    """A prepared corpus: a tokenizer and the shards, or sets of shards, of its two parts.
 
     `fingerprint` is a hash of the names and contents of all that was read. `train_files` and `held_out_files` are the
     names of the documents on each side (none for the rows of a dataset); of a single document, both hold a part.
@@ -33,8 +35,8 @@ class Corpus:
 
     folder: Path
     tokenizer: Tokenizer
-    train: TokenShard
-    held_out: TokenShard
+    train: TokenShard | TokenSet
+    held_out: TokenShard | TokenSet
     fingerprint: str
     train_files: tuple[str, ...]
     held_out_files: tuple[str, ...]
@@ -45,7 +47,12 @@ class Corpus:
         return tuple(sorted({*self.train_files, *self.held_out_files}))
 
     def held_out_text(self) -> bytes:
-        """The held-out documents in one piece, in the shard's order, `held_out.text_bytes` long."""
+        """The held-out documents in one piece, in the shard's order, `held_out.text_bytes` long.
+
+        Raises `ValueError` for a set of token shards, which keeps no text.
+        """
+        if isinstance(self.held_out, TokenSet):
+            raise ValueError(f"{self.folder} holds token shards and no text; the tokenizer decodes them")
         return (self.folder / "held_out.txt").read_bytes()
 
 
@@ -56,8 +63,16 @@ def prepare(config: DataConfig, *, progress: Progress | None = None) -> Corpus:
     and made again, with a warning, where it is damaged. Processes may prepare the same corpus at once.
 
     Raises `FileNotFoundError` or `ImportError` for text that is missing, `ValueError` for text that isn't text, is too
-    little or changes while it is read, and for an unknown tokenizer.
+    little or changes while it is read, and for an unknown tokenizer. Of a folder of token shards only the index is
+    read, and what that raises is said in `token_corpus`.
     """
+    if is_token_set(config.path):
+        return Corpus(*open_token_corpus(config))
+    if config.held_out_shards is not None:
+        raise ValueError(
+            f"held_out_shards={config.held_out_shards} names token shards, and {config.path!r} is no folder of them; "
+            "leave it out"
+        )
     fixed = None if config.tokenizer in TRAINED else load_tokenizer(config.tokenizer)
     paths = [path for path in (config.path, config.held_out_path) if path is not None]
     sources = [open_source(path, skip_bad_files=config.skip_bad_files) for path in paths]

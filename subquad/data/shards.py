@@ -29,7 +29,7 @@ class TokenShard:
 
     `tokens` `[N]`; `documents` `[D + 1]` holds the offsets in `tokens` at which documents begin, then N. `text_bytes`
     and `words` count the UTF-8 bytes and whitespace-separated words of the documents' text, separators not counted.
-    `vocab_size` and `tokenizer_hash` describe the tokenizer.
+    `vocab_size` and `tokenizer_hash` describe the tokenizer; `sha256` is that of all that follows the head.
 
     Raises `FileNotFoundError`, or `ValueError` for a file that is no shard, has another format version, is cut short or
     damaged, or (with `tokenizer_hash`) was made with another tokenizer. Contents are checked once per process.
@@ -50,6 +50,7 @@ class TokenShard:
         self.words: int = head["words"]
         self.vocab_size: int = head["vocab_size"]
         self.tokenizer_hash: str = head["tokenizer_hash"]
+        self.sha256: str = head["sha256"]
         _verify(self.path, head)
         dtype = np.dtype(head["dtype"])
         self.tokens = np.memmap(self.path, dtype, mode="r", offset=HEAD_BYTES, shape=(head["tokens"],))
@@ -112,6 +113,11 @@ class ShardWriter:
         self.add(ids)
         self.starts += ends.tolist()
 
+    @property
+    def sha256(self) -> str:
+        """The SHA-256 of what was written after the head."""
+        return self._sha256.hexdigest()
+
     def __enter__(self) -> Self:
         return self
 
@@ -132,7 +138,7 @@ class ShardWriter:
             "tokenizer_hash": self.tokenizer_hash,
             "text_bytes": self.text_bytes,
             "words": self.words,
-            "sha256": self._sha256.hexdigest(),
+            "sha256": self.sha256,
         }
         text = json.dumps(values).encode()
         self._stream.seek(0)

@@ -25,24 +25,18 @@ class Windows(Dataset[dict[str, Tensor]]):
     """
 
     def __init__(self, shard: TokenShard, length: int, *, stride: int | None = None) -> None:
-        if length < 2:
-            raise ValueError(f"a window needs at least 2 tokens, one to read and one to predict, got length={length}")
+        count_windows(len(shard), length, stride)
         if length > len(shard):
             raise ValueError(
                 f"a window of {length} tokens is longer than {shard.path}, which has {len(shard)}; "
                 "use a shorter window or more text"
             )
         self.shard = shard
-        if stride is not None and not 1 <= stride <= length - 1:
-            raise ValueError(
-                f"windows of {length} tokens predict {length - 1} each: stride must be between 1 and {length - 1}, "
-                f"got {stride}"
-            )
         self.length = length
         self.stride = length - 1 if stride is None else stride
 
     def __len__(self) -> int:
-        return (len(self.shard) - self.length) // self.stride + 1
+        return count_windows(len(self.shard), self.length, self.stride)
 
     def __getitem__(self, index: int) -> dict[str, Tensor]:
         if not 0 <= index < len(self):
@@ -50,6 +44,18 @@ class Windows(Dataset[dict[str, Tensor]]):
         start = index * self.stride
         tokens = torch.from_numpy(self.shard.tokens[start : start + self.length].astype(np.int64))
         return {"input_ids": tokens, "labels": tokens.clone()}
+
+
+def count_windows(tokens: int, length: int, stride: int | None = None) -> int:
+    """Windows of `length` in so many tokens. Raises `ValueError` for a length and a stride that no window has."""
+    if length < 2:
+        raise ValueError(f"a window needs at least 2 tokens, one to read and one to predict, got length={length}")
+    if stride is not None and not 1 <= stride <= length - 1:
+        raise ValueError(
+            f"windows of {length} tokens predict {length - 1} each: stride must be between 1 and {length - 1}, "
+            f"got {stride}"
+        )
+    return max(0, (tokens - length) // (length - 1 if stride is None else stride) + 1)
 
 
 class EpochOrder(Sampler[int]):
@@ -74,9 +80,13 @@ class EpochOrder(Sampler[int]):
     def __iter__(self) -> Iterator[int]:
         start = self.position if self._resume else 0
         self._resume = False
-        for place, index in enumerate(self.permutation()[start:].tolist(), start):
+        for place, index in enumerate(self.items(start), start):
             self.position = place + 1
             yield index
+
+    def items(self, start: int) -> Iterator[int]:
+        """The order from a place on."""
+        return iter(self.permutation()[start:].tolist())
 
     def permutation(self) -> Tensor:
         """The whole epoch's order `[n]`."""

@@ -9,13 +9,12 @@ import math
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass
-from itertools import groupby
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
-import torch
-from torch import Tensor
 
+from subquad.evaluation._documents import check_documents, packed_batches, plan_documents
+from subquad.evaluation._windows import Tokens, Window, batches, losses, plan
 from subquad.models import Decoder, PerceiverAR
 
 
@@ -60,37 +59,7 @@ class Evaluation:
         return values
 
 
-class Window(NamedTuple):
-    """The model reads tokens `start` to `stop - 1`; the predictions of `scored` to `stop` count."""
-
-    start: int
-    stop: int
-    scored: int
-
-
-def plan(tokens: int, length: int, stride: int, latents: int | None = None) -> list[Window]:
-    """The windows that predict each of `tokens` tokens but the first exactly once.
-
-    Each reads at most `length` tokens and begins `stride` after the one before. The first counts all of its
-    predictions, the others the last `stride`, each made with at least `length - stride + 1` tokens of context. With
-    `stride == length` windows do not overlap.
-
-    Where only the last `latents` tokens of a window predict, windows of growing length come first, all from the first
-    token on: as many tokens as predict, then `stride` more each, until they have `length`.
-    """
-    windows = []
-    scored, stop = 1, 0
-    end = length if latents is None else min(latents, length)
-    while stop < tokens - 1:
-        stop = min(end, tokens - 1)
-        windows.append(Window(max(0, end - length), stop, scored))
-        scored, end = stop + 1, end + stride
-    return windows
-
-
-def _cut_text(
-    tokens: Sequence[int] | np.ndarray | Tensor, decode: Callable[[list[int]], str] | None
-) -> tuple[int | None, int | None]:
+def _cut_text(tokens: Tokens, decode: Callable[[list[int]], str] | None) -> tuple[int | None, int | None]:
     """The bytes and words that `tokens` stand for: None without `decode`."""
     if decode is None:
         return None, None
@@ -100,13 +69,14 @@ def _cut_text(
 
 def evaluate(
     model: Decoder,
-    tokens: Sequence[int] | np.ndarray | Tensor,
+    tokens: Tokens,
     /,
     *,
     length: int,
     stride: int | None = None,
     windows: int | None = None,
     skip: int = 0,
+    documents: np.ndarray | None = None,
     batch_size: int = 8,
     text_bytes: int | None = None,
     words: int | None = None,
@@ -122,10 +92,13 @@ def evaluate(
     alone: its windows overlap, with a `stride` of at most (and by default) so many, and shorter ones come first (see
     `plan`).
 
-    `bits_per_byte` and `word_perplexity` are a code length of the whole text: the first token, which nothing predicts,
-    is charged log2(vocabulary) bits there (and only there). They divide by `text_bytes` and `words`, what all `tokens`
-    stand for. Where `windows` cuts the text, both are counted in `decode` of the tokens that are left (to within one
-    character at the cut), and are None without `decode`.
+    With `documents`, the offsets in `tokens` at which documents begin and then their number, as `TokenShard` has them,
+    each is read from its start, as if it were alone, and every token but its first is predicted once.
+
+    `bits_per_byte` and `word_perplexity` are a code length of the whole text: the first token, which nothing predicts
+    (with `documents` that of each), is charged log2(vocabulary) bits there (and only there). They divide by
+    `text_bytes` and `words`, what all `tokens` stand for. Where `windows` cuts the text, both are counted in `decode`
+    of the tokens that are left (to within one character at the cut), and are None without `decode`.
 
     Runs in eval mode without gradients and restores the mode; sums in float64. `progress(done, windows)` is called
     after each batch. Raises `ValueError` for fewer than two tokens, for a token outside of the vocabulary and for a
@@ -135,33 +108,29 @@ def evaluate(
     if stride is None:
         stride = length if latents is None else min(length, latents)
     _check(len(tokens), length, stride, windows, batch_size, latents)
-    chosen = [window for window in plan(len(tokens), length, stride, latents) if window.scored > skip][:windows]
+    if documents is not None:
+        check_documents(model, documents, len(tokens), skip)
+        planned = plan_documents(documents, length, stride)
+    else:
+        planned = plan(len(tokens), length, stride, latents)
+    chosen = [window for window in planned if window.scored > skip][:windows]
     if skip < 0 or not chosen:
         raise ValueError(f"skip must be at least 0 and leave tokens to predict of {len(tokens)}, got {skip}")
     if skip:
         text_bytes = words = decode = None
-    if (used := chosen[-1].stop + 1) < len(tokens):
-        text_bytes, words = _cut_text(tokens[:used], decode)
+    used = len(tokens)
+    if len(chosen) < len(planned):
+        used = chosen[-1].stop + 1
+        text_bytes, words = (text_bytes, words) if used == len(tokens) else _cut_text(tokens[:used], decode)
+    firsts = 1 if documents is None else len(np.unique(documents[documents < used]))
 
     begin = time.perf_counter()
-    nats_T = np.zeros(length)
-    count_T = np.zeros(length, dtype=np.int64)
-    done = 0
-    for batch in _batches(chosen, batch_size):
-        loss_BT = _losses(model, tokens, batch)
-        for row, window in enumerate(batch):
-            size = window.stop - window.start
-            scored = window.stop + 1 - window.scored
-            nats_T[size - scored : size] += loss_BT[row, loss_BT.shape[1] - scored :]
-            count_T[size - scored : size] += 1
-        done += len(batch)
-        if progress:
-            progress(done, len(chosen))
-
+    scores = _scores if documents is None else packed_batches
+    nats_T, count_T = _summed(scores(model, tokens, chosen, batch_size, length), length, len(chosen), progress)
     predicted = int(count_T.sum())
     nats = float(nats_T.sum())
     vocab_size = model.config.vocab_size
-    text_nats = nats + math.log(vocab_size)
+    text_nats = nats + firsts * math.log(vocab_size)
     return Evaluation(
         tokens=predicted,
         loss=nats / predicted,
@@ -196,31 +165,33 @@ def _check(tokens: int, length: int, stride: int, windows: int | None, batch_siz
         raise ValueError(f"batch_size must be at least 1, got {batch_size}")
 
 
-def _batches(windows: list[Window], batch_size: int) -> Iterator[list[Window]]:
-    """Batches of windows of equal size: only the last window can be shorter, so nothing is padded."""
-    for _, equal in groupby(windows, key=lambda window: window.stop - window.start):
-        group = list(equal)
-        for i in range(0, len(group), batch_size):
-            yield group[i : i + batch_size]
+def _scores(
+    model: Decoder, tokens: Tokens, chosen: Sequence[Window], batch_size: int, length: int
+) -> Iterator[list[tuple[Window, np.ndarray]]]:
+    """Batches of windows with the nats of what each predicts."""
+    for batch in batches(chosen, batch_size):
+        yield list(zip(batch, losses(model, tokens, batch), strict=True))
 
 
-@torch.no_grad()
-def _losses(model: Decoder, tokens: Sequence[int] | np.ndarray | Tensor, batch: list[Window]) -> np.ndarray:
-    """Nats `[B, T]` of each next token (or of the last ones, where only they are predicted), float64."""
-    rows_BT = np.stack([np.asarray(tokens[window.start : window.stop + 1], dtype=np.int64) for window in batch])
-    if rows_BT.min() < 0 or rows_BT.max() >= model.config.vocab_size:
-        raise ValueError(
-            f"tokens must be between 0 and {model.config.vocab_size - 1}, the model's vocabulary, "
-            f"got {rows_BT.min()} to {rows_BT.max()}; are they another tokenizer's?"
-        )
-    tokens_BT = torch.from_numpy(rows_BT).to(next(model.parameters()).device)
-    training = model.training
-    model.eval()
-    try:
-        loss = model.loss(tokens_BT[:, :-1], tokens_BT[:, 1:], reduction="none")
-    finally:
-        model.train(training)
-    return loss.double().cpu().numpy().reshape(len(batch), -1)
+def _summed(
+    scored: Iterator[list[tuple[Window, np.ndarray]]],
+    length: int,
+    windows: int,
+    progress: Callable[[int, int], None] | None,
+) -> tuple[np.ndarray, np.ndarray]:
+    """Nats `[length]` of the predictions that count, and how many they are, by place in the window."""
+    nats_T = np.zeros(length)
+    count_T = np.zeros(length, dtype=np.int64)
+    done = 0
+    for batch in scored:
+        for window, nats in batch:
+            size, counted = window.stop - window.start, window.stop + 1 - window.scored
+            nats_T[size - counted : size] += nats[len(nats) - counted :]
+            count_T[size - counted : size] += 1
+        done += len(batch)
+        if progress:
+            progress(done, windows)
+    return nats_T, count_T
 
 
 def _ranges(nats_T: np.ndarray, count_T: np.ndarray) -> Iterator[PositionLoss]:

@@ -32,6 +32,9 @@ class EvalConfig(Config):
     stride: int | None = None
     """Tokens from the start of a window to that of the next; by default the length, so windows don't overlap. A smaller
     one gives each prediction more context, and takes longer."""
+    documents: bool | None = None
+    """Whether each document is read from its start, as if it were alone, and not after the one before; by default as in
+    training (data.pack)."""
     windows: int | None = None
     """Stop after so many windows; by default the whole text."""
     batch_size: int = 8

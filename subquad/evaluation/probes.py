@@ -15,7 +15,7 @@ import numpy as np
 import torch
 
 from subquad.data.probes import ProbeRows
-from subquad.evaluation._evaluate import Window, _losses
+from subquad.evaluation._windows import Window, losses
 from subquad.models import Decoder, PerceiverAR
 
 Progress = Callable[[int, int], None]
@@ -199,7 +199,7 @@ def context_loss(
         parts = []
         for start in range(0, count, batch_size):
             batch = [Window(end - length, end, end - length + 1) for end in ends[start : start + batch_size]]
-            parts.append(_losses(model, tokens, batch))
+            parts.append(losses(model, tokens, batch))
             if progress:
                 progress(n * count + start + len(batch), count * len(lengths))
         loss_BM = np.concatenate(parts)

@@ -6,8 +6,9 @@ from typing import Any
 
 from torch import Tensor, nn
 
+from subquad.hf._inputs import padding_mask
 from subquad.hf._strict import StrictModel
-from subquad.hf.model import _padding_mask, _refuse
+from subquad.hf.model import _refuse
 
 
 class EncoderModel(StrictModel):
@@ -49,4 +50,4 @@ def read_inputs(
     _refuse(inputs_embeds, output_attentions, output_hidden_states)
     if input_ids is None:
         raise ValueError("input_ids is needed: a tensor [B, T] of token numbers")
-    return input_ids, _padding_mask(attention_mask, input_ids)
+    return input_ids, padding_mask(attention_mask, input_ids)

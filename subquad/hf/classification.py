@@ -15,8 +15,8 @@ from torch.nn import functional as F
 from transformers.modeling_outputs import SequenceClassifierOutput
 
 from subquad.hf._encoder import EncoderModel, read_inputs
+from subquad.hf._inputs import padding_mask
 from subquad.hf.config import FIELDS, SubquadConfig
-from subquad.hf.model import _padding_mask
 from subquad.models.classifier import Classifier, check_pair
 from subquad.models.decoder import IGNORED
 from subquad.models.encoder import Encoder
@@ -104,7 +104,7 @@ class SubquadForSequenceClassification(EncoderModel):
         read = [read_inputs(input_ids, attention_mask, inputs_embeds, output_attentions, output_hidden_states)]
         check_pair(self.model.config, pair_input_ids, pair_attention_mask)
         if pair_input_ids is not None:
-            read.append((pair_input_ids, _padding_mask(pair_attention_mask, pair_input_ids)))
+            read.append((pair_input_ids, padding_mask(pair_attention_mask, pair_input_ids)))
         loss = None
         if labels is not None and self.training and self.denoising is not None:
             logits_BC, loss = self._denoise(self.denoising, read)

@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from transformers import GenerationMixin
 from transformers.modeling_outputs import CausalLMOutputWithPast
 
+from subquad.hf._inputs import check_counted, check_positions, packed_documents, padding_mask
 from subquad.hf._strict import StrictModel
 from subquad.hf.cache import SubquadCache
 from subquad.hf.config import SubquadConfig
@@ -59,6 +60,7 @@ class SubquadForCausalLM(StrictModel, GenerationMixin):
         return_dict: bool | None = None,
         position_ids: Tensor | None = None,
         latents: int | None = None,
+        doc_ids: Tensor | None = None,
     ) -> CausalLMOutputWithPast | tuple[Any, ...]:
         """Logits of the next token `[B, T, V]` and, with `labels`, the loss in nats.
 
@@ -67,10 +69,14 @@ class SubquadForCausalLM(StrictModel, GenerationMixin):
         where the Trainer gives it: labels at padding, which are in that number, must be -100 then, and of a row that
         begins with padding it still holds one label that no real token predicts. `attention_mask` is `[B, T]` or longer
         by the tokens in `past_key_values`; padding may stand anywhere. A cache that is given is read, and moves on
-        unless `use_cache` is False. Positions count the real tokens of a row; `position_ids` may say the same and
-        nothing else. `logits_to_keep` keeps the last so many logits (0: all), or those at the places in a tensor `[N]`
-        of integers. With labels in training the logits are None, which saves their memory, unless `output_logits` is
-        True. Raises `ValueError` or `TypeError` for inputs that the model does not take.
+        unless `use_cache` is False. Positions count the real tokens of a row; `position_ids` may say the same, or
+        pack documents. `logits_to_keep` keeps the last so many logits (0: all), or those at the places in a tensor
+        `[N]` of integers. With labels in training the logits are None, which saves their memory, unless `output_logits`
+        is True. Raises `ValueError` or `TypeError` for inputs that the model does not take.
+
+        `doc_ids` `[B, T]` (-1: padding) pack several documents into a row: a new one begins where the id changes, and
+        each is read and predicted as if it were alone. Without `attention_mask`, `position_ids` that begin again at 0
+        say the same, as `DataCollatorWithFlattening` gives them. Packed documents take no cache and make none.
 
         Within `subquad.parallel.context_parallel(group)` every process is given the whole sequences, a multiple of P
         tokens long and without padding, and reads its part. Logits are those of the part, a cache moves on to the end
@@ -89,6 +95,10 @@ class SubquadForCausalLM(StrictModel, GenerationMixin):
             raise ValueError(
                 f"labels must have the shape of input_ids, {list(input_ids.shape)}, got {list(labels.shape)}"
             )
+        doc_ids = packed_documents(doc_ids, position_ids, attention_mask, input_ids)
+        if doc_ids is not None:
+            self._check_packed(past_key_values, use_cache)
+            position_ids, use_cache = None, False
         group = active_group()
         if group is not None and not (isinstance(logits_to_keep, int) and logits_to_keep == 0):
             raise ValueError(
@@ -97,25 +107,25 @@ class SubquadForCausalLM(StrictModel, GenerationMixin):
         cache = self._cache(past_key_values, use_cache)
         if cache is not None and labels is not None and self.training and self.config.loop_loss == "all":
             raise ValueError("loop_loss='all' trains on every pass, which a cache does not give: set use_cache=False")
-        mask_BT = _padding_mask(attention_mask, input_ids)
+        mask_BT = padding_mask(attention_mask, input_ids)
         tokens_BT = input_ids if group is None else group.part(input_ids)
         named = {} if latents is None else {"latents": latents}
         if named and not isinstance(self.model, PerceiverAR):
             raise ValueError(f"latents is for perceiver_ar, and this model has attention={self.config.attention!r}")
         if cache is None and not named:
-            _check_positions(position_ids, input_ids, mask_BT, 0)
-            passes = self.model.passes(tokens_BT, mask_BT)
+            check_positions(position_ids, input_ids, mask_BT, 0)
+            passes = self.model.passes(tokens_BT, mask_BT, **({} if doc_ids is None else {"doc_ids": doc_ids}))
         else:
             before = None if cache is None else cache.state
             h_BTD, state = self.model.hidden(tokens_BT, before, mask_BT, **named)
             passes = [h_BTD]
-            _check_positions(position_ids, input_ids, mask_BT, 0 if before is None else before.seen)
+            check_positions(position_ids, input_ids, mask_BT, 0 if before is None else before.seen)
             if cache is not None and use_cache is not False:
                 cache.update_state(state, input_ids.shape[1])
 
         loss, logits_BTV = None, None
         if labels is not None:
-            loss = self._loss(passes, labels, mask_BT, num_items_in_batch)
+            loss = self._loss(passes, labels, mask_BT, num_items_in_batch, doc_ids)
         if output_logits or (output_logits is None and not (self.training and labels is not None)):
             logits_BTV = self.model.logits(passes[-1][:, _kept(logits_to_keep, passes[-1].shape[1])])
         output = CausalLMOutputWithPast(loss=loss, logits=logits_BTV, past_key_values=cache)
@@ -140,10 +150,22 @@ class SubquadForCausalLM(StrictModel, GenerationMixin):
             inputs["latents"] = self.model.options.prompt_latents if latents is None else latents
         return inputs
 
+    def _check_packed(self, past_key_values: Any, use_cache: bool | None) -> None:
+        """Raise `ValueError` for what packed documents do not go with."""
+        if isinstance(self.model, PerceiverAR):
+            raise ValueError("perceiver_ar predicts a row's last tokens alone and takes no packed documents")
+        if past_key_values is not None or use_cache:
+            raise ValueError("packed documents take no cache and make none: leave past_key_values and use_cache out")
+
     def _loss(
-        self, passes: list[Tensor], labels_BT: Tensor, mask_BT: Tensor | None, items: Tensor | int | None
+        self,
+        passes: list[Tensor],
+        labels_BT: Tensor,
+        mask_BT: Tensor | None,
+        items: Tensor | int | None,
+        doc_ids: Tensor | None,
     ) -> Tensor:
-        target_BT = next_tokens(labels_BT, mask_BT)
+        target_BT = next_tokens(labels_BT, mask_BT, doc_ids)
         if isinstance(self.model, PerceiverAR):
             target_BT = self.model.latent_labels(target_BT, mask_BT)
         group = active_group()
@@ -152,11 +174,8 @@ class SubquadForCausalLM(StrictModel, GenerationMixin):
             return self.model.loss_of_passes(passes, group.part(target_BT), reduction="sum") * group.size / count
         if items is None:
             return self.model.loss_of_passes(passes, target_BT)
-        if mask_BT is not None and not torch.compiler.is_compiling() and bool((labels_BT[~mask_BT] != IGNORED).any()):
-            raise ValueError(
-                "num_items_in_batch counts labels at padding, which the loss leaves out: set labels to -100 where "
-                "attention_mask is 0, as the collators of transformers do"
-            )
+        if not torch.compiler.is_compiling():
+            check_counted(labels_BT, target_BT, mask_BT, doc_ids)
         return self.model.loss_of_passes(passes, target_BT, reduction="sum") / items
 
     def get_input_embeddings(self) -> nn.Module:
@@ -205,41 +224,6 @@ def _refuse(inputs_embeds: Tensor | None, output_attentions: bool | None, output
         raise ValueError("output_attentions is not supported: no weights are computed; see a layer's method `weights`")
     if output_hidden_states:
         raise ValueError("output_hidden_states is not supported: `model.model.hidden(tokens)` gives the last ones")
-
-
-def _padding_mask(attention_mask: Tensor | None, tokens_BT: Tensor) -> Tensor | None:
-    """Bool `[B, T]` of the tokens at hand, or None where all are real (one look at the data, not when compiled)."""
-    if attention_mask is None:
-        return None
-    B, T = tokens_BT.shape
-    if attention_mask.ndim != 2 or attention_mask.shape[0] != B or attention_mask.shape[1] < T:
-        raise ValueError(
-            f"attention_mask must have shape [{B}, {T}], or more columns for tokens in the cache, "
-            f"got {list(attention_mask.shape)}"
-        )
-    mask_BT = attention_mask[:, attention_mask.shape[1] - T :] != 0
-    if not torch.compiler.is_compiling() and bool(mask_BT.all()):
-        return None
-    return mask_BT
-
-
-def _check_positions(
-    position_ids: Tensor | None, tokens_BT: Tensor, mask_BT: Tensor | None, seen: int | Tensor
-) -> None:
-    """Raise `ValueError` where a real token's position isn't the number of real tokens before it in its row."""
-    if position_ids is None or torch.compiler.is_compiling():
-        return
-    T = tokens_BT.shape[1]
-    if position_ids.ndim != 2 or position_ids.shape[0] not in (1, tokens_BT.shape[0]) or position_ids.shape[1] != T:
-        raise ValueError(f"position_ids must have shape {list(tokens_BT.shape)}, got {list(position_ids.shape)}")
-    real_BT = torch.ones_like(tokens_BT, dtype=torch.bool) if mask_BT is None else mask_BT
-    start_B = torch.as_tensor(seen, device=tokens_BT.device).expand(tokens_BT.shape[0])
-    counted_BT = start_B[:, None] + real_BT.cumsum(1) - 1
-    if bool(((position_ids != counted_BT) & real_BT).any()):
-        raise ValueError(
-            "position_ids other than the count of the row's real tokens are not supported (no gaps, no packed "
-            "documents): leave position_ids out, and name padding by attention_mask"
-        )
 
 
 def _kept(logits_to_keep: int | Tensor, outputs: int) -> slice | Tensor:

@@ -26,14 +26,19 @@ def check_shared(config: DecoderConfig) -> None:
 
 
 def check_part(
-    config: DecoderConfig, tokens_BT: Tensor, state: State | None, mask: Tensor | None, training: bool
+    config: DecoderConfig,
+    tokens_BT: Tensor,
+    state: State | None,
+    mask: Tensor | None,
+    doc_ids: Tensor | None,
+    training: bool,
 ) -> None:
     """Under an active group, raise `ValueError` for what a decoder cannot take there."""
     group = active_group()
     if group is None:
         return
     check_shared(config)
-    check_whole(state, mask)
+    check_whole(state, mask, doc_ids)
     check_dropout(config.dropout if training else 0.0)
     group.check_same(tokens_BT.shape[1], tokens_BT.device)
 

@@ -12,11 +12,13 @@ from torch.utils.checkpoint import checkpoint
 
 from subquad import attention
 from subquad.attention import Attention
+from subquad.attention._documents import mix_documents
 from subquad.config import suggest
 from subquad.layers.feedforward import build_feedforward
 from subquad.layers.norm import build_norm
 from subquad.models.config import DecoderConfig
 from subquad.models.stacks import STACKS
+from subquad.ops.documents import Documents
 from subquad.parallel import ContextGroup, active_group, context_parallel
 from subquad.state import State
 
@@ -33,14 +35,17 @@ class Block(nn.Module):
         self.dropout = nn.Dropout(config.dropout)
 
     def forward(
-        self, x_BTD: Tensor, state: State | None, lengths_B: Tensor | None, memory: Tensor | None = None
+        self, x_BTD: Tensor, state: State | None, lengths_B: Tensor | Documents | None, memory: Tensor | None = None
     ) -> tuple[Tensor, State, Tensor | None]:
         """The layer on rows that begin with their `lengths_B` real tokens (None: all T), after those in `state`.
 
+        `Documents` in their place say which tokens of the rows are sequences of their own, with no state before them.
         `memory` is what the layer below handed on, for mechanisms that take one (Luna's); others pass it on.
         """
         z_BTD = self.attention_norm(x_BTD)
-        if self.attention.hands_memory:
+        if isinstance(lengths_B, Documents):
+            y_BTD, state, memory = mix_documents(self.attention, z_BTD, lengths_B, memory)
+        elif self.attention.hands_memory:
             mixer: Any = self.attention
             y_BTD, state, memory = mixer.mix_with_memory(z_BTD, state, lengths_B, memory)
         else:
@@ -62,7 +67,7 @@ def run_blocks(
     model: Any,
     x_BTD: Tensor,
     state: State | None,
-    lengths_B: Tensor | None,
+    lengths_B: Tensor | Documents | None,
     entries: dict[str, Tensor | int | State] | None = None,
     place: str = "",
 ) -> Tensor:

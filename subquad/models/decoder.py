@@ -13,16 +13,18 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from subquad.attention import Cost
-from subquad.attention._activations import activation_bytes
+from subquad.attention._documents import check_fresh
 from subquad.layers.embedding import Embedding
 from subquad.layers.head import Lookup, chunked_cross_entropy
 from subquad.layers.norm import build_norm
 from subquad.layers.positions import Learned, Sinusoidal
 from subquad.models._context import check_part, communication, first_position, whole_states
+from subquad.models._decoder_cost import kept_in_training, linear_weights
 from subquad.models._initial import initialise
 from subquad.models._layers import Block, PassBias, build_mechanisms, run_blocks
 from subquad.models._tokens import check_tokens
 from subquad.models.config import DecoderConfig
+from subquad.ops.documents import Documents, before_others, lay_out, real_tokens
 from subquad.ops.loss import linear_cross_entropy
 from subquad.ops.padding import check_mask, compaction, real_slots, scatter
 from subquad.parallel import Sent, active_group
@@ -89,16 +91,24 @@ class Decoder(nn.Module):
             nn.init.zeros_(module.bias)
 
     def forward(
-        self, tokens_BT: Tensor, /, state: State | None = None, mask: Tensor | None = None
+        self,
+        tokens_BT: Tensor,
+        /,
+        state: State | None = None,
+        mask: Tensor | None = None,
+        doc_ids: Tensor | None = None,
     ) -> tuple[Tensor, State]:
         """Logits `[B, T, V]` of the token after each of `tokens` `[B, T]`, which follow those that made `state`.
 
         `mask` is a bool `[B, T]`, True for a real token. Padding may stand anywhere: positions and mechanisms count
-        real tokens only, and the outputs at padding are zero. The state returned is for the next call. Raises
-        `TypeError` or `ValueError` for wrong shapes and dtypes, for a position outside of a learned table, and for a
-        state of another configuration or batch size. A token outside of the vocabulary raises in the look-up itself.
+        real tokens only, and the outputs at padding are zero. The state returned is for the next call. `doc_ids`, whole
+        numbers `[B, T]` (-1: padding), pack documents: a new one begins where the id changes, and the logits are those
+        of each document alone, with positions from its start; there is no state before them, and the one returned is
+        that of each row's last document. Raises `TypeError` or `ValueError` for wrong shapes and dtypes, for a position
+        outside of a learned table, and for a state of another configuration or batch size. A token outside of the
+        vocabulary raises in the look-up itself.
         """
-        h_BTD, state = self.hidden(tokens_BT, state, mask)
+        h_BTD, state = self.hidden(tokens_BT, state, mask, doc_ids)
         return self.logits(h_BTD), state
 
     def logits(self, h_BTD: Tensor, /) -> Tensor:
@@ -107,11 +117,16 @@ class Decoder(nn.Module):
         return logits_BTV if self.lookup is None else self.lookup(logits_BTV)
 
     def hidden(
-        self, tokens_BT: Tensor, /, state: State | None = None, mask: Tensor | None = None
+        self,
+        tokens_BT: Tensor,
+        /,
+        state: State | None = None,
+        mask: Tensor | None = None,
+        doc_ids: Tensor | None = None,
     ) -> tuple[Tensor, State]:
         """As `forward`, without the head: vectors `[B, T, D]` after the last norm."""
         layers: dict[str, Tensor | int | State] = {}
-        passes, seen = self._run(tokens_BT, state, mask, layers)
+        passes, seen = self._run(tokens_BT, state, mask, doc_ids, layers)
         group = active_group()
         if group is not None:
             return passes[-1], State(whole_states(self.blocks(), layers, tokens_BT, group), self.config_hash)
@@ -121,22 +136,33 @@ class Decoder(nn.Module):
         """The vectors of `hidden` for whole sequences, keeping no state: for training, where it would cost memory."""
         return self.passes(tokens_BT, mask)[-1]
 
-    def passes(self, tokens_BT: Tensor, /, mask: Tensor | None = None) -> list[Tensor]:
+    def passes(self, tokens_BT: Tensor, /, mask: Tensor | None = None, doc_ids: Tensor | None = None) -> list[Tensor]:
         """The vectors whose losses count: those of `vectors`, and in training with `loop_loss="all"` of every pass."""
-        return self._run(tokens_BT, None, mask, None)[0]
+        return self._run(tokens_BT, None, mask, doc_ids, None)[0]
 
     def loss(
-        self, tokens_BT: Tensor, labels_BT: Tensor, /, mask: Tensor | None = None, *, reduction: Reduction = "mean"
+        self,
+        tokens_BT: Tensor,
+        labels_BT: Tensor,
+        /,
+        mask: Tensor | None = None,
+        doc_ids: Tensor | None = None,
+        *,
+        reduction: Reduction = "mean",
     ) -> Tensor:
         """Cross-entropy in nats of `labels` `[B, T]`, where label t is the token to predict at t.
 
         The label -100 and padding do not count. `reduction` is `mean` (over the labels that count), `sum`, or `none`
         for `[B, T]`, with zeros where nothing counts. `[B, T, V]` is never held: the logits come in parts. In training
-        with `loop_loss="all"` it is the mean of the losses after each pass, otherwise that of `forward`'s logits.
+        with `loop_loss="all"` it is the mean of the losses after each pass, otherwise that of `forward`'s logits. With
+        `doc_ids` the last token of a document that another one follows counts for nothing: what comes next is not its
+        own.
         """
         if labels_BT.shape != tokens_BT.shape:
             raise ValueError(f"labels must have the tokens' shape {list(tokens_BT.shape)}, got {list(labels_BT.shape)}")
-        passes = self.passes(tokens_BT, mask)
+        passes = self.passes(tokens_BT, mask, doc_ids)
+        if doc_ids is not None:
+            mask = real_tokens(doc_ids, mask) & ~before_others(doc_ids, mask)
         if mask is not None:
             labels_BT = labels_BT.masked_fill(~mask, IGNORED)
         return self.loss_of_passes(passes, labels_BT, reduction=reduction)
@@ -170,9 +196,9 @@ class Decoder(nn.Module):
         """
         config = self.config
         mixers = [block.attention.cost(tokens) for block in self.blocks()]
-        head = self.head_weight.numel() + (0 if self.lookup is None else _linear_weights(self.lookup))
+        head = self.head_weight.numel() + (0 if self.lookup is None else linear_weights(self.lookup))
         heads = config.loops if config.loop_loss == "all" else 1
-        branches = sum(_linear_weights(block.feedforward) for block in self.blocks())
+        branches = sum(linear_weights(block.feedforward) for block in self.blocks())
         rest_flops = 2 * tokens * (config.loops * branches + heads * head)
         return Cost(
             tokens=tokens,
@@ -182,7 +208,7 @@ class Decoder(nn.Module):
             projection_flops=config.loops * sum(cost.projection_flops for cost in mixers) + rest_flops,
             backward_flops=config.loops * sum(cost.backward_flops for cost in mixers) + 2 * rest_flops,
             parameters=self.num_parameters(),
-            activation_bytes=_kept_in_training(self, tokens),
+            activation_bytes=kept_in_training(self, tokens),
             state_bytes=config.loops * sum(cost.state_bytes for cost in mixers),
         )
 
@@ -198,10 +224,16 @@ class Decoder(nn.Module):
         tokens_BT: Tensor,
         state: State | None,
         mask: Tensor | None,
+        doc_ids: Tensor | None,
         layers: dict[str, Tensor | int | State] | None,
     ) -> tuple[list[Tensor], int | Tensor]:
         """What `passes` returns and the tokens seen; each layer's new state goes to `layers` (None: nowhere)."""
-        self._check(tokens_BT, state, mask)
+        self._check(tokens_BT, state, mask, doc_ids)
+        if doc_ids is not None:
+            check_fresh(state)
+            documents = lay_out(doc_ids, mask, *tokens_BT.shape, last_apart=layers is not None)
+            passes = self._passes(self._embedded(tokens_BT, documents), None, documents, layers)
+            return [h.masked_fill(~documents.real_BT[..., None], 0.0) for h in passes], documents.seen
         start = first_position(tokens_BT, state)
         moved, lengths_B = None, None
         if mask is not None:
@@ -209,22 +241,38 @@ class Decoder(nn.Module):
             lengths_B = moved.lengths_B
             real_BT = real_slots(lengths_B, tokens_BT.shape[1])
             tokens_BT = tokens_BT.gather(1, moved.order_BT).masked_fill(~real_BT, 0)
-        x_BTD = self.embedding(tokens_BT, start, lengths_B)
+        passes = self._passes(self.embedding(tokens_BT, start, lengths_B), state, lengths_B, layers)
+        seen = advance(start, tokens_BT.shape[1], lengths_B)
+        return passes if moved is None else [scatter(h, moved) for h in passes], seen
+
+    def _embedded(self, tokens_BT: Tensor, documents: Documents) -> Tensor:
+        """The embeddings `[B, T, D]`, each token at its position in its document."""
+        tokens_N1 = tokens_BT.masked_fill(~documents.real_BT, 0).reshape(-1, 1)
+        x_BTD: Tensor = self.embedding(tokens_N1, documents.positions_BT.flatten()).view(*tokens_BT.shape, -1)
+        return x_BTD
+
+    def _passes(
+        self,
+        x_BTD: Tensor,
+        state: State | None,
+        lengths_B: Tensor | Documents | None,
+        layers: dict[str, Tensor | int | State] | None,
+    ) -> list[Tensor]:
+        """The vectors after the last norm, of the last pass or of each."""
         passes: list[Tensor] = []
         counts_all = self.training and self.config.loop_loss == "all"
         for p in range(self.config.loops):
             x_BTD = self._pass(p, x_BTD, state, lengths_B, layers)
             if counts_all or p == self.config.loops - 1:
-                h_BTD = self.norm(x_BTD)
-                passes.append(h_BTD if moved is None else scatter(h_BTD, moved))
-        return passes, advance(start, tokens_BT.shape[1], lengths_B)
+                passes.append(self.norm(x_BTD))
+        return passes
 
     def _pass(
         self,
         p: int,
         x_BTD: Tensor,
         state: State | None,
-        lengths_B: Tensor | None,
+        lengths_B: Tensor | Documents | None,
         layers: dict[str, Tensor | int | State] | None,
     ) -> Tensor:
         """Pass number `p` through all layers, which begins without a memory, as the first one does."""
@@ -234,34 +282,13 @@ class Decoder(nn.Module):
             place = f"passes.{p}."
         return run_blocks(self, x_BTD, state, lengths_B, layers, place)
 
-    def _check(self, tokens_BT: Tensor, state: State | None, mask: Tensor | None) -> None:
+    def _check(self, tokens_BT: Tensor, state: State | None, mask: Tensor | None, docs: Tensor | None = None) -> None:
         check_tokens(tokens_BT)
-        check_part(self.config, tokens_BT, state, mask, self.training)
+        check_part(self.config, tokens_BT, state, mask, docs, self.training)
         if mask is not None:
             check_mask(mask, *tokens_BT.shape)
         if state is not None:
             state.check(self.config_hash, "this decoder", tokens_BT.shape[0])
-
-
-class _Loss(nn.Module):
-    """The decoder's loss as a module's output."""
-
-    def __init__(self, decoder: Decoder) -> None:
-        super().__init__()
-        self.decoder = decoder
-
-    def forward(self, tokens_BT: Tensor) -> Tensor:
-        return self.decoder.loss(tokens_BT, tokens_BT)
-
-
-def _kept_in_training(decoder: Decoder, tokens: int) -> int:
-    """Bytes that autograd keeps of the loss of one sequence."""
-    return activation_bytes(_Loss(decoder), lambda: torch.zeros(1, tokens, dtype=torch.int64))
-
-
-def _linear_weights(module: nn.Module) -> int:
-    """Entries of the matrices in `module`: multiply-adds for one token."""
-    return sum(m.in_features * m.out_features for m in module.modules() if isinstance(m, nn.Linear))
 
 
 def _added_positions(config: DecoderConfig) -> Sinusoidal | Learned | None:

@@ -100,7 +100,7 @@ class PerceiverAR(Decoder):
         else:
             super().initialise(module)
 
-    def forward(
+    def forward(  # type: ignore[override]
         self,
         tokens_BT: Tensor,
         /,
@@ -117,7 +117,7 @@ class PerceiverAR(Decoder):
         h_BMD, state = self.hidden(tokens_BT, state, mask, latents=latents)
         return self.logits(h_BMD), state
 
-    def hidden(
+    def hidden(  # type: ignore[override]
         self,
         tokens_BT: Tensor,
         /,
@@ -145,7 +145,7 @@ class PerceiverAR(Decoder):
         self._check(tokens_BT, state, None)
         return read(self, tokens_BT, state)
 
-    def passes(self, tokens_BT: Tensor, /, mask: Tensor | None = None) -> list[Tensor]:
+    def passes(self, tokens_BT: Tensor, /, mask: Tensor | None = None) -> list[Tensor]:  # type: ignore[override]
         """The vectors of `hidden` for whole sequences, keeping no state.
 
         In training, where the options say so, with a number of latents drawn anew and without a part of the history.
@@ -159,7 +159,7 @@ class PerceiverAR(Decoder):
         h_BMD = self.through(window, parts, None, options.prefix_dropout if self.training else 0.0)
         return [window.at_the_end(h_BMD, parts)]
 
-    def loss(
+    def loss(  # type: ignore[override]
         self, tokens_BT: Tensor, labels_BT: Tensor, /, mask: Tensor | None = None, *, reduction: Reduction = "mean"
     ) -> Tensor:
         """As `Decoder.loss`, of the latents: the other labels do not count; `none` gives `[B, min(m, T)]`."""

@@ -20,6 +20,7 @@ from subquad.models.encoder import Encoder
 from subquad.models.encoder_config import EncoderConfig
 from subquad.models.perceiver_encoder import PerceiverEncoder
 from subquad.models.perceiver_io import LATENT_STD
+from subquad.ops.documents import before_others, real_tokens
 from subquad.ops.loss import linear_cross_entropy
 from subquad.ops.padding import compaction, real_slots
 
@@ -144,8 +145,11 @@ def denoising_loss(
     return linear_cross_entropy(h_BTD[hidden_BT], rows, tokens_BT[hidden_BT], ignore_index=IGNORED)
 
 
-def next_tokens(tokens_BT: Tensor, mask: Tensor | None) -> Tensor:
-    """At each real token the next real one of its row; -100 at the last one and at padding."""
+def next_tokens(tokens_BT: Tensor, mask: Tensor | None, doc_ids: Tensor | None = None) -> Tensor:
+    """At each real token the next real one of its row (of its document); -100 at the last one and at padding."""
+    if doc_ids is not None:
+        labels_BT = next_tokens(tokens_BT, real_tokens(doc_ids, mask))
+        return labels_BT.masked_fill(before_others(doc_ids, mask), IGNORED)
     if mask is None:
         return F.pad(tokens_BT, (0, 1), value=IGNORED)[:, 1:]
     moved = compaction(mask)

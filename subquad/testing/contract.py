@@ -1,4 +1,4 @@
-"""The contract that every mechanism keeps (the design's laws 1 to 14, those that need no model)."""
+"""The contract that every mechanism keeps (the design's laws, those that need no model)."""
 
 from __future__ import annotations
 
@@ -17,6 +17,7 @@ from torch.utils.flop_counter import FlopCounterMode
 from subquad.ops import flops
 from subquad.ops.backends import use_backend
 from subquad.state import State
+from subquad.testing._packing_laws import PackingLaws
 from subquad.testing._padding_laws import PaddingLaws
 from subquad.testing.tools import (
     LINEAR_GROWTH,
@@ -35,7 +36,7 @@ from subquad.testing.tools import (
 INHERITED = [HealthCheck.differing_executors]
 
 
-class AttentionContract(PaddingLaws):
+class AttentionContract(PaddingLaws, PackingLaws):
     """The laws of the design, section 4. A test class names a mechanism and its options and inherits them all."""
 
     def test_law_01_weights_are_causal_and_rows_sum_to_one(self) -> None:

@@ -163,4 +163,4 @@ def _text(run: LoadedRun, options: ProbeOptions) -> np.ndarray:
             f"the text {data.path!r} is not what {run.folder} was trained on: it gives another tokenizer; "
             "give a text by --text"
         )
-    return corpus.held_out.tokens
+    return corpus.held_out.tokens[:]

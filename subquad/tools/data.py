@@ -21,6 +21,8 @@ if TYPE_CHECKING:
 
 LENGTHS = {"toy": 48, "listops": 2000, "text": 4000, "retrieval": 4000, "image": 1024}
 """Tokens of a sequence in Long Range Arena; those of Pathfinder are its pixels."""
+COMMANDS = ("tokens", "check")
+"""What is no data set but a command of `_data_tokens`."""
 PICTURES = ("image", "pathfinder32", "pathfinder64", "pathfinder128")
 LOOKED_AT = 2000
 """Sequences of a part that are counted where they are made as they are read."""
@@ -31,7 +33,8 @@ def make_parser() -> Parser:
     parser = Parser(
         "data DATASET",
         "Make or open a data set for --task classify and print its statistics: examples, lengths, classes, what is "
-        "cut, and one example. Interrupted work goes on when the same command is given again.",
+        "cut, and one example. Interrupted work goes on when the same command is given again. `subquad data tokens` "
+        "makes a folder of token shards of any text, `subquad data check` reads one through; see their --help.",
     )
     parser.add_argument("dataset", type=DatasetName, help="Which data set; toy, listops and pathfinder need no path.")
     parser.add_class_arguments(LabelledConfig, None, as_group=False, skip={"dataset"})
@@ -49,6 +52,10 @@ def make_parser() -> Parser:
 
 def run(arguments: Sequence[str]) -> int:
     """Parse, make or open, print, return the exit status."""
+    if arguments and arguments[0] in COMMANDS:
+        from subquad.tools import _data_tokens
+
+        return _data_tokens.run(arguments)
     parser = make_parser()
     values = parser.parse_args(arguments).as_dict()
     with parser.checking():

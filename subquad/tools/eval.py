@@ -18,7 +18,7 @@ from subquad.tools import _eval_tasks
 from subquad.tools.arguments import Parser, check_output, data_is_a_path
 
 if TYPE_CHECKING:
-    from subquad.data import TokenShard
+    from subquad.data import TokenSet, TokenShard
     from subquad.evaluation import ClassEvaluation, Evaluation, ImageEvaluation
     from subquad.evaluation.harness import TaskEvaluation
     from subquad.tools.runs import LoadedRun
@@ -126,6 +126,7 @@ def _evaluate(loaded: LoadedRun, config: EvalConfig) -> Evaluation:
         stride=config.stride,
         windows=config.windows,
         batch_size=config.batch_size,
+        documents=shard.documents if _packed(loaded, config) else None,
         text_bytes=shard.text_bytes,
         words=shard.words,
         decode=loaded.tokenizer.decode,
@@ -133,7 +134,14 @@ def _evaluate(loaded: LoadedRun, config: EvalConfig) -> Evaluation:
     )
 
 
-def _text(loaded: LoadedRun, config: TextConfig) -> TokenShard:
+def _packed(loaded: LoadedRun, config: EvalConfig) -> bool:
+    """Whether each document is read from its start: as in training, unless the options say something else."""
+    if config.documents is None:
+        return loaded.config is not None and loaded.config.data.pack == "documents"
+    return config.documents
+
+
+def _text(loaded: LoadedRun, config: TextConfig) -> TokenShard | TokenSet:
     """The text that `config` names in the model's tokens, or the held-out part of the run's own."""
     from subquad.data import prepare, prepare_shard, tokenizer_hash
 

@@ -116,7 +116,7 @@ def check(config: TrainConfig) -> None:
 
 def _finish(result: RunResult) -> None:
     """Write evaluation.json, samples.txt and report.json into the run's folder and print them."""
-    from subquad.data import Corpus
+    from subquad.data import Corpus, TokenShard
     from subquad.evaluation import evaluate
     from subquad.tools.eval import evaluation_table, show_progress
     from subquad.training import measure, write_report
@@ -125,32 +125,37 @@ def _finish(result: RunResult) -> None:
     assert isinstance(corpus, Corpus)
     decoder, held_out = result.model.model, corpus.held_out
     sys.stderr.write("evaluating on the held-out text ...\n")
+    packed = result.config.data.pack == "documents"
     evaluation = evaluate(
         decoder,
         held_out.tokens,
         length=result.config.batch.length,
+        documents=held_out.documents if packed else None,
         text_bytes=held_out.text_bytes,
         words=held_out.words,
         progress=show_progress if sys.stderr.isatty() else None,
     )
     (result.folder / "evaluation.json").write_text(json.dumps(evaluation.to_dict(), indent=2) + "\n", encoding="utf-8")
-    assert evaluation.bits_per_byte is not None  # a shard knows its bytes
     samples = _samples(result, corpus.tokenizer)
     (result.folder / "samples.txt").write_text(samples, encoding="utf-8")
-    report = measure(
-        decoder,
-        corpus.held_out_text(),
-        held_out.tokens.tolist(),
-        bits_per_byte=evaluation.bits_per_byte,
-        files_hash=corpus.fingerprint[:16],
-        steps=result.steps,
-        train_tokens_per_second=result.tokens_per_second or _last_speed(result.folder),
-    )
-    write_report(report, result.folder)
     console = Console()
     sys.stdout.write(samples)
     console.print(evaluation_table(evaluation))
-    console.print(report.table())
+    if isinstance(held_out, TokenShard):
+        assert evaluation.bits_per_byte is not None  # a shard knows its bytes
+        report = measure(
+            decoder,
+            corpus.held_out_text(),
+            held_out.tokens.tolist(),
+            bits_per_byte=evaluation.bits_per_byte,
+            files_hash=corpus.fingerprint[:16],
+            steps=result.steps,
+            train_tokens_per_second=result.tokens_per_second or _last_speed(result.folder),
+        )
+        write_report(report, result.folder)
+        console.print(report.table())
+    else:
+        console.print("A set of token shards keeps no text to compress beside the model: no report.json is written.")
     console.print(f"{result.folder} holds the model, the metrics and the samples. Go on writing with:", markup=False)
     command = shlex.join(["subquad", "generate", str(result.folder), "--prompt", result.config.run.prompt])
     console.print(f"  {command}", markup=False, soft_wrap=True)

@@ -7,7 +7,9 @@ import logging
 from typing import TYPE_CHECKING
 
 from subquad.config import digest
-from subquad.data import Corpus, Windows, prepare
+from subquad.data import Corpus, TokenSet, TokenShard, Windows, prepare
+from subquad.data.packing import PackedWindows
+from subquad.data.set_windows import PackedSetWindows, SetWindows, windows_of
 from subquad.data.tokenizers import encode_text, separator_id
 from subquad.models.perceiver_options import PerceiverAROptions
 from subquad.training._task import Task, fitted, preparing, spread
@@ -49,6 +51,10 @@ def language_task(config: TrainConfig, console: Console | None) -> Task:
     from subquad.hf import SubquadConfig, SubquadForCausalLM
 
     labels = window_labels(config)
+    if config.data.pack == "documents" and "perceiver_ar" in config.model.mechanisms:
+        raise ValueError(
+            "perceiver_ar predicts a window's last tokens alone and takes no packed documents: set data.pack=stream"
+        )
     corpus = preparing(console, "text", lambda progress: prepare(config.data, progress=progress))
     _check_prompt(corpus, config.run.prompt)
     config = config.replace(model=fitted(config.model, corpus.train.vocab_size, "as the tokenizer has it"))
@@ -58,9 +64,7 @@ def language_task(config: TrainConfig, console: Console | None) -> Task:
                 f"batch.length {config.batch.length} is longer than the {name} part of the text, which has "
                 f"{len(shard)} tokens; give more text or shorter windows"
             )
-    windows, held_out = (
-        Windows(shard, config.batch.length, stride=labels) for shard in (corpus.train, corpus.held_out)
-    )
+    windows, held_out = (_windows(part, config, labels, console) for part in (corpus.train, corpus.held_out))
     if labels < config.batch.length - 1:
         count = config.step_tokens // config.batch.length
         logger.info(
@@ -79,12 +83,33 @@ def language_task(config: TrainConfig, console: Console | None) -> Task:
         identity={
             "data": digest([corpus.fingerprint, corpus.train_files, len(corpus.train)]),
             "tokenizer": digest(corpus.tokenizer.to_str()),
+            **({} if config.data.pack == "stream" else {"data.pack": config.data.pack, "windows": len(windows)}),
         },
         files={
             "tokenizer.json": corpus.tokenizer.to_str(pretty=True).encode(),
             "tokenizer_config.json": json.dumps(tokenizer).encode(),
         },
     )
+
+
+def _windows(
+    tokens: TokenShard | TokenSet, config: TrainConfig, labels: int, console: Console | None
+) -> Windows | PackedWindows | SetWindows:
+    """The windows of one part of the text."""
+    length, data = config.batch.length, config.data
+    if data.pack == "stream":
+        return windows_of(tokens, length, stride=labels)
+    windows = preparing(
+        console,
+        "windows",
+        lambda progress: windows_of(tokens, length, pack="documents", cache=data.cache, progress=progress),
+    )
+    assert isinstance(windows, PackedWindows | PackedSetWindows)
+    logger.info(
+        "%s: %d windows of whole documents, %.2f %% of their places are padding",
+        tokens.path, len(windows), 100 * windows.padding,
+    )  # fmt: skip
+    return windows
 
 
 def _check_prompt(corpus: Corpus, prompt: str) -> None:

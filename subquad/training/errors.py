@@ -11,5 +11,9 @@ class CheckpointError(ValueError):
     """A checkpoint is incomplete, damaged, or was made by other settings."""
 
 
+class ReadError(RuntimeError):
+    """A process that reads the training data died, or did not answer in time."""
+
+
 class FormatVersionError(CheckpointError):
     """A checkpoint has a format version that this release can't read."""

@@ -147,7 +147,7 @@ def _run(
             config,
             settings,
             args=arguments,
-            train_dataset=NumberedWindows(task.train),
+            train_dataset=NumberedWindows(task.train, config.data.workers),
             eval_dataset=task.held_out,
             compute_metrics=task.measure,
             callbacks=[meter, flow, metrics, bar],

@@ -15,33 +15,22 @@ from safetensors.torch import load_model
 from torch import Tensor, nn
 from torch.optim.lr_scheduler import LambdaLR
 from torch.utils.data import Dataset, Sampler
-from transformers import Trainer, TrainingArguments
+from transformers import TrainingArguments
 from transformers.trainer_callback import PrinterCallback
 from transformers.utils import logging as hf_logging
 
-from subquad.data import EpochOrder
+from subquad.data.order import epoch_order
 from subquad.hf import SubquadForCausalLM, SubquadForImages, SubquadForPreTraining, SubquadForSequenceClassification
 from subquad.training import checkpoint
 from subquad.training.config import TrainConfig
 from subquad.training.errors import CheckpointError, NonFiniteError
 from subquad.training.flow import AfterStep
 from subquad.training.optimizers import build_optimizer
+from subquad.training.reading import NumberedWindows as NumberedWindows
+from subquad.training.reading import ReadingTrainer
 from subquad.training.rng import load_rng, rng_file, save_rng
 
 logger = logging.getLogger(__name__)
-
-
-class NumberedWindows(Dataset[dict[str, Tensor]]):
-    """A dataset whose items carry their number as `window`, so that an error can name the batch."""
-
-    def __init__(self, windows: Dataset[dict[str, Tensor]]) -> None:
-        self.windows = windows
-
-    def __len__(self) -> int:
-        return len(self.windows)  # type: ignore[arg-type]
-
-    def __getitem__(self, index: int) -> dict[str, Tensor]:
-        return {**self.windows[index], "window": torch.tensor(index)}
 
 
 class RunOrder(Sampler[int]):
@@ -60,7 +49,7 @@ class RunOrder(Sampler[int]):
     def __iter__(self) -> Iterator[int]:
         left, epoch = self.total, 0
         while left > 0:
-            for index in EpochOrder(self.windows, self.seed, epoch):
+            for index in epoch_order(self.windows, self.seed, epoch):
                 if left == 0:
                     return
                 yield int(index)
@@ -68,7 +57,7 @@ class RunOrder(Sampler[int]):
             epoch += 1
 
 
-class SubquadTrainer(Trainer):
+class SubquadTrainer(ReadingTrainer):
     """`transformers.Trainer` over windows of a text or made-up sequences, with our optimizers and checkpoints.
 
     Every checkpoint is published whole (see `subquad.training.checkpoint`); resuming loads the weights strictly and
@@ -77,7 +66,6 @@ class SubquadTrainer(Trainer):
     """
 
     model: SubquadForCausalLM | SubquadForImages | SubquadForPreTraining | SubquadForSequenceClassification
-    train_dataset: NumberedWindows
 
     def __init__(
         self,
@@ -94,7 +82,7 @@ class SubquadTrainer(Trainer):
         self.augment: Callable[[dict[str, Tensor]], dict[str, Tensor]] | None = None
         super().__init__(model=model, args=args, **rest)
         # A mean over equally long windows needs no count of tokens; the Trainer then divides by the accumulation.
-        self.model_accepts_loss_kwargs = False
+        self.model_accepts_loss_kwargs = config.task == "language" and config.data.pack == "documents"
         self.remove_callback(PrinterCallback)
         self.add_callback(AfterStep())
 
@@ -275,6 +263,7 @@ def training_arguments(config: TrainConfig, root: Path) -> TrainingArguments:
         disable_tqdm=True,
         remove_unused_columns=False,
         dataloader_pin_memory=not cpu,
+        dataloader_num_workers=config.data.workers,
         ddp_find_unused_parameters=False,
         label_names=["labels"],
     )

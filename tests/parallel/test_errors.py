@@ -81,6 +81,13 @@ def test_a_decoder_takes_neither_state_nor_padding(group):
         decoder.loss(IDS, IDS, torch.ones(1, 4, dtype=torch.bool))
 
 
+def test_packed_documents(group):
+    with pytest.raises(ValueError, match="is one document: leave doc_ids out"):
+        build("linear", dim=16, num_heads=2)(X, doc_ids=IDS)
+    with pytest.raises(ValueError, match="is one document: leave doc_ids out"):
+        Decoder(DecoderConfig(**SHAPE, attention="linear"))(IDS, doc_ids=IDS)
+
+
 def test_a_mixer_of_ones_own_that_does_not_say_parallel(group, monkeypatch):
     monkeypatch.setattr(Attention, "registry", dict(Attention.registry))
 

@@ -1,0 +1,72 @@
+"""Orders of a large set: a permutation that is computed place by place, never held."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Iterator
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from subquad.data.windows import EpochOrder
+
+LARGE = 1 << 24
+"""From so many items on, an epoch's order is computed place by place; below it is a stored permutation."""
+ROUNDS = 8
+BLOCK = 4096
+"""Places that are computed at once."""
+
+
+class LargeOrder(EpochOrder):
+    """A permutation of 0..n-1 that `seed` and `epoch` fix, of which any place is computed alone.
+
+    A Feistel network of eight rounds permutes the numbers of 2 b bits, the fewest that hold n; a number that comes out
+    at n or above goes through it again until it is below (at most four times on average). The round function is the
+    finaliser of SplitMix64 with a key for each round from SHA-256 of seed and epoch. It holds no list of n items.
+    """
+
+    def __init__(self, n: int, seed: int = 0, epoch: int = 0) -> None:
+        super().__init__(n, seed, epoch)
+        self.bits = max(1, -(-(n - 1).bit_length() // 2))
+
+    def at(self, places: np.ndarray) -> np.ndarray:
+        """The items at these places, int64; `ValueError` for a place that is not in 0..n-1."""
+        if len(places) and not 0 <= places.min() <= places.max() < self.n:
+            raise ValueError(f"places must lie in 0..{self.n - 1}, got {places.min()} to {places.max()}")
+        items = self._network(places.astype(np.uint64))
+        while (outside := items >= self.n).any():
+            items[outside] = self._network(items[outside])
+        return items.astype(np.int64)
+
+    def permutation(self) -> Tensor:
+        """The whole epoch's order `[n]`."""
+        return torch.from_numpy(self.at(np.arange(self.n)))
+
+    def items(self, start: int) -> Iterator[int]:
+        """The order from a place on."""
+        for first in range(start, self.n, BLOCK):
+            yield from self.at(np.arange(first, min(self.n, first + BLOCK))).tolist()
+
+    def _network(self, numbers: np.ndarray) -> np.ndarray:
+        bits, mask = np.uint64(self.bits), np.uint64((1 << self.bits) - 1)
+        left, right = numbers >> bits, numbers & mask
+        for key in self._keys():
+            left, right = right, left ^ (_mixed(right + key) & mask)
+        return left << bits | right
+
+    def _keys(self) -> np.ndarray:
+        words = [hashlib.sha256(f"{self.seed}:{self.epoch}:{part}".encode()).digest() for part in range(ROUNDS // 4)]
+        return np.frombuffer(b"".join(words), dtype="<u8").astype(np.uint64)
+
+
+def _mixed(x: np.ndarray) -> np.ndarray:
+    """The finaliser of SplitMix64 (Steele, Lea and Flood 2014, section 3), modulo 2^64."""
+    x = (x ^ x >> np.uint64(30)) * np.uint64(0xBF58476D1CE4E5B9)
+    x = (x ^ x >> np.uint64(27)) * np.uint64(0x94D049BB133111EB)
+    return x ^ x >> np.uint64(31)
+
+
+def epoch_order(n: int, seed: int, epoch: int) -> EpochOrder:
+    """The order of an epoch over n items: `EpochOrder` below `LARGE` of them, `LargeOrder` from there on."""
+    return EpochOrder(n, seed, epoch) if n < LARGE else LargeOrder(n, seed, epoch)

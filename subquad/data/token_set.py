@@ -1,0 +1,206 @@
+"""Sets of token shards: a folder of them with an index, read as one without loading it.
+
+`index.json` names the shards in order, with their counts and checksums. What can be known from it opens no shard; a
+shard is opened, and its checksum compared with the index and its own head, by the first who reads a token of it, once
+in each process.
+"""
+
+from __future__ import annotations
+
+import logging
+from bisect import bisect_right
+from collections import OrderedDict
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from itertools import accumulate
+from pathlib import Path
+from typing import Any, Literal
+
+import numpy as np
+
+from subquad.config import digest, suggest
+from subquad.data.files import read_json, write_json
+from subquad.data.shards import TokenShard
+
+logger = logging.getLogger(__name__)
+
+INDEX = "index.json"
+FORMAT, FORMAT_VERSION = "subquad-tokens", 1
+OPEN_SHARDS = 1024
+"""Shards that a process keeps mapped."""
+BadShards = Literal["stop", "skip"]
+
+
+class ShardError(ValueError):
+    """A shard of a set that is missing or damaged; the message names it and says what to do."""
+
+
+@dataclass(frozen=True)
+class Entry:
+    """A line of the index."""
+
+    name: str
+    tokens: int
+    documents: int
+    text_bytes: int
+    words: int
+    sha256: str
+    """Of the tokens and the documents' offsets, as in the shard's own head."""
+
+
+class TokenSet:
+    """The tokens of many shards, one after another, in the order of the index or of `names`.
+
+    `len` and the counts come from the index alone. `tokens[start:stop]` and `shard` open what they need and no more.
+    Windows never cross the end of a shard (`subquad.data.windows_of`).
+
+    Raises `FileNotFoundError` where there is no index, `ValueError` for a damaged index, one of another format version,
+    and for a name that is not in it or comes twice; reading raises `ShardError`.
+    """
+
+    def __init__(
+        self, folder: str | Path, names: Sequence[str] | None = None, *, bad_shards: BadShards = "stop"
+    ) -> None:
+        self.path = Path(folder)
+        index = read_index(self.path)
+        known = {entry.name: entry for entry in index["shards"]}
+        for name in names or ():
+            if name not in known:
+                raise ValueError(f"{self.path} has no shard {name!r}; {suggest(name, known)}")
+        if names is not None and len(set(names)) < len(names):
+            raise ValueError(f"each shard can be named once, got {', '.join(names)}")
+        self.entries: list[Entry] = [known[name] for name in (known if names is None else names)]
+        if not self.entries:
+            raise ValueError(f"a set needs at least one shard of {self.path}, got none")
+        self.bad_shards = bad_shards
+        self.vocab_size: int = index["vocab_size"]
+        self.tokenizer_hash: str = index["tokenizer_hash"]
+        self.text_bytes = sum(entry.text_bytes for entry in self.entries)
+        self.words = sum(entry.words for entry in self.entries)
+        self.fingerprint = digest([self.tokenizer_hash, [asdict(entry) for entry in self.entries]])
+        self.ends = list(accumulate(entry.tokens for entry in self.entries))
+        self._open: OrderedDict[int, TokenShard] = OrderedDict()
+        self._bad: dict[int, ShardError] = {}
+
+    def __len__(self) -> int:
+        return self.ends[-1]
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return _reopened, (self.path, [entry.name for entry in self.entries], self.bad_shards)
+
+    def __repr__(self) -> str:
+        return f"TokenSet({str(self.path)!r}: {len(self):,} tokens in {len(self.entries)} shards)"
+
+    @property
+    def tokens(self) -> SetTokens:
+        """All tokens, to be sliced: only the shards of a slice are opened."""
+        return SetTokens(self)
+
+    @property
+    def documents(self) -> np.ndarray:
+        """`[D + 1]`, the offsets in `tokens` at which documents begin, then the number of tokens. Opens all shards."""
+        starts = [0, *self.ends[:-1]]
+        parts = [self.shard(i).documents[:-1].astype(np.int64) + start for i, start in enumerate(starts)]
+        return np.concatenate([*parts, np.array([len(self)])])
+
+    def shard(self, number: int) -> TokenShard:
+        """Shard `number` of the set, opened and checked; `ShardError` where that fails, now and ever after."""
+        if number in self._bad:
+            raise self._bad[number]
+        shard = self._open.get(number)
+        if shard is None:
+            try:
+                shard = self._opened(self.entries[number])
+            except (OSError, ValueError) as error:
+                self._bad[number] = ShardError(
+                    f"shard {self.entries[number].name} of {self.path} cannot be read: {error}; restore it, or leave "
+                    "it out by data.bad_shards=skip"
+                )
+                raise self._bad[number] from error
+            self._open[number] = shard
+            if len(self._open) > OPEN_SHARDS:
+                self._open.popitem(last=False)
+        return shard
+
+    def _opened(self, entry: Entry) -> TokenShard:
+        shard = TokenShard(self.path / entry.name, tokenizer_hash=self.tokenizer_hash)
+        if shard.sha256 != entry.sha256:
+            raise ValueError(
+                f"it is another shard than the index has: SHA-256 {shard.sha256[:16]}..., not {entry.sha256[:16]}..."
+            )
+        return shard
+
+
+class SetTokens:
+    """The tokens of a set as one array that is read piece by piece."""
+
+    def __init__(self, owner: TokenSet) -> None:
+        self.owner = owner
+
+    def __len__(self) -> int:
+        return len(self.owner)
+
+    def __getitem__(self, places: slice) -> np.ndarray:
+        start, stop, step = places.indices(len(self))
+        if step != 1:
+            raise ValueError(f"tokens of a set are read in slices of step 1, got {step}")
+        ends, parts = self.owner.ends, []
+        while start < stop:
+            number = bisect_right(ends, start)
+            begin = ends[number] - self.owner.entries[number].tokens
+            parts.append(self.owner.shard(number).tokens[start - begin : stop - begin])
+            start = min(stop, ends[number])
+        return np.concatenate(parts) if parts else np.zeros(0, dtype=np.int64)
+
+
+def is_token_set(path: str | Path) -> bool:
+    """Whether a path is a folder of shards with an index, a damaged one included."""
+    folder = Path(path).expanduser()
+    if not (folder / INDEX).is_file():
+        return False
+    try:
+        return read_json(folder / INDEX).get("format") == FORMAT
+    except ValueError:
+        return any(folder.glob("*.tokens"))
+
+
+def read_index(folder: Path) -> dict[str, Any]:
+    """The index of a set: `tokenizer_hash`, `vocab_size` and `shards`, a list of `Entry`. Raises as `TokenSet`."""
+    if not (folder / INDEX).is_file():
+        raise FileNotFoundError(f"{folder} holds no {INDEX}; `subquad data tokens` makes a folder of token shards")
+    index = read_json(folder / INDEX)
+    if index.get("format") != FORMAT or index.get("version") != FORMAT_VERSION:
+        raise ValueError(
+            f"{folder / INDEX} has format {index.get('format')!r} version {index.get('version')!r}; this release reads "
+            f"{FORMAT!r} version {FORMAT_VERSION}: make the shards again"
+        )
+    content = {name: index.get(name) for name in ("tokenizer_hash", "vocab_size", "shards")}
+    if index.get("sha256") != digest(content):
+        raise ValueError(f"{folder / INDEX} is damaged: its checksum is wrong")
+    return content | {"shards": [Entry(**entry) for entry in index["shards"]]}
+
+
+def write_index(folder: Path, entries: Sequence[Entry], *, tokenizer_hash: str, vocab_size: int) -> None:
+    """Write the index of the shards in `folder`."""
+    content = {
+        "tokenizer_hash": tokenizer_hash,
+        "vocab_size": vocab_size,
+        "shards": [asdict(entry) for entry in entries],
+    }
+    write_json(folder / INDEX, {"format": FORMAT, "version": FORMAT_VERSION, **content, "sha256": digest(content)})
+
+
+def held_out_names(entries: Sequence[Entry], fraction: float) -> list[str]:
+    """The last shards that hold at least `fraction` of the tokens, at most all but one."""
+    wanted = fraction * sum(entry.tokens for entry in entries)
+    names: list[str] = []
+    for entry in reversed(entries[1:]):
+        if wanted <= 0:
+            break
+        names.append(entry.name)
+        wanted -= entry.tokens
+    return names[::-1]
+
+
+def _reopened(path: Path, names: list[str], bad_shards: BadShards) -> TokenSet:
+    return TokenSet(path, names, bad_shards=bad_shards)

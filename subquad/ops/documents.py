@@ -1,0 +1,162 @@
+"""Packed documents: several in a row, each laid out as a row of its own, so that none sees another.
+
+Shape letters: B batch, T tokens, N = B * T, D channels, R documents of a group, C slots of each.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import numpy as np
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+from subquad.ops.padding import check_mask, compaction, real_slots
+
+PADDING = -1
+"""The document of padding."""
+GROUP_TOKENS = 256
+"""One more group is worth so many slots of padding less: it is one more call of the mechanism."""
+
+
+class Group(NamedTuple):
+    """Documents that are laid out together, one a row, each at the start of its row."""
+
+    places_RC: Tensor
+    """Where each slot's token is among all B * T; slots without one hold N, the place of a row of zeros."""
+    lengths_R: Tensor | None
+    """Tokens of each document; None where all have C."""
+    rows_R: Tensor
+    """Which row of the batch each document is in."""
+
+
+class Documents(NamedTuple):
+    """How packed rows are taken apart into documents, and put together again."""
+
+    groups: tuple[Group, ...]
+    slots_BT: Tensor
+    """Where each token is among the slots of all groups, laid end to end; padding has the place after the last one."""
+    positions_BT: Tensor
+    """Each token's number in its document."""
+    real_BT: Tensor
+    """Bool: False at padding."""
+
+    @property
+    def seen(self) -> int | Tensor:
+        """Tokens of the first group's documents, as a state counts them."""
+        first = self.groups[0]
+        return first.places_RC.shape[1] if first.lengths_R is None else first.lengths_R
+
+    def take(self, x_BTD: Tensor, group: Group) -> Tensor:
+        """The documents of a group, `[R, C, D]`, with zeros in slots without a token."""
+        D = x_BTD.shape[-1]
+        padded_ND = torch.cat([x_BTD.reshape(-1, D), x_BTD.new_zeros(1, D)])
+        return padded_ND.index_select(0, group.places_RC.flatten()).view(*group.places_RC.shape, D)
+
+    def put(self, parts: list[Tensor]) -> Tensor:
+        """`[B, T, D]` from the outputs `[R, C, D]` of all groups, with zeros at padding."""
+        D = parts[0].shape[-1]
+        slots_ND = torch.cat([*(part.reshape(-1, D) for part in parts), parts[0].new_zeros(1, D)])
+        return slots_ND.index_select(0, self.slots_BT.flatten()).view(*self.slots_BT.shape, D)
+
+
+def lay_out(doc_ids: Tensor, mask: Tensor | None, batch: int, tokens: int, *, last_apart: bool = True) -> Documents:
+    """How to take rows `[batch, tokens]` apart into their documents.
+
+    A document begins where `doc_ids` differs from that of the real token before; padding (the id -1, or False in
+    `mask`) does not count. With `last_apart` the first group holds the last document of each row (an empty one where
+    there is none), in the order of the rows; the others are grouped by length, so that padding is little.
+
+    The layout is made on the CPU: ids on a GPU are fetched once. Raises `TypeError` for ids that are no whole numbers,
+    `ValueError` for a wrong shape and for an id below -1.
+    """
+    if doc_ids.is_floating_point() or doc_ids.dtype == torch.bool:
+        raise TypeError(f"doc_ids must hold whole numbers, a document's id at each of its tokens, got {doc_ids.dtype}")
+    if doc_ids.shape != (batch, tokens):
+        raise ValueError(f"doc_ids must have shape {(batch, tokens)}, one id a token, got {tuple(doc_ids.shape)}")
+    ids_BT = doc_ids.detach().cpu().numpy().astype(np.int64)
+    if ids_BT.size and ids_BT.min() < PADDING:
+        raise ValueError(f"doc_ids must be 0 or more, or -1 for padding, got {ids_BT.min()}")
+    real_BT = ids_BT != PADDING
+    if mask is not None:
+        check_mask(mask, batch, tokens)
+        real_BT &= mask.cpu().numpy()
+    return _layout(ids_BT, real_BT, last_apart, doc_ids.device)
+
+
+def _layout(ids_BT: np.ndarray, real_BT: np.ndarray, last_apart: bool, device: torch.device) -> Documents:
+    B, T = ids_BT.shape
+    place_n = np.flatnonzero(real_BT)  # n: real tokens
+    row_n, id_n = place_n // max(T, 1), ids_BT.reshape(-1)[place_n]
+    begins_n = np.ones(len(place_n), dtype=bool)
+    begins_n[1:] = (row_n[1:] != row_n[:-1]) | (id_n[1:] != id_n[:-1])
+    first = np.flatnonzero(begins_n)
+    lengths, rows = np.diff(first, append=len(place_n)), row_n[first]
+
+    last_of_row = np.full(B, len(first))  # an empty document for a row without one
+    last_of_row[rows] = np.arange(len(first))  # the last assignment holds
+    first, lengths, rows = np.append(first, 0), np.append(lengths, 0), np.append(rows, 0)
+    chosen = np.arange(len(first) - 1)
+    members = [last_of_row] if last_apart or not len(chosen) else []
+    others = np.setdiff1d(chosen, last_of_row) if members else chosen
+    members += [others[part] for part in grouped(lengths[others])]
+
+    groups, total = [], 0
+    slots = np.zeros(B * T, dtype=np.int64)
+    for docs in members:
+        C = int(lengths[docs].max(initial=0))
+        filled_RC = np.arange(C) < lengths[docs][:, None]
+        places_RC = np.full((len(docs), C), B * T)
+        places_RC[filled_RC] = place_n[(first[docs][:, None] + np.arange(C))[filled_RC]]
+        slots[places_RC[filled_RC]] = total + np.flatnonzero(filled_RC)
+        whole = bool((lengths[docs] == C).all())
+        rows_R = np.arange(B) if docs is last_of_row else rows[docs]
+        groups.append(Group(*(torch.from_numpy(x).to(device) for x in (places_RC, lengths[docs], rows_R))))
+        if whole:
+            groups[-1] = groups[-1]._replace(lengths_R=None)
+        total += filled_RC.size
+    slots[~real_BT.reshape(-1)] = total
+
+    positions = np.zeros(B * T, dtype=np.int64)
+    positions[place_n] = np.arange(len(place_n)) - np.repeat(first[:-1], lengths[:-1])
+    made = (x.reshape(B, T) for x in (slots, positions, real_BT))
+    return Documents(tuple(groups), *(torch.from_numpy(x).to(device) for x in made))
+
+
+def real_tokens(doc_ids: Tensor, mask: Tensor | None) -> Tensor:
+    """Bool `[B, T]`: False at padding, by its id or by the mask."""
+    return doc_ids != PADDING if mask is None else mask & (doc_ids != PADDING)
+
+
+def before_others(doc_ids: Tensor, mask: Tensor | None) -> Tensor:
+    """Bool `[B, T]`: True at the last token of a document that another one follows in its row."""
+    moved = compaction(real_tokens(doc_ids, mask))
+    ids_BT = doc_ids.gather(1, moved.order_BT)
+    real_BT = real_slots(moved.lengths_B, doc_ids.shape[1])
+    changes_BT = F.pad((ids_BT[:, 1:] != ids_BT[:, :-1]) & real_BT[:, 1:], (0, 1))
+    return changes_BT.gather(1, moved.inverse_BT)
+
+
+def grouped(lengths: np.ndarray) -> list[np.ndarray]:
+    """Which documents of these lengths to lay out together: places in `lengths`, a group each.
+
+    Of all ways to cut the documents, sorted by length, into groups it is the one with the fewest slots, each group
+    counted as `GROUP_TOKENS` more.
+    """
+    if not len(lengths):
+        return []
+    order = np.argsort(-lengths, kind="stable")
+    longest, count = np.unique(-lengths, return_counts=True)  # longest first
+    longest, before = -longest, np.concatenate([[0], np.cumsum(count)])
+    cost = np.zeros(len(before))
+    cut = np.zeros(len(before), dtype=np.int64)
+    for end in range(1, len(before)):
+        costs = cost[:end] + longest[:end] * (before[end] - before[:end]) + GROUP_TOKENS
+        cut[end] = costs.argmin()
+        cost[end] = costs[cut[end]]
+    parts, end = [], len(before) - 1
+    while end:
+        parts.append(order[before[cut[end]] : before[end]])
+        end = cut[end]
+    return parts[::-1]
