@@ -100,5 +100,5 @@ def draw_panel(axis: Axes, panel: Panel, rows: Sequence[Row], order: Sequence[An
     axis.set(title=panel.title, xlabel=panel.xlabel or ("" if names else panel.x), ylabel=panel.ylabel or panel.y)
     axis.grid(alpha=0.3)
     if len(series) > 1:
-        beside = {"loc": "center left", "bbox_to_anchor": (1.0, 0.5)} if len(series) > 8 else {}
+        beside: dict[str, Any] = {"loc": "center left", "bbox_to_anchor": (1.0, 0.5)} if len(series) > 8 else {}
         axis.legend(frameon=False, fontsize=8, **beside)
