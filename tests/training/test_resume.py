@@ -187,7 +187,7 @@ def test_a_missing_file_is_never_silent(run_at_4: TrainConfig, tmp_path: Path, n
 @pytest.mark.parametrize("name", ["optimizer.pt", "scheduler.pt"])
 def test_the_trainer_itself_refuses_a_checkpoint_without_its_files(tmp_path: Path, name: str) -> None:
     trainer = SubquadTrainer.__new__(SubquadTrainer)
-    trainer.is_fsdp_enabled = False
+    trainer.sharded = False
     for other in {"optimizer.pt", "scheduler.pt"} - {name}:
         (tmp_path / other).write_bytes(b"")
     with pytest.raises(CheckpointError, match=f"lacks {name}; resuming without it would change the run"):
@@ -200,7 +200,7 @@ def test_a_run_does_not_go_on_in_another_precision_that_auto_chose(
 ) -> None:
     changes = {"run.precision": "auto", "schedule.kind": "constant", "run.eval_every": 0}
     for steps, precision in ((3, made), (4, goes_on)):
-        monkeypatch.setattr("subquad.training.trainer._multiplies_bf16", lambda cpu, p=precision: p == "bf16")
+        monkeypatch.setattr("subquad.training._arguments._multiplies_bf16", lambda cpu, p=precision: p == "bf16")
         config = make_config({**changes, "run.steps": steps})
         if steps == 3:
             train(config)
