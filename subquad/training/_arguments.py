@@ -44,7 +44,6 @@ def training_arguments(config: TrainConfig, root: Path) -> TrainingArguments:
         remove_unused_columns=False,
         dataloader_pin_memory=not cpu,
         ddp_find_unused_parameters=False,
-        ddp_broadcast_buffers=False,  # they change in `Attention.after_step` alone: `AfterStep` makes them equal
         ddp_timeout=max(1, round(config.parallel.timeout)),
         label_names=["labels"],
     )
