@@ -43,6 +43,8 @@ def shard(model: Any, processes: Processes, *, bf16: bool) -> None:
     policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32) if bf16 else None
     mesh = torch.distributed.device_mesh.init_device_mesh(processes.device, (processes.world,))
     options: dict[str, Any] = {"mesh": mesh, "mp_policy": policy or MixedPrecisionPolicy()}
+    # Luna's memory is a view; nothing is changed in place.
+    warnings.filterwarnings("ignore", message="FSDP2-wrapped module .* returned a view", category=UserWarning)
     apart = isinstance(model.model, PerceiverAR)
     for block in [] if apart else [m for m in model.modules() if type(m).__name__ in model._no_split_modules]:
         fully_shard(block, **options)
