@@ -96,13 +96,13 @@ class SavingTrainer(Trainer):
         try:
             yield
         except (OSError, SafetensorError, RuntimeError) as error:  # torch.save raises RuntimeError for a full disk
-            if isinstance(error, RuntimeError) and _is_of_processes(error):
+            if isinstance(error, RuntimeError) and _is_not_of_the_disk(error):
                 raise
             if self.processes.first:
                 shutil.rmtree(folder, ignore_errors=True)
             raise SaveError(
-                f"{what} could not be written to {folder.parent}: {error}. Nothing of it is left; what was there before "
-                f"is untouched (newest checkpoint: {self.newest_name()}). Make room and give the same command again"
+                f"{what} could not be written to {folder.parent}, where {shutil.disk_usage(folder.parent).free / 2**30:.2f} "
+                f"GiB are free: {error}. Nothing of it is left; what was there before is untouched (newest checkpoint: {self.newest_name()}). Make room and give the same command again"
             ) from error
 
     def _require_finite_weights(self) -> None:
@@ -207,9 +207,9 @@ def _is_not_about_batches(record: logging.LogRecord) -> bool:
     return "do not match the ones in the `trainer_state.json`" not in record.getMessage()
 
 
-def _is_of_processes(error: RuntimeError) -> bool:
-    """Whether other processes, not the disk, have failed: what torch.save raises names its writer."""
-    return "PytorchStreamWriter" not in str(error) and "iostream" not in str(error)
+def _is_not_of_the_disk(error: RuntimeError) -> bool:
+    """Whether something else than the disk has failed: what torch.save raises for it names its writer."""
+    return not any(text in str(error) for text in ("inline_container", "PytorchStreamWriter", "iostream"))
 
 
 @contextmanager

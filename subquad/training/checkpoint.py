@@ -211,14 +211,10 @@ def check_settings(manifest: Mapping[str, Any], settings: Mapping[str, Any]) -> 
 
 def _changed_batch(made: dict[str, Any], now: dict[str, Any]) -> list[str]:
     """Take `batch` and `processes` out of both settings; what is wrong with them, and what would be right."""
-    before, after = (
-        ({**settings.pop("batch", {})}, int(settings.pop("processes", 1))) for settings in (made, now)
-    )
+    before, after = (({**settings.pop("batch", {})}, int(settings.pop("processes", 1))) for settings in (made, now))
     if before[0].get("length") != after[0].get("length"):
         return [f"batch.length was {before[0].get('length')}, is {after[0].get('length')}"]
-    products = [
-        processes * batch.get("size", 1) * batch.get("accumulation", 1) for batch, processes in (before, after)
-    ]
+    products = [processes * batch.get("size", 1) * batch.get("accumulation", 1) for batch, processes in (before, after)]
     if products[0] == products[1]:
         return []
     (was, were), (batch, processes) = before, after

@@ -91,4 +91,3 @@ def _limit_left() -> int:
         return 2**63
     pages = int(Path("/proc/self/statm").read_text().split()[0])
     return max(0, limit - pages * resource.getpagesize())
-

@@ -54,9 +54,10 @@ class Meter(TrainerCallback):
 class Metrics(TrainerCallback):
     """Appends one JSON object per report to `metrics.jsonl` and the same numbers to TensorBoard.
 
-    Keys of a training record: step, loss (nats a token, an example or an asked token), lr, grad_norm, tokens (padding
-    included), epochs, tokens_per_s, seconds; skipped, the steps left out so far, once there are any. Of an evaluation: step, eval_loss, and of a classifier or a probe
-    eval_accuracy, of images eval_bits_per_dim. A run that goes on first drops the records after its checkpoint.
+    Keys of a training record: step, loss (nats a token, an example or an asked token; the mean over all processes), lr,
+    grad_norm, tokens (padding included), epochs, tokens_per_s, seconds, and skipped, the steps left out so far, once
+    there are any. Of an evaluation: step, eval_loss, and of a classifier or a probe eval_accuracy, of images
+    eval_bits_per_dim. A run that goes on first drops the records after its checkpoint.
     """
 
     def __init__(self, folder: Path, meter: Meter, windows: int, step_windows: int) -> None:

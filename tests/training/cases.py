@@ -247,7 +247,9 @@ def curves(folder: Path) -> None:
         return lambda rank: of_stacks(folder, kind, changes)
 
     statuses += [fork(1, stacks("one", {})), fork(2, stacks("ddp 2", {"batch.size": 2}))]
-    statuses.append(fork(2, stacks("fsdp 2", {"batch.size": 2, "parallel.shard": True, "run.activation_checkpointing": True})))
+    statuses.append(
+        fork(2, stacks("fsdp 2", {"batch.size": 2, "parallel.shard": True, "run.activation_checkpointing": True}))
+    )
     statuses.append(fork(4, lambda rank: context(folder, rank, {"batch.size": 2, "parallel.shard": True})))
     tell(folder, "curves", statuses)
 
