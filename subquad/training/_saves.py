@@ -37,6 +37,9 @@ class SavingTrainer(Trainer):
     a model that is sharded the folder `optimizer` (see `subquad.training.sharding`), and either kind of run reads both.
     """
 
+    model: Any
+    optimizer: Any
+    lr_scheduler: Any
     config: TrainConfig
     processes: Processes
     sharded: bool
@@ -50,8 +53,8 @@ class SavingTrainer(Trainer):
         return published[-1][1].name if published else "none"
 
     def train(self, *args: Any, **kwargs: Any) -> Any:
-        """As the Trainer does, but another batch.size is no mistake: with as many windows a step the run is the same."""
-        talker = hf_logging.get_logger("transformers.trainer_utils")
+        """As the Trainer does, without its warning of another batch.size: with as many windows a step all is well."""
+        talker: Any = hf_logging.get_logger("transformers.trainer_utils")
         talker.addFilter(_is_not_about_batches)
         try:
             return super().train(*args, **kwargs)
@@ -100,9 +103,11 @@ class SavingTrainer(Trainer):
                 raise
             if self.processes.first:
                 shutil.rmtree(folder, ignore_errors=True)
+            free = shutil.disk_usage(self.root).free / 2**30
             raise SaveError(
-                f"{what} could not be written to {folder.parent}, where {shutil.disk_usage(folder.parent).free / 2**30:.2f} "
-                f"GiB are free: {error}. Nothing of it is left; what was there before is untouched (newest checkpoint: {self.newest_name()}). Make room and give the same command again"
+                f"{what} could not be written to {folder.parent}, where {free:.2f} GiB are free: {error}. Nothing of "
+                f"it is left; what was there before is untouched (newest checkpoint: {self.newest_name()}). Make room and "
+                "give the same command again"
             ) from error
 
     def _require_finite_weights(self) -> None:

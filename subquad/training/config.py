@@ -100,11 +100,11 @@ class RunConfig(Config):
     device: Literal["auto", "cpu"] = "auto"
     """auto: a GPU where PyTorch finds one; cpu: never."""
     activation_checkpointing: bool = False
-    """Whether training keeps the input of each layer alone and computes the rest again in the backward pass: less memory,
-    about a third more time, the same gradients."""
+    """Whether training keeps the input of each layer alone and computes the rest again in the backward pass: less
+    memory, about a third more time, the same gradients."""
     nonfinite: Literal["stop", "skip"] = "stop"
-    """What a loss or gradient that isn't finite does. stop: ends the run before the step. skip: leaves the step out; its
-    windows are used up and the learning rate goes on."""
+    """What a loss or gradient that isn't finite does. stop: ends the run before the step. skip: leaves the step out;
+    its windows are used up and the learning rate goes on."""
     nonfinite_limit: int = 10
     """With nonfinite=skip, the steps left out in a row that end the run after all."""
     threads: int | None = None

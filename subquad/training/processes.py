@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import logging
 import os
 from collections.abc import Callable, Iterator
@@ -222,7 +223,7 @@ def _watch(store: Any, rank: int, world: int, timeout: float) -> None:
 def _context_parallelism() -> tuple[Any, Any]:
     """`context_parallel` and `ContextGroup` of `subquad.parallel`."""
     try:
-        from subquad.parallel import ContextGroup, context_parallel
+        parallel = importlib.import_module("subquad.parallel")
     except ImportError as error:
         raise ValueError(f"parallel.context above 1 needs the package subquad.parallel: {error}") from error
-    return context_parallel, ContextGroup
+    return parallel.context_parallel, parallel.ContextGroup

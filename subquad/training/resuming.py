@@ -67,8 +67,11 @@ def warn_of_new_random_numbers(found: Path, config: TrainConfig, processes: Proc
     if made_by != processes.world and draws(config):
         logger.warning(
             "%s was made by %d processes and %d go on: the windows are the same, but what is drawn at random (dropout, "
-            "augmentation, hidden tokens) is not what %d would have drawn", found.name, made_by, processes.world, made_by,
-        )  # fmt: skip
+            "augmentation, hidden tokens) is other than if as many went on",
+            found.name,
+            made_by,
+            processes.world,
+        )
 
 
 def draws(config: TrainConfig) -> bool:

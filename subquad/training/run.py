@@ -81,9 +81,9 @@ def train(config: TrainConfig, *, resume: bool = True, console: Console | None =
 
     Raises `ValueError` for a mechanism that has not the form that the task needs, for windows that a model can't be
     trained on (`tasks.window_labels`) and for a text shorter than `batch.length`, `CheckpointError` (a `ValueError`)
-    for checkpoints that can't be gone on with, `NonFiniteError` for a loss or gradient that isn't finite, `SaveError` (an
-    `OSError`) for a checkpoint that can't be written, `StepMemoryError` (a `MemoryError`) for a step that needs more
-    memory than there is, and `LostProcessError` (an `OSError`) where another process has ended or hangs.
+    for checkpoints that can't be gone on with, `NonFiniteError` for a loss or gradient that isn't finite, `SaveError`
+    (an `OSError`) for a checkpoint that can't be written, `StepMemoryError` (a `MemoryError`) for a step that needs
+    more memory than there is, and `LostProcessError` (an `OSError`) where another process has ended or hangs.
     """
     from subquad.training._arguments import trains_on_cpu
 
@@ -216,7 +216,7 @@ def _plain_model(trainer: SubquadTrainer, task: Task) -> Any:
     weights = whole_state(trainer.model, keep=keep)
     if not keep:
         return trainer.model
-    model = task.make_model()
+    model: Any = task.make_model()
     model.load_state_dict(weights)
     return model.to(trainer.args.device)
 

@@ -63,9 +63,9 @@ class SubquadTrainer(SavingTrainer):
         self._held_out = HeldOutBatches(0, 1)
         self._held_out_step = -1
         if config.run.activation_checkpointing:
-            for module in model.modules():
-                if hasattr(module, "gradient_checkpointing"):
-                    module.gradient_checkpointing = True
+            recomputing: list[Any] = [m for m in model.modules() if hasattr(m, "gradient_checkpointing")]
+            for module in recomputing:
+                module.gradient_checkpointing = True
         super().__init__(model=model, args=args, **rest)
         if self.sharded:
             from subquad.training.sharding import shard
@@ -86,7 +86,7 @@ class SubquadTrainer(SavingTrainer):
 
     def get_eval_dataloader(self, eval_dataset: Any = None) -> DataLoader[Any]:
         """This process's part of the held-out items."""
-        items = self.eval_dataset if eval_dataset is None else eval_dataset
+        items: Any = self.eval_dataset if eval_dataset is None else eval_dataset
         ranks = (self.processes.data_rank, self.processes.data_ranks)
         self._held_out = HeldOutBatches(len(items), self.config.batch.size, *ranks)
         self._held_out_step = -1
@@ -212,9 +212,9 @@ class SubquadTrainer(SavingTrainer):
         self.skipped.in_a_row += 1
         if self.skipped.in_a_row >= run.nonfinite_limit:
             raise NonFiniteError(
-                f"{cause}: run.nonfinite_limit={run.nonfinite_limit} steps in a row were not finite ({self.skipped.total} "
-                f"in all); nothing was saved since {self.newest_name()}. Try a lower optimizer.lr, a longer "
-                "schedule.warmup or optimizer.clip"
+                f"{cause}: run.nonfinite_limit={run.nonfinite_limit} steps in a row were not finite "
+                f"({self.skipped.total} in all); nothing was saved since {self.newest_name()}. Try a lower "
+                "optimizer.lr, a longer schedule.warmup or optimizer.clip"
             )
         if self.processes.first:
             logger.warning("%s; the step is left out (%d so far)", cause, self.skipped.total)

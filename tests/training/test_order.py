@@ -26,7 +26,8 @@ def test_every_step_of_all_processes_is_the_next_piece_of_the_order(
     assert seen == list(order)
     for number in range(steps):  # what a run that goes on with another number of processes relies on
         parts_of_step = [dealt[rank][number * parts + part] for part in range(parts) for rank in range(ranks)]
-        assert sum(parts_of_step, []) == list(order)[number * step : (number + 1) * step]
+        together = [window for part in parts_of_step for window in part]
+        assert together == list(order)[number * step : (number + 1) * step]
 
 
 @given(total=st.integers(0, 30), size=st.integers(1, 4), ranks=st.integers(1, 4))

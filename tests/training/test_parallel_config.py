@@ -60,7 +60,7 @@ def test_switches_of_accelerate_that_would_be_ignored_are_refused(monkeypatch: p
 
 def test_a_precision_of_accelerate_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("ACCELERATE_MIXED_PRECISION", "fp16")
-    with pytest.raises(ValueError, match="ACCELERATE_MIXED_PRECISION=fp16 is set.*run.precision chooses"):
+    with pytest.raises(ValueError, match=r"ACCELERATE_MIXED_PRECISION=fp16 is set.*run\.precision chooses"):
         check_parallel(TrainConfig())
 
 
@@ -75,7 +75,7 @@ def test_a_stack_does_not_share_windows(monkeypatch: pytest.MonkeyPatch) -> None
     monkeypatch.setenv("WORLD_SIZE", "2")
     config = TrainConfig(parallel=ParallelConfig(context=2))
     config = config.replace(model=config.model.replace(attention="perceiver_ar"))
-    with pytest.raises(ValueError, match="attention 'perceiver_ar' can't share a window: parallel.context must be 1"):
+    with pytest.raises(ValueError, match=r"attention 'perceiver_ar' can't share a window: parallel\.context must be 1"):
         check_parallel(config)
 
 
