@@ -106,8 +106,8 @@ class SavingTrainer(Trainer):
             free = shutil.disk_usage(self.root).free / 2**30
             raise SaveError(
                 f"{what} could not be written to {folder.parent}, where {free:.2f} GiB are free: {error}. Nothing of "
-                f"it is left; what was there before is untouched (newest checkpoint: {self.newest_name()}). Make room and "
-                "give the same command again"
+                f"it is left; what was there before is untouched (newest checkpoint: {self.newest_name()}). Make room "
+                "and give the same command again"
             ) from error
 
     def _require_finite_weights(self) -> None:

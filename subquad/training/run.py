@@ -138,42 +138,18 @@ def _run(
     start: Path | None,
     console: Console | None,
 ) -> RunResult:
-    from transformers import set_seed
-
     from subquad.training.flow import Flow, StopSignal
     from subquad.training.progress import Bar, Meter, Metrics
-    from subquad.training.rng import begin_rng
-    from subquad.training.trainer import NumberedWindows, SubquadTrainer
-
-    trainer_class = SubquadTrainer
-    if task.config.lora.rank:
-        from subquad.training.lora import LoraTrainer as trainer_class  # noqa: N813
 
     config = task.config
     folder = Path(config.run.folder)
     step_windows = config.batch.size * config.batch.accumulation * processes.data_ranks
-    set_seed(config.run.seed)
-    model = task.make_model()
-    parameters = sum(parameter.numel() for parameter in model.parameters())
-    if not processes.first:
-        begin_rng(config.run.seed, processes.rank)
     meter = Meter(config.step_tokens * processes.data_ranks)
     metrics = Metrics(folder, meter, task.count, step_windows)
     bar = Bar(console, meter, config)
     with StopSignal() as stop:
         flow = Flow(config.run, stop)
-        trainer = trainer_class(
-            model,
-            config,
-            settings,
-            args=arguments,
-            processes=processes,
-            train_dataset=NumberedWindows(task.train),
-            eval_dataset=task.held_out,
-            compute_metrics=task.measure,
-            callbacks=[meter, flow, metrics, bar],
-        )
-        trainer.augment = task.augment
+        trainer, parameters = _trainer(task, arguments, processes, settings, [meter, flow, metrics, bar])
         try:
             trainer.train(resume_from_checkpoint=None if start is None else str(start))
         finally:
@@ -200,6 +176,39 @@ def _run(
         out_of_time=flow.out_of_time,
         skipped=trainer.skipped.total,
     )
+
+
+def _trainer(
+    task: Task, arguments: TrainingArguments, processes: Processes, settings: dict[str, Any], callbacks: list[Any]
+) -> tuple[SubquadTrainer, int]:
+    """The trainer of a fresh model, and the model's parameters, counted before they are shared out."""
+    from transformers import set_seed
+
+    from subquad.training.rng import begin_rng
+    from subquad.training.trainer import NumberedWindows, SubquadTrainer
+
+    trainer_class = SubquadTrainer
+    if task.config.lora.rank:
+        from subquad.training.lora import LoraTrainer as trainer_class  # noqa: N813
+
+    set_seed(task.config.run.seed)
+    model = task.make_model()
+    parameters = sum(parameter.numel() for parameter in model.parameters())
+    if not processes.first:
+        begin_rng(task.config.run.seed, processes.rank)
+    trainer = trainer_class(
+        model,
+        task.config,
+        settings,
+        args=arguments,
+        processes=processes,
+        train_dataset=NumberedWindows(task.train),
+        eval_dataset=task.held_out,
+        compute_metrics=task.measure,
+        callbacks=callbacks,
+    )
+    trainer.augment = task.augment
+    return trainer, parameters
 
 
 def _plain_model(trainer: SubquadTrainer, task: Task) -> Any:
