@@ -189,15 +189,16 @@ class SavingTrainer(Trainer):
         for name in ("optimizer" if in_shards else "optimizer.pt", "scheduler.pt"):
             if not (folder / name).exists():
                 raise CheckpointError(f"{checkpoint} lacks {name}; resuming without it would change the run")
-        if not in_shards and not self.sharded:
-            super()._load_optimizer_and_scheduler(checkpoint)
-            return
-        from subquad.training import sharding
+        if in_shards or self.sharded:
+            from subquad.training import sharding
 
-        if in_shards:
-            sharding.load_optimizer(self.model, self.optimizer, folder)
-        else:
-            sharding.spread_optimizer(self.optimizer, folder / "optimizer.pt")
+            if in_shards:
+                sharding.load_optimizer(self.model, self.optimizer, folder)
+            else:
+                sharding.spread_optimizer(self.optimizer, folder / "optimizer.pt")
+        else:  # the Trainer of transformers 5.17 can't read it in several processes on a CPU
+            states = torch.load(folder / "optimizer.pt", map_location="cpu", weights_only=True)
+            self.optimizer.load_state_dict(states)
         self.lr_scheduler.load_state_dict(torch.load(folder / "scheduler.pt", weights_only=True))
         for group, lr in zip(self.optimizer.param_groups, self.lr_scheduler.get_last_lr(), strict=True):
             group["lr"] = lr
