@@ -73,12 +73,12 @@ class SavingTrainer(Trainer):
                     shutil.rmtree(folder, ignore_errors=True)
                     folder.mkdir(parents=True)
             self.store_flos()
-            if self.sharded:
-                self._write_shards(folder)
-            else:
-                with self.processes.together():
-                    self._save(str(folder))
+            weights = self._weights()
+            with self.processes.together():
+                self._save(str(folder), weights)
+                if not self.sharded:
                     self._save_optimizer_and_scheduler(str(folder))
+            self._save_shards(folder)
             with self.processes.together():
                 self._save_scaler(str(folder))
                 self._save_rng_state(str(folder))
@@ -118,20 +118,28 @@ class SavingTrainer(Trainer):
                     f"Newest checkpoint: {self.newest_name()}"
                 )
 
-    def _write_shards(self, folder: Path) -> None:
+    def _weights(self) -> dict[str, Any] | None:
+        """The weights of a sharded model, put together in the first process. All processes must call it."""
+        if not self.sharded:
+            return None
+        from subquad.training.sharding import whole_state
+
+        return whole_state(self.model, keep=self.processes.first)
+
+    def _save_shards(self, folder: Path) -> None:
+        """Write the optimizer's states of a sharded model. All processes must call it."""
+        if not self.sharded:
+            return
         from subquad.training import sharding
 
-        self._save(str(folder))
-        sharding.save_optimizer(self.model, self.optimizer, folder)
-        if self.processes.first:
-            torch.save(self.lr_scheduler.state_dict(), folder / "scheduler.pt")
+        names = sharding.save_optimizer(self.model, self.optimizer, folder)
+        with self.processes.together():
+            if self.processes.first:
+                sharding.list_states(folder, names)
+                torch.save(self.lr_scheduler.state_dict(), folder / "scheduler.pt")
 
     def _save(self, output_dir: str | None = None, state_dict: dict[str, Any] | None = None) -> None:
         # The Trainer's own version also pickles its arguments and turns the configuration's cache off.
-        if self.sharded and state_dict is None:
-            from subquad.training.sharding import whole_state
-
-            state_dict = whole_state(self.model, keep=self.processes.first)
         if self.processes.first:
             unwrapped = self.accelerator.unwrap_model(self.model)
             used, unwrapped.config.use_cache = unwrapped.config.use_cache, True
@@ -143,11 +151,11 @@ class SavingTrainer(Trainer):
         """Put the model at the top of the run's folder. All processes must call it."""
         aside = folder / ".saving-model"
         with self._saving(aside, "the final model"):
-            if self.processes.first:
-                shutil.rmtree(aside, ignore_errors=True)
-            self._save(str(aside))
+            weights = self._weights()
             with self.processes.together():
                 if self.processes.first:
+                    shutil.rmtree(aside, ignore_errors=True)
+                    self._save(str(aside), weights)
                     checkpoint.share(aside)
                     # The configuration comes last: a folder that has it has the weights.
                     last = ("config.json", "adapter_config.json")

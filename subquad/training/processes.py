@@ -156,8 +156,6 @@ def check_parallel(config: TrainConfig) -> None:
             if name in STACKS:
                 raise ValueError(f"attention {name!r} can't share a window: parallel.context must be 1, got {context}")
         _context_parallelism()
-    if config.parallel.shard and world == 1:
-        logger.warning("parallel.shard has no effect with one process")
 
 
 def world_size() -> int:
@@ -175,6 +173,8 @@ def join(parallel: ParallelConfig, *, cpu: bool) -> Processes:
     device = "cpu" if cpu else "cuda"
     world = world_size()
     if world == 1:
+        if parallel.shard:
+            logger.warning("parallel.shard has no effect with one process")
         return Processes(device=device)
     distributed = torch.distributed
     if not distributed.is_initialized():

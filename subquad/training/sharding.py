@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import json
 import warnings
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
@@ -98,8 +99,8 @@ def fill(target: Tensor, value: Tensor, name: str) -> None:
     target.copy_(value)
 
 
-def save_optimizer(model: nn.Module, optimizer: Optimizer, folder: Path) -> None:
-    """Write the optimizer's states to `folder / OPTIMIZER`. All processes must call it."""
+def save_optimizer(model: nn.Module, optimizer: Optimizer, folder: Path) -> list[str]:
+    """Write the optimizer's states to `folder / OPTIMIZER`; their names. All processes must call it."""
     states = {
         f"{name}.{key}": value
         for name, parameter in model.named_parameters()
@@ -111,9 +112,13 @@ def save_optimizer(model: nn.Module, optimizer: Optimizer, folder: Path) -> None
     except CheckpointException as error:  # not an Exception: it would pass every handler
         failures = (f"in process {rank}: {_last(failure)}" for rank, failure in error.failures.items())
         raise OSError("; ".join(failures)) from error
-    if torch.distributed.get_rank() == 0:
-        (folder / OPTIMIZER).mkdir(exist_ok=True)  # there is no file where no step has been taken yet
-        (folder / OPTIMIZER / NAMES).write_text(json.dumps(sorted(states)))
+    return sorted(states)
+
+
+def list_states(folder: Path, names: list[str]) -> None:
+    """Write the list of the states that `save_optimizer` has written. For one process."""
+    (folder / OPTIMIZER).mkdir(exist_ok=True)  # there is none where no step has been taken yet
+    (folder / OPTIMIZER / NAMES).write_text(json.dumps(names))
 
 
 def load_optimizer(model: nn.Module, optimizer: Optimizer, folder: Path) -> None:
@@ -140,9 +145,8 @@ def load_optimizer(model: nn.Module, optimizer: Optimizer, folder: Path) -> None
     with warnings.catch_warnings():  # of one process it says that it is one
         warnings.filterwarnings("ignore", message="torch.distributed is disabled", category=UserWarning)
         dcp.load(states, storage_reader=reader)
-    for key, value in states.items():
-        name, _, part = key.rpartition(".")
-        optimizer.state[parameters[name]][part] = value.detach()
+    named = ((key.rpartition("."), value) for key, value in states.items())
+    _put(optimizer, ((parameters[name], part, value) for (name, _, part), value in named))
 
 
 def spread_optimizer(optimizer: Optimizer, file: Path) -> None:
@@ -154,6 +158,7 @@ def spread_optimizer(optimizer: Optimizer, file: Path) -> None:
     parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
     if not states.keys() <= set(range(len(parameters))):
         raise CheckpointError(f"{file} holds the states of {len(states)} parameters, the model has {len(parameters)}")
+    spread: list[tuple[Tensor, str, Tensor]] = []
     for number, state in states.items():
         parameter = parameters[number]
         for key, value in state.items():
@@ -161,7 +166,19 @@ def spread_optimizer(optimizer: Optimizer, file: Path) -> None:
             if value.shape == parameter.shape:
                 target = torch.zeros_like(parameter, dtype=value.dtype)
                 fill(target, value, f"{key} of parameter {number} in {file}")
-            optimizer.state[parameter][key] = target.detach()
+            spread.append((parameter, key, target))
+    _put(optimizer, spread)
+
+
+def _put(optimizer: Optimizer, states: Iterable[tuple[Tensor, str, Tensor]]) -> None:
+    """Give parameters their states, where the optimizer wants them: a fused one counts steps on the device."""
+    beside: set[int] = set()
+    for group in optimizer.param_groups:
+        if group.get("fused") or group.get("capturable"):
+            beside |= {id(parameter) for parameter in group["params"]}
+    for parameter, key, value in states:
+        device = parameter.device if id(parameter) in beside else value.device
+        optimizer.state[parameter][key] = value.detach().to(device)
 
 
 def _last(failure: Any) -> str:

@@ -87,7 +87,7 @@ def test_context_parallelism_needs_its_package(monkeypatch: pytest.MonkeyPatch) 
 
 
 def test_sharding_by_one_process_says_that_it_does_nothing(caplog: pytest.LogCaptureFixture) -> None:
-    check_parallel(TrainConfig(parallel=ParallelConfig(shard=True)))
+    join(ParallelConfig(shard=True), cpu=True)
     assert "parallel.shard has no effect with one process" in caplog.text
 
 
