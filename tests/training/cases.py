@@ -7,14 +7,15 @@ import sys
 import time
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from types import ModuleType
 from typing import Any
 
 import torch
 from torch import Tensor
-from torch.profiler import ProfilerActivity, profile
+from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_hook
+from torch.nn.parallel import DistributedDataParallel
 
 from subquad.training.trainer import SubquadTrainer
 from tests.training.forks import fork, tell, train_in
@@ -99,24 +100,50 @@ def error_of(work: Callable[[], Any]) -> str:
     return "no error"
 
 
-def collectives(folder: Path, changes: dict[str, Any]) -> dict[str, int]:
-    """How often the processes exchanged something in a run, by kind."""
-    with profile(activities=[ProfilerActivity.CPU]) as record:
-        train_in(folder, changes)
-    return dict(Counter(event.name for event in record.events() if event.name.startswith("gloo:")))
+@contextmanager
+def counted(counts: Counter[str]) -> Iterator[None]:
+    """Count how often gradients are summed up: what DistributedDataParallel does by itself, and FSDP by torch's."""
+
+    def hooked(init: Any) -> Any:
+        def changed(self: Any, *args: Any, **kwargs: Any) -> None:
+            init(self, *args, **kwargs)
+            self.register_comm_hook(None, summed)
+
+        return changed
+
+    def summed(state: Any, bucket: torch.distributed.GradBucket) -> torch.futures.Future[torch.Tensor]:
+        counts["gradients"] += 1
+        result: torch.futures.Future[torch.Tensor] = allreduce_hook(state, bucket)
+        return result
+
+    def told(collective: Any) -> Any:
+        def changed(*args: Any, **kwargs: Any) -> Any:
+            counts["gradients"] += 1
+            return collective(*args, **kwargs)
+
+        return changed
+
+    with ExitStack() as stack:
+        stack.enter_context(patched(DistributedDataParallel, "__init__", hooked))
+        new = hasattr(torch.distributed, "reduce_scatter_single")  # its name since torch 2.13
+        name = "reduce_scatter_single" if new else "reduce_scatter_tensor"
+        stack.enter_context(patched(torch.distributed, name, told))
+        yield
 
 
 def order(folder: Path, rank: int) -> None:
-    for name, changes in (("wide", {"batch.size": 2}), ("deep", {"batch.size": 1, "batch.accumulation": 2})):
-        changes |= {"run.steps": 3}
+    for name, changes in (
+        ("wide", {"batch.size": 2}),
+        ("deep", {"batch.size": 1, "batch.accumulation": 2}),
+        ("wide sharded", {"batch.size": 2, "parallel.shard": True}),
+        ("deep sharded", SHARDED),
+    ):
         seen: list[tuple[int, list[int]]] = []
-        with patched(SubquadTrainer, "training_step", recording(seen)):
-            counts = collectives(folder / f"order {name}", changes)
+        counts: Counter[str] = Counter()
+        with patched(SubquadTrainer, "training_step", recording(seen)), counted(counts):
+            train_in(folder / f"order {name}", {"run.steps": 3, **changes})
         tell(folder, f"order {name} {rank}", seen)
-        tell(folder, f"counts {name} {rank}", counts)
-    for name, parts in (("deep", 1), ("deeper", 3)):
-        changes = {"batch.size": 4, "batch.accumulation": parts, "parallel.shard": True, "run.steps": 3}
-        tell(folder, f"counts {name} sharded {rank}", collectives(folder / f"sharded {name}", changes))
+        tell(folder, f"counts {name} {rank}", dict(counts))
 
 
 def nonfinite(folder: Path, rank: int, size: int, culprit: int) -> None:

@@ -22,7 +22,7 @@ from subquad.training.run import RunResult
 TEXT = "".join(f"def function_{i}(a, b):\n    return a * {i} + b\n\n\n" for i in range(60))
 
 
-def fork(world: int, work: Callable[[int], None], *, seconds: float = 240.0) -> list[int]:
+def fork(world: int, work: Callable[[int], None], *, seconds: float = 500.0) -> list[int]:
     """Run `work(rank)` in `world` processes that know of each other as torchrun's do; their exit statuses.
 
     0: well, 1: an exception, which is printed, -9: killed, by itself or because it took longer than `seconds`.
