@@ -173,6 +173,7 @@ def full_disk(folder: Path, rank: int) -> None:
     with patched(SubquadTrainer, "_save", fail):
         tell(folder, f"full {rank}", error_of(lambda: train_in(folder / "full", changes)))
         tell(folder, f"full sharded {rank}", error_of(lambda: train_in(folder / "full s", {**changes, **SHARDED})))
+    tell(folder, f"fewer {rank}", error_of(lambda: train_in(folder / "full", {"batch.size": 1})))
 
 
 def context(folder: Path, rank: int, changes: dict[str, Any]) -> None:

@@ -137,6 +137,13 @@ def test_a_save_that_fails_in_one_process_fails_in_all_and_leaves_nothing(quick:
     assert [path.name for path in (quick / folder / "checkpoints").iterdir()] == ["checkpoint-2"]
 
 
+def test_a_checkpoint_of_other_steps_is_refused_by_all(quick: Path) -> None:
+    first, second = (told(quick, f"fewer {rank}") for rank in range(2))
+    assert first == second
+    assert "a step had 4 windows (processes 2 x batch.size 2 x batch.accumulation 1), has 2 (2 x 1 x 1)" in first
+    assert "with 2 processes give batch.size=1 and batch.accumulation=2" in first
+
+
 def test_neighbours_share_windows(quick: Path) -> None:
     first, second = (told(quick, f"context {rank}") for rank in range(2))
     assert first == second
