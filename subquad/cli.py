@@ -92,7 +92,7 @@ def _run(command: str, arguments: list[str], debug: bool) -> int:
         # The reader has gone (`| head`): what is left goes nowhere, or Python would complain at exit.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 1
-    except (ValueError, TypeError, OSError, ImportError, ArithmeticError) as error:
+    except (ValueError, TypeError, OSError, ImportError, ArithmeticError, MemoryError) as error:
         if debug:
             traceback.print_exc()
         sys.stderr.write(f"error: {error}\n")

@@ -41,12 +41,14 @@ def run(arguments: Sequence[str]) -> int:
     parser = make_parser()
     config = _read(parser, arguments)
     from subquad.training import train
+    from subquad.training.processes import leave
 
     with parser.checking():
         if config.task in ("classify", "pretrain"):
             config.classify.check_source()
         check(config)
     result = train(config, console=Console(stderr=True))
+    leave()
     if int(os.environ.get("RANK", "0")) != 0:
         return 0
     if result.interrupted:
@@ -65,7 +67,8 @@ def make_parser() -> Parser:
         "train",
         "Train a language model, evaluate it on held-out text, sample it, and report; or, with --task classify, train "
         "a classifier, with --task probe a model that remembers, and report its accuracy, with --task image a model of "
-        "images, and report its bits per dimension. An interrupted run goes on when the same command is given again.",
+        "images, and report its bits per dimension. An interrupted run goes on when the same command is given again. "
+        "torchrun --nproc_per_node N -m subquad train ... trains by N processes.",
     )
     parser.add_files()
     parser.add_config(TrainConfig)
@@ -91,6 +94,7 @@ def check(config: TrainConfig) -> None:
     from subquad.models import Classifier
     from subquad.models.stacks import build_model
     from subquad.training.pretrain import check_pretraining
+    from subquad.training.processes import check_parallel
     from subquad.training.tasks import check_forms, check_image, check_probe, labelled, window_labels
 
     if config.lora.rank:
@@ -98,6 +102,7 @@ def check(config: TrainConfig) -> None:
 
         config = with_base(config)
     check_forms(config)
+    check_parallel(config)
     with torch.device("meta"):
         if config.task in ("classify", "pretrain"):
             if config.classify.dataset == "toy":  # others take long to make or to read
@@ -151,6 +156,7 @@ def _finish(result: RunResult) -> None:
             files_hash=corpus.fingerprint[:16],
             steps=result.steps,
             train_tokens_per_second=result.tokens_per_second or _last_speed(result.folder),
+            skipped=result.skipped,
         )
         write_report(report, result.folder)
         console.print(report.table())

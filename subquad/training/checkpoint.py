@@ -182,22 +182,52 @@ def sweep(root: Path) -> None:
         logger.warning("deleted %s: its save was interrupted", path.name)
         shutil.rmtree(path)
     for path in root.glob(f"{_TRASH}*") if root.is_dir() else ():
-        shutil.rmtree(path)
+        target = root / path.name.removeprefix(_TRASH)
+        if not target.exists() and _looks_complete(path):  # its successor never came
+            os.replace(path, target)
+        else:
+            shutil.rmtree(path)
 
 
 def check_settings(manifest: Mapping[str, Any], settings: Mapping[str, Any]) -> None:
-    """Raise `CheckpointError` where the run that goes on differs from the one that made the checkpoint."""
-    made = manifest["settings"]
-    changed = [
-        f"{key} was {made.get(key)!r}, is {settings.get(key)!r}"
-        for key in {**settings, **made}  # a setting that is left out now was made by it all the same
-        if made.get(key) != settings.get(key)
+    """Raise `CheckpointError` where the run that goes on differs from the one that made the checkpoint.
+
+    The number of processes, their batch size and the accumulation may differ where their product is the same: each step
+    then sees the same windows.
+    """
+    made, now = dict(manifest["settings"]), dict(settings)
+    changed = _changed_batch(made, now)
+    changed += [
+        f"{key} was {made.get(key)!r}, is {now.get(key)!r}"
+        for key in {**now, **made}  # a setting that is left out now was made by it all the same
+        if made.get(key) != now.get(key)
     ]
     if changed:
         raise CheckpointError(
             f"the checkpoint of step {manifest['step']} was made by other settings: {'; '.join(changed)}; "
             "restore them or choose another run.folder"
         )
+
+
+def _changed_batch(made: dict[str, Any], now: dict[str, Any]) -> list[str]:
+    """Take `batch` and `processes` out of both settings; what is wrong with them, and what would be right."""
+    before, after = (({**settings.pop("batch", {})}, int(settings.pop("processes", 1))) for settings in (made, now))
+    if before[0].get("length") != after[0].get("length"):
+        return [f"batch.length was {before[0].get('length')}, is {after[0].get('length')}"]
+    products = [processes * batch.get("size", 1) * batch.get("accumulation", 1) for batch, processes in (before, after)]
+    if products[0] == products[1]:
+        return []
+    (was, were), (batch, processes) = before, after
+    text = (
+        f"a step had {products[0]} windows (processes {were} x batch.size {was['size']} x batch.accumulation "
+        f"{was['accumulation']}), has {products[1]} ({processes} x {batch['size']} x {batch['accumulation']})"
+    )
+    each, rest = divmod(products[0], processes)
+    if rest:
+        fit = [str(count) for count in range(1, products[0] + 1) if products[0] % count == 0]
+        return [f"{text}, which {processes} processes can't make: start {', '.join(fit[:-1])} or {fit[-1]}"]
+    size = max(part for part in range(1, each + 1) if each % part == 0 and part <= batch["size"])
+    return [f"{text}: with {processes} processes give batch.size={size} and batch.accumulation={each // size}"]
 
 
 def _looks_complete(folder: Path) -> bool:

@@ -14,6 +14,7 @@ from subquad.models.config import DecoderConfig
 from subquad.models.encoder_config import EncoderConfig
 from subquad.training.classify_config import ClassifyConfig, PretrainConfig
 from subquad.training.lora_config import LoraConfig
+from subquad.training.parallel_config import ParallelConfig
 from subquad.training.schedule import ScheduleConfig, at_least
 
 
@@ -53,7 +54,7 @@ class OptimizerConfig(Config):
 
 @dataclass(frozen=True, kw_only=True)
 class BatchConfig(Config):
-    """How many tokens one step sees: length x size x accumulation x processes."""
+    """How many tokens one step sees: length x size x accumulation x processes (those of one window count once)."""
 
     length: int = 512
     """Tokens in one window."""
@@ -98,6 +99,14 @@ class RunConfig(Config):
     elsewhere it is far slower), else float32. Weights and optimizer states are float32 always."""
     device: Literal["auto", "cpu"] = "auto"
     """auto: a GPU where PyTorch finds one; cpu: never."""
+    activation_checkpointing: bool = False
+    """Whether training keeps the input of each layer alone and computes the rest again in the backward pass: less
+    memory, about a third more time, the same gradients."""
+    nonfinite: Literal["stop", "skip"] = "stop"
+    """What a loss or gradient that isn't finite does. stop: ends the run before the step. skip: leaves the step out;
+    its windows are used up and the learning rate goes on."""
+    nonfinite_limit: int = 10
+    """With nonfinite=skip, the steps left out in a row that end the run after all."""
     threads: int | None = None
     """Threads of PyTorch on the CPU (None: its own choice). Bitwise repetition needs the same number."""
     prompt: str = "import "
@@ -108,7 +117,7 @@ class RunConfig(Config):
     """Temperature of the samples that are not greedy."""
 
     def __post_init__(self) -> None:
-        for name in ("steps", "log_every", "save_every", "keep", "eval_windows"):
+        for name in ("steps", "log_every", "save_every", "keep", "eval_windows", "nonfinite_limit"):
             at_least(f"run.{name}", getattr(self, name), 1)
         for name in ("eval_every", "sample_tokens", "seed"):
             at_least(f"run.{name}", getattr(self, name), 0)
@@ -154,6 +163,8 @@ class TrainConfig(Config):
     """The learning rate over the steps."""
     run: RunConfig = field(default_factory=RunConfig)
     """Folder, length and reports."""
+    parallel: ParallelConfig = field(default_factory=ParallelConfig)
+    """What several processes share."""
 
     def __post_init__(self) -> None:
         if self.model.position == "learned" and self.batch.length > self.model.max_positions:
@@ -180,10 +191,29 @@ class TrainConfig(Config):
                 "lora.rank adapts a trained model, which needs no first phase and no second loss: leave pretrain.kind "
                 "and pretrain.joint_weight out"
             )
+        self._check_parallel()
         if self.task in ("classify", "pretrain"):
             self.encoder(2)
         elif self.task == "probe":
             self.probe.first_asked(self.batch.length)
+
+    def _check_parallel(self) -> None:
+        """Raise `ValueError` for what no number of processes can do."""
+        if self.parallel.shard and self.lora.rank:
+            raise ValueError(
+                "parallel.shard=true is not there for LoRA, whose factors are small: leave parallel.shard out (every "
+                "process then holds the whole base) or lora.rank"
+            )
+        context = self.parallel.context
+        if context > 1 and self.task != "language":
+            raise ValueError(f"parallel.context={context} is for task=language, got task={self.task}; leave it out")
+        if context > 1 and self.lora.rank:
+            raise ValueError(f"parallel.context={context} is not there for LoRA; leave it or lora.rank out")
+        if self.batch.length % context:
+            raise ValueError(
+                f"{context} processes share a window equally: batch.length={self.batch.length} must be a multiple of "
+                f"parallel.context={context}"
+            )
 
     def encoder(self, num_classes: int) -> EncoderConfig:
         """The model as a classifier."""

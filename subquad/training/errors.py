@@ -17,3 +17,15 @@ class ReadError(RuntimeError):
 
 class FormatVersionError(CheckpointError):
     """A checkpoint has a format version that this release can't read."""
+
+
+class SaveError(OSError):
+    """A checkpoint or the final model could not be written; what was there before is as it was."""
+
+
+class LostProcessError(ConnectionError):
+    """Another process of the run has ended, or does not come on."""
+
+
+class StepMemoryError(MemoryError):
+    """A training step needs more memory than there is."""

@@ -81,13 +81,20 @@ class Flow(TrainerCallback):
 
 
 class AfterStep(TrainerCallback):
-    """Tells every mechanism that the optimizer has stepped (`Attention.after_step`), before anything is saved."""
+    """Tells every mechanism that the optimizer has stepped (`Attention.after_step`), before anything is saved.
+
+    A buffer that a mechanism then draws anew is that of process 0 in all processes.
+    """
 
     def on_step_end(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
         """Not called for the parts of an accumulated batch."""
         for module in kwargs["model"].modules():
             if isinstance(module, Attention):
+                before = [buffer._version for buffer in module.buffers()]
                 module.after_step(state.global_step)
+                for buffer, version in zip(module.buffers(), before, strict=True):
+                    if args.world_size > 1 and buffer._version != version:
+                        torch.distributed.broadcast(buffer, src=0)
 
 
 def _any_process(args: TrainingArguments, *flags: bool) -> list[bool]:

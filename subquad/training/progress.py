@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import logging
+import math
 import time
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -53,9 +54,10 @@ class Meter(TrainerCallback):
 class Metrics(TrainerCallback):
     """Appends one JSON object per report to `metrics.jsonl` and the same numbers to TensorBoard.
 
-    Keys of a training record: step, loss (nats a token, an example or an asked token), lr, grad_norm, tokens (padding
-    included), epochs, tokens_per_s, seconds. Of an evaluation: step, eval_loss, and of a classifier or a probe
-    eval_accuracy, of images eval_bits_per_dim. A run that goes on first drops the records after its checkpoint.
+    Keys of a training record: step, loss (nats a token, an example or an asked token; the mean over all processes), lr,
+    grad_norm, tokens (padding included), epochs, tokens_per_s, seconds, and skipped, the steps left out so far, once
+    there are any. Of an evaluation: step, eval_loss, and of a classifier or a probe eval_accuracy, of images
+    eval_bits_per_dim. A run that goes on first drops the records after its checkpoint.
     """
 
     def __init__(self, folder: Path, meter: Meter, windows: int, step_windows: int) -> None:
@@ -101,6 +103,10 @@ class Metrics(TrainerCallback):
                 "tokens_per_s": self.meter.tokens_per_second,
                 "seconds": self.meter.seconds,
             }
+            if "skipped" in logs:
+                record["skipped"] = logs["skipped"]
+            if not math.isfinite(record["grad_norm"]):
+                del record["grad_norm"]  # the last step was left out: JSON has no word for its norm
         elif "eval_loss" in logs:
             names = ("eval_loss", "eval_accuracy", "eval_bits_per_dim")
             record = {"step": step} | {name: logs[name] for name in names if name in logs}

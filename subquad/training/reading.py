@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.utils.data import DataLoader, Dataset, get_worker_info
+from torch.utils.data import DataLoader, Dataset, Sampler, get_worker_info
 from transformers import Trainer
 
 from subquad.training.config import TrainConfig
@@ -86,13 +86,17 @@ class ReadingTrainer(Trainer):
     config: TrainConfig
     train_dataset: NumberedWindows
 
-    def get_train_dataloader(self) -> DataLoader[Any]:
-        """As the Trainer makes it, with the time limit."""
-        return with_timeout(super().get_train_dataloader(), self.config.data.worker_timeout)
-
-    def get_eval_dataloader(self, eval_dataset: Any = None) -> DataLoader[Any]:
-        """As the Trainer makes it, with the time limit."""
-        return with_timeout(super().get_eval_dataloader(eval_dataset), self.config.data.worker_timeout)
+    def _loader(self, items: Dataset[Any], batches: Sampler[list[int]]) -> DataLoader[Any]:
+        """The items in these batches, read by `data.workers` processes."""
+        data = self.config.data
+        loader: DataLoader[Any] = DataLoader(
+            items,
+            batch_sampler=batches,
+            collate_fn=self.data_collator,
+            pin_memory=self.args.dataloader_pin_memory,
+            num_workers=data.workers,
+        )
+        return with_timeout(loader, data.worker_timeout)
 
     def train(self, *args: Any, **kwargs: Any) -> Any:
         """As the Trainer does; `ReadError` where a reading process is lost, which a signal may say at any time."""

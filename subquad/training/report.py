@@ -56,6 +56,8 @@ class Report:
     decode_tokens_per_second: float
     states: tuple[StateSize, ...]
     """Sizes of the state of one sequence; fewer where the model's positions end before."""
+    skipped: int = 0
+    """Steps left out because their loss or gradient wasn't finite (`run.nonfinite=skip`)."""
 
     def to_dict(self) -> dict[str, Any]:
         """Plain values, for JSON."""
@@ -72,6 +74,8 @@ class Report:
         table.add_row("held-out text", f"{self.held_out_bytes:,} bytes, in one piece")
         table.add_row("Python, files", f"{self.python}, {self.files_hash}")
         table.add_row("parameters, steps", f"{self.parameters:,}, {self.steps:,}")
+        if self.skipped:
+            table.add_row("steps left out", f"{self.skipped:,}, not finite")
         for size in self.states:
             how = "" if size.measured else " (computed)"
             table.add_row(f"state after {size.tokens:,} tokens", f"{size.bytes:,} bytes{how}")
@@ -89,6 +93,7 @@ def measure(
     files_hash: str,
     steps: int,
     train_tokens_per_second: float,
+    skipped: int = 0,
 ) -> Report:
     """Measure the compressors, the decoding state and the speed of decoding, and put the numbers together.
 
@@ -111,6 +116,7 @@ def measure(
         train_tokens_per_second=train_tokens_per_second,
         decode_tokens_per_second=decode_speed(decoder, held_out_tokens),
         states=tuple(state_sizes(decoder, held_out_tokens)),
+        skipped=skipped,
     )
 
 

@@ -21,6 +21,20 @@ def rng_file(folder: Path, process: int) -> Path:
     return folder / f"rng_state_{process}.safetensors"
 
 
+def rng_files(folder: Path) -> list[Path]:
+    """Those files of all processes."""
+    return sorted(folder.glob("rng_state_*.safetensors"))
+
+
+def begin_rng(seed: int, process: int, step: int = 0) -> None:
+    """Set all generators to numbers of their own for a process and a step; process 0 at step 0 begins with `seed`."""
+    words = np.random.SeedSequence((seed, process, step)).generate_state(1)
+    number = int(words[0]) if process or step else seed
+    random.seed(number)
+    np.random.seed(number % 2**32)
+    torch.manual_seed(number)
+
+
 def save_rng(path: Path) -> None:
     """Write the states of Python's, NumPy's and PyTorch's generators."""
     version, words, gauss = random.getstate()

@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import logging
 import os
 import shlex
-import shutil
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
@@ -21,7 +19,7 @@ from subquad.data.probe_items import ProbeCorpus
 from subquad.training import checkpoint
 from subquad.training.config import TrainConfig
 from subquad.training.curves import draw_curves
-from subquad.training.errors import CheckpointError
+from subquad.training.processes import Processes, at, check_parallel, join
 from subquad.training.tasks import Task, prepare_task
 
 if TYPE_CHECKING:
@@ -30,8 +28,6 @@ if TYPE_CHECKING:
 
     from subquad.hf import SubquadForCausalLM, SubquadForImages, SubquadForPreTraining, SubquadForSequenceClassification
     from subquad.training.trainer import SubquadTrainer
-
-logger = logging.getLogger(__name__)
 
 CONFIG, CHECKPOINTS, CURVES = "config.yaml", "checkpoints", "curves.png"
 
@@ -44,7 +40,7 @@ class RunResult:
     config: TrainConfig
     """The configuration with the tokenizer's vocabulary size filled in, as `config.yaml` has it."""
     model: SubquadForCausalLM | SubquadForImages | SubquadForPreTraining | SubquadForSequenceClassification
-    """The model after the last step."""
+    """The model after the last step; sharded in processes other than the first, where `parallel.shard` made it so."""
     corpus: Corpus | ImageSet | LabelledCorpus | ProbeCorpus
     """The text or, with task=classify and task=probe, the sequences; with task=image the held-out images."""
     steps: int
@@ -65,6 +61,8 @@ class RunResult:
     """Whether a signal ended the run before its last step: a checkpoint is there, the final model isn't."""
     out_of_time: bool
     """Whether `run.max_minutes` ended the run before its last step."""
+    skipped: int = 0
+    """Steps left out because their loss or gradient wasn't finite (`run.nonfinite=skip`)."""
 
     @property
     def command(self) -> str:
@@ -83,121 +81,165 @@ def train(config: TrainConfig, *, resume: bool = True, console: Console | None =
 
     Raises `ValueError` for a mechanism that has not the form that the task needs, for windows that a model can't be
     trained on (`tasks.window_labels`) and for a text shorter than `batch.length`, `CheckpointError` (a `ValueError`)
-    for checkpoints that can't be gone on with, and `NonFiniteError` for a loss or gradient that isn't finite.
+    for checkpoints that can't be gone on with, `NonFiniteError` for a loss or gradient that isn't finite, `SaveError`
+    (an `OSError`) for a checkpoint that can't be written, `StepMemoryError` (a `MemoryError`) for a step that needs
+    more memory than there is, and `LostProcessError` (an `OSError`) where another process has ended or hangs.
     """
+    from subquad.training._arguments import trains_on_cpu
+
+    check_parallel(config)
+    processes = join(config.parallel, cpu=trains_on_cpu(config))
+    with processes.watched():
+        return _train(config, processes, console, resume=resume)
+
+
+def _train(config: TrainConfig, processes: Processes, console: Console | None, *, resume: bool) -> RunResult:
+    from subquad.training._arguments import training_arguments
     from subquad.training.pretrain import has_begun, pretrain
-    from subquad.training.trainer import training_arguments
+    from subquad.training.resuming import checkpoint_to_resume, settings_of, warn_of_new_random_numbers
 
     folder = Path(config.run.folder)
     root = folder / CHECKPOINTS
     arguments = training_arguments(config, root)
+    at("the preparation of the data")
     with arguments.main_process_first(local=False, desc="preparing the data"):
         task = prepare_task(config, console)
     config = task.config
     two_phases = config.task == "classify" and config.pretrain.kind != "none"
-    settings = _settings(task, arguments)
-    main = arguments.process_index == 0
-    with arguments.main_process_first(local=False, desc="looking for a checkpoint"):
-        if main:
-            checkpoint.sweep(root)
+    settings = settings_of(task, arguments, processes)
+
+    def find_checkpoint() -> Path | None:
+        checkpoint.sweep(root)
         policy = "never" if not resume else config.run.resume
         if two_phases and policy == "must" and has_begun(config):
             policy = "auto"  # the checkpoint to go on with may be the first phase's
-        start = _checkpoint_to_resume(root, config, policy, settings)
-        if main:
-            root.mkdir(parents=True, exist_ok=True)
-            _keep_settings(folder, task)
+        found = checkpoint_to_resume(root, config, policy, settings)
+        root.mkdir(parents=True, exist_ok=True)
+        _keep_settings(folder, task)
+        if found is not None:
+            warn_of_new_random_numbers(found, config, processes)
+        return found
+
+    at("the search for a checkpoint")
+    start = processes.by_the_first(find_checkpoint)
     if two_phases and start is None:
         task, stopped = pretrain(task, console, resume=resume)
         if stopped is not None:
             return stopped
     with _threads(config.run.threads):
-        return replace(_run(task, arguments, settings, start, console), config=config)
+        return replace(_run(task, arguments, processes, settings, start, console), config=config)
 
 
 def _run(
     task: Task,
     arguments: TrainingArguments,
+    processes: Processes,
     settings: dict[str, Any],
     start: Path | None,
     console: Console | None,
 ) -> RunResult:
-    from transformers import set_seed
-
     from subquad.training.flow import Flow, StopSignal
     from subquad.training.progress import Bar, Meter, Metrics
-    from subquad.training.trainer import NumberedWindows, SubquadTrainer
-
-    trainer_class = SubquadTrainer
-    if task.config.lora.rank:
-        from subquad.training.lora import LoraTrainer as trainer_class  # noqa: N813
 
     config = task.config
     folder = Path(config.run.folder)
-    step_windows = config.batch.size * config.batch.accumulation * arguments.world_size
-    set_seed(config.run.seed)
-    model = task.make_model()
-    meter = Meter(config.step_tokens * arguments.world_size)
+    step_windows = config.batch.size * config.batch.accumulation * processes.data_ranks
+    meter = Meter(config.step_tokens * processes.data_ranks)
     metrics = Metrics(folder, meter, task.count, step_windows)
     bar = Bar(console, meter, config)
     with StopSignal() as stop:
         flow = Flow(config.run, stop)
-        trainer = trainer_class(
-            model,
-            config,
-            settings,
-            args=arguments,
-            train_dataset=NumberedWindows(task.train, config.data.workers),
-            eval_dataset=task.held_out,
-            compute_metrics=task.measure,
-            callbacks=[meter, flow, metrics, bar],
-        )
-        trainer.augment = task.augment
+        trainer, parameters = _trainer(task, arguments, processes, settings, [meter, flow, metrics, bar])
         try:
             trainer.train(resume_from_checkpoint=None if start is None else str(start))
         finally:
             bar.close()
             metrics.close()
-    if trainer.is_world_process_zero():
-        _finish(folder, trainer, final=not flow.interrupted)
+    at("the end of the run")
+    if processes.first:
+        _draw(folder, config)
+    if not flow.interrupted:
+        trainer.save_final(folder)
     return RunResult(
         folder=folder,
         config=config,
-        model=trainer.accelerator.unwrap_model(trainer.model, keep_fp32_wrapper=False),  # without training's autocast
+        model=_plain_model(trainer, task),
         corpus=task.data,
         steps=trainer.state.global_step,
         tokens=trainer.state.global_step * meter.step_tokens,
-        parameters=sum(parameter.numel() for parameter in model.parameters()),
+        parameters=parameters,
         seconds=meter.seconds,
         tokens_per_second=meter.tokens_per_second,
         best_step=trainer.state.best_global_step,
         best_loss=trainer.state.best_metric,
         interrupted=flow.interrupted,
         out_of_time=flow.out_of_time,
+        skipped=trainer.skipped.total,
     )
 
 
-def _finish(folder: Path, trainer: SubquadTrainer, *, final: bool) -> None:
-    """Draw the curves and, at the end of a run, put the model at the top of its folder."""
+def _trainer(
+    task: Task, arguments: TrainingArguments, processes: Processes, settings: dict[str, Any], callbacks: list[Any]
+) -> tuple[SubquadTrainer, int]:
+    """The trainer of a fresh model, and the model's parameters, counted before they are shared out."""
+    from transformers import set_seed
+
+    from subquad.training.reading import NumberedWindows
+    from subquad.training.rng import begin_rng
+    from subquad.training.trainer import SubquadTrainer
+
+    trainer_class = SubquadTrainer
+    if task.config.lora.rank:
+        from subquad.training.lora import LoraTrainer as trainer_class  # noqa: N813
+
+    set_seed(task.config.run.seed)
+    model = task.make_model()
+    parameters = sum(parameter.numel() for parameter in model.parameters())
+    if not processes.first:
+        begin_rng(task.config.run.seed, processes.rank)
+    trainer = trainer_class(
+        model,
+        task.config,
+        settings,
+        args=arguments,
+        processes=processes,
+        train_dataset=NumberedWindows(task.train, task.config.data.workers),
+        eval_dataset=task.held_out,
+        compute_metrics=task.measure,
+        callbacks=callbacks,
+    )
+    trainer.augment = task.augment
+    return trainer, parameters
+
+
+def _plain_model(trainer: SubquadTrainer, task: Task) -> Any:
+    """The model without what training has put around it.
+
+    A sharded one is put together in the first process, and in all where a second phase begins with its weights; in the
+    others it stays as it is.
+    """
+    if not trainer.sharded:
+        return trainer.accelerator.unwrap_model(trainer.model, keep_fp32_wrapper=False)
+    from subquad.training.sharding import whole_state
+
+    keep = trainer.processes.first or task.config.task == "pretrain"
+    weights = whole_state(trainer.model, keep=keep)
+    if not keep:
+        return trainer.model
+    model: Any = task.make_model()
+    model.load_state_dict(weights)
+    return model.to(trainer.args.device)
+
+
+def _draw(folder: Path, config: TrainConfig) -> None:
+    """Draw the run's curves, where it has any."""
     from subquad.training.progress import read_metrics
 
     records = read_metrics(folder)
     if records:
         units = {"language": "token", "classify": "example", "image": "pixel", "probe": "asked token"}
-        unit = units.get(trainer.config.task, "predicted token")
-        title = f"{folder.name}: {trainer.config.model.attention}"
-        draw_curves(records, folder / CURVES, title=title, unit=unit)
-    if not final:
-        return
-    aside = folder / ".saving-model"
-    shutil.rmtree(aside, ignore_errors=True)
-    trainer._save(str(aside))
-    checkpoint.share(aside)
-    # The configuration comes last: a folder that has it has the weights.
-    last = ("config.json", "adapter_config.json")
-    for path in sorted(aside.iterdir(), key=lambda path: path.name in last):
-        os.replace(path, folder / path.name)
-    aside.rmdir()
+        unit = units.get(config.task, "predicted token")
+        draw_curves(records, folder / CURVES, title=f"{folder.name}: {config.model.attention}", unit=unit)
 
 
 def _keep_settings(folder: Path, task: Task) -> None:
@@ -207,44 +249,6 @@ def _keep_settings(folder: Path, task: Task) -> None:
     os.replace(draft, folder / CONFIG)
     for name, content in task.files.items():
         checkpoint.write_atomically(folder / name, content)
-
-
-def _settings(task: Task, arguments: TrainingArguments) -> dict[str, Any]:
-    """What must stay the same for a run to go on; the precision is the one that `auto` chose."""
-    config = task.config
-    return {
-        "model": config.model.to_dict(),
-        "batch": config.batch.to_dict(),
-        "optimizer": config.optimizer.to_dict(),
-        "run.seed": config.run.seed,
-        "run.precision": "bf16" if arguments.bf16 else "float32",
-        "processes": arguments.world_size,
-        **task.identity,
-    }
-
-
-def _checkpoint_to_resume(root: Path, config: TrainConfig, policy: str, settings: dict[str, Any]) -> Path | None:
-    if policy == "never":
-        if checkpoint.listing(root):
-            raise CheckpointError(
-                f"{root} holds checkpoints of an earlier run and run.resume is 'never'; choose another run.folder, "
-                "delete that one, or set run.resume=auto"
-            )
-        return None
-    found = checkpoint.newest_complete(root)
-    if found is None:
-        if policy == "must":
-            raise CheckpointError(f"run.resume is 'must' but {root} holds no checkpoint; set run.resume=auto to start")
-        return None
-    manifest = checkpoint.read_manifest(found)
-    checkpoint.check_settings(manifest, settings)
-    if manifest["step"] > config.run.steps:
-        raise CheckpointError(
-            f"{found} is at step {manifest['step']}, past run.steps={config.run.steps}; raise run.steps or choose "
-            "another run.folder"
-        )
-    logger.info("going on from %s", found)
-    return found
 
 
 @contextmanager

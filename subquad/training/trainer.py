@@ -4,65 +4,39 @@ from __future__ import annotations
 
 import logging
 import math
-import shutil
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
+from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors.torch import load_model
 from torch import Tensor, nn
 from torch.optim.lr_scheduler import LambdaLR
-from torch.utils.data import Dataset, Sampler
+from torch.utils.data import DataLoader
 from transformers import TrainingArguments
 from transformers.trainer_callback import PrinterCallback
-from transformers.utils import logging as hf_logging
 
-from subquad.data.order import epoch_order
 from subquad.hf import SubquadForCausalLM, SubquadForImages, SubquadForPreTraining, SubquadForSequenceClassification
-from subquad.training import checkpoint
+from subquad.training._saves import SavingTrainer
 from subquad.training.config import TrainConfig
-from subquad.training.errors import CheckpointError, NonFiniteError
+from subquad.training.errors import NonFiniteError
 from subquad.training.flow import AfterStep
+from subquad.training.memory import explained, is_out_of_memory
+from subquad.training.nonfinite import Cause, Skipped
 from subquad.training.optimizers import build_optimizer
-from subquad.training.reading import NumberedWindows as NumberedWindows
+from subquad.training.order import DealtBatches, HeldOutBatches, RunOrder
+from subquad.training.processes import Processes, at
 from subquad.training.reading import ReadingTrainer
-from subquad.training.rng import load_rng, rng_file, save_rng
 
 logger = logging.getLogger(__name__)
 
 
-class RunOrder(Sampler[int]):
-    """The windows of a whole run as one sequence: epoch after epoch, each in its own order, cut to `total`.
-
-    The window at a place depends on the seed and the place alone, so skipping the batches already trained is exact,
-    also in the middle of an epoch, and a longer run begins with a shorter one.
-    """
-
-    def __init__(self, windows: int, seed: int, total: int) -> None:
-        self.windows, self.seed, self.total = windows, seed, total
-
-    def __len__(self) -> int:
-        return self.total
-
-    def __iter__(self) -> Iterator[int]:
-        left, epoch = self.total, 0
-        while left > 0:
-            for index in epoch_order(self.windows, self.seed, epoch):
-                if left == 0:
-                    return
-                yield int(index)
-                left -= 1
-            epoch += 1
-
-
-class SubquadTrainer(ReadingTrainer):
+class SubquadTrainer(SavingTrainer, ReadingTrainer):
     """`transformers.Trainer` over windows of a text or made-up sequences, with our optimizers and checkpoints.
 
     Every checkpoint is published whole (see `subquad.training.checkpoint`); resuming loads the weights strictly and
-    fails where a file is missing. A loss or gradient that isn't finite raises `NonFiniteError`, which names the step
-    and the windows, before the optimizer steps.
+    fails where a file is missing. A loss or gradient that isn't finite in any process raises `NonFiniteError` in all,
+    which names the step and the windows, before the optimizer steps, or leaves the step out (`run.nonfinite`).
     """
 
     model: SubquadForCausalLM | SubquadForImages | SubquadForPreTraining | SubquadForSequenceClassification
@@ -73,23 +47,50 @@ class SubquadTrainer(ReadingTrainer):
         config: TrainConfig,
         settings: dict[str, Any],
         args: TrainingArguments,
+        processes: Processes | None = None,
         **rest: Any,
     ) -> None:
         self.config = config
         self.root = Path(str(args.output_dir))
         self.settings = settings
+        self.processes = Processes(device=args.device.type) if processes is None else processes
+        self.sharded = config.parallel.shard and self.processes.world > 1
         self.step_windows: list[int] = []
+        self.step_losses: list[Tensor] = []
+        self.skipped = Skipped()
         self.augment: Callable[[dict[str, Tensor]], dict[str, Tensor]] | None = None
+        self._sharing: Callable[[], AbstractContextManager[Any]] = self.processes.sharing_windows()
+        self._held_out = HeldOutBatches(0, 1)
+        self._held_out_step = -1
+        if config.run.activation_checkpointing:
+            recomputing: list[Any] = [m for m in model.modules() if hasattr(m, "gradient_checkpointing")]
+            for module in recomputing:
+                module.gradient_checkpointing = True
         super().__init__(model=model, args=args, **rest)
+        if self.sharded:
+            from subquad.training.sharding import shard
+
+            shard(self.model, self.processes, bf16=args.bf16)
         # A mean over equally long windows needs no count of tokens; the Trainer then divides by the accumulation.
         self.model_accepts_loss_kwargs = config.task == "language" and config.data.pack == "documents"
         self.remove_callback(PrinterCallback)
         self.add_callback(AfterStep())
 
-    def _get_train_sampler(self, train_dataset: Dataset[Any] | None = None) -> Sampler[int]:
-        batch = self.config.batch
-        total = self.config.run.steps * batch.size * batch.accumulation * self.args.world_size
-        return RunOrder(len(self.train_dataset), self.config.run.seed, total)
+    def get_train_dataloader(self) -> DataLoader[Any]:
+        """This process's part of the run's order; Accelerate's own dealing knows nothing of shared windows."""
+        batch, processes = self.config.batch, self.processes
+        total = self.config.run.steps * batch.size * batch.accumulation * processes.data_ranks
+        order = RunOrder(len(self.train_dataset), self.config.run.seed, total)
+        dealt = DealtBatches(order, batch.size, processes.data_rank, processes.data_ranks)
+        return self._loader(self.train_dataset, dealt)
+
+    def get_eval_dataloader(self, eval_dataset: Any = None) -> DataLoader[Any]:
+        """This process's part of the held-out items."""
+        items: Any = self.eval_dataset if eval_dataset is None else eval_dataset
+        ranks = (self.processes.data_rank, self.processes.data_ranks)
+        self._held_out = HeldOutBatches(len(items), self.config.batch.size, *ranks)
+        self._held_out_step = -1
+        return self._loader(items, self._held_out)
 
     def create_optimizer(self, model: nn.Module | None = None) -> torch.optim.Optimizer:
         """The optimizer of the configuration."""
@@ -109,54 +110,131 @@ class SubquadTrainer(ReadingTrainer):
         return self.lr_scheduler
 
     def training_step(self, model: nn.Module, inputs: dict[str, Any], *args: Any, **kwargs: Any) -> Tensor:
-        """Forward and backward on one batch; a loss that isn't finite stops the run."""
-        accumulated = len(self.step_windows) // self.config.batch.size
-        if accumulated >= self.config.batch.accumulation:
-            self.step_windows = []
+        """Forward and backward on one batch. Raises `StepMemoryError` where it needs more memory than there is."""
+        step = self.state.global_step + 1
+        if len(self.step_losses) in (0, self.config.batch.accumulation):
+            self.step_windows, self.step_losses = [], []
+            self._loss_before = self._tr_loss.clone()
         self.step_windows += inputs.pop("window").tolist()
         if self.augment is not None:
             inputs = self.augment(inputs)
-        loss = super().training_step(model, inputs, *args, **kwargs)
-        self._require_finite("loss", loss)
+        if self.sharded:
+            shards: Any = self.model
+            shards.set_requires_gradient_sync(self.accelerator.sync_gradients)
+        at(f"the forward pass of step {step}")
+        try:
+            with self._sharing():
+                loss = super().training_step(model, inputs, *args, **kwargs)
+        except (RuntimeError, MemoryError) as error:
+            if not is_out_of_memory(error):
+                raise
+            raise explained(error, self.config, self.args.device) from error
+        at(f"the end of step {step}")
+        self.step_losses.append(loss)
         return loss
+
+    def compute_loss(self, model: nn.Module, inputs: dict[str, Any], *args: Any, **kwargs: Any) -> Any:
+        """As the Trainer does; a loss that isn't finite makes the gradient so, which all processes see."""
+        result = super().compute_loss(model, inputs, *args, **kwargs)
+        if not model.training:
+            return result
+        loss: Tensor = result[0] if isinstance(result, tuple) else result
+        at(f"the backward pass of step {self.state.global_step + 1}")
+        poisoned = loss * torch.where(loss.detach().isfinite(), 1.0, math.nan).to(loss.dtype)
+        return (poisoned, *result[1:]) if isinstance(result, tuple) else poisoned
 
     def evaluate(self, *args: Any, **kwargs: Any) -> dict[str, float]:
         """As the Trainer does, but the random numbers of training go on as if nothing had been evaluated."""
+        at(f"the evaluation after step {self.state.global_step}")
+        self.gather_function = self._gather_held_out
         with torch.random.fork_rng():
             return super().evaluate(*args, **kwargs)
 
     def log(self, logs: dict[str, float], *args: Any, **kwargs: Any) -> None:
-        """As the Trainer does; the held-out loss of images in bits too."""
+        """As the Trainer does; the held-out loss of images in bits too, and how many steps were left out."""
         if self.config.task == "image" and "eval_loss" in logs:
             logs["eval_bits_per_dim"] = logs["eval_loss"] / math.log(2)
+        if self.skipped.total and "loss" in logs:
+            logs["skipped"] = self.skipped.total
         super().log(logs, *args, **kwargs)
 
     def prediction_step(self, model: nn.Module, inputs: dict[str, Any], *args: Any, **kwargs: Any) -> Any:
         """The loss of a held-out batch; of a probe with the likeliest tokens, of a text without the logits."""
+        self._held_out_step += 1
         if self.config.task == "language":
             inputs = {**inputs, "output_logits": False}
         elif self.config.task == "probe":
             inputs = {**inputs, "use_cache": False}
-        loss, logits, labels = super().prediction_step(model, inputs, *args, **kwargs)
+        with self._sharing():
+            loss, logits, labels = super().prediction_step(model, inputs, *args, **kwargs)
         return loss, logits.argmax(-1) if self.config.task == "probe" and logits is not None else logits, labels
+
+    def _gather_held_out(self, rows: Any) -> Any:
+        """The rows of all processes in the order of the items, without those that fill up a batch."""
+        if not isinstance(rows, Tensor):
+            return type(rows)(self._gather_held_out(part) for part in rows)
+        processes, counts = self.processes, self._held_out.counts(self._held_out_step)
+        if processes.world == 1:
+            return rows[: counts[0]]
+        full = rows.new_zeros(self._held_out.size, *rows.shape[1:])
+        full[: len(rows)] = rows
+        gathered: Any = self.accelerator.gather(full)
+        parts = gathered.unflatten(0, (processes.data_ranks, processes.context, -1))
+        # The mean of the losses of processes that share windows is the windows' loss.
+        parts = parts[:, 0] if processes.context == 1 else parts.mean(1)
+        return torch.cat([part[:count] for part, count in zip(parts, counts, strict=True)])
 
     def _get_grad_norm(self, model: nn.Module, grad_norm: Any = None) -> Any:
         norm = super()._get_grad_norm(model, grad_norm)
-        self._require_finite("gradient norm", norm)
+        if hasattr(norm, "full_tensor"):
+            norm = norm.full_tensor()
+        if math.isfinite(float(norm)):
+            self.skipped.in_a_row = 0
+        else:
+            self._leave_out(model, float(norm))
         return norm
 
-    def _require_finite(self, what: str, value: Tensor | float) -> None:
-        number = float(value)
-        if not math.isfinite(number):
+    def _leave_out(self, model: nn.Module, norm: float) -> None:
+        """Leave out the step whose gradient norm, the same in all processes, isn't finite; or end the run."""
+        step, run = self.state.global_step + 1, self.config.run
+        cause = self._cause(norm).describe(step, self.processes.world)
+        if run.nonfinite == "stop":
             raise NonFiniteError(
-                f"the {what} is {number} at step {self.state.global_step + 1}, in the batch of windows "
-                f"{self.step_windows}; the optimizer has not stepped and nothing was saved. Newest checkpoint: "
-                f"{self._newest_name()}. Try a lower optimizer.lr, a longer schedule.warmup or optimizer.clip"
+                f"{cause}; the optimizer has not stepped and nothing was saved. Newest checkpoint: "
+                f"{self.newest_name()}. Try a lower optimizer.lr, a longer schedule.warmup or optimizer.clip; "
+                "run.nonfinite=skip leaves such steps out"
             )
+        self.skipped.total += 1
+        self.skipped.in_a_row += 1
+        if self.skipped.in_a_row >= run.nonfinite_limit:
+            raise NonFiniteError(
+                f"{cause}: run.nonfinite_limit={run.nonfinite_limit} steps in a row were not finite "
+                f"({self.skipped.total} in all); nothing was saved since {self.newest_name()}. Try a lower "
+                "optimizer.lr, a longer schedule.warmup or optimizer.clip"
+            )
+        if self.processes.first:
+            logger.warning("%s; the step is left out (%d so far)", cause, self.skipped.total)
+        model.zero_grad()  # an optimizer leaves parameters without a gradient as they are, moments and decay included
+        # The reported loss is the mean over the steps that count.
+        self._tr_loss.copy_(self._loss_before)
+        self._globalstep_last_logged += 1
 
-    def _newest_name(self) -> str:
-        published = checkpoint.listing(self.root)
-        return published[-1][1].name if published else "none"
+    def _cause(self, norm: float) -> Cause:
+        """What isn't finite: the loss of the first process where it is that, else the gradient norm of all."""
+        values = [float(loss) for loss in self.step_losses]
+        worst = next((value for value in values if not math.isfinite(value)), None)
+        rank, windows = self.processes.rank, self.step_windows
+        mine = Cause(rank, "loss", worst, windows) if worst is not None else Cause(rank, "gradient norm", norm, windows)
+        if self.processes.world == 1:
+            return mine
+        causes: list[Any] = [None] * self.processes.world
+        torch.distributed.all_gather_object(causes, mine)
+        losses = [cause for cause in causes if cause.what == "loss"]
+        if losses:
+            found: Cause = losses[0]
+            return found
+        every = [window for cause in causes[:: self.processes.context] for window in cause.windows]
+        return Cause(0, "gradient norm", norm, every)
 
     def _determine_best_metric(self, metrics: dict[str, float], trial: Any = None) -> bool:
         loss = metrics["eval_loss"]
@@ -168,116 +246,3 @@ class SubquadTrainer(ReadingTrainer):
             self.state.best_global_step = self.state.global_step
             self.control.should_save = True
         return best
-
-    def _save_checkpoint(self, model: nn.Module, trial: Any = None) -> None:
-        for name, parameter in self.model.named_parameters():
-            if not torch.isfinite(parameter).all():
-                raise NonFiniteError(
-                    f"the weight {name} is not finite after step {self.state.global_step}; nothing was saved. "
-                    f"Newest checkpoint: {self._newest_name()}"
-                )
-        step = self.state.global_step
-        folder = checkpoint.aside(self.root, step)
-        if self.args.should_save:
-            shutil.rmtree(folder, ignore_errors=True)
-            folder.mkdir(parents=True)
-        self.accelerator.wait_for_everyone()
-        self.store_flos()
-        self.save_model(str(folder), _internal_call=True)
-        self._save_optimizer_and_scheduler(str(folder))
-        self._save_scaler(str(folder))
-        self._save_rng_state(str(folder))
-        if self.args.should_save:
-            self.state.save_to_json(str(folder / "trainer_state.json"))
-        self.accelerator.wait_for_everyone()
-        if self.args.should_save:
-            checkpoint.publish(folder, self.root / checkpoint.name_of(step), step=step, settings=self.settings)
-            checkpoint.rotate(self.root, keep=self.config.run.keep, best_step=self.state.best_global_step)
-        self.accelerator.wait_for_everyone()
-
-    def _save(self, output_dir: str | None = None, state_dict: dict[str, Any] | None = None) -> None:
-        # The Trainer's own version also pickles its arguments and turns the configuration's cache off.
-        if self.args.should_save:
-            unwrapped = self.accelerator.unwrap_model(self.model)
-            used, unwrapped.config.use_cache = unwrapped.config.use_cache, True
-            with _no_bar_of_its_own():
-                unwrapped.save_pretrained(output_dir or self.root, state_dict=state_dict)
-            unwrapped.config.use_cache = used
-
-    def _save_rng_state(self, output_dir: str) -> None:
-        save_rng(rng_file(Path(output_dir), self.args.process_index))
-
-    def _load_rng_state(self, checkpoint: str | None) -> None:
-        if checkpoint is not None:
-            load_rng(rng_file(Path(checkpoint), self.args.process_index))
-
-    def _load_from_checkpoint(self, resume_from_checkpoint: str, model: nn.Module | None = None) -> None:
-        weights = Path(resume_from_checkpoint) / "model.safetensors"
-        if self.is_fsdp_enabled or not weights.is_file():
-            super()._load_from_checkpoint(resume_from_checkpoint, model)
-            return
-        load_model(self.model if model is None else model, weights, strict=True)
-
-    def _load_optimizer_and_scheduler(self, checkpoint: str | None) -> None:
-        if checkpoint is not None and not self.is_fsdp_enabled:
-            for name in ("optimizer.pt", "scheduler.pt"):
-                if not (Path(checkpoint) / name).is_file():
-                    raise CheckpointError(f"{checkpoint} lacks {name}; resuming without it would change the run")
-        super()._load_optimizer_and_scheduler(checkpoint)
-
-
-@contextmanager
-def _no_bar_of_its_own() -> Iterator[None]:
-    """Keep transformers from drawing a progress bar across ours."""
-    shown = hf_logging.is_progress_bar_enabled()
-    hf_logging.disable_progress_bar()
-    try:
-        yield
-    finally:
-        if shown:
-            hf_logging.enable_progress_bar()
-
-
-def training_arguments(config: TrainConfig, root: Path) -> TrainingArguments:
-    """The Trainer's arguments; reports, evaluations and saves are left to our callbacks."""
-    cpu = config.run.device == "cpu" or not torch.cuda.is_available()
-    precision = config.run.precision
-    if precision == "auto":
-        precision = "bf16" if _multiplies_bf16(cpu) else "float32"
-        logger.info("run.precision is %s on this machine", precision)
-    arguments = TrainingArguments(
-        output_dir=str(root),
-        max_steps=config.run.steps,
-        per_device_train_batch_size=config.batch.size,
-        per_device_eval_batch_size=config.batch.size,
-        gradient_accumulation_steps=config.batch.accumulation,
-        max_grad_norm=config.optimizer.clip,
-        seed=config.run.seed,
-        bf16=precision == "bf16",
-        use_cpu=cpu,
-        logging_strategy="no",
-        eval_strategy="no",
-        save_strategy="no",
-        logging_nan_inf_filter=False,
-        report_to="none",
-        disable_tqdm=True,
-        remove_unused_columns=False,
-        dataloader_pin_memory=not cpu,
-        dataloader_num_workers=config.data.workers,
-        ddp_find_unused_parameters=False,
-        label_names=["labels"],
-    )
-    if arguments.n_gpu > 1:
-        arguments._n_gpu = 1  # several GPUs take several processes (torchrun), never DataParallel
-    return arguments
-
-
-def _multiplies_bf16(cpu: bool) -> bool:
-    """Whether the processor (or the GPU) has instructions for products of bfloat16.
-
-    Of AMX PyTorch tells the tiles only; all processors that have them multiply bfloat16 with them (AMX-BF16).
-    """
-    if not cpu:
-        return torch.cuda.is_bf16_supported()
-    checks = ("_is_avx512_bf16_supported", "_is_amx_tile_supported")
-    return any(getattr(torch.cpu, name, bool)() for name in checks)

@@ -16,8 +16,10 @@ from safetensors.torch import load_file
 
 from subquad.training import TrainConfig, checkpoint, train
 from subquad.training.errors import CheckpointError, FormatVersionError
+from subquad.training.order import RunOrder
+from subquad.training.reading import NumberedWindows
 from subquad.training.rng import load_rng, save_rng
-from subquad.training.trainer import NumberedWindows, RunOrder, SubquadTrainer
+from subquad.training.trainer import SubquadTrainer
 from tests.training.metrics import records
 
 KILLED = Path(__file__).with_name("killed.py")
@@ -187,7 +189,7 @@ def test_a_missing_file_is_never_silent(run_at_4: TrainConfig, tmp_path: Path, n
 @pytest.mark.parametrize("name", ["optimizer.pt", "scheduler.pt"])
 def test_the_trainer_itself_refuses_a_checkpoint_without_its_files(tmp_path: Path, name: str) -> None:
     trainer = SubquadTrainer.__new__(SubquadTrainer)
-    trainer.is_fsdp_enabled = False
+    trainer.sharded = False
     for other in {"optimizer.pt", "scheduler.pt"} - {name}:
         (tmp_path / other).write_bytes(b"")
     with pytest.raises(CheckpointError, match=f"lacks {name}; resuming without it would change the run"):
@@ -200,7 +202,7 @@ def test_a_run_does_not_go_on_in_another_precision_that_auto_chose(
 ) -> None:
     changes = {"run.precision": "auto", "schedule.kind": "constant", "run.eval_every": 0}
     for steps, precision in ((3, made), (4, goes_on)):
-        monkeypatch.setattr("subquad.training.trainer._multiplies_bf16", lambda cpu, p=precision: p == "bf16")
+        monkeypatch.setattr("subquad.training._arguments._multiplies_bf16", lambda cpu, p=precision: p == "bf16")
         config = make_config({**changes, "run.steps": steps})
         if steps == 3:
             train(config)
@@ -303,5 +305,5 @@ def test_two_processes_equal_one_and_go_on_exactly(make_config, tmp_path: Path) 
     one, two = load_file(tmp_path / "one" / "model.safetensors"), load_file(tmp_path / "two" / "model.safetensors")
     for name in one:
         torch.testing.assert_close(one[name], two[name])
-    with pytest.raises(CheckpointError, match="other settings: processes was 2, is 1"):
+    with pytest.raises(CheckpointError, match=r"a step had 16 windows \(processes 2 x .*, has 8 \(1 x 4 x 2\)"):
         train(make_config({**changes, "run.folder": str(tmp_path / "parts")}))

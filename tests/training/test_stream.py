@@ -6,13 +6,12 @@ from itertools import chain, islice
 from pathlib import Path
 
 import pytest
-from accelerate.data_loader import BatchSamplerShard, SkipBatchSampler
+from accelerate.data_loader import SkipBatchSampler
 from hypothesis import given
 from hypothesis import strategies as st
-from torch.utils.data import BatchSampler
 
 from subquad.data import EpochOrder, TokenSet, order, windows_of
-from subquad.training.trainer import RunOrder
+from subquad.training.order import DealtBatches, RunOrder
 from tests.data.sets import make_set
 
 SHARDS = [[40, 17], [63], [9, 9, 30], [25]]
@@ -30,11 +29,10 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def steps(windows: int, seed: int, total: int, readers: int, size: int, skipped: int) -> list[list[int]]:
-    """The windows of each step after the first `skipped`, as accelerate hands them to so many processes."""
+    """The windows of each step after the first `skipped`, as they are dealt to so many processes."""
     shares = []
     for reader in range(readers):
-        batches = BatchSampler(RunOrder(windows, seed, total), size, drop_last=False)
-        mine = BatchSamplerShard(batches, num_processes=readers, process_index=reader)
+        mine = DealtBatches(RunOrder(windows, seed, total), size, reader, readers)
         shares.append(iter(SkipBatchSampler(mine, skipped * GLOBAL // (readers * size))))
     found = []
     while True:

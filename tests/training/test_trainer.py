@@ -14,7 +14,9 @@ from torch import Tensor
 from subquad.hf import SubquadForCausalLM
 from subquad.testing import assert_exact
 from subquad.training import NonFiniteError, TrainConfig, checkpoint, train
-from subquad.training.trainer import NumberedWindows, SubquadTrainer, training_arguments
+from subquad.training._arguments import training_arguments
+from subquad.training.reading import NumberedWindows
+from subquad.training.trainer import SubquadTrainer
 
 
 def poison(monkeypatch: pytest.MonkeyPatch, number: int, change: Callable[[Tensor], Tensor]) -> list[list[int]]:
@@ -163,7 +165,7 @@ def test_bfloat16_is_autocast_over_float32_weights(make_config, monkeypatch: pyt
     assert training_arguments(make_config({"run.precision": "bf16"}), Path("x")).bf16
     assert not training_arguments(make_config({"run.precision": "float32"}), Path("x")).bf16
     for instructions in (True, False):
-        monkeypatch.setattr("subquad.training.trainer._multiplies_bf16", lambda cpu, has=instructions: has)
+        monkeypatch.setattr("subquad.training._arguments._multiplies_bf16", lambda cpu, has=instructions: has)
         assert training_arguments(make_config(), Path("x")).bf16 == instructions
 
 

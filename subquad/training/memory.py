@@ -1,0 +1,93 @@
+"""A step that needs more memory than there is: what was tried, and what would fit."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from subquad.models import Classifier
+from subquad.models.stacks import build_model
+from subquad.training.config import TrainConfig
+from subquad.training.errors import StepMemoryError
+
+_TEXTS = ("can't allocate memory", "not enough memory", "bad_alloc", "out of memory")
+"""What PyTorch's RuntimeErrors say where the CPU has no memory left."""
+GIB = 2**30
+
+
+def is_out_of_memory(error: BaseException) -> bool:
+    """Whether an error says that there is no memory left, on a GPU or a CPU."""
+    if isinstance(error, torch.OutOfMemoryError | MemoryError):
+        return True
+    return isinstance(error, RuntimeError) and any(text in str(error) for text in _TEXTS)
+
+
+def explained(error: BaseException, config: TrainConfig, device: torch.device) -> StepMemoryError:
+    """The error that says which step was too large, and which smaller one sees the same windows and fits."""
+    batch = config.batch
+    reason = (str(error).strip() or type(error).__name__).splitlines()[0]
+    text = (
+        f"out of memory in a step of batch.size={batch.size} windows of batch.length={batch.length} tokens ({reason}). "
+    )
+    need, free = window_bytes(config), free_bytes(device)
+    known = need is not None and free is not None
+    if need is not None and free is not None:
+        text += f"Training keeps about {need / GIB:.2f} GiB a window, in float32, and {free / GIB:.2f} GiB are free. "
+        size = largest_fit(batch.size, need, free)
+    else:
+        size = largest_fit(batch.size, 1, batch.size // 2)
+    if size is not None:
+        accumulation = batch.accumulation * batch.size // size
+        text += (
+            f"batch.size={size} with batch.accumulation={accumulation} sees the same windows in each step and "
+            f"{'should fit' if known else 'needs less'}; else try "
+        )
+    else:
+        text += "Fewer windows at a time do not help: try " if known else "Try "
+    recompute = "" if config.run.activation_checkpointing else "run.activation_checkpointing=true, "
+    return StepMemoryError(f"{text}{recompute}a shorter batch.length or more processes (parallel.context)")
+
+
+def largest_fit(size: int, need: float, free: float) -> int | None:
+    """The largest proper divisor of `size` so that as many windows of `need` bytes fit into `free`; None for none."""
+    return max((part for part in range(1, size) if size % part == 0 and part * need <= free), default=None)
+
+
+def window_bytes(config: TrainConfig) -> int | None:
+    """Bytes that training keeps of one window, by the model's account.
+
+    None of a model that gives none, and where layers are computed again (`run.activation_checkpointing`).
+    """
+    if config.run.activation_checkpointing or config.task in ("image", "pretrain"):
+        return None
+    model: Any
+    with torch.device("meta"):
+        model = Classifier(config.encoder(2)) if config.task == "classify" else build_model(config.model)
+    kept: int = model.cost(config.batch.length).activation_bytes
+    return kept
+
+
+def free_bytes(device: torch.device) -> int | None:
+    """Bytes of memory that a step may still take; None where that is not known."""
+    if device.type == "cuda":
+        free, _ = torch.cuda.mem_get_info(device)
+        return free + torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
+    meminfo = Path("/proc/meminfo")
+    if not meminfo.is_file():
+        return None
+    entries = dict(line.split(":", 1) for line in meminfo.read_text().splitlines() if ":" in line)
+    available = int(entries["MemAvailable"].split()[0]) * 1024
+    return min(available, _limit_left())
+
+
+def _limit_left() -> int:
+    """Bytes of address space that the process may still take (ulimit -v)."""
+    import resource
+
+    limit, _ = resource.getrlimit(resource.RLIMIT_AS)
+    if limit == resource.RLIM_INFINITY:
+        return 2**63
+    pages = int(Path("/proc/self/statm").read_text().split()[0])
+    return max(0, limit - pages * resource.getpagesize())

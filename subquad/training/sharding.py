@@ -1,0 +1,187 @@
+"""A model whose weights, gradients and optimizer states are shared out over the processes (FSDP2), and its files.
+
+The weights are always saved whole, as `model.safetensors`: any number of processes, sharding or not, reads them. The
+optimizer's states are saved by torch.distributed.checkpoint, each process its part, as safetensors in the folder
+`optimizer`, and are shared out anew when they are read.
+"""
+
+from __future__ import annotations
+
+import json
+import warnings
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed.checkpoint as dcp
+from safetensors import safe_open
+from torch import Tensor, nn
+from torch.distributed.checkpoint.api import CheckpointException
+from torch.distributed.checkpoint.metadata import TensorStorageMetadata
+from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+from torch.distributed.tensor import DTensor, distribute_tensor
+from torch.optim import Optimizer
+
+from subquad.models import PerceiverAR
+from subquad.training.errors import CheckpointError
+from subquad.training.processes import Processes
+
+OPTIMIZER = "optimizer"
+"""The folder of the optimizer's states in a checkpoint."""
+NAMES = "names.json"
+"""The file in it that lists the states."""
+
+
+def shard(model: Any, processes: Processes, *, bf16: bool) -> None:
+    """Share `model` out over all processes, each block and the rest; they begin with the weights of process 0.
+
+    With `bf16` the blocks compute in bfloat16, and gradients are added up in float32. The shards and so the optimizer's
+    states keep their dtype, float32. A `PerceiverAR`, which uses the parts of its blocks apart, is shared out whole.
+    """
+    for tensor in [*model.parameters(), *model.buffers()]:
+        torch.distributed.broadcast(tensor.detach(), src=0)
+    policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32) if bf16 else None
+    mesh = torch.distributed.device_mesh.init_device_mesh(processes.device, (processes.world,))
+    options: dict[str, Any] = {"mesh": mesh, "mp_policy": policy or MixedPrecisionPolicy()}
+    # Luna's memory is a view; nothing is changed in place.
+    warnings.filterwarnings("ignore", message="FSDP2-wrapped module .* returned a view", category=UserWarning)
+    apart = isinstance(model.model, PerceiverAR)
+    for block in [] if apart else [m for m in model.modules() if type(m).__name__ in model._no_split_modules]:
+        fully_shard(block, **options)
+    fully_shard(model, **options)
+    # Accelerate takes it as it is: it would refuse to wrap it, and on a CPU use DistributedDataParallel for FSDP.
+    model._is_accelerate_prepared = True
+
+
+def local(tensor: Tensor) -> Tensor:
+    """This process's part of a shared tensor, or a tensor as it is."""
+    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
+
+
+def whole(tensor: Tensor) -> Tensor:
+    """A shared tensor put together, or a tensor as it is. All processes must call it."""
+    return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
+
+
+def whole_state(model: nn.Module, *, keep: bool) -> dict[str, Tensor]:
+    """The weights put together one by one on the CPU; empty without `keep`. All processes must call it."""
+    state = {}
+    for name, tensor in model.state_dict().items():
+        complete = whole(tensor.detach())
+        if keep:
+            state[name] = complete.cpu()
+    return state
+
+
+@torch.no_grad()
+def load_weights(model: nn.Module, file: Path) -> None:
+    """Read this process's part of the weights. Raises `CheckpointError` where names or shapes are others."""
+    state = model.state_dict()
+    with safe_open(file, "pt") as saved:
+        names = set(saved.keys())
+        if names != set(state):
+            raise CheckpointError(f"{file} holds other weights than the model: {', '.join(sorted(names ^ set(state)))}")
+        for name, tensor in state.items():
+            fill(tensor, saved.get_tensor(name), name)
+
+
+@torch.no_grad()
+def fill(target: Tensor, value: Tensor, name: str) -> None:
+    """Copy `value`, whole, or this process's part of it, into `target`. Raises `CheckpointError` for another shape."""
+    if target.shape != value.shape:
+        raise CheckpointError(f"{name} has the shape {list(value.shape)}, the model {list(target.shape)}")
+    if isinstance(target, DTensor):
+        value = distribute_tensor(
+            value.to(target.device), target.device_mesh, target.placements, src_data_rank=None
+        ).to_local()
+        target = target.to_local()
+    target.copy_(value)
+
+
+def save_optimizer(model: nn.Module, optimizer: Optimizer, folder: Path) -> list[str]:
+    """Write the optimizer's states to `folder / OPTIMIZER`; their names. All processes must call it."""
+    states = {
+        f"{name}.{key}": value
+        for name, parameter in model.named_parameters()
+        for key, value in optimizer.state.get(parameter, {}).items()
+    }
+    writer = dcp.HuggingFaceStorageWriter(str(folder / OPTIMIZER), save_distributed=True)
+    try:
+        dcp.save(states, storage_writer=writer)
+    except CheckpointException as error:  # not an Exception: it would pass every handler
+        failures = (f"in process {rank}: {_last(failure)}" for rank, failure in error.failures.items())
+        raise OSError("; ".join(failures)) from error
+    return sorted(states)
+
+
+def list_states(folder: Path, names: list[str]) -> None:
+    """Write the list of the states that `save_optimizer` has written. For one process."""
+    (folder / OPTIMIZER).mkdir(exist_ok=True)  # there is none where no step has been taken yet
+    (folder / OPTIMIZER / NAMES).write_text(json.dumps(names))
+
+
+def load_optimizer(model: nn.Module, optimizer: Optimizer, folder: Path) -> None:
+    """Read the optimizer's states of `save_optimizer`, shared out as the model is. All processes must call it.
+
+    Raises `CheckpointError` where they are those of other parameters.
+    """
+    reader = dcp.HuggingFaceStorageReader(str(folder / OPTIMIZER))
+    parameters = dict(model.named_parameters())
+    saved = reader.read_metadata().state_dict_metadata
+    if sorted(saved) != json.loads((folder / OPTIMIZER / NAMES).read_text()):
+        raise CheckpointError(f"{folder / OPTIMIZER} does not hold the states that its {NAMES} lists")
+    states: dict[str, Tensor] = {}
+    for key in saved:
+        name, entry = key.rpartition(".")[0], saved[key]
+        if name not in parameters:
+            raise CheckpointError(f"{folder / OPTIMIZER} holds the state of {name}, which the model has not")
+        assert isinstance(entry, TensorStorageMetadata)
+        dtype = entry.properties.dtype
+        mine = entry.size == parameters[name].shape
+        states[key] = torch.zeros_like(parameters[name], dtype=dtype) if mine else torch.zeros(entry.size, dtype=dtype)
+    if not states:
+        return
+    with warnings.catch_warnings():  # of one process it says that it is one
+        warnings.filterwarnings("ignore", message="torch.distributed is disabled", category=UserWarning)
+        dcp.load(states, storage_reader=reader)
+    named = ((key.rpartition("."), value) for key, value in states.items())
+    _put(optimizer, ((parameters[name], part, value) for (name, _, part), value in named))
+
+
+def spread_optimizer(optimizer: Optimizer, file: Path) -> None:
+    """Read the states of an `optimizer.pt`, which are whole, into the optimizer of a model that is shared out.
+
+    Raises `CheckpointError` where they are those of other parameters.
+    """
+    states = torch.load(file, map_location="cpu", weights_only=True, mmap=True)["state"]
+    parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
+    if not states.keys() <= set(range(len(parameters))):
+        raise CheckpointError(f"{file} holds the states of {len(states)} parameters, the model has {len(parameters)}")
+    spread: list[tuple[Tensor, str, Tensor]] = []
+    for number, state in states.items():
+        parameter = parameters[number]
+        for key, value in state.items():
+            target = value.clone()
+            if value.shape == parameter.shape:
+                target = torch.zeros_like(parameter, dtype=value.dtype)
+                fill(target, value, f"{key} of parameter {number} in {file}")
+            spread.append((parameter, key, target))
+    _put(optimizer, spread)
+
+
+def _put(optimizer: Optimizer, states: Iterable[tuple[Tensor, str, Tensor]]) -> None:
+    """Give parameters their states, where the optimizer wants them: a fused one counts steps on the device."""
+    beside: set[int] = set()
+    for group in optimizer.param_groups:
+        if group.get("fused") or group.get("capturable"):
+            beside |= {id(parameter) for parameter in group["params"]}
+    for parameter, key, value in states:
+        device = parameter.device if id(parameter) in beside else value.device
+        optimizer.state[parameter][key] = value.detach().to(device)
+
+
+def _last(failure: Any) -> str:
+    """The last line of one of `CheckpointException`'s failures: an error, or one with its trace."""
+    error = failure[0] if isinstance(failure, tuple) else failure
+    return str(error).strip().splitlines()[-1]

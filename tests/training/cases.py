@@ -1,0 +1,293 @@
+"""What several processes do, for the tests that read the folder afterwards: python cases.py FOLDER NAME..."""
+
+import errno
+import os
+import signal
+import sys
+import time
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import ExitStack, contextmanager
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_hook
+from torch.nn.parallel import DistributedDataParallel
+
+from subquad.training.trainer import SubquadTrainer
+from tests.training.forks import fork, tell, train_in
+
+MECHANISMS = ("llp", "latte", "linear", "elita", "window", "full")
+SHARDED = {"batch.size": 1, "batch.accumulation": 2, "parallel.shard": True}
+STACKS = {
+    "perceiver": {"model.attention": "perceiver_ar", "model.options": {"perceiver_ar": {"latents": 8}}},
+    "performer": {"model.attention": "performer", "model.options": {"performer": {"redraw_interval": 2}}},
+    "probe": {"task": "probe", "data": {}},
+    "loops": {"model.loops": 2, "model.loop_loss": "all", "model.lookup": 8, "model.tie_embeddings": False},
+}
+
+
+def of_mechanisms(folder: Path, kind: str, steps: int, changes: dict[str, Any], names: tuple[str, ...]) -> None:
+    for name in names:
+        train_in(folder / f"{kind} {name}", {"model.attention": name, "run.steps": steps, **changes})
+
+
+def of_stacks(folder: Path, kind: str, changes: dict[str, Any], names: Iterable[str] = tuple(STACKS)) -> None:
+    for name in names:
+        train_in(folder / f"{kind} {name}", {"run.steps": 4, "run.eval_every": 2, **STACKS[name], **changes})
+
+
+@contextmanager
+def patched(owner: Any, name: str, make: Callable[[Any], Any]) -> Iterator[None]:
+    """Within the block `owner.name` is what `make` makes of it."""
+    before = getattr(owner, name)
+    setattr(owner, name, make(before))
+    try:
+        yield
+    finally:
+        setattr(owner, name, before)
+
+
+def before_step(step: int, then: Callable[[], None]) -> Callable[[Any], Any]:
+    """A `training_step` that calls `then` first, at one step."""
+
+    def make(training_step: Any) -> Any:
+        def changed(self: SubquadTrainer, *args: Any) -> Tensor:
+            if self.state.global_step + 1 == step:
+                then()
+            return training_step(self, *args)
+
+        return changed
+
+    return make
+
+
+def poisoned(step: int, rank: int) -> Callable[[Any], Any]:
+    """A `compute_loss` that is not a number at one step of one process."""
+
+    def make(compute_loss: Any) -> Any:
+        def changed(self: SubquadTrainer, model: Any, *args: Any, **kwargs: Any) -> Any:
+            loss = compute_loss(self, model, *args, **kwargs)
+            bad = model.training and self.state.global_step + 1 == step and self.processes.rank == rank
+            return loss * torch.nan if bad else loss
+
+        return changed
+
+    return make
+
+
+def recording(seen: list[tuple[int, list[int]]]) -> Callable[[Any], Any]:
+    """A `training_step` that keeps the windows of each batch."""
+
+    def make(training_step: Any) -> Any:
+        def changed(self: SubquadTrainer, model: Any, inputs: Any, *args: Any) -> Tensor:
+            seen.append((self.state.global_step, inputs["window"].tolist()))
+            return training_step(self, model, inputs, *args)
+
+        return changed
+
+    return make
+
+
+def error_of(work: Callable[[], Any]) -> str:
+    try:
+        work()
+    except Exception as error:
+        return f"{type(error).__name__}: {error}"
+    return "no error"
+
+
+@contextmanager
+def counted(counts: Counter[str]) -> Iterator[None]:
+    """Count how often gradients are summed up: what DistributedDataParallel does by itself, and FSDP by torch's."""
+
+    def hooked(init: Any) -> Any:
+        def changed(self: Any, *args: Any, **kwargs: Any) -> None:
+            init(self, *args, **kwargs)
+            self.register_comm_hook(None, summed)
+
+        return changed
+
+    def summed(state: Any, bucket: torch.distributed.GradBucket) -> torch.futures.Future[torch.Tensor]:
+        counts["gradients"] += 1
+        result: torch.futures.Future[torch.Tensor] = allreduce_hook(state, bucket)
+        return result
+
+    def told(collective: Any) -> Any:
+        def changed(*args: Any, **kwargs: Any) -> Any:
+            counts["gradients"] += 1
+            return collective(*args, **kwargs)
+
+        return changed
+
+    with ExitStack() as stack:
+        stack.enter_context(patched(DistributedDataParallel, "__init__", hooked))
+        new = hasattr(torch.distributed, "reduce_scatter_single")  # its name since torch 2.13
+        name = "reduce_scatter_single" if new else "reduce_scatter_tensor"
+        stack.enter_context(patched(torch.distributed, name, told))
+        yield
+
+
+def order(folder: Path, rank: int) -> None:
+    for name, changes in (
+        ("wide", {"batch.size": 2}),
+        ("deep", {"batch.size": 1, "batch.accumulation": 2}),
+        ("wide sharded", {"batch.size": 2, "parallel.shard": True}),
+        ("deep sharded", SHARDED),
+    ):
+        seen: list[tuple[int, list[int]]] = []
+        counts: Counter[str] = Counter()
+        with patched(SubquadTrainer, "training_step", recording(seen)), counted(counts):
+            train_in(folder / f"order {name}", {"run.steps": 3, **changes})
+        tell(folder, f"order {name} {rank}", seen)
+        tell(folder, f"counts {name} {rank}", dict(counts))
+
+
+def nonfinite(folder: Path, rank: int, size: int, culprit: int) -> None:
+    """A step that is left out, and one that ends the run."""
+    with patched(SubquadTrainer, "compute_loss", poisoned(3, culprit)):
+        kind = "one" if size == 4 else "two"
+        train_in(folder / f"{kind} skips", {"batch.size": size, "run.nonfinite": "skip"})
+        if size == 4:
+            return
+        train_in(folder / "shards skip", {"batch.size": size, "run.nonfinite": "skip", "parallel.shard": True})
+        text = error_of(lambda: train_in(folder / "stops", {"batch.size": size}))
+        tell(folder, f"stops {rank}", text)
+
+
+def full_disk(folder: Path, rank: int) -> None:
+    """The first process can't write the second checkpoint."""
+
+    def fail(save: Any) -> Any:
+        def changed(self: SubquadTrainer, *args: Any) -> None:
+            if self.processes.first and self.state.global_step == 4:
+                raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+            save(self, *args)
+
+        return changed
+
+    changes = {"batch.size": 2, "run.save_every": 2}
+    with patched(SubquadTrainer, "_save", fail):
+        tell(folder, f"full {rank}", error_of(lambda: train_in(folder / "full", changes)))
+        tell(folder, f"full sharded {rank}", error_of(lambda: train_in(folder / "full s", {**changes, **SHARDED})))
+    tell(folder, f"fewer {rank}", error_of(lambda: train_in(folder / "full", {"batch.size": 1})))
+
+
+def context(folder: Path, rank: int, changes: dict[str, Any]) -> None:
+    """Neighbours that get the same windows, with a stand-in for the package that cuts them."""
+    entered = [0]
+
+    class ContextGroup:
+        def __init__(self, process_group: Any) -> None:
+            self.size = torch.distributed.get_world_size(process_group)
+
+    @contextmanager
+    def context_parallel(group: ContextGroup) -> Iterator[None]:
+        entered[0] += 1
+        yield
+
+    module: Any = ModuleType("subquad.parallel")
+    module.ContextGroup, module.context_parallel = ContextGroup, context_parallel
+    before = sys.modules.get("subquad.parallel")
+    sys.modules["subquad.parallel"] = module
+    try:
+        seen: list[tuple[int, list[int]]] = []
+        with patched(SubquadTrainer, "training_step", recording(seen)):
+            result = train_in(folder / "context", {"parallel.context": 2, "run.eval_every": 3, **changes})
+        tell(folder, f"context {rank}", {"seen": seen, "entered": entered[0], "tokens": result.tokens})
+    finally:
+        del sys.modules["subquad.parallel"]
+        if before is not None:
+            sys.modules["subquad.parallel"] = before
+
+
+def lost(folder: Path, rank: int, how: str) -> None:
+    """Process 1 dies or hangs in step 3."""
+
+    def end() -> None:
+        if how == "dies":
+            os.kill(os.getpid(), signal.SIGKILL)
+        time.sleep(15)
+        os._exit(0)
+
+    make = before_step(3, end) if rank == 1 else lambda step: step
+    changes = {"batch.size": 1, "batch.accumulation": 1, "parallel.timeout": 6.0}
+    with patched(SubquadTrainer, "training_step", make):
+        text = error_of(lambda: train_in(folder / how, changes))
+    tell(folder, f"{how} {rank}", text)
+    os._exit(0)  # a process that has lost another has nobody to part from
+
+
+def resharding(folder: Path) -> None:
+    """A run that goes on with another number of processes, sharded and not."""
+    stages: list[tuple[int, dict[str, Any]]] = [
+        (2, {"run.steps": 3, "batch.size": 2, "parallel.shard": True}),
+        (4, {"run.steps": 5, "batch.size": 1, "parallel.shard": True}),
+        (1, {"run.steps": 6, "parallel.shard": True}),
+        (2, {"run.steps": 8, "batch.size": 2}),
+    ]
+    statuses = [fork(world, lambda rank, c=changes: train_in(folder / "moves", c)) for world, changes in stages]
+    tell(folder, "resharding", statuses)
+
+
+def quick(folder: Path) -> None:
+    few, recomputed = ("llp", "latte", "full"), {"run.activation_checkpointing": True}
+
+    def alone(rank: int) -> None:
+        of_mechanisms(folder, "one", 6, {"run.eval_every": 3}, MECHANISMS)
+        of_stacks(folder, "one", {}, ("performer", "probe"))
+        nonfinite(folder, rank, 4, 0)
+        train_in(folder / "whole", {"run.steps": 8})
+
+    def together(rank: int) -> None:
+        of_mechanisms(folder, "ddp", 6, {"run.eval_every": 3, "batch.size": 2}, MECHANISMS)
+        of_mechanisms(folder, "fsdp", 6, {"run.eval_every": 3, **SHARDED, **recomputed}, few)
+        of_stacks(folder, "fsdp", SHARDED, ("performer", "probe"))
+        order(folder, rank)
+        nonfinite(folder, rank, 2, 1)
+        full_disk(folder, rank)
+        context(folder, rank, {})
+
+    statuses = [fork(1, alone), fork(2, together)]
+    tell(folder, "quick", statuses)
+    resharding(folder)
+    for how in ("dies", "hangs"):
+        fork(3, lambda rank, how=how: lost(folder, rank, how), seconds=60)
+
+
+def of_kind(kind: str) -> tuple[str, ...]:
+    """The mechanisms whose curves are compared: of the slowest way two."""
+    return MECHANISMS[:2] if kind == "fsdp 4" else MECHANISMS
+
+
+def curves(folder: Path) -> None:
+    """Fifty steps of each mechanism, alone and in several ways by several processes."""
+    kinds: dict[str, tuple[int, dict[str, Any]]] = {
+        "one": (1, {}),
+        "ddp 2": (2, {"batch.size": 2}),
+        "ddp 4": (4, {"batch.size": 1}),
+        "fsdp 2": (2, {"batch.size": 2, "parallel.shard": True}),
+        "fsdp 4": (4, {"batch.size": 1, "parallel.shard": True}),
+    }
+    statuses = [
+        fork(world, lambda _, k=kind, c=changes: of_mechanisms(folder, k, 50, c, of_kind(k)), seconds=900)
+        for kind, (world, changes) in kinds.items()
+    ]
+
+    def stacks(kind: str, changes: dict[str, Any]) -> Callable[[int], None]:
+        return lambda rank: of_stacks(folder, kind, changes)
+
+    statuses += [fork(1, stacks("one", {})), fork(2, stacks("ddp 2", {"batch.size": 2}))]
+    statuses.append(
+        fork(2, stacks("fsdp 2", {"batch.size": 2, "parallel.shard": True, "run.activation_checkpointing": True}))
+    )
+    statuses.append(fork(4, lambda rank: context(folder, rank, {"batch.size": 2, "parallel.shard": True})))
+    tell(folder, "curves", statuses)
+
+
+if __name__ == "__main__":
+    for case in sys.argv[2:]:
+        {"quick": quick, "curves": curves}[case](Path(sys.argv[1]))
