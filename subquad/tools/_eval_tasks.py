@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple
 
 from jsonargparse import ArgumentParser, Namespace
 
 from subquad.evaluation.config import EvalConfig
+from subquad.parsing import read_json_mapping
 
 if TYPE_CHECKING:
     from tokenizers import Tokenizer
@@ -72,16 +72,17 @@ def load(folder: str, config: EvalConfig, default_length: int) -> Loaded:
     if is_classifier(folder):
         raise ValueError(f"{folder} holds a classifier: --tasks is for language models; leave it out")
     file = Path(folder) / "config.json"
-    if not file.is_file() or json.loads(file.read_text(encoding="utf-8")).get("model_type") == SubquadConfig.model_type:
+    if not file.is_file() or read_json_mapping(file).get("model_type") == SubquadConfig.model_type:
         run = load_run(folder, config.device)
         length = run.config.batch.length if run.config else default_length
         return Loaded(run.decoder, run.tokenizer, config.length or length)
     import torch
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
-    model = AutoModelForCausalLM.from_pretrained(folder, local_files_only=True).eval()
+    safely = {"local_files_only": True, "trust_remote_code": False}
+    model = AutoModelForCausalLM.from_pretrained(folder, use_safetensors=True, **safely).eval()
     model.to("cuda" if config.device == "auto" and torch.cuda.is_available() else "cpu")
-    return Loaded(model, AutoTokenizer.from_pretrained(folder, local_files_only=True), config.length)
+    return Loaded(model, AutoTokenizer.from_pretrained(folder, **safely), config.length)
 
 
 def prepare(loaded: Loaded, names: list[str], chosen: Namespace, batch_size: int) -> PreparedTasks:

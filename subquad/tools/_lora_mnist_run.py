@@ -18,6 +18,7 @@ import torch
 from torch import nn
 
 from subquad.config import digest
+from subquad.parsing import check_keys, read_json
 from subquad.tools import _lora_mnist as arms
 from subquad.tools._lora_mnist_config import ARMS, SETS, MnistConfig
 from subquad.tools.memory import peak_bytes
@@ -48,7 +49,8 @@ class Results:
         values: dict[str, Any] = {"identity": identity, "config": shown, "seeds": {}, "seconds": {}}
         if path.is_file():
             try:
-                found = json.loads(path.read_text(encoding="utf-8"))
+                found = read_json(path)
+                check_keys(found, {"seeds": dict, "seconds": dict}, file)
                 same = found["identity"] == identity
             except (ValueError, TypeError, KeyError) as error:
                 raise ValueError(f"{file} holds no results of this experiment: {error!r}") from error

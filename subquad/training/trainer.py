@@ -23,7 +23,7 @@ from subquad.data import EpochOrder
 from subquad.hf import SubquadForCausalLM, SubquadForImages, SubquadForPreTraining, SubquadForSequenceClassification
 from subquad.training import checkpoint
 from subquad.training.config import TrainConfig
-from subquad.training.errors import CheckpointError, NonFiniteError
+from subquad.training.errors import CheckpointError, NonFiniteError, reading
 from subquad.training.flow import AfterStep
 from subquad.training.optimizers import build_optimizer
 from subquad.training.rng import load_rng, rng_file, save_rng
@@ -228,14 +228,16 @@ class SubquadTrainer(Trainer):
         if self.is_fsdp_enabled or not weights.is_file():
             super()._load_from_checkpoint(resume_from_checkpoint, model)
             return
-        load_model(self.model if model is None else model, weights, strict=True)
+        with reading(resume_from_checkpoint):
+            load_model(self.model if model is None else model, weights, strict=True)
 
     def _load_optimizer_and_scheduler(self, checkpoint: str | None) -> None:
         if checkpoint is not None and not self.is_fsdp_enabled:
             for name in ("optimizer.pt", "scheduler.pt"):
                 if not (Path(checkpoint) / name).is_file():
                     raise CheckpointError(f"{checkpoint} lacks {name}; resuming without it would change the run")
-        super()._load_optimizer_and_scheduler(checkpoint)
+        with reading(checkpoint):
+            super()._load_optimizer_and_scheduler(checkpoint)
 
 
 @contextmanager
