@@ -131,10 +131,12 @@ def check_yaml(text: str, where: str) -> None:
 
 def _check(value: Any, where: str) -> None:
     """Raise `ValueError` where a value nests too deeply or holds half of a surrogate pair, which no file can."""
-    level = [value]
-    for _ in range(DEPTH + 1):
+    level, depth = [value], 0
+    while level:
         below: list[Any] = []
         for item in level:
+            if isinstance(item, dict | list | tuple | set) and depth >= DEPTH:
+                raise _too_deep(where)
             if isinstance(item, dict):
                 below += item.keys()
                 below += item.values()
@@ -142,19 +144,14 @@ def _check(value: Any, where: str) -> None:
                 below += item
             elif isinstance(item, str) and not item.isascii():
                 _check_unicode(item, where)
-        if not below:
-            return
-        level = below
-    raise _too_deep(where)
+        level, depth = below, depth + 1
 
 
 def _check_unicode(text: str, where: str) -> None:
     try:
         text.encode()
     except UnicodeEncodeError as error:
-        raise ValueError(
-            f"{where} spells half a surrogate pair, {text[error.start]!r}, which is no character"
-        ) from error
+        raise ValueError(f"{where} spells half a surrogate pair: {text[error.start]!r}") from error
 
 
 def _too_deep(where: str) -> BoundsError:

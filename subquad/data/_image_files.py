@@ -140,6 +140,8 @@ def _npz_labels(file: Path, array: NDArray[np.generic] | None, name: str) -> NDA
 def _named_classes(
     file: Path, names: NDArray[np.generic], labels: dict[str, NDArray[np.int64] | None]
 ) -> tuple[str, ...]:
+    if names.ndim != 1:
+        raise ValueError(f"{file}: classes must be a row of names, got {list(names.shape)}")
     classes = tuple(str(name) for name in names.tolist())
     for part, known in labels.items():
         if known is not None and len(known) and known.max() >= len(classes):

@@ -192,6 +192,9 @@ def _verify(path: Path, head: dict[str, Any]) -> None:
         return
     if _hash_body(path) != head["sha256"]:
         raise ValueError(f"{path} is damaged: the checksum of its tokens is wrong")
+    tokens = np.memmap(path, head["dtype"], mode="r", offset=HEAD_BYTES, shape=(head["tokens"],))
+    if (greatest := int(tokens.max())) >= head["vocab_size"]:
+        raise ValueError(f"{path} is damaged: it holds the token {greatest}, of {head['vocab_size']}")
     _verified.add(seen)
 
 

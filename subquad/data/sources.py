@@ -128,7 +128,7 @@ class FileSource:
 
     def __init__(self, asked: str, root: Path, files: list[Path], skip_bad_files: bool) -> None:
         self.asked = asked
-        self.files = {unicodedata.normalize("NFC", file.relative_to(root).as_posix()): file for file in files}
+        self.files = {_name(file.relative_to(root)): file for file in files}
         self.names = list(self.files)
         self.skip_bad_files = skip_bad_files
 
@@ -163,6 +163,11 @@ class FileSource:
                 if not self.skip_bad_files:
                     raise
                 logger.warning("skipped: %s", error)
+
+
+def _name(file: Path) -> str:
+    """The name of a document; bytes that are no UTF-8 are written out."""
+    return unicodedata.normalize("NFC", os.fsencode(file.as_posix()).decode("utf-8", "backslashreplace"))
 
 
 class DatasetSource:
@@ -241,7 +246,7 @@ def _unpack(name: str, raw: bytes, file: Path) -> Iterator[tuple[str, bytes]]:
         if not named and content[TAR_MARK] != b"ustar":
             yield name, content
             return
-        with tarfile.open(fileobj=TarBytes(content), mode="r:") as archive:
+        with tarfile.open(fileobj=TarBytes(content), mode="r:", errors="backslashreplace") as archive:
             members = [member for member in archive if member.isfile()]
             if sum(member.size for member in members) > most(len(raw)):  # a sparse file has more than the archive
                 raise too_much(len(raw))

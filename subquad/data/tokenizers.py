@@ -106,7 +106,8 @@ class Encoder:
     """
 
     def __init__(self, tokenizer: Tokenizer) -> None:
-        self.tokenizer = Tokenizer.from_str(tokenizer.to_str())
+        with _named("the tokenizer cannot be copied"):
+            self.tokenizer = Tokenizer.from_str(tokenizer.to_str())
         self.tokenizer.encode_special_tokens = True  # a separator that a document spells out is text
         separator = separator_id(tokenizer)
         self.separator = np.array([] if separator is None else [separator], dtype=np.int64)

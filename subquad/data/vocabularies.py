@@ -83,7 +83,10 @@ def characters(texts: Iterable[str]) -> Tokenizer:
 def character_ids(tokenizer: Tokenizer) -> dict[str, int] | None:
     """The vocabulary of a tokenizer that `characters` made; None for another one."""
     one_each = str(tokenizer.pre_tokenizer) == str(_single_characters())
-    return tokenizer.get_vocab() if one_each and isinstance(tokenizer.model, models.WordLevel) else None
+    if not one_each or not isinstance(tokenizer.model, models.WordLevel):
+        return None
+    ids: dict[str, int] = tokenizer.get_vocab()
+    return ids if all(len(token) == 1 for token in ids) else None
 
 
 def gpt2_files(folder: Path) -> tuple[Path, Path] | None:

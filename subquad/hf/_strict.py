@@ -38,7 +38,9 @@ class StrictModel(PreTrainedModel):
         for problem in ("missing_keys", "unexpected_keys"):
             if info[problem]:
                 names = ", ".join(sorted(str(key) for key in info[problem]))
-                raise ValueError(f"{place}: the weights do not fit the configuration: {problem.replace('_', ' ')}: {names}")
+                raise ValueError(
+                    f"{place}: the weights do not fit the configuration: {problem.replace('_', ' ')}: {names}"
+                )
         return (model, info) if wants_info else model
 
 
@@ -47,6 +49,8 @@ def read_config(folder: str | Path) -> PreTrainedConfig:
     with naming(folder):
         values = read_json_mapping(Path(folder) / CONFIG)
         _check_counts(values, SMALL)
+        if "auto_map" in values:
+            raise ValueError("its configuration names code of its own, which is not run")
         found: PreTrainedConfig = AutoConfig.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
     return found
 

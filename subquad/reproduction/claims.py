@@ -95,7 +95,9 @@ def verdicts(experiment: Path, expected: Expected, scales: Mapping[str, Any]) ->
         try:
             tried = [judged(experiment, claim, scales[name]["rows"], name) for name in by_size(scales)]
         except (LookupError, TypeError) as error:
-            raise ValueError(f"{experiment}: the rows of its result do not fit claim {claim.id!r}: {error!r}") from error
+            raise ValueError(
+                f"{experiment}: the rows of its result do not fit claim {claim.id!r}: {error!r}"
+            ) from error
         tried.append(judged(experiment, claim, [], ""))
         found.append(next((verdict for verdict in tried if verdict.verdict != NOT_RUN), tried[0]))
     return found

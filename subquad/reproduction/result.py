@@ -75,8 +75,8 @@ def read_result(folder: Path) -> dict[str, Any]:
     check_keys(values, {"scales": dict}, str(file))
     for scale in values["scales"].values():
         check_keys(scale, _KINDS, str(file))
-        if not all(isinstance(row, dict) and {"arm", "seed"} <= set(row) for row in scale["rows"]):
-            raise ValueError(f"{file} is damaged: each row must be a mapping with arm and seed")
+        for row in scale["rows"]:
+            check_keys(row, {"arm": str, "seed": int}, f"{file}, a row")
         if not all(isinstance(word, str) for word in [*scale["dates"], *scale["commits"]]):
             raise ValueError(f"{file} is damaged: dates and commits must be texts")
         if not all(isinstance(machine, dict) for machine in scale["machines"]):
@@ -144,13 +144,17 @@ def written(folder: Path, recipe: Recipe, expected: Expected) -> str:
     parts = ["\n".join(lines)]
     if scale is None:
         return "\n\n".join([*parts, "No scale but `smoke` was run yet."])
-    headers, table = cells(recipe, rows)
+    try:
+        headers, table = cells(recipe, rows)
+        measured_on = about(scales[scale], scale)
+    except (LookupError, TypeError) as error:
+        raise ValueError(f"{folder / FILE} has rows that make no table: {error!r}") from error
     rules = [":---"] * len(recipe.group) + ["---:"] * (len(headers) - len(recipe.group))
     if recipe.table:
         parts.append("\n".join(f"| {' | '.join(line)} |" for line in (headers, rules, *table)))
     if (folder / PLOT).is_file():
         parts.append(f"![the result]({PLOT})")
-    parts.append(about(scales[scale], scale))
+    parts.append(measured_on)
     return "\n\n".join(parts)
 
 

@@ -79,10 +79,12 @@ def load(folder: str, config: EvalConfig, default_length: int) -> Loaded:
     import torch
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
-    safely = {"local_files_only": True, "trust_remote_code": False}
-    model = AutoModelForCausalLM.from_pretrained(folder, use_safetensors=True, **safely).eval()
+    model = AutoModelForCausalLM.from_pretrained(
+        folder, local_files_only=True, trust_remote_code=False, use_safetensors=True
+    ).eval()
     model.to("cuda" if config.device == "auto" and torch.cuda.is_available() else "cpu")
-    return Loaded(model, AutoTokenizer.from_pretrained(folder, **safely), config.length)
+    tokenizer = AutoTokenizer.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
+    return Loaded(model, tokenizer, config.length)
 
 
 def prepare(loaded: Loaded, names: list[str], chosen: Namespace, batch_size: int) -> PreparedTasks:

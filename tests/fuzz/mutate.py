@@ -30,13 +30,40 @@ TEXTS = (
     "", " ", "x", "\0", "\ud800", "é", "\u2028", "\U0001f389", "../../../../etc/passwd", "/dev/zero", "a/b", "@x", "~",
     "None", "nan", "1e400", "(a+)+$", "x" * 5_000, "[" * 300, "- " * 300, "{{ 1 / 0 }}", "!!python/name:os.system",
 )  # fmt: skip
-VALUES = (None, True, False, [], {}, [[]], [None], {"": None}, {"a": {"b": {"c": []}}}, [1, "a", None], *NUMBERS, *TEXTS)
+VALUES = (
+    None,
+    True,
+    False,
+    [],
+    {},
+    [[]],
+    [None],
+    {"": None},
+    {"a": {"b": {"c": []}}},
+    [1, "a", None],
+    *NUMBERS,
+    *TEXTS,
+)
 YAML_PIECES = (
     "&a [*a]", "!!python/object/apply:os.abort []", "!!binary xx", "!!timestamp x", "!!set {a, b}", "{? [a] : b}",
     "*nobody", "!!float ''", "2001-99-99", "1:2:3", "<<: 1", "!!omap [a]", "|\n x", "'", "\t", "%", "{<<: [1]}", "0x",
     "&x " + "[" * 150 + "]" * 150,
 )  # fmt: skip
-WORDS = (b"-1", b"1e999", b"NaN", b"99999999999999999999", b"0", b"null", b"[", b"{", b'"', b"\\ud800", b"\t", b"\n", b"\0")
+WORDS = (
+    b"-1",
+    b"1e999",
+    b"NaN",
+    b"99999999999999999999",
+    b"0",
+    b"null",
+    b"[",
+    b"{",
+    b'"',
+    b"\\ud800",
+    b"\t",
+    b"\n",
+    b"\0",
+)
 
 
 def mutated(name: str, raw: bytes, rng: random.Random) -> bytes:
@@ -266,7 +293,9 @@ def npy(raw: bytes, rng: random.Random) -> bytes:
         dtype = rng.choice(("|O", "|V0", "<U0", "|S0", "<f8", "<M8[ns]", "<c16", "|b1", ">i8", "(2,3)<f4", "x", "<U99"))
         header = re.sub(r"'descr': '[^']*'", f"'descr': '{dtype}'", header)
     elif kind == 1:
-        sizes = ", ".join(str(rng.choice((0, 1, 2, -1, 10**6, 10**9, 2**40, 2**62, 2**63))) for _ in range(rng.randrange(5)))
+        sizes = ", ".join(
+            str(rng.choice((0, 1, 2, -1, 10**6, 10**9, 2**40, 2**62, 2**63))) for _ in range(rng.randrange(5))
+        )
         header = re.sub(r"'shape': \([^)]*\)", f"'shape': ({sizes},)" if sizes else "'shape': ()", header)
     elif kind == 2:
         header = header.replace("False", rng.choice(("True", "None", "1", "[" * 90)))
@@ -288,7 +317,9 @@ def safetensors(raw: bytes, rng: random.Random) -> bytes:
             ("F64", "I8", "BOOL", "BF16", "U64", "F8_E4M3", "F8_E8M0", "F4", "F6_E2M3", "C64", "X", 1)
         )
     elif kind == 1 and tensors:
-        header[rng.choice(tensors)]["shape"] = rng.choice(([], [0], [0, 2**62], [2**62], [-1], [1] * 99, [2**63], [1.5]))
+        header[rng.choice(tensors)]["shape"] = rng.choice(
+            ([], [0], [0, 2**62], [2**62], [-1], [1] * 99, [2**63], [1.5])
+        )
     elif kind == 2 and len(tensors) > 1:
         a, b = rng.sample(tensors, 2)
         header[a], header[b] = header[b], header[a]

@@ -108,6 +108,13 @@ class Tried:
         return None
 
 
+def signature(fault: str) -> str:
+    """What two inputs have in common that find the same fault: the exception and the last places of ours."""
+    lines = fault.strip().splitlines()
+    ours = [line.strip() for line in lines if f'File "{ROOT / "subquad"}' in line]
+    return " ".join([lines[-1].partition(":")[0], *ours[-2:]])
+
+
 def keep(name: str, tried: Input) -> str:
     """Keep an input as a file, and say where it is."""
     if len(tried.content) > KEPT:
@@ -116,7 +123,7 @@ def keep(name: str, tried: Input) -> str:
     place = FOUND / name / f"{digest}-{tried.file.replace('/', '~')}"
     place.parent.mkdir(parents=True, exist_ok=True)
     place.write_bytes(tried.content)
-    return str(place.relative_to(ROOT))
+    return str(place)
 
 
 def kept(name: str) -> list[Input]:
@@ -137,6 +144,7 @@ def child(name: str, start: int, seconds: float, home: Path) -> None:
     resource.setrlimit(resource.RLIMIT_AS, (MEMORY, MEMORY))
     out = os.fdopen(os.dup(1), "w", buffering=1)
     sys.stdout = open(os.devnull, "w")  # noqa: SIM115 (as long as the process)
+    known: set[str] = set()
     end, number = time.monotonic() + seconds, start
     while time.monotonic() < end:
         out.write(json.dumps({"begins": number}) + "\n")
@@ -146,19 +154,22 @@ def child(name: str, start: int, seconds: float, home: Path) -> None:
         grown = (resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before) * 1024
         if grown > PEAK and fault is None:
             fault, before = f"took {grown:,} bytes of memory", before + grown // 1024
-        place = None if fault is None else keep(name, now)
+        place = None
+        if fault is not None:
+            place = keep(name, now) if signature(fault) not in known else f"input {number} of {name}, as one before"
+            known.add(signature(fault))
         out.write(json.dumps({"kind": outcome.kind, "fault": fault, "place": place}) + "\n")
         number += 1
 
 
-def run(name: str, seconds: float, start: int = 0) -> tuple[Counter, list[str]]:
-    """Try a target for so long: exceptions by type, and the faults."""
+def run(name: str, seconds: float, start: int = 0, module: str = "tests.fuzz.targets") -> tuple[Counter, list[str]]:
+    """Try a target of a module for so long: exceptions by type, and the faults."""
     kinds: Counter[str] = Counter()
     faults: list[str] = []
     end = time.monotonic() + seconds
     while (left := end - time.monotonic()) > 0:
         with tempfile.TemporaryDirectory(prefix="fuzz-") as home:
-            start, why = _watch(name, start, left, Path(home), kinds, faults)
+            start, why = _watch(name, start, left, Path(home), module, kinds, faults)
             if why is None:
                 break
             tried = Tried(name, Path(home) / "again")
@@ -168,18 +179,17 @@ def run(name: str, seconds: float, start: int = 0) -> tuple[Counter, list[str]]:
 
 
 def _watch(
-    name: str, start: int, seconds: float, home: Path, kinds: Counter, faults: list[str]
+    name: str, start: int, seconds: float, home: Path, module: str, kinds: Counter, faults: list[str]
 ) -> tuple[int, str | None]:
     """One child until its time is over, or its death: the number after its last input, and why it died."""
     import selectors
 
-    code = "import sys; from pathlib import Path; from tests.fuzz.run import child; "
+    code = f"import {module}; from pathlib import Path; from tests.fuzz.run import child; "
     code += f"child({name!r}, {start}, {seconds}, Path({str(home / 'child')!r}))"
     with (home / "stderr").open("w+") as err:
         process = subprocess.Popen(
-            [sys.executable, "-c", code], stdout=subprocess.PIPE, stderr=err, cwd=ROOT,
-            env={**os.environ, "PYTHONPATH": str(ROOT), "SUBQUAD_CACHE": str(home / "cache"), "HF_HUB_OFFLINE": "1"},
-        )  # fmt: skip
+            [sys.executable, "-c", code], stdout=subprocess.PIPE, stderr=err, cwd=ROOT, env=_environment(home)
+        )
         assert process.stdout is not None
         number, patience, pending = start, 180.0, b""
         try:
@@ -207,7 +217,16 @@ def _watch(
         err.seek(0)
         told = err.read()
     status = process.returncode
-    return number, None if "Traceback" not in told and status in (0, -9) else f"dies with status {status}: {told[-2000:]}"
+    return number, None if "Traceback" not in told and status in (
+        0,
+        -9,
+    ) else f"dies with status {status}: {told[-2000:]}"
+
+
+def _environment(home: Path) -> dict[str, str]:
+    """Of a child: the parent's modules, and a cache of its own."""
+    path = os.pathsep.join([str(ROOT), *sys.path])
+    return {**os.environ, "PYTHONPATH": path, "SUBQUAD_CACHE": str(home / "cache"), "HF_HUB_OFFLINE": "1"}
 
 
 def main() -> int:
