@@ -105,7 +105,7 @@ def load_gpt2(vocabulary: Path, merges: Path) -> Tokenizer:
     together.
     """
     ids = parse_json(_read(vocabulary), str(vocabulary))
-    numbers = list(ids.values()) if isinstance(ids, dict) else [None]
+    numbers: list[Any] = list(ids.values()) if isinstance(ids, dict) else [None]
     if not all(type(number) is int for number in numbers) or sorted(numbers) != list(range(len(numbers))):
         raise ValueError(f"{vocabulary} must map each token to a number of its own, from 0 on")
     pairs: list[tuple[str, str]] = []

@@ -89,7 +89,9 @@ def check_sizes(cls: type[PreTrainedModel], folder: Path, config: Any) -> None:
         return  # transformers says what is missing
     numbers = sum(torch.Size(shape).numel() for shape in shapes.values())
     _check_counts(values, max(numbers, len(shapes)))
-    config = cls.config_class.from_pretrained(folder, local_files_only=True) if config is None else config
+    if config is None:
+        kind: Any = cls.config_class
+        config = kind.from_pretrained(folder, local_files_only=True)
     with torch.device("meta"):
         model = cls(config)
     for name, tensor in (*model.named_parameters(), *model.named_buffers()):

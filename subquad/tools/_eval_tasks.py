@@ -34,7 +34,10 @@ def add_arguments(parser: ArgumentParser) -> None:
     group = parser.add_argument_group("tasks of lm-evaluation-harness (the extra `eval`) instead of a text")
     group.add_argument("--tasks", type=str | None, default=None, help="Tasks, groups and tags, as a,b,c.")
     group.add_argument(
-        "--task_path", type=str | None, default=None, help="A folder with the YAML files of tasks of your own."
+        "--task_path",
+        type=str | None,
+        default=None,
+        help="A folder with the YAML files of tasks of your own. They may run Python files: take none from strangers.",
     )
     group.add_argument(
         "--num_fewshot", type=int | None, default=None, help="Examples in a prompt, where the task does not set 0."

@@ -13,6 +13,8 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import numpy as np
 import torch
@@ -579,9 +581,10 @@ def seal_checkpoint(folder):
 def checkpoint(folder):
     from subquad.training import checkpoint
     from subquad.training.rng import load_rng, rng_file
+    from subquad.training.run import _checkpoint_to_resume
 
-    found = checkpoint.newest_complete(folder)
-    checkpoint.check_settings(checkpoint.read_manifest(found), {"run.seed": 0})
+    config: Any = SimpleNamespace(run=SimpleNamespace(steps=3))
+    found = _checkpoint_to_resume(folder, config, "must", {"run.seed": 0})
     checkpoint.rotate(folder, keep=1, best_step=None)
     kept = torch.get_rng_state()
     try:

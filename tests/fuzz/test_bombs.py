@@ -523,7 +523,7 @@ def test_a_store_that_contradicts_itself(tmp_path):
         (
             np.array([0, 7], "<u2"),
             np.array([0, 1, 1, 0], "<i8"),
-            "test names documents up to 1 of 2, classes up to 7 of 2",
+            "test names .* classes up to 7 of 2",
         ),
         (np.array([0, 1], "<u2"), np.array([0, 1, 1, 5], "<i8"), "test names documents up to 5 of 2"),
         (np.array([0, 1], "<u2"), np.array([0, 1, -1, 0], "<i8"), "test names documents up to 1 of 2"),
@@ -638,7 +638,7 @@ def test_a_report_of_an_audit_without_its_parts(tmp_path):
         ),
         (
             {"checks": [{**values["checks"][0], "failing": 1}]},
-            "the report is damaged: the failing input of 'padding left' must be",
+            "the report is damaged: the failing input of 'padding left'",
         ),
     ):
         (tmp_path / "a.json").write_text(json.dumps({**values, **changes}))
