@@ -48,13 +48,9 @@ class Results:
         shown = config.replace(path=None).to_dict()
         values: dict[str, Any] = {"identity": identity, "config": shown, "seeds": {}, "seconds": {}}
         if path.is_file():
-            try:
-                found = read_json(path)
-                check_keys(found, {"seeds": dict, "seconds": dict}, file)
-                same = found["identity"] == identity
-            except (ValueError, TypeError, KeyError) as error:
-                raise ValueError(f"{file} holds no results of this experiment: {error!r}") from error
-            if not same:
+            found = read_json(path)
+            check_keys(found, {"identity": str, "seeds": dict, "seconds": dict}, file)
+            if found["identity"] != identity:
                 raise ValueError(f"{file} holds results of other settings or images; give another --out, or delete it")
             values = {**found, "config": shown}
         return cls(config, path, values)
