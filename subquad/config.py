@@ -136,7 +136,9 @@ def _convert(value: Any, hint: Any, where: str) -> Any:
     if isinstance(hint, type) and issubclass(hint, Config):
         return value if isinstance(value, hint) else hint.from_dict(value, where=where)
     if hint is int and type(value) is int and not -(1 << 63) <= value < 1 << 64:
-        raise ValueError(f"{where} must lie between -2^63 and 2^64 - 1, got a whole number of {value.bit_length()} bits")
+        raise ValueError(
+            f"{where} must lie between -2^63 and 2^64 - 1, got a whole number of {value.bit_length()} bits"
+        )
     if hint is float and isinstance(value, int) and not isinstance(value, bool) and value.bit_length() < 1024:
         return float(value)
     if hint is float and isinstance(value, str) and re.fullmatch(r"[-+]?\d+(\.\d*)?[eE][-+]?\d+", value):
