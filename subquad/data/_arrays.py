@@ -11,6 +11,9 @@ import numpy as np
 
 from subquad.data.packed import check_zip
 
+_LAST_CODE, _HALVES = 0x10FFFF, (0xD800, 0xDFFF)
+"""The greatest character, and the halves of surrogate pairs, which are none."""
+
 
 def load_array(raw: bytes, file: Path) -> np.ndarray:
     """The array in the bytes of an npy file; `ValueError` names the file where it is damaged or no such file."""
@@ -45,7 +48,13 @@ def load_arrays(raw: bytes, file: Path) -> dict[str, np.ndarray]:
 
 
 def _sized(array: np.ndarray, file: Path) -> np.ndarray:
-    """Raise `ValueError` for an array whose values take no bytes: there could be any number of them."""
+    """Raise `ValueError` for an array that holds no plain values, or any number of them that take no bytes."""
     if array.size > array.nbytes:
         raise ValueError(f"{file} holds {array.size:,} values that take {array.nbytes:,} bytes")
+    if array.dtype.kind not in "biufcSU":
+        raise ValueError(f"{file} must hold numbers, booleans or texts, got {array.dtype}")
+    if array.dtype.kind == "U" and array.size:
+        codes = np.frombuffer(array.tobytes(), np.dtype("u4").newbyteorder(array.dtype.byteorder))
+        if ((codes > _LAST_CODE) | ((codes >= _HALVES[0]) & (codes <= _HALVES[1]))).any():
+            raise ValueError(f"{file} holds texts with codes that are no Unicode characters")
     return array

@@ -94,7 +94,7 @@ def verdicts(experiment: Path, expected: Expected, scales: Mapping[str, Any]) ->
     for claim in expected.claims:
         try:
             tried = [judged(experiment, claim, scales[name]["rows"], name) for name in by_size(scales)]
-        except (LookupError, TypeError) as error:
+        except (LookupError, TypeError, AttributeError, ArithmeticError) as error:
             raise ValueError(
                 f"{experiment}: the rows of its result do not fit claim {claim.id!r}: {error!r}"
             ) from error

@@ -147,7 +147,7 @@ def written(folder: Path, recipe: Recipe, expected: Expected) -> str:
     try:
         headers, table = cells(recipe, rows)
         measured_on = about(scales[scale], scale)
-    except (LookupError, TypeError) as error:
+    except (LookupError, TypeError, AttributeError, ValueError, ArithmeticError) as error:
         raise ValueError(f"{folder / FILE} has rows that make no table: {error!r}") from error
     rules = [":---"] * len(recipe.group) + ["---:"] * (len(headers) - len(recipe.group))
     if recipe.table:

@@ -50,6 +50,8 @@ class Results:
         if path.is_file():
             found = read_json(path)
             check_keys(found, {"identity": str, "seeds": dict, "seconds": dict}, file)
+            for seed, known in found["seeds"].items():
+                check_keys(known, {"accuracy": dict}, f"{file}, seed {seed}")
             if found["identity"] != identity:
                 raise ValueError(f"{file} holds results of other settings or images; give another --out, or delete it")
             values = {**found, "config": shown}

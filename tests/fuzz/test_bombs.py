@@ -307,11 +307,16 @@ def npy(header):
             "holds 1,000,000,000,000 values",
         ),
         (npy("{'descr': '|O', 'fortran_order': False, 'shape': (1,)}\n"), r"Object arrays cannot be loaded.*nothing"),
+        (
+            npy("{'descr': '<M8[s]', 'fortran_order': False, 'shape': ()}\n") + b"xxxx",
+            "must hold numbers, booleans or texts",
+        ),
+        (npy("{'descr': '<U1', 'fortran_order': False, 'shape': (1,)}\n"), "codes that are no Unicode characters"),
         (npy("(" * 500), "is no readable npy file"),
         (b"\x80\x04K\x01.", "does not begin as one"),
         (b"PK\x03\x04", "it is an archive of several arrays"),
     ],
-    ids=["much", "nothing", "pickled", "nested", "a pickle", "zip"],
+    ids=["much", "nothing", "pickled", "times", "codes", "nested", "a pickle", "zip"],
 )
 def test_an_array_that_is_none(raw, message, tmp_path):
     with pytest.raises(ValueError, match=rf"a\.npy.*{message}"):
