@@ -88,7 +88,7 @@ def read(folder):
     if (folder / "a.txt").read_bytes() != b"0123456789":
         FAULT
 
-run.FOUND = Path(__file__).with_name("found")
+run.FOUND, run.PEAK = Path(__file__).with_name("found"), 1 << 26
 TARGETS["planted"] = Target(lambda folder: (folder / "a.txt").write_bytes(b"0123456789"), read)
 """
 
@@ -100,7 +100,7 @@ TARGETS["planted"] = Target(lambda folder: (folder / "a.txt").write_bytes(b"0123
         ("os.abort()", "dies with status -6"),
         ("time.sleep(99)", "hangs: no answer in 2 s"),
         ("bytearray(1 << 34)", "MemoryError"),
-        ("bytearray(b'x') * (3 << 29)", "bytes of memory"),
+        ("bytearray(b'x') * (1 << 28)", "bytes of memory"),
     ],
 )
 def test_a_child_that_dies_hangs_or_swells_is_seen(fault, told, tmp_path, monkeypatch):
