@@ -16,6 +16,8 @@ from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any, Self, get_args, get_origin
 
+from subquad.parsing import parse_yaml, read_json, read_text
+
 
 def suggest(word: str, choices: Iterable[str]) -> str:
     """The part of an error message that names the valid choices, the nearest first."""
@@ -51,8 +53,12 @@ class Config:
 
     @classmethod
     def from_file(cls, path: str | Path) -> Self:
-        """Read a `.yaml`, `.yml` or `.json` file."""
-        return cls.from_dict(read_mapping(path))
+        """Read a `.yaml`, `.yml` or `.json` file; raises as `from_dict`, and the errors name the file."""
+        values = read_mapping(path)
+        try:
+            return cls.from_dict(values)
+        except (ValueError, TypeError) as error:
+            raise (TypeError if isinstance(error, TypeError) else ValueError)(f"{path}: {error}") from error
 
     def to_dict(self) -> dict[str, Any]:
         """Plain values: dicts, lists, strings and numbers."""
@@ -85,14 +91,8 @@ def digest(values: Any) -> str:
 
 def read_mapping(path: str | Path) -> dict[str, Any]:
     """The mapping in a YAML or JSON file; `ValueError` names the file where it holds something else."""
-    import yaml
-
     path = Path(path)
-    try:
-        text = path.read_text(encoding="utf-8")
-        values = json.loads(text) if path.suffix == ".json" else yaml.safe_load(text)
-    except (yaml.YAMLError, ValueError) as error:
-        raise ValueError(f"{path} is not valid YAML or JSON: {error}") from error
+    values = read_json(path) if path.suffix == ".json" else parse_yaml(read_text(path), str(path))
     if not isinstance(values, dict):
         raise ValueError(f"{path} must hold a mapping of keys to values, got {type(values).__name__}")
     return values
@@ -135,10 +135,16 @@ def _convert(value: Any, hint: Any, where: str) -> Any:
         return {key: _convert(item, arguments[1], _join(where, str(key))) for key, item in value.items()}
     if isinstance(hint, type) and issubclass(hint, Config):
         return value if isinstance(value, hint) else hint.from_dict(value, where=where)
-    if hint is float and isinstance(value, int) and not isinstance(value, bool):
+    if hint is int and type(value) is int and not -(1 << 63) <= value < 1 << 64:
+        raise ValueError(
+            f"{where} must lie between -2^63 and 2^64 - 1, got a whole number of {value.bit_length()} bits"
+        )
+    if hint is float and isinstance(value, int) and not isinstance(value, bool) and value.bit_length() < 1024:
         return float(value)
     if hint is float and isinstance(value, str) and re.fullmatch(r"[-+]?\d+(\.\d*)?[eE][-+]?\d+", value):
         return float(value)  # YAML 1.1 takes 1e-3, without a point, for a string
+    if isinstance(value, float) and value != value:
+        raise ValueError(f"{where} must be a number, got {value!r}")
     wanted = origin or hint
     if isinstance(value, wanted) and not (isinstance(value, bool) and wanted in (int, float)):
         return value

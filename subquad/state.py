@@ -13,6 +13,8 @@ import torch
 from torch import Tensor
 from torch.utils.weak import WeakTensorKeyDictionary
 
+from subquad.parsing import decoded, parse_json
+
 FORMAT = "subquad-state"
 FORMAT_VERSION = 1
 SPARE, LEAST_SPARE = 8, 16
@@ -132,14 +134,13 @@ class State:
         Raises `ValueError` where the file is not a state, is damaged, has another format version, or (with
         `config_hash`) belongs to another configuration.
         """
-        from safetensors import SafetensorError
         from safetensors.torch import load
 
         data = Path(path).read_bytes()
         try:
             header = _header(data)
             tensors = load(data)
-        except (SafetensorError, ValueError, struct.error) as error:
+        except Exception as error:  # the header names any dtype and shape, and safetensors does not check them all
             raise ValueError(f"{path} is not a readable state file: {error}") from error
         if header.get("format") != FORMAT:
             raise ValueError(f"{path} is not a subquad state: its format is {header.get('format')!r}, not {FORMAT!r}")
@@ -148,11 +149,16 @@ class State:
                 f"{path} has state format version {header.get('version')}; this release reads version {FORMAT_VERSION}"
             )
         try:
-            state = _nest(tensors, json.loads(header["numbers"]), json.loads(header["hashes"]))
+            numbers, hashes = (parse_json(header[name], name) for name in ("numbers", "hashes"))
+            _check_tree(tensors, numbers, hashes)
+            state = _nest(tensors, numbers, hashes)
         except (KeyError, ValueError, TypeError, AttributeError) as error:
             raise ValueError(f"{path} has a damaged header: {error!r}") from error
         if config_hash is not None:
-            state.check(config_hash, "the model")
+            try:
+                state.check(config_hash, "the model")
+            except ValueError as error:
+                raise ValueError(f"{path}: {error}") from error
         return state
 
 
@@ -160,7 +166,7 @@ def _header(data: bytes) -> dict[str, str]:
     (size,) = struct.unpack("<Q", data[:8])
     if size > len(data):
         raise ValueError("the header is longer than the file")
-    header = json.loads(data[8 : 8 + size])
+    header = parse_json(decoded(data[8 : 8 + size], "the header"), "the header")
     metadata = header.get("__metadata__") if isinstance(header, dict) else None
     return metadata if isinstance(metadata, dict) else {}
 
@@ -176,6 +182,19 @@ def _flatten(state: State, prefix: str, tensors: dict, numbers: dict, hashes: di
             tensors[path] = entry.detach().clone(memory_format=torch.contiguous_format)
         else:
             numbers[path] = int(entry)
+
+
+def _check_tree(tensors: Mapping[str, Tensor], numbers: Mapping[str, int], hashes: Mapping[str, str]) -> None:
+    """Raise `ValueError` for entries that `save` does not write."""
+    if not all(type(number) is int for number in numbers.values()) or not all(
+        isinstance(config_hash, str) for config_hash in hashes.values()
+    ):
+        raise ValueError("numbers must be whole numbers and hashes texts")
+    if flat := sorted(name for name, tensor in tensors.items() if not tensor.ndim):
+        raise ValueError(f"tensors have the batch first, and {flat[0]} has no dimension")
+    names = [*tensors, *numbers, *(path for path in hashes if path)]
+    if len(names) != len(set(names)):
+        raise ValueError("two entries have one name")
 
 
 def _nest(tensors: Mapping[str, Tensor], numbers: Mapping[str, int], hashes: Mapping[str, str]) -> State:

@@ -9,6 +9,8 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
+from subquad.parsing import check_keys, read_json
+
 What = Literal["ops", "model", "decode"]
 Row = dict[str, Any]
 
@@ -64,7 +66,15 @@ class Report:
     @classmethod
     def load(cls, file: str | Path) -> Report:
         """Read the JSON that `save` wrote."""
-        return cls.from_dict(json.loads(Path(file).read_text(encoding="utf-8")))
+        values = read_json(file)
+        check_keys(values, {"what": str, "settings": dict, "rows": list}, str(file))
+        check_keys(values["settings"], {"device": str}, f"{file}, settings")
+        for row in values["rows"]:
+            check_keys(row, {"status": str, "kind": str}, f"{file}, rows")
+        try:
+            return cls.from_dict(values)
+        except TypeError as error:
+            raise ValueError(f"{file} is no report of a benchmark: {error}") from error
 
     def grids(self) -> list[Grid]:
         """The tables."""

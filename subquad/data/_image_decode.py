@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import io
+import warnings
 from collections.abc import Iterator
 from pathlib import Path
 from typing import IO
@@ -9,21 +11,31 @@ from typing import IO
 import numpy as np
 from numpy.typing import NDArray
 
+MOST_PIXELS = 1 << 26
+"""Of an image: a file of a few kilobytes can unpack to billions."""
 
-def decode(source: Path | IO[bytes], name: str) -> NDArray[np.uint8]:
-    """Bytes `[H, W, C]` of a PNG or JPEG file: grey or colours; `ValueError` for damage and for other kinds."""
-    from PIL import Image, UnidentifiedImageError
 
+def decode(source: Path | IO[bytes], name: str, mode: str | None = None) -> NDArray[np.uint8]:
+    """Bytes `[H, W, C]` of a PNG or JPEG file: grey or colours, or as Pillow's `mode` has it.
+
+    Raises `ValueError` for damage, for other kinds (Pillow would start other programs for some), and for more than
+    `MOST_PIXELS`.
+    """
+    from PIL import Image
+
+    stream: Path | IO[bytes] = io.BytesIO(source.read_bytes()) if isinstance(source, Path) else source
     try:
-        with Image.open(source) as opened:
-            image = opened.convert({"1": "L", "P": "RGB"}.get(opened.mode, opened.mode))
-            if image.mode not in ("L", "RGB"):
-                raise ValueError(
-                    f"{name} has the pixels {image.mode}; valid: 8 bits of grey (L) or of red, green, blue (RGB)"
-                )
-            pixels = np.array(image, np.uint8)
-    except (UnidentifiedImageError, OSError, SyntaxError) as error:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # Pillow's own, of what is damaged and refused below
+            with Image.open(stream, formats=("PNG", "JPEG")) as opened:
+                if opened.width * opened.height > MOST_PIXELS:
+                    raise ValueError(f"{opened.width} x {opened.height} pixels are more than {MOST_PIXELS:,}")
+                image = opened.convert(mode or {"1": "L", "P": "RGB"}.get(opened.mode, opened.mode))
+    except Exception as error:  # Pillow raises what its decoder happens to stumble over
         raise ValueError(f"{name} is damaged or no image: {error}") from error
+    if image.mode not in ("L", "RGB"):
+        raise ValueError(f"{name} has the pixels {image.mode}; valid: 8 bits of grey (L) or of red, green, blue (RGB)")
+    pixels = np.array(image, np.uint8)
     return pixels[..., None] if pixels.ndim == 2 else pixels
 
 

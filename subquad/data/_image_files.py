@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import io
-import zipfile
 from collections.abc import Iterator
 from pathlib import Path
 from typing import NamedTuple
@@ -11,14 +10,14 @@ from typing import NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
+from subquad.data._arrays import load_arrays
 from subquad.data._image_decode import decode, stacked
-from subquad.data.packed import DAMAGE, PACKED, find_packed, read_packed
+from subquad.data.packed import PACKED, find_packed, read_packed
 
 LABELS_WANTED = "idx label files, y_train and y_test, or train/CLASS/NAME.png"
-_BAD_ZIP = (zipfile.BadZipFile, ValueError, NotImplementedError, RuntimeError)
-"""What a zip archive raises that is damaged, pickled, packed in an unknown way, or has a password."""
 _IDX = {"train": "train", "test": "t10k"}
 CIFAR_CLASSES = ("airplane", "automobile", "bird", "cat", "deer", "dog", "frog", "horse", "ship", "truck")
+MOST_CLASSES = 1 << 16
 CIFAR_RECORD = 1 + 3 * 32 * 32
 
 
@@ -91,14 +90,7 @@ def is_npz(file: Path) -> bool:
 
 def read_npz(file: Path) -> dict[str, Raw]:
     """An npz file as Keras has them, or one of JPEG files in one array; pickled arrays are refused."""
-    content = io.BytesIO(read_packed(file))
-    if not zipfile.is_zipfile(content):  # np.load would take it for another kind of file
-        raise ValueError(f"{file} is no readable npz file: it is no zip archive, or its end is missing")
-    try:
-        with np.load(content, allow_pickle=False) as archive:
-            arrays = {name: archive[name] for name in archive.files}
-    except (*DAMAGE, *_BAD_ZIP) as error:
-        raise ValueError(f"{file} is no readable npz file: {error}") from error
+    arrays = load_arrays(read_packed(file), file)
     if {"blob", "offset", "n_train"} <= set(arrays):
         return _jpegs(file, arrays)
     for name in ("x_train", "x_test"):
@@ -139,12 +131,17 @@ def _npz_labels(file: Path, array: NDArray[np.generic] | None, name: str) -> NDA
     if len(labels) and labels.min() < 0:
         row = int(np.argmax(labels < 0))
         raise ValueError(f"{file}: {name} row {row} is the label {labels[row]}; labels begin with 0")
+    if len(labels) and labels.max() >= MOST_CLASSES:
+        row = int(labels.argmax())
+        raise ValueError(f"{file}: {name} row {row} is the label {labels[row]}, above {MOST_CLASSES - 1}")
     return labels
 
 
 def _named_classes(
     file: Path, names: NDArray[np.generic], labels: dict[str, NDArray[np.int64] | None]
 ) -> tuple[str, ...]:
+    if names.ndim != 1:
+        raise ValueError(f"{file}: classes must be a row of names, got {list(names.shape)}")
     classes = tuple(str(name) for name in names.tolist())
     for part, known in labels.items():
         if known is not None and len(known) and known.max() >= len(classes):

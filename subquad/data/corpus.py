@@ -12,7 +12,7 @@ from tokenizers import Tokenizer
 
 from subquad.config import digest
 from subquad.data.config import DataConfig
-from subquad.data.files import Progress, aside, cache_folder, read_json, remove, usable, write_json
+from subquad.data.files import Progress, aside, cache_folder, remove, usable, write_json
 from subquad.data.shards import FORMAT_VERSION, TokenShard
 from subquad.data.sources import Source, open_source
 from subquad.data.split import cut, hold_out
@@ -21,8 +21,11 @@ from subquad.data.token_corpus import open_token_corpus
 from subquad.data.token_set import TokenSet, is_token_set
 from subquad.data.tokenizers import load_tokenizer, pieces, tokenizer_hash
 from subquad.data.vocabularies import TRAINED, make_tokenizer
+from subquad.parsing import check_keys, read_json
 
 logger = logging.getLogger(__name__)
+PLAIN = ("tokenizer.json", "held_out.txt", "names.json")
+"""The files of a corpus that don't carry their own checksum."""
 
 
 @dataclass(frozen=True)
@@ -162,11 +165,10 @@ def _recipe(config: DataConfig) -> str:
 
 def _add_manifest(folder: Path, contents: list[str]) -> None:
     """Write what the corpus was made of and the SHA-256 of each of its files that doesn't carry its own."""
-    plain = ("tokenizer.json", "held_out.txt", "names.json")
     manifest = {
         "version": FORMAT_VERSION,
         "contents": contents,
-        "sha256": {name: _sha256(folder / name) for name in plain},
+        "sha256": {name: _sha256(folder / name) for name in PLAIN},
     }
     write_json(folder / "manifest.json", manifest)
 
@@ -185,15 +187,20 @@ def _split(spool: Spool, config: DataConfig) -> tuple[list[Part], list[Part]]:
 
 def _open(folder: Path) -> Corpus:
     manifest = read_json(folder / "manifest.json")
+    kinds = {"version": int, "contents": list, "sha256": dict}
+    check_keys(manifest, kinds, str(folder / "manifest.json"))
     if (version := manifest["version"]) != FORMAT_VERSION:
         raise ValueError(f"{folder} has corpus format version {version}, this release reads version {FORMAT_VERSION}")
-    for name, checksum in manifest["sha256"].items():
-        if _sha256(folder / name) != checksum:
+    for name in PLAIN:
+        if _sha256(folder / name) != manifest["sha256"].get(name):
             raise ValueError(f"{folder / name} is damaged: its checksum is wrong")
     tokenizer = load_tokenizer(folder / "tokenizer.json")
     made_by = tokenizer_hash(tokenizer)
     names = read_json(folder / "names.json")
+    check_keys(names, {"train": list, "held_out": list}, str(folder / "names.json"))
     contents = manifest["contents"]
+    if not contents or not all(isinstance(word, str) for word in [*contents, *names["train"], *names["held_out"]]):
+        raise ValueError(f"{folder} is damaged: contents and names must be texts, and contents at least one")
     return Corpus(
         folder=folder,
         tokenizer=tokenizer,

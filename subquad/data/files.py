@@ -109,7 +109,7 @@ def usable(folder: Path, check: Callable[[], object]) -> bool:
 def _damage(check: Callable[[], object]) -> Exception | None:
     try:
         check()
-    except (ValueError, KeyError, OSError) as error:
+    except (ValueError, OSError) as error:
         return error
     return None
 
@@ -148,14 +148,3 @@ def remove(path: Path) -> None:
 def write_json(path: Path, values: dict[str, Any]) -> None:
     """Write a mapping as JSON."""
     path.write_text(json.dumps(values, indent=1, ensure_ascii=False) + "\n", encoding="utf-8")
-
-
-def read_json(path: Path) -> dict[str, Any]:
-    """The mapping in a JSON file; `ValueError` names the file where it holds something else."""
-    try:
-        values = json.loads(path.read_text(encoding="utf-8"))
-    except ValueError as error:
-        raise ValueError(f"{path} is not JSON: {error}") from error
-    if not isinstance(values, dict):
-        raise ValueError(f"{path} must hold a mapping, got {type(values).__name__}")
-    return values

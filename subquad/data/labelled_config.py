@@ -40,6 +40,8 @@ class ListOpsConfig(Config):
         longest = 1
         for _ in range(self.max_depth - 1):
             longest = 2 + self.max_args * longest
+            if longest >= self.min_length:
+                break
         if longest < self.min_length:
             raise ValueError(
                 f"listops.min_length={self.min_length} is above the {longest} tokens of the longest expression with "

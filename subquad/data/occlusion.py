@@ -8,6 +8,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from subquad.config import suggest
+from subquad.data._arrays import load_array
 
 KINDS = ("bottom", "center", "left", "random", "right", "top")
 FORMS = "bottom, top, left, right, center or random with a fraction, as bottom:0.5, or a mask file (.png, .npy)"
@@ -71,13 +72,7 @@ def _file(file: Path, height: int, width: int) -> NDArray[np.bool_]:
 
         mask_HW = decode(file, str(file)).max(-1) >= 128
     else:
-        try:
-            array = np.load(file, allow_pickle=False)
-        except (ValueError, OSError, EOFError) as error:
-            raise ValueError(f"{file} is no readable npy file: {error}") from error
-        if not isinstance(array, np.ndarray):
-            array.close()
-            raise ValueError(f"{file} is no readable npy file: it is an archive of several arrays (npz)")
+        array = load_array(file.read_bytes(), file)
         if array.dtype.kind not in "biuf" or not np.isin(array, (0, 1)).all():
             raise ValueError(f"{file} must hold booleans or zeros and ones, got {array.dtype}")
         mask_HW = array.astype(np.bool_)

@@ -16,11 +16,12 @@ from torch import Tensor
 from torch.utils.data import Dataset
 
 from subquad.config import digest
-from subquad.data.files import Progress, aside, cache_folder, read_json, usable, write_json
+from subquad.data.files import Progress, aside, cache_folder, usable, write_json
 from subquad.data.packing import PackedWindows, Packing, check_not_empty, pack
 from subquad.data.shards import TokenShard
 from subquad.data.token_set import OPEN_SHARDS, ShardError, TokenSet
 from subquad.data.windows import Windows, count_windows
+from subquad.parsing import read_json_mapping
 
 logger = logging.getLogger(__name__)
 
@@ -181,7 +182,7 @@ def _make(folder: Path, tokens: TokenSet, unreadable: Sequence[str], length: int
 
 def _read(folder: Path) -> dict[str, list[Any]]:
     """The counts and checksums of a packing."""
-    return read_json(folder / COUNTS)
+    return read_json_mapping(folder / COUNTS)
 
 
 def windows_of(

@@ -16,11 +16,14 @@ from typing import Any, BinaryIO, Self
 
 import numpy as np
 
+from subquad.parsing import check_keys, decoded, parse_json
+
 MAGIC = b"SUBQUADT"
 FORMAT_VERSION = 1
 HEAD_BYTES = 4096
 _PREFIX = struct.Struct("<8sII32s")  # magic, version, bytes of JSON, SHA-256 of the JSON
 _FIELDS = {"tokens", "documents", "dtype", "vocab_size", "tokenizer_hash", "text_bytes", "words", "sha256"}
+_KINDS = {name: str if name in ("dtype", "tokenizer_hash", "sha256") else int for name in sorted(_FIELDS)}
 _verified: set[tuple[str, int, int, int]] = set()
 
 
@@ -56,6 +59,8 @@ class TokenShard:
         self.tokens = np.memmap(self.path, dtype, mode="r", offset=HEAD_BYTES, shape=(head["tokens"],))
         end = HEAD_BYTES + head["tokens"] * dtype.itemsize
         self.documents = np.memmap(self.path, "<i8", mode="r", offset=end, shape=(head["documents"] + 1,))
+        if self.documents[0] or self.documents[-1] != head["tokens"] or (np.diff(self.documents) < 0).any():
+            raise ValueError(f"{self.path} is damaged: its documents do not divide its {head['tokens']} tokens")
 
     def __len__(self) -> int:
         return len(self.tokens)
@@ -166,9 +171,16 @@ def _read_head(path: Path) -> dict[str, Any]:
     text = head[_PREFIX.size : _PREFIX.size + length]
     if hashlib.sha256(text).digest() != checksum:
         raise ValueError(f"{path} is damaged: the checksum of its head is wrong")
-    values = json.loads(text)
-    if set(values) != _FIELDS:
-        raise ValueError(f"{path} is damaged: its head has the keys {sorted(values)}, not {sorted(_FIELDS)}")
+    values = parse_json(decoded(text, str(path)), str(path))
+    if not isinstance(values, dict) or set(values) != _FIELDS:
+        found = sorted(values) if isinstance(values, dict) else type(values).__name__
+        raise ValueError(f"{path} is damaged: its head has the keys {found}, not {sorted(_FIELDS)}")
+    check_keys(values, _KINDS, str(path))
+    if values["dtype"] not in ("|u1", "<u2", "<u4") or values["tokens"] < 1 or values["documents"] < 1:
+        raise ValueError(
+            f"{path} is damaged: its head has the dtype {values['dtype']!r}, {values['tokens']} tokens and "
+            f"{values['documents']} documents"
+        )
     return values
 
 
@@ -186,6 +198,9 @@ def _verify(path: Path, head: dict[str, Any]) -> None:
         return
     if _hash_body(path) != head["sha256"]:
         raise ValueError(f"{path} is damaged: the checksum of its tokens is wrong")
+    tokens = np.memmap(path, head["dtype"], mode="r", offset=HEAD_BYTES, shape=(head["tokens"],))
+    if (greatest := int(tokens.max())) >= head["vocab_size"]:
+        raise ValueError(f"{path} is damaged: it holds the token {greatest}, of {head['vocab_size']}")
     _verified.add(seen)
 
 

@@ -20,7 +20,7 @@ from pathlib import Path
 from typing import Any, NamedTuple, Protocol
 
 from subquad.config import suggest
-from subquad.data.packed import DAMAGE, unpack
+from subquad.data.packed import BAD_ZIP, DAMAGE, check_zip, most, too_much, unpack, unpack_any
 
 logger = logging.getLogger(__name__)
 
@@ -28,8 +28,22 @@ STDLIB_LEAVES_OUT = frozenset({"__pycache__", "dist-packages", "idlelib", "lib2t
 _ARCHIVES = (".tar", ".tar.bz2", ".tar.gz", ".tar.xz", ".tgz", ".txz")
 TAR_MARK = slice(257, 262)
 """Where a tar archive says what it is: OpenWebText's are named .xz."""
-# zipfile has NotImplementedError for a compression that it does not know, RuntimeError for a file with a password.
-_DAMAGE = (*DAMAGE, ValueError, tarfile.TarError, zipfile.BadZipFile, NotImplementedError, RuntimeError)
+_DAMAGE = (*DAMAGE, *BAD_ZIP, tarfile.TarError)
+
+
+class TarBytes(io.BytesIO):
+    """An archive's bytes that are read a few times over at most: a header can send tarfile back to itself for ever."""
+
+    def __init__(self, content: bytes) -> None:
+        super().__init__(content)
+        self.left = 4 * len(content) + (1 << 20)
+
+    def read(self, size: int | None = -1, /) -> bytes:
+        """As `io.BytesIO`; `OSError` for a negative size, which is a damaged header's, and where it does not end."""
+        self.left -= max(size or 0, 1)
+        if size is None or size < 0 or self.left < 0:
+            raise OSError("its headers lead in a circle or backwards")
+        return super().read(size)
 
 
 class BadTextError(ValueError):
@@ -114,7 +128,7 @@ class FileSource:
 
     def __init__(self, asked: str, root: Path, files: list[Path], skip_bad_files: bool) -> None:
         self.asked = asked
-        self.files = {unicodedata.normalize("NFC", file.relative_to(root).as_posix()): file for file in files}
+        self.files = {_name(file.relative_to(root)): file for file in files}
         self.names = list(self.files)
         self.skip_bad_files = skip_bad_files
 
@@ -122,6 +136,8 @@ class FileSource:
         """Sixty-four hexadecimal digits of all names and contents."""
         total = hashlib.sha256()
         for name, file in self.files.items():
+            if file.exists() and not file.is_file():  # a pipe would be waited for
+                raise BadTextError(f"{file} is no regular file but a pipe, a socket or a device")
             with file.open("rb") as stream:
                 _add(total, name, hashlib.file_digest(stream, "sha256").digest())
         return total.hexdigest()
@@ -147,6 +163,11 @@ class FileSource:
                 if not self.skip_bad_files:
                     raise
                 logger.warning("skipped: %s", error)
+
+
+def _name(file: Path) -> str:
+    """The name of a document; bytes that are no UTF-8 are written out."""
+    return unicodedata.normalize("NFC", os.fsencode(file.as_posix()).decode("utf-8", "backslashreplace"))
 
 
 class DatasetSource:
@@ -216,16 +237,20 @@ def _unpack(name: str, raw: bytes, file: Path) -> Iterator[tuple[str, bytes]]:
     try:
         if file.name.endswith(".zip"):
             with zipfile.ZipFile(io.BytesIO(raw)) as packed:
+                check_zip(packed, len(raw))
                 for inner in sorted(inner for inner in packed.namelist() if not inner.endswith("/")):
                     yield f"{name}/{inner}", packed.read(inner)
             return
         named = file.name.endswith(_ARCHIVES)
-        content = raw if named else unpack(file, raw)
+        content = unpack_any(raw) if named else unpack(file, raw)
         if not named and content[TAR_MARK] != b"ustar":
             yield name, content
             return
-        with tarfile.open(fileobj=io.BytesIO(content)) as archive:
-            for member in sorted((m for m in archive if m.isfile()), key=lambda m: m.name):
+        with tarfile.open(fileobj=TarBytes(content), mode="r:", errors="backslashreplace") as archive:
+            members = [member for member in archive if member.isfile()]
+            if sum(member.size for member in members) > most(len(raw)):  # a sparse file has more than the archive
+                raise too_much(len(raw))
+            for member in sorted(members, key=lambda member: member.name):
                 stream = archive.extractfile(member)
                 yield f"{name}/{member.name}", stream.read() if stream else b""
     except _DAMAGE as error:

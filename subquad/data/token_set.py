@@ -19,8 +19,9 @@ from typing import Any, Literal
 import numpy as np
 
 from subquad.config import digest, suggest
-from subquad.data.files import read_json, write_json
+from subquad.data.files import write_json
 from subquad.data.shards import TokenShard
+from subquad.parsing import read_json_mapping
 
 logger = logging.getLogger(__name__)
 
@@ -159,7 +160,7 @@ def is_token_set(path: str | Path) -> bool:
     if not (folder / INDEX).is_file():
         return False
     try:
-        return read_json(folder / INDEX).get("format") == FORMAT
+        return read_json_mapping(folder / INDEX).get("format") == FORMAT
     except ValueError:
         return any(folder.glob("*.tokens"))
 
@@ -168,7 +169,7 @@ def read_index(folder: Path) -> dict[str, Any]:
     """The index of a set: `tokenizer_hash`, `vocab_size` and `shards`, a list of `Entry`. Raises as `TokenSet`."""
     if not (folder / INDEX).is_file():
         raise FileNotFoundError(f"{folder} holds no {INDEX}; `subquad data tokens` makes a folder of token shards")
-    index = read_json(folder / INDEX)
+    index = read_json_mapping(folder / INDEX)
     if index.get("format") != FORMAT or index.get("version") != FORMAT_VERSION:
         raise ValueError(
             f"{folder / INDEX} has format {index.get('format')!r} version {index.get('version')!r}; this release reads "

@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import re
 from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
 from functools import lru_cache
 from pathlib import Path
 
@@ -13,7 +14,10 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 
 from subquad.config import suggest
 from subquad.data.vocabularies import SEPARATOR, TRAINED, character_ids, gpt2_files, load_gpt2
+from subquad.parsing import parse_json, read_text
 
+MOST_TOKENS = 1 << 24
+"""Of a vocabulary: a model has a row for each number up to the greatest."""
 _SEPARATORS = (SEPARATOR, "</s>", "<eos>", "<|end_of_text|>", "[SEP]")
 # Byte-level pre-tokens hold blanks at their start only, so one always ends between a visible character and a blank.
 _CUT = re.compile(rb"[!-~](?=\s)")
@@ -23,7 +27,7 @@ _PIECE = 1 << 18
 def load_tokenizer(name: str | Path) -> Tokenizer:
     """The tokenizer `bytes`, or the one in a `tokenizer.json` or in a folder that holds one, or GPT-2's two files.
 
-    Raises `ValueError` for another name and for a file that is no tokenizer.
+    Raises `ValueError` for another name and for a file that is no tokenizer, has no token or numbers them too high.
     """
     if name == "bytes":
         return bytes_tokenizer()
@@ -37,13 +41,27 @@ def load_tokenizer(name: str | Path) -> Tokenizer:
             f"unknown tokenizer {str(name)!r}: it is neither a tokenizer.json nor a folder that holds one, or GPT-2's "
             "encoder.json and vocab.bpe; " + suggest(str(name), ["bytes", *TRAINED, "PATH/tokenizer.json"])
         )
-    try:
-        tokenizer = Tokenizer.from_str(file.read_text(encoding="utf-8"))
-    except Exception as error:  # the Rust library raises bare Exception
-        raise ValueError(f"{file} is not a tokenizer.json: {error}") from error
-    tokenizer.no_padding()
-    tokenizer.no_truncation()
+    text = read_text(file)
+    parse_json(text, str(file))  # bounds that the Rust library has not
+    with _named(f"{file} is not a tokenizer.json"):
+        tokenizer = Tokenizer.from_str(text)
+        tokenizer.no_padding()
+        tokenizer.no_truncation()
+        vocabulary = tokenizer.get_vocab()
+        if not vocabulary or max(vocabulary.values()) >= MOST_TOKENS:
+            raise ValueError(f"it must have at least one token, and none above {MOST_TOKENS:,}")
     return tokenizer
+
+
+@contextmanager
+def _named(what: str) -> Iterator[None]:
+    """`ValueError` that begins so for whatever the Rust library raises: bare exceptions, or a panic, which is none."""
+    try:
+        yield
+    except (KeyboardInterrupt, SystemExit, GeneratorExit):
+        raise
+    except BaseException as error:
+        raise ValueError(f"{what}: {error}") from error
 
 
 def bytes_tokenizer() -> Tokenizer:
@@ -59,7 +77,8 @@ def encode_text(tokenizer: Tokenizer, text: str) -> list[int]:
     known = character_ids(tokenizer)
     if known is not None:
         return _characters_to_ids(text, known, "the text").tolist()
-    ids: list[int] = tokenizer.encode(text, add_special_tokens=False).ids
+    with _named("the tokenizer cannot encode the text"):
+        ids: list[int] = tokenizer.encode(text, add_special_tokens=False).ids
     return ids
 
 
@@ -87,7 +106,8 @@ class Encoder:
     """
 
     def __init__(self, tokenizer: Tokenizer) -> None:
-        self.tokenizer = Tokenizer.from_str(tokenizer.to_str())
+        with _named("the tokenizer cannot be copied"):
+            self.tokenizer = Tokenizer.from_str(tokenizer.to_str())
         self.tokenizer.encode_special_tokens = True  # a separator that a document spells out is text
         separator = separator_id(tokenizer)
         self.separator = np.array([] if separator is None else [separator], dtype=np.int64)
@@ -117,7 +137,8 @@ class Encoder:
         yield from self._flush(batch)
 
     def _flush(self, batch: list[tuple[int, str]]) -> Iterator[tuple[int, np.ndarray]]:
-        encodings = self.tokenizer.encode_batch_fast([text for _, text in batch], add_special_tokens=False)
+        with _named("the tokenizer cannot encode the text"):
+            encodings = self.tokenizer.encode_batch_fast([text for _, text in batch], add_special_tokens=False)
         for (number, _), encoding in zip(batch, encodings, strict=True):
             yield number, np.array(encoding.ids, dtype=np.int64)
 

@@ -10,6 +10,7 @@ from typing import Any
 from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers, trainers
 
 from subquad.data.packed import find_packed, read_packed
+from subquad.parsing import decoded, parse_json
 
 SEPARATOR = "<|endoftext|>"
 """What stands between two documents for a tokenizer made here."""
@@ -82,7 +83,10 @@ def characters(texts: Iterable[str]) -> Tokenizer:
 def character_ids(tokenizer: Tokenizer) -> dict[str, int] | None:
     """The vocabulary of a tokenizer that `characters` made; None for another one."""
     one_each = str(tokenizer.pre_tokenizer) == str(_single_characters())
-    return tokenizer.get_vocab() if one_each and isinstance(tokenizer.model, models.WordLevel) else None
+    if not one_each or not isinstance(tokenizer.model, models.WordLevel):
+        return None
+    ids: dict[str, int] = tokenizer.get_vocab()
+    return ids if all(len(token) == 1 for token in ids) else None
 
 
 def gpt2_files(folder: Path) -> tuple[Path, Path] | None:
@@ -100,11 +104,9 @@ def load_gpt2(vocabulary: Path, merges: Path) -> Tokenizer:
     Raises `ValueError` that names the file, and for the merges the line, where one is damaged or they do not belong
     together.
     """
-    try:
-        ids = json.loads(_read(vocabulary))
-    except ValueError as error:
-        raise ValueError(f"{vocabulary} is not the JSON of a vocabulary: {error}") from error
-    if not isinstance(ids, dict) or sorted(ids.values(), key=str) != sorted(range(len(ids)), key=str):
+    ids = parse_json(_read(vocabulary), str(vocabulary))
+    numbers: list[Any] = list(ids.values()) if isinstance(ids, dict) else [None]
+    if not all(type(number) is int for number in numbers) or sorted(numbers) != list(range(len(numbers))):
         raise ValueError(f"{vocabulary} must map each token to a number of its own, from 0 on")
     pairs: list[tuple[str, str]] = []
     for number, line in enumerate(_read(merges).splitlines(), 1):
@@ -120,7 +122,10 @@ def load_gpt2(vocabulary: Path, merges: Path) -> Tokenizer:
     for byte in pre_tokenizers.ByteLevel.alphabet():
         if byte not in ids:
             raise ValueError(f"{vocabulary} has no token {byte!r}: a byte-level vocabulary holds all 256 bytes")
-    tokenizer = _byte_level(models.BPE(vocab=ids, merges=pairs))
+    try:
+        tokenizer = _byte_level(models.BPE(vocab=ids, merges=pairs))
+    except Exception as error:  # the Rust library raises bare Exception
+        raise ValueError(f"{merges} does not fit {vocabulary}: {error}") from error
     if SEPARATOR in ids:
         tokenizer.add_special_tokens([SEPARATOR])
     return tokenizer
@@ -139,7 +144,4 @@ def _single_characters() -> pre_tokenizers.PreTokenizer:
 
 def _read(file: Path) -> str:
     """The text of a plain or packed file; `ValueError` names the file where it is none."""
-    try:
-        return read_packed(file).decode()
-    except UnicodeDecodeError as error:
-        raise ValueError(f"{file} is no UTF-8 text: {error}") from error
+    return decoded(read_packed(file), str(file))

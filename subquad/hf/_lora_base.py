@@ -3,10 +3,15 @@
 from __future__ import annotations
 
 import hashlib
-import json
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
+
+from safetensors.torch import load_file
+from torch import Tensor, nn
+
+from subquad.parsing import check_keys, read_json_mapping
 
 ADAPTER_CONFIG, RECORD = "adapter_config.json", "base.json"
 
@@ -36,12 +41,12 @@ class Base:
         file = Path(folder) / RECORD
         if not file.is_file():
             raise FileNotFoundError(f"{folder} holds no {RECORD}, which names the model that the adapter belongs to")
-        try:
-            values = json.loads(file.read_text(encoding="utf-8"))
-            classes = None if values["classes"] is None else tuple(values["classes"])
-            return cls(**{**values, "classes": classes})
-        except (ValueError, TypeError, KeyError) as error:
-            raise ValueError(f"{file} is damaged: {error!r}") from error
+        values = read_json_mapping(file)
+        check_keys(values, {"path": str, "absolute": str, "weights": str}, str(file))
+        classes = values.get("classes")
+        if set(values) - {"classes", "path", "absolute", "weights"} or not isinstance(classes, list | None):
+            raise ValueError(f"{file} is damaged: it has the keys {', '.join(values)}, and the classes {classes!r}")
+        return cls(**{**values, "classes": None if classes is None else tuple(map(str, classes))})
 
     def find(self, adapter: str | Path) -> Path:
         """The base's folder: where it was, or at the same relative path from a folder above the adapter's.
@@ -72,6 +77,42 @@ class Base:
                 f"{adapter} was trained on other weights than those in {folder}: SHA-256 {self.weights[:12]}..., found "
                 f"{found[:12]}..."
             )
+
+
+_READ = {
+    "base_model_name_or_path", "bias", "inference_mode", "lora_alpha", "lora_dropout", "modules_to_save", "peft_type",
+    "peft_version", "r", "target_modules", "task_type", "use_dora", "use_rslora",
+}  # fmt: skip
+"""What an adapter's configuration may choose."""
+
+
+def check_adapter(folder: str | Path, model: nn.Module, defaults: Mapping[str, Any]) -> None:
+    """Raise `ValueError` for an adapter's configuration that asks for more than low-rank factors in named layers.
+
+    PEFT would import a module by the name in `megatron_core`, copy layers by `layer_replication`, match regular
+    expressions that never end, and make factors of any rank. `defaults` is what PEFT sets itself.
+    """
+    widest = max((max(module.weight.shape) for module in model.modules() if isinstance(module, nn.Linear)), default=1)
+    values = read_json_mapping(Path(folder) / ADAPTER_CONFIG)
+    for name, value in values.items():
+        if name not in _READ and value and value != defaults.get(name):
+            raise ValueError(f"{name}={value!r} is not read; leave it out")
+    check_keys(values, {"r": int, "lora_alpha": int, "target_modules": list}, ADAPTER_CONFIG)
+    if not 1 <= values["r"] <= widest:
+        raise ValueError(f"rank {values['r']}: it must lie between 1 and {widest}, the model's widest layer")
+    for name in ("target_modules", "modules_to_save"):
+        if not all(isinstance(word, str) for word in values.get(name) or ()):
+            raise ValueError(f"{name} must be names of layers, got {values[name]!r}")
+
+
+def read_tensors(file: Path) -> dict[str, Tensor]:
+    """The tensors of a safetensors file; `ValueError` names it where it is damaged."""
+    try:
+        return load_file(file)
+    except OSError:
+        raise
+    except Exception as error:  # the header names any dtype and shape, and safetensors does not check them all
+        raise ValueError(f"{file} is damaged: {error}") from error
 
 
 def is_adapter(folder: str | Path) -> bool:

@@ -1,10 +1,23 @@
-"""Loading that fits exactly."""
+"""Loading that fits exactly, and that a folder of another's making cannot turn against the reader."""
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
 from typing import Any
 
-from transformers import PreTrainedModel
+import torch
+from safetensors import safe_open
+from transformers import AutoConfig, PreTrainedConfig, PreTrainedModel
+
+from subquad.parsing import read_json_mapping
+
+CONFIG = "config.json"
+_COUNTS = ("num_layers", "loops", "mixtures", "num_labels")
+"""Fields that say how many parts a model has: each part has tensors of its own, or a row of one."""
+SMALL = 1 << 22
+"""Numbers of a tensor that is made without being looked for in the weights."""
 
 
 class StrictModel(PreTrainedModel):
@@ -12,12 +25,84 @@ class StrictModel(PreTrainedModel):
 
     @classmethod
     def from_pretrained(cls, *args: Any, **kwargs: Any) -> Any:
-        """Load a model as transformers does, but weights that are missing or left over raise `ValueError`."""
+        """Load a model as transformers does, from safetensors alone. Weights that are missing, left over or of another
+        shape raise `ValueError`, before a model of any size is made."""
         wants_info = kwargs.pop("output_loading_info", False)
-        loaded: Any = super().from_pretrained(*args, output_loading_info=True, **kwargs)
+        place = args[0] if args else kwargs.get("pretrained_model_name_or_path", "")
+        with naming(place):
+            if (Path(place) / CONFIG).is_file():
+                check_sizes(cls, Path(place), kwargs.get("config"))
+            options = {"use_safetensors": True, **kwargs, "output_loading_info": True}
+            loaded: Any = super().from_pretrained(*args, **options)
         model, info = loaded
         for problem in ("missing_keys", "unexpected_keys"):
             if info[problem]:
                 names = ", ".join(sorted(str(key) for key in info[problem]))
-                raise ValueError(f"the weights do not fit the configuration: {problem.replace('_', ' ')}: {names}")
+                raise ValueError(
+                    f"{place}: the weights do not fit the configuration: {problem.replace('_', ' ')}: {names}"
+                )
         return (model, info) if wants_info else model
+
+
+def read_config(folder: str | Path) -> PreTrainedConfig:
+    """The configuration in a folder, no code of which is run; `ValueError` names the folder where it is damaged."""
+    with naming(folder):
+        values = read_json_mapping(Path(folder) / CONFIG)
+        _check_counts(values, SMALL)
+        if "auto_map" in values:
+            raise ValueError("its configuration names code of its own, which is not run")
+        found: PreTrainedConfig = AutoConfig.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
+    return found
+
+
+@contextmanager
+def naming(place: object) -> Iterator[None]:
+    """Around what reads a model's folder: whatever a damaged one raises is a `ValueError` that names it."""
+    try:
+        yield
+    except OSError:
+        raise
+    except Exception as error:
+        if isinstance(error, ValueError) and str(place) in str(error):
+            raise
+        raise ValueError(f"{place} holds no model that can be read: {error}") from error
+
+
+def _check_counts(values: dict[str, Any], most: int) -> None:
+    for name in _COUNTS:
+        count = values.get(name)
+        if isinstance(count, int | float) and count > most:
+            raise ValueError(f"{name}={count} is more than its weights have place for")
+
+
+def check_sizes(cls: type[PreTrainedModel], folder: Path, config: Any) -> None:
+    """Raise `ValueError` where the configuration asks for other or far more numbers than the weights have.
+
+    The model is made without memory for that.
+    """
+    values = read_json_mapping(folder / CONFIG)
+    shapes: dict[str, list[int]] = {}
+    for file in sorted(folder.glob("*.safetensors")):
+        with safe_open(file, "pt") as tensors:
+            shapes |= {name: tensors.get_slice(name).get_shape() for name in tensors.keys()}  # noqa: SIM118
+    if not shapes:
+        return  # transformers says what is missing
+    numbers = sum(torch.Size(shape).numel() for shape in shapes.values())
+    _check_counts(values, max(numbers, len(shapes)))
+    if config is None:
+        kind: Any = cls.config_class
+        config = kind.from_pretrained(folder, local_files_only=True)
+    with torch.device("meta"):
+        model = cls(config)
+    for name, tensor in (*model.named_parameters(), *model.named_buffers()):
+        found = shapes.get(name)
+        if found is not None and list(tensor.shape) != found:
+            raise ValueError(
+                f"the weights do not fit the configuration: {name} has shape {found}, the configuration asks for "
+                f"{list(tensor.shape)}"
+            )
+        if found is None and tensor.numel() > max(SMALL, numbers):
+            raise ValueError(
+                f"the weights do not fit the configuration: {name} would have {tensor.numel():,} numbers, all weights "
+                f"have {numbers:,}"
+            )

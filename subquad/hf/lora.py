@@ -15,13 +15,13 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
-from safetensors import SafetensorError
-from safetensors.torch import load_file, save_file
+from safetensors.torch import save_file
 from torch import Tensor, nn
-from transformers import AutoConfig, PreTrainedModel
+from transformers import PreTrainedModel
 
 from subquad.config import suggest
-from subquad.hf._lora_base import ADAPTER_CONFIG, RECORD, Base, is_adapter, weights_digest
+from subquad.hf._lora_base import ADAPTER_CONFIG, RECORD, Base, check_adapter, is_adapter, read_tensors, weights_digest
+from subquad.hf._strict import check_sizes, naming, read_config
 from subquad.hf.classification import SubquadForSequenceClassification
 from subquad.hf.config import SubquadConfig
 
@@ -75,7 +75,7 @@ def base_config(folder: str | Path) -> SubquadConfig:
         raise ValueError(f"{folder} holds an adapter, no model of its own: merge it first (subquad lora merge)")
     if not (folder / "config.json").is_file():
         raise FileNotFoundError(f"{folder} holds no config.json, so no trained model; lora.base is the folder of a run")
-    config = AutoConfig.from_pretrained(folder, local_files_only=True)
+    config = read_config(folder)
     if not isinstance(config, SubquadConfig):
         raise ValueError(f"{folder} holds a model of type {config.model_type!r}; lora.base must be a model of subquad")
     return config
@@ -91,11 +91,14 @@ def load_base(folder: str | Path, classes: Sequence[str] | None = None) -> PreTr
     if classes is None:
         return model_class.from_pretrained(folder, local_files_only=True)
     names = dict(enumerate(classes))
-    weights = {k: v for path in sorted(Path(folder).glob("*.safetensors")) for k, v in load_file(path).items()}
+    with naming(folder):
+        check_sizes(model_class, Path(folder), config)
+        weights = {k: v for path in sorted(Path(folder).glob("*.safetensors")) for k, v in read_tensors(path).items()}
     model = model_class(type(config).from_dict({**config.to_dict(), "id2label": names, "label2id": _inverse(names)}))
     model.to(config.dtype or torch.float32)
     kept = {name: weight for name, weight in weights.items() if not name.startswith("model.head.")}
-    missing, unexpected = model.load_state_dict(kept, strict=False)
+    with naming(folder):
+        missing, unexpected = model.load_state_dict(kept, strict=False)
     wrong = [name for name in missing if not name.startswith("model.head.")] + list(unexpected)
     if wrong:
         raise ValueError(f"the weights in {folder} do not fit its configuration: {', '.join(sorted(wrong))}")
@@ -225,10 +228,7 @@ def read_weights(model: nn.Module, folder: str | Path) -> None:
     file, inner = Path(folder) / ADAPTER_WEIGHTS, _inner(model)
     if not file.is_file():
         raise FileNotFoundError(f"{folder} holds no {ADAPTER_WEIGHTS}")
-    try:
-        tensors, expected = load_file(file), adapter_weights(inner)
-    except SafetensorError as error:
-        raise ValueError(f"{file} is damaged: {error}") from error
+    tensors, expected = read_tensors(file), adapter_weights(inner)
     for problem, names in (("missing", expected.keys() - tensors.keys()), ("left over", tensors.keys() - expected)):
         if names:
             raise ValueError(f"the adapter in {folder} does not fit the model: {problem}: {', '.join(sorted(names))}")
@@ -252,19 +252,21 @@ def load_adapter(model: PreTrainedModel, folder: str | Path) -> PeftModel:
             f"{folder} holds no {ADAPTER_CONFIG}, so no adapter; `subquad train --lora.rank` makes one"
         )
     try:
+        check_adapter(folder, model, LoraConfig().to_dict())
         config: Any = LoraConfig.from_pretrained(str(folder))
-        if not isinstance(config, LoraConfig) or config.r < 1:
-            raise ValueError(f"type {config.peft_type}, rank {getattr(config, 'r', None)}")
-    except (ValueError, TypeError, KeyError) as error:
+        if not isinstance(config, LoraConfig):
+            raise ValueError(f"type {config.peft_type}")
+    except Exception as error:  # PEFT takes what it finds, and stumbles over it somewhere
         raise ValueError(f"{folder}/{ADAPTER_CONFIG} is no configuration of a LoRA adapter: {error!r}") from error
     config.base_model_name_or_path = None  # PEFT would warn of a base by another name; what counts is checked here
     linear = {name for name, module in model.named_modules() if isinstance(module, nn.Linear)}
     unknown = set(config.target_modules or ()) - linear
-    if isinstance(config.target_modules, set | list) and unknown and not _short_targets(unknown, linear):
+    if unknown and not _short_targets(unknown, linear):
         raise ValueError(
             f"the adapter in {folder} does not fit the model, which has no layer {', '.join(sorted(unknown))}"
         )
-    adapted = _adapted(model, config)
+    with naming(folder):
+        adapted = _adapted(model, config)
     read_weights(adapted, folder)
     model.adapter_base = Base.read(folder) if (Path(folder) / RECORD).is_file() else None  # type: ignore[assignment]
     return adapted

@@ -79,10 +79,7 @@ class Verdict:
 
 def read_expected(folder: Path) -> Expected:
     """The paper's figures and claims in an experiment's folder; errors name the file."""
-    try:
-        return Expected.from_file(folder / FILE)
-    except (ValueError, TypeError) as error:
-        raise type(error)(f"{folder / FILE}: {error}") from error
+    return Expected.from_file(folder / FILE)
 
 
 def by_size(scales: Mapping[str, Any]) -> list[str]:
@@ -95,7 +92,12 @@ def verdicts(experiment: Path, expected: Expected, scales: Mapping[str, Any]) ->
     """What the results say of each claim, at the largest scale that says anything of it."""
     found = []
     for claim in expected.claims:
-        tried = [judged(experiment, claim, scales[name]["rows"], name) for name in by_size(scales)]
+        try:
+            tried = [judged(experiment, claim, scales[name]["rows"], name) for name in by_size(scales)]
+        except (LookupError, TypeError, AttributeError, ArithmeticError) as error:
+            raise ValueError(
+                f"{experiment}: the rows of its result do not fit claim {claim.id!r}: {error!r}"
+            ) from error
         tried.append(judged(experiment, claim, [], ""))
         found.append(next((verdict for verdict in tried if verdict.verdict != NOT_RUN), tried[0]))
     return found

@@ -10,7 +10,9 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from subquad.config import suggest
-from subquad.data.files import aside, cache_folder, remove
+from subquad.data.files import aside, cache_folder
+from subquad.data.packed import BAD_ZIP, DAMAGE, most, too_much, unpack_any
+from subquad.data.sources import TarBytes
 
 ENVIRONMENT = "SUBQUAD_DATA"
 
@@ -127,12 +129,20 @@ def _unpacked(archive: Path) -> Path:
         name = hashlib.file_digest(stream, "sha256").hexdigest()[:16]
     folder = cache_folder(None) / f"unpacked-{name}"
     if not folder.is_dir():
-        with aside(folder) as temporary:
-            temporary.mkdir()
-            try:
-                with tarfile.open(archive) as opened:
-                    opened.extractall(temporary, filter="data")
-            except (tarfile.TarError, EOFError, OSError) as error:
-                remove(temporary)
-                raise ValueError(f"{archive} is damaged and does not unpack: {error}") from error
+        unpack_archive(archive, folder)
     return folder
+
+
+def unpack_archive(archive: Path, folder: Path) -> None:
+    """Put the files of a tar archive in `folder`, and none elsewhere; `ValueError` where it is damaged or a bomb."""
+    with aside(folder) as temporary:
+        temporary.mkdir()
+        try:
+            raw = archive.read_bytes()
+            with tarfile.open(fileobj=TarBytes(unpack_any(raw)), mode="r:") as opened:
+                members = opened.getmembers()
+                if sum(member.size for member in members) > most(len(raw)):
+                    raise too_much(len(raw))
+                opened.extractall(temporary, members, filter="data")
+        except (*DAMAGE, *BAD_ZIP, tarfile.TarError) as error:
+            raise ValueError(f"{archive} is damaged and does not unpack: {error}") from error

@@ -148,7 +148,4 @@ def merged(*layers: dict[str, Any]) -> dict[str, Any]:
 
 def read_recipe(folder: Path) -> Recipe:
     """The recipe in an experiment's folder; errors name the file."""
-    try:
-        return Recipe.from_file(folder / FILE)
-    except (ValueError, TypeError) as error:
-        raise type(error)(f"{folder / FILE}: {error}") from error
+    return Recipe.from_file(folder / FILE)

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from subquad.config import digest
+from subquad.parsing import check_keys, read_json
 from subquad.reproduction.claims import Expected, Verdict, by_size, verdicts
 from subquad.reproduction.noise import Row, number, select
 from subquad.reproduction.recipe import SCALES, Recipe
@@ -20,6 +21,12 @@ from subquad.training.checkpoint import write_atomically
 FILE, PLOT, README = "result.json", "plot.png", "README.md"
 BEGIN, END = "<!-- begin: written by subquad reproduce -->", "<!-- end -->"
 SEPARATE = "; "
+_KINDS = {
+    **dict.fromkeys(("units", "done", "processes"), int),
+    **dict.fromkeys(("dates", "commits", "machines", "rows"), list),
+    "identity": str,
+    "versions": dict,
+}
 
 
 def identity_of(units: Iterable[Unit]) -> str:
@@ -64,10 +71,17 @@ def read_result(folder: Path) -> dict[str, Any]:
     file = folder / FILE
     if not file.is_file():
         return {}
-    try:
-        return dict(json.loads(file.read_text(encoding="utf-8"))["scales"])
-    except (ValueError, KeyError, TypeError) as error:
-        raise ValueError(f"{file} holds no result: {error!r}") from error
+    values = read_json(file)
+    check_keys(values, {"scales": dict}, str(file))
+    for scale in values["scales"].values():
+        check_keys(scale, _KINDS, str(file))
+        for row in scale["rows"]:
+            check_keys(row, {"arm": str, "seed": int}, f"{file}, a row")
+        if not all(isinstance(word, str) for word in [*scale["dates"], *scale["commits"]]):
+            raise ValueError(f"{file} is damaged: dates and commits must be texts")
+        if not all(isinstance(machine, dict) for machine in scale["machines"]):
+            raise ValueError(f"{file} is damaged: each machine must be a mapping")
+    return dict(values["scales"])
 
 
 def write_result(folder: Path, scale: str, values: dict[str, Any]) -> None:
@@ -130,13 +144,17 @@ def written(folder: Path, recipe: Recipe, expected: Expected) -> str:
     parts = ["\n".join(lines)]
     if scale is None:
         return "\n\n".join([*parts, "No scale but `smoke` was run yet."])
-    headers, table = cells(recipe, rows)
+    try:
+        headers, table = cells(recipe, rows)
+        measured_on = about(scales[scale], scale)
+    except (LookupError, TypeError, AttributeError, ValueError, ArithmeticError) as error:
+        raise ValueError(f"{folder / FILE} has rows that make no table: {error!r}") from error
     rules = [":---"] * len(recipe.group) + ["---:"] * (len(headers) - len(recipe.group))
     if recipe.table:
         parts.append("\n".join(f"| {' | '.join(line)} |" for line in (headers, rules, *table)))
     if (folder / PLOT).is_file():
         parts.append(f"![the result]({PLOT})")
-    parts.append(about(scales[scale], scale))
+    parts.append(measured_on)
     return "\n\n".join(parts)
 
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import ast
 import importlib.util
-import json
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -12,6 +11,7 @@ from types import ModuleType
 from typing import Any
 
 from subquad.config import digest
+from subquad.parsing import read_json
 from subquad.reproduction.data import find
 from subquad.reproduction.recipe import Held, Recipe, merged
 
@@ -177,7 +177,7 @@ def kept(unit: Unit) -> dict[str, Any] | None:
     if not file.is_file():
         return None
     try:
-        found = json.loads(file.read_text(encoding="utf-8"))
+        found = read_json(file)
     except ValueError:
         return None
     return found if isinstance(found, dict) and found.get("identity") == unit.identity else None

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -11,6 +10,7 @@ from tokenizers import Tokenizer
 
 from subquad.data.tokenizers import encode_text, separator_id
 from subquad.generation import StopStrings, TextStream
+from subquad.parsing import read_json_mapping, read_text
 
 PLAIN_STOP = "\nuser:"
 """Where an answer ends in a chat without a template: the model goes on to write the user's next turn."""
@@ -53,7 +53,6 @@ class Texts:
         if self.template is None:
             lines = [f"{message['role']}: {message['content']}\n" for message in messages]
             return "".join(lines) + "assistant:", [PLAIN_STOP]
-        from jinja2 import TemplateError
         from transformers.utils.chat_template_utils import render_jinja_template
 
         try:
@@ -64,7 +63,7 @@ class Texts:
                 add_generation_prompt=True,
                 **tokens,
             )
-        except (TemplateError, TypeError, ValueError) as error:
+        except Exception as error:  # a template is a program, and fails as such do
             raise ValueError(f"the model's chat template refuses these messages: {error}") from error
         return str(rendered[0][0]), []
 
@@ -105,10 +104,10 @@ def read_template(folder: Path) -> Template | None:
     for home in homes:
         settings = _read_json(home / "tokenizer_config.json")
         file = home / "chat_template.jinja"
-        source = file.read_text(encoding="utf-8") if file.is_file() else _template_of(settings)
+        source = read_text(file) if file.is_file() else _template_of(settings)
         if source is not None:
             names = ("bos_token", "eos_token", "unk_token", "pad_token")
-            tokens = {name: _content(settings[name]) for name in names if settings.get(name)}
+            tokens = {name: _content(settings[name], home, name) for name in names if settings.get(name)}
             return Template(source, tokens)
     return None
 
@@ -116,20 +115,20 @@ def read_template(folder: Path) -> Template | None:
 def _read_json(file: Path) -> dict[str, Any]:
     if not file.is_file():
         return {}
-    try:
-        settings = json.loads(file.read_text(encoding="utf-8"))
-    except ValueError as error:
-        raise ValueError(f"{file} is not JSON: {error}") from error
-    return settings if isinstance(settings, dict) else {}
+    return read_json_mapping(file)
 
 
 def _template_of(settings: dict[str, Any]) -> str | None:
     """The field `chat_template`: a text, or a list of named ones, of which `default` is taken."""
     found = settings.get("chat_template")
     if isinstance(found, list):
-        found = next((item.get("template") for item in found if item.get("name") == "default"), None)
+        named = [item for item in found if isinstance(item, dict) and item.get("name") == "default"]
+        found = next((item.get("template") for item in named), None)
     return found if isinstance(found, str) else None
 
 
-def _content(token: Any) -> str:
-    return str(token["content"] if isinstance(token, dict) else token)
+def _content(token: Any, home: Path, name: str) -> str:
+    content = token.get("content") if isinstance(token, dict) else token
+    if not isinstance(content, str):
+        raise ValueError(f"{home / 'tokenizer_config.json'}: {name} must be a text, got {content!r}")
+    return content

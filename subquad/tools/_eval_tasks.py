@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple
 
 from jsonargparse import ArgumentParser, Namespace
 
 from subquad.evaluation.config import EvalConfig
+from subquad.parsing import read_json_mapping
 
 if TYPE_CHECKING:
     from tokenizers import Tokenizer
@@ -34,7 +34,10 @@ def add_arguments(parser: ArgumentParser) -> None:
     group = parser.add_argument_group("tasks of lm-evaluation-harness (the extra `eval`) instead of a text")
     group.add_argument("--tasks", type=str | None, default=None, help="Tasks, groups and tags, as a,b,c.")
     group.add_argument(
-        "--task_path", type=str | None, default=None, help="A folder with the YAML files of tasks of your own."
+        "--task_path",
+        type=str | None,
+        default=None,
+        help="A folder with the YAML files of tasks of your own. They may run Python files: take none from strangers.",
     )
     group.add_argument(
         "--num_fewshot", type=int | None, default=None, help="Examples in a prompt, where the task does not set 0."
@@ -72,16 +75,19 @@ def load(folder: str, config: EvalConfig, default_length: int) -> Loaded:
     if is_classifier(folder):
         raise ValueError(f"{folder} holds a classifier: --tasks is for language models; leave it out")
     file = Path(folder) / "config.json"
-    if not file.is_file() or json.loads(file.read_text(encoding="utf-8")).get("model_type") == SubquadConfig.model_type:
+    if not file.is_file() or read_json_mapping(file).get("model_type") == SubquadConfig.model_type:
         run = load_run(folder, config.device)
         length = run.config.batch.length if run.config else default_length
         return Loaded(run.decoder, run.tokenizer, config.length or length)
     import torch
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
-    model = AutoModelForCausalLM.from_pretrained(folder, local_files_only=True).eval()
+    model = AutoModelForCausalLM.from_pretrained(
+        folder, local_files_only=True, trust_remote_code=False, use_safetensors=True
+    ).eval()
     model.to("cuda" if config.device == "auto" and torch.cuda.is_available() else "cpu")
-    return Loaded(model, AutoTokenizer.from_pretrained(folder, local_files_only=True), config.length)
+    tokenizer = AutoTokenizer.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
+    return Loaded(model, tokenizer, config.length)
 
 
 def prepare(loaded: Loaded, names: list[str], chosen: Namespace, batch_size: int) -> PreparedTasks:

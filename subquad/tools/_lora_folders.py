@@ -14,6 +14,7 @@ from safetensors import SafetensorError, safe_open
 from transformers.utils.logging import disable_progress_bar
 
 from subquad.hf import lora
+from subquad.parsing import read_json_mapping
 from subquad.tools._tables import count, print_table, size
 from subquad.training.checkpoint import share
 from subquad.training.config import TrainConfig
@@ -74,10 +75,11 @@ def adapters(folders: Sequence[str]) -> list[Adapter]:
 def _adapter(folder: Path) -> Adapter:
     file, weights = folder / lora.ADAPTER_CONFIG, folder / lora.ADAPTER_WEIGHTS
     try:
-        config = json.loads(file.read_text(encoding="utf-8"))
+        config = read_json_mapping(file)
         rank, alpha, names = int(config["r"]), int(config["lora_alpha"]), config["target_modules"]
+        layers = sorted([names] if isinstance(names, str) else map(str, names))
         kind = f"{'rs' if config.get('use_rslora') else ''}{'DoRA' if config.get('use_dora') else 'LoRA'}"
-    except (ValueError, TypeError, KeyError) as error:
+    except (ValueError, TypeError, KeyError, OverflowError) as error:
         raise ValueError(f"{file} is no configuration of a LoRA adapter: {error!r}") from error
     base, fits, there = str(config.get("base_model_name_or_path")), "yes", None
     try:
@@ -101,7 +103,7 @@ def _adapter(folder: Path) -> Adapter:
         rank=rank,
         alpha=alpha,
         kind=kind,
-        layers=sorted([names] if isinstance(names, str) else names),
+        layers=layers,
         parameters=parameters,
         base_parameters=None if there is None else _numbers(sorted(there.glob("*.safetensors"))),
         bytes=weights.stat().st_size if weights.is_file() else 0,

@@ -18,6 +18,7 @@ import torch
 from torch import nn
 
 from subquad.config import digest
+from subquad.parsing import check_keys, read_json
 from subquad.tools import _lora_mnist as arms
 from subquad.tools._lora_mnist_config import ARMS, SETS, MnistConfig
 from subquad.tools.memory import peak_bytes
@@ -47,12 +48,11 @@ class Results:
         shown = config.replace(path=None).to_dict()
         values: dict[str, Any] = {"identity": identity, "config": shown, "seeds": {}, "seconds": {}}
         if path.is_file():
-            try:
-                found = json.loads(path.read_text(encoding="utf-8"))
-                same = found["identity"] == identity
-            except (ValueError, TypeError, KeyError) as error:
-                raise ValueError(f"{file} holds no results of this experiment: {error!r}") from error
-            if not same:
+            found = read_json(path)
+            check_keys(found, {"identity": str, "seeds": dict, "seconds": dict}, file)
+            for seed, known in found["seeds"].items():
+                check_keys(known, {"accuracy": dict}, f"{file}, seed {seed}")
+            if found["identity"] != identity:
                 raise ValueError(f"{file} holds results of other settings or images; give another --out, or delete it")
             values = {**found, "config": shown}
         return cls(config, path, values)

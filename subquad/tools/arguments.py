@@ -11,11 +11,36 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 import jsonargparse
+import yaml
 
 from subquad.config import read_mapping, suggest
+from subquad.parsing import BoundsError, check_yaml
 from subquad.recipes import recipe_path
 
 jsonargparse.set_parsing_settings(docstring_parse_attribute_docstrings=True, instantiate_subclass_spec_in_any=False)
+_load_yaml = jsonargparse.get_loader("yaml")
+
+
+def _load_bounded(text: str) -> Any:
+    """jsonargparse's loader for values and files; too deep a value would end the process, or take all memory."""
+    try:
+        _check_bounds(text, "the value")
+    except BoundsError as error:
+        raise yaml.YAMLError(str(error)) from error
+    return _load_yaml(text)
+
+
+def _check_bounds(text: str, where: str) -> None:
+    """Raise `BoundsError` as `check_yaml`; text that is no YAML is left to whoever reads it."""
+    try:
+        check_yaml(text, where)
+    except BoundsError:
+        raise
+    except ValueError:
+        return
+
+
+jsonargparse.set_loader("yaml", _load_bounded, exceptions=(yaml.YAMLError,))
 
 logger = logging.getLogger(__name__)
 _FILES = ("--config", "--recipe")
@@ -137,8 +162,24 @@ class _File(jsonargparse.ActionConfigFile):
                 parser.error(str(error))
         parser.files.append(values)
         parser.reading = values
+        if Path(values).is_file():
+            with parser.checking():
+                _check_file(values)
         super().__call__(parser, cfg, values, option_string)
         parser.reading = None
+
+
+def _check_file(file: str) -> None:
+    """Raise `ValueError` for a file that is no mapping, or that holds a text that jsonargparse could not read."""
+    left: list[Any] = [read_mapping(file)]
+    while left:
+        value = left.pop()
+        if isinstance(value, dict):
+            left += value.values()
+        elif isinstance(value, list):
+            left += value
+        elif isinstance(value, str):
+            _check_bounds(value, file)
 
 
 def _add_up(action: argparse.Action) -> None:

@@ -138,6 +138,7 @@ def load(folder: str) -> nn.Module:
     Raises `FileNotFoundError` where there is none, and `ValueError` for a model that is no causal language model.
     """
     from subquad.hf import SubquadConfig, lora
+    from subquad.hf._strict import naming, read_config
 
     adapted = lora.is_adapter(folder)
     if not adapted and not (Path(folder) / "config.json").is_file():
@@ -151,7 +152,7 @@ def load(folder: str) -> nn.Module:
 
     disable_progress_bar()
     place = lora.Base.read(folder).find(folder) if adapted else folder
-    config: Any = transformers.AutoConfig.from_pretrained(place, local_files_only=True)
+    config: Any = read_config(place)
     kind = config.model_type
     if config.is_encoder_decoder:
         raise ValueError(f"{folder} holds an encoder-decoder ({kind}): an audit is for causal language models")
@@ -160,7 +161,10 @@ def load(folder: str) -> nn.Module:
     if adapted and isinstance(config, SubquadConfig):
         adapter: nn.Module = lora.open_adapter(folder).get_base_model()
         return adapter
-    model: nn.Module = transformers.AutoModelForCausalLM.from_pretrained(folder, config=config, local_files_only=True)
+    with naming(folder):
+        model: nn.Module = transformers.AutoModelForCausalLM.from_pretrained(
+            folder, config=config, local_files_only=True, trust_remote_code=False, use_safetensors=True
+        )
     return model
 
 
@@ -173,27 +177,30 @@ def _text(folder: str, file: str) -> list[int]:
         raise FileNotFoundError(f"there is no file {file}")
     from subquad.data import load_tokenizer
     from subquad.data.tokenizers import encode_text
+    from subquad.parsing import read_text
 
-    text = Path(file).read_text(encoding="utf-8")
-    return encode_text(load_tokenizer(folder), text)
+    return encode_text(load_tokenizer(folder), read_text(file))
 
 
 def _report(file: str, model: str) -> AuditReport:
     """The report in a file that --json wrote; of several that of the model."""
     from subquad.evaluation.audit import AuditReport
+    from subquad.parsing import read_json
 
     if not Path(file).is_file():
         raise FileNotFoundError(f"there is no file {file}")
     try:
-        values = json.loads(Path(file).read_text(encoding="utf-8"))
-        found = dict(values["reports"])
+        found = dict(read_json(file)["reports"])
     except (ValueError, KeyError, TypeError, AttributeError) as error:
         raise ValueError(f"{file} holds no reports of `subquad audit --json`: {error!r}") from error
     if not found:
         raise ValueError(f"{file} holds no reports")
     if len(found) > 1 and model not in found:
         raise ValueError(f"{file} holds no report of {model!r}; it has {', '.join(found)}")
-    return AuditReport.from_dict(found[model] if len(found) > 1 else next(iter(found.values())))
+    try:
+        return AuditReport.from_dict(found[model] if len(found) > 1 else next(iter(found.values())))
+    except ValueError as error:
+        raise ValueError(f"{file}: {error}") from error
 
 
 def _audit(

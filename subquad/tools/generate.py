@@ -185,10 +185,27 @@ def _state(decoder: Decoder, file: str | None) -> State | None:
     if not Path(file).is_file():
         raise FileNotFoundError(f"there is no file {file}")
     state = State.load(file, config_hash=decoder.config_hash)
-    state.check(decoder.config_hash, "--state-in", 1)
-    if isinstance(decoder, PerceiverAR):
-        check_mode(decoder, state)
-    return state.to(next(decoder.parameters()).device)
+    try:
+        state.check(decoder.config_hash, "--state-in", 1)
+        if isinstance(decoder, PerceiverAR):
+            check_mode(decoder, state)
+    except ValueError as error:
+        raise ValueError(f"{file}: {error}") from error
+    state = state.to(next(decoder.parameters()).device)
+    _check_goes_on(decoder, state, file)
+    return state
+
+
+def _check_goes_on(decoder: Decoder, state: State, file: str) -> None:
+    """Raise `ValueError` where the decoder cannot read a token after this state: its tensors are of other shapes."""
+    import torch
+
+    device = next(decoder.parameters()).device
+    try:
+        with torch.no_grad():
+            decoder(torch.zeros(1, 1, dtype=torch.long, device=device), state)
+    except Exception as error:  # the first operation whose shapes do not fit raises
+        raise ValueError(f"{file} does not fit the model: {error!r}") from error
 
 
 def _set_decode(decoder: Decoder, decode: Decode | None, refill: int | None) -> None:

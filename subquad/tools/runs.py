@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from tokenizers import Tokenizer
@@ -14,6 +13,7 @@ from subquad.data import load_tokenizer
 from subquad.hf import SubquadClassifierConfig, SubquadForCausalLM, SubquadForSequenceClassification, SubquadImageConfig
 from subquad.hf.lora import is_adapter
 from subquad.models import Decoder
+from subquad.parsing import read_json_mapping
 from subquad.tools import _adapters
 from subquad.training.config import TrainConfig
 
@@ -108,14 +108,17 @@ def load_classifier(folder: str | Path, device: str = "auto", adapter: str | Non
 
 def is_classifier(folder: str | Path) -> bool:
     """Whether a folder holds a classifier, by its config.json; an adapter's is its base's."""
-    file = _adapters.home(folder) / "config.json"
-    return file.is_file() and json.loads(file.read_text()).get("model_type") == SubquadClassifierConfig.model_type
+    return _model_type(folder) == SubquadClassifierConfig.model_type
 
 
 def is_image_model(folder: str | Path) -> bool:
     """Whether a folder holds a model of images, by its config.json; an adapter's is its base's."""
+    return _model_type(folder) == SubquadImageConfig.model_type
+
+
+def _model_type(folder: str | Path) -> Any:
     file = _adapters.home(folder) / "config.json"
-    return file.is_file() and json.loads(file.read_text()).get("model_type") == SubquadImageConfig.model_type
+    return read_json_mapping(file).get("model_type") if file.is_file() else None
 
 
 def _model_folder(folder: str | Path) -> tuple[Path, Path]:

@@ -17,9 +17,10 @@ from torch import nn
 from transformers import Trainer
 from transformers.utils import logging as hf_logging
 
+from subquad.parsing import read_json
 from subquad.training import checkpoint
 from subquad.training.config import TrainConfig
-from subquad.training.errors import CheckpointError, NonFiniteError, SaveError
+from subquad.training.errors import CheckpointError, NonFiniteError, SaveError, reading
 from subquad.training.nonfinite import Skipped
 from subquad.training.processes import Processes, at
 from subquad.training.rng import begin_rng, load_rng, rng_file, rng_files, save_rng
@@ -180,23 +181,31 @@ class SavingTrainer(Trainer):
         if not weights.is_file():
             raise CheckpointError(f"{resume_from_checkpoint} lacks model.safetensors")
         model = self.model if model is None else model
-        if self.sharded:
-            from subquad.training.sharding import load_weights
+        with reading(weights):
+            if self.sharded:
+                from subquad.training.sharding import load_weights
 
-            load_weights(model, weights)
-        else:
-            load_model(model, weights, strict=True)
+                load_weights(model, weights)
+            else:
+                load_model(model, weights, strict=True)
 
     def _load_optimizer_and_scheduler(self, checkpoint: str | None) -> None:
         if checkpoint is None:
             return
         folder = Path(checkpoint)
-        skipped = folder / SKIPPED
-        self.skipped = Skipped(**json.loads(skipped.read_text())) if skipped.is_file() else Skipped()
         in_shards = (folder / "optimizer").is_dir()
         for name in ("optimizer" if in_shards else "optimizer.pt", "scheduler.pt"):
             if not (folder / name).exists():
                 raise CheckpointError(f"{checkpoint} lacks {name}; resuming without it would change the run")
+        with reading(folder):
+            skipped = folder / SKIPPED
+            self.skipped = Skipped(**read_json(skipped)) if skipped.is_file() else Skipped()
+            self._load_optimizer(folder, in_shards=in_shards)
+            self.lr_scheduler.load_state_dict(torch.load(folder / "scheduler.pt", weights_only=True))
+        for group, lr in zip(self.optimizer.param_groups, self.lr_scheduler.get_last_lr(), strict=True):
+            group["lr"] = lr
+
+    def _load_optimizer(self, folder: Path, *, in_shards: bool) -> None:
         if in_shards or self.sharded:
             from subquad.training import sharding
 
@@ -207,9 +216,6 @@ class SavingTrainer(Trainer):
         else:  # the Trainer of transformers 5.17 can't read it in several processes on a CPU
             states = torch.load(folder / "optimizer.pt", map_location="cpu", weights_only=True)
             self.optimizer.load_state_dict(states)
-        self.lr_scheduler.load_state_dict(torch.load(folder / "scheduler.pt", weights_only=True))
-        for group, lr in zip(self.optimizer.param_groups, self.lr_scheduler.get_last_lr(), strict=True):
-            group["lr"] = lr
 
 
 def _local(tensor: torch.Tensor) -> torch.Tensor:

@@ -17,6 +17,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from subquad.parsing import check_keys, read_json
 from subquad.training.errors import CheckpointError, FormatVersionError
 
 logger = logging.getLogger(__name__)
@@ -113,10 +114,10 @@ def read_manifest(folder: Path) -> dict[str, Any]:
     Another format version is a `FormatVersionError`, which names it.
     """
     try:
-        manifest = json.loads((folder / MANIFEST).read_text(encoding="utf-8"))
+        manifest = read_json(folder / MANIFEST)
     except FileNotFoundError as error:
         raise CheckpointError(f"{folder} has no {MANIFEST}: it is incomplete or not a checkpoint of subquad") from error
-    except (json.JSONDecodeError, UnicodeDecodeError) as error:
+    except ValueError as error:
         raise CheckpointError(f"{folder / MANIFEST} is damaged: {error}") from error
     if not isinstance(manifest, dict) or manifest.get("format") != FORMAT:
         raise CheckpointError(f"{folder / MANIFEST} is not a manifest of the format {FORMAT!r}")
@@ -125,6 +126,12 @@ def read_manifest(folder: Path) -> dict[str, Any]:
             f"{folder} has checkpoint format version {manifest.get('version')}; "
             f"this release reads version {FORMAT_VERSION}"
         )
+    try:
+        check_keys(manifest, {"step": int, "settings": dict, "files": dict}, str(folder / MANIFEST))
+        for name, entry in manifest["files"].items():
+            check_keys(entry, {"bytes": int, "sha256": str}, f"{folder / MANIFEST}, {name}")
+    except ValueError as error:
+        raise CheckpointError(str(error)) from error
     return manifest
 
 

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
+
 
 class NonFiniteError(ArithmeticError):
     """A loss, a gradient or a weight is infinite or not a number; the optimizer has not stepped on it."""
@@ -29,3 +32,14 @@ class LostProcessError(ConnectionError):
 
 class StepMemoryError(MemoryError):
     """A training step needs more memory than there is."""
+
+
+@contextmanager
+def reading(place: object) -> Iterator[None]:
+    """Around what reads files of others' formats: whatever damage raises there is a `CheckpointError` with `place`."""
+    try:
+        yield
+    except (CheckpointError, OSError):
+        raise
+    except Exception as error:
+        raise CheckpointError(f"{place} cannot be read: {error!r}") from error

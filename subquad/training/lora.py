@@ -8,9 +8,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
-from tokenizers import Tokenizer
 
-from subquad.data import Corpus, tokenizer_hash
+from subquad.data import Corpus, load_tokenizer, tokenizer_hash
 from subquad.hf import SubquadClassifierConfig, SubquadConfig, SubquadImageConfig, lora
 from subquad.models.config import DecoderConfig
 from subquad.training._task import Task
@@ -149,7 +148,7 @@ def _check_vocabulary(task: Task, base: SubquadConfig, folder: Path) -> None:
     file = _tokenizer(folder)
     if not isinstance(task.data, Corpus) or not file.is_file():
         return
-    if tokenizer_hash(task.data.tokenizer) != tokenizer_hash(Tokenizer.from_file(str(file))):
+    if tokenizer_hash(task.data.tokenizer) != tokenizer_hash(load_tokenizer(file)):
         raise ValueError(
             f"the base {folder} has another tokenizer than data.tokenizer={task.config.data.tokenizer!r}; leave it out"
         )

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 from transformers import TrainerCallback, TrainerControl, TrainerState, TrainingArguments
 
+from subquad.parsing import check_keys, parse_json, read_text
 from subquad.training.checkpoint import write_atomically
 from subquad.training.config import TrainConfig
 
@@ -133,12 +134,19 @@ class Metrics(TrainerCallback):
 
 
 def read_metrics(folder: Path) -> list[dict[str, float]]:
-    """The records of a run's `metrics.jsonl`; a last line that was cut off is left out."""
+    """The records of a run's `metrics.jsonl`; a last line that was cut off is left out, another is a `ValueError`."""
     path = folder / METRICS
     if not path.is_file():
         return []
-    lines = path.read_text(encoding="utf-8").split("\n")
-    return [json.loads(line) for line in lines[:-1] if line]
+    records = []
+    for number, line in enumerate(read_text(path).split("\n")[:-1], 1):
+        if line:
+            record = parse_json(line, f"{path}, line {number}")
+            check_keys(record, {"step": int}, f"{path}, line {number}")
+            if any(not isinstance(value, int | float) for value in record.values()):
+                raise ValueError(f"{path}, line {number} must hold numbers, got {line[:80]!r}")
+            records.append(record)
+    return records
 
 
 class Bar(TrainerCallback):

@@ -51,7 +51,10 @@ def checkpoint_to_resume(root: Path, config: TrainConfig, policy: str, settings:
             raise CheckpointError(f"run.resume is 'must' but {root} holds no checkpoint; set run.resume=auto to start")
         return None
     manifest = checkpoint.read_manifest(found)
-    checkpoint.check_settings(manifest, settings)
+    try:
+        checkpoint.check_settings(manifest, settings)
+    except CheckpointError as error:
+        raise CheckpointError(f"{found}: {error}") from error
     if manifest["step"] > config.run.steps:
         raise CheckpointError(
             f"{found} is at step {manifest['step']}, past run.steps={config.run.steps}; raise run.steps or choose "

@@ -9,10 +9,11 @@ from typing import Any
 
 import numpy as np
 import torch
-from safetensors import SafetensorError, safe_open
+from safetensors import safe_open
 from safetensors.torch import save_file
 from torch import Tensor
 
+from subquad.parsing import parse_json
 from subquad.training.errors import CheckpointError
 
 
@@ -60,13 +61,13 @@ def load_rng(path: Path) -> None:
     try:
         with safe_open(path, "pt") as file:
             tensors = {key: file.get_tensor(key) for key in file.keys()}  # noqa: SIM118 (safe_open is no mapping)
-            numbers: dict[str, Any] = json.loads(file.metadata()["numbers"])
-    except (SafetensorError, TypeError, KeyError, json.JSONDecodeError) as error:
-        raise CheckpointError(f"{path} is damaged: {error}") from error
-    version, gauss = numbers["python"]
-    name, position, has_gauss, cached = numbers["numpy"]
-    random.setstate((version, tuple(tensors["python"].tolist()), gauss))
-    np.random.set_state((name, tensors["numpy"].numpy().astype(np.uint32), position, has_gauss, cached))
-    torch.set_rng_state(tensors["torch"])
-    if torch.cuda.is_available() and "cuda" in tensors:
-        torch.cuda.set_rng_state(tensors["cuda"])
+            numbers: dict[str, Any] = parse_json(file.metadata()["numbers"], "its numbers")
+        version, gauss = numbers["python"]
+        name, position, has_gauss, cached = numbers["numpy"]
+        random.setstate((version, tuple(tensors["python"].tolist()), gauss))
+        np.random.set_state((name, tensors["numpy"].numpy().astype(np.uint32), position, has_gauss, cached))
+        torch.set_rng_state(tensors["torch"])
+        if torch.cuda.is_available() and "cuda" in tensors:
+            torch.cuda.set_rng_state(tensors["cuda"])
+    except Exception as error:  # each generator checks its own state, in its own way
+        raise CheckpointError(f"{path} is damaged: {error!r}") from error

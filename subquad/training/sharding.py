@@ -24,6 +24,7 @@ from torch.distributed.tensor import DTensor, distribute_tensor
 from torch.optim import Optimizer
 
 from subquad.models import PerceiverAR
+from subquad.parsing import read_json
 from subquad.training.errors import CheckpointError
 from subquad.training.processes import Processes
 
@@ -110,8 +111,7 @@ def save_optimizer(model: nn.Module, optimizer: Optimizer, folder: Path) -> list
     try:
         dcp.save(states, storage_writer=writer)
     except CheckpointException as error:  # not an Exception: it would pass every handler
-        failures = (f"in process {rank}: {_last(failure)}" for rank, failure in error.failures.items())
-        raise OSError("; ".join(failures)) from error
+        raise OSError(_failures(error)) from error
     return sorted(states)
 
 
@@ -129,7 +129,7 @@ def load_optimizer(model: nn.Module, optimizer: Optimizer, folder: Path) -> None
     reader = dcp.HuggingFaceStorageReader(str(folder / OPTIMIZER))
     parameters = dict(model.named_parameters())
     saved = reader.read_metadata().state_dict_metadata
-    if sorted(saved) != json.loads((folder / OPTIMIZER / NAMES).read_text()):
+    if sorted(saved) != read_json(folder / OPTIMIZER / NAMES):
         raise CheckpointError(f"{folder / OPTIMIZER} does not hold the states that its {NAMES} lists")
     states: dict[str, Tensor] = {}
     for key in saved:
@@ -144,7 +144,10 @@ def load_optimizer(model: nn.Module, optimizer: Optimizer, folder: Path) -> None
         return
     with warnings.catch_warnings():  # of one process it says that it is one
         warnings.filterwarnings("ignore", message="torch.distributed is disabled", category=UserWarning)
-        dcp.load(states, storage_reader=reader)
+        try:
+            dcp.load(states, storage_reader=reader)
+        except CheckpointException as error:
+            raise CheckpointError(f"{folder / OPTIMIZER} cannot be read: {_failures(error)}") from error
     named = ((key.rpartition("."), value) for key, value in states.items())
     _put(optimizer, ((parameters[name], part, value) for (name, _, part), value in named))
 
@@ -179,6 +182,10 @@ def _put(optimizer: Optimizer, states: Iterable[tuple[Tensor, str, Tensor]]) -> 
     for parameter, key, value in states:
         device = parameter.device if id(parameter) in beside else value.device
         optimizer.state[parameter][key] = value.detach().to(device)
+
+
+def _failures(error: CheckpointException) -> str:
+    return "; ".join(f"in process {rank}: {_last(failure)}" for rank, failure in error.failures.items())
 
 
 def _last(failure: Any) -> str:

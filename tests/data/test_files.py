@@ -2,7 +2,8 @@ import os
 
 import pytest
 
-from subquad.data.files import aside, locked, read_json, remove, set_aside, write_json
+from subquad.data.files import aside, locked, remove, set_aside, write_json
+from subquad.parsing import read_json_mapping
 
 
 def write_half(place):
@@ -72,13 +73,13 @@ def test_a_folder_is_set_aside_whole(tmp_path):
 
 def test_json_is_kept_and_other_content_named(tmp_path):
     write_json(tmp_path / "a.json", {"é": [1, 2]})
-    assert read_json(tmp_path / "a.json") == {"é": [1, 2]}
+    assert read_json_mapping(tmp_path / "a.json") == {"é": [1, 2]}
     (tmp_path / "a.json").write_text("{")
     with pytest.raises(ValueError, match=r"a\.json is not JSON: "):
-        read_json(tmp_path / "a.json")
+        read_json_mapping(tmp_path / "a.json")
     (tmp_path / "a.json").write_text("[]")
     with pytest.raises(ValueError, match=r"a\.json must hold a mapping, got list"):
-        read_json(tmp_path / "a.json")
+        read_json_mapping(tmp_path / "a.json")
 
 
 def test_nothing_to_remove(tmp_path):

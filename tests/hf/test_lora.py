@@ -196,7 +196,7 @@ def test_a_base_that_is_not_there_or_not_the_same_is_named(tmp_path, monkeypatch
     with pytest.raises(FileNotFoundError, match=r"holds no base.json, which names the model"):
         lora.Base.read(tmp_path / "elsewhere")
     (tmp_path / "moved" / "adapter" / "base.json").write_text('{"path": 3}')
-    with pytest.raises(ValueError, match=r"base.json is damaged: KeyError"):
+    with pytest.raises(ValueError, match=r"base.json is damaged: 'path' must be a str, got 3"):
         lora.Base.read(tmp_path / "moved" / "adapter")
 
 

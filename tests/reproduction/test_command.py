@@ -178,7 +178,7 @@ def test_damaged_folders_are_named(experiments: Path, capsys: pytest.CaptureFixt
     readme.write_text(before)
     (folder / "result.json").write_text("{}")
     assert subquad("measured", "--report") == 1
-    assert "result.json holds no result" in capsys.readouterr().err
+    assert "result.json is damaged: it has no" in capsys.readouterr().err
     (folder / "experiment.py").unlink()
     (folder / "result.json").unlink()
     rewrite(folder / "recipe.yaml", settings={"factor": 7})

@@ -20,7 +20,8 @@ def write(folder, settings=None, jinja=None):
 def test_a_folder_without_a_template_has_none(tmp_path):
     assert read_template(tmp_path) is None
     assert read_template(write(tmp_path, {"eos_token": "</s>"})) is None
-    assert read_template(write(tmp_path, [])) is None
+    with pytest.raises(ValueError, match=r"tokenizer_config.json must hold a mapping, got list"):
+        read_template(write(tmp_path, []))
 
 
 def test_the_template_of_the_tokenizers_settings(tmp_path):

@@ -248,7 +248,7 @@ def test_impossible_settings_and_other_images_are_refused(images, tmp_path, caps
     ):
         arms.train_base(narrow, digits, 0)
     (tmp_path / "broken.json").write_text("[]")
-    with pytest.raises(ValueError, match=r"broken.json holds no results of this experiment: TypeError"):
+    with pytest.raises(ValueError, match=r"broken.json is damaged: it must hold a mapping, got list"):
         Results.open(config(images), str(tmp_path / "broken.json"), "")
 
 

@@ -9,7 +9,7 @@ from typing import NamedTuple
 import numpy as np
 
 from subquad.data.lra.store import Labelled, Pairs
-from subquad.data.packed import DAMAGE, damaged, find_packed, open_stream
+from subquad.data.packed import DAMAGE, damaged, find_packed, most, open_stream, too_much
 from subquad.data.sources import check_text
 
 PIECE = 1 << 24
@@ -41,9 +41,14 @@ def needed(folder: Path, name: str) -> Path:
 
 def lines(file: Path) -> Iterator[tuple[str, bytes]]:
     """Each line without its end, after `file, line N`; `ValueError` for a packed file that is damaged."""
+    packed = file.stat().st_size
+    left, number = most(packed), 0
     try:
         with open_stream(file) as stream:
-            for number, line in enumerate(stream, 1):
+            while line := stream.readline(left + 1):
+                left, number = left - len(line), number + 1
+                if left < 0:
+                    raise too_much(packed)
                 yield f"{file}, line {number}", line.rstrip(b"\r\n")
     except DAMAGE as error:
         raise damaged(file, error) from error

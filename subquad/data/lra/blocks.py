@@ -12,7 +12,6 @@ import logging
 import os
 import subprocess
 import sys
-import zipfile
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from pathlib import Path
@@ -20,6 +19,7 @@ from typing import Any
 
 import numpy as np
 
+from subquad.data._arrays import load_arrays
 from subquad.data.files import aside
 from subquad.data.lra.store import Labelled
 
@@ -80,13 +80,23 @@ def read_block(folder: Path, number: int) -> Labelled | None:
     """Block `number`, or None where there is none or a damaged one."""
     path = folder / f"{number}.npz"
     try:
-        with path.open("rb") as stream, np.load(stream, allow_pickle=False) as arrays:
-            return Labelled(*(arrays[name] for name in Labelled._fields))
+        arrays = load_arrays(path.read_bytes(), path)
+        return _checked(Labelled(*(arrays.get(name, np.empty(0)) for name in Labelled._fields)), path)
     except FileNotFoundError:
         return None
-    except (OSError, ValueError, KeyError, EOFError, zipfile.BadZipFile) as error:
+    except (OSError, ValueError) as error:
         logger.warning("%s is damaged and is made again: %s", path, error)
         return None
+
+
+def _checked(block: Labelled, path: Path) -> Labelled:
+    """The block; `ValueError` where its arrays do not fit each other."""
+    tokens, lengths, labels = block
+    if not all(array.ndim == 1 and array.dtype.kind in "iu" for array in block):
+        raise ValueError(f"{path}: tokens, lengths and labels must be rows of whole numbers")
+    if len(lengths) != len(labels) or (lengths < 1).any() or lengths.sum(dtype=object) != len(tokens):
+        raise ValueError(f"{path}: {len(lengths)} lengths, {len(labels)} labels and {len(tokens)} tokens do not fit")
+    return block
 
 
 def _make(maker: str, options: dict[str, Any], seed: int, folder: Path, number: int) -> None:

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-import io
 from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
 
+from subquad.data._arrays import load_array
+from subquad.data._image_decode import decode
 from subquad.data.lra._files import Contents, is_label, pieces
 from subquad.data.lra.pathfinder import CLASSES, VOCAB_SIZE
 
@@ -57,13 +58,10 @@ def _rows(folder: Path, listed: Path) -> Iterator[_Row]:
     """The images that a file of metadata names: text with a line each, or an array of strings."""
     raw = listed.read_bytes()
     if raw.startswith(b"\x93NUMPY"):
-        try:
-            array = np.load(io.BytesIO(raw), allow_pickle=False)
-        except ValueError as error:
-            raise ValueError(f"{listed} cannot be read: {error} (nothing pickled is)") from error
+        array = load_array(raw, listed)
         if array.ndim != 2:
             raise ValueError(f"{listed} must be a table, a row for each image, got an array of shape {array.shape}")
-        table = [[cell.decode() if isinstance(cell, bytes) else str(cell) for cell in line] for line in array]
+        table = [[_word(cell) for cell in line] for line in array]
     else:
         table = [line.split() for line in raw.decode("utf-8", "replace").splitlines() if line.strip()]
     for number, line in enumerate(table, 1):
@@ -71,22 +69,22 @@ def _rows(folder: Path, listed: Path) -> Iterator[_Row]:
         if len(line) <= max(COLUMNS):
             raise ValueError(f"{where} has {len(line)} columns: folder, name, number and label must come first")
         path, name, label = (line[i] for i in COLUMNS)
+        if Path(path, name).is_absolute() or ".." in Path(path, name).parts:
+            raise ValueError(f"{where} names {path}/{name}, which is outside of {folder}")
         if not (folder / path / name).is_file():
             raise FileNotFoundError(f"{where} names {folder / path / name}, which is not there")
         yield _Row(where, folder / path / name, is_label(where, label, ("0", "1")))
 
 
-def _images(rows: list[_Row], size: int, part: str, report: Progress) -> Iterator[tuple[np.ndarray, int]]:
-    from PIL import Image
+def _word(cell: object) -> str:
+    return cell.decode("utf-8", "replace") if isinstance(cell, bytes) else str(cell)
 
+
+def _images(rows: list[_Row], size: int, part: str, report: Progress) -> Iterator[tuple[np.ndarray, int]]:
     for number, row in enumerate(rows):
         if number % 1000 == 0:
             report(f"reading {part}", number, len(rows))
-        try:
-            with Image.open(row.file) as image:
-                pixels = np.asarray(image.convert("L"))
-        except (OSError, SyntaxError) as error:
-            raise ValueError(f"{row.file} is no image that can be read: {error}") from error
+        pixels = decode(row.file, str(row.file), "L")[..., 0]
         if pixels.shape != (size, size):
             raise ValueError(f"{row.file} has {pixels.shape[1]} x {pixels.shape[0]} pixels, not {size} x {size}")
         yield pixels.ravel(), row.label

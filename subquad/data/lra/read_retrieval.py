@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -11,6 +10,7 @@ import numpy as np
 from subquad.data.lra._files import Contents, as_bytes, cells, is_label, lines, needed, pieces
 from subquad.data.lra.store import Pairs
 from subquad.data.packed import find_packed
+from subquad.parsing import decoded, parse_json
 
 if TYPE_CHECKING:
     from subquad.data.files import Progress
@@ -42,11 +42,9 @@ def _papers(file: Path) -> dict[str, np.ndarray]:
     found: dict[str, np.ndarray] = {}
     for where, line in lines(file):
         try:
-            row = json.loads(line)
-            name, text = row["id"], row["text"].encode()
-        except UnicodeDecodeError as error:
-            raise ValueError(f"{where} is not text: byte {error.start} is not valid UTF-8") from error
-        except (ValueError, KeyError, TypeError, AttributeError) as error:
+            row = parse_json(decoded(line, where), where)
+            name, text = str(row["id"]), row["text"].encode()
+        except (KeyError, TypeError, AttributeError) as error:
             raise ValueError(f"{where} is not JSON with an id and a text: {error!r}") from error
         if name in found:
             raise ValueError(f"{where}: the paper {name!r} stands there for the second time")

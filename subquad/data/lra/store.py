@@ -15,11 +15,13 @@ from typing import NamedTuple
 import numpy as np
 
 from subquad.config import digest
-from subquad.data.files import read_json, write_json
+from subquad.data.files import write_json
 from subquad.data.shards import ShardWriter, TokenShard
+from subquad.parsing import check_keys, read_json
 
 VERSION = 1
 PARTS = ("train", "held_out", "test")
+_KINDS = {"version": int, "classes": list, "vocab_size": int, "pairs": bool, "source": str, "sha256": dict}
 NO_LABELS = np.empty(0, np.int64)
 
 
@@ -47,12 +49,14 @@ class Store:
 
     def __init__(self, folder: Path) -> None:
         manifest = read_json(folder / "manifest.json")
+        check_keys(manifest, _KINDS, str(folder / "manifest.json"))
+        check_keys(manifest["sha256"], dict.fromkeys(PARTS, list), str(folder / "manifest.json"))
         if manifest["version"] != VERSION:
             raise ValueError(
                 f"{folder} has version {manifest['version']} of labelled data, this release reads {VERSION}"
             )
         self.folder = folder
-        self.classes: tuple[str, ...] = tuple(manifest["classes"])
+        self.classes: tuple[str, ...] = tuple(map(str, manifest["classes"]))
         self.vocab_size: int = manifest["vocab_size"]
         self.pairs: bool = manifest["pairs"]
         self.source: str = manifest["source"]
@@ -64,11 +68,29 @@ class Store:
         """Which documents of the shard each example has, `[N, 1]` or `[N, 2]`."""
         for part in PARTS:
             self.tokens[part] = TokenShard(folder / f"{part}.tokens")
-            self.labels[part] = _checked(folder / f"{part}.labels", manifest["sha256"][part][1], "<u2")
+            checksums = [*manifest["sha256"][part], "", "", ""]
+            self.labels[part] = _checked(folder / f"{part}.labels", checksums[1], "<u2")
             index = np.arange(len(self.labels[part]))
             if self.pairs:
-                index = _checked(folder / f"{part}.pairs", manifest["sha256"][part][2], "<i8")
+                index = _checked(folder / f"{part}.pairs", checksums[2], "<i8")
+            self._check(part, index)
             self.index[part] = index.reshape(len(self.labels[part]), -1)
+
+    def _check(self, part: str, index: np.ndarray) -> None:
+        """Raise `ValueError` where labels, documents and classes of a part do not fit each other."""
+        labels, documents = self.labels[part], len(self.tokens[part].documents) - 1
+        if not len(labels) or len(index) != len(labels) * (1 + self.pairs):
+            raise ValueError(f"{self.folder} is damaged: {part} has {len(labels)} labels for {len(index)} documents")
+        if index.min() < 0 or index.max() >= documents or labels.max() >= len(self.classes):
+            raise ValueError(
+                f"{self.folder} is damaged: {part} names documents up to {index.max()} of {documents}, classes up to "
+                f"{labels.max()} of {len(self.classes)}"
+            )
+        if self.tokens[part].vocab_size != self.vocab_size:
+            raise ValueError(
+                f"{self.folder} is damaged: {part} has a vocabulary of {self.tokens[part].vocab_size}, not of "
+                f"{self.vocab_size}"
+            )
 
 
 def write_store(
@@ -140,4 +162,6 @@ def _checked(path: Path, checksum: str, dtype: str) -> np.ndarray:
     raw = path.read_bytes()
     if hashlib.sha256(raw).hexdigest() != checksum:
         raise ValueError(f"{path} is damaged: its checksum is wrong")
+    if len(raw) % np.dtype(dtype).itemsize:
+        raise ValueError(f"{path} is damaged: {len(raw)} bytes are no whole number of values")
     return np.frombuffer(raw, dtype).astype(np.int64)

@@ -62,7 +62,7 @@ class Case:
             case = cls(**plain)
             check_case(case)
             return case
-        except (KeyError, TypeError, ValueError, AttributeError) as error:
+        except (KeyError, TypeError, ValueError, AttributeError, OverflowError) as error:
             raise ValueError(f"this is no failing input of an audit: {error}") from error
 
 

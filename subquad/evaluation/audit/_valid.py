@@ -9,6 +9,8 @@ if TYPE_CHECKING:
 
 LARGEST = 2**31 - 1
 """Token."""
+MOST_COLUMNS = 1 << 20
+"""Of a row with its padding; an audit writes some hundreds."""
 
 
 def check_case(case: Case) -> None:
@@ -56,7 +58,9 @@ def _padding(case: Case, lengths: list[int]) -> None:
         raise ValueError("fills must hold at least one token, got none")
     if min(lengths) <= after:
         raise ValueError(f"pieces must leave a token of each sequence before them, got {list(case.pieces)}")
-    if not max(lengths) - after <= case.columns <= LARGEST:
+    if case.columns > MOST_COLUMNS:
+        raise ValueError(f"columns must be at most {MOST_COLUMNS}, got {case.columns}")
+    if not max(lengths) - after <= case.columns:
         raise ValueError(
             f"columns must be at least {max(lengths) - after}, the longest sequence to pad, got {case.columns}"
         )

@@ -10,9 +10,13 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any, Literal, get_args
 
+from subquad.parsing import check_keys, read_json
+
 Verdict = Literal["pass", "violation", "finding", "not checked"]
 FORMAT = "subquad-audit"
 FORMAT_VERSION = 1
+
+_KINDS = {"model": str, "settings": dict, "arithmetic": dict, "versions": dict, "checks": list}
 
 CHECKS: dict[str, str] = {
     "finite": "no logit is NaN or infinite",
@@ -103,16 +107,23 @@ class AuditReport:
             raise ValueError(f"this is no report of an audit: its format is {values.get('format')!r}, not {FORMAT!r}")
         if values.get("version") != FORMAT_VERSION:
             raise ValueError(f"the report has version {values.get('version')!r}; this release reads {FORMAT_VERSION}")
+        check_keys(values, _KINDS, "the report")
+        check_keys(values["arithmetic"], {"weights": str, "narrowest": str}, "the report's arithmetic")
         try:
             rest = {name: values[name] for name in ("model", "settings", "arithmetic", "versions")}
             checks = tuple(Check(**{**check, "worst": _number(check["worst"])}) for check in values["checks"])
             rest["arithmetic"] = {**rest["arithmetic"], **{k: float(rest["arithmetic"][k]) for k in ("scale", "band")}}
             if "float32" in rest["arithmetic"]:
                 narrow = rest["arithmetic"]["float32"]
-                rest["arithmetic"]["float32"] = {**narrow, "band": float(narrow["band"])}
-        except (KeyError, TypeError, ValueError) as error:
+                check_keys(narrow, {"checks": list, "alone": list}, "the report's float32")
+                texts = {name: [str(word) for word in narrow[name]] for name in ("checks", "alone")}
+                rest["arithmetic"]["float32"] = {**narrow, **texts, "band": float(narrow["band"])}
+        except (KeyError, TypeError, ValueError, OverflowError) as error:
             raise ValueError(f"the report is damaged: {error!r}") from error
         for check in checks:
+            check_keys(asdict(check), {"name": str, "verdict": str, "detail": str, "where": dict}, "the report")
+            if not isinstance(check.failing, dict | None):
+                raise ValueError(f"the report is damaged: the failing input of {check.name!r} must be a mapping")
             if check.verdict not in get_args(Verdict):
                 raise ValueError(
                     f"the report is damaged: unknown verdict {check.verdict!r}; valid: {', '.join(get_args(Verdict))}"
@@ -122,13 +133,13 @@ class AuditReport:
     @classmethod
     def load(cls, path: str | Path) -> AuditReport:
         """Read a file that holds `to_json`; raises as `from_dict`."""
-        try:
-            values = json.loads(Path(path).read_text(encoding="utf-8"))
-        except ValueError as error:
-            raise ValueError(f"{path} is not JSON: {error}") from error
+        values = read_json(path)
         if not isinstance(values, dict):
             raise ValueError(f"{path} must hold one JSON object, got {type(values).__name__}")
-        return cls.from_dict(values)
+        try:
+            return cls.from_dict(values)
+        except ValueError as error:
+            raise ValueError(f"{path}: {error}") from error
 
     def title(self) -> str:
         """The model, and how its outputs were compared."""

@@ -277,7 +277,7 @@ def test_pairs_and_papers_apart(tmp_path, cache):
     ("pairs_train.tsv", "1\tP0\tP1\n", r"no example to learn from has the class 'unrelated'"),
     ("papers.jsonl", '{"id": "P0"}\n', r"papers.jsonl, line 1 is not JSON with an id and a text: KeyError"),
     ("papers.jsonl", '{"id": "P0", "text": "a"}\n' * 2, r"line 2: the paper 'P0' stands there for the second time"),
-    ("papers.jsonl", b'{"id": "P0", "text": "\xff"}', r"papers.jsonl, line 1 is not text: byte 22 is not valid UTF-8"),
+    ("papers.jsonl", b'{"id": "P0", "text": "\xff"}', r"papers.jsonl, line 1 is not UTF-8 text: byte 22 is 0xff"),
 ])  # fmt: skip
 def test_pairs_that_are_wrong(tmp_path, cache, name, text, message):
     folder = papers(tmp_path / "d")
@@ -360,11 +360,11 @@ def test_pathfinder_of_the_release(tmp_path, cache, kind):
 
 @pytest.mark.parametrize(("spoil", "message"), [
     (lambda f: (f / "imgs/0/sample_3.png").unlink(), r"0.npy, line 4 names .*sample_3.png, which is not there"),
-    (lambda f: (f / "imgs/0/sample_3.png").write_bytes(b"GIF"), r"sample_3.png is no image that can be read"),
+    (lambda f: (f / "imgs/0/sample_3.png").write_bytes(b"GIF"), r"sample_3.png is damaged or no image"),
     (lambda f: Image.new("L", (16, 32)).save(f / "imgs/0/sample_3.png"), r"has 16 x 32 pixels, not 32 x 32"),
     (lambda f: (f / "metadata/0.npy").write_text("imgs/0 sample_0.png 0"), r"0.npy, line 1 has 3 columns: folder"),
     (lambda f: (f / "metadata/0.npy").write_text("imgs/0 sample_0.png 0 7"), r"0.npy, line 1 has the label '7'"),
-    (lambda f: np.save(f / "metadata/0.npy", np.array([["imgs/0", None]])), r"0.npy cannot be read: .*nothing pickled"),
+    (lambda f: np.save(f / "metadata/0.npy", np.array([["imgs/0", None]])), r"0.npy is no .*nothing pickled"),
     (lambda f: (f / "metadata/0.npy").unlink(), r"there is no metadata/\*.npy in"),
 ])  # fmt: skip
 def test_pathfinder_that_is_wrong(tmp_path, cache, spoil, message):

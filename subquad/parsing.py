@@ -1,0 +1,158 @@
+"""JSON and YAML that someone else has written: read by safe loaders only, within bounds.
+
+What is refused, always by a `ValueError` that names the file: text that is no UTF-8, values that nest more than `DEPTH`
+deep (they would exhaust the stack of whoever walks them), YAML whose aliases stand for more than `VALUES` values (a few
+lines can stand for billions) or for themselves, strings that are no Unicode, and more than `BYTES` bytes.
+"""
+
+from __future__ import annotations
+
+import json
+import reprlib
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+DEPTH = 100
+"""Mappings and lists inside one another."""
+VALUES = 200_000
+"""Values in a YAML file, each alias counted as often as it is used."""
+BYTES = 1 << 28
+"""Of a file that is read as one text."""
+
+
+class BoundsError(ValueError):
+    """A text that nests too deeply or stands for too much."""
+
+
+def read_text(path: str | Path) -> str:
+    """A file's text; `ValueError` names a file that is no UTF-8 or too large."""
+    with Path(path).open("rb") as stream:
+        raw = stream.read(BYTES + 1)
+    if len(raw) > BYTES:
+        raise ValueError(f"{path} is larger than {BYTES:,} bytes, which no such file is")
+    return decoded(raw, str(path))
+
+
+def decoded(raw: bytes, where: str) -> str:
+    """Bytes as text; `ValueError` names the first byte that is no UTF-8."""
+    try:
+        return raw.decode("utf-8")
+    except UnicodeDecodeError as error:
+        raise ValueError(f"{where} is not UTF-8 text: byte {error.start} is 0x{raw[error.start]:02x}") from error
+
+
+def read_json(path: str | Path) -> Any:
+    """The value in a JSON file. Raises as `parse_json` and `read_text`, and `OSError` for a file that can't be read."""
+    return parse_json(read_text(path), str(path))
+
+
+def read_json_mapping(path: str | Path) -> dict[str, Any]:
+    """The mapping in a JSON file; `ValueError` names the file where it holds something else."""
+    values = read_json(path)
+    if not isinstance(values, dict):
+        raise ValueError(f"{path} must hold a mapping, got {type(values).__name__}")
+    return values
+
+
+def check_keys(values: Any, kinds: Mapping[str, type], where: str) -> None:
+    """Raise `ValueError` unless `values` is a mapping that has each of these keys with a value of its type."""
+    if not isinstance(values, dict):
+        raise ValueError(f"{where} is damaged: it must hold a mapping, got {type(values).__name__}")
+    for name, kind in kinds.items():
+        if name not in values:
+            raise ValueError(f"{where} is damaged: it has no {name!r}")
+        value = values[name]
+        if not isinstance(value, kind) or (isinstance(value, bool) and kind is not bool):
+            raise ValueError(f"{where} is damaged: {name!r} must be a {kind.__name__}, got {reprlib.repr(value)}")
+
+
+def parse_json(text: str, where: str) -> Any:
+    """The value of a JSON text; `ValueError` begins with `where`."""
+    try:
+        value = json.loads(text)
+    except RecursionError as error:
+        raise _too_deep(where) from error
+    except ValueError as error:
+        raise ValueError(f"{where} is not JSON: {error}") from error
+    _check(value, where)
+    return value
+
+
+def parse_yaml(text: str, where: str) -> Any:
+    """The value of a YAML text, by the safe loader; `ValueError` begins with `where`."""
+    import yaml
+
+    check_yaml(text, where)
+    try:
+        value = yaml.safe_load(text)
+    except (yaml.YAMLError, ValueError) as error:
+        raise ValueError(f"{where} is not valid YAML: {error}") from error
+    except (TypeError, LookupError, AttributeError, ArithmeticError) as error:  # PyYAML's, of a tag that does not fit
+        raise ValueError(f"{where} is not valid YAML: {error!r}") from error
+    _check(value, where)
+    return value
+
+
+def check_yaml(text: str, where: str) -> None:
+    """Raise `ValueError` for damaged YAML, `BoundsError` for what nests too deeply or stands for too much.
+
+    Nothing is built: events come one by one without recursion, of which the loader in C dies.
+    """
+    import yaml
+
+    sizes: list[int] = [0]
+    anchors: list[str | None] = []
+    known: dict[str, int] = {}
+    try:
+        for event in yaml.parse(text, Loader=getattr(yaml, "CSafeLoader", yaml.SafeLoader)):
+            if isinstance(event, yaml.CollectionStartEvent):
+                sizes.append(1)
+                anchors.append(event.anchor)
+                known.pop(event.anchor or "", None)
+                if len(anchors) > DEPTH:
+                    raise _too_deep(where)
+            elif isinstance(event, yaml.CollectionEndEvent):
+                size, anchor = sizes.pop(), anchors.pop()
+                known |= {anchor: size} if anchor else {}
+                sizes[-1] += size
+            elif isinstance(event, yaml.ScalarEvent):
+                known |= {event.anchor: 1} if event.anchor else {}
+                sizes[-1] += 1
+            elif isinstance(event, yaml.AliasEvent):
+                if event.anchor in anchors:
+                    raise BoundsError(f"{where}: the alias *{event.anchor} stands for itself")
+                sizes[-1] += known.get(event.anchor or "", 1)
+            if sizes[-1] > VALUES:
+                raise BoundsError(f"{where} stands for more than {VALUES:,} values, aliases written out")
+    except yaml.YAMLError as error:
+        raise ValueError(f"{where} is not valid YAML: {error}") from error
+
+
+def _check(value: Any, where: str) -> None:
+    """Raise `ValueError` where a value nests too deeply or holds half of a surrogate pair, which no file can."""
+    level, depth = [value], 0
+    while level:
+        below: list[Any] = []
+        for item in level:
+            if isinstance(item, dict | list | tuple | set) and depth >= DEPTH:
+                raise _too_deep(where)
+            if isinstance(item, dict):
+                below += item.keys()
+                below += item.values()
+            elif isinstance(item, list | tuple | set):
+                below += item
+            elif isinstance(item, str) and not item.isascii():
+                _check_unicode(item, where)
+        level, depth = below, depth + 1
+
+
+def _check_unicode(text: str, where: str) -> None:
+    try:
+        text.encode()
+    except UnicodeEncodeError as error:
+        raise ValueError(f"{where} spells half a surrogate pair: {text[error.start]!r}") from error
+
+
+def _too_deep(where: str) -> BoundsError:
+    return BoundsError(f"{where} nests more than {DEPTH} deep")

@@ -1,0 +1,258 @@
+"""The fuzzer: damaged inputs for every target, one after another.
+
+`python -m tests.fuzz.run --minutes 10` tries all targets, each in a child process with a limit of memory and of seconds
+for each input, prints what came, and keeps every input that found a fault in `tests/fuzz/found`. `--target NAME` tries
+one. An input is fixed by its target and its number.
+"""
+
+import argparse
+import faulthandler
+import hashlib
+import json
+import os
+import random
+import resource
+import shutil
+import subprocess
+import sys
+import tempfile
+import time
+import traceback
+import warnings
+from collections import Counter
+from pathlib import Path
+from typing import NamedTuple
+
+FOUND = Path(__file__).with_name("found")
+ROOT = Path(__file__).resolve().parents[2]
+MEMORY = 8 << 30
+"""Bytes of address space of a child; torch alone takes some."""
+PEAK = 1 << 30
+"""Bytes that all inputs together may add to a child's memory."""
+SECONDS = 30.0
+"""For one input; resuming a run takes one or two."""
+KEPT = 20_000
+"""Bytes of an input that is kept as a file; larger ones are told by their number alone."""
+
+
+class Input(NamedTuple):
+    """What is written over which file of a valid folder."""
+
+    number: int
+    file: str
+    content: bytes
+
+
+class Outcome(NamedTuple):
+    """`kind` is read, or the name of an exception; `fault` tells what is wrong with it, if anything."""
+
+    kind: str
+    fault: str | None
+
+
+class Tried:
+    """A target with its valid folder, in `home`."""
+
+    def __init__(self, name: str, home: Path) -> None:
+        from tests.fuzz.targets import TARGETS
+
+        self.name, self.target = name, TARGETS[name]
+        self.folder, self.valid = home / "folder", home / "valid"
+        self.folder.mkdir(parents=True)
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            self.target.make(self.folder)
+        shutil.copytree(self.folder, self.valid)
+        names = (file.relative_to(self.folder) for file in self.folder.glob(self.target.files) if file.is_file())
+        self.files = sorted(name.as_posix() for name in names)
+        assert self.files, name
+
+    def restore(self) -> None:
+        """Make the folder valid again."""
+        shutil.rmtree(self.folder)
+        shutil.copytree(self.valid, self.folder)
+
+    def input(self, number: int) -> Input:
+        """Input `number`."""
+        from tests.fuzz.mutate import mutated
+
+        rng = random.Random(f"{self.name} {number}")
+        file = rng.choice(self.files)
+        return Input(number, file, mutated(file, (self.valid / file).read_bytes(), rng))
+
+    def attempt(self, tried: Input) -> Outcome:
+        """Read the folder with this input in it."""
+        self.restore()
+        (self.folder / tried.file).write_bytes(tried.content)
+        if self.target.seal is not None and tried.number % 4:
+            try:
+                self.target.seal(self.folder)
+            except Exception:
+                (self.folder / tried.file).write_bytes(tried.content)  # too damaged for checksums that fit
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            try:
+                self.target.read(self.folder)
+            except BaseException as error:
+                if isinstance(error, KeyboardInterrupt):
+                    raise
+                return Outcome(type(error).__name__, self._fault(error, tried))
+        return Outcome("read", None)
+
+    def _fault(self, error: BaseException, tried: Input) -> str | None:
+        if not isinstance(error, self.target.raises):
+            return "".join(traceback.format_exception(error))
+        names = (str(self.folder), Path(tried.file).name)
+        if self.target.named and not any(name in str(error) for name in names):
+            return f"names no file: {''.join(traceback.format_exception(error))}"
+        return None
+
+
+def signature(fault: str) -> str:
+    """What two inputs have in common that find the same fault: the exception and the last places of ours."""
+    lines = fault.strip().splitlines()
+    ours = [line.strip() for line in lines if f'File "{ROOT / "subquad"}' in line]
+    return " ".join([lines[-1].partition(":")[0], *ours[-2:]])
+
+
+def keep(name: str, tried: Input) -> str:
+    """Keep an input as a file, and say where it is."""
+    if len(tried.content) > KEPT:
+        return f"input {tried.number} of {name}, {tried.file} with {len(tried.content):,} bytes"
+    digest = hashlib.sha256(tried.content).hexdigest()[:8]
+    place = FOUND / name / f"{digest}-{tried.file.replace('/', '~')}"
+    place.parent.mkdir(parents=True, exist_ok=True)
+    place.write_bytes(tried.content)
+    return str(place)
+
+
+def kept(name: str) -> list[Input]:
+    """The inputs of a target that have found a fault before."""
+    files = sorted((FOUND / name).glob("*")) if (FOUND / name).is_dir() else []
+    return [Input(1, file.name.partition("-")[2].replace("~", "/"), file.read_bytes()) for file in files]
+
+
+def child(name: str, start: int, seconds: float, home: Path) -> None:
+    """Try inputs from `start` on; each is told before and after, as a line of JSON."""
+    import logging
+
+    faulthandler.enable()
+    logging.disable()
+    tried = Tried(name, home)
+    tried.attempt(Input(0, tried.files[0], (tried.valid / tried.files[0]).read_bytes()))  # loads what it needs
+    before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    resource.setrlimit(resource.RLIMIT_AS, (MEMORY, MEMORY))
+    out = os.fdopen(os.dup(1), "w", buffering=1)
+    sys.stdout = open(os.devnull, "w")  # noqa: SIM115 (as long as the process)
+    known: set[str] = set()
+    end, number = time.monotonic() + seconds, start
+    while time.monotonic() < end:
+        out.write(json.dumps({"begins": number}) + "\n")
+        now = tried.input(number)
+        outcome = tried.attempt(now)
+        fault = outcome.fault
+        grown = (resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before) * 1024
+        if grown > PEAK and fault is None:
+            fault, before = f"took {grown:,} bytes of memory", before + grown // 1024
+        place = None
+        if fault is not None:
+            place = keep(name, now) if signature(fault) not in known else f"input {number} of {name}, as one before"
+            known.add(signature(fault))
+        out.write(json.dumps({"kind": outcome.kind, "fault": fault, "place": place}) + "\n")
+        number += 1
+
+
+def run(name: str, seconds: float, start: int = 0, module: str = "tests.fuzz.targets") -> tuple[Counter, list[str]]:
+    """Try a target of a module for so long: exceptions by type, and the faults."""
+    kinds: Counter[str] = Counter()
+    faults: list[str] = []
+    end = time.monotonic() + seconds
+    while (left := end - time.monotonic()) > 0:
+        with tempfile.TemporaryDirectory(prefix="fuzz-") as home:
+            start, why = _watch(name, start, left, Path(home), module, kinds, faults)
+            if why is None:
+                break
+            tried = Tried(name, Path(home) / "again")
+            faults.append(f"{keep(name, tried.input(start - 1))}\n{why}")
+            kinds["died"] += 1
+    return kinds, faults
+
+
+def _watch(
+    name: str, start: int, seconds: float, home: Path, module: str, kinds: Counter, faults: list[str]
+) -> tuple[int, str | None]:
+    """One child until its time is over, or its death: the number after its last input, and why it died."""
+    import selectors
+
+    code = f"import {module}; from pathlib import Path; from tests.fuzz.run import child; "
+    code += f"child({name!r}, {start}, {seconds}, Path({str(home / 'child')!r}))"
+    with (home / "stderr").open("w+") as err:
+        process = subprocess.Popen(
+            [sys.executable, "-c", code], stdout=subprocess.PIPE, stderr=err, cwd=ROOT, env=_environment(home)
+        )
+        assert process.stdout is not None
+        number, patience, pending = start, 180.0, b""
+        try:
+            with selectors.DefaultSelector() as ready:
+                ready.register(process.stdout, selectors.EVENT_READ)
+                while True:
+                    if not ready.select(patience):
+                        return number, f"hangs: no answer in {patience:g} s"
+                    piece = os.read(process.stdout.fileno(), 1 << 16)
+                    if not piece:
+                        break
+                    *lines, pending = (pending + piece).split(b"\n")
+                    for line in map(json.loads, lines):
+                        patience = SECONDS
+                        if "begins" in line:
+                            number = line["begins"] + 1
+                        else:
+                            kinds[line["kind"]] += 1
+                            if line["fault"]:
+                                faults.append(f"{line['place']}\n{line['fault']}")
+        finally:
+            process.kill()
+            process.wait()
+            process.stdout.close()
+        err.seek(0)
+        told = err.read()
+    status = process.returncode
+    return number, None if "Traceback" not in told and status in (
+        0,
+        -9,
+    ) else f"dies with status {status}: {told[-2000:]}"
+
+
+def _environment(home: Path) -> dict[str, str]:
+    """Of a child: the parent's modules, and a cache of its own."""
+    path = os.pathsep.join([str(ROOT), *sys.path])
+    return {**os.environ, "PYTHONPATH": path, "SUBQUAD_CACHE": str(home / "cache"), "HF_HUB_OFFLINE": "1"}
+
+
+def main() -> int:
+    """Try one or all targets; the exit status is 1 where there is a fault."""
+    from tests.fuzz.targets import TARGETS
+
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--minutes", type=float, default=10.0, help="of all targets together")
+    parser.add_argument("--target", choices=sorted(TARGETS), action="append")
+    parser.add_argument("--start", type=int, default=0, help="number of the first input")
+    chosen = parser.parse_args()
+    return 1 if summary(chosen.target or list(TARGETS), chosen.minutes * 60, chosen.start) else 0
+
+
+def summary(names: list[str], seconds: float, start: int = 0) -> list[str]:
+    """Try targets for so long in all, print a line for each, and give the faults."""
+    found: list[str] = []
+    for name in names:
+        kinds, faults = run(name, seconds / len(names), start)
+        shown = ", ".join(f"{kind} {count}" for kind, count in kinds.most_common())
+        print(f"{name:<16} {sum(kinds.values()):>7} inputs, {len(faults)} faults: {shown}", flush=True)
+        for fault in dict.fromkeys(fault.strip().splitlines()[-1] for fault in faults):
+            print(f"    {fault[:300]}", flush=True)
+        found += [f"{name}: {fault}" for fault in faults]
+    return found
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())

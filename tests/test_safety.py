@@ -1,0 +1,140 @@
+"""Nothing in the library runs what a file says, or reads JSON, YAML, arrays and images past the bounds set for them."""
+
+import ast
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[1] / "subquad"
+FILES = sorted(ROOT.rglob("*.py"))
+PICKLES = {"cloudpickle", "dill", "joblib", "marshal", "pickle", "shelve"}
+OWN_JSON = "JSON that the same function or program has written"
+ALLOWED = {
+    ("data/_image_decode.py", "Image.open"): "the one place that opens images, with two formats and a limit",
+    ("data/lra/blocks.py", "json"): OWN_JSON,
+    ("data/vocabularies.py", "json"): OWN_JSON,
+    ("evaluation/harness.py", "json"): OWN_JSON,
+    ("parsing.py", "json"): "the one place that reads JSON",
+    ("parsing.py", "yaml.safe_load"): "the one place that reads YAML",
+    ("reproduction/train.py", "json"): OWN_JSON,
+    ("reproduction/units.py", "exec_module"): "`subquad reproduce` is asked to run the experiment's own code",
+    ("serving/gate.py", "json"): "a body that is no longer than ServeConfig.max_body; RecursionError is caught",
+}
+"""What is done all the same, and why."""
+
+
+def called(node: ast.Call) -> str:
+    """The dotted name that is called, as far as it is one."""
+    return ast.unparse(node.func)
+
+
+def has(node: ast.Call, name: str, value: object) -> bool:
+    """Whether the call has this keyword with this constant."""
+    return any(k.arg == name and isinstance(k.value, ast.Constant) and k.value.value == value for k in node.keywords)
+
+
+def unsafe(source: str) -> list[tuple[str, int]]:
+    """What must not be there, with its line."""
+    found = []
+    for node in ast.walk(ast.parse(source)):
+        if isinstance(node, ast.Import | ast.ImportFrom):
+            modules = [node.module or ""] if isinstance(node, ast.ImportFrom) else [alias.name for alias in node.names]
+            found += [(module, node.lineno) for module in modules if module.partition(".")[0] in PICKLES]
+            if isinstance(node, ast.ImportFrom) and node.module in ("json", "yaml", "os", "numpy", "torch"):
+                hidden = {alias.name for alias in node.names} & {"load", "loads", "safe_load", "system", "popen"}
+                found += [(f"{node.module}.{name}", node.lineno) for name in sorted(hidden)]
+        elif isinstance(node, ast.Call):
+            found += [(what, node.lineno) for what in unsafe_call(node)]
+    return found
+
+
+def unsafe_call(node: ast.Call) -> list[str]:
+    """Why a call is unsafe, by short names."""
+    name = called(node)
+    last, trusts_nothing = name.rpartition(".")[2], has(node, "trust_remote_code", False)
+    reasons = {
+        name: name in ("eval", "exec", "compile", "__import__", "os.system", "os.popen", "pickle.load", "pickle.loads"),
+        "json": name in ("json.load", "json.loads"),
+        "yaml.safe_load": name == "yaml.safe_load",
+        "yaml.load": name.startswith("yaml.") and "load" in last and last != "safe_load",
+        "torch.load": name == "torch.load" and not has(node, "weights_only", True),
+        "np.load": name in ("np.load", "numpy.load") and not has(node, "allow_pickle", False),
+        "Image.open": name.endswith("Image.open"),
+        "exec_module": last == "exec_module",
+        "Tokenizer.from_file": name == "Tokenizer.from_file",
+        "extractall": (last in ("extract", "extractall") and not has(node, "filter", "data"))
+        or name == "shutil.unpack_archive",
+        "shell": any(k.arg == "shell" and not has(node, "shell", False) for k in node.keywords),
+        "trust_remote_code": any(k.arg == "trust_remote_code" for k in node.keywords) and not trusts_nothing,
+        "from_pretrained": ".Auto" in f".{name}" and last == "from_pretrained" and not trusts_nothing,
+    }  # fmt: skip
+    return [reason for reason, wrong in reasons.items() if wrong]
+
+
+def all_of_them():
+    for path in FILES:
+        name = path.relative_to(ROOT).as_posix()
+        for what, line in unsafe(path.read_text(encoding="utf-8")):
+            yield name, what, line
+
+
+def test_the_library_reads_safely():
+    assert len(FILES) > 100
+    assert [found for found in all_of_them() if found[:2] not in ALLOWED] == []
+
+
+def test_every_exception_is_needed():
+    used = {found[:2] for found in all_of_them()}
+    assert set(ALLOWED) == used
+
+
+@pytest.mark.parametrize(
+    ("source", "what"),
+    [
+        ("import pickle", "pickle"),
+        ("from pickle import loads", "pickle"),
+        ("import cloudpickle as c", "cloudpickle"),
+        ("eval(text)", "eval"),
+        ("exec(text)", "exec"),
+        ("__import__(name)", "__import__"),
+        ("yaml.load(text, Loader=yaml.SafeLoader)", "yaml.load"),
+        ("yaml.unsafe_load(text)", "yaml.load"),
+        ("yaml.safe_load(text)", "yaml.safe_load"),
+        ("from yaml import load", "yaml.load"),
+        ("json.loads(text)", "json"),
+        ("torch.load(file)", "torch.load"),
+        ("torch.load(file, weights_only=False)", "torch.load"),
+        ("np.load(file)", "np.load"),
+        ("np.load(file, allow_pickle=True)", "np.load"),
+        ("Image.open(file)", "Image.open"),
+        ("Tokenizer.from_file(file)", "Tokenizer.from_file"),
+        ("archive.extractall(folder)", "extractall"),
+        ("archive.extract(member, folder, filter=chosen)", "extractall"),
+        ("shutil.unpack_archive(file)", "extractall"),
+        ("subprocess.run(command, shell=True)", "shell"),
+        ("subprocess.run(command, shell=chosen)", "shell"),
+        ("os.system(command)", "os.system"),
+        ("AutoConfig.from_pretrained(folder)", "from_pretrained"),
+        ("transformers.AutoModel.from_pretrained(folder, trust_remote_code=True)", "trust_remote_code"),
+        ("build(folder, trust_remote_code=chosen)", "trust_remote_code"),
+        ("spec.loader.exec_module(module)", "exec_module"),
+    ],
+)
+def test_the_rules_see_what_they_forbid(source, what):
+    assert what in [reason for reason, _ in unsafe(source)]
+
+
+@pytest.mark.parametrize(
+    "source",
+    [
+        "model.eval()",
+        "re.compile(pattern)",
+        "torch.load(file, weights_only=True)",
+        "np.load(file, allow_pickle=False)",
+        "archive.extractall(folder, filter='data')",
+        "AutoConfig.from_pretrained(folder, trust_remote_code=False)",
+        "subprocess.run(command)",
+    ],
+)
+def test_the_rules_let_pass_what_is_safe(source):
+    assert unsafe(source) == []
