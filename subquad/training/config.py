@@ -209,6 +209,14 @@ class TrainConfig(Config):
             raise ValueError(f"parallel.context={context} is for task=language, got task={self.task}; leave it out")
         if context > 1 and self.lora.rank:
             raise ValueError(f"parallel.context={context} is not there for LoRA; leave it or lora.rank out")
+        if context > 1 and self.data.pack == "documents":
+            raise ValueError(f"parallel.context={context} takes no packed documents: set data.pack=stream")
+        for name in ("dropout", "attention_dropout"):
+            if context > 1 and getattr(self.model, name):
+                raise ValueError(
+                    f"parallel.context={context} takes no dropout, of which each process would draw other numbers: set "
+                    f"model.{name}=0, got {getattr(self.model, name):g}"
+                )
         if self.batch.length % context:
             raise ValueError(
                 f"{context} processes share a window equally: batch.length={self.batch.length} must be a multiple of "

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib
 import logging
 import os
 from collections.abc import Callable, Iterator
@@ -73,8 +72,9 @@ class Processes:
         """What makes a context in which the model shares each window with this process's neighbours."""
         if self.context == 1:
             return nullcontext
-        context_parallel, context_group = _context_parallelism()
-        group = context_group(self.mesh().get_group("context"))
+        from subquad.parallel import ContextGroup, context_parallel
+
+        group = ContextGroup(self.mesh().get_group("context"))
         return lambda: context_parallel(group)
 
     def by_the_first(self, work: Callable[[], Result]) -> Result:
@@ -155,7 +155,6 @@ def check_parallel(config: TrainConfig) -> None:
         for name in config.model.mechanisms:
             if name in STACKS:
                 raise ValueError(f"attention {name!r} can't share a window: parallel.context must be 1, got {context}")
-        _context_parallelism()
 
 
 def world_size() -> int:
@@ -218,12 +217,3 @@ def _watch(store: Any, rank: int, world: int, timeout: float) -> None:
     from subquad.training.heartbeat import beat_from
 
     _heart = beat_from(store, rank, world, timeout)
-
-
-def _context_parallelism() -> tuple[Any, Any]:
-    """`context_parallel` and `ContextGroup` of `subquad.parallel`."""
-    try:
-        parallel = importlib.import_module("subquad.parallel")
-    except ImportError as error:
-        raise ValueError(f"parallel.context above 1 needs the package subquad.parallel: {error}") from error
-    return parallel.context_parallel, parallel.ContextGroup

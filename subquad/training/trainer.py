@@ -162,7 +162,7 @@ class SubquadTrainer(SavingTrainer, ReadingTrainer):
         """The loss of a held-out batch; of a probe with the likeliest tokens, of a text without the logits."""
         self._held_out_step += 1
         if self.config.task == "language":
-            inputs = {**inputs, "output_logits": False}
+            inputs = {**inputs, "output_logits": False, "use_cache": False}
         elif self.config.task == "probe":
             inputs = {**inputs, "use_cache": False}
         with self._sharing():

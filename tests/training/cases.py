@@ -9,7 +9,6 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
-from types import ModuleType
 from typing import Any
 
 import torch
@@ -177,31 +176,11 @@ def full_disk(folder: Path, rank: int) -> None:
 
 
 def context(folder: Path, rank: int, changes: dict[str, Any]) -> None:
-    """Neighbours that get the same windows, with a stand-in for the package that cuts them."""
-    entered = [0]
-
-    class ContextGroup:
-        def __init__(self, process_group: Any) -> None:
-            self.size = torch.distributed.get_world_size(process_group)
-
-    @contextmanager
-    def context_parallel(group: ContextGroup) -> Iterator[None]:
-        entered[0] += 1
-        yield
-
-    module: Any = ModuleType("subquad.parallel")
-    module.ContextGroup, module.context_parallel = ContextGroup, context_parallel
-    before = sys.modules.get("subquad.parallel")
-    sys.modules["subquad.parallel"] = module
-    try:
-        seen: list[tuple[int, list[int]]] = []
-        with patched(SubquadTrainer, "training_step", recording(seen)):
-            result = train_in(folder / "context", {"parallel.context": 2, "run.eval_every": 3, **changes})
-        tell(folder, f"context {rank}", {"seen": seen, "entered": entered[0], "tokens": result.tokens})
-    finally:
-        del sys.modules["subquad.parallel"]
-        if before is not None:
-            sys.modules["subquad.parallel"] = before
+    """Neighbours that share windows: which ones each of them is given."""
+    seen: list[tuple[int, list[int]]] = []
+    with patched(SubquadTrainer, "training_step", recording(seen)):
+        result = train_in(folder / "context", {"parallel.context": 2, "run.eval_every": 3, **changes})
+    tell(folder, f"context {rank}", {"seen": seen, "tokens": result.tokens})
 
 
 def lost(folder: Path, rank: int, how: str) -> None:
@@ -250,6 +229,7 @@ def quick(folder: Path) -> None:
         nonfinite(folder, rank, 2, 1)
         full_disk(folder, rank)
         context(folder, rank, {})
+        of_mechanisms(folder, "context", 6, {"run.eval_every": 3, "parallel.context": 2}, MECHANISMS[1:])
 
     statuses = [fork(1, alone), fork(2, together)]
     tell(folder, "quick", statuses)
@@ -260,7 +240,7 @@ def quick(folder: Path) -> None:
 
 def of_kind(kind: str) -> tuple[str, ...]:
     """The mechanisms whose curves are compared: of the slowest way two."""
-    return MECHANISMS[:2] if kind == "fsdp 4" else MECHANISMS
+    return MECHANISMS[:2] if kind.startswith("fsdp 4") or kind.endswith("fsdp") else MECHANISMS
 
 
 def curves(folder: Path) -> None:
@@ -271,6 +251,10 @@ def curves(folder: Path) -> None:
         "ddp 4": (4, {"batch.size": 1}),
         "fsdp 2": (2, {"batch.size": 2, "parallel.shard": True}),
         "fsdp 4": (4, {"batch.size": 1, "parallel.shard": True}),
+        "context 2": (2, {"parallel.context": 2}),
+        "context 4": (4, {"parallel.context": 4}),
+        "context 2 x 2": (4, {"parallel.context": 2, "batch.size": 2}),
+        "context 2 x 2 fsdp": (4, {"parallel.context": 2, "batch.size": 2, "parallel.shard": True}),
     }
     statuses = [
         fork(world, lambda _, k=kind, c=changes: of_mechanisms(folder, k, 50, c, of_kind(k)), seconds=900)
@@ -284,7 +268,7 @@ def curves(folder: Path) -> None:
     statuses.append(
         fork(2, stacks("fsdp 2", {"batch.size": 2, "parallel.shard": True, "run.activation_checkpointing": True}))
     )
-    statuses.append(fork(4, lambda rank: context(folder, rank, {"batch.size": 2, "parallel.shard": True})))
+    statuses.append(fork(4, lambda rank: context(folder, rank, {"batch.size": 2})))
     tell(folder, "curves", statuses)
 
 

@@ -17,6 +17,7 @@ from tests.training.cases import MECHANISMS, STACKS, of_kind
 from tests.training.metrics import records
 
 pytestmark = pytest.mark.timeout(1200)  # the first test waits for all processes
+KINDS = ("ddp 2", "ddp 4", "fsdp 2", "fsdp 4", "context 2", "context 4", "context 2 x 2", "context 2 x 2 fsdp")
 CASES = Path(__file__).with_name("cases.py")
 
 
@@ -148,9 +149,13 @@ def test_neighbours_share_windows(quick: Path) -> None:
     first, second = (told(quick, f"context {rank}") for rank in range(2))
     assert first == second
     assert [window for _, part in first["seen"] for window in part] == list(RunOrder(count_windows(quick), 0, 24))
-    assert first["entered"] == 6 + 2 * 2, "six steps, and two evaluations of two batches"
     assert first["tokens"] == 6 * 4 * 32
     assert_same_run(quick / "one llp", quick / "context")
+
+
+@pytest.mark.parametrize("name", MECHANISMS[1:])
+def test_neighbours_that_share_windows_train_as_one(quick: Path, name: str) -> None:
+    assert_same_run(quick / f"one {name}", quick / f"context {name}")
 
 
 @pytest.mark.parametrize("how", ["dies", "hangs"])
@@ -169,8 +174,8 @@ def curves(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.mark.slow
 @pytest.mark.timeout(1800)
 def test_fifty_steps_are_the_same_by_one_two_and_four_processes(curves: Path) -> None:
-    assert told(curves, "curves") == [[0], [0] * 2, [0] * 4, [0] * 2, [0] * 4, [0], [0] * 2, [0] * 2, [0] * 4]
-    for kind in ("ddp 2", "ddp 4", "fsdp 2", "fsdp 4"):
+    assert told(curves, "curves") == [[0] * world for world in (1, 2, 4, 2, 4, 2, 4, 4, 4, 1, 2, 2, 4)]
+    for kind in KINDS:
         for name in of_kind(kind):
             assert len(numbers(curves / f"one {name}")["loss"]) == 50
             assert_same_run(curves / f"one {name}", curves / f"{kind} {name}")
@@ -181,7 +186,7 @@ def test_fifty_steps_are_the_same_by_one_two_and_four_processes(curves: Path) ->
 
 @pytest.mark.slow
 @pytest.mark.timeout(1800)
-def test_two_parts_of_the_data_in_two_parts_of_the_context_are_sharded_too(curves: Path) -> None:
+def test_of_two_times_two_processes_neighbours_see_the_same_windows(curves: Path) -> None:
     seen = [told(curves, f"context {rank}")["seen"] for rank in range(4)]
     assert seen[0] == seen[1]
     assert seen[2] == seen[3]

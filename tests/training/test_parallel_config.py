@@ -1,6 +1,5 @@
 """Settings of several processes that can't be followed are refused before anything is read."""
 
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -37,6 +36,15 @@ def test_values_that_mean_nothing_are_refused(values: dict[str, Any], message: s
             r"parallel\.shard=true is not there for LoRA",
         ),
         ({"lora": {"rank": 2, "base": "x"}, "parallel": {"context": 2}}, r"parallel\.context=2 is not there for LoRA"),
+        (
+            {"data": {"pack": "documents"}, "parallel": {"context": 2}},
+            r"parallel\.context=2 takes no packed documents: set data\.pack=stream",
+        ),
+        ({"model": {"dropout": 0.1}, "parallel": {"context": 2}}, r"parallel\.context=2 takes no dropout.*set model\.dropout=0"),
+        (
+            {"model": {"attention_dropout": 0.1}, "parallel": {"context": 2}},
+            r"other numbers: set model\.attention_dropout=0, got 0\.1",
+        ),
         ({"run": {"nonfinite_limit": 0}}, r"run\.nonfinite_limit must be at least 1, got 0"),
         ({"run": {"nonfinite": "hope"}}, r"nonfinite must be one of its choices, got 'hope'"),
     ],
@@ -77,13 +85,6 @@ def test_a_stack_does_not_share_windows(monkeypatch: pytest.MonkeyPatch) -> None
     config = config.replace(model=config.model.replace(attention="perceiver_ar"))
     with pytest.raises(ValueError, match=r"attention 'perceiver_ar' can't share a window: parallel\.context must be 1"):
         check_parallel(config)
-
-
-def test_context_parallelism_needs_its_package(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("WORLD_SIZE", "2")
-    monkeypatch.setitem(sys.modules, "subquad.parallel", None)  # as if it were not there
-    with pytest.raises(ValueError, match=r"parallel\.context above 1 needs the package subquad\.parallel"):
-        check_parallel(TrainConfig(parallel=ParallelConfig(context=2)))
 
 
 def test_sharding_by_one_process_says_that_it_does_nothing(caplog: pytest.LogCaptureFixture) -> None:

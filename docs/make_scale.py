@@ -1,0 +1,280 @@
+"""Write the tables of docs/scale.md again: constants measured here, and what they make of 10^6 to 10^9 tokens.
+
+    python docs/make_scale.py --measure    # two free cores, a quarter of an hour; keeps benchmarks/results/cpu_scale.json
+    python docs/make_scale.py
+
+Only what stands between `<!-- NAME -->` and `<!-- /NAME -->` is replaced.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import math
+import socket
+import sys
+import time
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+import torch
+import torch.distributed as distributed
+from make_performance import BLOCK
+from torch import multiprocessing
+
+from subquad.bench._timing import Run, Timing, interleave
+from subquad.models import Decoder, DecoderConfig
+from subquad.parallel import ContextGroup, context_parallel
+from subquad.tools._tables import size
+from subquad.tools.memory import peak_bytes
+from subquad.tools.provenance import described, machine, versions
+
+ROOT = Path(__file__).resolve().parents[1]
+PAGE, RESULT = ROOT / "docs" / "scale.md", ROOT / "benchmarks" / "results" / "cpu_scale.json"
+MECHANISMS = ("full", "window", "llp", "linear", "latte", "elita")
+DIM, HEADS, VOCAB = 256, 4, 256
+LENGTHS, DEPTHS = (2048, 8192), (1, 3)
+LAYERS = 12
+"""Of the model that the tables are about."""
+SIZES = (2**20, 2**23, 2**27, 2**30)
+ROOM = 16 * 2**30
+"""Bytes that a process has for a step."""
+PROOF = 2**16
+"""Tokens of the step that is predicted and then measured."""
+STATE = 16
+"""Bytes of a parameter with its gradient and Adam's two moments, in float32."""
+
+
+def main() -> None:
+    """Measure where it is asked for, and write the page."""
+    parser = argparse.ArgumentParser(description="the cost model of docs/scale.md")
+    parser.add_argument("--measure", action="store_true", help="measure the constants anew")
+    if parser.parse_args().measure:
+        RESULT.write_text(json.dumps(measured(), indent=1) + "\n", encoding="utf-8")
+    found = json.loads(RESULT.read_text(encoding="utf-8"))
+    blocks = {"constants": constants, "alone": alone, "together": together, "proof": proof}
+    text = PAGE.read_text(encoding="utf-8")
+    made = BLOCK.sub(lambda m: f"<!-- {m['name']} -->\n{blocks[m['name']](found)}\n<!-- /{m['name']} -->", text)
+    PAGE.write_text(made, encoding="utf-8")
+
+
+def make_decoder(name: str, layers: int) -> Decoder:
+    """A model of bytes whose layers keep their inputs alone for the backward pass."""
+    torch.manual_seed(0)
+    position = "rope" if name in ("full", "window", "llp") else "none"
+    options = {"elita": {"horizon": PROOF}} if name == "elita" else {}
+    shape = {"vocab_size": VOCAB, "dim": DIM, "num_layers": layers, "num_heads": HEADS, "position": position}
+    decoder = Decoder(DecoderConfig(**shape, attention=name, options=options)).train()
+    decoder.gradient_checkpointing = True
+    return decoder
+
+
+def measured() -> dict[str, Any]:
+    """Everything that the tables are made of."""
+    torch.set_num_threads(1)
+    found = {name: of_mechanism(name) for name in MECHANISMS}
+    link, proofs = together_measured()
+    return {
+        "machine": machine("cpu"),
+        "versions": versions(),
+        "mechanisms": found,
+        "link": link,
+        "proof": proofs,
+    }
+
+
+def of_mechanism(name: str) -> dict[str, float]:
+    """Seconds and bytes of a token, of one layer and of what is not in a layer.
+
+    Of two depths the difference is the layers'. Of two lengths it is, for full attention, what grows with the length.
+    """
+    steps = {(depth, tokens): _step(make_decoder(name, depth), tokens) for depth in DEPTHS for tokens in LENGTHS}
+    timed = interleave({key: Run(lambda _, f=step: f()) for key, step in steps.items()}, repeats=5)
+    seconds = {key: found.median for key, found in timed.items() if isinstance(found, Timing)}
+    peaks = {key: peak_bytes(step, "cpu") for key, step in steps.items()}
+    sys.stderr.write(f"{name}: {seconds} {peaks}\n")
+    few, many = DEPTHS
+    short, long = LENGTHS
+    layer = [(seconds[many, tokens] - seconds[few, tokens]) / (many - few) / tokens for tokens in LENGTHS]
+    grows = max(0.0, (layer[1] - layer[0]) / (long - short)) if name == "full" else 0.0
+    slopes = {depth: (peaks[depth, long] - peaks[depth, short]) / (long - short) for depth in DEPTHS}
+    layer_bytes = (slopes[many] - slopes[few]) / (many - few)
+    return {
+        "layer_s": layer[1] - grows * long,
+        "layer_s_per_token": grows,
+        "rest_s": seconds[few, long] / long - layer[1],
+        "layer_bytes": layer_bytes,
+        "rest_bytes": slopes[few] - layer_bytes,
+    }
+
+
+def _step(decoder: Decoder, tokens: int) -> Any:
+    ids = torch.randint(0, VOCAB, (1, tokens + 1), generator=torch.Generator().manual_seed(1))
+
+    def step() -> None:
+        decoder.zero_grad()
+        decoder.loss(ids[:, :-1], ids[:, 1:]).backward()
+
+    return step
+
+
+def together_measured() -> tuple[dict[str, float], dict[str, dict[str, float]]]:
+    """What two processes reach: the link between them, and a step of `PROOF` tokens of each mechanism."""
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = probe.getsockname()[1]
+    context = multiprocessing.get_context("spawn")
+    answers = context.Queue()
+    processes = [context.Process(target=_share, args=(rank, port, answers)) for rank in range(2)]
+    for process in processes:
+        process.start()
+    link, proofs = answers.get()
+    for process in processes:
+        process.join()
+    return link, proofs
+
+
+def _share(rank: int, port: int, answers: Any) -> None:
+    torch.set_num_threads(1)
+    distributed.init_process_group("gloo", init_method=f"tcp://127.0.0.1:{port}", rank=rank, world_size=2)
+    group = ContextGroup()
+    large, small = 2**26, 8
+    link = {"bytes_per_s": large / _there_and_back(rank, large), "latency_s": _there_and_back(rank, small)}
+    proofs = {}
+    for name in MECHANISMS:
+        decoder = make_decoder(name, DEPTHS[1])
+        ids = torch.randint(0, VOCAB, (1, PROOF + 1), generator=torch.Generator().manual_seed(1))
+        part, labels = group.part(ids[:, :-1]), group.part(ids[:, 1:])
+
+        def step(decoder: Decoder = decoder, part: torch.Tensor = part, labels: torch.Tensor = labels) -> None:
+            decoder.zero_grad()
+            with context_parallel(group):
+                loss = decoder.loss(part, labels, reduction="sum") / PROOF
+            loss.backward()
+
+        distributed.barrier()
+        start = time.perf_counter()
+        step()
+        distributed.barrier()
+        seconds = time.perf_counter() - start
+        proofs[name] = {"seconds": seconds, "bytes": float(peak_bytes(step, "cpu"))}
+        sys.stderr.write(f"process {rank}, {name}: {proofs[name]}\n")
+    if rank == 1:  # the last one: of full attention it has the most to do
+        answers.put((link, proofs))
+    distributed.destroy_process_group()
+
+
+def _there_and_back(rank: int, count: int) -> float:
+    """Seconds that `count` bytes take from one process to the other."""
+    message, taken = torch.zeros(count, dtype=torch.uint8), []
+    for _ in range(9):
+        distributed.barrier()
+        start = time.perf_counter()
+        for sender in (0, 1):
+            distributed.send(message, 1) if rank == sender == 0 else None
+            distributed.recv(message, 0) if rank == 1 and sender == 0 else None
+            distributed.send(message, 0) if rank == sender == 1 else None
+            distributed.recv(message, 1) if rank == 0 and sender == 1 else None
+        taken.append((time.perf_counter() - start) / 2)
+    return median(taken)
+
+
+def seconds_of(of: dict[str, float], tokens: int, ranks: int, layers: int) -> float:
+    """A step on `ranks` processes, the slowest one's, without the exchanges.
+
+    On one process a token of causal attention reads half of the text on average; the last of many reads nearly all.
+    """
+    last = 2 - 1 / ranks
+    layer = of["layer_s"] + of["layer_s_per_token"] * tokens * last
+    return tokens / ranks * (layers * layer + of["rest_s"])
+
+
+def bytes_of(of: dict[str, float], tokens: int, ranks: int, layers: int) -> float:
+    """What a process holds of a step's activations."""
+    return tokens / ranks * (layers * of["layer_bytes"] + of["rest_bytes"])
+
+
+def ranks_for(of: dict[str, float], tokens: int) -> int:
+    """The processes, a power of two, whose room is enough."""
+    static = STATE * sum(parameter.numel() for parameter in make_decoder("full", LAYERS).parameters())
+    return 2 ** max(0, math.ceil(math.log2(bytes_of(of, tokens, 1, LAYERS) / (ROOM - static))))
+
+
+def constants(found: dict[str, Any]) -> str:
+    """The measured constants."""
+    lines = ["| | a layer, ns a token | grows with T, ns | the rest, ns a token | a layer, bytes a token | the rest |"]
+    lines.append("|:---|---:|---:|---:|---:|---:|")
+    for name, of in found["mechanisms"].items():
+        grows = f"{1e9 * of['layer_s_per_token']:.3f} T" if of["layer_s_per_token"] else "-"
+        lines.append(
+            f"| `{name}` | {1e9 * of['layer_s']:,.0f} | {grows} | {1e9 * of['rest_s']:,.0f} | "
+            f"{of['layer_bytes']:,.0f} | {of['rest_bytes']:,.0f} |"
+        )
+    link = found["link"]
+    lines += [
+        "",
+        f"Measured on {described(found['machine'])}, PyTorch {found['versions']['torch']}: one thread a process, width "
+        f"{DIM}, {HEADS} heads, float32, each layer computed again in the backward pass. Two processes exchange "
+        f"{link['bytes_per_s'] / 2**30:.1f} GiB a second with a latency of {1e6 * link['latency_s']:.0f} µs (gloo, one "
+        "machine).",
+    ]
+    return "\n".join(lines)
+
+
+def alone(found: dict[str, Any]) -> str:
+    """Time and memory on one process that had room for everything."""
+    lines = ["| | " + " | ".join(_length(tokens) for tokens in SIZES) + " |", "|:---|" + "---:|" * len(SIZES)]
+    for name, of in found["mechanisms"].items():
+        cells = (
+            f"{_time(seconds_of(of, tokens, 1, LAYERS))}, {size(round(bytes_of(of, tokens, 1, LAYERS)))}"
+            for tokens in SIZES
+        )
+        lines.append(f"| `{name}` | {' | '.join(cells)} |")
+    return "\n".join(lines)
+
+
+def together(found: dict[str, Any]) -> str:
+    """As many processes as have room, and what they exchange."""
+    lines = ["| | " + " | ".join(_length(tokens) for tokens in SIZES) + " |", "|:---|" + "---:|" * len(SIZES)]
+    for name, of in found["mechanisms"].items():
+        decoder = make_decoder(name, LAYERS)
+        cells = []
+        for tokens in SIZES:
+            ranks = ranks_for(of, tokens)
+            each = decoder.communication(tokens, ranks)
+            sent = max(2 * part.forward + part.backward for part in each)  # computed again: forward twice
+            seconds = seconds_of(of, tokens, ranks, LAYERS)
+            moving = sent / found["link"]["bytes_per_s"]
+            cells.append(f"{ranks:,}: {_time(seconds)} + {_time(moving)} for {size(sent)}")
+        lines.append(f"| `{name}` | {' | '.join(cells)} |")
+    return "\n".join(lines)
+
+
+def proof(found: dict[str, Any]) -> str:
+    """What was predicted of a step on two processes, and what was measured."""
+    lines = ["| | predicted | measured |", "|:---|---:|---:|"]
+    for name, seen in found["proof"].items():
+        of = found["mechanisms"][name]
+        expected = seconds_of(of, PROOF, 2, DEPTHS[1]), bytes_of(of, PROOF, 2, DEPTHS[1])
+        lines.append(
+            f"| `{name}` | {_time(expected[0])}, {size(round(expected[1]))} | "
+            f"{_time(seen['seconds'])}, {size(round(seen['bytes']))} |"
+        )
+    return "\n".join(lines)
+
+
+def _length(tokens: int) -> str:
+    return f"2^{tokens.bit_length() - 1} ({tokens:.1e})"
+
+
+def _time(seconds: float) -> str:
+    for unit, length in (("years", 31557600.0), ("days", 86400.0), ("h", 3600.0), ("min", 60.0), ("s", 1.0)):
+        if seconds >= 1.5 * length:
+            number = seconds / length
+            return f"{number:,.0f} {unit}" if number >= 9.95 else f"{number:.1f} {unit}"
+    return f"{1000 * seconds:.2g} ms"
+
+
+if __name__ == "__main__":
+    main()
