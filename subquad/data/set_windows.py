@@ -177,12 +177,16 @@ def _make(folder: Path, tokens: TokenSet, unreadable: Sequence[str], length: int
             found["windows"].append(len(packing.firsts) - 1)
             found["used"].append(int((packing.stops - packing.starts).sum()))
             found["sha256"].append(hashlib.sha256(file.read_bytes()).hexdigest())
-        write_json(temporary / COUNTS, found)
+        write_json(temporary / COUNTS, {"packing": found, "digest": digest(found)})
 
 
 def _read(folder: Path) -> dict[str, list[Any]]:
-    """The counts and checksums of a packing."""
-    return read_json_mapping(folder / COUNTS)
+    """The counts and checksums of a packing. `ValueError` where they are damaged."""
+    values = read_json_mapping(folder / COUNTS)
+    found: dict[str, list[Any]] = values.get("packing", {})
+    if values.get("digest") != digest(found):
+        raise ValueError(f"{folder / COUNTS} is damaged: its checksum is wrong")
+    return found
 
 
 def windows_of(

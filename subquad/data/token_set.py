@@ -21,7 +21,7 @@ import numpy as np
 from subquad.config import digest, suggest
 from subquad.data.files import write_json
 from subquad.data.shards import TokenShard
-from subquad.parsing import read_json_mapping
+from subquad.parsing import check_keys, read_json_mapping
 
 logger = logging.getLogger(__name__)
 
@@ -129,6 +129,8 @@ class TokenSet:
             raise ValueError(
                 f"it is another shard than the index has: SHA-256 {shard.sha256[:16]}..., not {entry.sha256[:16]}..."
             )
+        if len(shard) != entry.tokens:
+            raise ValueError(f"it has {len(shard)} tokens, and the index says {entry.tokens}")
         return shard
 
 
@@ -178,7 +180,21 @@ def read_index(folder: Path) -> dict[str, Any]:
     content = {name: index.get(name) for name in ("tokenizer_hash", "vocab_size", "shards")}
     if index.get("sha256") != digest(content):
         raise ValueError(f"{folder / INDEX} is damaged: its checksum is wrong")
-    return content | {"shards": [Entry(**entry) for entry in index["shards"]]}
+    where = str(folder / INDEX)
+    check_keys(content, {"tokenizer_hash": str, "vocab_size": int, "shards": list}, where)
+    return content | {"shards": [_entry(entry, where) for entry in content["shards"]]}
+
+
+def _entry(values: Any, where: str) -> Entry:
+    """A line of the index. `ValueError` for one that cannot be: a name outside of the folder, a count below zero."""
+    counts = ("tokens", "documents", "text_bytes", "words")
+    check_keys(values, {"name": str, "sha256": str, **dict.fromkeys(counts, int)}, where)
+    name = values["name"]
+    if not name or name.startswith(".") or Path(name).name != name:
+        raise ValueError(f"{where}: a shard is a file in the folder of its index, got {name!r}")
+    if min(values[count] for count in counts) < 0:
+        raise ValueError(f"{where}: the counts of {name} must not be negative")
+    return Entry(name, *(values[count] for count in counts), values["sha256"])
 
 
 def write_index(folder: Path, entries: Sequence[Entry], *, tokenizer_hash: str, vocab_size: int) -> None:

@@ -139,6 +139,11 @@ def load_optimizer(model: nn.Module, optimizer: Optimizer, folder: Path) -> None
         assert isinstance(entry, TensorStorageMetadata)
         dtype = entry.properties.dtype
         mine = entry.size == parameters[name].shape
+        if not mine and entry.size.numel() != 1:
+            raise CheckpointError(
+                f"{folder / OPTIMIZER} has {key} of the shape {list(entry.size)}, and the weight has "
+                f"{list(parameters[name].shape)}"
+            )
         states[key] = torch.zeros_like(parameters[name], dtype=dtype) if mine else torch.zeros(entry.size, dtype=dtype)
     if not states:
         return

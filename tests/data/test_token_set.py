@@ -130,6 +130,32 @@ def test_a_changed_index(folder):
         TokenSet(folder)
 
 
+def reseal(index):
+    index["sha256"] = digest({name: index[name] for name in ("tokenizer_hash", "vocab_size", "shards")})
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (lambda index: index.update(shards={}), r"index\.json is damaged: 'shards' must be a list"),
+        (lambda index: index["shards"][0].update(words="3"), r"index\.json is damaged: 'words' must be a int"),
+        (lambda index: index["shards"][0].update(tokens=-1), r"the counts of 00000\.tokens must not be negative"),
+        (lambda index: index["shards"][0].update(name="../a"), r"is a file in the folder of its index, got '\.\./a'"),
+        (lambda index: index["shards"][0].update(name=""), "is a file in the folder of its index, got ''"),
+    ],
+)
+def test_an_index_that_cannot_be(folder, change, message):
+    change_index(folder, lambda index: (change(index), reseal(index)))
+    with pytest.raises(ValueError, match=message):
+        TokenSet(folder)
+
+
+def test_an_index_with_another_count_of_tokens(folder):
+    change_index(folder, lambda index: (index["shards"][1].update(tokens=19), reseal(index)))
+    with pytest.raises(ShardError, match=r"00001\.tokens of .* cannot be read: it has 20 tokens, and the index says 19"):
+        TokenSet(folder).shard(1)
+
+
 def test_a_text_folder_may_hold_an_index_of_its_own(folder, tmp_path):
     (tmp_path / INDEX).write_text("[1, 2]")
     assert not is_token_set(tmp_path)

@@ -8,6 +8,7 @@ import hashlib
 import io
 import json
 import tarfile
+import warnings
 import zipfile
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -287,6 +288,49 @@ def block(folder):
 
     found = read_block(folder, 0)
     assert found is None or found.lengths.sum() == len(found.tokens)
+
+
+def make_token_set(folder):
+    from tests.data.sets import make_set
+
+    make_set(folder / "set", [[5, 3], [9]])
+
+
+def seal_token_set(folder):
+    from subquad.config import digest
+
+    file = folder / "set" / "index.json"
+    index = json.loads(file.read_text())
+    content = {name: index[name] for name in ("tokenizer_hash", "vocab_size", "shards")}
+    file.write_text(json.dumps(index | {"sha256": digest(content)}))
+
+
+@target(make_token_set, files="set/*.[tj]*", seal=seal_token_set, quick=30)
+def token_set(folder):
+    from subquad.data import TokenSet, windows_of
+
+    found = TokenSet(folder / "set")
+    assert len(found.tokens[: len(found)]) == len(found) == found.documents[-1]
+    for pack in ("stream", "documents"):
+        windows = windows_of(found, 4, pack=pack, cache=str(folder / "cache"))
+        for i in range(min(len(windows), 20)):
+            assert len(windows[i]["input_ids"]) == 4
+
+
+def make_packing(folder):
+    from subquad.data import windows_of
+    from tests.data.sets import make_set
+
+    windows_of(make_set(folder / "set", [[5, 3], [9]]), 4, pack="documents", cache=str(folder / "cache"))
+
+
+@target(make_packing, files="cache/**/*", quick=30)
+def packing(folder):
+    from subquad.data import TokenSet, windows_of
+
+    windows = windows_of(TokenSet(folder / "set"), 4, pack="documents", cache=str(folder / "cache"))
+    for i in range(len(windows)):
+        assert len(windows[i]["input_ids"]) == 4
 
 
 # --- text
@@ -581,16 +625,42 @@ def seal_checkpoint(folder):
 def checkpoint(folder):
     from subquad.training import checkpoint
     from subquad.training.rng import load_rng, rng_file
-    from subquad.training.run import _checkpoint_to_resume
+    from subquad.training.resuming import checkpoint_to_resume
 
     config: Any = SimpleNamespace(run=SimpleNamespace(steps=3))
-    found = _checkpoint_to_resume(folder, config, "must", {"run.seed": 0})
+    found = checkpoint_to_resume(folder, config, "must", {"run.seed": 0})
     checkpoint.rotate(folder, keep=1, best_step=None)
     kept = torch.get_rng_state()
     try:
         load_rng(rng_file(found, 0))
     finally:
         torch.set_rng_state(kept)
+
+
+def make_optimizer():
+    torch.manual_seed(0)
+    model = torch.nn.Linear(3, 2)
+    optimizer = torch.optim.AdamW(model.parameters())
+    model(torch.ones(3)).sum().backward()
+    optimizer.step()
+    return model, optimizer
+
+
+def make_shares(folder):
+    from subquad.training import sharding
+
+    with warnings.catch_warnings():  # that it is one process
+        warnings.simplefilter("ignore")
+        sharding.list_states(folder, sharding.save_optimizer(*make_optimizer(), folder))
+
+
+@target(make_shares, quick=30)
+def shares(folder):
+    from subquad.training import sharding
+    from subquad.training.errors import reading
+
+    with reading(folder):
+        sharding.load_optimizer(*make_optimizer(), folder)
 
 
 def run_config(folder):
