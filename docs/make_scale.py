@@ -129,7 +129,7 @@ def together_measured() -> tuple[dict[str, float], dict[str, dict[str, float]]]:
     processes = [context.Process(target=_share, args=(rank, port, answers)) for rank in range(2)]
     for process in processes:
         process.start()
-    link, proofs = answers.get()
+    link, proofs = answers.get(timeout=3600)
     for process in processes:
         process.join()
     return link, proofs
@@ -238,12 +238,12 @@ def together(found: dict[str, Any]) -> str:
     """As many processes as have room, and what they exchange."""
     lines = ["| | " + " | ".join(_length(tokens) for tokens in SIZES) + " |", "|:---|" + "---:|" * len(SIZES)]
     for name, of in found["mechanisms"].items():
-        decoder = make_decoder(name, LAYERS)
+        decoder = make_decoder(name, 1)
         cells = []
         for tokens in SIZES:
             ranks = ranks_for(of, tokens)
             each = decoder.communication(tokens, ranks)
-            sent = max(2 * part.forward + part.backward for part in each)  # computed again: forward twice
+            sent = LAYERS * max(2 * part.forward + part.backward for part in each)  # computed again: forward twice
             seconds = seconds_of(of, tokens, ranks, LAYERS)
             moving = sent / found["link"]["bytes_per_s"]
             cells.append(f"{ranks:,}: {_time(seconds)} + {_time(moving)} for {size(sent)}")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 from typing import Literal
 
@@ -58,7 +59,7 @@ class DataConfig(Config):
             )
         if self.workers < 0:
             raise ValueError(f"workers must be at least 0, got {self.workers}")
-        if not self.worker_timeout > 0:
-            raise ValueError(f"worker_timeout must be above 0 seconds, got {self.worker_timeout}")
+        if not 0 < self.worker_timeout < math.inf:
+            raise ValueError(f"worker_timeout must be a positive number of seconds, got {self.worker_timeout}")
         if not self.path:
             raise ValueError("path must name a file, a folder, a glob, 'stdlib' or 'hf:NAME', got an empty string")

@@ -5,6 +5,7 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from datetime import timedelta
 from typing import Any, NamedTuple
 
 import torch
@@ -52,15 +53,16 @@ class ContextGroup:
         self.sent = Sent()
 
     @classmethod
-    def neighbours(cls, size: int) -> ContextGroup:
+    def neighbours(cls, size: int, *, timeout: float | None = None) -> ContextGroup:
         """Groups of `size` processes each, in the order of their ranks; the one that this process is in.
 
-        All processes must call it. Raises `ValueError` unless `size` divides their number.
+        They wait `timeout` seconds for each other (None: as long as torch.distributed does). All processes must call it. Raises `ValueError` unless `size` divides their number.
         """
         world = cls()
         if size < 1 or world.size % size:
             raise ValueError(f"groups must share {world.size} processes equally, got groups of size={size}")
-        mine, _ = distributed.new_subgroups(group_size=size)
+        limit = None if timeout is None else timedelta(seconds=timeout)
+        mine, _ = distributed.new_subgroups(group_size=size, timeout=limit)
         return cls(mine)
 
     def offset(self, tokens: int) -> int:

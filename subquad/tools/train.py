@@ -22,6 +22,7 @@ from subquad.training.config import TrainConfig
 if TYPE_CHECKING:
     from tokenizers import Tokenizer
 
+    from subquad.data import Corpus
     from subquad.training.run import RunResult
 
 logger = logging.getLogger(__name__)
@@ -128,6 +129,9 @@ def _finish(result: RunResult) -> None:
 
     corpus = result.corpus
     assert isinstance(corpus, Corpus)
+    if result.config.parallel.context > 1:
+        _finish_shared(result, corpus)
+        return
     decoder, held_out = result.model.model, corpus.held_out
     sys.stderr.write("evaluating on the held-out text ...\n")
     packed = result.config.data.pack == "documents"
@@ -162,6 +166,26 @@ def _finish(result: RunResult) -> None:
         console.print(report.table())
     else:
         console.print("A set of token shards keeps no text to compress beside the model: no report.json is written.")
+    _say_how_to_go_on(result, console)
+
+
+def _finish_shared(result: RunResult, corpus: Corpus) -> None:
+    """Write samples.txt alone: windows that processes shared may be too long for this one."""
+    samples = _samples(result, corpus.tokenizer)
+    (result.folder / "samples.txt").write_text(samples, encoding="utf-8")
+    sys.stdout.write(samples)
+    console, length = Console(), result.config.batch.length
+    best = "" if result.best_loss is None else f" The lowest held-out loss of the training was {result.best_loss:.4f}."
+    console.print(
+        f"A window of {length} tokens was shared by {result.config.parallel.context} processes and may be too long for "
+        f"one: no evaluation.json is written.{best} Where there is room, or with fewer tokens at a time, measure with:",
+        markup=False,
+    )
+    console.print(f"  subquad eval {shlex.quote(str(result.folder))} --length {length}", markup=False, soft_wrap=True)
+    _say_how_to_go_on(result, console)
+
+
+def _say_how_to_go_on(result: RunResult, console: Console) -> None:
     console.print(f"{result.folder} holds the model, the metrics and the samples. Go on writing with:", markup=False)
     command = shlex.join(["subquad", "generate", str(result.folder), "--prompt", result.config.run.prompt])
     console.print(f"  {command}", markup=False, soft_wrap=True)

@@ -146,6 +146,9 @@ def verify(folder: Path) -> dict[str, Any]:
             raise CheckpointError(f"{path} has {path.stat().st_size} bytes, its manifest says {entry['bytes']}")
         if _hash(path) != entry["sha256"]:
             raise CheckpointError(f"{path} does not match its checksum")
+    there = {path.relative_to(folder).as_posix() for path in folder.rglob("*") if path.is_file()}
+    if more := sorted(there - manifest["files"].keys() - {MANIFEST}):
+        raise CheckpointError(f"{folder} holds files that its manifest does not list: {', '.join(more)}")
     return manifest
 
 
@@ -232,7 +235,8 @@ def _changed_batch(made: dict[str, Any], now: dict[str, Any]) -> list[str]:
     each, rest = divmod(products[0], processes)
     if rest:
         fit = [str(count) for count in range(1, products[0] + 1) if products[0] % count == 0]
-        return [f"{text}, which {processes} processes can't make: start {', '.join(fit[:-1])} or {fit[-1]}"]
+        counts = " or ".join(", ".join(fit).rsplit(", ", 1))
+        return [f"{text}, which {processes} processes can't make: start {counts}"]
     size = max(part for part in range(1, each + 1) if each % part == 0 and part <= batch["size"])
     return [f"{text}: with {processes} processes give batch.size={size} and batch.accumulation={each // size}"]
 

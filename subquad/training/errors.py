@@ -14,7 +14,7 @@ class CheckpointError(ValueError):
     """A checkpoint is incomplete, damaged, or was made by other settings."""
 
 
-class ReadError(RuntimeError):
+class ReadError(OSError):
     """A process that reads the training data died, or did not answer in time."""
 
 

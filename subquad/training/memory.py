@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import gc
+import traceback
 from pathlib import Path
 from typing import Any
 
 import torch
+from torch import nn
 
 from subquad.models import Classifier
 from subquad.models.stacks import build_model
@@ -15,6 +18,8 @@ from subquad.training.errors import StepMemoryError
 _TEXTS = ("can't allocate memory", "not enough memory", "bad_alloc", "out of memory")
 """What PyTorch's RuntimeErrors say where the CPU has no memory left."""
 GIB = 2**30
+SHORTEST = 16
+"""Tokens of a window that is still worth a try."""
 
 
 def is_out_of_memory(error: BaseException) -> bool:
@@ -24,6 +29,16 @@ def is_out_of_memory(error: BaseException) -> bool:
     return isinstance(error, RuntimeError) and any(text in str(error) for text in _TEXTS)
 
 
+def give_back(error: BaseException, model: nn.Module) -> None:
+    """Let go of what a step that failed holds: its frames, which the error keeps, and the gradients."""
+    found: BaseException | None = error
+    while found is not None:
+        traceback.clear_frames(found.__traceback__)
+        found = found.__cause__ or found.__context__
+    model.zero_grad()
+    gc.collect()
+
+
 def explained(error: BaseException, config: TrainConfig, device: torch.device) -> StepMemoryError:
     """The error that says which step was too large, and which smaller one sees the same windows and fits."""
     batch = config.batch
@@ -31,7 +46,7 @@ def explained(error: BaseException, config: TrainConfig, device: torch.device) -
     text = (
         f"out of memory in a step of batch.size={batch.size} windows of batch.length={batch.length} tokens ({reason}). "
     )
-    need, free = window_bytes(config), free_bytes(device)
+    need, free = window_bytes(config, batch.length), free_bytes(device)
     known = need is not None and free is not None
     if need is not None and free is not None:
         text += f"Training keeps about {need / GIB:.2f} GiB a window, in float32, and {free / GIB:.2f} GiB are free. "
@@ -47,7 +62,9 @@ def explained(error: BaseException, config: TrainConfig, device: torch.device) -
     else:
         text += "Fewer windows at a time do not help: try " if known else "Try "
     recompute = "" if config.run.activation_checkpointing else "run.activation_checkpointing=true, "
-    return StepMemoryError(f"{text}{recompute}a shorter batch.length or more processes (parallel.context)")
+    shorter = None if free is None else _length_that_fits(config, free)
+    length = "a shorter batch.length" if shorter is None else f"batch.length={shorter}, of which a window should fit,"
+    return StepMemoryError(f"{text}{recompute}{length} or more processes (parallel.context)")
 
 
 def largest_fit(size: int, need: float, free: float) -> int | None:
@@ -55,8 +72,19 @@ def largest_fit(size: int, need: float, free: float) -> int | None:
     return max((part for part in range(1, size) if size % part == 0 and part * need <= free), default=None)
 
 
-def window_bytes(config: TrainConfig) -> int | None:
-    """Bytes that training keeps of one window, by the model's account.
+def _length_that_fits(config: TrainConfig, free: float) -> int | None:
+    """The longest window, a half, a quarter and so on of the one that is too long, that fits by itself."""
+    length = config.batch.length // 2
+    while length >= max(SHORTEST, config.parallel.context) and length % config.parallel.context == 0:
+        need = window_bytes(config, length)
+        if need is None or need <= free:
+            return None if need is None else length
+        length //= 2
+    return None
+
+
+def window_bytes(config: TrainConfig, length: int) -> float | None:
+    """Bytes that training keeps of a process's part of one window of so many tokens, by the model's account.
 
     None of a model that gives none, and where layers are computed again (`run.activation_checkpointing`).
     """
@@ -65,8 +93,8 @@ def window_bytes(config: TrainConfig) -> int | None:
     model: Any
     with torch.device("meta"):
         model = Classifier(config.encoder(2)) if config.task == "classify" else build_model(config.model)
-    kept: int = model.cost(config.batch.length).activation_bytes
-    return kept
+    kept: int = model.cost(length).activation_bytes
+    return kept / config.parallel.context
 
 
 def free_bytes(device: torch.device) -> int | None:

@@ -16,8 +16,6 @@ from subquad.training.errors import LostProcessError
 from subquad.training.parallel_config import ParallelConfig
 
 if TYPE_CHECKING:
-    from torch.distributed.device_mesh import DeviceMesh
-
     from subquad.training.heartbeat import Heartbeat
 
 logger = logging.getLogger(__name__)
@@ -45,6 +43,8 @@ class Processes:
     context: int = 1
     device: str = "cpu"
     """The type of the devices: cpu or cuda."""
+    timeout: float | None = None
+    """Seconds that neighbours wait for each other (None: as long as torch.distributed does)."""
 
     @property
     def data_rank(self) -> int:
@@ -61,20 +61,16 @@ class Processes:
         """Whether this process writes and reports."""
         return self.rank == 0
 
-    def mesh(self) -> DeviceMesh:
-        """All processes as data x context. Every process must call it."""
-        from torch.distributed.device_mesh import init_device_mesh
-
-        shape = (self.data_ranks, self.context)
-        return init_device_mesh(self.device, shape, mesh_dim_names=("data", "context"))
-
     def sharing_windows(self) -> Callable[[], AbstractContextManager[Any]]:
-        """What makes a context in which the model shares each window with this process's neighbours."""
+        """What makes a context in which the model shares each window with this process's neighbours.
+
+        Every process must call it.
+        """
         if self.context == 1:
             return nullcontext
         from subquad.parallel import ContextGroup, context_parallel
 
-        group = ContextGroup(self.mesh().get_group("context"))
+        group = ContextGroup.neighbours(self.context, timeout=self.timeout)
         return lambda: context_parallel(group)
 
     def by_the_first(self, work: Callable[[], Result]) -> Result:
@@ -145,6 +141,12 @@ def check_parallel(config: TrainConfig) -> None:
             f"ACCELERATE_MIXED_PRECISION={precision} is set, which subquad train does not follow: unset it; "
             "run.precision chooses the precision"
         )
+    compiler = os.environ.get("ACCELERATE_DYNAMO_BACKEND", "no")
+    if compiler.lower() != "no":
+        raise ValueError(
+            f"ACCELERATE_DYNAMO_BACKEND={compiler} is set, which subquad train does not follow: unset it; training is "
+            "not compiled"
+        )
     world, context = world_size(), config.parallel.context
     if world % context:
         raise ValueError(
@@ -185,7 +187,7 @@ def join(parallel: ParallelConfig, *, cpu: bool) -> Processes:
         backend = "gloo" if cpu else "cpu:gloo,cuda:nccl"
         distributed.init_process_group(backend, store=store, rank=rank, world_size=world, timeout=limit)
         _watch(store, rank, world, parallel.timeout)
-    return Processes(distributed.get_rank(), distributed.get_world_size(), parallel.context, device)
+    return Processes(distributed.get_rank(), distributed.get_world_size(), parallel.context, device, parallel.timeout)
 
 
 def leave() -> None:
@@ -208,8 +210,13 @@ def at(place: str) -> None:
 
 def _sendable(error: Exception) -> Exception:
     """The error, or one with its text where it is of a kind that may not be made again from a text."""
-    package = type(error).__module__.partition(".")[0]
-    return error if package in ("builtins", "subquad") else OSError(f"{type(error).__name__}: {error}")
+    try:
+        if type(error).__module__.partition(".")[0] in ("builtins", "subquad"):
+            type(error)(str(error))
+            return error
+    except TypeError:  # as of UnicodeDecodeError, which is made of five arguments
+        pass
+    return OSError(f"{type(error).__name__}: {error}")
 
 
 def _watch(store: Any, rank: int, world: int, timeout: float) -> None:

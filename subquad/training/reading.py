@@ -69,7 +69,7 @@ def naming(windows: NumberedWindows, seconds: float) -> Iterator[None]:
     except (RuntimeError, ConnectionError, EOFError) as error:
         text = str(error)
         cut_off = not isinstance(error, RuntimeError)  # a batch was on its way from a worker that died
-        if not len(windows.reading) or not (cut_off or LOST.match(text)):
+        if isinstance(error, BrokenPipeError) or not len(windows.reading) or not (cut_off or LOST.match(text)):
             raise
         at = {worker: index for worker, index in enumerate(windows.reading.tolist()) if index != NOTHING}
         was = "; ".join(f"worker {worker} was reading {windows.where(index)}" for worker, index in at.items())

@@ -228,7 +228,12 @@ def _plain_model(trainer: SubquadTrainer, task: Task) -> Any:
         return trainer.model
     model: Any = task.make_model()
     model.load_state_dict(weights)
-    return model.to(trainer.args.device)
+    device = trainer.args.device
+    size = sum(weight.numel() * weight.element_size() for weight in weights.values())
+    if device.type == "cuda" and 2 * size > torch.cuda.mem_get_info(device)[0]:
+        logger.warning("the whole model has no room beside its shares on %s: it stays on the CPU", device)
+        return model
+    return model.to(device)
 
 
 def _draw(folder: Path, config: TrainConfig) -> None:

@@ -21,7 +21,7 @@ from subquad.training._saves import SavingTrainer
 from subquad.training.config import TrainConfig
 from subquad.training.errors import NonFiniteError
 from subquad.training.flow import AfterStep
-from subquad.training.memory import explained, is_out_of_memory
+from subquad.training.memory import explained, give_back, is_out_of_memory
 from subquad.training.nonfinite import Cause, Skipped
 from subquad.training.optimizers import build_optimizer
 from subquad.training.order import DealtBatches, HeldOutBatches, RunOrder
@@ -128,6 +128,7 @@ class SubquadTrainer(SavingTrainer, ReadingTrainer):
         except (RuntimeError, MemoryError) as error:
             if not is_out_of_memory(error):
                 raise
+            give_back(error, self.model)
             raise explained(error, self.config, self.args.device) from error
         at(f"the end of step {step}")
         self.step_losses.append(loss)
@@ -165,8 +166,13 @@ class SubquadTrainer(SavingTrainer, ReadingTrainer):
             inputs = {**inputs, "output_logits": False, "use_cache": False}
         elif self.config.task == "probe":
             inputs = {**inputs, "use_cache": False}
-        with self._sharing():
-            loss, logits, labels = super().prediction_step(model, inputs, *args, **kwargs)
+        # The mean over a batch; the Trainer would count the labels of all processes' batches, fillers among them.
+        counts, self.model_accepts_loss_kwargs = self.model_accepts_loss_kwargs, False
+        try:
+            with self._sharing():
+                loss, logits, labels = super().prediction_step(model, inputs, *args, **kwargs)
+        finally:
+            self.model_accepts_loss_kwargs = counts
         return loss, logits.argmax(-1) if self.config.task == "probe" and logits is not None else logits, labels
 
     def _gather_held_out(self, rows: Any) -> Any:

@@ -25,6 +25,7 @@ STACKS = {
     "perceiver": {"model.attention": "perceiver_ar", "model.options": {"perceiver_ar": {"latents": 8}}},
     "performer": {"model.attention": "performer", "model.options": {"performer": {"redraw_interval": 2}}},
     "probe": {"task": "probe", "data": {}},
+    "packed": {"data.pack": "documents", "data.path": "texts"},
     "loops": {"model.loops": 2, "model.loop_loss": "all", "model.lookup": 8, "model.tie_embeddings": False},
 }
 
@@ -217,14 +218,15 @@ def quick(folder: Path) -> None:
 
     def alone(rank: int) -> None:
         of_mechanisms(folder, "one", 6, {"run.eval_every": 3}, MECHANISMS)
-        of_stacks(folder, "one", {}, ("performer", "probe"))
+        of_stacks(folder, "one", {}, ("performer", "probe", "packed"))
         nonfinite(folder, rank, 4, 0)
         train_in(folder / "whole", {"run.steps": 8})
 
     def together(rank: int) -> None:
         of_mechanisms(folder, "ddp", 6, {"run.eval_every": 3, "batch.size": 2}, MECHANISMS)
         of_mechanisms(folder, "fsdp", 6, {"run.eval_every": 3, **SHARDED, **recomputed}, few)
-        of_stacks(folder, "fsdp", SHARDED, ("performer", "probe"))
+        of_stacks(folder, "fsdp", SHARDED, ("performer", "probe", "packed"))
+        of_stacks(folder, "ddp", {"batch.size": 2}, ("packed",))
         order(folder, rank)
         nonfinite(folder, rank, 2, 1)
         full_disk(folder, rank)

@@ -74,6 +74,9 @@ def make_config(folder: Path, changes: dict[str, Any] | None = None) -> TrainCon
     text = folder.parent / "text.py"
     if not text.exists():
         text.write_text(TEXT)
+        (folder.parent / "texts").mkdir()
+        for i, part in enumerate(TEXT.split("\n\n\n")):  # documents of several lengths
+            (folder.parent / "texts" / f"{i}.py").write_text(part * (1 + i % 3))
     values: dict[str, Any] = {
         "model": {"dim": 16, "num_layers": 2, "num_heads": 2, "attention": "llp", "position": "sinusoidal"},
         "data": {"path": str(text), "tokenizer": "bytes", "held_out": 0.2, "cache": str(folder.parent / "cache")},
@@ -94,7 +97,8 @@ def make_config(folder: Path, changes: dict[str, Any] | None = None) -> TrainCon
         },
     }
     values["model"]["options"] = {"llp": {"segment": 16}, "window": {"width": 8}}
-    for key, value in (changes or {}).items():
+    for key, given in (changes or {}).items():
+        value = str(folder.parent / given) if key == "data.path" else given
         group, _, name = key.partition(".")
         if name:
             values.setdefault(group, {})[name] = value

@@ -77,7 +77,11 @@ def test_two_processes_train_as_one(quick: Path, name: str) -> None:
     assert_same_run(quick / f"one {name}", quick / f"ddp {name}")
 
 
-@pytest.mark.parametrize("name", ["llp", "latte", "full", "performer", "probe"])
+def test_packed_documents_count_their_labels_over_all_processes(quick: Path) -> None:
+    assert_same_run(quick / "one packed", quick / "ddp packed")
+
+
+@pytest.mark.parametrize("name", ["llp", "latte", "full", "performer", "probe", "packed"])
 def test_a_sharded_model_trains_as_a_whole_one(quick: Path, name: str) -> None:
     assert_same_run(quick / f"one {name}", quick / f"fsdp {name}")
 

@@ -209,17 +209,18 @@ def test_what_would_fit_is_the_largest_equal_part() -> None:
 
 def test_the_estimate_is_the_models_own(make_config, monkeypatch: pytest.MonkeyPatch) -> None:
     config: TrainConfig = make_config()
-    need = window_bytes(config)
+    need = window_bytes(config, 32)
     assert need is not None
-    longer = window_bytes(make_config({"batch.length": 64}))
+    longer = window_bytes(config, 64)
     assert longer is not None
     assert longer > need
-    assert window_bytes(make_config({"run.activation_checkpointing": True})) is None
+    assert window_bytes(make_config({"parallel.context": 2}), 32) == need / 2
+    assert window_bytes(make_config({"run.activation_checkpointing": True}), 32) is None
     free = free_bytes(torch.device("cpu"))
     assert free is not None
     assert free > 0
 
-    def texts(left: int | None, config: TrainConfig) -> str:
+    def texts(left: float | None, config: TrainConfig) -> str:
         monkeypatch.setattr("subquad.training.memory.free_bytes", lambda device: left)
         return str(explained(MemoryError(), config, torch.device("cpu")))
 
@@ -228,6 +229,7 @@ def test_the_estimate_is_the_models_own(make_config, monkeypatch: pytest.MonkeyP
     )
     assert "batch.size=1 with batch.accumulation=8" in texts(need, config)
     assert "Fewer windows at a time do not help: try run.activation_checkpointing=true, a shorter" in texts(0, config)
+    assert "true, batch.length=16, of which a window should fit, or more" in texts(need / 1.5, config)
     assert "batch.size=2 with batch.accumulation=4 sees the same windows in each step and needs less" in texts(
         None, config
     )

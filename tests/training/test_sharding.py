@@ -65,6 +65,25 @@ def test_states_that_lack_one_are_refused(model: nn.Module, tmp_path: Path) -> N
         sharding.load_optimizer(model, optimizer_of(model), tmp_path)
 
 
+def test_a_state_that_is_no_number_and_not_its_weights_shape_is_refused(model: nn.Module, tmp_path: Path) -> None:
+    write_states(tmp_path, {"bias.exp_avg": torch.rand(5)}, ["bias.exp_avg"])
+    with pytest.raises(CheckpointError, match=r"has bias\.exp_avg of the shape \[5\], and the weight has \[2\]"):
+        sharding.load_optimizer(model, optimizer_of(model), tmp_path)
+
+
+def test_a_share_that_cannot_be_read_is_named(
+    model: nn.Module, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    write_states(tmp_path, {"bias.exp_avg": torch.rand(2)}, ["bias.exp_avg"])
+
+    def fail(*args: object, **kwargs: object) -> None:
+        raise CheckpointException("it is cut short", {1: (ValueError("it is cut short"), [])})  # type: ignore[dict-item]
+
+    monkeypatch.setattr(sharding.dcp, "load", fail)
+    with pytest.raises(CheckpointError, match=r"optimizer cannot be read: in process 1: it is cut short"):
+        sharding.load_optimizer(model, optimizer_of(model), tmp_path)
+
+
 def test_whole_states_are_shared_out_by_place(model: nn.Module, tmp_path: Path) -> None:
     made = optimizer_of(model)
     model(torch.rand(1, 3)).sum().backward()
