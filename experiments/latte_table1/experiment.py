@@ -20,7 +20,7 @@ from subquad.attention import build
 from subquad.ops import block_attention, running_softmax
 from subquad.ops.patterns import Causal
 from subquad.reproduction.curves import exponent
-from subquad.tools.memory import peak_bytes
+from subquad.tools.memory import keep_freed_memory, peak_bytes
 
 if TYPE_CHECKING:
     from subquad.reproduction import Unit
@@ -69,6 +69,7 @@ def soft(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
 def run(unit: Unit) -> list[dict[str, Any]]:
     """The points of both sweeps, and the slopes over the largest sizes."""
     s, rows = unit.settings, []
+    keep_freed_memory()
     for sweep, sizes in s["sweeps"].items():
         shapes = [(n, s["latents"]) if sweep == "T" else (s["tokens"], n) for n in sizes]
         calls = [operator(unit.arm, s["heads"], T, s["channels"], L, s["device"]) for T, L in shapes]
