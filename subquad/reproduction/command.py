@@ -273,7 +273,7 @@ def _print(folder: Path, recipe: Recipe, rows: list[dict[str, Any]], scale: str 
         terminal.print(Text(f"{verdict.claim.says}: ").append(verdict.verdict, style="bold"))
         for who, what in (("theirs", verdict.claim.theirs), ("ours", verdict.ours)):
             if what:
-                terminal.print(Padding(Text(f"{who}: {what}"), (0, 0, 0, 4)))
+                terminal.print(Padding(Text(f"{who}: {what}"), (0, 0, 0, 4), expand=False))
     if scale == "smoke":
         console().print("Scale smoke shows that everything runs; its figures say nothing of the claims.")
 

@@ -12,7 +12,7 @@ import torch
 from torch.profiler import ProfilerActivity, profile
 
 TRIM_THRESHOLD, MMAP_MAX = -1, -4
-ALLOCATOR = ((MMAP_MAX, 0), (TRIM_THRESHOLD, 2**31 - 1))
+ALLOCATOR = ((MMAP_MAX, 0), (TRIM_THRESHOLD, -1))
 """Options of glibc's `mallopt`: the blocks that do not come from the heap, and the free heap that is kept."""
 
 
