@@ -109,7 +109,7 @@ def memory(call: Callable[[], Tensor], device: str) -> float:
 
 
 def judged(rows: list[dict[str, Any]], form: str, **orders: tuple[float, float]) -> tuple[str, str] | None:
-    """Whether the slopes, mean over the seeds, stay within the printed orders, upper bounds: (time, memory) in T and L."""
+    """Whether the slopes, mean over the seeds, stay within the printed orders: (time, memory) in T and in L."""
     shown, holds = [], True
     for sweep, printed in orders.items():
         fits = [row for row in rows if row["arm"] == form and row["row"] == "fit" and row["sweep"] == sweep]

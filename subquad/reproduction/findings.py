@@ -24,8 +24,9 @@ and machine, a plot. This page is generated from them by `subquad reproduce --fi
 papers' main claims and, of our own, what bears on a choice, folded up. The README of a folder has all of its claims.
 
 A difference counts where it is beyond the noise (Student's t at 5 %, over the spread between seeds); where it is not,
-that is the result. Behind a difference ± is its standard error, behind a figure of a table the standard deviation between
-seeds. Ours are small models on a CPU unless a line says otherwise: they test the claim, not the paper's absolute figures.
+that is the result. Behind a difference ± is its standard error, behind a figure of a table the standard deviation
+between seeds. Ours are small models on a CPU unless a line says otherwise: they test the claim, not the paper's
+absolute figures.
 """
 
 
