@@ -19,7 +19,7 @@ from torch.nn import functional as F
 from subquad.ops import block_attention, running_softmax
 from subquad.ops.patterns import Causal
 from subquad.reproduction.curves import crossover
-from subquad.tools.memory import peak_bytes
+from subquad.tools.memory import keep_freed_memory, peak_bytes
 
 if TYPE_CHECKING:
     from subquad.reproduction import Unit
@@ -71,6 +71,7 @@ def naive(p_BHTL: Tensor, logits_BHTL: Tensor, v_BHTD: Tensor) -> Tensor:
 def run(unit: Unit) -> list[dict[str, Any]]:
     """All forms at each length, in turns."""
     s, rows = unit.settings, []
+    keep_freed_memory()
     for T in s["tokens"]:
         calls = operators(s, T)
         seconds: dict[tuple[str, int], list[float]] = {key: [] for key in calls}

@@ -11,6 +11,8 @@ from typing import Any, TypeVar
 
 import torch
 
+from subquad.tools.memory import keep_freed_memory
+
 Key = TypeVar("Key", bound=Hashable)
 Result = TypeVar("Result")
 LEAST, LEAST_SLOW, MOST = 5, 3, 25
@@ -129,8 +131,9 @@ def interleave(
 
     `repeats` None: as many rounds as fit into `seconds`, at least 5, or 3 where a call takes longer than two seconds,
     and at `most` so many.
-    A run that fails is left out from there on. `told` hears of each call.
+    A run that fails is left out from there on. `told` hears of each call. The process keeps the memory that is freed.
     """
+    keep_freed_memory()
     taken: dict[Key, list[float]] = {key: [] for key in runs}
     failed: dict[Key, Failure] = {}
 

@@ -21,6 +21,9 @@ from subquad.tools.provenance import provenance
 
 MOST = 200
 """Repeats, at most: a token takes milliseconds."""
+WARM, BEFORE = 0.03, 100
+"""Seconds of decoding before each token that is timed, and the most tokens of it: what follows a case that has read
+128 MiB of keys and values is slower for some milliseconds."""
 
 
 class Read(NamedTuple):
@@ -94,7 +97,7 @@ def _build(config: DecodeConfig, name: str) -> Decoder:
         dim=config.dim,
         heads=config.heads,
         vocab=config.vocab,
-        longest=max(config.contexts) + 1,
+        longest=max(config.contexts) + BEFORE + 1,
         options=config.options,
     )
 
@@ -123,18 +126,26 @@ def _read(config: DecodeConfig, model: Decoder, tokens: int) -> Read:
 
 
 def _step(config: DecodeConfig, read: Read) -> Run:
-    """The logits of one token more, after another such step: decoding comes back to weights that are at hand.
+    """The logits of one token more, after some that are not timed: decoding comes back to weights that are at hand.
 
-    The step before is not timed. It makes the room that a growing cache has in decoding; the timed one goes on from it.
+    The first of them makes the room that a growing cache has in decoding; the timed one goes on from the last.
     """
     token_B1 = _tokens(config, 1)
 
     @torch.no_grad()
-    def step(before: tuple[Tensor, State] | None = None) -> tuple[Tensor, State]:
-        logits_B1V, state = read.model(token_B1, read.state if before is None else before[1])
-        return logits_B1V, state
+    def step(state: State) -> State:
+        _, state = read.model(token_B1, state)
+        return state
 
-    return Run(step, before=step)
+    def steps() -> State:
+        state, start = step(read.state), time.perf_counter()
+        for _ in range(BEFORE - 1):
+            if time.perf_counter() - start > WARM:
+                break
+            state = step(state)
+        return state
+
+    return Run(step, before=steps)
 
 
 def _row(

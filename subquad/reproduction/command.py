@@ -257,6 +257,9 @@ def _tell(line: str) -> None:
 
 def _print(folder: Path, recipe: Recipe, rows: list[dict[str, Any]], scale: str | None) -> None:
     """The table of the rows and the verdicts."""
+    from rich.padding import Padding
+    from rich.text import Text
+
     from subquad.reproduction.claims import judged, read_expected
     from subquad.reproduction.result import cells
 
@@ -265,8 +268,12 @@ def _print(folder: Path, recipe: Recipe, rows: list[dict[str, Any]], scale: str 
     headers, lines = cells(recipe, rows)
     if recipe.table:
         print_table(f"{folder.name}, scale {scale}: {expected.title}", headers, lines, markdown=False)
-    shown = [(v.claim.says, v.claim.theirs, v.ours, v.verdict) for v in found]
-    print_table(f"{folder.name}: claims", ("claim", "theirs", "ours", "verdict"), shown, markdown=False)
+    terminal = console(width=120)
+    for verdict in found:
+        terminal.print(Text(f"{verdict.claim.says}: ").append(verdict.verdict, style="bold"))
+        for who, what in (("theirs", verdict.claim.theirs), ("ours", verdict.ours)):
+            if what:
+                terminal.print(Padding(Text(f"{who}: {what}"), (0, 0, 0, 4), expand=False))
     if scale == "smoke":
         console().print("Scale smoke shows that everything runs; its figures say nothing of the claims.")
 

@@ -21,10 +21,11 @@ HEAD = """\
 What the papers claim, what we measured, and which attention to take for what. Each line of the tables is a folder of
 [experiments](../experiments) that `subquad reproduce NAME` runs again: the recipe, the paper's figures, ours with seeds
 and machine, a plot. This page is generated from them by `subquad reproduce --findings docs/findings.md`; it has the
-papers' main claims and, of our own, what bears on a choice. The README of a folder has all of its claims.
+papers' main claims and, of our own, what bears on a choice, folded up. The README of a folder has all of its claims.
 
 A difference counts where it is beyond the noise (Student's t at 5 %, over the spread between seeds); where it is not,
-that is the result. Ours are small models on a CPU unless a line says otherwise: they test the claim, not the paper's
+that is the result. Behind a difference ± is its standard error, behind a figure of a table the standard deviation
+between seeds. Ours are small models on a CPU unless a line says otherwise: they test the claim, not the paper's
 absolute figures.
 """
 
@@ -54,7 +55,9 @@ def findings(root: Path, experiments: Sequence[Path]) -> str:
     for paper, lines in sorted(papers.items(), key=lambda item: item[0] == OURS):
         table = ["| | claim | theirs | ours | verdict |", "|:---|:---|:---|:---|:---|"]
         table += [_line(folder, verdict) for folder, verdict in lines]
-        parts += [f"## {paper}\n\n" + "\n".join(table), *plots.get(paper, [])]
+        summary = _counted("claims", Counter(verdict.verdict for _, verdict in lines))
+        folded = f"<details><summary>{summary}</summary>\n\n" + "\n".join(table) + "\n\n</details>"
+        parts += [f"## {paper}\n\n{folded}", *plots.get(paper, [])]
     if (root / WRONG).is_file():
         parts.append(_by_hand(root / WRONG))
     return "\n\n".join(parts) + "\n"

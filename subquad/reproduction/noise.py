@@ -60,7 +60,10 @@ def pooled(rows: Sequence[Row], metric: str) -> Noise:
 
 
 def _labels(rows: Sequence[Row], metric: str) -> list[str]:
-    """What tells rows apart beside the seed: words, and numbers that are the same for every seed of an arm."""
+    """What tells rows apart beside the seed: words, and numbers that are the same for every seed of an arm.
+
+    Of one seed alone every number is; there whole numbers tell rows apart, and the others are what was measured.
+    """
     names = sorted({name for row in rows for name in row} - {metric, "seed"})
     return [name for name in names if _is_label(rows, name)]
 
@@ -72,6 +75,8 @@ def _is_label(rows: Sequence[Row], name: str) -> bool:
     found: dict[Any, dict[Any, set[Any]]] = {}
     for row, value in zip(rows, values, strict=True):
         found.setdefault(row.get("arm"), {}).setdefault(row.get("seed"), set()).add(value)
+    if all(len(seeds) == 1 for seeds in found.values()):
+        return not any(isinstance(value, float) for value in values)
     return all(len({frozenset(seen) for seen in seeds.values()}) == 1 for seeds in found.values())
 
 

@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
 COLORS = ("#4477aa", "#cc6677", "#228833", "#ccbb44", "#66ccee", "#aa3377", "#777777", "#ee8866", "#332288", "#999933")
-MARKERS = "osD^vPX*<>hd8p"  # more than colours: the eleventh series has a look of its own
+MARKERS = "osD^vPX*<>hd8p"  # more than colours, which begin again with dashes
 COLUMNS = 3
 
 
@@ -84,7 +84,7 @@ def draw_panel(axis: Axes, panel: Panel, rows: Sequence[Row], order: Sequence[An
             yerr=spread,
             color=COLORS[number % len(COLORS)],
             marker=MARKERS[number % len(MARKERS)],
-            linestyle="none" if names else "-",
+            linestyle="none" if names else "-" if number < len(COLORS) else "--",
             markersize=5,
             linewidth=1.2,
             capsize=2,

@@ -11,9 +11,9 @@ from typing import Any
 import torch
 from torch.profiler import ProfilerActivity, profile
 
-TRIM_THRESHOLD, MMAP_THRESHOLD = -1, -3
-ALLOCATOR = ((MMAP_THRESHOLD, 32 * 2**20), (TRIM_THRESHOLD, 2**31 - 1))
-"""Options of glibc's `mallopt`: the largest block that comes from the heap, and the free heap that is kept."""
+TRIM_THRESHOLD, MMAP_MAX = -1, -4
+ALLOCATOR = ((MMAP_MAX, 0), (TRIM_THRESHOLD, -1))
+"""Options of glibc's `mallopt`: the blocks that do not come from the heap, and the free heap that is kept."""
 
 
 def peak_bytes(f: Callable[[], object], device: torch.device | str) -> int:
@@ -45,9 +45,10 @@ def peak_bytes(f: Callable[[], object], device: torch.device | str) -> int:
 def keep_freed_memory() -> bool:
     """Let glibc's allocator keep what is freed for the rest of the process; False where that can't be set.
 
-    A cache that is one place longer after each step is new memory each time. Blocks of its size go back to the
-    system when they are freed, and the pages of the next one are then zeroed one by one: more than half of the time
-    of drawing with a cache on a CPU. Blocks of over 32 MiB are always given back.
+    Large blocks go back to the system when they are freed, those of 32 MiB and more always, and the pages of the next
+    one are then zeroed one by one. A cache that is one place longer after each step is new memory each time: more than
+    half of the time of drawing with a cache on a CPU. So is each tensor of a long sequence: causal linear attention
+    over 16,384 tokens, 8 heads of 64 channels, takes 1.8 times as long.
     """
     if sys.platform != "linux":
         return False

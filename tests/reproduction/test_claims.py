@@ -88,6 +88,15 @@ def test_the_noise_is_pooled_over_rows_that_differ_in_the_seed_alone() -> None:
     assert difference([], two, "loss", noise) is None
 
 
+def test_of_one_seed_whole_numbers_tell_rows_apart_and_the_others_are_repeats() -> None:
+    repeats = [
+        {"arm": "a", "seed": 0, "images": images, "seconds": images + off, "speed": 1.0 / (images + off)}
+        for images in (1, 2)
+        for off in (0.0, 2.0)
+    ]
+    assert pooled(repeats, "seconds") == Noise(math.sqrt(2.0), 2)
+
+
 def test_arms_of_many_seeds_have_a_spread_of_their_own() -> None:
     found = rows(a=[1.0, 1.1, 1.0, 1.1], b=[2.0, 2.1, 2.0, 2.1], c=[0.0, 9.0, 0.0, 9.0])
     assert pooled(found, "loss").deviation > 2

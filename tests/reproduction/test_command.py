@@ -26,7 +26,7 @@ def test_an_experiment_is_run_compared_and_written_down(experiments: Path, capsy
     assert subquad("measured", "--processes", "1") == 0
     shown = capsys.readouterr()
     assert "4 of 4: two, seed 1" in shown.err
-    assert "two is more than one" in shown.out
+    assert "two is more than one: holds\n    theirs: 2 > 1\n    ours: 8.5 against 4.5" in shown.out
     result = read_result(folder)["cpu"]
     assert (result["units"], result["done"], len(result["rows"])) == (4, 4, 8)
     assert result["rows"][1] == {"arm": "one", "seed": 0, "tokens": 2, "value": 4, "note": "seen"}

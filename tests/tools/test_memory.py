@@ -15,9 +15,9 @@ import resource, sys, torch
 from subquad.tools.memory import keep_freed_memory
 if sys.argv[1] == "kept":
     assert keep_freed_memory()
-cache = torch.ones(1000, 1000)
+cache = torch.ones(9000, 1000)
 before = resource.getrusage(resource.RUSAGE_SELF).ru_minflt
-for row in range(100):
+for row in range(20):
     cache = torch.cat((cache, torch.ones(10, 1000)))
 print(resource.getrusage(resource.RUSAGE_SELF).ru_minflt - before)
 """
