@@ -1,6 +1,6 @@
 """Write the tables of docs/scale.md again: constants measured here, and what they make of 10^6 to 10^9 tokens.
 
-    python docs/make_scale.py --measure    # two free cores, a quarter of an hour; keeps benchmarks/results/cpu_scale.json
+    python docs/make_scale.py --measure    # two free cores, minutes; keeps benchmarks/results/cpu_scale.json
     python docs/make_scale.py
 
 Only what stands between `<!-- NAME -->` and `<!-- /NAME -->` is replaced.

@@ -177,7 +177,7 @@ def read_index(folder: Path) -> dict[str, Any]:
             f"{folder / INDEX} has format {index.get('format')!r} version {index.get('version')!r}; this release reads "
             f"{FORMAT!r} version {FORMAT_VERSION}: make the shards again"
         )
-    content = {name: index.get(name) for name in ("tokenizer_hash", "vocab_size", "shards")}
+    content: dict[str, Any] = {name: index.get(name) for name in ("tokenizer_hash", "vocab_size", "shards")}
     if index.get("sha256") != digest(content):
         raise ValueError(f"{folder / INDEX} is damaged: its checksum is wrong")
     where = str(folder / INDEX)
@@ -194,7 +194,7 @@ def _entry(values: Any, where: str) -> Entry:
         raise ValueError(f"{where}: a shard is a file in the folder of its index, got {name!r}")
     if min(values[count] for count in counts) < 0:
         raise ValueError(f"{where}: the counts of {name} must not be negative")
-    return Entry(name, *(values[count] for count in counts), values["sha256"])
+    return Entry(name=name, sha256=values["sha256"], **{count: values[count] for count in counts})
 
 
 def write_index(folder: Path, entries: Sequence[Entry], *, tokenizer_hash: str, vocab_size: int) -> None:

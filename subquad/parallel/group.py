@@ -56,7 +56,8 @@ class ContextGroup:
     def neighbours(cls, size: int, *, timeout: float | None = None) -> ContextGroup:
         """Groups of `size` processes each, in the order of their ranks; the one that this process is in.
 
-        They wait `timeout` seconds for each other (None: as long as torch.distributed does). All processes must call it. Raises `ValueError` unless `size` divides their number.
+        They wait `timeout` seconds for each other (None: as long as torch.distributed does). All processes must call
+        it. Raises `ValueError` unless `size` divides their number.
         """
         world = cls()
         if size < 1 or world.size % size:

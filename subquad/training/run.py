@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import os
 import shlex
 from collections.abc import Iterator
@@ -28,6 +29,8 @@ if TYPE_CHECKING:
 
     from subquad.hf import SubquadForCausalLM, SubquadForImages, SubquadForPreTraining, SubquadForSequenceClassification
     from subquad.training.trainer import SubquadTrainer
+
+logger = logging.getLogger(__name__)
 
 CONFIG, CHECKPOINTS, CURVES = "config.yaml", "checkpoints", "curves.png"
 

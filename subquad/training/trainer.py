@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim.lr_scheduler import LambdaLR
 from torch.utils.data import DataLoader
-from transformers import TrainingArguments
+from transformers import Trainer, TrainingArguments
 from transformers.trainer_callback import PrinterCallback
 
 from subquad.hf import SubquadForCausalLM, SubquadForImages, SubquadForPreTraining, SubquadForSequenceClassification
@@ -166,20 +166,29 @@ class SubquadTrainer(SavingTrainer, ReadingTrainer):
             inputs = {**inputs, "output_logits": False, "use_cache": False}
         elif self.config.task == "probe":
             inputs = {**inputs, "use_cache": False}
-        # The mean over a batch; the Trainer would count the labels of all processes' batches, fillers among them.
-        counts, self.model_accepts_loss_kwargs = self.model_accepts_loss_kwargs, False
-        try:
-            with self._sharing():
-                loss, logits, labels = super().prediction_step(model, inputs, *args, **kwargs)
-        finally:
-            self.model_accepts_loss_kwargs = counts
+        if self.model_accepts_loss_kwargs:
+            return self._packed_prediction_step(model, inputs, *args, **kwargs)
+        with self._sharing():
+            loss, logits, labels = super().prediction_step(model, inputs, *args, **kwargs)
         return loss, logits.argmax(-1) if self.config.task == "probe" and logits is not None else logits, labels
+
+    def _packed_prediction_step(self, model: nn.Module, inputs: dict[str, Any], *args: Any, **kwargs: Any) -> Any:
+        """The loss of each window by itself: they have unequal numbers of labels, and batches are made up by chance."""
+        count = len(inputs["input_ids"])
+        self.model_accepts_loss_kwargs = False
+        try:
+            windows = ({name: value[i : i + 1] for name, value in inputs.items()} for i in range(count))
+            losses: list[Any] = [Trainer.prediction_step(self, model, one, *args, **kwargs)[0] for one in windows]
+        finally:
+            self.model_accepts_loss_kwargs = True
+        return torch.stack(losses), None, None
 
     def _gather_held_out(self, rows: Any) -> Any:
         """The rows of all processes in the order of the items, without those that fill up a batch."""
         if not isinstance(rows, Tensor):
             return type(rows)(self._gather_held_out(part) for part in rows)
         processes, counts = self.processes, self._held_out.counts(self._held_out_step)
+        rows = rows[: self._held_out.size]  # the Trainer repeats the losses of windows, as if they were one
         if processes.world == 1:
             return rows[: counts[0]]
         full = rows.new_zeros(self._held_out.size, *rows.shape[1:])

@@ -624,8 +624,8 @@ def seal_checkpoint(folder):
 @target(make_checkpoint, seal=seal_checkpoint, quick=30)
 def checkpoint(folder):
     from subquad.training import checkpoint
-    from subquad.training.rng import load_rng, rng_file
     from subquad.training.resuming import checkpoint_to_resume
+    from subquad.training.rng import load_rng, rng_file
 
     config: Any = SimpleNamespace(run=SimpleNamespace(steps=3))
     found = checkpoint_to_resume(folder, config, "must", {"run.seed": 0})

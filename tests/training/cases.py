@@ -16,8 +16,9 @@ from torch import Tensor
 from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_hook
 from torch.nn.parallel import DistributedDataParallel
 
+from subquad.training.run import train
 from subquad.training.trainer import SubquadTrainer
-from tests.training.forks import fork, tell, train_in
+from tests.training.forks import fork, make_config, tell, train_in
 
 MECHANISMS = ("llp", "latte", "linear", "elita", "window", "full")
 SHARDED = {"batch.size": 1, "batch.accumulation": 2, "parallel.shard": True}
@@ -184,6 +185,23 @@ def context(folder: Path, rank: int, changes: dict[str, Any]) -> None:
     tell(folder, f"context {rank}", {"seen": seen, "tokens": result.tokens})
 
 
+def half(folder: Path, rank: int) -> None:
+    """A sharded run in bfloat16: in which dtypes its linear layers compute."""
+    seen: set[str] = set()
+
+    def note(module: Any, inputs: Any) -> None:
+        if isinstance(module, torch.nn.Linear):
+            seen.update({str(inputs[0].dtype), str(module.weight.dtype)})
+
+    hook = torch.nn.modules.module.register_module_forward_pre_hook(note)
+    try:
+        changes = {"run.precision": "bf16", "run.steps": 2, "run.save_every": 2, **SHARDED}
+        train(make_config(folder / "half", changes))
+    finally:
+        hook.remove()
+    tell(folder, f"half {rank}", sorted(seen))
+
+
 def lost(folder: Path, rank: int, how: str) -> None:
     """Process 1 dies or hangs in step 3."""
 
@@ -231,6 +249,7 @@ def quick(folder: Path) -> None:
         nonfinite(folder, rank, 2, 1)
         full_disk(folder, rank)
         context(folder, rank, {})
+        half(folder, rank)
         of_mechanisms(folder, "context", 6, {"run.eval_every": 3, "parallel.context": 2}, MECHANISMS[1:])
 
     statuses = [fork(1, alone), fork(2, together)]

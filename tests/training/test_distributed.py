@@ -92,6 +92,14 @@ def test_a_run_goes_on_with_other_processes_sharded_or_not(quick: Path) -> None:
     assert kept == ["optimizer.pt", "optimizer.pt"], "those of one process, and of two that shard nothing"
 
 
+def test_a_sharded_model_computes_in_bfloat16_and_keeps_float32(quick: Path) -> None:
+    assert [told(quick, f"half {rank}") for rank in range(2)] == [["torch.bfloat16"]] * 2
+    folder = quick / "half" / "checkpoints" / "checkpoint-2"
+    kept = [load_file(file) for file in (folder / "model.safetensors", *folder.glob("optimizer/*.safetensors"))]
+    assert len(kept) > 1
+    assert {tensor.dtype for file in kept for tensor in file.values()} == {torch.float32}
+
+
 @pytest.mark.parametrize(
     ("name", "size", "parts"), [("wide", 2, 1), ("deep", 1, 2), ("wide sharded", 2, 1), ("deep sharded", 1, 2)]
 )

@@ -40,7 +40,10 @@ def test_values_that_mean_nothing_are_refused(values: dict[str, Any], message: s
             {"data": {"pack": "documents"}, "parallel": {"context": 2}},
             r"parallel\.context=2 takes no packed documents: set data\.pack=stream",
         ),
-        ({"model": {"dropout": 0.1}, "parallel": {"context": 2}}, r"parallel\.context=2 takes no dropout.*set model\.dropout=0"),
+        (
+            {"model": {"dropout": 0.1}, "parallel": {"context": 2}},
+            r"parallel\.context=2 takes no dropout.*set model\.dropout=0",
+        ),
         (
             {"model": {"attention_dropout": 0.1}, "parallel": {"context": 2}},
             r"other numbers: set model\.attention_dropout=0, got 0\.1",

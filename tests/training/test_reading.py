@@ -91,7 +91,7 @@ def test_processes_that_read_change_no_bit(make_config: Callable[..., TrainConfi
     ("name", "value", "message"),
     [
         ("workers", -1, "workers must be at least 0, got -1"),
-        ("worker_timeout", 0.0, "worker_timeout must be above 0 seconds, got 0.0"),
+        ("worker_timeout", 0.0, "worker_timeout must be a positive number of seconds, got 0.0"),
     ],
 )
 def test_numbers_out_of_range(make_config: Callable[..., TrainConfig], name: str, value: float, message: str) -> None:
