@@ -177,8 +177,10 @@ class SubquadTrainer(SavingTrainer, ReadingTrainer):
         count = len(inputs["input_ids"])
         self.model_accepts_loss_kwargs = False
         try:
-            windows = ({name: value[i : i + 1] for name, value in inputs.items()} for i in range(count))
-            losses: list[Any] = [Trainer.prediction_step(self, model, one, *args, **kwargs)[0] for one in windows]
+            losses: list[Any] = []
+            for i in range(count):
+                window = {k: v[i : i + 1] if isinstance(v, Tensor) else v for k, v in inputs.items()}
+                losses.append(Trainer.prediction_step(self, model, window, *args, **kwargs)[0])
         finally:
             self.model_accepts_loss_kwargs = True
         return torch.stack(losses), None, None

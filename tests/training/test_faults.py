@@ -20,6 +20,7 @@ from subquad.testing import assert_exact
 from subquad.training import NonFiniteError, TrainConfig, checkpoint, train
 from subquad.training.errors import CheckpointError, SaveError, StepMemoryError
 from subquad.training.memory import explained, free_bytes, is_out_of_memory, largest_fit, window_bytes
+from subquad.training.parallel_config import ParallelConfig
 from subquad.training.trainer import SubquadTrainer
 from tests.training.metrics import records
 
@@ -208,13 +209,13 @@ def test_what_would_fit_is_the_largest_equal_part() -> None:
 
 
 def test_the_estimate_is_the_models_own(make_config, monkeypatch: pytest.MonkeyPatch) -> None:
-    config: TrainConfig = make_config()
+    config: TrainConfig = make_config({"model.dropout": 0.0})
     need = window_bytes(config, 32)
     assert need is not None
     longer = window_bytes(config, 64)
     assert longer is not None
     assert longer > need
-    assert window_bytes(make_config({"parallel.context": 2}), 32) == need / 2
+    assert window_bytes(config.replace(parallel=ParallelConfig(context=2)), 32) == need / 2
     assert window_bytes(make_config({"run.activation_checkpointing": True}), 32) is None
     free = free_bytes(torch.device("cpu"))
     assert free is not None
