@@ -195,7 +195,7 @@ def half(folder: Path, rank: int) -> None:
 
     hook = torch.nn.modules.module.register_module_forward_pre_hook(note)
     try:
-        changes = {"run.precision": "bf16", "run.steps": 2, "run.save_every": 2, **SHARDED}
+        changes = {"run.precision": "bf16", "run.steps": 2, "run.save_every": 2, "schedule.warmup": 1, **SHARDED}
         train(make_config(folder / "half", changes))
     finally:
         hook.remove()
