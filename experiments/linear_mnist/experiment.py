@@ -150,13 +150,13 @@ def draw(figure: Figure, rows: list[Row]) -> None:
         label = f"the report's {'softmax' if name == 'full' else name}"
         left.plot(list(REPORT[name]), list(REPORT[name].values()), "--", color=color, label=label)
     left.set(yscale="log", xlabel="images", ylabel="seconds", title="drawing")
-    left.legend(frameon=False, fontsize=8)
+    left.legend(frameon=False, fontsize=8, loc="upper center", bbox_to_anchor=(0.5, -0.15), ncol=3)
     for place, name in enumerate(("linear", "full")):
         same = select(rows, {"what": "completion", "attention": name})
         right.plot([place] * len(same), [r["read"] for r in same], "o", color="#4477aa")
-    for key, label in (("read_originals", "originals"), ("read_black", "lower half black")):
+    for key, label, style in (("read_originals", "originals", "--"), ("read_black", "lower half black", ":")):
         values = [row[key] for row in rows if key in row]
-        right.axhline(statistics.mean(values), linestyle=":", color="#777777", label=label)
+        right.axhline(statistics.mean(values), linestyle=style, color="#777777", label=label)
     right.set_xticks((0, 1), ("linear", "softmax"))
     right.set(title="completions of the lower half", ylabel="read rightly, %")
     right.legend(frameon=False, fontsize=8)

@@ -133,16 +133,16 @@ def _step(config: DecodeConfig, read: Read) -> Run:
     token_B1 = _tokens(config, 1)
 
     @torch.no_grad()
-    def step(state: State) -> State:
-        _, state = read.model(token_B1, state)
-        return state
+    def step(state: State) -> tuple[Tensor, State]:
+        logits_B1V, state = read.model(token_B1, state)
+        return logits_B1V, state
 
     def steps() -> State:
-        state, start = step(read.state), time.perf_counter()
+        state, start = step(read.state)[1], time.perf_counter()
         for _ in range(BEFORE - 1):
             if time.perf_counter() - start > WARM:
                 break
-            state = step(state)
+            state = step(state)[1]
         return state
 
     return Run(step, before=steps)

@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
 COLORS = ("#4477aa", "#cc6677", "#228833", "#ccbb44", "#66ccee", "#aa3377", "#777777", "#ee8866", "#332288", "#999933")
-MARKERS = "osD^vPX*<>hd8p"  # more than colours, which begin again with dashes
+MARKERS = "osD^vPX*<>x+1d"  # more than colours, which begin again with dashes
 COLUMNS = 3
 
 
@@ -100,5 +100,5 @@ def draw_panel(axis: Axes, panel: Panel, rows: Sequence[Row], order: Sequence[An
     axis.set(title=panel.title, xlabel=panel.xlabel or ("" if names else panel.x), ylabel=panel.ylabel or panel.y)
     axis.grid(alpha=0.3)
     if len(series) > 1:
-        beside: dict[str, Any] = {"loc": "center left", "bbox_to_anchor": (1.0, 0.5)} if len(series) > 8 else {}
+        beside: dict[str, Any] = {"loc": "center left", "bbox_to_anchor": (1.0, 0.5)} if len(series) > 6 else {}
         axis.legend(frameon=False, fontsize=8, **beside)

@@ -114,7 +114,8 @@ def test_reading_in_pieces_is_reading_at_once():
     tokens, token = decode._tokens(config, 50), decode._tokens(config, 1)
     with torch.no_grad():
         whole = decoder(torch.cat([tokens, token], 1))[0][:, -1:]
-        logits, _ = decode._step(config, decode._read(config, decoder, 50)).call(None)
+        read = decode._read(config, decoder, 50)
+        logits, _ = decode._step(config, read).call(read.state)
     assert_same_maths(logits, whole)
 
 
