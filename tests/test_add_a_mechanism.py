@@ -123,7 +123,7 @@ def test_every_command_knows_it(place, capsys):
     of = {command.partition(" --")[0]: text for command, text in outputs.items()}
     assert "every earlier token, the nearer ones more" in outputs["list"]
     assert re.search(r"half_life +float +16\.0 +Tokens after which", of["list fading"])
-    assert re.search(r"fading +causal( +yes){14}", outputs["list --laws"])
+    assert re.search(r"fading +causal( +yes){15}", outputs["list --laws"])
     assert re.search(r"fading +1,024", of["cost"])
     assert (place / "fading.png").read_bytes().startswith(b"\x89PNG")
     assert "def main(" in of["generate runs/fading"]

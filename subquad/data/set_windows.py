@@ -140,7 +140,7 @@ class PackedSetWindows(SetWindows):
         file = self.folder / f"{shard:05d}.npy"
         if hashlib.sha256(file.read_bytes()).hexdigest() != self._sha256[shard]:
             raise ValueError(f"{file} is damaged: its checksum is wrong; delete {self.folder}, which is made again")
-        values, windows = np.load(file, mmap_mode="r"), self.counts[shard]
+        values, windows = np.load(file, mmap_mode="r", allow_pickle=False), self.counts[shard]
         firsts, pieces = values[: windows + 1], values[windows + 1 :]
         return Packing(firsts, *np.split(pieces, 2))
 

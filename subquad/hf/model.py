@@ -104,9 +104,7 @@ class SubquadForCausalLM(StrictModel, GenerationMixin):
             raise ValueError(
                 "logits_to_keep counts the outputs of a whole sequence, of which each process has a part: leave it out"
             )
-        cache = self._cache(past_key_values, use_cache)
-        if cache is not None and labels is not None and self.training and self.config.loop_loss == "all":
-            raise ValueError("loop_loss='all' trains on every pass, which a cache does not give: set use_cache=False")
+        cache = self._cache(past_key_values, use_cache, labels)
         mask_BT = padding_mask(attention_mask, input_ids)
         tokens_BT = input_ids if group is None else group.part(input_ids)
         named = {} if latents is None else {"latents": latents}
@@ -132,13 +130,15 @@ class SubquadForCausalLM(StrictModel, GenerationMixin):
         wants_dict = self.config.return_dict if return_dict is None else return_dict
         return output if wants_dict else output.to_tuple()
 
-    def _cache(self, cache: Any, use_cache: bool | None) -> SubquadCache | None:
+    def _cache(self, cache: Any, use_cache: bool | None, labels: Tensor | None) -> SubquadCache | None:
         if cache is not None and not isinstance(cache, SubquadCache):
             raise TypeError(f"past_key_values must be a subquad.hf.SubquadCache, got {type(cache).__name__}")
-        if cache is not None:
-            return cache
-        wanted = self.config.use_cache and not self.training if use_cache is None else use_cache
-        return SubquadCache() if wanted else None
+        if cache is None:
+            wanted = self.config.use_cache and not self.training if use_cache is None else use_cache
+            cache = SubquadCache() if wanted else None
+        if cache is not None and labels is not None and self.training and self.config.loop_loss == "all":
+            raise ValueError("loop_loss='all' trains on every pass, which a cache does not give: set use_cache=False")
+        return cache
 
     def prepare_inputs_for_generation(self, *args: Any, **kwargs: Any) -> dict[str, Any]:
         """As transformers does; a prompt that goes to a cache gets the latents that its decoding needs."""

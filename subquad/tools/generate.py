@@ -200,6 +200,8 @@ def _check_goes_on(decoder: Decoder, state: State, file: str) -> None:
     """Raise `ValueError` where the decoder cannot read a token after this state: its tensors are of other shapes."""
     import torch
 
+    if decoder.config.position == "learned" and int(state.seen) >= decoder.config.max_positions:
+        return  # `_within_model` says that no token has place
     device = next(decoder.parameters()).device
     try:
         with torch.no_grad():

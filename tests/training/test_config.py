@@ -13,7 +13,7 @@ from subquad.training import BatchConfig, OptimizerConfig, RunConfig, ScheduleCo
     ("values", "message"),
     [
         ({"optimizer": {"lr": 0.0}}, "optimizer.lr must be a positive number, got 0.0"),
-        ({"optimizer": {"lr": float("nan")}}, "optimizer.lr must be a positive number, got nan"),
+        ({"optimizer": {"lr": float("nan")}}, "optimizer.lr must be a number, got nan"),
         ({"optimizer": {"eps": -1.0}}, "optimizer.eps must be a positive number"),
         ({"optimizer": {"matrix_lr": -1.0}}, "optimizer.matrix_lr must be a positive number"),
         ({"optimizer": {"weight_decay": -0.1}}, "optimizer.weight_decay must be at least 0, got -0.1"),
