@@ -1,6 +1,8 @@
 """What every test run has in common: offline, one thread, reproducible."""
 
+import gc
 import os
+import sys
 from pathlib import Path
 
 # Set before torch, transformers or matplotlib is imported anywhere, and inherited by child processes.
@@ -27,6 +29,7 @@ settings.register_profile("ci", deadline=None, derandomize=True)
 settings.load_profile("ci" if os.environ.get("CI") else "local")
 
 ROOT = Path(__file__).resolve().parents[1]
+frozen_modules = 0
 
 
 @pytest.fixture(scope="session")
@@ -36,3 +39,13 @@ def data_folder() -> Path:
     if not folder.is_dir():
         pytest.skip("no data")
     return folder
+
+
+@pytest.hookimpl(trylast=True)
+def pytest_runtest_teardown() -> None:
+    """What is imported stays: collections of garbage, of which a training run makes several, then pass it over."""
+    global frozen_modules
+    if len(sys.modules) > frozen_modules + 100:
+        frozen_modules = len(sys.modules)
+        gc.collect()
+        gc.freeze()

@@ -173,17 +173,21 @@ class SubquadTrainer(SavingTrainer, ReadingTrainer):
         return loss, logits.argmax(-1) if self.config.task == "probe" and logits is not None else logits, labels
 
     def _packed_prediction_step(self, model: nn.Module, inputs: dict[str, Any], *args: Any, **kwargs: Any) -> Any:
-        """The loss of each window by itself: they have unequal numbers of labels, and batches are made up by chance."""
+        """The loss of each window by itself: they have unequal numbers of labels, and batches are made up by chance.
+
+        Processes that compute together do so equally often: one with fewer windows computes its last one again.
+        """
         count = len(inputs["input_ids"])
+        times = count if self.processes.world == 1 else self._held_out.size
         self.model_accepts_loss_kwargs = False
         try:
             losses: list[Any] = []
-            for i in range(count):
+            for i in (min(i, count - 1) for i in range(times)):
                 window = {k: v[i : i + 1] if isinstance(v, Tensor) else v for k, v in inputs.items()}
                 losses.append(Trainer.prediction_step(self, model, window, *args, **kwargs)[0])
         finally:
             self.model_accepts_loss_kwargs = True
-        return torch.stack(losses), None, None
+        return torch.stack(losses[:count]), None, None
 
     def _gather_held_out(self, rows: Any) -> Any:
         """The rows of all processes in the order of the items, without those that fill up a batch."""

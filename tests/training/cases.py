@@ -21,6 +21,7 @@ from subquad.training.trainer import SubquadTrainer
 from tests.training.forks import fork, make_config, tell, train_in
 
 MECHANISMS = ("llp", "latte", "linear", "elita", "window", "full")
+EVALUATED = {"run.eval_every": 25}
 SHARDED = {"batch.size": 1, "batch.accumulation": 2, "parallel.shard": True}
 STACKS = {
     "perceiver": {"model.attention": "perceiver_ar", "model.options": {"perceiver_ar": {"latents": 8}}},
@@ -235,13 +236,13 @@ def quick(folder: Path) -> None:
     few, recomputed = ("llp", "latte", "full"), {"run.activation_checkpointing": True}
 
     def alone(rank: int) -> None:
-        of_mechanisms(folder, "one", 6, {"run.eval_every": 3}, MECHANISMS)
+        of_mechanisms(folder, "one", 6, {"run.eval_every": 3}, few)
         of_stacks(folder, "one", {}, ("performer", "probe", "packed"))
         nonfinite(folder, rank, 4, 0)
         train_in(folder / "whole", {"run.steps": 8})
 
     def together(rank: int) -> None:
-        of_mechanisms(folder, "ddp", 6, {"run.eval_every": 3, "batch.size": 2}, MECHANISMS)
+        of_mechanisms(folder, "ddp", 6, {"run.eval_every": 3, "batch.size": 2}, few[:1])
         of_mechanisms(folder, "fsdp", 6, {"run.eval_every": 3, **SHARDED, **recomputed}, few)
         of_stacks(folder, "fsdp", SHARDED, ("performer", "probe", "packed"))
         of_stacks(folder, "ddp", {"batch.size": 2}, ("packed",))
@@ -250,7 +251,6 @@ def quick(folder: Path) -> None:
         full_disk(folder, rank)
         context(folder, rank, {})
         half(folder, rank)
-        of_mechanisms(folder, "context", 6, {"run.eval_every": 3, "parallel.context": 2}, MECHANISMS[1:])
 
     statuses = [fork(1, alone), fork(2, together)]
     tell(folder, "quick", statuses)
@@ -278,7 +278,7 @@ def curves(folder: Path) -> None:
         "context 2 x 2 fsdp": (4, {"parallel.context": 2, "batch.size": 2, "parallel.shard": True}),
     }
     statuses = [
-        fork(world, lambda _, k=kind, c=changes: of_mechanisms(folder, k, 50, c, of_kind(k)), seconds=900)
+        fork(world, lambda _, k=kind, c=changes: of_mechanisms(folder, k, 50, EVALUATED | c, of_kind(k)), seconds=900)
         for kind, (world, changes) in kinds.items()
     ]
 

@@ -1,5 +1,6 @@
 """Several processes of one training run as forks of this one, so that what a run imports is imported once."""
 
+import gc
 import json
 import os
 import socket
@@ -30,6 +31,7 @@ def fork(world: int, work: Callable[[int], None], *, seconds: float = 500.0) -> 
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         port = probe.getsockname()[1]
+    gc.freeze()  # what is imported here is not collected, and so not copied, in every fork
     children = []
     for rank in range(world):
         child = os.fork()
