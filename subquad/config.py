@@ -112,10 +112,26 @@ def _plain(value: Any) -> Any:
     return value
 
 
+def _check_plain(value: Any, where: str) -> None:
+    """Raise `TypeError` for what YAML can hold and JSON cannot: dates, bytes, sets."""
+    if isinstance(value, Mapping):
+        for key, item in value.items():
+            _check_plain(item, _join(where, str(key)))
+    elif isinstance(value, list | tuple):
+        for i, item in enumerate(value):
+            _check_plain(item, f"{where}[{i}]")
+    elif not isinstance(value, str | bool | int | float | Config | None):
+        raise TypeError(
+            f"{where} must be a number, a text, a bool, null, a list or a mapping, "
+            f"got {type(value).__name__}: {value!r}"
+        )
+
+
 def _convert(value: Any, hint: Any, where: str) -> Any:
     """`value` as `hint` says: nested configurations from mappings, tuples from lists, floats from integers."""
     origin, arguments = get_origin(hint), get_args(hint)
     if hint is Any:
+        _check_plain(value, where)
         return value
     if origin is typing.Literal:
         if value not in arguments:

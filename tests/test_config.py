@@ -167,6 +167,8 @@ def test_a_missing_key_is_named_with_its_path():
         ({"size": 1, "maybe": "none"}, r"^maybe must be int \| None, got 'none'$"),
         ({"size": 1, "options": {"a": "b"}}, r"^options\.a must be int, got 'b'$"),
         ({"size": 1, "options": [1]}, r"^options must be dict, got \[1\]$"),
+        ({"size": 1, "anything": {"k": [1, {2}]}}, r"^anything\.k\[1\] must be a number, .*, got set: \{2\}$"),
+        ({"size": 1, "anything": b"x"}, r"^anything must be a number, .*, got bytes: b'x'$"),
         ([("size", 1)], r"^Outer must be a mapping, got \[\('size', 1\)\]$"),
         (None, "^Outer must be a mapping, got None$"),
     ],

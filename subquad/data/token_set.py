@@ -29,6 +29,8 @@ INDEX = "index.json"
 FORMAT, FORMAT_VERSION = "subquad-tokens", 1
 OPEN_SHARDS = 1024
 """Shards that a process keeps mapped."""
+MOST = 2**48
+"""Above what a shard can hold of anything."""
 BadShards = Literal["stop", "skip"]
 
 
@@ -192,8 +194,9 @@ def _entry(values: Any, where: str) -> Entry:
     name = values["name"]
     if not name or name.startswith(".") or Path(name).name != name:
         raise ValueError(f"{where}: a shard is a file in the folder of its index, got {name!r}")
-    if min(values[count] for count in counts) < 0:
-        raise ValueError(f"{where}: the counts of {name} must not be negative")
+    for count in counts:
+        if not 0 <= values[count] < MOST:
+            raise ValueError(f"{where}: {count} of {name} must be at least 0 and below 2^48, got {values[count]}")
     return Entry(name=name, sha256=values["sha256"], **{count: values[count] for count in counts})
 
 

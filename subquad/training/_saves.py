@@ -15,6 +15,7 @@ from safetensors import SafetensorError
 from safetensors.torch import load_model
 from torch import nn
 from transformers import Trainer
+from transformers.trainer_callback import TrainerState
 from transformers.utils import logging as hf_logging
 
 from subquad.parsing import read_json
@@ -55,6 +56,11 @@ class SavingTrainer(Trainer):
 
     def train(self, *args: Any, **kwargs: Any) -> Any:
         """As the Trainer does, without its warning of another batch.size: with as many windows a step all is well."""
+        start = kwargs.get("resume_from_checkpoint")
+        if start is not None:
+            state = Path(start) / "trainer_state.json"
+            with reading(state):  # the Trainer reads it again, and says less of what is wrong
+                TrainerState.load_from_json(str(state))
         talker: Any = hf_logging.get_logger("transformers.trainer_utils")
         talker.addFilter(_is_not_about_batches)
         try:

@@ -139,7 +139,11 @@ def reseal(index):
     [
         (lambda index: index.update(shards={}), r"index\.json is damaged: 'shards' must be a list"),
         (lambda index: index["shards"][0].update(words="3"), r"index\.json is damaged: 'words' must be a int"),
-        (lambda index: index["shards"][0].update(tokens=-1), r"the counts of 00000\.tokens must not be negative"),
+        (
+            lambda index: index["shards"][0].update(tokens=-1),
+            r"tokens of 00000\.tokens must be at least 0 and below 2\^48, got -1",
+        ),
+        (lambda index: index["shards"][1].update(words=2**64), r"words of 00001\.tokens must be .*below 2\^48"),
         (lambda index: index["shards"][0].update(name="../a"), r"is a file in the folder of its index, got '\.\./a'"),
         (lambda index: index["shards"][0].update(name=""), "is a file in the folder of its index, got ''"),
     ],
