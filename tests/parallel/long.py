@@ -1,4 +1,4 @@
-"""A step of training and a prompt of very many tokens on two processes; prints seconds and memory of each."""
+"""A prompt and a step of training of very many tokens on two processes; prints seconds and memory of each."""
 
 import json
 import resource
@@ -13,8 +13,8 @@ from subquad.testing import assert_exact
 OPTIONS = {"llp": {"segment": 256}, "elita": {"horizon": 1 << 20}}
 
 
-def a_step_and_a_prompt(group, name, tokens, dim):
-    """One step of a small model of bytes on `tokens` tokens, all ranks together, then a prompt of as many."""
+def a_prompt_and_a_step(group, name, tokens, dim):
+    """A prompt of `tokens` tokens for a small model of bytes, all ranks together, then one training step on as many."""
     torch.manual_seed(0)
     position = "rope" if name == "llp" else "none"
     shape = {"vocab_size": 256, "dim": dim, "num_layers": 2, "num_heads": 2, "position": position}
@@ -23,6 +23,15 @@ def a_step_and_a_prompt(group, name, tokens, dim):
     ids = torch.randint(0, 256, (1, tokens + 1), generator=torch.Generator().manual_seed(1))
     part, labels = group.part(ids[:, :-1]), group.part(ids[:, 1:])
     report = {"mechanism": name, "rank": group.rank, "tokens": tokens, "dim": dim, "at_start": memory()}
+
+    start = time.monotonic()
+    with torch.no_grad(), context_parallel(group):
+        h_BTD, state = decoder.eval().hidden(part)
+    assert h_BTD.isfinite().all()
+    assert state.seen == tokens
+    after = decoder(ids[:, -1:], state)[0]
+    assert_exact(group.gather(after), after.expand(group.size, -1, -1), "the next token's logits on all ranks")
+    report |= {"prompt_seconds": round(time.monotonic() - start, 1), "prompt": memory()}
 
     start = time.monotonic()
     with context_parallel(group):
@@ -34,15 +43,6 @@ def a_step_and_a_prompt(group, name, tokens, dim):
     mean = group.gather(loss.detach()[None]).sum()
     torch.optim.SGD(decoder.parameters(), lr=0.1).step()
     report |= {"loss": round(mean.item(), 4), "step_seconds": round(time.monotonic() - start, 1), "step": memory()}
-
-    start = time.monotonic()
-    with torch.no_grad(), context_parallel(group):
-        h_BTD, state = decoder.eval().hidden(part)
-    assert h_BTD.isfinite().all()
-    assert state.seen == tokens
-    after = decoder(ids[:, -1:], state)[0]
-    assert_exact(group.gather(after), after.expand(group.size, -1, -1), "the next token's logits on all ranks")
-    report |= {"prompt_seconds": round(time.monotonic() - start, 1), "prompt": memory()}
     print(json.dumps(report), flush=True)
 
 

@@ -13,8 +13,8 @@ DIM = 32
 @pytest.mark.slow
 @pytest.mark.timeout(3600)
 @pytest.mark.parametrize("name", ["llp", "latte", "linear", "elita"])
-def test_a_step_and_a_prompt_of_a_million_tokens(name, tmp_path):
-    case = {name: [2, "tests.parallel.long", "a_step_and_a_prompt", name, TOKENS, DIM]}
+def test_a_prompt_and_a_step_of_a_million_tokens(name, tmp_path):
+    case = {name: [2, "tests.parallel.long", "a_prompt_and_a_step", name, TOKENS, DIM]}
     errors = run_processes(2, case, tmp_path, 3500)
     print(*(file.read_text().strip() for file in sorted(tmp_path.glob("*.out"))), sep="\n")
     assert errors[name] == ""
