@@ -33,8 +33,12 @@ STACKS = {
 
 
 def of_mechanisms(folder: Path, kind: str, steps: int, changes: dict[str, Any], names: tuple[str, ...]) -> None:
+    """Runs of `steps` steps, a model each; `mixed` has a layer of every mechanism."""
     for name in names:
-        train_in(folder / f"{kind} {name}", {"model.attention": name, "run.steps": steps, **changes})
+        model: dict[str, Any] = {"model.attention": name}
+        if name == "mixed":
+            model = {"model.attention": list(MECHANISMS), "model.num_layers": len(MECHANISMS)}
+        train_in(folder / f"{kind} {name}", {**model, "run.steps": steps, **changes})
 
 
 def of_stacks(folder: Path, kind: str, changes: dict[str, Any], names: Iterable[str] = tuple(STACKS)) -> None:
@@ -259,28 +263,45 @@ def quick(folder: Path) -> None:
         fork(3, lambda rank, how=how: lost(folder, rank, how), seconds=60)
 
 
-def of_kind(kind: str) -> tuple[str, ...]:
-    """The mechanisms whose curves are compared: of the slowest way two."""
-    return MECHANISMS[:2] if kind.startswith("fsdp 4") or kind.endswith("fsdp") else MECHANISMS
+KINDS: dict[str, tuple[int, dict[str, Any]]] = {
+    "ddp 2": (2, {"batch.size": 2}),
+    "fsdp 2": (2, {"batch.size": 2, "parallel.shard": True}),
+    "context 2": (2, {"parallel.context": 2}),
+    "ddp 4": (4, {"batch.size": 1}),
+    "fsdp 4": (4, {"batch.size": 1, "parallel.shard": True}),
+    "context 4": (4, {"parallel.context": 4}),
+    "context 2 x 2": (4, {"parallel.context": 2, "batch.size": 2}),
+    "context 2 x 2 fsdp": (4, {"parallel.context": 2, "batch.size": 2, "parallel.shard": True}),
+}
+"""How many processes train, and what they share."""
+
+
+def of_kind(kind: str, *, slow: bool = False) -> tuple[str, ...]:
+    """The models whose curves are compared: four processes train each mechanism in the slow tests, else all in one."""
+    return ("mixed",) if KINDS[kind][0] == 4 and not slow else MECHANISMS
+
+
+def in_all_ways(folder: Path, kinds: list[str], *, slow: bool) -> list[list[int]]:
+    """Fifty steps of each model, alone and in these ways by several processes; their exit statuses."""
+    ways: list[tuple[str, int, dict[str, Any], tuple[str, ...]]] = [
+        ("one", 1, {}, MECHANISMS if slow else (*MECHANISMS, "mixed"))
+    ]
+    ways += [(kind, *KINDS[kind], of_kind(kind, slow=slow)) for kind in kinds]
+    return [
+        fork(world, lambda _, k=kind, c=c, n=names: of_mechanisms(folder, k, 50, EVALUATED | c, n), seconds=900)
+        for kind, world, c, names in ways
+    ]
+
+
+def more_curves(folder: Path) -> None:
+    """Each mechanism by itself, by four processes."""
+    kinds = [kind for kind, (world, _) in KINDS.items() if world == 4]
+    tell(folder, "curves", in_all_ways(folder, kinds, slow=True))
 
 
 def curves(folder: Path) -> None:
-    """Fifty steps of each mechanism, alone and in several ways by several processes."""
-    kinds: dict[str, tuple[int, dict[str, Any]]] = {
-        "one": (1, {}),
-        "ddp 2": (2, {"batch.size": 2}),
-        "ddp 4": (4, {"batch.size": 1}),
-        "fsdp 2": (2, {"batch.size": 2, "parallel.shard": True}),
-        "fsdp 4": (4, {"batch.size": 1, "parallel.shard": True}),
-        "context 2": (2, {"parallel.context": 2}),
-        "context 4": (4, {"parallel.context": 4}),
-        "context 2 x 2": (4, {"parallel.context": 2, "batch.size": 2}),
-        "context 2 x 2 fsdp": (4, {"parallel.context": 2, "batch.size": 2, "parallel.shard": True}),
-    }
-    statuses = [
-        fork(world, lambda _, k=kind, c=changes: of_mechanisms(folder, k, 50, EVALUATED | c, of_kind(k)), seconds=900)
-        for kind, (world, changes) in kinds.items()
-    ]
+    """Each mechanism alone and by two processes, one model of all of them by four, and other models."""
+    statuses = in_all_ways(folder, list(KINDS), slow=False)
 
     def stacks(kind: str, changes: dict[str, Any]) -> Callable[[int], None]:
         return lambda rank: of_stacks(folder, kind, changes)
@@ -295,4 +316,4 @@ def curves(folder: Path) -> None:
 
 if __name__ == "__main__":
     for case in sys.argv[2:]:
-        {"quick": quick, "curves": curves}[case](Path(sys.argv[1]))
+        {"quick": quick, "curves": curves, "more": more_curves}[case](Path(sys.argv[1]))

@@ -13,11 +13,11 @@ from safetensors.torch import load_file
 
 from subquad.testing import assert_exact, assert_same_maths
 from subquad.training.order import RunOrder
-from tests.training.cases import STACKS, of_kind
+from tests.training.cases import KINDS, MECHANISMS, STACKS, of_kind
 from tests.training.metrics import records
 
-pytestmark = pytest.mark.timeout(1200)  # the first test waits for all processes
-KINDS = ("ddp 2", "ddp 4", "fsdp 2", "fsdp 4", "context 2", "context 4", "context 2 x 2", "context 2 x 2 fsdp")
+# The first test waits for all processes; those that share it run in one process of pytest-xdist.
+pytestmark = [pytest.mark.timeout(1200), pytest.mark.xdist_group("processes")]
 CASES = Path(__file__).with_name("cases.py")
 
 
@@ -178,7 +178,7 @@ def curves(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def test_all_processes_of_the_curves_end_well(curves: Path) -> None:
-    worlds = (1, 2, 4, 2, 4, 2, 4, 4, 4, 1, 2, 2, 4)
+    worlds = (1, *(world for world, _ in KINDS.values()), 1, 2, 2, 4)
     assert told(curves, "curves") == [[0] * world for world in worlds], (curves / "stderr").read_text()
 
 
@@ -192,6 +192,21 @@ def test_fifty_steps_are_the_same_by_one_two_and_four_processes(curves: Path, ki
 @pytest.mark.parametrize("kind", ["ddp 2", "fsdp 2"])
 def test_other_models_are_the_same_by_one_and_two_processes(curves: Path, kind: str, name: str) -> None:
     assert_same_run(curves / f"one {name}", curves / f"{kind} {name}")
+
+
+@pytest.fixture(scope="module")
+def more(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Fifty steps of each mechanism by itself, by four processes."""
+    return run_cases(tmp_path_factory.mktemp("more"), "more", 1700)
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(1800)
+@pytest.mark.parametrize("name", MECHANISMS)
+@pytest.mark.parametrize("kind", [kind for kind, (world, _) in KINDS.items() if world == 4])
+def test_each_mechanism_is_the_same_by_four_processes(more: Path, kind: str, name: str) -> None:
+    assert len(numbers(more / f"one {name}")["loss"]) == 50
+    assert_same_run(more / f"one {name}", more / f"{kind} {name}")
 
 
 def test_of_two_times_two_processes_neighbours_see_the_same_windows(curves: Path) -> None:
