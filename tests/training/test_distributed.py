@@ -1,5 +1,6 @@
 """Several processes train as one does: the same windows, losses and weights, however the work is shared out."""
 
+import fcntl
 import json
 import os
 import subprocess
@@ -16,28 +17,34 @@ from subquad.training.order import RunOrder
 from tests.training.cases import KINDS, MECHANISMS, STACKS, of_kind
 from tests.training.metrics import records
 
-# The first test waits for all processes; those that share it run in one process of pytest-xdist.
-pytestmark = [pytest.mark.timeout(1200), pytest.mark.xdist_group("processes")]
+pytestmark = pytest.mark.timeout(1200)  # the first test waits for all processes
 CASES = Path(__file__).with_name("cases.py")
 
 
-def run_cases(folder: Path, name: str, timeout: int) -> Path:
-    result = subprocess.run(
-        [sys.executable, str(CASES), str(folder), name],
-        capture_output=True,
-        text=True,
-        timeout=timeout,
-        env={**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)},
-    )
-    assert result.returncode == 0, result.stderr
-    (folder / "stderr").write_text(result.stderr)
+def run_cases(factory: pytest.TempPathFactory, name: str, timeout: int) -> Path:
+    """The folder in which `cases.py` has left what the cases did; processes of pytest-xdist do them once together."""
+    root = factory.getbasetemp()
+    folder = (root.parent if "PYTEST_XDIST_WORKER" in os.environ else root) / f"cases-{name}"
+    with folder.with_suffix(".lock").open("w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        if not (folder / "stderr").exists():
+            folder.mkdir()
+            result = subprocess.run(
+                [sys.executable, str(CASES), str(folder), name],
+                capture_output=True,
+                text=True,
+                timeout=timeout,
+                env={**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)},
+            )
+            (folder / "stderr").write_text(result.stderr)
+            assert result.returncode == 0, result.stderr
     return folder
 
 
 @pytest.fixture(scope="module")
 def quick(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The folder in which `cases.py` has left what the quick cases did."""
-    return run_cases(tmp_path_factory.mktemp("quick"), "quick", 1100)
+    return run_cases(tmp_path_factory, "quick", 1100)
 
 
 def told(folder: Path, name: str) -> Any:
@@ -174,7 +181,7 @@ def test_a_process_that_is_lost_is_named_by_the_others(quick: Path, how: str) ->
 @pytest.fixture(scope="module")
 def curves(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Fifty steps of each mechanism in several ways."""
-    return run_cases(tmp_path_factory.mktemp("curves"), "curves", 1100)
+    return run_cases(tmp_path_factory, "curves", 1100)
 
 
 def test_all_processes_of_the_curves_end_well(curves: Path) -> None:
@@ -197,7 +204,7 @@ def test_other_models_are_the_same_by_one_and_two_processes(curves: Path, kind: 
 @pytest.fixture(scope="module")
 def more(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Fifty steps of each mechanism by itself, by four processes."""
-    return run_cases(tmp_path_factory.mktemp("more"), "more", 1700)
+    return run_cases(tmp_path_factory, "more", 1700)
 
 
 @pytest.mark.slow
