@@ -72,10 +72,9 @@ class ProjectedAttention(Attention):
                 raise ValueError(f"rope_fraction must be above 0 and at most 1, got {self.rope_fraction}")
             rotated = rotated_channels(self.channels, self.rope_fraction)
             if self.rope and (rotated % 2 or not rotated):
-                raise ValueError(
-                    f"rope needs an even head size, got {rotated} rotated channels: dim / num_heads (or head_dim) "
-                    f"is {self.channels}, rope_fraction {self.rope_fraction}"
-                )
+                own = self.head_dim is None and self.rope_fraction == 1
+                what = "dim / num_heads" if own else "rope_fraction * head_dim"
+                raise ValueError(f"rope needs an even head size, got {what} = {rotated}")
             if self.norm_eps is not None and not self.norm_eps > 0:
                 raise ValueError(f"norm_eps must be above 0, got {self.norm_eps}")
             if self.rope_base <= 0:
