@@ -26,7 +26,7 @@ def make_parser() -> Parser:
     parser = Parser(
         "import MODEL --out FOLDER",
         "Write a model of transformers (Llama, Qwen2, Qwen3, GPT-2, GPT-NeoX) or a checkpoint of llama2.c as a model "
-        "of ours with full attention: the same weights, the same logits. generate, eval, audit and serve read the folder.",
+        "of ours with full attention: the same weights, the same logits. generate, eval, audit and serve read it.",
     )
     parser.add_argument(
         "model", type=str, help="The folder of a model of transformers, its name on the hub, or a .bin of llama2.c."
