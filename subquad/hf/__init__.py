@@ -16,6 +16,7 @@ from subquad.hf.cache import SubquadCache
 from subquad.hf.classification import SubquadClassifierConfig, SubquadForSequenceClassification
 from subquad.hf.config import SubquadConfig
 from subquad.hf.image import ImageModelOutput, SubquadForImages, SubquadImageConfig
+from subquad.hf.interface import check_attention, register, set_attention
 from subquad.hf.model import SubquadForCausalLM
 from subquad.hf.pretraining import SubquadForPreTraining, SubquadPretrainingConfig
 
@@ -39,4 +40,7 @@ __all__ = [
     "SubquadForSequenceClassification",
     "SubquadImageConfig",
     "SubquadPretrainingConfig",
+    "check_attention",
+    "register",
+    "set_attention",
 ]
