@@ -22,6 +22,7 @@ COMMANDS = {
     "probe": "subquad.tools.probe",
     "data": "subquad.tools.data",
     "lora": "subquad.tools.lora",
+    "extend": "subquad.tools.extend",
     "list": "subquad.tools.list",
     "cost": "subquad.tools.cost",
     "show": "subquad.tools.show",
@@ -45,6 +46,7 @@ commands:
   probe      what models remember: passkey, recall, copying, loss by context
   data       make or open a labelled data set, and say what is in it
   lora       adapters: list, merge, and the LoRA experiment on MNIST
+  extend     give a model of transformers longer reach (LongLoRA)
   list       the attention mechanisms, their options, the recipes
   cost       what mechanisms and models cost: score entries, FLOPs, memory
   show       pictures: weights, reach, positions, cost
@@ -79,7 +81,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 def _run(command: str, arguments: list[str], debug: bool) -> int:
     logging.basicConfig(level=logging.WARNING, format="%(levelname)s %(name)s: %(message)s")
     first = os.environ.get("RANK", "0") == "0"  # of several processes one is enough to hear from
-    usual = logging.INFO if command == "train" and first else logging.WARNING
+    usual = logging.INFO if command in ("train", "extend") and first else logging.WARNING
     logging.getLogger("subquad").setLevel(logging.DEBUG if debug else usual)
     try:
         status = int(importlib.import_module(COMMANDS[command]).run(arguments))
