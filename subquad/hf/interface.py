@@ -9,11 +9,11 @@ from typing import Any
 from torch import Tensor, nn
 from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedConfig, PreTrainedModel
 
-from subquad.hf._forms import OPTIONS, PREFIX, Part, check_mechanism, parts_of
+from subquad.hf._forms import OPTIONS, PREFIX, Part, check_mechanism, check_options, parts_of
 from subquad.hf._pattern_attention import attend_over
 from subquad.hf._standing import read_standing, standing_mask
 
-REFUSED = ("sliding_window", "softcap", "s_aux", "sinks", "position_bias", "alibi", "head_mask")
+REFUSED = ("sliding_window", "softcap", "s_aux", "sinks", "position_bias", "alibi", "head_mask", "cu_seq_lens_q")
 """What a model may ask of its attention function, by keyword, that ours does not compute."""
 
 _BEFORE = "_attention_before_subquad"
@@ -88,12 +88,12 @@ def check_attention(model: PreTrainedModel) -> None:
 
 def wanted_attention(entry: Any) -> tuple[str, dict[str, Any]]:
     """Mechanism and options of a configuration's entry `subquad`; `ValueError` where it is none."""
-    if not isinstance(entry, Mapping) or not {"attention"} <= set(entry) <= {"attention", "options"}:
-        raise ValueError(f'config.subquad must be {{"attention": name, "options": {{...}}}}, got {entry!r}')
-    name, options = entry["attention"], entry.get("options") or {}
-    if not isinstance(name, str) or not isinstance(options, Mapping):
+    values = dict(entry) if isinstance(entry, Mapping) else {}
+    name, options = values.pop("attention", None), values.pop("options", {})
+    if values or not isinstance(name, str) or not isinstance(options, Mapping):
         raise ValueError(f'config.subquad must be {{"attention": name, "options": {{...}}}}, got {entry!r}')
     check_mechanism(name)
+    check_options(name, options)
     return name, dict(options)
 
 
