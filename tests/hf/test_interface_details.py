@@ -262,7 +262,8 @@ def test_a_model_that_does_not_use_the_interface_is_refused(monkeypatch):
 
 def test_a_configuration_of_several_is_refused(monkeypatch):
     model = stock("llama")
-    monkeypatch.setattr(type(model.config), "get_text_config", lambda self: LlamaConfig())
+    other = LlamaConfig()
+    monkeypatch.setattr(type(model.config), "get_text_config", lambda self, **_: other)
     with pytest.raises(ValueError, match="models of one configuration with num_attention_heads, got LlamaConfig"):
         hf.set_attention(model, "llp")
 
