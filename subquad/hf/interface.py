@@ -1,4 +1,4 @@
-"""Our attention in any transformers model: `register()`, then `attn_implementation="subquad_llp"` or `set_attention`."""
+"""Our attention in any model of transformers, by one line: `register()`, and what a configuration then means."""
 
 from __future__ import annotations
 
@@ -9,12 +9,15 @@ from typing import Any
 from torch import Tensor, nn
 from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedConfig, PreTrainedModel
 
-from subquad.hf._forms import OPTIONS, PREFIX, Part, check_mechanism, parts_of
+from subquad.hf._forms import OPTIONS, PREFIX, Part, check_mechanism, check_options, parts_of
 from subquad.hf._pattern_attention import attend_over
 from subquad.hf._standing import read_standing, standing_mask
 
-REFUSED = ("sliding_window", "softcap", "s_aux", "sinks", "position_bias", "alibi", "head_mask")
+REFUSED = ("sliding_window", "softcap", "s_aux", "sinks", "position_bias", "alibi", "head_mask", "cu_seq_lens_q")
 """What a model may ask of its attention function, by keyword, that ours does not compute."""
+
+_BEFORE = "_attention_before_subquad"
+"""Where a model keeps the name of the implementation that `set_attention(model, None)` gives back."""
 
 
 def register() -> list[str]:
@@ -58,11 +61,13 @@ def set_attention(model: PreTrainedModel, name: str | None, **options: Any) -> N
             raise ValueError(f"name=None gives the model's own attention back and takes no options, got {options}")
         vars(config).pop("subquad", None)
         if _runs(config) is not None:
-            config._attn_implementation = None
-            model.set_attn_implementation(model.get_correct_attn_implementation(None))
+            before = vars(model).pop(_BEFORE, None)
+            model.set_attn_implementation(before or model.get_correct_attn_implementation(None))
         return
     parts_of(name, _heads(config), options)
     _check_model(model)
+    if _runs(config) is None:
+        vars(model)[_BEFORE] = config._attn_implementation
     model.set_attn_implementation(PREFIX + name)
     config.subquad = {"attention": name, "options": dict(options)}
     check_attention(model)
@@ -76,19 +81,19 @@ def check_attention(model: PreTrainedModel) -> None:
     wanted, runs = vars(model.config).get("subquad"), model.config._attn_implementation
     if wanted is not None and runs != PREFIX + wanted_attention(wanted)[0]:
         raise ValueError(
-            f"the configuration asks for subquad attention {wanted_attention(wanted)[0]!r}, but the model runs {runs!r}: "
-            "call subquad.hf.register() before from_pretrained, or subquad.hf.set_attention(model, ...)"
+            f"the configuration asks for subquad attention {wanted_attention(wanted)[0]!r}, but the model runs "
+            f"{runs!r}: call subquad.hf.register() before from_pretrained, or subquad.hf.set_attention(model, ...)"
         )
 
 
 def wanted_attention(entry: Any) -> tuple[str, dict[str, Any]]:
     """Mechanism and options of a configuration's entry `subquad`; `ValueError` where it is none."""
-    if not isinstance(entry, Mapping) or not {"attention"} <= set(entry) <= {"attention", "options"}:
-        raise ValueError(f'config.subquad must be {{"attention": name, "options": {{...}}}}, got {entry!r}')
-    name, options = entry["attention"], entry.get("options") or {}
-    if not isinstance(name, str) or not isinstance(options, Mapping):
+    values = dict(entry) if isinstance(entry, Mapping) else {}
+    name, options = values.pop("attention", None), values.pop("options", {})
+    if values or not isinstance(name, str) or not isinstance(options, Mapping):
         raise ValueError(f'config.subquad must be {{"attention": name, "options": {{...}}}}, got {entry!r}')
     check_mechanism(name)
+    check_options(name, options)
     return name, dict(options)
 
 
@@ -147,18 +152,23 @@ def _check_model(model: PreTrainedModel) -> None:
     """Raise `ValueError` where the model's attention is not ours to replace."""
     config, kind = model.config, type(model).__name__
     if not model._can_set_attn_implementation():
-        raise ValueError(f"{kind} does not attend through transformers' AttentionInterface: its attention cannot be set")
-    if getattr(config, "is_encoder_decoder", False):
-        raise ValueError(f"subquad attention is for decoders, and {kind} is an encoder-decoder model")
-    others = sorted(set(getattr(config, "layer_types", None) or ()) - {"full_attention"})
-    if others or getattr(config, "attention_chunk_size", None) is not None:
         raise ValueError(
-            f"subquad attention replaces full attention, but {kind} has layers of {', '.join(others) or 'chunks'}: "
-            "set layer_types to full_attention (and sliding_window=None) first"
+            f"{kind} does not attend through transformers' AttentionInterface: its attention cannot be set"
         )
-    for option in ("attn_logit_softcapping",):
-        if getattr(config, option, None) is not None:
-            raise ValueError(f"subquad attention does not compute {option}={getattr(config, option)} of {kind}")
+    if getattr(config, "is_encoder_decoder", False) or getattr(config, "add_cross_attention", False):
+        raise ValueError(f"subquad attention is for decoders, and {kind} attends to an encoder")
+    kinds = set(getattr(config, "layer_types", None) or ())
+    if not kinds:
+        kinds = {name for name in ("sliding_window", "attention_chunk_size") if getattr(config, name, None) is not None}
+    others = sorted(kinds - {"full_attention"})
+    if others:
+        raise ValueError(
+            f"subquad attention replaces full attention, but layers of {kind} have {', '.join(others)}: make all "
+            "of them full first (layer_types of full_attention alone, sliding_window=None)"
+        )
+    softcap = getattr(config, "attn_logit_softcapping", None)
+    if softcap is not None:
+        raise ValueError(f"subquad attention does not compute attn_logit_softcapping={softcap} of {kind}")
 
 
 def _attention(
@@ -177,7 +187,8 @@ def _attention(
     for option in REFUSED:
         if kwargs.get(option) is not None:
             raise ValueError(f"subquad attention does not compute {option}, which {type(module).__name__} asks for")
-    if is_causal is False or getattr(module, "is_causal", True) is False:
+    across = getattr(module, "is_cross_attention", False)
+    if is_causal is False or across or getattr(module, "is_causal", True) is False:
         raise ValueError(f"subquad attention is causal, and {type(module).__name__} is not")
     parts = _parts(name, module, query.shape[1])
     standing = read_standing(attention_mask, query.shape[0], query.shape[2], key.shape[2])
