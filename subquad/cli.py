@@ -23,6 +23,8 @@ COMMANDS = {
     "data": "subquad.tools.data",
     "lora": "subquad.tools.lora",
     "extend": "subquad.tools.extend",
+    "import": "subquad.tools.importing",
+    "export": "subquad.tools.exporting",
     "list": "subquad.tools.list",
     "cost": "subquad.tools.cost",
     "show": "subquad.tools.show",
@@ -47,6 +49,8 @@ commands:
   data       make or open a labelled data set, and say what is in it
   lora       adapters: list, merge, and the LoRA experiment on MNIST
   extend     give a model of transformers longer reach (LongLoRA)
+  import     a model of transformers or llama2.c as one of ours
+  export     a model of ours as one of transformers
   list       the attention mechanisms, their options, the recipes
   cost       what mechanisms and models cost: score entries, FLOPs, memory
   show       pictures: weights, reach, positions, cost

@@ -1,5 +1,5 @@
 """Hugging Face: `SubquadConfig`, `SubquadForCausalLM`, `SubquadCache`, `SubquadForSequenceClassification`,
-`SubquadForPreTraining`, `SubquadForImages`.
+`SubquadForPreTraining`, `SubquadForImages`, `from_transformers`, `to_transformers`, `read_llama2c`.
 
 Importing registers the Auto classes.
 """
@@ -17,8 +17,10 @@ from subquad.hf.classification import SubquadClassifierConfig, SubquadForSequenc
 from subquad.hf.config import SubquadConfig
 from subquad.hf.image import ImageModelOutput, SubquadForImages, SubquadImageConfig
 from subquad.hf.interface import check_attention, register, set_attention
+from subquad.hf.llama2c import read_llama2c
 from subquad.hf.model import SubquadForCausalLM
 from subquad.hf.pretraining import SubquadForPreTraining, SubquadPretrainingConfig
+from subquad.hf.transfer import from_transformers, to_transformers
 
 AutoConfig.register(SubquadConfig.model_type, SubquadConfig, exist_ok=True)
 AutoModelForCausalLM.register(SubquadConfig, SubquadForCausalLM, exist_ok=True)
@@ -41,6 +43,9 @@ __all__ = [
     "SubquadImageConfig",
     "SubquadPretrainingConfig",
     "check_attention",
+    "from_transformers",
+    "read_llama2c",
     "register",
     "set_attention",
+    "to_transformers",
 ]
