@@ -22,6 +22,7 @@ COMMANDS = {
     "probe": "subquad.tools.probe",
     "data": "subquad.tools.data",
     "lora": "subquad.tools.lora",
+    "extend": "subquad.tools.extend",
     "import": "subquad.tools.importing",
     "export": "subquad.tools.exporting",
     "list": "subquad.tools.list",
@@ -47,6 +48,7 @@ commands:
   probe      what models remember: passkey, recall, copying, loss by context
   data       make or open a labelled data set, and say what is in it
   lora       adapters: list, merge, and the LoRA experiment on MNIST
+  extend     give a model of transformers longer reach (LongLoRA)
   import     a model of transformers or llama2.c as one of ours
   export     a model of ours as one of transformers
   list       the attention mechanisms, their options, the recipes
@@ -83,7 +85,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 def _run(command: str, arguments: list[str], debug: bool) -> int:
     logging.basicConfig(level=logging.WARNING, format="%(levelname)s %(name)s: %(message)s")
     first = os.environ.get("RANK", "0") == "0"  # of several processes one is enough to hear from
-    usual = logging.INFO if command == "train" and first else logging.WARNING
+    usual = logging.INFO if command in ("train", "extend") and first else logging.WARNING
     logging.getLogger("subquad").setLevel(logging.DEBUG if debug else usual)
     try:
         status = int(importlib.import_module(COMMANDS[command]).run(arguments))

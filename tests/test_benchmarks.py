@@ -94,3 +94,25 @@ def test_sizes_that_cannot_be_are_refused(batching, capsys, arguments, match):
     with pytest.raises(SystemExit, match="2"):
         batching.main(arguments)
     assert match in capsys.readouterr().err
+
+
+@pytest.fixture(scope="module")
+def stock_attention():
+    path = ROOT / "benchmarks" / "stock_attention.py"
+    spec = importlib.util.spec_from_file_location("stock_attention", path)
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+def test_steps_of_a_model_of_transformers_are_timed(stock_attention, tmp_path, capsys):
+    sizes = "--tokens 8,16 --rounds 1 --dim 16 --layers 1 --heads 2"
+    assert stock_attention.main([*sizes.split(), "--out", str(tmp_path / "out.json")]) == 0
+    report = json.loads((tmp_path / "out.json").read_text())
+    assert [row["tokens"] for row in report["rows"]] == [8, 16]
+    for row in report["rows"]:
+        assert set(row["seconds"]) == {"sdpa", "subquad_llp", "subquad_shifted", "subquad_window"}
+    assert capsys.readouterr().out.count("subquad_llp") == 2
+    with pytest.raises(SystemExit, match="2"):
+        stock_attention.main(["--heads", "3"])
+    assert "--heads even" in capsys.readouterr().err

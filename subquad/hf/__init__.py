@@ -16,6 +16,7 @@ from subquad.hf.cache import SubquadCache
 from subquad.hf.classification import SubquadClassifierConfig, SubquadForSequenceClassification
 from subquad.hf.config import SubquadConfig
 from subquad.hf.image import ImageModelOutput, SubquadForImages, SubquadImageConfig
+from subquad.hf.interface import check_attention, register, set_attention
 from subquad.hf.llama2c import read_llama2c
 from subquad.hf.model import SubquadForCausalLM
 from subquad.hf.pretraining import SubquadForPreTraining, SubquadPretrainingConfig
@@ -41,7 +42,10 @@ __all__ = [
     "SubquadForSequenceClassification",
     "SubquadImageConfig",
     "SubquadPretrainingConfig",
+    "check_attention",
     "from_transformers",
     "read_llama2c",
+    "register",
+    "set_attention",
     "to_transformers",
 ]

@@ -3,15 +3,20 @@
 from __future__ import annotations
 
 import hashlib
+import warnings
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from safetensors.torch import load_file
 from torch import Tensor, nn
+from transformers import PreTrainedModel
 
 from subquad.parsing import check_keys, read_json_mapping
+
+if TYPE_CHECKING:
+    from peft import PeftModel
 
 ADAPTER_CONFIG, RECORD = "adapter_config.json", "base.json"
 
@@ -80,7 +85,7 @@ class Base:
 
 
 _READ = {
-    "base_model_name_or_path", "bias", "inference_mode", "lora_alpha", "lora_dropout", "modules_to_save", "peft_type",
+    "base_model_name_or_path", "bias", "ensure_weight_tying", "inference_mode", "lora_alpha", "lora_dropout", "modules_to_save", "peft_type",
     "peft_version", "r", "target_modules", "task_type", "use_dora", "use_rslora",
 }  # fmt: skip
 """What an adapter's configuration may choose."""
@@ -131,3 +136,13 @@ def weights_digest(folder: str | Path) -> str:
             while block := file.read(1 << 20):
                 digest.update(block)
     return digest.hexdigest()
+
+
+def put_adapter(model: PreTrainedModel, config: Any) -> PeftModel:
+    """PEFT's model; it asks transformers for a property by its old name."""
+    from peft import get_peft_model
+
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", message="`is_gradient_checkpointing` is deprecated", category=FutureWarning)
+        adapted: Any = get_peft_model(model, config)
+    return adapted

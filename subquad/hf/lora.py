@@ -9,7 +9,6 @@ from __future__ import annotations
 import dataclasses
 import json
 import re
-import warnings
 from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -20,7 +19,16 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from subquad.config import suggest
-from subquad.hf._lora_base import ADAPTER_CONFIG, RECORD, Base, check_adapter, is_adapter, read_tensors, weights_digest
+from subquad.hf._lora_base import (
+    ADAPTER_CONFIG,
+    RECORD,
+    Base,
+    check_adapter,
+    is_adapter,
+    put_adapter,
+    read_tensors,
+    weights_digest,
+)
 from subquad.hf._strict import check_sizes, naming, read_config
 from subquad.hf.classification import SubquadForSequenceClassification
 from subquad.hf.config import SubquadConfig
@@ -182,19 +190,9 @@ def add_adapter(
         modules_to_save=["model.head"] if train_head else None,
         task_type="CAUSAL_LM" if model.can_generate() else None,
     )
-    adapted = _adapted(model, config)
+    adapted = put_adapter(model, config)
     config.base_model_name_or_path = None if base is None else base.path
     model.adapter_base = base  # type: ignore[assignment]
-    return adapted
-
-
-def _adapted(model: PreTrainedModel, config: Any) -> PeftModel:
-    """PEFT's model; it asks transformers for a property by its old name."""
-    from peft import get_peft_model
-
-    with warnings.catch_warnings():
-        warnings.filterwarnings("ignore", message="`is_gradient_checkpointing` is deprecated", category=FutureWarning)
-        adapted: Any = get_peft_model(model, config)
     return adapted
 
 
@@ -203,7 +201,8 @@ def adapter_weights(model: nn.Module) -> dict[str, Tensor]:
     from peft import get_peft_model_state_dict
 
     tensors = get_peft_model_state_dict(_inner(model), save_embedding_layers=False)
-    return {f"{_PREFIX}{name}": tensor.contiguous() for name, tensor in tensors.items()}
+    copied = {"memory_format": torch.contiguous_format}  # embeddings and a head that is tied to them are one tensor
+    return {f"{_PREFIX}{name}": tensor.clone(**copied) for name, tensor in tensors.items()}
 
 
 def save_adapter(model: nn.Module, folder: str | Path) -> None:
@@ -266,7 +265,7 @@ def load_adapter(model: PreTrainedModel, folder: str | Path) -> PeftModel:
             f"the adapter in {folder} does not fit the model, which has no layer {', '.join(sorted(unknown))}"
         )
     with naming(folder):
-        adapted = _adapted(model, config)
+        adapted = put_adapter(model, config)
     read_weights(adapted, folder)
     model.adapter_base = Base.read(folder) if (Path(folder) / RECORD).is_file() else None  # type: ignore[assignment]
     return adapted

@@ -82,6 +82,9 @@ def load(folder: str, config: EvalConfig, default_length: int) -> Loaded:
     import torch
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
+    from subquad.hf import register
+
+    register()
     model = AutoModelForCausalLM.from_pretrained(
         folder, local_files_only=True, trust_remote_code=False, use_safetensors=True
     ).eval()

@@ -148,8 +148,9 @@ def load(folder: str) -> nn.Module:
     import transformers
     from transformers.utils.logging import disable_progress_bar
 
-    import subquad.hf  # noqa: F401 (makes our classes known)
+    from subquad.hf import check_attention, register  # also makes our classes known
 
+    register()
     disable_progress_bar()
     place = lora.Base.read(folder).find(folder) if adapted else folder
     config: Any = read_config(place)
@@ -165,6 +166,7 @@ def load(folder: str) -> nn.Module:
         model: nn.Module = transformers.AutoModelForCausalLM.from_pretrained(
             folder, config=config, local_files_only=True, trust_remote_code=False, use_safetensors=True
         )
+        check_attention(model)
     return model
 
 

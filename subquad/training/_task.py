@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 from torch import Tensor
 from torch.utils.data import Dataset, Subset
 
+from subquad.config import Config
 from subquad.data import Corpus
 from subquad.data.files import Progress
 from subquad.data.images import ImageSet
@@ -22,7 +23,10 @@ if TYPE_CHECKING:
     from rich.console import Console
     from transformers import EvalPrediction
 
+    from peft import PeftModel
+
     from subquad.hf import SubquadForCausalLM, SubquadForImages, SubquadForPreTraining, SubquadForSequenceClassification
+    from subquad.training.trainer import SubquadTrainer
 
 logger = logging.getLogger(__name__)
 
@@ -43,7 +47,7 @@ class Task:
     held_out: Items
     """The items of the periodic evaluation: always the same."""
     make_model: Callable[
-        [], SubquadForCausalLM | SubquadForImages | SubquadForPreTraining | SubquadForSequenceClassification
+        [], SubquadForCausalLM | SubquadForImages | SubquadForPreTraining | SubquadForSequenceClassification | PeftModel
     ]
     """Make the model, with first weights from the present random numbers."""
     identity: dict[str, Any]
@@ -54,6 +58,10 @@ class Task:
     """Change a training batch at random, by torch's random numbers."""
     measure: Callable[[EvalPrediction], dict[str, float]] | None = None
     """Numbers beside the loss, from the logits and labels of the periodic evaluation."""
+    trainer: type[SubquadTrainer] | None = None
+    """What trains the model, where that is not `SubquadTrainer` (with `lora.rank` its `LoraTrainer`)."""
+    settings: Config | None = None
+    """What the run's `config.yaml` holds, where that is not `config`."""
 
 
 def fitted(model: DecoderConfig, size: int, source: str) -> DecoderConfig:

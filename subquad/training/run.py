@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import os
 import shlex
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -73,14 +73,20 @@ class RunResult:
         return f"subquad train --config {shlex.quote(str(self.folder / CONFIG))}"
 
 
-def train(config: TrainConfig, *, resume: bool = True, console: Console | None = None) -> RunResult:
+def train(
+    config: TrainConfig,
+    *,
+    resume: bool = True,
+    console: Console | None = None,
+    prepare: Callable[[TrainConfig, Console | None], Task] = prepare_task,
+) -> RunResult:
     """Train the model of `config` on its task and keep the run in `config.run.folder`.
 
     The folder gets `config.yaml`, `metrics.jsonl`, `tensorboard/`, `checkpoints/`, and at the end the model
     (`config.json`, `model.safetensors`, of a text `tokenizer.json`: `from_pretrained` reads it) and `curves.png`. A
     folder with a complete checkpoint is gone on with, bit for bit; `resume=False` is `run.resume=never`. `console`
     shows progress; without one it goes to the log. With `pretrain.kind` a classifier's encoder learns first, as a run
-    of its own in the folder `pretrain`, and either phase is gone on with.
+    of its own in the folder `pretrain`, and either phase is gone on with. `prepare` makes the task of the configuration.
 
     Raises `ValueError` for a mechanism that has not the form that the task needs, for windows that a model can't be
     trained on (`tasks.window_labels`) and for a text shorter than `batch.length`, `CheckpointError` (a `ValueError`)
@@ -93,10 +99,17 @@ def train(config: TrainConfig, *, resume: bool = True, console: Console | None =
     check_parallel(config)
     processes = join(config.parallel, cpu=trains_on_cpu(config))
     with processes.watched():
-        return _train(config, processes, console, resume=resume)
+        return _train(config, processes, console, prepare, resume=resume)
 
 
-def _train(config: TrainConfig, processes: Processes, console: Console | None, *, resume: bool) -> RunResult:
+def _train(
+    config: TrainConfig,
+    processes: Processes,
+    console: Console | None,
+    prepare: Callable[[TrainConfig, Console | None], Task],
+    *,
+    resume: bool,
+) -> RunResult:
     from subquad.training._arguments import training_arguments
     from subquad.training.pretrain import has_begun, pretrain
     from subquad.training.resuming import checkpoint_to_resume, settings_of, warn_of_new_random_numbers
@@ -106,7 +119,7 @@ def _train(config: TrainConfig, processes: Processes, console: Console | None, *
     arguments = training_arguments(config, root)
     at("the preparation of the data")
     with arguments.main_process_first(local=False, desc="preparing the data"):
-        task = prepare_task(config, console)
+        task = prepare(config, console)
     config = task.config
     two_phases = config.task == "classify" and config.pretrain.kind != "none"
     settings = settings_of(task, arguments, processes)
@@ -191,7 +204,7 @@ def _trainer(
     from subquad.training.rng import begin_rng
     from subquad.training.trainer import SubquadTrainer
 
-    trainer_class = SubquadTrainer
+    trainer_class = task.trainer or SubquadTrainer
     if task.config.lora.rank:
         from subquad.training.lora import LoraTrainer as trainer_class  # noqa: N813
 
@@ -253,7 +266,7 @@ def _draw(folder: Path, config: TrainConfig) -> None:
 def _keep_settings(folder: Path, task: Task) -> None:
     """Write what repeats the run, so that a crash leaves each file whole."""
     draft = folder / ".draft.yaml"
-    task.config.to_file(draft)
+    (task.settings or task.config).to_file(draft)
     os.replace(draft, folder / CONFIG)
     for name, content in task.files.items():
         checkpoint.write_atomically(folder / name, content)

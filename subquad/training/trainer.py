@@ -7,7 +7,7 @@ import math
 from collections.abc import Callable
 from contextlib import AbstractContextManager
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor, nn
@@ -40,6 +40,8 @@ class SubquadTrainer(SavingTrainer, ReadingTrainer):
     """
 
     model: SubquadForCausalLM | SubquadForImages | SubquadForPreTraining | SubquadForSequenceClassification
+    loss_alone: ClassVar = {"output_logits": False, "use_cache": False}
+    """Arguments by which a language model computes no more than its loss."""
 
     def __init__(
         self,
@@ -163,7 +165,7 @@ class SubquadTrainer(SavingTrainer, ReadingTrainer):
         """The loss of a held-out batch; of a probe with the likeliest tokens, of a text without the logits."""
         self._held_out_step += 1
         if self.config.task == "language":
-            inputs = {**inputs, "output_logits": False, "use_cache": False}
+            inputs = {**inputs, **self.loss_alone}
         elif self.config.task == "probe":
             inputs = {**inputs, "use_cache": False}
         if self.model_accepts_loss_kwargs:

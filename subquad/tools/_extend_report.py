@@ -1,0 +1,209 @@
+"""What `subquad extend` measures and writes: the loss by position, before and after, as JSON, table and picture."""
+
+from __future__ import annotations
+
+import json
+import math
+import sys
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from subquad.data.files import write_json
+from subquad.evaluation.positions import PositionPlan, RangeLoss, loss_by_position
+from subquad.hf import extension, lora
+from subquad.tools import _draw
+from subquad.tools._tables import print_table
+from subquad.tools.eval import show_progress
+from subquad.training.extend_config import ExtendConfig
+from subquad.training.extension import scaled_config
+
+if TYPE_CHECKING:
+    from subquad.training.run import RunResult
+
+REPORT, PICTURE, README = "report.json", "loss_by_position.png", "README.md"
+BEFORE, SCALED, CONTROL, AFTER = "original", "scaled, untrained", "control", "extended"
+"""The columns: the model with its own positions; with scaled ones; trained at its own length, then scaled; extended."""
+
+
+@dataclass(frozen=True)
+class Column:
+    """A model's loss by position."""
+
+    name: str
+    ranges: tuple[RangeLoss, ...]
+
+
+def subjects(config: ExtendConfig) -> dict[str, Callable[[], Any]]:
+    """What makes each model that is measured, by its column's name."""
+    folder, original, scaled = scaled_config(config)
+
+    def control() -> Any:
+        from subquad.hf.lora import load_adapter
+
+        return load_adapter(extension.load_original(folder, scaled), Path(config.run.folder) / "control")
+
+    found: dict[str, Callable[[], Any]] = {
+        BEFORE: lambda: extension.load_original(folder, original),
+        SCALED: lambda: extension.load_original(folder, scaled),
+    }
+    if config.control:
+        found[CONTROL] = control
+    found[AFTER] = lambda: extension.open_extension(config.run.folder, folder)
+    return found
+
+
+def measure(name: str, load: Callable[[], Any], tokens: Any, plan: PositionPlan) -> Column:
+    """One model's column."""
+    progress = show_progress if sys.stderr.isatty() else None
+    return Column(name, loss_by_position(load(), tokens, plan, progress=progress))
+
+
+def make_report(
+    config: ExtendConfig, result: RunResult, plan: PositionPlan, columns: list[Column]
+) -> dict[str, Any]:
+    """The numbers of `report.json`."""
+    _, original, scaled = scaled_config(config)
+    own = extension.own_length(original)
+    trains, every = lora.counts(result.model)
+    return {
+        "model": config.model,
+        "own_length": own,
+        "length": config.length,
+        "rope": config.rope,
+        "rope_parameters": scaled.rope_parameters,
+        "attention": config.attention,
+        "options": config.options,
+        "keep_attention": config.keep_attention,
+        "lora": config.lora.to_dict(),
+        "steps": result.steps,
+        "step_tokens": result.config.step_tokens,
+        "train_tokens": result.tokens,
+        "seconds": result.seconds,
+        "tokens_per_second": result.tokens_per_second,
+        "trained_parameters": trains,
+        "parameters": every,
+        "held_out_tokens": plan.tokens,
+        "stretches": len(plan.starts),
+        "step_between_windows": plan.step,
+        "loss": {column.name: [_record(entry) for entry in column.ranges] for column in columns},
+        "summary": {column.name: _summary(column, own) for column in columns},
+    }
+
+
+def _record(entry: RangeLoss) -> dict[str, Any]:
+    return {
+        "first": entry.first,
+        "last": entry.last,
+        "predictions": entry.predictions,
+        "loss": entry.loss,
+        "perplexity": entry.perplexity,
+    }
+
+
+def _summary(column: Column, own: int) -> dict[str, float]:
+    """The loss of the last range within the model's own length, and of all beyond it."""
+    within = [entry for entry in column.ranges if entry.last <= own][-1]
+    beyond = [entry for entry in column.ranges if entry.last > own]
+    predictions = sum(entry.predictions for entry in beyond)
+    return {"within": within.loss, "beyond": sum(entry.loss * entry.predictions for entry in beyond) / predictions}
+
+
+def write(report: Mapping[str, Any], folder: Path) -> None:
+    """Write report.json, the picture and README.md."""
+    write_json(folder / REPORT, dict(report))
+    draw(report).savefig(folder / PICTURE, format="png")
+    (folder / README).write_text(readme(report), encoding="utf-8")
+
+
+def rows(report: Mapping[str, Any]) -> tuple[list[str], list[list[str]]]:
+    """Headers and lines of the table: a range of positions a line, loss and perplexity of each model."""
+    losses = report["loss"]
+    headers = ["position", *losses]
+    first = next(iter(losses.values()))
+    lines = [
+        [
+            f"{entry['first']:,} to {entry['last']:,}",
+            *(f"{found[i]['loss']:.4f} ({_short(found[i]['perplexity'])})" for found in losses.values()),
+        ]
+        for i, entry in enumerate(first)
+    ]
+    beyond = [f"{report['summary'][name]['beyond']:.4f}" for name in losses]
+    lines.append([f"all above {report['own_length']:,}", *beyond])
+    return headers, lines
+
+
+def _short(perplexity: float) -> str:
+    return f"{perplexity:.4g}" if math.isfinite(perplexity) else "inf"
+
+
+def title(report: Mapping[str, Any]) -> str:
+    """What the table and the picture show."""
+    return (
+        f"{Path(report['model']).name} from {report['own_length']:,} to {report['length']:,} tokens, "
+        f"{report['attention']}, {report['rope']} positions"
+    )
+
+
+def show(report: Mapping[str, Any], *, markdown: bool = False) -> None:
+    """Print the table."""
+    headers, lines = rows(report)
+    print_table(f"{title(report)}: held-out nats a token (perplexity)", headers, lines, markdown=markdown)
+
+
+def draw(report: Mapping[str, Any]) -> Any:
+    """The loss of each model against the position, the ranges as steps over a logarithmic axis."""
+    figure = _draw.new_figure(7.6, 4.6)
+    axes = figure.subplots()
+    losses = report["loss"]
+    colours = {BEFORE: "#bbbbbb", SCALED: "#ccbb44", CONTROL: "#cc6677", AFTER: "#4477aa"}
+    highest = max(entry["loss"] for name in losses if name != BEFORE for entry in losses[name])
+    lowest = min(entry["loss"] for found in losses.values() for entry in found)
+    room = max(0.08 * (highest - lowest), 0.01)
+    for name, found in losses.items():
+        middles = [math.sqrt(entry["first"] * entry["last"]) for entry in found]
+        worst = found[-1]["loss"]
+        label = name if worst <= highest + room else f"{name} (at the end {worst:.2f})"
+        axes.plot(middles, [entry["loss"] for entry in found], "o-", color=colours[name], markersize=4, label=label)
+    axes.axvline(report["own_length"], color="#888888", linewidth=0.8, linestyle=":")
+    axes.set_xscale("log", base=2)
+    first = next(iter(losses.values()))
+    ticks = [math.sqrt(entry["first"] * entry["last"]) for entry in first]
+    axes.set_xticks(ticks, [f"{entry['first']:,}-\n{entry['last']:,}" for entry in first])
+    axes.set_ylim(lowest - room, highest + room)
+    axes.set(xlabel="position in the window (tokens of context)", ylabel="held-out loss (nats a token)")
+    axes.set_title(title(report), fontsize=10)
+    axes.grid(alpha=0.3)
+    axes.legend(frameon=False, fontsize=9)
+    return figure
+
+
+def readme(report: Mapping[str, Any]) -> str:
+    """How to load the folder."""
+    original = json.dumps(report["model"])
+    kept = "\nimport subquad.hf\nsubquad.hf.register()" if report["keep_attention"] else ""
+    headers, lines = rows(report)
+    rules = [":---", *("---:" for _ in headers[1:])]
+    table = "\n".join(f"| {' | '.join(line)} |" for line in (headers, rules, *lines))
+    return f"""# {title(report)}
+
+A PEFT adapter for {report["model"]}, with the configuration that scales the positions beside it. The configuration
+must be given with the original, or the positions stay as they were:
+
+```python
+from peft import PeftModel
+from transformers import AutoConfig, AutoModelForCausalLM{kept}
+
+config = AutoConfig.from_pretrained("FOLDER")
+original = AutoModelForCausalLM.from_pretrained({original}, config=config)
+model = PeftModel.from_pretrained(original, "FOLDER")
+```
+
+FOLDER is this folder. `subquad lora merge FOLDER --out NEW` writes one plain model of transformers, with its tokenizer.
+
+Held-out loss in nats a token (perplexity), over the same {report["held_out_tokens"]:,} tokens at each range of
+positions:
+
+{table}
+"""

@@ -1,0 +1,227 @@
+"""Runs that extend the reach of a model of transformers: scaled positions, sparse attention, an adapter (LongLoRA)."""
+
+from __future__ import annotations
+
+import dataclasses
+import logging
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from subquad.config import digest, suggest
+from subquad.data import Corpus, Windows, prepare
+from subquad.data.tokenizers import tokenizer_hash, vocab_size
+from subquad.hf import extension, lora, set_attention
+from subquad.models.config import DecoderConfig
+from subquad.training._task import Task, preparing, spread
+from subquad.training.config import BatchConfig, TrainConfig
+from subquad.training.errors import StepMemoryError
+from subquad.training.extend_config import ATTENTION, ExtendConfig
+from subquad.training.lora import LoraTrainer
+from subquad.training.run import RunResult, train
+
+if TYPE_CHECKING:
+    from peft import PeftModel
+    from rich.console import Console
+    from transformers import PreTrainedConfig, PreTrainedModel
+
+logger = logging.getLogger(__name__)
+
+TOKENIZER = (
+    "tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", "tokenizer.model", "chat_template.jinja",
+    "generation_config.json",
+)  # fmt: skip
+"""The files of a model's folder that an extension takes over as they are."""
+
+
+class ExtensionTrainer(LoraTrainer):
+    """`LoraTrainer` of a model of transformers: the configuration with scaled positions lies beside the adapter."""
+
+    loss_alone = {"use_cache": False}  # noqa: RUF012
+
+    def _save(self, output_dir: str | None = None, state_dict: dict[str, Any] | None = None) -> None:
+        super()._save(output_dir, state_dict)
+        if self.args.should_save:
+            adapted: Any = self.accelerator.unwrap_model(self.model)
+            adapted.get_base_model().extended_config.save_pretrained(output_dir or self.root)
+
+    def training_step(self, *args: Any, **kwargs: Any) -> torch.Tensor:
+        """As `SubquadTrainer` does; what would need less memory is said in the words of `ExtendConfig`."""
+        try:
+            return super().training_step(*args, **kwargs)
+        except StepMemoryError as error:
+            batch = self.config.batch
+            raise StepMemoryError(
+                f"out of memory in a step of batch.size={batch.size} windows of {batch.length} tokens "
+                f"({error.__cause__}): try a smaller batch.size with as much more batch.accumulation, "
+                "run.activation_checkpointing=true, or a shorter length"
+            ) from error.__cause__
+
+
+def scaled_config(config: ExtendConfig) -> tuple[Path, PreTrainedConfig, PreTrainedConfig]:
+    """The original's folder, its configuration, and the extended model's.
+
+    Raises `ValueError` and `FileNotFoundError` for a model that can't be extended, a length that is none, and an
+    attention or options that there are not.
+    """
+    if not config.model:
+        raise ValueError("no model: give the folder of a model of transformers, or its name on the hub")
+    if config.attention not in ATTENTION:
+        raise ValueError(f"unknown attention {config.attention!r}; {suggest(config.attention, ATTENTION)}")
+    lora.require_peft()
+    folder = extension.find_model(config.model)
+    if Path(config.run.folder).resolve() == folder.resolve():
+        raise ValueError(f"run.folder={config.run.folder!r} is the model's own folder; an extension needs one of its own")
+    original = extension.read_config(folder)
+    scaled = extension.scale_positions(original, config.length, config.rope)
+    own = extension.own_length(original)
+    if config.attention != "full":
+        with torch.device("meta"):
+            _attend(_empty(original), config)
+    elif config.options:
+        raise ValueError(f"attention=full has no options, got {sorted(config.options)}")
+    if config.control and config.batch.size * config.length % own:
+        raise ValueError(
+            f"the control needs as many tokens a step in windows of {own}: batch.size={config.batch.size} times "
+            f"length={config.length} must be a multiple of {own}"
+        )
+    return folder, original, scaled
+
+
+def _empty(config: PreTrainedConfig) -> PreTrainedModel:
+    from transformers import AutoModelForCausalLM
+
+    model: PreTrainedModel = AutoModelForCausalLM.from_config(config)
+    return model
+
+
+def _attend(model: PreTrainedModel, config: ExtendConfig) -> None:
+    """Let the model attend as the configuration says."""
+    options = dict(config.options)
+    if config.attention == "shifted":
+        options.setdefault("group", config.length // 4)
+    if config.attention != "full":
+        set_attention(model, config.attention, **options)
+
+
+def extend(config: ExtendConfig, console: Console | None = None) -> RunResult:
+    """Train the adapter of `config` and keep it in `config.run.folder`, as `train` keeps a run.
+
+    An interrupted run is gone on with, bit for bit. Raises as `train` does, and `ValueError` and `FileNotFoundError`
+    as `scaled_config`.
+    """
+    folder, _, scaled = scaled_config(config)
+
+    def task(values: TrainConfig, console: Console | None) -> Task:
+        return _task(values, config, folder, scaled, console)
+
+    return train(_train_config(config, folder, config.length), console=console, prepare=task)
+
+
+def train_control(config: ExtendConfig, console: Console | None = None) -> RunResult:
+    """Train the control of `config` in the folder `control` of its run: the same text, tokens a step and steps, at the
+    model's own length and positions, attending in full."""
+    folder, original, _ = scaled_config(config)
+    own = extension.own_length(original)
+    alone = config.replace(
+        length=own,
+        attention="full",
+        options={},
+        control=False,
+        keep_attention=False,
+        run=config.run.replace(folder=str(Path(config.run.folder) / "control")),
+        batch=config.batch.replace(size=config.batch.size * config.length // own),
+    )
+
+    def task(values: TrainConfig, console: Console | None) -> Task:
+        return _task(values, alone, folder, original, console)
+
+    return train(_train_config(alone, folder, own), console=console, prepare=task)
+
+
+def _train_config(config: ExtendConfig, folder: Path, length: int) -> TrainConfig:
+    """The run as the trainer knows it; its model stands for a name alone."""
+    return TrainConfig(
+        model=DecoderConfig(attention=config.attention),
+        data=config.data.replace(tokenizer=str(folder)),
+        batch=BatchConfig(length=length, **config.batch.to_dict()),
+        optimizer=config.optimizer,
+        schedule=config.schedule,
+        run=config.run,
+    )
+
+
+def _task(
+    values: TrainConfig,
+    config: ExtendConfig,
+    folder: Path,
+    scaled: PreTrainedConfig,
+    console: Console | None,
+) -> Task:
+    """Read and cut the text; the model is made from the original's weights."""
+    corpus = preparing(console, "text", lambda progress: prepare(values.data, progress=progress))
+    _check_corpus(corpus, values, scaled)
+    train_windows, held_out = (Windows(part, values.batch.length) for part in (corpus.train, corpus.held_out))
+    record = dataclasses.replace(lora.Base.of(folder), path=config.model)
+
+    def make_model() -> PeftModel:
+        model = extension.load_original(folder, scaled)
+        model.extended_config = extended_config(scaled, config)  # type: ignore[assignment]
+        _attend(model, config)
+        model.config.use_cache = False
+        if config.run.activation_checkpointing:
+            model.gradient_checkpointing_enable({"use_reentrant": False})
+        adapted = extension.adapt(model, base=record, **config.lora.to_dict())
+        trains, every = lora.counts(adapted)
+        logger.info("%d of %d parameters train (%.2f %%)", trains, every, 100 * trains / every)
+        return adapted
+
+    trained = {name: getattr(config, name) for name in ("length", "rope", "attention", "options")}
+    kept = {name: (folder / name).read_bytes() for name in TOKENIZER if (folder / name).is_file()}
+    return Task(
+        config=values,
+        data=corpus,
+        train=train_windows,
+        count=len(train_windows),
+        held_out=spread(held_out, len(held_out), values.run.eval_windows),
+        make_model=make_model,
+        identity={
+            "data": digest([corpus.fingerprint, corpus.train_files, len(corpus.train)]),
+            "tokenizer": tokenizer_hash(corpus.tokenizer),
+            "extension": {**trained, "lora": config.lora.to_dict(), "base": record.weights},
+        },
+        files=kept,
+        trainer=ExtensionTrainer,
+        settings=config,
+    )
+
+
+def extended_config(scaled: PreTrainedConfig, config: ExtendConfig) -> PreTrainedConfig:
+    """The configuration of the extended model: its own attention, or with `keep_attention` that of the training."""
+    if not config.keep_attention:
+        return scaled
+    with torch.device("meta"):
+        model = _empty(scaled)
+        _attend(model, config)
+    kept: PreTrainedConfig = model.config
+    return kept
+
+
+def _check_corpus(corpus: Corpus, values: TrainConfig, config: PreTrainedConfig) -> None:
+    """Raise `ValueError` for too little text and for a tokenizer of more tokens than the model knows."""
+    size = vocab_size(corpus.tokenizer)
+    if size > config.vocab_size:
+        raise ValueError(f"the tokenizer has {size} tokens, the model knows {config.vocab_size}")
+    for name, part in (("training", corpus.train), ("held-out", corpus.held_out)):
+        if len(part) < values.batch.length:
+            raise ValueError(
+                f"length={values.batch.length} is longer than the {name} part of the text, which has {len(part)} "
+                "tokens; give more text"
+            )
+
+
+def own_model(config: ExtendConfig) -> tuple[Path, int]:
+    """The original's folder, and the tokens that it was made for."""
+    folder, original, _ = scaled_config(config)
+    return folder, extension.own_length(original)
