@@ -84,9 +84,15 @@ OPTIONS = {
     "feature map": (
         "linear",
         {"feature_map": "rellu"},
-        r"unknown feature_map 'rellu'; did you mean 'relu'\? valid: elu, relu, softmax, softplus, squared_relu",
+        r"unknown feature_map 'rellu'; did you mean 'relu'\? valid: elu, learned, relu, softmax, softplus, squared_relu",
     ),
     "eps": ("linear", {"eps": -1e-6}, "eps must be at least 0, got -1e-06"),
+    "rotary": (
+        "linear",
+        {"rotary": True, "num_heads": 16},
+        r"rotary needs an even head size, got dim / num_heads = 1",
+    ),
+    "rotary base": ("linear", {"rope_base": 0.0}, "rope_base must be positive, got 0.0"),
     "dilated width": ("dilated", {"width": 0}, "width must be at least 1, got 0"),
     "dilation": ("dilated", {"dilation": 0}, "dilation must be at least 1, got 0"),
     "stride": ("strided", {"stride": 0}, "stride must be at least 1, got 0"),
