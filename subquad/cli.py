@@ -22,6 +22,7 @@ COMMANDS = {
     "probe": "subquad.tools.probe",
     "data": "subquad.tools.data",
     "lora": "subquad.tools.lora",
+    "convert": "subquad.tools.convert",
     "list": "subquad.tools.list",
     "cost": "subquad.tools.cost",
     "show": "subquad.tools.show",
@@ -45,6 +46,7 @@ commands:
   probe      what models remember: passkey, recall, copying, loss by context
   data       make or open a labelled data set, and say what is in it
   lora       adapters: list, merge, and the LoRA experiment on MNIST
+  convert    replace full attention in a trained model
   list       the attention mechanisms, their options, the recipes
   cost       what mechanisms and models cost: score entries, FLOPs, memory
   show       pictures: weights, reach, positions, cost

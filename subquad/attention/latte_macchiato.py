@@ -5,7 +5,8 @@ Attention via Latent Probabilistic Modelling", and v3 of arXiv:2402.17512).
 
 p(l | t) is one softmax over the window and the L latents, so rows of the weights sum to one; a is softmax attention
 over the window, by default with rotary positions, which the latents do not have; p(s | l, t) is causal Latte's running
-softmax. Either of the two may be closed (`without`): p(l | t) is then one softmax over the other. The formula is ours from those abstracts: the authors' code of it is not public.
+softmax. Either of the two may be closed (`without`): p(l | t) is then one softmax over the other. The formula is ours
+from those abstracts: the authors' code of it is not public.
 """
 
 from __future__ import annotations

@@ -84,7 +84,7 @@ OPTIONS = {
     "feature map": (
         "linear",
         {"feature_map": "rellu"},
-        r"unknown feature_map 'rellu'; did you mean 'relu'\? valid: elu, learned, relu, softmax, softplus, squared_relu",
+        r"unknown feature_map 'rellu'; did you mean 'relu'\? valid: elu, learned, relu, softmax, softplus, squ",
     ),
     "eps": ("linear", {"eps": -1e-6}, "eps must be at least 0, got -1e-06"),
     "rotary": (
