@@ -61,7 +61,8 @@ def replace_attention(
         if found != "full":
             raise ValueError(f"layer {i + 1} has attention {found!r}: full attention alone is replaced")
     new = Decoder(new_config(decoder.config, name, layers, options or {}))
-    new.to(next(decoder.parameters()).device)
+    like = next(decoder.parameters())
+    new.to(like.device, like.dtype)
     return Replacement(new.train(decoder.training), layers, tuple(copy_weights(decoder, new, layers)))
 
 

@@ -65,8 +65,8 @@ def flags(original, texts, tmp_path):
         words = [str(word) for name, value in sizes.items() for word in (f"--{name}", value)]
         chosen = [f"--options.{attention}.{option}"] if option else []
         return [
-            "convert", str(model), "--attention", attention, "--data", str(texts), "--out", str(tmp_path / out), *chosen,
-            *words, *more,
+            "convert", str(model), "--attention", attention, "--data", str(texts), "--out", str(tmp_path / out),
+            *chosen, *words, *more,
         ]  # fmt: skip
 
     return make
