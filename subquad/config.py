@@ -19,12 +19,20 @@ from typing import Any, Self, get_args, get_origin
 from subquad.parsing import parse_yaml, read_json, read_text
 
 
+_LATER = "later"
+
+
 def suggest(word: str, choices: Iterable[str]) -> str:
     """The part of an error message that names the valid choices, the nearest first."""
     valid = sorted(choices)
     near = difflib.get_close_matches(word, valid, n=1)
     hint = f"did you mean {near[0]!r}? " if near else ""
     return f"{hint}valid: {', '.join(valid)}"
+
+
+def later(default: Any) -> Any:
+    """A field that came after digests of its configuration were kept: left out of them while it has its default."""
+    return dataclasses.field(default=default, metadata={_LATER: True})
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -80,7 +88,11 @@ class Config:
 
     def digest(self) -> str:
         """Sixteen hexadecimal digits that differ when any value differs."""
-        return digest(self.to_dict())
+        return digest(self.identity())
+
+    def identity(self) -> dict[str, Any]:
+        """`to_dict` as digests take it: without fields of `later` that have their default."""
+        return _identity(self)
 
 
 def digest(values: Any) -> str:
@@ -100,6 +112,18 @@ def read_mapping(path: str | Path) -> dict[str, Any]:
 
 def _join(where: str, key: str) -> str:
     return f"{where}.{key}" if where else key
+
+
+def _identity(value: Any) -> Any:
+    if isinstance(value, Config):
+        kept = (f for f in dataclasses.fields(value) if f.init)
+        kept = (f for f in kept if not (f.metadata.get(_LATER) and getattr(value, f.name) == f.default))
+        return {f.name: _identity(getattr(value, f.name)) for f in kept}
+    if isinstance(value, Mapping):
+        return {str(key): _identity(item) for key, item in value.items()}
+    if isinstance(value, list | tuple):
+        return [_identity(item) for item in value]
+    return value
 
 
 def _plain(value: Any) -> Any:

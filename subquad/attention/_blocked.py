@@ -6,14 +6,12 @@ Shape letters: B batch, T tokens, S keys, D model width, H heads, G key heads, K
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
-from subquad.attention.base import Attention
-from subquad.layers.positions import rotate
+from subquad.attention._projected import ProjectedAttention
 from subquad.ops import block_attention
 from subquad.ops._torch.tiles import score_entries, unmasked_entries
 from subquad.ops.attend import softmax_weights
@@ -24,49 +22,14 @@ from subquad.parallel.ring import ring_attention, sent_for_ring
 from subquad.state import State, advance, appended, last_slots
 
 
-class BlockedAttention(Attention):
+class BlockedAttention(ProjectedAttention):
     """Softmax attention over the keys that `patterns` allow; the state holds the keys and values still in reach.
 
     With one pattern all heads have it; with two the second one is for the last `H // 2` heads.
     """
 
-    rotates = True
     parallel = True
     patterns: tuple[Pattern, ...]
-
-    @dataclass(frozen=True, kw_only=True)
-    class Config(Attention.Config):
-        """Options of a softmax mechanism."""
-
-        num_kv_heads: int | None = None
-        """Heads of keys and values; neighbouring query heads share one (None: as many as num_heads)."""
-        rope: bool = False
-        """Whether queries and keys carry rotary positions."""
-        rope_base: float = 10000.0
-        """Base of the rotary frequencies."""
-
-        def __post_init__(self) -> None:
-            super().__post_init__()
-            if self.num_kv_heads is not None and (self.num_kv_heads < 1 or self.num_heads % self.num_kv_heads):
-                raise ValueError(
-                    f"num_kv_heads must divide num_heads, got num_kv_heads={self.num_kv_heads}, "
-                    f"num_heads={self.num_heads}"
-                )
-            if self.rope and self.dim // self.num_heads % 2:
-                raise ValueError(f"rope needs an even head size, got dim / num_heads = {self.dim // self.num_heads}")
-            if self.rope_base <= 0:
-                raise ValueError(f"rope_base must be positive, got {self.rope_base}")
-
-    config: Config
-
-    def __init__(self, config: Config) -> None:
-        super().__init__(config)
-        self.kv_heads = config.num_kv_heads or config.num_heads
-        self.kv_dim = config.dim // config.num_heads * self.kv_heads
-        self.query = nn.Linear(config.dim, config.dim, bias=config.bias)
-        self.key = nn.Linear(config.dim, self.kv_dim, bias=config.bias)
-        self.value = nn.Linear(config.dim, self.kv_dim, bias=config.bias)
-        self.out = nn.Linear(config.dim, config.dim, bias=config.bias)
 
     def mix(self, x_BTD: Tensor, state: State | None, lengths_B: Tensor | None) -> tuple[Tensor, State]:
         """Attend to the cached keys and the new ones."""
@@ -200,34 +163,6 @@ class BlockedAttention(Attention):
         reaches = [pattern.reach for pattern in patterns]
         return max(r for r in reaches if r is not None) if None not in reaches else None
 
-    def queries(self, x_BTD: Tensor, start: int | Tensor = 0) -> Tensor:
-        """Queries `[B, H, T, K]`, rotated to their positions."""
-        return self.rotated(self.split(self.query(x_BTD)), start)
-
-    def keys(self, x_BTD: Tensor, start: int | Tensor = 0) -> Tensor:
-        """Keys `[B, G, T, K]`, rotated to their positions."""
-        return self.rotated(self.split(self.key(x_BTD), self.kv_heads), start)
-
-    def kv_values(self, x_BTD: Tensor) -> Tensor:
-        """Values `[B, G, T, K]`, before query heads share them."""
-        return self.split(self.value(x_BTD), self.kv_heads)
-
-    def rotated(self, x_BHTK: Tensor, start: int | Tensor) -> Tensor:
-        """`x` with rotary positions, where the option asks for them."""
-        return rotate(x_BHTK, start, self.config.rope_base) if self.config.rope else x_BHTK
-
-    def values(self, x_BTD: Tensor) -> Tensor:
-        """Values `[B, H, T, K]`."""
-        return self.shared(self.kv_values(x_BTD))
-
-    def shared(self, x_BGTK: Tensor) -> Tensor:
-        """From key heads to the query heads that share them."""
-        return x_BGTK.repeat_interleave(self.config.num_heads // self.kv_heads, 1)
-
-    def merge(self, y_BHTV: Tensor) -> Tensor:
-        """The output projection."""
-        return self.out(self.join(y_BHTV))
-
     def dense_weights(self, x_BTD: Tensor) -> Tensor:
         """`softmax(q k^T / sqrt(K))` over the allowed keys."""
         return self.pattern_weights(self.queries(x_BTD), self.keys(x_BTD))
@@ -253,7 +188,7 @@ class BlockedAttention(Attention):
 
     def mixing_flops(self, tokens: int) -> int:
         """Two products of K channels an entry."""
-        return 4 * self.config.dim // self.config.num_heads * self.score_entries(tokens)
+        return 4 * self.config.channels * self.score_entries(tokens)
 
     def state_bytes(self, tokens: int) -> int:
         """Keys and values in reach."""

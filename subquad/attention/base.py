@@ -88,11 +88,15 @@ class Attention(SharedSequences):
         dropout: float = 0.0
         """Dropout on the mechanism's weights, in training."""
 
-        def __post_init__(self) -> None:
+        def check_heads(self) -> None:
+            """Raise `ValueError` where the model width does not give each head its channels."""
             if self.dim < 1 or self.num_heads < 1 or self.dim % self.num_heads:
                 raise ValueError(
                     f"dim must be a positive multiple of num_heads, got dim={self.dim}, num_heads={self.num_heads}"
                 )
+
+        def __post_init__(self) -> None:
+            self.check_heads()
             if not 0 <= self.dropout < 1:
                 raise ValueError(f"dropout must be at least 0 and below 1, got {self.dropout}")
 
@@ -118,7 +122,7 @@ class Attention(SharedSequences):
             raise ValueError(f"attention {self.name!r} has no {form} form; it has: {', '.join(self.forms)}")
         self.config = config
         self.causal = config.causal
-        self.config_hash = digest({"name": self.name, **config.to_dict()})
+        self.config_hash = digest({"name": self.name, **config.identity()})
 
     def forward(
         self, x_BTD: Tensor, state: State | None = None, mask: Tensor | None = None, doc_ids: Tensor | None = None

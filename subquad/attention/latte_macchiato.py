@@ -68,8 +68,8 @@ class LatteMacchiato(Branched, BlockedAttention):
         super().__init__(config)
         self.patterns = (Window(width=config.width),)
         self.latents = (config.num_latents or config.dim) // config.num_heads
-        self.latent_query = nn.Linear(config.dim, config.num_heads * (self.latents + 1), bias=config.bias)
-        self.latent_key = nn.Linear(config.dim, config.num_heads * self.latents, bias=config.bias)
+        self.latent_query = self.projection(config.num_heads * (self.latents + 1))
+        self.latent_key = self.projection(config.num_heads * self.latents)
 
     @property
     def dropout_p(self) -> float:
@@ -118,7 +118,7 @@ class LatteMacchiato(Branched, BlockedAttention):
 
     def mixing_flops(self, tokens: int) -> int:
         """Those of the window and of the latents."""
-        far = running_softmax_flops(tokens, self.latents, self.config.dim // self.config.num_heads)
+        far = running_softmax_flops(tokens, self.latents, self.config.channels)
         return super().mixing_flops(tokens) + self.config.num_heads * far
 
     def state_bytes(self, tokens: int) -> int:
@@ -128,7 +128,7 @@ class LatteMacchiato(Branched, BlockedAttention):
     @property
     def latent_bytes(self) -> int:
         """Those of the latents."""
-        channels = self.config.dim // self.config.num_heads
+        channels = self.config.channels
         return self.config.num_heads * self.latents * (4 * channels + 8)
 
     def sent(self, tokens: int, ranks: int) -> list[Sent]:

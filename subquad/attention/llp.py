@@ -88,12 +88,12 @@ class Llp(BlockedAttention):
         self.first_patterns = (Segments(size=c, back=0),)
         self.special_first_block = config.first_block_projections or config.key_norm
         if config.first_block_projections:
-            self.first_query = nn.Linear(config.dim, config.dim, bias=config.bias)
-            self.first_key = nn.Linear(config.dim, self.kv_dim, bias=config.bias)
-            self.first_value = nn.Linear(config.dim, self.kv_dim, bias=config.bias)
-        self.norm = nn.LayerNorm(config.dim // config.num_heads) if config.key_norm else nn.Identity()
+            self.first_query = self.projection(self.q_dim)
+            self.first_key = self.projection(self.kv_dim)
+            self.first_value = self.projection(self.kv_dim)
+        self.norm = nn.LayerNorm(config.channels) if config.key_norm else nn.Identity()
         if config.split_output:
-            self.first_out = nn.Linear(config.dim, config.dim, bias=config.bias)
+            self.first_out = self.output_projection()
         if config.shared_kv:
             del self.value
             if config.first_block_projections:
@@ -125,17 +125,17 @@ class Llp(BlockedAttention):
 
     def project(self, x_BTD: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """Queries, keys and values, neither normalised nor rotated."""
-        k_BGTK = self.split(self.key(x_BTD), self.kv_heads)
+        k_BGTK = self.key_heads(self.key(x_BTD))
         v_BGTK = k_BGTK if self.config.shared_kv else self.split(self.value(x_BTD), self.kv_heads)
-        return self.split(self.query(x_BTD)), k_BGTK, v_BGTK
+        return self.query_heads(self.query(x_BTD)), k_BGTK, v_BGTK
 
     def first_block(self, x_BCD: Tensor, raw: Sequence[Tensor]) -> Sequence[Tensor]:
         """Queries, keys and values as the first half segment uses them, not rotated: its own, or everyone's."""
         if not self.config.first_block_projections:
             return raw
-        k_BGCK = self.split(self.first_key(x_BCD), self.kv_heads)
+        k_BGCK = self.key_heads(self.first_key(x_BCD))
         v_BGCK = k_BGCK if self.config.shared_kv else self.split(self.first_value(x_BCD), self.kv_heads)
-        return self.split(self.first_query(x_BCD)), k_BGCK, v_BGCK
+        return self.query_heads(self.first_query(x_BCD)), k_BGCK, v_BGCK
 
     def in_first_block(self, start: int | Tensor, tokens: int, like: Tensor) -> Tensor:
         """Bool `[B or 1, T, 1]`."""

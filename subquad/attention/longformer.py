@@ -68,9 +68,9 @@ class Longformer(BlockedAttention):
             self.patterns = (Band(before=before, after=after),)
             self.far = Globals(count=count, back=before, ahead_blocks=after)
         self.global_patterns = (Segments(size=count, back=0) if config.causal else Full(),)
-        self.global_query = nn.Linear(config.dim, config.dim, bias=config.bias)
-        self.global_key = nn.Linear(config.dim, self.kv_dim, bias=config.bias)
-        self.global_value = nn.Linear(config.dim, self.kv_dim, bias=config.bias)
+        self.global_query = self.projection(self.q_dim)
+        self.global_key = self.projection(self.kv_dim)
+        self.global_value = self.projection(self.kv_dim)
 
     def mix(self, x_BTD: Tensor, state: State | None, lengths_B: Tensor | None) -> tuple[Tensor, State]:
         """The window and the global keys, merged; then the global tokens' own rows."""
@@ -114,7 +114,7 @@ class Longformer(BlockedAttention):
         seen, count = self.start(state, x_BTD.shape[1]), self.config.num_global
         # Only the first tokens of this call can be global, and causal ones see global tokens alone.
         x_BGD, own = x_BTD[:, :count], {}
-        q_BHGK = self.rotated(self.split(self.global_query(x_BGD)), seen)
+        q_BHGK = self.rotated(self.query_heads(self.global_query(x_BGD)), seen)
         k_BGSK, v_BGSK = self.global_keys(x_BGD if self.causal else x_BTD, seen)
         if self.causal:
             lengths_B = None if lengths_B is None else lengths_B.clamp(max=count)
@@ -128,7 +128,7 @@ class Longformer(BlockedAttention):
 
     def global_keys(self, x_BTD: Tensor, start: int | Tensor) -> tuple[Tensor, Tensor]:
         """Keys and values that global tokens see, `[B, G, T, K]`."""
-        k_BGTK = self.rotated(self.split(self.global_key(x_BTD), self.kv_heads), start)
+        k_BGTK = self.rotated(self.key_heads(self.global_key(x_BTD)), start)
         return k_BGTK, self.split(self.global_value(x_BTD), self.kv_heads)
 
     def is_global(self, start: int | Tensor, x_BTD: Tensor) -> Tensor:
@@ -138,7 +138,7 @@ class Longformer(BlockedAttention):
     def dense_weights(self, x_BTD: Tensor) -> Tensor:
         """Softmax over the window and the global tokens; global rows by their own queries and keys."""
         w_BHTS = softmax_weights(self.queries(x_BTD), self.keys(x_BTD), *self.patterns, self.far)
-        q_BHTK = self.rotated(self.split(self.global_query(x_BTD)), 0)
+        q_BHTK = self.rotated(self.query_heads(self.global_query(x_BTD)), 0)
         own_BHTS = softmax_weights(q_BHTK, self.global_keys(x_BTD, 0)[0], *self.global_patterns)
         return torch.where(self.is_global(0, x_BTD), own_BHTS, w_BHTS)
 

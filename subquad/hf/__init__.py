@@ -1,5 +1,5 @@
 """Hugging Face: `SubquadConfig`, `SubquadForCausalLM`, `SubquadCache`, `SubquadForSequenceClassification`,
-`SubquadForPreTraining`, `SubquadForImages`.
+`SubquadForPreTraining`, `SubquadForImages`, `from_transformers`, `to_transformers`.
 
 Importing registers the Auto classes.
 """
@@ -18,6 +18,7 @@ from subquad.hf.config import SubquadConfig
 from subquad.hf.image import ImageModelOutput, SubquadForImages, SubquadImageConfig
 from subquad.hf.model import SubquadForCausalLM
 from subquad.hf.pretraining import SubquadForPreTraining, SubquadPretrainingConfig
+from subquad.hf.transfer import from_transformers, to_transformers
 
 AutoConfig.register(SubquadConfig.model_type, SubquadConfig, exist_ok=True)
 AutoModelForCausalLM.register(SubquadConfig, SubquadForCausalLM, exist_ok=True)
@@ -39,4 +40,6 @@ __all__ = [
     "SubquadForSequenceClassification",
     "SubquadImageConfig",
     "SubquadPretrainingConfig",
+    "from_transformers",
+    "to_transformers",
 ]

@@ -65,6 +65,16 @@ class SubquadConfig(PreTrainedConfig):
     lookup: int | None = _default("lookup")
     lookup_residual: bool = _default("lookup_residual")
     init_std: float = _default("init_std")
+    head_dim: int | None = _default("head_dim")
+    ff_dim: int | None = _default("ff_dim")
+    norm_eps: float | None = _default("norm_eps")
+    qk_norm: bool = _default("qk_norm")
+    qkv_bias: bool | None = _default("qkv_bias")
+    out_bias: bool | None = _default("out_bias")
+    ff_bias: bool | None = _default("ff_bias")
+    parallel_residual: bool = _default("parallel_residual")
+    rope_fraction: float = _default("rope_fraction")
+    rope_scaling: dict[str, Any] | None = _default("rope_scaling")
     use_cache: bool = True
     bos_token_id: int | None = None
     eos_token_id: int | list[int] | None = None

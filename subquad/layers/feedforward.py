@@ -2,37 +2,52 @@
 
 from __future__ import annotations
 
+from typing import Literal
+
 from torch import Tensor, nn
 from torch.nn import functional as F
 
 from subquad.config import suggest
 
-FEEDFORWARDS = ("gelu", "swiglu", "bilinear")
+FEEDFORWARDS = ("gelu", "gelu_tanh", "swiglu", "bilinear")
 
 
 class GELU(nn.Module):
-    """`y = down(gelu(up(x)))`, with `round(mult * D)` hidden channels."""
+    """`y = down(gelu(up(x)))`, with `round(mult * D)` hidden channels, or `hidden` where they are given.
 
-    def __init__(self, dim: int, *, mult: float = 4.0, bias: bool = False) -> None:
+    `gelu(x) = x Phi(x)`; with `approximate="tanh"` it is `x / 2 (1 + tanh(sqrt(2 / pi) (x + 0.044715 x^3)))`
+    (Hendrycks and Gimpel 2016, arXiv:1606.08415, section 2), GPT-2's.
+    """
+
+    def __init__(
+        self,
+        dim: int,
+        *,
+        mult: float = 4.0,
+        bias: bool = False,
+        hidden: int | None = None,
+        approximate: Literal["none", "tanh"] = "none",
+    ) -> None:
         super().__init__()
-        hidden = max(1, round(mult * dim))
+        self.approximate = approximate
+        hidden = max(1, round(mult * dim)) if hidden is None else hidden
         self.up = nn.Linear(dim, hidden, bias=bias)
         self.down = nn.Linear(hidden, dim, bias=bias)
 
     def forward(self, x_BTD: Tensor) -> Tensor:
         """`[B, T, D]` to `[B, T, D]`."""
-        return self.down(F.gelu(self.up(x_BTD)))
+        return self.down(F.gelu(self.up(x_BTD), approximate=self.approximate))
 
 
 class SwiGLU(nn.Module):
-    """`y = down(silu(gate(x)) * up(x))`, with `2/3 * mult * D` hidden channels, to a multiple of 8.
+    """`y = down(silu(gate(x)) * up(x))`, with `2/3 * mult * D` hidden channels, to a multiple of 8, or `hidden`.
 
     Three matrices of two thirds of the width have the parameters of GELU's two.
     """
 
-    def __init__(self, dim: int, *, mult: float = 4.0, bias: bool = False) -> None:
+    def __init__(self, dim: int, *, mult: float = 4.0, bias: bool = False, hidden: int | None = None) -> None:
         super().__init__()
-        hidden = max(8, 8 * round(mult * dim * 2 / 3 / 8))
+        hidden = max(8, 8 * round(mult * dim * 2 / 3 / 8)) if hidden is None else hidden
         self.gate = nn.Linear(dim, hidden, bias=bias)
         self.up = nn.Linear(dim, hidden, bias=bias)
         self.down = nn.Linear(hidden, dim, bias=bias)
@@ -64,12 +79,22 @@ class Bilinear(nn.Module):
         return self.down((wide_BTD.unsqueeze(-1) * narrow_BTb.unsqueeze(-2)).flatten(-2))
 
 
-def build_feedforward(kind: str, dim: int, *, mult: float = 4.0, bias: bool = False) -> GELU | SwiGLU | Bilinear:
-    """The feed-forward network `gelu`, `swiglu` or `bilinear` for the model width `dim`."""
+def build_feedforward(
+    kind: str, dim: int, *, mult: float = 4.0, bias: bool = False, hidden: int | None = None
+) -> GELU | SwiGLU | Bilinear:
+    """The feed-forward network `gelu`, `gelu_tanh`, `swiglu` or `bilinear` for the model width `dim`.
+
+    `hidden` gives the hidden channels outright, in place of `mult`. Raises `ValueError` for an unknown kind and for
+    `hidden` with `bilinear`, whose channels are all products of two branches.
+    """
     if kind == "gelu":
-        return GELU(dim, mult=mult, bias=bias)
+        return GELU(dim, mult=mult, bias=bias, hidden=hidden)
+    if kind == "gelu_tanh":
+        return GELU(dim, mult=mult, bias=bias, hidden=hidden, approximate="tanh")
     if kind == "swiglu":
-        return SwiGLU(dim, mult=mult, bias=bias)
+        return SwiGLU(dim, mult=mult, bias=bias, hidden=hidden)
     if kind == "bilinear":
+        if hidden is not None:
+            raise ValueError(f"feed-forward 'bilinear' has no hidden width of its own, got hidden={hidden}; use mult")
         return Bilinear(dim, mult=mult, bias=bias)
     raise ValueError(f"unknown feed-forward {kind!r}; {suggest(kind, FEEDFORWARDS)}")

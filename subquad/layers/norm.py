@@ -7,10 +7,13 @@ from subquad.config import suggest
 NORMS = ("layer", "rms")
 
 
-def build_norm(kind: str, dim: int) -> nn.LayerNorm | nn.RMSNorm:
-    """`layer`: `(x - mean) / sqrt(var + 1e-5) * w + b`; `rms`: `x / sqrt(mean(x^2) + 1e-6) * w`, over D = `dim`."""
+def build_norm(kind: str, dim: int, eps: float | None = None) -> nn.LayerNorm | nn.RMSNorm:
+    """`layer`: `(x - mean) / sqrt(var + eps) * w + b`; `rms`: `x / sqrt(mean(x^2) + eps) * w`, over D = `dim`.
+
+    Without `eps` it is 1e-5 for `layer` and 1e-6 for `rms`.
+    """
     if kind == "layer":
-        return nn.LayerNorm(dim)
+        return nn.LayerNorm(dim, eps=1e-5 if eps is None else eps)
     if kind == "rms":
-        return nn.RMSNorm(dim, eps=1e-6)
+        return nn.RMSNorm(dim, eps=1e-6 if eps is None else eps)
     raise ValueError(f"unknown norm {kind!r}; {suggest(kind, NORMS)}")

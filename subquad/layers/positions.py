@@ -11,24 +11,41 @@ import math
 import torch
 from torch import Tensor, nn
 
+from subquad.layers.scaling import RopeScaling
 from subquad.ops.padding import real_slots
 
 ROTARY_BASE = 10000.0
 
 
-def rotate(x_BHTK: Tensor, start: int | Tensor, base: float = ROTARY_BASE, /) -> Tensor:
+def rotate(
+    x_BHTK: Tensor,
+    start: int | Tensor,
+    base: float = ROTARY_BASE,
+    /,
+    *,
+    channels: int | None = None,
+    scaling: RopeScaling | None = None,
+) -> Tensor:
     """Rotary positions: the channels (c, c + K/2) at position p turn by the angle `p * base ** (-2c / K)`.
+
+    With `channels` R the first R channels turn, as if they were all (K is R then), and the others stay as they are;
+    `scaling` changes the frequencies, and the size of what turns where it says so.
 
     The product of a rotated query and a rotated key depends on the difference of their positions alone. `x` is
     `[B, H, T, K]`; the result has its dtype, and the arithmetic is in float32 or wider. Raises `ValueError` for an odd
     K and for a `start` that is neither an int nor an integer tensor `[B]`.
     """
     T, K = x_BHTK.shape[-2:]
+    if channels is not None and channels != K:
+        turned_BHTR = rotate(x_BHTK[..., :channels], start, base, scaling=scaling)
+        return torch.cat((turned_BHTR, x_BHTK[..., channels:]), dim=-1)
     if K % 2:
         raise ValueError(f"rotary positions need an even number of channels per head, got {K}")
     wide = torch.promote_types(x_BHTK.dtype, torch.float32)
-    angles_BTK = _angles(start, T, K, base, x_BHTK.device)[:, None]
+    angles_BTK = _angles(start, T, K, base, x_BHTK.device, scaling)[:, None]
     cos_BHTK, sin_BHTK = angles_BTK.cos().to(wide), angles_BTK.sin().to(wide)
+    if scaling is not None and scaling.amplitude != 1:
+        cos_BHTK, sin_BHTK = cos_BHTK * scaling.amplitude, sin_BHTK * scaling.amplitude
     first_BHTK, second_BHTK = x_BHTK.to(wide).chunk(2, dim=-1)
     turned = (first_BHTK * cos_BHTK - second_BHTK * sin_BHTK, second_BHTK * cos_BHTK + first_BHTK * sin_BHTK)
     return torch.cat(turned, dim=-1).to(x_BHTK.dtype)
@@ -46,11 +63,21 @@ def positions(start: int | Tensor, tokens: int, device: torch.device) -> Tensor:
     return start.to(device)[:, None] + steps_T
 
 
-def _angles(start: int | Tensor, tokens: int, channels: int, base: float, device: torch.device) -> Tensor:
+def _angles(
+    start: int | Tensor,
+    tokens: int,
+    channels: int,
+    base: float,
+    device: torch.device,
+    scaling: RopeScaling | None = None,
+) -> Tensor:
     """Angles `[1 or B, T, channels / 2]`, in float64 where the device has it: float32 is off by 0.004 at 100,000."""
     dtype = torch.float32 if device.type == "mps" else torch.float64
+    p_BT1 = positions(start, tokens, device)[..., None].to(dtype)
+    if scaling is not None:
+        return p_BT1 * torch.tensor(scaling.frequencies(channels, base), device=device, dtype=dtype)
     steps = torch.arange(0, channels, 2, device=device, dtype=dtype)
-    return positions(start, tokens, device)[..., None].to(dtype) * torch.exp(steps * (-math.log(base) / channels))
+    return p_BT1 * torch.exp(steps * (-math.log(base) / channels))
 
 
 class Sinusoidal(nn.Module):

@@ -23,15 +23,29 @@ from subquad.parallel import ContextGroup, active_group, context_parallel
 from subquad.state import State
 
 
+PROJECTIONS = ("head_dim", "qk_norm", "qkv_bias", "out_bias")
+"""Settings of the projections, which every layer's mechanism must have where they are not at their defaults."""
+
+
 class Block(nn.Module):
-    """`x + attention(norm(x))`, then `x + feedforward(norm(x))`, with dropout on each branch."""
+    """`x + attention(norm(x))`, then `x + feedforward(norm(x))`, with dropout on each branch.
+
+    With `parallel_residual` both branches read the same x: `x + attention(norm(x)) + feedforward(norm'(x))`.
+    """
 
     def __init__(self, config: DecoderConfig, mixer: Attention) -> None:
         super().__init__()
-        self.attention_norm = build_norm(config.norm, config.dim)
+        self.parallel_residual = config.parallel_residual
+        self.attention_norm = build_norm(config.norm, config.dim, config.norm_eps)
         self.attention = mixer
-        self.feedforward_norm = build_norm(config.norm, config.dim)
-        self.feedforward = build_feedforward(config.feedforward, config.dim, mult=config.ff_mult, bias=config.bias)
+        self.feedforward_norm = build_norm(config.norm, config.dim, config.norm_eps)
+        self.feedforward = build_feedforward(
+            config.feedforward,
+            config.dim,
+            mult=config.ff_mult,
+            bias=config.bias if config.ff_bias is None else config.ff_bias,
+            hidden=config.ff_dim,
+        )
         self.dropout = nn.Dropout(config.dropout)
 
     def forward(
@@ -50,8 +64,10 @@ class Block(nn.Module):
             y_BTD, state, memory = mixer.mix_with_memory(z_BTD, state, lengths_B, memory)
         else:
             y_BTD, state = self.attention.mix(z_BTD, state, lengths_B)
+        read_BTD = x_BTD
         x_BTD = x_BTD + self.dropout(y_BTD)
-        return x_BTD + self.dropout(self.feedforward(self.feedforward_norm(x_BTD))), state, memory
+        read_BTD = read_BTD if self.parallel_residual else x_BTD
+        return x_BTD + self.dropout(self.feedforward(self.feedforward_norm(read_BTD))), state, memory
 
     def output_projections(self) -> list[nn.Linear]:
         """The last linear maps of both branches, which write into the residual stream.
@@ -129,6 +145,7 @@ def build_mechanisms(config: DecoderConfig, *, causal: bool = True) -> list[Atte
         )
     if config.num_kv_heads is not None and not any("num_kv_heads" in _known(cls) for cls in chosen.values()):
         raise ValueError(f"num_kv_heads={config.num_kv_heads} has no effect: {listed} has no such option; leave it out")
+    _check_projections(config, chosen)
     repeats = config.num_layers // len(config.mechanisms)
     layers: list[Attention] = []
     for name in config.mechanisms * repeats:
@@ -148,6 +165,10 @@ def _options(config: DecoderConfig, name: str, cls: type[Attention], causal: boo
         "num_kv_heads": config.num_kv_heads,
         "rope": config.position == "rope",
         "rope_base": config.rope_base,
+        "rope_fraction": config.rope_fraction,
+        "rope_scaling": config.rope_scaling,
+        **{key: getattr(config, key) for key in PROJECTIONS},
+        "norm_eps": config.norm_eps if config.qk_norm else None,
     }
     options = {key: value for key, value in shared.items() if key in _known(cls)}
     options |= {"num_heads": config.num_heads, "bias": config.bias, "dropout": config.attention_dropout}
@@ -156,6 +177,17 @@ def _options(config: DecoderConfig, name: str, cls: type[Attention], causal: boo
         form = "causal" if causal else "bidirectional"
         raise ValueError(f"this model is {form}, but the options of attention {name!r} say causal={options['causal']}")
     return options
+
+
+def _check_projections(config: DecoderConfig, chosen: dict[str, type[Attention]]) -> None:
+    """Raise `ValueError` for a setting of the projections that a layer's mechanism does not have."""
+    for key in PROJECTIONS:
+        value = getattr(config, key)
+        if value == DecoderConfig.__dataclass_fields__[key].default:
+            continue
+        for name, cls in chosen.items():
+            if key not in _known(cls):
+                raise ValueError(f"{key}={value} has no meaning for attention {name!r}; leave it out")
 
 
 def _check_options(config: DecoderConfig) -> None:

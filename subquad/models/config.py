@@ -5,7 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Any, Literal, get_args, get_type_hints
 
-from subquad.config import Config, suggest
+from subquad.config import Config, later, suggest
+from subquad.layers.scaling import RopeScaling
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -34,8 +35,8 @@ class DecoderConfig(Config):
     """Base of the rotary frequencies."""
     norm: Literal["layer", "rms"] = "rms"
     """Normalisation before attention and feed-forward."""
-    feedforward: Literal["gelu", "swiglu", "bilinear"] = "swiglu"
-    """Feed-forward network; bilinear is ELiTA's FeedForward2."""
+    feedforward: Literal["gelu", "gelu_tanh", "swiglu", "bilinear"] = "swiglu"
+    """Feed-forward network; gelu_tanh is GPT-2's approximation, bilinear ELiTA's FeedForward2."""
     ff_mult: float = 4.0
     """Hidden width of a GELU feed-forward over D; SwiGLU takes two thirds of it, so parameters agree, and bilinear
     2 x ff_mult for its factor (an eighth more parameters)."""
@@ -58,11 +59,36 @@ class DecoderConfig(Config):
     init_std: float = 0.02
     """Standard deviation of the initial weights; branch outputs are scaled down by sqrt(2 x layers x loops)."""
 
+    head_dim: int | None = later(None)
+    """Channels of an attention head (None: dim / num_heads)."""
+    ff_dim: int | None = later(None)
+    """Hidden width of the feed-forward network, given outright (None: by ff_mult)."""
+    norm_eps: float | None = later(None)
+    """What norms add to the variance or the mean square (None: 1e-5 for layer, 1e-6 for rms)."""
+    qk_norm: bool = later(False)
+    """Whether queries and keys are RMS-normalised over each head's channels, before they are rotated (Qwen3)."""
+    qkv_bias: bool | None = later(None)
+    """Whether queries, keys and values have a bias (None: as bias)."""
+    out_bias: bool | None = later(None)
+    """Whether the output projections of attention have a bias (None: as bias)."""
+    ff_bias: bool | None = later(None)
+    """Whether the feed-forward networks have biases (None: as bias)."""
+    parallel_residual: bool = later(False)
+    """Whether attention and feed-forward read the same vectors, x + attention(norm(x)) + feedforward(norm'(x))
+    (GPT-NeoX), instead of one after the other."""
+    rope_fraction: float = later(1.0)
+    """Part of each head's channels that rotary positions turn: the first ones."""
+    rope_scaling: RopeScaling | None = later(None)
+    """How rotary frequencies are changed for longer sequences, as in {kind: linear, factor: 4} (None: not at all)."""
+
     def __post_init__(self) -> None:
         for name in ("vocab_size", "dim", "num_layers", "num_heads", "max_positions", "loops"):
             if getattr(self, name) < 1:
                 raise ValueError(f"{name} must be at least 1, got {getattr(self, name)}")
-        if self.dim % self.num_heads:
+        for name in ("head_dim", "ff_dim"):
+            if getattr(self, name) is not None and getattr(self, name) < 1:
+                raise ValueError(f"{name} must be at least 1, or None, got {getattr(self, name)}")
+        if self.head_dim is None and self.dim % self.num_heads:
             raise ValueError(f"dim must be a multiple of num_heads, got dim={self.dim}, num_heads={self.num_heads}")
         if self.num_kv_heads is not None and (self.num_kv_heads < 1 or self.num_heads % self.num_kv_heads):
             raise ValueError(
@@ -71,6 +97,18 @@ class DecoderConfig(Config):
         for name in ("rope_base", "ff_mult", "init_std"):
             if not getattr(self, name) > 0:
                 raise ValueError(f"{name} must be above 0, got {getattr(self, name)}")
+        if self.norm_eps is not None and not self.norm_eps > 0:
+            raise ValueError(f"norm_eps must be above 0, or None, got {self.norm_eps}")
+        if not 0 < self.rope_fraction <= 1:
+            raise ValueError(f"rope_fraction must be above 0 and at most 1, got {self.rope_fraction}")
+        for name in ("rope_fraction", "rope_scaling"):
+            if self.position != "rope" and getattr(self, name) != type(self).__dataclass_fields__[name].default:
+                raise ValueError(
+                    f"{name} is for rotary positions, and position={self.position!r}; choose position=rope or leave "
+                    f"{name} out"
+                )
+        if self.ff_dim is not None and self.feedforward == "bilinear":
+            raise ValueError(f"feedforward='bilinear' has no hidden width of its own, got ff_dim={self.ff_dim}")
         for name in ("dropout", "attention_dropout"):
             if not 0 <= getattr(self, name) < 1:
                 raise ValueError(f"{name} must be at least 0 and below 1, got {getattr(self, name)}")

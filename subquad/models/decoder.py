@@ -61,7 +61,7 @@ class Decoder(nn.Module):
         )
         self.layers = nn.ModuleList(Block(config, mixer) for mixer in build_mechanisms(config))
         self.pass_biases = nn.ModuleList(PassBias(config.dim) for _ in range(config.loops if config.loops > 1 else 0))
-        self.norm = build_norm(config.norm, config.dim)
+        self.norm = build_norm(config.norm, config.dim, config.norm_eps)
         self.head = None if config.tie_embeddings else nn.Linear(config.dim, config.vocab_size, bias=False)
         self.lookup = (
             None if config.lookup is None else Lookup(config.vocab_size, config.lookup, residual=config.lookup_residual)

@@ -36,7 +36,7 @@ class Encoder(nn.Module):
         self.embedding = token_embedding(config)
         self.class_token = nn.Parameter(torch.empty(config.dim)) if config.pooling == "class" else None
         self.layers = nn.ModuleList(Block(config, mixer) for mixer in build_mechanisms(config, causal=config.causal))
-        self.norm = build_norm(config.norm, config.dim)
+        self.norm = build_norm(config.norm, config.dim, config.norm_eps)
         self.branch_outputs = branch_outputs(self)
         if self.class_token is not None:
             nn.init.normal_(self.class_token, std=config.init_std)

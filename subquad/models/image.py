@@ -47,7 +47,7 @@ class ImageModel(nn.Module):
         self.output = build_output(config)
         self.embedding = PixelInputs(config)
         self.layers = nn.ModuleList(Block(config, mixer) for mixer in build_mechanisms(config))
-        self.norm = build_norm(config.norm, config.dim)
+        self.norm = build_norm(config.norm, config.dim, config.norm_eps)
         tied = config.tie_embeddings and config.output == "categorical"
         self.head = None if tied else nn.Linear(config.dim, self.output.parameters, bias=False)
         self.bias = nn.Parameter(self.output.first_biases())

@@ -57,6 +57,20 @@ BIDIRECTIONAL = (
     (15, ONE_DOCUMENT),
 )
 
+DECODERS_OWN = (
+    "head_dim",
+    "ff_dim",
+    "norm_eps",
+    "qk_norm",
+    "qkv_bias",
+    "out_bias",
+    "ff_bias",
+    "parallel_residual",
+    "rope_fraction",
+    "rope_scaling",
+)
+"""Settings of `DecoderConfig` that no stack has."""
+
 STACKS: dict[str, Stack] = {
     stack.name: stack
     for stack in (
@@ -105,8 +119,17 @@ def stack_of(config: DecoderConfig) -> Stack | None:
                 raise ValueError(
                     f"attention {name!r} is a whole stack and cannot be one layer of several, got {config.attention!r}"
                 )
+            _check_plain(config, name)
             return STACKS[name]
     return None
+
+
+def _check_plain(config: DecoderConfig, name: str) -> None:
+    """Raise `ValueError` for settings that the decoder's layers have and a stack's do not."""
+    for key in DECODERS_OWN:
+        value = getattr(config, key)
+        if value != type(config).__dataclass_fields__[key].default:
+            raise ValueError(f"{key}={value} has no meaning for attention {name!r}; leave it out")
 
 
 def build_model(config: DecoderConfig) -> Decoder:

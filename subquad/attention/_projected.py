@@ -1,0 +1,148 @@
+"""The four projections of softmax attention: queries, keys and values of heads, and from their outputs back.
+
+Shape letters: B batch, T tokens, D model width, H heads, G key heads, K channels of a head, C channels of all heads.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from torch import Tensor, nn
+
+from subquad.attention.base import Attention
+from subquad.config import later
+from subquad.layers.norm import build_norm
+from subquad.layers.positions import rotate
+from subquad.layers.scaling import RopeScaling, rotated_channels
+
+
+class ProjectedAttention(Attention):
+    """`q = R norm(W_q x)`, `k = R norm(W_k x)`, `v = W_v x` and `y = W_o o`, where norm and rotation R are options."""
+
+    rotates = True
+
+    @dataclass(frozen=True, kw_only=True)
+    class Config(Attention.Config):
+        """Options of a softmax mechanism."""
+
+        num_kv_heads: int | None = None
+        """Heads of keys and values; neighbouring query heads share one (None: as many as num_heads)."""
+        rope: bool = False
+        """Whether queries and keys carry rotary positions."""
+        rope_base: float = 10000.0
+        """Base of the rotary frequencies."""
+        rope_fraction: float = later(1.0)
+        """Part of each head's channels that is rotated: the first ones."""
+        rope_scaling: RopeScaling | None = later(None)
+        """How the rotary frequencies are changed for longer sequences (None: not at all)."""
+        head_dim: int | None = later(None)
+        """Channels K of a head (None: dim / num_heads)."""
+        qk_norm: bool = later(False)
+        """Whether queries and keys are RMS-normalised over each head's channels, before they are rotated."""
+        norm_eps: float | None = later(None)
+        """What that norm adds to the mean square (None: 1e-6)."""
+        qkv_bias: bool | None = later(None)
+        """Whether queries, keys and values have a bias (None: as bias)."""
+        out_bias: bool | None = later(None)
+        """Whether the output projection has a bias (None: as bias)."""
+
+        @property
+        def channels(self) -> int:
+            """Channels of one head."""
+            return self.head_dim or self.dim // self.num_heads
+
+        def check_heads(self) -> None:
+            """Raise `ValueError` where the heads have no whole number of channels."""
+            if self.head_dim is None:
+                super().check_heads()
+            elif min(self.dim, self.num_heads, self.head_dim) < 1:
+                raise ValueError(
+                    "dim, num_heads and head_dim must be at least 1, "
+                    f"got dim={self.dim}, num_heads={self.num_heads}, head_dim={self.head_dim}"
+                )
+
+        def __post_init__(self) -> None:
+            super().__post_init__()
+            if self.num_kv_heads is not None and (self.num_kv_heads < 1 or self.num_heads % self.num_kv_heads):
+                raise ValueError(
+                    f"num_kv_heads must divide num_heads, got num_kv_heads={self.num_kv_heads}, "
+                    f"num_heads={self.num_heads}"
+                )
+            if not 0 < self.rope_fraction <= 1:
+                raise ValueError(f"rope_fraction must be above 0 and at most 1, got {self.rope_fraction}")
+            rotated = rotated_channels(self.channels, self.rope_fraction)
+            if self.rope and (rotated % 2 or not rotated):
+                raise ValueError(
+                    f"rope needs an even head size, got {rotated} rotated channels: dim / num_heads (or head_dim) "
+                    f"is {self.channels}, rope_fraction {self.rope_fraction}"
+                )
+            if self.norm_eps is not None and not self.norm_eps > 0:
+                raise ValueError(f"norm_eps must be above 0, got {self.norm_eps}")
+            if self.rope_base <= 0:
+                raise ValueError(f"rope_base must be positive, got {self.rope_base}")
+
+    config: Config
+
+    def __init__(self, config: Config) -> None:
+        super().__init__(config)
+        self.kv_heads = config.num_kv_heads or config.num_heads
+        self.q_dim, self.kv_dim = config.channels * config.num_heads, config.channels * self.kv_heads
+        self.query = self.projection(self.q_dim)
+        self.key = self.projection(self.kv_dim)
+        self.value = self.projection(self.kv_dim)
+        self.out = self.output_projection()
+        if config.qk_norm:
+            self.query_norm = build_norm("rms", config.channels, config.norm_eps)
+            self.key_norm = build_norm("rms", config.channels, config.norm_eps)
+
+    def projection(self, width: int) -> nn.Linear:
+        """From the model width to queries, keys or values, `width` channels of all heads."""
+        config = self.config
+        return nn.Linear(config.dim, width, bias=config.bias if config.qkv_bias is None else config.qkv_bias)
+
+    def output_projection(self) -> nn.Linear:
+        """From the heads' outputs to the model width."""
+        config = self.config
+        return nn.Linear(self.q_dim, config.dim, bias=config.bias if config.out_bias is None else config.out_bias)
+
+    def queries(self, x_BTD: Tensor, start: int | Tensor = 0) -> Tensor:
+        """Queries `[B, H, T, K]`, rotated to their positions."""
+        return self.rotated(self.query_heads(self.query(x_BTD)), start)
+
+    def keys(self, x_BTD: Tensor, start: int | Tensor = 0) -> Tensor:
+        """Keys `[B, G, T, K]`, rotated to their positions."""
+        return self.rotated(self.key_heads(self.key(x_BTD)), start)
+
+    def query_heads(self, q_BTC: Tensor) -> Tensor:
+        """`[B, T, H K]` to `[B, H, T, K]`, normalised where the option asks for it."""
+        q_BHTK = self.split(q_BTC)
+        return self.query_norm(q_BHTK) if self.config.qk_norm else q_BHTK
+
+    def key_heads(self, k_BTC: Tensor) -> Tensor:
+        """`[B, T, G K]` to `[B, G, T, K]`, normalised where the option asks for it."""
+        k_BGTK = self.split(k_BTC, self.kv_heads)
+        return self.key_norm(k_BGTK) if self.config.qk_norm else k_BGTK
+
+    def kv_values(self, x_BTD: Tensor) -> Tensor:
+        """Values `[B, G, T, K]`, before query heads share them."""
+        return self.split(self.value(x_BTD), self.kv_heads)
+
+    def rotated(self, x_BHTK: Tensor, start: int | Tensor) -> Tensor:
+        """`x` with rotary positions, where the option asks for them."""
+        config = self.config
+        if not config.rope:
+            return x_BHTK
+        channels = rotated_channels(config.channels, config.rope_fraction)
+        return rotate(x_BHTK, start, config.rope_base, channels=channels, scaling=config.rope_scaling)
+
+    def values(self, x_BTD: Tensor) -> Tensor:
+        """Values `[B, H, T, K]`."""
+        return self.shared(self.kv_values(x_BTD))
+
+    def shared(self, x_BGTK: Tensor) -> Tensor:
+        """From key heads to the query heads that share them."""
+        return x_BGTK.repeat_interleave(self.config.num_heads // self.kv_heads, 1)
+
+    def merge(self, y_BHTV: Tensor) -> Tensor:
+        """The output projection."""
+        return self.out(self.join(y_BHTV))

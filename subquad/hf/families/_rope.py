@@ -1,0 +1,95 @@
+"""Rotary settings: transformers' `rope_parameters` and ours, in both directions."""
+
+from __future__ import annotations
+
+import logging
+from typing import Any
+
+from subquad.config import suggest
+from subquad.layers.scaling import RopeScaling
+from subquad.models.config import DecoderConfig
+
+logger = logging.getLogger(__name__)
+
+_ORIGINAL = "original_max_position_embeddings"
+_KEYS = {
+    "default": (),
+    "linear": ("factor",),
+    "dynamic": ("factor",),
+    "yarn": ("factor", _ORIGINAL, "attention_factor", "beta_fast", "beta_slow", "mscale", "mscale_all_dim", "truncate"),
+    "llama3": ("factor", _ORIGINAL, "low_freq_factor", "high_freq_factor"),
+}
+_ALWAYS = {"rope_type", "type", "rope_theta", "partial_rotary_factor"}
+
+
+def read(config: Any, *, partial: bool = False) -> dict[str, Any]:
+    """`rope_base`, `rope_fraction` and `rope_scaling` of a configuration of transformers.
+
+    Raises `ValueError` for a type that our decoder does not have, for a parameter that is not known, and without
+    `partial` for heads of which a part is rotated.
+    """
+    values = dict(config.rope_parameters)
+    kind = values.get("rope_type", "default")
+    if kind not in _KEYS:
+        raise ValueError(f"{config.model_type} with rope_type={kind!r} has no place in our decoder; {_valid(kind)}")
+    known = _ALWAYS | {key for keys in _KEYS.values() for key in keys}
+    for key in values:
+        if key not in known:
+            raise ValueError(f"{config.model_type} has the rope parameter {key!r}; {suggest(key, known)}")
+    fraction = values.get("partial_rotary_factor", 1.0)
+    if fraction != 1 and not partial:
+        raise ValueError(
+            f"{config.model_type} with partial_rotary_factor={fraction} has no place in our decoder; it must be 1"
+        )
+    return {
+        "rope_base": float(values["rope_theta"]),
+        "rope_fraction": float(fraction),
+        "rope_scaling": None if kind == "default" else _scaling(config, kind, values),
+    }
+
+
+def _valid(kind: str) -> str:
+    return suggest(str(kind), _KEYS)
+
+
+def _scaling(config: Any, kind: str, values: dict[str, Any]) -> dict[str, Any]:
+    kept = {key: values[key] for key in _KEYS[kind] if values.get(key) is not None}
+    original = kept.pop(_ORIGINAL, None)
+    if kind == "dynamic":
+        original = config.max_position_embeddings
+        logger.warning(
+            "dynamic rope scaling: transformers changes the frequencies with every call longer than %d tokens, our "
+            "decoder keeps them; rope_scaling.length sets the length that they are for",
+            original,
+        )
+    if kind == "yarn":
+        kept.setdefault("factor", config.max_position_embeddings / original)
+        for name in ("mscale", "mscale_all_dim", "beta_fast", "beta_slow"):
+            if not kept.get(name, True):
+                del kept[name]  # transformers takes zero for its default
+    return RopeScaling.from_dict({"kind": kind, "original": original, **kept}, where="rope_parameters").to_dict()
+
+
+def write(config: DecoderConfig) -> dict[str, Any]:
+    """`rope_parameters` and `max_position_embeddings` of a configuration of transformers.
+
+    Frequencies for a fixed length of `dynamic` scaling are those of a larger base, which is what is written.
+    """
+    values: dict[str, Any] = {"rope_type": "default", "rope_theta": config.rope_base}
+    positions, scaling = config.max_positions, config.rope_scaling
+    if config.rope_fraction != 1:
+        values["partial_rotary_factor"] = config.rope_fraction
+    if scaling is not None and scaling.kind == "dynamic" and scaling.length is not None:
+        raise ValueError(
+            f"rope_scaling.length={scaling.length} has no place in transformers, which takes the length of each call; "
+            "set rope_base to the base that it stands for, and leave rope_scaling out"
+        )
+    if scaling is not None:
+        values["rope_type"] = scaling.kind
+        for key in _KEYS[scaling.kind]:
+            value = scaling.original if key == _ORIGINAL else getattr(scaling, key)
+            if value is not None:
+                values[key] = value
+        if scaling.kind == "dynamic":
+            positions = scaling.original or positions
+    return {"rope_parameters": values, "max_position_embeddings": positions}

@@ -1,0 +1,210 @@
+"""Import and export: models of transformers as ours with `full` attention, and back, tensor by tensor."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+from typing import Any
+
+import torch
+import transformers
+from huggingface_hub.errors import StrictDataclassError
+from torch import Tensor
+from transformers import AutoConfig, PreTrainedModel
+
+from subquad.config import suggest
+from subquad.hf._strict import naming
+from subquad.hf.config import SubquadConfig
+from subquad.hf.families import FAMILIES, Family
+from subquad.hf.families.base import token_ids
+from subquad.hf.model import SubquadForCausalLM
+from subquad.models.config import DecoderConfig
+
+TRAINING_ALONE = ("dropout", "attention_dropout", "init_std")
+"""Settings that change no output of a trained model: kept where a family has a place for them."""
+
+
+def from_transformers(model: PreTrainedModel | str | os.PathLike[str]) -> SubquadForCausalLM:
+    """Our causal language model with the settings and tensors of one of transformers, and so with its logits.
+
+    `model` is a causal language model of the families `llama`, `qwen2`, `qwen3`, `gpt2` or `gpt_neox`, its folder, or
+    its name on the hub (safetensors alone). Attention is `full`; tensors are copies in their dtype, special tokens
+    come along, and the model is in evaluation mode. Raises `ValueError` for another family, for a setting that our
+    decoder does not have (naming it), and where tensors are missing, left over or of another shape.
+    """
+    if isinstance(model, str | os.PathLike):
+        model = _load(model)
+    if not isinstance(model, PreTrainedModel):
+        raise TypeError(f"model must be a model of transformers, its folder or its name, got {type(model).__name__}")
+    family = _family(model.config)
+    if type(model).__name__ != family.model:
+        raise ValueError(f"a model of family {family.name!r} must be a {family.model}, got {type(model).__name__}")
+    config = DecoderConfig.from_dict({"attention": "full", **family.settings(model.config)})
+    tensors = dict(model.state_dict())
+    if config.tie_embeddings:
+        _check_tied(tensors, family, config)
+    with torch.device("meta"):
+        made = SubquadForCausalLM(SubquadConfig.from_decoder(config, **token_ids(model.config)))
+    ours: dict[str, Tensor] = {}
+    for move in [*family.moves(canonical(config)), *_head(family, config)]:
+        if move.theirs not in tensors:
+            raise ValueError(f"the {family.name} model has no tensor {move.theirs!r}")
+        for name, part in zip(move.ours, move.cut(tensors.pop(move.theirs).detach()), strict=True):
+            ours[f"model.{name}"] = part.clone(memory_format=torch.contiguous_format)
+    if tensors:
+        raise ValueError(f"the {family.name} model has tensors with no place in our decoder: {', '.join(tensors)}")
+    _load_all(made, ours)
+    return made.eval()
+
+
+def to_transformers(model: SubquadForCausalLM, family: str | None = None) -> PreTrainedModel:
+    """A model of transformers with the settings and tensors of ours, and so with its logits.
+
+    `family` is one of `llama`, `qwen2`, `qwen3`, `gpt2`, `gpt_neox`; None: the first that the model fits. Dropout and
+    the spread of the first weights are left out where the family has none. Raises `ValueError` for an unknown family
+    and for a setting that the family does not have, naming it, as any mechanism but `full`.
+    """
+    if not isinstance(model, SubquadForCausalLM):
+        raise TypeError(f"model must be a SubquadForCausalLM, got {type(model).__name__}")
+    if family is not None and family not in FAMILIES:
+        raise ValueError(f"unknown family {family!r}; {suggest(family, FAMILIES)}")
+    config = canonical(model.model.config)
+    chosen, values = _fitting(config, [FAMILIES[family]] if family is not None else list(FAMILIES.values()))
+    theirs_class: Any = getattr(transformers, chosen.model)
+    made: PreTrainedModel = theirs_class(theirs_class.config_class(**values, **token_ids(model.config)))
+    ours = dict(model.state_dict())
+    tensors: dict[str, Tensor] = {}
+    for move in [*chosen.moves(config), *_head(chosen, config)]:
+        parts = [ours.pop(f"model.{name}").detach() for name in move.ours]
+        tensors[move.theirs] = move.join(parts).clone(memory_format=torch.contiguous_format)
+    if ours:
+        raise ValueError(f"the model has tensors with no place in {chosen.name}: {', '.join(ours)}")
+    if config.tie_embeddings:
+        tensors[chosen.head] = tensors[_table(chosen, config)]
+    _load_all(made, tensors)
+    made.tie_weights()
+    return made.eval()
+
+
+def canonical(config: DecoderConfig) -> DecoderConfig:
+    """The same decoder with everything said outright that follows from something else, and the rest at its default."""
+    names = set(config.mechanisms)
+    biases = {name: getattr(config, name) for name in ("qkv_bias", "out_bias", "ff_bias")}
+    width = config.ff_dim
+    if width is None and config.feedforward != "bilinear":
+        width = _feedforward_width(config)
+    return config.replace(
+        attention=names.pop() if len(names) == 1 else config.attention,
+        options={name: options for name, options in config.options.items() if name in config.mechanisms},
+        num_kv_heads=config.num_kv_heads or config.num_heads,
+        head_dim=config.head_dim or config.dim // config.num_heads,
+        ff_dim=width,
+        ff_mult=DecoderConfig.ff_mult if width is not None else config.ff_mult,
+        norm_eps=config.norm_eps or (1e-6 if config.norm == "rms" else 1e-5),
+        bias=False,
+        **{name: config.bias if value is None else value for name, value in biases.items()},
+        loop_loss=config.loop_loss if config.loops > 1 else "last",
+        lookup_residual=config.lookup_residual or config.lookup is None,
+        rope_base=config.rope_base if config.position == "rope" else DecoderConfig.rope_base,
+    )
+
+
+def _feedforward_width(config: DecoderConfig) -> int:
+    from subquad.layers.feedforward import build_feedforward
+
+    with torch.device("meta"):
+        return build_feedforward(config.feedforward, config.dim, mult=config.ff_mult).down.in_features
+
+
+def _family(config: Any) -> Family:
+    if config.model_type not in FAMILIES:
+        raise ValueError(
+            f"a model of family {config.model_type!r} has no place in our decoder; "
+            f"{suggest(config.model_type, FAMILIES)}"
+        )
+    return FAMILIES[config.model_type]
+
+
+def _fitting(config: DecoderConfig, families: list[Family]) -> tuple[Family, dict[str, Any]]:
+    """The first family that has every setting of `config`, and its configuration's values."""
+    _check_mechanism(config)
+    reasons: dict[str, str] = {}
+    for family in families:
+        try:
+            values = family.config(config)
+            theirs: Any = getattr(transformers, family.model)
+            back = canonical(
+                DecoderConfig.from_dict({"attention": "full", **family.settings(theirs.config_class(**values))})
+            )
+        except (ValueError, StrictDataclassError) as error:
+            reasons[family.name] = str(error)
+            continue
+        differ = [name for name, value in back.to_dict().items() if not _agrees(name, value, config)]
+        if not differ:
+            return family, values
+        reasons[family.name] = ", ".join(
+            f"{name}={getattr(config, name)!r} (it has {getattr(back, name)!r})" for name in differ
+        )
+    told = "; ".join(f"{name}: {reason}" for name, reason in reasons.items())
+    raise ValueError(f"the model's settings have no place in transformers' models. {told}")
+
+
+def _agrees(name: str, value: Any, config: DecoderConfig) -> bool:
+    if name in TRAINING_ALONE or (name == "max_positions" and config.position == "rope"):
+        return True
+    return bool(value == config.to_dict()[name])
+
+
+def _check_mechanism(config: DecoderConfig) -> None:
+    for name in config.mechanisms:
+        if name != "full":
+            raise ValueError(f"attention {name!r} has no place in transformers' models; only 'full' has")
+    if config.feedforward == "bilinear":
+        raise ValueError("feedforward='bilinear' has no place in transformers' models")
+
+
+def _check_tied(tensors: dict[str, Tensor], family: Family, config: DecoderConfig) -> None:
+    """Take the head out of `tensors`, which must be the table of tokens."""
+    head = tensors.pop(family.head, None)
+    table = tensors.get(_table(family, config))
+    if head is not None and table is not None and not torch.equal(head, table):
+        raise ValueError(
+            f"the {family.name} model says that it is tied, but {family.head!r} is not its table of tokens"
+        )
+
+
+def _table(family: Family, config: DecoderConfig) -> str:
+    moves = family.moves(canonical(config))
+    return next(move.theirs for move in moves if move.ours == ("embedding.tokens.weight",))
+
+
+def _head(family: Family, config: DecoderConfig) -> list[Any]:
+    from subquad.hf.families.base import same
+
+    return [] if config.tie_embeddings else [same(family.head, "head.weight")]
+
+
+def _load(place: str | os.PathLike[str]) -> PreTrainedModel:
+    """A model of transformers from its folder or the hub, with every tensor in its place."""
+    with naming(str(place)):
+        if Path(place).exists() and not (Path(place) / "config.json").is_file():
+            raise ValueError(f"{place} holds no config.json: it is no folder of transformers")
+        family = _family(AutoConfig.from_pretrained(place))
+        theirs: Any = getattr(transformers, family.model)
+        model, info = theirs.from_pretrained(place, use_safetensors=True, output_loading_info=True)
+        for kind in ("missing_keys", "unexpected_keys", "mismatched_keys"):
+            if info.get(kind):
+                names = sorted(str(key) for key in info[kind])
+                raise ValueError(f"{kind.replace('_', ' ')}: {', '.join(names)}")
+    return model
+
+
+def _load_all(model: PreTrainedModel, tensors: dict[str, Tensor]) -> None:
+    """Put `tensors` in place of the model's own, all of them."""
+    own = model.state_dict()
+    for name, tensor in own.items():
+        if name not in tensors:
+            raise ValueError(f"no tensor for {name!r}")
+        if tensors[name].shape != tensor.shape:
+            raise ValueError(f"{name!r} must be {list(tensor.shape)}, got {list(tensors[name].shape)}")
+    model.load_state_dict(tensors, assign=True)
