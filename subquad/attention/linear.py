@@ -23,8 +23,9 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from subquad.attention._scanned import ScannedAttention
-from subquad.config import suggest
+from subquad.config import later, suggest
 from subquad.layers.positions import ROTARY_BASE, rotate
+from subquad.layers.scaling import RopeScaling, rotated_channels
 from subquad.state import State
 
 FEATURE_MAPS: dict[str, Callable[[Tensor], Tensor]] = {
@@ -58,10 +59,14 @@ class Linear(ScannedAttention):
         """phi: elu (plus one), relu, squared_relu, softplus, softmax, or learned (it has weights)."""
         eps: float = 1e-6
         """Added to the sum of the weights that divides the output."""
-        rotary: bool = False
+        rotary: bool = later(False)
         """Whether queries and keys turn by their positions before the map; a decoder's position does not ask for it."""
-        rope_base: float = ROTARY_BASE
+        rope_base: float = later(ROTARY_BASE)
         """Base of the rotary frequencies."""
+        rope_fraction: float = later(1.0)
+        """Part of each head's channels that is rotated: the first ones."""
+        rope_scaling: RopeScaling | None = later(None)
+        """How the rotary frequencies are changed for longer sequences (None: not at all)."""
 
         def __post_init__(self) -> None:
             super().__post_init__()
@@ -69,8 +74,14 @@ class Linear(ScannedAttention):
                 raise ValueError(f"unknown feature_map {self.feature_map!r}; {suggest(self.feature_map, known)}")
             if not self.eps >= 0:
                 raise ValueError(f"eps must be at least 0, got {self.eps}")
-            if self.rotary and self.dim // self.num_heads % 2:
-                raise ValueError(f"rotary needs an even head size, got dim / num_heads = {self.dim // self.num_heads}")
+            if not 0 < self.rope_fraction <= 1:
+                raise ValueError(f"rope_fraction must be above 0 and at most 1, got {self.rope_fraction}")
+            rotated = rotated_channels(self.dim // self.num_heads, self.rope_fraction)
+            if self.rotary and (rotated % 2 or not rotated):
+                raise ValueError(
+                    f"rotary needs an even number of channels to turn, got {rotated}: dim / num_heads is "
+                    f"{self.dim // self.num_heads}, rope_fraction {self.rope_fraction}"
+                )
             if not self.rope_base > 0:
                 raise ValueError(f"rope_base must be positive, got {self.rope_base}")
 
@@ -112,11 +123,17 @@ class Linear(ScannedAttention):
         # backward of F.elu and F.softplus on transposed heads fails under torch.compile's aot_eager in torch 2.13.
         x_BHTK = self.split(x_BTD).contiguous()
         if self.config.rotary:
-            x_BHTK = rotate(x_BHTK, start, self.config.rope_base)
+            x_BHTK = self.rotated(x_BHTK, start)
         if map_HKK is None:
             return FEATURE_MAPS[self.config.feature_map](x_BHTK)
         x_BHTK = x_BHTK @ map_HKK
         return torch.cat([x_BHTK.softmax(-1), (-x_BHTK).softmax(-1)], -1)
+
+    def rotated(self, x_BHTK: Tensor, start: int | Tensor) -> Tensor:
+        """`x` turned to its positions."""
+        config = self.config
+        channels = rotated_channels(self.channels, config.rope_fraction)
+        return rotate(x_BHTK, start, config.rope_base, channels=channels, scaling=config.rope_scaling)
 
     def dense_weights(self, x_BTD: Tensor) -> Tensor:
         """`phi(q_t) . phi(k_s)`, for `s <= t` where causal, over its sum plus eps."""

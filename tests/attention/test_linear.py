@@ -63,6 +63,16 @@ def test_rotary_features_are_those_of_turned_queries_and_keys():
         assert_same_maths(features(x, 7), torch.nn.functional.softplus(turned), "features from position 7 on")
 
 
+def test_a_part_of_the_channels_may_turn_and_by_other_frequencies():
+    torch.manual_seed(0)
+    options = {"feature_map": "softmax", "rotary": True, "rope_fraction": 0.5}
+    options["rope_scaling"] = {"kind": "linear", "factor": 4.0}
+    layer = attention.build("linear", dim=16, num_heads=2, **options).double()
+    x = torch.randn(2, 12, 16, dtype=torch.float64)
+    expected = rotate(layer.split(layer.key(x)), 3, channels=4, scaling=layer.config.rope_scaling).softmax(-1)
+    assert_same_maths(layer.key_features(x, 3), expected, "features of half-turned keys")
+
+
 def test_a_decoder_of_linear_layers_may_have_rotary_positions():
     shape = {"vocab_size": 11, "dim": 16, "num_layers": 1, "num_heads": 2, "attention": "linear", "rope_base": 500.0}
     decoder = Decoder(DecoderConfig(**shape, position="rope", options={"linear": {"rotary": True}}))
