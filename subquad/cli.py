@@ -22,6 +22,8 @@ COMMANDS = {
     "probe": "subquad.tools.probe",
     "data": "subquad.tools.data",
     "lora": "subquad.tools.lora",
+    "import": "subquad.tools.importing",
+    "export": "subquad.tools.exporting",
     "convert": "subquad.tools.convert",
     "list": "subquad.tools.list",
     "cost": "subquad.tools.cost",
@@ -46,6 +48,8 @@ commands:
   probe      what models remember: passkey, recall, copying, loss by context
   data       make or open a labelled data set, and say what is in it
   lora       adapters: list, merge, and the LoRA experiment on MNIST
+  import     a model of transformers or llama2.c as one of ours
+  export     a model of ours as one of transformers
   convert    replace full attention in a trained model
   list       the attention mechanisms, their options, the recipes
   cost       what mechanisms and models cost: score entries, FLOPs, memory

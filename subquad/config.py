@@ -18,7 +18,6 @@ from typing import Any, Self, get_args, get_origin
 
 from subquad.parsing import parse_yaml, read_json, read_text
 
-
 _LATER = "later"
 
 

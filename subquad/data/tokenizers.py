@@ -18,7 +18,7 @@ from subquad.parsing import parse_json, read_text
 
 MOST_TOKENS = 1 << 24
 """Of a vocabulary: a model has a row for each number up to the greatest."""
-_SEPARATORS = (SEPARATOR, "</s>", "<eos>", "<|end_of_text|>", "[SEP]")
+_SEPARATORS = (SEPARATOR, "</s>", "<eos>", "<|end_of_text|>", "[SEP]", "<s>")
 # Byte-level pre-tokens hold blanks at their start only, so one always ends between a visible character and a blank.
 _CUT = re.compile(rb"[!-~](?=\s)")
 _PIECE = 1 << 18
@@ -80,6 +80,20 @@ def encode_text(tokenizer: Tokenizer, text: str) -> list[int]:
     with _named("the tokenizer cannot encode the text"):
         ids: list[int] = tokenizer.encode(text, add_special_tokens=False).ids
     return ids
+
+
+def encode_prompt(tokenizer: Tokenizer, text: str) -> list[int]:
+    """The token ids of `text` after those that the tokenizer begins every text with, as Llama's `<s>`.
+
+    A text that spells them out itself, as chat templates do, gets no second ones. Raises as `encode_text`.
+    """
+    if tokenizer.post_processor is None:
+        return encode_text(tokenizer, text)
+    with _named("the tokenizer cannot encode the text"):
+        begun = tokenizer.encode("a", add_special_tokens=True)
+        first = next((i for i, added in enumerate(begun.special_tokens_mask) if not added), 0)
+    start, ids = begun.ids[:first], encode_text(tokenizer, text)
+    return ids if ids[:first] == start else start + ids
 
 
 def tokenizer_hash(tokenizer: Tokenizer) -> str:

@@ -1,5 +1,5 @@
 """Hugging Face: `SubquadConfig`, `SubquadForCausalLM`, `SubquadCache`, `SubquadForSequenceClassification`,
-`SubquadForPreTraining`, `SubquadForImages`, `from_transformers`, `to_transformers`.
+`SubquadForPreTraining`, `SubquadForImages`, `from_transformers`, `to_transformers`, `read_llama2c`.
 
 Importing registers the Auto classes.
 """
@@ -16,6 +16,7 @@ from subquad.hf.cache import SubquadCache
 from subquad.hf.classification import SubquadClassifierConfig, SubquadForSequenceClassification
 from subquad.hf.config import SubquadConfig
 from subquad.hf.image import ImageModelOutput, SubquadForImages, SubquadImageConfig
+from subquad.hf.llama2c import read_llama2c
 from subquad.hf.model import SubquadForCausalLM
 from subquad.hf.pretraining import SubquadForPreTraining, SubquadPretrainingConfig
 from subquad.hf.transfer import from_transformers, to_transformers
@@ -41,5 +42,6 @@ __all__ = [
     "SubquadImageConfig",
     "SubquadPretrainingConfig",
     "from_transformers",
+    "read_llama2c",
     "to_transformers",
 ]

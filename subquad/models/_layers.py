@@ -22,7 +22,6 @@ from subquad.ops.documents import Documents
 from subquad.parallel import ContextGroup, active_group, context_parallel
 from subquad.state import State
 
-
 PROJECTIONS = ("head_dim", "qk_norm", "qkv_bias", "out_bias")
 """Settings of the projections, which every layer's mechanism must have where they are not at their defaults."""
 

@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 
 from tokenizers import Tokenizer
 
-from subquad.data.tokenizers import encode_text, separator_id
+from subquad.data.tokenizers import encode_prompt, separator_id
 from subquad.generation import StopStrings, TextStream
 from subquad.parsing import read_json_mapping, read_text
 
@@ -40,7 +40,7 @@ class Texts:
 
     def encode(self, text: str) -> list[int]:
         """The tokens of a prompt; `ValueError` where there is none."""
-        tokens = encode_text(self.tokenizer, text)
+        tokens = encode_prompt(self.tokenizer, text)
         if not tokens:
             raise ValueError("the prompt must hold at least one token, got an empty text")
         return tokens

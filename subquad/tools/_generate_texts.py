@@ -6,19 +6,28 @@ import os
 import sys
 import time
 import zipfile
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+import torch
+
 from subquad.data.tokenizers import separator_id
-from subquad.generation import BatchDecoder
+from subquad.generation import Generation
+from subquad.generation._generate import inference
+from subquad.generation._rows import join
+from subquad.generation.sampling import Sampler
 from subquad.parsing import read_json_mapping
 from subquad.tools import _adapters
 
 if TYPE_CHECKING:
+    from subquad.generation import SamplingConfig
+    from subquad.models import Decoder
+    from subquad.state import State
     from subquad.tools._generate_ask import Ask
     from subquad.tools.runs import LoadedRun
 
-SLOTS = 64
+ROWS = 64
 """Texts that are made at once."""
 DATE = (1980, 1, 1, 0, 0, 0)
 """Of every document, so that the same texts are the same file."""
@@ -62,28 +71,48 @@ def _generated(loaded: LoadedRun, tokens: list[int], ask: Ask) -> list[list[int]
     """The tokens of each text, the prompt's first."""
     assert ask.texts is not None
     ends = {token for token in (start_token(loaded), separator_id(loaded.tokenizer)) if token is not None}
-    decoder = BatchDecoder(
-        loaded.decoder,
-        slots=min(ask.texts, SLOTS),
-        max_context=len(tokens) + max(1, ask.sampling.max_tokens),
-        prefill_chunk=ask.sampling.prefill_chunk,
-    )
-    seed = ask.sampling.seed
-    requests = [
-        decoder.add(
-            tokens,
-            ask.sampling if seed is None else ask.sampling.replace(seed=seed + number),
-            stop_tokens=ends,
-        )
-        for number in range(ask.texts)
-    ]
-    shown = sys.stderr.isatty()
-    while decoder.waiting or decoder.running:
-        decoder.step()
+    seed, shown = ask.sampling.seed, sys.stderr.isatty()
+    reading = Generation(loaded.decoder, tokens, ask.sampling)
+    reading.prefill()
+    found: list[list[int]] = []
+    for first in range(0, ask.texts, ROWS):
+        rows = range(first, min(first + ROWS, ask.texts))
+        samplings = [ask.sampling if seed is None else ask.sampling.replace(seed=seed + row) for row in rows]
+        found += [tokens + own for own in _together(loaded.decoder, tokens, reading.state, samplings, ends)]
         if shown:
-            done = ask.texts - decoder.waiting - decoder.running
-            sys.stderr.write(f"\r{done:,} of {ask.texts:,} texts{chr(10) if done == ask.texts else ''}")
-    for request in requests:
-        if request.error is not None:
-            raise request.error
-    return [tokens + [token for token in request.tokens if token not in ends] for request in requests]
+            sys.stderr.write(f"\r{len(found):,} of {ask.texts:,} texts{chr(10) if len(found) == ask.texts else ''}")
+    return found
+
+
+def _together(
+    decoder: Decoder, prompt: list[int], state: State | None, samplings: list[SamplingConfig], ends: set[int]
+) -> list[list[int]]:
+    """What follows a prompt, once for each of `samplings`, in one batch: all rows are as long as each other.
+
+    `state` is that of one row before the prompt's last token. A row that has ended is read on with the others until
+    half of them have.
+    """
+    chosen: list[list[int]] = [[] for _ in samplings]
+    choose = [Sampler(sampling, decoder.config.vocab_size, prompt) for sampling in samplings]
+    rows, going = list(range(len(samplings))), set(range(len(samplings)))
+    state = None if state is None else join([state] * len(rows))
+    last = [prompt[-1]] * len(rows)
+    with inference(decoder):
+        for _ in range(samplings[0].max_tokens):
+            tokens_B1 = torch.tensor(last, device=next(decoder.parameters()).device)[:, None]
+            logits_BTV, state = decoder(tokens_B1, state)
+            for place, row in enumerate(rows):
+                if row not in going:
+                    continue
+                last[place] = choose[row](logits_BTV[place, -1])
+                if last[place] in ends:
+                    going.remove(row)
+                else:
+                    chosen[row].append(last[place])
+            if not going:
+                break
+            if 2 * len(going) <= len(rows):
+                kept = [place for place, row in enumerate(rows) if row in going]
+                state = state.map(partial(torch.index_select, dim=0, index=torch.tensor(kept)))
+                rows, last = [rows[place] for place in kept], [last[place] for place in kept]
+    return chosen

@@ -93,8 +93,8 @@ def run(arguments: Sequence[str]) -> int:
     with parser.checking():
         loaded = load_run(values["run"], values["device"], values["adapter"])
         _set_decode(loaded.decoder, values["decode"], values["refill"])
-        tokens = _start(loaded) if prompt is None else _tokens(loaded, prompt)
         state = _state(loaded.decoder, ask.state_in)
+        tokens = _start(loaded) if prompt is None else _tokens(loaded, prompt, goes_on=state is not None)
         ask = _within_model(loaded.decoder, len(tokens), state, ask)
     if ask.texts is not None:
         from subquad.tools._generate_texts import write_texts
@@ -132,11 +132,11 @@ def _prompt(text: str | None, file: str | None) -> str:
     return prompt
 
 
-def _tokens(loaded: LoadedRun, prompt: str) -> list[int]:
-    """The prompt's tokens; `ValueError` where there is none."""
-    from subquad.data.tokenizers import encode_text
+def _tokens(loaded: LoadedRun, prompt: str, *, goes_on: bool) -> list[int]:
+    """The prompt's tokens, with those that begin a text unless it `goes_on`; `ValueError` where there is none."""
+    from subquad.data.tokenizers import encode_prompt, encode_text
 
-    tokens = encode_text(loaded.tokenizer, prompt)
+    tokens = (encode_text if goes_on else encode_prompt)(loaded.tokenizer, prompt)
     if not tokens:
         raise ValueError("the prompt must hold at least one token, got an empty text; give one by --prompt")
     return tokens

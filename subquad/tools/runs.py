@@ -10,7 +10,13 @@ from tokenizers import Tokenizer
 from transformers.utils.logging import disable_progress_bar
 
 from subquad.data import load_tokenizer
-from subquad.hf import SubquadClassifierConfig, SubquadForCausalLM, SubquadForSequenceClassification, SubquadImageConfig
+from subquad.hf import (
+    SubquadClassifierConfig,
+    SubquadConfig,
+    SubquadForCausalLM,
+    SubquadForSequenceClassification,
+    SubquadImageConfig,
+)
 from subquad.hf.lora import is_adapter
 from subquad.models import Decoder
 from subquad.parsing import read_json_mapping
@@ -74,6 +80,20 @@ def load_run(folder: str | Path, device: str = "auto", adapter: str | None = Non
     model = _adapters.read(SubquadForCausalLM, folder, adapter).eval()
     model.to(_device(device))
     return LoadedRun(folder, model.model, load_tokenizer(home), settings)
+
+
+def load_language_model(folder: str | Path) -> tuple[SubquadForCausalLM, Path]:
+    """The whole model in a run's folder, or in any with a model's files, and the folder that holds its tokenizer.
+
+    Raises `FileNotFoundError` as `load_run`, and `ValueError` for an adapter and for a model that is no language model.
+    """
+    folder, home = _model_folder(folder)
+    if is_adapter(folder):
+        raise ValueError(f"{folder} holds an adapter; `subquad lora merge` makes one plain model of it and its base")
+    model_type = _model_type(folder)
+    if model_type != SubquadConfig.model_type:
+        raise ValueError(f"{folder} holds a model of type {model_type!r}; it must be {SubquadConfig.model_type!r}")
+    return SubquadForCausalLM.from_pretrained(folder).eval(), home
 
 
 def load_probe(folder: str | Path, device: str = "auto") -> LoadedProbe:

@@ -5,6 +5,7 @@ import pytest
 from transformers import AutoConfig
 
 from subquad.hf import SubquadConfig
+from subquad.layers.scaling import RopeScaling
 from subquad.models import DecoderConfig
 
 
@@ -12,13 +13,19 @@ def test_it_holds_every_field_of_the_decoder_with_its_default():
     assert SubquadConfig().decoder_config() == DecoderConfig()
     odd = DecoderConfig(
         vocab_size=77, dim=48, num_layers=6, num_heads=6, num_kv_heads=2, attention=["llp", "full"],
-        options={"llp": {"segment": 32}}, position="learned", max_positions=99, rope_base=5.0, norm="layer",
+        options={"llp": {"segment": 32}}, max_positions=99, rope_base=5.0, norm="layer",
         feedforward="gelu", ff_mult=2.0, loops=3, loop_loss="all", bias=True, dropout=0.1, attention_dropout=0.2,
-        tie_embeddings=False, lookup=64, lookup_residual=False, init_std=0.1,
+        tie_embeddings=False, lookup=64, lookup_residual=False, init_std=0.1, head_dim=10, ff_dim=20, norm_eps=1e-3,
+        qk_norm=True, qkv_bias=False, out_bias=False, ff_bias=False, parallel_residual=True, rope_fraction=0.4,
+        rope_scaling=RopeScaling(factor=2.0),
     )  # fmt: skip
     default = DecoderConfig()
-    assert all(getattr(odd, f.name) != getattr(default, f.name) for f in dataclasses.fields(odd))
+    assert all(
+        getattr(odd, f.name) != getattr(default, f.name) for f in dataclasses.fields(odd) if f.name != "position"
+    )
     assert SubquadConfig.from_decoder(odd).decoder_config() == odd
+    learned = DecoderConfig(position="learned")  # what scales rotary positions does not go with it
+    assert SubquadConfig.from_decoder(learned).decoder_config() == learned
 
 
 def test_it_is_saved_and_found_by_its_model_type(tmp_path):

@@ -1,0 +1,164 @@
+"""Checkpoints of llama2.c (A. Karpathy, github.com/karpathy/llama2.c), the format of its first version.
+
+Seven int32: D, hidden width F, layers L, heads H, key heads G, vocabulary V (negative: a head of its own), positions N.
+Then float32: embedding [V, D], attention norms [L, D], q [L, D, D], k and v [L, GK, D], out [L, D, D], feed-forward
+norms [L, D], gate [L, F, D], down [L, D, F], up [L, F, D], last norm [D], two tables of rotary positions [N, K / 2] that
+nothing reads, and the head [V, D] where it is not the embedding. K = D / H; all little-endian.
+"""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+from typing import NamedTuple
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from subquad.hf.config import SubquadConfig
+from subquad.hf.model import SubquadForCausalLM
+from subquad.models.config import DecoderConfig
+
+NORM_EPS = 1e-5
+BOS = 1
+"""Begins every text, and so ends the one before it."""
+_MAGIC = 0x616B3432
+_HEADER = 7 * 4
+
+
+class Header(NamedTuple):
+    """The seven numbers, as they stand in the file."""
+
+    dim: int
+    hidden: int
+    layers: int
+    heads: int
+    kv_heads: int
+    vocab: int
+    positions: int
+
+    @property
+    def channels(self) -> int:
+        """Of one head."""
+        return self.dim // self.heads
+
+    @property
+    def tied(self) -> bool:
+        """Whether the head is the embedding."""
+        return self.vocab > 0
+
+    def parts(self) -> list[tuple[str, tuple[int, ...]]]:
+        """The tensors in their order, by our names; those of all layers in one."""
+        d, f, n, v = self.dim, self.hidden, self.layers, abs(self.vocab)
+        kv = self.channels * self.kv_heads
+        head: list[tuple[str, tuple[int, ...]]] = [] if self.tied else [("head.weight", (v, d))]
+        return [
+            ("embedding.tokens.weight", (v, d)),
+            ("attention_norm.weight", (n, d)),
+            ("attention.query.weight", (n, d, d)),
+            ("attention.key.weight", (n, kv, d)),
+            ("attention.value.weight", (n, kv, d)),
+            ("attention.out.weight", (n, d, d)),
+            ("feedforward_norm.weight", (n, d)),
+            ("feedforward.gate.weight", (n, f, d)),
+            ("feedforward.down.weight", (n, d, f)),
+            ("feedforward.up.weight", (n, f, d)),
+            ("norm.weight", (d,)),
+            ("", (2, self.positions, self.channels // 2)),
+            *head,
+        ]
+
+
+def read_llama2c(path: str | os.PathLike[str]) -> SubquadForCausalLM:
+    """The model in a llama2.c checkpoint, a decoder with `full` attention, in evaluation mode.
+
+    Its rotary positions turn neighbouring channels (2c, 2c + 1), ours (c, c + K/2): rows of q and k are moved. Raises
+    `FileNotFoundError` where there is no file and `ValueError` that names the file for another version of the format,
+    for numbers that make no model, and where the file's size is not what they say; nothing is read before that.
+    """
+    path = Path(path)
+    if not path.is_file():
+        raise FileNotFoundError(f"there is no file {path}")
+    header = _header(path)
+    with path.open("rb") as stream:
+        stream.seek(_HEADER)
+        tensors = {name: _read(stream, shape) for name, shape in header.parts()}
+    model = SubquadForCausalLM(_config(header))
+    ours: dict[str, Tensor] = {}
+    for name, tensor in tensors.items():
+        if name in ("attention.query.weight", "attention.key.weight"):
+            tensor = _halves(tensor, header.channels)
+        if tensor.ndim == 1 or name in ("embedding.tokens.weight", "head.weight"):
+            ours[f"model.{name}"] = tensor
+        elif name:
+            ours |= {f"model.layers.{i}.{name}": tensor[i] for i in range(header.layers)}
+    model.load_state_dict(ours)
+    return model.eval()
+
+
+def is_llama2c(path: str | os.PathLike[str]) -> bool:
+    """Whether a path is a file that ends with `.bin`, as llama2.c's checkpoints do."""
+    return Path(path).suffix == ".bin" and Path(path).is_file()
+
+
+def _header(path: Path) -> Header:
+    size = path.stat().st_size
+    if size < _HEADER:
+        raise ValueError(f"{path} has {size} bytes, less than the {_HEADER} of a llama2.c checkpoint's header")
+    numbers = [int(n) for n in np.fromfile(path, dtype="<i4", count=7)]
+    if numbers[0] == _MAGIC:
+        raise ValueError(
+            f"{path} is a llama2.c checkpoint of version {numbers[1]}; only version 0, plain float32, is read"
+        )
+    header = Header(*numbers)
+    for name in ("dim", "hidden", "layers", "heads", "kv_heads", "positions"):
+        if getattr(header, name) < 1:
+            raise ValueError(f"{path}: {name} must be at least 1, got {getattr(header, name)}")
+    if header.vocab == 0:
+        raise ValueError(f"{path}: vocab must not be 0")
+    if header.dim % (2 * header.heads) or header.heads % header.kv_heads:
+        raise ValueError(
+            f"{path}: heads must divide dim into even parts, and kv_heads heads, got dim={header.dim}, "
+            f"heads={header.heads}, kv_heads={header.kv_heads}"
+        )
+    wanted = _HEADER + 4 * sum(_count(shape) for _, shape in header.parts())
+    if size != wanted:
+        raise ValueError(f"{path} has {size:,} bytes; its header, {header}, asks for {wanted:,}")
+    return header
+
+
+def _count(shape: tuple[int, ...]) -> int:
+    """In Python's integers, which do not overflow."""
+    count = 1
+    for n in shape:
+        count *= n
+    return count
+
+
+def _read(stream: object, shape: tuple[int, ...]) -> Tensor:
+    return torch.from_numpy(np.fromfile(stream, dtype="<f4", count=_count(shape)).reshape(shape))  # type: ignore[call-overload]
+
+
+def _config(header: Header) -> SubquadConfig:
+    config = DecoderConfig(
+        vocab_size=abs(header.vocab),
+        dim=header.dim,
+        num_layers=header.layers,
+        num_heads=header.heads,
+        num_kv_heads=header.kv_heads,
+        attention="full",
+        max_positions=header.positions,
+        norm="rms",
+        norm_eps=NORM_EPS,
+        feedforward="swiglu",
+        ff_dim=header.hidden,
+        tie_embeddings=header.tied,
+    )
+    return SubquadConfig.from_decoder(config, bos_token_id=BOS, eos_token_id=BOS)
+
+
+def _halves(x_LCD: Tensor, channels: int) -> Tensor:
+    """Rows of each head from (0, 1), (2, 3), ... to 0, 2, ..., 1, 3, ..."""
+    pairs = x_LCD.unflatten(1, (-1, channels // 2, 2))
+    return pairs.transpose(2, 3).flatten(1, 3)
