@@ -12,7 +12,7 @@ import torch
 from tokenizers import Tokenizer
 from torch import Tensor
 
-from subquad.data import EpochOrder, prepare, tokenizer_hash
+from subquad.data import EpochOrder, prepare
 from subquad.data.config import DataConfig
 from subquad.data.token_set import TokenSet
 from subquad.data.tokenizers import separator_id
@@ -30,16 +30,14 @@ def read_text(config: DataConfig, folder: str, tokenizer: Tokenizer, start: int 
     """The text in the tokens of the model in `folder`.
 
     `start` is the token with which the model begins a text: it stands at the beginning and, in the place of the
-    tokenizer's separator, between documents. Raises `ValueError` for token shards of another tokenizer, and where a
-    part has fewer than `length + 1` tokens; and as `subquad.data.prepare`.
+    tokenizer's separator, between documents. Raises `ValueError` for a folder of token shards and where a part has
+    fewer than `length + 1` tokens; and as `subquad.data.prepare`.
     """
     corpus = prepare(config.replace(tokenizer=folder))
-    if tokenizer_hash(corpus.tokenizer) != tokenizer_hash(tokenizer):
-        raise ValueError(f"the text {config.path!r} is not in the tokens of {folder}: it has another tokenizer")
     parts = []
     for what, shard in (("train", corpus.train), ("held-out", corpus.held_out)):
         if isinstance(shard, TokenSet):
-            raise ValueError(f"{config.path!r} is a folder of token shards; a conversion reads text or one file of it")
+            raise ValueError(f"{config.path!r} is a folder of token shards; a conversion reads text")
         tokens = np.asarray(shard.tokens, dtype=np.int64)
         if start is not None:
             tokens = np.concatenate([[start], np.where(tokens == separator_id(tokenizer), start, tokens)])

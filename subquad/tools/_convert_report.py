@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -22,6 +23,9 @@ def show(report: Report, *, markdown: bool = False) -> None:
     """Print all tables."""
     for title, headers, lines in tables(report):
         print_table(title, headers, lines, markdown=markdown)
+    missing = report["stages"][0].get("passkey_missing")
+    if missing is not None:
+        sys.stdout.write(f"passkey: {missing}\n")
 
 
 def tables(report: Report) -> list[tuple[str, list[str], list[list[str]]]]:

@@ -37,10 +37,13 @@ def run(arguments: Sequence[str]) -> int:
     with parser.checking():
         values = parser.instantiate(parsed)
         config = ConvertConfig(**{field.name: values[field.name] for field in fields(ConvertConfig)})
+    from transformers.utils.logging import disable_progress_bar
+
     from subquad.conversion.run import Conversion
     from subquad.hf import lora
 
     lora.require_peft()
+    disable_progress_bar()  # reading a file takes no time worth a bar
     with parser.checking():
         conversion = Conversion(values["model"], config, Progress() if sys.stderr.isatty() else None)
     from subquad.tools import _convert_report
