@@ -25,6 +25,7 @@ COMMANDS = {
     "extend": "subquad.tools.extend",
     "import": "subquad.tools.importing",
     "export": "subquad.tools.exporting",
+    "convert": "subquad.tools.convert",
     "list": "subquad.tools.list",
     "cost": "subquad.tools.cost",
     "show": "subquad.tools.show",
@@ -51,6 +52,7 @@ commands:
   extend     give a model of transformers longer reach (LongLoRA)
   import     a model of transformers or llama2.c as one of ours
   export     a model of ours as one of transformers
+  convert    replace full attention in a trained model
   list       the attention mechanisms, their options, the recipes
   cost       what mechanisms and models cost: score entries, FLOPs, memory
   show       pictures: weights, reach, positions, cost

@@ -5,7 +5,8 @@ Attention via Latent Probabilistic Modelling", and v3 of arXiv:2402.17512).
 
 p(l | t) is one softmax over the window and the L latents, so rows of the weights sum to one; a is softmax attention
 over the window, by default with rotary positions, which the latents do not have; p(s | l, t) is causal Latte's running
-softmax. The formula is ours from those abstracts: the authors' code of it is not public.
+softmax. Either of the two may be closed (`without`): p(l | t) is then one softmax over the other. The formula is ours
+from those abstracts: the authors' code of it is not public.
 """
 
 from __future__ import annotations
@@ -17,6 +18,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from subquad.attention._blocked import BlockedAttention
+from subquad.attention._branches import Branched
 from subquad.attention._context import added
 from subquad.attention._scanned import real_mask
 from subquad.ops import SoftmaxState, running_softmax
@@ -28,12 +30,13 @@ from subquad.parallel.summaries import softmax_before
 from subquad.state import State, advance
 
 
-class LatteMacchiato(BlockedAttention):
+class LatteMacchiato(Branched, BlockedAttention):
     """The last `width` tokens by softmax and every earlier one through latents, normalised together."""
 
     name = "latte_macchiato"
     summary = "the last `width` tokens, and every earlier one through latents"
     paper = "Dolga et al. 2025, arXiv:2402.17512 (later versions)"
+    branches = ("window", "latents")
     parallel = True
 
     @dataclass(frozen=True, kw_only=True)
@@ -83,7 +86,7 @@ class LatteMacchiato(BlockedAttention):
         before = None if state is None else SoftmaxState(state.tensor("lse"), state.tensor("mean"))
         if group is not None:
             before = softmax_before(logits_BHTL, v_BHTK, group)
-        p_BHTL = F.dropout(self.split(self.latent_query(x_BTD)).softmax(-1), self.config.dropout, self.training)
+        p_BHTL = F.dropout(self.shares(x_BTD), self.config.dropout, self.training)
         far_BHTK, (lse_BHL, mean_BHLK), _ = running_softmax(
             p_BHTL[..., 1:],
             logits_BHTL,
@@ -95,10 +98,19 @@ class LatteMacchiato(BlockedAttention):
         state = State({"seen": advance(seen, x_BTD.shape[1], lengths_B), **kept}, self.config_hash)
         return self.merge(p_BHTL[..., :1] * near_BHTK + far_BHTK), state
 
+    def shares(self, x_BTD: Tensor) -> Tensor:
+        """p(l | t) `[B, H, T, 1 + L]`, the window first: one softmax over what is not closed."""
+        logits_BHTL = self.split(self.latent_query(x_BTD))
+        if self.closed:
+            closed_L = torch.full((self.latents + 1,), "latents" in self.closed, device=x_BTD.device)
+            closed_L[0] = "window" in self.closed
+            logits_BHTL = logits_BHTL.masked_fill(closed_L, -torch.inf)
+        return logits_BHTL.softmax(-1)
+
     def dense_weights(self, x_BTD: Tensor) -> Tensor:
         """`p(0 | t) a(s | t) + sum_l p(l | t) p(s | l, t)`."""
         T = x_BTD.shape[1]
-        p_BHTL, k_BHSL = self.split(self.latent_query(x_BTD)).softmax(-1), self.split(self.latent_key(x_BTD))
+        p_BHTL, k_BHSL = self.shares(x_BTD), self.split(self.latent_key(x_BTD))
         future_TS = torch.ones(T, T, dtype=torch.bool, device=x_BTD.device).triu(1)
         k_BHTSL = k_BHSL[:, :, None].expand(-1, -1, T, -1, -1).masked_fill(future_TS[..., None], -torch.inf)
         far_BHTS = torch.einsum("bhtl,bhtsl->bhts", p_BHTL[..., 1:], k_BHTSL.softmax(-2))

@@ -4,6 +4,13 @@
 
 In the bidirectional form S and z are the sums over all tokens (equation 5). There is no 1 / sqrt(K), and eps is added
 after the product, as in the authors' code.
+
+`feature_map=learned` is a map with weights of its own for the queries and for the keys of each head (Zhang et al. 2024,
+Hedgehog, arXiv:2402.04347, in the form of LoLCATs, arXiv:2410.10254, equation 4):
+
+    phi(x) = [softmax(x W), softmax(-x W)],    W [K, K], the identity at first
+
+With `rotary` queries and keys turn by their positions before the map, so that the weights can depend on distances.
 """
 
 from __future__ import annotations
@@ -16,7 +23,9 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from subquad.attention._scanned import ScannedAttention
-from subquad.config import suggest
+from subquad.config import later, suggest
+from subquad.layers.positions import ROTARY_BASE, rotate
+from subquad.layers.scaling import RopeScaling, rotated_channels
 from subquad.state import State
 
 FEATURE_MAPS: dict[str, Callable[[Tensor], Tensor]] = {
@@ -27,6 +36,8 @@ FEATURE_MAPS: dict[str, Callable[[Tensor], Tensor]] = {
     "softmax": lambda x: x.softmax(-1),
 }
 """Maps to non-negative features; register another by adding it here."""
+LEARNED = "learned"
+"""The map that has weights."""
 
 
 class Linear(ScannedAttention):
@@ -45,16 +56,34 @@ class Linear(ScannedAttention):
         dropout: float = 0.0
         """Dropout on the keys' features, in training (single weights are never formed)."""
         feature_map: str = "elu"
-        """phi: elu (plus one), relu, squared_relu, softplus or softmax."""
+        """phi: elu (plus one), relu, squared_relu, softplus, softmax, or learned (it has weights)."""
         eps: float = 1e-6
         """Added to the sum of the weights that divides the output."""
+        rotary: bool = later(False)
+        """Whether queries and keys turn by their positions before the map; a decoder's position does not ask for it."""
+        rope_base: float = later(ROTARY_BASE)
+        """Base of the rotary frequencies."""
+        rope_fraction: float = later(1.0)
+        """Part of each head's channels that is rotated: the first ones."""
+        rope_scaling: RopeScaling | None = later(None)
+        """How the rotary frequencies are changed for longer sequences (None: not at all)."""
 
         def __post_init__(self) -> None:
             super().__post_init__()
-            if self.feature_map not in FEATURE_MAPS:
-                raise ValueError(f"unknown feature_map {self.feature_map!r}; {suggest(self.feature_map, FEATURE_MAPS)}")
+            if self.feature_map not in (known := [*FEATURE_MAPS, LEARNED]):
+                raise ValueError(f"unknown feature_map {self.feature_map!r}; {suggest(self.feature_map, known)}")
             if not self.eps >= 0:
                 raise ValueError(f"eps must be at least 0, got {self.eps}")
+            if not 0 < self.rope_fraction <= 1:
+                raise ValueError(f"rope_fraction must be above 0 and at most 1, got {self.rope_fraction}")
+            rotated = rotated_channels(self.dim // self.num_heads, self.rope_fraction)
+            if self.rotary and (rotated % 2 or not rotated):
+                raise ValueError(
+                    f"rotary needs an even number of channels to turn, got {rotated}: dim / num_heads is "
+                    f"{self.dim // self.num_heads}, rope_fraction {self.rope_fraction}"
+                )
+            if not self.rope_base > 0:
+                raise ValueError(f"rope_base must be positive, got {self.rope_base}")
 
     config: Config
 
@@ -62,27 +91,53 @@ class Linear(ScannedAttention):
         super().__init__(config)
         self.query = nn.Linear(config.dim, config.dim, bias=config.bias)
         self.key = nn.Linear(config.dim, config.dim, bias=config.bias)
+        self.learned = config.feature_map == LEARNED
+        self.features = 2 * self.channels if self.learned else self.channels
+        if self.learned:
+            eye_HKK = torch.eye(self.channels).expand(config.num_heads, -1, -1)
+            self.query_map, self.key_map = nn.Parameter(eye_HKK.clone()), nn.Parameter(eye_HKK.clone())
 
     def mix(self, x_BTD: Tensor, state: State | None, lengths_B: Tensor | None) -> tuple[Tensor, State]:
         """The scan without decay, normalised; or the sums over all tokens."""
+        seen = self.start(state, x_BTD.shape[1])
         return self.sums(
-            self.phi(self.query, x_BTD),
-            F.dropout(self.phi(self.key, x_BTD), self.config.dropout, self.training),
+            self.query_features(x_BTD, seen),
+            F.dropout(self.key_features(x_BTD, seen), self.config.dropout, self.training),
             self.values(x_BTD),
             state,
             lengths_B,
             self.config.eps,
         )
 
-    def phi(self, project: nn.Linear, x_BTD: Tensor) -> Tensor:
-        """Features `[B, H, T, K]`."""
+    def query_features(self, x_BTD: Tensor, start: int | Tensor = 0) -> Tensor:
+        """phi of the queries `[B, H, T, features]`."""
+        return self.phi(self.query(x_BTD), self.query_map if self.learned else None, start)
+
+    def key_features(self, x_BTD: Tensor, start: int | Tensor = 0) -> Tensor:
+        """phi of the keys `[B, H, T, features]`."""
+        return self.phi(self.key(x_BTD), self.key_map if self.learned else None, start)
+
+    def phi(self, x_BTD: Tensor, map_HKK: Tensor | None, start: int | Tensor) -> Tensor:
+        """Features of what was projected."""
         # Contiguous, as the scan wants it: a map of strided heads would be copied after it anyway. And the
         # backward of F.elu and F.softplus on transposed heads fails under torch.compile's aot_eager in torch 2.13.
-        return FEATURE_MAPS[self.config.feature_map](self.split(project(x_BTD)).contiguous())
+        x_BHTK = self.split(x_BTD).contiguous()
+        if self.config.rotary:
+            x_BHTK = self.rotated(x_BHTK, start)
+        if map_HKK is None:
+            return FEATURE_MAPS[self.config.feature_map](x_BHTK)
+        x_BHTK = x_BHTK @ map_HKK
+        return torch.cat([x_BHTK.softmax(-1), (-x_BHTK).softmax(-1)], -1)
+
+    def rotated(self, x_BHTK: Tensor, start: int | Tensor) -> Tensor:
+        """`x` turned to its positions."""
+        config = self.config
+        channels = rotated_channels(self.channels, config.rope_fraction)
+        return rotate(x_BHTK, start, config.rope_base, channels=channels, scaling=config.rope_scaling)
 
     def dense_weights(self, x_BTD: Tensor) -> Tensor:
         """`phi(q_t) . phi(k_s)`, for `s <= t` where causal, over its sum plus eps."""
-        w_BHTS = self.phi(self.query, x_BTD) @ self.phi(self.key, x_BTD).mT
+        w_BHTS = self.query_features(x_BTD) @ self.key_features(x_BTD).mT
         w_BHTS = w_BHTS.tril() if self.causal else w_BHTS
         total_BHT1 = w_BHTS.sum(-1, keepdim=True) + self.config.eps
         return w_BHTS / torch.where(total_BHT1 == 0, 1.0, total_BHT1)
@@ -93,13 +148,17 @@ class Linear(ScannedAttention):
         return self.config.eps == 0
 
     def mixing_flops(self, tokens: int) -> int:
-        """Sums of K x V written and read a token, and, where causal, the scores inside chunks."""
-        return self.sums_flops(tokens, self.channels)
+        """Sums of K x V written and read a token, and, where causal, the scores inside chunks; the learned maps."""
+        return self.sums_flops(tokens, self.features) + self.map_flops(tokens)
 
     def mixing_backward_flops(self, tokens: int) -> int:
         """The same backward."""
-        return self.sums_backward_flops(tokens, self.channels)
+        return self.sums_backward_flops(tokens, self.features) + 2 * self.map_flops(tokens)
+
+    def map_flops(self, tokens: int) -> int:
+        """Those of the learned maps of queries and keys."""
+        return 4 * tokens * self.config.num_heads * self.channels**2 if self.learned else 0
 
     def state_bytes(self, tokens: int) -> int:
-        """K x (V + 1) sums a head."""
-        return 4 * self.config.num_heads * self.channels * (self.channels + 1)
+        """Features x (V + 1) sums a head."""
+        return 4 * self.config.num_heads * self.features * (self.channels + 1)

@@ -136,7 +136,8 @@ def build_mechanisms(config: DecoderConfig, *, causal: bool = True) -> list[Atte
     _check_options(config)
     chosen = {name: attention.mechanism(name) for name in config.mechanisms}
     listed = ", ".join(sorted(chosen))
-    if config.position == "rope" and not any(cls.rotates for cls in chosen.values()):
+    rotated = any(cls.rotates or config.options.get(name, {}).get("rotary") for name, cls in chosen.items())
+    if config.position == "rope" and not rotated:
         raise ValueError(
             f"position='rope' needs a layer that rotates queries and keys, and {listed} does not; "
             "choose sinusoidal, learned or none"

@@ -11,7 +11,7 @@ from subquad.generation import BatchDecoder, StopStrings, TextStream, beam_searc
 from subquad.state import State
 
 if TYPE_CHECKING:
-    from subquad.tools.generate import Ask
+    from subquad.tools._generate_ask import Ask
     from subquad.tools.runs import LoadedRun
 
 MOST_SLOTS = 16

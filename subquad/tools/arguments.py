@@ -85,7 +85,7 @@ class Parser(jsonargparse.ArgumentParser):
             if group in SHORT:
                 option, action.metavar = SHORT[group]
                 action.help = f"Short for --{group}.{option} {action.metavar}."
-            elif action.dest.endswith(".options"):
+            elif action.dest == "options" or action.dest.endswith(".options"):
                 _add_up(action)
 
     def add_options(self, help_text: str) -> None:

@@ -6,14 +6,15 @@ import logging
 import sys
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass, fields, replace
+from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Literal
 
 from subquad.generation.config import SamplingConfig
 from subquad.generation.stop import StopStrings
 from subquad.models.perceiver_options import Decode
 from subquad.tools import _generate_images
+from subquad.tools._generate_ask import Ask
 from subquad.tools.arguments import Parser
 
 if TYPE_CHECKING:
@@ -38,6 +39,11 @@ STATE_OUT_HELP = (
 )
 STOP_HELP = "Text that ends the generation and is not printed; may be given several times."
 SAMPLES_HELP = "How many texts to generate; each has its own random numbers (seed, seed + 1, ...)."
+TEXTS_HELP = (
+    "Write so many texts to --out-file instead of printing one; without a prompt they begin where the model begins a "
+    "text. Text i has the seed seed + i."
+)
+OUT_FILE_HELP = "A .zip for --texts, each a document in it: what `subquad train --data.path` reads."
 BEAMS_HELP = "Search for the likeliest text with so many beams, instead of drawing tokens (1: no search)."
 
 
@@ -58,6 +64,8 @@ def make_parser() -> Parser:
     parser.add_argument("--stop", type=str, action="append", default=[], help=STOP_HELP)
     parser.add_argument("--samples", type=int, default=1, help=SAMPLES_HELP)
     parser.add_argument("--beams", type=int, default=1, help=BEAMS_HELP)
+    parser.add_argument("--texts", type=int | None, default=None, help=TEXTS_HELP)
+    parser.add_argument("--out-file", type=str | None, default=None, help=OUT_FILE_HELP)
     parser.add_yes_no("stream", "Whether to print each word as it comes instead of everything at the end.")
     parser.add_argument("--decode", type=Decode | None, default=None, help=DECODE_HELP)
     parser.add_argument("--refill", type=int | None, default=None, help=REFILL_HELP)
@@ -78,15 +86,22 @@ def run(arguments: Sequence[str]) -> int:
     with parser.checking():
         _generate_images.refuse_with_text(values, parser)
         ask = Ask.of(values)
-        prompt = _prompt(values.pop("prompt"), values.pop("prompt_file"))
+        text, file = values.pop("prompt"), values.pop("prompt_file")
+        prompt = None if ask.texts is not None and text is None and file is None else _prompt(text, file)
     from subquad.tools.runs import load_run
 
     with parser.checking():
         loaded = load_run(values["run"], values["device"], values["adapter"])
         _set_decode(loaded.decoder, values["decode"], values["refill"])
         state = _state(loaded.decoder, ask.state_in)
-        tokens = _tokens(loaded, prompt, goes_on=state is not None)
+        tokens = _start(loaded) if prompt is None else _tokens(loaded, prompt, goes_on=state is not None)
         ask = _within_model(loaded.decoder, len(tokens), state, ask)
+    if ask.texts is not None:
+        from subquad.tools._generate_texts import write_texts
+
+        write_texts(loaded, tokens, ask)
+        return 0
+    assert prompt is not None
     if ask.samples > 1 or ask.beams > 1:
         from subquad.tools._generate_several import generate_several
 
@@ -94,53 +109,6 @@ def run(arguments: Sequence[str]) -> int:
     else:
         _generate(loaded, prompt, tokens, state, ask)
     return 0
-
-
-@dataclass(frozen=True)
-class Ask:
-    """What the command was asked for, beside model and prompt."""
-
-    sampling: SamplingConfig
-    stop: tuple[str, ...]
-    samples: int
-    beams: int
-    stream: bool
-    state_in: str | None
-    state_out: str | None
-
-    @classmethod
-    def of(cls, values: dict[str, Any]) -> Ask:
-        """From the parsed arguments; `ValueError` for those that do not go together."""
-        sampling = SamplingConfig(**{field.name: values[field.name] for field in fields(SamplingConfig)})
-        stop = tuple(values["stop"])
-        StopStrings(stop)
-        names = ("samples", "beams", "stream", "state_in", "state_out")
-        ask = cls(sampling=sampling, stop=stop, **{name: values[name] for name in names})
-        for name in ("samples", "beams"):
-            if getattr(ask, name) < 1:
-                raise ValueError(f"{name} must be at least 1, got {getattr(ask, name)}")
-        if ask.beams > 1:
-            ask._refuse_with_beams()
-        if ask.state_out is not None:
-            if ask.samples > 1 or ask.beams > 1:
-                raise ValueError("--state-out keeps one text: it does not go with --samples or --beams")
-            path = Path(ask.state_out)
-            if not ask.state_out or path.is_dir():
-                raise ValueError(f"--state-out must be a file, got {ask.state_out!r}")
-            if not path.absolute().parent.is_dir():
-                raise FileNotFoundError(f"there is no folder {path.absolute().parent} for --state-out")
-        return ask
-
-    def _refuse_with_beams(self) -> None:
-        """Raise `ValueError` for options that a search would not read."""
-        if self.samples > 1 or self.stop:
-            name = "--stop" if self.stop else "--samples"
-            raise ValueError(f"a search with --beams gives one text without stop strings: leave {name} out")
-        unread = {"temperature", "top_k", "top_p", "min_p", "repetition_penalty", "seed"}
-        for field in fields(SamplingConfig):
-            value = getattr(self.sampling, field.name)
-            if field.name in unread and value != field.default:
-                raise ValueError(f"{field.name}={value!r} has no effect with --beams; leave it out")
 
 
 def _prompt(text: str | None, file: str | None) -> str:
@@ -172,6 +140,16 @@ def _tokens(loaded: LoadedRun, prompt: str, *, goes_on: bool) -> list[int]:
     if not tokens:
         raise ValueError("the prompt must hold at least one token, got an empty text; give one by --prompt")
     return tokens
+
+
+def _start(loaded: LoadedRun) -> list[int]:
+    """The token with which the model begins a text; `ValueError` where it has none."""
+    from subquad.tools._generate_texts import start_token
+
+    start = start_token(loaded)
+    if start is None:
+        raise ValueError(f"{loaded.folder} names no token that begins a text (bos_token_id); give a --prompt")
+    return [start]
 
 
 def _state(decoder: Decoder, file: str | None) -> State | None:

@@ -84,9 +84,16 @@ OPTIONS = {
     "feature map": (
         "linear",
         {"feature_map": "rellu"},
-        r"unknown feature_map 'rellu'; did you mean 'relu'\? valid: elu, relu, softmax, softplus, squared_relu",
+        r"unknown feature_map 'rellu'; did you mean 'relu'\? valid: elu, learned, relu, softmax, softplus, squ",
     ),
     "eps": ("linear", {"eps": -1e-6}, "eps must be at least 0, got -1e-06"),
+    "rotary": (
+        "linear",
+        {"rotary": True, "num_heads": 16},
+        "rotary needs an even number of channels to turn, got 1: dim / num_heads is 1, rope_fraction 1.0",
+    ),
+    "rotary part": ("linear", {"rope_fraction": 1.5}, "rope_fraction must be above 0 and at most 1, got 1.5"),
+    "rotary base": ("linear", {"rope_base": 0.0}, "rope_base must be positive, got 0.0"),
     "dilated width": ("dilated", {"width": 0}, "width must be at least 1, got 0"),
     "dilation": ("dilated", {"dilation": 0}, "dilation must be at least 1, got 0"),
     "stride": ("strided", {"stride": 0}, "stride must be at least 1, got 0"),

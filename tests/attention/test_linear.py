@@ -1,4 +1,9 @@
-from subquad.testing import AttentionContract
+import torch
+
+from subquad import attention
+from subquad.layers.positions import rotate
+from subquad.models import Decoder, DecoderConfig
+from subquad.testing import AttentionContract, assert_same_maths
 
 
 class TestLinear(AttentionContract):
@@ -11,7 +16,64 @@ class TestLinearAsADistribution(AttentionContract):
     options = {"feature_map": "softmax", "eps": 0.0}
 
 
+class TestLinearWithLearnedFeatures(AttentionContract):
+    """Maps with weights, which are no identity here, over queries and keys that turn by their positions."""
+
+    name = "linear"
+    with_inductor = False
+    options = {"feature_map": "learned", "rotary": True}
+
+    def new(self, num_heads):
+        layer = super().new(num_heads)
+        with torch.no_grad():
+            for weight in (layer.query_map, layer.key_map):
+                weight += 0.3 * torch.randn_like(weight)
+        return layer
+
+
+class TestLinearWithLearnedFeaturesBidirectional(AttentionContract):
+    name = "linear"
+    with_inductor = False
+    options = {"feature_map": "learned", "causal": False, "eps": 0.0}
+
+
 class TestLinearBidirectional(AttentionContract):
     name = "linear"
     with_inductor = False
     options = {"causal": False}
+
+
+def test_learned_maps_begin_as_softmax_features_of_both_signs():
+    torch.manual_seed(0)
+    layer = attention.build("linear", dim=16, num_heads=2, feature_map="learned").double()
+    x = torch.randn(1, 9, 16, dtype=torch.float64)
+    k_BHTK = layer.split(layer.key(x))
+    expected = torch.cat([k_BHTK.softmax(-1), (-k_BHTK).softmax(-1)], -1)
+    assert_same_maths(layer.key_features(x), expected, "features of the keys")
+
+
+def test_rotary_features_are_those_of_turned_queries_and_keys():
+    torch.manual_seed(0)
+    layer = attention.build(
+        "linear", dim=16, num_heads=2, feature_map="softplus", rotary=True, rope_base=100.0
+    ).double()
+    x = torch.randn(2, 12, 16, dtype=torch.float64)
+    for project, features in ((layer.query, layer.query_features), (layer.key, layer.key_features)):
+        turned = rotate(layer.split(project(x)), 7, 100.0)
+        assert_same_maths(features(x, 7), torch.nn.functional.softplus(turned), "features from position 7 on")
+
+
+def test_a_part_of_the_channels_may_turn_and_by_other_frequencies():
+    torch.manual_seed(0)
+    options = {"feature_map": "softmax", "rotary": True, "rope_fraction": 0.5}
+    options["rope_scaling"] = {"kind": "linear", "factor": 4.0}
+    layer = attention.build("linear", dim=16, num_heads=2, **options).double()
+    x = torch.randn(2, 12, 16, dtype=torch.float64)
+    expected = rotate(layer.split(layer.key(x)), 3, channels=4, scaling=layer.config.rope_scaling).softmax(-1)
+    assert_same_maths(layer.key_features(x, 3), expected, "features of half-turned keys")
+
+
+def test_a_decoder_of_linear_layers_may_have_rotary_positions():
+    shape = {"vocab_size": 11, "dim": 16, "num_layers": 1, "num_heads": 2, "attention": "linear", "rope_base": 500.0}
+    decoder = Decoder(DecoderConfig(**shape, position="rope", options={"linear": {"rotary": True}}))
+    assert decoder.blocks()[0].attention.config.rope_base == 500.0

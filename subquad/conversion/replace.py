@@ -1,0 +1,118 @@
+"""A decoder with another mechanism in some layers, and the weights of full attention where they have a place in it."""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from subquad.attention import mechanism
+from subquad.models import Decoder, DecoderConfig
+
+
+class Replacement(NamedTuple):
+    """The new decoder."""
+
+    decoder: Decoder
+    layers: tuple[int, ...]
+    """The layers with the new mechanism, from 0."""
+    new: tuple[str, ...]
+    """Names of the parameters that the original has not: they have their first, random values."""
+
+
+def replaced_layers(num_layers: int, keep_every: int) -> tuple[int, ...]:
+    """The layers i, from 0, for which `keep_every` does not divide i + 1; all of them for `keep_every` 0.
+
+    Raises `ValueError` where nothing is replaced, or where `keep_every` is given and no layer is kept.
+    """
+    if keep_every < 0 or keep_every > num_layers:
+        raise ValueError(
+            f"keep_every must lie between 0 (replace all) and the model's {num_layers} layers, got {keep_every}"
+        )
+    found = tuple(i for i in range(num_layers) if not keep_every or (i + 1) % keep_every)
+    if not found:
+        raise ValueError(f"keep_every={keep_every} keeps full attention in all {num_layers} layers: nothing to replace")
+    return found
+
+
+def replace_attention(
+    decoder: Decoder, name: str, /, *, keep_every: int = 4, options: dict[str, Any] | None = None
+) -> Replacement:
+    """`decoder`, whose replaced layers have full attention, with the mechanism `name` in them.
+
+    All weights that have a place in the new decoder are copied: embeddings, norms, feed-forward networks, head, kept
+    layers, and of replaced layers queries, keys, values and outputs (where the mechanism has no shared key heads,
+    those of the query heads that share one are equal at first). New parameters have the values that their module
+    gives them, from the present random numbers. The options are the original's where the mechanism has them, then
+    `options`; `linear` has by default the learned feature map and turns queries and keys where the original does.
+
+    Raises `ValueError` for another class or a decoder with loops, for a layer that has not full attention, for weights
+    that have no place, and as the decoder's configuration.
+    """
+    if type(decoder) is not Decoder or decoder.config.loops > 1:
+        raise ValueError(
+            f"a conversion takes a plain Decoder with one pass, got {type(decoder).__name__} of "
+            f"{decoder.config.loops} passes"
+        )
+    layers = replaced_layers(decoder.config.num_layers, keep_every)
+    for i in layers:
+        found = decoder.blocks()[i].attention.name
+        if found != "full":
+            raise ValueError(f"layer {i + 1} has attention {found!r}: full attention alone is replaced")
+    new = Decoder(new_config(decoder.config, name, layers, options or {}))
+    like = next(decoder.parameters())
+    new.to(like.device, like.dtype)
+    return Replacement(new.train(decoder.training), layers, tuple(copy_weights(decoder, new, layers)))
+
+
+def new_config(config: DecoderConfig, name: str, layers: tuple[int, ...], options: dict[str, Any]) -> DecoderConfig:
+    """The configuration with the mechanism `name` in `layers`."""
+    names = [name if i in layers else "full" for i in range(config.num_layers)]
+    known = mechanism(name).Config.__dataclass_fields__
+    chosen = {key: value for key, value in config.options.get("full", {}).items() if key in known}
+    if name == "linear":
+        chosen |= {"feature_map": "learned", "rotary": config.position == "rope"}
+    kv_heads = config.num_kv_heads
+    if kv_heads is not None and "num_kv_heads" not in known and "full" not in names:
+        kv_heads = None
+    return config.replace(
+        attention=names if "full" in names else name,
+        options={**config.options, name: {**chosen, **options}},
+        num_kv_heads=kv_heads,
+    )
+
+
+@torch.no_grad()
+def copy_weights(old: Decoder, new: Decoder, layers: tuple[int, ...]) -> list[str]:
+    """Fill `new` with the weights of `old`; the names of the parameters that `old` has not.
+
+    Raises `ValueError` for weights that have no place in `new`, or another shape there.
+    """
+    weights, wanted = old.state_dict(), new.state_dict()
+    for i in layers:
+        for part in ("key", "value"):
+            for kind in ("weight", "bias"):
+                name = f"layers.{i}.attention.{part}.{kind}"
+                if name in weights and name in wanted and weights[name].shape != wanted[name].shape:
+                    weights[name] = shared_out(weights[name], wanted[name], old.blocks()[i].attention.config.num_heads)
+    for name, weight in weights.items():
+        if name not in wanted or wanted[name].shape != weight.shape:
+            place = f"shape {list(wanted[name].shape)}" if name in wanted else "no place"
+            raise ValueError(
+                f"{name}, of shape {list(weight.shape)}, has {place} in a model with attention={new.config.attention}: "
+                "this mechanism cannot take over from this model's attention"
+            )
+    new.load_state_dict({**wanted, **weights})
+    prefixes = tuple(f"layers.{i}.attention." for i in layers)
+    missing = [name for name in wanted if name not in weights]
+    assert all(name.startswith(prefixes) for name in missing), missing
+    return missing
+
+
+def shared_out(weight: Tensor, like: Tensor, heads: int) -> Tensor:
+    """Rows of key heads, `[G K, ..]`, for each query head, `[H K, ..]`, where those have the shape of `like`."""
+    channels = like.shape[0] // heads
+    if weight.shape[1:] != like.shape[1:] or weight.shape[0] % channels or like.shape[0] % weight.shape[0]:
+        return weight
+    return weight.unflatten(0, (-1, channels)).repeat_interleave(like.shape[0] // weight.shape[0], 0).flatten(0, 1)

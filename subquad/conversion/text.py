@@ -1,0 +1,74 @@
+"""The text of a conversion in the model's own tokens, and the windows that its trainings read.
+
+Shape letters: B batch, T tokens.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import numpy as np
+import torch
+from tokenizers import Tokenizer
+from torch import Tensor
+
+from subquad.data import EpochOrder, prepare
+from subquad.data.config import DataConfig
+from subquad.data.token_set import TokenSet
+from subquad.data.tokenizers import separator_id
+
+
+class Text(NamedTuple):
+    """Training and held-out tokens, int64."""
+
+    train: np.ndarray
+    held_out: np.ndarray
+    fingerprint: str
+
+
+def read_text(config: DataConfig, folder: str, tokenizer: Tokenizer, start: int | None, length: int) -> Text:
+    """The text in the tokens of the model in `folder`.
+
+    `start` is the token with which the model begins a text: it stands at the beginning and, in the place of the
+    tokenizer's separator, between documents. Raises `ValueError` for a folder of token shards and where a part has
+    fewer than `length + 1` tokens; and as `subquad.data.prepare`.
+    """
+    corpus = prepare(config.replace(tokenizer=folder))
+    parts = []
+    for what, shard in (("train", corpus.train), ("held-out", corpus.held_out)):
+        if isinstance(shard, TokenSet):
+            raise ValueError(f"{config.path!r} is a folder of token shards; a conversion reads text")
+        tokens = np.asarray(shard.tokens, dtype=np.int64)
+        if start is not None:
+            tokens = np.concatenate([[start], np.where(tokens == separator_id(tokenizer), start, tokens)])
+        if len(tokens) < length + 1:
+            raise ValueError(
+                f"the {what} part of {config.path!r} has {len(tokens)} tokens, too few for a window of {length} and "
+                "the token after it; give more text, a larger data.held_out or a shorter batch.length"
+            )
+        parts.append(tokens)
+    return Text(parts[0], parts[1], corpus.fingerprint)
+
+
+class Batches:
+    """Batches `[B, T + 1]` of windows that share a token at their ends, in an order that the seed and the step fix."""
+
+    def __init__(self, tokens: np.ndarray, length: int, size: int, seed: int) -> None:
+        self.tokens = tokens
+        self.length = length
+        self.size = size
+        self.order = EpochOrder((len(tokens) - 1) // length, seed)
+        self.chosen = self.order.permutation()
+
+    def __call__(self, step: int) -> Tensor:
+        """The windows of a step (the first is 0)."""
+        rows = [self._window(number) for number in range(step * self.size, (step + 1) * self.size)]
+        return torch.from_numpy(np.stack(rows))
+
+    def _window(self, number: int) -> np.ndarray:
+        epoch, place = divmod(number, len(self.order))
+        if epoch != self.order.epoch:
+            self.order.set_epoch(epoch)
+            self.chosen = self.order.permutation()
+        start = int(self.chosen[place]) * self.length
+        return self.tokens[start : start + self.length + 1]

@@ -1,0 +1,29 @@
+"""A tiny model with full attention in a folder."""
+
+import torch
+from tokenizers import Tokenizer, models, pre_tokenizers
+
+from subquad.hf import SubquadConfig, SubquadForCausalLM
+
+WORDS = [f"w{i}" for i in range(20)]
+SHAPE = {
+    "vocab_size": 24,
+    "dim": 16,
+    "num_layers": 4,
+    "num_heads": 4,
+    "num_kv_heads": 2,
+    "attention": "full",
+    "init_std": 0.2,
+}
+
+
+def save(folder, **changes):
+    """A model with these changes of the shape, and a tokenizer of words whose separator is not the model's start."""
+    torch.manual_seed(0)
+    SubquadForCausalLM(SubquadConfig(**{**SHAPE, **changes}, bos_token_id=1)).save_pretrained(folder)
+    tokenizer = Tokenizer(
+        models.WordLevel({name: i for i, name in enumerate(["<unk>", "<s>", "</s>", *WORDS])}, "<unk>")
+    )
+    tokenizer.pre_tokenizer = pre_tokenizers.Whitespace()
+    tokenizer.save(str(folder / "tokenizer.json"))
+    return folder
