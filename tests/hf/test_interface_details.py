@@ -236,6 +236,17 @@ def test_what_set_attention_refuses_leaves_the_model_as_it_was(name, options, me
     assert model.config._attn_implementation == "subquad_window"
 
 
+def test_options_are_whole_numbers_bools_and_words():
+    model = stock("llama", "window")
+    with pytest.raises(
+        TypeError, match=r"option 'segment' of 'llp' must be a whole number, a bool or a word, got 8\.5"
+    ):
+        hf.set_attention(model, "llp", segment=8.5)
+    parts_of("llp", 4, {"segment": 8, "shifted_heads": True})
+    with pytest.raises((TypeError, ValueError), match="shifted_heads"):  # although 1 == True
+        parts_of("llp", 4, {"segment": 8, "shifted_heads": 1})
+
+
 def test_models_that_are_refused():
     with pytest.raises(TypeError, match="model must be a PreTrainedModel of transformers, got Linear"):
         hf.set_attention(torch.nn.Linear(1, 1), "llp")
