@@ -29,6 +29,9 @@ OPTIONS: dict[str, tuple[str, ...]] = {
 }
 """The mechanisms without parameters of their own, and those of their options that ask for none."""
 
+MOST = {"num_random": 1024, "seed": 2**32 - 1}
+"""The largest values of options that a file may ask for, where other than 2**31 - 1; each random block is a pattern."""
+
 
 class Part(NamedTuple):
     """Neighbouring query heads that attend alike: to the union of disjoint `patterns`."""
@@ -69,6 +72,9 @@ def parts_of(name: str, num_heads: int, options: Mapping[str, Any]) -> tuple[Par
     for option, value in options.items():
         if not isinstance(value, int | str):
             raise TypeError(f"option {option!r} of {name!r} must be a whole number, a bool or a word, got {value!r}")
+        most = MOST.get(option, 2**31 - 1)
+        if isinstance(value, int) and value > most:
+            raise ValueError(f"option {option!r} of {name!r} must be at most {most:,}, got {value:,}")
     # With their types: True is no 1 here.
     return _parts(name, num_heads, tuple((option, value, type(value)) for option, value in options.items()))
 

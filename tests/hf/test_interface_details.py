@@ -225,6 +225,12 @@ def test_a_model_that_runs_another_attention_than_it_asks_for_is_found(tmp_path,
         ("shifted", {"wrap": True}, "'shifted' has no option 'wrap' .* valid: group"),
         ("full", {"width": 3}, "'full' has no option 'width' .* valid: none"),
         ("llp", {"segment": 7}, "segment must be even"),
+        ("window", {"width": 10**30}, r"option 'width' of 'window' must be at most 2,147,483,647, got 1,000,"),
+        (
+            "bigbird",
+            {"num_random": 10**9},
+            r"option 'num_random' of 'bigbird' must be at most 1,024, got 1,000,000,000",
+        ),
         (None, {"segment": 8}, "name=None gives the model's own attention back and takes no options"),
     ],
 )
