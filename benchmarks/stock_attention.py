@@ -3,7 +3,8 @@
     python benchmarks/stock_attention.py [--tokens 1024,4096,16384] [--device cuda --dtype bfloat16] [--out FILE.json]
 
 Random weights and tokens, batch 1; segments, groups and windows of 256 tokens. Each figure is the best of the rounds;
-the implementations take turns in each round.
+the implementations take turns in each round. On a CPU they are seconds of processor time, all threads together, so that
+what else the machine does counts little; on a GPU seconds of the clock.
 """
 
 from __future__ import annotations
@@ -75,14 +76,15 @@ def measure(model: LlamaForCausalLM, tokens: int, asked: argparse.Namespace) -> 
     """Seconds of a forward and backward pass, by implementation."""
     x_BT = torch.randint(512, (1, tokens), generator=torch.Generator().manual_seed(0)).to(asked.device)
     best: dict[str, float] = {}
+    clock = time.perf_counter if asked.device == "cuda" else time.process_time
     for number in range(asked.rounds + (asked.device == "cuda")):  # on a GPU the first round compiles
         for name in (None, *OPTIONS):
             hf.set_attention(model, name, **(OPTIONS[name] if name else {}))
-            start = time.perf_counter()
+            start = clock()
             model(x_BT, labels=x_BT, use_cache=False).loss.backward()
             if asked.device == "cuda":
                 torch.cuda.synchronize()
-            seconds = time.perf_counter() - start
+            seconds = clock() - start
             model.zero_grad()
             if number or asked.device != "cuda":
                 key = model.config._attn_implementation

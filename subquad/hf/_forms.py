@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-import json
 from collections.abc import Mapping
 from typing import Any, NamedTuple
 
@@ -29,6 +28,9 @@ OPTIONS: dict[str, tuple[str, ...]] = {
     "window": ("width",),
 }
 """The mechanisms without parameters of their own, and those of their options that ask for none."""
+
+MOST = {"num_random": 1024, "seed": 2**32 - 1}
+"""The largest values of options that a file may ask for, where other than 2**31 - 1; each random block is a pattern."""
 
 
 class Part(NamedTuple):
@@ -67,13 +69,21 @@ def parts_of(name: str, num_heads: int, options: Mapping[str, Any]) -> tuple[Par
     """
     check_mechanism(name)
     check_options(name, options)
-    return _parts(name, num_heads, json.dumps(dict(options), sort_keys=True))
+    for option, value in options.items():
+        if not isinstance(value, int | str):
+            raise TypeError(f"option {option!r} of {name!r} must be a whole number, a bool or a word, got {value!r}")
+        most = MOST.get(option, 2**31 - 1)
+        if isinstance(value, int) and value > most:
+            raise ValueError(f"option {option!r} of {name!r} must be at most {most:,}, got {value:,}")
+    # With their types: True is no 1 here.
+    return _parts(name, num_heads, tuple((option, value, type(value)) for option, value in options.items()))
 
 
 @functools.lru_cache(maxsize=64)
-def _parts(name: str, num_heads: int, options: str) -> tuple[Part, ...]:
+def _parts(name: str, num_heads: int, options: tuple[tuple[str, int | str, type], ...]) -> tuple[Part, ...]:
+    values: dict[str, Any] = {option: value for option, value, _ in options}
     with torch.device("meta"):  # its projections are not needed
-        layer = build(name, dim=2 * num_heads, num_heads=num_heads, **json.loads(options))
+        layer = build(name, dim=2 * num_heads, num_heads=num_heads, **values)
     assert isinstance(layer, BlockedAttention)
     if isinstance(layer, Bigbird):
         return (Part(num_heads, tuple(layer.union(0))),)

@@ -163,11 +163,12 @@ def load(folder: str) -> nn.Module:
         adapter: nn.Module = lora.open_adapter(folder).get_base_model()
         return adapter
     with naming(folder):
-        model: nn.Module = transformers.AutoModelForCausalLM.from_pretrained(
+        model: Any = transformers.AutoModelForCausalLM.from_pretrained(
             folder, config=config, local_files_only=True, trust_remote_code=False, use_safetensors=True
         )
         check_attention(model)
-    return model
+    found: nn.Module = model
+    return found
 
 
 def _text(folder: str, file: str) -> list[int]:

@@ -225,6 +225,12 @@ def test_a_model_that_runs_another_attention_than_it_asks_for_is_found(tmp_path,
         ("shifted", {"wrap": True}, "'shifted' has no option 'wrap' .* valid: group"),
         ("full", {"width": 3}, "'full' has no option 'width' .* valid: none"),
         ("llp", {"segment": 7}, "segment must be even"),
+        ("window", {"width": 10**30}, r"option 'width' of 'window' must be at most 2,147,483,647, got 1,000,"),
+        (
+            "bigbird",
+            {"num_random": 10**9},
+            r"option 'num_random' of 'bigbird' must be at most 1,024, got 1,000,000,000",
+        ),
         (None, {"segment": 8}, "name=None gives the model's own attention back and takes no options"),
     ],
 )
@@ -234,6 +240,17 @@ def test_what_set_attention_refuses_leaves_the_model_as_it_was(name, options, me
         hf.set_attention(model, name, **options)
     assert model.config.subquad == {"attention": "window", "options": OPTIONS["window"]}
     assert model.config._attn_implementation == "subquad_window"
+
+
+def test_options_are_whole_numbers_bools_and_words():
+    model = stock("llama", "window")
+    with pytest.raises(
+        TypeError, match=r"option 'segment' of 'llp' must be a whole number, a bool or a word, got 8\.5"
+    ):
+        hf.set_attention(model, "llp", segment=8.5)
+    parts_of("llp", 4, {"segment": 8, "shifted_heads": True})
+    with pytest.raises((TypeError, ValueError), match="shifted_heads"):  # although 1 == True
+        parts_of("llp", 4, {"segment": 8, "shifted_heads": 1})
 
 
 def test_models_that_are_refused():
