@@ -96,6 +96,17 @@ class Parser(jsonargparse.ArgumentParser):
         """Add `--name` (the default) and `--no-name`."""
         self.add_argument(f"--{name}", action=argparse.BooleanOptionalAction, default=True, help=help_text)
 
+    def parse_args(self, args: Sequence[str] | None = None, *rest: Any, **named: Any) -> Any:  # type: ignore[override]
+        """As argparse does; a flag may be written with dashes where its name has underscores."""
+        return super().parse_args(None if args is None else [self._named(text) for text in args], *rest, **named)
+
+    def _named(self, text: str) -> str:
+        """`--keep-every=4` as `--keep_every=4`, where that is a flag and the first is none."""
+        flag, equals, value = text.partition("=")
+        flags = {option for action in self._actions for option in action.option_strings}
+        other = "--" + flag.removeprefix("--").replace("-", "_")
+        return other + equals + value if flag.startswith("--") and flag not in flags and other in flags else text
+
     @contextmanager
     def checking(self) -> Iterator[None]:
         """Answer what a check of the arguments raises as `error` does. Around checks alone, before any work."""

@@ -27,3 +27,14 @@ def test_a_flag_leaves_the_other_options_of_a_file_as_they_are(tmp_path):
     file.write_text(yaml.safe_dump({"model": {"attention": "llp", "options": options}}))
     config = read_config(["--config", str(file), "--model.options.llp.shared_kv", "true"])
     assert config.model.options == {"llp": {"segment": 64, "shared_kv": True}, "latte": {"num_latents": 5}}
+
+
+@pytest.mark.parametrize("flags", [["--run.eval-every", "7"], ["--run.eval-every=7"], ["--run.eval_every", "7"]])
+def test_a_flag_may_be_written_with_dashes(flags):
+    assert read_config(flags).run.eval_every == 7
+
+
+def test_a_wrong_flag_with_dashes_is_answered_as_it_was_written(capsys):
+    with pytest.raises(SystemExit):
+        read_config(["--run.evil-every", "7"])
+    assert "unknown option 'run.evil-every'; did you mean 'run.eval_every'?" in capsys.readouterr().err
