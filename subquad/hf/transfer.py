@@ -45,7 +45,7 @@ def _taken(model: PreTrainedModel) -> SubquadForCausalLM:
     family = _family(model.config)
     if type(model).__name__ != family.model:
         raise ValueError(f"a model of family {family.name!r} must be a {family.model}, got {type(model).__name__}")
-    config = DecoderConfig.from_dict({"attention": "full", **family.settings(model.config)})
+    config = DecoderConfig.from_dict({"attention": "full", **_simplest(family.settings(model.config))})
     tensors = dict(model.state_dict())
     if config.tie_embeddings:
         _check_tied(tensors, family, config)
@@ -113,6 +113,21 @@ def canonical(config: DecoderConfig) -> DecoderConfig:
         lookup_residual=config.lookup_residual or config.lookup is None,
         rope_base=config.rope_base if config.position == "rope" else DecoderConfig.rope_base,
     )
+
+
+def _simplest(settings: dict[str, Any]) -> dict[str, Any]:
+    """The same settings without those that say what holds anyway: mechanisms that lack them can take a layer's place."""
+    said = dict(settings)
+    if said.get("head_dim") == said["dim"] / said["num_heads"]:
+        del said["head_dim"]
+    if said.get("num_kv_heads") == said["num_heads"]:
+        del said["num_kv_heads"]
+    if "qkv_bias" in said and said["qkv_bias"] == said["out_bias"]:
+        said["bias"] = said.pop("qkv_bias")
+        del said["out_bias"]
+        if said["ff_bias"] == said["bias"]:
+            del said["ff_bias"]
+    return said
 
 
 def _feedforward_width(config: DecoderConfig) -> int:
