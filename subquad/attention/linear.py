@@ -15,6 +15,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from subquad.attention._projected import HeadedAttention
 from subquad.attention._scanned import ScannedAttention
 from subquad.config import suggest
 from subquad.state import State
@@ -29,7 +30,7 @@ FEATURE_MAPS: dict[str, Callable[[Tensor], Tensor]] = {
 """Maps to non-negative features; register another by adding it here."""
 
 
-class Linear(ScannedAttention):
+class Linear(HeadedAttention, ScannedAttention):
     """Every earlier token, weighted by the product of positive features of query and key."""
 
     name = "linear"
@@ -39,7 +40,7 @@ class Linear(ScannedAttention):
     paper = "Katharopoulos et al. 2020, arXiv:2006.16236"
 
     @dataclass(frozen=True, kw_only=True)
-    class Config(ScannedAttention.Config):
+    class Config(HeadedAttention.Config):
         """Options of linear attention."""
 
         dropout: float = 0.0
@@ -60,8 +61,9 @@ class Linear(ScannedAttention):
 
     def __init__(self, config: Config) -> None:
         super().__init__(config)
-        self.query = nn.Linear(config.dim, config.dim, bias=config.bias)
-        self.key = nn.Linear(config.dim, config.dim, bias=config.bias)
+        self.query = self.projection(self.channels * config.num_heads)
+        self.key = self.projection(self.channels * config.num_heads)
+        self.add_norms()
 
     def mix(self, x_BTD: Tensor, state: State | None, lengths_B: Tensor | None) -> tuple[Tensor, State]:
         """The scan without decay, normalised; or the sums over all tokens."""
@@ -78,7 +80,8 @@ class Linear(ScannedAttention):
         """Features `[B, H, T, K]`."""
         # Contiguous, as the scan wants it: a map of strided heads would be copied after it anyway. And the
         # backward of F.elu and F.softplus on transposed heads fails under torch.compile's aot_eager in torch 2.13.
-        return FEATURE_MAPS[self.config.feature_map](self.split(project(x_BTD)).contiguous())
+        norm = self.normed_queries if project is self.query else self.normed_keys
+        return FEATURE_MAPS[self.config.feature_map](norm(self.split(project(x_BTD))).contiguous())
 
     def dense_weights(self, x_BTD: Tensor) -> Tensor:
         """`phi(q_t) . phi(k_s)`, for `s <= t` where causal, over its sum plus eps."""

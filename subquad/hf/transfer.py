@@ -116,7 +116,7 @@ def canonical(config: DecoderConfig) -> DecoderConfig:
 
 
 def _simplest(settings: dict[str, Any]) -> dict[str, Any]:
-    """The same settings without those that say what holds anyway: mechanisms that lack them can take a layer's place."""
+    """The same settings without those that hold anyway: mechanisms that lack them can take a layer's place."""
     said = dict(settings)
     if said.get("head_dim") == said["dim"] / said["num_heads"]:
         del said["head_dim"]
