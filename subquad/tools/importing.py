@@ -85,7 +85,7 @@ def _tokenizer(model: str, asked: str | None) -> Tokenizer | None:
         return load_tokenizer(source) if any((source / name).is_file() for name in files) else None
     from transformers import AutoTokenizer
 
-    backend: Tokenizer = AutoTokenizer.from_pretrained(model).backend_tokenizer
+    backend: Tokenizer = AutoTokenizer.from_pretrained(model, trust_remote_code=False).backend_tokenizer
     return backend
 
 

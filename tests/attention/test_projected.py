@@ -8,13 +8,14 @@ import pytest
 import torch
 
 from subquad import attention
-from subquad.attention._projected import ProjectedAttention
+from subquad.attention._projected import HeadedAttention, ProjectedAttention
 from subquad.layers.scaling import RopeScaling
 from subquad.models import Decoder, DecoderConfig
 from subquad.testing import assert_same_maths
 
 PROJECTED = [name for name in attention.names() if issubclass(attention.mechanism(name), ProjectedAttention)]
-OTHERS = sorted(set(attention.names()) - set(PROJECTED))
+HEADED = [name for name in attention.names() if issubclass(attention.mechanism(name), HeadedAttention)]
+OTHERS = sorted(set(attention.names()) - set(HEADED))
 SIZES: dict[str, dict[str, Any]] = {
     "bigbird": {"block": 4},
     "dilated": {"width": 4},
@@ -78,6 +79,29 @@ def test_each_setting_changes_the_outputs(name: str, setting: str) -> None:
     plain.load_state_dict({key: value for key, value in made.state_dict().items() if key in plain.state_dict()})
     x_BTD = torch.randn(1, 21, 14, dtype=torch.float64)
     assert not torch.allclose(made(x_BTD)[0], plain(x_BTD)[0])
+
+
+@pytest.mark.parametrize("name", sorted(set(HEADED) - set(PROJECTED)))
+@torch.no_grad()
+def test_scans_over_heads_have_the_widths_biases_and_norms_too(name: str) -> None:
+    torch.manual_seed(0)
+    own = {key: SETTINGS[key] for key in ("head_dim", "qk_norm", "norm_eps", "qkv_bias", "out_bias")}
+    made, x_BTD = attention.build(name, dim=14, num_heads=2, **own).double().eval(), torch.randn(2, 21, 14).double()
+    whole_BTD, _ = made(x_BTD)
+    assert_same_maths(whole_BTD, made.definition(x_BTD), name)
+    first_BTD, state = made(x_BTD[:, :13])
+    second_BTD, state = made(x_BTD[:, 13:], state)
+    assert_same_maths(torch.cat((first_BTD, second_BTD), 1), whole_BTD, name)
+    shapes = {key: list(tensor.shape) for key, tensor in made.named_parameters()}
+    assert [shapes[f"{part}.weight"] for part in ("query", "key", "value", "out")] == [*3 * ([20, 14],), [14, 20]]
+    assert shapes["query_norm.weight"] == shapes["key_norm.weight"] == [10]
+    assert "query.bias" in shapes
+    assert "out.bias" not in shapes
+    plain = type(made)(made.config.replace(qk_norm=False)).double().eval()
+    plain.load_state_dict({key: value for key, value in made.state_dict().items() if "norm" not in key})
+    assert not torch.allclose(plain(x_BTD)[0], whole_BTD)
+    float32 = type(made)(made.config).eval()
+    assert float32(x_BTD[:1].float())[1].nbytes == float32.cost(21).state_bytes
 
 
 def test_defaults_leave_the_digest_as_it_was() -> None:

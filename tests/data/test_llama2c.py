@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 import struct
+from itertools import pairwise
 from pathlib import Path
 
 import pytest
@@ -32,7 +33,7 @@ def merged(text: str, pieces: list[str], scores: list[float]) -> list[int]:
     for char in f" {text}" if text else "":
         tokens += [ids[char]] if char in ids else [byte + 3 for byte in char.encode()]
     while True:
-        pairs = [(pieces[a] + pieces[b], i) for i, (a, b) in enumerate(zip(tokens, tokens[1:], strict=False))]
+        pairs = [(pieces[a] + pieces[b], i) for i, (a, b) in enumerate(pairwise(tokens))]
         known = [(-scores[ids[pair]], i, ids[pair]) for pair, i in pairs if pair in ids]
         if not known:
             return tokens

@@ -212,6 +212,26 @@ def llama2c(folder):
     assert model(torch.tensor([[1, 2, 3]])).logits.shape == (1, 3, model.config.vocab_size)
 
 
+def make_transformers(folder):
+    import transformers
+
+    torch.manual_seed(0)
+    small = {"vocab_size": 20, "hidden_size": 8, "intermediate_size": 8, "num_hidden_layers": 1}
+    config = transformers.LlamaConfig(**small, num_attention_heads=2, rope_parameters={"rope_type": "linear"} | ROPE)
+    transformers.LlamaForCausalLM(config).save_pretrained(folder)
+
+
+ROPE = {"rope_theta": 100.0, "factor": 2.0}
+
+
+@target(make_transformers, files="*.*", quick=20)
+def imported(folder):
+    from subquad.hf import from_transformers
+
+    model = from_transformers(folder)
+    assert model(torch.tensor([[1, 2, 3]])).logits.shape == (1, 3, model.config.vocab_size)
+
+
 LLAMA2C_PIECES = [" ", "a", "b", "c", "é", "ab", " a", " ab", "abc", " abc", "bc", "ca"]
 
 
