@@ -1,6 +1,6 @@
 """Write the tables of docs/convert.md again, from the reports of the conversions that it speaks of.
 
-    python docs/make_convert.py --collect runs    # after the commands of the page; keeps benchmarks/results/convert.json
+    python docs/make_convert.py --collect runs    # after the page's commands; keeps benchmarks/results/convert.json
     python docs/make_convert.py
 
 Only what stands between `<!-- NAME -->` and `<!-- /NAME -->` is replaced.
