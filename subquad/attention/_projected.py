@@ -16,25 +16,13 @@ from subquad.layers.positions import rotate
 from subquad.layers.scaling import RopeScaling, rotated_channels
 
 
-class ProjectedAttention(Attention):
-    """`q = R norm(W_q x)`, `k = R norm(W_k x)`, `v = W_v x` and `y = W_o o`, where norm and rotation R are options."""
-
-    rotates = True
+class HeadedAttention(Attention):
+    """Queries, keys and values of heads, `q = norm(W_q x)`, `k = norm(W_k x)`, `v = W_v x`: the norm is an option."""
 
     @dataclass(frozen=True, kw_only=True)
     class Config(Attention.Config):
-        """Options of a softmax mechanism."""
+        """Options of the projections."""
 
-        num_kv_heads: int | None = None
-        """Heads of keys and values; neighbouring query heads share one (None: as many as num_heads)."""
-        rope: bool = False
-        """Whether queries and keys carry rotary positions."""
-        rope_base: float = 10000.0
-        """Base of the rotary frequencies."""
-        rope_fraction: float = later(1.0)
-        """Part of each head's channels that is rotated: the first ones."""
-        rope_scaling: RopeScaling | None = later(None)
-        """How the rotary frequencies are changed for longer sequences (None: not at all)."""
         head_dim: int | None = later(None)
         """Channels K of a head (None: dim / num_heads)."""
         qk_norm: bool = later(False)
@@ -63,6 +51,66 @@ class ProjectedAttention(Attention):
 
         def __post_init__(self) -> None:
             super().__post_init__()
+            if self.norm_eps is not None and not self.norm_eps > 0:
+                raise ValueError(f"norm_eps must be above 0, got {self.norm_eps}")
+
+    config: Config
+
+    def head_channels(self) -> int:
+        """Channels K of a head."""
+        return self.config.channels
+
+    def projection(self, width: int) -> nn.Linear:
+        """From the model width to queries, keys or values, `width` channels of all heads."""
+        config = self.config
+        return nn.Linear(config.dim, width, bias=config.bias if config.qkv_bias is None else config.qkv_bias)
+
+    def output_projection(self) -> nn.Linear:
+        """From the heads' outputs to the model width."""
+        config = self.config
+        return nn.Linear(
+            config.channels * config.num_heads,
+            config.dim,
+            bias=config.bias if config.out_bias is None else config.out_bias,
+        )
+
+    def add_norms(self) -> None:
+        """Make the norms of queries and keys, where the option asks for them."""
+        if self.config.qk_norm:
+            self.query_norm = build_norm("rms", self.config.channels, self.config.norm_eps)
+            self.key_norm = build_norm("rms", self.config.channels, self.config.norm_eps)
+
+    def normed_queries(self, q_BHTK: Tensor) -> Tensor:
+        """Queries of heads, normalised where the option asks for it."""
+        return self.query_norm(q_BHTK) if self.config.qk_norm else q_BHTK
+
+    def normed_keys(self, k_BGTK: Tensor) -> Tensor:
+        """Keys of heads, normalised where the option asks for it."""
+        return self.key_norm(k_BGTK) if self.config.qk_norm else k_BGTK
+
+
+class ProjectedAttention(HeadedAttention):
+    """`q = R norm(W_q x)`, `k = R norm(W_k x)`, `v = W_v x` and `y = W_o o`, where norm and rotation R are options."""
+
+    rotates = True
+
+    @dataclass(frozen=True, kw_only=True)
+    class Config(HeadedAttention.Config):
+        """Options of a softmax mechanism."""
+
+        num_kv_heads: int | None = None
+        """Heads of keys and values; neighbouring query heads share one (None: as many as num_heads)."""
+        rope: bool = False
+        """Whether queries and keys carry rotary positions."""
+        rope_base: float = 10000.0
+        """Base of the rotary frequencies."""
+        rope_fraction: float = later(1.0)
+        """Part of each head's channels that is rotated: the first ones."""
+        rope_scaling: RopeScaling | None = later(None)
+        """How the rotary frequencies are changed for longer sequences (None: not at all)."""
+
+        def __post_init__(self) -> None:
+            super().__post_init__()
             if self.num_kv_heads is not None and (self.num_kv_heads < 1 or self.num_heads % self.num_kv_heads):
                 raise ValueError(
                     f"num_kv_heads must divide num_heads, got num_kv_heads={self.num_kv_heads}, "
@@ -72,12 +120,9 @@ class ProjectedAttention(Attention):
                 raise ValueError(f"rope_fraction must be above 0 and at most 1, got {self.rope_fraction}")
             rotated = rotated_channels(self.channels, self.rope_fraction)
             if self.rope and (rotated % 2 or not rotated):
-                raise ValueError(
-                    f"rope needs an even head size, got {rotated} rotated channels: dim / num_heads (or head_dim) "
-                    f"is {self.channels}, rope_fraction {self.rope_fraction}"
-                )
-            if self.norm_eps is not None and not self.norm_eps > 0:
-                raise ValueError(f"norm_eps must be above 0, got {self.norm_eps}")
+                own = self.head_dim is None and self.rope_fraction == 1
+                what = "dim / num_heads" if own else "rope_fraction * head_dim"
+                raise ValueError(f"rope needs an even head size, got {what} = {rotated}")
             if self.rope_base <= 0:
                 raise ValueError(f"rope_base must be positive, got {self.rope_base}")
 
@@ -91,19 +136,7 @@ class ProjectedAttention(Attention):
         self.key = self.projection(self.kv_dim)
         self.value = self.projection(self.kv_dim)
         self.out = self.output_projection()
-        if config.qk_norm:
-            self.query_norm = build_norm("rms", config.channels, config.norm_eps)
-            self.key_norm = build_norm("rms", config.channels, config.norm_eps)
-
-    def projection(self, width: int) -> nn.Linear:
-        """From the model width to queries, keys or values, `width` channels of all heads."""
-        config = self.config
-        return nn.Linear(config.dim, width, bias=config.bias if config.qkv_bias is None else config.qkv_bias)
-
-    def output_projection(self) -> nn.Linear:
-        """From the heads' outputs to the model width."""
-        config = self.config
-        return nn.Linear(self.q_dim, config.dim, bias=config.bias if config.out_bias is None else config.out_bias)
+        self.add_norms()
 
     def queries(self, x_BTD: Tensor, start: int | Tensor = 0) -> Tensor:
         """Queries `[B, H, T, K]`, rotated to their positions."""
@@ -115,13 +148,11 @@ class ProjectedAttention(Attention):
 
     def query_heads(self, q_BTC: Tensor) -> Tensor:
         """`[B, T, H K]` to `[B, H, T, K]`, normalised where the option asks for it."""
-        q_BHTK = self.split(q_BTC)
-        return self.query_norm(q_BHTK) if self.config.qk_norm else q_BHTK
+        return self.normed_queries(self.split(q_BTC))
 
     def key_heads(self, k_BTC: Tensor) -> Tensor:
         """`[B, T, G K]` to `[B, G, T, K]`, normalised where the option asks for it."""
-        k_BGTK = self.split(k_BTC, self.kv_heads)
-        return self.key_norm(k_BGTK) if self.config.qk_norm else k_BGTK
+        return self.normed_keys(self.split(k_BTC, self.kv_heads))
 
     def kv_values(self, x_BTD: Tensor) -> Tensor:
         """Values `[B, G, T, K]`, before query heads share them."""

@@ -28,9 +28,21 @@ class ScannedAttention(Attention):
 
     def __init__(self, config: Attention.Config) -> None:
         super().__init__(config)
-        self.channels = config.dim // config.num_heads
-        self.value = nn.Linear(config.dim, config.dim, bias=config.bias)
-        self.out = nn.Linear(config.dim, config.dim, bias=config.bias)
+        self.channels = self.head_channels()
+        self.value = self.projection(self.channels * config.num_heads)
+        self.out = self.output_projection()
+
+    def head_channels(self) -> int:
+        """Channels V of a head."""
+        return self.config.dim // self.config.num_heads
+
+    def projection(self, width: int) -> nn.Linear:
+        """From the model width to `width` channels of all heads."""
+        return nn.Linear(self.config.dim, width, bias=self.config.bias)
+
+    def output_projection(self) -> nn.Linear:
+        """From the heads' outputs to the model width."""
+        return nn.Linear(self.config.dim, self.config.dim, bias=self.config.bias)
 
     def values(self, x_BTD: Tensor) -> Tensor:
         """Values `[B, H, T, V]`."""

@@ -22,6 +22,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from subquad.attention._projected import HeadedAttention
 from subquad.attention._scanned import ScannedAttention
 from subquad.config import later, suggest
 from subquad.layers.positions import ROTARY_BASE, rotate
@@ -40,7 +41,7 @@ LEARNED = "learned"
 """The map that has weights."""
 
 
-class Linear(ScannedAttention):
+class Linear(HeadedAttention, ScannedAttention):
     """Every earlier token, weighted by the product of positive features of query and key."""
 
     name = "linear"
@@ -50,7 +51,7 @@ class Linear(ScannedAttention):
     paper = "Katharopoulos et al. 2020, arXiv:2006.16236"
 
     @dataclass(frozen=True, kw_only=True)
-    class Config(ScannedAttention.Config):
+    class Config(HeadedAttention.Config):
         """Options of linear attention."""
 
         dropout: float = 0.0
@@ -76,11 +77,10 @@ class Linear(ScannedAttention):
                 raise ValueError(f"eps must be at least 0, got {self.eps}")
             if not 0 < self.rope_fraction <= 1:
                 raise ValueError(f"rope_fraction must be above 0 and at most 1, got {self.rope_fraction}")
-            rotated = rotated_channels(self.dim // self.num_heads, self.rope_fraction)
+            rotated = rotated_channels(self.channels, self.rope_fraction)
             if self.rotary and (rotated % 2 or not rotated):
                 raise ValueError(
-                    f"rotary needs an even number of channels to turn, got {rotated}: dim / num_heads is "
-                    f"{self.dim // self.num_heads}, rope_fraction {self.rope_fraction}"
+                    f"rotary needs an even number of channels to turn, got {rotated} of {self.channels} in a head"
                 )
             if not self.rope_base > 0:
                 raise ValueError(f"rope_base must be positive, got {self.rope_base}")
@@ -89,8 +89,9 @@ class Linear(ScannedAttention):
 
     def __init__(self, config: Config) -> None:
         super().__init__(config)
-        self.query = nn.Linear(config.dim, config.dim, bias=config.bias)
-        self.key = nn.Linear(config.dim, config.dim, bias=config.bias)
+        self.query = self.projection(self.channels * config.num_heads)
+        self.key = self.projection(self.channels * config.num_heads)
+        self.add_norms()
         self.learned = config.feature_map == LEARNED
         self.features = 2 * self.channels if self.learned else self.channels
         if self.learned:
@@ -111,17 +112,19 @@ class Linear(ScannedAttention):
 
     def query_features(self, x_BTD: Tensor, start: int | Tensor = 0) -> Tensor:
         """phi of the queries `[B, H, T, features]`."""
-        return self.phi(self.query(x_BTD), self.query_map if self.learned else None, start)
+        q_BHTK = self.normed_queries(self.split(self.query(x_BTD)))
+        return self.phi(q_BHTK, self.query_map if self.learned else None, start)
 
     def key_features(self, x_BTD: Tensor, start: int | Tensor = 0) -> Tensor:
         """phi of the keys `[B, H, T, features]`."""
-        return self.phi(self.key(x_BTD), self.key_map if self.learned else None, start)
+        k_BHTK = self.normed_keys(self.split(self.key(x_BTD)))
+        return self.phi(k_BHTK, self.key_map if self.learned else None, start)
 
-    def phi(self, x_BTD: Tensor, map_HKK: Tensor | None, start: int | Tensor) -> Tensor:
-        """Features of what was projected."""
+    def phi(self, x_BHTK: Tensor, map_HKK: Tensor | None, start: int | Tensor) -> Tensor:
+        """Features of queries or keys."""
         # Contiguous, as the scan wants it: a map of strided heads would be copied after it anyway. And the
         # backward of F.elu and F.softplus on transposed heads fails under torch.compile's aot_eager in torch 2.13.
-        x_BHTK = self.split(x_BTD).contiguous()
+        x_BHTK = x_BHTK.contiguous()
         if self.config.rotary:
             x_BHTK = self.rotated(x_BHTK, start)
         if map_HKK is None:

@@ -21,9 +21,10 @@ from dataclasses import dataclass
 from typing import Literal
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from torch.nn import functional as F
 
+from subquad.attention._projected import HeadedAttention
 from subquad.attention._scanned import ScannedAttention, is_future, real_mask, real_rows, softmax_state, widened
 from subquad.ops.backends import without_autocast
 from subquad.state import State
@@ -31,7 +32,7 @@ from subquad.state import State
 RELU_FLOOR = 1e-3
 
 
-class Performer(ScannedAttention):
+class Performer(HeadedAttention, ScannedAttention):
     """Softmax attention to every earlier token, its exponential kernel estimated by random features."""
 
     name = "performer"
@@ -41,7 +42,7 @@ class Performer(ScannedAttention):
     parallel = True
 
     @dataclass(frozen=True, kw_only=True)
-    class Config(ScannedAttention.Config):
+    class Config(HeadedAttention.Config):
         """Options of Performer."""
 
         dropout: float = 0.0
@@ -65,8 +66,9 @@ class Performer(ScannedAttention):
 
     def __init__(self, config: Config) -> None:
         super().__init__(config)
-        self.query = nn.Linear(config.dim, config.dim, bias=config.bias)
-        self.key = nn.Linear(config.dim, config.dim, bias=config.bias)
+        self.query = self.projection(self.channels * config.num_heads)
+        self.key = self.projection(self.channels * config.num_heads)
+        self.add_norms()
         K = self.channels
         self.features = config.features or max(K, int(K * math.log(K)))
         # A buffer that is saved: a state is worthless with other directions.
@@ -87,7 +89,8 @@ class Performer(ScannedAttention):
 
     def projected(self, x_BTD: Tensor) -> tuple[Tensor, Tensor]:
         """What each direction makes of queries and keys, `[B, H, T, R]`, wide: logarithms of features, or relu's."""
-        q_BHTK, k_BHTK = self.split(self.query(x_BTD)), self.split(self.key(x_BTD))
+        q_BHTK = self.normed_queries(self.split(self.query(x_BTD)))
+        k_BHTK = self.normed_keys(self.split(self.key(x_BTD)))
         if self.config.kernel == "relu":
             q_BHTR, k_BHTR = (along(x, self.directions).relu() + RELU_FLOOR for x in (q_BHTK, k_BHTK))
             return q_BHTR, k_BHTR

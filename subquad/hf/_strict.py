@@ -14,7 +14,7 @@ from transformers import AutoConfig, PreTrainedConfig, PreTrainedModel
 from subquad.parsing import read_json_mapping
 
 CONFIG = "config.json"
-_COUNTS = ("num_layers", "loops", "mixtures", "num_labels")
+_COUNTS = ("num_layers", "num_hidden_layers", "n_layer", "loops", "mixtures", "num_labels")
 """Fields that say how many parts a model has: each part has tensors of its own, or a row of one."""
 SMALL = 1 << 22
 """Numbers of a tensor that is made without being looked for in the weights."""

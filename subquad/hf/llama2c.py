@@ -2,8 +2,8 @@
 
 Seven int32: D, hidden width F, layers L, heads H, key heads G, vocabulary V (negative: a head of its own), positions N.
 Then float32: embedding [V, D], attention norms [L, D], q [L, D, D], k and v [L, GK, D], out [L, D, D], feed-forward
-norms [L, D], gate [L, F, D], down [L, D, F], up [L, F, D], last norm [D], two tables of rotary positions [N, K / 2] that
-nothing reads, and the head [V, D] where it is not the embedding. K = D / H; all little-endian.
+norms [L, D], gate [L, F, D], down [L, D, F], up [L, F, D], last norm [D], two tables of positions [N, K / 2] that are
+not read, and the head [V, D] where it is not the embedding. K = D / H; all little-endian.
 """
 
 from __future__ import annotations

@@ -13,11 +13,12 @@ from torch import Tensor
 from transformers import AutoConfig, PreTrainedModel
 
 from subquad.config import suggest
-from subquad.hf._strict import naming
+from subquad.hf._strict import CONFIG, check_sizes, naming, read_config
 from subquad.hf.config import SubquadConfig
 from subquad.hf.families import FAMILIES, Family
-from subquad.hf.families.base import token_ids
+from subquad.hf.families.base import Move, same, token_ids
 from subquad.hf.model import SubquadForCausalLM
+from subquad.layers.feedforward import build_feedforward
 from subquad.models.config import DecoderConfig
 
 TRAINING_ALONE = ("dropout", "attention_dropout", "init_std")
@@ -33,13 +34,18 @@ def from_transformers(model: PreTrainedModel | str | os.PathLike[str]) -> Subqua
     decoder does not have (naming it), and where tensors are missing, left over or of another shape.
     """
     if isinstance(model, str | os.PathLike):
-        model = _load(model)
+        with naming(os.fspath(model)):
+            return _taken(_load(model))
     if not isinstance(model, PreTrainedModel):
         raise TypeError(f"model must be a model of transformers, its folder or its name, got {type(model).__name__}")
+    return _taken(model)
+
+
+def _taken(model: PreTrainedModel) -> SubquadForCausalLM:
     family = _family(model.config)
     if type(model).__name__ != family.model:
         raise ValueError(f"a model of family {family.name!r} must be a {family.model}, got {type(model).__name__}")
-    config = DecoderConfig.from_dict({"attention": "full", **family.settings(model.config)})
+    config = DecoderConfig.from_dict({"attention": "full", **_simplest(family.settings(model.config))})
     tensors = dict(model.state_dict())
     if config.tie_embeddings:
         _check_tied(tensors, family, config)
@@ -109,9 +115,22 @@ def canonical(config: DecoderConfig) -> DecoderConfig:
     )
 
 
-def _feedforward_width(config: DecoderConfig) -> int:
-    from subquad.layers.feedforward import build_feedforward
+def _simplest(settings: dict[str, Any]) -> dict[str, Any]:
+    """The same settings without those that hold anyway: mechanisms that lack them can take a layer's place."""
+    said = dict(settings)
+    if said.get("head_dim") == said["dim"] / said["num_heads"]:
+        del said["head_dim"]
+    if said.get("num_kv_heads") == said["num_heads"]:
+        del said["num_kv_heads"]
+    if "qkv_bias" in said and said["qkv_bias"] == said["out_bias"]:
+        said["bias"] = said.pop("qkv_bias")
+        del said["out_bias"]
+        if said["ff_bias"] == said["bias"]:
+            del said["ff_bias"]
+    return said
 
+
+def _feedforward_width(config: DecoderConfig) -> int:
     with torch.device("meta"):
         return build_feedforward(config.feedforward, config.dim, mult=config.ff_mult).down.in_features
 
@@ -178,24 +197,29 @@ def _table(family: Family, config: DecoderConfig) -> str:
     return next(move.theirs for move in moves if move.ours == ("embedding.tokens.weight",))
 
 
-def _head(family: Family, config: DecoderConfig) -> list[Any]:
-    from subquad.hf.families.base import same
-
+def _head(family: Family, config: DecoderConfig) -> list[Move]:
     return [] if config.tie_embeddings else [same(family.head, "head.weight")]
 
 
 def _load(place: str | os.PathLike[str]) -> PreTrainedModel:
     """A model of transformers from its folder or the hub, with every tensor in its place."""
-    with naming(str(place)):
-        if Path(place).exists() and not (Path(place) / "config.json").is_file():
-            raise ValueError(f"{place} holds no config.json: it is no folder of transformers")
-        family = _family(AutoConfig.from_pretrained(place))
-        theirs: Any = getattr(transformers, family.model)
-        model, info = theirs.from_pretrained(place, use_safetensors=True, output_loading_info=True)
-        for kind in ("missing_keys", "unexpected_keys", "mismatched_keys"):
-            if info.get(kind):
-                names = sorted(str(key) for key in info[kind])
-                raise ValueError(f"{kind.replace('_', ' ')}: {', '.join(names)}")
+    folder = Path(place)
+    if folder.exists() and not (folder / CONFIG).is_file():
+        raise FileNotFoundError(f"{place} holds no {CONFIG}: it is no folder of transformers")
+    if folder.exists():
+        config: Any = read_config(folder)
+    else:
+        config = AutoConfig.from_pretrained(place, trust_remote_code=False)
+    theirs: Any = getattr(transformers, _family(config).model)
+    if folder.exists():
+        check_sizes(theirs, folder, config)
+    model, info = theirs.from_pretrained(
+        place, config=config, trust_remote_code=False, use_safetensors=True, output_loading_info=True
+    )
+    for kind in ("missing_keys", "unexpected_keys", "mismatched_keys"):
+        if info.get(kind):
+            names = sorted(str(key) for key in info[kind])
+            raise ValueError(f"{kind.replace('_', ' ')}: {', '.join(names)}")
     return model
 
 

@@ -16,15 +16,17 @@ if TYPE_CHECKING:
 
     from subquad.hf import SubquadForCausalLM
 
-TOKENIZER_HELP = "The model's tokenizer: a tokenizer.json, a folder that holds one, or llama2.c's tokenizer.bin (null: that of MODEL)."
+TOKENIZER_HELP = (
+    "The model's tokenizer: a tokenizer.json, a folder that holds one, or llama2.c's tokenizer.bin (null: MODEL's own)."
+)
 
 
 def make_parser() -> Parser:
     """The command's options."""
     parser = Parser(
         "import MODEL --out FOLDER",
-        "Write a model of transformers (Llama, Qwen2, Qwen3, GPT-2, GPT-NeoX) or a checkpoint of llama2.c as a model of "
-        "ours with full attention: the same weights, the same logits. generate, eval, audit and serve read the folder.",
+        "Write a model of transformers (Llama, Qwen2, Qwen3, GPT-2, GPT-NeoX) or a checkpoint of llama2.c as a model "
+        "of ours with full attention: the same weights, the same logits. generate, eval, audit and serve read it.",
     )
     parser.add_argument(
         "model", type=str, help="The folder of a model of transformers, its name on the hub, or a .bin of llama2.c."
@@ -59,9 +61,12 @@ def run(arguments: Sequence[str]) -> int:
 
 
 def _model(name: str) -> SubquadForCausalLM:
+    from transformers.utils.logging import disable_progress_bar
+
     from subquad.hf import from_transformers, read_llama2c
     from subquad.hf.llama2c import is_llama2c
 
+    disable_progress_bar()
     return read_llama2c(name) if is_llama2c(name) else from_transformers(name)
 
 
@@ -80,7 +85,7 @@ def _tokenizer(model: str, asked: str | None) -> Tokenizer | None:
         return load_tokenizer(source) if any((source / name).is_file() for name in files) else None
     from transformers import AutoTokenizer
 
-    backend: Tokenizer = AutoTokenizer.from_pretrained(model).backend_tokenizer
+    backend: Tokenizer = AutoTokenizer.from_pretrained(model, trust_remote_code=False).backend_tokenizer
     return backend
 
 

@@ -81,7 +81,10 @@ def _print_options(name: str) -> None:
     console(WIDTH).print(Text(f"{name}: {cls.summary}\n{cls.paper}", style="bold"))
     _print_table(("option", "type", "default", ""), options(own))
     console(WIDTH).print(
-        Text("A model gives dim, num_heads, bias, dropout and, where they are, num_kv_heads, rope and rope_base.")
+        Text(
+            "A model gives dim, num_heads, bias, dropout and, where they are, num_kv_heads, head_dim, qk_norm, "
+            "norm_eps, qkv_bias, out_bias, rope, rope_base, rope_fraction and rope_scaling."
+        )
     )
     console(WIDTH).print(Text(f"subquad train --model.attention {name} --model.options.{name}.OPTION VALUE"))
 

@@ -7,6 +7,7 @@ for what is not there. The message names the folder or a file in it. Everything 
 import hashlib
 import io
 import json
+import struct
 import tarfile
 import warnings
 import zipfile
@@ -188,6 +189,69 @@ def gpt2(folder):
     from subquad.data.tokenizers import encode_text, load_tokenizer
 
     encode_text(load_tokenizer(folder), TEXT)
+
+
+# --- llama2.c's files
+
+
+def write_llama2c(file, vocab=20):
+    """A checkpoint of one layer, its weights drawn."""
+    dim, hidden, heads, kv, positions = 8, 12, 2, 1, 6
+    count = 2 * dim + 2 * dim * dim + 2 * dim * kv * dim // heads + 3 * dim * hidden + dim
+    count += abs(vocab) * dim * (1 if vocab > 0 else 2) + positions * dim // heads
+    header = np.array([dim, hidden, 1, heads, kv, vocab, positions], dtype="<i4")
+    weights = np.random.default_rng(0).standard_normal(count).astype("<f4")
+    file.write_bytes(header.tobytes() + weights.tobytes())
+
+
+@target(lambda folder: write_llama2c(folder / "a.bin"), quick=40)
+def llama2c(folder):
+    from subquad.hf import read_llama2c
+
+    model = read_llama2c(folder / "a.bin")
+    assert model(torch.tensor([[1, 2, 3]])).logits.shape == (1, 3, model.config.vocab_size)
+
+
+def make_transformers(folder):
+    import transformers
+
+    torch.manual_seed(0)
+    small = {"vocab_size": 20, "hidden_size": 8, "intermediate_size": 8, "num_hidden_layers": 1}
+    config = transformers.LlamaConfig(**small, num_attention_heads=2, rope_parameters={"rope_type": "linear"} | ROPE)
+    transformers.LlamaForCausalLM(config).save_pretrained(folder)
+
+
+ROPE = {"rope_theta": 100.0, "factor": 2.0}
+
+
+@target(make_transformers, files="*.*", quick=20)
+def imported(folder):
+    from subquad.hf import from_transformers
+
+    model = from_transformers(folder)
+    assert model(torch.tensor([[1, 2, 3]])).logits.shape == (1, 3, model.config.vocab_size)
+
+
+LLAMA2C_PIECES = [" ", "a", "b", "c", "é", "ab", " a", " ab", "abc", " abc", "bc", "ca"]
+
+
+def write_llama2c_tokenizer(file, pieces=LLAMA2C_PIECES, scores=None):
+    """Token by token; the pieces' scores fall from 0 where none are given."""
+    tokens = ["<unk>", "\n<s>\n", "\n</s>\n", *(f"<0x{byte:02X}>" for byte in range(256)), *pieces]
+    scores = [0.0] * 259 + [float(-i) for i in range(len(pieces))] if scores is None else scores
+    raw = struct.pack("<i", max(len(token.encode()) for token in tokens))
+    for token, score in zip(tokens, scores, strict=True):
+        raw += struct.pack("<fi", score, len(token.encode())) + token.encode()
+    file.write_bytes(raw)
+
+
+@target(lambda folder: write_llama2c_tokenizer(folder / "tok.bin"), quick=40)
+def llama2c_tokenizer(folder):
+    from subquad.data.llama2c import read_llama2c_tokenizer
+    from subquad.data.tokenizers import encode_prompt
+
+    found = read_llama2c_tokenizer(folder / "tok.bin")
+    assert found.decode(encode_prompt(found, TEXT)) == TEXT
 
 
 # --- shards, stores and what they are made of

@@ -297,3 +297,81 @@ def test_frequencies_are_those_of_transformers(name: str, monkeypatch: pytest.Mo
     scaling = RopeScaling.from_dict({"kind": rope["rope_type"], "original": original, "length": length, **values})
     assert_same_maths(torch.tensor(scaling.frequencies(12, 500.0), dtype=torch.float64), expected)
     assert_same_maths(torch.tensor([scaling.amplitude]).double(), torch.tensor([amplitude]).double())
+
+
+def test_rope_parameters_that_are_not_ours_are_refused() -> None:
+    for rope, message in (
+        ({"partial_rotary_factor": 0.5}, r"partial_rotary_factor=0\.5 has no place"),
+        ({"twist": 2.0}, "rope parameter 'twist'"),
+    ):
+        model = theirs("llama")
+        model.config.rope_parameters = {"rope_type": "default", "rope_theta": 1e4, **rope}
+        with pytest.raises(ValueError, match=message):
+            from_transformers(model)
+
+
+def test_a_layer_with_a_sliding_window_is_refused() -> None:
+    model = theirs("qwen3")
+    model.config.layer_types = ["full_attention", "sliding_attention"]
+    with pytest.raises(ValueError, match="a layer of type 'sliding_attention' has no place"):
+        from_transformers(model)
+
+
+def test_tensors_that_are_not_all_used_are_refused() -> None:
+    model = theirs("llama")
+    model.more = torch.nn.Parameter(torch.ones(2))
+    with pytest.raises(ValueError, match="tensors with no place in our decoder: more"):
+        from_transformers(model)
+    del model.more
+    del model.model.layers[1].mlp.up_proj
+    with pytest.raises(ValueError, match=r"no tensor 'model\.layers\.1\.mlp\.up_proj\.weight'"):
+        from_transformers(model)
+    model = theirs("llama")
+    model.model.norm.weight = torch.nn.Parameter(torch.ones(5))
+    with pytest.raises(ValueError, match=r"'model\.norm\.weight' must be \[24\], got \[5\]"):
+        from_transformers(model)
+    ours = from_transformers(theirs("llama"))
+    ours.model.more = torch.nn.Parameter(torch.ones(2))
+    with pytest.raises(ValueError, match=r"tensors with no place in llama: model\.more"):
+        to_transformers(ours)
+
+
+def test_a_head_that_says_it_is_tied_and_is_not_is_refused() -> None:
+    model = theirs("llama")
+    model.config.tie_word_embeddings = True
+    with pytest.raises(ValueError, match=r"says that it is tied, but 'lm_head\.weight' is not its table of tokens"):
+        from_transformers(model)
+
+
+def test_dynamic_frequencies_of_one_length_do_not_go_out() -> None:
+    ours = from_transformers(theirs("llama_dynamic"))
+    values = ours.config.decoder_config().to_dict()
+    values["rope_scaling"]["length"] = 128
+    with pytest.raises(ValueError, match=r"rope_scaling\.length=128 has no place in transformers"):
+        to_transformers(SubquadForCausalLM(SubquadConfig(**values)))
+
+
+def test_dynamic_scaling_says_what_differs(caplog: pytest.LogCaptureFixture) -> None:
+    from_transformers(theirs("llama_dynamic"))
+    assert "transformers changes the frequencies with every call longer than 64 tokens" in caplog.text
+
+
+def test_a_folder_without_a_configuration_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(FileNotFoundError, match=r"holds no config\.json: it is no folder of transformers"):
+        from_transformers(tmp_path)
+
+
+def test_a_bilinear_network_has_no_width_of_its_own() -> None:
+    from subquad.layers.feedforward import build_feedforward
+
+    with pytest.raises(ValueError, match="'bilinear' has no hidden width of its own, got hidden=8"):
+        build_feedforward("bilinear", 4, hidden=8)
+
+
+def test_only_what_differs_is_said_so_that_any_mechanism_can_take_a_layers_place() -> None:
+    config = from_transformers(theirs("llama_tied_biases")).config.decoder_config()
+    assert (config.bias, config.head_dim, config.qkv_bias, config.out_bias, config.ff_bias) == (True, *4 * (None,))
+    kept = ("ff_dim", "norm_eps", "num_kv_heads")
+    assert [getattr(config, name) for name in kept] == [40, 1e-3, 2]
+    qwen = from_transformers(theirs("qwen2_tied")).config.decoder_config()
+    assert (qwen.bias, qwen.qkv_bias, qwen.out_bias, qwen.num_kv_heads) == (False, True, False, None)

@@ -1,0 +1,190 @@
+"""llama2.c's checkpoints: read exactly, and refused where the numbers do not fit the file."""
+
+from __future__ import annotations
+
+import struct
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from numpy.typing import NDArray
+
+from subquad.data.llama2c import read_llama2c_tokenizer
+from subquad.evaluation.audit import audit
+from subquad.hf import SubquadForCausalLM, from_transformers, read_llama2c, to_transformers
+from subquad.hf.llama2c import is_llama2c
+from subquad.testing import assert_exact, assert_same_maths
+from tests.fuzz.targets import write_llama2c
+
+GREEDY = "Once upon a time, there was a little girl named Lily. She loved to play outside in the park. "
+
+
+class Forward:
+    """The equations of Llama 2 in numpy and float64, from the file itself, one token after another."""
+
+    def __init__(self, file: Path) -> None:
+        raw = file.read_bytes()
+        d, f, n, h, g, v, self.positions = struct.unpack_from("<7i", raw)
+        self.d, self.layers, self.heads, self.groups, self.k = d, n, h, g, d // h
+        numbers, self.at = np.frombuffer(raw, "<f4", offset=28).astype(np.float64), 0
+
+        def take(*shape: int) -> NDArray[np.float64]:
+            count = int(np.prod(shape))
+            self.at += count
+            return numbers[self.at - count : self.at].reshape(shape)
+
+        self.table, kv = take(abs(v), d), self.k * g
+        self.att_norm, self.wq, self.wk, self.wv = take(n, d), take(n, d, d), take(n, kv, d), take(n, kv, d)
+        self.wo, self.ff_norm = take(n, d, d), take(n, d)
+        self.w1, self.w2, self.w3, self.norm = take(n, f, d), take(n, d, f), take(n, f, d), take(d)
+        take(2, self.positions, self.k // 2)
+        self.head = self.table if v > 0 else take(abs(v), d)
+        assert self.at == len(numbers)
+        self.keys: list[list[NDArray[np.float64]]] = [[] for _ in range(n)]
+        self.values: list[list[NDArray[np.float64]]] = [[] for _ in range(n)]
+        self.seen = 0
+
+    @staticmethod
+    def rms(x: NDArray[np.float64], weight: NDArray[np.float64]) -> NDArray[np.float64]:
+        return x / np.sqrt((x * x).mean() + 1e-5) * weight
+
+    def turned(self, x: NDArray[np.float64]) -> NDArray[np.float64]:
+        pairs = x.reshape(-1, self.k // 2, 2)
+        angles = self.seen * 10000.0 ** (-2 * np.arange(self.k // 2) / self.k)
+        a, b, cos, sin = pairs[..., 0], pairs[..., 1], np.cos(angles), np.sin(angles)
+        return np.stack((a * cos - b * sin, a * sin + b * cos), -1).reshape(-1, self.k)
+
+    def __call__(self, token: int) -> NDArray[np.float64]:
+        x = self.table[token].copy()
+        for i in range(self.layers):
+            z = self.rms(x, self.att_norm[i])
+            q = self.turned(self.wq[i] @ z)
+            self.keys[i].append(self.turned(self.wk[i] @ z))
+            self.values[i].append((self.wv[i] @ z).reshape(-1, self.k))
+            parts = []
+            for head in range(self.heads):
+                group = head * self.groups // self.heads
+                scores = np.array([key[group] @ q[head] for key in self.keys[i]]) / np.sqrt(self.k)
+                shares = np.exp(scores - scores.max())
+                parts.append((shares / shares.sum()) @ np.array([value[group] for value in self.values[i]]))
+            x = x + self.wo[i] @ np.concatenate(parts)
+            z = self.rms(x, self.ff_norm[i])
+            gate = self.w1[i] @ z
+            x = x + self.w2[i] @ (gate / (1 + np.exp(-gate)) * (self.w3[i] @ z))
+        self.seen += 1
+        return self.head @ self.rms(x, self.norm)
+
+
+@pytest.mark.parametrize("vocab", [20, -20])
+def test_the_logits_are_those_of_the_equations(vocab: int, tmp_path: Path) -> None:
+    write_llama2c(tmp_path / "a.bin", vocab)
+    model, forward, tokens = read_llama2c(tmp_path / "a.bin").double(), Forward(tmp_path / "a.bin"), [1, 7, 3, 3, 12]
+    assert model.config.tie_embeddings == (vocab > 0)
+    expected = torch.tensor(np.stack([forward(token) for token in tokens]))
+    with torch.no_grad():
+        assert_same_maths(model(torch.tensor([tokens])).logits[0], expected)
+
+
+def test_it_goes_to_transformers_and_comes_back(tmp_path: Path) -> None:
+    write_llama2c(tmp_path / "a.bin")
+    model = read_llama2c(tmp_path / "a.bin")
+    again = from_transformers(to_transformers(model, "llama"))
+    for name, tensor in model.state_dict().items():
+        assert_exact(again.state_dict()[name], tensor, name)
+
+
+@pytest.mark.parametrize(
+    ("place", "value", "message"),
+    [
+        (0, 0, "dim must be at least 1, got 0"),
+        (2, -1, "layers must be at least 1, got -1"),
+        (5, 0, "vocab must not be 0"),
+        (3, 3, "heads must divide dim into even parts"),
+        (4, 3, "kv_heads heads"),
+        (2, 2**31 - 1, "asks for 4,260,607,556,444"),
+        (0, 0x616B3432, "version 12; only version 0"),
+    ],
+)
+def test_numbers_that_make_no_model_are_refused(place: int, value: int, message: str, tmp_path: Path) -> None:
+    file = tmp_path / "a.bin"
+    write_llama2c(file)
+    raw = bytearray(file.read_bytes())
+    struct.pack_into("<i", raw, 4 * place, value)
+    file.write_bytes(raw)
+    with pytest.raises(ValueError, match=message) as caught:
+        read_llama2c(file)
+    assert str(file) in str(caught.value)
+
+
+def test_a_file_of_another_length_is_refused(tmp_path: Path) -> None:
+    file = tmp_path / "a.bin"
+    write_llama2c(file)
+    raw = file.read_bytes()
+    for changed in (raw[:-1], raw + b"\0", raw[:28]):
+        file.write_bytes(changed)
+        with pytest.raises(ValueError, match=rf"has {len(changed):,} bytes; its header"):
+            read_llama2c(file)
+    file.write_bytes(raw[:27])
+    with pytest.raises(ValueError, match="has 27 bytes, less than the 28"):
+        read_llama2c(file)
+    with pytest.raises(FileNotFoundError, match="no file"):
+        read_llama2c(tmp_path / "b.bin")
+    assert is_llama2c(file)
+    assert not is_llama2c(tmp_path / "b.bin")
+
+
+# --- the real one
+
+
+@pytest.fixture(scope="module")
+def stories(data_folder: Path) -> Path:
+    return data_folder / "stories260K"
+
+
+@pytest.fixture(scope="module")
+def model(stories: Path) -> SubquadForCausalLM:
+    return read_llama2c(stories / "stories260K.bin")
+
+
+def test_stories_are_told_word_for_word(stories: Path, model: SubquadForCausalLM) -> None:
+    forward, tokens = Forward(stories / "stories260K.bin"), [1]
+    while len(tokens) <= 120:
+        tokens.append(int(forward(tokens[-1]).argmax()))
+    found = model.generate(torch.tensor([[1]]), max_new_tokens=120, do_sample=False)[0].tolist()
+    assert found == tokens
+    text = read_llama2c_tokenizer(stories / "tok512.bin").decode(found)
+    assert text.startswith(GREEDY)
+
+
+def test_stories_logits_are_those_of_transformers_and_of_the_equations(
+    stories: Path, model: SubquadForCausalLM
+) -> None:
+    tokenizer, forward = read_llama2c_tokenizer(stories / "tok512.bin"), Forward(stories / "stories260K.bin")
+    tokens = tokenizer.encode(GREEDY).ids
+    exact = SubquadForCausalLM(model.config)
+    exact.load_state_dict(model.state_dict())
+    with torch.no_grad():
+        logits = exact.double().eval()(torch.tensor([tokens])).logits[0]
+    assert_same_maths(logits, torch.tensor(np.stack([forward(token) for token in tokens])))
+
+
+def test_stories_of_its_own_have_the_documented_loss(model: SubquadForCausalLM) -> None:
+    """llama2.c documents 1.2968 nats a token on held-out stories; what the model draws has the entropy it believes in.
+
+    Four standard errors of the mean are allowed, counted over whole stories.
+    """
+    torch.manual_seed(0)
+    rows = torch.ones(48, 1, dtype=torch.int64)
+    drawn = model.generate(
+        rows, attention_mask=rows, max_new_tokens=255, do_sample=True, top_k=0, eos_token_id=None, pad_token_id=0
+    )
+    with torch.no_grad():
+        logits = model(drawn).logits[:, :-1].mT
+        loss_B = torch.nn.functional.cross_entropy(logits, drawn[:, 1:], reduction="none").mean(1)
+    assert abs(loss_B.mean() - 1.2968) < 4 * loss_B.std() / len(rows) ** 0.5
+
+
+def test_stories_pass_the_audit(model: SubquadForCausalLM) -> None:
+    report = audit(model, tokens=24, batch=2, long=512, contexts=[64, 256], repeats=1)
+    assert report.passed, str(report)
