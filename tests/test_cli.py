@@ -82,7 +82,7 @@ def test_the_overview_loads_nothing_heavy():
     assert all(f"\n  {command} " in out for command in COMMANDS)
 
 
-@pytest.mark.parametrize("command", ["train", "eval", "generate", "complete"])
+@pytest.mark.parametrize("command", ["train", "eval", "generate", "complete", "convert"])
 def test_the_help_of_a_command_loads_no_torch(command):
     out = fresh(
         "import sys\nfrom subquad.cli import main\n"
@@ -93,7 +93,7 @@ def test_the_help_of_a_command_loads_no_torch(command):
     assert out.endswith("[]\n")
 
 
-@pytest.mark.parametrize("command", ["train", "eval", "generate", "complete"])
+@pytest.mark.parametrize("command", ["train", "eval", "generate", "complete", "convert"])
 def test_every_option_has_help(command):
     parser = importlib.import_module(COMMANDS[command]).make_parser()
     helps = {option: action.help for action in parser._actions for option in action.option_strings or [action.dest]}

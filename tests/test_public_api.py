@@ -21,6 +21,7 @@ PACKAGES = (
     "subquad.hf",
     "subquad.data",
     "subquad.training",
+    "subquad.conversion",
     "subquad.evaluation",
     "subquad.evaluation.audit",
     "subquad.generation",

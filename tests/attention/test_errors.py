@@ -90,7 +90,7 @@ OPTIONS = {
     "rotary": (
         "linear",
         {"rotary": True, "num_heads": 16},
-        "rotary needs an even number of channels to turn, got 1: dim / num_heads is 1, rope_fraction 1.0",
+        "rotary needs an even number of channels to turn, got 1 of 1 in a head",
     ),
     "rotary part": ("linear", {"rope_fraction": 1.5}, "rope_fraction must be above 0 and at most 1, got 1.5"),
     "rotary base": ("linear", {"rope_base": 0.0}, "rope_base must be positive, got 0.0"),

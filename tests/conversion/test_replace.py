@@ -5,6 +5,7 @@ import torch
 
 from subquad.conversion import attention_errors, replace_attention, replaced_layers
 from subquad.conversion.transfer import silenced, without_branch
+from subquad.layers.scaling import RopeScaling
 from subquad.models import Decoder, DecoderConfig
 from subquad.testing import assert_same_maths
 
@@ -69,6 +70,21 @@ def test_linear_takes_shared_heads_apart(tokens):
         .decoder.blocks()[0]
         .attention.config.rotary
     )
+
+
+@pytest.mark.parametrize("name", ["latte_macchiato", "linear", "llp", "window"])
+def test_settings_of_other_families_find_their_place(tokens, name):
+    """Qwen3's and GPT-NeoX's: normalised heads of another width, some biases, half-turned channels, both branches."""
+    settings = {"head_dim": 8, "qk_norm": True, "qkv_bias": True, "out_bias": False, "rope_fraction": 0.5}
+    scaling = RopeScaling(kind="linear", factor=2.0)
+    old = decoder(**settings, parallel_residual=True, rope_scaling=scaling)
+    for keep_every in (0, 2):
+        found = replace_attention(old, name, keep_every=keep_every)
+        new = found.decoder.blocks()[0].attention
+        x = torch.randn(2, 3, 16, dtype=torch.float64)
+        assert_same_maths(new.query(x), old.blocks()[0].attention.query(x), "queries")
+        assert (new.config.rope_fraction, new.config.rope_scaling) == (0.5, scaling)
+        assert all(torch.isfinite(error) for error in attention_errors(old, found.decoder, found.layers, tokens))
 
 
 def test_errors_are_those_of_each_layer_alone(tokens):

@@ -1,0 +1,153 @@
+"""Write the tables of docs/convert.md again, from the reports of the conversions that it speaks of.
+
+    python docs/make_convert.py --collect runs    # after the page's commands; keeps benchmarks/results/convert.json
+    python docs/make_convert.py
+
+Only what stands between `<!-- NAME -->` and `<!-- /NAME -->` is replaced.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+from pathlib import Path
+from typing import Any
+
+ROOT = Path(__file__).resolve().parents[1]
+sys.path.insert(0, str(ROOT / "docs"))
+
+from make_performance import BLOCK  # noqa: E402
+
+from subquad.tools._convert_report import STAGES, context_range  # noqa: E402
+from subquad.tools._tables import size  # noqa: E402
+from subquad.tools.provenance import described  # noqa: E402
+
+PAGE, RESULT = ROOT / "docs" / "convert.md", ROOT / "benchmarks" / "results" / "convert.json"
+COMMON = "subquad convert runs/stories260K --data runs/stories.zip"
+COMMANDS = {
+    "llp": "--attention llp --options.llp.segment 32 --keep_every 0",
+    "window": "--attention window --options.window.width 16 --keep_every 4",
+    "latte": "--attention latte_macchiato --options.latte_macchiato.width 16 --keep_every 0",
+    "linear": "--attention linear --keep_every 0",
+}
+"""Name of the run and what its command adds."""
+LEFT_OUT = ("curve",)
+
+
+def main() -> None:
+    """Collect where it is asked for, and write the page."""
+    parser = argparse.ArgumentParser(description="the tables of docs/convert.md")
+    parser.add_argument("--collect", help="the folder in which the runs stories-NAME are")
+    folder = parser.parse_args().collect
+    if folder is not None:
+        RESULT.write_text(json.dumps(collected(Path(folder)), indent=1) + "\n", encoding="utf-8")
+    PAGE.write_text(rewritten(PAGE.read_text(encoding="utf-8")), encoding="utf-8")
+
+
+def collected(folder: Path) -> dict[str, Any]:
+    """The reports of the four runs, without the curves of their trainings."""
+    reports = {}
+    for name in COMMANDS:
+        report = json.loads((folder / f"stories-{name}" / "report.json").read_text(encoding="utf-8"))
+        report["stages"] = [{k: v for k, v in stage.items() if k not in LEFT_OUT} for stage in report["stages"]]
+        reports[name] = report
+    return reports
+
+
+def rewritten(text: str) -> str:
+    """The page with tables made of the results."""
+    reports = json.loads(RESULT.read_text(encoding="utf-8"))
+    made = {name: f(reports) for name, f in BLOCKS.items()}
+    return BLOCK.sub(lambda m: f"<!-- {m['name']} -->\n{made[m['name']]}\n<!-- /{m['name']} -->", text)
+
+
+def commands(reports: dict[str, Any]) -> str:
+    """The commands of the runs."""
+    lines = [f"{COMMON} {added} --out runs/stories-{name}" for name, added in COMMANDS.items()]
+    return "\n".join(["```console", *lines, "```"])
+
+
+def table(headers: list[str], lines: list[list[str]]) -> str:
+    """In Markdown, names left and numbers right."""
+    rows = [headers, [":---", *("---:" for _ in headers[1:])], *lines]
+    return "\n".join(f"| {' | '.join(row)} |" for row in rows)
+
+
+def titled(report: dict[str, Any]) -> str:
+    """The mechanism and which layers have it."""
+    kept = ", ".join(map(str, report["layers"]["kept"]))
+    return f"`{report['attention']}`" + (f", full attention kept in {kept}" if kept else ", all layers")
+
+
+def stages(reports: dict[str, Any]) -> str:
+    """Perplexity after each stage, and the gap."""
+    lines = []
+    for report in reports.values():
+        found = [f"{stage['perplexity']:.3f}" for stage in report["stages"]]
+        key = report["stages"][-1]["passkey"]
+        errors = [
+            f"{sum(stage['errors']) / len(stage['errors']):.3f}" for stage in report["stages"] if "errors" in stage
+        ]
+        shown = "-" if key is None else f"{key['value']:.0%}"
+        lines.append([titled(report), *found, f"{report['gap']['loss']:+.4f}", " to ".join(errors), shown])
+    headers = ["perplexity", *STAGES.values(), "gap, nats", "mean matching error", "passkey"]
+    return table(headers, lines)
+
+
+def positions(reports: dict[str, Any]) -> str:
+    """The gap by tokens of context."""
+    ranges = next(iter(reports.values()))["gap"]["by_position"]
+    lines = [
+        [f"`{report['attention']}`", *(f"{part['gap']:+.4f}" for part in report["gap"]["by_position"])]
+        for report in reports.values()
+    ]
+    return table(["gap by tokens of context", *(context_range(part) for part in ranges)], lines)
+
+
+def branches(reports: dict[str, Any]) -> str:
+    """The loss with a branch off."""
+    lines = [
+        [f"`{report['attention']}`" if not number else "", part["off"], f"{part['loss']:.4f}"]
+        for report in reports.values()
+        for number, part in enumerate(report["stages"][-1]["branches"])
+    ]
+    return table(["result", "switched off", "loss"], lines)
+
+
+def decoding(reports: dict[str, Any]) -> str:
+    """State and speed against context."""
+    first = next(iter(reports.values()))["stages"][0]["decoding"]
+    rows = [("original", first)]
+    rows += [(titled(report), report["stages"][-1]["decoding"]) for report in reports.values()]
+    lines = [
+        [name, *(f"{size(row['state_bytes'])}, {row['tokens_per_second']:,.0f}" for row in found)]
+        for name, found in rows
+    ]
+    return table(["state, tokens/s after", *(f"{row['context']:,} tokens" for row in first)], lines)
+
+
+def machine(reports: dict[str, Any]) -> str:
+    """Where it was measured."""
+    report = next(iter(reports.values()))
+    versions = ", ".join(f"{name} {version}" for name, version in report["versions"].items())
+    return f"Measured {report['date']} on {described(report['machine'])} ({versions}), {text_of(report)}."
+
+
+def text_of(report: dict[str, Any]) -> str:
+    """How much text there was."""
+    found = report["text"]
+    return f"{found['train_tokens']:,} tokens of text to train on and {found['held_out_tokens']:,} held out"
+
+
+BLOCKS = {
+    "commands": commands,
+    "stages": stages,
+    "positions": positions,
+    "branches": branches,
+    "decoding": decoding,
+    "machine": machine,
+}
+
+if __name__ == "__main__":
+    main()
