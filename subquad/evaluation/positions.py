@@ -148,6 +148,8 @@ def _batches(plan: PositionPlan, most: int) -> list[list[tuple[int, int, int]]]:
 def _ranges(edges: Sequence[int], sums: np.ndarray, counts: np.ndarray) -> list[RangeLoss]:
     firsts = [0, *edges[:-1]]
     return [
-        RangeLoss(first + 1, last, int(counts[first:last].sum()), float(sums[first:last].sum() / counts[first:last].sum()))
+        RangeLoss(
+            first + 1, last, int(counts[first:last].sum()), float(sums[first:last].sum() / counts[first:last].sum())
+        )
         for first, last in zip(firsts, edges, strict=True)
     ]

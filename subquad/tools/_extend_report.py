@@ -60,9 +60,7 @@ def measure(name: str, load: Callable[[], Any], tokens: Any, plan: PositionPlan)
     return Column(name, loss_by_position(load(), tokens, plan, progress=progress))
 
 
-def make_report(
-    config: ExtendConfig, result: RunResult, plan: PositionPlan, columns: list[Column]
-) -> dict[str, Any]:
+def make_report(config: ExtendConfig, result: RunResult, plan: PositionPlan, columns: list[Column]) -> dict[str, Any]:
     """The numbers of `report.json`."""
     _, original, scaled = scaled_config(config)
     own = extension.own_length(original)
@@ -153,7 +151,7 @@ def show(report: Mapping[str, Any], *, markdown: bool = False) -> None:
 
 
 def draw(report: Mapping[str, Any]) -> Any:
-    """The loss of each model against the position, the ranges as steps over a logarithmic axis."""
+    """The loss of each model against the position, a point for each range; the dotted line: its own length."""
     figure = _draw.new_figure(7.6, 4.6)
     axes = figure.subplots()
     losses = report["loss"]
@@ -161,16 +159,15 @@ def draw(report: Mapping[str, Any]) -> Any:
     highest = max(entry["loss"] for name in losses if name != BEFORE for entry in losses[name])
     lowest = min(entry["loss"] for found in losses.values() for entry in found)
     room = max(0.08 * (highest - lowest), 0.01)
+    first = next(iter(losses.values()))
+    places = list(range(len(first)))
     for name, found in losses.items():
-        middles = [math.sqrt(entry["first"] * entry["last"]) for entry in found]
         worst = found[-1]["loss"]
         label = name if worst <= highest + room else f"{name} (at the end {worst:.2f})"
-        axes.plot(middles, [entry["loss"] for entry in found], "o-", color=colours[name], markersize=4, label=label)
-    axes.axvline(report["own_length"], color="#888888", linewidth=0.8, linestyle=":")
-    axes.set_xscale("log", base=2)
-    first = next(iter(losses.values()))
-    ticks = [math.sqrt(entry["first"] * entry["last"]) for entry in first]
-    axes.set_xticks(ticks, [f"{entry['first']:,}-\n{entry['last']:,}" for entry in first])
+        axes.plot(places, [entry["loss"] for entry in found], "o-", color=colours[name], markersize=4, label=label)
+    within = sum(entry["last"] <= report["own_length"] for entry in first)
+    axes.axvline(within - 0.5, color="#888888", linewidth=0.8, linestyle=":")
+    axes.set_xticks(places, [f"{entry['first']:,} to\n{entry['last']:,}" for entry in first])
     axes.set_ylim(lowest - room, highest + room)
     axes.set(xlabel="position in the window (tokens of context)", ylabel="held-out loss (nats a token)")
     axes.set_title(title(report), fontsize=10)
