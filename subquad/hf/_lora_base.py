@@ -88,52 +88,6 @@ _READ = {
     "base_model_name_or_path", "bias", "ensure_weight_tying", "inference_mode", "lora_alpha", "lora_dropout",
     "modules_to_save", "peft_type", "peft_version", "r", "target_modules", "task_type", "use_dora", "use_rslora",
 }  # fmt: skip
-"""What an adapter's folder says; `FileNotFoundError` where it doesn't, `ValueError` where it is damaged."""
-        file = Path(folder) / RECORD
-        if not file.is_file():
-            raise FileNotFoundError(f"{folder} holds no {RECORD}, which names the model that the adapter belongs to")
-        values = read_json_mapping(file)
-        check_keys(values, {"path": str, "absolute": str, "weights": str}, str(file))
-        classes = values.get("classes")
-        if set(values) - {"classes", "path", "absolute", "weights"} or not isinstance(classes, list | None):
-            raise ValueError(f"{file} is damaged: it has the keys {', '.join(values)}, and the classes {classes!r}")
-        return cls(**{**values, "classes": None if classes is None else tuple(map(str, classes))})
-
-    def find(self, adapter: str | Path) -> Path:
-        """The base's folder: where it was, or at the same relative path from a folder above the adapter's.
-
-        Raises `FileNotFoundError` where no such folder holds a model, and `ValueError` where its weights are others.
-        """
-        adapter = Path(adapter)
-        places = [Path(self.path), Path(self.absolute)]
-        if not Path(self.path).is_absolute():
-            places += [above / self.path for above in adapter.resolve().parents]
-        there = [place for place in dict.fromkeys(places) if (place / "config.json").is_file()]
-        if not there:
-            raise FileNotFoundError(
-                f"{adapter} is an adapter of the model in {self.path}, which is not there (it was {self.absolute}); "
-                f"put it back, or merge with the base where it is: subquad lora merge {adapter} --base FOLDER --out NEW"
-            )
-        for place in there[:-1]:  # other projects too have a runs/tiny
-            if weights_digest(place) == self.weights:
-                return place
-        self.check(there[-1], adapter)
-        return there[-1]
-
-    def check(self, folder: str | Path, adapter: str | Path) -> None:
-        """Raise `ValueError` where the weights in `folder` are not those that the adapter was trained on."""
-        found = weights_digest(folder)
-        if found != self.weights:
-            raise ValueError(
-                f"{adapter} was trained on other weights than those in {folder}: SHA-256 {self.weights[:12]}..., found "
-                f"{found[:12]}..."
-            )
-
-
-_READ = {
-    "base_model_name_or_path", "bias", "ensure_weight_tying", "inference_mode", "lora_alpha", "lora_dropout", "modules_to_save", "peft_type",
-    "peft_version", "r", "target_modules", "task_type", "use_dora", "use_rslora",
-}  # fmt: skip
 """What an adapter's configuration may choose."""
 
 
