@@ -129,7 +129,9 @@ def test_lengths_scalings_and_models_that_are_none_are_refused():
         extension.scale_positions(llama(), OWN, "linear")
     with pytest.raises(ValueError, match="unknown scaling of positions 'alibi'; valid: linear, ntk, yarn, dynamic"):
         extension.scale_positions(llama(), 64, "alibi")
-    with pytest.raises(ValueError, match="only rotary positions, the same in all layers, can be scaled, and GPT2Config"):
+    with pytest.raises(
+        ValueError, match="only rotary positions, the same in all layers, can be scaled, and GPT2Config"
+    ):
         extension.own_length(GPT2Config())
     with pytest.raises(ValueError, match=r"are scaled already \(rope_type='linear'\)"):
         extension.own_length(extension.scale_positions(llama(), 64, "linear"))
