@@ -9,7 +9,6 @@ from transformers import (
     AutoConfig,
     AutoModelForCausalLM,
     GPT2Config,
-    GPT2LMHeadModel,
     GPTNeoXConfig,
     GPTNeoXForCausalLM,
     LlamaConfig,
@@ -150,7 +149,7 @@ def test_folders_without_a_model_of_transformers_are_refused(tmp_path):
         extension.find_model(str(tmp_path))
     ours = SubquadForCausalLM(SubquadConfig(vocab_size=8, dim=8, num_layers=1, num_heads=1, attention="full"))
     ours.save_pretrained(tmp_path / "ours")
-    with pytest.raises(ValueError, match="holds a model of subquad.*subquad export"):
+    with pytest.raises(ValueError, match=r"holds a model of subquad.*subquad export"):
         extension.find_model(str(tmp_path / "ours"))
     _, run = adapter("llama", tmp_path)
     with pytest.raises(ValueError, match="holds an adapter, no model of its own"):
