@@ -16,6 +16,7 @@ from subquad.hf import extension, lora
 from subquad.tools import _draw
 from subquad.tools._tables import print_table
 from subquad.tools.eval import show_progress
+from subquad.tools.provenance import provenance
 from subquad.training.extend_config import ExtendConfig
 from subquad.training.extension import scaled_config
 
@@ -66,7 +67,8 @@ def make_report(config: ExtendConfig, result: RunResult, plan: PositionPlan, col
     own = extension.own_length(original)
     trains, every = lora.counts(result.model)
     return {
-        "model": config.model,
+        "model": Path(config.model).name,
+        "original": config.model,
         "own_length": own,
         "length": config.length,
         "rope": config.rope,
@@ -82,6 +84,10 @@ def make_report(config: ExtendConfig, result: RunResult, plan: PositionPlan, col
         "tokens_per_second": result.tokens_per_second,
         "trained_parameters": trains,
         "parameters": every,
+        "whole_command_seconds": seconds,
+        "provenance": provenance(
+            "cpu" if config.run.device == "cpu" else result.model.device, ("transformers", "peft")
+        ),
         "held_out_tokens": plan.tokens,
         "stretches": len(plan.starts),
         "step_between_windows": plan.step,
@@ -139,7 +145,7 @@ def _short(perplexity: float) -> str:
 def title(report: Mapping[str, Any]) -> str:
     """What the table and the picture show."""
     return (
-        f"{Path(report['model']).name} from {report['own_length']:,} to {report['length']:,} tokens, "
+        f"{report['model']} from {report['own_length']:,} to {report['length']:,} tokens, "
         f"{report['attention']}, {report['rope']} positions"
     )
 
@@ -178,14 +184,14 @@ def draw(report: Mapping[str, Any]) -> Any:
 
 def readme(report: Mapping[str, Any]) -> str:
     """How to load the folder."""
-    original = json.dumps(report["model"])
+    original = json.dumps(report["original"])
     kept = "\nimport subquad.hf\nsubquad.hf.register()" if report["keep_attention"] else ""
     headers, lines = rows(report)
     rules = [":---", *("---:" for _ in headers[1:])]
     table = "\n".join(f"| {' | '.join(line)} |" for line in (headers, rules, *lines))
     return f"""# {title(report)}
 
-A PEFT adapter for {report["model"]}, with the configuration that scales the positions beside it. The configuration
+A PEFT adapter for {report["original"]}, with the configuration that scales the positions beside it. The configuration
 must be given with the original, or the positions stay as they were:
 
 ```python

@@ -1,7 +1,11 @@
 """`subquad extend`: one command from a checkpoint to an adapter, a report and a merged model."""
 
+import importlib
 import json
+import re
+import shlex
 from collections import Counter
+from pathlib import Path
 
 import pytest
 import torch
@@ -16,9 +20,11 @@ from subquad.hf import extension
 from subquad.testing import assert_exact, assert_same_maths
 from subquad.tools import audit, extend
 from subquad.tools import lora as lora_command
+from subquad.tools.arguments import data_is_a_path
 from subquad.training.extend_config import ExtendConfig
 
 pytestmark = pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing` is deprecated:FutureWarning")
+ROOT = Path(__file__).resolve().parents[2]
 OWN, LENGTH = 16, 64
 QUICK = ("--tokens", "24", "--long", "0", "--contexts", "[]")
 
@@ -257,3 +263,30 @@ def test_the_configuration_is_written_and_read_back(tmp_path):
     assert isinstance(config, Config)
     config.to_file(tmp_path / "c.yaml")
     assert ExtendConfig.from_file(tmp_path / "c.yaml") == config
+
+
+def test_the_pages_tables_are_those_of_the_reports_and_its_commands_are_read(monkeypatch):
+    monkeypatch.syspath_prepend(str(ROOT / "docs"))
+    make = importlib.import_module("make_extend")
+    page = make.PAGE.read_text(encoding="utf-8")
+    assert make.rewritten(page) == page, "write them again: python docs/make_extend.py"
+    assert re.findall(r"<!-- ([a-z-]+) -->", page) == list(make.KINDS)
+    for kind in make.KINDS:
+        assert f"images/extend_{kind}.png" not in page or (make.IMAGES / f"extend_{kind}.png").is_file()
+    commands = re.findall(r"^subquad extend (.*)", page, re.MULTILINE)
+    assert len(commands) == 3
+    for line in commands:
+        parsed = extend.make_parser().parse_args(data_is_a_path(["--model", *shlex.split(line)]))
+        assert parsed.length in (2048, 16384)
+
+
+def test_the_page_says_what_a_report_says(home, monkeypatch):
+    monkeypatch.syspath_prepend(str(ROOT / "docs"))
+    make = importlib.import_module("make_extend")
+    report = json.loads((home / "run" / "report.json").read_text())
+    monkeypatch.setattr(make, "result", lambda kind: home / "run" / "report.json")
+    text = make.block("shifted")
+    assert f"| all above {OWN} |" in text
+    assert f"{report['loss']['extended'][-1]['loss']:.4f}" in text
+    far, near = report["summary"]["extended"]["beyond"], report["summary"]["extended"]["within"]
+    assert f"{abs(far - near):.4f} nats {'below' if far <= near else 'above'} its loss from 9 to 16" in text
