@@ -61,8 +61,10 @@ def measure(name: str, load: Callable[[], Any], tokens: Any, plan: PositionPlan)
     return Column(name, loss_by_position(load(), tokens, plan, progress=progress))
 
 
-def make_report(config: ExtendConfig, result: RunResult, plan: PositionPlan, columns: list[Column]) -> dict[str, Any]:
-    """The numbers of `report.json`."""
+def make_report(
+    config: ExtendConfig, result: RunResult, plan: PositionPlan, columns: list[Column], seconds: float
+) -> dict[str, Any]:
+    """The numbers of `report.json`; `seconds` are those of the command since it was last started."""
     _, original, scaled = scaled_config(config)
     own = extension.own_length(original)
     trains, every = lora.counts(result.model)
