@@ -115,7 +115,8 @@ def loss_by_position(
             size = batch[0][1] - batch[0][0]
             rows = np.stack([np.asarray(tokens[start : stop + 1]) for start, stop, _ in batch]).astype(np.int64)
             ids = torch.from_numpy(rows).to(device)
-            logits_BTV = model(input_ids=ids[:, :-1], use_cache=False).logits.float()
+            logits_BTV = model(input_ids=ids[:, :-1], use_cache=False).logits
+            logits_BTV = logits_BTV.to(torch.promote_types(logits_BTV.dtype, torch.float32))
             nats = cross_entropy(logits_BTV.flatten(0, 1), ids[:, 1:].flatten(), reduction="none")
             for (_, _, skip), row in zip(batch, nats.double().view(len(batch), size).cpu().numpy(), strict=True):
                 sums[skip:size] += row[skip:]
@@ -148,6 +149,8 @@ def _batches(plan: PositionPlan, most: int) -> list[list[tuple[int, int, int]]]:
 def _ranges(edges: Sequence[int], sums: np.ndarray, counts: np.ndarray) -> list[RangeLoss]:
     firsts = [0, *edges[:-1]]
     return [
-        RangeLoss(first + 1, last, int(counts[first:last].sum()), float(sums[first:last].sum() / counts[first:last].sum()))
+        RangeLoss(
+            first + 1, last, int(counts[first:last].sum()), float(sums[first:last].sum() / counts[first:last].sum())
+        )
         for first, last in zip(firsts, edges, strict=True)
     ]

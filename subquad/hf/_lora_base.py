@@ -85,8 +85,8 @@ class Base:
 
 
 _READ = {
-    "base_model_name_or_path", "bias", "ensure_weight_tying", "inference_mode", "lora_alpha", "lora_dropout", "modules_to_save", "peft_type",
-    "peft_version", "r", "target_modules", "task_type", "use_dora", "use_rslora",
+    "base_model_name_or_path", "bias", "ensure_weight_tying", "inference_mode", "lora_alpha", "lora_dropout",
+    "modules_to_save", "peft_type", "peft_version", "r", "target_modules", "task_type", "use_dora", "use_rslora",
 }  # fmt: skip
 """What an adapter's configuration may choose."""
 

@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from safetensors import safe_open
 from transformers import AutoConfig, PreTrainedConfig, PreTrainedModel
+from transformers.utils import logging as hf_logging
 
 from subquad.parsing import read_json_mapping
 
@@ -73,6 +74,18 @@ def _check_counts(values: dict[str, Any], most: int) -> None:
         count = values.get(name)
         if isinstance(count, int | float) and count > most:
             raise ValueError(f"{name}={count} is more than its weights have place for")
+
+
+@contextmanager
+def no_bar() -> Iterator[None]:
+    """Keep transformers from drawing a progress bar across ours."""
+    shown = hf_logging.is_progress_bar_enabled()
+    hf_logging.disable_progress_bar()
+    try:
+        yield
+    finally:
+        if shown:
+            hf_logging.enable_progress_bar()
 
 
 def check_sizes(cls: type[PreTrainedModel], folder: Path, config: Any) -> None:

@@ -16,7 +16,7 @@ from transformers import AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
 
 from subquad.hf import lora
 from subquad.hf._lora_base import Base, put_adapter
-from subquad.hf._strict import CONFIG, naming, read_config
+from subquad.hf._strict import CONFIG, naming, no_bar, read_config
 from subquad.hf.config import SubquadConfig
 from subquad.hf.interface import register
 
@@ -53,7 +53,9 @@ def _from_hub(name: str) -> Path:
     try:
         return Path(snapshot_download(name, allow_patterns=["*.json", "*.safetensors", "tokenizer*"]))
     except (OSError, ValueError, HFValidationError) as error:  # no such name, no network
-        raise FileNotFoundError(f"there is no folder {name}, and the hub gives no model of that name: {error}") from error
+        raise FileNotFoundError(
+            f"there is no folder {name}, and the hub gives no model of that name: {error}"
+        ) from error
 
 
 def own_length(config: PreTrainedConfig) -> int:
@@ -119,7 +121,7 @@ def scale_positions(config: PreTrainedConfig, length: int, scaling: str) -> PreT
 def load_original(folder: str | Path, config: PreTrainedConfig) -> PreTrainedModel:
     """The model in `folder` in float32 with this configuration. Raises `ValueError` where weights are missing."""
     register()
-    with naming(folder):
+    with naming(folder), no_bar():
         loaded: Any = AutoModelForCausalLM.from_pretrained(
             folder,
             config=copy.deepcopy(config),
@@ -141,7 +143,9 @@ def projections(model: nn.Module) -> list[str]:
     linear = [name for name, module in model.named_modules() if isinstance(module, nn.Linear)]
     found = [name for name in linear if any("attn" in part or "attention" in part for part in name.split("."))]
     if not found:
-        raise ValueError(f"{type(model).__name__} has no linear layer in what is called attention, for factors to adapt")
+        raise ValueError(
+            f"{type(model).__name__} has no linear layer in what is called attention, for factors to adapt"
+        )
     return found
 
 

@@ -16,6 +16,7 @@ from subquad.hf import extension, lora
 from subquad.tools import _draw
 from subquad.tools._tables import print_table
 from subquad.tools.eval import show_progress
+from subquad.tools.provenance import provenance
 from subquad.training.extend_config import ExtendConfig
 from subquad.training.extension import scaled_config
 
@@ -61,14 +62,15 @@ def measure(name: str, load: Callable[[], Any], tokens: Any, plan: PositionPlan)
 
 
 def make_report(
-    config: ExtendConfig, result: RunResult, plan: PositionPlan, columns: list[Column]
+    config: ExtendConfig, result: RunResult, plan: PositionPlan, columns: list[Column], seconds: float
 ) -> dict[str, Any]:
-    """The numbers of `report.json`."""
+    """The numbers of `report.json`; `seconds` are those of the command since it was last started."""
     _, original, scaled = scaled_config(config)
     own = extension.own_length(original)
     trains, every = lora.counts(result.model)
     return {
-        "model": config.model,
+        "model": Path(config.model).name,
+        "original": config.model,
         "own_length": own,
         "length": config.length,
         "rope": config.rope,
@@ -84,6 +86,10 @@ def make_report(
         "tokens_per_second": result.tokens_per_second,
         "trained_parameters": trains,
         "parameters": every,
+        "whole_command_seconds": seconds,
+        "provenance": provenance(
+            "cpu" if config.run.device == "cpu" else result.model.device, ("transformers", "peft")
+        ),
         "held_out_tokens": plan.tokens,
         "stretches": len(plan.starts),
         "step_between_windows": plan.step,
@@ -141,7 +147,7 @@ def _short(perplexity: float) -> str:
 def title(report: Mapping[str, Any]) -> str:
     """What the table and the picture show."""
     return (
-        f"{Path(report['model']).name} from {report['own_length']:,} to {report['length']:,} tokens, "
+        f"{report['model']} from {report['own_length']:,} to {report['length']:,} tokens, "
         f"{report['attention']}, {report['rope']} positions"
     )
 
@@ -153,7 +159,7 @@ def show(report: Mapping[str, Any], *, markdown: bool = False) -> None:
 
 
 def draw(report: Mapping[str, Any]) -> Any:
-    """The loss of each model against the position, the ranges as steps over a logarithmic axis."""
+    """The loss of each model against the position, a point for each range; the dotted line: its own length."""
     figure = _draw.new_figure(7.6, 4.6)
     axes = figure.subplots()
     losses = report["loss"]
@@ -161,16 +167,15 @@ def draw(report: Mapping[str, Any]) -> Any:
     highest = max(entry["loss"] for name in losses if name != BEFORE for entry in losses[name])
     lowest = min(entry["loss"] for found in losses.values() for entry in found)
     room = max(0.08 * (highest - lowest), 0.01)
+    first = next(iter(losses.values()))
+    places = list(range(len(first)))
     for name, found in losses.items():
-        middles = [math.sqrt(entry["first"] * entry["last"]) for entry in found]
         worst = found[-1]["loss"]
         label = name if worst <= highest + room else f"{name} (at the end {worst:.2f})"
-        axes.plot(middles, [entry["loss"] for entry in found], "o-", color=colours[name], markersize=4, label=label)
-    axes.axvline(report["own_length"], color="#888888", linewidth=0.8, linestyle=":")
-    axes.set_xscale("log", base=2)
-    first = next(iter(losses.values()))
-    ticks = [math.sqrt(entry["first"] * entry["last"]) for entry in first]
-    axes.set_xticks(ticks, [f"{entry['first']:,}-\n{entry['last']:,}" for entry in first])
+        axes.plot(places, [entry["loss"] for entry in found], "o-", color=colours[name], markersize=4, label=label)
+    within = sum(entry["last"] <= report["own_length"] for entry in first)
+    axes.axvline(within - 0.5, color="#888888", linewidth=0.8, linestyle=":")
+    axes.set_xticks(places, [f"{entry['first']:,} to\n{entry['last']:,}" for entry in first])
     axes.set_ylim(lowest - room, highest + room)
     axes.set(xlabel="position in the window (tokens of context)", ylabel="held-out loss (nats a token)")
     axes.set_title(title(report), fontsize=10)
@@ -181,14 +186,14 @@ def draw(report: Mapping[str, Any]) -> Any:
 
 def readme(report: Mapping[str, Any]) -> str:
     """How to load the folder."""
-    original = json.dumps(report["model"])
+    original = json.dumps(report["original"])
     kept = "\nimport subquad.hf\nsubquad.hf.register()" if report["keep_attention"] else ""
     headers, lines = rows(report)
     rules = [":---", *("---:" for _ in headers[1:])]
     table = "\n".join(f"| {' | '.join(line)} |" for line in (headers, rules, *lines))
     return f"""# {title(report)}
 
-A PEFT adapter for {report["model"]}, with the configuration that scales the positions beside it. The configuration
+A PEFT adapter for {report["original"]}, with the configuration that scales the positions beside it. The configuration
 must be given with the original, or the positions stay as they were:
 
 ```python

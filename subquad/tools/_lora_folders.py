@@ -10,14 +10,16 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+import torch
 from safetensors import SafetensorError, safe_open
 from transformers.utils.logging import disable_progress_bar
 
-from subquad.hf import lora
+from subquad.hf import extension, lora
 from subquad.parsing import read_json_mapping
 from subquad.tools._tables import count, print_table, size
 from subquad.training.checkpoint import share
 from subquad.training.config import TrainConfig
+from subquad.training.extend_config import TOKENIZER
 from subquad.training.lora_config import LoraConfig
 
 if TYPE_CHECKING:
@@ -151,17 +153,19 @@ class Merging:
     source: Path
     home: Path
     out: Path
+    extension: bool = False
+    """Whether it is a model of transformers that `subquad extend` adapted."""
 
     def write(self) -> None:
         """Write the folder, whole or not at all: the model, the tokenizer, and `config.yaml` without LoRA."""
         aside = self.out.with_name(f".merging-{self.out.name}")
         shutil.rmtree(aside, ignore_errors=True)
         self.model.save_pretrained(aside)
-        for name in KEPT:
+        for name in TOKENIZER if self.extension else KEPT:
             if (self.home / name).is_file():
                 shutil.copyfile(self.home / name, aside / name)
         settings = self.home / "config.yaml"
-        if settings.is_file():
+        if settings.is_file() and not self.extension:
             config = TrainConfig.from_file(settings)
             config = config.replace(lora=LoraConfig(), run=config.run.replace(folder=str(self.out)))
             if config.task == "language":
@@ -185,6 +189,12 @@ def open_merging(run: str, out: str, base: str | None) -> Merging:
         raise FileNotFoundError(f"{run} holds no adapter; `subquad lora list` shows those that there are")
     if not out or target.exists() or any(above.is_file() for above in target.parents):
         raise ValueError(f"{out!r} is there already, or is below a file; --out must name a new folder")
+    checkpoint = source.resolve().parent.name == "checkpoints"
+    home = source.resolve().parent.parent if checkpoint else source
+    disable_progress_bar()
+    if extension.is_extension(source):
+        whole: Any = lora.merge(extension.open_extension(source, base))
+        return Merging(whole.to(whole.config.dtype or torch.float32), source, home, target, extension=True)
     record = lora.Base.read(source)
     if base is None:
         place = record.find(source)
@@ -192,8 +202,5 @@ def open_merging(run: str, out: str, base: str | None) -> Merging:
         lora.base_config(base)
         record.check(base, source)
         place = Path(base)
-    disable_progress_bar()
     adapted = lora.load_adapter(lora.load_base(place, record.classes), source)
-    checkpoint = source.resolve().parent.name == "checkpoints"
-    home = source.resolve().parent.parent if checkpoint else source
     return Merging(lora.merge(adapted), source, home, target)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import shlex
 import sys
+import time
 from collections.abc import Sequence
 from dataclasses import fields
 from pathlib import Path
@@ -24,6 +25,7 @@ if TYPE_CHECKING:
 
 def run(arguments: Sequence[str]) -> int:
     """Parse, train, measure, return the exit status: 130 after an interruption."""
+    begin = time.perf_counter()
     parser = make_parser()
     parsed = parser.parse_args(files_first(data_is_a_path(_named(arguments))))
     with parser.checking():
@@ -45,7 +47,7 @@ def run(arguments: Sequence[str]) -> int:
             return _stopped(control, config, "the control")
     if result.interrupted:
         return _stopped(result, config, "the extension")
-    _finish(config, result, corpus, plan)
+    _finish(config, result, corpus, plan, begin)
     return 0
 
 
@@ -94,7 +96,7 @@ def _stopped(result: RunResult, config: ExtendConfig, what: str) -> int:
     return 130
 
 
-def _finish(config: ExtendConfig, result: RunResult, corpus: Corpus, plan: PositionPlan) -> None:
+def _finish(config: ExtendConfig, result: RunResult, corpus: Corpus, plan: PositionPlan, begin: float) -> None:
     """Measure, write report.json, the picture and README.md into the run's folder, print."""
     from subquad.tools import _extend_report
 
@@ -102,7 +104,7 @@ def _finish(config: ExtendConfig, result: RunResult, corpus: Corpus, plan: Posit
     for name, load in _extend_report.subjects(config).items():
         sys.stderr.write(f"loss by position: {name}\n")
         columns.append(_extend_report.measure(name, load, corpus.held_out.tokens, plan))
-    report = _extend_report.make_report(config, result, plan, columns)
+    report = _extend_report.make_report(config, result, plan, columns, time.perf_counter() - begin)
     _extend_report.write(report, result.folder)
     _extend_report.show(report)
     folder = shlex.quote(str(result.folder))

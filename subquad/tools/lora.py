@@ -88,7 +88,8 @@ def _merge(arguments: Sequence[str]) -> int:
     with parser.checking():
         merging = _lora_folders.open_merging(chosen.run, chosen.out, chosen.base)
     merging.write()
-    sys.stdout.write(f"{chosen.out} holds the merged model: subquad eval {chosen.out}\n")
+    command = "audit" if merging.extension else "eval"
+    sys.stdout.write(f"{chosen.out} holds the merged model: subquad {command} {chosen.out}\n")
     return 0
 
 

@@ -18,6 +18,7 @@ from transformers import Trainer
 from transformers.trainer_callback import TrainerState
 from transformers.utils import logging as hf_logging
 
+from subquad.hf._strict import no_bar
 from subquad.parsing import read_json
 from subquad.training import checkpoint
 from subquad.training.config import TrainConfig
@@ -150,7 +151,7 @@ class SavingTrainer(Trainer):
         if self.processes.first:
             unwrapped = self.accelerator.unwrap_model(self.model)
             used, unwrapped.config.use_cache = unwrapped.config.use_cache, True
-            with _no_bar_of_its_own():
+            with no_bar():
                 unwrapped.save_pretrained(output_dir or self.root, state_dict=state_dict)
             unwrapped.config.use_cache = used
 
@@ -236,15 +237,3 @@ def _is_not_about_batches(record: logging.LogRecord) -> bool:
 def _is_not_of_the_disk(error: RuntimeError) -> bool:
     """Whether something else than the disk has failed: what torch.save raises for it names its writer."""
     return not any(text in str(error) for text in ("inline_container", "PytorchStreamWriter", "iostream"))
-
-
-@contextmanager
-def _no_bar_of_its_own() -> Iterator[None]:
-    """Keep transformers from drawing a progress bar across ours."""
-    shown = hf_logging.is_progress_bar_enabled()
-    hf_logging.disable_progress_bar()
-    try:
-        yield
-    finally:
-        if shown:
-            hf_logging.enable_progress_bar()

@@ -23,8 +23,6 @@ if TYPE_CHECKING:
     from rich.console import Console
     from transformers import EvalPrediction
 
-    from peft import PeftModel
-
     from subquad.hf import SubquadForCausalLM, SubquadForImages, SubquadForPreTraining, SubquadForSequenceClassification
     from subquad.training.trainer import SubquadTrainer
 
@@ -47,7 +45,7 @@ class Task:
     held_out: Items
     """The items of the periodic evaluation: always the same."""
     make_model: Callable[
-        [], SubquadForCausalLM | SubquadForImages | SubquadForPreTraining | SubquadForSequenceClassification | PeftModel
+        [], SubquadForCausalLM | SubquadForImages | SubquadForPreTraining | SubquadForSequenceClassification
     ]
     """Make the model, with first weights from the present random numbers."""
     identity: dict[str, Any]

@@ -12,6 +12,11 @@ from subquad.training.schedule import ScheduleConfig, at_least
 
 ATTENTION = ("shifted", "llp", "window", "full")
 """What attends in training; `full` is the model's own."""
+TOKENIZER = (
+    "tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", "tokenizer.model", "chat_template.jinja",
+    "generation_config.json",
+)  # fmt: skip
+"""The files of a model's folder that an extension takes over as they are."""
 
 
 @dataclass(frozen=True, kw_only=True)

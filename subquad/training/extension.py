@@ -10,14 +10,15 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from subquad.config import digest, suggest
-from subquad.data import Corpus, Windows, prepare
+from subquad.data import Corpus, prepare
+from subquad.data.set_windows import windows_of
 from subquad.data.tokenizers import tokenizer_hash, vocab_size
 from subquad.hf import extension, lora, set_attention
 from subquad.models.config import DecoderConfig
 from subquad.training._task import Task, preparing, spread
 from subquad.training.config import BatchConfig, TrainConfig
 from subquad.training.errors import StepMemoryError
-from subquad.training.extend_config import ATTENTION, ExtendConfig
+from subquad.training.extend_config import ATTENTION, TOKENIZER, ExtendConfig
 from subquad.training.lora import LoraTrainer
 from subquad.training.run import RunResult, train
 
@@ -27,12 +28,6 @@ if TYPE_CHECKING:
     from transformers import PreTrainedConfig, PreTrainedModel
 
 logger = logging.getLogger(__name__)
-
-TOKENIZER = (
-    "tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", "tokenizer.model", "chat_template.jinja",
-    "generation_config.json",
-)  # fmt: skip
-"""The files of a model's folder that an extension takes over as they are."""
 
 
 class ExtensionTrainer(LoraTrainer):
@@ -72,7 +67,9 @@ def scaled_config(config: ExtendConfig) -> tuple[Path, PreTrainedConfig, PreTrai
     lora.require_peft()
     folder = extension.find_model(config.model)
     if Path(config.run.folder).resolve() == folder.resolve():
-        raise ValueError(f"run.folder={config.run.folder!r} is the model's own folder; an extension needs one of its own")
+        raise ValueError(
+            f"run.folder={config.run.folder!r} is the model's own folder; an extension needs one of its own"
+        )
     original = extension.read_config(folder)
     scaled = extension.scale_positions(original, config.length, config.rope)
     own = extension.own_length(original)
@@ -162,7 +159,8 @@ def _task(
     """Read and cut the text; the model is made from the original's weights."""
     corpus = preparing(console, "text", lambda progress: prepare(values.data, progress=progress))
     _check_corpus(corpus, values, scaled)
-    train_windows, held_out = (Windows(part, values.batch.length) for part in (corpus.train, corpus.held_out))
+    length = values.batch.length
+    train_windows, held_out = (windows_of(part, length, stride=length - 1) for part in (corpus.train, corpus.held_out))
     record = dataclasses.replace(lora.Base.of(folder), path=config.model)
 
     def make_model() -> PeftModel:
@@ -185,7 +183,7 @@ def _task(
         train=train_windows,
         count=len(train_windows),
         held_out=spread(held_out, len(held_out), values.run.eval_windows),
-        make_model=make_model,
+        make_model=make_model,  # type: ignore[arg-type]
         identity={
             "data": digest([corpus.fingerprint, corpus.train_files, len(corpus.train)]),
             "tokenizer": tokenizer_hash(corpus.tokenizer),

@@ -86,7 +86,8 @@ def train(
     (`config.json`, `model.safetensors`, of a text `tokenizer.json`: `from_pretrained` reads it) and `curves.png`. A
     folder with a complete checkpoint is gone on with, bit for bit; `resume=False` is `run.resume=never`. `console`
     shows progress; without one it goes to the log. With `pretrain.kind` a classifier's encoder learns first, as a run
-    of its own in the folder `pretrain`, and either phase is gone on with. `prepare` makes the task of the configuration.
+    of its own in the folder `pretrain`, and either phase is gone on with. `prepare` makes the
+    task.
 
     Raises `ValueError` for a mechanism that has not the form that the task needs, for windows that a model can't be
     trained on (`tasks.window_labels`) and for a text shorter than `batch.length`, `CheckpointError` (a `ValueError`)
