@@ -13,10 +13,12 @@ from pathlib import Path
 import numpy as np
 import pytest
 import yaml
+from transformers import LlamaConfig, LlamaForCausalLM
 
 from subquad import attention
 from subquad.bench import _machine
 from subquad.cli import main
+from subquad.data import load_tokenizer
 from subquad.models import Classifier, DecoderConfig, EncoderConfig
 from subquad.models.stacks import STACKS, build_model
 from subquad.reproduction import command as reproduce
@@ -25,9 +27,12 @@ from subquad.serving.command import make_parser
 from subquad.tools import _pictures
 from subquad.tools.mechanisms import markdown
 from subquad.tools.show import PICTURES
+from tests.fuzz.targets import write_llama2c, write_llama2c_tokenizer
 
 ROOT = Path(__file__).resolve().parents[1]
-PAGES = ("README.md", "docs/guide.md", "docs/images.md", "docs/lora.md", "docs/lra.md")
+PAGES = (
+    "README.md", "docs/guide.md", "docs/images.md", "docs/import.md", "docs/lora.md", "docs/lra.md", "docs/transformers.md"
+)  # fmt: skip
 TABLES = ("benchmarks/GPU_TODO.md",)
 BLOCK = re.compile(r"^```(\w+)\n(.*?)^```", re.MULTILINE | re.DOTALL)
 
@@ -104,6 +109,16 @@ def place(tmp_path_factory) -> Path:
         "other": adapter,
     }.items():
         assert main([*shlex.split(command), "--run.folder", str(folder / "runs" / run)]) == 0
+    shape = {"hidden_size": 16, "intermediate_size": 24, "num_hidden_layers": 2, "num_attention_heads": 2}
+    LlamaForCausalLM(LlamaConfig(vocab_size=256, **shape)).save_pretrained(folder / "my_llama")
+    load_tokenizer("bytes").save(str(folder / "my_llama" / "tokenizer.json"))
+    write_llama2c(folder / "stories260K.bin", 300)
+    write_llama2c_tokenizer(folder / "tok512.bin")
+    for model, out in (("my_llama", "my_llama"), ("stories260K.bin --tokenizer tok512.bin", "stories")):
+        name, *tokenizer = model.replace("tok512.bin", str(folder / "tok512.bin")).split()
+        assert main(["import", str(folder / name), *tokenizer, "--out", str(folder / "runs" / out)]) == 0
+    full = "--model.attention full --run.folder"
+    assert main(["train", "--config", str(folder / "tiny.yaml"), *full.split(), str(folder / "runs" / "full")]) == 0
     read = ["--prompt-file", str(folder / "book.txt"), "--max_tokens", "0"]
     state = ["--state-out", str(folder / "book.safetensors")]
     assert main(["generate", str(folder / "runs" / "mine"), *read, *state]) == 0
@@ -147,8 +162,12 @@ def test_commands_are_accepted(page, command, place, monkeypatch, capsys):
             main([*words[1:], "--path", str(place / "images.npz"), "--print_config"])
         assert exit_info.value.code == 0
         assert yaml.safe_load(capsys.readouterr().out)["markdown"] == "lora-mnist.md"
-    elif words[1:3] == ["lora", "merge"]:
-        shutil.rmtree(words[-1], ignore_errors=True)  # more than one page merges
+    elif words[1] in ("convert", "extend"):
+        with pytest.raises(SystemExit) as exit_info:
+            main([*words[1:], "--print_config"])
+        assert exit_info.value.code == 0
+    elif words[1] in ("import", "export") or words[1:3] == ["lora", "merge"]:
+        shutil.rmtree(words[words.index("--out") + 1], ignore_errors=True)  # more than one page writes it
         assert main(words[1:]) == 0
     elif words[1] == "probe":
         assert main([*words[1:], "--samples", "2"]) == 0
