@@ -15,7 +15,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, GPT2Config, GPT2LMHea
 
 from subquad.config import Config
 from subquad.data.tokenizers import bytes_tokenizer
-from subquad.evaluation.positions import _batches, loss_by_position, plan_positions
+from subquad.evaluation._positions import _batches, loss_by_position, plan_positions
 from subquad.hf import extension
 from subquad.testing import assert_exact, assert_same_maths
 from subquad.tools import audit, extend
