@@ -10,6 +10,7 @@ if TYPE_CHECKING:
     from subquad.evaluation._classify import ClassEvaluation, evaluate_classifier
     from subquad.evaluation._evaluate import Evaluation, PositionLoss, evaluate
     from subquad.evaluation._images import ImageEvaluation, evaluate_images
+    from subquad.evaluation._positions import PositionPlan, RangeLoss, loss_by_position, plan_positions
     from subquad.evaluation._reader import Reader, train_reader
     from subquad.evaluation.harness import TaskEvaluation, evaluate_tasks
 
@@ -19,6 +20,8 @@ _HOME = {
     "Evaluation": "_evaluate",
     "ImageEvaluation": "_images",
     "PositionLoss": "_evaluate",
+    "PositionPlan": "_positions",
+    "RangeLoss": "_positions",
     "Reader": "_reader",
     "TaskEvaluation": "harness",
     "evaluate": "_evaluate",
@@ -26,6 +29,8 @@ _HOME = {
     "evaluate_images": "_images",
     "evaluate_tasks": "harness",
     "fit_bag_of_tokens": "_bag",
+    "loss_by_position": "_positions",
+    "plan_positions": "_positions",
     "train_reader": "_reader",
 }
 __all__ = [
@@ -35,6 +40,8 @@ __all__ = [
     "Evaluation",
     "ImageEvaluation",
     "PositionLoss",
+    "PositionPlan",
+    "RangeLoss",
     "Reader",
     "TaskEvaluation",
     "evaluate",
@@ -42,6 +49,8 @@ __all__ = [
     "evaluate_images",
     "evaluate_tasks",
     "fit_bag_of_tokens",
+    "loss_by_position",
+    "plan_positions",
     "train_reader",
 ]
 

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from subquad.data.files import write_json
-from subquad.evaluation.positions import PositionPlan, RangeLoss, loss_by_position
+from subquad.evaluation._positions import PositionPlan, RangeLoss, loss_by_position
 from subquad.hf import extension, lora
 from subquad.tools import _draw
 from subquad.tools._tables import print_table

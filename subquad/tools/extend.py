@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from rich.console import Console
 
     from subquad.data import Corpus
-    from subquad.evaluation.positions import PositionPlan
+    from subquad.evaluation._positions import PositionPlan
     from subquad.tools._extend_report import Column
     from subquad.training.run import RunResult
 
@@ -75,7 +75,7 @@ def _named(arguments: Sequence[str]) -> list[str]:
 def prepare_report(config: ExtendConfig, console: Console | None) -> tuple[Corpus, PositionPlan]:
     """The text and the windows of the report, before any training. Raises `ValueError` where the text is too short."""
     from subquad.data import prepare
-    from subquad.evaluation.positions import plan_positions
+    from subquad.evaluation._positions import plan_positions
     from subquad.training._task import preparing
     from subquad.training.extension import own_model
 

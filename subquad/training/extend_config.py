@@ -103,7 +103,7 @@ class ExtendConfig(Config):
     """The text and its split; the tokenizer is the model's own."""
     batch: LongBatchConfig = field(default_factory=LongBatchConfig)
     """Windows in one step."""
-    optimizer: OptimizerConfig = field(default_factory=lambda: OptimizerConfig(lr=1e-3, weight_decay=0.0))
+    optimizer: OptimizerConfig = field(default_factory=lambda: OptimizerConfig(lr=2e-4, weight_decay=0.0))
     """The optimizer."""
     schedule: ScheduleConfig = field(default_factory=lambda: ScheduleConfig(kind="constant", warmup=20))
     """The learning rate over the steps."""

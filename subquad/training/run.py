@@ -78,7 +78,7 @@ def train(
     *,
     resume: bool = True,
     console: Console | None = None,
-    prepare: Callable[[TrainConfig, Console | None], Task] = prepare_task,
+    prepare: Callable[[TrainConfig, Console | None], Task] | None = None,
 ) -> RunResult:
     """Train the model of `config` on its task and keep the run in `config.run.folder`.
 
@@ -87,7 +87,7 @@ def train(
     folder with a complete checkpoint is gone on with, bit for bit; `resume=False` is `run.resume=never`. `console`
     shows progress; without one it goes to the log. With `pretrain.kind` a classifier's encoder learns first, as a run
     of its own in the folder `pretrain`, and either phase is gone on with. `prepare` makes the
-    task.
+    task, where the configuration does not say which.
 
     Raises `ValueError` for a mechanism that has not the form that the task needs, for windows that a model can't be
     trained on (`tasks.window_labels`) and for a text shorter than `batch.length`, `CheckpointError` (a `ValueError`)
@@ -100,7 +100,7 @@ def train(
     check_parallel(config)
     processes = join(config.parallel, cpu=trains_on_cpu(config))
     with processes.watched():
-        return _train(config, processes, console, prepare, resume=resume)
+        return _train(config, processes, console, prepare or prepare_task, resume=resume)
 
 
 def _train(

@@ -15,7 +15,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, GPT2Config, GPT2LMHea
 
 from subquad.config import Config
 from subquad.data.tokenizers import bytes_tokenizer
-from subquad.evaluation.positions import _batches, loss_by_position, plan_positions
+from subquad.evaluation._positions import _batches, loss_by_position, plan_positions
 from subquad.hf import extension
 from subquad.testing import assert_exact, assert_same_maths
 from subquad.tools import audit, extend
@@ -278,6 +278,20 @@ def test_the_pages_tables_are_those_of_the_reports_and_its_commands_are_read(mon
     for line in commands:
         parsed = extend.make_parser().parse_args(data_is_a_path(["--model", *shlex.split(line)]))
         assert parsed.length in (2048, 16384)
+
+
+@pytest.mark.parametrize("kind", ["shifted", "llp"])
+def test_the_measured_extension_reaches_further_than_its_control(kind, monkeypatch):
+    monkeypatch.syspath_prepend(str(ROOT / "docs"))
+    make = importlib.import_module("make_extend")
+    if not make.result(kind).is_file():
+        pytest.skip("not measured yet")
+    report = make.read(kind)
+    extended, control = report["summary"]["extended"], report["summary"]["control"]
+    assert (report["own_length"], report["length"]) == (512, 2048)
+    assert extended["beyond"] <= extended["within"]
+    assert extended["beyond"] < control["beyond"]
+    assert report["whole_command_seconds"] < 20 * 60
 
 
 def test_the_page_says_what_a_report_says(home, monkeypatch):
