@@ -634,3 +634,16 @@ def test_list_laws_is_a_row_a_form_with_the_reasons_below(capsys):
     assert "stacks, law 1: a stack of layers" in out
     assert all(text in out for text in attention.LAWS.values())
     assert all(f" {name} " in out for name in [*attention.names(), *STACKS])
+
+
+def test_a_configuration_that_may_be_null_is_given_whole_or_by_its_parts(place, capsys):
+    from subquad.layers.scaling import RopeScaling
+
+    tiny = ["--config", str(place / "tiny.yaml")]
+    wanted = RopeScaling(kind="yarn", factor=4.0, original=64)
+    whole = read_config([*tiny, "--model.rope_scaling", "{kind: yarn, factor: 4, original: 64}"])
+    kind, factor = "--model.rope_scaling.kind", "--model.rope_scaling.factor"
+    parts = read_config([*tiny, kind, "yarn", factor, "4", "--model.rope_scaling.original", "64"])
+    assert whole.model.rope_scaling == parts.model.rope_scaling == wanted
+    assert read_config(tiny).model.rope_scaling is None
+    assert "factor=0.5" in refused(capsys, "train", *tiny, factor, "0.5")

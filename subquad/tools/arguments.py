@@ -62,13 +62,10 @@ _NOT_FOR_FILES = {"help", "print_config", "print_shtab"}
 class Parser(jsonargparse.ArgumentParser):
     """An argument parser whose errors are short, and name the valid choices and the file that is wrong."""
 
-    def __init__(self, usage: str, description: str) -> None:
-        super().__init__(
-            prog=f"subquad {usage.partition(' ')[0]}",
-            usage=f"subquad {usage} [options]",
-            description=description,
-            allow_abbrev=False,
-        )
+    def __init__(self, usage: str = "", description: str = "", **given: Any) -> None:
+        # jsonargparse makes one without words, with settings of its own, for a configuration that may be null.
+        words = {"prog": f"subquad {usage.partition(' ')[0]}", "usage": f"subquad {usage} [options]"}
+        super().__init__(**{**words, "description": description, "allow_abbrev": False, **given})
         self.files: list[str] = []
         self.reading: str | None = None
 

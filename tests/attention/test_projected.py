@@ -87,7 +87,7 @@ def test_scans_over_heads_have_the_widths_biases_and_norms_too(name: str) -> Non
     torch.manual_seed(0)
     own = {key: SETTINGS[key] for key in ("head_dim", "qk_norm", "norm_eps", "qkv_bias", "out_bias")}
     made, x_BTD = attention.build(name, dim=14, num_heads=2, **own).double().eval(), torch.randn(2, 21, 14).double()
-    whole_BTD, after = made(x_BTD)
+    whole_BTD, _ = made(x_BTD)
     assert_same_maths(whole_BTD, made.definition(x_BTD), name)
     first_BTD, state = made(x_BTD[:, :13])
     second_BTD, state = made(x_BTD[:, 13:], state)
