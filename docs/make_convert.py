@@ -106,6 +106,11 @@ def positions(reports: dict[str, Any]) -> str:
     return table(["gap by tokens of context", *(context_range(part) for part in ranges)], lines)
 
 
+def explained(reports: dict[str, Any]) -> str:
+    """The sentences of each report."""
+    return "\n".join(f"- {titled(report)}: {' '.join(report['explanation'])}" for report in reports.values())
+
+
 def branches(reports: dict[str, Any]) -> str:
     """The loss with a branch off."""
     lines = [
@@ -145,6 +150,7 @@ BLOCKS = {
     "commands": commands,
     "stages": stages,
     "positions": positions,
+    "explained": explained,
     "branches": branches,
     "decoding": decoding,
     "machine": machine,
