@@ -24,12 +24,13 @@ from subquad.tools._tables import size  # noqa: E402
 from subquad.tools.provenance import described  # noqa: E402
 
 PAGE, RESULT = ROOT / "docs" / "convert.md", ROOT / "benchmarks" / "results" / "convert.json"
-COMMON = "subquad convert runs/stories260K --data runs/stories.zip"
+COMMON = "subquad convert runs/stories260K --data runs/stories.zip --batch.size 4 --threads 1"
 COMMANDS = {
-    "llp": "--attention llp --options.llp.segment 32 --keep_every 0",
-    "window": "--attention window --options.window.width 16 --keep_every 4",
-    "latte": "--attention latte_macchiato --options.latte_macchiato.width 16 --keep_every 0",
-    "linear": "--attention linear --keep_every 0",
+    "llp": "--attention llp --options.llp.segment 32 --keep_every 0 --match.steps 200 --lora.steps 1000",
+    "window": "--attention window --options.window.width 16 --keep_every 4 --match.steps 200 --lora.steps 800",
+    "latte": "--attention latte_macchiato --options.latte_macchiato.width 16 --keep_every 0 --match.steps 400 "
+    "--match.lr 0.01 --lora.steps 500",
+    "linear": "--attention linear --keep_every 2 --match.steps 400 --match.lr 0.02 --lora.steps 500 --lora.lr 0.005",
 }
 """Name of the run and what its command adds."""
 LEFT_OUT = ("curve",)
@@ -105,6 +106,11 @@ def positions(reports: dict[str, Any]) -> str:
     return table(["gap by tokens of context", *(context_range(part) for part in ranges)], lines)
 
 
+def explained(reports: dict[str, Any]) -> str:
+    """The sentences of each report."""
+    return "\n".join(f"- {titled(report)}: {' '.join(report['explanation'])}" for report in reports.values())
+
+
 def branches(reports: dict[str, Any]) -> str:
     """The loss with a branch off."""
     lines = [
@@ -144,6 +150,7 @@ BLOCKS = {
     "commands": commands,
     "stages": stages,
     "positions": positions,
+    "explained": explained,
     "branches": branches,
     "decoding": decoding,
     "machine": machine,

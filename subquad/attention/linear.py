@@ -8,7 +8,7 @@ after the product, as in the authors' code.
 `feature_map=learned` is a map with weights of its own for the queries and for the keys of each head (Zhang et al. 2024,
 Hedgehog, arXiv:2402.04347, in the form of LoLCATs, arXiv:2410.10254, equation 4):
 
-    phi(x) = [softmax(x W), softmax(-x W)],    W [K, K], the identity at first
+    phi(x) = [softmax(x W), softmax(-x W)],    W [K, F], by default [K, K] and the identity at first
 
 With `rotary` queries and keys turn by their positions before the map, so that the weights can depend on distances.
 """
@@ -58,6 +58,8 @@ class Linear(HeadedAttention, ScannedAttention):
         """Dropout on the keys' features, in training (single weights are never formed)."""
         feature_map: str = "elu"
         """phi: elu (plus one), relu, squared_relu, softplus, softmax, or learned (it has weights)."""
+        feature_dim: int | None = later(None)
+        """Columns F of W in a learned map, which gives 2F features (None: K, beginning as the identity)."""
         eps: float = 1e-6
         """Added to the sum of the weights that divides the output."""
         rotary: bool = later(False)
@@ -73,6 +75,11 @@ class Linear(HeadedAttention, ScannedAttention):
             super().__post_init__()
             if self.feature_map not in (known := [*FEATURE_MAPS, LEARNED]):
                 raise ValueError(f"unknown feature_map {self.feature_map!r}; {suggest(self.feature_map, known)}")
+            if self.feature_dim is not None and (self.feature_dim < 1 or self.feature_map != LEARNED):
+                raise ValueError(
+                    f"feature_dim must be at least 1 and is for feature_map=learned, got {self.feature_dim} with "
+                    f"feature_map={self.feature_map}"
+                )
             if not self.eps >= 0:
                 raise ValueError(f"eps must be at least 0, got {self.eps}")
             if not 0 < self.rope_fraction <= 1:
@@ -93,10 +100,14 @@ class Linear(HeadedAttention, ScannedAttention):
         self.key = self.projection(self.channels * config.num_heads)
         self.add_norms()
         self.learned = config.feature_map == LEARNED
-        self.features = 2 * self.channels if self.learned else self.channels
+        columns = config.feature_dim or self.channels
+        self.features = 2 * columns if self.learned else self.channels
         if self.learned:
-            eye_HKK = torch.eye(self.channels).expand(config.num_heads, -1, -1)
-            self.query_map, self.key_map = nn.Parameter(eye_HKK.clone()), nn.Parameter(eye_HKK.clone())
+            first_HKF = torch.eye(self.channels).expand(config.num_heads, -1, -1)
+            if config.feature_dim is not None:
+                # The same for queries and keys: their product is then largest where they agree.
+                first_HKF = torch.randn(config.num_heads, self.channels, columns)
+            self.query_map, self.key_map = nn.Parameter(first_HKF.clone()), nn.Parameter(first_HKF.clone())
 
     def mix(self, x_BTD: Tensor, state: State | None, lengths_B: Tensor | None) -> tuple[Tensor, State]:
         """The scan without decay, normalised; or the sums over all tokens."""
@@ -120,17 +131,17 @@ class Linear(HeadedAttention, ScannedAttention):
         k_BHTK = self.normed_keys(self.split(self.key(x_BTD)))
         return self.phi(k_BHTK, self.key_map if self.learned else None, start)
 
-    def phi(self, x_BHTK: Tensor, map_HKK: Tensor | None, start: int | Tensor) -> Tensor:
+    def phi(self, x_BHTK: Tensor, map_HKF: Tensor | None, start: int | Tensor) -> Tensor:
         """Features of queries or keys."""
         # Contiguous, as the scan wants it: a map of strided heads would be copied after it anyway. And the
         # backward of F.elu and F.softplus on transposed heads fails under torch.compile's aot_eager in torch 2.13.
         x_BHTK = x_BHTK.contiguous()
         if self.config.rotary:
             x_BHTK = self.rotated(x_BHTK, start)
-        if map_HKK is None:
+        if map_HKF is None:
             return FEATURE_MAPS[self.config.feature_map](x_BHTK)
-        x_BHTK = x_BHTK @ map_HKK
-        return torch.cat([x_BHTK.softmax(-1), (-x_BHTK).softmax(-1)], -1)
+        x_BHTF = x_BHTK @ map_HKF
+        return torch.cat([x_BHTF.softmax(-1), (-x_BHTF).softmax(-1)], -1)
 
     def rotated(self, x_BHTK: Tensor, start: int | Tensor) -> Tensor:
         """`x` turned to its positions."""
@@ -160,7 +171,7 @@ class Linear(HeadedAttention, ScannedAttention):
 
     def map_flops(self, tokens: int) -> int:
         """Those of the learned maps of queries and keys."""
-        return 4 * tokens * self.config.num_heads * self.channels**2 if self.learned else 0
+        return 2 * tokens * self.config.num_heads * self.channels * self.features if self.learned else 0
 
     def state_bytes(self, tokens: int) -> int:
         """Features x (V + 1) sums a head."""

@@ -48,7 +48,7 @@ class TuneConfig(Config):
     """They are scaled by alpha / rank (null: twice the rank)."""
     steps: int = 500
     """Optimizer steps."""
-    lr: float = 2e-3
+    lr: float = 1e-3
     """Peak learning rate of AdamW, on the same schedule."""
     window_dropout: float | None = None
     """As match.window_dropout, in this stage (null: 0.25 for latte_macchiato)."""

@@ -112,7 +112,13 @@ def _switches(decoder: Decoder, layers: Sequence[int]) -> Iterator[tuple[str, Ab
 
 
 def _loss(found: Evaluation) -> dict[str, Any]:
+    """Ranges of contexts double; one that would hold the last token of a window alone belongs to the one before."""
     ranges = [
         {"start": part.start, "stop": part.stop, "tokens": part.tokens, "loss": part.loss} for part in found.by_position
     ]
+    if len(ranges) > 1 and ranges[-1]["start"] == ranges[-1]["stop"] - 1:
+        last, before = ranges.pop(), ranges[-1]
+        tokens = before["tokens"] + last["tokens"]
+        before["loss"] = (before["loss"] * before["tokens"] + last["loss"] * last["tokens"]) / tokens
+        before |= {"stop": last["stop"], "tokens": tokens}
     return {"loss": found.loss, "perplexity": found.perplexity, "tokens": found.tokens, "by_position": ranges}

@@ -14,6 +14,7 @@ import torch
 
 from subquad.conversion import measure
 from subquad.conversion.config import ConvertConfig
+from subquad.conversion.explain import explain
 from subquad.conversion.replace import Replacement, replace_attention, replaced_layers
 from subquad.conversion.source import Source, fingerprint, load_source
 from subquad.conversion.stages import NAMES, RECORD, Stages
@@ -118,7 +119,7 @@ class Conversion:
             for a, b in zip(first["by_position"], last["by_position"], strict=True)
         ]
         config = self.student_config
-        return {
+        report = {
             "format": FORMAT,
             "model": str(self.source.folder),
             "settings": self.config.to_dict(),
@@ -137,6 +138,7 @@ class Conversion:
             "stages": [{"stage": name, **records[name]} for name in NAMES],
             "gap": {"loss": last["loss"] - first["loss"], "by_position": gaps},
         }
+        return {**report, "explanation": explain(report)}
 
     def new_parameters(self) -> int:
         """Numbers that the original has not."""

@@ -26,6 +26,8 @@ def show(report: Report, *, markdown: bool = False) -> None:
     missing = report["stages"][0].get("passkey_missing")
     if missing is not None:
         sys.stdout.write(f"passkey: {missing}\n")
+    if not markdown:
+        sys.stdout.write("\n".join([*report["explanation"], ""]))
 
 
 def tables(report: Report) -> list[tuple[str, list[str], list[list[str]]]]:
@@ -117,6 +119,9 @@ def draw(report: Report, file: Path) -> None:
         style = _draw.Style.number(i)._asdict()
         loss.plot([p["stop"] - 1 for p in parts], [p["loss"] for p in parts], label=STAGES[stage["stage"]], **style)
     loss.set(xscale="log", xlabel="tokens of context (up to)", ylabel="loss, nats a token", title="loss by position")
+    places = [part["stop"] - 1 for part in report["stages"][0]["by_position"]]
+    loss.set_xticks(places, [f"{place:,}" for place in places], fontsize=8)
+    loss.minorticks_off()
     loss.legend(fontsize=8)
     found = report["stages"][-1]["branches"]
     off.barh([part["off"] for part in found], [part["loss"] for part in found], color=_draw.COLOURS[2])
@@ -133,6 +138,9 @@ def draw(report: Report, file: Path) -> None:
     speed.set(
         xscale="log", xlabel="tokens of context", ylabel="tokens/s", title="decoding one sequence", ylim=(0, None)
     )
+    for axis in (weight, speed):
+        axis.set_xticks(contexts, [f"{context:,}" for context in contexts], fontsize=8)
+        axis.minorticks_off()
     weight.legend(fontsize=8)
     speed.legend(fontsize=8)
     _draw.save(figure, file)

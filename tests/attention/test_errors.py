@@ -87,6 +87,16 @@ OPTIONS = {
         r"unknown feature_map 'rellu'; did you mean 'relu'\? valid: elu, learned, relu, softmax, softplus, squ",
     ),
     "eps": ("linear", {"eps": -1e-6}, "eps must be at least 0, got -1e-06"),
+    "feature dim": (
+        "linear",
+        {"feature_dim": 4},
+        "feature_dim must be at least 1 and is for feature_map=learned, got 4",
+    ),
+    "no features": (
+        "linear",
+        {"feature_dim": 0, "feature_map": "learned"},
+        "feature_dim must be at least 1 and is for feature_map=learned, got 0 with feature_map=learned",
+    ),
     "rotary": (
         "linear",
         {"rotary": True, "num_heads": 16},

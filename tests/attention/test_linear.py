@@ -34,7 +34,7 @@ class TestLinearWithLearnedFeatures(AttentionContract):
 class TestLinearWithLearnedFeaturesBidirectional(AttentionContract):
     name = "linear"
     with_inductor = False
-    options = {"feature_map": "learned", "causal": False, "eps": 0.0}
+    options = {"feature_map": "learned", "feature_dim": 5, "causal": False, "eps": 0.0}
 
 
 class TestLinearBidirectional(AttentionContract):

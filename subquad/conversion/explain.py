@@ -1,0 +1,62 @@
+"""What stands behind the gap between a converted model and the original, in sentences made of the report's numbers."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from subquad.attention import mechanism
+
+REACH = {"latte_macchiato": "width", "llp": "segment", "window": "width"}
+"""The option that says how many tokens a replaced layer sees by softmax."""
+IDLE = 0.01
+"""Nats a token: a branch without which the loss rises by less carries nothing worth having."""
+Report = Mapping[str, Any]
+
+
+def explain(report: Report) -> list[str]:
+    """How large the gap is, where in the context it stands, and which branches carry the result."""
+    first, last = report["stages"][0], report["stages"][-1]
+    gap = report["gap"]["loss"]
+    verb = "loses" if gap >= 0 else "gains"
+    said = [
+        f"The result {verb} {abs(gap):.4f} nats a token: perplexity {first['perplexity']:.3f} became "
+        f"{last['perplexity']:.3f}."
+    ]
+    reach = softmax_reach(report)
+    if reach is not None and gap > 0:
+        said.append(_beyond(report, reach))
+    return [*said, _branches(last["branches"])]
+
+
+def softmax_reach(report: Report) -> int | None:
+    """Tokens that a replaced layer sees by softmax; None where it has none."""
+    option = REACH.get(report["attention"])
+    if option is None:
+        return None
+    default = mechanism(report["attention"]).Config.__dataclass_fields__[option].default
+    return int(report["options"].get(option, default))
+
+
+def _beyond(report: Report, reach: int) -> str:
+    parts = report["gap"]["by_position"]
+    total = sum(part["tokens"] * part["gap"] for part in parts)
+    far = sum(part["tokens"] * part["gap"] for part in parts if part["start"] >= reach)
+    near = sum(part["tokens"] for part in parts if part["start"] < reach)
+    ways = ["layer upon layer"]
+    ways += ["through latents"] if report["attention"] == "latte_macchiato" else []
+    ways += ["through the kept layers"] if report["layers"]["kept"] else []
+    return (
+        f"{far / total:.0%} of it stands in ranges of {reach} tokens of context or more, where a replaced layer's "
+        f"softmax does not see all: what came before reaches a token {' and '.join(ways)} alone. In the ranges before "
+        f"them the gap is {(total - far) / near:+.4f} a token."
+    )
+
+
+def _branches(branches: list[Mapping[str, Any]]) -> str:
+    base = branches[0]["loss"]
+    rises = sorted(((part["loss"] - base, part["off"]) for part in branches[1:]), reverse=True)
+    said = ", ".join(f"{name} {rise:+.4f}" for rise, name in rises)
+    idle = [name for rise, name in rises if rise < IDLE]
+    ending = f"; idle (less than {IDLE} nats): {', '.join(idle)}" if idle else "; none is idle"
+    return f"Switched off, each branch changes the loss by: {said}{ending}."
