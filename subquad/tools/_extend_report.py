@@ -12,13 +12,13 @@ from typing import TYPE_CHECKING, Any
 
 from subquad.data.files import write_json
 from subquad.evaluation._positions import PositionPlan, RangeLoss, loss_by_position
-from subquad.hf import extension, lora
+from subquad.hf import extension, lora, set_attention
 from subquad.tools import _draw
 from subquad.tools._tables import print_table
 from subquad.tools.eval import show_progress
 from subquad.tools.provenance import provenance
 from subquad.training.extend_config import ExtendConfig
-from subquad.training.extension import scaled_config
+from subquad.training.extension import attend, scaled_config
 
 if TYPE_CHECKING:
     from subquad.training.run import RunResult
@@ -52,7 +52,20 @@ def subjects(config: ExtendConfig) -> dict[str, Callable[[], Any]]:
     if config.control:
         found[CONTROL] = control
     found[AFTER] = lambda: extension.open_extension(config.run.folder, folder)
+    if config.attention != "full":
+        found[f"extended, {'full' if config.keep_attention else config.attention} attention"] = lambda: _other(
+            extension.open_extension(config.run.folder, folder), config
+        )
     return found
+
+
+def _other(adapted: Any, config: ExtendConfig) -> Any:
+    """The extended model with the attention that was not chosen: in full, or that of its training."""
+    if config.keep_attention:
+        set_attention(adapted.get_base_model(), None)
+    else:
+        attend(adapted.get_base_model(), config)
+    return adapted
 
 
 def measure(name: str, load: Callable[[], Any], tokens: Any, plan: PositionPlan) -> Column:
@@ -172,7 +185,14 @@ def draw(report: Mapping[str, Any]) -> Any:
     for name, found in losses.items():
         worst = found[-1]["loss"]
         label = name if worst <= highest + room else f"{name} (at the end {worst:.2f})"
-        axes.plot(places, [entry["loss"] for entry in found], "o-", color=colours[name], markersize=4, label=label)
+        axes.plot(
+            places,
+            [entry["loss"] for entry in found],
+            "o-",
+            color=colours.get(name, "#88ccee"),
+            markersize=4,
+            label=label,
+        )
     within = sum(entry["last"] <= report["own_length"] for entry in first)
     axes.axvline(within - 0.5, color="#888888", linewidth=0.8, linestyle=":")
     axes.set_xticks(places, [f"{entry['first']:,} to\n{entry['last']:,}" for entry in first])

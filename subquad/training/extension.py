@@ -75,7 +75,7 @@ def scaled_config(config: ExtendConfig) -> tuple[Path, PreTrainedConfig, PreTrai
     own = extension.own_length(original)
     if config.attention != "full":
         with torch.device("meta"):
-            _attend(_empty(original), config)
+            attend(_empty(original), config)
     elif config.options:
         raise ValueError(f"attention=full has no options, got {sorted(config.options)}")
     if config.control and config.batch.size * config.length % own:
@@ -93,7 +93,7 @@ def _empty(config: PreTrainedConfig) -> PreTrainedModel:
     return model
 
 
-def _attend(model: PreTrainedModel, config: ExtendConfig) -> None:
+def attend(model: PreTrainedModel, config: ExtendConfig) -> None:
     """Let the model attend as the configuration says."""
     options = dict(config.options)
     if config.attention == "shifted":
@@ -166,7 +166,7 @@ def _task(
     def make_model() -> PeftModel:
         model = extension.load_original(folder, scaled)
         model.extended_config = extended_config(scaled, config)  # type: ignore[assignment]
-        _attend(model, config)
+        attend(model, config)
         model.config.use_cache = False
         if config.run.activation_checkpointing:
             model.gradient_checkpointing_enable({"use_reentrant": False})
@@ -201,7 +201,7 @@ def extended_config(scaled: PreTrainedConfig, config: ExtendConfig) -> PreTraine
         return scaled
     with torch.device("meta"):
         model = _empty(scaled)
-        _attend(model, config)
+        attend(model, config)
     kept: PreTrainedConfig = model.config
     return kept
 

@@ -26,6 +26,7 @@ from subquad.training.extend_config import ExtendConfig
 pytestmark = pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing` is deprecated:FutureWarning")
 ROOT = Path(__file__).resolve().parents[2]
 OWN, LENGTH = 16, 64
+KEPT_AND_FULL = ("extended", "extended, full attention")
 QUICK = ("--tokens", "24", "--long", "0", "--contexts", "[]")
 
 
@@ -64,7 +65,9 @@ def test_one_command_leaves_an_adapter_a_report_and_a_picture(home, capsys):
         "loss_by_position.png", "README.md", "tokenizer.json", "control", "metrics.jsonl",
     }  # fmt: skip
     report = json.loads((folder / "report.json").read_text())
-    assert list(report["loss"]) == ["original", "scaled, untrained", "control", "extended"]
+    assert list(report["loss"]) == [
+        "original", "scaled, untrained", "control", "extended", "extended, shifted attention",
+    ]  # fmt: skip
     ranges = [(entry["first"], entry["last"]) for entry in report["loss"]["extended"]]
     assert ranges == [(1, 8), (9, 16), (17, 32), (33, 64)]
     assert [entry["predictions"] for entry in report["loss"]["extended"]] == [64, 64, 128, 256]
@@ -127,6 +130,9 @@ def test_the_attention_of_the_training_can_be_kept(home):
     assert extend.run(command(home, "kept", *arguments, steps=2)) == 0
     settings = json.loads((home / "kept" / "config.json").read_text())
     assert settings["subquad"] == {"attention": "llp", "options": {"segment": 8}}
+    losses = json.loads((home / "kept" / "report.json").read_text())["loss"]
+    first, *_, last = (abs(a["loss"] - b["loss"]) for a, b in zip(*map(losses.get, KEPT_AND_FULL), strict=True))
+    assert last > 100 * first  # within a segment they are the same, but for rounding
     assert extension.open_extension(home / "kept").config._attn_implementation == "subquad_llp"
     assert lora_command.run(["merge", str(home / "kept"), "--out", str(home / "kept-merged")]) == 0
     assert json.loads((home / "kept-merged" / "config.json").read_text())["subquad"]["attention"] == "llp"
