@@ -27,9 +27,9 @@ def test_a_gap_is_told_with_its_place_and_its_branches():
     said = explain(report(width=8))
     assert said[0] == "The result loses 0.1500 nats a token: perplexity 6.000 became 7.389."
     assert said[1] == (
-        "100% of it stands in ranges of 8 tokens of context or more, where a replaced layer's softmax does not see all: "
-        "what came before reaches a token layer upon layer and through latents alone. In the ranges before them the gap "
-        "is +0.0000 a token."
+        "100% of it stands in ranges of 8 tokens of context or more, where a replaced layer's softmax does not see all:"
+        " what came before reaches a token layer upon layer and through latents alone. In the ranges before them the "
+        "gap is +0.0000 a token."
     )
     assert said[2] == (
         "Switched off, each branch changes the loss by: window +1.5000, latents +0.0040; idle (less than 0.01 nats): "
