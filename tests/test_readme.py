@@ -30,9 +30,7 @@ from subquad.tools.show import PICTURES
 from tests.fuzz.targets import write_llama2c, write_llama2c_tokenizer
 
 ROOT = Path(__file__).resolve().parents[1]
-PAGES = (
-    "README.md", "docs/guide.md", "docs/images.md", "docs/import.md", "docs/lora.md", "docs/lra.md", "docs/transformers.md"
-)  # fmt: skip
+PAGES = ("README.md", *(f"docs/{name}.md" for name in ("guide", "images", "import", "lora", "lra", "transformers")))
 TABLES = ("benchmarks/GPU_TODO.md",)
 BLOCK = re.compile(r"^```(\w+)\n(.*?)^```", re.MULTILINE | re.DOTALL)
 
