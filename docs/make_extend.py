@@ -1,6 +1,6 @@
 """Write the tables and pictures of docs/extend.md again, from the reports of `subquad extend`.
 
-    python docs/make_extend.py runs/stories-shifted runs/stories-llp    # keeps their reports in benchmarks/results
+    python docs/make_extend.py runs/longer-shifted runs/longer-llp    # keeps their reports in benchmarks/results
     python docs/make_extend.py
 
 Only what stands between `<!-- NAME -->` and `<!-- /NAME -->` is replaced.
