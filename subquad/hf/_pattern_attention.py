@@ -5,7 +5,9 @@ Shape letters: B batch, H query heads, G key heads, T queries, S key slots, K ch
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -29,66 +31,55 @@ def attend_over(
 
     Positions count the real tokens of a row; outputs of padding are zeros.
     """
-    k_BGSK, v_BGSK = (x[:, :, : standing.before + q_BHTK.shape[2]] for x in (k_BGSK, v_BGSK))
+    T, S = q_BHTK.shape[2], standing.before + q_BHTK.shape[2]
+    # Of a row with padding, which its real tokens follow here, those out of reach of its first query are not read.
+    drop = max(0, S - T - _reach(parts)) if T < S else 0
+    q_start: int | Tensor = standing.before
+    k_start: int | Tensor = drop
+    mask_BT = back_BT = None
+    real_BS = None if standing.real_BS is None else standing.real_BS.to(q_BHTK.device)
+    if real_BS is not None and T < S:
+        lengths_B = real_BS.sum(-1)
+        q_start, k_start = lengths_B - T, lengths_B - S + drop
+        q_order_BT, k_order_BS = (x.byte().argsort(dim=-1, stable=True) for x in (real_BS[:, S - T :], real_BS))
+        q_BHTK, back_BT = _taken(q_BHTK, q_order_BT), q_order_BT.argsort(dim=-1)
+        k_BGSK, v_BGSK = (_taken(x, k_order_BS[:, drop:]) for x in (k_BGSK, v_BGSK))
+    else:
+        mask_BT = real_BS
+        k_BGSK, v_BGSK = k_BGSK[:, :, drop:S], v_BGSK[:, :, drop:S]
     if len(parts) > 1:
         shared = q_BHTK.shape[1] // k_BGSK.shape[1]
         k_BGSK, v_BGSK = (x.repeat_interleave(shared, 1) for x in (k_BGSK, v_BGSK))
-        heads = [part.heads for part in parts]
-        split = zip(*(x.split(heads, 1) for x in (q_BHTK, k_BGSK, v_BGSK)), parts, strict=True)
-        return torch.cat([_union(q, k, v, part.patterns, standing, scale, dropout_p) for q, k, v, part in split], 1)
-    return _union(q_BHTK, k_BGSK, v_BGSK, parts[0].patterns, standing, scale, dropout_p)
-
-
-def _union(
-    q_BHTK: Tensor,
-    k_BGSK: Tensor,
-    v_BGSK: Tensor,
-    patterns: Sequence[Pattern],
-    standing: Standing,
-    scale: float | None,
-    dropout_p: float,
-) -> Tensor:
-    """Softmax over the union of disjoint patterns."""
-    T, S = q_BHTK.shape[2], k_BGSK.shape[2]
-    real_BS = standing.real_BS
-    q_start: int | Tensor = standing.before
-    k_start: int | Tensor = 0
-    mask_BT = q_order_BT = None
-    if real_BS is not None:
-        real_BS = real_BS.to(q_BHTK.device)
-        if T == S:
-            mask_BT = real_BS
-        else:
-            # Every row's real tokens to the end of its slots: those before them get negative positions.
-            lengths_B = real_BS.sum(-1)
-            q_start, k_start = lengths_B - T, lengths_B - S
-            q_order_BT, k_order_BS = (x.byte().argsort(dim=-1, stable=True) for x in (real_BS[:, S - T :], real_BS))
-            q_BHTK = _taken(q_BHTK, q_order_BT)
-            k_BGSK, v_BGSK = _taken(k_BGSK, k_order_BS), _taken(v_BGSK, k_order_BS)
-    outs, lses = [], []
-    for pattern in patterns:
-        # Fewer queries than keys: those out of reach of the first query are not read.
-        drop = 0 if T == S or pattern.reach is None else max(0, S - T - pattern.reach)
-        out_BHTK, lse_BHT = block_attention(
-            q_BHTK,
-            k_BGSK[:, :, drop:],
-            v_BGSK[:, :, drop:],
-            pattern,
-            q_start=q_start,
-            k_start=k_start + drop,
-            mask=mask_BT,
-            scale=scale,
-            dropout_p=dropout_p,
-            return_lse=True,
-        )
-        outs.append(out_BHTK)
-        lses.append(lse_BHT)
-    out_BHTK = outs[0] if len(outs) == 1 else merge_attention(outs, lses)[0]
-    if q_order_BT is not None and real_BS is not None:
-        back_BT = q_order_BT.argsort(dim=-1)
+    heads = [part.heads for part in parts]
+    places: dict[str, Any] = {
+        "q_start": q_start,
+        "k_start": k_start,
+        "mask": mask_BT,
+        "scale": scale,
+        "dropout_p": dropout_p,
+    }
+    split = [(q_BHTK, k_BGSK, v_BGSK)]
+    if len(parts) > 1:
+        split = list(zip(*(x.split(heads, 1) for x in (q_BHTK, k_BGSK, v_BGSK)), strict=True))
+    outs = [_union(*qkv, part.patterns, **places) for qkv, part in zip(split, parts, strict=True)]
+    out_BHTK = outs[0] if len(outs) == 1 else torch.cat(outs, 1)
+    if back_BT is not None and real_BS is not None:
         out_BHTK = _taken(out_BHTK, back_BT).masked_fill(~real_BS[:, None, S - T :, None], 0.0)
     return out_BHTK
 
 
+def _reach(parts: Sequence[Part]) -> int:
+    """Tokens that a query sees before itself, at most."""
+    reaches = [pattern.reach for part in parts for pattern in part.patterns]
+    return max(sys.maxsize if reach is None else reach for reach in reaches)
+
+
+def _union(q_BHTK: Tensor, k_BGSK: Tensor, v_BGSK: Tensor, patterns: Sequence[Pattern], **places: Any) -> Tensor:
+    """Softmax over the union of disjoint patterns."""
+    parts = [block_attention(q_BHTK, k_BGSK, v_BGSK, pattern, return_lse=True, **places) for pattern in patterns]
+    outs, lses = zip(*parts, strict=True)
+    return outs[0] if len(outs) == 1 else merge_attention(outs, lses)[0]
+
+
 def _taken(x_BHSK: Tensor, order_BS: Tensor) -> Tensor:
-    return x_BHSK.gather(2, order_BS[:, None, :, None].expand_as(x_BHSK))
+    return x_BHSK.gather(2, order_BS[:, None, :, None].expand(*x_BHSK.shape[:2], -1, x_BHSK.shape[3]))
