@@ -17,6 +17,7 @@ BOS = 1
 BOS_TEXT = "<s>"
 _BYTES = 3
 MOST_BYTES = 1 << 26
+LONGEST = 1024
 """Of a file: a vocabulary of 32,000 has 400 kilobytes."""
 
 
@@ -56,6 +57,8 @@ def _read(raw: bytes, path: Path) -> tuple[list[str], list[float]]:
     if len(raw) < 4:
         raise ValueError(f"{path} has {len(raw)} bytes, too few for a tokenizer of llama2.c")
     (longest,) = struct.unpack_from("<i", raw)
+    if longest > LONGEST:  # each is cut at every place when the pairs that make it are looked for
+        raise ValueError(f"{path} says that its longest token has {longest} bytes; at most {LONGEST} are taken")
     tokens: list[str] = []
     scores: list[float] = []
     at = 4

@@ -89,6 +89,7 @@ def damaged(raw: bytes, at: int, value: bytes) -> bytes:
         (lambda raw: damaged(raw, 8, struct.pack("<i", -1)), "token 0, at byte 4, has a length of -1"),
         (lambda raw: damaged(raw, 8, struct.pack("<i", 2**31 - 1)), "has a length of 2147483647"),
         (lambda raw: damaged(raw, 4, struct.pack("<f", float("nan"))), "has the score nan"),
+        (lambda raw: damaged(raw, 0, struct.pack("<i", 1025)), "its longest token has 1025 bytes; at most 1024"),
         (lambda raw: damaged(raw, 12, b"\xff"), "is not UTF-8"),
         (lambda raw: raw.replace(b"<0x41>", b"<0x42>"), "token 68 must be <0x41>"),
     ],

@@ -127,7 +127,7 @@ def test_dropout_is_the_model_s_and_in_training_alone():
     model, x_BT = stock("llama", "window", attention_dropout=0.5), tokens(1, 9)
     quiet = model(x_BT).logits
     assert_exact(model(x_BT).logits, quiet)
-    assert (model.train()(x_BT).logits - quiet).abs().max() > 1e-3
+    assert not torch.equal(model.train()(x_BT).logits, quiet)
 
 
 def test_activation_checkpointing_changes_no_gradient():
@@ -194,7 +194,7 @@ def test_none_gives_the_model_s_own_attention_back(tmp_path):
     own = model(x_BT).logits
     hf.set_attention(model, "llp", segment=4)
     hf.set_attention(model, "window", width=3)
-    assert (model(x_BT).logits - own).abs().max() > 1e-3
+    assert not torch.equal(model(x_BT).logits, own)
     hf.set_attention(model, None)
     assert model.config._attn_implementation == "eager"
     assert_exact(model(x_BT).logits, own)
