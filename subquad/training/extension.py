@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import dataclasses
 import logging
 from pathlib import Path
@@ -89,7 +90,7 @@ def scaled_config(config: ExtendConfig) -> tuple[Path, PreTrainedConfig, PreTrai
 def _empty(config: PreTrainedConfig) -> PreTrainedModel:
     from transformers import AutoModelForCausalLM
 
-    model: PreTrainedModel = AutoModelForCausalLM.from_config(config)
+    model: PreTrainedModel = AutoModelForCausalLM.from_config(copy.deepcopy(config))  # attending is written into it
     return model
 
 

@@ -22,6 +22,7 @@ from subquad.tools import audit, extend
 from subquad.tools import lora as lora_command
 from subquad.tools.arguments import data_is_a_path
 from subquad.training.extend_config import ExtendConfig
+from subquad.training.extension import extended_config, scaled_config
 
 pytestmark = pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing` is deprecated:FutureWarning")
 ROOT = Path(__file__).resolve().parents[2]
@@ -81,6 +82,16 @@ def test_one_command_leaves_an_adapter_a_report_and_a_picture(home, capsys):
     assert "PeftModel.from_pretrained(original" in (folder / "README.md").read_text()
     assert AutoConfig.from_pretrained(folder).rope_parameters["factor"] == LENGTH / OWN
     assert not hasattr(AutoConfig.from_pretrained(folder), "subquad")
+    assert not hasattr(AutoConfig.from_pretrained(folder / "control"), "subquad")
+
+
+def test_original_and_control_attend_in_full_whatever_trains(home):
+    config = ExtendConfig(
+        model=str(home / "model"), length=LENGTH, attention="llp", options={"segment": 8}, keep_attention=True
+    )
+    _, original, scaled = scaled_config(config)
+    assert vars(extended_config(scaled, config))["subquad"] == {"attention": "llp", "options": {"segment": 8}}
+    assert "subquad" not in {**vars(original), **vars(scaled)}
 
 
 def test_the_merged_folder_is_a_plain_model_with_the_adapters_logits(home, capsys):
