@@ -10,7 +10,7 @@ from subquad.attention import mechanism
 REACH = {"latte_macchiato": "width", "llp": "segment", "window": "width"}
 """The option that says how many tokens a replaced layer sees by softmax."""
 IDLE = 0.01
-"""Nats a token: a branch without which the loss rises by less carries nothing worth having."""
+"""Nats a token: a branch without which the loss changes by less carries nothing worth having."""
 Report = Mapping[str, Any]
 
 
@@ -40,23 +40,32 @@ def softmax_reach(report: Report) -> int | None:
 
 def _beyond(report: Report, reach: int) -> str:
     parts = report["gap"]["by_position"]
-    total = sum(part["tokens"] * part["gap"] for part in parts)
-    far = sum(part["tokens"] * part["gap"] for part in parts if part["start"] >= reach)
-    near = sum(part["tokens"] for part in parts if part["start"] < reach)
+    far = _mean([part for part in parts if part["start"] >= reach])
+    near = _mean([part for part in parts if part["start"] < reach])
     ways = ["layer upon layer"]
     ways += ["through latents"] if report["attention"] == "latte_macchiato" else []
     ways += ["through the kept layers"] if report["layers"]["kept"] else []
-    return (
-        f"{far / total:.0%} of it stands in ranges of {reach} tokens of context or more, where a replaced layer's "
-        f"softmax does not see all: what came before reaches a token {' and '.join(ways)} alone. In the ranges before "
-        f"them the gap is {(total - far) / near:+.4f} a token."
+    if far is None:
+        return f"No range has {reach} tokens of context or more: a replaced layer's softmax sees nearly all there is."
+    said = (
+        f"In ranges of {reach} tokens of context or more, where a replaced layer's softmax does not see all and what "
+        f"came before reaches a token {' and '.join(ways)} alone, the gap is {far:+.4f} a token"
     )
+    return f"{said}." if near is None else f"{said}; in the ranges before them it is {near:+.4f}."
+
+
+def _mean(parts: list[Mapping[str, Any]]) -> float | None:
+    """The gap a token over these ranges; None where there is none."""
+    tokens: int = sum(part["tokens"] for part in parts)
+    return sum(part["tokens"] * part["gap"] for part in parts) / tokens if tokens else None
 
 
 def _branches(branches: list[Mapping[str, Any]]) -> str:
     base = branches[0]["loss"]
     rises = sorted(((part["loss"] - base, part["off"]) for part in branches[1:]), reverse=True)
     said = ", ".join(f"{name} {rise:+.4f}" for rise, name in rises)
-    idle = [name for rise, name in rises if rise < IDLE]
+    idle = [name for rise, name in rises if abs(rise) < IDLE]
+    harmful = [name for rise, name in rises if rise <= -IDLE]
     ending = f"; idle (less than {IDLE} nats): {', '.join(idle)}" if idle else "; none is idle"
+    ending += f"; better without: {', '.join(harmful)}" if harmful else ""
     return f"Switched off, each branch changes the loss by: {said}{ending}."

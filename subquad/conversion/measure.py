@@ -54,7 +54,7 @@ def decoding(decoder: Decoder, held_out: np.ndarray, config: ConvertConfig) -> l
     """Bytes of the state and tokens a second after each context that the model has positions for."""
     device, rows = next(decoder.parameters()).device, []
     for context in sorted(config.measure.contexts):
-        if decoder.config.position == "learned" and context + config.measure.repeats > decoder.config.max_positions:
+        if decoder.config.position == "learned" and context + config.measure.repeats >= decoder.config.max_positions:
             continue
         text = torch.from_numpy(np.resize(held_out, context + 1)).to(device)[None]
         state = None
@@ -63,12 +63,21 @@ def decoding(decoder: Decoder, held_out: np.ndarray, config: ConvertConfig) -> l
         assert state is not None
         weighed = state.nbytes
         seconds: list[float] = []
-        while len(seconds) < config.measure.repeats:
+        while len(seconds) <= config.measure.repeats:
+            synchronise(device)
             begin = time.perf_counter()
             state = decoder(text[:, context:], state)[1]
+            synchronise(device)
             seconds.append(time.perf_counter() - begin)
-        rows.append({"context": context, "state_bytes": weighed, "tokens_per_second": 1 / float(np.median(seconds))})
+        median = float(np.median(seconds[1:]))  # the first one is not warm
+        rows.append({"context": context, "state_bytes": weighed, "tokens_per_second": 1 / median})
     return rows
+
+
+def synchronise(device: torch.device) -> None:
+    """Wait for what a GPU still computes."""
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
 
 
 @torch.no_grad()

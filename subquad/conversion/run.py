@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 import json
-import shutil
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -23,6 +22,7 @@ from subquad.conversion.training import Progress, match, tune
 from subquad.hf import SubquadConfig, SubquadForCausalLM
 from subquad.models import Decoder
 from subquad.training.checkpoint import share, write_atomically
+from subquad.training.extend_config import TOKENIZER
 
 REPORT = "report.json"
 FORMAT = 1
@@ -150,9 +150,11 @@ class Conversion:
         """Put the model, its tokenizer and the report at the top of the folder; the configuration comes last."""
         folder = Path(self.config.out)
         stage = self.stages.place("tuned")
-        shutil.copyfile(self.source.folder / "tokenizer.json", folder / "tokenizer.json")
+        kept = [name for name in TOKENIZER if (self.source.folder / name).is_file()]
+        for name in kept:
+            write_atomically(folder / name, (self.source.folder / name).read_bytes())
         write_atomically(folder / REPORT, (json.dumps(report, indent=2) + "\n").encode())
-        names = sorted(path.name for path in stage.iterdir() if path.name != RECORD)
+        names = sorted(path.name for path in stage.iterdir() if path.name not in (RECORD, *kept))
         for name in sorted(names, key=lambda name: name == "config.json"):
             write_atomically(folder / name, (stage / name).read_bytes())
         share(folder)

@@ -18,10 +18,31 @@ from subquad.data.token_set import TokenSet
 from subquad.data.tokenizers import separator_id
 
 
-class Text(NamedTuple):
-    """Training and held-out tokens, int64."""
+class Tokens:
+    """The tokens of a shard, read from its file where they are asked for, with the model's own start of a text.
 
-    train: np.ndarray
+    `start` (None: there is none) stands at the beginning and in the place of each `separator`.
+    """
+
+    def __init__(self, stored: np.ndarray, start: int | None, separator: int | None) -> None:
+        self.stored, self.start, self.separator = stored, start, separator
+
+    def __len__(self) -> int:
+        return len(self.stored) + (self.start is not None)
+
+    def part(self, begin: int, stop: int) -> np.ndarray:
+        """Tokens `begin` to `stop - 1`, int64."""
+        if self.start is None:
+            return np.asarray(self.stored[begin:stop], dtype=np.int64)
+        found = np.asarray(self.stored[max(0, begin - 1) : max(0, stop - 1)], dtype=np.int64)
+        found = np.where(found == self.separator, self.start, found)
+        return np.concatenate([[self.start], found]) if begin == 0 < stop else found
+
+
+class Text(NamedTuple):
+    """Training tokens, which stay in their file, and held-out ones, int64."""
+
+    train: Tokens
     held_out: np.ndarray
     fingerprint: str
 
@@ -38,22 +59,21 @@ def read_text(config: DataConfig, folder: str, tokenizer: Tokenizer, start: int 
     for what, shard in (("train", corpus.train), ("held-out", corpus.held_out)):
         if isinstance(shard, TokenSet):
             raise ValueError(f"{config.path!r} is a folder of token shards; a conversion reads text")
-        tokens = np.asarray(shard.tokens, dtype=np.int64)
-        if start is not None:
-            tokens = np.concatenate([[start], np.where(tokens == separator_id(tokenizer), start, tokens)])
+        tokens = Tokens(shard.tokens, start, separator_id(tokenizer))
         if len(tokens) < length + 1:
             raise ValueError(
                 f"the {what} part of {config.path!r} has {len(tokens)} tokens, too few for a window of {length} and "
                 "the token after it; give more text, a larger data.held_out or a shorter batch.length"
             )
         parts.append(tokens)
-    return Text(parts[0], parts[1], corpus.fingerprint)
+    train, held_out = parts
+    return Text(train, held_out.part(0, len(held_out)), corpus.fingerprint)
 
 
 class Batches:
     """Batches `[B, T + 1]` of windows that share a token at their ends, in an order that the seed and the step fix."""
 
-    def __init__(self, tokens: np.ndarray, length: int, size: int, seed: int) -> None:
+    def __init__(self, tokens: Tokens, length: int, size: int, seed: int) -> None:
         self.tokens = tokens
         self.length = length
         self.size = size
@@ -71,4 +91,4 @@ class Batches:
             self.order.set_epoch(epoch)
             self.chosen = self.order.permutation()
         start = int(self.chosen[place]) * self.length
-        return self.tokens[start : start + self.length + 1]
+        return self.tokens.part(start, start + self.length + 1)

@@ -132,15 +132,18 @@ def draw(report: Report, file: Path) -> None:
     for i, stage in enumerate((report["stages"][0], report["stages"][-1])):
         rows, style = stage["decoding"], _draw.Style.number(i)._asdict()
         contexts, label = [row["context"] for row in rows], ("original", "converted")[i]
+        if not rows:
+            continue
         weight.plot(contexts, [row["state_bytes"] / 2**10 for row in rows], label=label, **style)
         speed.plot(contexts, [row["tokens_per_second"] for row in rows], label=label, **style)
-    weight.set(xscale="log", yscale="log", xlabel="tokens of context", ylabel="KiB", title="state for the next token")
-    speed.set(
-        xscale="log", xlabel="tokens of context", ylabel="tokens/s", title="decoding one sequence", ylim=(0, None)
-    )
+    weight.set(xlabel="tokens of context", ylabel="KiB", title="state for the next token")
+    speed.set(xlabel="tokens of context", ylabel="tokens/s", title="decoding one sequence", ylim=(0, None))
     for axis in (weight, speed):
+        if not axis.lines:
+            axis.text(0.5, 0.5, "not measured", ha="center", va="center", transform=axis.transAxes)
+            continue
+        axis.set(xscale="log", yscale="log" if axis is weight else "linear")
         axis.set_xticks(contexts, [f"{context:,}" for context in contexts], fontsize=8)
         axis.minorticks_off()
-    weight.legend(fontsize=8)
-    speed.legend(fontsize=8)
+        axis.legend(fontsize=8)
     _draw.save(figure, file)

@@ -1,6 +1,7 @@
 """`subquad convert` from the command to the folder that it leaves."""
 
 import json
+import shutil
 
 import pytest
 import torch
@@ -10,7 +11,8 @@ from transformers import AutoModelForCausalLM
 from subquad.cli import main
 from subquad.conversion import ConvertConfig, convert, training
 from subquad.conversion.stages import NAMES
-from subquad.testing import assert_exact
+from subquad.hf import SubquadForCausalLM
+from subquad.testing import assert_exact, assert_same_maths
 
 CASES = {
     "llp": ("segment=8", 2),
@@ -96,7 +98,8 @@ def test_the_probability_that_a_window_is_closed_falls_to_zero(flags, monkeypatc
     monkeypatch.setattr(training, "windows_dropped", watched)
     assert main(flags("latte_macchiato", "--match.window_dropout", "0.8", option="width=6")) == 0
     match, tune = seen[:6], seen[6:]
-    assert match == pytest.approx([0.8, 0.64, 0.48, 0.32, 0.16, 0])
+    falls = torch.tensor([0.8, 0.64, 0.48, 0.32, 0.16, 0], dtype=torch.float64)
+    assert_same_maths(torch.tensor(match, dtype=torch.float64), falls)
     assert (tune[0], tune[-1]) == (0.25, 0)
     assert sorted(tune, reverse=True) == tune
 
@@ -144,3 +147,15 @@ def test_convert_is_a_function_too(original, texts, tmp_path):
     maps = {f"model.layers.{i}.attention.{kind}_map" for i in (0, 2) for kind in ("query", "key")}
     shared = {f"model.layers.{i}.attention.{kind}.weight" for i in (0, 2) for kind in ("key", "value")}
     assert changed == maps | shared, "match.train=new trains the maps alone; keys and values are shared out"
+
+
+def test_what_belongs_to_the_tokenizer_goes_along_and_no_contexts_need_be_timed(original, flags, tmp_path, capsys):
+    source = tmp_path / "source"
+    shutil.copytree(original, source)
+    (source / "tokenizer_config.json").write_text('{"eos_token": "a"}')
+    (source / "generation_config.json").write_text('{"eos_token_id": 97, "max_new_tokens": 5}')
+    assert main(flags("llp", "--measure.contexts", "[]", model=source)) == 0
+    assert (tmp_path / "out" / "convert.png").is_file()
+    for name in ("tokenizer.json", "tokenizer_config.json", "generation_config.json"):
+        assert (tmp_path / "out" / name).read_bytes() == (source / name).read_bytes()
+    assert SubquadForCausalLM.from_pretrained(tmp_path / "out").generation_config.max_new_tokens == 5

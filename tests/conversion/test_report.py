@@ -1,9 +1,11 @@
 """Sentences about a gap, made of numbers whose answer is known; ranges of positions."""
 
+import numpy as np
 import pytest
 
 from subquad.conversion.explain import explain, softmax_reach
 from subquad.conversion.measure import _loss
+from subquad.conversion.text import Tokens
 from subquad.evaluation import Evaluation, PositionLoss
 
 BRANCHES = [{"off": name, "loss": loss} for name, loss in (("nothing", 2.0), ("window", 3.5), ("latents", 2.004))]
@@ -27,9 +29,9 @@ def test_a_gap_is_told_with_its_place_and_its_branches():
     said = explain(report(width=8))
     assert said[0] == "The result loses 0.1500 nats a token: perplexity 6.000 became 7.389."
     assert said[1] == (
-        "100% of it stands in ranges of 8 tokens of context or more, where a replaced layer's softmax does not see all:"
-        " what came before reaches a token layer upon layer and through latents alone. In the ranges before them the "
-        "gap is +0.0000 a token."
+        "In ranges of 8 tokens of context or more, where a replaced layer's softmax does not see all and what came "
+        "before reaches a token layer upon layer and through latents alone, the gap is +0.2000 a token; in the ranges "
+        "before them it is +0.0000."
     )
     assert said[2] == (
         "Switched off, each branch changes the loss by: window +1.5000, latents +0.0040; idle (less than 0.01 nats): "
@@ -39,8 +41,19 @@ def test_a_gap_is_told_with_its_place_and_its_branches():
 
 def test_a_half_of_the_gap_within_reach_is_said():
     said = explain(report((0.3, 0.1), "window", kept=[4], width=15))
-    assert said[1].startswith("50% of it stands in ranges of 15 tokens")
-    assert "layer upon layer and through the kept layers alone" in said[1]
+    assert said[1].startswith("In ranges of 15 tokens")
+    assert "layer upon layer and through the kept layers alone, the gap is +0.1000" in said[1]
+    assert said[1].endswith("before them it is +0.3000.")
+
+
+def test_a_reach_before_or_after_all_ranges_is_told_too():
+    assert explain(report(attention="window", width=1))[1].endswith("the gap is +0.1500 a token.")
+    assert explain(report(attention="window", width=99))[1].startswith("No range has 99 tokens of context or more")
+
+
+def test_a_branch_that_harms_is_not_called_idle(monkeypatch):
+    monkeypatch.setitem(BRANCHES[1], "loss", 1.9)
+    assert explain(report())[-1].endswith("idle (less than 0.01 nats): latents; better without: window.")
 
 
 @pytest.mark.parametrize(("attention", "options"), [("linear", {}), ("llp", {"segment": 8})])
@@ -65,3 +78,16 @@ def test_the_last_token_of_a_window_is_no_range_of_its_own():
         {"start": 1, "stop": 2, "tokens": 4, "loss": 3.0},
         {"start": 2, "stop": 5, "tokens": 12, "loss": 3.0},
     ]
+
+
+@pytest.mark.parametrize("start", [None, 9])
+def test_tokens_in_their_file_are_those_of_the_whole_text(start):
+    stored = np.array([3, 0, 5, 6, 0, 7], dtype=np.uint16)
+    whole = stored.astype(np.int64)
+    if start is not None:
+        whole = np.concatenate([[start], np.where(whole == 0, start, whole)])
+    tokens = Tokens(stored, start, 0)
+    assert len(tokens) == len(whole)
+    for begin in range(len(whole)):
+        for stop in range(begin, len(whole) + 1):
+            assert tokens.part(begin, stop).tolist() == whole[begin:stop].tolist()
