@@ -32,6 +32,8 @@ def main() -> None:
         report["original"] = report["model"]  # a folder of whoever measured
         if report["attention"] not in KINDS:
             raise ValueError(f"the page shows {' and '.join(KINDS)}, got attention={report['attention']!r} in {run}")
+        if report.get("resumed"):
+            raise ValueError(f"{run} was gone on with: its times are those of its last start; run it in a new folder")
         result(report["attention"]).write_text(json.dumps(report, indent=1) + "\n", encoding="utf-8")
     for kind in KINDS:
         if result(kind).is_file():

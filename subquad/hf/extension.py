@@ -51,7 +51,7 @@ def _from_hub(name: str) -> Path:
     from huggingface_hub.errors import HFValidationError
 
     try:
-        return Path(snapshot_download(name, allow_patterns=["*.json", "*.safetensors", "tokenizer*"]))
+        return Path(snapshot_download(name, allow_patterns=["*.json", "*.safetensors", "tokenizer*", "*.jinja"]))
     except (OSError, ValueError, HFValidationError) as error:  # no such name, no network
         raise FileNotFoundError(
             f"there is no folder {name}, and the hub gives no model of that name: {error}"

@@ -21,6 +21,8 @@ from subquad.training.extend_config import ExtendConfig
 from subquad.training.extension import attend, scaled_config
 
 if TYPE_CHECKING:
+    import torch
+
     from subquad.training.run import RunResult
 
 REPORT, PICTURE, README = "report.json", "loss_by_position.png", "README.md"
@@ -68,14 +70,21 @@ def _other(adapted: Any, config: ExtendConfig) -> Any:
     return adapted
 
 
-def measure(name: str, load: Callable[[], Any], tokens: Any, plan: PositionPlan) -> Column:
-    """One model's column."""
+def measure(name: str, load: Callable[[], Any], tokens: Any, plan: PositionPlan, device: torch.device) -> Column:
+    """One model's column, measured on `device`."""
     progress = show_progress if sys.stderr.isatty() else None
-    return Column(name, loss_by_position(load(), tokens, plan, progress=progress))
+    return Column(name, loss_by_position(load().to(device), tokens, plan, progress=progress))
 
 
 def make_report(
-    config: ExtendConfig, result: RunResult, plan: PositionPlan, columns: list[Column], seconds: float
+    config: ExtendConfig,
+    result: RunResult,
+    plan: PositionPlan,
+    columns: list[Column],
+    seconds: float,
+    *,
+    device: torch.device,
+    resumed: bool,
 ) -> dict[str, Any]:
     """The numbers of `report.json`; `seconds` are those of the command since it was last started."""
     _, original, scaled = scaled_config(config)
@@ -100,9 +109,8 @@ def make_report(
         "trained_parameters": trains,
         "parameters": every,
         "whole_command_seconds": seconds,
-        "provenance": provenance(
-            "cpu" if config.run.device == "cpu" else result.model.device, ("transformers", "peft")
-        ),
+        "resumed": resumed,
+        "provenance": provenance(device, ("transformers", "peft")),
         "held_out_tokens": plan.tokens,
         "stretches": len(plan.starts),
         "step_between_windows": plan.step,

@@ -16,6 +16,7 @@ from subquad.training.extend_config import ExtendConfig
 
 if TYPE_CHECKING:
     from rich.console import Console
+    from torch import nn
 
     from subquad.data import Corpus
     from subquad.evaluation._positions import PositionPlan
@@ -40,6 +41,7 @@ def run(arguments: Sequence[str]) -> int:
 
     console = Console(stderr=True)
     corpus, plan = prepare_report(config, console)
+    resumed = (Path(config.run.folder) / "config.yaml").is_file() and config.run.resume != "never"
     result = extension.extend(config, console)
     if not result.interrupted and config.control:
         control = extension.train_control(config, console)
@@ -47,7 +49,7 @@ def run(arguments: Sequence[str]) -> int:
             return _stopped(control, config, "the control")
     if result.interrupted:
         return _stopped(result, config, "the extension")
-    _finish(config, result, corpus, plan, begin)
+    _finish(config, result, corpus, plan, begin, resumed=resumed)
     return 0
 
 
@@ -96,15 +98,21 @@ def _stopped(result: RunResult, config: ExtendConfig, what: str) -> int:
     return 130
 
 
-def _finish(config: ExtendConfig, result: RunResult, corpus: Corpus, plan: PositionPlan, begin: float) -> None:
+def _finish(
+    config: ExtendConfig, result: RunResult, corpus: Corpus, plan: PositionPlan, begin: float, *, resumed: bool
+) -> None:
     """Measure, write report.json, the picture and README.md into the run's folder, print."""
     from subquad.tools import _extend_report
 
     columns: list[Column] = []
+    trained: nn.Module = result.model
+    device = result.model.device
+    trained.to("cpu")  # what is measured needs its place
     for name, load in _extend_report.subjects(config).items():
         sys.stderr.write(f"loss by position: {name}\n")
-        columns.append(_extend_report.measure(name, load, corpus.held_out.tokens, plan))
-    report = _extend_report.make_report(config, result, plan, columns, time.perf_counter() - begin)
+        columns.append(_extend_report.measure(name, load, corpus.held_out.tokens, plan, device))
+    seconds = time.perf_counter() - begin
+    report = _extend_report.make_report(config, result, plan, columns, seconds, device=device, resumed=resumed)
     _extend_report.write(report, result.folder)
     _extend_report.show(report)
     folder = shlex.quote(str(result.folder))

@@ -21,7 +21,9 @@ from subquad.testing import assert_exact, assert_same_maths
 from subquad.tools import audit, extend
 from subquad.tools import lora as lora_command
 from subquad.tools.arguments import data_is_a_path
+from subquad.training.errors import StepMemoryError
 from subquad.training.extend_config import ExtendConfig
+from subquad.training.extension import extend as extend_model
 from subquad.training.extension import extended_config, scaled_config
 
 pytestmark = pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing` is deprecated:FutureWarning")
@@ -128,6 +130,13 @@ def test_an_interrupted_run_ends_as_one_that_was_not(home, monkeypatch, capsys):
     assert f"subquad extend --config {home / 'cut' / 'config.yaml'}" in said
     assert not (home / "cut" / "adapter_model.safetensors").is_file()
     assert extend.run(["--config", str(home / "cut" / "config.yaml")]) == 0
+    assert json.loads((home / "cut" / "report.json").read_text())["resumed"]
+    assert not json.loads((home / "whole" / "report.json").read_text())["resumed"]
+    monkeypatch.syspath_prepend(str(ROOT / "docs"))
+    make = importlib.import_module("make_extend")
+    monkeypatch.setattr("sys.argv", ["make_extend.py", str(home / "cut")])
+    with pytest.raises(ValueError, match="was gone on with: its times are those of its last start"):
+        make.main()
     one, other = (load_file(home / name / "adapter_model.safetensors") for name in ("whole", "cut"))
     assert one.keys() == other.keys()
     for name, tensor in one.items():
@@ -321,3 +330,13 @@ def test_the_page_says_what_a_report_says(home, monkeypatch):
     assert f"{report['loss']['extended'][-1]['loss']:.4f}" in text
     far, near = report["summary"]["extended"]["beyond"], report["summary"]["extended"]["within"]
     assert f"{abs(far - near):.4f} nats {'below' if far <= near else 'above'} its loss from 9 to 16" in text
+
+
+def test_a_step_without_memory_is_told_in_the_options_of_an_extension(home, monkeypatch):
+    def fails(*args, **kwargs):
+        raise torch.OutOfMemoryError("out of memory")
+
+    monkeypatch.setattr(LlamaForCausalLM, "forward", fails)
+    config = ExtendConfig.from_file(home / "run" / "config.yaml")
+    with pytest.raises(StepMemoryError, match=r"out of memory in a step of batch\.size=1 windows of 64 tokens"):
+        extend_model(config.replace(run=config.run.replace(folder=str(home / "memory"))))
