@@ -19,8 +19,6 @@ LINES = [
 ]
 
 
-RESULT = ROOT / "benchmarks" / "results" / "convert.json"
-measured = pytest.mark.skipif(not RESULT.is_file(), reason="no results yet: see docs/make_convert.py")
 
 
 @pytest.fixture
@@ -32,7 +30,6 @@ def make(monkeypatch):
     return module
 
 
-@measured
 def test_the_tables_are_those_of_the_results(make):
     assert make.rewritten(PAGE) == PAGE, "write them again: python docs/make_convert.py"
     assert set(re.findall(r"<!-- ([a-z-]+) -->", PAGE)) == set(make.BLOCKS)
@@ -50,7 +47,6 @@ def test_the_texts_are_asked_for_rightly(command):
     generate.make_parser().parse_args(shlex.split(command)[2:])
 
 
-@measured
 def test_the_reports_are_those_of_the_commands(make):
     """What was collected was made by the commands that the page shows."""
     reports = json.loads(make.RESULT.read_text(encoding="utf-8"))
