@@ -19,8 +19,6 @@ LINES = [
 ]
 
 
-
-
 @pytest.fixture
 def make(monkeypatch):
     """docs/make_convert.py as a module."""
