@@ -28,7 +28,7 @@ def test_the_defaults_are_valid_and_survive_a_round_trip(tmp_path):
         ({"attention_dropout": -0.1}, "attention_dropout must be at least 0 and below 1, got -0.1"),
         ({"position": "rotary"}, "unknown position 'rotary'; valid: learned, none, rope, sinusoidal"),
         ({"norm": "rmsnorm"}, "unknown norm 'rmsnorm'; did you mean 'rms'"),
-        ({"feedforward": "relu"}, "unknown feedforward 'relu'; .*valid: bilinear, gelu, swiglu"),
+        ({"feedforward": "relu"}, "unknown feedforward 'relu'; .*valid: bilinear, gelu, gelu_tanh, swiglu"),
         ({"loops": 0}, "loops must be at least 1, got 0"),
         ({"loop_loss": "first"}, "unknown loop_loss 'first'; .*valid: all, last"),
         ({"lookup": 0}, "lookup must be at least 1, or None for no look-up, got 0"),
