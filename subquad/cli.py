@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import faulthandler
 import importlib
 import logging
 import os
@@ -85,6 +86,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def _run(command: str, arguments: list[str], debug: bool) -> int:
+    if sys.__stderr__ is not None and not faulthandler.is_enabled():
+        faulthandler.enable(sys.__stderr__)  # a crash of native code shows where each thread was
     logging.basicConfig(level=logging.WARNING, format="%(levelname)s %(name)s: %(message)s")
     first = os.environ.get("RANK", "0") == "0"  # of several processes one is enough to hear from
     usual = logging.INFO if command in ("train", "extend") and first else logging.WARNING

@@ -6,6 +6,7 @@ import io
 import json
 import re
 import shlex
+import signal
 import subprocess
 import sys
 from pathlib import Path
@@ -349,6 +350,18 @@ def test_an_error_of_the_program_itself_is_not_hidden(monkeypatch):
     monkeypatch.setattr(train_command, "run", broken)
     with pytest.raises(RuntimeError, match="a bug"):
         main(["train"])
+
+
+def test_a_crash_of_native_code_shows_where_it_was():
+    code = (
+        "import os, sys, types; from subquad import cli; "
+        "sys.modules['crash'] = types.SimpleNamespace(run=lambda arguments: os.abort()); "
+        "cli.COMMANDS['list'] = 'crash'; cli.main(['list'])"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=120, check=False)
+    assert done.returncode == -signal.SIGABRT
+    assert "Fatal Python error: Aborted" in done.stderr
+    assert "in _run" in done.stderr
 
 
 def test_an_interruption_has_its_status(monkeypatch, capsys):

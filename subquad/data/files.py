@@ -21,6 +21,10 @@ logger = logging.getLogger(__name__)
 Progress = Callable[[str, int, int], None]
 """Called as (what is being done, units done, units in all)."""
 DAY = 24 * 3600.0
+TOKENIZER_FILES = (
+    "tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", "tokenizer.model", "chat_template.jinja",
+)  # fmt: skip
+"""What may lie beside a model for its tokenizer, and goes along with it from folder to folder."""
 
 
 @contextmanager

@@ -12,11 +12,11 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
-from transformers import AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
+from transformers import MODEL_FOR_CAUSAL_LM_MAPPING, AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
 
 from subquad.hf import lora
 from subquad.hf._lora_base import Base, put_adapter
-from subquad.hf._strict import CONFIG, naming, no_bar, read_config
+from subquad.hf._strict import CONFIG, check_sizes, naming, no_bar, read_config
 from subquad.hf.config import SubquadConfig
 from subquad.hf.interface import register
 
@@ -119,9 +119,15 @@ def scale_positions(config: PreTrainedConfig, length: int, scaling: str) -> PreT
 
 
 def load_original(folder: str | Path, config: PreTrainedConfig) -> PreTrainedModel:
-    """The model in `folder` in float32 with this configuration. Raises `ValueError` where weights are missing."""
+    """The model in `folder` in float32 with this configuration.
+
+    Raises `ValueError` where weights are missing or of other sizes, before a model of any size is made.
+    """
     register()
     with naming(folder), no_bar():
+        kind: Any = MODEL_FOR_CAUSAL_LM_MAPPING.get(type(config), None)
+        if kind is not None:  # else transformers says that it knows no such model, and which it knows
+            check_sizes(kind, Path(folder), copy.deepcopy(config))
         loaded: Any = AutoModelForCausalLM.from_pretrained(
             folder,
             config=copy.deepcopy(config),

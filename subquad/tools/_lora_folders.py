@@ -14,19 +14,19 @@ import torch
 from safetensors import SafetensorError, safe_open
 from transformers.utils.logging import disable_progress_bar
 
+from subquad.data.files import TOKENIZER_FILES
 from subquad.hf import extension, lora
 from subquad.parsing import read_json_mapping
 from subquad.tools._tables import count, print_table, size
 from subquad.training.checkpoint import share
 from subquad.training.config import TrainConfig
-from subquad.training.extend_config import TOKENIZER
+from subquad.training.extend_config import KEPT
 from subquad.training.lora_config import LoraConfig
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
 HEADERS = ("adapter", "base", "rank", "alpha", "layers", "trained", "share", "on disk", "fits")
-KEPT = ("tokenizer.json", "tokenizer_config.json")
 
 
 @dataclass(frozen=True)
@@ -161,7 +161,7 @@ class Merging:
         aside = self.out.with_name(f".merging-{self.out.name}")
         shutil.rmtree(aside, ignore_errors=True)
         self.model.save_pretrained(aside)
-        for name in TOKENIZER if self.extension else KEPT:
+        for name in KEPT if self.extension else TOKENIZER_FILES:
             if (self.home / name).is_file():
                 shutil.copyfile(self.home / name, aside / name)
         settings = self.home / "config.yaml"

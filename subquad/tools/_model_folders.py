@@ -10,9 +10,6 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
-KEPT = ("tokenizer.json", "tokenizer_config.json", "chat_template.jinja")
-"""What goes along with a model from folder to folder."""
-
 
 def check_new(out: str) -> Path:
     """The folder to write; `ValueError` where something is there already."""
@@ -26,16 +23,16 @@ def check_new(out: str) -> Path:
 
 
 def write_model(target: Path, model: PreTrainedModel, texts: Mapping[str, str], kept_from: Path | None) -> None:
-    """The model, the `texts` by their file names, and what `KEPT` names of another folder's files."""
+    """The model, the `texts` by their file names, and the tokenizer's files of another folder."""
     from transformers.utils.logging import disable_progress_bar
 
-    from subquad.data.files import aside
+    from subquad.data.files import TOKENIZER_FILES, aside
     from subquad.training.checkpoint import share
 
     disable_progress_bar()
     with aside(target) as folder:
         model.save_pretrained(folder)
-        for name in KEPT:
+        for name in TOKENIZER_FILES:
             if kept_from is not None and (kept_from / name).is_file():
                 shutil.copyfile(kept_from / name, folder / name)
         for name, text in texts.items():

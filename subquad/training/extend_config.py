@@ -7,15 +7,13 @@ from typing import Any, Literal
 
 from subquad.config import Config
 from subquad.data.config import DataConfig
+from subquad.data.files import TOKENIZER_FILES
 from subquad.training.config import OptimizerConfig, RunConfig
 from subquad.training.schedule import ScheduleConfig, at_least
 
 ATTENTION = ("shifted", "llp", "window", "full")
 """What attends in training; `full` is the model's own."""
-TOKENIZER = (
-    "tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", "tokenizer.model", "chat_template.jinja",
-    "generation_config.json",
-)  # fmt: skip
+KEPT = (*TOKENIZER_FILES, "generation_config.json")
 """The files of a model's folder that an extension takes over as they are."""
 
 

@@ -19,7 +19,7 @@ from subquad.models.config import DecoderConfig
 from subquad.training._task import Task, preparing, spread
 from subquad.training.config import BatchConfig, TrainConfig
 from subquad.training.errors import StepMemoryError
-from subquad.training.extend_config import ATTENTION, TOKENIZER, ExtendConfig
+from subquad.training.extend_config import ATTENTION, KEPT, ExtendConfig
 from subquad.training.lora import LoraTrainer
 from subquad.training.run import RunResult, train
 
@@ -177,7 +177,7 @@ def _task(
         return adapted
 
     trained = {name: getattr(config, name) for name in ("length", "rope", "attention", "options")}
-    kept = {name: (folder / name).read_bytes() for name in TOKENIZER if (folder / name).is_file()}
+    kept = {name: (folder / name).read_bytes() for name in KEPT if (folder / name).is_file()}
     return Task(
         config=values,
         data=corpus,

@@ -15,6 +15,7 @@ from transformers import (
     LlamaForCausalLM,
     Qwen3Config,
     Qwen3ForCausalLM,
+    T5Config,
 )
 
 from subquad.hf import SubquadConfig, SubquadForCausalLM, extension, lora
@@ -158,12 +159,17 @@ def test_folders_without_a_model_of_transformers_are_refused(tmp_path):
         extension.open_extension(tmp_path / "base")
 
 
-def test_weights_that_are_missing_are_an_error(tmp_path):
+def test_weights_that_do_not_fit_are_an_error(tmp_path):
     base = save("llama", tmp_path / "base")
     config = AutoConfig.from_pretrained(base)
     config.num_hidden_layers = 3
     with pytest.raises(ValueError, match=r"weights are missing: model\.layers\.2"):
         extension.load_original(base, config)
+    config.vocab_size = 10**9
+    with pytest.raises(ValueError, match=r"weights do not fit .*: model\.embed_tokens\.weight has shape"):
+        extension.load_original(base, config)
+    with pytest.raises(ValueError, match="Unrecognized configuration class"):
+        extension.load_original(base, T5Config())
     with pytest.raises(ValueError, match="Linear has no linear layer in what is called attention"):
         extension.projections(torch.nn.Linear(2, 2))
 

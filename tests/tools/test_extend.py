@@ -44,6 +44,7 @@ def home(tmp_path_factory):
     )
     LlamaForCausalLM(config).save_pretrained(home / "model")
     bytes_tokenizer().save(str(home / "model" / "tokenizer.json"))
+    (home / "model" / "chat_template.jinja").write_text("{{ messages }}")
     (home / "text.txt").write_text("".join(f"{i} and {i * i}.\n" for i in range(900)))
     assert extend.run(command(home, "run", "--control", "true")) == 0
     return home
@@ -101,7 +102,8 @@ def test_the_merged_folder_is_a_plain_model_with_the_adapters_logits(home, capsy
     assert f"subquad audit {home / 'merged'}" in capsys.readouterr().out
     merged = AutoModelForCausalLM.from_pretrained(home / "merged")
     assert merged.config.max_position_embeddings == LENGTH
-    assert (home / "merged" / "tokenizer.json").is_file()
+    for name in ("tokenizer.json", "chat_template.jinja"):
+        assert (home / "merged" / name).read_bytes() == (home / "model" / name).read_bytes()
     original = AutoModelForCausalLM.from_pretrained(home / "model", config=AutoConfig.from_pretrained(home / "run"))
     adapted = PeftModel.from_pretrained(original, home / "run").merge_and_unload()
     tokens = torch.arange(LENGTH)[None]

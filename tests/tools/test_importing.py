@@ -12,6 +12,7 @@ from safetensors.torch import load_file
 
 from subquad.cli import main
 from subquad.data import load_tokenizer
+from subquad.data.files import TOKENIZER_FILES
 from subquad.testing import assert_exact
 from tests.fuzz.targets import write_llama2c, write_llama2c_tokenizer
 
@@ -27,7 +28,9 @@ def llama(tmp_path: Path) -> Path:
     transformers.LlamaForCausalLM(transformers.LlamaConfig(**SMALL, **HEADS)).save_pretrained(folder)
     load_tokenizer("bytes").save(str(folder / "tokenizer.json"))
     (folder / "tokenizer_config.json").write_text(json.dumps({"eos_token": "a"}))
+    (folder / "special_tokens_map.json").write_text("{}")
     (folder / "chat_template.jinja").write_text("{{ messages }}")
+    (folder / "tokenizer.model").write_text("pieces")
     return folder
 
 
@@ -62,7 +65,7 @@ def test_a_folder_of_transformers_comes_in_and_goes_out_again(
     assert before.keys() == after.keys()
     for name, tensor in before.items():
         assert_exact(after[name], tensor, name)
-    for name in ("tokenizer.json", "tokenizer_config.json", "chat_template.jinja"):
+    for name in TOKENIZER_FILES:
         assert json_or_text(back / name) == json_or_text(llama / name)
 
 

@@ -1,5 +1,6 @@
 """Several processes of one training run as forks of this one, so that what a run imports is imported once."""
 
+import faulthandler
 import gc
 import json
 import os
@@ -45,6 +46,7 @@ def _child(rank: int, world: int, port: int, work: Callable[[int], None]) -> Non
     names = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": world, "LOCAL_WORLD_SIZE": world, "MASTER_PORT": port}
     os.environ.update({name: str(value) for name, value in names.items()}, MASTER_ADDR="127.0.0.1")
     status = 1
+    faulthandler.enable()  # a crash of native code says where each thread was
     try:
         work(rank)
         leave()
