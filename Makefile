@@ -11,7 +11,8 @@ DEVICE ?= cuda
 VENV := .venv
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
-PYTEST := $(BIN)/python -m pytest -n $(JOBS)
+# Each process keeps to its files, or both would make what the tests of a file share.
+PYTEST := $(BIN)/python -m pytest -n $(JOBS) --dist worksteal
 
 .DEFAULT_GOAL := help
 .PHONY: help install run test test-long smoke gpu peers lint check wheel-check clean

@@ -11,7 +11,7 @@ from subquad.cli import main
 from subquad.models.stacks import STACKS
 from subquad.training.progress import read_metrics
 
-STEPS = 50
+STEPS = 30
 SMALL = {
     "bigbird": {"block": 8, "num_global": 1, "num_random": 1},
     "dilated": {"width": 8, "dilation": 2},

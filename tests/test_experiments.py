@@ -82,13 +82,30 @@ def test_the_commands_of_a_page_are_accepted(name: str) -> None:
         recipe_of(name).scale(chosen.scale)
 
 
-@pytest.mark.parametrize("name", [name for name in NAMES if recipe_of(name).kind == "train"])
+TRAINED = [name for name in NAMES if recipe_of(name).kind == "train"]
+
+
+@pytest.mark.parametrize("name", TRAINED)
 def test_the_settings_of_every_scale_are_training_runs(name: str) -> None:
     for scale in recipe_of(name).scales:
         for unit in planned(name, scale):
             if unit.seed == 0:
                 check(train_config(unit))
-                budget_steps(unit)
+
+
+@pytest.mark.parametrize(
+    ("name", "scale"),
+    [
+        pytest.param(name, scale, marks=() if scale in ("smoke", "cpu") else pytest.mark.slow)
+        for name in TRAINED
+        for scale in recipe_of(name).scales
+    ],
+)
+def test_every_budget_has_its_steps(name: str, scale: str) -> None:
+    for unit in planned(name, scale):
+        if unit.seed == 0:
+            assert set(budget_steps(unit)) == set(unit.budgets)
+            assert min(budget_steps(unit).values()) > 1
 
 
 @pytest.mark.parametrize("name", NAMES)

@@ -95,6 +95,7 @@ class Parser(jsonargparse.ArgumentParser):
 
     def parse_args(self, args: Sequence[str] | None = None, *rest: Any, **named: Any) -> Any:  # type: ignore[override]
         """As argparse does; a flag may be written with dashes where its name has underscores."""
+        self.files, self.reading = [], None
         return super().parse_args(None if args is None else [self._named(text) for text in args], *rest, **named)
 
     def _named(self, text: str) -> str:

@@ -276,32 +276,23 @@ KINDS: dict[str, tuple[int, dict[str, Any]]] = {
 """How many processes train, and what they share."""
 
 
-def of_kind(kind: str, *, slow: bool = False) -> tuple[str, ...]:
-    """The models whose curves are compared: four processes train each mechanism in the slow tests, else all in one."""
-    return ("mixed",) if KINDS[kind][0] == 4 and not slow else MECHANISMS
-
-
-def in_all_ways(folder: Path, kinds: list[str], *, slow: bool) -> list[list[int]]:
-    """Fifty steps of each model, alone and in these ways by several processes; their exit statuses."""
-    ways: list[tuple[str, int, dict[str, Any], tuple[str, ...]]] = [
-        ("one", 1, {}, MECHANISMS if slow else (*MECHANISMS, "mixed"))
-    ]
-    ways += [(kind, *KINDS[kind], of_kind(kind, slow=slow)) for kind in kinds]
+def in_all_ways(folder: Path, names: tuple[str, ...]) -> list[list[int]]:
+    """Fifty steps of each model, alone and in every way by several processes; their exit statuses."""
+    ways: dict[str, tuple[int, dict[str, Any]]] = {"one": (1, {}), **KINDS}
     return [
-        fork(world, lambda _, k=kind, c=c, n=names: of_mechanisms(folder, k, 50, EVALUATED | c, n), seconds=900)
-        for kind, world, c, names in ways
+        fork(world, lambda _, k=kind, c=c: of_mechanisms(folder, k, 50, EVALUATED | c, names), seconds=900)
+        for kind, (world, c) in ways.items()
     ]
 
 
 def more_curves(folder: Path) -> None:
-    """Each mechanism by itself, by four processes."""
-    kinds = [kind for kind, (world, _) in KINDS.items() if world == 4]
-    tell(folder, "curves", in_all_ways(folder, kinds, slow=True))
+    """Each mechanism by itself."""
+    tell(folder, "curves", in_all_ways(folder, MECHANISMS))
 
 
 def curves(folder: Path) -> None:
-    """Each mechanism alone and by two processes, one model of all of them by four, and other models."""
-    statuses = in_all_ways(folder, list(KINDS), slow=False)
+    """One model with a layer of each mechanism, and other models."""
+    statuses = in_all_ways(folder, ("mixed",))
 
     def stacks(kind: str, changes: dict[str, Any]) -> Callable[[int], None]:
         return lambda rank: of_stacks(folder, kind, changes)
