@@ -274,11 +274,13 @@ KINDS: dict[str, tuple[int, dict[str, Any]]] = {
     "context 2 x 2 fsdp": (4, {"parallel.context": 2, "batch.size": 2, "parallel.shard": True}),
 }
 """How many processes train, and what they share."""
+QUICK = tuple(kind for kind in KINDS if kind not in ("fsdp 4", "context 2 x 2"))
+"""What is not in a slow test: of four processes that share out weights, those that share windows too."""
 
 
-def in_all_ways(folder: Path, names: tuple[str, ...]) -> list[list[int]]:
-    """Fifty steps of each model, alone and in every way by several processes; their exit statuses."""
-    ways: dict[str, tuple[int, dict[str, Any]]] = {"one": (1, {}), **KINDS}
+def in_all_ways(folder: Path, kinds: Iterable[str], names: tuple[str, ...]) -> list[list[int]]:
+    """Fifty steps of each model, alone and in these ways by several processes; their exit statuses."""
+    ways: dict[str, tuple[int, dict[str, Any]]] = {"one": (1, {}), **{kind: KINDS[kind] for kind in kinds}}
     return [
         fork(world, lambda _, k=kind, c=c: of_mechanisms(folder, k, 50, EVALUATED | c, names), seconds=900)
         for kind, (world, c) in ways.items()
@@ -287,12 +289,12 @@ def in_all_ways(folder: Path, names: tuple[str, ...]) -> list[list[int]]:
 
 def more_curves(folder: Path) -> None:
     """Each mechanism by itself."""
-    tell(folder, "curves", in_all_ways(folder, MECHANISMS))
+    tell(folder, "curves", in_all_ways(folder, KINDS, MECHANISMS))
 
 
 def curves(folder: Path) -> None:
     """One model with a layer of each mechanism, and other models."""
-    statuses = in_all_ways(folder, ("mixed",))
+    statuses = in_all_ways(folder, QUICK, ("mixed",))
 
     def stacks(kind: str, changes: dict[str, Any]) -> Callable[[int], None]:
         return lambda rank: of_stacks(folder, kind, changes)
