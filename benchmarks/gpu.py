@@ -131,7 +131,8 @@ def _start(step: str, arguments: argparse.Namespace, site: Path | None, limit: f
     places = [str(ROOT), *([str(site)] if site else []), *filter(None, [environment.get("PYTHONPATH")])]
     environment["PYTHONPATH"] = os.pathsep.join(places)
     environment |= QUIET
-    environment.pop("TRITON_INTERPRET", None)
+    for own in ("TRITON_INTERPRET", "PYTEST_ADDOPTS"):  # the second may name what only another pytest knows
+        environment.pop(own, None)
     if arguments.device == "cpu":
         environment["TRITON_INTERPRET"] = "1"
     command = [sys.executable, str(Path(__file__)), "--step", step, "--device", arguments.device]

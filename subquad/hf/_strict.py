@@ -66,7 +66,7 @@ def naming(place: object) -> Iterator[None]:
     except Exception as error:
         if isinstance(error, ValueError) and str(place) in str(error):
             raise
-        raise ValueError(f"{place} holds no model that can be read: {error}") from error
+        raise ValueError(f"{place} cannot be read as a model: {error}") from error
 
 
 def _check_counts(values: dict[str, Any], most: int) -> None:

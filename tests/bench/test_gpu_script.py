@@ -74,7 +74,7 @@ def run(command):
 @pytest.mark.slow
 def test_a_dry_run_runs_everything(tmp_path):
     out = tmp_path / "out"
-    environment = {**os.environ, "OMP_NUM_THREADS": "1", "OUT": str(out)}
+    environment = {**os.environ, "OMP_NUM_THREADS": "1", "OUT": str(out), "PYTEST_ADDOPTS": "--no-such-option"}
     command = [sys.executable, str(SCRIPT), "--device", "cpu", "--dry-run", "--folder", str(tmp_path)]
     done = subprocess.run(command, capture_output=True, text=True, timeout=DRY_RUN_SECONDS, cwd=ROOT, env=environment)
     assert done.returncode == 0, done.stdout + done.stderr

@@ -408,9 +408,9 @@ def folder(tmp_path_factory):
         ({"num_labels": 10**9}, "num_labels=1000000000 is more than its weights have place for"),
         ({"vocab_size": 10**9}, r"has shape \[16, 8\], the configuration asks for \[1000000000, 8\]"),
         ({"lookup": 10**9}, r"would have .* numbers, all weights have"),
-        ({"dim": 10**15}, "holds no model that can be read"),
-        ({"dtype": 5}, "holds no model that can be read"),
-        ({"options": {"a": [[]]}}, "holds no model that can be read"),
+        ({"dim": 10**15}, "cannot be read as a model"),
+        ({"dtype": 5}, "cannot be read as a model"),
+        ({"options": {"a": [[]]}}, "cannot be read as a model"),
         ({"subquad_version": 99}, "has subquad_version 99; this release reads version 1"),
     ],
 )
@@ -441,7 +441,7 @@ def test_a_folder_that_brings_code_is_not_asked_about(folder, tmp_path, monkeypa
     values = {"model_type": "evil", "auto_map": {"AutoConfig": "evil.Config", "AutoModelForCausalLM": "evil.Model"}}
     (tmp_path / "config.json").write_text(json.dumps(values))
     monkeypatch.setattr("builtins.input", lambda *_: "y")
-    with pytest.raises(ValueError, match="holds no model that can be read: its configuration names code of its own"):
+    with pytest.raises(ValueError, match="cannot be read as a model: its configuration names code of its own"):
         load(str(tmp_path))
 
 
