@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 from subquad.models.stacks import STACKS
 from subquad.training.config import TrainConfig
 from subquad.training.errors import LostProcessError
+from subquad.training.meeting import meet
 from subquad.training.parallel_config import ParallelConfig
 
 if TYPE_CHECKING:
@@ -183,6 +184,7 @@ def join(parallel: ParallelConfig, *, cpu: bool) -> Processes:
             torch.cuda.set_device(int(os.environ.get("LOCAL_RANK", "0")))
         limit = timedelta(seconds=parallel.timeout)
         store, rank, world = next(distributed.rendezvous("env://", timeout=limit))
+        store = meet(store, rank, world, parallel.timeout)
         # NCCL moves tensors of a GPU alone; what is said between processes are bytes on the CPU.
         backend = "gloo" if cpu else "cpu:gloo,cuda:nccl"
         distributed.init_process_group(backend, store=store, rank=rank, world_size=world, timeout=limit)

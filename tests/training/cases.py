@@ -16,6 +16,8 @@ from torch import Tensor
 from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_hook
 from torch.nn.parallel import DistributedDataParallel
 
+from subquad.training.parallel_config import ParallelConfig
+from subquad.training.processes import join
 from subquad.training.run import train
 from subquad.training.trainer import SubquadTrainer
 from tests.training.forks import fork, make_config, tell, train_in
@@ -259,8 +261,26 @@ def quick(folder: Path) -> None:
     statuses = [fork(1, alone), fork(2, together)]
     tell(folder, "quick", statuses)
     resharding(folder)
+    restarted(folder)
     for how in ("dies", "hangs"):
         fork(3, lambda rank, how=how: lost(folder, rank, how), seconds=60)
+
+
+def restarted(folder: Path) -> None:
+    """Two processes meet twice at the store of one torchrun, which is what it holds over a restart."""
+    server = torch.distributed.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+
+    def attempt(number: int) -> Callable[[int], None]:
+        def work(rank: int) -> None:
+            os.environ.update(MASTER_PORT=str(server.port), TORCHELASTIC_USE_AGENT_STORE="True")
+            if rank == number:  # each is the late one once, with what it has said before still in the store
+                time.sleep(0.5)
+            processes = join(ParallelConfig(timeout=10.0), cpu=True)
+            tell(folder, f"restarted {number} {rank}", processes.by_the_first(lambda: number))
+
+        return work
+
+    tell(folder, "restarted", [fork(2, attempt(number), seconds=60) for number in (2, 1, 0)])
 
 
 KINDS: dict[str, tuple[int, dict[str, Any]]] = {

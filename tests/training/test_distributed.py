@@ -178,6 +178,12 @@ def test_a_process_that_is_lost_is_named_by_the_others(quick: Path, how: str) ->
     assert told(quick, f"{how} 2").startswith("LostProcessError: ")
 
 
+def test_processes_that_are_started_again_meet_at_the_store_of_before(quick: Path) -> None:
+    assert told(quick, "restarted") == [[0, 0]] * 3, (quick / "stderr").read_text()
+    for number in range(3):
+        assert [told(quick, f"restarted {number} {rank}") for rank in range(2)] == [number] * 2
+
+
 @pytest.fixture(scope="module")
 def curves(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Fifty steps of a model with a layer of each mechanism in several ways."""
