@@ -24,7 +24,7 @@ def explain(report: Report) -> list[str]:
         f"{last['perplexity']:.3f}."
     ]
     reach = softmax_reach(report)
-    if reach is not None and gap > 0:
+    if reach is not None and (gap > 0 or all(part["start"] < reach for part in report["gap"]["by_position"])):
         said.append(_beyond(report, reach))
     return [*said, _branches(last["branches"])]
 

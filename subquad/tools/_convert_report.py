@@ -95,7 +95,8 @@ def _decoding(report: Report) -> tuple[str, list[str], list[list[str]]]:
         for a, b in zip(before, after, strict=True)
     ]
     headers = ["context", "state before", "state after", "tokens/s before", "tokens/s after"]
-    return f"decoding one sequence: {growth(report)}", headers, lines
+    missing = "" if lines else "; nothing was timed: no measure.contexts within the model's positions"
+    return f"decoding one sequence: {growth(report)}{missing}", headers, lines
 
 
 def growth(report: Report) -> str:

@@ -13,6 +13,8 @@ from subquad.training.schedule import ScheduleConfig, at_least
 
 ATTENTION = ("shifted", "llp", "window", "full")
 """What attends in training; `full` is the model's own."""
+SPANS = {"shifted": "group", "llp": "segment", "window": "width"}
+"""The option of each that says how many tokens attend to each other: a quarter of the length where it is not given."""
 KEPT = (*TOKENIZER_FILES, "generation_config.json")
 """The files of a model's folder that an extension takes over as they are."""
 
@@ -89,7 +91,8 @@ class ExtendConfig(Config):
     attention: str = "shifted"
     """What attends in training: shifted (LongLoRA's S2, without its leak), llp, window, or full (the model's own)."""
     options: dict[str, Any] = field(default_factory=dict)
-    """Options of that attention (shifted: group, by default a quarter of length)."""
+    """Options of that attention: group of shifted, segment of llp, width of window, each by default a quarter of
+    length."""
     keep_attention: bool = False
     """Whether the extended model keeps attending so; otherwise it attends in full, as the model did."""
     control: bool = False

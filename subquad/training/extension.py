@@ -19,7 +19,7 @@ from subquad.models.config import DecoderConfig
 from subquad.training._task import Task, preparing, spread
 from subquad.training.config import BatchConfig, TrainConfig
 from subquad.training.errors import StepMemoryError
-from subquad.training.extend_config import ATTENTION, KEPT, ExtendConfig
+from subquad.training.extend_config import ATTENTION, KEPT, SPANS, ExtendConfig
 from subquad.training.lora import LoraTrainer
 from subquad.training.run import RunResult, train
 
@@ -96,11 +96,15 @@ def _empty(config: PreTrainedConfig) -> PreTrainedModel:
 
 def attend(model: PreTrainedModel, config: ExtendConfig) -> None:
     """Let the model attend as the configuration says."""
-    options = dict(config.options)
-    if config.attention == "shifted":
-        options.setdefault("group", config.length // 4)
-    if config.attention != "full":
-        set_attention(model, config.attention, **options)
+    if config.attention == "full":
+        return
+    name = SPANS[config.attention]
+    options = {name: max(2, config.length // 8 * 2), **config.options}
+    set_attention(model, config.attention, **options)
+    if options[name] >= config.length:
+        raise ValueError(
+            f"options.{name}={options[name]} must be below length={config.length}: there would be nothing to leave out"
+        )
 
 
 def extend(config: ExtendConfig, console: Console | None = None) -> RunResult:

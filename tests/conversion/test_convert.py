@@ -155,6 +155,7 @@ def test_what_belongs_to_the_tokenizer_goes_along_and_no_contexts_need_be_timed(
     (source / "tokenizer_config.json").write_text('{"eos_token": "a"}')
     (source / "generation_config.json").write_text('{"eos_token_id": 97, "max_new_tokens": 5}')
     assert main(flags("llp", "--measure.contexts", "[]", model=source)) == 0
+    assert "nothing was timed: no measure.contexts" in capsys.readouterr().out
     assert (tmp_path / "out" / "convert.png").is_file()
     for name in ("tokenizer.json", "tokenizer_config.json", "generation_config.json"):
         assert (tmp_path / "out" / name).read_bytes() == (source / name).read_bytes()

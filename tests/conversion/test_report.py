@@ -49,6 +49,9 @@ def test_a_half_of_the_gap_within_reach_is_said():
 def test_a_reach_before_or_after_all_ranges_is_told_too():
     assert explain(report(attention="window", width=1))[1].endswith("the gap is +0.1500 a token.")
     assert explain(report(attention="window", width=99))[1].startswith("No range has 99 tokens of context or more")
+    gained = report((0.0, -0.2), attention="window", width=33)
+    assert explain(gained)[0].startswith("The result gains 0.1500")
+    assert explain(gained)[1].startswith("No range has 33 tokens of context or more")
 
 
 def test_a_branch_that_harms_is_not_called_idle(monkeypatch):

@@ -356,6 +356,14 @@ def test_dynamic_scaling_says_what_differs(caplog: pytest.LogCaptureFixture) -> 
     assert "transformers changes the frequencies with every call longer than 64 tokens" in caplog.text
 
 
+def test_special_tokens_outside_of_the_vocabulary_are_left_out(caplog: pytest.LogCaptureFixture) -> None:
+    model = theirs("llama")
+    model.config.update({"bos_token_id": 60, "eos_token_id": [61, 2], "pad_token_id": -1})
+    ours = from_transformers(model).config
+    assert (ours.bos_token_id, ours.eos_token_id, ours.pad_token_id) == (60, [2], None)
+    assert "eos_token_id=[61, 2] becomes [2]: the vocabulary has 61 tokens" in caplog.text
+
+
 def test_a_folder_without_a_configuration_is_refused(tmp_path: Path) -> None:
     with pytest.raises(FileNotFoundError, match=r"holds no config\.json: it is no folder of transformers"):
         from_transformers(tmp_path)

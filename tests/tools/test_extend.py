@@ -22,7 +22,7 @@ from subquad.tools import audit, extend
 from subquad.tools import lora as lora_command
 from subquad.tools.arguments import data_is_a_path
 from subquad.training.errors import StepMemoryError
-from subquad.training.extend_config import ExtendConfig
+from subquad.training.extend_config import SPANS, ExtendConfig
 from subquad.training.extension import extend as extend_model
 from subquad.training.extension import extended_config, scaled_config
 
@@ -97,6 +97,14 @@ def test_original_and_control_attend_in_full_whatever_trains(home):
     assert "subquad" not in {**vars(original), **vars(scaled)}
 
 
+@pytest.mark.parametrize("length", [17, 30, 64])
+@pytest.mark.parametrize("attention", SPANS)
+def test_a_query_sees_a_quarter_of_the_length_by_default(home, attention, length):
+    config = ExtendConfig(model=str(home / "model"), length=length, attention=attention, keep_attention=True)
+    kept = vars(extended_config(scaled_config(config)[2], config))["subquad"]
+    assert kept == {"attention": attention, "options": {SPANS[attention]: {17: 4, 30: 6, 64: 16}[length]}}
+
+
 def test_the_merged_folder_is_a_plain_model_with_the_adapters_logits(home, capsys):
     assert lora_command.run(["merge", str(home / "run"), "--out", str(home / "merged")]) == 0
     assert f"subquad audit {home / 'merged'}" in capsys.readouterr().out
@@ -168,6 +176,8 @@ def test_the_attention_of_the_training_can_be_kept(home):
         (["--length", "3"], "length must be at least 4, got 3"),
         (["--attention", "shiftd"], "unknown attention 'shiftd'; did you mean 'shifted'"),
         (["--options.segment", "8"], "attention 'shifted' has no option 'segment'"),
+        (["--options.group", "64"], "options.group=64 must be below length=64: there would be nothing to leave out"),
+        (["--attention", "window", "--options.width", "65"], "options.width=65 must be below length=64"),
         (["--attention", "full", "--options.width", "8"], "attention=full has no options, got ['width']"),
         (["--attention", "full", "--keep_attention", "true"], "keep_attention=true has no effect with attention=full"),
         (["--length", "24", "--control", "true"], "batch.size=1 times length=24 must be a multiple of 16"),

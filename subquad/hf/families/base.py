@@ -5,6 +5,7 @@ Shape letters: D model width, H heads, K channels of a head.
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -15,6 +16,8 @@ from transformers import PreTrainedConfig
 
 from subquad.config import suggest
 from subquad.models.config import DecoderConfig
+
+logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
@@ -93,8 +96,19 @@ def require(config: PreTrainedConfig, **wanted: Any) -> None:
 
 
 def token_ids(config: Any) -> dict[str, Any]:
-    """The special tokens, which both configurations name alike."""
-    return {name: getattr(config, name, None) for name in ("bos_token_id", "eos_token_id", "pad_token_id")}
+    """The special tokens, which both configurations name alike, without those that the vocabulary does not have."""
+    names = ("bos_token_id", "eos_token_id", "pad_token_id")
+    return {name: _known(name, getattr(config, name, None), config.vocab_size) for name in names}
+
+
+def _known(name: str, value: Any, vocab_size: int) -> Any:
+    """The value without what no token has: some models keep such a number, of another vocabulary, or -1 for none."""
+    given = value if isinstance(value, list) else [] if value is None else [value]
+    known = [token for token in given if 0 <= token < vocab_size]
+    if len(known) == len(given):
+        return value
+    logger.warning("%s=%s becomes %s: the vocabulary has %s tokens", name, value, known or None, f"{vocab_size:,}")
+    return known or None
 
 
 def activation(config: Any, field: str, kinds: dict[str, str]) -> str:
