@@ -1,6 +1,7 @@
 """What every test run has in common: offline, one thread, reproducible."""
 
 import gc
+import logging
 import os
 import sys
 from pathlib import Path
@@ -43,8 +44,12 @@ def data_folder() -> Path:
 
 @pytest.hookimpl(trylast=True)
 def pytest_runtest_teardown() -> None:
-    """What is imported stays: collections of garbage, of which a training run makes several, then pass it over."""
+    """The level of logging, which each command sets, is put back.
+
+    What is imported stays: collections of garbage, of which a training run makes several, then pass it over.
+    """
     global frozen_modules
+    logging.getLogger("subquad").setLevel(logging.NOTSET)
     if len(sys.modules) > frozen_modules + 100:
         frozen_modules = len(sys.modules)
         gc.collect()
