@@ -46,6 +46,30 @@ class Windows(Dataset[dict[str, Tensor]]):
         return {"input_ids": tokens, "labels": tokens.clone()}
 
 
+class WindowParts(Dataset[dict[str, Tensor]]):
+    """Each of some windows as `parts` shorter ones of `length` tokens: item i is part `i % parts` of window `i // parts`.
+
+    A part begins with the last token of the one before, so that all but the last tokens of a window are predicted as
+    they are there, the first `length` of them with the same context. Raises `ValueError` where a window is too short.
+    """
+
+    def __init__(self, windows: Dataset[dict[str, Tensor]], length: int, parts: int) -> None:
+        size = len(windows[0]["input_ids"])
+        if parts * (length - 1) + 1 > size:
+            raise ValueError(f"windows of {size} tokens can't be cut into {parts} of {length}")
+        self.windows, self.length, self.parts = windows, length, parts
+
+    def __len__(self) -> int:
+        return len(self.windows) * self.parts  # type: ignore[arg-type]
+
+    def __getitem__(self, index: int) -> dict[str, Tensor]:
+        if not 0 <= index < len(self):
+            raise IndexError(f"part {index} is out of range: there are {len(self)}")
+        window, part = divmod(index, self.parts)
+        start = part * (self.length - 1)
+        return {name: tokens[start : start + self.length] for name, tokens in self.windows[window].items()}
+
+
 def count_windows(tokens: int, length: int, stride: int | None = None) -> int:
     """Windows of `length` in so many tokens. Raises `ValueError` for a length and a stride that no window has."""
     if length < 2:

@@ -54,6 +54,8 @@ class Task:
     """What the run's folder keeps, by name."""
     augment: Callable[[dict[str, Tensor]], dict[str, Tensor]] | None = None
     """Change a training batch at random, by torch's random numbers."""
+    together: int = 1
+    """Items that follow one another in the order of a run, from a multiple of this number on."""
     measure: Callable[[EvalPrediction], dict[str, float]] | None = None
     """Numbers beside the loss, from the logits and labels of the periodic evaluation."""
     trainer: type[SubquadTrainer] | None = None

@@ -14,6 +14,7 @@ from subquad.config import digest, suggest
 from subquad.data import Corpus, prepare
 from subquad.data.set_windows import windows_of
 from subquad.data.tokenizers import tokenizer_hash, vocab_size
+from subquad.data.windows import WindowParts
 from subquad.hf import extension, lora, set_attention
 from subquad.models.config import DecoderConfig
 from subquad.training._task import Task, preparing, spread
@@ -79,10 +80,9 @@ def scaled_config(config: ExtendConfig) -> tuple[Path, PreTrainedConfig, PreTrai
             attend(_empty(original), config)
     elif config.options:
         raise ValueError(f"attention=full has no options, got {sorted(config.options)}")
-    if config.control and config.batch.size * config.length % own:
+    if config.control and config.length % own:
         raise ValueError(
-            f"the control needs as many tokens a step in windows of {own}: batch.size={config.batch.size} times "
-            f"length={config.length} must be a multiple of {own}"
+            f"the control reads each window in parts of {own} tokens: length={config.length} must be a multiple of {own}"
         )
     return folder, original, scaled
 
@@ -122,10 +122,11 @@ def extend(config: ExtendConfig, console: Console | None = None) -> RunResult:
 
 
 def train_control(config: ExtendConfig, console: Console | None = None) -> RunResult:
-    """Train the control of `config` in the folder `control` of its run: the same text, tokens a step and steps, at the
-    model's own length and positions, attending in full."""
+    """Train the control of `config` in the folder `control` of its run: the same windows in the same steps, but cut into
+    parts of the model's own length, at its own positions, attending in full."""
     folder, original, _ = scaled_config(config)
     own = extension.own_length(original)
+    parts = config.length // own
     alone = config.replace(
         length=own,
         attention="full",
@@ -133,11 +134,11 @@ def train_control(config: ExtendConfig, console: Console | None = None) -> RunRe
         control=False,
         keep_attention=False,
         run=config.run.replace(folder=str(Path(config.run.folder) / "control")),
-        batch=config.batch.replace(size=config.batch.size * config.length // own),
+        batch=config.batch.replace(size=config.batch.size * parts),
     )
 
     def task(values: TrainConfig, console: Console | None) -> Task:
-        return _task(values, alone, folder, original, console)
+        return _task(values, alone, folder, original, console, parts)
 
     return train(_train_config(alone, folder, own), console=console, prepare=task)
 
@@ -160,12 +161,16 @@ def _task(
     folder: Path,
     scaled: PreTrainedConfig,
     console: Console | None,
+    parts: int = 1,
 ) -> Task:
-    """Read and cut the text; the model is made from the original's weights."""
+    """Read and cut the text; the model is made from the original's weights. Windows are read in so many parts."""
     corpus = preparing(console, "text", lambda progress: prepare(values.data, progress=progress))
     _check_corpus(corpus, values, scaled)
     length = values.batch.length
-    train_windows, held_out = (windows_of(part, length, stride=length - 1) for part in (corpus.train, corpus.held_out))
+    held_out = windows_of(corpus.held_out, length, stride=length - 1)
+    train_windows: Any = windows_of(corpus.train, parts * length, stride=parts * length - 1)
+    if parts > 1:
+        train_windows = WindowParts(train_windows, length, parts)
     record = dataclasses.replace(lora.Base.of(folder), path=config.model)
 
     def make_model() -> PeftModel:
@@ -192,9 +197,10 @@ def _task(
         identity={
             "data": digest([corpus.fingerprint, corpus.train_files, len(corpus.train)]),
             "tokenizer": tokenizer_hash(corpus.tokenizer),
-            "extension": {**trained, "lora": config.lora.to_dict(), "base": record.weights},
+            "extension": {**trained, "parts": parts, "lora": config.lora.to_dict(), "base": record.weights},
         },
         files=kept,
+        together=parts,
         trainer=ExtensionTrainer,
         settings=config,
     )

@@ -13,11 +13,12 @@ class RunOrder(Sampler[int]):
     """The windows of a whole run as one sequence: epoch after epoch, each in its own order, cut to `total`.
 
     The window at a place depends on the seed and the place alone, so skipping the batches already trained is exact,
-    also in the middle of an epoch, and a longer run begins with a shorter one.
+    also in the middle of an epoch, and a longer run begins with a shorter one. With `together = P` the windows P i to
+    P i + P - 1 follow one another wherever i is in the order of `windows / P`.
     """
 
-    def __init__(self, windows: int, seed: int, total: int) -> None:
-        self.windows, self.seed, self.total = windows, seed, total
+    def __init__(self, windows: int, seed: int, total: int, together: int = 1) -> None:
+        self.windows, self.seed, self.total, self.together = windows, seed, total, together
 
     def __len__(self) -> int:
         return self.total
@@ -25,11 +26,12 @@ class RunOrder(Sampler[int]):
     def __iter__(self) -> Iterator[int]:
         left, epoch = self.total, 0
         while left > 0:
-            for index in epoch_order(self.windows, self.seed, epoch):
+            for index in epoch_order(self.windows // self.together, self.seed, epoch):
+                for part in range(min(left, self.together)):
+                    yield int(index) * self.together + part
+                left -= min(left, self.together)
                 if left == 0:
                     return
-                yield int(index)
-                left -= 1
             epoch += 1
 
 

@@ -225,7 +225,7 @@ def _trainer(
         compute_metrics=task.measure,
         callbacks=callbacks,
     )
-    trainer.augment = task.augment
+    trainer.augment, trainer.together = task.augment, task.together
     return trainer, parameters
 
 

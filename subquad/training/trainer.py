@@ -61,6 +61,7 @@ class SubquadTrainer(SavingTrainer, ReadingTrainer):
         self.step_losses: list[Tensor] = []
         self.skipped = Skipped()
         self.augment: Callable[[dict[str, Tensor]], dict[str, Tensor]] | None = None
+        self.together = 1
         self._sharing: Callable[[], AbstractContextManager[Any]] = self.processes.sharing_windows()
         self._held_out = HeldOutBatches(0, 1)
         self._held_out_step = -1
@@ -82,7 +83,7 @@ class SubquadTrainer(SavingTrainer, ReadingTrainer):
         """This process's part of the run's order; Accelerate's own dealing knows nothing of shared windows."""
         batch, processes = self.config.batch, self.processes
         total = self.config.run.steps * batch.size * batch.accumulation * processes.data_ranks
-        order = RunOrder(len(self.train_dataset), self.config.run.seed, total)
+        order = RunOrder(len(self.train_dataset), self.config.run.seed, total, self.together)
         dealt = DealtBatches(order, batch.size, processes.data_rank, processes.data_ranks)
         return self._loader(self.train_dataset, dealt)
 

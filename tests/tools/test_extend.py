@@ -180,7 +180,10 @@ def test_the_attention_of_the_training_can_be_kept(home):
         (["--attention", "window", "--options.width", "65"], "options.width=65 must be below length=64"),
         (["--attention", "full", "--options.width", "8"], "attention=full has no options, got ['width']"),
         (["--attention", "full", "--keep_attention", "true"], "keep_attention=true has no effect with attention=full"),
-        (["--length", "24", "--control", "true"], "batch.size=1 times length=24 must be a multiple of 16"),
+        (
+            ["--length", "24", "--control", "true"],
+            "the control reads each window in parts of 16 tokens: length=24 must be a multiple of 16",
+        ),
         (["--lora.rank", "0"], "lora.rank must be at least 1, got 0"),
         (["--lora.alpha", "0"], "lora.alpha must be at least 1, got 0"),
         (["--lora.dropout", "1"], "lora.dropout must be at least 0 and below 1, got 1"),
