@@ -47,7 +47,7 @@ class Windows(Dataset[dict[str, Tensor]]):
 
 
 class WindowParts(Dataset[dict[str, Tensor]]):
-    """Each of some windows as `parts` shorter ones of `length` tokens: item i is part `i % parts` of window `i // parts`.
+    """Each of some windows as `parts` short ones of `length` tokens; item i is part `i % parts` of window `i // parts`.
 
     A part begins with the last token of the one before, so that all but the last tokens of a window are predicted as
     they are there, the first `length` of them with the same context. Raises `ValueError` where a window is too short.

@@ -96,8 +96,8 @@ class ExtendConfig(Config):
     keep_attention: bool = False
     """Whether the extended model keeps attending so; otherwise it attends in full, as the model did."""
     control: bool = False
-    """Whether to train a second adapter on the same windows in the same steps, cut into parts of the model's own length,
-    and to measure it at length with the same scaling of positions, untrained."""
+    """Whether to train a second adapter on the same windows in the same steps, cut into parts of the model's own
+    length, and to measure it at length with the same scaling of positions, untrained."""
     lora: FactorsConfig = field(default_factory=FactorsConfig)
     """What trains."""
     data: DataConfig = field(default_factory=DataConfig)

@@ -82,7 +82,8 @@ def scaled_config(config: ExtendConfig) -> tuple[Path, PreTrainedConfig, PreTrai
         raise ValueError(f"attention=full has no options, got {sorted(config.options)}")
     if config.control and config.length % own:
         raise ValueError(
-            f"the control reads each window in parts of {own} tokens: length={config.length} must be a multiple of {own}"
+            f"the control reads each window in parts of {own} tokens: length={config.length} must be a multiple of "
+            f"{own}"
         )
     return folder, original, scaled
 
@@ -122,8 +123,8 @@ def extend(config: ExtendConfig, console: Console | None = None) -> RunResult:
 
 
 def train_control(config: ExtendConfig, console: Console | None = None) -> RunResult:
-    """Train the control of `config` in the folder `control` of its run: the same windows in the same steps, but cut into
-    parts of the model's own length, at its own positions, attending in full."""
+    """Train the control of `config` in the folder `control` of its run: the same windows in the same steps, but cut
+    into parts of the model's own length, at its own positions, attending in full."""
     folder, original, _ = scaled_config(config)
     own = extension.own_length(original)
     parts = config.length // own
