@@ -312,7 +312,14 @@ def test_a_type_error_that_is_no_arguments_fault_points_to_debug(monkeypatch, ca
 ])  # fmt: skip
 def test_bad_text_is_one_line(capsys, tmp_path, content, match):
     (tmp_path / "bad.txt").write_bytes(content)
-    arguments = ["--data.path", str(tmp_path / "bad.txt"), "--data.cache", str(tmp_path), "--run.folder", str(tmp_path)]
+    arguments = [
+        "--data.path",
+        str(tmp_path / "bad.txt"),
+        "--data.cache",
+        str(tmp_path),
+        "--run.folder",
+        str(tmp_path / "run"),
+    ]
     assert main(["train", *arguments]) == 1
     captured = capsys.readouterr()
     assert f"{tmp_path / 'bad.txt'} {match}" in captured.err.splitlines()[-1]

@@ -19,10 +19,10 @@ from subquad.conversion.source import Source, fingerprint, load_source
 from subquad.conversion.stages import NAMES, RECORD, Stages
 from subquad.conversion.text import Batches, Text, read_text
 from subquad.conversion.training import Progress, match, tune
+from subquad.data.files import MODEL_FILES
 from subquad.hf import SubquadConfig, SubquadForCausalLM
 from subquad.models import Decoder
 from subquad.training.checkpoint import share, write_atomically
-from subquad.training.extend_config import KEPT
 
 REPORT = "report.json"
 FORMAT = 1
@@ -150,7 +150,7 @@ class Conversion:
         """Put the model, its tokenizer and the report at the top of the folder; the configuration comes last."""
         folder = Path(self.config.out)
         stage = self.stages.place("tuned")
-        kept = [name for name in KEPT if (self.source.folder / name).is_file()]
+        kept = [name for name in MODEL_FILES if (self.source.folder / name).is_file()]
         for name in kept:
             write_atomically(folder / name, (self.source.folder / name).read_bytes())
         write_atomically(folder / REPORT, (json.dumps(report, indent=2) + "\n").encode())

@@ -24,7 +24,9 @@ DAY = 24 * 3600.0
 TOKENIZER_FILES = (
     "tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", "tokenizer.model", "chat_template.jinja",
 )  # fmt: skip
-"""What may lie beside a model for its tokenizer, and goes along with it from folder to folder."""
+"""What may lie beside a model for its tokenizer."""
+MODEL_FILES = (*TOKENIZER_FILES, "generation_config.json")
+"""What goes along with a model from folder to folder, as it is."""
 
 
 @contextmanager

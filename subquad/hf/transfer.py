@@ -10,13 +10,14 @@ import torch
 import transformers
 from huggingface_hub.errors import StrictDataclassError
 from torch import Tensor
-from transformers import AutoConfig, PreTrainedModel
+from transformers import AutoConfig, PreTrainedConfig, PreTrainedModel
 
 from subquad.config import suggest
 from subquad.hf._strict import CONFIG, check_sizes, naming, read_config
 from subquad.hf.config import SubquadConfig
 from subquad.hf.families import FAMILIES, Family
 from subquad.hf.families.base import Move, same, token_ids
+from subquad.hf.interface import wanted_attention
 from subquad.hf.model import SubquadForCausalLM
 from subquad.layers.feedforward import build_feedforward
 from subquad.models.config import DecoderConfig
@@ -29,9 +30,10 @@ def from_transformers(model: PreTrainedModel | str | os.PathLike[str]) -> Subqua
     """Our causal language model with the settings and tensors of one of transformers, and so with its logits.
 
     `model` is a causal language model of the families `llama`, `qwen2`, `qwen3`, `gpt2` or `gpt_neox`, its folder, or
-    its name on the hub (safetensors alone). Attention is `full`; tensors are copies in their dtype, special tokens
-    come along, and the model is in evaluation mode. Raises `ValueError` for another family, for a setting that our
-    decoder does not have (naming it), and where tensors are missing, left over or of another shape.
+    its name on the hub (safetensors alone). Attention is `full`, or where `config.subquad` names another, that; tensors
+    are copies in their dtype, special tokens come along, and the model is in evaluation mode. Raises `ValueError` for
+    another family, for a setting that our decoder does not have (naming it), and where tensors are missing, left over
+    or of another shape.
     """
     if isinstance(model, str | os.PathLike):
         with naming(os.fspath(model)):
@@ -49,18 +51,36 @@ def _taken(model: PreTrainedModel) -> SubquadForCausalLM:
     tensors = dict(model.state_dict())
     if config.tie_embeddings:
         _check_tied(tensors, family, config)
+    attention, options = _attention(model.config)
+    attending = config.replace(attention=attention, options={attention: options} if options else {})
     with torch.device("meta"):
-        made = SubquadForCausalLM(SubquadConfig.from_decoder(config, **token_ids(model.config)))
+        made = SubquadForCausalLM(SubquadConfig.from_decoder(attending, **token_ids(model.config)))
     ours: dict[str, Tensor] = {}
     for move in [*family.moves(canonical(config)), *_head(family, config)]:
         if move.theirs not in tensors:
             raise ValueError(f"the {family.name} model has no tensor {move.theirs!r}")
         for name, part in zip(move.ours, move.cut(tensors.pop(move.theirs).detach()), strict=True):
             ours[f"model.{name}"] = part.clone(memory_format=torch.contiguous_format)
+    if attention == "longformer":
+        _share_with_global_tokens(ours)
     if tensors:
         raise ValueError(f"the {family.name} model has tensors with no place in our decoder: {', '.join(tensors)}")
     _load_all(made, ours)
     return made.eval()
+
+
+def _attention(config: PreTrainedConfig) -> tuple[str, dict[str, Any]]:
+    """The mechanism that the model attends by, and its options: `full`, or what `register()` has put into the file."""
+    entry = getattr(config, "subquad", None)
+    return ("full", {}) if entry is None else wanted_attention(entry)
+
+
+def _share_with_global_tokens(tensors: dict[str, Tensor]) -> None:
+    """Add Longformer's projections of global tokens: the others, as in a model that has one of each."""
+    for name in list(tensors):
+        for part in ("query", "key", "value"):
+            if f".attention.{part}." in name:
+                tensors[name.replace(f".attention.{part}.", f".attention.global_{part}.")] = tensors[name].clone()
 
 
 def to_transformers(model: SubquadForCausalLM, family: str | None = None) -> PreTrainedModel:

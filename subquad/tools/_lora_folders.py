@@ -14,13 +14,12 @@ import torch
 from safetensors import SafetensorError, safe_open
 from transformers.utils.logging import disable_progress_bar
 
-from subquad.data.files import TOKENIZER_FILES
+from subquad.data.files import MODEL_FILES
 from subquad.hf import extension, lora
 from subquad.parsing import read_json_mapping
 from subquad.tools._tables import count, print_table, size
 from subquad.training.checkpoint import share
 from subquad.training.config import TrainConfig
-from subquad.training.extend_config import KEPT
 from subquad.training.lora_config import LoraConfig
 
 if TYPE_CHECKING:
@@ -161,7 +160,7 @@ class Merging:
         aside = self.out.with_name(f".merging-{self.out.name}")
         shutil.rmtree(aside, ignore_errors=True)
         self.model.save_pretrained(aside)
-        for name in KEPT if self.extension else TOKENIZER_FILES:
+        for name in MODEL_FILES:
             if (self.home / name).is_file():
                 shutil.copyfile(self.home / name, aside / name)
         settings = self.home / "config.yaml"

@@ -23,16 +23,16 @@ def check_new(out: str) -> Path:
 
 
 def write_model(target: Path, model: PreTrainedModel, texts: Mapping[str, str], kept_from: Path | None) -> None:
-    """The model, the `texts` by their file names, and the tokenizer's files of another folder."""
+    """The model, the `texts` by their file names, and what goes along with it from another folder."""
     from transformers.utils.logging import disable_progress_bar
 
-    from subquad.data.files import TOKENIZER_FILES, aside
+    from subquad.data.files import MODEL_FILES, aside
     from subquad.training.checkpoint import share
 
     disable_progress_bar()
     with aside(target) as folder:
         model.save_pretrained(folder)
-        for name in TOKENIZER_FILES:
+        for name in MODEL_FILES:
             if kept_from is not None and (kept_from / name).is_file():
                 shutil.copyfile(kept_from / name, folder / name)
         for name, text in texts.items():

@@ -7,7 +7,6 @@ from typing import Any, Literal
 
 from subquad.config import Config
 from subquad.data.config import DataConfig
-from subquad.data.files import TOKENIZER_FILES
 from subquad.training.config import OptimizerConfig, RunConfig
 from subquad.training.schedule import ScheduleConfig, at_least
 
@@ -15,8 +14,6 @@ ATTENTION = ("shifted", "llp", "window", "full")
 """What attends in training; `full` is the model's own."""
 SPANS = {"shifted": "group", "llp": "segment", "window": "width"}
 """The option of each that says how many tokens attend to each other: a quarter of the length where it is not given."""
-KEPT = (*TOKENIZER_FILES, "generation_config.json")
-"""The files of a model's folder that an extension takes over as they are."""
 
 
 @dataclass(frozen=True, kw_only=True)

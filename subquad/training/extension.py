@@ -12,6 +12,7 @@ import torch
 
 from subquad.config import digest, suggest
 from subquad.data import Corpus, prepare
+from subquad.data.files import MODEL_FILES
 from subquad.data.set_windows import windows_of
 from subquad.data.tokenizers import tokenizer_hash, vocab_size
 from subquad.data.windows import WindowParts
@@ -20,8 +21,9 @@ from subquad.models.config import DecoderConfig
 from subquad.training._task import Task, preparing, spread
 from subquad.training.config import BatchConfig, TrainConfig
 from subquad.training.errors import StepMemoryError
-from subquad.training.extend_config import ATTENTION, KEPT, SPANS, ExtendConfig
+from subquad.training.extend_config import ATTENTION, SPANS, ExtendConfig
 from subquad.training.lora import LoraTrainer
+from subquad.training.resuming import check_folder
 from subquad.training.run import RunResult, train
 
 if TYPE_CHECKING:
@@ -72,6 +74,7 @@ def scaled_config(config: ExtendConfig) -> tuple[Path, PreTrainedConfig, PreTrai
         raise ValueError(
             f"run.folder={config.run.folder!r} is the model's own folder; an extension needs one of its own"
         )
+    check_folder(Path(config.run.folder))
     original = extension.read_config(folder)
     scaled = extension.scale_positions(original, config.length, config.rope)
     own = extension.own_length(original)
@@ -187,7 +190,7 @@ def _task(
         return adapted
 
     trained = {name: getattr(config, name) for name in ("length", "rope", "attention", "options")}
-    kept = {name: (folder / name).read_bytes() for name in KEPT if (folder / name).is_file()}
+    kept = {name: (folder / name).read_bytes() for name in MODEL_FILES if (folder / name).is_file()}
     return Task(
         config=values,
         data=corpus,

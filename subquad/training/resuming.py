@@ -19,6 +19,20 @@ from subquad.training.rng import rng_files
 logger = logging.getLogger(__name__)
 
 
+def check_folder(folder: Path) -> None:
+    """Raise `ValueError` for a run's folder that is a file, or that holds files of something else than a run."""
+    if folder.exists() and not folder.is_dir():
+        raise ValueError(f"run.folder={str(folder)!r} is a file; give a folder")
+    if (folder / "config.yaml").is_file() or (folder / "checkpoints").is_dir():
+        return
+    found = sorted(file.name for file in folder.iterdir()) if folder.is_dir() else []
+    if found:
+        raise ValueError(
+            f"run.folder={str(folder)!r} holds files of something else than a run ({', '.join(found[:3])}"
+            f"{', ...' if found[3:] else ''}), which would be overwritten; give a new folder"
+        )
+
+
 def settings_of(task: Task, arguments: TrainingArguments, processes: Processes) -> dict[str, Any]:
     """What must stay the same for a run to go on; the precision is the one that `auto` chose.
 

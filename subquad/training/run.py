@@ -89,11 +89,12 @@ def train(
     of its own in the folder `pretrain`, and either phase is gone on with. `prepare` makes the
     task, where the configuration does not say which.
 
-    Raises `ValueError` for a mechanism that has not the form that the task needs, for windows that a model can't be
-    trained on (`tasks.window_labels`) and for a text shorter than `batch.length`, `CheckpointError` (a `ValueError`)
-    for checkpoints that can't be gone on with, `NonFiniteError` for a loss or gradient that isn't finite, `SaveError`
-    (an `OSError`) for a checkpoint that can't be written, `StepMemoryError` (a `MemoryError`) for a step that needs
-    more memory than there is, and `LostProcessError` (an `OSError`) where another process has ended or hangs.
+    Raises `ValueError` for a folder that holds something else, for a mechanism that has not the form that the task
+    needs, for windows that a model can't be trained on (`tasks.window_labels`) and for a text shorter than
+    `batch.length`, `CheckpointError` (a `ValueError`) for checkpoints that can't be gone on with, `NonFiniteError` for
+    a loss or gradient that isn't finite, `SaveError` (an `OSError`) for a checkpoint that can't be written,
+    `StepMemoryError` (a `MemoryError`) for a step that needs more memory than there is, and `LostProcessError` (an
+    `OSError`) where another process has ended or hangs.
     """
     from subquad.training._arguments import trains_on_cpu
 
@@ -113,9 +114,10 @@ def _train(
 ) -> RunResult:
     from subquad.training._arguments import training_arguments
     from subquad.training.pretrain import has_begun, pretrain
-    from subquad.training.resuming import checkpoint_to_resume, settings_of, warn_of_new_random_numbers
+    from subquad.training.resuming import check_folder, checkpoint_to_resume, settings_of, warn_of_new_random_numbers
 
     folder = Path(config.run.folder)
+    check_folder(folder)
     root = folder / CHECKPOINTS
     arguments = training_arguments(config, root)
     at("the preparation of the data")

@@ -13,7 +13,8 @@ import transformers
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from subquad.hf import SubquadConfig, SubquadForCausalLM, from_transformers, to_transformers
+from subquad.hf import SubquadConfig, SubquadForCausalLM, from_transformers, set_attention, to_transformers
+from subquad.hf._forms import OPTIONS
 from subquad.layers.scaling import RopeScaling
 from subquad.testing import assert_exact, assert_in_budget, assert_same_maths
 
@@ -354,6 +355,25 @@ def test_dynamic_frequencies_of_one_length_do_not_go_out() -> None:
 def test_dynamic_scaling_says_what_differs(caplog: pytest.LogCaptureFixture) -> None:
     from_transformers(theirs("llama_dynamic"))
     assert "transformers changes the frequencies with every call longer than 64 tokens" in caplog.text
+
+
+@pytest.mark.parametrize("case", ["llama", "gpt2"])
+@pytest.mark.parametrize("attention", OPTIONS)
+def test_the_attention_that_the_configuration_names_comes_along(
+    attention: str, case: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    tokens_BT = inputs()
+    options = {"llp": {"segment": 8}, "shifted": {"group": 8}, "bigbird": {"block": 4}, "full": {}}
+    with all_float64(monkeypatch):
+        model = theirs(case).double()
+        plain = from_transformers(model)
+        set_attention(model, attention, **options.get(attention, dict.fromkeys(OPTIONS[attention][:1], 3)))
+        expected_BTV = model(tokens_BT).logits.detach()
+    ours = from_transformers(model)
+    assert ours.config.attention == attention
+    with torch.no_grad():
+        assert_same_maths(ours(tokens_BT).logits, expected_BTV, attention)
+        assert torch.equal(plain(tokens_BT).logits, ours(tokens_BT).logits) == (attention == "full")
 
 
 def test_special_tokens_outside_of_the_vocabulary_are_left_out(caplog: pytest.LogCaptureFixture) -> None:

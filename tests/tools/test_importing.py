@@ -12,7 +12,7 @@ from safetensors.torch import load_file
 
 from subquad.cli import main
 from subquad.data import load_tokenizer
-from subquad.data.files import TOKENIZER_FILES
+from subquad.data.files import MODEL_FILES
 from subquad.testing import assert_exact
 from tests.fuzz.targets import write_llama2c, write_llama2c_tokenizer
 
@@ -31,6 +31,7 @@ def llama(tmp_path: Path) -> Path:
     (folder / "special_tokens_map.json").write_text("{}")
     (folder / "chat_template.jinja").write_text("{{ messages }}")
     (folder / "tokenizer.model").write_text("pieces")
+    (folder / "generation_config.json").write_text('{"eos_token_id": [2, 7], "repetition_penalty": 1.3}')
     return folder
 
 
@@ -65,7 +66,7 @@ def test_a_folder_of_transformers_comes_in_and_goes_out_again(
     assert before.keys() == after.keys()
     for name, tensor in before.items():
         assert_exact(after[name], tensor, name)
-    for name in TOKENIZER_FILES:
+    for name in MODEL_FILES:
         assert json_or_text(back / name) == json_or_text(llama / name)
 
 

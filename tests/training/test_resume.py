@@ -307,3 +307,15 @@ def test_two_processes_equal_one_and_go_on_exactly(make_config, tmp_path: Path) 
         torch.testing.assert_close(one[name], two[name])
     with pytest.raises(CheckpointError, match=r"a step had 16 windows \(processes 2 x .*, has 8 \(1 x 4 x 2\)"):
         train(make_config({**changes, "run.folder": str(tmp_path / "parts")}))
+
+
+def test_what_is_no_run_is_not_overwritten(make_config, tmp_path: Path) -> None:
+    other = tmp_path / "other"
+    other.mkdir()
+    for name in ("notes.md", "a", "b", "c"):
+        (other / name).write_text("mine")
+    with pytest.raises(ValueError, match=r"holds files of something else than a run \(a, b, c, \.\.\.\), which would"):
+        train(make_config({"run.folder": str(other)}))
+    with pytest.raises(ValueError, match=r"notes\.md' is a file; give a folder"):
+        train(make_config({"run.folder": str(other / "notes.md")}))
+    assert sorted(file.name for file in other.iterdir()) == ["a", "b", "c", "notes.md"]
