@@ -7,6 +7,7 @@ from torch.utils.data import DataLoader
 
 from subquad.data import EpochOrder, TokenShard, Windows
 from subquad.data.shards import ShardWriter
+from subquad.data.windows import WindowParts
 
 
 @pytest.fixture(scope="module")
@@ -56,6 +57,24 @@ def test_an_item_is_tokens_and_as_many_labels_apart(shard):
 def test_a_window_that_is_not_there(shard, index):
     with pytest.raises(IndexError, match=f"window {index} is out of range: there are 11"):
         Windows(shard, 10)[index]
+
+
+@pytest.mark.parametrize(("length", "parts"), [(10, 1), (5, 2), (4, 3), (2, 9)])
+def test_parts_of_a_window_predict_its_tokens(shard, length, parts):
+    whole = Windows(shard, 10)
+    cut = WindowParts(whole, length, parts)
+    assert len(cut) == parts * len(whole)
+    for i in range(len(whole)):
+        predicted = [int(token) for part in range(parts) for token in cut[i * parts + part]["labels"][1:]]
+        assert predicted == whole[i]["labels"][1 : 1 + parts * (length - 1)].tolist()
+        assert all(len(cut[i * parts + part]["input_ids"]) == length for part in range(parts))
+
+
+def test_parts_that_are_not_there(shard):
+    with pytest.raises(ValueError, match="windows of 10 tokens can't be cut into 2 of 6"):
+        WindowParts(Windows(shard, 10), 6, 2)
+    with pytest.raises(IndexError, match="part 22 is out of range: there are 22"):
+        WindowParts(Windows(shard, 10), 5, 2)[22]
 
 
 def test_a_window_longer_than_the_shard(shard):

@@ -23,8 +23,8 @@ from subquad.tools import lora as lora_command
 from subquad.tools.arguments import data_is_a_path
 from subquad.training.errors import StepMemoryError
 from subquad.training.extend_config import SPANS, ExtendConfig
+from subquad.training.extension import ExtensionTrainer, extended_config, scaled_config
 from subquad.training.extension import extend as extend_model
-from subquad.training.extension import extended_config, scaled_config
 
 pytestmark = pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing` is deprecated:FutureWarning")
 ROOT = Path(__file__).resolve().parents[2]
@@ -34,8 +34,21 @@ QUICK = ("--tokens", "24", "--long", "0", "--contexts", "[]")
 
 
 @pytest.fixture(scope="module")
-def home(tmp_path_factory):
+def trained():
+    """Of each forward pass of training of the one extension and its control: attention, scaling, tokens."""
+    return []
+
+
+@pytest.fixture(scope="module")
+def home(tmp_path_factory, trained):
     """A model, a text, and one finished extension with its control."""
+
+    def training_step(self, model, inputs, *rest):
+        config = model.config
+        trained.append((config._attn_implementation, config.rope_parameters.get("factor"), inputs["input_ids"].clone()))
+        return step(self, model, inputs, *rest)
+
+    step = ExtensionTrainer.training_step
     home = tmp_path_factory.mktemp("extend")
     torch.manual_seed(0)
     shape = {"vocab_size": 256, "hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 1}
@@ -46,7 +59,9 @@ def home(tmp_path_factory):
     bytes_tokenizer().save(str(home / "model" / "tokenizer.json"))
     (home / "model" / "chat_template.jinja").write_text("{{ messages }}")
     (home / "text.txt").write_text("".join(f"{i} and {i * i}.\n" for i in range(900)))
-    assert extend.run(command(home, "run", "--control", "true")) == 0
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(ExtensionTrainer, "training_step", training_step)
+        assert extend.run(command(home, "run", "--control", "true")) == 0
     return home
 
 
@@ -77,6 +92,7 @@ def test_one_command_leaves_an_adapter_a_report_and_a_picture(home, capsys):
     assert [entry["predictions"] for entry in report["loss"]["extended"]] == [64, 64, 128, 256]
     assert report["step_tokens"] == 2 * LENGTH
     assert report["train_tokens"] == 4 * 2 * LENGTH
+    assert report["loss"]["original"] != report["loss"]["scaled, untrained"]
     first = report["summary"]["extended"]
     assert first["within"] == report["loss"]["extended"][1]["loss"]
     assert first["beyond"] < report["summary"]["scaled, untrained"]["beyond"]
@@ -86,6 +102,18 @@ def test_one_command_leaves_an_adapter_a_report_and_a_picture(home, capsys):
     assert AutoConfig.from_pretrained(folder).rope_parameters["factor"] == LENGTH / OWN
     assert not hasattr(AutoConfig.from_pretrained(folder), "subquad")
     assert not hasattr(AutoConfig.from_pretrained(folder / "control"), "subquad")
+
+
+@pytest.mark.usefixtures("home")
+def test_both_train_as_they_say_and_the_control_reads_the_same_windows_in_parts(trained):
+    extension, control = trained[:8], trained[8:]
+    assert len(control) == 8, "four steps of two forward passes"
+    assert {step[:2] for step in extension} == {("subquad_shifted", LENGTH / OWN)}
+    assert {step[:2] for step in control} == {("sdpa", None)}
+    for (*_, long), (*_, short) in zip(extension, control, strict=True):
+        assert long.shape == (1, LENGTH)
+        assert short.tolist() == [long[0, i * (OWN - 1) :][:OWN].tolist() for i in range(LENGTH // OWN)]
+    assert len({tuple(step[2][0].tolist()) for step in extension}) == 8
 
 
 def test_original_and_control_attend_in_full_whatever_trains(home):

@@ -30,6 +30,13 @@ def test_every_step_of_all_processes_is_the_next_piece_of_the_order(
         assert together == list(order)[number * step : (number + 1) * step]
 
 
+@given(windows=st.integers(1, 9), together=st.integers(1, 4), total=st.integers(0, 60))
+def test_what_belongs_together_follows_one_another(windows: int, together: int, total: int) -> None:
+    order = list(RunOrder(windows * together, 3, total, together))
+    whole = list(RunOrder(windows, 3, -(-total // together)))
+    assert order == [together * window + part for window in whole for part in range(together)][:total]
+
+
 @given(total=st.integers(0, 30), size=st.integers(1, 4), ranks=st.integers(1, 4))
 def test_what_gives_no_whole_batch_to_all_is_left_out(total: int, size: int, ranks: int) -> None:
     order = RunOrder(9, 0, total)
