@@ -45,6 +45,12 @@ def test_a_conversion_leaves_a_model_that_loads_generates_and_passes_an_audit(fl
     assert report["layers"]["kept"] == [i for i in range(1, 5) if keep_every and i % keep_every == 0]
     first, last = report["stages"][0], report["stages"][-1]
     assert report["gap"]["loss"] == last["loss"] - first["loss"]
+    losses = [part["loss"] for part in last["branches"]]
+    assert losses[0] == last["loss"]
+    assert len(set(losses)) == len(losses), "each branch does something"
+    matched, tuned = (weights(folder / "stages" / name) for name in ("3-matched", "4-tuned"))
+    moved = {name for name in tuned if not torch.equal(matched[name], tuned[name])}
+    assert {name for name in tuned if "norm" not in name and "embedding" not in name and "head" not in name} <= moved
     states = [row["state_bytes"] for row in last["decoding"]]
     assert (states[0] < states[1]) == STATE_BYTES[attention]
     assert (folder / "convert.png").stat().st_size > 10_000

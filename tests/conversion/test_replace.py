@@ -1,10 +1,12 @@
 """What stands in the new decoder, and how far it is the old one."""
 
+from contextlib import ExitStack, nullcontext
+
 import pytest
 import torch
 
 from subquad.conversion import attention_errors, replace_attention, replaced_layers
-from subquad.conversion.transfer import silenced, without_branch
+from subquad.conversion.transfer import silenced, windows_dropped, without_branch
 from subquad.layers.scaling import RopeScaling
 from subquad.models import Decoder, DecoderConfig
 from subquad.testing import assert_same_maths
@@ -52,6 +54,22 @@ def test_latte_macchiato_without_latents_is_the_original_within_its_window(token
     with without_branch(new, "latents"):
         assert_same_maths(new(tokens)[0], old(tokens)[0], "logits without the latents")
     assert not torch.equal(new(tokens)[0], old(tokens)[0])
+
+
+@pytest.mark.parametrize(("probability", "closed"), [(0.0, 0), (0.5, 2), (1.0, 4)])
+def test_windows_are_closed_as_often_as_asked(tokens, probability, closed):
+    new = replace_attention(decoder(), "latte_macchiato", keep_every=0, options={"width": 8}).decoder.double()
+    outputs, generator = [], torch.Generator().manual_seed(1)
+    draws = (torch.rand(4, generator=generator) < probability).tolist()
+    assert sum(draws) == closed
+    with windows_dropped(new, probability, torch.Generator().manual_seed(1)):
+        outputs.append(new(tokens)[0])
+    with ExitStack() as stack:
+        for block, drawn in zip(new.blocks(), draws, strict=True):
+            stack.enter_context(block.attention.without("window") if drawn else nullcontext())
+        outputs.append(new(tokens)[0])
+    assert_same_maths(*outputs, "the windows that were drawn")
+    assert torch.equal(outputs[0], new(tokens)[0]) == (closed == 0)
 
 
 def test_linear_takes_shared_heads_apart(tokens):
