@@ -67,7 +67,17 @@ def replace_attention(
 
 
 def new_config(config: DecoderConfig, name: str, layers: tuple[int, ...], options: dict[str, Any]) -> DecoderConfig:
-    """The configuration with the mechanism `name` in `layers`."""
+    """The configuration with the mechanism `name` in `layers`.
+
+    Raises `ValueError` for options that full attention has too: they are those of the weights that are copied.
+    """
+    given = set(mechanism("full").Config.__dataclass_fields__) - {"dropout"}
+    if taken := sorted(given & set(options)):
+        valid = ", ".join(sorted({"dropout", *mechanism(name).Config.__dataclass_fields__} - given))
+        raise ValueError(
+            f"option {taken[0]!r} of attention {name!r} is the original's, by which its weights were trained: leave it "
+            f"out; valid: {valid}"
+        )
     names = [name if i in layers else "full" for i in range(config.num_layers)]
     known = mechanism(name).Config.__dataclass_fields__
     chosen = {key: value for key, value in config.options.get("full", {}).items() if key in known}

@@ -70,6 +70,11 @@ def test_settings_out_of_range_are_refused(config, values, match):
             "attention must be latte_macchiato, linear, llp or window, got 'lpp'; did you mean 'llp'",
         ),
         (["--options.llp.segments", "4"], "attention 'llp' has no option 'segments'; did you mean 'segment'"),
+        (
+            ["--options.llp.rope_base", "500"],
+            "option 'rope_base' of attention 'llp' is the original's, by which its weights were trained: leave it out; "
+            "valid: dropout, first_block_projections, ",
+        ),
         (["--batch.length", "500"], "tokens, too few for a window of 500 and the token after it; give more text"),
         (["--data", "nowhere"], "there is no file or folder 'nowhere'"),
     ],
