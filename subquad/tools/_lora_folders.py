@@ -16,6 +16,7 @@ from transformers.utils.logging import disable_progress_bar
 
 from subquad.data.files import MODEL_FILES
 from subquad.hf import extension, lora
+from subquad.hf._strict import read_config
 from subquad.parsing import read_json_mapping
 from subquad.tools._tables import count, print_table, size
 from subquad.training.checkpoint import share
@@ -193,7 +194,8 @@ def open_merging(run: str, out: str, base: str | None) -> Merging:
     disable_progress_bar()
     if extension.is_extension(source):
         whole: Any = lora.merge(extension.open_extension(source, base))
-        return Merging(whole.to(whole.config.dtype or torch.float32), source, home, target, extension=True)
+        dtype = read_config(source).dtype or torch.float32  # the original was read in float32
+        return Merging(whole.to(dtype), source, home, target, extension=True)
     record = lora.Base.read(source)
     if base is None:
         place = record.find(source)

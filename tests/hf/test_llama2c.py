@@ -14,7 +14,7 @@ from subquad.data.llama2c import read_llama2c_tokenizer
 from subquad.evaluation.audit import audit
 from subquad.hf import SubquadForCausalLM, from_transformers, read_llama2c, to_transformers
 from subquad.hf.llama2c import is_llama2c
-from subquad.testing import assert_exact, assert_same_maths
+from subquad.testing import assert_exact, assert_in_budget, assert_same_maths
 from tests.fuzz.targets import write_llama2c
 
 GREEDY = "Once upon a time, there was a little girl named Lily. She loved to play outside in the park. "
@@ -166,7 +166,13 @@ def test_stories_logits_are_those_of_transformers_and_of_the_equations(
     exact.load_state_dict(model.state_dict())
     with torch.no_grad():
         logits = exact.double().eval()(torch.tensor([tokens])).logits[0]
-    assert_same_maths(logits, torch.tensor(np.stack([forward(token) for token in tokens])))
+    expected = torch.tensor(np.stack([forward(token) for token in tokens]))
+    assert_same_maths(logits, expected)
+    theirs = to_transformers(model)
+    assert type(theirs).__name__ == "LlamaForCausalLM"
+    with torch.no_grad():
+        ours_32, theirs_32 = (m(torch.tensor([tokens])).logits[0] for m in (model, theirs.eval()))
+    assert_in_budget(ours_32, theirs_32, expected, torch.float32)
 
 
 def test_stories_of_its_own_have_the_documented_loss(model: SubquadForCausalLM) -> None:

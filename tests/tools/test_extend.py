@@ -197,6 +197,15 @@ def test_the_attention_of_the_training_can_be_kept(home):
     assert audit.run([str(home / "kept-merged"), *QUICK]) == 0
 
 
+def test_a_merged_model_has_the_dtype_of_the_original(home):
+    AutoModelForCausalLM.from_pretrained(home / "model").bfloat16().save_pretrained(home / "half")
+    bytes_tokenizer().save(str(home / "half" / "tokenizer.json"))
+    assert extend.run(command(home, "half-run", steps=2, model="half")) == 0
+    assert lora_command.run(["merge", str(home / "half-run"), "--out", str(home / "half-merged")]) == 0
+    merged = load_file(home / "half-merged" / "model.safetensors")
+    assert {tensor.dtype for tensor in merged.values()} == {torch.bfloat16}
+
+
 @pytest.mark.parametrize(
     ("arguments", "said"),
     [
