@@ -31,11 +31,25 @@ def explain(report: Report) -> list[str]:
 
 def softmax_reach(report: Report) -> int | None:
     """Tokens that a replaced layer sees by softmax; None where it has none."""
-    option = REACH.get(report["attention"])
+    return reach_of(report["attention"], report["options"])
+
+
+def reach_of(attention: str, options: Mapping[str, Any]) -> int | None:
+    """Tokens that the mechanism sees by softmax with these options; None where it has none."""
+    option = REACH.get(attention)
     if option is None:
         return None
-    default = mechanism(report["attention"]).Config.__dataclass_fields__[option].default
-    return int(report["options"].get(option, default))
+    return int(options.get(option, mechanism(attention).Config.__dataclass_fields__[option].default))
+
+
+def check_reach(attention: str, options: Mapping[str, Any], length: int) -> None:
+    """Raise `ValueError` where `llp` or `window` would see all of the windows that are trained on and measured."""
+    reach = reach_of(attention, options)
+    if attention in ("llp", "window") and reach is not None and reach >= length:
+        raise ValueError(
+            f"options.{attention}.{REACH[attention]}={reach} must be below batch.length={length}: in no window would "
+            "there be anything to leave out"
+        )
 
 
 def _beyond(report: Report, reach: int) -> str:

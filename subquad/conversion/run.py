@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -13,7 +14,7 @@ import torch
 
 from subquad.conversion import measure
 from subquad.conversion.config import ConvertConfig
-from subquad.conversion.explain import explain
+from subquad.conversion.explain import check_reach, explain
 from subquad.conversion.replace import Replacement, replace_attention, replaced_layers
 from subquad.conversion.source import Source, fingerprint, load_source
 from subquad.conversion.stages import NAMES, RECORD, Stages
@@ -52,20 +53,25 @@ class Conversion:
             config.data, str(folder), self.source.tokenizer, own.bos_token_id, config.batch.length
         )
         check_positions(self.teacher, config.batch.length)
+        check_reach(config.attention, config.options.get(config.attention, {}), config.batch.length)
         settings = {name: value for name, value in config.to_dict().items() if name not in _UNSETTLED}
         settings |= {"model": fingerprint(self.teacher), "text": self.text.fingerprint}
         settings["data"].pop("cache")
         self.stages = Stages(config.out, settings)
 
     def run(self, **about: Any) -> dict[str, Any]:
-        """All stages that are not complete; the report, with `about` in it, which also stands in the folder."""
-        records = {name: self.stages.record(name) or self._stage(name) for name in NAMES}
-        report = self._report(records) | about
+        """All stages that are not complete; the report, which also stands in the folder.
+
+        `about`, such as the machine, is kept with each stage that is run, and in the report that of the last stage.
+        """
+        records = {name: self.stages.record(name) or self._stage(name, about) for name in NAMES}
+        report = self._report(records) | records[NAMES[-1]]["about"]
         self._finish(report)
         return report
 
-    def _stage(self, name: str) -> dict[str, Any]:
+    def _stage(self, name: str, about: dict[str, Any]) -> dict[str, Any]:
         """Run one stage after those before it, save it, and return what it measured."""
+        begin = time.perf_counter()
         config, seed = self.config, self.config.seed + 1000 * NAMES.index(name)
         with _seeded(seed):
             model, record = self._made(name)
@@ -77,6 +83,7 @@ class Conversion:
             record["errors"] = measure.matching(self.teacher, decoder, self.layers, self.text.held_out, config)
         if name == "tuned":
             record["branches"] = measure.branches(decoder, self.layers, self.text.held_out, config)
+        record |= {"seconds": time.perf_counter() - begin, "about": about}
         self.stages.save(name, record, model)
         return record
 

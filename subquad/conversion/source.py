@@ -10,8 +10,9 @@ from tokenizers import Tokenizer
 from torch import nn
 
 from subquad.data import load_tokenizer
+from subquad.data.tokenizers import vocab_size
 from subquad.hf import SubquadConfig, SubquadForCausalLM, lora
-from subquad.hf._strict import read_config
+from subquad.hf._strict import check_finite, read_config
 from subquad.models import Decoder
 
 
@@ -32,8 +33,9 @@ class Source(NamedTuple):
 def load_source(folder: str | Path) -> Source:
     """The model in a folder, in float32 and in eval mode.
 
-    Raises `FileNotFoundError` where there is no model or no tokenizer, and `ValueError` for an adapter and for a model
-    that is neither ours nor of a family that `subquad.hf.from_transformers` reads.
+    Raises `FileNotFoundError` where there is no model or no tokenizer, and `ValueError` for an adapter, for a model
+    that is neither ours nor of a family that `subquad.hf.from_transformers` reads, for weights that are not finite, and
+    for a tokenizer of more tokens than the model knows.
     """
     folder = Path(folder)
     if not folder.is_dir():
@@ -49,7 +51,11 @@ def load_source(folder: str | Path) -> Source:
         from subquad.hf import from_transformers
 
         model = from_transformers(folder)
-    return Source(folder, model.float().eval(), load_tokenizer(folder))
+    tokenizer, known = load_tokenizer(folder), model.config.vocab_size
+    if vocab_size(tokenizer) > known:
+        raise ValueError(f"the tokenizer in {folder} has {vocab_size(tokenizer)} tokens, the model knows {known}")
+    check_finite(model, folder)
+    return Source(folder, model.float().eval(), tokenizer)
 
 
 def fingerprint(model: nn.Module) -> str:

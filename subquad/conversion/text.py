@@ -63,7 +63,8 @@ def read_text(config: DataConfig, folder: str, tokenizer: Tokenizer, start: int 
         if len(tokens) < length + 1:
             raise ValueError(
                 f"the {what} part of {config.path!r} has {len(tokens)} tokens, too few for a window of {length} and "
-                "the token after it; give more text, a larger data.held_out or a shorter batch.length"
+                f"the token after it; give more text{', a larger data.held_out' * (what == 'held-out')} or a shorter "
+                "batch.length"
             )
         parts.append(tokens)
     train, held_out = parts

@@ -76,7 +76,7 @@ def prepare(config: DataConfig, *, progress: Progress | None = None) -> Corpus:
             f"held_out_shards={config.held_out_shards} names token shards, and {config.path!r} is no folder of them; "
             "leave it out"
         )
-    fixed = None if config.tokenizer in TRAINED else load_tokenizer(config.tokenizer)
+    fixed = None if config.tokenizer in TRAINED else load_tokenizer(config.tokenizer, also=TRAINED)
     paths = [path for path in (config.path, config.held_out_path) if path is not None]
     sources = [open_source(path, skip_bad_files=config.skip_bad_files) for path in paths]
     contents = [source.fingerprint() for source in sources]

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import re
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import lru_cache
 from pathlib import Path
@@ -24,10 +24,11 @@ _CUT = re.compile(rb"[!-~](?=\s)")
 _PIECE = 1 << 18
 
 
-def load_tokenizer(name: str | Path) -> Tokenizer:
+def load_tokenizer(name: str | Path, *, also: Sequence[str] = ()) -> Tokenizer:
     """The tokenizer `bytes`, or the one in a `tokenizer.json` or in a folder that holds one, or GPT-2's two files.
 
-    Raises `ValueError` for another name and for a file that is no tokenizer, has no token or numbers them too high.
+    Raises `ValueError` for another name (which names those that the caller knows `also`) and for a file that is no
+    tokenizer, has no token or numbers them too high.
     """
     if name == "bytes":
         return bytes_tokenizer()
@@ -37,9 +38,13 @@ def load_tokenizer(name: str | Path) -> Tokenizer:
         if not file.is_file() and (pair := gpt2_files(folder)) is not None:
             return load_gpt2(*pair)
     if not file.is_file():
+        if name in TRAINED:
+            raise ValueError(
+                f"a tokenizer {name!r} is made of a text; one that is there is needed here: bytes or a tokenizer.json"
+            )
         raise ValueError(
             f"unknown tokenizer {str(name)!r}: it is neither a tokenizer.json nor a folder that holds one, or GPT-2's "
-            "encoder.json and vocab.bpe; " + suggest(str(name), ["bytes", *TRAINED, "PATH/tokenizer.json"])
+            "encoder.json and vocab.bpe; " + suggest(str(name), ["bytes", *also, "PATH/tokenizer.json"])
         )
     text = read_text(file)
     parse_json(text, str(file))  # bounds that the Rust library has not
@@ -51,6 +56,11 @@ def load_tokenizer(name: str | Path) -> Tokenizer:
         if not vocabulary or max(vocabulary.values()) >= MOST_TOKENS:
             raise ValueError(f"it must have at least one token, and none above {MOST_TOKENS:,}")
     return tokenizer
+
+
+def has_tokenizer(folder: Path) -> bool:
+    """Whether `load_tokenizer` finds files of one in a folder."""
+    return (folder / "tokenizer.json").is_file() or gpt2_files(folder) is not None
 
 
 @contextmanager

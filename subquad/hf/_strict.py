@@ -9,9 +9,11 @@ from typing import Any
 
 import torch
 from safetensors import safe_open
+from torch import nn
 from transformers import AutoConfig, PreTrainedConfig, PreTrainedModel
 from transformers.utils import logging as hf_logging
 
+from subquad.hf._forms import PREFIX
 from subquad.parsing import read_json_mapping
 
 CONFIG = "config.json"
@@ -23,6 +25,22 @@ SMALL = 1 << 22
 
 class StrictModel(PreTrainedModel):
     """A transformers model that refuses weights which do not fit, where transformers only warns."""
+
+    def __init__(self, config: PreTrainedConfig, *args: Any, **kwargs: Any) -> None:
+        super().__init__(config, *args, **kwargs)
+        self._check_implementation(config._attn_implementation)
+
+    def set_attn_implementation(self, attn_implementation: Any, *args: Any, **kwargs: Any) -> None:
+        """As transformers' own, which changes nothing here; `ValueError` for those of `subquad.hf.register`."""
+        self._check_implementation(attn_implementation)
+        super().set_attn_implementation(attn_implementation, *args, **kwargs)
+
+    def _check_implementation(self, name: Any) -> None:
+        if isinstance(name, str) and name.startswith(PREFIX):
+            raise ValueError(
+                f"attn_implementation={name!r} is for models of transformers: {type(self).__name__} has its attention "
+                "from its own configuration"
+            )
 
     @classmethod
     def from_pretrained(cls, *args: Any, **kwargs: Any) -> Any:
@@ -119,3 +137,10 @@ def check_sizes(cls: type[PreTrainedModel], folder: Path, config: Any) -> None:
                 f"the weights do not fit the configuration: {name} would have {tensor.numel():,} numbers, all weights "
                 f"have {numbers:,}"
             )
+
+
+def check_finite(model: nn.Module, place: object) -> None:
+    """Raise `ValueError` for weights that are infinite or not a number."""
+    for name, tensor in model.named_parameters():
+        if not bool(tensor.detach().isfinite().all()):
+            raise ValueError(f"{place} holds a model whose weights are damaged: {name} is not finite")

@@ -15,6 +15,7 @@ from torch import nn
 from transformers import MODEL_FOR_CAUSAL_LM_MAPPING, AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
 
 from subquad.hf import lora
+from subquad.hf._hub import fetch
 from subquad.hf._lora_base import Base, put_adapter
 from subquad.hf._strict import CONFIG, check_sizes, naming, no_bar, read_config
 from subquad.hf.config import SubquadConfig
@@ -33,7 +34,7 @@ def find_model(name: str) -> Path:
     """
     folder = Path(name).expanduser()
     if not folder.is_dir():
-        folder = _from_hub(name)
+        folder = fetch(name)
     if lora.is_adapter(folder):
         raise ValueError(f"{name} holds an adapter, no model of its own: merge it first (subquad lora merge)")
     if not (folder / CONFIG).is_file():
@@ -44,18 +45,6 @@ def find_model(name: str) -> Path:
             f"with `subquad export {name} --out FOLDER`, and extend that"
         )
     return folder
-
-
-def _from_hub(name: str) -> Path:
-    from huggingface_hub import snapshot_download
-    from huggingface_hub.errors import HFValidationError
-
-    try:
-        return Path(snapshot_download(name, allow_patterns=["*.json", "*.safetensors", "tokenizer*", "*.jinja"]))
-    except (OSError, ValueError, HFValidationError) as error:  # no such name, no network
-        raise FileNotFoundError(
-            f"there is no folder {name}, and the hub gives no model of that name: {error}"
-        ) from error
 
 
 def own_length(config: PreTrainedConfig) -> int:

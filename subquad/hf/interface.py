@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import logging
 from collections.abc import Mapping
 from typing import Any
 
@@ -12,6 +13,9 @@ from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedC
 from subquad.hf._forms import OPTIONS, PREFIX, Part, check_mechanism, check_options, parts_of
 from subquad.hf._pattern_attention import attend_over
 from subquad.hf._standing import read_standing, standing_mask
+from subquad.hf._strict import StrictModel
+
+logger = logging.getLogger(__name__)
 
 REFUSED = ("sliding_window", "softcap", "s_aux", "sinks", "position_bias", "alibi", "head_mask", "cu_seq_lens_q")
 """What a model may ask of its attention function, by keyword, that ours does not compute."""
@@ -110,8 +114,17 @@ class _Wanted:
     def __set__(self, config: PreTrainedConfig, entry: Any) -> None:
         name, options = wanted_attention(entry)
         vars(config)["subquad"] = {"attention": name, "options": options}
-        if config._attn_implementation is None:
+        runs = config._attn_implementation
+        if runs is None:
             config._attn_implementation = PREFIX + name
+        elif runs != PREFIX + name:
+            logger.warning(
+                "config.subquad asks for %r, but the implementation is %r: only "
+                "subquad.hf.set_attention(model, ...) or model.set_attn_implementation(%r) changes what a model runs",
+                name,
+                runs,
+                PREFIX + name,
+            )
 
     def __delete__(self, config: PreTrainedConfig) -> None:
         del vars(config)["subquad"]
@@ -151,6 +164,8 @@ def _heads(config: PreTrainedConfig) -> int:
 def _check_model(model: PreTrainedModel) -> None:
     """Raise `ValueError` where the model's attention is not ours to replace."""
     config, kind = model.config, type(model).__name__
+    if isinstance(model, StrictModel):
+        raise ValueError(f"{kind} has its attention from its own configuration: build or convert one with another")
     if not model._can_set_attn_implementation():
         raise ValueError(
             f"{kind} does not attend through transformers' AttentionInterface: its attention cannot be set"

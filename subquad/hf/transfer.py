@@ -10,9 +10,10 @@ import torch
 import transformers
 from huggingface_hub.errors import StrictDataclassError
 from torch import Tensor
-from transformers import AutoConfig, PreTrainedConfig, PreTrainedModel
+from transformers import PreTrainedConfig, PreTrainedModel
 
 from subquad.config import suggest
+from subquad.hf._hub import fetch
 from subquad.hf._strict import CONFIG, check_sizes, naming, read_config
 from subquad.hf.config import SubquadConfig
 from subquad.hf.families import FAMILIES, Family
@@ -224,17 +225,15 @@ def _head(family: Family, config: DecoderConfig) -> list[Move]:
 def _load(place: str | os.PathLike[str]) -> PreTrainedModel:
     """A model of transformers from its folder or the hub, with every tensor in its place."""
     folder = Path(place)
-    if folder.exists() and not (folder / CONFIG).is_file():
+    if not folder.exists():
+        folder = fetch(os.fspath(place))
+    if not (folder / CONFIG).is_file():
         raise FileNotFoundError(f"{place} holds no {CONFIG}: it is no folder of transformers")
-    if folder.exists():
-        config: Any = read_config(folder)
-    else:
-        config = AutoConfig.from_pretrained(place, trust_remote_code=False)
+    config: Any = read_config(folder)
     theirs: Any = getattr(transformers, _family(config).model)
-    if folder.exists():
-        check_sizes(theirs, folder, config)
+    check_sizes(theirs, folder, config)
     model, info = theirs.from_pretrained(
-        place, config=config, trust_remote_code=False, use_safetensors=True, output_loading_info=True
+        folder, config=config, trust_remote_code=False, use_safetensors=True, output_loading_info=True
     )
     for kind in ("missing_keys", "unexpected_keys", "mismatched_keys"):
         if info.get(kind):

@@ -16,6 +16,7 @@ STAGES = {
     "matched": "after matching",
     "tuned": "after LoRA",
 }
+STAGE_COLUMNS = ["stage", "loss", "perplexity", "passkey", "matching error", "minutes"]
 Report = Mapping[str, Any]
 
 
@@ -36,7 +37,7 @@ def tables(report: Report) -> list[tuple[str, list[str], list[list[str]]]]:
     kept = ", ".join(map(str, layers["kept"])) or "none"
     title = f"{name} in layers {', '.join(map(str, layers['replaced']))}; full attention kept: {kept}"
     return [
-        (title, ["stage", "loss", "perplexity", "passkey", "matching error"], [_stage(s) for s in report["stages"]]),
+        (title, STAGE_COLUMNS, [_stage(stage) for stage in report["stages"]]),
         _positions(report),
         _branches(report),
         _decoding(report),
@@ -52,6 +53,7 @@ def _stage(stage: Mapping[str, Any]) -> list[str]:
         f"{stage['perplexity']:,.3f}",
         "-" if key is None else f"{key['value']:.0%} ± {key['error']:.0%}",
         "-" if errors is None else " ".join(f"{error:.3f}" for error in errors),
+        f"{stage['seconds'] / 60:.1f}",
     ]
 
 

@@ -38,6 +38,8 @@ def make_parser() -> Parser:
 
 def run(arguments: Sequence[str]) -> int:
     """Parse, read, write, return the exit status."""
+    from subquad.hf._strict import check_finite
+
     parser = make_parser()
     chosen = parser.parse_args(arguments)
     with parser.checking():
@@ -45,6 +47,7 @@ def run(arguments: Sequence[str]) -> int:
         model = _model(chosen.model)
         tokenizer = _tokenizer(chosen.model, chosen.tokenizer)
         _check_fits(model, tokenizer)
+        check_finite(model, chosen.model)
     source = Path(chosen.model)
     texts: dict[str, str] = {}
     if tokenizer is not None:
@@ -56,7 +59,8 @@ def run(arguments: Sequence[str]) -> int:
         sys.stderr.write(f"{chosen.model} has no tokenizer: give one by --tokenizer for generate, eval and serve\n")
     write_model(target, model, texts, source if source.is_dir() and chosen.tokenizer is None else None)
     count = model.model.num_parameters()
-    sys.stdout.write(f"{chosen.out} holds the model, {count:,} parameters: subquad generate {chosen.out}\n")
+    then = "" if tokenizer is None else f": subquad generate {chosen.out}"
+    sys.stdout.write(f"{chosen.out} holds the model, {count:,} parameters{then}\n")
     return 0
 
 
@@ -74,6 +78,7 @@ def _tokenizer(model: str, asked: str | None) -> Tokenizer | None:
     """The tokenizer that is asked for, or the model's own; None where it has none."""
     from subquad.data import load_tokenizer
     from subquad.data.llama2c import read_llama2c_tokenizer
+    from subquad.data.tokenizers import has_tokenizer
 
     if asked is not None:
         return read_llama2c_tokenizer(asked) if asked.endswith(".bin") else load_tokenizer(asked)
@@ -81,8 +86,7 @@ def _tokenizer(model: str, asked: str | None) -> Tokenizer | None:
     if source.is_file():
         return None
     if source.is_dir():
-        files = ("tokenizer.json", "vocab.json", "encoder.json")
-        return load_tokenizer(source) if any((source / name).is_file() for name in files) else None
+        return load_tokenizer(source) if has_tokenizer(source) else None
     from transformers import AutoTokenizer
 
     backend: Tokenizer = AutoTokenizer.from_pretrained(model, trust_remote_code=False).backend_tokenizer

@@ -14,7 +14,7 @@ from subquad.config import digest, suggest
 from subquad.data import Corpus, prepare
 from subquad.data.files import MODEL_FILES
 from subquad.data.set_windows import windows_of
-from subquad.data.tokenizers import tokenizer_hash, vocab_size
+from subquad.data.tokenizers import has_tokenizer, tokenizer_hash, vocab_size
 from subquad.data.windows import WindowParts
 from subquad.hf import extension, lora, set_attention
 from subquad.models.config import DecoderConfig
@@ -75,6 +75,8 @@ def scaled_config(config: ExtendConfig) -> tuple[Path, PreTrainedConfig, PreTrai
             f"run.folder={config.run.folder!r} is the model's own folder; an extension needs one of its own"
         )
     check_folder(Path(config.run.folder))
+    if not has_tokenizer(folder):
+        raise FileNotFoundError(f"{config.model} holds no tokenizer.json; an extension needs a model and its tokenizer")
     original = extension.read_config(folder)
     scaled = extension.scale_positions(original, config.length, config.rope)
     own = extension.own_length(original)

@@ -2,6 +2,7 @@
 
 import json
 import shutil
+from datetime import date
 
 import pytest
 import torch
@@ -13,6 +14,7 @@ from subquad.conversion import ConvertConfig, convert, training
 from subquad.conversion.stages import NAMES
 from subquad.hf import SubquadForCausalLM
 from subquad.testing import assert_exact, assert_same_maths
+from subquad.tools import provenance
 
 CASES = {
     "llp": ("segment=8", 2),
@@ -88,9 +90,15 @@ def test_an_interrupted_conversion_goes_on_to_the_same_bits(flags, tmp_path, mon
     assert expected.keys() == found.keys()
     for name, weight in expected.items():
         assert_exact(found[name], weight, name)
-    trained = len(losses)
+    trained, report = len(losses), tmp_path / "again" / "report.json"
+    before = report.read_bytes()
+    monkeypatch.setattr(provenance, "provenance", lambda *_: {"date": "another", "machine": {}})
     assert main(again) == 0
     assert len(losses) == trained, "a complete conversion is not run again"
+    assert report.read_bytes() == before, "the report says where and when it was measured"
+    values = json.loads(before)
+    assert values["date"] == date.today().isoformat()
+    assert all(stage["seconds"] > 0 and stage["about"]["date"] == values["date"] for stage in values["stages"])
 
 
 def test_the_probability_that_a_window_is_closed_falls_to_zero(flags, monkeypatch):

@@ -4,6 +4,7 @@ import shutil
 
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
 
 from subquad.cli import main
 from subquad.conversion import ConvertConfig, convert
@@ -11,7 +12,7 @@ from subquad.conversion.config import MatchConfig, MeasureConfig, TuneConfig
 from subquad.conversion.source import load_source
 from subquad.conversion.text import read_text
 from subquad.conversion.training import optimise
-from subquad.data import DataConfig, write_tokens
+from subquad.data import DataConfig, load_tokenizer, write_tokens
 from subquad.hf import lora
 from subquad.training.errors import NonFiniteError
 from tests.conversion.models import save
@@ -76,6 +77,10 @@ def test_settings_out_of_range_are_refused(config, values, match):
             "valid: dropout, first_block_projections, ",
         ),
         (["--batch.length", "500"], "tokens, too few for a window of 500 and the token after it; give more text"),
+        (
+            ["--batch.length", "8"],
+            "options.llp.segment=8 must be below batch.length=8: in no window would there be anything to leave out",
+        ),
         (["--data", "nowhere"], "there is no file or folder 'nowhere'"),
     ],
 )
@@ -124,6 +129,34 @@ def test_what_holds_no_model_is_refused(original, tmp_path):
     lora.save_adapter(adapted, tmp_path / "adapter")
     with pytest.raises(ValueError, match="adapter holds an adapter, no model of its own: merge it first"):
         load_source(tmp_path / "adapter")
+
+
+def test_a_damaged_model_or_a_tokenizer_of_another_is_refused(original, flags, tmp_path, capsys):
+    for name, change in (("damaged", lambda t: t.__setitem__((0, 0), torch.nan)), ("other", lambda t: None)):
+        folder = tmp_path / name
+        shutil.copytree(original, folder)
+        tensors = load_file(folder / "model.safetensors")
+        change(tensors["model.layers.1.attention.query.weight"])
+        save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
+    with pytest.raises(ValueError, match=r"damaged: model\.layers\.1\.attention\.query\.weight is not finite"):
+        load_source(tmp_path / "damaged")
+    load_tokenizer("bytes").save(str(tmp_path / "other" / "tokenizer.json"))
+    with pytest.raises(SystemExit):
+        main(flags("llp", model=tmp_path / "other"))
+    assert "other has 256 tokens, the model knows " in capsys.readouterr().err
+    assert not (tmp_path / "out").exists()
+
+
+def test_too_little_text_is_said_for_the_part_that_lacks_it(original, tmp_path):
+    source, text = load_source(original), tmp_path / "text.txt"
+    text.write_text("w1 w2 w3 w4 " * 30)
+    data = DataConfig(path=str(text), cache=str(tmp_path / "cache"), held_out=0.5)
+    part = "the train part of .* has .* give more text or a shorter batch.length"
+    with pytest.raises(ValueError, match=part):
+        read_text(data, str(original), source.tokenizer, 1, 500)
+    more = data.replace(held_out=0.05)
+    with pytest.raises(ValueError, match=r"the held-out part of .* give more text, a larger data\.held_out or a shorter"):
+        read_text(more, str(original), source.tokenizer, 1, 40)
 
 
 def test_learned_positions_bound_the_windows(texts, tmp_path):

@@ -26,6 +26,8 @@ OPTIONS = {
     "window": {"width": 5},
     "luna": {"memory_tokens": 3},
 }
+LLAMA = {"vocab_size": 61, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2}
+LLAMA |= {"num_attention_heads": 4, "max_position_embeddings": 16, "initializer_range": 0.2}
 HISTORIES = {
     "cross": {},
     "self": {"history_tokens": 6},
@@ -197,3 +199,22 @@ def test_a_longer_sequence_than_the_positions_is_not_tried():
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         assert audit(wrapped(learned), tokens=40, contexts=[], long=0).passed
+
+
+@pytest.mark.parametrize("tokens", [9, 17])
+def test_the_end_of_the_positions_is_said_where_more_was_asked_for(tokens):
+    torch.manual_seed(0)
+    model = transformers.LlamaForCausalLM(transformers.LlamaConfig(**LLAMA)).eval()
+    detail = audit(model, **QUICK | {"tokens": tokens}).check("lengths").detail
+    assert detail.endswith("; nothing longer, since the model has positions for 16 tokens") == (tokens > 16)
+
+
+@pytest.mark.parametrize("factor", [2.0, 4.0])
+def test_dynamic_positions_are_tried_above_their_own_length(factor):
+    torch.manual_seed(0)
+    rope = {"rope_type": "dynamic", "rope_theta": 10000.0, "factor": factor}
+    model = transformers.LlamaForCausalLM(transformers.LlamaConfig(**LLAMA, rope_parameters=rope)).eval()
+    report = audit(model, **QUICK | {"tokens": 20})
+    assert report.check("truncation").verdict == "violation"
+    assert "of 17 tokens is off by" in report.check("truncation").detail
+    assert report.check("causality").verdict == "pass"

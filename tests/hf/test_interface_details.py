@@ -212,6 +212,37 @@ def test_a_model_that_runs_another_attention_than_it_asks_for_is_found(tmp_path,
         model(tokens(1, 3))
 
 
+def test_an_entry_that_a_model_does_not_run_is_said(tmp_path, caplog):
+    model = stock("llama", attn_implementation="sdpa")
+    model.config.subquad = LLP
+    message = "config.subquad asks for 'llp', but the implementation is 'sdpa': only subquad.hf.set_attention(model, ."
+    assert message in caplog.text
+    model.set_attn_implementation("subquad_llp")
+    hf.check_attention(model)
+    expected = stock("llama")
+    hf.set_attention(expected, "llp", **LLP["options"])
+    assert_exact(model(tokens(2, 20)).logits, expected(tokens(2, 20)).logits)
+    model.save_pretrained(tmp_path)
+    caplog.clear()
+    AutoModelForCausalLM.from_pretrained(tmp_path)
+    assert "asks for" not in caplog.text
+    AutoModelForCausalLM.from_pretrained(tmp_path, attn_implementation="sdpa")
+    assert message in caplog.text
+
+
+def test_a_model_of_ours_has_its_attention_from_its_own_configuration(tmp_path):
+    model = hf.SubquadForCausalLM(hf.SubquadConfig(vocab_size=11, dim=16, num_layers=1, num_heads=2, attention="llp"))
+    with pytest.raises(ValueError, match="SubquadForCausalLM has its attention from its own configuration: build or"):
+        hf.set_attention(model, "llp")
+    named = "attn_implementation='subquad_window' is for models of transformers: SubquadForCausalLM has its attention"
+    with pytest.raises(ValueError, match=named):
+        model.set_attn_implementation("subquad_window")
+    model.set_attn_implementation("eager")
+    model.save_pretrained(tmp_path)
+    with pytest.raises(ValueError, match=named):
+        hf.SubquadForCausalLM.from_pretrained(tmp_path, attn_implementation="subquad_window")
+
+
 @pytest.mark.parametrize(
     ("name", "options", "message"),
     [

@@ -78,17 +78,19 @@ class TransformersAdapter(Adapter):
         return getattr(_text_config(model), "vocab_size", None)
 
     def max_tokens(self, model: nn.Module) -> int | None:
-        """Our decoders' as theirs; of others `max_position_embeddings`."""
+        """Our decoders' as theirs; of others `max_position_embeddings`, unless positions are scaled beyond it."""
         if self.decoder:
             return DecoderAdapter.max_tokens(self, model.model)  # type: ignore[arg-type]
-        most = getattr(_text_config(model), "max_position_embeddings", None)
-        return most if isinstance(most, int) and most > 0 else None
+        most = _own_length(model)
+        return None if _dynamic(model) else most
 
     def sizes(self, model: nn.Module) -> list[int]:
         """Those that the configuration names."""
         if self.decoder:
             return _decoder_sizes(_decoder(model.model))
-        return named_sizes(_text_config(model).to_dict())
+        named = named_sizes(_text_config(model).to_dict())
+        beyond = _own_length(model) if _dynamic(model) else None
+        return named if beyond is None else sorted({*named, beyond})
 
     def no_cache(self, model: nn.Module) -> str | None:
         """Where forward takes no cache."""
@@ -173,6 +175,17 @@ def adapter_for(model: nn.Module) -> Adapter:
             "the next token; load it by AutoModelForCausalLM"
         )
     return TransformersAdapter(model)
+
+
+def _own_length(model: nn.Module) -> int | None:
+    most = getattr(_text_config(model), "max_position_embeddings", None)
+    return most if isinstance(most, int) and most > 0 else None
+
+
+def _dynamic(model: nn.Module) -> bool:
+    """Whether the frequencies of rotary positions change where an input is longer than `max_position_embeddings`."""
+    rope = getattr(_text_config(model), "rope_parameters", None)
+    return isinstance(rope, dict) and rope.get("rope_type") == "dynamic"
 
 
 def named_sizes(values: Any) -> list[int]:

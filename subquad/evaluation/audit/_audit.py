@@ -133,7 +133,7 @@ def _prepare(
     arithmetic = {"weights": dtype, "narrowest": str(narrowest).removeprefix("torch."), "scale": scale, "band": band}
     name = dtype if dtype in DTYPES else "own"
     audited = _checks.Audited(probe, band, taken, tokens, own, source, config.batch, name, rows)
-    audited.checks.append(_taken(asked, taken, probe))
+    audited.checks.append(_taken(asked, taken, probe, most if most is not None and most < config.tokens else None))
     return audited, arithmetic
 
 
@@ -185,16 +185,18 @@ def _lengths(tokens: int) -> list[int]:
     return sorted({n for n in (*powers, 12, 24, 48, tokens - 1, tokens) if 2 <= n <= tokens})
 
 
-def _taken(asked: Sequence[int], taken: Sequence[int], probe: Probe) -> Check:
+def _taken(asked: Sequence[int], taken: Sequence[int], probe: Probe, most: int | None) -> Check:
+    """Which of the lengths the model takes; `most` is what it has positions for where more were asked for."""
     refused = [n for n in asked if n not in taken]
+    short = "" if most is None else f"; nothing longer, since the model has positions for {most:,} tokens"
     if not refused:
-        return Check("lengths", "pass", f"takes {_checks.listed(taken, 16)}")
+        return Check("lengths", "pass", f"takes {_checks.listed(taken, 16)}{short}")
     try:
         probe.full([[0] * refused[0]])
         reason = ""
     except Refused as error:
         reason = str(error)
-    detail = f"takes {_checks.listed(taken)}, refuses {_checks.listed(refused)}: {reason}"
+    detail = f"takes {_checks.listed(taken)}{short}, refuses {_checks.listed(refused)}: {reason}"
     return Check("lengths", "finding", detail, None, {"taken": list(taken), "refused": refused})
 
 
