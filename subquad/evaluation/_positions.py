@@ -61,6 +61,8 @@ class RangeLoss:
     predictions: int
     loss: float
     """Mean nats a token."""
+    stretches: tuple[float, ...]
+    """The same of each stretch of the text alone."""
 
     @property
     def perplexity(self) -> float:
@@ -107,20 +109,21 @@ def loss_by_position(
 ) -> tuple[RangeLoss, ...]:
     """The mean loss of each range of positions, in nats a token; sums in float64, the mode of the model is restored."""
     training, device = model.training, next(model.parameters()).device
-    sums, counts = np.zeros(plan.edges[-1]), np.zeros(plan.edges[-1], dtype=np.int64)
+    shape = (len(plan.starts), plan.edges[-1])
+    sums, counts = np.zeros(shape), np.zeros(shape, dtype=np.int64)
     model.eval()
     try:
         done = 0
         for batch in _batches(plan, max(1, MOST_NUMBERS // (plan.edges[-1] * model.config.vocab_size))):
             size = batch[0][1] - batch[0][0]
-            rows = np.stack([np.asarray(tokens[start : stop + 1]) for start, stop, _ in batch]).astype(np.int64)
+            rows = np.stack([np.asarray(tokens[start : stop + 1]) for start, stop, *_ in batch]).astype(np.int64)
             ids = torch.from_numpy(rows).to(device)
             logits_BTV = model(input_ids=ids[:, :-1], use_cache=False).logits
             logits_BTV = logits_BTV.to(torch.promote_types(logits_BTV.dtype, torch.float32))
             nats = cross_entropy(logits_BTV.flatten(0, 1), ids[:, 1:].flatten(), reduction="none")
-            for (_, _, skip), row in zip(batch, nats.double().view(len(batch), size).cpu().numpy(), strict=True):
-                sums[skip:size] += row[skip:]
-                counts[skip:size] += 1
+            for (_, _, skip, place), row in zip(batch, nats.double().view(len(batch), size).cpu().numpy(), strict=True):
+                sums[place, skip:size] += row[skip:]
+                counts[place, skip:size] += 1
             done += len(batch)
             if progress:
                 progress(done, plan.windows)
@@ -129,28 +132,29 @@ def loss_by_position(
     return tuple(_ranges(plan.edges, sums, counts))
 
 
-def _batches(plan: PositionPlan, most: int) -> list[list[tuple[int, int, int]]]:
-    """Windows `(start, stop, skip)` of the text, equally long ones together, at most so many.
+def _batches(plan: PositionPlan, most: int) -> list[list[tuple[int, int, int, int]]]:
+    """Windows `(start, stop, skip, stretch)` of the text, equally long ones together, at most so many.
 
-    A window reads the tokens from start to stop - 1; its first `skip` predictions lie before the tokens that count.
+    A window reads the tokens from start to stop - 1; its first `skip` predictions lie before the tokens that count,
+    which are those of the stretch of that number.
     """
-    found: dict[int, list[tuple[int, int, int]]] = {}
+    found: dict[int, list[tuple[int, int, int, int]]] = {}
     longest = plan.edges[-1]
-    for begin in plan.starts:
+    for place, begin in enumerate(plan.starts):
         first, end = begin + longest, begin + longest + plan.stretch
         for start in range(begin, end, plan.step):
             stop = min(start + longest, end - 1)  # the token `end - 1` is the last that is predicted
             skip = max(0, first - 1 - start)
             if stop - start > skip:
-                found.setdefault(stop - start, []).append((start, stop, skip))
+                found.setdefault(stop - start, []).append((start, stop, skip, place))
     return [same[i : i + most] for same in found.values() for i in range(0, len(same), most)]
 
 
 def _ranges(edges: Sequence[int], sums: np.ndarray, counts: np.ndarray) -> list[RangeLoss]:
-    firsts = [0, *edges[:-1]]
-    return [
-        RangeLoss(
-            first + 1, last, int(counts[first:last].sum()), float(sums[first:last].sum() / counts[first:last].sum())
-        )
-        for first, last in zip(firsts, edges, strict=True)
-    ]
+    found = []
+    for first, last in zip([0, *edges[:-1]], edges, strict=True):
+        nats, predictions = sums[:, first:last].sum(1), counts[:, first:last].sum(1)
+        total = int(predictions.sum())
+        each = tuple(float(x) for x in nats / predictions)
+        found.append(RangeLoss(first + 1, last, total, float(nats.sum() / total), each))
+    return found

@@ -8,6 +8,7 @@ import sys
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
+from statistics import stdev
 from typing import TYPE_CHECKING, Any
 
 from subquad.data.files import write_json
@@ -101,6 +102,7 @@ def make_report(
         "options": config.options,
         "keep_attention": config.keep_attention,
         "lora": config.lora.to_dict(),
+        "optimizer": config.optimizer.to_dict(),
         "steps": result.steps,
         "step_tokens": result.config.step_tokens,
         "train_tokens": result.tokens,
@@ -126,15 +128,26 @@ def _record(entry: RangeLoss) -> dict[str, Any]:
         "predictions": entry.predictions,
         "loss": entry.loss,
         "perplexity": entry.perplexity,
+        "stretches": list(entry.stretches),
     }
 
 
-def _summary(column: Column, own: int) -> dict[str, float]:
-    """The loss of the last range within the model's own length, and of all beyond it."""
+def _summary(column: Column, own: int) -> dict[str, float | None]:
+    """The loss of the last range within the model's own length, and of all beyond it.
+
+    Their difference is a mean over stretches of the text; its standard error is that of differences d_i of n stretches,
+    `sqrt(sum (d_i - mean d)^2 / (n (n - 1)))`, and None of one alone.
+    """
     within = [entry for entry in column.ranges if entry.last <= own][-1]
-    beyond = [entry for entry in column.ranges if entry.last > own]
-    predictions = sum(entry.predictions for entry in beyond)
-    return {"within": within.loss, "beyond": sum(entry.loss * entry.predictions for entry in beyond) / predictions}
+    far = [entry for entry in column.ranges if entry.last > own]
+    predictions = sum(entry.predictions for entry in far)
+    beyond = sum(entry.loss * entry.predictions for entry in far) / predictions
+    each = [
+        sum(entry.stretches[i] * entry.predictions for entry in far) / predictions - near
+        for i, near in enumerate(within.stretches)
+    ]
+    error = stdev(each) / math.sqrt(len(each)) if len(each) > 1 else None
+    return {"within": within.loss, "beyond": beyond, "difference": beyond - within.loss, "standard_error": error}
 
 
 def write(report: Mapping[str, Any], folder: Path) -> None:
@@ -158,7 +171,20 @@ def rows(report: Mapping[str, Any]) -> tuple[list[str], list[list[str]]]:
     ]
     beyond = [f"{report['summary'][name]['beyond']:.4f}" for name in losses]
     lines.append([f"all above {report['own_length']:,}", *beyond])
+    lines.append([f"less {within_range(report)}", *(difference(report["summary"][name]) for name in losses)])
     return headers, lines
+
+
+def within_range(report: Mapping[str, Any]) -> str:
+    """The positions that those above the model's own length are compared with."""
+    near = [entry for entry in next(iter(report["loss"].values())) if entry["last"] <= report["own_length"]][-1]
+    return f"{near['first']:,} to {near['last']:,}"
+
+
+def difference(found: Mapping[str, Any]) -> str:
+    """Nats above the own length less those within, and the standard error."""
+    error = "" if found["standard_error"] is None else f" ± {found['standard_error']:.4f}"
+    return f"{found['difference']:+.4f}{error}"
 
 
 def _short(perplexity: float) -> str:

@@ -75,10 +75,10 @@ def scaled_config(config: ExtendConfig) -> tuple[Path, PreTrainedConfig, PreTrai
             f"run.folder={config.run.folder!r} is the model's own folder; an extension needs one of its own"
         )
     check_folder(Path(config.run.folder))
-    if not has_tokenizer(folder):
-        raise FileNotFoundError(f"{config.model} holds no tokenizer.json; an extension needs a model and its tokenizer")
     original = extension.read_config(folder)
     scaled = extension.scale_positions(original, config.length, config.rope)
+    if not has_tokenizer(folder):
+        raise FileNotFoundError(f"{config.model} holds no tokenizer.json; an extension needs a model and its tokenizer")
     own = extension.own_length(original)
     if config.attention != "full":
         with torch.device("meta"):

@@ -155,7 +155,9 @@ def test_too_little_text_is_said_for_the_part_that_lacks_it(original, tmp_path):
     with pytest.raises(ValueError, match=part):
         read_text(data, str(original), source.tokenizer, 1, 500)
     more = data.replace(held_out=0.05)
-    with pytest.raises(ValueError, match=r"the held-out part of .* give more text, a larger data\.held_out or a shorter"):
+    with pytest.raises(
+        ValueError, match=r"the held-out part of .* give more text, a larger data\.held_out or a shorter"
+    ):
         read_text(more, str(original), source.tokenizer, 1, 40)
 
 

@@ -4,9 +4,11 @@ import importlib
 import json
 import re
 import shlex
+import shutil
 from collections import Counter
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 from peft import PeftModel
@@ -96,6 +98,13 @@ def test_one_command_leaves_an_adapter_a_report_and_a_picture(home, capsys):
     first = report["summary"]["extended"]
     assert first["within"] == report["loss"]["extended"][1]["loss"]
     assert first["beyond"] < report["summary"]["scaled, untrained"]["beyond"]
+    near, *far = (np.array(entry["stretches"]) for entry in report["loss"]["extended"][1:])
+    each = (far[0] + 2 * far[1]) / 3 - near
+    assert_same_maths(torch.tensor(first["difference"]).double(), torch.tensor(each.mean()))
+    error = np.sqrt(((each - each.mean()) ** 2).sum() / (len(each) * (len(each) - 1)))
+    assert_same_maths(torch.tensor(first["standard_error"]).double(), torch.tensor(error))
+    shown = f"{first['difference']:+.4f} ± {first['standard_error']:.4f}"
+    assert re.search(rf"^\| less 9 to 16 \|.* {re.escape(shown)} \|", (folder / "README.md").read_text(), re.MULTILINE)
     control = ExtendConfig.from_file(folder / "control" / "config.yaml")
     assert (control.length, control.batch.size, control.run.steps, control.attention) == (OWN, 4, 4, "full")
     assert "PeftModel.from_pretrained(original" in (folder / "README.md").read_text()
@@ -252,6 +261,11 @@ def test_folders_that_do_not_serve_are_refused(home, monkeypatch, capsys):
     GPT2LMHeadModel(GPT2Config(**shape)).save_pretrained(home / "gpt2")
     assert "can be scaled, and GPT2Config has none" in refused(home, capsys, "new", model="gpt2")
     assert "run.folder" in refused(home, capsys, "model")
+    shutil.copytree(home / "model", home / "wordless")
+    (home / "wordless" / "tokenizer.json").unlink()
+    assert "wordless holds no tokenizer.json; an extension needs a model and its" in refused(
+        home, capsys, "new", model="wordless"
+    )
     with pytest.raises(SystemExit):
         extend.run(["--length", "64"])
     assert "no model: give the folder" in capsys.readouterr().err
@@ -317,8 +331,11 @@ def test_each_range_predicts_the_same_tokens_equally_often():
     plan = plan_positions(400, own=8, length=40, tokens=30, stretches=3)
     predicted = {last: Counter() for last in plan.edges}
     for batch in _batches(plan, most=4):
-        assert len({stop - start for start, stop, _ in batch}) == 1
-        for start, stop, skip in batch:
+        assert len({stop - start for start, stop, *_ in batch}) == 1
+        for start, stop, skip, stretch in batch:
+            first = plan.starts[stretch] + 40
+            assert range(start + skip + 1, stop + 1)[0] >= first, "predicts tokens of its stretch alone"
+            assert stop < first + plan.stretch
             for context in range(skip + 1, stop - start + 1):
                 last = next(last for last in plan.edges if context <= last)
                 predicted[last][start + context] += 1
