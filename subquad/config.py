@@ -188,3 +188,14 @@ def _convert(value: Any, hint: Any, where: str) -> Any:
     if isinstance(value, wanted) and not (isinstance(value, bool) and wanted in (int, float)):
         return value
     raise TypeError(f"{where} must be {getattr(wanted, '__name__', wanted)}, got {value!r}")
+
+
+def flat(values: Mapping[str, Any], where: str = "") -> dict[str, Any]:
+    """Nested mappings as one, with dotted names; an empty one stays."""
+    found: dict[str, Any] = {}
+    for key, value in values.items():
+        if isinstance(value, Mapping) and value:
+            found |= flat(value, f"{where}{key}.")
+        else:
+            found[f"{where}{key}"] = value
+    return found

@@ -7,6 +7,7 @@ import shutil
 from pathlib import Path
 from typing import Any
 
+from subquad.config import flat
 from subquad.hf import SubquadForCausalLM
 from subquad.parsing import read_json_mapping
 from subquad.training.checkpoint import replace_folder, share, write_atomically
@@ -27,13 +28,10 @@ class Stages:
         file = self.folder / SETTINGS
         if file.is_file():
             found = read_json_mapping(file)
-            changed = [name for name in _flat(settings) if _flat(found).get(name) != _flat(settings)[name]]
-            changed += [name for name in _flat(found) if name not in _flat(settings)]
+            there, here = flat(found), flat(settings)
+            changed = [name for name in {**here, **there} if there.get(name) != here.get(name)]
             if changed:
-                shown = ", ".join(
-                    f"{name} {_flat(found).get(name)!r} there, {_flat(settings).get(name)!r} here"
-                    for name in changed[:4]
-                )
+                shown = ", ".join(f"{name} {there.get(name)!r} there, {here.get(name)!r} here" for name in changed[:4])
                 raise ValueError(
                     f"{folder} holds another conversion ({shown}); give --out another folder, or the same settings"
                 )
@@ -69,14 +67,3 @@ class Stages:
         write_atomically(aside / RECORD, (json.dumps(record, indent=2) + "\n").encode())
         share(aside)
         replace_folder(aside, target)
-
-
-def _flat(values: dict[str, Any], where: str = "") -> dict[str, Any]:
-    """Nested mappings as one, with dotted names."""
-    found: dict[str, Any] = {}
-    for key, value in values.items():
-        if isinstance(value, dict):
-            found |= _flat(value, f"{where}{key}.")
-        else:
-            found[f"{where}{key}"] = value
-    return found

@@ -106,6 +106,17 @@ def no_bar() -> Iterator[None]:
             hf_logging.enable_progress_bar()
 
 
+@contextmanager
+def quiet() -> Iterator[None]:
+    """Keep transformers from telling of weights that do not fit, where the caller does."""
+    level = hf_logging.get_verbosity()
+    hf_logging.set_verbosity_error()
+    try:
+        yield
+    finally:
+        hf_logging.set_verbosity(level)
+
+
 def check_sizes(cls: type[PreTrainedModel], folder: Path, config: Any) -> None:
     """Raise `ValueError` where the configuration asks for other or far more numbers than the weights have.
 

@@ -14,9 +14,9 @@ from transformers import PreTrainedConfig, PreTrainedModel
 
 from subquad.config import suggest
 from subquad.hf._hub import fetch
-from subquad.hf._strict import CONFIG, check_sizes, naming, read_config
+from subquad.hf._strict import CONFIG, check_sizes, naming, quiet, read_config
 from subquad.hf.config import SubquadConfig
-from subquad.hf.families import FAMILIES, Family
+from subquad.hf.families import FAMILIES, Family, _rope
 from subquad.hf.families.base import Move, same, token_ids
 from subquad.hf.interface import wanted_attention
 from subquad.hf.model import SubquadForCausalLM
@@ -231,10 +231,12 @@ def _load(place: str | os.PathLike[str]) -> PreTrainedModel:
         raise FileNotFoundError(f"{place} holds no {CONFIG}: it is no folder of transformers")
     config: Any = read_config(folder)
     theirs: Any = getattr(transformers, _family(config).model)
+    _rope.check(config)
     check_sizes(theirs, folder, config)
-    model, info = theirs.from_pretrained(
-        folder, config=config, trust_remote_code=False, use_safetensors=True, output_loading_info=True
-    )
+    with quiet():
+        model, info = theirs.from_pretrained(
+            folder, config=config, trust_remote_code=False, use_safetensors=True, output_loading_info=True
+        )
     for kind in ("missing_keys", "unexpected_keys", "mismatched_keys"):
         if info.get(kind):
             names = sorted(str(key) for key in info[kind])

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from jsonargparse import ArgumentParser, Namespace
 
@@ -82,12 +82,16 @@ def load(folder: str, config: EvalConfig, default_length: int) -> Loaded:
     import torch
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
-    from subquad.hf import register
+    from subquad.hf import extension, register
 
     register()
-    model = AutoModelForCausalLM.from_pretrained(
-        folder, local_files_only=True, trust_remote_code=False, use_safetensors=True
-    ).eval()
+    model: Any
+    if extension.is_extension(folder):  # transformers would put its adapter on the model with the original's positions
+        model = extension.open_extension(folder).get_base_model().eval()
+    else:
+        model = AutoModelForCausalLM.from_pretrained(
+            folder, local_files_only=True, trust_remote_code=False, use_safetensors=True
+        ).eval()
     model.to("cuda" if config.device == "auto" and torch.cuda.is_available() else "cpu")
     tokenizer = AutoTokenizer.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
     return Loaded(model, tokenizer, config.length)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -271,7 +272,9 @@ def test_a_family_that_does_not_fit_and_one_that_is_unknown_are_refused() -> Non
         to_transformers(theirs("llama"))  # type: ignore[arg-type]
 
 
-def test_a_folder_with_tensors_missing_or_left_over_is_refused(tmp_path: Path) -> None:
+def test_a_folder_with_tensors_missing_or_left_over_is_refused(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     from safetensors.torch import load_file, save_file
 
     theirs("llama").save_pretrained(tmp_path)
@@ -283,6 +286,32 @@ def test_a_folder_with_tensors_missing_or_left_over_is_refused(tmp_path: Path) -
     save_file({**tensors, "more": torch.ones(2)}, file, {"format": "pt"})
     with pytest.raises(ValueError, match="unexpected keys: more"):
         from_transformers(tmp_path)
+    assert "LOAD REPORT" not in capsys.readouterr().err, "the error says it"
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"rope_type": "linaer"}, "llama with rope_type='linaer' has no place in our decoder; did you mean 'linear'"),
+        ({"factor": "2"}, "the rope parameter 'factor' of llama must be a number, got '2'"),
+        ({"factr": 2.0}, "llama has the rope parameter 'factr'; did you mean 'factor'"),
+    ],
+)
+@pytest.mark.filterwarnings("ignore")
+def test_rope_parameters_that_are_none_are_refused_before_a_model_is_made(
+    change: dict[str, Any], message: str, tmp_path: Path
+) -> None:
+    theirs("llama", rope_parameters={"rope_theta": 1e4, "rope_type": "linear", "factor": 2.0}).save_pretrained(tmp_path)
+    values = json.loads((tmp_path / "config.json").read_text())
+    values["rope_parameters"] |= change
+    (tmp_path / "config.json").write_text(json.dumps(values))
+    with pytest.raises(ValueError, match=message):
+        from_transformers(tmp_path)
+
+
+def test_a_name_that_the_hub_does_not_know_is_named() -> None:
+    with pytest.raises(FileNotFoundError, match="there is no folder nowhere/at-all, and the hub gives no model of tha"):
+        from_transformers("nowhere/at-all")
 
 
 @pytest.mark.parametrize("name", ROPES)

@@ -15,12 +15,14 @@ from peft import PeftModel
 from safetensors.torch import load_file
 from transformers import AutoConfig, AutoModelForCausalLM, GPT2Config, GPT2LMHeadModel, LlamaConfig, LlamaForCausalLM
 
+from subquad.cli import main
 from subquad.config import Config
 from subquad.data.tokenizers import bytes_tokenizer
+from subquad.evaluation import EvalConfig
 from subquad.evaluation._positions import _batches, loss_by_position, plan_positions
 from subquad.hf import extension
 from subquad.testing import assert_exact, assert_same_maths
-from subquad.tools import audit, extend
+from subquad.tools import _eval_tasks, audit, extend
 from subquad.tools import lora as lora_command
 from subquad.tools.arguments import data_is_a_path
 from subquad.training.errors import StepMemoryError
@@ -204,6 +206,26 @@ def test_the_attention_of_the_training_can_be_kept(home):
     assert lora_command.run(["merge", str(home / "kept"), "--out", str(home / "kept-merged")]) == 0
     assert json.loads((home / "kept-merged" / "config.json").read_text())["subquad"]["attention"] == "llp"
     assert audit.run([str(home / "kept-merged"), *QUICK]) == 0
+
+
+def test_tasks_are_asked_of_the_extended_model_and_other_commands_say_what_to_do(home, capsys):
+    loaded = _eval_tasks.load(str(home / "run"), EvalConfig(device="cpu"), 32)
+    expected = extension.open_extension(home / "run").get_base_model().eval()
+    tokens = torch.arange(40)[None]
+    assert_exact(loaded.model(tokens).logits, expected(tokens).logits)
+    folder = home / "run"
+    for words in (["generate", str(folder), "--prompt", "a"], ["eval", str(folder), "--data", str(home / "text.txt")]):
+        with pytest.raises(SystemExit):
+            main(words)
+        message = (
+            f"{folder} holds an extension of a model of transformers: make one of ours of it by `subquad lora merge"
+        )
+        assert message in capsys.readouterr().err
+    with pytest.raises(SystemExit):
+        main(["generate", str(home / "model"), "--prompt", "a"])
+    assert (
+        f"holds a model of type 'llama', not one of ours: make one by `subquad import {home}" in capsys.readouterr().err
+    )
 
 
 def test_a_merged_model_has_the_dtype_of_the_original(home):

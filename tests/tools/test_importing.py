@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import json
+import shutil
 from pathlib import Path
 
 import pytest
 import torch
 import transformers
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save_file
 
 from subquad.cli import main
 from subquad.data import load_tokenizer
@@ -101,7 +102,9 @@ def test_a_checkpoint_of_llama2c_is_generated_from_measured_and_audited(
 
 def test_without_a_tokenizer_it_is_said(stories: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["import", str(stories), "--out", str(tmp_path / "ours")]) == 0
-    assert "has no tokenizer: give one by --tokenizer" in capsys.readouterr().err
+    shown = capsys.readouterr()
+    assert "has no tokenizer: give one by --tokenizer" in shown.err
+    assert "subquad generate" not in shown.out, "which needs one"
     assert not (tmp_path / "ours" / "tokenizer.json").exists()
 
 
@@ -131,6 +134,16 @@ def test_what_is_no_model_is_refused(llama: Path, tmp_path: Path, capsys: pytest
     out = ["--out", str(tmp_path / "out")]
     assert "holds a model of type 'llama'; it must be 'subquad'" in refused(capsys, "export", str(llama), *out)
     assert "there is no folder" in refused(capsys, "export", str(tmp_path / "nowhere"), *out)
+    message = refused(capsys, "import", str(llama), "--tokenizer", "bpe", *out)
+    assert "a tokenizer 'bpe' is made of a text; one that is there is needed here" in message
+    assert "there is no folder nowhere, and the hub gives no" in refused(capsys, "import", "nowhere", *out)
+    damaged = tmp_path / "damaged"
+    shutil.copytree(llama, damaged)
+    tensors = load_file(damaged / "model.safetensors")
+    tensors["model.norm.weight"][0] = torch.inf
+    save_file(tensors, damaged / "model.safetensors", {"format": "pt"})
+    message = refused(capsys, "import", str(damaged), *out)
+    assert "damaged holds a model whose weights are damaged: model.norm.weight is not finite" in message
     (tmp_path / "nothing").mkdir()
     assert "holds no config.json" in refused(capsys, "import", str(tmp_path / "nothing"), *out)
     values = json.loads((llama / "config.json").read_text())

@@ -192,6 +192,13 @@ def test_other_settings_are_refused_with_what_changed(tmp_path: Path) -> None:
         checkpoint.check_settings(manifest, {"run.seed": 1})
     with pytest.raises(CheckpointError, match="made by other settings: causal was None, is True; restore them"):
         checkpoint.check_settings(manifest, {"run.seed": 1, "data": "a", "causal": True})
+    nested = {"model": {"dim": 8, "options": {"llp": {"segment": 4}}, "loops": 1}}
+    manifest = checkpoint.verify(make(tmp_path, 2, nested))
+    with pytest.raises(CheckpointError, match=r"settings: model\.options\.llp\.segment was 4, is 6; restore them"):
+        checkpoint.check_settings(manifest, {"model": {**nested["model"], "options": {"llp": {"segment": 6}}}})
+    many = {f"option_{i}": i for i in range(10)}
+    with pytest.raises(CheckpointError, match=r"option_6 was 6, is None; and 3 more; restore them"):
+        checkpoint.check_settings(checkpoint.verify(make(tmp_path, 3, many)), {"another": 1})
 
 
 def test_sweep_removes_only_leftovers(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:

@@ -20,22 +20,34 @@ _KEYS = {
     "llama3": ("factor", _ORIGINAL, "low_freq_factor", "high_freq_factor"),
 }
 _ALWAYS = {"rope_type", "type", "rope_theta", "partial_rotary_factor"}
+_WORDS = {"rope_type", "type"}
+
+
+def check(config: Any) -> None:
+    """Raise `ValueError` for a type that our decoder does not have, and for a parameter that is none or no number.
+
+    transformers notices such a type, and some values, in the middle of making a model.
+    """
+    values = getattr(config, "rope_parameters", None) or {}
+    kind = values.get("rope_type", "default")
+    if kind not in _KEYS:
+        raise ValueError(f"{config.model_type} with rope_type={kind!r} has no place in our decoder; {_valid(kind)}")
+    known = _ALWAYS | {key for keys in _KEYS.values() for key in keys}
+    for key, value in values.items():
+        if key not in known:
+            raise ValueError(f"{config.model_type} has the rope parameter {key!r}; {suggest(key, known)}")
+        if key not in _WORDS and not isinstance(value, int | float | None):
+            raise ValueError(f"the rope parameter {key!r} of {config.model_type} must be a number, got {value!r}")
 
 
 def read(config: Any, *, partial: bool = False) -> dict[str, Any]:
     """`rope_base`, `rope_fraction` and `rope_scaling` of a configuration of transformers.
 
-    Raises `ValueError` for a type that our decoder does not have, for a parameter that is not known, and without
-    `partial` for heads of which a part is rotated.
+    Raises `ValueError` as `check`, and without `partial` for heads of which a part is rotated.
     """
+    check(config)
     values = dict(config.rope_parameters)
     kind = values.get("rope_type", "default")
-    if kind not in _KEYS:
-        raise ValueError(f"{config.model_type} with rope_type={kind!r} has no place in our decoder; {_valid(kind)}")
-    known = _ALWAYS | {key for keys in _KEYS.values() for key in keys}
-    for key in values:
-        if key not in known:
-            raise ValueError(f"{config.model_type} has the rope parameter {key!r}; {suggest(key, known)}")
     fraction = values.get("partial_rotary_factor", 1.0)
     if fraction != 1 and not partial:
         raise ValueError(
