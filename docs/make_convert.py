@@ -91,8 +91,9 @@ def stages(reports: dict[str, Any]) -> str:
             f"{sum(stage['errors']) / len(stage['errors']):.3f}" for stage in report["stages"] if "errors" in stage
         ]
         shown = "-" if key is None else f"{key['value']:.0%}"
-        lines.append([titled(report), *found, f"{report['gap']['loss']:+.4f}", " to ".join(errors), shown])
-    headers = ["perplexity", *STAGES.values(), "gap, nats", "mean matching error", "passkey"]
+        minutes = f"{sum(stage['seconds'] for stage in report['stages']) / 60:.1f}"
+        lines.append([titled(report), *found, f"{report['gap']['loss']:+.4f}", " to ".join(errors), shown, minutes])
+    headers = ["perplexity", *STAGES.values(), "gap, nats", "mean matching error", "passkey", "minutes"]
     return table(headers, lines)
 
 

@@ -1,6 +1,7 @@
 """Write the tables and pictures of docs/extend.md again, from the reports of `subquad extend`.
 
     python docs/make_extend.py runs/longer-shifted runs/longer-llp    # keeps their reports in benchmarks/results
+    python docs/make_extend.py --trials runs/trial-*                  # those by which their settings were chosen
     python docs/make_extend.py
 
 Only what stands between `<!-- NAME -->` and `<!-- /NAME -->` is replaced.
@@ -20,14 +21,18 @@ from subquad.tools.provenance import described
 
 ROOT = Path(__file__).resolve().parents[1]
 PAGE, RESULTS, IMAGES = ROOT / "docs" / "extend.md", ROOT / "benchmarks" / "results", ROOT / "docs" / "images"
-KINDS = ("shifted", "llp")
+KINDS = ("llp", "shifted")
+TOLD = ("rope", "attention", "options", "steps", "held_out_tokens", "summary", "provenance")
+"""What is kept of the report of a trial, beside its learning rate."""
 
 
 def main() -> None:
     """Take over reports where runs are named, and write the page."""
     parser = argparse.ArgumentParser(description="the tables of docs/extend.md")
     parser.add_argument("runs", nargs="*", type=Path, help="folders of finished runs")
-    for run in parser.parse_args().runs:
+    parser.add_argument("--trials", nargs="*", type=Path, default=[], help="folders of finished trials, in their order")
+    chosen = parser.parse_args()
+    for run in chosen.runs:
         report = json.loads((run / _extend_report.REPORT).read_text(encoding="utf-8"))
         report["original"] = report["model"]  # a folder of whoever measured
         if report["attention"] not in KINDS:
@@ -35,6 +40,10 @@ def main() -> None:
         if report.get("resumed"):
             raise ValueError(f"{run} was gone on with: its times are those of its last start; run it in a new folder")
         result(report["attention"]).write_text(json.dumps(report, indent=1) + "\n", encoding="utf-8")
+    if chosen.trials:
+        result("trials").write_text(
+            json.dumps([trial(run) for run in chosen.trials], indent=1) + "\n", encoding="utf-8"
+        )
     for kind in KINDS:
         if result(kind).is_file():
             _extend_report.draw(read(kind)).savefig(IMAGES / f"extend_{kind}.png", format="png")
@@ -42,7 +51,7 @@ def main() -> None:
 
 
 def result(kind: str) -> Path:
-    """The report of one kind of attention."""
+    """The report of one kind of attention, or what is kept of all trials."""
     return RESULTS / f"extend_{kind}.json"
 
 
@@ -57,28 +66,59 @@ def rewritten(page: str) -> str:
     return BLOCK.sub(lambda m: f"<!-- {m['name']} -->\n{block(m['name'])}\n<!-- /{m['name']} -->", page)
 
 
+def trial(run: Path) -> dict[str, Any]:
+    """What the page says of a trial."""
+    report = json.loads((run / _extend_report.REPORT).read_text(encoding="utf-8"))
+    return {"name": run.name, "lr": report["optimizer"]["lr"], **{name: report[name] for name in TOLD}}
+
+
+def trials() -> str:
+    """A line a trial: what it trained with, and its losses in both ways of attending afterwards."""
+    lines = []
+    for found in json.loads(result("trials").read_text(encoding="utf-8")):
+        kept, full = found["summary"]["extended"], found["summary"].get("extended, full attention")
+        lines.append(
+            [
+                found["rope"],
+                f"`{found['attention']}`" + "".join(f", {name} {value:,}" for name, value in found["options"].items()),
+                f"{found['steps']}, {found['lr']:g}",
+                *(f"{kept[name]:.4f}" for name in ("within", "beyond")),
+                _extend_report.difference(kept),
+                "as trained" if full is None else f"{full['beyond']:.4f}",
+                "" if full is None else _extend_report.difference(full),
+            ]
+        )
+    headers = ["positions", "trained with", "steps, learning rate", "257 to 512", "above 512", "less"]
+    headers += ["in full: above 512", "less"]
+    rules = [":---", ":---", ":---", *("---:" for _ in headers[3:])]
+    return "\n".join(f"| {' | '.join(line)} |" for line in (headers, rules, *lines))
+
+
 def block(kind: str) -> str:
     """The table of a report, and under it what was trained, where and how long."""
     if not result(kind).is_file():
         return "*Not measured yet.*"
+    if kind == "trials":
+        return trials()
     report = read(kind)
     headers, lines = _extend_report.rows(report)
     rules = [":---", *("---:" for _ in headers[1:])]
     table = "\n".join(f"| {' | '.join(line)} |" for line in (headers, rules, *lines))
-    far, near = report["summary"]["extended"]["beyond"], report["summary"]["extended"]["within"]
-    own = report["own_length"]
-    comparison = f"{abs(far - near):.4f} nats {'below' if far <= near else 'above'}"
+    own, found = report["own_length"], report["summary"]["extended"]
+    far, gap = found["beyond"], found["difference"]
+    comparison = f"{abs(gap):.4f} nats {'below' if gap <= 0 else 'above'}"
     text = (
         f"{report['steps']:,} steps of {report['step_tokens']:,} tokens, {report['rope']} positions, rank "
         f"{report['lora']['rank']}: {report['trained_parameters']:,} of {report['parameters']:,} numbers trained. The "
         f"whole command took {report['whole_command_seconds'] / 60:.1f} minutes ({report['seconds'] / 60:.1f} of them "
         f"in the steps of the extension) on {described(report['provenance']['machine'])}. Each range predicts the same "
-        f"{report['held_out_tokens']:,} tokens. The extended model's loss above {own:,} tokens of context is "
-        f"{comparison} its loss from {own // 2 + 1:,} to {own:,}"
+        f"{report['held_out_tokens']:,} tokens, in {report['stretches']} stretches of the text. The extended model's "
+        f"loss above {own:,} tokens of context is {comparison} its loss from {own // 2 + 1:,} to {own:,}, with a "
+        f"standard error over the stretches of {found['standard_error']:.4f}"
     )
     if "control" in report["summary"]:
-        gap = report["summary"]["control"]["beyond"] - far
-        text += f", and {abs(gap):.4f} nats {'below' if gap >= 0 else 'above'} the control's"
+        more = report["summary"]["control"]["beyond"] - far
+        text += f", and {abs(more):.4f} nats {'below' if more >= 0 else 'above'} the control's"
     return f"{table}\n\n{text}.\n\n![Loss by position, {kind}](images/extend_{kind}.png)"
 
 

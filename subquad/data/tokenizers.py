@@ -24,12 +24,16 @@ _CUT = re.compile(rb"[!-~](?=\s)")
 _PIECE = 1 << 18
 
 
-def load_tokenizer(name: str | Path, *, also: Sequence[str] = ()) -> Tokenizer:
+def load_tokenizer(name: str | Path) -> Tokenizer:
     """The tokenizer `bytes`, or the one in a `tokenizer.json` or in a folder that holds one, or GPT-2's two files.
 
-    Raises `ValueError` for another name (which names those that the caller knows `also`) and for a file that is no
-    tokenizer, has no token or numbers them too high.
+    Raises `ValueError` for another name and for a file that is no tokenizer, has no token or numbers them too high.
     """
+    return find_tokenizer(name, ())
+
+
+def find_tokenizer(name: str | Path, also: Sequence[str]) -> Tokenizer:
+    """As `load_tokenizer`, for a caller that knows other names `also`: the error for an unknown one lists them."""
     if name == "bytes":
         return bytes_tokenizer()
     file = Path(name).expanduser()

@@ -387,7 +387,7 @@ def test_the_pages_tables_are_those_of_the_reports_and_its_commands_are_read(mon
     make = importlib.import_module("make_extend")
     page = make.PAGE.read_text(encoding="utf-8")
     assert make.rewritten(page) == page, "write them again: python docs/make_extend.py"
-    assert re.findall(r"<!-- ([a-z-]+) -->", page) == list(make.KINDS)
+    assert re.findall(r"<!-- ([a-z-]+) -->", page) == [*make.KINDS, "trials"]
     for kind in make.KINDS:
         assert f"images/extend_{kind}.png" not in page or (make.IMAGES / f"extend_{kind}.png").is_file()
     commands = re.findall(r"^subquad extend (.*)", page, re.MULTILINE)
@@ -404,7 +404,7 @@ def test_the_measured_extension_reaches_further_than_its_control(kind, monkeypat
     report = make.read(kind)
     extended, control = report["summary"]["extended"], report["summary"]["control"]
     assert (report["own_length"], report["length"]) == (512, 2048)
-    assert extended["beyond"] <= extended["within"]
+    assert extended["difference"] <= (0 if kind == "llp" else 2 * extended["standard_error"])
     assert extended["beyond"] < control["beyond"]
     assert report["whole_command_seconds"] < 20 * 60
 
