@@ -249,8 +249,8 @@ def test_nothing_pickled_is_saved(run_at_4: TrainConfig, tmp_path: Path) -> None
     ("changes", "message"),
     [
         ({"run.seed": 1}, "other settings: run.seed was 0, is 1"),
-        ({"optimizer.lr": 0.5}, "other settings: optimizer was .* restore them"),
-        ({"model.num_layers": 1}, "other settings: model was"),
+        ({"optimizer.lr": 0.5}, r"other settings: optimizer\.lr was 0\.003, is 0\.5; restore them"),
+        ({"model.num_layers": 1}, r"other settings: model\.num_layers was 2, is 1; restore"),
         ({"data.held_out": 0.3}, "other settings: data was"),
         ({"run.steps": 3}, "is at step 4, past run.steps=3"),
         ({"run.resume": "never"}, "run.resume is 'never'; choose another run.folder"),
