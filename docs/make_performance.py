@@ -1,6 +1,7 @@
 """Write the tables and pictures of docs/performance.md again, from benchmarks/results/*.json.
 
     python docs/make_performance.py
+    python docs/make_performance.py --runs first.json second.json third.json    # several of `subquad bench ops`
 
 Only what stands between `<!-- NAME -->` and `<!-- /NAME -->` is replaced; the prose around it stays. The figures are
 measured by `subquad bench ... --out benchmarks/results` (on a CPU) and `make gpu`; what was not measured says so.
@@ -8,11 +9,13 @@ measured by `subquad bench ... --out benchmarks/results` (on a CPU) and `make gp
 
 from __future__ import annotations
 
+import argparse
 import json
 import re
 import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from statistics import median
 from typing import Any, NamedTuple
 
 from subquad.bench import Report
@@ -38,6 +41,8 @@ CPU_AIMS: dict[str, dict[int, tuple[float, float]]] = {
     "elita": {1024: (5, 5), 4096: (20, 20), 16384: (60, 50)},
 }
 """Times faster than causal SDPA, forward and forward + backward: B 1, H 8, 64 channels, float32, two cores."""
+RUNS = "cpu_ops_runs.json"
+"""Times faster in several runs of the same command."""
 GPU_TOKENS = (2048, 16384)
 """The lengths that are measured on a GPU; an aim that names none holds at each."""
 REASONS: dict[tuple[str, str], str] = {}
@@ -46,6 +51,13 @@ REASONS: dict[tuple[str, str], str] = {}
 
 def main() -> None:
     """Rewrite the page and draw its pictures."""
+    parser = argparse.ArgumentParser(description="the tables of docs/performance.md")
+    parser.add_argument(
+        "--runs", nargs="*", type=Path, default=[], help="results of the same command, one after another"
+    )
+    runs = parser.parse_args().runs
+    if runs:
+        (RESULTS / RUNS).write_text(json.dumps([ratios(run) for run in runs], indent=1) + "\n", encoding="utf-8")
     text = PAGE.read_text(encoding="utf-8")
     PAGE.write_text(rewritten(text), encoding="utf-8")
     for stem in ("cpu_ops", "cpu_model", "cpu_decode", "gpu_ops", "gpu_model", "gpu_decode"):
@@ -92,6 +104,38 @@ def cpu_aims() -> str:
             *lines,
         ]
     )
+
+
+def ratios(file: Path) -> dict[str, Any]:
+    """Times faster of a run, forward and forward + backward, for each line and length that has an aim."""
+    report = Report.from_dict(json.loads(file.read_text(encoding="utf-8")))
+    found = {
+        name: {
+            tokens: [_ratio(report, name, tokens, which) for which in ("forward", "forward_backward")]
+            for tokens in aims
+        }
+        for name, aims in CPU_AIMS.items()
+    }
+    return {"date": report.provenance["date"], "commit": report.provenance["commit"], "faster": found}
+
+
+def cpu_runs() -> str:
+    """The same of several runs, their medians held to the aims."""
+    runs = json.loads((RESULTS / RUNS).read_text(encoding="utf-8"))
+    lengths = sorted({tokens for aims in CPU_AIMS.values() for tokens in aims})
+    lines = ["| | " + " | ".join(f"T = {tokens:,}" for tokens in lengths) + " |", "|---|" + "---|" * len(lengths)]
+    for name, aims in CPU_AIMS.items():
+        cells = []
+        for tokens in lengths:
+            parts = []
+            for place, aim in enumerate(aims[tokens]):
+                values = [run["faster"][name][str(tokens)][place] for run in runs]
+                shown = ", ".join(f"{value:.1f}" for value in values)
+                parts.append(shown if median(values) >= MET * aim else f"**{shown}**")
+            cells.append(" / ".join(parts))
+        lines.append(f"| {name} | {' | '.join(cells)} |")
+    made = ", ".join(dict.fromkeys(f"{run['date']}, commit {run['commit']}" for run in runs))
+    return "\n".join([*lines, "", f"{len(runs)} runs, {made}."])
 
 
 def gpu_aims() -> str:
@@ -235,6 +279,7 @@ def _gpu_aims() -> Iterator[Aim]:
 
 BLOCKS: dict[str, Callable[[], str]] = {
     "cpu-aims": cpu_aims,
+    "cpu-runs": cpu_runs,
     "cpu-ops": tables("cpu_ops"),
     "cpu-ops-pictures": pictures("cpu_ops", "time", "memory"),
     "cpu-latents": pictures("cpu_ops", "latents"),
