@@ -8,6 +8,9 @@ JOBS ?= 2
 # Of `make gpu`: cuda, or cpu for a dry run.
 DEVICE ?= cuda
 
+# The tests start many processes, which would compile the library each by itself.
+unexport PYTHONDONTWRITEBYTECODE
+
 VENV := .venv
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed

@@ -5,6 +5,7 @@ import logging
 import os
 import sys
 from pathlib import Path
+from typing import Any
 
 # Set before torch, transformers or matplotlib is imported anywhere, and inherited by child processes.
 os.environ["HF_HUB_OFFLINE"] = "1"
@@ -31,6 +32,7 @@ settings.load_profile("ci" if os.environ.get("CI") else "local")
 
 ROOT = Path(__file__).resolve().parents[1]
 frozen_modules = 0
+drawn_before: Any = None
 
 
 @pytest.fixture(scope="session")
@@ -40,6 +42,17 @@ def data_folder() -> Path:
     if not folder.is_dir():
         pytest.skip("no data")
     return folder
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_runtest_setup(item: pytest.Item) -> None:
+    """Curves, which take longer to draw than most of the tests' runs, are drawn where a test is marked `draws`."""
+    global drawn_before
+    run = sys.modules.get("subquad.training.run")
+    if run is not None:
+        drawn_before = drawn_before or run.draw_curves  # type: ignore[attr-defined]
+        drawn = item.get_closest_marker("draws") is not None
+        run.draw_curves = drawn_before if drawn else lambda *args, **kwargs: None  # type: ignore[attr-defined]
 
 
 @pytest.hookimpl(trylast=True)

@@ -25,6 +25,8 @@ from subquad.tools.list import WIDTH
 from subquad.tools.train import read_config
 from subquad.training import TrainConfig
 
+pytestmark = pytest.mark.draws
+
 TINY = {
     "model": {"dim": 16, "num_layers": 1, "num_heads": 2, "attention": "llp", "options": {"llp": {"segment": 16}}},
     "data": {"tokenizer": "bytes"},

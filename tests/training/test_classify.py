@@ -22,6 +22,8 @@ from subquad.training.errors import CheckpointError
 from subquad.training.tasks import check_forms, prepare_task
 from tests.training.metrics import records
 
+pytestmark = pytest.mark.draws
+
 VALUES = {
     "task": "classify",
     "model": {"dim": 16, "num_layers": 1, "num_heads": 2, "attention": "window", "init_std": 0.1, "dropout": 0.1},

@@ -26,6 +26,8 @@ from subquad.training.tasks import prepare_task
 from tests.data.pictures import write_idx, write_png
 from tests.training.metrics import records
 
+pytestmark = pytest.mark.draws
+
 CAUSAL = [name for name in names() if "causal" in mechanism(name).forms]
 OPTIONS = {"llp": {"segment": 6}, "window": {"width": 5}, "shifted": {"group": 4}, "elita": {"horizon": 64}}
 

@@ -12,7 +12,6 @@ from subquad.attention import mechanism, names
 from subquad.cli import main
 from subquad.data import labelled
 from subquad.tools import train as command
-from subquad.training import run
 from subquad.training.progress import read_metrics
 from tests.training.lra_files import MEASURED, TRAIN, write_release
 
@@ -60,7 +59,7 @@ def release(tmp_path_factory):
 
 @pytest.fixture(autouse=True, scope="module")
 def quick():
-    """Runs are short and many: data and baselines are found once, the parser is made once, nothing is drawn."""
+    """Runs are short and many: data and baselines are found once, the parser is made once."""
     patch = pytest.MonkeyPatch()
     found, read = {}, labelled.labelled_corpus
 
@@ -73,7 +72,6 @@ def quick():
     fit = functools.cache(evaluation.fit_bag_of_tokens)
     patch.setattr("subquad.training._task_classify.labelled_corpus", once)
     patch.setattr(evaluation, "fit_bag_of_tokens", fit, raising=False)
-    patch.setattr(run, "draw_curves", lambda *args, **kwargs: None)
     patch.setattr(command, "make_parser", functools.cache(command.make_parser))
     gc.freeze()  # the Trainer collects garbage at its end, and looks at all that pytest holds
     yield

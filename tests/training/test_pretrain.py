@@ -50,15 +50,6 @@ def make(folder="unused", **groups) -> TrainConfig:
     return TrainConfig.from_dict({"task": groups.get("task", "classify"), "lora": groups.get("lora", {}), **values})
 
 
-@pytest.fixture(autouse=True, scope="module")
-def undrawn():
-    """Curves have their own tests."""
-    patch = pytest.MonkeyPatch()
-    patch.setattr("subquad.training.run.draw_curves", lambda *args, **kwargs: None)
-    yield
-    patch.undo()
-
-
 @pytest.fixture(scope="module")
 def whole(tmp_path_factory):
     """A run of both phases that was not stopped."""

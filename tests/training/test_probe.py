@@ -19,6 +19,8 @@ from subquad.training import TrainConfig, train
 from subquad.training.errors import CheckpointError
 from tests.training.metrics import records
 
+pytestmark = pytest.mark.draws
+
 VALUES = {
     "task": "probe",
     "model": {"dim": 16, "num_layers": 1, "num_heads": 2, "attention": "window", "init_std": 0.1, "dropout": 0.1},

@@ -12,6 +12,8 @@ from subquad.training import train
 from subquad.training.curves import draw_curves, loss_range
 from subquad.training.progress import read_metrics
 
+pytestmark = pytest.mark.draws
+
 
 def test_metrics_events_and_curves_are_written(make_config, tmp_path: Path) -> None:
     train(make_config())
