@@ -190,12 +190,23 @@ def _convert(value: Any, hint: Any, where: str) -> Any:
     raise TypeError(f"{where} must be {getattr(wanted, '__name__', wanted)}, got {value!r}")
 
 
-def flat(values: Mapping[str, Any], where: str = "") -> dict[str, Any]:
-    """Nested mappings as one, with dotted names; an empty one stays."""
+def differences(made: Mapping[str, Any], now: Mapping[str, Any], most: int = 8) -> list[str]:
+    """`name was A, is B` of each setting, by its dotted name, that is not the same; of more than `most` the number."""
+    before, after = _dotted(made), _dotted(now)
+    changed = [
+        f"{name} was {before.get(name)!r}, is {after.get(name)!r}"
+        for name in {**after, **before}  # a setting that is left out now was made by it all the same
+        if before.get(name) != after.get(name)
+    ]
+    return changed if len(changed) <= most else [*changed[:most], f"and {len(changed) - most} more"]
+
+
+def _dotted(values: Mapping[str, Any], where: str = "") -> dict[str, Any]:
+    """Nested mappings as one; an empty one stays."""
     found: dict[str, Any] = {}
     for key, value in values.items():
         if isinstance(value, Mapping) and value:
-            found |= flat(value, f"{where}{key}.")
+            found |= _dotted(value, f"{where}{key}.")
         else:
             found[f"{where}{key}"] = value
     return found

@@ -10,7 +10,7 @@ from tokenizers import Tokenizer
 from torch import nn
 
 from subquad.data import load_tokenizer
-from subquad.data.tokenizers import vocab_size
+from subquad.data.tokenizers import check_vocabulary
 from subquad.hf import SubquadConfig, SubquadForCausalLM, lora
 from subquad.hf._strict import check_finite, read_config
 from subquad.models import Decoder
@@ -51,9 +51,8 @@ def load_source(folder: str | Path) -> Source:
         from subquad.hf import from_transformers
 
         model = from_transformers(folder)
-    tokenizer, known = load_tokenizer(folder), model.config.vocab_size
-    if vocab_size(tokenizer) > known:
-        raise ValueError(f"the tokenizer in {folder} has {vocab_size(tokenizer)} tokens, the model knows {known}")
+    tokenizer = load_tokenizer(folder)
+    check_vocabulary(tokenizer, model.config.vocab_size, f"is that in {folder} another model's?")
     check_finite(model, folder)
     return Source(folder, model.float().eval(), tokenizer)
 

@@ -7,7 +7,7 @@ import shutil
 from pathlib import Path
 from typing import Any
 
-from subquad.config import flat
+from subquad.config import differences
 from subquad.hf import SubquadForCausalLM
 from subquad.parsing import read_json_mapping
 from subquad.training.checkpoint import replace_folder, share, write_atomically
@@ -27,13 +27,11 @@ class Stages:
         self.folder = Path(folder)
         file = self.folder / SETTINGS
         if file.is_file():
-            found = read_json_mapping(file)
-            there, here = flat(found), flat(settings)
-            changed = [name for name in {**here, **there} if there.get(name) != here.get(name)]
+            changed = differences(read_json_mapping(file), settings)
             if changed:
-                shown = ", ".join(f"{name} {there.get(name)!r} there, {here.get(name)!r} here" for name in changed[:4])
                 raise ValueError(
-                    f"{folder} holds another conversion ({shown}); give --out another folder, or the same settings"
+                    f"{folder} holds another conversion ({'; '.join(changed)}); give --out another folder, or the same "
+                    "settings"
                 )
             return
         if self.folder.is_dir() and any(self.folder.iterdir()):

@@ -19,7 +19,7 @@ from subquad.data.split import cut, hold_out
 from subquad.data.spool import Part, Spool, write_shard
 from subquad.data.token_corpus import open_token_corpus
 from subquad.data.token_set import TokenSet, is_token_set
-from subquad.data.tokenizers import find_tokenizer, load_tokenizer, pieces, tokenizer_hash
+from subquad.data.tokenizers import load_tokenizer, pieces, tokenizer_hash
 from subquad.data.vocabularies import TRAINED, make_tokenizer
 from subquad.parsing import check_keys, read_json
 
@@ -76,7 +76,7 @@ def prepare(config: DataConfig, *, progress: Progress | None = None) -> Corpus:
             f"held_out_shards={config.held_out_shards} names token shards, and {config.path!r} is no folder of them; "
             "leave it out"
         )
-    fixed = None if config.tokenizer in TRAINED else find_tokenizer(config.tokenizer, TRAINED)
+    fixed = None if config.tokenizer in TRAINED else load_tokenizer(config.tokenizer, TRAINED)
     paths = [path for path in (config.path, config.held_out_path) if path is not None]
     sources = [open_source(path, skip_bad_files=config.skip_bad_files) for path in paths]
     contents = [source.fingerprint() for source in sources]

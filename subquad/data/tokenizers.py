@@ -24,16 +24,12 @@ _CUT = re.compile(rb"[!-~](?=\s)")
 _PIECE = 1 << 18
 
 
-def load_tokenizer(name: str | Path) -> Tokenizer:
+def load_tokenizer(name: str | Path, also: Sequence[str] = ()) -> Tokenizer:
     """The tokenizer `bytes`, or the one in a `tokenizer.json` or in a folder that holds one, or GPT-2's two files.
 
-    Raises `ValueError` for another name and for a file that is no tokenizer, has no token or numbers them too high.
+    Raises `ValueError` for another name, which lists `also` those that the caller knows, and for a file that is no
+    tokenizer, has no token or numbers them too high.
     """
-    return find_tokenizer(name, ())
-
-
-def find_tokenizer(name: str | Path, also: Sequence[str]) -> Tokenizer:
-    """As `load_tokenizer`, for a caller that knows other names `also`: the error for an unknown one lists them."""
     if name == "bytes":
         return bytes_tokenizer()
     file = Path(name).expanduser()
@@ -124,6 +120,13 @@ def separator_id(tokenizer: Tokenizer) -> int | None:
 def vocab_size(tokenizer: Tokenizer) -> int:
     """One more than the greatest id: the rows that a model's embedding needs."""
     return max(tokenizer.get_vocab().values()) + 1
+
+
+def check_vocabulary(tokenizer: Tokenizer, known: int, advice: str = "is it another model's?") -> None:
+    """Raise `ValueError` where the tokenizer has tokens that a model, which knows so many, does not know."""
+    size = vocab_size(tokenizer)
+    if size > known:
+        raise ValueError(f"the tokenizer has {size} tokens, the model knows {known}; {advice}")
 
 
 class Encoder:

@@ -13,7 +13,7 @@ from lm_eval.models.utils import normalize_gen_kwargs
 from tokenizers import Tokenizer
 from transformers import PreTrainedModel, PreTrainedTokenizerBase, PreTrainedTokenizerFast
 
-from subquad.data.tokenizers import separator_id, vocab_size
+from subquad.data.tokenizers import check_vocabulary, separator_id
 from subquad.hf import SubquadConfig, SubquadForCausalLM
 from subquad.models import Decoder, PerceiverAR
 
@@ -132,10 +132,7 @@ def wrap(
     end = None
     if isinstance(tokenizer, Tokenizer):
         end = separator_id(tokenizer)
-        if vocab_size(tokenizer) > vocabulary:
-            raise ValueError(
-                f"the tokenizer has {vocab_size(tokenizer)} tokens and the model {vocabulary}; is it another model's?"
-            )
+        check_vocabulary(tokenizer, vocabulary)
     prefix = _prefix(tokenizer) if prefix_token is None else prefix_token
     if not 0 <= prefix < vocabulary:
         raise ValueError(f"prefix_token must be between 0 and {vocabulary - 1}, the model's vocabulary, got {prefix}")

@@ -38,6 +38,7 @@ def make_parser() -> Parser:
 
 def run(arguments: Sequence[str]) -> int:
     """Parse, read, write, return the exit status."""
+    from subquad.data.tokenizers import check_vocabulary
     from subquad.hf._strict import check_finite
 
     parser = make_parser()
@@ -46,7 +47,8 @@ def run(arguments: Sequence[str]) -> int:
         target = check_new(chosen.out)
         model = _model(chosen.model)
         tokenizer = _tokenizer(chosen.model, chosen.tokenizer)
-        _check_fits(model, tokenizer)
+        if tokenizer is not None:
+            check_vocabulary(tokenizer, model.config.vocab_size, "give its own by --tokenizer")
         check_finite(model, chosen.model)
     source = Path(chosen.model)
     texts: dict[str, str] = {}
@@ -91,17 +93,6 @@ def _tokenizer(model: str, asked: str | None) -> Tokenizer | None:
 
     backend: Tokenizer = AutoTokenizer.from_pretrained(model, trust_remote_code=False).backend_tokenizer
     return backend
-
-
-def _check_fits(model: SubquadForCausalLM, tokenizer: Tokenizer | None) -> None:
-    """Raise `ValueError` where the tokenizer has tokens that the model does not know."""
-    from subquad.data.tokenizers import vocab_size
-
-    if tokenizer is not None and vocab_size(tokenizer) > model.config.vocab_size:
-        raise ValueError(
-            f"the tokenizer has tokens up to {vocab_size(tokenizer) - 1}, and the model knows "
-            f"{model.config.vocab_size}: give the tokenizer that it was trained with by --tokenizer"
-        )
 
 
 def _settings(model: SubquadForCausalLM, tokenizer: Tokenizer) -> dict[str, object]:

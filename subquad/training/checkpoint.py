@@ -17,7 +17,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from subquad.config import flat
+from subquad.config import differences
 from subquad.parsing import check_keys, read_json
 from subquad.training.errors import CheckpointError, FormatVersionError
 
@@ -28,8 +28,6 @@ FORMAT_VERSION = 1
 MANIFEST = "manifest.json"
 REQUIRED = ("model", "optimizer", "scheduler", "rng_state", "trainer_state")
 """Every checkpoint holds at least one file or folder whose name begins so; that of LoRA has an adapter_model."""
-_MOST_NAMED = 8
-"""Settings that differ, by name; of more the number."""
 _ASIDE, _TRASH = ".saving-", ".trash-"
 
 
@@ -209,18 +207,11 @@ def check_settings(manifest: Mapping[str, Any], settings: Mapping[str, Any]) -> 
     then sees the same windows.
     """
     made, now = dict(manifest["settings"]), dict(settings)
-    changed = _changed_batch(made, now)
-    made, now = flat(made), flat(now)
-    changed += [
-        f"{key} was {made.get(key)!r}, is {now.get(key)!r}"
-        for key in {**now, **made}  # a setting that is left out now was made by it all the same
-        if made.get(key) != now.get(key)
-    ]
+    changed = _changed_batch(made, now) + differences(made, now)
     if changed:
-        more = f"; and {len(changed) - _MOST_NAMED} more" if len(changed) > _MOST_NAMED else ""
         raise CheckpointError(
-            f"the checkpoint of step {manifest['step']} was made by other settings: "
-            f"{'; '.join(changed[:_MOST_NAMED])}{more}; restore them or choose another run.folder"
+            f"the checkpoint of step {manifest['step']} was made by other settings: {'; '.join(changed)}; "
+            "restore them or choose another run.folder"
         )
 
 

@@ -14,7 +14,7 @@ from subquad.config import digest, suggest
 from subquad.data import Corpus, prepare
 from subquad.data.files import MODEL_FILES
 from subquad.data.set_windows import windows_of
-from subquad.data.tokenizers import has_tokenizer, tokenizer_hash, vocab_size
+from subquad.data.tokenizers import check_vocabulary, has_tokenizer, tokenizer_hash
 from subquad.data.windows import WindowParts
 from subquad.hf import extension, lora, set_attention
 from subquad.models.config import DecoderConfig
@@ -225,9 +225,7 @@ def extended_config(scaled: PreTrainedConfig, config: ExtendConfig) -> PreTraine
 
 def _check_corpus(corpus: Corpus, values: TrainConfig, config: PreTrainedConfig) -> None:
     """Raise `ValueError` for too little text and for a tokenizer of more tokens than the model knows."""
-    size = vocab_size(corpus.tokenizer)
-    if size > config.vocab_size:
-        raise ValueError(f"the tokenizer has {size} tokens, the model knows {config.vocab_size}")
+    check_vocabulary(corpus.tokenizer, config.vocab_size)
     for name, part in (("training", corpus.train), ("held-out", corpus.held_out)):
         if len(part) < values.batch.length:
             raise ValueError(

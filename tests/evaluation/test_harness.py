@@ -354,7 +354,7 @@ PERCEIVER = DecoderConfig(
 @pytest.mark.parametrize(("make", "tokenizer", "options", "match"), [
     (lambda: build_model(PERCEIVER), "bytes", {}, "perceiver_ar predicts its last 5 tokens alone; `subquad eval` wi"),
     (lambda: SubquadForCausalLM(SubquadConfig.from_decoder(PERCEIVER)), "bytes", {}, "its last 5 tokens alone"),
-    (lambda: decoder(vocab_size=9), "bytes", {}, "the tokenizer has 256 tokens and the model 9; is it another model's"),
+    (lambda: decoder(vocab_size=9), "bytes", {}, "256 tokens, the model knows 9; is it another model's"),
     (decoder, "bytes", {"prefix_token": 256}, "prefix_token must be between 0 and 255, the model's vocab.*, got 256"),
     (decoder, "bytes", {"length": None}, "a decoder has no length of its own: give one, as length=1024"),
     (lambda: decoder(position="learned", max_positions=20), "bytes", {"length": 21}, "at most 20, .* the model has"),

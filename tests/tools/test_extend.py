@@ -397,6 +397,16 @@ def test_the_pages_tables_are_those_of_the_reports_and_its_commands_are_read(mon
         assert parsed.length in (2048, 16384)
 
 
+S2_RISES = pytest.mark.xfail(reason="S2's loss above 512 tokens is 0.0007 ± 0.0006 above that within: see the page")
+
+
+@pytest.mark.parametrize("kind", ["llp", pytest.param("shifted", marks=S2_RISES)])
+def test_the_measured_loss_beyond_the_own_length_is_no_higher_than_within(kind, monkeypatch):
+    monkeypatch.syspath_prepend(str(ROOT / "docs"))
+    extended = importlib.import_module("make_extend").read(kind)["summary"]["extended"]
+    assert extended["beyond"] <= extended["within"]
+
+
 @pytest.mark.parametrize("kind", ["shifted", "llp"])
 def test_the_measured_extension_reaches_further_than_its_control(kind, monkeypatch):
     monkeypatch.syspath_prepend(str(ROOT / "docs"))
@@ -404,7 +414,6 @@ def test_the_measured_extension_reaches_further_than_its_control(kind, monkeypat
     report = make.read(kind)
     extended, control = report["summary"]["extended"], report["summary"]["control"]
     assert (report["own_length"], report["length"]) == (512, 2048)
-    assert extended["difference"] <= (0 if kind == "llp" else 2 * extended["standard_error"])
     assert extended["beyond"] < control["beyond"]
     assert report["whole_command_seconds"] < 20 * 60
 
