@@ -294,8 +294,8 @@ KINDS: dict[str, tuple[int, dict[str, Any]]] = {
     "context 2 x 2 fsdp": (4, {"parallel.context": 2, "batch.size": 2, "parallel.shard": True}),
 }
 """How many processes train, and what they share."""
-QUICK = tuple(kind for kind in KINDS if kind not in ("fsdp 4", "context 2 x 2"))
-"""What is not in a slow test: of four processes that share out weights, those that share windows too."""
+MIXED = tuple(kind for kind in KINDS if kind not in ("fsdp 4", "context 2 x 2"))
+"""The ways in which the model of all mechanisms is trained; the others are tried with a mechanism each."""
 
 
 def in_all_ways(folder: Path, kinds: Iterable[str], names: tuple[str, ...]) -> list[list[int]]:
@@ -314,7 +314,7 @@ def more_curves(folder: Path) -> None:
 
 def curves(folder: Path) -> None:
     """One model with a layer of each mechanism, and other models."""
-    statuses = in_all_ways(folder, QUICK, ("mixed",))
+    statuses = in_all_ways(folder, MIXED, ("mixed",))
 
     def stacks(kind: str, changes: dict[str, Any]) -> Callable[[int], None]:
         return lambda rank: of_stacks(folder, kind, changes)

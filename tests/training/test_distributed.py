@@ -14,7 +14,7 @@ from safetensors.torch import load_file
 
 from subquad.testing import assert_exact, assert_same_maths
 from subquad.training.order import RunOrder
-from tests.training.cases import KINDS, MECHANISMS, QUICK, STACKS
+from tests.training.cases import KINDS, MECHANISMS, MIXED, STACKS
 from tests.training.metrics import records
 
 pytestmark = pytest.mark.timeout(1200)  # the first test waits for all processes
@@ -190,17 +190,20 @@ def curves(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return run_cases(tmp_path_factory, "curves", 1100)
 
 
+@pytest.mark.slow
 def test_all_processes_of_the_curves_end_well(curves: Path) -> None:
-    worlds = (1, *(KINDS[kind][0] for kind in QUICK), 1, 2, 2, 4)
+    worlds = (1, *(KINDS[kind][0] for kind in MIXED), 1, 2, 2, 4)
     assert told(curves, "curves") == [[0] * world for world in worlds], (curves / "stderr").read_text()
 
 
-@pytest.mark.parametrize("kind", QUICK)
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", MIXED)
 def test_fifty_steps_are_the_same_by_one_two_and_four_processes(curves: Path, kind: str) -> None:
     assert len(numbers(curves / "one mixed")["loss"]) == 50
     assert_same_run(curves / "one mixed", curves / f"{kind} mixed")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", STACKS)
 @pytest.mark.parametrize("kind", ["ddp 2", "fsdp 2"])
 def test_other_models_are_the_same_by_one_and_two_processes(curves: Path, kind: str, name: str) -> None:
@@ -224,6 +227,7 @@ def test_each_mechanism_is_the_same_by_one_two_and_four_processes(more: Path, ki
     assert_same_run(more / f"one {name}", more / f"{kind} {name}")
 
 
+@pytest.mark.slow
 def test_of_two_times_two_processes_neighbours_see_the_same_windows(curves: Path) -> None:
     seen = [told(curves, f"context {rank}")["seen"] for rank in range(4)]
     assert seen[0] == seen[1]

@@ -73,6 +73,7 @@ def draw_places(seed: int) -> tuple[list[str], list[str]]:
     return places, newest
 
 
+@pytest.mark.slow
 def test_sigkill_in_steps_and_inside_saves_changes_no_bit(make_config, tmp_path: Path) -> None:
     train(make_config({"run.folder": str(tmp_path / "left alone")}))
     runs, expected, configs = [], [], []
