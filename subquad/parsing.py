@@ -85,20 +85,13 @@ def parse_yaml(text: str, where: str) -> Any:
 
     check_yaml(text, where)
     try:
-        value = yaml.load(text, Loader=_yaml_loader())  # noqa: S506  (it is a safe one)
+        value = yaml.safe_load(text)
     except (yaml.YAMLError, ValueError) as error:
         raise ValueError(f"{where} is not valid YAML: {error}") from error
     except (TypeError, LookupError, AttributeError, ArithmeticError) as error:  # PyYAML's, of a tag that does not fit
         raise ValueError(f"{where} is not valid YAML: {error!r}") from error
     _check(value, where)
     return value
-
-
-def _yaml_loader() -> Any:
-    """The safe loader, that in C where PyYAML was built with it: four times as fast."""
-    import yaml
-
-    return getattr(yaml, "CSafeLoader", yaml.SafeLoader)
 
 
 def check_yaml(text: str, where: str) -> None:
@@ -112,7 +105,7 @@ def check_yaml(text: str, where: str) -> None:
     anchors: list[str | None] = []
     known: dict[str, int] = {}
     try:
-        for event in yaml.parse(text, Loader=_yaml_loader()):
+        for event in yaml.parse(text, Loader=getattr(yaml, "CSafeLoader", yaml.SafeLoader)):
             if isinstance(event, yaml.CollectionStartEvent):
                 sizes.append(1)
                 anchors.append(event.anchor)
