@@ -3,12 +3,14 @@
 Importing the package loads nothing heavy: torch comes with the first name that needs it.
 """
 
-import importlib
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
+
+from subquad.lazy import facade
 
 if TYPE_CHECKING:
     from subquad import attention, data, evaluation, generation, hf, models, ops, parallel, testing, training
     from subquad.evaluation.audit import audit
+    from subquad.memory import keep_freed_memory
     from subquad.state import State
 
 __version__ = "0.1.0"
@@ -21,6 +23,7 @@ __all__ = [
     "evaluation",
     "generation",
     "hf",
+    "keep_freed_memory",
     "models",
     "ops",
     "parallel",
@@ -28,15 +31,24 @@ __all__ = [
     "training",
 ]
 
-
-def __getattr__(name: str) -> Any:
-    if name == "State":
-        return importlib.import_module("subquad.state").State
-    if name == "audit":
-        return importlib.import_module("subquad.evaluation.audit").audit
-    if name in __all__:
-        return importlib.import_module(f"subquad.{name}")
-    raise AttributeError(f"module 'subquad' has no attribute {name!r}; it has {', '.join(__all__)}")
+__getattr__ = facade(
+    __name__,
+    {
+        "State": "state",
+        "attention": "attention",
+        "audit": "subquad.evaluation.audit",
+        "data": "data",
+        "evaluation": "evaluation",
+        "generation": "generation",
+        "hf": "hf",
+        "keep_freed_memory": "memory",
+        "models": "models",
+        "ops": "ops",
+        "parallel": "parallel",
+        "testing": "testing",
+        "training": "training",
+    },
+)
 
 
 def __dir__() -> list[str]:

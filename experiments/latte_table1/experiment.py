@@ -17,10 +17,10 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from subquad.attention import build
+from subquad.memory import keep_freed_memory, peak_bytes
 from subquad.ops import block_attention, running_softmax
 from subquad.ops.patterns import Causal
 from subquad.reproduction.curves import exponent
-from subquad.tools.memory import keep_freed_memory, peak_bytes
 
 if TYPE_CHECKING:
     from subquad.reproduction import Unit

@@ -18,10 +18,10 @@ from subquad.data.occlusion import occlusion
 from subquad.evaluation import Reader, evaluate_images, train_reader
 from subquad.generation.images import complete_images, generate_images
 from subquad.hf import SubquadForImages
+from subquad.memory import keep_freed_memory
 from subquad.models.image import ImageModel
 from subquad.reproduction import Unit, train_unit
 from subquad.reproduction.noise import NOISE, Margin, Row, judge, pooled, select
-from subquad.tools.memory import keep_freed_memory
 
 REPORT = {"linear": {100: 33.45, 200: 67.46, 300: 76.46}, "full": {100: 367.91, 200: 811.99, 300: 1248.15}}
 

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from subquad.tools.memory import peak_bytes
+from subquad.memory import peak_bytes
 
 if TYPE_CHECKING:
     from subquad.reproduction import Unit

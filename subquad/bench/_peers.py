@@ -30,8 +30,8 @@ from subquad.bench._cases import (
     window,
 )
 from subquad.config import suggest
+from subquad.memory import check_room
 from subquad.ops.patterns import Pattern
-from subquad.tools.memory import check_room
 from subquad.tools.provenance import version_of
 
 FORWARD: tuple[Pass, ...] = ("forward",)

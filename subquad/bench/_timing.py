@@ -11,7 +11,7 @@ from typing import Any, TypeVar
 
 import torch
 
-from subquad.tools.memory import keep_freed_memory
+from subquad.memory import keep_freed_memory
 
 Key = TypeVar("Key", bound=Hashable)
 Result = TypeVar("Result")

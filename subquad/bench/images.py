@@ -101,7 +101,7 @@ def measure(
 ) -> dict[str, Any]:
     """The rows, and what they were measured on. One image warms each model up."""
     from subquad.generation.images import generate_images
-    from subquad.tools.memory import keep_freed_memory
+    from subquad.memory import keep_freed_memory
     from subquad.tools.provenance import provenance
 
     keep_freed_memory()

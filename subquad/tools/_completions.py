@@ -21,10 +21,10 @@ from subquad.data.images import ImageSet
 from subquad.data.occlusion import occlusion
 from subquad.evaluation import ImageEvaluation, evaluate_images, train_reader
 from subquad.generation.images import DrawnImages, complete_images
+from subquad.memory import keep_freed_memory
 from subquad.tools import _image_grid
 from subquad.tools._image_runs import LoadedImageModel, chosen, flat, images_for, load_image_run
 from subquad.tools._tables import write_json
-from subquad.tools.memory import keep_freed_memory
 
 MOST_AT_ONCE = 16
 """Images whose bits are measured at once."""

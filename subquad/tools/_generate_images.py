@@ -85,9 +85,9 @@ def run(values: dict[str, Any], parser: Parser) -> None:
     with parser.checking():
         asked = Asked.of(values, parser)
     from subquad.generation.images import generate_images
+    from subquad.memory import keep_freed_memory
     from subquad.tools import _image_grid
     from subquad.tools._image_runs import load_image_run
-    from subquad.tools.memory import keep_freed_memory
 
     keep_freed_memory()
     with parser.checking():

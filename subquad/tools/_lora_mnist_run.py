@@ -18,10 +18,10 @@ import torch
 from torch import nn
 
 from subquad.config import digest
+from subquad.memory import peak_bytes
 from subquad.parsing import check_keys, read_json
 from subquad.tools import _lora_mnist as arms
 from subquad.tools._lora_mnist_config import ARMS, SETS, MnistConfig
-from subquad.tools.memory import peak_bytes
 from subquad.tools.provenance import provenance
 from subquad.training.checkpoint import write_atomically
 

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 
 from subquad import __version__
-from subquad.tools.memory import total_bytes
+from subquad.memory import total_bytes
 
 WRITTEN = ("README.md", "result.json", "plot.png")
 

@@ -7,12 +7,12 @@ import sys
 import pytest
 import torch
 
-from subquad.tools import memory
-from subquad.tools.memory import check_room, free_bytes, keep_freed_memory, peak_bytes, total_bytes
+from subquad import memory
+from subquad.memory import check_room, free_bytes, keep_freed_memory, peak_bytes, total_bytes
 
 GROWS = """
 import resource, sys, torch
-from subquad.tools.memory import keep_freed_memory
+from subquad.memory import keep_freed_memory
 if sys.argv[1] == "kept":
     assert keep_freed_memory()
 cache = torch.ones(9000, 1000)
