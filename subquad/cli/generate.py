@@ -162,7 +162,7 @@ def _state(decoder: Decoder, file: str | None) -> State | None:
 
     if not Path(file).is_file():
         raise FileNotFoundError(f"there is no file {file}")
-    state = State.load(file, config_hash=decoder.config_hash)
+    state = State.load(file, model=decoder)
     try:
         state.check(decoder.config_hash, "--state-in", 1)
         if isinstance(decoder, PerceiverAR):
@@ -244,7 +244,7 @@ def _generate(loaded: LoadedRun, prompt: str, tokens: list[int], state: State | 
     count = _write(loaded, generation, tokens, ask)
     seconds = time.perf_counter() - read
     if ask.state_out is not None:
-        generation.read_all().save(ask.state_out)
+        generation.read_all().save(ask.state_out, model=loaded.decoder)
     state_bytes = generation.state.nbytes if generation.state else 0
     sys.stderr.write(
         f"prompt: {len(tokens)} tokens in {read - begin:.2f} s; "
