@@ -65,7 +65,6 @@ class TextStream:
         self._shown = len(self._decode())
 
 
-
 class StopStrings:
     """A filter that passes a stream of text on up to the first stop string, of which nothing is ever shown.
 

@@ -874,9 +874,11 @@ def client():
 
     from subquad.data import load_tokenizer
     from subquad.generation import BatchDecoder
-    from subquad.serving import Engine, ServeConfig, Texts, make_app
+    from subquad.serving import ServeConfig
+    from subquad.serving.app import Served, make_app
+    from subquad.serving.engine import Engine
     from subquad.serving.metrics import Metrics
-    from subquad.serving.routes import Served
+    from subquad.serving.texts import Texts
 
     limits = ServeConfig(slots=2, max_prompt=64, max_tokens=8, max_requests=8, max_body=200_000)
     counted = Metrics()
