@@ -110,8 +110,8 @@ def check_reach(model: Decoder, length: int, first: int, /) -> None:
         )
     if model.predicts_last is not None and length - first + 1 > model.predicts_last:
         raise ValueError(
-            f"{config.attention} predicts with its last {model.predicts_last} tokens alone, and place {first} of {length} "
-            f"is asked for: {length - first + 1} latents are needed"
+            f"{config.attention} predicts with its last {model.predicts_last} tokens alone, and place {first} of "
+            f"{length} is asked for: {length - first + 1} latents are needed"
         )
 
 
