@@ -14,7 +14,7 @@ from starlette.middleware.cors import CORSMiddleware
 from starlette.responses import HTMLResponse, Response, StreamingResponse
 from starlette.types import Receive, Scope, Send
 
-from subquad.generation.config import SamplingConfig
+from subquad.generation.sampling import SamplingConfig
 from subquad.serving import schemas
 from subquad.serving.config import ServeConfig
 from subquad.serving.engine import BusyError, DownError, Engine, Job
@@ -266,9 +266,7 @@ def make_app(
 def _add_routes(app: FastAPI, routes: Routes) -> None:
     closed = error_replies(401)
     app.add_api_route("/", routes.page, response_class=HTMLResponse)
-    app.add_api_route(
-        "/health", routes.health, responses={200: {"model": schemas.Health}, **error_replies(503)}
-    )
+    app.add_api_route("/health", routes.health, responses={200: {"model": schemas.Health}, **error_replies(503)})
     # What load balancers ask; routes of their own, since operations of the OpenAPI document need names of their own.
     down: Responses = {503: {"description": "The server stops, or its decoder has failed."}}
     app.add_api_route("/", routes.page, methods=["HEAD"], response_class=Response)

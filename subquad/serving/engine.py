@@ -17,7 +17,7 @@ from queue import Empty, SimpleQueue
 from typing import Any, Literal
 
 from subquad.generation.batch import BatchDecoder, Request
-from subquad.generation.config import SamplingConfig
+from subquad.generation.sampling import SamplingConfig
 from subquad.serving.config import ServeConfig
 from subquad.serving.metrics import Load, Metrics
 

@@ -1,8 +1,8 @@
 """Training runs. Importing the package loads nothing heavy: torch and transformers come with `train`."""
 
-import importlib
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
+from subquad.lazy import facade
 from subquad.training.config import (
     BatchConfig,
     ClassifyConfig,
@@ -19,21 +19,12 @@ from subquad.training.config import (
 from subquad.training.extend_config import ExtendConfig
 
 if TYPE_CHECKING:
+    from subquad.training import adapters as adapters
+    from subquad.training import runs as runs
     from subquad.training.errors import NonFiniteError
     from subquad.training.extension import extend, train_control
     from subquad.training.report import Report, measure, write_report
     from subquad.training.run import RunResult, train
-
-_LAZY = {
-    "NonFiniteError": "errors",
-    "Report": "report",
-    "RunResult": "run",
-    "extend": "extension",
-    "measure": "report",
-    "train": "run",
-    "train_control": "extension",
-    "write_report": "report",
-}
 
 __all__ = [
     "BatchConfig",
@@ -57,9 +48,18 @@ __all__ = [
     "train_control",
     "write_report",
 ]
-
-
-def __getattr__(name: str) -> Any:
-    if name in _LAZY:
-        return getattr(importlib.import_module(f"subquad.training.{_LAZY[name]}"), name)
-    raise AttributeError(f"module 'subquad.training' has no attribute {name!r}; it has {', '.join(__all__)}")
+__getattr__ = facade(
+    __name__,
+    {
+        "NonFiniteError": "errors",
+        "Report": "report",
+        "RunResult": "run",
+        "adapters": "adapters",
+        "extend": "extension",
+        "measure": "report",
+        "runs": "runs",
+        "train": "run",
+        "train_control": "extension",
+        "write_report": "report",
+    },
+)

@@ -564,9 +564,9 @@ def make_state(folder):
 
 @target(make_state, quick=30)
 def state(folder):
-    from subquad.cli.generate import _state
+    from subquad.cli.generate import read_state
 
-    found = _state(decoder(), str(folder / "a.safetensors"))
+    found = read_state(decoder(), str(folder / "a.safetensors"))
     assert found.nbytes
     assert found.batch == 1
 
@@ -625,7 +625,7 @@ def make_image_model(folder):
 
 @target(make_image_model, quick=3, raises=(ValueError, TypeError, OSError))
 def image_model(folder):
-    from subquad.training.image_runs import load_image_run
+    from subquad.training.runs import load_image_run
 
     load_image_run(folder, "cpu")
 
@@ -652,7 +652,7 @@ def place_adapter(folder):
 
 @target(make_adapter, files="adapter/*", seal=place_adapter, quick=5, raises=(ValueError, TypeError, OSError))
 def adapter(folder):
-    from subquad.cli._lora_folders import adapters
+    from subquad.training.adapters import adapters
     from subquad.training.runs import load_run
 
     for found in adapters([str(folder)]):
