@@ -7,11 +7,11 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 
 from subquad.data import load_tokenizer
 from subquad.generation import BatchDecoder, Generation, SamplingConfig
-from subquad.serving import ServeConfig, Texts
+from subquad.serving import ServeConfig
 from subquad.serving.engine import Event
 from subquad.serving.replies import Choice
 from subquad.serving.schemas import ChatCompletion, Completion
-from subquad.serving.texts import Template
+from subquad.serving.texts import Template, Texts
 
 
 def alone(model, prompt, **sampling):
