@@ -19,7 +19,7 @@ sys.path.insert(0, str(ROOT / "docs"))
 
 from make_performance import BLOCK  # noqa: E402
 
-from subquad.tools._convert_report import STAGES, context_range  # noqa: E402
+from subquad.adaptation.conversion_report import STAGES, context_range  # noqa: E402
 from subquad.tools._tables import size  # noqa: E402
 from subquad.tools.provenance import described  # noqa: E402
 
