@@ -19,15 +19,14 @@ from subquad.adaptation import extended
 from subquad.adaptation.config import SPANS, ExtendConfig
 from subquad.adaptation.extension import ExtensionTrainer, extended_config, scaled_config
 from subquad.adaptation.extension import extend as extend_model
-from subquad.cli import main
+from subquad.cli import _eval_tasks, audit, extend, main
+from subquad.cli import lora as lora_command
+from subquad.cli.arguments import data_is_a_path
 from subquad.config import Config
 from subquad.data.tokenizers import bytes_tokenizer
 from subquad.evaluation import EvalConfig
 from subquad.evaluation._positions import _batches, loss_by_position, plan_positions
 from subquad.testing import assert_exact, assert_same_maths
-from subquad.tools import _eval_tasks, audit, extend
-from subquad.tools import lora as lora_command
-from subquad.tools.arguments import data_is_a_path
 from subquad.training.errors import StepMemoryError
 
 pytestmark = pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing` is deprecated:FutureWarning")
