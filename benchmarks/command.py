@@ -1,24 +1,29 @@
-"""`subquad bench`: operators, models and decoding, timed beside SDPA and other libraries."""
+"""`python -m benchmarks`: operators, models and decoding, timed beside SDPA and other libraries."""
 
 from __future__ import annotations
 
-import os
 import shlex
 import sys
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, Any, Literal
+from typing import Any, Literal
 
 from jsonargparse import Namespace
+from rich.text import Text
 
-from subquad.bench.config import BACKENDS, DTYPES, PASSES, BenchConfig, DecodeConfig, ModelConfig, OpsConfig
+from benchmarks import images
+from benchmarks.config import BACKENDS, DTYPES, PASSES, BenchConfig, DecodeConfig, ModelConfig, OpsConfig
+from benchmarks.decode import check_decode, measure_decode
+from benchmarks.model import check_model, measure_model
+from benchmarks.ops import check_ops, measure_ops
+from benchmarks.report import Report
+from benchmarks.tables import notes
+from subquad.cli import guarded
 from subquad.cli.arguments import Parser
+from subquad.cli.tables import console, print_table
 from subquad.config import suggest
 
-if TYPE_CHECKING:
-    from subquad.bench._report import Report
-
 OVERVIEW = """\
-usage: subquad bench WHAT [options]
+usage: python -m benchmarks WHAT [options]
 
 Measure times and memory on this machine: medians of repeats that take turns, in one process.
 
@@ -28,12 +33,12 @@ what:
   decode   one token after contexts of several lengths, and the state's size
   images   drawing images with trained models, with their state and without
 
-  subquad bench ops --tokens 1024,4096 --out results
-  subquad bench ops --mechanisms latte --latents 16,32,64,128,256
-  subquad bench model --mechanisms full,llp --tokens 2048
-  subquad bench decode --mechanisms llp,latte --contexts 1000,100000
+  python -m benchmarks ops --tokens 1024,4096 --out results
+  python -m benchmarks ops --mechanisms latte --latents 16,32,64,128,256
+  python -m benchmarks model --mechanisms full,llp --tokens 2048
+  python -m benchmarks decode --mechanisms llp,latte --contexts 1000,100000
 
-`subquad bench WHAT --help` lists the options. Nothing is written without --out FOLDER.
+`python -m benchmarks WHAT --help` lists the options. Nothing is written without --out FOLDER.
 """
 ON_GPU: dict[str, dict[str, Any]] = {
     "ops": {"dtype": "bfloat16"},
@@ -52,28 +57,28 @@ LISTS = ("mechanisms", "tokens", "latents", "segment", "contexts", "backends", "
 NUMBERS = ("tokens", "latents", "segment", "contexts")
 
 
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Run the command line; returns its exit status."""
+    return guarded(run, sys.argv[1:] if arguments is None else arguments)
+
+
 def run(arguments: Sequence[str]) -> int:
     """Parse, measure, print; the exit status is 1 where something of ours failed."""
-    # torch's profiler, which measures memory, reads these when torch is loaded; it would announce itself at each use.
-    os.environ.setdefault("KINETO_LOG_LEVEL", "99")
-    os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
     what = arguments[0] if arguments else ""
     if what in ("-h", "--help"):
         sys.stdout.write(OVERVIEW)
         return 0
     if what == "images":
-        from subquad.bench import images
-
         return images.run(arguments[1:])
     if what not in PARSERS:
         message = f"unknown benchmark {what!r}; {suggest(what, [*PARSERS, 'images'])}" if what else "no benchmark named"
-        sys.stderr.write(f"error: {message}\nsee subquad bench --help\n")
+        sys.stderr.write(f"error: {message}\nsee python -m benchmarks --help\n")
         return 2
     parser = PARSERS[what]()
     chosen = parser.parse_args(arguments[1:])
     with parser.checking():  # nothing is measured here
         measure, config = _prepared(what, chosen)
-    report = measure(config, shown=True, command=shlex.join(["subquad", "bench", *arguments]))
+    report = measure(config, shown=True, command=shlex.join(["python", "-m", "benchmarks", *arguments]))
     _show(report, markdown=chosen.markdown)
     if chosen.out is not None:
         files = report.save(chosen.out, plots=chosen.plots)
@@ -83,11 +88,6 @@ def run(arguments: Sequence[str]) -> int:
 
 def _prepared(what: str, chosen: Namespace) -> tuple[Callable[..., Report], BenchConfig]:
     """What measures, and its configuration, checked. Raises as the checks do."""
-    from subquad import bench
-    from subquad.bench.decode import check_decode
-    from subquad.bench.model import check_model
-    from subquad.bench.ops import check_ops
-
     given = {name: value for name, value in chosen.as_dict().items() if value is not None and value != {}}
     for name in ("out", "plots", "markdown"):
         given.pop(name, None)
@@ -99,14 +99,14 @@ def _prepared(what: str, chosen: Namespace) -> tuple[Callable[..., Report], Benc
     if what == "ops":
         ops = OpsConfig(**given)
         check_ops(ops)
-        return bench.measure_ops, ops
+        return measure_ops, ops
     if what == "model":
         model = ModelConfig(**given)
         check_model(model)
-        return bench.measure_model, model
+        return measure_model, model
     decode = DecodeConfig(**given)
     check_decode(decode)
-    return bench.measure_decode, decode
+    return measure_decode, decode
 
 
 def _listed(name: str, text: str) -> Any:
@@ -123,11 +123,6 @@ def _listed(name: str, text: str) -> Any:
 
 
 def _show(report: Report, *, markdown: bool) -> None:
-    from rich.text import Text
-
-    from subquad.bench._tables import notes
-    from subquad.cli.tables import console, print_table
-
     for title, headers, lines in report.grids():
         print_table(title, headers, lines, markdown=markdown)
     for note in notes(report):
@@ -136,8 +131,8 @@ def _show(report: Report, *, markdown: bool) -> None:
 
 def _parser(what: str, description: str) -> Parser:
     """The options that all three have."""
-    parser = Parser(f"bench {what}", description)
-    parser.prog = f"subquad bench {what}"
+    name = f"python -m benchmarks {what}"
+    parser = Parser(description=description, prog=name, usage=f"{name} [options]")
     parser.add_argument("--mechanisms", type=str | None, default=None, help="Mechanisms, as a,b,c.")
     parser.add_argument("--device", type=str, default="cpu", help="cpu or cuda.")
     dtype = "Of inputs, or of products under autocast (default: float32, on a GPU bfloat16)."

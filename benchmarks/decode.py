@@ -9,12 +9,12 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from subquad.bench._models import build_decoder, check_models, label_of
-from subquad.bench._progress import Progress
-from subquad.bench._report import Report, Row
-from subquad.bench._timing import Failure, Run, Timing, attempt, interleave, wall_clock
-from subquad.bench.config import DecodeConfig
-from subquad.bench.ops import OUT_OF_TIME, check_there, statistics_of, status_of
+from benchmarks.config import DecodeConfig
+from benchmarks.models import build_decoder, check_models, label_of
+from benchmarks.ops import OUT_OF_TIME, check_there, statistics_of, status_of
+from benchmarks.progress import Progress
+from benchmarks.report import Report, Row
+from benchmarks.timing import Failure, Run, Timing, attempt, interleave, wall_clock
 from subquad.evaluation.provenance import provenance
 from subquad.models import Decoder
 from subquad.state import State

@@ -1,4 +1,4 @@
-"""`subquad bench images`: how long models take to draw 100, 200, 300 images, with their state and without."""
+"""`python -m benchmarks images`: how long models take to draw 100, 200, 300 images, with their state and without."""
 
 from __future__ import annotations
 
@@ -41,8 +41,8 @@ class Case:
 
 def make_parser() -> Parser:
     """The options."""
-    parser = Parser("bench images RUN ...", DESCRIPTION)
-    parser.prog = "subquad bench images"
+    name = "python -m benchmarks images"
+    parser = Parser(description=DESCRIPTION, prog=name, usage=f"{name} RUN ... [options]")
     parser.add_argument(
         "runs", type=str, nargs="+", help="Folders of runs with task=image: the first is compared with."
     )
@@ -77,7 +77,7 @@ def run(arguments: Sequence[str]) -> int:
     with parser.checking():
         models = {folder: load_image_run(folder, asked.device) for folder in asked.runs}
     record = measure(models, asked, counts, uncached)
-    record["command"] = shlex.join(["subquad", "bench", "images", *arguments])
+    record["command"] = shlex.join(["python", "-m", "benchmarks", "images", *arguments])
     _print(record, markdown=asked.markdown)
     if asked.out is not None:
         write_json(asked.out, record)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from subquad.bench._timing import Run, Timing, clock_of, interleave
+from benchmarks.timing import Run, Timing, clock_of, interleave
 
 COPIED = {"cpu": 256 * 2**20, "cuda": 2**30}
 """Bytes: far beyond any cache."""

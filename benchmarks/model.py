@@ -10,14 +10,14 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from subquad.bench import _peers
-from subquad.bench._machine import ceilings
-from subquad.bench._models import BASE, LucidrainsPerceiverAR, build_decoder, check_models, label_of
-from subquad.bench._progress import Progress
-from subquad.bench._report import Report, Row
-from subquad.bench._timing import Failure, Run, Timing, attempt, clock_of, interleave
-from subquad.bench.config import ModelConfig
-from subquad.bench.ops import OUT_OF_TIME, check_there, memory_of, statistics_of, status_of
+from benchmarks import peers as _peers
+from benchmarks.config import ModelConfig
+from benchmarks.machine import ceilings
+from benchmarks.models import BASE, LucidrainsPerceiverAR, build_decoder, check_models, label_of
+from benchmarks.ops import OUT_OF_TIME, check_there, memory_of, statistics_of, status_of
+from benchmarks.progress import Progress
+from benchmarks.report import Report, Row
+from benchmarks.timing import Failure, Run, Timing, attempt, clock_of, interleave
 from subquad.evaluation.provenance import provenance
 from subquad.models import Decoder
 

@@ -11,10 +11,10 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from benchmarks.operators import flash
+from benchmarks.peers import load
 from subquad.attention import mechanism, names
 from subquad.attention.full import Full
-from subquad.bench._cases import flash
-from subquad.bench._peers import load
 from subquad.config import suggest
 from subquad.models import Decoder, DecoderConfig
 from subquad.models.stacks import build_model

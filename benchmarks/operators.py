@@ -14,8 +14,8 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
+from benchmarks.timing import Run
 from subquad.attention import names
-from subquad.bench._timing import Run
 from subquad.config import suggest
 from subquad.ops import block_attention, gated_scan, running_logsumexp, running_softmax
 from subquad.ops.flops import gated_scan_flops, running_softmax_flops
@@ -252,7 +252,7 @@ def check_mechanisms(mechanisms: Sequence[str]) -> None:
     """Raise `ValueError` where one has no operator here."""
     for name in mechanisms:
         if name not in ENGINES:
-            hint = "; `subquad bench model` times whole layers of any mechanism" if name in names() else ""
+            hint = "; `python -m benchmarks model` times whole layers of any mechanism" if name in names() else ""
             raise ValueError(f"unknown operator {name!r}; {suggest(name, ENGINES)}{hint}")
     if not mechanisms:
         raise ValueError(f"no mechanism to time; valid: {', '.join(sorted(ENGINES))}")

@@ -8,13 +8,13 @@ from typing import Any, NamedTuple, cast
 
 import torch
 
-from subquad.bench import _peers
-from subquad.bench._cases import PRODUCTS, Case, Operator, Pass, Shape, check_mechanisms, our_cases, sdpa
-from subquad.bench._machine import ceilings
-from subquad.bench._progress import Progress
-from subquad.bench._report import Report, Row
-from subquad.bench._timing import Failure, Timing, attempt, clock_of, interleave
-from subquad.bench.config import OpsConfig
+from benchmarks import peers as _peers
+from benchmarks.config import OpsConfig
+from benchmarks.machine import ceilings
+from benchmarks.operators import PRODUCTS, Case, Operator, Pass, Shape, check_mechanisms, our_cases, sdpa
+from benchmarks.progress import Progress
+from benchmarks.report import Report, Row
+from benchmarks.timing import Failure, Timing, attempt, clock_of, interleave
 from subquad.evaluation.provenance import provenance
 from subquad.memory import peak_bytes
 

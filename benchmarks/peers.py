@@ -17,7 +17,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from subquad.bench._cases import (
+from benchmarks.operators import (
     PASSES,
     Case,
     Operator,

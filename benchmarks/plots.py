@@ -9,8 +9,8 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from subquad.bench._report import Report, Row
-from subquad.bench._tables import setting
+from benchmarks.report import Report, Row
+from benchmarks.tables import setting
 from subquad.evaluation import drawing
 
 if TYPE_CHECKING:

@@ -78,13 +78,13 @@ class Report:
 
     def grids(self) -> list[Grid]:
         """The tables."""
-        from subquad.bench._tables import grids
+        from benchmarks.tables import grids
 
         return grids(self)
 
     def table(self) -> str:
         """The tables in Markdown, with the peers that are not installed."""
-        from subquad.bench._tables import notes
+        from benchmarks.tables import notes
 
         return "\n\n".join([*(grid.markdown() for grid in self.grids()), *notes(self)])
 
@@ -99,7 +99,7 @@ class Report:
         aside.replace(files[0])
         _write_csv(files[1], self.rows)
         if plots:
-            from subquad.bench.plots import draw, save
+            from benchmarks.plots import draw, save
 
             files += [save(figure, folder / f"{self.stem}_{name}.png") for name, figure in draw(self).items()]
         return files

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 
-from subquad.bench._report import Grid, Report, Row
+from benchmarks.report import Grid, Report, Row
 from subquad.evaluation.provenance import described
 
 

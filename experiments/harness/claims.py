@@ -7,10 +7,10 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal
 
+from experiments.harness.noise import FAILS, HOLDS, NOISE, Margin, Row, difference, judge, number, pooled, select
+from experiments.harness.recipe import SCALES
+from experiments.harness.units import function
 from subquad.config import Config
-from subquad.reproduction.noise import FAILS, HOLDS, NOISE, Margin, Row, difference, judge, number, pooled, select
-from subquad.reproduction.recipe import SCALES
-from subquad.reproduction.units import function
 
 FILE = "expected.json"
 INCOMPARABLE, WAITING, NOT_RUN = "not comparable", "waiting for a GPU", "not run"

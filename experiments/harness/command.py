@@ -1,4 +1,4 @@
-"""`subquad reproduce`: run an experiment, compare it with its paper, rewrite the result and the plot."""
+"""`python -m experiments`: run an experiment, compare it with its paper, rewrite the result and the plot."""
 
 from __future__ import annotations
 
@@ -10,16 +10,24 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
+from experiments.harness.recipe import FILE, SCALES, Recipe, read_recipe
+from subquad.cli import guarded
 from subquad.cli.arguments import Parser, check_output
 from subquad.cli.tables import console, print_table
 from subquad.config import suggest
-from subquad.reproduction.recipe import FILE, SCALES, Recipe, read_recipe
 
 if TYPE_CHECKING:
-    from subquad.reproduction.runner import Runner
-    from subquad.reproduction.units import Unit
+    from experiments.harness.runner import Runner
+    from experiments.harness.units import Unit
 
-FOLDER = "experiments"
+NAME = "python -m experiments"
+HOME = Path(__file__).parents[1]
+"""The folder of the experiments."""
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Run the command line; returns its exit status."""
+    return guarded(run, sys.argv[1:] if arguments is None else arguments)
 
 
 def run(arguments: Sequence[str]) -> int:
@@ -27,12 +35,14 @@ def run(arguments: Sequence[str]) -> int:
     parser = make_parser()
     chosen = parser.parse_args(arguments)
     with parser.checking():
-        root = experiments_folder(chosen.folder)
+        root = HOME if chosen.folder is None else Path(chosen.folder)
+        if not root.is_dir():
+            raise FileNotFoundError(f"there is no folder {root}")
         names = _names(root, chosen)
         data = _data(chosen.data)
         check_output("findings", chosen.findings)
     if chosen.findings:
-        from subquad.reproduction.findings import findings
+        from experiments.harness.findings import findings
 
         text = findings(root, [root / name for name in experiments(root)])
         Path(chosen.findings).write_text(text, encoding="utf-8")
@@ -52,13 +62,13 @@ def run(arguments: Sequence[str]) -> int:
 
 def make_parser() -> Parser:
     """The command's options."""
-    parser = Parser(
-        "reproduce [NAME]",
+    description = (
         "Run an experiment of the folder experiments/, compare its figures with its paper's, and rewrite its "
         "result.json, plot.png and the table in its README.md (scale smoke leaves them as they are, and begins anew in "
         "the work folder). What was done is kept: after an interruption the same command goes on. Without NAME, the "
-        "experiments are listed.",
+        "experiments are listed."
     )
+    parser = Parser(description=description, prog=NAME, usage=f"{NAME} [NAME] [options]")
     add = parser.add_argument
     add("name", nargs="?", type=str | None, default=None, help="The experiment: a folder's name.")
     parser.add_argument("--all", action="store_true", help="All experiments that have the scale.")
@@ -70,25 +80,13 @@ def make_parser() -> Parser:
         default=[],
         help="Where data sets are: NAME=PATH or NAME/PART=PATH; hf:... is a path.",
     )
-    add("--folder", type=str | None, default=None, help=f"The experiments (default: {FOLDER}, or the checkout's).")
+    add("--folder", type=str | None, default=None, help="Other experiments than those beside this program.")
     add("--work", type=str, default="runs/reproduce", help="Where runs are made, to be gone on with.")
     add("--processes", type=int | None, default=None, help="Units at once (default: one a core; timings one by one).")
     add("--threads", type=int | None, default=None, help="Threads of a unit (default: cores over processes; smoke: 1).")
     parser.add_argument("--report", action="store_true", help="Run nothing: compare and draw what result.json holds.")
     add("--findings", type=str | None, default=None, help="Run nothing: write the page of all results to this file.")
     return parser
-
-
-def experiments_folder(given: str | None) -> Path:
-    """The folder of the experiments; `FileNotFoundError` says where it is to be had."""
-    places = [Path(given)] if given else [Path(FOLDER), Path(__file__).parents[2] / FOLDER]
-    for place in places:
-        if place.is_dir():
-            return place
-    raise FileNotFoundError(
-        f"there is no folder {places[0]}: the experiments are in subquad's repository, not in the package; run this in "
-        "a checkout, or give --folder"
-    )
 
 
 def experiments(root: Path) -> list[str]:
@@ -119,7 +117,7 @@ def _names(root: Path, chosen: Any) -> list[str]:
 
 
 def _data(given: Sequence[str]) -> dict[str, str]:
-    from subquad.reproduction.data import check_data
+    from experiments.harness.data import check_data
 
     data = {}
     for text in given:
@@ -149,9 +147,9 @@ def _planned(folder: Path, chosen: Any, data: dict[str, str]) -> Plan:
 
 
 def _plan(folder: Path, chosen: Any, data: dict[str, str]) -> Plan:
-    from subquad.reproduction.claims import read_expected
-    from subquad.reproduction.runner import default_processes
-    from subquad.reproduction.units import units_of
+    from experiments.harness.claims import read_expected
+    from experiments.harness.runner import default_processes
+    from experiments.harness.units import units_of
 
     recipe = read_recipe(folder)
     recipe.scale(chosen.scale)
@@ -170,9 +168,9 @@ def _plan(folder: Path, chosen: Any, data: dict[str, str]) -> Plan:
 
 def _check(units: Sequence[Unit]) -> None:
     """Raise `ValueError` or `TypeError`, with the unit's name, for settings that are no training run."""
+    from experiments.harness.data import is_little
+    from experiments.harness.train import budget_steps, train_config
     from subquad.cli.train import check
-    from subquad.reproduction.data import is_little
-    from subquad.reproduction.train import budget_steps, train_config
 
     for unit in units:
         try:
@@ -187,7 +185,7 @@ def _check(units: Sequence[Unit]) -> None:
 
 def _run_all(planned: Sequence[Plan], chosen: Any) -> int:
     """Run the experiments one after another; at scale smoke their units share the processes. How many units failed."""
-    from subquad.reproduction.runner import Runner
+    from experiments.harness.runner import Runner
 
     if chosen.scale != "smoke":
         failed = 0
@@ -204,7 +202,7 @@ def _run_all(planned: Sequence[Plan], chosen: Any) -> int:
 
 def _reproduce(plan: Plan, runner: Runner, chosen: Any) -> int:
     """Run the units, write what they gave after each, compare, print; returns how many failed."""
-    from subquad.reproduction import result
+    from experiments.harness import result
 
     home = plan.folder
     if chosen.scale == "smoke":
@@ -229,7 +227,7 @@ def _smoke_folder(plan: Plan, chosen: Any) -> Path:
 
 def _report(planned: Sequence[Plan]) -> int:
     """Compare and draw what there is."""
-    from subquad.reproduction import result
+    from experiments.harness import result
 
     for plan in planned:
         _compare(plan, plan.folder, result.telling(result.read_result(plan.folder)))
@@ -238,9 +236,9 @@ def _report(planned: Sequence[Plan]) -> int:
 
 def _compare(plan: Plan, home: Path, scale: str | None) -> None:
     """Draw, print, and where `home` is the experiment's own folder rewrite its README.md."""
-    from subquad.reproduction import result
-    from subquad.reproduction.claims import read_expected
-    from subquad.reproduction.plots import draw
+    from experiments.harness import result
+    from experiments.harness.claims import read_expected
+    from experiments.harness.plots import draw
 
     scales = result.read_result(home)
     rows = scales[scale]["rows"] if scale in scales else []
@@ -260,8 +258,8 @@ def _print(folder: Path, recipe: Recipe, rows: list[dict[str, Any]], scale: str 
     from rich.padding import Padding
     from rich.text import Text
 
-    from subquad.reproduction.claims import judged, read_expected
-    from subquad.reproduction.result import cells
+    from experiments.harness.claims import judged, read_expected
+    from experiments.harness.result import cells
 
     expected = read_expected(folder)
     found = [judged(folder, claim, rows, scale or "") for claim in expected.claims]
@@ -280,8 +278,8 @@ def _print(folder: Path, recipe: Recipe, rows: list[dict[str, Any]], scale: str 
 
 def _list(root: Path) -> None:
     """The experiments, their scales, what is known."""
-    from subquad.reproduction.claims import read_expected
-    from subquad.reproduction.result import read_result
+    from experiments.harness.claims import read_expected
+    from experiments.harness.result import read_result
 
     lines = []
     for name in experiments(root):
@@ -289,4 +287,4 @@ def _list(root: Path) -> None:
         sizes = [f"{scale} ({recipe.scales[scale].minutes:g} min)" for scale in SCALES if scale in recipe.scales]
         lines.append((name, read_expected(root / name).title, ", ".join(sizes), ", ".join(scales) or "none"))
     print_table("experiments", ("name", "what", "scales", "results of"), lines, markdown=False)
-    sys.stdout.write("subquad reproduce NAME --scale cpu\n")
+    sys.stdout.write("python -m experiments NAME --scale cpu\n")

@@ -7,8 +7,8 @@ from collections import Counter
 from collections.abc import Sequence
 from pathlib import Path
 
-from subquad.reproduction.claims import VERDICTS, Verdict, read_expected, verdicts
-from subquad.reproduction.result import PLOT, line, ours, read_result, telling
+from experiments.harness.claims import VERDICTS, Verdict, read_expected, verdicts
+from experiments.harness.result import PLOT, line, ours, read_result, telling
 
 CHOOSE, WRONG = "choose.md", "wrong.md"
 """Written by hand: what to take for what, and what was found wrong in the papers."""
@@ -19,9 +19,10 @@ HEAD = """\
 # Findings
 
 What the papers claim, what we measured, and which attention to take for what. Each line of the tables is a folder of
-[experiments](../experiments) that `subquad reproduce NAME` runs again: the recipe, the paper's figures, ours with seeds
-and machine, a plot. This page is generated from them by `subquad reproduce --findings docs/findings.md`; it has the
-papers' main claims and, of our own, what bears on a choice, folded up. The README of a folder has all of its claims.
+[experiments](../experiments) that `python -m experiments NAME` runs again: the recipe, the paper's figures, ours with
+seeds and machine, a plot. This page is generated from them by `python -m experiments --findings docs/findings.md`; it
+has the papers' main claims and, of our own, what bears on a choice, folded up. The README of a folder has all of its
+claims.
 
 A difference counts where it is beyond the noise (Student's t at 5 %, over the spread between seeds); where it is not,
 that is the result. Behind a difference ± is its standard error, behind a figure of a table the standard deviation

@@ -8,9 +8,9 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from subquad.reproduction.noise import Row, select
-from subquad.reproduction.recipe import Panel, Recipe
-from subquad.reproduction.units import function
+from experiments.harness.noise import Row, select
+from experiments.harness.recipe import Panel, Recipe
+from experiments.harness.units import function
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes

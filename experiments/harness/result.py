@@ -9,17 +9,17 @@ from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
+from experiments.harness.claims import Expected, Verdict, by_size, verdicts
+from experiments.harness.noise import Row, number, select
+from experiments.harness.recipe import SCALES, Recipe
+from experiments.harness.runner import Finished
+from experiments.harness.units import Unit
 from subquad.config import digest
 from subquad.parsing import check_keys, read_json
-from subquad.reproduction.claims import Expected, Verdict, by_size, verdicts
-from subquad.reproduction.noise import Row, number, select
-from subquad.reproduction.recipe import SCALES, Recipe
-from subquad.reproduction.runner import Finished
-from subquad.reproduction.units import Unit
 from subquad.training.checkpoint import write_atomically
 
 FILE, PLOT, README = "result.json", "plot.png", "README.md"
-BEGIN, END = "<!-- begin: written by subquad reproduce -->", "<!-- end -->"
+BEGIN, END = "<!-- begin: written by python -m experiments -->", "<!-- end -->"
 SEPARATE = "; "
 _KINDS = {
     **dict.fromkeys(("units", "done", "processes"), int),

@@ -15,8 +15,8 @@ from concurrent.futures.process import BrokenProcessPool
 from pathlib import Path
 from typing import Any, Self
 
-from subquad.reproduction.noise import Row
-from subquad.reproduction.units import BEGUN, DONE, ON_A_GPU, Unit, function, kept
+from experiments.harness.noise import Row
+from experiments.harness.units import BEGUN, DONE, ON_A_GPU, Unit, function, kept
 from subquad.training.checkpoint import write_atomically
 
 logger = logging.getLogger(__name__)
@@ -100,7 +100,7 @@ def work(unit: Unit) -> dict[str, Any]:
     """Run a unit and keep what it gave. A unit that fails says how; it is run again the next time."""
     import torch
 
-    from subquad.reproduction.train import InterruptedRunError
+    from experiments.harness.train import InterruptedRunError
 
     folder = Path(unit.folder)
     _clear(folder, unit)
@@ -123,7 +123,7 @@ def work(unit: Unit) -> dict[str, Any]:
 
 def _rows(unit: Unit) -> list[Row]:
     if unit.kind == "train":
-        from subquad.reproduction.train import train_unit
+        from experiments.harness.train import train_unit
 
         return train_unit(unit)
     run = function(Path(unit.experiment), "run")

@@ -13,9 +13,9 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from subquad.reproduction.noise import Row
-from subquad.reproduction.recipe import Held, merged
-from subquad.reproduction.units import ON_A_GPU, Unit, function, held_of
+from experiments.harness.noise import Row
+from experiments.harness.recipe import Held, merged
+from experiments.harness.units import ON_A_GPU, Unit, function, held_of
 from subquad.training.config import TrainConfig
 
 if TYPE_CHECKING:

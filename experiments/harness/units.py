@@ -10,10 +10,10 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
+from experiments.harness.data import find
+from experiments.harness.recipe import Held, Recipe, merged
 from subquad.config import digest
 from subquad.parsing import read_json
-from subquad.reproduction.data import find
-from subquad.reproduction.recipe import Held, Recipe, merged
 
 CODE = "experiment.py"
 DONE, BEGUN = "unit.json", "begun.txt"

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from fractions import Fraction
 from typing import NamedTuple
 
-from subquad.tools._claims_llp import CLAIMS, COMPARISONS, Claim
+from experiments.llp_table6.claims import CLAIMS, COMPARISONS, Claim
 
 
 @dataclass(frozen=True)

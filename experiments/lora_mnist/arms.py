@@ -14,9 +14,9 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from experiments.lora_mnist.config import CLASSES, PER_RANK, SETS, SIDE, VARIANTS, WIDTHS, MnistConfig
 from subquad.data.images import ImageSet, load_images
 from subquad.models.mlp import Mlp
-from subquad.tools._lora_mnist_config import CLASSES, PER_RANK, SETS, SIDE, VARIANTS, WIDTHS, MnistConfig
 
 ORDER, FACTORS = 1000, 2000
 """What is added to a seed for the order of an arm's images and for its factors: drawn with the net's own seed they

@@ -1,4 +1,4 @@
-"""What `subquad lora mnist` does, apart from the code that does it: read by the command line without loading torch."""
+"""The settings of `python -m experiments.lora_mnist`."""
 
 from __future__ import annotations
 

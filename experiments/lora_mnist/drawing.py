@@ -6,8 +6,8 @@ import statistics
 from collections.abc import Mapping
 from typing import Any
 
-from subquad.tools._lora_mnist_config import SETS, VARIANTS, MnistConfig
-from subquad.tools._lora_mnist_tables import reported, values_of
+from experiments.lora_mnist.config import SETS, VARIANTS, MnistConfig
+from experiments.lora_mnist.tables import reported, values_of
 
 ROWS = (
     ("lora", "stopped", "LoRA, stopped base"),

@@ -4,7 +4,8 @@ import gc
 
 import pytest
 
-from subquad.bench import Report, _machine
+from benchmarks import machine as _machine
+from benchmarks.report import Report
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -73,4 +74,4 @@ def made_up():
     }
     machine = {"cpu": "a processor", "threads": 2}
     provenance = {"date": "2026-01-02", "commit": "abc", "versions": {"torch": "2"}, "machine": machine}
-    return Report("ops", settings, rows, provenance, {"copy_bytes_per_s": 3e9}, [], "subquad bench ops")
+    return Report("ops", settings, rows, provenance, {"copy_bytes_per_s": 3e9}, [], "python -m benchmarks ops")

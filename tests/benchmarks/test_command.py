@@ -1,4 +1,4 @@
-"""`subquad bench`: what it prints and writes, and what it answers to mistakes."""
+"""`python -m benchmarks`: what it prints and writes, and what it answers to mistakes."""
 
 import json
 import re
@@ -6,10 +6,9 @@ import re
 import pytest
 import torch
 
-from subquad.bench import _cases
-from subquad.bench._cases import Engine
-from subquad.bench.command import PARSERS
-from subquad.cli import OVERVIEW, main
+from benchmarks import operators as _cases
+from benchmarks.command import PARSERS, main
+from benchmarks.operators import Engine
 
 TINY_OPS = [
     "--tokens",
@@ -35,7 +34,7 @@ def _no_width(monkeypatch):
 
 def refused(capsys, *arguments) -> str:
     with pytest.raises(SystemExit) as exit_info:
-        main(["bench", *arguments])
+        main([*arguments])
     assert exit_info.value.code == 2
     captured = capsys.readouterr()
     assert "Traceback" not in captured.err
@@ -44,13 +43,13 @@ def refused(capsys, *arguments) -> str:
 
 def test_operators_are_timed_printed_and_written(capsys, tmp_path):
     arguments = ["ops", "--mechanisms", "llp,latte", "--latents", "4,6", *TINY_OPS, "--out", str(tmp_path / "new")]
-    assert main(["bench", *arguments]) == 0
+    assert main([*arguments]) == 0
     printed = capsys.readouterr()
     for part in ("Forward + backward: ", "sdpa, causal", "llp, segment 8", "latte, 6 latents a head", "a copy"):
         assert part in printed.out
     assert "32 tokens" in printed.err
     record = json.loads((tmp_path / "new" / "cpu_ops.json").read_text())
-    assert record["command"] == f"subquad bench {' '.join(arguments)}"
+    assert record["command"] == f"python -m benchmarks {' '.join(arguments)}"
     assert record["settings"]["tokens"] == [16, 32]
     names = {file.name.removeprefix("cpu_ops") for file in (tmp_path / "new").iterdir()}
     assert names == {".json", ".csv", "_time.png", "_memory.png", "_latents.png"}
@@ -58,7 +57,7 @@ def test_operators_are_timed_printed_and_written(capsys, tmp_path):
 
 def test_nothing_is_written_without_a_folder(capsys, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
-    assert main(["bench", "ops", "--mechanisms", "linear", *TINY_OPS, "--passes", "forward", "--markdown"]) == 0
+    assert main(["ops", "--mechanisms", "linear", *TINY_OPS, "--passes", "forward", "--markdown"]) == 0
     out = capsys.readouterr().out
     assert "| linear | 16 |" in out
     assert "Forward + backward" not in out
@@ -68,8 +67,8 @@ def test_nothing_is_written_without_a_folder(capsys, tmp_path, monkeypatch):
 def test_models_and_decoding_are_timed(capsys, tmp_path):
     out = ["--out", str(tmp_path), "--no-plots"]
     llp = ["--options.llp.segment", "8"]
-    assert main(["bench", "model", "--mechanisms", "llp", "--tokens", "16", "--peers", "none", *TINY, *llp, *out]) == 0
-    assert main(["bench", "decode", "--mechanisms", "llp", "--contexts", "8,16", *TINY, *llp, *out]) == 0
+    assert main(["model", "--mechanisms", "llp", "--tokens", "16", "--peers", "none", *TINY, *llp, *out]) == 0
+    assert main(["decode", "--mechanisms", "llp", "--contexts", "8,16", *TINY, *llp, *out]) == 0
     printed = capsys.readouterr().out
     assert "A training step and prefill: batch 1, 1 layers, width 16" in printed
     assert "One decoded token: " in printed
@@ -90,7 +89,7 @@ def test_the_exit_status_tells_a_failure_from_a_lack_of_memory(capsys, monkeypat
         raise error
 
     monkeypatch.setitem(_cases.ENGINES, "linear", Engine(make, lambda _: "linear", lambda _: 1))
-    assert main(["bench", "ops", "--mechanisms", "linear", *TINY_OPS]) == status
+    assert main(["ops", "--mechanisms", "linear", *TINY_OPS]) == status
     assert ("failed" if status else "out of memory") in capsys.readouterr().out
 
 
@@ -98,7 +97,7 @@ def test_the_exit_status_tells_a_failure_from_a_lack_of_memory(capsys, monkeypat
     ("arguments", "message"),
     [
         (["ops", "--mechanisms", "llp,lpp"], "unknown operator 'lpp'; did you mean 'llp'?"),
-        (["ops", "--mechanisms", "luna"], "`subquad bench model` times whole layers of any mechanism"),
+        (["ops", "--mechanisms", "luna"], "`python -m benchmarks model` times whole layers of any mechanism"),
         (["ops", "--peers", "nobody"], "unknown peer 'nobody' on cpu; valid: auto, flex, "),
         (["ops", "--tokens", "1k"], "tokens must be whole numbers, as in 1024,4096, got '1k'"),
         (["ops", "--tokens", "0"], "tokens must be at least 1, got 0"),
@@ -121,7 +120,7 @@ def test_mistakes_are_named(capsys, arguments, message):
 
 @pytest.mark.parametrize(("arguments", "message"), [([], "no benchmark named"), (["opps"], "did you mean 'ops'?")])
 def test_a_benchmark_must_be_named(capsys, arguments, message):
-    assert main(["bench", *arguments]) == 2
+    assert main([*arguments]) == 2
     assert message in capsys.readouterr().err
 
 
@@ -130,8 +129,7 @@ def test_a_gpu_that_is_not_there_is_named(capsys):
     assert "device 'cuda' is not there: PyTorch finds no GPU" in refused(capsys, "ops", "--device", "cuda")
 
 
-def test_the_overviews_list_everything(capsys):
-    assert main(["bench", "--help"]) == 0
+def test_the_overview_lists_everything(capsys):
+    assert main(["--help"]) == 0
     shown = capsys.readouterr().out
     assert all(f"\n  {what} " in shown for what in PARSERS)
-    assert "\n  bench " in OVERVIEW

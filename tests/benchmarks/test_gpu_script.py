@@ -49,7 +49,7 @@ def test_nothing_is_imported_that_the_gpu_machine_may_lack(tmp_path):
         gpu = importlib.util.module_from_spec(spec)
         spec.loader.exec_module(gpu)
         import argparse, pathlib
-        from subquad.bench import _machine
+        from benchmarks import machine as _machine
         _machine.COPIED, _machine.MULTIPLIED = {{"cpu": 2**16}}, {{"cpu": 32}}
         arguments = argparse.Namespace(device="cpu", dry_run=True, folder=pathlib.Path({str(tmp_path)!r}), limit=60.0)
         for step in gpu.STEPS:
@@ -235,7 +235,7 @@ def test_an_interrupt_ends_the_warming_too(gpu, only, tmp_path, monkeypatch):
 
 
 def test_tests_that_take_too_long_are_interrupted(gpu, monkeypatch):
-    import gpu_steps
+    from benchmarks import gpu_steps
 
     monkeypatch.setattr(gpu_steps, "LAST_SECONDS", 20.0)
     quick, slow = (subprocess.Popen([sys.executable, "-c", f"import time; time.sleep({s})"]) for s in (0, 600))
@@ -245,14 +245,14 @@ def test_tests_that_take_too_long_are_interrupted(gpu, monkeypatch):
 
 
 def test_a_dry_run_takes_the_first_tests_of_each_file(gpu):
-    import gpu_steps
+    from benchmarks import gpu_steps
 
     names = ["a.py::one", "a.py::two", "b.py::one", "a.py::three"]
     assert gpu_steps._first_of_each_file(names) == ["a.py::one", "a.py::two", "b.py::one"]
 
 
 def test_counts_of_tests_are_read_from_their_report(gpu, tmp_path):
-    import gpu_steps
+    from benchmarks import gpu_steps
 
     (tmp_path / "r.xml").write_text(
         '<testsuites><testsuite tests="3" failures="1" errors="0" skipped="1">'

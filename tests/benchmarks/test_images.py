@@ -1,11 +1,11 @@
-"""`subquad bench images`: every line is measured with as many images as it says."""
+"""`python -m benchmarks images`: every line is measured with as many images as it says."""
 
 import json
 
 import pytest
 
-from subquad.bench import images
-from subquad.cli import main
+from benchmarks import images
+from benchmarks.command import main
 from subquad.hf import SubquadForImages, SubquadImageConfig
 from subquad.models import ImageModelConfig
 
@@ -24,7 +24,7 @@ def runs(tmp_path_factory):
 def test_state_cache_and_neither(runs, tmp_path, capsys):
     file = tmp_path / "b.json"
     arguments = ["--images", "2,3", "--batch_size", "2", "--out", str(file), "--markdown"]
-    assert main(["bench", "images", runs["linear"], runs["full"], *arguments]) == 0
+    assert main(["images", runs["linear"], runs["full"], *arguments]) == 0
     record = json.loads(file.read_text())
     lines = [(row["attention"], row["cache"], row["images"]) for row in record["rows"]]
     assert lines == [
@@ -44,7 +44,7 @@ def test_state_cache_and_neither(runs, tmp_path, capsys):
 
 def test_the_report_s_figures_stand_beside_the_same_numbers_of_images(runs, capsys, monkeypatch):
     monkeypatch.setattr(images, "REPORTED", {"linear": {2: 33.45}, "softmax": {2: 367.91}})
-    assert main(["bench", "images", runs["full"], "--images", "2", "--no-cache-images", "0", "--markdown"]) == 0
+    assert main(["images", runs["full"], "--images", "2", "--no-cache-images", "0", "--markdown"]) == 0
     out = capsys.readouterr().out
     assert "| softmax, of the report | not stated | 2 | 367.91 | 0.01 | - | 11.00 |" in out
     assert "no cache" not in out
@@ -61,12 +61,12 @@ def test_the_report_s_figures_stand_beside_the_same_numbers_of_images(runs, caps
 ])  # fmt: skip
 def test_wrong_arguments(runs, capsys, arguments, message):
     with pytest.raises(SystemExit) as exit_info:
-        main(["bench", "images", runs["linear"], *arguments])
+        main(["images", runs["linear"], *arguments])
     assert exit_info.value.code == 2
     assert message in capsys.readouterr().err
 
 
 def test_a_folder_without_a_model_of_images(tmp_path, capsys):
     with pytest.raises(SystemExit):
-        main(["bench", "images", str(tmp_path)])
+        main(["images", str(tmp_path)])
     assert "holds no config.json, so no trained model" in capsys.readouterr().err

@@ -5,8 +5,12 @@ import time
 import pytest
 import torch
 
-from subquad.bench import DecodeConfig, ModelConfig, _models, decode, measure_decode, measure_model, model
-from subquad.bench._models import build_decoder
+from benchmarks import decode, model
+from benchmarks import models as _models
+from benchmarks.config import DecodeConfig, ModelConfig
+from benchmarks.decode import measure_decode
+from benchmarks.model import measure_model
+from benchmarks.models import build_decoder
 from subquad.testing import assert_same_maths
 
 SIZES = {"layers": 2, "dim": 16, "heads": 2, "vocab": 17}

@@ -7,9 +7,13 @@ import time
 import pytest
 import torch
 
-from subquad.bench import OpsConfig, Report, _cases, _peers, measure_ops
-from subquad.bench._cases import ENGINES, PASSES, Engine, Operator, Shape, our_cases, sdpa, segments, window
-from subquad.bench._peers import Peer
+from benchmarks import operators as _cases
+from benchmarks import peers as _peers
+from benchmarks.config import OpsConfig
+from benchmarks.operators import ENGINES, PASSES, Engine, Operator, Shape, our_cases, sdpa, segments, window
+from benchmarks.ops import measure_ops
+from benchmarks.peers import Peer
+from benchmarks.report import Report
 from subquad.ops.patterns import Causal
 from subquad.testing import assert_in_budget, assert_same_maths
 
@@ -21,7 +25,7 @@ def report():
     """All operators at two lengths, two numbers of latents and two segments."""
     config = {**TINY, "latents": [4, 6], "segment": [16, 8]}
     with pytest.MonkeyPatch.context() as patch:
-        from subquad.bench import _machine
+        from benchmarks import machine as _machine
 
         patch.setattr(_machine, "COPIED", {"cpu": 2**16})
         patch.setattr(_machine, "MULTIPLIED", {"cpu": 32})
@@ -153,7 +157,7 @@ def test_after_the_deadline_lengths_are_skipped_and_what_was_found_is_kept():
     ("changes", "message"),
     [
         ({"mechanisms": ["lpp"]}, "unknown operator 'lpp'; did you mean 'llp'"),
-        ({"mechanisms": ["luna"]}, "`subquad bench model` times whole layers"),
+        ({"mechanisms": ["luna"]}, "`python -m benchmarks model` times whole layers"),
         ({"mechanisms": []}, "at least one mechanism"),
         ({"tokens": []}, "tokens must have at least one number"),
         ({"tokens": [0]}, "tokens must be at least 1, got 0"),

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from subquad.bench.command import PARSERS
+from benchmarks.command import PARSERS
 
 ROOT = Path(__file__).resolve().parents[2]
 PAGE = (ROOT / "docs" / "performance.md").read_text(encoding="utf-8")
@@ -41,9 +41,9 @@ def test_the_pictures_are_there():
 
 @pytest.mark.parametrize("command", COMMANDS)
 def test_a_command_is_one_that_its_parser_takes(command):
-    program, bench, what, *rest = shlex.split(command)
-    assert (program, bench) == ("subquad", "bench")
-    PARSERS[what]().parse_args(rest)
+    *program, what = (words := shlex.split(command))[:4]
+    assert program == ["python", "-m", "benchmarks"]
+    PARSERS[what]().parse_args(words[4:])
 
 
 def test_aims_are_judged_and_ten_percent_below_counts_as_met(make, made_up, tmp_path, monkeypatch):
@@ -60,7 +60,7 @@ def test_aims_are_judged_and_ten_percent_below_counts_as_met(make, made_up, tmp_
 
 def test_what_was_not_measured_says_how_to(make, tmp_path, monkeypatch):
     monkeypatch.setattr(make, "RESULTS", tmp_path)
-    assert make.BLOCKS["cpu-decode"]() == "Not measured yet: `subquad bench decode --out benchmarks/results`."
+    assert make.BLOCKS["cpu-decode"]() == "Not measured yet: `python -m benchmarks decode --out benchmarks/results`."
     assert "No figure comes from a GPU yet" in make.gpu_aims()
     (tmp_path / "gpu_ops.json").write_text(json.dumps({"step": {"status": "stopped after 3 s"}}))
     assert make.loaded("gpu_ops") is None

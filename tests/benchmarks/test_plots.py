@@ -4,8 +4,8 @@ import dataclasses
 
 import pytest
 
-from subquad.bench import Report
-from subquad.bench.plots import draw
+from benchmarks.plots import draw
+from benchmarks.report import Report
 
 
 def drawn(axis) -> dict[str, tuple[list[float], list[float]]]:

@@ -5,8 +5,8 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from subquad.bench import _timing
-from subquad.bench._timing import Failure, Run, Timing, clock_of, gpu_clock, interleave, rounds, wall_clock
+from benchmarks import timing as _timing
+from benchmarks.timing import Failure, Run, Timing, clock_of, gpu_clock, interleave, rounds, wall_clock
 
 
 def in_order(calls):

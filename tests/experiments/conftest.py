@@ -67,7 +67,7 @@ def write(folder: Path, recipe: dict[str, Any], claims: list[dict[str, Any]], co
     (folder / "recipe.yaml").write_text("# an experiment\n" + yaml.safe_dump(recipe, sort_keys=False))
     expected = {"paper": "A paper", "title": "Its table", "source": "Table 0", "comparable": "no", "claims": claims}
     (folder / "expected.json").write_text(json.dumps(expected))
-    marks = "<!-- begin: written by subquad reproduce -->\n<!-- end -->"
+    marks = "<!-- begin: written by python -m experiments -->\n<!-- end -->"
     (folder / "README.md").write_text(f"# {folder.name}\n\nBefore.\n\n{marks}\n\nAfter.\n")
     if code:
         (folder / "experiment.py").write_text(code)

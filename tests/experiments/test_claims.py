@@ -6,8 +6,8 @@ from typing import Any
 
 import pytest
 
-from subquad.reproduction.claims import Claim, Expected, read_expected, verdicts
-from subquad.reproduction.noise import (
+from experiments.harness.claims import Claim, Expected, read_expected, verdicts
+from experiments.harness.noise import (
     Margin,
     Noise,
     difference,
@@ -16,7 +16,7 @@ from subquad.reproduction.noise import (
     quantile,
     select,
 )
-from subquad.reproduction.noise import (
+from experiments.harness.noise import (
     judge as judge_margins,
 )
 

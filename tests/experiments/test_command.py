@@ -1,4 +1,4 @@
-"""`subquad reproduce`: runs, keeps, compares, rewrites, and refuses what makes no sense."""
+"""`python -m experiments`: runs, keeps, compares, rewrites, and refuses what makes no sense."""
 
 import json
 from pathlib import Path
@@ -6,15 +6,15 @@ from pathlib import Path
 import pytest
 import yaml
 
-from subquad import cli
-from subquad.reproduction.findings import findings
-from subquad.reproduction.plots import draw
-from subquad.reproduction.recipe import read_recipe
-from subquad.reproduction.result import read_result
+from experiments.harness.command import main
+from experiments.harness.findings import findings
+from experiments.harness.plots import draw
+from experiments.harness.recipe import read_recipe
+from experiments.harness.result import read_result
 
 
-def subquad(*arguments: str) -> int:
-    return cli.main(["reproduce", *arguments])
+def run(*arguments: str) -> int:
+    return main([*arguments, *(() if "--folder" in arguments else ("--folder", "experiments"))])
 
 
 def rewrite(file: Path, **values: object) -> None:
@@ -23,7 +23,7 @@ def rewrite(file: Path, **values: object) -> None:
 
 def test_an_experiment_is_run_compared_and_written_down(experiments: Path, capsys: pytest.CaptureFixture[str]) -> None:
     folder = experiments / "measured"
-    assert subquad("measured", "--processes", "1") == 0
+    assert run("measured", "--processes", "1") == 0
     shown = capsys.readouterr()
     assert "4 of 4: two, seed 1" in shown.err
     assert "two is more than one: holds\n    theirs: 2 > 1\n    ours: 8.5 against 4.5" in shown.out
@@ -46,7 +46,7 @@ def test_an_experiment_is_run_compared_and_written_down(experiments: Path, capsy
 
 def test_the_page_has_what_it_is_told_to_have(experiments: Path, capsys: pytest.CaptureFixture[str]) -> None:
     folder = experiments / "measured"
-    assert subquad("measured", "--processes", "1") == 0
+    assert run("measured", "--processes", "1") == 0
     capsys.readouterr()
     expected = json.loads((folder / "expected.json").read_text())
     expected["claims"][0]["on_page"] = False
@@ -69,7 +69,7 @@ def test_there_is_no_plot_of_nothing(experiments: Path) -> None:
 
 def test_smoke_leaves_the_folder_as_it_is(experiments: Path, capsys: pytest.CaptureFixture[str]) -> None:
     before = {file.name: file.read_bytes() for file in (experiments / "measured").iterdir() if file.is_file()}
-    assert subquad("--all", "--scale", "smoke", "--processes", "1", "--work", "w") == 0
+    assert run("--all", "--scale", "smoke", "--processes", "1", "--work", "w") == 0
     shown = capsys.readouterr().out
     assert "its figures say nothing of the claims" in shown
     assert "2 experiments" in shown
@@ -77,7 +77,7 @@ def test_smoke_leaves_the_folder_as_it_is(experiments: Path, capsys: pytest.Capt
     assert before == after
     assert Path("w/measured/smoke/result.json").is_file()
     assert Path("w/trained/smoke/plot.png").is_file()
-    assert subquad("measured", "--scale", "smoke", "--processes", "1", "--work", "w") == 0
+    assert run("measured", "--scale", "smoke", "--processes", "1", "--work", "w") == 0
     assert "2 of 2" in capsys.readouterr().err  # what runs is the code of today
 
 
@@ -85,12 +85,12 @@ def test_what_is_done_is_not_done_again_unless_it_changed(
     experiments: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     file = experiments / "measured" / "recipe.yaml"
-    assert subquad("measured", "--processes", "1") == 0
+    assert run("measured", "--processes", "1") == 0
     capsys.readouterr()
-    assert subquad("measured", "--processes", "1") == 0
+    assert run("measured", "--processes", "1") == 0
     assert capsys.readouterr().err == ""
     rewrite(file, settings={"factor": 5})
-    assert subquad("measured", "--processes", "1") == 0
+    assert run("measured", "--processes", "1") == 0
     assert "4 of 4" in capsys.readouterr().err
     assert read_result(file.parent)["cpu"]["rows"][0]["value"] == 5
 
@@ -102,29 +102,29 @@ def test_a_unit_that_fails_is_said_and_the_others_are_kept(
     rewrite(folder / "recipe.yaml", arms={"one": {"settings": {"value": 1}}, "bad": {"settings": {"fails": True}}})
     claims = json.loads((folder / "expected.json").read_text())
     (folder / "expected.json").write_text(json.dumps({**claims, "claims": claims["claims"][1:]}))
-    assert subquad("measured", "--processes", "2") == 1
+    assert run("measured", "--processes", "2") == 1
     assert "failed: measured, bad, seed 0: ValueError: told to fail; see " in capsys.readouterr().err
     assert "(2 of 4 units)" in (folder / "README.md").read_text()
 
 
 def test_results_are_compared_again_without_running(experiments: Path, capsys: pytest.CaptureFixture[str]) -> None:
     folder = experiments / "measured"
-    assert subquad("measured", "--processes", "1") == 0
+    assert run("measured", "--processes", "1") == 0
     rows = (folder / "result.json").read_bytes()
     claims = json.loads((folder / "expected.json").read_text())
     claims["claims"][0]["kind"] = "lower"
     (folder / "expected.json").write_text(json.dumps(claims))
-    assert subquad("measured", "--report") == 0
+    assert run("measured", "--report") == 0
     assert "| does not hold |" in (folder / "README.md").read_text()
     assert (folder / "result.json").read_bytes() == rows
-    assert subquad("--findings", "findings.md") == 0
+    assert run("--findings", "findings.md") == 0
     assert "**does not hold**" in Path("findings.md").read_text()
     assert "**not run**" in Path("findings.md").read_text()  # of the other experiment
     capsys.readouterr()
 
 
 def test_without_a_name_the_experiments_are_listed(experiments: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert subquad() == 0
+    assert run() == 0
     shown = capsys.readouterr().out
     assert "measured" in shown
     assert "smoke (0 min), cpu (0 min)" in shown
@@ -142,14 +142,14 @@ def test_without_a_name_the_experiments_are_listed(experiments: Path, capsys: py
         (["measured", "--threads", "0"], "--threads must be at least 1, got 0"),
         (["measured", "--data", "books"], "--data takes NAME=PATH, got 'books'"),
         (["--findings", "none/x.md"], "there is no folder"),
-        (["measured", "--folder", "none"], "there is no folder none: the experiments are in subquad's repository"),
+        (["measured", "--folder", "none"], "there is no folder none"),
     ],
 )
 def test_wrong_arguments_are_answered(
     experiments: Path, capsys: pytest.CaptureFixture[str], arguments: list[str], message: str
 ) -> None:
     with pytest.raises(SystemExit) as stopped:
-        subquad(*arguments)
+        run(*arguments)
     assert stopped.value.code == 2
     assert message in capsys.readouterr().err
 
@@ -160,11 +160,11 @@ def test_a_training_that_makes_no_sense_is_refused_before_any_work(
     file = experiments / "trained" / "recipe.yaml"
     rewrite(file, arms={"full": {"settings": {"model": {"attention": "fulll"}}}}, scales={"cpu": {}})
     with pytest.raises(SystemExit):
-        subquad("trained")
+        run("trained")
     assert "trained: full, seed 0: unknown attention 'fulll'; did you mean 'full'" in capsys.readouterr().err
     rewrite(file, arms={"full": {"settings": {"model": {"dims": 4}}}})
     with pytest.raises(SystemExit):
-        subquad("trained")
+        run("trained")
     assert "trained: full, seed 0: DecoderConfig has no key 'model.dims'" in capsys.readouterr().err
 
 
@@ -173,14 +173,14 @@ def test_damaged_folders_are_named(experiments: Path, capsys: pytest.CaptureFixt
     readme = folder / "README.md"
     before = readme.read_text()
     readme.write_text("no marks")
-    assert subquad("measured", "--processes", "1") == 1
-    assert "README.md needs one line '<!-- begin: written by subquad reproduce -->'" in capsys.readouterr().err
+    assert run("measured", "--processes", "1") == 1
+    assert "README.md needs one line '<!-- begin: written by python -m experiments -->'" in capsys.readouterr().err
     readme.write_text(before)
     (folder / "result.json").write_text("{}")
-    assert subquad("measured", "--report") == 1
+    assert run("measured", "--report") == 1
     assert "result.json is damaged: it has no" in capsys.readouterr().err
     (folder / "experiment.py").unlink()
     (folder / "result.json").unlink()
     rewrite(folder / "recipe.yaml", settings={"factor": 7})
-    assert subquad("measured", "--processes", "1") == 1
+    assert run("measured", "--processes", "1") == 1
     assert "needs a function run(unit) in experiment.py" in capsys.readouterr().err

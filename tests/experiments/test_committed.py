@@ -11,18 +11,18 @@ from pathlib import Path
 
 import pytest
 
+from experiments.harness.claims import read_expected
+from experiments.harness.command import experiments, make_parser
+from experiments.harness.data import DATA
+from experiments.harness.findings import findings
+from experiments.harness.plots import known_columns
+from experiments.harness.recipe import Recipe, read_recipe
+from experiments.harness.result import BEGIN, END, identity_of, read_result, telling, written
+from experiments.harness.train import budget_steps, train_config
+from experiments.harness.units import Unit, function, units_of
 from subquad.cli.train import check
-from subquad.reproduction.claims import read_expected
-from subquad.reproduction.command import experiments, make_parser
-from subquad.reproduction.data import DATA
-from subquad.reproduction.findings import findings
-from subquad.reproduction.plots import known_columns
-from subquad.reproduction.recipe import Recipe, read_recipe
-from subquad.reproduction.result import BEGIN, END, identity_of, read_result, telling, written
-from subquad.reproduction.train import budget_steps, train_config
-from subquad.reproduction.units import Unit, function, units_of
 
-ROOT = Path(__file__).resolve().parents[1]
+ROOT = Path(__file__).resolve().parents[2]
 HOME = ROOT / "experiments"
 NAMES = experiments(HOME)
 ASKED = {
@@ -57,7 +57,7 @@ def test_a_folder_is_whole(name: str) -> None:
     assert (folder / "recipe.yaml").read_text(encoding="utf-8").startswith("# ")
     readme = (folder / "README.md").read_text(encoding="utf-8")
     assert readme.startswith("# ")
-    assert f"subquad reproduce {name}" in readme
+    assert f"python -m experiments {name}" in readme
     assert readme.count(BEGIN) == readme.count(END) == 1
     assert {"smoke", "cpu"} <= set(recipe.scales)
     expected = read_expected(folder)
@@ -74,7 +74,7 @@ def test_a_folder_is_whole(name: str) -> None:
 @pytest.mark.parametrize("name", NAMES)
 def test_the_commands_of_a_page_are_accepted(name: str) -> None:
     text = (HOME / name / "README.md").read_text(encoding="utf-8")
-    commands = re.findall(r"^ *subquad reproduce ([^#\n]+)", text, re.MULTILINE)
+    commands = re.findall(r"^ *python -m experiments ([^#\n]+)", text, re.MULTILINE)
     assert commands
     for command in commands:
         chosen = make_parser().parse_args(shlex.split(command))
@@ -120,7 +120,7 @@ def test_a_page_says_what_the_result_says(name: str) -> None:
     folder = HOME / name
     text = (folder / "README.md").read_text(encoding="utf-8")
     told = text.partition(BEGIN)[2].partition(END)[0].strip()
-    assert told == written(folder, recipe_of(name), read_expected(folder)), f"subquad reproduce {name} --report"
+    assert told == written(folder, recipe_of(name), read_expected(folder)), f"python -m experiments {name} --report"
 
 
 @pytest.mark.parametrize("name", NAMES)
@@ -140,7 +140,7 @@ def test_tables_plots_and_claims_speak_of_values_that_there_are(name: str) -> No
 
 def test_the_page_of_findings_is_that_of_the_results() -> None:
     page = (ROOT / "docs" / "findings.md").read_text(encoding="utf-8")
-    assert page == findings(HOME, [HOME / name for name in NAMES]), "subquad reproduce --findings docs/findings.md"
+    assert page == findings(HOME, [HOME / name for name in NAMES]), "python -m experiments --findings docs/findings.md"
 
 
 def test_what_waits_for_a_gpu_is_written_down() -> None:
@@ -148,7 +148,7 @@ def test_what_waits_for_a_gpu_is_written_down() -> None:
     for name in TELLING:
         assert "gpu" in recipe_of(name).scales
         if "gpu" not in read_result(HOME / name):
-            assert f"subquad reproduce {name} --scale gpu" in todo
+            assert f"python -m experiments {name} --scale gpu" in todo
 
 
 def test_the_library_never_imports_an_experiment() -> None:

@@ -7,7 +7,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from subquad.reproduction.curves import crossover, exponent
+from experiments.harness.curves import crossover, exponent
 from subquad.testing import assert_same_maths
 
 

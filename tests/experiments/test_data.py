@@ -6,8 +6,8 @@ from pathlib import Path
 
 import pytest
 
+from experiments.harness.data import check_data, find
 from subquad.data.sources import open_source
-from subquad.reproduction.data import check_data, find
 
 
 @pytest.fixture(autouse=True)

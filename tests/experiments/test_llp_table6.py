@@ -1,12 +1,14 @@
 """The LLP paper's tables: the printed numbers from the formulas, and the true counts by counting literally."""
 
+import json
 import re
 from itertools import pairwise
 
 import pytest
 
-from subquad.tools._claims_llp import CLAIMS, COMPARISONS
-from subquad.tools.paper_llp import HEADERS, Setting, cells, notes, rows
+from experiments.llp_table6.claims import CLAIMS, COMPARISONS
+from experiments.llp_table6.command import main
+from experiments.llp_table6.paper import HEADERS, Setting, cells, notes, rows
 
 PRINTED = {"Full": 19327, "PAR": 4932, "V1": 14495, "V2": 9682, "V3": 14858, "LLP": 1226}
 
@@ -154,3 +156,40 @@ def test_every_formula_uses_only_the_names_of_the_setting():
     formulas = [f for claim in CLAIMS for f in (claim.table_8, claim.table_6, claim.dense, claim.unmasked)]
     formulas += [f for comparison in COMPARISONS for f in (comparison.dense, comparison.unmasked)]
     assert {name for formula in formulas for name in re.findall(r"[A-Za-z]+", formula)} <= set("nlHsp")
+
+
+# --- the command
+
+
+@pytest.fixture
+def _no_width(monkeypatch):
+    monkeypatch.delenv("COLUMNS", raising=False)
+
+
+@pytest.mark.usefixtures("_no_width")
+def test_the_paper_is_printed_with_what_is_true(capsys, tmp_path):
+    file, table = tmp_path / "paper.json", tmp_path / "paper.csv"
+    assert main(["--json", str(file), "--csv", str(table)]) == 0
+    out = capsys.readouterr().out
+    for printed in ("4,932 (25%)", "14,495 (75%)", "9,682 (50%)", "14,858 (77%)", "1,226 (6%)", "19,327 (100%)"):
+        assert printed in out
+    assert "V3. The printed number is wrong" in out
+    values = {row["name"]: row for row in json.loads(file.read_text())["rows"]}
+    assert values["LLP"]["dense"] == 1_189_085_184
+    assert len(table.read_text().splitlines()) == 1 + len(values)
+
+
+@pytest.mark.usefixtures("_no_width")
+def test_the_paper_at_another_setting(capsys):
+    sizes = ["--tokens", "24", "--layers", "3", "--heads", "2", "--segment", "6", "--projection", "5"]
+    assert main(sizes) == 0
+    out = capsys.readouterr().out
+    assert "n = 24 tokens" in out
+    assert "19,327" not in out
+
+
+def test_impossible_sizes_of_the_command_are_named(capsys):
+    with pytest.raises(SystemExit) as exit_info:
+        main(["--tokens", "100"])
+    assert exit_info.value.code == 2
+    assert "tokens must be a multiple of 2 x segment" in " ".join(capsys.readouterr().err.split())

@@ -1,4 +1,4 @@
-"""`subquad lora mnist` on a few made-up images: what is trained, what is kept, going on, errors."""
+"""`python -m experiments.lora_mnist` on a few made-up images: what is trained, what is kept, going on, errors."""
 
 import json
 import struct
@@ -7,13 +7,12 @@ import numpy as np
 import pytest
 import torch
 
-from subquad.cli.lora import run
+from experiments.lora_mnist import arms, running, tables
+from experiments.lora_mnist.command import run
+from experiments.lora_mnist.config import NET_PARAMETERS, PER_RANK, MnistConfig
+from experiments.lora_mnist.running import Results
+from experiments.lora_mnist.tables import reported
 from subquad.testing import assert_exact
-from subquad.tools import _lora_mnist as arms
-from subquad.tools import _lora_mnist_run, _lora_mnist_tables
-from subquad.tools._lora_mnist_config import NET_PARAMETERS, PER_RANK, MnistConfig
-from subquad.tools._lora_mnist_run import Results
-from subquad.tools._lora_mnist_tables import reported
 
 SMALL = [
     "--epochs",
@@ -96,7 +95,7 @@ def test_the_factors_are_no_copies_of_the_first_weights(images, monkeypatch):
 def test_constant_answers_are_counted_and_other_seeds_left_out():
     entry = {"accuracy": {"base/stopped/plain": 9.8, "lora/stopped/inverted/4": 8.92, "lora/stopped/inverted/8": 90.0}}
     results = {"seeds": {"0": {**entry, "stopped_step": 7, "base_steps": 9}, "1": {"stopped_step": 5}}, "seconds": {}}
-    notes = " ".join(_lora_mnist_tables._notes(results, MnistConfig(seeds=1)))
+    notes = " ".join(tables._notes(results, MnistConfig(seeds=1)))
     assert "1 of 2 trainings ended with a constant answer (11.35 % or less)" in notes
     assert "lora/stopped/inverted/4 (1)" in notes
     assert "after 7 steps of 9." in notes
@@ -150,8 +149,8 @@ def test_the_rate_rises_then_falls_and_batches_are_the_same_for_all_arms(images)
 
 def test_the_experiment_by_the_command_line_goes_on_and_prints_its_tables(images, tmp_path, capsys):
     out, page, picture = tmp_path / "out.json", tmp_path / "page.md", tmp_path / "picture.png"
-    command = ["mnist", "--path", str(images), "--out", str(out), *SMALL]
-    _lora_mnist_run.TIMED_STEPS, before = 5, _lora_mnist_run.TIMED_STEPS
+    command = ["--path", str(images), "--out", str(out), *SMALL]
+    running.TIMED_STEPS, before = 5, running.TIMED_STEPS
     assert run([*command, "--seeds", "1"]) == 0
     first = json.loads(out.read_text())
     cells = arms.cells(config(images))
@@ -165,7 +164,7 @@ def test_the_experiment_by_the_command_line_goes_on_and_prints_its_tables(images
     capsys.readouterr()
     again = [*command, "--seeds", "2", "--markdown", str(page), "--plot", str(picture)]
     assert run(again) == 0
-    _lora_mnist_run.TIMED_STEPS = before
+    running.TIMED_STEPS = before
     printed = capsys.readouterr()
     second = json.loads(out.read_text())
     assert second["seeds"]["0"] == first["seeds"]["0"]
@@ -194,8 +193,8 @@ def test_rates_are_chosen_without_the_test_images(images, capsys, monkeypatch):
     seen = []
     real = arms.accuracy
     monkeypatch.setattr(arms, "accuracy", lambda net, split: seen.append(split) or real(net, split))
-    monkeypatch.setattr(_lora_mnist_run, "TUNE_RATES", (1e-3, 1e-2))
-    assert run(["mnist", "--path", str(images), "--tune", "--tune_held_out", "50", *SMALL]) == 0
+    monkeypatch.setattr(running, "TUNE_RATES", (1e-3, 1e-2))
+    assert run(["--path", str(images), "--tune", "--tune_held_out", "50", *SMALL]) == 0
     out = capsys.readouterr().out
     assert out.splitlines()[0] == "rates:"
     assert [line.split(":")[0].strip() for line in out.splitlines()[1:]] == [

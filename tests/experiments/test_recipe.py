@@ -5,7 +5,7 @@ from typing import Any
 
 import pytest
 
-from subquad.reproduction.recipe import Recipe, merged, read_recipe
+from experiments.harness.recipe import Recipe, merged, read_recipe
 
 BASE: dict[str, Any] = {"arms": {"a": {}, "b": {"settings": {"x": 1}}}, "scales": {"cpu": {}}}
 

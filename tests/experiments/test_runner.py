@@ -10,11 +10,11 @@ from typing import Any
 import pytest
 import yaml
 
-from subquad import cli
-from subquad.reproduction.recipe import merged, read_recipe
-from subquad.reproduction.result import read_result
-from subquad.reproduction.runner import Runner, work
-from subquad.reproduction.units import Unit, units_of
+from experiments.harness.command import main
+from experiments.harness.recipe import merged, read_recipe
+from experiments.harness.result import read_result
+from experiments.harness.runner import Runner, work
+from experiments.harness.units import Unit, units_of
 
 
 def planned(folder: Path, scale: str = "cpu") -> list[Unit]:
@@ -71,9 +71,9 @@ def test_code_that_measures_is_part_of_what_a_unit_is(experiments: Path) -> None
 
 def test_labels_are_those_of_the_recipe_of_today(experiments: Path) -> None:
     folder = experiments / "measured"
-    assert cli.main(["reproduce", "measured", "--processes", "1"]) == 0
+    assert main(["--folder", "experiments", "measured", "--processes", "1"]) == 0
     change(folder, arms={"one": {"labels": {"kind": "new"}}})
-    assert cli.main(["reproduce", "measured", "--processes", "1"]) == 0
+    assert main(["--folder", "experiments", "measured", "--processes", "1"]) == 0
     assert read_result(folder)["cpu"]["rows"][0]["kind"] == "new"
 
 
@@ -124,5 +124,5 @@ def test_training_on_the_held_out_text_is_refused(experiments: Path, capsys: pyt
         experiments / "trained", settings={"data": {"path": "@tinyshakespeare", "held_out_path": "@tinyshakespeare"}}
     )
     with pytest.raises(SystemExit):
-        cli.main(["reproduce", "trained", "--data", f"tinyshakespeare={text}"])
+        main(["--folder", "experiments", "trained", "--data", f"tinyshakespeare={text}"])
     assert "data.held_out_path is data.path" in capsys.readouterr().err

@@ -4,8 +4,8 @@ from pathlib import Path
 
 import pytest
 
-from subquad.reproduction.recipe import merged, read_recipe
-from subquad.reproduction.train import (
+from experiments.harness.recipe import merged, read_recipe
+from experiments.harness.train import (
     InterruptedRunError,
     budget_steps,
     predicted_tokens,
@@ -13,7 +13,7 @@ from subquad.reproduction.train import (
     train_config,
     train_unit,
 )
-from subquad.reproduction.units import Unit, units_of
+from experiments.harness.units import Unit, units_of
 from subquad.training import train
 
 

@@ -4,8 +4,8 @@ from pathlib import Path
 
 import yaml
 
-from subquad.reproduction.recipe import read_recipe
-from subquad.reproduction.units import Unit, units_of
+from experiments.harness.recipe import read_recipe
+from experiments.harness.units import Unit, units_of
 
 
 def planned(folder: Path, scale: str = "cpu", **more: object) -> list[Unit]:
