@@ -6,7 +6,7 @@ import torch
 from subquad.ops import attend as dispatch
 from subquad.ops import block_attention
 from subquad.ops._triton import attend as kernels
-from subquad.ops._triton import attend_call, common
+from subquad.ops._triton import common
 from subquad.ops._triton.attend import block_attention_triton, block_attention_triton_backward
 from subquad.ops.attend import softmax_weights
 from subquad.ops.patterns import (
@@ -75,9 +75,9 @@ def qkv(random):
 @pytest.fixture
 def small_tiles(monkeypatch):
     """Many tiles of few tokens: every kind of edge."""
-    tiles = attend_call.Tiles(16, 16, 4, 2)
-    sizes = dict.fromkeys(attend_call.SIZES, attend_call.Sizes(tiles, tiles, tiles, tiles))
-    monkeypatch.setattr(attend_call, "SIZES", sizes)
+    tiles = kernels.Tiles(16, 16, 4, 2)
+    sizes = dict.fromkeys(kernels.SIZES, attend_call.Sizes(tiles, tiles, tiles, tiles))
+    monkeypatch.setattr(kernels, "SIZES", sizes)
 
 
 @pytest.fixture
@@ -362,7 +362,7 @@ def test_a_compiled_graph_is_eager(qkv, differentiated):
 
 
 def test_which_patterns_have_kernels():
-    assert {kind.__name__ for kind in attend_call.RANGES} <= set(Pattern.registry)
+    assert {kind.__name__ for kind in kernels.RANGES} <= set(Pattern.registry)
     assert all(kernels.supports(pattern) for pattern in PATTERNS)
     assert not kernels.supports(Dilated(width=4, dilation=3))
 
