@@ -76,7 +76,7 @@ def qkv(random):
 def small_tiles(monkeypatch):
     """Many tiles of few tokens: every kind of edge."""
     tiles = kernels.Tiles(16, 16, 4, 2)
-    sizes = dict.fromkeys(kernels.SIZES, attend_call.Sizes(tiles, tiles, tiles, tiles))
+    sizes = dict.fromkeys(kernels.SIZES, kernels.Sizes(tiles, tiles, tiles, tiles))
     monkeypatch.setattr(kernels, "SIZES", sizes)
 
 
