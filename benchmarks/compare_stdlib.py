@@ -22,8 +22,8 @@ from rich.console import Console
 
 from subquad import __version__
 from subquad.evaluation import evaluate
+from subquad.evaluation.provenance import commit, described, machine
 from subquad.recipes import recipe_path
-from subquad.tools.provenance import commit, described, machine
 from subquad.training import TrainConfig, measure, train, write_report
 from subquad.training.progress import read_metrics
 

@@ -241,7 +241,7 @@ def _write(arguments: argparse.Namespace, step: str, values: dict[str, Any]) -> 
 
 
 def _origin(arguments: argparse.Namespace) -> dict[str, Any]:
-    from subquad.tools.provenance import provenance
+    from subquad.evaluation.provenance import provenance
 
     return {"provenance": provenance(arguments.device)}
 

@@ -16,8 +16,8 @@ from typing import Any
 
 from make_performance import BLOCK
 
+from subquad.evaluation.provenance import described
 from subquad.tools import _extend_report
-from subquad.tools.provenance import described
 
 ROOT = Path(__file__).resolve().parents[1]
 PAGE, RESULTS, IMAGES = ROOT / "docs" / "extend.md", ROOT / "benchmarks" / "results", ROOT / "docs" / "images"

@@ -17,12 +17,12 @@ from safetensors.torch import load_file
 
 from subquad import attention
 from subquad.cli import COMMANDS, main
+from subquad.cli import train as train_command
+from subquad.cli.list import WIDTH
+from subquad.cli.train import read_config
 from subquad.generation import Generation
 from subquad.models.stacks import STACKS
 from subquad.recipes import recipes
-from subquad.tools import train as train_command
-from subquad.tools.list import WIDTH
-from subquad.tools.train import read_config
 from subquad.training import TrainConfig
 
 pytestmark = pytest.mark.draws
@@ -584,7 +584,7 @@ def test_lists_keep_to_the_columns_that_are_asked_for(capsys, monkeypatch):
 
 @pytest.mark.parametrize("name", [*attention.names(), *STACKS])
 def test_without_a_width_only_explanations_are_wrapped(capsys, name):
-    from subquad.tools.mechanisms import options
+    from subquad.cli.mechanisms import options
 
     assert main(["list", name]) == 0
     out = capsys.readouterr().out
@@ -611,7 +611,7 @@ def test_list_recipes_shows_only_recipes(capsys):
 
 @pytest.mark.parametrize("name", attention.names())
 def test_list_shows_every_option_of_a_mechanism_with_help(capsys, name):
-    from subquad.tools.mechanisms import options
+    from subquad.cli.mechanisms import options
 
     assert main(["list", name]) == 0
     out = capsys.readouterr().out

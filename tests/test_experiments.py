@@ -11,6 +11,7 @@ from pathlib import Path
 
 import pytest
 
+from subquad.cli.train import check
 from subquad.reproduction.claims import read_expected
 from subquad.reproduction.command import experiments, make_parser
 from subquad.reproduction.data import DATA
@@ -20,7 +21,6 @@ from subquad.reproduction.recipe import Recipe, read_recipe
 from subquad.reproduction.result import BEGIN, END, identity_of, read_result, telling, written
 from subquad.reproduction.train import budget_steps, train_config
 from subquad.reproduction.units import Unit, function, units_of
-from subquad.tools.train import check
 
 ROOT = Path(__file__).resolve().parents[1]
 HOME = ROOT / "experiments"

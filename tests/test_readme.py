@@ -17,16 +17,15 @@ from transformers import LlamaConfig, LlamaForCausalLM
 
 from subquad import attention
 from subquad.bench import _machine
-from subquad.cli import main
+from subquad.cli import _pictures, main
+from subquad.cli.mechanisms import markdown
+from subquad.cli.serve import make_parser
+from subquad.cli.show import PICTURES
 from subquad.data import load_tokenizer
 from subquad.models import Classifier, DecoderConfig, EncoderConfig
 from subquad.models.stacks import STACKS, build_model
 from subquad.reproduction import command as reproduce
 from subquad.reproduction.recipe import read_recipe
-from subquad.serving.command import make_parser
-from subquad.tools import _pictures
-from subquad.tools.mechanisms import markdown
-from subquad.tools.show import PICTURES
 from tests.fuzz.targets import write_llama2c, write_llama2c_tokenizer
 
 ROOT = Path(__file__).resolve().parents[1]

@@ -1,4 +1,3 @@
-import contextlib
 import copy
 import io
 import json
@@ -10,7 +9,8 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from safetensors.torch import save
 
-from subquad.state import FORMAT, FORMAT_VERSION, State, advance, appended
+from subquad import attention
+from subquad.state import FORMAT, UNCHECKED_VERSION, State, advance, appended, weights_hash
 from subquad.testing import assert_exact
 
 
@@ -78,12 +78,12 @@ def test_another_configurations_state_is_refused(tmp_path):
 
 
 def header(**changes):
-    return {"format": FORMAT, "version": str(FORMAT_VERSION), "numbers": "{}", "hashes": '{"": "h"}', **changes}
+    return {"format": FORMAT, "version": str(UNCHECKED_VERSION), "numbers": "{}", "hashes": '{"": "h"}', **changes}
 
 
 def test_another_format_version_is_refused_by_name(tmp_path):
     (tmp_path / "s").write_bytes(save({}, metadata=header(version="99")))
-    with pytest.raises(ValueError, match=f"has state format version 99; this release reads version {FORMAT_VERSION}"):
+    with pytest.raises(ValueError, match="has state format version 99; this release reads versions 1 and 2"):
         State.load(tmp_path / "s")
 
 
@@ -146,16 +146,66 @@ def test_a_damaged_header_is_refused(tmp_path, metadata):
         State.load(tmp_path / "s")
 
 
-@settings(max_examples=60, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(max_examples=100, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(position=st.floats(0, 1, exclude_max=True), flip=st.integers(1, 255))
-def test_a_flipped_byte_of_the_header_gives_a_state_or_a_value_error(tmp_path, position, flip):
+def test_a_file_with_one_changed_byte_is_refused(tmp_path, position, flip):
+    state().save(tmp_path / "s")
+    data = bytearray((tmp_path / "s").read_bytes())
+    data[int(position * len(data))] ^= flip
+    (tmp_path / "s").write_bytes(data)
+    with pytest.raises(ValueError, match=r"s (is not|is damaged|has)\b"):
+        State.load(tmp_path / "s")
+
+
+def test_changed_values_are_refused_by_the_checksum(tmp_path):
     state().save(tmp_path / "s")
     data = bytearray((tmp_path / "s").read_bytes())
     (size,) = struct.unpack("<Q", data[:8])
-    data[int(position * (8 + size))] ^= flip
+    data[8 + size :: 9] = bytes((byte + 1) % 256 for byte in data[8 + size :: 9])
     (tmp_path / "s").write_bytes(data)
-    with contextlib.suppress(ValueError):
-        assert isinstance(State.load(tmp_path / "s"), State)
+    with pytest.raises(ValueError, match="s is damaged: its content does not have the checksum that it was saved with"):
+        State.load(tmp_path / "s")
+
+
+def test_a_file_without_a_checksum_is_read_in_version_one_alone(tmp_path):
+    (tmp_path / "old").write_bytes(save({"a": torch.ones(2)}, metadata=header()))
+    assert_exact(State.load(tmp_path / "old").tensor("a"), torch.ones(2))
+    (tmp_path / "cut").write_bytes(save({"a": torch.ones(2)}, metadata=header(version="2")))
+    with pytest.raises(ValueError, match="cut is damaged"):
+        State.load(tmp_path / "cut")
+
+
+def test_a_state_of_other_weights_is_refused(tmp_path, caplog):
+    torch.manual_seed(0)
+    layer = attention.build("linear", dim=8, num_heads=2)
+    _, state = layer(torch.randn(1, 5, 8))
+    state.save(tmp_path / "s", model=layer)
+    assert_same(State.load(tmp_path / "s", model=layer), state)
+    other = attention.build("linear", dim=8, num_heads=2)
+    with pytest.raises(ValueError, match="s: the state was made by a model of this configuration with other weights"):
+        State.load(tmp_path / "s", model=other)
+    other.load_state_dict(layer.state_dict())
+    assert_same(State.load(tmp_path / "s", model=other), state)
+    with pytest.raises(ValueError, match="the state was made by configuration"):
+        State.load(tmp_path / "s", model=attention.build("linear", dim=8, num_heads=4))
+    state.save(tmp_path / "nameless")
+    with caplog.at_level("WARNING", logger="subquad.state"):
+        State.load(tmp_path / "nameless", model=other)
+    assert "nameless does not name the weights that made it" in caplog.text
+
+
+def test_the_hash_of_weights_sees_every_value_dtype_and_name():
+    layer = torch.nn.Linear(3, 2, dtype=torch.bfloat16)
+    layer.register_buffer("scale", torch.tensor(1.0))
+    before = weights_hash(layer)
+    assert weights_hash(layer) == before
+    with torch.no_grad():
+        layer.weight[1, 2] += 1
+    changed = weights_hash(layer)
+    assert changed != before
+    assert weights_hash(layer.float()) != changed
+    layer.scale.add_(1)
+    assert weights_hash(layer) not in (before, changed)
 
 
 def test_the_header_names_its_format_and_version(tmp_path):
@@ -163,7 +213,7 @@ def test_the_header_names_its_format_and_version(tmp_path):
     data = (tmp_path / "s").read_bytes()
     (size,) = struct.unpack("<Q", data[:8])
     metadata = json.loads(data[8 : 8 + size])["__metadata__"]
-    assert (metadata["format"], metadata["version"]) == ("subquad-state", "1")
+    assert (metadata["format"], metadata["version"]) == ("subquad-state", "2")
 
 
 def test_entries_are_read_by_kind():

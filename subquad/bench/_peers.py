@@ -30,9 +30,9 @@ from subquad.bench._cases import (
     window,
 )
 from subquad.config import suggest
+from subquad.evaluation.provenance import version_of
 from subquad.memory import check_room
 from subquad.ops.patterns import Pattern
-from subquad.tools.provenance import version_of
 
 FORWARD: tuple[Pass, ...] = ("forward",)
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 
 from subquad.bench._report import Grid, Report, Row
-from subquad.tools.provenance import described
+from subquad.evaluation.provenance import described
 
 
 def grids(report: Report) -> list[Grid]:

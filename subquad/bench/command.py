@@ -11,8 +11,8 @@ from typing import TYPE_CHECKING, Any, Literal
 from jsonargparse import Namespace
 
 from subquad.bench.config import BACKENDS, DTYPES, PASSES, BenchConfig, DecodeConfig, ModelConfig, OpsConfig
+from subquad.cli.arguments import Parser
 from subquad.config import suggest
-from subquad.tools.arguments import Parser
 
 if TYPE_CHECKING:
     from subquad.bench._report import Report
@@ -126,7 +126,7 @@ def _show(report: Report, *, markdown: bool) -> None:
     from rich.text import Text
 
     from subquad.bench._tables import notes
-    from subquad.tools._tables import console, print_table
+    from subquad.cli.tables import console, print_table
 
     for title, headers, lines in report.grids():
         print_table(title, headers, lines, markdown=markdown)

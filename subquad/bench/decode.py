@@ -15,9 +15,9 @@ from subquad.bench._report import Report, Row
 from subquad.bench._timing import Failure, Run, Timing, attempt, interleave, wall_clock
 from subquad.bench.config import DecodeConfig
 from subquad.bench.ops import OUT_OF_TIME, check_there, statistics_of, status_of
+from subquad.evaluation.provenance import provenance
 from subquad.models import Decoder
 from subquad.state import State
-from subquad.tools.provenance import provenance
 
 MOST = 200
 """Repeats, at most: a token takes milliseconds."""

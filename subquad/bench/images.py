@@ -11,10 +11,10 @@ from typing import TYPE_CHECKING, Any, Literal
 
 from jsonargparse import Namespace
 
-from subquad.tools.arguments import Parser, check_output
+from subquad.cli.arguments import Parser, check_output
 
 if TYPE_CHECKING:
-    from subquad.tools._image_runs import LoadedImageModel
+    from subquad.training.image_runs import LoadedImageModel
 
 REPORTED = {
     "linear": {100: 33.45, 200: 67.46, 300: 76.46},
@@ -71,8 +71,8 @@ def run(arguments: Sequence[str]) -> int:
             if asked[name] < 1:
                 raise ValueError(f"--{name} must be at least 1, got {asked[name]}")
         check_output("out", asked.out)
-    from subquad.tools._image_runs import load_image_run
-    from subquad.tools._tables import write_json
+    from subquad.cli.tables import write_json
+    from subquad.training.image_runs import load_image_run
 
     with parser.checking():
         models = {folder: load_image_run(folder, asked.device) for folder in asked.runs}
@@ -100,9 +100,9 @@ def measure(
     models: dict[str, LoadedImageModel], asked: Namespace, counts: list[int], uncached: list[int]
 ) -> dict[str, Any]:
     """The rows, and what they were measured on. One image warms each model up."""
+    from subquad.evaluation.provenance import provenance
     from subquad.generation.images import generate_images
     from subquad.memory import keep_freed_memory
-    from subquad.tools.provenance import provenance
 
     keep_freed_memory()
 
@@ -155,8 +155,8 @@ def _size(loaded: LoadedImageModel) -> dict[str, Any]:
 
 
 def _print(record: dict[str, Any], *, markdown: bool) -> None:
-    from subquad.tools._tables import print_table
-    from subquad.tools.provenance import described
+    from subquad.cli.tables import print_table
+    from subquad.evaluation.provenance import described
 
     lines, shown = [], ""
     for row in record["rows"]:

@@ -18,8 +18,8 @@ from subquad.bench._report import Report, Row
 from subquad.bench._timing import Failure, Run, Timing, attempt, clock_of, interleave
 from subquad.bench.config import ModelConfig
 from subquad.bench.ops import OUT_OF_TIME, check_there, memory_of, statistics_of, status_of
+from subquad.evaluation.provenance import provenance
 from subquad.models import Decoder
-from subquad.tools.provenance import provenance
 
 
 class Subject(NamedTuple):

@@ -15,8 +15,8 @@ from subquad.bench._progress import Progress
 from subquad.bench._report import Report, Row
 from subquad.bench._timing import Failure, Timing, attempt, clock_of, interleave
 from subquad.bench.config import OpsConfig
+from subquad.evaluation.provenance import provenance
 from subquad.memory import peak_bytes
-from subquad.tools.provenance import provenance
 
 OUT_OF_TIME = Failure("skipped", "no time was left for it")
 

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 
 from subquad.bench._report import Report, Row
 from subquad.bench._tables import setting
-from subquad.tools import _draw
+from subquad.evaluation import drawing
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -35,7 +35,7 @@ def draw(report: Report) -> dict[str, Figure]:
 
 def save(figure: Figure, file: Path) -> Path:
     """Write the figure, the same bytes each time."""
-    _draw.save(figure, file)
+    drawing.save(figure, file)
     return file
 
 
@@ -64,7 +64,7 @@ def _decode(report: Report) -> dict[str, Figure | None]:
     rows = [row for row in report.rows if row["status"] == "ok"]
     if not rows:
         return {"time": None}
-    figure = _draw.new_figure(8.2, 7.6)
+    figure = drawing.new_figure(8.2, 7.6)
     figure.suptitle(setting(report), fontsize=10)
     above, below = figure.subplots(2, 1, sharex=True)
     labels = _labels(rows)
@@ -92,7 +92,7 @@ def _against_length(
     passes = [which for which in passes if any(row["pass"] == which for row in rows)]
     if not passes:
         return None
-    figure = _draw.new_figure(9.2, 4.2 * len(passes))
+    figure = drawing.new_figure(9.2, 4.2 * len(passes))
     figure.suptitle(setting(report), fontsize=10)
     labels = _labels(rows)
     panels = figure.subplots(len(passes), 1, sharex=True, squeeze=False)[:, 0]
@@ -113,7 +113,7 @@ def _against_latents(report: Report) -> Figure | None:
     if not passes:
         return None
     rows = [{**row, "label": f"{_source(row)}, {row['tokens']:,} tokens"} for row in rows]
-    figure = _draw.new_figure(9.2, 4.2 * len(passes))
+    figure = drawing.new_figure(9.2, 4.2 * len(passes))
     figure.suptitle(setting(report), fontsize=10)
     labels = _labels(rows)
     panels = figure.subplots(len(passes), 1, sharex=True, squeeze=False)[:, 0]
@@ -147,7 +147,7 @@ def _lines(
     """A line for each label, in the style that its place in `labels` gives; what was not measured is left out."""
     for n, label in enumerate(labels):
         points = sorted((x(row), y(row)) for row in rows if row["label"] == label and y(row) is not None)
-        style = _draw.Style.number(n)
+        style = drawing.Style.number(n)
         width = 2.4 - 1.4 * n / len(labels)  # of lines that lie on one another the lower shows beside the upper
         xs, ys = zip(*points, strict=True) if points else ((), ())
         axis.plot(xs, ys, **style._asdict(), linewidth=width, markersize=4, label=label)

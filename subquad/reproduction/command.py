@@ -10,10 +10,10 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
+from subquad.cli.arguments import Parser, check_output
+from subquad.cli.tables import console, print_table
 from subquad.config import suggest
 from subquad.reproduction.recipe import FILE, SCALES, Recipe, read_recipe
-from subquad.tools._tables import console, print_table
-from subquad.tools.arguments import Parser, check_output
 
 if TYPE_CHECKING:
     from subquad.reproduction.runner import Runner
@@ -170,9 +170,9 @@ def _plan(folder: Path, chosen: Any, data: dict[str, str]) -> Plan:
 
 def _check(units: Sequence[Unit]) -> None:
     """Raise `ValueError` or `TypeError`, with the unit's name, for settings that are no training run."""
+    from subquad.cli.train import check
     from subquad.reproduction.data import is_little
     from subquad.reproduction.train import budget_steps, train_config
-    from subquad.tools.train import check
 
     for unit in units:
         try:

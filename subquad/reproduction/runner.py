@@ -145,7 +145,7 @@ def _clear(folder: Path, unit: Unit) -> None:
 
 def _provenance(unit: Unit) -> dict[str, Any]:
     """Date, machine, versions and commit."""
-    from subquad.tools.provenance import provenance
+    from subquad.evaluation.provenance import provenance
 
     return provenance(unit.device, ("transformers",))
 

@@ -159,7 +159,7 @@ def _held_out(result: RunResult, held: Held) -> Row:
         return _text(result, held)
     import importlib
 
-    from subquad.tools.train import FINISH
+    from subquad.cli.train import FINISH
 
     with (result.folder / "log.txt").open("w", encoding="utf-8") as log, contextlib.redirect_stdout(log):
         importlib.import_module(FINISH[result.config.task]).finish(result)

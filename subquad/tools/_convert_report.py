@@ -7,8 +7,8 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from subquad.tools import _draw
-from subquad.tools._tables import print_table, size
+from subquad.cli.tables import print_table, size
+from subquad.evaluation import drawing
 
 STAGES = {
     "original": "original",
@@ -110,7 +110,7 @@ def growth(report: Report) -> str:
 
 def draw(report: Report, file: Path) -> None:
     """Loss by position at each stage, the loss with branches off, bytes and speed against context."""
-    figure = _draw.new_figure(11.0, 7.2)
+    figure = drawing.new_figure(11.0, 7.2)
     figure.suptitle(
         f"{report['attention']}: {len(report['layers']['replaced'])} layers replaced, "
         f"{len(report['layers']['kept'])} kept",
@@ -119,7 +119,7 @@ def draw(report: Report, file: Path) -> None:
     (loss, off), (weight, speed) = figure.subplots(2, 2)
     for i, stage in enumerate(report["stages"]):
         parts = stage["by_position"]
-        style = _draw.Style.number(i)._asdict()
+        style = drawing.Style.number(i)._asdict()
         loss.plot([p["stop"] - 1 for p in parts], [p["loss"] for p in parts], label=STAGES[stage["stage"]], **style)
     loss.set(xscale="log", xlabel="tokens of context (up to)", ylabel="loss, nats a token", title="loss by position")
     places = [part["stop"] - 1 for part in report["stages"][0]["by_position"]]
@@ -127,13 +127,13 @@ def draw(report: Report, file: Path) -> None:
     loss.minorticks_off()
     loss.legend(fontsize=8)
     found = report["stages"][-1]["branches"]
-    off.barh([part["off"] for part in found], [part["loss"] for part in found], color=_draw.COLOURS[2])
-    off.axvline(report["stages"][0]["loss"], color=_draw.COLOURS[0], linestyle="--", label="original")
+    off.barh([part["off"] for part in found], [part["loss"] for part in found], color=drawing.COLOURS[2])
+    off.axvline(report["stages"][0]["loss"], color=drawing.COLOURS[0], linestyle="--", label="original")
     off.invert_yaxis()
     off.set(xlabel="loss, nats a token", title="with this switched off")
     off.legend(fontsize=8)
     for i, stage in enumerate((report["stages"][0], report["stages"][-1])):
-        rows, style = stage["decoding"], _draw.Style.number(i)._asdict()
+        rows, style = stage["decoding"], drawing.Style.number(i)._asdict()
         contexts, label = [row["context"] for row in rows], ("original", "converted")[i]
         if not rows:
             continue
@@ -149,4 +149,4 @@ def draw(report: Report, file: Path) -> None:
         axis.set_xticks(contexts, [f"{context:,}" for context in contexts], fontsize=8)
         axis.minorticks_off()
         axis.legend(fontsize=8)
-    _draw.save(figure, file)
+    drawing.save(figure, file)

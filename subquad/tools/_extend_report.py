@@ -11,13 +11,13 @@ from pathlib import Path
 from statistics import stdev
 from typing import TYPE_CHECKING, Any
 
+from subquad.cli.eval import show_progress
+from subquad.cli.tables import print_table
 from subquad.data.files import write_json
+from subquad.evaluation import drawing
 from subquad.evaluation._positions import PositionPlan, RangeLoss, loss_by_position
+from subquad.evaluation.provenance import provenance
 from subquad.hf import extension, lora, set_attention
-from subquad.tools import _draw
-from subquad.tools._tables import print_table
-from subquad.tools.eval import show_progress
-from subquad.tools.provenance import provenance
 from subquad.training.extend_config import ExtendConfig
 from subquad.training.extension import attend, scaled_config
 
@@ -207,7 +207,7 @@ def show(report: Mapping[str, Any], *, markdown: bool = False) -> None:
 
 def draw(report: Mapping[str, Any]) -> Any:
     """The loss of each model against the position, a point for each range; the dotted line: its own length."""
-    figure = _draw.new_figure(7.6, 4.6)
+    figure = drawing.new_figure(7.6, 4.6)
     axes = figure.subplots()
     losses = report["loss"]
     colours = {BEFORE: "#bbbbbb", SCALED: "#ccbb44", CONTROL: "#cc6677", AFTER: "#4477aa"}

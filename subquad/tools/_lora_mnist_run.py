@@ -18,11 +18,11 @@ import torch
 from torch import nn
 
 from subquad.config import digest
+from subquad.evaluation.provenance import provenance
 from subquad.memory import peak_bytes
 from subquad.parsing import check_keys, read_json
 from subquad.tools import _lora_mnist as arms
 from subquad.tools._lora_mnist_config import ARMS, SETS, MnistConfig
-from subquad.tools.provenance import provenance
 from subquad.training.checkpoint import write_atomically
 
 TUNE_RATES = (3e-3, 1e-2, 3e-2, 1e-1, 3e-1)

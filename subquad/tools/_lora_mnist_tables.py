@@ -10,8 +10,8 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from subquad.cli.tables import print_table, size
 from subquad.tools._lora_mnist_config import NET_PARAMETERS, PER_RANK, SETS, VARIANTS, MnistConfig, default_rates
-from subquad.tools._tables import print_table, size
 
 REPORT_BASE = {"plain": 93.2, "quantised": 85.58, "rotated": 12.38, "inverted": 5.52}
 REPORT_FULL = {"quantised": 93.57, "rotated": 91.97, "inverted": 76.41}

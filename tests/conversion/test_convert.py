@@ -12,9 +12,9 @@ from transformers import AutoModelForCausalLM
 from subquad.cli import main
 from subquad.conversion import ConvertConfig, convert, training
 from subquad.conversion.stages import NAMES
+from subquad.evaluation import provenance
 from subquad.hf import SubquadForCausalLM
 from subquad.testing import assert_exact, assert_same_maths
-from subquad.tools import provenance
 
 CASES = {
     "llp": ("segment=8", 2),

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from subquad.tools import convert, generate
+from subquad.cli import convert, generate
 
 ROOT = Path(__file__).resolve().parents[2]
 PAGE = (ROOT / "docs" / "convert.md").read_text(encoding="utf-8")

@@ -131,7 +131,7 @@ def test_numbers_that_no_computer_word_holds():
 
 @pytest.mark.parametrize("content", ["run: " + "[" * 100_000, f"run: {{steps: '{'[' * 100_000}'}}", LAUGHS])
 def test_the_command_line_survives_a_file(content, tmp_path, capsys):
-    from subquad.tools.train import run
+    from subquad.cli.train import run
 
     (tmp_path / "a.yaml").write_text(content)
     with pytest.raises(SystemExit) as stopped:
@@ -141,7 +141,7 @@ def test_the_command_line_survives_a_file(content, tmp_path, capsys):
 
 
 def test_the_command_line_survives_a_file_that_a_file_names(tmp_path, capsys):
-    from subquad.tools.train import run
+    from subquad.cli.train import run
 
     (tmp_path / "b.yaml").write_text("[" * 100_000)
     (tmp_path / "a.yaml").write_text(f"run: {tmp_path / 'b.yaml'}")
@@ -376,8 +376,8 @@ def test_a_state_whose_entries_do_not_fit(tmp_path):
 
 
 def test_a_state_of_other_shapes_is_refused_before_it_is_used(tmp_path):
+    from subquad.cli.generate import _state
     from subquad.models import Decoder, DecoderConfig
-    from subquad.tools.generate import _state
 
     shape = {"vocab_size": 9, "dim": 8, "num_layers": 1, "num_heads": 2, "attention": "linear", "position": "none"}
     decoder = Decoder(DecoderConfig(**shape))
@@ -435,7 +435,7 @@ def test_weights_are_safetensors_alone(folder, tmp_path):
 
 
 def test_a_folder_that_brings_code_is_not_asked_about(folder, tmp_path, monkeypatch):
-    from subquad.tools.audit import load
+    from subquad.cli.audit import load
 
     (tmp_path / "evil.py").write_text("raise SystemExit('it ran')\n")
     values = {"model_type": "evil", "auto_map": {"AutoConfig": "evil.Config", "AutoModelForCausalLM": "evil.Model"}}

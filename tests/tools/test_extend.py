@@ -15,16 +15,15 @@ from peft import PeftModel
 from safetensors.torch import load_file
 from transformers import AutoConfig, AutoModelForCausalLM, GPT2Config, GPT2LMHeadModel, LlamaConfig, LlamaForCausalLM
 
-from subquad.cli import main
+from subquad.cli import _eval_tasks, audit, extend, main
+from subquad.cli import lora as lora_command
+from subquad.cli.arguments import data_is_a_path
 from subquad.config import Config
 from subquad.data.tokenizers import bytes_tokenizer
 from subquad.evaluation import EvalConfig
 from subquad.evaluation._positions import _batches, loss_by_position, plan_positions
 from subquad.hf import extension
 from subquad.testing import assert_exact, assert_same_maths
-from subquad.tools import _eval_tasks, audit, extend
-from subquad.tools import lora as lora_command
-from subquad.tools.arguments import data_is_a_path
 from subquad.training.errors import StepMemoryError
 from subquad.training.extend_config import SPANS, ExtendConfig
 from subquad.training.extension import ExtensionTrainer, extended_config, scaled_config

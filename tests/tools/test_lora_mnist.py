@@ -7,13 +7,13 @@ import numpy as np
 import pytest
 import torch
 
+from subquad.cli.lora import run
 from subquad.testing import assert_exact
 from subquad.tools import _lora_mnist as arms
 from subquad.tools import _lora_mnist_run, _lora_mnist_tables
 from subquad.tools._lora_mnist_config import NET_PARAMETERS, PER_RANK, MnistConfig
 from subquad.tools._lora_mnist_run import Results
 from subquad.tools._lora_mnist_tables import reported
-from subquad.tools.lora import run
 
 SMALL = [
     "--epochs",
