@@ -14,7 +14,7 @@ from torch import Tensor
 
 from subquad.ops import _reference as reference
 from subquad.ops._sequential import attend as sequential
-from subquad.ops._torch.attend import attend
+from subquad.ops._torch import attend as tiled
 from subquad.ops.backends import BACKENDS, HAS_TRITON, choose, without_autocast
 from subquad.ops.padding import check_mask, compaction, real_slots
 from subquad.ops.patterns import Pattern
@@ -193,14 +193,14 @@ def _fused(
             "valid: reference, torch, sequential"
         )
     if name == "flex":
-        from subquad.ops._flex import attend as flex
+        from subquad.ops import _flex as flex
 
-        return flex(q_BHTK, k_BGSK, v_BGSV, pattern, slots, scale, with_lse)
+        return flex.attend(q_BHTK, k_BGSK, v_BGSV, pattern, slots, scale, with_lse)
     if not HAS_TRITON:
         raise ValueError("backend 'triton' of block_attention needs the package triton: pip install 'subquad[triton]'")
-    from subquad.ops._triton.attend import attend as kernels
+    from subquad.ops._triton import attend as kernels
 
-    return kernels(q_BHTK, k_BGSK, v_BGSV, pattern, slots, scale)
+    return kernels.attend(q_BHTK, k_BGSK, v_BGSV, pattern, slots, scale)
 
 
 def _widened(
@@ -223,7 +223,7 @@ def _widened(
         return reference.attend(q, k, v, allowed_BTS, scale, dropout_p)
     if name == "sequential":
         return sequential.attend(q, k, v, pattern, slots, scale, dropout_p, chunks)
-    return attend(q, k, v, pattern, slots, scale, dropout_p)
+    return tiled.attend(q, k, v, pattern, slots, scale, dropout_p)
 
 
 def merge_attention(outs: Sequence[Tensor], lses: Sequence[Tensor], /) -> tuple[Tensor, Tensor]:
