@@ -21,7 +21,7 @@ PACKAGES = (
     "subquad.hf",
     "subquad.data",
     "subquad.training",
-    "subquad.conversion",
+    "subquad.adaptation",
     "subquad.evaluation",
     "subquad.evaluation.audit",
     "subquad.generation",

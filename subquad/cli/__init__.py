@@ -10,8 +10,8 @@ import sys
 import traceback
 from collections.abc import Sequence
 
-from subquad import __version__
 from subquad.config import suggest
+from subquad.version import __version__
 
 COMMANDS = {
     "train": "subquad.cli.train",

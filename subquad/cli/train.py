@@ -205,7 +205,6 @@ def _samples(result: RunResult, tokenizer: Tokenizer) -> str:
     """Samples of the run's prompt, each under a line that says how it was drawn."""
     from subquad.data.tokenizers import encode_text
     from subquad.generation import Generation
-    from subquad.models import PerceiverAR
 
     options = result.config.run
     prompt = encode_text(tokenizer, options.prompt)
@@ -214,11 +213,10 @@ def _samples(result: RunResult, tokenizer: Tokenizer) -> str:
         prompt = prompt[-model.max_positions :]
         count = model.max_positions - len(prompt) + 1
         logger.warning("samples have %d tokens: the table of positions has %d rows", count, model.max_positions)
-    if isinstance(result.model.model, PerceiverAR):
-        most = result.model.model.most_new_tokens(len(prompt))
-        if most is not None and most < count:
-            logger.warning("samples have %d tokens: decode=frozen has no latents for more", most)
-            count = most
+    most = result.model.model.most_new_tokens(len(prompt))
+    if most is not None and most < count:
+        logger.warning("samples have %d tokens: decode=frozen has no latents for more", most)
+        count = most
     texts = []
     for number in range(SAMPLES):
         temperature = options.sample_temperature if number else 0.0

@@ -7,16 +7,16 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
+from subquad.adaptation import ConvertConfig, convert
+from subquad.adaptation.config import MatchConfig, MeasureConfig, TuneConfig
+from subquad.adaptation.matching import optimise
+from subquad.adaptation.source import load_source
+from subquad.adaptation.text import read_text
 from subquad.cli import main
-from subquad.conversion import ConvertConfig, convert
-from subquad.conversion.config import MatchConfig, MeasureConfig, TuneConfig
-from subquad.conversion.source import load_source
-from subquad.conversion.text import read_text
-from subquad.conversion.training import optimise
 from subquad.data import DataConfig, load_tokenizer, write_tokens
 from subquad.hf import lora
 from subquad.training.errors import NonFiniteError
-from tests.conversion.models import save
+from tests.adaptation.models import save
 
 
 @pytest.mark.parametrize(

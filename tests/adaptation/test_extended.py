@@ -18,7 +18,8 @@ from transformers import (
     T5Config,
 )
 
-from subquad.hf import SubquadConfig, SubquadForCausalLM, extension, lora
+from subquad.adaptation import extended
+from subquad.hf import SubquadConfig, SubquadForCausalLM, lora
 from subquad.testing import assert_exact, assert_in_budget
 
 # PEFT asks transformers for a property by its old name.
@@ -71,10 +72,10 @@ def filled(adapted):
 def adapter(name, home, scaling="linear", **changes):
     """An extension that is as if it were trained, and its folder."""
     base = save(name, home / "base")
-    config = extension.scale_positions(AutoConfig.from_pretrained(base), 4 * OWN, scaling)
+    config = extended.scale_positions(AutoConfig.from_pretrained(base), 4 * OWN, scaling)
     wanted = {"rank": 2, "alpha": None, "dropout": 0.0, "embeddings": True, "norms": True} | changes
-    model = extension.load_original(base, config)
-    adapted = filled(extension.adapt(model, base=lora.Base.of(base), **wanted))
+    model = extended.load_original(base, config)
+    adapted = filled(extended.adapt(model, base=lora.Base.of(base), **wanted))
     lora.save_adapter(adapted, home / "run")
     config.save_pretrained(home / "run")
     return adapted, home / "run"
@@ -86,12 +87,12 @@ def frequencies(config):
 
 
 def test_linear_scaling_divides_all_frequencies():
-    before, after = (frequencies(config) for config in (llama(), extension.scale_positions(llama(), 64, "linear")))
+    before, after = (frequencies(config) for config in (llama(), extended.scale_positions(llama(), 64, "linear")))
     assert_exact(after.inv_freq, before.inv_freq / 4)
 
 
 def test_ntk_scaling_divides_the_lowest_frequency_and_keeps_the_highest():
-    scaled, size = extension.scale_positions(llama(), 64, "ntk"), 8
+    scaled, size = extended.scale_positions(llama(), 64, "ntk"), 8
     thetas = [torch.tensor(config.rope_parameters["rope_theta"]).double() for config in (llama(), scaled)]
     before, after = (theta ** (-torch.arange(0, size, 2).double() / size) for theta in thetas)
     assert_exact(after[0], before[0])
@@ -103,7 +104,7 @@ def test_ntk_scaling_divides_the_lowest_frequency_and_keeps_the_highest():
 
 
 def test_yarn_and_dynamic_are_those_of_transformers():
-    scaled = extension.scale_positions(llama(), 64, "yarn")
+    scaled = extended.scale_positions(llama(), 64, "yarn")
     assert scaled.rope_parameters == {
         "rope_type": "yarn", "factor": 4.0, "rope_theta": 10000.0, "original_max_position_embeddings": OWN,
     }  # fmt: skip
@@ -111,14 +112,14 @@ def test_yarn_and_dynamic_are_those_of_transformers():
     assert all(yarn.inv_freq <= plain.inv_freq)
     assert all(yarn.inv_freq >= plain.inv_freq / 4)
     assert yarn.attention_scaling > 1
-    dynamic = extension.scale_positions(llama(), 64, "dynamic")
+    dynamic = extended.scale_positions(llama(), 64, "dynamic")
     assert dynamic.max_position_embeddings == OWN
     assert dynamic.rope_parameters["rope_type"] == "dynamic"
 
 
-@pytest.mark.parametrize("scaling", extension.SCALINGS)
+@pytest.mark.parametrize("scaling", extended.SCALINGS)
 def test_the_scaling_survives_the_configuration_file(scaling, tmp_path):
-    scaled = extension.scale_positions(llama(), 64, scaling)
+    scaled = extended.scale_positions(llama(), 64, scaling)
     assert llama().rope_parameters["rope_type"] == "default"  # what was given stays as it was
     scaled.save_pretrained(tmp_path)
     assert AutoConfig.from_pretrained(tmp_path).rope_parameters == scaled.rope_parameters
@@ -126,37 +127,37 @@ def test_the_scaling_survives_the_configuration_file(scaling, tmp_path):
 
 def test_lengths_scalings_and_models_that_are_none_are_refused():
     with pytest.raises(ValueError, match="length=16 must be above the 16 tokens that the model reads already"):
-        extension.scale_positions(llama(), OWN, "linear")
+        extended.scale_positions(llama(), OWN, "linear")
     with pytest.raises(ValueError, match="unknown scaling of positions 'alibi'; valid: linear, ntk, yarn, dynamic"):
-        extension.scale_positions(llama(), 64, "alibi")
+        extended.scale_positions(llama(), 64, "alibi")
     with pytest.raises(
         ValueError, match="only rotary positions, the same in all layers, can be scaled, and GPT2Config"
     ):
-        extension.own_length(GPT2Config())
+        extended.own_length(GPT2Config())
     with pytest.raises(ValueError, match=r"are scaled already \(rope_type='linear'\)"):
-        extension.own_length(extension.scale_positions(llama(), 64, "linear"))
+        extended.own_length(extended.scale_positions(llama(), 64, "linear"))
     short = llama()
     short.max_position_embeddings = 1
     with pytest.raises(ValueError, match="max_position_embeddings how far it reads, got 1"):
-        extension.own_length(short)
+        extended.own_length(short)
     with pytest.raises(ValueError, match="ntk needs at least 4 rotated numbers a head, this model has 2"):
-        extension.scale_positions(llama(head_dim=2), 64, "ntk")
+        extended.scale_positions(llama(head_dim=2), 64, "ntk")
 
 
 def test_folders_without_a_model_of_transformers_are_refused(tmp_path):
     with pytest.raises(FileNotFoundError, match="there is no folder nowhere/at-all, and the hub gives no model"):
-        extension.find_model("nowhere/at-all")
+        extended.find_model("nowhere/at-all")
     with pytest.raises(FileNotFoundError, match=r"holds no config\.json"):
-        extension.find_model(str(tmp_path))
+        extended.find_model(str(tmp_path))
     ours = SubquadForCausalLM(SubquadConfig(vocab_size=8, dim=8, num_layers=1, num_heads=1, attention="full"))
     ours.save_pretrained(tmp_path / "ours")
     with pytest.raises(ValueError, match=r"holds a model of subquad.*subquad export"):
-        extension.find_model(str(tmp_path / "ours"))
+        extended.find_model(str(tmp_path / "ours"))
     _, run = adapter("llama", tmp_path)
     with pytest.raises(ValueError, match="holds an adapter, no model of its own"):
-        extension.find_model(str(run))
+        extended.find_model(str(run))
     with pytest.raises(FileNotFoundError, match="holds no extension"):
-        extension.open_extension(tmp_path / "base")
+        extended.open_extension(tmp_path / "base")
 
 
 def test_weights_that_do_not_fit_are_an_error(tmp_path):
@@ -164,14 +165,14 @@ def test_weights_that_do_not_fit_are_an_error(tmp_path):
     config = AutoConfig.from_pretrained(base)
     config.num_hidden_layers = 3
     with pytest.raises(ValueError, match=r"weights are missing: model\.layers\.2"):
-        extension.load_original(base, config)
+        extended.load_original(base, config)
     config.vocab_size = 10**9
     with pytest.raises(ValueError, match=r"weights do not fit .*: model\.embed_tokens\.weight has shape"):
-        extension.load_original(base, config)
+        extended.load_original(base, config)
     with pytest.raises(ValueError, match="Unrecognized configuration class"):
-        extension.load_original(base, T5Config())
+        extended.load_original(base, T5Config())
     with pytest.raises(ValueError, match="Linear has no linear layer in what is called attention"):
-        extension.projections(torch.nn.Linear(2, 2))
+        extended.projections(torch.nn.Linear(2, 2))
 
 
 def test_what_trains_is_factors_in_attention_embeddings_and_norms(tmp_path):
@@ -190,13 +191,13 @@ def test_what_trains_is_factors_in_attention_embeddings_and_norms(tmp_path):
 def test_peft_and_we_read_the_folder_alike_and_the_merged_model_is_the_same(name, tmp_path):
     adapted, run = adapter(name, tmp_path)
     expected = logits(adapted)
-    assert_exact(logits(extension.open_extension(run)), expected)
+    assert_exact(logits(extended.open_extension(run)), expected)
     original = AutoModelForCausalLM.from_pretrained(tmp_path / "base", config=AutoConfig.from_pretrained(run))
     by_peft = PeftModel.from_pretrained(original, run)
     assert_exact(logits(by_peft), expected)
-    merged = lora.merge(extension.open_extension(run))
+    merged = lora.merge(extended.open_extension(run))
     merged_logits = logits(merged)
-    exact = logits(extension.open_extension(run).double())
+    exact = logits(extended.open_extension(run).double())
     assert_in_budget(merged_logits, expected, exact, torch.float32)
     merged.save_pretrained(tmp_path / "merged")
     assert_exact(logits(AutoModelForCausalLM.from_pretrained(tmp_path / "merged")), merged_logits)
@@ -215,10 +216,10 @@ def test_the_original_may_have_moved_but_must_have_the_same_weights(tmp_path):
     adapted, run = adapter("llama", tmp_path)
     (tmp_path / "base").rename(tmp_path / "moved")
     with pytest.raises(FileNotFoundError, match="which is not there"):
-        extension.open_extension(run)
-    assert_exact(logits(extension.open_extension(run, tmp_path / "moved")), logits(adapted))
+        extended.open_extension(run)
+    assert_exact(logits(extended.open_extension(run, tmp_path / "moved")), logits(adapted))
     save("llama, untied", tmp_path / "other")
     with pytest.raises(ValueError, match="was trained on other weights"):
-        extension.open_extension(run, tmp_path / "other")
+        extended.open_extension(run, tmp_path / "other")
     settings = json.loads((run / "adapter_config.json").read_text())
     assert settings["ensure_weight_tying"] is True

@@ -11,15 +11,16 @@ from pathlib import Path
 from statistics import stdev
 from typing import TYPE_CHECKING, Any
 
+from subquad.adaptation import extended
+from subquad.adaptation.config import ExtendConfig
+from subquad.adaptation.extension import attend, scaled_config
 from subquad.cli.eval import show_progress
 from subquad.cli.tables import print_table
 from subquad.data.files import write_json
 from subquad.evaluation import drawing
 from subquad.evaluation._positions import PositionPlan, RangeLoss, loss_by_position
 from subquad.evaluation.provenance import provenance
-from subquad.hf import extension, lora, set_attention
-from subquad.training.extend_config import ExtendConfig
-from subquad.training.extension import attend, scaled_config
+from subquad.hf import lora, set_attention
 
 if TYPE_CHECKING:
     import torch
@@ -46,18 +47,18 @@ def subjects(config: ExtendConfig) -> dict[str, Callable[[], Any]]:
     def control() -> Any:
         from subquad.hf.lora import load_adapter
 
-        return load_adapter(extension.load_original(folder, scaled), Path(config.run.folder) / "control")
+        return load_adapter(extended.load_original(folder, scaled), Path(config.run.folder) / "control")
 
     found: dict[str, Callable[[], Any]] = {
-        BEFORE: lambda: extension.load_original(folder, original),
-        SCALED: lambda: extension.load_original(folder, scaled),
+        BEFORE: lambda: extended.load_original(folder, original),
+        SCALED: lambda: extended.load_original(folder, scaled),
     }
     if config.control:
         found[CONTROL] = control
-    found[AFTER] = lambda: extension.open_extension(config.run.folder, folder)
+    found[AFTER] = lambda: extended.open_extension(config.run.folder, folder)
     if config.attention != "full":
         found[f"extended, {'full' if config.keep_attention else config.attention} attention"] = lambda: _other(
-            extension.open_extension(config.run.folder, folder), config
+            extended.open_extension(config.run.folder, folder), config
         )
     return found
 
@@ -89,7 +90,7 @@ def make_report(
 ) -> dict[str, Any]:
     """The numbers of `report.json`; `seconds` are those of the command since it was last started."""
     _, original, scaled = scaled_config(config)
-    own = extension.own_length(original)
+    own = extended.own_length(original)
     trains, every = lora.counts(result.model)
     return {
         "model": Path(config.model).name,

@@ -10,18 +10,19 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from subquad.adaptation import extended
+from subquad.adaptation.config import ATTENTION, SPANS, ExtendConfig
 from subquad.config import digest, suggest
 from subquad.data import Corpus, prepare
 from subquad.data.files import MODEL_FILES
 from subquad.data.set_windows import windows_of
 from subquad.data.tokenizers import check_vocabulary, has_tokenizer, tokenizer_hash
 from subquad.data.windows import WindowParts
-from subquad.hf import extension, lora, set_attention
+from subquad.hf import lora, set_attention
 from subquad.models.config import DecoderConfig
 from subquad.training._task import Task, preparing, spread
 from subquad.training.config import BatchConfig, TrainConfig
 from subquad.training.errors import StepMemoryError
-from subquad.training.extend_config import ATTENTION, SPANS, ExtendConfig
 from subquad.training.lora import LoraTrainer
 from subquad.training.resuming import check_folder
 from subquad.training.run import RunResult, train
@@ -69,17 +70,17 @@ def scaled_config(config: ExtendConfig) -> tuple[Path, PreTrainedConfig, PreTrai
     if config.attention not in ATTENTION:
         raise ValueError(f"unknown attention {config.attention!r}; {suggest(config.attention, ATTENTION)}")
     lora.require_peft()
-    folder = extension.find_model(config.model)
+    folder = extended.find_model(config.model)
     if Path(config.run.folder).resolve() == folder.resolve():
         raise ValueError(
             f"run.folder={config.run.folder!r} is the model's own folder; an extension needs one of its own"
         )
     check_folder(Path(config.run.folder))
-    original = extension.read_config(folder)
-    scaled = extension.scale_positions(original, config.length, config.rope)
+    original = extended.read_config(folder)
+    scaled = extended.scale_positions(original, config.length, config.rope)
     if not has_tokenizer(folder):
         raise FileNotFoundError(f"{config.model} holds no tokenizer.json; an extension needs a model and its tokenizer")
-    own = extension.own_length(original)
+    own = extended.own_length(original)
     if config.attention != "full":
         with torch.device("meta"):
             attend(_empty(original), config)
@@ -131,7 +132,7 @@ def train_control(config: ExtendConfig, console: Console | None = None) -> RunRe
     """Train the control of `config` in the folder `control` of its run: the same windows in the same steps, but cut
     into parts of the model's own length, at its own positions, attending in full."""
     folder, original, _ = scaled_config(config)
-    own = extension.own_length(original)
+    own = extended.own_length(original)
     parts = config.length // own
     alone = config.replace(
         length=own,
@@ -180,13 +181,13 @@ def _task(
     record = dataclasses.replace(lora.Base.of(folder), path=config.model)
 
     def make_model() -> PeftModel:
-        model = extension.load_original(folder, scaled)
+        model = extended.load_original(folder, scaled)
         model.extended_config = extended_config(scaled, config)  # type: ignore[assignment]
         attend(model, config)
         model.config.use_cache = False
         if config.run.activation_checkpointing:
             model.gradient_checkpointing_enable({"use_reentrant": False})
-        adapted = extension.adapt(model, base=record, **config.lora.to_dict())
+        adapted = extended.adapt(model, base=record, **config.lora.to_dict())
         trains, every = lora.counts(adapted)
         logger.info("%d of %d parameters train (%.2f %%)", trains, every, 100 * trains / every)
         return adapted
@@ -237,4 +238,4 @@ def _check_corpus(corpus: Corpus, values: TrainConfig, config: PreTrainedConfig)
 def own_model(config: ExtendConfig) -> tuple[Path, int]:
     """The original's folder, and the tokens that it was made for."""
     folder, original, _ = scaled_config(config)
-    return folder, extension.own_length(original)
+    return folder, extended.own_length(original)

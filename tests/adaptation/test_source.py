@@ -6,10 +6,10 @@ import pytest
 import torch
 from transformers import GPT2Config, GPT2LMHeadModel, Qwen3Config, Qwen3ForCausalLM
 
+from subquad.adaptation.source import fingerprint, load_source
 from subquad.cli import main
-from subquad.conversion.source import fingerprint, load_source
 from subquad.testing import assert_exact
-from tests.conversion.models import WORDS
+from tests.adaptation.models import WORDS
 
 SIZES = {"vocab_size": len(WORDS) + 4, "bos_token_id": 1, "eos_token_id": 2}
 

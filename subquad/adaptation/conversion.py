@@ -12,14 +12,14 @@ from typing import Any
 
 import torch
 
-from subquad.conversion import measure
-from subquad.conversion.config import ConvertConfig
-from subquad.conversion.explain import check_reach, explain
-from subquad.conversion.replace import Replacement, replace_attention, replaced_layers
-from subquad.conversion.source import Source, fingerprint, load_source
-from subquad.conversion.stages import NAMES, RECORD, Stages
-from subquad.conversion.text import Batches, Text, read_text
-from subquad.conversion.training import Progress, match, tune
+from subquad.adaptation import measure
+from subquad.adaptation.config import ConvertConfig
+from subquad.adaptation.explain import check_reach, explain
+from subquad.adaptation.matching import Progress, match, tune
+from subquad.adaptation.replace import Replacement, replace_attention, replaced_layers
+from subquad.adaptation.source import Source, fingerprint, load_source
+from subquad.adaptation.stages import NAMES, RECORD, Stages
+from subquad.adaptation.text import Batches, Text, read_text
 from subquad.data.files import MODEL_FILES
 from subquad.hf import SubquadConfig, SubquadForCausalLM
 from subquad.models import Decoder

@@ -15,6 +15,10 @@ from peft import PeftModel
 from safetensors.torch import load_file
 from transformers import AutoConfig, AutoModelForCausalLM, GPT2Config, GPT2LMHeadModel, LlamaConfig, LlamaForCausalLM
 
+from subquad.adaptation import extended
+from subquad.adaptation.config import SPANS, ExtendConfig
+from subquad.adaptation.extension import ExtensionTrainer, extended_config, scaled_config
+from subquad.adaptation.extension import extend as extend_model
 from subquad.cli import _eval_tasks, audit, extend, main
 from subquad.cli import lora as lora_command
 from subquad.cli.arguments import data_is_a_path
@@ -22,12 +26,8 @@ from subquad.config import Config
 from subquad.data.tokenizers import bytes_tokenizer
 from subquad.evaluation import EvalConfig
 from subquad.evaluation._positions import _batches, loss_by_position, plan_positions
-from subquad.hf import extension
 from subquad.testing import assert_exact, assert_same_maths
 from subquad.training.errors import StepMemoryError
-from subquad.training.extend_config import SPANS, ExtendConfig
-from subquad.training.extension import ExtensionTrainer, extended_config, scaled_config
-from subquad.training.extension import extend as extend_model
 
 pytestmark = pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing` is deprecated:FutureWarning")
 ROOT = Path(__file__).resolve().parents[2]
@@ -201,7 +201,7 @@ def test_the_attention_of_the_training_can_be_kept(home):
     losses = json.loads((home / "kept" / "report.json").read_text())["loss"]
     first, *_, last = (abs(a["loss"] - b["loss"]) for a, b in zip(*map(losses.get, KEPT_AND_FULL), strict=True))
     assert last > 100 * first  # within a segment they are the same, but for rounding
-    assert extension.open_extension(home / "kept").config._attn_implementation == "subquad_llp"
+    assert extended.open_extension(home / "kept").config._attn_implementation == "subquad_llp"
     assert lora_command.run(["merge", str(home / "kept"), "--out", str(home / "kept-merged")]) == 0
     assert json.loads((home / "kept-merged" / "config.json").read_text())["subquad"]["attention"] == "llp"
     assert audit.run([str(home / "kept-merged"), *QUICK]) == 0
@@ -209,7 +209,7 @@ def test_the_attention_of_the_training_can_be_kept(home):
 
 def test_tasks_are_asked_of_the_extended_model_and_other_commands_say_what_to_do(home, capsys):
     loaded = _eval_tasks.load(str(home / "run"), EvalConfig(device="cpu"), 32)
-    expected = extension.open_extension(home / "run").get_base_model().eval()
+    expected = extended.open_extension(home / "run").get_base_model().eval()
     tokens = torch.arange(40)[None]
     assert_exact(loaded.model(tokens).logits, expected(tokens).logits)
     folder = home / "run"

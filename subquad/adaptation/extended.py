@@ -187,19 +187,12 @@ def adapt(
     return adapted
 
 
-def is_extension(folder: str | Path) -> bool:
-    """Whether a folder holds an adapter and, beside it, the configuration of a model of transformers."""
-    if not lora.is_adapter(folder) or not (Path(folder) / CONFIG).is_file():
-        return False
-    return not isinstance(read_config(folder), SubquadConfig)
-
-
 def open_extension(folder: str | Path, base: str | Path | None = None) -> PeftModel:
     """The extended model: the original checkpoint, by the record or in `base`, its positions scaled, and the adapter.
 
     Raises `FileNotFoundError` where folder or original are not there, `ValueError` for another original's weights.
     """
-    if not is_extension(folder):
+    if not lora.is_extension(folder):
         raise FileNotFoundError(f"{folder} holds no extension; `subquad extend MODEL --run.folder {folder}` makes one")
     record = Base.read(folder)
     if base is None:

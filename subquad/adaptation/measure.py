@@ -11,8 +11,8 @@ import numpy as np
 import torch
 from tokenizers import Tokenizer
 
-from subquad.conversion.config import ConvertConfig
-from subquad.conversion.transfer import attention_errors, branched, silenced, without_branch
+from subquad.adaptation.config import ConvertConfig
+from subquad.adaptation.transfer import attention_errors, branched, silenced, without_branch
 from subquad.data._probes_text import text_passkey
 from subquad.evaluation import Evaluation, evaluate
 from subquad.evaluation.probes import by_depth, right_answers

@@ -2,7 +2,7 @@
 
 import pytest
 
-from tests.conversion.models import WORDS, save
+from tests.adaptation.models import WORDS, save
 
 
 @pytest.fixture(scope="session")

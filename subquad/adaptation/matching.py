@@ -11,9 +11,9 @@ from itertools import pairwise
 import torch
 from torch import Tensor, nn
 
-from subquad.conversion.config import ConvertConfig
-from subquad.conversion.text import Batches
-from subquad.conversion.transfer import attention_errors, windows_dropped
+from subquad.adaptation.config import ConvertConfig
+from subquad.adaptation.text import Batches
+from subquad.adaptation.transfer import attention_errors, windows_dropped
 from subquad.hf import SubquadForCausalLM, lora
 from subquad.models import Decoder
 from subquad.training.errors import NonFiniteError
