@@ -36,11 +36,11 @@ def attend(
     pattern: Pattern,
     slots: Slots,
     scale: float,
-    return_lse: bool = True,
+    with_lse: bool = True,
     *,
     compiled: bool = True,
 ) -> tuple[Tensor, Tensor]:
-    """Outputs `[B, H, T, V]` in the dtype of the values, and logsumexp `[B, H, T]` (NaN without `return_lse`).
+    """Outputs `[B, H, T, V]` in the dtype of the values, and logsumexp `[B, H, T]` (NaN without `with_lse`).
 
     Without `compiled`, and for a logsumexp on a CPU (which the compiled form has not), it is FlexAttention's plain form
     that runs, with all scores in memory.
@@ -61,28 +61,28 @@ def attend(
                 "valid: reference, torch, sequential"
             )
         q, k, v = (x.detach() for x in (q, k, v))
-        compiled = compiled and not return_lse
+        compiled = compiled and not with_lse
     else:  # zero channels change no score and no value
         q, k, v = (
             x if x.shape[-1] >= LEAST_CHANNELS else F.pad(x, (0, LEAST_CHANNELS - x.shape[-1])) for x in (q, k, v)
         )
     mask = _mask(q, k, pattern, slots)
     if torch.compiler.is_compiling():  # the caller's graph takes it in
-        out, lse = _run(q, k, v, mask, scale, return_lse)
+        out, lse = _run(q, k, v, mask, scale, with_lse)
     elif compiled:
-        out, lse = _graph((*_key(q, k, v, pattern, slots), scale, return_lse))(q, k, v, mask, scale, return_lse)
+        out, lse = _graph((*_key(q, k, v, pattern, slots), scale, with_lse))(q, k, v, mask, scale, with_lse)
     else:
         with _plain():
-            out, lse = _run(q, k, v, mask, scale, return_lse)
+            out, lse = _run(q, k, v, mask, scale, with_lse)
     return out[..., :V].to(v_BGSV.dtype), lse
 
 
-def _run(q: Tensor, k: Tensor, v: Tensor, mask: BlockMask, scale: float, return_lse: bool) -> tuple[Tensor, Tensor]:
-    request = flex.AuxRequest(lse=True) if return_lse else None
+def _run(q: Tensor, k: Tensor, v: Tensor, mask: BlockMask, scale: float, with_lse: bool) -> tuple[Tensor, Tensor]:
+    request = flex.AuxRequest(lse=True) if with_lse else None
     result: Any = flex.flex_attention(
         q, k, v, block_mask=mask, scale=scale, enable_gqa=q.shape[1] != k.shape[1], return_aux=request
     )
-    if return_lse:
+    if with_lse:
         return result[0], result[1].lse.float()
     return result, q.new_full((), torch.nan).expand(q.shape[:3])
 
