@@ -113,7 +113,7 @@ def evaluate_tasks(
     """
     training = model.training
     try:
-        return prepare(
+        return prepare_tasks(
             model,
             tokenizer,
             tasks,
@@ -168,7 +168,7 @@ class PreparedTasks:
         )
 
 
-def prepare(
+def prepare_tasks(
     model: Decoder | PreTrainedModel,
     tokenizer: Tokenizer | PreTrainedTokenizerBase,
     tasks: Sequence[str],
