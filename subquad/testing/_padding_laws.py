@@ -46,7 +46,9 @@ class PaddingLaws(ContractOf):
         y, state = layer(x, mask=mask)[:2]
         after = layer(more, state)[0]
         first, middle = layer(x[:, :30], mask=mask[:, :30])[:2]
-        assert_same_maths(torch.cat([first, layer(x[:, 30:], middle, mask[:, 30:])[0]], 1), y, "split with padding")
+        assert_same_maths(
+            torch.cat([first, layer(x[:, 30:], middle, mask=mask[:, 30:])[0]], 1), y, "split with padding"
+        )
         for b in range(3):
             real = x[b : b + 1, mask[b]]
             whole = layer(torch.cat([real, more[b : b + 1]], 1))[0]
@@ -60,7 +62,7 @@ class PaddingLaws(ContractOf):
             first, middle, last = self.inputs(before, 3), self.inputs(12, 3, seed=2), self.inputs(5, 3, seed=3)
             mask = mask_with([(3, 9, 0), (0, 8, 4), (0, 12, 0)])
             state = self.state_of(layer, first)
-            y, state = layer(middle, state, mask)[:2]
+            y, state = layer(middle, state, mask=mask)
             after = layer(last, state)[0]
             for b in range(3):
                 whole = layer(torch.cat([first[b], middle[b][mask[b]], last[b]])[None])[0]
