@@ -145,7 +145,7 @@ def test_luna_packs_and_unpacks(pack_heads, tied):
         return attend(head(layer.pack_query, p, g, G)[m], head(pack_key, x, g, G), head(layer.pack_value, x, g, G))
 
     pack = torch.stack([torch.cat([packed(m, g) for g in range(G)]) for m in range(5)])
-    y, _, memory = layer(x[None])
+    y, _, memory = layer.mix(x[None], None, None)
 
     def row(t, h):
         return attend(head(layer.query, x, h)[t], head(key, pack, h), head(layer.value, pack, h))

@@ -61,7 +61,7 @@ def test_states_and_padding(group, name):
     with pytest.raises(ValueError, match="it takes no state"):
         layer(X, State({"seen": 1}, layer.config_hash))
     with pytest.raises(ValueError, match="has no padding"):
-        layer(X, None, torch.ones(1, 4, dtype=torch.bool))
+        layer(X, mask=torch.ones(1, 4, dtype=torch.bool))
 
 
 def test_dropout_in_training(group):
