@@ -20,12 +20,12 @@ import torch
 import transformers
 from rich.console import Console
 
-from subquad import __version__
 from subquad.evaluation import evaluate
+from subquad.evaluation.provenance import commit, described, machine
 from subquad.recipes import recipe_path
-from subquad.tools.provenance import commit, described, machine
 from subquad.training import TrainConfig, measure, train, write_report
 from subquad.training.progress import read_metrics
+from subquad.version import __version__
 
 ROOT = Path(__file__).resolve().parents[1]
 MECHANISMS = ("full", "window", "llp", "linear", "latte")

@@ -20,9 +20,9 @@ from typing import Any
 import torch
 
 from subquad import attention
+from subquad.evaluation.provenance import provenance
 from subquad.generation import BatchDecoder, SamplingConfig, generate
 from subquad.models import Decoder, DecoderConfig
-from subquad.tools.provenance import provenance
 
 Asked = list[tuple[list[int], int]]
 

@@ -20,7 +20,7 @@ import torch
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from subquad import hf
-from subquad.tools.provenance import provenance
+from subquad.evaluation.provenance import provenance
 
 OPTIONS = {"llp": {"segment": 256}, "shifted": {"group": 256}, "window": {"width": 256}}
 

@@ -23,12 +23,12 @@ import torch.distributed as distributed
 from make_performance import BLOCK
 from torch import multiprocessing
 
-from subquad.bench._timing import Run, Timing, interleave
+from benchmarks.timing import Run, Timing, interleave
+from subquad.cli.tables import size
+from subquad.evaluation.provenance import described, machine, versions
 from subquad.memory import keep_freed_memory, peak_bytes
 from subquad.models import Decoder, DecoderConfig
 from subquad.parallel import ContextGroup, context_parallel
-from subquad.tools._tables import size
-from subquad.tools.provenance import described, machine, versions
 
 ROOT = Path(__file__).resolve().parents[1]
 PAGE, RESULT = ROOT / "docs" / "scale.md", ROOT / "benchmarks" / "results" / "cpu_scale.json"

@@ -16,8 +16,8 @@ import yaml
 
 from subquad import attention
 from subquad.cli import main
+from subquad.cli.mechanisms import markdown
 from subquad.testing import AttentionContract
-from subquad.tools.mechanisms import markdown
 
 ROOT = Path(__file__).resolve().parents[1]
 PAGE = (ROOT / "docs" / "add-a-mechanism.md").read_text(encoding="utf-8")

@@ -17,12 +17,12 @@ from safetensors.torch import load_file
 
 from subquad import attention
 from subquad.cli import COMMANDS, main
+from subquad.cli import train as train_command
+from subquad.cli.list import WIDTH
+from subquad.cli.train import read_config
 from subquad.generation import Generation
 from subquad.models.stacks import STACKS
 from subquad.recipes import recipes
-from subquad.tools import train as train_command
-from subquad.tools.list import WIDTH
-from subquad.tools.train import read_config
 from subquad.training import TrainConfig
 
 pytestmark = pytest.mark.draws
@@ -115,6 +115,17 @@ def test_an_unknown_command_is_answered_with_the_valid_ones(capsys):
     assert main(["trian"]) == 2
     valid = ", ".join(sorted(COMMANDS))
     assert f"unknown command 'trian'; did you mean 'train'? valid: {valid}" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(("arguments", "new"), [
+    (["bench", "ops", "--tokens", "1024"], "`subquad bench` is now `python -m benchmarks`"),
+    (["reproduce", "llp_table6"], "`subquad reproduce` is now `python -m experiments`"),
+    (["lora", "mnist", "--path", "mnist"], "`subquad lora mnist` is now `python -m experiments.lora_mnist`"),
+    (["cost", "--paper=llp"], "`subquad cost --paper` is now `python -m experiments.llp_table6`"),
+])  # fmt: skip
+def test_a_command_that_needs_a_clone_is_answered_with_its_new_name(capsys, arguments, new):
+    assert main(arguments) == 2
+    assert f"error: {new}, in a clone of the repository\n" in capsys.readouterr().err
 
 
 def test_no_command_is_an_error(capsys):
@@ -266,7 +277,6 @@ LATENTS = ["--model.attention", "perceiver_ar", "--model.options.perceiver_ar.la
     (["generate", "nowhere", "--prompt", "x", "--top_k", "0"], "top_k must be at least 1, got 0"),
     (["cost", "--attention", "lp"], "unknown attention 'lp'; did you mean 'llp'?"),
     (["cost", "--tokens", "1", "a"], "tokens element 2: Expected a int. Got value: a\n"),
-    (["cost", "--paper", "foo"], "unknown paper 'foo'; valid: llp\n"),
     (["cost", "latte"], "there is no folder latte; give the folder of a run, as `subquad train` makes it; "
      "mechanism? use --attention latte\n"),
     (["list", "lp"], "unknown attention 'lp'; did you mean 'llp'?"),
@@ -584,7 +594,7 @@ def test_lists_keep_to_the_columns_that_are_asked_for(capsys, monkeypatch):
 
 @pytest.mark.parametrize("name", [*attention.names(), *STACKS])
 def test_without_a_width_only_explanations_are_wrapped(capsys, name):
-    from subquad.tools.mechanisms import options
+    from subquad.cli.mechanisms import options
 
     assert main(["list", name]) == 0
     out = capsys.readouterr().out
@@ -611,7 +621,7 @@ def test_list_recipes_shows_only_recipes(capsys):
 
 @pytest.mark.parametrize("name", attention.names())
 def test_list_shows_every_option_of_a_mechanism_with_help(capsys, name):
-    from subquad.tools.mechanisms import options
+    from subquad.cli.mechanisms import options
 
     assert main(["list", name]) == 0
     out = capsys.readouterr().out

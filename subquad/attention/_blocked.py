@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from subquad.attention._projected import ProjectedAttention
-from subquad.ops import block_attention
+from subquad.ops import block_attention_with_lse
 from subquad.ops._torch.tiles import score_entries, unmasked_entries
 from subquad.ops.attend import softmax_weights
 from subquad.ops.patterns import Pattern
@@ -144,9 +144,7 @@ class BlockedAttention(ProjectedAttention):
         self, q_BHTK: Tensor, k_BGSK: Tensor, v_BGSK: Tensor, pattern: Pattern, **where: Any
     ) -> tuple[Tensor, Tensor]:
         """`block_attention` with the option's dropout: outputs and logsumexp."""
-        result = block_attention(q_BHTK, k_BGSK, v_BGSK, pattern, dropout_p=self.dropout_p, return_lse=True, **where)
-        assert isinstance(result, tuple)
-        return result
+        return block_attention_with_lse(q_BHTK, k_BGSK, v_BGSK, pattern, dropout_p=self.dropout_p, **where)
 
     @property
     def dropout_p(self) -> float:

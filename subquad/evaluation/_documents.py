@@ -13,7 +13,7 @@ import torch
 
 from subquad.data.packing import IGNORED, PADDING
 from subquad.evaluation._windows import Tokens, Window, check_vocabulary, evaluating, plan
-from subquad.models import Decoder, PerceiverAR
+from subquad.models import Decoder
 
 OPEN_ROWS = 16
 """Rows that are not full and that a window may still go to."""
@@ -21,8 +21,7 @@ OPEN_ROWS = 16
 
 def check_documents(model: Decoder, documents: np.ndarray, tokens: int, skip: int) -> None:
     """Raise `ValueError` for offsets that are not those of documents, and for what they do not go with."""
-    if isinstance(model, PerceiverAR):
-        raise ValueError("perceiver_ar predicts a row's last tokens alone and takes no packed documents")
+    model.check_packed()
     if skip:
         raise ValueError(f"skip counts tokens of one text and does not go with documents, got {skip}")
     ends = np.asarray(documents)

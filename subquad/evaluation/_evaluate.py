@@ -15,7 +15,7 @@ import numpy as np
 
 from subquad.evaluation._documents import check_documents, packed_batches, plan_documents
 from subquad.evaluation._windows import Tokens, Window, batches, losses, plan
-from subquad.models import Decoder, PerceiverAR
+from subquad.models import Decoder
 
 
 @dataclass(frozen=True)
@@ -104,7 +104,7 @@ def evaluate(
     after each batch. Raises `ValueError` for fewer than two tokens, for a token outside of the vocabulary and for a
     number out of range.
     """
-    latents = model.latents if isinstance(model, PerceiverAR) else None
+    latents = model.predicts_last
     if stride is None:
         stride = length if latents is None else min(length, latents)
     _check(len(tokens), length, stride, windows, batch_size, latents)

@@ -15,7 +15,7 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase, PreTrainedTok
 
 from subquad.data.tokenizers import check_vocabulary, separator_id
 from subquad.hf import SubquadConfig, SubquadForCausalLM
-from subquad.models import Decoder, PerceiverAR
+from subquad.models import Decoder
 
 LIMITS = ("max_position_embeddings", "n_positions", "n_ctx")
 """Where models of transformers keep the number of their positions."""
@@ -94,11 +94,12 @@ class HarnessModel(HFLM):
 def as_transformers(decoder: Decoder, end_token: int | None) -> SubquadForCausalLM:
     """The decoder itself, not a copy, as a model of transformers whose `generate` ends at `end_token`.
 
-    Raises `ValueError` for a `PerceiverAR`, which does not predict all the tokens that a task scores.
+    Raises `ValueError` for a model that (as `PerceiverAR`) does not predict all the tokens that a task scores.
     """
-    if isinstance(decoder, PerceiverAR):
+    if decoder.predicts_last is not None:
         raise ValueError(
-            f"tasks score answers of any length, and perceiver_ar predicts its last {decoder.latents} tokens alone; "
+            f"tasks score answers of any length, and {decoder.config.attention} predicts its last "
+            f"{decoder.predicts_last} tokens alone; "
             "`subquad eval` without --tasks measures it on a text"
         )
     with torch.device("meta"):  # its own weights are replaced at once

@@ -22,8 +22,8 @@ import torch
 from tokenizers import Tokenizer
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-import subquad
 from subquad.models import Decoder
+from subquad.version import __version__
 
 logger = logging.getLogger(__name__)
 
@@ -239,7 +239,7 @@ def _set_fewshot(tasks: dict[str, Any], num_fewshot: int | None) -> None:
 
 def _versions() -> dict[str, str]:
     others = {name: importlib.metadata.version(name) for name in ("lm_eval", "torch", "transformers")}
-    return {"subquad": subquad.__version__, **others}
+    return {"subquad": __version__, **others}
 
 
 def _settings(asked: Any, tasks: Sequence[str], limit: int | None) -> dict[str, Any]:

@@ -5,6 +5,7 @@ Shape letters: B batch, T tokens, W window, S keys, M latents, D width, H heads,
 
 from __future__ import annotations
 
+from functools import partial
 from typing import TYPE_CHECKING, Any, get_args
 
 import torch
@@ -24,7 +25,6 @@ MODES = get_args(Decode)
 
 def go_on(model: PerceiverAR, tokens_BT: Tensor, state: State, moved: Compaction | None) -> tuple[Tensor, State]:
     """The vectors `[B, T, D]` of more tokens, each as if it came alone, and the state after them."""
-    check_mode(model, state)
     lengths_B = None
     if moved is not None:
         lengths_B = moved.lengths_B
@@ -44,8 +44,6 @@ def go_on(model: PerceiverAR, tokens_BT: Tensor, state: State, moved: Compaction
 
 def read(model: PerceiverAR, tokens_BT: Tensor, state: State | None) -> State:
     """The state after more tokens; where every token is a pass of its own, without any."""
-    if state is not None:
-        check_mode(model, state)
     seen, start = (0, 0) if state is None else (state.seen, first_latent(state))
     after = seen + tokens_BT.shape[1]
     used = after - start
@@ -84,6 +82,21 @@ def check_mode(model: PerceiverAR, state: State) -> None:
             f"the state was made with {_named(made)} and the model has {_named(now)}; choose the former by set_decode, "
             "or read the tokens anew"
         )
+
+
+def trim(model: PerceiverAR, state: State) -> State:
+    """A row of a joined batch without the places that longer rows needed, which hold nothing of its own."""
+    seen, start = int(state.seen), int(first_latent(state))
+    entries = {**state.entries, "tokens": state.tensor("tokens")[:, -seen:]}
+    for i in range(len(model.layers)):
+        if f"layers.{i}" in state:
+            kept, count = state.child(f"layers.{i}"), int(model.history_keys(i, start)) + seen - start
+            entries[f"layers.{i}"] = kept.map(partial(_last_places, count=count))
+    return State(entries, state.config_hash)
+
+
+def _last_places(x_1HSK: Tensor, count: int) -> Tensor:
+    return x_1HSK[:, :, x_1HSK.shape[2] - count :]
 
 
 def _named(mode: dict[str, int]) -> str:

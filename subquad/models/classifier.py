@@ -52,6 +52,9 @@ class Classifier(nn.Module):
     With `towers=2` the one encoder reads two sequences, and a `TowerHead` stands on both vectors, each after dropout.
     """
 
+    reads_whole_sequences = True
+    """An output may depend on later tokens: this is no causal language model."""
+
     def __init__(self, config: EncoderConfig) -> None:
         super().__init__()
         self.config = config

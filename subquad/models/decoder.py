@@ -6,7 +6,7 @@ Shape letters: B batch, T tokens, D model width, V vocabulary, N = B * T.
 from __future__ import annotations
 
 import math
-from typing import Literal
+from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
@@ -111,6 +111,72 @@ class Decoder(nn.Module):
         h_BTD, state = self.hidden(tokens_BT, state, mask, doc_ids)
         return self.logits(h_BTD), state
 
+    @property
+    def predicts_last(self) -> int | None:
+        """Tokens that are predicted from at most, the last ones of a sequence; None: all of them."""
+        return None
+
+    @property
+    def prompt_latents(self) -> int | None:
+        """The argument `latents` that a prompt is read with before decoding; None: the model has no such argument."""
+        return None
+
+    @property
+    def most_tokens(self) -> int | None:
+        """Tokens that a sequence may have, the rows of a learned table of positions; None: any number."""
+        return self.config.max_positions if self.config.position == "learned" else None
+
+    @property
+    def state_grows(self) -> bool:
+        """Whether a layer keeps something of every token."""
+        return any(block.attention.state_grows for block in self.blocks())
+
+    @property
+    def fixed_shapes(self) -> bool:
+        """Whether a state's shapes follow from the number of tokens alone, so that a decoding step can be compiled."""
+        return True
+
+    @property
+    def inexact_decoding(self) -> str | None:
+        """Why decoding token by token by design equals no pass over the whole sequence; None where it equals one."""
+        return None
+
+    def state_bytes(self, tokens: int) -> int:
+        """Bytes of the state after `tokens` tokens of one sequence, in float32."""
+        return self.config.loops * sum(block.attention.state_bytes(tokens) for block in self.blocks())
+
+    def most_new_tokens(self, prompt: int, state: State | None = None) -> int | None:
+        """Tokens that can follow a prompt of `prompt` tokens, read by `read` but for its last; None: any number."""
+        return None
+
+    def token_settings(self) -> dict[str, Any]:
+        """Return the settings by name, among them those that count tokens, around which an audit looks."""
+        return {f"layers.{i}": block.attention.config.to_dict() for i, block in enumerate(self.blocks())}
+
+    def blocks_to_shard(self) -> list[Block]:
+        """Return the blocks that may be shared out over processes one by one: those that are called as a whole."""
+        return self.blocks()
+
+    def check_packed(self) -> None:
+        """Raise `ValueError` for a model that takes no packed documents."""
+
+    def check_state(self, state: State, batch: int | None = None, *, owner: str = "this decoder") -> None:
+        """Raise `ValueError` for a state of another configuration, batch size or way of decoding."""
+        state.check(self.config_hash, owner, batch)
+
+    def trim_state(self, state: State) -> State:
+        """Return the state of one row without places that longer rows of its batch needed."""
+        return state
+
+    def set_decode(self, decode: str | None = None, refill: int | None = None) -> None:
+        """Raise `ValueError`: there is one way of decoding (`PerceiverAR` has several)."""
+        name = "refill" if decode is None else "decode"
+        raise ValueError(f"{name} is for perceiver_ar, and this model has attention={self.config.attention!r}")
+
+    def read(self, tokens_BT: Tensor, /, state: State | None = None) -> State:
+        """Return the state after more tokens, where no outputs are wanted."""
+        return self.hidden(tokens_BT, state)[1]
+
     def logits(self, h_BTD: Tensor, /) -> Tensor:
         """The head: from what `hidden` returned, or some of its tokens, `[.., D]`, to logits `[.., V]`."""
         logits_BTV = F.linear(h_BTD, self.head_weight)
@@ -166,6 +232,10 @@ class Decoder(nn.Module):
         if mask is not None:
             labels_BT = labels_BT.masked_fill(~mask, IGNORED)
         return self.loss_of_passes(passes, labels_BT, reduction=reduction)
+
+    def aligned_labels(self, labels_BT: Tensor, mask: Tensor | None = None, /) -> Tensor:
+        """Return the labels where the outputs are that predict them, for `loss_of_passes` and `loss_of_hidden`."""
+        return labels_BT
 
     def loss_of_passes(self, passes: list[Tensor], labels_BT: Tensor, /, *, reduction: Reduction = "mean") -> Tensor:
         """The mean of `loss_of_hidden` over what `passes` returned."""
@@ -284,11 +354,13 @@ class Decoder(nn.Module):
 
     def _check(self, tokens_BT: Tensor, state: State | None, mask: Tensor | None, docs: Tensor | None = None) -> None:
         check_tokens(tokens_BT)
+        if docs is not None:
+            self.check_packed()
         check_part(self.config, tokens_BT, state, mask, docs, self.training)
         if mask is not None:
             check_mask(mask, *tokens_BT.shape)
         if state is not None:
-            state.check(self.config_hash, "this decoder", tokens_BT.shape[0])
+            self.check_state(state, tokens_BT.shape[0])
 
 
 def _added_positions(config: DecoderConfig) -> Sinusoidal | Learned | None:

@@ -29,6 +29,9 @@ class Encoder(nn.Module):
     handed from layer to layer. With `gradient_checkpointing = True`, training keeps the input of each block alone.
     """
 
+    reads_whole_sequences = True
+    """An output may depend on later tokens: this is no causal language model."""
+
     def __init__(self, config: EncoderConfig) -> None:
         super().__init__()
         self.config = config

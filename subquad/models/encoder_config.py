@@ -7,6 +7,7 @@ from typing import Literal, Self, get_args, get_type_hints
 
 from subquad.config import Config, suggest
 from subquad.models.config import DecoderConfig
+from subquad.models.stacks import StackOptions
 
 Pooling = Literal["mean", "last", "class"]
 
@@ -61,7 +62,7 @@ class EncoderConfig(DecoderConfig):
 
 
 @dataclass(frozen=True, kw_only=True)
-class PerceiverOptions(Config):
+class PerceiverOptions(StackOptions):
     """Options of `attention=perceiver`, in `options.perceiver`."""
 
     latents: int = 32

@@ -5,6 +5,8 @@ Shape letters: B batch, T tokens, W window, S keys, M latents, D model width, H 
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
@@ -26,10 +28,10 @@ from subquad.models._perceiver import (
     to_the_end,
 )
 from subquad.models._perceiver_cost import cost, state_bytes
-from subquad.models._perceiver_decode import go_on, latents_left, mode, read
+from subquad.models._perceiver_decode import check_mode, go_on, latents_left, mode, read, trim
 from subquad.models.config import DecoderConfig
 from subquad.models.decoder import IGNORED, Decoder, Reduction
-from subquad.models.perceiver_options import Decode, PerceiverAROptions
+from subquad.models.perceiver_options import PerceiverAROptions
 from subquad.ops.padding import compaction
 from subquad.ops.patterns import Blocks, Causal, Full
 from subquad.state import State
@@ -100,34 +102,36 @@ class PerceiverAR(Decoder):
         else:
             super().initialise(module)
 
-    def forward(  # type: ignore[override]
+    def forward(
         self,
         tokens_BT: Tensor,
         /,
         state: State | None = None,
         mask: Tensor | None = None,
+        doc_ids: Tensor | None = None,
         *,
         latents: int | None = None,
     ) -> tuple[Tensor, State]:
         """Logits of the token after each latent, `[B, min(latents, T), V]`; after a state, of all tokens `[B, T, V]`.
 
         `latents` (at most the configured number, its default) says how many of the last tokens are latents; it may not
-        be given with a state. Else as `Decoder.forward`.
+        be given with a state. `doc_ids` are refused. Else as `Decoder.forward`.
         """
-        h_BMD, state = self.hidden(tokens_BT, state, mask, latents=latents)
+        h_BMD, state = self.hidden(tokens_BT, state, mask, doc_ids, latents=latents)
         return self.logits(h_BMD), state
 
-    def hidden(  # type: ignore[override]
+    def hidden(
         self,
         tokens_BT: Tensor,
         /,
         state: State | None = None,
         mask: Tensor | None = None,
+        doc_ids: Tensor | None = None,
         *,
         latents: int | None = None,
     ) -> tuple[Tensor, State]:
         """As `forward`, without the head: vectors `[B, min(latents, T), D]`, or `[B, T, D]` after a state."""
-        self._check(tokens_BT, state, mask)
+        self._check(tokens_BT, state, mask, doc_ids)
         if latents is not None and state is not None:
             raise ValueError(f"latents are counted in a new sequence and cannot go with a state, got latents={latents}")
         if latents is not None and not 1 <= latents <= self.latents:
@@ -145,12 +149,12 @@ class PerceiverAR(Decoder):
         self._check(tokens_BT, state, None)
         return read(self, tokens_BT, state)
 
-    def passes(self, tokens_BT: Tensor, /, mask: Tensor | None = None) -> list[Tensor]:  # type: ignore[override]
+    def passes(self, tokens_BT: Tensor, /, mask: Tensor | None = None, doc_ids: Tensor | None = None) -> list[Tensor]:
         """The vectors of `hidden` for whole sequences, keeping no state.
 
         In training, where the options say so, with a number of latents drawn anew and without a part of the history.
         """
-        self._check(tokens_BT, None, mask)
+        self._check(tokens_BT, None, mask, doc_ids)
         options, latents = self.options, self.latents
         if self.training and options.vary_latents:
             latents = int(torch.randint(options.fewest_latents, latents + 1, ()))
@@ -159,36 +163,92 @@ class PerceiverAR(Decoder):
         h_BMD = self.through(window, parts, None, options.prefix_dropout if self.training else 0.0)
         return [window.at_the_end(h_BMD, parts)]
 
-    def loss(  # type: ignore[override]
-        self, tokens_BT: Tensor, labels_BT: Tensor, /, mask: Tensor | None = None, *, reduction: Reduction = "mean"
+    def loss(
+        self,
+        tokens_BT: Tensor,
+        labels_BT: Tensor,
+        /,
+        mask: Tensor | None = None,
+        doc_ids: Tensor | None = None,
+        *,
+        reduction: Reduction = "mean",
     ) -> Tensor:
         """As `Decoder.loss`, of the latents: the other labels do not count; `none` gives `[B, min(m, T)]`."""
         if labels_BT.shape != tokens_BT.shape:
             raise ValueError(f"labels must have the tokens' shape {list(tokens_BT.shape)}, got {list(labels_BT.shape)}")
-        h_BMD = self.vectors(tokens_BT, mask)
-        return self.loss_of_hidden(h_BMD, self.latent_labels(labels_BT, mask), reduction=reduction)
+        passes = self.passes(tokens_BT, mask, doc_ids)
+        return self.loss_of_passes(passes, self.aligned_labels(labels_BT, mask), reduction=reduction)
 
     def loss_of_hidden(self, h_BMD: Tensor, labels_BT: Tensor, /, *, reduction: Reduction = "mean") -> Tensor:
         """The cross-entropy of `loss` from what `hidden` returned, with the last M of these labels."""
         return super().loss_of_hidden(h_BMD, labels_BT[:, labels_BT.shape[1] - h_BMD.shape[1] :], reduction=reduction)
 
-    def latent_labels(self, labels_BT: Tensor, mask: Tensor | None = None, /) -> Tensor:
+    def aligned_labels(self, labels_BT: Tensor, mask: Tensor | None = None, /) -> Tensor:
         """The labels where the outputs are: each row's real ones at its end, in order, and -100 before them."""
         if mask is None:
             return labels_BT
         order_BT = mask.to(torch.uint8).argsort(dim=-1, stable=True)
         return labels_BT.masked_fill(~mask, IGNORED).gather(1, order_BT)
 
-    def set_decode(self, decode: Decode, refill: int | None = None) -> None:
-        """Go on as `decode` says, which needs no training; states of another mode are refused from now on.
+    def set_decode(self, decode: str | None = None, refill: int | None = None) -> None:
+        """Go on as `decode` says (None: as before), which needs no training; states of another mode are then refused.
 
         `config` and its hash stay those of training. Raises `ValueError` as `PerceiverAROptions` does.
         """
-        self.options = self.options.replace(decode=decode, refill=refill)
+        self.options = self.options.replace(decode=decode or self.options.decode, refill=refill)
+
+    @property
+    def predicts_last(self) -> int:
+        """The latents."""
+        return self.latents
+
+    @property
+    def prompt_latents(self) -> int:
+        """The latents that the way of decoding begins with."""
+        return self.options.prompt_latents
+
+    @property
+    def fixed_shapes(self) -> bool:
+        """False: a state holds the keys of as many latents as there are at the time."""
+        return False
+
+    @property
+    def inexact_decoding(self) -> str | None:
+        """Why another way of decoding than `exact` equals no full pass."""
+        if self.options.decode == "exact":
+            return None
+        return (
+            f"decode={self.options.decode!r} goes on with other latents, which by design equals no full pass "
+            "(see PerceiverAR); set_decode('exact') can be checked"
+        )
 
     def most_new_tokens(self, prompt: int, state: State | None = None) -> int | None:
-        """How many tokens can follow a prompt of so many, read by `read` but for its last; None: any number."""
+        """Tokens that can follow a prompt of `prompt` tokens: with decode=frozen as many as there are latents left."""
         return latents_left(self, prompt, state)
+
+    def token_settings(self) -> dict[str, Any]:
+        """Return the lengths of history, latents and window, and of segments where the history has some."""
+        options = self.options
+        segment = options.segment if options.history == "segments" else None
+        window = {"window": self.limit, "history_window": options.history_tokens}
+        return {"latents": options.latents, **window, "segment": segment}
+
+    def blocks_to_shard(self) -> list[Block]:
+        """None: the parts of a block are used apart."""
+        return []
+
+    def check_packed(self) -> None:
+        """Raise `ValueError`."""
+        raise ValueError("perceiver_ar predicts a row's last tokens alone and takes no packed documents")
+
+    def check_state(self, state: State, batch: int | None = None, *, owner: str = "this decoder") -> None:
+        """Raise `ValueError` as `Decoder.check_state` does, and for a state that was made in another mode."""
+        super().check_state(state, batch, owner=owner)
+        check_mode(self, state)
+
+    def trim_state(self, state: State) -> State:
+        """Return the state of one row without places that longer rows of its batch needed."""
+        return trim(self, state)
 
     def cost(self, tokens: int) -> Cost:
         """What one sequence of `tokens` tokens costs, with as many latents as there may be.

@@ -89,6 +89,9 @@ class Perceiver(nn.Module):
     channel, the norm of the inputs leaves no more than the sign.)
     """
 
+    reads_whole_sequences = True
+    """An output may depend on later tokens: this is no causal language model."""
+
     def __init__(self, config: EncoderConfig, *, input_dim: int) -> None:
         super().__init__()
         self.config = config
@@ -159,6 +162,9 @@ class PerceiverIO(nn.Module):
 
     `config` is a Perceiver's, with `options.perceiver_io` (`PerceiverIOOptions`); Q is `query_dim`.
     """
+
+    reads_whole_sequences = True
+    """An output may depend on later tokens: this is no causal language model."""
 
     def __init__(self, config: EncoderConfig, *, input_dim: int, query_dim: int) -> None:
         super().__init__()

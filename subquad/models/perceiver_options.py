@@ -5,13 +5,14 @@ from __future__ import annotations
 from dataclasses import dataclass, fields
 from typing import Literal, get_args, get_type_hints
 
-from subquad.config import Config, suggest
+from subquad.config import suggest
+from subquad.models.stacks import StackOptions
 
 Decode = Literal["exact", "refill", "frozen"]
 
 
 @dataclass(frozen=True, kw_only=True)
-class PerceiverAROptions(Config):
+class PerceiverAROptions(StackOptions):
     """Options of `attention=perceiver_ar`, in `options.perceiver_ar`."""
 
     history: Literal["cross", "self", "segments", "compressed"] = "cross"
@@ -85,6 +86,31 @@ class PerceiverAROptions(Config):
     def fewest_latents(self) -> int:
         """Latents that a step of training may come down to."""
         return (self.latents + 1) // 2 if self.vary_latents else self.latents
+
+    @property
+    def fewest_predicted(self) -> int:
+        """The fewest latents."""
+        return self.fewest_latents
+
+    @property
+    def draws(self) -> bool:
+        """Whether the number of latents or the history's tokens are drawn."""
+        return self.vary_latents or self.prefix_dropout > 0
+
+    def window_labels(self, length: int) -> int:
+        """All latents but the first, of the fewest latents. Raises `ValueError` for none, and for no history."""
+        if length <= self.latents:
+            raise ValueError(
+                f"perceiver_ar would have no history: batch.length={length} must be above its latents={self.latents}; "
+                "give longer windows (batch.length) or fewer latents (model.options.perceiver_ar.latents)"
+            )
+        if self.fewest_latents < 2:
+            raise ValueError(
+                f"perceiver_ar needs at least {3 if self.vary_latents else 2} latents to train"
+                f"{' with vary_latents' if self.vary_latents else ''}, got {self.latents}: what a window's last "
+                "latent predicts lies after the window"
+            )
+        return self.fewest_latents - 1
 
     @property
     def kept(self) -> int:

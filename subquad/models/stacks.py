@@ -13,6 +13,25 @@ if TYPE_CHECKING:
     from subquad.models.decoder import Decoder
 
 
+@dataclass(frozen=True, kw_only=True)
+class StackOptions(Config):
+    """Options of a stack, and its answers to what a training asks; as they are, those of a decoder of mechanisms."""
+
+    @property
+    def fewest_predicted(self) -> int | None:
+        """Last tokens of a window that a training step predicts from, at least; None: all of them."""
+        return None
+
+    @property
+    def draws(self) -> bool:
+        """Whether a training step draws random numbers, dropout apart."""
+        return False
+
+    def window_labels(self, length: int) -> int:
+        """Labels of a training window of `length` tokens, its last ones. Raises `ValueError` for none."""
+        return length - 1
+
+
 @dataclass(frozen=True)
 class Stack:
     """One line of the tables, and where its code is."""
@@ -40,7 +59,7 @@ class Stack:
         """The model's class."""
         return _load(self.model)
 
-    def options_class(self) -> type[Config]:
+    def options_class(self) -> type[StackOptions]:
         """The class of its options."""
         return _load(self.options)
 
@@ -122,6 +141,15 @@ def stack_of(config: DecoderConfig) -> Stack | None:
             _check_plain(config, name)
             return STACKS[name]
     return None
+
+
+def options_of(config: DecoderConfig) -> StackOptions:
+    """The options of the stack that `config.attention` names; those of no stack where it names mechanisms."""
+    stack = stack_of(config)
+    if stack is None:
+        return StackOptions()
+    where = f"model.options.{stack.name}"
+    return stack.options_class().from_dict(config.options.get(stack.name, {}), where=where)
 
 
 def _check_plain(config: DecoderConfig, name: str) -> None:

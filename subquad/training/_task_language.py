@@ -11,7 +11,7 @@ from subquad.data import Corpus, TokenSet, TokenShard, Windows, prepare
 from subquad.data.packing import PackedWindows
 from subquad.data.set_windows import PackedSetWindows, SetWindows, windows_of
 from subquad.data.tokenizers import encode_text, separator_id
-from subquad.models.perceiver_options import PerceiverAROptions
+from subquad.models.stacks import options_of
 from subquad.training._task import Task, fitted, preparing, spread
 from subquad.training.config import TrainConfig
 
@@ -27,23 +27,7 @@ def window_labels(config: TrainConfig) -> int:
 
     Raises `ValueError` where there would be none, and where `perceiver_ar` would have no history.
     """
-    length = config.batch.length
-    if "perceiver_ar" not in config.model.mechanisms:
-        return length - 1
-    given = config.model.options.get("perceiver_ar", {})
-    options = PerceiverAROptions.from_dict(given, where="model.options.perceiver_ar")
-    if length <= options.latents:
-        raise ValueError(
-            f"perceiver_ar would have no history: batch.length={length} must be above its latents={options.latents}; "
-            "give longer windows (batch.length) or fewer latents (model.options.perceiver_ar.latents)"
-        )
-    if options.fewest_latents < 2:
-        raise ValueError(
-            f"perceiver_ar needs at least {3 if options.vary_latents else 2} latents to train"
-            f"{' with vary_latents' if options.vary_latents else ''}, got {options.latents}: what a window's last "
-            "latent predicts lies after the window"
-        )
-    return options.fewest_latents - 1
+    return options_of(config.model).window_labels(config.batch.length)
 
 
 def language_task(config: TrainConfig, console: Console | None) -> Task:
@@ -51,9 +35,10 @@ def language_task(config: TrainConfig, console: Console | None) -> Task:
     from subquad.hf import SubquadConfig, SubquadForCausalLM
 
     labels = window_labels(config)
-    if config.data.pack == "documents" and "perceiver_ar" in config.model.mechanisms:
+    if config.data.pack == "documents" and options_of(config.model).fewest_predicted is not None:
         raise ValueError(
-            "perceiver_ar predicts a window's last tokens alone and takes no packed documents: set data.pack=stream"
+            f"{config.model.attention} predicts a window's last tokens alone and takes no packed documents: set "
+            "data.pack=stream"
         )
     corpus = preparing(console, "text", lambda progress: prepare(config.data, progress=progress))
     _check_prompt(corpus, config.run.prompt)
@@ -68,8 +53,9 @@ def language_task(config: TrainConfig, console: Console | None) -> Task:
     if labels < config.batch.length - 1:
         count = config.step_tokens // config.batch.length
         logger.info(
-            "perceiver_ar predicts the last %d tokens of each window of %d: %d of the %d tokens that a step reads; "
-            "windows begin %d tokens apart", labels, config.batch.length, count * labels, config.step_tokens, labels,
+            "%s predicts the last %d tokens of each window of %d: %d of the %d tokens that a step reads; windows begin "
+            "%d tokens apart", config.model.attention, labels, config.batch.length, count * labels, config.step_tokens,
+            labels,
         )  # fmt: skip
     end = separator_id(corpus.tokenizer)
     tokenizer = {"tokenizer_class": "PreTrainedTokenizerFast", "clean_up_tokenization_spaces": False}

@@ -8,7 +8,7 @@ import numpy as np
 
 from subquad.data.probe_items import ProbeCorpus
 from subquad.data.probes import IGNORED
-from subquad.models.perceiver_options import PerceiverAROptions
+from subquad.models.stacks import options_of
 from subquad.training._task import Task, fitted, spread
 from subquad.training._task_language import window_labels
 from subquad.training.config import TrainConfig
@@ -18,18 +18,18 @@ if TYPE_CHECKING:
 
 
 def check_probe(config: TrainConfig) -> None:
-    """Raise `ValueError` for a `perceiver_ar` whose latents do not reach back to all that the probe asks."""
-    if "perceiver_ar" not in config.model.mechanisms:
+    """Raise `ValueError` for a model that predicts its last tokens alone, where the probe asks for earlier ones."""
+    fewest = options_of(config.model).fewest_predicted
+    if fewest is None:
         return
     window_labels(config)
-    given = config.model.options.get("perceiver_ar", {})
-    fewest = PerceiverAROptions.from_dict(given, where="model.options.perceiver_ar").fewest_latents
     first = config.probe.first_asked(config.batch.length)
     needed = config.batch.length - first + 1
     if fewest < needed:
         raise ValueError(
-            f"perceiver_ar predicts with its last {fewest} tokens at least, and {config.probe.name} asks from place "
-            f"{first} of {config.batch.length} on: {needed} latents are needed (model.options.perceiver_ar.latents)"
+            f"{config.model.attention} predicts with its last {fewest} tokens at least, and {config.probe.name} asks "
+            f"from place {first} of {config.batch.length} on: {needed} latents are needed "
+            "(model.options.perceiver_ar.latents)"
         )
 
 

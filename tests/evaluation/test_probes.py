@@ -37,6 +37,8 @@ def make(*, seed: int = 0, **changes) -> Decoder:
 class Oracle(nn.Module):
     """Knows the labels within `reach` tokens of their source; elsewhere, and where nothing is asked, says token 0."""
 
+    most_tokens = predicts_last = None
+
     def __init__(self, rows, vocab_size: int, reach: int) -> None:
         super().__init__()
         self.config = DecoderConfig(vocab_size=vocab_size)

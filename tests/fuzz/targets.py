@@ -90,7 +90,7 @@ def config(folder):
 
 @target(make_config, files="a.yaml", quick=3, raises=(SystemExit,), named=False)
 def command(folder):
-    from subquad.tools.arguments import Parser, files_first
+    from subquad.cli.arguments import Parser, files_first
     from subquad.training import TrainConfig
 
     parser = Parser("train", "")
@@ -129,9 +129,9 @@ def make_experiment(folder):
 
 @target(make_experiment, quick=40, raises=(ValueError, TypeError, OSError))
 def experiment(folder):
-    from subquad.reproduction.claims import read_expected
-    from subquad.reproduction.recipe import read_recipe
-    from subquad.reproduction.result import read_result, written
+    from experiments.harness.claims import read_expected
+    from experiments.harness.recipe import read_recipe
+    from experiments.harness.result import read_result, written
 
     recipe, expected = read_recipe(folder), read_expected(folder)
     for scale in recipe.scales:
@@ -427,7 +427,7 @@ def source(folder):
 
 @target(make_sources, files="d.*", quick=6)
 def archive(folder):
-    from subquad.reproduction import data
+    from experiments.harness import data
 
     for name in ("d.tar", "d.tgz"):
         out = folder.parent / "unpacked"
@@ -564,7 +564,7 @@ def make_state(folder):
 
 @target(make_state, quick=30)
 def state(folder):
-    from subquad.tools.generate import _state
+    from subquad.cli.generate import _state
 
     found = _state(decoder(), str(folder / "a.safetensors"))
     assert found.nbytes
@@ -586,7 +586,7 @@ def make_model(folder):
 
 @target(make_model, files="*.[js]*", quick=10, raises=(ValueError, TypeError, OSError))
 def model(folder):
-    from subquad.tools.runs import load_run
+    from subquad.training.runs import load_run
 
     loaded = load_run(folder, "cpu")
     with torch.no_grad():
@@ -595,7 +595,7 @@ def model(folder):
 
 @target(make_model, files="config.json", quick=4, raises=(ValueError, TypeError, OSError))
 def audited(folder):
-    from subquad.tools.audit import load
+    from subquad.cli.audit import load
 
     load(str(folder))
 
@@ -610,7 +610,7 @@ def make_classifier(folder):
 
 @target(make_classifier, quick=6, raises=(ValueError, TypeError, OSError))
 def classifier(folder):
-    from subquad.tools.runs import load_classifier
+    from subquad.training.runs import load_classifier
 
     load_classifier(folder, "cpu")
 
@@ -625,7 +625,7 @@ def make_image_model(folder):
 
 @target(make_image_model, quick=3, raises=(ValueError, TypeError, OSError))
 def image_model(folder):
-    from subquad.tools._image_runs import load_image_run
+    from subquad.training.image_runs import load_image_run
 
     load_image_run(folder, "cpu")
 
@@ -652,8 +652,8 @@ def place_adapter(folder):
 
 @target(make_adapter, files="adapter/*", seal=place_adapter, quick=5, raises=(ValueError, TypeError, OSError))
 def adapter(folder):
-    from subquad.tools._lora_folders import adapters
-    from subquad.tools.runs import load_run
+    from subquad.cli._lora_folders import adapters
+    from subquad.training.runs import load_run
 
     for found in adapters([str(folder)]):
         assert found.record()["rank"] == found.rank
@@ -798,9 +798,9 @@ def make_audit(folder):
 
 @target(make_audit, quick=40)
 def audit_report(folder):
+    from subquad.cli.audit import _report
     from subquad.evaluation.audit import AuditReport
     from subquad.evaluation.audit._case import Case
-    from subquad.tools.audit import _report
 
     for found in (AuditReport.load(folder / "a.json"), _report(str(folder / "b.json"), "m")):
         assert str(found)
@@ -820,7 +820,7 @@ def make_bench(folder):
 
 @target(make_bench, quick=20)
 def bench_report(folder):
-    from subquad.bench import Report
+    from benchmarks.report import Report
 
     found = Report.load(folder / "a.json")
     assert found.stem
@@ -828,8 +828,8 @@ def bench_report(folder):
 
 
 def make_results(folder):
+    from experiments.lora_mnist.config import MnistConfig
     from subquad.config import digest
-    from subquad.tools._lora_mnist_config import MnistConfig
 
     identity = digest([MnistConfig().science(), "f"])
     values = {"identity": identity, "config": {}, "seeds": {"0": {"accuracy": {"base": 0.9}}}, "seconds": {"0": 1.5}}
@@ -838,8 +838,8 @@ def make_results(folder):
 
 @target(make_results, quick=20)
 def lora_results(folder):
-    from subquad.tools._lora_mnist_config import MnistConfig
-    from subquad.tools._lora_mnist_run import Results
+    from experiments.lora_mnist.config import MnistConfig
+    from experiments.lora_mnist.running import Results
 
     found = Results.open(MnistConfig(), str(folder / "a.json"), "f")
     found.add(1, {"accuracy": {}})

@@ -131,7 +131,7 @@ def test_numbers_that_no_computer_word_holds():
 
 @pytest.mark.parametrize("content", ["run: " + "[" * 100_000, f"run: {{steps: '{'[' * 100_000}'}}", LAUGHS])
 def test_the_command_line_survives_a_file(content, tmp_path, capsys):
-    from subquad.tools.train import run
+    from subquad.cli.train import run
 
     (tmp_path / "a.yaml").write_text(content)
     with pytest.raises(SystemExit) as stopped:
@@ -141,7 +141,7 @@ def test_the_command_line_survives_a_file(content, tmp_path, capsys):
 
 
 def test_the_command_line_survives_a_file_that_a_file_names(tmp_path, capsys):
-    from subquad.tools.train import run
+    from subquad.cli.train import run
 
     (tmp_path / "b.yaml").write_text("[" * 100_000)
     (tmp_path / "a.yaml").write_text(f"run: {tmp_path / 'b.yaml'}")
@@ -237,7 +237,7 @@ def test_a_tar_that_leads_in_a_circle():
 
 
 def test_an_archive_writes_nothing_outside(tmp_path):
-    from subquad.reproduction.data import unpack_archive
+    from experiments.harness.data import unpack_archive
 
     (tmp_path / "a.tar").write_bytes(tar_of(link=(tarfile.SYMTYPE, "/etc")))
     with pytest.raises(
@@ -251,7 +251,7 @@ def test_an_archive_writes_nothing_outside(tmp_path):
 
 
 def test_an_archive_that_fills_the_disk(tmp_path, little):
-    from subquad.reproduction.data import unpack_archive
+    from experiments.harness.data import unpack_archive
 
     out = io.BytesIO()
     with tarfile.open(fileobj=out, mode="w:xz") as archive:
@@ -376,8 +376,8 @@ def test_a_state_whose_entries_do_not_fit(tmp_path):
 
 
 def test_a_state_of_other_shapes_is_refused_before_it_is_used(tmp_path):
+    from subquad.cli.generate import _state
     from subquad.models import Decoder, DecoderConfig
-    from subquad.tools.generate import _state
 
     shape = {"vocab_size": 9, "dim": 8, "num_layers": 1, "num_heads": 2, "attention": "linear", "position": "none"}
     decoder = Decoder(DecoderConfig(**shape))
@@ -435,7 +435,7 @@ def test_weights_are_safetensors_alone(folder, tmp_path):
 
 
 def test_a_folder_that_brings_code_is_not_asked_about(folder, tmp_path, monkeypatch):
-    from subquad.tools.audit import load
+    from subquad.cli.audit import load
 
     (tmp_path / "evil.py").write_text("raise SystemExit('it ran')\n")
     values = {"model_type": "evil", "auto_map": {"AutoConfig": "evil.Config", "AutoModelForCausalLM": "evil.Model"}}
@@ -652,7 +652,7 @@ def test_a_report_of_an_audit_without_its_parts(tmp_path):
 
 
 def test_a_report_of_a_benchmark_with_more(tmp_path):
-    from subquad.bench import Report
+    from benchmarks.report import Report
 
     values = {"what": "ops", "settings": {"device": "cpu"}, "rows": [], "more": 1}
     (tmp_path / "a.json").write_text(json.dumps(values))
@@ -669,9 +669,9 @@ def test_a_special_token_that_is_no_text(tmp_path):
 
 
 def test_rows_of_a_result_that_do_not_fit(tmp_path):
-    from subquad.reproduction.claims import read_expected
-    from subquad.reproduction.recipe import read_recipe
-    from subquad.reproduction.result import written
+    from experiments.harness.claims import read_expected
+    from experiments.harness.recipe import read_recipe
+    from experiments.harness.result import written
     from tests.fuzz.targets import make_experiment
 
     make_experiment(tmp_path)

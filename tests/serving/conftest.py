@@ -22,7 +22,7 @@ from subquad.serving import Engine, ServeConfig, Texts, make_app
 from subquad.serving.metrics import Metrics
 from subquad.serving.routes import Served
 
-START = "import sys; from subquad.serving.command import run; sys.exit(run(sys.argv[1:]))"
+START = "import sys; from subquad.cli.serve import run; sys.exit(run(sys.argv[1:]))"
 
 
 def tiny_model(attention="linear", position="none", **options):

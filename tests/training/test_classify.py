@@ -11,12 +11,12 @@ from transformers import AutoModelForSequenceClassification
 
 from subquad.attention import mechanism, names
 from subquad.cli import main
+from subquad.cli.train import check
 from subquad.config import read_mapping
 from subquad.data import DataConfig
 from subquad.data.labelled import LabelledCorpus
 from subquad.hf import SubquadForSequenceClassification
 from subquad.recipes import recipe_path
-from subquad.tools.train import check
 from subquad.training import ClassifyConfig, TrainConfig, train
 from subquad.training.errors import CheckpointError
 from subquad.training.tasks import check_forms, prepare_task

@@ -17,12 +17,12 @@ from subquad.hf import (
     lora,
 )
 from subquad.testing import assert_exact
-from subquad.tools.runs import load_classifier, load_run
 from subquad.training import TrainConfig, train
 from subquad.training.errors import CheckpointError
 from subquad.training.lora import LoraTrainer, with_base
 from subquad.training.lora_config import LoraConfig
 from subquad.training.optimizers import split_parameters
+from subquad.training.runs import load_classifier, load_run
 
 TEXT = "".join(f"def function_{i}(a, b):\n    return a * {i} + b\n\n\n" for i in range(24))
 RUN = {

@@ -10,8 +10,8 @@ import yaml
 from subquad import evaluation
 from subquad.attention import mechanism, names
 from subquad.cli import main
+from subquad.cli import train as command
 from subquad.data import labelled
-from subquad.tools import train as command
 from subquad.training.progress import read_metrics
 from tests.training.lra_files import MEASURED, TRAIN, write_release
 

@@ -6,8 +6,8 @@ import pytest
 
 from subquad.attention import mechanism, names
 from subquad.cli import main
+from subquad.cli.train import check, read_config
 from subquad.recipes import recipe_path
-from subquad.tools.train import check, read_config
 from subquad.training import PretrainConfig, TrainConfig
 
 PAPER = {

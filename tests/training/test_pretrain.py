@@ -11,9 +11,9 @@ from torch.utils.data import Dataset
 
 from subquad.attention import mechanism, names
 from subquad.cli import main
+from subquad.cli.train import check
 from subquad.data import labelled
 from subquad.hf import SubquadForPreTraining, SubquadForSequenceClassification
-from subquad.tools.train import check
 from subquad.training import PretrainConfig, TrainConfig, train
 from subquad.training.errors import CheckpointError
 from subquad.training.flow import StopSignal

@@ -8,15 +8,15 @@ import torch
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM
 
+from subquad.cli import train as command
 from subquad.config import read_mapping
 from subquad.data.probe_items import HELD_OUT, ProbeCorpus
 from subquad.data.probes import probe_rows
 from subquad.evaluation.probes import overall, right_answers
 from subquad.recipes import recipe_path, recipes
-from subquad.tools import train as command
-from subquad.tools.runs import is_probe, load_probe, load_run
 from subquad.training import TrainConfig, train
 from subquad.training.errors import CheckpointError
+from subquad.training.runs import is_probe, load_probe, load_run
 from tests.training.metrics import records
 
 pytestmark = pytest.mark.draws

@@ -1,0 +1,298 @@
+"""`subquad audit`: does a causal language model compute what it says, and on nothing that it may not know."""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Literal
+
+from jsonargparse import Namespace
+
+from subquad.cli.arguments import Parser
+from subquad.evaluation.audit.config import AuditConfig
+
+if TYPE_CHECKING:
+    from torch import nn
+
+    from subquad.evaluation.audit import AuditReport
+
+TINY = {"vocab_size": 64, "dim": 32, "num_layers": 2, "num_heads": 2}
+"""The models of --attention."""
+STYLES = {"violation": "bold red", "finding": "yellow", "not checked": "dim", "pass": "green"}
+
+
+def make_parser() -> Parser:
+    """The command's options."""
+    parser = Parser(
+        "audit [MODEL]",
+        "Audit a causal language model: whether an output depends on a later token, whether decoding with a cache, "
+        "padding or the batch change the logits, how the state grows, whether long inputs are finite in bfloat16. "
+        "The exit status is 1 where a check finds a violation.",
+    )
+    parser.add_argument(
+        "model", nargs="?", type=str | None, default=None,
+        help="The folder of a run, or of any model that transformers' AutoModelForCausalLM reads.",
+    )  # fmt: skip
+    parser.add_argument(
+        "--attention", type=str | None, default=None,
+        help="Instead of a folder: small models of these mechanisms and stacks, freshly made, as a,b,c; or all.",
+    )  # fmt: skip
+    parser.add_options("Options of the mechanisms of --attention: --options.llp.segment 16.")
+    parser.add_config(AuditConfig)
+    parser.add_argument(
+        "--text", type=str | None, default=None,
+        help="A file whose text, in the folder's tokenizer.json, is read instead of random tokens.",
+    )  # fmt: skip
+    parser.add_argument("--json", type=str | None, default=None, help="Also write the reports to this file.")
+    parser.add_argument(
+        "--replay", type=str | None, default=None,
+        help="A file that --json wrote: try its failing inputs again on this model, and nothing else.",
+    )  # fmt: skip
+    parser.add_argument(
+        "--device", type=Literal["auto", "cpu"], default="auto", help="auto: a GPU where PyTorch finds one; cpu: never."
+    )
+    return parser
+
+
+def run(arguments: Sequence[str]) -> int:
+    """Parse, audit, print; the exit status is 1 where there is a violation."""
+    # torch's profiler, which measures memory, reads these when torch is loaded; it would announce itself at each use.
+    os.environ.setdefault("KINETO_LOG_LEVEL", "99")
+    os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
+    parser = make_parser()
+    chosen = parser.parse_args(arguments)
+    with parser.checking():
+        _check(chosen)
+        config = AuditConfig(**{name: chosen[name] for name in AuditConfig.__dataclass_fields__})
+        report = None if chosen.replay is None else _report(chosen.replay, chosen.model or chosen.attention)
+        models = _models(chosen, config.seed)
+        text = None if chosen.text is None else _text(chosen.model, chosen.text)
+    if report is not None:
+        return _replay(parser, models, report)
+    return _audit(parser, models, config, text, chosen.json)
+
+
+def _check(chosen: Namespace) -> None:
+    """Raise `ValueError` for arguments that do not go together."""
+    if (chosen.model is None) == (chosen.attention is None):
+        raise ValueError("give the folder of a model, or --attention with mechanisms: one of the two")
+    if chosen.model is not None and chosen.options:
+        raise ValueError("--options are for the models of --attention; a folder has its own")
+    if chosen.text is not None and chosen.model is None:
+        raise ValueError("--text needs the tokenizer of a model's folder; --attention has none")
+    if chosen.replay is not None and (chosen.json is not None or chosen.text is not None):
+        raise ValueError("--replay tries the inputs of a file again and takes no --json or --text")
+    if chosen.attention is not None and chosen.replay is not None and len(_names(chosen.attention)) > 1:
+        raise ValueError(f"--replay is for one model, got --attention {chosen.attention}")
+    if chosen.json is not None and (Path(chosen.json).is_dir() or not Path(chosen.json).parent.is_dir()):
+        raise ValueError(f"--json must name a file in a folder that exists, got {chosen.json!r}")
+
+
+def _names(attention: str) -> list[str]:
+    """The mechanisms and stacks that are named, those with a causal form; `ValueError` for others."""
+    from subquad.attention import mechanism, names
+    from subquad.config import suggest
+    from subquad.models.stacks import STACKS
+
+    causal = [name for name in names() if "causal" in mechanism(name).forms]
+    causal += [name for name, stack in STACKS.items() if "causal" in stack.forms]
+    asked = causal if attention == "all" else attention.split(",")
+    for name in asked:
+        if name not in causal:
+            raise ValueError(f"unknown attention {name!r}, or one without a causal form; {suggest(name, causal)}")
+    return asked
+
+
+def _models(chosen: Namespace, seed: int) -> list[tuple[str, nn.Module]]:
+    """Each model with its name; `ValueError` or `FileNotFoundError` where there is none."""
+    import torch
+
+    device = "cuda" if chosen.device == "auto" and torch.cuda.is_available() else "cpu"
+    if chosen.model is not None:
+        return [(chosen.model, load(chosen.model).to(device))]
+    return [(name, model.to(device)) for name, model in _fresh(_names(chosen.attention), chosen.options, seed)]
+
+
+def _fresh(names: Sequence[str], options: dict[str, dict[str, Any]], seed: int) -> Iterator[tuple[str, nn.Module]]:
+    """A small model of each; its weights are drawn with the seed."""
+    import torch
+
+    from subquad.attention import mechanism
+    from subquad.models import DecoderConfig
+    from subquad.models.stacks import STACKS, build_model
+
+    for name in names:
+        torch.manual_seed(seed)
+        rotates = name in STACKS or mechanism(name).rotates
+        position = "rope" if rotates else "sinusoidal"
+        shape: dict[str, Any] = {**TINY, "attention": name, "position": position, "options": options}
+        yield name, build_model(DecoderConfig(**shape))
+
+
+def load(folder: str) -> nn.Module:
+    """The causal language model in a folder. No code of the folder is run.
+
+    Raises `FileNotFoundError` where there is none, and `ValueError` for a model that is no causal language model.
+    """
+    from subquad.adaptation.extended import open_extension
+    from subquad.hf import SubquadConfig, lora
+    from subquad.hf._strict import naming, read_config
+
+    adapted = lora.is_adapter(folder)
+    if not adapted and not (Path(folder) / "config.json").is_file():
+        raise FileNotFoundError(
+            f"there is no model in {folder}: no config.json; give a folder that transformers' from_pretrained reads"
+        )
+    import transformers
+    from transformers.utils.logging import disable_progress_bar
+
+    from subquad.hf import check_attention, register  # also makes our classes known
+
+    register()
+    disable_progress_bar()
+    if lora.is_extension(folder):
+        extended: nn.Module = open_extension(folder).get_base_model()
+        return extended
+    place = lora.Base.read(folder).find(folder) if adapted else folder
+    config: Any = read_config(place)
+    kind = config.model_type
+    if config.is_encoder_decoder:
+        raise ValueError(f"{folder} holds an encoder-decoder ({kind}): an audit is for causal language models")
+    if type(config) not in transformers.AutoModelForCausalLM._model_mapping:
+        raise ValueError(f"{folder} holds no causal language model: AutoModelForCausalLM knows none of type {kind!r}")
+    if adapted and isinstance(config, SubquadConfig):
+        adapter: nn.Module = lora.open_adapter(folder).get_base_model()
+        return adapter
+    with naming(folder):
+        model: Any = transformers.AutoModelForCausalLM.from_pretrained(
+            folder, config=config, local_files_only=True, trust_remote_code=False, use_safetensors=True
+        )
+        check_attention(model)
+    found: nn.Module = model
+    return found
+
+
+def _text(folder: str, file: str) -> list[int]:
+    """The file's tokens by the tokenizer in the folder."""
+    tokenizer = Path(folder) / "tokenizer.json"
+    if not tokenizer.is_file():
+        raise FileNotFoundError(f"{folder} holds no tokenizer.json for --text; leave it out for random tokens")
+    if not Path(file).is_file():
+        raise FileNotFoundError(f"there is no file {file}")
+    from subquad.data import load_tokenizer
+    from subquad.data.tokenizers import encode_text
+    from subquad.parsing import read_text
+
+    return encode_text(load_tokenizer(folder), read_text(file))
+
+
+def _report(file: str, model: str) -> AuditReport:
+    """The report in a file that --json wrote; of several that of the model."""
+    from subquad.evaluation.audit import AuditReport
+    from subquad.parsing import read_json
+
+    if not Path(file).is_file():
+        raise FileNotFoundError(f"there is no file {file}")
+    try:
+        found = dict(read_json(file)["reports"])
+    except (ValueError, KeyError, TypeError, AttributeError) as error:
+        raise ValueError(f"{file} holds no reports of `subquad audit --json`: {error!r}") from error
+    if not found:
+        raise ValueError(f"{file} holds no reports")
+    if len(found) > 1 and model not in found:
+        raise ValueError(f"{file} holds no report of {model!r}; it has {', '.join(found)}")
+    try:
+        return AuditReport.from_dict(found[model] if len(found) > 1 else next(iter(found.values())))
+    except ValueError as error:
+        raise ValueError(f"{file}: {error}") from error
+
+
+def _audit(
+    parser: Parser,
+    models: Sequence[tuple[str, nn.Module]],
+    config: AuditConfig,
+    text: Sequence[int] | None,
+    file: str | None,
+) -> int:
+    """Audit and print each; the status. A model or a text that can't be audited is a wrong argument."""
+    from subquad.evaluation.audit import audit
+
+    reports: dict[str, AuditReport] = {}
+    for name, model in models:
+        told = _Progress(name)
+        with parser.checking():
+            try:
+                reports[name] = audit(model, text=text, progress=told.show, **config.to_dict())
+            finally:
+                told.clear()
+        _print(name, reports[name])
+    if len(reports) > 1:
+        failed = [name for name, report in reports.items() if not report.passed]
+        sys.stdout.write(f"{len(reports) - len(failed)} of {len(reports)} passed\n")
+    if file is not None:
+        values = {"reports": {name: report.to_dict() for name, report in reports.items()}}
+        Path(file).write_text(json.dumps(values, indent=2) + "\n", encoding="utf-8")
+    return 0 if all(report.passed for report in reports.values()) else 1
+
+
+def _print(name: str, report: AuditReport) -> None:
+    """A table on a terminal, plain lines elsewhere."""
+    if not sys.stdout.isatty():
+        sys.stdout.write(f"{name}\n{report}\n\n")
+        return
+    from rich.box import SIMPLE_HEAD
+    from rich.console import Console
+    from rich.table import Table
+    from rich.text import Text
+
+    from subquad.evaluation.audit.report import shown
+
+    table = Table(box=SIMPLE_HEAD, pad_edge=False)
+    for header in ("check", "verdict", "worst", "what was seen"):
+        table.add_column(header, no_wrap=header in ("check", "verdict"))
+    for check in report.checks:
+        verdict = Text(check.verdict, STYLES[check.verdict])
+        table.add_row(Text(check.name), verdict, Text(shown(check.worst)), Text(check.detail))
+    console = Console()
+    console.print(Text(f"{name}: {report.title()}"))
+    console.print(table)
+    console.print(Text(report.conclusion(), "bold green" if report.passed else "bold red"))
+
+
+def _replay(parser: Parser, models: Sequence[tuple[str, nn.Module]], report: AuditReport) -> int:
+    """Try the failing inputs again; the status is 1 where one still fails. What can't be tried is a wrong argument."""
+    from subquad.evaluation.audit import replay
+
+    status = 0
+    for name, model in models:
+        with parser.checking():
+            tried = replay(model, report)
+        for done in tried:
+            word = "still fails" if done.fails else "no longer fails"
+            sys.stdout.write(f"{name}: {done.name}: {word}: {done.size:.2g} (band {done.band:.2g})\n")
+            status = 1 if done.fails else status
+    if not any(check.failing for check in report.checks):
+        sys.stdout.write("the file holds no failing input\n")
+    return status
+
+
+class _Progress:
+    """One line on a terminal's standard error that names the check at work."""
+
+    def __init__(self, name: str) -> None:
+        self.name, self.shown = name, sys.stderr.isatty()
+
+    def show(self, check: str) -> None:
+        """Name it."""
+        if self.shown:
+            sys.stderr.write(f"\r\x1b[K{self.name}: {check}")
+            sys.stderr.flush()
+
+    def clear(self) -> None:
+        """Empty the line."""
+        if self.shown:
+            sys.stderr.write("\r\x1b[K")
+            sys.stderr.flush()

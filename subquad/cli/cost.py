@@ -1,0 +1,170 @@
+"""`subquad cost`: what mechanisms and models cost at several lengths."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from typing import TYPE_CHECKING, Any
+
+from jsonargparse import Namespace
+from rich.text import Text
+
+from subquad.cli.arguments import Parser
+from subquad.cli.tables import console, count, print_table, size, write_csv, write_json
+
+if TYPE_CHECKING:
+    from subquad.cli._context_costs import Volume
+    from subquad.cli._costs import Measured
+
+LENGTHS = (1024, 4096, 16384)
+DIM, HEADS, LAYERS = 512, 8, 4
+HEADERS = ("", "tokens", "scores", "allowed", "forward", "backward", "parameters", "activations", "state")
+LEGEND = (
+    "Scores are weights of all heads, computed (masked ones included) and allowed; a scan computes none. FLOPs count a "
+    "multiply-add as two, with the projections. Activations are what autograd keeps of one sequence in float32; the "
+    "state is what decoding keeps after it, in float32."
+)
+PERCEIVER_AR = (
+    "perceiver_ar's state is small because exact decoding (decode=exact) computes its latents anew at each token."
+)
+
+
+def make_parser() -> Parser:
+    """The command's options."""
+    parser = Parser(
+        "cost [RUN]",
+        "Count what one sequence costs, without computing it: score entries, FLOPs forward and backward, parameters, "
+        "activations in training, state in decoding. Of a layer of each mechanism and of the stacks, or of one model.",
+    )
+    model = parser.add_argument_group("a whole model instead of layers")
+    model.add_argument("run", nargs="?", type=str | None, default=None, help="The folder of a run: its model.")
+    model.add_argument("--config", type=str | None, default=None, help="A training configuration: its model.")
+    model.add_argument("--recipe", type=str | None, default=None, help="A shipped recipe: its model.")
+    parser.add_argument("--attention", type=str | None, default=None, help="Mechanisms and stacks, as a,b,c; or all.")
+    parser.add_options("Options of mechanisms and stacks: --options.llp.segment 512.")
+    parser.add_argument(
+        "--tokens", nargs="+", type=int, default=None, help=f"Lengths (default: {' '.join(map(str, LENGTHS))})."
+    )
+    parser.add_argument("--dim", type=int | None, default=None, help=f"Model width (default: {DIM}).")
+    parser.add_argument("--heads", type=int | None, default=None, help=f"Attention heads (default: {HEADS}).")
+    parser.add_argument("--layers", type=int | None, default=None, help=f"Layers of a stack (default: {LAYERS}).")
+    parser.add_argument(
+        "--context",
+        type=int | None,
+        default=None,
+        help="Also what each of so many processes sends where they share the sequence (docs/scale.md).",
+    )
+    parser.add_argument("--json", type=str | None, default=None, help="Also write the whole numbers to this file.")
+    parser.add_argument("--csv", type=str | None, default=None, help="Also write them to this file as a table.")
+    parser.add_argument("--markdown", action="store_true", help="Print the tables alone, in Markdown.")
+    return parser
+
+
+def run(arguments: Sequence[str]) -> int:
+    """Parse, count, print, return the exit status."""
+    parser = make_parser()
+    chosen = parser.parse_args(arguments)
+    with parser.checking():  # nothing is read but arguments and configurations
+        _check(chosen)
+        records = _costs(chosen)
+    if chosen.json:
+        write_json(chosen.json, records)
+    if chosen.csv:
+        write_csv(chosen.csv, records["rows"])
+    return 0
+
+
+def _check(chosen: Namespace) -> None:
+    """Raise `ValueError` for arguments that do not go together."""
+    models = [f for f, v in (("RUN", chosen.run), ("--config", chosen.config), ("--recipe", chosen.recipe)) if v]
+    if len(models) > 1:
+        raise ValueError(f"{' and '.join(models)} each name a model; give one")
+    kind = models[0] if models else "the table of all mechanisms"
+    allowed = {
+        "the table of all mechanisms": {"tokens", "layers", "heads", "dim", "attention", "options", "context"},
+    }.get(kind, {"tokens", "context"})
+    for name in ("tokens", "layers", "heads", "dim", "attention", "options", "context"):
+        if name not in allowed and chosen[name] not in (None, {}):
+            raise ValueError(f"--{name} does not go with {kind}; what does: --{', --'.join(sorted(allowed))}")
+    for tokens in chosen.tokens or ():
+        if tokens < 1:
+            raise ValueError(f"tokens must be at least 1, got {tokens}")
+    if chosen.context is not None:
+        from subquad.cli._context_costs import check_ranks
+
+        check_ranks(chosen.context, chosen.tokens or LENGTHS)
+
+
+def _costs(chosen: Namespace) -> dict[str, Any]:
+    """Print the table of layers and stacks, or of one model; its rows are returned."""
+    from subquad.cli import _context_costs, _costs
+
+    lengths, context = chosen.tokens or list(LENGTHS), dict[str, Any]()
+    config = _costs.model_config(chosen.run, chosen.config, chosen.recipe)
+    if config is not None:
+        table = list(_costs.model_costs(config, lengths))
+        _print(
+            table,
+            f"{', '.join(config.mechanisms)}: {config.num_layers} layers, width {config.dim}, with the head",
+            chosen.markdown,
+        )
+        if chosen.context is not None:
+            context = _volumes(_context_costs.of_model(config, lengths, chosen.context), chosen)
+        return {"model": config.to_dict(), "rows": [entry.record() for entry in table], **context}
+    names = chosen.attention.split(",") if chosen.attention else None
+    layers, stacks = _costs.chosen(names, chosen.options)
+    sizes = {"dim": _or(chosen.dim, DIM), "num_heads": _or(chosen.heads, HEADS)}
+    depth = _or(chosen.layers, LAYERS)
+    table = list(_costs.layer_costs(layers, lengths, options=chosen.options, **sizes))
+    whole = list(_costs.stack_costs(stacks, lengths, options=chosen.options, num_layers=depth, **sizes))
+    width = f"width {sizes['dim']}, {sizes['num_heads']} heads"
+    if table:
+        _print(table, f"One layer: {width}", chosen.markdown)
+        if chosen.context is not None:
+            volumes = _context_costs.of_layers(layers, lengths, chosen.context, options=chosen.options, **sizes)
+            context = _volumes(volumes, chosen)
+    if whole:
+        _print(whole, f"Whole models: {depth} layers, {width}, with feed-forward and head", chosen.markdown)
+    return {**sizes, "layers": depth, "rows": [entry.record() for entry in table + whole], **context}
+
+
+def _volumes(volumes: Iterable[Volume], chosen: Namespace) -> dict[str, Any]:
+    """Print what the processes send; the records are returned."""
+    from subquad.cli._context_costs import HEADERS, LEGEND
+
+    rows = list(volumes)
+    lines = [row.cells() for row in rows]
+    shown = [(line[0] if i == 0 or line[0] != lines[i - 1][0] else "", *line[1:]) for i, line in enumerate(lines)]
+    print_table(f"Shared by {chosen.context} processes", HEADERS, shown, markdown=chosen.markdown)
+    if not chosen.markdown:
+        console().print(Text(LEGEND))
+    return {"context": [row.record() for row in rows]}
+
+
+def _or(value: int | None, default: int) -> int:
+    return default if value is None else value
+
+
+def _print(measured: Sequence[Measured], title: str, markdown: bool) -> None:
+    """A table with a line for each length; lengths of one mechanism stand together."""
+    lines, before = list[tuple[str, ...]](), None
+    for name, kind, cost in measured:
+        label = f"{name} (bidirectional)" if kind == "bidirectional" else name
+        lines.append(
+            (
+                label if name != before else "",
+                f"{cost.tokens:,}",
+                count(cost.score_entries),
+                count(cost.unmasked_entries),
+                count(cost.mixing_flops + cost.projection_flops),
+                count(cost.backward_flops),
+                count(cost.parameters),
+                size(cost.activation_bytes),
+                size(cost.state_bytes) if cost.state_bytes else "none",
+            )
+        )
+        before = name
+    print_table(title, HEADERS, lines, markdown=markdown)
+    if not markdown:
+        console().print(Text(LEGEND))
+        if any(name.partition(" ")[0] == "perceiver_ar" for name, _, _ in measured):
+            console().print(Text(PERCEIVER_AR))

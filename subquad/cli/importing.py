@@ -1,0 +1,109 @@
+"""`subquad import`: a model of transformers or llama2.c as one of ours."""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from subquad.cli._model_folders import check_new, write_model
+from subquad.cli.arguments import Parser
+
+if TYPE_CHECKING:
+    from tokenizers import Tokenizer
+
+    from subquad.hf import SubquadForCausalLM
+
+TOKENIZER_HELP = (
+    "The model's tokenizer: a tokenizer.json, a folder that holds one, or llama2.c's tokenizer.bin (null: MODEL's own)."
+)
+
+
+def make_parser() -> Parser:
+    """The command's options."""
+    parser = Parser(
+        "import MODEL --out FOLDER",
+        "Write a model of transformers (Llama, Qwen2, Qwen3, GPT-2, GPT-NeoX) or a checkpoint of llama2.c as a model "
+        "of ours with full attention: the same weights, the same logits. generate, eval, audit and serve read it.",
+    )
+    parser.add_argument(
+        "model", type=str, help="The folder of a model of transformers, its name on the hub, or a .bin of llama2.c."
+    )
+    parser.add_argument("--out", type=str, required=True, help="The folder to write: a new one, or an empty one.")
+    parser.add_argument("--tokenizer", type=str | None, default=None, help=TOKENIZER_HELP)
+    return parser
+
+
+def run(arguments: Sequence[str]) -> int:
+    """Parse, read, write, return the exit status."""
+    from subquad.data.tokenizers import check_vocabulary
+    from subquad.hf._strict import check_finite
+
+    parser = make_parser()
+    chosen = parser.parse_args(arguments)
+    with parser.checking():
+        target = check_new(chosen.out)
+        model = _model(chosen.model)
+        tokenizer = _tokenizer(chosen.model, chosen.tokenizer)
+        if tokenizer is not None:
+            check_vocabulary(tokenizer, model.config.vocab_size, "give its own by --tokenizer")
+        check_finite(model, chosen.model)
+    source = Path(chosen.model)
+    texts: dict[str, str] = {}
+    if tokenizer is not None:
+        texts["tokenizer.json"] = tokenizer.to_str(pretty=True)
+        own = source.is_dir() and (source / "tokenizer_config.json").is_file() and chosen.tokenizer is None
+        if not own:
+            texts["tokenizer_config.json"] = json.dumps(_settings(model, tokenizer), indent=2) + "\n"
+    else:
+        sys.stderr.write(f"{chosen.model} has no tokenizer: give one by --tokenizer for generate, eval and serve\n")
+    write_model(target, model, texts, source if source.is_dir() and chosen.tokenizer is None else None)
+    count = model.model.num_parameters()
+    then = "" if tokenizer is None else f": subquad generate {chosen.out}"
+    sys.stdout.write(f"{chosen.out} holds the model, {count:,} parameters{then}\n")
+    return 0
+
+
+def _model(name: str) -> SubquadForCausalLM:
+    from transformers.utils.logging import disable_progress_bar
+
+    from subquad.hf import from_transformers, read_llama2c
+    from subquad.hf.llama2c import is_llama2c
+
+    disable_progress_bar()
+    return read_llama2c(name) if is_llama2c(name) else from_transformers(name)
+
+
+def _tokenizer(model: str, asked: str | None) -> Tokenizer | None:
+    """The tokenizer that is asked for, or the model's own; None where it has none."""
+    from subquad.data import load_tokenizer
+    from subquad.data.llama2c import read_llama2c_tokenizer
+    from subquad.data.tokenizers import has_tokenizer
+
+    if asked is not None:
+        return read_llama2c_tokenizer(asked) if asked.endswith(".bin") else load_tokenizer(asked)
+    source = Path(model)
+    if source.is_file():
+        return None
+    if source.is_dir():
+        return load_tokenizer(source) if has_tokenizer(source) else None
+    from transformers import AutoTokenizer
+
+    backend: Tokenizer = AutoTokenizer.from_pretrained(model, trust_remote_code=False).backend_tokenizer
+    return backend
+
+
+def _settings(model: SubquadForCausalLM, tokenizer: Tokenizer) -> dict[str, object]:
+    """`tokenizer_config.json`: the special tokens by their texts."""
+    settings: dict[str, object] = {
+        "tokenizer_class": "PreTrainedTokenizerFast",
+        "clean_up_tokenization_spaces": False,
+    }
+    for name in ("bos_token", "eos_token", "pad_token"):
+        id = getattr(model.config, f"{name}_id")
+        text = tokenizer.id_to_token(id) if isinstance(id, int) else None
+        if text is not None:
+            settings[name] = text
+    return settings

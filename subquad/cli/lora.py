@@ -1,0 +1,79 @@
+"""`subquad lora`: adapters below a folder, and an adapter merged into its base."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Sequence
+
+from subquad.cli.arguments import Parser, check_output
+from subquad.config import suggest
+
+OVERVIEW = """\
+usage: subquad lora list [FOLDER ...]
+       subquad lora merge RUN --out FOLDER
+
+  list    adapters below folders (default: runs): base, rank, layers, size, and whether they fit
+  merge   write a run's adapter and its base as one plain model
+
+`subquad train --lora.rank 8 --lora.base RUN` trains an adapter; eval, generate and serve read its folder.
+"""
+
+
+def run(arguments: Sequence[str]) -> int:
+    """Parse, do what the first word says, return the exit status."""
+    word = arguments[0] if arguments else ""
+    if word in ("-h", "--help"):
+        sys.stdout.write(OVERVIEW)
+        return 0
+    if word not in ACTIONS:
+        message = f"unknown action {word!r}; {suggest(word, ACTIONS)}" if word else "no action"
+        sys.stderr.write(f"error: {message}\nsee subquad lora --help\n")
+        return 2
+    return ACTIONS[word](arguments[1:])
+
+
+def make_parser(action: str) -> Parser:
+    """The options of `list` or `merge`."""
+    if action == "list":
+        parser = Parser("lora list [FOLDER ...]", "Show the adapters below folders.")
+        parser.add_argument("folders", type=str, nargs="*", default=["runs"], help="Folders to look in.")
+        parser.add_argument("--markdown", action="store_true", help="Print the table alone, in Markdown.")
+        parser.add_argument("--json", type=str | None, default=None, help="Also write the numbers to this file.")
+    else:
+        parser = Parser("lora merge RUN --out FOLDER", "Write an adapter and its base as one plain model.")
+        parser.add_argument("run", type=str, help="The folder of a run that trained an adapter, or of a checkpoint.")
+        parser.add_argument("--out", type=str, required=True, help="The folder for the merged model: a new one.")
+        parser.add_argument("--base", type=str | None, default=None, help="The base's folder, where it was moved.")
+    return parser
+
+
+def _list(arguments: Sequence[str]) -> int:
+    parser = make_parser("list")
+    chosen = parser.parse_args(arguments)
+    from subquad.cli import _lora_folders
+
+    with parser.checking():
+        check_output("json", chosen.json)
+        found = _lora_folders.adapters(chosen.folders)
+    _lora_folders.show(found, markdown=chosen.markdown)
+    if chosen.json:
+        from subquad.cli.tables import write_json
+
+        write_json(chosen.json, {"adapters": [entry.record() for entry in found]})
+    return 0
+
+
+def _merge(arguments: Sequence[str]) -> int:
+    parser = make_parser("merge")
+    chosen = parser.parse_args(arguments)
+    from subquad.cli import _lora_folders
+
+    with parser.checking():
+        merging = _lora_folders.open_merging(chosen.run, chosen.out, chosen.base)
+    merging.write()
+    command = "audit" if merging.extension else "eval"
+    sys.stdout.write(f"{chosen.out} holds the merged model: subquad {command} {chosen.out}\n")
+    return 0
+
+
+ACTIONS: dict[str, Callable[[Sequence[str]], int]] = {"list": _list, "merge": _merge}

@@ -1,0 +1,96 @@
+"""What a figure was measured on: day, machine, versions, commit."""
+
+from __future__ import annotations
+
+import os
+import platform
+import subprocess
+from datetime import date
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from subquad.memory import total_bytes
+from subquad.version import __version__
+
+WRITTEN = ("README.md", "result.json", "plot.png")
+
+
+def machine(device: torch.device | str) -> dict[str, Any]:
+    """The processor or GPU, cores, memory and threads."""
+    found: dict[str, Any] = {
+        "cpu": _cpu(),
+        "cores": os.cpu_count(),
+        "threads": torch.get_num_threads(),
+        "memory_bytes": total_bytes("cpu"),
+    }
+    if torch.device(device).type == "cuda":
+        found |= {"gpu": torch.cuda.get_device_name(device), "gpu_memory_bytes": total_bytes(device)}
+    return found
+
+
+def described(found: dict[str, Any]) -> str:
+    """What `machine` found, in a few words."""
+    return found.get("gpu") or f"{found.get('cpu', 'a CPU')}, PyTorch threads: {found.get('threads', '?')}"
+
+
+def versions(distributions: tuple[str, ...] = ()) -> dict[str, str]:
+    """Of Python, subquad, torch, Triton and those of the distributions that are there."""
+    found = {"python": platform.python_version(), "subquad": __version__, "torch": torch.__version__}
+    if torch.version.cuda:
+        found["cuda"] = torch.version.cuda
+    for name in ("numpy", "triton", *distributions):
+        installed = version_of(name)
+        if installed is not None:
+            found[name] = installed
+    return found
+
+
+def version_of(distribution: str) -> str | None:
+    """The installed version; None where there is none."""
+    try:
+        return version(distribution)
+    except PackageNotFoundError:
+        return None
+
+
+def commit() -> str:
+    """The commit of this checkout, marked where files differ from it; else SUBQUAD_COMMIT, else `unknown`.
+
+    What experiments write into their own folders as they run is no difference.
+    """
+
+    def git(*arguments: str) -> str:
+        command = ["git", "-C", str(Path(__file__).parent), *arguments]
+        try:
+            done = subprocess.run(command, capture_output=True, text=True, check=False)
+        except OSError:
+            return ""
+        return done.stdout.strip() if done.returncode == 0 else ""
+
+    head = git("rev-parse", "--short", "HEAD")
+    if not head:
+        return os.environ.get("SUBQUAD_COMMIT", "unknown")
+    written = (f":(top,exclude)experiments/*/{name}" for name in WRITTEN)
+    changed = git("status", "--porcelain", "--untracked-files=no", "--", ":(top)", *written)
+    return f"{head} with changes" if changed else head
+
+
+def provenance(device: torch.device | str, distributions: tuple[str, ...] = ()) -> dict[str, Any]:
+    """All of that, and the day."""
+    return {
+        "date": date.today().isoformat(),
+        "machine": machine(device),
+        "versions": versions(distributions),
+        "commit": commit(),
+    }
+
+
+def _cpu() -> str:
+    file = Path("/proc/cpuinfo")
+    for line in file.read_text(encoding="utf-8").splitlines() if file.is_file() else ():
+        if line.startswith("model name"):
+            return line.partition(":")[2].strip()
+    return platform.processor() or platform.machine()

@@ -1,0 +1,183 @@
+"""Reading a trained model back from its folder."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+from tokenizers import Tokenizer
+from transformers.utils.logging import disable_progress_bar
+
+from subquad.data import load_tokenizer
+from subquad.hf import (
+    SubquadClassifierConfig,
+    SubquadConfig,
+    SubquadForCausalLM,
+    SubquadForSequenceClassification,
+    SubquadImageConfig,
+)
+from subquad.hf.lora import is_adapter, is_extension
+from subquad.models import Decoder
+from subquad.parsing import read_json_mapping
+from subquad.training import adapters as _adapters
+from subquad.training.config import TrainConfig
+
+
+class LoadedRun(NamedTuple):
+    """A trained model with its tokenizer; `config` is None where the folder holds no training configuration."""
+
+    folder: Path
+    decoder: Decoder
+    tokenizer: Tokenizer
+    config: TrainConfig | None
+
+
+class LoadedProbe(NamedTuple):
+    """A model that was trained on a probe."""
+
+    folder: Path
+    decoder: Decoder
+    config: TrainConfig
+
+
+class LoadedClassifier(NamedTuple):
+    """A trained classifier; `config` is None where the folder holds no training configuration."""
+
+    folder: Path
+    model: SubquadForSequenceClassification
+    config: TrainConfig | None
+
+
+def load_run(folder: str | Path, device: str = "auto", adapter: str | None = None) -> LoadedRun:
+    """Read a run's folder, one of its checkpoints, or any folder with a model's files and `tokenizer.json`.
+
+    `device` is `cpu`, or `auto` for a GPU where PyTorch finds one. The folder of a LoRA adapter is read with its base;
+    `adapter` names one to put on the model in `folder`. Raises `FileNotFoundError` that names what is
+    missing and says what to do, and `ValueError` for a classifier and for a model that was trained on a probe.
+    """
+    folder, home = _model_folder(folder)
+    if is_classifier(folder):
+        raise ValueError(
+            f"{folder} holds a classifier: it labels whole sequences and predicts no text; `subquad eval` measures it"
+        )
+    if is_image_model(folder):
+        raise ValueError(
+            f"{folder} holds a model of images, which knows no text; `subquad generate RUN --images 100` draws images"
+        )
+    _check_ours(folder)
+    settings = _settings(home)
+    if settings is not None and settings.task == "pretrain":
+        raise ValueError(
+            f"{folder} holds an encoder in pretraining, no finished model: it is the first phase of a classifier"
+        )
+    if settings is not None and settings.task == "probe":
+        raise ValueError(
+            f"{folder} holds a model of the probe {settings.probe.name}, which knows no text; `subquad probe` measures "
+            "it"
+        )
+    if not (home / "tokenizer.json").is_file():
+        raise FileNotFoundError(f"{home} holds no tokenizer.json; copy the one that the model was trained with there")
+    model = _adapters.read(SubquadForCausalLM, folder, adapter).eval()
+    model.to(_device(device))
+    return LoadedRun(folder, model.model, load_tokenizer(home), settings)
+
+
+def load_language_model(folder: str | Path) -> tuple[SubquadForCausalLM, Path]:
+    """The whole model in a run's folder, or in any with a model's files, and the folder that holds its tokenizer.
+
+    Raises `FileNotFoundError` as `load_run`, and `ValueError` for an adapter and for a model that is no language model.
+    """
+    folder, home = _model_folder(folder)
+    if is_adapter(folder):
+        raise ValueError(f"{folder} holds an adapter; `subquad lora merge` makes one plain model of it and its base")
+    model_type = _model_type(folder)
+    if model_type != SubquadConfig.model_type:
+        raise ValueError(f"{folder} holds a model of type {model_type!r}; it must be {SubquadConfig.model_type!r}")
+    return SubquadForCausalLM.from_pretrained(folder).eval(), home
+
+
+def load_probe(folder: str | Path, device: str = "auto") -> LoadedProbe:
+    """Read the folder of a run with task=probe, or one of its checkpoints.
+
+    Raises `FileNotFoundError` as `load_run`, and `ValueError` for another run's folder.
+    """
+    folder, home = _model_folder(folder)
+    settings = _settings(home)
+    if settings is None or settings.task != "probe":
+        raise ValueError(f"{folder} holds no model of a probe; `subquad train --task probe` makes one")
+    model = _adapters.read(SubquadForCausalLM, folder).eval()
+    model.to(_device(device))
+    return LoadedProbe(folder, model.model, settings)
+
+
+def is_probe(folder: str | Path) -> bool:
+    """Whether a folder is that of a run with task=probe, or one of its checkpoints."""
+    settings = _settings(_model_folder(folder)[1])
+    return settings is not None and settings.task == "probe"
+
+
+def load_classifier(folder: str | Path, device: str = "auto", adapter: str | None = None) -> LoadedClassifier:
+    """Read the folder of a classifier's run, or one of its checkpoints. Raises as `load_run`, for what it refuses."""
+    folder, home = _model_folder(folder)
+    if not is_classifier(folder):
+        raise ValueError(f"{folder} holds a language model, no classifier")
+    model = _adapters.read(SubquadForSequenceClassification, folder, adapter).eval()
+    model.to(_device(device))
+    return LoadedClassifier(folder, model, _settings(home))
+
+
+def is_classifier(folder: str | Path) -> bool:
+    """Whether a folder holds a classifier, by its config.json; an adapter's is its base's."""
+    return _model_type(folder) == SubquadClassifierConfig.model_type
+
+
+def is_image_model(folder: str | Path) -> bool:
+    """Whether a folder holds a model of images, by its config.json; an adapter's is its base's."""
+    return _model_type(folder) == SubquadImageConfig.model_type
+
+
+def _model_type(folder: str | Path) -> Any:
+    file = _adapters.home(folder) / "config.json"
+    return read_json_mapping(file).get("model_type") if file.is_file() else None
+
+
+def _model_folder(folder: str | Path) -> tuple[Path, Path]:
+    """The folder, which holds a model's files, and that of its run: another one for a checkpoint."""
+    folder = Path(folder)
+    if not folder.is_dir():
+        raise FileNotFoundError(f"there is no folder {folder}; give the folder of a run, as `subquad train` makes it")
+    checkpoint = folder.resolve().parent.name == "checkpoints" and not (folder / "tokenizer.json").is_file()
+    home = folder.resolve().parent.parent if checkpoint else folder
+    settings = home / "config.yaml"
+    if not (folder / "config.json").is_file() and not is_adapter(folder):
+        hint = "give the folder of a run, as `subquad train` makes it"
+        if settings.is_file():
+            hint = f"its training has not ended; go on with: subquad train --config {settings}"
+        raise FileNotFoundError(f"{folder} holds no config.json, so no trained model; {hint}")
+    disable_progress_bar()  # reading a file takes no time worth a bar
+    return folder, home
+
+
+def _check_ours(folder: Path) -> None:
+    """Raise `ValueError` for an extension, and for a model of transformers, with the command that makes one of ours."""
+    if is_extension(folder):
+        raise ValueError(
+            f"{folder} holds an extension of a model of transformers: make one of ours of it by `subquad lora merge "
+            f"{folder} --out MERGED` and `subquad import MERGED --out FOLDER`"
+        )
+    model_type = _model_type(folder)
+    if not is_adapter(folder) and not str(model_type).startswith(SubquadConfig.model_type):
+        raise ValueError(
+            f"{folder} holds a model of type {model_type!r}, not one of ours: make one by `subquad import {folder} "
+            "--out FOLDER`"
+        )
+
+
+def _settings(home: Path) -> TrainConfig | None:
+    file = home / "config.yaml"
+    return TrainConfig.from_file(file) if file.is_file() else None
+
+
+def _device(device: str) -> str:
+    return "cuda" if device == "auto" and torch.cuda.is_available() else "cpu"
