@@ -31,7 +31,7 @@ class BlockedAttention(ProjectedAttention):
     parallel = True
     patterns: tuple[Pattern, ...]
 
-    def mix(self, x_BTD: Tensor, state: State | None, lengths_B: Tensor | None) -> tuple[Tensor, State]:
+    def mix_tokens(self, x_BTD: Tensor, state: State | None, lengths_B: Tensor | None) -> tuple[Tensor, State]:
         """Attend to the cached keys and the new ones."""
         seen = self.start(state, x_BTD.shape[1])
         q_BHTK, k_BGTK, v_BGTK = self.queries(x_BTD, seen), self.keys(x_BTD, seen), self.kv_values(x_BTD)

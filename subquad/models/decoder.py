@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from subquad.attention import Cost
-from subquad.attention._documents import check_fresh
+from subquad.attention.base import check_fresh
 from subquad.layers.embedding import Embedding
 from subquad.layers.head import Lookup, chunked_cross_entropy
 from subquad.layers.norm import build_norm
