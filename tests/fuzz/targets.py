@@ -800,7 +800,7 @@ def make_audit(folder):
 def audit_report(folder):
     from subquad.cli.audit import _report
     from subquad.evaluation.audit import AuditReport
-    from subquad.evaluation.audit._case import Case
+    from subquad.evaluation.audit.case import Case
 
     for found in (AuditReport.load(folder / "a.json"), _report(str(folder / "b.json"), "m")):
         assert str(found)
