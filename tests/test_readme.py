@@ -16,7 +16,7 @@ import yaml
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from benchmarks import command as benchmarks
-from benchmarks import machine as _machine
+from benchmarks import timing
 from experiments.harness import command as harness
 from experiments.harness.recipe import read_recipe
 from experiments.llp_table6 import command as llp_table6
@@ -186,8 +186,8 @@ def accepts_program(program, words, place, monkeypatch, capsys):
         assert llp_table6.main(words) == 0
     else:
         assert program == "benchmarks"
-        monkeypatch.setattr(_machine, "COPIED", {"cpu": 2**16})
-        monkeypatch.setattr(_machine, "MULTIPLIED", {"cpu": 32})
+        monkeypatch.setattr(timing, "COPIED", {"cpu": 2**16})
+        monkeypatch.setattr(timing, "MULTIPLIED", {"cpu": 32})
         assert benchmarks.main([*words, *SMALLEST[words[0]].split()]) == 0
 
 
