@@ -7,7 +7,7 @@ from typing import Any
 
 from torch import Tensor
 
-from subquad.attention._context import added, check_dropout, check_whole
+from subquad.attention.sharing import added, check_dropout, check_whole
 from subquad.models._layers import Block
 from subquad.models.config import DecoderConfig
 from subquad.models.stacks import stack_of
