@@ -25,7 +25,7 @@ from subquad.evaluation._harness_model import wrap
 from subquad.evaluation.harness import SEEDS, evaluate_tasks
 from subquad.hf import SubquadConfig, SubquadForCausalLM
 from subquad.models import Decoder, DecoderConfig
-from subquad.models.stacks import build_model
+from subquad.models.build import build_model
 from subquad.testing import assert_exact, assert_same_maths
 
 TASKS = Path(__file__).parent / "tasks"
