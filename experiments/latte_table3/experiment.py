@@ -7,8 +7,8 @@ from pathlib import Path
 import numpy as np
 import torch
 
+from subquad.models.build import build_model
 from subquad.models.config import DecoderConfig
-from subquad.models.stacks import build_model
 from subquad.reproduction.noise import FAILS, HOLDS, NOISE, Difference, Margin, Row, difference, judge, pooled, select
 from subquad.reproduction.units import Unit
 from subquad.training import RunResult

@@ -262,6 +262,13 @@ class PerceiverAR(Decoder):
         """Raise `ValueError`."""
         raise ValueError("perceiver_ar predicts a row's last tokens alone and takes no packed documents")
 
+    def check_shared(self) -> None:
+        """Raise `ValueError`: the parts of a sequence are of different kinds, and no process has all of both."""
+        raise ValueError(
+            "perceiver_ar cannot read a sequence that several processes share: its latents stand in the last part "
+            "alone and read a history of all parts; take a decoder of mechanisms, or leave `context_parallel`"
+        )
+
     def check_state(self, state: State, batch: int | None = None, *, owner: str = "this decoder") -> None:
         """Raise `ValueError` as `Decoder.check_state` does, and for a state that was made in another mode."""
         super().check_state(state, batch, owner=owner)
