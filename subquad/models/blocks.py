@@ -17,7 +17,6 @@ from torch.utils.checkpoint import checkpoint
 
 from subquad import attention
 from subquad.attention import Attention
-from subquad.attention._documents import mix_documents
 from subquad.config import suggest
 from subquad.layers.embedding import Embedding
 from subquad.layers.feedforward import build_feedforward
@@ -72,12 +71,9 @@ class Block(ResidualBlock):
         """
         z_BTD = self.attention_norm(x_BTD)
         if isinstance(lengths_B, Documents):
-            y_BTD, state, memory = mix_documents(self.attention, z_BTD, lengths_B, memory)
-        elif self.attention.hands_memory:
-            mixer: Any = self.attention
-            y_BTD, state, memory = mixer.mix_with_memory(z_BTD, state, lengths_B, memory)
+            y_BTD, state, memory = self.attention.mix_documents(z_BTD, lengths_B, memory)
         else:
-            y_BTD, state = self.attention.mix(z_BTD, state, lengths_B)
+            y_BTD, state, memory = self.attention.mix(z_BTD, state, lengths_B, memory)
         read_BTD = x_BTD
         x_BTD = x_BTD + self.dropout(y_BTD)
         read_BTD = read_BTD if self.parallel_residual else x_BTD
@@ -164,7 +160,7 @@ def build_mechanisms(config: DecoderConfig, *, causal: bool = True) -> list[Atte
     layers: list[Attention] = []
     for name in config.mechanisms * repeats:
         options = _options(config, name, chosen[name], causal)
-        if any(layer.hands_memory for layer in layers) and "own_memory" in _known(chosen[name]):
+        if "own_memory" in _known(chosen[name]) and any("own_memory" in _known(type(layer)) for layer in layers):
             options = {"own_memory": False} | options  # the first such layer's memory travels through the stack
         layers.append(attention.build(name, dim=config.dim, **options))
     return layers

@@ -5,7 +5,6 @@ Shape letters: B batch, T tokens, W window, S keys, M latents, D model width, H 
 
 from __future__ import annotations
 
-from functools import partial
 from typing import Any, get_args
 
 import torch
@@ -287,7 +286,7 @@ class PerceiverAR(Decoder):
         for i in range(len(self.layers)):
             if f"layers.{i}" in state:
                 kept, count = state.child(f"layers.{i}"), int(self.history_keys(i, start)) + seen - start
-                entries[f"layers.{i}"] = kept.map(partial(_last_places, count=count))
+                entries[f"layers.{i}"] = kept.map(lambda x_1HSK, n=count: x_1HSK[:, :, x_1HSK.shape[2] - n :])
         return State(entries, state.config_hash)
 
     def cost(self, tokens: int) -> Cost:
@@ -484,10 +483,6 @@ class PerceiverAR(Decoder):
         if new_B is not None:
             tokens_BW = to_the_end(tokens_BW, 1, old_BW.shape[1] + new_B)
         return tokens_BW if self.limit is None else tokens_BW[:, -self.limit :]
-
-
-def _last_places(x_1HSK: Tensor, count: int) -> Tensor:
-    return x_1HSK[:, :, x_1HSK.shape[2] - count :]
 
 
 def _first_latent(state: State) -> Number:

@@ -16,11 +16,9 @@ from subquad.training.config import (
     ScheduleConfig,
     TrainConfig,
 )
-from subquad.training.extend_config import ExtendConfig
 
 if TYPE_CHECKING:
     from subquad.training.errors import NonFiniteError
-    from subquad.training.extension import extend, train_control
     from subquad.training.report import Report, measure, write_report
     from subquad.training.run import RunResult, train
 
@@ -28,17 +26,14 @@ _LAZY = {
     "NonFiniteError": "errors",
     "Report": "report",
     "RunResult": "run",
-    "extend": "extension",
     "measure": "report",
     "train": "run",
-    "train_control": "extension",
     "write_report": "report",
 }
 
 __all__ = [
     "BatchConfig",
     "ClassifyConfig",
-    "ExtendConfig",
     "ImageConfig",
     "LoraConfig",
     "NonFiniteError",
@@ -51,10 +46,8 @@ __all__ = [
     "RunResult",
     "ScheduleConfig",
     "TrainConfig",
-    "extend",
     "measure",
     "train",
-    "train_control",
     "write_report",
 ]
 

@@ -17,8 +17,7 @@ from subquad.hf import (
     SubquadForSequenceClassification,
     SubquadImageConfig,
 )
-from subquad.hf.extension import is_extension
-from subquad.hf.lora import is_adapter
+from subquad.hf.lora import is_adapter, is_extension
 from subquad.models import Decoder
 from subquad.parsing import read_json_mapping
 from subquad.training import adapters as _adapters
