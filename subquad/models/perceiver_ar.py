@@ -285,8 +285,10 @@ class PerceiverAR(Decoder):
         entries = {**state.entries, "tokens": state.tensor("tokens")[:, -seen:]}
         for i in range(len(self.layers)):
             if f"layers.{i}" in state:
-                kept, count = state.child(f"layers.{i}"), int(self.history_keys(i, start)) + seen - start
-                entries[f"layers.{i}"] = kept.map(lambda x_1HSK, n=count: x_1HSK[:, :, x_1HSK.shape[2] - n :])
+                kept = state.child(f"layers.{i}")
+                unused = kept.tensor("keys").shape[2] - (int(self.history_keys(i, start)) + seen - start)
+                last = {name: kept.tensor(name)[:, :, unused:] for name in kept}
+                entries[f"layers.{i}"] = State(last, kept.config_hash)
         return State(entries, state.config_hash)
 
     def cost(self, tokens: int) -> Cost:
