@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from subquad.attention.blocked import BlockedAttention
-from subquad.models._layers import Block
+from subquad.models.blocks import Block
 from subquad.ops import block_attention
 from subquad.ops.padding import Compaction, real_slots
 from subquad.ops.patterns import Pattern
