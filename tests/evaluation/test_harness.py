@@ -26,7 +26,7 @@ from subquad.evaluation import evaluate
 from subquad.evaluation.harness import SEEDS, evaluate_tasks, wrap
 from subquad.hf import SubquadConfig, SubquadForCausalLM
 from subquad.models import Decoder, DecoderConfig
-from subquad.models.stacks import build_model
+from subquad.models.build import build_model
 from subquad.testing import assert_exact, assert_same_maths
 
 TASKS = Path(__file__).parent / "tasks"
