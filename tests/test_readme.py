@@ -28,7 +28,8 @@ from subquad.cli.serve import make_parser
 from subquad.cli.show import PICTURES
 from subquad.data import load_tokenizer
 from subquad.models import Classifier, DecoderConfig, EncoderConfig
-from subquad.models.stacks import STACKS, build_model
+from subquad.models.build import build_model
+from subquad.models.stacks import STACKS
 from tests.fuzz.targets import write_llama2c, write_llama2c_tokenizer
 
 ROOT = Path(__file__).resolve().parents[1]

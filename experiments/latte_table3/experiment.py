@@ -9,8 +9,8 @@ import torch
 
 from experiments.harness.noise import FAILS, HOLDS, NOISE, Difference, Margin, Row, difference, judge, pooled, select
 from experiments.harness.units import Unit
+from subquad.models.build import build_model
 from subquad.models.config import DecoderConfig
-from subquad.models.stacks import build_model
 from subquad.training import RunResult
 
 CLOSE = 1.10

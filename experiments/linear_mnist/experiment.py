@@ -18,7 +18,8 @@ from experiments.harness.train import train_unit
 from experiments.harness.units import Unit
 from subquad.data import load_images
 from subquad.data.occlusion import occlusion
-from subquad.evaluation import Reader, evaluate_images, train_reader
+from subquad.evaluation import evaluate_images
+from subquad.evaluation.images import Reader, train_reader
 from subquad.generation.images import complete_images, generate_images
 from subquad.hf import SubquadForImages
 from subquad.memory import keep_freed_memory

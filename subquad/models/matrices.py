@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 from subquad.attention import Attention, build, mechanism
 from subquad.models import DecoderConfig
-from subquad.models._layers import Block
+from subquad.models.blocks import Block
 from subquad.models.stacks import stack_of
 
 SEED = 3

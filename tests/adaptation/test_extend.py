@@ -25,7 +25,7 @@ from subquad.cli.arguments import data_is_a_path
 from subquad.config import Config
 from subquad.data.tokenizers import bytes_tokenizer
 from subquad.evaluation import EvalConfig
-from subquad.evaluation._positions import _batches, loss_by_position, plan_positions
+from subquad.evaluation.positions import _batches, loss_by_position, plan_positions
 from subquad.testing import assert_exact, assert_same_maths
 from subquad.training.errors import StepMemoryError
 

@@ -9,8 +9,8 @@ import torch
 from subquad import attention
 from subquad.attention import Attention, build
 from subquad.models import Decoder, DecoderConfig, Encoder, ImageModel, ImageModelConfig
-from subquad.models.encoder_config import EncoderConfig
-from subquad.models.stacks import build_model
+from subquad.models.build import build_model
+from subquad.models.encoder import EncoderConfig
 from subquad.parallel import ContextGroup, active_group, context_parallel
 from subquad.parallel.group import refuse
 from subquad.state import State
