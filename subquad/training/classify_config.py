@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import Any, Literal
 
 from subquad.config import Config
-from subquad.data.labelled_config import LabelledConfig
+from subquad.data.config import LabelledConfig
 from subquad.models.encoder_config import Pooling, check_hiding
 
 AUGMENTED = ("image", "listops", "pathfinder32", "pathfinder64", "pathfinder128", "retrieval")
