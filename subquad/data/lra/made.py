@@ -256,7 +256,7 @@ def _start(task: dict[str, Any], output: int) -> subprocess.Popen[str]:
     root = str(Path(__file__).resolve().parents[3])
     path = os.pathsep.join(part for part in (root, os.environ.get("PYTHONPATH")) if part)
     child = subprocess.Popen(
-        [sys.executable, "-m", "subquad.data.lra.made"],
+        [sys.executable, "-c", "from subquad.data.lra.made import main; main()"],
         stdin=subprocess.PIPE,
         stdout=output,
         text=True,
