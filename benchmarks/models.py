@@ -17,7 +17,7 @@ from subquad.attention import mechanism, names
 from subquad.attention.full import Full
 from subquad.config import suggest
 from subquad.models import Decoder, DecoderConfig
-from subquad.models.stacks import build_model
+from subquad.models.build import build_model
 from subquad.ops.patterns import Pattern
 
 BASE = "sdpa"

@@ -599,7 +599,7 @@ def test_without_a_width_only_explanations_are_wrapped(capsys, name):
     assert main(["list", name]) == 0
     out = capsys.readouterr().out
     assert max(map(len, out.splitlines())) <= WIDTH
-    own = STACKS[name].options_class() if name in STACKS else attention.mechanism(name).Config
+    own = STACKS[name].options if name in STACKS else attention.mechanism(name).Config
     for option in options(own):
         assert re.search(rf"^ {option.name} +{re.escape(option.type)} +{re.escape(option.default)} ", out, re.MULTILINE)
 
@@ -645,7 +645,7 @@ def test_list_shows_every_option_of_a_stack(capsys, name):
     assert main(["list", name]) == 0
     out = capsys.readouterr().out
     assert STACKS[name].paper in out
-    assert all(field.name in out for field in dataclasses.fields(STACKS[name].options_class()))
+    assert all(field.name in out for field in dataclasses.fields(STACKS[name].options))
 
 
 def test_list_of_an_unknown_name_gives_the_valid_ones(capsys):

@@ -62,8 +62,8 @@ def step_flops(config: TrainConfig) -> int:
 @cache
 def _window_flops(model: str, length: int) -> int:
     """Counted once for each model: an experiment's arms share a reference."""
+    from subquad.models.build import build_model
     from subquad.models.config import DecoderConfig
-    from subquad.models.stacks import build_model
 
     with torch.device("meta"):
         cost = build_model(DecoderConfig.from_dict(json.loads(model))).cost(length)

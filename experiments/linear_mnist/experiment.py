@@ -18,7 +18,8 @@ from experiments.harness.train import train_unit
 from experiments.harness.units import Unit
 from subquad.data import load_images
 from subquad.data.occlusion import occlusion
-from subquad.evaluation import Reader, evaluate_images, train_reader
+from subquad.evaluation import evaluate_images
+from subquad.evaluation.images import Reader, train_reader
 from subquad.generation.images import complete_images, generate_images
 from subquad.hf import SubquadForImages
 from subquad.memory import keep_freed_memory
@@ -93,7 +94,7 @@ def toy_images(file: Path) -> Path:
         made[f"x_{name}"] = np.clip(picture_CHW[y_N] + noise_NHW, 0, 255).astype(np.uint8)
         made[f"y_{name}"] = y_N.astype(np.uint8)
     file.parent.mkdir(parents=True, exist_ok=True)
-    np.savez(file, **made)
+    np.savez(file, **made)  # type: ignore[arg-type]
     return file
 
 

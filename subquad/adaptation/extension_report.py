@@ -18,7 +18,7 @@ from subquad.cli.eval import show_progress
 from subquad.cli.tables import print_table
 from subquad.data.files import write_json
 from subquad.evaluation import drawing
-from subquad.evaluation._positions import PositionPlan, RangeLoss, loss_by_position
+from subquad.evaluation.positions import PositionPlan, RangeLoss, loss_by_position
 from subquad.evaluation.provenance import provenance
 from subquad.hf import lora, set_attention
 

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from subquad.attention._branches import Branched
+from subquad.attention.base import Branched
 from subquad.models import Decoder
 
 
@@ -29,7 +29,7 @@ def attention_errors(teacher: Decoder, student: Decoder, layers: Sequence[int], 
     for i in layers:
         z_BTD, y_BTD = seen[i]
         mixer: Any = student.layers[i].attention
-        own_BTD, _ = mixer.mix(z_BTD, None, None)
+        own_BTD, _, _ = mixer.mix(z_BTD, None, None)
         errors.append((own_BTD - y_BTD).square().mean() / y_BTD.square().mean())
     return errors
 

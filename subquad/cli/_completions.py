@@ -21,7 +21,8 @@ from subquad.cli import _image_grid
 from subquad.cli.tables import write_json
 from subquad.data.images import ImageSet
 from subquad.data.occlusion import occlusion
-from subquad.evaluation import ImageEvaluation, evaluate_images, train_reader
+from subquad.evaluation import ImageEvaluation, evaluate_images
+from subquad.evaluation.images import train_reader
 from subquad.generation.images import DrawnImages, complete_images
 from subquad.memory import keep_freed_memory
 from subquad.training.image_runs import LoadedImageModel, chosen, flat, images_for, load_image_run

@@ -100,9 +100,9 @@ def load(folder: str, config: EvalConfig, default_length: int) -> Loaded:
 
 def prepare(loaded: Loaded, names: list[str], chosen: Namespace, batch_size: int) -> PreparedTasks:
     """The tasks with their data, ready to ask the model."""
-    from subquad.evaluation import harness
+    from subquad.evaluation.harness import prepare_tasks
 
-    return harness.prepare(
+    return prepare_tasks(
         loaded.model,
         loaded.tokenizer,
         names,

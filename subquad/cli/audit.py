@@ -122,7 +122,8 @@ def _fresh(names: Sequence[str], options: dict[str, dict[str, Any]], seed: int) 
 
     from subquad.attention import mechanism
     from subquad.models import DecoderConfig
-    from subquad.models.stacks import STACKS, build_model
+    from subquad.models.build import build_model
+    from subquad.models.stacks import STACKS
 
     for name in names:
         torch.manual_seed(seed)

@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 
     from subquad.adaptation.extension_report import Column
     from subquad.data import Corpus
-    from subquad.evaluation._positions import PositionPlan
+    from subquad.evaluation.positions import PositionPlan
     from subquad.training.run import RunResult
 
 
@@ -80,7 +80,7 @@ def prepare_report(config: ExtendConfig, console: Console | None) -> tuple[Corpu
     """The text and the windows of the report, before any training. Raises `ValueError` where the text is too short."""
     from subquad.adaptation.extension import own_model
     from subquad.data import prepare
-    from subquad.evaluation._positions import plan_positions
+    from subquad.evaluation.positions import plan_positions
     from subquad.training._task import preparing
 
     folder, own = own_model(config)

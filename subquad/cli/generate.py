@@ -15,7 +15,7 @@ from subquad.cli._generate_ask import Ask
 from subquad.cli.arguments import Parser
 from subquad.generation.config import SamplingConfig
 from subquad.generation.stop import StopStrings
-from subquad.models.perceiver_options import Decode
+from subquad.models.stacks import Decode
 
 if TYPE_CHECKING:
     from subquad.generation import Generation

@@ -24,7 +24,7 @@ from subquad.evaluation.probes import (
     right_answers,
 )
 from subquad.models import Decoder, DecoderConfig
-from subquad.models.stacks import build_model
+from subquad.models.build import build_model
 from subquad.testing import assert_same_maths
 
 

@@ -15,7 +15,6 @@ from subquad.ops.patterns import (
     Band,
     Blocks,
     Causal,
-    Columns,
     Dilated,
     DilatedBand,
     Full,
@@ -29,6 +28,7 @@ from subquad.ops.patterns import (
     Suffix,
     Window,
 )
+from subquad.ops.patterns.sparse import Columns
 from subquad.ops.slots import Slots
 from subquad.testing import LOW_PRECISION, assert_exact, assert_in_budget, assert_same_maths, mask_with
 

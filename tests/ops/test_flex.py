@@ -18,7 +18,6 @@ from subquad.ops.patterns import (
     Band,
     Blocks,
     Causal,
-    Columns,
     Dilated,
     DilatedBand,
     Full,
@@ -26,7 +25,6 @@ from subquad.ops.patterns import (
     Pattern,
     Prefix,
     Random,
-    Ranks,
     Segments,
     Shifted,
     Sinks,
@@ -34,6 +32,7 @@ from subquad.ops.patterns import (
     Suffix,
     Window,
 )
+from subquad.ops.patterns.sparse import Columns, Ranks
 from subquad.ops.slots import Slots
 from subquad.testing import assert_exact, assert_in_budget, mask_with
 

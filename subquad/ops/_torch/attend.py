@@ -23,7 +23,8 @@ from subquad.ops._torch.gathered import gathered
 from subquad.ops._torch.memory import empty_like, zeros_like
 from subquad.ops._torch.tiles import Group, bias_to, ragged_bias, ragged_groups, static_bias, static_groups
 from subquad.ops.backends import without_autocast
-from subquad.ops.patterns import Pattern, Ranks
+from subquad.ops.patterns import Pattern
+from subquad.ops.patterns.sparse import Ranks
 from subquad.ops.slots import Slots, nothing
 
 FUSED = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu

@@ -13,7 +13,8 @@ from functools import lru_cache
 import torch
 from torch import Tensor
 
-from subquad.ops.patterns import Pattern, Ranks
+from subquad.ops.patterns import Pattern
+from subquad.ops.patterns.sparse import Ranks
 
 MASKED_ROWS = 256
 """A tile without bound on its keys needs a mask of rows x keys: this many rows at a time keep it linear."""

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from subquad.attention._projected import ProjectedAttention
+from subquad.attention.projected import ProjectedAttention
 from subquad.ops import block_attention_with_lse
 from subquad.ops._torch.tiles import score_entries, unmasked_entries
 from subquad.ops.attend import softmax_weights
@@ -31,7 +31,7 @@ class BlockedAttention(ProjectedAttention):
     parallel = True
     patterns: tuple[Pattern, ...]
 
-    def mix(self, x_BTD: Tensor, state: State | None, lengths_B: Tensor | None) -> tuple[Tensor, State]:
+    def mix_tokens(self, x_BTD: Tensor, state: State | None, lengths_B: Tensor | None) -> tuple[Tensor, State]:
         """Attend to the cached keys and the new ones."""
         seen = self.start(state, x_BTD.shape[1])
         q_BHTK, k_BGTK, v_BGTK = self.queries(x_BTD, seen), self.keys(x_BTD, seen), self.kv_values(x_BTD)

@@ -1,7 +1,12 @@
-"""What the decoder's layers are made of: the mechanisms with their options, and the block around one."""
+"""What all models are made of: the table of tokens, the mechanisms with their options, the block around one, the stack.
+
+Shape letters: B batch, T tokens, D model width.
+"""
 
 from __future__ import annotations
 
+import math
+from collections.abc import Container
 from dataclasses import fields
 from functools import partial
 from typing import Any
@@ -12,10 +17,11 @@ from torch.utils.checkpoint import checkpoint
 
 from subquad import attention
 from subquad.attention import Attention
-from subquad.attention._documents import mix_documents
 from subquad.config import suggest
+from subquad.layers.embedding import Embedding
 from subquad.layers.feedforward import build_feedforward
 from subquad.layers.norm import build_norm
+from subquad.layers.positions import Learned, Sinusoidal
 from subquad.models.config import DecoderConfig
 from subquad.models.stacks import STACKS
 from subquad.ops.documents import Documents
@@ -26,7 +32,15 @@ PROJECTIONS = ("head_dim", "qk_norm", "qkv_bias", "out_bias")
 """Settings of the projections, which every layer's mechanism must have where they are not at their defaults."""
 
 
-class Block(nn.Module):
+class ResidualBlock(nn.Module):
+    """A module whose branches write into the residual stream."""
+
+    def output_projections(self) -> list[nn.Linear]:
+        """Return the last linear maps of its branches."""
+        raise NotImplementedError
+
+
+class Block(ResidualBlock):
     """`x + attention(norm(x))`, then `x + feedforward(norm(x))`, with dropout on each branch.
 
     With `parallel_residual` both branches read the same x: `x + attention(norm(x)) + feedforward(norm'(x))`.
@@ -57,12 +71,9 @@ class Block(nn.Module):
         """
         z_BTD = self.attention_norm(x_BTD)
         if isinstance(lengths_B, Documents):
-            y_BTD, state, memory = mix_documents(self.attention, z_BTD, lengths_B, memory)
-        elif self.attention.hands_memory:
-            mixer: Any = self.attention
-            y_BTD, state, memory = mixer.mix_with_memory(z_BTD, state, lengths_B, memory)
+            y_BTD, state, memory = self.attention.mix_documents(z_BTD, lengths_B, memory)
         else:
-            y_BTD, state = self.attention.mix(z_BTD, state, lengths_B)
+            y_BTD, state, memory = self.attention.mix(z_BTD, state, lengths_B, memory)
         read_BTD = x_BTD
         x_BTD = x_BTD + self.dropout(y_BTD)
         read_BTD = read_BTD if self.parallel_residual else x_BTD
@@ -133,7 +144,7 @@ def build_mechanisms(config: DecoderConfig, *, causal: bool = True) -> list[Atte
     ignored, so one file can hold the options of several. Raises `ValueError` for unknown names and for settings that no
     layer can follow, `TypeError` for an option of the wrong type.
     """
-    _check_options(config)
+    check_options(config)
     chosen = {name: attention.mechanism(name) for name in config.mechanisms}
     listed = ", ".join(sorted(chosen))
     rotated = any(cls.rotates or config.options.get(name, {}).get("rotary") for name, cls in chosen.items())
@@ -149,7 +160,7 @@ def build_mechanisms(config: DecoderConfig, *, causal: bool = True) -> list[Atte
     layers: list[Attention] = []
     for name in config.mechanisms * repeats:
         options = _options(config, name, chosen[name], causal)
-        if any(layer.hands_memory for layer in layers) and "own_memory" in _known(chosen[name]):
+        if "own_memory" in _known(chosen[name]) and any("own_memory" in _known(type(layer)) for layer in layers):
             options = {"own_memory": False} | options  # the first such layer's memory travels through the stack
         layers.append(attention.build(name, dim=config.dim, **options))
     return layers
@@ -189,10 +200,10 @@ def _check_projections(config: DecoderConfig, chosen: dict[str, type[Attention]]
                 raise ValueError(f"{key}={value} has no meaning for attention {name!r}; leave it out")
 
 
-def _check_options(config: DecoderConfig) -> None:
+def check_options(config: DecoderConfig) -> None:
     for name, options in config.options.items():
         if name in STACKS:
-            STACKS[name].options_class().from_dict(options, where=f"options.{name}")
+            STACKS[name].options.from_dict(options, where=f"options.{name}")
             continue
         cls = attention.mechanism(name)
         known = _known(cls) - {"dim"}
@@ -204,3 +215,50 @@ def _check_options(config: DecoderConfig) -> None:
                 cls.Config.from_dict({"dim": config.dim, "num_heads": config.num_heads, **options})
             except (TypeError, ValueError) as error:
                 raise type(error)(f"options of attention {name!r}, which no layer uses: {error}") from error
+
+
+def token_embedding(config: DecoderConfig) -> Embedding:
+    """Return the table of tokens, with positions added where `config.position` says so."""
+    return Embedding(config.vocab_size, config.dim, position=added_positions(config), dropout=config.dropout)
+
+
+def added_positions(config: DecoderConfig, rows: int | None = None) -> Sinusoidal | Learned | None:
+    """Return what is added to the embeddings, if anything: sines, or a table of `rows` (None: as configured).
+
+    Sines begin with the embeddings' standard deviation (theirs is 1/sqrt(2)).
+    """
+    if config.position == "sinusoidal":
+        return Sinusoidal(config.dim, scale=config.init_std * math.sqrt(2))
+    if config.position == "learned":
+        return Learned(config.dim, config.max_positions if rows is None else rows)
+    return None
+
+
+def check_tokens(tokens_BT: Tensor, name: str = "tokens") -> None:
+    """Raise `ValueError` for another shape than `[B, T]` and `TypeError` for another dtype than int64 and int32."""
+    if tokens_BT.ndim != 2:
+        raise ValueError(f"{name} must have shape [B, T], got {list(tokens_BT.shape)}")
+    if tokens_BT.dtype not in (torch.int64, torch.int32):
+        raise TypeError(f"{name} must be int64 or int32, got {tokens_BT.dtype}")
+
+
+@torch.no_grad()
+def initialise(module: nn.Module, std: float, branch_outputs: Container[nn.Module], branches: int) -> None:
+    """Normal(std) in linear layers and tables, ones in norms, zero biases; other modules are left as they are.
+
+    The linear layers in `branch_outputs`, which write into a residual stream that `branches` of them write into, are
+    `sqrt(branches)` smaller, so that its size does not grow with the depth.
+    """
+    if isinstance(module, nn.Linear | nn.Embedding):
+        depth = branches if module in branch_outputs else 1
+        nn.init.normal_(module.weight, std=std / math.sqrt(depth))
+    elif isinstance(module, nn.LayerNorm | nn.RMSNorm) and module.weight is not None:
+        nn.init.ones_(module.weight)
+    if isinstance(module, nn.Linear | nn.LayerNorm) and module.bias is not None:
+        nn.init.zeros_(module.bias)
+
+
+def branch_outputs(model: nn.Module) -> set[nn.Module]:
+    """Return the linear maps with which the blocks of a model write into the residual stream."""
+    blocks = (module for module in model.modules() if isinstance(module, ResidualBlock))
+    return {out for block in blocks for out in block.output_projections()}

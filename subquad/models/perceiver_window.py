@@ -15,8 +15,8 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from subquad.attention._blocked import BlockedAttention
-from subquad.models._layers import Block
+from subquad.attention.blocked import BlockedAttention
+from subquad.models.blocks import Block
 from subquad.ops import block_attention
 from subquad.ops.padding import Compaction, real_slots
 from subquad.ops.patterns import Pattern

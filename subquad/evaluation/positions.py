@@ -17,7 +17,7 @@ from torch.nn.functional import cross_entropy
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
-    from subquad.evaluation._windows import Tokens
+    from subquad.evaluation.text import Tokens
 
 MOST_NUMBERS = 1 << 26
 """Of the logits that are computed at a time: as many windows are read at once, at least one."""

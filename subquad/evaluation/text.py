@@ -1,6 +1,7 @@
-"""How well a model predicts a text: nats a token, perplexity, bits per byte, also by position in the context.
+"""Loss of a text: nats a token, perplexity, bits per byte, also by position in the context.
 
-Shape letters: B batch, T tokens.
+A text is cut into windows; with `documents` windows of several documents are packed into rows, each document read from
+its start. Shape letters: B batch, T tokens.
 """
 
 from __future__ import annotations
@@ -8,14 +9,169 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import asdict, dataclass
-from typing import Any
+from itertools import groupby, islice, pairwise
+from typing import TYPE_CHECKING, Any, NamedTuple, TypeAlias
 
 import numpy as np
+import torch
+from torch import Tensor
 
-from subquad.evaluation._documents import check_documents, packed_batches, plan_documents
-from subquad.evaluation._windows import Tokens, Window, batches, losses, plan
+from subquad.data.packing import IGNORED, PADDING
 from subquad.models import Decoder
+
+if TYPE_CHECKING:
+    from subquad.data.token_set import SetTokens
+
+Tokens: TypeAlias = "Sequence[int] | np.ndarray | Tensor | SetTokens"
+
+
+class Window(NamedTuple):
+    """The model reads tokens `start` to `stop - 1`; the predictions of `scored` to `stop` count."""
+
+    start: int
+    stop: int
+    scored: int
+
+
+def plan(tokens: int, length: int, stride: int, latents: int | None = None) -> list[Window]:
+    """The windows that predict each of `tokens` tokens but the first exactly once.
+
+    Each reads at most `length` tokens and begins `stride` after the one before. The first counts all of its
+    predictions, the others the last `stride`, each made with at least `length - stride + 1` tokens of context. With
+    `stride == length` windows do not overlap.
+
+    Where only the last `latents` tokens of a window predict, windows of growing length come first, all from the first
+    token on: as many tokens as predict, then `stride` more each, until they have `length`.
+    """
+    windows = []
+    scored, stop = 1, 0
+    end = length if latents is None else min(latents, length)
+    while stop < tokens - 1:
+        stop = min(end, tokens - 1)
+        windows.append(Window(max(0, end - length), stop, scored))
+        scored, end = stop + 1, end + stride
+    return windows
+
+
+def batches(windows: Sequence[Window], batch_size: int) -> Iterator[list[Window]]:
+    """Batches of windows of equal size: only the last window can be shorter, so nothing is padded."""
+    for _, equal in groupby(windows, key=lambda window: window.stop - window.start):
+        group = list(equal)
+        for i in range(0, len(group), batch_size):
+            yield group[i : i + batch_size]
+
+
+@torch.no_grad()
+def losses(model: Decoder, tokens: Tokens, batch: list[Window]) -> np.ndarray:
+    """Nats `[B, T]` of each next token (or of the last ones, where only they are predicted), float64."""
+    rows_BT = np.stack([np.asarray(tokens[window.start : window.stop + 1], dtype=np.int64) for window in batch])
+    check_vocabulary(model, rows_BT)
+    tokens_BT = torch.from_numpy(rows_BT).to(next(model.parameters()).device)
+    with evaluating(model):
+        loss = model.loss(tokens_BT[:, :-1], tokens_BT[:, 1:], reduction="none")
+    return loss.double().cpu().numpy().reshape(len(batch), -1)
+
+
+def check_vocabulary(model: Decoder, tokens: np.ndarray) -> None:
+    """Raise `ValueError` for a token that the model does not have."""
+    if tokens.min() < 0 or tokens.max() >= model.config.vocab_size:
+        raise ValueError(
+            f"tokens must be between 0 and {model.config.vocab_size - 1}, the model's vocabulary, "
+            f"got {tokens.min()} to {tokens.max()}; are they another tokenizer's?"
+        )
+
+
+@contextmanager
+def evaluating(model: Decoder) -> Iterator[None]:
+    """Within the block the model is in eval mode."""
+    training = model.training
+    model.eval()
+    try:
+        yield
+    finally:
+        model.train(training)
+
+
+OPEN_ROWS = 16
+"""Rows that are not full and that a window may still go to."""
+
+
+def check_documents(model: Decoder, documents: np.ndarray, tokens: int, skip: int) -> None:
+    """Raise `ValueError` for offsets that are not those of documents, and for what they do not go with."""
+    model.check_packed()
+    if skip:
+        raise ValueError(f"skip counts tokens of one text and does not go with documents, got {skip}")
+    ends = np.asarray(documents)
+    if len(ends) < 2 or ends[0] != 0 or ends[-1] != tokens or (np.diff(ends) < 0).any():
+        raise ValueError(
+            f"documents must be offsets that rise from 0 to the number of tokens, {tokens}, got {ends.tolist()[:8]}"
+        )
+
+
+def plan_documents(documents: np.ndarray, length: int, stride: int) -> list[Window]:
+    """`plan` inside each document."""
+    return [
+        Window(*(start + place for place in window))
+        for start, stop in pairwise(np.asarray(documents).tolist())
+        for window in plan(stop - start, length, stride)
+    ]
+
+
+def rows_of(windows: Sequence[Window], length: int) -> Iterator[list[Window]]:
+    """Windows packed into rows of at most `length` tokens, first fit."""
+    rows: list[list[Window]] = []
+    room: list[int] = []
+    for window in windows:
+        size = window.stop - window.start
+        place = next((place for place, free in enumerate(room) if free >= size), None)
+        if place is None:
+            if len(rows) == OPEN_ROWS:
+                fullest = room.index(min(room))
+                del room[fullest]
+                yield rows.pop(fullest)
+            rows.append([])
+            room.append(length)
+            place = len(rows) - 1
+        rows[place].append(window)
+        room[place] -= size
+    yield from rows
+
+
+def packed_batches(
+    model: Decoder, tokens: Tokens, chosen: Sequence[Window], batch_size: int, length: int
+) -> Iterator[list[tuple[Window, np.ndarray]]]:
+    """Batches of `batch_size` packed rows: their windows with the nats of what each predicts."""
+    packed = rows_of(chosen, length)
+    while rows := list(islice(packed, batch_size)):
+        windows = [window for row in rows for window in row]
+        yield list(zip(windows, _losses(model, tokens, rows, length), strict=True))
+
+
+@torch.no_grad()
+def _losses(model: Decoder, tokens: Tokens, rows: Sequence[Sequence[Window]], length: int) -> list[np.ndarray]:
+    """Nats of each next token of the windows, row after row, float64."""
+    shape = (len(rows), length)
+    tokens_BT, labels_BT = np.zeros(shape, dtype=np.int64), np.full(shape, IGNORED, dtype=np.int64)
+    doc_ids_BT = np.full(shape, PADDING, dtype=np.int64)
+    places: list[tuple[int, int, int]] = []
+    for b, row in enumerate(rows):
+        begin = 0
+        for number, window in enumerate(row):
+            part = np.asarray(tokens[window.start : window.stop + 1], dtype=np.int64)
+            end = begin + len(part) - 1
+            tokens_BT[b, begin:end], labels_BT[b, begin:end], doc_ids_BT[b, begin:end] = part[:-1], part[1:], number
+            places.append((b, begin, end))
+            begin = end
+    check_vocabulary(model, tokens_BT)
+    check_vocabulary(model, labels_BT[labels_BT != IGNORED])
+    device = next(model.parameters()).device
+    inputs_BT, targets_BT, ids_BT = (torch.from_numpy(x).to(device) for x in (tokens_BT, labels_BT, doc_ids_BT))
+    with evaluating(model):
+        h_BTD = model.passes(inputs_BT, doc_ids=ids_BT)[-1]
+        losses_BT = model.loss_of_hidden(h_BTD, targets_BT, reduction="none").double().cpu().numpy()
+    return [losses_BT[b, begin:end] for b, begin, end in places]
 
 
 @dataclass(frozen=True)

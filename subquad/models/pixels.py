@@ -6,13 +6,15 @@ Shape letters: N pixels, V levels (256), M distributions in a mixture, P paramet
 from __future__ import annotations
 
 import math
+from typing import Literal
 
 import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from subquad.models.image_config import LEVELS, ImageModelConfig
-
+LEVELS = 256
+"""Values of a pixel's channel: a byte."""
+Output = Literal["categorical", "logistic"]
 LEAST_LOG_SCALE = -7.0
 """A distribution narrower than this puts all but e^-8 of itself into one level: narrower ones only make gradients of
 noise."""
@@ -21,8 +23,7 @@ noise."""
 class Categorical:
     """`p(x) = softmax(logits)_x`."""
 
-    def __init__(self, config: ImageModelConfig) -> None:
-        self.parameters = LEVELS
+    parameters = LEVELS
 
     def log_prob(self, parameters_NP: Tensor, levels_N: Tensor) -> Tensor:
         """`log p` of one level each, `[N]`, in nats."""
@@ -47,9 +48,9 @@ class LogisticMixture:
     `sigmoid(a) sigmoid(-b) (1 - e^(b - a))`, which loses no digits however small it is.
     """
 
-    def __init__(self, config: ImageModelConfig) -> None:
-        self.mixtures = config.mixtures
-        self.parameters = 3 * config.mixtures
+    def __init__(self, mixtures: int) -> None:
+        self.mixtures = mixtures
+        self.parameters = 3 * mixtures
 
     def log_prob(self, parameters_NP: Tensor, levels_N: Tensor) -> Tensor:
         """`log p` of one level each, `[N]`, in nats."""
@@ -84,9 +85,9 @@ class LogisticMixture:
         return torch.cat((torch.zeros(self.mixtures), means_M, log_scales_M))
 
 
-def build_output(config: ImageModelConfig) -> Categorical | LogisticMixture:
-    """The distribution that `config.output` names."""
-    return Categorical(config) if config.output == "categorical" else LogisticMixture(config)
+def build_output(output: Output, mixtures: int) -> Categorical | LogisticMixture:
+    """Return the distribution that `output` names."""
+    return Categorical() if output == "categorical" else LogisticMixture(mixtures)
 
 
 def draw(log_probs_NV: Tensor, random_N: Tensor, temperature: float) -> Tensor:
