@@ -21,15 +21,13 @@ PACKAGES = (
     "subquad.hf",
     "subquad.data",
     "subquad.training",
-    "subquad.conversion",
+    "subquad.adaptation",
     "subquad.evaluation",
     "subquad.evaluation.audit",
     "subquad.generation",
     "subquad.recipes",
     "subquad.serving",
     "subquad.testing",
-    "subquad.bench",
-    "subquad.reproduction",
 )
 METHODS = {
     "subquad.State": ("save", "load", "check", "map"),
@@ -63,7 +61,6 @@ METHODS = {
     "subquad.generation.BatchDecoder": ("add", "cancel", "step", "run"),
     "subquad.generation.Generation": ("prefill", "read_all"),
     "subquad.generation.TextStream": ("push", "finish"),
-    "subquad.bench.Report": ("table", "save", "load", "to_dict", "from_dict"),
     "subquad.training.TrainConfig": ("from_file", "to_file", "from_dict", "to_dict", "replace", "digest"),
 }
 """Methods that are public beside the constructors."""
@@ -158,7 +155,7 @@ def test_tensors_of_the_engines_are_positional_only():
         assert all(p.kind is inspect.Parameter.POSITIONAL_ONLY for p in required), engine.__name__
 
 
-@pytest.mark.parametrize("package", ["subquad", "subquad.bench", "subquad.evaluation"])
+@pytest.mark.parametrize("package", ["subquad"])
 def test_lazy_packages_show_their_names_and_refuse_others(package):
     module = importlib.import_module(package)
     assert dir(module) == module.__all__

@@ -4,9 +4,9 @@ import math
 import statistics
 from typing import TYPE_CHECKING
 
-from subquad.reproduction.noise import Margin, Noise, Row, difference, judge, pooled, select
-from subquad.reproduction.plots import COLORS
-from subquad.reproduction.units import Unit
+from experiments.harness.noise import Margin, Noise, Row, difference, judge, pooled, select
+from experiments.harness.plots import COLORS
+from experiments.harness.units import Unit
 from subquad.training import RunResult
 from subquad.training.progress import read_metrics
 
@@ -85,8 +85,8 @@ def draw(figure: "Figure", rows: list[Row]) -> None:
 def _gap(rows: list[Row], step: int) -> tuple[int, Margin | None]:
     """Latte's loss minus attention's after a step; None where one is missing. The noise is that of all steps."""
     same = select(rows, {"step": step})
-    sides = (select(same, {"mechanism": name}) for name in ("Latte", "attention"))
-    found = difference(*sides, "held_out_loss", _noise(rows))
+    latte, attention = (select(same, {"mechanism": name}) for name in ("Latte", "attention"))
+    found = difference(latte, attention, "held_out_loss", _noise(rows))
     return step, None if found is None else Margin(found.value, found.error, found.freedom)
 
 

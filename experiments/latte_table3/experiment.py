@@ -7,10 +7,10 @@ from pathlib import Path
 import numpy as np
 import torch
 
+from experiments.harness.noise import FAILS, HOLDS, NOISE, Difference, Margin, Row, difference, judge, pooled, select
+from experiments.harness.units import Unit
+from subquad.models.build import build_model
 from subquad.models.config import DecoderConfig
-from subquad.models.stacks import build_model
-from subquad.reproduction.noise import FAILS, HOLDS, NOISE, Difference, Margin, Row, difference, judge, pooled, select
-from subquad.reproduction.units import Unit
 from subquad.training import RunResult
 
 CLOSE = 1.10
@@ -24,7 +24,10 @@ SINES = {"mechanism": "attention", "position": "sines"}
 def measure(result: RunResult, unit: Unit) -> Row:
     """Nats a token that counts of one, two and three training tokens need: what a model of nothing further has."""
     corpus = result.corpus
-    held_N = np.asarray(corpus.held_out.tokens[: (unit.held or {}).get("tokens")], dtype=np.int64)
+    held_N = np.asarray(
+        corpus.held_out.tokens[: (unit.held or {}).get("tokens")],
+        dtype=np.int64,
+    )
     train_N = np.asarray(corpus.train.tokens[:COUNTED], dtype=np.int64)
     names = ("unigram", "bigram", "trigram")
     return dict(zip(names, ngrams(train_N, held_N, corpus.train.vocab_size), strict=True))

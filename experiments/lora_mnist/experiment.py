@@ -1,4 +1,4 @@
-"""LoRA on MNIST: the trainings of one seed, by the code of `subquad lora mnist`.
+"""LoRA on MNIST: the trainings of one seed, by the code of `python -m experiments.lora_mnist`.
 
 Shape letters: N images, H rows, W columns.
 """
@@ -10,9 +10,9 @@ from typing import Any
 import numpy as np
 from matplotlib.figure import Figure
 
-from subquad.reproduction import Unit
-from subquad.tools import _lora_mnist as lora
-from subquad.tools._lora_mnist_config import VARIANTS, MnistConfig
+from experiments.harness.units import Unit
+from experiments.lora_mnist import arms as lora
+from experiments.lora_mnist.config import VARIANTS, MnistConfig
 
 REPORT = {"quantised": (91.20, 93.19), "rotated": (37.53, 90.41), "inverted": (16.23, 71.88)}
 Row = dict[str, Any]
@@ -61,7 +61,7 @@ def toy_digits(file: Path, seed: int, *, train: int, test: int) -> Path:
         made[f"x_{name}"] = np.clip(picture_CHW[y_N] + noise_NHW, 0, 255).astype(np.uint8)
         made[f"y_{name}"] = y_N.astype(np.uint8)
     file.parent.mkdir(parents=True, exist_ok=True)
-    np.savez(file, **made)
+    np.savez(file, **made)  # type: ignore[arg-type]
     return file
 
 

@@ -17,10 +17,10 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from subquad.attention._blocked import BlockedAttention
-from subquad.attention._branches import Branched
-from subquad.attention._context import added
-from subquad.attention._scanned import real_mask
+from subquad.attention.base import Branched
+from subquad.attention.blocked import BlockedAttention
+from subquad.attention.scanned import real_mask
+from subquad.attention.sharing import added
 from subquad.ops import SoftmaxState, running_softmax
 from subquad.ops.flops import running_softmax_flops
 from subquad.ops.patterns import Window
@@ -76,7 +76,7 @@ class LatteMacchiato(Branched, BlockedAttention):
         """None in the window: dropout acts on p(l | t)."""
         return 0.0
 
-    def mix(self, x_BTD: Tensor, state: State | None, lengths_B: Tensor | None) -> tuple[Tensor, State]:
+    def mix_tokens(self, x_BTD: Tensor, state: State | None, lengths_B: Tensor | None) -> tuple[Tensor, State]:
         """The window's output and the latents', weighted by one p(l | t)."""
         seen = self.start(state, x_BTD.shape[1])
         q_BHTK, k_BGTK, v_BGTK = self.queries(x_BTD, seen), self.keys(x_BTD, seen), self.kv_values(x_BTD)

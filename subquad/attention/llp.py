@@ -24,8 +24,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, nn
 
-from subquad.attention._blocked import BlockedAttention
-from subquad.attention._context import added
+from subquad.attention.blocked import BlockedAttention
+from subquad.attention.sharing import added
 from subquad.layers.positions import positions
 from subquad.ops.patterns import Blocks, Segments, Shifted
 from subquad.parallel import Sent, active_group
@@ -99,7 +99,7 @@ class Llp(BlockedAttention):
             if config.first_block_projections:
                 del self.first_value
 
-    def mix(self, x_BTD: Tensor, state: State | None, lengths_B: Tensor | None) -> tuple[Tensor, State]:
+    def mix_tokens(self, x_BTD: Tensor, state: State | None, lengths_B: Tensor | None) -> tuple[Tensor, State]:
         """All blocks alike, then the first one again in its own way, where an option asks for that."""
         seen = self.start(state, x_BTD.shape[1])
         q, k, v = raw = self.project(x_BTD)

@@ -24,8 +24,8 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from subquad.attention._projected import HeadedAttention
-from subquad.attention._scanned import ScannedAttention, is_future, real_mask, real_rows, softmax_state, widened
+from subquad.attention.projected import HeadedAttention
+from subquad.attention.scanned import ScannedAttention, is_future, real_mask, real_rows, softmax_state, widened
 from subquad.ops.backends import without_autocast
 from subquad.state import State
 
@@ -74,7 +74,7 @@ class Performer(HeadedAttention, ScannedAttention):
         # A buffer that is saved: a state is worthless with other directions.
         self.register_buffer("directions", orthogonal_directions(self.features, K).to(torch.get_default_dtype()))
 
-    def mix(self, x_BTD: Tensor, state: State | None, lengths_B: Tensor | None) -> tuple[Tensor, State]:
+    def mix_tokens(self, x_BTD: Tensor, state: State | None, lengths_B: Tensor | None) -> tuple[Tensor, State]:
         """The running softmax of each feature, or the sums of relu's features."""
         q_BHTR, k_BHTR = self.projected(x_BTD)
         dropout = self.config.dropout

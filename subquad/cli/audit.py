@@ -2,8 +2,13 @@
 
 from __future__ import annotations
 
-import json
 import os
+
+# torch's profiler, which measures memory, reads these when torch is loaded; it would announce itself at each use.
+os.environ.setdefault("KINETO_LOG_LEVEL", "99")
+os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
+
+import json
 import sys
 from collections.abc import Iterator, Sequence
 from pathlib import Path
@@ -12,7 +17,7 @@ from typing import TYPE_CHECKING, Any, Literal
 from jsonargparse import Namespace
 
 from subquad.cli.arguments import Parser
-from subquad.evaluation.audit.config import AuditConfig
+from subquad.evaluation.audit import AuditConfig
 
 if TYPE_CHECKING:
     from torch import nn
@@ -59,9 +64,6 @@ def make_parser() -> Parser:
 
 def run(arguments: Sequence[str]) -> int:
     """Parse, audit, print; the exit status is 1 where there is a violation."""
-    # torch's profiler, which measures memory, reads these when torch is loaded; it would announce itself at each use.
-    os.environ.setdefault("KINETO_LOG_LEVEL", "99")
-    os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
     parser = make_parser()
     chosen = parser.parse_args(arguments)
     with parser.checking():
@@ -122,7 +124,8 @@ def _fresh(names: Sequence[str], options: dict[str, dict[str, Any]], seed: int) 
 
     from subquad.attention import mechanism
     from subquad.models import DecoderConfig
-    from subquad.models.stacks import STACKS, build_model
+    from subquad.models.build import build_model
+    from subquad.models.stacks import STACKS
 
     for name in names:
         torch.manual_seed(seed)
@@ -137,7 +140,8 @@ def load(folder: str) -> nn.Module:
 
     Raises `FileNotFoundError` where there is none, and `ValueError` for a model that is no causal language model.
     """
-    from subquad.hf import SubquadConfig, extension, lora
+    from subquad.adaptation.extended import open_extension
+    from subquad.hf import SubquadConfig, lora
     from subquad.hf._strict import naming, read_config
 
     adapted = lora.is_adapter(folder)
@@ -152,8 +156,8 @@ def load(folder: str) -> nn.Module:
 
     register()
     disable_progress_bar()
-    if extension.is_extension(folder):
-        extended: nn.Module = extension.open_extension(folder).get_base_model()
+    if lora.is_extension(folder):
+        extended: nn.Module = open_extension(folder).get_base_model()
         return extended
     place = lora.Base.read(folder).find(folder) if adapted else folder
     config: Any = read_config(place)

@@ -26,7 +26,8 @@ from subquad.cli.arguments import Parser, check_output
 from subquad.cli.tables import write_json
 from subquad.data.images import ImageSet
 from subquad.data.occlusion import occlusion
-from subquad.evaluation import ImageEvaluation, evaluate_images, train_reader
+from subquad.evaluation import ImageEvaluation, evaluate_images
+from subquad.evaluation.images import train_reader
 from subquad.generation import SamplingConfig, complete_images
 from subquad.generation.images import DrawnImages, occluded, picture_of
 from subquad.memory import keep_freed_memory

@@ -25,7 +25,7 @@ from subquad.generation.images import picture_of, square
 from subquad.generation.stream import StopStrings
 from subquad.memory import keep_freed_memory
 from subquad.models import Decoder
-from subquad.models.perceiver_options import Decode
+from subquad.models.stacks import Decode
 from subquad.parsing import read_json_mapping
 from subquad.state import State
 

@@ -95,7 +95,7 @@ def check(config: TrainConfig) -> None:
     import torch
 
     from subquad.models import Classifier
-    from subquad.models.stacks import build_model
+    from subquad.models.build import build_model
     from subquad.training.pretrain import check_pretraining
     from subquad.training.processes import check_parallel
     from subquad.training.tasks import check_forms, check_image, check_probe, labelled, window_labels

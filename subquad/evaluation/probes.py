@@ -15,7 +15,7 @@ import numpy as np
 import torch
 
 from subquad.data.probes import ProbeRows
-from subquad.evaluation._windows import Window, losses
+from subquad.evaluation.text import Window, losses
 from subquad.models import Decoder
 
 Progress = Callable[[int, int], None]

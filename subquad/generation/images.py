@@ -16,8 +16,7 @@ from numpy.typing import NDArray
 from PIL import Image, ImageDraw
 from torch import Tensor
 
-from subquad.models.image import ImageModel
-from subquad.models.image_config import START
+from subquad.models.image import START, ImageModel
 from subquad.state import State
 
 Pixels = NDArray[np.uint8]

@@ -9,8 +9,8 @@ from typing import Any, NamedTuple
 import torch
 
 from subquad.attention import build, names
-from subquad.attention._blocked import BlockedAttention
 from subquad.attention.bigbird import Bigbird
+from subquad.attention.blocked import BlockedAttention
 from subquad.attention.longformer import Longformer
 from subquad.config import suggest
 from subquad.ops.patterns import Pattern

@@ -16,9 +16,8 @@ from subquad.hf._inputs import check_counted, check_positions, packed_documents,
 from subquad.hf._strict import StrictModel
 from subquad.hf.cache import SubquadCache
 from subquad.hf.config import SubquadConfig
-from subquad.models.decoder import IGNORED
-from subquad.models.pretraining import next_tokens
-from subquad.models.stacks import build_model
+from subquad.models.build import build_model
+from subquad.models.decoder import IGNORED, next_tokens
 from subquad.parallel import active_group
 
 

@@ -16,20 +16,16 @@ from subquad.training.config import (
     ScheduleConfig,
     TrainConfig,
 )
-from subquad.training.extend_config import ExtendConfig
 
 if TYPE_CHECKING:
-    from subquad.training import adapters as adapters
     from subquad.training import runs as runs
     from subquad.training.errors import NonFiniteError
-    from subquad.training.extension import extend, train_control
     from subquad.training.report import Report, measure, write_report
     from subquad.training.run import RunResult, train
 
 __all__ = [
     "BatchConfig",
     "ClassifyConfig",
-    "ExtendConfig",
     "ImageConfig",
     "LoraConfig",
     "NonFiniteError",
@@ -42,10 +38,8 @@ __all__ = [
     "RunResult",
     "ScheduleConfig",
     "TrainConfig",
-    "extend",
     "measure",
     "train",
-    "train_control",
     "write_report",
 ]
 __getattr__ = facade(
@@ -54,12 +48,9 @@ __getattr__ = facade(
         "NonFiniteError": "errors",
         "Report": "report",
         "RunResult": "run",
-        "adapters": "adapters",
-        "extend": "extension",
         "measure": "report",
         "runs": "runs",
         "train": "run",
-        "train_control": "extension",
         "write_report": "report",
     },
 )

@@ -11,7 +11,8 @@ from torch.utils.data import Dataset
 
 from subquad.config import digest
 from subquad.data.images import ImageSet, load_images
-from subquad.models.image_config import LEVELS, ImageModelConfig
+from subquad.models.image import ImageModelConfig
+from subquad.models.pixels import LEVELS
 from subquad.training._task import Task, fitted, spread
 from subquad.training.config import BatchConfig, TrainConfig
 

@@ -7,8 +7,9 @@ from dataclasses import dataclass
 from typing import Any, Literal
 
 from subquad.config import Config
-from subquad.data.labelled_config import LabelledConfig
-from subquad.models.encoder_config import Pooling, check_hiding
+from subquad.data.config import LabelledConfig
+from subquad.models.encoder import Pooling
+from subquad.models.pretraining import check_hiding
 
 AUGMENTED = ("image", "listops", "pathfinder32", "pathfinder64", "pathfinder128", "retrieval")
 """Data sets whose sequences can be changed without changing their labels (`subquad.data.augment`)."""

@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 from subquad.models import Classifier
-from subquad.models.stacks import build_model
+from subquad.models.build import build_model
 from subquad.training.config import TrainConfig
 from subquad.training.errors import StepMemoryError
 

@@ -10,9 +10,8 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor, nn
 
-from subquad.models.classifier import build_encoder
-from subquad.models.encoder import Encoder
-from subquad.models.encoder_config import EncoderConfig
+from subquad.models.build import build_encoder
+from subquad.models.encoder import Encoder, EncoderConfig
 from subquad.models.pretraining import PretrainingModel
 from subquad.training import checkpoint
 from subquad.training._task import Task

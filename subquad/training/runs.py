@@ -23,8 +23,7 @@ from subquad.hf import (
     SubquadImageConfig,
     lora,
 )
-from subquad.hf.extension import is_extension
-from subquad.hf.lora import is_adapter
+from subquad.hf.lora import is_adapter, is_extension
 from subquad.models import Decoder
 from subquad.models.image import ImageModel
 from subquad.parsing import read_json_mapping

@@ -4,8 +4,8 @@ import pytest
 import torch
 
 from subquad.attention import Attention, build, mechanism, names
-from subquad.attention._blocked import BlockedAttention
-from subquad.attention._scanned import ScannedAttention
+from subquad.attention.blocked import BlockedAttention
+from subquad.attention.scanned import ScannedAttention
 
 each = pytest.mark.parametrize("name", names())
 BLOCKED = [name for name in names() if issubclass(mechanism(name), BlockedAttention)]
@@ -199,7 +199,7 @@ class BareScan(ScannedAttention):
 
 
 ABSTRACT = {
-    "mix": (X, None, None),
+    "mix_tokens": (X, None, None),
     "dense_weights": (X,),
     "values": (X,),
     "merge": (X[:, None],),
@@ -221,5 +221,5 @@ def test_a_shared_base_defines_its_part_only(monkeypatch):
     monkeypatch.setattr(BareScan, "name", "bare_scan", raising=False)
     layer = BareScan(Attention.Config(**SIZES))
     assert layer.merge(layer.values(X)).shape == X.shape
-    with pytest.raises(NotImplementedError, match="BareScan must define mix"):
+    with pytest.raises(NotImplementedError, match="BareScan must define mix_tokens"):
         layer(X)

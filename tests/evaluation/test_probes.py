@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from torch import nn
 from torch.nn import functional as F
 
-from subquad.data.probe_config import ProbeConfig
+from subquad.data.config import ProbeConfig
 from subquad.data.probes import copy, mqar, passkey, probe_rows
 from subquad.evaluation import evaluate
 from subquad.evaluation.probes import (
@@ -24,7 +24,7 @@ from subquad.evaluation.probes import (
     right_answers,
 )
 from subquad.models import Decoder, DecoderConfig
-from subquad.models.stacks import build_model
+from subquad.models.build import build_model
 from subquad.testing import assert_same_maths
 
 

@@ -129,9 +129,9 @@ def make_experiment(folder):
 
 @target(make_experiment, quick=40, raises=(ValueError, TypeError, OSError))
 def experiment(folder):
-    from subquad.reproduction.claims import read_expected
-    from subquad.reproduction.recipe import read_recipe
-    from subquad.reproduction.result import read_result, written
+    from experiments.harness.claims import read_expected
+    from experiments.harness.recipe import read_recipe
+    from experiments.harness.result import read_result, written
 
     recipe, expected = read_recipe(folder), read_expected(folder)
     for scale in recipe.scales:
@@ -330,8 +330,7 @@ def seal_store(folder):
 
 @target(make_store, seal=seal_store, quick=20)
 def store(folder):
-    from subquad.data.lra.sequences import Sequences
-    from subquad.data.lra.store import PARTS, Store
+    from subquad.data.lra.store import PARTS, Sequences, Store
 
     found = Store(folder)
     for part in PARTS:
@@ -348,7 +347,7 @@ def store(folder):
     quick=20,
 )
 def block(folder):
-    from subquad.data.lra.blocks import read_block
+    from subquad.data.lra.made import read_block
 
     found = read_block(folder, 0)
     assert found is None or found.lengths.sum() == len(found.tokens)
@@ -427,7 +426,7 @@ def source(folder):
 
 @target(make_sources, files="d.*", quick=6)
 def archive(folder):
-    from subquad.reproduction import data
+    from experiments.harness import data
 
     for name in ("d.tar", "d.tgz"):
         out = folder.parent / "unpacked"
@@ -456,15 +455,13 @@ def lra(dataset, quick=15):
             home.rename(folder / "data")
 
     def read(folder):
-        import importlib
-
-        from subquad.data.labelled_config import LabelledConfig
-        from subquad.data.lra.read import READERS
+        from subquad.data.config import LabelledConfig
+        from subquad.data.labelled import READERS
 
         name = {"papers": "retrieval", "tables": "text"}.get(dataset, dataset)
         path = folder if dataset in ("papers", "tables") else folder / "data"
-        module = importlib.import_module(f"subquad.data.lra.{READERS[name.rstrip('0123456789')]}")
-        found = module.contents(LabelledConfig(dataset=name, path=str(path)), lambda *_: None)
+        read = READERS[name.rstrip("0123456789")]
+        found = read(LabelledConfig(dataset=name, path=str(path)), lambda *_: None)
         for part in found.parts.values():
             for piece in part if not hasattr(part, "documents") else part.documents:
                 assert piece.lengths.sum() == len(piece.tokens)
@@ -652,7 +649,7 @@ def place_adapter(folder):
 
 @target(make_adapter, files="adapter/*", seal=place_adapter, quick=5, raises=(ValueError, TypeError, OSError))
 def adapter(folder):
-    from subquad.training.adapters import adapters
+    from subquad.adaptation.adapters import adapters
     from subquad.training.runs import load_run
 
     for found in adapters([str(folder)]):
@@ -800,7 +797,7 @@ def make_audit(folder):
 def audit_report(folder):
     from subquad.cli.audit import _report
     from subquad.evaluation.audit import AuditReport
-    from subquad.evaluation.audit._case import Case
+    from subquad.evaluation.audit.case import Case
 
     for found in (AuditReport.load(folder / "a.json"), _report(str(folder / "b.json"), "m")):
         assert str(found)
@@ -820,7 +817,7 @@ def make_bench(folder):
 
 @target(make_bench, quick=20)
 def bench_report(folder):
-    from subquad.bench import Report
+    from benchmarks.report import Report
 
     found = Report.load(folder / "a.json")
     assert found.stem
@@ -828,8 +825,8 @@ def bench_report(folder):
 
 
 def make_results(folder):
+    from experiments.lora_mnist.config import MnistConfig
     from subquad.config import digest
-    from subquad.tools._lora_mnist_config import MnistConfig
 
     identity = digest([MnistConfig().science(), "f"])
     values = {"identity": identity, "config": {}, "seeds": {"0": {"accuracy": {"base": 0.9}}}, "seconds": {"0": 1.5}}
@@ -838,8 +835,8 @@ def make_results(folder):
 
 @target(make_results, quick=20)
 def lora_results(folder):
-    from subquad.tools._lora_mnist_config import MnistConfig
-    from subquad.tools._lora_mnist_run import Results
+    from experiments.lora_mnist.config import MnistConfig
+    from experiments.lora_mnist.running import Results
 
     found = Results.open(MnistConfig(), str(folder / "a.json"), "f")
     found.add(1, {"accuracy": {}})

@@ -1,12 +1,16 @@
-"""`subquad bench` and other libraries: their operators run, and those that share our mask give our outputs."""
+"""`python -m benchmarks` and other libraries: their operators run, and those that share our mask give our outputs."""
 
 import dataclasses
 
 import pytest
 import torch
 
-from subquad.bench import ModelConfig, OpsConfig, _machine, _peers, measure_model, measure_ops
-from subquad.bench._cases import Shape, our_cases
+from benchmarks import peers as _peers
+from benchmarks import timing
+from benchmarks.config import ModelConfig, OpsConfig
+from benchmarks.model import measure_model
+from benchmarks.operators import Shape, our_cases
+from benchmarks.ops import measure_ops
 from subquad.testing import assert_in_budget, assert_same_maths
 
 pytestmark = pytest.mark.peers
@@ -15,8 +19,8 @@ TINY = {"repeats": 1, "seconds": 1.0}
 
 @pytest.fixture(autouse=True)
 def _small_ceilings(monkeypatch):
-    monkeypatch.setattr(_machine, "COPIED", {"cpu": 2**16})
-    monkeypatch.setattr(_machine, "MULTIPLIED", {"cpu": 32})
+    monkeypatch.setattr(timing, "COPIED", {"cpu": 2**16})
+    monkeypatch.setattr(timing, "MULTIPLIED", {"cpu": 32})
 
 
 def cases(name):

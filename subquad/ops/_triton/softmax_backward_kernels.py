@@ -11,7 +11,7 @@ with m' the maximum after the chunk, and R = sum q (x) do over later rows, the g
 in units of m'. Sums over later rows are taken in reverse, never as a total minus a prefix, which would lose all digits.
 Where the value channels are more than one tile, dp, dk and X are linear in them: each tile leaves its part.
 
-Shapes and letters: softmax_tiles.py.
+Shapes and letters: softmax_kernels.py.
 """
 
 # mypy: allow-untyped-defs, allow-incomplete-defs
@@ -22,7 +22,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from subquad.ops._triton.softmax_tiles import (
+from subquad.ops._triton.softmax_kernels import (
     EMPTY,
     dot,
     head,
@@ -39,21 +39,9 @@ from subquad.ops._triton.softmax_tiles import (
 
 @triton.jit
 def window_gradients(
-    p,
-    dlog,
-    t_C,
-    p_t,
-    l_L,
-    real_C,
-    tokens,
-    e_CL,
-    inverse_CL,
-    G_CC,
-    into_L,
-    L: tl.constexpr,
-    WIDE: tl.constexpr,
-    PRECISION: tl.constexpr,
-):
+    p, dlog, t_C, p_t, l_L, real_C, tokens, e_CL, inverse_CL, G_CC, into_L,
+    L: tl.constexpr, WIDE: tl.constexpr, PRECISION: tl.constexpr,
+):  # fmt: skip
     """What a window adds to the scores and to dk; q in units of the chunk's start, and the sum of x."""
     q_CL = read(p, t_C, p_t, l_L, real_C, L).to(tl.float32) * inverse_CL
     x_CL = read(dlog, t_C, L, l_L, t_C < tokens, L) * inverse_CL

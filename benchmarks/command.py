@@ -1,0 +1,167 @@
+"""`python -m benchmarks`: operators, models and decoding, timed beside SDPA and other libraries."""
+
+from __future__ import annotations
+
+import shlex
+import sys
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any, Literal
+
+from jsonargparse import Namespace
+from rich.text import Text
+
+from benchmarks import images
+from benchmarks.config import BACKENDS, DTYPES, PASSES, BenchConfig, DecodeConfig, ModelConfig, OpsConfig
+from benchmarks.decode import check_decode, measure_decode
+from benchmarks.model import check_model, measure_model
+from benchmarks.ops import check_ops, measure_ops
+from benchmarks.plots import save
+from benchmarks.report import Report, notes
+from subquad.cli import guarded
+from subquad.cli.arguments import Parser
+from subquad.cli.tables import console, print_table
+from subquad.config import suggest
+
+OVERVIEW = """\
+usage: python -m benchmarks WHAT [options]
+
+Measure times and memory on this machine: medians of repeats that take turns, in one process.
+
+what:
+  ops      operators, forward and backward, beside causal SDPA and other libraries
+  model    training steps and prefill of whole decoders
+  decode   one token after contexts of several lengths, and the state's size
+  images   drawing images with trained models, with their state and without
+
+  python -m benchmarks ops --tokens 1024,4096 --out results
+  python -m benchmarks ops --mechanisms latte --latents 16,32,64,128,256
+  python -m benchmarks model --mechanisms full,llp --tokens 2048
+  python -m benchmarks decode --mechanisms llp,latte --contexts 1000,100000
+
+`python -m benchmarks WHAT --help` lists the options. Nothing is written without --out FOLDER.
+"""
+CONFIGS: dict[str, type[BenchConfig]] = {"ops": OpsConfig, "model": ModelConfig, "decode": DecodeConfig}
+MEASURES: dict[str, Callable[..., Report]] = {"ops": measure_ops, "model": measure_model, "decode": measure_decode}
+CHECKS: dict[str, Callable[[Any], None]] = {"ops": check_ops, "model": check_model, "decode": check_decode}
+_DECODER = {"layers": 12, "dim": 768, "heads": 12, "vocab": 32768}
+ON_GPU: dict[str, dict[str, Any]] = {
+    "ops": {"dtype": "bfloat16"},
+    "model": {"dtype": "bfloat16", **_DECODER},
+    "decode": {"dtype": "bfloat16", **_DECODER, "contexts": [1000, 10000, 100000]},
+}
+"""Defaults on a GPU, where they differ."""
+DESCRIPTIONS = {
+    "ops": "Time operators without projections, beside causal SDPA and other libraries.",
+    "model": "Time training steps (no optimizer) and prefill of decoders.",
+    "decode": "Time one token after contexts of several lengths.",
+}
+HELP = {
+    "mechanisms": "Mechanisms, as a,b,c",
+    "device": "cpu or cuda",
+    "dtype": "Of inputs, or of products under autocast",
+    "repeats": "Timed calls of each case, instead of what fits into --seconds",
+    "seconds": "For the repeats of a length",
+    "tokens": "Lengths",
+    "contexts": "Tokens read before",
+    "latents": "Latte's, of a head, as 16,64",
+    "segment": "LLP's segment, which is the window's width too, as 256,512",
+    "passes": f"Of {', '.join(PASSES)}, as a,b",
+    "backends": f"Backends of our engines, each a line, as a,b: {', '.join(BACKENDS)}, instead of the engine's choice",
+    "peers": "auto (other libraries that are installed), none, or names, as a,b",
+    "batch": "Sequences",
+    "batch_tokens": "Tokens of all sequences together, instead of --batch",
+    "piece": "Tokens that are read at a time",
+    "heads": "Heads",
+    "channels": "Channels of a head",
+    "layers": "Layers",
+    "dim": "Model width",
+    "vocab": "Vocabulary",
+}
+"""The help of each option, without its default."""
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Run the command line; returns its exit status."""
+    return guarded(run, sys.argv[1:] if arguments is None else arguments)
+
+
+def run(arguments: Sequence[str]) -> int:
+    """Parse, measure, print; the exit status is 1 where something of ours failed."""
+    what = arguments[0] if arguments else ""
+    if what in ("-h", "--help"):
+        sys.stdout.write(OVERVIEW)
+        return 0
+    if what == "images":
+        return images.run(arguments[1:])
+    if what not in CONFIGS:
+        message = f"unknown benchmark {what!r}; {suggest(what, [*CONFIGS, 'images'])}" if what else "no benchmark named"
+        sys.stderr.write(f"error: {message}\nsee python -m benchmarks --help\n")
+        return 2
+    parser = make_parser(what)
+    chosen = parser.parse_args(arguments[1:])
+    with parser.checking():  # nothing is measured here
+        config = _config(what, chosen)
+        CHECKS[what](config)
+    report = MEASURES[what](config, shown=True, command=shlex.join(["python", "-m", "benchmarks", *arguments]))
+    _show(report, markdown=chosen.markdown)
+    if chosen.out is not None:
+        files = report.save(chosen.out) + (save(report, Path(chosen.out)) if chosen.plots else [])
+        sys.stdout.write("".join(f"{file}\n" for file in files))
+    return 1 if report.failures else 0
+
+
+def _config(what: str, chosen: Namespace) -> BenchConfig:
+    """The configuration of the options that were given. Raises `ValueError` and `TypeError` as it does."""
+    default = CONFIGS[what]()
+    given = {name: value for name in default.to_dict() if (value := chosen[name]) is not None and value != {}}
+    for name, text in given.items():
+        if isinstance(getattr(default, name), list) or name == "peers":
+            given[name] = _listed(name, text)
+    if str(given.get("device", "cpu")).startswith("cuda"):
+        given = {**ON_GPU[what], **given}
+    return CONFIGS[what](**given)
+
+
+def _listed(name: str, text: str) -> Any:
+    """`a,b,c` as a list, of whole numbers where they are numbers; `auto` and `none` as they are."""
+    if name == "peers" and text in ("auto", "none"):
+        return text
+    parts = text.split(",")
+    if name not in ("tokens", "latents", "segment", "contexts"):
+        return parts
+    try:
+        return [int(part) for part in parts]
+    except ValueError:
+        raise ValueError(f"{name} must be whole numbers, as in 1024,4096, got {text!r}") from None
+
+
+def _show(report: Report, *, markdown: bool) -> None:
+    for title, headers, lines in report.grids():
+        print_table(title, headers, lines, markdown=markdown)
+    for note in notes(report):
+        console().print(Text(note))
+
+
+def make_parser(what: str) -> Parser:
+    """The options of a benchmark: those of its configuration, and where the report goes."""
+    name = f"python -m benchmarks {what}"
+    parser = Parser(description=DESCRIPTIONS[what], prog=name, usage=f"{name} [options]")
+    for option, default in CONFIGS[what]().to_dict().items():
+        if option == "options":
+            parser.add_options("Options of mechanisms: --options.llp.segment 512.")
+            continue
+        kind: Any = str if isinstance(default, list | str) else float if isinstance(default, float) else int
+        on_gpu = ON_GPU[what].get(option, default)
+        shown = _shown(default) + (f"; on a GPU {_shown(on_gpu)}" if on_gpu != default else "")
+        text = HELP[option] + (f" (default: {shown})." if shown else ".")
+        parser.add_argument(f"--{option}", type=(Literal[DTYPES] if option == "dtype" else kind) | None, help=text)
+    out = "A folder to write JSON, CSV and pictures to (default: nowhere)."
+    parser.add_argument("--out", type=str | None, default=None, help=out)
+    parser.add_yes_no("plots", "Whether to draw pictures into --out.")
+    parser.add_argument("--markdown", action="store_true", help="Print the tables in Markdown.")
+    return parser
+
+
+def _shown(default: Any) -> str:
+    return ",".join(map(str, default)) if isinstance(default, list) else "" if default is None else str(default)

@@ -1,0 +1,142 @@
+"""`measure_ops`: our operators beside `scaled_dot_product_attention` and other libraries, in one process."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial
+from typing import Any, NamedTuple, cast
+
+import torch
+
+from benchmarks import peers as libraries
+from benchmarks.config import OpsConfig
+from benchmarks.measuring import OUT_OF_TIME, Tell, by_length, check_there, memory_of, statistics_of, status_of
+from benchmarks.operators import PRODUCTS, Case, Operator, Pass, Shape, check_mechanisms, our_cases, sdpa
+from benchmarks.report import Report, Row
+from benchmarks.timing import Failure, Timing, attempt, clock_of, interleave
+
+
+class Line(NamedTuple):
+    """A case at one length, and what was made of it."""
+
+    case: Case
+    shape: Shape
+    operator: Operator | Failure
+
+
+class Key(NamedTuple):
+    """Which call: the number of the line, and the pass."""
+
+    line: int
+    which: Pass
+
+
+def check_ops(config: OpsConfig) -> None:
+    """Raise `ValueError` for what cannot be measured here."""
+    check_there(config.device)
+    check_mechanisms(config.mechanisms)
+    libraries.chosen(config.peers, config.device)
+
+
+def measure_ops(
+    config: OpsConfig | None = None,
+    /,
+    *,
+    shown: bool = False,
+    deadline: float | None = None,
+    found: Callable[[Report], None] | None = None,
+    command: str = "",
+) -> Report:
+    """Time, memory, FLOP/s and bytes/s of operators, at each length, and how many times faster than causal SDPA.
+
+    Args:
+        config: what to measure; `OpsConfig()` is the table of the documentation.
+        shown: whether progress goes to standard error.
+        deadline: a time of `time.monotonic()`; lengths that would begin later are marked `skipped`.
+        found: hears of the report after each length, so that a run that is stopped leaves what it has.
+        command: what is written into the report as its command.
+
+    Each time is the median of interleaved repeats: every case runs once in turn, then all again. On a GPU it is the
+    GPU's own time. A case that runs out of memory, or fails, is a row that says so. Raises `ValueError` for a device
+    that is not there, an unknown mechanism or peer.
+    """
+    config = OpsConfig() if config is None else config
+    check_ops(config)
+    there, records = libraries.chosen(config.peers, config.device)
+    cases = [sdpa(), *our_cases(config.mechanisms, config.backends or [None])]
+    cases += libraries.cases_beside(there, records, config.mechanisms, config.device)
+    rows_of = partial(_length, config, cases)
+    given: Any = {"shown": shown, "deadline": deadline, "found": found, "command": command}
+    return by_length("ops", config, (there, records), rows_of, **given)
+
+
+def _length(config: OpsConfig, cases: list[Case], tokens: int, late: bool, tell: Tell) -> list[Row]:
+    """The rows of one length."""
+    torch.compiler.reset()  # FlexAttention compiles for each length; the caches of the others would fill up
+    lines = list[Line]()
+    for case in cases:
+        for shape in _shapes(config, case, tokens):
+            lines.append(Line(case, shape, OUT_OF_TIME if late else attempt(case.make, shape)))
+    passes = [cast(Pass, which) for which in config.passes]
+    runs = {
+        Key(n, which): line.operator.run(which)
+        for n, line in enumerate(lines)
+        if isinstance(line.operator, Operator)
+        for which in passes
+        if which in line.case.passes
+    }
+    times = interleave(
+        runs,
+        clock=clock_of(config.device),
+        repeats=config.repeats,
+        seconds=config.seconds,
+        told=lambda key: tell(f"{tokens:,} tokens: {lines[key.line].case.name}, {key.which.replace('_', ' + ')}"),
+    )
+    rows = list[Row]()
+    for n, line in enumerate(lines):
+        for which in passes:
+            if which in line.case.passes:
+                rows.append(_row(line, which, times.get(Key(n, which)), times.get(Key(0, which))))
+    return rows
+
+
+def _shapes(config: OpsConfig, case: Case, tokens: int) -> list[Shape]:
+    """The sizes of a case at one length: several where it depends on what has several values."""
+    dtype: torch.dtype = getattr(torch, config.dtype)
+    batch = config.batch_of(tokens)
+    return [
+        Shape(batch, config.heads, tokens, config.channels, latents, segment, config.device, dtype)
+        for latents in (config.latents if case.by_latents else config.latents[:1])
+        for segment in (config.segment if case.by_segment else config.segment[:1])
+    ]
+
+
+def _row(line: Line, which: Pass, timing: Timing | Failure | None, base: Timing | Failure | None) -> Row:
+    case, shape, operator = line
+    row: dict[str, Any] = {
+        "name": case.name,
+        "label": case.label(shape),
+        "kind": case.kind,
+        "backend": case.backend,
+        "tokens": shape.tokens,
+        "batch": shape.batch,
+        "heads": shape.heads,
+        "channels": shape.channels,
+        "latents": shape.latents if case.by_latents else None,
+        "segment": shape.segment if case.by_segment else None,
+        "pass": which,
+        **status_of(operator if isinstance(operator, Failure) else timing),
+    }
+    if not isinstance(operator, Operator) or not isinstance(timing, Timing):
+        return row
+    flops = None if case.flops is None else round(PRODUCTS[which] * case.flops(shape))
+    return {
+        **row,
+        **statistics_of(timing),
+        "times_faster": base.median / timing.median if isinstance(base, Timing) else None,
+        "peak_bytes": None if which == "backward" else memory_of(lambda: operator.run(which).call(None), shape.device),
+        "io_bytes": operator.io_bytes(which),
+        "flops": flops,
+        "flops_per_s": None if flops is None else flops / timing.median,
+        "bytes_per_s": operator.moved_bytes(which) / timing.median,
+    }

@@ -1,0 +1,244 @@
+"""What a benchmark found: rows, where and with what, as tables, CSV, JSON and pictures."""
+
+from __future__ import annotations
+
+import csv
+import json
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any, Literal, NamedTuple
+
+from subquad.evaluation.provenance import described
+from subquad.parsing import check_keys, read_json
+
+What = Literal["ops", "model", "decode"]
+Row = dict[str, Any]
+
+
+class Grid(NamedTuple):
+    """A table of text: names left, numbers right."""
+
+    title: str
+    headers: tuple[str, ...]
+    lines: Sequence[tuple[str, ...]]
+
+    def markdown(self) -> str:
+        """The table in Markdown."""
+        rules = [":---", *("---:" for _ in self.headers[1:])]
+        rows = [f"| {' | '.join(line)} |" for line in (self.headers, rules, *self.lines)]
+        return "\n".join([f"*{self.title}*", "", *rows])
+
+
+@dataclass(frozen=True)
+class Report:
+    """The rows of one run of `measure_ops`, `measure_model` or `measure_decode`."""
+
+    what: What
+    settings: dict[str, Any]
+    rows: list[Row]
+    provenance: dict[str, Any] = field(default_factory=dict)
+    """Date, machine, versions, commit."""
+    ceilings: dict[str, float] = field(default_factory=dict)
+    """What a copy and a matrix product reach in the same run."""
+    peers: list[dict[str, str]] = field(default_factory=list)
+    """Which other libraries were asked for, and how to install those that are absent."""
+    command: str = ""
+
+    @property
+    def stem(self) -> str:
+        """The files' name: `cpu_ops`, `gpu_decode`."""
+        return f"{'gpu' if self.settings['device'].startswith('cuda') else 'cpu'}_{self.what}"
+
+    @property
+    def failures(self) -> list[Row]:
+        """Rows of ours that failed, and not for want of memory or time."""
+        return [row for row in self.rows if row["status"] == "failed" and row["kind"] != "peer"]
+
+    def to_dict(self) -> dict[str, Any]:
+        """Plain values."""
+        return asdict(self)
+
+    @classmethod
+    def from_dict(cls, values: Mapping[str, Any]) -> Report:
+        """What `to_dict` gave."""
+        return cls(**values)
+
+    @classmethod
+    def load(cls, file: str | Path) -> Report:
+        """Read the JSON that `save` wrote."""
+        values = read_json(file)
+        check_keys(values, {"what": str, "settings": dict, "rows": list}, str(file))
+        check_keys(values["settings"], {"device": str}, f"{file}, settings")
+        for row in values["rows"]:
+            check_keys(row, {"status": str, "kind": str}, f"{file}, rows")
+        try:
+            return cls.from_dict(values)
+        except TypeError as error:
+            raise ValueError(f"{file} is no report of a benchmark: {error}") from error
+
+    def grids(self) -> list[Grid]:
+        """Return the tables, each of lines that have the same columns."""
+        return {"ops": _ops, "model": _model, "decode": _decode}[self.what](self)
+
+    def table(self) -> str:
+        """Return the tables in Markdown, with the peers that are not installed."""
+        return "\n\n".join([*(grid.markdown() for grid in self.grids()), *notes(self)])
+
+    def save(self, folder: str | Path) -> list[Path]:
+        """Write JSON and CSV into a folder, which is made; returns the files."""
+        folder = Path(folder)
+        folder.mkdir(parents=True, exist_ok=True)
+        files = [folder / f"{self.stem}.json", folder / f"{self.stem}.csv"]
+        # Aside first: a run that is stopped leaves the file before whole.
+        aside = files[0].with_suffix(".json.tmp")
+        aside.write_text(json.dumps(self.to_dict(), indent=2) + "\n", encoding="utf-8")
+        aside.replace(files[0])
+        _write_csv(files[1], self.rows)
+        return files
+
+
+def _write_csv(file: Path, rows: Sequence[Row]) -> None:
+    """A line a row, under every key that any has; what a row has not is empty."""
+    keys = list(dict.fromkeys(key for row in rows for key in row))
+    with file.open("w", encoding="utf-8", newline="") as opened:
+        writer = csv.DictWriter(opened, fieldnames=keys)
+        writer.writeheader()
+        writer.writerows(rows)
+
+
+def notes(report: Report) -> list[str]:
+    """Below the tables: what was reached at most, who is absent, what failed."""
+    lines = []
+    if report.ceilings:
+        parts = []
+        if "copy_bytes_per_s" in report.ceilings:
+            parts.append(f"a copy {report.ceilings['copy_bytes_per_s'] / 1e9:,.0f} GB/s")
+        if "matmul_flops_per_s" in report.ceilings:
+            parts.append(f"a matrix product {report.ceilings['matmul_flops_per_s'] / 1e9:,.0f} GFLOP/s")
+        lines.append(f"In the same run: {', '.join(parts)}.")
+    for peer in report.peers:
+        if peer["status"] != "installed":
+            lines.append(f"{peer['name']}: {peer['status']}" + (f" ({peer['install']})" if "install" in peer else ""))
+    failed = dict.fromkeys(
+        (row["label"], row["status"], row["message"]) for row in report.rows if row["status"] != "ok"
+    )
+    lines += [f"{label}: {status}: {message}" for label, status, message in failed]
+    return lines
+
+
+def setting(report: Report) -> str:
+    """The sizes and the machine, in a line."""
+    s, machine = report.settings, report.provenance.get("machine", {})
+    sizes = f"batch {s['batch']}" if s.get("batch_tokens") is None else f"{s['batch_tokens']:,} tokens a batch"
+    if report.what == "ops":
+        sizes += f", {s['heads']} heads of {s['channels']} channels"
+    else:
+        sizes += f", {s['layers']} layers, width {s['dim']}, {s['heads']} heads"
+    return f"{sizes}, {s['dtype']}, {described(machine)}"
+
+
+TIMES = ("ms", "p20", "p80")
+
+
+def times(row: Row) -> tuple[str, str, str]:
+    """The median in milliseconds, and the 20th and 80th percentiles; or why there are none."""
+    if row["status"] != "ok":
+        return str(row["status"]), "-", "-"
+    return _ms(row["median_s"]), _ms(row["p20_s"]), _ms(row["p80_s"])
+
+
+def ratio(row: Row) -> str:
+    """How many times faster than the base."""
+    faster = row.get("times_faster")
+    return "-" if faster is None else f"{faster:.2f}"
+
+
+def size(nbytes: float | None) -> str:
+    """Bytes with a unit."""
+    if nbytes is None:
+        return "-"
+    value, units = float(nbytes), ["B", "KiB", "MiB", "GiB"]
+    while value >= 1000 and len(units) > 1:
+        value, units = value / 1024, units[1:]
+    return f"{value:,.0f} {units[0]}" if units[0] == "B" or value >= 100 else f"{value:.1f} {units[0]}"
+
+
+def _ms(seconds: float) -> str:
+    value = 1e3 * seconds
+    return f"{value:,.0f}" if value >= 100 else f"{value:.1f}" if value >= 10 else f"{value:.2f}"
+
+
+def _rate(row: Row, key: str) -> str:
+    value = row.get(key)
+    return "-" if value is None else f"{value / 1e9:,.1f}"
+
+
+def _ops(report: Report) -> list[Grid]:
+    headers = ("", "tokens", *TIMES, "times faster", "peak memory", "/ in + out", "GFLOP/s", "GB/s")
+    tables = []
+    for which in report.settings["passes"]:
+        lines = []
+        for row, first in _grouped([row for row in report.rows if row["pass"] == which]):
+            peak, io = row.get("peak_bytes"), row.get("io_bytes")
+            lines.append(
+                (
+                    row["label"] if first else "",
+                    f"{row['tokens']:,}",
+                    *times(row),
+                    ratio(row),
+                    size(peak),
+                    "-" if peak is None or not io else f"{peak / io:.1f}",
+                    _rate(row, "flops_per_s"),
+                    _rate(row, "bytes_per_s"),
+                )
+            )
+        title = {"forward": "Forward", "backward": "Backward", "forward_backward": "Forward + backward"}[which]
+        tables.append(Grid(f"{title}: {setting(report)}", headers, lines))
+    return tables
+
+
+def _model(report: Report) -> list[Grid]:
+    headers = ("", "tokens", "batch", *TIMES, "tokens/s", "times faster", "peak memory", "prefill ms")
+    prefill = {(row["name"], row["tokens"]): row for row in report.rows if row["pass"] == "prefill"}
+    lines = []
+    for row, first in _grouped([row for row in report.rows if row["pass"] == "step"]):
+        read = prefill.get((row["name"], row["tokens"]))
+        lines.append(
+            (
+                row["label"] if first else "",
+                f"{row['tokens']:,}",
+                f"{row['batch']}",
+                *times(row),
+                "-" if row.get("tokens_per_s") is None else f"{row['tokens_per_s']:,.0f}",
+                ratio(row),
+                size(row.get("peak_bytes")),
+                "-" if read is None else times(read)[0],
+            )
+        )
+    return [Grid(f"A training step and prefill: {setting(report)}", headers, lines)]
+
+
+def _decode(report: Report) -> list[Grid]:
+    headers = ("", "context", *TIMES, "/ shortest", "state", "prefill tokens/s")
+    lines = []
+    for row, first in _grouped(report.rows):
+        speed = row.get("prefill_tokens_per_s")
+        lines.append(
+            (
+                row["label"] if first else "",
+                f"{row['tokens']:,}",
+                *times(row),
+                "-" if row.get("of_shortest") is None else f"{row['of_shortest']:.2f}",
+                size(row.get("state_bytes")),
+                "-" if speed is None else f"{speed:,.0f}",
+            )
+        )
+    return [Grid(f"One decoded token: {setting(report)}", headers, lines)]
+
+
+def _grouped(rows: Sequence[Row]) -> Iterable[tuple[Row, bool]]:
+    """Rows of one label together, in the order in which labels and then lengths came; whether one is the first."""
+    for label in dict.fromkeys(row["label"] for row in rows):
+        for n, row in enumerate(row for row in rows if row["label"] == label):
+            yield row, n == 0

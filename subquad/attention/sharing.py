@@ -1,0 +1,105 @@
+"""What every mechanism knows of sequences that several processes share (`subquad.parallel`)."""
+
+from __future__ import annotations
+
+from typing import Any, ClassVar
+
+from torch import Tensor, nn
+
+from subquad.parallel import Sent, active_group
+from subquad.state import State
+
+
+class SharedSequences(nn.Module):
+    """Where a rank's tokens begin, what stops a layer from reading a part of a sequence, what it sends."""
+
+    name: ClassVar[str]
+    parallel: ClassVar[bool] = False
+    """Whether several processes may share a sequence. A class that defines `mix_tokens` says so anew: it must then
+    begin at `start` and ask the active group for what stands before, as the methods of the shared bases do."""
+    config: Any
+    causal: bool
+
+    def __init_subclass__(cls, **kwargs: Any) -> None:
+        super().__init_subclass__(**kwargs)
+        if {"mix", "mix_tokens"} & vars(cls).keys() and "parallel" not in vars(cls):
+            cls.parallel = False
+
+    def start(self, state: State | None, tokens: int) -> int | Tensor:
+        """The position of the first of `tokens` tokens: after those in the state, or where this rank's part begins."""
+        group = active_group()
+        return state.seen if state is not None else 0 if group is None else group.offset(tokens)
+
+    def check_shared(self) -> None:
+        """Raise `ValueError` for a layer that cannot read a sequence which several processes share."""
+        if not self.causal:
+            raise ValueError(
+                f"this {self.name} layer is not causal: it reads whole sequences, which several processes cannot share"
+            )
+        if not self.parallel:
+            raise ValueError(
+                f"attention {self.name!r} has no way to read a sequence that several processes share "
+                "(its class does not set parallel = True)"
+            )
+
+    def check_part(self, state: State | None, padding: object, doc_ids: Tensor | None = None) -> None:
+        """Under an active group, raise `ValueError` for what this layer cannot take there."""
+        if active_group() is None:
+            return
+        self.check_shared()
+        check_whole(state, padding, doc_ids)
+        check_dropout(self.config.dropout if self.training else 0.0)
+
+    def whole_state(self, state: State, device: Any) -> State:
+        """The state after all ranks' tokens, on every rank, from those that `mix` returned; without gradients."""
+        group = active_group()
+        return state if group is None else group.last_state(state, device)
+
+    def communication(self, tokens: int, ranks: int) -> tuple[Sent, ...]:
+        """Bytes that each of `ranks` processes sends for one sequence of `tokens` tokens, in float32.
+
+        Backward is the gradient's way. Raises `ValueError` where the ranks cannot share the tokens equally and for a
+        layer that cannot be shared at all.
+        """
+        if ranks < 1 or tokens < 0 or tokens % ranks:
+            raise ValueError(
+                f"the ranks share a sequence equally: tokens must be a multiple of ranks, got {tokens} and {ranks}"
+            )
+        self.check_shared()
+        return tuple(self.sent(tokens // ranks, ranks))
+
+    def sent(self, tokens: int, ranks: int) -> list[Sent]:
+        """What each rank sends, for `tokens` tokens a rank."""
+        raise NotImplementedError(f"{type(self).__name__} must define sent (it has parallel = True)")
+
+
+def check_whole(state: State | None, padding: object, doc_ids: Tensor | None) -> None:
+    """Raise `ValueError` for a state, padding or documents beside a sequence that several processes share."""
+    if state is not None:
+        raise ValueError(
+            "a sequence that several processes share is read from its first token: it takes no state; "
+            "leave `context_parallel` to go on from one"
+        )
+    if doc_ids is not None:
+        raise ValueError(
+            "a sequence that several processes share is one document: leave doc_ids out, or leave `context_parallel`"
+        )
+    if padding is not None:
+        raise ValueError(
+            "a sequence that several processes share has no padding: positions would depend on other ranks' tokens; "
+            "cut off the padding and leave the mask out"
+        )
+
+
+def check_dropout(dropout: float) -> None:
+    """Raise `ValueError` for dropout that is on."""
+    if dropout:
+        raise ValueError(
+            f"dropout={dropout} draws other numbers on several processes than on one: set it to 0, or leave "
+            "`context_parallel`"
+        )
+
+
+def added(*parts: list[Sent]) -> list[Sent]:
+    """What each rank sends in all."""
+    return [Sent(sum(s.forward for s in each), sum(s.backward for s in each)) for each in zip(*parts, strict=True)]
