@@ -42,7 +42,7 @@ def run(unit: Unit) -> dict[str, Any]:
         for layer in layers:
             if drawn and layer.name == "window":
                 new = int(torch.randint(2, drawn, (1,), generator=widths)) if width is None else width
-                layer.patterns = (Window(width=new),)
+                layer.patterns = (Window(width=new),)  # type: ignore[assignment]
 
     fit(model.to(unit.device), probe, given, unit.seed, redraw)
     seconds = time.perf_counter() - begin

@@ -21,8 +21,8 @@ from torch import Tensor
 from transformers.masking_utils import causal_mask_function
 
 from subquad.attention import build, names
-from subquad.attention._blocked import BlockedAttention
 from subquad.attention.bigbird import Bigbird
+from subquad.attention.blocked import BlockedAttention
 from subquad.attention.longformer import Longformer
 from subquad.config import suggest
 from subquad.ops import block_attention_with_lse, merge_attention

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from subquad.attention._projected import ProjectedAttention
+from subquad.attention.projected import ProjectedAttention
 from subquad.ops import block_attention_with_lse
 from subquad.ops._torch.tiles import score_entries, unmasked_entries
 from subquad.ops.attend import softmax_weights
