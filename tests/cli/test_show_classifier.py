@@ -6,7 +6,7 @@ import torch
 from subquad import attention
 from subquad.cli import _pictures, main
 from subquad.cli.show import PICTURES
-from subquad.data.toy import toy
+from subquad.data.labelled import toy
 from subquad.hf import SubquadForSequenceClassification
 from subquad.hf.encoders import SubquadClassifierConfig
 from subquad.models import EncoderConfig, matrices
