@@ -14,15 +14,9 @@ from transformers.utils.logging import disable_progress_bar
 
 from subquad.data import load_tokenizer
 from subquad.data.images import ImageSet, load_images, load_pictures
-from subquad.hf import (
-    SubquadClassifierConfig,
-    SubquadConfig,
-    SubquadForCausalLM,
-    SubquadForImages,
-    SubquadForSequenceClassification,
-    SubquadImageConfig,
-    lora,
-)
+from subquad.hf import SubquadConfig, SubquadForCausalLM, SubquadForImages, SubquadForSequenceClassification, lora
+from subquad.hf.encoders import SubquadClassifierConfig
+from subquad.hf.image import SubquadImageConfig
 from subquad.hf.lora import is_adapter, is_extension
 from subquad.models import Decoder
 from subquad.models.image import ImageModel
