@@ -620,7 +620,7 @@ def test_metrics_that_are_no_numbers(tmp_path):
 
 
 def test_a_case_of_an_audit_that_takes_all_memory():
-    from subquad.evaluation.audit._case import Case
+    from subquad.evaluation.audit.case import Case
 
     case = {"kind": "padding", "tokens": [[1]], "side": "left", "columns": 2**31 - 1, "fills": [0]}
     with pytest.raises(ValueError, match="columns must be at most 1048576, got 2147483647"):
