@@ -12,7 +12,7 @@ import torch
 from torch.nn import functional as F
 
 from experiments.harness.units import Unit
-from subquad.data.probe_config import ProbeConfig
+from subquad.data.config import ProbeConfig
 from subquad.data.probes import IGNORED, probe_rows
 from subquad.evaluation.probes import overall, right_answers
 from subquad.models import Decoder, DecoderConfig

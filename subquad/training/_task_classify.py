@@ -61,8 +61,8 @@ def size(items: Any) -> int:
 
 
 def _model(config: TrainConfig, corpus: LabelledCorpus) -> SubquadForSequenceClassification:
-    from subquad.hf import SubquadClassifierConfig, SubquadForSequenceClassification
-    from subquad.hf.classification import Denoising
+    from subquad.hf import SubquadForSequenceClassification
+    from subquad.hf.encoders import Denoising, SubquadClassifierConfig
     from subquad.models.pretraining import Hiding
 
     encoder, options = config.encoder(len(corpus.classes)), config.pretrain
@@ -86,7 +86,7 @@ def _changes(config: TrainConfig) -> dict[str, Any]:
 
 def _augmentation(config: TrainConfig, corpus: LabelledCorpus) -> Callable[[dict[str, Tensor]], dict[str, Tensor]]:
     from subquad.data.augment import augmentation, check_whole
-    from subquad.data.lra.sequences import Sequences
+    from subquad.data.lra.store import Sequences
 
     dataset, train = config.classify.dataset, corpus.train
     if isinstance(train, Sequences):
