@@ -1,4 +1,4 @@
-"""Documents to token shards: through a scratch file where they are visited more than once, or straight from a source."""
+"""Documents to token shards: through a scratch file where they are read more than once, or straight from a source."""
 
 from __future__ import annotations
 
