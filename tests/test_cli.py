@@ -594,7 +594,7 @@ def test_lists_keep_to_the_columns_that_are_asked_for(capsys, monkeypatch):
 
 @pytest.mark.parametrize("name", [*attention.names(), *STACKS])
 def test_without_a_width_only_explanations_are_wrapped(capsys, name):
-    from subquad.cli.mechanisms import options
+    from subquad.cli.listing import options
 
     assert main(["list", name]) == 0
     out = capsys.readouterr().out
@@ -621,7 +621,7 @@ def test_list_recipes_shows_only_recipes(capsys):
 
 @pytest.mark.parametrize("name", attention.names())
 def test_list_shows_every_option_of_a_mechanism_with_help(capsys, name):
-    from subquad.cli.mechanisms import options
+    from subquad.cli.listing import options
 
     assert main(["list", name]) == 0
     out = capsys.readouterr().out

@@ -23,7 +23,7 @@ from experiments.llp_table6 import command as llp_table6
 from experiments.lora_mnist import command as lora_mnist
 from subquad import attention
 from subquad.cli import main
-from subquad.cli.mechanisms import markdown
+from subquad.cli.listing import markdown
 from subquad.cli.serve import make_parser
 from subquad.cli.show import PICTURES
 from subquad.data import load_tokenizer
