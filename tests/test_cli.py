@@ -380,7 +380,7 @@ def test_a_crash_of_native_code_shows_where_it_was():
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=120, check=False)
     assert done.returncode == -signal.SIGABRT
     assert "Fatal Python error: Aborted" in done.stderr
-    assert "in _run" in done.stderr
+    assert "in guarded" in done.stderr
 
 
 def test_an_interruption_has_its_status(monkeypatch, capsys):

@@ -155,7 +155,7 @@ def _size(number: int) -> str:
 
 
 def _law_rows() -> tuple[list[tuple[str, ...]], list[str]]:
-    """Return a row for each form of a mechanism under `LAW_HEADERS`, `-` for laws that do not apply, and the reasons."""
+    """Return a row for each form under `LAW_HEADERS`, `-` for laws that do not apply, and the reasons."""
     table: list[tuple[str, ...]] = []
     reasons: dict[tuple[str, str], list[int]] = {}
     for name in names():
