@@ -68,12 +68,7 @@ METHODS = {
 
 CHOSEN = {"subquad.testing": ("AttentionContract", "assert_exact", "assert_in_budget", "assert_same_maths")}
 """Of these packages only some names are promised."""
-FOREIGN = (
-    "subquad.hf.SubquadClassifierConfig",
-    "subquad.hf.SubquadConfig",
-    "subquad.hf.SubquadImageConfig",
-    "subquad.hf.SubquadPretrainingConfig",
-)
+FOREIGN = ("subquad.hf.SubquadConfig",)
 """Constructors whose parameters are also another library's."""
 
 

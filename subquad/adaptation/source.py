@@ -20,7 +20,7 @@ from subquad.data.token_set import TokenSet
 from subquad.data.tokenizers import check_vocabulary, separator_id
 from subquad.data.windows import EpochOrder
 from subquad.hf import SubquadConfig, SubquadForCausalLM, lora
-from subquad.hf._strict import check_finite, read_config
+from subquad.hf.loading import check_finite, read_config
 from subquad.models import Decoder
 
 

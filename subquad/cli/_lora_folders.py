@@ -18,7 +18,7 @@ from subquad.adaptation import extended
 from subquad.cli.tables import count, print_table, size
 from subquad.data.files import MODEL_FILES
 from subquad.hf import lora
-from subquad.hf._strict import read_config
+from subquad.hf.loading import read_config
 from subquad.parsing import read_json_mapping
 from subquad.training.checkpoint import share
 from subquad.training.config import TrainConfig

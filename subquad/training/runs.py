@@ -10,13 +10,9 @@ from tokenizers import Tokenizer
 from transformers.utils.logging import disable_progress_bar
 
 from subquad.data import load_tokenizer
-from subquad.hf import (
-    SubquadClassifierConfig,
-    SubquadConfig,
-    SubquadForCausalLM,
-    SubquadForSequenceClassification,
-    SubquadImageConfig,
-)
+from subquad.hf import SubquadConfig, SubquadForCausalLM, SubquadForSequenceClassification
+from subquad.hf.encoders import SubquadClassifierConfig
+from subquad.hf.image import SubquadImageConfig
 from subquad.hf.lora import is_adapter, is_extension
 from subquad.models import Decoder
 from subquad.parsing import read_json_mapping

@@ -206,7 +206,7 @@ def write_llama2c(file, vocab=20):
 
 @target(lambda folder: write_llama2c(folder / "a.bin"), quick=40)
 def llama2c(folder):
-    from subquad.hf import read_llama2c
+    from subquad.hf.llama2c import read_llama2c
 
     model = read_llama2c(folder / "a.bin")
     assert model(torch.tensor([[1, 2, 3]])).logits.shape == (1, 3, model.config.vocab_size)
@@ -598,7 +598,8 @@ def audited(folder):
 
 
 def make_classifier(folder):
-    from subquad.hf import SubquadClassifierConfig, SubquadForSequenceClassification
+    from subquad.hf import SubquadForSequenceClassification
+    from subquad.hf.encoders import SubquadClassifierConfig
     from subquad.models import EncoderConfig
 
     shape = EncoderConfig(**TINY, attention="linear", position="learned", max_positions=9, num_classes=2)
@@ -613,7 +614,8 @@ def classifier(folder):
 
 
 def make_image_model(folder):
-    from subquad.hf import SubquadForImages, SubquadImageConfig
+    from subquad.hf import SubquadForImages
+    from subquad.hf.image import SubquadImageConfig
     from subquad.models import ImageModelConfig
 
     shape = ImageModelConfig(dim=8, num_layers=1, num_heads=2, height=3, width=3, channels=1)
