@@ -10,6 +10,7 @@ from statistics import stdev
 from typing import TYPE_CHECKING, Any
 
 import torch
+from torch import nn
 
 from subquad.adaptation import extended
 from subquad.adaptation.config import ExtendConfig
@@ -76,6 +77,7 @@ def _other(adapted: Any, config: ExtendConfig) -> Any:
 
 def measure(
     config: ExtendConfig,
+    result: RunResult,
     corpus: Corpus,
     plan: PositionPlan,
     device: torch.device,
@@ -83,7 +85,12 @@ def measure(
     begin: Callable[[str], object],
     progress: Callable[[int, int], None] | None = None,
 ) -> dict[str, tuple[RangeLoss, ...]]:
-    """Return the loss by position of each model on `device`; `begin` is called with the name of each before it."""
+    """Return the loss by position of each model on `device`; `begin` is called with the name of each before it.
+
+    The model of `result` is moved to the CPU, since those that are measured need its place.
+    """
+    trained: nn.Module = result.model
+    trained.to("cpu")
     losses = {}
     for name, load in subjects(config).items():
         begin(name)

@@ -47,9 +47,9 @@ def run(arguments: Sequence[str]) -> int:
     if result.interrupted:
         return _stopped(result, config, "the extension")
     device = result.model.device
-    result.model.to("cpu")  # the models that are measured need its place
     losses = extension_report.measure(
         config,
+        result,
         corpus,
         plan,
         device,
