@@ -16,9 +16,9 @@ from torch import Tensor, nn
 
 from subquad.data import load_tokenizer, prepare
 from subquad.data.config import DataConfig
+from subquad.data.order import EpochOrder
 from subquad.data.token_set import TokenSet
 from subquad.data.tokenizers import check_vocabulary, separator_id
-from subquad.data.windows import EpochOrder
 from subquad.hf import SubquadConfig, SubquadForCausalLM, lora
 from subquad.hf.loading import check_finite, read_config
 from subquad.models import Decoder
