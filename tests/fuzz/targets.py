@@ -561,9 +561,9 @@ def make_state(folder):
 
 @target(make_state, quick=30)
 def state(folder):
-    from subquad.cli.generate import _state
+    from subquad.cli.generate import read_state
 
-    found = _state(decoder(), str(folder / "a.safetensors"))
+    found = read_state(decoder(), str(folder / "a.safetensors"))
     assert found.nbytes
     assert found.batch == 1
 
@@ -624,7 +624,7 @@ def make_image_model(folder):
 
 @target(make_image_model, quick=3, raises=(ValueError, TypeError, OSError))
 def image_model(folder):
-    from subquad.training.image_runs import load_image_run
+    from subquad.training.runs import load_image_run
 
     load_image_run(folder, "cpu")
 
@@ -651,7 +651,7 @@ def place_adapter(folder):
 
 @target(make_adapter, files="adapter/*", seal=place_adapter, quick=5, raises=(ValueError, TypeError, OSError))
 def adapter(folder):
-    from subquad.cli._lora_folders import adapters
+    from subquad.adaptation.adapters import adapters
     from subquad.training.runs import load_run
 
     for found in adapters([str(folder)]):
@@ -873,9 +873,11 @@ def client():
 
     from subquad.data import load_tokenizer
     from subquad.generation import BatchDecoder
-    from subquad.serving import Engine, ServeConfig, Texts, make_app
+    from subquad.serving import ServeConfig
+    from subquad.serving.app import Served, make_app
+    from subquad.serving.engine import Engine
     from subquad.serving.metrics import Metrics
-    from subquad.serving.routes import Served
+    from subquad.serving.texts import Texts
 
     limits = ServeConfig(slots=2, max_prompt=64, max_tokens=8, max_requests=8, max_body=200_000)
     counted = Metrics()
