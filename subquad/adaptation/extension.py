@@ -15,9 +15,8 @@ from subquad.adaptation.config import ATTENTION, SPANS, ExtendConfig
 from subquad.config import digest, suggest
 from subquad.data import Corpus, prepare
 from subquad.data.files import MODEL_FILES
-from subquad.data.set_windows import windows_of
 from subquad.data.tokenizers import check_vocabulary, has_tokenizer, tokenizer_hash
-from subquad.data.windows import WindowParts
+from subquad.data.windows import WindowParts, windows_of
 from subquad.hf import lora, set_attention
 from subquad.models.config import DecoderConfig
 from subquad.training._task import Task, preparing, spread
@@ -233,9 +232,3 @@ def _check_corpus(corpus: Corpus, values: TrainConfig, config: PreTrainedConfig)
                 f"length={values.batch.length} is longer than the {name} part of the text, which has {len(part)} "
                 "tokens; give more text"
             )
-
-
-def own_model(config: ExtendConfig) -> tuple[Path, int]:
-    """The original's folder, and the tokens that it was made for."""
-    folder, original, _ = scaled_config(config)
-    return folder, extended.own_length(original)
