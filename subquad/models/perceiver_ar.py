@@ -187,7 +187,7 @@ class PerceiverAR(Decoder):
         *,
         reduction: Reduction = "mean",
     ) -> Tensor:
-        """Return the loss of the latents, as `Decoder.loss`; other labels don't count, `none` gives `[B, min(m, T)]`."""
+        """Return the loss of the latents, as `Decoder.loss`; others do not count, `none` gives `[B, min(m, T)]`."""
         if labels_BT.shape != tokens_BT.shape:
             raise ValueError(f"labels must have the tokens' shape {list(tokens_BT.shape)}, got {list(labels_BT.shape)}")
         passes = self.passes(tokens_BT, mask, doc_ids)

@@ -235,8 +235,8 @@ STACKS: dict[str, Stack] = {
             state="constant with history_tokens, else grows",
             options=PerceiverAROptions,
             exemptions=((1, NO_MATRIX), (15, ONE_DOCUMENT)),
-            cost_note="perceiver_ar's state is small because exact decoding (decode=exact) computes its latents anew at "
-            "each token.",
+            cost_note="perceiver_ar's state is small because exact decoding (decode=exact) computes its latents anew "
+            "at each token.",
         ),
         Stack(
             name="perceiver",
