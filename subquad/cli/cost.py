@@ -28,9 +28,6 @@ LEGEND = (
     "multiply-add as two, with the projections. Activations are what autograd keeps of one sequence in float32; the "
     "state is what decoding keeps after it, in float32."
 )
-PERCEIVER_AR = (
-    "perceiver_ar's state is small because exact decoding (decode=exact) computes its latents anew at each token."
-)
 SENT_HEADERS = ("", "tokens", "sent forward", "sent backward")
 SENT_LEGEND = (
     "Bytes that the process which sends most sends for one sequence in float32, forward and backward; "
@@ -207,5 +204,7 @@ def _print(measured: Sequence[Measured], title: str, markdown: bool) -> None:
     print_table(title, HEADERS, lines, markdown=markdown)
     if not markdown:
         console().print(Text(LEGEND))
-        if any(name.partition(" ")[0] == "perceiver_ar" for name, _, _ in measured):
-            console().print(Text(PERCEIVER_AR))
+        shown = {name.partition(" ")[0] for name, _, _ in measured}
+        for stack in STACKS.values():
+            if stack.name in shown and stack.cost_note:
+                console().print(Text(stack.cost_note))

@@ -39,7 +39,7 @@ LARGEST = 0.5
 
 
 class Style(NamedTuple):
-    """How a line looks; no two of the first 24 are alike, and those of one colour differ in marker and dashes."""
+    """The look of a line; no two of the first 24 are alike, and those of one colour differ in marker and dashes."""
 
     color: str
     linestyle: str
