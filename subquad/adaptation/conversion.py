@@ -60,7 +60,7 @@ class Stages:
         return self.folder / "stages" / f"{NAMES.index(name) + 1}-{name}"
 
     def record(self, name: str) -> dict[str, Any] | None:
-        """What a complete stage measured; None where it is not complete."""
+        """Return what a complete stage measured; None where it is not complete."""
         file = self.place(name) / RECORD
         return dict(read_json_mapping(file)) if file.is_file() else None
 
@@ -117,7 +117,7 @@ class Conversion:
         self.stages = Stages(config.out, settings)
 
     def run(self, **about: Any) -> dict[str, Any]:
-        """All stages that are not complete; the report, which also stands in the folder.
+        """Run all stages that are not complete; return the report, which also stands in the folder.
 
         `about`, such as the machine, is kept with each stage that is run, and in the report that of the last stage.
         """
@@ -145,7 +145,7 @@ class Conversion:
         return record
 
     def _made(self, name: str) -> tuple[SubquadForCausalLM | None, dict[str, Any]]:
-        """The model after a stage (None: the original), and what its training says."""
+        """Return the model after a stage (None: the original), and the curve of its training."""
         config = self.config
         if name == "original":
             return None, {}
@@ -167,7 +167,7 @@ class Conversion:
         )
 
     def _wrapped(self, decoder: Decoder) -> SubquadForCausalLM:
-        """The decoder as a transformers model, with the original's special tokens."""
+        """Return the decoder as a transformers model, with the original's special tokens."""
         own = self.source.model.config
         kept = {name: getattr(own, name) for name in ("bos_token_id", "eos_token_id", "pad_token_id")}
         with torch.device("meta"):
@@ -176,7 +176,7 @@ class Conversion:
         return model.eval()
 
     def _report(self, records: dict[str, dict[str, Any]]) -> dict[str, Any]:
-        """What the stages measured, and the gap between the last and the first."""
+        """Return what the stages measured, and the gap between the last and the first."""
         first, last = records["original"], records["tuned"]
         gaps = [
             {"start": a["start"], "stop": a["stop"], "tokens": a["tokens"], "gap": b["loss"] - a["loss"]}
@@ -205,7 +205,7 @@ class Conversion:
         return {**report, "explanation": explain(report)}
 
     def new_parameters(self) -> int:
-        """Numbers that the original has not."""
+        """Return how many numbers the result has that the original lacks."""
         with torch.device("meta"):
             student = dict(Decoder(self.student_config).named_parameters())
         return sum(student[name].numel() for name in self.new)
@@ -227,7 +227,7 @@ class Conversion:
 def convert(
     folder: str | Path, config: ConvertConfig | None = None, /, *, progress: Progress | None = None
 ) -> dict[str, Any]:
-    """Convert the model in `folder` as `config` says, into `config.out`; the report.
+    """Convert the model in `folder` as `config` says, into `config.out`, and return the report.
 
     Goes on after the last complete stage of a conversion that was interrupted. Raises as `Conversion`.
     """
@@ -245,7 +245,7 @@ def check_positions(decoder: Decoder, length: int) -> None:
 
 @contextmanager
 def _seeded(seed: int) -> Iterator[None]:
-    """Random numbers from a seed, and afterwards those that would have come without the block."""
+    """Draw random numbers from a seed within the block, and leave the generator as it was."""
     with torch.random.fork_rng():
         torch.manual_seed(seed)
         yield

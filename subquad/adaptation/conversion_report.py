@@ -23,7 +23,7 @@ Report = Mapping[str, Any]
 
 
 def explain(report: Report) -> list[str]:
-    """How large the gap is, where in the context it stands, and which branches carry the result."""
+    """Return sentences: the size of the gap, its place in the context, and the branches that carry the result."""
     first, last = report["stages"][0], report["stages"][-1]
     gap = report["gap"]["loss"]
     verb = "loses" if gap >= 0 else "gains"
@@ -38,12 +38,12 @@ def explain(report: Report) -> list[str]:
 
 
 def softmax_reach(report: Report) -> int | None:
-    """Tokens that a replaced layer sees by softmax; None where it has none."""
+    """Return how many tokens a replaced layer sees by softmax; None where it has no softmax."""
     return reach_of(report["attention"], report["options"])
 
 
 def reach_of(attention: str, options: Mapping[str, Any]) -> int | None:
-    """Tokens that the mechanism sees by softmax with these options; None where it has none."""
+    """Return how many tokens the mechanism sees by softmax with these options; None where it has no softmax."""
     option = REACH.get(attention)
     if option is None:
         return None
@@ -77,7 +77,7 @@ def _beyond(report: Report, reach: int) -> str:
 
 
 def _mean(parts: list[Mapping[str, Any]]) -> float | None:
-    """The gap a token over these ranges; None where there is none."""
+    """Return the gap a token over these ranges; None where they are empty."""
     tokens: int = sum(part["tokens"] for part in parts)
     return sum(part["tokens"] * part["gap"] for part in parts) / tokens if tokens else None
 
@@ -94,7 +94,7 @@ def _branches(branches: list[Mapping[str, Any]]) -> str:
 
 
 def draw(report: Report, file: Path) -> None:
-    """Loss by position at each stage, the loss with branches off, bytes and speed against context."""
+    """Draw the loss by position at each stage, the loss with branches off, bytes and speed against context."""
     figure = drawing.new_figure(11.0, 7.2)
     figure.suptitle(
         f"{report['attention']}: {len(report['layers']['replaced'])} layers replaced, "

@@ -7,9 +7,10 @@ import math
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from statistics import stdev
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
+from rich.console import Console
 from torch import nn
 
 from subquad.adaptation import extended
@@ -23,9 +24,6 @@ from subquad.evaluation.provenance import provenance
 from subquad.hf import lora, set_attention
 from subquad.training._task import preparing
 from subquad.training.run import RunResult
-
-if TYPE_CHECKING:
-    from rich.console import Console
 
 REPORT, PICTURE, README = "report.json", "loss_by_position.png", "README.md"
 BEFORE, SCALED, CONTROL, AFTER = "original", "scaled, untrained", "control", "extended"
@@ -67,7 +65,7 @@ def subjects(config: ExtendConfig) -> dict[str, Callable[[], Any]]:
 
 
 def _other(adapted: Any, config: ExtendConfig) -> Any:
-    """The extended model with the attention that was not chosen: in full, or that of its training."""
+    """Return the extended model with the attention that was not chosen: in full, or that of its training."""
     if config.keep_attention:
         set_attention(adapted.get_base_model(), None)
     else:
@@ -154,7 +152,7 @@ def _record(entry: RangeLoss) -> dict[str, Any]:
 
 
 def _summary(ranges: tuple[RangeLoss, ...], own: int) -> dict[str, float | None]:
-    """The loss of the last range within the model's own length, and of all beyond it.
+    """Return the loss of the last range within the model's own length, and of all beyond it.
 
     Their difference is a mean over stretches of the text; its standard error is that of differences d_i of n stretches,
     `sqrt(sum (d_i - mean d)^2 / (n (n - 1)))`, and None of one alone.
@@ -179,7 +177,7 @@ def write(report: Mapping[str, Any], folder: Path) -> None:
 
 
 def rows(report: Mapping[str, Any]) -> tuple[list[str], list[list[str]]]:
-    """Headers and lines of the table: a range of positions a line, loss and perplexity of each model."""
+    """Return headers and lines of the table: a range of positions a line, loss and perplexity of each model."""
     losses = report["loss"]
     headers = ["position", *losses]
     first = next(iter(losses.values()))
@@ -197,13 +195,13 @@ def rows(report: Mapping[str, Any]) -> tuple[list[str], list[list[str]]]:
 
 
 def within_range(report: Mapping[str, Any]) -> str:
-    """The positions that those above the model's own length are compared with."""
+    """Return the positions that those above the model's own length are compared with."""
     near = [entry for entry in next(iter(report["loss"].values())) if entry["last"] <= report["own_length"]][-1]
     return f"{near['first']:,} to {near['last']:,}"
 
 
 def difference(found: Mapping[str, Any]) -> str:
-    """Nats above the own length less those within, and the standard error."""
+    """Return the nats above the own length less those within, and the standard error."""
     error = "" if found["standard_error"] is None else f" ± {found['standard_error']:.4f}"
     return f"{found['difference']:+.4f}{error}"
 
@@ -213,7 +211,7 @@ def _short(perplexity: float) -> str:
 
 
 def title(report: Mapping[str, Any]) -> str:
-    """What the table and the picture show."""
+    """Return the title of the table and of the picture."""
     return (
         f"{report['model']} from {report['own_length']:,} to {report['length']:,} tokens, "
         f"{report['attention']}, {report['rope']} positions"
@@ -221,7 +219,7 @@ def title(report: Mapping[str, Any]) -> str:
 
 
 def draw(report: Mapping[str, Any]) -> Any:
-    """The loss of each model against the position, a point for each range; the dotted line: its own length."""
+    """Draw the loss of each model against the position, a point for each range; the dotted line is its own length."""
     figure = drawing.new_figure(7.6, 4.6)
     axes = figure.subplots()
     losses = report["loss"]
@@ -254,7 +252,7 @@ def draw(report: Mapping[str, Any]) -> Any:
 
 
 def readme(report: Mapping[str, Any]) -> str:
-    """How to load the folder."""
+    """Return the README of the folder, which says how to load it."""
     original = json.dumps(report["original"])
     kept = "\nimport subquad.hf\nsubquad.hf.register()" if report["keep_attention"] else ""
     headers, lines = rows(report)

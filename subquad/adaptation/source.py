@@ -1,4 +1,4 @@
-"""What is converted, the model and its tokenizer, and the text that it is converted on.
+"""The model that is converted with its tokenizer, and the text that it is converted on.
 
 Shape letters: B batch, T tokens.
 """
@@ -19,7 +19,7 @@ from subquad.data.config import DataConfig
 from subquad.data.order import EpochOrder
 from subquad.data.token_set import TokenSet
 from subquad.data.tokenizers import check_vocabulary, separator_id
-from subquad.hf import SubquadConfig, SubquadForCausalLM, lora
+from subquad.hf import SubquadConfig, SubquadForCausalLM, from_transformers, lora
 from subquad.hf.loading import check_finite, read_config
 from subquad.models import Decoder
 
@@ -39,7 +39,7 @@ class Source(NamedTuple):
 
 
 def load_source(folder: str | Path) -> Source:
-    """The model in a folder, in float32 and in eval mode.
+    """Load the model in a folder, in float32 and in eval mode.
 
     Raises `FileNotFoundError` where there is no model or no tokenizer, and `ValueError` for an adapter, for a model
     that is neither ours nor of a family that `subquad.hf.from_transformers` reads, for weights that are not finite, and
@@ -56,8 +56,6 @@ def load_source(folder: str | Path) -> Source:
     if isinstance(read_config(folder), SubquadConfig):
         model = SubquadForCausalLM.from_pretrained(folder, local_files_only=True)
     else:
-        from subquad.hf import from_transformers
-
         model = from_transformers(folder)
     tokenizer = load_tokenizer(folder)
     check_vocabulary(tokenizer, model.config.vocab_size, f"is that in {folder} another model's?")
@@ -66,7 +64,7 @@ def load_source(folder: str | Path) -> Source:
 
 
 def fingerprint(model: nn.Module) -> str:
-    """SHA-256 of the names and values of all weights."""
+    """Return the SHA-256 of the names and values of all weights."""
     total = hashlib.sha256()
     for name, tensor in sorted(model.state_dict().items()):
         total.update(name.encode())
@@ -87,7 +85,7 @@ class Tokens:
         return len(self.stored) + (self.start is not None)
 
     def part(self, begin: int, stop: int) -> np.ndarray:
-        """Tokens `begin` to `stop - 1`, int64."""
+        """Return tokens `begin` to `stop - 1`, int64."""
         if self.start is None:
             return np.asarray(self.stored[begin:stop], dtype=np.int64)
         found = np.asarray(self.stored[max(0, begin - 1) : max(0, stop - 1)], dtype=np.int64)
@@ -104,7 +102,7 @@ class Text(NamedTuple):
 
 
 def read_text(config: DataConfig, folder: str, tokenizer: Tokenizer, start: int | None, length: int) -> Text:
-    """The text in the tokens of the model in `folder`.
+    """Read the text in the tokens of the model in `folder`.
 
     `start` is the token with which the model begins a text: it stands at the beginning and, in the place of the
     tokenizer's separator, between documents. Raises `ValueError` for a folder of token shards and where a part has
@@ -138,7 +136,7 @@ class Batches:
         self.chosen = self.order.permutation()
 
     def __call__(self, step: int) -> Tensor:
-        """The windows of a step (the first is 0)."""
+        """Return the windows of a step (the first is 0)."""
         rows = [self._window(number) for number in range(step * self.size, (step + 1) * self.size)]
         return torch.from_numpy(np.stack(rows))
 

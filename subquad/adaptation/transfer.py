@@ -45,7 +45,7 @@ def attention_errors(teacher: Decoder, student: Decoder, layers: Sequence[int], 
 
 @torch.no_grad()
 def teacher_outputs(teacher: Decoder, layers: Sequence[int], tokens_BT: Tensor) -> dict[int, tuple[Tensor, Tensor]]:
-    """What each of `layers` of the teacher reads and gives, both `[B, T, D]`."""
+    """Return the inputs and outputs of each of `layers` of the teacher, both `[B, T, D]`."""
     inputs: dict[int, Tensor] = {}
     outputs: dict[int, Tensor] = {}
     with ExitStack() as stack:
@@ -60,7 +60,7 @@ def teacher_outputs(teacher: Decoder, layers: Sequence[int], tokens_BT: Tensor) 
 
 @contextmanager
 def silenced(mixers: Sequence[nn.Module]) -> Iterator[None]:
-    """Within the block these mechanisms give zeros: what is left of their layers is the residual stream."""
+    """Replace the outputs of these mechanisms by zeros within the block: their layers are the residual stream alone."""
     with ExitStack() as stack:
         for mixer in mixers:
             for module in _outputs(mixer):
@@ -90,12 +90,12 @@ def windows_dropped(model: nn.Module, probability: float, generator: torch.Gener
 
 
 def branched(model: nn.Module) -> list[Branched]:
-    """The mechanisms that have branches."""
+    """Return the mechanisms that have branches."""
     return [module for module in model.modules() if isinstance(module, Branched)]
 
 
 def _outputs(mixer: nn.Module) -> list[nn.Module]:
-    """The linear layer whose result is the mechanism's."""
+    """Return the linear layer whose result is the mechanism's."""
     return [module for name, module in mixer.named_modules() if name == "out"]
 
 
@@ -139,7 +139,7 @@ def optimise(
     accumulation: int,
     progress: Progress | None,
 ) -> Curve:
-    """AdamW without decay on `loss_of(number)`, the losses of `accumulation` numbers a step, counted from 0.
+    """Train by AdamW without decay on `loss_of(number)`, the losses of `accumulation` numbers a step, counted from 0.
 
     The rate warms up over a twentieth of the steps and falls by half a cosine to a tenth. Raises `NonFiniteError` for
     a loss that is not finite, before the step.
@@ -212,8 +212,8 @@ def tune(
     config: ConvertConfig,
     progress: Progress | None = None,
 ) -> Curve:
-    """Low-rank factors in all linear layers of `model` that the original has, and the parameters `new`, on the loss of
-    the next token; the factors end up in the weights."""
+    """Train low-rank factors in all linear layers of `model` that the original has, and the parameters `new`, on the
+    loss of the next token, and merge the factors into the weights."""
     own = {f"model.{name}" for name in new}
     trained = [parameter for name, parameter in model.named_parameters() if name in own]
     wanted = [name for name in lora.targets(model) if f"{name}.weight" not in own]
@@ -252,7 +252,7 @@ def falling(first: float, step: int, steps: int) -> float:
 
 @contextmanager
 def only(model: nn.Module, trained: Sequence[nn.Parameter]) -> Iterator[None]:
-    """Within the block these parameters of `model` have gradients, and no others."""
+    """Give these parameters of `model` gradients within the block, and no others."""
     before = [(parameter, parameter.requires_grad) for parameter in model.parameters()]
     chosen = {id(parameter) for parameter in trained}
     for parameter, _ in before:
