@@ -12,10 +12,11 @@ import torch
 from tokenizers import Tokenizer
 from torch import Tensor
 
-from subquad.data import EpochOrder, prepare
+from subquad.data import prepare
 from subquad.data.config import DataConfig
 from subquad.data.token_set import TokenSet
 from subquad.data.tokenizers import separator_id
+from subquad.data.windows import EpochOrder
 
 
 class Tokens:

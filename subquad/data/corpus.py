@@ -12,10 +12,9 @@ from tokenizers import Tokenizer
 
 from subquad.config import digest
 from subquad.data.config import DataConfig
-from subquad.data.files import Progress, aside, cache_folder, remove, usable, write_json
+from subquad.data.files import Progress, aside, cache_folder, remove, silent, usable, write_json
 from subquad.data.shards import FORMAT_VERSION, TokenShard
-from subquad.data.sources import Source, open_source
-from subquad.data.split import cut, hold_out
+from subquad.data.sources import Source, cut, hold_out, open_source
 from subquad.data.spool import Part, Spool, write_shard
 from subquad.data.token_corpus import open_token_corpus
 from subquad.data.token_set import TokenSet, is_token_set
@@ -93,7 +92,7 @@ def prepare(config: DataConfig, *, progress: Progress | None = None) -> Corpus:
     if not usable(folder, lambda: _open(folder)):
         with aside(folder) as temporary:
             temporary.mkdir()
-            _build(temporary, config, fixed, sources, progress or _silent)
+            _build(temporary, config, fixed, sources, progress or silent)
             _add_manifest(temporary, contents)
             for source, before in zip(sources, contents, strict=True):
                 _check_unchanged(source, before)
@@ -121,8 +120,8 @@ def prepare_shard(
         with aside(folder) as temporary:
             temporary.mkdir()
             with Spool(temporary / "text") as spool:
-                spool.read(source, progress or _silent)
-                write_shard(temporary / file.name, spool, spool.parts, tokenizer, progress or _silent)
+                spool.read(source, progress or silent)
+                write_shard(temporary / file.name, spool, spool.parts, tokenizer, progress or silent)
             remove(temporary / "text")
             _check_unchanged(source, before)
     return TokenShard(file, tokenizer_hash=made_by)
@@ -220,7 +219,3 @@ def _check_unchanged(source: Source, before: str) -> None:
 def _sha256(path: Path) -> str:
     with path.open("rb") as stream:
         return hashlib.file_digest(stream, "sha256").hexdigest()
-
-
-def _silent(what: str, done: int, total: int) -> None:
-    return None

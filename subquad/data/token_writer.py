@@ -9,7 +9,7 @@ from pathlib import Path
 
 from tokenizers import Tokenizer
 
-from subquad.data.files import Progress, aside
+from subquad.data.files import Progress, aside, silent
 from subquad.data.shards import ShardWriter
 from subquad.data.sources import Source, open_source
 from subquad.data.token_set import Entry, TokenSet, write_index
@@ -38,7 +38,7 @@ def write_tokens(
     sources = [open_source(text) if isinstance(text, str) else text for text in texts]
     with aside(folder) as temporary:
         temporary.mkdir()
-        entries = _write_shards(temporary, sources, tokenizer, shard_tokens, progress or (lambda *_: None))
+        entries = _write_shards(temporary, sources, tokenizer, shard_tokens, progress or silent)
         tokenizer.save(str(temporary / "tokenizer.json"), pretty=False)
         write_index(temporary, entries, tokenizer_hash=tokenizer_hash(tokenizer), vocab_size=vocab_size(tokenizer))
     return TokenSet(folder)

@@ -176,6 +176,11 @@ def activation_bytes(module: nn.Module, run: Callable[[Tensor], Any], make_input
     return total
 
 
+def one_sequence(tokens: int) -> Tensor:
+    """Return the token 0, `[1, tokens]`."""
+    return torch.zeros(1, tokens, dtype=torch.int64)
+
+
 def has_data(tensor: Tensor) -> bool:
     """Whether it is a tensor of a real run, not one that has a shape only."""
     return not isinstance(tensor, FakeTensor) and tensor.device.type != "meta"

@@ -15,7 +15,7 @@ from subquad.data import Corpus
 from subquad.data.files import Progress
 from subquad.data.images import ImageSet
 from subquad.data.labelled import LabelledCorpus
-from subquad.data.probe_items import ProbeCorpus
+from subquad.data.probes import ProbeCorpus
 from subquad.models.config import DecoderConfig
 from subquad.training.config import TrainConfig
 

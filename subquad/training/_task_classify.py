@@ -86,7 +86,7 @@ def _changes(config: TrainConfig) -> dict[str, Any]:
 
 def _augmentation(config: TrainConfig, corpus: LabelledCorpus) -> Callable[[dict[str, Tensor]], dict[str, Tensor]]:
     from subquad.data.augment import augmentation, check_whole
-    from subquad.data.lra.sequences import Sequences
+    from subquad.data.lra.store import Sequences
 
     dataset, train = config.classify.dataset, corpus.train
     if isinstance(train, Sequences):

@@ -6,8 +6,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from subquad.data.probe_items import ProbeCorpus
-from subquad.data.probes import IGNORED
+from subquad.data.probes import IGNORED, ProbeCorpus
 from subquad.models.stacks import options_of
 from subquad.training._task import Task, fitted, spread
 from subquad.training._task_language import window_labels

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import Any, Literal
 
 from subquad.config import Config
-from subquad.data.labelled_config import LabelledConfig
+from subquad.data.config import LabelledConfig
 from subquad.models.encoder import Pooling
 from subquad.models.pretraining import check_hiding
 

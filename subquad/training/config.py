@@ -7,9 +7,7 @@ from dataclasses import dataclass, field
 from typing import Literal
 
 from subquad.config import Config
-from subquad.data.config import DataConfig
-from subquad.data.image_config import ImageConfig
-from subquad.data.probe_config import ProbeConfig
+from subquad.data.config import DataConfig, ImageConfig, ProbeConfig
 from subquad.models.config import DecoderConfig
 from subquad.models.encoder import EncoderConfig
 from subquad.training.classify_config import ClassifyConfig, PretrainConfig

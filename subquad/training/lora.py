@@ -9,7 +9,8 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from subquad.data import Corpus, load_tokenizer, tokenizer_hash
+from subquad.data import Corpus, load_tokenizer
+from subquad.data.tokenizers import tokenizer_hash
 from subquad.hf import SubquadClassifierConfig, SubquadConfig, SubquadImageConfig, lora
 from subquad.models.config import DecoderConfig
 from subquad.training._task import Task

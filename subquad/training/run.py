@@ -16,7 +16,7 @@ import torch
 from subquad.data import Corpus
 from subquad.data.images import ImageSet
 from subquad.data.labelled import LabelledCorpus
-from subquad.data.probe_items import ProbeCorpus
+from subquad.data.probes import ProbeCorpus
 from subquad.training import checkpoint
 from subquad.training.config import TrainConfig
 from subquad.training.curves import draw_curves

@@ -6,11 +6,11 @@ import pytest
 import torch
 
 from subquad.attention import build, mechanism, names
-from subquad.attention._activations import has_data
 from subquad.models import Decoder, DecoderConfig
 from subquad.models.classifier import Classifier
 from subquad.models.encoder import EncoderConfig
 from subquad.ops.backends import use_backend
+from subquad.ops.counting import has_data
 
 SIZES = {"dim": 16, "num_heads": 2}
 FORMS = [(name, form == "causal") for name in names() for form in mechanism(name).forms]

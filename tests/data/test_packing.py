@@ -6,8 +6,8 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from subquad.data import PackedWindows, TokenShard, packing
-from subquad.data.packing import pack, pieces
+from subquad.data import TokenShard, packing
+from subquad.data.packing import PackedWindows, pack, pieces
 from subquad.data.shards import ShardWriter
 
 

@@ -11,11 +11,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from subquad.config import digest
-from subquad.data import DataConfig, ShardError, TokenSet, TokenShard, prepare, token_set, windows_of, write_tokens
+from subquad.data import DataConfig, TokenSet, TokenShard, prepare, token_set, windows_of, write_tokens
 from subquad.data.set_windows import SetWindows
 from subquad.data.shards import HEAD_BYTES
 from subquad.data.sources import open_source
-from subquad.data.token_set import INDEX, is_token_set
+from subquad.data.token_set import INDEX, ShardError, is_token_set
 from subquad.data.tokenizers import load_tokenizer
 from tests.data.sets import flip, make_set
 

@@ -330,8 +330,7 @@ def seal_store(folder):
 
 @target(make_store, seal=seal_store, quick=20)
 def store(folder):
-    from subquad.data.lra.sequences import Sequences
-    from subquad.data.lra.store import PARTS, Store
+    from subquad.data.lra.store import PARTS, Sequences, Store
 
     found = Store(folder)
     for part in PARTS:
@@ -348,7 +347,7 @@ def store(folder):
     quick=20,
 )
 def block(folder):
-    from subquad.data.lra.blocks import read_block
+    from subquad.data.lra.made import read_block
 
     found = read_block(folder, 0)
     assert found is None or found.lengths.sum() == len(found.tokens)
@@ -456,15 +455,13 @@ def lra(dataset, quick=15):
             home.rename(folder / "data")
 
     def read(folder):
-        import importlib
-
-        from subquad.data.labelled_config import LabelledConfig
-        from subquad.data.lra.read import READERS
+        from subquad.data.config import LabelledConfig
+        from subquad.data.labelled import READERS
 
         name = {"papers": "retrieval", "tables": "text"}.get(dataset, dataset)
         path = folder if dataset in ("papers", "tables") else folder / "data"
-        module = importlib.import_module(f"subquad.data.lra.{READERS[name.rstrip('0123456789')]}")
-        found = module.contents(LabelledConfig(dataset=name, path=str(path)), lambda *_: None)
+        read = READERS[name.rstrip("0123456789")]
+        found = read(LabelledConfig(dataset=name, path=str(path)), lambda *_: None)
         for part in found.parts.values():
             for piece in part if not hasattr(part, "documents") else part.documents:
                 assert piece.lengths.sum() == len(piece.tokens)
@@ -800,7 +797,7 @@ def make_audit(folder):
 def audit_report(folder):
     from subquad.cli.audit import _report
     from subquad.evaluation.audit import AuditReport
-    from subquad.evaluation.audit._case import Case
+    from subquad.evaluation.audit.case import Case
 
     for found in (AuditReport.load(folder / "a.json"), _report(str(folder / "b.json"), "m")):
         assert str(found)

@@ -53,7 +53,7 @@ def attend(
     if k_BHSK.shape[2] == 0:
         return nothing(q_BHTK, v_BHSV)
     if q_BHTK.device.type == "cpu" and dropout_p == 0:
-        return _fused(q_BHTK, k_BHSK, v_BHSV, pattern, slots, scale)
+        return _on_cpu(q_BHTK, k_BHSK, v_BHSV, pattern, slots, scale)
     return gathered(q_BHTK, k_BHSK, v_BHSV, pattern, slots, scale, dropout_p)
 
 
@@ -95,7 +95,7 @@ def _by_residue(
     return unfold(out_RHTV), unfold(lse_RHT[..., None])[..., 0]
 
 
-def _fused(
+def _on_cpu(
     q_BHTK: Tensor, k_BHSK: Tensor, v_BHSV: Tensor, pattern: Pattern, slots: Slots, scale: float
 ) -> tuple[Tensor, Tensor]:
     K, V = q_BHTK.shape[-1], v_BHSV.shape[-1]

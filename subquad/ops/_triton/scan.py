@@ -37,7 +37,7 @@ TILES = {
     ("ieee", False): Tiles(32, 32, 32, 32, 4, 32, 32, 4),
     ("ieee", True): Tiles(32, 32, 32, 32, 8, 32, 32, 8),
 }
-"""By how products take their operands (`scan_tiles`) and whether each key channel has its own decay, which takes
+"""By how products take their operands (see scan_kernels.py) and whether each key channel has its own decay, which takes
 registers. Without tensor cores (`ieee`) the operands of a product wait in registers too."""
 
 

@@ -1,20 +1,20 @@
 """The checks that compare logits: each tries cases, and makes the shortest of one that fails.
 
-Shape letters: B batch, T tokens.
+Shape letters: B batch, T tokens, V vocabulary.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
+from torch import Tensor
 
-from subquad.evaluation.audit._case import Case, Deltas, Rows, compare, fails, limit
-from subquad.evaluation.audit._probe import Probe, Refused
-from subquad.evaluation.audit._shrink import shrink
+from subquad.evaluation.audit.case import Case, Deltas, Rows, compare, delta, fails, limit, shrink
+from subquad.evaluation.audit.probe import Probe, Refused, Tokens
 from subquad.evaluation.audit.report import Check, Verdict
 
 NO_LEAK = "the outputs depend on later tokens (causality), so this comparison means nothing"
@@ -64,37 +64,6 @@ class Audited:
     def failing(self, case: Case) -> bool:
         """Whether a case fails."""
         return fails(self.probe, case, self.band)
-
-
-class Tokens:
-    """Random tokens, or pieces of a text."""
-
-    def __init__(self, vocab_size: int, seed: int, text: Sequence[int] | None) -> None:
-        self.vocab_size = vocab_size
-        self.generator = torch.Generator().manual_seed(seed)
-        self.text = None if text is None else [int(token) for token in text]
-        if self.text is not None and not self.text:
-            raise ValueError("text must hold at least one token, got none; leave it out for random tokens")
-        if self.text is not None and not all(0 <= token < vocab_size for token in self.text):
-            raise ValueError(
-                f"text must hold tokens between 0 and {vocab_size - 1}, got {min(self.text)} to {max(self.text)}"
-            )
-
-    def row(self, length: int) -> tuple[int, ...]:
-        """One sequence; of a text from a random place on, and from its beginning again after its end."""
-        if self.text is not None:
-            start = int(torch.randint(len(self.text), (), generator=self.generator))
-            return tuple(self.text[(start + i) % len(self.text)] for i in range(length))
-        return tuple(torch.randint(self.vocab_size, (length,), generator=self.generator).tolist())
-
-    def rows(self, batch: int, length: int) -> tuple[tuple[int, ...], ...]:
-        """Several."""
-        return tuple(self.row(length) for _ in range(batch))
-
-    def other(self, row: Sequence[int]) -> tuple[int, ...]:
-        """A different token in each place."""
-        steps = torch.randint(1, self.vocab_size, (len(row),), generator=self.generator).tolist()
-        return tuple((token + step) % self.vocab_size for token, step in zip(row, steps, strict=True))
 
 
 def finite(audited: Audited) -> bool:
@@ -296,3 +265,169 @@ def listed(numbers: Sequence[Any], most: int = 8) -> str:
 def size(number: float) -> str:
     """A difference in words."""
     return f"{number:.2g}" if number < float("inf") else "infinity or NaN"
+
+
+ENTRIES = 2**24
+"""Logits that one pass may make here."""
+MOST_CUTS = 64
+"""Places in one length after which all tokens are changed."""
+
+
+class Leak(NamedTuple):
+    """What one length shows."""
+
+    length: int
+    size: float
+    """The largest change."""
+    case: Case
+
+
+def causality(audited: Audited) -> None:
+    """Change all tokens from n on, for many n at every length; outputs before n must keep their bits.
+
+    Where they don't, the change is compared with the band. Of a leak: which outputs change with which single token.
+    """
+    leaks, tried = list[Leak](), [T for T in audited.lengths if T >= 2]
+    if not tried:
+        audited.skip("causality", "the model takes no sequence of two tokens or more")
+        return
+    worst, alone = 0.0, True
+    for T in tried:
+        for _ in range(2 if audited.tokens == T else 1):
+            found = _leak(audited, T, together=alone)
+            broken = not audited.within(found.case, found.size)
+            if broken and alone and not audited.failing(found.case):
+                alone = False  # the batch mixes its rows: one at a time from here on
+                found = _leak(audited, T, together=False)
+                broken = not audited.within(found.case, found.size)
+            worst = max(worst, found.size)
+            if broken:
+                leaks.append(found)
+                break
+    done = f"lengths {listed(tried, 16)}"
+    if leaks:
+        audited.checks.append(_violation(audited, leaks, tried))
+    elif worst and audited.verdict("repeatable") == "pass":
+        detail = f"{done}; bits of some outputs change with later tokens, within rounding"
+        audited.checks.append(Check("causality", "finding", detail, worst))
+    else:
+        same = "no bit of an earlier output changes" if not worst else "bits change as between equal calls"
+        audited.checks.append(Check("causality", "pass", f"{done}; {same}", worst))
+
+
+def _leak(audited: Audited, length: int, together: bool) -> Leak:
+    """The largest change of an earlier output at one length, over all cuts."""
+    row = audited.source.row(length)
+    changes = [row[:n] + audited.source.other(row[n:]) for n in cuts(length, audited.sizes)]
+    size_BT = changed_outputs(audited.probe, row, changes, None if together else 1)
+    b = int(size_BT.amax(1).argmax())
+    case = Case("causality", (row,), (changes[b],), dtype=audited.dtype)
+    return Leak(length, size_BT.max().item(), case)
+
+
+def cuts(length: int, sizes: Sequence[int]) -> list[int]:
+    """Places from which tokens are changed: all, or some, those beside the model's own sizes among them."""
+    if length <= MOST_CUTS:
+        return list(range(1, length))
+    near = {k * s + d for s in sizes for k in range(1, length // s + 1) for d in (-1, 0, 1)}
+    even = set(range(1, length, max(1, length // 16)))
+    chosen = sorted(n for n in near | even | {1, length - 1} if 0 < n < length)
+    return chosen[:: -(-len(chosen) // MOST_CUTS)]
+
+
+def changed_outputs(
+    probe: Probe, row: tuple[int, ...], changes: Sequence[tuple[int, ...]], at_once: int | None = None
+) -> Tensor:
+    """`[changes, T]`: how far each change moves each output before its first changed token; 0 elsewhere.
+
+    Both passes have the same shape, of `at_once` rows (None: as many as fit): equal inputs would give equal bits.
+    """
+    T, rows = len(row), len(changes)
+    B = at_once or max(1, min(rows, ENTRIES // (T * max(1, probe.logits_seen))))
+    before = probe.full([row] * B)
+    found = torch.zeros(rows, T, dtype=torch.float64)
+    for start in range(0, rows, B):
+        part = list(changes[start : start + B])
+        after = probe.full(part + [row] * (B - len(part)))
+        M = after.shape[1]
+        found[start : start + len(part), T - M :] = delta(before, after)[: len(part)]
+    first = (torch.tensor(changes) != torch.tensor(row)).int().argmax(1)
+    return found.masked_fill(torch.arange(T) >= first[:, None], 0.0)
+
+
+def _violation(audited: Audited, leaks: list[Leak], tried: Sequence[int]) -> Check:
+    first = leaks[0]
+    row = first.case.tokens[0]
+    pairs = dependencies(audited, row, audited.source.other(row))
+    case = first.case
+    if pairs:
+        t_out, t_in, _ = pairs[0]
+        changed = (*row[:t_in], _other(audited, row, t_in, t_out), *row[t_in + 1 :])
+        case = Case("causality", (row,), (changed,), dtype=audited.dtype)
+        case = case if audited.failing(case) else first.case
+    short = shrink(case, audited.failing)
+    where: dict[str, Any] = compare(audited.probe, short).first(audited.band)
+    later = [t for t, (a, b) in enumerate(zip(short.tokens[0], short.changed[0], strict=True)) if a != b]
+    length = len(short.tokens[0])
+    where |= {"token": later[0], "tokens": later, "distance": later[0] - where["output"], "length": length}
+    where |= {"lengths": [leak.length for leak in leaks], "first_length": len(row)}
+    where |= {"pairs": [list(pair) for pair in pairs[:64]], "pairs_in_all": len(pairs)}
+    at = f"output {where['output']} changes with token {listed(later)}, {where['distance']} later, by "
+    at += f"{size(where['size'])} in {length} tokens (shortest input found)"
+    among = f"lengths that leak: {listed(where['lengths'])} of {listed(tried, 16)}"
+    many = f"; at {len(row)} tokens {len(pairs)} pairs of an output and one later token" if pairs else ""
+    worst = max(leak.size for leak in leaks)
+    return Check("causality", "violation", f"{at}; {among}{many}", worst, where, short.to_dict())
+
+
+def dependencies(audited: Audited, row: tuple[int, ...], other: tuple[int, ...]) -> list[tuple[int, int, float]]:
+    """`(output, later token, change)` of every pair that a change of this one token alone shows, outputs rising."""
+    T = len(row)
+    places = range(1, T) if T <= 4 * MOST_CUTS else cuts(T, audited.sizes)
+    changes = [(*row[:t], other[t], *row[t + 1 :]) for t in places]
+    size_BT = changed_outputs(audited.probe, row, changes)
+    found = [(int(t), places[b], size_BT[b, t].item()) for b, t in (size_BT > audited.band).nonzero().tolist()]
+    return sorted(found)
+
+
+def _other(audited: Audited, row: tuple[int, ...], t_in: int, t_out: int) -> int:
+    """A token at `t_in` that changes the output."""
+    for step in range(1, min(8, audited.source.vocab_size)):
+        token = (row[t_in] + step) % audited.source.vocab_size
+        changed = (*row[:t_in], token, *row[t_in + 1 :])
+        if changed_outputs(audited.probe, row, [changed])[0, t_out] > audited.band:
+            return token
+    return (row[t_in] + 1) % audited.source.vocab_size
+
+
+BF16_BUDGET = 40
+"""Cases tried to shorten an input that is not finite in bfloat16."""
+
+
+def bf16(make: Callable[[], Probe], source: Tokens, tokens: int, most: int | None, narrower: list[int]) -> Check:
+    """A long input in bfloat16: finite, not finite (a violation), or the model's error (a finding)."""
+    if not tokens:
+        return Check("bf16", "not checked", "long is 0")
+    length = tokens if most is None else min(tokens, most)
+    try:
+        probe = make()
+    except Refused as error:
+        return Check("bf16", "finding", f"the model does not go to bfloat16: {error}")
+    refused = ""
+    for n in (length, *reversed(narrower)):  # a model may take some lengths alone
+        if n > length:
+            continue
+        case = Case("finite", (source.row(n),), dtype="bfloat16")
+        try:
+            found = compare(probe, case)
+        except Refused as error:
+            refused = refused or str(error)
+            continue
+        if found.worst == 0:
+            return Check("bf16", "pass", f"{n:,} tokens: all logits are finite", None, {"length": n})
+        short = shrink(case, lambda smaller: fails(probe, smaller, 0.0), BF16_BUDGET)
+        where = {**compare(probe, short).first(0.0), "length": len(short.tokens[0]), "first_length": n}
+        what = not_finite(probe, short, where)
+        detail = f"output {where['output']} of {where['length']:,} tokens {what}; tried: {n:,} tokens"
+        return Check("bf16", "violation", detail, None, where, short.to_dict())
+    return Check("bf16", "finding", f"the model does not run in bfloat16: {refused}")

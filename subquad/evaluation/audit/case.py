@@ -5,17 +5,20 @@ Shape letters: B batch, T tokens, M outputs, V vocabulary, N positions compared.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import asdict, dataclass, fields
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import asdict, dataclass, fields, replace
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
-from subquad.evaluation.audit._probe import Probe, Refused, wide
-from subquad.evaluation.audit._valid import check_case
+from subquad.evaluation.audit.probe import Probe, Refused, wide
 
 Rows = tuple[tuple[int, ...], ...]
+LARGEST = 2**31 - 1
+"""The largest token."""
+MOST_COLUMNS = 1 << 20
+"""Of a row with its padding; an audit writes some hundreds."""
 
 
 @dataclass(frozen=True)
@@ -60,10 +63,50 @@ class Case:
             for name in ("pieces", "fills", "order"):
                 plain[name] = tuple(int(number) for number in values.get(name, ()))
             case = cls(**plain)
-            check_case(case)
+            case.check()
             return case
         except (KeyError, TypeError, ValueError, AttributeError, OverflowError) as error:
             raise ValueError(f"this is no failing input of an audit: {error}") from error
+
+    def check(self) -> None:
+        """Raise `ValueError` for an input that no audit writes: its parts must fit each other."""
+        if not self.tokens or not all(self.tokens):
+            raise ValueError(f"tokens must hold sequences of at least one token, got {list(map(list, self.tokens))}")
+        for token in (*self.fills, *(token for row in (*self.tokens, *self.changed) for token in row)):
+            if not 0 <= token <= LARGEST:
+                raise ValueError(f"tokens must lie between 0 and {LARGEST}, got {token}")
+        lengths, after = [len(row) for row in self.tokens], sum(self.pieces)
+        if self.kind != "padding" and len(set(lengths)) > 1:
+            raise ValueError(f"sequences must have one length, got {lengths}")
+        for name in ("keep", "columns"):
+            if type(getattr(self, name)) is not int:
+                raise ValueError(f"{name} must be a whole number, got {getattr(self, name)!r}")
+        for size in self.pieces:
+            if size < 1:
+                raise ValueError(f"pieces must be at least 1, got {size}")
+        changed = [len(row) for row in self.changed]
+        if self.kind == "causality" and changed != lengths:
+            raise ValueError(f"changed must hold sequences of the lengths of tokens, {lengths}, got {changed}")
+        if self.kind == "truncation" and not 0 < self.keep <= lengths[0]:
+            raise ValueError(f"keep must lie between 1 and the {lengths[0]} tokens, got {self.keep}")
+        if self.kind == "cache" and after != lengths[0]:
+            raise ValueError(f"pieces must add up to the {lengths[0]} tokens, got {list(self.pieces)}")
+        if self.kind == "batch" and self.order and sorted(self.order) != list(range(len(lengths))):
+            raise ValueError(f"order must have each of the {len(lengths)} sequences once, got {list(self.order)}")
+        if self.kind == "padding":
+            self._check_padding(max(lengths) - after, min(lengths) - after)
+
+    def _check_padding(self, longest: int, shortest: int) -> None:
+        if self.side not in ("left", "right"):
+            raise ValueError(f"side must be left or right, got {self.side!r}")
+        if not self.fills:
+            raise ValueError("fills must hold at least one token, got none")
+        if shortest < 1:
+            raise ValueError(f"pieces must leave a token of each sequence before them, got {list(self.pieces)}")
+        if self.columns > MOST_COLUMNS:
+            raise ValueError(f"columns must be at most {MOST_COLUMNS}, got {self.columns}")
+        if longest > self.columns:
+            raise ValueError(f"columns must be at least {longest}, the longest sequence to pad, got {self.columns}")
 
 
 class Deltas(NamedTuple):
@@ -131,17 +174,17 @@ def join(parts: Sequence[Deltas]) -> Deltas:
     return Deltas(*(torch.cat(values) for values in zip(*parts, strict=True)))
 
 
-def _finite(probe: Probe, case: Case) -> Deltas:
+def _compare_finite(probe: Probe, case: Case) -> Deltas:
     logits = probe.full(case.tokens)
     bad_BM = (~logits.isfinite()).any(-1).cpu()
     return positions(torch.where(bad_BM, torch.inf, 0.0).double(), len(case.tokens[0]))
 
 
-def _repeatable(probe: Probe, case: Case) -> Deltas:
+def _compare_repeatable(probe: Probe, case: Case) -> Deltas:
     return positions(delta(probe.full(case.tokens), probe.full(case.tokens)), len(case.tokens[0]))
 
 
-def _causality(probe: Probe, case: Case) -> Deltas:
+def _compare_causality(probe: Probe, case: Case) -> Deltas:
     found = positions(delta(probe.full(case.tokens), probe.full(case.changed)), len(case.tokens[0]))
     first_B = torch.tensor([first_change(a, b) for a, b in zip(case.tokens, case.changed, strict=True)])
     before = found.position_N < first_B[found.row_N]
@@ -153,7 +196,7 @@ def first_change(row: Sequence[int], other: Sequence[int]) -> int:
     return next((t for t, (a, b) in enumerate(zip(row, other, strict=True)) if a != b), len(row))
 
 
-def _truncation(probe: Probe, case: Case) -> Deltas:
+def _compare_truncation(probe: Probe, case: Case) -> Deltas:
     T = len(case.tokens[0])
     whole = probe.full(case.tokens)
     if whole.shape[1] < T:
@@ -162,7 +205,7 @@ def _truncation(probe: Probe, case: Case) -> Deltas:
     return positions(delta(whole[:, : part.shape[1]], part), case.keep)
 
 
-def _cache(probe: Probe, case: Case) -> Deltas:
+def _compare_cache(probe: Probe, case: Case) -> Deltas:
     """The pieces' outputs against the full pass.
 
     Where outputs stand at the end, those after the first piece against the last output of the full pass up to each.
@@ -199,7 +242,7 @@ def padded(case: Case, fill: int) -> tuple[Tensor, Tensor]:
     return torch.tensor(rows), torch.tensor(masks)
 
 
-def _padding(probe: Probe, case: Case) -> Deltas:
+def _compare_padding(probe: Probe, case: Case) -> Deltas:
     """Real tokens' outputs with padding against each row alone without any; then those of pieces after it."""
     after = sum(case.pieces)
     alone = [_Alone(probe, row) for row in case.tokens]
@@ -256,7 +299,7 @@ def _row(b: int, out_MV: Tensor, alone: _Alone, start: int, stop: int) -> Deltas
     return found._replace(row_N=torch.full_like(found.row_N, b))
 
 
-def _batch(probe: Probe, case: Case) -> Deltas:
+def _compare_batch(probe: Probe, case: Case) -> Deltas:
     T, together = len(case.tokens[0]), probe.full(case.tokens)
     if case.order:
         moved = probe.full([case.tokens[b] for b in case.order])
@@ -265,12 +308,132 @@ def _batch(probe: Probe, case: Case) -> Deltas:
 
 
 COMPARE = {
-    "finite": _finite,
-    "repeatable": _repeatable,
-    "causality": _causality,
-    "truncation": _truncation,
-    "cache": _cache,
-    "padding": _padding,
-    "batch": _batch,
+    "finite": _compare_finite,
+    "repeatable": _compare_repeatable,
+    "causality": _compare_causality,
+    "truncation": _compare_truncation,
+    "cache": _compare_cache,
+    "padding": _compare_padding,
+    "batch": _compare_batch,
 }
 """What each kind of case compares."""
+
+
+BUDGET = 150
+"""Cases tried at most."""
+
+
+def shrink(case: Case, failing: Callable[[Case], bool], budget: int = BUDGET) -> Case:
+    """The last of a row of ever smaller failing cases: none of its own smaller ones fails, or the budget is out."""
+    while True:
+        for smaller in candidates(case):
+            budget -= 1
+            if budget < 0:
+                return case
+            if failing(smaller):
+                case = smaller
+                break
+        else:
+            return case
+
+
+def candidates(case: Case) -> Iterator[Case]:
+    """Smaller cases, the smallest first: fewer rows, shorter ones (halves, then less), fewer changed tokens."""
+    if case.kind == "batch":
+        yield from _smaller_batch(case)
+    elif len(case.tokens) > 1:
+        for b, row in enumerate(case.tokens):
+            changed = (case.changed[b],) if case.changed else ()
+            yield replace(case, tokens=(row,), changed=changed, columns=min(case.columns, len(row) + 1))
+    yield from _SMALLER.get(case.kind, _shorter)(case)
+
+
+def _cuts(length: int, least: int) -> Iterator[int]:
+    """How many of so many tokens to leave out: half of them, then ever fewer, `least` staying."""
+    cut = length // 2
+    while cut:
+        if length - cut >= least:
+            yield cut
+        cut //= 2
+
+
+def _cut(rows: Rows, start: int, stop: int) -> Rows:
+    return tuple(row[start:stop] for row in rows)
+
+
+def _shorter(case: Case, least: int = 1) -> Iterator[Case]:
+    """Without its last tokens, or its first."""
+    T = len(case.tokens[0])
+    for cut in _cuts(T, least):
+        yield replace(case, tokens=_cut(case.tokens, 0, T - cut), changed=_cut(case.changed, 0, T - cut))
+        yield replace(case, tokens=_cut(case.tokens, cut, T), changed=_cut(case.changed, cut, T))
+
+
+def _smaller_batch(case: Case) -> Iterator[Case]:
+    if len(case.tokens) > 2:
+        for b in range(len(case.tokens)):
+            rows = case.tokens[:b] + case.tokens[b + 1 :]
+            order = tuple(range(len(rows)))[::-1] if case.order else ()
+            yield replace(case, tokens=rows, order=order)
+
+
+def _smaller_causality(case: Case) -> Iterator[Case]:
+    for shorter in _shorter(case, least=2):
+        if shorter.tokens != shorter.changed:
+            yield shorter
+    row, other = case.tokens[0], case.changed[0]
+    places = [t for t, (a, b) in enumerate(zip(row, other, strict=True)) if a != b]
+    if len(places) > 1:
+        for kept in (places[len(places) // 2 :], places[: len(places) // 2], *([t] for t in places)):
+            yield replace(case, changed=(tuple(other[t] if t in kept else row[t] for t in range(len(row))),))
+
+
+def _smaller_truncation(case: Case) -> Iterator[Case]:
+    T = len(case.tokens[0])
+    for cut in _cuts(T - case.keep, 1):
+        yield replace(case, tokens=_cut(case.tokens, 0, T - cut))
+    for cut in _cuts(case.keep, 1):
+        yield replace(case, tokens=_cut(case.tokens, cut, T), keep=case.keep - cut)
+        yield replace(case, tokens=_cut(case.tokens, 0, T - cut), keep=case.keep - cut)
+
+
+def _smaller_cache(case: Case) -> Iterator[Case]:
+    """Without the last pieces; with the first ones as one; with smaller ones."""
+    pieces = case.pieces
+    for cut in _cuts(len(pieces), 1):
+        yield _with_pieces(case, pieces[:-cut])
+    for cut in _cuts(len(pieces), 2):
+        yield _with_pieces(case, (sum(pieces[: cut + 1]), *pieces[cut + 1 :]))
+    for i, piece in enumerate(pieces):
+        for cut in _cuts(piece, 2 if i and piece > 1 else 1):
+            yield _with_pieces(case, (*pieces[:i], piece - cut, *pieces[i + 1 :]), skip=cut if not i else 0)
+
+
+def _with_pieces(case: Case, pieces: tuple[int, ...], skip: int = 0) -> Case:
+    return replace(case, tokens=_cut(case.tokens, skip, skip + sum(pieces)), pieces=pieces)
+
+
+def _smaller_padding(case: Case) -> Iterator[Case]:
+    """One row, one padding token, fewer tokens and pieces."""
+    if len(case.fills) > 1:
+        for fill in case.fills:
+            yield replace(case, fills=(fill,))
+    after = sum(case.pieces)
+    length = max(len(row) for row in case.tokens)
+    for cut in _cuts(len(case.pieces), 1):
+        gone = sum(case.pieces[-cut:])
+        rows = tuple(row[: len(row) - gone] for row in case.tokens)
+        yield replace(case, tokens=rows, pieces=case.pieces[:-cut])
+    if case.columns > length - after + 1:
+        yield replace(case, columns=length - after + 1)
+    if len(case.tokens) == 1:
+        for cut in _cuts(length - after, 1):
+            yield replace(case, tokens=_cut(case.tokens, cut, length), columns=case.columns - cut)
+
+
+_SMALLER = {
+    "causality": _smaller_causality,
+    "truncation": _smaller_truncation,
+    "cache": _smaller_cache,
+    "padding": _smaller_padding,
+}

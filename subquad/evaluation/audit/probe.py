@@ -1,4 +1,4 @@
-"""A copy of the model in the arithmetic of the comparisons, and how far rounding alone moves its logits.
+"""A copy of the model in the arithmetic of the comparisons: how far rounding moves its logits, how its costs grow.
 
 Shape letters: B batch, T tokens, M outputs, V vocabulary.
 """
@@ -9,15 +9,19 @@ import copy
 import logging
 import math
 import statistics
-from collections.abc import Iterator, Sequence
+import time
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.profiler import ProfilerActivity, profile
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from subquad.evaluation.audit.adapter import Adapter, device_of
+from subquad.evaluation.audit.adapters import Adapter, device_of, tensors_in
+from subquad.evaluation.audit.report import Check
 
 logger = logging.getLogger(__name__)
 
@@ -200,3 +204,154 @@ class _Dtypes(TorchDispatchMode):
             if isinstance(tensor, Tensor) and tensor.is_floating_point() and tensor.numel() > 1:
                 self.dtypes.add(tensor.dtype)
         return result
+
+
+LEVEL = 0.05
+"""Values that differ by less than this part are called level."""
+
+
+class Tokens:
+    """Random tokens, or pieces of a text."""
+
+    def __init__(self, vocab_size: int, seed: int, text: Sequence[int] | None) -> None:
+        self.vocab_size = vocab_size
+        self.generator = torch.Generator().manual_seed(seed)
+        self.text = None if text is None else [int(token) for token in text]
+        if self.text is not None and not self.text:
+            raise ValueError("text must hold at least one token, got none; leave it out for random tokens")
+        if self.text is not None and not all(0 <= token < vocab_size for token in self.text):
+            raise ValueError(
+                f"text must hold tokens between 0 and {vocab_size - 1}, got {min(self.text)} to {max(self.text)}"
+            )
+
+    def row(self, length: int) -> tuple[int, ...]:
+        """One sequence; of a text from a random place on, and from its beginning again after its end."""
+        if self.text is not None:
+            start = int(torch.randint(len(self.text), (), generator=self.generator))
+            return tuple(self.text[(start + i) % len(self.text)] for i in range(length))
+        return tuple(torch.randint(self.vocab_size, (length,), generator=self.generator).tolist())
+
+    def rows(self, batch: int, length: int) -> tuple[tuple[int, ...], ...]:
+        """Several."""
+        return tuple(self.row(length) for _ in range(batch))
+
+    def other(self, row: Sequence[int]) -> tuple[int, ...]:
+        """A different token in each place."""
+        steps = torch.randint(1, self.vocab_size, (len(row),), generator=self.generator).tolist()
+        return tuple((token + step) % self.vocab_size for token, step in zip(row, steps, strict=True))
+
+
+def growth(probe: Probe, source: Tokens, contexts: Sequence[int], repeats: int) -> list[Check]:
+    """Findings about the cache, the time and the memory, of the model in its own dtype."""
+    most = probe.adapter.max_tokens(probe.model)
+    room = [n for n in sorted(set(contexts)) if most is None or n + repeats + 2 <= most]
+    names = ("state growth", "time growth", "memory growth")
+    if len(room) < 2:
+        reason = "contexts is empty" if not contexts else "the model has positions for fewer than two of the contexts"
+        return [Check(name, "not checked", reason) for name in names]
+    no_cache = probe.adapter.no_cache(probe.model)
+    states, times, memory = dict[int, float](), dict[int, float](), dict[int, float]()
+    refused = no_cache
+    for n in room:
+        rows = [source.row(n)]
+        try:
+            memory[n] = largest_tensor(partial(probe.full, rows), probe.device)
+            if no_cache:
+                times[n] = _seconds(partial(probe.full, rows), repeats, probe.device) / n
+            else:
+                states[n], times[n] = _step(probe, source, rows, repeats)
+        except Refused as error:
+            refused = str(error)
+    per = "of a full pass a token (no cache)" if no_cache else "of a token after the cache"
+    return [
+        _finding("state growth", states, _bytes, "the cache of one sequence", refused),
+        _finding("time growth", times, lambda s: f"{1e3 * s:.3g} ms", per, refused),
+        _finding("memory growth", memory, _bytes, "the largest tensor of a full pass", refused),
+    ]
+
+
+def _step(probe: Probe, source: Tokens, rows: Sequence[Sequence[int]], repeats: int) -> tuple[int, float]:
+    """Bytes of the cache after the rows, and the median seconds of the next tokens."""
+    cache = probe.step(rows, None, None)[1]
+    nbytes = cache_bytes(cache, probe)
+    seconds = []
+    for _ in range(repeats + 2):
+        token = [[source.row(1)[0]]]
+        begin = _now(probe.device)
+        cache = probe.step(token, cache, None)[1]
+        seconds.append(_now(probe.device) - begin)
+    return nbytes, statistics.median(seconds[2:])
+
+
+def _seconds(f: Callable[[], object], repeats: int, device: torch.device) -> float:
+    found = []
+    for _ in range(repeats):
+        begin = _now(device)
+        f()
+        found.append(_now(device) - begin)
+    return statistics.median(found)
+
+
+def _now(device: torch.device) -> float:
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+    return time.perf_counter()
+
+
+def _finding(
+    name: str, values: dict[int, float], unit: Callable[[float], str], what: str, refused: str | None
+) -> Check:
+    if len(values) < 2:
+        return Check(name, "not checked", refused or "fewer than two contexts could be measured")
+    power = exponent(values)
+    where = {"values": {str(context): value for context, value in values.items()}, "exponent": power}
+    shown = ", ".join(f"{unit(value)} at {context:,}" for context, value in values.items())
+    return Check(name, "finding", f"{what}: {shown} tokens: {_grows(values, power)}", None, where)
+
+
+def _grows(values: dict[int, float], power: float) -> str:
+    """In words how the last values go on."""
+    contexts = sorted(values)
+    last = values[contexts[-1]]
+    if all(value == last for value in values.values()):
+        return "constant"
+    level = contexts[-1]
+    for n in reversed(contexts):  # a window holds a token more or less where its border falls
+        if abs(values[n] - last) > LEVEL * last:
+            break
+        level = n
+    return f"level from {level:,} on" if level < contexts[-1] else f"about tokens^{power:.2f}"
+
+
+def exponent(values: dict[int, float]) -> float:
+    """The slope of log(value) over log(tokens), by least squares; 0 where a value is 0."""
+    if min(values.values()) <= 0:
+        return 0.0
+    xs, ys = [math.log(n) for n in values], [math.log(value) for value in values.values()]
+    x, y = statistics.fmean(xs), statistics.fmean(ys)
+    return sum((a - x) * (b - y) for a, b in zip(xs, ys, strict=True)) / sum((a - x) ** 2 for a in xs)
+
+
+def cache_bytes(cache: Any, probe: Probe) -> int:
+    """Bytes of all tensors in a cache, each storage once, the model's own left out."""
+    own = {t.untyped_storage().data_ptr() for t in (*probe.model.parameters(), *probe.model.buffers())}
+    storages = {t.untyped_storage().data_ptr(): t.untyped_storage().nbytes() for t in tensors_in(cache)}
+    return sum(nbytes for pointer, nbytes in storages.items() if pointer not in own)
+
+
+def largest_tensor(f: Callable[[], object], device: torch.device) -> int:
+    """Bytes of the largest tensor that `f` makes, inside custom operations too."""
+    cuda = device.type == "cuda"
+    kinds = [ProfilerActivity.CPU, *([ProfilerActivity.CUDA] if cuda else [])]
+    with profile(activities=kinds, profile_memory=True) as record:
+        f()
+    name = "self_device_memory_usage" if cuda else "self_cpu_memory_usage"
+    return max((int(getattr(event, name)) for event in record.events()), default=0)
+
+
+def _bytes(number: float) -> str:
+    for unit in ("B", "KiB", "MiB"):
+        if number < 1024:
+            return f"{number:.4g} {unit}"
+        number /= 1024
+    return f"{number:.4g} GiB"

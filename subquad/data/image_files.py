@@ -1,32 +1,102 @@
-"""MNIST's idx files, npz files and CIFAR-10's binary batches."""
+"""Images as arrays of bytes, from PNG and JPEG files, MNIST's idx files, npz files and CIFAR-10's binary batches.
+
+Shape letters: N images, H rows, W columns, C channels (1 grey, 3 red, green, blue).
+"""
 
 from __future__ import annotations
 
+import hashlib
 import io
+import warnings
 from collections.abc import Iterator
+from dataclasses import dataclass
 from pathlib import Path
-from typing import NamedTuple
+from typing import IO
 
 import numpy as np
 from numpy.typing import NDArray
+from PIL import Image
 
-from subquad.data._arrays import load_arrays
-from subquad.data._image_decode import decode, stacked
-from subquad.data.packed import PACKED, find_packed, read_packed
+from subquad.data.packed import PACKED, find_packed, load_arrays, read_packed
+
+MOST_PIXELS = 1 << 26
+"""Of an image: a file of a few kilobytes can unpack to billions."""
+
+
+@dataclass(frozen=True)
+class ImageSet:
+    """Images of one size, and what they show where that is known."""
+
+    pixels: NDArray[np.uint8]
+    """`[N, H, W, C]`."""
+    labels: NDArray[np.int64] | None
+    """`[N]`, each a place in `classes`; None where the files have no labels."""
+    classes: tuple[str, ...]
+    """What each label means, label 0 first; empty without labels."""
+
+    @property
+    def shape(self) -> tuple[int, int, int]:
+        """Rows, columns, channels."""
+        _, height, width, channels = self.pixels.shape
+        return height, width, channels
+
+    def fingerprint(self) -> str:
+        """Sixty-four hexadecimal digits of all pixels and labels."""
+        total = hashlib.sha256(str((self.pixels.shape, self.classes)).encode())
+        total.update(self.pixels.tobytes())
+        if self.labels is not None:
+            total.update(self.labels.tobytes())
+        return total.hexdigest()
+
+
+def decode(source: Path | IO[bytes], name: str, mode: str | None = None) -> NDArray[np.uint8]:
+    """Bytes `[H, W, C]` of a PNG or JPEG file: grey or colours, or as Pillow's `mode` has it.
+
+    Raises `ValueError` for damage, for other kinds (Pillow would start other programs for some), and for more than
+    `MOST_PIXELS`.
+    """
+    stream: Path | IO[bytes] = io.BytesIO(source.read_bytes()) if isinstance(source, Path) else source
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # Pillow's own, of what is damaged and refused below
+            with Image.open(stream, formats=("PNG", "JPEG")) as opened:
+                if opened.width * opened.height > MOST_PIXELS:
+                    raise ValueError(f"{opened.width} x {opened.height} pixels are more than {MOST_PIXELS:,}")
+                image = opened.convert(mode or {"1": "L", "P": "RGB"}.get(opened.mode, opened.mode))
+    except Exception as error:  # Pillow raises what its decoder happens to stumble over
+        raise ValueError(f"{name} is damaged or no image: {error}") from error
+    if image.mode not in ("L", "RGB"):
+        raise ValueError(f"{name} has the pixels {image.mode}; valid: 8 bits of grey (L) or of red, green, blue (RGB)")
+    pixels = np.array(image, np.uint8)
+    return pixels[..., None] if pixels.ndim == 2 else pixels
+
+
+def stacked(images: Iterator[tuple[str, NDArray[np.uint8]]], count: int) -> NDArray[np.uint8]:
+    """Named images in one array `[count, H, W, C]`; `ValueError` for the first whose size is another."""
+    pixels: NDArray[np.uint8] | None = None
+    first = ""
+    for row, (name, image) in enumerate(images):
+        if pixels is None:
+            pixels, first = np.empty((count, *image.shape), np.uint8), name
+        if image.shape != pixels.shape[1:]:
+            raise ValueError(
+                f"{name} is {_size(image.shape)}, but {first} is {_size(pixels.shape[1:])}: all must have one size"
+            )
+        pixels[row] = image
+    assert pixels is not None  # callers have at least one
+    return pixels
+
+
+def _size(shape: tuple[int, ...]) -> str:
+    height, width, channels = shape
+    return f"{height} x {width} x {channels} (rows x columns x channels)"
+
 
 LABELS_WANTED = "idx label files, y_train and y_test, or train/CLASS/NAME.png"
 _IDX = {"train": "train", "test": "t10k"}
 CIFAR_CLASSES = ("airplane", "automobile", "bird", "cat", "deer", "dog", "frog", "horse", "ship", "truck")
 MOST_CLASSES = 1 << 16
 CIFAR_RECORD = 1 + 3 * 32 * 32
-
-
-class Raw(NamedTuple):
-    """The fields of `subquad.data.images.ImageSet`."""
-
-    pixels: NDArray[np.uint8]
-    labels: NDArray[np.int64] | None
-    classes: tuple[str, ...]
 
 
 def _idx_file(folder: Path, part: str, what: str) -> Path | None:
@@ -40,7 +110,7 @@ def holds_idx(folder: Path) -> bool:
     return any(_idx_file(folder, part, "images") for part in _IDX)
 
 
-def read_idx(folder: Path) -> dict[str, Raw]:
+def read_idx(folder: Path) -> dict[str, ImageSet]:
     """The four idx files; labels may be missing."""
     read: dict[str, tuple[NDArray[np.uint8], NDArray[np.int64] | None]] = {}
     for part in _IDX:
@@ -56,7 +126,9 @@ def read_idx(folder: Path) -> dict[str, Raw]:
         read[part] = (pixels[..., None], labels)
     known = [labels.max() for _, labels in read.values() if labels is not None and len(labels)]
     classes = tuple(str(number) for number in range(int(max(known)) + 1)) if known else ()
-    return {part: Raw(pixels, labels, () if labels is None else classes) for part, (pixels, labels) in read.items()}
+    return {
+        part: ImageSet(pixels, labels, () if labels is None else classes) for part, (pixels, labels) in read.items()
+    }
 
 
 def _idx(file: Path, dims: int) -> NDArray[np.uint8]:
@@ -88,7 +160,7 @@ def is_npz(file: Path) -> bool:
     return file.suffix == ".npz" or (file.suffix in PACKED and file.with_suffix("").suffix == ".npz")
 
 
-def read_npz(file: Path) -> dict[str, Raw]:
+def read_npz(file: Path) -> dict[str, ImageSet]:
     """An npz file as Keras has them, or one of JPEG files in one array; pickled arrays are refused."""
     arrays = load_arrays(read_packed(file), file)
     if {"blob", "offset", "n_train"} <= set(arrays):
@@ -106,7 +178,7 @@ def read_npz(file: Path) -> dict[str, Raw]:
         pixels = _npz_pixels(file, arrays[f"x_{part}"], f"x_{part}")
         if known is not None and len(known) != len(pixels):
             raise ValueError(f"{file}: y_{part} has {len(known)} labels for the {len(pixels)} images of x_{part}")
-        read[part] = Raw(pixels, known, () if known is None else classes)
+        read[part] = ImageSet(pixels, known, () if known is None else classes)
     return read
 
 
@@ -152,7 +224,7 @@ def _named_classes(
     return classes
 
 
-def _jpegs(file: Path, arrays: dict[str, NDArray[np.generic]]) -> dict[str, Raw]:
+def _jpegs(file: Path, arrays: dict[str, NDArray[np.generic]]) -> dict[str, ImageSet]:
     """JPEG or PNG files one after another in `blob`; file i is `blob[offset[i]:offset[i + 1]]`."""
     blob, offset, n_train = arrays["blob"], arrays["offset"], arrays["n_train"]
     whole = all(np.issubdtype(array.dtype, np.integer) for array in (offset, n_train)) and n_train.size == 1
@@ -189,7 +261,9 @@ def _jpegs(file: Path, arrays: dict[str, NDArray[np.generic]]) -> dict[str, Raw]
 
     pixels = stacked(images(), count)
     parts = {"train": slice(0, train), "test": slice(train, count)}
-    return {part: Raw(pixels[cut], None if labels is None else labels[cut], classes) for part, cut in parts.items()}
+    return {
+        part: ImageSet(pixels[cut], None if labels is None else labels[cut], classes) for part, cut in parts.items()
+    }
 
 
 def _cifar_files(folder: Path) -> dict[str, list[Path]]:
@@ -209,7 +283,7 @@ def holds_cifar(folder: Path) -> bool:
     return any(_cifar_files(folder).values())
 
 
-def read_cifar(folder: Path) -> dict[str, Raw]:
+def read_cifar(folder: Path) -> dict[str, ImageSet]:
     """CIFAR-10's binary version: records of a label and 3,072 bytes, 32 x 32 of red, then of green, then of blue."""
     read = {}
     for part, files in _cifar_files(folder).items():
@@ -218,7 +292,7 @@ def read_cifar(folder: Path) -> dict[str, Raw]:
             raise FileNotFoundError(f"{folder} has no {wanted} (plain, .gz, .xz or .bz2)")
         records = np.concatenate([_cifar(file) for file in files])
         pixels = records[:, 1:].reshape(-1, 3, 32, 32).transpose(0, 2, 3, 1)
-        read[part] = Raw(np.ascontiguousarray(pixels), records[:, 0].astype(np.int64), CIFAR_CLASSES)
+        read[part] = ImageSet(np.ascontiguousarray(pixels), records[:, 0].astype(np.int64), CIFAR_CLASSES)
     return read
 
 

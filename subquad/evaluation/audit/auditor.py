@@ -6,21 +6,51 @@ import logging
 import platform
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import replace
-from typing import Any
+from dataclasses import dataclass, field, replace
+from typing import Any, Literal
 
 import torch
 from torch import nn
 
-from subquad.evaluation.audit import _checks
-from subquad.evaluation.audit._adapters import adapter_for
-from subquad.evaluation.audit._case import Case, compare, limit
-from subquad.evaluation.audit._causality import causality
-from subquad.evaluation.audit._growth import bf16, growth
-from subquad.evaluation.audit._probe import DTYPES, Probe, Refused, make_probe
-from subquad.evaluation.audit.adapter import Adapter, device_of
-from subquad.evaluation.audit.config import AuditConfig
+from subquad.config import Config
+from subquad.evaluation.audit import checks
+from subquad.evaluation.audit.adapters import Adapter, adapter_for, device_of
+from subquad.evaluation.audit.case import Case, compare, limit
+from subquad.evaluation.audit.probe import DTYPES, Probe, Refused, growth, make_probe
 from subquad.evaluation.audit.report import CHECKS, AuditReport, Check, Replayed
+
+
+@dataclass(frozen=True, kw_only=True)
+class AuditConfig(Config):
+    """What an audit tries."""
+
+    tokens: int = 64
+    """Tokens of the sequences on which outputs are compared; shorter ones are tried too, and longer ones around the
+    windows, segments and chunks that the model's configuration names."""
+    batch: int = 3
+    """Sequences in the batch that is compared with each of them alone."""
+    long: int = 2048
+    """Tokens of the input in bfloat16, or as many as the model has positions for; 0 leaves the check out."""
+    contexts: list[int] = field(default_factory=lambda: [64, 256, 1024])
+    """Tokens read before the state, the time and the memory of a token are measured; none leaves these out."""
+    repeats: int = 5
+    """Times that a token is timed at each context; the median counts."""
+    seed: int = 0
+    """Seed of the random tokens."""
+    vocab_size: int | None = None
+    """Tokens are drawn below it; by default the model's vocabulary: its configuration's, or the width of its logits."""
+    dtype: Literal["auto", "float64", "float32", "own"] = "auto"
+    """Of the weights while outputs are compared. auto: float64 where the model runs in it, or float32, or its own."""
+
+    def __post_init__(self) -> None:
+        for name, least in (("tokens", 4), ("batch", 2), ("long", 0), ("repeats", 1), ("vocab_size", 2)):
+            value = getattr(self, name)
+            if value is not None and value < least:
+                raise ValueError(f"{name} must be at least {least}, got {value}")
+        for context in self.contexts:
+            if context < 1:
+                raise ValueError(f"contexts must be at least 1, got {context}")
+
 
 logger = logging.getLogger(__name__)
 
@@ -80,10 +110,12 @@ def audit(
         audited.checks += growth(Probe(model, adapter, None), source, config.contexts, config.repeats)
         tell("bf16")
         most = adapter.max_tokens(model)
-        audited.checks.append(bf16(lambda: Probe(model, adapter, torch.bfloat16), source, config.long, most, lengths))
+        audited.checks.append(
+            checks.bf16(lambda: Probe(model, adapter, torch.bfloat16), source, config.long, most, lengths)
+        )
     order = list(CHECKS)
-    checks = tuple(sorted(audited.checks, key=lambda check: order.index(check.name)))
-    return AuditReport(_named(model), config.to_dict(), arithmetic, checks, _versions())
+    done = tuple(sorted(audited.checks, key=lambda check: order.index(check.name)))
+    return AuditReport(_named(model), config.to_dict(), arithmetic, done, _versions())
 
 
 def replay(model: nn.Module, report: AuditReport, /, *, adapter: Adapter | None = None) -> list[Replayed]:
@@ -113,7 +145,7 @@ def replay(model: nn.Module, report: AuditReport, /, *, adapter: Adapter | None 
 
 def _prepare(
     model: nn.Module, adapter: Adapter, config: AuditConfig, text: Sequence[int] | None
-) -> tuple[_checks.Audited, dict[str, Any]]:
+) -> tuple[checks.Audited, dict[str, Any]]:
     """The probe, the lengths that the model takes, the tokens, the band."""
     most = adapter.max_tokens(model)
     own = [size for size in adapter.sizes(model) if 2 * size + 1 <= min(LONGEST_OWN, most or LONGEST_OWN)]
@@ -121,7 +153,7 @@ def _prepare(
     longer = [n for size in own for n in (size - 1, size, size + 1, 2 * size, 2 * size + 1)]
     asked = sorted({*usual, *(n for n in longer if n > 1)})
     probe, taken = make_probe(model, adapter, config.dtype, asked)
-    source = _checks.Tokens(config.vocab_size or adapter.vocab_size(model) or probe.logits_seen, config.seed, text)
+    source = checks.Tokens(config.vocab_size or adapter.vocab_size(model) or probe.logits_seen, config.seed, text)
     tokens = max((n for n in taken if n <= config.tokens), default=taken[0])
     rows = source.rows(4, tokens)
     try:
@@ -132,12 +164,12 @@ def _prepare(
     dtype = str(probe.dtype).removeprefix("torch.")
     arithmetic = {"weights": dtype, "narrowest": str(narrowest).removeprefix("torch."), "scale": scale, "band": band}
     name = dtype if dtype in DTYPES else "own"
-    audited = _checks.Audited(probe, band, taken, tokens, own, source, config.batch, name, rows)
+    audited = checks.Audited(probe, band, taken, tokens, own, source, config.batch, name, rows)
     audited.checks.append(_taken(asked, taken, probe, most if most is not None and most < config.tokens else None))
     return audited, arithmetic
 
 
-def _only_in_float64(audited: _checks.Audited, config: AuditConfig) -> list[str]:
+def _only_in_float64(audited: checks.Audited, config: AuditConfig) -> list[str]:
     """The checks that fail with weights in float64 and, though the fault would be seen there, not in float32.
 
     A model may fail in float64 alone, in which nobody runs it: by a mask with float32's lowest number, for instance.
@@ -190,23 +222,23 @@ def _taken(asked: Sequence[int], taken: Sequence[int], probe: Probe, most: int |
     refused = [n for n in asked if n not in taken]
     short = "" if most is None else f"; nothing longer, since the model has positions for {most:,} tokens"
     if not refused:
-        return Check("lengths", "pass", f"takes {_checks.listed(taken, 16)}{short}")
+        return Check("lengths", "pass", f"takes {checks.listed(taken, 16)}{short}")
     try:
         probe.full([[0] * refused[0]])
         reason = ""
     except Refused as error:
         reason = str(error)
-    detail = f"takes {_checks.listed(taken)}{short}, refuses {_checks.listed(refused)}: {reason}"
+    detail = f"takes {checks.listed(taken)}{short}, refuses {checks.listed(refused)}: {reason}"
     return Check("lengths", "finding", detail, None, {"taken": list(taken), "refused": refused})
 
 
-def _compare(audited: _checks.Audited, tell: Callable[[str], None]) -> None:
+def _compare(audited: checks.Audited, tell: Callable[[str], None]) -> None:
     """The checks that compare logits, until one of them makes the others meaningless."""
     tell("finite")
-    reason = None if _checks.finite(audited) else NOT_FINITE
+    reason = None if checks.finite(audited) else NOT_FINITE
     if reason is None:
         tell("repeatable")
-        reason = None if _checks.repeatable(audited) else NOT_REPEATABLE
+        reason = None if checks.repeatable(audited) else NOT_REPEATABLE
     if reason is not None:
         done = {check.name for check in audited.checks}
         later = ("state growth", "time growth", "memory growth", "bf16")
@@ -215,11 +247,11 @@ def _compare(audited: _checks.Audited, tell: Callable[[str], None]) -> None:
                 audited.skip(name, reason)
         return
     for name, check in (
-        ("causality", causality),
-        ("truncation", _checks.truncation),
-        ("batch", _checks.batch),
-        ("cache", _checks.cached),
-        ("padding", _checks.padding),
+        ("causality", checks.causality),
+        ("truncation", checks.truncation),
+        ("batch", checks.batch),
+        ("cache", checks.cached),
+        ("padding", checks.padding),
     ):
         tell(name)
         check(audited)
