@@ -45,13 +45,13 @@ MODULES = {
 @pytest.mark.parametrize(("name", "causal"), FORMS)
 def test_the_count_depends_on_the_layer_alone(name, causal):
     layer = build(name, **SIZES, causal=causal, dropout=0.25)
-    expected = layer.activation_bytes(40)
-    assert expected > build(name, **SIZES, causal=causal).activation_bytes(40), "dropout's masks are kept"
+    expected = layer.cost(40).activation_bytes
+    assert expected > build(name, **SIZES, causal=causal).cost(40).activation_bytes, "dropout's masks are kept"
     for what, context in CONTEXTS.items():
         with context():
-            assert layer.activation_bytes(40) == expected, what
+            assert layer.cost(40).activation_bytes == expected, what
     for what, change in MODULES.items():
-        assert change(layer).activation_bytes(40) == expected, what
+        assert change(layer).cost(40).activation_bytes == expected, what
 
 
 @pytest.mark.parametrize("context", [nullcontext, *CONTEXTS.values()], ids=["nothing", *CONTEXTS])
