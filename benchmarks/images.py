@@ -14,7 +14,7 @@ from jsonargparse import Namespace
 from subquad.cli.arguments import Parser, check_output
 
 if TYPE_CHECKING:
-    from subquad.training.image_runs import LoadedImageModel
+    from subquad.training.runs import LoadedImageModel
 
 REPORTED = {
     "linear": {100: 33.45, 200: 67.46, 300: 76.46},
@@ -72,7 +72,7 @@ def run(arguments: Sequence[str]) -> int:
                 raise ValueError(f"--{name} must be at least 1, got {asked[name]}")
         check_output("out", asked.out)
     from subquad.cli.tables import write_json
-    from subquad.training.image_runs import load_image_run
+    from subquad.training.runs import load_image_run
 
     with parser.checking():
         models = {folder: load_image_run(folder, asked.device) for folder in asked.runs}

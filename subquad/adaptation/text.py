@@ -14,9 +14,9 @@ from torch import Tensor
 
 from subquad.data import prepare
 from subquad.data.config import DataConfig
+from subquad.data.order import EpochOrder
 from subquad.data.token_set import TokenSet
 from subquad.data.tokenizers import separator_id
-from subquad.data.windows import EpochOrder
 
 
 class Tokens:

@@ -142,7 +142,7 @@ def load(folder: str) -> nn.Module:
     """
     from subquad.adaptation.extended import open_extension
     from subquad.hf import SubquadConfig, lora
-    from subquad.hf._strict import naming, read_config
+    from subquad.hf.loading import naming, read_config
 
     adapted = lora.is_adapter(folder)
     if not adapted and not (Path(folder) / "config.json").is_file():

@@ -4,11 +4,11 @@ from subquad.data.config import DataConfig
 from subquad.data.corpus import Corpus, prepare
 from subquad.data.images import load_images
 from subquad.data.labelled import labelled_corpus
-from subquad.data.set_windows import windows_of
 from subquad.data.shards import TokenShard
 from subquad.data.token_set import TokenSet
 from subquad.data.token_writer import write_tokens
 from subquad.data.tokenizers import load_tokenizer
+from subquad.data.windows import windows_of
 
 __all__ = [
     "Corpus",

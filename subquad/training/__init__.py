@@ -1,8 +1,8 @@
 """Training runs. Importing the package loads nothing heavy: torch and transformers come with `train`."""
 
-import importlib
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
+from subquad.lazy import facade
 from subquad.training.config import (
     BatchConfig,
     ClassifyConfig,
@@ -18,18 +18,10 @@ from subquad.training.config import (
 )
 
 if TYPE_CHECKING:
+    from subquad.training import runs as runs
     from subquad.training.errors import NonFiniteError
     from subquad.training.report import Report, measure, write_report
     from subquad.training.run import RunResult, train
-
-_LAZY = {
-    "NonFiniteError": "errors",
-    "Report": "report",
-    "RunResult": "run",
-    "measure": "report",
-    "train": "run",
-    "write_report": "report",
-}
 
 __all__ = [
     "BatchConfig",
@@ -50,9 +42,15 @@ __all__ = [
     "train",
     "write_report",
 ]
-
-
-def __getattr__(name: str) -> Any:
-    if name in _LAZY:
-        return getattr(importlib.import_module(f"subquad.training.{_LAZY[name]}"), name)
-    raise AttributeError(f"module 'subquad.training' has no attribute {name!r}; it has {', '.join(__all__)}")
+__getattr__ = facade(
+    __name__,
+    {
+        "NonFiniteError": "errors",
+        "Report": "report",
+        "RunResult": "run",
+        "measure": "report",
+        "runs": "runs",
+        "train": "run",
+        "write_report": "report",
+    },
+)

@@ -18,7 +18,7 @@ from transformers import Trainer
 from transformers.trainer_callback import TrainerState
 from transformers.utils import logging as hf_logging
 
-from subquad.hf._strict import no_bar
+from subquad.hf.loading import no_bar
 from subquad.parsing import read_json
 from subquad.training import checkpoint
 from subquad.training.config import TrainConfig

@@ -61,8 +61,8 @@ def size(items: Any) -> int:
 
 
 def _model(config: TrainConfig, corpus: LabelledCorpus) -> SubquadForSequenceClassification:
-    from subquad.hf import SubquadClassifierConfig, SubquadForSequenceClassification
-    from subquad.hf.classification import Denoising
+    from subquad.hf import SubquadForSequenceClassification
+    from subquad.hf.encoders import Denoising, SubquadClassifierConfig
     from subquad.models.pretraining import Hiding
 
     encoder, options = config.encoder(len(corpus.classes)), config.pretrain

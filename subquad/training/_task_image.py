@@ -52,7 +52,8 @@ def check_image(config: TrainConfig) -> None:
 
 def image_task(config: TrainConfig) -> Task:
     """The images of `config`. Raises `ValueError` as `train` says."""
-    from subquad.hf import SubquadForImages, SubquadImageConfig
+    from subquad.hf import SubquadForImages
+    from subquad.hf.image import SubquadImageConfig
 
     check_image(config)
     assert config.image.path is not None

@@ -8,10 +8,8 @@ from typing import TYPE_CHECKING
 
 from subquad.config import digest
 from subquad.data import Corpus, TokenSet, TokenShard, prepare
-from subquad.data.packing import PackedWindows
-from subquad.data.set_windows import PackedSetWindows, SetWindows, windows_of
 from subquad.data.tokenizers import encode_text, separator_id
-from subquad.data.windows import Windows
+from subquad.data.windows import PackedSetWindows, PackedWindows, SetWindows, Windows, windows_of
 from subquad.models.stacks import options_of
 from subquad.training._task import Task, fitted, preparing, spread
 from subquad.training.config import TrainConfig

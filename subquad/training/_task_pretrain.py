@@ -75,7 +75,8 @@ def _objective(config: TrainConfig) -> dict[str, str | float | bool]:
 
 
 def _model(config: TrainConfig) -> SubquadForPreTraining:
-    from subquad.hf import SubquadForPreTraining, SubquadPretrainingConfig
+    from subquad.hf import SubquadForPreTraining
+    from subquad.hf.encoders import SubquadPretrainingConfig
     from subquad.training.pretrain import pretrained_encoder
 
     options = config.pretrain

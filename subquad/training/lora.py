@@ -11,7 +11,9 @@ import torch
 
 from subquad.data import Corpus, load_tokenizer
 from subquad.data.tokenizers import tokenizer_hash
-from subquad.hf import SubquadClassifierConfig, SubquadConfig, SubquadImageConfig, lora
+from subquad.hf import SubquadConfig, lora
+from subquad.hf.encoders import SubquadClassifierConfig
+from subquad.hf.image import SubquadImageConfig
 from subquad.models.config import DecoderConfig
 from subquad.training._task import Task
 from subquad.training.config import TrainConfig

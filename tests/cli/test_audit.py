@@ -9,7 +9,8 @@ from transformers import BertConfig, BertModel, T5Config, T5ForConditionalGenera
 
 from subquad.cli.audit import run
 from subquad.evaluation.audit.report import CHECKS
-from subquad.hf import SubquadClassifierConfig, SubquadConfig, SubquadForCausalLM, SubquadForSequenceClassification
+from subquad.hf import SubquadConfig, SubquadForCausalLM, SubquadForSequenceClassification
+from subquad.hf.encoders import SubquadClassifierConfig
 
 VOCABULARY = 23
 SHAPE = {"vocab_size": VOCABULARY, "dim": 16, "num_layers": 1, "num_heads": 2}

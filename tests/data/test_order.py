@@ -4,8 +4,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from subquad.data import order
-from subquad.data.order import LargeOrder, epoch_order
-from subquad.data.windows import EpochOrder
+from subquad.data.order import EpochOrder, LargeOrder, epoch_order
 from subquad.testing import assert_exact
 
 seeds = st.integers(0, 2**63)

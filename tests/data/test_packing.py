@@ -7,8 +7,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from subquad.data import TokenShard, packing
-from subquad.data.packing import PackedWindows, pack, pieces
+from subquad.data.packing import pack, pieces
 from subquad.data.shards import ShardWriter
+from subquad.data.windows import PackedWindows
 
 
 def offsets(lengths):

@@ -6,8 +6,9 @@ from hypothesis import strategies as st
 from torch.utils.data import DataLoader
 
 from subquad.data import TokenShard
+from subquad.data.order import EpochOrder
 from subquad.data.shards import ShardWriter
-from subquad.data.windows import EpochOrder, WindowParts, Windows
+from subquad.data.windows import WindowParts, Windows
 
 
 @pytest.fixture(scope="module")

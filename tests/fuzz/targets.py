@@ -206,7 +206,7 @@ def write_llama2c(file, vocab=20):
 
 @target(lambda folder: write_llama2c(folder / "a.bin"), quick=40)
 def llama2c(folder):
-    from subquad.hf import read_llama2c
+    from subquad.hf.llama2c import read_llama2c
 
     model = read_llama2c(folder / "a.bin")
     assert model(torch.tensor([[1, 2, 3]])).logits.shape == (1, 3, model.config.vocab_size)
@@ -561,9 +561,9 @@ def make_state(folder):
 
 @target(make_state, quick=30)
 def state(folder):
-    from subquad.cli.generate import _state
+    from subquad.cli.generate import read_state
 
-    found = _state(decoder(), str(folder / "a.safetensors"))
+    found = read_state(decoder(), str(folder / "a.safetensors"))
     assert found.nbytes
     assert found.batch == 1
 
@@ -598,7 +598,8 @@ def audited(folder):
 
 
 def make_classifier(folder):
-    from subquad.hf import SubquadClassifierConfig, SubquadForSequenceClassification
+    from subquad.hf import SubquadForSequenceClassification
+    from subquad.hf.encoders import SubquadClassifierConfig
     from subquad.models import EncoderConfig
 
     shape = EncoderConfig(**TINY, attention="linear", position="learned", max_positions=9, num_classes=2)
@@ -613,7 +614,8 @@ def classifier(folder):
 
 
 def make_image_model(folder):
-    from subquad.hf import SubquadForImages, SubquadImageConfig
+    from subquad.hf import SubquadForImages
+    from subquad.hf.image import SubquadImageConfig
     from subquad.models import ImageModelConfig
 
     shape = ImageModelConfig(dim=8, num_layers=1, num_heads=2, height=3, width=3, channels=1)
@@ -622,7 +624,7 @@ def make_image_model(folder):
 
 @target(make_image_model, quick=3, raises=(ValueError, TypeError, OSError))
 def image_model(folder):
-    from subquad.training.image_runs import load_image_run
+    from subquad.training.runs import load_image_run
 
     load_image_run(folder, "cpu")
 
@@ -649,7 +651,7 @@ def place_adapter(folder):
 
 @target(make_adapter, files="adapter/*", seal=place_adapter, quick=5, raises=(ValueError, TypeError, OSError))
 def adapter(folder):
-    from subquad.cli._lora_folders import adapters
+    from subquad.adaptation.adapters import adapters
     from subquad.training.runs import load_run
 
     for found in adapters([str(folder)]):
@@ -871,9 +873,11 @@ def client():
 
     from subquad.data import load_tokenizer
     from subquad.generation import BatchDecoder
-    from subquad.serving import Engine, ServeConfig, Texts, make_app
+    from subquad.serving import ServeConfig
+    from subquad.serving.app import Served, make_app
+    from subquad.serving.engine import Engine
     from subquad.serving.metrics import Metrics
-    from subquad.serving.routes import Served
+    from subquad.serving.texts import Texts
 
     limits = ServeConfig(slots=2, max_prompt=64, max_tokens=8, max_requests=8, max_body=200_000)
     counted = Metrics()

@@ -376,7 +376,7 @@ def test_a_state_whose_entries_do_not_fit(tmp_path):
 
 
 def test_a_state_of_other_shapes_is_refused_before_it_is_used(tmp_path):
-    from subquad.cli.generate import _state
+    from subquad.cli.generate import read_state
     from subquad.models import Decoder, DecoderConfig
 
     shape = {"vocab_size": 9, "dim": 8, "num_layers": 1, "num_heads": 2, "attention": "linear", "position": "none"}
@@ -385,9 +385,9 @@ def test_a_state_of_other_shapes_is_refused_before_it_is_used(tmp_path):
         state = decoder(torch.zeros(1, 3, dtype=torch.long))[1]
     state.map(lambda tensor: tensor[..., :1]).save(tmp_path / "a.safetensors")
     with pytest.raises(ValueError, match=r"a\.safetensors does not fit the model: "):
-        _state(decoder, str(tmp_path / "a.safetensors"))
+        read_state(decoder, str(tmp_path / "a.safetensors"))
     state.save(tmp_path / "a.safetensors")
-    assert _state(decoder, str(tmp_path / "a.safetensors")).seen == 3
+    assert read_state(decoder, str(tmp_path / "a.safetensors")).seen == 3
 
 
 @pytest.fixture(scope="module")

@@ -21,7 +21,7 @@ from subquad.hf import SubquadForImages, lora
 from subquad.testing import assert_in_budget
 from subquad.training import TrainConfig, train
 from subquad.training.errors import CheckpointError
-from subquad.training.image_runs import chosen, flat, load_image_run
+from subquad.training.runs import chosen, flat, load_image_run
 from subquad.training.tasks import prepare_task
 from tests.data.pictures import write_idx, write_png
 from tests.training.metrics import records

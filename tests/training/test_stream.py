@@ -11,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from subquad.data import TokenSet, order, windows_of
-from subquad.data.windows import EpochOrder
+from subquad.data.order import EpochOrder
 from subquad.training.order import DealtBatches, RunOrder
 from tests.data.sets import make_set
 

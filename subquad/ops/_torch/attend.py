@@ -126,9 +126,9 @@ def block_attention_cpu(
 ) -> tuple[Tensor, Tensor]:
     """Outputs and the logsumexp of each row's scores (-inf where a query sees no key).
 
-    With lengths only the first so many key slots of a row hold a token. With positions given (negative for a slot that
-    holds no token) every row of the batch has its own; else slots are positions from `q_start` and `k_start`. With
-    documents given a query sees keys of its own document only.
+    With lengths only the first `lengths_B[b]` key slots of row b hold a token. With positions given (negative for a
+    slot that holds no token) every row of the batch has its own; else slots are positions from `q_start` and `k_start`.
+    With documents given a query sees keys of its own document only.
     """
     out_BHTK, lse_BHT = empty_like(q_BHTK), q_BHTK.new_empty(q_BHTK.shape[:3])
     slots = (lengths_B, q_pos_BT, k_pos_BS, q_doc_BT, k_doc_BS)

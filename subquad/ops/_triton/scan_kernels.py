@@ -83,7 +83,7 @@ def of_head(x, n, H, stride_b, stride_h, ALIGNED: tl.constexpr):
 
 @triton.jit
 def real_rows(mask, n, H, T, start, row_C):
-    """Which rows of the chunk hold a token."""
+    """Bool `[C]`: the rows of the chunk that hold a token."""
     real_C = row_C < T - start
     if mask is not None:
         real_C = real_C & (tl.load(mask + (n // H).to(tl.int64) * T + start + row_C, mask=real_C, other=0) != 0)
@@ -137,7 +137,7 @@ def read_decay(log_f, row_C, stride_t, k_K, real_C, K: tl.constexpr, DECAY: tl.c
 
 @triton.jit
 def decays(g, row_C, DECAY: tl.constexpr, PRECISION: tl.constexpr):
-    """What is left of the chunk's start at each row, of each row at the chunk's end, and of its start at its end."""
+    """Decays from the chunk's start to each row, from each row to the chunk's end, and from its start to its end."""
     up_to_CC = row_C[None, :] <= row_C[:, None]
     if DECAY == "head":
         to_row = tl.sum(tl.where(up_to_CC, g[None, :], 0.0), 1)
@@ -160,7 +160,7 @@ def decayed(x_CL, decay, DECAY: tl.constexpr):
 
 @triton.jit
 def carried(state_KV, whole, DECAY: tl.constexpr):
-    """What a state is worth at the other end of a chunk."""
+    """The state, decayed from one end of a chunk to the other."""
     if DECAY == "head":
         state_KV *= whole
     elif DECAY == "channel":
@@ -170,7 +170,7 @@ def carried(state_KV, whole, DECAY: tl.constexpr):
 
 @triton.jit
 def decay_between(g_C, row_C):
-    """`exp(g_{j+1} + ... + g_i)`, `[C, C]`, for j <= i; rubbish in [0, 1] above."""
+    """`exp(g_{j+1} + ... + g_i)`, `[C, C]`, for j <= i; entries above are unused and lie in [0, 1]."""
     # float64: neighbours differ little, their sums are large.
     G_C = tl.cumsum(g_C.to(tl.float64), 0)
     return tl.exp(tl.minimum((G_C[:, None] - G_C[None, :]).to(tl.float32), 0.0))
@@ -178,7 +178,7 @@ def decay_between(g_C, row_C):
 
 @triton.constexpr_function
 def levels(C):
-    """How often a chunk of C rows is halved."""
+    """Number of halvings of a chunk of C rows."""
     return C.bit_length() - 1
 
 

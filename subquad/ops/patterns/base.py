@@ -55,12 +55,12 @@ class Pattern:
 
     @property
     def reach(self) -> int | None:
-        """How far before itself a query may look at most, in tokens; None: without bound."""
+        """The farthest that a query may look before itself, in tokens; None: without bound."""
         return None
 
     @property
     def ahead(self) -> int | None:
-        """How far after itself a query may look at most, in tokens; None: without bound."""
+        """The farthest that a query may look after itself, in tokens; None: without bound."""
         return 0 if self.causal else None
 
     @property

@@ -1,6 +1,6 @@
-"""The classifier as a transformers model: training with `Trainer`, `from_pretrained`, the Auto class.
+"""Encoders as transformers models, to classify and to learn without labels: `Trainer`, `from_pretrained`, Auto classes.
 
-Shape letters: B batch, T tokens.
+Shape letters: B batch, T tokens, V vocabulary.
 """
 
 from __future__ import annotations
@@ -10,17 +10,69 @@ from dataclasses import dataclass
 from typing import Any, ClassVar, Self
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.nn import functional as F
-from transformers.modeling_outputs import SequenceClassifierOutput
+from transformers.modeling_outputs import MaskedLMOutput, SequenceClassifierOutput
 
-from subquad.hf._encoder import EncoderModel, read_inputs
-from subquad.hf._inputs import padding_mask
 from subquad.hf.config import FIELDS, SubquadConfig
+from subquad.hf.loading import StrictModel
+from subquad.hf.model import padding_mask, refuse_inputs
 from subquad.models.classifier import Classifier, check_pair
 from subquad.models.decoder import IGNORED
 from subquad.models.encoder import Encoder, EncoderConfig
-from subquad.models.pretraining import Hiding, denoising_loss, mask_token
+from subquad.models.pretraining import (
+    Hiding,
+    Objective,
+    PretrainingModel,
+    check_hiding,
+    denoising_loss,
+    mask_token,
+)
+
+EVALUATION_SEED = 0
+"""What is hidden in an evaluation is always the same."""
+
+
+class EncoderModel(StrictModel):
+    """A model whose attribute `model` has an `encoder`; its configuration gives `encoder_config()`."""
+
+    base_model_prefix = "model"
+    supports_gradient_checkpointing = True
+    accepts_loss_kwargs = False
+    _no_split_modules = ["Block", "CrossBlock"]  # noqa: RUF012 (transformers declares it so)
+    model: Any
+
+    def get_input_embeddings(self) -> nn.Module:
+        """The table of token vectors."""
+        table: nn.Module = self.model.encoder.embedding.tokens
+        return table
+
+    def set_input_embeddings(self, value: nn.Module) -> None:
+        """Replace the table of token vectors."""
+        self.model.encoder.embedding.tokens = value
+
+    def resize_token_embeddings(self, *args: Any, **kwargs: Any) -> nn.Embedding:
+        """Change the vocabulary, as transformers does; the encoder's configuration follows."""
+        table = super().resize_token_embeddings(*args, **kwargs)
+        self.model.config = self.model.encoder.config = self.config.encoder_config()
+        return table
+
+    def _init_weights(self, module: nn.Module) -> None:
+        self.model.initialise(module)
+
+
+def read_inputs(
+    input_ids: Tensor | None,
+    attention_mask: Tensor | None,
+    inputs_embeds: Tensor | None,
+    output_attentions: bool | None,
+    output_hidden_states: bool | None,
+) -> tuple[Tensor, Tensor | None]:
+    """The tokens `[B, T]` and which are real (None: all). Raises `ValueError` for what no encoder of ours takes."""
+    refuse_inputs(inputs_embeds, output_attentions, output_hidden_states)
+    if input_ids is None:
+        raise ValueError("input_ids is needed: a tensor [B, T] of token numbers")
+    return input_ids, padding_mask(attention_mask, input_ids)
 
 
 class SubquadClassifierConfig(SubquadConfig):
@@ -139,3 +191,85 @@ class SubquadForSequenceClassification(EncoderModel):
                     f"labels must lie in 0..{classes - 1}, or be {IGNORED}, got {labels_B[wrong_B].tolist()}"
                 )
         return F.cross_entropy(logits_BC.float(), labels_B, ignore_index=IGNORED)
+
+
+class SubquadPretrainingConfig(SubquadConfig):
+    """The fields of `EncoderConfig` but those of the labels, and what is learned: `denoise` or `causal`."""
+
+    model_type = "subquad-pretraining"
+    own_fields: ClassVar[tuple[str, ...]] = (
+        *FIELDS, "pooling", "causal", "objective", "mask_fraction", "random_fraction"
+    )  # fmt: skip
+
+    pooling: str = EncoderConfig.pooling
+    causal: bool = EncoderConfig.causal
+    objective: str = "denoise"
+    mask_fraction: float = 0.15
+    random_fraction: float = 0.0
+
+    def __post_init__(self, **kwargs: Any) -> None:
+        super().__post_init__(**kwargs)
+        self.encoder_config()
+        check_hiding(self.mask_fraction, self.random_fraction)
+        if self.objective not in ("denoise", "causal"):
+            raise ValueError(f"unknown objective {self.objective!r}; valid: causal, denoise")
+
+    def encoder_config(self) -> EncoderConfig:
+        """The encoder's own configuration; raises `ValueError` or `TypeError` as it does."""
+        return EncoderConfig.from_dict({name: getattr(self, name) for name in (*FIELDS, "pooling", "causal")})
+
+    @classmethod
+    def from_encoder(cls, config: EncoderConfig, **kwargs: Any) -> Self:
+        """The same encoder; `kwargs` are the other fields, and transformers' own."""
+        values = {name: value for name, value in config.to_dict().items() if name not in ("num_classes", "towers")}
+        return cls(**values, **kwargs)
+
+
+class SubquadForPreTraining(EncoderModel):
+    """An encoder that predicts tokens, around `subquad.models.pretraining.PretrainingModel`: its attribute `model`.
+
+    `model.encoder` is what a classifier takes over.
+    """
+
+    config: SubquadPretrainingConfig
+    config_class = SubquadPretrainingConfig
+
+    def __init__(self, config: SubquadPretrainingConfig) -> None:
+        super().__init__(config)
+        objective: Objective = "causal" if config.objective == "causal" else "denoise"
+        self.model = PretrainingModel(config.encoder_config(), objective)
+        self.hiding = Hiding(config.mask_fraction, config.random_fraction)
+        self.post_init()
+
+    def forward(
+        self,
+        input_ids: Tensor | None = None,
+        attention_mask: Tensor | None = None,
+        labels: Tensor | None = None,
+        inputs_embeds: Tensor | None = None,
+        output_attentions: bool | None = None,
+        output_hidden_states: bool | None = None,
+        return_dict: bool | None = None,
+    ) -> MaskedLMOutput | tuple[Any, ...]:
+        """Logits `[B, T, V]` of `input_ids` `[B, T]` as they are; with `labels`, the loss in nats a predicted token.
+
+        `labels` are the tokens themselves, as `input_ids`: which of them are hidden, or that each is to follow those
+        before it, is the objective's. In training the hidden ones are drawn anew, in an evaluation they are always the
+        same. `attention_mask` is `[B, T]`, 0 at padding, which may stand anywhere. Raises `ValueError` or `TypeError`
+        for inputs that the model does not take.
+        """
+        tokens_BT, mask_BT = read_inputs(
+            input_ids, attention_mask, inputs_embeds, output_attentions, output_hidden_states
+        )
+        output = MaskedLMOutput()
+        if labels is None:
+            output["logits"] = self.model(tokens_BT, mask_BT)
+        else:
+            if not torch.equal(labels, tokens_BT):
+                raise ValueError("labels must be input_ids: what is hidden is drawn inside of the model")
+            generator = None
+            if not self.training:
+                generator = torch.Generator(device=tokens_BT.device).manual_seed(EVALUATION_SEED)
+            output["loss"] = self.model.loss(tokens_BT, self.hiding, mask_BT, generator=generator)
+        wants_dict = self.config.return_dict if return_dict is None else return_dict
+        return output if wants_dict else output.to_tuple()

@@ -6,16 +6,30 @@ Shape letters: B batch, T tokens, V vocabulary.
 from __future__ import annotations
 
 import operator
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Literal
 
 import torch
 from torch import Tensor
 
-from subquad.generation.config import SamplingConfig
-from subquad.generation.sampling import Sampler
+from subquad.generation.sampling import Sampler, SamplingConfig
 from subquad.models import Decoder
 from subquad.state import State
+
+Finished = Literal["length", "stop", "cancelled", "error"]
+
+
+@dataclass(eq=False)
+class Continuation:
+    """Tokens that continue a prompt; a stop token is the last of them.
+
+    `finished` is None until there are no more: `length` (as many as were asked for), `stop`, `cancelled` or `error`.
+    """
+
+    tokens: list[int]
+    finished: Finished | None
 
 
 def generate(
@@ -31,7 +45,7 @@ def generate(
     min_p: float | None = None,
     repetition_penalty: float = 1.0,
     seed: int | None = None,
-    stop_token: int | None = None,
+    stop_tokens: Collection[int] = (),
     prefill_chunk: int = 4096,
 ) -> Generation:
     """Iterate over up to `max_tokens` tokens that continue `prompt` (token ids, at least one).
@@ -39,8 +53,8 @@ def generate(
     `temperature` divides the logits; 0 takes the likeliest token. `top_k` keeps the k likeliest tokens, `top_p` the
     fewest tokens whose probabilities sum to at least p, `min_p` those at least p times as likely as the likeliest.
     `repetition_penalty` makes the tokens of `prompt` and of what follows it less likely. `seed` repeats a sample.
-    `stop_token` is returned and ends the sequence. The prompt is read `prefill_chunk` tokens at a time, after those
-    that made `state`; by a `PerceiverAR` in one piece.
+    One of `stop_tokens` ends the sequence and is its last token. The prompt is read `prefill_chunk` tokens at a time,
+    after those that made `state`; by a `PerceiverAR` in one piece.
 
     Raises `ValueError` for an empty prompt, a token outside the vocabulary or a number out of range.
     """
@@ -54,7 +68,7 @@ def generate(
         seed=seed,
         prefill_chunk=prefill_chunk,
     )
-    return Generation(model, prompt, sampling, state=state, stop_token=stop_token)
+    return Generation(model, prompt, sampling, state=state, stop_tokens=stop_tokens)
 
 
 class Generation(Iterator[int]):
@@ -72,12 +86,12 @@ class Generation(Iterator[int]):
         /,
         *,
         state: State | None = None,
-        stop_token: int | None = None,
+        stop_tokens: Collection[int] = (),
     ) -> None:
         self.state = state
         self._model = model
         self._sampling = sampling
-        self._stop_token = stop_token
+        self._stop_tokens = frozenset(stop_tokens)
         self._unread = checked_prompt(prompt, model.config.vocab_size)
         self._left = sampling.max_tokens
         self._choose = Sampler(sampling, model.config.vocab_size, self._unread)
@@ -110,12 +124,12 @@ class Generation(Iterator[int]):
             logits_BTV, self.state = self._model(as_tensor(self._model, self._unread), self.state)
         token = self._choose(logits_BTV[0, -1])
         self._unread = [token]
-        self._left = 0 if token == self._stop_token else self._left - 1
+        self._left = 0 if token in self._stop_tokens else self._left - 1
         return token
 
 
 def checked_prompt(prompt: Sequence[int], vocab_size: int) -> list[int]:
-    """The prompt as a list; `ValueError` or `TypeError` where it is empty or holds what is no token."""
+    """Return the prompt as a list; raise `ValueError` or `TypeError` where it is empty or holds no token."""
     if not len(prompt):
         raise ValueError("the prompt must hold at least one token, got none")
     tokens = []
@@ -130,7 +144,7 @@ def checked_prompt(prompt: Sequence[int], vocab_size: int) -> list[int]:
 
 
 def read_piece(model: Decoder, unread: list[int], state: State | None, chunk: int) -> State:
-    """Read up to `chunk` of the tokens before the last one and take them off `unread`; the state after them.
+    """Read up to `chunk` of the tokens before the last one and take them off `unread`; return the state after them.
 
     A model that predicts its last tokens alone (`PerceiverAR`) reads all of them at once: each piece would end with
     latents that the next one would make history.
@@ -143,13 +157,13 @@ def read_piece(model: Decoder, unread: list[int], state: State | None, chunk: in
 
 
 def as_tensor(model: Decoder, tokens: list[int]) -> Tensor:
-    """One row of tokens where the model is, `[1, T]`."""
+    """Return one row of tokens where the model is, `[1, T]`."""
     return torch.tensor([tokens], dtype=torch.long, device=next(model.parameters()).device)
 
 
 @contextmanager
 def inference(model: Decoder) -> Iterator[None]:
-    """Eval mode without gradients; the mode is restored."""
+    """Set eval mode and compute no gradients; the mode is restored."""
     training = model.training
     if training:
         model.eval()

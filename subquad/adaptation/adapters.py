@@ -15,10 +15,9 @@ from safetensors import SafetensorError, safe_open
 from transformers.utils.logging import disable_progress_bar
 
 from subquad.adaptation import extended
-from subquad.cli.tables import count, print_table, size
 from subquad.data.files import MODEL_FILES
 from subquad.hf import lora
-from subquad.hf._strict import read_config
+from subquad.hf.loading import read_config
 from subquad.parsing import read_json_mapping
 from subquad.training.checkpoint import share
 from subquad.training.config import TrainConfig
@@ -27,12 +26,10 @@ from subquad.training.lora_config import LoraConfig
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
-HEADERS = ("adapter", "base", "rank", "alpha", "layers", "trained", "share", "on disk", "fits")
-
 
 @dataclass(frozen=True)
 class Adapter:
-    """One line of `subquad lora list`."""
+    """An adapter's folder, its base, and whether the two fit."""
 
     folder: str
     base: str
@@ -62,7 +59,7 @@ class Adapter:
 
 
 def adapters(folders: Sequence[str]) -> list[Adapter]:
-    """The adapters in and below folders, checkpoints left out, in the order of their names.
+    """Return the adapters in and below folders, checkpoints left out, in the order of their names.
 
     Raises `FileNotFoundError` for a folder that is not there and `ValueError` for an adapter whose files are damaged.
     """
@@ -115,7 +112,7 @@ def _adapter(folder: Path) -> Adapter:
 
 
 def _numbers(files: Sequence[Path]) -> int:
-    """Numbers in safetensors files, by their headers."""
+    """Return how many numbers safetensors files hold, by their headers."""
     total = 0
     for file in files:
         with safe_open(file, framework="numpy") as tensors:
@@ -125,25 +122,6 @@ def _numbers(files: Sequence[Path]) -> int:
                     numbers *= length
                 total += numbers
     return total
-
-
-def show(found: Sequence[Adapter], *, markdown: bool) -> None:
-    """Print the table."""
-    lines = [
-        (
-            entry.folder,
-            entry.base,
-            str(entry.rank),
-            f"{entry.alpha} ({entry.kind})",
-            entry.short,
-            count(entry.parameters),
-            "" if entry.base_parameters is None else f"{entry.parameters / entry.base_parameters:.2%}",
-            size(entry.bytes),
-            entry.fits,
-        )
-        for entry in found
-    ]
-    print_table(f"{len(found)} adapter{'' if len(found) == 1 else 's'}", HEADERS, lines, markdown=markdown)
 
 
 @dataclass(frozen=True)
@@ -180,7 +158,7 @@ class Merging:
 
 
 def open_merging(run: str, out: str, base: str | None) -> Merging:
-    """The merged model of an adapter's folder, not yet written.
+    """Return the merged model of an adapter's folder, not yet written.
 
     Raises `FileNotFoundError` or `ValueError` for a folder without an adapter, a base that is not there or has other
     weights, and an `out` that is there already.

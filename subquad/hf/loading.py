@@ -1,4 +1,4 @@
-"""Loading that fits exactly, and that a folder of another's making cannot turn against the reader."""
+"""Loading that fits exactly, and that a folder of somebody else's making cannot turn against the reader."""
 
 from __future__ import annotations
 
@@ -8,15 +8,17 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from huggingface_hub import snapshot_download
 from safetensors import safe_open
 from torch import nn
 from transformers import AutoConfig, PreTrainedConfig, PreTrainedModel
 from transformers.utils import logging as hf_logging
 
-from subquad.hf._forms import PREFIX
 from subquad.parsing import read_json_mapping
 
 CONFIG = "config.json"
+PREFIX = "subquad_"
+"""What the names of our attention implementations begin with (`subquad.hf.register`)."""
 _COUNTS = ("num_layers", "num_hidden_layers", "n_layer", "loops", "mixtures", "num_labels")
 """Fields that say how many parts a model has: each part has tensors of its own, or a row of one."""
 SMALL = 1 << 22
@@ -76,6 +78,16 @@ def read_config(folder: str | Path) -> PreTrainedConfig:
             raise ValueError("its configuration names code of its own, which is not run")
         found: PreTrainedConfig = AutoConfig.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
     return found
+
+
+def fetch(name: str) -> Path:
+    """The folder of a model on the Hugging Face hub, fetched where it must be; `FileNotFoundError`: it has none."""
+    try:
+        return Path(snapshot_download(name, allow_patterns=["*.json", "*.safetensors", "tokenizer*", "*.jinja"]))
+    except (OSError, ValueError) as error:  # no such name, no network
+        raise FileNotFoundError(
+            f"there is no folder {name}, and the hub gives no model of that name: {error}"
+        ) from error
 
 
 @contextmanager
