@@ -5,9 +5,9 @@ Shape letters: B batch, T tokens, D model width.
 
 from __future__ import annotations
 
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 from functools import partial
-from typing import Literal, Self
+from typing import Literal
 
 import torch
 from torch import Tensor, nn
@@ -65,20 +65,6 @@ class EncoderConfig(DecoderConfig):
                 f"an encoder has neither loops nor a look-up head, got loops={self.loops}, lookup={self.lookup}"
             )
 
-    @classmethod
-    def from_decoder(
-        cls,
-        config: DecoderConfig,
-        *,
-        num_classes: int = 2,
-        pooling: Pooling = "mean",
-        causal: bool = False,
-        towers: int = 1,
-    ) -> Self:
-        """The encoder with a decoder's settings."""
-        shared = {field.name: getattr(config, field.name) for field in fields(DecoderConfig)}
-        return cls(**shared, num_classes=num_classes, pooling=pooling, causal=causal, towers=towers)
-
 
 class Encoder(nn.Module):
     """`norm(h)`, where `h` are the embeddings after `num_layers` pre-norm blocks of mechanisms.
@@ -88,7 +74,7 @@ class Encoder(nn.Module):
     """
 
     reads_whole_sequences = True
-    """An output may depend on later tokens: this is no causal language model."""
+    """Outputs may depend on later tokens, unlike those of a causal language model."""
 
     def __init__(self, config: EncoderConfig) -> None:
         super().__init__()
@@ -108,7 +94,7 @@ class Encoder(nn.Module):
         initialise(module, self.config.init_std, self.branch_outputs, 2 * self.config.num_layers)
 
     def forward(self, tokens_BT: Tensor, /, mask: Tensor | None = None) -> Tensor:
-        """Vectors `[B, T, D]` of `tokens` `[B, T]` after the last norm; zeros at padding.
+        """Return vectors `[B, T, D]` of `tokens` `[B, T]` after the last norm; zeros at padding.
 
         `mask` is a bool `[B, T]`, True for a real token. Padding may stand anywhere and does not exist. Raises
         `TypeError` or `ValueError` for wrong shapes and dtypes and for a position outside of a learned table.
@@ -117,11 +103,11 @@ class Encoder(nn.Module):
         return self._vectors(h_BTD, moved, tokens_BT.shape[1])
 
     def pooled(self, tokens_BT: Tensor, /, mask: Tensor | None = None) -> Tensor:
-        """One vector `[B, D]` a sequence, as `config.pooling` says; zeros where mean or last find no real token."""
+        """Return one vector `[B, D]` a sequence, by `config.pooling`; zeros where mean or last find no real token."""
         return self._pool(*self._run(tokens_BT, mask))
 
     def read(self, tokens_BT: Tensor, /, mask: Tensor | None = None) -> tuple[Tensor, Tensor]:
-        """What `forward` and `pooled` give, from one pass."""
+        """Return the results of `forward` and `pooled`, from one pass."""
         h_BTD, moved = self._run(tokens_BT, mask)
         return self._vectors(h_BTD, moved, tokens_BT.shape[1]), self._pool(h_BTD, moved)
 
@@ -145,7 +131,7 @@ class Encoder(nn.Module):
         return cost_of(self, tokens, lambda tokens_BT: (self(tokens_BT), None), partial(one_sequence, tokens))
 
     def _run(self, tokens_BT: Tensor, mask: Tensor | None) -> tuple[Tensor, Compaction | None]:
-        """Vectors after the last norm, the class token's first, of rows that begin with their real tokens."""
+        """Return vectors after the last norm, the class token's first, of rows that begin with their real tokens."""
         x_BTD, moved = embedded(self.embedding, tokens_BT, mask)
         lengths_B = None if moved is None else moved.lengths_B
         if self.class_token is not None:
@@ -156,7 +142,7 @@ class Encoder(nn.Module):
 
 
 def embedded(embedding: Embedding, tokens_BT: Tensor, mask: Tensor | None) -> tuple[Tensor, Compaction | None]:
-    """Vectors of rows that begin with their real tokens, and how they were moved (None: not at all)."""
+    """Return vectors of rows that begin with their real tokens, and how they were moved (None: not at all)."""
     check_tokens(tokens_BT)
     refuse("an encoder, which reads whole sequences,")
     if mask is None:
