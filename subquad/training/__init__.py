@@ -1,65 +1,32 @@
-"""Training runs. Importing the package loads nothing heavy: torch and transformers come with `train`."""
+"""Training runs. Importing the package loads nothing heavy: torch comes with `train`, transformers with a model."""
 
-import importlib
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
+from subquad.lazy import facade
 from subquad.training.config import (
     BatchConfig,
     ClassifyConfig,
-    ImageConfig,
     LoraConfig,
     OptimizerConfig,
-    ParallelConfig,
     PretrainConfig,
-    ProbeConfig,
     RunConfig,
     ScheduleConfig,
     TrainConfig,
 )
-from subquad.training.extend_config import ExtendConfig
 
 if TYPE_CHECKING:
-    from subquad.training.errors import NonFiniteError
-    from subquad.training.extension import extend, train_control
-    from subquad.training.report import Report, measure, write_report
     from subquad.training.run import RunResult, train
-
-_LAZY = {
-    "NonFiniteError": "errors",
-    "Report": "report",
-    "RunResult": "run",
-    "extend": "extension",
-    "measure": "report",
-    "train": "run",
-    "train_control": "extension",
-    "write_report": "report",
-}
 
 __all__ = [
     "BatchConfig",
     "ClassifyConfig",
-    "ExtendConfig",
-    "ImageConfig",
     "LoraConfig",
-    "NonFiniteError",
     "OptimizerConfig",
-    "ParallelConfig",
     "PretrainConfig",
-    "ProbeConfig",
-    "Report",
     "RunConfig",
     "RunResult",
     "ScheduleConfig",
     "TrainConfig",
-    "extend",
-    "measure",
     "train",
-    "train_control",
-    "write_report",
 ]
-
-
-def __getattr__(name: str) -> Any:
-    if name in _LAZY:
-        return getattr(importlib.import_module(f"subquad.training.{_LAZY[name]}"), name)
-    raise AttributeError(f"module 'subquad.training' has no attribute {name!r}; it has {', '.join(__all__)}")
+__getattr__ = facade(__name__, {"RunResult": "run", "train": "run"})

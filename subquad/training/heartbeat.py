@@ -9,10 +9,8 @@ from __future__ import annotations
 import logging
 import threading
 import time
-from typing import TYPE_CHECKING, Any
 
-if TYPE_CHECKING:
-    from torch.distributed import Store
+from torch import distributed
 
 logger = logging.getLogger(__name__)
 
@@ -25,7 +23,7 @@ PATIENCE = 3
 class Heartbeat:
     """The signs of life of one of `world` processes. `timeout` is how long a collective may wait, in seconds."""
 
-    def __init__(self, store: Store, rank: int, world: int, timeout: float) -> None:
+    def __init__(self, store: distributed.Store, rank: int, world: int, timeout: float) -> None:
         self.store, self.rank, self.world = store, rank, world
         self.interval = min(LONGEST_INTERVAL, timeout / 8)
         self._patience = timeout - 2 * PATIENCE * self.interval
@@ -106,10 +104,3 @@ class Heartbeat:
             self._told = True
             if lost := self._named(self._before[1]):
                 logger.warning("process %d waits in %s: %s", self.rank, self._place[1], lost)
-
-
-def beat_from(store: Any, rank: int, world: int, timeout: float) -> Heartbeat:
-    """A heartbeat over a connection of its own to `store`: a wait of torch.distributed does not stop it."""
-    from torch.distributed import PrefixStore
-
-    return Heartbeat(PrefixStore("subquad heartbeat", store.clone()), rank, world, timeout)
