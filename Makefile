@@ -18,7 +18,7 @@ STAMP := $(VENV)/.installed
 PYTEST := $(BIN)/python -m pytest -n $(JOBS) --dist worksteal
 
 .DEFAULT_GOAL := help
-.PHONY: help install run test test-long smoke gpu peers lint check wheel-check clean
+.PHONY: help install run test test-long smoke bench gpu peers lint check wheel-check clean
 
 help: ## what each target does
 	@sed -n 's/^\([a-z-]*\):.*## \(.*\)/make \1\t\2/p' Makefile | expand -t 20
@@ -37,7 +37,10 @@ test-long: $(STAMP) ## the slow tests, one after another, since some take times
 	@OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q -m slow
 
 smoke: $(STAMP) ## every experiment of the papers at its smallest, in under three minutes; it changes no result
-	@OMP_NUM_THREADS=1 HF_HUB_OFFLINE=1 $(BIN)/subquad reproduce --all --scale smoke --work runs/smoke --processes $(JOBS)
+	@OMP_NUM_THREADS=1 HF_HUB_OFFLINE=1 $(BIN)/python -m experiments --all --scale smoke --work runs/smoke --processes $(JOBS)
+
+bench: $(STAMP) ## time operators, models and decoding on this machine, with pictures and tables in runs/benchmarks
+	@for what in ops model decode; do $(BIN)/python -m benchmarks $$what --out runs/benchmarks || exit 1; done
 
 gpu: ## the GPU tests and benchmarks, with .venv or else $(PYTHON) as it is; DEVICE=cpu tries it in tiny sizes
 	@$(if $(wildcard $(BIN)/python),$(BIN)/python,"$(PYTHON)") benchmarks/gpu.py --device $(DEVICE) $(if $(filter cpu,$(DEVICE)),--dry-run)

@@ -24,9 +24,9 @@ from pathlib import Path
 from typing import Any
 
 ROOT = Path(__file__).resolve().parents[1]
-sys.path[:0] = [str(ROOT), str(ROOT / "benchmarks")]
+sys.path.insert(0, str(ROOT))  # run as a file, this has its own folder there instead
 
-from gpu_steps import NAMES, STEPS, Step, has  # noqa: E402 it lies beside this file, wherever that is imported from
+from benchmarks.gpu_steps import NAMES, STEPS, Step, has  # noqa: E402
 
 WHEELS = ROOT / ".whl"
 SECONDS = 520.0

@@ -109,7 +109,8 @@ def _counts(reports: list[Path]) -> dict[str, Any]:
 
 def ops(arguments: argparse.Namespace) -> int:
     """Operators at the sizes of the aims, beside torch's own kernels."""
-    from subquad.bench import OpsConfig, measure_ops
+    from benchmarks.config import OpsConfig
+    from benchmarks.ops import measure_ops
 
     if arguments.dry_run:
         tiny: dict[str, Any] = {
@@ -131,7 +132,8 @@ def ops(arguments: argparse.Namespace) -> int:
 
 def fla(arguments: argparse.Namespace) -> int:
     """The scans again, beside flash-linear-attention's, which tune themselves for a while before they run."""
-    from subquad.bench import OpsConfig, measure_ops
+    from benchmarks.config import OpsConfig
+    from benchmarks.ops import measure_ops
 
     if arguments.dry_run or arguments.device == "cpu":
         tiny = {"heads": 1, "channels": 16, "latents": [8], "segment": [32], "peers": "none", "repeats": 1}
@@ -143,7 +145,8 @@ def fla(arguments: argparse.Namespace) -> int:
 
 def warm(arguments: argparse.Namespace) -> int:
     """Compile flash-linear-attention's kernels into Triton's cache, beside the tests; nothing is kept of its times."""
-    from subquad.bench import OpsConfig, measure_ops
+    from benchmarks.config import OpsConfig
+    from benchmarks.ops import measure_ops
 
     sizes = {**_operator_sizes(arguments), "tokens": [2048], "batch_tokens": 4096}
     measure_ops(OpsConfig(peers=["fla"], repeats=1, **sizes))
@@ -152,7 +155,8 @@ def warm(arguments: argparse.Namespace) -> int:
 
 def model(arguments: argparse.Namespace) -> int:
     """Decoders of 12 layers, width 768, on 16 x 2,048 and on 4 x 16,384 tokens."""
-    from subquad.bench import ModelConfig, measure_model
+    from benchmarks.config import ModelConfig
+    from benchmarks.model import measure_model
 
     if arguments.dry_run:
         tiny = {"layers": 1, "dim": 32, "heads": 2, "vocab": 64, "repeats": 1, "peers": "none"}
@@ -166,7 +170,8 @@ def model(arguments: argparse.Namespace) -> int:
 
 def decode(arguments: argparse.Namespace) -> int:
     """One token after 1,000 and after 100,000."""
-    from subquad.bench import DecodeConfig, measure_decode
+    from benchmarks.config import DecodeConfig
+    from benchmarks.decode import measure_decode
 
     if arguments.dry_run:
         tiny = {"layers": 1, "dim": 32, "heads": 2, "vocab": 64, "repeats": 2, "piece": 64}

@@ -19,9 +19,9 @@ sys.path.insert(0, str(ROOT / "docs"))
 
 from make_performance import BLOCK  # noqa: E402
 
+from subquad.adaptation.conversion_report import STAGES, context_range  # noqa: E402
 from subquad.cli.tables import size  # noqa: E402
 from subquad.evaluation.provenance import described  # noqa: E402
-from subquad.tools._convert_report import STAGES, context_range  # noqa: E402
 
 PAGE, RESULT = ROOT / "docs" / "convert.md", ROOT / "benchmarks" / "results" / "convert.json"
 COMMON = "subquad convert runs/stories260K --data runs/stories.zip --batch.size 4 --threads 1"

@@ -16,8 +16,8 @@ from typing import Any
 
 from make_performance import BLOCK
 
+from subquad.adaptation import extension_report
 from subquad.evaluation.provenance import described
-from subquad.tools import _extend_report
 
 ROOT = Path(__file__).resolve().parents[1]
 PAGE, RESULTS, IMAGES = ROOT / "docs" / "extend.md", ROOT / "benchmarks" / "results", ROOT / "docs" / "images"
@@ -33,7 +33,7 @@ def main() -> None:
     parser.add_argument("--trials", nargs="*", type=Path, default=[], help="folders of finished trials, in their order")
     chosen = parser.parse_args()
     for run in chosen.runs:
-        report = json.loads((run / _extend_report.REPORT).read_text(encoding="utf-8"))
+        report = json.loads((run / extension_report.REPORT).read_text(encoding="utf-8"))
         report["original"] = report["model"]  # a folder of whoever measured
         if report["attention"] not in KINDS:
             raise ValueError(f"the page shows {' and '.join(KINDS)}, got attention={report['attention']!r} in {run}")
@@ -46,7 +46,7 @@ def main() -> None:
         )
     for kind in KINDS:
         if result(kind).is_file():
-            _extend_report.draw(read(kind)).savefig(IMAGES / f"extend_{kind}.png", format="png")
+            extension_report.draw(read(kind)).savefig(IMAGES / f"extend_{kind}.png", format="png")
     PAGE.write_text(rewritten(PAGE.read_text(encoding="utf-8")), encoding="utf-8")
 
 
@@ -68,7 +68,7 @@ def rewritten(page: str) -> str:
 
 def trial(run: Path) -> dict[str, Any]:
     """What the page says of a trial."""
-    report = json.loads((run / _extend_report.REPORT).read_text(encoding="utf-8"))
+    report = json.loads((run / extension_report.REPORT).read_text(encoding="utf-8"))
     return {"name": run.name, "lr": report["optimizer"]["lr"], **{name: report[name] for name in TOLD}}
 
 
@@ -83,9 +83,9 @@ def trials() -> str:
                 f"`{found['attention']}`" + "".join(f", {name} {value:,}" for name, value in found["options"].items()),
                 f"{found['steps']}, {found['lr']:g}",
                 *(f"{kept[name]:.4f}" for name in ("within", "beyond")),
-                _extend_report.difference(kept),
+                extension_report.difference(kept),
                 "as trained" if full is None else f"{full['beyond']:.4f}",
-                "" if full is None else _extend_report.difference(full),
+                "" if full is None else extension_report.difference(full),
             ]
         )
     headers = ["positions", "trained with", "steps, learning rate", "257 to 512", "above 512", "less"]
@@ -101,7 +101,7 @@ def block(kind: str) -> str:
     if kind == "trials":
         return trials()
     report = read(kind)
-    headers, lines = _extend_report.rows(report)
+    headers, lines = extension_report.rows(report)
     rules = [":---", *("---:" for _ in headers[1:])]
     table = "\n".join(f"| {' | '.join(line)} |" for line in (headers, rules, *lines))
     own, found = report["own_length"], report["summary"]["extended"]

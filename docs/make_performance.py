@@ -1,10 +1,11 @@
 """Write the tables and pictures of docs/performance.md again, from benchmarks/results/*.json.
 
     python docs/make_performance.py
-    python docs/make_performance.py --runs first.json second.json third.json    # several of `subquad bench ops`
+    python docs/make_performance.py --runs first.json second.json third.json    # several of `python -m benchmarks ops`
 
 Only what stands between `<!-- NAME -->` and `<!-- /NAME -->` is replaced; the prose around it stays. The figures are
-measured by `subquad bench ... --out benchmarks/results` (on a CPU) and `make gpu`; what was not measured says so.
+measured by `python -m benchmarks ... --out benchmarks/results` (on a CPU) and `make gpu`; what was not measured says
+so.
 """
 
 from __future__ import annotations
@@ -18,8 +19,8 @@ from pathlib import Path
 from statistics import median
 from typing import Any, NamedTuple
 
-from subquad.bench import Report
-from subquad.bench.plots import draw, save
+from benchmarks.plots import draw, save
+from benchmarks.report import Report
 
 ROOT = Path(__file__).resolve().parents[1]
 PAGE = ROOT / "docs" / "performance.md"
@@ -30,9 +31,9 @@ BLOCK = re.compile(r"<!-- (?P<name>[a-z-]+) -->\n.*?<!-- /(?P=name) -->", re.DOT
 MET = 0.9
 """Of an aim on a CPU: within ten percent counts as met. On a GPU an aim is met in full or missed."""
 COMMANDS = {
-    "cpu_ops": "subquad bench ops --latents 64,16,32,128,256 --out benchmarks/results",
-    "cpu_model": "subquad bench model --out benchmarks/results",
-    "cpu_decode": "subquad bench decode --out benchmarks/results",
+    "cpu_ops": "python -m benchmarks ops --latents 64,16,32,128,256 --out benchmarks/results",
+    "cpu_model": "python -m benchmarks model --out benchmarks/results",
+    "cpu_decode": "python -m benchmarks decode --out benchmarks/results",
 }
 CPU_AIMS: dict[str, dict[int, tuple[float, float]]] = {
     "llp": {1024: (2, 2.5), 4096: (6, 6), 16384: (18, 22)},

@@ -23,7 +23,7 @@ import torch.distributed as distributed
 from make_performance import BLOCK
 from torch import multiprocessing
 
-from subquad.bench._timing import Run, Timing, interleave
+from benchmarks.timing import Run, Timing, interleave
 from subquad.cli.tables import size
 from subquad.evaluation.provenance import described, machine, versions
 from subquad.memory import keep_freed_memory, peak_bytes

@@ -6,6 +6,7 @@ Importing the package loads nothing heavy: torch comes with the first name that 
 from typing import TYPE_CHECKING
 
 from subquad.lazy import facade
+from subquad.version import __version__
 
 if TYPE_CHECKING:
     from subquad import attention, data, evaluation, generation, hf, models, ops, parallel, testing, training
@@ -13,7 +14,7 @@ if TYPE_CHECKING:
     from subquad.memory import keep_freed_memory
     from subquad.state import State
 
-__version__ = "0.1.0"
+
 __all__ = [
     "State",
     "__version__",

@@ -86,7 +86,7 @@ def python(folder: Path, *arguments: str) -> subprocess.CompletedProcess:
     environment = {
         name: value for name, value in os.environ.items() if not name.startswith("PYTEST_") and name != "COLUMNS"
     }
-    environment |= {"PYTHONPATH": str(folder), "PYTHONDONTWRITEBYTECODE": "1"}
+    environment |= {"PYTHONPATH": f"{folder}:{ROOT}", "PYTHONDONTWRITEBYTECODE": "1"}
     command = [sys.executable, *arguments]
     done = subprocess.run(
         command, cwd=folder, env=environment, capture_output=True, text=True, timeout=170, check=False

@@ -117,6 +117,17 @@ def test_an_unknown_command_is_answered_with_the_valid_ones(capsys):
     assert f"unknown command 'trian'; did you mean 'train'? valid: {valid}" in capsys.readouterr().err
 
 
+@pytest.mark.parametrize(("arguments", "new"), [
+    (["bench", "ops", "--tokens", "1024"], "`subquad bench` is now `python -m benchmarks`"),
+    (["reproduce", "llp_table6"], "`subquad reproduce` is now `python -m experiments`"),
+    (["lora", "mnist", "--path", "mnist"], "`subquad lora mnist` is now `python -m experiments.lora_mnist`"),
+    (["cost", "--paper=llp"], "`subquad cost --paper` is now `python -m experiments.llp_table6`"),
+])  # fmt: skip
+def test_a_command_that_needs_a_clone_is_answered_with_its_new_name(capsys, arguments, new):
+    assert main(arguments) == 2
+    assert f"error: {new}, in a clone of the repository\n" in capsys.readouterr().err
+
+
 def test_no_command_is_an_error(capsys):
     assert main([]) == 2
     assert "no command\nsee subquad --help" in capsys.readouterr().err
@@ -266,7 +277,6 @@ LATENTS = ["--model.attention", "perceiver_ar", "--model.options.perceiver_ar.la
     (["generate", "nowhere", "--prompt", "x", "--top_k", "0"], "top_k must be at least 1, got 0"),
     (["cost", "--attention", "lp"], "unknown attention 'lp'; did you mean 'llp'?"),
     (["cost", "--tokens", "1", "a"], "tokens element 2: Expected a int. Got value: a\n"),
-    (["cost", "--paper", "foo"], "unknown paper 'foo'; valid: llp\n"),
     (["cost", "latte"], "there is no folder latte; give the folder of a run, as `subquad train` makes it; "
      "mechanism? use --attention latte\n"),
     (["list", "lp"], "unknown attention 'lp'; did you mean 'llp'?"),
@@ -439,9 +449,9 @@ def test_a_run_that_had_ended_is_reported_again_with_its_speed(trained, capsys):
 
 
 def test_an_interrupted_run_says_how_to_go_on(place, capsys, monkeypatch):
-    import subquad.training.flow as flow
+    from subquad.training import loop
 
-    monkeypatch.setattr(flow.StopSignal, "__enter__", lambda self: setattr(self, "received", True) or self)
+    monkeypatch.setattr(loop.StopSignal, "__enter__", lambda self: setattr(self, "received", True) or self)
     folder = place / "stopped run"
     assert main(["train", "--config", str(place / "tiny.yaml"), "--run.folder", str(folder)]) == 130
     assert f"stopped after step 1 of 3; go on with:\n  subquad train --config '{folder}/config.yaml'" in (
@@ -589,7 +599,7 @@ def test_without_a_width_only_explanations_are_wrapped(capsys, name):
     assert main(["list", name]) == 0
     out = capsys.readouterr().out
     assert max(map(len, out.splitlines())) <= WIDTH
-    own = STACKS[name].options_class() if name in STACKS else attention.mechanism(name).Config
+    own = STACKS[name].options if name in STACKS else attention.mechanism(name).Config
     for option in options(own):
         assert re.search(rf"^ {option.name} +{re.escape(option.type)} +{re.escape(option.default)} ", out, re.MULTILINE)
 
@@ -635,7 +645,7 @@ def test_list_shows_every_option_of_a_stack(capsys, name):
     assert main(["list", name]) == 0
     out = capsys.readouterr().out
     assert STACKS[name].paper in out
-    assert all(field.name in out for field in dataclasses.fields(STACKS[name].options_class()))
+    assert all(field.name in out for field in dataclasses.fields(STACKS[name].options))
 
 
 def test_list_of_an_unknown_name_gives_the_valid_ones(capsys):

@@ -57,10 +57,10 @@ class WindowOneShort(Window):
 
 
 class ValuesWithoutGradient(Linear):
-    def mix(self, x_BTD: Tensor, state: State | None, lengths_B: Tensor | None) -> Mixed:
+    def mix_tokens(self, x_BTD: Tensor, state: State | None, lengths_B: Tensor | None) -> Mixed:
         self.cut = True
         try:
-            return super().mix(x_BTD, state, lengths_B)
+            return super().mix_tokens(x_BTD, state, lengths_B)
         finally:
             self.cut = False
 
@@ -70,24 +70,24 @@ class ValuesWithoutGradient(Linear):
 
 
 class ForgetsTheState(Latte):
-    def mix(self, x_BTD: Tensor, state: State | None, lengths_B: Tensor | None) -> Mixed:
-        return super().mix(x_BTD, None, lengths_B)
+    def mix_tokens(self, x_BTD: Tensor, state: State | None, lengths_B: Tensor | None) -> Mixed:
+        return super().mix_tokens(x_BTD, None, lengths_B)
 
 
 class StateOfOneTokenOnly(Latte):
     """Right for one new token after the state, wrong for several: it forgets the state after the first."""
 
-    def mix(self, x_BTD: Tensor, state: State | None, lengths_B: Tensor | None) -> Mixed:
+    def mix_tokens(self, x_BTD: Tensor, state: State | None, lengths_B: Tensor | None) -> Mixed:
         if state is None or x_BTD.shape[1] == 1:
-            return super().mix(x_BTD, state, lengths_B)
-        first, state = super().mix(x_BTD[:, :1], state, lengths_B)
-        rest, state = super().mix(x_BTD[:, 1:], None, lengths_B)
+            return super().mix_tokens(x_BTD, state, lengths_B)
+        first, state = super().mix_tokens(x_BTD[:, :1], state, lengths_B)
+        rest, state = super().mix_tokens(x_BTD[:, 1:], None, lengths_B)
         return torch.cat([first, rest], 1), state
 
 
 class DetachedState(Linear):
-    def mix(self, x_BTD: Tensor, state: State | None, lengths_B: Tensor | None) -> Mixed:
-        return super().mix(x_BTD, None if state is None else state.map(torch.Tensor.detach), lengths_B)
+    def mix_tokens(self, x_BTD: Tensor, state: State | None, lengths_B: Tensor | None) -> Mixed:
+        return super().mix_tokens(x_BTD, None if state is None else state.map(torch.Tensor.detach), lengths_B)
 
 
 class RotatesFromZero(Llp):
@@ -121,16 +121,16 @@ class SaysLinear(Full):
 class MakesASquare(Window):
     """Makes a T x T tensor on the way."""
 
-    def mix(self, x_BTD: Tensor, state: State | None, lengths_B: Tensor | None) -> Mixed:
+    def mix_tokens(self, x_BTD: Tensor, state: State | None, lengths_B: Tensor | None) -> Mixed:
         square = x_BTD.new_zeros(x_BTD.shape[1], x_BTD.shape[1])
-        return super().mix(x_BTD + square.sum(), state, lengths_B)
+        return super().mix_tokens(x_BTD + square.sum(), state, lengths_B)
 
 
 class KeepsThePromptAlive(Window):
     """Its cache is a view of all keys."""
 
-    def mix(self, x_BTD: Tensor, state: State | None, lengths_B: Tensor | None) -> Mixed:
-        y_BTD, after = super().mix(x_BTD, state, lengths_B)
+    def mix_tokens(self, x_BTD: Tensor, state: State | None, lengths_B: Tensor | None) -> Mixed:
+        y_BTD, after = super().mix_tokens(x_BTD, state, lengths_B)
         keys = self.keys(x_BTD)[:, :, -after.tensor("keys").shape[2] :]
         return y_BTD, State({**after.entries, "keys": keys}, after.config_hash)
 
@@ -138,38 +138,38 @@ class KeepsThePromptAlive(Window):
 class ForgetsWhatPaddingChanged(Llp):
     """After a call with padding every row is thought to have read as much as the longest."""
 
-    def mix(self, x_BTD: Tensor, state: State | None, lengths_B: Tensor | None) -> Mixed:
-        y_BTD, after = super().mix(x_BTD, state, lengths_B)
+    def mix_tokens(self, x_BTD: Tensor, state: State | None, lengths_B: Tensor | None) -> Mixed:
+        y_BTD, after = super().mix_tokens(x_BTD, state, lengths_B)
         seen = after.seen.amax().expand(len(x_BTD)) if isinstance(after.seen, Tensor) else after.seen
         return y_BTD, State({**after.entries, "seen": seen}, after.config_hash)
 
 
 class RestartsAtChunks(Linear):
-    def mix(self, x_BTD: Tensor, state: State | None, lengths_B: Tensor | None) -> Mixed:
-        pieces = [super(RestartsAtChunks, self).mix(x, state, lengths_B) for x in x_BTD.split(scan.CHUNK, 1)]
+    def mix_tokens(self, x_BTD: Tensor, state: State | None, lengths_B: Tensor | None) -> Mixed:
+        pieces = [super(RestartsAtChunks, self).mix_tokens(x, state, lengths_B) for x in x_BTD.split(scan.CHUNK, 1)]
         return torch.cat([y for y, _ in pieces], 1), pieces[-1][1]
 
 
 class CountsPadding(Linear):
     """Padding has features too: it enters the normaliser."""
 
-    def mix(self, x_BTD: Tensor, state: State | None, lengths_B: Tensor | None) -> Mixed:
-        y_BTD, after = super().mix(x_BTD, state, None)
+    def mix_tokens(self, x_BTD: Tensor, state: State | None, lengths_B: Tensor | None) -> Mixed:
+        y_BTD, after = super().mix_tokens(x_BTD, state, None)
         return y_BTD, State({**after.entries}, after.config_hash)
 
 
 class ReadsPadding(Full):
     """What stands in padding reaches the outputs."""
 
-    def forward(self, x_BTD: Tensor, state: State | None = None, mask: Tensor | None = None) -> Mixed:
-        y_BTD, after = super().forward(x_BTD, state, mask)
+    def forward(self, x_BTD: Tensor, state: State | None = None, *, mask: Tensor | None = None) -> Mixed:
+        y_BTD, after = super().forward(x_BTD, state, mask=mask)
         return y_BTD + 0 * x_BTD.sum(1, keepdim=True), after
 
 
 class GlobalKeyMaximum(Linear):
     """Stabilised by the largest key of the whole sequence, with eps added after, as published performers do."""
 
-    def mix(self, x_BTD: Tensor, state: State | None, lengths_B: Tensor | None) -> Mixed:
+    def mix_tokens(self, x_BTD: Tensor, state: State | None, lengths_B: Tensor | None) -> Mixed:
         q, k = self.split(self.query(x_BTD)), self.split(self.key(x_BTD))
         i_BHTK = (k - k.amax(2, keepdim=True)).exp() + 1e-4
         y_BHTV, sums = gated_scan(q.sigmoid(), i_BHTK, self.values(x_BTD), None, normalise=True, eps=1e-6)
@@ -179,29 +179,29 @@ class GlobalKeyMaximum(Linear):
 class SubtractsTheMean(Llp):
     """The mean of the whole sequence is taken off first."""
 
-    def mix(self, x_BTD: Tensor, state: State | None, lengths_B: Tensor | None) -> Mixed:
-        return super().mix(x_BTD - x_BTD.mean(1, keepdim=True), state, lengths_B)
+    def mix_tokens(self, x_BTD: Tensor, state: State | None, lengths_B: Tensor | None) -> Mixed:
+        return super().mix_tokens(x_BTD - x_BTD.mean(1, keepdim=True), state, lengths_B)
 
 
 class SeesItsBatch(Window):
-    def mix(self, x_BTD: Tensor, state: State | None, lengths_B: Tensor | None) -> Mixed:
-        y_BTD, after = super().mix(x_BTD, state, lengths_B)
+    def mix_tokens(self, x_BTD: Tensor, state: State | None, lengths_B: Tensor | None) -> Mixed:
+        y_BTD, after = super().mix_tokens(x_BTD, state, lengths_B)
         return y_BTD + 0.01 * y_BTD.mean(0, keepdim=True), after
 
 
 class RoundsToHalf(Latte):
     """Mixes in bfloat16 whatever comes in."""
 
-    def mix(self, x_BTD: Tensor, state: State | None, lengths_B: Tensor | None) -> Mixed:
-        y_BTD, after = super().mix(x_BTD, state, lengths_B)
+    def mix_tokens(self, x_BTD: Tensor, state: State | None, lengths_B: Tensor | None) -> Mixed:
+        y_BTD, after = super().mix_tokens(x_BTD, state, lengths_B)
         return y_BTD.bfloat16().to(x_BTD.dtype), after
 
 
 class AccumulatesUnderAutocast(Latte):
     """Lets autocast choose the precision of its mixing twenty times over."""
 
-    def mix(self, x_BTD: Tensor, state: State | None, lengths_B: Tensor | None) -> Mixed:
-        y_BTD, after = super().mix(x_BTD, state, lengths_B)
+    def mix_tokens(self, x_BTD: Tensor, state: State | None, lengths_B: Tensor | None) -> Mixed:
+        y_BTD, after = super().mix_tokens(x_BTD, state, lengths_B)
         near_one = torch.eye(x_BTD.shape[-1], dtype=y_BTD.dtype) * 1.003
         for _ in range(20):
             y_BTD = y_BTD @ near_one
@@ -209,8 +209,8 @@ class AccumulatesUnderAutocast(Latte):
 
 
 class BranchesOnData(Linear):
-    def mix(self, x_BTD: Tensor, state: State | None, lengths_B: Tensor | None) -> Mixed:
-        return super().mix(x_BTD if bool(x_BTD.sum() > 0) else x_BTD + 0, state, lengths_B)
+    def mix_tokens(self, x_BTD: Tensor, state: State | None, lengths_B: Tensor | None) -> Mixed:
+        return super().mix_tokens(x_BTD if bool(x_BTD.sum() > 0) else x_BTD + 0, state, lengths_B)
 
 
 class RollsRoundWithoutSaying(Shifted):
@@ -256,8 +256,8 @@ class OwnHash(Full):
 class SumsInHalf(Linear):
     """The state's sums go through float16."""
 
-    def mix(self, x_BTD: Tensor, state: State | None, lengths_B: Tensor | None) -> Mixed:
-        y_BTD, after = super().mix(x_BTD, state, lengths_B)
+    def mix_tokens(self, x_BTD: Tensor, state: State | None, lengths_B: Tensor | None) -> Mixed:
+        y_BTD, after = super().mix_tokens(x_BTD, state, lengths_B)
         return y_BTD * (after.tensor("sums").sum().half() * 0 + 1).to(y_BTD.dtype), after
 
 
@@ -265,9 +265,9 @@ class SeesPackedRows(Latte):
     """It mixes a row of documents as one."""
 
     def forward(
-        self, x_BTD: Tensor, state: State | None = None, mask: Tensor | None = None, doc_ids: Tensor | None = None
+        self, x_BTD: Tensor, state: State | None = None, *, mask: Tensor | None = None, doc_ids: Tensor | None = None
     ) -> Mixed:
-        return super().forward(x_BTD, state, mask if doc_ids is None else doc_ids >= 0)
+        return super().forward(x_BTD, state, mask=mask if doc_ids is None else doc_ids >= 0)
 
     def weights(self, x_BTD: Tensor, mask: Tensor | None = None, doc_ids: Tensor | None = None) -> Tensor:
         return super().weights(x_BTD, mask if doc_ids is None else doc_ids >= 0)

@@ -23,7 +23,7 @@ def test_the_package_loads_nothing_heavy():
 def test_configurations_load_without_torch():
     loaded = run("""
         import sys
-        import subquad.data.config, subquad.models.config
+        import subquad.data.config
         print(*[name for name in ("torch", "triton", "transformers", "tokenizers") if name in sys.modules])
     """)
     assert loaded == ""

@@ -21,15 +21,13 @@ PACKAGES = (
     "subquad.hf",
     "subquad.data",
     "subquad.training",
-    "subquad.conversion",
+    "subquad.adaptation",
     "subquad.evaluation",
     "subquad.evaluation.audit",
     "subquad.generation",
     "subquad.recipes",
     "subquad.serving",
     "subquad.testing",
-    "subquad.bench",
-    "subquad.reproduction",
 )
 METHODS = {
     "subquad.State": ("save", "load", "check", "map"),
@@ -64,7 +62,6 @@ METHODS = {
     "subquad.generation.Generation": ("prefill", "read_all"),
     "subquad.generation.StopStrings": ("push", "finish"),
     "subquad.generation.TextStream": ("push", "finish"),
-    "subquad.bench.Report": ("table", "save", "load", "to_dict", "from_dict"),
     "subquad.training.TrainConfig": ("from_file", "to_file", "from_dict", "to_dict", "replace", "digest"),
 }
 """Methods that are public beside the constructors."""
@@ -159,7 +156,7 @@ def test_tensors_of_the_engines_are_positional_only():
         assert all(p.kind is inspect.Parameter.POSITIONAL_ONLY for p in required), engine.__name__
 
 
-@pytest.mark.parametrize("package", ["subquad", "subquad.bench", "subquad.evaluation", "subquad.generation"])
+@pytest.mark.parametrize("package", ["subquad", "subquad.evaluation", "subquad.generation"])
 def test_lazy_packages_show_their_names_and_refuse_others(package):
     module = importlib.import_module(package)
     assert dir(module) == module.__all__

@@ -15,17 +15,21 @@ import pytest
 import yaml
 from transformers import LlamaConfig, LlamaForCausalLM
 
+from benchmarks import command as benchmarks
+from benchmarks import machine as _machine
+from experiments.harness import command as harness
+from experiments.harness.recipe import read_recipe
+from experiments.llp_table6 import command as llp_table6
+from experiments.lora_mnist import command as lora_mnist
 from subquad import attention
-from subquad.bench import _machine
 from subquad.cli import _pictures, main
 from subquad.cli.mechanisms import markdown
 from subquad.cli.serve import make_parser
 from subquad.cli.show import PICTURES
 from subquad.data import load_tokenizer
 from subquad.models import Classifier, DecoderConfig, EncoderConfig
-from subquad.models.stacks import STACKS, build_model
-from subquad.reproduction import command as reproduce
-from subquad.reproduction.recipe import read_recipe
+from subquad.models.build import build_model
+from subquad.models.stacks import STACKS
 from tests.fuzz.targets import write_llama2c, write_llama2c_tokenizer
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -45,12 +49,12 @@ COMMANDS = [
     for page in PAGES
     for block in blocks(page, "console")
     for line in block.splitlines()
-    if "subquad " in line
+    if "subquad " in line or "python -m " in line
 ]
 COMMANDS += [
     (page, command)
     for page in TABLES
-    for command in re.findall(r"`(subquad [^`]+)`", (ROOT / page).read_text(encoding="utf-8"))
+    for command in re.findall(r"`((?:subquad|python -m) [^`]+)`", (ROOT / page).read_text(encoding="utf-8"))
 ]
 
 
@@ -139,6 +143,9 @@ def test_commands_are_accepted(page, command, place, monkeypatch, capsys):
     words = shlex.split(command)
     if words[0] == "torchrun":
         words = words[words.index("-m") + 1 :]
+    if words[:2] == ["python", "-m"]:
+        accepts_program(words[2], words[3:], place, monkeypatch, capsys)
+        return
     assert words[0] == "subquad"
     if feed:
         monkeypatch.setattr("sys.stdin", io.StringIO((place / shlex.split(feed)[1]).read_text()))
@@ -150,15 +157,6 @@ def test_commands_are_accepted(page, command, place, monkeypatch, capsys):
         assert yaml.safe_load(capsys.readouterr().out)["run"]["folder"]
     elif words[1] == "serve":
         make_parser().parse_args(words[2:])
-    elif words[1] == "reproduce":
-        chosen = reproduce.make_parser().parse_args(words[2:])
-        if chosen.name:
-            read_recipe(ROOT / "experiments" / chosen.name).scale(chosen.scale)
-    elif words[1:3] == ["lora", "mnist"]:
-        with pytest.raises(SystemExit) as exit_info:
-            main([*words[1:], "--path", str(place / "images.npz"), "--print_config"])
-        assert exit_info.value.code == 0
-        assert yaml.safe_load(capsys.readouterr().out)["markdown"] == "lora-mnist.md"
     elif words[1] in ("convert", "extend"):
         with pytest.raises(SystemExit) as exit_info:
             main([*words[1:], "--print_config"])
@@ -170,12 +168,28 @@ def test_commands_are_accepted(page, command, place, monkeypatch, capsys):
         assert main([*words[1:], "--samples", "2"]) == 0
     elif words[1] == "audit":
         assert main([*words[1:], *["--tokens", "8", "--long", "16", "--contexts", "[4,8]"]]) == 0
-    elif words[1] == "bench":
-        monkeypatch.setattr(_machine, "COPIED", {"cpu": 2**16})
-        monkeypatch.setattr(_machine, "MULTIPLIED", {"cpu": 32})
-        assert main([*words[1:], *SMALLEST[words[2]].split()]) == 0
     else:
         assert main(words[1:]) == 0
+
+
+def accepts_program(program, words, place, monkeypatch, capsys):
+    """Run a program that needs a clone, in tiny sizes; an experiment is only parsed."""
+    if program == "experiments":
+        chosen = harness.make_parser().parse_args(words)
+        if chosen.name:
+            read_recipe(ROOT / "experiments" / chosen.name).scale(chosen.scale)
+    elif program == "experiments.lora_mnist":
+        with pytest.raises(SystemExit) as exit_info:
+            lora_mnist.main([*words, "--path", str(place / "images.npz"), "--print_config"])
+        assert exit_info.value.code == 0
+        assert yaml.safe_load(capsys.readouterr().out)["markdown"] == "lora-mnist.md"
+    elif program == "experiments.llp_table6":
+        assert llp_table6.main(words) == 0
+    else:
+        assert program == "benchmarks"
+        monkeypatch.setattr(_machine, "COPIED", {"cpu": 2**16})
+        monkeypatch.setattr(_machine, "MULTIPLIED", {"cpu": 32})
+        assert benchmarks.main([*words, *SMALLEST[words[0]].split()]) == 0
 
 
 def test_the_table_of_mechanisms_is_the_registrys():

@@ -5,11 +5,12 @@ from __future__ import annotations
 import statistics
 from typing import TYPE_CHECKING, Any
 
+from benchmarks.config import DecodeConfig
+from benchmarks.decode import measure_decode
 from subquad.attention import mechanism, names
-from subquad.bench import DecodeConfig, measure_decode
 
 if TYPE_CHECKING:
-    from subquad.reproduction import Unit
+    from experiments.harness.units import Unit
 
 FLAT, GROWS = 1.1, 2.0
 """A time is flat if it is at most 10 % above that after the shortest context, and grows from twice as much on."""

@@ -9,9 +9,9 @@ from typing import Any
 
 import torch
 
+from experiments.harness.noise import Margin, difference, judge, pooled, select
+from experiments.harness.units import Unit
 from subquad.models import Decoder, DecoderConfig
-from subquad.reproduction import Unit
-from subquad.reproduction.noise import Margin, difference, judge, pooled, select
 from subquad.training.run import RunResult
 
 Row = dict[str, Any]

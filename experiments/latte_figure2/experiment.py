@@ -16,13 +16,13 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
+from experiments.harness.curves import crossover
 from subquad.memory import keep_freed_memory, peak_bytes
 from subquad.ops import block_attention, running_softmax
 from subquad.ops.patterns import Causal
-from subquad.reproduction.curves import crossover
 
 if TYPE_CHECKING:
-    from subquad.reproduction import Unit
+    from experiments.harness.units import Unit
 
 BASE, OURS = "attention, fused", "latte, chunked"
 Calls = dict[tuple[str, int], Callable[[], Tensor]]

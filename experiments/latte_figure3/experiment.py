@@ -4,9 +4,9 @@ import math
 import statistics
 from typing import TYPE_CHECKING
 
-from subquad.reproduction.noise import Margin, Noise, Row, difference, judge, pooled, select
-from subquad.reproduction.plots import COLORS
-from subquad.reproduction.units import Unit
+from experiments.harness.noise import Margin, Noise, Row, difference, judge, pooled, select
+from experiments.harness.plots import COLORS
+from experiments.harness.units import Unit
 from subquad.training import RunResult
 from subquad.training.progress import read_metrics
 

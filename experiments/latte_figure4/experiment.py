@@ -6,10 +6,11 @@ import statistics
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
-from subquad.bench import OpsConfig, measure_ops
+from benchmarks.config import OpsConfig
+from benchmarks.ops import measure_ops
 
 if TYPE_CHECKING:
-    from subquad.reproduction import Unit
+    from experiments.harness.units import Unit
 
 LATTE, SCAN = "latte", "latte, token by token"
 FUSED, CHUNKS = "attention, fused", "attention, Rabe-Staats"

@@ -16,7 +16,7 @@ from torch import Tensor
 from subquad.ops import running_softmax
 
 if TYPE_CHECKING:
-    from subquad.reproduction import Unit
+    from experiments.harness.units import Unit
 
 Method = Callable[[Tensor, Tensor, Tensor], Tensor]
 LARGEST = 10_000.0

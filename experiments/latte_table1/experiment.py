@@ -16,14 +16,14 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
+from experiments.harness.curves import exponent
 from subquad.attention import build
 from subquad.memory import keep_freed_memory, peak_bytes
 from subquad.ops import block_attention, running_softmax
 from subquad.ops.patterns import Causal
-from subquad.reproduction.curves import exponent
 
 if TYPE_CHECKING:
-    from subquad.reproduction import Unit
+    from experiments.harness.units import Unit
 
 FITTED, WITHIN = 3, 0.25
 """A slope is fitted to so many of the largest sizes, and is that of the printed order if it is no further off."""

@@ -3,7 +3,7 @@
 import math
 import statistics
 
-from subquad.reproduction.noise import FAILS, HOLDS, NOISE, Difference, Margin, Row, difference, judge, pooled, select
+from experiments.harness.noise import FAILS, HOLDS, NOISE, Difference, Margin, Row, difference, judge, pooled, select
 
 LATTE = ("Latte, L = D", "Latte, few latents")
 AS_GOOD = 0.02

@@ -7,10 +7,10 @@ from pathlib import Path
 import numpy as np
 import torch
 
+from experiments.harness.noise import FAILS, HOLDS, NOISE, Difference, Margin, Row, difference, judge, pooled, select
+from experiments.harness.units import Unit
+from subquad.models.build import build_model
 from subquad.models.config import DecoderConfig
-from subquad.models.stacks import build_model
-from subquad.reproduction.noise import FAILS, HOLDS, NOISE, Difference, Margin, Row, difference, judge, pooled, select
-from subquad.reproduction.units import Unit
 from subquad.training import RunResult
 
 CLOSE = 1.10

@@ -7,9 +7,9 @@ from typing import Any
 from matplotlib import colormaps
 from matplotlib.figure import Figure
 
+from experiments.harness.noise import FAILS, HOLDS, Margin, Row, judge, select
+from experiments.harness.units import Unit
 from subquad.evaluation.probes import context_loss
-from subquad.reproduction import Unit
-from subquad.reproduction.noise import FAILS, HOLDS, Margin, Row, judge, select
 from subquad.training.run import RunResult
 
 TIMES = (1, 2, 4, 8, 16)

@@ -13,15 +13,17 @@ import numpy as np
 import torch
 from matplotlib.figure import Figure
 
+from experiments.harness.noise import NOISE, Margin, Row, judge, pooled, select
+from experiments.harness.train import train_unit
+from experiments.harness.units import Unit
 from subquad.data import load_images
 from subquad.data.occlusion import occlusion
-from subquad.evaluation import Reader, evaluate_images, train_reader
+from subquad.evaluation import evaluate_images
+from subquad.evaluation.images import Reader, train_reader
 from subquad.generation.images import complete_images, generate_images
 from subquad.hf import SubquadForImages
 from subquad.memory import keep_freed_memory
 from subquad.models.image import ImageModel
-from subquad.reproduction import Unit, train_unit
-from subquad.reproduction.noise import NOISE, Margin, Row, judge, pooled, select
 
 REPORT = {"linear": {100: 33.45, 200: 67.46, 300: 76.46}, "full": {100: 367.91, 200: 811.99, 300: 1248.15}}
 

@@ -5,11 +5,12 @@ from __future__ import annotations
 import statistics
 from typing import TYPE_CHECKING, Any
 
-from subquad.bench import OpsConfig, measure_ops
-from subquad.reproduction.curves import crossover, exponent
+from benchmarks.config import OpsConfig
+from benchmarks.ops import measure_ops
+from experiments.harness.curves import crossover, exponent
 
 if TYPE_CHECKING:
-    from subquad.reproduction import Unit
+    from experiments.harness.units import Unit
 
 LINEAR, SOFTMAX = "linear, in chunks", "softmax, fused"
 FORMS = {"sdpa": SOFTMAX, "linear": LINEAR}

@@ -12,12 +12,12 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
+from experiments.harness.noise import FAILS, HOLDS, number, select
+from experiments.harness.units import Unit
 from subquad.data import DataConfig, prepare
 from subquad.evaluation.audit import audit
 from subquad.models import Decoder, DecoderConfig
 from subquad.ops.patterns import Blocks
-from subquad.reproduction import Unit
-from subquad.reproduction.noise import FAILS, HOLDS, number, select
 
 
 def run(unit: Unit) -> dict[str, Any]:

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from subquad.reproduction import Unit
-from subquad.reproduction.train import budget_steps
+from experiments.harness.train import budget_steps
+from experiments.harness.units import Unit
 from subquad.training import RunResult
 
 

@@ -8,9 +8,9 @@ from typing import Any
 
 import torch
 
+from experiments.harness.noise import FAILS, HOLDS, Margin, judge, number, pooled, select
+from experiments.harness.units import Unit
 from subquad.models import Decoder, DecoderConfig
-from subquad.reproduction import Unit
-from subquad.reproduction.noise import FAILS, HOLDS, Margin, judge, number, pooled, select
 from subquad.training import RunResult
 
 Row = dict[str, Any]

@@ -5,10 +5,10 @@ from __future__ import annotations
 import statistics
 from typing import TYPE_CHECKING, Any
 
+from experiments.harness.claims import INCOMPARABLE
+from experiments.harness.noise import number
+from experiments.harness.units import Unit
 from subquad.data import Corpus
-from subquad.reproduction import Unit
-from subquad.reproduction.claims import INCOMPARABLE
-from subquad.reproduction.noise import number
 from subquad.training import RunResult
 
 if TYPE_CHECKING:

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-from subquad.reproduction import Unit
-from subquad.reproduction.noise import FAILS, HOLDS
-from subquad.tools.paper_llp import Setting, rows
+from experiments.harness.noise import FAILS, HOLDS
+from experiments.harness.units import Unit
+from experiments.llp_table6.paper import Setting, rows
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure

@@ -1,4 +1,4 @@
-"""LoRA on MNIST: the trainings of one seed, by the code of `subquad lora mnist`.
+"""LoRA on MNIST: the trainings of one seed, by the code of `python -m experiments.lora_mnist`.
 
 Shape letters: N images, H rows, W columns.
 """
@@ -10,9 +10,9 @@ from typing import Any
 import numpy as np
 from matplotlib.figure import Figure
 
-from subquad.reproduction import Unit
-from subquad.tools import _lora_mnist as lora
-from subquad.tools._lora_mnist_config import VARIANTS, MnistConfig
+from experiments.harness.units import Unit
+from experiments.lora_mnist import arms as lora
+from experiments.lora_mnist.config import VARIANTS, MnistConfig
 
 REPORT = {"quantised": (91.20, 93.19), "rotated": (37.53, 90.41), "inverted": (16.23, 71.88)}
 Row = dict[str, Any]

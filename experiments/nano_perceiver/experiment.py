@@ -12,7 +12,7 @@ import torch
 from subquad.memory import peak_bytes
 
 if TYPE_CHECKING:
-    from subquad.reproduction import Unit
+    from experiments.harness.units import Unit
     from subquad.training import RunResult
 
 REPEATS = {"smoke": 3}

@@ -11,12 +11,12 @@ import numpy as np
 import torch
 from torch.nn import functional as F
 
+from experiments.harness.units import Unit
 from subquad.data.probe_config import ProbeConfig
 from subquad.data.probes import IGNORED, probe_rows
 from subquad.evaluation.probes import overall, right_answers
 from subquad.models import Decoder, DecoderConfig
 from subquad.ops.patterns import Window
-from subquad.reproduction import Unit
 
 TRAIN, HELD_OUT = range(2)
 NEAR = 0.1

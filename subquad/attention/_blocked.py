@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from subquad.attention._projected import ProjectedAttention
-from subquad.ops import block_attention
+from subquad.ops import block_attention_with_lse
 from subquad.ops._torch.tiles import score_entries, unmasked_entries
 from subquad.ops.attend import softmax_weights
 from subquad.ops.patterns import Pattern
@@ -31,7 +31,7 @@ class BlockedAttention(ProjectedAttention):
     parallel = True
     patterns: tuple[Pattern, ...]
 
-    def mix(self, x_BTD: Tensor, state: State | None, lengths_B: Tensor | None) -> tuple[Tensor, State]:
+    def mix_tokens(self, x_BTD: Tensor, state: State | None, lengths_B: Tensor | None) -> tuple[Tensor, State]:
         """Attend to the cached keys and the new ones."""
         seen = self.start(state, x_BTD.shape[1])
         q_BHTK, k_BGTK, v_BGTK = self.queries(x_BTD, seen), self.keys(x_BTD, seen), self.kv_values(x_BTD)
@@ -144,9 +144,7 @@ class BlockedAttention(ProjectedAttention):
         self, q_BHTK: Tensor, k_BGSK: Tensor, v_BGSK: Tensor, pattern: Pattern, **where: Any
     ) -> tuple[Tensor, Tensor]:
         """`block_attention` with the option's dropout: outputs and logsumexp."""
-        result = block_attention(q_BHTK, k_BGSK, v_BGSK, pattern, dropout_p=self.dropout_p, return_lse=True, **where)
-        assert isinstance(result, tuple)
-        return result
+        return block_attention_with_lse(q_BHTK, k_BGSK, v_BGSK, pattern, dropout_p=self.dropout_p, **where)
 
     @property
     def dropout_p(self) -> float:

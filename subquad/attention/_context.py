@@ -15,14 +15,14 @@ class SharedSequences(nn.Module):
 
     name: ClassVar[str]
     parallel: ClassVar[bool] = False
-    """Whether several processes may share a sequence. A class that defines `mix` says so anew: `mix` must then begin at
-    `start` and ask the active group for what stands before, as the methods of the shared bases do."""
+    """Whether several processes may share a sequence. A class that defines `mix_tokens` says so anew: it must then
+    begin at `start` and ask the active group for what stands before, as the methods of the shared bases do."""
     config: Any
     causal: bool
 
     def __init_subclass__(cls, **kwargs: Any) -> None:
         super().__init_subclass__(**kwargs)
-        if "mix" in vars(cls) and "parallel" not in vars(cls):
+        if {"mix", "mix_tokens"} & vars(cls).keys() and "parallel" not in vars(cls):
             cls.parallel = False
 
     def start(self, state: State | None, tokens: int) -> int | Tensor:

@@ -5,6 +5,7 @@ Shape letters: B batch, T tokens, S keys, D model width, H heads, V value channe
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass, fields
 from typing import Any, ClassVar, Literal
 
@@ -13,9 +14,9 @@ from torch import Tensor, nn
 
 from subquad.attention._activations import activation_bytes
 from subquad.attention._context import SharedSequences
-from subquad.attention._documents import block_diagonal, mix_packed
 from subquad.config import Config as BaseConfig
 from subquad.config import digest, suggest
+from subquad.ops.documents import Documents, lay_out
 from subquad.ops.padding import check_mask, compact, compaction, scatter
 from subquad.state import State
 
@@ -66,8 +67,6 @@ class Attention(SharedSequences):
     """Whether queries and keys can carry rotary positions (the option `rope`)."""
     exempting: ClassVar[dict[str, Any]] = {}
     """Options of a form that breaks laws which the default keeps (`exemptions` says which, and why)."""
-    hands_memory: ClassVar[bool] = False
-    """Whether a layer hands a memory to the next one (`mix_with_memory`)."""
     causal: bool
     """Whether a token sees itself and earlier tokens only."""
 
@@ -125,7 +124,7 @@ class Attention(SharedSequences):
         self.config_hash = digest({"name": self.name, **config.identity()})
 
     def forward(
-        self, x_BTD: Tensor, state: State | None = None, mask: Tensor | None = None, doc_ids: Tensor | None = None
+        self, x_BTD: Tensor, state: State | None = None, *, mask: Tensor | None = None, doc_ids: Tensor | None = None
     ) -> tuple[Tensor, State]:
         """Mix the tokens of `x` `[B, T, D]`, which follow those that made `state`; also return the new state.
 
@@ -138,12 +137,13 @@ class Attention(SharedSequences):
         self.check_inputs(x_BTD, state)
         self.check_part(state, mask, doc_ids)
         if doc_ids is not None:
-            return mix_packed(self, x_BTD, state, mask, doc_ids)[:2]
+            check_fresh(state)
+            return self.mix_documents(x_BTD, lay_out(doc_ids, mask, *x_BTD.shape[:2]))[:2]
         if mask is None:
-            return self.mix(x_BTD, state, None)
+            return self.mix(x_BTD, state, None)[:2]
         check_mask(mask, *x_BTD.shape[:2])
         moved = compaction(mask)
-        y_BTD, state = self.mix(compact(x_BTD, moved), state, moved.lengths_B)
+        y_BTD, state, _ = self.mix(compact(x_BTD, moved), state, moved.lengths_B)
         return scatter(y_BTD, moved), state
 
     def check_inputs(self, x_BTD: Tensor, state: State | None) -> None:
@@ -159,18 +159,49 @@ class Attention(SharedSequences):
         if not self.causal:
             raise ValueError(f"this {self.name} layer is not causal: it reads whole sequences and takes no state")
 
-    def mix(self, x_BTD: Tensor, state: State | None, lengths_B: Tensor | None) -> tuple[Tensor, State]:
+    def mix(
+        self, x_BTD: Tensor, state: State | None, lengths_B: Tensor | None, handed: Tensor | None = None
+    ) -> tuple[Tensor, State, Tensor | None]:
         """`forward` for rows that begin with their `lengths_B` real tokens; later slots hold finite rubbish.
 
         Models compact once and call this for each layer. Outputs in slots of padding are unspecified but finite.
+        `handed` is what the layer below hands on, which goes on to the layer above: Luna's memory; other mechanisms
+        pass it through.
         """
-        raise NotImplementedError(f"{type(self).__name__} must define mix (Attention is abstract)")
+        y_BTD, state = self.mix_tokens(x_BTD, state, lengths_B)
+        return y_BTD, state, handed
+
+    def mix_tokens(self, x_BTD: Tensor, state: State | None, lengths_B: Tensor | None) -> tuple[Tensor, State]:
+        """`mix` of a mechanism that takes nothing from the layer below: the outputs and the new state."""
+        raise NotImplementedError(f"{type(self).__name__} must define mix_tokens (Attention is abstract)")
+
+    def mix_documents(
+        self, x_BTD: Tensor, documents: Documents, handed: Tensor | None = None
+    ) -> tuple[Tensor, State, Tensor | None]:
+        """`mix` of each document as a sequence of its own; the state is that of the first group's documents.
+
+        What is handed on, `[B or 1, ..]`, is the same for all documents of a row.
+        """
+        outputs: list[Tensor] = []
+        first: State | None = None
+        for group in documents.groups:
+            own = handed if handed is None or handed.shape[0] == 1 else handed[group.rows_R]
+            y_RCD, state, given = self.mix(documents.take(x_BTD, group), None, group.lengths_R, own)
+            handed = given if handed is None else handed
+            first = state if first is None else first
+            outputs.append(y_RCD)
+        assert first is not None  # there is always a group
+        return documents.put(outputs), first, handed
 
     def weights(self, x_BTD: Tensor, mask: Tensor | None = None, doc_ids: Tensor | None = None) -> Tensor:
         """The weights `[B, H, T, T]` that define the mechanism. Quadratic: for tests and pictures."""
         if mask is None and doc_ids is None:
             return self.dense_weights(x_BTD)
-        return block_diagonal(self, x_BTD, mask, doc_ids)
+        B, T = x_BTD.shape[:2]
+        w_BHTS = x_BTD.new_zeros(B, self.weight_heads, T, T)
+        for b, real in sequences(mask, doc_ids, B, T):
+            w_BHTS[b, :, real[:, None], real] = self.dense_weights(x_BTD[b : b + 1, real])[0]
+        return w_BHTS
 
     def dense_weights(self, x_BTD: Tensor) -> Tensor:
         """The weights of sequences without padding."""
@@ -267,6 +298,23 @@ class Attention(SharedSequences):
     def join(self, y_BHTV: Tensor) -> Tensor:
         """`[B, H, T, V]` to `[B, T, H * V]`."""
         return y_BHTV.transpose(1, 2).flatten(2)
+
+
+def check_fresh(state: State | None) -> None:
+    """Raise `ValueError` for a state: packed documents begin anew."""
+    if state is not None:
+        raise ValueError("doc_ids begin new documents, and these have no state before them: leave state or doc_ids out")
+
+
+def sequences(mask: Tensor | None, doc_ids: Tensor | None, batch: int, tokens: int) -> Iterator[tuple[int, Tensor]]:
+    """Yield the row and the places of the tokens of each sequence in rows `[batch, tokens]`."""
+    if doc_ids is None:
+        assert mask is not None
+        check_mask(mask, batch, tokens)
+        doc_ids, mask = mask.long() - 1, None
+    for group in lay_out(doc_ids, mask, batch, tokens).groups:
+        for row, places_C in zip(group.rows_R.tolist(), group.places_RC, strict=True):
+            yield row, places_C[places_C < batch * tokens] - row * tokens
 
 
 def names() -> list[str]:

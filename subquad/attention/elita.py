@@ -95,7 +95,7 @@ class Elita(ScannedAttention):
             self.amplitude = nn.Parameter(torch.empty(heads, config.position_width).uniform_(-INIT, INIT))
         self.warned = False
 
-    def mix(self, x_BTD: Tensor, state: State | None, lengths_B: Tensor | None) -> tuple[Tensor, State]:
+    def mix_tokens(self, x_BTD: Tensor, state: State | None, lengths_B: Tensor | None) -> tuple[Tensor, State]:
         """The running softmax of one latent, and the gate."""
         tokens, v_BHTV = x_BTD.shape[1], self.values(x_BTD)
         key_BHT1, gate_BHT1 = self.logits(x_BTD, self.start(state, tokens))

@@ -61,7 +61,7 @@ class Latte(ScannedAttention):
         self.query = nn.Linear(config.dim, latents, bias=config.bias)
         self.key = nn.Linear(config.dim, latents, bias=config.bias)
 
-    def mix(self, x_BTD: Tensor, state: State | None, lengths_B: Tensor | None) -> tuple[Tensor, State]:
+    def mix_tokens(self, x_BTD: Tensor, state: State | None, lengths_B: Tensor | None) -> tuple[Tensor, State]:
         """The running softmax of every latent; or its softmax over all tokens."""
         p_BHTL = F.dropout(self.logits(self.query, x_BTD).softmax(-1), self.config.dropout, self.training)
         return self.softmaxes(p_BHTL, self.logits(self.key, x_BTD), self.values(x_BTD), state, lengths_B)

@@ -76,7 +76,7 @@ class LatteMacchiato(Branched, BlockedAttention):
         """None in the window: dropout acts on p(l | t)."""
         return 0.0
 
-    def mix(self, x_BTD: Tensor, state: State | None, lengths_B: Tensor | None) -> tuple[Tensor, State]:
+    def mix_tokens(self, x_BTD: Tensor, state: State | None, lengths_B: Tensor | None) -> tuple[Tensor, State]:
         """The window's output and the latents', weighted by one p(l | t)."""
         seen = self.start(state, x_BTD.shape[1])
         q_BHTK, k_BGTK, v_BGTK = self.queries(x_BTD, seen), self.keys(x_BTD, seen), self.kv_values(x_BTD)

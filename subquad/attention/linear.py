@@ -109,7 +109,7 @@ class Linear(HeadedAttention, ScannedAttention):
                 first_HKF = torch.randn(config.num_heads, self.channels, columns)
             self.query_map, self.key_map = nn.Parameter(first_HKF.clone()), nn.Parameter(first_HKF.clone())
 
-    def mix(self, x_BTD: Tensor, state: State | None, lengths_B: Tensor | None) -> tuple[Tensor, State]:
+    def mix_tokens(self, x_BTD: Tensor, state: State | None, lengths_B: Tensor | None) -> tuple[Tensor, State]:
         """The scan without decay, normalised; or the sums over all tokens."""
         seen = self.start(state, x_BTD.shape[1])
         return self.sums(

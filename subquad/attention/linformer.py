@@ -63,7 +63,7 @@ class Linformer(ScannedAttention):
         if config.sharing != "key_value":
             self.project_values = nn.Parameter(torch.empty(shape).uniform_(-bound, bound))
 
-    def mix(self, x_BTD: Tensor, state: State | None, lengths_B: Tensor | None) -> tuple[Tensor, State]:
+    def mix_tokens(self, x_BTD: Tensor, state: State | None, lengths_B: Tensor | None) -> tuple[Tensor, State]:
         """Attend to the projected keys and values."""
         e_HKT, f_HKT = self.projections(x_BTD.shape[1])
         mask_BT = real_mask(lengths_B, x_BTD.shape[1])

@@ -99,7 +99,7 @@ class Llp(BlockedAttention):
             if config.first_block_projections:
                 del self.first_value
 
-    def mix(self, x_BTD: Tensor, state: State | None, lengths_B: Tensor | None) -> tuple[Tensor, State]:
+    def mix_tokens(self, x_BTD: Tensor, state: State | None, lengths_B: Tensor | None) -> tuple[Tensor, State]:
         """All blocks alike, then the first one again in its own way, where an option asks for that."""
         seen = self.start(state, x_BTD.shape[1])
         q, k, v = raw = self.project(x_BTD)

@@ -72,7 +72,7 @@ class Longformer(BlockedAttention):
         self.global_key = self.projection(self.kv_dim)
         self.global_value = self.projection(self.kv_dim)
 
-    def mix(self, x_BTD: Tensor, state: State | None, lengths_B: Tensor | None) -> tuple[Tensor, State]:
+    def mix_tokens(self, x_BTD: Tensor, state: State | None, lengths_B: Tensor | None) -> tuple[Tensor, State]:
         """The window and the global keys, merged; then the global tokens' own rows."""
         seen, count, given = self.start(state, x_BTD.shape[1]), self.config.num_global, state
         q, k, v = self.queries(x_BTD, seen), self.keys(x_BTD, seen), self.kv_values(x_BTD)

@@ -26,12 +26,11 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from subquad.attention._documents import mix_packed
 from subquad.attention._scanned import ScannedAttention, attend_few, real_mask, seen_after, widened
 from subquad.ops import gated_scan
 from subquad.ops.backends import without_autocast
+from subquad.ops.documents import Documents
 from subquad.ops.flops import gated_scan_flops
-from subquad.ops.padding import check_mask, compact, compaction, scatter
 from subquad.state import State
 
 
@@ -42,7 +41,6 @@ class Luna(ScannedAttention):
     summary = "every earlier token, through a packed memory"
     paper = "Ma et al. 2021, arXiv:2106.01540"
     forms = ("causal", "bidirectional")
-    hands_memory = True
     parallel = True
 
     @dataclass(frozen=True, kw_only=True)
@@ -87,41 +85,14 @@ class Luna(ScannedAttention):
         # Of unit variance, like the tokens after a norm.
         self.memory = nn.Parameter(torch.randn(config.memory_tokens, config.dim)) if config.own_memory else None
 
-    def forward(  # type: ignore[override]
-        self,
-        x_BTD: Tensor,
-        state: State | None = None,
-        mask: Tensor | None = None,
-        memory: Tensor | None = None,
-        doc_ids: Tensor | None = None,
+    def mix(
+        self, x_BTD: Tensor, state: State | None, lengths_B: Tensor | None, handed: Tensor | None = None
     ) -> tuple[Tensor, State, Tensor]:
-        """`Attention.forward` with a memory `[B or 1, l, D]` (None: the layer's own), and the memory to hand on.
+        """`Attention.mix` with a memory `[B or 1, l, D]` (None: the layer's own), and the memory to hand on.
 
-        A causal layer hands on the memory that it was given; a state goes with the memory that it was made with. All
-        documents of a row begin with its memory; the bidirectional form takes no packed ones.
+        A causal layer hands on the memory that it was given; a state goes with the memory that it was made with.
         """
-        self.check_inputs(x_BTD, state)
-        self.check_part(state, mask, doc_ids)
-        if doc_ids is not None:
-            y_BTD, state, handed = mix_packed(self, x_BTD, state, mask, doc_ids, memory)
-            assert handed is not None
-            return y_BTD, state, handed
-        if mask is None:
-            return self.mix_with_memory(x_BTD, state, None, memory)
-        check_mask(mask, *x_BTD.shape[:2])
-        moved = compaction(mask)
-        y_BTD, state, memory = self.mix_with_memory(compact(x_BTD, moved), state, moved.lengths_B, memory)
-        return scatter(y_BTD, moved), state, memory
-
-    def mix(self, x_BTD: Tensor, state: State | None, lengths_B: Tensor | None) -> tuple[Tensor, State]:
-        """With the layer's own memory, and none handed on."""
-        return self.mix_with_memory(x_BTD, state, lengths_B, None)[:2]
-
-    def mix_with_memory(
-        self, x_BTD: Tensor, state: State | None, lengths_B: Tensor | None, memory: Tensor | None
-    ) -> tuple[Tensor, State, Tensor]:
-        """`forward` for rows that begin with their real tokens."""
-        memory_BLD = self.given_or_own(memory, x_BTD.shape[0])
+        memory_BLD = self.given_or_own(handed, x_BTD.shape[0])
         if self.causal:
             y_BHTV, state = self.accumulate(x_BTD, state, lengths_B, memory_BLD)
             return self.merge(y_BHTV), state, memory_BLD
@@ -133,11 +104,27 @@ class Luna(ScannedAttention):
         state = State({"seen": seen_after(state, x_BTD.shape[1], lengths_B)}, self.config_hash)
         return self.merge(y_BHTV), state, handed_BLD
 
+    def mix_documents(
+        self, x_BTD: Tensor, documents: Documents, handed: Tensor | None = None
+    ) -> tuple[Tensor, State, Tensor | None]:
+        """All documents of a row begin with its memory; the bidirectional form, which changes it, takes no packed ones.
+
+        Raises `ValueError` in the bidirectional form.
+        """
+        if not self.causal:
+            raise ValueError(
+                f"a bidirectional {self.name} layer hands on a memory of each sequence and takes no packed documents: "
+                "give it one document a row, with a mask"
+            )
+        return super().mix_documents(x_BTD, documents, handed)
+
     def given_or_own(self, memory: Tensor | None, batch: int) -> Tensor:
         """The memory `[B or 1, l, D]` to start from."""
         if memory is None:
             if self.memory is None:
-                raise ValueError("this luna layer has no memory of its own (own_memory=False): give it one, memory=")
+                raise ValueError(
+                    "this luna layer has no memory of its own (own_memory=False): the layer below hands one on"
+                )
             # A copy: torch's FlopCounterMode refuses views of a parameter where no gradient is asked for.
             return self.memory[None].clone()
         L, D = self.config.memory_tokens, self.config.dim

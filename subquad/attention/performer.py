@@ -74,7 +74,7 @@ class Performer(HeadedAttention, ScannedAttention):
         # A buffer that is saved: a state is worthless with other directions.
         self.register_buffer("directions", orthogonal_directions(self.features, K).to(torch.get_default_dtype()))
 
-    def mix(self, x_BTD: Tensor, state: State | None, lengths_B: Tensor | None) -> tuple[Tensor, State]:
+    def mix_tokens(self, x_BTD: Tensor, state: State | None, lengths_B: Tensor | None) -> tuple[Tensor, State]:
         """The running softmax of each feature, or the sums of relu's features."""
         q_BHTR, k_BHTR = self.projected(x_BTD)
         dropout = self.config.dropout

@@ -17,8 +17,9 @@ from dataclasses import dataclass
 from typing import Literal
 
 from subquad.attention._blocked import BlockedAttention
-from subquad.ops.patterns import Columns, Segments, Window
+from subquad.ops.patterns import Segments, Window
 from subquad.ops.patterns import Strided as StridedPattern
+from subquad.ops.patterns.sparse import Columns
 
 Kind = Literal["strided", "fixed"]
 

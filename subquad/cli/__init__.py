@@ -8,10 +8,10 @@ import logging
 import os
 import sys
 import traceback
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
-from subquad import __version__
 from subquad.config import suggest
+from subquad.version import __version__
 
 COMMANDS = {
     "train": "subquad.cli.train",
@@ -30,10 +30,16 @@ COMMANDS = {
     "list": "subquad.cli.list",
     "cost": "subquad.cli.cost",
     "show": "subquad.cli.show",
-    "bench": "subquad.bench.command",
-    "reproduce": "subquad.reproduction.command",
 }
 """The module of each command: its `run(arguments)` parses them, does the work and returns the exit status."""
+
+MOVED = {
+    ("bench",): "python -m benchmarks",
+    ("reproduce",): "python -m experiments",
+    ("lora", "mnist"): "python -m experiments.lora_mnist",
+    ("cost", "--paper"): "python -m experiments.llp_table6",
+}
+"""Commands that need a clone of the repository, by their old names."""
 
 OVERVIEW = """\
 usage: subquad COMMAND [options]
@@ -49,7 +55,7 @@ commands:
   audit      check a language model for leaks, wrong caches, padding, growth
   probe      what models remember: passkey, recall, copying, loss by context
   data       make or open a labelled data set, and say what is in it
-  lora       adapters: list, merge, and the LoRA experiment on MNIST
+  lora       adapters: list, merge
   extend     give a model of transformers longer reach (LongLoRA)
   import     a model of transformers or llama2.c as one of ours
   export     a model of ours as one of transformers
@@ -57,8 +63,6 @@ commands:
   list       the attention mechanisms, their options, the recipes
   cost       what mechanisms and models cost: score entries, FLOPs, memory
   show       pictures: weights, reach, positions, cost
-  bench      time operators, models and decoding on this machine
-  reproduce  run the experiments of the papers, and compare
 
   subquad train --recipe stdlib-llp
   subquad eval runs/stdlib-llp --stride 128
@@ -71,10 +75,13 @@ commands:
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run a command; returns the exit status: 0 done, 1 failed, 2 wrong arguments, 130 interrupted."""
-    arguments = list(sys.argv[1:] if arguments is None else arguments)
-    debug = "--debug" in arguments
-    arguments = [argument for argument in arguments if argument != "--debug"]
-    command = arguments[0] if arguments else ""
+    arguments = [*(sys.argv[1:] if arguments is None else arguments)]  # `list` is a command of this room
+    command = next((argument for argument in arguments if argument != "--debug"), "")
+    given = {argument.partition("=")[0] for argument in arguments}
+    for old, new in MOVED.items():
+        if command == old[0] and given >= set(old):
+            sys.stderr.write(f"error: `subquad {' '.join(old)}` is now `{new}`, in a clone of the repository\n")
+            return 2
     if command in ("-h", "--help", "--version"):
         sys.stdout.write(OVERVIEW if command != "--version" else f"subquad {__version__}\n")
         return 0
@@ -82,18 +89,29 @@ def main(arguments: Sequence[str] | None = None) -> int:
         message = f"unknown command {command!r}; {suggest(command, COMMANDS)}" if command else "no command"
         sys.stderr.write(f"error: {message}\nsee subquad --help\n")
         return 2
-    return _run(command, arguments[1:], debug)
+    arguments.remove(command)
+    return guarded(
+        lambda rest: int(importlib.import_module(COMMANDS[command]).run(rest)),
+        arguments,
+        informs=command in ("train", "extend"),
+    )
 
 
-def _run(command: str, arguments: list[str], debug: bool) -> int:
+def guarded(run: Callable[[list[str]], int], arguments: Sequence[str], *, informs: bool = False) -> int:
+    """Run `run(arguments)`; returns its exit status, or 1 for an error, which is printed, and 130 for an interrupt.
+
+    `--debug` among the arguments, which `run` does not get, shows an error's traceback. With `informs` the library's
+    information is printed, not its warnings alone.
+    """
+    debug = "--debug" in arguments
     if sys.__stderr__ is not None and not faulthandler.is_enabled():
         faulthandler.enable(sys.__stderr__)  # a crash of native code shows where each thread was
     logging.basicConfig(level=logging.WARNING, format="%(levelname)s %(name)s: %(message)s")
     first = os.environ.get("RANK", "0") == "0"  # of several processes one is enough to hear from
-    usual = logging.INFO if command in ("train", "extend") and first else logging.WARNING
+    usual = logging.INFO if informs and first else logging.WARNING
     logging.getLogger("subquad").setLevel(logging.DEBUG if debug else usual)
     try:
-        status = int(importlib.import_module(COMMANDS[command]).run(arguments))
+        status = run([argument for argument in arguments if argument != "--debug"])
         sys.stdout.flush()
         return status
     except KeyboardInterrupt:

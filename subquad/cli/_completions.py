@@ -21,10 +21,11 @@ from subquad.cli import _image_grid
 from subquad.cli.tables import write_json
 from subquad.data.images import ImageSet
 from subquad.data.occlusion import occlusion
-from subquad.evaluation import ImageEvaluation, evaluate_images, train_reader
+from subquad.evaluation import ImageEvaluation, evaluate_images
+from subquad.evaluation.images import train_reader
 from subquad.generation.images import DrawnImages, complete_images
 from subquad.memory import keep_freed_memory
-from subquad.training.image_runs import LoadedImageModel, chosen, flat, images_for, load_image_run
+from subquad.training.runs import LoadedImageModel, chosen, flat, images_for, load_image_run
 
 MOST_AT_ONCE = 16
 """Images whose bits are measured at once."""

@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 from subquad.cli._costs import meta_layer, meta_model
 from subquad.cli.tables import size
 from subquad.models import DecoderConfig
-from subquad.models.encoder_config import EncoderConfig
+from subquad.models.encoder import EncoderConfig
 from subquad.parallel import Sent
 
 HEADERS = ("", "tokens", "sent forward", "sent backward")

@@ -12,9 +12,10 @@ import torch
 from subquad.attention import Attention, Cost, build, mechanism, names
 from subquad.config import suggest
 from subquad.models import Decoder, DecoderConfig
+from subquad.models.build import build_model
 from subquad.models.classifier import Classifier
-from subquad.models.encoder_config import EncoderConfig
-from subquad.models.stacks import STACKS, build_model
+from subquad.models.encoder import EncoderConfig
+from subquad.models.stacks import STACKS
 from subquad.recipes import recipe_path
 from subquad.training.config import TrainConfig
 
@@ -73,7 +74,7 @@ def stack_costs(
     """
     for name in attention:
         own = options.get(name, {})
-        known = {f.name: f.default for f in fields(STACKS[name].options_class())}
+        known = {f.name: f.default for f in fields(STACKS[name].options)}
         for history in _histories(name, own):
             for tokens in lengths:
                 chosen = {**history, **own}
@@ -101,7 +102,7 @@ def _halves(known: Mapping[str, Any], tokens: int, chosen: Mapping[str, Any]) ->
 
 def _histories(name: str, options: Mapping[str, Any]) -> list[dict[str, str]]:
     """The kinds of history to show: those that the stack has, or the one that is chosen (nothing is added then)."""
-    hints = get_type_hints(STACKS[name].options_class())
+    hints = get_type_hints(STACKS[name].options)
     if "history" in options or "history" not in hints:
         return [{}]
     return [{"history": history} for history in get_args(hints["history"])]
@@ -127,7 +128,7 @@ def model_config(run: str | None, config: str | None, recipe: str | None) -> Dec
     else:
         return None
     training = TrainConfig.from_file(file)
-    return training.model if training.task == "language" else training.encoder(CLASSES)
+    return training.model if training.reads_text else training.encoder(CLASSES)
 
 
 def model_costs(config: DecoderConfig, lengths: Sequence[int]) -> Iterator[Measured]:

@@ -82,12 +82,13 @@ def load(folder: str, config: EvalConfig, default_length: int) -> Loaded:
     import torch
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
-    from subquad.hf import extension, register
+    from subquad.adaptation import extended
+    from subquad.hf import lora, register
 
     register()
     model: Any
-    if extension.is_extension(folder):  # transformers would put its adapter on the model with the original's positions
-        model = extension.open_extension(folder).get_base_model().eval()
+    if lora.is_extension(folder):  # transformers would put its adapter on the model with the original's positions
+        model = extended.open_extension(folder).get_base_model().eval()
     else:
         model = AutoModelForCausalLM.from_pretrained(
             folder, local_files_only=True, trust_remote_code=False, use_safetensors=True
@@ -99,9 +100,9 @@ def load(folder: str, config: EvalConfig, default_length: int) -> Loaded:
 
 def prepare(loaded: Loaded, names: list[str], chosen: Namespace, batch_size: int) -> PreparedTasks:
     """The tasks with their data, ready to ask the model."""
-    from subquad.evaluation import harness
+    from subquad.evaluation.harness import prepare_tasks
 
-    return harness.prepare(
+    return prepare_tasks(
         loaded.model,
         loaded.tokenizer,
         names,

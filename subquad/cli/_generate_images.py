@@ -87,7 +87,7 @@ def run(values: dict[str, Any], parser: Parser) -> None:
     from subquad.cli import _image_grid
     from subquad.generation.images import generate_images
     from subquad.memory import keep_freed_memory
-    from subquad.training.image_runs import load_image_run
+    from subquad.training.runs import load_image_run
 
     keep_freed_memory()
     with parser.checking():

@@ -18,7 +18,7 @@ from subquad.generation._generate import inference
 from subquad.generation._rows import join
 from subquad.generation.sampling import Sampler
 from subquad.parsing import read_json_mapping
-from subquad.training import adapters as _adapters
+from subquad.training.runs import home_of
 
 if TYPE_CHECKING:
     from subquad.cli._generate_ask import Ask
@@ -35,7 +35,7 @@ DATE = (1980, 1, 1, 0, 0, 0)
 
 def start_token(loaded: LoadedRun) -> int | None:
     """The `bos_token_id` of the model's configuration, or the tokenizer's separator, after which texts begin."""
-    file = _adapters.home(loaded.folder) / "config.json"
+    file = home_of(loaded.folder) / "config.json"
     start = read_json_mapping(file).get("bos_token_id") if file.is_file() else None
     return start if isinstance(start, int) else separator_id(loaded.tokenizer)
 

@@ -9,7 +9,7 @@ from rich.box import SIMPLE_HEAD
 from rich.table import Table
 
 from subquad.evaluation import ImageEvaluation, evaluate_images
-from subquad.training.image_runs import LoadedImageModel, chosen, flat, images_for, load_image_run
+from subquad.training.runs import LoadedImageModel, chosen, flat, images_for, load_image_run
 
 if TYPE_CHECKING:
     from subquad.data.images import ImageSet

@@ -15,7 +15,7 @@ from subquad.data.images import ImageSet
 from subquad.evaluation import evaluate_images
 from subquad.generation.images import generate_images
 from subquad.training.checkpoint import write_atomically
-from subquad.training.image_runs import chosen, flat
+from subquad.training.runs import chosen, flat
 
 if TYPE_CHECKING:
     from subquad.training.run import RunResult

@@ -14,14 +14,14 @@ import torch
 from safetensors import SafetensorError, safe_open
 from transformers.utils.logging import disable_progress_bar
 
+from subquad.adaptation import extended
 from subquad.cli.tables import count, print_table, size
 from subquad.data.files import MODEL_FILES
-from subquad.hf import extension, lora
+from subquad.hf import lora
 from subquad.hf._strict import read_config
 from subquad.parsing import read_json_mapping
 from subquad.training.checkpoint import share
-from subquad.training.config import TrainConfig
-from subquad.training.lora_config import LoraConfig
+from subquad.training.config import LoraConfig, TrainConfig
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -168,7 +168,7 @@ class Merging:
         if settings.is_file() and not self.extension:
             config = TrainConfig.from_file(settings)
             config = config.replace(lora=LoraConfig(), run=config.run.replace(folder=str(self.out)))
-            if config.task == "language":
+            if config.reads_text:
                 config = config.replace(data=config.data.replace(tokenizer=str(self.out / "tokenizer.json")))
             config.to_file(aside / "config.yaml")
         record = {"adapter": str(self.source), **asdict(lora.Base.read(self.source))}
@@ -192,8 +192,8 @@ def open_merging(run: str, out: str, base: str | None) -> Merging:
     checkpoint = source.resolve().parent.name == "checkpoints"
     home = source.resolve().parent.parent if checkpoint else source
     disable_progress_bar()
-    if extension.is_extension(source):
-        whole: Any = lora.merge(extension.open_extension(source, base))
+    if lora.is_extension(source):
+        whole: Any = lora.merge(extended.open_extension(source, base))
         dtype = read_config(source).dtype or torch.float32  # the original was read in float32
         return Merging(whole.to(dtype), source, home, target, extension=True)
     record = lora.Base.read(source)

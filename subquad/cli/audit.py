@@ -122,7 +122,8 @@ def _fresh(names: Sequence[str], options: dict[str, dict[str, Any]], seed: int) 
 
     from subquad.attention import mechanism
     from subquad.models import DecoderConfig
-    from subquad.models.stacks import STACKS, build_model
+    from subquad.models.build import build_model
+    from subquad.models.stacks import STACKS
 
     for name in names:
         torch.manual_seed(seed)
@@ -137,7 +138,8 @@ def load(folder: str) -> nn.Module:
 
     Raises `FileNotFoundError` where there is none, and `ValueError` for a model that is no causal language model.
     """
-    from subquad.hf import SubquadConfig, extension, lora
+    from subquad.adaptation.extended import open_extension
+    from subquad.hf import SubquadConfig, lora
     from subquad.hf._strict import naming, read_config
 
     adapted = lora.is_adapter(folder)
@@ -152,8 +154,8 @@ def load(folder: str) -> nn.Module:
 
     register()
     disable_progress_bar()
-    if extension.is_extension(folder):
-        extended: nn.Module = extension.open_extension(folder).get_base_model()
+    if lora.is_extension(folder):
+        extended: nn.Module = open_extension(folder).get_base_model()
         return extended
     place = lora.Base.read(folder).find(folder) if adapted else folder
     config: Any = read_config(place)

@@ -10,8 +10,8 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
+from subquad.adaptation.config import ConvertConfig
 from subquad.cli.arguments import Parser, data_is_a_path, files_first
-from subquad.conversion.config import ConvertConfig
 
 PICTURE = "convert.png"
 
@@ -41,20 +41,20 @@ def run(arguments: Sequence[str]) -> int:
         config = ConvertConfig(**{field.name: values[field.name] for field in fields(ConvertConfig)})
     from transformers.utils.logging import disable_progress_bar
 
-    from subquad.conversion.run import Conversion
+    from subquad.adaptation.conversion import Conversion
     from subquad.hf import lora
 
     lora.require_peft()
     disable_progress_bar()  # reading a file takes no time worth a bar
     with parser.checking():
         conversion = Conversion(values["model"], config, Progress() if sys.stderr.isatty() else None)
+    from subquad.adaptation import conversion_report
     from subquad.evaluation.provenance import provenance
-    from subquad.tools import _convert_report
 
     report = conversion.run(**provenance(conversion.device, ("transformers", "peft")))
-    _convert_report.show(report)
+    conversion_report.show(report)
     picture = Path(config.out) / PICTURE
-    _convert_report.draw(report, picture)
+    conversion_report.draw(report, picture)
     sys.stdout.write(
         f"{config.out} holds the model, {picture.name} and report.json; check it: subquad audit {config.out}\n"
     )

@@ -1,17 +1,15 @@
-"""`subquad cost`: what mechanisms and models cost at several lengths, and what the LLP paper says they cost."""
+"""`subquad cost`: what mechanisms and models cost at several lengths."""
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from dataclasses import asdict
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any
 
 from jsonargparse import Namespace
 from rich.text import Text
 
 from subquad.cli.arguments import Parser
 from subquad.cli.tables import console, count, print_table, size, write_csv, write_json
-from subquad.tools import paper_llp
 
 if TYPE_CHECKING:
     from subquad.cli._context_costs import Volume
@@ -55,15 +53,6 @@ def make_parser() -> Parser:
         default=None,
         help="Also what each of so many processes sends where they share the sequence (docs/scale.md).",
     )
-    paper = parser.add_argument_group("a paper's own table, beside the true counts")
-    paper.add_argument(
-        "--paper",
-        type=Literal["llp"] | None,
-        default=None,
-        help="llp: Tables 6 and 8 of Mahmood and Huang 2024, at --tokens 4096 --layers 48 --heads 24 if not said.",
-    )
-    paper.add_argument("--segment", type=int | None, default=None, help="The paper's s (default: 256).")
-    paper.add_argument("--projection", type=int | None, default=None, help="The paper's p (default: 256).")
     parser.add_argument("--json", type=str | None, default=None, help="Also write the whole numbers to this file.")
     parser.add_argument("--csv", type=str | None, default=None, help="Also write them to this file as a table.")
     parser.add_argument("--markdown", action="store_true", help="Print the tables alone, in Markdown.")
@@ -76,7 +65,7 @@ def run(arguments: Sequence[str]) -> int:
     chosen = parser.parse_args(arguments)
     with parser.checking():  # nothing is read but arguments and configurations
         _check(chosen)
-        records = _paper(chosen) if chosen.paper else _costs(chosen)
+        records = _costs(chosen)
     if chosen.json:
         write_json(chosen.json, records)
     if chosen.csv:
@@ -89,14 +78,11 @@ def _check(chosen: Namespace) -> None:
     models = [f for f, v in (("RUN", chosen.run), ("--config", chosen.config), ("--recipe", chosen.recipe)) if v]
     if len(models) > 1:
         raise ValueError(f"{' and '.join(models)} each name a model; give one")
-    kind = "--paper" if chosen.paper else models[0] if models else "the table of all mechanisms"
+    kind = models[0] if models else "the table of all mechanisms"
     allowed = {
-        "--paper": {"tokens", "layers", "heads", "segment", "projection"},
         "the table of all mechanisms": {"tokens", "layers", "heads", "dim", "attention", "options", "context"},
     }.get(kind, {"tokens", "context"})
-    if chosen.paper and models:
-        raise ValueError(f"--paper prints the table of a paper and takes no {models[0]}")
-    for name in ("tokens", "layers", "heads", "dim", "attention", "options", "segment", "projection", "context"):
+    for name in ("tokens", "layers", "heads", "dim", "attention", "options", "context"):
         if name not in allowed and chosen[name] not in (None, {}):
             raise ValueError(f"--{name} does not go with {kind}; what does: --{', --'.join(sorted(allowed))}")
     for tokens in chosen.tokens or ():
@@ -182,20 +168,3 @@ def _print(measured: Sequence[Measured], title: str, markdown: bool) -> None:
         console().print(Text(LEGEND))
         if any(name.partition(" ")[0] == "perceiver_ar" for name, _, _ in measured):
             console().print(Text(PERCEIVER_AR))
-
-
-def _paper(chosen: Namespace) -> dict[str, Any]:
-    """Print the LLP paper's table and what is so; its rows are returned."""
-    sizes = {name: chosen[name] for name in ("layers", "heads", "segment", "projection") if chosen[name] is not None}
-    if chosen.tokens:
-        if len(chosen.tokens) > 1:
-            raise ValueError(f"--paper takes one length, got --tokens {' '.join(map(str, chosen.tokens))}")
-        sizes["tokens"] = chosen.tokens[0]
-    setting = paper_llp.Setting(**sizes)
-    rows = list(paper_llp.rows(setting))
-    lines = [paper_llp.cells(row) for row in rows]
-    print_table(paper_llp.title(setting), paper_llp.HEADERS, lines, markdown=chosen.markdown)
-    if not chosen.markdown:
-        for row in rows:
-            console().print(Text.assemble((f"{row.name}. ", "bold"), *(f"{line}\n" for line in paper_llp.notes(row))))
-    return {**asdict(setting), "rows": [row._asdict() for row in rows]}

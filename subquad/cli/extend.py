@@ -12,16 +12,16 @@ from functools import cache
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from subquad.adaptation.config import ExtendConfig
 from subquad.cli.arguments import Parser, data_is_a_path, files_first
-from subquad.training.extend_config import ExtendConfig
 
 if TYPE_CHECKING:
     from rich.console import Console
     from torch import nn
 
+    from subquad.adaptation.extension_report import Column
     from subquad.data import Corpus
-    from subquad.evaluation._positions import PositionPlan
-    from subquad.tools._extend_report import Column
+    from subquad.evaluation.positions import PositionPlan
     from subquad.training.run import RunResult
 
 
@@ -35,7 +35,7 @@ def run(arguments: Sequence[str]) -> int:
         config = ExtendConfig(**{field.name: values[field.name] for field in fields(ExtendConfig)})
         if int(os.environ.get("WORLD_SIZE", "1")) > 1:
             raise ValueError("subquad extend runs in one process: start it without torchrun")
-        from subquad.training import extension
+        from subquad.adaptation import extension
 
         extension.scaled_config(config)
     from rich.console import Console
@@ -78,10 +78,10 @@ def _named(arguments: Sequence[str]) -> list[str]:
 
 def prepare_report(config: ExtendConfig, console: Console | None) -> tuple[Corpus, PositionPlan]:
     """The text and the windows of the report, before any training. Raises `ValueError` where the text is too short."""
+    from subquad.adaptation.extension import own_model
     from subquad.data import prepare
-    from subquad.evaluation._positions import plan_positions
-    from subquad.training._task import preparing
-    from subquad.training.extension import own_model
+    from subquad.evaluation.positions import plan_positions
+    from subquad.training.task import preparing
 
     folder, own = own_model(config)
     data = config.data.replace(tokenizer=str(folder))
@@ -104,19 +104,19 @@ def _finish(
     config: ExtendConfig, result: RunResult, corpus: Corpus, plan: PositionPlan, begin: float, *, resumed: bool
 ) -> None:
     """Measure, write report.json, the picture and README.md into the run's folder, print."""
-    from subquad.tools import _extend_report
+    from subquad.adaptation import extension_report
 
     columns: list[Column] = []
     trained: nn.Module = result.model
     device = result.model.device
     trained.to("cpu")  # what is measured needs its place
-    for name, load in _extend_report.subjects(config).items():
+    for name, load in extension_report.subjects(config).items():
         sys.stderr.write(f"loss by position: {name}\n")
-        columns.append(_extend_report.measure(name, load, corpus.held_out.tokens, plan, device))
+        columns.append(extension_report.measure(name, load, corpus.held_out.tokens, plan, device))
     seconds = time.perf_counter() - begin
-    report = _extend_report.make_report(config, result, plan, columns, seconds, device=device, resumed=resumed)
-    _extend_report.write(report, result.folder)
-    _extend_report.show(report)
+    report = extension_report.make_report(config, result, plan, columns, seconds, device=device, resumed=resumed)
+    extension_report.write(report, result.folder)
+    extension_report.show(report)
     folder = shlex.quote(str(result.folder))
     sys.stdout.write(
         f"{result.folder} holds the adapter, the scaled configuration and the report (README.md says how to load "

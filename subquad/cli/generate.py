@@ -15,7 +15,7 @@ from subquad.cli._generate_ask import Ask
 from subquad.cli.arguments import Parser
 from subquad.generation.config import SamplingConfig
 from subquad.generation.stop import StopStrings
-from subquad.models.perceiver_options import Decode
+from subquad.models.stacks import Decode
 
 if TYPE_CHECKING:
     from subquad.generation import Generation
@@ -92,7 +92,8 @@ def run(arguments: Sequence[str]) -> int:
 
     with parser.checking():
         loaded = load_run(values["run"], values["device"], values["adapter"])
-        _set_decode(loaded.decoder, values["decode"], values["refill"])
+        if values["decode"] is not None or values["refill"] is not None:
+            loaded.decoder.set_decode(values["decode"], values["refill"])
         state = _state(loaded.decoder, ask.state_in)
         tokens = _start(loaded) if prompt is None else _tokens(loaded, prompt, goes_on=state is not None)
         ask = _within_model(loaded.decoder, len(tokens), state, ask)
@@ -156,17 +157,13 @@ def _state(decoder: Decoder, file: str | None) -> State | None:
     """What --state-in holds; `ValueError` where another model or more than one text made it."""
     if file is None:
         return None
-    from subquad.models import PerceiverAR
-    from subquad.models._perceiver_decode import check_mode
     from subquad.state import State
 
     if not Path(file).is_file():
         raise FileNotFoundError(f"there is no file {file}")
     state = State.load(file, model=decoder)
     try:
-        state.check(decoder.config_hash, "--state-in", 1)
-        if isinstance(decoder, PerceiverAR):
-            check_mode(decoder, state)
+        decoder.check_state(state, 1, owner="--state-in")
     except ValueError as error:
         raise ValueError(f"{file}: {error}") from error
     state = state.to(next(decoder.parameters()).device)
@@ -178,7 +175,7 @@ def _check_goes_on(decoder: Decoder, state: State, file: str) -> None:
     """Raise `ValueError` where the decoder cannot read a token after this state: its tensors are of other shapes."""
     import torch
 
-    if decoder.config.position == "learned" and int(state.seen) >= decoder.config.max_positions:
+    if decoder.most_tokens is not None and int(state.seen) >= decoder.most_tokens:
         return  # `_within_model` says that no token has place
     device = next(decoder.parameters()).device
     try:
@@ -188,34 +185,20 @@ def _check_goes_on(decoder: Decoder, state: State, file: str) -> None:
         raise ValueError(f"{file} does not fit the model: {error!r}") from error
 
 
-def _set_decode(decoder: Decoder, decode: Decode | None, refill: int | None) -> None:
-    """Change how a perceiver_ar decodes where one of the two is given."""
-    from subquad.models import PerceiverAR
-
-    if decode is None and refill is None:
-        return
-    if not isinstance(decoder, PerceiverAR):
-        name = "decode" if decode is not None else "refill"
-        raise ValueError(f"--{name} is for perceiver_ar, and this model has attention={decoder.config.attention!r}")
-    decoder.set_decode(decode or decoder.options.decode, refill)
-
-
 def _within_model(decoder: Decoder, prompt: int, state: State | None, ask: Ask) -> Ask:
     """With as many tokens as the model has latents (decode=frozen) or positions for after a prompt of so many.
 
     The last token is not read, unless --state-out keeps it. Raises `ValueError` where not even the prompt has place.
     """
-    from subquad.models import PerceiverAR
-
     unread = 0 if ask.state_out is None else 1
     limits: list[tuple[int, str]] = []
-    latents = decoder.most_new_tokens(prompt, state) if isinstance(decoder, PerceiverAR) else None
+    latents = decoder.most_new_tokens(prompt, state)
     if latents is not None:
         hint = "a lower --refill leaves more, --decode exact or refill has no limit"
         limits.append((latents - unread, f"decode=frozen has no latents for more; {hint}"))
-    if decoder.config.position == "learned":
+    rows = decoder.most_tokens
+    if rows is not None:
         seen = 0 if state is None else int(state.seen)
-        rows = decoder.config.max_positions
         if seen + prompt > rows:
             raise ValueError(
                 f"the model has positions for {rows} tokens (max_positions), and the prompt ends at {seen + prompt}"

@@ -77,7 +77,7 @@ def _print_options(name: str) -> None:
     from subquad.models.stacks import STACKS
 
     cls = STACKS[name] if name in STACKS else mechanism(name)
-    own = STACKS[name].options_class() if name in STACKS else mechanism(name).Config
+    own = STACKS[name].options if name in STACKS else mechanism(name).Config
     console(WIDTH).print(Text(f"{name}: {cls.summary}\n{cls.paper}", style="bold"))
     _print_table(("option", "type", "default", ""), options(own))
     console(WIDTH).print(

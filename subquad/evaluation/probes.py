@@ -15,8 +15,8 @@ import numpy as np
 import torch
 
 from subquad.data.probes import ProbeRows
-from subquad.evaluation._windows import Window, losses
-from subquad.models import Decoder, PerceiverAR
+from subquad.evaluation.text import Window, losses
+from subquad.models import Decoder
 
 Progress = Callable[[int, int], None]
 """Called as (sequences done, sequences in all)."""
@@ -104,14 +104,14 @@ def check_rows(model: Decoder, rows: ProbeRows, /) -> None:
 def check_reach(model: Decoder, length: int, first: int, /) -> None:
     """Raise `ValueError` where the model cannot read `length` tokens, or predicts none as early as place `first`."""
     config = model.config
-    if config.position == "learned" and length > config.max_positions:
+    if model.most_tokens is not None and length > model.most_tokens:
         raise ValueError(
-            f"the model has learned {config.max_positions} positions (model.max_positions), got length={length}"
+            f"the model has learned {model.most_tokens} positions (model.max_positions), got length={length}"
         )
-    if isinstance(model, PerceiverAR) and length - first + 1 > model.latents:
+    if model.predicts_last is not None and length - first + 1 > model.predicts_last:
         raise ValueError(
-            f"perceiver_ar predicts with its last {model.latents} tokens alone, and place {first} of {length} is asked "
-            f"for: {length - first + 1} latents are needed"
+            f"{config.attention} predicts with its last {model.predicts_last} tokens alone, and place {first} of "
+            f"{length} is asked for: {length - first + 1} latents are needed"
         )
 
 
@@ -192,8 +192,8 @@ def context_loss(
     count = min(windows, (len(tokens) - 1) // longest)
     ends = [longest + i * (len(tokens) - 1 - longest) // max(1, count - 1) for i in range(count)]
     same = min(lengths) // 2
-    if isinstance(model, PerceiverAR):
-        same = min(same, model.latents)
+    if model.predicts_last is not None:
+        same = min(same, model.predicts_last)
     results = []
     for n, length in enumerate(lengths):
         parts = []

@@ -12,8 +12,8 @@ from typing import Any
 
 import torch
 
-from subquad import __version__
 from subquad.memory import total_bytes
+from subquad.version import __version__
 
 WRITTEN = ("README.md", "result.json", "plot.png")
 

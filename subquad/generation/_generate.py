@@ -14,7 +14,7 @@ from torch import Tensor
 
 from subquad.generation.config import SamplingConfig
 from subquad.generation.sampling import Sampler
-from subquad.models import Decoder, PerceiverAR
+from subquad.models import Decoder
 from subquad.state import State
 
 
@@ -97,10 +97,7 @@ class Generation(Iterator[int]):
         with inference(self._model):
             if self._unread:
                 tokens_BT = as_tensor(self._model, self._unread)
-                if isinstance(self._model, PerceiverAR):
-                    self.state = self._model.read(tokens_BT, self.state)
-                else:
-                    _, self.state = self._model.hidden(tokens_BT, self.state)
+                self.state = self._model.read(tokens_BT, self.state)
         self._unread, self._left = [], 0
         assert self.state is not None
         return self.state
@@ -135,14 +132,12 @@ def checked_prompt(prompt: Sequence[int], vocab_size: int) -> list[int]:
 def read_piece(model: Decoder, unread: list[int], state: State | None, chunk: int) -> State:
     """Read up to `chunk` of the tokens before the last one and take them off `unread`; the state after them.
 
-    A `PerceiverAR` reads all of them, since each piece ends with latents that the next one would make history.
+    A model that predicts its last tokens alone (`PerceiverAR`) reads all of them at once: each piece would end with
+    latents that the next one would make history.
     """
-    if isinstance(model, PerceiverAR):
-        state = model.read(as_tensor(model, unread[:-1]), state)
-        del unread[:-1]
-        return state
-    tokens = unread[: min(chunk, len(unread) - 1)]
-    _, state = model.hidden(as_tensor(model, tokens), state)
+    left = len(unread) - 1
+    tokens = unread[: min(chunk, left) if model.predicts_last is None else left]
+    state = model.read(as_tensor(model, tokens), state)
     del unread[: len(tokens)]
     return state
 

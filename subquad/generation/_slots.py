@@ -6,7 +6,6 @@ Shape letters: B slots, V vocabulary.
 from __future__ import annotations
 
 from collections.abc import Callable
-from functools import partial
 from typing import Protocol
 
 import torch
@@ -14,8 +13,7 @@ from torch import Tensor
 
 from subquad.generation._generate import as_tensor
 from subquad.generation._rows import fit, idle, join, put, row_of, shapes_of, trimmed
-from subquad.models import Decoder, PerceiverAR
-from subquad.models._perceiver_decode import first_latent
+from subquad.models import Decoder
 from subquad.state import State
 
 
@@ -43,11 +41,12 @@ class Slots(Protocol):
 
 
 def make_slots(model: Decoder, slots: int, capacity: int, *, compile: bool) -> Slots:
-    """Fixed slots, or for a `PerceiverAR`, whose tensors change with its latents, loose ones."""
-    if not isinstance(model, PerceiverAR):
+    """Fixed slots, or loose ones for a model whose states have no fixed shapes."""
+    if model.fixed_shapes:
         return FixedSlots(model, slots, capacity, compile=compile)
     if compile:
-        raise ValueError("compile=True needs states of fixed shape, which perceiver_ar has not; set compile=False")
+        name = model.config.attention
+        raise ValueError(f"compile=True needs states of fixed shape, which {name} has not; set compile=False")
     return LooseSlots(model, slots)
 
 
@@ -120,7 +119,7 @@ class FixedSlots:
 class LooseSlots:
     """A state for each sequence, joined for every step."""
 
-    def __init__(self, model: PerceiverAR, slots: int) -> None:
+    def __init__(self, model: Decoder, slots: int) -> None:
         self._model = model
         self._states: dict[int, State | None] = {}
         self._vocab_size, self._dtype = model.config.vocab_size, model.head_weight.dtype
@@ -153,7 +152,7 @@ class LooseSlots:
             tokens_B1 = torch.tensor([[tokens[slot]] for slot in begun], dtype=torch.long, device=device)
             out_B1V, after = self._model(tokens_B1, join(states).to(device))
             logits_BV[begun] = out_B1V[:, -1].to(logits_BV.dtype)
-            self._states.update({slot: _own(self._model, row_of(after, i)) for i, slot in enumerate(begun)})
+            self._states.update({slot: self._model.trim_state(row_of(after, i)) for i, slot in enumerate(begun)})
         return logits_BV
 
     def bytes_of(self, slot: int) -> int:
@@ -167,24 +166,9 @@ class LooseSlots:
         return sum(state.nbytes for state in self._states.values() if state is not None)
 
 
-def _own(model: PerceiverAR, state: State) -> State:
-    """A row of a joined batch without the places that longer rows needed, which hold nothing of its own."""
-    seen, start = int(state.seen), int(first_latent(state))
-    entries = {**state.entries, "tokens": state.tensor("tokens")[:, -seen:]}
-    for i in range(len(model.layers)):
-        if f"layers.{i}" in state:
-            kept, count = state.child(f"layers.{i}"), int(model.history_keys(i, start)) + seen - start
-            entries[f"layers.{i}"] = kept.map(partial(_last_places, count=count))
-    return State(entries, state.config_hash)
-
-
-def _last_places(x_1HSK: Tensor, count: int) -> Tensor:
-    return x_1HSK[:, :, x_1HSK.shape[2] - count :]
-
-
 def _final(model: Decoder, capacity: int) -> State:
     """The state of one row that has read nothing, with the shapes that it will have for good."""
-    if grows(model):
+    if model.state_grows:
         return _blank(model, capacity)
     places, state = 2, _blank(model, 1)
     while shapes_of(longer := _blank(model, places)) != shapes_of(state):
@@ -197,8 +181,3 @@ def _blank(model: Decoder, places: int) -> State:
     """What a row of so much padding leaves: padding does not exist, but takes places."""
     tokens_BT = torch.zeros(1, places, dtype=torch.long, device=next(model.parameters()).device)
     return model.hidden(tokens_BT, None, torch.zeros_like(tokens_BT, dtype=torch.bool))[1]
-
-
-def grows(model: Decoder) -> bool:
-    """Whether a layer keeps something of every token."""
-    return any(block.attention.state_grows for block in model.blocks())

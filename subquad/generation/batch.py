@@ -12,11 +12,10 @@ from typing import Literal
 from torch import Tensor
 
 from subquad.generation._generate import checked_prompt, inference, read_piece
-from subquad.generation._slots import grows, make_slots
+from subquad.generation._slots import make_slots
 from subquad.generation.config import SamplingConfig
 from subquad.generation.sampling import Sampler
-from subquad.models import Decoder, PerceiverAR
-from subquad.models._perceiver_decode import check_mode
+from subquad.models import Decoder
 from subquad.state import State
 
 Finished = Literal["length", "stop", "cancelled", "error"]
@@ -63,8 +62,8 @@ class BatchDecoder:
     A sequence joins when a slot is free and leaves when it ends; each gets the tokens that it would get with the other
     slots empty (with seeds, its random numbers are its own). Prompts are read alone, before they join, `prefill_chunk`
     tokens of them in a step, so that a long one does not hold up the others (by a `PerceiverAR` in one piece). Shapes
-    are fixed: `compile=True` compiles
-    the step once (torch.compile), and captured graphs can replay it; a `PerceiverAR` has no fixed shapes.
+    are fixed: `compile=True` compiles the step once (torch.compile), and captured graphs can replay it; a `PerceiverAR`
+    has no fixed shapes.
 
     States of constant size take no more memory for longer texts. Where one grows (`full`), a sequence may have
     `max_context` tokens, the generated ones counted, and each slot keeps place for them. Not safe for several threads.
@@ -133,10 +132,8 @@ class BatchDecoder:
         unread = checked_prompt(prompt, self._model.config.vocab_size)
         seen = 0
         if state is not None:
-            state.check(self._model.config_hash, "this decoder", 1)
+            self._model.check_state(state, 1)
             seen = int(state.seen)
-            if isinstance(self._model, PerceiverAR):
-                check_mode(self._model, state)
         if keep_state and sampling.max_tokens == 0:
             raise ValueError(
                 "keep_state needs a token to generate, got max_tokens=0; Generation.read_all reads a prompt"
@@ -148,7 +145,7 @@ class BatchDecoder:
                 f"a sequence may have {self.max_context} tokens ({self._limited_by}) and this one asks for {total}: "
                 f"{before}{len(unread)} of the prompt and max_tokens={sampling.max_tokens}"
             )
-        most = self._model.most_new_tokens(len(unread), state) if isinstance(self._model, PerceiverAR) else None
+        most = self._model.most_new_tokens(len(unread), state)
         if most is not None and sampling.max_tokens > most:
             raise ValueError(
                 f"decode=frozen has latents for {most} tokens after these {len(unread)} of the prompt, got "
@@ -287,9 +284,9 @@ def generate_batch(
 def _limit(model: Decoder, max_context: int) -> tuple[int | None, str]:
     """How many tokens a sequence may have, None for any number, and what says so."""
     limits: list[tuple[int, str]] = []
-    if not isinstance(model, PerceiverAR) and grows(model):
+    if model.fixed_shapes and model.state_grows:
         limits.append((max_context, "max_context"))
-    if model.config.position == "learned":
-        rows = model.config.max_positions
+    rows = model.most_tokens
+    if rows is not None:
         limits.append((rows + 1, f"max_positions={rows} of the model, and one more, which is not read"))
     return min(limits) if limits else (None, "")

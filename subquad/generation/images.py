@@ -12,8 +12,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from subquad.models.image import ImageModel
-from subquad.models.image_config import START
+from subquad.models.image import START, ImageModel
 from subquad.state import State
 
 

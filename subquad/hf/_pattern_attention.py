@@ -14,7 +14,7 @@ from torch import Tensor
 
 from subquad.hf._forms import Part
 from subquad.hf._standing import Standing
-from subquad.ops import block_attention, merge_attention
+from subquad.ops import block_attention_with_lse, merge_attention
 from subquad.ops.patterns import Pattern
 
 
@@ -76,7 +76,7 @@ def _reach(parts: Sequence[Part]) -> int:
 
 def _union(q_BHTK: Tensor, k_BGSK: Tensor, v_BGSK: Tensor, patterns: Sequence[Pattern], **places: Any) -> Tensor:
     """Softmax over the union of disjoint patterns."""
-    parts = [block_attention(q_BHTK, k_BGSK, v_BGSK, pattern, return_lse=True, **places) for pattern in patterns]
+    parts = [block_attention_with_lse(q_BHTK, k_BGSK, v_BGSK, pattern, **places) for pattern in patterns]
     outs, lses = zip(*parts, strict=True)
     return outs[0] if len(outs) == 1 else merge_attention(outs, lses)[0]
 

@@ -42,6 +42,10 @@ class StrictModel(PreTrainedModel):
                 "from its own configuration"
             )
 
+    def blocks_to_shard(self) -> list[nn.Module]:
+        """Return the blocks that may be shared out over processes one by one: those that transformers may not split."""
+        return [module for module in self.modules() if type(module).__name__ in (self._no_split_modules or ())]
+
     @classmethod
     def from_pretrained(cls, *args: Any, **kwargs: Any) -> Any:
         """Load a model as transformers does, from safetensors alone. Weights that are missing, left over or of another

@@ -19,8 +19,7 @@ from subquad.hf._inputs import padding_mask
 from subquad.hf.config import FIELDS, SubquadConfig
 from subquad.models.classifier import Classifier, check_pair
 from subquad.models.decoder import IGNORED
-from subquad.models.encoder import Encoder
-from subquad.models.encoder_config import EncoderConfig
+from subquad.models.encoder import Encoder, EncoderConfig
 from subquad.models.pretraining import Hiding, denoising_loss, mask_token
 
 

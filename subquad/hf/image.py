@@ -13,8 +13,8 @@ from transformers.modeling_outputs import ModelOutput
 
 from subquad.hf._strict import StrictModel
 from subquad.hf.config import FIELDS, SubquadConfig
-from subquad.models.image import ImageModel
-from subquad.models.image_config import LEVELS, ImageModelConfig
+from subquad.models.image import ImageModel, ImageModelConfig
+from subquad.models.pixels import LEVELS
 
 _IMAGE_FIELDS = ("height", "width", "channels", "output", "mixtures", "axes", "near")
 

@@ -54,6 +54,7 @@ __all__ = [
     "base_config",
     "counts",
     "is_adapter",
+    "is_extension",
     "load_adapter",
     "load_base",
     "merge",
@@ -72,6 +73,13 @@ def require_peft() -> None:
         import peft  # noqa: F401
     except ImportError as error:
         raise ImportError("LoRA needs PEFT: pip install 'subquad[peft]'") from error
+
+
+def is_extension(folder: str | Path) -> bool:
+    """Whether a folder holds an adapter and, beside it, the configuration of a model of transformers."""
+    if not is_adapter(folder) or not (Path(folder) / "config.json").is_file():
+        return False
+    return not isinstance(read_config(folder), SubquadConfig)
 
 
 def base_config(folder: str | Path) -> SubquadConfig:

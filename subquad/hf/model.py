@@ -16,10 +16,8 @@ from subquad.hf._inputs import check_counted, check_positions, packed_documents,
 from subquad.hf._strict import StrictModel
 from subquad.hf.cache import SubquadCache
 from subquad.hf.config import SubquadConfig
-from subquad.models.decoder import IGNORED
-from subquad.models.perceiver import PerceiverAR
-from subquad.models.pretraining import next_tokens
-from subquad.models.stacks import build_model
+from subquad.models.build import build_model
+from subquad.models.decoder import IGNORED, next_tokens
 from subquad.parallel import active_group
 
 
@@ -41,7 +39,7 @@ class SubquadForCausalLM(StrictModel, GenerationMixin):
         super().__init__(config)
         self.model = build_model(config.decoder_config())
         # The Trainer counts the labels of whole sequences; those before the latents are not in the loss.
-        self.accepts_loss_kwargs = not isinstance(self.model, PerceiverAR)
+        self.accepts_loss_kwargs = self.model.predicts_last is None
         self.post_init()
 
     def forward(
@@ -108,11 +106,11 @@ class SubquadForCausalLM(StrictModel, GenerationMixin):
         mask_BT = padding_mask(attention_mask, input_ids)
         tokens_BT = input_ids if group is None else group.part(input_ids)
         named = {} if latents is None else {"latents": latents}
-        if named and not isinstance(self.model, PerceiverAR):
+        if named and self.model.prompt_latents is None:
             raise ValueError(f"latents is for perceiver_ar, and this model has attention={self.config.attention!r}")
         if cache is None and not named:
             check_positions(position_ids, input_ids, mask_BT, 0)
-            passes = self.model.passes(tokens_BT, mask_BT, **({} if doc_ids is None else {"doc_ids": doc_ids}))
+            passes = self.model.passes(tokens_BT, mask_BT, doc_ids)
         else:
             before = None if cache is None else cache.state
             h_BTD, state = self.model.hidden(tokens_BT, before, mask_BT, **named)
@@ -146,14 +144,14 @@ class SubquadForCausalLM(StrictModel, GenerationMixin):
         parent: Any = super()
         inputs: dict[str, Any] = parent.prepare_inputs_for_generation(*args, **kwargs)
         cache = inputs.get("past_key_values")
-        if isinstance(self.model, PerceiverAR) and inputs.get("use_cache") and (cache is None or cache.state is None):
-            inputs["latents"] = self.model.options.prompt_latents if latents is None else latents
+        fresh = cache is None or cache.state is None
+        if self.model.prompt_latents is not None and inputs.get("use_cache") and fresh:
+            inputs["latents"] = self.model.prompt_latents if latents is None else latents
         return inputs
 
     def _check_packed(self, past_key_values: Any, use_cache: bool | None) -> None:
         """Raise `ValueError` for what packed documents do not go with."""
-        if isinstance(self.model, PerceiverAR):
-            raise ValueError("perceiver_ar predicts a row's last tokens alone and takes no packed documents")
+        self.model.check_packed()
         if past_key_values is not None or use_cache:
             raise ValueError("packed documents take no cache and make none: leave past_key_values and use_cache out")
 
@@ -165,9 +163,7 @@ class SubquadForCausalLM(StrictModel, GenerationMixin):
         items: Tensor | int | None,
         doc_ids: Tensor | None,
     ) -> Tensor:
-        target_BT = next_tokens(labels_BT, mask_BT, doc_ids)
-        if isinstance(self.model, PerceiverAR):
-            target_BT = self.model.latent_labels(target_BT, mask_BT)
+        target_BT = self.model.aligned_labels(next_tokens(labels_BT, mask_BT, doc_ids), mask_BT)
         group = active_group()
         if group is not None:
             count = (target_BT != IGNORED).sum().clamp(min=1) if items is None else items
@@ -177,6 +173,10 @@ class SubquadForCausalLM(StrictModel, GenerationMixin):
         if not torch.compiler.is_compiling():
             check_counted(labels_BT, target_BT, mask_BT, doc_ids)
         return self.model.loss_of_passes(passes, target_BT, reduction="sum") / items
+
+    def blocks_to_shard(self) -> list[nn.Module]:
+        """The decoder's."""
+        return list(self.model.blocks_to_shard())
 
     def get_input_embeddings(self) -> nn.Module:
         """The table of token vectors."""

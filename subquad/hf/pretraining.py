@@ -13,8 +13,8 @@ from transformers.modeling_outputs import MaskedLMOutput
 
 from subquad.hf._encoder import EncoderModel, read_inputs
 from subquad.hf.config import FIELDS, SubquadConfig
-from subquad.models.encoder_config import EncoderConfig, check_hiding
-from subquad.models.pretraining import Hiding, Objective, PretrainingModel
+from subquad.models.encoder import EncoderConfig
+from subquad.models.pretraining import Hiding, Objective, PretrainingModel, check_hiding
 
 EVALUATION_SEED = 0
 """What is hidden in an evaluation is always the same."""

@@ -10,12 +10,12 @@ from torch import Tensor, nn
 from subquad.attention import Cost
 from subquad.attention._activations import activation_bytes
 from subquad.attention._blocked import BlockedAttention
-from subquad.models._perceiver import Window
+from subquad.models.perceiver_window import Window
 from subquad.ops._torch.tiles import static_groups
 from subquad.ops.patterns import Blocks, Causal, Pattern
 
 if TYPE_CHECKING:
-    from subquad.models.perceiver import PerceiverAR
+    from subquad.models.perceiver_ar import PerceiverAR
 
 
 class LayerCost(NamedTuple):

@@ -13,10 +13,8 @@ from torch.nn import functional as F
 
 from subquad.attention import Cost
 from subquad.attention._activations import activation_bytes
-from subquad.models.encoder import Encoder
-from subquad.models.encoder_config import EncoderConfig
-from subquad.models.perceiver_encoder import PerceiverEncoder
-from subquad.models.stacks import stack_of
+from subquad.models.build import build_encoder
+from subquad.models.encoder import EncoderConfig
 
 
 class TowerHead(nn.Module):
@@ -36,21 +34,14 @@ class TowerHead(nn.Module):
         return self.out(F.gelu(self.hidden(joined)))
 
 
-def build_encoder(config: EncoderConfig) -> Encoder | PerceiverEncoder:
-    """The encoder that `config.attention` names. Raises `ValueError` where that is a stack that can't be one."""
-    stack = stack_of(config)
-    if stack is None:
-        return Encoder(config)
-    if "bidirectional" not in stack.forms:
-        raise ValueError(f"attention {stack.name!r} has no bidirectional form; it has: {', '.join(stack.forms)}")
-    return PerceiverEncoder(config)
-
-
 class Classifier(nn.Module):
     """`logits = dropout(pooled) W^T + b`, on an `Encoder` or, where `attention` says so, a Perceiver.
 
     With `towers=2` the one encoder reads two sequences, and a `TowerHead` stands on both vectors, each after dropout.
     """
+
+    reads_whole_sequences = True
+    """An output may depend on later tokens: this is no causal language model."""
 
     def __init__(self, config: EncoderConfig) -> None:
         super().__init__()

@@ -1,4 +1,4 @@
-"""The decoder's configuration, apart from the decoder so that the command line reads it without loading torch."""
+"""The settings of a stack of layers: a decoder's configuration, which those of the other models extend."""
 
 from __future__ import annotations
 
@@ -114,12 +114,7 @@ class DecoderConfig(Config):
                 raise ValueError(f"{name} must be at least 0 and below 1, got {getattr(self, name)}")
         if self.lookup is not None and self.lookup < 1:
             raise ValueError(f"lookup must be at least 1, or None for no look-up, got {self.lookup}")
-        for name in ("position", "norm", "feedforward", "loop_loss"):
-            choices = get_args(get_type_hints(type(self))[name])
-            if getattr(self, name) not in choices:
-                raise ValueError(
-                    f"unknown {name} {getattr(self, name)!r}; {suggest(str(getattr(self, name)), choices)}"
-                )
+        check_choices(self, "position", "norm", "feedforward", "loop_loss")
         if not self.attention or self.num_layers % len(self.mechanisms):
             raise ValueError(
                 "attention must be a name or a list whose length divides num_layers, "
@@ -130,3 +125,12 @@ class DecoderConfig(Config):
     def mechanisms(self) -> list[str]:
         """The names in `attention`, as a list; the layers repeat it."""
         return [self.attention] if isinstance(self.attention, str) else list(self.attention)
+
+
+def check_choices(config: Config, *names: str) -> None:
+    """Raise `ValueError` where a field is none of its type's choices."""
+    hints = get_type_hints(type(config))
+    for name in names:
+        value, choices = getattr(config, name), get_args(hints[name])
+        if value not in choices:
+            raise ValueError(f"unknown {name} {value!r}; {suggest(str(value), choices)}")

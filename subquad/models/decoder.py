@@ -5,29 +5,34 @@ Shape letters: B batch, T tokens, D model width, V vocabulary, N = B * T.
 
 from __future__ import annotations
 
-import math
-from typing import Literal
+from collections.abc import Mapping
+from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
 from subquad.attention import Cost
-from subquad.attention._documents import check_fresh
-from subquad.layers.embedding import Embedding
+from subquad.attention._context import added, check_dropout, check_whole
+from subquad.attention.base import check_fresh
 from subquad.layers.head import Lookup, chunked_cross_entropy
 from subquad.layers.norm import build_norm
-from subquad.layers.positions import Learned, Sinusoidal
-from subquad.models._context import check_part, communication, first_position, whole_states
 from subquad.models._decoder_cost import kept_in_training, linear_weights
-from subquad.models._initial import initialise
-from subquad.models._layers import Block, PassBias, build_mechanisms, run_blocks
-from subquad.models._tokens import check_tokens
+from subquad.models.blocks import (
+    Block,
+    PassBias,
+    branch_outputs,
+    build_mechanisms,
+    check_tokens,
+    initialise,
+    run_blocks,
+    token_embedding,
+)
 from subquad.models.config import DecoderConfig
 from subquad.ops.documents import Documents, before_others, lay_out, real_tokens
 from subquad.ops.loss import linear_cross_entropy
 from subquad.ops.padding import check_mask, compaction, real_slots, scatter
-from subquad.parallel import Sent, active_group
+from subquad.parallel import ContextGroup, Sent, active_group
 from subquad.state import State, advance
 
 Reduction = Literal["mean", "sum", "none"]
@@ -56,9 +61,7 @@ class Decoder(nn.Module):
         self.config = config
         self.config_hash = config.digest()
         self.gradient_checkpointing = False
-        self.embedding = Embedding(
-            config.vocab_size, config.dim, position=_added_positions(config), dropout=config.dropout
-        )
+        self.embedding = token_embedding(config)
         self.layers = nn.ModuleList(Block(config, mixer) for mixer in build_mechanisms(config))
         self.pass_biases = nn.ModuleList(PassBias(config.dim) for _ in range(config.loops if config.loops > 1 else 0))
         self.norm = build_norm(config.norm, config.dim, config.norm_eps)
@@ -66,7 +69,7 @@ class Decoder(nn.Module):
         self.lookup = (
             None if config.lookup is None else Lookup(config.vocab_size, config.lookup, residual=config.lookup_residual)
         )
-        self.branch_outputs = {out for block in self.blocks() for out in block.output_projections()}
+        self.branch_outputs = branch_outputs(self)
         self.apply(self.initialise)
 
     def blocks(self) -> list[Block]:
@@ -111,6 +114,75 @@ class Decoder(nn.Module):
         h_BTD, state = self.hidden(tokens_BT, state, mask, doc_ids)
         return self.logits(h_BTD), state
 
+    @property
+    def predicts_last(self) -> int | None:
+        """Tokens that are predicted from at most, the last ones of a sequence; None: all of them."""
+        return None
+
+    @property
+    def prompt_latents(self) -> int | None:
+        """The argument `latents` that a prompt is read with before decoding; None: the model has no such argument."""
+        return None
+
+    @property
+    def most_tokens(self) -> int | None:
+        """Tokens that a sequence may have, the rows of a learned table of positions; None: any number."""
+        return self.config.max_positions if self.config.position == "learned" else None
+
+    @property
+    def state_grows(self) -> bool:
+        """Whether a layer keeps something of every token."""
+        return any(block.attention.state_grows for block in self.blocks())
+
+    @property
+    def fixed_shapes(self) -> bool:
+        """Whether a state's shapes follow from the number of tokens alone, so that a decoding step can be compiled."""
+        return True
+
+    @property
+    def inexact_decoding(self) -> str | None:
+        """Why decoding token by token by design equals no pass over the whole sequence; None where it equals one."""
+        return None
+
+    def state_bytes(self, tokens: int) -> int:
+        """Bytes of the state after `tokens` tokens of one sequence, in float32."""
+        return self.config.loops * sum(block.attention.state_bytes(tokens) for block in self.blocks())
+
+    def most_new_tokens(self, prompt: int, state: State | None = None) -> int | None:
+        """Tokens that can follow a prompt of `prompt` tokens, read by `read` but for its last; None: any number."""
+        return None
+
+    def token_settings(self) -> dict[str, Any]:
+        """Return the settings by name, among them those that count tokens, around which an audit looks."""
+        return {f"layers.{i}": block.attention.config.to_dict() for i, block in enumerate(self.blocks())}
+
+    def blocks_to_shard(self) -> list[Block]:
+        """Return the blocks that may be shared out over processes one by one: those that are called as a whole."""
+        return self.blocks()
+
+    def check_packed(self) -> None:
+        """Raise `ValueError` for a model that takes no packed documents."""
+
+    def check_shared(self) -> None:
+        """Raise `ValueError` for a model that cannot read a sequence which several processes share."""
+
+    def check_state(self, state: State, batch: int | None = None, *, owner: str = "this decoder") -> None:
+        """Raise `ValueError` for a state of another configuration, batch size or way of decoding."""
+        state.check(self.config_hash, owner, batch)
+
+    def trim_state(self, state: State) -> State:
+        """Return the state of one row without places that longer rows of its batch needed."""
+        return state
+
+    def set_decode(self, decode: str | None = None, refill: int | None = None) -> None:
+        """Raise `ValueError`: there is one way of decoding (`PerceiverAR` has several)."""
+        name = "refill" if decode is None else "decode"
+        raise ValueError(f"{name} is for perceiver_ar, and this model has attention={self.config.attention!r}")
+
+    def read(self, tokens_BT: Tensor, /, state: State | None = None) -> State:
+        """Return the state after more tokens, where no outputs are wanted."""
+        return self.hidden(tokens_BT, state)[1]
+
     def logits(self, h_BTD: Tensor, /) -> Tensor:
         """The head: from what `hidden` returned, or some of its tokens, `[.., D]`, to logits `[.., V]`."""
         logits_BTV = F.linear(h_BTD, self.head_weight)
@@ -129,7 +201,7 @@ class Decoder(nn.Module):
         passes, seen = self._run(tokens_BT, state, mask, doc_ids, layers)
         group = active_group()
         if group is not None:
-            return passes[-1], State(whole_states(self.blocks(), layers, tokens_BT, group), self.config_hash)
+            return passes[-1], State(self._whole_states(layers, tokens_BT, group), self.config_hash)
         return passes[-1], State({"seen": seen, **layers}, self.config_hash)
 
     def vectors(self, tokens_BT: Tensor, /, mask: Tensor | None = None) -> Tensor:
@@ -166,6 +238,10 @@ class Decoder(nn.Module):
         if mask is not None:
             labels_BT = labels_BT.masked_fill(~mask, IGNORED)
         return self.loss_of_passes(passes, labels_BT, reduction=reduction)
+
+    def aligned_labels(self, labels_BT: Tensor, mask: Tensor | None = None, /) -> Tensor:
+        """Return the labels where the outputs are that predict them, for `loss_of_passes` and `loss_of_hidden`."""
+        return labels_BT
 
     def loss_of_passes(self, passes: list[Tensor], labels_BT: Tensor, /, *, reduction: Reduction = "mean") -> Tensor:
         """The mean of `loss_of_hidden` over what `passes` returned."""
@@ -217,7 +293,9 @@ class Decoder(nn.Module):
 
         Raises `ValueError` as `subquad.attention.Attention.communication` does.
         """
-        return communication(self.config, self.blocks(), tokens, ranks)
+        self.check_shared()
+        layers = [list(block.attention.communication(tokens, ranks)) for block in self.blocks()]
+        return tuple(added(*layers * self.config.loops))
 
     def _run(
         self,
@@ -234,7 +312,8 @@ class Decoder(nn.Module):
             documents = lay_out(doc_ids, mask, *tokens_BT.shape, last_apart=layers is not None)
             passes = self._passes(self._embedded(tokens_BT, documents), None, documents, layers)
             return [h.masked_fill(~documents.real_BT[..., None], 0.0) for h in passes], documents.seen
-        start = first_position(tokens_BT, state)
+        group = active_group()
+        start = state.seen if state is not None else 0 if group is None else group.offset(tokens_BT.shape[1])
         moved, lengths_B = None, None
         if mask is not None:
             moved = compaction(mask)
@@ -284,17 +363,39 @@ class Decoder(nn.Module):
 
     def _check(self, tokens_BT: Tensor, state: State | None, mask: Tensor | None, docs: Tensor | None = None) -> None:
         check_tokens(tokens_BT)
-        check_part(self.config, tokens_BT, state, mask, docs, self.training)
+        if docs is not None:
+            self.check_packed()
+        group = active_group()
+        if group is not None:
+            self.check_shared()
+            check_whole(state, mask, docs)
+            check_dropout(self.config.dropout if self.training else 0.0)
+            group.check_same(tokens_BT.shape[1], tokens_BT.device)
         if mask is not None:
             check_mask(mask, *tokens_BT.shape)
         if state is not None:
-            state.check(self.config_hash, "this decoder", tokens_BT.shape[0])
+            self.check_state(state, tokens_BT.shape[0])
+
+    def _whole_states(
+        self, states: Mapping[str, Any], tokens_BT: Tensor, group: ContextGroup
+    ) -> dict[str, Tensor | int | State]:
+        """The entries of the state after all ranks' tokens, the same on every rank, from those of each rank."""
+        mixers = {f"layers.{i}": block.attention for i, block in enumerate(self.blocks())}
+        entries: dict[str, Tensor | int | State] = {"seen": group.size * tokens_BT.shape[1]}
+        for place, state in states.items():
+            mixer = mixers[place[place.index("layers.") :]]
+            entries[place] = mixer.whole_state(state, tokens_BT.device)
+        return entries
 
 
-def _added_positions(config: DecoderConfig) -> Sinusoidal | Learned | None:
-    """What is added to the embeddings; sines begin with the embeddings' standard deviation (theirs is 1/sqrt(2))."""
-    if config.position == "sinusoidal":
-        return Sinusoidal(config.dim, scale=config.init_std * math.sqrt(2))
-    if config.position == "learned":
-        return Learned(config.dim, config.max_positions)
-    return None
+def next_tokens(tokens_BT: Tensor, mask: Tensor | None, doc_ids: Tensor | None = None) -> Tensor:
+    """At each real token the next real one of its row (of its document); -100 at the last one and at padding."""
+    if doc_ids is not None:
+        labels_BT = next_tokens(tokens_BT, real_tokens(doc_ids, mask))
+        return labels_BT.masked_fill(before_others(doc_ids, mask), IGNORED)
+    if mask is None:
+        return F.pad(tokens_BT, (0, 1), value=IGNORED)[:, 1:]
+    moved = compaction(mask)
+    real_BT = real_slots(moved.lengths_B, tokens_BT.shape[1])
+    labels_BT = tokens_BT.gather(1, moved.order_BT).masked_fill(~real_BT, IGNORED)
+    return F.pad(labels_BT, (0, 1), value=IGNORED)[:, 1:].gather(1, moved.inverse_BT)

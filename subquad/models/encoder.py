@@ -5,6 +5,9 @@ Shape letters: B batch, T tokens, D model width.
 
 from __future__ import annotations
 
+from dataclasses import dataclass, fields
+from typing import Literal, Self
+
 import torch
 from torch import Tensor, nn
 
@@ -12,14 +15,69 @@ from subquad.attention import Cost
 from subquad.attention._activations import activation_bytes
 from subquad.layers.embedding import Embedding
 from subquad.layers.norm import build_norm
-from subquad.models._initial import initialise
-from subquad.models._layers import Block, build_mechanisms, run_blocks
-from subquad.models._tokens import check_tokens
-from subquad.models.decoder import _added_positions
-from subquad.models.encoder_config import EncoderConfig
-from subquad.models.perceiver_io import branch_outputs
+from subquad.models.blocks import (
+    Block,
+    branch_outputs,
+    build_mechanisms,
+    check_tokens,
+    initialise,
+    run_blocks,
+    token_embedding,
+)
+from subquad.models.config import DecoderConfig, check_choices
 from subquad.ops.padding import Compaction, check_mask, compaction, real_slots, scatter, zero_padding
 from subquad.parallel.group import refuse
+
+Pooling = Literal["mean", "last", "class"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class EncoderConfig(DecoderConfig):
+    """A stack of the decoder's layers that reads whole sequences, and a classifier on it.
+
+    The decoder's fields mean the same here, but there is no head over the vocabulary (`tie_embeddings` has no effect,
+    `lookup` is refused) and the layers run once (`loops` is refused).
+    """
+
+    num_classes: int = 2
+    """Classes that the classifier tells apart."""
+    pooling: Pooling = "mean"
+    """What a sequence is judged by: the mean of its vectors, its last vector, or that of a class token before it."""
+    causal: bool = False
+    """Whether a token sees itself and earlier ones only: the causal form of the mechanisms instead of the other."""
+    towers: int = 1
+    """Sequences that an example has: 1, or 2 that the one encoder reads apart and the head compares."""
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.num_classes < 2:
+            raise ValueError(f"num_classes must be at least 2, got {self.num_classes}")
+        check_choices(self, "pooling")
+        if self.towers not in (1, 2):
+            raise ValueError(f"towers must be 1 or 2, got {self.towers}")
+        if self.causal and self.pooling == "class":
+            raise ValueError(
+                "a class token stands before all others and, with causal=true, sees none of them; choose pooling mean "
+                "or last"
+            )
+        if self.loops != 1 or self.lookup is not None:
+            raise ValueError(
+                f"an encoder has neither loops nor a look-up head, got loops={self.loops}, lookup={self.lookup}"
+            )
+
+    @classmethod
+    def from_decoder(
+        cls,
+        config: DecoderConfig,
+        *,
+        num_classes: int = 2,
+        pooling: Pooling = "mean",
+        causal: bool = False,
+        towers: int = 1,
+    ) -> Self:
+        """The encoder with a decoder's settings."""
+        shared = {field.name: getattr(config, field.name) for field in fields(DecoderConfig)}
+        return cls(**shared, num_classes=num_classes, pooling=pooling, causal=causal, towers=towers)
 
 
 class Encoder(nn.Module):
@@ -28,6 +86,9 @@ class Encoder(nn.Module):
     Every mechanism is built with causal=`config.causal`: it sees all tokens, or those up to its own. Luna's memory is
     handed from layer to layer. With `gradient_checkpointing = True`, training keeps the input of each block alone.
     """
+
+    reads_whole_sequences = True
+    """An output may depend on later tokens: this is no causal language model."""
 
     def __init__(self, config: EncoderConfig) -> None:
         super().__init__()
@@ -107,11 +168,6 @@ class Encoder(nn.Module):
             x_BTD = torch.cat([first_B1D, x_BTD], 1)
             lengths_B = None if lengths_B is None else lengths_B + 1
         return self.norm(run_blocks(self, x_BTD, None, lengths_B)), moved
-
-
-def token_embedding(config: EncoderConfig) -> Embedding:
-    """The table of tokens, with positions added where `config.position` says so (`added_positions`)."""
-    return Embedding(config.vocab_size, config.dim, position=_added_positions(config), dropout=config.dropout)
 
 
 def embedded(embedding: Embedding, tokens_BT: Tensor, mask: Tensor | None) -> tuple[Tensor, Compaction | None]:

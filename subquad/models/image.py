@@ -1,28 +1,193 @@
 """An autoregressive model of images on any causal mechanism: each pixel from those before it, row by row.
 
 Shape letters: B batch, T tokens (start and pixels), D model width, V levels (256), P parameters of a pixel's
-distribution, R tokens that the input looks back to.
+distribution, R tokens that the input looks back to, K places near by, H rows, W columns, C channels.
 """
 
 from __future__ import annotations
 
-from typing import Literal
+from dataclasses import dataclass, fields
+from typing import Any, Literal, Self
 
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
 from subquad.layers.norm import build_norm
-from subquad.models._initial import initialise
-from subquad.models._layers import Block, build_mechanisms, run_blocks
-from subquad.models._pixel_inputs import PixelInputs
-from subquad.models._pixel_outputs import build_output, draw
-from subquad.models._tokens import check_tokens
+from subquad.layers.positions import positions
+from subquad.models.blocks import (
+    Block,
+    added_positions,
+    branch_outputs,
+    build_mechanisms,
+    check_tokens,
+    initialise,
+    run_blocks,
+)
+from subquad.models.config import DecoderConfig, check_choices
 from subquad.models.decoder import IGNORED
-from subquad.models.image_config import LEVELS, START, ImageModelConfig
+from subquad.models.pixels import LEVELS, Output, build_output, draw
+from subquad.models.stacks import STACKS
 from subquad.ops.backends import without_autocast
 from subquad.parallel.group import refuse
 from subquad.state import State
+
+START = LEVELS
+"""The token before the first pixel."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class ImageModelConfig(DecoderConfig):
+    """A decoder over the pixels of an image, row by row, the channels of a pixel one after another.
+
+    The fields of a decoder mean the same here, but the vocabulary is 256 levels and a start, a table of positions
+    has a row for each place in the image, whatever `max_positions` is, and `loops` and `lookup` are refused. A mixture
+    has a head of its own, whatever `tie_embeddings` is.
+    """
+
+    vocab_size: int = LEVELS + 1
+    """256 levels and the start: no other number is possible."""
+    height: int = 28
+    """Rows H."""
+    width: int = 28
+    """Columns W."""
+    channels: int = 1
+    """Channels C: 1 grey, 3 red, green, blue."""
+    output: Output = "categorical"
+    """What a pixel is drawn from: 256 probabilities, or a mixture of logistic distributions cut into 256 bins."""
+    mixtures: int = 10
+    """Distributions in the mixture (output=logistic)."""
+    axes: bool = False
+    """Whether to add vectors learned for each row, column and channel: of the pixel that is predicted."""
+    near: int = 0
+    """Rows and columns around the pixel to predict whose known pixels go into its input beside the one before, by a
+    masked convolution, as PixelCNN begins with one; 0: the pixel before alone."""
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        for name in ("height", "width", "channels", "mixtures"):
+            if getattr(self, name) < 1:
+                raise ValueError(f"{name} must be at least 1, got {getattr(self, name)}")
+        if self.vocab_size != LEVELS + 1:
+            raise ValueError(
+                f"vocab_size of an image model is {LEVELS + 1} (256 levels, a start), got {self.vocab_size}"
+            )
+        check_choices(self, "output")
+        if not 0 <= self.near < max(self.height, self.width):
+            raise ValueError(
+                f"near must be at least 0 and below the image's sides, {self.height} x {self.width}, got {self.near}"
+            )
+        if self.loops != 1 or self.lookup is not None:
+            raise ValueError(
+                f"an image model has neither loops nor a look-up head, got loops={self.loops}, lookup={self.lookup}"
+            )
+        for name in self.mechanisms:
+            if name in STACKS:
+                raise ValueError(f"attention {name!r} is a stack of its own; an image model is made of mechanisms")
+
+    @property
+    def tokens(self) -> int:
+        """Tokens of an image: H x W x C."""
+        return self.height * self.width * self.channels
+
+    @property
+    def shape(self) -> tuple[int, int, int]:
+        """Rows, columns, channels."""
+        return self.height, self.width, self.channels
+
+    @classmethod
+    def from_decoder(cls, config: DecoderConfig, **image: Any) -> Self:
+        """The model with a decoder's settings; `image` are the fields that a decoder has not."""
+        shared = {field.name: getattr(config, field.name) for field in fields(DecoderConfig)}
+        return cls(**shared | {"vocab_size": LEVELS + 1} | image)
+
+
+class PixelInputs(nn.Module):
+    """`dropout(E[token] + position + convolution of the pixels near by)`: the input that token p's pixel follows from.
+
+    Token p, which is the pixel before p (the start for p = 0), stands where pixel p does: its position is p, and what
+    is near is near to pixel p.
+    """
+
+    def __init__(self, config: ImageModelConfig) -> None:
+        super().__init__()
+        self.shape = config.shape
+        self.tokens = nn.Embedding(config.vocab_size, config.dim)
+        self.position = added_positions(config, config.tokens)
+        self.axes = nn.ModuleList(nn.Embedding(size, config.dim) for size in config.shape if config.axes and size > 1)
+        self.near: nn.Linear | None = None
+        self.places: list[tuple[int, int, int]] = []
+        if config.near:
+            self.places = _places(config.near, config.channels)
+            self.near = nn.Linear(len(self.places), config.dim, bias=False)
+        self.before = max([0, *(self._distance(*place) + config.channels - 1 for place in self.places)])
+        """Tokens before the first whose pixels are needed."""
+        self._near: dict[torch.device, tuple[Tensor, Tensor]] = {}
+        self.dropout = nn.Dropout(config.dropout)
+
+    def forward(self, tokens_BT: Tensor, start: int, recent_BR: Tensor | None) -> Tensor:
+        """Vectors `[B, T, D]` of the tokens from `start` on; `recent` are the `before` tokens in front of them."""
+        x_BTD = self.tokens(tokens_BT)
+        if self.position is not None:
+            x_BTD = self.position(x_BTD, start)
+        T = tokens_BT.shape[1]
+        p_T = positions(start, T, tokens_BT.device)[0]
+        axes = iter(self.axes)
+        for size, place_T in zip(self.shape, self._split(p_T), strict=True):
+            if self.axes and size > 1:
+                x_BTD = x_BTD + next(axes)(place_T)
+        if self.near is not None:
+            assert recent_BR is not None
+            x_BTD = x_BTD + self.near(self._values(torch.cat((recent_BR, tokens_BT), 1), start).to(x_BTD.dtype))
+        return self.dropout(x_BTD)
+
+    def recent(self, tokens_BT: Tensor, recent_BR: Tensor | None) -> Tensor:
+        """The last `before` tokens, the start in place of those that no image has."""
+        if recent_BR is None:
+            recent_BR = tokens_BT.new_full((tokens_BT.shape[0], self.before), LEVELS)
+        return torch.cat((recent_BR, tokens_BT), 1)[:, tokens_BT.shape[1] :]
+
+    def _split(self, p_T: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """Row, column and channel of the pixels p."""
+        _, width, channels = self.shape
+        pixel_T = p_T // channels
+        return pixel_T // width, pixel_T % width, p_T % channels
+
+    def _distance(self, row: int, column: int, channel: int) -> int:
+        """Tokens from that channel of the pixel so many rows and columns away (negative: up, left) to channel 0."""
+        _, width, channels = self.shape
+        return -((row * width + column) * channels + channel)
+
+    def _values(self, tokens_BS: Tensor, start: int) -> Tensor:
+        """`[B, T, K]`: (level + 1) / 256 of each place near pixel p, 0 outside of the image and from pixel p on."""
+        q_TK, known_TK = (
+            table[start : start + tokens_BS.shape[1] - self.before] for table in self._tables(tokens_BS.device)
+        )
+        # Pixel q is token q + 1, and the first of `tokens` is token start - before.
+        index_TK = torch.where(known_TK, q_TK + 1 - start + self.before, 0)
+        return (tokens_BS[:, index_TK] + 1) / LEVELS * known_TK
+
+    def _tables(self, device: torch.device) -> tuple[Tensor, Tensor]:
+        """For every pixel of the image, which pixels are near it, `[H W C, K]`, and whether they are known there."""
+        if device not in self._near:
+            height, width, channels = self.shape
+            p_T = torch.arange(height * width * channels, device=device)
+            place_K3 = torch.tensor(self.places, device=device)
+            row_T, column_T, _ = self._split(p_T)
+            row_TK = row_T[:, None] + place_K3[:, 0]
+            column_TK = column_T[:, None] + place_K3[:, 1]
+            q_TK = (row_TK * width + column_TK) * channels + place_K3[:, 2]
+            known_TK = (row_TK >= 0) & (column_TK >= 0) & (column_TK < width) & (q_TK < p_T[:, None])
+            self._near[device] = q_TK, known_TK
+        return self._near[device]
+
+
+def _places(near: int, channels: int) -> list[tuple[int, int, int]]:
+    """Rows and columns away, and channel, of what can be known near a pixel, that pixel's own channels included."""
+    above = [(row, column) for row in range(-near, 0) for column in range(-near, near + 1)]
+    beside = [(0, column) for column in range(-near, 0)]
+    every = [(row, column, channel) for row, column in above + beside for channel in range(channels)]
+    return every + [(0, 0, channel) for channel in range(channels - 1)]
 
 
 @without_autocast
@@ -44,14 +209,14 @@ class ImageModel(nn.Module):
         self.config = config
         self.config_hash = config.digest()
         self.gradient_checkpointing = False
-        self.output = build_output(config)
+        self.output = build_output(config.output, config.mixtures)
         self.embedding = PixelInputs(config)
         self.layers = nn.ModuleList(Block(config, mixer) for mixer in build_mechanisms(config))
         self.norm = build_norm(config.norm, config.dim, config.norm_eps)
         tied = config.tie_embeddings and config.output == "categorical"
         self.head = None if tied else nn.Linear(config.dim, self.output.parameters, bias=False)
         self.bias = nn.Parameter(self.output.first_biases())
-        self.branch_outputs = {out for block in self.blocks() for out in block.output_projections()}
+        self.branch_outputs = branch_outputs(self)
         self.apply(self.initialise)
 
     def blocks(self) -> list[Block]:

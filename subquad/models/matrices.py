@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 from subquad.attention import Attention, build, mechanism
 from subquad.models import DecoderConfig
-from subquad.models._layers import Block
+from subquad.models.blocks import Block
 from subquad.models.stacks import stack_of
 
 SEED = 3
@@ -78,7 +78,7 @@ def blocks(model: nn.Module) -> list[Block]:
     memory: Any = None
     for block in found:
         layer: Any = block.attention
-        if layer.hands_memory:
+        if hasattr(layer, "memory"):
             layer.memory = memory = memory if layer.memory is None else layer.memory
     return found * config.loops
 
@@ -106,7 +106,7 @@ def trained_weights(model: nn.Module, tokens_T: Sequence[int]) -> list[tuple[Att
     found = []
     for block, z_BTD, memory_BLD in zip(layers, inputs, memories, strict=True):
         layer: Any = block.attention
-        if memory_BLD is not None and layer.hands_memory and not layer.causal:  # it changes from layer to layer
+        if memory_BLD is not None and hasattr(layer, "memory") and not layer.causal:  # it changes from layer to layer
             layer.memory = nn.Parameter(memory_BLD[0], requires_grad=False)
         found.append((layer, layer.weights(z_BTD)[0]))
     return found

@@ -1,299 +1,350 @@
-"""Perceiver AR and its relatives: a decoder whose last tokens, the latents, predict, and read a cheaper history.
+"""Perceiver (Jaegle et al. 2021, arXiv:2103.03206) and Perceiver IO (Jaegle et al. 2021, arXiv:2107.14795).
 
-Shape letters: B batch, T tokens, W window, S keys, M latents, D model width, H heads, K channels, V vocabulary.
+    Z <- Z + Attn(norm(Z), norm(X));  Z <- Z + FF(norm(Z))    L learned latents read S inputs
+    Z <- layers(Z)                                            self-attention over the latents, repeated with one weight
+    Y  = Q + Attn(norm(Q), norm(Z));  Y <- Y + FF(norm(Y))    Perceiver IO: O output queries read the latents
+
+Attn(A, B) = softmax((A W_q)(B W_k)^T / sqrt(K)) (B W_v) W_o. The cost is linear in S and in O. As in the authors' code
+both sides are normalised before, the latents begin as a normal of standard deviation 0.02, cut at two of them, and what
+is added to the queries may be left out. Queries and keys have the latents' width D, in the authors' code the inputs'.
+
+Shape letters: B batch, T tokens, S inputs, C channels, L latents, D their width, O output queries, H heads.
 """
 
 from __future__ import annotations
 
+import math
+
 import torch
 from torch import Tensor, nn
-from torch.utils.checkpoint import checkpoint
 
+from subquad import attention
 from subquad.attention import Cost
-from subquad.attention._blocked import BlockedAttention
-from subquad.models._layers import Block, build_mechanisms
-from subquad.models._perceiver import (
-    History,
-    Number,
-    Parts,
-    Window,
-    at_places,
-    attend,
-    compress,
-    cut,
-    rest,
-    thin,
-    to_the_end,
+from subquad.layers.feedforward import build_feedforward
+from subquad.layers.norm import build_norm
+from subquad.models.blocks import (
+    Block,
+    ResidualBlock,
+    branch_outputs,
+    check_options,
+    initialise,
+    token_embedding,
 )
-from subquad.models._perceiver_cost import cost, state_bytes
-from subquad.models._perceiver_decode import go_on, latents_left, mode, read
-from subquad.models.config import DecoderConfig
-from subquad.models.decoder import IGNORED, Decoder, Reduction
-from subquad.models.perceiver_options import Decode, PerceiverAROptions
-from subquad.ops.padding import compaction
-from subquad.ops.patterns import Blocks, Causal, Full
-from subquad.state import State
+from subquad.models.encoder import EncoderConfig, embedded, linear_weights, read_bytes
+from subquad.models.stacks import PerceiverIOOptions, PerceiverOptions
+from subquad.ops import block_attention
+from subquad.ops.padding import Compaction, check_mask, compaction, real_slots, scatter
+from subquad.ops.patterns import Full
+
+LATENT_STD = 0.02
 
 
-class PerceiverAR(Decoder):
-    """A decoder over the last m tokens (`latents`) that also reads the h tokens before them (the history).
+class CrossBlock(ResidualBlock):
+    """`x + Attn(norm(x), norm(inputs))`, then `x + FF(norm(x))`; without `residual` the first `x` is left out."""
 
-    In a layer, latent i attends to the history and to latents up to i: `x' = x + out(softmax(q k^T / sqrt(K)) v)`, `q`
-    of the latents `x`, `k` and `v` of the history and `x`; then the feed-forward network. What the history is, is
-    the option `history`; no token of it ever sees a latent:
+    def __init__(
+        self, config: EncoderConfig, *, query_dim: int, input_dim: int, num_heads: int, residual: bool
+    ) -> None:
+        super().__init__()
+        if config.dim % num_heads:
+            raise ValueError(f"cross_heads must divide dim, got cross_heads={num_heads}, dim={config.dim}")
+        for name, channels in (("input_dim", input_dim), ("query_dim", query_dim)):
+            if channels < 1:
+                raise ValueError(f"{name} must be at least 1, got {channels}")
+        self.num_heads, self.residual, self.attention_dropout = num_heads, residual, config.attention_dropout
+        self.query_norm = build_norm(config.norm, query_dim)
+        self.input_norm = build_norm(config.norm, input_dim)
+        self.query = nn.Linear(query_dim, config.dim, bias=config.bias)
+        self.key = nn.Linear(input_dim, config.dim, bias=config.bias)
+        self.value = nn.Linear(input_dim, config.dim, bias=config.bias)
+        self.out = nn.Linear(config.dim, query_dim, bias=config.bias)
+        self.feedforward_norm = build_norm(config.norm, query_dim)
+        self.feedforward = build_feedforward(config.feedforward, query_dim, mult=config.ff_mult, bias=config.bias)
+        self.dropout = nn.Dropout(config.dropout)
 
-    - `cross`: the embeddings, in the first layer alone (Perceiver AR: Hawthorne et al. 2022, arXiv:2202.07765, section
-      3). All that the model has is in `Decoder` with `attention=full`, under the same names.
-    - `self`: in each layer its own unmasked self-attention, with its own projections and the latents' norms and
-      feed-forward network (V1: Mahmood and Huang 2024, arXiv:2412.06106, section 4.1).
-    - `segments`: the same inside segments of `segment` tokens, counted from the first history token (V2, section 4.2).
-    - `compressed`: as `self`, for `x_p = W x_h` with a learned `W` `[p, h]` over the sequence (V3, section 4.3). The
-      last history token meets the last column of `W`: a shorter history uses the last columns, as after zeros.
+    def forward(self, x_BOC: Tensor, inputs_BSC: Tensor, start: int | Tensor = 0) -> Tensor:
+        """`x` `[B, O, C]` after it has read `inputs` `[B, S, C']`.
 
-    The last layer does not update the history, which nothing would read. With `latents >= T` there is no history and
-    each form is the plain decoder. Positions are those of the sequence; the rows of `compressed` stand at the ends of p
-    equal parts of the h positions before the latents.
+        `start` is the position of the first input slot, an int or `[B]`: slots at negative positions hold no input.
+        """
+        z_BSC = self.input_norm(inputs_BSC)
+        projected = (self.query(self.query_norm(x_BOC)), self.key(z_BSC), self.value(z_BSC))
+        q_BHOK, k_BHSK, v_BHSK = (p.unflatten(-1, (self.num_heads, -1)).transpose(1, 2) for p in projected)
+        dropout = self.attention_dropout if self.training else 0.0
+        y_BHOK = block_attention(q_BHOK, k_BHSK, v_BHSK, Full(), k_start=start, dropout_p=dropout)
+        assert isinstance(y_BHOK, Tensor)
+        y_BOC = self.dropout(self.out(y_BHOK.transpose(1, 2).flatten(2)))
+        x_BOC = x_BOC + y_BOC if self.residual else y_BOC
+        return x_BOC + self.dropout(self.feedforward(self.feedforward_norm(x_BOC)))
 
-    Outputs, logits and losses are of the latents alone: `[B, min(m, T), ...]`, a row's last real token last, and zeros
-    before where a row has fewer real tokens. Tokens before the history are not read.
+    def output_projections(self) -> list[nn.Linear]:
+        """The last linear maps of both branches, which write into the residual stream."""
+        return [self.out, self.feedforward.down]
 
-    Decoding goes token by token, however many are given at once; every new token is a latent. While there are fewer
-    than m latents, the first one stays and the layers' keys are kept, which is exact: it equals one pass with that
-    first latent. When all m are used, `decode` says how it goes on:
+    def cost(self, queries: int, inputs: int) -> tuple[int, int, int]:
+        """For one sequence, forward: weights of all heads, operations of the mixing, operations of the linear maps."""
+        linear = (m for m in self.modules() if isinstance(m, nn.Linear))
+        products = sum((inputs if m in (self.key, self.value) else queries) * m.weight.numel() for m in linear)
+        return self.num_heads * queries * inputs, 4 * self.out.in_features * queries * inputs, 2 * products
 
-    - `exact`: each token is one pass over the window: it equals `model(all tokens)`, at the cost of m latents a token.
-    - `refill`: the next token begins again with `refill` latents, the rest becoming history; it equals a pass with
-      that first latent (`latents=`), which changes every m - refill + 1 tokens.
-    - `frozen`: an error. Until there the history is that of the prompt, whatever the length.
 
-    `set_decode` chooses another mode than the configuration's. A state holds the mode, the tokens in reach (all, where
-    `history_tokens` is None) and, but for `exact` with all latents used, the keys and values of each layer.
+class Perceiver(nn.Module):
+    """Learned latents read any array, then attend to one another: `[B, S, C]` to `[B, L, D]`, with C = `input_dim`.
+
+    `config` gives the width D, the layers over the latents and, in `options.perceiver`, the rest (`PerceiverOptions`).
+    Nothing here knows where an input stands: put positions into its channels, as `fourier_features` does. (Of a single
+    channel, the norm of the inputs leaves no more than the sign.)
     """
 
-    def __init__(self, config: DecoderConfig) -> None:
-        options = PerceiverAROptions.from_dict(config.options.get("perceiver_ar", {}), where="options.perceiver_ar")
-        if config.loops != 1:
-            raise ValueError(f"perceiver_ar runs its layers once: loops must be 1, got {config.loops}")
-        if options.first_layer == "full" and config.num_layers < 2:
-            raise ValueError("first_layer='full' needs a second layer to read the compressed history, got num_layers=1")
-        plain = config.replace(attention="full")
-        super().__init__(plain)
-        self.config, self.config_hash, self.options = config, config.digest(), options
-        self.latents = options.latents
-        self.limit = None if options.history_tokens is None else options.history_tokens + options.latents
-        compressed, late = options.history == "compressed", options.first_layer == "full"
-        updated = range(int(late), config.num_layers - 1) if options.history != "cross" else ()
-        self.history_pattern = Blocks(options.segment) if options.history == "segments" else Full()
-        mixers = build_mechanisms(plain)
-        self.history = nn.ModuleDict({str(i): mixers[i] for i in updated})
-        self.compress = nn.Linear(options.history_tokens or 1, options.projected, bias=False) if compressed else None
-        self.branch_outputs |= {mixer.out for mixer in map(self.history_mixer, updated) if mixer is not None}
-        for module in (self.history, self.compress):
-            if module is not None:
-                module.apply(self.initialise)
+    reads_whole_sequences = True
+    """An output may depend on later tokens: this is no causal language model."""
 
-    @torch.no_grad()
+    def __init__(self, config: EncoderConfig, *, input_dim: int) -> None:
+        super().__init__()
+        self.config = config
+        self.options = perceiver_options(config)
+        self.latents = nn.Parameter(torch.empty(self.options.latents, config.dim))
+        options = self.options
+        self.readings = nn.ModuleList(
+            CrossBlock(
+                config,
+                query_dim=config.dim,
+                input_dim=input_dim,
+                num_heads=options.cross_heads,
+                residual=options.query_residual,
+            )
+            for _ in range(2 if options.reads == "each" and options.repeats > 1 else 1)
+        )
+        self.layers = nn.ModuleList(
+            Block(
+                config,
+                attention.build(
+                    "full",
+                    dim=config.dim,
+                    num_heads=config.num_heads,
+                    causal=False,
+                    bias=config.bias,
+                    dropout=config.attention_dropout,
+                ),
+            )
+            for _ in range(config.num_layers)
+        )
+        self.input_dim = input_dim
+        nn.init.trunc_normal_(self.latents, std=LATENT_STD, a=-2 * LATENT_STD, b=2 * LATENT_STD)
+        self.branch_outputs = branch_outputs(self)
+        self.apply(self.initialise)
+
     def initialise(self, module: nn.Module) -> None:
-        """As `Decoder.initialise`; the projection over the sequence keeps the size of what it mixes."""
-        if module is getattr(self, "compress", None):
-            nn.init.normal_(module.weight, std=module.in_features**-0.5)
+        """Give one module its first weights (`subquad.models.blocks.initialise`); the depth counts each repeat."""
+        branches = 2 * (len(self.schedule()) + len(self.layers) * self.options.repeats)
+        initialise(module, self.config.init_std, self.branch_outputs, branches)
+
+    def schedule(self) -> list[int]:
+        """Which of `readings` comes before each repeat that has one."""
+        return [min(i, 1) for i in range(self.options.repeats if self.options.reads == "each" else 1)]
+
+    def forward(self, inputs_BSC: Tensor, /, mask: Tensor | None = None) -> Tensor:
+        """The latents `[B, L, D]` after they have read `inputs` `[B, S, C]`.
+
+        `mask` is a bool `[B, S]`, True for a real input; what stands elsewhere changes nothing. Raises `ValueError` or
+        `TypeError` for wrong shapes and dtypes.
+        """
+        if inputs_BSC.ndim != 3 or inputs_BSC.shape[-1] != self.input_dim:
+            raise ValueError(f"inputs must have shape [B, S, {self.input_dim}], got {list(inputs_BSC.shape)}")
+        start: int | Tensor = 0
+        if mask is not None:
+            inputs_BSC, start = padding_first(inputs_BSC, mask)
+        z_BLD = self.latents.expand(len(inputs_BSC), -1, -1)
+        schedule = self.schedule()
+        for repeat in range(self.options.repeats):
+            if repeat < len(schedule):
+                z_BLD = self.readings[schedule[repeat]](z_BLD, inputs_BSC, start)
+            for block in self.layers:
+                z_BLD = block(z_BLD, None, None)[0]
+        return z_BLD
+
+
+class PerceiverIO(nn.Module):
+    """A `Perceiver` whose latents are read by output queries: `[B, S, C]` and `[B, O, Q]` to `[B, O, Q]`.
+
+    `config` is a Perceiver's, with `options.perceiver_io` (`PerceiverIOOptions`); Q is `query_dim`.
+    """
+
+    reads_whole_sequences = True
+    """An output may depend on later tokens: this is no causal language model."""
+
+    def __init__(self, config: EncoderConfig, *, input_dim: int, query_dim: int) -> None:
+        super().__init__()
+        self.perceiver = Perceiver(config, input_dim=input_dim)
+        options = self.perceiver.options
+        if not isinstance(options, PerceiverIOOptions):
+            raise ValueError(f"a PerceiverIO needs attention='perceiver_io', got {config.attention!r}")
+        self.query_dim = query_dim
+        self.reader = CrossBlock(
+            config,
+            query_dim=query_dim,
+            input_dim=config.dim,
+            num_heads=options.cross_heads,
+            residual=options.output_residual,
+        )
+        self.branch_outputs = branch_outputs(self.reader)
+        self.reader.apply(self.initialise)
+
+    def initialise(self, module: nn.Module) -> None:
+        """Give one module its first weights; what the reader writes into the outputs is a stack of one block."""
+        if module in self.branch_outputs:
+            initialise(module, self.perceiver.config.init_std, self.branch_outputs, 2)
         else:
-            super().initialise(module)
+            self.perceiver.initialise(module)
 
-    def forward(  # type: ignore[override]
-        self,
-        tokens_BT: Tensor,
-        /,
-        state: State | None = None,
-        mask: Tensor | None = None,
-        *,
-        latents: int | None = None,
-    ) -> tuple[Tensor, State]:
-        """Logits of the token after each latent, `[B, min(latents, T), V]`; after a state, of all tokens `[B, T, V]`.
+    def forward(self, inputs_BSC: Tensor, queries_BOC: Tensor, /, mask: Tensor | None = None) -> Tensor:
+        """The outputs `[B, O, Q]` of `queries` `[B, O, Q]`, or `[O, Q]` for all rows, about `inputs` `[B, S, C]`.
 
-        `latents` (at most the configured number, its default) says how many of the last tokens are latents; it may not
-        be given with a state. Else as `Decoder.forward`.
+        `mask` is a bool `[B, S]`, True for a real input. No output depends on another query. Raises as `Perceiver`.
         """
-        h_BMD, state = self.hidden(tokens_BT, state, mask, latents=latents)
-        return self.logits(h_BMD), state
+        B = inputs_BSC.shape[0]
+        shape = list(queries_BOC.shape)
+        if queries_BOC.ndim == 2:
+            queries_BOC = queries_BOC.expand(B, -1, -1)
+        if queries_BOC.ndim != 3 or queries_BOC.shape[0] != B or queries_BOC.shape[-1] != self.query_dim:
+            wanted = f"[O, {self.query_dim}] or [{B}, O, {self.query_dim}]"
+            raise ValueError(f"queries must have shape {wanted}, got {shape}")
+        return self.reader(queries_BOC, self.perceiver(inputs_BSC, mask))
 
-    def hidden(  # type: ignore[override]
-        self,
-        tokens_BT: Tensor,
-        /,
-        state: State | None = None,
-        mask: Tensor | None = None,
-        *,
-        latents: int | None = None,
-    ) -> tuple[Tensor, State]:
-        """As `forward`, without the head: vectors `[B, min(latents, T), D]`, or `[B, T, D]` after a state."""
-        self._check(tokens_BT, state, mask)
-        if latents is not None and state is not None:
-            raise ValueError(f"latents are counted in a new sequence and cannot go with a state, got latents={latents}")
-        if latents is not None and not 1 <= latents <= self.latents:
-            raise ValueError(f"latents must be between 1 and {self.latents}, the model's, got {latents}")
-        moved = None if mask is None else compaction(mask)
-        if state is not None:
-            return go_on(self, tokens_BT, state, moved)
-        window = Window.of(tokens_BT, moved, self.limit)
-        parts = window.parts(latents or self.latents, self.options.history_tokens)
-        h_BMD, state = self.restart(window, parts)
-        return window.at_the_end(h_BMD, parts), state
 
-    def read(self, tokens_BT: Tensor, /, state: State | None = None) -> State:
-        """The state after more tokens, for those who want no outputs: a prompt is read with `prompt_latents`."""
-        self._check(tokens_BT, state, None)
-        return read(self, tokens_BT, state)
+class PerceiverEncoder(nn.Module):
+    """`norm(Z)`: tokens read by a `Perceiver`, or what the one output query of a `PerceiverIO` finds in it.
 
-    def passes(self, tokens_BT: Tensor, /, mask: Tensor | None = None) -> list[Tensor]:  # type: ignore[override]
-        """The vectors of `hidden` for whole sequences, keeping no state.
+    The inputs are the embeddings, with `fourier_bands` the features of each token's position after them.
+    """
 
-        In training, where the options say so, with a number of latents drawn anew and without a part of the history.
+    def __init__(self, config: EncoderConfig) -> None:
+        super().__init__()
+        if config.position == "rope":
+            raise ValueError(
+                f"position='rope' needs a layer that rotates queries and keys, and {config.attention} does not; "
+                "choose sinusoidal, learned or none"
+            )
+        if config.causal:
+            raise ValueError(f"{config.attention} reads whole sequences: it has no causal form (causal=true)")
+        if config.pooling != "mean":
+            raise ValueError(f"{config.attention} pools its latents: pooling must be 'mean', got {config.pooling!r}")
+        self.config = config
+        self.bands = perceiver_options(config).fourier_bands
+        channels = config.dim + (2 * self.bands + 1 if self.bands else 0)
+        self.embedding = token_embedding(config)
+        self.core: Perceiver | PerceiverIO
+        if config.attention == "perceiver":
+            self.query = None
+            self.core = Perceiver(config, input_dim=channels)
+        else:
+            self.query = nn.Parameter(torch.empty(1, config.dim))
+            nn.init.trunc_normal_(self.query, std=LATENT_STD, a=-2 * LATENT_STD, b=2 * LATENT_STD)
+            self.core = PerceiverIO(config, input_dim=channels, query_dim=config.dim)
+        self.norm = build_norm(config.norm, config.dim)
+        self.embedding.apply(self.initialise)
+
+    def initialise(self, module: nn.Module) -> None:
+        """Give one module its first weights."""
+        self.core.initialise(module)
+
+    def forward(self, tokens_BT: Tensor, /, mask: Tensor | None = None) -> Tensor:
+        """Vectors `[B, L, D]` of the latents (Perceiver IO: `[B, 1, D]` of the query) about `tokens` `[B, T]`.
+
+        `mask` is a bool `[B, T]`, True for a real token. Padding may stand anywhere and does not exist. Raises as
+        `Encoder` does; with Fourier features also for more than `max_positions` tokens.
         """
-        self._check(tokens_BT, None, mask)
-        options, latents = self.options, self.latents
-        if self.training and options.vary_latents:
-            latents = int(torch.randint(options.fewest_latents, latents + 1, ()))
-        window = Window.of(tokens_BT, None if mask is None else compaction(mask), self.limit)
-        parts = window.parts(latents, options.history_tokens)
-        h_BMD = self.through(window, parts, None, options.prefix_dropout if self.training else 0.0)
-        return [window.at_the_end(h_BMD, parts)]
+        x_BTC, mask, _ = self._inputs(tokens_BT, mask)
+        if self.query is None:
+            return self.norm(self.core(x_BTC, mask))
+        return self.norm(self.core(x_BTC, self.query, mask))
 
-    def loss(  # type: ignore[override]
-        self, tokens_BT: Tensor, labels_BT: Tensor, /, mask: Tensor | None = None, *, reduction: Reduction = "mean"
-    ) -> Tensor:
-        """As `Decoder.loss`, of the latents: the other labels do not count; `none` gives `[B, min(m, T)]`."""
-        if labels_BT.shape != tokens_BT.shape:
-            raise ValueError(f"labels must have the tokens' shape {list(tokens_BT.shape)}, got {list(labels_BT.shape)}")
-        h_BMD = self.vectors(tokens_BT, mask)
-        return self.loss_of_hidden(h_BMD, self.latent_labels(labels_BT, mask), reduction=reduction)
+    def answers(self, queries_PD: Tensor, tokens_BT: Tensor, /, mask: Tensor | None = None) -> Tensor:
+        """Vectors `[B, T, D]` that `perceiver_io` finds for the query of each token's position; zeros at padding.
 
-    def loss_of_hidden(self, h_BMD: Tensor, labels_BT: Tensor, /, *, reduction: Reduction = "mean") -> Tensor:
-        """The cross-entropy of `loss` from what `hidden` returned, with the last M of these labels."""
-        return super().loss_of_hidden(h_BMD, labels_BT[:, labels_BT.shape[1] - h_BMD.shape[1] :], reduction=reduction)
-
-    def latent_labels(self, labels_BT: Tensor, mask: Tensor | None = None, /) -> Tensor:
-        """The labels where the outputs are: each row's real ones at its end, in order, and -100 before them."""
-        if mask is None:
-            return labels_BT
-        order_BT = mask.to(torch.uint8).argsort(dim=-1, stable=True)
-        return labels_BT.masked_fill(~mask, IGNORED).gather(1, order_BT)
-
-    def set_decode(self, decode: Decode, refill: int | None = None) -> None:
-        """Go on as `decode` says, which needs no training; states of another mode are refused from now on.
-
-        `config` and its hash stay those of training. Raises `ValueError` as `PerceiverAROptions` does.
+        `queries` are `[P, D]`, one a position. Raises `ValueError` for more than P tokens, otherwise as `forward`.
         """
-        self.options = self.options.replace(decode=decode, refill=refill)
+        T = tokens_BT.shape[-1]
+        if len(queries_PD) < T:
+            raise ValueError(f"there are queries for {len(queries_PD)} positions, got {T} tokens; raise max_positions")
+        x_BTC, mask, moved = self._inputs(tokens_BT, mask)
+        h_BTD = self.norm(self.core(x_BTC, queries_PD[:T], mask))
+        return h_BTD if moved is None else scatter(h_BTD, moved)
 
-    def most_new_tokens(self, prompt: int, state: State | None = None) -> int | None:
-        """How many tokens can follow a prompt of so many, read by `read` but for its last; None: any number."""
-        return latents_left(self, prompt, state)
+    def pooled(self, tokens_BT: Tensor, /, mask: Tensor | None = None) -> Tensor:
+        """One vector `[B, D]` a sequence: the mean of what `forward` gives."""
+        return self(tokens_BT, mask).mean(1)
+
+    def _inputs(self, tokens_BT: Tensor, mask: Tensor | None) -> tuple[Tensor, Tensor | None, Compaction | None]:
+        """What is read, of rows that begin with their real tokens; which slots are real; how the tokens were moved."""
+        x_BTC, moved = embedded(self.embedding, tokens_BT, mask)
+        B, T, _ = x_BTC.shape
+        mask = None if moved is None else real_slots(moved.lengths_B, T)
+        if self.bands:
+            rows = self.config.max_positions
+            if rows < T:
+                raise ValueError(f"fourier_bands divides max_positions={rows} positions, got {T} tokens; raise it")
+            places_T1 = torch.linspace(-1, 1, rows, device=x_BTC.device, dtype=torch.float32)[:T, None]
+            features_TC = fourier_features(places_T1, self.bands, rows).to(x_BTC.dtype)
+            x_BTC = torch.cat([x_BTC, features_TC.expand(B, -1, -1)], -1)
+        return x_BTC, mask, moved
 
     def cost(self, tokens: int) -> Cost:
-        """What one sequence of `tokens` tokens costs, with as many latents as there may be.
+        """What one sequence of `tokens` tokens costs: all readings, the layers over the latents, the output query."""
+        perceiver = self.core.perceiver if isinstance(self.core, PerceiverIO) else self.core
+        latents = perceiver.options.latents
+        readings = [perceiver.readings[i] for i in perceiver.schedule()]
+        reads = [block.cost(latents, tokens) for block in readings if isinstance(block, CrossBlock)]
+        if isinstance(self.core, PerceiverIO):
+            reads.append(self.core.reader.cost(1, latents))
+        entries, mixing, linear = (sum(parts) for parts in zip(*reads, strict=True))
+        repeats = perceiver.options.repeats
+        for block in perceiver.layers:
+            if isinstance(block, Block):
+                mixer = block.attention.cost(latents)
+                entries += repeats * mixer.score_entries
+                mixing += repeats * mixer.mixing_flops
+                linear += repeats * (mixer.projection_flops + 2 * latents * linear_weights(block.feedforward))
+        return Cost(
+            tokens=tokens,
+            score_entries=entries,
+            unmasked_entries=entries,
+            mixing_flops=mixing,
+            projection_flops=linear,
+            backward_flops=5 * mixing // 2 + 2 * linear,
+            parameters=sum(p.numel() for p in self.parameters()),
+            activation_bytes=read_bytes(self, tokens),
+            state_bytes=0,
+        )
 
-        `score_entries` are the papers' count: each latent with each key of its layer, and each history row with each
-        row of its segment in all layers alike. What is computed, and counted in `mixing_flops`, is less: not the
-        last layer's history rows, and not all that the causal mask would hide.
-        """
-        return cost(self, tokens)
 
-    def state_bytes(self, tokens: int) -> int:
-        """Bytes of the state after one pass over `tokens` tokens, in float32."""
-        return state_bytes(self, tokens)
+def perceiver_options(config: EncoderConfig) -> PerceiverOptions:
+    """The options of the stack that `config.attention` names; `ValueError` where that is neither of the two.
 
-    def capped(self, history: int) -> int:
-        """So many tokens of a history, or as many as are read at most."""
-        return history if self.options.history_tokens is None else min(history, self.options.history_tokens)
+    The options of others in `config.options` are checked, and otherwise ignored, as in the decoder.
+    """
+    check_options(config)
+    if config.attention == "perceiver":
+        return PerceiverOptions.from_dict(config.options.get("perceiver", {}), where="options.perceiver")
+    if config.attention == "perceiver_io":
+        return PerceiverIOOptions.from_dict(config.options.get("perceiver_io", {}), where="options.perceiver_io")
+    raise ValueError(f"a Perceiver needs attention='perceiver' or 'perceiver_io', got {config.attention!r}")
 
-    def history_keys(self, i: int, start: Number) -> Number:
-        """Keys of the history in layer i, for a first latent at position `start`."""
-        options = self.options
-        if options.history == "cross" and i:
-            return 0
-        if options.history == "compressed" and (i or options.first_layer == "compressed"):
-            rows = options.projected
-            return rows * min(start, 1) if isinstance(start, int) else rows * start.clamp(max=1)
-        if isinstance(start, int):
-            return self.capped(start)
-        return start if self.limit is None else start.clamp(max=options.history_tokens)
 
-    def restart(self, window: Window, parts: Parts) -> tuple[Tensor, State]:
-        """One pass: the vectors of the latents, each row's first one in slot 0, and the state."""
-        layers: dict[str, State] = {}
-        full = self.options.decode == "exact" and parts.latents == self.latents  # then the next token needs a new pass
-        h_BMD = self.through(window, parts, None if full else layers)
-        return h_BMD, self.state(window.last(), window.seen, parts.start, layers)
+def padding_first(inputs_BSC: Tensor, mask: Tensor) -> tuple[Tensor, Tensor]:
+    """Each row with its padding, zeroed, before its real inputs; and the position `[B]` of its first slot."""
+    check_mask(mask, *inputs_BSC.shape[:2])
+    moved = compaction(~mask)
+    inputs_BSC = inputs_BSC.masked_fill(~mask[..., None], 0.0)
+    return inputs_BSC.gather(1, moved.order_BT[..., None].expand_as(inputs_BSC)), -moved.lengths_B
 
-    def state(self, last_BW: Tensor, seen: Number, start: Number, layers: dict[str, State]) -> State:
-        """What is remembered: the last tokens (each row's at the end), two positions, the mode, keys and values."""
-        tokens = {"seen": seen, "start": start, "tokens": last_BW.clone()}
-        return State({**tokens, **mode(self), **layers}, self.config_hash)
 
-    def through(
-        self, window: Window, parts: Parts, layers: dict[str, State] | None, prefix_dropout: float = 0.0
-    ) -> Tensor:
-        """Vectors of the latents after the last norm; each layer's keys and values go to `layers` (None: nowhere)."""
-        start, latents, history = parts
-        x_BWD = self.embedding(window.tokens_BW, window.first, window.lengths_B)
-        before, x_BMD = cut(x_BWD, window, parts)
-        past = before if history else None
-        if past is not None and prefix_dropout:
-            past = thin(past, prefix_dropout)
-        if past is not None and self.compress is not None and self.options.first_layer == "compressed":
-            past = compress(past, self.compress.weight, start)
-        for i in range(len(self.layers)):
-            if self.gradient_checkpointing and self.training and torch.is_grad_enabled():
-                x_BMD, k_BHSK, v_BHSK, past = checkpoint(self._layer, i, x_BMD, start, past, use_reentrant=False)
-            else:
-                x_BMD, k_BHSK, v_BHSK, past = self._layer(i, x_BMD, start, past)
-            if layers is not None:
-                if isinstance(window.seen, Tensor):
-                    filled_B = k_BHSK.shape[2] - latents + window.seen - start
-                    k_BHSK, v_BHSK = to_the_end(k_BHSK, 2, filled_B), to_the_end(v_BHSK, 2, filled_B)
-                layers[f"layers.{i}"] = State({"keys": k_BHSK, "values": v_BHSK}, self.config_hash)
-        return self.norm(x_BMD)
+def fourier_features(positions: Tensor, bands: int, resolution: int, /) -> Tensor:
+    """`[p, sin(pi f p), cos(pi f p)]` for `bands` frequencies f, evenly from 1 to `resolution / 2`.
 
-    def block(self, i: int) -> tuple[Block, BlockedAttention]:
-        """Layer i and its mechanism."""
-        block = self.layers[i]
-        assert isinstance(block, Block)
-        assert isinstance(block.attention, BlockedAttention)
-        return block, block.attention
-
-    def history_mixer(self, i: int) -> BlockedAttention | None:
-        """The history's own attention in layer i; None where nothing reads its outputs."""
-        if str(i) not in self.history:
-            return None
-        mixer = self.history[str(i)]
-        assert isinstance(mixer, BlockedAttention)
-        return mixer
-
-    def _layer(
-        self, i: int, x_BMD: Tensor, start: Number, past: History | None
-    ) -> tuple[Tensor, Tensor, Tensor, History | None]:
-        """The latents after layer i, its keys and values (the history's first), and the history for the next layer."""
-        block, mixer = self.block(i)
-        z_BMD = block.attention_norm(x_BMD)
-        k_BHSK, v_BHSK = mixer.keys(z_BMD, start), mixer.kv_values(z_BMD)
-        q_start: Number = 0
-        k_start: Number = 0
-        if past is not None:
-            z_BSD = block.attention_norm(past.x_BSD)
-            k_BHSK = torch.cat([at_places(mixer.keys, z_BSD, past.places), k_BHSK], 2)
-            v_BHSK = torch.cat([mixer.kv_values(z_BSD), v_BHSK], 2)
-            q_start, k_start = z_BSD.shape[1] - past.empty, -past.empty
-            past = self._updated(i, past, z_BSD, start)
-        y_BMD = attend(mixer, mixer.queries(z_BMD, start), k_BHSK, v_BHSK, Causal(), q_start, k_start)
-        return rest(block, x_BMD, y_BMD), k_BHSK, v_BHSK, past
-
-    def _updated(self, i: int, past: History, z_BSD: Tensor, start: Number) -> History | None:
-        """The history that the next layer sees; None where it sees none."""
-        mixer = self.history_mixer(i)
-        if mixer is None:
-            late = i == 0 and self.options.first_layer == "full"
-            return compress(past, self.compress.weight, start) if late and self.compress is not None else None
-        q_BHSK, k_BHSK = (at_places(project, z_BSD, past.places) for project in (mixer.queries, mixer.keys))
-        y_BSD = attend(mixer, q_BHSK, k_BHSK, mixer.kv_values(z_BSD), self.history_pattern, -past.empty, -past.empty)
-        return past._replace(x_BSD=rest(self.block(i)[0], past.x_BSD, y_BSD))
+    `positions` `[..., P]` are P coordinates in [-1, 1]; the result is `[..., P * (2 * bands + 1)]`. `resolution` is how
+    many places a coordinate has: the highest frequency turns once in two of them (Perceiver, appendix D).
+    """
+    f_F = torch.linspace(1.0, resolution / 2, bands, device=positions.device, dtype=positions.dtype)
+    angles = math.pi * positions[..., None] * f_F
+    return torch.cat([positions[..., None], angles.sin(), angles.cos()], -1).flatten(-2)

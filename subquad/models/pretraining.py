@@ -14,15 +14,11 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from subquad.models.classifier import build_encoder
-from subquad.models.decoder import IGNORED
-from subquad.models.encoder import Encoder
-from subquad.models.encoder_config import EncoderConfig
-from subquad.models.perceiver_encoder import PerceiverEncoder
-from subquad.models.perceiver_io import LATENT_STD
-from subquad.ops.documents import before_others, real_tokens
+from subquad.models.build import build_encoder
+from subquad.models.decoder import IGNORED, next_tokens
+from subquad.models.encoder import Encoder, EncoderConfig
+from subquad.models.perceiver import LATENT_STD, PerceiverEncoder
 from subquad.ops.loss import linear_cross_entropy
-from subquad.ops.padding import compaction, real_slots
 
 Objective = Literal["denoise", "causal"]
 
@@ -115,6 +111,14 @@ class PretrainingModel(nn.Module):
         return linear_cross_entropy(h_ND, rows, labels_BT.flatten(), ignore_index=IGNORED)
 
 
+def check_hiding(mask_fraction: float, random_fraction: float, group: str = "") -> None:
+    """Raise `ValueError` for shares of hidden tokens, and of random ones among them, that cannot be."""
+    if not 0 < mask_fraction < 1:
+        raise ValueError(f"{group}mask_fraction must be above 0 and below 1, got {mask_fraction}")
+    if not 0 <= random_fraction <= 1:
+        raise ValueError(f"{group}random_fraction must lie between 0 and 1, got {random_fraction}")
+
+
 def check_objective(config: EncoderConfig, objective: Objective) -> None:
     """Raise `ValueError` for an objective that the encoder of `config` cannot learn."""
     if config.attention == "perceiver":
@@ -143,16 +147,3 @@ def denoising_loss(
     """Mean cross-entropy of the hidden tokens in nats, from vectors `[B, T, D]`; 0 where none is hidden."""
     rows = token_rows(encoder, "denoise")
     return linear_cross_entropy(h_BTD[hidden_BT], rows, tokens_BT[hidden_BT], ignore_index=IGNORED)
-
-
-def next_tokens(tokens_BT: Tensor, mask: Tensor | None, doc_ids: Tensor | None = None) -> Tensor:
-    """At each real token the next real one of its row (of its document); -100 at the last one and at padding."""
-    if doc_ids is not None:
-        labels_BT = next_tokens(tokens_BT, real_tokens(doc_ids, mask))
-        return labels_BT.masked_fill(before_others(doc_ids, mask), IGNORED)
-    if mask is None:
-        return F.pad(tokens_BT, (0, 1), value=IGNORED)[:, 1:]
-    moved = compaction(mask)
-    real_BT = real_slots(moved.lengths_B, tokens_BT.shape[1])
-    labels_BT = tokens_BT.gather(1, moved.order_BT).masked_fill(~real_BT, IGNORED)
-    return F.pad(labels_BT, (0, 1), value=IGNORED)[:, 1:].gather(1, moved.inverse_BT)

@@ -1,16 +1,176 @@
-"""The stacks: models that are more than a mechanism in each layer of a decoder. Read without loading torch."""
+"""The stacks, models that are more than a mechanism in each layer: what is known of them, and their options."""
 
 from __future__ import annotations
 
-import importlib
-from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Literal
+from dataclasses import dataclass, fields
+from typing import Literal
 
-from subquad.config import Config, suggest
+from subquad.config import Config
+from subquad.models.config import DecoderConfig, check_choices
 
-if TYPE_CHECKING:
-    from subquad.models.config import DecoderConfig
-    from subquad.models.decoder import Decoder
+Decode = Literal["exact", "refill", "frozen"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class StackOptions(Config):
+    """Options of a stack, and its answers to what a training asks; as they are, those of a decoder of mechanisms."""
+
+    @property
+    def fewest_predicted(self) -> int | None:
+        """Last tokens of a window that a training step predicts from, at least; None: all of them."""
+        return None
+
+    @property
+    def draws(self) -> bool:
+        """Whether a training step draws random numbers, dropout apart."""
+        return False
+
+    def window_labels(self, length: int) -> int:
+        """Labels of a training window of `length` tokens, its last ones. Raises `ValueError` for none."""
+        return length - 1
+
+
+@dataclass(frozen=True, kw_only=True)
+class PerceiverAROptions(StackOptions):
+    """Options of `attention=perceiver_ar`, in `options.perceiver_ar`."""
+
+    history: Literal["cross", "self", "segments", "compressed"] = "cross"
+    """What becomes of the tokens before the latents. cross: the first layer reads them (Perceiver AR). self: they
+    attend to one another in every layer, unmasked (V1). segments: the same inside segments (V2). compressed: as V1, for
+    `projected` learned mixtures of them (V3)."""
+    latents: int = 256
+    """Latents m: the last tokens, the only ones that predict; training needs batch.length above it."""
+    history_tokens: int | None = None
+    """Tokens before the latents that are read, at most; earlier ones are forgotten (None: all; compressed needs a
+    number)."""
+    segment: int = 128
+    """Tokens of a segment (history=segments), counted from the first history token."""
+    projected: int = 64
+    """Rows p that the history is compressed to (history=compressed), at most `history_tokens`."""
+    first_layer: Literal["compressed", "full"] = "compressed"
+    """What the first layer's latents see (history=compressed): the rows (section 4.3 of the paper) or every history
+    token (its tables 7 and 8)."""
+    prefix_dropout: float = 0.0
+    """Fraction of the history's tokens that training leaves out, drawn anew for each sequence and step: of h tokens
+    int(fraction * h)."""
+    vary_latents: bool = False
+    """Whether training draws the number of latents anew for each step, evenly from half of `latents` to all. The labels
+    follow. It prepares for decode=refill and for short prompts. Windows begin as near to each other as the fewest
+    latents ask, so that an epoch has each token as a label at least once."""
+    decode: Decode = "exact"
+    """How to go on when all latents are used; a trained model can change it (`subquad generate --decode`,
+    `PerceiverAR.set_decode`). exact: compute the last `latents` tokens anew for each token. refill:
+    start again with `refill` latents, now and then. frozen: stop there, with an error; the history never changes."""
+    refill: int | None = None
+    """Latents that a refill keeps and a prompt is read with, for decode=refill and frozen (None: half of them)."""
+
+    def __post_init__(self) -> None:
+        check_choices(self, "history", "first_layer", "decode")
+        for name in ("latents", "segment", "projected", "history_tokens", "refill"):
+            value = getattr(self, name)
+            if value is not None and value < 1:
+                raise ValueError(f"{name} must be at least 1, got {value}")
+        if not 0 <= self.prefix_dropout < 1:
+            raise ValueError(f"prefix_dropout must be at least 0 and below 1, got {self.prefix_dropout}")
+        if self.history == "compressed":
+            if self.history_tokens is None:
+                raise ValueError("history='compressed' needs history_tokens: its projection has a fixed width")
+            if self.projected > self.history_tokens:
+                raise ValueError(
+                    f"projected must be at most history_tokens, got projected={self.projected}, "
+                    f"history_tokens={self.history_tokens}"
+                )
+        self._refuse_what_has_no_effect()
+        if self.refill is not None and self.refill > self.latents:
+            raise ValueError(f"refill must be at most latents, got refill={self.refill}, latents={self.latents}")
+        if self.decode == "frozen" and self.kept == self.latents:
+            raise ValueError(f"decode='frozen' needs refill below latents, got {self.kept} of {self.latents}")
+
+    def _refuse_what_has_no_effect(self) -> None:
+        """Raise `ValueError` for an option that is not its default and that nothing would read."""
+        unread = {"segment"} if self.history != "segments" else set()
+        unread |= {"projected", "first_layer"} if self.history != "compressed" else set()
+        for field in fields(self):
+            value = getattr(self, field.name)
+            if field.name in unread and value != field.default:
+                raise ValueError(f"{field.name}={value!r} has no effect with history={self.history!r}; leave it out")
+        if self.decode == "exact" and self.refill is not None:
+            raise ValueError(f"refill={self.refill} has no effect with decode='exact'; leave it out")
+
+    @property
+    def fewest_latents(self) -> int:
+        """Latents that a step of training may come down to."""
+        return (self.latents + 1) // 2 if self.vary_latents else self.latents
+
+    @property
+    def fewest_predicted(self) -> int:
+        """The fewest latents."""
+        return self.fewest_latents
+
+    @property
+    def draws(self) -> bool:
+        """Whether the number of latents or the history's tokens are drawn."""
+        return self.vary_latents or self.prefix_dropout > 0
+
+    def window_labels(self, length: int) -> int:
+        """All latents but the first, of the fewest latents. Raises `ValueError` for none, and for no history."""
+        if length <= self.latents:
+            raise ValueError(
+                f"perceiver_ar would have no history: batch.length={length} must be above its latents={self.latents}; "
+                "give longer windows (batch.length) or fewer latents (model.options.perceiver_ar.latents)"
+            )
+        if self.fewest_latents < 2:
+            raise ValueError(
+                f"perceiver_ar needs at least {3 if self.vary_latents else 2} latents to train"
+                f"{' with vary_latents' if self.vary_latents else ''}, got {self.latents}: what a window's last "
+                "latent predicts lies after the window"
+            )
+        return self.fewest_latents - 1
+
+    @property
+    def kept(self) -> int:
+        """Latents after a refill."""
+        return max(1, self.latents // 2) if self.refill is None else self.refill
+
+    @property
+    def prompt_latents(self) -> int:
+        """Latents that a prompt is read with before decoding."""
+        return self.latents if self.decode == "exact" else self.kept
+
+
+@dataclass(frozen=True, kw_only=True)
+class PerceiverOptions(StackOptions):
+    """Options of `attention=perceiver`, in `options.perceiver`."""
+
+    latents: int = 32
+    """Latents N: learned vectors that read the inputs."""
+    repeats: int = 1
+    """How often the stack of num_layers self-attention layers over the latents runs, with the same weights."""
+    reads: Literal["once", "each"] = "once"
+    """Whether the latents read the inputs once, or before each repeat. The first reading has weights of its own, later
+    ones share theirs (Perceiver, section 3.2)."""
+    cross_heads: int = 1
+    """Heads of the cross-attention."""
+    query_residual: bool = True
+    """Whether a reading adds to the latents or replaces them."""
+    fourier_bands: int = 0
+    """Frequencies of position, up to half of max_positions, appended to the inputs as sines and cosines; 0: none."""
+
+    def __post_init__(self) -> None:
+        for name in ("latents", "repeats", "cross_heads"):
+            if getattr(self, name) < 1:
+                raise ValueError(f"{name} must be at least 1, got {getattr(self, name)}")
+        if self.fourier_bands < 0:
+            raise ValueError(f"fourier_bands must be at least 0, got {self.fourier_bands}")
+        check_choices(self, "reads")
+
+
+@dataclass(frozen=True, kw_only=True)
+class PerceiverIOOptions(PerceiverOptions):
+    """Options of `attention=perceiver_io`, in `options.perceiver_io`."""
+
+    output_residual: bool = True
+    """Whether the outputs are added to their queries."""
 
 
 @dataclass(frozen=True)
@@ -29,20 +189,10 @@ class Stack:
     """How the cost grows with T."""
     state: str
     """How the state grows with the tokens read."""
-    model: str
-    """The model, as `module:class`."""
-    options: str
-    """The configuration of its options, as `module:class`; the module loads no torch."""
+    options: type[StackOptions]
+    """The class of its options, in `options.NAME`."""
     exemptions: tuple[tuple[int, str], ...]
     """The laws of the contract that mean nothing for it, and why; tests/models hold it to the others."""
-
-    def model_class(self) -> type[Any]:
-        """The model's class."""
-        return _load(self.model)
-
-    def options_class(self) -> type[Config]:
-        """The class of its options."""
-        return _load(self.options)
 
 
 NO_MATRIX = "a stack of layers has no one matrix of weights"
@@ -81,8 +231,7 @@ STACKS: dict[str, Stack] = {
             forms=("causal",),
             cost_order="linear (history=self: quadratic)",
             state="constant with history_tokens, else grows",
-            model="subquad.models.perceiver:PerceiverAR",
-            options="subquad.models.perceiver_options:PerceiverAROptions",
+            options=PerceiverAROptions,
             exemptions=((1, NO_MATRIX), (15, ONE_DOCUMENT)),
         ),
         Stack(
@@ -92,8 +241,7 @@ STACKS: dict[str, Stack] = {
             forms=("bidirectional",),
             cost_order="linear",
             state="none",
-            model="subquad.models.perceiver_io:Perceiver",
-            options="subquad.models.encoder_config:PerceiverOptions",
+            options=PerceiverOptions,
             exemptions=BIDIRECTIONAL,
         ),
         Stack(
@@ -103,8 +251,7 @@ STACKS: dict[str, Stack] = {
             forms=("bidirectional",),
             cost_order="linear",
             state="none",
-            model="subquad.models.perceiver_io:PerceiverIO",
-            options="subquad.models.encoder_config:PerceiverIOOptions",
+            options=PerceiverIOOptions,
             exemptions=BIDIRECTIONAL,
         ),
     )
@@ -124,35 +271,18 @@ def stack_of(config: DecoderConfig) -> Stack | None:
     return None
 
 
+def options_of(config: DecoderConfig) -> StackOptions:
+    """The options of the stack that `config.attention` names; those of no stack where it names mechanisms."""
+    stack = stack_of(config)
+    if stack is None:
+        return StackOptions()
+    where = f"model.options.{stack.name}"
+    return stack.options.from_dict(config.options.get(stack.name, {}), where=where)
+
+
 def _check_plain(config: DecoderConfig, name: str) -> None:
     """Raise `ValueError` for settings that the decoder's layers have and a stack's do not."""
     for key in DECODERS_OWN:
         value = getattr(config, key)
         if value != type(config).__dataclass_fields__[key].default:
             raise ValueError(f"{key}={value} has no meaning for attention {name!r}; leave it out")
-
-
-def build_model(config: DecoderConfig) -> Decoder:
-    """The causal language model that `config.attention` names: a stack, or a `Decoder` of mechanisms.
-
-    Raises `ValueError` for an unknown name, for a stack that has no causal form, and as the model itself does.
-    """
-    stack = stack_of(config)
-    if stack is None:
-        from subquad.attention import names
-        from subquad.models.decoder import Decoder
-
-        valid = {*names(), *STACKS}
-        for name in config.mechanisms:
-            if name not in valid:
-                raise ValueError(f"unknown attention {name!r}; {suggest(name, valid)}")
-        return Decoder(config)
-    if "causal" not in stack.forms:
-        raise ValueError(f"attention {stack.name!r} has no causal form and cannot predict the next token")
-    model: Decoder = stack.model_class()(config)
-    return model
-
-
-def _load(where: str) -> Any:
-    module, _, name = where.partition(":")
-    return getattr(importlib.import_module(module), name)

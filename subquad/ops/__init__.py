@@ -1,15 +1,17 @@
 """Pure functions of tensors: the two engines, the patterns, the loss. No modules, no configuration."""
 
 from subquad.ops import patterns
-from subquad.ops.attend import block_attention, merge_attention
+from subquad.ops.attend import block_attention, block_attention_with_lse, merge_attention
 from subquad.ops.loss import linear_cross_entropy
-from subquad.ops.scan import ScanOutput, SoftmaxOutput, SoftmaxState, gated_scan, running_logsumexp, running_softmax
+from subquad.ops.scan import ScanOutput, gated_scan
+from subquad.ops.softmax import SoftmaxOutput, SoftmaxState, running_logsumexp, running_softmax
 
 __all__ = [
     "ScanOutput",
     "SoftmaxOutput",
     "SoftmaxState",
     "block_attention",
+    "block_attention_with_lse",
     "gated_scan",
     "linear_cross_entropy",
     "merge_attention",

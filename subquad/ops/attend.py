@@ -12,14 +12,13 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from subquad.ops._reference import attend as reference
+from subquad.ops import _reference as reference
 from subquad.ops._sequential import attend as sequential
-from subquad.ops._torch.attend import attend, nothing
+from subquad.ops._torch import attend as tiled
 from subquad.ops.backends import BACKENDS, HAS_TRITON, choose, without_autocast
 from subquad.ops.padding import check_mask, compaction, real_slots
 from subquad.ops.patterns import Pattern
-from subquad.ops.placing import allowed_pairs, placed, placed_apart
-from subquad.ops.slots import Slots
+from subquad.ops.slots import Slots, allowed_pairs, nothing, placed, placed_apart
 
 
 @without_autocast
@@ -38,10 +37,9 @@ def block_attention(
     doc_ids: Tensor | None = None,
     scale: float | None = None,
     dropout_p: float = 0.0,
-    return_lse: bool = False,
     chunk_size: tuple[int, int] | None = None,
     backend: str | None = None,
-) -> Tensor | tuple[Tensor, Tensor]:
+) -> Tensor:
     """`o_t = sum_s softmax_s(scale q_t . k_s) v_s` over the keys s that `pattern` allows to query t.
 
     Args:
@@ -61,7 +59,6 @@ def block_attention(
         doc_ids: int `[B, S]`: a query sees keys of its own document only. The queries are the last T of the S slots.
         scale: 1 / sqrt(K) by default.
         dropout_p: dropout on the weights.
-        return_lse: also return `[B, H, T]`, the logsumexp of each query's scores (differentiable; -inf without keys).
         chunk_size: queries and keys of a step of the backend `sequential` (1024 and 4096 by default); changes the order
             of sums only.
         backend: `reference` (dense, the definition), `torch` (tiles; linear memory, but for dropout on patterns without
@@ -74,6 +71,59 @@ def block_attention(
     Returns `[B, H, T, V]` in the dtype of the values; scores are computed in float32 or wider. A query that sees no key
     gives zeros. Raises `ValueError` and `TypeError` for shapes and options that do not fit.
     """
+    where = q_start, k_start, lengths, key_lengths, mask, doc_ids
+    options = scale, dropout_p, chunk_size, backend
+    return _attention(q_BHTK, k_BHSK, v_BHSV, pattern, *where, *options, with_lse=False)[0]
+
+
+@without_autocast
+def block_attention_with_lse(
+    q_BHTK: Tensor,
+    k_BHSK: Tensor,
+    v_BHSV: Tensor,
+    pattern: Pattern,
+    /,
+    *,
+    q_start: int | Tensor = 0,
+    k_start: int | Tensor = 0,
+    lengths: Tensor | None = None,
+    key_lengths: Tensor | None = None,
+    mask: Tensor | None = None,
+    doc_ids: Tensor | None = None,
+    scale: float | None = None,
+    dropout_p: float = 0.0,
+    chunk_size: tuple[int, int] | None = None,
+    backend: str | None = None,
+) -> tuple[Tensor, Tensor]:
+    """`block_attention`, and the logsumexp `[B, H, T]` of each query's scores.
+
+    The logsumexp is differentiable, float32 or wider, and -inf where a query sees no key: `merge_attention` takes it.
+    Arguments and errors are those of `block_attention`.
+    """
+    where = q_start, k_start, lengths, key_lengths, mask, doc_ids
+    options = scale, dropout_p, chunk_size, backend
+    return _attention(q_BHTK, k_BHSK, v_BHSV, pattern, *where, *options, with_lse=True)
+
+
+def _attention(
+    q_BHTK: Tensor,
+    k_BHSK: Tensor,
+    v_BHSV: Tensor,
+    pattern: Pattern,
+    q_start: int | Tensor,
+    k_start: int | Tensor,
+    lengths: Tensor | None,
+    key_lengths: Tensor | None,
+    mask: Tensor | None,
+    doc_ids: Tensor | None,
+    scale: float | None,
+    dropout_p: float,
+    chunk_size: tuple[int, int] | None,
+    backend: str | None,
+    *,
+    with_lse: bool,
+) -> tuple[Tensor, Tensor]:
+    """Outputs and logsumexp; without `with_lse` the latter may be NaN, where a backend saves work so."""
     _check(q_BHTK, k_BHSK, v_BHSV, pattern, dropout_p)
     name = choose("block_attention", backend, BACKENDS, _default(q_BHTK, k_BHSK, v_BHSV, pattern, dropout_p))
     chunks = _chunks(chunk_size, name)
@@ -99,7 +149,7 @@ def block_attention(
     if T == 0 or S == 0:
         out, lse = nothing(q_BHTK.to(torch.promote_types(q_BHTK.dtype, torch.float32)), v_BHSV)
     elif name in ("triton", "flex"):
-        out, lse = _fused(name, *inputs, dropout_p, return_lse)
+        out, lse = _fused(name, *inputs, dropout_p, with_lse)
     else:
         out, lse = _widened(name, *inputs, dropout_p, chunks)
     if real_BT is not None:
@@ -108,7 +158,7 @@ def block_attention(
     if moved is not None:
         out = out.gather(2, moved.inverse_BT[:, None, :, None].expand_as(out))
         lse = lse.gather(2, moved.inverse_BT[:, None].expand_as(lse))
-    return (out.to(dtype), lse) if return_lse else out.to(dtype)
+    return out.to(dtype), lse
 
 
 def _default(q: Tensor, k: Tensor, v: Tensor, pattern: Pattern, dropout_p: float) -> str:
@@ -134,7 +184,7 @@ def _fused(
     slots: Slots,
     scale: float,
     dropout_p: float,
-    return_lse: bool,
+    with_lse: bool,
 ) -> tuple[Tensor, Tensor]:
     """On the backends that take inputs as they are: narrow dtypes, and heads that share keys."""
     if dropout_p:
@@ -143,14 +193,14 @@ def _fused(
             "valid: reference, torch, sequential"
         )
     if name == "flex":
-        from subquad.ops._flex.attend import attend as flex
+        from subquad.ops import _flex as flex
 
-        return flex(q_BHTK, k_BGSK, v_BGSV, pattern, slots, scale, return_lse)
+        return flex.attend(q_BHTK, k_BGSK, v_BGSV, pattern, slots, scale, with_lse)
     if not HAS_TRITON:
         raise ValueError("backend 'triton' of block_attention needs the package triton: pip install 'subquad[triton]'")
-    from subquad.ops._triton.attend import attend as kernels
+    from subquad.ops._triton import attend as kernels
 
-    return kernels(q_BHTK, k_BGSK, v_BGSV, pattern, slots, scale)
+    return kernels.attend(q_BHTK, k_BGSK, v_BGSV, pattern, slots, scale)
 
 
 def _widened(
@@ -173,14 +223,14 @@ def _widened(
         return reference.attend(q, k, v, allowed_BTS, scale, dropout_p)
     if name == "sequential":
         return sequential.attend(q, k, v, pattern, slots, scale, dropout_p, chunks)
-    return attend(q, k, v, pattern, slots, scale, dropout_p)
+    return tiled.attend(q, k, v, pattern, slots, scale, dropout_p)
 
 
 def merge_attention(outs: Sequence[Tensor], lses: Sequence[Tensor], /) -> tuple[Tensor, Tensor]:
     """Softmax over a union of disjoint sets of keys: `o = sum_i exp(lse_i - lse) o_i`, `lse = log sum_i exp(lse_i)`.
 
     Args:
-        outs: outputs `[B, H, T, V]` of the sets, as `block_attention` gives them.
+        outs: outputs `[B, H, T, V]` of the sets, as `block_attention_with_lse` gives them.
         lses: the logsumexp `[B, H, T]` of each set's scores; -inf where a query sees no key of it.
 
     Returns the output in the dtype of the first one, and the logsumexp of the union. Raises `ValueError` unless there

@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 
-from subquad.ops._sequential.tiles import key_chunks
+from subquad.ops._sequential.attend import key_chunks
 from subquad.ops._torch import scan, softmax
 from subquad.ops._torch.tiles import Group, ragged_groups, static_groups
 from subquad.ops.backends import HAS_TRITON

@@ -1,10 +1,17 @@
-"""Where the tokens of queries and keys stand: what engine B hands to each of its backends."""
+"""Where the tokens of queries and keys stand, from starts, lengths and documents: what engine B gives its backends.
+
+Shape letters: B batch, H query heads, T queries, S keys, K key channels, V value channels.
+"""
 
 from __future__ import annotations
 
 from typing import NamedTuple
 
+import torch
 from torch import Tensor
+
+from subquad.ops.padding import real_slots
+from subquad.ops.patterns import Pattern
 
 
 class Slots(NamedTuple):
@@ -22,3 +29,90 @@ class Slots(NamedTuple):
     k_pos_BS: Tensor | None = None
     q_doc_BT: Tensor | None = None
     k_doc_BS: Tensor | None = None
+
+
+def placed(
+    q_start: int | Tensor,
+    k_start: int | Tensor,
+    lengths: Tensor | None,
+    doc_ids: Tensor | None,
+    pattern: Pattern,
+    q_BHTK: Tensor,
+    S: int,
+) -> tuple[Slots, Tensor | None]:
+    """Positions of queries that are among the keys, or stand where the starts say; which of them are real (None: all).
+
+    Raises `ValueError` for starts, lengths and documents that do not fit.
+    """
+    B, _, T, _ = q_BHTK.shape
+    real_BS = real_BT = None
+    for name, x, shape in (("lengths", lengths, (B,)), ("doc_ids", doc_ids, (B, S))):
+        if x is not None and (x.shape != shape or x.is_floating_point()):
+            raise ValueError(f"{name} must hold whole numbers {shape}, got {x.dtype} {tuple(x.shape)}")
+    if (lengths is not None or doc_ids is not None) and T > S:
+        raise ValueError(f"with lengths or doc_ids the queries are the last of the keys, got T={T} > S={S}")
+    if lengths is not None:
+        real_BS = real_slots(lengths, S)
+        real_BT = real_BS[:, S - T :]
+    ints = isinstance(q_start, int) and isinstance(k_start, int)
+    if ints and doc_ids is None and (lengths is None or (pattern.causal and q_start - k_start == S - T)):
+        return Slots(int(q_start), int(k_start)), real_BT  # a padded key lies after every real query
+    if ints and doc_ids is None and not pattern.causal:
+        return Slots(int(q_start), int(k_start), lengths), real_BT
+    if ints and pattern.causal and q_start - k_start != S - T:
+        raise ValueError(
+            "with lengths or doc_ids the queries must be the last of the keys: q_start - k_start = S - T, "
+            f"got q_start={q_start}, k_start={k_start}, S={S}, T={T}"
+        )
+    q_pos_BT = _positions(q_start, T, B, q_BHTK.device)
+    k_pos_BS = _positions(k_start, S, B, q_BHTK.device)
+    if real_BS is not None and real_BT is not None:
+        q_pos_BT, k_pos_BS = q_pos_BT.masked_fill(~real_BT, -1), k_pos_BS.masked_fill(~real_BS, -1)
+    docs = (None, None) if doc_ids is None else (doc_ids[:, S - T :], doc_ids)
+    return Slots(0, 0, None, q_pos_BT, k_pos_BS, *docs), real_BT
+
+
+def placed_apart(
+    q_start: int | Tensor, k_start: int | Tensor, key_lengths: Tensor, others: bool, pattern: Pattern, B: int
+) -> Slots:
+    """Positions of queries that are not among the keys, of which each row has `key_lengths`."""
+    if key_lengths.shape != (B,) or key_lengths.is_floating_point():
+        raise ValueError(
+            f"key_lengths must hold whole numbers {(B,)}, got {key_lengths.dtype} {tuple(key_lengths.shape)}"
+        )
+    if others or pattern.causal or isinstance(q_start, Tensor) or isinstance(k_start, Tensor):
+        raise ValueError(
+            "key_lengths needs a pattern that is not causal and whole starts, and neither lengths, mask nor doc_ids, "
+            f"got {pattern!r}"
+        )
+    return Slots(q_start, k_start, key_lengths)
+
+
+def _positions(start: int | Tensor, slots: int, batch: int, device: torch.device) -> Tensor:
+    if isinstance(start, Tensor) and (start.shape != (batch,) or start.is_floating_point()):
+        raise ValueError(
+            f"a start must be an int or hold whole numbers [{batch}], got {start.dtype} {tuple(start.shape)}"
+        )
+    first = start[:, None] if isinstance(start, Tensor) else start
+    return (torch.arange(slots, device=device) + first).expand(batch, slots)
+
+
+def allowed_pairs(pattern: Pattern, slots: Slots, T: int, S: int, device: torch.device) -> Tensor:
+    """Bool `[B or 1, T, S]`: the pattern, slot by slot."""
+    if slots.q_pos_BT is None or slots.k_pos_BS is None:
+        q, k = torch.arange(T, device=device) + slots.q_start, torch.arange(S, device=device) + slots.k_start
+        allowed = pattern.allowed(q[:, None], k[None])[None] & (k >= 0)
+        if slots.lengths_B is not None:
+            allowed = allowed & (torch.arange(S, device=device) < slots.lengths_B[:, None])[:, None]
+        return allowed
+    q_BT, k_BS = slots.q_pos_BT[..., None], slots.k_pos_BS[:, None]
+    allowed = pattern.allowed(q_BT, k_BS) & (q_BT >= 0) & (k_BS >= 0)
+    if slots.q_doc_BT is not None and slots.k_doc_BS is not None:
+        allowed = allowed & (slots.q_doc_BT[..., None] == slots.k_doc_BS[:, None])
+    return allowed
+
+
+def nothing(q_BHTK: Tensor, v_BHSV: Tensor) -> tuple[Tensor, Tensor]:
+    """Return what attention to no key gives: zeros that keep their place in the graph, and -inf."""
+    out_BHTV = q_BHTK[..., :0].sum(-1, keepdim=True).expand(*q_BHTK.shape[:3], v_BHSV.shape[-1])
+    return out_BHTV, q_BHTK.new_full(q_BHTK.shape[:3], -torch.inf)

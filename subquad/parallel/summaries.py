@@ -10,8 +10,8 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from subquad.ops import SoftmaxState
-from subquad.ops._torch.softmax_safe import EMPTY
 from subquad.ops.backends import without_autocast
+from subquad.ops.softmax import EMPTY
 from subquad.parallel.exchange import prefix
 from subquad.parallel.group import ContextGroup
 

@@ -10,7 +10,6 @@ from fastapi import FastAPI
 from starlette.middleware.cors import CORSMiddleware
 from starlette.responses import HTMLResponse, Response
 
-from subquad import __version__
 from subquad.serving import answers
 from subquad.serving.config import ServeConfig
 from subquad.serving.engine import Engine
@@ -19,6 +18,7 @@ from subquad.serving.gate import Body, Count, Key
 from subquad.serving.metrics import Metrics
 from subquad.serving.routes import Routes, Served
 from subquad.serving.texts import Texts
+from subquad.version import __version__
 
 REFUSALS = answers.errors(400, 401, 404, 408, 413, 429, 500, 503)
 Responses = dict[int | str, dict[str, Any]]

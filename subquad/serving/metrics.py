@@ -9,7 +9,7 @@ from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from subquad import __version__
+from subquad.version import __version__
 
 if TYPE_CHECKING:
     from subquad.serving.jobs import Load

@@ -12,7 +12,6 @@ from fastapi import Request
 from starlette.responses import HTMLResponse, Response, StreamingResponse
 from starlette.types import Receive, Scope, Send
 
-from subquad import __version__
 from subquad.generation.config import SamplingConfig
 from subquad.serving.config import ServeConfig
 from subquad.serving.engine import Engine
@@ -23,6 +22,7 @@ from subquad.serving.metrics import CONTENT_TYPE, Metrics
 from subquad.serving.replies import Kind, Reply
 from subquad.serving.schemas import ChatRequest, CompletionRequest, shortened
 from subquad.serving.texts import Texts
+from subquad.version import __version__
 
 COMPLETION_TOKENS = 16
 """Tokens of a completion that asks for no number, as OpenAI has it."""

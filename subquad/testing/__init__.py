@@ -5,9 +5,9 @@ class TestX(AttentionContract):
     options = {"option": 3}
 """
 
-import importlib
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
+from subquad.lazy import facade
 from subquad.testing.tools import (
     LOW_PRECISION,
     assert_exact,
@@ -38,11 +38,8 @@ __all__ = [
     "with_gradients",
 ]
 
-
-def __getattr__(name: str) -> Any:
-    if name == "AttentionContract":  # the only name that needs hypothesis
-        return importlib.import_module("subquad.testing.contract").AttentionContract
-    raise AttributeError(f"module 'subquad.testing' has no attribute {name!r}; it has {', '.join(__all__)}")
+# The only name that needs hypothesis and pytest.
+__getattr__ = facade(__name__, {"AttentionContract": "contract"})
 
 
 def __dir__() -> list[str]:

@@ -6,6 +6,7 @@ import shutil
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
+from typing import Any, ClassVar
 
 import pytest
 import torch
@@ -14,11 +15,10 @@ from hypothesis import strategies as st
 from torch import Tensor
 from torch.utils.flop_counter import FlopCounterMode
 
+from subquad.attention import Attention, build
 from subquad.ops import flops
 from subquad.ops.backends import use_backend
 from subquad.state import State
-from subquad.testing._packing_laws import PackingLaws
-from subquad.testing._padding_laws import PaddingLaws
 from subquad.testing.tools import (
     LINEAR_GROWTH,
     LOW_PRECISION,
@@ -28,16 +28,71 @@ from subquad.testing.tools import (
     block_sizes,
     in_pieces,
     largest_allocation,
+    mask_with,
     sharpened,
     with_gradients,
 )
 
 # One inherited test body, one subclass a mechanism: inputs do not depend on which of them runs it.
 INHERITED = [HealthCheck.differing_executors]
+DOC_IDS = torch.tensor(
+    [[3] * 21 + [-1] * 2 + [3] * 4 + [9] + [3] * 22, [-1] * 3 + [7] * 8 + [0] * 33 + [-1] * 6, [5] * 50]
+)
+"""Packed rows: an id that comes again, padding inside of a document and at both ends, one token, one whole row."""
+DOCUMENTS = (
+    (0, [*range(21), *range(23, 27)]),
+    (0, [27]),
+    (0, [*range(28, 50)]),
+    (1, [*range(3, 11)]),
+    (1, [*range(11, 44)]),
+    (2, [*range(50)]),
+)
+"""The row and the places of each document there."""
+LAST = (2, 4, 5)
+"""The last one of each row."""
 
 
-class AttentionContract(PaddingLaws, PackingLaws):
+class AttentionContract:
     """The laws of the design, section 4. A test class names a mechanism and its options and inherits them all."""
+
+    name: ClassVar[str]
+    options: ClassVar[dict[str, Any]] = {}
+    dim: ClassVar[int] = 16
+    num_heads: ClassVar[int] = 2
+    tokens: ClassVar[int] = 70
+    fewest_heads: ClassVar[int] = 1
+    """Heads for the longest inputs."""
+    with_inductor: ClassVar[bool] = True
+    """Whether law 12 compiles with inductor too, which takes long."""
+
+    def new(self, num_heads: int) -> Attention:
+        """A fresh mechanism with the options of this class."""
+        return build(self.name, dim=self.dim, num_heads=num_heads, **self.options)
+
+    def make(self, dtype: torch.dtype = torch.float64, num_heads: int | None = None) -> Attention:
+        """The mechanism, with the same weights at every call."""
+        torch.manual_seed(0)
+        return self.new(num_heads or self.num_heads).to(dtype).eval()
+
+    def judged(self, law: int, dtype: torch.dtype = torch.float64, num_heads: int | None = None) -> Attention:
+        """`make`, where the class does not exempt itself from the law; else the test is skipped with its reason."""
+        layer = self.make(dtype, num_heads)
+        if law in layer.exemptions():
+            pytest.skip(f"{layer.name}, law {law}: {layer.exemptions()[law]}")
+        return layer
+
+    def inputs(self, tokens: int, batch: int = 2, dtype: torch.dtype = torch.float64, seed: int = 1) -> Tensor:
+        """Random inputs `[batch, tokens, dim]`, the same at every call."""
+        generator = torch.Generator().manual_seed(seed)
+        return torch.randn(batch, tokens, self.dim, dtype=torch.float64, generator=generator).to(dtype)
+
+    def forward_of(self, layer: Attention) -> Callable[[Tensor], Tensor]:
+        """`layer`'s outputs alone."""
+        return lambda x: layer(x)[0]
+
+    def state_of(self, layer: Attention, x: Tensor) -> State:
+        """The state after `x`."""
+        return layer(x)[1]
 
     def test_law_01_weights_are_causal_and_rows_sum_to_one(self) -> None:
         layer = self.judged(1)
@@ -117,6 +172,62 @@ class AttentionContract(PaddingLaws, PackingLaws):
             assert actual["output"].shape == actual["gradient of x"].shape == x.shape
             for name, expected in with_gradients(layer, layer.definition, x).items():
                 assert_same_maths(actual[name], expected, f"{name} at B={batch}, T={tokens}")
+
+    def test_law_08_padding_is_not_seen(self) -> None:
+        layer = self.judged(8, torch.float32)
+        mask = mask_with([(9, 41, 0), (0, 33, 17), (50, 0, 0)])
+        x = self.inputs(50, 3, torch.float32)
+        results = []
+        for rubbish in (0.0, 1e4, float("nan"), float("inf")):
+            leaf = x.masked_fill(~mask[..., None], rubbish).requires_grad_()
+            y = layer(leaf, mask=mask)[0]
+            (gradient,) = torch.autograd.grad(y.square().sum(), leaf)
+            results.append((y, gradient))
+        for y, gradient in results:
+            assert_exact(y, results[0][0], "outputs with other padding")
+            assert_exact(gradient, results[0][1], "gradients with other padding")
+            assert_exact(y[~mask], torch.zeros_like(y[~mask]), "outputs at padding")
+            assert_exact(gradient[~mask], torch.zeros_like(gradient[~mask]), "gradients at padding")
+
+    def test_law_08_padding_is_as_if_removed(self) -> None:
+        layer = self.judged(8)
+        mask = mask_with([(9, 41, 0), (0, 33, 17), (50, 0, 0)])
+        x = self.inputs(50, 3)
+        y, w_BHTS = layer(x, mask=mask)[0], layer.weights(x, mask)
+        for b in range(3):
+            assert_same_maths(y[b : b + 1, mask[b]], layer(x[b : b + 1, mask[b]])[0], f"row {b}")
+            assert_exact(w_BHTS[b][:, ~mask[b]], torch.zeros_like(w_BHTS[b][:, ~mask[b]]), "weights at padding")
+
+    def test_law_08_padding_before_a_state_is_as_if_removed(self) -> None:
+        layer = self.judged(8)
+        if not layer.causal:
+            pytest.skip(layer.exemptions()[3])
+        mask = mask_with([(9, 41, 0), (0, 33, 17), (50, 0, 0)])
+        x, more = self.inputs(50, 3), self.inputs(7, 3, seed=2)
+        y, state = layer(x, mask=mask)[:2]
+        after = layer(more, state)[0]
+        first, middle = layer(x[:, :30], mask=mask[:, :30])[:2]
+        assert_same_maths(
+            torch.cat([first, layer(x[:, 30:], middle, mask=mask[:, 30:])[0]], 1), y, "split with padding"
+        )
+        for b in range(3):
+            real = x[b : b + 1, mask[b]]
+            whole = layer(torch.cat([real, more[b : b + 1]], 1))[0]
+            assert_same_maths(after[b : b + 1], whole[:, real.shape[1] :], f"continuation of row {b}")
+
+    def test_law_08_padding_after_a_state_is_as_if_removed(self) -> None:
+        layer = self.judged(8)
+        if not layer.causal:
+            pytest.skip(layer.exemptions()[3])
+        for before in (3, 20):
+            first, middle, last = self.inputs(before, 3), self.inputs(12, 3, seed=2), self.inputs(5, 3, seed=3)
+            mask = mask_with([(3, 9, 0), (0, 8, 4), (0, 12, 0)])
+            state = self.state_of(layer, first)
+            y, state = layer(middle, state, mask=mask)[:2]
+            after = layer(last, state)[0]
+            for b in range(3):
+                whole = layer(torch.cat([first[b], middle[b][mask[b]], last[b]])[None])[0]
+                assert_same_maths(torch.cat([y[b][mask[b]], after[b]]), whole[0, before:], f"row {b}")
 
     @settings(max_examples=12, suppress_health_check=INHERITED)
     @given(
@@ -221,3 +332,55 @@ class AttentionContract(PaddingLaws, PackingLaws):
             values = with_gradients(layer, self.forward_of(layer), self.inputs(tokens, 1, dtype))
             for name, value in values.items():
                 assert value.isfinite().all(), f"{name} in {dtype} at {tokens} tokens"
+
+    def test_law_15_packed_documents_are_as_if_alone_with_every_gradient(self) -> None:
+        layer = self.judged(15)
+        x = self.inputs(50, 3)
+
+        def alone(x_BTD: Tensor) -> Tensor:
+            y_BTD = torch.zeros_like(x_BTD)
+            for b, places in DOCUMENTS:
+                y_BTD[b, places] = layer(x_BTD[b : b + 1, places])[0][0]
+            return y_BTD
+
+        actual = with_gradients(layer, lambda x: layer(x, doc_ids=DOC_IDS)[0], x)
+        for name, expected in with_gradients(layer, alone, x).items():
+            assert_same_maths(actual[name], expected, name)
+
+    def test_law_15_no_bit_depends_on_another_document(self) -> None:
+        layer = self.judged(15, torch.float32)
+        x = self.inputs(50, 3, torch.float32)
+        chosen = DOC_IDS == 3
+        weight = self.inputs(50, 3, torch.float32, seed=3).masked_fill(~chosen[..., None], 0.0)
+        results = []
+        for rubbish in (0.0, -2.0, 1e4):
+            leaf = x.masked_fill(~chosen[..., None], rubbish).requires_grad_()
+            y = layer(leaf, doc_ids=DOC_IDS)[0]
+            (gradient,) = torch.autograd.grad((y * weight).sum(), leaf)
+            results.append((y[chosen], gradient))
+        for y, gradient in results:
+            assert_exact(y, results[0][0], "outputs beside other documents")
+            assert_exact(gradient, results[0][1], "gradients beside other documents")
+            assert_exact(gradient[~chosen], torch.zeros_like(gradient[~chosen]), "gradients to other documents")
+
+    def test_law_15_weights_stay_inside_documents(self) -> None:
+        layer = self.judged(15)
+        x = self.inputs(50, 3)
+        left = layer.weights(x, doc_ids=DOC_IDS)
+        for b, places in DOCUMENTS:
+            own = torch.tensor(places)
+            assert_same_maths(left[b, :, own[:, None], own], layer.weights(x[b : b + 1, own])[0], f"weights in row {b}")
+            left[b, :, own[:, None], own] = 0.0
+        assert_exact(left, torch.zeros_like(left), "weights between documents")
+
+    def test_law_15_the_state_is_that_of_the_last_documents(self) -> None:
+        layer = self.judged(15)
+        if not layer.causal:
+            pytest.skip(layer.exemptions()[3])
+        x, more = self.inputs(50, 3), self.inputs(7, 3, seed=2)
+        state = layer(x, doc_ids=DOC_IDS)[1]
+        after = layer(more, state)[0]
+        for row, number in enumerate(LAST):
+            real = x[row : row + 1, DOCUMENTS[number][1]]
+            whole = layer(torch.cat([real, more[row : row + 1]], 1))[0]
+            assert_same_maths(after[row : row + 1], whole[:, real.shape[1] :], f"continuation of row {row}")

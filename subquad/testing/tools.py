@@ -2,17 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
-from typing import Any
+from collections.abc import Callable
 
 import torch
 from torch import Tensor, nn
 from torch.profiler import ProfilerActivity, profile
 
 from subquad.attention import Attention
-from subquad.ops._sequential import attend as sequential
-from subquad.ops._torch import attend_tiles, scan, softmax, tiles
+from subquad.ops.chunks import block_sizes as block_sizes
 
 LINEAR_GROWTH = 2.2
 """Twice the tokens may cost at most this much more, where the cost is said to be linear."""
@@ -39,32 +36,6 @@ def assert_in_budget(actual: Tensor, plain: Tensor, exact: Tensor, dtype: torch.
     budget = 2 * plain_error + band
     if not error <= budget < float("inf"):  # a plain form that is not finite proves nothing
         raise AssertionError(f"{what}: error {error:.3e} exceeds {budget:.3e} (plain form {plain_error:.3e}, {dtype})")
-
-
-@contextmanager
-def block_sizes(size: int) -> Iterator[None]:
-    """Within the block the engines cut sequences into chunks and tiles of `size` tokens."""
-    modules: tuple[tuple[Any, str, int], ...] = (
-        (scan, "CHUNK", size),
-        (softmax, "CHUNK", size),
-        (softmax, "MEAN_CHUNK", size),
-        (tiles, "MASKED_ROWS", size),
-        (attend_tiles, "ENTRIES", 64 * size),
-        (sequential, "QUERY_CHUNK", size),
-        (sequential, "KEY_CHUNK", 2 * size),
-    )
-    before = [getattr(module, name) for module, name, _ in modules]
-    for module, name, value in modules:
-        setattr(module, name, value)
-    tiles.static_groups.cache_clear()
-    tiles.ragged_groups.cache_clear()
-    try:
-        yield
-    finally:
-        for (module, name, _), value in zip(modules, before, strict=True):
-            setattr(module, name, value)
-        tiles.static_groups.cache_clear()
-        tiles.ragged_groups.cache_clear()
 
 
 def largest_allocation(f: Callable[[], object]) -> int:

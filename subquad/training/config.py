@@ -12,7 +12,8 @@ from subquad.data.image_config import ImageConfig
 from subquad.data.labelled_config import LabelledConfig
 from subquad.data.probe_config import ProbeConfig
 from subquad.models.config import DecoderConfig
-from subquad.models.encoder_config import EncoderConfig, Pooling, check_hiding
+from subquad.models.encoder import EncoderConfig, Pooling
+from subquad.models.pretraining import check_hiding
 from subquad.training.schedule import ScheduleConfig, at_least
 
 AUGMENTED = ("image", "listops", "pathfinder32", "pathfinder64", "pathfinder128", "retrieval")
@@ -315,7 +316,7 @@ class TrainConfig(Config):
             )
         if self.schedule.warmup >= self.run.steps:
             raise ValueError(f"schedule.warmup must be below run.steps={self.run.steps}, got {self.schedule.warmup}")
-        own = TASK_GROUPS[self.task]
+        own = self.groups
         for group in ("data", "classify", "pretrain", "image", "probe"):
             if group not in own:
                 given = getattr(self, group)
@@ -360,9 +361,14 @@ class TrainConfig(Config):
             )
 
     @property
+    def groups(self) -> tuple[str, ...]:
+        """The groups of settings that are the task's own."""
+        return TASK_GROUPS[self.task]
+
+    @property
     def reads_text(self) -> bool:
         """Whether the run learns from the text in `data`, with its tokenizer."""
-        return "data" in TASK_GROUPS[self.task]
+        return "data" in self.groups
 
     def encoder(self, num_classes: int) -> EncoderConfig:
         """The model as a classifier."""

@@ -75,12 +75,12 @@ def with_base(config: TrainConfig) -> TrainConfig:
     model = base.decoder_config()
     _check_same("model", config.model, DecoderConfig(), model.to_dict(), folder)
     changes: dict[str, Any] = {"model": model}
-    if config.task in ("classify", "image"):
-        group = getattr(config, config.task)
-        own = {name: getattr(base, name) for name in base.own_fields if name in group.to_dict()}
-        _check_same(config.task, group, type(group)(), own, folder)
-        changes[config.task] = group.replace(**own)
-    elif config.task == "language" and config.data.tokenizer == type(config.data)().tokenizer:
+    for group in {"classify", "image"} & set(config.groups):
+        given = getattr(config, group)
+        own = {name: getattr(base, name) for name in base.own_fields if name in given.to_dict()}
+        _check_same(group, given, type(given)(), own, folder)
+        changes[group] = given.replace(**own)
+    if config.reads_text and config.data.tokenizer == type(config.data)().tokenizer:
         changes["data"] = config.data.replace(tokenizer=str(_tokenizer(folder)))
     return config.replace(**changes)
 
@@ -101,7 +101,7 @@ def adapt(task: Task) -> Task:
                 f"the base {folder} has {name}={getattr(base, name)!r}, this task makes {getattr(fresh, name)!r}"
             )
     classes = None
-    if config.task == "classify" and fresh.id2label != base.id2label:
+    if "classify" in config.groups and fresh.id2label != base.id2label:
         classes = [fresh.id2label[number] for number in sorted(fresh.id2label)]
         logger.info(
             "the classes are not the base's (%s): a new head for %d classes trains too, whole",
@@ -132,7 +132,7 @@ def _check_kind(config: TrainConfig, base: SubquadConfig) -> None:
             f"the base {config.lora.base} holds a model of type {base.model_type!r}, and the task is {config.task}; "
             f"give --task {fits[0]}"
         )
-    if config.lora.train_head and config.task != "classify":
+    if config.lora.train_head and "classify" not in config.groups:
         raise ValueError(f"lora.train_head is for classifiers, and the task is {config.task}; leave it out")
 
 

@@ -14,8 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from subquad.attention import Attention
-from subquad.models import Decoder, PerceiverAR
+from subquad.models import Decoder
 from subquad.training.checkpoint import write_atomically
 
 if TYPE_CHECKING:
@@ -135,14 +134,9 @@ def state_sizes(
     `PerceiverAR`, the first count is read and the others add what the model says it grows by. Counts past a learned
     position table are left out.
     """
-    layers: list[Attention | PerceiverAR]
-    if isinstance(decoder, PerceiverAR):
-        layers, grows = [decoder], True
-    else:
-        layers = [module for module in decoder.modules() if isinstance(module, Attention)]
-        grows = any(layer.state_grows for layer in layers if isinstance(layer, Attention))
-    if decoder.config.position == "learned":
-        after = [count for count in after if count <= decoder.config.max_positions]
+    grows = decoder.state_grows
+    if decoder.most_tokens is not None:
+        after = [count for count in after if count <= decoder.most_tokens]
     device = next(decoder.parameters()).device
     text = torch.as_tensor([int(token) for token in tokens[: max(after, default=0)]], device=device)
     training = decoder.training
@@ -152,8 +146,7 @@ def state_sizes(
     for count in sorted(after):
         if grows and sizes:
             first = sizes[0]
-            growth = sum(layer.state_bytes(count) - layer.state_bytes(first.tokens) for layer in layers)
-            growth *= decoder.config.loops
+            growth = decoder.state_bytes(count) - decoder.state_bytes(first.tokens)
             sizes.append(StateSize(count, first.bytes + growth, measured=False))
             continue
         while read < count:
@@ -173,12 +166,13 @@ def decode_speed(decoder: Decoder, prompt: Sequence[int], tokens: int = 128) -> 
     A learned table of positions that ends earlier gives half of its rows to the prompt and decodes fewer tokens.
     """
     prompt = prompt[:64]
-    if decoder.config.position == "learned":
-        rows = decoder.config.max_positions
+    rows = decoder.most_tokens
+    if rows is not None:
         prompt = prompt[: max(1, rows // 2)]
         tokens = max(1, min(tokens, rows - len(prompt)))
-    if isinstance(decoder, PerceiverAR) and decoder.options.decode == "frozen":
-        prompt, tokens = prompt[:1], min(tokens, decoder.latents - 1)
+    most = decoder.most_new_tokens(1)
+    if most is not None:
+        prompt, tokens = prompt[:1], min(tokens, most - 1)
     device = next(decoder.parameters()).device
     training = decoder.training
     decoder.eval()

@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from rich.console import Console
 
-from subquad.models.perceiver_options import PerceiverAROptions
+from subquad.models.stacks import options_of
 from subquad.training import checkpoint
 from subquad.training.config import TrainConfig
 from subquad.training.errors import CheckpointError
@@ -345,10 +345,14 @@ def warn_of_new_random_numbers(found: Path, config: TrainConfig, processes: Proc
 
 def draws(config: TrainConfig) -> bool:
     """Whether a training step draws random numbers."""
-    options = PerceiverAROptions.from_dict(config.model.options.get("perceiver_ar", {}))
-    perceiver = "perceiver_ar" in config.model.mechanisms and (options.vary_latents or options.prefix_dropout > 0)
     dropout = config.model.dropout > 0 or config.model.attention_dropout > 0 or config.lora.dropout > 0
-    return dropout or perceiver or config.classify.augment or bool(config.pretrain.hides) or _redraws(config)
+    return (
+        dropout
+        or options_of(config.model).draws
+        or config.classify.augment
+        or bool(config.pretrain.hides)
+        or _redraws(config)
+    )
 
 
 def _redraws(config: TrainConfig) -> bool:

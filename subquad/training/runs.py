@@ -5,23 +5,28 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any, NamedTuple
 
+import numpy as np
 import torch
 from tokenizers import Tokenizer
+from torch import Tensor
+from transformers import PreTrainedModel
 from transformers.utils.logging import disable_progress_bar
 
 from subquad.data import load_tokenizer
+from subquad.data.images import ImageSet, load_images, load_pictures
 from subquad.hf import (
     SubquadClassifierConfig,
     SubquadConfig,
     SubquadForCausalLM,
+    SubquadForImages,
     SubquadForSequenceClassification,
     SubquadImageConfig,
+    lora,
 )
-from subquad.hf.extension import is_extension
-from subquad.hf.lora import is_adapter
+from subquad.hf.lora import is_adapter, is_extension
 from subquad.models import Decoder
+from subquad.models.image import ImageModel
 from subquad.parsing import read_json_mapping
-from subquad.training import adapters as _adapters
 from subquad.training.config import TrainConfig
 
 
@@ -50,6 +55,14 @@ class LoadedClassifier(NamedTuple):
     config: TrainConfig | None
 
 
+class LoadedImageModel(NamedTuple):
+    """A trained model of images; `config` is None where the folder holds no training configuration."""
+
+    folder: Path
+    model: ImageModel
+    config: TrainConfig | None
+
+
 def load_run(folder: str | Path, device: str = "auto", adapter: str | None = None) -> LoadedRun:
     """Read a run's folder, one of its checkpoints, or any folder with a model's files and `tokenizer.json`.
 
@@ -68,18 +81,18 @@ def load_run(folder: str | Path, device: str = "auto", adapter: str | None = Non
         )
     _check_ours(folder)
     settings = _settings(home)
-    if settings is not None and settings.task == "pretrain":
+    if settings is not None and "pretrain" in settings.groups:
         raise ValueError(
             f"{folder} holds an encoder in pretraining, no finished model: it is the first phase of a classifier"
         )
-    if settings is not None and settings.task == "probe":
+    if settings is not None and "probe" in settings.groups:
         raise ValueError(
             f"{folder} holds a model of the probe {settings.probe.name}, which knows no text; `subquad probe` measures "
             "it"
         )
     if not (home / "tokenizer.json").is_file():
         raise FileNotFoundError(f"{home} holds no tokenizer.json; copy the one that the model was trained with there")
-    model = _adapters.read(SubquadForCausalLM, folder, adapter).eval()
+    model = read_model(SubquadForCausalLM, folder, adapter).eval()
     model.to(_device(device))
     return LoadedRun(folder, model.model, load_tokenizer(home), settings)
 
@@ -105,9 +118,9 @@ def load_probe(folder: str | Path, device: str = "auto") -> LoadedProbe:
     """
     folder, home = _model_folder(folder)
     settings = _settings(home)
-    if settings is None or settings.task != "probe":
+    if settings is None or "probe" not in settings.groups:
         raise ValueError(f"{folder} holds no model of a probe; `subquad train --task probe` makes one")
-    model = _adapters.read(SubquadForCausalLM, folder).eval()
+    model = read_model(SubquadForCausalLM, folder).eval()
     model.to(_device(device))
     return LoadedProbe(folder, model.model, settings)
 
@@ -115,7 +128,7 @@ def load_probe(folder: str | Path, device: str = "auto") -> LoadedProbe:
 def is_probe(folder: str | Path) -> bool:
     """Whether a folder is that of a run with task=probe, or one of its checkpoints."""
     settings = _settings(_model_folder(folder)[1])
-    return settings is not None and settings.task == "probe"
+    return settings is not None and "probe" in settings.groups
 
 
 def load_classifier(folder: str | Path, device: str = "auto", adapter: str | None = None) -> LoadedClassifier:
@@ -123,9 +136,22 @@ def load_classifier(folder: str | Path, device: str = "auto", adapter: str | Non
     folder, home = _model_folder(folder)
     if not is_classifier(folder):
         raise ValueError(f"{folder} holds a language model, no classifier")
-    model = _adapters.read(SubquadForSequenceClassification, folder, adapter).eval()
+    model = read_model(SubquadForSequenceClassification, folder, adapter).eval()
     model.to(_device(device))
     return LoadedClassifier(folder, model, _settings(home))
+
+
+def load_image_run(folder: str | Path, device: str = "auto", adapter: str | None = None) -> LoadedImageModel:
+    """Read the folder of a run with task=image, or one of its checkpoints.
+
+    Raises `FileNotFoundError` as `load_run`, and `ValueError` for another run's folder.
+    """
+    folder, home = _model_folder(folder)
+    if not is_image_model(folder):
+        raise ValueError(f"{folder} holds no model of images; `subquad train --task image` makes one")
+    model = read_model(SubquadForImages, folder, adapter).eval()
+    model.to(_device(device))
+    return LoadedImageModel(folder, model.model, _settings(home))
 
 
 def is_classifier(folder: str | Path) -> bool:
@@ -138,8 +164,86 @@ def is_image_model(folder: str | Path) -> bool:
     return _model_type(folder) == SubquadImageConfig.model_type
 
 
+class Images(NamedTuple):
+    """Images to measure a model on."""
+
+    held_out: ImageSet
+    train: ImageSet | None
+    """Those to learn from, where the files tell them apart."""
+
+
+def images_for(loaded: LoadedImageModel, path: str | None) -> Images:
+    """The images at `path` (None: those of the run); `ValueError` where there are none or they have another size.
+
+    At another path than the run's, the pictures of a folder are all measured; of the run's own those it held out.
+    """
+    own = None if loaded.config is None else loaded.config.image.path
+    if path is None:
+        if own is None:
+            raise ValueError(f"{loaded.folder} has no config.yaml that names its images; give some by their path")
+        path = own
+    pictures = None if _same(path, own) else load_pictures(path)
+    if pictures is not None:
+        found = Images(pictures, None)
+    else:
+        sets = load_images(path)
+        found = Images(sets["test"], sets["train"])
+    if found.held_out.shape != loaded.model.config.shape:
+        raise ValueError(
+            f"{path} holds images of {_size(found.held_out.shape)}, but the model in {loaded.folder} has "
+            f"{_size(loaded.model.config.shape)} (rows x columns x channels)"
+        )
+    return found
+
+
+def _same(path: str, own: str | None) -> bool:
+    return own is not None and Path(path).expanduser().resolve() == Path(own).expanduser().resolve()
+
+
+def _size(shape: tuple[int, int, int]) -> str:
+    return " x ".join(map(str, shape))
+
+
+def chosen(images: ImageSet, wanted: int | None) -> ImageSet:
+    """`wanted` images, evenly spread over all of them (all where there are fewer, or for None)."""
+    size = len(images.pixels)
+    count = size if wanted is None else min(wanted, size)
+    index = np.arange(count) * size // count
+    labels = None if images.labels is None else images.labels[index]
+    return ImageSet(images.pixels[index], labels, images.classes)
+
+
+def flat(images: ImageSet) -> Tensor:
+    """The bytes of each image in a row, `[N, T]`."""
+    return torch.from_numpy(images.pixels.reshape(len(images.pixels), -1))
+
+
+def read_model(model_class: type[PreTrainedModel], folder: Path, adapter: str | None = None) -> Any:
+    """The model of a folder, of an adapter's with its base; `adapter` is put on the model in `folder`.
+
+    Raises `FileNotFoundError` where the base or the adapter is not there, and `ValueError` where they do not belong
+    together.
+    """
+    if not lora.is_adapter(folder):
+        if adapter is None:
+            return model_class.from_pretrained(folder, local_files_only=True)
+        if not lora.is_adapter(adapter):
+            raise FileNotFoundError(f"there is no adapter in {adapter}; `subquad train --lora.rank` makes one")
+        record = lora.Base.read(adapter)
+        record.check(folder, adapter)
+        return lora.load_adapter(lora.load_base(folder, record.classes), adapter).get_base_model()
+    if adapter is not None:
+        raise ValueError(f"{folder} is an adapter itself: give its base as RUN, and one adapter by --adapter")
+    return lora.open_adapter(folder).get_base_model()
+
+
+def home_of(folder: str | Path) -> Path:
+    """The folder that holds the whole model: that of the base for an adapter."""
+    return lora.Base.read(folder).find(folder) if lora.is_adapter(folder) else Path(folder)
+
+
 def _model_type(folder: str | Path) -> Any:
-    file = _adapters.home(folder) / "config.json"
+    file = home_of(folder) / "config.json"
     return read_json_mapping(file).get("model_type") if file.is_file() else None
 
 

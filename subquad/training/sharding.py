@@ -23,7 +23,6 @@ from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor, distribute_tensor
 from torch.optim import Optimizer
 
-from subquad.models import PerceiverAR
 from subquad.parsing import read_json
 from subquad.training.errors import CheckpointError
 from subquad.training.processes import Processes
@@ -47,8 +46,7 @@ def shard(model: Any, processes: Processes, *, bf16: bool) -> None:
     options: dict[str, Any] = {"mesh": mesh, "mp_policy": policy or MixedPrecisionPolicy()}
     # Luna's memory is a view; nothing is changed in place.
     warnings.filterwarnings("ignore", message="FSDP2-wrapped module .* returned a view", category=UserWarning)
-    apart = isinstance(model.model, PerceiverAR)
-    for block in [] if apart else [m for m in model.modules() if type(m).__name__ in model._no_split_modules]:
+    for block in model.blocks_to_shard():
         fully_shard(block, **options)
     fully_shard(model, **options)
 

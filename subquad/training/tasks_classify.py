@@ -17,9 +17,8 @@ from subquad.data.augment import augmentation, check_whole
 from subquad.data.labelled import LabelledCorpus, labelled_corpus
 from subquad.data.lra.sequences import Sequences
 from subquad.models import Classifier
-from subquad.models.classifier import build_encoder
-from subquad.models.encoder import Encoder
-from subquad.models.encoder_config import EncoderConfig
+from subquad.models.build import build_encoder
+from subquad.models.encoder import Encoder, EncoderConfig
 from subquad.models.pretraining import Hiding, PretrainingModel
 from subquad.training.config import TrainConfig
 from subquad.training.task import Batch, Items, Task, fitted, preparing, rows, size, spread
@@ -94,17 +93,8 @@ class ClassifyTask(_LabelledTask):
         return model if self.encoder is None else begin_with(model, self.encoder)
 
     def first_phase(self) -> TrainConfig | None:
-        """Return the pretraining as a run of its own, in the folder `pretrain` of the classifier's."""
-        options, run, schedule = self.config.pretrain, self.config.run, self.config.schedule
-        if options.kind == "none":
-            return None
-        lr = self.config.optimizer.lr if options.lr is None else options.lr
-        return self.config.replace(
-            task="pretrain",
-            optimizer=self.config.optimizer.replace(lr=lr),
-            schedule=schedule.replace(warmup=min(schedule.warmup, options.steps // 10)),
-            run=run.replace(folder=str(Path(run.folder) / FOLDER), steps=options.steps),
-        )
+        """Return the pretraining, where there is one."""
+        return None if self.config.pretrain.kind == "none" else first_phase(self.config)
 
     def begun_with(self, model: Any) -> Self:
         """Return the task whose classifier begins with the encoder of the pretrained `model`."""
@@ -239,6 +229,17 @@ def check_pretraining(config: TrainConfig) -> None:
 
 def _shapes(module: nn.Module) -> dict[str, torch.Size]:
     return {name: tensor.shape for name, tensor in module.state_dict().items()}
+
+
+def first_phase(config: TrainConfig) -> TrainConfig:
+    """Return the pretraining as a run of its own, in the folder `pretrain` of the classifier's."""
+    options, run = config.pretrain, config.run
+    return config.replace(
+        task="pretrain",
+        optimizer=config.optimizer.replace(lr=config.optimizer.lr if options.lr is None else options.lr),
+        schedule=config.schedule.replace(warmup=min(config.schedule.warmup, options.steps // 10)),
+        run=run.replace(folder=str(Path(run.folder) / FOLDER), steps=options.steps),
+    )
 
 
 def begin_with(model: Any, weights: dict[str, Tensor]) -> Any:

@@ -15,8 +15,8 @@ from torch.utils.data import Dataset
 
 from subquad.config import digest
 from subquad.data.images import ImageSet, load_images
-from subquad.models.image import ImageModel
-from subquad.models.image_config import LEVELS, ImageModelConfig
+from subquad.models.image import ImageModel, ImageModelConfig
+from subquad.models.pixels import LEVELS
 from subquad.training.config import BatchConfig, TrainConfig
 from subquad.training.task import Task, fitted, spread
 

@@ -19,8 +19,8 @@ from subquad.data.probe_items import ProbeCorpus
 from subquad.data.probes import IGNORED
 from subquad.data.set_windows import PackedSetWindows, SetWindows, windows_of
 from subquad.data.tokenizers import encode_text, separator_id
-from subquad.models.perceiver_options import PerceiverAROptions
-from subquad.models.stacks import build_model
+from subquad.models.build import build_model
+from subquad.models.stacks import options_of
 from subquad.training.config import TrainConfig
 from subquad.training.task import Batch, Task, fitted, preparing, rows, spread
 
@@ -34,23 +34,7 @@ def window_labels(config: TrainConfig) -> int:
 
     Raises `ValueError` where there would be none, and where `perceiver_ar` would have no history.
     """
-    length = config.batch.length
-    if "perceiver_ar" not in config.model.mechanisms:
-        return length - 1
-    given = config.model.options.get("perceiver_ar", {})
-    options = PerceiverAROptions.from_dict(given, where="model.options.perceiver_ar")
-    if length <= options.latents:
-        raise ValueError(
-            f"perceiver_ar would have no history: batch.length={length} must be above its latents={options.latents}; "
-            "give longer windows (batch.length) or fewer latents (model.options.perceiver_ar.latents)"
-        )
-    if options.fewest_latents < 2:
-        raise ValueError(
-            f"perceiver_ar needs at least {3 if options.vary_latents else 2} latents to train"
-            f"{' with vary_latents' if options.vary_latents else ''}, got {options.latents}: what a window's last "
-            "latent predicts lies after the window"
-        )
-    return options.fewest_latents - 1
+    return options_of(config.model).window_labels(config.batch.length)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -71,9 +55,10 @@ class LanguageTask(Task):
     def prepare(cls, config: TrainConfig, console: Console | None) -> Self:
         """Read, split and cut the text of `config` into windows. Raises `ValueError` as `train` says."""
         labels = window_labels(config)
-        if config.data.pack == "documents" and "perceiver_ar" in config.model.mechanisms:
+        if config.data.pack == "documents" and options_of(config.model).fewest_predicted is not None:
             raise ValueError(
-                "perceiver_ar predicts a window's last tokens alone and takes no packed documents: set data.pack=stream"
+                f"{config.model.attention} predicts a window's last tokens alone and takes no packed documents: set "
+                "data.pack=stream"
             )
         corpus = preparing(console, "text", lambda progress: prepare(config.data, progress=progress))
         _check_prompt(corpus, config.run.prompt)
@@ -88,9 +73,9 @@ class LanguageTask(Task):
         if labels < config.batch.length - 1:
             count = config.step_tokens // config.batch.length
             logger.info(
-                "perceiver_ar predicts the last %d tokens of each window of %d: %d of the %d tokens that a step reads; "
-                "windows begin %d tokens apart",
-                *(labels, config.batch.length, count * labels, config.step_tokens, labels),
+                "%s predicts the last %d tokens of each window of %d: %d of the %d tokens that a step reads; windows "
+                "begin %d tokens apart",
+                *(config.model.attention, labels, config.batch.length, count * labels, config.step_tokens, labels),
             )
         end = separator_id(corpus.tokenizer)
         tokenizer = {"tokenizer_class": "PreTrainedTokenizerFast", "clean_up_tokenization_spaces": False}
@@ -157,8 +142,7 @@ class ProbeTask(Task):
 
     @classmethod
     def check(cls, config: TrainConfig) -> None:
-        """Raise `ValueError` for a `perceiver_ar` whose latents do not reach back to all that the probe asks, and as
-        `LanguageTask.check`."""
+        """Raise as `LanguageTask.check`, and `ValueError` for a model that can't predict all that the probe asks."""
         with torch.device("meta"):
             build_model(config.model)
         check_probe(config)
@@ -230,16 +214,16 @@ def _check_prompt(corpus: Corpus, prompt: str) -> None:
 
 
 def check_probe(config: TrainConfig) -> None:
-    """Raise `ValueError` for a `perceiver_ar` whose latents do not reach back to all that the probe asks."""
-    if "perceiver_ar" not in config.model.mechanisms:
+    """Raise `ValueError` for a model that predicts its last tokens alone, where the probe asks for earlier ones."""
+    fewest = options_of(config.model).fewest_predicted
+    if fewest is None:
         return
     window_labels(config)
-    given = config.model.options.get("perceiver_ar", {})
-    fewest = PerceiverAROptions.from_dict(given, where="model.options.perceiver_ar").fewest_latents
     first = config.probe.first_asked(config.batch.length)
     needed = config.batch.length - first + 1
     if fewest < needed:
         raise ValueError(
-            f"perceiver_ar predicts with its last {fewest} tokens at least, and {config.probe.name} asks from place "
-            f"{first} of {config.batch.length} on: {needed} latents are needed (model.options.perceiver_ar.latents)"
+            f"{config.model.attention} predicts with its last {fewest} tokens at least, and {config.probe.name} asks "
+            f"from place {first} of {config.batch.length} on: {needed} latents are needed "
+            "(model.options.perceiver_ar.latents)"
         )

@@ -9,7 +9,7 @@ from subquad.attention import build, mechanism, names
 from subquad.attention._activations import has_data
 from subquad.models import Decoder, DecoderConfig
 from subquad.models.classifier import Classifier
-from subquad.models.encoder_config import EncoderConfig
+from subquad.models.encoder import EncoderConfig
 from subquad.ops.backends import use_backend
 
 SIZES = {"dim": 16, "num_heads": 2}

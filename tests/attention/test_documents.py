@@ -49,10 +49,10 @@ def test_luna_hands_the_memory_of_its_row_on():
     layer = build("luna", dim=8, num_heads=2, memory_tokens=3).double()
     x, memory = torch.randn(2, 6, 8, dtype=torch.float64), torch.randn(2, 3, 8, dtype=torch.float64)
     ids = torch.tensor([[0, 0, 0, 1, 1, 1], [4, 4, 4, 4, 4, 4]])
-    y, _, handed = layer(x, memory=memory, doc_ids=ids)
+    y, _, handed = layer.mix_documents(x, documents.lay_out(ids, None, 2, 6), memory)
     assert handed is memory
-    assert_same_maths(y[:1, 3:], layer(x[:1, 3:], memory=memory[:1])[0])
-    assert_same_maths(y[1:], layer(x[1:], memory=memory[1:])[0])
+    assert_same_maths(y[:1, 3:], layer.mix(x[:1, 3:], None, None, memory[:1])[0])
+    assert_same_maths(y[1:], layer.mix(x[1:], None, None, memory[1:])[0])
 
 
 def test_a_bidirectional_luna_takes_one_document_a_row():

@@ -199,7 +199,7 @@ class BareScan(ScannedAttention):
 
 
 ABSTRACT = {
-    "mix": (X, None, None),
+    "mix_tokens": (X, None, None),
     "dense_weights": (X,),
     "values": (X,),
     "merge": (X[:, None],),
@@ -221,5 +221,5 @@ def test_a_shared_base_defines_its_part_only(monkeypatch):
     monkeypatch.setattr(BareScan, "name", "bare_scan", raising=False)
     layer = BareScan(Attention.Config(**SIZES))
     assert layer.merge(layer.values(X)).shape == X.shape
-    with pytest.raises(NotImplementedError, match="BareScan must define mix"):
+    with pytest.raises(NotImplementedError, match="BareScan must define mix_tokens"):
         layer(X)

@@ -4,7 +4,7 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from subquad.attention import build
 from subquad.ops import flops
-from subquad.testing import AttentionContract, assert_exact, assert_same_maths, mask_with
+from subquad.testing import AttentionContract, assert_exact, assert_same_maths
 
 SIZES = {"dim": 16, "num_heads": 2}
 
@@ -35,11 +35,11 @@ def rows(*shape):
 def test_the_memory_goes_from_layer_to_layer():
     first, second = make(causal=False), make(causal=False, own_memory=False)
     x = rows(3, 9, 16)
-    y, _, memory = first(x)
+    y, _, memory = first.mix(x, None, None)
     assert memory.shape == (3, 5, 16)
-    z, _, last = second(y, memory=memory)
+    z, _, last = second.mix(y, None, None, memory)
     for b in range(3):
-        z_b, _, last_b = second(y[b : b + 1], memory=memory[b : b + 1])
+        z_b, _, last_b = second.mix(y[b : b + 1], None, None, memory[b : b + 1])
         assert_same_maths(z[b : b + 1], z_b, f"row {b}")
         assert_same_maths(last[b : b + 1], last_b, f"memory of row {b}")
     (gradient,) = torch.autograd.grad(z.sum(), first.memory)
@@ -47,37 +47,46 @@ def test_the_memory_goes_from_layer_to_layer():
 
 
 @pytest.mark.parametrize("causal", [True, False])
+def test_a_call_returns_two_values_and_uses_the_layers_own_memory(causal):
+    layer, x = make(causal=causal), rows(3, 9, 16)
+    y, state = layer(x)
+    assert state.seen == 9
+    assert_exact(y, layer.mix(x, None, None)[0])
+
+
+@pytest.mark.parametrize("causal", [True, False])
 def test_one_memory_serves_all_rows(causal):
     layer, x, memory = make(causal=causal), rows(3, 9, 16), rows(1, 5, 16)
-    together, apart = layer(x, memory=memory), layer(x, memory=memory.expand(3, -1, -1))
+    together, apart = layer.mix(x, None, None, memory), layer.mix(x, None, None, memory.expand(3, -1, -1))
     assert_same_maths(together[0], apart[0], "outputs")
     assert_same_maths(together[2].expand(3, -1, -1), apart[2].expand(3, -1, -1), "memory")
-    own = layer(x, memory=layer.memory[None])
+    own = layer.mix(x, None, None, layer.memory[None])
     assert_exact(own[0], layer(x)[0], "its own memory, handed to it")
     assert not torch.equal(own[0], together[0])
 
 
 def test_a_causal_layer_hands_on_the_memory_it_was_given():
     memory = rows(2, 5, 16)
-    assert make()(rows(2, 9, 16), memory=memory)[2] is memory
+    assert make().mix(rows(2, 9, 16), None, None, memory)[2] is memory
 
 
 def test_padding_is_not_packed():
-    layer, x = make(causal=False), rows(2, 9, 16)
-    mask = mask_with([(2, 7, 0), (0, 4, 5)])
-    packed = layer(x, mask=mask)[2]
-    for b in range(2):
-        assert_same_maths(packed[b : b + 1], layer(x[b : b + 1, mask[b]])[2], f"row {b}")
-    y, _, memory = layer(x, mask=torch.zeros(2, 9, dtype=torch.bool))
+    layer, x, lengths = make(causal=False), rows(3, 9, 16), torch.tensor([7, 4, 0])
+    y, _, packed = layer.mix(x, None, lengths)
+    for b, n in enumerate(lengths.tolist()[:2]):
+        y_b, _, packed_b = layer.mix(x[b : b + 1, :n], None, None)
+        assert_same_maths(packed[b : b + 1], packed_b, f"row {b}")
+        assert_same_maths(y[b : b + 1, :n], y_b, f"outputs of row {b}")
+    assert packed.isfinite().all()
+    y, _ = layer(x, mask=torch.zeros(3, 9, dtype=torch.bool))
     assert_exact(y, torch.zeros_like(y), "no token at all")
-    assert memory.isfinite().all()
 
 
 def test_a_causal_state_goes_on_with_a_memory_handed_to_it():
     layer, x, memory = make(own_memory=False), rows(2, 9, 16), rows(2, 5, 16)
-    first, state, _ = layer(x[:, :4], memory=memory)
-    rest, _, _ = layer(x[:, 4:], state, memory=memory)
-    assert_same_maths(torch.cat([first, rest], 1), layer(x, memory=memory)[0], "cut")
+    first, state, _ = layer.mix(x[:, :4], None, None, memory)
+    rest, _, _ = layer.mix(x[:, 4:], state, None, memory)
+    assert_same_maths(torch.cat([first, rest], 1), layer.mix(x, None, None, memory)[0], "cut")
 
 
 @pytest.mark.parametrize(
@@ -103,7 +112,9 @@ def test_no_memory_at_all_is_refused():
     layer = make(own_memory=False)
     assert "memory" not in dict(layer.named_parameters())
     for call in (layer, layer.weights):
-        with pytest.raises(ValueError, match=r"this luna layer has no memory of its own \(own_memory=False\): give it"):
+        with pytest.raises(
+            ValueError, match=r"this luna layer has no memory of its own \(own_memory=False\): the layer below hands"
+        ):
             call(rows(2, 9, 16))
 
 
@@ -111,7 +122,7 @@ def test_no_memory_at_all_is_refused():
 def test_a_memory_of_another_shape_is_refused(shape):
     match = r"memory must have shape \(2, 5, 16\) or \(1, 5, 16\), got \("
     with pytest.raises(ValueError, match=match):
-        make()(rows(2, 9, 16), memory=rows(*shape))
+        make().mix(rows(2, 9, 16), None, None, rows(*shape))
 
 
 def test_a_mask_is_checked():

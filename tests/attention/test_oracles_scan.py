@@ -145,7 +145,7 @@ def test_luna_packs_and_unpacks(pack_heads, tied):
         return attend(head(layer.pack_query, p, g, G)[m], head(pack_key, x, g, G), head(layer.pack_value, x, g, G))
 
     pack = torch.stack([torch.cat([packed(m, g) for g in range(G)]) for m in range(5)])
-    y, _, memory = layer(x[None])
+    y, _, memory = layer.mix(x[None], None, None)
 
     def row(t, h):
         return attend(head(layer.query, x, h)[t], head(key, pack, h), head(layer.value, pack, h))
@@ -201,7 +201,7 @@ def test_slots_of_padding_hold_nothing(name, options):
     for seed in (1, 2):
         rubbish = 100 * torch.randn(3, TOKENS, DIM, generator=torch.Generator().manual_seed(seed)).double()
         rows = torch.where(real[..., None], x, rubbish).requires_grad_()
-        y, state = layer.mix(rows, None, lengths)
+        y, state, _ = layer.mix(rows, None, lengths)
         assert y.isfinite().all()
         gradient = torch.autograd.grad(y[real].square().sum(), rows)[0]
         results.append([y[real], gradient, *(entry for entry in state.entries.values() if isinstance(entry, Tensor))])

@@ -159,7 +159,7 @@ def test_settings_that_make_no_decoder_are_refused(settings: dict[str, Any], mes
 
 @pytest.mark.parametrize("setting", [{"head_dim": 8}, {"ff_dim": 8}, {"parallel_residual": True}, {"ff_bias": True}])
 def test_stacks_refuse_what_only_the_decoders_layers_have(setting: dict[str, Any]) -> None:
-    from subquad.models.stacks import build_model
+    from subquad.models.build import build_model
 
     options = {"perceiver_ar": {"latents": 4}}
     config = DecoderConfig(vocab_size=9, dim=16, num_heads=2, attention="perceiver_ar", options=options, **setting)

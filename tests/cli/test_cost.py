@@ -259,23 +259,6 @@ def test_a_classifiers_run_is_a_model_too(tmp_path):
     assert measured.cost.state_bytes == 0
 
 
-def test_the_paper_is_printed_with_what_is_true(capsys, tmp_path):
-    file = tmp_path / "paper.json"
-    out = table(capsys, "--paper", "llp", "--json", str(file))
-    for printed in ("4,932 (25%)", "14,495 (75%)", "9,682 (50%)", "14,858 (77%)", "1,226 (6%)", "19,327 (100%)"):
-        assert printed in out
-    assert "V3. The printed number is wrong" in out
-    rows = {row["name"]: row for row in json.loads(file.read_text())["rows"]}
-    assert rows["LLP"]["dense"] == 1_189_085_184
-
-
-def test_the_paper_at_another_setting(capsys):
-    sizes = ["--tokens", "24", "--layers", "3", "--heads", "2", "--segment", "6", "--projection", "5"]
-    out = table(capsys, "--paper", "llp", *sizes)
-    assert "n = 24 tokens" in out
-    assert "19,327" not in out
-
-
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
@@ -292,13 +275,6 @@ def test_the_paper_at_another_setting(capsys):
         (["--recipe", "nothing"], "unknown recipe 'nothing'; "),
         (["--recipe", "tiny", "--dim", "8"], "--dim does not go with --recipe; what does: --context, --tokens"),
         (["--recipe", "tiny", "--config", "x"], "--config and --recipe each name a model; give one"),
-        (["--segment", "8"], "--segment does not go with the table of all mechanisms"),
-        (["--paper", "llp", "--attention", "llp"], "--attention does not go with --paper"),
-        (["--paper", "llp", "--recipe", "tiny"], "--paper prints the table of a paper and takes no --recipe"),
-        (["--paper", "llp", "--tokens", "1", "2"], "--paper takes one length, got --tokens 1 2"),
-        (["--paper", "llp", "--tokens", "100"], "tokens must be a multiple of 2 x segment"),
-        (["--paper", "lpp"], "llp"),
-        (["--paper", "llp", "--context", "2"], "--context does not go with --paper"),
         (["--context", "0"], "--context must be at least 1 process, got 0"),
         (["--context", "2", "--tokens", "8", "9"], "--tokens must be multiples of --context 2 (equal parts), got 9"),
         (["--tokns", "8"], "unknown option 'tokns'; did you mean 'tokens'?"),

@@ -1,6 +1,7 @@
 """`subquad eval --tasks`, on folders of ours and of transformers."""
 
 import json
+import sys
 from pathlib import Path
 
 import pytest
@@ -96,6 +97,7 @@ def test_wrong_arguments_are_refused_before_the_model_is_asked(folders, capsys, 
 
 
 def test_without_the_extra_the_command_says_what_to_install(folders, capsys, monkeypatch):
-    monkeypatch.setattr("subquad.evaluation.harness.importlib.util.find_spec", lambda name: None)
+    monkeypatch.setitem(sys.modules, "lm_eval.evaluator", None)
+    monkeypatch.delitem(sys.modules, "subquad.evaluation.harness", raising=False)
     assert main(["eval", str(folders / "ours"), *OURS]) == 1
     assert "not installed: pip install subquad[eval]" in capsys.readouterr().err

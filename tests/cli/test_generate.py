@@ -62,8 +62,8 @@ def test_frozen_ends_with_a_warning_where_its_latents_do(runs, capsys, caplog):
 
 
 @pytest.mark.parametrize(("run", "arguments", "match"), [
-    ("llp", ["--decode", "refill"], "--decode is for perceiver_ar, and this model has attention='llp'"),
-    ("llp", ["--refill", "2"], "--refill is for perceiver_ar, and this model has attention='llp'"),
+    ("llp", ["--decode", "refill"], "decode is for perceiver_ar, and this model has attention='llp'"),
+    ("llp", ["--refill", "2"], "refill is for perceiver_ar, and this model has attention='llp'"),
     ("exact", ["--refill", "2"], "refill=2 has no effect with decode='exact'; leave it out"),
     ("exact", ["--decode", "refill", "--refill", "6"], "refill must be at most latents, got refill=6, latents=5"),
     ("exact", ["--decode", "thaw"], "exact"),

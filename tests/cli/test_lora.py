@@ -197,7 +197,7 @@ def test_the_decoder_of_an_adapter_carries_its_state(runs):
 
 def test_an_unknown_action_is_answered_with_the_valid_ones(capsys):
     assert run(["lst"]) == 2
-    assert "unknown action 'lst'; did you mean 'list'? valid: list, merge, mnist" in capsys.readouterr().err
+    assert "unknown action 'lst'; did you mean 'list'? valid: list, merge" in capsys.readouterr().err
     assert run([]) == 2
     assert "no action" in capsys.readouterr().err
     assert run(["--help"]) == 0

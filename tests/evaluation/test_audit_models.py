@@ -11,7 +11,7 @@ from subquad.attention import mechanism, names
 from subquad.evaluation.audit import audit, replay
 from subquad.hf import SubquadConfig, SubquadForCausalLM
 from subquad.models import DecoderConfig
-from subquad.models.stacks import build_model
+from subquad.models.build import build_model
 
 QUICK = {"tokens": 9, "contexts": [], "long": 0}
 NOT_ASKED = {"state growth", "time growth", "memory growth", "bf16"}

@@ -6,7 +6,7 @@ from torch.nn import functional as F
 
 from subquad.data.toy import MarkedVotes
 from subquad.evaluation import fit_bag_of_tokens
-from subquad.evaluation._bag import PENALTIES, _fitted, bags
+from subquad.evaluation.classes import PENALTIES, _fitted, bags
 from subquad.testing import assert_same_maths
 
 PENALTY = 1e-2
@@ -83,7 +83,7 @@ def test_nothing_is_random():
 
 
 def test_only_some_examples_are_read(monkeypatch):
-    monkeypatch.setattr("subquad.evaluation._bag.EXAMPLES", 20)
+    monkeypatch.setattr("subquad.evaluation.classes.EXAMPLES", 20)
     items, read = some_items(100), []
 
     class Watched(list):

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from subquad.evaluation import evaluate
 from subquad.models import DecoderConfig
-from subquad.models.stacks import build_model
+from subquad.models.build import build_model
 from subquad.testing import assert_same_maths
 
 VOCABULARY = 20

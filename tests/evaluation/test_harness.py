@@ -1,10 +1,12 @@
 """What lm-evaluation-harness measures through us, against sums of log-probabilities taken by hand and our own loss."""
 
+import importlib
 import json
 import logging
 import math
 import random
 import shutil
+import sys
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -21,11 +23,10 @@ from transformers import GPT2Config, GPT2LMHeadModel, PreTrainedTokenizerFast
 from subquad.data.tokenizers import bytes_tokenizer
 from subquad.data.vocabularies import SEPARATOR, train_bpe
 from subquad.evaluation import evaluate
-from subquad.evaluation._harness_model import wrap
-from subquad.evaluation.harness import SEEDS, evaluate_tasks
+from subquad.evaluation.harness import SEEDS, evaluate_tasks, wrap
 from subquad.hf import SubquadConfig, SubquadForCausalLM
 from subquad.models import Decoder, DecoderConfig
-from subquad.models.stacks import build_model
+from subquad.models.build import build_model
 from subquad.testing import assert_exact, assert_same_maths
 
 TASKS = Path(__file__).parent / "tasks"
@@ -395,7 +396,7 @@ def test_an_unknown_task_is_answered_with_near_ones(monkeypatch):
         def __init__(self, include_path, include_defaults=True):
             super().__init__(include_path=include_path, include_defaults=False)
 
-    monkeypatch.setattr("lm_eval.tasks.TaskManager", FewTasks)
+    monkeypatch.setattr("subquad.evaluation.harness.TaskManager", FewTasks)
     has = r"has local_choices, local_texts, local_words; `lm-eval ls tasks` lists the harness's own"
     with pytest.raises(ValueError, match=rf"unknown task 'local_word'; did you mean 'local_words'.*tasks {has}"):
         evaluate_tasks(decoder(), bytes_tokenizer(), ["local_word"], task_path=TASKS, length=9)
@@ -417,9 +418,10 @@ def test_data_that_only_a_network_has_is_said_to_be(tmp_path):
 
 
 def test_without_lm_eval_the_extra_is_named(monkeypatch):
-    monkeypatch.setattr("subquad.evaluation.harness.importlib.util.find_spec", lambda name: None)
+    monkeypatch.setitem(sys.modules, "lm_eval.evaluator", None)
+    monkeypatch.delitem(sys.modules, "subquad.evaluation.harness", raising=False)
     with pytest.raises(ImportError, match=r"not installed: pip install subquad\[eval\]"):
-        evaluate_tasks(decoder(), bytes_tokenizer(), ["local_words"], length=9)
+        importlib.import_module("subquad.evaluation.harness")
 
 
 def test_what_the_harness_warns_of_a_model_in_memory_is_kept_back(caplog):

@@ -7,7 +7,8 @@ import pytest
 import torch
 
 from subquad.data.images import ImageSet
-from subquad.evaluation import evaluate_images, train_reader
+from subquad.evaluation import evaluate_images
+from subquad.evaluation.images import train_reader
 from subquad.testing import assert_same_maths
 from tests.data.pictures import digits
 from tests.models.test_image import image_model

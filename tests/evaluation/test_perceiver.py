@@ -8,7 +8,7 @@ import torch
 from torch.nn import functional as F
 
 from subquad.evaluation import evaluate
-from subquad.evaluation._evaluate import plan
+from subquad.evaluation.text import plan
 from subquad.models import DecoderConfig, PerceiverAR
 from subquad.testing import assert_same_maths
 

@@ -24,7 +24,7 @@ from subquad.evaluation.probes import (
     right_answers,
 )
 from subquad.models import Decoder, DecoderConfig
-from subquad.models.stacks import build_model
+from subquad.models.build import build_model
 from subquad.testing import assert_same_maths
 
 
@@ -36,6 +36,8 @@ def make(*, seed: int = 0, **changes) -> Decoder:
 
 class Oracle(nn.Module):
     """Knows the labels within `reach` tokens of their source; elsewhere, and where nothing is asked, says token 0."""
+
+    most_tokens = predicts_last = None
 
     def __init__(self, rows, vocab_size: int, reach: int) -> None:
         super().__init__()

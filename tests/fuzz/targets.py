@@ -129,9 +129,9 @@ def make_experiment(folder):
 
 @target(make_experiment, quick=40, raises=(ValueError, TypeError, OSError))
 def experiment(folder):
-    from subquad.reproduction.claims import read_expected
-    from subquad.reproduction.recipe import read_recipe
-    from subquad.reproduction.result import read_result, written
+    from experiments.harness.claims import read_expected
+    from experiments.harness.recipe import read_recipe
+    from experiments.harness.result import read_result, written
 
     recipe, expected = read_recipe(folder), read_expected(folder)
     for scale in recipe.scales:
@@ -427,7 +427,7 @@ def source(folder):
 
 @target(make_sources, files="d.*", quick=6)
 def archive(folder):
-    from subquad.reproduction import data
+    from experiments.harness import data
 
     for name in ("d.tar", "d.tgz"):
         out = folder.parent / "unpacked"
@@ -625,7 +625,7 @@ def make_image_model(folder):
 
 @target(make_image_model, quick=3, raises=(ValueError, TypeError, OSError))
 def image_model(folder):
-    from subquad.training.image_runs import load_image_run
+    from subquad.training.runs import load_image_run
 
     load_image_run(folder, "cpu")
 
@@ -666,7 +666,7 @@ def adapter(folder):
 
 def make_checkpoint(folder):
     from subquad.training import checkpoint
-    from subquad.training.rng import rng_file, save_rng
+    from subquad.training.saving import rng_file, save_rng
 
     aside = checkpoint.aside(folder, 3)
     aside.mkdir()
@@ -688,8 +688,8 @@ def seal_checkpoint(folder):
 @target(make_checkpoint, seal=seal_checkpoint, quick=30)
 def checkpoint(folder):
     from subquad.training import checkpoint
-    from subquad.training.resuming import checkpoint_to_resume
-    from subquad.training.rng import load_rng, rng_file
+    from subquad.training.run import checkpoint_to_resume
+    from subquad.training.saving import load_rng, rng_file
 
     config: Any = SimpleNamespace(run=SimpleNamespace(steps=3))
     found = checkpoint_to_resume(folder, config, "must", {"run.seed": 0})
@@ -820,7 +820,7 @@ def make_bench(folder):
 
 @target(make_bench, quick=20)
 def bench_report(folder):
-    from subquad.bench import Report
+    from benchmarks.report import Report
 
     found = Report.load(folder / "a.json")
     assert found.stem
@@ -828,8 +828,8 @@ def bench_report(folder):
 
 
 def make_results(folder):
+    from experiments.lora_mnist.config import MnistConfig
     from subquad.config import digest
-    from subquad.tools._lora_mnist_config import MnistConfig
 
     identity = digest([MnistConfig().science(), "f"])
     values = {"identity": identity, "config": {}, "seeds": {"0": {"accuracy": {"base": 0.9}}}, "seconds": {"0": 1.5}}
@@ -838,8 +838,8 @@ def make_results(folder):
 
 @target(make_results, quick=20)
 def lora_results(folder):
-    from subquad.tools._lora_mnist_config import MnistConfig
-    from subquad.tools._lora_mnist_run import Results
+    from experiments.lora_mnist.config import MnistConfig
+    from experiments.lora_mnist.running import Results
 
     found = Results.open(MnistConfig(), str(folder / "a.json"), "f")
     found.add(1, {"accuracy": {}})

@@ -237,7 +237,7 @@ def test_a_tar_that_leads_in_a_circle():
 
 
 def test_an_archive_writes_nothing_outside(tmp_path):
-    from subquad.reproduction.data import unpack_archive
+    from experiments.harness.data import unpack_archive
 
     (tmp_path / "a.tar").write_bytes(tar_of(link=(tarfile.SYMTYPE, "/etc")))
     with pytest.raises(
@@ -251,7 +251,7 @@ def test_an_archive_writes_nothing_outside(tmp_path):
 
 
 def test_an_archive_that_fills_the_disk(tmp_path, little):
-    from subquad.reproduction.data import unpack_archive
+    from experiments.harness.data import unpack_archive
 
     out = io.BytesIO()
     with tarfile.open(fileobj=out, mode="w:xz") as archive:
@@ -652,7 +652,7 @@ def test_a_report_of_an_audit_without_its_parts(tmp_path):
 
 
 def test_a_report_of_a_benchmark_with_more(tmp_path):
-    from subquad.bench import Report
+    from benchmarks.report import Report
 
     values = {"what": "ops", "settings": {"device": "cpu"}, "rows": [], "more": 1}
     (tmp_path / "a.json").write_text(json.dumps(values))
@@ -669,9 +669,9 @@ def test_a_special_token_that_is_no_text(tmp_path):
 
 
 def test_rows_of_a_result_that_do_not_fit(tmp_path):
-    from subquad.reproduction.claims import read_expected
-    from subquad.reproduction.recipe import read_recipe
-    from subquad.reproduction.result import written
+    from experiments.harness.claims import read_expected
+    from experiments.harness.recipe import read_recipe
+    from experiments.harness.result import written
     from tests.fuzz.targets import make_experiment
 
     make_experiment(tmp_path)
@@ -694,7 +694,7 @@ def test_rows_of_a_result_that_do_not_fit(tmp_path):
 def test_a_checkpoint_whose_manifest_is_half_there(tmp_path):
     from subquad.training import checkpoint
     from subquad.training.errors import CheckpointError, reading
-    from subquad.training.rng import load_rng
+    from subquad.training.saving import load_rng
     from tests.fuzz.targets import make_checkpoint
 
     make_checkpoint(tmp_path)

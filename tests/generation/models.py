@@ -4,7 +4,7 @@ import torch
 
 from subquad import attention
 from subquad.models import Decoder, DecoderConfig
-from subquad.models.stacks import build_model
+from subquad.models.build import build_model
 
 VOCABULARY = 23
 SMALL = {

@@ -276,7 +276,7 @@ def test_what_was_read_before_counts():
 def test_frozen_latents_are_counted_before_they_are_used():
     options = {"latents": 5, "history": "cross", "decode": "frozen"}
     config = config_of("perceiver_ar cross exact").replace(options={"perceiver_ar": options})
-    from subquad.models.stacks import build_model
+    from subquad.models.build import build_model
 
     model = build_model(config).double().eval()
     most = model.most_new_tokens(9)

@@ -5,8 +5,7 @@ import torch
 
 from subquad.attention import mechanism, names
 from subquad.models import Decoder, DecoderConfig
-from subquad.models.decoder import IGNORED
-from subquad.models.pretraining import next_tokens
+from subquad.models.decoder import IGNORED, next_tokens
 from subquad.testing import assert_exact, assert_same_maths
 
 SMALL = {"llp": {"segment": 6}, "window": {"width": 4}, "shifted": {"group": 4}, "latte_macchiato": {"width": 4}}

@@ -77,8 +77,8 @@ def test_the_encoder_is_its_equation(name, causal):
     for block in encoder.layers:
         assert block.attention.causal == causal
         z = block.attention_norm(x)
-        if block.attention.hands_memory:
-            y, _, memory = block.attention(z, memory=memory)
+        if name == "luna":
+            y, _, memory = block.attention.mix(z, None, None, memory)
         else:
             y = block.attention.definition(z)
         x = x + y
@@ -208,18 +208,18 @@ def test_positions_count_real_tokens(position):
 @pytest.mark.parametrize("stack", ["luna", ["luna", "full"]])
 def test_the_memory_is_handed_from_layer_to_layer(stack):
     encoder, tokens = tiny(stack, num_layers=4), some_tokens()
-    luna = [block.attention for block in encoder.layers if block.attention.hands_memory]
+    luna = [block.attention for block in encoder.layers if block.attention.name == "luna"]
     assert [layer.config.own_memory for layer in luna] == [True] + [False] * (len(luna) - 1)
     calls = []
     for layer in luna:
-        inner = layer.mix_with_memory
+        inner = layer.mix
 
         def spy(*args, inner=inner):
             result = inner(*args)
             calls.append((args[3], result[2]))
             return result
 
-        layer.mix_with_memory = spy
+        layer.mix = spy
     encoder(tokens)
     assert calls[0][0] is None
     for (_, handed), (taken, _) in itertools.pairwise(calls):

@@ -10,8 +10,8 @@ from hypothesis import strategies as st
 
 from subquad.attention import mechanism, names
 from subquad.models import ImageModel, ImageModelConfig
-from subquad.models._pixel_outputs import LEAST_LOG_SCALE, draw
 from subquad.models.config import DecoderConfig
+from subquad.models.pixels import LEAST_LOG_SCALE, draw
 from subquad.testing import assert_exact, assert_same_maths
 
 CAUSAL = [name for name in names() if "causal" in mechanism(name).forms]

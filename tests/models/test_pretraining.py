@@ -7,7 +7,8 @@ from hypothesis import strategies as st
 from torch.nn import functional as F
 
 from subquad.models import EncoderConfig
-from subquad.models.pretraining import Hiding, PretrainingModel, next_tokens
+from subquad.models.decoder import next_tokens
+from subquad.models.pretraining import Hiding, PretrainingModel
 from subquad.testing import assert_same_maths
 
 VOCABULARY, MASK = 7, 7

@@ -5,9 +5,10 @@ import torch
 
 from subquad.attention import LAWS
 from subquad.models import DecoderConfig
-from subquad.models.encoder_config import EncoderConfig
-from subquad.models.perceiver_encoder import PerceiverEncoder
-from subquad.models.stacks import STACKS, build_model
+from subquad.models.build import build_model
+from subquad.models.encoder import EncoderConfig
+from subquad.models.perceiver import PerceiverEncoder
+from subquad.models.stacks import STACKS
 from subquad.testing import assert_same_maths
 
 SHAPE = {"vocab_size": 20, "dim": 16, "num_layers": 2, "num_heads": 2}

@@ -5,18 +5,16 @@ import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from subquad.ops import block_attention
-from subquad.ops._reference.attend import softmax_weights as dense_weights
+from subquad.ops import block_attention, block_attention_with_lse
+from subquad.ops._reference import softmax_weights as dense_weights
 from subquad.ops._torch import attend as torch_attend
-from subquad.ops._torch import attend_tiles
-from subquad.ops._torch.attend import gathered
-from subquad.ops._torch.attend_cpu import block_attention_cpu, block_attention_cpu_backward
+from subquad.ops._torch.attend import block_attention_cpu, block_attention_cpu_backward
+from subquad.ops._torch.gathered import gathered
 from subquad.ops.attend import softmax_weights
 from subquad.ops.patterns import (
     Band,
     Blocks,
     Causal,
-    Columns,
     Dilated,
     DilatedBand,
     Full,
@@ -30,6 +28,7 @@ from subquad.ops.patterns import (
     Suffix,
     Window,
 )
+from subquad.ops.patterns.sparse import Columns
 from subquad.ops.slots import Slots
 from subquad.testing import LOW_PRECISION, assert_exact, assert_in_budget, assert_same_maths, mask_with
 
@@ -104,7 +103,7 @@ def assert_backends_agree(differentiated):
 
     def check(inputs, pattern, **options):
         def run(backend):
-            return lambda q, k, v: block_attention(q, k, v, pattern, return_lse=True, backend=backend, **options)
+            return lambda q, k, v: block_attention_with_lse(q, k, v, pattern, backend=backend, **options)
 
         names = ("out", "lse", "gradient of q", "gradient of k", "gradient of v")
         actual, expected = differentiated(run("torch"), inputs), differentiated(run("reference"), inputs)
@@ -218,7 +217,7 @@ def test_slots_before_position_zero_hold_no_key(qkv, pattern, backend):
 def test_lengths_cut_the_keys_and_zero_the_queries(qkv, pattern, backend):
     q, k, v = qkv(30, 30)
     lengths = torch.tensor([30, 17])
-    out, lse = block_attention(q, k, v, pattern, lengths=lengths, return_lse=True, backend=backend)
+    out, lse = block_attention_with_lse(q, k, v, pattern, lengths=lengths, backend=backend)
     alone = block_attention(q[1:, :, :17], k[1:, :, :17], v[1:, :, :17], pattern, backend=backend)
     assert_same_maths(out[1:, :, :17], alone)
     assert_exact(out[1, :, 17:], torch.zeros_like(out[1, :, 17:]))
@@ -231,11 +230,11 @@ def test_padding_anywhere_is_as_if_removed(qkv, differentiated, pattern, backend
     mask = mask_with([(9, 25, 6), (0, 33, 7)])
     q, k, v = qkv(40)
     results = differentiated(
-        lambda q, k, v: block_attention(q, k, v, pattern, mask=mask, return_lse=True, backend=backend), (q, k, v)
+        lambda q, k, v: block_attention_with_lse(q, k, v, pattern, mask=mask, backend=backend), (q, k, v)
     )
     for b in range(B):
         real = [x[b : b + 1, :, mask[b]] for x in (q, k, v)]
-        out, lse = block_attention(*real, pattern, return_lse=True, backend=backend)
+        out, lse = block_attention_with_lse(*real, pattern, backend=backend)
         assert_same_maths(results[0][b : b + 1, :, mask[b]], out)
         assert_same_maths(results[1][b : b + 1, :, mask[b]], lse)
         assert torch.isneginf(results[1][b, :, ~mask[b]]).all()
@@ -253,7 +252,7 @@ def test_rubbish_in_padding_changes_no_bit(qkv, differentiated, pattern, backend
         inputs = [x.masked_fill(~mask[:, None, :, None], rubbish) for x in qkv(40, dtype=dtype)]
         results.append(
             differentiated(
-                lambda q, k, v: block_attention(q, k, v, pattern, mask=mask, return_lse=True, backend=backend), inputs
+                lambda q, k, v: block_attention_with_lse(q, k, v, pattern, mask=mask, backend=backend), inputs
             )
         )
     for result in results[1:]:
@@ -295,7 +294,7 @@ def test_grouped_heads_are_repeated_heads(qkv, differentiated, pattern, backend)
 def test_nothing_and_one_token(qkv, differentiated, pattern, backend, tokens, keys):
     start = max(0, keys - tokens)
     out, lse, *gradients = differentiated(
-        lambda q, k, v: block_attention(q, k, v, pattern, q_start=start, return_lse=True, backend=backend),
+        lambda q, k, v: block_attention_with_lse(q, k, v, pattern, q_start=start, backend=backend),
         qkv(tokens, keys, values=3),
     )
     assert out.shape == (B, H, tokens, 3)
@@ -309,7 +308,7 @@ def test_nothing_and_one_token(qkv, differentiated, pattern, backend, tokens, ke
 @backends
 def test_a_query_without_keys_gives_zeros_and_no_gradient(qkv, differentiated, backend):
     out, lse, dq, dk, dv = differentiated(
-        lambda q, k, v: block_attention(q, k, v, Suffix(start=25), return_lse=True, backend=backend), qkv(40)
+        lambda q, k, v: block_attention_with_lse(q, k, v, Suffix(start=25), backend=backend), qkv(40)
     )
     assert_exact(out[:, :, :25], torch.zeros_like(out[:, :, :25]))
     assert torch.isneginf(lse[:, :, :25]).all()
@@ -322,7 +321,7 @@ def test_a_query_without_keys_gives_zeros_and_no_gradient(qkv, differentiated, b
 def test_lse_alone_has_its_gradients(qkv, differentiated, pattern):
     inputs = qkv(40)
     actual, expected = (
-        differentiated(lambda q, k, v, b=b: block_attention(q, k, v, pattern, return_lse=True, backend=b)[1:], inputs)
+        differentiated(lambda q, k, v, b=b: block_attention_with_lse(q, k, v, pattern, backend=b)[1:], inputs)
         for b in ("torch", "reference")
     )
     for a, e in zip(actual, expected, strict=True):
@@ -333,10 +332,10 @@ def test_lse_alone_has_its_gradients(qkv, differentiated, pattern):
 def test_lse_merges_attention_to_halves_of_the_keys(qkv, backend):
     q, k, v = qkv(20, 40)
     halves = [
-        block_attention(q, k[:, :, s], v[:, :, s], Full(), return_lse=True, backend=backend)
+        block_attention_with_lse(q, k[:, :, s], v[:, :, s], Full(), backend=backend)
         for s in (slice(0, 20), slice(20, 40))
     ]
-    out, lse = block_attention(q, k, v, Full(), return_lse=True, backend=backend)
+    out, lse = block_attention_with_lse(q, k, v, Full(), backend=backend)
     assert_same_maths(torch.logaddexp(halves[0][1], halves[1][1]), lse)
     assert_same_maths(sum((part_lse - lse).exp()[..., None] * part for part, part_lse in halves), out)
 
@@ -390,7 +389,7 @@ def test_low_precision_stays_in_budget(qkv, differentiated, pattern, dtype, back
 def test_logits_of_ten_thousand_are_finite(qkv, differentiated, pattern, dtype):
     q, k, v = qkv(dtype=dtype)
     results = differentiated(
-        lambda q, k, v: block_attention(q, k, v, pattern, scale=1.0, return_lse=True),
+        lambda q, k, v: block_attention_with_lse(q, k, v, pattern, scale=1.0),
         (100 * q.sign(), 100 * k.sign(), v),
     )
     assert not torch.isnan(results[1]).any()
@@ -411,7 +410,7 @@ def test_no_bit_depends_on_the_future(qkv, pattern, tokens, fraction, dtype, sha
     q, k, v = qkv(tokens, heads=1, batch=1, dtype=dtype)
     q, k = q * sharpness, k * sharpness
     others = [torch.cat([x[:, :, : now + 1], -3 * x[:, :, now + 1 :].flip(2)], 2) for x in (q, k, v)]
-    before, after = (block_attention(*x, pattern, return_lse=True) for x in ((q, k, v), others))
+    before, after = (block_attention_with_lse(*x, pattern) for x in ((q, k, v), others))
     for a, b in zip(before, after, strict=True):
         assert_exact(b[:, :, : now + 1], a[:, :, : now + 1], f"tokens after {now}")
 
@@ -611,11 +610,9 @@ def test_tiles_of_some_heads_at_a_time(random, differentiated, monkeypatch, entr
     q, k, v = (random(2, 3, 130, 4, seed=seed) for seed in range(3))
 
     def run(backend):
-        return differentiated(
-            lambda *x: block_attention(*x, Segments(size=40), return_lse=True, backend=backend), [q, k, v]
-        )
+        return differentiated(lambda *x: block_attention_with_lse(*x, Segments(size=40), backend=backend), [q, k, v])
 
     expected = run("reference")
-    monkeypatch.setattr(attend_tiles, "ENTRIES", entries)
+    monkeypatch.setattr(torch_attend, "ENTRIES", entries)
     for actual, result in zip(run("torch"), expected, strict=True):
         assert_same_maths(actual, result)

@@ -5,7 +5,8 @@ import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from subquad.ops import attend
-from subquad.ops.patterns import Blocks, Causal, Columns, Dilated, Globals, Random, Segments, Shifted, Strided, Window
+from subquad.ops.patterns import Blocks, Causal, Dilated, Globals, Random, Segments, Shifted, Strided, Window
+from subquad.ops.patterns.sparse import Columns
 
 KERNELS = [Causal(), Window(width=4), Segments(size=4), Shifted(size=4, shift=2), Blocks(size=4)]
 NO_KERNELS = [Globals(count=1, back=1, ahead_blocks=1), Random(size=8, index=1, of=2, skip=1, back=0)]

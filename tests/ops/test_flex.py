@@ -12,13 +12,12 @@ import torch
 from torch._dynamo.utils import counters
 from torch.nn.attention.flex_attention import create_block_mask
 
-from subquad.ops import block_attention
-from subquad.ops._flex import attend as flex
+from subquad.ops import _flex as flex
+from subquad.ops import block_attention, block_attention_with_lse
 from subquad.ops.patterns import (
     Band,
     Blocks,
     Causal,
-    Columns,
     Dilated,
     DilatedBand,
     Full,
@@ -26,7 +25,6 @@ from subquad.ops.patterns import (
     Pattern,
     Prefix,
     Random,
-    Ranks,
     Segments,
     Shifted,
     Sinks,
@@ -34,6 +32,7 @@ from subquad.ops.patterns import (
     Suffix,
     Window,
 )
+from subquad.ops.patterns.sparse import Columns, Ranks
 from subquad.ops.slots import Slots
 from subquad.testing import assert_exact, assert_in_budget, mask_with
 
@@ -80,10 +79,11 @@ def plain_form(monkeypatch):
     monkeypatch.setattr(flex, "attend", functools.partial(flex.attend, compiled=False))
 
 
-def assert_is_the_definition(inputs, pattern, return_lse=True, **options):
+def assert_is_the_definition(inputs, pattern, with_lse=True, **options):
     def run(backend, *inputs):
-        result = block_attention(*inputs, pattern, return_lse=return_lse, backend=backend, **options)
-        return result if return_lse else [result]
+        if with_lse:
+            return block_attention_with_lse(*inputs, pattern, backend=backend, **options)
+        return [block_attention(*inputs, pattern, backend=backend, **options)]
 
     actual, plain = run("flex", *inputs), run("reference", *inputs)
     exact = run("reference", *(x.double() for x in inputs))
@@ -177,7 +177,7 @@ def test_the_blocks_of_rows_are_those_of_the_dense_mask(rows, pattern, last_mask
 @pytest.mark.usefixtures("plain_form")
 def test_more_queries_than_keys_may_see_none(qkv):
     assert_is_the_definition(qkv(300, 100), Window(width=20))
-    out, _ = block_attention(*qkv(300, 100), Window(width=20), return_lse=True, backend="flex")
+    out, _ = block_attention_with_lse(*qkv(300, 100), Window(width=20), backend="flex")
     assert_exact(out[:, :, 119:], torch.zeros_like(out[:, :, 119:]))
 
 
@@ -210,7 +210,7 @@ def test_a_second_call_of_a_shape_does_not_compile_again(qkv):
     flex._graph.cache_clear()
     counters.clear()
     for tokens in (200, 200, 300, 200, 300):
-        assert_is_the_definition(qkv(tokens), Segments(size=70), return_lse=False)
+        assert_is_the_definition(qkv(tokens), Segments(size=70), with_lse=False)
     assert counters["stats"]["unique_graphs"] == 2
     assert flex._graph.cache_info().misses == 2
 
@@ -221,7 +221,7 @@ def test_the_steps_of_a_decoder_share_one_graph(qkv):
     counters.clear()
     for position in (60, 61, 80):
         inputs, starts = qkv(1, 40, K=8), {"q_start": position, "k_start": position - 39}
-        assert_is_the_definition(inputs, Window(width=40), return_lse=False, **starts)
+        assert_is_the_definition(inputs, Window(width=40), with_lse=False, **starts)
     assert counters["stats"]["unique_graphs"] == 1
 
 
@@ -230,7 +230,7 @@ def test_graphs_are_counted_apart_and_their_number_is_bounded(qkv, monkeypatch):
     monkeypatch.setattr(flex.torch, "compile", functools.partial(torch.compile, backend="eager"))
     flex._graph.cache_clear()
     for tokens in range(1, torch._dynamo.config.recompile_limit + 4):
-        assert_is_the_definition(qkv(tokens, batch=1), Causal(), return_lse=False)
+        assert_is_the_definition(qkv(tokens, batch=1), Causal(), with_lse=False)
     for size in range(1, 2 * flex.GRAPHS):
         flex._graph((size,))
     assert flex._graph.cache_info().currsize == flex.GRAPHS
@@ -250,7 +250,7 @@ def test_kept_masks_serve_training_after_inference(qkv):
     flex._standing_mask.cache_clear()
     flex._standing_blocks.cache_clear()
     with torch.inference_mode():
-        block_attention(*qkv(20), Causal(), return_lse=True, backend="flex")
+        block_attention_with_lse(*qkv(20), Causal(), backend="flex")
     mask = flex._standing_mask(Causal(), 20, 20, torch.device("cpu"))
     assert flex._standing_mask.cache_info().misses == 1
     assert not any(x.is_inference() for x in mask.as_tuple() if isinstance(x, torch.Tensor))
@@ -266,7 +266,7 @@ OPTIONS = {
 @pytest.mark.parametrize("rows", OPTIONS)
 def test_a_callers_graph_takes_it_in(rows, qkv):
     def run(*x):
-        return block_attention(*x, Segments(size=70), return_lse=True, backend="flex", **OPTIONS[rows])
+        return block_attention_with_lse(*x, Segments(size=70), backend="flex", **OPTIONS[rows])
 
     inputs = qkv(150)
     compiled = torch.compile(run, fullgraph=True, backend="aot_eager")
@@ -332,6 +332,6 @@ def test_what_does_not_fit_is_refused(case):
 def test_the_entry_takes_slots_as_they_are(qkv):
     q, k, v = qkv(20)
     out, lse = flex.attend(q, k, v, Causal(), Slots(0, 0), 0.4, compiled=False)
-    expected = block_attention(q, k, v, Causal(), scale=0.4, return_lse=True, backend="flex")
+    expected = block_attention_with_lse(q, k, v, Causal(), scale=0.4, backend="flex")
     assert_exact(out, expected[0])
     assert_exact(lse, expected[1])

@@ -8,7 +8,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from subquad.ops import block_attention, merge_attention
+from subquad.ops import block_attention, block_attention_with_lse, merge_attention
 from subquad.ops.attend import softmax_weights
 from subquad.ops.patterns import Band, Blocks, Causal, DilatedBand, Full, Globals, Segments, Sinks, Window
 from subquad.testing import assert_same_maths, largest_allocation
@@ -33,7 +33,7 @@ def qkv(random, queries, keys):
 @pytest.mark.parametrize("case", UNIONS)
 def test_a_merge_is_the_softmax_over_the_union(case, backend, random, differentiated):
     def merged(q, k, v):
-        parts = [block_attention(q, k, v, p, return_lse=True, backend=backend) for p in UNIONS[case]]
+        parts = [block_attention_with_lse(q, k, v, p, backend=backend) for p in UNIONS[case]]
         return merge_attention(*zip(*parts, strict=True))
 
     def whole(q, k, v):
@@ -48,7 +48,7 @@ def test_a_merge_is_the_softmax_over_the_union(case, backend, random, differenti
 
 def test_queries_without_any_key_give_zeros_and_no_gradient(random, differentiated):
     def merged(q, k, v):
-        parts = [block_attention(q, k, v, Sinks(count=c, back=5), return_lse=True) for c in (0, 2)]
+        parts = [block_attention_with_lse(q, k, v, Sinks(count=c, back=5)) for c in (0, 2)]
         return (merge_attention(*zip(*parts, strict=True))[0],)
 
     out, *gradients = differentiated(merged, qkv(random, 12, 12))
@@ -103,7 +103,7 @@ def test_lengths_cut_the_future_that_is_padding(pattern, random, differentiated)
     lengths = torch.tensor([7, 20])
 
     def padded(backend):
-        return lambda q, k, v: block_attention(q, k, v, pattern, lengths=lengths, return_lse=True, backend=backend)
+        return lambda q, k, v: block_attention_with_lse(q, k, v, pattern, lengths=lengths, backend=backend)
 
     inputs = qkv(random, 20, 20)
     actual, expected = (differentiated(padded(backend), inputs) for backend in ("torch", "reference"))

@@ -11,7 +11,6 @@ from subquad.ops.patterns import (
     Band,
     Blocks,
     Causal,
-    Columns,
     Dilated,
     DilatedBand,
     Full,
@@ -19,7 +18,6 @@ from subquad.ops.patterns import (
     Pattern,
     Prefix,
     Random,
-    Ranks,
     Segments,
     Shifted,
     Sinks,
@@ -27,6 +25,7 @@ from subquad.ops.patterns import (
     Suffix,
     Window,
 )
+from subquad.ops.patterns.sparse import Columns, Ranks
 
 SIZES = st.integers(1, 40)
 KINDS = {

@@ -8,8 +8,10 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from subquad.ops import SoftmaxState, gated_scan, running_logsumexp, running_softmax
-from subquad.ops._torch import logsumexp, softmax_safe
-from subquad.ops._torch.logsumexp import running_logsumexp_backward_op, running_logsumexp_op
+from subquad.ops import softmax as engine
+from subquad.ops._torch import halves
+from subquad.ops._torch import softmax as chunked
+from subquad.ops._torch.halves import running_logsumexp_backward_op, running_logsumexp_op
 from subquad.ops._torch.scan import gated_scan_backward_op, gated_scan_op
 from subquad.ops._torch.softmax import EMPTY, running_softmax_backward_op, running_softmax_op
 from subquad.testing import LOW_PRECISION, assert_exact, assert_in_budget, assert_same_maths, mask_with
@@ -579,13 +581,13 @@ def test_rows_after_a_leap_and_all_gradients_stay_in_budget(random, differentiat
 
 def test_the_safe_form_is_taken_for_the_rows_that_need_it_alone(random, monkeypatch):
     taken = []
-    safe = softmax_safe.forward
+    safe = chunked.safe_forward
 
     def counted(p, *rest):
         taken.append(tuple(p.shape))
         return safe(p, *rest)
 
-    monkeypatch.setattr(softmax_safe, "forward", counted)
+    monkeypatch.setattr(chunked, "safe_forward", counted)
     leaping, calm = leaps(random, 50, 20, K, torch.float32)
     running_softmax(*calm, chunk_size=16)
     assert taken == []
@@ -603,8 +605,8 @@ def test_logits_of_minus_infinity_weigh_nothing(random, soft):
 
 def test_the_logsumexp_is_made_when_asked_for(soft, monkeypatch):
     made = []
-    make = logsumexp.running_logsumexp
-    monkeypatch.setattr(logsumexp, "running_logsumexp", lambda *inputs: made.append(1) or make(*inputs))
+    make = engine.running_logsumexp
+    monkeypatch.setattr(engine, "running_logsumexp", lambda *x, **y: made.append(1) or make(*x, **y))
     p, logits, v = soft(20)
     y = running_softmax(p, logits, v)
     assert made == []
@@ -625,8 +627,8 @@ def test_the_running_logsumexp_in_pieces_of_any_size(random, differentiated, lat
 
     expected = differentiated(plain, [k, a])
     assert_all_same_maths(differentiated(lambda k, a: (running_logsumexp(k, state=a),), [k, a]), expected)
-    monkeypatch.setattr(logsumexp, "LEAST_ROWS", 8)
-    monkeypatch.setattr(logsumexp, "PIECE_ENTRIES", 0)
+    monkeypatch.setattr(halves, "LEAST_ROWS", 8)
+    monkeypatch.setattr(halves, "PIECE_ENTRIES", 0)
     assert_all_same_maths(differentiated(lambda k, a: (running_logsumexp(k, state=a),), [k, a]), expected, "pieces")
 
 

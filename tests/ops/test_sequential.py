@@ -6,7 +6,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from torch.utils.flop_counter import FlopCounterMode
 
-from subquad.ops import block_attention, flops, gated_scan, running_softmax
+from subquad.ops import block_attention, block_attention_with_lse, flops, gated_scan, running_softmax
 from subquad.ops._sequential import attend as sequential
 from subquad.ops._sequential.attend import block_attention_sequential, block_attention_sequential_backward
 from subquad.ops._sequential.scan import (
@@ -57,7 +57,7 @@ def assert_attention_agrees(differentiated):
 
     def check(inputs, pattern, **options):
         def run(backend):
-            return lambda q, k, v: block_attention(q, k, v, pattern, return_lse=True, backend=backend, **options)
+            return lambda q, k, v: block_attention_with_lse(q, k, v, pattern, backend=backend, **options)
 
         names = ("out", "lse", "gradient of q", "gradient of k", "gradient of v")
         actual, expected = differentiated(run("sequential"), inputs), differentiated(run("reference"), inputs)
@@ -126,7 +126,7 @@ def test_attention_of_one_query_and_one_key_at_a_time(qkv, cut, assert_attention
 
 def test_queries_without_keys_give_zeros(qkv):
     q, k, v = (x.requires_grad_() for x in qkv(20))
-    out, lse = block_attention(q, k, v, Suffix(start=15), return_lse=True, backend="sequential")
+    out, lse = block_attention_with_lse(q, k, v, Suffix(start=15), backend="sequential")
     assert_exact(out[:, :, :15], torch.zeros_like(out[:, :, :15]))
     assert_exact(lse[:, :, :15], torch.full_like(lse[:, :, :15], -torch.inf))
     for gradient in torch.autograd.grad(out.sum() + lse[:, :, 15:].sum(), (q, k, v)):
@@ -165,8 +165,9 @@ def test_attention_stays_in_budget_at_extreme_logits(random, differentiated, cut
     ]
 
     def run(backend, dtype):
-        options = {"return_lse": True, "backend": backend}
-        return differentiated(lambda *x: block_attention(*x, Causal(), **options), [x.to(dtype) for x in inputs])
+        return differentiated(
+            lambda *x: block_attention_with_lse(*x, Causal(), backend=backend), [x.to(dtype) for x in inputs]
+        )
 
     exact, plain, actual = run("reference", torch.float64), run("reference", dtype), run("sequential", dtype)
     for n, results in enumerate(zip(actual, plain, exact, strict=True)):

@@ -9,8 +9,8 @@ import torch
 from subquad import attention
 from subquad.attention import Attention, build
 from subquad.models import Decoder, DecoderConfig, Encoder, ImageModel, ImageModelConfig
-from subquad.models.encoder_config import EncoderConfig
-from subquad.models.stacks import build_model
+from subquad.models.build import build_model
+from subquad.models.encoder import EncoderConfig
 from subquad.parallel import ContextGroup, active_group, context_parallel
 from subquad.parallel.group import refuse
 from subquad.state import State
@@ -61,7 +61,7 @@ def test_states_and_padding(group, name):
     with pytest.raises(ValueError, match="it takes no state"):
         layer(X, State({"seen": 1}, layer.config_hash))
     with pytest.raises(ValueError, match="has no padding"):
-        layer(X, None, torch.ones(1, 4, dtype=torch.bool))
+        layer(X, mask=torch.ones(1, 4, dtype=torch.bool))
 
 
 def test_dropout_in_training(group):
@@ -94,8 +94,8 @@ def test_a_mixer_of_ones_own_that_does_not_say_parallel(group, monkeypatch):
     class Own(attention.mechanism("latte")):
         name: ClassVar[str] = "test_errors"
 
-        def mix(self, x_BTD, state, lengths_B):
-            return super().mix(x_BTD, state, lengths_B)
+        def mix_tokens(self, x_BTD, state, lengths_B):
+            return super().mix_tokens(x_BTD, state, lengths_B)
 
     layer = Own(Own.Config(dim=16, num_heads=2))
     assert attention.mechanism("latte").parallel

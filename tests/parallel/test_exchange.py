@@ -5,7 +5,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from subquad.ops import block_attention, gated_scan, running_softmax
+from subquad.ops import block_attention, block_attention_with_lse, gated_scan, running_softmax
 from subquad.ops.patterns import Causal
 from subquad.parallel.exchange import earlier, first_before, held, last_before, prefix
 from subquad.parallel.ring import ring_attention
@@ -94,7 +94,7 @@ def test_a_ring_is_attention_with_every_gradient(ranks, tokens, large):
 
     def attend(q, k, v, q_start, k_start):
         assert k_start <= q_start, "a block of the future"
-        return block_attention(q, k, v, Causal(), q_start=q_start, k_start=k_start, return_lse=True)
+        return block_attention_with_lse(q, k, v, Causal(), q_start=q_start, k_start=k_start)
 
     def work(group):
         own = slice(group.offset(tokens), group.offset(tokens) + tokens)
@@ -115,7 +115,7 @@ def test_a_ring_keeps_its_own_tokens_alone():
             sizes = []
             with torch.autograd.graph.saved_tensors_hooks(lambda x: sizes.append(x.numel()) or x, lambda x: x):
                 ring_attention(
-                    lambda q, k, v, i, j: block_attention(q, k, v, Causal(), q_start=i, k_start=j, return_lse=True),
+                    lambda q, k, v, i, j: block_attention_with_lse(q, k, v, Causal(), q_start=i, k_start=j),
                     q,
                     k,
                     v,

@@ -1,12 +1,16 @@
-"""`subquad bench` and other libraries: their operators run, and those that share our mask give our outputs."""
+"""`python -m benchmarks` and other libraries: their operators run, and those that share our mask give our outputs."""
 
 import dataclasses
 
 import pytest
 import torch
 
-from subquad.bench import ModelConfig, OpsConfig, _machine, _peers, measure_model, measure_ops
-from subquad.bench._cases import Shape, our_cases
+from benchmarks import machine as _machine
+from benchmarks import peers as _peers
+from benchmarks.config import ModelConfig, OpsConfig
+from benchmarks.model import measure_model
+from benchmarks.operators import Shape, our_cases
+from benchmarks.ops import measure_ops
 from subquad.testing import assert_in_budget, assert_same_maths
 
 pytestmark = pytest.mark.peers

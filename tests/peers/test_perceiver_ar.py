@@ -4,8 +4,8 @@ import pytest
 import torch
 from torch.nn import functional as F
 
+from subquad.models.build import build_model
 from subquad.models.config import DecoderConfig
-from subquad.models.stacks import build_model
 from subquad.testing import assert_same_maths
 
 pytestmark = pytest.mark.peers

@@ -5,8 +5,8 @@ import pytest
 import torch
 
 from subquad.attention import build
-from subquad.models.encoder_config import EncoderConfig
-from subquad.models.perceiver_io import Perceiver
+from subquad.models.encoder import EncoderConfig
+from subquad.models.perceiver import Perceiver
 from subquad.ops import block_attention
 from subquad.ops.patterns import Pattern
 from subquad.testing import assert_in_budget, assert_same_maths

@@ -18,9 +18,9 @@ from subquad.hf import (
 )
 from subquad.testing import assert_exact
 from subquad.training import TrainConfig, train
+from subquad.training.config import LoraConfig
 from subquad.training.errors import CheckpointError
 from subquad.training.lora import LoraTrainer, with_base
-from subquad.training.lora_config import LoraConfig
 from subquad.training.optimizers import split_parameters
 from subquad.training.runs import load_classifier, load_run
 

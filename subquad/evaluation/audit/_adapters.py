@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from subquad.evaluation.audit.adapter import Adapter, logits_of, tensors_in
-from subquad.models import Classifier, Decoder, Encoder, Perceiver, PerceiverAR, PerceiverIO
+from subquad.models import Decoder
 
 CACHE_NAMES = ("past_key_values", "cache_params", "state")
 SIZE_WORDS = ("window", "segment", "chunk", "group", "block", "width", "stride", "latents")
@@ -23,7 +23,7 @@ class DecoderAdapter(Adapter):
     """Our own decoders and stacks: `(tokens, state, mask) -> (logits, state)`."""
 
     def __init__(self, model: Decoder) -> None:
-        self.aligned_at_end = isinstance(model, PerceiverAR)
+        self.aligned_at_end = model.predicts_last is not None
 
     def vocab_size(self, model: nn.Module) -> int | None:
         """The configuration's."""
@@ -31,16 +31,15 @@ class DecoderAdapter(Adapter):
 
     def max_tokens(self, model: nn.Module) -> int | None:
         """Rows of a learned table of positions; else any."""
-        config = _decoder(model).config
-        return config.max_positions if config.position == "learned" else None
+        return _decoder(model).most_tokens
 
     def sizes(self, model: nn.Module) -> list[int]:
         """Those that the layers' configurations name."""
-        return _decoder_sizes(_decoder(model))
+        return named_sizes(_decoder(model).token_settings())
 
     def no_cache(self, model: nn.Module) -> str | None:
         """A stack whose decoding equals another pass than the full one."""
-        return _no_exact_decoding(_decoder(model))
+        return _decoder(model).inexact_decoding
 
     def no_padding(self, model: nn.Module) -> str | None:
         """Always possible."""
@@ -70,8 +69,8 @@ class TransformersAdapter(Adapter):
         self.names = frozenset(inspect.signature(model.forward).parameters)
         self.cache_name = next((name for name in CACHE_NAMES if name in self.names), None)
         inner = getattr(model, "model", None)
-        self.decoder = isinstance(inner, Decoder)
-        self.aligned_at_end = isinstance(inner, PerceiverAR)
+        self.decoder = inner if isinstance(inner, Decoder) else None
+        self.aligned_at_end = self.decoder is not None and self.decoder.predicts_last is not None
 
     def vocab_size(self, model: nn.Module) -> int | None:
         """The configuration's."""
@@ -79,15 +78,15 @@ class TransformersAdapter(Adapter):
 
     def max_tokens(self, model: nn.Module) -> int | None:
         """Our decoders' as theirs; of others `max_position_embeddings`, unless positions are scaled beyond it."""
-        if self.decoder:
-            return DecoderAdapter.max_tokens(self, model.model)  # type: ignore[arg-type]
+        if self.decoder is not None:
+            return self.decoder.most_tokens
         most = _own_length(model)
         return None if _dynamic(model) else most
 
     def sizes(self, model: nn.Module) -> list[int]:
         """Those that the configuration names."""
-        if self.decoder:
-            return _decoder_sizes(_decoder(model.model))
+        if self.decoder is not None:
+            return named_sizes(self.decoder.token_settings())
         named = named_sizes(_text_config(model).to_dict())
         beyond = _own_length(model) if _dynamic(model) else None
         return named if beyond is None else sorted({*named, beyond})
@@ -96,7 +95,7 @@ class TransformersAdapter(Adapter):
         """Where forward takes no cache."""
         if self.cache_name is None:
             return f"its forward has no parameter {' or '.join(CACHE_NAMES)}"
-        return _no_exact_decoding(_decoder(model.model)) if self.decoder else None
+        return None if self.decoder is None else self.decoder.inexact_decoding
 
     def no_padding(self, model: nn.Module) -> str | None:
         """Where forward takes no mask."""
@@ -158,7 +157,7 @@ def adapter_for(model: nn.Module) -> Adapter:
     """The adapter that fits; `ValueError` for a model that is no causal language model by its own account."""
     if isinstance(model, Decoder):
         return DecoderAdapter(model)
-    if isinstance(model, Encoder | Classifier | Perceiver | PerceiverIO):
+    if getattr(model, "reads_whole_sequences", False):
         raise ValueError(
             f"{type(model).__name__} is no causal language model: it reads whole sequences, so every output depends on "
             "later tokens by design; an audit is for models that predict the next token"
@@ -197,23 +196,6 @@ def named_sizes(values: Any) -> list[int]:
         elif any(word in str(name) for word in SIZE_WORDS) and isinstance(value, int) and value > 1:
             found.add(value)
     return sorted(found)
-
-
-def _decoder_sizes(model: Decoder) -> list[int]:
-    if isinstance(model, PerceiverAR):
-        options = model.options
-        sizes = [options.latents, options.history_tokens, model.limit]
-        return sorted({size for size in (*sizes, options.segment if options.history == "segments" else None) if size})
-    return sorted({size for block in model.blocks() for size in named_sizes(block.attention.config.to_dict())})
-
-
-def _no_exact_decoding(model: Decoder) -> str | None:
-    if isinstance(model, PerceiverAR) and model.options.decode != "exact":
-        return (
-            f"decode={model.options.decode!r} goes on with other latents, which by design equals no full pass "
-            "(see PerceiverAR); set_decode('exact') can be checked"
-        )
-    return None
 
 
 def _decoder(model: Any) -> Decoder:

@@ -241,7 +241,7 @@ def _named(model: nn.Module) -> str:
 def _versions() -> dict[str, str]:
     from importlib.metadata import version
 
-    from subquad import __version__
+    from subquad.version import __version__
 
     return {
         "subquad": __version__,

@@ -1,20 +1,41 @@
-"""Engine B in plain PyTorch: the fused op on a CPU, gathered tiles with a dense softmax elsewhere.
+"""Engine B in plain PyTorch: on a CPU tile by tile, never a T x T tensor; elsewhere on gathered tiles.
 
-Shape letters: B batch, H heads, T queries, S keys, K key channels, V value channels; N tiles of C queries and W keys.
+On a CPU small tiles go through matrix products whose scores stay in cache (torch's fused kernel cuts queries into
+blocks of 32 rows here, too few for them; docs/decisions/0009-tiles-in-cache.md), all others through the fused kernel,
+on strided views of the keys.
+
+Shape letters: B batch, H heads, T queries, S keys, K key channels, V value channels; a group has N tiles of C queries
+and W keys.
 """
 
 from __future__ import annotations
 
-from typing import Any
+import math
+from collections.abc import Iterator
+from dataclasses import replace
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from subquad.ops._torch.attend_cpu import block_attention_cpu, block_attention_cpu_backward
-from subquad.ops._torch.tiles import Group, ragged_groups, short_groups, static_groups
-from subquad.ops.patterns import Pattern, Ranks
-from subquad.ops.slots import Slots
+from subquad.ops._torch.gathered import gathered
+from subquad.ops._torch.memory import empty_like, zeros_like
+from subquad.ops._torch.tiles import Group, bias_to, ragged_bias, ragged_groups, static_bias, static_groups
+from subquad.ops.backends import without_autocast
+from subquad.ops.patterns import Pattern
+from subquad.ops.patterns.sparse import Ranks
+from subquad.ops.slots import Slots, nothing
+
+FUSED = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
+FUSED_BACKWARD = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward
+MORE = 8
+"""Channels by which one is added: rows stay aligned."""
+LEAST_ROWS = 32
+"""Smaller tiles are left to the fused kernel, which takes many in one call."""
+LONGEST_TRIANGLE = 256
+ENTRIES = 1 << 18
+"""Scores that are worked on at once: what the caches of a few cores hold."""
 
 
 def attend(
@@ -34,12 +55,6 @@ def attend(
     if q_BHTK.device.type == "cpu" and dropout_p == 0:
         return _fused(q_BHTK, k_BHSK, v_BHSV, pattern, slots, scale)
     return gathered(q_BHTK, k_BHSK, v_BHSV, pattern, slots, scale, dropout_p)
-
-
-def nothing(q_BHTK: Tensor, v_BHSV: Tensor) -> tuple[Tensor, Tensor]:
-    """What attention to no key gives: zeros that keep their place in the graph, and -inf."""
-    out_BHTV = q_BHTK[..., :0].sum(-1, keepdim=True).expand(*q_BHTK.shape[:3], v_BHSV.shape[-1])
-    return out_BHTV, q_BHTK.new_full(q_BHTK.shape[:3], -torch.inf)
 
 
 def _columns(tokens: int, size: int, last: int, device: torch.device) -> Tensor:
@@ -94,6 +109,141 @@ def _fused(
     return out_BHTV[..., :V], lse_BHT
 
 
+@torch.library.custom_op("subquad::block_attention_cpu", mutates_args=())
+def block_attention_cpu(
+    q_BHTK: Tensor,
+    k_BHSK: Tensor,
+    v_BHSK: Tensor,
+    pattern: str,
+    q_start: int,
+    k_start: int,
+    scale: float,
+    lengths_B: Tensor | None,
+    q_pos_BT: Tensor | None,
+    k_pos_BS: Tensor | None,
+    q_doc_BT: Tensor | None,
+    k_doc_BS: Tensor | None,
+) -> tuple[Tensor, Tensor]:
+    """Outputs and the logsumexp of each row's scores (-inf where a query sees no key).
+
+    With lengths only the first so many key slots of a row hold a token. With positions given (negative for a slot that
+    holds no token) every row of the batch has its own; else slots are positions from `q_start` and `k_start`. With
+    documents given a query sees keys of its own document only.
+    """
+    out_BHTK, lse_BHT = empty_like(q_BHTK), q_BHTK.new_empty(q_BHTK.shape[:3])
+    slots = (lengths_B, q_pos_BT, k_pos_BS, q_doc_BT, k_doc_BS)
+    for call in _calls(q_BHTK, k_BHSK, pattern, q_start, k_start, *slots):
+        q, out = call.queries(q_BHTK), call.queries(out_BHTK)
+        lse = call.queries(lse_BHT[..., None]).squeeze(-1)
+        if call.group.kind == "empty":
+            out.zero_()
+            lse.fill_(-torch.inf)
+            continue
+        if call.in_cache:
+            work = Workspace(call.bias, scale)
+            for at in tiles_of(call.group, call.row, q_BHTK.shape):
+                q, k, v = q_BHTK[at.queries], k_BHSK[at.keys], v_BHSK[at.keys]
+                out_BHTK[at.queries], lse_BHT[at.queries] = work.forward(q, k, v)
+            continue
+        o, row_lse = FUSED(
+            q,
+            call.keys(k_BHSK),
+            call.keys(v_BHSK),
+            0.0,
+            call.group.kind == "causal",
+            attn_mask=call.mask(),
+            scale=scale,
+        )
+        out.copy_(o)
+        lse.copy_(row_lse)
+        if call.bias is not None:
+            # The fused kernel says 0 for a row without keys; a merge of partial attentions needs -inf.
+            lse.masked_fill_(torch.isneginf(call.bias).all(-1), -torch.inf)
+    return out_BHTK, lse_BHT
+
+
+@block_attention_cpu.register_fake
+def _(q, k, v, *rest):  # type: ignore[no-untyped-def]
+    return q.new_empty(q.shape), q.new_empty(q.shape[:3])
+
+
+@torch.library.custom_op("subquad::block_attention_cpu_backward", mutates_args=())
+@without_autocast
+def block_attention_cpu_backward(
+    grad_BHTK: Tensor,
+    grad_lse_BHT: Tensor | None,
+    q_BHTK: Tensor,
+    k_BHSK: Tensor,
+    v_BHSK: Tensor,
+    out_BHTK: Tensor,
+    lse_BHT: Tensor,
+    pattern: str,
+    q_start: int,
+    k_start: int,
+    scale: float,
+    lengths_B: Tensor | None,
+    q_pos_BT: Tensor | None,
+    k_pos_BS: Tensor | None,
+    q_doc_BT: Tensor | None,
+    k_doc_BS: Tensor | None,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Gradients of queries, keys and values.
+
+    The scores' gradient is `P (dO . v - dO . o + dlse)`. The fused op knows no dlse, so it comes in as one more
+    channel: 1 in dO, 0 in v, -dlse in o.
+    """
+    K = q_BHTK.shape[-1]
+    empty_BHT = torch.isneginf(lse_BHT)
+    lse_BHT = lse_BHT.masked_fill(empty_BHT, 0.0)
+    if grad_lse_BHT is not None:
+        grad_lse_BHT = grad_lse_BHT.masked_fill(empty_BHT, 0.0)[..., None]
+        grad_BHTK = _with_channel(grad_BHTK, torch.ones_like(grad_lse_BHT))
+        out_BHTK = _with_channel(out_BHTK, -grad_lse_BHT)
+        q_BHTK, k_BHSK, v_BHSK = (F.pad(x, (0, MORE)) for x in (q_BHTK, k_BHSK, v_BHSK))
+    dq, dk, dv = empty_like(q_BHTK), zeros_like(k_BHSK), zeros_like(v_BHSK)
+    slots = (lengths_B, q_pos_BT, k_pos_BS, q_doc_BT, k_doc_BS)
+    for call in _calls(q_BHTK, k_BHSK, pattern, q_start, k_start, *slots):
+        if call.group.kind == "empty":
+            call.queries(dq).zero_()
+            continue
+        if call.in_cache:
+            work = Workspace(call.bias, scale)
+            for at in tiles_of(call.group, call.row, q_BHTK.shape):
+                do, o, q = (x[at.queries] for x in (grad_BHTK, out_BHTK, q_BHTK))
+                gradients = work.backward(do, o, q, k_BHSK[at.keys], v_BHSK[at.keys])
+                dq[at.queries] = gradients[0]
+                dk[at.keys].add_(gradients[1])
+                dv[at.keys].add_(gradients[2])
+            continue
+        gradients = FUSED_BACKWARD(
+            call.queries(grad_BHTK),
+            call.queries(q_BHTK),
+            call.keys(k_BHSK),
+            call.keys(v_BHSK),
+            call.queries(out_BHTK),
+            call.queries(lse_BHT[..., None]).squeeze(-1),
+            0.0,
+            call.group.kind == "causal",
+            attn_mask=call.mask(),
+            scale=scale,
+        )
+        call.queries(dq).copy_(gradients[0])
+        call.add_to_keys(dk, gradients[1])
+        call.add_to_keys(dv, gradients[2])
+    if grad_lse_BHT is None:
+        return dq, dk, dv
+    return dq[..., :K].contiguous(), dk[..., :K].contiguous(), dv[..., :K].contiguous()
+
+
+def _with_channel(x_BHTK: Tensor, channel_BHT1: Tensor) -> Tensor:
+    return torch.cat([F.pad(x_BHTK, (0, MORE - 1)), channel_BHT1], -1)
+
+
+@block_attention_cpu_backward.register_fake
+def _(grad, grad_lse, q, k, v, out, lse, *rest):  # type: ignore[no-untyped-def]
+    return q.new_empty(q.shape), k.new_empty(k.shape), v.new_empty(v.shape)
+
+
 def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
     q, k, v, pattern, q_start, k_start, scale, *slots = inputs
     ctx.save_for_backward(q, k, v, *output, *slots)
@@ -118,52 +268,179 @@ def _rows_contiguous(x: Tensor) -> Tensor:
 block_attention_cpu.register_autograd(_backward, setup_context=_setup_context)
 
 
-def gathered(
-    q_BHTK: Tensor, k_BHSK: Tensor, v_BHSV: Tensor, pattern: Pattern, slots: Slots, scale: float, dropout_p: float
-) -> tuple[Tensor, Tensor]:
-    """The same on any device and with dropout: the keys of each tile are gathered, and the softmax in it is dense.
+class _Call:
+    """One fused call: the tiles of `group`, of all rows of the batch (`row` None) or of one."""
 
-    Linear memory for patterns of bounded reach; for the others autograd keeps the weights of all tiles.
+    def __init__(self, group: Group, row: int | None, bias: Tensor | None, in_cache: bool = False) -> None:
+        self.group, self.row, self.bias, self.in_cache = group, row, bias, in_cache
+
+    def mask(self) -> Tensor | None:
+        """The additive mask `[., ., C, W]`."""
+        return None if self.bias is None else self.bias.expand(*self.bias.shape[:-2], self.group.rows, -1)
+
+    def queries(self, x_BHTK: Tensor) -> Tensor:
+        """A view `[., ., C, K]` of the queries' tiles."""
+        g = self.group
+        x = x_BHTK.narrow(2, g.q, g.rows * g.count)
+        if g.count == 1:
+            return x if self.row is None else x[self.row][None]
+        return _one_row(x, self.row).unflatten(-2, (g.count, g.rows))
+
+    def keys(self, x_BHSK: Tensor) -> Tensor:
+        """`[., ., W, K]`: a view of the tiles' keys, where neighbours overlap, or a copy of keys that lie anywhere."""
+        g = self.group
+        if g.places:
+            return _one_row(x_BHSK, self.row).index_select(-2, g.key_slots().flatten()).unflatten(-2, (g.count, g.keys))
+        x = x_BHSK.narrow(2, g.k, g.keys + g.rows * (g.count - 1))
+        if g.count == 1:
+            return x if self.row is None else x[self.row][None]
+        return _one_row(x, self.row).unfold(-2, g.keys, g.rows).transpose(-1, -2)
+
+    def add_to_keys(self, total_BHSK: Tensor, part: Tensor) -> None:
+        """Add the tiles' gradients to their keys, one slab of C keys at a time since neighbours overlap."""
+        g = self.group
+        if g.places:
+            _one_row(total_BHSK, self.row).index_add_(-2, g.key_slots().flatten(), part.flatten(-3, -2))
+            return
+        x = total_BHSK.narrow(2, g.k, g.keys + g.rows * (g.count - 1))
+        if g.count == 1:
+            (x if self.row is None else x[self.row][None]).add_(part)
+            return
+        x = _one_row(x, self.row)
+        for start in range(0, g.keys, g.rows):
+            width = min(g.rows, g.keys - start)
+            slab = x.narrow(-2, start, g.rows * (g.count - 1) + width).unfold(-2, width, g.rows).transpose(-1, -2)
+            slab.add_(part.narrow(-2, start, width))
+
+
+def _one_row(x_BHTK: Tensor, row: int | None) -> Tensor:
+    return x_BHTK[0 if row is None else row]
+
+
+def _calls(
+    q_BHTK: Tensor,
+    k_BHSK: Tensor,
+    pattern: str,
+    q_start: int,
+    k_start: int,
+    lengths: Tensor | None,
+    q_pos: Tensor | None,
+    k_pos: Tensor | None,
+    q_doc: Tensor | None,
+    k_doc: Tensor | None,
+) -> Iterator[_Call]:
+    """Folded tiles take the place of the batch in the fused kernel, so they go one row at a time, as views."""
+    B, _, T, _ = q_BHTK.shape
+    S, shape = k_BHSK.shape[2], Pattern.from_key(pattern)
+    if q_pos is None or k_pos is None:
+        for group in static_groups(shape, q_start, T, k_start, S):
+            if lengths is None and fits_in_cache(group):
+                bias = static_bias(shape, group, q_start, k_start, q_BHTK, triangles=True)
+                if bias is None or not torch.isneginf(bias).all(-1).any():
+                    yield _Call(group, None, bias, in_cache=True)
+                    continue
+            bias = static_bias(shape, group, q_start, k_start, q_BHTK) if lengths is None else None
+            for row in [None] if group.count == 1 else range(B):
+                if lengths is not None:
+                    own = lengths if row is None else lengths[row, None]
+                    bias = bias_to(own, shape, group, q_start, k_start, q_BHTK)
+                yield _Call(group, row, bias)
+        return
+    if shape.anchored and q_doc is None:
+        yield from _row_calls(shape, T, q_pos, k_pos, q_BHTK)
+        return
+    for group in ragged_groups(shape, T, S):
+        for row in [None] if group.count == 1 else range(B):
+            rows = slice(None) if row is None else slice(row, row + 1)
+            docs = None if q_doc is None or k_doc is None else (q_doc[rows], k_doc[rows])
+            yield _Call(group, row, ragged_bias(shape, group, q_pos[rows], k_pos[rows], docs, q_BHTK))
+
+
+def _row_calls(shape: Pattern, T: int, q_pos_BT: Tensor, k_pos_BS: Tensor, like: Tensor) -> Iterator[_Call]:
+    """Keys at fixed places: each row is cut by its own positions, of which the real ones are without gaps."""
+    for row, (q_real, k_real) in enumerate(zip(q_pos_BT >= 0, k_pos_BS >= 0, strict=True)):
+        queries, keys = int(q_real.sum()), int(k_real.sum())
+        first_q, first_k = (int(real.int().argmax()) for real in (q_real, k_real))
+        q_start, k_start = int(q_pos_BT[row, first_q]), int(k_pos_BS[row, first_k])
+        for start, stop in ((0, first_q), (first_q + queries, T)):
+            if start < stop:
+                yield _Call(Group(start, stop - start, 1, 0, 0, "empty"), row, None)
+        for group in static_groups(shape, q_start, queries, k_start, keys):
+            places = tuple(place + first_k for place in group.places)
+            moved = replace(group, q=group.q + first_q, k=group.k + first_k, places=places)
+            yield _Call(moved, row, static_bias(shape, group, q_start, k_start, like))
+
+
+class Tile(NamedTuple):
+    """One tile of some heads of one row of the batch: indices of `[B, H, T, K]` and `[B, H, S, K]`."""
+
+    queries: tuple[int, slice, slice]
+    keys: tuple[int, slice, slice]
+
+
+def fits_in_cache(group: Group) -> bool:
+    """Whether the tiles of a group are worth it, by their sizes alone."""
+    if group.kind == "empty" or group.places or group.rows < LEAST_ROWS:
+        return False
+    # The fused kernel skips what lies above a long diagonal.
+    return group.rows <= LONGEST_TRIANGLE if group.kind == "causal" else group.rows * group.keys <= ENTRIES
+
+
+def tiles_of(group: Group, row: int | None, shape_BHTK: torch.Size) -> Iterator[Tile]:
+    """The tiles of a group, of all rows of the batch or of one."""
+    B, H = shape_BHTK[:2]
+    heads = max(1, ENTRIES // (group.rows * group.keys))
+    for b in range(B) if row is None else (row,):
+        for first in range(0, H, heads):
+            some = slice(first, min(first + heads, H))
+            for n in range(group.count):
+                q, k = group.q + n * group.rows, group.k + n * group.rows
+                yield Tile((b, some, slice(q, q + group.rows)), (b, some, slice(k, k + group.keys)))
+
+
+class Workspace:
+    """Forward and backward of one tile after another, in memory that is taken once.
+
+    The C library gives blocks of a megabyte back to the system when they are freed, and fresh pages for each tile would
+    cost as much as its products.
     """
-    T, S, outs, lses = q_BHTK.shape[2], k_BHSK.shape[2], [], []
-    ragged = slots.q_pos_BT is not None
-    groups = ragged_groups(pattern, T, S) if ragged else static_groups(pattern, slots.q_start, T, slots.k_start, S)
-    for group in short_groups(groups):
-        q = q_BHTK.narrow(2, group.q, group.rows * group.count).unflatten(2, (group.count, group.rows))
-        if group.kind == "empty":
-            out, lse = nothing(q.flatten(2, 3), v_BHSV)
-            outs.append(out)
-            lses.append(lse)
-            continue
-        k, v = (_tiles(x, group).mT for x in (k_BHSK, v_BHSV))
-        forbidden = ~_allowed(pattern, group, slots, q.device)
-        scores = (q @ k.mT) * scale
-        lses.append(scores.masked_fill(forbidden, -torch.inf).logsumexp(-1).flatten(2))
-        weights = scores.masked_fill(forbidden, torch.finfo(scores.dtype).min).softmax(-1).masked_fill(forbidden, 0.0)
-        outs.append((F.dropout(weights, dropout_p) @ v).flatten(2, 3))
-    return torch.cat(outs, 2), torch.cat(lses, 2)
 
+    def __init__(self, bias_CW: Tensor | None, scale: float) -> None:
+        self.bias_CW, self.scale = bias_CW, scale
+        self.blocks: dict[str, Tensor] = {}
 
-def _tiles(x_BHSK: Tensor, group: Group) -> Tensor:
-    """`[B, H, N, K, W]`: the keys of each tile."""
-    if group.places:
-        slots = group.key_slots().to(x_BHSK.device)
-        return x_BHSK.index_select(2, slots.flatten()).unflatten(2, slots.shape).mT
-    x_BHSK = x_BHSK.narrow(2, group.k, group.keys + group.rows * (group.count - 1))
-    return x_BHSK.unfold(2, group.keys, group.rows)
+    def _block(self, name: str, like: Tensor, *shape: int) -> Tensor:
+        """Memory of this name for a tensor of this shape."""
+        if name not in self.blocks or self.blocks[name].numel() < math.prod(shape):
+            self.blocks[name] = like.new_empty(math.prod(shape))
+        return self.blocks[name][: math.prod(shape)].view(shape)
 
+    def _weights(self, q_HCK: Tensor, k_HWK: Tensor) -> tuple[Tensor, Tensor]:
+        shape = (q_HCK.shape[0], q_HCK.shape[1], k_HWK.shape[1])
+        scores_HCW, weights_HCW = (self._block(name, q_HCK, *shape) for name in ("scores", "weights"))
+        if self.bias_CW is None:
+            torch.bmm(q_HCK, k_HWK.mT, out=scores_HCW).mul_(self.scale)
+        else:
+            torch.baddbmm(self.bias_CW, q_HCK, k_HWK.mT, alpha=self.scale, out=scores_HCW)
+        return scores_HCW, torch.softmax(scores_HCW, -1, out=weights_HCW)
 
-def _allowed(pattern: Pattern, group: Group, slots: Slots, device: torch.device) -> Tensor:
-    """Bool `[B or 1, 1, N, C, W]`."""
-    q_slot, k_slot = group.query_slots().to(device), group.key_slots().to(device)
-    if slots.q_pos_BT is None or slots.k_pos_BS is None:
-        q, k = (q_slot + slots.q_start)[..., :, None], (k_slot + slots.k_start)[..., None, :]
-        allowed = pattern.allowed(q, k)[None]
-        if slots.lengths_B is not None:
-            allowed = allowed & (k_slot < slots.lengths_B[:, None, None])[:, :, None]
-        return allowed[:, None]
-    q, k = slots.q_pos_BT[:, q_slot][..., :, None], slots.k_pos_BS[:, k_slot][..., None, :]
-    allowed = pattern.allowed(q, k) & (q >= 0) & (k >= 0)
-    if slots.q_doc_BT is not None and slots.k_doc_BS is not None:
-        allowed = allowed & (slots.q_doc_BT[:, q_slot][..., :, None] == slots.k_doc_BS[:, k_slot][..., None, :])
-    return allowed[:, None]
+    def forward(self, q_HCK: Tensor, k_HWK: Tensor, v_HWK: Tensor) -> tuple[Tensor, Tensor]:
+        """Outputs and logsumexp of one tile, until the next call; every query sees a key."""
+        scores_HCW, weights_HCW = self._weights(q_HCK, k_HWK)
+        # The largest weight is exp(largest score - lse).
+        lse_HC = scores_HCW.amax(-1).sub_(weights_HCW.amax(-1).log_())
+        return torch.bmm(weights_HCW, v_HWK, out=self._block("rows", q_HCK, *q_HCK.shape)), lse_HC
+
+    def backward(
+        self, grad_HCK: Tensor, out_HCK: Tensor, q_HCK: Tensor, k_HWK: Tensor, v_HWK: Tensor
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        """Gradients of one tile's queries, keys and values, until the next call."""
+        grad_scores_HCW, weights_HCW = self._weights(q_HCK, k_HWK)
+        dq_HCK, dk_HWK, dv_HWK = (
+            self._block(name, x, *x.shape) for name, x in (("rows", q_HCK), ("keys", k_HWK), ("values", v_HWK))
+        )
+        delta_HC1 = torch.mul(grad_HCK, out_HCK, out=dq_HCK).sum(-1, keepdim=True)
+        torch.bmm(weights_HCW.mT, grad_HCK, out=dv_HWK)
+        torch.bmm(grad_HCK, v_HWK.mT, out=grad_scores_HCW).sub_(delta_HC1).mul_(weights_HCW).mul_(self.scale)
+        torch.bmm(grad_scores_HCW, k_HWK, out=dq_HCK)
+        return dq_HCK, torch.bmm(grad_scores_HCW.mT, q_HCK, out=dk_HWK), dv_HWK

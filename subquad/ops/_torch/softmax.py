@@ -1,26 +1,43 @@
 """Causal Latte's recurrence in chunks, with a hand-written backward: memory linear in T, one state a chunk.
 
 Let r be the log-normaliser of all tokens before the chunk (of its first token where there is none), E_j = exp(k_j - r)
-and Z_i = 1 + sum_{j <= i} E_j. Then token j weighs E_j / Z_i for row i: a chunk is linear attention with the queries
-p_i / Z_i and the inputs E_j, a handful of matrix products. That needs k_j - r <= LIMIT, or E would overflow. Rows from
-the first on that sees a larger logit are computed once more, in the form of `softmax_safe`, and the state after them
-too: so no row's bits depend on later tokens.
+and Z_i = z + sum_{j <= i} E_j, where z and s are the normaliser, in units of exp(r), and the mean before the chunk.
+Then token j weighs E_j / Z_i for row i: a chunk is linear attention, a handful of matrix products,
+
+    o_i = q_i . (z s + sum_{j <= i} E_j (x) v_j),   q_i = p_i / Z_i
+
+and with one latent (ELiTA) a running sum takes the place of the scores, which are of rank one. That needs
+k_j - r <= LIMIT, or E would overflow. Rows from the first on that sees a larger logit are computed once more in the
+safe form, and the state after them too: so no row's bits depend on later tokens.
+
+The safe form takes logits of any size: no exponent is positive, none a difference of large sums. With
+m_t = max_{s <= t} k_s and z_t = sum_{s <= t} exp(k_s - m_t), the weight of token j for row i is exp(k_j - m_i) / z_i.
+The decays telescope, so a chunk needs k, m and z alone. Derivation: docs/decisions/0002-running-softmax.md.
 
 Shape letters: N batch times heads, T tokens, L latents, V value channels, C rows of a chunk.
 """
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
+from torch.nn import functional as F
 
-from subquad.ops._torch import softmax_latents, softmax_mean, softmax_safe
+from subquad.ops._torch.halves import (
+    decayed_sum,
+    pair_backward,
+    pair_scores,
+    power_of_two,
+    reverse_decayed_sum,
+    running_max,
+)
 from subquad.ops._torch.memory import empty, empty_like
-from subquad.ops._torch.softmax_safe import EMPTY, ChunkGradients
 from subquad.ops.backends import without_autocast
 
+EMPTY = -(2.0**100)
+"""The log-normaliser of nothing: finite, so that differences are, and the same number in float32 and float64."""
 CHUNK = 64
 MEAN_CHUNK = 256
 """Tokens a chunk, of several latents and of one."""
@@ -38,6 +55,154 @@ def spans(tokens: int, chunk: int) -> list[slice]:
     return [slice(start, min(start + chunk, tokens)) for start in range(0, tokens, chunk)]
 
 
+class ChunkGradients(NamedTuple):
+    """Of a chunk's p, k and v, and of the state before it: `r` of its mean, `u` of minus its log-normaliser."""
+
+    p: Tensor
+    k: Tensor
+    v: Tensor
+    r: Tensor
+    u: Tensor
+
+
+def latents_forward(
+    p_NCL: Tensor, e_NCL: Tensor, v_NCV: Tensor, z_NL: Tensor, s_NLV: Tensor
+) -> tuple[Tensor, Tensor, Tensor]:
+    """One chunk of several latents: outputs, and the normaliser `[N, L]` and the sum of values `[N, L, V]` after it."""
+    total_NCL = e_NCL.cumsum(1).add_(z_NL[:, None])
+    q_NCL = p_NCL / total_NCL
+    before_NLV = s_NLV * z_NL[..., None]
+    out_NCV = torch.bmm(torch.bmm(q_NCL, e_NCL.mT).tril_(), v_NCV).baddbmm_(q_NCL, before_NLV)
+    return out_NCV, total_NCL[:, -1], before_NLV.baddbmm_(e_NCL.mT, v_NCV)
+
+
+def latents_backward(
+    do_NCV: Tensor,
+    p_NCL: Tensor,
+    e_NCL: Tensor,
+    v_NCV: Tensor,
+    z_NL: Tensor,
+    s_NLV: Tensor,
+    r_NLV: Tensor,
+    u_NL: Tensor,
+) -> ChunkGradients:
+    """Gradients of p, k, v and the state before, given `r` and `u` of the state after."""
+    total_NCL = e_NCL.cumsum(1).add_(z_NL[:, None])
+    q_NCL = p_NCL / total_NCL
+    end_NL = total_NCL[:, -1]
+    r_NLV, u_NL = r_NLV / end_NL[..., None], u_NL / end_NL
+    grad_NCC = torch.bmm(do_NCV, v_NCV.mT).tril_()
+    scores_NCC = torch.bmm(q_NCL, e_NCL.mT).tril_()
+    dv_NCV = torch.bmm(scores_NCC.mT, do_NCV).baddbmm_(e_NCL, r_NLV)
+    dp_NCL = torch.bmm(grad_NCC, e_NCL).baddbmm_(do_NCV, (s_NLV * z_NL[..., None]).mT).div_(total_NCL)
+    de_NCL = torch.bmm(grad_NCC.mT, q_NCL).baddbmm_(v_NCV, r_NLV.mT)
+    # What later rows take off the normaliser, summed from the end: a total minus a prefix would cancel.
+    taken_NCL = (q_NCL * dp_NCL).flip(1).cumsum(1).flip(1).add_(u_NL[:, None])
+    dk_NCL = de_NCL.sub_(taken_NCL).mul_(e_NCL)
+    r_NLV = torch.baddbmm(r_NLV, q_NCL.mT, do_NCV).mul_(z_NL[..., None])
+    return ChunkGradients(dp_NCL, dk_NCL, dv_NCV, r_NLV, taken_NCL[:, 0] * z_NL)
+
+
+def mean_forward(
+    p_NC1: Tensor, e_NC1: Tensor, v_NCV: Tensor, z_N1: Tensor, s_N1V: Tensor
+) -> tuple[Tensor, Tensor, Tensor]:
+    """One chunk of one latent: outputs, and the normaliser `[N, 1]` and the sum of values `[N, 1, V]` after it."""
+    total_NC1 = e_NC1.cumsum(1).add_(z_N1[:, None])
+    sums_NCV = (e_NC1 * v_NCV).cumsum(1).add_(s_N1V * z_N1[:, None])
+    end_N1V = sums_NCV[:, -1:].clone()
+    return sums_NCV.mul_(p_NC1 / total_NC1), total_NC1[:, -1], end_N1V
+
+
+def mean_backward(
+    do_NCV: Tensor,
+    p_NC1: Tensor,
+    e_NC1: Tensor,
+    v_NCV: Tensor,
+    z_N1: Tensor,
+    s_N1V: Tensor,
+    r_N1V: Tensor,
+    u_N1: Tensor,
+) -> ChunkGradients:
+    """Gradients of p, k, v and the state before, given `r` and `u` of the state after."""
+    total_NC1 = e_NC1.cumsum(1).add_(z_N1[:, None])
+    q_NC1 = p_NC1 / total_NC1
+    end_N1 = total_NC1[:, -1]
+    sums_NCV = (e_NC1 * v_NCV).cumsum(1).add_(s_N1V * z_N1[:, None])
+    dp_NC1 = sums_NCV.mul_(do_NCV).sum(-1, keepdim=True).div_(total_NC1)
+    # Sums over later rows are made from the end: a total minus a prefix would cancel.
+    dx_NCV = (do_NCV * q_NC1).flip(1).cumsum(1).flip(1).add_(r_N1V / end_N1[..., None])
+    taken_NC1 = (q_NC1 * dp_NC1).flip(1).cumsum(1).flip(1).add_((u_N1 / end_N1)[:, None])
+    dk_NC1 = torch.mul(dx_NCV, v_NCV, out=sums_NCV).sum(-1, keepdim=True).sub_(taken_NC1).mul_(e_NC1)
+    r_N1V = dx_NCV[:, :1] * z_N1[:, None]
+    return ChunkGradients(dp_NC1, dk_NC1, dx_NCV.mul_(e_NC1), r_N1V, taken_NC1[:, 0] * z_N1)
+
+
+class _Normalisers:
+    """m and z of the rows `[N, C, L]`, and of the row before the chunk `[N, 1, L]`."""
+
+    def __init__(self, k_NCL: Tensor, a_NL: Tensor) -> None:
+        self.m_before = a_NL.to(k_NCL.dtype)[:, None]
+        self.z_before = (a_NL[:, None] - self.m_before).exp().to(k_NCL.dtype)
+        self.m = torch.maximum(running_max(k_NCL), self.m_before)
+        self.z = decayed_sum((k_NCL - self.m).exp_(), self.m)
+        self.z.addcmul_((self.m_before - self.m).exp_(), self.z_before)
+
+    @property
+    def carry(self) -> Tensor:
+        """What the state before the chunk still weighs at each row."""
+        return (self.m_before - self.m).exp_().mul_(self.z_before).div_(self.z)
+
+    def source(self, k_NCL: Tensor) -> Tensor:
+        """What each token weighs at the chunk's end."""
+        return (k_NCL - self.m[:, -1:]).exp_().div_(self.z[:, -1:])
+
+
+def _whole(x_NCL: Tensor, fill: float = 0.0) -> Tensor:
+    """The rows, filled up to a power of two."""
+    missing = power_of_two(x_NCL.shape[1]) - x_NCL.shape[1]
+    return F.pad(x_NCL, (0, 0, 0, missing), value=fill) if missing else x_NCL
+
+
+def safe_forward(
+    p_NCL: Tensor, k_NCL: Tensor, v_NCV: Tensor, a_NL: Tensor, s_NLV: Tensor
+) -> tuple[Tensor, Tensor, Tensor]:
+    """One chunk, whatever its logits: outputs, and the log-normaliser (float64) and mean after it."""
+    C = k_NCL.shape[1]
+    p, k, v = _whole(p_NCL), _whole(k_NCL, EMPTY), _whole(v_NCV)
+    norm = _Normalisers(k, a_NL)
+    carry = norm.carry
+    after = torch.baddbmm(s_NLV * carry[:, -1, :, None], norm.source(k).mT, v)
+    out = torch.bmm(carry * p, s_NLV).baddbmm_(pair_scores(p / norm.z, None, k, norm.m), v)
+    return out[:, :C], norm.m[:, -1].to(a_NL.dtype) + norm.z[:, -1].to(a_NL.dtype).log(), after
+
+
+def safe_backward(
+    do_NCV: Tensor,
+    p_NCL: Tensor,
+    k_NCL: Tensor,
+    v_NCV: Tensor,
+    a_NL: Tensor,
+    s_NLV: Tensor,
+    r_NLV: Tensor,
+    u_NL: Tensor,
+) -> ChunkGradients:
+    """Gradients, given `r` and `u` of the state after the chunk. A bar: divided by z."""
+    C = k_NCL.shape[1]
+    do, p, k, v = _whole(do_NCV), _whole(p_NCL), _whole(k_NCL, EMPTY), _whole(v_NCV)
+    norm = _Normalisers(k, a_NL)
+    carry, source = norm.carry, norm.source(k)
+    dp, dk, scores = pair_backward(p / norm.z, None, k, norm.m, torch.bmm(do, v.mT).tril_())
+    dp.div_(norm.z).add_(torch.bmm(do, s_NLV.mT).mul_(carry))
+    dv = torch.bmm(scores.mT, do).baddbmm_(source, r_NLV)
+    dk.add_(torch.bmm(v, r_NLV.mT).mul_(source))
+    u_bar = reverse_decayed_sum((p * dp).div_(norm.z), norm.m)
+    u_bar.add_((norm.m - norm.m[:, -1:]).exp_().mul_(u_NL[:, None] / norm.z[:, -1:]))
+    dk.sub_((k - norm.m).exp_().mul_(u_bar))
+    r = torch.baddbmm(r_NLV * carry[:, -1, :, None], (carry * p).mT, do)
+    u = ((norm.m_before - norm.m[:, :1]).exp_() * norm.z_before * u_bar[:, :1])[:, 0]
+    return ChunkGradients(dp[:, :C], dk[:, :C], dv[:, :C], r, u)
+
+
 class _Chunk:
     """p, k and v of one chunk, and the state before it: the log-normaliser a (float64) and the mean s."""
 
@@ -52,20 +217,16 @@ class _Chunk:
             self.late_NC = ~(self.x_NCL.amax(-1).cummax(1).values <= LIMIT)
             self.x_NCL.clamp_(max=LIMIT)
 
-    @property
-    def form(self) -> Any:
-        """The matrix products of this chunk: of one latent they are cheaper."""
-        return softmax_mean if self.k.shape[-1] == 1 else softmax_latents
-
     def forward(self) -> tuple[Tensor, Tensor, Tensor]:
         """Outputs, and the log-normaliser and mean after the chunk."""
         e_NCL = self.x_NCL.exp_()
-        out_NCV, end_NL, sum_NLV = self.form.forward(self.p, e_NCL, self.v, self.z_NL, self.s)
+        form = mean_forward if self.k.shape[-1] == 1 else latents_forward
+        out_NCV, end_NL, sum_NLV = form(self.p, e_NCL, self.v, self.z_NL, self.s)
         a_NL = self.reference_NL.to(self.a.dtype) + end_NL.to(self.a.dtype).log()
         s_NLV = sum_NLV.div_(end_NL[..., None])
         if self.late_NC is not None:
             # For all heads: shapes, and with them the bits of one head, must not depend on other heads' logits.
-            safe = softmax_safe.forward(self.p, self.k, self.v, self.a, self.s)
+            safe = safe_forward(self.p, self.k, self.v, self.a, self.s)
             last_N1 = self.late_NC[:, -1:]
             out_NCV = torch.where(self.late_NC[..., None], safe[0], out_NCV)
             a_NL, s_NLV = torch.where(last_N1, safe[1], a_NL), torch.where(last_N1[..., None], safe[2], s_NLV)
@@ -74,9 +235,10 @@ class _Chunk:
     def backward(self, do_NCV: Tensor, r_NLV: Tensor, u_NL: Tensor) -> ChunkGradients:
         """Gradients, given `r`, that of the mean after the chunk, and `u`, that of minus its log-normaliser."""
         e_NCL = self.x_NCL.exp_()
-        gradients = self.form.backward(do_NCV, self.p, e_NCL, self.v, self.z_NL, self.s, r_NLV, u_NL)
+        form = mean_backward if self.k.shape[-1] == 1 else latents_backward
+        gradients = form(do_NCV, self.p, e_NCL, self.v, self.z_NL, self.s, r_NLV, u_NL)
         if self.late_NC is not None:
-            safe = softmax_safe.backward(do_NCV, self.p, self.k, self.v, self.a, self.s, r_NLV, u_NL)
+            safe = safe_backward(do_NCV, self.p, self.k, self.v, self.a, self.s, r_NLV, u_NL)
             last_N = self.late_NC[:, -1]
             late = (last_N.view(-1, *(1,) * (x.ndim - 1)) for x in gradients)
             gradients = ChunkGradients(*(torch.where(*chosen) for chosen in zip(late, safe, gradients, strict=True)))
@@ -109,7 +271,7 @@ def running_softmax_op(
             normalisers[n], means[n] = a_NL, s_NLV
         part = p_NTL[:, span], k_NTL[:, span], v_NTV[:, span], a_NL, s_NLV
         safe = v_NTV.device.type != "cpu"  # elsewhere each look at the logits would wait for the device
-        out_NCV, a_NL, s_NLV = softmax_safe.forward(*part) if safe else _Chunk(*part).forward()
+        out_NCV, a_NL, s_NLV = safe_forward(*part) if safe else _Chunk(*part).forward()
         if own_NT1 is not None:
             out_NCV.addcmul_(own_NT1[:, span], v_NTV[:, span])
         out_NTV[:, span] = out_NCV
@@ -155,7 +317,7 @@ def running_softmax_backward_op(
         if v.device.type == "cpu":
             gradients = _Chunk(p, k, v, a_NL, s_NLV).backward(do, r_NLV, u_NL)
         else:
-            gradients = softmax_safe.backward(do, p, k, v, a_NL, s_NLV, r_NLV, u_NL)
+            gradients = safe_backward(do, p, k, v, a_NL, s_NLV, r_NLV, u_NL)
         dp_NTL[:, span], dk_NTL[:, span], dv_NCV, r_NLV, u_NL = gradients
         if own_NT1 is not None:
             dv_NCV.addcmul_(own_NT1[:, span], do)

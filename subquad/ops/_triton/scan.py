@@ -6,13 +6,228 @@ normalised: states then hold the sums of the inputs as a last channel.
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
-from subquad.ops._triton import common, scan_launch
-from subquad.ops._triton.scan_launch import TILES, Inputs, by_token, precision_of, state_dtype
+from subquad.ops._triton import common
+from subquad.ops._triton.scan_backward_kernels import gradients_kernel, totals_kernel, value_gradients_kernel
+from subquad.ops._triton.scan_kernels import outputs_kernel, states_kernel, step_kernel
+
+
+class Tiles(NamedTuple):
+    """Tokens a chunk; the most channels that a kernel holds at once; its warps."""
+
+    rows: int
+    states: int
+    outputs_k: int
+    outputs_v: int
+    outputs_warps: int
+    gradients_k: int
+    gradients_v: int
+    gradients_warps: int
+
+
+TILES = {
+    ("bf16", False): Tiles(64, 64, 64, 128, 4, 128, 64, 8),
+    ("bf16", True): Tiles(64, 64, 64, 64, 8, 64, 32, 8),
+    ("tf32", False): Tiles(64, 64, 64, 128, 4, 64, 32, 8),
+    ("tf32", True): Tiles(64, 64, 64, 64, 8, 64, 32, 8),
+    ("ieee", False): Tiles(32, 32, 32, 32, 4, 32, 32, 4),
+    ("ieee", True): Tiles(32, 32, 32, 32, 8, 32, 32, 8),
+}
+"""By how products take their operands (`scan_tiles`) and whether each key channel has its own decay, which takes
+registers. Without tensor cores (`ieee`) the operands of a product wait in registers too."""
+
+
+def precision_of(*tensors: Tensor) -> str:
+    """How matrix products take their operands: after the narrowest of the inputs."""
+    dtypes = {x.dtype for x in tensors}
+    return "bf16" if torch.bfloat16 in dtypes else "tf32" if torch.float16 in dtypes else "ieee"
+
+
+def state_dtype(precision: str) -> torch.dtype:
+    """Of the states between chunks, which only matrix products read."""
+    return torch.bfloat16 if precision == "bf16" else torch.float32
+
+
+def by_token(like: Tensor, B: int, H: int, T: int, L: int) -> Tensor:
+    """An empty `[B, H, T, L]` that stands in memory as layers join heads: `[B, T, H, L]`."""
+    return like.new_empty(B, T, H, L).transpose(1, 2)
+
+
+class Inputs:
+    """The tensors of a scan as kernels take them, the channels of a token side by side, and what follows from them."""
+
+    def __init__(
+        self, q: Tensor, i: Tensor, v: Tensor, log_f: Tensor | None, mask: Tensor | None, normalise: bool
+    ) -> None:
+        self.q, self.i, self.v = rows(q), rows(i), rows(v)
+        self.log_f = None if log_f is None else rows(log_f)
+        self.mask = None if mask is None else mask.contiguous().view(torch.uint8)
+        self.normalise = normalise
+        self.precision = precision_of(q, i, v)
+        self.decay = "none" if log_f is None else "channel" if log_f.shape[-1] > 1 else "head"
+        self.tiles = TILES[self.precision, self.decay == "channel"]
+        (self.B, self.H, self.T, self.V), self.K = v.shape, q.shape[-1]
+        self.heads, self.chunks = self.B * self.H, -(-self.T // self.tiles.rows)
+
+    def constants(self, *others: Tensor) -> dict[str, Any]:
+        """Of a kernel: they follow from head sizes, dtypes and layout, never from the length."""
+        tensors = [x for x in (self.q, self.i, self.v, self.log_f, *others) if x is not None and x.shape[-1] > 1]
+        aligned = self.K % 16 == 0 and self.V % 16 == 0 and all(s % 16 == 0 for x in tensors for s in x.stride()[:3])
+        return {
+            "K": self.K,
+            "V": self.V,
+            "DECAY": self.decay,
+            "NORMALISE": self.normalise,
+            "C": self.tiles.rows,
+            "PRECISION": self.precision,
+            "ALIGNED": aligned,
+        }
+
+
+def rows(x_BHTL: Tensor) -> Tensor:
+    """The tensor with the channels of a token side by side."""
+    return x_BHTL if x_BHTL.shape[-1] == 1 or x_BHTL.stride(-1) == 1 else x_BHTL.contiguous()
+
+
+def _strides(*tensors: Tensor | None, dims: int = 3) -> list[int]:
+    """Those of batch, head and token, of one tensor after the other."""
+    return [s for x in tensors for s in ((0,) * dims if x is None else x.stride()[:dims])]
+
+
+def _fit(channels: int, most: int) -> tuple[int, int]:
+    """A tile of channels, and how many there are."""
+    size = min(common.tile(channels), most)
+    return size, -(-channels // size)
+
+
+def launch_states(
+    x: Inputs, a: Tensor, b: Tensor, first: Tensor | None, last: Tensor, totals: tuple[Tensor, Tensor] | None = None
+) -> tuple[Tensor, Tensor]:
+    """States `[B, H, chunks, K, V]` before each chunk, and sums of inputs `[B, H, chunks, K]`; fills `last`.
+
+    With totals and their gradients: gradients of the states after each chunk, from the last to the first.
+    """
+    (block_k, tiles_k), (block_v, tiles_v) = _fit(x.K, x.tiles.states), _fit(x.V, x.tiles.states)
+    kept = b.new_empty(x.B, x.H, x.chunks, x.K, x.V, dtype=state_dtype(x.precision))
+    z_kept = last.new_empty(x.B, x.H, x.chunks, x.K if x.normalise else 0)
+    common.launch(
+        states_kernel,
+        (x.heads * tiles_k * tiles_v,),
+        *(a, b, x.log_f, x.mask, *(totals or (None, None)), first, kept, z_kept, last, x.H, x.T),
+        *_strides(a, b, x.log_f),
+        **x.constants(b),
+        BACKWARD=totals is not None,
+        BLOCK_K=block_k,
+        BLOCK_V=block_v,
+        num_warps=4,
+        num_stages=3,
+    )
+    return kept, z_kept
+
+
+def launch_outputs(x: Inputs, states: Tensor, z_states: Tensor, out: Tensor, total: Tensor, eps: float) -> None:
+    """Fills `out`, and `total` where normalised."""
+    (block_k, _), (block_v, tiles_v) = _fit(x.K, x.tiles.outputs_k), _fit(x.V, x.tiles.outputs_v)
+    common.launch(
+        outputs_kernel,
+        (x.heads * x.chunks * tiles_v,),
+        *(x.q, x.i, x.v, x.log_f, x.mask, states, z_states, out, total, eps, x.H, x.T),
+        *_strides(x.q, x.i, x.v, x.log_f),
+        **x.constants(),
+        BLOCK_K=block_k,
+        BLOCK_V=block_v,
+        num_warps=x.tiles.outputs_warps,
+        num_stages=2,
+    )
+
+
+def take_step(x: Inputs, first: Tensor | None, out: Tensor, last: Tensor, eps: float) -> None:
+    """Fills `out` and `last`, of one token."""
+    (block_k, _), (block_v, tiles_v) = _fit(x.K, 64), _fit(x.V, 64)
+    common.launch(
+        step_kernel,
+        (x.heads * tiles_v,),
+        *(x.q, x.i, x.v, x.log_f, x.mask, first, out, last, eps, x.H),
+        *_strides(x.q, x.i, x.v, x.log_f, dims=2),
+        K=x.K,
+        V=x.V,
+        DECAY=x.decay,
+        NORMALISE=x.normalise,
+        BLOCK_K=block_k,
+        BLOCK_V=block_v,
+        num_warps=4,
+    )
+
+
+def total_gradients(x: Inputs, grad: Tensor, out: Tensor | None, total: Tensor) -> Tensor:
+    """The gradients `[B, H, T]` of the sums of weights; empty where not normalised (`out` is None then)."""
+    dtotal = torch.empty_like(total)
+    if x.normalise and out is not None:
+        out = out.transpose(1, 2).contiguous()
+        common.launch(
+            totals_kernel,
+            (x.heads * x.chunks,),
+            *(grad, out, x.mask, total, dtotal, x.H, x.T, *_strides(grad)),
+            V=x.V,
+            C=x.tiles.rows,
+            BLOCK_V=common.tile(x.V),
+            ALIGNED=x.constants(grad)["ALIGNED"],
+            num_warps=4,
+        )
+    return dtotal
+
+
+def launch_gradients(
+    x: Inputs, grad: Tensor, totals: tuple[Tensor, Tensor], starts: tuple[Tensor, Tensor], ends: tuple[Tensor, Tensor]
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """Of q, i, v and log f (empty if none), from states at the chunks' starts and gradients of those at their ends."""
+    block_k, tiles_k = _fit(x.K, x.tiles.gradients_k)
+    block_v, _ = _fit(x.V, x.tiles.gradients_v)
+    dq, di, dv = (by_token(like, *like.shape) for like in (x.q, x.i, x.v))
+    if x.log_f is None:
+        dlog_f = grad.new_empty(0)
+    elif x.decay == "channel":
+        dlog_f = by_token(x.log_f, *x.log_f.shape)
+    else:
+        dlog_f = grad.new_empty(tiles_k, x.B, x.T, x.H, dtype=torch.float32)  # a part from each tile
+    with_v = tiles_k == 1 and x.decay != "channel"
+    common.launch(
+        gradients_kernel,
+        (x.heads * x.chunks * tiles_k,),
+        *(x.q, x.i, x.v, x.log_f, grad, x.mask, *totals, *starts, *ends, dq, di, dv, dlog_f, x.H, x.T),
+        *_strides(x.q, x.i, x.v, x.log_f, grad),
+        **x.constants(grad),
+        BLOCK_K=block_k,
+        BLOCK_V=block_v,
+        WITH_V=with_v,
+        num_warps=x.tiles.gradients_warps if block_k == x.tiles.gradients_k else 4,
+        num_stages=1,
+    )
+    if not with_v:
+        _value_gradients(x, grad, totals[0], ends[0], dv)
+    if x.decay == "head":
+        assert x.log_f is not None
+        dlog_f = dlog_f.sum(0)[..., None].to(x.log_f.dtype).transpose(1, 2)
+    return dq, di, dv, dlog_f
+
+
+def _value_gradients(x: Inputs, grad: Tensor, total: Tensor, end_states: Tensor, dv: Tensor) -> None:
+    (block_k, _), (block_v, tiles_v) = _fit(x.K, x.tiles.outputs_k), _fit(x.V, x.tiles.outputs_v)
+    common.launch(
+        value_gradients_kernel,
+        (x.heads * x.chunks * tiles_v,),
+        *(x.q, x.i, x.log_f, grad, x.mask, total, end_states, dv, x.H, x.T),
+        *_strides(x.q, x.i, x.log_f, grad),
+        **x.constants(grad),
+        BLOCK_K=block_k,
+        BLOCK_V=block_v,
+        num_warps=x.tiles.outputs_warps,
+        num_stages=2,
+    )
 
 
 def gated_scan(
@@ -59,11 +274,11 @@ def gated_scan_triton(
     first = None if state_BHKW is None else state_BHKW.contiguous()
     out, last = by_token(x.v, *x.v.shape), x.v.new_empty(x.B, x.H, x.K, x.V + normalise, dtype=torch.float32)
     if x.T == 1 and not save:
-        scan_launch.step(x, first, out, last, eps)
+        take_step(x, first, out, last, eps)
     else:
         total = last.new_empty(x.B, x.H, x.T if normalise else 0)
-        states, z_states = scan_launch.states(x, x.i, x.v, first, last)
-        scan_launch.outputs(x, states, z_states, out, total, eps)
+        states, z_states = launch_states(x, x.i, x.v, first, last)
+        launch_outputs(x, states, z_states, out, total, eps)
         if save:
             return out, last, total, states, z_states
     return out, last, last.new_empty(0), last.new_empty(0, dtype=state_dtype(x.precision)), last.new_empty(0)
@@ -96,12 +311,12 @@ def gated_scan_triton_backward(
     normalise: bool,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
     """Gradients of q, i, v, log f (empty if none) and the initial state."""
-    x, grad = Inputs(q_BHTK, i_BHTK, v_BHTV, log_f_BHTF, mask_BT, normalise), scan_launch.rows(grad_BHTV)
+    x, grad = Inputs(q_BHTK, i_BHTK, v_BHTV, log_f_BHTF, mask_BT, normalise), rows(grad_BHTV)
     dstate = grad.new_empty(x.B, x.H, x.K, x.V + normalise, dtype=torch.float32)
     dlast = None if grad_state_BHKW is None else grad_state_BHKW.contiguous()
-    totals = total_BHT, scan_launch.total_gradients(x, grad, out_BHTV, total_BHT)
-    ends = scan_launch.states(x, x.q, grad, dlast, dstate, totals)
-    return *scan_launch.gradients(x, grad, totals, (states, z_states), ends), dstate
+    totals = total_BHT, total_gradients(x, grad, out_BHTV, total_BHT)
+    ends = launch_states(x, x.q, grad, dlast, dstate, totals)
+    return *launch_gradients(x, grad, totals, (states, z_states), ends), dstate
 
 
 @gated_scan_triton_backward.register_fake

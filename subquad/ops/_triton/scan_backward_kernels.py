@@ -9,6 +9,8 @@ from row j to row i, n_i the total where normalised (else 1), do the gradients o
     dv_j = sum_i q_i a_ij i_j do_i / n_i + (i_j decay_to_end) R
     dlog_f_t = sum of all products above that a decay f_t is part of, inside the chunk
 
+Where heads are so wide that several tiles hold the key channels, `value_gradients_kernel` takes dv.
+
 Shape letters as in `scan_kernels`; gradients are contiguous, `[B, T, H, .]`.
 """
 
@@ -33,6 +35,7 @@ from subquad.ops._triton.scan_tiles import (
     read_decay,
     read_state,
     real_rows,
+    scores_and_sums,
     sums_of_rows,
     write,
 )
@@ -247,3 +250,64 @@ def gradients_kernel(
     di_CK = tl.where(real_C[:, None], di_CK, 0.0)
     write(dq + (first_row * H + n % H) * K, dq_CK, row_C, H * K, k_K, exists_C, K)
     write(di + (first_row * H + n % H) * K, di_CK, row_C, H * K, k_K, exists_C, K)
+
+
+@triton.jit(do_not_specialize=LENGTHS)
+def value_gradients_kernel(
+    q,
+    i,
+    log_f,
+    grad,
+    mask,
+    total,
+    end_states,
+    dv,
+    H,
+    T,
+    q_stride_b: tl.int64,
+    q_stride_h: tl.int64,
+    q_stride_t: tl.int64,
+    i_stride_b: tl.int64,
+    i_stride_h: tl.int64,
+    i_stride_t: tl.int64,
+    log_f_stride_b: tl.int64,
+    log_f_stride_h: tl.int64,
+    log_f_stride_t: tl.int64,
+    grad_stride_b: tl.int64,
+    grad_stride_h: tl.int64,
+    grad_stride_t: tl.int64,
+    K: tl.constexpr,
+    V: tl.constexpr,
+    DECAY: tl.constexpr,
+    NORMALISE: tl.constexpr,
+    C: tl.constexpr,
+    BLOCK_K: tl.constexpr,
+    BLOCK_V: tl.constexpr,
+    PRECISION: tl.constexpr,
+    ALIGNED: tl.constexpr,
+):
+    """Gradients of v for a tile of value channels of one chunk, where several tiles hold the key channels."""
+    V_TILES: tl.constexpr = (V + BLOCK_V - 1) // BLOCK_V
+    chunks = tl.cdiv(T, C)
+    v_tile, at = tl.program_id(0) % V_TILES, (tl.program_id(0) // V_TILES).to(tl.int64)
+    n = tl.program_id(0) // V_TILES // chunks
+    start = tl.program_id(0) // V_TILES % chunks * C
+    v_V = v_tile * BLOCK_V + tl.arange(0, BLOCK_V)
+    row_C = tl.arange(0, C)
+    real_C = real_rows(mask, n, H, T, start, row_C)
+    q = of_head(q, n, H, q_stride_b, q_stride_h, ALIGNED) + start * q_stride_t
+    i = of_head(i, n, H, i_stride_b, i_stride_h, ALIGNED) + start * i_stride_t
+    grad = of_head(grad, n, H, grad_stride_b, grad_stride_h, ALIGNED) + start * grad_stride_t
+    if DECAY != "none":
+        log_f = of_head(log_f, n, H, log_f_stride_b, log_f_stride_h, ALIGNED and DECAY == "channel")
+        log_f += start * log_f_stride_t
+    scores_CC, dv_CV, _ = scores_and_sums(
+        *(q, q_stride_t, i, i_stride_t, log_f, log_f_stride_t, end_states + at * K * V, None),
+        *(row_C, real_C, v_V, K, V, DECAY, NORMALISE, True, BLOCK_K, PRECISION),
+    )
+    if NORMALISE:
+        total_C = tl.load(total + n.to(tl.int64) * T + start + row_C, mask=real_C, other=1.0)
+        scores_CC *= (1.0 / total_C)[:, None]
+    dv_CV += product(tl.trans(scores_CC), read(grad, row_C, grad_stride_t, v_V, real_C, V), PRECISION)
+    first_row = (n // H).to(tl.int64) * T + start
+    write(dv + (first_row * H + n % H) * V, dv_CV, row_C, H * V, v_V, row_C < T - start, V)

@@ -11,7 +11,7 @@ with m' the maximum after the chunk, and R = sum q (x) do over later rows, the g
 in units of m'. Sums over later rows are taken in reverse, never as a total minus a prefix, which would lose all digits.
 Where the value channels are more than one tile, dp, dk and X are linear in them: each tile leaves its part.
 
-Shapes and letters: softmax_tiles.py.
+Shapes and letters: softmax_kernels.py.
 """
 
 # mypy: allow-untyped-defs, allow-incomplete-defs
@@ -22,7 +22,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from subquad.ops._triton.softmax_tiles import (
+from subquad.ops._triton.softmax_kernels import (
     EMPTY,
     dot,
     head,

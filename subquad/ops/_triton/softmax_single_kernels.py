@@ -14,7 +14,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from subquad.ops._triton.softmax_tiles import EMPTY, head, read, real_rows, rounded, write
+from subquad.ops._triton.softmax_kernels import EMPTY, head, read, real_rows, rounded, write
 
 
 @triton.jit

@@ -1,16 +1,13 @@
 """Which keys a query may see: a predicate (the truth) and key ranges that cover it (what makes it cheap)."""
 
 from subquad.ops.patterns.base import Pattern
-from subquad.ops.patterns.drawn import Random
-from subquad.ops.patterns.local import Band, Blocks, Segments, Shifted, Window
-from subquad.ops.patterns.sparse import Columns, Dilated, DilatedBand, Globals, Ranks, Sinks, Strided
-from subquad.ops.patterns.whole import Causal, Full, Prefix, Suffix
+from subquad.ops.patterns.local import Band, Blocks, Causal, Full, Prefix, Segments, Shifted, Suffix, Window
+from subquad.ops.patterns.sparse import Dilated, DilatedBand, Globals, Random, Sinks, Strided
 
 __all__ = [
     "Band",
     "Blocks",
     "Causal",
-    "Columns",
     "Dilated",
     "DilatedBand",
     "Full",
@@ -18,7 +15,6 @@ __all__ = [
     "Pattern",
     "Prefix",
     "Random",
-    "Ranks",
     "Segments",
     "Shifted",
     "Sinks",

@@ -4,9 +4,9 @@ import pytest
 import torch
 
 from subquad.ops import attend as dispatch
-from subquad.ops import block_attention
+from subquad.ops import block_attention, block_attention_with_lse
 from subquad.ops._triton import attend as kernels
-from subquad.ops._triton import attend_call, common
+from subquad.ops._triton import common
 from subquad.ops._triton.attend import block_attention_triton, block_attention_triton_backward
 from subquad.ops.attend import softmax_weights
 from subquad.ops.patterns import (
@@ -57,7 +57,7 @@ EMPTY = 7.0
 
 
 def attended(*inputs, backend="triton", **options):
-    out, lse = block_attention(*inputs, return_lse=True, backend=backend, **options)
+    out, lse = block_attention_with_lse(*inputs, backend=backend, **options)
     return out, lse.masked_fill(torch.isneginf(lse), EMPTY)
 
 
@@ -75,9 +75,9 @@ def qkv(random):
 @pytest.fixture
 def small_tiles(monkeypatch):
     """Many tiles of few tokens: every kind of edge."""
-    tiles = attend_call.Tiles(16, 16, 4, 2)
-    sizes = dict.fromkeys(attend_call.SIZES, attend_call.Sizes(tiles, tiles, tiles, tiles))
-    monkeypatch.setattr(attend_call, "SIZES", sizes)
+    tiles = kernels.Tiles(16, 16, 4, 2)
+    sizes = dict.fromkeys(kernels.SIZES, kernels.Sizes(tiles, tiles, tiles, tiles))
+    monkeypatch.setattr(kernels, "SIZES", sizes)
 
 
 @pytest.fixture
@@ -219,7 +219,7 @@ def test_padding_may_stand_anywhere(pattern, qkv, device, differentiated, assert
 def test_strides_change_no_bit(qkv, random):
     def run(q, k, v, gradient):
         leaves = [x.detach().requires_grad_() for x in (q, k, v)]
-        out, lse = block_attention(*leaves, Window(width=9), return_lse=True, backend="triton")
+        out, lse = block_attention_with_lse(*leaves, Window(width=9), backend="triton")
         return [out, lse, *torch.autograd.grad(out, leaves, gradient)]
 
     inputs = qkv(20, kv_heads=2, batch=2)
@@ -267,7 +267,7 @@ def test_no_bit_depends_on_the_future(pattern, sharpness, dtype, qkv):
     q, k, v = qkv(140, heads=1, dtype=dtype)
     q, k = q * sharpness, k * sharpness
     others = [torch.cat([x[:, :, : now + 1], -100 * x[:, :, now + 1 :].flip(2)], 2) for x in (q, k, v)]
-    results = [block_attention(*x, pattern, return_lse=True, backend="triton") for x in ((q, k, v), others)]
+    results = [block_attention_with_lse(*x, pattern, backend="triton") for x in ((q, k, v), others)]
     for before, after in zip(*results, strict=True):
         assert before.shape[2] == 140
         assert_exact(after[:, :, : now + 1], before[:, :, : now + 1])
@@ -275,7 +275,7 @@ def test_no_bit_depends_on_the_future(pattern, sharpness, dtype, qkv):
 
 def test_a_query_without_keys_gives_zeros_and_no_gradient(qkv, differentiated):
     q, k, v = qkv(40)
-    _, lse = block_attention(q, k, v, Suffix(start=25), return_lse=True, backend="triton")
+    _, lse = block_attention_with_lse(q, k, v, Suffix(start=25), backend="triton")
     assert torch.isneginf(lse[:, :, :25]).all()
     assert lse[:, :, 25:].isfinite().all()
     out, _, dq, dk, dv = differentiated(lambda *x: attended(*x, Suffix(start=25)), (q, k, v))
@@ -304,11 +304,11 @@ def test_decoding_is_the_last_row_of_the_whole(pattern, heads, kv_heads, qkv, la
     q, k, v = qkv(50, heads=heads, kv_heads=kv_heads, batch=2)
     kept = 50 if pattern.reach is None else min(50, pattern.reach + 1)
     cache = k[:, :, -kept:], v[:, :, -kept:]
-    options = {"q_start": 49, "k_start": 50 - kept, "return_lse": True, "backend": "triton"}
-    results = block_attention(q[:, :, -1:], *cache, pattern, **options)
+    options = {"q_start": 49, "k_start": 50 - kept, "backend": "triton"}
+    results = block_attention_with_lse(q[:, :, -1:], *cache, pattern, **options)
     assert launches == ["forward_kernel"]
-    plain = block_attention(q, k, v, pattern, return_lse=True, backend="reference")
-    exact = block_attention(*(x.double() for x in (q, k, v)), pattern, return_lse=True, backend="reference")
+    plain = block_attention_with_lse(q, k, v, pattern, backend="reference")
+    exact = block_attention_with_lse(*(x.double() for x in (q, k, v)), pattern, backend="reference")
     for actual, p, e in zip(results, plain, exact, strict=True):
         assert_in_budget(actual, p[:, :, -1:], e[:, :, -1:], torch.float32)
 
@@ -362,7 +362,7 @@ def test_a_compiled_graph_is_eager(qkv, differentiated):
 
 
 def test_which_patterns_have_kernels():
-    assert {kind.__name__ for kind in attend_call.RANGES} <= set(Pattern.registry)
+    assert {kind.__name__ for kind in kernels.RANGES} <= set(Pattern.registry)
     assert all(kernels.supports(pattern) for pattern in PATTERNS)
     assert not kernels.supports(Dilated(width=4, dilation=3))
 

@@ -7,8 +7,9 @@ import pytest
 import torch
 
 from subquad import ops
-from subquad.ops._triton import common, scan_launch
+from subquad.ops._triton import common
 from subquad.ops._triton.scan import gated_scan, gated_scan_triton, gated_scan_triton_backward
+from subquad.ops._triton.scan_kernels import step_kernel
 from subquad.testing.tools import LOW_PRECISION, assert_exact, assert_in_budget, mask_with
 
 FP32, FP16, BF16 = torch.float32, torch.float16, torch.bfloat16
@@ -228,7 +229,7 @@ def test_one_token_at_a_time(make, monkeypatch, decay, normalise, dtype):
     for t in range(6):
         out, after = kernels(after, *(x[:, :, t : t + 1] for x in inputs), normalise=normalise)
         outs.append(out)
-    assert launched == [scan_launch.step_kernel] * 6
+    assert launched == [step_kernel] * 6
     assert_results_in_budget((torch.cat(outs, 2), after), [state, *inputs], dtype, normalise=normalise)
 
 

@@ -6,7 +6,8 @@ import pytest
 import torch
 
 from subquad import ops
-from subquad.ops._triton import common, softmax_plan
+from subquad.ops._triton import common
+from subquad.ops._triton import softmax as module
 from subquad.ops._triton.softmax import running_softmax, running_softmax_backward_op, running_softmax_op
 from subquad.testing.tools import LOW_PRECISION, assert_exact, assert_in_budget, mask_with
 
@@ -345,10 +346,10 @@ def test_strides_change_nothing(make, differentiated, L, layout):
 @pytest.mark.parametrize("L", [1, 64])
 def test_one_segment_or_several(make, differentiated, monkeypatch, L):
     inputs = make(200, L)
-    cut = softmax_plan.Plan.of(inputs[0], inputs[2])
+    cut = module.Plan.of(inputs[0], inputs[2])
     assert cut.segments > 1
-    monkeypatch.setattr(softmax_plan.Tiles, "of", lambda L, V, dtype: cut.tile._replace(programs=1))
-    assert softmax_plan.Plan.of(inputs[0], inputs[2]).segments == 1
+    monkeypatch.setattr(module.Tiles, "of", lambda L, V, dtype: cut.tile._replace(programs=1))
+    assert module.Plan.of(inputs[0], inputs[2]).segments == 1
     assert_is_the_softmax(differentiated, inputs, FP32)
 
 

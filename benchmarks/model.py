@@ -1,0 +1,198 @@
+"""`measure_model`: training steps and prefill of whole decoders, in one process."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from functools import partial
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+from benchmarks import peers as _peers
+from benchmarks.config import ModelConfig
+from benchmarks.machine import ceilings
+from benchmarks.models import BASE, LucidrainsPerceiverAR, build_decoder, check_models, label_of
+from benchmarks.ops import OUT_OF_TIME, check_there, memory_of, statistics_of, status_of
+from benchmarks.progress import Progress
+from benchmarks.report import Report, Row
+from benchmarks.timing import Failure, Run, Timing, attempt, clock_of, interleave
+from subquad.evaluation.provenance import provenance
+from subquad.models import Decoder
+
+
+class Subject(NamedTuple):
+    """A model of the table."""
+
+    name: str
+    label: str
+    kind: str
+    model: nn.Module | Failure
+
+
+class Key(NamedTuple):
+    """Which call: the model's name, and `step` or `prefill`."""
+
+    name: str
+    which: str
+
+
+def check_model(config: ModelConfig) -> None:
+    """Raise `ValueError` or `TypeError` for what cannot be measured here."""
+    check_there(config.device)
+    check_models(config.mechanisms, config.options, stacks=True)
+    _peers.chosen(config.peers, config.device, model=True)
+    with torch.device("meta"):
+        for name in config.mechanisms:
+            _build(config, name, config.tokens[0])
+
+
+def measure_model(
+    config: ModelConfig | None = None,
+    /,
+    *,
+    shown: bool = False,
+    deadline: float | None = None,
+    found: Callable[[Report], None] | None = None,
+    command: str = "",
+) -> Report:
+    """Training steps (the loss and its gradients, no optimizer) and prefill of decoders, and their peak memory.
+
+    Ratios are to the same decoder whose attention is causal `scaled_dot_product_attention`. In 16 bits weights stay in
+    float32 under autocast. A prefill reads a whole sequence and gives the last token's logits and the state. The other
+    arguments, the interleaving, and what becomes of failures, are those of `measure_ops`.
+    """
+    config = ModelConfig() if config is None else config
+    check_model(config)
+    there, records = _peers.chosen(config.peers, config.device, model=True)
+    limits = ceilings(config.device, getattr(torch, config.dtype))
+    origin = provenance(config.device, tuple(peer.distribution for peer in there))
+    rows: list[Row] = []
+
+    def report() -> Report:
+        return Report("model", config.to_dict(), list(rows), origin, limits, records, command)
+
+    with Progress(len(config.tokens), shown=shown) as progress:
+        for tokens in config.tokens:
+            progress.step(f"{tokens:,} tokens")
+            late = deadline is not None and time.monotonic() > deadline
+            subjects = [] if late else _subjects(config, tokens, [peer.name for peer in there])
+            if late:
+                subjects = [Subject(n, label_of(n, config.options), "ours", OUT_OF_TIME) for n in config.mechanisms]
+            rows += _length(config, subjects, tokens, progress.say)
+            if found is not None:
+                found(report())
+    return report()
+
+
+def _build(config: ModelConfig, name: str, tokens: int) -> Decoder:
+    return build_decoder(name, longest=tokens, options=config.options, **_sizes(config))
+
+
+def _sizes(config: ModelConfig) -> dict[str, int]:
+    return {"layers": config.layers, "dim": config.dim, "heads": config.heads, "vocab": config.vocab}
+
+
+def _subjects(config: ModelConfig, tokens: int, peers: list[str]) -> list[Subject]:
+    found = list[Subject]()
+    for name in (BASE, *config.mechanisms):
+        made: nn.Module | Failure = attempt(_build, config, name, tokens)
+        found.append(Subject(name, label_of(name, config.options), "base" if name == BASE else "ours", made))
+    for name in peers:
+        made = attempt(LucidrainsPerceiverAR, longest=tokens, **_sizes(config))
+        found.append(Subject(name, f"{name}, half latents", "peer", made))
+    return [s if isinstance(s.model, Failure) else s._replace(model=attempt(s.model.to, config.device)) for s in found]
+
+
+def _length(config: ModelConfig, subjects: list[Subject], tokens: int, told: Callable[[str], None]) -> list[Row]:
+    """The rows of one length."""
+    batch = config.batch_of(tokens)
+    numbers = torch.randint(1, config.vocab, (batch, tokens + 1), generator=torch.Generator().manual_seed(0))
+    numbers_BT = numbers.to(config.device)
+    runs: dict[Key, Run] = {}
+    for subject in subjects:
+        if not isinstance(subject.model, Failure):
+            runs[Key(subject.name, "step")] = _step(config, subject.model, numbers_BT)
+        if isinstance(subject.model, Decoder):
+            runs[Key(subject.name, "prefill")] = _prefill(config, subject.model, numbers_BT[:, :-1])
+    times = interleave(
+        runs,
+        clock=clock_of(config.device),
+        repeats=config.repeats,
+        seconds=config.seconds,
+        told=lambda key: told(f"{tokens:,} tokens: {key.name}, {key.which}"),
+    )
+    rows = list[Row]()
+    for subject in subjects:
+        for which in ("step", "prefill"):
+            key = Key(subject.name, which)
+            if key in runs or isinstance(subject.model, Failure):
+                result = subject.model if isinstance(subject.model, Failure) else times[key]
+                row = _row(config, subject, which, tokens, result, times.get(Key(BASE, which)))
+                if row["status"] == "ok":
+                    row["peak_bytes"] = memory_of(partial(runs[key].call, None), config.device)
+                rows.append(row)
+    return rows
+
+
+def _row(
+    config: ModelConfig,
+    subject: Subject,
+    which: str,
+    tokens: int,
+    result: object,
+    base: Timing | Failure | None,
+) -> Row:
+    row: dict[str, Any] = {
+        "name": subject.name,
+        "label": subject.label,
+        "kind": subject.kind,
+        "tokens": tokens,
+        "batch": config.batch_of(tokens),
+        "pass": which,
+        "parameters": None
+        if isinstance(subject.model, Failure)
+        else sum(p.numel() for p in subject.model.parameters()),
+        **status_of(result),
+    }
+    if not isinstance(result, Timing):
+        return row
+    return {
+        **row,
+        **statistics_of(result),
+        "tokens_per_s": config.batch_of(tokens) * tokens / result.median,
+        "times_faster": base.median / result.median if isinstance(base, Timing) else None,
+    }
+
+
+def _step(config: ModelConfig, model: Any, numbers_BT: Tensor) -> Run:
+    """The loss and its gradients."""
+    parameters = [p for p in model.parameters() if p.requires_grad]
+    inputs_BT, labels_BT = numbers_BT[:, :-1].contiguous(), numbers_BT[:, 1:].contiguous()
+
+    def step(_: object) -> object:
+        model.train()
+        with autocast(config):
+            loss = model.loss(inputs_BT, labels_BT)
+        return torch.autograd.grad(loss, parameters, allow_unused=True)
+
+    return Run(step)
+
+
+def _prefill(config: ModelConfig, model: Decoder, inputs_BT: Tensor) -> Run:
+    """The last token's logits, and the state."""
+
+    def prefill(_: object) -> object:
+        model.eval()
+        with torch.no_grad(), autocast(config):
+            h_BTD, state = model.hidden(inputs_BT)
+            return model.logits(h_BTD[:, -1:]), state
+
+    return Run(prefill)
+
+
+def autocast(config: ModelConfig) -> torch.autocast:
+    """Weights in float32, products in the dtype that was asked for."""
+    kind = torch.device(config.device).type
+    return torch.autocast(kind, getattr(torch, config.dtype), enabled=config.dtype != "float32")

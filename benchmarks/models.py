@@ -1,0 +1,126 @@
+"""The models that are timed: decoders of our mechanisms, the same decoder on plain SDPA, other libraries' models."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from contextlib import nullcontext
+from dataclasses import fields
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from benchmarks.operators import flash
+from benchmarks.peers import load
+from subquad.attention import mechanism, names
+from subquad.attention.full import Full
+from subquad.config import suggest
+from subquad.models import Decoder, DecoderConfig
+from subquad.models.build import build_model
+from subquad.ops.patterns import Pattern
+
+BASE = "sdpa"
+STACK = "perceiver_ar"
+SIZED = ("horizon", "max_tokens")
+"""Options that bound the length: they get the longest one that is measured."""
+
+
+class Sdpa(Full):
+    """Full attention by `scaled_dot_product_attention`, on a GPU in 16 bits its flash kernel: whole sequences only."""
+
+    def attend_to(
+        self, q_BHTK: Tensor, k_BGSK: Tensor, v_BGSK: Tensor, pattern: Pattern, **where: Any
+    ) -> tuple[Tensor, Tensor]:
+        """The outputs; the second value, the logsumexp, is not needed here and stands for it only in shape."""
+        half = v_BGSK.is_cuda and v_BGSK.dtype.itemsize == 2
+        with flash() if half else nullcontext():
+            out = F.scaled_dot_product_attention(q_BHTK, k_BGSK, v_BGSK, is_causal=True)
+        return out, out[..., 0]
+
+
+def check_models(mechanisms: Sequence[str], options: Mapping[str, Any], *, stacks: bool) -> None:
+    """Raise `ValueError` for an unknown name, and for a mechanism that has no causal form."""
+    causal = [name for name in names() if "causal" in mechanism(name).forms]
+    valid = [*causal, *([STACK] if stacks else [])]
+    for name in (*mechanisms, *options):
+        if name not in valid:
+            problem = "no causal form of" if name in names() else "unknown"
+            raise ValueError(f"{problem} attention {name!r}; {suggest(name, valid)}")
+
+
+def build_decoder(
+    name: str,
+    *,
+    layers: int,
+    dim: int,
+    heads: int,
+    vocab: int,
+    longest: int,
+    options: Mapping[str, Mapping[str, Any]],
+) -> Decoder:
+    """A decoder of one mechanism, of the stack perceiver_ar (half of `longest` are latents), or of SDPA.
+
+    Positions are rotary where the mechanism can rotate, else sinusoidal. Raises `ValueError` and `TypeError` for
+    options that do not fit.
+    """
+    torch.manual_seed(0)
+    attention = "full" if name == BASE else name
+    decoder = build_model(
+        DecoderConfig(
+            vocab_size=vocab,
+            dim=dim,
+            num_layers=layers,
+            num_heads=heads,
+            attention=attention,
+            position="rope" if attention == STACK or mechanism(attention).rotates else "sinusoidal",
+            options={attention: {**_sized(attention, longest), **options.get(attention, {})}},
+        )
+    )
+    if name == BASE:
+        for block in decoder.blocks():
+            assert isinstance(block.attention, Full)
+            mixer = Sdpa(block.attention.config)
+            mixer.load_state_dict(block.attention.state_dict())
+            block.attention = mixer
+    return decoder
+
+
+def _sized(name: str, longest: int) -> dict[str, int]:
+    if name == STACK:
+        return {"latents": max(1, longest // 2)}
+    known = {field.name for field in fields(mechanism(name).Config)}
+    return {option: max(2, longest) for option in SIZED if option in known}
+
+
+class LucidrainsPerceiverAR(nn.Module):
+    """perceiver-ar-pytorch's model of the same width and depth; half of the sequence is its prefix."""
+
+    def __init__(self, *, layers: int, dim: int, heads: int, vocab: int, longest: int) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.model = load("perceiver_ar_pytorch").PerceiverAR(
+            num_tokens=vocab,
+            dim=dim,
+            depth=max(1, layers - 1),  # its first layer, which reads the prefix, is one more
+            heads=heads,
+            dim_head=dim // heads,
+            max_seq_len=longest,
+            cross_attn_seq_len=longest - max(1, longest // 2),
+            dropout=0.0,
+            cross_attn_dropout=0.0,
+        )
+
+    def loss(self, tokens_BT: Tensor, labels_BT: Tensor) -> Tensor:
+        """The cross-entropy of the tokens after the prefix."""
+        loss: Tensor = self.model(tokens_BT, labels=labels_BT)
+        return loss
+
+
+def label_of(name: str, options: Mapping[str, Mapping[str, Any]]) -> str:
+    """The name with the options that were given."""
+    if name == BASE:
+        return "full, by sdpa"
+    given = ", ".join(f"{key} {value}" for key, value in options.get(name, {}).items())
+    latents = ", half latents" if name == STACK and "latents" not in options.get(name, {}) else ""
+    return f"{name}{latents}" + (f", {given}" if given else "")

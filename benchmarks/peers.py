@@ -1,0 +1,275 @@
+"""Other libraries' operators, timed in the same run. Each is imported where it is used; one that is absent is named.
+
+A peer gets the sizes of the mechanism that it stands beside, and its own layout of tensors.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import importlib
+import io
+import warnings
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from importlib.util import find_spec
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from benchmarks.operators import (
+    PASSES,
+    Case,
+    Operator,
+    Pass,
+    Shape,
+    causal_sdpa,
+    latte_flops,
+    scan_flops,
+    segments,
+    window,
+)
+from subquad.config import suggest
+from subquad.evaluation.provenance import version_of
+from subquad.memory import check_room
+from subquad.ops.patterns import Pattern
+
+FORWARD: tuple[Pass, ...] = ("forward",)
+
+
+@dataclass(frozen=True)
+class Peer:
+    """A library, or a kernel of torch's own."""
+
+    name: str
+    module: str
+    devices: tuple[str, ...]
+    cases: Callable[[str], list[Case]]
+    """Its lines on a device of this type."""
+    distribution: str = "torch"
+    model: bool = False
+    """Whether it is a whole model, for `measure_model`, without an operator to time alone."""
+
+    @property
+    def install(self) -> str:
+        """The command that installs it."""
+        return f"pip install {self.distribution}"
+
+    @property
+    def is_installed(self) -> bool:
+        """Whether it can be imported."""
+        return find_spec(self.module) is not None
+
+
+def load(module: str) -> Any:
+    """A peer's module, without what it prints and warns of when it is imported."""
+    with warnings.catch_warnings(), contextlib.redirect_stdout(io.StringIO()):
+        warnings.simplefilter("ignore")
+        return importlib.import_module(module)
+
+
+def chosen(
+    asked: str | Sequence[str], device: torch.device | str, *, model: bool = False
+) -> tuple[list[Peer], list[dict[str, str]]]:
+    """The peers to time on a device, and a record of each: its version, or the command that installs it.
+
+    `asked` is `auto` (those that are installed), `none`, or names. Raises `ValueError` for an unknown name, for one
+    that has nothing to time there and for one that is not installed.
+    """
+    kind = torch.device(device).type
+    known = {peer.name: peer for peer in PEERS if peer.model == model and kind in peer.devices}
+    if asked == "none":
+        return [], []
+    if asked != "auto":
+        wanted = [asked] if isinstance(asked, str) else list(asked)
+        for name in wanted:
+            if name not in known:
+                raise ValueError(f"unknown peer {name!r} on {kind}; {suggest(name, ['auto', 'none', *known])}")
+            if not known[name].is_installed:
+                raise ValueError(f"peer {name!r} is not installed; {known[name].install}")
+        known = {name: known[name] for name in wanted}
+    there = [peer for peer in known.values() if peer.is_installed]
+    return there, [_record(peer) for peer in known.values()]
+
+
+def cases_beside(
+    peers: Sequence[Peer], records: list[dict[str, str]], mechanisms: Sequence[str], device: torch.device | str
+) -> list[Case]:
+    """The lines of these peers, but for those that are compared with a mechanism which is not timed.
+
+    The record of a peer that has no line left says so.
+    """
+    found = list[Case]()
+    for peer in peers:
+        cases = [c for c in peer.cases(torch.device(device).type) if c.beside is None or c.beside in mechanisms]
+        if not cases:
+            (record,) = (record for record in records if record["name"] == peer.name)
+            record["status"] = "not timed: it is compared with none of these mechanisms"
+        found += cases
+    return found
+
+
+def _record(peer: Peer) -> dict[str, str]:
+    if peer.is_installed:
+        return {"name": peer.name, "status": "installed", "version": version_of(peer.distribution) or "unknown"}
+    return {"name": peer.name, "status": "not installed", "install": peer.install}
+
+
+def _case(name: str, label: str, make: Callable[[Shape], Operator], **options: Any) -> Case:
+    """A line whose label has the segment in the place of `{}`, for what depends on it."""
+    return Case(name, make, lambda s: label.format(s.segment), "peer", by_segment="{}" in label, **options)
+
+
+# --- torch's own
+
+
+def _flex(device: str) -> list[Case]:
+    def make(pattern: Callable[[Shape], Pattern]) -> Callable[[Shape], Operator]:
+        def operator(shape: Shape) -> Operator:
+            from torch.nn.attention.flex_attention import create_block_mask, flex_attention
+
+            allowed, T = pattern(shape).allowed, shape.tokens
+            mask = create_block_mask(lambda b, h, q, k: allowed(q, k), None, None, T, T, device=shape.device)
+            # Static shapes: FlexAttention with dynamic ones is many times slower.
+            attend: Any = torch.compile(flex_attention, dynamic=False)
+            return Operator(shape.qkv(), lambda q, k, v: attend(q, k, v, block_mask=mask))
+
+        return operator
+
+    passes = FORWARD if device == "cpu" else PASSES  # on a CPU it has no backward
+    return [
+        _case("flex, llp", "FlexAttention, as llp, segment {}", make(segments), passes=passes, beside="llp"),
+        _case("flex, window", "FlexAttention, as window, {} wide", make(window), passes=passes, beside="window"),
+    ]
+
+
+def _cudnn(_: str) -> list[Case]:
+    def context() -> Any:
+        from torch.nn.attention import SDPBackend, sdpa_kernel
+
+        return sdpa_kernel([SDPBackend.CUDNN_ATTENTION])
+
+    return [_case("sdpa-cudnn", "sdpa, causal, cuDNN", lambda s: Operator(s.qkv(), causal_sdpa, context))]
+
+
+# --- libraries for a CPU
+
+
+def _local_attention(_: str) -> list[Case]:
+    def make(**options: Any) -> Callable[[Shape], Operator]:
+        def operator(shape: Shape) -> Operator:
+            size = shape.segment if options.get("exact_windowsize") else max(1, shape.segment // 2)
+            layer = load("local_attention").LocalAttention(
+                window_size=size, causal=True, look_backward=1, autopad=True, use_rotary_pos_emb=False, **options
+            )
+            return Operator(shape.qkv(), layer)
+
+        return operator
+
+    return [
+        _case("local-attention, llp", "local-attention, as llp, segment {}", make(), beside="llp"),
+        _case(
+            "local-attention, window",
+            "local-attention, as window, {} wide",
+            make(exact_windowsize=True),
+            beside="window",
+        ),
+    ]
+
+
+BUCKET = 64
+
+
+def _linear_attention_transformer(_: str) -> list[Case]:
+    def make(shape: Shape) -> Operator:
+        name = "linear_attention_transformer.linear_attention_transformer"
+        attend = load(name).causal_linear_attn
+        return Operator(shape.qkv(), lambda q, k, v: attend(q, k, v, bucket_size=BUCKET))
+
+    label = f"linear-attention-transformer, blind in buckets of {BUCKET}"
+    return [_case("linear-attention-transformer", label, make, flops=scan_flops, beside="linear")]
+
+
+def _performer(_: str) -> list[Case]:
+    def make(shape: Shape) -> Operator:
+        # Autograd keeps several states of K x V a token: without that memory the system would end the process.
+        state = 4 * shape.batch * shape.heads * shape.tokens * shape.channels**2
+        check_room(5 * state, shape.device)
+        with contextlib.redirect_stdout(io.StringIO()):
+            module = load("performer_pytorch.performer_pytorch")
+            layer = module.FastAttention(shape.channels, nb_features=shape.channels, causal=True)
+        return Operator(shape.qkv(), layer.to(shape.device, shape.dtype))
+
+    return [_case("performer-pytorch", "performer-pytorch, as many features as channels", make, beside="linear")]
+
+
+# --- flash-linear-attention
+
+
+def _token_first(tensors: Sequence[Tensor]) -> list[Tensor]:
+    """From `[B, H, T, C]` to its layout `[B, T, H, C]`."""
+    return [x.detach().transpose(1, 2).contiguous().requires_grad_() for x in tensors]
+
+
+def _fla(_: str) -> list[Case]:
+    def linear(shape: Shape) -> Operator:
+        attend = load("fla.ops.linear_attn").chunk_linear_attn
+        q, k, v = shape.qkv()
+        features = [torch.nn.functional.elu(x.detach()) + 1 for x in (q, k)]
+        return Operator(_token_first([*features, v]), lambda q, k, v: attend(q, k, v, scale=1.0, normalize=True)[0])
+
+    def simple_gla(shape: Shape) -> Operator:
+        attend = load("fla.ops.simple_gla").chunk_simple_gla
+        q, k, v = _token_first(shape.qkv())
+        log_f = torch.nn.functional.logsigmoid(shape.normal(1, 3).detach().float())
+        log_f_BTH = log_f[..., 0].transpose(1, 2).contiguous().requires_grad_()
+        return Operator([q, k, log_f_BTH, v], lambda q, k, log_f, v: attend(q, k, v, log_f)[0])
+
+    def latte(shape: Shape) -> Operator:
+        attend = load("fla.ops.gla").chunk_gla
+        p, logits, v = shape.normal(shape.latents), shape.normal(shape.latents, 1), shape.normal(shape.channels, 2)
+
+        def call(p_BTHL: Tensor, logits_BTHL: Tensor, v_BTHV: Tensor) -> Tensor:
+            a_BTHL = logits_BTHL.float().logcumsumexp(1)
+            i_BTHL = (logits_BTHL - a_BTHL).exp().to(v_BTHV.dtype)
+            log_f_BTHL = torch.cat([torch.zeros_like(a_BTHL[:, :1]), a_BTHL[:, :-1] - a_BTHL[:, 1:]], 1)
+            out: Tensor = attend(p_BTHL, i_BTHL, v_BTHV, log_f_BTHL, scale=1.0)[0]
+            return out
+
+        return Operator(_token_first([p.detach().softmax(-1), logits, v]), call)
+
+    name = "flash-linear-attention"
+    return [
+        _case("fla, chunk_linear_attn", f"{name} chunk_linear_attn", linear, flops=scan_flops, beside="linear"),
+        _case("fla, chunk_simple_gla", f"{name} chunk_simple_gla", simple_gla, beside="elita"),
+        _case(
+            "fla, chunk_gla",
+            f"{name} chunk_gla, as causal Latte",
+            latte,
+            flops=latte_flops,
+            by_latents=True,
+            beside="latte",
+        ),
+    ]
+
+
+def _none(_: str) -> list[Case]:
+    return []
+
+
+PEERS = (
+    Peer("sdpa-cudnn", "torch", ("cuda",), _cudnn),
+    Peer("flex", "torch", ("cpu", "cuda"), _flex),
+    Peer("local-attention", "local_attention", ("cpu",), _local_attention, "local-attention"),
+    Peer(
+        "linear-attention-transformer",
+        "linear_attention_transformer",
+        ("cpu",),
+        _linear_attention_transformer,
+        "linear-attention-transformer",
+    ),
+    Peer("performer-pytorch", "performer_pytorch", ("cpu",), _performer, "performer-pytorch"),
+    Peer("fla", "fla", ("cuda",), _fla, "flash-linear-attention"),
+    Peer("perceiver-ar-pytorch", "perceiver_ar_pytorch", ("cpu", "cuda"), _none, "perceiver-ar-pytorch", model=True),
+)
+"""Perceiver AR has no operator to time alone: what it saves is in the stack, so it stands beside whole models."""

@@ -1,0 +1,172 @@
+"""The pictures of a report, as the papers have them: time and memory against length, against latents, decoding.
+
+matplotlib is loaded when something is drawn.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from benchmarks.report import Report, Row
+from benchmarks.tables import setting
+from subquad.evaluation import drawing
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+    from matplotlib.figure import Figure
+
+PASSES = {
+    "forward": "forward",
+    "backward": "backward",
+    "forward_backward": "forward + backward",
+    "step": "a training step",
+    "prefill": "prefill",
+}
+MIB = 2**20
+
+
+def draw(report: Report) -> dict[str, Figure]:
+    """The figures of a report, by name; one for which there is no row is left out."""
+    figures = {"ops": _ops, "model": _model, "decode": _decode}[report.what](report)
+    return {name: figure for name, figure in figures.items() if figure is not None}
+
+
+def save(figure: Figure, file: Path) -> Path:
+    """Write the figure, the same bytes each time."""
+    drawing.save(figure, file)
+    return file
+
+
+def _ops(report: Report) -> dict[str, Figure | None]:
+    one, size = report.settings["latents"][0], report.settings["segment"][0]
+    rows = [row for row in report.rows if row["latents"] in (None, one) and row["segment"] in (None, size)]
+    passes = report.settings["passes"]
+    figures = {
+        "time": _against_length(report, rows, passes, lambda row: 1e3 * row["median_s"], "milliseconds"),
+        "memory": _against_length(report, rows, passes, _peak, "peak memory beyond the inputs, MiB"),
+    }
+    if len(report.settings["latents"]) > 1:
+        figures["latents"] = _against_latents(report)
+    return figures
+
+
+def _model(report: Report) -> dict[str, Figure | None]:
+    passes = ["step", "prefill"]
+    return {
+        "time": _against_length(report, report.rows, passes, lambda row: 1e3 * row["median_s"], "milliseconds"),
+        "memory": _against_length(report, report.rows, passes, _peak, "peak memory, MiB"),
+    }
+
+
+def _decode(report: Report) -> dict[str, Figure | None]:
+    rows = [row for row in report.rows if row["status"] == "ok"]
+    if not rows:
+        return {"time": None}
+    figure = drawing.new_figure(8.2, 7.6)
+    figure.suptitle(setting(report), fontsize=10)
+    above, below = figure.subplots(2, 1, sharex=True)
+    labels = _labels(rows)
+    _lines(above, rows, labels, lambda row: row["tokens"], lambda row: 1e3 * row["median_s"], legend=True)
+    _lines(below, rows, labels, lambda row: row["tokens"], lambda row: row["state_bytes"] / MIB, legend=False)
+    above.set_ylabel("milliseconds for one token", fontsize=9)
+    above.set_ylim(bottom=0)
+    below.set_ylabel("state, MiB", fontsize=9)
+    _logarithmic(below)
+    below.set_xlabel("tokens read before", fontsize=9)
+    for axis in (above, below):
+        _lengths(axis, sorted({row["tokens"] for row in rows}), base=10)
+    return {"time": figure}
+
+
+def _peak(row: Row) -> float | None:
+    return None if row.get("peak_bytes") is None else row["peak_bytes"] / MIB
+
+
+def _against_length(
+    report: Report, rows: Sequence[Row], passes: Sequence[str], value: Callable[[Row], float | None], unit: str
+) -> Figure | None:
+    """A panel for each pass, both axes logarithmic, a line for each label."""
+    rows = [row for row in rows if row["status"] == "ok" and value(row) is not None]
+    passes = [which for which in passes if any(row["pass"] == which for row in rows)]
+    if not passes:
+        return None
+    figure = drawing.new_figure(9.2, 4.2 * len(passes))
+    figure.suptitle(setting(report), fontsize=10)
+    labels = _labels(rows)
+    panels = figure.subplots(len(passes), 1, sharex=True, squeeze=False)[:, 0]
+    for n, (axis, which) in enumerate(zip(panels, passes, strict=True)):
+        shown = [row for row in rows if row["pass"] == which]
+        _lines(axis, shown, labels, lambda row: row["tokens"], value, legend=n == 0)
+        _logarithmic(axis)
+        axis.set_ylabel(f"{PASSES[which]}: {unit}", fontsize=9)
+        _lengths(axis, sorted({row["tokens"] for row in rows}), base=2)
+    panels[-1].set_xlabel("tokens", fontsize=9)
+    return figure
+
+
+def _against_latents(report: Report) -> Figure | None:
+    """A panel for each pass: time against the latents of a head, a line for each length."""
+    rows = [row for row in report.rows if row["status"] == "ok" and row.get("latents") is not None]
+    passes = [which for which in report.settings["passes"] if any(row["pass"] == which for row in rows)]
+    if not passes:
+        return None
+    rows = [{**row, "label": f"{_source(row)}, {row['tokens']:,} tokens"} for row in rows]
+    figure = drawing.new_figure(9.2, 4.2 * len(passes))
+    figure.suptitle(setting(report), fontsize=10)
+    labels = _labels(rows)
+    panels = figure.subplots(len(passes), 1, sharex=True, squeeze=False)[:, 0]
+    for n, (axis, which) in enumerate(zip(panels, passes, strict=True)):
+        shown = [row for row in rows if row["pass"] == which]
+        _lines(axis, shown, labels, lambda row: row["latents"], lambda row: 1e3 * row["median_s"], legend=n == 0)
+        _logarithmic(axis)
+        axis.set_ylabel(f"{PASSES[which]}: milliseconds", fontsize=9)
+        _lengths(axis, sorted({row["latents"] for row in rows}), base=2)
+    panels[-1].set_xlabel("latents of a head", fontsize=9)
+    return figure
+
+
+def _source(row: Row) -> str:
+    return f"{row['name']} [{row['backend']}]" if row.get("backend") else str(row["name"])
+
+
+def _labels(rows: Sequence[Row]) -> list[str]:
+    return list(dict.fromkeys(row["label"] for row in rows))
+
+
+def _lines(
+    axis: Axes,
+    rows: Sequence[Row],
+    labels: Sequence[str],
+    x: Callable[[Row], float],
+    y: Callable[[Row], float | None],
+    *,
+    legend: bool,
+) -> None:
+    """A line for each label, in the style that its place in `labels` gives; what was not measured is left out."""
+    for n, label in enumerate(labels):
+        points = sorted((x(row), y(row)) for row in rows if row["label"] == label and y(row) is not None)
+        style = drawing.Style.number(n)
+        width = 2.4 - 1.4 * n / len(labels)  # of lines that lie on one another the lower shows beside the upper
+        xs, ys = zip(*points, strict=True) if points else ((), ())
+        axis.plot(xs, ys, **style._asdict(), linewidth=width, markersize=4, label=label)
+    axis.grid(alpha=0.3)
+    if legend and len(labels) > 1:
+        axis.legend(loc="upper left", bbox_to_anchor=(1.01, 1.0), frameon=False, fontsize=8, handlelength=4)
+
+
+def _lengths(axis: Axes, lengths: Sequence[int], *, base: int) -> None:
+    axis.set_xscale("log", base=base)
+    axis.set_xticks(lengths, [f"{length:,}" for length in lengths])
+    axis.minorticks_off()
+    axis.tick_params(labelsize=9)
+
+
+def _logarithmic(axis: Axes) -> None:
+    """A logarithmic scale whose numbers can be read within one power of ten too."""
+    from matplotlib.ticker import FuncFormatter, LogLocator
+
+    axis.set_yscale("log")
+    axis.yaxis.set_major_locator(LogLocator(subs=(1.0, 2.0, 5.0)))
+    axis.yaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:,g}"))

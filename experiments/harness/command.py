@@ -1,0 +1,290 @@
+"""`python -m experiments`: run an experiment, compare it with its paper, rewrite the result and the plot."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import sys
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+from experiments.harness.recipe import FILE, SCALES, Recipe, read_recipe
+from subquad.cli import guarded
+from subquad.cli.arguments import Parser, check_output
+from subquad.cli.tables import console, print_table
+from subquad.config import suggest
+
+if TYPE_CHECKING:
+    from experiments.harness.runner import Runner
+    from experiments.harness.units import Unit
+
+NAME = "python -m experiments"
+HOME = Path(__file__).parents[1]
+"""The folder of the experiments."""
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Run the command line; returns its exit status."""
+    return guarded(run, sys.argv[1:] if arguments is None else arguments)
+
+
+def run(arguments: Sequence[str]) -> int:
+    """Parse, run, compare, print; returns the exit status: 1 where a unit failed."""
+    parser = make_parser()
+    chosen = parser.parse_args(arguments)
+    with parser.checking():
+        root = HOME if chosen.folder is None else Path(chosen.folder)
+        if not root.is_dir():
+            raise FileNotFoundError(f"there is no folder {root}")
+        names = _names(root, chosen)
+        data = _data(chosen.data)
+        check_output("findings", chosen.findings)
+    if chosen.findings:
+        from experiments.harness.findings import findings
+
+        text = findings(root, [root / name for name in experiments(root)])
+        Path(chosen.findings).write_text(text, encoding="utf-8")
+        sys.stdout.write(f"wrote {chosen.findings}\n")
+        return 0
+    if not names:
+        _list(root)
+        return 0
+    with parser.checking():
+        planned = [_planned(root / name, chosen, data) for name in names]
+    begin = time.perf_counter()
+    failed = _report(planned) if chosen.report else _run_all(planned, chosen)
+    if len(planned) > 1:
+        sys.stdout.write(f"{len(planned)} experiments, {time.perf_counter() - begin:.0f} s\n")
+    return 1 if failed else 0
+
+
+def make_parser() -> Parser:
+    """The command's options."""
+    description = (
+        "Run an experiment of the folder experiments/, compare its figures with its paper's, and rewrite its "
+        "result.json, plot.png and the table in its README.md (scale smoke leaves them as they are, and begins anew in "
+        "the work folder). What was done is kept: after an interruption the same command goes on. Without NAME, the "
+        "experiments are listed."
+    )
+    parser = Parser(description=description, prog=NAME, usage=f"{NAME} [NAME] [options]")
+    add = parser.add_argument
+    add("name", nargs="?", type=str | None, default=None, help="The experiment: a folder's name.")
+    parser.add_argument("--all", action="store_true", help="All experiments that have the scale.")
+    add("--scale", type=str, default="cpu", help="smoke: seconds, no data; cpu; gpu; paper: the paper's own setting.")
+    add(
+        "--data",
+        nargs="+",
+        type=str,
+        default=[],
+        help="Where data sets are: NAME=PATH or NAME/PART=PATH; hf:... is a path.",
+    )
+    add("--folder", type=str | None, default=None, help="Other experiments than those beside this program.")
+    add("--work", type=str, default="runs/reproduce", help="Where runs are made, to be gone on with.")
+    add("--processes", type=int | None, default=None, help="Units at once (default: one a core; timings one by one).")
+    add("--threads", type=int | None, default=None, help="Threads of a unit (default: cores over processes; smoke: 1).")
+    parser.add_argument("--report", action="store_true", help="Run nothing: compare and draw what result.json holds.")
+    add("--findings", type=str | None, default=None, help="Run nothing: write the page of all results to this file.")
+    return parser
+
+
+def experiments(root: Path) -> list[str]:
+    """The names of the experiments below a folder."""
+    return sorted(path.parent.name for path in root.glob(f"*/{FILE}"))
+
+
+def _names(root: Path, chosen: Any) -> list[str]:
+    """The experiments that are asked for. Raises `ValueError` for arguments that do not go together."""
+    if chosen.scale not in SCALES:
+        raise ValueError(f"unknown scale {chosen.scale!r}; {suggest(chosen.scale, SCALES)}")
+    asked = [
+        flag for flag, given in (("NAME", chosen.name), ("--all", chosen.all), ("--findings", chosen.findings)) if given
+    ]
+    if len(asked) > 1:
+        raise ValueError(f"{' and '.join(asked)} do not go together; give one")
+    for name in ("processes", "threads"):
+        if chosen[name] is not None and chosen[name] < 1:
+            raise ValueError(f"--{name} must be at least 1, got {chosen[name]}")
+    known = experiments(root)
+    if chosen.all:
+        return [name for name in known if chosen.scale in read_recipe(root / name).scales]
+    if chosen.name is None:
+        return []
+    if chosen.name not in known:
+        raise ValueError(f"unknown experiment {chosen.name!r}; {suggest(chosen.name, known)}")
+    return [chosen.name]
+
+
+def _data(given: Sequence[str]) -> dict[str, str]:
+    from experiments.harness.data import check_data
+
+    data = {}
+    for text in given:
+        name, sign, path = text.partition("=")
+        if not (sign and path):
+            raise ValueError(f"--data takes NAME=PATH, got {text!r}")
+        data[name] = path
+    check_data(data)
+    return data
+
+
+class Plan(NamedTuple):
+    """An experiment at one scale."""
+
+    folder: Path
+    recipe: Recipe
+    units: list[Unit]
+    processes: int
+
+
+def _planned(folder: Path, chosen: Any, data: dict[str, str]) -> Plan:
+    """The experiment at the scale that is asked for; errors name it."""
+    try:
+        return _plan(folder, chosen, data)
+    except (ValueError, TypeError, FileNotFoundError) as error:
+        raise type(error)(f"{folder.name}: {error}") from error
+
+
+def _plan(folder: Path, chosen: Any, data: dict[str, str]) -> Plan:
+    from experiments.harness.claims import read_expected
+    from experiments.harness.runner import default_processes
+    from experiments.harness.units import units_of
+
+    recipe = read_recipe(folder)
+    recipe.scale(chosen.scale)
+    read_expected(folder)
+    if chosen.report:
+        return Plan(folder, recipe, [], 1)
+    processes = chosen.processes or default_processes(recipe.alone, chosen.scale)
+    share = 1 if chosen.scale == "smoke" else max(1, (os.cpu_count() or 1) // processes)
+    threads = chosen.threads or share
+    work = Path(chosen.work).absolute()
+    units = units_of(folder, recipe, chosen.scale, work=work, data=data, threads=threads)
+    if recipe.kind == "train":
+        _check(units)
+    return Plan(folder, recipe, units, processes)
+
+
+def _check(units: Sequence[Unit]) -> None:
+    """Raise `ValueError` or `TypeError`, with the unit's name, for settings that are no training run."""
+    from experiments.harness.data import is_little
+    from experiments.harness.train import budget_steps, train_config
+    from subquad.training.tasks import check
+
+    for unit in units:
+        try:
+            check(train_config(unit))
+            budget_steps(unit)
+        except (ValueError, TypeError) as error:
+            raise type(error)(f"{unit.name}: {error}") from error
+        data = unit.settings.get("data", {})
+        if data.get("held_out_path") == data.get("path") is not None and not is_little(data["path"]):
+            raise ValueError(f"{unit.name}: data.held_out_path is data.path, {data['path']!r}: it would learn its test")
+
+
+def _run_all(planned: Sequence[Plan], chosen: Any) -> int:
+    """Run the experiments one after another; at scale smoke their units share the processes. How many units failed."""
+    from experiments.harness.runner import Runner
+
+    if chosen.scale != "smoke":
+        failed = 0
+        for plan in planned:
+            with Runner(plan.processes) as runner:
+                failed += _reproduce(plan, runner, chosen)
+        return failed
+    with Runner(max(plan.processes for plan in planned)) as runner:
+        for plan in planned:
+            shutil.rmtree(_smoke_folder(plan, chosen), ignore_errors=True)  # it shows that the code of today runs
+            runner.announce(plan.units)
+        return sum(_reproduce(plan, runner, chosen) for plan in planned)
+
+
+def _reproduce(plan: Plan, runner: Runner, chosen: Any) -> int:
+    """Run the units, write what they gave after each, compare, print; returns how many failed."""
+    from experiments.harness import result
+
+    home = plan.folder
+    if chosen.scale == "smoke":
+        home = _smoke_folder(plan, chosen)
+        home.mkdir(parents=True, exist_ok=True)
+    finished, failures = [], []
+    for unit, found in runner.run(plan.units, _tell):
+        finished.append((unit, found))
+        if "failed" in found:
+            failures.append(f"{unit.name}: {found['failed']}; see {unit.folder}/failed.txt")
+            continue
+        result.write_result(home, chosen.scale, result.collected(plan.units, finished, plan.processes))
+    _compare(plan, home, chosen.scale)
+    for failure in failures:
+        sys.stderr.write(f"failed: {plan.folder.name}, {failure}\n")
+    return len(failures)
+
+
+def _smoke_folder(plan: Plan, chosen: Any) -> Path:
+    return Path(chosen.work).absolute() / plan.folder.name / "smoke"
+
+
+def _report(planned: Sequence[Plan]) -> int:
+    """Compare and draw what there is."""
+    from experiments.harness import result
+
+    for plan in planned:
+        _compare(plan, plan.folder, result.telling(result.read_result(plan.folder)))
+    return 0
+
+
+def _compare(plan: Plan, home: Path, scale: str | None) -> None:
+    """Draw, print, and where `home` is the experiment's own folder rewrite its README.md."""
+    from experiments.harness import result
+    from experiments.harness.claims import read_expected
+    from experiments.harness.plots import draw
+
+    scales = result.read_result(home)
+    rows = scales[scale]["rows"] if scale in scales else []
+    if rows:
+        draw(plan.folder, plan.recipe, rows, home / result.PLOT)
+        _print(plan.folder, plan.recipe, rows, scale)
+    if home == plan.folder:
+        result.rewrite_readme(home, result.written(home, plan.recipe, read_expected(home)))
+
+
+def _tell(line: str) -> None:
+    sys.stderr.write(f"{line}\n")
+
+
+def _print(folder: Path, recipe: Recipe, rows: list[dict[str, Any]], scale: str | None) -> None:
+    """The table of the rows and the verdicts."""
+    from rich.padding import Padding
+    from rich.text import Text
+
+    from experiments.harness.claims import judged, read_expected
+    from experiments.harness.result import cells
+
+    expected = read_expected(folder)
+    found = [judged(folder, claim, rows, scale or "") for claim in expected.claims]
+    headers, lines = cells(recipe, rows)
+    if recipe.table:
+        print_table(f"{folder.name}, scale {scale}: {expected.title}", headers, lines, markdown=False)
+    terminal = console(width=120)
+    for verdict in found:
+        terminal.print(Text(f"{verdict.claim.says}: ").append(verdict.verdict, style="bold"))
+        for who, what in (("theirs", verdict.claim.theirs), ("ours", verdict.ours)):
+            if what:
+                terminal.print(Padding(Text(f"{who}: {what}"), (0, 0, 0, 4), expand=False))
+    if scale == "smoke":
+        console().print("Scale smoke shows that everything runs; its figures say nothing of the claims.")
+
+
+def _list(root: Path) -> None:
+    """The experiments, their scales, what is known."""
+    from experiments.harness.claims import read_expected
+    from experiments.harness.result import read_result
+
+    lines = []
+    for name in experiments(root):
+        recipe, scales = read_recipe(root / name), read_result(root / name)
+        sizes = [f"{scale} ({recipe.scales[scale].minutes:g} min)" for scale in SCALES if scale in recipe.scales]
+        lines.append((name, read_expected(root / name).title, ", ".join(sizes), ", ".join(scales) or "none"))
+    print_table("experiments", ("name", "what", "scales", "results of"), lines, markdown=False)
+    sys.stdout.write("python -m experiments NAME --scale cpu\n")

@@ -1,0 +1,202 @@
+"""An experiment's result: `result.json`, the table in its README.md, its plot."""
+
+from __future__ import annotations
+
+import json
+import re
+import statistics
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+from typing import Any
+
+from experiments.harness.claims import Expected, Verdict, by_size, verdicts
+from experiments.harness.noise import Row, number, select
+from experiments.harness.recipe import SCALES, Recipe
+from experiments.harness.runner import Finished
+from experiments.harness.units import Unit
+from subquad.config import digest
+from subquad.parsing import check_keys, read_json
+from subquad.training.checkpoint import write_atomically
+
+FILE, PLOT, README = "result.json", "plot.png", "README.md"
+BEGIN, END = "<!-- begin: written by python -m experiments -->", "<!-- end -->"
+SEPARATE = "; "
+_KINDS = {
+    **dict.fromkeys(("units", "done", "processes"), int),
+    **dict.fromkeys(("dates", "commits", "machines", "rows"), list),
+    "identity": str,
+    "versions": dict,
+}
+
+
+def identity_of(units: Iterable[Unit]) -> str:
+    """Differs when any unit of a scale does."""
+    return digest(sorted([unit.arm, unit.seed, unit.identity] for unit in units))
+
+
+def collected(units: Sequence[Unit], finished: Sequence[Finished], processes: int) -> dict[str, Any]:
+    """What is known of one scale."""
+    good = sorted(((units.index(unit), found) for unit, found in finished if "rows" in found), key=lambda item: item[0])
+    sources = [found["provenance"] for _, found in good]
+    machines = list({json.dumps(source["machine"]): source["machine"] for source in sources}.values())
+    return {
+        "identity": identity_of(units),
+        "units": len(units),
+        "done": len(good),
+        "processes": processes,
+        "seconds": round(sum(found["seconds"] for _, found in good), 1),
+        "dates": sorted({source["date"] for source in sources}),
+        "commits": sorted({source["commit"] for source in sources}),
+        "machines": machines,
+        "versions": sources[-1]["versions"] if sources else {},
+        "rows": [
+            _rounded({"arm": units[place].arm, "seed": units[place].seed, **units[place].labels, **row})
+            for place, found in good
+            for row in found["rows"]
+        ],
+    }
+
+
+def _rounded(value: Any) -> Any:
+    """Numbers to six digits: more would be noise in the diff of a result."""
+    if isinstance(value, float):
+        return float(f"{value:.6g}")
+    if isinstance(value, dict):
+        return {key: _rounded(item) for key, item in value.items()}
+    return [_rounded(item) for item in value] if isinstance(value, list) else value
+
+
+def read_result(folder: Path) -> dict[str, Any]:
+    """The scales in `result.json`; none where there is no such file. `ValueError` names a file that is no result."""
+    file = folder / FILE
+    if not file.is_file():
+        return {}
+    values = read_json(file)
+    check_keys(values, {"scales": dict}, str(file))
+    for scale in values["scales"].values():
+        check_keys(scale, _KINDS, str(file))
+        for row in scale["rows"]:
+            check_keys(row, {"arm": str, "seed": int}, f"{file}, a row")
+        if not all(isinstance(word, str) for word in [*scale["dates"], *scale["commits"]]):
+            raise ValueError(f"{file} is damaged: dates and commits must be texts")
+        if not all(isinstance(machine, dict) for machine in scale["machines"]):
+            raise ValueError(f"{file} is damaged: each machine must be a mapping")
+    return dict(values["scales"])
+
+
+def write_result(folder: Path, scale: str, values: dict[str, Any]) -> None:
+    """Put one scale into `result.json`; the others stay, and a whole result until there is another whole one."""
+    before = read_result(folder).get(scale)
+    if before is not None and before["done"] == before["units"] and values["done"] < values["units"]:
+        return
+    scales = {**read_result(folder), scale: values}
+    shown = {"experiment": folder.name, "scales": {name: scales[name] for name in SCALES if name in scales}}
+    lines = json.dumps(shown, indent=1, ensure_ascii=False)
+    write_atomically(folder / FILE, (_flat(lines) + "\n").encode())
+
+
+def _flat(text: str) -> str:
+    """Each row on a line of its own: indented further, a result of some hundred rows is unreadable."""
+    return re.sub(r"\{[^{}]*\}", lambda found: re.sub(r"\s*\n\s*", " ", found[0]), text)
+
+
+def telling(scales: dict[str, Any]) -> str | None:
+    """The scale whose table and plot are shown: the largest whole one, or else the largest."""
+    return next(iter(by_size(scales)), None)
+
+
+def cells(recipe: Recipe, rows: Sequence[Row]) -> tuple[list[str], list[list[str]]]:
+    """Headers and lines of the result's table: rows of equal labels put together, as mean ± standard deviation."""
+    groups: dict[tuple[Any, ...], list[Row]] = {}
+    for row in select(rows, recipe.where):
+        groups.setdefault(tuple(row.get(name) for name in recipe.group), []).append(row)
+    lines = []
+    for key, same in groups.items():
+        values = [_cell([row[name] for row in same if row.get(name) is not None]) for name in recipe.table]
+        lines.append([*(_label(part) for part in key), *values, str(len({row["seed"] for row in same}))])
+    return [*recipe.group, *recipe.table, "seeds"], lines
+
+
+def _label(value: Any) -> str:
+    return (
+        f"{value:,}" if isinstance(value, int) and not isinstance(value, bool) else str("" if value is None else value)
+    )
+
+
+def _cell(values: Sequence[Any]) -> str:
+    if not values:
+        return ""
+    if any(isinstance(value, str | bool) for value in values):
+        return ", ".join(sorted({str(value) for value in values}))
+    if all(value == values[0] for value in values):
+        return f"{values[0]:,}" if isinstance(values[0], int) else number(values[0])
+    spread = f" ± {statistics.stdev(values):.2g}" if len(values) > 1 else ""
+    return f"{number(statistics.mean(values))}{spread}"
+
+
+def written(folder: Path, recipe: Recipe, expected: Expected) -> str:
+    """What stands between the marks of README.md: claims and verdicts, the table, and what it was measured on."""
+    scales = read_result(folder)
+    scale = telling(scales)
+    rows = scales[scale]["rows"] if scale else []
+    lines = ["| claim | theirs | ours | verdict |", "|:---|:---|:---|:---|"]
+    lines += [verdict_line(verdict, scale) for verdict in verdicts(folder, expected, scales)]
+    parts = ["\n".join(lines)]
+    if scale is None:
+        return "\n\n".join([*parts, "No scale but `smoke` was run yet."])
+    try:
+        headers, table = cells(recipe, rows)
+        measured_on = about(scales[scale], scale)
+    except (LookupError, TypeError, AttributeError, ValueError, ArithmeticError) as error:
+        raise ValueError(f"{folder / FILE} has rows that make no table: {error!r}") from error
+    rules = [":---"] * len(recipe.group) + ["---:"] * (len(headers) - len(recipe.group))
+    if recipe.table:
+        parts.append("\n".join(f"| {' | '.join(line)} |" for line in (headers, rules, *table)))
+    if (folder / PLOT).is_file():
+        parts.append(f"![the result]({PLOT})")
+    parts.append(measured_on)
+    return "\n\n".join(parts)
+
+
+def verdict_line(verdict: Verdict, scale: str | None) -> str:
+    """A claim as a line of a table; it names its scale where that is not the page's."""
+    return line(verdict.claim.says, verdict.claim.theirs, ours(verdict, scale), verdict.verdict)
+
+
+def ours(verdict: Verdict, scale: str | None) -> str:
+    """Our figures, with the scale where it is another than `scale`."""
+    return f"{verdict.ours} (scale {verdict.scale})" if verdict.scale not in ("", scale) else verdict.ours
+
+
+def line(*cells: str) -> str:
+    """A line of a table in Markdown."""
+    return f"| {' | '.join(cell.replace('|', '/') for cell in cells)} |"
+
+
+def about(values: dict[str, Any], scale: str) -> str:
+    """What a scale's rows were measured on."""
+    versions = values["versions"]
+    where = " and ".join(dict.fromkeys(_named(machine) for machine in values["machines"]))
+    torch = versions.get("torch", "?")
+    dates = " to ".join(dict.fromkeys((values["dates"][0], values["dates"][-1])))
+    missing = "" if values["done"] == values["units"] else f" ({values['done']} of {values['units']} units)"
+    return (
+        f"Scale `{scale}`{missing}: {where}; torch {torch}; {values['seconds'] / 60:.0f} minutes of units in "
+        f"{values['processes']} process{'es' if values['processes'] > 1 else ''}; {dates}; "
+        f"commit {', '.join(values['commits'])}."
+    )
+
+
+def _named(machine: dict[str, Any]) -> str:
+    return machine.get("gpu") or f"{machine.get('cpu', 'a CPU')}, {machine.get('cores', '?')} cores"
+
+
+def rewrite_readme(folder: Path, text: str) -> None:
+    """Put `text` between the marks of README.md; `ValueError` where the marks are missing."""
+    file = folder / README
+    before = file.read_text(encoding="utf-8") if file.is_file() else ""
+    if before.count(BEGIN) != 1 or before.count(END) != 1 or before.index(END) < before.index(BEGIN):
+        raise ValueError(f"{file} needs one line {BEGIN!r} and one line {END!r}, between which the result is written")
+    head, rest = before.split(BEGIN)
+    tail = rest.split(END)[1]
+    write_atomically(file, f"{head}{BEGIN}\n\n{text}\n\n{END}{tail}".encode())

@@ -1,0 +1,157 @@
+"""Units run in one or several processes; what each gave is kept, and the result is written as it comes."""
+
+from __future__ import annotations
+
+import json
+import logging
+import multiprocessing
+import os
+import shutil
+import time
+import traceback
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import FIRST_COMPLETED, Future, ProcessPoolExecutor, wait
+from concurrent.futures.process import BrokenProcessPool
+from pathlib import Path
+from typing import Any, Self
+
+from experiments.harness.noise import Row
+from experiments.harness.units import BEGUN, DONE, ON_A_GPU, Unit, function, kept
+from subquad.training.checkpoint import write_atomically
+
+logger = logging.getLogger(__name__)
+Finished = tuple[Unit, dict[str, Any]]
+
+
+class Runner:
+    """Runs units in `processes` processes, which last as long as it is open; in this one where one is enough."""
+
+    def __init__(self, processes: int) -> None:
+        self.processes = processes
+        self.pool = _pool(processes)
+        self.waiting: dict[str, Future[dict[str, Any]]] = {}
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        if self.pool is not None:
+            self.pool.shutdown(wait=True, cancel_futures=True)
+
+    def announce(self, units: Sequence[Unit]) -> None:
+        """Begin with what is not done of these units as soon as there is a process for them."""
+        for unit in units:
+            if self.pool is not None and unit.folder not in self.waiting and kept(unit) is None:
+                try:
+                    self.waiting[unit.folder] = self.pool.submit(work, unit)
+                except BrokenProcessPool:  # a process was killed: others are made
+                    self.pool = _pool(self.processes)
+                    assert self.pool is not None
+                    self.waiting[unit.folder] = self.pool.submit(work, unit)
+
+    def run(self, units: Sequence[Unit], told: Callable[[str], None]) -> Iterator[Finished]:
+        """Each unit with what is known of it, as they end: `rows`, or `failed` with a message. Done ones come first."""
+        todo = []
+        for unit in units:
+            found = None if unit.folder in self.waiting else kept(unit)
+            if found is None:
+                todo.append(unit)
+            else:
+                yield unit, found
+        done = len(units) - len(todo)
+        for unit, found in self._each(todo):
+            done += 1
+            how = f"failed: {found['failed']}" if "failed" in found else f"{found['seconds']:.0f} s"
+            told(f"{Path(unit.experiment).name}, {done} of {len(units)}: {unit.name}, {how}")
+            yield unit, found
+
+    def _each(self, units: Sequence[Unit]) -> Iterator[Finished]:
+        if self.pool is None:
+            for unit in units:
+                yield unit, work(unit)
+            return
+        self.announce(units)
+        waiting = {self.waiting.pop(unit.folder): unit for unit in units}
+        while waiting:
+            ended, _ = wait(waiting, return_when=FIRST_COMPLETED)
+            for future in ended:
+                yield waiting.pop(future), _found(future)
+
+
+def _pool(processes: int) -> ProcessPoolExecutor | None:
+    if processes == 1:
+        return None
+    return ProcessPoolExecutor(processes, mp_context=multiprocessing.get_context("spawn"), initializer=_begin)
+
+
+def _found(future: Future[dict[str, Any]]) -> dict[str, Any]:
+    """What a unit gave; that its process was killed is a failure of the units that were waiting for one."""
+    try:
+        return future.result()
+    except BrokenProcessPool as error:
+        return {"failed": f"a process was killed, perhaps for want of memory: {error}"}
+
+
+def _begin() -> None:
+    logging.basicConfig(level=logging.WARNING, format="%(levelname)s %(name)s: %(message)s")
+
+
+def work(unit: Unit) -> dict[str, Any]:
+    """Run a unit and keep what it gave. A unit that fails says how; it is run again the next time."""
+    import torch
+
+    from experiments.harness.train import InterruptedRunError
+
+    folder = Path(unit.folder)
+    _clear(folder, unit)
+    before, begin = torch.get_num_threads(), time.perf_counter()
+    torch.set_num_threads(unit.threads)
+    try:
+        rows = _rows(unit)
+    except InterruptedRunError as error:
+        raise KeyboardInterrupt from error
+    except Exception as error:
+        (folder / "failed.txt").write_text(traceback.format_exc(), encoding="utf-8")
+        return {"failed": f"{type(error).__name__}: {error}"}
+    finally:
+        torch.set_num_threads(before)
+    seconds = time.perf_counter() - begin
+    found = {"identity": unit.identity, "seconds": seconds, "provenance": _provenance(unit), "rows": rows}
+    write_atomically(folder / DONE, (json.dumps(found, indent=1) + "\n").encode())
+    return found
+
+
+def _rows(unit: Unit) -> list[Row]:
+    if unit.kind == "train":
+        from experiments.harness.train import train_unit
+
+        return train_unit(unit)
+    run = function(Path(unit.experiment), "run")
+    if run is None:
+        raise ValueError(f"{unit.experiment}: kind: measure needs a function run(unit) in experiment.py")
+    found = run(unit)
+    return found if isinstance(found, list) else [found]
+
+
+def _clear(folder: Path, unit: Unit) -> None:
+    """Make the folder, empty unless what is in it is of the same training."""
+    begun = folder / BEGUN
+    same = begun.is_file() and begun.read_text(encoding="utf-8").strip() == unit.training
+    if not same:
+        shutil.rmtree(folder, ignore_errors=True)
+    folder.mkdir(parents=True, exist_ok=True)
+    write_atomically(begun, f"{unit.training}\n".encode())
+
+
+def _provenance(unit: Unit) -> dict[str, Any]:
+    """Date, machine, versions and commit."""
+    from subquad.evaluation.provenance import provenance
+
+    return provenance(unit.device, ("transformers",))
+
+
+def default_processes(alone: bool, scale: str) -> int:
+    """As many as there are cores, one where times are measured or a GPU computes."""
+    import torch
+
+    return 1 if alone or (scale in ON_A_GPU and torch.cuda.is_available()) else os.cpu_count() or 1

@@ -1,0 +1,200 @@
+"""A unit that is a training run: trained for each budget, measured, put into rows."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import math
+import shutil
+from collections.abc import Callable
+from functools import cache
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from experiments.harness.noise import Row
+from experiments.harness.recipe import Held, merged
+from experiments.harness.units import ON_A_GPU, Unit, function, held_of
+from subquad.training.config import TrainConfig
+
+if TYPE_CHECKING:
+    from subquad.training.run import RunResult
+
+DECAY = 0.2
+"""The share of a budget's steps over which the learning rate falls, where one trunk serves several budgets."""
+QUIET = {"run": {"eval_every": 0, "log_every": 50, "keep": 1}}
+"""What no experiment needs unless its recipe says so."""
+Measure = Callable[["RunResult", Unit], Row | list[Row]]
+
+
+class InterruptedRunError(RuntimeError):
+    """The run was told to stop; it goes on when it is started again."""
+
+
+def train_config(unit: Unit, settings: dict[str, Any] | None = None, **run: Any) -> TrainConfig:
+    """The unit's settings as a training configuration. Raises as `TrainConfig.from_dict`."""
+    given = unit.settings if settings is None else settings
+    steps = merged(QUIET, given).get("run", {}).get("steps", 1000)
+    own = {
+        "seed": unit.seed,
+        "folder": str(Path(unit.folder) / "run"),
+        "save_every": steps,
+        "threads": unit.threads,
+        "device": "auto" if unit.scale in ON_A_GPU else "cpu",
+    }
+    return TrainConfig.from_dict(merged(QUIET, {"run": own}, given, {"run": run}))
+
+
+def predicted_tokens(config: TrainConfig) -> int:
+    """Tokens that one step of a language model predicts."""
+    from subquad.training.tasks_text import window_labels
+
+    return window_labels(config) * config.batch.size * config.batch.accumulation
+
+
+def step_flops(config: TrainConfig) -> int:
+    """FLOPs of one step, forward and backward, counted on the meta device."""
+    windows = config.batch.size * config.batch.accumulation
+    return windows * _window_flops(json.dumps(config.model.to_dict()), config.batch.length)
+
+
+@cache
+def _window_flops(model: str, length: int) -> int:
+    """Counted once for each model: an experiment's arms share a reference."""
+    from subquad.models.build import build_model
+    from subquad.models.config import DecoderConfig
+
+    with torch.device("meta"):
+        cost = build_model(DecoderConfig.from_dict(json.loads(model))).cost(length)
+    return cost.mixing_flops + cost.projection_flops + cost.backward_flops
+
+
+def budget_steps(unit: Unit) -> dict[str, int]:
+    """The steps of each budget: those of the settings, or as many as cost what the reference's cost."""
+    own = train_config(unit)
+    if set(unit.budgets) == {"steps"}:
+        return {"steps": own.run.steps}
+    reference = train_config(unit, unit.reference)
+    steps = reference.run.steps
+    ratios = {"steps": lambda: 1.0}
+    ratios["tokens"] = lambda: predicted_tokens(reference) / predicted_tokens(own)
+    ratios["flops"] = lambda: step_flops(reference) / step_flops(own)
+    return {name: max(2, round(steps * ratios[name]())) for name in unit.budgets}
+
+
+def train_unit(unit: Unit) -> list[Row]:
+    """Train and measure; a row for each budget. Raises `InterruptedRunError` where the run was told to stop."""
+    budgets = budget_steps(unit)
+    if len(budgets) == 1:
+        ((name, steps),) = budgets.items()
+        return _measured(unit, train_config(unit, steps=steps), {name: steps})
+    rows: list[Row] = []
+    folder = Path(unit.folder)
+    done: dict[int, list[Row]] = {}
+    for name, steps in sorted(budgets.items(), key=lambda item: item[1]):
+        if steps in done:
+            rows += [{**row, "budget": name} for row in done[steps]]
+            continue
+        begin = max(1, steps - round(DECAY * steps))
+        trunk, fork = folder / "run", folder / f"run-{steps}"
+        constant = merged(unit.settings, {"schedule": {"kind": "constant"}})
+        falling = merged(unit.settings, {"schedule": {"kind": "wsd", "decay_fraction": DECAY}})
+        if not fork.is_dir():  # else the trunk may have gone on beyond this budget
+            _trained(train_config(unit, constant, steps=begin, save_every=begin))
+            _fork(trunk, fork)
+        config = train_config(unit, falling, steps=steps, folder=str(fork), save_every=steps)
+        done[steps] = _measured(unit, config, {name: steps})
+        rows += done[steps]
+    return rows
+
+
+def _fork(trunk: Path, fork: Path) -> None:
+    """A copy of the run with its checkpoint, to go on with in another way."""
+    draft = fork.with_name(f".{fork.name}")
+    shutil.rmtree(draft, ignore_errors=True)
+    shutil.copytree(trunk, draft)
+    draft.rename(fork)
+
+
+def _trained(config: TrainConfig) -> RunResult:
+    from subquad.training import train
+
+    result = train(config)
+    if result.interrupted or result.out_of_time:
+        raise InterruptedRunError(f"{config.run.folder} stopped after step {result.steps} of {config.run.steps}")
+    return result
+
+
+def _measured(unit: Unit, config: TrainConfig, budget: dict[str, int]) -> list[Row]:
+    """Train, and give the rows of one budget."""
+    ((name, steps),) = budget.items()
+    result = _trained(config)
+    row: Row = {"steps": steps, "parameters": result.parameters, "step_seconds": _step_seconds(result)}
+    if len(unit.budgets) > 1:
+        row["budget"] = name
+    if result.config.reads_text:
+        row["predicted_tokens"] = steps * predicted_tokens(result.config)
+        row["flops"] = steps * step_flops(result.config)
+    row |= _held_out(result, held_of(unit))
+    measure: Measure | None = function(Path(unit.experiment), "measure")
+    if measure is None:
+        return [row]
+    more = measure(result, unit)
+    return [{**row, **part} for part in (more if isinstance(more, list) else [more])]
+
+
+def _step_seconds(result: RunResult) -> float:
+    """Mean seconds of a training step of the process that trained last."""
+    from subquad.training.progress import read_metrics
+
+    speeds = [record["tokens_per_s"] for record in read_metrics(result.folder) if record.get("tokens_per_s")]
+    speed = result.tokens_per_second or (speeds[-1] if speeds else float("nan"))
+    return result.config.step_tokens / speed
+
+
+def _held_out(result: RunResult, held: Held) -> Row:
+    """What the task's own measurement says of the held-out data."""
+    if result.config.reads_text:
+        return _text(result, held)
+    import importlib
+
+    from subquad.cli.train import FINISH
+
+    with (result.folder / "log.txt").open("w", encoding="utf-8") as log, contextlib.redirect_stdout(log):
+        importlib.import_module(FINISH[result.config.task]).finish(result)
+    found = json.loads((result.folder / "evaluation.json").read_text(encoding="utf-8"))
+    names = ("accuracy", "error", "chance", "constant", "bag_of_tokens", "loss", "bits_per_dim")
+    return {name: found[name] for name in names if name in found}
+
+
+def _text(result: RunResult, held: Held) -> Row:
+    """Nats a token, bits per byte, and perplexity per token and per word, of the held-out text."""
+    from subquad.data import Corpus
+    from subquad.evaluation import evaluate
+
+    assert isinstance(result.corpus, Corpus)
+    shard, tokenizer = result.corpus.held_out, result.corpus.tokenizer
+    tokens = shard.tokens[: held.tokens]
+    whole = len(tokens) == len(shard) and not held.skip
+    found = evaluate(
+        result.model.model,
+        tokens,
+        length=held.length or result.config.batch.length,
+        stride=held.stride,
+        skip=held.skip,
+        batch_size=result.config.batch.size,
+        text_bytes=shard.text_bytes if whole else None,
+        words=shard.words if whole else None,
+    )
+    row = {"loss": found.loss, "perplexity": found.perplexity, "scored_tokens": found.tokens}
+    if whole:
+        return {**row, "word_perplexity": found.word_perplexity, "bits_per_byte": found.bits_per_byte}
+    text = tokenizer.decode(tokens[-found.tokens :].tolist())
+    nats = found.loss * found.tokens
+    words = max(1, len(text.split()))
+    return {
+        **row,
+        "word_perplexity": math.exp(min(nats / words, 700.0)),
+        "bits_per_byte": nats / math.log(2) / len(text.encode()),
+    }

@@ -1,0 +1,194 @@
+"""A conversion from its start, or its last complete stage, to its report."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from subquad.adaptation import measure
+from subquad.adaptation.config import ConvertConfig
+from subquad.adaptation.explain import check_reach, explain
+from subquad.adaptation.matching import Progress, match, tune
+from subquad.adaptation.replace import Replacement, replace_attention, replaced_layers
+from subquad.adaptation.source import Source, fingerprint, load_source
+from subquad.adaptation.stages import NAMES, RECORD, Stages
+from subquad.adaptation.text import Batches, Text, read_text
+from subquad.data.files import MODEL_FILES
+from subquad.hf import SubquadConfig, SubquadForCausalLM
+from subquad.models import Decoder
+from subquad.training.checkpoint import share, write_atomically
+
+REPORT = "report.json"
+FORMAT = 1
+_UNSETTLED = ("out", "device")
+"""Settings that may differ when a conversion goes on."""
+
+
+class Conversion:
+    """A conversion that is ready to run: model and text are read, and the folder is its own.
+
+    Raises as `load_source`, `replace_attention`, `read_text` and `Stages`, before anything is trained.
+    """
+
+    def __init__(self, folder: str | Path, config: ConvertConfig, progress: Progress | None = None) -> None:
+        if config.threads is not None:
+            torch.set_num_threads(config.threads)
+        self.config = config
+        self.progress = progress
+        self.source: Source = load_source(folder)
+        self.device = "cuda" if config.device == "auto" and torch.cuda.is_available() else "cpu"
+        self.teacher = self.source.decoder.to(self.device)
+        self.layers = replaced_layers(self.teacher.config.num_layers, config.keep_every)
+        replacement = self._replace()
+        self.new, self.student_config = replacement.new, replacement.decoder.config
+        own = self.source.model.config
+        self.text: Text = read_text(
+            config.data, str(folder), self.source.tokenizer, own.bos_token_id, config.batch.length
+        )
+        check_positions(self.teacher, config.batch.length)
+        check_reach(config.attention, config.options.get(config.attention, {}), config.batch.length)
+        settings = {name: value for name, value in config.to_dict().items() if name not in _UNSETTLED}
+        settings |= {"model": fingerprint(self.teacher), "text": self.text.fingerprint}
+        settings["data"].pop("cache")
+        self.stages = Stages(config.out, settings)
+
+    def run(self, **about: Any) -> dict[str, Any]:
+        """All stages that are not complete; the report, which also stands in the folder.
+
+        `about`, such as the machine, is kept with each stage that is run, and in the report that of the last stage.
+        """
+        records = {name: self.stages.record(name) or self._stage(name, about) for name in NAMES}
+        report = self._report(records) | records[NAMES[-1]]["about"]
+        self._finish(report)
+        return report
+
+    def _stage(self, name: str, about: dict[str, Any]) -> dict[str, Any]:
+        """Run one stage after those before it, save it, and return what it measured."""
+        begin = time.perf_counter()
+        config, seed = self.config, self.config.seed + 1000 * NAMES.index(name)
+        with _seeded(seed):
+            model, record = self._made(name)
+        decoder: Decoder = self.teacher if model is None else model.model
+        record |= measure.measure(decoder, self.text.held_out, self.source.tokenizer, config)
+        if name in ("original", "tuned"):
+            record["decoding"] = measure.decoding(decoder, self.text.held_out, config)
+        if name in ("replaced", "matched"):
+            record["errors"] = measure.matching(self.teacher, decoder, self.layers, self.text.held_out, config)
+        if name == "tuned":
+            record["branches"] = measure.branches(decoder, self.layers, self.text.held_out, config)
+        record |= {"seconds": time.perf_counter() - begin, "about": about}
+        self.stages.save(name, record, model)
+        return record
+
+    def _made(self, name: str) -> tuple[SubquadForCausalLM | None, dict[str, Any]]:
+        """The model after a stage (None: the original), and what its training says."""
+        config = self.config
+        if name == "original":
+            return None, {}
+        if name == "replaced":
+            return self._wrapped(self._replace().decoder), {}
+        model: Any = self.stages.model(NAMES[NAMES.index(name) - 1])
+        model.to(self.device)
+        batches = Batches(self.text.train, config.batch.length, config.batch.size, config.seed + NAMES.index(name))
+        if name == "matched":
+            curve = match(self.teacher, model.model, self.layers, self.new, batches, config, self.progress)
+        else:
+            curve = tune(model, self.new, batches, config, self.progress)
+        return model.eval(), {"curve": dataclasses.asdict(curve)}
+
+    def _replace(self) -> Replacement:
+        options = self.config.options.get(self.config.attention, {})
+        return replace_attention(
+            self.teacher, self.config.attention, keep_every=self.config.keep_every, options=options
+        )
+
+    def _wrapped(self, decoder: Decoder) -> SubquadForCausalLM:
+        """The decoder as a transformers model, with the original's special tokens."""
+        own = self.source.model.config
+        kept = {name: getattr(own, name) for name in ("bos_token_id", "eos_token_id", "pad_token_id")}
+        with torch.device("meta"):
+            model = SubquadForCausalLM(SubquadConfig.from_decoder(decoder.config, **kept))
+        model.model = decoder
+        return model.eval()
+
+    def _report(self, records: dict[str, dict[str, Any]]) -> dict[str, Any]:
+        """What the stages measured, and the gap between the last and the first."""
+        first, last = records["original"], records["tuned"]
+        gaps = [
+            {"start": a["start"], "stop": a["stop"], "tokens": a["tokens"], "gap": b["loss"] - a["loss"]}
+            for a, b in zip(first["by_position"], last["by_position"], strict=True)
+        ]
+        config = self.student_config
+        report = {
+            "format": FORMAT,
+            "model": str(self.source.folder),
+            "settings": self.config.to_dict(),
+            "attention": self.config.attention,
+            "options": config.options.get(self.config.attention, {}),
+            "layers": {
+                "replaced": [i + 1 for i in self.layers],
+                "kept": [i + 1 for i in range(config.num_layers) if i not in self.layers],
+            },
+            "parameters": {
+                "original": self.teacher.num_parameters(),
+                "converted": sum(p.numel() for p in self.stages.model("tuned").parameters()),
+                "new": self.new_parameters(),
+            },
+            "text": {"train_tokens": len(self.text.train), "held_out_tokens": len(self.text.held_out)},
+            "stages": [{"stage": name, **records[name]} for name in NAMES],
+            "gap": {"loss": last["loss"] - first["loss"], "by_position": gaps},
+        }
+        return {**report, "explanation": explain(report)}
+
+    def new_parameters(self) -> int:
+        """Numbers that the original has not."""
+        with torch.device("meta"):
+            student = dict(Decoder(self.student_config).named_parameters())
+        return sum(student[name].numel() for name in self.new)
+
+    def _finish(self, report: dict[str, Any]) -> None:
+        """Put the model, its tokenizer and the report at the top of the folder; the configuration comes last."""
+        folder = Path(self.config.out)
+        stage = self.stages.place("tuned")
+        kept = [name for name in MODEL_FILES if (self.source.folder / name).is_file()]
+        for name in kept:
+            write_atomically(folder / name, (self.source.folder / name).read_bytes())
+        write_atomically(folder / REPORT, (json.dumps(report, indent=2) + "\n").encode())
+        names = sorted(path.name for path in stage.iterdir() if path.name not in (RECORD, *kept))
+        for name in sorted(names, key=lambda name: name == "config.json"):
+            write_atomically(folder / name, (stage / name).read_bytes())
+        share(folder)
+
+
+def convert(
+    folder: str | Path, config: ConvertConfig | None = None, /, *, progress: Progress | None = None
+) -> dict[str, Any]:
+    """Convert the model in `folder` as `config` says, into `config.out`; the report.
+
+    Goes on after the last complete stage of a conversion that was interrupted. Raises as `Conversion`.
+    """
+    return Conversion(folder, config or ConvertConfig(), progress).run()
+
+
+def check_positions(decoder: Decoder, length: int) -> None:
+    """Raise `ValueError` for windows longer than a learned table of positions."""
+    if decoder.config.position == "learned" and length > decoder.config.max_positions:
+        raise ValueError(
+            f"the model has {decoder.config.max_positions} learned positions, got batch.length={length}; choose "
+            "shorter windows"
+        )
+
+
+@contextmanager
+def _seeded(seed: int) -> Iterator[None]:
+    """Random numbers from a seed, and afterwards those that would have come without the block."""
+    with torch.random.fork_rng():
+        torch.manual_seed(seed)
+        yield

@@ -1,0 +1,204 @@
+"""A model of transformers with scaled rotary positions and an adapter (LongLoRA, Chen et al. 2023, arXiv:2309.12307).
+
+An extension's folder is PEFT's own, for the original checkpoint, with the model's configuration beside it, in which the
+positions are scaled: an adapter alone would lose that.
+"""
+
+from __future__ import annotations
+
+import copy
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import nn
+from transformers import MODEL_FOR_CAUSAL_LM_MAPPING, AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
+
+from subquad.hf import lora
+from subquad.hf._hub import fetch
+from subquad.hf._lora_base import Base, put_adapter
+from subquad.hf._strict import CONFIG, check_sizes, naming, no_bar, read_config
+from subquad.hf.config import SubquadConfig
+from subquad.hf.interface import register
+
+if TYPE_CHECKING:
+    from peft import PeftModel
+
+SCALINGS = ("linear", "ntk", "yarn", "dynamic")
+
+
+def find_model(name: str) -> Path:
+    """The folder of a model, given by its folder or by its name on the Hugging Face hub (fetched where it must be).
+
+    Raises `FileNotFoundError` where there is neither, and `ValueError` for a folder with a model of ours or an adapter.
+    """
+    folder = Path(name).expanduser()
+    if not folder.is_dir():
+        folder = fetch(name)
+    if lora.is_adapter(folder):
+        raise ValueError(f"{name} holds an adapter, no model of its own: merge it first (subquad lora merge)")
+    if not (folder / CONFIG).is_file():
+        raise FileNotFoundError(f"{name} holds no {CONFIG}, so no model of transformers")
+    if isinstance(read_config(folder), SubquadConfig):
+        raise ValueError(
+            f"{name} holds a model of subquad, and an extension is an adapter to a model of transformers: write one "
+            f"with `subquad export {name} --out FOLDER`, and extend that"
+        )
+    return folder
+
+
+def own_length(config: PreTrainedConfig) -> int:
+    """Tokens that a model with rotary positions was made for, its `max_position_embeddings`.
+
+    Raises `ValueError` for a model whose positions can't be scaled: learned ones, none, or scaled ones.
+    """
+    kind, rope = type(config).__name__, getattr(config, "rope_parameters", None)
+    if not isinstance(rope, dict) or "rope_theta" not in rope:
+        raise ValueError(
+            f"only rotary positions, the same in all layers, can be scaled, and {kind} has none: models such as Llama, "
+            "Qwen2, Qwen3 and GPT-NeoX have"
+        )
+    if rope.get("rope_type", "default") != "default":
+        raise ValueError(
+            f"the positions of this {kind} are scaled already (rope_type={rope['rope_type']!r}); extend the original"
+        )
+    length = getattr(config, "max_position_embeddings", None)
+    if not isinstance(length, int) or length < 2:
+        raise ValueError(f"{kind} must say in max_position_embeddings how far it reads, got {length!r}")
+    return length
+
+
+def scale_positions(config: PreTrainedConfig, length: int, scaling: str) -> PreTrainedConfig:
+    """A copy of `config` whose rotary positions reach `length` tokens, f = length / own length times as many.
+
+    With the frequencies `w_i = theta^(-2 i / d)`, i < d / 2, and `b_i` in [0, 1], 1 where a wave turns over 32 times
+    within the own length and 0 where it turns over less than once:
+
+        linear   w_i / f                           (Chen et al. 2023, arXiv:2306.15595)
+        ntk      theta' = theta f^(d / (d - 2))
+        yarn     w_i (b_i + (1 - b_i) / f), attention times (1 + 0.1 ln f)^2    (Peng et al. 2023, arXiv:2309.00071)
+        dynamic  theta' = theta (f L / own - f + 1)^(d / (d - 2)) for inputs of L > own tokens
+
+    linear, yarn and dynamic are transformers' `rope_type`; ntk is a plain `rope_theta`. Raises `ValueError` for another
+    scaling, a length that is not above the own, and as `own_length`.
+    """
+    own, rope = own_length(config), dict(config.rope_parameters)
+    if scaling not in SCALINGS:
+        raise ValueError(f"unknown scaling of positions {scaling!r}; valid: {', '.join(SCALINGS)}")
+    if length <= own:
+        raise ValueError(
+            f"length={length} must be above the {own} tokens that the model reads already (max_position_embeddings)"
+        )
+    factor = length / own
+    scaled = copy.deepcopy(config)
+    if scaling == "ntk":
+        size = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
+        rotated = int(size * rope.get("partial_rotary_factor", 1.0))
+        if rotated < 4:
+            raise ValueError(f"ntk needs at least 4 rotated numbers a head, this model has {rotated}; scale linearly")
+        rope["rope_theta"] *= factor ** (rotated / (rotated - 2))
+    else:
+        rope |= {"rope_type": scaling, "factor": factor}
+    if scaling == "yarn":
+        rope["original_max_position_embeddings"] = own
+    if scaling != "dynamic":  # which begins to scale above it
+        scaled.max_position_embeddings = length
+    scaled.rope_parameters = rope
+    return scaled
+
+
+def load_original(folder: str | Path, config: PreTrainedConfig) -> PreTrainedModel:
+    """The model in `folder` in float32 with this configuration.
+
+    Raises `ValueError` where weights are missing or of other sizes, before a model of any size is made.
+    """
+    register()
+    with naming(folder), no_bar():
+        kind: Any = MODEL_FOR_CAUSAL_LM_MAPPING.get(type(config), None)
+        if kind is not None:  # else transformers says that it knows no such model, and which it knows
+            check_sizes(kind, Path(folder), copy.deepcopy(config))
+        loaded: Any = AutoModelForCausalLM.from_pretrained(
+            folder,
+            config=copy.deepcopy(config),
+            dtype=torch.float32,
+            local_files_only=True,
+            trust_remote_code=False,
+            use_safetensors=True,
+            output_loading_info=True,
+        )
+        model, info = loaded
+        if info["missing_keys"]:
+            raise ValueError(f"weights are missing: {', '.join(sorted(map(str, info['missing_keys'])))}")
+    found: PreTrainedModel = model
+    return found
+
+
+def projections(model: nn.Module) -> list[str]:
+    """Full names of the linear layers in attention. Raises `ValueError` where there is none."""
+    linear = [name for name, module in model.named_modules() if isinstance(module, nn.Linear)]
+    found = [name for name in linear if any("attn" in part or "attention" in part for part in name.split("."))]
+    if not found:
+        raise ValueError(
+            f"{type(model).__name__} has no linear layer in what is called attention, for factors to adapt"
+        )
+    return found
+
+
+def trained_whole(model: PreTrainedModel, *, embeddings: bool, norms: bool) -> list[str]:
+    """Full names of the embedding of tokens and of the norms, or of either."""
+    table = model.get_input_embeddings()
+    found = []
+    for name, module in model.named_modules():
+        norm = type(module).__name__.endswith("Norm") and next(module.parameters(), None) is not None
+        if (embeddings and module is table) or (norms and norm):
+            found.append(name)
+    return found
+
+
+def adapt(
+    model: PreTrainedModel,
+    *,
+    rank: int,
+    alpha: int | None,
+    dropout: float,
+    embeddings: bool,
+    norms: bool,
+    base: Base | None = None,
+) -> PeftModel:
+    """`model` with fresh factors in the projections of attention and copies of embeddings and norms, which train.
+
+    A head that is tied to the embeddings stays tied to those that train.
+    """
+    lora.require_peft()
+    from peft import LoraConfig
+
+    config = LoraConfig(
+        r=rank,
+        lora_alpha=2 * rank if alpha is None else alpha,
+        lora_dropout=dropout,
+        target_modules=projections(model),
+        modules_to_save=trained_whole(model, embeddings=embeddings, norms=norms) or None,
+        ensure_weight_tying=embeddings and bool(model.config.tie_word_embeddings),
+        task_type="CAUSAL_LM",
+    )
+    adapted = put_adapter(model, config)
+    config.base_model_name_or_path = None if base is None else base.path
+    model.adapter_base = base  # type: ignore[assignment]
+    return adapted
+
+
+def open_extension(folder: str | Path, base: str | Path | None = None) -> PeftModel:
+    """The extended model: the original checkpoint, by the record or in `base`, its positions scaled, and the adapter.
+
+    Raises `FileNotFoundError` where folder or original are not there, `ValueError` for another original's weights.
+    """
+    if not lora.is_extension(folder):
+        raise FileNotFoundError(f"{folder} holds no extension; `subquad extend MODEL --run.folder {folder}` makes one")
+    record = Base.read(folder)
+    if base is None:
+        place = record.find(folder)
+    else:
+        place = find_model(str(base))
+        record.check(place, folder)
+    register()
+    return lora.load_adapter(load_original(place, read_config(folder)), folder)

@@ -1,0 +1,254 @@
+"""Runs that extend the reach of a model of transformers: scaled positions, sparse attention, an adapter (LongLoRA)."""
+
+from __future__ import annotations
+
+import copy
+import dataclasses
+import logging
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from subquad.adaptation import extended
+from subquad.adaptation.config import ATTENTION, SPANS, ExtendConfig
+from subquad.config import digest, suggest
+from subquad.data import Corpus, prepare
+from subquad.data.files import MODEL_FILES
+from subquad.data.set_windows import windows_of
+from subquad.data.tokenizers import check_vocabulary, has_tokenizer, tokenizer_hash
+from subquad.data.windows import WindowParts
+from subquad.hf import lora, set_attention
+from subquad.models.config import DecoderConfig
+from subquad.training.config import BatchConfig, TrainConfig
+from subquad.training.errors import StepMemoryError
+from subquad.training.run import RunResult, check_folder, train
+from subquad.training.task import Batch, Task, preparing, rows, spread
+
+if TYPE_CHECKING:
+    from rich.console import Console
+    from transformers import PreTrainedConfig, PreTrainedModel
+
+logger = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, kw_only=True)
+class ExtensionTask(Task):
+    """Predict the next token of a text by a model of transformers with factors in it.
+
+    The configuration with scaled positions lies beside the adapter.
+    """
+
+    extension: ExtendConfig
+    folder: Path
+    """The original's."""
+    scaled: PreTrainedConfig
+    base: lora.Base
+
+    def new_model(self) -> Any:
+        """Make the extended model from the original's weights, and factors from the present random numbers."""
+        config = self.extension
+        model = extended.load_original(self.folder, self.scaled)
+        model.extended_config = extended_config(self.scaled, config)  # type: ignore[assignment]
+        attend(model, config)
+        model.config.use_cache = False
+        if config.run.activation_checkpointing:
+            model.gradient_checkpointing_enable({"use_reentrant": False})
+        adapted = extended.adapt(model, base=self.base, **config.lora.to_dict())
+        trains, every = lora.counts(adapted)
+        logger.info("%d of %d parameters train (%.2f %%)", trains, every, 100 * trains / every)
+        return adapted
+
+    def evaluate(self, model: Any, batch: Batch) -> dict[str, torch.Tensor]:
+        """Return the loss alone."""
+        return {"loss": rows(model(**batch, use_cache=False).loss, batch)}
+
+    def save_weights(self, model: Any, folder: Path, weights: dict[str, torch.Tensor] | None) -> None:
+        """Write the adapter and the extended model's configuration."""
+        lora.save_adapter(model, folder)
+        model.get_base_model().extended_config.save_pretrained(folder)
+
+    def load_weights(self, model: Any, folder: Path) -> None:
+        """Read the adapter of a checkpoint."""
+        lora.read_weights(model, folder)
+
+    def explain_memory(self, error: BaseException, device: torch.device) -> StepMemoryError:
+        """Return the error that says in the words of `ExtendConfig` what would need less memory."""
+        batch, reason = self.config.batch, str(error).strip() or type(error).__name__
+        return StepMemoryError(
+            f"out of memory in a step of batch.size={batch.size} windows of {batch.length} tokens "
+            f"({reason}): try a smaller batch.size with as much more batch.accumulation, "
+            "run.activation_checkpointing=true, or a shorter length"
+        )
+
+
+def scaled_config(config: ExtendConfig) -> tuple[Path, PreTrainedConfig, PreTrainedConfig]:
+    """The original's folder, its configuration, and the extended model's.
+
+    Raises `ValueError` and `FileNotFoundError` for a model that can't be extended, a length that is none, and an
+    attention or options that there are not.
+    """
+    if not config.model:
+        raise ValueError("no model: give the folder of a model of transformers, or its name on the hub")
+    if config.attention not in ATTENTION:
+        raise ValueError(f"unknown attention {config.attention!r}; {suggest(config.attention, ATTENTION)}")
+    lora.require_peft()
+    folder = extended.find_model(config.model)
+    if Path(config.run.folder).resolve() == folder.resolve():
+        raise ValueError(
+            f"run.folder={config.run.folder!r} is the model's own folder; an extension needs one of its own"
+        )
+    check_folder(Path(config.run.folder))
+    original = extended.read_config(folder)
+    scaled = extended.scale_positions(original, config.length, config.rope)
+    if not has_tokenizer(folder):
+        raise FileNotFoundError(f"{config.model} holds no tokenizer.json; an extension needs a model and its tokenizer")
+    own = extended.own_length(original)
+    if config.attention != "full":
+        with torch.device("meta"):
+            attend(_empty(original), config)
+    elif config.options:
+        raise ValueError(f"attention=full has no options, got {sorted(config.options)}")
+    if config.control and config.length % own:
+        raise ValueError(
+            f"the control reads each window in parts of {own} tokens: length={config.length} must be a multiple of "
+            f"{own}"
+        )
+    return folder, original, scaled
+
+
+def _empty(config: PreTrainedConfig) -> PreTrainedModel:
+    from transformers import AutoModelForCausalLM
+
+    model: PreTrainedModel = AutoModelForCausalLM.from_config(copy.deepcopy(config))  # attending is written into it
+    return model
+
+
+def attend(model: PreTrainedModel, config: ExtendConfig) -> None:
+    """Let the model attend as the configuration says."""
+    if config.attention == "full":
+        return
+    name = SPANS[config.attention]
+    options = {name: max(2, config.length // 8 * 2), **config.options}
+    set_attention(model, config.attention, **options)
+    if options[name] >= config.length:
+        raise ValueError(
+            f"options.{name}={options[name]} must be below length={config.length}: there would be nothing to leave out"
+        )
+
+
+def extend(config: ExtendConfig, console: Console | None = None) -> RunResult:
+    """Train the adapter of `config` and keep it in `config.run.folder`, as `train` keeps a run.
+
+    An interrupted run is gone on with, bit for bit. Raises as `train` does, and `ValueError` and `FileNotFoundError`
+    as `scaled_config`.
+    """
+    folder, _, scaled = scaled_config(config)
+
+    def task(values: TrainConfig, console: Console | None) -> Task:
+        return _task(values, config, folder, scaled, console)
+
+    return train(_train_config(config, folder, config.length), console=console, prepare=task)
+
+
+def train_control(config: ExtendConfig, console: Console | None = None) -> RunResult:
+    """Train the control of `config` in the folder `control` of its run: the same windows in the same steps, but cut
+    into parts of the model's own length, at its own positions, attending in full."""
+    folder, original, _ = scaled_config(config)
+    own = extended.own_length(original)
+    parts = config.length // own
+    alone = config.replace(
+        length=own,
+        attention="full",
+        options={},
+        control=False,
+        keep_attention=False,
+        run=config.run.replace(folder=str(Path(config.run.folder) / "control")),
+        batch=config.batch.replace(size=config.batch.size * parts),
+    )
+
+    def task(values: TrainConfig, console: Console | None) -> Task:
+        return _task(values, alone, folder, original, console, parts)
+
+    return train(_train_config(alone, folder, own), console=console, prepare=task)
+
+
+def _train_config(config: ExtendConfig, folder: Path, length: int) -> TrainConfig:
+    """The run as the trainer knows it; its model stands for a name alone."""
+    return TrainConfig(
+        model=DecoderConfig(attention=config.attention),
+        data=config.data.replace(tokenizer=str(folder)),
+        batch=BatchConfig(length=length, **config.batch.to_dict()),
+        optimizer=config.optimizer,
+        schedule=config.schedule,
+        run=config.run,
+    )
+
+
+def _task(
+    values: TrainConfig,
+    config: ExtendConfig,
+    folder: Path,
+    scaled: PreTrainedConfig,
+    console: Console | None,
+    parts: int = 1,
+) -> Task:
+    """Read and cut the text; the model is made from the original's weights. Windows are read in so many parts."""
+    corpus = preparing(console, "text", lambda progress: prepare(values.data, progress=progress))
+    _check_corpus(corpus, values, scaled)
+    length = values.batch.length
+    held_out = windows_of(corpus.held_out, length, stride=length - 1)
+    train_windows: Any = windows_of(corpus.train, parts * length, stride=parts * length - 1)
+    if parts > 1:
+        train_windows = WindowParts(train_windows, length, parts)
+    record = dataclasses.replace(lora.Base.of(folder), path=config.model)
+
+    trained = {name: getattr(config, name) for name in ("length", "rope", "attention", "options")}
+    kept = {name: (folder / name).read_bytes() for name in MODEL_FILES if (folder / name).is_file()}
+    return ExtensionTask(
+        config=values,
+        extension=config,
+        folder=folder,
+        scaled=scaled,
+        base=record,
+        data=corpus,
+        train=train_windows,
+        held_out=spread(held_out, values.run.eval_windows),
+        identity={
+            "data": digest([corpus.fingerprint, corpus.train_files, len(corpus.train)]),
+            "tokenizer": tokenizer_hash(corpus.tokenizer),
+            "extension": {**trained, "parts": parts, "lora": config.lora.to_dict(), "base": record.weights},
+        },
+        files=kept,
+        together=parts,
+        settings=config,
+    )
+
+
+def extended_config(scaled: PreTrainedConfig, config: ExtendConfig) -> PreTrainedConfig:
+    """The configuration of the extended model: its own attention, or with `keep_attention` that of the training."""
+    if not config.keep_attention:
+        return scaled
+    with torch.device("meta"):
+        model = _empty(scaled)
+        attend(model, config)
+    kept: PreTrainedConfig = model.config
+    return kept
+
+
+def _check_corpus(corpus: Corpus, values: TrainConfig, config: PreTrainedConfig) -> None:
+    """Raise `ValueError` for too little text and for a tokenizer of more tokens than the model knows."""
+    check_vocabulary(corpus.tokenizer, config.vocab_size)
+    for name, part in (("training", corpus.train), ("held-out", corpus.held_out)):
+        if len(part) < values.batch.length:
+            raise ValueError(
+                f"length={values.batch.length} is longer than the {name} part of the text, which has {len(part)} "
+                "tokens; give more text"
+            )
+
+
+def own_model(config: ExtendConfig) -> tuple[Path, int]:
+    """The original's folder, and the tokens that it was made for."""
+    folder, original, _ = scaled_config(config)
+    return folder, extended.own_length(original)

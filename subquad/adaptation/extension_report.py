@@ -1,0 +1,269 @@
+"""What `subquad extend` measures and writes: the loss by position, before and after, as JSON, table and picture."""
+
+from __future__ import annotations
+
+import json
+import math
+import sys
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from statistics import stdev
+from typing import TYPE_CHECKING, Any
+
+from subquad.adaptation import extended
+from subquad.adaptation.config import ExtendConfig
+from subquad.adaptation.extension import attend, scaled_config
+from subquad.cli.eval import show_progress
+from subquad.cli.tables import print_table
+from subquad.data.files import write_json
+from subquad.evaluation import drawing
+from subquad.evaluation.positions import PositionPlan, RangeLoss, loss_by_position
+from subquad.evaluation.provenance import provenance
+from subquad.hf import lora, set_attention
+
+if TYPE_CHECKING:
+    import torch
+
+    from subquad.training.run import RunResult
+
+REPORT, PICTURE, README = "report.json", "loss_by_position.png", "README.md"
+BEFORE, SCALED, CONTROL, AFTER = "original", "scaled, untrained", "control", "extended"
+"""The columns: the model with its own positions; with scaled ones; trained at its own length, then scaled; extended."""
+
+
+@dataclass(frozen=True)
+class Column:
+    """A model's loss by position."""
+
+    name: str
+    ranges: tuple[RangeLoss, ...]
+
+
+def subjects(config: ExtendConfig) -> dict[str, Callable[[], Any]]:
+    """What makes each model that is measured, by its column's name."""
+    folder, original, scaled = scaled_config(config)
+
+    def control() -> Any:
+        from subquad.hf.lora import load_adapter
+
+        return load_adapter(extended.load_original(folder, scaled), Path(config.run.folder) / "control")
+
+    found: dict[str, Callable[[], Any]] = {
+        BEFORE: lambda: extended.load_original(folder, original),
+        SCALED: lambda: extended.load_original(folder, scaled),
+    }
+    if config.control:
+        found[CONTROL] = control
+    found[AFTER] = lambda: extended.open_extension(config.run.folder, folder)
+    if config.attention != "full":
+        found[f"extended, {'full' if config.keep_attention else config.attention} attention"] = lambda: _other(
+            extended.open_extension(config.run.folder, folder), config
+        )
+    return found
+
+
+def _other(adapted: Any, config: ExtendConfig) -> Any:
+    """The extended model with the attention that was not chosen: in full, or that of its training."""
+    if config.keep_attention:
+        set_attention(adapted.get_base_model(), None)
+    else:
+        attend(adapted.get_base_model(), config)
+    return adapted
+
+
+def measure(name: str, load: Callable[[], Any], tokens: Any, plan: PositionPlan, device: torch.device) -> Column:
+    """One model's column, measured on `device`."""
+    progress = show_progress if sys.stderr.isatty() else None
+    return Column(name, loss_by_position(load().to(device), tokens, plan, progress=progress))
+
+
+def make_report(
+    config: ExtendConfig,
+    result: RunResult,
+    plan: PositionPlan,
+    columns: list[Column],
+    seconds: float,
+    *,
+    device: torch.device,
+    resumed: bool,
+) -> dict[str, Any]:
+    """The numbers of `report.json`; `seconds` are those of the command since it was last started."""
+    _, original, scaled = scaled_config(config)
+    own = extended.own_length(original)
+    trains, every = lora.counts(result.model)
+    return {
+        "model": Path(config.model).name,
+        "original": config.model,
+        "own_length": own,
+        "length": config.length,
+        "rope": config.rope,
+        "rope_parameters": scaled.rope_parameters,
+        "attention": config.attention,
+        "options": config.options,
+        "keep_attention": config.keep_attention,
+        "lora": config.lora.to_dict(),
+        "optimizer": config.optimizer.to_dict(),
+        "steps": result.steps,
+        "step_tokens": result.config.step_tokens,
+        "train_tokens": result.tokens,
+        "seconds": result.seconds,
+        "tokens_per_second": result.tokens_per_second,
+        "trained_parameters": trains,
+        "parameters": every,
+        "whole_command_seconds": seconds,
+        "resumed": resumed,
+        "provenance": provenance(device, ("transformers", "peft")),
+        "held_out_tokens": plan.tokens,
+        "stretches": len(plan.starts),
+        "step_between_windows": plan.step,
+        "loss": {column.name: [_record(entry) for entry in column.ranges] for column in columns},
+        "summary": {column.name: _summary(column, own) for column in columns},
+    }
+
+
+def _record(entry: RangeLoss) -> dict[str, Any]:
+    return {
+        "first": entry.first,
+        "last": entry.last,
+        "predictions": entry.predictions,
+        "loss": entry.loss,
+        "perplexity": entry.perplexity,
+        "stretches": list(entry.stretches),
+    }
+
+
+def _summary(column: Column, own: int) -> dict[str, float | None]:
+    """The loss of the last range within the model's own length, and of all beyond it.
+
+    Their difference is a mean over stretches of the text; its standard error is that of differences d_i of n stretches,
+    `sqrt(sum (d_i - mean d)^2 / (n (n - 1)))`, and None of one alone.
+    """
+    within = [entry for entry in column.ranges if entry.last <= own][-1]
+    far = [entry for entry in column.ranges if entry.last > own]
+    predictions = sum(entry.predictions for entry in far)
+    beyond = sum(entry.loss * entry.predictions for entry in far) / predictions
+    each = [
+        sum(entry.stretches[i] * entry.predictions for entry in far) / predictions - near
+        for i, near in enumerate(within.stretches)
+    ]
+    error = stdev(each) / math.sqrt(len(each)) if len(each) > 1 else None
+    return {"within": within.loss, "beyond": beyond, "difference": beyond - within.loss, "standard_error": error}
+
+
+def write(report: Mapping[str, Any], folder: Path) -> None:
+    """Write report.json, the picture and README.md."""
+    write_json(folder / REPORT, dict(report))
+    draw(report).savefig(folder / PICTURE, format="png")
+    (folder / README).write_text(readme(report), encoding="utf-8")
+
+
+def rows(report: Mapping[str, Any]) -> tuple[list[str], list[list[str]]]:
+    """Headers and lines of the table: a range of positions a line, loss and perplexity of each model."""
+    losses = report["loss"]
+    headers = ["position", *losses]
+    first = next(iter(losses.values()))
+    lines = [
+        [
+            f"{entry['first']:,} to {entry['last']:,}",
+            *(f"{found[i]['loss']:.4f} ({_short(found[i]['perplexity'])})" for found in losses.values()),
+        ]
+        for i, entry in enumerate(first)
+    ]
+    beyond = [f"{report['summary'][name]['beyond']:.4f}" for name in losses]
+    lines.append([f"all above {report['own_length']:,}", *beyond])
+    lines.append([f"less {within_range(report)}", *(difference(report["summary"][name]) for name in losses)])
+    return headers, lines
+
+
+def within_range(report: Mapping[str, Any]) -> str:
+    """The positions that those above the model's own length are compared with."""
+    near = [entry for entry in next(iter(report["loss"].values())) if entry["last"] <= report["own_length"]][-1]
+    return f"{near['first']:,} to {near['last']:,}"
+
+
+def difference(found: Mapping[str, Any]) -> str:
+    """Nats above the own length less those within, and the standard error."""
+    error = "" if found["standard_error"] is None else f" ± {found['standard_error']:.4f}"
+    return f"{found['difference']:+.4f}{error}"
+
+
+def _short(perplexity: float) -> str:
+    return f"{perplexity:.4g}" if math.isfinite(perplexity) else "inf"
+
+
+def title(report: Mapping[str, Any]) -> str:
+    """What the table and the picture show."""
+    return (
+        f"{report['model']} from {report['own_length']:,} to {report['length']:,} tokens, "
+        f"{report['attention']}, {report['rope']} positions"
+    )
+
+
+def show(report: Mapping[str, Any], *, markdown: bool = False) -> None:
+    """Print the table."""
+    headers, lines = rows(report)
+    print_table(f"{title(report)}: held-out nats a token (perplexity)", headers, lines, markdown=markdown)
+
+
+def draw(report: Mapping[str, Any]) -> Any:
+    """The loss of each model against the position, a point for each range; the dotted line: its own length."""
+    figure = drawing.new_figure(7.6, 4.6)
+    axes = figure.subplots()
+    losses = report["loss"]
+    colours = {BEFORE: "#bbbbbb", SCALED: "#ccbb44", CONTROL: "#cc6677", AFTER: "#4477aa"}
+    highest = max(entry["loss"] for name in losses if name != BEFORE for entry in losses[name])
+    lowest = min(entry["loss"] for found in losses.values() for entry in found)
+    room = max(0.08 * (highest - lowest), 0.01)
+    first = next(iter(losses.values()))
+    places = list(range(len(first)))
+    for name, found in losses.items():
+        worst = found[-1]["loss"]
+        label = name if worst <= highest + room else f"{name} (at the end {worst:.2f})"
+        axes.plot(
+            places,
+            [entry["loss"] for entry in found],
+            "o-",
+            color=colours.get(name, "#88ccee"),
+            markersize=4,
+            label=label,
+        )
+    within = sum(entry["last"] <= report["own_length"] for entry in first)
+    axes.axvline(within - 0.5, color="#888888", linewidth=0.8, linestyle=":")
+    axes.set_xticks(places, [f"{entry['first']:,} to\n{entry['last']:,}" for entry in first])
+    axes.set_ylim(lowest - room, highest + room)
+    axes.set(xlabel="position in the window (tokens of context)", ylabel="held-out loss (nats a token)")
+    axes.set_title(title(report), fontsize=10)
+    axes.grid(alpha=0.3)
+    axes.legend(frameon=False, fontsize=9)
+    return figure
+
+
+def readme(report: Mapping[str, Any]) -> str:
+    """How to load the folder."""
+    original = json.dumps(report["original"])
+    kept = "\nimport subquad.hf\nsubquad.hf.register()" if report["keep_attention"] else ""
+    headers, lines = rows(report)
+    rules = [":---", *("---:" for _ in headers[1:])]
+    table = "\n".join(f"| {' | '.join(line)} |" for line in (headers, rules, *lines))
+    return f"""# {title(report)}
+
+A PEFT adapter for {report["original"]}, with the configuration that scales the positions beside it. The configuration
+must be given with the original, or the positions stay as they were:
+
+```python
+from peft import PeftModel
+from transformers import AutoConfig, AutoModelForCausalLM{kept}
+
+config = AutoConfig.from_pretrained("FOLDER")
+original = AutoModelForCausalLM.from_pretrained({original}, config=config)
+model = PeftModel.from_pretrained(original, "FOLDER")
+```
+
+FOLDER is this folder. `subquad lora merge FOLDER --out NEW` writes one plain model of transformers, with its tokenizer.
+
+Held-out loss in nats a token (perplexity), over the same {report["held_out_tokens"]:,} tokens at each range of
+positions:
+
+{table}
+"""

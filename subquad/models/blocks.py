@@ -1,0 +1,264 @@
+"""What all models are made of: the table of tokens, the mechanisms with their options, the block around one, the stack.
+
+Shape letters: B batch, T tokens, D model width.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Container
+from dataclasses import fields
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
+
+from subquad import attention
+from subquad.attention import Attention
+from subquad.config import suggest
+from subquad.layers.embedding import Embedding
+from subquad.layers.feedforward import build_feedforward
+from subquad.layers.norm import build_norm
+from subquad.layers.positions import Learned, Sinusoidal
+from subquad.models.config import DecoderConfig
+from subquad.models.stacks import STACKS
+from subquad.ops.documents import Documents
+from subquad.parallel import ContextGroup, active_group, context_parallel
+from subquad.state import State
+
+PROJECTIONS = ("head_dim", "qk_norm", "qkv_bias", "out_bias")
+"""Settings of the projections, which every layer's mechanism must have where they are not at their defaults."""
+
+
+class ResidualBlock(nn.Module):
+    """A module whose branches write into the residual stream."""
+
+    def output_projections(self) -> list[nn.Linear]:
+        """Return the last linear maps of its branches."""
+        raise NotImplementedError
+
+
+class Block(ResidualBlock):
+    """`x + attention(norm(x))`, then `x + feedforward(norm(x))`, with dropout on each branch.
+
+    With `parallel_residual` both branches read the same x: `x + attention(norm(x)) + feedforward(norm'(x))`.
+    """
+
+    def __init__(self, config: DecoderConfig, mixer: Attention) -> None:
+        super().__init__()
+        self.parallel_residual = config.parallel_residual
+        self.attention_norm = build_norm(config.norm, config.dim, config.norm_eps)
+        self.attention = mixer
+        self.feedforward_norm = build_norm(config.norm, config.dim, config.norm_eps)
+        self.feedforward = build_feedforward(
+            config.feedforward,
+            config.dim,
+            mult=config.ff_mult,
+            bias=config.bias if config.ff_bias is None else config.ff_bias,
+            hidden=config.ff_dim,
+        )
+        self.dropout = nn.Dropout(config.dropout)
+
+    def forward(
+        self, x_BTD: Tensor, state: State | None, lengths_B: Tensor | Documents | None, memory: Tensor | None = None
+    ) -> tuple[Tensor, State, Tensor | None]:
+        """The layer on rows that begin with their `lengths_B` real tokens (None: all T), after those in `state`.
+
+        `Documents` in their place say which tokens of the rows are sequences of their own, with no state before them.
+        `memory` is what the layer below handed on, for mechanisms that take one (Luna's); others pass it on.
+        """
+        z_BTD = self.attention_norm(x_BTD)
+        if isinstance(lengths_B, Documents):
+            y_BTD, state, memory = self.attention.mix_documents(z_BTD, lengths_B, memory)
+        else:
+            y_BTD, state, memory = self.attention.mix(z_BTD, state, lengths_B, memory)
+        read_BTD = x_BTD
+        x_BTD = x_BTD + self.dropout(y_BTD)
+        read_BTD = read_BTD if self.parallel_residual else x_BTD
+        return x_BTD + self.dropout(self.feedforward(self.feedforward_norm(read_BTD))), state, memory
+
+    def output_projections(self) -> list[nn.Linear]:
+        """The last linear maps of both branches, which write into the residual stream.
+
+        Those of a mechanism are its linear layers whose name is `out` or ends with `_out`.
+        """
+        named = [(name.rpartition(".")[2], module) for name, module in self.attention.named_modules()]
+        out = [m for name, m in named if isinstance(m, nn.Linear) and (name == "out" or name.endswith("_out"))]
+        return [*out, self.feedforward.down]
+
+
+def run_blocks(
+    model: Any,
+    x_BTD: Tensor,
+    state: State | None,
+    lengths_B: Tensor | Documents | None,
+    entries: dict[str, Tensor | int | State] | None = None,
+    place: str = "",
+) -> Tensor:
+    """`x` through `model.layers`, which are blocks, beginning without a memory.
+
+    Each block's state is read from `state` and its new one goes to `entries` (None: nowhere), under `place`. With
+    `model.gradient_checkpointing`, training keeps the input of each block alone.
+    """
+    again = model.gradient_checkpointing and model.training and torch.is_grad_enabled()
+    group = active_group()
+    memory: Tensor | None = None
+    for i, block in enumerate(model.layers):
+        before = None if state is None else state.child(f"{place}layers.{i}")
+        block.attention.check_part(before, lengths_B)
+        if again:
+            # The backward pass, which computes the block again, may run outside of the group's block or in a thread.
+            layer = block if group is None else partial(_in_group, group, block)
+            x_BTD, after, memory = checkpoint(layer, x_BTD, before, lengths_B, memory, use_reentrant=False)
+        else:
+            x_BTD, after, memory = block(x_BTD, before, lengths_B, memory)
+        if entries is not None:
+            entries[f"{place}layers.{i}"] = after
+    return x_BTD
+
+
+def _in_group(group: ContextGroup, block: nn.Module, *inputs: Any) -> Any:
+    with context_parallel(group):
+        return block(*inputs)
+
+
+class PassBias(nn.Module):
+    """`x + b`: what tells the layers of a looped stack which pass they are in."""
+
+    def __init__(self, dim: int) -> None:
+        super().__init__()
+        self.bias = nn.Parameter(torch.zeros(dim))
+
+    def forward(self, x_BTD: Tensor) -> Tensor:
+        """`[B, T, D]` to `[B, T, D]`."""
+        return x_BTD + self.bias
+
+
+def build_mechanisms(config: DecoderConfig, *, causal: bool = True) -> list[Attention]:
+    """The mechanism of each layer, in its causal or its bidirectional form.
+
+    `options` of a mechanism win over the decoder's own settings (`bias`, `attention_dropout`, `num_kv_heads`, `rope`,
+    `rope_base`). Options of a registered mechanism that no layer uses are checked, names and values, and otherwise
+    ignored, so one file can hold the options of several. Raises `ValueError` for unknown names and for settings that no
+    layer can follow, `TypeError` for an option of the wrong type.
+    """
+    check_options(config)
+    chosen = {name: attention.mechanism(name) for name in config.mechanisms}
+    listed = ", ".join(sorted(chosen))
+    rotated = any(cls.rotates or config.options.get(name, {}).get("rotary") for name, cls in chosen.items())
+    if config.position == "rope" and not rotated:
+        raise ValueError(
+            f"position='rope' needs a layer that rotates queries and keys, and {listed} does not; "
+            "choose sinusoidal, learned or none"
+        )
+    if config.num_kv_heads is not None and not any("num_kv_heads" in _known(cls) for cls in chosen.values()):
+        raise ValueError(f"num_kv_heads={config.num_kv_heads} has no effect: {listed} has no such option; leave it out")
+    _check_projections(config, chosen)
+    repeats = config.num_layers // len(config.mechanisms)
+    layers: list[Attention] = []
+    for name in config.mechanisms * repeats:
+        options = _options(config, name, chosen[name], causal)
+        if "own_memory" in _known(chosen[name]) and any("own_memory" in _known(type(layer)) for layer in layers):
+            options = {"own_memory": False} | options  # the first such layer's memory travels through the stack
+        layers.append(attention.build(name, dim=config.dim, **options))
+    return layers
+
+
+def _known(cls: type[Attention]) -> set[str]:
+    return {f.name for f in fields(cls.Config)}
+
+
+def _options(config: DecoderConfig, name: str, cls: type[Attention], causal: bool) -> dict[str, Any]:
+    shared = {
+        "num_kv_heads": config.num_kv_heads,
+        "rope": config.position == "rope",
+        "rope_base": config.rope_base,
+        "rope_fraction": config.rope_fraction,
+        "rope_scaling": config.rope_scaling,
+        **{key: getattr(config, key) for key in PROJECTIONS},
+        "norm_eps": config.norm_eps if config.qk_norm else None,
+    }
+    options = {key: value for key, value in shared.items() if key in _known(cls)}
+    options |= {"num_heads": config.num_heads, "bias": config.bias, "dropout": config.attention_dropout}
+    options |= {"causal": causal} | config.options.get(name, {})
+    if options["causal"] != causal:
+        form = "causal" if causal else "bidirectional"
+        raise ValueError(f"this model is {form}, but the options of attention {name!r} say causal={options['causal']}")
+    return options
+
+
+def _check_projections(config: DecoderConfig, chosen: dict[str, type[Attention]]) -> None:
+    """Raise `ValueError` for a setting of the projections that a layer's mechanism does not have."""
+    for key in PROJECTIONS:
+        value = getattr(config, key)
+        if value == DecoderConfig.__dataclass_fields__[key].default:
+            continue
+        for name, cls in chosen.items():
+            if key not in _known(cls):
+                raise ValueError(f"{key}={value} has no meaning for attention {name!r}; leave it out")
+
+
+def check_options(config: DecoderConfig) -> None:
+    for name, options in config.options.items():
+        if name in STACKS:
+            STACKS[name].options.from_dict(options, where=f"options.{name}")
+            continue
+        cls = attention.mechanism(name)
+        known = _known(cls) - {"dim"}
+        for option in options:
+            if option not in known:
+                raise ValueError(f"attention {name!r} has no option {option!r}; {suggest(option, known)}")
+        if name not in config.mechanisms:
+            try:
+                cls.Config.from_dict({"dim": config.dim, "num_heads": config.num_heads, **options})
+            except (TypeError, ValueError) as error:
+                raise type(error)(f"options of attention {name!r}, which no layer uses: {error}") from error
+
+
+def token_embedding(config: DecoderConfig) -> Embedding:
+    """Return the table of tokens, with positions added where `config.position` says so."""
+    return Embedding(config.vocab_size, config.dim, position=added_positions(config), dropout=config.dropout)
+
+
+def added_positions(config: DecoderConfig, rows: int | None = None) -> Sinusoidal | Learned | None:
+    """Return what is added to the embeddings, if anything: sines, or a table of `rows` (None: as configured).
+
+    Sines begin with the embeddings' standard deviation (theirs is 1/sqrt(2)).
+    """
+    if config.position == "sinusoidal":
+        return Sinusoidal(config.dim, scale=config.init_std * math.sqrt(2))
+    if config.position == "learned":
+        return Learned(config.dim, config.max_positions if rows is None else rows)
+    return None
+
+
+def check_tokens(tokens_BT: Tensor, name: str = "tokens") -> None:
+    """Raise `ValueError` for another shape than `[B, T]` and `TypeError` for another dtype than int64 and int32."""
+    if tokens_BT.ndim != 2:
+        raise ValueError(f"{name} must have shape [B, T], got {list(tokens_BT.shape)}")
+    if tokens_BT.dtype not in (torch.int64, torch.int32):
+        raise TypeError(f"{name} must be int64 or int32, got {tokens_BT.dtype}")
+
+
+@torch.no_grad()
+def initialise(module: nn.Module, std: float, branch_outputs: Container[nn.Module], branches: int) -> None:
+    """Normal(std) in linear layers and tables, ones in norms, zero biases; other modules are left as they are.
+
+    The linear layers in `branch_outputs`, which write into a residual stream that `branches` of them write into, are
+    `sqrt(branches)` smaller, so that its size does not grow with the depth.
+    """
+    if isinstance(module, nn.Linear | nn.Embedding):
+        depth = branches if module in branch_outputs else 1
+        nn.init.normal_(module.weight, std=std / math.sqrt(depth))
+    elif isinstance(module, nn.LayerNorm | nn.RMSNorm) and module.weight is not None:
+        nn.init.ones_(module.weight)
+    if isinstance(module, nn.Linear | nn.LayerNorm) and module.bias is not None:
+        nn.init.zeros_(module.bias)
+
+
+def branch_outputs(model: nn.Module) -> set[nn.Module]:
+    """Return the linear maps with which the blocks of a model write into the residual stream."""
+    blocks = (module for module in model.modules() if isinstance(module, ResidualBlock))
+    return {out for block in blocks for out in block.output_projections()}

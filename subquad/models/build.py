@@ -1,0 +1,39 @@
+"""The model that a configuration names."""
+
+from __future__ import annotations
+
+from subquad.attention import names
+from subquad.config import suggest
+from subquad.models.config import DecoderConfig
+from subquad.models.decoder import Decoder
+from subquad.models.encoder import Encoder, EncoderConfig
+from subquad.models.perceiver import PerceiverEncoder
+from subquad.models.perceiver_ar import PerceiverAR
+from subquad.models.stacks import STACKS, stack_of
+
+
+def build_model(config: DecoderConfig) -> Decoder:
+    """Return the causal language model that `config.attention` names: a stack, or a `Decoder` of mechanisms.
+
+    Raises `ValueError` for an unknown name, for a stack that has no causal form, and as the model itself does.
+    """
+    stack = stack_of(config)
+    if stack is None:
+        valid = {*names(), *STACKS}
+        for name in config.mechanisms:
+            if name not in valid:
+                raise ValueError(f"unknown attention {name!r}; {suggest(name, valid)}")
+        return Decoder(config)
+    if "causal" not in stack.forms:
+        raise ValueError(f"attention {stack.name!r} has no causal form and cannot predict the next token")
+    return PerceiverAR(config)
+
+
+def build_encoder(config: EncoderConfig) -> Encoder | PerceiverEncoder:
+    """Return the encoder that `config.attention` names. Raises `ValueError` where that is a stack that can't be one."""
+    stack = stack_of(config)
+    if stack is None:
+        return Encoder(config)
+    if "bidirectional" not in stack.forms:
+        raise ValueError(f"attention {stack.name!r} has no bidirectional form; it has: {', '.join(stack.forms)}")
+    return PerceiverEncoder(config)

@@ -1,0 +1,499 @@
+"""Perceiver AR and its relatives: a decoder whose last tokens, the latents, predict, and read a cheaper history.
+
+Shape letters: B batch, T tokens, W window, S keys, M latents, D model width, H heads, K channels, V vocabulary.
+"""
+
+from __future__ import annotations
+
+from typing import Any, get_args
+
+import torch
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
+
+from subquad.attention import Cost
+from subquad.attention._blocked import BlockedAttention
+from subquad.models._perceiver_cost import cost, state_bytes
+from subquad.models.blocks import Block, build_mechanisms
+from subquad.models.config import DecoderConfig
+from subquad.models.decoder import IGNORED, Decoder, Reduction
+from subquad.models.perceiver_window import (
+    History,
+    Number,
+    Parts,
+    Window,
+    at_places,
+    attend,
+    compress,
+    cut,
+    neighbours,
+    rest,
+    thin,
+    to_the_end,
+)
+from subquad.models.stacks import Decode, PerceiverAROptions
+from subquad.ops.padding import Compaction, compaction, real_slots, scatter
+from subquad.ops.patterns import Blocks, Causal, Full
+from subquad.state import State, advance
+
+MODES = get_args(Decode)
+
+
+class PerceiverAR(Decoder):
+    """A decoder over the last m tokens (`latents`) that also reads the h tokens before them (the history).
+
+    In a layer, latent i attends to the history and to latents up to i: `x' = x + out(softmax(q k^T / sqrt(K)) v)`, `q`
+    of the latents `x`, `k` and `v` of the history and `x`; then the feed-forward network. What the history is, is
+    the option `history`; no token of it ever sees a latent:
+
+    - `cross`: the embeddings, in the first layer alone (Perceiver AR: Hawthorne et al. 2022, arXiv:2202.07765, section
+      3). All that the model has is in `Decoder` with `attention=full`, under the same names.
+    - `self`: in each layer its own unmasked self-attention, with its own projections and the latents' norms and
+      feed-forward network (V1: Mahmood and Huang 2024, arXiv:2412.06106, section 4.1).
+    - `segments`: the same inside segments of `segment` tokens, counted from the first history token (V2, section 4.2).
+    - `compressed`: as `self`, for `x_p = W x_h` with a learned `W` `[p, h]` over the sequence (V3, section 4.3). The
+      last history token meets the last column of `W`: a shorter history uses the last columns, as after zeros.
+
+    The last layer does not update the history, which nothing would read. With `latents >= T` there is no history and
+    each form is the plain decoder. Positions are those of the sequence; the rows of `compressed` stand at the ends of p
+    equal parts of the h positions before the latents.
+
+    Outputs, logits and losses are of the latents alone: `[B, min(m, T), ...]`, a row's last real token last, and zeros
+    before where a row has fewer real tokens. Tokens before the history are not read.
+
+    Decoding goes token by token, however many are given at once; every new token is a latent. While there are fewer
+    than m latents, the first one stays and the layers' keys are kept, which is exact: it equals one pass with that
+    first latent. When all m are used, `decode` says how it goes on:
+
+    - `exact`: each token is one pass over the window: it equals `model(all tokens)`, at the cost of m latents a token.
+    - `refill`: the next token begins again with `refill` latents, the rest becoming history; it equals a pass with
+      that first latent (`latents=`), which changes every m - refill + 1 tokens.
+    - `frozen`: an error. Until there the history is that of the prompt, whatever the length.
+
+    `set_decode` chooses another mode than the configuration's. A state holds the mode, the tokens in reach (all, where
+    `history_tokens` is None) and, but for `exact` with all latents used, the keys and values of each layer.
+    """
+
+    def __init__(self, config: DecoderConfig) -> None:
+        options = PerceiverAROptions.from_dict(config.options.get("perceiver_ar", {}), where="options.perceiver_ar")
+        if config.loops != 1:
+            raise ValueError(f"perceiver_ar runs its layers once: loops must be 1, got {config.loops}")
+        if options.first_layer == "full" and config.num_layers < 2:
+            raise ValueError("first_layer='full' needs a second layer to read the compressed history, got num_layers=1")
+        plain = config.replace(attention="full")
+        super().__init__(plain)
+        self.config, self.config_hash, self.options = config, config.digest(), options
+        self.latents = options.latents
+        self.limit = None if options.history_tokens is None else options.history_tokens + options.latents
+        compressed, late = options.history == "compressed", options.first_layer == "full"
+        updated = range(int(late), config.num_layers - 1) if options.history != "cross" else ()
+        self.history_pattern = Blocks(options.segment) if options.history == "segments" else Full()
+        mixers = build_mechanisms(plain)
+        self.history = nn.ModuleDict({str(i): mixers[i] for i in updated})
+        self.compress = nn.Linear(options.history_tokens or 1, options.projected, bias=False) if compressed else None
+        self.branch_outputs |= {mixer.out for mixer in map(self.history_mixer, updated) if mixer is not None}
+        for module in (self.history, self.compress):
+            if module is not None:
+                module.apply(self.initialise)
+
+    @torch.no_grad()
+    def initialise(self, module: nn.Module) -> None:
+        """As `Decoder.initialise`; the projection over the sequence keeps the size of what it mixes."""
+        if module is getattr(self, "compress", None):
+            nn.init.normal_(module.weight, std=module.in_features**-0.5)
+        else:
+            super().initialise(module)
+
+    def forward(
+        self,
+        tokens_BT: Tensor,
+        /,
+        state: State | None = None,
+        mask: Tensor | None = None,
+        doc_ids: Tensor | None = None,
+        *,
+        latents: int | None = None,
+    ) -> tuple[Tensor, State]:
+        """Logits of the token after each latent, `[B, min(latents, T), V]`; after a state, of all tokens `[B, T, V]`.
+
+        `latents` (at most the configured number, its default) says how many of the last tokens are latents; it may not
+        be given with a state. `doc_ids` are refused. Else as `Decoder.forward`.
+        """
+        h_BMD, state = self.hidden(tokens_BT, state, mask, doc_ids, latents=latents)
+        return self.logits(h_BMD), state
+
+    def hidden(
+        self,
+        tokens_BT: Tensor,
+        /,
+        state: State | None = None,
+        mask: Tensor | None = None,
+        doc_ids: Tensor | None = None,
+        *,
+        latents: int | None = None,
+    ) -> tuple[Tensor, State]:
+        """As `forward`, without the head: vectors `[B, min(latents, T), D]`, or `[B, T, D]` after a state."""
+        self._check(tokens_BT, state, mask, doc_ids)
+        if latents is not None and state is not None:
+            raise ValueError(f"latents are counted in a new sequence and cannot go with a state, got latents={latents}")
+        if latents is not None and not 1 <= latents <= self.latents:
+            raise ValueError(f"latents must be between 1 and {self.latents}, the model's, got {latents}")
+        moved = None if mask is None else compaction(mask)
+        if state is not None:
+            return self._go_on(tokens_BT, state, moved)
+        window = Window.of(tokens_BT, moved, self.limit)
+        parts = window.parts(latents or self.latents, self.options.history_tokens)
+        h_BMD, state = self.restart(window, parts)
+        return window.at_the_end(h_BMD, parts), state
+
+    def read(self, tokens_BT: Tensor, /, state: State | None = None) -> State:
+        """Return the state after more tokens: a prompt is read with `prompt_latents`.
+
+        Where every token is a pass of its own none is computed.
+        """
+        self._check(tokens_BT, state, None)
+        seen, start = (0, 0) if state is None else (state.seen, _first_latent(state))
+        after = seen + tokens_BT.shape[1]
+        used = after - start
+        alone = isinstance(used, int) and used >= self.latents and self.options.decode == "exact"
+        if alone and isinstance(after, int):
+            tokens_BW = tokens_BT if state is None else self._last_tokens(tokens_BT, state, None)
+            return self.state(Window.of(tokens_BW, None, self.limit).tokens_BW, after, after - self.latents, {})
+        if state is not None:
+            return self.hidden(tokens_BT, state)[1]
+        return self.hidden(tokens_BT, latents=self.options.prompt_latents)[1]
+
+    def passes(self, tokens_BT: Tensor, /, mask: Tensor | None = None, doc_ids: Tensor | None = None) -> list[Tensor]:
+        """The vectors of `hidden` for whole sequences, keeping no state.
+
+        In training, where the options say so, with a number of latents drawn anew and without a part of the history.
+        """
+        self._check(tokens_BT, None, mask, doc_ids)
+        options, latents = self.options, self.latents
+        if self.training and options.vary_latents:
+            latents = int(torch.randint(options.fewest_latents, latents + 1, ()))
+        window = Window.of(tokens_BT, None if mask is None else compaction(mask), self.limit)
+        parts = window.parts(latents, options.history_tokens)
+        h_BMD = self.through(window, parts, None, options.prefix_dropout if self.training else 0.0)
+        return [window.at_the_end(h_BMD, parts)]
+
+    def loss(
+        self,
+        tokens_BT: Tensor,
+        labels_BT: Tensor,
+        /,
+        mask: Tensor | None = None,
+        doc_ids: Tensor | None = None,
+        *,
+        reduction: Reduction = "mean",
+    ) -> Tensor:
+        """As `Decoder.loss`, of the latents: the other labels do not count; `none` gives `[B, min(m, T)]`."""
+        if labels_BT.shape != tokens_BT.shape:
+            raise ValueError(f"labels must have the tokens' shape {list(tokens_BT.shape)}, got {list(labels_BT.shape)}")
+        passes = self.passes(tokens_BT, mask, doc_ids)
+        return self.loss_of_passes(passes, self.aligned_labels(labels_BT, mask), reduction=reduction)
+
+    def loss_of_hidden(self, h_BMD: Tensor, labels_BT: Tensor, /, *, reduction: Reduction = "mean") -> Tensor:
+        """The cross-entropy of `loss` from what `hidden` returned, with the last M of these labels."""
+        return super().loss_of_hidden(h_BMD, labels_BT[:, labels_BT.shape[1] - h_BMD.shape[1] :], reduction=reduction)
+
+    def aligned_labels(self, labels_BT: Tensor, mask: Tensor | None = None, /) -> Tensor:
+        """The labels where the outputs are: each row's real ones at its end, in order, and -100 before them."""
+        if mask is None:
+            return labels_BT
+        order_BT = mask.to(torch.uint8).argsort(dim=-1, stable=True)
+        return labels_BT.masked_fill(~mask, IGNORED).gather(1, order_BT)
+
+    def set_decode(self, decode: str | None = None, refill: int | None = None) -> None:
+        """Go on as `decode` says (None: as before), which needs no training; states of another mode are then refused.
+
+        `config` and its hash stay those of training. Raises `ValueError` as `PerceiverAROptions` does.
+        """
+        self.options = self.options.replace(decode=decode or self.options.decode, refill=refill)
+
+    @property
+    def predicts_last(self) -> int:
+        """The latents."""
+        return self.latents
+
+    @property
+    def prompt_latents(self) -> int:
+        """The latents that the way of decoding begins with."""
+        return self.options.prompt_latents
+
+    @property
+    def fixed_shapes(self) -> bool:
+        """False: a state holds the keys of as many latents as there are at the time."""
+        return False
+
+    @property
+    def inexact_decoding(self) -> str | None:
+        """Why another way of decoding than `exact` equals no full pass."""
+        if self.options.decode == "exact":
+            return None
+        return (
+            f"decode={self.options.decode!r} goes on with other latents, which by design equals no full pass "
+            "(see PerceiverAR); set_decode('exact') can be checked"
+        )
+
+    def most_new_tokens(self, prompt: int, state: State | None = None) -> int | None:
+        """Tokens that can follow a prompt of `prompt` tokens: with decode=frozen as many as there are latents left."""
+        options = self.options
+        if options.decode != "frozen":
+            return None
+        if state is None:
+            return self.latents - min(options.kept, prompt - 1)
+        used = state.seen - _first_latent(state)
+        return max(0, self.latents - prompt + 1 - (used if isinstance(used, int) else int(used.max())))
+
+    def token_settings(self) -> dict[str, Any]:
+        """Return the lengths of history, latents and window, and of segments where the history has some."""
+        options = self.options
+        segment = options.segment if options.history == "segments" else None
+        window = {"window": self.limit, "history_window": options.history_tokens}
+        return {"latents": options.latents, **window, "segment": segment}
+
+    def blocks_to_shard(self) -> list[Block]:
+        """None: the parts of a block are used apart."""
+        return []
+
+    def check_packed(self) -> None:
+        """Raise `ValueError`."""
+        raise ValueError("perceiver_ar predicts a row's last tokens alone and takes no packed documents")
+
+    def check_shared(self) -> None:
+        """Raise `ValueError`: the parts of a sequence are of different kinds, and no process has all of both."""
+        raise ValueError(
+            "perceiver_ar cannot read a sequence that several processes share: its latents stand in the last part "
+            "alone and read a history of all parts; take a decoder of mechanisms, or leave `context_parallel`"
+        )
+
+    def check_state(self, state: State, batch: int | None = None, *, owner: str = "this decoder") -> None:
+        """Raise `ValueError` as `Decoder.check_state` does, and for a state that was made in another mode."""
+        super().check_state(state, batch, owner=owner)
+        now = self._mode()
+        made: dict[str, Any] = {name: state[name] for name in now}
+        if made != now:
+            raise ValueError(
+                f"the state was made with {_named(made)} and the model has {_named(now)}; choose the former by "
+                "set_decode, or read the tokens anew"
+            )
+
+    def trim_state(self, state: State) -> State:
+        """Return the state of one row without places that longer rows of its batch needed."""
+        seen, start = int(state.seen), int(_first_latent(state))
+        entries = {**state.entries, "tokens": state.tensor("tokens")[:, -seen:]}
+        for i in range(len(self.layers)):
+            if f"layers.{i}" in state:
+                kept = state.child(f"layers.{i}")
+                unused = kept.tensor("keys").shape[2] - (int(self.history_keys(i, start)) + seen - start)
+                last = {name: kept.tensor(name)[:, :, unused:] for name in kept}
+                entries[f"layers.{i}"] = State(last, kept.config_hash)
+        return State(entries, state.config_hash)
+
+    def cost(self, tokens: int) -> Cost:
+        """What one sequence of `tokens` tokens costs, with as many latents as there may be.
+
+        `score_entries` are the papers' count: each latent with each key of its layer, and each history row with each
+        row of its segment in all layers alike. What is computed, and counted in `mixing_flops`, is less: not the
+        last layer's history rows, and not all that the causal mask would hide.
+        """
+        return cost(self, tokens)
+
+    def state_bytes(self, tokens: int) -> int:
+        """Bytes of the state after one pass over `tokens` tokens, in float32."""
+        return state_bytes(self, tokens)
+
+    def capped(self, history: int) -> int:
+        """So many tokens of a history, or as many as are read at most."""
+        return history if self.options.history_tokens is None else min(history, self.options.history_tokens)
+
+    def history_keys(self, i: int, start: Number) -> Number:
+        """Keys of the history in layer i, for a first latent at position `start`."""
+        options = self.options
+        if options.history == "cross" and i:
+            return 0
+        if options.history == "compressed" and (i or options.first_layer == "compressed"):
+            rows = options.projected
+            return rows * min(start, 1) if isinstance(start, int) else rows * start.clamp(max=1)
+        if isinstance(start, int):
+            return self.capped(start)
+        return start if self.limit is None else start.clamp(max=options.history_tokens)
+
+    def restart(self, window: Window, parts: Parts) -> tuple[Tensor, State]:
+        """One pass: the vectors of the latents, each row's first one in slot 0, and the state."""
+        layers: dict[str, State] = {}
+        full = self.options.decode == "exact" and parts.latents == self.latents  # then the next token needs a new pass
+        h_BMD = self.through(window, parts, None if full else layers)
+        return h_BMD, self.state(window.last(), window.seen, parts.start, layers)
+
+    def state(self, last_BW: Tensor, seen: Number, start: Number, layers: dict[str, State]) -> State:
+        """What is remembered: the last tokens (each row's at the end), two positions, the mode, keys and values."""
+        tokens = {"seen": seen, "start": start, "tokens": last_BW.clone()}
+        return State({**tokens, **self._mode(), **layers}, self.config_hash)
+
+    def through(
+        self, window: Window, parts: Parts, layers: dict[str, State] | None, prefix_dropout: float = 0.0
+    ) -> Tensor:
+        """Vectors of the latents after the last norm; each layer's keys and values go to `layers` (None: nowhere)."""
+        start, latents, history = parts
+        x_BWD = self.embedding(window.tokens_BW, window.first, window.lengths_B)
+        before, x_BMD = cut(x_BWD, window, parts)
+        past = before if history else None
+        if past is not None and prefix_dropout:
+            past = thin(past, prefix_dropout)
+        if past is not None and self.compress is not None and self.options.first_layer == "compressed":
+            past = compress(past, self.compress.weight, start)
+        for i in range(len(self.layers)):
+            if self.gradient_checkpointing and self.training and torch.is_grad_enabled():
+                x_BMD, k_BHSK, v_BHSK, past = checkpoint(self._layer, i, x_BMD, start, past, use_reentrant=False)
+            else:
+                x_BMD, k_BHSK, v_BHSK, past = self._layer(i, x_BMD, start, past)
+            if layers is not None:
+                if isinstance(window.seen, Tensor):
+                    filled_B = k_BHSK.shape[2] - latents + window.seen - start
+                    k_BHSK, v_BHSK = to_the_end(k_BHSK, 2, filled_B), to_the_end(v_BHSK, 2, filled_B)
+                layers[f"layers.{i}"] = State({"keys": k_BHSK, "values": v_BHSK}, self.config_hash)
+        return self.norm(x_BMD)
+
+    def block(self, i: int) -> tuple[Block, BlockedAttention]:
+        """Layer i and its mechanism."""
+        block = self.layers[i]
+        assert isinstance(block, Block)
+        assert isinstance(block.attention, BlockedAttention)
+        return block, block.attention
+
+    def history_mixer(self, i: int) -> BlockedAttention | None:
+        """The history's own attention in layer i; None where nothing reads its outputs."""
+        if str(i) not in self.history:
+            return None
+        mixer = self.history[str(i)]
+        assert isinstance(mixer, BlockedAttention)
+        return mixer
+
+    def _layer(
+        self, i: int, x_BMD: Tensor, start: Number, past: History | None
+    ) -> tuple[Tensor, Tensor, Tensor, History | None]:
+        """The latents after layer i, its keys and values (the history's first), and the history for the next layer."""
+        block, mixer = self.block(i)
+        z_BMD = block.attention_norm(x_BMD)
+        k_BHSK, v_BHSK = mixer.keys(z_BMD, start), mixer.kv_values(z_BMD)
+        q_start: Number = 0
+        k_start: Number = 0
+        if past is not None:
+            z_BSD = block.attention_norm(past.x_BSD)
+            k_BHSK = torch.cat([at_places(mixer.keys, z_BSD, past.places), k_BHSK], 2)
+            v_BHSK = torch.cat([mixer.kv_values(z_BSD), v_BHSK], 2)
+            q_start, k_start = z_BSD.shape[1] - past.empty, -past.empty
+            past = self._updated(i, past, z_BSD, start)
+        y_BMD = attend(mixer, mixer.queries(z_BMD, start), k_BHSK, v_BHSK, Causal(), q_start, k_start)
+        return rest(block, x_BMD, y_BMD), k_BHSK, v_BHSK, past
+
+    def _updated(self, i: int, past: History, z_BSD: Tensor, start: Number) -> History | None:
+        """The history that the next layer sees; None where it sees none."""
+        mixer = self.history_mixer(i)
+        if mixer is None:
+            late = i == 0 and self.options.first_layer == "full"
+            return compress(past, self.compress.weight, start) if late and self.compress is not None else None
+        q_BHSK, k_BHSK = (at_places(project, z_BSD, past.places) for project in (mixer.queries, mixer.keys))
+        y_BSD = attend(mixer, q_BHSK, k_BHSK, mixer.kv_values(z_BSD), self.history_pattern, -past.empty, -past.empty)
+        return past._replace(x_BSD=rest(self.block(i)[0], past.x_BSD, y_BSD))
+
+    def _mode(self) -> dict[str, int]:
+        """Return how the model decodes, as entries of a state."""
+        options = self.options
+        return {"decode": MODES.index(options.decode), "refill": 0 if options.decode == "exact" else options.kept}
+
+    def _go_on(self, tokens_BT: Tensor, state: State, moved: Compaction | None) -> tuple[Tensor, State]:
+        """The vectors `[B, T, D]` of more tokens, each as if it came alone, and the state after them."""
+        lengths_B = None
+        if moved is not None:
+            lengths_B = moved.lengths_B
+            tokens_BT = tokens_BT.gather(1, moved.order_BT).masked_fill(~real_slots(lengths_B, tokens_BT.shape[1]), 0)
+        outputs = [self.embedding(tokens_BT[:, :0])]
+        done = 0
+        while done < tokens_BT.shape[1]:
+            room = self._room(state)
+            part_BT = tokens_BT[:, done : done + max(1, room)]
+            new_B = None if lengths_B is None else (lengths_B - done).clamp(0, part_BT.shape[1])
+            h_BTD, state = (self._grow if room else self._begin_anew)(part_BT, state, new_B)
+            outputs.append(h_BTD)
+            done += part_BT.shape[1]
+        h_BTD = torch.cat(outputs, 1)
+        return (h_BTD if moved is None else scatter(h_BTD, moved)), state
+
+    def _room(self, state: State) -> int:
+        """How many latents every row can still add to what is kept."""
+        if "layers.0" not in state:
+            return 0
+        used = state.seen - _first_latent(state)
+        return self.latents - (used if isinstance(used, int) else int(used.max()))
+
+    def _grow(self, tokens_BT: Tensor, state: State, new_B: Tensor | None) -> tuple[Tensor, State]:
+        """More latents after those whose keys and values are kept; row b has `new_B[b]` of them (None: T)."""
+        seen, start = state.seen, _first_latent(state)
+        x_BTD = self.embedding(tokens_BT, seen, new_B)
+        layers: dict[str, State] = {}
+        for i in range(len(self.layers)):
+            block, mixer = self.block(i)
+            kept = state.child(f"layers.{i}")
+            z_BTD = block.attention_norm(x_BTD)
+            k_BHSK, v_BHSK = mixer.keys(z_BTD, seen), mixer.kv_values(z_BTD)
+            k_BHSK = torch.cat([kept.tensor("keys").to(k_BHSK.dtype), k_BHSK], 2)
+            v_BHSK = torch.cat([kept.tensor("values").to(v_BHSK.dtype), v_BHSK], 2)
+            slots = k_BHSK.shape[2] - tokens_BT.shape[1]
+            count = self.history_keys(i, start) + seen - start
+            y_BTD = attend(mixer, mixer.queries(z_BTD, seen), k_BHSK, v_BHSK, Causal(), count, count - slots)
+            x_BTD = rest(block, x_BTD, y_BTD)
+            if new_B is not None:
+                k_BHSK, v_BHSK = to_the_end(k_BHSK, 2, slots + new_B), to_the_end(v_BHSK, 2, slots + new_B)
+            layers[f"layers.{i}"] = State({"keys": k_BHSK, "values": v_BHSK}, self.config_hash)
+        after = advance(seen, tokens_BT.shape[1], new_B)
+        return self.norm(x_BTD), self.state(self._last_tokens(tokens_BT, state, new_B), after, start, layers)
+
+    def _begin_anew(self, token_B1: Tensor, state: State, new_B: Tensor | None) -> tuple[Tensor, State]:
+        """One more token, in a pass where the rows that have used all their latents begin with another one."""
+        options, seen, start = self.options, state.seen, _first_latent(state)
+        after = advance(seen, 1, new_B)
+        full = torch.as_tensor(seen - start >= self.latents, device=token_B1.device)
+        if new_B is not None:
+            full = full & (new_B > 0)
+        if options.decode == "frozen" and bool(full.any()):
+            raise ValueError(
+                f"decode='frozen' has used all {self.latents} latents after the history of the prompt; generate fewer "
+                "tokens, give the prompt fewer latents (refill), or choose decode exact or refill"
+            )
+        first = after - (self.latents if options.decode == "exact" else options.kept)
+        window = Window.from_last(self._last_tokens(token_B1, state, new_B), after)
+        if isinstance(first, int) and isinstance(after, int):
+            # A row of a batch that began anew may have latents left.
+            first = first if bool(full) else start
+            assert isinstance(first, int)
+            used = after - first
+            parts = Parts(first, used, self.capped(window.tokens_BW.shape[1] - used))
+        else:
+            start = torch.where(full, first, start)
+            parts = Parts(start, int((after - start).max()), self.capped(int(start.max())))
+        h_BMD, state = self.restart(window, parts)
+        newest = torch.as_tensor(after - parts.start - 1, device=h_BMD.device)
+        return neighbours(h_BMD, newest.expand(h_BMD.shape[0]), 1), state
+
+    def _last_tokens(self, tokens_BT: Tensor, state: State, new_B: Tensor | None) -> Tensor:
+        """The tokens in reach, each row's last one in the last slot."""
+        old_BW = state.tensor("tokens")
+        tokens_BW = torch.cat([old_BW, tokens_BT.to(old_BW.dtype)], 1)
+        if new_B is not None:
+            tokens_BW = to_the_end(tokens_BW, 1, old_BW.shape[1] + new_B)
+        return tokens_BW if self.limit is None else tokens_BW[:, -self.limit :]
+
+
+def _first_latent(state: State) -> Number:
+    """Position of the first latent."""
+    start = state["start"]
+    assert not isinstance(start, State)
+    return start
+
+
+def _named(mode: dict[str, int]) -> str:
+    with_refill = f" and refill={mode['refill']}" if mode["refill"] else ""
+    return f"decode={MODES[mode['decode']]}{with_refill}"

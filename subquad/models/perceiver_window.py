@@ -1,0 +1,201 @@
+"""What Perceiver AR is made of: a window of tokens, its two parts, and the attention of each.
+
+Rows of a batch may differ. A window is aligned to the left: slot j of row b holds the token at position `first + j`.
+The history is aligned to the right, up to the first latent, and the latents to the left: together they are one run of
+neighbouring tokens, with `empty` slots before and rubbish after. Numbers that are equal for all rows are ints.
+
+Shape letters: B batch, T tokens, W window, S history, M latents, P projected rows, D width, H heads, K channels.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from subquad.attention._blocked import BlockedAttention
+from subquad.models.blocks import Block
+from subquad.ops import block_attention
+from subquad.ops.padding import Compaction, real_slots
+from subquad.ops.patterns import Pattern
+
+Number = int | Tensor
+"""One for all rows, or `[B]`."""
+
+
+class Parts(NamedTuple):
+    """Where a window is cut."""
+
+    start: Number
+    """Position of the first latent."""
+    latents: int
+    """Slots of the latents: as many as the row with most has."""
+    history: int
+    """Slots of the history, likewise."""
+
+
+class Window(NamedTuple):
+    """The last tokens of each row."""
+
+    tokens_BW: Tensor
+    first: Number
+    """Position of slot 0."""
+    seen: Number
+    """Position after the last token."""
+    lengths_B: Tensor | None
+    """Real tokens of each row; None: W."""
+
+    @classmethod
+    def of(cls, tokens_BT: Tensor, moved: Compaction | None, limit: int | None) -> Window:
+        """The last `limit` (None: all) real tokens of a batch whose padding `moved` names."""
+        T = tokens_BT.shape[1]
+        slots = T if limit is None else min(T, limit)
+        if moved is None:
+            return cls(tokens_BT[:, T - slots :], T - slots, T, None)
+        first_B = (moved.lengths_B - slots).clamp(min=0)
+        lengths_B = moved.lengths_B - first_B
+        order_BW = neighbours(moved.order_BT[..., None], first_B, slots)[..., 0]
+        tokens_BW = tokens_BT.gather(1, order_BW).masked_fill(~real_slots(lengths_B, slots), 0)
+        return cls(tokens_BW, 0 if slots == T else first_B, moved.lengths_B, lengths_B)
+
+    @classmethod
+    def from_last(cls, last_BW: Tensor, seen: Number) -> Window:
+        """From what `last` returned."""
+        slots = last_BW.shape[1]
+        if isinstance(seen, int):
+            return cls(last_BW, seen - slots, seen, None)
+        first_B = (seen - slots).clamp(min=0)
+        tokens_BW = neighbours(last_BW[..., None], first_B - (seen - slots), slots)[..., 0]
+        lengths_B = seen - first_B
+        return cls(tokens_BW.masked_fill(~real_slots(lengths_B, slots), 0), first_B, seen, lengths_B)
+
+    def last(self) -> Tensor:
+        """The tokens, each row's last one in the last slot."""
+        return self.tokens_BW if self.lengths_B is None else to_the_end(self.tokens_BW, 1, self.lengths_B)
+
+    def parts(self, latents: int, history_tokens: int | None) -> Parts:
+        """The parts with so many latents, or fewer where there are fewer tokens, and so much history at most."""
+        slots = self.tokens_BW.shape[1]
+        used = min(latents, slots)
+        history = slots - used if history_tokens is None else min(slots - used, history_tokens)
+        start = self.seen - used if isinstance(self.seen, int) else (self.seen - latents).clamp(min=0)
+        return Parts(start, used, history)
+
+    def at_the_end(self, h_BMD: Tensor, parts: Parts) -> Tensor:
+        """Each row's latents moved from the beginning to the end, with zeros before."""
+        if isinstance(self.seen, int):
+            return h_BMD
+        used_B = self.seen - parts.start
+        empty_BM = ~real_slots(used_B, parts.latents).flip(1)
+        return to_the_end(h_BMD, 1, used_B).masked_fill(empty_BM[..., None], 0.0)
+
+
+class History(NamedTuple):
+    """The tokens before the latents, or the rows that they were compressed to."""
+
+    x_BSD: Tensor
+    places: Number
+    """Position of slot 0, or of every slot, `[B, S]`."""
+    empty: Number
+    """Leading slots that hold nothing."""
+
+
+def cut(x_BWD: Tensor, window: Window, parts: Parts) -> tuple[History, Tensor]:
+    """The window's vectors in two: those before the first latent, and those of the latents."""
+    start, latents, history = parts
+    if isinstance(start, int) and isinstance(window.first, int):
+        border = start - window.first
+        return History(x_BWD[:, border - history : border], start - history, 0), x_BWD[:, border:]
+    start_B = torch.as_tensor(start, device=x_BWD.device)
+    old_BSD = neighbours(x_BWD, start_B - history - window.first, history)
+    places_B = start_B - history
+    return History(old_BSD, places_B, (-places_B).clamp(min=0)), neighbours(x_BWD, start_B - window.first, latents)
+
+
+def thin(history: History, fraction: float) -> History:
+    """Training's prefix dropout: of a row's h tokens all but a random `int(fraction * h)`, in order."""
+    B, S, _ = history.x_BSD.shape
+    kept = S - int(fraction * S)
+    slots_S = torch.arange(S, device=history.x_BSD.device)
+    empty_B1 = torch.as_tensor(history.empty, device=slots_S.device).expand(B)[:, None]
+    real_B1 = S - empty_B1
+    kept_B1 = real_B1 - (fraction * real_B1.double()).long()
+    draw_BS = torch.rand(B, S, device=slots_S.device).masked_fill(slots_S < empty_B1, 2.0)
+    chosen_BS = draw_BS.argsort(-1).argsort(-1) < kept_B1
+    # Slots that are left out come first, so that the chosen ones stand at the end, in order.
+    index_BS = torch.where(chosen_BS, slots_S, slots_S - S).sort(-1).values[:, S - kept :] % S
+    places = torch.as_tensor(history.places, device=slots_S.device).expand(B)[:, None] + index_BS
+    x_BSD = history.x_BSD.gather(1, index_BS[..., None].expand(-1, -1, history.x_BSD.shape[-1]))
+    return History(x_BSD, places, 0 if isinstance(history.empty, int) else kept - kept_B1[:, 0])
+
+
+def compress(history: History, weight_PS: Tensor, start: Number) -> History:
+    """V3's rows: the projection of the history's vectors along the sequence.
+
+    The last history token meets the last column of the weight, so a shorter history uses the last columns. Row p stands
+    at the last token of the p-th of P equal parts of the columns. A row of the batch without a history has none.
+    """
+    (B, S, _), (P, columns), device = history.x_BSD.shape, weight_PS.shape, weight_PS.device
+    start_B1 = torch.as_tensor(start, device=device).expand(B)[:, None]
+    ends_P = torch.arange(1, P + 1, device=device) * columns // P - 1
+    places_BP = start_B1 - columns + ends_P
+    if isinstance(history.places, Tensor) and history.places.ndim == 2:
+        column_BS = (columns - start_B1 + history.places).clamp(0, columns - 1)
+        weight_BPS = weight_PS.t()[column_BS].mT
+    else:
+        weight_BPS = weight_PS[:, columns - S :].expand(B, -1, -1)
+    x_BSD, empty = history.x_BSD, history.empty
+    if isinstance(empty, Tensor):
+        filled_BS = torch.arange(S, device=device) >= empty[:, None]
+        x_BSD = x_BSD.masked_fill(~filled_BS[..., None], 0.0)
+        empty = torch.where(empty < S, 0, P)
+    return History((weight_BPS @ x_BSD).to(x_BSD.dtype), places_BP, empty)
+
+
+def attend(
+    mixer: BlockedAttention,
+    q_BHTK: Tensor,
+    k_BHSK: Tensor,
+    v_BHSK: Tensor,
+    pattern: Pattern,
+    q_start: Number,
+    k_start: Number,
+) -> Tensor:
+    """`mixer`'s output `[B, T, D]` for queries and keys that are at hand."""
+    dropout = mixer.config.dropout if mixer.training else 0.0
+    y_BHTK = block_attention(q_BHTK, k_BHSK, v_BHSK, pattern, q_start=q_start, k_start=k_start, dropout_p=dropout)
+    assert isinstance(y_BHTK, Tensor)
+    return mixer.merge(y_BHTK)
+
+
+def rest(block: Block, x_BTD: Tensor, y_BTD: Tensor) -> Tensor:
+    """The block from the output `y` of its attention on."""
+    x_BTD = x_BTD + block.dropout(y_BTD)
+    return x_BTD + block.dropout(block.feedforward(block.feedforward_norm(x_BTD)))
+
+
+def at_places(project: Callable[[Tensor, Number], Tensor], x_BSD: Tensor, places: Number) -> Tensor:
+    """Queries or keys `[B, H, S, K]` of vectors at these places, which need not be neighbours."""
+    if isinstance(places, int) or places.ndim == 1:
+        return project(x_BSD, places)
+    B, S, _ = x_BSD.shape
+    alone = project(x_BSD.reshape(B * S, 1, -1), places.reshape(-1))  # [B * S, H, 1, K]
+    return alone.reshape(B, S, *alone.shape[1::2]).transpose(1, 2)
+
+
+def neighbours(x_BWD: Tensor, begin_B: Tensor, slots: int) -> Tensor:
+    """Each row's `slots` from `begin` on; outside of the row they repeat an end of it."""
+    index_BS = begin_B[:, None] + torch.arange(slots, device=x_BWD.device)
+    index_BS = index_BS.clamp(0, max(x_BWD.shape[1] - 1, 0))
+    return x_BWD.gather(1, index_BS[..., None].expand(-1, -1, x_BWD.shape[-1]))
+
+
+def to_the_end(x: Tensor, dim: int, lengths_B: Tensor) -> Tensor:
+    """Each row's `lengths` leading slots, of those along `dim`, moved to the end; before them the first one repeats."""
+    slots = x.shape[dim]
+    index_BS = (lengths_B[:, None] - slots + torch.arange(slots, device=x.device)).clamp(min=0)
+    shape = [1] * x.ndim
+    shape[0], shape[dim] = index_BS.shape
+    return x.gather(dim, index_BS.view(shape).expand_as(x))

@@ -1,0 +1,256 @@
+"""Engine B on PyTorch's FlexAttention: a pattern becomes a block mask, compiled once for each shape.
+
+Shape letters: B batch, H query heads, G key heads, T queries, S keys, K key channels, V value channels.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from types import FunctionType
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+from torch.nn.attention import flex_attention as flex
+from torch.nn.attention.flex_attention import BlockMask
+
+from subquad.ops.patterns import Pattern
+from subquad.ops.slots import Slots
+
+BLOCK = 128
+"""Queries and keys of a block, of which a mask says whether all, some or none are seen."""
+LEAST_CHANNELS = 16
+"""What the kernels need on a GPU."""
+DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+MASKS, GRAPHS = 64, 32
+"""How many masks and compiled graphs are kept."""
+
+
+def attend(
+    q_BHTK: Tensor,
+    k_BGSK: Tensor,
+    v_BGSV: Tensor,
+    pattern: Pattern,
+    slots: Slots,
+    scale: float,
+    with_lse: bool = True,
+    *,
+    compiled: bool = True,
+) -> tuple[Tensor, Tensor]:
+    """Outputs `[B, H, T, V]` in the dtype of the values, and logsumexp `[B, H, T]` (NaN without `with_lse`).
+
+    Without `compiled`, and for a logsumexp on a CPU (which the compiled form has not), it is FlexAttention's plain form
+    that runs, with all scores in memory.
+
+    Raises `ValueError` for other dtypes than those of `DTYPES`, and for gradients on a CPU.
+    """
+    for x in (q_BHTK, k_BGSK, v_BGSV):
+        if x.dtype not in DTYPES:
+            names = ", ".join(str(dtype).removeprefix("torch.") for dtype in DTYPES)
+            raise ValueError(f"backend 'flex' of block_attention computes in {names}, got {x.dtype}")
+    dtype = functools.reduce(torch.promote_types, (q_BHTK.dtype, k_BGSK.dtype, v_BGSV.dtype))
+    q, k, v = (x.to(dtype) for x in (q_BHTK, k_BGSK, v_BGSV))
+    V = v.shape[-1]
+    if q.device.type == "cpu":
+        if torch.is_grad_enabled() and any(x.requires_grad for x in (q, k, v)):
+            raise ValueError(
+                "backend 'flex' of block_attention has no gradients on a CPU, got inputs that require one; "
+                "valid: reference, torch, sequential"
+            )
+        q, k, v = (x.detach() for x in (q, k, v))
+        compiled = compiled and not with_lse
+    else:  # zero channels change no score and no value
+        q, k, v = (
+            x if x.shape[-1] >= LEAST_CHANNELS else F.pad(x, (0, LEAST_CHANNELS - x.shape[-1])) for x in (q, k, v)
+        )
+    mask = _mask(q, k, pattern, slots)
+    if torch.compiler.is_compiling():  # the caller's graph takes it in
+        out, lse = _run(q, k, v, mask, scale, with_lse)
+    elif compiled:
+        out, lse = _graph((*_key(q, k, v, pattern, slots), scale, with_lse))(q, k, v, mask, scale, with_lse)
+    else:
+        with _plain():
+            out, lse = _run(q, k, v, mask, scale, with_lse)
+    return out[..., :V].to(v_BGSV.dtype), lse
+
+
+def _run(q: Tensor, k: Tensor, v: Tensor, mask: BlockMask, scale: float, with_lse: bool) -> tuple[Tensor, Tensor]:
+    request = flex.AuxRequest(lse=True) if with_lse else None
+    result: Any = flex.flex_attention(
+        q, k, v, block_mask=mask, scale=scale, enable_gqa=q.shape[1] != k.shape[1], return_aux=request
+    )
+    if with_lse:
+        return result[0], result[1].lse.float()
+    return result, q.new_full((), torch.nan).expand(q.shape[:3])
+
+
+@contextmanager
+def _plain() -> Iterator[None]:
+    """FlexAttention as it stands: it would compile itself at every call, and soon reach Dynamo's limit."""
+    before = flex._FLEX_ATTENTION_DISABLE_COMPILE_DEBUG
+    flex._FLEX_ATTENTION_DISABLE_COMPILE_DEBUG = True
+    try:
+        yield
+    finally:
+        flex._FLEX_ATTENTION_DISABLE_COMPILE_DEBUG = before
+
+
+@functools.lru_cache(maxsize=GRAPHS)
+def _graph(key: tuple[Any, ...]) -> Callable[..., tuple[Tensor, Tensor]]:
+    """One compiled function for each key.
+
+    Dynamo counts compilations by code object and gives up after a few: each function has a code of its own.
+    """
+    fresh = FunctionType(_run.__code__.replace(co_name=f"_run_{_graph.cache_info().misses}"), globals())
+    compiled: Callable[..., tuple[Tensor, Tensor]] = torch.compile(fresh, dynamic=False, fullgraph=True)
+    return compiled
+
+
+def _key(q: Tensor, k: Tensor, v: Tensor, pattern: Pattern, slots: Slots) -> tuple[Any, ...]:
+    """What a compiled graph depends on. Positions are data, so that the steps of a decoder share one graph."""
+    inputs = tuple((x.shape, x.stride(), x.dtype, x.requires_grad) for x in (q, k, v))
+    rows = _standing(slots), slots.q_doc_BT is None
+    return pattern, rows, inputs, q.device, torch.is_grad_enabled()
+
+
+def _standing(slots: Slots) -> bool:
+    """Whether queries and keys are all there and begin at position 0: the mask is then one of the pattern alone."""
+    return slots.q_start == slots.k_start == 0 and all(x is None for x in slots[2:])
+
+
+Seen = Callable[[Tensor, Tensor, Tensor, Tensor], Tensor]
+"""Of a row of the batch, a head, a query slot and a key slot: may the query see the key?"""
+Listed = tuple[Tensor, Tensor, Tensor, Tensor]
+"""Of each row of blocks how many are seen in part, `[B, 1, N]`, and which, `[B, 1, N, M]`; the same of whole ones."""
+
+
+def _mask(q_BHTK: Tensor, k_BGSK: Tensor, pattern: Pattern, slots: Slots) -> BlockMask:
+    B, T, S, device = q_BHTK.shape[0], q_BHTK.shape[2], k_BGSK.shape[2], q_BHTK.device
+    if _standing(slots) and not torch.compiler.is_compiling():
+        return _standing_mask(pattern, T, S, device)
+    listed = listed_blocks(pattern.key(), B, T, S, device, *slots)
+    return _block_mask(listed, _seen(pattern, slots, B, T, S, device), T, S)
+
+
+@functools.lru_cache(maxsize=MASKS)
+def _standing_mask(pattern: Pattern, T: int, S: int, device: torch.device) -> BlockMask:
+    with torch.inference_mode(False):  # it is kept, and training may ask for it next
+        seen = _seen(pattern, Slots(0, 0), 1, T, S, device)
+        return _block_mask(_standing_blocks(pattern, T, S, device), seen, T, S)
+
+
+@functools.lru_cache(maxsize=MASKS)
+def _standing_blocks(pattern: Pattern, T: int, S: int, device: torch.device) -> Listed:
+    slots = Slots(0, 0)
+    with torch.inference_mode(False):
+        return _listed_by(_seen(pattern, slots, 1, T, S, device), pattern, slots, 1, T, S, device)
+
+
+def _block_mask(listed: Listed, seen: Seen, T: int, S: int) -> BlockMask:
+    return BlockMask.from_kv_blocks(*listed, BLOCK_SIZE=(BLOCK, BLOCK), mask_mod=seen, seq_lengths=(T, S))
+
+
+# One node of a caller's graph, however many blocks there are. What it keeps must not lie in the memory of a CUDA graph.
+@torch.library.custom_op("subquad::flex_listed_blocks", mutates_args=(), tags=(torch.Tag.cudagraph_unsafe,))
+def listed_blocks(
+    pattern: str,
+    B: int,
+    T: int,
+    S: int,
+    device: torch.device,
+    q_start: int,
+    k_start: int,
+    lengths_B: Tensor | None,
+    q_pos_BT: Tensor | None,
+    k_pos_BS: Tensor | None,
+    q_doc_BT: Tensor | None,
+    k_doc_BS: Tensor | None,
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """The blocks that are seen, as `Listed` has them."""
+    slots = Slots(q_start, k_start, lengths_B, q_pos_BT, k_pos_BS, q_doc_BT, k_doc_BS)
+    rule = Pattern.from_key(pattern)
+    if not _standing(slots):
+        return _listed_by(_seen(rule, slots, B, T, S, device), rule, slots, B, T, S, device)
+    # Copies: what an op returns, a compiled graph may use again as a buffer.
+    some, which, whole, whole_which = (x.clone() for x in _standing_blocks(rule, T, S, device))
+    return some, which, whole, whole_which
+
+
+@listed_blocks.register_fake
+def _(pattern, B, T, S, device, *slots):  # type: ignore[no-untyped-def]
+    shape = 1 if _standing(Slots(*slots)) else B, 1, -(-T // BLOCK)
+    sizes = (shape, (*shape, -(-S // BLOCK))) * 2
+    return tuple(torch.empty(size, dtype=torch.int32, device=device) for size in sizes)
+
+
+def _seen(pattern: Pattern, slots: Slots, B: int, T: int, S: int, device: torch.device) -> Seen:
+    if _standing(slots):
+        return lambda b, h, t, s: pattern.allowed(t, s)
+    q_pos_BT, k_pos_BS = slots.q_pos_BT, slots.k_pos_BS
+    if q_pos_BT is None or k_pos_BS is None:
+        q_pos_BT = (torch.arange(T, device=device) + slots.q_start).expand(B, T)
+        k_pos_BS = (torch.arange(S, device=device) + slots.k_start).expand(B, S)
+    if slots.lengths_B is not None:
+        k_pos_BS = k_pos_BS.masked_fill(torch.arange(S, device=device) >= slots.lengths_B[:, None], -1)
+    seen = _seen_by_row(pattern, q_pos_BT, k_pos_BS)
+    if slots.q_doc_BT is not None and slots.k_doc_BS is not None:
+        seen = flex.and_masks(seen, _same_document(slots.q_doc_BT, slots.k_doc_BS))
+    return seen
+
+
+def _seen_by_row(pattern: Pattern, q_pos_BT: Tensor, k_pos_BS: Tensor) -> Seen:
+    def seen(b: Tensor, h: Tensor, t: Tensor, s: Tensor) -> Tensor:
+        q_pos, k_pos = q_pos_BT[b, t], k_pos_BS[b, s]
+        return pattern.allowed(q_pos, k_pos) & (q_pos >= 0) & (k_pos >= 0)
+
+    return seen
+
+
+def _same_document(q_doc_BT: Tensor, k_doc_BS: Tensor) -> Seen:
+    def same(b: Tensor, h: Tensor, t: Tensor, s: Tensor) -> Tensor:
+        return q_doc_BT[b, t] == k_doc_BS[b, s]
+
+    return same
+
+
+def _listed_by(seen: Seen, pattern: Pattern, slots: Slots, B: int, T: int, S: int, device: torch.device) -> Listed:
+    """One row of blocks after another, and of it the keys that the pattern may allow: never T x S entries at once."""
+    count_BNM = torch.zeros(B, -(-T // BLOCK), -(-S // BLOCK), dtype=torch.int64, device=device)
+    b = torch.arange(B, device=device)[:, None, None]
+    for n, start in enumerate(range(0, T, BLOCK)):
+        stop = min(start + BLOCK, T)
+        lo, hi = _key_slots(pattern, slots, start, stop, T, S)
+        if hi <= lo:
+            continue
+        first, last = lo // BLOCK, -(-hi // BLOCK)
+        t = torch.arange(start, stop, device=device)[:, None]
+        s = torch.arange(first * BLOCK, min(last * BLOCK, S), device=device)
+        count_BS = seen(b, torch.zeros_like(b), t, s).expand(B, len(t), len(s)).sum(1)
+        count_BNM[:, n, first:last] = F.pad(count_BS, (0, -len(s) % BLOCK)).unflatten(1, (-1, BLOCK)).sum(-1)
+    count_BHNM = count_BNM[:, None]
+    whole = count_BHNM == BLOCK * BLOCK
+    return *_listed((count_BHNM > 0) & ~whole), *_listed(whole)
+
+
+def _key_slots(pattern: Pattern, slots: Slots, start: int, stop: int, T: int, S: int) -> tuple[int, int]:
+    """A range of key slots that holds all those that the queries in the slots `[start, stop)` may see."""
+    lo: int
+    hi: int | None
+    if slots.q_pos_BT is None:
+        lo, hi = pattern.key_range(start + slots.q_start, stop + slots.q_start)
+        lo, hi = lo - slots.k_start, None if hi is None else hi - slots.k_start
+    elif pattern.anchored:
+        lo, hi = 0, None
+    else:  # wherever a row starts, the queries are the last of its keys
+        lo = 0 if pattern.reach is None else start + S - T - pattern.reach
+        hi = None if pattern.ahead is None else stop + S - T + pattern.ahead
+    return max(lo, 0), S if hi is None else min(hi, S)
+
+
+def _listed(some_BHNM: Tensor) -> tuple[Tensor, Tensor]:
+    """How many blocks of a row there are, and which: those come first."""
+    order = some_BHNM.to(torch.int8).argsort(dim=-1, descending=True, stable=True)
+    return some_BHNM.sum(-1).to(torch.int32), order.to(torch.int32)

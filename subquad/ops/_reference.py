@@ -1,0 +1,73 @@
+"""The engines' definitions: dense softmax over the allowed keys, and the recurrences one token at a time."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+
+def softmax_weights(q_BHTK: Tensor, k_BHSK: Tensor, allowed_BTS: Tensor, scale: float) -> tuple[Tensor, Tensor]:
+    """The weights `[B, H, T, S]` and the scores' logsumexp `[B, H, T]`; zeros and -inf where no key is allowed."""
+    scores_BHTS = (q_BHTK @ k_BHSK.mT) * scale
+    forbidden = ~allowed_BTS[:, None]
+    lse_BHT = scores_BHTS.masked_fill(forbidden, -torch.inf).logsumexp(-1)
+    # A finite floor keeps the gradient of a row without keys at zero; it cannot be reached by real scores.
+    floor = torch.finfo(scores_BHTS.dtype).min
+    weights_BHTS = scores_BHTS.masked_fill(forbidden, floor).softmax(-1).masked_fill(forbidden, 0.0)
+    return weights_BHTS, lse_BHT
+
+
+def attend(
+    q_BHTK: Tensor, k_BHSK: Tensor, v_BHSV: Tensor, allowed_BTS: Tensor, scale: float, dropout_p: float
+) -> tuple[Tensor, Tensor]:
+    """The definition: `softmax(scale q k^T) v` over the allowed keys."""
+    weights_BHTS, lse_BHT = softmax_weights(q_BHTK, k_BHSK, allowed_BTS, scale)
+    return F.dropout(weights_BHTS, dropout_p) @ v_BHSV, lse_BHT
+
+
+def gated_scan(
+    q_NTK: Tensor,
+    i_NTK: Tensor,
+    v_NTV: Tensor,
+    log_f_NTF: Tensor | None,
+    state_NKV: Tensor,
+    normalise: bool,
+    eps: float,
+) -> tuple[Tensor, Tensor]:
+    """`S_t = f_t * S_{t-1} + i_t (x) v_t`, `o_t = q_t S_t`; with `normalise` the last state column sums the weights."""
+    out = []
+    if normalise:
+        v_NTV = F.pad(v_NTV, (0, 1), value=1.0)
+    for t in range(v_NTV.shape[1]):
+        if log_f_NTF is not None:
+            state_NKV = log_f_NTF[:, t, :, None].exp() * state_NKV
+        state_NKV = state_NKV + i_NTK[:, t, :, None] * v_NTV[:, t, None]
+        out.append((q_NTK[:, t, None] @ state_NKV).squeeze(1))
+    out_NTV = torch.stack(out, 1) if out else v_NTV
+    return (divide(out_NTV[..., :-1], out_NTV[..., -1], eps) if normalise else out_NTV), state_NKV
+
+
+def divide(numerator_NTV: Tensor, total_NT: Tensor, eps: float) -> Tensor:
+    """`numerator / (total + eps)`, and zero where that sum is zero: such a token has no weight at all."""
+    total_NT1 = total_NT[..., None] + eps
+    nothing = total_NT1 == 0
+    return (numerator_NTV / total_NT1.masked_fill(nothing, 1.0)).masked_fill(nothing, 0.0)
+
+
+def running_softmax(
+    p_NTL: Tensor, k_NTL: Tensor, v_NTV: Tensor, a_NL: Tensor, s_NLV: Tensor
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """`a_t = log(exp a_{t-1} + exp k_t)`, `S_t = exp(a_{t-1} - a_t) S_{t-1} + exp(k_t - a_t) (x) v_t`, `o_t = p_t S_t`.
+
+    Returns the outputs, every `a_t`, and the last `a` and `S`.
+    """
+    out, lse = [], []
+    for t in range(v_NTV.shape[1]):
+        after_NL = torch.logaddexp(a_NL, k_NTL[:, t].to(a_NL.dtype))
+        keep_NL, take_NL = (a_NL - after_NL).exp(), (k_NTL[:, t] - after_NL).exp()
+        s_NLV = keep_NL[..., None].to(s_NLV.dtype) * s_NLV + take_NL[..., None].to(s_NLV.dtype) * v_NTV[:, t, None]
+        a_NL = after_NL
+        out.append((p_NTL[:, t, None] @ s_NLV).squeeze(1))
+        lse.append(a_NL.to(k_NTL.dtype))
+    return (torch.stack(out, 1) if out else v_NTV), (torch.stack(lse, 1) if lse else k_NTL), a_NL, s_NLV

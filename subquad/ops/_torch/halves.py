@@ -1,0 +1,256 @@
+"""Sums of exponentials by halves: no exponent is positive, and a row passes log2 of as many roundings as tokens.
+
+Scores inside a chunk whose decays differ by channel:
+
+    scores_ij = sum_l a_il b_jl exp(k_jl - A_il)   for j <= i, else 0,     with k_j <= A_j and A nondecreasing in time
+
+One matmul would need exp(-A), which overflows. So the chunk is halved again and again: between the rows of a second
+half and the columns of the first, r = A at the second half's first row parts the exponent into k_j - r <= 0 and
+r - A_i <= 0; blocks of `SUB` rows on the diagonal are taken element by element.
+
+The running logsumexp, where m and z are kept apart (k - lse would be a difference of rounded large numbers):
+
+    m_i = max(a, max_{j <= i} k_j),     z_i = exp(a - m_i) + sum_{j <= i} exp(k_j - m_i),     lse_i = m_i + log z_i
+    dk_j = exp(k_j - m_j) sum_{i >= j} exp(m_j - m_i) dz_i
+
+Shape letters: M chunks, C rows of a chunk (a power of two), L channels or latents, H blocks of 2h rows; N batch times
+heads, T tokens, R rows of a piece.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+from subquad.ops._torch.memory import empty_like
+from subquad.ops.backends import without_autocast
+
+SUB = 4
+
+
+def halvings(C: int) -> Iterator[int]:
+    """The half sizes h above the diagonal blocks."""
+    h = min(SUB, C)
+    while h < C:
+        yield h
+        h *= 2
+
+
+def _halves(x_MCL: Tensor, h: int) -> tuple[Tensor, Tensor]:
+    """First and second halves `[M, H, h, L]` of the blocks of 2h rows."""
+    x_MHRL = x_MCL.unflatten(1, (-1, 2 * h))
+    return x_MHRL[:, :, :h], x_MHRL[:, :, h:]
+
+
+def _corner(x_MCC: Tensor, h: int) -> Tensor:
+    """The blocks `[M, H, h, h]` of second-half rows and first-half columns, as a view."""
+    blocks = x_MCC.unflatten(2, (-1, 2 * h)).unflatten(1, (-1, 2 * h)).diagonal(dim1=1, dim2=3)
+    return blocks.movedim(-1, 1)[:, :, h:, :h]
+
+
+def _diagonal(x_MCC: Tensor, h: int) -> Tensor:
+    """The blocks `[M, H, h, h]` on the diagonal, as a view."""
+    return x_MCC.unflatten(2, (-1, h)).unflatten(1, (-1, h)).diagonal(dim1=1, dim2=3).movedim(-1, 1)
+
+
+def _exp(exponent: Tensor, dtype: torch.dtype) -> Tensor:
+    """`exp` of what is at most zero but for rounding."""
+    return exponent.clamp_(max=0).to(dtype).exp_()
+
+
+def _factors(k: Tensor, A: Tensor, h: int, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+    """`exp(r - A_i)` for rows of the second halves and `exp(k_j - r)` for those of the first."""
+    (k_first, _), (_, A_second) = _halves(k, h), _halves(A, h)
+    r = A_second[:, :, :1]
+    return _exp(r - A_second, dtype), _exp(k_first - r, dtype)
+
+
+def _inside(k: Tensor, A: Tensor, dtype: torch.dtype) -> Tensor:
+    """`exp(k_j - A_i)`, `[M, H, i, j, L]`, of the diagonal blocks; entries with j > i hold rubbish in [0, 1]."""
+    h = min(SUB, k.shape[1])
+    k, A = k.unflatten(1, (-1, h)), A.unflatten(1, (-1, h))
+    return _exp(k[:, :, None] - A[:, :, :, None], dtype)
+
+
+def pair_scores(a_MCL: Tensor, b_MCL: Tensor | None, k_MCL: Tensor, A_MCL: Tensor) -> Tensor:
+    """`scores` `[M, C, C]`, lower triangular; `b` None is one."""
+    M, C, _ = a_MCL.shape
+    h = min(SUB, C)
+    scores_MCC = a_MCL.new_zeros(M, C, C)
+    w = _inside(k_MCL, A_MCL, a_MCL.dtype).mul_(a_MCL.unflatten(1, (-1, h))[:, :, :, None])
+    if b_MCL is not None:
+        w.mul_(b_MCL.unflatten(1, (-1, h))[:, :, None])
+    _diagonal(scores_MCC, h).copy_(w.sum(-1).tril_())
+    for h in halvings(C):
+        near, far = _factors(k_MCL, A_MCL, h, a_MCL.dtype)
+        near.mul_(_halves(a_MCL, h)[1])
+        if b_MCL is not None:
+            far.mul_(_halves(b_MCL, h)[0])
+        _corner(scores_MCC, h).copy_(near @ far.mT)
+    return scores_MCC
+
+
+def pair_backward(
+    a_MCL: Tensor, b_MCL: Tensor | None, k_MCL: Tensor, A_MCL: Tensor, grad_MCC: Tensor
+) -> tuple[Tensor, Tensor, Tensor]:
+    """`da_i = sum_j grad_ij b_j w_ij`, `db_j = sum_i grad_ij a_i w_ij` with `w_ij = exp(k_j - A_i)`, and the scores.
+
+    `grad` must be lower triangular. The exponents' gradients follow from these: `k` gets `b db`, `A` gets `-a da`.
+    """
+    M, C, _ = a_MCL.shape
+    h = min(SUB, C)
+    scores_MCC = a_MCL.new_zeros(M, C, C)
+    a, grad = a_MCL.unflatten(1, (-1, h)), _diagonal(grad_MCC, h)[..., None]
+    w = _inside(k_MCL, A_MCL, a_MCL.dtype)
+    wb = w if b_MCL is None else w * b_MCL.unflatten(1, (-1, h))[:, :, None]
+    da = (wb * grad).sum(-2).flatten(1, 2)
+    _diagonal(scores_MCC, h).copy_((wb * a[:, :, :, None]).sum(-1).tril_())
+    db = w.mul_(a[:, :, :, None]).mul_(grad).sum(-3).flatten(1, 2)
+    for h in halvings(C):
+        near, far = _factors(k_MCL, A_MCL, h, a_MCL.dtype)
+        grad = _corner(grad_MCC, h)
+        source = far if b_MCL is None else far * _halves(b_MCL, h)[0]
+        _halves(da, h)[1].add_((grad @ source).mul_(near))
+        near.mul_(_halves(a_MCL, h)[1])
+        _halves(db, h)[0].add_((grad.mT @ near).mul_(far))
+        _corner(scores_MCC, h).copy_(near @ source.mT)
+    return da, db, scores_MCC
+
+
+def running_max(k_MCL: Tensor) -> Tensor:
+    """The largest of the rows up to each, `[M, C, L]`, by halves."""
+    m_MCL, h = k_MCL.clone(memory_format=torch.contiguous_format), 1
+    while h < m_MCL.shape[1]:
+        first, second = _halves(m_MCL, h)
+        torch.maximum(first[:, :, -1:], second, out=second)
+        h *= 2
+    return m_MCL
+
+
+def decayed_sum(x_MCL: Tensor, m_MCL: Tensor) -> Tensor:
+    """`s_i = sum_{j <= i} x_j exp(m_j - m_i)` for m nondecreasing: by halves, so a row passes log2(C) roundings."""
+    s_MCL, h = x_MCL.clone(memory_format=torch.contiguous_format), 1
+    while h < s_MCL.shape[1]:
+        (s_first, s_second), (m_first, m_second) = _halves(s_MCL, h), _halves(m_MCL, h)
+        s_second.addcmul_((m_first[:, :, -1:] - m_second).exp_(), s_first[:, :, -1:])
+        h *= 2
+    return s_MCL
+
+
+def reverse_decayed_sum(x_MCL: Tensor, m_MCL: Tensor) -> Tensor:
+    """`u_j = sum_{i >= j} x_i exp(m_j - m_i)`: by halves and in reverse, never a total minus a prefix."""
+    u_MCL, h = x_MCL.clone(memory_format=torch.contiguous_format), 1
+    while h < u_MCL.shape[1]:
+        (u_first, u_second), (m_first, m_second) = _halves(u_MCL, h), _halves(m_MCL, h)
+        u_first.addcmul_((m_first - m_second[:, :, :1]).exp_(), u_second[:, :, :1])
+        h *= 2
+    return u_MCL
+
+
+def chunk_spans(tokens: int, chunk: int) -> list[tuple[int, int, int]]:
+    """`(start, stop, size)` of each chunk; the last one's rows are padded up to `size`, a power of two."""
+    spans = [(start, start + chunk, chunk) for start in range(0, tokens - chunk + 1, chunk)]
+    done = len(spans) * chunk
+    if done < tokens:
+        spans.append((done, tokens, power_of_two(tokens - done)))
+    return spans
+
+
+def power_of_two(least: int) -> int:
+    """The smallest power of two that is at least `least`."""
+    return 1 << max(0, least - 1).bit_length()
+
+
+def padded(x_NTL: Tensor, span: tuple[int, int, int], fill: float = 0.0) -> Tensor:
+    """The rows of a chunk, filled up to its size; a view where nothing is missing."""
+    start, stop, size = span
+    rows = x_NTL[:, start:stop]
+    if stop - start == size:
+        return rows
+    return F.pad(rows, (0, 0, 0, size - (stop - start)), value=fill)
+
+
+PIECE_ENTRIES = 1 << 17
+"""About so many entries `[N, R, L]` are worked on at once: few pieces of many rows, or what caches hold."""
+LEAST_ROWS = 128
+
+
+def _pieces(k_NTL: Tensor) -> list[slice]:
+    N, T, L = k_NTL.shape
+    rows = power_of_two(max(LEAST_ROWS, PIECE_ENTRIES // max(1, N * L)))
+    return [slice(start, min(start + rows, T)) for start in range(0, T, rows)]
+
+
+def _whole(x_NRL: Tensor) -> Tensor:
+    """The last row repeated up to a power of two."""
+    missing = power_of_two(x_NRL.shape[1]) - x_NRL.shape[1]
+    return torch.cat([x_NRL, x_NRL[:, -1:].expand(-1, missing, -1)], 1) if missing else x_NRL
+
+
+@torch.library.custom_op("subquad::running_logsumexp", mutates_args=())
+@without_autocast
+def running_logsumexp_op(k_NTL: Tensor, a_NL: Tensor) -> tuple[Tensor, Tensor]:
+    """m and z in the dtype of k; `a` is float64: in float32 it would stop growing at a million tokens."""
+    m_NTL, z_NTL = empty_like(k_NTL), empty_like(k_NTL)
+    for piece in _pieces(k_NTL):
+        rows = piece.stop - piece.start
+        k_NRL = _whole(k_NTL[:, piece])
+        m_NRL = torch.maximum(running_max(k_NRL), a_NL.to(k_NRL.dtype)[:, None])
+        z_NRL = decayed_sum((k_NRL - m_NRL).exp_(), m_NRL)
+        z_NRL.add_((a_NL[:, None] - m_NRL).exp_().to(k_NRL.dtype))
+        m_NTL[:, piece], z_NTL[:, piece] = m_NRL[:, :rows], z_NRL[:, :rows]
+        a_NL = m_NRL[:, rows - 1].to(a_NL.dtype) + z_NRL[:, rows - 1].to(a_NL.dtype).log()
+    return m_NTL, z_NTL
+
+
+@running_logsumexp_op.register_fake
+def _(k, a):  # type: ignore[no-untyped-def]
+    return k.new_empty(k.shape), k.new_empty(k.shape)
+
+
+@torch.library.custom_op("subquad::running_logsumexp_backward", mutates_args=())
+@without_autocast
+def running_logsumexp_backward_op(
+    grad_NTL: Tensor, k_NTL: Tensor, a_NL: Tensor, m_NTL: Tensor
+) -> tuple[Tensor, Tensor]:
+    """Gradients of k and of the initial log-normaliser, given that of z; m, a shift, has none."""
+    dk_NTL = empty_like(k_NTL)
+    u_NL = first_NL = None
+    for piece in reversed(_pieces(k_NTL)):
+        rows = piece.stop - piece.start
+        m_NRL = _whole(m_NTL[:, piece])
+        u_NRL = reverse_decayed_sum(F.pad(grad_NTL[:, piece], (0, 0, 0, m_NRL.shape[1] - rows)), m_NRL)
+        if u_NL is not None and first_NL is not None:
+            u_NRL.addcmul_((m_NRL - first_NL[:, None]).exp_(), u_NL[:, None])
+        u_NL, first_NL = u_NRL[:, 0], m_NRL[:, 0]
+        dk_NTL[:, piece] = u_NRL[:, :rows] * (k_NTL[:, piece] - m_NTL[:, piece]).exp_()
+    if u_NL is None or first_NL is None:
+        return dk_NTL, torch.zeros_like(a_NL)
+    return dk_NTL, (a_NL - first_NL).exp() * u_NL
+
+
+@running_logsumexp_backward_op.register_fake
+def _(grad, k, a, m):  # type: ignore[no-untyped-def]
+    return k.new_empty(k.shape), a.new_empty(a.shape)
+
+
+def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
+    ctx.save_for_backward(*inputs, output[0])
+    ctx.mark_non_differentiable(output[0])
+
+
+def _backward(ctx: Any, _: Tensor | None, grad: Tensor) -> tuple[Tensor, Tensor]:
+    return running_logsumexp_backward_op(grad, *ctx.saved_tensors)
+
+
+running_logsumexp_op.register_autograd(_backward, setup_context=_setup_context)
+
+
+def running_logsumexp(k_NTL: Tensor, a_NL: Tensor) -> Tensor:
+    """`lse` `[N, T, L]`, in the dtype of k."""
+    m_NTL, z_NTL = running_logsumexp_op(k_NTL, a_NL)
+    return m_NTL + z_NTL.log()

@@ -1,0 +1,36 @@
+"""How many tokens the engines work on at once: sizes that change the order of sums and nothing else."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from types import ModuleType
+
+from subquad.ops._sequential import attend as sequential
+from subquad.ops._torch import attend, scan, softmax, tiles
+
+
+@contextmanager
+def block_sizes(size: int) -> Iterator[None]:
+    """Within the block the backends `torch` and `sequential` cut sequences into chunks and tiles of `size` tokens."""
+    sizes: tuple[tuple[ModuleType, str, int], ...] = (
+        (scan, "CHUNK", size),
+        (softmax, "CHUNK", size),
+        (softmax, "MEAN_CHUNK", size),
+        (tiles, "MASKED_ROWS", size),
+        (attend, "ENTRIES", 64 * size),
+        (sequential, "QUERY_CHUNK", size),
+        (sequential, "KEY_CHUNK", 2 * size),
+    )
+    before = [getattr(module, name) for module, name, _ in sizes]
+    for module, name, value in sizes:
+        setattr(module, name, value)
+    tiles.static_groups.cache_clear()
+    tiles.ragged_groups.cache_clear()
+    try:
+        yield
+    finally:
+        for (module, name, _), value in zip(sizes, before, strict=True):
+            setattr(module, name, value)
+        tiles.static_groups.cache_clear()
+        tiles.ragged_groups.cache_clear()

@@ -1,0 +1,3 @@
+"""The version of this release, which anything in the package may read."""
+
+__version__ = "0.1.0"

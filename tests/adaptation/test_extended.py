@@ -1,0 +1,225 @@
+"""Scaled positions, and adapters with embeddings and norms on models of transformers."""
+
+import json
+
+import pytest
+import torch
+from peft import PeftModel
+from transformers import (
+    AutoConfig,
+    AutoModelForCausalLM,
+    GPT2Config,
+    GPTNeoXConfig,
+    GPTNeoXForCausalLM,
+    LlamaConfig,
+    LlamaForCausalLM,
+    Qwen3Config,
+    Qwen3ForCausalLM,
+    T5Config,
+)
+
+from subquad.adaptation import extended
+from subquad.hf import SubquadConfig, SubquadForCausalLM, lora
+from subquad.testing import assert_exact, assert_in_budget
+
+# PEFT asks transformers for a property by its old name.
+pytestmark = pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing` is deprecated:FutureWarning")
+VOCABULARY, OWN = 24, 16
+SHAPE = {
+    "vocab_size": VOCABULARY, "hidden_size": 32, "intermediate_size": 32, "num_hidden_layers": 2,
+    "num_attention_heads": 4, "max_position_embeddings": OWN,
+}  # fmt: skip
+
+
+def llama(**changes):
+    return LlamaConfig(**SHAPE, **{"num_key_value_heads": 2, "tie_word_embeddings": True} | changes)
+
+
+CONFIGS = {
+    "llama": (LlamaForCausalLM, llama()),
+    "llama, untied": (LlamaForCausalLM, llama(tie_word_embeddings=False)),
+    "qwen3": (Qwen3ForCausalLM, Qwen3Config(**SHAPE, num_key_value_heads=2, head_dim=8)),
+    "gpt-neox": (GPTNeoXForCausalLM, GPTNeoXConfig(**SHAPE)),
+}
+
+
+def save(name, folder):
+    kind, config = CONFIGS[name]
+    torch.manual_seed(0)
+    kind(config).save_pretrained(folder)
+    return folder
+
+
+def tokens(length=4 * OWN):
+    return torch.randint(0, VOCABULARY, (2, length), generator=torch.Generator().manual_seed(1))
+
+
+def logits(model):
+    with torch.no_grad():
+        return model.eval()(input_ids=tokens(), use_cache=False).logits
+
+
+def filled(adapted):
+    """An adapter whose every tensor does something."""
+    torch.manual_seed(1)
+    with torch.no_grad():
+        for parameter in adapted.parameters():
+            if parameter.requires_grad:
+                parameter.add_(0.2 * torch.randn_like(parameter))
+    return adapted
+
+
+def adapter(name, home, scaling="linear", **changes):
+    """An extension that is as if it were trained, and its folder."""
+    base = save(name, home / "base")
+    config = extended.scale_positions(AutoConfig.from_pretrained(base), 4 * OWN, scaling)
+    wanted = {"rank": 2, "alpha": None, "dropout": 0.0, "embeddings": True, "norms": True} | changes
+    model = extended.load_original(base, config)
+    adapted = filled(extended.adapt(model, base=lora.Base.of(base), **wanted))
+    lora.save_adapter(adapted, home / "run")
+    config.save_pretrained(home / "run")
+    return adapted, home / "run"
+
+
+def frequencies(config):
+    with torch.device("cpu"):
+        return LlamaForCausalLM(config).model.rotary_emb
+
+
+def test_linear_scaling_divides_all_frequencies():
+    before, after = (frequencies(config) for config in (llama(), extended.scale_positions(llama(), 64, "linear")))
+    assert_exact(after.inv_freq, before.inv_freq / 4)
+
+
+def test_ntk_scaling_divides_the_lowest_frequency_and_keeps_the_highest():
+    scaled, size = extended.scale_positions(llama(), 64, "ntk"), 8
+    thetas = [torch.tensor(config.rope_parameters["rope_theta"]).double() for config in (llama(), scaled)]
+    before, after = (theta ** (-torch.arange(0, size, 2).double() / size) for theta in thetas)
+    assert_exact(after[0], before[0])
+    expected = torch.tensor(10000.0).double() ** (-(size - 2) / size) / 4
+    assert_in_budget(after[-1], expected.float(), expected, torch.float32)  # the tensor of theta is float32
+    assert all(after[1:-1] < before[1:-1])
+    assert all(after[1:-1] > before[1:-1] / 4)
+    assert_in_budget(frequencies(scaled).inv_freq, after.float(), after, torch.float32)
+
+
+def test_yarn_and_dynamic_are_those_of_transformers():
+    scaled = extended.scale_positions(llama(), 64, "yarn")
+    assert scaled.rope_parameters == {
+        "rope_type": "yarn", "factor": 4.0, "rope_theta": 10000.0, "original_max_position_embeddings": OWN,
+    }  # fmt: skip
+    yarn, plain = frequencies(scaled), frequencies(llama())
+    assert all(yarn.inv_freq <= plain.inv_freq)
+    assert all(yarn.inv_freq >= plain.inv_freq / 4)
+    assert yarn.attention_scaling > 1
+    dynamic = extended.scale_positions(llama(), 64, "dynamic")
+    assert dynamic.max_position_embeddings == OWN
+    assert dynamic.rope_parameters["rope_type"] == "dynamic"
+
+
+@pytest.mark.parametrize("scaling", extended.SCALINGS)
+def test_the_scaling_survives_the_configuration_file(scaling, tmp_path):
+    scaled = extended.scale_positions(llama(), 64, scaling)
+    assert llama().rope_parameters["rope_type"] == "default"  # what was given stays as it was
+    scaled.save_pretrained(tmp_path)
+    assert AutoConfig.from_pretrained(tmp_path).rope_parameters == scaled.rope_parameters
+
+
+def test_lengths_scalings_and_models_that_are_none_are_refused():
+    with pytest.raises(ValueError, match="length=16 must be above the 16 tokens that the model reads already"):
+        extended.scale_positions(llama(), OWN, "linear")
+    with pytest.raises(ValueError, match="unknown scaling of positions 'alibi'; valid: linear, ntk, yarn, dynamic"):
+        extended.scale_positions(llama(), 64, "alibi")
+    with pytest.raises(
+        ValueError, match="only rotary positions, the same in all layers, can be scaled, and GPT2Config"
+    ):
+        extended.own_length(GPT2Config())
+    with pytest.raises(ValueError, match=r"are scaled already \(rope_type='linear'\)"):
+        extended.own_length(extended.scale_positions(llama(), 64, "linear"))
+    short = llama()
+    short.max_position_embeddings = 1
+    with pytest.raises(ValueError, match="max_position_embeddings how far it reads, got 1"):
+        extended.own_length(short)
+    with pytest.raises(ValueError, match="ntk needs at least 4 rotated numbers a head, this model has 2"):
+        extended.scale_positions(llama(head_dim=2), 64, "ntk")
+
+
+def test_folders_without_a_model_of_transformers_are_refused(tmp_path):
+    with pytest.raises(FileNotFoundError, match="there is no folder nowhere/at-all, and the hub gives no model"):
+        extended.find_model("nowhere/at-all")
+    with pytest.raises(FileNotFoundError, match=r"holds no config\.json"):
+        extended.find_model(str(tmp_path))
+    ours = SubquadForCausalLM(SubquadConfig(vocab_size=8, dim=8, num_layers=1, num_heads=1, attention="full"))
+    ours.save_pretrained(tmp_path / "ours")
+    with pytest.raises(ValueError, match=r"holds a model of subquad.*subquad export"):
+        extended.find_model(str(tmp_path / "ours"))
+    _, run = adapter("llama", tmp_path)
+    with pytest.raises(ValueError, match="holds an adapter, no model of its own"):
+        extended.find_model(str(run))
+    with pytest.raises(FileNotFoundError, match="holds no extension"):
+        extended.open_extension(tmp_path / "base")
+
+
+def test_weights_that_do_not_fit_are_an_error(tmp_path):
+    base = save("llama", tmp_path / "base")
+    config = AutoConfig.from_pretrained(base)
+    config.num_hidden_layers = 3
+    with pytest.raises(ValueError, match=r"weights are missing: model\.layers\.2"):
+        extended.load_original(base, config)
+    config.vocab_size = 10**9
+    with pytest.raises(ValueError, match=r"weights do not fit .*: model\.embed_tokens\.weight has shape"):
+        extended.load_original(base, config)
+    with pytest.raises(ValueError, match="Unrecognized configuration class"):
+        extended.load_original(base, T5Config())
+    with pytest.raises(ValueError, match="Linear has no linear layer in what is called attention"):
+        extended.projections(torch.nn.Linear(2, 2))
+
+
+def test_what_trains_is_factors_in_attention_embeddings_and_norms(tmp_path):
+    adapted, _ = adapter("qwen3", tmp_path)
+    trains = {name for name, parameter in adapted.named_parameters() if parameter.requires_grad}
+    layers = {name.split(".lora_")[0].rpartition(".")[2] for name in trains if "lora_" in name}
+    assert layers == {"q_proj", "k_proj", "v_proj", "o_proj"}
+    whole = {name.split(".modules_to_save")[0].rpartition(".")[2] for name in trains if "lora_" not in name}
+    norms = {"norm", "input_layernorm", "post_attention_layernorm", "q_norm", "k_norm"}
+    assert whole == {"embed_tokens", *norms}
+    factors_alone, _ = adapter("qwen3", tmp_path / "alone", embeddings=False, norms=False)
+    assert all("lora_" in name for name, parameter in factors_alone.named_parameters() if parameter.requires_grad)
+
+
+@pytest.mark.parametrize("name", CONFIGS)
+def test_peft_and_we_read_the_folder_alike_and_the_merged_model_is_the_same(name, tmp_path):
+    adapted, run = adapter(name, tmp_path)
+    expected = logits(adapted)
+    assert_exact(logits(extended.open_extension(run)), expected)
+    original = AutoModelForCausalLM.from_pretrained(tmp_path / "base", config=AutoConfig.from_pretrained(run))
+    by_peft = PeftModel.from_pretrained(original, run)
+    assert_exact(logits(by_peft), expected)
+    merged = lora.merge(extended.open_extension(run))
+    merged_logits = logits(merged)
+    exact = logits(extended.open_extension(run).double())
+    assert_in_budget(merged_logits, expected, exact, torch.float32)
+    merged.save_pretrained(tmp_path / "merged")
+    assert_exact(logits(AutoModelForCausalLM.from_pretrained(tmp_path / "merged")), merged_logits)
+    if merged.config.tie_word_embeddings:
+        assert merged.lm_head.weight is merged.model.embed_tokens.weight
+
+
+def test_an_adapter_without_the_scaled_configuration_gives_other_logits(tmp_path):
+    adapted, run = adapter("llama", tmp_path)
+    bare = PeftModel.from_pretrained(AutoModelForCausalLM.from_pretrained(tmp_path / "base"), run)
+    with pytest.raises(AssertionError, match="exceeds"):
+        assert_in_budget(logits(bare), logits(adapted), logits(adapted.double()), torch.float32)
+
+
+def test_the_original_may_have_moved_but_must_have_the_same_weights(tmp_path):
+    adapted, run = adapter("llama", tmp_path)
+    (tmp_path / "base").rename(tmp_path / "moved")
+    with pytest.raises(FileNotFoundError, match="which is not there"):
+        extended.open_extension(run)
+    assert_exact(logits(extended.open_extension(run, tmp_path / "moved")), logits(adapted))
+    save("llama, untied", tmp_path / "other")
+    with pytest.raises(ValueError, match="was trained on other weights"):
+        extended.open_extension(run, tmp_path / "other")
+    settings = json.loads((run / "adapter_config.json").read_text())
+    assert settings["ensure_weight_tying"] is True

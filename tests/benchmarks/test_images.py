@@ -1,0 +1,72 @@
+"""`python -m benchmarks images`: every line is measured with as many images as it says."""
+
+import json
+
+import pytest
+
+from benchmarks import images
+from benchmarks.command import main
+from subquad.hf import SubquadForImages, SubquadImageConfig
+from subquad.models import ImageModelConfig
+
+
+@pytest.fixture(scope="module")
+def runs(tmp_path_factory):
+    """Models as `subquad train` leaves them, without their training."""
+    folders = {}
+    for name in ("linear", "full"):
+        config = ImageModelConfig(attention=name, dim=16, num_layers=1, num_heads=2, position="none", height=4, width=4)
+        folders[name] = str(tmp_path_factory.mktemp(name))
+        SubquadForImages(SubquadImageConfig.from_image(config)).save_pretrained(folders[name])
+    return folders
+
+
+def test_state_cache_and_neither(runs, tmp_path, capsys):
+    file = tmp_path / "b.json"
+    arguments = ["--images", "2,3", "--batch_size", "2", "--out", str(file), "--markdown"]
+    assert main(["images", runs["linear"], runs["full"], *arguments]) == 0
+    record = json.loads(file.read_text())
+    lines = [(row["attention"], row["cache"], row["images"]) for row in record["rows"]]
+    assert lines == [
+        ("linear", True, 2), ("linear", True, 3), ("full", True, 2), ("full", True, 3), ("full", False, 2)
+    ]  # fmt: skip
+    rows = dict(zip(lines, record["rows"], strict=True))
+    assert rows["full", False, 2]["state_bytes"] == 0 < rows["linear", True, 2]["state_bytes"]
+    for row in record["rows"]:
+        assert row["times_the_first"] == row["seconds"] / rows["linear", True, row["images"]]["seconds"]
+        assert row["batch_size"] == 2
+    assert record["provenance"]["machine"]["cores"]
+    out = capsys.readouterr().out
+    assert "no cache: the whole prefix again for each pixel" in out
+    assert "cache of keys and values" in out
+    assert "of the report" not in out
+
+
+def test_the_report_s_figures_stand_beside_the_same_numbers_of_images(runs, capsys, monkeypatch):
+    monkeypatch.setattr(images, "REPORTED", {"linear": {2: 33.45}, "softmax": {2: 367.91}})
+    assert main(["images", runs["full"], "--images", "2", "--no-cache-images", "0", "--markdown"]) == 0
+    out = capsys.readouterr().out
+    assert "| softmax, of the report | not stated | 2 | 367.91 | 0.01 | - | 11.00 |" in out
+    assert "no cache" not in out
+
+
+@pytest.mark.parametrize(("arguments", "message"), [
+    (["--images", "2,x"], "--images must be whole numbers, as in 100,200,300, got '2,x'"),
+    (["--images", "0"], "--images must be at least 1, got 0"),
+    (["--no-cache-images", "-1"], "--no-cache-images must be at least 0, got -1"),
+    (["--batch_size", "0"], "--batch_size must be at least 1, got 0"),
+    (["--repeats", "0"], "--repeats must be at least 1, got 0"),
+    (["--out", "nowhere/b.json"], "there is no folder"),
+    (["--out", "."], "--out must be a file, got '.'"),
+])  # fmt: skip
+def test_wrong_arguments(runs, capsys, arguments, message):
+    with pytest.raises(SystemExit) as exit_info:
+        main(["images", runs["linear"], *arguments])
+    assert exit_info.value.code == 2
+    assert message in capsys.readouterr().err
+
+
+def test_a_folder_without_a_model_of_images(tmp_path, capsys):
+    with pytest.raises(SystemExit):
+        main(["images", str(tmp_path)])
+    assert "holds no config.json, so no trained model" in capsys.readouterr().err

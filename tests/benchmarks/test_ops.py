@@ -1,0 +1,311 @@
+"""`measure_ops`: rows, ratios, files; a case that runs out of memory; other libraries, there or not."""
+
+import csv
+import json
+import time
+
+import pytest
+import torch
+
+from benchmarks import operators as _cases
+from benchmarks import peers as _peers
+from benchmarks.config import OpsConfig
+from benchmarks.operators import ENGINES, PASSES, Engine, Operator, Shape, our_cases, sdpa, segments, window
+from benchmarks.ops import measure_ops
+from benchmarks.peers import Peer
+from benchmarks.report import Report
+from subquad.ops.patterns import Causal
+from subquad.testing import assert_in_budget, assert_same_maths
+
+TINY = {"heads": 2, "channels": 8, "latents": [4], "segment": [16], "repeats": 2, "peers": "none"}
+
+
+@pytest.fixture(scope="module")
+def report():
+    """All operators at two lengths, two numbers of latents and two segments."""
+    config = {**TINY, "latents": [4, 6], "segment": [16, 8]}
+    with pytest.MonkeyPatch.context() as patch:
+        from benchmarks import machine as _machine
+
+        patch.setattr(_machine, "COPIED", {"cpu": 2**16})
+        patch.setattr(_machine, "MULTIPLIED", {"cpu": 32})
+        return measure_ops(OpsConfig(mechanisms=list(ENGINES), tokens=[32, 48], passes=list(PASSES), **config))
+
+
+def test_there_is_a_row_for_each_case_length_and_pass(report):
+    found = {(row["label"], row["tokens"], row["pass"]) for row in report.rows}
+    labels = {
+        "sdpa, causal",
+        "full",
+        "llp, segment 16",
+        "llp, segment 8",
+        "window, 16 wide",
+        "window, 8 wide",
+        "linear",
+        "latte, 4 latents a head",
+        "latte, 6 latents a head",
+        "elita",
+    }
+    assert found == {(label, tokens, which) for label in labels for tokens in (32, 48) for which in PASSES}
+    assert len(report.rows) == len(found)
+    assert {row["status"] for row in report.rows} == {"ok"}
+    assert {row["repeats"] for row in report.rows} == {2}
+
+
+def test_ratios_are_those_of_the_medians_of_the_same_turns(report):
+    base = {(row["tokens"], row["pass"]): row["median_s"] for row in report.rows if row["name"] == "sdpa"}
+    for row in report.rows:
+        assert row["times_faster"] == base[row["tokens"], row["pass"]] / row["median_s"]
+        assert row["p20_s"] <= row["median_s"] <= row["p80_s"]
+        assert row["bytes_per_s"] > 0
+        if row["flops"]:
+            assert row["flops_per_s"] == row["flops"] / row["median_s"]
+
+
+def test_memory_is_measured_with_the_output_and_the_gradients(report):
+    inputs = 3 * 2 * 32 * 8 * 4  # q, k and v of 2 heads, 32 tokens and 8 channels in float32
+    rows = {row["pass"]: row for row in report.rows if row["label"] == "linear" and row["tokens"] == 32}
+    assert rows["forward"]["io_bytes"] == inputs * 4 // 3
+    assert rows["forward_backward"]["io_bytes"] == 2 * rows["forward"]["io_bytes"]
+    assert rows["forward"]["peak_bytes"] >= inputs // 3
+    assert rows["forward_backward"]["peak_bytes"] >= inputs * 4 // 3
+    assert rows["backward"]["peak_bytes"] is None
+
+
+def test_the_files_hold_the_rows_and_where_they_are_from(report, tmp_path):
+    files = report.save(tmp_path / "results", plots=False)
+    assert [file.name for file in files] == ["cpu_ops.json", "cpu_ops.csv"]
+    record = json.loads(files[0].read_text())
+    assert record["rows"] == report.rows
+    assert set(record["provenance"]) == {"date", "machine", "versions", "commit"}
+    assert {"cpu", "cores", "threads", "memory_bytes"} <= set(record["provenance"]["machine"])
+    assert record["provenance"]["versions"]["torch"] == torch.__version__
+    assert set(record["ceilings"]) == {"copy_bytes_per_s", "matmul_flops_per_s"}
+    assert Report.load(files[0]) == report
+    with files[1].open(newline="") as opened:
+        lines = list(csv.DictReader(opened))
+    assert [float(line["median_s"]) for line in lines] == [row["median_s"] for row in report.rows]
+    assert lines[0]["latents"] == ""
+
+
+def test_the_table_has_a_line_for_each_row_and_the_ceilings(report):
+    table = report.table()
+    assert table.count("\n| llp, segment 16 | 32 |") == 3
+    assert "*Forward + backward: batch 1, 2 heads of 8 channels, float32" in table
+    assert "In the same run: a copy" in table
+
+
+# --- what goes wrong
+
+
+def replaced(monkeypatch, name, make):
+    """The operator `name` made by `make(shape, backend)`."""
+    monkeypatch.setitem(_cases.ENGINES, name, Engine(make, lambda _: name, lambda _: 1))
+
+
+def test_a_length_that_runs_out_of_memory_says_so_and_the_run_goes_on(monkeypatch):
+    def make(shape, backend):
+        if shape.tokens > 32:
+            raise torch.OutOfMemoryError("no room for so many")
+        return ENGINES["llp"].make(shape, backend)
+
+    replaced(monkeypatch, "full", make)
+    report = measure_ops(OpsConfig(mechanisms=["full", "linear"], tokens=[32, 48, 16], **TINY))
+    status = {(row["name"], row["tokens"]): row["status"] for row in report.rows}
+    bad = {key for key, value in status.items() if value != "ok"}
+    assert bad == {("full", 48)}
+    assert status["full", 48] == "out of memory"
+    assert report.failures == []
+    assert "full: out of memory: no room for so many" in report.table()
+
+
+def test_memory_that_ends_inside_of_a_call_is_told_apart_by_pass(monkeypatch):
+    class Greedy(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx, x):
+            return x.clone()
+
+        @staticmethod
+        def backward(ctx, grad):
+            raise RuntimeError("DefaultCPUAllocator: not enough memory: you tried to allocate 9 bytes")
+
+    replaced(monkeypatch, "linear", lambda shape, _: Operator(shape.qkv(), lambda q, k, v: Greedy.apply(q + k + v)))
+    report = measure_ops(OpsConfig(mechanisms=["linear"], tokens=[16], **TINY))
+    status = {row["pass"]: row["status"] for row in report.rows if row["name"] == "linear"}
+    assert status == {"forward": "ok", "forward_backward": "out of memory"}
+
+
+def test_a_failure_of_ours_is_reported(monkeypatch):
+    def make(shape, backend):
+        raise ValueError("not today")
+
+    replaced(monkeypatch, "linear", make)
+    report = measure_ops(OpsConfig(mechanisms=["linear"], tokens=[16], **TINY))
+    assert {row["status"] for row in report.failures} == {"failed"}
+    assert "linear: failed: ValueError: not today" in report.table()
+
+
+def test_after_the_deadline_lengths_are_skipped_and_what_was_found_is_kept():
+    heard = []
+    config = OpsConfig(mechanisms=["linear"], tokens=[16, 32], **TINY)
+    report = measure_ops(config, deadline=time.monotonic() - 1, found=lambda part: heard.append(len(part.rows)))
+    assert {row["status"] for row in report.rows} == {"skipped"}
+    assert heard == [4, 8]
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"mechanisms": ["lpp"]}, "unknown operator 'lpp'; did you mean 'llp'"),
+        ({"mechanisms": ["luna"]}, "`python -m benchmarks model` times whole layers"),
+        ({"mechanisms": []}, "at least one mechanism"),
+        ({"tokens": []}, "tokens must have at least one number"),
+        ({"tokens": [0]}, "tokens must be at least 1, got 0"),
+        ({"batch_tokens": 0}, "batch_tokens must be at least 1, got 0"),
+        ({"dtype": "float64"}, "unknown dtype 'float64'"),
+        ({"device": "tpu"}, "unknown device 'tpu'; valid: cpu, cuda"),
+        ({"passes": ["sideways"]}, "unknown pass 'sideways'"),
+        ({"backends": ["tirton"]}, "unknown backend 'tirton'; did you mean 'triton'"),
+        ({"repeats": 0}, "repeats must be at least 1, got 0"),
+        ({"seconds": 0.0}, "seconds must be above 0, got 0.0"),
+        ({"peers": ["nobody"]}, "unknown peer 'nobody' on cpu"),
+    ],
+    ids=str,
+)
+def test_mistakes_are_named(changes, message):
+    with pytest.raises(ValueError, match=message):
+        measure_ops(OpsConfig(**{**TINY, **changes}))
+
+
+@pytest.mark.parametrize("changes", [{"mechanisms": "llp"}, {"tokens": 8}, {"segment": 8}, {"passes": "forward"}])
+def test_one_value_is_no_list(changes):
+    (name,) = changes
+    with pytest.raises(TypeError, match=f"{name} must be a list, got {changes[name]!r}"):
+        OpsConfig(**changes)
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
+def test_a_gpu_that_is_not_there_is_named():
+    with pytest.raises(ValueError, match="device 'cuda' is not there"):
+        measure_ops(OpsConfig(device="cuda"))
+
+
+# --- the operators
+
+
+def shape(**changes):
+    sizes = {"batch": 2, "heads": 2, "tokens": 20, "channels": 8, "latents": 4, "segment": 6, "device": "cpu"}
+    return Shape(**{**sizes, "dtype": torch.float32, **changes})
+
+
+@pytest.mark.parametrize("pattern", [segments, window, lambda _: Causal()], ids=["segments", "window", "causal"])
+def test_the_flops_of_attention_are_those_of_the_entries_that_the_mask_leaves(pattern):
+    positions = torch.arange(20)
+    allowed = pattern(shape()).allowed(positions[:, None], positions)
+    assert _cases.pattern_flops(pattern)(shape()) == 2 * 2 * 4 * 8 * int(allowed.sum())
+
+
+@pytest.mark.parametrize("name", list(ENGINES))
+def test_the_operators_are_those_of_the_definition(name):
+    """Each equals itself on the backend that is the definition."""
+    (case,), (definition,) = our_cases([name], [None]), our_cases([name], ["reference"])
+    plain, exact = definition.make(shape()), definition.make(shape())
+    exact_inputs = [x.detach().double() for x in exact.inputs]
+    actual, reference = case.make(shape()), plain.call(*plain.inputs)
+    assert_in_budget(actual.call(*actual.inputs), reference, exact.call(*exact_inputs), torch.float32)
+
+
+def test_the_base_is_full_attention():
+    ours, theirs = our_cases(["full"], [None])[0].make(shape()), sdpa().make(shape())
+    inputs = [x.detach().double() for x in ours.inputs]
+    assert_same_maths(ours.call(*inputs), theirs.call(*inputs))
+
+
+@pytest.mark.parametrize(("which", "expected"), [("forward", 4), ("backward", 7), ("forward_backward", 11)])
+def test_every_tensor_is_moved_once_in_each_direction(which, expected):
+    operator = sdpa().make(shape())
+    assert operator.moved_bytes(which) == expected * operator.inputs[0].nbytes
+
+
+def test_the_batch_makes_up_a_number_of_tokens():
+    config = OpsConfig(batch_tokens=64)
+    assert [config.batch_of(tokens) for tokens in (16, 64, 128)] == [4, 1, 1]
+
+
+# --- other libraries
+
+
+def a_peer(name, module, make):
+    cases = [_cases.Case(name, make, lambda _: f"{name}'s", "peer", passes=("forward",))]
+    return Peer(name, module, ("cpu",), lambda device: cases, distribution=f"{name}-dist")
+
+
+@pytest.fixture
+def peers(monkeypatch):
+    """One that is there, one that fails, one that is not installed, one for a GPU only."""
+
+    def fails(_):
+        raise ImportError("no wheel for this machine")
+
+    found = (
+        a_peer("there", "torch", lambda s: Operator(s.qkv(), lambda q, k, v: v * 1)),
+        a_peer("broken", "torch", fails),
+        a_peer("absent", "no_such_module", fails),
+        Peer("elsewhere", "torch", ("cuda",), lambda device: []),
+    )
+    monkeypatch.setattr(_peers, "PEERS", found)
+
+
+def test_absent_peers_are_named_with_the_command_that_installs_them(peers):
+    report = measure_ops(OpsConfig(mechanisms=["linear"], tokens=[16], **{**TINY, "peers": "auto"}))
+    assert report.peers == [
+        {"name": "there", "status": "installed", "version": "unknown"},
+        {"name": "broken", "status": "installed", "version": "unknown"},
+        {"name": "absent", "status": "not installed", "install": "pip install absent-dist"},
+    ]
+    assert "absent: not installed (pip install absent-dist)" in report.table()
+    rows = {row["name"]: row for row in report.rows if row["kind"] == "peer"}
+    assert rows["there"]["status"] == "ok"
+    assert rows["there"]["times_faster"] > 0
+    assert rows["broken"]["status"] == "failed"
+    assert report.failures == []  # another library's failure is not ours
+
+
+@pytest.mark.parametrize(
+    ("asked", "message"),
+    [
+        ("absent", "peer 'absent' is not installed; pip install absent-dist"),
+        (["ther"], "unknown peer 'ther' on cpu; did you mean 'there'"),
+        ("elsewhere", "unknown peer 'elsewhere' on cpu"),
+    ],
+)
+def test_a_peer_that_is_asked_for_must_be_there(peers, asked, message):
+    with pytest.raises(ValueError, match=message):
+        _peers.chosen(asked, "cpu")
+
+
+def test_peers_can_be_chosen_or_left_out(peers):
+    assert [peer.name for peer in _peers.chosen(["there"], "cpu")[0]] == ["there"]
+    assert _peers.chosen("none", "cpu") == ([], [])
+
+
+def test_a_peer_is_timed_beside_its_mechanism_and_otherwise_named(monkeypatch):
+    def make(shape):
+        return Operator(shape.qkv(), lambda q, k, v: v * 1)
+
+    cases = [_cases.Case(f"of {name}", make, lambda _: "", "peer", beside=name) for name in ("llp", "linear")]
+    found = (
+        Peer("both", "torch", ("cpu",), lambda device: cases),
+        Peer("llps", "torch", ("cpu",), lambda device: cases[:1]),
+    )
+    monkeypatch.setattr(_peers, "PEERS", found)
+    report = measure_ops(OpsConfig(mechanisms=["linear"], tokens=[16], **{**TINY, "peers": "auto"}))
+    assert {row["name"] for row in report.rows if row["kind"] == "peer"} == {"of linear"}
+    assert "llps: not timed: it is compared with none of these mechanisms" in report.table()
+
+
+def test_importing_a_peer_says_nothing(capsys, tmp_path, monkeypatch):
+    (tmp_path / "a_loud_peer.py").write_text("import warnings\nprint('hello')\nwarnings.warn('I am old')\nvalue = 3\n")
+    monkeypatch.syspath_prepend(tmp_path)
+    assert _peers.load("a_loud_peer").value == 3
+    assert capsys.readouterr().out == ""

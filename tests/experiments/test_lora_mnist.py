@@ -1,0 +1,263 @@
+"""`python -m experiments.lora_mnist` on a few made-up images: what is trained, what is kept, going on, errors."""
+
+import json
+import struct
+
+import numpy as np
+import pytest
+import torch
+
+from experiments.lora_mnist import arms, running, tables
+from experiments.lora_mnist.command import run
+from experiments.lora_mnist.config import NET_PARAMETERS, PER_RANK, MnistConfig
+from experiments.lora_mnist.running import Results
+from experiments.lora_mnist.tables import reported
+from subquad.testing import assert_exact
+
+SMALL = [
+    "--epochs",
+    "1",
+    "--base_epochs",
+    "2",
+    "--batch",
+    "40",
+    "--look_every",
+    "1",
+    "--warmup",
+    "2",
+    "--band",
+    "[0, 100]",
+]
+SMALL += ["--ranks", "[1, 3]", "--processes", "1"]
+
+
+def write_images(folder, train=200, test=60, side=28):
+    """Digits that are easy to tell apart: a bright square whose place is the label."""
+    folder.mkdir(parents=True, exist_ok=True)
+    draw = np.random.default_rng(0)
+    for part, count in (("train", train), ("t10k", test)):
+        labels = np.arange(count, dtype=np.uint8) % 10
+        images = draw.integers(0, 60, (count, side, side), dtype=np.uint8)
+        for image, label in zip(images, labels, strict=True):
+            row, column = divmod(int(label), 4)
+            image[row * 7 : row * 7 + 7, column * 7 : column * 7 + 7] = 255
+        header = struct.pack(">IIII", 2051, count, side, side)
+        (folder / f"{part}-images-idx3-ubyte").write_bytes(header + images.tobytes())
+        (folder / f"{part}-labels-idx1-ubyte").write_bytes(struct.pack(">II", 2049, count) + labels.tobytes())
+
+
+@pytest.fixture(scope="module")
+def images(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("digits")
+    write_images(folder)
+    return folder
+
+
+def config(images, **changes):
+    return MnistConfig(
+        path=str(images), epochs=1, base_epochs=2, batch=40, look_every=1, warmup=2, band=[0, 100], ranks=[1, 3],
+        processes=1, **changes,
+    )  # fmt: skip
+
+
+def test_factors_train_exactly_1050_numbers_a_rank_and_nothing_else_moves(images):
+    digits = arms.read_digits(config(images))
+    for rank in (1, 2, 64):
+        for product in (False, True):
+            start = arms.fresh_net(0)
+            weights = [layer.weight for layer in start.layers] + [layer.bias for layer in start.layers]
+            net = arms.with_factors(start, rank, 0, product=product)
+            assert (net(arms.scaled(digits.test["plain"].x_ND)).std(0) > 0).all()  # it does not begin constant
+            before = [weight.detach().clone() for weight in weights]
+            trains = [p for p in net.parameters() if p.requires_grad]
+            assert sum(p.numel() for p in trains) == 1050 * rank == PER_RANK * rank
+            factors = [p.detach().clone() for p in trains]
+            arms.fit(net, digits.train["plain"], epochs=1, batch=40, rate=1e-2, seed=0)
+            for weight, old in zip(weights, before, strict=True):
+                assert_exact(weight, old)
+            assert all(not torch.equal(p, old) for p, old in zip(trains, factors, strict=True))
+            assert all(bool(weight.any()) != product for weight in weights[:3])
+    assert NET_PARAMETERS == 55_050
+
+
+def test_the_factors_are_no_copies_of_the_first_weights(images, monkeypatch):
+    seen = []
+    monkeypatch.setattr(arms, "with_factors", lambda net, rank, seed, **_: seen.append(seed) or net)
+    small = config(images)
+    arms.train_cell(arms.Cell("scratch", "", "plain", 1), small, arms.read_digits(small), {}, 0)
+    monkeypatch.undo()
+    net = arms.fresh_net(0)
+    first = set(net.layers[0].weight.flatten().tolist())
+    factors = arms.with_factors(net, 1, seen[0]).layers[0].lora_A["default"].weight
+    assert sum(x in first for x in factors.flatten().tolist()) < 10  # with the net's seed: all 784
+
+
+def test_constant_answers_are_counted_and_other_seeds_left_out():
+    entry = {"accuracy": {"base/stopped/plain": 9.8, "lora/stopped/inverted/4": 8.92, "lora/stopped/inverted/8": 90.0}}
+    results = {"seeds": {"0": {**entry, "stopped_step": 7, "base_steps": 9}, "1": {"stopped_step": 5}}, "seconds": {}}
+    notes = " ".join(tables._notes(results, MnistConfig(seeds=1)))
+    assert "1 of 2 trainings ended with a constant answer (11.35 % or less)" in notes
+    assert "lora/stopped/inverted/4 (1)" in notes
+    assert "after 7 steps of 9." in notes
+
+
+def test_the_sets_are_what_they_are_called(images):
+    digits = arms.read_digits(config(images, levels=3))
+    plain = digits.test["plain"].x_ND.view(-1, 28, 28)
+    assert sorted(digits.test["quantised"].x_ND.unique().tolist()) == [0, 255]  # no middle grey in these images
+    assert_exact(digits.test["inverted"].x_ND, 255 - plain.flatten(1))
+    turned = digits.test["rotated"].x_ND.view(-1, 28, 28)
+    assert_exact(turned[0], plain[0].T.flip(0))
+    right = arms.read_digits(config(images, turn="right")).test["rotated"].x_ND.view(-1, 28, 28)
+    assert_exact(right[0], plain[0].flip(0).T)
+    assert all(split.y_N is digits.test["plain"].y_N for split in digits.test.values())
+
+
+def test_grey_levels_are_evenly_spread(tmp_path):
+    from subquad.data.images import ImageSet
+
+    pixels = np.arange(256, dtype=np.uint8).reshape(1, 16, 16, 1)
+    split = arms._variants(ImageSet(pixels, np.zeros(1, dtype=np.int64), ("0",)), MnistConfig(levels=4))["quantised"]
+    values, counts = split.x_ND.unique(return_counts=True)
+    assert values.tolist() == [0, 85, 170, 255]
+    assert counts.tolist() == [64] * 4
+
+
+def test_the_rate_rises_then_falls_and_batches_are_the_same_for_all_arms(images):
+    split = arms.read_digits(config(images)).train["plain"]
+    rates, seen = [], []
+
+    class Watched(torch.optim.SGD):
+        def step(self, closure=None):
+            rates.append(self.param_groups[0]["lr"])
+            return super().step(closure)
+
+    def fit(net):
+        seen.clear()
+        net.register_forward_pre_hook(lambda _, inputs: seen.append(inputs[0].clone()))
+        assert arms.fit(net, split, epochs=2, batch=40, rate=1.0, seed=3, warmup=3) == 10
+        return torch.cat(seen)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(torch.optim, "SGD", Watched)
+        one = fit(arms.fresh_net(0))
+    assert rates[:3] == [0.25, 0.5, 0.75]
+    assert rates[3] == 1.0
+    assert rates[3:] == sorted(rates[3:], reverse=True)
+    assert_exact(fit(arms.with_factors(arms.fresh_net(1), 2, 1)), one)
+
+
+def test_the_experiment_by_the_command_line_goes_on_and_prints_its_tables(images, tmp_path, capsys):
+    out, page, picture = tmp_path / "out.json", tmp_path / "page.md", tmp_path / "picture.png"
+    command = ["--path", str(images), "--out", str(out), *SMALL]
+    running.TIMED_STEPS, before = 5, running.TIMED_STEPS
+    assert run([*command, "--seeds", "1"]) == 0
+    first = json.loads(out.read_text())
+    cells = arms.cells(config(images))
+    assert len(cells) == 2 * 3 * 3 + 2 * 4 * 2
+    assert set(first["seeds"]["0"]["accuracy"]) >= {cell.name for cell in cells}
+    assert first["seeds"]["0"]["stopped_step"] == 1
+    assert [step["trainable"] for step in first["steps"].values()] == [55_050, 1050, 3150]
+    assert first["steps"]["1"]["trained_bytes"] == 2 * 4 * 1050  # the numbers and their momentum, in float32
+    assert all(step["step_peak_bytes"] > 0 for step in first["steps"].values())
+    assert all(step["p20"] <= step["median"] <= step["p80"] for step in first["steps"].values())
+    capsys.readouterr()
+    again = [*command, "--seeds", "2", "--markdown", str(page), "--plot", str(picture)]
+    assert run(again) == 0
+    running.TIMED_STEPS = before
+    printed = capsys.readouterr()
+    second = json.loads(out.read_text())
+    assert second["seeds"]["0"] == first["seeds"]["0"]
+    assert set(second["seeds"]) == {"0", "1"}
+    assert "34 of 34 trainings" in printed.err
+    assert "Fine-tuned from the base stopped in the band" in printed.out
+    assert "85.58" in printed.out
+    assert "From scratch, the factors alone train: B A alone" in page.read_text()
+    assert "| r = 3 |" in page.read_text()
+    assert picture.read_bytes().startswith(b"\x89PNG")
+    assert run(again) == 0  # nothing is left to do
+    assert json.loads(out.read_text()) == second
+    for changes, message in (
+        (["--warmup", "1"], "holds results of other settings or images"),
+        (["--plot", str(tmp_path / "x.xyz")], "--plot must name a .png or .svg file"),
+        (["--markdown", str(tmp_path / "none" / "x.md")], "there is no folder"),
+        (["--out", str(tmp_path)], "--out must be a file"),
+        (["--tune"], "--out has no effect with --tune"),
+    ):
+        with pytest.raises(SystemExit):
+            run([*command, *changes])
+        assert message in capsys.readouterr().err
+
+
+def test_rates_are_chosen_without_the_test_images(images, capsys, monkeypatch):
+    seen = []
+    real = arms.accuracy
+    monkeypatch.setattr(arms, "accuracy", lambda net, split: seen.append(split) or real(net, split))
+    monkeypatch.setattr(running, "TUNE_RATES", (1e-3, 1e-2))
+    assert run(["--path", str(images), "--tune", "--tune_held_out", "50", *SMALL]) == 0
+    out = capsys.readouterr().out
+    assert out.splitlines()[0] == "rates:"
+    assert [line.split(":")[0].strip() for line in out.splitlines()[1:]] == [
+        "base",
+        "full",
+        "lora",
+        "scratch",
+        "product",
+    ]
+    assert {len(split.y_N) for split in seen} == {50}
+
+
+def test_the_report_has_its_numbers():
+    assert reported("base", "quantised", None) == 85.58
+    assert reported("full", "inverted", None) == 76.41
+    assert reported("lora", "rotated", 8) == 77.49
+    assert reported("scratch", "plain", 64) == 94.85
+    assert reported("product", "inverted", 64) == 86.01
+    assert reported("lora", "rotated", 5) is None
+
+
+def test_impossible_settings_and_other_images_are_refused(images, tmp_path, capsys):
+    for values, message in (
+        ({"seeds": 0}, "seeds must be at least 1, got 0"),
+        ({"ranks": [1, 1]}, r"ranks must be different numbers, each at least 1, got \[1, 1\]"),
+        ({"levels": 1}, "levels must lie between 2 and 256, got 1"),
+        ({"warmup": -1}, "warmup must be at least 0, got -1"),
+        ({"band": [5, 3]}, r"band must be two percentages, the lower first, got \[5, 3\]"),
+        ({"rates": {"base": 1.0}}, r"rates.full must be a number above 0, got None"),
+        (
+            {"rates": dict.fromkeys(("base", "full", "lora", "scratch", "product", "other"), 1.0)},
+            "rates has no arm 'other'",
+        ),
+    ):
+        with pytest.raises(ValueError, match=message):
+            MnistConfig(**values)
+    with pytest.raises(ValueError, match="give the images by --path"):
+        arms.read_digits(MnistConfig())
+    write_images(tmp_path / "small", side=14 * 2 - 7)
+    with pytest.raises(
+        ValueError, match="the train images must be 28 x 28, grey, of 10 classes, got 21 x 21 x 1 of 10"
+    ):
+        arms.read_digits(MnistConfig(path=str(tmp_path / "small")))
+    digits = arms.read_digits(config(images))
+    with pytest.raises(ValueError, match="tune_held_out must be below the 200 training images, got 200"):
+        arms.held_out(digits, 200)
+    narrow = config(images).replace(band=[50.01, 50.02])
+    with pytest.raises(
+        ValueError, match=r"no look of 10 found a test accuracy inside band=\[50.01, 50.02\] \(nearest: "
+    ):
+        arms.train_base(narrow, digits, 0)
+    (tmp_path / "broken.json").write_text("[]")
+    with pytest.raises(ValueError, match=r"broken.json is damaged: it must hold a mapping, got list"):
+        Results.open(config(images), str(tmp_path / "broken.json"), "")
+
+
+def test_a_count_that_is_not_1050_a_rank_is_an_error(monkeypatch):
+    monkeypatch.setattr(arms, "PER_RANK", 1049)
+    with pytest.raises(ValueError, match=r"rank 2 must train 1049 \* 2 = 2098 numbers, got 2100"):
+        arms.with_factors(arms.fresh_net(0), 2, 0)
+
+
+def test_the_real_images_make_the_reports_network(data_folder):
+    digits = arms.read_digits(MnistConfig(path=str(data_folder / "mnist")))
+    assert digits.train["plain"].x_ND.shape == (60_000, 784)
+    assert digits.test["rotated"].y_N.bincount().tolist() == [980, 1135, 1032, 1010, 982, 892, 958, 1028, 974, 1009]
