@@ -1,4 +1,4 @@
-"""What a training run is, apart from the code that runs it: read by the command line without loading torch."""
+"""The configuration of a training run, which the command line reads without loading the code that runs it."""
 
 from __future__ import annotations
 

@@ -33,7 +33,7 @@ from subquad.training.processes import Processes, at
 from subquad.training.progress import Bar, Meter, Metrics
 from subquad.training.reading import DealtBatches, HeldOutBatches, NumberedWindows, RunOrder, naming
 from subquad.training.saving import CHECKPOINTS, Checkpoints, Standing
-from subquad.training.task import Batch, Task
+from subquad.training.task import Batch, Task, count_items
 
 logger = logging.getLogger(__name__)
 
@@ -184,7 +184,7 @@ class Loop:
         else:
             self.leave_out(norm, sum_before)
         self.optimizer.step()
-        rate: float = self.scheduler.get_last_lr()[0]
+        rate = float(self.scheduler.get_last_lr()[0])
         self.scheduler.step()
         self.model.zero_grad()
         self.standing.step += 1
@@ -316,7 +316,9 @@ class Loop:
         The processes share out the items, and each item counts once.
         """
         size = self.task.held_out_size(self.config.batch.size)
-        dealt = HeldOutBatches(len(self.task.held_out), size, self.processes.data_rank, self.processes.data_ranks)
+        dealt = HeldOutBatches(
+            count_items(self.task.held_out), size, self.processes.data_rank, self.processes.data_ranks
+        )
         rows: dict[str, list[Tensor]] = {}
         self.model.eval()
         with torch.random.fork_rng():

@@ -226,7 +226,8 @@ def join(parallel: ParallelConfig, *, cpu: bool) -> Processes:
         backend = "gloo" if cpu else "cpu:gloo,cuda:nccl"
         distributed.init_process_group(backend, store=store, rank=rank, world_size=world, timeout=limit)
         # Over a connection of its own, which a wait of torch.distributed does not stop.
-        _heart = Heartbeat(distributed.PrefixStore("subquad heartbeat", store.clone()), rank, world, parallel.timeout)
+        own: Any = store
+        _heart = Heartbeat(distributed.PrefixStore("subquad heartbeat", own.clone()), rank, world, parallel.timeout)
     return Processes(distributed.get_rank(), distributed.get_world_size(), parallel.context, device, parallel.timeout)
 
 

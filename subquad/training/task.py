@@ -87,7 +87,7 @@ class Task:
     @property
     def count(self) -> int:
         """Items to learn from."""
-        return size(self.train)
+        return count_items(self.train)
 
     def new_model(self) -> Any:
         """Make a model, with first weights from the present random numbers."""
@@ -155,7 +155,7 @@ class Task:
         return explained(error, self.config, device, self.window_bytes)
 
 
-def size(items: Any) -> int:
+def count_items(items: Any) -> int:
     """Return how many items a map-style dataset has."""
     return len(items)
 
@@ -182,7 +182,7 @@ def fitted(model: DecoderConfig, size: int, source: str) -> DecoderConfig:
 
 def spread(items: Items, wanted: int) -> Items:
     """Return `wanted` items, evenly spread over all of them (all where there are fewer)."""
-    every = size(items)
+    every = count_items(items)
     count = min(wanted, every)
     return Subset(items, [i * every // count for i in range(count)])
 

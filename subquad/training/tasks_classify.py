@@ -21,7 +21,7 @@ from subquad.models.build import build_encoder
 from subquad.models.encoder import Encoder, EncoderConfig
 from subquad.models.pretraining import Hiding, PretrainingModel
 from subquad.training.config import TrainConfig
-from subquad.training.task import Batch, Items, Task, fitted, preparing, rows, size, spread
+from subquad.training.task import Batch, Items, Task, count_items, fitted, preparing, rows, spread
 
 FOLDER = "pretrain"
 """The first phase's folder, in that of the run."""
@@ -126,7 +126,7 @@ class Unlabelled(Dataset[Batch]):
         self.items, self.towers = items, towers
 
     def __len__(self) -> int:
-        return self.towers * size(self.items)
+        return self.towers * count_items(self.items)
 
     def __getitem__(self, index: int) -> Batch:
         number, tower = divmod(index, self.towers)
@@ -153,7 +153,7 @@ class PretrainTask(_LabelledTask):
         corpus = labelled(config, console)
         config = _with_vocabulary(config, corpus)
         check_pretraining(config)
-        towers, examples = config.classify.towers, size(corpus.train)
+        towers, examples = config.classify.towers, count_items(corpus.train)
         if examples < 2:
             raise ValueError(f"pretraining needs at least 2 examples, one of them to be measured on, got {examples}")
         items = Unlabelled(corpus.train, towers)
