@@ -20,6 +20,7 @@ import torch
 import transformers
 from rich.console import Console
 
+from subquad.data import Corpus
 from subquad.evaluation import evaluate
 from subquad.evaluation.provenance import commit, described, machine
 from subquad.recipes import recipe_path
@@ -79,7 +80,9 @@ def run(name: str, folder: Path, steps: int | None) -> dict[str, Any]:
     result = train(config.replace(run=config.run.replace(**changes), schedule=schedule), console=console)
     if result.interrupted:
         raise SystemExit(f"interrupted; go on with: {command(steps)}")
-    held_out, decoder = result.corpus.held_out, result.model.model
+    corpus, decoder = result.corpus, result.model.model
+    assert isinstance(corpus, Corpus)
+    held_out = corpus.held_out
     evaluation = evaluate(
         decoder,
         held_out.tokens,
@@ -92,10 +95,10 @@ def run(name: str, folder: Path, steps: int | None) -> dict[str, Any]:
     speeds = [record["tokens_per_s"] for record in read_metrics(folder) if "tokens_per_s" in record]
     report = measure(
         decoder,
-        result.corpus.held_out_text(),
-        held_out.tokens.tolist(),
+        corpus.held_out_text(),
+        held_out.tokens[:].tolist(),
         bits_per_byte=evaluation.bits_per_byte,
-        files_hash=result.corpus.fingerprint[:16],
+        files_hash=corpus.fingerprint[:16],
         steps=result.steps,
         train_tokens_per_second=speeds[-1],
     )

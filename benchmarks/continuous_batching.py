@@ -81,16 +81,16 @@ def measure(name: str, asked: argparse.Namespace) -> dict[str, Any]:
         decoder.run()
         together.append(time.perf_counter() - start)
         same.append(sum(request.tokens == own for request, own in zip(made, expected, strict=True)))
+    low, middle, high = spread([a / b for a, b in zip(alone, together, strict=True)])
     row = {
         "name": name,
         "tokens": tokens,
         "alone_tokens_per_s": tokens / statistics.median(alone),
         "batch_tokens_per_s": tokens / statistics.median(together),
-        "ratio": spread([a / b for a, b in zip(alone, together, strict=True)]),
+        "ratio": (low, middle, high),
         "same_tokens_as_alone": f"{min(same)} of {len(requests)}",
         "state_bytes": decoder.state_bytes,
     }
-    low, middle, high = row["ratio"]
     sys.stdout.write(
         f"{name:16} one at a time {row['alone_tokens_per_s']:8,.0f} tokens/s   {asked.slots} slots "
         f"{row['batch_tokens_per_s']:8,.0f} tokens/s   {middle:5.1f}x ({low:.1f} to {high:.1f})   same tokens: "
@@ -109,7 +109,6 @@ def spread(values: list[float]) -> tuple[float, float, float]:
 
 def build(name: str, asked: argparse.Namespace) -> Decoder:
     """A model with random weights that are wide enough for its tokens to differ."""
-    position = "rope" if attention.mechanism(name).rotates else "sinusoidal"
     torch.manual_seed(0)
     config = DecoderConfig(
         vocab_size=256,
@@ -117,7 +116,7 @@ def build(name: str, asked: argparse.Namespace) -> Decoder:
         num_layers=asked.layers,
         num_heads=4,
         attention=name,
-        position=position,
+        position="rope" if attention.mechanism(name).rotates else "sinusoidal",
         init_std=0.3,
     )
     return Decoder(config).eval().to(asked.device)

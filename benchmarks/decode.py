@@ -10,9 +10,8 @@ import torch
 from torch import Tensor
 
 from benchmarks.config import DecodeConfig
+from benchmarks.measuring import OUT_OF_TIME, Progress, check_there, statistics_of, status_of
 from benchmarks.models import build_decoder, check_models, label_of
-from benchmarks.ops import OUT_OF_TIME, check_there, statistics_of, status_of
-from benchmarks.progress import Progress
 from benchmarks.report import Report, Row
 from benchmarks.timing import Failure, Run, Timing, attempt, interleave, wall_clock
 from subquad.evaluation.provenance import provenance
@@ -91,15 +90,8 @@ def measure_decode(
 
 
 def _build(config: DecodeConfig, name: str) -> Decoder:
-    return build_decoder(
-        name,
-        layers=config.layers,
-        dim=config.dim,
-        heads=config.heads,
-        vocab=config.vocab,
-        longest=max(config.contexts) + BEFORE + 1,
-        options=config.options,
-    )
+    longest = max(config.contexts) + BEFORE + 1
+    return build_decoder(name, longest=longest, options=config.options, **config.sizes)
 
 
 def _ready(config: DecodeConfig, name: str) -> Decoder:

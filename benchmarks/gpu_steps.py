@@ -136,7 +136,14 @@ def fla(arguments: argparse.Namespace) -> int:
     from benchmarks.ops import measure_ops
 
     if arguments.dry_run or arguments.device == "cpu":
-        tiny = {"heads": 1, "channels": 16, "latents": [8], "segment": [32], "peers": "none", "repeats": 1}
+        tiny: dict[str, Any] = {
+            "heads": 1,
+            "channels": 16,
+            "latents": [8],
+            "segment": [32],
+            "peers": "none",
+            "repeats": 1,
+        }
         return _measure(arguments, "fla", [(measure_ops, OpsConfig(tokens=[32], mechanisms=["latte"], **tiny))])
     sizes = {**_operator_sizes(arguments), "mechanisms": ["latte", "linear", "elita"]}
     peers: Any = ["fla"] if has("fla") else "auto"
@@ -159,7 +166,7 @@ def model(arguments: argparse.Namespace) -> int:
     from benchmarks.model import measure_model
 
     if arguments.dry_run:
-        tiny = {"layers": 1, "dim": 32, "heads": 2, "vocab": 64, "repeats": 1, "peers": "none"}
+        tiny: dict[str, Any] = {"layers": 1, "dim": 32, "heads": 2, "vocab": 64, "repeats": 1, "peers": "none"}
         config = ModelConfig(mechanisms=["llp", "latte"], tokens=[64], **tiny)
         return _measure(arguments, "model", [(measure_model, config)])
     sizes: dict[str, Any] = {"layers": 12, "dim": 768, "heads": 12, "vocab": 32768, "seconds": 6.0, "peers": "none"}
@@ -174,7 +181,7 @@ def decode(arguments: argparse.Namespace) -> int:
     from benchmarks.decode import measure_decode
 
     if arguments.dry_run:
-        tiny = {"layers": 1, "dim": 32, "heads": 2, "vocab": 64, "repeats": 2, "piece": 64}
+        tiny: dict[str, Any] = {"layers": 1, "dim": 32, "heads": 2, "vocab": 64, "repeats": 2, "piece": 64}
         config = DecodeConfig(mechanisms=["llp", "latte", "elita"], contexts=[40, 150], **tiny)
         return _measure(arguments, "decode", [(measure_decode, config)])
     sizes: dict[str, Any] = {"layers": 12, "dim": 768, "heads": 12, "vocab": 32768, "seconds": 8.0, "piece": 4096}

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable
 from functools import partial
 from typing import Any, NamedTuple
@@ -10,15 +9,12 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from benchmarks import peers as _peers
+from benchmarks import peers as libraries
 from benchmarks.config import ModelConfig
-from benchmarks.machine import ceilings
+from benchmarks.measuring import OUT_OF_TIME, Tell, by_length, check_there, memory_of, statistics_of, status_of
 from benchmarks.models import BASE, LucidrainsPerceiverAR, build_decoder, check_models, label_of
-from benchmarks.ops import OUT_OF_TIME, check_there, memory_of, statistics_of, status_of
-from benchmarks.progress import Progress
 from benchmarks.report import Report, Row
 from benchmarks.timing import Failure, Run, Timing, attempt, clock_of, interleave
-from subquad.evaluation.provenance import provenance
 from subquad.models import Decoder
 
 
@@ -42,7 +38,7 @@ def check_model(config: ModelConfig) -> None:
     """Raise `ValueError` or `TypeError` for what cannot be measured here."""
     check_there(config.device)
     check_models(config.mechanisms, config.options, stacks=True)
-    _peers.chosen(config.peers, config.device, model=True)
+    libraries.chosen(config.peers, config.device, model=True)
     with torch.device("meta"):
         for name in config.mechanisms:
             _build(config, name, config.tokens[0])
@@ -65,33 +61,14 @@ def measure_model(
     """
     config = ModelConfig() if config is None else config
     check_model(config)
-    there, records = _peers.chosen(config.peers, config.device, model=True)
-    limits = ceilings(config.device, getattr(torch, config.dtype))
-    origin = provenance(config.device, tuple(peer.distribution for peer in there))
-    rows: list[Row] = []
-
-    def report() -> Report:
-        return Report("model", config.to_dict(), list(rows), origin, limits, records, command)
-
-    with Progress(len(config.tokens), shown=shown) as progress:
-        for tokens in config.tokens:
-            progress.step(f"{tokens:,} tokens")
-            late = deadline is not None and time.monotonic() > deadline
-            subjects = [] if late else _subjects(config, tokens, [peer.name for peer in there])
-            if late:
-                subjects = [Subject(n, label_of(n, config.options), "ours", OUT_OF_TIME) for n in config.mechanisms]
-            rows += _length(config, subjects, tokens, progress.say)
-            if found is not None:
-                found(report())
-    return report()
+    peers = libraries.chosen(config.peers, config.device, model=True)
+    rows_of = partial(_length, config, [peer.name for peer in peers[0]])
+    given: Any = {"shown": shown, "deadline": deadline, "found": found, "command": command}
+    return by_length("model", config, peers, rows_of, **given)
 
 
 def _build(config: ModelConfig, name: str, tokens: int) -> Decoder:
-    return build_decoder(name, longest=tokens, options=config.options, **_sizes(config))
-
-
-def _sizes(config: ModelConfig) -> dict[str, int]:
-    return {"layers": config.layers, "dim": config.dim, "heads": config.heads, "vocab": config.vocab}
+    return build_decoder(name, longest=tokens, options=config.options, **config.sizes)
 
 
 def _subjects(config: ModelConfig, tokens: int, peers: list[str]) -> list[Subject]:
@@ -100,13 +77,17 @@ def _subjects(config: ModelConfig, tokens: int, peers: list[str]) -> list[Subjec
         made: nn.Module | Failure = attempt(_build, config, name, tokens)
         found.append(Subject(name, label_of(name, config.options), "base" if name == BASE else "ours", made))
     for name in peers:
-        made = attempt(LucidrainsPerceiverAR, longest=tokens, **_sizes(config))
+        made = attempt(LucidrainsPerceiverAR, longest=tokens, **config.sizes)
         found.append(Subject(name, f"{name}, half latents", "peer", made))
     return [s if isinstance(s.model, Failure) else s._replace(model=attempt(s.model.to, config.device)) for s in found]
 
 
-def _length(config: ModelConfig, subjects: list[Subject], tokens: int, told: Callable[[str], None]) -> list[Row]:
+def _length(config: ModelConfig, peers: list[str], tokens: int, late: bool, tell: Tell) -> list[Row]:
     """The rows of one length."""
+    if late:
+        subjects = [Subject(n, label_of(n, config.options), "ours", OUT_OF_TIME) for n in config.mechanisms]
+    else:
+        subjects = _subjects(config, tokens, peers)
     batch = config.batch_of(tokens)
     numbers = torch.randint(1, config.vocab, (batch, tokens + 1), generator=torch.Generator().manual_seed(0))
     numbers_BT = numbers.to(config.device)
@@ -121,7 +102,7 @@ def _length(config: ModelConfig, subjects: list[Subject], tokens: int, told: Cal
         clock=clock_of(config.device),
         repeats=config.repeats,
         seconds=config.seconds,
-        told=lambda key: told(f"{tokens:,} tokens: {key.name}, {key.which}"),
+        told=lambda key: tell(f"{tokens:,} tokens: {key.name}, {key.which}"),
     )
     rows = list[Row]()
     for subject in subjects:

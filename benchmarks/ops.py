@@ -2,23 +2,18 @@
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable
+from functools import partial
 from typing import Any, NamedTuple, cast
 
 import torch
 
-from benchmarks import peers as _peers
+from benchmarks import peers as libraries
 from benchmarks.config import OpsConfig
-from benchmarks.machine import ceilings
+from benchmarks.measuring import OUT_OF_TIME, Tell, by_length, check_there, memory_of, statistics_of, status_of
 from benchmarks.operators import PRODUCTS, Case, Operator, Pass, Shape, check_mechanisms, our_cases, sdpa
-from benchmarks.progress import Progress
 from benchmarks.report import Report, Row
 from benchmarks.timing import Failure, Timing, attempt, clock_of, interleave
-from subquad.evaluation.provenance import provenance
-from subquad.memory import peak_bytes
-
-OUT_OF_TIME = Failure("skipped", "no time was left for it")
 
 
 class Line(NamedTuple):
@@ -40,13 +35,7 @@ def check_ops(config: OpsConfig) -> None:
     """Raise `ValueError` for what cannot be measured here."""
     check_there(config.device)
     check_mechanisms(config.mechanisms)
-    _peers.chosen(config.peers, config.device)
-
-
-def check_there(device: str) -> None:
-    """Raise `ValueError` for a GPU that is not there."""
-    if device.startswith("cuda") and not torch.cuda.is_available():
-        raise ValueError(f"device {device!r} is not there: PyTorch finds no GPU")
+    libraries.chosen(config.peers, config.device)
 
 
 def measure_ops(
@@ -73,27 +62,15 @@ def measure_ops(
     """
     config = OpsConfig() if config is None else config
     check_ops(config)
-    there, records = _peers.chosen(config.peers, config.device)
+    there, records = libraries.chosen(config.peers, config.device)
     cases = [sdpa(), *our_cases(config.mechanisms, config.backends or [None])]
-    cases += _peers.cases_beside(there, records, config.mechanisms, config.device)
-    limits = ceilings(config.device, getattr(torch, config.dtype))
-    origin = provenance(config.device, tuple(peer.distribution for peer in there))
-    rows: list[Row] = []
-
-    def report() -> Report:
-        return Report("ops", config.to_dict(), list(rows), origin, limits, records, command)
-
-    with Progress(len(config.tokens), shown=shown) as progress:
-        for tokens in config.tokens:
-            progress.step(f"{tokens:,} tokens")
-            late = deadline is not None and time.monotonic() > deadline
-            rows += _length(config, cases, tokens, progress.say, late=late)
-            if found is not None:
-                found(report())
-    return report()
+    cases += libraries.cases_beside(there, records, config.mechanisms, config.device)
+    rows_of = partial(_length, config, cases)
+    given: Any = {"shown": shown, "deadline": deadline, "found": found, "command": command}
+    return by_length("ops", config, (there, records), rows_of, **given)
 
 
-def _length(config: OpsConfig, cases: list[Case], tokens: int, told: Callable[[str], None], *, late: bool) -> list[Row]:
+def _length(config: OpsConfig, cases: list[Case], tokens: int, late: bool, tell: Tell) -> list[Row]:
     """The rows of one length."""
     torch.compiler.reset()  # FlexAttention compiles for each length; the caches of the others would fill up
     lines = list[Line]()
@@ -113,7 +90,7 @@ def _length(config: OpsConfig, cases: list[Case], tokens: int, told: Callable[[s
         clock=clock_of(config.device),
         repeats=config.repeats,
         seconds=config.seconds,
-        told=lambda key: told(f"{tokens:,} tokens: {lines[key.line].case.name}, {key.which.replace('_', ' + ')}"),
+        told=lambda key: tell(f"{tokens:,} tokens: {lines[key.line].case.name}, {key.which.replace('_', ' + ')}"),
     )
     rows = list[Row]()
     for n, line in enumerate(lines):
@@ -163,26 +140,3 @@ def _row(line: Line, which: Pass, timing: Timing | Failure | None, base: Timing 
         "flops_per_s": None if flops is None else flops / timing.median,
         "bytes_per_s": operator.moved_bytes(which) / timing.median,
     }
-
-
-def status_of(result: object) -> dict[str, str]:
-    """`ok`, or what went wrong and how."""
-    if isinstance(result, Failure):
-        return {"status": result.status, "message": result.message}
-    return {"status": "ok", "message": ""}
-
-
-def statistics_of(timing: Timing) -> dict[str, float | int]:
-    """Median, percentiles and how many repeats they are of."""
-    return {
-        "median_s": timing.median,
-        "p20_s": timing.p20,
-        "p80_s": timing.p80,
-        "repeats": len(timing.seconds),
-    }
-
-
-def memory_of(f: Callable[[], object], device: str) -> int | None:
-    """The peak, or None where the call fails under the eyes of the profiler."""
-    found = attempt(peak_bytes, f, device)
-    return None if isinstance(found, Failure) else int(found)

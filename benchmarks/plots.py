@@ -9,8 +9,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from benchmarks.report import Report, Row
-from benchmarks.tables import setting
+from benchmarks.report import Report, Row, setting
 from subquad.evaluation import drawing
 
 if TYPE_CHECKING:
@@ -33,10 +32,12 @@ def draw(report: Report) -> dict[str, Figure]:
     return {name: figure for name, figure in figures.items() if figure is not None}
 
 
-def save(figure: Figure, file: Path) -> Path:
-    """Write the figure, the same bytes each time."""
-    drawing.save(figure, file)
-    return file
+def save(report: Report, folder: Path) -> list[Path]:
+    """Write the figures of a report as PNG, the same bytes each time; returns the files."""
+    figures = {folder / f"{report.stem}_{name}.png": figure for name, figure in draw(report).items()}
+    for file, figure in figures.items():
+        drawing.save(figure, file)
+    return list(figures)
 
 
 def _ops(report: Report) -> dict[str, Figure | None]:

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import csv
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
+from subquad.evaluation.provenance import described
 from subquad.parsing import check_keys, read_json
 
 What = Literal["ops", "model", "decode"]
@@ -77,19 +78,15 @@ class Report:
             raise ValueError(f"{file} is no report of a benchmark: {error}") from error
 
     def grids(self) -> list[Grid]:
-        """The tables."""
-        from benchmarks.tables import grids
-
-        return grids(self)
+        """Return the tables, each of lines that have the same columns."""
+        return {"ops": _ops, "model": _model, "decode": _decode}[self.what](self)
 
     def table(self) -> str:
-        """The tables in Markdown, with the peers that are not installed."""
-        from benchmarks.tables import notes
-
+        """Return the tables in Markdown, with the peers that are not installed."""
         return "\n\n".join([*(grid.markdown() for grid in self.grids()), *notes(self)])
 
-    def save(self, folder: str | Path, *, plots: bool = True) -> list[Path]:
-        """Write JSON, CSV and, with `plots`, the pictures into a folder, which is made; returns the files."""
+    def save(self, folder: str | Path) -> list[Path]:
+        """Write JSON and CSV into a folder, which is made; returns the files."""
         folder = Path(folder)
         folder.mkdir(parents=True, exist_ok=True)
         files = [folder / f"{self.stem}.json", folder / f"{self.stem}.csv"]
@@ -98,10 +95,6 @@ class Report:
         aside.write_text(json.dumps(self.to_dict(), indent=2) + "\n", encoding="utf-8")
         aside.replace(files[0])
         _write_csv(files[1], self.rows)
-        if plots:
-            from benchmarks.plots import draw, save
-
-            files += [save(figure, folder / f"{self.stem}_{name}.png") for name, figure in draw(self).items()]
         return files
 
 
@@ -112,3 +105,140 @@ def _write_csv(file: Path, rows: Sequence[Row]) -> None:
         writer = csv.DictWriter(opened, fieldnames=keys)
         writer.writeheader()
         writer.writerows(rows)
+
+
+def notes(report: Report) -> list[str]:
+    """Below the tables: what was reached at most, who is absent, what failed."""
+    lines = []
+    if report.ceilings:
+        parts = []
+        if "copy_bytes_per_s" in report.ceilings:
+            parts.append(f"a copy {report.ceilings['copy_bytes_per_s'] / 1e9:,.0f} GB/s")
+        if "matmul_flops_per_s" in report.ceilings:
+            parts.append(f"a matrix product {report.ceilings['matmul_flops_per_s'] / 1e9:,.0f} GFLOP/s")
+        lines.append(f"In the same run: {', '.join(parts)}.")
+    for peer in report.peers:
+        if peer["status"] != "installed":
+            lines.append(f"{peer['name']}: {peer['status']}" + (f" ({peer['install']})" if "install" in peer else ""))
+    failed = dict.fromkeys(
+        (row["label"], row["status"], row["message"]) for row in report.rows if row["status"] != "ok"
+    )
+    lines += [f"{label}: {status}: {message}" for label, status, message in failed]
+    return lines
+
+
+def setting(report: Report) -> str:
+    """The sizes and the machine, in a line."""
+    s, machine = report.settings, report.provenance.get("machine", {})
+    sizes = f"batch {s['batch']}" if s.get("batch_tokens") is None else f"{s['batch_tokens']:,} tokens a batch"
+    if report.what == "ops":
+        sizes += f", {s['heads']} heads of {s['channels']} channels"
+    else:
+        sizes += f", {s['layers']} layers, width {s['dim']}, {s['heads']} heads"
+    return f"{sizes}, {s['dtype']}, {described(machine)}"
+
+
+TIMES = ("ms", "p20", "p80")
+
+
+def times(row: Row) -> tuple[str, str, str]:
+    """The median in milliseconds, and the 20th and 80th percentiles; or why there are none."""
+    if row["status"] != "ok":
+        return str(row["status"]), "-", "-"
+    return _ms(row["median_s"]), _ms(row["p20_s"]), _ms(row["p80_s"])
+
+
+def ratio(row: Row) -> str:
+    """How many times faster than the base."""
+    faster = row.get("times_faster")
+    return "-" if faster is None else f"{faster:.2f}"
+
+
+def size(nbytes: float | None) -> str:
+    """Bytes with a unit."""
+    if nbytes is None:
+        return "-"
+    value, units = float(nbytes), ["B", "KiB", "MiB", "GiB"]
+    while value >= 1000 and len(units) > 1:
+        value, units = value / 1024, units[1:]
+    return f"{value:,.0f} {units[0]}" if units[0] == "B" or value >= 100 else f"{value:.1f} {units[0]}"
+
+
+def _ms(seconds: float) -> str:
+    value = 1e3 * seconds
+    return f"{value:,.0f}" if value >= 100 else f"{value:.1f}" if value >= 10 else f"{value:.2f}"
+
+
+def _rate(row: Row, key: str) -> str:
+    value = row.get(key)
+    return "-" if value is None else f"{value / 1e9:,.1f}"
+
+
+def _ops(report: Report) -> list[Grid]:
+    headers = ("", "tokens", *TIMES, "times faster", "peak memory", "/ in + out", "GFLOP/s", "GB/s")
+    tables = []
+    for which in report.settings["passes"]:
+        lines = []
+        for row, first in _grouped([row for row in report.rows if row["pass"] == which]):
+            peak, io = row.get("peak_bytes"), row.get("io_bytes")
+            lines.append(
+                (
+                    row["label"] if first else "",
+                    f"{row['tokens']:,}",
+                    *times(row),
+                    ratio(row),
+                    size(peak),
+                    "-" if peak is None or not io else f"{peak / io:.1f}",
+                    _rate(row, "flops_per_s"),
+                    _rate(row, "bytes_per_s"),
+                )
+            )
+        title = {"forward": "Forward", "backward": "Backward", "forward_backward": "Forward + backward"}[which]
+        tables.append(Grid(f"{title}: {setting(report)}", headers, lines))
+    return tables
+
+
+def _model(report: Report) -> list[Grid]:
+    headers = ("", "tokens", "batch", *TIMES, "tokens/s", "times faster", "peak memory", "prefill ms")
+    prefill = {(row["name"], row["tokens"]): row for row in report.rows if row["pass"] == "prefill"}
+    lines = []
+    for row, first in _grouped([row for row in report.rows if row["pass"] == "step"]):
+        read = prefill.get((row["name"], row["tokens"]))
+        lines.append(
+            (
+                row["label"] if first else "",
+                f"{row['tokens']:,}",
+                f"{row['batch']}",
+                *times(row),
+                "-" if row.get("tokens_per_s") is None else f"{row['tokens_per_s']:,.0f}",
+                ratio(row),
+                size(row.get("peak_bytes")),
+                "-" if read is None else times(read)[0],
+            )
+        )
+    return [Grid(f"A training step and prefill: {setting(report)}", headers, lines)]
+
+
+def _decode(report: Report) -> list[Grid]:
+    headers = ("", "context", *TIMES, "/ shortest", "state", "prefill tokens/s")
+    lines = []
+    for row, first in _grouped(report.rows):
+        speed = row.get("prefill_tokens_per_s")
+        lines.append(
+            (
+                row["label"] if first else "",
+                f"{row['tokens']:,}",
+                *times(row),
+                "-" if row.get("of_shortest") is None else f"{row['of_shortest']:.2f}",
+                size(row.get("state_bytes")),
+                "-" if speed is None else f"{speed:,.0f}",
+            )
+        )
+    return [Grid(f"One decoded token: {setting(report)}", headers, lines)]
+
+
+def _grouped(rows: Sequence[Row]) -> Iterable[tuple[Row, bool]]:
+    """Rows of one label together, in the order in which labels and then lengths came; whether one is the first."""
+    for label in dict.fromkeys(row["label"] for row in rows):
+        for n, row in enumerate(row for row in rows if row["label"] == label):
+            yield row, n == 0

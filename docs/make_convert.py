@@ -1,29 +1,24 @@
 """Write the tables of docs/convert.md again, from the reports of the conversions that it speaks of.
 
-    python docs/make_convert.py --collect runs    # after the page's commands; keeps benchmarks/results/convert.json
-    python docs/make_convert.py
-
-Only what stands between `<!-- NAME -->` and `<!-- /NAME -->` is replaced.
+python docs/make_convert.py --collect runs    # after the page's commands; keeps benchmarks/results/convert.json
+python docs/make_convert.py
 """
 
 from __future__ import annotations
 
 import argparse
-import json
-import sys
+from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
-ROOT = Path(__file__).resolve().parents[1]
-sys.path.insert(0, str(ROOT / "docs"))
+import pages
 
-from make_performance import BLOCK  # noqa: E402
+from subquad.adaptation.conversion_report import STAGES, context_range
+from subquad.cli.tables import size
+from subquad.evaluation.provenance import described
 
-from subquad.adaptation.conversion_report import STAGES, context_range  # noqa: E402
-from subquad.cli.tables import size  # noqa: E402
-from subquad.evaluation.provenance import described  # noqa: E402
-
-PAGE, RESULT = ROOT / "docs" / "convert.md", ROOT / "benchmarks" / "results" / "convert.json"
+RESULT = pages.RESULTS / "convert.json"
 COMMON = "subquad convert runs/stories260K --data runs/stories.zip --batch.size 4 --threads 1"
 COMMANDS = {
     "llp": "--attention llp --options.llp.segment 32 --keep_every 0 --match.steps 200 --lora.steps 1000",
@@ -42,37 +37,31 @@ def main() -> None:
     parser.add_argument("--collect", help="the folder in which the runs stories-NAME are")
     folder = parser.parse_args().collect
     if folder is not None:
-        RESULT.write_text(json.dumps(collected(Path(folder)), indent=1) + "\n", encoding="utf-8")
-    PAGE.write_text(rewritten(PAGE.read_text(encoding="utf-8")), encoding="utf-8")
+        pages.keep(RESULT, collected(Path(folder)))
+    pages.rewrite("convert.md", blocks())
 
 
 def collected(folder: Path) -> dict[str, Any]:
     """The reports of the four runs, without the curves of their trainings."""
     reports = {}
     for name in COMMANDS:
-        report = json.loads((folder / f"stories-{name}" / "report.json").read_text(encoding="utf-8"))
+        report = pages.read(folder / f"stories-{name}" / "report.json")
         report["stages"] = [{k: v for k, v in stage.items() if k not in LEFT_OUT} for stage in report["stages"]]
         reports[name] = report
     return reports
 
 
-def rewritten(text: str) -> str:
-    """The page with tables made of the results."""
-    reports = json.loads(RESULT.read_text(encoding="utf-8"))
-    made = {name: f(reports) for name, f in BLOCKS.items()}
-    return BLOCK.sub(lambda m: f"<!-- {m['name']} -->\n{made[m['name']]}\n<!-- /{m['name']} -->", text)
+def blocks() -> dict[str, Callable[[], str]]:
+    """What makes each block of the page, of the results."""
+    reports = pages.read(RESULT)
+    made = (commands, stages, positions, explained, branches, decoding, machine)
+    return {make.__name__: partial(make, reports) for make in made}
 
 
 def commands(reports: dict[str, Any]) -> str:
     """The commands of the runs."""
     lines = [f"{COMMON} {added} --out runs/stories-{name}" for name, added in COMMANDS.items()]
     return "\n".join(["```console", *lines, "```"])
-
-
-def table(headers: list[str], lines: list[list[str]]) -> str:
-    """In Markdown, names left and numbers right."""
-    rows = [headers, [":---", *("---:" for _ in headers[1:])], *lines]
-    return "\n".join(f"| {' | '.join(row)} |" for row in rows)
 
 
 def titled(report: dict[str, Any]) -> str:
@@ -94,7 +83,7 @@ def stages(reports: dict[str, Any]) -> str:
         minutes = f"{sum(stage['seconds'] for stage in report['stages']) / 60:.1f}"
         lines.append([titled(report), *found, f"{report['gap']['loss']:+.4f}", " to ".join(errors), shown, minutes])
     headers = ["perplexity", *STAGES.values(), "gap, nats", "mean matching error", "passkey", "minutes"]
-    return table(headers, lines)
+    return pages.table(headers, lines)
 
 
 def positions(reports: dict[str, Any]) -> str:
@@ -104,7 +93,7 @@ def positions(reports: dict[str, Any]) -> str:
         [f"`{report['attention']}`", *(f"{part['gap']:+.4f}" for part in report["gap"]["by_position"])]
         for report in reports.values()
     ]
-    return table(["gap by tokens of context", *(context_range(part) for part in ranges)], lines)
+    return pages.table(["gap by tokens of context", *(context_range(part) for part in ranges)], lines)
 
 
 def explained(reports: dict[str, Any]) -> str:
@@ -119,7 +108,7 @@ def branches(reports: dict[str, Any]) -> str:
         for report in reports.values()
         for number, part in enumerate(report["stages"][-1]["branches"])
     ]
-    return table(["result", "switched off", "loss"], lines)
+    return pages.table(["result", "switched off", "loss"], lines)
 
 
 def decoding(reports: dict[str, Any]) -> str:
@@ -131,7 +120,7 @@ def decoding(reports: dict[str, Any]) -> str:
         [name, *(f"{size(row['state_bytes'])}, {row['tokens_per_second']:,.0f}" for row in found)]
         for name, found in rows
     ]
-    return table(["state, tokens/s after", *(f"{row['context']:,} tokens" for row in first)], lines)
+    return pages.table(["state, tokens/s after", *(f"{row['context']:,} tokens" for row in first)], lines)
 
 
 def machine(reports: dict[str, Any]) -> str:
@@ -146,16 +135,6 @@ def text_of(report: dict[str, Any]) -> str:
     found = report["text"]
     return f"{found['train_tokens']:,} tokens of text to train on and {found['held_out_tokens']:,} held out"
 
-
-BLOCKS = {
-    "commands": commands,
-    "stages": stages,
-    "positions": positions,
-    "explained": explained,
-    "branches": branches,
-    "decoding": decoding,
-    "machine": machine,
-}
 
 if __name__ == "__main__":
     main()

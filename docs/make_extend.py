@@ -1,26 +1,22 @@
 """Write the tables and pictures of docs/extend.md again, from the reports of `subquad extend`.
 
-    python docs/make_extend.py runs/longer-shifted runs/longer-llp    # keeps their reports in benchmarks/results
-    python docs/make_extend.py --trials runs/trial-*                  # those by which their settings were chosen
-    python docs/make_extend.py
-
-Only what stands between `<!-- NAME -->` and `<!-- /NAME -->` is replaced.
+python docs/make_extend.py runs/longer-shifted runs/longer-llp    # keeps their reports in benchmarks/results
+python docs/make_extend.py --trials runs/trial-*                  # those by which their settings were chosen
+python docs/make_extend.py
 """
 
 from __future__ import annotations
 
 import argparse
-import json
+from functools import partial
 from pathlib import Path
 from typing import Any
 
-from make_performance import BLOCK
+import pages
 
 from subquad.adaptation import extension_report
 from subquad.evaluation.provenance import described
 
-ROOT = Path(__file__).resolve().parents[1]
-PAGE, RESULTS, IMAGES = ROOT / "docs" / "extend.md", ROOT / "benchmarks" / "results", ROOT / "docs" / "images"
 KINDS = ("llp", "shifted")
 TOLD = ("rope", "attention", "options", "steps", "held_out_tokens", "summary", "provenance")
 """What is kept of the report of a trial, beside its learning rate."""
@@ -33,49 +29,36 @@ def main() -> None:
     parser.add_argument("--trials", nargs="*", type=Path, default=[], help="folders of finished trials, in their order")
     chosen = parser.parse_args()
     for run in chosen.runs:
-        report = json.loads((run / extension_report.REPORT).read_text(encoding="utf-8"))
+        report = pages.read(run / extension_report.REPORT)
         report["original"] = report["model"]  # a folder of whoever measured
         if report["attention"] not in KINDS:
             raise ValueError(f"the page shows {' and '.join(KINDS)}, got attention={report['attention']!r} in {run}")
         if report.get("resumed"):
             raise ValueError(f"{run} was gone on with: its times are those of its last start; run it in a new folder")
-        result(report["attention"]).write_text(json.dumps(report, indent=1) + "\n", encoding="utf-8")
+        pages.keep(result(report["attention"]), report)
     if chosen.trials:
-        result("trials").write_text(
-            json.dumps([trial(run) for run in chosen.trials], indent=1) + "\n", encoding="utf-8"
-        )
+        pages.keep(result("trials"), [trial(run) for run in chosen.trials])
     for kind in KINDS:
         if result(kind).is_file():
-            extension_report.draw(read(kind)).savefig(IMAGES / f"extend_{kind}.png", format="png")
-    PAGE.write_text(rewritten(PAGE.read_text(encoding="utf-8")), encoding="utf-8")
+            extension_report.draw(pages.read(result(kind))).savefig(pages.IMAGES / f"extend_{kind}.png", format="png")
+    pages.rewrite("extend.md", BLOCKS)
 
 
 def result(kind: str) -> Path:
     """The report of one kind of attention, or what is kept of all trials."""
-    return RESULTS / f"extend_{kind}.json"
-
-
-def read(kind: str) -> dict[str, Any]:
-    """What it holds."""
-    report: dict[str, Any] = json.loads(result(kind).read_text(encoding="utf-8"))
-    return report
-
-
-def rewritten(page: str) -> str:
-    """The page with each block written anew."""
-    return BLOCK.sub(lambda m: f"<!-- {m['name']} -->\n{block(m['name'])}\n<!-- /{m['name']} -->", page)
+    return pages.RESULTS / f"extend_{kind}.json"
 
 
 def trial(run: Path) -> dict[str, Any]:
     """What the page says of a trial."""
-    report = json.loads((run / extension_report.REPORT).read_text(encoding="utf-8"))
+    report = pages.read(run / extension_report.REPORT)
     return {"name": run.name, "lr": report["optimizer"]["lr"], **{name: report[name] for name in TOLD}}
 
 
 def trials() -> str:
     """A line a trial: what it trained with, and its losses in both ways of attending afterwards."""
     lines = []
-    for found in json.loads(result("trials").read_text(encoding="utf-8")):
+    for found in pages.read(result("trials")):
         kept, full = found["summary"]["extended"], found["summary"].get("extended, full attention")
         lines.append(
             [
@@ -90,8 +73,7 @@ def trials() -> str:
         )
     headers = ["positions", "trained with", "steps, learning rate", "257 to 512", "above 512", "less"]
     headers += ["in full: above 512", "less"]
-    rules = [":---", ":---", ":---", *("---:" for _ in headers[3:])]
-    return "\n".join(f"| {' | '.join(line)} |" for line in (headers, rules, *lines))
+    return pages.table(headers, lines, names=3)
 
 
 def block(kind: str) -> str:
@@ -100,10 +82,8 @@ def block(kind: str) -> str:
         return "*Not measured yet.*"
     if kind == "trials":
         return trials()
-    report = read(kind)
-    headers, lines = extension_report.rows(report)
-    rules = [":---", *("---:" for _ in headers[1:])]
-    table = "\n".join(f"| {' | '.join(line)} |" for line in (headers, rules, *lines))
+    report = pages.read(result(kind))
+    table = pages.table(*extension_report.rows(report))
     own, found = report["own_length"], report["summary"]["extended"]
     far, gap = found["beyond"], found["difference"]
     comparison = f"{abs(gap):.4f} nats {'below' if gap <= 0 else 'above'}"
@@ -121,6 +101,8 @@ def block(kind: str) -> str:
         text += f", and {abs(more):.4f} nats {'below' if more >= 0 else 'above'} the control's"
     return f"{table}\n\n{text}.\n\n![Loss by position, {kind}](images/extend_{kind}.png)"
 
+
+BLOCKS = {kind: partial(block, kind) for kind in (*KINDS, "trials")}
 
 if __name__ == "__main__":
     main()

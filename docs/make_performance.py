@@ -3,31 +3,25 @@
     python docs/make_performance.py
     python docs/make_performance.py --runs first.json second.json third.json    # several of `python -m benchmarks ops`
 
-Only what stands between `<!-- NAME -->` and `<!-- /NAME -->` is replaced; the prose around it stays. The figures are
-measured by `python -m benchmarks ... --out benchmarks/results` (on a CPU) and `make gpu`; what was not measured says
-so.
+The figures are measured by `python -m benchmarks ... --out benchmarks/results` (on a CPU) and `make gpu`; what was not
+measured says so.
 """
 
 from __future__ import annotations
 
 import argparse
-import json
-import re
 import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from statistics import median
 from typing import Any, NamedTuple
 
-from benchmarks.plots import draw, save
+import pages
+
+from benchmarks.plots import save
 from benchmarks.report import Report
 
-ROOT = Path(__file__).resolve().parents[1]
-PAGE = ROOT / "docs" / "performance.md"
-RESULTS = ROOT / "benchmarks" / "results"
-IMAGES = ROOT / "docs" / "images"
 Found = Callable[[], float | None]
-BLOCK = re.compile(r"<!-- (?P<name>[a-z-]+) -->\n.*?<!-- /(?P=name) -->", re.DOTALL)
 MET = 0.9
 """Of an aim on a CPU: within ten percent counts as met. On a GPU an aim is met in full or missed."""
 COMMANDS = {
@@ -56,29 +50,21 @@ def main() -> None:
     parser.add_argument(
         "--runs", nargs="*", type=Path, default=[], help="results of the same command, one after another"
     )
-    runs = parser.parse_args().runs
-    if runs:
-        (RESULTS / RUNS).write_text(json.dumps([ratios(run) for run in runs], indent=1) + "\n", encoding="utf-8")
-    text = PAGE.read_text(encoding="utf-8")
-    PAGE.write_text(rewritten(text), encoding="utf-8")
+    if runs := parser.parse_args().runs:
+        pages.keep(pages.RESULTS / RUNS, [ratios(run) for run in runs])
+    pages.rewrite("performance.md", BLOCKS)
     for stem in ("cpu_ops", "cpu_model", "cpu_decode", "gpu_ops", "gpu_model", "gpu_decode"):
         report = loaded(stem)
         if report is not None:
-            for name, figure in draw(report).items():
-                sys.stdout.write(f"{save(figure, IMAGES / f'{stem}_{name}.png')}\n")
-
-
-def rewritten(text: str) -> str:
-    """The page with every block made anew. Raises `KeyError` for a block that nothing makes."""
-    return BLOCK.sub(lambda m: f"<!-- {m['name']} -->\n{BLOCKS[m['name']]()}\n<!-- /{m['name']} -->", text)
+            sys.stdout.write("".join(f"{file}\n" for file in save(report, pages.IMAGES)))
 
 
 def loaded(stem: str) -> Report | None:
     """A result; None where it was not measured, or where its step ended before it measured anything."""
-    file = RESULTS / f"{stem}.json"
+    file = pages.RESULTS / f"{stem}.json"
     if not file.is_file():
         return None
-    values = json.loads(file.read_text(encoding="utf-8"))
+    values = pages.read(file)
     values.pop("step", None)
     return Report.from_dict(values) if values.get("rows") else None
 
@@ -88,55 +74,52 @@ def cpu_aims() -> str:
     report = loaded("cpu_ops")
     if report is None:
         return _waiting("cpu_ops")
-    lengths = sorted({tokens for aims in CPU_AIMS.values() for tokens in aims})
-    lines = ["| | " + " | ".join(f"T = {tokens:,}" for tokens in lengths) + " |", "|---|" + "---|" * len(lengths)]
-    for name, aims in CPU_AIMS.items():
-        cells = []
-        for tokens in lengths:
-            pair = [_ratio(report, name, tokens, which) for which in ("forward", "forward_backward")]
-            parts = [_judged(found, aim) for found, aim in zip(pair, aims[tokens], strict=True)]
-            cells.append(f"{' / '.join(parts)} (aim {aims[tokens][0]:g} / {aims[tokens][1]:g})")
-        lines.append(f"| {name} | {' | '.join(cells)} |")
+    table = _by_length(lambda name, tokens: _beside_aims(report, name, tokens))
     return "\n".join(
         [
             "Times faster than causal `scaled_dot_product_attention`, forward / forward + backward; what is more than",
             "ten percent below its aim is **bold**.",
             "",
-            *lines,
+            table,
         ]
     )
 
 
+def _beside_aims(report: Report, name: str, tokens: int) -> str:
+    aims = CPU_AIMS[name][tokens]
+    parts = [_judged(found, aim) for found, aim in zip(_pair(report, name, tokens), aims, strict=True)]
+    return f"{' / '.join(parts)} (aim {aims[0]:g} / {aims[1]:g})"
+
+
+def _by_length(cell: Callable[[str, int], str]) -> str:
+    """A table with a line for each mechanism that has aims and a column for each length."""
+    lengths = sorted({tokens for aims in CPU_AIMS.values() for tokens in aims})
+    lines = ["| | " + " | ".join(f"T = {tokens:,}" for tokens in lengths) + " |", "|---|" + "---|" * len(lengths)]
+    lines += [f"| {name} | {' | '.join(cell(name, tokens) for tokens in lengths)} |" for name in CPU_AIMS]
+    return "\n".join(lines)
+
+
 def ratios(file: Path) -> dict[str, Any]:
     """Times faster of a run, forward and forward + backward, for each line and length that has an aim."""
-    report = Report.from_dict(json.loads(file.read_text(encoding="utf-8")))
-    found = {
-        name: {
-            tokens: [_ratio(report, name, tokens, which) for which in ("forward", "forward_backward")]
-            for tokens in aims
-        }
-        for name, aims in CPU_AIMS.items()
-    }
+    report = Report.from_dict(pages.read(file))
+    found = {name: {tokens: _pair(report, name, tokens) for tokens in aims} for name, aims in CPU_AIMS.items()}
     return {"date": report.provenance["date"], "commit": report.provenance["commit"], "faster": found}
 
 
 def cpu_runs() -> str:
     """The same of several runs, their medians held to the aims."""
-    runs = json.loads((RESULTS / RUNS).read_text(encoding="utf-8"))
-    lengths = sorted({tokens for aims in CPU_AIMS.values() for tokens in aims})
-    lines = ["| | " + " | ".join(f"T = {tokens:,}" for tokens in lengths) + " |", "|---|" + "---|" * len(lengths)]
-    for name, aims in CPU_AIMS.items():
-        cells = []
-        for tokens in lengths:
-            parts = []
-            for place, aim in enumerate(aims[tokens]):
-                values = [run["faster"][name][str(tokens)][place] for run in runs]
-                shown = ", ".join(f"{value:.1f}" for value in values)
-                parts.append(shown if median(values) >= MET * aim else f"**{shown}**")
-            cells.append(" / ".join(parts))
-        lines.append(f"| {name} | {' | '.join(cells)} |")
+    runs = pages.read(pages.RESULTS / RUNS)
+
+    def cell(name: str, tokens: int) -> str:
+        parts = []
+        for place, aim in enumerate(CPU_AIMS[name][tokens]):
+            values = [run["faster"][name][str(tokens)][place] for run in runs]
+            shown = ", ".join(f"{value:.1f}" for value in values)
+            parts.append(shown if median(values) >= MET * aim else f"**{shown}**")
+        return " / ".join(parts)
+
     made = ", ".join(dict.fromkeys(f"{run['date']}, commit {run['commit']}" for run in runs))
-    return "\n".join([*lines, "", f"{len(runs)} runs, {made}."])
+    return f"{_by_length(cell)}\n\n{len(runs)} runs, {made}."
 
 
 def gpu_aims() -> str:
@@ -199,10 +182,11 @@ def _row(report: Report | None, name: str, tokens: int, which: str, **more: Any)
     return None
 
 
-def _ratio(report: Report, name: str, tokens: int, which: str) -> float | None:
-    sizes = {"llp": {"segment": 256}, "latte": {"latents": 64}}
-    row = _row(report, name, tokens, which, **sizes.get(name, {}))
-    return None if row is None else row["times_faster"]
+def _pair(report: Report, name: str, tokens: int) -> list[float | None]:
+    """Times faster, forward and forward + backward."""
+    sizes = {"llp": {"segment": 256}, "latte": {"latents": 64}}.get(name, {})
+    rows = [_row(report, name, tokens, which, **sizes) for which in ("forward", "forward_backward")]
+    return [None if row is None else row["times_faster"] for row in rows]
 
 
 def _faster(stem: str, ours: str, theirs: str, tokens: int, which: str = "forward_backward", **more: Any) -> Found:

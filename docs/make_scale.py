@@ -1,26 +1,24 @@
 """Write the tables of docs/scale.md again: constants measured here, and what they make of 10^6 to 10^9 tokens.
 
-    python docs/make_scale.py --measure    # two free cores, minutes; keeps benchmarks/results/cpu_scale.json
-    python docs/make_scale.py
-
-Only what stands between `<!-- NAME -->` and `<!-- /NAME -->` is replaced.
+python docs/make_scale.py --measure    # two free cores, minutes; keeps benchmarks/results/cpu_scale.json
+python docs/make_scale.py
 """
 
 from __future__ import annotations
 
 import argparse
-import json
 import math
 import socket
 import sys
 import time
-from pathlib import Path
+from collections.abc import Callable
+from functools import partial
 from statistics import median
 from typing import Any
 
+import pages
 import torch
 import torch.distributed as distributed
-from make_performance import BLOCK
 from torch import multiprocessing
 
 from benchmarks.timing import Run, Timing, interleave
@@ -30,8 +28,7 @@ from subquad.memory import keep_freed_memory, peak_bytes
 from subquad.models import Decoder, DecoderConfig
 from subquad.parallel import ContextGroup, context_parallel
 
-ROOT = Path(__file__).resolve().parents[1]
-PAGE, RESULT = ROOT / "docs" / "scale.md", ROOT / "benchmarks" / "results" / "cpu_scale.json"
+RESULT = pages.RESULTS / "cpu_scale.json"
 MECHANISMS = ("full", "window", "llp", "linear", "latte", "elita")
 DIM, HEADS, VOCAB = 256, 4, 256
 LENGTHS, DEPTHS = (2048, 8192), (1, 3)
@@ -51,12 +48,9 @@ def main() -> None:
     parser = argparse.ArgumentParser(description="the cost model of docs/scale.md")
     parser.add_argument("--measure", action="store_true", help="measure the constants anew")
     if parser.parse_args().measure:
-        RESULT.write_text(json.dumps(measured(), indent=1) + "\n", encoding="utf-8")
-    found = json.loads(RESULT.read_text(encoding="utf-8"))
-    blocks = {"constants": constants, "alone": alone, "together": together, "proof": proof}
-    text = PAGE.read_text(encoding="utf-8")
-    made = BLOCK.sub(lambda m: f"<!-- {m['name']} -->\n{blocks[m['name']](found)}\n<!-- /{m['name']} -->", text)
-    PAGE.write_text(made, encoding="utf-8")
+        pages.keep(RESULT, measured())
+    found = pages.read(RESULT)
+    pages.rewrite("scale.md", {make.__name__: partial(make, found) for make in (constants, alone, together, proof)})
 
 
 def make_decoder(name: str, layers: int) -> Decoder:
@@ -207,69 +201,70 @@ def ranks_for(of: dict[str, float], tokens: int) -> int:
 
 def constants(found: dict[str, Any]) -> str:
     """The measured constants."""
-    lines = ["| | a layer, ns a token | grows with T, ns | the rest, ns a token | a layer, bytes a token | the rest |"]
-    lines.append("|:---|---:|---:|---:|---:|---:|")
+    lines = []
     for name, of in found["mechanisms"].items():
         grows = f"{1e9 * of['layer_s_per_token']:.3f} T" if of["layer_s_per_token"] else "-"
-        lines.append(
-            f"| `{name}` | {1e9 * of['layer_s']:,.0f} | {grows} | {1e9 * of['rest_s']:,.0f} | "
-            f"{of['layer_bytes']:,.0f} | {of['rest_bytes']:,.0f} |"
-        )
-    link = found["link"]
-    lines += [
+        layer, rest = f"{1e9 * of['layer_s']:,.0f}", f"{1e9 * of['rest_s']:,.0f}"
+        lines.append([f"`{name}`", layer, grows, rest, f"{of['layer_bytes']:,.0f}", f"{of['rest_bytes']:,.0f}"])
+    headers = [
         "",
+        "a layer, ns a token",
+        "grows with T, ns",
+        "the rest, ns a token",
+        "a layer, bytes a token",
+        "the rest",
+    ]
+    link = found["link"]
+    return (
+        f"{pages.table(headers, lines)}\n\n"
         f"Measured on {described(found['machine'])}, PyTorch {found['versions']['torch']}: one thread a process, width "
         f"{DIM}, {HEADS} heads, float32, each layer computed again in the backward pass. Two processes exchange "
         f"{link['bytes_per_s'] / 2**30:.1f} GiB a second with a latency of {1e6 * link['latency_s']:.0f} µs (gloo, one "
-        "machine).",
-    ]
-    return "\n".join(lines)
+        "machine)."
+    )
+
+
+def _by_size(found: dict[str, Any], cell: Callable[[str, int], str]) -> str:
+    lines = [[f"`{name}`", *(cell(name, tokens) for tokens in SIZES)] for name in found["mechanisms"]]
+    return pages.table(["", *(f"2^{tokens.bit_length() - 1} ({tokens:.1e})" for tokens in SIZES)], lines)
+
+
+def _both(seconds: float, held: float) -> str:
+    return f"{_time(seconds)}, {size(round(held))}"
 
 
 def alone(found: dict[str, Any]) -> str:
     """Time and memory on one process that had room for everything."""
-    lines = ["| | " + " | ".join(_length(tokens) for tokens in SIZES) + " |", "|:---|" + "---:|" * len(SIZES)]
-    for name, of in found["mechanisms"].items():
-        cells = (
-            f"{_time(seconds_of(of, tokens, 1, LAYERS))}, {size(round(bytes_of(of, tokens, 1, LAYERS)))}"
-            for tokens in SIZES
-        )
-        lines.append(f"| `{name}` | {' | '.join(cells)} |")
-    return "\n".join(lines)
+
+    def cell(name: str, tokens: int) -> str:
+        of = found["mechanisms"][name]
+        return _both(seconds_of(of, tokens, 1, LAYERS), bytes_of(of, tokens, 1, LAYERS))
+
+    return _by_size(found, cell)
 
 
 def together(found: dict[str, Any]) -> str:
     """As many processes as have room, and what they exchange."""
-    lines = ["| | " + " | ".join(_length(tokens) for tokens in SIZES) + " |", "|:---|" + "---:|" * len(SIZES)]
-    for name, of in found["mechanisms"].items():
-        decoder = make_decoder(name, 1)
-        cells = []
-        for tokens in SIZES:
-            ranks = ranks_for(of, tokens)
-            each = decoder.communication(tokens, ranks)
-            sent = LAYERS * max(2 * part.forward + part.backward for part in each)  # computed again: forward twice
-            seconds = seconds_of(of, tokens, ranks, LAYERS)
-            moving = sent / found["link"]["bytes_per_s"]
-            cells.append(f"{ranks:,}: {_time(seconds)} + {_time(moving)} for {size(sent)}")
-        lines.append(f"| `{name}` | {' | '.join(cells)} |")
-    return "\n".join(lines)
+
+    def cell(name: str, tokens: int) -> str:
+        of = found["mechanisms"][name]
+        ranks = ranks_for(of, tokens)
+        each = make_decoder(name, 1).communication(tokens, ranks)
+        sent = LAYERS * max(2 * part.forward + part.backward for part in each)  # computed again: forward twice
+        moving = sent / found["link"]["bytes_per_s"]
+        return f"{ranks:,}: {_time(seconds_of(of, tokens, ranks, LAYERS))} + {_time(moving)} for {size(sent)}"
+
+    return _by_size(found, cell)
 
 
 def proof(found: dict[str, Any]) -> str:
     """What was predicted of a step on two processes, and what was measured."""
-    lines = ["| | predicted | measured |", "|:---|---:|---:|"]
+    lines = []
     for name, seen in found["proof"].items():
         of = found["mechanisms"][name]
-        expected = seconds_of(of, PROOF, 2, DEPTHS[1]), bytes_of(of, PROOF, 2, DEPTHS[1])
-        lines.append(
-            f"| `{name}` | {_time(expected[0])}, {size(round(expected[1]))} | "
-            f"{_time(seen['seconds'])}, {size(round(seen['bytes']))} |"
-        )
-    return "\n".join(lines)
-
-
-def _length(tokens: int) -> str:
-    return f"2^{tokens.bit_length() - 1} ({tokens:.1e})"
+        expected = _both(seconds_of(of, PROOF, 2, DEPTHS[1]), bytes_of(of, PROOF, 2, DEPTHS[1]))
+        lines.append([f"`{name}`", expected, _both(seen["seconds"], seen["bytes"])])
+    return pages.table(["", "predicted", "measured"], lines)
 
 
 def _time(seconds: float) -> str:

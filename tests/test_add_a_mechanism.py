@@ -142,7 +142,8 @@ def test_every_command_knows_it(place, capsys):
 def test_in_the_repository_it_is_two_files(place, tmp_path):
     """In a copy: what is said there of imports, and the tests that hold every mechanism to the folder's habits."""
     ignored = shutil.ignore_patterns("__pycache__")
-    shutil.copytree(ROOT / "subquad", tmp_path / "subquad", ignore=ignored)
+    for package in ("subquad", "benchmarks", "experiments"):
+        shutil.copytree(ROOT / package, tmp_path / package, ignore=ignored)
     shutil.copytree(ROOT / "tests" / "attention", tmp_path / "tests" / "attention", ignore=ignored)
     shutil.copy(ROOT / "pyproject.toml", tmp_path)
     moved = "from subquad.attention import Attention", "from subquad.attention.base import Attention"

@@ -16,7 +16,7 @@ import yaml
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from benchmarks import command as benchmarks
-from benchmarks import machine as _machine
+from benchmarks import timing
 from experiments.harness import command as harness
 from experiments.harness.recipe import read_recipe
 from experiments.llp_table6 import command as llp_table6
@@ -59,10 +59,10 @@ COMMANDS += [
 
 
 SMALLEST = {
-    "ops": "--tokens 16 --heads 2 --channels 16 --latents 4 --segment 8 --repeats 1 --peers none",
-    "model": "--tokens 16 --dim 16 --vocab 16 --layers 1 --repeats 1 --peers none",
+    "ops": "--device cpu --tokens 16 --heads 2 --channels 16 --latents 4 --segment 8 --repeats 1 --peers none",
+    "model": "--device cpu --tokens 16 --dim 16 --vocab 16 --layers 1 --repeats 1 --peers none",
     "images": "--images 2 --no-cache-images 2 --repeats 1 --device cpu",
-    "decode": "--contexts 8 --dim 16 --vocab 16 --layers 1 --repeats 1",
+    "decode": "--device cpu --contexts 8 --dim 16 --vocab 16 --layers 1 --repeats 1",
 }
 """Sizes of a benchmark that is run to see whether its options are accepted: the last of two flags wins."""
 
@@ -187,8 +187,8 @@ def accepts_program(program, words, place, monkeypatch, capsys):
         assert llp_table6.main(words) == 0
     else:
         assert program == "benchmarks"
-        monkeypatch.setattr(_machine, "COPIED", {"cpu": 2**16})
-        monkeypatch.setattr(_machine, "MULTIPLIED", {"cpu": 32})
+        monkeypatch.setattr(timing, "COPIED", {"cpu": 2**16})
+        monkeypatch.setattr(timing, "MULTIPLIED", {"cpu": 32})
         assert benchmarks.main([*words, *SMALLEST[words[0]].split()]) == 0
 
 

@@ -108,8 +108,7 @@ def _count(attention: str, feedforward: str, *, ff: bool = False) -> int:
 
 def _block(attention: str, feedforward: str) -> Any:
     """One layer, without data."""
-    position = "rope" if attention == "full" else "none"
-    sizes = {"vocab_size": 8, "dim": WIDTH, "num_layers": 1, "num_heads": 4}
+    parts = {"attention": attention, "position": "rope" if attention == "full" else "none", "feedforward": feedforward}
     with torch.device("meta"):
-        config = DecoderConfig(attention=attention, position=position, feedforward=feedforward, bias=True, **sizes)
-        return Decoder(config).blocks()[0]
+        sizes = {"vocab_size": 8, "dim": WIDTH, "num_layers": 1, "num_heads": 4}
+        return Decoder(DecoderConfig.from_dict({**parts, **sizes, "bias": True})).blocks()[0]

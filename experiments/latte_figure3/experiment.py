@@ -85,8 +85,8 @@ def draw(figure: "Figure", rows: list[Row]) -> None:
 def _gap(rows: list[Row], step: int) -> tuple[int, Margin | None]:
     """Latte's loss minus attention's after a step; None where one is missing. The noise is that of all steps."""
     same = select(rows, {"step": step})
-    sides = (select(same, {"mechanism": name}) for name in ("Latte", "attention"))
-    found = difference(*sides, "held_out_loss", _noise(rows))
+    latte, attention = (select(same, {"mechanism": name}) for name in ("Latte", "attention"))
+    found = difference(latte, attention, "held_out_loss", _noise(rows))
     return step, None if found is None else Margin(found.value, found.error, found.freedom)
 
 

@@ -49,7 +49,7 @@ def claim_beyond_a_bag(rows: list[Row]) -> tuple[str, str] | None:
     if not groups:
         return None
     noise = pooled(rows, "accuracy")
-    margins, worst = [], {}
+    margins, worst = [], dict[str, tuple[float, str]]()
     for (task, mechanism), same in groups.items():
         margin = statistics.mean(row["accuracy"] - row["bag_of_tokens"] for row in same)
         margins.append(Margin(margin, noise.deviation / math.sqrt(len(same)), noise.freedom))
@@ -72,8 +72,8 @@ def _differences(
     found = {}
     for task in dict.fromkeys(row["task"] for row in rows):
         same = select(rows, {"task": task})
-        sides = (select(same, {"mechanism": list(names)}) for names in (left, right))
-        found[task] = difference(*sides, "accuracy", pooled(same, "accuracy"))
+        ours, others = (select(same, {"mechanism": list(names)}) for names in (left, right))
+        found[task] = difference(ours, others, "accuracy", pooled(same, "accuracy"))
     return {task: value for task, value in found.items() if value is not None and (tasks is None or task in tasks)}
 
 

@@ -24,7 +24,10 @@ SINES = {"mechanism": "attention", "position": "sines"}
 def measure(result: RunResult, unit: Unit) -> Row:
     """Nats a token that counts of one, two and three training tokens need: what a model of nothing further has."""
     corpus = result.corpus
-    held_N = np.asarray(corpus.held_out.tokens[: (unit.held or {}).get("tokens")], dtype=np.int64)
+    held_N = np.asarray(
+        corpus.held_out.tokens[: (unit.held or {}).get("tokens")],
+        dtype=np.int64,
+    )
     train_N = np.asarray(corpus.train.tokens[:COUNTED], dtype=np.int64)
     names = ("unigram", "bigram", "trigram")
     return dict(zip(names, ngrams(train_N, held_N, corpus.train.vocab_size), strict=True))

@@ -25,10 +25,19 @@ def measure(result: RunResult, unit: Unit) -> list[Row]:
     tokens = result.corpus.held_out.tokens
     lengths = [trained * times for times in TIMES]
     found = context_loss(
-        result.model.model, tokens, lengths=lengths, windows=WINDOWS[unit.scale], batch_size=1 if trained > 256 else 2
+        result.model.model,
+        tokens,  # type: ignore[arg-type]
+        lengths=lengths,
+        windows=WINDOWS[unit.scale],
+        batch_size=1 if trained > 256 else 2,
     )
     first = found[0].same.value
-    quarter = context_loss(result.model.model, tokens, lengths=[trained // 4, trained], windows=WINDOWS[unit.scale])
+    quarter = context_loss(
+        result.model.model,
+        tokens,  # type: ignore[arg-type]
+        lengths=[trained // 4, trained],
+        windows=WINDOWS[unit.scale],
+    )
     worth = quarter[0].same.value - quarter[1].same.value
     return [
         {
@@ -109,7 +118,8 @@ def draw(figure: Figure, rows: list[Row]) -> None:
     figure.set_size_inches(13, 4.6)
     axes = figure.subplots(1, len(SCHEMES), sharey=True)
     names = list(dict.fromkeys(row["mechanism"] for row in rows))
-    colors = dict(zip(names, colormaps["tab20"].colors, strict=False))
+    palette = colormaps["tab20"]
+    colors = {name: palette(number) for number, name in enumerate(names)}
     lines: dict[str, Any] = {}
     for axis, position in zip(axes, SCHEMES, strict=True):
         for number, name in enumerate(names):

@@ -50,7 +50,9 @@ def run(unit: Unit) -> dict[str, Any]:
 def unmask(model: Decoder) -> None:
     """Every query sees its whole half segment, and the one before: the triangle is missing."""
     for block in model.blocks():
-        block.attention.patterns = (Blocks(size=block.attention.half_segment, back=1),)
+        block.attention.patterns = (  # type: ignore[assignment]
+            Blocks(size=block.attention.half_segment, back=1),  # type: ignore[arg-type]
+        )
 
 
 def printed_line_runs(half: int = 4, blocks: int = 3) -> bool:
@@ -71,7 +73,9 @@ def texts(settings: dict[str, Any], seed: int) -> tuple[Tensor, Tensor]:
         return torch.randint(256, (2_000_000,), generator=source), torch.randint(256, (200_000,), generator=source)
     corpus = prepare(DataConfig.from_dict(settings["data"]))
     parts = (corpus.train.tokens, corpus.held_out.tokens)
-    return tuple(torch.from_numpy(part[:20_000_000].astype("int64")) for part in parts)
+    return tuple(  # type: ignore[return-value]
+        torch.from_numpy(part[:20_000_000].astype("int64")) for part in parts
+    )
 
 
 def windows(tokens_N: Tensor, length: int, count: int) -> Tensor:

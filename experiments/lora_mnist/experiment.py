@@ -61,7 +61,7 @@ def toy_digits(file: Path, seed: int, *, train: int, test: int) -> Path:
         made[f"x_{name}"] = np.clip(picture_CHW[y_N] + noise_NHW, 0, 255).astype(np.uint8)
         made[f"y_{name}"] = y_N.astype(np.uint8)
     file.parent.mkdir(parents=True, exist_ok=True)
-    np.savez(file, **made)
+    np.savez(file, **made)  # type: ignore[arg-type]
     return file
 
 

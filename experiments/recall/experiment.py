@@ -12,7 +12,7 @@ import torch
 from torch.nn import functional as F
 
 from experiments.harness.units import Unit
-from subquad.data.probe_config import ProbeConfig
+from subquad.data.config import ProbeConfig
 from subquad.data.probes import IGNORED, probe_rows
 from subquad.evaluation.probes import overall, right_answers
 from subquad.models import Decoder, DecoderConfig
@@ -42,7 +42,7 @@ def run(unit: Unit) -> dict[str, Any]:
         for layer in layers:
             if drawn and layer.name == "window":
                 new = int(torch.randint(2, drawn, (1,), generator=widths)) if width is None else width
-                layer.patterns = (Window(width=new),)
+                layer.patterns = (Window(width=new),)  # type: ignore[assignment]
 
     fit(model.to(unit.device), probe, given, unit.seed, redraw)
     seconds = time.perf_counter() - begin

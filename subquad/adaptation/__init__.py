@@ -7,6 +7,7 @@ from subquad.adaptation.config import ConvertConfig, ExtendConfig
 from subquad.lazy import facade
 
 if TYPE_CHECKING:
+    from subquad.adaptation import adapters as adapters
     from subquad.adaptation.conversion import convert
     from subquad.adaptation.extension import extend, train_control
     from subquad.adaptation.replace import Replacement, replace_attention, replaced_layers
@@ -28,6 +29,7 @@ __getattr__ = facade(
     __name__,
     {
         "Replacement": "replace",
+        "adapters": "adapters",
         "attention_errors": "transfer",
         "convert": "conversion",
         "extend": "extension",

@@ -15,11 +15,10 @@ from torch import nn
 from transformers import MODEL_FOR_CAUSAL_LM_MAPPING, AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
 
 from subquad.hf import lora
-from subquad.hf._hub import fetch
-from subquad.hf._lora_base import Base, put_adapter
-from subquad.hf._strict import CONFIG, check_sizes, naming, no_bar, read_config
 from subquad.hf.config import SubquadConfig
 from subquad.hf.interface import register
+from subquad.hf.loading import CONFIG, check_sizes, fetch, naming, no_bar, read_config
+from subquad.hf.lora import Base, put_adapter
 
 if TYPE_CHECKING:
     from peft import PeftModel

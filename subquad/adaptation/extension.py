@@ -16,9 +16,8 @@ from subquad.adaptation.config import ATTENTION, SPANS, ExtendConfig
 from subquad.config import digest, suggest
 from subquad.data import Corpus, prepare
 from subquad.data.files import MODEL_FILES
-from subquad.data.set_windows import windows_of
 from subquad.data.tokenizers import check_vocabulary, has_tokenizer, tokenizer_hash
-from subquad.data.windows import WindowParts
+from subquad.data.windows import WindowParts, windows_of
 from subquad.hf import lora, set_attention
 from subquad.models.config import DecoderConfig
 from subquad.training.config import BatchConfig, TrainConfig

@@ -13,7 +13,7 @@ from tokenizers import Tokenizer
 
 from subquad.adaptation.config import ConvertConfig
 from subquad.adaptation.transfer import attention_errors, branched, silenced, without_branch
-from subquad.data._probes_text import text_passkey
+from subquad.data.probes import text_passkey
 from subquad.evaluation import Evaluation, evaluate
 from subquad.evaluation.probes import by_depth, right_answers
 from subquad.models import Decoder

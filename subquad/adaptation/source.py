@@ -12,7 +12,7 @@ from torch import nn
 from subquad.data import load_tokenizer
 from subquad.data.tokenizers import check_vocabulary
 from subquad.hf import SubquadConfig, SubquadForCausalLM, lora
-from subquad.hf._strict import check_finite, read_config
+from subquad.hf.loading import check_finite, read_config
 from subquad.models import Decoder
 
 

@@ -12,8 +12,9 @@ import torch
 from tokenizers import Tokenizer
 from torch import Tensor
 
-from subquad.data import EpochOrder, prepare
+from subquad.data import prepare
 from subquad.data.config import DataConfig
+from subquad.data.order import EpochOrder
 from subquad.data.token_set import TokenSet
 from subquad.data.tokenizers import separator_id
 

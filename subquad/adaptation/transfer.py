@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from subquad.attention._branches import Branched
+from subquad.attention.base import Branched
 from subquad.models import Decoder
 
 

@@ -1,13 +1,42 @@
-"""Mechanisms: one file each, named as its class and its registry name. This folder is the list."""
+"""Mechanisms: one file each, named as its class and its registry name."""
 
-import importlib
-import pkgutil
+from subquad.attention.base import LAWS, Attention, Cost, build, mechanism, names
+from subquad.attention.bigbird import Bigbird
+from subquad.attention.dilated import Dilated
+from subquad.attention.elita import Elita
+from subquad.attention.full import Full
+from subquad.attention.latte import Latte
+from subquad.attention.latte_macchiato import LatteMacchiato
+from subquad.attention.linear import Linear
+from subquad.attention.linformer import Linformer
+from subquad.attention.llp import Llp
+from subquad.attention.longformer import Longformer
+from subquad.attention.luna import Luna
+from subquad.attention.performer import Performer
+from subquad.attention.shifted import Shifted
+from subquad.attention.strided import Strided
+from subquad.attention.window import Window
 
-from subquad.attention._laws import LAWS
-from subquad.attention.base import Attention, Cost, build, mechanism, names
-
-for _module in pkgutil.iter_modules(__path__):
-    if not _module.name.startswith("_") and _module.name != "base":
-        importlib.import_module(f"{__name__}.{_module.name}")
-
-__all__ = ["LAWS", "Attention", "Cost", "build", "mechanism", "names"]
+__all__ = [
+    "LAWS",
+    "Attention",
+    "Bigbird",
+    "Cost",
+    "Dilated",
+    "Elita",
+    "Full",
+    "Latte",
+    "LatteMacchiato",
+    "Linear",
+    "Linformer",
+    "Llp",
+    "Longformer",
+    "Luna",
+    "Performer",
+    "Shifted",
+    "Strided",
+    "Window",
+    "build",
+    "mechanism",
+    "names",
+]

@@ -6,6 +6,7 @@ Shape letters: B batch, T tokens, S keys, D model width, H heads, V value channe
 from __future__ import annotations
 
 from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, fields
 from typing import Any, ClassVar, Literal
 
@@ -13,7 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from subquad.attention._activations import activation_bytes
-from subquad.attention._context import SharedSequences
+from subquad.attention.sharing import SharedSequences
 from subquad.config import Config as BaseConfig
 from subquad.config import digest, suggest
 from subquad.ops.documents import Documents, lay_out
@@ -21,6 +22,24 @@ from subquad.ops.padding import check_mask, compact, compaction, scatter
 from subquad.state import State
 
 Form = Literal["causal", "bidirectional"]
+LAWS = {
+    1: "weights are causal, and the rows of a distribution sum to one",
+    2: "outputs and every gradient are those of weights times values",
+    3: "any split of the sequence gives the same result",
+    4: "one token at a time gives the same result",
+    5: "the state stops growing, or the class says that it grows",
+    6: "operations and memory grow as the class says",
+    7: "block sizes change nothing, and any number of tokens works",
+    8: "padding anywhere is neither seen nor counted",
+    9: "no bit of an output depends on a later token",
+    10: "a batch gives what its rows give alone",
+    11: "each backend and dtype stays in the error budget, under autocast too",
+    12: "torch.compile takes it whole and changes nothing",
+    13: "weights and state survive saving",
+    14: "long inputs in half precision are finite, with their gradients",
+    15: "documents packed into a row are as if each were alone",
+}
+"""The laws of the contract in a line each; `subquad.testing.AttentionContract` tests them."""
 
 
 @dataclass(frozen=True)
@@ -298,6 +317,38 @@ class Attention(SharedSequences):
     def join(self, y_BHTV: Tensor) -> Tensor:
         """`[B, H, T, V]` to `[B, T, H * V]`."""
         return y_BHTV.transpose(1, 2).flatten(2)
+
+
+class Branched(nn.Module):
+    """A mechanism with `branches`, of which `closed` ones have no weight: the open ones' weights sum to one.
+
+    Each branch goes on reading: the state is the same whatever is closed, so a branch may be closed and opened between
+    any two tokens.
+    """
+
+    name: ClassVar[str]
+    branches: ClassVar[tuple[str, ...]] = ()
+    """Names of the sources."""
+    closed: frozenset[str] = frozenset()
+    """Those that have no weight now; `without` sets it."""
+
+    @contextmanager
+    def without(self, *names: str) -> Iterator[None]:
+        """Close these branches within the block, and open those that were open before it.
+
+        Raises `ValueError` for an unknown branch, and where none would stay open.
+        """
+        for name in names:
+            if name not in self.branches:
+                raise ValueError(f"attention {self.name!r} has no branch {name!r}; {suggest(name, self.branches)}")
+        before, after = self.closed, self.closed | set(names)
+        if after >= set(self.branches):
+            raise ValueError(f"one branch of attention {self.name!r} must stay open, got {', '.join(sorted(after))}")
+        self.closed = after
+        try:
+            yield
+        finally:
+            self.closed = before
 
 
 def check_fresh(state: State | None) -> None:

@@ -21,7 +21,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from subquad.attention._blocked import BlockedAttention
+from subquad.attention.blocked import BlockedAttention
 from subquad.layers.positions import positions
 from subquad.ops import merge_attention
 from subquad.ops._torch.tiles import first_entries

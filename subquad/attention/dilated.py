@@ -11,7 +11,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from subquad.attention._blocked import BlockedAttention
+from subquad.attention.blocked import BlockedAttention
 from subquad.ops.patterns import Dilated as DilatedPattern
 from subquad.ops.patterns import DilatedBand
 

@@ -30,7 +30,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from subquad.attention._activations import has_data
-from subquad.attention._scanned import (
+from subquad.attention.scanned import (
     ScannedAttention,
     is_future,
     real_mask,

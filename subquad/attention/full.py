@@ -3,7 +3,7 @@
 y_t = sum_s softmax_s(q_t . k_s / sqrt(K)) v_s,    over s <= t where it is causal
 """
 
-from subquad.attention._blocked import BlockedAttention
+from subquad.attention.blocked import BlockedAttention
 from subquad.ops.patterns import Causal
 from subquad.ops.patterns import Full as FullPattern
 

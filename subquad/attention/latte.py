@@ -20,7 +20,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from subquad.attention._scanned import ScannedAttention, is_future
+from subquad.attention.scanned import ScannedAttention, is_future
 from subquad.state import State
 
 

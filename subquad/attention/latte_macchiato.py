@@ -17,10 +17,10 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from subquad.attention._blocked import BlockedAttention
-from subquad.attention._branches import Branched
-from subquad.attention._context import added
-from subquad.attention._scanned import real_mask
+from subquad.attention.base import Branched
+from subquad.attention.blocked import BlockedAttention
+from subquad.attention.scanned import real_mask
+from subquad.attention.sharing import added
 from subquad.ops import SoftmaxState, running_softmax
 from subquad.ops.flops import running_softmax_flops
 from subquad.ops.patterns import Window

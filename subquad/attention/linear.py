@@ -22,8 +22,8 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from subquad.attention._projected import HeadedAttention
-from subquad.attention._scanned import ScannedAttention
+from subquad.attention.projected import HeadedAttention
+from subquad.attention.scanned import ScannedAttention
 from subquad.config import later, suggest
 from subquad.layers.positions import ROTARY_BASE, rotate
 from subquad.layers.scaling import RopeScaling, rotated_channels

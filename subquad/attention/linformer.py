@@ -19,7 +19,7 @@ from typing import Literal
 import torch
 from torch import Tensor, nn
 
-from subquad.attention._scanned import ScannedAttention, attend_few, real_mask, real_rows, seen_after, widened
+from subquad.attention.scanned import ScannedAttention, attend_few, real_mask, real_rows, seen_after, widened
 from subquad.ops.backends import without_autocast
 from subquad.state import State
 

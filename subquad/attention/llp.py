@@ -24,8 +24,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, nn
 
-from subquad.attention._blocked import BlockedAttention
-from subquad.attention._context import added
+from subquad.attention.blocked import BlockedAttention
+from subquad.attention.sharing import added
 from subquad.layers.positions import positions
 from subquad.ops.patterns import Blocks, Segments, Shifted
 from subquad.parallel import Sent, active_group

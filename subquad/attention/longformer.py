@@ -18,8 +18,8 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from subquad.attention._blocked import BlockedAttention
-from subquad.attention._context import added
+from subquad.attention.blocked import BlockedAttention
+from subquad.attention.sharing import added
 from subquad.layers.positions import positions
 from subquad.ops import merge_attention
 from subquad.ops._torch.tiles import first_entries

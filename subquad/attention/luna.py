@@ -26,7 +26,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from subquad.attention._scanned import ScannedAttention, attend_few, real_mask, seen_after, widened
+from subquad.attention.scanned import ScannedAttention, attend_few, real_mask, seen_after, widened
 from subquad.ops import gated_scan
 from subquad.ops.backends import without_autocast
 from subquad.ops.documents import Documents

@@ -24,8 +24,8 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from subquad.attention._projected import HeadedAttention
-from subquad.attention._scanned import ScannedAttention, is_future, real_mask, real_rows, softmax_state, widened
+from subquad.attention.projected import HeadedAttention
+from subquad.attention.scanned import ScannedAttention, is_future, real_mask, real_rows, softmax_state, widened
 from subquad.ops.backends import without_autocast
 from subquad.state import State
 

@@ -19,7 +19,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from subquad.attention._blocked import BlockedAttention
+from subquad.attention.blocked import BlockedAttention
 from subquad.ops.patterns import Pattern, Segments
 from subquad.ops.patterns import Shifted as ShiftedPattern
 

@@ -16,7 +16,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal
 
-from subquad.attention._blocked import BlockedAttention
+from subquad.attention.blocked import BlockedAttention
 from subquad.ops.patterns import Segments, Window
 from subquad.ops.patterns import Strided as StridedPattern
 from subquad.ops.patterns.sparse import Columns

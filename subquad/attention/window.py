@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from subquad.attention._blocked import BlockedAttention
+from subquad.attention.blocked import BlockedAttention
 from subquad.ops.patterns import Band
 from subquad.ops.patterns import Window as WindowPattern
 

@@ -27,7 +27,7 @@ COMMANDS = {
     "import": "subquad.cli.importing",
     "export": "subquad.cli.exporting",
     "convert": "subquad.cli.convert",
-    "list": "subquad.cli.list",
+    "list": "subquad.cli.listing",
     "cost": "subquad.cli.cost",
     "show": "subquad.cli.show",
 }

@@ -9,11 +9,10 @@ from typing import TYPE_CHECKING
 
 from rich.console import Console
 
-from subquad.cli import _image_grid
 from subquad.cli._image_eval import evaluation_table, show_progress
 from subquad.data.images import ImageSet
 from subquad.evaluation import evaluate_images
-from subquad.generation.images import generate_images
+from subquad.generation.images import generate_images, picture_of, square
 from subquad.training.checkpoint import write_atomically
 from subquad.training.runs import chosen, flat
 
@@ -55,7 +54,7 @@ def finish(result: RunResult) -> None:
         sys.stderr.write(f"drawing {options.samples} images ...\n")
         drawn = generate_images(model, options.samples, seed=result.config.run.seed)
         shown = drawn.pixels_NT.view(-1, *model.config.shape).numpy()
-        _image_grid.save(_image_grid.grid(_image_grid.square(list(shown))), result.folder / SAMPLES)
+        picture_of(square(list(shown))).save(result.folder / SAMPLES, format="PNG")
         report["generated_images_per_second"] = options.samples / drawn.seconds
         table.add_row("generation", f"{options.samples / drawn.seconds:,.2f} images/s, {drawn.batch_size} at once")
     for name, values in (("evaluation", evaluation.to_dict()), ("report", report)):

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal
 
-from subquad.data.probe_config import ProbeConfig
+from subquad.data.config import ProbeConfig
 
 TaskName = Literal["passkey", "mqar", "copy", "position"]
 DEPTHS = 5

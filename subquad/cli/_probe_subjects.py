@@ -11,11 +11,11 @@ import numpy as np
 from tokenizers import Tokenizer
 
 from subquad.cli._probe_options import ProbeOptions
-from subquad.data import prepare, prepare_shard, tokenizer_hash
-from subquad.data._probes_text import text_passkey
-from subquad.data.probe_config import ProbeConfig
-from subquad.data.probe_items import MEASURE
-from subquad.data.probes import ProbeRows, probe_rows
+from subquad.data import prepare
+from subquad.data.config import ProbeConfig
+from subquad.data.corpus import prepare_shard
+from subquad.data.probes import MEASURE, ProbeRows, probe_rows, text_passkey
+from subquad.data.tokenizers import tokenizer_hash
 from subquad.evaluation.probes import check_reach, check_rows, check_windows
 from subquad.models import Decoder
 from subquad.training.runs import LoadedProbe, LoadedRun, is_classifier, is_probe, load_probe, load_run

@@ -11,8 +11,7 @@ from rich.box import SIMPLE_HEAD
 from rich.console import Console
 from rich.table import Table
 
-from subquad.data.probe_items import HELD_OUT
-from subquad.data.probes import probe_rows
+from subquad.data.probes import HELD_OUT, probe_rows
 from subquad.evaluation.probes import overall, right_answers
 from subquad.training.checkpoint import write_atomically
 

@@ -2,8 +2,13 @@
 
 from __future__ import annotations
 
-import json
 import os
+
+# torch's profiler, which measures memory, reads these when torch is loaded; it would announce itself at each use.
+os.environ.setdefault("KINETO_LOG_LEVEL", "99")
+os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
+
+import json
 import sys
 from collections.abc import Iterator, Sequence
 from pathlib import Path
@@ -12,7 +17,7 @@ from typing import TYPE_CHECKING, Any, Literal
 from jsonargparse import Namespace
 
 from subquad.cli.arguments import Parser
-from subquad.evaluation.audit.config import AuditConfig
+from subquad.evaluation.audit import AuditConfig
 
 if TYPE_CHECKING:
     from torch import nn
@@ -59,9 +64,6 @@ def make_parser() -> Parser:
 
 def run(arguments: Sequence[str]) -> int:
     """Parse, audit, print; the exit status is 1 where there is a violation."""
-    # torch's profiler, which measures memory, reads these when torch is loaded; it would announce itself at each use.
-    os.environ.setdefault("KINETO_LOG_LEVEL", "99")
-    os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
     parser = make_parser()
     chosen = parser.parse_args(arguments)
     with parser.checking():
@@ -140,7 +142,7 @@ def load(folder: str) -> nn.Module:
     """
     from subquad.adaptation.extended import open_extension
     from subquad.hf import SubquadConfig, lora
-    from subquad.hf._strict import naming, read_config
+    from subquad.hf.loading import naming, read_config
 
     adapted = lora.is_adapter(folder)
     if not adapted and not (Path(folder) / "config.json").is_file():

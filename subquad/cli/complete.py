@@ -1,18 +1,39 @@
-"""`subquad complete`: what a model of images makes of the occluded part of images."""
+"""`subquad complete`: a model of images draws the occluded part of images.
+
+Shape letters: N images, T bytes of one, H rows, W columns.
+"""
 
 from __future__ import annotations
 
 import sys
+import time
 from collections.abc import Sequence
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
 
+import numpy as np
+import torch
 from jsonargparse import Namespace
+from numpy.typing import NDArray
+from rich.box import SIMPLE_HEAD
+from rich.console import Console
+from rich.table import Table
+from torch import Tensor
 
-from subquad.cli._generate_images import picture_file, show_pixels
+from subquad import training
 from subquad.cli.arguments import Parser, check_output
-from subquad.generation.config import SamplingConfig
+from subquad.cli.tables import write_json
+from subquad.data.images import ImageSet
+from subquad.data.occlusion import occlusion
+from subquad.evaluation import ImageEvaluation, evaluate_images
+from subquad.evaluation.images import train_reader
+from subquad.generation import SamplingConfig, complete_images
+from subquad.generation.images import DrawnImages, occluded, picture_of
+from subquad.memory import keep_freed_memory
 
+MOST_AT_ONCE = 16
+"""Images whose bits are measured at once."""
 DESCRIPTION = (
     "Occlude a part of images and let a trained model of images draw it. Writes a picture (original, occluded, "
     "completions) and prints bits per dimension, time, and what a small fixed classifier reads. The model draws row by "
@@ -27,7 +48,7 @@ PATH_HELP = "Other images than the held-out ones of the run: as image.path, or P
 
 
 def make_parser() -> Parser:
-    """The command's options."""
+    """Return the command's options."""
     parser = Parser("complete RUN", DESCRIPTION)
     parser.add_argument("run", type=str, help="The folder of a run with task=image, or one of its checkpoints.")
     parser.add_argument("--occlude", type=str, default="bottom:0.5", help=OCCLUDE_HELP)
@@ -54,15 +75,12 @@ def run(arguments: Sequence[str]) -> int:
     asked = parser.parse_args(arguments)
     with parser.checking():
         out = _check(asked)
-    from subquad.cli import _completions
-
-    with parser.checking():
-        subject = _completions.prepare(asked)
-    found = _completions.complete(subject, asked, progress=show_pixels if sys.stderr.isatty() else None)
-    _completions.picture(found, asked.show, out)
-    _completions.show(found)
+        subject = prepare(asked)
+    found = complete(subject, asked)
+    save_picture(found, asked.show, out)
+    show(found)
     if asked.json is not None:
-        _completions.write(found, asked.json)
+        write_json(asked.json, found.to_dict())
     sys.stdout.write(f"{out}\n")
     return 0
 
@@ -77,3 +95,169 @@ def _check(asked: Namespace) -> Path:
     SamplingConfig(temperature=asked.temperature, seed=asked.seed)
     check_output("json", asked.json)
     return picture_file(asked.out, Path(asked.run) / "completions.png")
+
+
+def picture_file(asked: str | None, default: Path) -> Path:
+    """Return where to write a picture. Raises `ValueError` for no .png file, `FileNotFoundError` for no folder."""
+    if asked is None:
+        return default
+    if Path(asked).suffix.lower() != ".png" or Path(asked).is_dir():
+        raise ValueError(f"--out must name a .png file, got {asked!r}")
+    check_output("out", asked)
+    return Path(asked)
+
+
+def show_pixels(done: int, pixels: int) -> None:
+    """Show one line that counts the pixels, in hundredths."""
+    if done == pixels or done * 100 // pixels != (done - 100) * 100 // pixels:
+        end = "\n" if done == pixels else ""
+        sys.stderr.write(f"\r{done / pixels:4.0%} of {pixels:,} bytes{end}")
+        sys.stderr.flush()
+
+
+@dataclass(frozen=True)
+class Subject:
+    """A model, images, and the mask of their occluded pixels."""
+
+    loaded: training.runs.LoadedImageModel
+    images: ImageSet
+    train: ImageSet | None
+    mask_HW: NDArray[np.bool_]
+
+    @property
+    def pixels(self) -> Tensor:
+        """The bytes of each image in a row, `[N, T]`."""
+        return torch.from_numpy(self.images.pixels.reshape(len(self.images.pixels), -1))
+
+    @property
+    def occluded(self) -> Tensor:
+        """The mask for the bytes of an image, `[T]`."""
+        return torch.from_numpy(self.mask_HW.flatten()).repeat_interleave(self.images.shape[2])
+
+
+@dataclass(frozen=True)
+class Completions:
+    """The completions, and what was measured."""
+
+    subject: Subject
+    occlude: str
+    evaluation: ImageEvaluation
+    drawn: DrawnImages
+    """Image after image, each with all of its completions."""
+    samples: int
+    blind: int
+    """Occluded pixels before the last given one: drawn without seeing what comes later."""
+    read: dict[str, float]
+    """Accuracy of the fixed classifier on originals, completions and occluded images; empty without labels."""
+    reader_seconds: float
+
+    def to_dict(self) -> dict[str, Any]:
+        """Plain values, for JSON."""
+        mask_HW, drawn = self.subject.mask_HW, self.drawn
+        return {
+            "run": str(self.subject.loaded.folder),
+            "attention": self.subject.loaded.model.config.attention,
+            "occlude": self.occlude,
+            "images": self.evaluation.images,
+            "samples": self.samples,
+            "pixels": mask_HW.size,
+            "occluded_pixels": int(mask_HW.sum()),
+            "blind_pixels": self.blind,
+            "bits_per_dim": self.evaluation.bits_per_dim,
+            "occluded_bits_per_dim": self.evaluation.occluded_bits_per_dim,
+            "accuracy": self.read or None,
+            "seconds": drawn.seconds,
+            "completions_per_second": len(drawn.pixels_NT) / drawn.seconds,
+            "batch_size": drawn.batch_size,
+            "state_bytes": drawn.state_bytes,
+        }
+
+
+def prepare(asked: Namespace) -> Subject:
+    """Read model, images and mask. Raises `ValueError` and `FileNotFoundError` for those that do not fit."""
+    loaded = training.runs.load_image_run(asked.run, asked.device)
+    height, width, _ = loaded.model.config.shape
+    mask_HW = occlusion(asked.occlude, height, width, seed=asked.seed)
+    found = training.runs.images_for(loaded, asked.path)
+    return Subject(loaded, training.runs.chosen(found.held_out, asked.images), found.train, mask_HW)
+
+
+def complete(subject: Subject, asked: Namespace) -> Completions:
+    """Draw the completions and measure."""
+    pixels_NT, occluded_T = subject.pixels, subject.occluded
+    keep_freed_memory()
+    drawn = complete_images(
+        subject.loaded.model,
+        pixels_NT.repeat_interleave(asked.samples, 0),
+        occluded_T,
+        temperature=asked.temperature,
+        seed=asked.seed,
+        batch_size=asked.batch_size,
+        progress=show_pixels if sys.stderr.isatty() else None,
+    )
+    evaluation = evaluate_images(
+        subject.loaded.model, pixels_NT, occluded_T=occluded_T, batch_size=min(asked.batch_size, MOST_AT_ONCE)
+    )
+    begin = time.perf_counter()
+    read = _read(subject, pixels_NT, drawn.pixels_NT)
+    given = np.flatnonzero(~subject.mask_HW)
+    return Completions(
+        subject=subject,
+        occlude=asked.occlude,
+        evaluation=evaluation,
+        drawn=drawn,
+        samples=asked.samples,
+        blind=int(subject.mask_HW.flatten()[: given[-1]].sum()) if given.size else 0,
+        read=read,
+        reader_seconds=time.perf_counter() - begin,
+    )
+
+
+def _read(subject: Subject, pixels_NT: Tensor, drawn_NT: Tensor) -> dict[str, float]:
+    """Accuracies of the classifier that the training images alone make; empty where labels are missing."""
+    if subject.train is None or subject.train.labels is None or subject.images.labels is None:
+        return {}
+    reader = train_reader(subject.train)
+    labels_N = torch.from_numpy(subject.images.labels)
+    return {
+        "originals": reader.accuracy(pixels_NT, labels_N),
+        "completions": reader.accuracy(drawn_NT, labels_N.repeat_interleave(len(drawn_NT) // len(labels_N))),
+        "occluded": reader.accuracy(pixels_NT.masked_fill(subject.occluded, 0), labels_N),
+    }
+
+
+def save_picture(found: Completions, most: int, file: Path) -> None:
+    """Write a row for each of the first `most` images: original, occluded, completions."""
+    subject, shape = found.subject, found.subject.images.shape
+    drawn = found.drawn.pixels_NT.view(-1, found.samples, *shape).numpy()
+    rows = [
+        [image, occluded(image, subject.mask_HW), *drawn[i]] for i, image in enumerate(subject.images.pixels[:most])
+    ]
+    captions = ["original", "occluded", *(f"drawn {k}" for k in range(1, found.samples + 1))]
+    picture_of(rows, captions).save(file, format="PNG")
+
+
+def show(found: Completions) -> None:
+    """Print the numbers."""
+    evaluation, drawn, mask_HW = found.evaluation, found.drawn, found.subject.mask_HW
+    count = int(mask_HW.sum())
+    table = Table(box=SIMPLE_HEAD, pad_edge=False, show_header=False)
+    table.add_row("images", f"{evaluation.images:,}, {found.samples} completions each")
+    table.add_row("occluded", f"{found.occlude}: {count:,} of {mask_HW.size:,} pixels")
+    if found.blind:
+        table.add_row("", f"{found.blind:,} of them come before given pixels, which have no part in what is drawn")
+    table.add_row("bits per dimension", f"{evaluation.bits_per_dim:.4f} of all pixels")
+    table.add_row("", f"{evaluation.occluded_bits_per_dim:.4f} of the occluded pixels")
+    if found.read:
+        for name, text in (
+            ("originals", "of the originals"),
+            ("completions", "of the completions"),
+            ("occluded", "of the images with the occluded part black"),
+        ):
+            first = "read rightly" if name == "originals" else ""
+            table.add_row(first, f"{found.read[name]:.2%} {text}")
+        table.add_row("", f"by a small classifier of the training images ({found.reader_seconds:.1f} s)")
+    speed = len(drawn.pixels_NT) / drawn.seconds
+    table.add_row("time", f"{drawn.seconds:.2f} s, {speed:,.2f} completions/s, {drawn.batch_size} at once")
+    table.add_row("state", f"{drawn.state_bytes:,} bytes of {drawn.batch_size} images")
+    Console().print(table)

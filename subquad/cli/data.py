@@ -14,7 +14,7 @@ from rich.text import Text
 
 from subquad.cli.arguments import Parser
 from subquad.cli.tables import console, count, print_table, write_json
-from subquad.data.labelled_config import DatasetName, LabelledConfig
+from subquad.data.config import DatasetName, LabelledConfig
 
 if TYPE_CHECKING:
     from subquad.data.labelled import LabelledCorpus
@@ -124,7 +124,7 @@ def _record(config: LabelledConfig, length: int, corpus: LabelledCorpus, seconds
 def _part(items: Any, classes: int) -> dict[str, Any]:
     import numpy as np
 
-    from subquad.data.lra.sequences import Sequences
+    from subquad.data.lra.store import Sequences
 
     if isinstance(items, Sequences):
         lengths, labels, cut = items.full_lengths, items.labels, items.cut

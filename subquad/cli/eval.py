@@ -143,7 +143,9 @@ def _packed(loaded: LoadedRun, config: EvalConfig) -> bool:
 
 def _text(loaded: LoadedRun, config: TextConfig) -> TokenShard | TokenSet:
     """The text that `config` names in the model's tokens, or the held-out part of the run's own."""
-    from subquad.data import prepare, prepare_shard, tokenizer_hash
+    from subquad.data import prepare
+    from subquad.data.corpus import prepare_shard
+    from subquad.data.tokenizers import tokenizer_hash
 
     if config.path is not None:
         return prepare_shard(config.path, loaded.tokenizer, skip_bad_files=config.skip_bad_files, cache=config.cache)

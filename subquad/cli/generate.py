@@ -1,36 +1,48 @@
-"""`subquad generate`: continue a prompt."""
+"""`subquad generate`: continue a prompt, or draw images."""
 
 from __future__ import annotations
 
 import logging
+import os
 import sys
 import time
+import zipfile
 from collections.abc import Sequence
-from dataclasses import replace
+from dataclasses import dataclass, fields
 from pathlib import Path
-from typing import TYPE_CHECKING, Literal
+from typing import Any, Literal
 
-from subquad.cli import _generate_images
-from subquad.cli._generate_ask import Ask
-from subquad.cli.arguments import Parser
-from subquad.generation.config import SamplingConfig
-from subquad.generation.stop import StopStrings
+import torch
+from jsonargparse import Namespace
+
+from subquad import training
+from subquad.cli.arguments import Parser, check_output
+from subquad.cli.complete import picture_file, show_pixels
+from subquad.data.tokenizers import encode_prompt, encode_text, separator_id
+from subquad.generation import BatchDecoder, Generation, SamplingConfig, TextStream, beam_search, generate_images
+from subquad.generation.batch import continue_together
+from subquad.generation.images import picture_of, square
+from subquad.generation.stream import StopStrings
+from subquad.memory import keep_freed_memory
+from subquad.models import Decoder
 from subquad.models.stacks import Decode
-
-if TYPE_CHECKING:
-    from subquad.generation import Generation
-    from subquad.models import Decoder
-    from subquad.state import State
-    from subquad.training.runs import LoadedRun
+from subquad.parsing import read_json_mapping
+from subquad.state import State
 
 logger = logging.getLogger(__name__)
+MOST_SLOTS = 16
+"""Texts of --samples that are made at once."""
+ROWS = 64
+"""Texts of --texts that are made at once."""
+DATE = (1980, 1, 1, 0, 0, 0)
+"""Of every document in --out-file, so that the same texts are the same file."""
+FOR_IMAGES = ("run", "adapter", "device", "images", "out", "batch_size", "temperature", "seed")
+"""The options that --images reads."""
 
 DECODE_HELP = "How a perceiver_ar goes on when all latents are used (null: as it was trained); see `subquad list`."
 REFILL_HELP = "Latents that a prompt and a refill leave, for --decode refill and frozen (null: half of them)."
 ADAPTER_HELP = "The folder of a LoRA adapter, to put on the model in RUN, its base."
 DEVICE_HELP = "auto: a GPU where PyTorch finds one; cpu: never."
-
-
 PROMPT_HELP = "Text to go on from; - reads it from standard input."
 STATE_IN_HELP = "A file that --state-out wrote with this model: the prompt goes on from the text that made it."
 STATE_OUT_HELP = (
@@ -45,10 +57,13 @@ TEXTS_HELP = (
 )
 OUT_FILE_HELP = "A .zip for --texts, each a document in it: what `subquad train --data.path` reads."
 BEAMS_HELP = "Search for the likeliest text with so many beams, instead of drawing tokens (1: no search)."
+IMAGES_HELP = "Draw so many images with a model of images, instead of going on with a text."
+OUT_HELP = "The PNG file to write the images to, side by side (--images; default: RUN/images.png)."
+BATCH_HELP = "Images that are drawn at once (--images)."
 
 
 def make_parser() -> Parser:
-    """The command's options."""
+    """Return the command's options."""
     parser = Parser(
         "generate RUN --prompt TEXT",
         "Continue a prompt with a trained model, carrying its state from token to token; or, with --images, draw "
@@ -72,48 +87,122 @@ def make_parser() -> Parser:
     parser.add_argument("--adapter", type=str | None, default=None, help=ADAPTER_HELP)
     parser.add_argument("--device", type=Literal["auto", "cpu"], default="auto", help=DEVICE_HELP)
     parser.add_class_arguments(SamplingConfig, None, as_group=False)
-    _generate_images.add_arguments(parser)
+    parser.add_argument("--images", type=int | None, default=None, help=IMAGES_HELP)
+    parser.add_argument("--out", type=str | None, default=None, help=OUT_HELP)
+    parser.add_argument("--batch_size", type=int, default=100, help=BATCH_HELP)
     return parser
 
 
 def run(arguments: Sequence[str]) -> int:
     """Parse, generate, return the exit status."""
     parser = make_parser()
-    values = parser.parse_args(arguments).as_dict()
-    if values["images"] is not None:
-        _generate_images.run(values, parser)
+    asked = parser.parse_args(arguments)
+    if asked.images is not None:
+        _draw_images(parser, asked)
         return 0
-    with parser.checking():
-        _generate_images.refuse_with_text(values, parser)
-        ask = Ask.of(values)
-        text, file = values.pop("prompt"), values.pop("prompt_file")
-        prompt = None if ask.texts is not None and text is None and file is None else _prompt(text, file)
-    from subquad.training.runs import load_run
-
-    with parser.checking():
-        loaded = load_run(values["run"], values["device"], values["adapter"])
-        if values["decode"] is not None or values["refill"] is not None:
-            loaded.decoder.set_decode(values["decode"], values["refill"])
-        state = _state(loaded.decoder, ask.state_in)
-        tokens = _start(loaded) if prompt is None else _tokens(loaded, prompt, goes_on=state is not None)
-        ask = _within_model(loaded.decoder, len(tokens), state, ask)
-    if ask.texts is not None:
-        from subquad.cli._generate_texts import write_texts
-
-        write_texts(loaded, tokens, ask)
-        return 0
-    assert prompt is not None
-    if ask.samples > 1 or ask.beams > 1:
-        from subquad.cli._generate_several import generate_several
-
-        generate_several(loaded, prompt, tokens, state, ask)
+    start = _start(parser, asked)
+    if asked.texts is not None:
+        _write_texts(start, asked)
+    elif asked.beams > 1:
+        _print_best(start, asked)
+    elif asked.samples > 1:
+        _print_samples(start, asked)
     else:
-        _generate(loaded, prompt, tokens, state, ask)
+        _print_one(start, asked)
     return 0
 
 
+@dataclass(frozen=True)
+class Start:
+    """A model, and the text that it continues."""
+
+    loaded: training.runs.LoadedRun
+    prompt: str
+    """Empty where the texts begin with the model's own first token."""
+    tokens: list[int]
+    state: State | None
+    sampling: SamplingConfig
+
+    @property
+    def stop_tokens(self) -> tuple[int, ...]:
+        """The separator of documents, if there is one: it ends a text."""
+        separator = separator_id(self.loaded.tokenizer)
+        return () if separator is None else (separator,)
+
+    def samplings(self, rows: range) -> list[SamplingConfig]:
+        """Return the sampling of each of several texts: text i has the seed `seed + i`."""
+        seed = self.sampling.seed
+        return [self.sampling if seed is None else self.sampling.replace(seed=seed + row) for row in rows]
+
+
+def _start(parser: Parser, asked: Namespace) -> Start:
+    """Check the arguments, read model, prompt and state."""
+    with parser.checking():
+        sampling = _checked(parser, asked)
+        begins_itself = asked.texts is not None and asked.prompt is None and asked.prompt_file is None
+        prompt = "" if begins_itself else _prompt(asked.prompt, asked.prompt_file)
+    with parser.checking():
+        loaded = training.runs.load_run(asked.run, asked.device, asked.adapter)
+        if asked.decode is not None or asked.refill is not None:
+            loaded.decoder.set_decode(asked.decode, asked.refill)
+        state = read_state(loaded.decoder, asked.state_in)
+        tokens = _first_token(loaded) if begins_itself else _tokens(loaded, prompt, goes_on=state is not None)
+        sampling = _within_model(loaded.decoder, len(tokens), state, sampling, keep=asked.state_out is not None)
+    return Start(loaded, prompt, tokens, state, sampling)
+
+
+def _checked(parser: Parser, asked: Namespace) -> SamplingConfig:
+    """Return the sampling; raise `ValueError` for arguments that do not go together."""
+    for name in ("out", "batch_size"):
+        if asked[name] != parser.get_default(name):
+            raise ValueError(f"--{name} is for --images; leave it out")
+    sampling = SamplingConfig(**{field.name: asked[field.name] for field in fields(SamplingConfig)})
+    StopStrings(asked.stop)
+    for name in ("samples", "beams"):
+        if asked[name] < 1:
+            raise ValueError(f"{name} must be at least 1, got {asked[name]}")
+    if asked.texts is not None or asked.out_file is not None:
+        _check_texts(asked)
+    if asked.beams > 1:
+        _check_beams(asked, sampling)
+    if asked.state_out is not None:
+        if asked.samples > 1 or asked.beams > 1:
+            raise ValueError("--state-out keeps one text: it does not go with --samples or --beams")
+        check_output("state-out", asked.state_out)
+    return sampling
+
+
+def _check_texts(asked: Namespace) -> None:
+    """Raise `ValueError` or `FileNotFoundError` where texts cannot be written as asked."""
+    if asked.texts is None or asked.out_file is None:
+        given = "--out-file" if asked.texts is None else "--texts"
+        raise ValueError(f"--texts N and --out-file FILE go together, got {given} alone")
+    if asked.texts < 1:
+        raise ValueError(f"texts must be at least 1, got {asked.texts}")
+    check_output("out-file", asked.out_file)
+    if not asked.out_file.endswith(".zip"):
+        raise ValueError(f"--out-file must end with .zip: each text is a document in it, got {asked.out_file!r}")
+    unread = {"--samples": asked.samples > 1, "--beams": asked.beams > 1, "--stop": bool(asked.stop)}
+    unread |= {"--state-in": asked.state_in is not None, "--state-out": asked.state_out is not None}
+    for name, is_given in unread.items():
+        if is_given:
+            raise ValueError(f"{name} does not go with --texts; leave it out")
+
+
+def _check_beams(asked: Namespace, sampling: SamplingConfig) -> None:
+    """Raise `ValueError` for options that a search would not read."""
+    if asked.samples > 1 or asked.stop:
+        name = "--stop" if asked.stop else "--samples"
+        raise ValueError(f"a search with --beams gives one text without stop strings: leave {name} out")
+    unread = {"temperature", "top_k", "top_p", "min_p", "repetition_penalty", "seed"}
+    for field in fields(SamplingConfig):
+        value = getattr(sampling, field.name)
+        if field.name in unread and value != field.default:
+            raise ValueError(f"{field.name}={value!r} has no effect with --beams; leave it out")
+
+
 def _prompt(text: str | None, file: str | None) -> str:
-    """The prompt's text, from one of three places; `ValueError` where none or two are given."""
+    """Return the prompt's text, from one of three places; raise `ValueError` where none or two are given."""
     if (text is None) == (file is None):
         given = "both" if text is not None else "none"
         raise ValueError(f"give one of --prompt TEXT, --prompt - (standard input) and --prompt-file FILE, got {given}")
@@ -133,32 +222,33 @@ def _prompt(text: str | None, file: str | None) -> str:
     return prompt
 
 
-def _tokens(loaded: LoadedRun, prompt: str, *, goes_on: bool) -> list[int]:
-    """The prompt's tokens, with those that begin a text unless it `goes_on`; `ValueError` where there is none."""
-    from subquad.data.tokenizers import encode_prompt, encode_text
-
+def _tokens(loaded: training.runs.LoadedRun, prompt: str, *, goes_on: bool) -> list[int]:
+    """Return the prompt's tokens, after those that begin a text unless it `goes_on`; `ValueError` for none."""
     tokens = (encode_text if goes_on else encode_prompt)(loaded.tokenizer, prompt)
     if not tokens:
         raise ValueError("the prompt must hold at least one token, got an empty text; give one by --prompt")
     return tokens
 
 
-def _start(loaded: LoadedRun) -> list[int]:
-    """The token with which the model begins a text; `ValueError` where it has none."""
-    from subquad.cli._generate_texts import start_token
-
-    start = start_token(loaded)
-    if start is None:
+def _first_token(loaded: training.runs.LoadedRun) -> list[int]:
+    """Return the token with which the model begins a text; raise `ValueError` where it has none."""
+    token = _begins_texts(loaded)
+    if token is None:
         raise ValueError(f"{loaded.folder} names no token that begins a text (bos_token_id); give a --prompt")
-    return [start]
+    return [token]
 
 
-def _state(decoder: Decoder, file: str | None) -> State | None:
-    """What --state-in holds; `ValueError` where another model or more than one text made it."""
+def _begins_texts(loaded: training.runs.LoadedRun) -> int | None:
+    """Return the `bos_token_id` of the model's configuration, or the tokenizer's separator."""
+    file = training.runs.model_home(loaded.folder) / "config.json"
+    token = read_json_mapping(file).get("bos_token_id") if file.is_file() else None
+    return token if isinstance(token, int) else separator_id(loaded.tokenizer)
+
+
+def read_state(decoder: Decoder, file: str | None) -> State | None:
+    """Return the state that --state-in holds; raise `ValueError` where another model or more than one text made it."""
     if file is None:
         return None
-    from subquad.state import State
-
     if not Path(file).is_file():
         raise FileNotFoundError(f"there is no file {file}")
     state = State.load(file, model=decoder)
@@ -166,31 +256,26 @@ def _state(decoder: Decoder, file: str | None) -> State | None:
         decoder.check_state(state, 1, owner="--state-in")
     except ValueError as error:
         raise ValueError(f"{file}: {error}") from error
-    state = state.to(next(decoder.parameters()).device)
-    _check_goes_on(decoder, state, file)
-    return state
-
-
-def _check_goes_on(decoder: Decoder, state: State, file: str) -> None:
-    """Raise `ValueError` where the decoder cannot read a token after this state: its tensors are of other shapes."""
-    import torch
-
-    if decoder.most_tokens is not None and int(state.seen) >= decoder.most_tokens:
-        return  # `_within_model` says that no token has place
     device = next(decoder.parameters()).device
+    state = state.to(device)
+    if decoder.most_tokens is not None and int(state.seen) >= decoder.most_tokens:
+        return state  # `_within_model` says that no token has place
     try:
         with torch.no_grad():
             decoder(torch.zeros(1, 1, dtype=torch.long, device=device), state)
     except Exception as error:  # the first operation whose shapes do not fit raises
         raise ValueError(f"{file} does not fit the model: {error!r}") from error
+    return state
 
 
-def _within_model(decoder: Decoder, prompt: int, state: State | None, ask: Ask) -> Ask:
-    """With as many tokens as the model has latents (decode=frozen) or positions for after a prompt of so many.
+def _within_model(
+    decoder: Decoder, prompt: int, state: State | None, sampling: SamplingConfig, *, keep: bool
+) -> SamplingConfig:
+    """Return the sampling with `max_tokens` at most what the model has latents (decode=frozen) or positions for.
 
-    The last token is not read, unless --state-out keeps it. Raises `ValueError` where not even the prompt has place.
+    The last token is not read, unless the state is kept. Raises `ValueError` where not even the prompt has place.
     """
-    unread = 0 if ask.state_out is None else 1
+    unread = 1 if keep else 0
     limits: list[tuple[int, str]] = []
     latents = decoder.most_new_tokens(prompt, state)
     if latents is not None:
@@ -204,54 +289,167 @@ def _within_model(decoder: Decoder, prompt: int, state: State | None, ask: Ask) 
                 f"the model has positions for {rows} tokens (max_positions), and the prompt ends at {seen + prompt}"
             )
         limits.append((rows - seen - prompt + 1 - unread, f"the model has positions for {rows} tokens (max_positions)"))
-    most, reason = min(limits, default=(ask.sampling.max_tokens, ""))
-    if ask.sampling.max_tokens <= most:
-        return ask
+    most, reason = min(limits, default=(sampling.max_tokens, ""))
+    if sampling.max_tokens <= most:
+        return sampling
     logger.warning(
-        "the text ends after %d tokens instead of max_tokens=%d: %s", max(0, most), ask.sampling.max_tokens, reason
+        "the text ends after %d tokens instead of max_tokens=%d: %s", max(0, most), sampling.max_tokens, reason
     )
-    return replace(ask, sampling=ask.sampling.replace(max_tokens=max(0, most)))
+    return sampling.replace(max_tokens=max(0, most))
 
 
-def _generate(loaded: LoadedRun, prompt: str, tokens: list[int], state: State | None, ask: Ask) -> None:
+def _print_one(start: Start, asked: Namespace) -> None:
     """Print the prompt and what follows it; the speed and the state's size go to standard error."""
-    from subquad.data.tokenizers import separator_id
-    from subquad.generation import Generation
-
-    stop_token = separator_id(loaded.tokenizer)
     begin = time.perf_counter()
-    generation = Generation(loaded.decoder, tokens, ask.sampling, state=state, stop_token=stop_token)
+    decoder, tokens = start.loaded.decoder, start.tokens
+    generation = Generation(decoder, tokens, start.sampling, state=start.state, stop_tokens=start.stop_tokens)
     generation.prefill()
     read = time.perf_counter()
-    sys.stdout.write(prompt)
-    count = _write(loaded, generation, tokens, ask)
-    seconds = time.perf_counter() - read
-    if ask.state_out is not None:
-        generation.read_all().save(ask.state_out, model=loaded.decoder)
-    state_bytes = generation.state.nbytes if generation.state else 0
-    sys.stderr.write(
-        f"prompt: {len(tokens)} tokens in {read - begin:.2f} s; "
-        f"generated: {count} tokens in {seconds:.2f} s ({count / seconds:.1f} tokens/s); "
-        f"state: {state_bytes:,} bytes{f' in {ask.state_out}' if ask.state_out else ''}\n"
-    )
-
-
-def _write(loaded: LoadedRun, generation: Generation, tokens: list[int], ask: Ask) -> int:
-    """Write the text up to a stop string, at once or piece by piece; how many tokens it took."""
-    from subquad.generation import TextStream
-
-    text, shown = TextStream(loaded.tokenizer, tokens), StopStrings(ask.stop)
+    stream = TextStream(start.loaded.tokenizer, tokens, asked.stop)
+    sys.stdout.write(start.prompt)
     held, count = "", 0
     for token in generation:
         count += 1
-        piece = shown.push(text.push(token))
-        if ask.stream:
+        piece = stream.push(token)
+        if asked.stream:
             sys.stdout.write(piece)
             sys.stdout.flush()
         else:
             held += piece
-        if shown.stopped is not None:
+        if stream.stopped is not None:
             break
-    sys.stdout.write(held + shown.push(text.finish()) + shown.finish() + "\n")
+    sys.stdout.write(held + stream.finish() + "\n")
     sys.stdout.flush()
-    return count
+    seconds = time.perf_counter() - read
+    if asked.state_out is not None:
+        generation.read_all().save(asked.state_out, model=decoder)
+    state_bytes = generation.state.nbytes if generation.state else 0
+    sys.stderr.write(
+        f"prompt: {len(tokens)} tokens in {read - begin:.2f} s; {_speed(count, seconds)}; "
+        f"state: {state_bytes:,} bytes{f' in {asked.state_out}' if asked.state_out else ''}\n"
+    )
+
+
+def _speed(tokens: int, seconds: float) -> str:
+    return f"generated: {tokens} tokens in {seconds:.2f} s ({tokens / seconds:.1f} tokens/s)"
+
+
+def _print_samples(start: Start, asked: Namespace) -> None:
+    """Print several texts, each after the prompt and under its number; the speed goes to standard error."""
+    begin = time.perf_counter()
+    seen = 0 if start.state is None else int(start.state.seen)
+    decoder = BatchDecoder(
+        start.loaded.decoder,
+        slots=min(asked.samples, MOST_SLOTS),
+        max_context=seen + len(start.tokens) + max(1, start.sampling.max_tokens),
+        prefill_chunk=start.sampling.prefill_chunk,
+    )
+    requests = [
+        decoder.add(start.tokens, sampling, stop_tokens=start.stop_tokens, state=start.state)
+        for sampling in start.samplings(range(asked.samples))
+    ]
+    streams = {id(request): TextStream(start.loaded.tokenizer, start.tokens, asked.stop) for request in requests}
+    texts, state_bytes = {id(request): start.prompt for request in requests}, 0
+    while decoder.waiting or decoder.running:
+        state_bytes = max(state_bytes, decoder.state_bytes)
+        for request, token in decoder.step():
+            texts[id(request)] += streams[id(request)].push(token)
+            if streams[id(request)].stopped is not None:
+                decoder.cancel(request)
+    for request in requests:
+        if request.error is not None:
+            raise request.error
+    for number, request in enumerate(requests, 1):
+        sys.stdout.write(f"--- {number} ---\n{texts[id(request)]}{streams[id(request)].finish()}\n")
+    sys.stdout.flush()
+    speed = _speed(sum(len(request.tokens) for request in requests), time.perf_counter() - begin)
+    size = f"; state: {state_bytes:,} bytes of {decoder.slots} slots" if state_bytes else ""
+    sys.stderr.write(f"{speed}{size}\n")
+
+
+def _print_best(start: Start, asked: Namespace) -> None:
+    """Print the likeliest text that a search finds; its score and the speed go to standard error."""
+    begin = time.perf_counter()
+    best = beam_search(
+        start.loaded.decoder,
+        start.tokens,
+        beams=asked.beams,
+        max_tokens=start.sampling.max_tokens,
+        stop_tokens=start.stop_tokens,
+        state=start.state,
+        prefill_chunk=start.sampling.prefill_chunk,
+    )[0]
+    stream = TextStream(start.loaded.tokenizer, start.tokens)
+    text = "".join([stream.push(token) for token in best.tokens]) + stream.finish()
+    sys.stdout.write(f"{start.prompt}{text}\n")
+    sys.stdout.flush()
+    speed = _speed(len(best.tokens), time.perf_counter() - begin)
+    sys.stderr.write(f"score: {best.score:.4f} nats a token, of {asked.beams} beams; {speed}\n")
+
+
+def _write_texts(start: Start, asked: Namespace) -> None:
+    """Write the texts, each after the prompt's tokens and up to a token that begins or ends one.
+
+    The file is there when all of it is. The number of texts, those that hold nothing left out, goes to standard error.
+    """
+    begin, shown = time.perf_counter(), sys.stderr.isatty()
+    decoder, tokens = start.loaded.decoder, start.tokens
+    ends = {token for token in (_begins_texts(start.loaded), *start.stop_tokens) if token is not None}
+    reading = Generation(decoder, tokens, start.sampling)
+    reading.prefill()
+    texts, count = list[str](), 0
+    for first in range(0, asked.texts, ROWS):
+        samplings = start.samplings(range(first, min(first + ROWS, asked.texts)))
+        for found in continue_together(decoder, tokens, samplings, state=reading.state, stop_tokens=ends):
+            own = found.tokens[:-1] if found.finished == "stop" else found.tokens
+            texts.append(start.loaded.tokenizer.decode(tokens + own, skip_special_tokens=True).strip())
+            count += len(own)
+        if shown:
+            sys.stderr.write(f"\r{len(texts):,} of {asked.texts:,} texts{chr(10) if len(texts) == asked.texts else ''}")
+    draft = Path(f"{asked.out_file}.tmp")
+    with zipfile.ZipFile(draft, "w", zipfile.ZIP_DEFLATED) as file:
+        for number, text in enumerate(texts, 1):
+            if text:
+                document = zipfile.ZipInfo(f"{number:0{len(str(len(texts)))}}.txt", DATE)
+                file.writestr(document, text, zipfile.ZIP_DEFLATED)
+    os.replace(draft, asked.out_file)
+    seconds, empty = time.perf_counter() - begin, sum(not text for text in texts)
+    left_out = f" ({empty} were empty and are left out)" if empty else ""
+    sys.stderr.write(
+        f"{len(texts) - empty} texts of {sum(len(text.encode()) for text in texts):,} bytes in {asked.out_file}"
+        f"{left_out}; generated: {count:,} tokens in {seconds:.1f} s ({count / seconds:,.0f} tokens/s)\n"
+    )
+
+
+def _draw_images(parser: Parser, asked: Namespace) -> None:
+    """Draw the images, write the picture; speed and state go to standard error."""
+    with parser.checking():
+        given: dict[str, Any] = asked.as_dict()
+        for name, value in given.items():
+            if name not in FOR_IMAGES and value != parser.get_default(name):
+                option = name.replace("_", "-")
+                raise ValueError(f"--{option} is for texts and has no effect with --images; leave it out")
+        for name in ("images", "batch_size"):
+            if asked[name] < 1:
+                raise ValueError(f"--{name} must be at least 1, got {asked[name]}")
+        sampling = SamplingConfig(temperature=asked.temperature, seed=asked.seed)
+        out = picture_file(asked.out, Path(asked.run) / "images.png")
+    seed = int.from_bytes(os.urandom(4), "little") if sampling.seed is None else sampling.seed
+    keep_freed_memory()
+    with parser.checking():
+        loaded = training.runs.load_image_run(asked.run, asked.device, asked.adapter)
+    drawn = generate_images(
+        loaded.model,
+        asked.images,
+        temperature=sampling.temperature,
+        seed=seed,
+        batch_size=asked.batch_size,
+        progress=show_pixels if sys.stderr.isatty() else None,
+    )
+    images = drawn.pixels_NT.view(-1, *loaded.model.config.shape).numpy()
+    picture_of(square(list(images))).save(out, format="PNG")
+    sys.stderr.write(
+        f"drawn: {asked.images} images in {drawn.seconds:.2f} s ({asked.images / drawn.seconds:.2f} images/s), "
+        f"{drawn.batch_size} at once, seed {seed}; state: {drawn.state_bytes:,} bytes\n"
+    )
+    sys.stdout.write(f"{out}\n")

@@ -39,7 +39,7 @@ def make_parser() -> Parser:
 def run(arguments: Sequence[str]) -> int:
     """Parse, read, write, return the exit status."""
     from subquad.data.tokenizers import check_vocabulary
-    from subquad.hf._strict import check_finite
+    from subquad.hf.loading import check_finite
 
     parser = make_parser()
     chosen = parser.parse_args(arguments)
@@ -69,8 +69,8 @@ def run(arguments: Sequence[str]) -> int:
 def _model(name: str) -> SubquadForCausalLM:
     from transformers.utils.logging import disable_progress_bar
 
-    from subquad.hf import from_transformers, read_llama2c
-    from subquad.hf.llama2c import is_llama2c
+    from subquad.hf import from_transformers
+    from subquad.hf.llama2c import is_llama2c, read_llama2c
 
     disable_progress_bar()
     return read_llama2c(name) if is_llama2c(name) else from_transformers(name)

@@ -5,9 +5,12 @@ from __future__ import annotations
 import sys
 from collections.abc import Callable, Sequence
 
+from subquad import adaptation
 from subquad.cli.arguments import Parser, check_output
+from subquad.cli.tables import count, print_table, size, write_json
 from subquad.config import suggest
 
+HEADERS = ("adapter", "base", "rank", "alpha", "layers", "trained", "share", "on disk", "fits")
 OVERVIEW = """\
 usage: subquad lora list [FOLDER ...]
        subquad lora merge RUN --out FOLDER
@@ -50,26 +53,39 @@ def make_parser(action: str) -> Parser:
 def _list(arguments: Sequence[str]) -> int:
     parser = make_parser("list")
     chosen = parser.parse_args(arguments)
-    from subquad.cli import _lora_folders
-
     with parser.checking():
         check_output("json", chosen.json)
-        found = _lora_folders.adapters(chosen.folders)
-    _lora_folders.show(found, markdown=chosen.markdown)
+        found = adaptation.adapters.adapters(chosen.folders)
+    _show(found, markdown=chosen.markdown)
     if chosen.json:
-        from subquad.cli.tables import write_json
-
         write_json(chosen.json, {"adapters": [entry.record() for entry in found]})
     return 0
+
+
+def _show(found: Sequence[adaptation.adapters.Adapter], *, markdown: bool) -> None:
+    """Print the table."""
+    lines = [
+        (
+            entry.folder,
+            entry.base,
+            str(entry.rank),
+            f"{entry.alpha} ({entry.kind})",
+            entry.short,
+            count(entry.parameters),
+            "" if entry.base_parameters is None else f"{entry.parameters / entry.base_parameters:.2%}",
+            size(entry.bytes),
+            entry.fits,
+        )
+        for entry in found
+    ]
+    print_table(f"{len(found)} adapter{'' if len(found) == 1 else 's'}", HEADERS, lines, markdown=markdown)
 
 
 def _merge(arguments: Sequence[str]) -> int:
     parser = make_parser("merge")
     chosen = parser.parse_args(arguments)
-    from subquad.cli import _lora_folders
-
     with parser.checking():
-        merging = _lora_folders.open_merging(chosen.run, chosen.out, chosen.base)
+        merging = adaptation.adapters.open_merging(chosen.run, chosen.out, chosen.base)
     merging.write()
     command = "audit" if merging.extension else "eval"
     sys.stdout.write(f"{chosen.out} holds the merged model: subquad {command} {chosen.out}\n")

@@ -77,6 +77,7 @@ def _require_server() -> None:
     """Raise `ImportError` that says what to install."""
     try:
         import fastapi  # noqa: F401
+        import prometheus_client  # noqa: F401
         import uvicorn  # noqa: F401
     except ImportError as error:
         raise ImportError(f'subquad serve needs {error.name}; install it with: pip install "subquad[serve]"') from error
@@ -86,10 +87,9 @@ def _serve(loaded: LoadedRun, config: ServeConfig, listener: socket.socket, api_
     import uvicorn
 
     from subquad.generation import BatchDecoder
-    from subquad.serving.app import make_app
+    from subquad.serving.app import Served, make_app
     from subquad.serving.engine import Engine
     from subquad.serving.metrics import Metrics
-    from subquad.serving.routes import Served
     from subquad.serving.texts import Texts, read_template
 
     decoder = BatchDecoder(

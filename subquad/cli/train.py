@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING
 from rich.console import Console
 
 from subquad.cli.arguments import Parser, data_is_a_path, files_first
-from subquad.generation.config import SamplingConfig
+from subquad.generation.sampling import SamplingConfig
 from subquad.training.config import TrainConfig
 
 if TYPE_CHECKING:

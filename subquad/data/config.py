@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
-from typing import Literal
+from dataclasses import dataclass, field
+from typing import Any, Literal
 
 from subquad.config import Config
 
@@ -63,3 +63,231 @@ class DataConfig(Config):
             raise ValueError(f"worker_timeout must be a positive number of seconds, got {self.worker_timeout}")
         if not self.path:
             raise ValueError("path must name a file, a folder, a glob, 'stdlib' or 'hf:NAME', got an empty string")
+
+
+@dataclass(frozen=True, kw_only=True)
+class ImageConfig(Config):
+    """Images as sequences of pixels, row by row."""
+
+    path: str | None = None
+    """The images: a folder of idx files (MNIST), of PNG files, an npz file, or hf:NAME for a Hugging Face dataset."""
+    output: Literal["categorical", "logistic"] = "categorical"
+    """What a pixel is drawn from: 256 probabilities, or a mixture of logistic distributions cut into 256 bins."""
+    mixtures: int = 10
+    """Distributions in the mixture (output=logistic)."""
+    axes: bool = False
+    """Whether to add vectors learned for the row, the column and the channel of the pixel that is predicted."""
+    near: int = 0
+    """Rows and columns around the pixel to predict whose known pixels go into its input beside the one before, by a
+    masked convolution; 0: the pixel before alone."""
+    test_images: int = 1000
+    """Held-out images that are measured at the end, evenly spread (all where there are fewer)."""
+    samples: int = 100
+    """Images that are generated at the end, as a picture; 0: none."""
+
+    def __post_init__(self) -> None:
+        for name, least in (("mixtures", 1), ("near", 0), ("test_images", 1), ("samples", 0)):
+            if getattr(self, name) < least:
+                raise ValueError(f"image.{name} must be at least {least}, got {getattr(self, name)}")
+
+
+DatasetName = Literal["toy", "listops", "text", "retrieval", "image", "pathfinder32", "pathfinder64", "pathfinder128"]
+MADE = ("toy", "listops", "pathfinder32", "pathfinder64", "pathfinder128")
+"""Data sets that need no `path`: they are made by rules."""
+ON_THE_HUB = ("text", "image")
+"""Data sets that hf:NAME can be read as."""
+SPLIT_HERE = ("text", "image")
+"""Data sets that are published without a part to measure on while training."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class ListOpsConfig(Config):
+    """Which expressions `listops` makes; the defaults are those of Long Range Arena."""
+
+    max_depth: int = 10
+    """Operators and digits lie no deeper; the root has depth 1."""
+    max_args: int = 10
+    """An operator has from two to so many arguments, each number equally likely."""
+    min_length: int = 501
+    """Fewest tokens of an expression that is kept; operators, digits and closing brackets count, nothing else."""
+    max_length: int = 1999
+    """Most tokens of an expression that is kept."""
+    leaf: float = 0.75
+    """Probability that a node above the greatest depth is a digit and not an operator."""
+
+    def __post_init__(self) -> None:
+        _at_least("listops", self, max_depth=2, max_args=2, min_length=1, max_length=1)
+        if not 0 < self.leaf < 1:
+            raise ValueError(f"listops.leaf must lie between 0 and 1, both excluded, got {self.leaf}")
+        if self.max_length < self.min_length:
+            raise ValueError(f"listops.max_length must be at least min_length={self.min_length}, got {self.max_length}")
+        longest = 1
+        for _ in range(self.max_depth - 1):
+            longest = 2 + self.max_args * longest
+            if longest >= self.min_length:
+                break
+        if longest < self.min_length:
+            raise ValueError(
+                f"listops.min_length={self.min_length} is above the {longest} tokens of the longest expression with "
+                f"max_depth={self.max_depth}, max_args={self.max_args}"
+            )
+
+
+@dataclass(frozen=True, kw_only=True)
+class PathfinderConfig(Config):
+    """Which images `pathfinder32`, `pathfinder64` and `pathfinder128` (Path-X) make."""
+
+    difficulty: Literal["hard", "intermediate", "easy"] = "hard"
+    """Segments of the two long snakes: 14 (hard, that of Long Range Arena), 9 or 6."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class LabelledConfig(Config):
+    """A classification task."""
+
+    dataset: DatasetName = "toy"
+    """toy: zeros and ones, some of them after a mark; the label is what most of the marked ones are. The others are
+    Long Range Arena's: listops and pathfinder32, 64, 128 (Path-X) are made by its rules, or read from its release in
+    path; text (reviews as bytes), retrieval (pairs of papers as bytes) and image (grey pixels) are read from path."""
+    path: str | None = None
+    """A folder or file that holds the data set, or hf:NAME for a Hugging Face dataset: docs/lra.md."""
+    cache: str | None = None
+    """Where data that was made or read is kept (None: SUBQUAD_CACHE, else ~/.cache/subquad)."""
+    examples: int | None = None
+    """Sequences to learn from; after them come the same again, in another order. None: all that the data set has."""
+    held_out: int | None = None
+    """Other sequences to measure on while training, and as many again for the end (None: all of both)."""
+    seed: int = 0
+    """Another number makes other sequences, and chooses others where examples or held_out is below what there is."""
+    too_long: Literal["cut", "refuse"] = "cut"
+    """What to do with sequences longer than batch.length: cut them to it, as Long Range Arena does, or stop."""
+    validation: Literal["apart", "test"] = "apart"
+    """What to measure while training where the data set has no such part. apart: a tenth of its training part, chosen
+    by a hash; test: its test part, as Long Range Arena does for text."""
+    listops: ListOpsConfig = field(default_factory=ListOpsConfig)
+    """Which expressions to make (dataset=listops without a path)."""
+    pathfinder: PathfinderConfig = field(default_factory=PathfinderConfig)
+    """Which images to make (dataset=pathfinder32, 64, 128)."""
+
+    def check_source(self) -> None:
+        """Raise `ValueError` for a data set that is read, without a path to read it from."""
+        if self.path is None and self.dataset not in MADE:
+            raise ValueError(
+                f"dataset={self.dataset} is read, not made: give its path, a folder, a file or hf:NAME "
+                f"(docs/lra.md has their layouts); {', '.join(MADE)} need none"
+            )
+
+    def __post_init__(self) -> None:
+        _at_least("classify", self, examples=1, held_out=1, seed=0)
+        if self.path is not None and (self.dataset == "toy" or not self.path):
+            rule = "must name a folder, a file or hf:NAME" if not self.path else "has no effect with dataset=toy"
+            raise ValueError(f"classify.path={self.path!r} {rule}")
+        if self.path is not None and self.path.startswith("hf:"):
+            if self.dataset not in ON_THE_HUB:
+                raise ValueError(
+                    f"classify.path={self.path!r}: {self.dataset} is read from a folder; {' and '.join(ON_THE_HUB)} "
+                    "can be read from the Hugging Face hub"
+                )
+            if not self.path.removeprefix("hf:").partition(":")[0]:
+                raise ValueError(f"classify.path={self.path!r} names no dataset; it must be hf:NAME or hf:NAME:CONFIG")
+        if self.validation != "apart" and self.dataset not in SPLIT_HERE:
+            raise ValueError(
+                f"classify.validation={self.validation} has no effect with dataset={self.dataset}, which has a part "
+                f"for it; {' and '.join(SPLIT_HERE)} have none"
+            )
+        for name, used in (
+            ("listops", self.dataset == "listops" and self.path is None),
+            ("pathfinder", self.dataset.startswith("pathfinder")),
+        ):
+            group = getattr(self, name)
+            if group != type(group)() and not used:
+                where = f"dataset={self.dataset}" + (f" and path={self.path!r}" if self.path else "")
+                raise ValueError(f"classify.{name} has no effect with {where}; leave it out")
+
+
+def _at_least(group: str, config: Any, **least: int) -> None:
+    for name, bound in least.items():
+        value = getattr(config, name)
+        if value is not None and value < bound:
+            raise ValueError(f"{group}.{name} must be at least {bound}, got {value}")
+
+
+ProbeName = Literal["passkey", "mqar", "copy"]
+MARKS = 2
+"""Tokens of the passkey probe that are neither digits nor filler: one before the key, one that asks."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class ProbeConfig(Config):
+    """A probe: sequences made up from a seed, parts of which can be predicted by remembering earlier tokens alone."""
+
+    name: ProbeName = "mqar"
+    """passkey: a key of digits hidden in filler, asked for at the end; mqar: pairs of keys and values, then keys whose
+    values are asked for (multi-query associative recall); copy: a random string, a separator, the string again."""
+    digits: int = 4
+    """Digits of the key (passkey)."""
+    pairs: int = 8
+    """Pairs of a key and a value, each asked for once (mqar)."""
+    symbols: int = 32
+    """Tokens of filler (passkey), keys and as many values (mqar), letters of the alphabet (copy)."""
+    shortest: int | None = None
+    """Letters of the shortest string to learn (copy): how many there are is drawn from it up to half of the sequence.
+    None: always half of it, which can be learned as a distance that other lengths do not have."""
+    examples: int = 100_000
+    """Sequences to learn from; after them come the same again, in another order."""
+    held_out: int = 500
+    """Other sequences, to measure on."""
+    seed: int = 0
+    """Another number gives other sequences."""
+
+    def __post_init__(self) -> None:
+        for name in ("digits", "pairs", "examples", "held_out"):
+            if getattr(self, name) < 1:
+                raise ValueError(f"probe.{name} must be at least 1, got {getattr(self, name)}")
+        if self.seed < 0:
+            raise ValueError(f"probe.seed must be at least 0, got {self.seed}")
+        if self.shortest is not None and (self.name != "copy" or self.shortest < 1):
+            raise ValueError(
+                f"probe.shortest is the number of letters of a string to copy, at least 1, got {self.shortest} for the "
+                f"probe {self.name}"
+            )
+        fewest = {"passkey": 1, "mqar": self.pairs, "copy": 2}[self.name]
+        if self.symbols < fewest:
+            needed = "a key for each of its pairs" if self.name == "mqar" else f"at least {fewest}"
+            raise ValueError(
+                f"the vocabulary is too small: {self.name} needs {needed}, so probe.symbols must be at least {fewest}, "
+                f"got {self.symbols}"
+            )
+
+    @property
+    def vocab_size(self) -> int:
+        """Tokens of the probe's vocabulary."""
+        return {"passkey": 10 + MARKS + self.symbols, "mqar": 2 * self.symbols, "copy": 1 + self.symbols}[self.name]
+
+    @property
+    def chance(self) -> float:
+        """Accuracy without memory: of guessed digits (passkey), a guessed letter (copy), any value of a pair (mqar)."""
+        return {"passkey": 10.0**-self.digits, "mqar": 1 / self.pairs, "copy": 1 / self.symbols}[self.name]
+
+    @property
+    def fewest_tokens(self) -> int:
+        """Tokens of the shortest sequence that asks all."""
+        return {"passkey": 2 * (self.digits + 1), "mqar": 3 * self.pairs + 1, "copy": 3}[self.name]
+
+    def first_asked(self, length: int) -> int:
+        """The first place of a sequence of `length` tokens whose token may be asked for.
+
+        Raises `ValueError` for a length below `fewest_tokens`, and for one whose half is below `shortest`.
+        """
+        if length < self.fewest_tokens:
+            what = {"passkey": f"digits={self.digits}", "mqar": f"pairs={self.pairs}", "copy": "one letter"}[self.name]
+            raise ValueError(
+                f"{self.name} with {what} needs sequences of at least {self.fewest_tokens} tokens, got length={length}"
+            )
+        if self.shortest is not None and (length - 1) // 2 < self.shortest:
+            raise ValueError(
+                f"a string of probe.shortest={self.shortest} letters does not fit twice in {length} tokens with a "
+                "separator"
+            )
+        string = (length - 1) // 2 if self.shortest is None else self.shortest
+        return {"passkey": length - self.digits, "mqar": 2 * self.pairs + 1, "copy": string + 1}[self.name]

@@ -1,4 +1,4 @@
-"""From a `DataConfig` to token shards, prepared once and kept in a folder that is named by all that they depend on."""
+"""Corpora: from a `DataConfig` to token shards, prepared once and kept in a folder named by all that they depend on."""
 
 from __future__ import annotations
 
@@ -12,13 +12,11 @@ from tokenizers import Tokenizer
 
 from subquad.config import digest
 from subquad.data.config import DataConfig
-from subquad.data.files import Progress, aside, cache_folder, remove, usable, write_json
+from subquad.data.files import Progress, aside, cache_folder, remove, silent, usable, write_json
 from subquad.data.shards import FORMAT_VERSION, TokenShard
-from subquad.data.sources import Source, open_source
-from subquad.data.split import cut, hold_out
-from subquad.data.spool import Part, Spool, write_shard
-from subquad.data.token_corpus import open_token_corpus
-from subquad.data.token_set import TokenSet, is_token_set
+from subquad.data.sources import Source, cut, hold_out, open_source
+from subquad.data.token_set import TokenSet, held_out_names, is_token_set
+from subquad.data.token_writer import Part, Spool, write_shard
 from subquad.data.tokenizers import load_tokenizer, pieces, tokenizer_hash
 from subquad.data.vocabularies import TRAINED, make_tokenizer
 from subquad.parsing import check_keys, read_json
@@ -67,10 +65,10 @@ def prepare(config: DataConfig, *, progress: Progress | None = None) -> Corpus:
 
     Raises `FileNotFoundError` or `ImportError` for text that is missing, `ValueError` for text that isn't text, is too
     little or changes while it is read, and for an unknown tokenizer. Of a folder of token shards only the index is
-    read, and what that raises is said in `token_corpus`.
+    read, and it raises as `open_token_corpus`.
     """
     if is_token_set(config.path):
-        return Corpus(*open_token_corpus(config))
+        return open_token_corpus(config)
     if config.held_out_shards is not None:
         raise ValueError(
             f"held_out_shards={config.held_out_shards} names token shards, and {config.path!r} is no folder of them; "
@@ -93,7 +91,7 @@ def prepare(config: DataConfig, *, progress: Progress | None = None) -> Corpus:
     if not usable(folder, lambda: _open(folder)):
         with aside(folder) as temporary:
             temporary.mkdir()
-            _build(temporary, config, fixed, sources, progress or _silent)
+            _build(temporary, config, fixed, sources, progress or silent)
             _add_manifest(temporary, contents)
             for source, before in zip(sources, contents, strict=True):
                 _check_unchanged(source, before)
@@ -108,7 +106,7 @@ def prepare_shard(
     cache: str | None = None,
     progress: Progress | None = None,
 ) -> TokenShard:
-    """All the text at `path`, in the forms of `DataConfig.path`, as one shard; stored and found again as in `prepare`.
+    """Return all the text at `path`, in the forms of `DataConfig.path`, as one shard, stored and found as in `prepare`.
 
     Raises as `prepare` does.
     """
@@ -121,11 +119,75 @@ def prepare_shard(
         with aside(folder) as temporary:
             temporary.mkdir()
             with Spool(temporary / "text") as spool:
-                spool.read(source, progress or _silent)
-                write_shard(temporary / file.name, spool, spool.parts, tokenizer, progress or _silent)
+                spool.read(source, progress or silent)
+                write_shard(temporary / file.name, spool, spool.parts, tokenizer, progress or silent)
             remove(temporary / "text")
             _check_unchanged(source, before)
     return TokenShard(file, tokenizer_hash=made_by)
+
+
+def open_token_corpus(config: DataConfig) -> Corpus:
+    """Return the folder of token shards at `config.path`, its held-out shards or those of `held_out_path` apart.
+
+    Raises `ValueError` for an index that is damaged, for names that are not in it, where nothing would be left to train
+    on or to hold out, and where the shards were made with another tokenizer than `config` or the other folder has.
+    """
+    folder = Path(config.path).expanduser()
+    whole = TokenSet(folder, bad_shards=config.bad_shards)
+    tokenizer = load_tokenizer(folder)
+    _check_tokenizer(whole, tokenizer, config.tokenizer)
+    names = [entry.name for entry in whole.entries]
+    if config.held_out_path is not None:
+        held_out = _other(config, whole)
+        train = whole
+    else:
+        chosen = config.held_out_shards
+        apart = held_out_names(whole.entries, config.held_out) if chosen is None else chosen
+        rest = [name for name in names if name not in set(apart)]
+        if not rest or not apart:
+            raise ValueError(
+                f"{folder} has the shards {', '.join(names)}: at least one must be held out and one be left, got "
+                f"held_out_shards={chosen}; make more of them, by fewer tokens in each, or name another folder by "
+                "held_out_path"
+            )
+        held_out = TokenSet(folder, apart)
+        train = TokenSet(folder, rest, bad_shards=config.bad_shards)
+    return Corpus(
+        folder=folder,
+        tokenizer=tokenizer,
+        train=train,
+        held_out=held_out,
+        fingerprint=digest([train.fingerprint, held_out.fingerprint]),
+        train_files=tuple(entry.name for entry in train.entries),
+        held_out_files=tuple(entry.name for entry in held_out.entries),
+    )
+
+
+def _other(config: DataConfig, whole: TokenSet) -> TokenSet:
+    """Open the folder that is held out."""
+    assert config.held_out_path is not None
+    if config.held_out_shards is not None:
+        raise ValueError("held_out_path and held_out_shards name two held-out parts: leave one out")
+    if not is_token_set(config.held_out_path):
+        raise ValueError(
+            f"path {config.path!r} is a folder of token shards: held_out_path must be one too, got "
+            f"{config.held_out_path!r}"
+        )
+    held_out = TokenSet(Path(config.held_out_path).expanduser())
+    if held_out.tokenizer_hash != whole.tokenizer_hash:
+        raise ValueError(f"{held_out.path} was made with another tokenizer than {whole.path}")
+    return held_out
+
+
+def _check_tokenizer(tokens: TokenSet, tokenizer: Tokenizer, asked: str) -> None:
+    """Raise `ValueError` where the folder's tokenizer did not make its shards, or another one is asked for by name."""
+    if tokenizer_hash(tokenizer) != tokens.tokenizer_hash:
+        raise ValueError(f"{tokens.path} was made with another tokenizer than its tokenizer.json")
+    if asked not in TRAINED and tokenizer_hash(load_tokenizer(asked)) != tokens.tokenizer_hash:
+        raise ValueError(
+            f"{tokens.path} was made with another tokenizer than tokenizer={asked!r}; leave it out, or make the shards "
+            "again"
+        )
 
 
 def _build(
@@ -159,7 +221,7 @@ def _build(
 
 
 def _recipe(config: DataConfig) -> str:
-    """What a tokenizer that is made of the text depends on beside it."""
+    """Name all but the text that a tokenizer made of the text depends on."""
     return config.tokenizer if config.tokenizer == "characters" else f"{config.tokenizer} {config.vocab_size}"
 
 
@@ -220,7 +282,3 @@ def _check_unchanged(source: Source, before: str) -> None:
 def _sha256(path: Path) -> str:
     with path.open("rb") as stream:
         return hashlib.file_digest(stream, "sha256").hexdigest()
-
-
-def _silent(what: str, done: int, total: int) -> None:
-    return None

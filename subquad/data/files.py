@@ -29,6 +29,10 @@ MODEL_FILES = (*TOKENIZER_FILES, "generation_config.json")
 """What goes along with a model from folder to folder, as it is."""
 
 
+def silent(what: str, done: int, total: int) -> None:
+    """Report nothing: the `Progress` of callers that pass none."""
+
+
 @contextmanager
 def aside(path: Path) -> Iterator[Path]:
     """A new path beside `path` to write a file or fill a folder at; what is there is renamed to `path` at the end.

@@ -1,46 +1,33 @@
-"""Images as arrays of bytes, from the files that data sets are published in.
-
-Shape letters: N images, H rows, W columns, C channels (1 grey, 3 red, green, blue).
-"""
+"""Sets of images, in the forms that they are published in: files of arrays, folders of pictures, hub datasets."""
 
 from __future__ import annotations
 
-import hashlib
-from collections.abc import Callable
-from dataclasses import dataclass
+import io
+from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
 from subquad.config import suggest
-from subquad.data import _image_files, _image_folders
+from subquad.data.image_files import (
+    LABELS_WANTED,
+    ImageSet,
+    decode,
+    holds_cifar,
+    holds_idx,
+    is_npz,
+    read_cifar,
+    read_idx,
+    read_npz,
+    stacked,
+)
+from subquad.data.sources import hub_dataset
 
-
-@dataclass(frozen=True)
-class ImageSet:
-    """Images of one size, and what they show where that is known."""
-
-    pixels: NDArray[np.uint8]
-    """`[N, H, W, C]`."""
-    labels: NDArray[np.int64] | None
-    """`[N]`, each a place in `classes`; None where the files have no labels."""
-    classes: tuple[str, ...]
-    """What each label means, label 0 first; empty without labels."""
-
-    @property
-    def shape(self) -> tuple[int, int, int]:
-        """Rows, columns, channels."""
-        _, height, width, channels = self.pixels.shape
-        return height, width, channels
-
-    def fingerprint(self) -> str:
-        """Sixty-four hexadecimal digits of all pixels and labels."""
-        total = hashlib.sha256(str((self.pixels.shape, self.classes)).encode())
-        total.update(self.pixels.tobytes())
-        if self.labels is not None:
-            total.update(self.labels.tobytes())
-        return total.hexdigest()
+SUFFIXES = (".png", ".jpg", ".jpeg")
+EVERY = 10
+"""Where no folder splits the images, one in so many, by name, is held out."""
 
 
 def load_images(path: str, *, labels: bool = False) -> dict[str, ImageSet]:
@@ -60,12 +47,18 @@ def load_images(path: str, *, labels: bool = False) -> dict[str, ImageSet]:
     `ValueError`, which names the file and the place in it, for damaged files, wrong sizes, and labels that are missing
     or of no class.
     """
-    sets = _reader(path)(path)
+    sets = _read(path)
+    train, test = sets["train"], sets["test"]
+    if train.shape != test.shape:
+        raise ValueError(
+            f"{path}: the images differ in size: train has {list(train.shape)}, test {list(test.shape)} (rows, "
+            "columns, channels)"
+        )
     if not labels:
         return sets
     for part, images in sets.items():
         if images.labels is None:
-            raise ValueError(f"{path}: the {part} images have no labels; give {_image_files.LABELS_WANTED}")
+            raise ValueError(f"{path}: the {part} images have no labels; give {LABELS_WANTED}")
         counts = np.bincount(images.labels, minlength=len(images.classes))
         for number, count in enumerate(counts.tolist()):
             if not count:
@@ -82,45 +75,136 @@ def load_pictures(path: str) -> ImageSet | None:
     Raises `ValueError` as `load_images`.
     """
     place = Path(path).expanduser()
-    if place.is_file() and place.suffix.lower() in _image_folders.SUFFIXES:
-        return ImageSet(*_image_folders.unlabelled([place]))
-    files = _image_folders.pictures(place) if place.is_dir() else []
-    return ImageSet(*_image_folders.unlabelled(files)) if files else None
+    if place.is_file() and place.suffix.lower() in SUFFIXES:
+        return unlabelled([place])
+    files = pictures(place) if place.is_dir() else []
+    return unlabelled(files) if files else None
 
 
-def _reader(path: str) -> Callable[[str], dict[str, ImageSet]]:
-    """What reads `path`, by the names that are there."""
+def _read(path: str) -> dict[str, ImageSet]:
+    """Read the images at `path` in the form that the names there say."""
     if path.startswith("hf:"):
-        return lambda asked: _sets(path, _image_folders.read_dataset(asked))
+        return read_dataset(path)
     place = Path(path).expanduser()
     if place.is_dir():
-        for holds, read in (
-            (_image_files.holds_idx, _image_files.read_idx),
-            (_image_files.holds_cifar, _image_files.read_cifar),
-            (_image_folders.holds_pictures, _image_folders.read_pictures),
-        ):
+        for holds, read in ((holds_idx, read_idx), (holds_cifar, read_cifar), (holds_pictures, read_pictures)):
             if holds(place):
-                return lambda _, read=read: _sets(path, read(place))  # type: ignore[misc]
-        match [file for file in sorted(place.iterdir()) if _image_files.is_npz(file)]:
+                return read(place)
+        match [file for file in sorted(place.iterdir()) if is_npz(file)]:
             case [file]:
-                return lambda _: _sets(path, _image_files.read_npz(file))
+                return read_npz(file)
             case [_, *_] as files:
                 raise ValueError(f"{path} holds {len(files)} npz files; name one: {', '.join(map(str, files[:9]))}")
         raise ValueError(f"{path} holds no images: no idx files, no CIFAR-10 batches (.bin), no PNG, JPEG or npz files")
     if place.is_file():
-        if not _image_files.is_npz(place):
+        if not is_npz(place):
             raise ValueError(f"{path} is not a set of images; a file must be .npz or .npz.xz, or give its folder")
-        return lambda _: _sets(path, _image_files.read_npz(place))
+        return read_npz(place)
     near = [str(entry) for entry in sorted(place.parent.iterdir())[:20]] if place.parent.is_dir() else []
     raise FileNotFoundError(f"there is no file or folder {path!r}; {suggest(path, [*near, 'hf:NAME'])}")
 
 
-def _sets(path: str, raw: dict[str, _image_files.Raw]) -> dict[str, ImageSet]:
-    sets = {part: ImageSet(*images) for part, images in raw.items()}
-    train, test = sets["train"], sets["test"]
-    if train.shape != test.shape:
+def pictures(folder: Path) -> list[Path]:
+    """The PNG and JPEG files in a folder, sorted: by number where names are numbers."""
+    found = [file for file in folder.iterdir() if file.suffix.lower() in SUFFIXES and not file.name.startswith(".")]
+    return sorted(found, key=lambda file: _natural(file.stem))
+
+
+def _natural(name: str) -> tuple[int, int, str]:
+    return (0, int(name), name) if name.isdecimal() else (1, 0, name)
+
+
+def _folders(folder: Path) -> list[Path]:
+    found = [entry for entry in folder.iterdir() if entry.is_dir() and not entry.name.startswith(".")]
+    return sorted(found, key=lambda entry: _natural(entry.name))
+
+
+def holds_pictures(folder: Path) -> bool:
+    """Whether the folder has the parts train and test, or pictures."""
+    return any((folder / part).is_dir() for part in ("train", "test")) or bool(pictures(folder))
+
+
+def read_pictures(folder: Path) -> dict[str, ImageSet]:
+    """Pictures in train and test, below folders of their classes or not; or in one folder, which is split."""
+    if files := pictures(folder):
+        if len(files) < 2:
+            raise ValueError(f"{folder} holds one image; at least two are needed, one of them to hold out")
+        held_out = files[EVERY - 1 :: EVERY] or files[-1:]
+        chosen = set(held_out)
+        return {"train": unlabelled([file for file in files if file not in chosen]), "test": unlabelled(held_out)}
+    for part in ("train", "test"):
+        if not (folder / part).is_dir():
+            raise FileNotFoundError(f"{folder} has no folder {part}")
+    named = [entry.name for entry in _folders(folder / "train")]
+    return {part: _part(folder / part, named) for part in ("train", "test")}
+
+
+def _part(folder: Path, classes: list[str]) -> ImageSet:
+    files, labels = pictures(folder), []
+    below = _folders(folder)
+    if files and below:
         raise ValueError(
-            f"{path}: the images differ in size: train has {list(train.shape)}, test {list(test.shape)} (rows, "
-            "columns, channels)"
+            f"{folder} holds both images without a label ({files[0].name}) and folders of classes ({below[0].name}); "
+            "put every image into the folder of its class, or none"
         )
-    return sets
+    if not below:
+        if classes:
+            raise ValueError(f"{folder} has no folders of classes, as train has: {', '.join(classes)}")
+        if not files:
+            raise ValueError(f"{folder} holds no PNG or JPEG file")
+        return unlabelled(files)
+    for entry in below:
+        if entry.name not in classes:
+            known = suggest(entry.name, classes) if classes else "train has no classes"
+            raise ValueError(f"{entry} is a class that has no example in train; {known}")
+        inside = pictures(entry)
+        if not inside:
+            raise ValueError(f"{entry} is a class without an example: it holds no PNG or JPEG file")
+        files += inside
+        labels += [classes.index(entry.name)] * len(inside)
+    return ImageSet(unlabelled(files).pixels, np.array(labels, np.int64), tuple(classes))
+
+
+def unlabelled(files: list[Path]) -> ImageSet:
+    """The images of these files."""
+    return ImageSet(stacked(((str(file), decode(file, str(file))) for file in files), len(files)), None, ())
+
+
+def read_dataset(asked: str) -> dict[str, ImageSet]:
+    """The splits train and test (or validation) of a Hugging Face dataset: its first column of images, its labels."""
+    name, *rest = asked.removeprefix("hf:").split(":")
+    if not name or len(rest) > 1:
+        raise ValueError(f"a dataset of images is hf:NAME[:CONFIG], got {asked!r}")
+    splits = hub_dataset(asked, name, *rest)
+    held_out = next((part for part in ("test", "validation", "valid") if part in splits), None)
+    if "train" not in splits or held_out is None:
+        raise ValueError(f"{asked!r} needs the splits train and test (or validation); it has {', '.join(splits)}")
+    return {"train": _rows(asked, splits["train"], "train"), "test": _rows(asked, splits[held_out], held_out)}
+
+
+def _rows(asked: str, rows: Any, part: str) -> ImageSet:
+    import datasets
+
+    kinds = rows.features
+    column = next((name for name, kind in kinds.items() if isinstance(kind, datasets.Image)), None)
+    if column is None:
+        raise ValueError(f"{asked!r} has no column of images; its columns are {', '.join(kinds)}")
+    label = next((name for name, kind in kinds.items() if isinstance(kind, datasets.ClassLabel)), None)
+    encoded = rows.cast_column(column, datasets.Image(decode=False))
+
+    def images() -> Iterator[tuple[str, NDArray[np.uint8]]]:
+        for row, item in enumerate(encoded):
+            name, content = f"{asked}, {part} row {row}", item[column]
+            if content is None:
+                raise ValueError(f"{name} has no image")
+            yield name, decode(io.BytesIO(content["bytes"]) if content["bytes"] else Path(content["path"]), name)
+
+    if not len(rows):
+        raise ValueError(f"{asked!r} has no row in {part}")
+    pixels = stacked(images(), len(rows))
+    if label is None:
+        return ImageSet(pixels, None, ())
+    labels = np.array([-1 if value is None else value for value in rows[label]], np.int64)
+    if (labels < 0).any():
+        raise ValueError(f"{asked}, {part} row {int(np.argmax(labels < 0))} has no label")
+    return ImageSet(pixels, labels, tuple(kinds[label].names))

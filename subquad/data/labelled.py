@@ -1,16 +1,37 @@
-"""Sequences with one label each: what a classifier learns from."""
+"""Sequences with one label each, which a classifier learns from: a toy task, and the data sets of Long Range Arena."""
 
 from __future__ import annotations
 
+import logging
+import os
+from collections.abc import Callable
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from pathlib import Path
+from typing import Any
 
 from torch import Tensor
 from torch.utils.data import Dataset
 
-if TYPE_CHECKING:
-    from subquad.data.files import Progress
-    from subquad.data.labelled_config import LabelledConfig
+from subquad.config import digest, suggest
+from subquad.data.config import LabelledConfig
+from subquad.data.files import Progress, silent
+from subquad.data.lra.made import made
+from subquad.data.lra.read_images import grey_images, pathfinder_release
+from subquad.data.lra.read_text import hub_parts, listops_release, paper_pairs, texts
+from subquad.data.lra.store import PARTS, VERSION, Contents, Sequences, Store, choose, kept, write_store
+from subquad.data.toy import CLASSES, MARK, MarkedVotes
+from subquad.data.toy import VERSION as TOY_VERSION
+
+logger = logging.getLogger(__name__)
+
+READERS: dict[str, Callable[[LabelledConfig, Progress], Contents]] = {
+    "listops": listops_release,
+    "text": texts,
+    "retrieval": paper_pairs,
+    "image": grey_images,
+    "pathfinder": pathfinder_release,
+}
+"""The reader of each data set that can be read; the sizes of Pathfinder share one."""
 
 
 @dataclass(frozen=True)
@@ -37,7 +58,7 @@ class LabelledCorpus:
 def labelled_corpus(
     config: LabelledConfig, length: int, /, *, workers: int | None = None, progress: Progress | None = None
 ) -> LabelledCorpus:
-    """The data set `config.dataset` in sequences of `length` tokens: made, read, or opened where that was done before.
+    """Return the data set `config.dataset` in sequences of `length` tokens; made or read once, then opened.
 
     What is made does not depend on `workers`, the number of processes that make it (None: one for each CPU).
 
@@ -45,9 +66,99 @@ def labelled_corpus(
     a class without an example, or (too_long=refuse) is longer than `length`; they name the file and the place in it.
     """
     if config.dataset == "toy":
-        from subquad.data.toy import toy
-
         return toy(length, examples=config.examples or 50_000, held_out=config.held_out or 1000, seed=config.seed)
-    from subquad.data.lra.corpus import lra_corpus
+    if length < 1:
+        raise ValueError(f"sequences have at least one token, got length={length}")
+    store = open_store(config, workers=workers, progress=progress)
+    parts = {}
+    for part in PARTS:
+        wanted = config.examples if part == "train" else config.held_out
+        try:
+            parts[part] = Sequences(store, part, length, choose(store.labels[part], wanted, config.seed))
+        except ValueError as error:
+            name = "examples" if part == "train" else "held_out"
+            raise ValueError(f"classify.{name}={wanted} is too many for {store.source}: {error}") from error
+        _check_length(parts[part], part, config.too_long, store.source)
+    facts = [store.fingerprint, length, config.examples, config.held_out, config.seed]
+    return LabelledCorpus(
+        **parts,
+        vocab_size=store.vocab_size,
+        classes=store.classes,
+        fingerprint=digest(facts),
+        pairs=store.pairs,
+    )
 
-    return lra_corpus(config, length, workers=workers, progress=progress)
+
+def toy(length: int, *, examples: int, held_out: int, seed: int = 0) -> LabelledCorpus:
+    """Return the task `MarkedVotes` with `examples` sequences to learn from and `held_out` others to measure on."""
+    apart = MarkedVotes(length, held_out, seed=seed, held_out=True)
+    return LabelledCorpus(
+        train=MarkedVotes(length, examples, seed=seed),
+        held_out=apart,
+        test=apart,
+        vocab_size=MARK + 1,
+        classes=CLASSES,
+        fingerprint=digest(["marked votes", TOY_VERSION, length, examples, held_out, seed]),
+    )
+
+
+def open_store(config: LabelledConfig, *, workers: int | None = None, progress: Progress | None = None) -> Store:
+    """Return the whole data set of `config`, made or read where that was not done before."""
+    config.check_source()
+    if config.path is None:
+        return made(config, workers=workers, progress=progress)
+    return read(config, progress=progress)
+
+
+def read(config: LabelledConfig, *, progress: Progress | None = None) -> Store:
+    """Return the data set at `config.path`, read or opened.
+
+    What was read is found again by the names, sizes and times of the files (of a dataset, by its fingerprint).
+    Raises as `labelled_corpus`.
+    """
+    path, rules = config.path or "", config.dataset.rstrip("0123456789")
+    options = [config.validation, config.pathfinder.difficulty if rules == "pathfinder" else None]
+    state: Any
+    if path.startswith("hf:"):
+        state = {name: part._fingerprint for name, part in sorted(hub_parts(path).items())}
+    else:
+        state = _state(path)
+
+    def fill(folder: Path) -> None:
+        parts, classes, vocab_size = READERS[rules](config, progress or silent)
+        write_store(folder, parts, classes=classes, vocab_size=vocab_size, source=path)
+
+    return kept(config.cache, f"labelled-{config.dataset}-{digest([config.path, state, options, VERSION])}", fill)
+
+
+def _state(asked: str) -> list[Any]:
+    """Return names, sizes and times of all files below a path; `FileNotFoundError` where there is none."""
+    place = Path(asked).expanduser()
+    if place.is_file():
+        files = [place]
+    elif place.is_dir():
+        files = sorted(Path(folder, name) for folder, _, names in os.walk(place) for name in names)
+    else:
+        near = [str(entry) for entry in sorted(place.parent.iterdir())[:20]] if place.parent.is_dir() else []
+        raise FileNotFoundError(f"there is no file or folder {asked!r}; {suggest(asked, [*near, 'hf:NAME'])}")
+    stats = [(file, file.stat()) for file in files]
+    return [[file.as_posix(), stat.st_size, stat.st_mtime_ns] for file, stat in stats]
+
+
+def _check_length(sequences: Sequences, part: str, too_long: str, source: str) -> None:
+    """Log how many sequences are cut, or raise `ValueError` for the first where none may be."""
+    if not sequences.cut:
+        return
+    lengths = sequences.full_lengths
+    if too_long == "refuse":
+        index = int((lengths > sequences.length).any(1).argmax())
+        raise ValueError(
+            f"{source}, part {part}, example {int(sequences.chosen[index])} has {int(lengths[index].max()):,} tokens, "
+            f"above batch.length={sequences.length}: raise it, or choose classify.too_long=cut"
+        )
+    logger.info(
+        "%s of %s sequences in the part %s are cut to %s tokens; the longest has %s",
+        *(f"{number:,}" for number in (sequences.cut, lengths.size)),
+        part,
+        *(f"{number:,}" for number in (sequences.length, int(lengths.max()))),
+    )

@@ -8,7 +8,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from subquad.config import suggest
-from subquad.data._arrays import load_array
+from subquad.data.image_files import decode
+from subquad.data.packed import load_array
 
 KINDS = ("bottom", "center", "left", "random", "right", "top")
 FORMS = "bottom, top, left, right, center or random with a fraction, as bottom:0.5, or a mask file (.png, .npy)"
@@ -68,8 +69,6 @@ def _file(file: Path, height: int, width: int) -> NDArray[np.bool_]:
     if not file.is_file():
         raise FileNotFoundError(f"there is no mask file {file}")
     if file.suffix == ".png":
-        from subquad.data._image_decode import decode
-
         mask_HW = decode(file, str(file)).max(-1) >= 128
     else:
         array = load_array(file.read_bytes(), file)

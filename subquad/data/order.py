@@ -1,21 +1,83 @@
-"""Orders of a large set: a permutation that is computed place by place, never held."""
+"""The order in which an epoch visits items: a permutation that is stored, or for many items computed place by place."""
 
 from __future__ import annotations
 
 import hashlib
 from collections.abc import Iterator
+from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor
-
-from subquad.data.windows import EpochOrder
+from torch.utils.data import Sampler
 
 LARGE = 1 << 24
 """From so many items on, an epoch's order is computed place by place; below it is a stored permutation."""
 ROUNDS = 8
 BLOCK = 4096
 """Places that are computed at once."""
+
+
+class EpochOrder(Sampler[int]):
+    """A permutation of 0..n-1 that `seed` and `epoch` fix.
+
+    `state_dict` and `load_state_dict` carry the position: iterating after a load goes on with the next index. Each
+    further iteration begins at the start; `set_epoch` chooses the next epoch's permutation.
+    """
+
+    def __init__(self, n: int, seed: int = 0, epoch: int = 0) -> None:
+        if n < 1:
+            raise ValueError(f"an order needs at least one item, got n={n}")
+        self.n = n
+        self.seed = seed
+        self.epoch = epoch
+        self.position = 0
+        self._resume = False
+
+    def __len__(self) -> int:
+        return self.n
+
+    def __iter__(self) -> Iterator[int]:
+        start = self.position if self._resume else 0
+        self._resume = False
+        for place, index in enumerate(self.items(start), start):
+            self.position = place + 1
+            yield index
+
+    def items(self, start: int) -> Iterator[int]:
+        """The order from a place on."""
+        return iter(self.permutation()[start:].tolist())
+
+    def permutation(self) -> Tensor:
+        """The whole epoch's order `[n]`."""
+        word = hashlib.sha256(f"{self.seed}:{self.epoch}".encode()).digest()
+        generator = torch.Generator().manual_seed(int.from_bytes(word[:7], "big"))
+        return torch.randperm(self.n, generator=generator)
+
+    def set_epoch(self, epoch: int) -> None:
+        """Choose an epoch; another one than the present begins at its start."""
+        if epoch != self.epoch:
+            self.epoch = epoch
+            self.position = 0
+            self._resume = False
+
+    def state_dict(self) -> dict[str, Any]:
+        """The order's identity and how many indices of this epoch were given out."""
+        return {"n": self.n, "seed": self.seed, "epoch": self.epoch, "position": self.position}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Go on where `state` stood; `ValueError` where it belongs to another order."""
+        for name in ("n", "seed"):
+            if state[name] != getattr(self, name):
+                raise ValueError(
+                    f"the saved order has {name}={state[name]}, this one {name}={getattr(self, name)}: "
+                    "data or seed have changed"
+                )
+        if not 0 <= state["position"] <= self.n:
+            raise ValueError(f"the saved position must lie in 0..{self.n}, got {state['position']}")
+        self.epoch = state["epoch"]
+        self.position = state["position"]
+        self._resume = True
 
 
 class LargeOrder(EpochOrder):

@@ -7,11 +7,18 @@ Shape letters: B batch (rows), T tokens.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import NamedTuple
 
 import numpy as np
+import torch
+from tokenizers import Tokenizer
+from torch import Tensor
+from torch.utils.data import Dataset
 
-from subquad.data.probe_config import MARKS, ProbeConfig
+from subquad.config import digest
+from subquad.data.config import MARKS, ProbeConfig
+from subquad.data.tokenizers import encode_text
 
 VERSION = 1
 IGNORED = -100
@@ -170,3 +177,107 @@ def generators(seed: Seed, first: int, rows: int) -> list[np.random.Generator]:
     if min((first, *parts)) < 0:
         raise ValueError(f"a seed and the first row must be at least 0, got seed={seed}, first={first}")
     return [np.random.default_rng([*parts, row]) for row in range(first, first + rows)]
+
+
+TRAIN, HELD_OUT, MEASURE = range(3)
+"""Streams of random numbers after a seed: what is learned, what training measures, what `subquad probe` measures."""
+
+
+class ProbeItems(Dataset[dict[str, Tensor]]):
+    """Sequences of a probe, made as they are read: `{"input_ids": [length], "labels": [length]}`, int64.
+
+    `labels` are -100 where nothing is asked; a causal language model shifts them. An item depends on the probe, its
+    seed, the stream and its index alone. Raises `ValueError` for a length that the probe does not fit in.
+    """
+
+    def __init__(self, config: ProbeConfig, length: int, items: int, *, stream: int = TRAIN) -> None:
+        config.first_asked(length)
+        self.config, self.length, self.items, self.stream = config, length, items, stream
+
+    def __len__(self) -> int:
+        return self.items
+
+    def __getitem__(self, index: int) -> dict[str, Tensor]:
+        if not 0 <= index < self.items:
+            raise IndexError(f"example {index} is out of range: there are {self.items}")
+        made = probe_rows(self.config, self.length, 1, first=index, seed=(self.config.seed, self.stream))
+        return {"input_ids": torch.from_numpy(made.tokens[0]), "labels": torch.from_numpy(made.labels[0])}
+
+
+@dataclass(frozen=True)
+class ProbeCorpus:
+    """A probe at one length, split in two; `fingerprint` differs where any sequence does."""
+
+    config: ProbeConfig
+    train: ProbeItems
+    held_out: ProbeItems
+    fingerprint: str
+
+    @classmethod
+    def of(cls, config: ProbeConfig, length: int) -> ProbeCorpus:
+        """The sequences of `config`, `length` tokens each. Raises `ValueError` as `ProbeItems` does."""
+        return cls(
+            config=config,
+            train=ProbeItems(config, length, config.examples),
+            held_out=ProbeItems(config, length, config.held_out, stream=HELD_OUT),
+            fingerprint=digest(["probe", VERSION, length, config.to_dict()]),
+        )
+
+
+BEFORE, AFTER = "\nThe pass key is", ". Keep it in mind.\n"
+QUESTION = "\nWhat was the pass key? The pass key is"
+
+
+def text_passkey(
+    tokenizer: Tokenizer,
+    text: np.ndarray,
+    length: int,
+    rows: int,
+    /,
+    *,
+    digits: int = 5,
+    depth: float | None = None,
+    first: int = 0,
+    seed: Seed = 0,
+) -> ProbeRows:
+    """`text BEFORE key AFTER text QUESTION key`: the tokens of a key of so many digits are asked for at the end.
+
+    `text` holds tokens `[N]`; each row takes a piece of it that begins at a random place. `depth` is that of
+    `subquad.data.probes.passkey`. All parts are tokenised apart, so that the key is the same tokens at both places.
+    Raises `ValueError` for a tokenizer that cannot spell digits, for a length in which the parts leave no room, for a
+    text shorter than that room, and for a depth outside of 0 to 1.
+    """
+    check_depth(depth)
+    if digits < 1:
+        raise ValueError(f"digits must be at least 1, got {digits}")
+    before, after, question = (np.array(encode_text(tokenizer, part)) for part in (BEFORE, AFTER, QUESTION))
+    made = empty_rows(length, rows)
+    for row, rng in enumerate(generators(seed, first, rows)):
+        key = _key(tokenizer, "".join(map(str, rng.integers(DIGITS, size=digits))))
+        room = length - len(before) - len(after) - len(question) - 2 * len(key)
+        if room < 0:
+            raise ValueError(
+                f"the sentences around a key of {digits} digits take {length - room} tokens, got length={length}"
+            )
+        if room > len(text):
+            raise ValueError(f"the text has {len(text)} tokens, and {room} are needed to fill length={length}")
+        start = int(rng.integers(len(text) - room + 1))
+        filler = np.asarray(text[start : start + room], dtype=np.int64)
+        place = int(rng.integers(room + 1)) if depth is None else round(depth * room)
+        parts = (filler[:place], before, key, after, filler[place:], question, key)
+        made.tokens[row] = np.concatenate(parts)
+        made.labels[row, length - len(key) :] = key
+        begin = place + len(before)
+        made.source[row, length - len(key) :] = np.arange(begin, begin + len(key))
+    return made
+
+
+def _key(tokenizer: Tokenizer, digits: str) -> np.ndarray:
+    """The tokens of a key after a blank."""
+    ids = encode_text(tokenizer, f" {digits}")
+    if (spelt := tokenizer.decode(ids).strip()) != digits:
+        raise ValueError(
+            f"the tokenizer cannot spell digits: {digits!r} becomes {spelt!r}; passkey needs one that can, such as "
+            "bytes or a byte-level BPE"
+        )
+    return np.array(ids)

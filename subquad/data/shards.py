@@ -11,6 +11,7 @@ from __future__ import annotations
 import hashlib
 import json
 import struct
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, BinaryIO, Self
 
@@ -22,8 +23,16 @@ MAGIC = b"SUBQUADT"
 FORMAT_VERSION = 1
 HEAD_BYTES = 4096
 _PREFIX = struct.Struct("<8sII32s")  # magic, version, bytes of JSON, SHA-256 of the JSON
-_FIELDS = {"tokens", "documents", "dtype", "vocab_size", "tokenizer_hash", "text_bytes", "words", "sha256"}
-_KINDS = {name: str if name in ("dtype", "tokenizer_hash", "sha256") else int for name in sorted(_FIELDS)}
+_HEAD = {
+    "documents": int,
+    "dtype": str,
+    "sha256": str,
+    "text_bytes": int,
+    "tokenizer_hash": str,
+    "tokens": int,
+    "vocab_size": int,
+    "words": int,
+}
 _verified: set[tuple[str, int, int, int]] = set()
 
 
@@ -72,6 +81,74 @@ class TokenShard:
         return f"TokenShard({str(self.path)!r}: {len(self):,} tokens, {len(self.documents) - 1:,} documents)"
 
 
+def _read_head(path: Path) -> dict[str, Any]:
+    with path.open("rb") as stream:
+        head = stream.read(HEAD_BYTES)
+    if head[: len(MAGIC)] != MAGIC:
+        raise ValueError(f"{path} is not a token shard: it begins with {head[:8]!r}, not with {MAGIC!r}")
+    if len(head) < HEAD_BYTES:
+        raise ValueError(f"{path} is cut short: {len(head)} bytes, less than a head's {HEAD_BYTES}")
+    _, version, length, checksum = _PREFIX.unpack_from(head)
+    if version != FORMAT_VERSION:
+        raise ValueError(
+            f"{path} has token shard format version {version}; this release reads version {FORMAT_VERSION}: "
+            "prepare the data again"
+        )
+    text = head[_PREFIX.size : _PREFIX.size + length]
+    if hashlib.sha256(text).digest() != checksum:
+        raise ValueError(f"{path} is damaged: the checksum of its head is wrong")
+    values = parse_json(decoded(text, str(path)), str(path))
+    if not isinstance(values, dict) or set(values) != set(_HEAD):
+        found = sorted(values) if isinstance(values, dict) else type(values).__name__
+        raise ValueError(f"{path} is damaged: its head has the keys {found}, not {sorted(_HEAD)}")
+    check_keys(values, _HEAD, str(path))
+    if values["dtype"] not in ("|u1", "<u2", "<u4") or values["tokens"] < 1 or values["documents"] < 1:
+        raise ValueError(
+            f"{path} is damaged: its head has the dtype {values['dtype']!r}, {values['tokens']} tokens and "
+            f"{values['documents']} documents"
+        )
+    return values
+
+
+def _verify(path: Path, head: dict[str, Any]) -> None:
+    """Check size and contents of a shard that this process has not checked yet."""
+    stat = path.stat()
+    body = head["tokens"] * np.dtype(head["dtype"]).itemsize + (head["documents"] + 1) * 8
+    if stat.st_size != HEAD_BYTES + body:
+        raise ValueError(
+            f"{path} is cut short or too long: {stat.st_size} bytes, where {head['tokens']} tokens and "
+            f"{head['documents']} documents take {HEAD_BYTES + body}"
+        )
+    seen = (str(path.resolve()), stat.st_ino, stat.st_size, stat.st_mtime_ns)
+    if seen in _verified:
+        return
+    if _hash_body(path) != head["sha256"]:
+        raise ValueError(f"{path} is damaged: the checksum of its tokens is wrong")
+    tokens = np.memmap(path, head["dtype"], mode="r", offset=HEAD_BYTES, shape=(head["tokens"],))
+    if (greatest := int(tokens.max())) >= head["vocab_size"]:
+        raise ValueError(f"{path} is damaged: it holds the token {greatest}, of {head['vocab_size']}")
+    _verified.add(seen)
+
+
+def _hash_body(path: Path) -> str:
+    with path.open("rb") as stream:
+        stream.seek(HEAD_BYTES)
+        return hashlib.file_digest(stream, "sha256").hexdigest()
+
+
+@dataclass(frozen=True)
+class Entry:
+    """A shard as the index of a set describes it."""
+
+    name: str
+    tokens: int
+    documents: int
+    text_bytes: int
+    words: int
+    sha256: str
+    """Of the tokens and the documents' offsets, as in the shard's own head."""
+
+
 class ShardWriter:
     """Writes a shard at `path`, which must be a place that nobody reads yet, as `files.aside` gives one.
 
@@ -108,7 +185,7 @@ class ShardWriter:
         self.words += words
 
     def add_documents(self, ids: np.ndarray, lengths: np.ndarray) -> None:
-        """Append documents that have no text, of so many tokens each; raises as `add`, and for no token in one."""
+        """Append documents without text, of `lengths` tokens each; raises as `add`, and for no token in one."""
         if lengths.sum() != len(ids) or lengths.min(initial=1) < 1:
             raise ValueError(
                 f"documents have one token or more each, together {len(ids)}; got {lengths.sum()} in all, the shortest "
@@ -119,9 +196,10 @@ class ShardWriter:
         self.starts += ends.tolist()
 
     @property
-    def sha256(self) -> str:
-        """The SHA-256 of what was written after the head."""
-        return self._sha256.hexdigest()
+    def entry(self) -> Entry:
+        """The line of an index for what was written; whole after the `with` block."""
+        sha256, documents = self._sha256.hexdigest(), len(self.starts) - 1
+        return Entry(self.path.name, self.count, documents, self.text_bytes, self.words, sha256)
 
     def __enter__(self) -> Self:
         return self
@@ -143,7 +221,7 @@ class ShardWriter:
             "tokenizer_hash": self.tokenizer_hash,
             "text_bytes": self.text_bytes,
             "words": self.words,
-            "sha256": self.sha256,
+            "sha256": self._sha256.hexdigest(),
         }
         text = json.dumps(values).encode()
         self._stream.seek(0)
@@ -153,58 +231,3 @@ class ShardWriter:
         data = array.tobytes()
         self._sha256.update(data)
         self._stream.write(data)
-
-
-def _read_head(path: Path) -> dict[str, Any]:
-    with path.open("rb") as stream:
-        head = stream.read(HEAD_BYTES)
-    if head[: len(MAGIC)] != MAGIC:
-        raise ValueError(f"{path} is not a token shard: it begins with {head[:8]!r}, not with {MAGIC!r}")
-    if len(head) < HEAD_BYTES:
-        raise ValueError(f"{path} is cut short: {len(head)} bytes, less than a head's {HEAD_BYTES}")
-    _, version, length, checksum = _PREFIX.unpack_from(head)
-    if version != FORMAT_VERSION:
-        raise ValueError(
-            f"{path} has token shard format version {version}; this release reads version {FORMAT_VERSION}: "
-            "prepare the data again"
-        )
-    text = head[_PREFIX.size : _PREFIX.size + length]
-    if hashlib.sha256(text).digest() != checksum:
-        raise ValueError(f"{path} is damaged: the checksum of its head is wrong")
-    values = parse_json(decoded(text, str(path)), str(path))
-    if not isinstance(values, dict) or set(values) != _FIELDS:
-        found = sorted(values) if isinstance(values, dict) else type(values).__name__
-        raise ValueError(f"{path} is damaged: its head has the keys {found}, not {sorted(_FIELDS)}")
-    check_keys(values, _KINDS, str(path))
-    if values["dtype"] not in ("|u1", "<u2", "<u4") or values["tokens"] < 1 or values["documents"] < 1:
-        raise ValueError(
-            f"{path} is damaged: its head has the dtype {values['dtype']!r}, {values['tokens']} tokens and "
-            f"{values['documents']} documents"
-        )
-    return values
-
-
-def _verify(path: Path, head: dict[str, Any]) -> None:
-    """Check size and contents of a shard that this process has not checked yet."""
-    stat = path.stat()
-    body = head["tokens"] * np.dtype(head["dtype"]).itemsize + (head["documents"] + 1) * 8
-    if stat.st_size != HEAD_BYTES + body:
-        raise ValueError(
-            f"{path} is cut short or too long: {stat.st_size} bytes, where {head['tokens']} tokens and "
-            f"{head['documents']} documents take {HEAD_BYTES + body}"
-        )
-    seen = (str(path.resolve()), stat.st_ino, stat.st_size, stat.st_mtime_ns)
-    if seen in _verified:
-        return
-    if _hash_body(path) != head["sha256"]:
-        raise ValueError(f"{path} is damaged: the checksum of its tokens is wrong")
-    tokens = np.memmap(path, head["dtype"], mode="r", offset=HEAD_BYTES, shape=(head["tokens"],))
-    if (greatest := int(tokens.max())) >= head["vocab_size"]:
-        raise ValueError(f"{path} is damaged: it holds the token {greatest}, of {head['vocab_size']}")
-    _verified.add(seen)
-
-
-def _hash_body(path: Path) -> str:
-    with path.open("rb") as stream:
-        stream.seek(HEAD_BYTES)
-        return hashlib.file_digest(stream, "sha256").hexdigest()

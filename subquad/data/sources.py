@@ -15,7 +15,7 @@ import sysconfig
 import tarfile
 import unicodedata
 import zipfile
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple, Protocol
 
@@ -178,16 +178,10 @@ class DatasetSource:
         if not name or len(rest) > 3:
             raise ValueError(f"a dataset is hf:NAME[:CONFIG[:SPLIT[:COLUMN]]], got {asked!r}")
         config, split, column = [*rest, "", "", ""][:3]
-        try:
-            import datasets
-        except ImportError as error:
-            raise ImportError(
-                f"{asked!r} needs the package datasets, which is not installed: pip install 'subquad[datasets]'"
-            ) from error
         self.asked = asked
         self.names: list[str] = []
         self.skip_bad_files = skip_bad_files
-        self.rows: Any = datasets.load_dataset(name, config or None, split=split or "train")
+        self.rows = hub_dataset(asked, name, config or None, split=split or "train")
         self.column = column or "text"
         if self.column not in self.rows.column_names:
             choices = suggest(self.column, self.rows.column_names)
@@ -206,6 +200,17 @@ class DatasetSource:
             text = (row or "").encode()
             if text and _is_text(text, f"{self.asked}, row {number}", self.skip_bad_files):
                 yield Document(f"row {number}", text, text)
+
+
+def hub_dataset(asked: str, *arguments: Any, **options: Any) -> Any:
+    """Return `datasets.load_dataset(*arguments, **options)` for the path `asked`; `ImportError` without `datasets`."""
+    try:
+        import datasets
+    except ImportError as error:
+        raise ImportError(
+            f"{asked!r} needs the package datasets, which is not installed: pip install 'subquad[datasets]'"
+        ) from error
+    return datasets.load_dataset(*arguments, **options)
 
 
 def check_text(text: bytes, name: str) -> None:
@@ -260,3 +265,34 @@ def _unpack(name: str, raw: bytes, file: Path) -> Iterator[tuple[str, bytes]]:
 def _add(total: Any, name: str, content: bytes) -> None:
     encoded = name.encode()
     total.update(len(encoded).to_bytes(8, "little") + encoded + content)
+
+
+def hold_out(keys: Sequence[bytes], fraction: float, seed: int = 0) -> list[bool]:
+    """Whether to hold out each document: SHA-256 of seed and key, read as a number in [0, 1), is below `fraction`.
+
+    At least one document is on each side: where the hashes say otherwise, the one with the least (or the greatest)
+    changes sides. Raises `ValueError` for fewer than two documents.
+    """
+    if len(keys) < 2:
+        raise ValueError(f"a split by document needs at least two documents, got {len(keys)}")
+    prefix = f"{seed} ".encode()
+    numbers = [int.from_bytes(hashlib.sha256(prefix + key).digest()[:8], "big") for key in keys]
+    held_out = [number < fraction * 2**64 for number in numbers]
+    if not any(held_out):
+        held_out[numbers.index(min(numbers))] = True
+    if all(held_out):
+        held_out[numbers.index(max(numbers))] = False
+    return held_out
+
+
+def cut(text: bytes, fraction: float) -> int:
+    """Where to cut a single document: its last `fraction` is held out, from the next character's first byte on.
+
+    Raises `ValueError` where one of the two parts would be empty.
+    """
+    place = int(len(text) * (1 - fraction))
+    while place < len(text) and text[place] & 0xC0 == 0x80:  # inside a character
+        place += 1
+    if not 0 < place < len(text):
+        raise ValueError(f"a document of {len(text)} bytes is too short to hold out {fraction} of it")
+    return place

@@ -1,17 +1,16 @@
 """Sets of token shards: a folder of them with an index, read as one without loading it.
 
-`index.json` names the shards in order, with their counts and checksums. What can be known from it opens no shard; a
-shard is opened, and its checksum compared with the index and its own head, by the first who reads a token of it, once
+`index.json` names the shards in order, with their counts and checksums. What the index says is known without opening a
+shard; a shard is opened, and its checksum compared with the index and its own head, when its first token is read, once
 in each process.
 """
 
 from __future__ import annotations
 
-import logging
 from bisect import bisect_right
-from collections import OrderedDict
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict
+from functools import partial
 from itertools import accumulate
 from pathlib import Path
 from typing import Any, Literal
@@ -20,15 +19,13 @@ import numpy as np
 
 from subquad.config import digest, suggest
 from subquad.data.files import write_json
-from subquad.data.shards import TokenShard
+from subquad.data.shards import Entry, TokenShard
 from subquad.parsing import check_keys, read_json_mapping
 
-logger = logging.getLogger(__name__)
-
 INDEX = "index.json"
-FORMAT, FORMAT_VERSION = "subquad-tokens", 1
+INDEX_FORMAT, INDEX_VERSION = "subquad-tokens", 1
 OPEN_SHARDS = 1024
-"""Shards that a process keeps mapped."""
+"""Shards of a set that a process keeps mapped."""
 MOST = 2**48
 """Above what a shard can hold of anything."""
 BadShards = Literal["stop", "skip"]
@@ -36,19 +33,6 @@ BadShards = Literal["stop", "skip"]
 
 class ShardError(ValueError):
     """A shard of a set that is missing or damaged; the message names it and says what to do."""
-
-
-@dataclass(frozen=True)
-class Entry:
-    """A line of the index."""
-
-    name: str
-    tokens: int
-    documents: int
-    text_bytes: int
-    words: int
-    sha256: str
-    """Of the tokens and the documents' offsets, as in the shard's own head."""
 
 
 class TokenSet:
@@ -82,14 +66,14 @@ class TokenSet:
         self.words = sum(entry.words for entry in self.entries)
         self.fingerprint = digest([self.tokenizer_hash, [asdict(entry) for entry in self.entries]])
         self.ends = list(accumulate(entry.tokens for entry in self.entries))
-        self._open: OrderedDict[int, TokenShard] = OrderedDict()
+        self._open: dict[int, TokenShard] = {}
         self._bad: dict[int, ShardError] = {}
 
     def __len__(self) -> int:
         return self.ends[-1]
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return _reopened, (self.path, [entry.name for entry in self.entries], self.bad_shards)
+        return partial(TokenSet, bad_shards=self.bad_shards), (self.path, [entry.name for entry in self.entries])
 
     def __repr__(self) -> str:
         return f"TokenSet({str(self.path)!r}: {len(self):,} tokens in {len(self.entries)} shards)"
@@ -107,23 +91,22 @@ class TokenSet:
         return np.concatenate([*parts, np.array([len(self)])])
 
     def shard(self, number: int) -> TokenShard:
-        """Shard `number` of the set, opened and checked; `ShardError` where that fails, now and ever after."""
+        """Return shard `number` of the set, opened and checked; `ShardError` where that fails, now and ever after."""
         if number in self._bad:
             raise self._bad[number]
-        shard = self._open.get(number)
-        if shard is None:
+        if number not in self._open:
+            entry = self.entries[number]
             try:
-                shard = self._opened(self.entries[number])
+                self._open[number] = self._opened(entry)
             except (OSError, ValueError) as error:
                 self._bad[number] = ShardError(
-                    f"shard {self.entries[number].name} of {self.path} cannot be read: {error}; restore it, or leave "
-                    "it out by data.bad_shards=skip"
+                    f"shard {entry.name} of {self.path} cannot be read: {error}; restore it, or leave it out by "
+                    "data.bad_shards=skip"
                 )
                 raise self._bad[number] from error
-            self._open[number] = shard
             if len(self._open) > OPEN_SHARDS:
-                self._open.popitem(last=False)
-        return shard
+                del self._open[next(iter(self._open))]
+        return self._open[number]
 
     def _opened(self, entry: Entry) -> TokenShard:
         shard = TokenShard(self.path / entry.name, tokenizer_hash=self.tokenizer_hash)
@@ -159,36 +142,36 @@ class SetTokens:
 
 
 def is_token_set(path: str | Path) -> bool:
-    """Whether a path is a folder of shards with an index, a damaged one included."""
+    """Return whether a path is a folder of shards with an index, a damaged one included."""
     folder = Path(path).expanduser()
     if not (folder / INDEX).is_file():
         return False
     try:
-        return read_json_mapping(folder / INDEX).get("format") == FORMAT
+        return read_json_mapping(folder / INDEX).get("format") == INDEX_FORMAT
     except ValueError:
         return any(folder.glob("*.tokens"))
 
 
 def read_index(folder: Path) -> dict[str, Any]:
-    """The index of a set: `tokenizer_hash`, `vocab_size` and `shards`, a list of `Entry`. Raises as `TokenSet`."""
+    """Read the index of a set: `tokenizer_hash`, `vocab_size` and `shards`, a list of `Entry`. Raises as `TokenSet`."""
     if not (folder / INDEX).is_file():
         raise FileNotFoundError(f"{folder} holds no {INDEX}; `subquad data tokens` makes a folder of token shards")
-    index = read_json_mapping(folder / INDEX)
-    if index.get("format") != FORMAT or index.get("version") != FORMAT_VERSION:
+    where = str(folder / INDEX)
+    index = read_json_mapping(where)
+    if index.get("format") != INDEX_FORMAT or index.get("version") != INDEX_VERSION:
         raise ValueError(
-            f"{folder / INDEX} has format {index.get('format')!r} version {index.get('version')!r}; this release reads "
-            f"{FORMAT!r} version {FORMAT_VERSION}: make the shards again"
+            f"{where} has format {index.get('format')!r} version {index.get('version')!r}; this release reads "
+            f"{INDEX_FORMAT!r} version {INDEX_VERSION}: make the shards again"
         )
     content: dict[str, Any] = {name: index.get(name) for name in ("tokenizer_hash", "vocab_size", "shards")}
     if index.get("sha256") != digest(content):
-        raise ValueError(f"{folder / INDEX} is damaged: its checksum is wrong")
-    where = str(folder / INDEX)
+        raise ValueError(f"{where} is damaged: its checksum is wrong")
     check_keys(content, {"tokenizer_hash": str, "vocab_size": int, "shards": list}, where)
     return content | {"shards": [_entry(entry, where) for entry in content["shards"]]}
 
 
 def _entry(values: Any, where: str) -> Entry:
-    """A line of the index. `ValueError` for one that cannot be: a name outside of the folder, a count below zero."""
+    """Read a line of the index; `ValueError` for a name outside of the folder and for a count that cannot be."""
     counts = ("tokens", "documents", "text_bytes", "words")
     check_keys(values, {"name": str, "sha256": str, **dict.fromkeys(counts, int)}, where)
     name = values["name"]
@@ -207,11 +190,12 @@ def write_index(folder: Path, entries: Sequence[Entry], *, tokenizer_hash: str, 
         "vocab_size": vocab_size,
         "shards": [asdict(entry) for entry in entries],
     }
-    write_json(folder / INDEX, {"format": FORMAT, "version": FORMAT_VERSION, **content, "sha256": digest(content)})
+    values = {"format": INDEX_FORMAT, "version": INDEX_VERSION, **content, "sha256": digest(content)}
+    write_json(folder / INDEX, values)
 
 
 def held_out_names(entries: Sequence[Entry], fraction: float) -> list[str]:
-    """The last shards that hold at least `fraction` of the tokens, at most all but one."""
+    """Return the last shards that hold at least `fraction` of the tokens, at most all but one."""
     wanted = fraction * sum(entry.tokens for entry in entries)
     names: list[str] = []
     for entry in reversed(entries[1:]):
@@ -220,7 +204,3 @@ def held_out_names(entries: Sequence[Entry], fraction: float) -> list[str]:
         names.append(entry.name)
         wanted -= entry.tokens
     return names[::-1]
-
-
-def _reopened(path: Path, names: list[str], bad_shards: BadShards) -> TokenSet:
-    return TokenSet(path, names, bad_shards=bad_shards)

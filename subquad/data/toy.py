@@ -7,9 +7,6 @@ import torch
 from torch import Tensor
 from torch.utils.data import Dataset
 
-from subquad.config import digest
-from subquad.data.labelled import LabelledCorpus
-
 VERSION = 1
 ZERO, ONE, MARK = range(3)
 MARKED = 5
@@ -66,16 +63,3 @@ def votes(rng: np.random.Generator, tokens: int) -> tuple[np.ndarray, int]:
     order = rng.permutation(2 * half)
     pairs = np.stack([np.where(order < MARKED, MARK, -1), symbols[order]], 1).ravel()
     return pairs[pairs >= 0], label
-
-
-def toy(length: int, *, examples: int, held_out: int, seed: int = 0) -> LabelledCorpus:
-    """The task `MarkedVotes` with `examples` sequences to learn from and `held_out` others to measure on."""
-    apart = MarkedVotes(length, held_out, seed=seed, held_out=True)
-    return LabelledCorpus(
-        train=MarkedVotes(length, examples, seed=seed),
-        held_out=apart,
-        test=apart,
-        vocab_size=MARK + 1,
-        classes=CLASSES,
-        fingerprint=digest(["marked votes", VERSION, length, examples, held_out, seed]),
-    )

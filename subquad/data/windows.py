@@ -1,17 +1,39 @@
-"""Windows of tokens, and the order in which an epoch visits them."""
+"""Windows of tokens: a stream cut at equal distances, or whole documents packed; of a shard, or of a set of shards.
+
+No window of a set crosses the end of a shard.
+"""
 
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Iterator
-from typing import Any
+import logging
+from bisect import bisect_right
+from collections.abc import Sequence, Sized
+from itertools import accumulate
+from pathlib import Path
+from typing import Any, Literal
 
 import numpy as np
 import torch
 from torch import Tensor
-from torch.utils.data import Dataset, Sampler
+from torch.utils.data import Dataset
 
+from subquad.config import digest
+from subquad.data.files import Progress, aside, cache_folder, silent, usable, write_json
+from subquad.data.packing import Packing, pack
 from subquad.data.shards import TokenShard
+from subquad.data.token_set import OPEN_SHARDS, ShardError, TokenSet
+from subquad.parsing import read_json_mapping
+
+logger = logging.getLogger(__name__)
+
+Pack = Literal["stream", "documents"]
+IGNORED = -100
+"""The label that does not count."""
+PADDING = -1
+"""The document of padding."""
+PACKING_VERSION = 1
+COUNTS = "counts.json"
 
 
 class Windows(Dataset[dict[str, Tensor]]):
@@ -39,11 +61,16 @@ class Windows(Dataset[dict[str, Tensor]]):
         return count_windows(len(self.shard), self.length, self.stride)
 
     def __getitem__(self, index: int) -> dict[str, Tensor]:
-        if not 0 <= index < len(self):
-            raise IndexError(f"window {index} is out of range: there are {len(self)}")
+        check_index(self, index)
         start = index * self.stride
         tokens = torch.from_numpy(self.shard.tokens[start : start + self.length].astype(np.int64))
         return {"input_ids": tokens, "labels": tokens.clone()}
+
+
+def check_index(windows: Sized, index: int) -> None:
+    """Raise `IndexError` for a window that is not there; the end of a loop over a data set is one."""
+    if not 0 <= index < len(windows):
+        raise IndexError(f"window {index} is out of range: there are {len(windows)}")
 
 
 class WindowParts(Dataset[dict[str, Tensor]]):
@@ -82,63 +109,227 @@ def count_windows(tokens: int, length: int, stride: int | None = None) -> int:
     return max(0, (tokens - length) // (length - 1 if stride is None else stride) + 1)
 
 
-class EpochOrder(Sampler[int]):
-    """A permutation of 0..n-1 that `seed` and `epoch` fix.
+def check_not_empty(windows: Sized, where: object) -> None:
+    """Raise `ValueError` where documents give no window."""
+    if not len(windows):
+        raise ValueError(f"{where} holds no document to pack")
 
-    `state_dict` and `load_state_dict` carry the position: iterating after a load goes on with the next index. Each
-    further iteration begins at the start; `set_epoch` chooses the next epoch's permutation.
+
+class PackedWindows(Dataset[dict[str, Tensor]]):
+    """Windows of whole documents: `{"input_ids", "labels", "doc_ids"}`, each int64 `[length]`.
+
+    Documents of a window are numbered from 0 by `doc_ids`, which is -1 at padding; labels are the tokens, and -100 at
+    padding and at the first token of each piece, which nothing predicts. Raises `ValueError` for a length below 2.
     """
 
-    def __init__(self, n: int, seed: int = 0, epoch: int = 0) -> None:
-        if n < 1:
-            raise ValueError(f"an order needs at least one item, got n={n}")
-        self.n = n
-        self.seed = seed
-        self.epoch = epoch
-        self.position = 0
-        self._resume = False
+    def __init__(self, shard: TokenShard, length: int, packing: Packing | None = None) -> None:
+        self.shard, self.length = shard, length
+        self.packing = pack(shard.documents, length) if packing is None else packing
+        check_not_empty(self, shard.path)
 
     def __len__(self) -> int:
-        return self.n
+        return len(self.packing.firsts) - 1
 
-    def __iter__(self) -> Iterator[int]:
-        start = self.position if self._resume else 0
-        self._resume = False
-        for place, index in enumerate(self.items(start), start):
-            self.position = place + 1
-            yield index
+    @property
+    def padding(self) -> float:
+        """Share of all places that hold no token."""
+        places = len(self) * self.length
+        return (places - int((self.packing.stops - self.packing.starts).sum())) / places
 
-    def items(self, start: int) -> Iterator[int]:
-        """The order from a place on."""
-        return iter(self.permutation()[start:].tolist())
+    def __getitem__(self, index: int) -> dict[str, Tensor]:
+        check_index(self, index)
+        first, last = self.packing.firsts[index : index + 2].tolist()
+        spans = zip(self.packing.starts[first:last].tolist(), self.packing.stops[first:last].tolist(), strict=True)
+        return packed_window([self.shard.tokens[start:stop] for start, stop in spans], self.length)
 
-    def permutation(self) -> Tensor:
-        """The whole epoch's order `[n]`."""
-        word = hashlib.sha256(f"{self.seed}:{self.epoch}".encode()).digest()
-        generator = torch.Generator().manual_seed(int.from_bytes(word[:7], "big"))
-        return torch.randperm(self.n, generator=generator)
 
-    def set_epoch(self, epoch: int) -> None:
-        """Choose an epoch; another one than the present begins at its start."""
-        if epoch != self.epoch:
-            self.epoch = epoch
-            self.position = 0
-            self._resume = False
+def packed_window(parts: list[np.ndarray], length: int) -> dict[str, Tensor]:
+    """Return the item of `PackedWindows` that these pieces of documents make."""
+    tokens, labels = np.zeros(length, dtype=np.int64), np.full(length, IGNORED, dtype=np.int64)
+    doc_ids = np.full(length, PADDING, dtype=np.int64)
+    place = 0
+    for number, part in enumerate(parts):
+        end = place + len(part)
+        tokens[place:end] = part
+        labels[place + 1 : end] = part[1:]
+        doc_ids[place:end] = number
+        place = end
+    made = {"input_ids": tokens, "labels": labels, "doc_ids": doc_ids}
+    return {name: torch.from_numpy(array) for name, array in made.items()}
 
-    def state_dict(self) -> dict[str, Any]:
-        """The order's identity and how many indices of this epoch were given out."""
-        return {"n": self.n, "seed": self.seed, "epoch": self.epoch, "position": self.position}
 
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Go on where `state` stood; `ValueError` where it belongs to another order."""
-        for name in ("n", "seed"):
-            if state[name] != getattr(self, name):
-                raise ValueError(
-                    f"the saved order has {name}={state[name]}, this one {name}={getattr(self, name)}: "
-                    "data or seed have changed"
-                )
-        if not 0 <= state["position"] <= self.n:
-            raise ValueError(f"the saved position must lie in 0..{self.n}, got {state['position']}")
-        self.epoch = state["epoch"]
-        self.position = state["position"]
-        self._resume = True
+class SetWindows(Dataset[dict[str, Tensor]]):
+    """The windows of all shards, shard after shard; `counts` says how many each has, without opening it.
+
+    Item i is that of the shard's own windows (`part`). Where a shard cannot be read, `ShardError` says so; with
+    `bad_shards="skip"` the set warns once, and in the place of each of its windows there is one of the next shard that
+    can be read: all others keep their numbers, so that no order changes.
+    """
+
+    def __init__(self, tokens: TokenSet, counts: Sequence[int]) -> None:
+        self.tokens, self.counts = tokens, list(counts)
+        self.ends = list(accumulate(self.counts))
+        self._warned: set[int] = set()
+
+    def __len__(self) -> int:
+        return self.ends[-1]
+
+    def place(self, index: int) -> tuple[int, int]:
+        """Return the shard of a window, and the window's number there."""
+        check_index(self, index)
+        shard = bisect_right(self.ends, index)
+        return shard, index - self.ends[shard] + self.counts[shard]
+
+    def __getitem__(self, index: int) -> dict[str, Tensor]:
+        first, number = self.place(index)
+        for further in range(len(self.counts)):
+            shard = (first + further) % len(self.counts)
+            if not self.counts[shard]:
+                continue
+            try:
+                return self.part(shard)[number % self.counts[shard]]
+            except ShardError as error:
+                if self.tokens.bad_shards == "stop":
+                    raise
+                if shard not in self._warned:
+                    self._warned.add(shard)
+                    logger.warning("%d windows are replaced by others: %s", self.counts[shard], error)
+        raise ShardError(f"no shard of {self.tokens.path} can be read; the warnings before this one say why")
+
+    def part(self, shard: int) -> Dataset[dict[str, Tensor]]:
+        """Return the windows of one shard; `ShardError` where it cannot be read."""
+        raise NotImplementedError(f"{type(self).__name__} must define part (SetWindows is abstract)")
+
+
+class StreamWindows(SetWindows):
+    """`Windows` of each shard. Raises `ValueError` as that does, where no shard is long enough too."""
+
+    def __init__(self, tokens: TokenSet, length: int, *, stride: int | None = None) -> None:
+        self.length, self.stride = length, stride
+        super().__init__(tokens, [count_windows(entry.tokens, length, stride) for entry in tokens.entries])
+        if not len(self):
+            raise ValueError(
+                f"a window of {length} tokens is longer than every shard of {tokens.path}; use a shorter window or "
+                "larger shards"
+            )
+
+    def part(self, shard: int) -> Windows:
+        """Return the windows of one shard."""
+        return Windows(self.tokens.shard(shard), self.length, stride=self.stride)
+
+
+class PackedSetWindows(SetWindows):
+    """`PackedWindows` of each shard.
+
+    How documents fill windows is found once, which reads the offsets of all documents and checks every shard, and kept
+    in a folder of the cache; later readers open the shards of their own windows alone. Raises as `PackedWindows`, and
+    `ShardError` for a shard that cannot be read when they are packed; with `bad_shards="skip"` it then has no windows.
+    """
+
+    def __init__(
+        self, tokens: TokenSet, length: int, *, cache: str | None = None, progress: Progress | None = None
+    ) -> None:
+        self.length, self.cache = length, cache_folder(cache)
+        self._packings: dict[int, Packing] = {}
+        self.folder = self._place(tokens, ())
+        if not usable(self.folder, lambda: _read(self.folder)):
+            unreadable = [entry.name for i, entry in enumerate(tokens.entries) if not _readable(tokens, i)]
+            self.folder = self._place(tokens, unreadable)
+            if not unreadable or not usable(self.folder, lambda: _read(self.folder)):
+                _make(self.folder, tokens, unreadable, length, progress or silent)
+        self._found = _read(self.folder)
+        super().__init__(tokens, self._found["windows"])
+        check_not_empty(self, tokens.path)
+
+    def part(self, shard: int) -> PackedWindows:
+        """Return the windows of one shard."""
+        if shard not in self._packings:
+            self._packings[shard] = self._packing(shard)
+            if len(self._packings) > OPEN_SHARDS:
+                del self._packings[next(iter(self._packings))]
+        return PackedWindows(self.tokens.shard(shard), self.length, self._packings[shard])
+
+    @property
+    def padding(self) -> float:
+        """Share of all places that hold no token."""
+        places = len(self) * self.length
+        return (places - sum(self._found["used"])) / places
+
+    def _packing(self, shard: int) -> Packing:
+        file = self.folder / f"{shard:05d}.npy"
+        if hashlib.sha256(file.read_bytes()).hexdigest() != self._found["sha256"][shard]:
+            raise ValueError(f"{file} is damaged: its checksum is wrong; delete {self.folder}, which is made again")
+        values, windows = np.load(file, mmap_mode="r", allow_pickle=False), self.counts[shard]
+        firsts, pieces = values[: windows + 1], values[windows + 1 :]
+        return Packing(firsts, *np.split(pieces, 2))
+
+    def _place(self, tokens: TokenSet, unreadable: Sequence[str]) -> Path:
+        """Return the folder of the packing: another one where shards are left out."""
+        key = digest([tokens.fingerprint, self.length, PACKING_VERSION, list(unreadable)])
+        return self.cache / f"packing-{key}"
+
+
+def _readable(tokens: TokenSet, shard: int) -> bool:
+    """Open a shard of a set; where that fails, raise, or with `bad_shards="skip"` warn and return False."""
+    try:
+        tokens.shard(shard)
+    except ShardError as error:
+        if tokens.bad_shards == "stop":
+            raise
+        logger.warning("left out of the packing: %s", error)
+        return False
+    return True
+
+
+def _make(folder: Path, tokens: TokenSet, unreadable: Sequence[str], length: int, progress: Progress) -> None:
+    """Pack each shard, and write where the pieces are, the counts and the checksums."""
+    found: dict[str, list[int | str]] = {"windows": [], "used": [], "sha256": []}
+    with aside(folder) as temporary:
+        temporary.mkdir()
+        for i, entry in enumerate(tokens.entries):
+            progress("packing", i, len(tokens.entries))
+            none = np.zeros(1, dtype=np.int64)
+            packing = pack(none if entry.name in unreadable else tokens.shard(i).documents, length)
+            file = temporary / f"{i:05d}.npy"
+            np.save(file, np.concatenate(packing))
+            found["windows"].append(len(packing.firsts) - 1)
+            found["used"].append(int((packing.stops - packing.starts).sum()))
+            found["sha256"].append(hashlib.sha256(file.read_bytes()).hexdigest())
+        write_json(temporary / COUNTS, {"packing": found, "digest": digest(found)})
+
+
+def _read(folder: Path) -> dict[str, list[Any]]:
+    """Read the counts and checksums of a packing; `ValueError` where they are damaged."""
+    values = read_json_mapping(folder / COUNTS)
+    found: dict[str, list[Any]] = values.get("packing", {})
+    if values.get("digest") != digest(found):
+        raise ValueError(f"{folder / COUNTS} is damaged: its checksum is wrong")
+    return found
+
+
+def windows_of(
+    tokens: TokenShard | TokenSet,
+    length: int,
+    *,
+    stride: int | None = None,
+    pack: Pack = "stream",
+    cache: str | None = None,
+    progress: Progress | None = None,
+) -> Windows | PackedWindows | StreamWindows | PackedSetWindows:
+    """Return the windows of a shard or of a set of shards.
+
+    `stream`: windows that run over the ends of documents, `stride` tokens apart, as `Windows`; `documents`: whole
+    documents, packed with their boundaries, as `PackedWindows`. Raises `ValueError` as these do, and for a stride of
+    packed documents.
+    """
+    if pack == "stream":
+        if isinstance(tokens, TokenSet):
+            return StreamWindows(tokens, length, stride=stride)
+        return Windows(tokens, length, stride=stride)
+    if stride is not None:
+        raise ValueError(
+            f"packed documents have no stride: each token but a document's first is predicted once, got {stride}"
+        )
+    if isinstance(tokens, TokenSet):
+        return PackedSetWindows(tokens, length, cache=cache, progress=progress)
+    return PackedWindows(tokens, length)

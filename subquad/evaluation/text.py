@@ -18,7 +18,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from subquad.data.packing import IGNORED, PADDING
+from subquad.data.windows import IGNORED, PADDING
 from subquad.models import Decoder
 
 if TYPE_CHECKING:

@@ -7,27 +7,24 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Collection, Sequence
-from typing import Literal
+from functools import partial
 
+import torch
 from torch import Tensor
 
-from subquad.generation._generate import checked_prompt, inference, read_piece
-from subquad.generation._slots import make_slots
-from subquad.generation.config import SamplingConfig
-from subquad.generation.sampling import Sampler
+from subquad.generation.generate import Continuation, Finished, checked_prompt, inference, read_piece
+from subquad.generation.sampling import Sampler, SamplingConfig
+from subquad.generation.slots import join, make_slots
 from subquad.models import Decoder
 from subquad.state import State
 
-Finished = Literal["length", "stop", "cancelled", "error"]
 
+class Request(Continuation):
+    """One sequence of a `BatchDecoder`, made by its `add`; its `tokens` grow with the steps.
 
-class Request:
-    """One sequence of a `BatchDecoder`, made by its `add`.
-
-    `tokens` are the generated ones (a stop token is the last), `finished` is None until there are no more: `length`
-    (`max_tokens` of them), `stop`, `cancelled`, or `error`, with the exception as `error`. `state` is then what was
-    read (the prompt and all generated tokens but the last), if `add` was told to keep it. `state_bytes` is the size of
-    its state at the last token.
+    Where it is `finished` by an `error`, that is the exception. `state` is then what was read (the prompt and all
+    generated tokens but the last), if `add` was told to keep it. `state_bytes` is the size of its state at the last
+    token.
     """
 
     def __init__(
@@ -41,9 +38,8 @@ class Request:
         keep_state: bool,
         owner: BatchDecoder,
     ) -> None:
-        self.tokens: list[int] = []
+        super().__init__([], None)
         self.prompt_tokens = len(unread)
-        self.finished: Finished | None = None
         self.error: Exception | None = None
         self.state = state
         self.state_bytes = 0
@@ -279,6 +275,46 @@ def generate_batch(
             requests.append(decoder.add(prompt, own, stop_tokens=stop_tokens))
     decoder.run()
     return requests
+
+
+def continue_together(
+    model: Decoder,
+    prompt: Sequence[int],
+    samplings: Sequence[SamplingConfig],
+    /,
+    *,
+    state: State | None = None,
+    stop_tokens: Collection[int] = (),
+) -> list[Continuation]:
+    """Continue one prompt once for each of `samplings`, which ask for equally many tokens, in one batch.
+
+    All rows are as long as each other, so no slots are needed. `state` is that of one row before the prompt's last
+    token. A row that has ended is read on with the others until half of them have.
+    """
+    found = [Continuation([], None) for _ in samplings]
+    choose = [Sampler(sampling, model.config.vocab_size, prompt) for sampling in samplings]
+    rows, stops = list(range(len(samplings))), frozenset(stop_tokens)
+    state = None if state is None else join([state] * len(rows))
+    last, device = [prompt[-1]] * len(rows), next(model.parameters()).device
+    with inference(model):
+        for _ in range(samplings[0].max_tokens):
+            logits_BTV, state = model(torch.tensor(last, device=device)[:, None], state)
+            for place, row in enumerate(rows):
+                if found[row].finished is not None:
+                    continue
+                last[place] = choose[row](logits_BTV[place, -1])
+                found[row].tokens.append(last[place])
+                if last[place] in stops:
+                    found[row].finished = "stop"
+            going = [place for place, row in enumerate(rows) if found[row].finished is None]
+            if not going:
+                break
+            if 2 * len(going) <= len(rows):
+                state = state.map(partial(torch.index_select, dim=0, index=torch.tensor(going, device=device)))
+                rows, last = [rows[place] for place in going], [last[place] for place in going]
+    for continuation in found:
+        continuation.finished = continuation.finished or "length"
+    return found
 
 
 def _limit(model: Decoder, max_context: int) -> tuple[int | None, str]:

@@ -6,24 +6,23 @@ Shape letters: B beams, V vocabulary.
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
+from dataclasses import dataclass
 from functools import partial
-from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
-from subquad.generation._generate import Generation, as_tensor, inference
-from subquad.generation.config import SamplingConfig
-from subquad.generation.sampling import check_finite
+from subquad.generation.generate import Continuation, Generation, as_tensor, inference
+from subquad.generation.sampling import SamplingConfig, check_finite
 from subquad.models import Decoder
 from subquad.state import State
 
 
-class Beam(NamedTuple):
+@dataclass(eq=False)
+class Beam(Continuation):
     """A continuation; `score` is the sum of its tokens' log-probabilities over `length ** length_penalty`."""
 
-    tokens: list[int]
     score: float
 
 
@@ -34,15 +33,15 @@ def beam_search(
     *,
     beams: int = 4,
     max_tokens: int = 256,
-    stop_token: int | None = None,
+    stop_tokens: Collection[int] = (),
     length_penalty: float = 1.0,
     state: State | None = None,
     prefill_chunk: int = 4096,
 ) -> list[Beam]:
-    """`beams` continuations of `prompt`, the best first, by `sum_t log p(token_t | before) / length ** length_penalty`.
+    """Return `beams` continuations of `prompt`, the best first, by `sum_t log p(token_t) / length ** length_penalty`.
 
-    In each step the `beams` likeliest continuations that do not end with `stop_token` go on; those that end with it
-    (counted in their length) compete by score. The search ends after `max_tokens`, or when no beam that goes on could
+    In each step the `beams` likeliest continuations that do not end with one of `stop_tokens` go on; those that do
+    (it counts in their length) compete by score. The search ends after `max_tokens`, or when no beam that goes on could
     still, at its present length, beat the worst of `beams` ended ones. The states are carried and reordered: the prompt
     is read once. A model with fewer than `beams` continuations gives those it has.
 
@@ -55,16 +54,16 @@ def beam_search(
     sampling = SamplingConfig(max_tokens=max_tokens, temperature=0, prefill_chunk=prefill_chunk)
     generation = Generation(model, prompt, sampling, state=state)
     if max_tokens == 0:
-        return [Beam([], 0.0)]
+        return [Beam([], "length", 0.0)]
     generation.prefill()
-    ended: list[Beam] = []
+    stops, ended = frozenset(stop_tokens), list[Beam]()
     with inference(model):
         logits_BTV, state = model(as_tensor(model, [int(prompt[-1])]), generation.state)
         rows: list[list[int]] = [[]]
         sums_B = torch.zeros(1, dtype=torch.float64)
         for length in range(1, max_tokens + 1):
             scores_BV = sums_B[:, None] + _log_probabilities(logits_BTV[:, -1])
-            going = _split(scores_BV, rows, beams, stop_token, length**length_penalty, ended)
+            going = _split(scores_BV, rows, beams, stops, length**length_penalty, ended)
             if not going or length == max_tokens or _decided(going, ended, beams, length**length_penalty):
                 break
             rows = [[*rows[row], token] for row, token, _ in going]
@@ -74,7 +73,8 @@ def beam_search(
             last_B1 = torch.tensor([[row[-1]] for row in rows], device=logits_BTV.device)
             logits_BTV, state = model(last_B1, state)
     if not (going and _decided(going, ended, beams, length**length_penalty)):
-        ended += [Beam([*rows[row], token], total / length**length_penalty) for row, token, total in going]
+        norm = length**length_penalty
+        ended += [Beam([*rows[row], token], "length", total / norm) for row, token, total in going]
     return sorted(ended, key=lambda beam: -beam.score)[:beams]
 
 
@@ -83,19 +83,19 @@ Going = list[tuple[int, int, float]]
 
 
 def _split(
-    scores_BV: Tensor, rows: list[list[int]], beams: int, stop_token: int | None, norm: float, ended: list[Beam]
+    scores_BV: Tensor, rows: list[list[int]], beams: int, stops: frozenset[int], norm: float, ended: list[Beam]
 ) -> Going:
-    """The likeliest continuations that go on; those among them that end are added to `ended`."""
+    """Return the likeliest continuations that go on; those among them that end are added to `ended`."""
     vocab_size = scores_BV.shape[1]
-    # Each row ends in one way, so twice as many hold enough that go on.
-    totals, places = scores_BV.flatten().topk(min(2 * beams, scores_BV.numel()))
+    # Each row ends in `len(stops)` ways, so that many more hold enough that go on.
+    totals, places = scores_BV.flatten().topk(min((1 + len(stops)) * beams, scores_BV.numel()))
     going: Going = []
     for rank, (total, place) in enumerate(zip(totals.tolist(), places.tolist(), strict=True)):
         row, token = divmod(place, vocab_size)
-        if token != stop_token:
+        if token not in stops:
             going.append((row, token, total))
         elif rank < beams:
-            ended.append(Beam([*rows[row], token], total / norm))
+            ended.append(Beam([*rows[row], token], "stop", total / norm))
     ended.sort(key=lambda beam: -beam.score)
     del ended[beams:]
     return going[:beams]

@@ -1,24 +1,37 @@
-"""Drawing images, or what is occluded of them, pixel by pixel with a state that is carried along.
+"""Drawing images, or what is occluded of them, pixel by pixel with a state that is carried along; pictures of them.
 
-Shape letters: N images, B batch, T pixels (bytes) of an image.
+Shape letters: N images, B batch, T pixels (bytes) of an image, H rows, W columns, C channels.
 """
 
 from __future__ import annotations
 
+import math
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
+from PIL import Image, ImageDraw
 from torch import Tensor
 
 from subquad.models.image import START, ImageModel
 from subquad.state import State
 
+Pixels = NDArray[np.uint8]
+OCCLUDED = (70, 90, 170)
+"""The colour of occluded pixels."""
+GAP, BACKGROUND = 2, (128, 128, 128)
+CAPTION = 14
+"""Height of the line above the columns."""
+LEAST = 56
+"""Pixels of the picture that an image's longer side has at least: small images are shown larger."""
+
 
 @dataclass(frozen=True)
 class DrawnImages:
-    """What `generate_images` and `complete_images` drew."""
+    """The images that `generate_images` and `complete_images` drew."""
 
     pixels_NT: Tensor
     """Bytes, uint8."""
@@ -126,7 +139,7 @@ def _fill(
     cache: bool,
     show: Callable[[int], None],
 ) -> tuple[Tensor, State | None]:
-    """The images of one batch with the occluded pixels drawn, and the state after the last token that was read."""
+    """Return one batch with the occluded pixels drawn, and the state after the last token that was read."""
     device = next(model.parameters()).device
     tokens_BT = model.inputs(torch.cat((pixels_BT, pixels_BT[:, :1]), 1).long()).to(device)  # with the last pixel
     tokens_BT[:, 1:] = tokens_BT[:, 1:].masked_fill(occluded_T.to(device), START)
@@ -143,3 +156,36 @@ def _fill(
         tokens_BT[:, place + 1] = model.sample(parameters_BP, random_BT[:, place], temperature=temperature)
         show(place + 1)
     return tokens_BT[:, 1:].to("cpu", torch.uint8), state
+
+
+def picture_of(rows: Sequence[Sequence[Pixels]], captions: Sequence[str] = ()) -> Image.Image:
+    """Return a picture of rows of images `[H, W, C]` of one size, with `captions` above the columns."""
+    height, width, _ = rows[0][0].shape
+    scale = max(1, math.ceil(LEAST / max(height, width)))
+    columns = max(len(row) for row in rows)
+    cell_y, cell_x = height * scale + GAP, width * scale + GAP
+    top = GAP + (CAPTION if captions else 0)
+    canvas = np.full((top + len(rows) * cell_y, GAP + columns * cell_x, 3), BACKGROUND, np.uint8)
+    for i, row in enumerate(rows):
+        for j, image in enumerate(row):
+            shown = np.broadcast_to(image, (height, width, 3)).repeat(scale, 0).repeat(scale, 1)
+            y, x = top + i * cell_y, GAP + j * cell_x
+            canvas[y : y + height * scale, x : x + width * scale] = shown
+    picture = Image.fromarray(canvas)
+    draw = ImageDraw.Draw(picture)
+    for j, caption in enumerate(captions):
+        draw.text((GAP + j * cell_x, 1), caption, fill=(255, 255, 255))
+    return picture
+
+
+def square(images: Sequence[Pixels]) -> list[list[Pixels]]:
+    """Return the images in rows, about as many as columns."""
+    columns = math.ceil(math.sqrt(len(images)))
+    return [list(images[first : first + columns]) for first in range(0, len(images), columns)]
+
+
+def occluded(image: Pixels, mask_HW: NDArray[np.bool_]) -> Pixels:
+    """Return the image in colours, with the occluded pixels painted."""
+    shown = np.broadcast_to(image, (*image.shape[:2], 3)).copy()
+    shown[mask_HW] = OCCLUDED
+    return shown

@@ -1,7 +1,7 @@
-"""Hugging Face: `SubquadConfig`, `SubquadForCausalLM`, `SubquadCache`, `SubquadForSequenceClassification`,
-`SubquadForPreTraining`, `SubquadForImages`, `from_transformers`, `to_transformers`, `read_llama2c`.
+"""Models of subquad in Hugging Face transformers, and transformers' models with our attention.
 
-Importing registers the Auto classes.
+Importing registers the Auto classes. The configurations of the other models are `SubquadForImages.config_class`, ...;
+LoRA is `subquad.hf.lora`, checkpoints of llama2.c `subquad.hf.llama2c`.
 """
 
 from transformers import (
@@ -13,38 +13,36 @@ from transformers import (
 )
 
 from subquad.hf.cache import SubquadCache
-from subquad.hf.classification import SubquadClassifierConfig, SubquadForSequenceClassification
 from subquad.hf.config import SubquadConfig
-from subquad.hf.image import ImageModelOutput, SubquadForImages, SubquadImageConfig
+from subquad.hf.encoders import (
+    SubquadClassifierConfig,
+    SubquadForPreTraining,
+    SubquadForSequenceClassification,
+    SubquadPretrainingConfig,
+)
+from subquad.hf.image import SubquadForImages, SubquadImageConfig
 from subquad.hf.interface import check_attention, register, set_attention
-from subquad.hf.llama2c import read_llama2c
 from subquad.hf.model import SubquadForCausalLM
-from subquad.hf.pretraining import SubquadForPreTraining, SubquadPretrainingConfig
 from subquad.hf.transfer import from_transformers, to_transformers
 
-AutoConfig.register(SubquadConfig.model_type, SubquadConfig, exist_ok=True)
-AutoModelForCausalLM.register(SubquadConfig, SubquadForCausalLM, exist_ok=True)
-AutoConfig.register(SubquadClassifierConfig.model_type, SubquadClassifierConfig, exist_ok=True)
-AutoModelForSequenceClassification.register(SubquadClassifierConfig, SubquadForSequenceClassification, exist_ok=True)
-AutoConfig.register(SubquadPretrainingConfig.model_type, SubquadPretrainingConfig, exist_ok=True)
-AutoModelForPreTraining.register(SubquadPretrainingConfig, SubquadForPreTraining, exist_ok=True)
-AutoConfig.register(SubquadImageConfig.model_type, SubquadImageConfig, exist_ok=True)
-AutoModel.register(SubquadImageConfig, SubquadForImages, exist_ok=True)
+for _auto, _config, _model in (
+    (AutoModelForCausalLM, SubquadConfig, SubquadForCausalLM),
+    (AutoModelForSequenceClassification, SubquadClassifierConfig, SubquadForSequenceClassification),
+    (AutoModelForPreTraining, SubquadPretrainingConfig, SubquadForPreTraining),
+    (AutoModel, SubquadImageConfig, SubquadForImages),
+):
+    AutoConfig.register(_config.model_type, _config, exist_ok=True)
+    _auto.register(_config, _model, exist_ok=True)
 
 __all__ = [
-    "ImageModelOutput",
     "SubquadCache",
-    "SubquadClassifierConfig",
     "SubquadConfig",
     "SubquadForCausalLM",
     "SubquadForImages",
     "SubquadForPreTraining",
     "SubquadForSequenceClassification",
-    "SubquadImageConfig",
-    "SubquadPretrainingConfig",
     "check_attention",
     "from_transformers",
-    "read_llama2c",
     "register",
     "set_attention",
     "to_transformers",

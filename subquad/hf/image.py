@@ -11,8 +11,8 @@ from typing import Any, ClassVar, Self
 from torch import Tensor, nn
 from transformers.modeling_outputs import ModelOutput
 
-from subquad.hf._strict import StrictModel
 from subquad.hf.config import FIELDS, SubquadConfig
+from subquad.hf.loading import StrictModel
 from subquad.models.image import ImageModel, ImageModelConfig
 from subquad.models.pixels import LEVELS
 

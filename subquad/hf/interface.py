@@ -10,10 +10,17 @@ from typing import Any
 from torch import Tensor, nn
 from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedConfig, PreTrainedModel
 
-from subquad.hf._forms import OPTIONS, PREFIX, Part, check_mechanism, check_options, parts_of
-from subquad.hf._pattern_attention import attend_over
-from subquad.hf._standing import read_standing, standing_mask
-from subquad.hf._strict import StrictModel
+from subquad.hf.loading import PREFIX, StrictModel
+from subquad.hf.pattern_attention import (
+    OPTIONS,
+    Part,
+    attend_over,
+    check_mechanism,
+    check_options,
+    parts_of,
+    read_standing,
+    standing_mask,
+)
 
 logger = logging.getLogger(__name__)
 

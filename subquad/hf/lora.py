@@ -7,36 +7,31 @@ reads it, with `base.json`: which weights it was trained on. PEFT is imported in
 from __future__ import annotations
 
 import dataclasses
+import hashlib
 import json
 import re
-from collections.abc import Sequence
+import warnings
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
-from safetensors.torch import save_file
+from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from subquad.config import suggest
-from subquad.hf._lora_base import (
-    ADAPTER_CONFIG,
-    RECORD,
-    Base,
-    check_adapter,
-    is_adapter,
-    put_adapter,
-    read_tensors,
-    weights_digest,
-)
-from subquad.hf._strict import check_sizes, naming, read_config
-from subquad.hf.classification import SubquadForSequenceClassification
 from subquad.hf.config import SubquadConfig
+from subquad.hf.encoders import SubquadForPreTraining, SubquadForSequenceClassification
+from subquad.hf.image import SubquadForImages
+from subquad.hf.loading import CONFIG, check_sizes, naming, read_config
+from subquad.hf.model import SubquadForCausalLM
+from subquad.parsing import check_keys, read_json_mapping
 
 if TYPE_CHECKING:
     from peft import PeftModel
 
-ADAPTER_WEIGHTS = "adapter_model.safetensors"
+ADAPTER_CONFIG, ADAPTER_WEIGHTS, RECORD = "adapter_config.json", "adapter_model.safetensors", "base.json"
 _PREFIX = "base_model.model."
 _NOT_DEFAULT = {"head", "lookup"}
 """Linear layers without factors if not asked for: heads and what follows them."""
@@ -44,27 +39,132 @@ _READ_AS_WEIGHTS = {"compress"}
 """Linear layers whose matrix is read, not called: factors would do nothing (Perceiver AR, history=compressed; like the
 heads of all models but classifiers)."""
 
-__all__ = [
-    "ADAPTER_CONFIG",
-    "ADAPTER_WEIGHTS",
-    "RECORD",
-    "Base",
-    "adapter_weights",
-    "add_adapter",
-    "base_config",
-    "counts",
-    "is_adapter",
-    "is_extension",
-    "load_adapter",
-    "load_base",
-    "merge",
-    "open_adapter",
-    "read_weights",
-    "require_peft",
-    "save_adapter",
-    "targets",
-    "weights_digest",
-]
+_READ = {
+    "base_model_name_or_path", "bias", "ensure_weight_tying", "inference_mode", "lora_alpha", "lora_dropout",
+    "modules_to_save", "peft_type", "peft_version", "r", "target_modules", "task_type", "use_dora", "use_rslora",
+}  # fmt: skip
+"""What an adapter's configuration may choose."""
+_MODELS = (SubquadForCausalLM, SubquadForSequenceClassification, SubquadForPreTraining, SubquadForImages)
+
+
+@dataclasses.dataclass(frozen=True)
+class Base:
+    """The model that an adapter belongs to."""
+
+    path: str
+    """Its folder as it was given."""
+    absolute: str
+    """The same from the root."""
+    weights: str
+    """SHA-256 of its weights."""
+    classes: tuple[str, ...] | None = None
+    """Names of the classes where they are others than the base's: its head is then the adapter's alone."""
+
+    @classmethod
+    def of(cls, folder: str | Path, classes: Sequence[str] | None = None) -> Base:
+        """The record of a folder with a model."""
+        names = None if classes is None else tuple(classes)
+        return cls(str(folder), str(Path(folder).resolve()), weights_digest(folder), names)
+
+    @classmethod
+    def read(cls, folder: str | Path) -> Base:
+        """What an adapter's folder says; `FileNotFoundError` where it doesn't, `ValueError` where it is damaged."""
+        file = Path(folder) / RECORD
+        if not file.is_file():
+            raise FileNotFoundError(f"{folder} holds no {RECORD}, which names the model that the adapter belongs to")
+        values = read_json_mapping(file)
+        check_keys(values, {"path": str, "absolute": str, "weights": str}, str(file))
+        classes = values.get("classes")
+        if set(values) - {"classes", "path", "absolute", "weights"} or not isinstance(classes, list | None):
+            raise ValueError(f"{file} is damaged: it has the keys {', '.join(values)}, and the classes {classes!r}")
+        return cls(**{**values, "classes": None if classes is None else tuple(map(str, classes))})
+
+    def find(self, adapter: str | Path) -> Path:
+        """The base's folder: where it was, or at the same relative path from a folder above the adapter's.
+
+        Raises `FileNotFoundError` where no such folder holds a model, and `ValueError` where its weights are others.
+        """
+        adapter = Path(adapter)
+        places = [Path(self.path), Path(self.absolute)]
+        if not Path(self.path).is_absolute():
+            places += [above / self.path for above in adapter.resolve().parents]
+        there = [place for place in dict.fromkeys(places) if (place / CONFIG).is_file()]
+        if not there:
+            raise FileNotFoundError(
+                f"{adapter} is an adapter of the model in {self.path}, which is not there (it was {self.absolute}); "
+                f"put it back, or merge with the base where it is: subquad lora merge {adapter} --base FOLDER --out NEW"
+            )
+        for place in there[:-1]:  # other projects too have a runs/tiny
+            if weights_digest(place) == self.weights:
+                return place
+        self.check(there[-1], adapter)
+        return there[-1]
+
+    def check(self, folder: str | Path, adapter: str | Path) -> None:
+        """Raise `ValueError` where the weights in `folder` are not those that the adapter was trained on."""
+        found = weights_digest(folder)
+        if found != self.weights:
+            raise ValueError(
+                f"{adapter} was trained on other weights than those in {folder}: SHA-256 {self.weights[:12]}..., found "
+                f"{found[:12]}..."
+            )
+
+
+def check_adapter(folder: str | Path, model: nn.Module, defaults: Mapping[str, Any]) -> None:
+    """Raise `ValueError` for an adapter's configuration that asks for more than low-rank factors in named layers.
+
+    PEFT would import a module by the name in `megatron_core`, copy layers by `layer_replication`, match regular
+    expressions that never end, and make factors of any rank. `defaults` is what PEFT sets itself.
+    """
+    widest = max((max(module.weight.shape) for module in model.modules() if isinstance(module, nn.Linear)), default=1)
+    values = read_json_mapping(Path(folder) / ADAPTER_CONFIG)
+    for name, value in values.items():
+        if name not in _READ and value and value != defaults.get(name):
+            raise ValueError(f"{name}={value!r} is not read; leave it out")
+    check_keys(values, {"r": int, "lora_alpha": int, "target_modules": list}, ADAPTER_CONFIG)
+    if not 1 <= values["r"] <= widest:
+        raise ValueError(f"rank {values['r']}: it must lie between 1 and {widest}, the model's widest layer")
+    for name in ("target_modules", "modules_to_save"):
+        if not all(isinstance(word, str) for word in values.get(name) or ()):
+            raise ValueError(f"{name} must be names of layers, got {values[name]!r}")
+
+
+def read_tensors(file: Path) -> dict[str, Tensor]:
+    """The tensors of a safetensors file; `ValueError` names it where it is damaged."""
+    try:
+        return load_file(file)
+    except OSError:
+        raise
+    except Exception as error:  # the header names any dtype and shape, and safetensors does not check them all
+        raise ValueError(f"{file} is damaged: {error}") from error
+
+
+def is_adapter(folder: str | Path) -> bool:
+    """Whether a folder holds an adapter, by its file."""
+    return (Path(folder) / ADAPTER_CONFIG).is_file()
+
+
+def weights_digest(folder: str | Path) -> str:
+    """SHA-256 of a folder's weights, `*.safetensors` in the order of their names; `FileNotFoundError` without any."""
+    files = sorted(Path(folder).glob("*.safetensors"))
+    if not files:
+        raise FileNotFoundError(f"{folder} holds no weights (*.safetensors)")
+    digest = hashlib.sha256()
+    for path in files:
+        with path.open("rb") as file:
+            while block := file.read(1 << 20):
+                digest.update(block)
+    return digest.hexdigest()
+
+
+def put_adapter(model: PreTrainedModel, config: Any) -> PeftModel:
+    """PEFT's model; it asks transformers for a property by its old name."""
+    from peft import get_peft_model
+
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", message="`is_gradient_checkpointing` is deprecated", category=FutureWarning)
+        adapted: Any = get_peft_model(model, config)
+    return adapted
 
 
 def require_peft() -> None:
@@ -77,7 +177,7 @@ def require_peft() -> None:
 
 def is_extension(folder: str | Path) -> bool:
     """Whether a folder holds an adapter and, beside it, the configuration of a model of transformers."""
-    if not is_adapter(folder) or not (Path(folder) / "config.json").is_file():
+    if not is_adapter(folder) or not (Path(folder) / CONFIG).is_file():
         return False
     return not isinstance(read_config(folder), SubquadConfig)
 
@@ -89,7 +189,7 @@ def base_config(folder: str | Path) -> SubquadConfig:
         raise FileNotFoundError(f"there is no folder {folder}; lora.base is the folder of a run")
     if is_adapter(folder):
         raise ValueError(f"{folder} holds an adapter, no model of its own: merge it first (subquad lora merge)")
-    if not (folder / "config.json").is_file():
+    if not (folder / CONFIG).is_file():
         raise FileNotFoundError(f"{folder} holds no config.json, so no trained model; lora.base is the folder of a run")
     config = read_config(folder)
     if not isinstance(config, SubquadConfig):
@@ -99,11 +199,8 @@ def base_config(folder: str | Path) -> SubquadConfig:
 
 def load_base(folder: str | Path, classes: Sequence[str] | None = None) -> PreTrainedModel:
     """The model in `folder`; with `classes` a classifier with a new head for them, from the present random numbers."""
-    import subquad.hf
-
     config = base_config(folder)
-    owners = [getattr(subquad.hf, name) for name in subquad.hf.__all__]
-    model_class = next(owner for owner in owners if getattr(owner, "config_class", None) is type(config))
+    model_class: Any = next(owner for owner in _MODELS if owner.config_class is type(config))
     if classes is None:
         return model_class.from_pretrained(folder, local_files_only=True)
     names = dict(enumerate(classes))

@@ -13,12 +13,11 @@ from torch import Tensor
 from transformers import PreTrainedConfig, PreTrainedModel
 
 from subquad.config import suggest
-from subquad.hf._hub import fetch
-from subquad.hf._strict import CONFIG, check_sizes, naming, quiet, read_config
 from subquad.hf.config import SubquadConfig
-from subquad.hf.families import FAMILIES, Family, _rope
+from subquad.hf.families import FAMILIES, Family, rope
 from subquad.hf.families.base import Move, same, token_ids
 from subquad.hf.interface import wanted_attention
+from subquad.hf.loading import CONFIG, check_sizes, fetch, naming, quiet, read_config
 from subquad.hf.model import SubquadForCausalLM
 from subquad.layers.feedforward import build_feedforward
 from subquad.models.config import DecoderConfig
@@ -231,7 +230,7 @@ def _load(place: str | os.PathLike[str]) -> PreTrainedModel:
         raise FileNotFoundError(f"{place} holds no {CONFIG}: it is no folder of transformers")
     config: Any = read_config(folder)
     theirs: Any = getattr(transformers, _family(config).model)
-    _rope.check(config)
+    rope.check(config)
     check_sizes(theirs, folder, config)
     with quiet():
         model, info = theirs.from_pretrained(

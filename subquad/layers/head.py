@@ -1,4 +1,4 @@
-"""What may follow the head's logits, and a loss that never holds all of them.
+"""ELiTA's look-up over the head's logits, and a loss that never holds all of them.
 
 Shape letters: N tokens, D model width, V vocabulary, R rows of the look-up.
 """

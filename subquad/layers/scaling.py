@@ -11,7 +11,7 @@ from subquad.config import Config, suggest
 
 @dataclass(frozen=True, kw_only=True)
 class RopeScaling(Config):
-    """How rotary frequencies `f_c = base ** (-2c / K)` are changed, so that more positions look as those trained on.
+    """A change of the rotary frequencies `f_c = base ** (-2c / K)`, so that more positions look as those trained on.
 
     With s = factor, L = original and n_c = L f_c / 2 pi, the turns of frequency c within L tokens:
 
@@ -92,7 +92,7 @@ class RopeScaling(Config):
 
     @property
     def amplitude(self) -> float:
-        """What cosines and sines are multiplied by: 1 but for yarn."""
+        """The factor of cosines and sines: 1 but for yarn."""
         if self.kind != "yarn":
             return 1.0
         if self.attention_factor is not None:
@@ -112,7 +112,7 @@ class RopeScaling(Config):
         return base * float(stretch ** (channels / (channels - 2)))
 
     def _yarn_kept(self, channels: int, base: float) -> list[float]:
-        """How much of each frequency stays: 1 for the first channels, 0 for the last."""
+        """The share of each frequency that stays: 1 for the first channels, 0 for the last."""
         assert self.original is not None
 
         def pair_with(turns: float) -> float:

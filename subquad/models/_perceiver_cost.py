@@ -9,7 +9,7 @@ from torch import Tensor, nn
 
 from subquad.attention import Cost
 from subquad.attention._activations import activation_bytes
-from subquad.attention._blocked import BlockedAttention
+from subquad.attention.blocked import BlockedAttention
 from subquad.models.perceiver_window import Window
 from subquad.ops._torch.tiles import static_groups
 from subquad.ops.patterns import Blocks, Causal, Pattern

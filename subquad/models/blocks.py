@@ -18,10 +18,9 @@ from torch.utils.checkpoint import checkpoint
 from subquad import attention
 from subquad.attention import Attention
 from subquad.config import suggest
-from subquad.layers.embedding import Embedding
 from subquad.layers.feedforward import build_feedforward
 from subquad.layers.norm import build_norm
-from subquad.layers.positions import Learned, Sinusoidal
+from subquad.layers.positions import Embedding, Learned, Sinusoidal
 from subquad.models.config import DecoderConfig
 from subquad.models.stacks import STACKS
 from subquad.ops.documents import Documents

@@ -13,8 +13,8 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from subquad.attention import Cost
-from subquad.attention._context import added, check_dropout, check_whole
 from subquad.attention.base import check_fresh
+from subquad.attention.sharing import added, check_dropout, check_whole
 from subquad.layers.head import Lookup, chunked_cross_entropy
 from subquad.layers.norm import build_norm
 from subquad.models._decoder_cost import kept_in_training, linear_weights

@@ -13,8 +13,8 @@ from torch import Tensor, nn
 
 from subquad.attention import Cost
 from subquad.attention._activations import activation_bytes
-from subquad.layers.embedding import Embedding
 from subquad.layers.norm import build_norm
+from subquad.layers.positions import Embedding
 from subquad.models.blocks import (
     Block,
     branch_outputs,

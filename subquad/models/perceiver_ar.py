@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from subquad.attention import Cost
-from subquad.attention._blocked import BlockedAttention
+from subquad.attention.blocked import BlockedAttention
 from subquad.models._perceiver_cost import cost, state_bytes
 from subquad.models.blocks import Block, build_mechanisms
 from subquad.models.config import DecoderConfig

@@ -15,7 +15,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from subquad.attention._blocked import BlockedAttention
+from subquad.attention.blocked import BlockedAttention
 from subquad.models.blocks import Block
 from subquad.ops import block_attention
 from subquad.ops.padding import Compaction, real_slots

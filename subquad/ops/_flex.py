@@ -23,7 +23,7 @@ from subquad.ops.slots import Slots
 BLOCK = 128
 """Queries and keys of a block, of which a mask says whether all, some or none are seen."""
 LEAST_CHANNELS = 16
-"""What the kernels need on a GPU."""
+"""The least that the kernels take on a GPU."""
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 MASKS, GRAPHS = 64, 32
 """How many masks and compiled graphs are kept."""
@@ -110,7 +110,7 @@ def _graph(key: tuple[Any, ...]) -> Callable[..., tuple[Tensor, Tensor]]:
 
 
 def _key(q: Tensor, k: Tensor, v: Tensor, pattern: Pattern, slots: Slots) -> tuple[Any, ...]:
-    """What a compiled graph depends on. Positions are data, so that the steps of a decoder share one graph."""
+    """Return all that a compiled graph depends on. Positions are data: the steps of a decoder share one graph."""
     inputs = tuple((x.shape, x.stride(), x.dtype, x.requires_grad) for x in (q, k, v))
     rows = _standing(slots), slots.q_doc_BT is None
     return pattern, rows, inputs, q.device, torch.is_grad_enabled()
@@ -251,6 +251,6 @@ def _key_slots(pattern: Pattern, slots: Slots, start: int, stop: int, T: int, S:
 
 
 def _listed(some_BHNM: Tensor) -> tuple[Tensor, Tensor]:
-    """How many blocks of a row there are, and which: those come first."""
+    """The number of blocks that are True in each row, and the order that puts them first."""
     order = some_BHNM.to(torch.int8).argsort(dim=-1, descending=True, stable=True)
     return some_BHNM.sum(-1).to(torch.int32), order.to(torch.int32)

@@ -145,13 +145,10 @@ def _attention(
         others = lengths is not None or mask is not None or doc_ids is not None
         slots, real_BT = placed_apart(q_start, k_start, key_lengths, others, pattern, B), None
     scale = 1 / math.sqrt(K) if scale is None else scale
-    inputs = q_BHTK, k_BHSK, v_BHSV, pattern, slots, scale
     if T == 0 or S == 0:
         out, lse = nothing(q_BHTK.to(torch.promote_types(q_BHTK.dtype, torch.float32)), v_BHSV)
-    elif name in ("triton", "flex"):
-        out, lse = _fused(name, *inputs, dropout_p, with_lse)
     else:
-        out, lse = _widened(name, *inputs, dropout_p, chunks)
+        out, lse = _run(name, q_BHTK, k_BHSK, v_BHSV, pattern, slots, scale, dropout_p, chunks, with_lse)
     if real_BT is not None:
         out = out.masked_fill(~real_BT[:, None, :, None], 0.0)
         lse = lse.masked_fill(~real_BT[:, None], -torch.inf)
@@ -175,36 +172,8 @@ def _default(q: Tensor, k: Tensor, v: Tensor, pattern: Pattern, dropout_p: float
     return "flex" if training and not pattern.folded and not pattern.columns else "torch"
 
 
-def _fused(
-    name: str,
-    q_BHTK: Tensor,
-    k_BGSK: Tensor,
-    v_BGSV: Tensor,
-    pattern: Pattern,
-    slots: Slots,
-    scale: float,
-    dropout_p: float,
-    with_lse: bool,
-) -> tuple[Tensor, Tensor]:
-    """On the backends that take inputs as they are: narrow dtypes, and heads that share keys."""
-    if dropout_p:
-        raise ValueError(
-            f"backend {name!r} of block_attention has no dropout, got dropout_p={dropout_p}; "
-            "valid: reference, torch, sequential"
-        )
-    if name == "flex":
-        from subquad.ops import _flex as flex
-
-        return flex.attend(q_BHTK, k_BGSK, v_BGSV, pattern, slots, scale, with_lse)
-    if not HAS_TRITON:
-        raise ValueError("backend 'triton' of block_attention needs the package triton: pip install 'subquad[triton]'")
-    from subquad.ops._triton import attend as kernels
-
-    return kernels.attend(q_BHTK, k_BGSK, v_BGSV, pattern, slots, scale)
-
-
-def _widened(
-    name: str,
+def _run(
+    backend: str,
     q_BHTK: Tensor,
     k_BGSK: Tensor,
     v_BGSV: Tensor,
@@ -213,15 +182,37 @@ def _widened(
     scale: float,
     dropout_p: float,
     chunks: tuple[int, int],
+    with_lse: bool,
 ) -> tuple[Tensor, Tensor]:
-    """On the backends that compute in the dtype of their inputs, and want a key head for each query head."""
+    """Outputs and logsumexp on a backend.
+
+    `triton` and `flex` take narrow dtypes and shared key heads; the others get wide ones, and a key head for each query
+    head.
+    """
+    if backend in ("triton", "flex"):
+        if dropout_p:
+            raise ValueError(
+                f"backend {backend!r} of block_attention has no dropout, got dropout_p={dropout_p}; "
+                "valid: reference, torch, sequential"
+            )
+        if backend == "flex":
+            from subquad.ops import _flex as flex
+
+            return flex.attend(q_BHTK, k_BGSK, v_BGSV, pattern, slots, scale, with_lse)
+        if not HAS_TRITON:
+            raise ValueError(
+                "backend 'triton' of block_attention needs the package triton: pip install 'subquad[triton]'"
+            )
+        from subquad.ops._triton import attend as kernels
+
+        return kernels.attend(q_BHTK, k_BGSK, v_BGSV, pattern, slots, scale)
     wide = functools.reduce(torch.promote_types, (q_BHTK.dtype, k_BGSK.dtype, v_BGSV.dtype, torch.float32))
     q, k, v = (x.to(wide) for x in (q_BHTK, k_BGSK, v_BGSV))
     k, v = (_share_heads(x, q.shape[1]) for x in (k, v))
-    if name == "reference":
+    if backend == "reference":
         allowed_BTS = allowed_pairs(pattern, slots, q.shape[2], k.shape[2], q.device)
         return reference.attend(q, k, v, allowed_BTS, scale, dropout_p)
-    if name == "sequential":
+    if backend == "sequential":
         return sequential.attend(q, k, v, pattern, slots, scale, dropout_p, chunks)
     return tiled.attend(q, k, v, pattern, slots, scale, dropout_p)
 

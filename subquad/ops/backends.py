@@ -35,7 +35,7 @@ _requested: ContextVar[str | None] = ContextVar("subquad_backend", default=None)
 
 @contextmanager
 def use_backend(backend: str) -> Iterator[None]:
-    """Within the block every engine whose `backend` is None runs on this one (or raises, where it has it not)."""
+    """Within the block every engine whose `backend` is None runs on this one, or raises where it lacks it."""
     if backend not in BACKENDS:
         raise ValueError(f"unknown backend {backend!r}; {suggest(backend, BACKENDS)}")
     token = _requested.set(backend)

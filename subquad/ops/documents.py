@@ -17,7 +17,7 @@ from subquad.ops.padding import check_mask, compaction, real_slots
 PADDING = -1
 """The document of padding."""
 GROUP_TOKENS = 256
-"""One more group is worth so many slots of padding less: it is one more call of the mechanism."""
+"""Slots of padding that one group more must save: it is one more call of the mechanism."""
 
 
 class Group(NamedTuple):
@@ -32,7 +32,7 @@ class Group(NamedTuple):
 
 
 class Documents(NamedTuple):
-    """How packed rows are taken apart into documents, and put together again."""
+    """The layout of packed rows: taken apart into documents, and put together again."""
 
     groups: tuple[Group, ...]
     slots_BT: Tensor
@@ -62,13 +62,13 @@ class Documents(NamedTuple):
 
 
 def lay_out(doc_ids: Tensor, mask: Tensor | None, batch: int, tokens: int, *, last_apart: bool = True) -> Documents:
-    """How to take rows `[batch, tokens]` apart into their documents.
+    """Return the layout of rows `[batch, tokens]`, taken apart into their documents.
 
     A document begins where `doc_ids` differs from that of the real token before; padding (the id -1, or False in
     `mask`) does not count. With `last_apart` the first group holds the last document of each row (an empty one where
     there is none), in the order of the rows; the others are grouped by length, so that padding is little.
 
-    The layout is made on the CPU: ids on a GPU are fetched once. Raises `TypeError` for ids that are no whole numbers,
+    The layout is made on the CPU: ids on a GPU are fetched once. Raises `TypeError` for ids that aren't whole numbers,
     `ValueError` for a wrong shape and for an id below -1.
     """
     if doc_ids.is_floating_point() or doc_ids.dtype == torch.bool:
@@ -139,7 +139,7 @@ def before_others(doc_ids: Tensor, mask: Tensor | None) -> Tensor:
 
 
 def grouped(lengths: np.ndarray) -> list[np.ndarray]:
-    """Which documents of these lengths to lay out together: places in `lengths`, a group each.
+    """Group documents to lay out together, by their lengths: places in `lengths`, an array for each group.
 
     Of all ways to cut the documents, sorted by length, into groups it is the one with the fewest slots, each group
     counted as `GROUP_TOKENS` more.

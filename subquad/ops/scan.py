@@ -19,7 +19,7 @@ from subquad.ops.padding import check_mask
 
 BACKENDS = ("reference", "torch", "sequential", "triton")
 MOST_CHANNELS = 256
-"""What the kernels of `triton` hold of one head."""
+"""Channels of a head that the kernels of `triton` hold."""
 FORGET_ALL = -1e4
 """Decays below exp of this are zero in every dtype; the floor keeps sums of their logarithms finite."""
 

@@ -21,7 +21,7 @@ from subquad.ops.padding import check_mask
 from subquad.ops.scan import MOST_CHANNELS, check_inputs, choose_for, chunk_of, masked, wide_of, zero_padding
 
 MOST_LATENTS = 512
-"""What the kernels of `triton` hold of one head."""
+"""Latents of a head that the kernels of `triton` hold."""
 
 
 class SoftmaxState(NamedTuple):

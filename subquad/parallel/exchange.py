@@ -19,7 +19,7 @@ Tensors = tuple[Tensor, ...]
 
 
 def last_before(reach: int, tokens: int, ranks: int) -> list[Span]:
-    """For each rank of `tokens` tokens, the `reach` positions before its first one, as far as there are so many."""
+    """For each rank of `tokens` tokens, the `reach` positions before its first one, or all where there are fewer."""
     return [(max(0, rank * tokens - reach), rank * tokens) for rank in range(ranks)]
 
 
@@ -92,7 +92,7 @@ def _owners(spans: Sequence[Span], reader: int, tokens: int) -> list[tuple[int, 
 
 
 def sent_for_earlier(spans: Sequence[Span], tokens: int, token_bytes: int) -> list[Sent]:
-    """What each rank sends in `earlier`, where each has `tokens` tokens of so many bytes, all tensors together."""
+    """Bytes that each rank sends in `earlier`: it has `tokens` tokens of `token_bytes`, all tensors together."""
 
     def size(parts: list[tuple[int, Span]]) -> int:
         return token_bytes * sum(stop - start for _, (start, stop) in parts)
@@ -123,7 +123,7 @@ def prefix(
 
 
 class _Shift(torch.autograd.Function):
-    """Each rank's tensors to the rank so many places later; the first ranks get tensors full of `empty`."""
+    """Each rank's tensors to the rank `distance` places later; the first ranks get tensors full of `empty`."""
 
     @staticmethod
     def forward(
@@ -154,7 +154,7 @@ def _distances(ranks: int) -> list[int]:
 
 
 def sent_for_prefix(summary_bytes: int, ranks: int) -> list[Sent]:
-    """What each rank sends in `prefix`, for summaries of so many bytes."""
+    """Bytes that each rank sends in `prefix`, for summaries of `summary_bytes`."""
     steps = _distances(ranks)
     return [
         Sent(summary_bytes * sum(r + d < ranks for d in steps), summary_bytes * sum(r - d >= 0 for d in steps))

@@ -151,7 +151,7 @@ class ContextGroup:
 
 
 def _shape_of(state: State) -> Shape:
-    """What another rank must know to receive a state: plain values alone."""
+    """The plain values that another rank needs to receive a state."""
     entries: Shape = {}
     for name, entry in state.entries.items():
         if isinstance(entry, Tensor):

@@ -116,5 +116,5 @@ def _zeros(tensors: list[Tensor], dtype: torch.dtype) -> list[Tensor]:
 
 
 def sent_for_ring(block_bytes: int, ranks: int) -> list[Sent]:
-    """What each rank sends in `ring_attention`, for blocks of so many bytes of float32 keys and values."""
+    """Bytes that each rank sends in `ring_attention`, for blocks of `block_bytes` of float32 keys and values."""
     return [Sent((ranks - 1) * block_bytes, 2 * (ranks - 1) * block_bytes)] * ranks

@@ -1,4 +1,4 @@
-"""What earlier ranks' tokens leave to a scan: the state that it begins with, from one sum over the tokens of each.
+"""The state that a scan begins with on a rank: the merged sums over the tokens of all earlier ranks.
 
 Shape letters: B batch, H heads, T tokens of a rank, K key channels, L latents, V value channels.
 """

@@ -1,4 +1,4 @@
-"""What the server allows, apart from the server so that the command line reads it without loading torch."""
+"""The server's limits."""
 
 from __future__ import annotations
 

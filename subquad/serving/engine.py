@@ -12,18 +12,55 @@ import threading
 import time
 from collections.abc import Callable, Collection, Sequence
 from contextlib import suppress
+from dataclasses import dataclass
 from queue import Empty, SimpleQueue
-from typing import TYPE_CHECKING, Any
+from typing import Any, Literal
 
-from subquad.generation.config import SamplingConfig
+from subquad.generation.batch import BatchDecoder, Request
+from subquad.generation.sampling import SamplingConfig
 from subquad.serving.config import ServeConfig
-from subquad.serving.jobs import BusyError, DownError, Event, Job, Limit, Load
-from subquad.serving.metrics import Metrics
-
-if TYPE_CHECKING:
-    from subquad.generation.batch import BatchDecoder, Request
+from subquad.serving.metrics import Load, Metrics
 
 logger = logging.getLogger(__name__)
+Limit = Literal["tokens", "seconds", "shutdown"]
+
+
+class BusyError(Exception):
+    """The server runs as many sequences as it may."""
+
+
+class DownError(Exception):
+    """The server takes no requests any more: it stops, or its decoder has failed."""
+
+
+@dataclass(frozen=True, slots=True)
+class Event:
+    """A token of the sequence `index`, its end, or both; `limit` says what ended it with "length".
+
+    `state_bytes` is the state's size at the token; `seconds` is the time of `perf_counter` at which it happened.
+    """
+
+    index: int
+    token: int | None
+    state_bytes: int
+    seconds: float
+    end: Literal["stop", "length", "error"] | None = None
+    limit: Limit | None = None
+    error: Exception | None = None
+
+
+class Job:
+    """The sequences of one request; `events` holds what happens to them until the last has ended."""
+
+    def __init__(self, prompts: Sequence[tuple[Sequence[int], SamplingConfig]], stop_tokens: Collection[int]) -> None:
+        self.prompts = prompts
+        self.stop_tokens = stop_tokens
+        self.events: asyncio.Queue[Event] = asyncio.Queue()
+        self.open = set(range(len(prompts)))
+        self.accepted: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+        self.begin = time.perf_counter()
+        self.last: dict[int, float] = {}
+        self.timer: asyncio.TimerHandle | None = None
 
 
 class Engine:

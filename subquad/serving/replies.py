@@ -1,4 +1,4 @@
-"""What the server answers: the events of a job as OpenAI's JSON, whole or in pieces."""
+"""Answers: the events of a job as OpenAI's JSON, whole or in pieces."""
 
 from __future__ import annotations
 
@@ -7,11 +7,10 @@ import uuid
 from collections.abc import AsyncIterator, Sequence
 from typing import Any, Literal
 
-from subquad.serving.engine import Engine
-from subquad.serving.errors import APIError, to_json
-from subquad.serving.jobs import DownError, Event, Job, Limit
+from subquad.generation.stream import TextStream
+from subquad.serving.engine import DownError, Engine, Event, Job, Limit
+from subquad.serving.gate import APIError, to_json
 from subquad.serving.schemas import StreamOptions
-from subquad.serving.texts import Writer
 
 Kind = Literal["completion", "chat"]
 DONE = "data: [DONE]\n\n"
@@ -20,11 +19,11 @@ DONE = "data: [DONE]\n\n"
 class Choice:
     """One answer: its text so far, and how it ended."""
 
-    def __init__(self, index: int, writer: Writer) -> None:
+    def __init__(self, index: int, stream: TextStream) -> None:
         self.index = index
         self.pieces: list[str] = []
         self.finish: Literal["stop", "length"] | None = None
-        self._writer = writer
+        self._stream = stream
         self._limit: Limit | Literal["stop_string", "stop_token"] | None = None
         self._tokens = 0
         self._state_bytes = 0
@@ -36,18 +35,19 @@ class Choice:
         return self._tokens
 
     def take(self, event: Event) -> str:
-        """The text that an event brings."""
+        """Return the text that an event brings."""
         text = ""
         if event.token is not None:
             self._tokens += 1
             self._first, self._last = self._first or event.seconds, event.seconds
             self._state_bytes = event.state_bytes
-            text = self._writer.push(event.token)
-        if self._writer.stopped:
+            if event.end != "stop":  # a stop token has no text
+                text = self._stream.push(event.token)
+        if self._stream.stopped is not None:
             self.finish, self._limit = "stop", "stop_string"
         elif event.end in ("stop", "length"):
-            text += self._writer.finish()
-            stopped = self._writer.stopped  # by the last bytes of a character that was never completed
+            text += self._stream.finish()
+            stopped = self._stream.stopped is not None  # by the last bytes of a character that was never completed
             self.finish = "stop" if stopped else event.end
             self._limit = "stop_string" if stopped else "stop_token" if event.end == "stop" else event.limit
         return text
@@ -64,24 +64,24 @@ class Choice:
 
 
 class Reply:
-    """The answer to one request, with an answer for each of `writers`; its prompts have `prompt_tokens` in all.
+    """The answer to one request, with an answer for each of `streams`; its prompts have `prompt_tokens` in all.
 
     Errors of the decoder end it: `APIError` where the answer is sent as a whole, an `error` in a stream.
     """
 
     def __init__(
-        self, engine: Engine, job: Job, kind: Kind, model: str, writers: Sequence[Writer], prompt_tokens: int
+        self, engine: Engine, job: Job, kind: Kind, model: str, streams: Sequence[TextStream], prompt_tokens: int
     ) -> None:
         self._engine = engine
         self._job = job
         self._kind = kind
-        self._choices = [Choice(index, writer) for index, writer in enumerate(writers)]
+        self._choices = [Choice(index, stream) for index, stream in enumerate(streams)]
         self._prompt_tokens = prompt_tokens
         name = "cmpl" if kind == "completion" else "chatcmpl"
         self._head = {"id": f"{name}-{uuid.uuid4().hex}", "object": "", "created": int(time.time()), "model": model}
 
     async def whole(self) -> dict[str, Any]:
-        """The answer when all of it is there."""
+        """Return the answer when all of it is there."""
         async for choice, text in self._pieces():
             choice.pieces.append(text)
         choices = []
@@ -93,7 +93,7 @@ class Reply:
         return {**self._head, "object": name, "choices": choices, "usage": self._usage()}
 
     async def stream(self, options: StreamOptions) -> AsyncIterator[str]:
-        """The answer as server-sent events."""
+        """Yield the answer as server-sent events."""
         name = "text_completion" if self._kind == "completion" else "chat.completion.chunk"
         head = {**self._head, "object": name}
         usage = {"usage": None} if options.include_usage else {}
@@ -153,7 +153,7 @@ class Reply:
 
 
 def failure(error: Exception | None) -> APIError:
-    """What a client is told where decoding failed after it had begun."""
+    """Return what a client is told where decoding failed after it had begun."""
     if isinstance(error, DownError):
         return APIError(503, str(error))
     return APIError(500, f"this sequence could not be decoded: {error}")

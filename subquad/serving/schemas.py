@@ -1,4 +1,6 @@
-"""What requests may hold. Every field of OpenAI's that changes nothing when left alone is taken; others are refused.
+"""The bodies of requests and answers, and what is wrong with a request.
+
+Every field of OpenAI's that changes nothing when left alone is taken; others are refused.
 
 Lists end at their first wrong item (`fail_fast`): an error for each item of a body of megabytes takes seconds and
 gigabytes.
@@ -6,7 +8,7 @@ gigabytes.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, model_validator
@@ -212,3 +214,153 @@ class ChatRequest(_Request):
 
 def _refuse(param: str, message: str) -> None:
     raise PydanticCustomError(REFUSED, "{message}", {"param": param, "message": message})
+
+
+def explain(errors: Sequence[Any]) -> tuple[str, str | None]:
+    """Return one sentence about the first of pydantic's errors, and the field it is about."""
+    error = errors[0]
+    kind, context = error["type"], error.get("ctx", {})
+    place = [part for part in error["loc"] if part != "body"]
+    if kind == "json_invalid":
+        return f"the body is not valid JSON: {context.get('error')} at character {place[0] if place else 0}", None
+    if kind == REFUSED:
+        return str(context["message"]), str(context["param"])
+    if not place:
+        return "the body must be a JSON object, sent as Content-Type: application/json", None
+    param = shortened(str(place[0]))
+    if param in MUST_BE:  # a union: pydantic would tell of each member
+        return f"{param} must be {MUST_BE[param]}", param
+    where = ".".join(shortened(str(part)) for part in place)
+    if kind == "missing":
+        return f"{where} is missing", param
+    if kind == "extra_forbidden":
+        return f"unknown field {where!r}", param
+    return f"{where} {error['msg'].removeprefix('Input ')}", param
+
+
+class _Answer(BaseModel):
+    """A part of an answer: for the OpenAPI document alone, since answers are made as plain JSON."""
+
+    model_config = ConfigDict(extra="forbid")
+
+
+class Stats(_Answer):
+    """Extension: what ended an answer, and what it cost."""
+
+    ended_by: Literal["stop_token", "stop_string", "tokens", "seconds", "shutdown"] | None
+    tokens: int
+    state_bytes: int
+    tokens_per_s: float | None
+
+
+class Usage(_Answer):
+    """Tokens of the prompts, each counted once, and of all answers."""
+
+    prompt_tokens: int
+    completion_tokens: int
+    total_tokens: int
+
+
+class CompletionChoice(_Answer):
+    """One answer."""
+
+    index: int
+    text: str
+    logprobs: None
+    finish_reason: Literal["stop", "length"]
+    subquad: Stats
+
+
+class Completion(_Answer):
+    """The answer of `POST /v1/completions` without `stream`."""
+
+    id: str
+    object: Literal["text_completion"]
+    created: int
+    model: str
+    choices: list[CompletionChoice]
+    usage: Usage
+
+
+class ChatMessage(_Answer):
+    """The model's turn."""
+
+    role: Literal["assistant"]
+    content: str
+
+
+class ChatChoice(_Answer):
+    """One answer."""
+
+    index: int
+    message: ChatMessage
+    logprobs: None
+    finish_reason: Literal["stop", "length"]
+    subquad: Stats
+
+
+class ChatCompletion(_Answer):
+    """The answer of `POST /v1/chat/completions` without `stream`."""
+
+    id: str
+    object: Literal["chat.completion"]
+    created: int
+    model: str
+    choices: list[ChatChoice]
+    usage: Usage
+
+
+class ModelFacts(_Answer):
+    """Extension: what the model is, and what the server allows."""
+
+    attention: str
+    parameters: int
+    max_prompt: int
+    max_tokens: int
+    slots: int
+    chat_template: bool
+
+
+class Model(_Answer):
+    """The served model."""
+
+    id: str
+    object: Literal["model"]
+    created: int
+    owned_by: str
+    subquad: ModelFacts
+
+
+class ModelList(_Answer):
+    """The answer of `GET /v1/models`."""
+
+    object: Literal["list"]
+    data: list[Model]
+
+
+class Health(_Answer):
+    """The answer of `GET /health` where all is well."""
+
+    status: Literal["ok"]
+    version: str
+    model: str
+
+
+class ErrorFacts(_Answer):
+    """What is wrong."""
+
+    message: str
+    type: str
+    param: str | None
+    code: str
+
+
+class ErrorReply(_Answer):
+    """Every answer that is no success."""
+
+    error: ErrorFacts
+
+
+def error_replies(*statuses: int) -> dict[int | str, dict[str, Any]]:
+    """Return the part of a route's OpenAPI document for these statuses."""
+    return {status: {"model": ErrorReply} for status in statuses}

@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 from tokenizers import Tokenizer
 
 from subquad.data.tokenizers import encode_prompt, separator_id
-from subquad.generation import StopStrings, TextStream
+from subquad.generation.stream import TextStream
 from subquad.parsing import read_json_mapping, read_text
 
 PLAIN_STOP = "\nuser:"
@@ -39,14 +39,14 @@ class Texts:
         self.stop_tokens = frozenset(end for end in ends if end is not None)
 
     def encode(self, text: str) -> list[int]:
-        """The tokens of a prompt; `ValueError` where there is none."""
+        """Return the tokens of a prompt; `ValueError` where there is none."""
         tokens = encode_prompt(self.tokenizer, text)
         if not tokens:
             raise ValueError("the prompt must hold at least one token, got an empty text")
         return tokens
 
     def chat(self, messages: Sequence[dict[str, str]]) -> tuple[str, list[str]]:
-        """The prompt of a chat and the stop strings that belong to its form.
+        """Return the prompt of a chat and the stop strings that belong to its form.
 
         Raises `ValueError` with the template's words where it refuses the messages.
         """
@@ -67,35 +67,13 @@ class Texts:
             raise ValueError(f"the model's chat template refuses these messages: {error}") from error
         return str(rendered[0][0]), []
 
-    def writer(self, prompt: Sequence[int], stops: Sequence[str]) -> Writer:
-        """The text of a sequence that goes on from `prompt`."""
-        return Writer(TextStream(self.tokenizer, prompt), StopStrings(stops), self.stop_tokens)
-
-
-class Writer:
-    """Tokens in, text out, never half a character and never a part of a stop string."""
-
-    def __init__(self, text: TextStream, stops: StopStrings, stop_tokens: frozenset[int]) -> None:
-        self._text = text
-        self._stops = stops
-        self._stop_tokens = stop_tokens
-
-    @property
-    def stopped(self) -> bool:
-        """Whether a stop string was met."""
-        return self._stops.stopped is not None
-
-    def push(self, token: int) -> str:
-        """The text that can be shown after `token`; that of a stop token is none."""
-        return "" if token in self._stop_tokens else self._stops.push(self._text.push(token))
-
-    def finish(self) -> str:
-        """What was held back."""
-        return self._stops.push(self._text.finish()) + self._stops.finish()
+    def stream(self, prompt: Sequence[int], stops: Sequence[str]) -> TextStream:
+        """Return the text of a sequence that goes on from `prompt`, up to a stop string."""
+        return TextStream(self.tokenizer, prompt, stops)
 
 
 def read_template(folder: Path) -> Template | None:
-    """The chat template of a model's folder: `chat_template.jinja`, or the one in `tokenizer_config.json`; or None.
+    """Return the chat template of a folder: `chat_template.jinja`, or the one in `tokenizer_config.json`; or None.
 
     Of a checkpoint the run's folder is looked at too. Raises `ValueError` for a file that is not JSON.
     """
@@ -119,7 +97,7 @@ def _read_json(file: Path) -> dict[str, Any]:
 
 
 def _template_of(settings: dict[str, Any]) -> str | None:
-    """The field `chat_template`: a text, or a list of named ones, of which `default` is taken."""
+    """Return the field `chat_template`: a text, or a list of named ones, of which `default` is taken."""
     found = settings.get("chat_template")
     if isinstance(found, list):
         named = [item for item in found if isinstance(item, dict) and item.get("name") == "default"]

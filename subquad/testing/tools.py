@@ -17,19 +17,19 @@ LOW_PRECISION = (torch.float32, torch.bfloat16, torch.float16)
 
 
 def assert_exact(actual: Tensor, expected: Tensor, what: str = "") -> None:
-    """The same numbers, to the last bit (0.0 and -0.0 are one number, and NaN equals NaN)."""
+    """Assert the same numbers, to the last bit (0.0 and -0.0 are one number, and NaN equals NaN)."""
     torch.testing.assert_close(actual, expected, rtol=0, atol=0, equal_nan=True, msg=lambda text: f"{what}: {text}")
 
 
 def assert_same_maths(actual: Tensor, expected: Tensor, what: str = "") -> None:
-    """The same number in float64, but for the order of sums."""
+    """Assert the same numbers in float64, but for the order of sums."""
     if actual.dtype != torch.float64 or expected.dtype != torch.float64:
         raise TypeError(f"assert_same_maths compares float64, got {actual.dtype} and {expected.dtype}")
     torch.testing.assert_close(actual, expected, rtol=1e-9, atol=1e-9, msg=lambda text: f"{what}: {text}")
 
 
 def assert_in_budget(actual: Tensor, plain: Tensor, exact: Tensor, dtype: torch.dtype, what: str = "") -> None:
-    """The error is at most twice that of the plain form in the same dtype, plus one rounding of the largest entry."""
+    """Assert an error of at most twice the plain form's in the same dtype, plus one rounding of the largest entry."""
     exact = exact.double()
     band = torch.finfo(dtype).eps * exact.abs().max().item() if exact.numel() else 0.0
     error, plain_error = ((x.double() - exact).abs().max().item() if x.numel() else 0.0 for x in (actual, plain))

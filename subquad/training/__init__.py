@@ -15,6 +15,7 @@ from subquad.training.config import (
 )
 
 if TYPE_CHECKING:
+    from subquad.training import runs as runs
     from subquad.training.run import RunResult, train
 
 __all__ = [
@@ -29,4 +30,4 @@ __all__ = [
     "TrainConfig",
     "train",
 ]
-__getattr__ = facade(__name__, {"RunResult": "run", "train": "run"})
+__getattr__ = facade(__name__, {"RunResult": "run", "runs": "runs", "train": "run"})

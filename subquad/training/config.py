@@ -7,10 +7,7 @@ from dataclasses import dataclass, field
 from typing import Any, Literal
 
 from subquad.config import Config, later
-from subquad.data.config import DataConfig
-from subquad.data.image_config import ImageConfig
-from subquad.data.labelled_config import LabelledConfig
-from subquad.data.probe_config import ProbeConfig
+from subquad.data.config import DataConfig, ImageConfig, LabelledConfig, ProbeConfig
 from subquad.models.config import DecoderConfig
 from subquad.models.encoder import EncoderConfig, Pooling
 from subquad.models.pretraining import check_hiding

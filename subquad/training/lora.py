@@ -10,8 +10,11 @@ from typing import Any
 
 import torch
 
-from subquad.data import Corpus, load_tokenizer, tokenizer_hash
-from subquad.hf import SubquadClassifierConfig, SubquadConfig, SubquadImageConfig, lora
+from subquad.data import Corpus, load_tokenizer
+from subquad.data.tokenizers import tokenizer_hash
+from subquad.hf import SubquadConfig, lora
+from subquad.hf.encoders import SubquadClassifierConfig
+from subquad.hf.image import SubquadImageConfig
 from subquad.models.config import DecoderConfig
 from subquad.training.config import TrainConfig
 from subquad.training.task import Task

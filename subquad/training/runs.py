@@ -1,4 +1,4 @@
-"""Reading a trained model back from its folder."""
+"""Reading a trained model back from its folder, alone or with an adapter, and the images that belong to it."""
 
 from __future__ import annotations
 
@@ -14,15 +14,9 @@ from transformers.utils.logging import disable_progress_bar
 
 from subquad.data import load_tokenizer
 from subquad.data.images import ImageSet, load_images, load_pictures
-from subquad.hf import (
-    SubquadClassifierConfig,
-    SubquadConfig,
-    SubquadForCausalLM,
-    SubquadForImages,
-    SubquadForSequenceClassification,
-    SubquadImageConfig,
-    lora,
-)
+from subquad.hf import SubquadConfig, SubquadForCausalLM, SubquadForImages, SubquadForSequenceClassification, lora
+from subquad.hf.encoders import SubquadClassifierConfig
+from subquad.hf.image import SubquadImageConfig
 from subquad.hf.lora import is_adapter, is_extension
 from subquad.models import Decoder
 from subquad.models.image import ImageModel
@@ -154,16 +148,6 @@ def load_image_run(folder: str | Path, device: str = "auto", adapter: str | None
     return LoadedImageModel(folder, model.model, _settings(home))
 
 
-def is_classifier(folder: str | Path) -> bool:
-    """Whether a folder holds a classifier, by its config.json; an adapter's is its base's."""
-    return _model_type(folder) == SubquadClassifierConfig.model_type
-
-
-def is_image_model(folder: str | Path) -> bool:
-    """Whether a folder holds a model of images, by its config.json; an adapter's is its base's."""
-    return _model_type(folder) == SubquadImageConfig.model_type
-
-
 class Images(NamedTuple):
     """Images to measure a model on."""
 
@@ -173,7 +157,7 @@ class Images(NamedTuple):
 
 
 def images_for(loaded: LoadedImageModel, path: str | None) -> Images:
-    """The images at `path` (None: those of the run); `ValueError` where there are none or they have another size.
+    """Return the images at `path` (None: the run's); `ValueError` where there are none or they have another size.
 
     At another path than the run's, the pictures of a folder are all measured; of the run's own those it held out.
     """
@@ -205,7 +189,7 @@ def _size(shape: tuple[int, int, int]) -> str:
 
 
 def chosen(images: ImageSet, wanted: int | None) -> ImageSet:
-    """`wanted` images, evenly spread over all of them (all where there are fewer, or for None)."""
+    """Return `wanted` images, evenly spread over all of them (all where there are fewer, or for None)."""
     size = len(images.pixels)
     count = size if wanted is None else min(wanted, size)
     index = np.arange(count) * size // count
@@ -214,36 +198,22 @@ def chosen(images: ImageSet, wanted: int | None) -> ImageSet:
 
 
 def flat(images: ImageSet) -> Tensor:
-    """The bytes of each image in a row, `[N, T]`."""
+    """Return the bytes of each image in a row, `[N, T]`."""
     return torch.from_numpy(images.pixels.reshape(len(images.pixels), -1))
 
 
-def read_model(model_class: type[PreTrainedModel], folder: Path, adapter: str | None = None) -> Any:
-    """The model of a folder, of an adapter's with its base; `adapter` is put on the model in `folder`.
-
-    Raises `FileNotFoundError` where the base or the adapter is not there, and `ValueError` where they do not belong
-    together.
-    """
-    if not lora.is_adapter(folder):
-        if adapter is None:
-            return model_class.from_pretrained(folder, local_files_only=True)
-        if not lora.is_adapter(adapter):
-            raise FileNotFoundError(f"there is no adapter in {adapter}; `subquad train --lora.rank` makes one")
-        record = lora.Base.read(adapter)
-        record.check(folder, adapter)
-        return lora.load_adapter(lora.load_base(folder, record.classes), adapter).get_base_model()
-    if adapter is not None:
-        raise ValueError(f"{folder} is an adapter itself: give its base as RUN, and one adapter by --adapter")
-    return lora.open_adapter(folder).get_base_model()
+def is_classifier(folder: str | Path) -> bool:
+    """Whether a folder holds a classifier, by its config.json; an adapter's is its base's."""
+    return _model_type(folder) == SubquadClassifierConfig.model_type
 
 
-def home_of(folder: str | Path) -> Path:
-    """The folder that holds the whole model: that of the base for an adapter."""
-    return lora.Base.read(folder).find(folder) if lora.is_adapter(folder) else Path(folder)
+def is_image_model(folder: str | Path) -> bool:
+    """Whether a folder holds a model of images, by its config.json; an adapter's is its base's."""
+    return _model_type(folder) == SubquadImageConfig.model_type
 
 
 def _model_type(folder: str | Path) -> Any:
-    file = home_of(folder) / "config.json"
+    file = model_home(folder) / "config.json"
     return read_json_mapping(file).get("model_type") if file.is_file() else None
 
 
@@ -286,3 +256,27 @@ def _settings(home: Path) -> TrainConfig | None:
 
 def _device(device: str) -> str:
     return "cuda" if device == "auto" and torch.cuda.is_available() else "cpu"
+
+
+def read_model(model_class: type[PreTrainedModel], folder: Path, adapter: str | None = None) -> Any:
+    """Return the model of a folder, of an adapter's with its base; `adapter` is put on the model in `folder`.
+
+    Raises `FileNotFoundError` where the base or the adapter is not there, and `ValueError` where they do not belong
+    together.
+    """
+    if not is_adapter(folder):
+        if adapter is None:
+            return model_class.from_pretrained(folder, local_files_only=True)
+        if not is_adapter(adapter):
+            raise FileNotFoundError(f"there is no adapter in {adapter}; `subquad train --lora.rank` makes one")
+        record = lora.Base.read(adapter)
+        record.check(folder, adapter)
+        return lora.load_adapter(lora.load_base(folder, record.classes), adapter).get_base_model()
+    if adapter is not None:
+        raise ValueError(f"{folder} is an adapter itself: give its base as RUN, and one adapter by --adapter")
+    return lora.open_adapter(folder).get_base_model()
+
+
+def model_home(folder: str | Path) -> Path:
+    """Return the folder that holds the whole model: that of the base for an adapter."""
+    return lora.Base.read(folder).find(folder) if is_adapter(folder) else Path(folder)

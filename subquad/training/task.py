@@ -20,7 +20,7 @@ from subquad.data import Corpus
 from subquad.data.files import Progress
 from subquad.data.images import ImageSet
 from subquad.data.labelled import LabelledCorpus
-from subquad.data.probe_items import ProbeCorpus
+from subquad.data.probes import ProbeCorpus
 from subquad.models.config import DecoderConfig
 from subquad.training.config import TrainConfig
 from subquad.training.errors import CheckpointError, StepMemoryError, reading
@@ -131,7 +131,7 @@ class Task:
         if self.adapter is not None:
             self.adapter.save(model, folder)
             return
-        from subquad.hf._strict import no_bar
+        from subquad.hf.loading import no_bar
 
         with no_bar():
             model.save_pretrained(folder, state_dict=weights)

@@ -15,7 +15,7 @@ from torch.utils.data import Dataset, Subset
 
 from subquad.data.augment import augmentation, check_whole
 from subquad.data.labelled import LabelledCorpus, labelled_corpus
-from subquad.data.lra.sequences import Sequences
+from subquad.data.lra.store import Sequences
 from subquad.models import Classifier
 from subquad.models.build import build_encoder
 from subquad.models.encoder import Encoder, EncoderConfig
@@ -82,8 +82,8 @@ class ClassifyTask(_LabelledTask):
 
     def new_model(self) -> Any:
         """Make the classifier, with first weights from the present random numbers or the first phase's."""
-        from subquad.hf import SubquadClassifierConfig, SubquadForSequenceClassification
-        from subquad.hf.classification import Denoising
+        from subquad.hf import SubquadForSequenceClassification
+        from subquad.hf.encoders import Denoising, SubquadClassifierConfig
 
         classes, options = self.data.classes, self.config.pretrain
         encoder = self.config.encoder(len(classes))
@@ -170,7 +170,8 @@ class PretrainTask(_LabelledTask):
 
     def new_model(self) -> Any:
         """Make the encoder and its head, with first weights from the present random numbers."""
-        from subquad.hf import SubquadForPreTraining, SubquadPretrainingConfig
+        from subquad.hf import SubquadForPreTraining
+        from subquad.hf.encoders import SubquadPretrainingConfig
 
         options = self.config.pretrain
         return SubquadForPreTraining(

@@ -91,7 +91,8 @@ class ImageTask(Task):
 
     def new_model(self) -> Any:
         """Make the model, with first weights from the present random numbers."""
-        from subquad.hf import SubquadForImages, SubquadImageConfig
+        from subquad.hf import SubquadForImages
+        from subquad.hf.image import SubquadImageConfig
 
         return SubquadForImages(SubquadImageConfig.from_image(self.image))
 

@@ -13,12 +13,10 @@ from rich.console import Console
 from torch import Tensor
 
 from subquad.config import digest
-from subquad.data import Corpus, TokenSet, TokenShard, Windows, prepare
-from subquad.data.packing import PackedWindows
-from subquad.data.probe_items import ProbeCorpus
-from subquad.data.probes import IGNORED
-from subquad.data.set_windows import PackedSetWindows, SetWindows, windows_of
+from subquad.data import Corpus, TokenSet, TokenShard, prepare
+from subquad.data.probes import IGNORED, ProbeCorpus
 from subquad.data.tokenizers import encode_text, separator_id
+from subquad.data.windows import PackedSetWindows, PackedWindows, SetWindows, Windows, windows_of
 from subquad.models.build import build_model
 from subquad.models.stacks import options_of
 from subquad.training.config import TrainConfig

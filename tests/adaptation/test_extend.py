@@ -383,11 +383,11 @@ def test_the_configuration_is_written_and_read_back(tmp_path):
 def test_the_pages_tables_are_those_of_the_reports_and_its_commands_are_read(monkeypatch):
     monkeypatch.syspath_prepend(str(ROOT / "docs"))
     make = importlib.import_module("make_extend")
-    page = make.PAGE.read_text(encoding="utf-8")
-    assert make.rewritten(page) == page, "write them again: python docs/make_extend.py"
+    page = (ROOT / "docs" / "extend.md").read_text(encoding="utf-8")
+    assert make.pages.rewritten(page, make.BLOCKS) == page, "write them again: python docs/make_extend.py"
     assert re.findall(r"<!-- ([a-z-]+) -->", page) == [*make.KINDS, "trials"]
     for kind in make.KINDS:
-        assert f"images/extend_{kind}.png" not in page or (make.IMAGES / f"extend_{kind}.png").is_file()
+        assert f"images/extend_{kind}.png" not in page or (make.pages.IMAGES / f"extend_{kind}.png").is_file()
     commands = re.findall(r"^subquad extend (.*)", page, re.MULTILINE)
     assert len(commands) == 3
     for line in commands:
@@ -401,7 +401,8 @@ S2_RISES = pytest.mark.xfail(reason="S2's loss above 512 tokens is 0.0007 ± 0.0
 @pytest.mark.parametrize("kind", ["llp", pytest.param("shifted", marks=S2_RISES)])
 def test_the_measured_loss_beyond_the_own_length_is_no_higher_than_within(kind, monkeypatch):
     monkeypatch.syspath_prepend(str(ROOT / "docs"))
-    extended = importlib.import_module("make_extend").read(kind)["summary"]["extended"]
+    make = importlib.import_module("make_extend")
+    extended = make.pages.read(make.result(kind))["summary"]["extended"]
     assert extended["beyond"] <= extended["within"]
 
 
@@ -409,7 +410,7 @@ def test_the_measured_loss_beyond_the_own_length_is_no_higher_than_within(kind, 
 def test_the_measured_extension_reaches_further_than_its_control(kind, monkeypatch):
     monkeypatch.syspath_prepend(str(ROOT / "docs"))
     make = importlib.import_module("make_extend")
-    report = make.read(kind)
+    report = make.pages.read(make.result(kind))
     extended, control = report["summary"]["extended"], report["summary"]["control"]
     assert (report["own_length"], report["length"]) == (512, 2048)
     assert extended["beyond"] < control["beyond"]

@@ -4,8 +4,8 @@ import pytest
 import torch
 
 from subquad.attention import Attention, build, mechanism, names
-from subquad.attention._blocked import BlockedAttention
-from subquad.attention._scanned import ScannedAttention
+from subquad.attention.blocked import BlockedAttention
+from subquad.attention.scanned import ScannedAttention
 
 each = pytest.mark.parametrize("name", names())
 BLOCKED = [name for name in names() if issubclass(mechanism(name), BlockedAttention)]

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from subquad import attention
-from subquad.attention._projected import HeadedAttention, ProjectedAttention
+from subquad.attention.projected import HeadedAttention, ProjectedAttention
 from subquad.layers.scaling import RopeScaling
 from subquad.models import Decoder, DecoderConfig
 from subquad.testing import assert_same_maths

@@ -15,11 +15,12 @@ from hypothesis import strategies as st
 
 import subquad.attention
 from subquad.attention import Attention, Cost, build, mechanism, names
-from subquad.attention._blocked import BlockedAttention
-from subquad.attention._scanned import ScannedAttention
+from subquad.attention.blocked import BlockedAttention
+from subquad.attention.scanned import ScannedAttention
 from subquad.testing import AttentionContract, assert_exact
 
 FOLDER = Path(subquad.attention.__file__).parent
+SHARED = {"base", "blocked", "projected", "scanned", "sharing"}
 TESTS = Path(__file__).parent
 NAMES = names()
 each = pytest.mark.parametrize("name", NAMES)
@@ -31,8 +32,9 @@ def config_classes():
 
 def test_names_are_the_files_of_the_folder():
     files = {m.name for m in pkgutil.iter_modules([str(FOLDER)])}
-    assert set(NAMES) == {name for name in files if not name.startswith("_")} - {"base"}
+    assert set(NAMES) == {name for name in files if not name.startswith("_")} - SHARED
     assert sorted(NAMES) == NAMES
+    assert {mechanism(name).__name__ for name in NAMES} <= set(subquad.attention.__all__)
 
 
 @each

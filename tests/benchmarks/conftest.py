@@ -4,7 +4,7 @@ import gc
 
 import pytest
 
-from benchmarks import machine as _machine
+from benchmarks import timing
 from benchmarks.report import Report
 
 
@@ -19,8 +19,8 @@ def _quick_collections():
 
 @pytest.fixture(autouse=True)
 def _small_ceilings(monkeypatch):
-    monkeypatch.setattr(_machine, "COPIED", {"cpu": 2**16})
-    monkeypatch.setattr(_machine, "MULTIPLIED", {"cpu": 32})
+    monkeypatch.setattr(timing, "COPIED", {"cpu": 2**16})
+    monkeypatch.setattr(timing, "MULTIPLIED", {"cpu": 32})
 
 
 def row(name, tokens, which, seconds, **more):

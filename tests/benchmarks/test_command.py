@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from benchmarks import operators as _cases
-from benchmarks.command import PARSERS, main
+from benchmarks.command import CONFIGS, main
 from benchmarks.operators import Engine
 
 TINY_OPS = [
@@ -132,4 +132,4 @@ def test_a_gpu_that_is_not_there_is_named(capsys):
 def test_the_overview_lists_everything(capsys):
     assert main(["--help"]) == 0
     shown = capsys.readouterr().out
-    assert all(f"\n  {what} " in shown for what in PARSERS)
+    assert all(f"\n  {what} " in shown for what in CONFIGS)

@@ -6,7 +6,8 @@ import pytest
 
 from benchmarks import images
 from benchmarks.command import main
-from subquad.hf import SubquadForImages, SubquadImageConfig
+from subquad.hf import SubquadForImages
+from subquad.hf.image import SubquadImageConfig
 from subquad.models import ImageModelConfig
 
 

@@ -146,7 +146,7 @@ def test_after_the_deadline_contexts_are_skipped():
     ("changes", "message"),
     [
         ({"mechanisms": ["perceiver_ar"]}, "unknown attention 'perceiver_ar'"),
-        ({"contexts": []}, "contexts must have at least one number"),
+        ({"contexts": []}, "contexts must have at least one value"),
         ({"piece": 0}, "piece must be at least 1, got 0"),
         ({"mechanisms": []}, "at least one mechanism"),
     ],

@@ -25,10 +25,10 @@ def report():
     """All operators at two lengths, two numbers of latents and two segments."""
     config = {**TINY, "latents": [4, 6], "segment": [16, 8]}
     with pytest.MonkeyPatch.context() as patch:
-        from benchmarks import machine as _machine
+        from benchmarks import timing
 
-        patch.setattr(_machine, "COPIED", {"cpu": 2**16})
-        patch.setattr(_machine, "MULTIPLIED", {"cpu": 32})
+        patch.setattr(timing, "COPIED", {"cpu": 2**16})
+        patch.setattr(timing, "MULTIPLIED", {"cpu": 32})
         return measure_ops(OpsConfig(mechanisms=list(ENGINES), tokens=[32, 48], passes=list(PASSES), **config))
 
 
@@ -73,7 +73,7 @@ def test_memory_is_measured_with_the_output_and_the_gradients(report):
 
 
 def test_the_files_hold_the_rows_and_where_they_are_from(report, tmp_path):
-    files = report.save(tmp_path / "results", plots=False)
+    files = report.save(tmp_path / "results")
     assert [file.name for file in files] == ["cpu_ops.json", "cpu_ops.csv"]
     record = json.loads(files[0].read_text())
     assert record["rows"] == report.rows
@@ -159,7 +159,7 @@ def test_after_the_deadline_lengths_are_skipped_and_what_was_found_is_kept():
         ({"mechanisms": ["lpp"]}, "unknown operator 'lpp'; did you mean 'llp'"),
         ({"mechanisms": ["luna"]}, "`python -m benchmarks model` times whole layers"),
         ({"mechanisms": []}, "at least one mechanism"),
-        ({"tokens": []}, "tokens must have at least one number"),
+        ({"tokens": []}, "tokens must have at least one value"),
         ({"tokens": [0]}, "tokens must be at least 1, got 0"),
         ({"batch_tokens": 0}, "batch_tokens must be at least 1, got 0"),
         ({"dtype": "float64"}, "unknown dtype 'float64'"),

@@ -1,7 +1,7 @@
 """docs/performance.md: its tables are those of the results, and its pictures are there."""
 
 import dataclasses
-import importlib.util
+import importlib
 import json
 import re
 import shlex
@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from benchmarks.command import PARSERS
+from benchmarks.command import make_parser
 
 ROOT = Path(__file__).resolve().parents[2]
 PAGE = (ROOT / "docs" / "performance.md").read_text(encoding="utf-8")
@@ -21,16 +21,14 @@ COMMANDS = [
 
 
 @pytest.fixture
-def make():
+def make(monkeypatch):
     """docs/make_performance.py as a module."""
-    spec = importlib.util.spec_from_file_location("make_performance", ROOT / "docs" / "make_performance.py")
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
+    monkeypatch.syspath_prepend(str(ROOT / "docs"))
+    return importlib.import_module("make_performance")
 
 
 def test_the_tables_are_those_of_the_results(make):
-    assert make.rewritten(PAGE) == PAGE, "write them again: python docs/make_performance.py"
+    assert make.pages.rewritten(PAGE, make.BLOCKS) == PAGE, "write them again: python docs/make_performance.py"
     assert set(re.findall(r"<!-- ([a-z-]+) -->", PAGE)) == set(make.BLOCKS)
 
 
@@ -43,23 +41,23 @@ def test_the_pictures_are_there():
 def test_a_command_is_one_that_its_parser_takes(command):
     *program, what = (words := shlex.split(command))[:4]
     assert program == ["python", "-m", "benchmarks"]
-    PARSERS[what]().parse_args(words[4:])
+    make_parser(what).parse_args(words[4:])
 
 
 def test_aims_are_judged_and_ten_percent_below_counts_as_met(make, made_up, tmp_path, monkeypatch):
     """latte: 1,024 tokens 1.8x for an aim of 2 and 1.7x for one of 2; 4,096 tokens not measured."""
-    monkeypatch.setattr(make, "RESULTS", tmp_path)
+    monkeypatch.setattr(make.pages, "RESULTS", tmp_path)
     rows = [
         {**row, "name": "latte", "tokens": 1024, "latents": 64, "pass": which, "times_faster": faster}
         for row, which, faster in zip(made_up.rows, ("forward", "forward_backward"), (1.8, 1.7), strict=False)
     ]
-    dataclasses.replace(made_up, rows=rows).save(tmp_path, plots=False)
+    dataclasses.replace(made_up, rows=rows).save(tmp_path)
     table = make.cpu_aims()
     assert "| latte | 1.8 / **1.7** (aim 2 / 2) | - / - (aim 7 / 7) |" in table
 
 
 def test_what_was_not_measured_says_how_to(make, tmp_path, monkeypatch):
-    monkeypatch.setattr(make, "RESULTS", tmp_path)
+    monkeypatch.setattr(make.pages, "RESULTS", tmp_path)
     assert make.BLOCKS["cpu-decode"]() == "Not measured yet: `python -m benchmarks decode --out benchmarks/results`."
     assert "No figure comes from a GPU yet" in make.gpu_aims()
     (tmp_path / "gpu_ops.json").write_text(json.dumps({"step": {"status": "stopped after 3 s"}}))
@@ -69,7 +67,7 @@ def test_what_was_not_measured_says_how_to(make, tmp_path, monkeypatch):
 @pytest.fixture
 def gpu_table(make, made_up, tmp_path, monkeypatch):
     """`gpu_table({(name, tokens): seconds}, what="ops", segment=...)`: the aims that are judged by such a run."""
-    monkeypatch.setattr(make, "RESULTS", tmp_path)
+    monkeypatch.setattr(make.pages, "RESULTS", tmp_path)
 
     def table(times, what="ops", segment=None, **more):
         base = {**made_up.rows[0], "pass": "forward_backward", **more}

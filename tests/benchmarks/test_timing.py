@@ -5,7 +5,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from benchmarks import timing as _timing
+from benchmarks import timing
 from benchmarks.timing import Failure, Run, Timing, clock_of, gpu_clock, interleave, rounds, wall_clock
 
 
@@ -84,7 +84,7 @@ def test_what_comes_before_a_call_is_not_timed(monkeypatch):
         now[0] += seconds
         return value
 
-    monkeypatch.setattr(_timing.time, "perf_counter", lambda: now[0])
+    monkeypatch.setattr(timing.time, "perf_counter", lambda: now[0])
     given = []
     assert wall_clock(Run(lambda x: passes(2.0, given.append(x)), before=lambda: passes(5.0, "made"))) == 2.0
     assert given == ["made"]

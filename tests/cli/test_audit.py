@@ -9,7 +9,8 @@ from transformers import BertConfig, BertModel, T5Config, T5ForConditionalGenera
 
 from subquad.cli.audit import run
 from subquad.evaluation.audit.report import CHECKS
-from subquad.hf import SubquadClassifierConfig, SubquadConfig, SubquadForCausalLM, SubquadForSequenceClassification
+from subquad.hf import SubquadConfig, SubquadForCausalLM, SubquadForSequenceClassification
+from subquad.hf.encoders import SubquadClassifierConfig
 
 VOCABULARY = 23
 SHAPE = {"vocab_size": VOCABULARY, "dim": 16, "num_layers": 1, "num_heads": 2}
@@ -130,7 +131,7 @@ def test_status_1_is_for_violations_alone(folder, tmp_path, capsys, monkeypatch)
     assert "text must hold tokens between 0 and 3, got 3 to 9" in refused(capsys, few)
     for place in (tmp_path / "nowhere" / "x.json", tmp_path, ""):  # before any work
         with monkeypatch.context() as changed:
-            changed.setattr("subquad.evaluation.audit._audit.audit", None)
+            changed.setattr("subquad.evaluation.audit.audit", None)
             assert "--json must name a file in a folder that exists" in refused(capsys, [folder, "--json", place])
     with monkeypatch.context() as changed:
         changed.setattr(SubquadForCausalLM, "forward", lambda self, input_ids: 1 / 0)

@@ -11,7 +11,8 @@ from transformers import GPT2Config, GPT2LMHeadModel, PreTrainedTokenizerFast
 from subquad.cli import main
 from subquad.data.tokenizers import bytes_tokenizer
 from subquad.data.vocabularies import SEPARATOR, train_bpe
-from subquad.hf import SubquadClassifierConfig, SubquadConfig, SubquadForCausalLM
+from subquad.hf import SubquadConfig, SubquadForCausalLM
+from subquad.hf.encoders import SubquadClassifierConfig
 
 TASKS = str(Path(__file__).parents[1] / "evaluation" / "tasks")
 OURS = ["--tasks", "local_texts,local_choices", "--task_path", TASKS, "--length", "64"]

@@ -6,8 +6,9 @@ import torch
 from subquad import attention
 from subquad.cli import _pictures, main
 from subquad.cli.show import PICTURES
-from subquad.data.toy import toy
-from subquad.hf import SubquadClassifierConfig, SubquadForSequenceClassification
+from subquad.data.labelled import toy
+from subquad.hf import SubquadForSequenceClassification
+from subquad.hf.encoders import SubquadClassifierConfig
 from subquad.models import EncoderConfig, matrices
 from subquad.testing import assert_exact, assert_same_maths
 from subquad.training import TrainConfig

@@ -3,7 +3,7 @@
 import numpy as np
 
 from subquad.data.shards import HEAD_BYTES, ShardWriter
-from subquad.data.token_set import Entry, TokenSet, write_index
+from subquad.data.token_set import TokenSet, write_index
 from subquad.data.tokenizers import load_tokenizer, tokenizer_hash
 
 VOCABULARY = 70000
@@ -19,9 +19,7 @@ def make_set(folder, shards):
                 writer.add(np.arange(token, token + length))
                 writer.end_document(text_bytes=length, words=1)
                 token += length
-        entries.append(
-            Entry(writer.path.name, writer.count, len(lengths), writer.text_bytes, writer.words, writer.sha256)
-        )
+        entries.append(writer.entry)
     load_tokenizer("bytes").save(str(folder / "tokenizer.json"))
     write_index(folder, entries, tokenizer_hash=made_by, vocab_size=VOCABULARY)
     return TokenSet(folder)

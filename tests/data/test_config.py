@@ -25,11 +25,3 @@ def test_a_file_keeps_the_configuration(tmp_path):
     config = DataConfig(path="books/*.txt", held_out=0.1, tokenizer="bytes", cache="there")
     config.to_file(tmp_path / "data.yaml")
     assert DataConfig.from_file(tmp_path / "data.yaml") == config
-
-
-def test_the_package_names_what_it_has():
-    from subquad import data
-
-    assert all(getattr(data, name) is not None for name in dir(data))
-    with pytest.raises(AttributeError, match=r"module 'subquad\.data' has no attribute 'prepair'; it has Corpus"):
-        data.prepair  # noqa: B018

@@ -10,11 +10,12 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from subquad.data import DataConfig, prepare, prepare_shard
+from subquad.data import DataConfig, prepare
 from subquad.data import corpus as module
+from subquad.data.corpus import prepare_shard
 from subquad.data.files import cache_folder
 from subquad.data.sources import BadTextError
-from subquad.data.spool import Part, Spool
+from subquad.data.token_writer import Part, Spool
 from subquad.data.tokenizers import bytes_tokenizer, tokenizer_hash
 from subquad.data.vocabularies import SEPARATOR
 

@@ -3,7 +3,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from subquad.data import EpochOrder, LargeOrder, epoch_order, order
+from subquad.data import order
+from subquad.data.order import EpochOrder, LargeOrder, epoch_order
 from subquad.testing import assert_exact
 
 seeds = st.integers(0, 2**63)

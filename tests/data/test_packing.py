@@ -6,9 +6,10 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from subquad.data import PackedWindows, TokenShard, packing
+from subquad.data import TokenShard, packing
 from subquad.data.packing import pack, pieces
 from subquad.data.shards import ShardWriter
+from subquad.data.windows import PackedWindows
 
 
 def offsets(lengths):

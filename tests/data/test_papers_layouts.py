@@ -10,8 +10,7 @@ import zipfile
 import pytest
 
 from subquad.config import read_mapping
-from subquad.data.sources import open_source
-from subquad.data.split import cut
+from subquad.data.sources import cut, open_source
 from subquad.recipes import recipe_path
 from subquad.training import TrainConfig
 

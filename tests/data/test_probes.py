@@ -8,10 +8,26 @@ from hypothesis import strategies as st
 from tokenizers import Tokenizer, models, pre_tokenizers
 
 from subquad.data import load_tokenizer
-from subquad.data._probes_text import AFTER, BEFORE, QUESTION, text_passkey
-from subquad.data.probe_config import ProbeConfig
-from subquad.data.probe_items import HELD_OUT, ProbeCorpus, ProbeItems
-from subquad.data.probes import ASK, FILLER, IGNORED, KEY, NOTHING, SEPARATOR, copy, mqar, passkey, probe_rows
+from subquad.data.config import ProbeConfig
+from subquad.data.probes import (
+    AFTER,
+    ASK,
+    BEFORE,
+    FILLER,
+    HELD_OUT,
+    IGNORED,
+    KEY,
+    NOTHING,
+    QUESTION,
+    SEPARATOR,
+    ProbeCorpus,
+    ProbeItems,
+    copy,
+    mqar,
+    passkey,
+    probe_rows,
+    text_passkey,
+)
 from subquad.testing import assert_exact
 
 CONFIGS = [

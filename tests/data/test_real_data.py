@@ -5,7 +5,8 @@ import tarfile
 import pytest
 from tokenizers import Tokenizer, models
 
-from subquad.data import DataConfig, Windows, prepare
+from subquad.data import DataConfig, prepare
+from subquad.data.windows import Windows
 
 
 @pytest.fixture(scope="module")

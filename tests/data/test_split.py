@@ -2,7 +2,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from subquad.data.split import cut, hold_out
+from subquad.data.sources import cut, hold_out
 
 KEYS = [f"{i}.txt".encode() for i in range(1000)]
 

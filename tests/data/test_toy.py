@@ -8,7 +8,8 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from subquad.data.toy import MARK, MARKED, ONE, ZERO, MarkedVotes, toy, votes
+from subquad.data.labelled import toy
+from subquad.data.toy import MARK, MARKED, ONE, ZERO, MarkedVotes, votes
 from subquad.testing import assert_exact
 
 

@@ -5,9 +5,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch.utils.data import DataLoader
 
-from subquad.data import EpochOrder, TokenShard, Windows
+from subquad.data import TokenShard
+from subquad.data.order import EpochOrder
 from subquad.data.shards import ShardWriter
-from subquad.data.windows import WindowParts
+from subquad.data.windows import WindowParts, Windows
 
 
 @pytest.fixture(scope="module")

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from torch import nn
 from torch.nn import functional as F
 
-from subquad.data.probe_config import ProbeConfig
+from subquad.data.config import ProbeConfig
 from subquad.data.probes import copy, mqar, passkey, probe_rows
 from subquad.evaluation import evaluate
 from subquad.evaluation.probes import (

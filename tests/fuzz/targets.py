@@ -206,7 +206,7 @@ def write_llama2c(file, vocab=20):
 
 @target(lambda folder: write_llama2c(folder / "a.bin"), quick=40)
 def llama2c(folder):
-    from subquad.hf import read_llama2c
+    from subquad.hf.llama2c import read_llama2c
 
     model = read_llama2c(folder / "a.bin")
     assert model(torch.tensor([[1, 2, 3]])).logits.shape == (1, 3, model.config.vocab_size)
@@ -330,8 +330,7 @@ def seal_store(folder):
 
 @target(make_store, seal=seal_store, quick=20)
 def store(folder):
-    from subquad.data.lra.sequences import Sequences
-    from subquad.data.lra.store import PARTS, Store
+    from subquad.data.lra.store import PARTS, Sequences, Store
 
     found = Store(folder)
     for part in PARTS:
@@ -348,7 +347,7 @@ def store(folder):
     quick=20,
 )
 def block(folder):
-    from subquad.data.lra.blocks import read_block
+    from subquad.data.lra.made import read_block
 
     found = read_block(folder, 0)
     assert found is None or found.lengths.sum() == len(found.tokens)
@@ -456,15 +455,13 @@ def lra(dataset, quick=15):
             home.rename(folder / "data")
 
     def read(folder):
-        import importlib
-
-        from subquad.data.labelled_config import LabelledConfig
-        from subquad.data.lra.read import READERS
+        from subquad.data.config import LabelledConfig
+        from subquad.data.labelled import READERS
 
         name = {"papers": "retrieval", "tables": "text"}.get(dataset, dataset)
         path = folder if dataset in ("papers", "tables") else folder / "data"
-        module = importlib.import_module(f"subquad.data.lra.{READERS[name.rstrip('0123456789')]}")
-        found = module.contents(LabelledConfig(dataset=name, path=str(path)), lambda *_: None)
+        read = READERS[name.rstrip("0123456789")]
+        found = read(LabelledConfig(dataset=name, path=str(path)), lambda *_: None)
         for part in found.parts.values():
             for piece in part if not hasattr(part, "documents") else part.documents:
                 assert piece.lengths.sum() == len(piece.tokens)
@@ -564,9 +561,9 @@ def make_state(folder):
 
 @target(make_state, quick=30)
 def state(folder):
-    from subquad.cli.generate import _state
+    from subquad.cli.generate import read_state
 
-    found = _state(decoder(), str(folder / "a.safetensors"))
+    found = read_state(decoder(), str(folder / "a.safetensors"))
     assert found.nbytes
     assert found.batch == 1
 
@@ -601,7 +598,8 @@ def audited(folder):
 
 
 def make_classifier(folder):
-    from subquad.hf import SubquadClassifierConfig, SubquadForSequenceClassification
+    from subquad.hf import SubquadForSequenceClassification
+    from subquad.hf.encoders import SubquadClassifierConfig
     from subquad.models import EncoderConfig
 
     shape = EncoderConfig(**TINY, attention="linear", position="learned", max_positions=9, num_classes=2)
@@ -616,7 +614,8 @@ def classifier(folder):
 
 
 def make_image_model(folder):
-    from subquad.hf import SubquadForImages, SubquadImageConfig
+    from subquad.hf import SubquadForImages
+    from subquad.hf.image import SubquadImageConfig
     from subquad.models import ImageModelConfig
 
     shape = ImageModelConfig(dim=8, num_layers=1, num_heads=2, height=3, width=3, channels=1)
@@ -652,7 +651,7 @@ def place_adapter(folder):
 
 @target(make_adapter, files="adapter/*", seal=place_adapter, quick=5, raises=(ValueError, TypeError, OSError))
 def adapter(folder):
-    from subquad.cli._lora_folders import adapters
+    from subquad.adaptation.adapters import adapters
     from subquad.training.runs import load_run
 
     for found in adapters([str(folder)]):
@@ -800,7 +799,7 @@ def make_audit(folder):
 def audit_report(folder):
     from subquad.cli.audit import _report
     from subquad.evaluation.audit import AuditReport
-    from subquad.evaluation.audit._case import Case
+    from subquad.evaluation.audit.case import Case
 
     for found in (AuditReport.load(folder / "a.json"), _report(str(folder / "b.json"), "m")):
         assert str(found)
@@ -874,9 +873,11 @@ def client():
 
     from subquad.data import load_tokenizer
     from subquad.generation import BatchDecoder
-    from subquad.serving import Engine, ServeConfig, Texts, make_app
+    from subquad.serving import ServeConfig
+    from subquad.serving.app import Served, make_app
+    from subquad.serving.engine import Engine
     from subquad.serving.metrics import Metrics
-    from subquad.serving.routes import Served
+    from subquad.serving.texts import Texts
 
     limits = ServeConfig(slots=2, max_prompt=64, max_tokens=8, max_requests=8, max_body=200_000)
     counted = Metrics()

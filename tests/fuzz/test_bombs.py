@@ -19,9 +19,9 @@ from safetensors.torch import save
 
 from subquad import State, parsing
 from subquad.config import Config, read_mapping
-from subquad.data import _image_decode, packed
-from subquad.data._arrays import load_array, load_arrays
-from subquad.data._image_decode import decode
+from subquad.data import image_files, packed
+from subquad.data.image_files import decode
+from subquad.data.packed import load_array, load_arrays
 from subquad.data.sources import BadTextError, TarBytes, open_source
 
 PACKERS = {".xz": lzma.compress, ".gz": gzip.compress, ".bz2": bz2.compress}
@@ -174,7 +174,7 @@ def test_much_text_that_packs_well_is_read(tmp_path, little):
 
 
 def test_a_line_without_an_end_is_not_read(tmp_path, little):
-    from subquad.data.lra._files import lines
+    from subquad.data.lra.read_text import lines
 
     (tmp_path / "a.tsv.gz").write_bytes(gzip.compress(b"x" * (1 << 20)))
     with pytest.raises(ValueError, match=r"a\.tsv\.gz is damaged .* unpack to more than 105,100"):
@@ -283,7 +283,7 @@ def test_a_name_that_is_no_text_is_written_out(tmp_path):
 
 @pytest.mark.parametrize("place", ["../x sample.png", "/etc passwd"])
 def test_pathfinder_names_images_inside(place, tmp_path):
-    from subquad.data.lra.read_pathfinder import _rows
+    from subquad.data.lra.read_images import _rows
 
     (tmp_path / "0.npy").write_text(f"{place} 0 1\n")
     with pytest.raises(ValueError, match=r"0\.npy, line 1 names .*, which is outside of"):
@@ -342,7 +342,7 @@ def test_a_label_that_asks_for_too_many_classes(tmp_path):
 def test_an_image_of_too_many_pixels(tmp_path, monkeypatch):
     Image.new("L", (30, 20)).save(tmp_path / "a.png")
     assert decode(tmp_path / "a.png", "a.png").shape == (20, 30, 1)
-    monkeypatch.setattr(_image_decode, "MOST_PIXELS", 599)
+    monkeypatch.setattr(image_files, "MOST_PIXELS", 599)
     with pytest.raises(ValueError, match=r"a\.png is damaged or no image: 30 x 20 pixels are more than 599"):
         decode(tmp_path / "a.png", "a.png")
     monkeypatch.setattr(Image, "MAX_IMAGE_PIXELS", 250)  # Pillow's own bound
@@ -376,7 +376,7 @@ def test_a_state_whose_entries_do_not_fit(tmp_path):
 
 
 def test_a_state_of_other_shapes_is_refused_before_it_is_used(tmp_path):
-    from subquad.cli.generate import _state
+    from subquad.cli.generate import read_state
     from subquad.models import Decoder, DecoderConfig
 
     shape = {"vocab_size": 9, "dim": 8, "num_layers": 1, "num_heads": 2, "attention": "linear", "position": "none"}
@@ -385,9 +385,9 @@ def test_a_state_of_other_shapes_is_refused_before_it_is_used(tmp_path):
         state = decoder(torch.zeros(1, 3, dtype=torch.long))[1]
     state.map(lambda tensor: tensor[..., :1]).save(tmp_path / "a.safetensors")
     with pytest.raises(ValueError, match=r"a\.safetensors does not fit the model: "):
-        _state(decoder, str(tmp_path / "a.safetensors"))
+        read_state(decoder, str(tmp_path / "a.safetensors"))
     state.save(tmp_path / "a.safetensors")
-    assert _state(decoder, str(tmp_path / "a.safetensors")).seen == 3
+    assert read_state(decoder, str(tmp_path / "a.safetensors")).seen == 3
 
 
 @pytest.fixture(scope="module")
@@ -573,7 +573,7 @@ def test_a_corpus_whose_manifest_leaves_files_out(tmp_path):
     ],
 )
 def test_a_block_that_contradicts_itself_is_made_again(arrays, message, tmp_path, caplog):
-    from subquad.data.lra.blocks import read_block
+    from subquad.data.lra.made import read_block
 
     np.savez(tmp_path / "0.npz", **arrays)
     assert read_block(tmp_path, 0) is None
@@ -620,7 +620,7 @@ def test_metrics_that_are_no_numbers(tmp_path):
 
 
 def test_a_case_of_an_audit_that_takes_all_memory():
-    from subquad.evaluation.audit._case import Case
+    from subquad.evaluation.audit.case import Case
 
     case = {"kind": "padding", "tokens": [[1]], "side": "left", "columns": 2**31 - 1, "fills": [0]}
     with pytest.raises(ValueError, match="columns must be at most 1048576, got 2147483647"):

@@ -32,7 +32,14 @@ def test_beams_and_scores_are_those_of_transformers(stop, beams, length_penalty)
         do_sample=False,
         **how,
     )
-    ours = beam_search(model, PROMPT, beams=beams, max_tokens=10, stop_token=stop, length_penalty=length_penalty)
+    ours = beam_search(
+        model,
+        PROMPT,
+        beams=beams,
+        max_tokens=10,
+        stop_tokens=() if stop is None else [stop],
+        length_penalty=length_penalty,
+    )
     assert len(ours) == beams
     for beam, row in zip(ours, theirs[:, len(PROMPT) :].tolist(), strict=True):
         assert row[: len(beam.tokens)] == beam.tokens

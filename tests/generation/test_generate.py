@@ -77,7 +77,9 @@ def test_without_a_seed_samples_differ(model):
 def test_the_stop_token_is_returned_and_ends_the_sequence(model):
     free = list(generate(model, PROMPT, max_tokens=12, temperature=0))
     stop = free[4]
-    assert list(generate(model, PROMPT, max_tokens=12, temperature=0, stop_token=stop)) == free[: free.index(stop) + 1]
+    assert (
+        list(generate(model, PROMPT, max_tokens=12, temperature=0, stop_tokens=[stop])) == free[: free.index(stop) + 1]
+    )
 
 
 def test_a_kept_state_goes_on_where_it_stopped(model):

@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from subquad.generation import StopStrings
+from subquad.generation.stream import StopStrings
 
 
 def shown(stops, pieces):

@@ -2,12 +2,8 @@
 
 import torch
 
-from subquad.hf import (
-    SubquadClassifierConfig,
-    SubquadConfig,
-    SubquadForCausalLM,
-    SubquadForSequenceClassification,
-)
+from subquad.hf import SubquadConfig, SubquadForCausalLM, SubquadForSequenceClassification
+from subquad.hf.encoders import SubquadClassifierConfig
 from subquad.models import EncoderConfig
 
 SMALL = {

@@ -9,7 +9,8 @@ from torch.nn import functional as F
 from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForSequenceClassification
 
 from subquad.attention import mechanism, names
-from subquad.hf import SubquadClassifierConfig, SubquadForSequenceClassification
+from subquad.hf import SubquadForSequenceClassification
+from subquad.hf.encoders import SubquadClassifierConfig
 from subquad.models import EncoderConfig
 from subquad.testing import assert_exact, assert_same_maths
 

@@ -6,7 +6,8 @@ from safetensors.torch import load_file, save_file
 from transformers import AutoConfig, AutoModel
 
 from subquad.attention import mechanism, names
-from subquad.hf import SubquadForImages, SubquadImageConfig
+from subquad.hf import SubquadForImages
+from subquad.hf.image import SubquadImageConfig
 from subquad.models import ImageModelConfig
 from subquad.testing import assert_exact
 

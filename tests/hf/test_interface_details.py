@@ -22,9 +22,7 @@ from transformers.masking_utils import sliding_window_causal_mask_function
 from subquad import hf
 from subquad.cli import main
 from subquad.hf import interface
-from subquad.hf._forms import parts_of
-from subquad.hf._pattern_attention import attend_over
-from subquad.hf._standing import Standing, read_standing, standing_mask
+from subquad.hf.pattern_attention import Standing, attend_over, parts_of, read_standing, standing_mask
 from subquad.testing import assert_exact, assert_in_budget, assert_same_maths
 from subquad.testing.tools import LINEAR_GROWTH, largest_allocation
 from tests.hf.stock import OPTIONS, config_of, positions, stock, tokens

@@ -12,8 +12,8 @@ from numpy.typing import NDArray
 
 from subquad.data.llama2c import read_llama2c_tokenizer
 from subquad.evaluation.audit import audit
-from subquad.hf import SubquadForCausalLM, from_transformers, read_llama2c, to_transformers
-from subquad.hf.llama2c import is_llama2c
+from subquad.hf import SubquadForCausalLM, from_transformers, to_transformers
+from subquad.hf.llama2c import is_llama2c, read_llama2c
 from subquad.testing import assert_exact, assert_in_budget, assert_same_maths
 from tests.fuzz.targets import write_llama2c
 

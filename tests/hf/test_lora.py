@@ -9,7 +9,8 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import nn
 
-from subquad.hf import SubquadForImages, SubquadImageConfig, lora
+from subquad.hf import SubquadForImages, lora
+from subquad.hf.image import SubquadImageConfig
 from subquad.testing import assert_exact, assert_same_maths
 from tests.hf.adapted import classifier, filled, language_model, logits
 

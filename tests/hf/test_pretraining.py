@@ -6,13 +6,8 @@ from torch.nn import functional as F
 from transformers import AutoConfig, AutoModelForPreTraining, AutoModelForSequenceClassification
 
 from subquad.attention import mechanism
-from subquad.hf import (
-    SubquadClassifierConfig,
-    SubquadForPreTraining,
-    SubquadForSequenceClassification,
-    SubquadPretrainingConfig,
-)
-from subquad.hf.classification import Denoising
+from subquad.hf import SubquadForPreTraining, SubquadForSequenceClassification
+from subquad.hf.encoders import Denoising, SubquadClassifierConfig, SubquadPretrainingConfig
 from subquad.models import EncoderConfig
 from subquad.models.pretraining import Hiding, denoising_loss
 from subquad.testing import assert_exact, assert_same_maths

@@ -55,7 +55,7 @@ def test_the_page_s_python_runs(tmp_path, monkeypatch):
 
 
 def test_the_page_s_table_has_every_implementation_and_its_options():
-    from subquad.hf._forms import OPTIONS
+    from subquad.hf.pattern_attention import OPTIONS
 
     rows = dict(re.findall(r"^\| `subquad_(\w+)` \| (.*?) \|", TEXT, re.MULTILINE))
     assert {name: tuple(re.findall(r"`(\w+)`", options)) for name, options in rows.items()} == OPTIONS

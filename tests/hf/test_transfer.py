@@ -15,7 +15,7 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from subquad.hf import SubquadConfig, SubquadForCausalLM, from_transformers, set_attention, to_transformers
-from subquad.hf._forms import OPTIONS
+from subquad.hf.pattern_attention import OPTIONS
 from subquad.layers.scaling import RopeScaling
 from subquad.testing import assert_exact, assert_in_budget, assert_same_maths
 

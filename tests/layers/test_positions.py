@@ -3,7 +3,7 @@ import cmath
 import pytest
 import torch
 
-from subquad.layers.positions import Learned, Sinusoidal, positions, rotate
+from subquad.layers.positions import Embedding, Learned, Sinusoidal, positions, rotate
 from subquad.testing import assert_exact, assert_in_budget, assert_same_maths
 
 
@@ -101,3 +101,19 @@ def test_learned_names_the_position_and_the_rows_that_it_has(start):
 def test_learned_needs_a_row():
     with pytest.raises(ValueError, match="max_positions must be at least 1, got 0"):
         Learned(4, max_positions=0)
+
+
+def test_embedding_adds_the_positions_and_drops_out():
+    embedding = Embedding(7, 4, position=Learned(4, 5), dropout=0.5)
+    tokens = torch.tensor([[3, 1, 6]])
+    dropped = embedding(tokens, 2)
+    embedding.eval()
+    plain = embedding(tokens, 2)
+    assert_exact(plain, embedding.tokens.weight[tokens] + embedding.position.table.weight[2:5])
+    assert_exact(dropped[dropped != 0], 2 * plain[dropped != 0])
+
+
+def test_embedding_without_positions_is_the_table():
+    embedding = Embedding(7, 4)
+    tokens = torch.tensor([[3, 1], [0, 6]])
+    assert_exact(embedding(tokens, 100), embedding.tokens.weight[tokens])

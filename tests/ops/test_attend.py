@@ -81,7 +81,7 @@ few = settings(max_examples=40, suppress_health_check=[HealthCheck.function_scop
 def cpu_path(request, monkeypatch):
     """Both forms of the `torch` backend: the fused one, and the one for other devices and for dropout."""
     if request.param == "gathered":
-        monkeypatch.setattr(torch_attend, "_fused", lambda *args: gathered(*args, 0.0))
+        monkeypatch.setattr(torch_attend, "_on_cpu", lambda *args: gathered(*args, 0.0))
 
 
 @pytest.fixture

@@ -5,8 +5,8 @@ import dataclasses
 import pytest
 import torch
 
-from benchmarks import machine as _machine
 from benchmarks import peers as _peers
+from benchmarks import timing
 from benchmarks.config import ModelConfig, OpsConfig
 from benchmarks.model import measure_model
 from benchmarks.operators import Shape, our_cases
@@ -19,8 +19,8 @@ TINY = {"repeats": 1, "seconds": 1.0}
 
 @pytest.fixture(autouse=True)
 def _small_ceilings(monkeypatch):
-    monkeypatch.setattr(_machine, "COPIED", {"cpu": 2**16})
-    monkeypatch.setattr(_machine, "MULTIPLIED", {"cpu": 32})
+    monkeypatch.setattr(timing, "COPIED", {"cpu": 2**16})
+    monkeypatch.setattr(timing, "MULTIPLIED", {"cpu": 32})
 
 
 def cases(name):

@@ -18,9 +18,11 @@ from subquad.data import load_tokenizer
 from subquad.generation import BatchDecoder
 from subquad.hf import SubquadConfig, SubquadForCausalLM
 from subquad.models import Decoder, DecoderConfig
-from subquad.serving import Engine, ServeConfig, Texts, make_app
+from subquad.serving import ServeConfig
+from subquad.serving.app import Served, make_app
+from subquad.serving.engine import Engine
 from subquad.serving.metrics import Metrics
-from subquad.serving.routes import Served
+from subquad.serving.texts import Texts
 
 START = "import sys; from subquad.cli.serve import run; sys.exit(run(sys.argv[1:]))"
 

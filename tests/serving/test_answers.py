@@ -7,9 +7,11 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 
 from subquad.data import load_tokenizer
 from subquad.generation import BatchDecoder, Generation, SamplingConfig
-from subquad.serving import ServeConfig, Texts
-from subquad.serving.answers import ChatCompletion, Completion
-from subquad.serving.texts import Template
+from subquad.serving import ServeConfig
+from subquad.serving.engine import Event
+from subquad.serving.replies import Choice
+from subquad.serving.schemas import ChatCompletion, Completion
+from subquad.serving.texts import Template, Texts
 
 
 def alone(model, prompt, **sampling):
@@ -220,8 +222,10 @@ def test_a_stop_token_ends_a_text_and_is_not_shown(scripted):
     tokenizer.pre_tokenizer, tokenizer.decoder = pre_tokenizers.Whitespace(), decoders.Fuse()
     texts = Texts(tokenizer)
     assert texts.stop_tokens == {2}
-    writer = texts.writer([0], [])
-    assert [writer.push(1), writer.push(2), writer.finish()] == ["b", "", ""]
+    choice = Choice(0, texts.stream([0], []))
+    events = (Event(0, 1, 10, 1.0), Event(0, 2, 10, 2.0, "stop"))
+    assert [choice.take(event) for event in events] == ["b", ""]
+    assert (choice.finish, choice.stats()["ended_by"]) == ("stop", "stop_token")
 
 
 def test_a_default_number_of_tokens_leaves_place_in_the_table_of_positions(tiny_model, served):
@@ -248,11 +252,11 @@ def test_the_model_the_health_and_the_numbers(client):
     metrics = client.get("/metrics")
     assert metrics.headers["content-type"] == "text/plain; version=0.0.4; charset=utf-8"
     lines = metrics.text.splitlines()
-    assert "subquad_slots 4" in lines
-    assert "subquad_slots_free 4" in lines
-    assert "subquad_sequences_running 0" in lines
+    assert "subquad_slots 4.0" in lines
+    assert "subquad_slots_free 4.0" in lines
+    assert "subquad_sequences_running 0.0" in lines
     assert any(
-        line.startswith('subquad_requests_total{route="/v1/completions",method="POST",status="200"} ') for line in lines
+        line.startswith('subquad_requests_total{method="POST",route="/v1/completions",status="200"} ') for line in lines
     )
     values = {line.rpartition(" ")[0]: float(line.rpartition(" ")[2]) for line in lines if not line.startswith("#")}
     assert values["subquad_generated_tokens_total"] >= 4
@@ -278,6 +282,6 @@ def test_paths_that_clients_make_up_have_no_labels(client):
     for i in range(20):
         client.request(f"METHOD{i}", f"/v1/path{i}")
     text = client.get("/metrics").text
-    assert 'route="other",method="other",status="404"' in text
+    assert 'method="other",route="other",status="404"' in text
     assert "path1" not in text
     assert "METHOD1" not in text

@@ -8,8 +8,8 @@ import time
 import pytest
 
 from subquad.generation import SamplingConfig, batch
-from subquad.serving import Engine, ServeConfig
-from subquad.serving.jobs import BusyError, DownError
+from subquad.serving import ServeConfig
+from subquad.serving.engine import BusyError, DownError, Engine
 from subquad.serving.metrics import Metrics
 
 
@@ -30,6 +30,10 @@ def run(decoder, body, **limits):
             assert engine.sequences == 0
 
     return asyncio.run(main())
+
+
+def counted(app, name, **labels):
+    return app.state.metrics.registry.get_sample_value(name, labels)
 
 
 def slow():
@@ -310,7 +314,7 @@ def test_a_client_that_goes_frees_its_slot(scripted, make, until, stream):
             await asyncio.wait_for(app(post(body), *receiving(body, leave), send), 10)
             assert app.state.engine.sequences == 0
             await asyncio.to_thread(until, lambda: decoder.cancelled == 1)
-            assert app.state.metrics.ends == {"cancelled": 1}
+            assert counted(app, "subquad_sequences_ended_total", reason="cancelled") == 1
             assert len(sent) < 100
             if not stream:
                 assert json.loads(sent[1]["body"])["error"]["message"] == "the client has gone"
@@ -326,7 +330,8 @@ def test_a_client_that_goes_frees_its_slot(scripted, make, until, stream):
 
     asyncio.run(main())
     if not stream:
-        assert app.state.metrics.requests["/v1/completions", "POST", 499] == 1
+        labels = {"route": "/v1/completions", "method": "POST", "status": "499"}
+        assert counted(app, "subquad_requests_total", **labels) == 1
 
 
 def test_a_client_that_takes_no_data_is_given_up(scripted, make, caplog):

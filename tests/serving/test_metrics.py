@@ -2,19 +2,9 @@
 
 import re
 
-from subquad.serving.jobs import Load
-from subquad.serving.metrics import Histogram, Metrics, resident_bytes
+from subquad.serving.metrics import Load, Metrics
 
 SAMPLE = re.compile(r'[a-z_]+(\{([a-z]+="[^"]*",?)+\})? [0-9.e+-]+')
-
-
-def test_buckets_count_all_that_is_smaller():
-    histogram = Histogram((0.1, 1.0))
-    for value in (0.05, 0.1, 0.5, 7.0):
-        histogram.add(value)
-    assert list(histogram.lines("t")) == [
-        't_bucket{le="0.1"} 2', 't_bucket{le="1.0"} 3', 't_bucket{le="+Inf"} 4', "t_sum 7.65", "t_count 4",
-    ]  # fmt: skip
 
 
 def test_every_line_is_a_sample_or_says_what_one_is():
@@ -39,21 +29,31 @@ def test_every_line_is_a_sample_or_says_what_one_is():
             assert name in named or re.sub("_(bucket|sum|count)$", "", name) in named
     lines = text.splitlines()
     for line in (
-        "subquad_sequences_running 1",
-        "subquad_sequences_waiting 2",
-        "subquad_slots_free 3",
-        "subquad_slots 4",
-        "subquad_state_bytes 4096",
-        "subquad_prompt_tokens_total 7",
-        "subquad_generated_tokens_total 2",
-        'subquad_sequences_ended_total{reason="tokens"} 1',
+        "subquad_sequences_running 1.0",
+        "subquad_sequences_waiting 2.0",
+        "subquad_slots_free 3.0",
+        "subquad_slots 4.0",
+        "subquad_state_bytes 4096.0",
+        "subquad_prompt_tokens_total 7.0",
+        "subquad_generated_tokens_total 2.0",
+        'subquad_sequences_ended_total{reason="tokens"} 1.0',
         "subquad_time_per_token_seconds_sum 0.004",
-        'subquad_time_to_first_token_seconds_bucket{le="0.025"} 1',
-        'subquad_requests_total{route="/",method="GET",status="200"} 1',
+        'subquad_time_to_first_token_seconds_bucket{le="0.025"} 1.0',
+        'subquad_requests_total{method="GET",route="/",status="200"} 1.0',
     ):
         assert line in lines
 
 
+def test_buckets_count_all_that_is_smaller():
+    metrics = Metrics()
+    for seconds in (0.0005, 0.001, 0.002, 7.0):
+        metrics.count_token(seconds, later=True)
+    name = "subquad_time_per_token_seconds_bucket"
+    assert [metrics.registry.get_sample_value(name, {"le": le}) for le in ("0.001", "0.0025", "2.5", "+Inf")] == [
+        2, 3, 3, 4,
+    ]  # fmt: skip
+
+
 def test_the_process_has_memory():
-    rss = resident_bytes()
+    rss = Metrics().registry.get_sample_value("process_resident_memory_bytes")
     assert rss is None or rss > 1 << 20

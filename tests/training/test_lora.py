@@ -9,13 +9,9 @@ import torch
 from safetensors.torch import load_file
 
 from subquad.cli import main
-from subquad.hf import (
-    SubquadClassifierConfig,
-    SubquadForImages,
-    SubquadForSequenceClassification,
-    SubquadImageConfig,
-    lora,
-)
+from subquad.hf import SubquadForImages, SubquadForSequenceClassification, lora
+from subquad.hf.encoders import SubquadClassifierConfig
+from subquad.hf.image import SubquadImageConfig
 from subquad.testing import assert_exact
 from subquad.training import TrainConfig, train
 from subquad.training.config import LoraConfig

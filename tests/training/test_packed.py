@@ -10,7 +10,8 @@ from typing import Any
 import pytest
 import torch
 
-from subquad.data import ShardError, write_tokens
+from subquad.data import write_tokens
+from subquad.data.token_set import ShardError
 from subquad.data.tokenizers import load_tokenizer
 from subquad.testing import assert_exact
 from subquad.training import TrainConfig, train

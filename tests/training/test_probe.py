@@ -10,8 +10,7 @@ from transformers import AutoModelForCausalLM
 
 from subquad.cli import train as command
 from subquad.config import read_mapping
-from subquad.data.probe_items import HELD_OUT, ProbeCorpus
-from subquad.data.probes import probe_rows
+from subquad.data.probes import HELD_OUT, ProbeCorpus, probe_rows
 from subquad.evaluation.probes import overall, right_answers
 from subquad.recipes import recipe_path, recipes
 from subquad.training import TrainConfig, train

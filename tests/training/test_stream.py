@@ -10,7 +10,8 @@ from accelerate.data_loader import SkipBatchSampler
 from hypothesis import given
 from hypothesis import strategies as st
 
-from subquad.data import EpochOrder, TokenSet, order, windows_of
+from subquad.data import TokenSet, order, windows_of
+from subquad.data.order import EpochOrder
 from subquad.training.reading import DealtBatches, RunOrder
 from tests.data.sets import make_set
 

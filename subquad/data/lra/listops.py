@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from subquad.data.labelled_config import ListOpsConfig
+from subquad.data.config import ListOpsConfig
 from subquad.data.lra.store import Labelled
 
 VERSION = 1

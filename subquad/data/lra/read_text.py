@@ -1,18 +1,73 @@
-"""Labelled documents as bytes, such as the reviews of IMDB (Maas et al. 2011)."""
+"""Data sets of documents and expressions, read from files (plain or packed) and from the Hugging Face hub.
+
+Labelled documents as bytes, such as the reviews of IMDB (Maas et al. 2011); pairs of papers as bytes, of which one
+cites the other or not; ListOps as Long Range Arena has released it. Errors name the file and the line.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any, NamedTuple
+
+import numpy as np
 
 from subquad.config import suggest
-from subquad.data.lra._files import Contents, Text, as_bytes, is_label, lines, pieces
-from subquad.data.split import hold_out
+from subquad.data.config import LabelledConfig
+from subquad.data.files import Progress
+from subquad.data.lra import listops
+from subquad.data.lra.store import Contents, Pairs, is_label, pieces
+from subquad.data.packed import DAMAGE, damaged, find_packed, most, open_stream, too_much
+from subquad.data.sources import check_text, hold_out, hub_dataset
+from subquad.parsing import decoded, parse_json
 
-if TYPE_CHECKING:
-    from subquad.data.files import Progress
-    from subquad.data.labelled_config import LabelledConfig
+
+class Text(NamedTuple):
+    """A document, where it stands, and its label as it is written there."""
+
+    where: str
+    text: bytes
+    label: str
+
+
+def needed(folder: Path, name: str) -> Path:
+    """As `find_packed`; `FileNotFoundError` where there is none."""
+    if (file := find_packed(folder, name)) is None:
+        raise FileNotFoundError(f"there is no {name} (or .xz, .gz, .bz2) in {folder}")
+    return file
+
+
+def lines(file: Path) -> Iterator[tuple[str, bytes]]:
+    """Each line without its end, after `file, line N`; `ValueError` for a packed file that is damaged."""
+    packed = file.stat().st_size
+    left, number = most(packed), 0
+    try:
+        with open_stream(file) as stream:
+            while line := stream.readline(left + 1):
+                left, number = left - len(line), number + 1
+                if left < 0:
+                    raise too_much(packed)
+                yield f"{file}, line {number}", line.rstrip(b"\r\n")
+    except DAMAGE as error:
+        raise damaged(file, error) from error
+
+
+def cells(where: str, line: bytes, columns: str) -> list[bytes]:
+    """The columns of a line between tabs; `ValueError` for another number of them."""
+    found = line.split(b"\t")
+    wanted = columns.split()
+    if len(found) != len(wanted):
+        raise ValueError(f"{where} has {len(found)} columns between tabs, not the {len(wanted)}: {', '.join(wanted)}")
+    return found
+
+
+def as_bytes(where: str, text: bytes) -> np.ndarray:
+    """A document's bytes as tokens; `ValueError` for one that is empty or not UTF-8 text."""
+    if not text:
+        raise ValueError(f"{where} holds no text")
+    check_text(text, where)
+    return np.frombuffer(text, np.uint8)
+
 
 HELD_OUT = 0.1
 """Of the training documents, measured while training."""
@@ -22,7 +77,7 @@ UNLABELLED = "unsup"
 """A folder of IMDB that has no labels."""
 
 
-def contents(config: LabelledConfig, report: Progress) -> Contents:
+def texts(config: LabelledConfig, report: Progress) -> Contents:
     """`train/CLASS/*.txt` and `test/CLASS/*.txt`, or `*train.tsv` and `*test.tsv`, or a dataset.
 
     A line of the TSV files has the label first and the text last. Of the training documents a tenth is held out by a
@@ -89,10 +144,14 @@ def _tsv(asked: str, side: str) -> list[Text]:
     return found
 
 
-def _dataset(asked: str, side: str) -> list[Text]:
-    from subquad.data.lra.read import hub_rows
+def hub_parts(asked: str) -> Any:
+    """Load the parts of `hf:NAME` or `hf:NAME:CONFIG`; `ImportError` without the extra `datasets`."""
+    name, _, config = asked.removeprefix("hf:").partition(":")
+    return hub_dataset(asked, name, config or None)
 
-    rows: Any = hub_rows(asked)
+
+def _dataset(asked: str, side: str) -> list[Text]:
+    rows = hub_parts(asked)
     if side not in rows:
         raise ValueError(f"{asked!r} has no part {side!r}; {suggest(side, map(str, rows))}")
     rows = rows[side]
@@ -107,3 +166,104 @@ def _dataset(asked: str, side: str) -> list[Text]:
             raise ValueError(f"{where} has no label; valid: {', '.join(names or ['one in each row'])}")
         found.append(Text(where, (text or "").encode(), names[label] if names else str(label)))
     return found
+
+
+RELEASE = {"train": "new_aan_pairs.train.tsv", "held_out": "new_aan_pairs.eval.tsv", "test": "new_aan_pairs.test.tsv"}
+PAPERS = "papers.jsonl"
+PAIRS = {"train": "pairs_train.tsv", "held_out": "pairs_val.tsv", "test": "pairs_test.tsv"}
+CLASSES = ("unrelated", "cited")
+LABELS = {b"0": "0", b"1": "1", b"0.0": "0", b"1.0": "1"}
+
+
+def paper_pairs(config: LabelledConfig, report: Progress) -> Contents:
+    """`new_aan_pairs.{train,eval,test}.tsv`: label, two names, two texts; or `papers.jsonl` and
+    `pairs_{train,val,test}.tsv`: label and two names."""
+    folder = Path(config.path or "").expanduser()
+    papers = find_packed(folder, PAPERS)
+    if papers is None and find_packed(folder, RELEASE["train"]) is None:
+        raise FileNotFoundError(
+            f"{folder} holds neither {PAPERS} with {PAIRS['train']} nor {RELEASE['train']} (or .xz, .gz, .bz2)"
+        )
+    names = RELEASE if papers is None else PAIRS
+    texts = _papers(papers) if papers is not None else None
+    parts = {part: _pairs(needed(folder, name), texts, report) for part, name in names.items()}
+    return Contents(dict(parts), CLASSES, 1 << 8)
+
+
+def _papers(file: Path) -> dict[str, np.ndarray]:
+    found: dict[str, np.ndarray] = {}
+    for where, line in lines(file):
+        try:
+            row = parse_json(decoded(line, where), where)
+            name, text = str(row["id"]), row["text"].encode()
+        except (KeyError, TypeError, AttributeError) as error:
+            raise ValueError(f"{where} is not JSON with an id and a text: {error!r}") from error
+        if name in found:
+            raise ValueError(f"{where}: the paper {name!r} stands there for the second time")
+        found[name] = as_bytes(where, text)
+    return found
+
+
+def _pairs(file: Path, texts: dict[str, np.ndarray] | None, report: Progress) -> Pairs:
+    """The pairs of a file; each document is kept once. In the release a name with another text is another document."""
+    documents: list[np.ndarray] = []
+    numbers: dict[tuple[str, bytes], int] = {}
+    index, labels = [], []
+    for number, (where, line) in enumerate(lines(file)):
+        columns = "label first second" if texts is not None else "label first second first_text second_text"
+        label, *rest = (_unquoted(cell) for cell in cells(where, line, columns))
+        labels.append(is_label(where, LABELS.get(label, label.decode(errors="replace")), ("0", "1")))
+        pair = []
+        for i, name in enumerate(name.decode(errors="replace") for name in rest[:2]):
+            key = name, rest[2 + i] if texts is None else b""
+            if key not in numbers:
+                if texts is None:
+                    documents.append(as_bytes(f"{where}, text {i + 1}", rest[2 + i]))
+                elif name in texts:
+                    documents.append(texts[name])
+                else:
+                    raise ValueError(f"{where}: {PAPERS} has no paper {name[:40]!r}")
+                numbers[key] = len(numbers)
+            pair.append(numbers[key])
+        index.append(pair)
+        if number % 1000 == 0:
+            report(f"reading {file.name}", number, number)
+    rows = np.array(index, dtype=np.int64).reshape(-1, 2)
+    return Pairs(pieces((document, 0) for document in documents), rows, np.array(labels, dtype=np.int64))
+
+
+def _unquoted(cell: bytes) -> bytes:
+    """A cell without the quotation marks around it; marks inside are doubled there."""
+    if len(cell) > 1 and cell[:1] == cell[-1:] == b'"':
+        return cell[1:-1].replace(b'""', b'"')
+    return cell
+
+
+FILES = {"train": "basic_train.tsv", "held_out": "basic_val.tsv", "test": "basic_test.tsv"}
+HEADER = "Source Target"
+
+
+def listops_release(config: LabelledConfig, report: Progress) -> Contents:
+    """The three files: a head, then an expression and its value in each line."""
+    folder = Path(config.path or "").expanduser()
+    files = {part: needed(folder, name) for part, name in FILES.items()}
+    parts = {part: pieces(_rows(file, report)) for part, file in files.items()}
+    return Contents(dict(parts), listops.CLASSES, listops.VOCAB_SIZE)
+
+
+def _rows(file: Path, report: Progress) -> Iterator[tuple[np.ndarray, int]]:
+    for number, (where, line) in enumerate(lines(file)):
+        source, target = cells(where, line, HEADER)
+        if not number:
+            if [source, target] != [word.encode() for word in HEADER.split()]:
+                raise ValueError(f"{where} must be 'Source<TAB>Target', got {line[:40]!r}")
+            continue
+        try:
+            tokens = listops.read_words(source.decode())
+        except ValueError as error:
+            raise ValueError(f"{where}: {error}") from error
+        if not len(tokens):
+            raise ValueError(f"{where} has no expression before the tab")
+        if number % 1000 == 0:
+            report(f"reading {file.name}", number, number)
+        yield tokens, is_label(where, target.decode(errors="replace"), listops.CLASSES)

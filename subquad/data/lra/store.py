@@ -2,20 +2,25 @@
 
 A folder holds `{train,held_out,test}.tokens` (`subquad.data.shards`), `{train,held_out,test}.labels` (uint16,
 little-endian), for pairs `{train,held_out,test}.pairs` (two int64 each: the documents' numbers in the shard), and
-`manifest.json` with the classes and the SHA-256 of all that. Sequences are whole: they are cut when they are read.
+`manifest.json` with the classes and the SHA-256 of all that. Sequences are whole: items of them are chosen by seed, cut
+to a length and padded when they are read.
 """
 
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Iterable, Sequence
+import logging
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import NamedTuple
 
 import numpy as np
+import torch
+from torch import Tensor
+from torch.utils.data import Dataset
 
 from subquad.config import digest
-from subquad.data.files import write_json
+from subquad.data.files import aside, cache_folder, usable, write_json
 from subquad.data.shards import ShardWriter, TokenShard
 from subquad.parsing import check_keys, read_json
 
@@ -23,6 +28,8 @@ VERSION = 1
 PARTS = ("train", "held_out", "test")
 _KINDS = {"version": int, "classes": list, "vocab_size": int, "pairs": bool, "source": str, "sha256": dict}
 NO_LABELS = np.empty(0, np.int64)
+PIECE = 1 << 24
+"""Bytes of text that are handed on at once."""
 
 
 class Labelled(NamedTuple):
@@ -39,6 +46,14 @@ class Pairs(NamedTuple):
     documents: Iterable[Labelled]
     which: np.ndarray
     labels: np.ndarray
+
+
+class Contents(NamedTuple):
+    """A data set as a reader finds it: its parts, the meanings of its labels, and the size of its vocabulary."""
+
+    parts: dict[str, Iterable[Labelled] | Pairs]
+    classes: tuple[str, ...]
+    vocab_size: int
 
 
 class Store:
@@ -138,18 +153,16 @@ def _check_classes(part: str, labels: np.ndarray, classes: Sequence[str], source
 
 
 def _write_tokens(path: Path, pieces: Iterable[Labelled], vocab_size: int, source: str) -> tuple[np.ndarray, str]:
-    """Write a shard; the labels of its sequences and the SHA-256 of its tokens and lengths."""
-    labels, total = [NO_LABELS], hashlib.sha256()
+    """Write a shard; return the labels of its sequences and the SHA-256 of its tokens and offsets."""
+    labels = [NO_LABELS]
     made_by = digest(["labelled", vocab_size])
     with ShardWriter(path, vocab_size=vocab_size, tokenizer_hash=made_by, small=True) as writer:
         for piece in pieces:
             writer.add_documents(piece.tokens, piece.lengths)
             labels.append(piece.labels)
-            total.update(piece.tokens.astype(writer.dtype).tobytes())
         if not writer.count:
             raise ValueError(f"{source} has no example")
-        total.update(np.array(writer.starts, "<i8").tobytes())
-    return np.concatenate(labels), total.hexdigest()
+    return np.concatenate(labels), writer.entry.sha256
 
 
 def _write(path: Path, array: np.ndarray) -> str:
@@ -165,3 +178,110 @@ def _checked(path: Path, checksum: str, dtype: str) -> np.ndarray:
     if len(raw) % np.dtype(dtype).itemsize:
         raise ValueError(f"{path} is damaged: {len(raw)} bytes are no whole number of values")
     return np.frombuffer(raw, dtype).astype(np.int64)
+
+
+def pieces(found: Iterable[tuple[np.ndarray, int]]) -> Iterator[Labelled]:
+    """Gather sequences with their labels, and hand them on in pieces of some megabytes."""
+    tokens: list[np.ndarray] = []
+    labels: list[int] = []
+    size = 0
+    for sequence, label in found:
+        tokens.append(sequence)
+        labels.append(label)
+        size += len(sequence)
+        if size >= PIECE:
+            yield _joined(tokens, labels)
+            tokens, labels, size = [], [], 0
+    if tokens:
+        yield _joined(tokens, labels)
+
+
+def _joined(tokens: list[np.ndarray], labels: list[int]) -> Labelled:
+    return Labelled(np.concatenate(tokens), np.array([len(sequence) for sequence in tokens]), np.array(labels))
+
+
+def is_label(where: str, label: str, classes: Iterable[str]) -> int:
+    """Return the number of the class `label`; `ValueError` for a label of no class."""
+    valid = list(classes)
+    if not label:
+        raise ValueError(f"{where} has no label; valid: {', '.join(valid)}")
+    if label not in valid:
+        raise ValueError(f"{where} has the label {label[:40]!r}; valid: {', '.join(valid)}")
+    return valid.index(label)
+
+
+def kept(cache: str | None, name: str, fill: Callable[[Path], None]) -> Store:
+    """The store at `cache/name`, filled by `fill(folder)` where it is not there yet or is damaged."""
+    folder = cache_folder(cache) / name
+    if not is_kept(folder):
+        with aside(folder) as temporary:
+            temporary.mkdir()
+            fill(temporary)
+    return Store(folder)
+
+
+def is_kept(folder: Path) -> bool:
+    """Whether a whole store is there; a damaged one is removed, with a warning."""
+    return usable(folder, lambda: Store(folder))
+
+
+logger = logging.getLogger(__name__)
+
+
+class Sequences(Dataset[dict[str, Tensor]]):
+    """The sequences `chosen` of one part of a store, as `LabelledCorpus` describes its items.
+
+    `cut` counts the sequences of which only the first `length` tokens are read.
+    """
+
+    def __init__(self, store: Store, part: str, length: int, chosen: np.ndarray) -> None:
+        self.shard, self.pairs, self.length, self.chosen = store.tokens[part], store.pairs, length, chosen
+        self.labels, self.index = store.labels[part][chosen], store.index[part][chosen]
+
+    def __len__(self) -> int:
+        return len(self.chosen)
+
+    def __getitem__(self, index: int) -> dict[str, Tensor]:
+        if not 0 <= index < len(self):
+            raise IndexError(f"example {index} is out of range: there are {len(self)}")
+        item = {"labels": torch.tensor(int(self.labels[index]))}
+        for i, name in enumerate(("", "pair_")[: 1 + self.pairs]):
+            tokens = self.sequence(index, i)
+            padded = np.zeros(self.length, dtype=np.int64)
+            padded[: len(tokens)] = tokens
+            item[f"{name}input_ids"] = torch.from_numpy(padded)
+            item[f"{name}attention_mask"] = (torch.arange(self.length) < len(tokens)).long()
+        return item
+
+    def sequence(self, index: int, second: int = 0) -> np.ndarray:
+        """The tokens of sequence `index`, without padding; of a pair the first document, or the second."""
+        document = int(self.index[index, second])
+        start, end = self.shard.documents[document : document + 2]
+        return self.shard.tokens[start : min(int(end), int(start) + self.length)]
+
+    @property
+    def full_lengths(self) -> np.ndarray:
+        """Tokens of each sequence before it is cut, `[N, 1]`, or `[N, 2]` for pairs."""
+        return np.diff(self.shard.documents)[self.index]
+
+    @property
+    def cut(self) -> int:
+        """Sequences that are longer than `length`."""
+        return int((self.full_lengths > self.length).sum())
+
+
+def choose(labels: np.ndarray, wanted: int | None, seed: int) -> np.ndarray:
+    """`wanted` of the examples with these labels (None: all), in their order, each class in its share (rounded).
+
+    Raises `ValueError` where there are fewer.
+    """
+    if wanted is None or wanted == len(labels):
+        return np.arange(len(labels))
+    if wanted > len(labels):
+        raise ValueError(f"the data set has {len(labels):,} such examples, not {wanted:,}")
+    order = np.random.default_rng([seed, 1]).permutation(len(labels))
+    rank = np.empty(len(labels))
+    for label in np.unique(labels):
+        mine = order[labels[order] == label]
+        rank[mine] = (np.arange(len(mine)) + 0.5) / len(mine)  # in [0, 1): the least of all classes are their shares
+    return np.sort(order[np.argsort(rank[order], kind="stable")[:wanted]])

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from subquad.hf.families import _rope
+from subquad.hf.families import rope
 from subquad.hf.families.base import Family, Move, activation, same, stacked
 from subquad.models.config import DecoderConfig
 
@@ -31,7 +31,7 @@ def _settings(config: Any) -> dict[str, Any]:
         "attention_dropout": float(config.attention_dropout),
         "tie_embeddings": config.tie_word_embeddings,
         "init_std": config.initializer_range,
-        **_rope.read(config, partial=True),
+        **rope.read(config, partial=True),
     }
 
 
@@ -50,7 +50,7 @@ def _config(config: DecoderConfig) -> dict[str, Any]:
         "attention_dropout": config.attention_dropout,
         "tie_word_embeddings": config.tie_embeddings,
         "initializer_range": config.init_std,
-        **_rope.write(config),
+        **rope.write(config),
     }
     values["rope_parameters"].setdefault("partial_rotary_factor", 1.0)
     return values

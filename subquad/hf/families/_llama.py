@@ -5,7 +5,7 @@ from __future__ import annotations
 from functools import partial
 from typing import Any
 
-from subquad.hf.families import _rope
+from subquad.hf.families import rope
 from subquad.hf.families.base import Family, Move, activation, require, same
 from subquad.models.config import DecoderConfig
 
@@ -30,7 +30,7 @@ def _shared(config: Any) -> dict[str, Any]:
         "attention_dropout": float(config.attention_dropout or 0.0),
         "tie_embeddings": config.tie_word_embeddings,
         "init_std": config.initializer_range,
-        **_rope.read(config),
+        **rope.read(config),
     }
 
 
@@ -65,7 +65,7 @@ def _config(config: DecoderConfig, *, family: str) -> dict[str, Any]:
         "attention_dropout": config.attention_dropout,
         "tie_word_embeddings": config.tie_embeddings,
         "initializer_range": config.init_std,
-        **_rope.write(config),
+        **rope.write(config),
     }
     if family != "qwen2" or config.head_dim != config.dim // config.num_heads:
         values["head_dim"] = config.head_dim

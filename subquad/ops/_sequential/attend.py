@@ -72,20 +72,9 @@ def block_attention_sequential(
 
     The backward pass takes `exp(s - m) / z`: at large scores the rounded logsumexp would cost digits.
     """
-    rows = (lengths_B, q_pos_BT, k_pos_BS, q_doc_BT, k_doc_BS)
-    work = Work(
-        q_BHTK,
-        k_BHSK,
-        Pattern.from_key(pattern),
-        q_start,
-        k_start,
-        scale,
-        rows,
-        seed,
-        dropout_p,
-        query_chunk,
-        key_chunk,
-    )
+    slots = Slots(q_start, k_start, lengths_B, q_pos_BT, k_pos_BS, q_doc_BT, k_doc_BS)
+    chunks = query_chunk, key_chunk
+    work = Work(q_BHTK, k_BHSK, Pattern.from_key(pattern), slots, scale, seed, dropout_p, chunks)
     out_BHTV = q_BHTK.new_empty(*q_BHTK.shape[:3], v_BHSV.shape[-1])
     lse_BHT, m_BHT, z_BHT = (q_BHTK.new_empty(q_BHTK.shape[:3]) for _ in range(3))
     for block in work.blocks():
@@ -139,20 +128,9 @@ def block_attention_sequential_backward(
     key_chunk: int,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Gradients of queries, keys and values: `ds_ij = w_ij (do_i . v_j - do_i . o_i + dlse_i)`."""
-    rows = (lengths_B, q_pos_BT, k_pos_BS, q_doc_BT, k_doc_BS)
-    work = Work(
-        q_BHTK,
-        k_BHSK,
-        Pattern.from_key(pattern),
-        q_start,
-        k_start,
-        scale,
-        rows,
-        seed,
-        dropout_p,
-        query_chunk,
-        key_chunk,
-    )
+    slots = Slots(q_start, k_start, lengths_B, q_pos_BT, k_pos_BS, q_doc_BT, k_doc_BS)
+    chunks = query_chunk, key_chunk
+    work = Work(q_BHTK, k_BHSK, Pattern.from_key(pattern), slots, scale, seed, dropout_p, chunks)
     dq, dk, dv = (torch.zeros_like(x, memory_format=torch.contiguous_format) for x in (q_BHTK, k_BHSK, v_BHSV))
     unseen_BHT = z_BHT == 0
     m_BHT1, z_BHT1 = (x.masked_fill(unseen_BHT, 1.0)[..., None] for x in (m_BHT, z_BHT))
@@ -237,20 +215,17 @@ class Block(NamedTuple):
 
 @dataclass
 class Work:
-    """What forward and backward do alike: the order of the tiles, their scores and their dropout."""
+    """Tiles of the forward and of the backward pass: their order, their scores and their dropout."""
 
     q_BHTK: Tensor
     k_BHSK: Tensor
     pattern: Pattern
-    q_start: int
-    k_start: int
+    slots: Slots
     scale: float
-    rows: tuple[Tensor | None, ...]
-    """Tokens among the keys `[B]`; positions of queries and keys, documents of queries and keys, `[B, .]`."""
     seed: Tensor | None
     dropout_p: float
-    query_chunk: int
-    key_chunk: int
+    chunks: tuple[int, int]
+    """Queries and keys of a tile, at most."""
 
     def __post_init__(self) -> None:
         self.generator = torch.Generator(self.q_BHTK.device)
@@ -260,11 +235,10 @@ class Work:
     def blocks(self) -> Iterator[Block]:
         """Heads go together where their tiles are small."""
         (B, H, T, _), S = self.q_BHTK.shape, self.k_BHSK.shape[2]
-        starts = (self.q_start, self.k_start) if self.rows[1] is None else None
-        spans = list(key_chunks(self.pattern, T, S, starts, self.query_chunk, self.key_chunk))
-        together = max(
-            1, self.query_chunk * self.key_chunk // max(1, min(T, self.query_chunk) * min(S, self.key_chunk))
-        )
+        starts = (self.slots.q_start, self.slots.k_start) if self.slots.q_pos_BT is None else None
+        C, W = self.chunks
+        spans = list(key_chunks(self.pattern, T, S, starts, C, W))
+        together = max(1, C * W // max(1, min(T, C) * min(S, W)))
         for row in range(B):
             for head in range(0, H, together):
                 for queries, chunks in spans:
@@ -279,16 +253,17 @@ class Work:
 
     def allowed(self, block: Block, keys: slice) -> Tensor | None:
         """Bool `[C, W]`, None where every query sees every key."""
-        length, q_pos_T, k_pos_S, q_doc_T, k_doc_S = (None if x is None else x[block.row] for x in self.rows)
+        q_start, k_start, *rows = self.slots
+        length, q_pos_T, k_pos_S, q_doc_T, k_doc_S = (None if x is None else x[block.row] for x in rows)
         device = self.q_BHTK.device
         if q_pos_T is None or k_pos_S is None:
-            q_from, q_to = (slot + self.q_start for slot in (block.queries.start, block.queries.stop))
-            k_from, k_to = (slot + self.k_start for slot in (keys.start, keys.stop))
+            q_from, q_to = (slot + q_start for slot in (block.queries.start, block.queries.stop))
+            k_from, k_to = (slot + k_start for slot in (keys.start, keys.stop))
             if length is None and self.pattern.sees_all(q_from, q_to, k_from, k_to):
                 return None
             q_C1, k_W = torch.arange(q_from, q_to, device=device)[:, None], torch.arange(k_from, k_to, device=device)
             allowed_CW = self.pattern.allowed(q_C1, k_W)
-            return allowed_CW if length is None else allowed_CW & (k_W < length + self.k_start)
+            return allowed_CW if length is None else allowed_CW & (k_W < length + k_start)
         q_C1, k_W = q_pos_T[block.queries, None], k_pos_S[keys]
         allowed_CW = self.pattern.allowed(q_C1, k_W) & (q_C1 >= 0) & (k_W >= 0)
         if q_doc_T is not None and k_doc_S is not None:

@@ -53,7 +53,7 @@ def attend(
     if k_BHSK.shape[2] == 0:
         return nothing(q_BHTK, v_BHSV)
     if q_BHTK.device.type == "cpu" and dropout_p == 0:
-        return _fused(q_BHTK, k_BHSK, v_BHSV, pattern, slots, scale)
+        return _on_cpu(q_BHTK, k_BHSK, v_BHSV, pattern, slots, scale)
     return gathered(q_BHTK, k_BHSK, v_BHSV, pattern, slots, scale, dropout_p)
 
 
@@ -95,7 +95,7 @@ def _by_residue(
     return unfold(out_RHTV), unfold(lse_RHT[..., None])[..., 0]
 
 
-def _fused(
+def _on_cpu(
     q_BHTK: Tensor, k_BHSK: Tensor, v_BHSV: Tensor, pattern: Pattern, slots: Slots, scale: float
 ) -> tuple[Tensor, Tensor]:
     K, V = q_BHTK.shape[-1], v_BHSV.shape[-1]
@@ -126,9 +126,9 @@ def block_attention_cpu(
 ) -> tuple[Tensor, Tensor]:
     """Outputs and the logsumexp of each row's scores (-inf where a query sees no key).
 
-    With lengths only the first so many key slots of a row hold a token. With positions given (negative for a slot that
-    holds no token) every row of the batch has its own; else slots are positions from `q_start` and `k_start`. With
-    documents given a query sees keys of its own document only.
+    With lengths only the first `lengths_B[b]` key slots of row b hold a token. With positions given (negative for a
+    slot that holds no token) every row of the batch has its own; else slots are positions from `q_start` and `k_start`.
+    With documents given a query sees keys of its own document only.
     """
     out_BHTK, lse_BHT = empty_like(q_BHTK), q_BHTK.new_empty(q_BHTK.shape[:3])
     slots = (lengths_B, q_pos_BT, k_pos_BS, q_doc_BT, k_doc_BS)

@@ -70,7 +70,7 @@ def _factors(k: Tensor, A: Tensor, h: int, dtype: torch.dtype) -> tuple[Tensor, 
 
 
 def _inside(k: Tensor, A: Tensor, dtype: torch.dtype) -> Tensor:
-    """`exp(k_j - A_i)`, `[M, H, i, j, L]`, of the diagonal blocks; entries with j > i hold rubbish in [0, 1]."""
+    """`exp(k_j - A_i)`, `[M, H, i, j, L]`, of the diagonal blocks; entries with j > i are unused."""
     h = min(SUB, k.shape[1])
     k, A = k.unflatten(1, (-1, h)), A.unflatten(1, (-1, h))
     return _exp(k[:, :, None] - A[:, :, :, None], dtype)
@@ -175,7 +175,7 @@ def padded(x_NTL: Tensor, span: tuple[int, int, int], fill: float = 0.0) -> Tens
 
 
 PIECE_ENTRIES = 1 << 17
-"""About so many entries `[N, R, L]` are worked on at once: few pieces of many rows, or what caches hold."""
+"""Entries `[N, R, L]` that are worked on at once, about: few pieces of many rows, but no more than caches hold."""
 LEAST_ROWS = 128
 
 

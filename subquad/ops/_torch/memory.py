@@ -51,5 +51,5 @@ def empty_like(x: Tensor) -> Tensor:
 
 
 def zeros_like(x: Tensor) -> Tensor:
-    """The same, filled with zeros."""
+    """Zeros in the shape of x, contiguous."""
     return empty(x, *x.shape).zero_()

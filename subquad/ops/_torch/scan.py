@@ -41,7 +41,7 @@ class _Decay:
         return i_NCK if self.to_end is None else i_NCK * self.to_end
 
     def carry(self, state_NKV: Tensor) -> Tensor:
-        """What a state at the chunk's start is worth at its end (also backward), the same tensor where none decays."""
+        """The state, decayed from the chunk's start to its end (or back); the same tensor where none decays."""
         return state_NKV if self.whole is None else state_NKV * self.whole
 
     def scores(self, q_NCK: Tensor, i_NCK: Tensor) -> Tensor:

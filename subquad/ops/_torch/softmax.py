@@ -96,7 +96,7 @@ def latents_backward(
     dv_NCV = torch.bmm(scores_NCC.mT, do_NCV).baddbmm_(e_NCL, r_NLV)
     dp_NCL = torch.bmm(grad_NCC, e_NCL).baddbmm_(do_NCV, (s_NLV * z_NL[..., None]).mT).div_(total_NCL)
     de_NCL = torch.bmm(grad_NCC.mT, q_NCL).baddbmm_(v_NCV, r_NLV.mT)
-    # What later rows take off the normaliser, summed from the end: a total minus a prefix would cancel.
+    # The later rows' share of the normaliser, summed from the end: a total minus a prefix would cancel.
     taken_NCL = (q_NCL * dp_NCL).flip(1).cumsum(1).flip(1).add_(u_NL[:, None])
     dk_NCL = de_NCL.sub_(taken_NCL).mul_(e_NCL)
     r_NLV = torch.baddbmm(r_NLV, q_NCL.mT, do_NCV).mul_(z_NL[..., None])
@@ -149,11 +149,11 @@ class _Normalisers:
 
     @property
     def carry(self) -> Tensor:
-        """What the state before the chunk still weighs at each row."""
+        """Weight of the state before the chunk at each row."""
         return (self.m_before - self.m).exp_().mul_(self.z_before).div_(self.z)
 
     def source(self, k_NCL: Tensor) -> Tensor:
-        """What each token weighs at the chunk's end."""
+        """Weight of each token at the chunk's end."""
         return (k_NCL - self.m[:, -1:]).exp_().div_(self.z[:, -1:])
 
 

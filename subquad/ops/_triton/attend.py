@@ -97,7 +97,7 @@ Chosen by what the compiler makes of them for sm_90: registers that hardly spill
 
 
 class Call:
-    """What the launches of one call have in common."""
+    """Inputs, strides and sizes that all launches of one call share."""
 
     def __init__(self, q: Tensor, k: Tensor, v: Tensor, pattern: Pattern, slots: Slots, scale: float) -> None:
         self.K, self.V = q.shape[-1], v.shape[-1]
@@ -118,7 +118,7 @@ class Call:
         self.sizes = SIZES[q.element_size(), widest]
 
     def constants(self, tiles: Tiles, backward: bool = False) -> dict[str, Any]:
-        """What is built into a kernel: head sizes, dtype, tiles."""
+        """Constants that are built into a kernel: head sizes, dtype, tiles."""
         kind = {torch.float32: tl.float32, torch.bfloat16: tl.bfloat16, torch.float16: tl.float16}[self.dtype]
         if common.INTERPRETED and self.dtype == torch.bfloat16:
             kind = tl.float32  # the interpreter has no arithmetic in bfloat16

@@ -39,7 +39,7 @@ SCALARS = (
     *("heads", "group", "queries", "keys", "q_start", "k_start"),
     *("lo_step", "before", "hi_step", "after", "offset", "prefix", "last", "start"),
 )
-"""Numbers that Triton must not build into the code: another length or another window is no other kernel."""
+"""Numbers that Triton must not build into the code: another length or window must not compile another kernel."""
 
 
 @triton.jit

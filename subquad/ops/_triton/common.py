@@ -1,4 +1,4 @@
-"""What the Triton kernels share: where they can run, tile sizes, launching.
+"""Shared by the Triton kernels: where they can run, tile sizes, launching.
 
 A kernel's tiles hold at least 16 rows and columns, as tensor cores want; channels, latents and tokens beyond the real
 ones are masked, so any sizes fit.
@@ -24,7 +24,7 @@ def tile(size: int) -> int:
 
 
 def check_device(op: str, *tensors: Tensor) -> None:
-    """Raises `ValueError` where the kernels cannot run on these tensors."""
+    """Raise `ValueError` where the kernels cannot run on these tensors."""
     for x in tensors:
         if x.dtype not in DTYPES:
             names = ", ".join(str(dtype).removeprefix("torch.") for dtype in DTYPES)
@@ -37,7 +37,7 @@ def check_device(op: str, *tensors: Tensor) -> None:
 
 
 def launch(kernel: Any, grid: tuple[int, ...], *arguments: Any, **constants: Any) -> None:
-    """One launch, on the device of the first tensor. An empty grid launches nothing."""
+    """Launch a kernel on the device of the first tensor. An empty grid launches nothing."""
     if 0 in grid:
         return
     first = next(x for x in arguments if isinstance(x, Tensor))

@@ -37,12 +37,12 @@ TILES = {
     ("ieee", False): Tiles(32, 32, 32, 32, 4, 32, 32, 4),
     ("ieee", True): Tiles(32, 32, 32, 32, 8, 32, 32, 8),
 }
-"""By how products take their operands (`scan_tiles`) and whether each key channel has its own decay, which takes
+"""By how products take their operands (see scan_kernels.py) and whether each key channel has its own decay, which takes
 registers. Without tensor cores (`ieee`) the operands of a product wait in registers too."""
 
 
 def precision_of(*tensors: Tensor) -> str:
-    """How matrix products take their operands: after the narrowest of the inputs."""
+    """The precision of matrix products, by the narrowest of the inputs (see scan_kernels.py)."""
     dtypes = {x.dtype for x in tensors}
     return "bf16" if torch.bfloat16 in dtypes else "tf32" if torch.float16 in dtypes else "ieee"
 
@@ -94,7 +94,7 @@ def rows(x_BHTL: Tensor) -> Tensor:
 
 
 def _strides(*tensors: Tensor | None, dims: int = 3) -> list[int]:
-    """Those of batch, head and token, of one tensor after the other."""
+    """Strides of batch, head and token, of one tensor after the other."""
     return [s for x in tensors for s in ((0,) * dims if x is None else x.stride()[:dims])]
 
 

@@ -22,9 +22,9 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from subquad.ops._triton.scan_kernels import LENGTHS
-from subquad.ops._triton.scan_tiles import (
+from subquad.ops._triton.scan_kernels import (
     FORGET_ALL,
+    LENGTHS,
     channel_gradients,
     decay_between,
     decayed,
@@ -84,21 +84,10 @@ def inside_gradients(
 
 @triton.jit(do_not_specialize=LENGTHS)
 def totals_kernel(
-    grad,
-    out,
-    mask,
-    total,
-    dtotal,
-    H,
-    T,
-    grad_stride_b: tl.int64,
-    grad_stride_h: tl.int64,
-    grad_stride_t: tl.int64,
-    V: tl.constexpr,
-    C: tl.constexpr,
-    BLOCK_V: tl.constexpr,
-    ALIGNED: tl.constexpr,
-):
+    grad, out, mask, total, dtotal, H, T,
+    grad_stride_b: tl.int64, grad_stride_h: tl.int64, grad_stride_t: tl.int64,
+    V: tl.constexpr, C: tl.constexpr, BLOCK_V: tl.constexpr, ALIGNED: tl.constexpr,
+):  # fmt: skip
     """The gradients of the totals: `-grad . out / total`."""
     chunks = tl.cdiv(T, C)
     n, start = tl.program_id(0) // chunks, tl.program_id(0) % chunks * C
@@ -115,50 +104,16 @@ def totals_kernel(
 
 @triton.jit(do_not_specialize=LENGTHS)
 def gradients_kernel(
-    q,
-    i,
-    v,
-    log_f,
-    grad,
-    mask,
-    total,
-    dtotal,
-    states,
-    z_states,
-    end_states,
-    end_z_states,
-    dq,
-    di,
-    dv,
-    dlog_f,
-    H,
-    T,
-    q_stride_b: tl.int64,
-    q_stride_h: tl.int64,
-    q_stride_t: tl.int64,
-    i_stride_b: tl.int64,
-    i_stride_h: tl.int64,
-    i_stride_t: tl.int64,
-    v_stride_b: tl.int64,
-    v_stride_h: tl.int64,
-    v_stride_t: tl.int64,
-    log_f_stride_b: tl.int64,
-    log_f_stride_h: tl.int64,
-    log_f_stride_t: tl.int64,
-    grad_stride_b: tl.int64,
-    grad_stride_h: tl.int64,
-    grad_stride_t: tl.int64,
-    K: tl.constexpr,
-    V: tl.constexpr,
-    DECAY: tl.constexpr,
-    NORMALISE: tl.constexpr,
-    C: tl.constexpr,
-    BLOCK_K: tl.constexpr,
-    BLOCK_V: tl.constexpr,
-    WITH_V: tl.constexpr,
-    PRECISION: tl.constexpr,
+    q, i, v, log_f, grad, mask, total, dtotal, states, z_states, end_states, end_z_states, dq, di, dv, dlog_f, H, T,
+    q_stride_b: tl.int64, q_stride_h: tl.int64, q_stride_t: tl.int64,
+    i_stride_b: tl.int64, i_stride_h: tl.int64, i_stride_t: tl.int64,
+    v_stride_b: tl.int64, v_stride_h: tl.int64, v_stride_t: tl.int64,
+    log_f_stride_b: tl.int64, log_f_stride_h: tl.int64, log_f_stride_t: tl.int64,
+    grad_stride_b: tl.int64, grad_stride_h: tl.int64, grad_stride_t: tl.int64,
+    K: tl.constexpr, V: tl.constexpr, DECAY: tl.constexpr, NORMALISE: tl.constexpr, C: tl.constexpr,
+    BLOCK_K: tl.constexpr, BLOCK_V: tl.constexpr, WITH_V: tl.constexpr, PRECISION: tl.constexpr,
     ALIGNED: tl.constexpr,
-):
+):  # fmt: skip
     """Gradients of q, i and log f for a tile of key channels of one chunk; WITH_V: the tile holds them all, v's too.
 
     Where log f is one a head, each tile of key channels gives its part.
@@ -254,38 +209,14 @@ def gradients_kernel(
 
 @triton.jit(do_not_specialize=LENGTHS)
 def value_gradients_kernel(
-    q,
-    i,
-    log_f,
-    grad,
-    mask,
-    total,
-    end_states,
-    dv,
-    H,
-    T,
-    q_stride_b: tl.int64,
-    q_stride_h: tl.int64,
-    q_stride_t: tl.int64,
-    i_stride_b: tl.int64,
-    i_stride_h: tl.int64,
-    i_stride_t: tl.int64,
-    log_f_stride_b: tl.int64,
-    log_f_stride_h: tl.int64,
-    log_f_stride_t: tl.int64,
-    grad_stride_b: tl.int64,
-    grad_stride_h: tl.int64,
-    grad_stride_t: tl.int64,
-    K: tl.constexpr,
-    V: tl.constexpr,
-    DECAY: tl.constexpr,
-    NORMALISE: tl.constexpr,
-    C: tl.constexpr,
-    BLOCK_K: tl.constexpr,
-    BLOCK_V: tl.constexpr,
-    PRECISION: tl.constexpr,
-    ALIGNED: tl.constexpr,
-):
+    q, i, log_f, grad, mask, total, end_states, dv, H, T,
+    q_stride_b: tl.int64, q_stride_h: tl.int64, q_stride_t: tl.int64,
+    i_stride_b: tl.int64, i_stride_h: tl.int64, i_stride_t: tl.int64,
+    log_f_stride_b: tl.int64, log_f_stride_h: tl.int64, log_f_stride_t: tl.int64,
+    grad_stride_b: tl.int64, grad_stride_h: tl.int64, grad_stride_t: tl.int64,
+    K: tl.constexpr, V: tl.constexpr, DECAY: tl.constexpr, NORMALISE: tl.constexpr, C: tl.constexpr,
+    BLOCK_K: tl.constexpr, BLOCK_V: tl.constexpr, PRECISION: tl.constexpr, ALIGNED: tl.constexpr,
+):  # fmt: skip
     """Gradients of v for a tile of value channels of one chunk, where several tiles hold the key channels."""
     V_TILES: tl.constexpr = (V + BLOCK_V - 1) // BLOCK_V
     chunks = tl.cdiv(T, C)

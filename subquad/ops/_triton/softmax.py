@@ -32,20 +32,21 @@ STATE_LATENTS = 16
 
 
 class Precision(NamedTuple):
-    """How matrices are multiplied, by the dtype of v: the dtype of operands that are bounded (values, scores, exp of
-    what is at most zero) and of those that need the range of float32; how float32 operands are multiplied; how far a
-    logit may exceed the reference of its window, which costs up to so many roundings of float32; and the value
-    channels that a tile may have, so that operands fit into registers.
-    """
+    """The arithmetic of matrix products, by the dtype of v."""
 
     bounded: tl.dtype
+    """Of operands that are bounded: values, scores, exponentials of numbers that are at most zero."""
     wide: tl.dtype
+    """Of operands that need the range of float32."""
     mode: str
+    """For float32 operands."""
     bound: float
+    """The most that a logit may exceed the reference of its window, at a cost of up to `bound` roundings of float32."""
     values: int
+    """The most value channels of a tile, so that operands fit into registers."""
 
     def constants(self) -> dict[str, Any]:
-        """What the kernels know of it when they are compiled."""
+        """Constants that are built into the kernels."""
         return {"DOT": self.bounded, "WIDE": self.wide, "PRECISION": self.mode, "BOUND": self.bound}
 
 
@@ -57,8 +58,9 @@ PRECISIONS = {
 
 
 class Tiles(NamedTuple):
-    """What a program works on: tokens of a chunk, latents and value channels; its warps; and how many programs fill a
-    large device: sequences are cut into segments only while there are fewer.
+    """Tokens of a chunk, latents and value channels that a program works on; its warps; programs that fill a device.
+
+    Sequences are cut into segments only while there are fewer programs.
     """
 
     chunk: int
@@ -82,7 +84,10 @@ class Tiles(NamedTuple):
 
 
 class Plan(NamedTuple):
-    """How a call is cut. With T only counts change, which kernels take as numbers, so that nothing compiles again."""
+    """The cut of a call into programs.
+
+    With T only counts change, which kernels take as numbers, so that nothing compiles again.
+    """
 
     rows: int
     L: int
@@ -108,7 +113,7 @@ class Plan(NamedTuple):
         return cls(B * H, L, V, tile, groups, tiles, chunks, max(1, triton.cdiv(chunks, per)), per)
 
     def numbers(self, p_BHTL: Tensor) -> tuple[int, int, int, int]:
-        """What the kernels over segments are told at each launch."""
+        """Numbers that the kernels over segments get at each launch."""
         return p_BHTL.shape[2], p_BHTL.shape[1], self.segments, self.per
 
     def grid(self, segments: int) -> tuple[int, int]:
@@ -125,11 +130,11 @@ class Plan(NamedTuple):
         return self.rows * triton.cdiv(self.L, STATE_LATENTS), self.tiles
 
     def state_sizes(self) -> dict[str, Any]:
-        """What the passes over segments know when they are compiled."""
+        """Constants that are built into the passes over segments."""
         return {"L": self.L, "V": self.V, "LATENTS": STATE_LATENTS, "VALUES": self.tile.values}
 
     def sizes(self, *tensors: Tensor) -> dict[str, Any]:
-        """What the kernels over segments know when they are compiled, of head sizes and of tensors' strides."""
+        """Constants of head sizes and strides that are built into the kernels over segments."""
         # Where head sizes are no multiples of 16, strides are for some T: nothing is promised then. Rows of one channel
         # are never promised to be aligned.
         whole = self.V % 16 == 0 and (self.L == 1 or self.L % 16 == 0)
@@ -180,7 +185,7 @@ def add_parts(parts: Tensor, x: Tensor) -> None:
 
 
 class Given(NamedTuple):
-    """What the kernels read, channels next to each other; the mask as bytes."""
+    """Inputs of the kernels, channels next to each other; the mask as bytes."""
 
     p: Tensor
     k: Tensor
@@ -196,8 +201,8 @@ class Given(NamedTuple):
 
 
 class Results(NamedTuple):
-    """What the forward kernels write: outputs, lse, the final lse and mean; m and z before each chunk and U before each
-    segment, for the backward pass. What is not asked for is empty.
+    """Results of the forward kernels: outputs, lse, the final lse and mean; for the backward pass m and z before each
+    chunk and U before each segment. A result that was not asked for is empty.
     """
 
     out: Tensor

@@ -39,22 +39,10 @@ from subquad.ops._triton.softmax_kernels import (
 
 @triton.jit
 def window_gradients(
-    p,
-    dlog,
-    t_C,
-    p_t,
-    l_L,
-    real_C,
-    tokens,
-    e_CL,
-    inverse_CL,
-    G_CC,
-    into_L,
-    L: tl.constexpr,
-    WIDE: tl.constexpr,
-    PRECISION: tl.constexpr,
-):
-    """What a window adds to the scores and to dk; q in units of the chunk's start, and the sum of x."""
+    p, dlog, t_C, p_t, l_L, real_C, tokens, e_CL, inverse_CL, G_CC, into_L,
+    L: tl.constexpr, WIDE: tl.constexpr, PRECISION: tl.constexpr,
+):  # fmt: skip
+    """A window's parts of the scores and of dk; q in units of the chunk's start, and the sum of x."""
     q_CL = read(p, t_C, p_t, l_L, real_C, L).to(tl.float32) * inverse_CL
     x_CL = read(dlog, t_C, L, l_L, t_C < tokens, L) * inverse_CL
     scores_CC = dot(q_CL, tl.trans(e_CL), WIDE, PRECISION)

@@ -5,6 +5,7 @@ Positions are absolute and count real tokens only.
 
 from __future__ import annotations
 
+import functools
 import re
 from dataclasses import dataclass, fields
 from typing import ClassVar
@@ -54,12 +55,12 @@ class Pattern:
 
     @property
     def reach(self) -> int | None:
-        """How far before itself a query may look at most, in tokens; None: without bound."""
+        """The farthest that a query may look before itself, in tokens; None: without bound."""
         return None
 
     @property
     def ahead(self) -> int | None:
-        """How far after itself a query may look at most, in tokens; None: without bound."""
+        """The farthest that a query may look after itself, in tokens; None: without bound."""
         return 0 if self.causal else None
 
     @property
@@ -95,12 +96,16 @@ class Pattern:
         return False
 
     def key(self) -> str:
-        """The pattern as a string, which `from_key` reads."""
+        """The pattern as a string, which `from_key` reads: operations of torch take strings, not patterns."""
         return self._key
 
     @staticmethod
+    @functools.lru_cache(maxsize=512)
     def from_key(key: str) -> Pattern:
-        """The pattern that `key` names."""
+        """Return the pattern that `key` names, also in a process that has not made it (a compiled graph from a cache).
+
+        Raises `ValueError` for an unknown one.
+        """
         name, _, arguments = key.partition("(")
         if name not in Pattern.registry:
             raise ValueError(f"unknown pattern {key!r}; valid: {', '.join(sorted(Pattern.registry))}")

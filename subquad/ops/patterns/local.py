@@ -181,7 +181,7 @@ class Segments(Pattern):
 
     @property
     def offset(self) -> int:
-        """How many tokens the first segment lacks."""
+        """Tokens that the first segment lacks."""
         return 0
 
     def segment(self, position: Position) -> Position:
@@ -219,7 +219,7 @@ class Segments(Pattern):
 class Shifted(Segments):
     """Segments whose boundaries are moved: the first one has `shift` tokens only. Nothing wraps around.
 
-    What half of the heads of LongLoRA's shifted attention see (Chen et al. 2023, arXiv:2309.12307, section 3.2).
+    Half of the heads of LongLoRA's shifted attention see this (Chen et al. 2023, arXiv:2309.12307, section 3.2).
     """
 
     back: int = 0

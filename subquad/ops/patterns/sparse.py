@@ -18,7 +18,7 @@ Number = TypeVar("Number", int, Tensor)
 
 
 def _near_and_far(size: int, some_from: int, all_from: int, q_start: int, q_stop: int) -> list[int]:
-    """Cuts at `some_from` and `all_from`, and between them every so many blocks."""
+    """Cuts at `some_from` and `all_from`, and between them a cut each `NEAR_ROWS` queries or more."""
     starts = {q_start, *(cut for cut in (some_from, all_from) if q_start < cut < q_stop)}
     first = max(q_start, some_from)
     if first < min(q_stop, all_from):
@@ -49,7 +49,7 @@ class Sinks(Pattern):
         return (k_block < self.count) & (k_block < q_pos // self.size - self.back)
 
     def key_range(self, q_start: int, q_stop: int) -> tuple[int, int | None]:
-        """What the last query sees."""
+        """Up to the last block that the last query sees."""
         return 0, max(0, min(self.count, (q_stop - 1) // self.size - self.back)) * self.size
 
     def tile_starts(self, q_start: int, q_stop: int) -> list[int]:

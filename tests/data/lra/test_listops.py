@@ -6,7 +6,7 @@ import random
 import numpy as np
 import pytest
 
-from subquad.data.labelled_config import ListOpsConfig
+from subquad.data.config import ListOpsConfig
 from subquad.data.lra.listops import BLOCK, CLOSE, MAX, MED, MIN, SM, VOCAB_SIZE, WORDS, make_block, read_words
 
 FALSE_ALARM = 1e-6

@@ -10,10 +10,10 @@ import time
 import numpy as np
 import pytest
 
+from subquad.data.config import LabelledConfig, ListOpsConfig, PathfinderConfig
 from subquad.data.labelled import labelled_corpus
-from subquad.data.labelled_config import LabelledConfig, ListOpsConfig, PathfinderConfig
 from subquad.data.lra import made as made_module
-from subquad.data.lra.blocks import make_blocks, read_block
+from subquad.data.lra.made import make_blocks, read_block
 from subquad.testing import assert_exact
 
 SHORT = ListOpsConfig(min_length=5, max_length=30, max_depth=4)
@@ -92,7 +92,7 @@ def test_damage_is_noticed_and_made_good(tmp_path, caplog):
 def test_work_that_was_killed_goes_on(tmp_path):
     usual = {"dataset": "listops", "examples": 3000, "held_out": 500, "cache": str(tmp_path / "killed")}
     code = (
-        "from subquad.data.labelled_config import LabelledConfig; from subquad.data.lra.made import made\n"
+        "from subquad.data.config import LabelledConfig; from subquad.data.lra.made import made\n"
         f"made(LabelledConfig(**{usual!r}), workers=1)"
     )
     child = subprocess.Popen([sys.executable, "-c", code])

@@ -6,8 +6,8 @@ import numpy as np
 import pytest
 
 from subquad.data.lra import pathfinder
-from subquad.data.lra._strokes import DEGREES, MEETS, RULES
 from subquad.data.lra.pathfinder import SEGMENTS, draw, make_block
+from subquad.data.lra.strokes import DEGREES, MEETS, RULES
 
 FALSE_ALARM = 1e-6
 

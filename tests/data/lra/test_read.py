@@ -8,10 +8,10 @@ import numpy as np
 import pytest
 from PIL import Image
 
+from subquad.data.config import LabelledConfig
 from subquad.data.labelled import labelled_corpus
-from subquad.data.labelled_config import LabelledConfig
-from subquad.data.lra.read_image import grey
-from subquad.data.lra.sequences import choose
+from subquad.data.lra.read_images import grey
+from subquad.data.lra.store import choose
 
 REVIEWS = {("train", "pos"): 12, ("train", "neg"): 18, ("test", "pos"): 3, ("test", "neg"): 5}
 

@@ -3,8 +3,8 @@
 import numpy as np
 import pytest
 
+from subquad.data.config import LabelledConfig
 from subquad.data.labelled import labelled_corpus
-from subquad.data.labelled_config import LabelledConfig
 
 pytestmark = pytest.mark.slow
 

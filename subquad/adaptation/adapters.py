@@ -1,0 +1,185 @@
+"""Adapters on disk: which there are, whether they fit, and one merged into its base."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+from safetensors import SafetensorError, safe_open
+from transformers.utils.logging import disable_progress_bar
+
+from subquad.adaptation import extended
+from subquad.data.files import MODEL_FILES
+from subquad.hf import lora
+from subquad.hf.loading import read_config
+from subquad.parsing import read_json_mapping
+from subquad.training.checkpoint import share
+from subquad.training.config import LoraConfig, TrainConfig
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
+
+
+@dataclass(frozen=True)
+class Adapter:
+    """An adapter's folder, its base, and whether the two fit."""
+
+    folder: str
+    base: str
+    rank: int
+    alpha: int
+    kind: str
+    """LoRA or DoRA, rs before it where the scale falls with the root of the rank."""
+    layers: list[str]
+    """Full names of the layers with factors."""
+    parameters: int
+    """Numbers of the adapter."""
+    base_parameters: int | None
+    """Numbers of the base's weights; None where it is not there."""
+    bytes: int
+    """Of its weights on disk."""
+    fits: str
+    """yes, or why not."""
+
+    @property
+    def short(self) -> str:
+        """The layers' names without their depth."""
+        return ", ".join(sorted({name.rpartition(".")[2] for name in self.layers}))
+
+    def record(self) -> dict[str, Any]:
+        """For JSON."""
+        return asdict(self)
+
+
+def adapters(folders: Sequence[str]) -> list[Adapter]:
+    """Return the adapters in and below folders, checkpoints left out, in the order of their names.
+
+    Raises `FileNotFoundError` for a folder that is not there and `ValueError` for an adapter whose files are damaged.
+    """
+    found: list[Path] = []
+    for folder in folders:
+        if not Path(folder).is_dir():
+            raise FileNotFoundError(f"there is no folder {folder}")
+        files = sorted(Path(folder).rglob(lora.ADAPTER_CONFIG))
+        found += [file.parent for file in files if "checkpoints" not in file.parent.relative_to(folder).parts]
+    return [_adapter(folder) for folder in dict.fromkeys(found)]
+
+
+def _adapter(folder: Path) -> Adapter:
+    file, weights = folder / lora.ADAPTER_CONFIG, folder / lora.ADAPTER_WEIGHTS
+    try:
+        config = read_json_mapping(file)
+        rank, alpha, names = int(config["r"]), int(config["lora_alpha"]), config["target_modules"]
+        layers = sorted([names] if isinstance(names, str) else map(str, names))
+        kind = f"{'rs' if config.get('use_rslora') else ''}{'DoRA' if config.get('use_dora') else 'LoRA'}"
+    except (ValueError, TypeError, KeyError, OverflowError) as error:
+        raise ValueError(f"{file} is no configuration of a LoRA adapter: {error!r}") from error
+    base, fits, there = str(config.get("base_model_name_or_path")), "yes", None
+    try:
+        record = lora.Base.read(folder)
+        base, there = record.path, record.find(folder)
+    except FileNotFoundError:
+        known = (folder / lora.RECORD).is_file()
+        fits = "no: the base is not there" if known else f"not known: no {lora.RECORD}"
+    except ValueError as error:
+        fits = "no: the base has other weights" if "SHA-256" in str(error) else f"not known: {lora.RECORD} is damaged"
+    parameters = 0
+    try:
+        parameters = _numbers([weights])
+    except FileNotFoundError:
+        fits = f"no {lora.ADAPTER_WEIGHTS}"
+    except SafetensorError as error:
+        fits = f"no: {lora.ADAPTER_WEIGHTS} is damaged ({error})"
+    return Adapter(
+        folder=str(folder),
+        base=base,
+        rank=rank,
+        alpha=alpha,
+        kind=kind,
+        layers=layers,
+        parameters=parameters,
+        base_parameters=None if there is None else _numbers(sorted(there.glob("*.safetensors"))),
+        bytes=weights.stat().st_size if weights.is_file() else 0,
+        fits=fits,
+    )
+
+
+def _numbers(files: Sequence[Path]) -> int:
+    """Return how many numbers safetensors files hold, by their headers."""
+    total = 0
+    for file in files:
+        with safe_open(file, framework="numpy") as tensors:
+            for name in tensors.keys():  # noqa: SIM118 (it is no mapping)
+                numbers = 1
+                for length in tensors.get_slice(name).get_shape():
+                    numbers *= length
+                total += numbers
+    return total
+
+
+@dataclass(frozen=True)
+class Merging:
+    """A merged model that is about to be written."""
+
+    model: PreTrainedModel
+    source: Path
+    home: Path
+    out: Path
+    extension: bool = False
+    """Whether it is a model of transformers that `subquad extend` adapted."""
+
+    def write(self) -> None:
+        """Write the folder, whole or not at all: the model, the tokenizer, and `config.yaml` without LoRA."""
+        aside = self.out.with_name(f".merging-{self.out.name}")
+        shutil.rmtree(aside, ignore_errors=True)
+        self.model.save_pretrained(aside)
+        for name in MODEL_FILES:
+            if (self.home / name).is_file():
+                shutil.copyfile(self.home / name, aside / name)
+        settings = self.home / "config.yaml"
+        if settings.is_file() and not self.extension:
+            config = TrainConfig.from_file(settings)
+            config = config.replace(lora=LoraConfig(), run=config.run.replace(folder=str(self.out)))
+            if config.reads_text:
+                config = config.replace(data=config.data.replace(tokenizer=str(self.out / "tokenizer.json")))
+            config.to_file(aside / "config.yaml")
+        record = {"adapter": str(self.source), **asdict(lora.Base.read(self.source))}
+        (aside / "merged.json").write_text(json.dumps(record, indent=2) + "\n", encoding="utf-8")
+        share(aside)
+        self.out.parent.mkdir(parents=True, exist_ok=True)
+        os.replace(aside, self.out)
+
+
+def open_merging(run: str, out: str, base: str | None) -> Merging:
+    """Return the merged model of an adapter's folder, not yet written.
+
+    Raises `FileNotFoundError` or `ValueError` for a folder without an adapter, a base that is not there or has other
+    weights, and an `out` that is there already.
+    """
+    source, target = Path(run), Path(out)
+    if not lora.is_adapter(source):
+        raise FileNotFoundError(f"{run} holds no adapter; `subquad lora list` shows those that there are")
+    if not out or target.exists() or any(above.is_file() for above in target.parents):
+        raise ValueError(f"{out!r} is there already, or is below a file; --out must name a new folder")
+    checkpoint = source.resolve().parent.name == "checkpoints"
+    home = source.resolve().parent.parent if checkpoint else source
+    disable_progress_bar()
+    if lora.is_extension(source):
+        whole: Any = lora.merge(extended.open_extension(source, base))
+        dtype = read_config(source).dtype or torch.float32  # the original was read in float32
+        return Merging(whole.to(dtype), source, home, target, extension=True)
+    record = lora.Base.read(source)
+    if base is None:
+        place = record.find(source)
+    else:
+        lora.base_config(base)
+        record.check(base, source)
+        place = Path(base)
+    adapted = lora.load_adapter(lora.load_base(place, record.classes), source)
+    return Merging(lora.merge(adapted), source, home, target)

@@ -1,0 +1,213 @@
+"""What every softmax mechanism shares: project, attend over a pattern, keep the keys that are still in reach.
+
+Shape letters: B batch, T tokens, S keys, D model width, H heads, G key heads, K channels of a head.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from subquad.attention.projected import ProjectedAttention
+from subquad.ops import block_attention_with_lse
+from subquad.ops._torch.tiles import score_entries, unmasked_entries
+from subquad.ops.attend import softmax_weights
+from subquad.ops.patterns import Pattern
+from subquad.parallel import Sent, active_group
+from subquad.parallel.exchange import earlier, last_before, sent_for_earlier
+from subquad.parallel.ring import ring_attention, sent_for_ring
+from subquad.state import State, advance, appended, last_slots
+
+
+class BlockedAttention(ProjectedAttention):
+    """Softmax attention over the keys that `patterns` allow; the state holds the keys and values still in reach.
+
+    With one pattern all heads have it; with two the second one is for the last `H // 2` heads.
+    """
+
+    parallel = True
+    patterns: tuple[Pattern, ...]
+
+    def mix_tokens(self, x_BTD: Tensor, state: State | None, lengths_B: Tensor | None) -> tuple[Tensor, State]:
+        """Attend to the cached keys and the new ones."""
+        seen = self.start(state, x_BTD.shape[1])
+        q_BHTK, k_BGTK, v_BGTK = self.queries(x_BTD, seen), self.keys(x_BTD, seen), self.kv_values(x_BTD)
+        state = self.near(state, k_BGTK, v_BGTK, self.patterns)
+        y_BHTK, k_BGSK, v_BGSK = self.attend(q_BHTK, k_BGTK, v_BGTK, self.patterns, state, "", lengths_B)
+        seen = advance(seen, x_BTD.shape[1], lengths_B)
+        kept: dict[str, Tensor | int | State] = {"keys": k_BGSK, "values": v_BGSK} if self.causal else {}
+        return self.merge(y_BHTK), State({"seen": seen, **kept}, self.config_hash)
+
+    def attend(
+        self,
+        q_BHTK: Tensor,
+        k_BGTK: Tensor,
+        v_BGTK: Tensor,
+        patterns: tuple[Pattern, ...],
+        state: State | None,
+        prefix: str,
+        lengths_B: Tensor | None,
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        """The outputs, and the keys and values to keep (each row's last ones, aligned to the end).
+
+        Under an active group `state` is what `near` returned; without a bound on the reach the keys go round a ring.
+        """
+        group = active_group()
+        if group is not None and state is None:
+
+            def one_block(q: Tensor, k: Tensor, v: Tensor, q_start: int, k_start: int) -> tuple[Tensor, Tensor]:
+                return self.attend_with_lse(q, k, v, patterns, q_start, k_start, None)
+
+            return ring_attention(one_block, q_BHTK, k_BGTK, v_BGTK, group), k_BGTK, v_BGTK
+        seen = 0 if state is None else state.seen
+        k_BGSK, v_BGSK, old, lengths_B = self.with_cache(k_BGTK, v_BGTK, state, prefix, lengths_B)
+        y_BHTK = self.attend_slots(q_BHTK, k_BGSK, v_BGSK, patterns, seen, seen - old, lengths_B)
+        return y_BHTK, *self.kept(k_BGSK, v_BGSK, patterns, lengths_B)
+
+    def near(
+        self,
+        state: State | None,
+        k_BGTK: Tensor,
+        v_BGTK: Tensor,
+        patterns: tuple[Pattern, ...],
+        prefix: str = "",
+        tokens: int | None = None,
+    ) -> State | None:
+        """Under an active group, where the reach is bounded, a state of the keys in reach that earlier ranks hold.
+
+        Where `k` and `v` are those of the first of this rank's `tokens` alone, no later rank needs any.
+        """
+        group, reach, T = active_group(), self.reach(patterns), k_BGTK.shape[2]
+        if state is not None or group is None or reach is None:
+            return state
+        spans = last_before(reach if tokens in (None, T) else 0, T, group.size)
+        keys, values = earlier(spans, group, k_BGTK, v_BGTK)
+        return State({"seen": group.offset(tokens or T), f"{prefix}keys": keys, f"{prefix}values": values})
+
+    def with_cache(
+        self, k_BGTK: Tensor, v_BGTK: Tensor, state: State | None, prefix: str, lengths_B: Tensor | None
+    ) -> tuple[Tensor, Tensor, int, Tensor | None]:
+        """Keys and values after the cached ones, how many those are, and the real slots of each row."""
+        if state is None:
+            return k_BGTK, v_BGTK, 0, lengths_B
+        self.check_causal()
+        k_BGSK = appended(state.tensor(f"{prefix}keys"), k_BGTK)
+        v_BGSK = appended(state.tensor(f"{prefix}values"), v_BGTK)
+        old = k_BGSK.shape[2] - k_BGTK.shape[2]
+        return k_BGSK, v_BGSK, old, None if lengths_B is None else lengths_B + old
+
+    def kept(
+        self, k_BGSK: Tensor, v_BGSK: Tensor, patterns: tuple[Pattern, ...], lengths_B: Tensor | None
+    ) -> tuple[Tensor, Tensor]:
+        """The keys and values in reach of the next token: each row's last ones, aligned to the end."""
+        reach = self.reach(patterns)
+        kept = k_BGSK.shape[2] if reach is None else min(k_BGSK.shape[2], reach)
+        return last_slots(k_BGSK, kept, lengths_B), last_slots(v_BGSK, kept, lengths_B)
+
+    def attend_slots(
+        self,
+        q_BHTK: Tensor,
+        k_BGSK: Tensor,
+        v_BGSK: Tensor,
+        patterns: tuple[Pattern, ...],
+        q_start: int | Tensor,
+        k_start: int | Tensor,
+        lengths_B: Tensor | None,
+    ) -> Tensor:
+        """The outputs `[B, H, T, K]` of all heads; the queries are the last T of the S slots."""
+        return self.attend_with_lse(q_BHTK, k_BGSK, v_BGSK, patterns, q_start, k_start, lengths_B)[0]
+
+    def attend_with_lse(
+        self,
+        q_BHTK: Tensor,
+        k_BGSK: Tensor,
+        v_BGSK: Tensor,
+        patterns: tuple[Pattern, ...],
+        q_start: int | Tensor,
+        k_start: int | Tensor,
+        lengths_B: Tensor | None,
+    ) -> tuple[Tensor, Tensor]:
+        """The same and the logsumexp `[B, H, T]`, for queries and key slots that stand anywhere."""
+        where: dict[str, Any] = {"q_start": q_start, "k_start": k_start, "lengths": lengths_B}
+        if len(patterns) == 1:
+            return self.attend_to(q_BHTK, k_BGSK, v_BGSK, patterns[0], **where)
+        heads = self.heads_of(patterns)
+        groups = (x.split(heads, 1) for x in (q_BHTK, self.shared(k_BGSK), self.shared(v_BGSK)))
+        parts = [self.attend_to(q, k, v, p, **where) for q, k, v, p in zip(*groups, patterns, strict=True)]
+        outs, lses = zip(*parts, strict=True)
+        return torch.cat(outs, 1), torch.cat(lses, 1)
+
+    def attend_to(
+        self, q_BHTK: Tensor, k_BGSK: Tensor, v_BGSK: Tensor, pattern: Pattern, **where: Any
+    ) -> tuple[Tensor, Tensor]:
+        """`block_attention` with the option's dropout: outputs and logsumexp."""
+        return block_attention_with_lse(q_BHTK, k_BGSK, v_BGSK, pattern, dropout_p=self.dropout_p, **where)
+
+    @property
+    def dropout_p(self) -> float:
+        """Dropout on the weights, now."""
+        return self.config.dropout if self.training else 0.0
+
+    def heads_of(self, patterns: tuple[Pattern, ...]) -> list[int]:
+        """How many heads each pattern has."""
+        H = self.config.num_heads
+        return [H] if len(patterns) == 1 else [H - H // 2, H // 2]
+
+    def reach(self, patterns: tuple[Pattern, ...]) -> int | None:
+        """How far before itself a query looks at most; None: to the first token."""
+        reaches = [pattern.reach for pattern in patterns]
+        return max(r for r in reaches if r is not None) if None not in reaches else None
+
+    def dense_weights(self, x_BTD: Tensor) -> Tensor:
+        """`softmax(q k^T / sqrt(K))` over the allowed keys."""
+        return self.pattern_weights(self.queries(x_BTD), self.keys(x_BTD))
+
+    def pattern_weights(self, q_BHTK: Tensor, k_BGSK: Tensor) -> Tensor:
+        """The weights `[B, H, T, S]` of all heads, each by its pattern."""
+        heads = self.heads_of(self.patterns)
+        parts = zip(q_BHTK.split(heads, 1), self.shared(k_BGSK).split(heads, 1), self.patterns, strict=True)
+        return torch.cat([softmax_weights(q, k, pattern) for q, k, pattern in parts], 1)
+
+    def score_entries(self, tokens: int) -> int:
+        """Entries of all tiles."""
+        return self.count(score_entries, tokens)
+
+    def unmasked_entries(self, tokens: int) -> int:
+        """Entries that the patterns allow."""
+        return self.count(unmasked_entries, tokens)
+
+    def count(self, entries: Callable[[Pattern, int], int], tokens: int) -> int:
+        """`entries` of all heads."""
+        heads = self.heads_of(self.patterns)
+        return sum(n * entries(pattern, tokens) for n, pattern in zip(heads, self.patterns, strict=True))
+
+    def mixing_flops(self, tokens: int) -> int:
+        """Two products of K channels an entry."""
+        return 4 * self.config.channels * self.score_entries(tokens)
+
+    def state_bytes(self, tokens: int) -> int:
+        """Keys and values in reach."""
+        reach = self.reach(self.patterns)
+        return 2 * 4 * self.kv_dim * (tokens if reach is None else min(tokens, reach))
+
+    def whole_state(self, state: State, device: Any) -> State:
+        """That of the last rank, or where keys are kept without bound those of all ranks."""
+        group = active_group()
+        if group is None or self.reach(self.patterns) is not None:
+            return super().whole_state(state, device)
+        keys, values = (group.gather(state.tensor(name), 2) for name in ("keys", "values"))
+        return State({"seen": keys.shape[2], "keys": keys, "values": values}, self.config_hash)
+
+    def sent(self, tokens: int, ranks: int) -> list[Sent]:
+        """Keys and values: those in reach before a rank's first token, or all of them round a ring."""
+        return self.sent_for(self.patterns, tokens, ranks)
+
+    def sent_for(self, patterns: tuple[Pattern, ...], tokens: int, ranks: int) -> list[Sent]:
+        """For keys and values that are seen by these patterns."""
+        reach, token_bytes = self.reach(patterns), 2 * 4 * self.kv_dim
+        if reach is None:
+            return sent_for_ring(tokens * token_bytes, ranks)
+        return sent_for_earlier(last_before(reach, tokens, ranks), tokens, token_bytes)

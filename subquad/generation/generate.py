@@ -1,0 +1,175 @@
+"""Generation of one sequence that carries the model's state: for constant-state mechanisms memory does not grow.
+
+Shape letters: B batch, T tokens, V vocabulary.
+"""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Collection, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Literal
+
+import torch
+from torch import Tensor
+
+from subquad.generation.sampling import Sampler, SamplingConfig
+from subquad.models import Decoder
+from subquad.state import State
+
+Finished = Literal["length", "stop", "cancelled", "error"]
+
+
+@dataclass(eq=False)
+class Continuation:
+    """Tokens that continue a prompt; a stop token is the last of them.
+
+    `finished` is None until there are no more: `length` (as many as were asked for), `stop`, `cancelled` or `error`.
+    """
+
+    tokens: list[int]
+    finished: Finished | None
+
+
+def generate(
+    model: Decoder,
+    prompt: Sequence[int],
+    /,
+    *,
+    state: State | None = None,
+    max_tokens: int = 256,
+    temperature: float = 1.0,
+    top_k: int | None = None,
+    top_p: float | None = None,
+    min_p: float | None = None,
+    repetition_penalty: float = 1.0,
+    seed: int | None = None,
+    stop_tokens: Collection[int] = (),
+    prefill_chunk: int = 4096,
+) -> Generation:
+    """Iterate over up to `max_tokens` tokens that continue `prompt` (token ids, at least one).
+
+    `temperature` divides the logits; 0 takes the likeliest token. `top_k` keeps the k likeliest tokens, `top_p` the
+    fewest tokens whose probabilities sum to at least p, `min_p` those at least p times as likely as the likeliest.
+    `repetition_penalty` makes the tokens of `prompt` and of what follows it less likely. `seed` repeats a sample.
+    One of `stop_tokens` ends the sequence and is its last token. The prompt is read `prefill_chunk` tokens at a time,
+    after those that made `state`; by a `PerceiverAR` in one piece.
+
+    Raises `ValueError` for an empty prompt, a token outside the vocabulary or a number out of range.
+    """
+    sampling = SamplingConfig(
+        max_tokens=max_tokens,
+        temperature=temperature,
+        top_k=top_k,
+        top_p=top_p,
+        min_p=min_p,
+        repetition_penalty=repetition_penalty,
+        seed=seed,
+        prefill_chunk=prefill_chunk,
+    )
+    return Generation(model, prompt, sampling, state=state, stop_tokens=stop_tokens)
+
+
+class Generation(Iterator[int]):
+    """The tokens that `generate` samples, one at a time, each computed when it is asked for.
+
+    `state` is what the model has read: the prompt (after `prefill`, all of it but the last token) and every token
+    returned but the last. To go on later, keep `state` and begin the next prompt with that last token.
+    """
+
+    def __init__(
+        self,
+        model: Decoder,
+        prompt: Sequence[int],
+        sampling: SamplingConfig,
+        /,
+        *,
+        state: State | None = None,
+        stop_tokens: Collection[int] = (),
+    ) -> None:
+        self.state = state
+        self._model = model
+        self._sampling = sampling
+        self._stop_tokens = frozenset(stop_tokens)
+        self._unread = checked_prompt(prompt, model.config.vocab_size)
+        self._left = sampling.max_tokens
+        self._choose = Sampler(sampling, model.config.vocab_size, self._unread)
+
+    def prefill(self) -> None:
+        """Read the prompt but for its last token, in chunks; asking for the first token does it too."""
+        with inference(self._model):
+            while len(self._unread) > 1:
+                self.state = read_piece(self._model, self._unread, self.state, self._sampling.prefill_chunk)
+
+    def read_all(self) -> State:
+        """Read what is unread, the last token returned too, and return the state after all of the text.
+
+        From it another text goes on. No token can be asked for after this.
+        """
+        self.prefill()
+        with inference(self._model):
+            if self._unread:
+                tokens_BT = as_tensor(self._model, self._unread)
+                self.state = self._model.read(tokens_BT, self.state)
+        self._unread, self._left = [], 0
+        assert self.state is not None
+        return self.state
+
+    def __next__(self) -> int:
+        if self._left == 0:
+            raise StopIteration
+        self.prefill()
+        with inference(self._model):
+            logits_BTV, self.state = self._model(as_tensor(self._model, self._unread), self.state)
+        token = self._choose(logits_BTV[0, -1])
+        self._unread = [token]
+        self._left = 0 if token in self._stop_tokens else self._left - 1
+        return token
+
+
+def checked_prompt(prompt: Sequence[int], vocab_size: int) -> list[int]:
+    """Return the prompt as a list; raise `ValueError` or `TypeError` where it is empty or holds no token."""
+    if not len(prompt):
+        raise ValueError("the prompt must hold at least one token, got none")
+    tokens = []
+    for token in prompt:
+        try:
+            tokens.append(operator.index(token))
+        except TypeError as error:
+            raise TypeError(f"the prompt's tokens must be whole numbers, got {token!r}") from error
+        if not 0 <= tokens[-1] < vocab_size:
+            raise ValueError(f"the prompt's tokens must be between 0 and {vocab_size - 1}, got {token}")
+    return tokens
+
+
+def read_piece(model: Decoder, unread: list[int], state: State | None, chunk: int) -> State:
+    """Read up to `chunk` of the tokens before the last one and take them off `unread`; return the state after them.
+
+    A model that predicts its last tokens alone (`PerceiverAR`) reads all of them at once: each piece would end with
+    latents that the next one would make history.
+    """
+    left = len(unread) - 1
+    tokens = unread[: min(chunk, left) if model.predicts_last is None else left]
+    state = model.read(as_tensor(model, tokens), state)
+    del unread[: len(tokens)]
+    return state
+
+
+def as_tensor(model: Decoder, tokens: list[int]) -> Tensor:
+    """Return one row of tokens where the model is, `[1, T]`."""
+    return torch.tensor([tokens], dtype=torch.long, device=next(model.parameters()).device)
+
+
+@contextmanager
+def inference(model: Decoder) -> Iterator[None]:
+    """Set eval mode and compute no gradients; the mode is restored."""
+    training = model.training
+    if training:
+        model.eval()
+    try:
+        with torch.no_grad():
+            yield
+    finally:
+        if training:
+            model.train()

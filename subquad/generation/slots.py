@@ -1,0 +1,311 @@
+"""The states of sequences that are decoded together: slots that they join and leave, and rows of one joint state.
+
+A tensor of a state is `[B, ...]`. Where sequences have read different numbers of tokens, some dimension of their
+tensors may differ (keys and values still in reach); such tensors are aligned to the end, as a batch that has padding
+leaves them, and what stands before the first token of a row is at a negative position, which nothing reads.
+
+Shape letters: B slots, V vocabulary.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+from subquad.generation.generate import as_tensor
+from subquad.models import Decoder
+from subquad.state import State
+
+
+class Slots(Protocol):
+    """States by slot, and one step of all of them."""
+
+    def insert(self, slot: int, state: State | None) -> None:
+        """Begin a sequence in an empty slot; None: before its first token."""
+
+    def clear(self, slot: int) -> None:
+        """Empty a slot."""
+
+    def take(self, slot: int) -> State:
+        """A copy of the state of one sequence."""
+
+    def step(self, tokens: list[int]) -> Tensor:
+        """Read a token in each slot (any in empty ones): the logits of the next ones, `[B, V]`."""
+
+    def bytes_of(self, slot: int) -> int:
+        """Bytes of the state of one sequence."""
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of all states."""
+
+
+def make_slots(model: Decoder, slots: int, capacity: int, *, compile: bool) -> Slots:
+    """Fixed slots, or loose ones for a model whose states have no fixed shapes."""
+    if model.fixed_shapes:
+        return FixedSlots(model, slots, capacity, compile=compile)
+    if compile:
+        name = model.config.attention
+        raise ValueError(f"compile=True needs states of fixed shape, which {name} has not; set compile=False")
+    return LooseSlots(model, slots)
+
+
+class FixedSlots:
+    """One state `[B, ...]` whose shapes never change; an empty slot reads token 0 again and again, to no effect.
+
+    A row's numbers depend on the row alone: kernels of a fixed shape treat rows alike. Where a model's state grows, it
+    is kept for `capacity` tokens; a sequence may not be longer.
+    """
+
+    def __init__(self, model: Decoder, slots: int, capacity: int, *, compile: bool = False) -> None:
+        self._model = model
+        self._first, blank = _blank(model, 1), _final(model, capacity)
+        self._blank = row_of(blank, 0)
+        self._shapes = shapes_of(blank)
+        self._state = blank.map(lambda x: x.repeat_interleave(slots, 0))
+        self._bytes = self._state.nbytes
+        self._device = next(model.parameters()).device
+        self._active_B = torch.zeros(slots, dtype=torch.long, device=self._device)
+        self._full = False
+        self._advance: Callable[[Tensor, State], tuple[Tensor, State]] = self._forward
+        if compile:
+            self._advance = torch.compile(self.compact_forward, dynamic=False, fullgraph=True)
+
+    def insert(self, slot: int, state: State | None) -> None:
+        """The slot gets the sequence's state."""
+        self._put(slot, self._blank if state is None else state, 1)
+
+    def clear(self, slot: int) -> None:
+        """The slot forgets, so that nothing of a sequence is left when it has gone."""
+        self._put(slot, self._blank, 0)
+
+    def take(self, slot: int) -> State:
+        """A copy without the places that stand before the first token."""
+        state = row_of(self._state, slot)
+        return fit(state, trimmed(self._shapes, shapes_of(self._first), int(state.seen)))
+
+    def step(self, tokens: list[int]) -> Tensor:
+        """One forward pass of all slots."""
+        tokens_B1 = torch.tensor(tokens, dtype=torch.long, device=self._device)[:, None]
+        logits_BV, self._state = self._advance(tokens_B1, self._state)
+        if not self._full:
+            self._state = idle(self._state, self._active_B)
+        return logits_BV
+
+    def bytes_of(self, slot: int) -> int:
+        """Of each slot the same, whoever is in it."""
+        return self._bytes // len(self._active_B)
+
+    @property
+    def nbytes(self) -> int:
+        """Constant."""
+        return self._bytes
+
+    def _forward(self, tokens_B1: Tensor, state: State) -> tuple[Tensor, State]:
+        h_B1D, state = self._model.hidden(tokens_B1, state)
+        return self._model.logits(h_B1D)[:, -1], fit(state, self._shapes)
+
+    def compact_forward(self, tokens_B1: Tensor, state: State) -> tuple[Tensor, State]:
+        """A step whose tensors have the same strides as when a sequence joined: another layout would compile anew."""
+        logits_BV, state = self._forward(tokens_B1, state)
+        return logits_BV, state.map(torch.Tensor.contiguous)
+
+    def _put(self, slot: int, state: State, active: int) -> None:
+        self._state = put(self._state, torch.tensor([slot], device=self._device), state)
+        self._active_B[slot] = active
+        self._full = bool(self._active_B.all())
+
+
+class LooseSlots:
+    """A state for each sequence, joined for every step."""
+
+    def __init__(self, model: Decoder, slots: int) -> None:
+        self._model = model
+        self._states: dict[int, State | None] = {}
+        self._vocab_size, self._dtype = model.config.vocab_size, model.head_weight.dtype
+        self._slots = slots
+
+    def insert(self, slot: int, state: State | None) -> None:
+        """The slot gets the sequence's state."""
+        self._states[slot] = state
+
+    def clear(self, slot: int) -> None:
+        """The slot's state goes."""
+        self._states.pop(slot, None)
+
+    def take(self, slot: int) -> State:
+        """The state."""
+        state = self._states[slot]
+        assert state is not None
+        return state
+
+    def step(self, tokens: list[int]) -> Tensor:
+        """One forward pass of the sequences that have read something, one for each of the others."""
+        device = next(self._model.parameters()).device
+        logits_BV = torch.zeros(self._slots, self._vocab_size, device=device, dtype=self._dtype)
+        begun = [slot for slot, state in sorted(self._states.items()) if state is not None]
+        for slot in sorted(set(self._states) - set(begun)):
+            out_B1V, self._states[slot] = self._model(as_tensor(self._model, [tokens[slot]]))
+            logits_BV[slot] = out_B1V[0, -1]
+        if begun:
+            states = [state for slot in begun if (state := self._states[slot]) is not None]
+            tokens_B1 = torch.tensor([[tokens[slot]] for slot in begun], dtype=torch.long, device=device)
+            out_B1V, after = self._model(tokens_B1, join(states).to(device))
+            logits_BV[begun] = out_B1V[:, -1].to(logits_BV.dtype)
+            self._states.update({slot: self._model.trim_state(row_of(after, i)) for i, slot in enumerate(begun)})
+        return logits_BV
+
+    def bytes_of(self, slot: int) -> int:
+        """Of the sequence in the slot, now."""
+        state = self._states.get(slot)
+        return 0 if state is None else state.nbytes
+
+    @property
+    def nbytes(self) -> int:
+        """Of what is there now."""
+        return sum(state.nbytes for state in self._states.values() if state is not None)
+
+
+def _final(model: Decoder, capacity: int) -> State:
+    """The state of one row that has read nothing, with the shapes that it will have for good."""
+    if model.state_grows:
+        return _blank(model, capacity)
+    places, state = 2, _blank(model, 1)
+    while shapes_of(longer := _blank(model, places)) != shapes_of(state):
+        places, state = 2 * places, longer
+    return state
+
+
+@torch.no_grad()
+def _blank(model: Decoder, places: int) -> State:
+    """What a row of so much padding leaves: padding does not exist, but takes places."""
+    tokens_BT = torch.zeros(1, places, dtype=torch.long, device=next(model.parameters()).device)
+    return model.hidden(tokens_BT, None, torch.zeros_like(tokens_BT, dtype=torch.bool))[1]
+
+
+Shapes = Mapping[str, "tuple[int, ...] | Shapes"]
+COUNTS = ("seen", "start")
+"""The numbers of a state that belong to one sequence; the others belong to the model."""
+
+
+def shapes_of(state: State) -> Shapes:
+    """The shapes of a state's tensors without the batch."""
+    shapes: dict[str, tuple[int, ...] | Shapes] = {}
+    for name, entry in state.entries.items():
+        if isinstance(entry, State):
+            shapes[name] = shapes_of(entry)
+        elif isinstance(entry, Tensor):
+            shapes[name] = tuple(entry.shape[1:])
+    return shapes
+
+
+def fitted(entry: Tensor, shape: tuple[int, ...]) -> Tensor:
+    """`entry` `[B, ...]` with another shape behind B: the last places of each dimension, or zeros before them."""
+    for dim, size in enumerate(shape, 1):
+        extra = size - entry.shape[dim]
+        if extra < 0:
+            entry = entry.narrow(dim, -extra, size)
+        elif extra > 0:
+            zeros = entry.new_zeros((*entry.shape[:dim], extra, *entry.shape[dim + 1 :]))
+            entry = torch.cat([zeros, entry], dim)
+    return entry
+
+
+def fit(state: State, shapes: Shapes) -> State:
+    """The state with tensors of these shapes."""
+    entries: dict[str, Tensor | int | State] = {}
+    for name, entry in state.entries.items():
+        shape = shapes.get(name)
+        if isinstance(entry, State) and isinstance(shape, Mapping):
+            entries[name] = fit(entry, shape)
+        elif isinstance(entry, Tensor) and isinstance(shape, tuple):
+            entries[name] = fitted(entry, shape)
+        else:
+            entries[name] = entry
+    return State(entries, state.config_hash)
+
+
+def trimmed(shapes: Shapes, first: Shapes, seen: int) -> Shapes:
+    """`shapes` with at most `seen` places in the dimensions that have another size after one token (`first`)."""
+    found: dict[str, tuple[int, ...] | Shapes] = {}
+    for name, shape in shapes.items():
+        one = first.get(name)
+        if isinstance(shape, tuple):
+            sizes = one if isinstance(one, tuple) else shape
+            found[name] = tuple(
+                size if size == small else min(size, seen) for size, small in zip(shape, sizes, strict=True)
+            )
+        else:
+            found[name] = trimmed(shape, one if isinstance(one, Mapping) else {}, seen)
+    return found
+
+
+def put(batch: State, row: Tensor, one: State) -> State:
+    """The batch with the sequence `one` in a row (`[1]`, where the batch is); `batch` keeps its shapes and dtypes.
+
+    What `one` does not hold, since it has read too much to need it, is zero.
+    """
+    entries: dict[str, Tensor | int | State] = {}
+    for name, entry in batch.entries.items():
+        new = one.entries.get(name)
+        if isinstance(entry, State):
+            entries[name] = put(entry, row, new if isinstance(new, State) else State({}))
+        elif isinstance(entry, Tensor):
+            source = _as_tensor(new, entry)
+            entries[name] = entry.index_copy(0, row, fitted(source, tuple(entry.shape[1:])))
+        else:
+            entries[name] = entry
+    return State(entries, batch.config_hash)
+
+
+def row_of(batch: State, row: int) -> State:
+    """The state of one row; its counts are whole numbers again."""
+    entries: dict[str, Tensor | int | State] = {}
+    for name, entry in batch.entries.items():
+        if isinstance(entry, State):
+            entries[name] = row_of(entry, row)
+        elif isinstance(entry, Tensor):
+            # A copy, so that one row does not keep the batch alive.
+            entries[name] = int(entry[row]) if entry.ndim == 1 else entry[row : row + 1].clone()
+        else:
+            entries[name] = entry
+    return State(entries, batch.config_hash)
+
+
+def join(states: Sequence[State]) -> State:
+    """A batch of the rows `states`, each of one sequence; where the counts of two differ, all become tensors `[B]`."""
+    ragged = any(len({state.entries.get(name) for state in states}) > 1 for name in COUNTS)
+    entries: dict[str, Tensor | int | State] = {}
+    names = dict.fromkeys(name for state in states for name in state.entries)
+    for name in names:
+        found = [state.entries.get(name) for state in states]
+        like = next(entry for entry in found if entry is not None)
+        if isinstance(like, State):
+            entries[name] = join(
+                [entry if isinstance(entry, State) else State({}, like.config_hash) for entry in found]
+            )
+        elif isinstance(like, Tensor):
+            rows = [_as_tensor(entry, like) for entry in found]
+            shape = tuple(max(sizes) for sizes in zip(*(row.shape[1:] for row in rows), strict=True))
+            entries[name] = torch.cat([fitted(row, shape) for row in rows])
+        else:
+            entries[name] = torch.tensor(found) if ragged and name in COUNTS else like
+    return State(entries, states[0].config_hash)
+
+
+def idle(state: State, active_B: Tensor) -> State:
+    """The state with the counts `[B]` of rows that nobody uses at zero, so that they run into no limit."""
+    return state.map(lambda x: x * active_B if x.ndim == 1 else x)
+
+
+def _as_tensor(entry: Tensor | int | State | None, like: Tensor) -> Tensor:
+    """One row: a tensor as it is, a number as `[1]`, nothing as zeros."""
+    if isinstance(entry, Tensor):
+        return entry.to(like.device, like.dtype)
+    if entry is None:
+        return like.new_zeros((1, *like.shape[1:]))
+    assert isinstance(entry, int)
+    return torch.tensor([entry], dtype=like.dtype, device=like.device)

@@ -1,0 +1,173 @@
+"""Loading that fits exactly, and that a folder of somebody else's making cannot turn against the reader."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import torch
+from huggingface_hub import snapshot_download
+from safetensors import safe_open
+from torch import nn
+from transformers import AutoConfig, PreTrainedConfig, PreTrainedModel
+from transformers.utils import logging as hf_logging
+
+from subquad.parsing import read_json_mapping
+
+CONFIG = "config.json"
+PREFIX = "subquad_"
+"""What the names of our attention implementations begin with (`subquad.hf.register`)."""
+_COUNTS = ("num_layers", "num_hidden_layers", "n_layer", "loops", "mixtures", "num_labels")
+"""Fields that say how many parts a model has: each part has tensors of its own, or a row of one."""
+SMALL = 1 << 22
+"""Numbers of a tensor that is made without being looked for in the weights."""
+
+
+class StrictModel(PreTrainedModel):
+    """A transformers model that refuses weights which do not fit, where transformers only warns."""
+
+    def __init__(self, config: PreTrainedConfig, *args: Any, **kwargs: Any) -> None:
+        super().__init__(config, *args, **kwargs)
+        self._check_implementation(config._attn_implementation)
+
+    def set_attn_implementation(self, attn_implementation: Any, *args: Any, **kwargs: Any) -> None:
+        """As transformers' own, which changes nothing here; `ValueError` for those of `subquad.hf.register`."""
+        self._check_implementation(attn_implementation)
+        super().set_attn_implementation(attn_implementation, *args, **kwargs)
+
+    def _check_implementation(self, name: Any) -> None:
+        if isinstance(name, str) and name.startswith(PREFIX):
+            raise ValueError(
+                f"attn_implementation={name!r} is for models of transformers: {type(self).__name__} has its attention "
+                "from its own configuration"
+            )
+
+    def blocks_to_shard(self) -> list[nn.Module]:
+        """Return the blocks that may be shared out over processes one by one: those that transformers may not split."""
+        return [module for module in self.modules() if type(module).__name__ in (self._no_split_modules or ())]
+
+    @classmethod
+    def from_pretrained(cls, *args: Any, **kwargs: Any) -> Any:
+        """Load a model as transformers does, from safetensors alone. Weights that are missing, left over or of another
+        shape raise `ValueError`, before a model of any size is made."""
+        wants_info = kwargs.pop("output_loading_info", False)
+        place = args[0] if args else kwargs.get("pretrained_model_name_or_path", "")
+        with naming(place):
+            if (Path(place) / CONFIG).is_file():
+                check_sizes(cls, Path(place), kwargs.get("config"))
+            options = {"use_safetensors": True, **kwargs, "output_loading_info": True}
+            loaded: Any = super().from_pretrained(*args, **options)
+        model, info = loaded
+        for problem in ("missing_keys", "unexpected_keys"):
+            if info[problem]:
+                names = ", ".join(sorted(str(key) for key in info[problem]))
+                raise ValueError(
+                    f"{place}: the weights do not fit the configuration: {problem.replace('_', ' ')}: {names}"
+                )
+        return (model, info) if wants_info else model
+
+
+def read_config(folder: str | Path) -> PreTrainedConfig:
+    """The configuration in a folder, no code of which is run; `ValueError` names the folder where it is damaged."""
+    with naming(folder):
+        values = read_json_mapping(Path(folder) / CONFIG)
+        _check_counts(values, SMALL)
+        if "auto_map" in values:
+            raise ValueError("its configuration names code of its own, which is not run")
+        found: PreTrainedConfig = AutoConfig.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
+    return found
+
+
+def fetch(name: str) -> Path:
+    """The folder of a model on the Hugging Face hub, fetched where it must be; `FileNotFoundError`: it has none."""
+    try:
+        return Path(snapshot_download(name, allow_patterns=["*.json", "*.safetensors", "tokenizer*", "*.jinja"]))
+    except (OSError, ValueError) as error:  # no such name, no network
+        raise FileNotFoundError(
+            f"there is no folder {name}, and the hub gives no model of that name: {error}"
+        ) from error
+
+
+@contextmanager
+def naming(place: object) -> Iterator[None]:
+    """Around what reads a model's folder: whatever a damaged one raises is a `ValueError` that names it."""
+    try:
+        yield
+    except OSError:
+        raise
+    except Exception as error:
+        if isinstance(error, ValueError) and str(place) in str(error):
+            raise
+        raise ValueError(f"{place} cannot be read as a model: {error}") from error
+
+
+def _check_counts(values: dict[str, Any], most: int) -> None:
+    for name in _COUNTS:
+        count = values.get(name)
+        if isinstance(count, int | float) and count > most:
+            raise ValueError(f"{name}={count} is more than its weights have place for")
+
+
+@contextmanager
+def no_bar() -> Iterator[None]:
+    """Keep transformers from drawing a progress bar across ours."""
+    shown = hf_logging.is_progress_bar_enabled()
+    hf_logging.disable_progress_bar()
+    try:
+        yield
+    finally:
+        if shown:
+            hf_logging.enable_progress_bar()
+
+
+@contextmanager
+def quiet() -> Iterator[None]:
+    """Keep transformers from telling of weights that do not fit, where the caller does."""
+    level = hf_logging.get_verbosity()
+    hf_logging.set_verbosity_error()
+    try:
+        yield
+    finally:
+        hf_logging.set_verbosity(level)
+
+
+def check_sizes(cls: type[PreTrainedModel], folder: Path, config: Any) -> None:
+    """Raise `ValueError` where the configuration asks for other or far more numbers than the weights have.
+
+    The model is made without memory for that.
+    """
+    values = read_json_mapping(folder / CONFIG)
+    shapes: dict[str, list[int]] = {}
+    for file in sorted(folder.glob("*.safetensors")):
+        with safe_open(file, "pt") as tensors:
+            shapes |= {name: tensors.get_slice(name).get_shape() for name in tensors.keys()}  # noqa: SIM118
+    if not shapes:
+        return  # transformers says what is missing
+    numbers = sum(torch.Size(shape).numel() for shape in shapes.values())
+    _check_counts(values, max(numbers, len(shapes)))
+    if config is None:
+        kind: Any = cls.config_class
+        config = kind.from_pretrained(folder, local_files_only=True)
+    with torch.device("meta"):
+        model = cls(config)
+    for name, tensor in (*model.named_parameters(), *model.named_buffers()):
+        found = shapes.get(name)
+        if found is not None and list(tensor.shape) != found:
+            raise ValueError(
+                f"the weights do not fit the configuration: {name} has shape {found}, the configuration asks for "
+                f"{list(tensor.shape)}"
+            )
+        if found is None and tensor.numel() > max(SMALL, numbers):
+            raise ValueError(
+                f"the weights do not fit the configuration: {name} would have {tensor.numel():,} numbers, all weights "
+                f"have {numbers:,}"
+            )
+
+
+def check_finite(model: nn.Module, place: object) -> None:
+    """Raise `ValueError` for weights that are infinite or not a number."""
+    for name, tensor in model.named_parameters():
+        if not bool(tensor.detach().isfinite().all()):
+            raise ValueError(f"{place} holds a model whose weights are damaged: {name} is not finite")

@@ -1,0 +1,245 @@
+"""Attention of a transformers model's own queries, keys and values over the patterns of a mechanism.
+
+The mechanisms are those without parameters of their own. Their patterns come from their options, and where queries and
+keys stand from our mask function: transformers makes one mask for all layers and passes on tensors of 4 dimensions as
+they are. Ours holds whole numbers `[B, 1, 1, 1 + S]`: the number of key slots before the first query, then 1 for each
+of the S key slots that holds a real token and 0 for padding and for what a static cache has not filled. It is linear in
+S where a mask would be T S.
+
+Shape letters: B batch, H query heads, G key heads, T queries, S key slots, K channels of a head.
+"""
+
+from __future__ import annotations
+
+import functools
+import sys
+from collections.abc import Mapping, Sequence
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+from transformers.masking_utils import causal_mask_function
+
+from subquad.attention import build, names
+from subquad.attention.bigbird import Bigbird
+from subquad.attention.blocked import BlockedAttention
+from subquad.attention.longformer import Longformer
+from subquad.config import suggest
+from subquad.ops import block_attention_with_lse, merge_attention
+from subquad.ops.patterns import Pattern
+
+OPTIONS: dict[str, tuple[str, ...]] = {
+    "bigbird": ("block", "back", "num_global", "num_random", "seed"),
+    "dilated": ("width", "dilation"),
+    "full": (),
+    "llp": ("segment", "shifted_heads"),
+    "longformer": ("width", "num_global"),
+    "shifted": ("group",),
+    "strided": ("stride", "kind", "columns"),
+    "window": ("width",),
+}
+"""The mechanisms without parameters of their own, and those of their options that ask for none."""
+
+MOST = {"num_random": 1024, "seed": 2**32 - 1}
+"""The largest values of options that a file may ask for, where other than 2**31 - 1; each random block is a pattern."""
+
+
+class Part(NamedTuple):
+    """Neighbouring query heads that attend alike: to the union of disjoint `patterns`."""
+
+    heads: int
+    patterns: tuple[Pattern, ...]
+
+
+def check_mechanism(name: str) -> None:
+    """Raise `ValueError` where a model's own queries, keys and values do not suffice for the mechanism `name`."""
+    if name in OPTIONS:
+        return
+    if name in names():
+        raise ValueError(
+            f"attention {name!r} has parameters of its own, which a transformers model has no place for: convert the "
+            f"model with `subquad convert`; as an attention implementation there are {', '.join(OPTIONS)}"
+        )
+    raise ValueError(f"unknown attention {name!r}; {suggest(name, OPTIONS)}")
+
+
+def check_options(name: str, options: Mapping[str, Any]) -> None:
+    """Raise `ValueError` for an option that the implementation `name` does not have."""
+    for option in options:
+        if option not in OPTIONS[name]:
+            raise ValueError(
+                f"attention {name!r} has no option {option!r} as an attention implementation; "
+                f"valid: {', '.join(OPTIONS[name]) or 'none'}"
+            )
+
+
+def parts_of(name: str, num_heads: int, options: Mapping[str, Any]) -> tuple[Part, ...]:
+    """The patterns of `num_heads` query heads, in the order of the heads.
+
+    Raises `ValueError` and `TypeError` for a mechanism, an option or a value that does not fit.
+    """
+    check_mechanism(name)
+    check_options(name, options)
+    for option, value in options.items():
+        if not isinstance(value, int | str):
+            raise TypeError(f"option {option!r} of {name!r} must be a whole number, a bool or a word, got {value!r}")
+        most = MOST.get(option, 2**31 - 1)
+        if isinstance(value, int) and value > most:
+            raise ValueError(f"option {option!r} of {name!r} must be at most {most:,}, got {value:,}")
+    # With their types: True is no 1 here.
+    return _parts(name, num_heads, tuple((option, value, type(value)) for option, value in options.items()))
+
+
+@functools.lru_cache(maxsize=64)
+def _parts(name: str, num_heads: int, options: tuple[tuple[str, int | str, type], ...]) -> tuple[Part, ...]:
+    values: dict[str, Any] = {option: value for option, value, _ in options}
+    with torch.device("meta"):  # its projections are not needed
+        layer = build(name, dim=2 * num_heads, num_heads=num_heads, **values)
+    assert isinstance(layer, BlockedAttention)
+    if isinstance(layer, Bigbird):
+        return (Part(num_heads, tuple(layer.union(0))),)
+    if isinstance(layer, Longformer):
+        return (Part(num_heads, (*layer.patterns, layer.far)),)
+    heads = layer.heads_of(layer.patterns)
+    return tuple(Part(n, (pattern,)) for n, pattern in zip(heads, layer.patterns, strict=True))
+
+
+class Standing(NamedTuple):
+    """Where queries and keys stand: `before` key slots, then those of the T queries; slots after them are empty."""
+
+    before: int
+    real_BS: Tensor | None
+    """Which of the `before + T` slots hold a real token; None: all."""
+
+
+def standing_mask(
+    batch_size: int,
+    q_length: int,
+    kv_length: int,
+    q_offset: int | Tensor = 0,
+    kv_offset: int = 0,
+    mask_function: Any = causal_mask_function,
+    attention_mask: Tensor | None = None,
+    local_size: int | None = None,
+    **_: Any,
+) -> Tensor:
+    """Return the `[B, 1, 1, 1 + S]` of this module, on the CPU, as transformers' `AttentionMaskInterface` calls for it.
+
+    Raises `ValueError` for masks that are not plain causal attention with padding.
+    """
+    if local_size is not None:
+        raise ValueError(
+            f"subquad attention replaces the model's pattern: a sliding or chunked layer (of {local_size} tokens) has "
+            "one of its own; set every layer of the configuration to full attention (sliding_window=None) first"
+        )
+    if mask_function is not causal_mask_function:
+        raise ValueError(
+            "subquad attention takes plain causal attention with padding: not packed documents (position_ids that "
+            "start again), nor bidirectional attention, nor mask functions added by the model or the caller"
+        )
+    before, stop = int(q_offset), int(q_offset) + q_length
+    if kv_offset != 0 or stop > kv_length:
+        raise ValueError(
+            f"subquad attention needs a cache that keeps every key from the first one, got keys from {kv_offset} on, "
+            f"{kv_length} of them, for queries {before} to {stop - 1}"
+        )
+    standing = torch.zeros(batch_size, 1, 1, 1 + kv_length, dtype=torch.int32)
+    standing[..., 0] = before
+    standing[..., 1 : 1 + stop] = 1
+    if attention_mask is not None:
+        if attention_mask.ndim != 2 or not stop <= attention_mask.shape[1]:
+            raise ValueError(
+                f"attention_mask must tell for each token so far whether it is real, [{batch_size}, {stop}], "
+                f"got {tuple(attention_mask.shape)}"
+            )
+        standing[:, 0, 0, 1 : 1 + stop] = (attention_mask[:, :stop] != 0).to(standing)
+    return standing
+
+
+def read_standing(mask: Tensor | None, batch: int, queries: int, keys: int) -> Standing:
+    """What `standing_mask` wrote; without any mask the queries are all the keys there are.
+
+    Raises `ValueError` for a mask that is not ours.
+    """
+    if mask is None:
+        if queries != keys:
+            raise ValueError(
+                f"subquad attention was given {queries} queries, {keys} keys and no mask that says where they stand: "
+                "the model must make its masks through transformers' AttentionMaskInterface"
+            )
+        return Standing(0, None)
+    if mask.dtype != torch.int32 or mask.shape not in ((batch, 1, 1, 1 + keys), (1, 1, 1, 1 + keys)):
+        raise ValueError(
+            "subquad attention takes no 4-D masks of its caller: give a 2-D attention_mask of padding, "
+            f"got {mask.dtype} {tuple(mask.shape)}"
+        )
+    before = int(mask[0, 0, 0, 0])
+    real_BS = mask[:, 0, 0, 1 : 1 + before + queries] != 0
+    return Standing(before, None if bool(real_BS.all()) else real_BS.expand(batch, -1))
+
+
+def attend_over(
+    q_BHTK: Tensor,
+    k_BGSK: Tensor,
+    v_BGSK: Tensor,
+    parts: Sequence[Part],
+    standing: Standing,
+    scale: float | None,
+    dropout_p: float,
+) -> Tensor:
+    """`y_t = sum_s softmax_s(scale q_t . k_s) v_s` over the keys s that t's head may see, `[B, H, T, K]`.
+
+    Positions count the real tokens of a row; outputs of padding are zeros.
+    """
+    T, S = q_BHTK.shape[2], standing.before + q_BHTK.shape[2]
+    # Of a row with padding, which its real tokens follow here, those out of reach of its first query are not read.
+    drop = max(0, S - T - _reach(parts)) if T < S else 0
+    q_start: int | Tensor = standing.before
+    k_start: int | Tensor = drop
+    mask_BT = back_BT = None
+    real_BS = None if standing.real_BS is None else standing.real_BS.to(q_BHTK.device)
+    if real_BS is not None and T < S:
+        lengths_B = real_BS.sum(-1)
+        q_start, k_start = lengths_B - T, lengths_B - S + drop
+        q_order_BT, k_order_BS = (x.byte().argsort(dim=-1, stable=True) for x in (real_BS[:, S - T :], real_BS))
+        q_BHTK, back_BT = _taken(q_BHTK, q_order_BT), q_order_BT.argsort(dim=-1)
+        k_BGSK, v_BGSK = (_taken(x, k_order_BS[:, drop:]) for x in (k_BGSK, v_BGSK))
+    else:
+        mask_BT = real_BS
+        k_BGSK, v_BGSK = k_BGSK[:, :, drop:S], v_BGSK[:, :, drop:S]
+    if len(parts) > 1:
+        shared = q_BHTK.shape[1] // k_BGSK.shape[1]
+        k_BGSK, v_BGSK = (x.repeat_interleave(shared, 1) for x in (k_BGSK, v_BGSK))
+    heads = [part.heads for part in parts]
+    places: dict[str, Any] = {
+        "q_start": q_start,
+        "k_start": k_start,
+        "mask": mask_BT,
+        "scale": scale,
+        "dropout_p": dropout_p,
+    }
+    split = [(q_BHTK, k_BGSK, v_BGSK)]
+    if len(parts) > 1:
+        split = list(zip(*(x.split(heads, 1) for x in (q_BHTK, k_BGSK, v_BGSK)), strict=True))
+    outs = [_union(*qkv, part.patterns, **places) for qkv, part in zip(split, parts, strict=True)]
+    out_BHTK = outs[0] if len(outs) == 1 else torch.cat(outs, 1)
+    if back_BT is not None and real_BS is not None:
+        out_BHTK = _taken(out_BHTK, back_BT).masked_fill(~real_BS[:, None, S - T :, None], 0.0)
+    return out_BHTK
+
+
+def _reach(parts: Sequence[Part]) -> int:
+    """Tokens that a query sees before itself, at most."""
+    reaches = [pattern.reach for part in parts for pattern in part.patterns]
+    return max(sys.maxsize if reach is None else reach for reach in reaches)
+
+
+def _union(q_BHTK: Tensor, k_BGSK: Tensor, v_BGSK: Tensor, patterns: Sequence[Pattern], **places: Any) -> Tensor:
+    """Softmax over the union of disjoint patterns."""
+    parts = [block_attention_with_lse(q_BHTK, k_BGSK, v_BGSK, pattern, **places) for pattern in patterns]
+    outs, lses = zip(*parts, strict=True)
+    return outs[0] if len(outs) == 1 else merge_attention(outs, lses)[0]
+
+
+def _taken(x_BHSK: Tensor, order_BS: Tensor) -> Tensor:
+    return x_BHSK.gather(2, order_BS[:, None, :, None].expand(*x_BHSK.shape[:2], -1, x_BHSK.shape[3]))

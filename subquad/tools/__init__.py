@@ -1,1 +1,0 @@
-"""What the command line calls: one file a task."""
