@@ -11,7 +11,6 @@ from typing import Any, Literal
 from jsonargparse import Namespace
 from rich.text import Text
 
-from benchmarks import images
 from benchmarks.config import BACKENDS, DTYPES, PASSES, BenchConfig, DecodeConfig, ModelConfig, OpsConfig
 from benchmarks.decode import check_decode, measure_decode
 from benchmarks.model import check_model, measure_model
@@ -93,6 +92,8 @@ def run(arguments: Sequence[str]) -> int:
         sys.stdout.write(OVERVIEW)
         return 0
     if what == "images":
+        from benchmarks import images  # it loads transformers
+
         return images.run(arguments[1:])
     if what not in CONFIGS:
         message = f"unknown benchmark {what!r}; {suggest(what, [*CONFIGS, 'images'])}" if what else "no benchmark named"

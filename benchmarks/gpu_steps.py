@@ -10,23 +10,23 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable
+from importlib.util import find_spec
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
+from xml.etree import ElementTree
+
+from benchmarks.config import DecodeConfig, ModelConfig, OpsConfig
+from benchmarks.decode import measure_decode
+from benchmarks.model import measure_model
+from benchmarks.ops import measure_ops
+from benchmarks.report import Report
+from subquad.evaluation.provenance import provenance
 
 ROOT = Path(__file__).resolve().parents[1]
 SHARDS = 8
 """Processes that run the tests, at most."""
 LAST_SECONDS = 10.0
 """For the tests that are interrupted to write what they found."""
-
-
-class Step(NamedTuple):
-    """What runs in a process of its own."""
-
-    name: str
-    seconds: int
-    """The time limit."""
-    run: Callable[[argparse.Namespace], int]
 
 
 def tests(arguments: argparse.Namespace) -> int:
@@ -91,8 +91,6 @@ def _ended(running: list[subprocess.Popen[bytes]], seconds: float) -> list[int]:
 
 def _counts(reports: list[Path]) -> dict[str, Any]:
     """How many tests ran and were skipped, and the names of those that failed."""
-    from xml.etree import ElementTree
-
     total, skipped, broken = 0, 0, list[str]()
     for report in reports:
         suite = ElementTree.parse(report).getroot().find("testsuite") if report.is_file() else None
@@ -107,123 +105,83 @@ def _counts(reports: list[Path]) -> dict[str, Any]:
     return {"tests": total, "skipped": skipped, "failed": broken}
 
 
+OPERATORS: dict[str, Any] = {
+    "dtype": "bfloat16",
+    "heads": 16,
+    "channels": 128,
+    "mechanisms": ["latte", "llp", "linear", "elita"],
+    "batch_tokens": 32768,
+    "tokens": [2048, 16384],
+}
+DECODERS: dict[str, Any] = {"dtype": "bfloat16", "layers": 12, "dim": 768, "heads": 12, "vocab": 32768}
+TINY_OPERATORS: dict[str, Any] = {"channels": 16, "latents": [8], "segment": [32], "peers": "none", "repeats": 1}
+TINY_DECODERS: dict[str, Any] = {"layers": 1, "dim": 32, "heads": 2, "vocab": 64}
+
+
 def ops(arguments: argparse.Namespace) -> int:
     """Operators at the sizes of the aims, beside torch's own kernels."""
-    from benchmarks.config import OpsConfig
-    from benchmarks.ops import measure_ops
-
     if arguments.dry_run:
-        tiny: dict[str, Any] = {
-            "heads": 2,
-            "channels": 16,
-            "latents": [8],
-            "segment": [32],
-            "peers": "none",
-            "repeats": 1,
-        }
         backends = ["torch", "triton"] if has("triton") else ["torch"]
-        return _measure(arguments, "ops", [(measure_ops, OpsConfig(tokens=[48, 96], backends=backends, **tiny))])
-    sizes = _operator_sizes(arguments)
-    torchs = ["sdpa-cudnn", "flex"] if arguments.device == "cuda" else "none"
-    aims = OpsConfig(peers=torchs, seconds=5.0, **{**sizes, "segment": [256, 512]})
-    window = OpsConfig(peers=torchs, seconds=2.0, **{**sizes, "mechanisms": ["window"]})
-    return _measure(arguments, "ops", [(measure_ops, aims), (measure_ops, window)])
+        tiny = OpsConfig(tokens=[48, 96], heads=2, backends=backends, **TINY_OPERATORS)
+        return _measure(arguments, "ops", measure_ops, tiny)
+    sizes = {**OPERATORS, "device": arguments.device}
+    sizes["peers"] = ["sdpa-cudnn", "flex"] if arguments.device == "cuda" else "none"
+    aims = OpsConfig(seconds=5.0, segment=[256, 512], **sizes)
+    window = OpsConfig(seconds=2.0, **{**sizes, "mechanisms": ["window"]})
+    return _measure(arguments, "ops", measure_ops, aims, window)
 
 
 def fla(arguments: argparse.Namespace) -> int:
     """The scans again, beside flash-linear-attention's, which tune themselves for a while before they run."""
-    from benchmarks.config import OpsConfig
-    from benchmarks.ops import measure_ops
-
     if arguments.dry_run or arguments.device == "cpu":
-        tiny: dict[str, Any] = {
-            "heads": 1,
-            "channels": 16,
-            "latents": [8],
-            "segment": [32],
-            "peers": "none",
-            "repeats": 1,
-        }
-        return _measure(arguments, "fla", [(measure_ops, OpsConfig(tokens=[32], mechanisms=["latte"], **tiny))])
-    sizes = {**_operator_sizes(arguments), "mechanisms": ["latte", "linear", "elita"]}
-    peers: Any = ["fla"] if has("fla") else "auto"
-    return _measure(arguments, "fla", [(measure_ops, OpsConfig(peers=peers, seconds=4.0, **sizes))])
+        tiny = OpsConfig(tokens=[32], heads=1, mechanisms=["latte"], **TINY_OPERATORS)
+        return _measure(arguments, "fla", measure_ops, tiny)
+    sizes = {**OPERATORS, "device": arguments.device, "mechanisms": ["latte", "linear", "elita"]}
+    return _measure(
+        arguments, "fla", measure_ops, OpsConfig(peers=["fla"] if has("fla") else "auto", seconds=4.0, **sizes)
+    )
 
 
 def warm(arguments: argparse.Namespace) -> int:
     """Compile flash-linear-attention's kernels into Triton's cache, beside the tests; nothing is kept of its times."""
-    from benchmarks.config import OpsConfig
-    from benchmarks.ops import measure_ops
-
-    sizes = {**_operator_sizes(arguments), "tokens": [2048], "batch_tokens": 4096}
+    sizes = {**OPERATORS, "device": arguments.device, "tokens": [2048], "batch_tokens": 4096}
     measure_ops(OpsConfig(peers=["fla"], repeats=1, **sizes))
     return 0
 
 
 def model(arguments: argparse.Namespace) -> int:
     """Decoders of 12 layers, width 768, on 16 x 2,048 and on 4 x 16,384 tokens."""
-    from benchmarks.config import ModelConfig
-    from benchmarks.model import measure_model
-
     if arguments.dry_run:
-        tiny: dict[str, Any] = {"layers": 1, "dim": 32, "heads": 2, "vocab": 64, "repeats": 1, "peers": "none"}
-        config = ModelConfig(mechanisms=["llp", "latte"], tokens=[64], **tiny)
-        return _measure(arguments, "model", [(measure_model, config)])
-    sizes: dict[str, Any] = {"layers": 12, "dim": 768, "heads": 12, "vocab": 32768, "seconds": 6.0, "peers": "none"}
-    sizes |= {"device": arguments.device, "dtype": "bfloat16", "mechanisms": ["llp", "latte", "linear", "elita"]}
-    configs = [ModelConfig(tokens=[2048], batch=16, **sizes), ModelConfig(tokens=[16384], batch=4, **sizes)]
-    return _measure(arguments, "model", [(measure_model, config) for config in configs])
+        tiny = ModelConfig(mechanisms=["llp", "latte"], tokens=[64], repeats=1, peers="none", **TINY_DECODERS)
+        return _measure(arguments, "model", measure_model, tiny)
+    sizes = {**DECODERS, "device": arguments.device, "mechanisms": ["llp", "latte", "linear", "elita"]}
+    sizes |= {"seconds": 6.0, "peers": "none"}
+    short, long = ModelConfig(tokens=[2048], batch=16, **sizes), ModelConfig(tokens=[16384], batch=4, **sizes)
+    return _measure(arguments, "model", measure_model, short, long)
 
 
 def decode(arguments: argparse.Namespace) -> int:
     """One token after 1,000 and after 100,000."""
-    from benchmarks.config import DecodeConfig
-    from benchmarks.decode import measure_decode
-
     if arguments.dry_run:
-        tiny: dict[str, Any] = {"layers": 1, "dim": 32, "heads": 2, "vocab": 64, "repeats": 2, "piece": 64}
-        config = DecodeConfig(mechanisms=["llp", "latte", "elita"], contexts=[40, 150], **tiny)
-        return _measure(arguments, "decode", [(measure_decode, config)])
-    sizes: dict[str, Any] = {"layers": 12, "dim": 768, "heads": 12, "vocab": 32768, "seconds": 8.0, "piece": 4096}
-    mechanisms = ["llp", "latte", "linear", "elita", "window"]
-    config = DecodeConfig(
-        device=arguments.device, dtype="bfloat16", mechanisms=mechanisms, contexts=[1000, 100000], **sizes
-    )
-    return _measure(arguments, "decode", [(measure_decode, config)])
+        sizes = {**TINY_DECODERS, "mechanisms": ["llp", "latte", "elita"], "contexts": [40, 150]}
+        return _measure(arguments, "decode", measure_decode, DecodeConfig(repeats=2, piece=64, **sizes))
+    sizes = {**DECODERS, "device": arguments.device, "mechanisms": ["llp", "latte", "linear", "elita", "window"]}
+    config = DecodeConfig(contexts=[1000, 100000], seconds=8.0, piece=4096, **sizes)
+    return _measure(arguments, "decode", measure_decode, config)
 
 
-STEPS = (
-    Step("tests", 160, tests),
-    Step("ops", 130, ops),
-    Step("model", 80, model),
-    Step("decode", 40, decode),
-    Step("fla", 130, fla),
-    Step("warm", 160, warm),
-)
-NAMES = tuple(step.name for step in STEPS if step.name != "warm")
+RUNS: dict[str, Callable[[argparse.Namespace], int]] = {
+    run.__name__: run for run in (tests, ops, model, decode, fla, warm)
+}
 
 
-def _operator_sizes(arguments: argparse.Namespace) -> dict[str, Any]:
-    return {
-        "device": arguments.device,
-        "dtype": "bfloat16",
-        "heads": 16,
-        "channels": 128,
-        "latents": [64],
-        "segment": [256],
-        "mechanisms": ["latte", "llp", "linear", "elita"],
-        "batch_tokens": 32768,
-        "tokens": [2048, 16384],
-    }
-
-
-def _measure(arguments: argparse.Namespace, step: str, parts: list[tuple[Callable[..., Any], Any]]) -> int:
-    """Measure the parts as one report, written after each length; 1 where something of ours failed."""
+def _measure(arguments: argparse.Namespace, step: str, measure: Callable[..., Report], *configs: Any) -> int:
+    """Measure the configurations as one report, written after each length; 1 where something of ours failed."""
     deadline = time.monotonic() + 0.8 * arguments.limit
     command = f"python benchmarks/gpu.py --device {arguments.device}{' --dry-run' if arguments.dry_run else ''}"
-    earlier: list[Any] = []
+    earlier: list[Report] = []
 
-    def joined(report: Any) -> dict[str, Any]:
+    def joined(report: Report) -> dict[str, Any]:
         values = report.to_dict()
         reports = [*earlier, report]
         lines: dict[Any, Any] = {}
@@ -235,7 +193,7 @@ def _measure(arguments: argparse.Namespace, step: str, parts: list[tuple[Callabl
             values["settings"][name] = sorted({number for one in reports for number in one.settings[name]})
         return values
 
-    for measure, config in parts:
+    for config in configs:
         report = measure(
             config, shown=True, deadline=deadline, command=command, found=lambda r: _write(arguments, step, joined(r))
         )
@@ -253,12 +211,8 @@ def _write(arguments: argparse.Namespace, step: str, values: dict[str, Any]) -> 
 
 
 def _origin(arguments: argparse.Namespace) -> dict[str, Any]:
-    from subquad.evaluation.provenance import provenance
-
     return {"provenance": provenance(arguments.device)}
 
 
 def has(module: str) -> bool:
-    from importlib.util import find_spec
-
     return find_spec(module) is not None

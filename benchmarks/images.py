@@ -6,15 +6,16 @@ import shlex
 import statistics
 import sys
 from collections.abc import Sequence
-from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Literal
+from typing import Any, Literal
 
 from jsonargparse import Namespace
 
 from subquad.cli.arguments import Parser, check_output
-
-if TYPE_CHECKING:
-    from subquad.training.runs import LoadedImageModel
+from subquad.cli.tables import print_table, write_json
+from subquad.evaluation.provenance import described, provenance
+from subquad.generation.images import generate_images
+from subquad.memory import keep_freed_memory
+from subquad.training.runs import LoadedImageModel, load_image_run
 
 REPORTED = {
     "linear": {100: 33.45, 200: 67.46, 300: 76.46},
@@ -27,16 +28,6 @@ DESCRIPTION = (
     "again. Every line was measured with as many images as it says."
 )
 HEADERS = ("model", "way", "images", "seconds", "images/s", "state, bytes", "times the first")
-
-
-@dataclass(frozen=True)
-class Case:
-    """One thing to time."""
-
-    run: str
-    attention: str
-    cache: bool
-    images: int
 
 
 def make_parser() -> Parser:
@@ -71,9 +62,6 @@ def run(arguments: Sequence[str]) -> int:
             if asked[name] < 1:
                 raise ValueError(f"--{name} must be at least 1, got {asked[name]}")
         check_output("out", asked.out)
-    from subquad.cli.tables import write_json
-    from subquad.training.runs import load_image_run
-
     with parser.checking():
         models = {folder: load_image_run(folder, asked.device) for folder in asked.runs}
     record = measure(models, asked, counts, uncached)
@@ -100,35 +88,27 @@ def measure(
     models: dict[str, LoadedImageModel], asked: Namespace, counts: list[int], uncached: list[int]
 ) -> dict[str, Any]:
     """The rows, and what they were measured on. One image warms each model up."""
-    from subquad.evaluation.provenance import provenance
-    from subquad.generation.images import generate_images
-    from subquad.memory import keep_freed_memory
-
     keep_freed_memory()
-
     cases = []
     for folder, loaded in models.items():
-        config = loaded.model.config
-        name = config.attention if isinstance(config.attention, str) else "+".join(config.attention)
-        cases += [Case(folder, name, True, count) for count in counts]
+        cases += [(folder, True, count) for count in counts]
         if any(block.attention.state_grows for block in loaded.model.blocks()):
-            cases += [Case(folder, name, False, count) for count in uncached]
+            cases += [(folder, False, count) for count in uncached]
         generate_images(loaded.model, 1)
     rows: list[dict[str, Any]] = []
-    for case in cases:
-        way = "state carried" if case.cache else "no state"
-        sys.stderr.write(f"{case.run} ({case.attention}), {way}: {case.images} images ...\n")
-        drawn = [
-            generate_images(models[case.run].model, case.images, batch_size=asked.batch_size, cache=case.cache)
-            for _ in range(asked.repeats)
-        ]
+    for folder, cache, count in cases:
+        model = models[folder].model
+        name = "+".join(model.config.mechanisms)
+        sys.stderr.write(f"{folder} ({name}), {'state carried' if cache else 'no state'}: {count} images ...\n")
+        sizes = {"batch_size": asked.batch_size, "cache": cache}
+        drawn = [generate_images(model, count, **sizes) for _ in range(asked.repeats)]
         seconds = [one.seconds for one in drawn]
         rows.append(
             {
-                "run": case.run,
-                "attention": case.attention,
-                "cache": case.cache,
-                "images": case.images,
+                "run": folder,
+                "attention": name,
+                "cache": cache,
+                "images": count,
                 "seconds": statistics.median(seconds),
                 "all_seconds": seconds,
                 "state_bytes": drawn[0].state_bytes,
@@ -155,9 +135,6 @@ def _size(loaded: LoadedImageModel) -> dict[str, Any]:
 
 
 def _print(record: dict[str, Any], *, markdown: bool) -> None:
-    from subquad.cli.tables import print_table
-    from subquad.evaluation.provenance import described
-
     lines, shown = [], ""
     for row in record["rows"]:
         name = f"{row['attention']} ({row['run']})"

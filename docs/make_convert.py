@@ -14,7 +14,8 @@ from typing import Any
 
 import pages
 
-from subquad.adaptation.conversion_report import STAGES, context_range
+from subquad.adaptation.conversion_report import STAGES
+from subquad.cli.convert import context_range
 from subquad.cli.tables import size
 from subquad.evaluation.provenance import described
 

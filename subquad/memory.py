@@ -1,19 +1,24 @@
-"""The most memory that a call holds beyond what was there before it, what is free, and keeping what was freed."""
+"""Memory: the most that a call holds beyond what was there before, what is free, keeping what was freed, huge pages."""
 
 from __future__ import annotations
 
 import ctypes
+import functools
+import mmap
 import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import torch
+from torch import Tensor
 from torch.profiler import ProfilerActivity, profile
 
 TRIM_THRESHOLD, MMAP_MAX = -1, -4
 ALLOCATOR = ((MMAP_MAX, 0), (TRIM_THRESHOLD, -1))
 """Options of glibc's `mallopt`: the blocks that do not come from the heap, and the free heap that is kept."""
+LEAST_BYTES = 4 << 20
+"""Smaller tensors come from memory that the process holds already: no huge pages are asked for."""
 
 
 def peak_bytes(f: Callable[[], object], device: torch.device | str) -> int:
@@ -86,3 +91,44 @@ def _meminfo(name: str) -> int | None:
         if line.startswith(f"{name}:"):
             return int(line.split()[1]) * 1024
     return None
+
+
+@functools.cache
+def _madvise() -> Callable[[int, int, int], int] | None:
+    """The C library's `madvise`, where there are huge pages to ask for."""
+    if not sys.platform.startswith("linux") or not hasattr(mmap, "MADV_HUGEPAGE"):
+        return None
+    try:
+        function = ctypes.CDLL(None).madvise
+    except (OSError, AttributeError):  # a C library without it
+        return None
+    function.argtypes = (ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int)
+    return function
+
+
+def empty(like: Tensor, *shape: int) -> Tensor:
+    """Return `like.new_empty(shape)`; on a CPU a large one asks for huge pages.
+
+    A fresh tensor of 32 MiB costs about 13 ms in faults of 4 KiB pages, as long as half of linear attention over it; in
+    pages of 2 MiB it costs 3 ms. Linux gives those on advice alone (`transparent_hugepage/enabled` is `madvise` on most
+    machines), and the advice changes no content.
+    """
+    x = like.new_empty(shape)
+    if x.device.type != "cpu" or x.nbytes < LEAST_BYTES:
+        return x
+    advise = _madvise()
+    if advise is not None:
+        page = mmap.PAGESIZE
+        start = -(-x.data_ptr() // page) * page
+        advise(start, (x.data_ptr() + x.nbytes - start) // page * page, mmap.MADV_HUGEPAGE)
+    return x
+
+
+def empty_like(x: Tensor) -> Tensor:
+    """`empty` of the shape of x, contiguous."""
+    return empty(x, *x.shape)
+
+
+def zeros_like(x: Tensor) -> Tensor:
+    """Zeros in the shape of x, contiguous."""
+    return empty(x, *x.shape).zero_()

@@ -13,6 +13,8 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+import yaml
+
 DEPTH = 100
 """Mappings and lists inside one another."""
 VALUES = 200_000
@@ -81,8 +83,6 @@ def parse_json(text: str, where: str) -> Any:
 
 def parse_yaml(text: str, where: str) -> Any:
     """The value of a YAML text, by the safe loader; `ValueError` begins with `where`."""
-    import yaml
-
     check_yaml(text, where)
     try:
         value = yaml.safe_load(text)
@@ -99,8 +99,6 @@ def check_yaml(text: str, where: str) -> None:
 
     Nothing is built: events come one by one without recursion, of which the loader in C dies.
     """
-    import yaml
-
     sizes: list[int] = [0]
     anchors: list[str | None] = []
     known: dict[str, int] = {}

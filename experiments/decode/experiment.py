@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-import statistics
 from typing import TYPE_CHECKING, Any
 
 from benchmarks.config import DecodeConfig
 from benchmarks.decode import measure_decode
+from experiments.harness.curves import means
 from subquad.attention import mechanism, names
 
 if TYPE_CHECKING:
@@ -31,10 +31,7 @@ def run(unit: Unit) -> list[dict[str, Any]]:
 
 def longest(rows: list[dict[str, Any]], name: str) -> dict[str, float]:
     """A value after the longest context, mean over the seeds, by mechanism."""
-    most = max(row["context"] for row in rows)
-    last = [row for row in rows if row["context"] == most]
-    found = dict.fromkeys(row["mechanism"] for row in last)
-    return {m: statistics.mean(row[name] for row in last if row["mechanism"] == m) for m in found}
+    return means(rows, "mechanism", name, context=max(row["context"] for row in rows))
 
 
 def contexts(rows: list[dict[str, Any]]) -> str:

@@ -8,17 +8,25 @@ import sys
 import time
 from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
+from rich.padding import Padding
+from rich.text import Text
+
+from experiments.harness import result
+from experiments.harness.claims import judged, read_expected
+from experiments.harness.data import check_data, is_little
+from experiments.harness.findings import findings
+from experiments.harness.plots import draw
 from experiments.harness.recipe import FILE, SCALES, Recipe, read_recipe
+from experiments.harness.runner import Runner, default_processes
+from experiments.harness.train import budget_steps, train_config
+from experiments.harness.units import Unit, units_of
 from subquad.cli import guarded
 from subquad.cli.arguments import Parser, check_output
 from subquad.cli.tables import console, print_table
 from subquad.config import suggest
-
-if TYPE_CHECKING:
-    from experiments.harness.runner import Runner
-    from experiments.harness.units import Unit
+from subquad.training.tasks import check
 
 NAME = "python -m experiments"
 HOME = Path(__file__).parents[1]
@@ -42,8 +50,6 @@ def run(arguments: Sequence[str]) -> int:
         data = _data(chosen.data)
         check_output("findings", chosen.findings)
     if chosen.findings:
-        from experiments.harness.findings import findings
-
         text = findings(root, [root / name for name in experiments(root)])
         Path(chosen.findings).write_text(text, encoding="utf-8")
         sys.stdout.write(f"wrote {chosen.findings}\n")
@@ -54,14 +60,19 @@ def run(arguments: Sequence[str]) -> int:
     with parser.checking():
         planned = [_planned(root / name, chosen, data) for name in names]
     begin = time.perf_counter()
-    failed = _report(planned) if chosen.report else _run_all(planned, chosen)
+    failed = 0
+    if chosen.report:
+        for plan in planned:
+            _compare(plan, plan.folder, result.telling(result.read_result(plan.folder)))
+    else:
+        failed = _run_all(planned, chosen.scale)
     if len(planned) > 1:
         sys.stdout.write(f"{len(planned)} experiments, {time.perf_counter() - begin:.0f} s\n")
     return 1 if failed else 0
 
 
 def make_parser() -> Parser:
-    """The command's options."""
+    """Return the parser of the command's options."""
     description = (
         "Run an experiment of the folder experiments/, compare its figures with its paper's, and rewrite its "
         "result.json, plot.png and the table in its README.md (scale smoke leaves them as they are, and begins anew in "
@@ -73,13 +84,8 @@ def make_parser() -> Parser:
     add("name", nargs="?", type=str | None, default=None, help="The experiment: a folder's name.")
     parser.add_argument("--all", action="store_true", help="All experiments that have the scale.")
     add("--scale", type=str, default="cpu", help="smoke: seconds, no data; cpu; gpu; paper: the paper's own setting.")
-    add(
-        "--data",
-        nargs="+",
-        type=str,
-        default=[],
-        help="Where data sets are: NAME=PATH or NAME/PART=PATH; hf:... is a path.",
-    )
+    data = "Where data sets are: NAME=PATH or NAME/PART=PATH; hf:... is a path."
+    add("--data", nargs="+", type=str, default=[], help=data)
     add("--folder", type=str | None, default=None, help="Other experiments than those beside this program.")
     add("--work", type=str, default="runs/reproduce", help="Where runs are made, to be gone on with.")
     add("--processes", type=int | None, default=None, help="Units at once (default: one a core; timings one by one).")
@@ -90,12 +96,12 @@ def make_parser() -> Parser:
 
 
 def experiments(root: Path) -> list[str]:
-    """The names of the experiments below a folder."""
+    """Return the names of the experiments below a folder."""
     return sorted(path.parent.name for path in root.glob(f"*/{FILE}"))
 
 
 def _names(root: Path, chosen: Any) -> list[str]:
-    """The experiments that are asked for. Raises `ValueError` for arguments that do not go together."""
+    """Return the experiments that are asked for. Raises `ValueError` for arguments that do not go together."""
     if chosen.scale not in SCALES:
         raise ValueError(f"unknown scale {chosen.scale!r}; {suggest(chosen.scale, SCALES)}")
     asked = [
@@ -117,8 +123,6 @@ def _names(root: Path, chosen: Any) -> list[str]:
 
 
 def _data(given: Sequence[str]) -> dict[str, str]:
-    from experiments.harness.data import check_data
-
     data = {}
     for text in given:
         name, sign, path = text.partition("=")
@@ -136,10 +140,12 @@ class Plan(NamedTuple):
     recipe: Recipe
     units: list[Unit]
     processes: int
+    smoke: Path
+    """Where its smoke scale is made."""
 
 
 def _planned(folder: Path, chosen: Any, data: dict[str, str]) -> Plan:
-    """The experiment at the scale that is asked for; errors name it."""
+    """Return the experiment at the scale that is asked for; errors name it."""
     try:
         return _plan(folder, chosen, data)
     except (ValueError, TypeError, FileNotFoundError) as error:
@@ -147,31 +153,22 @@ def _planned(folder: Path, chosen: Any, data: dict[str, str]) -> Plan:
 
 
 def _plan(folder: Path, chosen: Any, data: dict[str, str]) -> Plan:
-    from experiments.harness.claims import read_expected
-    from experiments.harness.runner import default_processes
-    from experiments.harness.units import units_of
-
-    recipe = read_recipe(folder)
+    recipe, work = read_recipe(folder), Path(chosen.work).absolute()
+    smoke = work / folder.name / "smoke"
     recipe.scale(chosen.scale)
     read_expected(folder)
     if chosen.report:
-        return Plan(folder, recipe, [], 1)
+        return Plan(folder, recipe, [], 1, smoke)
     processes = chosen.processes or default_processes(recipe.alone, chosen.scale)
     share = 1 if chosen.scale == "smoke" else max(1, (os.cpu_count() or 1) // processes)
-    threads = chosen.threads or share
-    work = Path(chosen.work).absolute()
-    units = units_of(folder, recipe, chosen.scale, work=work, data=data, threads=threads)
+    units = units_of(folder, recipe, chosen.scale, work=work, data=data, threads=chosen.threads or share)
     if recipe.kind == "train":
         _check(units)
-    return Plan(folder, recipe, units, processes)
+    return Plan(folder, recipe, units, processes, smoke)
 
 
 def _check(units: Sequence[Unit]) -> None:
     """Raise `ValueError` or `TypeError`, with the unit's name, for settings that are no training run."""
-    from experiments.harness.data import is_little
-    from experiments.harness.train import budget_steps, train_config
-    from subquad.training.tasks import check
-
     for unit in units:
         try:
             check(train_config(unit))
@@ -183,63 +180,39 @@ def _check(units: Sequence[Unit]) -> None:
             raise ValueError(f"{unit.name}: data.held_out_path is data.path, {data['path']!r}: it would learn its test")
 
 
-def _run_all(planned: Sequence[Plan], chosen: Any) -> int:
+def _run_all(planned: Sequence[Plan], scale: str) -> int:
     """Run the experiments one after another; at scale smoke their units share the processes. How many units failed."""
-    from experiments.harness.runner import Runner
-
-    if chosen.scale != "smoke":
+    if scale != "smoke":
         failed = 0
         for plan in planned:
             with Runner(plan.processes) as runner:
-                failed += _reproduce(plan, runner, chosen)
+                failed += _reproduce(plan, plan.folder, runner, scale)
         return failed
     with Runner(max(plan.processes for plan in planned)) as runner:
         for plan in planned:
-            shutil.rmtree(_smoke_folder(plan, chosen), ignore_errors=True)  # it shows that the code of today runs
+            shutil.rmtree(plan.smoke, ignore_errors=True)  # it shows that the code of today runs
+            plan.smoke.mkdir(parents=True)
             runner.announce(plan.units)
-        return sum(_reproduce(plan, runner, chosen) for plan in planned)
+        return sum(_reproduce(plan, plan.smoke, runner, scale) for plan in planned)
 
 
-def _reproduce(plan: Plan, runner: Runner, chosen: Any) -> int:
-    """Run the units, write what they gave after each, compare, print; returns how many failed."""
-    from experiments.harness import result
-
-    home = plan.folder
-    if chosen.scale == "smoke":
-        home = _smoke_folder(plan, chosen)
-        home.mkdir(parents=True, exist_ok=True)
+def _reproduce(plan: Plan, home: Path, runner: Runner, scale: str) -> int:
+    """Run the units, write into `home` what they gave after each, compare, print; returns how many failed."""
     finished, failures = [], []
     for unit, found in runner.run(plan.units, _tell):
         finished.append((unit, found))
         if "failed" in found:
             failures.append(f"{unit.name}: {found['failed']}; see {unit.folder}/failed.txt")
             continue
-        result.write_result(home, chosen.scale, result.collected(plan.units, finished, plan.processes))
-    _compare(plan, home, chosen.scale)
+        result.write_result(home, scale, result.collected(plan.units, finished, plan.processes))
+    _compare(plan, home, scale)
     for failure in failures:
-        sys.stderr.write(f"failed: {plan.folder.name}, {failure}\n")
+        _tell(f"failed: {plan.folder.name}, {failure}")
     return len(failures)
-
-
-def _smoke_folder(plan: Plan, chosen: Any) -> Path:
-    return Path(chosen.work).absolute() / plan.folder.name / "smoke"
-
-
-def _report(planned: Sequence[Plan]) -> int:
-    """Compare and draw what there is."""
-    from experiments.harness import result
-
-    for plan in planned:
-        _compare(plan, plan.folder, result.telling(result.read_result(plan.folder)))
-    return 0
 
 
 def _compare(plan: Plan, home: Path, scale: str | None) -> None:
     """Draw, print, and where `home` is the experiment's own folder rewrite its README.md."""
-    from experiments.harness import result
-    from experiments.harness.claims import read_expected
-    from experiments.harness.plots import draw
-
     scales = result.read_result(home)
     rows = scales[scale]["rows"] if scale in scales else []
     if rows:
@@ -254,16 +227,10 @@ def _tell(line: str) -> None:
 
 
 def _print(folder: Path, recipe: Recipe, rows: list[dict[str, Any]], scale: str | None) -> None:
-    """The table of the rows and the verdicts."""
-    from rich.padding import Padding
-    from rich.text import Text
-
-    from experiments.harness.claims import judged, read_expected
-    from experiments.harness.result import cells
-
+    """Print the table of the rows and the verdicts."""
     expected = read_expected(folder)
     found = [judged(folder, claim, rows, scale or "") for claim in expected.claims]
-    headers, lines = cells(recipe, rows)
+    headers, lines = result.cells(recipe, rows)
     if recipe.table:
         print_table(f"{folder.name}, scale {scale}: {expected.title}", headers, lines, markdown=False)
     terminal = console(width=120)
@@ -277,14 +244,11 @@ def _print(folder: Path, recipe: Recipe, rows: list[dict[str, Any]], scale: str 
 
 
 def _list(root: Path) -> None:
-    """The experiments, their scales, what is known."""
-    from experiments.harness.claims import read_expected
-    from experiments.harness.result import read_result
-
+    """Print the experiments, their scales and which results there are."""
     lines = []
     for name in experiments(root):
-        recipe, scales = read_recipe(root / name), read_result(root / name)
+        recipe, scales = read_recipe(root / name), result.read_result(root / name)
         sizes = [f"{scale} ({recipe.scales[scale].minutes:g} min)" for scale in SCALES if scale in recipe.scales]
         lines.append((name, read_expected(root / name).title, ", ".join(sizes), ", ".join(scales) or "none"))
     print_table("experiments", ("name", "what", "scales", "results of"), lines, markdown=False)
-    sys.stdout.write("python -m experiments NAME --scale cpu\n")
+    sys.stdout.write(f"{NAME} NAME --scale cpu\n")

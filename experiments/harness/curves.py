@@ -1,10 +1,21 @@
-"""What a curve over sizes says: its exponent, and where it crosses one."""
+"""Curves over sizes: means over the seeds, the exponent, where a ratio crosses one."""
 
 from __future__ import annotations
 
 import math
 import statistics
 from collections.abc import Mapping, Sequence
+from typing import Any
+
+from experiments.harness.noise import Row, select
+
+
+def means(rows: Sequence[Row], by: str, value: str, **labels: Any) -> dict[Any, float]:
+    """Return the mean of `value` over the seeds for each value of the label `by`, sorted, of rows that have it."""
+    chosen = [row for row in select(rows, labels) if row[value] is not None]
+    return {
+        key: statistics.mean(row[value] for row in select(chosen, {by: key})) for key in sorted({r[by] for r in chosen})
+    }
 
 
 def exponent(sizes: Sequence[float], values: Sequence[float]) -> float:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import email
 import hashlib
 import os
 import tarfile
@@ -74,8 +75,6 @@ def find(value: str, given: Mapping[str, str]) -> str:
     """
     name, _, inner = value.removeprefix("@").partition("/")
     if name == LITTLE:
-        import email
-
         return str(Path(email.__file__).parent / "*.py")
     if name not in DATA:
         raise ValueError(f"{value} names no data set; {suggest(name, [*DATA, LITTLE])}")

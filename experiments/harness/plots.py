@@ -6,15 +6,15 @@ import math
 import statistics
 from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
+
+from matplotlib.axes import Axes
+from matplotlib.backends.backend_agg import FigureCanvasAgg
+from matplotlib.figure import Figure
 
 from experiments.harness.noise import Row, select
 from experiments.harness.recipe import Panel, Recipe
 from experiments.harness.units import function
-
-if TYPE_CHECKING:
-    from matplotlib.axes import Axes
-    from matplotlib.figure import Figure
 
 COLORS = ("#4477aa", "#cc6677", "#228833", "#ccbb44", "#66ccee", "#aa3377", "#777777", "#ee8866", "#332288", "#999933")
 MARKERS = "osD^vPX*<>x+1d"  # more than colours, which begin again with dashes
@@ -23,9 +23,6 @@ COLUMNS = 3
 
 def draw(experiment: Path, recipe: Recipe, rows: Sequence[Row], file: Path) -> None:
     """Write the plot of the rows. `ValueError` where there is nothing to draw."""
-    from matplotlib.backends.backend_agg import FigureCanvasAgg
-    from matplotlib.figure import Figure
-
     if not rows:
         raise ValueError(f"{experiment.name} has no rows to draw")
     own = function(experiment, "draw")

@@ -15,8 +15,12 @@ from concurrent.futures.process import BrokenProcessPool
 from pathlib import Path
 from typing import Any, Self
 
+import torch
+
 from experiments.harness.noise import Row
+from experiments.harness.train import InterruptedRunError, train_unit
 from experiments.harness.units import BEGUN, DONE, ON_A_GPU, Unit, function, kept
+from subquad.evaluation.provenance import provenance
 from subquad.training.checkpoint import write_atomically
 
 logger = logging.getLogger(__name__)
@@ -98,10 +102,6 @@ def _begin() -> None:
 
 def work(unit: Unit) -> dict[str, Any]:
     """Run a unit and keep what it gave. A unit that fails says how; it is run again the next time."""
-    import torch
-
-    from experiments.harness.train import InterruptedRunError
-
     folder = Path(unit.folder)
     _clear(folder, unit)
     before, begin = torch.get_num_threads(), time.perf_counter()
@@ -116,15 +116,18 @@ def work(unit: Unit) -> dict[str, Any]:
     finally:
         torch.set_num_threads(before)
     seconds = time.perf_counter() - begin
-    found = {"identity": unit.identity, "seconds": seconds, "provenance": _provenance(unit), "rows": rows}
+    found = {
+        "identity": unit.identity,
+        "seconds": seconds,
+        "provenance": provenance(unit.device, ("transformers",)),
+        "rows": rows,
+    }
     write_atomically(folder / DONE, (json.dumps(found, indent=1) + "\n").encode())
     return found
 
 
 def _rows(unit: Unit) -> list[Row]:
     if unit.kind == "train":
-        from experiments.harness.train import train_unit
-
         return train_unit(unit)
     run = function(Path(unit.experiment), "run")
     if run is None:
@@ -143,15 +146,6 @@ def _clear(folder: Path, unit: Unit) -> None:
     write_atomically(begun, f"{unit.training}\n".encode())
 
 
-def _provenance(unit: Unit) -> dict[str, Any]:
-    """Date, machine, versions and commit."""
-    from subquad.evaluation.provenance import provenance
-
-    return provenance(unit.device, ("transformers",))
-
-
 def default_processes(alone: bool, scale: str) -> int:
     """As many as there are cores, one where times are measured or a GPU computes."""
-    import torch
-
     return 1 if alone or (scale in ON_A_GPU and torch.cuda.is_available()) else os.cpu_count() or 1

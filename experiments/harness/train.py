@@ -3,29 +3,34 @@
 from __future__ import annotations
 
 import contextlib
+import importlib
 import json
 import math
 import shutil
 from collections.abc import Callable
 from functools import cache
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 
 from experiments.harness.noise import Row
 from experiments.harness.recipe import Held, merged
 from experiments.harness.units import ON_A_GPU, Unit, function, held_of
-from subquad.training.config import TrainConfig
-
-if TYPE_CHECKING:
-    from subquad.training.run import RunResult
+from subquad.cli.train import FINISH
+from subquad.data import Corpus
+from subquad.evaluation import evaluate
+from subquad.models.build import build_model
+from subquad.models.config import DecoderConfig
+from subquad.training import RunResult, TrainConfig, train
+from subquad.training.progress import read_metrics
+from subquad.training.tasks_text import window_labels
 
 DECAY = 0.2
 """The share of a budget's steps over which the learning rate falls, where one trunk serves several budgets."""
 QUIET = {"run": {"eval_every": 0, "log_every": 50, "keep": 1}}
 """What no experiment needs unless its recipe says so."""
-Measure = Callable[["RunResult", Unit], Row | list[Row]]
+Measure = Callable[[RunResult, Unit], Row | list[Row]]
 
 
 class InterruptedRunError(RuntimeError):
@@ -48,8 +53,6 @@ def train_config(unit: Unit, settings: dict[str, Any] | None = None, **run: Any)
 
 def predicted_tokens(config: TrainConfig) -> int:
     """Tokens that one step of a language model predicts."""
-    from subquad.training.tasks_text import window_labels
-
     return window_labels(config) * config.batch.size * config.batch.accumulation
 
 
@@ -62,9 +65,6 @@ def step_flops(config: TrainConfig) -> int:
 @cache
 def _window_flops(model: str, length: int) -> int:
     """Counted once for each model: an experiment's arms share a reference."""
-    from subquad.models.build import build_model
-    from subquad.models.config import DecoderConfig
-
     with torch.device("meta"):
         cost = build_model(DecoderConfig.from_dict(json.loads(model))).cost(length)
     return cost.mixing_flops + cost.projection_flops + cost.backward_flops
@@ -118,8 +118,6 @@ def _fork(trunk: Path, fork: Path) -> None:
 
 
 def _trained(config: TrainConfig) -> RunResult:
-    from subquad.training import train
-
     result = train(config)
     if result.interrupted or result.out_of_time:
         raise InterruptedRunError(f"{config.run.folder} stopped after step {result.steps} of {config.run.steps}")
@@ -146,8 +144,6 @@ def _measured(unit: Unit, config: TrainConfig, budget: dict[str, int]) -> list[R
 
 def _step_seconds(result: RunResult) -> float:
     """Mean seconds of a training step of the process that trained last."""
-    from subquad.training.progress import read_metrics
-
     speeds = [record["tokens_per_s"] for record in read_metrics(result.folder) if record.get("tokens_per_s")]
     speed = result.tokens_per_second or (speeds[-1] if speeds else float("nan"))
     return result.config.step_tokens / speed
@@ -157,10 +153,6 @@ def _held_out(result: RunResult, held: Held) -> Row:
     """What the task's own measurement says of the held-out data."""
     if result.config.reads_text:
         return _text(result, held)
-    import importlib
-
-    from subquad.cli.train import FINISH
-
     with (result.folder / "log.txt").open("w", encoding="utf-8") as log, contextlib.redirect_stdout(log):
         importlib.import_module(FINISH[result.config.task]).finish(result)
     found = json.loads((result.folder / "evaluation.json").read_text(encoding="utf-8"))
@@ -170,9 +162,6 @@ def _held_out(result: RunResult, held: Held) -> Row:
 
 def _text(result: RunResult, held: Held) -> Row:
     """Nats a token, bits per byte, and perplexity per token and per word, of the held-out text."""
-    from subquad.data import Corpus
-    from subquad.evaluation import evaluate
-
     assert isinstance(result.corpus, Corpus)
     shard, tokenizer = result.corpus.held_out, result.corpus.tokenizer
     tokens = shard.tokens[: held.tokens]

@@ -10,6 +10,8 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
+import torch
+
 from experiments.harness.data import find
 from experiments.harness.recipe import Held, Recipe, merged
 from subquad.config import digest
@@ -56,8 +58,6 @@ class Unit:
     @property
     def device(self) -> str:
         """The GPU, where there is one and the scale is meant for it; else the CPU."""
-        import torch
-
         return "cuda" if self.scale in ON_A_GPU and torch.cuda.is_available() else "cpu"
 
 

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from experiments.harness.curves import crossover
+from experiments.harness.curves import crossover, means
 from subquad.memory import keep_freed_memory, peak_bytes
 from subquad.ops import block_attention, running_softmax
 from subquad.ops.patterns import Causal
@@ -92,9 +92,7 @@ def run(unit: Unit) -> list[dict[str, Any]]:
 
 def mean(rows: list[dict[str, Any]], form: str, latents: int, name: str = "times_faster") -> dict[int, float]:
     """Over the seeds, by length."""
-    chosen = [row for row in rows if row["form"] == form and row["latents"] == latents]
-    lengths = sorted({row["tokens"] for row in chosen})
-    return {T: statistics.mean(row[name] for row in chosen if row["tokens"] == T) for T in lengths}
+    return means(rows, "tokens", name, form=form, latents=latents)
 
 
 def latents_of(rows: list[dict[str, Any]]) -> list[int]:

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import statistics
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from benchmarks.config import OpsConfig
 from benchmarks.ops import measure_ops
+from experiments.harness.curves import means
 
 if TYPE_CHECKING:
     from experiments.harness.units import Unit
@@ -38,9 +38,7 @@ def run(unit: Unit) -> list[dict[str, Any]]:
 
 def mean(rows: list[dict[str, Any]], form: str, which: str, name: str) -> dict[int, float]:
     """Over the seeds, by the number of latents (0: attention)."""
-    chosen = [row for row in rows if row["form"] == form and row["pass"] == which and row[name] is not None]
-    latents = sorted({row["latents"] for row in chosen})
-    return {n: statistics.mean(row[name] for row in chosen if row["latents"] == n) for n in latents}
+    return means(rows, "latents", name, form=form, **{"pass": which})
 
 
 def compared(rows: list[dict[str, Any]], other: str, name: str, latte: str = LATTE) -> dict[str, dict[int, float]]:

@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-import statistics
 from typing import TYPE_CHECKING, Any
 
 from benchmarks.config import OpsConfig
 from benchmarks.ops import measure_ops
-from experiments.harness.curves import crossover, exponent
+from experiments.harness.curves import crossover, exponent, means
 
 if TYPE_CHECKING:
     from experiments.harness.units import Unit
@@ -33,9 +32,7 @@ def run(unit: Unit) -> list[dict[str, Any]]:
 
 def mean(rows: list[dict[str, Any]], form: str, which: str, name: str = "ms") -> dict[int, float]:
     """Over the seeds, by length."""
-    chosen = [row for row in rows if row["form"] == form and row["pass"] == which and row[name] is not None]
-    lengths = sorted({row["tokens"] for row in chosen})
-    return {T: statistics.mean(row[name] for row in chosen if row["tokens"] == T) for T in lengths}
+    return means(rows, "tokens", name, form=form, **{"pass": which})
 
 
 def passes(rows: list[dict[str, Any]]) -> list[str]:

@@ -6,14 +6,13 @@ attention of all layers and heads for one sequence, half of it history and half 
 
 from __future__ import annotations
 
-import ast
-import operator
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass
-from fractions import Fraction
+from collections.abc import Iterator
+from dataclasses import asdict, dataclass
 from typing import NamedTuple
 
-from experiments.llp_table6.claims import CLAIMS, COMPARISONS, Claim
+import sympy
+
+from experiments.llp_table6.formulas import COMPARISONS, PRINTED
 
 
 @dataclass(frozen=True)
@@ -32,9 +31,9 @@ class Setting:
     """p: rows of V3's projected history."""
 
     def __post_init__(self) -> None:
-        for name in ("tokens", "layers", "heads", "segment", "projection"):
-            if getattr(self, name) < 1:
-                raise ValueError(f"{name} must be at least 1, got {getattr(self, name)}")
+        for name, value in asdict(self).items():
+            if value < 1:
+                raise ValueError(f"{name} must be at least 1, got {value}")
         if self.heads % 2:
             raise ValueError(
                 f"heads must be even (S2, a comparison, moves the groups of half of them), got {self.heads}"
@@ -48,10 +47,10 @@ class Setting:
             )
 
     def value(self, formula: str) -> int:
-        """What a formula over n, l, H, s and p gives."""
+        """Return what a formula over n, l, H, s and p gives, exactly."""
         names = {"n": self.tokens, "l": self.layers, "H": self.heads, "s": self.segment, "p": self.projection}
-        result = _value(ast.parse(formula, mode="eval").body, names)
-        assert result.denominator == 1, formula
+        result = sympy.sympify(formula).subs(names)
+        assert result.is_integer, formula
         return int(result)
 
 
@@ -76,28 +75,31 @@ class Row(NamedTuple):
 
 
 def rows(setting: Setting) -> Iterator[Row]:
-    """The table's six rows, then the comparisons; percentages are of full attention, dense and unmasked apart."""
-    dense, unmasked = (setting.value(formula) for formula in (CLAIMS[0].dense, CLAIMS[0].unmasked))
+    """Yield the table's six rows, then the comparisons; percentages are of full attention, dense and unmasked apart."""
+
+    def value(formula: str | None) -> int | None:
+        return None if formula is None else setting.value(formula)
+
     printed = setting == Setting()
-    for entry in (*CLAIMS, *COMPARISONS):
-        claim = entry if isinstance(entry, Claim) else None
-        own, own_unmasked = setting.value(entry.dense), setting.value(entry.unmasked)
+    dense, unmasked = setting.value(PRINTED[0].dense), setting.value(PRINTED[0].unmasked)
+    for of in (*PRINTED, *COMPARISONS):
+        own, own_unmasked = setting.value(of.dense), setting.value(of.unmasked)
         yield Row(
-            name=entry.name,
-            printed_millions=claim.millions if claim and printed else None,
-            printed_percent=claim.percent if claim and printed else None,
-            table_8=setting.value(claim.table_8) if claim else None,
-            table_6=setting.value(claim.table_6) if claim else None,
+            name=of.name,
+            printed_millions=of.millions if printed else None,
+            printed_percent=of.percent if printed else None,
+            table_8=value(of.table_8),
+            table_6=value(of.table_6),
             dense=own,
             dense_percent=100 * own / dense,
             unmasked=own_unmasked,
             unmasked_percent=100 * own_unmasked / unmasked,
-            table_8_formula=claim.table_8 if claim else None,
-            table_6_formula=claim.table_6 if claim else None,
-            dense_formula=entry.dense,
-            unmasked_formula=entry.unmasked,
-            right=claim.right if claim else None,
-            note=entry.verdict if isinstance(entry, Claim) else entry.note,
+            table_8_formula=of.table_8,
+            table_6_formula=of.table_6,
+            dense_formula=of.dense,
+            unmasked_formula=of.unmasked,
+            right=of.right,
+            note=of.note,
         )
 
 
@@ -114,7 +116,7 @@ HEADERS = (
 
 
 def title(setting: Setting) -> str:
-    """The setting in a line."""
+    """Return the setting in a line."""
     return (
         f"Mahmood and Huang 2024 (arXiv:2412.06106): n = {setting.tokens} tokens, half of them history, "
         f"l = {setting.layers} layers, H = {setting.heads} heads, s = {setting.segment}, p = {setting.projection}"
@@ -122,48 +124,22 @@ def title(setting: Setting) -> str:
 
 
 def cells(row: Row) -> tuple[str, ...]:
-    """A row under `HEADERS`."""
+    """Return a row under `HEADERS`."""
 
     def millions(number: int | None) -> str:
         return "" if number is None else f"{number / 10**6:,.2f}"
 
     printed = "" if row.printed_millions is None else f"{row.printed_millions:,} ({row.printed_percent}%)"
-    return (
-        row.name,
-        printed,
-        millions(row.table_8),
-        millions(row.table_6),
-        millions(row.dense),
-        f"{row.dense_percent:.2f}%",
-        millions(row.unmasked),
-        f"{row.unmasked_percent:.2f}%",
-    )
+    counts = (row.table_8, row.table_6, row.dense)
+    percents = f"{row.dense_percent:.2f}%", f"{row.unmasked_percent:.2f}%"
+    return row.name, printed, *map(millions, counts), percents[0], millions(row.unmasked), percents[1]
 
 
 def notes(row: Row) -> Iterator[str]:
-    """The verdict, then the formulas that differ from one another."""
+    """Yield the verdict, then the formulas that differ from one another."""
     yield row.note
     if row.table_8_formula is not None and not row.right:
         yield f"  Table 8 prints       {row.table_8_formula}"
         yield f"  Table 6 comes from   {row.table_6_formula}"
     yield f"  computed             {row.dense_formula}"
     yield f"  allowed              {row.unmasked_formula}"
-
-
-_OPERATORS: dict[type[ast.operator], Callable[[Fraction, Fraction], Fraction]] = {
-    ast.Add: operator.add,
-    ast.Sub: operator.sub,
-    ast.Mult: operator.mul,
-    ast.Div: operator.truediv,
-    ast.Pow: operator.pow,
-}
-
-
-def _value(node: ast.expr, names: dict[str, int]) -> Fraction:
-    """An arithmetic expression, exactly."""
-    if isinstance(node, ast.BinOp):
-        return _OPERATORS[type(node.op)](_value(node.left, names), _value(node.right, names))
-    if isinstance(node, ast.Name):
-        return Fraction(names[node.id])
-    assert isinstance(node, ast.Constant)
-    return Fraction(str(node.value))

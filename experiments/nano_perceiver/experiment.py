@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from experiments.harness.curves import means
 from subquad.memory import peak_bytes
 
 if TYPE_CHECKING:
@@ -49,30 +50,25 @@ def measure(result: RunResult, unit: Unit) -> dict[str, Any]:
 
 def claim_time(rows: list[dict[str, Any]]) -> tuple[str, str] | None:
     """Beyond the noise where the slower repeats of a size are faster than the faster ones of the next."""
-    sizes = sorted({row["query_size"] for row in rows})
-    if len(sizes) < 2:
+    middle, fast, slow = (means(rows, "query_size", f"float32{part}_ms") for part in ("", "_p20", "_p80"))
+    if len(middle) < 2:
         return None
-    shown = ", ".join(f"{size}: {_mean(rows, size, 'float32_ms'):.3g} ms" for size in sizes)
-    pairs = list(pairwise(sizes))
-    if any(_mean(rows, a, "float32_p20_ms") > _mean(rows, b, "float32_p80_ms") for a, b in pairs):
+    shown = ", ".join(f"{size}: {ms:.3g} ms" for size, ms in middle.items())
+    pairs = list(pairwise(middle))
+    if any(fast[a] > slow[b] for a, b in pairs):
         return "does not hold", shown
-    apart = all(_mean(rows, a, "float32_p80_ms") < _mean(rows, b, "float32_p20_ms") for a, b in pairs)
-    return ("holds" if apart else "no difference beyond the noise"), shown
+    return ("holds" if all(slow[a] < fast[b] for a, b in pairs) else "no difference beyond the noise"), shown
 
 
 def claim_in_proportion(rows: list[dict[str, Any]]) -> tuple[str, str] | None:
     """Time and memory of each query size over those of the largest, beside the ratio of the query sizes."""
-    sizes = sorted({row["query_size"] for row in rows})
-    if len(sizes) < 2:
+    seconds, memory = (means(rows, "query_size", name) for name in ("float32_ms", "peak_mib"))
+    if len(seconds) < 2:
         return None
-    shown, holds = [], True
-    for size in sizes[:-1]:
-        ratios = [_mean(rows, size, name) / _mean(rows, sizes[-1], name) for name in ("float32_ms", "peak_mib")]
-        part = size / sizes[-1]
-        shown.append(f"{size} of {sizes[-1]} ({part:.3f}): time {ratios[0]:.2f}, memory {ratios[1]:.2f}")
+    shown, holds, largest = [], True, max(seconds)
+    for size in list(seconds)[:-1]:
+        ratios = [of[size] / of[largest] for of in (seconds, memory)]
+        part = size / largest
+        shown.append(f"{size} of {largest} ({part:.3f}): time {ratios[0]:.2f}, memory {ratios[1]:.2f}")
         holds = holds and all(ratio <= 1.25 * part for ratio in ratios)
     return ("holds" if holds else "does not hold"), "; ".join(shown)
-
-
-def _mean(rows: list[dict[str, Any]], size: int, name: str) -> float:
-    return statistics.mean(row[name] for row in rows if row["query_size"] == size)

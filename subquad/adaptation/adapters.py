@@ -8,10 +8,11 @@ import shutil
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from safetensors import SafetensorError, safe_open
+from transformers import PreTrainedModel
 from transformers.utils.logging import disable_progress_bar
 
 from subquad.adaptation import extended
@@ -21,9 +22,6 @@ from subquad.hf.loading import read_config
 from subquad.parsing import read_json_mapping
 from subquad.training.checkpoint import share
 from subquad.training.config import LoraConfig, TrainConfig
-
-if TYPE_CHECKING:
-    from transformers import PreTrainedModel
 
 
 @dataclass(frozen=True)

@@ -19,7 +19,7 @@ SPANS = {"shifted": "group", "llp": "segment", "window": "width"}
 
 @dataclass(frozen=True, kw_only=True)
 class FactorsConfig(Config):
-    """What trains: low-rank factors in the projections of attention, and by LongLoRA's advice a little more."""
+    """The weights that train: low-rank factors in the projections of attention, embeddings and norms."""
 
     rank: int = 8
     """Rank r of the factors `W + s B A` in the projections of attention (query, key, value, output)."""
@@ -56,7 +56,7 @@ class LongBatchConfig(Config):
 
 @dataclass(frozen=True, kw_only=True)
 class PositionsConfig(Config):
-    """How the loss by position is measured, before and after."""
+    """The measurement of the loss by position, before and after."""
 
     tokens: int = 16384
     """Tokens of the held-out text that are predicted, each of them from every range of positions (about: a multiple of
@@ -184,7 +184,7 @@ class TuneConfig(Config):
 
 @dataclass(frozen=True, kw_only=True)
 class MeasureConfig(Config):
-    """What is measured of the original and after each stage."""
+    """The measurements of the original and after each stage."""
 
     windows: int = 64
     """Held-out windows of batch.length tokens, from the first on (all of them where there are fewer)."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import shutil
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -14,16 +15,71 @@ import torch
 
 from subquad.adaptation import measure
 from subquad.adaptation.config import ConvertConfig
-from subquad.adaptation.explain import check_reach, explain
-from subquad.adaptation.matching import Progress, match, tune
+from subquad.adaptation.conversion_report import check_reach, explain
 from subquad.adaptation.replace import Replacement, replace_attention, replaced_layers
-from subquad.adaptation.source import Source, fingerprint, load_source
-from subquad.adaptation.stages import NAMES, RECORD, Stages
-from subquad.adaptation.text import Batches, Text, read_text
+from subquad.adaptation.source import Batches, Source, Text, fingerprint, load_source, read_text
+from subquad.adaptation.transfer import Progress, match, tune
+from subquad.config import differences
 from subquad.data.files import MODEL_FILES
-from subquad.hf import SubquadConfig, SubquadForCausalLM
+from subquad.hf import SubquadConfig, SubquadForCausalLM, lora
 from subquad.models import Decoder
-from subquad.training.checkpoint import share, write_atomically
+from subquad.parsing import read_json_mapping
+from subquad.training.checkpoint import replace_folder, share, write_atomically
+
+SETTINGS, RECORD = "conversion.json", "stage.json"
+NAMES = ("original", "replaced", "matched", "tuned")
+"""In their order."""
+
+
+class Stages:
+    """The folder of a conversion: `conversion.json` and a folder for each stage that is complete.
+
+    Raises `ValueError` where the folder holds something else, or a conversion with other settings.
+    """
+
+    def __init__(self, folder: str | Path, settings: dict[str, Any]) -> None:
+        self.folder = Path(folder)
+        file = self.folder / SETTINGS
+        if file.is_file():
+            changed = differences(read_json_mapping(file), settings)
+            if changed:
+                raise ValueError(
+                    f"{folder} holds another conversion ({'; '.join(changed)}); give --out another folder, or the same "
+                    "settings"
+                )
+            return
+        if self.folder.is_dir() and any(self.folder.iterdir()):
+            raise ValueError(f"{folder} holds files that are no conversion's; give --out a new folder")
+        if self.folder.exists() and not self.folder.is_dir():
+            raise ValueError(f"{folder} is no folder; give --out a new one")
+        self.folder.mkdir(parents=True, exist_ok=True)
+        write_atomically(file, (json.dumps(settings, indent=2) + "\n").encode())
+
+    def place(self, name: str) -> Path:
+        """The folder of a stage."""
+        return self.folder / "stages" / f"{NAMES.index(name) + 1}-{name}"
+
+    def record(self, name: str) -> dict[str, Any] | None:
+        """Return what a complete stage measured; None where it is not complete."""
+        file = self.place(name) / RECORD
+        return dict(read_json_mapping(file)) if file.is_file() else None
+
+    def model(self, name: str) -> SubquadForCausalLM:
+        """The model of a complete stage."""
+        return SubquadForCausalLM.from_pretrained(self.place(name), local_files_only=True).eval()
+
+    def save(self, name: str, record: dict[str, Any], model: SubquadForCausalLM | None = None) -> None:
+        """Complete a stage."""
+        target = self.place(name)
+        aside = target.with_name(f".saving-{target.name}")
+        shutil.rmtree(aside, ignore_errors=True)
+        aside.mkdir(parents=True)
+        if model is not None:
+            model.save_pretrained(aside)
+        write_atomically(aside / RECORD, (json.dumps(record, indent=2) + "\n").encode())
+        share(aside)
+        replace_folder(aside, target)
+
 
 REPORT = "report.json"
 FORMAT = 1
@@ -38,6 +94,7 @@ class Conversion:
     """
 
     def __init__(self, folder: str | Path, config: ConvertConfig, progress: Progress | None = None) -> None:
+        lora.require_peft()
         if config.threads is not None:
             torch.set_num_threads(config.threads)
         self.config = config
@@ -60,7 +117,7 @@ class Conversion:
         self.stages = Stages(config.out, settings)
 
     def run(self, **about: Any) -> dict[str, Any]:
-        """All stages that are not complete; the report, which also stands in the folder.
+        """Run all stages that are not complete; return the report, which also stands in the folder.
 
         `about`, such as the machine, is kept with each stage that is run, and in the report that of the last stage.
         """
@@ -88,7 +145,7 @@ class Conversion:
         return record
 
     def _made(self, name: str) -> tuple[SubquadForCausalLM | None, dict[str, Any]]:
-        """The model after a stage (None: the original), and what its training says."""
+        """Return the model after a stage (None: the original), and the curve of its training."""
         config = self.config
         if name == "original":
             return None, {}
@@ -110,7 +167,7 @@ class Conversion:
         )
 
     def _wrapped(self, decoder: Decoder) -> SubquadForCausalLM:
-        """The decoder as a transformers model, with the original's special tokens."""
+        """Return the decoder as a transformers model, with the original's special tokens."""
         own = self.source.model.config
         kept = {name: getattr(own, name) for name in ("bos_token_id", "eos_token_id", "pad_token_id")}
         with torch.device("meta"):
@@ -119,7 +176,7 @@ class Conversion:
         return model.eval()
 
     def _report(self, records: dict[str, dict[str, Any]]) -> dict[str, Any]:
-        """What the stages measured, and the gap between the last and the first."""
+        """Return what the stages measured, and the gap between the last and the first."""
         first, last = records["original"], records["tuned"]
         gaps = [
             {"start": a["start"], "stop": a["stop"], "tokens": a["tokens"], "gap": b["loss"] - a["loss"]}
@@ -148,7 +205,7 @@ class Conversion:
         return {**report, "explanation": explain(report)}
 
     def new_parameters(self) -> int:
-        """Numbers that the original has not."""
+        """Return how many numbers the result has that the original lacks."""
         with torch.device("meta"):
             student = dict(Decoder(self.student_config).named_parameters())
         return sum(student[name].numel() for name in self.new)
@@ -170,7 +227,7 @@ class Conversion:
 def convert(
     folder: str | Path, config: ConvertConfig | None = None, /, *, progress: Progress | None = None
 ) -> dict[str, Any]:
-    """Convert the model in `folder` as `config` says, into `config.out`; the report.
+    """Convert the model in `folder` as `config` says, into `config.out`, and return the report.
 
     Goes on after the last complete stage of a conversion that was interrupted. Raises as `Conversion`.
     """
@@ -188,7 +245,7 @@ def check_positions(decoder: Decoder, length: int) -> None:
 
 @contextmanager
 def _seeded(seed: int) -> Iterator[None]:
-    """Random numbers from a seed, and afterwards those that would have come without the block."""
+    """Draw random numbers from a seed within the block, and leave the generator as it was."""
     with torch.random.fork_rng():
         torch.manual_seed(seed)
         yield

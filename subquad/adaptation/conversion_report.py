@@ -1,13 +1,12 @@
-"""What `subquad convert` prints and draws of a report."""
+"""The report of a conversion in sentences and as a picture."""
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from subquad.cli.tables import print_table, size
+from subquad.attention import mechanism
 from subquad.evaluation import drawing
 
 STAGES = {
@@ -16,100 +15,86 @@ STAGES = {
     "matched": "after matching",
     "tuned": "after LoRA",
 }
-STAGE_COLUMNS = ["stage", "loss", "perplexity", "passkey", "matching error", "minutes"]
+REACH = {"latte_macchiato": "width", "llp": "segment", "window": "width"}
+"""The option that says how many tokens a replaced layer sees by softmax."""
+IDLE = 0.01
+"""Nats a token: a branch without which the loss changes by less carries nothing worth having."""
 Report = Mapping[str, Any]
 
 
-def show(report: Report, *, markdown: bool = False) -> None:
-    """Print all tables."""
-    for title, headers, lines in tables(report):
-        print_table(title, headers, lines, markdown=markdown)
-    missing = report["stages"][0].get("passkey_missing")
-    if missing is not None:
-        sys.stdout.write(f"passkey: {missing}\n")
-    if not markdown:
-        sys.stdout.write("\n".join([*report["explanation"], ""]))
-
-
-def tables(report: Report) -> list[tuple[str, list[str], list[list[str]]]]:
-    """Titles, headers and lines: stages, positions, branches, decoding."""
-    name, layers = report["attention"], report["layers"]
-    kept = ", ".join(map(str, layers["kept"])) or "none"
-    title = f"{name} in layers {', '.join(map(str, layers['replaced']))}; full attention kept: {kept}"
-    return [
-        (title, STAGE_COLUMNS, [_stage(stage) for stage in report["stages"]]),
-        _positions(report),
-        _branches(report),
-        _decoding(report),
+def explain(report: Report) -> list[str]:
+    """Return sentences: the size of the gap, its place in the context, and the branches that carry the result."""
+    first, last = report["stages"][0], report["stages"][-1]
+    gap = report["gap"]["loss"]
+    verb = "loses" if gap >= 0 else "gains"
+    said = [
+        f"The result {verb} {abs(gap):.4f} nats a token: perplexity {first['perplexity']:.3f} became "
+        f"{last['perplexity']:.3f}."
     ]
+    reach = softmax_reach(report)
+    if reach is not None and (gap > 0 or all(part["start"] < reach for part in report["gap"]["by_position"])):
+        said.append(_beyond(report, reach))
+    return [*said, _branches(last["branches"])]
 
 
-def _stage(stage: Mapping[str, Any]) -> list[str]:
-    key = stage["passkey"]
-    errors = stage.get("errors")
-    return [
-        STAGES[stage["stage"]],
-        f"{stage['loss']:.4f}",
-        f"{stage['perplexity']:,.3f}",
-        "-" if key is None else f"{key['value']:.0%} ± {key['error']:.0%}",
-        "-" if errors is None else " ".join(f"{error:.3f}" for error in errors),
-        f"{stage['seconds'] / 60:.1f}",
-    ]
+def softmax_reach(report: Report) -> int | None:
+    """Return how many tokens a replaced layer sees by softmax; None where it has no softmax."""
+    return reach_of(report["attention"], report["options"])
 
 
-def _positions(report: Report) -> tuple[str, list[str], list[list[str]]]:
-    """The loss of each stage by tokens of context, and what each range has of the gap."""
-    stages, gap = report["stages"], report["gap"]
-    tokens = sum(part["tokens"] for part in gap["by_position"])
-    lines = []
-    for place, part in enumerate(gap["by_position"]):
-        share = part["tokens"] * part["gap"] / tokens
-        losses = [f"{stage['by_position'][place]['loss']:.4f}" for stage in stages]
-        lines.append([context_range(part), *losses, f"{part['gap']:+.4f}", f"{share:+.4f}"])
-    lines.append(["all", *(f"{stage['loss']:.4f}" for stage in stages), *[f"{gap['loss']:+.4f}"] * 2])
-    headers = ["tokens of context", *(STAGES[stage["stage"]] for stage in stages), "gap", "part of it"]
-    return "loss by position (nats a token)", headers, lines
+def reach_of(attention: str, options: Mapping[str, Any]) -> int | None:
+    """Return how many tokens the mechanism sees by softmax with these options; None where it has no softmax."""
+    option = REACH.get(attention)
+    if option is None:
+        return None
+    return int(options.get(option, mechanism(attention).Config.__dataclass_fields__[option].default))
 
 
-def context_range(part: Mapping[str, Any]) -> str:
-    """`257 to 512`, or a number alone."""
-    start, last = part["start"], part["stop"] - 1
-    return f"{start:,}" if start == last else f"{start:,} to {last:,}"
+def check_reach(attention: str, options: Mapping[str, Any], length: int) -> None:
+    """Raise `ValueError` where `llp` or `window` would see all of the windows that are trained on and measured."""
+    reach = reach_of(attention, options)
+    if attention in ("llp", "window") and reach is not None and reach >= length:
+        raise ValueError(
+            f"options.{attention}.{REACH[attention]}={reach} must be below batch.length={length}: in no window would "
+            "there be anything to leave out"
+        )
 
 
-def _branches(report: Report) -> tuple[str, list[str], list[list[str]]]:
-    found = report["stages"][-1]["branches"]
-    base = found[0]["loss"]
-    lines = [[part["off"], f"{part['loss']:.4f}", f"{part['loss'] - base:+.4f}"] for part in found]
-    return "loss of the result with a branch switched off", ["off", "loss", "more"], lines
+def _beyond(report: Report, reach: int) -> str:
+    parts = report["gap"]["by_position"]
+    far = _mean([part for part in parts if part["start"] >= reach])
+    near = _mean([part for part in parts if part["start"] < reach])
+    ways = ["layer upon layer"]
+    ways += ["through latents"] if report["attention"] == "latte_macchiato" else []
+    ways += ["through the kept layers"] if report["layers"]["kept"] else []
+    if far is None:
+        return f"No range has {reach} tokens of context or more: a replaced layer's softmax sees nearly all there is."
+    said = (
+        f"In ranges of {reach} tokens of context or more, where a replaced layer's softmax does not see all and what "
+        f"came before reaches a token {' and '.join(ways)} alone, the gap is {far:+.4f} a token"
+    )
+    return f"{said}." if near is None else f"{said}; in the ranges before them it is {near:+.4f}."
 
 
-def _decoding(report: Report) -> tuple[str, list[str], list[list[str]]]:
-    before, after = (report["stages"][i]["decoding"] for i in (0, -1))
-    lines = [
-        [
-            f"{a['context']:,}",
-            size(a["state_bytes"]),
-            size(b["state_bytes"]),
-            f"{a['tokens_per_second']:,.0f}",
-            f"{b['tokens_per_second']:,.0f}",
-        ]
-        for a, b in zip(before, after, strict=True)
-    ]
-    headers = ["context", "state before", "state after", "tokens/s before", "tokens/s after"]
-    missing = "" if lines else "; nothing was timed: no measure.contexts within the model's positions"
-    return f"decoding one sequence: {growth(report)}{missing}", headers, lines
+def _mean(parts: list[Mapping[str, Any]]) -> float | None:
+    """Return the gap a token over these ranges; None where they are empty."""
+    tokens: int = sum(part["tokens"] for part in parts)
+    return sum(part["tokens"] * part["gap"] for part in parts) / tokens if tokens else None
 
 
-def growth(report: Report) -> str:
-    """Whether the state of the result grows."""
-    if report["layers"]["kept"]:
-        return "the kept layers' keys and values go on growing"
-    return "the state stops growing"
+def _branches(branches: list[Mapping[str, Any]]) -> str:
+    base = branches[0]["loss"]
+    rises = sorted(((part["loss"] - base, part["off"]) for part in branches[1:]), reverse=True)
+    said = ", ".join(f"{name} {rise:+.4f}" for rise, name in rises)
+    idle = [name for rise, name in rises if abs(rise) < IDLE]
+    harmful = [name for rise, name in rises if rise <= -IDLE]
+    ending = f"; idle (less than {IDLE} nats): {', '.join(idle)}" if idle else "; none is idle"
+    ending += f"; better without: {', '.join(harmful)}" if harmful else ""
+    return f"Switched off, each branch changes the loss by: {said}{ending}."
 
 
 def draw(report: Report, file: Path) -> None:
-    """Loss by position at each stage, the loss with branches off, bytes and speed against context."""
+    """Draw the loss by position at each stage, the loss with branches off, bytes and speed against context."""
     figure = drawing.new_figure(11.0, 7.2)
     figure.suptitle(
         f"{report['attention']}: {len(report['layers']['replaced'])} layers replaced, "

@@ -27,7 +27,7 @@ SCALINGS = ("linear", "ntk", "yarn", "dynamic")
 
 
 def find_model(name: str) -> Path:
-    """The folder of a model, given by its folder or by its name on the Hugging Face hub (fetched where it must be).
+    """Return the folder of a model, given by its folder or by its name on the Hugging Face hub (fetched if needed).
 
     Raises `FileNotFoundError` where there is neither, and `ValueError` for a folder with a model of ours or an adapter.
     """
@@ -47,7 +47,7 @@ def find_model(name: str) -> Path:
 
 
 def own_length(config: PreTrainedConfig) -> int:
-    """Tokens that a model with rotary positions was made for, its `max_position_embeddings`.
+    """Return how many tokens a model with rotary positions was made for, its `max_position_embeddings`.
 
     Raises `ValueError` for a model whose positions can't be scaled: learned ones, none, or scaled ones.
     """
@@ -68,7 +68,7 @@ def own_length(config: PreTrainedConfig) -> int:
 
 
 def scale_positions(config: PreTrainedConfig, length: int, scaling: str) -> PreTrainedConfig:
-    """A copy of `config` whose rotary positions reach `length` tokens, f = length / own length times as many.
+    """Return a copy of `config` whose rotary positions reach `length` tokens, f = length / own length times as many.
 
     With the frequencies `w_i = theta^(-2 i / d)`, i < d / 2, and `b_i` in [0, 1], 1 where a wave turns over 32 times
     within the own length and 0 where it turns over less than once:
@@ -107,7 +107,7 @@ def scale_positions(config: PreTrainedConfig, length: int, scaling: str) -> PreT
 
 
 def load_original(folder: str | Path, config: PreTrainedConfig) -> PreTrainedModel:
-    """The model in `folder` in float32 with this configuration.
+    """Load the model in `folder` in float32 with this configuration.
 
     Raises `ValueError` where weights are missing or of other sizes, before a model of any size is made.
     """
@@ -133,7 +133,7 @@ def load_original(folder: str | Path, config: PreTrainedConfig) -> PreTrainedMod
 
 
 def projections(model: nn.Module) -> list[str]:
-    """Full names of the linear layers in attention. Raises `ValueError` where there is none."""
+    """Return the full names of the linear layers in attention. Raises `ValueError` where there is none."""
     linear = [name for name, module in model.named_modules() if isinstance(module, nn.Linear)]
     found = [name for name in linear if any("attn" in part or "attention" in part for part in name.split("."))]
     if not found:
@@ -144,7 +144,7 @@ def projections(model: nn.Module) -> list[str]:
 
 
 def trained_whole(model: PreTrainedModel, *, embeddings: bool, norms: bool) -> list[str]:
-    """Full names of the embedding of tokens and of the norms, or of either."""
+    """Return the full names of the embedding of tokens and of the norms, or of either."""
     table = model.get_input_embeddings()
     found = []
     for name, module in model.named_modules():
@@ -164,7 +164,7 @@ def adapt(
     norms: bool,
     base: Base | None = None,
 ) -> PeftModel:
-    """`model` with fresh factors in the projections of attention and copies of embeddings and norms, which train.
+    """Return `model` with fresh factors in the projections of attention and trained copies of embeddings and norms.
 
     A head that is tied to the embeddings stays tied to those that train.
     """
@@ -187,7 +187,7 @@ def adapt(
 
 
 def open_extension(folder: str | Path, base: str | Path | None = None) -> PeftModel:
-    """The extended model: the original checkpoint, by the record or in `base`, its positions scaled, and the adapter.
+    """Load the extended model: the original checkpoint, by the record or in `base`, its positions scaled, the adapter.
 
     Raises `FileNotFoundError` where folder or original are not there, `ValueError` for another original's weights.
     """

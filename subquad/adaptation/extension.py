@@ -245,9 +245,3 @@ def _check_corpus(corpus: Corpus, values: TrainConfig, config: PreTrainedConfig)
                 f"length={values.batch.length} is longer than the {name} part of the text, which has {len(part)} "
                 "tokens; give more text"
             )
-
-
-def own_model(config: ExtendConfig) -> tuple[Path, int]:
-    """The original's folder, and the tokens that it was made for."""
-    folder, original, _ = scaled_config(config)
-    return folder, extended.own_length(original)

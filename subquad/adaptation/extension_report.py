@@ -1,70 +1,71 @@
-"""What `subquad extend` measures and writes: the loss by position, before and after, as JSON, table and picture."""
+"""The report of an extension: the loss by position, before and after, as numbers, table, picture and README."""
 
 from __future__ import annotations
 
 import json
 import math
-import sys
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
 from pathlib import Path
 from statistics import stdev
-from typing import TYPE_CHECKING, Any
+from typing import Any
+
+import torch
+from rich.console import Console
+from torch import nn
 
 from subquad.adaptation import extended
 from subquad.adaptation.config import ExtendConfig
 from subquad.adaptation.extension import attend, scaled_config
-from subquad.cli.eval import show_progress
-from subquad.cli.tables import print_table
+from subquad.data import Corpus, prepare
 from subquad.data.files import write_json
 from subquad.evaluation import drawing
-from subquad.evaluation.positions import PositionPlan, RangeLoss, loss_by_position
+from subquad.evaluation.positions import PositionPlan, RangeLoss, loss_by_position, plan_positions
 from subquad.evaluation.provenance import provenance
 from subquad.hf import lora, set_attention
-
-if TYPE_CHECKING:
-    import torch
-
-    from subquad.training.run import RunResult
+from subquad.training.run import RunResult
+from subquad.training.task import preparing
 
 REPORT, PICTURE, README = "report.json", "loss_by_position.png", "README.md"
 BEFORE, SCALED, CONTROL, AFTER = "original", "scaled, untrained", "control", "extended"
 """The columns: the model with its own positions; with scaled ones; trained at its own length, then scaled; extended."""
 
 
-@dataclass(frozen=True)
-class Column:
-    """A model's loss by position."""
+def plan_report(config: ExtendConfig, console: Console | None) -> tuple[Corpus, PositionPlan]:
+    """Return the text and the windows of the report, before any training.
 
-    name: str
-    ranges: tuple[RangeLoss, ...]
+    Raises `ValueError` where the text is too short.
+    """
+    folder, original, _ = scaled_config(config)
+    data = config.data.replace(tokenizer=str(folder))
+    corpus = preparing(console, "text", lambda progress: prepare(data, progress=progress))
+    return corpus, plan_positions(
+        len(corpus.held_out),
+        own=extended.own_length(original),
+        length=config.length,
+        tokens=config.eval.tokens,
+        stretches=config.eval.stretches,
+    )
 
 
 def subjects(config: ExtendConfig) -> dict[str, Callable[[], Any]]:
-    """What makes each model that is measured, by its column's name."""
+    """Return for each column's name the function that loads the model that is measured in it."""
     folder, original, scaled = scaled_config(config)
-
-    def control() -> Any:
-        from subquad.hf.lora import load_adapter
-
-        return load_adapter(extended.load_original(folder, scaled), Path(config.run.folder) / "control")
-
+    run = config.run.folder
     found: dict[str, Callable[[], Any]] = {
         BEFORE: lambda: extended.load_original(folder, original),
         SCALED: lambda: extended.load_original(folder, scaled),
     }
     if config.control:
-        found[CONTROL] = control
-    found[AFTER] = lambda: extended.open_extension(config.run.folder, folder)
+        found[CONTROL] = lambda: lora.load_adapter(extended.load_original(folder, scaled), Path(run) / "control")
+    found[AFTER] = lambda: extended.open_extension(run, folder)
     if config.attention != "full":
-        found[f"extended, {'full' if config.keep_attention else config.attention} attention"] = lambda: _other(
-            extended.open_extension(config.run.folder, folder), config
-        )
+        other = "full" if config.keep_attention else config.attention
+        found[f"extended, {other} attention"] = lambda: _other(extended.open_extension(run, folder), config)
     return found
 
 
 def _other(adapted: Any, config: ExtendConfig) -> Any:
-    """The extended model with the attention that was not chosen: in full, or that of its training."""
+    """Return the extended model with the attention that was not chosen: in full, or that of its training."""
     if config.keep_attention:
         set_attention(adapted.get_base_model(), None)
     else:
@@ -72,23 +73,40 @@ def _other(adapted: Any, config: ExtendConfig) -> Any:
     return adapted
 
 
-def measure(name: str, load: Callable[[], Any], tokens: Any, plan: PositionPlan, device: torch.device) -> Column:
-    """One model's column, measured on `device`."""
-    progress = show_progress if sys.stderr.isatty() else None
-    return Column(name, loss_by_position(load().to(device), tokens, plan, progress=progress))
+def measure(
+    config: ExtendConfig,
+    result: RunResult,
+    corpus: Corpus,
+    plan: PositionPlan,
+    device: torch.device,
+    *,
+    begin: Callable[[str], object],
+    progress: Callable[[int, int], None] | None = None,
+) -> dict[str, tuple[RangeLoss, ...]]:
+    """Return the loss by position of each model on `device`; `begin` is called with the name of each before it.
+
+    The model of `result` is moved to the CPU, since those that are measured need its place.
+    """
+    trained: nn.Module = result.model
+    trained.to("cpu")
+    losses = {}
+    for name, load in subjects(config).items():
+        begin(name)
+        losses[name] = loss_by_position(load().to(device), corpus.held_out.tokens, plan, progress=progress)
+    return losses
 
 
 def make_report(
     config: ExtendConfig,
     result: RunResult,
     plan: PositionPlan,
-    columns: list[Column],
+    losses: Mapping[str, tuple[RangeLoss, ...]],
     seconds: float,
     *,
     device: torch.device,
     resumed: bool,
 ) -> dict[str, Any]:
-    """The numbers of `report.json`; `seconds` are those of the command since it was last started."""
+    """Return the numbers of `report.json`; `seconds` are those of the command since it was last started."""
     _, original, scaled = scaled_config(config)
     own = extended.own_length(original)
     trains, every = lora.counts(result.model)
@@ -117,8 +135,8 @@ def make_report(
         "held_out_tokens": plan.tokens,
         "stretches": len(plan.starts),
         "step_between_windows": plan.step,
-        "loss": {column.name: [_record(entry) for entry in column.ranges] for column in columns},
-        "summary": {column.name: _summary(column, own) for column in columns},
+        "loss": {name: [_record(entry) for entry in ranges] for name, ranges in losses.items()},
+        "summary": {name: _summary(ranges, own) for name, ranges in losses.items()},
     }
 
 
@@ -133,14 +151,14 @@ def _record(entry: RangeLoss) -> dict[str, Any]:
     }
 
 
-def _summary(column: Column, own: int) -> dict[str, float | None]:
-    """The loss of the last range within the model's own length, and of all beyond it.
+def _summary(ranges: tuple[RangeLoss, ...], own: int) -> dict[str, float | None]:
+    """Return the loss of the last range within the model's own length, and of all beyond it.
 
     Their difference is a mean over stretches of the text; its standard error is that of differences d_i of n stretches,
     `sqrt(sum (d_i - mean d)^2 / (n (n - 1)))`, and None of one alone.
     """
-    within = [entry for entry in column.ranges if entry.last <= own][-1]
-    far = [entry for entry in column.ranges if entry.last > own]
+    within = [entry for entry in ranges if entry.last <= own][-1]
+    far = [entry for entry in ranges if entry.last > own]
     predictions = sum(entry.predictions for entry in far)
     beyond = sum(entry.loss * entry.predictions for entry in far) / predictions
     each = [
@@ -159,7 +177,7 @@ def write(report: Mapping[str, Any], folder: Path) -> None:
 
 
 def rows(report: Mapping[str, Any]) -> tuple[list[str], list[list[str]]]:
-    """Headers and lines of the table: a range of positions a line, loss and perplexity of each model."""
+    """Return headers and lines of the table: a range of positions a line, loss and perplexity of each model."""
     losses = report["loss"]
     headers = ["position", *losses]
     first = next(iter(losses.values()))
@@ -177,13 +195,13 @@ def rows(report: Mapping[str, Any]) -> tuple[list[str], list[list[str]]]:
 
 
 def within_range(report: Mapping[str, Any]) -> str:
-    """The positions that those above the model's own length are compared with."""
+    """Return the positions that those above the model's own length are compared with."""
     near = [entry for entry in next(iter(report["loss"].values())) if entry["last"] <= report["own_length"]][-1]
     return f"{near['first']:,} to {near['last']:,}"
 
 
 def difference(found: Mapping[str, Any]) -> str:
-    """Nats above the own length less those within, and the standard error."""
+    """Return the nats above the own length less those within, and the standard error."""
     error = "" if found["standard_error"] is None else f" ± {found['standard_error']:.4f}"
     return f"{found['difference']:+.4f}{error}"
 
@@ -193,21 +211,15 @@ def _short(perplexity: float) -> str:
 
 
 def title(report: Mapping[str, Any]) -> str:
-    """What the table and the picture show."""
+    """Return the title of the table and of the picture."""
     return (
         f"{report['model']} from {report['own_length']:,} to {report['length']:,} tokens, "
         f"{report['attention']}, {report['rope']} positions"
     )
 
 
-def show(report: Mapping[str, Any], *, markdown: bool = False) -> None:
-    """Print the table."""
-    headers, lines = rows(report)
-    print_table(f"{title(report)}: held-out nats a token (perplexity)", headers, lines, markdown=markdown)
-
-
 def draw(report: Mapping[str, Any]) -> Any:
-    """The loss of each model against the position, a point for each range; the dotted line: its own length."""
+    """Draw the loss of each model against the position, a point for each range; the dotted line is its own length."""
     figure = drawing.new_figure(7.6, 4.6)
     axes = figure.subplots()
     losses = report["loss"]
@@ -240,7 +252,7 @@ def draw(report: Mapping[str, Any]) -> Any:
 
 
 def readme(report: Mapping[str, Any]) -> str:
-    """How to load the folder."""
+    """Return the README of the folder, which says how to load it."""
     original = json.dumps(report["original"])
     kept = "\nimport subquad.hf\nsubquad.hf.register()" if report["keep_attention"] else ""
     headers, lines = rows(report)

@@ -1,4 +1,4 @@
-"""What is measured of the original and after each stage: loss, passkeys, speed, size of the state, branches."""
+"""Measurements of the original and after each stage: loss, passkeys, speed, size of the state, branches."""
 
 from __future__ import annotations
 
@@ -20,18 +20,18 @@ from subquad.models import Decoder
 
 
 def measure(decoder: Decoder, held_out: np.ndarray, tokenizer: Tokenizer, config: ConvertConfig) -> dict[str, Any]:
-    """Loss, also by position, and passkeys."""
+    """Return the loss, also by position, and the share of passkeys."""
     return {**_loss(held_out_loss(decoder, held_out, config)), **passkeys(decoder, held_out, tokenizer, config)}
 
 
 def held_out_loss(decoder: Decoder, held_out: np.ndarray, config: ConvertConfig) -> Evaluation:
-    """The loss on the held-out windows."""
+    """Return the loss on the held-out windows."""
     length = config.batch.length
     return evaluate(decoder, held_out, length=length, windows=config.measure.windows, batch_size=config.batch.size)
 
 
 def passkeys(decoder: Decoder, held_out: np.ndarray, tokenizer: Tokenizer, config: ConvertConfig) -> dict[str, Any]:
-    """The share of keys that are given back whole, and its standard error; why there is none where there is none."""
+    """Return the share of keys that are given back whole, and its standard error; or why none was measured."""
     if not config.measure.passkeys:
         return {"passkey": None, "passkey_missing": "not asked for"}
     try:
@@ -51,7 +51,7 @@ def passkeys(decoder: Decoder, held_out: np.ndarray, tokenizer: Tokenizer, confi
 
 @torch.no_grad()
 def decoding(decoder: Decoder, held_out: np.ndarray, config: ConvertConfig) -> list[dict[str, Any]]:
-    """Bytes of the state and tokens a second after each context that the model has positions for."""
+    """Return bytes of the state and tokens a second after each context that the model has positions for."""
     device, rows = next(decoder.parameters()).device, []
     for context in sorted(config.measure.contexts):
         if decoder.config.position == "learned" and context + config.measure.repeats >= decoder.config.max_positions:
@@ -75,7 +75,7 @@ def decoding(decoder: Decoder, held_out: np.ndarray, config: ConvertConfig) -> l
 
 
 def synchronise(device: torch.device) -> None:
-    """Wait for what a GPU still computes."""
+    """Wait until a GPU has finished."""
     if device.type == "cuda":
         torch.cuda.synchronize(device)
 
@@ -84,7 +84,7 @@ def synchronise(device: torch.device) -> None:
 def matching(
     teacher: Decoder, student: Decoder, layers: Sequence[int], held_out: np.ndarray, config: ConvertConfig
 ) -> list[float]:
-    """The relative error of each replaced layer on the first held-out windows."""
+    """Return the relative error of each replaced layer on the first held-out windows."""
     length, device = config.batch.length, next(student.parameters()).device
     rows = min(config.batch.size, len(held_out) // length)
     tokens_BT = torch.from_numpy(held_out[: rows * length].reshape(rows, length).copy()).to(device)
@@ -94,7 +94,7 @@ def matching(
 def branches(
     decoder: Decoder, layers: Sequence[int], held_out: np.ndarray, config: ConvertConfig
 ) -> list[dict[str, Any]]:
-    """The loss with each branch switched off: those of the mechanisms, and the attention of either kind of layers."""
+    """Return the loss with each branch off: those of the mechanisms, and the attention of either kind of layers."""
     return [
         {"off": name, **_loss(found)}
         for name, switch in _switches(decoder, layers)

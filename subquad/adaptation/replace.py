@@ -18,11 +18,11 @@ class Replacement(NamedTuple):
     layers: tuple[int, ...]
     """The layers with the new mechanism, from 0."""
     new: tuple[str, ...]
-    """Names of the parameters that the original has not: they have their first, random values."""
+    """Names of the parameters that the original lacks: they have their first, random values."""
 
 
 def replaced_layers(num_layers: int, keep_every: int) -> tuple[int, ...]:
-    """The layers i, from 0, for which `keep_every` does not divide i + 1; all of them for `keep_every` 0.
+    """Return the layers i, from 0, for which `keep_every` does not divide i + 1; all of them for `keep_every` 0.
 
     Raises `ValueError` where nothing is replaced, or where `keep_every` is given and no layer is kept.
     """
@@ -39,7 +39,7 @@ def replaced_layers(num_layers: int, keep_every: int) -> tuple[int, ...]:
 def replace_attention(
     decoder: Decoder, name: str, /, *, keep_every: int = 4, options: dict[str, Any] | None = None
 ) -> Replacement:
-    """`decoder`, whose replaced layers have full attention, with the mechanism `name` in them.
+    """Return `decoder`, whose replaced layers have full attention, with the mechanism `name` in them.
 
     All weights that have a place in the new decoder are copied: embeddings, norms, feed-forward networks, head, kept
     layers, and of replaced layers queries, keys, values and outputs (where the mechanism has no shared key heads,
@@ -67,7 +67,7 @@ def replace_attention(
 
 
 def new_config(config: DecoderConfig, name: str, layers: tuple[int, ...], options: dict[str, Any]) -> DecoderConfig:
-    """The configuration with the mechanism `name` in `layers`.
+    """Return the configuration with the mechanism `name` in `layers`.
 
     Raises `ValueError` for options that full attention has too: they are those of the weights that are copied.
     """
@@ -95,7 +95,7 @@ def new_config(config: DecoderConfig, name: str, layers: tuple[int, ...], option
 
 @torch.no_grad()
 def copy_weights(old: Decoder, new: Decoder, layers: tuple[int, ...]) -> list[str]:
-    """Fill `new` with the weights of `old`; the names of the parameters that `old` has not.
+    """Fill `new` with the weights of `old`, and return the names of the parameters that `old` lacks.
 
     Raises `ValueError` for weights that have no place in `new`, or another shape there.
     """
@@ -121,7 +121,7 @@ def copy_weights(old: Decoder, new: Decoder, layers: tuple[int, ...]) -> list[st
 
 
 def shared_out(weight: Tensor, like: Tensor, heads: int) -> Tensor:
-    """Rows of key heads, `[G K, ..]`, for each query head, `[H K, ..]`, where those have the shape of `like`."""
+    """Repeat rows of key heads, `[G K, ..]`, for each query head, `[H K, ..]`, where those have the shape of `like`."""
     channels = like.shape[0] // heads
     if weight.shape[1:] != like.shape[1:] or weight.shape[0] % channels or like.shape[0] % weight.shape[0]:
         return weight

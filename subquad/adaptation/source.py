@@ -1,4 +1,7 @@
-"""The model that is converted: ours, or one of transformers that is imported on the way."""
+"""The model that is converted with its tokenizer, and the text that it is converted on.
+
+Shape letters: B batch, T tokens.
+"""
 
 from __future__ import annotations
 
@@ -6,12 +9,17 @@ import hashlib
 from pathlib import Path
 from typing import NamedTuple
 
+import numpy as np
+import torch
 from tokenizers import Tokenizer
-from torch import nn
+from torch import Tensor, nn
 
-from subquad.data import load_tokenizer
-from subquad.data.tokenizers import check_vocabulary
-from subquad.hf import SubquadConfig, SubquadForCausalLM, lora
+from subquad.data import load_tokenizer, prepare
+from subquad.data.config import DataConfig
+from subquad.data.order import EpochOrder
+from subquad.data.token_set import TokenSet
+from subquad.data.tokenizers import check_vocabulary, separator_id
+from subquad.hf import SubquadConfig, SubquadForCausalLM, from_transformers, lora
 from subquad.hf.loading import check_finite, read_config
 from subquad.models import Decoder
 
@@ -31,7 +39,7 @@ class Source(NamedTuple):
 
 
 def load_source(folder: str | Path) -> Source:
-    """The model in a folder, in float32 and in eval mode.
+    """Load the model in a folder, in float32 and in eval mode.
 
     Raises `FileNotFoundError` where there is no model or no tokenizer, and `ValueError` for an adapter, for a model
     that is neither ours nor of a family that `subquad.hf.from_transformers` reads, for weights that are not finite, and
@@ -48,8 +56,6 @@ def load_source(folder: str | Path) -> Source:
     if isinstance(read_config(folder), SubquadConfig):
         model = SubquadForCausalLM.from_pretrained(folder, local_files_only=True)
     else:
-        from subquad.hf import from_transformers
-
         model = from_transformers(folder)
     tokenizer = load_tokenizer(folder)
     check_vocabulary(tokenizer, model.config.vocab_size, f"is that in {folder} another model's?")
@@ -58,9 +64,86 @@ def load_source(folder: str | Path) -> Source:
 
 
 def fingerprint(model: nn.Module) -> str:
-    """SHA-256 of the names and values of all weights."""
+    """Return the SHA-256 of the names and values of all weights."""
     total = hashlib.sha256()
     for name, tensor in sorted(model.state_dict().items()):
         total.update(name.encode())
         total.update(tensor.detach().cpu().contiguous().numpy().tobytes())
     return total.hexdigest()
+
+
+class Tokens:
+    """The tokens of a shard, read from its file where they are asked for, with the model's own start of a text.
+
+    `start` (None: there is none) stands at the beginning and in the place of each `separator`.
+    """
+
+    def __init__(self, stored: np.ndarray, start: int | None, separator: int | None) -> None:
+        self.stored, self.start, self.separator = stored, start, separator
+
+    def __len__(self) -> int:
+        return len(self.stored) + (self.start is not None)
+
+    def part(self, begin: int, stop: int) -> np.ndarray:
+        """Return tokens `begin` to `stop - 1`, int64."""
+        if self.start is None:
+            return np.asarray(self.stored[begin:stop], dtype=np.int64)
+        found = np.asarray(self.stored[max(0, begin - 1) : max(0, stop - 1)], dtype=np.int64)
+        found = np.where(found == self.separator, self.start, found)
+        return np.concatenate([[self.start], found]) if begin == 0 < stop else found
+
+
+class Text(NamedTuple):
+    """Training tokens, which stay in their file, and held-out ones, int64."""
+
+    train: Tokens
+    held_out: np.ndarray
+    fingerprint: str
+
+
+def read_text(config: DataConfig, folder: str, tokenizer: Tokenizer, start: int | None, length: int) -> Text:
+    """Read the text in the tokens of the model in `folder`.
+
+    `start` is the token with which the model begins a text: it stands at the beginning and, in the place of the
+    tokenizer's separator, between documents. Raises `ValueError` for a folder of token shards and where a part has
+    fewer than `length + 1` tokens; and as `subquad.data.prepare`.
+    """
+    corpus = prepare(config.replace(tokenizer=folder))
+    parts = []
+    for what, shard in (("train", corpus.train), ("held-out", corpus.held_out)):
+        if isinstance(shard, TokenSet):
+            raise ValueError(f"{config.path!r} is a folder of token shards; a conversion reads text")
+        tokens = Tokens(shard.tokens, start, separator_id(tokenizer))
+        if len(tokens) < length + 1:
+            raise ValueError(
+                f"the {what} part of {config.path!r} has {len(tokens)} tokens, too few for a window of {length} and "
+                f"the token after it; give more text{', a larger data.held_out' * (what == 'held-out')} or a shorter "
+                "batch.length"
+            )
+        parts.append(tokens)
+    train, held_out = parts
+    return Text(train, held_out.part(0, len(held_out)), corpus.fingerprint)
+
+
+class Batches:
+    """Batches `[B, T + 1]` of windows that share a token at their ends, in an order that the seed and the step fix."""
+
+    def __init__(self, tokens: Tokens, length: int, size: int, seed: int) -> None:
+        self.tokens = tokens
+        self.length = length
+        self.size = size
+        self.order = EpochOrder((len(tokens) - 1) // length, seed)
+        self.chosen = self.order.permutation()
+
+    def __call__(self, step: int) -> Tensor:
+        """Return the windows of a step (the first is 0)."""
+        rows = [self._window(number) for number in range(step * self.size, (step + 1) * self.size)]
+        return torch.from_numpy(np.stack(rows))
+
+    def _window(self, number: int) -> np.ndarray:
+        epoch, place = divmod(number, len(self.order))
+        if epoch != self.order.epoch:
+            self.order.set_epoch(epoch)
+            self.chosen = self.order.permutation()
+        start = int(self.chosen[place]) * self.length
+        return self.tokens.part(start, start + self.length + 1)

@@ -4,16 +4,21 @@ from __future__ import annotations
 
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import fields
 from functools import cache
 from pathlib import Path
 from typing import Any
 
 from subquad.adaptation.config import ConvertConfig
+from subquad.adaptation.conversion_report import STAGES, Report, draw
 from subquad.cli.arguments import Parser, data_is_a_path, files_first
+from subquad.cli.tables import print_table, size
+from subquad.evaluation.provenance import provenance
 
 PICTURE = "convert.png"
+STAGE_COLUMNS = ["stage", "loss", "perplexity", "passkey", "matching error", "minutes"]
+Lines = list[list[str]]
 
 
 @cache  # making one takes 0.2 s
@@ -42,19 +47,14 @@ def run(arguments: Sequence[str]) -> int:
     from transformers.utils.logging import disable_progress_bar
 
     from subquad.adaptation.conversion import Conversion
-    from subquad.hf import lora
 
-    lora.require_peft()
     disable_progress_bar()  # reading a file takes no time worth a bar
     with parser.checking():
         conversion = Conversion(values["model"], config, Progress() if sys.stderr.isatty() else None)
-    from subquad.adaptation import conversion_report
-    from subquad.evaluation.provenance import provenance
-
     report = conversion.run(**provenance(conversion.device, ("transformers", "peft")))
-    conversion_report.show(report)
+    show(report)
     picture = Path(config.out) / PICTURE
-    conversion_report.draw(report, picture)
+    draw(report, picture)
     sys.stdout.write(
         f"{config.out} holds the model, {picture.name} and report.json; check it: subquad audit {config.out}\n"
     )
@@ -76,3 +76,80 @@ class Progress:
         end = "\n" if done == steps else ""
         sys.stderr.write(f"\r{stage}: step {done:,} of {steps:,}, loss {loss:.4f}{end}")
         sys.stderr.flush()
+
+
+def show(report: Report) -> None:
+    """Print the tables of stages, positions, branches and decoding, and the sentences of the report."""
+    for title, headers, lines in (_stages(report), _positions(report), _branches(report), _decoding(report)):
+        print_table(title, headers, lines, markdown=False)
+    missing = report["stages"][0].get("passkey_missing")
+    if missing is not None:
+        sys.stdout.write(f"passkey: {missing}\n")
+    sys.stdout.write("\n".join([*report["explanation"], ""]))
+
+
+def _stages(report: Report) -> tuple[str, list[str], Lines]:
+    layers = report["layers"]
+    kept = ", ".join(map(str, layers["kept"])) or "none"
+    replaced = ", ".join(map(str, layers["replaced"]))
+    title = f"{report['attention']} in layers {replaced}; full attention kept: {kept}"
+    return title, STAGE_COLUMNS, [_stage(stage) for stage in report["stages"]]
+
+
+def _stage(stage: Mapping[str, Any]) -> list[str]:
+    key = stage["passkey"]
+    errors = stage.get("errors")
+    return [
+        STAGES[stage["stage"]],
+        f"{stage['loss']:.4f}",
+        f"{stage['perplexity']:,.3f}",
+        "-" if key is None else f"{key['value']:.0%} ± {key['error']:.0%}",
+        "-" if errors is None else " ".join(f"{error:.3f}" for error in errors),
+        f"{stage['seconds'] / 60:.1f}",
+    ]
+
+
+def _positions(report: Report) -> tuple[str, list[str], Lines]:
+    """The loss of each stage by tokens of context, and the share of each range in the gap."""
+    stages, gap = report["stages"], report["gap"]
+    tokens = sum(part["tokens"] for part in gap["by_position"])
+    lines = []
+    for place, part in enumerate(gap["by_position"]):
+        share = part["tokens"] * part["gap"] / tokens
+        losses = [f"{stage['by_position'][place]['loss']:.4f}" for stage in stages]
+        lines.append([context_range(part), *losses, f"{part['gap']:+.4f}", f"{share:+.4f}"])
+    lines.append(["all", *(f"{stage['loss']:.4f}" for stage in stages), *[f"{gap['loss']:+.4f}"] * 2])
+    headers = ["tokens of context", *(STAGES[stage["stage"]] for stage in stages), "gap", "part of it"]
+    return "loss by position (nats a token)", headers, lines
+
+
+def context_range(part: Mapping[str, Any]) -> str:
+    """`257 to 512`, or a number alone."""
+    start, last = part["start"], part["stop"] - 1
+    return f"{start:,}" if start == last else f"{start:,} to {last:,}"
+
+
+def _branches(report: Report) -> tuple[str, list[str], Lines]:
+    found = report["stages"][-1]["branches"]
+    base = found[0]["loss"]
+    lines = [[part["off"], f"{part['loss']:.4f}", f"{part['loss'] - base:+.4f}"] for part in found]
+    return "loss of the result with a branch switched off", ["off", "loss", "more"], lines
+
+
+def _decoding(report: Report) -> tuple[str, list[str], Lines]:
+    before, after = (report["stages"][i]["decoding"] for i in (0, -1))
+    lines = [
+        [
+            f"{a['context']:,}",
+            size(a["state_bytes"]),
+            size(b["state_bytes"]),
+            f"{a['tokens_per_second']:,.0f}",
+            f"{b['tokens_per_second']:,.0f}",
+        ]
+        for a, b in zip(before, after, strict=True)
+    ]
+    headers = ["context", "state before", "state after", "tokens/s before", "tokens/s after"]
+    kept = report["layers"]["kept"]
+    growth = "the kept layers' keys and values go on growing" if kept else "the state stops growing"
+    missing = "" if lines else "; nothing was timed: no measure.contexts within the model's positions"
+    return f"decoding one sequence: {growth}{missing}", headers, lines

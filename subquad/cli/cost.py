@@ -10,6 +10,7 @@ from rich.text import Text
 
 from subquad.cli.arguments import Parser
 from subquad.cli.tables import console, count, print_table, size, write_csv, write_json
+from subquad.models.stacks import STACKS
 
 if TYPE_CHECKING:
     from subquad.cli._context_costs import Volume
@@ -22,9 +23,6 @@ LEGEND = (
     "Scores are weights of all heads, computed (masked ones included) and allowed; a scan computes none. FLOPs count a "
     "multiply-add as two, with the projections. Activations are what autograd keeps of one sequence in float32; the "
     "state is what decoding keeps after it, in float32."
-)
-PERCEIVER_AR = (
-    "perceiver_ar's state is small because exact decoding (decode=exact) computes its latents anew at each token."
 )
 
 
@@ -166,5 +164,7 @@ def _print(measured: Sequence[Measured], title: str, markdown: bool) -> None:
     print_table(title, HEADERS, lines, markdown=markdown)
     if not markdown:
         console().print(Text(LEGEND))
-        if any(name.partition(" ")[0] == "perceiver_ar" for name, _, _ in measured):
-            console().print(Text(PERCEIVER_AR))
+        shown = {name.partition(" ")[0] for name, _, _ in measured}
+        for stack in STACKS.values():
+            if stack.name in shown and stack.cost_note:
+                console().print(Text(stack.cost_note))

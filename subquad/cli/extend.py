@@ -12,16 +12,14 @@ from functools import cache
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from rich.console import Console
+
 from subquad.adaptation.config import ExtendConfig
 from subquad.cli.arguments import Parser, data_is_a_path, files_first
+from subquad.cli.eval import show_progress
+from subquad.cli.tables import print_table
 
 if TYPE_CHECKING:
-    from rich.console import Console
-    from torch import nn
-
-    from subquad.adaptation.extension_report import Column
-    from subquad.data import Corpus
-    from subquad.evaluation.positions import PositionPlan
     from subquad.training.run import RunResult
 
 
@@ -35,13 +33,11 @@ def run(arguments: Sequence[str]) -> int:
         config = ExtendConfig(**{field.name: values[field.name] for field in fields(ExtendConfig)})
         if int(os.environ.get("WORLD_SIZE", "1")) > 1:
             raise ValueError("subquad extend runs in one process: start it without torchrun")
-        from subquad.adaptation import extension
+        from subquad.adaptation import extension, extension_report
 
         extension.scaled_config(config)
-    from rich.console import Console
-
     console = Console(stderr=True)
-    corpus, plan = prepare_report(config, console)
+    corpus, plan = extension_report.plan_report(config, console)
     resumed = (Path(config.run.folder) / "config.yaml").is_file() and config.run.resume != "never"
     result = extension.extend(config, console)
     if not result.interrupted and config.control:
@@ -50,7 +46,26 @@ def run(arguments: Sequence[str]) -> int:
             return _stopped(control, config, "the control")
     if result.interrupted:
         return _stopped(result, config, "the extension")
-    _finish(config, result, corpus, plan, begin, resumed=resumed)
+    device = result.model.device
+    losses = extension_report.measure(
+        config,
+        result,
+        corpus,
+        plan,
+        device,
+        begin=lambda name: sys.stderr.write(f"loss by position: {name}\n"),
+        progress=show_progress if sys.stderr.isatty() else None,
+    )
+    seconds = time.perf_counter() - begin
+    report = extension_report.make_report(config, result, plan, losses, seconds, device=device, resumed=resumed)
+    extension_report.write(report, result.folder)
+    title = f"{extension_report.title(report)}: held-out nats a token (perplexity)"
+    print_table(title, *extension_report.rows(report), markdown=False)
+    folder = shlex.quote(str(result.folder))
+    sys.stdout.write(
+        f"{result.folder} holds the adapter, the scaled configuration and the report (README.md says how to load "
+        f"them). One plain model:\n  subquad lora merge {folder} --out {folder}-merged\n"
+    )
     return 0
 
 
@@ -76,49 +91,8 @@ def _named(arguments: Sequence[str]) -> list[str]:
     return list(arguments)
 
 
-def prepare_report(config: ExtendConfig, console: Console | None) -> tuple[Corpus, PositionPlan]:
-    """The text and the windows of the report, before any training. Raises `ValueError` where the text is too short."""
-    from subquad.adaptation.extension import own_model
-    from subquad.data import prepare
-    from subquad.evaluation.positions import plan_positions
-    from subquad.training.task import preparing
-
-    folder, own = own_model(config)
-    data = config.data.replace(tokenizer=str(folder))
-    corpus = preparing(console, "text", lambda progress: prepare(data, progress=progress))
-    options = config.eval
-    plan = plan_positions(
-        len(corpus.held_out), own=own, length=config.length, tokens=options.tokens, stretches=options.stretches
-    )
-    return corpus, plan
-
-
 def _stopped(result: RunResult, config: ExtendConfig, what: str) -> int:
     command = f"subquad extend --config {shlex.quote(str(Path(config.run.folder) / 'config.yaml'))}"
     steps = f"step {result.steps} of {config.run.steps}"
     sys.stderr.write(f"stopped {what} after {steps}; go on with:\n  {command}\n")
     return 130
-
-
-def _finish(
-    config: ExtendConfig, result: RunResult, corpus: Corpus, plan: PositionPlan, begin: float, *, resumed: bool
-) -> None:
-    """Measure, write report.json, the picture and README.md into the run's folder, print."""
-    from subquad.adaptation import extension_report
-
-    columns: list[Column] = []
-    trained: nn.Module = result.model
-    device = result.model.device
-    trained.to("cpu")  # what is measured needs its place
-    for name, load in extension_report.subjects(config).items():
-        sys.stderr.write(f"loss by position: {name}\n")
-        columns.append(extension_report.measure(name, load, corpus.held_out.tokens, plan, device))
-    seconds = time.perf_counter() - begin
-    report = extension_report.make_report(config, result, plan, columns, seconds, device=device, resumed=resumed)
-    extension_report.write(report, result.folder)
-    extension_report.show(report)
-    folder = shlex.quote(str(result.folder))
-    sys.stdout.write(
-        f"{result.folder} holds the adapter, the scaled configuration and the report (README.md says how to load "
-        f"them). One plain model:\n  subquad lora merge {folder} --out {folder}-merged\n"
-    )

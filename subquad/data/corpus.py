@@ -12,7 +12,7 @@ from tokenizers import Tokenizer
 
 from subquad.config import digest
 from subquad.data.config import DataConfig
-from subquad.data.files import Progress, aside, cache_folder, remove, silent, usable, write_json
+from subquad.data.files import Progress, cache_folder, fill_once, remove, silent, write_json
 from subquad.data.shards import FORMAT_VERSION, TokenShard
 from subquad.data.sources import Source, cut, hold_out, open_source
 from subquad.data.token_set import TokenSet, held_out_names, is_token_set
@@ -88,13 +88,14 @@ def prepare(config: DataConfig, *, progress: Progress | None = None) -> Corpus:
         }
     )
     folder = cache_folder(config.cache) / f"corpus-{key}"
-    if not usable(folder, lambda: _open(folder)):
-        with aside(folder) as temporary:
-            temporary.mkdir()
-            _build(temporary, config, fixed, sources, progress or silent)
-            _add_manifest(temporary, contents)
-            for source, before in zip(sources, contents, strict=True):
-                _check_unchanged(source, before)
+
+    def fill(temporary: Path) -> None:
+        _build(temporary, config, fixed, sources, progress or silent)
+        _add_manifest(temporary, contents)
+        for source, before in zip(sources, contents, strict=True):
+            _check_unchanged(source, before)
+
+    fill_once(folder, lambda: _open(folder), fill)
     return _open(folder)
 
 
@@ -115,14 +116,15 @@ def prepare_shard(
     key = digest([before, made_by, skip_bad_files, FORMAT_VERSION, tokenizers.__version__])
     folder = cache_folder(cache) / f"shard-{key}"
     file = folder / "all.tokens"
-    if not usable(folder, lambda: TokenShard(file, tokenizer_hash=made_by)):
-        with aside(folder) as temporary:
-            temporary.mkdir()
-            with Spool(temporary / "text") as spool:
-                spool.read(source, progress or silent)
-                write_shard(temporary / file.name, spool, spool.parts, tokenizer, progress or silent)
-            remove(temporary / "text")
-            _check_unchanged(source, before)
+
+    def fill(temporary: Path) -> None:
+        with Spool(temporary / "text") as spool:
+            spool.read(source, progress or silent)
+            write_shard(temporary / file.name, spool, spool.parts, tokenizer, progress or silent)
+        remove(temporary / "text")
+        _check_unchanged(source, before)
+
+    fill_once(folder, lambda: TokenShard(file, tokenizer_hash=made_by), fill)
     return TokenShard(file, tokenizer_hash=made_by)
 
 

@@ -14,6 +14,8 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
+from subquad.config import suggest
+
 if sys.platform != "win32":
     import fcntl
 
@@ -92,6 +94,22 @@ def set_aside(path: Path) -> Path:
     away = _beside(path)
     os.replace(path, away)
     return away
+
+
+def fill_once(folder: Path, check: Callable[[], object], fill: Callable[[Path], None]) -> None:
+    """Fill `folder` by `fill(temporary)` where it is not there yet, or where `check` finds it damaged."""
+    if not usable(folder, check):
+        with aside(folder) as temporary:
+            temporary.mkdir()
+            fill(temporary)
+
+
+def no_path(asked: str, *forms: str) -> FileNotFoundError:
+    """Return the error for a path that is missing, with what stands beside it and the other `forms` of a path."""
+    folder, near = Path(asked).expanduser().parent, []
+    if folder.is_dir():
+        near = [str(entry) for entry in sorted(folder.iterdir()) if not entry.name.startswith(".")][:20]
+    return FileNotFoundError(f"there is no file or folder {asked!r}; {suggest(asked, [*forms, *near])}")
 
 
 def usable(folder: Path, check: Callable[[], object]) -> bool:

@@ -11,6 +11,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from subquad.config import suggest
+from subquad.data.files import no_path
 from subquad.data.image_files import (
     LABELS_WANTED,
     ImageSet,
@@ -100,8 +101,7 @@ def _read(path: str) -> dict[str, ImageSet]:
         if not is_npz(place):
             raise ValueError(f"{path} is not a set of images; a file must be .npz or .npz.xz, or give its folder")
         return read_npz(place)
-    near = [str(entry) for entry in sorted(place.parent.iterdir())[:20]] if place.parent.is_dir() else []
-    raise FileNotFoundError(f"there is no file or folder {path!r}; {suggest(path, [*near, 'hf:NAME'])}")
+    raise no_path(path, "hf:NAME")
 
 
 def pictures(folder: Path) -> list[Path]:

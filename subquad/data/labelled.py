@@ -12,9 +12,9 @@ from typing import Any
 from torch import Tensor
 from torch.utils.data import Dataset
 
-from subquad.config import digest, suggest
+from subquad.config import digest
 from subquad.data.config import LabelledConfig
-from subquad.data.files import Progress, silent
+from subquad.data.files import Progress, no_path, silent
 from subquad.data.lra.made import made
 from subquad.data.lra.read_images import grey_images, pathfinder_release
 from subquad.data.lra.read_text import hub_parts, listops_release, paper_pairs, texts
@@ -139,8 +139,7 @@ def _state(asked: str) -> list[Any]:
     elif place.is_dir():
         files = sorted(Path(folder, name) for folder, _, names in os.walk(place) for name in names)
     else:
-        near = [str(entry) for entry in sorted(place.parent.iterdir())[:20]] if place.parent.is_dir() else []
-        raise FileNotFoundError(f"there is no file or folder {asked!r}; {suggest(asked, [*near, 'hf:NAME'])}")
+        raise no_path(asked, "hf:NAME")
     stats = [(file, file.stat()) for file in files]
     return [[file.as_posix(), stat.st_size, stat.st_mtime_ns] for file, stat in stats]
 

@@ -20,6 +20,7 @@ from pathlib import Path
 from typing import Any, NamedTuple, Protocol
 
 from subquad.config import suggest
+from subquad.data.files import no_path
 from subquad.data.packed import BAD_ZIP, DAMAGE, check_zip, most, too_much, unpack, unpack_any
 
 logger = logging.getLogger(__name__)
@@ -94,15 +95,7 @@ def open_source(path: str, *, skip_bad_files: bool = False) -> Source:
         if not files:
             raise FileNotFoundError(f"the glob {path!r} matches no file")
         return FileSource(path, Path(os.path.commonpath([file.parent for file in files])), files, skip_bad_files)
-    raise FileNotFoundError(_missing(path, place))
-
-
-def _missing(path: str, place: Path) -> str:
-    choices = ["stdlib", "hf:NAME"]
-    if place.parent.is_dir():
-        shown = [entry for entry in sorted(os.listdir(place.parent)) if not entry.startswith(".")]
-        choices += [str(place.parent / entry) for entry in shown[:20]]
-    return f"there is no file or folder {path!r}; {suggest(path, choices)}"
+    raise no_path(path, "stdlib", "hf:NAME")
 
 
 def _files_below(root: Path) -> list[Path]:

@@ -19,7 +19,7 @@ from torch import Tensor
 from torch.utils.data import Dataset
 
 from subquad.config import digest
-from subquad.data.files import Progress, aside, cache_folder, silent, usable, write_json
+from subquad.data.files import Progress, cache_folder, fill_once, silent, usable, write_json
 from subquad.data.packing import Packing, pack
 from subquad.data.shards import TokenShard
 from subquad.data.token_set import OPEN_SHARDS, ShardError, TokenSet
@@ -235,8 +235,11 @@ class PackedSetWindows(SetWindows):
         if not usable(self.folder, lambda: _read(self.folder)):
             unreadable = [entry.name for i, entry in enumerate(tokens.entries) if not _readable(tokens, i)]
             self.folder = self._place(tokens, unreadable)
-            if not unreadable or not usable(self.folder, lambda: _read(self.folder)):
-                _make(self.folder, tokens, unreadable, length, progress or silent)
+
+            def fill(temporary: Path) -> None:
+                _pack_all(temporary, tokens, unreadable, length, progress or silent)
+
+            fill_once(self.folder, lambda: _read(self.folder), fill)
         self._found = _read(self.folder)
         super().__init__(tokens, self._found["windows"])
         check_not_empty(self, tokens.path)
@@ -281,21 +284,19 @@ def _readable(tokens: TokenSet, shard: int) -> bool:
     return True
 
 
-def _make(folder: Path, tokens: TokenSet, unreadable: Sequence[str], length: int, progress: Progress) -> None:
+def _pack_all(folder: Path, tokens: TokenSet, unreadable: Sequence[str], length: int, progress: Progress) -> None:
     """Pack each shard, and write where the pieces are, the counts and the checksums."""
     found: dict[str, list[int | str]] = {"windows": [], "used": [], "sha256": []}
-    with aside(folder) as temporary:
-        temporary.mkdir()
-        for i, entry in enumerate(tokens.entries):
-            progress("packing", i, len(tokens.entries))
-            none = np.zeros(1, dtype=np.int64)
-            packing = pack(none if entry.name in unreadable else tokens.shard(i).documents, length)
-            file = temporary / f"{i:05d}.npy"
-            np.save(file, np.concatenate(packing))
-            found["windows"].append(len(packing.firsts) - 1)
-            found["used"].append(int((packing.stops - packing.starts).sum()))
-            found["sha256"].append(hashlib.sha256(file.read_bytes()).hexdigest())
-        write_json(temporary / COUNTS, {"packing": found, "digest": digest(found)})
+    for i, entry in enumerate(tokens.entries):
+        progress("packing", i, len(tokens.entries))
+        none = np.zeros(1, dtype=np.int64)
+        packing = pack(none if entry.name in unreadable else tokens.shard(i).documents, length)
+        file = folder / f"{i:05d}.npy"
+        np.save(file, np.concatenate(packing))
+        found["windows"].append(len(packing.firsts) - 1)
+        found["used"].append(int((packing.stops - packing.starts).sum()))
+        found["sha256"].append(hashlib.sha256(file.read_bytes()).hexdigest())
+    write_json(folder / COUNTS, {"packing": found, "digest": digest(found)})
 
 
 def _read(folder: Path) -> dict[str, list[Any]]:

@@ -39,7 +39,7 @@ class BagOfTokens:
     """The one that was chosen: the L2 penalty's factor."""
 
     def accuracy(self, items: Dataset[dict[str, Tensor]], count: int) -> float:
-        """Share of the first `count` items whose label is the likeliest."""
+        """Return the share of the first `count` items whose label is the likeliest."""
         features_NF, labels_N = bags(items, range(count), self.vocab_size)
         return _accuracy(self._logits(features_NF), labels_N)
 
@@ -50,7 +50,7 @@ class BagOfTokens:
 def fit_bag_of_tokens(
     items: Dataset[dict[str, Tensor]], count: int, /, *, vocab_size: int, classes: int
 ) -> BagOfTokens:
-    """The baseline, fitted on `EXAMPLES` of the first `count` items, evenly spread (all where there are fewer).
+    """Fit the baseline on `EXAMPLES` of the first `count` items, evenly spread (all where there are fewer).
 
     The penalty is the one that does best on every fifth of each class when the others are learned from; then all are.
     The features are `bags`; L-BFGS in float64 from zeros: nothing is random. Raises `ValueError` for fewer than 2
@@ -125,7 +125,7 @@ def _accuracy(logits_NC: Tensor, labels_N: Tensor) -> float:
 
 @dataclass(frozen=True)
 class ClassEvaluation:
-    """What `evaluate_classifier` measured."""
+    """The result of `evaluate_classifier`."""
 
     examples: int
     accuracy: float
@@ -157,9 +157,10 @@ def evaluate_classifier(
     baseline: BagOfTokens | None = None,
     progress: Callable[[int, int], None] | None = None,
 ) -> ClassEvaluation:
-    """Accuracy and loss on the first `count` of `items` (`input_ids`, `attention_mask`, `labels`; of pairs `pair_*`).
+    """Measure accuracy and loss on the first `count` of `items`.
 
-    `classes` names the labels; `baseline` is measured on the same items. Runs where the model is, without dropout.
+    Items hold `input_ids`, `attention_mask` and `labels`, of pairs `pair_*` too. `classes` names the labels;
+    `baseline` is measured on the same items. Runs where the model is, without dropout.
     `progress(done, batches)` is called after each batch. Raises `ValueError` for a count or a batch size below 1.
     """
     for name, value in (("count", count), ("batch_size", batch_size)):

@@ -1,4 +1,4 @@
-"""How to measure, apart from the measuring so that the command line reads it without loading torch."""
+"""Configuration of `subquad eval`."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ class TextConfig(Config):
 
 @dataclass(frozen=True, kw_only=True)
 class EvalConfig(Config):
-    """How to measure."""
+    """Settings of a measurement."""
 
     data: TextConfig = field(default_factory=TextConfig)
     """The text to measure on."""

@@ -1,4 +1,4 @@
-"""What every picture shares: colours that the colour-blind tell apart, a grid of matrices, repeatable files."""
+"""Shared parts of pictures: colours that the colour-blind tell apart, a grid of matrices, repeatable files."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ LABELLED = 40
 
 
 class Style(NamedTuple):
-    """How a line looks; no two of the first 24 are alike, and those of one colour differ in marker and dashes."""
+    """The look of a line; no two of the first 24 are alike, and those of one colour differ in marker and dashes."""
 
     color: str
     linestyle: str

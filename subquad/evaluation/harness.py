@@ -50,7 +50,7 @@ BOOTSTRAP = 1000
 
 @dataclass(frozen=True)
 class TaskEvaluation:
-    """What `evaluate_tasks` measured."""
+    """The result of `evaluate_tasks`."""
 
     results: dict[str, dict[str, Any]]
     """By task, and by group where there are any: each metric as `metric,filter`, and `metric_stderr,filter`."""
@@ -181,7 +181,7 @@ def prepare_tasks(
     batch_size: int = 8,
     prefix_token: int | None = None,
 ) -> PreparedTasks:
-    """What `evaluate_tasks` does before it asks the model; arguments and errors as there."""
+    """Load tasks and wrap the model, as `evaluate_tasks` does before it asks it; arguments and errors as there."""
     _check(tasks, task_path, length=length, num_fewshot=num_fewshot, limit=limit, batch_size=batch_size)
     with quiet():
         asked = wrap(model, tokenizer, length, batch_size, prefix_token)

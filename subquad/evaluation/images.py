@@ -22,7 +22,7 @@ from subquad.models.mlp import Mlp
 
 @dataclass(frozen=True)
 class ImageEvaluation:
-    """What `evaluate_images` measured. A dimension is a byte: a pixel of a grey image, a channel of a colour's."""
+    """The result of `evaluate_images`. A dimension is a byte: a pixel of a grey image, a channel of a colour's."""
 
     images: int
     dimensions: int
@@ -54,7 +54,7 @@ def evaluate_images(
     batch_size: int = 16,
     progress: Callable[[int, int], None] | None = None,
 ) -> ImageEvaluation:
-    """Bits per dimension of the images `[N, T]`, uint8, and of a part of their dimensions (`occluded`, bool `[T]`).
+    """Measure bits per dimension of images `[N, T]`, uint8, and of a part of their dimensions (`occluded`, bool `[T]`).
 
     Runs where the model is, without dropout. `progress(done, images)` is called after each batch. Raises `ValueError`
     for no image, a batch size below 1, images or a mask that do not fit the model, and a mask without a True.
@@ -100,18 +100,18 @@ LR = 2e-3
 
 
 class Reader:
-    """What `train_reader` trained: T - 64 - 64 - classes, with ReLU."""
+    """A small classifier of images: T - 64 - 64 - classes, with ReLU."""
 
     def __init__(self, model: Mlp) -> None:
         self.model = model
 
     @torch.no_grad()
     def labels(self, pixels_NT: Tensor, /) -> Tensor:
-        """The likeliest class of each image `[N, T]` of bytes, `[N]`."""
+        """Return the likeliest class of each image `[N, T]` of bytes, `[N]`."""
         return self.model(_inputs(pixels_NT)).argmax(-1)
 
     def accuracy(self, pixels_NT: Tensor, labels_N: Tensor, /) -> float:
-        """Share of the images that it reads as their labels say."""
+        """Return the share of the images that it reads as their labels say."""
         return (self.labels(pixels_NT) == labels_N).double().mean().item()
 
 

@@ -8,16 +8,13 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 import torch
 from torch.nn.functional import cross_entropy
 
-if TYPE_CHECKING:
-    from transformers import PreTrainedModel
-
-    from subquad.evaluation.text import Tokens
+from subquad.evaluation.text import Tokens
 
 MOST_NUMBERS = 1 << 26
 """Of the logits that are computed at a time: as many windows are read at once, at least one."""
@@ -25,7 +22,7 @@ MOST_NUMBERS = 1 << 26
 
 @dataclass(frozen=True)
 class PositionPlan:
-    """Which windows are read, and which of their predictions count.
+    """The windows that are read, and the predictions of theirs that count.
 
     A window begins every `step` tokens of a stretch of the text; ranges of positions are multiples of `step` wide. So
     each counted token of the text is predicted exactly `width / step` times from each range: the ranges' losses are
@@ -71,7 +68,7 @@ class RangeLoss:
 
 
 def plan_positions(size: int, *, own: int, length: int, tokens: int, stretches: int) -> PositionPlan:
-    """The windows of a text of `size` tokens for a model made for `own` tokens that is to read `length`.
+    """Plan the windows of a text of `size` tokens for a model made for `own` tokens that is to read `length`.
 
     Ranges end at own / 2, own, 2 own, ... and at the last multiple of the step (own / 2 or less) up to `length`. Raises
     `ValueError` for lengths that are none and for a text that is too short.
@@ -100,14 +97,14 @@ def plan_positions(size: int, *, own: int, length: int, tokens: int, stretches: 
 
 @torch.no_grad()
 def loss_by_position(
-    model: PreTrainedModel | Any,
+    model: Any,
     tokens: Tokens,
     /,
     plan: PositionPlan,
     *,
     progress: Callable[[int, int], None] | None = None,
 ) -> tuple[RangeLoss, ...]:
-    """The mean loss of each range of positions, in nats a token; sums in float64, the mode of the model is restored."""
+    """Measure the mean loss of each range of positions, in nats a token; sums in float64, restores the model's mode."""
     training, device = model.training, next(model.parameters()).device
     shape = (len(plan.starts), plan.edges[-1])
     sums, counts = np.zeros(shape), np.zeros(shape, dtype=np.int64)

@@ -1,4 +1,4 @@
-"""What a model remembers: accuracy by length, depth and distance, and the loss by tokens of context.
+"""Memory of a model: accuracy by length, depth and distance, and the loss by tokens of context.
 
 Shape letters: B batch (rows), T tokens, M tokens that predict (all, or the latents of a perceiver_ar), D model width,
 N places that are asked.
@@ -26,7 +26,7 @@ Progress = Callable[[int, int], None]
 class Score:
     """A mean over what was asked of sequences of `length` tokens, from `start` to before `stop` (equal: at `start`).
 
-    What `start` and `stop` count is the function's that made it: depth, distance, share of the string, context.
+    The function that made it says what `start` and `stop` count: depth, distance, share of the string, context.
     """
 
     length: int
@@ -116,13 +116,13 @@ def check_reach(model: Decoder, length: int, first: int, /) -> None:
 
 
 def by_depth(rows: ProbeRows, right_BT: np.ndarray, depth: float, /) -> Score:
-    """The share of rows whose answers are all right, in rows made for one depth."""
+    """Return the share of rows whose answers are all right, in rows made for one depth."""
     row_B = (right_BT == rows.asked).all(1)
     return _score(rows, depth, depth, row_B.astype(float), np.ones(len(row_B)))
 
 
 def by_distance(rows: ProbeRows, right_BT: np.ndarray, /) -> list[Score]:
-    """The share of right answers by tokens from the source to the answer, in ranges that double: 1, 2 to 3, 4 to 7 ..
+    """Return the share of right answers by tokens from the source to the answer, in ranges that double: 1, 2 to 3, ..
 
     Ranges in which nothing is asked are left out.
     """
@@ -133,7 +133,7 @@ def by_distance(rows: ProbeRows, right_BT: np.ndarray, /) -> list[Score]:
 
 
 def by_place(rows: ProbeRows, right_BT: np.ndarray, parts: int, /) -> list[Score]:
-    """The share of right answers in `parts` equal parts of all that is asked of a row, in order; ranges of 0 to 1."""
+    """Return the share of right answers in `parts` equal parts of what a row asks, in order; ranges of 0 to 1."""
     if parts < 1:
         raise ValueError(f"parts must be at least 1, got {parts}")
     order_BT = rows.asked.cumsum(1) - 1
@@ -142,7 +142,7 @@ def by_place(rows: ProbeRows, right_BT: np.ndarray, parts: int, /) -> list[Score
 
 
 def overall(rows: ProbeRows, right_BT: np.ndarray, /) -> Score:
-    """The share of right answers of all that is asked."""
+    """Return the share of right answers of all that is asked."""
     return _score(rows, 0, 1, right_BT.sum(1).astype(float), rows.asked.sum(1).astype(float))
 
 
@@ -160,7 +160,7 @@ def _score(rows: ProbeRows, start: float, stop: float, right_B: np.ndarray, aske
 
 @dataclass(frozen=True)
 class ContextLoss:
-    """What `context_loss` measured at one length."""
+    """The result of `context_loss` at one length."""
 
     same: Score
     """The loss of the tokens that are the same at all lengths: from `start` tokens of context to all of `length`."""
@@ -178,7 +178,7 @@ def context_loss(
     batch_size: int = 8,
     progress: Progress | None = None,
 ) -> list[ContextLoss]:
-    """Nats a token of a text by tokens of context, in windows of each of `lengths` that end at the same tokens.
+    """Measure nats a token of a text by tokens of context, in windows of each of `lengths` that end at the same tokens.
 
     The windows of the greatest length do not overlap: there are `windows` of them, or as many as the text holds. The
     last half of the shortest window is the same text at every length: whether a longer context helps can be read off

@@ -1,4 +1,4 @@
-"""What a figure was measured on: day, machine, versions, commit."""
+"""Provenance of a measured figure: day, machine, versions, commit."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ WRITTEN = ("README.md", "result.json", "plot.png")
 
 
 def machine(device: torch.device | str) -> dict[str, Any]:
-    """The processor or GPU, cores, memory and threads."""
+    """Return the processor or GPU, cores, memory and threads."""
     found: dict[str, Any] = {
         "cpu": _cpu(),
         "cores": os.cpu_count(),
@@ -32,12 +32,12 @@ def machine(device: torch.device | str) -> dict[str, Any]:
 
 
 def described(found: dict[str, Any]) -> str:
-    """What `machine` found, in a few words."""
+    """Return the result of `machine` in a few words."""
     return found.get("gpu") or f"{found.get('cpu', 'a CPU')}, PyTorch threads: {found.get('threads', '?')}"
 
 
 def versions(distributions: tuple[str, ...] = ()) -> dict[str, str]:
-    """Of Python, subquad, torch, Triton and those of the distributions that are there."""
+    """Return versions of Python, subquad, torch, Triton and the distributions that are installed."""
     found = {"python": platform.python_version(), "subquad": __version__, "torch": torch.__version__}
     if torch.version.cuda:
         found["cuda"] = torch.version.cuda
@@ -49,7 +49,7 @@ def versions(distributions: tuple[str, ...] = ()) -> dict[str, str]:
 
 
 def version_of(distribution: str) -> str | None:
-    """The installed version; None where there is none."""
+    """Return the installed version; None where there is none."""
     try:
         return version(distribution)
     except PackageNotFoundError:
@@ -57,7 +57,7 @@ def version_of(distribution: str) -> str | None:
 
 
 def commit() -> str:
-    """The commit of this checkout, marked where files differ from it; else SUBQUAD_COMMIT, else `unknown`.
+    """Return the commit of this checkout, marked where files differ from it; else SUBQUAD_COMMIT, else `unknown`.
 
     What experiments write into their own folders as they run is no difference.
     """
@@ -79,7 +79,7 @@ def commit() -> str:
 
 
 def provenance(device: torch.device | str, distributions: tuple[str, ...] = ()) -> dict[str, Any]:
-    """All of that, and the day."""
+    """Return machine, versions and commit, and the day."""
     return {
         "date": date.today().isoformat(),
         "machine": machine(device),

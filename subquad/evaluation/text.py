@@ -12,19 +12,17 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from itertools import groupby, islice, pairwise
-from typing import TYPE_CHECKING, Any, NamedTuple, TypeAlias
+from typing import Any, NamedTuple, TypeAlias
 
 import numpy as np
 import torch
 from torch import Tensor
 
+from subquad.data.token_set import SetTokens
 from subquad.data.windows import IGNORED, PADDING
 from subquad.models import Decoder
 
-if TYPE_CHECKING:
-    from subquad.data.token_set import SetTokens
-
-Tokens: TypeAlias = "Sequence[int] | np.ndarray | Tensor | SetTokens"
+Tokens: TypeAlias = Sequence[int] | np.ndarray | Tensor | SetTokens
 
 
 class Window(NamedTuple):
@@ -36,7 +34,7 @@ class Window(NamedTuple):
 
 
 def plan(tokens: int, length: int, stride: int, latents: int | None = None) -> list[Window]:
-    """The windows that predict each of `tokens` tokens but the first exactly once.
+    """Return the windows that predict each of `tokens` tokens but the first exactly once.
 
     Each reads at most `length` tokens and begins `stride` after the one before. The first counts all of its
     predictions, the others the last `stride`, each made with at least `length - stride + 1` tokens of context. With
@@ -56,7 +54,7 @@ def plan(tokens: int, length: int, stride: int, latents: int | None = None) -> l
 
 
 def batches(windows: Sequence[Window], batch_size: int) -> Iterator[list[Window]]:
-    """Batches of windows of equal size: only the last window can be shorter, so nothing is padded."""
+    """Yield batches of windows of equal size: only the last window can be shorter, so nothing is padded."""
     for _, equal in groupby(windows, key=lambda window: window.stop - window.start):
         group = list(equal)
         for i in range(0, len(group), batch_size):
@@ -65,7 +63,7 @@ def batches(windows: Sequence[Window], batch_size: int) -> Iterator[list[Window]
 
 @torch.no_grad()
 def losses(model: Decoder, tokens: Tokens, batch: list[Window]) -> np.ndarray:
-    """Nats `[B, T]` of each next token (or of the last ones, where only they are predicted), float64."""
+    """Return nats `[B, T]` of each next token (or of the last ones, where only they are predicted), float64."""
     rows_BT = np.stack([np.asarray(tokens[window.start : window.stop + 1], dtype=np.int64) for window in batch])
     check_vocabulary(model, rows_BT)
     tokens_BT = torch.from_numpy(rows_BT).to(next(model.parameters()).device)
@@ -85,7 +83,7 @@ def check_vocabulary(model: Decoder, tokens: np.ndarray) -> None:
 
 @contextmanager
 def evaluating(model: Decoder) -> Iterator[None]:
-    """Within the block the model is in eval mode."""
+    """Put the model in eval mode within the block."""
     training = model.training
     model.eval()
     try:
@@ -111,7 +109,7 @@ def check_documents(model: Decoder, documents: np.ndarray, tokens: int, skip: in
 
 
 def plan_documents(documents: np.ndarray, length: int, stride: int) -> list[Window]:
-    """`plan` inside each document."""
+    """Return `plan` inside each document."""
     return [
         Window(*(start + place for place in window))
         for start, stop in pairwise(np.asarray(documents).tolist())
@@ -120,7 +118,7 @@ def plan_documents(documents: np.ndarray, length: int, stride: int) -> list[Wind
 
 
 def rows_of(windows: Sequence[Window], length: int) -> Iterator[list[Window]]:
-    """Windows packed into rows of at most `length` tokens, first fit."""
+    """Yield windows packed into rows of at most `length` tokens, first fit."""
     rows: list[list[Window]] = []
     room: list[int] = []
     for window in windows:
@@ -142,7 +140,7 @@ def rows_of(windows: Sequence[Window], length: int) -> Iterator[list[Window]]:
 def packed_batches(
     model: Decoder, tokens: Tokens, chosen: Sequence[Window], batch_size: int, length: int
 ) -> Iterator[list[tuple[Window, np.ndarray]]]:
-    """Batches of `batch_size` packed rows: their windows with the nats of what each predicts."""
+    """Yield batches of `batch_size` packed rows: their windows with the nats of what each predicts."""
     packed = rows_of(chosen, length)
     while rows := list(islice(packed, batch_size)):
         windows = [window for row in rows for window in row]
@@ -151,7 +149,7 @@ def packed_batches(
 
 @torch.no_grad()
 def _losses(model: Decoder, tokens: Tokens, rows: Sequence[Sequence[Window]], length: int) -> list[np.ndarray]:
-    """Nats of each next token of the windows, row after row, float64."""
+    """Return nats of each next token of the windows, row after row, float64."""
     shape = (len(rows), length)
     tokens_BT, labels_BT = np.zeros(shape, dtype=np.int64), np.full(shape, IGNORED, dtype=np.int64)
     doc_ids_BT = np.full(shape, PADDING, dtype=np.int64)
@@ -187,7 +185,7 @@ class PositionLoss:
 
 @dataclass(frozen=True)
 class Evaluation:
-    """What `evaluate` measured."""
+    """The result of `evaluate`."""
 
     tokens: int
     """Tokens predicted."""
@@ -216,7 +214,7 @@ class Evaluation:
 
 
 def _cut_text(tokens: Tokens, decode: Callable[[list[int]], str] | None) -> tuple[int | None, int | None]:
-    """The bytes and words that `tokens` stand for: None without `decode`."""
+    """Return the bytes and words that `tokens` stand for: None without `decode`."""
     if decode is None:
         return None, None
     text = decode(np.asarray(tokens).tolist())
@@ -324,7 +322,7 @@ def _check(tokens: int, length: int, stride: int, windows: int | None, batch_siz
 def _scores(
     model: Decoder, tokens: Tokens, chosen: Sequence[Window], batch_size: int, length: int
 ) -> Iterator[list[tuple[Window, np.ndarray]]]:
-    """Batches of windows with the nats of what each predicts."""
+    """Yield batches of windows with the nats of what each predicts."""
     for batch in batches(chosen, batch_size):
         yield list(zip(batch, losses(model, tokens, batch), strict=True))
 
@@ -335,7 +333,7 @@ def _summed(
     windows: int,
     progress: Callable[[int, int], None] | None,
 ) -> tuple[np.ndarray, np.ndarray]:
-    """Nats `[length]` of the predictions that count, and how many they are, by place in the window."""
+    """Return nats `[length]` of the predictions that count, and how many they are, by place in the window."""
     nats_T = np.zeros(length)
     count_T = np.zeros(length, dtype=np.int64)
     done = 0
@@ -351,7 +349,7 @@ def _summed(
 
 
 def _ranges(nats_T: np.ndarray, count_T: np.ndarray) -> Iterator[PositionLoss]:
-    """Contexts of 1, 2 to 3, 4 to 7, ... tokens; ranges without a prediction are left out."""
+    """Yield contexts of 1, 2 to 3, 4 to 7, ... tokens; ranges without a prediction are left out."""
     length = len(nats_T)
     start = 1
     while start <= length:

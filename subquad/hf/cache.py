@@ -59,11 +59,11 @@ class _StateSlot(CacheLayerMixin):
         raise TypeError("a SubquadCache holds the state of a subquad model and takes no keys and values of another one")
 
     def get_seq_length(self) -> int:
-        """Tokens read, padding included: where `generate` goes on in its input."""
+        """Return tokens read, padding included: where `generate` goes on in its input."""
         return self.length
 
     def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
-        """Length and offset of the attention mask that belongs to `query_length` more tokens."""
+        """Return length and offset of the attention mask that belongs to `query_length` more tokens."""
         return self.length + query_length, 0
 
     def get_max_length(self) -> int:

@@ -15,7 +15,7 @@ FIELDS = tuple(field.name for field in dataclasses.fields(DecoderConfig))
 
 
 def _default(name: str) -> Any:
-    """The decoder's default of a field, so that it is written once."""
+    """Return the decoder's default of a field, so that it is written once."""
     field = DecoderConfig.__dataclass_fields__[name]
     if field.default is dataclasses.MISSING:
         return dataclasses.field(default_factory=field.default_factory)
@@ -94,10 +94,10 @@ class SubquadConfig(PreTrainedConfig):
         self.decoder_config()
 
     def decoder_config(self) -> DecoderConfig:
-        """The decoder's own configuration; raises `ValueError` or `TypeError` as it does."""
+        """Return the decoder's own configuration; raises `ValueError` or `TypeError` as it does."""
         return DecoderConfig.from_dict({name: getattr(self, name) for name in FIELDS})
 
     @classmethod
     def from_decoder(cls, config: DecoderConfig, **kwargs: Any) -> Self:
-        """The same model; `kwargs` are transformers' own fields, as `eos_token_id`."""
+        """Return the same model; `kwargs` are transformers' own fields, as `eos_token_id`."""
         return cls(**config.to_dict(), **kwargs)

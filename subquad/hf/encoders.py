@@ -43,7 +43,7 @@ class EncoderModel(StrictModel):
     model: Any
 
     def get_input_embeddings(self) -> nn.Module:
-        """The table of token vectors."""
+        """Return the table of token vectors."""
         table: nn.Module = self.model.encoder.embedding.tokens
         return table
 
@@ -68,7 +68,7 @@ def read_inputs(
     output_attentions: bool | None,
     output_hidden_states: bool | None,
 ) -> tuple[Tensor, Tensor | None]:
-    """The tokens `[B, T]` and which are real (None: all). Raises `ValueError` for what no encoder of ours takes."""
+    """Return the tokens `[B, T]` and which are real (None: all); `ValueError` for inputs that no encoder takes."""
     refuse_inputs(inputs_embeds, output_attentions, output_hidden_states)
     if input_ids is None:
         raise ValueError("input_ids is needed: a tensor [B, T] of token numbers")
@@ -90,13 +90,13 @@ class SubquadClassifierConfig(SubquadConfig):
         self.encoder_config()
 
     def encoder_config(self) -> EncoderConfig:
-        """The classifier's own configuration; raises `ValueError` or `TypeError` as it does."""
+        """Return the classifier's own configuration; raises `ValueError` or `TypeError` as it does."""
         values = {name: getattr(self, name) for name in (*FIELDS, "pooling", "causal", "towers")}
         return EncoderConfig.from_dict({**values, "num_classes": self.num_labels})
 
     @classmethod
     def from_encoder(cls, config: EncoderConfig, *, classes: Sequence[str] | None = None, **kwargs: Any) -> Self:
-        """The same model; `classes` names its classes, and `kwargs` are transformers' own fields.
+        """Return the same model; `classes` names its classes, and `kwargs` are transformers' own fields.
 
         Raises `ValueError` where there are more or fewer names than classes.
         """
@@ -146,7 +146,7 @@ class SubquadForSequenceClassification(EncoderModel):
         output_hidden_states: bool | None = None,
         return_dict: bool | None = None,
     ) -> SequenceClassifierOutput | tuple[Any, ...]:
-        """Logits `[B, classes]` of `input_ids` `[B, T]` and, with `labels` `[B]`, the mean cross-entropy in nats.
+        """Return logits `[B, classes]` of `input_ids` `[B, T]` and, with `labels` `[B]`, the mean cross-entropy.
 
         `attention_mask` is `[B, T]`, 0 at padding, which may stand anywhere. With `towers=2` the other sequence of each
         pair is `pair_input_ids` with `pair_attention_mask`. The label -100 does not count. Raises `ValueError` or
@@ -168,7 +168,7 @@ class SubquadForSequenceClassification(EncoderModel):
         return output if wants_dict else output.to_tuple()
 
     def _denoise(self, denoising: Denoising, read: list[tuple[Tensor, Tensor | None]]) -> tuple[Tensor, Tensor]:
-        """The logits of sequences with hidden tokens, and the weighted loss of predicting those."""
+        """Return the logits of sequences with hidden tokens, and the weighted loss of predicting those."""
         encoder = self.model.encoder
         if not isinstance(encoder, Encoder):
             raise ValueError(f"attention {self.config.attention!r} keeps no vector for each token to predict it from")
@@ -215,12 +215,12 @@ class SubquadPretrainingConfig(SubquadConfig):
             raise ValueError(f"unknown objective {self.objective!r}; valid: causal, denoise")
 
     def encoder_config(self) -> EncoderConfig:
-        """The encoder's own configuration; raises `ValueError` or `TypeError` as it does."""
+        """Return the encoder's own configuration; raises `ValueError` or `TypeError` as it does."""
         return EncoderConfig.from_dict({name: getattr(self, name) for name in (*FIELDS, "pooling", "causal")})
 
     @classmethod
     def from_encoder(cls, config: EncoderConfig, **kwargs: Any) -> Self:
-        """The same encoder; `kwargs` are the other fields, and transformers' own."""
+        """Return the same encoder; `kwargs` are the other fields, and transformers' own."""
         values = {name: value for name, value in config.to_dict().items() if name not in ("num_classes", "towers")}
         return cls(**values, **kwargs)
 
@@ -251,7 +251,7 @@ class SubquadForPreTraining(EncoderModel):
         output_hidden_states: bool | None = None,
         return_dict: bool | None = None,
     ) -> MaskedLMOutput | tuple[Any, ...]:
-        """Logits `[B, T, V]` of `input_ids` `[B, T]` as they are; with `labels`, the loss in nats a predicted token.
+        """Return logits `[B, T, V]` of `input_ids` `[B, T]` or, with `labels`, the loss in nats a predicted token.
 
         `labels` are the tokens themselves, as `input_ids`: which of them are hidden, or that each is to follow those
         before it, is the objective's. In training the hidden ones are drawn anew, in an evaluation they are always the

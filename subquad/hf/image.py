@@ -39,18 +39,18 @@ class SubquadImageConfig(SubquadConfig):
         self.image_config()
 
     def image_config(self) -> ImageModelConfig:
-        """The model's own configuration; raises `ValueError` or `TypeError` as it does."""
+        """Return the model's own configuration; raises `ValueError` or `TypeError` as it does."""
         return ImageModelConfig.from_dict({name: getattr(self, name) for name in self.own_fields})
 
     @classmethod
     def from_image(cls, config: ImageModelConfig, **kwargs: Any) -> Self:
-        """The same model; `kwargs` are transformers' own fields."""
+        """Return the same model; `kwargs` are transformers' own fields."""
         return cls(**config.to_dict(), **kwargs)
 
 
 @dataclass
 class ImageModelOutput(ModelOutput):
-    """What `SubquadForImages` returns."""
+    """The output of `SubquadForImages`."""
 
     loss: Tensor | None = None
     """Nats a pixel."""
@@ -76,11 +76,11 @@ class SubquadForImages(StrictModel):
     def forward(
         self, input_ids: Tensor | None = None, labels: Tensor | None = None, return_dict: bool | None = None
     ) -> ImageModelOutput | tuple[Any, ...]:
-        """With `labels` the loss in nats a pixel, else the parameters `[B, T, P]` of each pixel's distribution.
+        """Return the loss in nats a pixel (with `labels`) or parameters `[B, T, P]` of each pixel's distribution.
 
         `input_ids` `[B, T]` are the bytes of images, row by row, the channels of a pixel one after another; T may be
         less than a whole image. `labels` are the same, with -100 for pixels that do not count. Raises `ValueError` or
-        `TypeError` for what is no image of the configuration.
+        `TypeError` for bytes that are not an image of the configuration.
         """
         if input_ids is None:
             raise ValueError("input_ids is needed: the bytes of images, a tensor [B, T]")
@@ -94,7 +94,7 @@ class SubquadForImages(StrictModel):
         return output if wants_dict else output.to_tuple()
 
     def get_input_embeddings(self) -> nn.Module:
-        """The table of level vectors."""
+        """Return the table of level vectors."""
         return self.model.embedding.tokens
 
     def _init_weights(self, module: nn.Module) -> None:

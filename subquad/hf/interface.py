@@ -61,7 +61,7 @@ def set_attention(model: PreTrainedModel, name: str | None, **options: Any) -> N
         options: the mechanism's options, such as `segment=256` for `llp`; the others keep their defaults.
 
     Raises `ValueError` for a mechanism, an option or a value that does not fit, and for a model that ours cannot run
-    in; `TypeError` for what is no transformers model. The model is then as it was.
+    in; `TypeError` for anything but a transformers model. The model is then as it was.
     """
     if not isinstance(model, PreTrainedModel):
         raise TypeError(f"model must be a PreTrainedModel of transformers, got {type(model).__name__}")
@@ -98,7 +98,7 @@ def check_attention(model: PreTrainedModel) -> None:
 
 
 def wanted_attention(entry: Any) -> tuple[str, dict[str, Any]]:
-    """Mechanism and options of a configuration's entry `subquad`; `ValueError` where it is none."""
+    """Return mechanism and options of a configuration's entry `subquad`; `ValueError` where it is none."""
     values = dict(entry) if isinstance(entry, Mapping) else {}
     name, options = values.pop("attention", None), values.pop("options", {})
     if values or not isinstance(name, str) or not isinstance(options, Mapping):
@@ -138,7 +138,7 @@ class _Wanted:
 
 
 def _with_attention(to_dict: Any) -> Any:
-    """`to_dict` of a configuration, with `subquad` where the model runs one of ours that was named in no other way."""
+    """Wrap `to_dict` so that it writes `subquad` where a model runs one of ours and no entry says so."""
 
     @functools.wraps(to_dict)
     def whole(self: PreTrainedConfig) -> dict[str, Any]:
@@ -152,7 +152,7 @@ def _with_attention(to_dict: Any) -> Any:
 
 
 def _runs(config: PreTrainedConfig) -> str | None:
-    """The mechanism of ours that a model of this configuration runs."""
+    """Return the mechanism of ours that a model of this configuration runs."""
     implementation = config._attn_implementation
     ours = isinstance(implementation, str) and implementation.removeprefix(PREFIX) in OPTIONS
     return implementation.removeprefix(PREFIX) if ours and implementation.startswith(PREFIX) else None
@@ -205,7 +205,7 @@ def _attention(
     is_causal: bool | None = None,
     **kwargs: Any,
 ) -> tuple[Tensor, None]:
-    """The attention function of the implementation `subquad_<name>`: `[B, T, H, K]` and no weights."""
+    """Return the attention function of the implementation `subquad_<name>`: `[B, T, H, K]` and no weights."""
     for option in REFUSED:
         if kwargs.get(option) is not None:
             raise ValueError(f"subquad attention does not compute {option}, which {type(module).__name__} asks for")

@@ -49,7 +49,7 @@ class Header(NamedTuple):
         return self.vocab > 0
 
     def parts(self) -> list[tuple[str, tuple[int, ...]]]:
-        """The tensors in their order, by our names; those of all layers in one."""
+        """Return the tensors in their order, by our names; those of all layers in one."""
         d, f, n, v = self.dim, self.hidden, self.layers, abs(self.vocab)
         kv = self.channels * self.kv_heads
         head: list[tuple[str, tuple[int, ...]]] = [] if self.tied else [("head.weight", (v, d))]
@@ -71,7 +71,7 @@ class Header(NamedTuple):
 
 
 def read_llama2c(path: str | os.PathLike[str]) -> SubquadForCausalLM:
-    """The model in a llama2.c checkpoint, a decoder with `full` attention, in evaluation mode.
+    """Return the model in a llama2.c checkpoint, a decoder with `full` attention, in evaluation mode.
 
     Its rotary positions turn neighbouring channels (2c, 2c + 1), ours (c, c + K/2): rows of q and k are moved. Raises
     `FileNotFoundError` where there is no file and `ValueError` that names the file for another version of the format,
@@ -129,7 +129,7 @@ def _header(path: Path) -> Header:
 
 
 def _count(shape: tuple[int, ...]) -> int:
-    """In Python's integers, which do not overflow."""
+    """Multiply the sides in Python's integers, which do not overflow."""
     count = 1
     for n in shape:
         count *= n
@@ -159,6 +159,6 @@ def _config(header: Header) -> SubquadConfig:
 
 
 def _halves(x_LCD: Tensor, channels: int) -> Tensor:
-    """Rows of each head from (0, 1), (2, 3), ... to 0, 2, ..., 1, 3, ..."""
+    """Return rows of each head from (0, 1), (2, 3), ... to 0, 2, ..., 1, 3, ..."""
     pairs = x_LCD.unflatten(1, (-1, channels // 2, 2))
     return pairs.transpose(2, 3).flatten(1, 3)

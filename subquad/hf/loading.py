@@ -70,7 +70,7 @@ class StrictModel(PreTrainedModel):
 
 
 def read_config(folder: str | Path) -> PreTrainedConfig:
-    """The configuration in a folder, no code of which is run; `ValueError` names the folder where it is damaged."""
+    """Read the configuration in a folder, without running its code; `ValueError` names a damaged one."""
     with naming(folder):
         values = read_json_mapping(Path(folder) / CONFIG)
         _check_counts(values, SMALL)
@@ -81,7 +81,7 @@ def read_config(folder: str | Path) -> PreTrainedConfig:
 
 
 def fetch(name: str) -> Path:
-    """The folder of a model on the Hugging Face hub, fetched where it must be; `FileNotFoundError`: it has none."""
+    """Return the folder of a model on the Hugging Face hub, downloading it if needed; `FileNotFoundError` for none."""
     try:
         return Path(snapshot_download(name, allow_patterns=["*.json", "*.safetensors", "tokenizer*", "*.jinja"]))
     except (OSError, ValueError) as error:  # no such name, no network
@@ -92,7 +92,7 @@ def fetch(name: str) -> Path:
 
 @contextmanager
 def naming(place: object) -> Iterator[None]:
-    """Around what reads a model's folder: whatever a damaged one raises is a `ValueError` that names it."""
+    """Turn whatever reading a damaged model folder raises into a `ValueError` that names the folder."""
     try:
         yield
     except OSError:
@@ -124,7 +124,7 @@ def no_bar() -> Iterator[None]:
 
 @contextmanager
 def quiet() -> Iterator[None]:
-    """Keep transformers from telling of weights that do not fit, where the caller does."""
+    """Keep transformers from reporting weights that do not fit, where the caller reports them."""
     level = hf_logging.get_verbosity()
     hf_logging.set_verbosity_error()
     try:

@@ -62,13 +62,13 @@ class Base:
 
     @classmethod
     def of(cls, folder: str | Path, classes: Sequence[str] | None = None) -> Base:
-        """The record of a folder with a model."""
+        """Return the record of a folder with a model."""
         names = None if classes is None else tuple(classes)
         return cls(str(folder), str(Path(folder).resolve()), weights_digest(folder), names)
 
     @classmethod
     def read(cls, folder: str | Path) -> Base:
-        """What an adapter's folder says; `FileNotFoundError` where it doesn't, `ValueError` where it is damaged."""
+        """Read the record in an adapter's folder; `FileNotFoundError` for none, `ValueError` for a damaged one."""
         file = Path(folder) / RECORD
         if not file.is_file():
             raise FileNotFoundError(f"{folder} holds no {RECORD}, which names the model that the adapter belongs to")
@@ -80,7 +80,7 @@ class Base:
         return cls(**{**values, "classes": None if classes is None else tuple(map(str, classes))})
 
     def find(self, adapter: str | Path) -> Path:
-        """The base's folder: where it was, or at the same relative path from a folder above the adapter's.
+        """Return the base's folder: where it was, or at the same relative path from a folder above the adapter's.
 
         Raises `FileNotFoundError` where no such folder holds a model, and `ValueError` where its weights are others.
         """
@@ -130,7 +130,7 @@ def check_adapter(folder: str | Path, model: nn.Module, defaults: Mapping[str, A
 
 
 def read_tensors(file: Path) -> dict[str, Tensor]:
-    """The tensors of a safetensors file; `ValueError` names it where it is damaged."""
+    """Return the tensors of a safetensors file; `ValueError` names it where it is damaged."""
     try:
         return load_file(file)
     except OSError:
@@ -145,7 +145,7 @@ def is_adapter(folder: str | Path) -> bool:
 
 
 def weights_digest(folder: str | Path) -> str:
-    """SHA-256 of a folder's weights, `*.safetensors` in the order of their names; `FileNotFoundError` without any."""
+    """Return the SHA-256 of a folder's `*.safetensors`, in the order of their names; `FileNotFoundError` for none."""
     files = sorted(Path(folder).glob("*.safetensors"))
     if not files:
         raise FileNotFoundError(f"{folder} holds no weights (*.safetensors)")
@@ -158,7 +158,7 @@ def weights_digest(folder: str | Path) -> str:
 
 
 def put_adapter(model: PreTrainedModel, config: Any) -> PeftModel:
-    """PEFT's model; it asks transformers for a property by its old name."""
+    """Return PEFT's model around `model`, without the warning about a property that PEFT asks for by its old name."""
     from peft import get_peft_model
 
     with warnings.catch_warnings():
@@ -183,7 +183,7 @@ def is_extension(folder: str | Path) -> bool:
 
 
 def base_config(folder: str | Path) -> SubquadConfig:
-    """The configuration of the model in `folder`; errors say what is there instead of a model of ours."""
+    """Return the configuration of the model in `folder`; errors say what is there instead of a model of ours."""
     folder = Path(folder)
     if not folder.is_dir():
         raise FileNotFoundError(f"there is no folder {folder}; lora.base is the folder of a run")
@@ -198,7 +198,7 @@ def base_config(folder: str | Path) -> SubquadConfig:
 
 
 def load_base(folder: str | Path, classes: Sequence[str] | None = None) -> PreTrainedModel:
-    """The model in `folder`; with `classes` a classifier with a new head for them, from the present random numbers."""
+    """Load the model in `folder`; with `classes` a classifier with a new head for them, drawn at random."""
     config = base_config(folder)
     model_class: Any = next(owner for owner in _MODELS if owner.config_class is type(config))
     if classes is None:
@@ -223,7 +223,7 @@ def _inverse(names: dict[int, str]) -> dict[str, int]:
 
 
 def targets(model: nn.Module, wanted: Sequence[str] = ()) -> list[str]:
-    """Full names of the linear layers that get factors: those that `wanted` names, or all but heads and look-ups.
+    """Return full names of the linear layers that get factors: those in `wanted`, or all but heads and look-ups.
 
     A word of `wanted` is the end of a name (`query`, `feedforward.up`) or a regular expression for a whole one. Raises
     `ValueError` for a word that names no layer, and for a layer whose matrix is read without a call.
@@ -258,7 +258,7 @@ def _matching(word: str, names: Sequence[str]) -> list[str]:
 
 
 def _short(names: Sequence[str]) -> set[str]:
-    """The last two parts of names, by which layers of all depths are meant."""
+    """Return the last two parts of names, by which layers of all depths are meant."""
     parts = [[part for part in name.split(".") if not part.isdigit()] for name in names]
     return {".".join(part[-2:]) for part in parts}
 
@@ -302,7 +302,7 @@ def add_adapter(
 
 
 def adapter_weights(model: nn.Module) -> dict[str, Tensor]:
-    """The adapter's tensors by the names of PEFT's file; `model` is what `add_adapter` was given or what it made."""
+    """Return the adapter's tensors by the names of PEFT's file; `model` is what `add_adapter` took or returned."""
     from peft import get_peft_model_state_dict
 
     tensors = get_peft_model_state_dict(_inner(model), save_embedding_layers=False)
@@ -382,19 +382,19 @@ def _short_targets(unknown: set[str], linear: set[str]) -> bool:
 
 
 def open_adapter(folder: str | Path) -> PeftModel:
-    """The model of an adapter's folder: its base, found by the record, with the adapter put into it."""
+    """Return the model of an adapter's folder: its base, found by the record, with the adapter put into it."""
     record = Base.read(folder)
     return load_adapter(load_base(record.find(folder), record.classes), folder)
 
 
 def merge(adapted: PeftModel) -> PreTrainedModel:
-    """The model with `W + s B A` as its weights, and no factors. Raises `ValueError` for what isn't finite."""
+    """Return the model with `W + s B A` as its weights, and no factors. Raises `ValueError` for what isn't finite."""
     merged: PreTrainedModel = adapted.merge_and_unload(safe_merge=True)
     return merged
 
 
 def counts(model: nn.Module) -> tuple[int, int]:
-    """Parameters that train, and all."""
+    """Return parameters that train, and all."""
     parameters = list(model.parameters())
     return sum(p.numel() for p in parameters if p.requires_grad), sum(p.numel() for p in parameters)
 

@@ -59,7 +59,7 @@ class SubquadForCausalLM(StrictModel, GenerationMixin):
         latents: int | None = None,
         doc_ids: Tensor | None = None,
     ) -> CausalLMOutputWithPast | tuple[Any, ...]:
-        """Logits of the next token `[B, T, V]` and, with `labels`, the loss in nats.
+        """Return logits of the next token `[B, T, V]` and, with `labels`, the loss in nats.
 
         `labels` `[B, T]` are the tokens themselves, as everywhere in transformers: they are shifted here, and -100 and
         padding are left out. The loss is the mean over the labels that count, or their sum over `num_items_in_batch`
@@ -67,7 +67,7 @@ class SubquadForCausalLM(StrictModel, GenerationMixin):
         begins with padding it still holds one label that no real token predicts. `attention_mask` is `[B, T]` or longer
         by the tokens in `past_key_values`; padding may stand anywhere. A cache that is given is read, and moves on
         unless `use_cache` is False. Positions count the real tokens of a row; `position_ids` may say the same, or
-        pack documents. `logits_to_keep` keeps the last so many logits (0: all), or those at the places in a tensor
+        pack documents. `logits_to_keep` keeps that number of last logits (0: all), or those at the places in a tensor
         `[N]` of integers. With labels in training the logits are None, which saves their memory, unless `output_logits`
         is True. Raises `ValueError` or `TypeError` for inputs that the model does not take.
 
@@ -174,11 +174,11 @@ class SubquadForCausalLM(StrictModel, GenerationMixin):
         return self.model.loss_of_passes(passes, target_BT, reduction="sum") / items
 
     def blocks_to_shard(self) -> list[nn.Module]:
-        """The decoder's."""
+        """Return the decoder's blocks, if they are called as a whole."""
         return list(self.model.blocks_to_shard())
 
     def get_input_embeddings(self) -> nn.Module:
-        """The table of token vectors."""
+        """Return the table of token vectors."""
         return self.model.embedding.tokens
 
     def set_input_embeddings(self, value: nn.Module) -> None:
@@ -186,7 +186,7 @@ class SubquadForCausalLM(StrictModel, GenerationMixin):
         self.model.embedding.tokens = value
 
     def get_output_embeddings(self) -> nn.Module | None:
-        """The head; None where the head is the table of token vectors."""
+        """Return the head; None where the head is the table of token vectors."""
         return self.model.head
 
     def set_output_embeddings(self, new_embeddings: nn.Module) -> None:
@@ -229,7 +229,7 @@ def refuse_inputs(
 
 
 def _kept(logits_to_keep: int | Tensor, outputs: int) -> slice | Tensor:
-    """The places whose logits are wanted, as an index of so many outputs."""
+    """Return the places whose logits are wanted, as an index of `outputs` places."""
     if isinstance(logits_to_keep, Tensor):
         if logits_to_keep.ndim != 1 or logits_to_keep.dtype not in (torch.int64, torch.int32):
             raise TypeError(
@@ -249,7 +249,7 @@ def _kept(logits_to_keep: int | Tensor, outputs: int) -> slice | Tensor:
 
 
 def padding_mask(attention_mask: Tensor | None, tokens_BT: Tensor) -> Tensor | None:
-    """Bool `[B, T]` of the tokens at hand, or None where all are real (one look at the data, not when compiled)."""
+    """Return which tokens are real, bool `[B, T]`, or None for all (looks at the data once, not when compiled)."""
     if attention_mask is None:
         return None
     B, T = tokens_BT.shape
@@ -284,7 +284,7 @@ def check_positions(position_ids: Tensor | None, tokens_BT: Tensor, mask_BT: Ten
 def packed_documents(
     doc_ids: Tensor | None, position_ids: Tensor | None, attention_mask: Tensor | None, tokens_BT: Tensor
 ) -> Tensor | None:
-    """The documents `[B, T]` of packed rows: those given, or one for each time that the positions begin again at 0.
+    """Return the documents `[B, T]` of packed rows: those given, or one wherever positions begin again at 0.
 
     None where nothing is packed. Raises `ValueError` for positions that say something else than `doc_ids`.
     """

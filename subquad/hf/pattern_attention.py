@@ -74,7 +74,7 @@ def check_options(name: str, options: Mapping[str, Any]) -> None:
 
 
 def parts_of(name: str, num_heads: int, options: Mapping[str, Any]) -> tuple[Part, ...]:
-    """The patterns of `num_heads` query heads, in the order of the heads.
+    """Return the patterns of `num_heads` query heads, in the order of the heads.
 
     Raises `ValueError` and `TypeError` for a mechanism, an option or a value that does not fit.
     """
@@ -86,7 +86,7 @@ def parts_of(name: str, num_heads: int, options: Mapping[str, Any]) -> tuple[Par
         most = MOST.get(option, 2**31 - 1)
         if isinstance(value, int) and value > most:
             raise ValueError(f"option {option!r} of {name!r} must be at most {most:,}, got {value:,}")
-    # With their types: True is no 1 here.
+    # The cache's key has the types too, since True == 1.
     return _parts(name, num_heads, tuple((option, value, type(value)) for option, value in options.items()))
 
 
@@ -157,7 +157,7 @@ def standing_mask(
 
 
 def read_standing(mask: Tensor | None, batch: int, queries: int, keys: int) -> Standing:
-    """What `standing_mask` wrote; without any mask the queries are all the keys there are.
+    """Read a mask of `standing_mask`; without any mask the queries are all the keys there are.
 
     Raises `ValueError` for a mask that is not ours.
     """
@@ -229,13 +229,13 @@ def attend_over(
 
 
 def _reach(parts: Sequence[Part]) -> int:
-    """Tokens that a query sees before itself, at most."""
+    """Return tokens that a query sees before itself, at most."""
     reaches = [pattern.reach for part in parts for pattern in part.patterns]
     return max(sys.maxsize if reach is None else reach for reach in reaches)
 
 
 def _union(q_BHTK: Tensor, k_BGSK: Tensor, v_BGSK: Tensor, patterns: Sequence[Pattern], **places: Any) -> Tensor:
-    """Softmax over the union of disjoint patterns."""
+    """Compute the softmax over the union of disjoint patterns."""
     parts = [block_attention_with_lse(q_BHTK, k_BGSK, v_BGSK, pattern, **places) for pattern in patterns]
     outs, lses = zip(*parts, strict=True)
     return outs[0] if len(outs) == 1 else merge_attention(outs, lses)[0]

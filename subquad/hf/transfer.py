@@ -27,7 +27,7 @@ TRAINING_ALONE = ("dropout", "attention_dropout", "init_std")
 
 
 def from_transformers(model: PreTrainedModel | str | os.PathLike[str]) -> SubquadForCausalLM:
-    """Our causal language model with the settings and tensors of one of transformers, and so with its logits.
+    """Return our causal language model with the settings and tensors of one of transformers, and so with its logits.
 
     `model` is a causal language model of the families `llama`, `qwen2`, `qwen3`, `gpt2` or `gpt_neox`, its folder, or
     its name on the hub (safetensors alone). Attention is `full`, or where `config.subquad` names another, that; tensors
@@ -70,7 +70,7 @@ def _taken(model: PreTrainedModel) -> SubquadForCausalLM:
 
 
 def _attention(config: PreTrainedConfig) -> tuple[str, dict[str, Any]]:
-    """The mechanism that the model attends by, and its options: `full`, or what `register()` has put into the file."""
+    """Return the mechanism that the model attends by, and its options: `full`, or those of `config.subquad`."""
     entry = getattr(config, "subquad", None)
     return ("full", {}) if entry is None else wanted_attention(entry)
 
@@ -84,7 +84,7 @@ def _share_with_global_tokens(tensors: dict[str, Tensor]) -> None:
 
 
 def to_transformers(model: SubquadForCausalLM, family: str | None = None) -> PreTrainedModel:
-    """A model of transformers with the settings and tensors of ours, and so with its logits.
+    """Return a model of transformers with the settings and tensors of ours, and so with its logits.
 
     `family` is one of `llama`, `qwen2`, `qwen3`, `gpt2`, `gpt_neox`; None: the first that the model fits. Dropout and
     the spread of the first weights are left out where the family has none. Raises `ValueError` for an unknown family
@@ -113,7 +113,7 @@ def to_transformers(model: SubquadForCausalLM, family: str | None = None) -> Pre
 
 
 def canonical(config: DecoderConfig) -> DecoderConfig:
-    """The same decoder with everything said outright that follows from something else, and the rest at its default."""
+    """Return the same decoder with derived settings written out, and settings without effect at their defaults."""
     names = set(config.mechanisms)
     biases = {name: getattr(config, name) for name in ("qkv_bias", "out_bias", "ff_bias")}
     width = config.ff_dim
@@ -136,7 +136,7 @@ def canonical(config: DecoderConfig) -> DecoderConfig:
 
 
 def _simplest(settings: dict[str, Any]) -> dict[str, Any]:
-    """The same settings without those that hold anyway: mechanisms that lack them can take a layer's place."""
+    """Return the settings without those that hold anyway, so that mechanisms that lack them can be chosen."""
     said = dict(settings)
     if said.get("head_dim") == said["dim"] / said["num_heads"]:
         del said["head_dim"]
@@ -165,7 +165,7 @@ def _family(config: Any) -> Family:
 
 
 def _fitting(config: DecoderConfig, families: list[Family]) -> tuple[Family, dict[str, Any]]:
-    """The first family that has every setting of `config`, and its configuration's values."""
+    """Return the first family that has every setting of `config`, and its configuration's values."""
     _check_mechanism(config)
     reasons: dict[str, str] = {}
     for family in families:
@@ -222,7 +222,7 @@ def _head(family: Family, config: DecoderConfig) -> list[Move]:
 
 
 def _load(place: str | os.PathLike[str]) -> PreTrainedModel:
-    """A model of transformers from its folder or the hub, with every tensor in its place."""
+    """Return a model of transformers from its folder or the hub, with every tensor in its place."""
     folder = Path(place)
     if not folder.exists():
         folder = fetch(os.fspath(place))

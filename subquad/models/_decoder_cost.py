@@ -25,7 +25,7 @@ class _Loss(nn.Module):
 
 
 def kept_in_training(decoder: Decoder, tokens: int) -> int:
-    """Bytes that autograd keeps of the loss of one sequence."""
+    """Return bytes that autograd keeps of the loss of one sequence."""
     return activation_bytes(_Loss(decoder), lambda: torch.zeros(1, tokens, dtype=torch.int64))
 
 

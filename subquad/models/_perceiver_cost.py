@@ -78,7 +78,7 @@ def _layers(model: PerceiverAR, tokens: int) -> list[LayerCost]:
 
 
 def _allowed_pairs(pattern: Pattern, rows: int) -> int:
-    """Weights of the history, all unmasked."""
+    """Return weights of the history, all unmasked."""
     if isinstance(pattern, Blocks):
         whole, part = divmod(rows, pattern.size)
         return whole * pattern.size**2 + part**2
@@ -86,12 +86,12 @@ def _allowed_pairs(pattern: Pattern, rows: int) -> int:
 
 
 def _computed(pattern: Pattern, q_start: int, queries: int, keys: int) -> int:
-    """Weights in the tiles of the engine, the queries being the last of the keys."""
+    """Return weights in the tiles of the engine, the queries being the last of the keys."""
     return sum(g.rows * g.keys * g.count for g in static_groups(pattern, q_start, queries, 0, keys)) if queries else 0
 
 
 def _projection_flops(model: PerceiverAR, tokens: int, layers: list[LayerCost]) -> int:
-    """The matrices of the layers and of the head, and the projection over the sequence."""
+    """Return the matrices of the layers and of the head, and the projection over the sequence."""
     M = min(tokens, model.latents)
     total = M * sum(_weights(part) for part in (model.head_weight, model.lookup))
     for i, layer in enumerate(layers):
@@ -127,5 +127,5 @@ class _Loss(nn.Module):
 
 
 def _kept_in_training(model: PerceiverAR, tokens: int) -> int:
-    """Bytes that autograd keeps of the loss of one sequence."""
+    """Return bytes that autograd keeps of the loss of one sequence."""
     return activation_bytes(_Loss(model), lambda: torch.zeros(1, tokens, dtype=torch.int64))

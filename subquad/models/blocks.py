@@ -63,7 +63,7 @@ class Block(ResidualBlock):
     def forward(
         self, x_BTD: Tensor, state: State | None, lengths_B: Tensor | Documents | None, memory: Tensor | None = None
     ) -> tuple[Tensor, State, Tensor | None]:
-        """The layer on rows that begin with their `lengths_B` real tokens (None: all T), after those in `state`.
+        """Return the layer on rows that begin with their `lengths_B` real tokens (None: all T), after those in `state`.
 
         `Documents` in their place say which tokens of the rows are sequences of their own, with no state before them.
         `memory` is what the layer below handed on, for mechanisms that take one (Luna's); others pass it on.
@@ -79,7 +79,7 @@ class Block(ResidualBlock):
         return x_BTD + self.dropout(self.feedforward(self.feedforward_norm(read_BTD))), state, memory
 
     def output_projections(self) -> list[nn.Linear]:
-        """The last linear maps of both branches, which write into the residual stream.
+        """Return the last linear maps of both branches, which write into the residual stream.
 
         Those of a mechanism are its linear layers whose name is `out` or ends with `_out`.
         """
@@ -136,7 +136,7 @@ class PassBias(nn.Module):
 
 
 def build_mechanisms(config: DecoderConfig, *, causal: bool = True) -> list[Attention]:
-    """The mechanism of each layer, in its causal or its bidirectional form.
+    """Return the mechanism of each layer, in its causal or its bidirectional form.
 
     `options` of a mechanism win over the decoder's own settings (`bias`, `attention_dropout`, `num_kv_heads`, `rope`,
     `rope_base`). Options of a registered mechanism that no layer uses are checked, names and values, and otherwise

@@ -29,7 +29,7 @@ class TowerHead(nn.Module):
         self.out = nn.Linear(dim, num_classes)
 
     def forward(self, a_BD: Tensor, b_BD: Tensor) -> Tensor:
-        """Logits `[B, classes]`."""
+        """Return logits `[B, classes]`."""
         joined = torch.cat([a_BD, b_BD, a_BD - b_BD, a_BD * b_BD], -1)
         return self.out(F.gelu(self.hidden(joined)))
 
@@ -41,7 +41,7 @@ class Classifier(nn.Module):
     """
 
     reads_whole_sequences = True
-    """An output may depend on later tokens: this is no causal language model."""
+    """Outputs may depend on later tokens, unlike those of a causal language model."""
 
     def __init__(self, config: EncoderConfig) -> None:
         super().__init__()
@@ -67,7 +67,7 @@ class Classifier(nn.Module):
         pair_tokens: Tensor | None = None,
         pair_mask: Tensor | None = None,
     ) -> Tensor:
-        """Logits `[B, classes]` of `tokens` `[B, T]`; `mask` is a bool `[B, T]`, True for a real token.
+        """Return logits `[B, classes]` of `tokens` `[B, T]`; `mask` is a bool `[B, T]`, True for a real token.
 
         With `towers=2` also `pair_tokens` `[B, U]` and `pair_mask`, the other sequence. Raises `ValueError` where they
         are missing, or given to a classifier of single sequences.
@@ -77,12 +77,12 @@ class Classifier(nn.Module):
         return self.logits(a_BD, None if pair_tokens is None else self.encoder.pooled(pair_tokens, pair_mask))
 
     def logits(self, a_BD: Tensor, b_BD: Tensor | None = None, /) -> Tensor:
-        """Logits `[B, classes]` from one vector a sequence, or two a pair."""
+        """Return logits `[B, classes]` from one vector a sequence, or two a pair."""
         vectors = [self.dropout(vector) for vector in (a_BD, b_BD) if vector is not None]
         return self.head(*vectors)
 
     def num_parameters(self) -> int:
-        """Numbers that training changes."""
+        """Return the number of parameters."""
         return sum(p.numel() for p in self.parameters())
 
     def cost(self, tokens: int) -> Cost:

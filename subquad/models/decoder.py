@@ -73,7 +73,7 @@ class Decoder(nn.Module):
         self.apply(self.initialise)
 
     def blocks(self) -> list[Block]:
-        """The layers, from the embeddings to the head."""
+        """Return the layers, from the embeddings to the head."""
         return [block for block in self.layers if isinstance(block, Block)]
 
     @property
@@ -101,7 +101,7 @@ class Decoder(nn.Module):
         mask: Tensor | None = None,
         doc_ids: Tensor | None = None,
     ) -> tuple[Tensor, State]:
-        """Logits `[B, T, V]` of the token after each of `tokens` `[B, T]`, which follow those that made `state`.
+        """Return logits `[B, T, V]` of the token after each of `tokens` `[B, T]`, which follow those that made `state`.
 
         `mask` is a bool `[B, T]`, True for a real token. Padding may stand anywhere: positions and mechanisms count
         real tokens only, and the outputs at padding are zero. The state returned is for the next call. `doc_ids`, whole
@@ -145,11 +145,11 @@ class Decoder(nn.Module):
         return None
 
     def state_bytes(self, tokens: int) -> int:
-        """Bytes of the state after `tokens` tokens of one sequence, in float32."""
+        """Return bytes of the state after `tokens` tokens of one sequence, in float32."""
         return self.config.loops * sum(block.attention.state_bytes(tokens) for block in self.blocks())
 
     def most_new_tokens(self, prompt: int, state: State | None = None) -> int | None:
-        """Tokens that can follow a prompt of `prompt` tokens, read by `read` but for its last; None: any number."""
+        """Return how many tokens can follow a prompt of `prompt` tokens, its last one unread; None: any number."""
         return None
 
     def token_settings(self) -> dict[str, Any]:
@@ -184,7 +184,7 @@ class Decoder(nn.Module):
         return self.hidden(tokens_BT, state)[1]
 
     def logits(self, h_BTD: Tensor, /) -> Tensor:
-        """The head: from what `hidden` returned, or some of its tokens, `[.., D]`, to logits `[.., V]`."""
+        """Return the head: from what `hidden` returned, or some of its tokens, `[.., D]`, to logits `[.., V]`."""
         logits_BTV = F.linear(h_BTD, self.head_weight)
         return logits_BTV if self.lookup is None else self.lookup(logits_BTV)
 
@@ -196,7 +196,7 @@ class Decoder(nn.Module):
         mask: Tensor | None = None,
         doc_ids: Tensor | None = None,
     ) -> tuple[Tensor, State]:
-        """As `forward`, without the head: vectors `[B, T, D]` after the last norm."""
+        """Return vectors `[B, T, D]` after the last norm: `forward` without the head."""
         layers: dict[str, Tensor | int | State] = {}
         passes, seen = self._run(tokens_BT, state, mask, doc_ids, layers)
         group = active_group()
@@ -205,11 +205,11 @@ class Decoder(nn.Module):
         return passes[-1], State({"seen": seen, **layers}, self.config_hash)
 
     def vectors(self, tokens_BT: Tensor, /, mask: Tensor | None = None) -> Tensor:
-        """The vectors of `hidden` for whole sequences, keeping no state: for training, where it would cost memory."""
+        """Return the vectors of `hidden` for whole sequences, keeping no state, which would cost training memory."""
         return self.passes(tokens_BT, mask)[-1]
 
     def passes(self, tokens_BT: Tensor, /, mask: Tensor | None = None, doc_ids: Tensor | None = None) -> list[Tensor]:
-        """The vectors whose losses count: those of `vectors`, and in training with `loop_loss="all"` of every pass."""
+        """Return the vectors whose losses count: the last pass's or, training with `loop_loss="all"`, every pass's."""
         return self._run(tokens_BT, None, mask, doc_ids, None)[0]
 
     def loss(
@@ -222,7 +222,7 @@ class Decoder(nn.Module):
         *,
         reduction: Reduction = "mean",
     ) -> Tensor:
-        """Cross-entropy in nats of `labels` `[B, T]`, where label t is the token to predict at t.
+        """Return the cross-entropy in nats of `labels` `[B, T]`, where label t is the token to predict at t.
 
         The label -100 and padding do not count. `reduction` is `mean` (over the labels that count), `sum`, or `none`
         for `[B, T]`, with zeros where nothing counts. `[B, T, V]` is never held: the logits come in parts. In training
@@ -244,12 +244,12 @@ class Decoder(nn.Module):
         return labels_BT
 
     def loss_of_passes(self, passes: list[Tensor], labels_BT: Tensor, /, *, reduction: Reduction = "mean") -> Tensor:
-        """The mean of `loss_of_hidden` over what `passes` returned."""
+        """Return the mean of `loss_of_hidden` over what `passes` returned."""
         losses = [self.loss_of_hidden(h_BTD, labels_BT, reduction=reduction) for h_BTD in passes]
         return losses[0] if len(losses) == 1 else torch.stack(losses).mean(0)
 
     def loss_of_hidden(self, h_BTD: Tensor, labels_BT: Tensor, /, *, reduction: Reduction = "mean") -> Tensor:
-        """The cross-entropy of `loss` from what `hidden` returned."""
+        """Return the cross-entropy of `loss` from what `hidden` returned."""
         h_ND, labels_N = h_BTD.flatten(0, 1), labels_BT.flatten()
         if self.lookup is None:
             loss = linear_cross_entropy(h_ND, self.head_weight, labels_N, ignore_index=IGNORED, reduction=reduction)
@@ -261,7 +261,7 @@ class Decoder(nn.Module):
         return loss.view(labels_BT.shape) if reduction == "none" else loss
 
     def num_parameters(self) -> int:
-        """Numbers that training changes; tied ones count once."""
+        """Return the number of parameters; tied ones count once."""
         return sum(p.numel() for p in self.parameters())
 
     def cost(self, tokens: int) -> Cost:
@@ -289,7 +289,7 @@ class Decoder(nn.Module):
         )
 
     def communication(self, tokens: int, ranks: int) -> tuple[Sent, ...]:
-        """Bytes that each of `ranks` processes sends for one sequence in all layers and passes, in float32.
+        """Return bytes that each of `ranks` processes sends for one sequence in all layers and passes, in float32.
 
         Raises `ValueError` as `subquad.attention.Attention.communication` does.
         """
@@ -305,7 +305,7 @@ class Decoder(nn.Module):
         doc_ids: Tensor | None,
         layers: dict[str, Tensor | int | State] | None,
     ) -> tuple[list[Tensor], int | Tensor]:
-        """What `passes` returns and the tokens seen; each layer's new state goes to `layers` (None: nowhere)."""
+        """Return the vectors of `passes` and the tokens seen; each layer's new state goes to `layers` (if not None)."""
         self._check(tokens_BT, state, mask, doc_ids)
         if doc_ids is not None:
             check_fresh(state)
@@ -325,7 +325,7 @@ class Decoder(nn.Module):
         return passes if moved is None else [scatter(h, moved) for h in passes], seen
 
     def _embedded(self, tokens_BT: Tensor, documents: Documents) -> Tensor:
-        """The embeddings `[B, T, D]`, each token at its position in its document."""
+        """Return the embeddings `[B, T, D]`, each token at its position in its document."""
         tokens_N1 = tokens_BT.masked_fill(~documents.real_BT, 0).reshape(-1, 1)
         x_BTD: Tensor = self.embedding(tokens_N1, documents.positions_BT.flatten()).view(*tokens_BT.shape, -1)
         return x_BTD
@@ -337,7 +337,7 @@ class Decoder(nn.Module):
         lengths_B: Tensor | Documents | None,
         layers: dict[str, Tensor | int | State] | None,
     ) -> list[Tensor]:
-        """The vectors after the last norm, of the last pass or of each."""
+        """Return the vectors after the last norm, of the last pass or of each."""
         passes: list[Tensor] = []
         counts_all = self.training and self.config.loop_loss == "all"
         for p in range(self.config.loops):
@@ -354,7 +354,7 @@ class Decoder(nn.Module):
         lengths_B: Tensor | Documents | None,
         layers: dict[str, Tensor | int | State] | None,
     ) -> Tensor:
-        """Pass number `p` through all layers, which begins without a memory, as the first one does."""
+        """Run pass number `p` through all layers; it begins without a memory, as the first one does."""
         place = ""
         if self.config.loops > 1:
             x_BTD = self.pass_biases[p](x_BTD)
@@ -379,7 +379,7 @@ class Decoder(nn.Module):
     def _whole_states(
         self, states: Mapping[str, Any], tokens_BT: Tensor, group: ContextGroup
     ) -> dict[str, Tensor | int | State]:
-        """The entries of the state after all ranks' tokens, the same on every rank, from those of each rank."""
+        """Return the entries of the state after all ranks' tokens, the same on every rank, from those of each rank."""
         mixers = {f"layers.{i}": block.attention for i, block in enumerate(self.blocks())}
         entries: dict[str, Tensor | int | State] = {"seen": group.size * tokens_BT.shape[1]}
         for place, state in states.items():
@@ -389,7 +389,7 @@ class Decoder(nn.Module):
 
 
 def next_tokens(tokens_BT: Tensor, mask: Tensor | None, doc_ids: Tensor | None = None) -> Tensor:
-    """At each real token the next real one of its row (of its document); -100 at the last one and at padding."""
+    """Return at each real token the next real one of its row (or document); -100 at the last one and at padding."""
     if doc_ids is not None:
         labels_BT = next_tokens(tokens_BT, real_tokens(doc_ids, mask))
         return labels_BT.masked_fill(before_others(doc_ids, mask), IGNORED)

@@ -75,7 +75,7 @@ class EncoderConfig(DecoderConfig):
         causal: bool = False,
         towers: int = 1,
     ) -> Self:
-        """The encoder with a decoder's settings."""
+        """Return the encoder with a decoder's settings."""
         shared = {field.name: getattr(config, field.name) for field in fields(DecoderConfig)}
         return cls(**shared, num_classes=num_classes, pooling=pooling, causal=causal, towers=towers)
 
@@ -88,7 +88,7 @@ class Encoder(nn.Module):
     """
 
     reads_whole_sequences = True
-    """An output may depend on later tokens: this is no causal language model."""
+    """Outputs may depend on later tokens, unlike those of a causal language model."""
 
     def __init__(self, config: EncoderConfig) -> None:
         super().__init__()
@@ -108,7 +108,7 @@ class Encoder(nn.Module):
         initialise(module, self.config.init_std, self.branch_outputs, 2 * self.config.num_layers)
 
     def forward(self, tokens_BT: Tensor, /, mask: Tensor | None = None) -> Tensor:
-        """Vectors `[B, T, D]` of `tokens` `[B, T]` after the last norm; zeros at padding.
+        """Return vectors `[B, T, D]` of `tokens` `[B, T]` after the last norm; zeros at padding.
 
         `mask` is a bool `[B, T]`, True for a real token. Padding may stand anywhere and does not exist. Raises
         `TypeError` or `ValueError` for wrong shapes and dtypes and for a position outside of a learned table.
@@ -117,11 +117,11 @@ class Encoder(nn.Module):
         return self._vectors(h_BTD, moved, tokens_BT.shape[1])
 
     def pooled(self, tokens_BT: Tensor, /, mask: Tensor | None = None) -> Tensor:
-        """One vector `[B, D]` a sequence, as `config.pooling` says; zeros where mean or last find no real token."""
+        """Return one vector `[B, D]` a sequence, by `config.pooling`; zeros where mean or last find no real token."""
         return self._pool(*self._run(tokens_BT, mask))
 
     def read(self, tokens_BT: Tensor, /, mask: Tensor | None = None) -> tuple[Tensor, Tensor]:
-        """What `forward` and `pooled` give, from one pass."""
+        """Return the results of `forward` and `pooled`, from one pass."""
         h_BTD, moved = self._run(tokens_BT, mask)
         return self._vectors(h_BTD, moved, tokens_BT.shape[1]), self._pool(h_BTD, moved)
 
@@ -160,7 +160,7 @@ class Encoder(nn.Module):
         )
 
     def _run(self, tokens_BT: Tensor, mask: Tensor | None) -> tuple[Tensor, Compaction | None]:
-        """Vectors after the last norm, the class token's first, of rows that begin with their real tokens."""
+        """Return vectors after the last norm, the class token's first, of rows that begin with their real tokens."""
         x_BTD, moved = embedded(self.embedding, tokens_BT, mask)
         lengths_B = None if moved is None else moved.lengths_B
         if self.class_token is not None:
@@ -171,7 +171,7 @@ class Encoder(nn.Module):
 
 
 def embedded(embedding: Embedding, tokens_BT: Tensor, mask: Tensor | None) -> tuple[Tensor, Compaction | None]:
-    """Vectors of rows that begin with their real tokens, and how they were moved (None: not at all)."""
+    """Return vectors of rows that begin with their real tokens, and how they were moved (None: not at all)."""
     check_tokens(tokens_BT)
     refuse("an encoder, which reads whole sequences,")
     if mask is None:
@@ -189,5 +189,5 @@ def linear_weights(module: nn.Module) -> int:
 
 
 def read_bytes(model: nn.Module, tokens: int) -> int:
-    """Bytes that autograd keeps of one sequence."""
+    """Return bytes that autograd keeps of one sequence."""
     return activation_bytes(model, lambda: torch.zeros(1, tokens, dtype=torch.int64))

@@ -97,7 +97,7 @@ class ImageModelConfig(DecoderConfig):
 
     @classmethod
     def from_decoder(cls, config: DecoderConfig, **image: Any) -> Self:
-        """The model with a decoder's settings; `image` are the fields that a decoder has not."""
+        """Return the model with a decoder's settings; `image` are the fields that a decoder has not."""
         shared = {field.name: getattr(config, field.name) for field in fields(DecoderConfig)}
         return cls(**shared | {"vocab_size": LEVELS + 1} | image)
 
@@ -126,7 +126,7 @@ class PixelInputs(nn.Module):
         self.dropout = nn.Dropout(config.dropout)
 
     def forward(self, tokens_BT: Tensor, start: int, recent_BR: Tensor | None) -> Tensor:
-        """Vectors `[B, T, D]` of the tokens from `start` on; `recent` are the `before` tokens in front of them."""
+        """Return vectors `[B, T, D]` of the tokens from `start` on; `recent` are the `before` tokens before them."""
         x_BTD = self.tokens(tokens_BT)
         if self.position is not None:
             x_BTD = self.position(x_BTD, start)
@@ -142,19 +142,19 @@ class PixelInputs(nn.Module):
         return self.dropout(x_BTD)
 
     def recent(self, tokens_BT: Tensor, recent_BR: Tensor | None) -> Tensor:
-        """The last `before` tokens, the start in place of those that no image has."""
+        """Return the last `before` tokens, the start in place of those that no image has."""
         if recent_BR is None:
             recent_BR = tokens_BT.new_full((tokens_BT.shape[0], self.before), LEVELS)
         return torch.cat((recent_BR, tokens_BT), 1)[:, tokens_BT.shape[1] :]
 
     def _split(self, p_T: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """Row, column and channel of the pixels p."""
+        """Return row, column and channel of the pixels p."""
         _, width, channels = self.shape
         pixel_T = p_T // channels
         return pixel_T // width, pixel_T % width, p_T % channels
 
     def _distance(self, row: int, column: int, channel: int) -> int:
-        """Tokens from that channel of the pixel so many rows and columns away (negative: up, left) to channel 0."""
+        """Count the tokens from `channel` of the pixel `row` and `column` away (negative: up, left) to channel 0."""
         _, width, channels = self.shape
         return -((row * width + column) * channels + channel)
 
@@ -168,7 +168,7 @@ class PixelInputs(nn.Module):
         return (tokens_BS[:, index_TK] + 1) / LEVELS * known_TK
 
     def _tables(self, device: torch.device) -> tuple[Tensor, Tensor]:
-        """For every pixel of the image, which pixels are near it, `[H W C, K]`, and whether they are known there."""
+        """Return for every pixel which pixels are near it, `[H W C, K]`, and whether they are known there."""
         if device not in self._near:
             height, width, channels = self.shape
             p_T = torch.arange(height * width * channels, device=device)
@@ -183,7 +183,7 @@ class PixelInputs(nn.Module):
 
 
 def _places(near: int, channels: int) -> list[tuple[int, int, int]]:
-    """Rows and columns away, and channel, of what can be known near a pixel, that pixel's own channels included."""
+    """Return (rows away, columns away, channel) of what can be known near a pixel, its own channels included."""
     above = [(row, column) for row in range(-near, 0) for column in range(-near, near + 1)]
     beside = [(0, column) for column in range(-near, 0)]
     every = [(row, column, channel) for row, column in above + beside for channel in range(channels)]
@@ -192,7 +192,7 @@ def _places(near: int, channels: int) -> list[tuple[int, int, int]]:
 
 @without_autocast
 def _project(h: Tensor, weight: Tensor, bias: Tensor) -> Tensor:
-    """The head in the weights' precision: a mean in bfloat16 would be off by half a level."""
+    """Return the head in the weights' precision: a mean in bfloat16 would be off by half a level."""
     return F.linear(h.to(weight.dtype), weight, bias)
 
 
@@ -220,7 +220,7 @@ class ImageModel(nn.Module):
         self.apply(self.initialise)
 
     def blocks(self) -> list[Block]:
-        """The layers, from the inputs to the head."""
+        """Return the layers, from the inputs to the head."""
         return [block for block in self.layers if isinstance(block, Block)]
 
     @torch.no_grad()
@@ -231,7 +231,7 @@ class ImageModel(nn.Module):
             self.bias.copy_(self.output.first_biases())
 
     def forward(self, tokens_BT: Tensor, /, state: State | None = None) -> tuple[Tensor, State]:
-        """Parameters `[B, T, P]` of the pixel after each of `tokens` `[B, T]`, which follow those that made `state`.
+        """Return parameters `[B, T, P]` of the pixel after each of `tokens` `[B, T]`, which follow those in `state`.
 
         Raises `TypeError` or `ValueError` for wrong shapes and dtypes, for more tokens than the image has, and for a
         state of another configuration or batch size.
@@ -240,20 +240,20 @@ class ImageModel(nn.Module):
         return self.parameters_of(h_BTD), state
 
     def parameters_of(self, h_BTD: Tensor, /) -> Tensor:
-        """The head: from what `hidden` returned, or some of its tokens, `[.., D]`, to parameters `[.., P]`."""
+        """Return the head: from what `hidden` returned, or some of its tokens, `[.., D]`, to parameters `[.., P]`."""
         weight = self.embedding.tokens.weight[:LEVELS] if self.head is None else self.head.weight
         return _project(h_BTD, weight, self.bias)
 
     def hidden(self, tokens_BT: Tensor, /, state: State | None = None) -> tuple[Tensor, State]:
-        """As `forward`, without the head: vectors `[B, T, D]` after the last norm."""
+        """Return vectors `[B, T, D]` after the last norm: `forward` without the head."""
         entries: dict[str, Tensor | int | State] = {}
         h_BTD = self._run(tokens_BT, state, entries)
         return h_BTD, State(entries, self.config_hash)
 
     def inputs(self, pixels_BT: Tensor, /) -> Tensor:
-        """The tokens that `pixels` `[B, T]` follow from: the start, then all pixels but the last.
+        """Return the tokens that `pixels` `[B, T]` follow from: the start, then all pixels but the last.
 
-        Raises `TypeError` or `ValueError` for what is no `[B, T]` of whole numbers in 0..255.
+        Raises `TypeError` or `ValueError` unless they are whole numbers `[B, T]` in 0..255.
         """
         self._check_pixels(pixels_BT)
         return torch.cat((pixels_BT.new_full((pixels_BT.shape[0], 1), START), pixels_BT[:, :-1]), 1)
@@ -277,7 +277,7 @@ class ImageModel(nn.Module):
         return total if reduction == "sum" else total / counts_BT.sum().clamp(min=1)
 
     def sample(self, parameters_BP: Tensor, random_B: Tensor, /, *, temperature: float = 1.0) -> Tensor:
-        """Levels `[B]` drawn from parameters `[B, P]`, with one number in `[0, 1)` each from `random` `[B]`.
+        """Return levels `[B]` drawn from parameters `[B, P]`, with one number in `[0, 1)` each from `random` `[B]`.
 
         They are drawn from `softmax(log p / temperature)`, where p are the 256 probabilities of the loss; temperature 0
         takes the likeliest. Raises `ValueError` for a negative temperature and for probabilities that are NaN.
@@ -287,11 +287,11 @@ class ImageModel(nn.Module):
         return draw(self.output.log_probs(parameters_BP), random_B, temperature)
 
     def num_parameters(self) -> int:
-        """Numbers that training changes."""
+        """Return the number of parameters."""
         return sum(p.numel() for p in self.parameters())
 
     def _run(self, tokens_BT: Tensor, state: State | None, entries: dict[str, Tensor | int | State] | None) -> Tensor:
-        """The vectors of `hidden`; the new state's entries go to `entries` (None: nowhere)."""
+        """Return the vectors of `hidden`; the new state's entries go to `entries` (None: nowhere)."""
         start = self._check(tokens_BT, state)
         before = None
         if self.embedding.before:
@@ -306,7 +306,7 @@ class ImageModel(nn.Module):
         return h_BTD
 
     def _check(self, tokens_BT: Tensor, state: State | None) -> int:
-        """The place of the first token."""
+        """Return the place of the first token."""
         check_tokens(tokens_BT)
         refuse("an image model")
         start = 0

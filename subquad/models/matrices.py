@@ -22,7 +22,7 @@ NOT_DRAWN = "only the layers of mechanisms can be drawn"
 
 
 def short_options(name: str, tokens: int, parts: int) -> dict[str, int]:
-    """Options that show a mechanism's form in few tokens: what is local spans about one of `parts`; few latents."""
+    """Return options that show a mechanism's form in few tokens: local ranges of about one part, few latents."""
     known = {f.name for f in fields(mechanism(name).Config)}
     unit = max(2, tokens // parts)
     short = {
@@ -44,26 +44,26 @@ def short_options(name: str, tokens: int, parts: int) -> dict[str, int]:
 def fresh_layer(
     name: str, *, dim: int, num_heads: int, tokens: int, parts: int, options: Mapping[str, Any], seed: int = SEED
 ) -> Attention:
-    """The mechanism with its first random weights; options that are not said are made short (`short_options`)."""
+    """Build the mechanism with random weights; options that are not given are made short (`short_options`)."""
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
         return build(name, dim=dim, num_heads=num_heads, **{**short_options(name, tokens, parts), **options}).eval()
 
 
 def drifting_input(tokens: int, dim: int) -> Tensor:
-    """Random `[1, T, D]` whose neighbours are alike, as in text."""
+    """Return a random `[1, T, D]` whose neighbours are alike, as in text."""
     noise_BTD = torch.randn(1, tokens, dim, generator=torch.Generator().manual_seed(SEED))
     return 2 * (noise_BTD + noise_BTD.roll(1, 1) + noise_BTD.roll(2, 1))
 
 
 @torch.no_grad()
 def fresh_weights(layer: Attention, tokens: int) -> Tensor:
-    """Weights `[H, T, S]` of a layer on `drifting_input`."""
+    """Return weights `[H, T, S]` of a layer on `drifting_input`."""
     return layer.weights(drifting_input(tokens, layer.config.dim))[0]
 
 
 def blocks(model: nn.Module) -> list[Block]:
-    """The layers of a decoder or an encoder of mechanisms, once for each pass of a looped stack.
+    """Return the layers of a decoder or an encoder of mechanisms, once for each pass of a looped stack.
 
     A layer that is handed its memory has it as its own afterwards (Luna's in a decoder, where it never changes).
     Raises `ValueError` for another model: what its layers compute are not the weights of a mechanism alone.
@@ -85,7 +85,7 @@ def blocks(model: nn.Module) -> list[Block]:
 
 @torch.no_grad()
 def trained_weights(model: nn.Module, tokens_T: Sequence[int]) -> list[tuple[Attention, Tensor]]:
-    """Each layer of a decoder or an encoder that reads `tokens`, pass by pass, with its weights `[H, T, S]`.
+    """Return each layer of a decoder or an encoder that reads `tokens`, pass by pass, with its weights `[H, T, S]`.
 
     An encoder with a class token has it before the tokens: T and S are one more. Raises as `blocks`.
     """
@@ -114,13 +114,13 @@ def trained_weights(model: nn.Module, tokens_T: Sequence[int]) -> list[tuple[Att
 
 @torch.no_grad()
 def allowed(layer: Attention, tokens: int) -> Tensor:
-    """Bool `[T, S]`: whether any head's weight is other than zero, for small inputs, where no weight vanishes."""
+    """Return bool `[T, S]`: whether any head's weight is not zero, for small inputs, where no weight vanishes."""
     x_BTD = torch.randn(1, tokens, layer.config.dim, generator=torch.Generator().manual_seed(SEED), dtype=torch.float64)
     return (layer.double().weights(1e-2 * x_BTD)[0] != 0).any(0)
 
 
 def reach(layers: Iterable[Tensor]) -> Iterator[Tensor]:
-    """From each layer's `allowed` the bool `[T, S]`: may token t depend on the input at s, after this layer?
+    """Yield, from each layer's `allowed`, bool `[T, S]`: whether token t may depend on the input at s after it.
 
     `R_l = (A_l or I) R_{l-1}`, a product of booleans; the unit matrix is the residual path.
     """
@@ -132,7 +132,7 @@ def reach(layers: Iterable[Tensor]) -> Iterator[Tensor]:
 
 
 def first_layer(reached: Sequence[Tensor]) -> Tensor:
-    """For each pair the number of the first layer (from 1) after which t may depend on s; 0 where none is."""
+    """Return for each pair the first layer (from 1) after which t may depend on s; 0 for none."""
     stacked_LTS = torch.stack(list(reached))
     return torch.where(stacked_LTS.any(0), stacked_LTS.int().argmax(0) + 1, 0)
 
@@ -144,7 +144,7 @@ def has_positions(mechanism: Attention | type[Attention]) -> bool:
 
 @torch.no_grad()
 def position_terms(layer: Attention, tokens: int) -> Tensor:
-    """What positions alone add to a logit, `p2_t + p1_s`: `[H, T, S]` (ELiTA, Attention2).
+    """Return what positions alone add to a logit, `p2_t + p1_s`: `[H, T, S]` (ELiTA, Attention2).
 
     Raises `ValueError` for a mechanism without position terms of its own.
     """

@@ -1,4 +1,4 @@
-"""Fully connected layers on what is no sequence: `logits = W_n relu(... relu(W_1 x + b_1) ...) + b_n`."""
+"""An MLP for inputs that are not sequences: `logits = W_n relu(... relu(W_1 x + b_1) ...) + b_n`."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ class Mlp(nn.Module):
         self.layers = nn.ModuleList(nn.Linear(a, b) for a, b in pairwise(widths))
 
     def forward(self, x_BD: Tensor, /) -> Tensor:
-        """From `[B, D]` to logits `[B, C]`."""
+        """Map `[B, D]` to logits `[B, C]`."""
         for layer in self.layers[:-1]:
             x_BD = F.relu(layer(x_BD))
         return self.layers[-1](x_BD)

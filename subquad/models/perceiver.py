@@ -78,7 +78,7 @@ class CrossBlock(ResidualBlock):
         return x_BOC + self.dropout(self.feedforward(self.feedforward_norm(x_BOC)))
 
     def output_projections(self) -> list[nn.Linear]:
-        """The last linear maps of both branches, which write into the residual stream."""
+        """Return the last linear maps of both branches, which write into the residual stream."""
         return [self.out, self.feedforward.down]
 
     def cost(self, queries: int, inputs: int) -> tuple[int, int, int]:
@@ -97,7 +97,7 @@ class Perceiver(nn.Module):
     """
 
     reads_whole_sequences = True
-    """An output may depend on later tokens: this is no causal language model."""
+    """Outputs may depend on later tokens, unlike those of a causal language model."""
 
     def __init__(self, config: EncoderConfig, *, input_dim: int) -> None:
         super().__init__()
@@ -140,11 +140,11 @@ class Perceiver(nn.Module):
         initialise(module, self.config.init_std, self.branch_outputs, branches)
 
     def schedule(self) -> list[int]:
-        """Which of `readings` comes before each repeat that has one."""
+        """Return which of `readings` comes before each repeat that has one."""
         return [min(i, 1) for i in range(self.options.repeats if self.options.reads == "each" else 1)]
 
     def forward(self, inputs_BSC: Tensor, /, mask: Tensor | None = None) -> Tensor:
-        """The latents `[B, L, D]` after they have read `inputs` `[B, S, C]`.
+        """Return the latents `[B, L, D]` after they have read `inputs` `[B, S, C]`.
 
         `mask` is a bool `[B, S]`, True for a real input; what stands elsewhere changes nothing. Raises `ValueError` or
         `TypeError` for wrong shapes and dtypes.
@@ -171,7 +171,7 @@ class PerceiverIO(nn.Module):
     """
 
     reads_whole_sequences = True
-    """An output may depend on later tokens: this is no causal language model."""
+    """Outputs may depend on later tokens, unlike those of a causal language model."""
 
     def __init__(self, config: EncoderConfig, *, input_dim: int, query_dim: int) -> None:
         super().__init__()
@@ -198,7 +198,7 @@ class PerceiverIO(nn.Module):
             self.perceiver.initialise(module)
 
     def forward(self, inputs_BSC: Tensor, queries_BOC: Tensor, /, mask: Tensor | None = None) -> Tensor:
-        """The outputs `[B, O, Q]` of `queries` `[B, O, Q]`, or `[O, Q]` for all rows, about `inputs` `[B, S, C]`.
+        """Return the outputs `[B, O, Q]` of `queries` `[B, O, Q]` or `[O, Q]` (for all rows) on `inputs` `[B, S, C]`.
 
         `mask` is a bool `[B, S]`, True for a real input. No output depends on another query. Raises as `Perceiver`.
         """
@@ -249,7 +249,7 @@ class PerceiverEncoder(nn.Module):
         self.core.initialise(module)
 
     def forward(self, tokens_BT: Tensor, /, mask: Tensor | None = None) -> Tensor:
-        """Vectors `[B, L, D]` of the latents (Perceiver IO: `[B, 1, D]` of the query) about `tokens` `[B, T]`.
+        """Return vectors `[B, L, D]` of the latents (Perceiver IO: `[B, 1, D]` of the query) about `tokens` `[B, T]`.
 
         `mask` is a bool `[B, T]`, True for a real token. Padding may stand anywhere and does not exist. Raises as
         `Encoder` does; with Fourier features also for more than `max_positions` tokens.
@@ -260,7 +260,7 @@ class PerceiverEncoder(nn.Module):
         return self.norm(self.core(x_BTC, self.query, mask))
 
     def answers(self, queries_PD: Tensor, tokens_BT: Tensor, /, mask: Tensor | None = None) -> Tensor:
-        """Vectors `[B, T, D]` that `perceiver_io` finds for the query of each token's position; zeros at padding.
+        """Return vectors `[B, T, D]`, the answers of `perceiver_io` to a query for each position; zeros at padding.
 
         `queries` are `[P, D]`, one a position. Raises `ValueError` for more than P tokens, otherwise as `forward`.
         """
@@ -272,11 +272,11 @@ class PerceiverEncoder(nn.Module):
         return h_BTD if moved is None else scatter(h_BTD, moved)
 
     def pooled(self, tokens_BT: Tensor, /, mask: Tensor | None = None) -> Tensor:
-        """One vector `[B, D]` a sequence: the mean of what `forward` gives."""
+        """Return one vector `[B, D]` a sequence: the mean of what `forward` gives."""
         return self(tokens_BT, mask).mean(1)
 
     def _inputs(self, tokens_BT: Tensor, mask: Tensor | None) -> tuple[Tensor, Tensor | None, Compaction | None]:
-        """What is read, of rows that begin with their real tokens; which slots are real; how the tokens were moved."""
+        """Return the inputs, in rows that begin with their real tokens; which slots are real; how tokens were moved."""
         x_BTC, moved = embedded(self.embedding, tokens_BT, mask)
         B, T, _ = x_BTC.shape
         mask = None if moved is None else real_slots(moved.lengths_B, T)
@@ -319,7 +319,7 @@ class PerceiverEncoder(nn.Module):
 
 
 def perceiver_options(config: EncoderConfig) -> PerceiverOptions:
-    """The options of the stack that `config.attention` names; `ValueError` where that is neither of the two.
+    """Return the options of the stack that `config.attention` names; `ValueError` where that is neither of the two.
 
     The options of others in `config.options` are checked, and otherwise ignored, as in the decoder.
     """
@@ -332,7 +332,7 @@ def perceiver_options(config: EncoderConfig) -> PerceiverOptions:
 
 
 def padding_first(inputs_BSC: Tensor, mask: Tensor) -> tuple[Tensor, Tensor]:
-    """Each row with its padding, zeroed, before its real inputs; and the position `[B]` of its first slot."""
+    """Return each row with its padding, zeroed, before its real inputs; and the position `[B]` of its first slot."""
     check_mask(mask, *inputs_BSC.shape[:2])
     moved = compaction(~mask)
     inputs_BSC = inputs_BSC.masked_fill(~mask[..., None], 0.0)

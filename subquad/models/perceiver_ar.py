@@ -114,7 +114,7 @@ class PerceiverAR(Decoder):
         *,
         latents: int | None = None,
     ) -> tuple[Tensor, State]:
-        """Logits of the token after each latent, `[B, min(latents, T), V]`; after a state, of all tokens `[B, T, V]`.
+        """Return logits of the token after each latent, `[B, min(latents, T), V]`; after a state, after all tokens.
 
         `latents` (at most the configured number, its default) says how many of the last tokens are latents; it may not
         be given with a state. `doc_ids` are refused. Else as `Decoder.forward`.
@@ -132,7 +132,7 @@ class PerceiverAR(Decoder):
         *,
         latents: int | None = None,
     ) -> tuple[Tensor, State]:
-        """As `forward`, without the head: vectors `[B, min(latents, T), D]`, or `[B, T, D]` after a state."""
+        """Return vectors `[B, min(latents, T), D]`, or `[B, T, D]` after a state: `forward` without the head."""
         self._check(tokens_BT, state, mask, doc_ids)
         if latents is not None and state is not None:
             raise ValueError(f"latents are counted in a new sequence and cannot go with a state, got latents={latents}")
@@ -164,7 +164,7 @@ class PerceiverAR(Decoder):
         return self.hidden(tokens_BT, latents=self.options.prompt_latents)[1]
 
     def passes(self, tokens_BT: Tensor, /, mask: Tensor | None = None, doc_ids: Tensor | None = None) -> list[Tensor]:
-        """The vectors of `hidden` for whole sequences, keeping no state.
+        """Return the vectors of `hidden` for whole sequences, keeping no state.
 
         In training, where the options say so, with a number of latents drawn anew and without a part of the history.
         """
@@ -187,18 +187,18 @@ class PerceiverAR(Decoder):
         *,
         reduction: Reduction = "mean",
     ) -> Tensor:
-        """As `Decoder.loss`, of the latents: the other labels do not count; `none` gives `[B, min(m, T)]`."""
+        """Return the loss of the latents, as `Decoder.loss`; others do not count, `none` gives `[B, min(m, T)]`."""
         if labels_BT.shape != tokens_BT.shape:
             raise ValueError(f"labels must have the tokens' shape {list(tokens_BT.shape)}, got {list(labels_BT.shape)}")
         passes = self.passes(tokens_BT, mask, doc_ids)
         return self.loss_of_passes(passes, self.aligned_labels(labels_BT, mask), reduction=reduction)
 
     def loss_of_hidden(self, h_BMD: Tensor, labels_BT: Tensor, /, *, reduction: Reduction = "mean") -> Tensor:
-        """The cross-entropy of `loss` from what `hidden` returned, with the last M of these labels."""
+        """Return the cross-entropy of `loss` from what `hidden` returned, with the last M of these labels."""
         return super().loss_of_hidden(h_BMD, labels_BT[:, labels_BT.shape[1] - h_BMD.shape[1] :], reduction=reduction)
 
     def aligned_labels(self, labels_BT: Tensor, mask: Tensor | None = None, /) -> Tensor:
-        """The labels where the outputs are: each row's real ones at its end, in order, and -100 before them."""
+        """Return the labels where the outputs are: each row's real ones at its end, in order, and -100 before them."""
         if mask is None:
             return labels_BT
         order_BT = mask.to(torch.uint8).argsort(dim=-1, stable=True)
@@ -228,7 +228,7 @@ class PerceiverAR(Decoder):
 
     @property
     def inexact_decoding(self) -> str | None:
-        """Why another way of decoding than `exact` equals no full pass."""
+        """The reason, for another way of decoding than `exact`."""
         if self.options.decode == "exact":
             return None
         return (
@@ -237,7 +237,7 @@ class PerceiverAR(Decoder):
         )
 
     def most_new_tokens(self, prompt: int, state: State | None = None) -> int | None:
-        """Tokens that can follow a prompt of `prompt` tokens: with decode=frozen as many as there are latents left."""
+        """Return how many tokens can follow the prompt: with decode=frozen as many as there are latents left."""
         options = self.options
         if options.decode != "frozen":
             return None
@@ -254,7 +254,7 @@ class PerceiverAR(Decoder):
         return {"latents": options.latents, **window, "segment": segment}
 
     def blocks_to_shard(self) -> list[Block]:
-        """None: the parts of a block are used apart."""
+        """Return no block: their parts are used apart."""
         return []
 
     def check_packed(self) -> None:
@@ -301,15 +301,15 @@ class PerceiverAR(Decoder):
         return cost(self, tokens)
 
     def state_bytes(self, tokens: int) -> int:
-        """Bytes of the state after one pass over `tokens` tokens, in float32."""
+        """Return bytes of the state after one pass over `tokens` tokens, in float32."""
         return state_bytes(self, tokens)
 
     def capped(self, history: int) -> int:
-        """So many tokens of a history, or as many as are read at most."""
+        """Cap the tokens of a history at `history_tokens`."""
         return history if self.options.history_tokens is None else min(history, self.options.history_tokens)
 
     def history_keys(self, i: int, start: Number) -> Number:
-        """Keys of the history in layer i, for a first latent at position `start`."""
+        """Return keys of the history in layer i, for a first latent at position `start`."""
         options = self.options
         if options.history == "cross" and i:
             return 0
@@ -321,21 +321,21 @@ class PerceiverAR(Decoder):
         return start if self.limit is None else start.clamp(max=options.history_tokens)
 
     def restart(self, window: Window, parts: Parts) -> tuple[Tensor, State]:
-        """One pass: the vectors of the latents, each row's first one in slot 0, and the state."""
+        """Return one pass: the vectors of the latents, each row's first one in slot 0, and the state."""
         layers: dict[str, State] = {}
         full = self.options.decode == "exact" and parts.latents == self.latents  # then the next token needs a new pass
         h_BMD = self.through(window, parts, None if full else layers)
         return h_BMD, self.state(window.last(), window.seen, parts.start, layers)
 
     def state(self, last_BW: Tensor, seen: Number, start: Number, layers: dict[str, State]) -> State:
-        """What is remembered: the last tokens (each row's at the end), two positions, the mode, keys and values."""
+        """Make the state: the last tokens (each row's at the end), two positions, the mode, keys and values."""
         tokens = {"seen": seen, "start": start, "tokens": last_BW.clone()}
         return State({**tokens, **self._mode(), **layers}, self.config_hash)
 
     def through(
         self, window: Window, parts: Parts, layers: dict[str, State] | None, prefix_dropout: float = 0.0
     ) -> Tensor:
-        """Vectors of the latents after the last norm; each layer's keys and values go to `layers` (None: nowhere)."""
+        """Return the latents after the last norm; write each layer's keys and values to `layers` (None: nowhere)."""
         start, latents, history = parts
         x_BWD = self.embedding(window.tokens_BW, window.first, window.lengths_B)
         before, x_BMD = cut(x_BWD, window, parts)
@@ -357,14 +357,14 @@ class PerceiverAR(Decoder):
         return self.norm(x_BMD)
 
     def block(self, i: int) -> tuple[Block, BlockedAttention]:
-        """Layer i and its mechanism."""
+        """Return layer i and its mechanism."""
         block = self.layers[i]
         assert isinstance(block, Block)
         assert isinstance(block.attention, BlockedAttention)
         return block, block.attention
 
     def history_mixer(self, i: int) -> BlockedAttention | None:
-        """The history's own attention in layer i; None where nothing reads its outputs."""
+        """Return the history's own attention in layer i; None where nothing reads its outputs."""
         if str(i) not in self.history:
             return None
         mixer = self.history[str(i)]
@@ -374,7 +374,7 @@ class PerceiverAR(Decoder):
     def _layer(
         self, i: int, x_BMD: Tensor, start: Number, past: History | None
     ) -> tuple[Tensor, Tensor, Tensor, History | None]:
-        """The latents after layer i, its keys and values (the history's first), and the history for the next layer."""
+        """Return the latents after layer i, its keys and values (the history's first), and the next layer's history."""
         block, mixer = self.block(i)
         z_BMD = block.attention_norm(x_BMD)
         k_BHSK, v_BHSK = mixer.keys(z_BMD, start), mixer.kv_values(z_BMD)
@@ -390,7 +390,7 @@ class PerceiverAR(Decoder):
         return rest(block, x_BMD, y_BMD), k_BHSK, v_BHSK, past
 
     def _updated(self, i: int, past: History, z_BSD: Tensor, start: Number) -> History | None:
-        """The history that the next layer sees; None where it sees none."""
+        """Return the history that the next layer sees; None where it sees none."""
         mixer = self.history_mixer(i)
         if mixer is None:
             late = i == 0 and self.options.first_layer == "full"
@@ -405,7 +405,7 @@ class PerceiverAR(Decoder):
         return {"decode": MODES.index(options.decode), "refill": 0 if options.decode == "exact" else options.kept}
 
     def _go_on(self, tokens_BT: Tensor, state: State, moved: Compaction | None) -> tuple[Tensor, State]:
-        """The vectors `[B, T, D]` of more tokens, each as if it came alone, and the state after them."""
+        """Return the vectors `[B, T, D]` of more tokens, each as if it came alone, and the state after them."""
         lengths_B = None
         if moved is not None:
             lengths_B = moved.lengths_B
@@ -423,14 +423,14 @@ class PerceiverAR(Decoder):
         return (h_BTD if moved is None else scatter(h_BTD, moved)), state
 
     def _room(self, state: State) -> int:
-        """How many latents every row can still add to what is kept."""
+        """Return how many latents every row can still add."""
         if "layers.0" not in state:
             return 0
         used = state.seen - _first_latent(state)
         return self.latents - (used if isinstance(used, int) else int(used.max()))
 
     def _grow(self, tokens_BT: Tensor, state: State, new_B: Tensor | None) -> tuple[Tensor, State]:
-        """More latents after those whose keys and values are kept; row b has `new_B[b]` of them (None: T)."""
+        """Add latents after those whose keys and values are kept; row b has `new_B[b]` new ones (None: T)."""
         seen, start = state.seen, _first_latent(state)
         x_BTD = self.embedding(tokens_BT, seen, new_B)
         layers: dict[str, State] = {}
@@ -452,7 +452,7 @@ class PerceiverAR(Decoder):
         return self.norm(x_BTD), self.state(self._last_tokens(tokens_BT, state, new_B), after, start, layers)
 
     def _begin_anew(self, token_B1: Tensor, state: State, new_B: Tensor | None) -> tuple[Tensor, State]:
-        """One more token, in a pass where the rows that have used all their latents begin with another one."""
+        """Read one more token in a pass where rows that have used all their latents begin with another first latent."""
         options, seen, start = self.options, state.seen, _first_latent(state)
         after = advance(seen, 1, new_B)
         full = torch.as_tensor(seen - start >= self.latents, device=token_B1.device)
@@ -479,7 +479,7 @@ class PerceiverAR(Decoder):
         return neighbours(h_BMD, newest.expand(h_BMD.shape[0]), 1), state
 
     def _last_tokens(self, tokens_BT: Tensor, state: State, new_B: Tensor | None) -> Tensor:
-        """The tokens in reach, each row's last one in the last slot."""
+        """Return the tokens in reach, each row's last one in the last slot."""
         old_BW = state.tensor("tokens")
         tokens_BW = torch.cat([old_BW, tokens_BT.to(old_BW.dtype)], 1)
         if new_B is not None:
@@ -488,7 +488,7 @@ class PerceiverAR(Decoder):
 
 
 def _first_latent(state: State) -> Number:
-    """Position of the first latent."""
+    """Return position of the first latent."""
     start = state["start"]
     assert not isinstance(start, State)
     return start

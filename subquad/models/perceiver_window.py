@@ -1,8 +1,8 @@
-"""What Perceiver AR is made of: a window of tokens, its two parts, and the attention of each.
+"""The parts of Perceiver AR: a window of tokens, its history and its latents, and the attention of each.
 
 Rows of a batch may differ. A window is aligned to the left: slot j of row b holds the token at position `first + j`.
 The history is aligned to the right, up to the first latent, and the latents to the left: together they are one run of
-neighbouring tokens, with `empty` slots before and rubbish after. Numbers that are equal for all rows are ints.
+neighbouring tokens, with `empty` slots before and meaningless ones after. Numbers that are equal for all rows are ints.
 
 Shape letters: B batch, T tokens, W window, S history, M latents, P projected rows, D width, H heads, K channels.
 """
@@ -49,7 +49,7 @@ class Window(NamedTuple):
 
     @classmethod
     def of(cls, tokens_BT: Tensor, moved: Compaction | None, limit: int | None) -> Window:
-        """The last `limit` (None: all) real tokens of a batch whose padding `moved` names."""
+        """Return the last `limit` (None: all) real tokens of a batch whose padding `moved` names."""
         T = tokens_BT.shape[1]
         slots = T if limit is None else min(T, limit)
         if moved is None:
@@ -62,7 +62,7 @@ class Window(NamedTuple):
 
     @classmethod
     def from_last(cls, last_BW: Tensor, seen: Number) -> Window:
-        """From what `last` returned."""
+        """Make a window from what `last` returned."""
         slots = last_BW.shape[1]
         if isinstance(seen, int):
             return cls(last_BW, seen - slots, seen, None)
@@ -72,11 +72,11 @@ class Window(NamedTuple):
         return cls(tokens_BW.masked_fill(~real_slots(lengths_B, slots), 0), first_B, seen, lengths_B)
 
     def last(self) -> Tensor:
-        """The tokens, each row's last one in the last slot."""
+        """Return the tokens, each row's last one in the last slot."""
         return self.tokens_BW if self.lengths_B is None else to_the_end(self.tokens_BW, 1, self.lengths_B)
 
     def parts(self, latents: int, history_tokens: int | None) -> Parts:
-        """The parts with so many latents, or fewer where there are fewer tokens, and so much history at most."""
+        """Cut into `latents` (fewer where there are fewer tokens) and at most `history_tokens` before them."""
         slots = self.tokens_BW.shape[1]
         used = min(latents, slots)
         history = slots - used if history_tokens is None else min(slots - used, history_tokens)
@@ -84,7 +84,7 @@ class Window(NamedTuple):
         return Parts(start, used, history)
 
     def at_the_end(self, h_BMD: Tensor, parts: Parts) -> Tensor:
-        """Each row's latents moved from the beginning to the end, with zeros before."""
+        """Return each row's latents moved from the beginning to the end, with zeros before."""
         if isinstance(self.seen, int):
             return h_BMD
         used_B = self.seen - parts.start
@@ -103,7 +103,7 @@ class History(NamedTuple):
 
 
 def cut(x_BWD: Tensor, window: Window, parts: Parts) -> tuple[History, Tensor]:
-    """The window's vectors in two: those before the first latent, and those of the latents."""
+    """Return the window's vectors in two: those before the first latent, and those of the latents."""
     start, latents, history = parts
     if isinstance(start, int) and isinstance(window.first, int):
         border = start - window.first
@@ -115,7 +115,7 @@ def cut(x_BWD: Tensor, window: Window, parts: Parts) -> tuple[History, Tensor]:
 
 
 def thin(history: History, fraction: float) -> History:
-    """Training's prefix dropout: of a row's h tokens all but a random `int(fraction * h)`, in order."""
+    """Leave out a random `int(fraction * h)` of each row's h tokens, keeping order: training's prefix dropout."""
     B, S, _ = history.x_BSD.shape
     kept = S - int(fraction * S)
     slots_S = torch.arange(S, device=history.x_BSD.device)
@@ -132,7 +132,7 @@ def thin(history: History, fraction: float) -> History:
 
 
 def compress(history: History, weight_PS: Tensor, start: Number) -> History:
-    """V3's rows: the projection of the history's vectors along the sequence.
+    """Project the history's vectors along the sequence to the rows of V3.
 
     The last history token meets the last column of the weight, so a shorter history uses the last columns. Row p stands
     at the last token of the p-th of P equal parts of the columns. A row of the batch without a history has none.
@@ -171,13 +171,13 @@ def attend(
 
 
 def rest(block: Block, x_BTD: Tensor, y_BTD: Tensor) -> Tensor:
-    """The block from the output `y` of its attention on."""
+    """Return the block from the output `y` of its attention on."""
     x_BTD = x_BTD + block.dropout(y_BTD)
     return x_BTD + block.dropout(block.feedforward(block.feedforward_norm(x_BTD)))
 
 
 def at_places(project: Callable[[Tensor, Number], Tensor], x_BSD: Tensor, places: Number) -> Tensor:
-    """Queries or keys `[B, H, S, K]` of vectors at these places, which need not be neighbours."""
+    """Return queries or keys `[B, H, S, K]` of vectors at these places, which need not be neighbours."""
     if isinstance(places, int) or places.ndim == 1:
         return project(x_BSD, places)
     B, S, _ = x_BSD.shape
@@ -186,14 +186,14 @@ def at_places(project: Callable[[Tensor, Number], Tensor], x_BSD: Tensor, places
 
 
 def neighbours(x_BWD: Tensor, begin_B: Tensor, slots: int) -> Tensor:
-    """Each row's `slots` from `begin` on; outside of the row they repeat an end of it."""
+    """Return each row's `slots` from `begin` on; outside of the row they repeat an end of it."""
     index_BS = begin_B[:, None] + torch.arange(slots, device=x_BWD.device)
     index_BS = index_BS.clamp(0, max(x_BWD.shape[1] - 1, 0))
     return x_BWD.gather(1, index_BS[..., None].expand(-1, -1, x_BWD.shape[-1]))
 
 
 def to_the_end(x: Tensor, dim: int, lengths_B: Tensor) -> Tensor:
-    """Each row's `lengths` leading slots, of those along `dim`, moved to the end; before them the first one repeats."""
+    """Move each row's `lengths` leading slots along `dim` to the end; before them the first one repeats."""
     slots = x.shape[dim]
     index_BS = (lengths_B[:, None] - slots + torch.arange(slots, device=x.device)).clamp(min=0)
     shape = [1] * x.ndim

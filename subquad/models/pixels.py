@@ -34,7 +34,7 @@ class Categorical:
         return _wide(parameters_NP).log_softmax(-1)
 
     def first_biases(self) -> Tensor:
-        """Biases before training, `[P]`: all levels alike."""
+        """Return biases before training, `[P]`: all levels alike."""
         return torch.zeros(self.parameters)
 
 
@@ -79,7 +79,7 @@ class LogisticMixture:
         return (weights_N1M + parts_NVM).logsumexp(-1)
 
     def first_biases(self) -> Tensor:
-        """Biases before training, `[P]`: equal weights, means spread over all levels, each as wide as its share."""
+        """Return biases before training, `[P]`: equal weights, means spread over all levels, scales to match."""
         means_M = (2 * torch.arange(self.mixtures) + 1) / self.mixtures - 1
         log_scales_M = torch.full((self.mixtures,), math.log(1 / self.mixtures))
         return torch.cat((torch.zeros(self.mixtures), means_M, log_scales_M))
@@ -91,8 +91,9 @@ def build_output(output: Output, mixtures: int) -> Categorical | LogisticMixture
 
 
 def draw(log_probs_NV: Tensor, random_N: Tensor, temperature: float) -> Tensor:
-    """Levels `[N]`, each the first whose cumulative probability `softmax(log p / temperature)` is above its number in
-    `[0, 1)`; at temperature 0 the likeliest. Raises `ValueError` where a probability is not finite.
+    """Draw levels `[N]`: each the first whose cumulative `softmax(log p / temperature)` is above its random number.
+
+    At temperature 0 the likeliest. Raises `ValueError` where a probability is not finite.
     """
     log_probs_NV = log_probs_NV.double()
     if bool(log_probs_NV.isnan().any()):

@@ -1,4 +1,4 @@
-"""What an encoder can learn from sequences without labels: tokens that were hidden, or the next token.
+"""Pretraining of encoders on sequences without labels: on tokens that were hidden, or on the next token.
 
 Self-pretraining on a task's own sequences: Amos, Berant and Gupta 2023, arXiv:2310.02980.
 
@@ -25,7 +25,7 @@ Objective = Literal["denoise", "causal"]
 
 @dataclass(frozen=True)
 class Hiding:
-    """Which tokens are hidden, and by what."""
+    """The choice of tokens that are hidden, and what replaces them."""
 
     fraction: float
     """Share of a sequence's tokens, at least one token."""
@@ -35,7 +35,7 @@ class Hiding:
     def __call__(
         self, tokens_BT: Tensor, mask: Tensor | None, mask_token: int, generator: torch.Generator | None = None
     ) -> tuple[Tensor, Tensor]:
-        """The tokens with some hidden, and a bool `[B, T]` of which; real tokens alone are.
+        """Return the tokens with some hidden, and a bool `[B, T]` of which; real tokens alone are.
 
         Of n real tokens round(fraction n) are hidden, at least one, each choice equally likely.
         """
@@ -82,14 +82,14 @@ class PretrainingModel(nn.Module):
         self.encoder.initialise(module)
 
     def vectors(self, tokens_BT: Tensor, /, mask: Tensor | None = None) -> Tensor:
-        """One vector a token, `[B, T, D]`; zeros at padding."""
+        """Return one vector a token, `[B, T, D]`; zeros at padding."""
         if isinstance(self.encoder, PerceiverEncoder):
             assert self.queries is not None
             return self.encoder.answers(self.queries, tokens_BT, mask)
         return self.encoder(tokens_BT, mask)
 
     def forward(self, tokens_BT: Tensor, /, mask: Tensor | None = None) -> Tensor:
-        """Logits `[B, T, V]` of `tokens` `[B, T]` as they are, the mask token's left out where there is one."""
+        """Return logits `[B, T, V]` of `tokens` `[B, T]` as they are, the mask token's left out where there is one."""
         return F.linear(self.vectors(tokens_BT, mask), token_rows(self.encoder, self.objective))
 
     def loss(
@@ -101,7 +101,7 @@ class PretrainingModel(nn.Module):
         *,
         generator: torch.Generator | None = None,
     ) -> Tensor:
-        """Mean cross-entropy, in nats a predicted token; what is hidden is drawn from `generator` (None: torch's)."""
+        """Return the mean cross-entropy in nats; hidden tokens are drawn from `generator` (None: torch's)."""
         if self.objective == "denoise":
             shown_BT, hidden_BT = hiding(tokens_BT, mask, mask_token(self.encoder), generator)
             return denoising_loss(self.encoder, self.vectors(shown_BT, mask), tokens_BT, hidden_BT)
@@ -112,7 +112,7 @@ class PretrainingModel(nn.Module):
 
 
 def check_hiding(mask_fraction: float, random_fraction: float, group: str = "") -> None:
-    """Raise `ValueError` for shares of hidden tokens, and of random ones among them, that cannot be."""
+    """Raise `ValueError` for shares of hidden tokens, or of random ones among them, outside of their ranges."""
     if not 0 < mask_fraction < 1:
         raise ValueError(f"{group}mask_fraction must be above 0 and below 1, got {mask_fraction}")
     if not 0 <= random_fraction <= 1:
@@ -131,12 +131,12 @@ def check_objective(config: EncoderConfig, objective: Objective) -> None:
 
 
 def mask_token(encoder: Encoder | PerceiverEncoder) -> int:
-    """The number of the mask token: the table's last row."""
+    """Return the number of the mask token: the table's last row."""
     return encoder.embedding.tokens.num_embeddings - 1
 
 
 def token_rows(encoder: Encoder | PerceiverEncoder, objective: Objective) -> Tensor:
-    """The rows of the table that tokens are predicted with: all, or all but the mask token's."""
+    """Return the rows of the table that tokens are predicted with: all, or all but the mask token's."""
     table = encoder.embedding.tokens.weight
     return table[:-1] if objective == "denoise" else table
 
@@ -144,6 +144,6 @@ def token_rows(encoder: Encoder | PerceiverEncoder, objective: Objective) -> Ten
 def denoising_loss(
     encoder: Encoder | PerceiverEncoder, h_BTD: Tensor, tokens_BT: Tensor, hidden_BT: Tensor, /
 ) -> Tensor:
-    """Mean cross-entropy of the hidden tokens in nats, from vectors `[B, T, D]`; 0 where none is hidden."""
+    """Return mean cross-entropy of the hidden tokens in nats, from vectors `[B, T, D]`; 0 where none is hidden."""
     rows = token_rows(encoder, "denoise")
     return linear_cross_entropy(h_BTD[hidden_BT], rows, tokens_BT[hidden_BT], ignore_index=IGNORED)

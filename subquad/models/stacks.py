@@ -26,7 +26,7 @@ class StackOptions(Config):
         return False
 
     def window_labels(self, length: int) -> int:
-        """Labels of a training window of `length` tokens, its last ones. Raises `ValueError` for none."""
+        """Return labels of a training window of `length` tokens, its last ones. Raises `ValueError` for none."""
         return length - 1
 
 
@@ -113,7 +113,7 @@ class PerceiverAROptions(StackOptions):
         return self.vary_latents or self.prefix_dropout > 0
 
     def window_labels(self, length: int) -> int:
-        """All latents but the first, of the fewest latents. Raises `ValueError` for none, and for no history."""
+        """Return all latents but the first, of the fewest latents; `ValueError` for none, and for no history."""
         if length <= self.latents:
             raise ValueError(
                 f"perceiver_ar would have no history: batch.length={length} must be above its latents={self.latents}; "
@@ -175,7 +175,7 @@ class PerceiverIOOptions(PerceiverOptions):
 
 @dataclass(frozen=True)
 class Stack:
-    """One line of the tables, and where its code is."""
+    """One stack: its line in the tables and the class of its options."""
 
     name: str
     """What `attention` is set to."""
@@ -193,6 +193,8 @@ class Stack:
     """The class of its options, in `options.NAME`."""
     exemptions: tuple[tuple[int, str], ...]
     """The laws of the contract that mean nothing for it, and why; tests/models hold it to the others."""
+    cost_note: str = ""
+    """A sentence below a table of costs that it is in."""
 
 
 NO_MATRIX = "a stack of layers has no one matrix of weights"
@@ -233,6 +235,8 @@ STACKS: dict[str, Stack] = {
             state="constant with history_tokens, else grows",
             options=PerceiverAROptions,
             exemptions=((1, NO_MATRIX), (15, ONE_DOCUMENT)),
+            cost_note="perceiver_ar's state is small because exact decoding (decode=exact) computes its latents anew "
+            "at each token.",
         ),
         Stack(
             name="perceiver",
@@ -259,7 +263,7 @@ STACKS: dict[str, Stack] = {
 
 
 def stack_of(config: DecoderConfig) -> Stack | None:
-    """The stack that `config.attention` names; None for mechanisms. `ValueError` where a stack is part of a list."""
+    """Return the stack that `config.attention` names, None for mechanisms; `ValueError` for a stack in a list."""
     for name in config.mechanisms:
         if name in STACKS:
             if len(config.mechanisms) > 1:
@@ -272,7 +276,7 @@ def stack_of(config: DecoderConfig) -> Stack | None:
 
 
 def options_of(config: DecoderConfig) -> StackOptions:
-    """The options of the stack that `config.attention` names; those of no stack where it names mechanisms."""
+    """Return the options of the stack that `config.attention` names; for mechanisms plain `StackOptions`."""
     stack = stack_of(config)
     if stack is None:
         return StackOptions()

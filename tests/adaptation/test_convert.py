@@ -9,8 +9,8 @@ import torch
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM
 
-from subquad.adaptation import ConvertConfig, convert, matching
-from subquad.adaptation.stages import NAMES
+from subquad.adaptation import ConvertConfig, convert, transfer
+from subquad.adaptation.conversion import NAMES
 from subquad.cli import main
 from subquad.evaluation import provenance
 from subquad.hf import SubquadForCausalLM
@@ -71,7 +71,7 @@ def test_an_interrupted_conversion_goes_on_to_the_same_bits(flags, tmp_path, mon
     again = flags("latte_macchiato", "--keep_every", "2", "--threads", "1", option=option, out="again")
     assert main(whole) == 0
 
-    losses, plain = [], matching.windows_dropped
+    losses, plain = [], transfer.windows_dropped
 
     def stopped(model, probability, generator):
         losses.append(probability)
@@ -79,7 +79,7 @@ def test_an_interrupted_conversion_goes_on_to_the_same_bits(flags, tmp_path, mon
             raise KeyboardInterrupt
         return plain(model, probability, generator)
 
-    monkeypatch.setattr(matching, "windows_dropped", stopped)
+    monkeypatch.setattr(transfer, "windows_dropped", stopped)
     for complete in (2, 3):
         assert main(again) == 130
         stages = sorted(path.name for path in (tmp_path / "again" / "stages").iterdir() if path.name[0] != ".")
@@ -103,13 +103,13 @@ def test_an_interrupted_conversion_goes_on_to_the_same_bits(flags, tmp_path, mon
 
 def test_the_probability_that_a_window_is_closed_falls_to_zero(flags, monkeypatch):
     seen = []
-    plain = matching.windows_dropped
+    plain = transfer.windows_dropped
 
     def watched(model, probability, generator):
         seen.append(probability)
         return plain(model, probability, generator)
 
-    monkeypatch.setattr(matching, "windows_dropped", watched)
+    monkeypatch.setattr(transfer, "windows_dropped", watched)
     assert main(flags("latte_macchiato", "--match.window_dropout", "0.8", option="width=6")) == 0
     match, tune = seen[:6], seen[6:]
     falls = torch.tensor([0.8, 0.64, 0.48, 0.32, 0.16, 0], dtype=torch.float64)

@@ -9,9 +9,8 @@ from safetensors.torch import load_file, save_file
 
 from subquad.adaptation import ConvertConfig, convert
 from subquad.adaptation.config import MatchConfig, MeasureConfig, TuneConfig
-from subquad.adaptation.matching import optimise
-from subquad.adaptation.source import load_source
-from subquad.adaptation.text import read_text
+from subquad.adaptation.source import load_source, read_text
+from subquad.adaptation.transfer import optimise
 from subquad.cli import main
 from subquad.data import DataConfig, load_tokenizer, write_tokens
 from subquad.hf import lora

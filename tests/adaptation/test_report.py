@@ -3,9 +3,9 @@
 import numpy as np
 import pytest
 
-from subquad.adaptation.explain import explain, softmax_reach
+from subquad.adaptation.conversion_report import explain, softmax_reach
 from subquad.adaptation.measure import _loss
-from subquad.adaptation.text import Tokens
+from subquad.adaptation.source import Tokens
 from subquad.evaluation.text import Evaluation, PositionLoss
 
 BRANCHES = [{"off": name, "loss": loss} for name, loss in (("nothing", 2.0), ("window", 3.5), ("latents", 2.004))]

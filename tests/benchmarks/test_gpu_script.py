@@ -15,11 +15,13 @@ from pathlib import Path
 import pytest
 import torch
 
+from benchmarks import gpu_steps
+
 ROOT = Path(__file__).resolve().parents[2]
 SCRIPT = ROOT / "benchmarks" / "gpu.py"
 DRY_RUN_SECONDS = 170
 LACKING = (
-    *("transformers", "tokenizers", "safetensors", "accelerate", "datasets", "jsonargparse", "yaml", "rich", "peft"),
+    *("transformers", "safetensors", "accelerate", "datasets", "jsonargparse", "yaml", "rich", "peft"),
     *("matplotlib", "tensorboard", "hypothesis", "pytest_timeout", "xdist"),
 )
 
@@ -39,7 +41,7 @@ def arguments(folder):
 
 
 def test_nothing_is_imported_that_the_gpu_machine_may_lack(tmp_path):
-    """The steps that measure run where everything but torch, triton, numpy and pytest is missing."""
+    """The steps that measure run where everything but torch, triton, numpy, tokenizers and pytest is missing."""
     code = f"""
         import sys
         for name in {LACKING!r}:
@@ -52,9 +54,9 @@ def test_nothing_is_imported_that_the_gpu_machine_may_lack(tmp_path):
         from benchmarks import timing
         timing.COPIED, timing.MULTIPLIED = {{"cpu": 2**16}}, {{"cpu": 32}}
         arguments = argparse.Namespace(device="cpu", dry_run=True, folder=pathlib.Path({str(tmp_path)!r}), limit=60.0)
-        for step in gpu.STEPS:
-            if step.name in ("model", "decode", "fla"):
-                assert step.run(arguments) == 0, step
+        from benchmarks import gpu_steps
+        for step in ("model", "decode", "fla"):
+            assert gpu_steps.RUNS[step](arguments) == 0, step
     """
     run(["-c", textwrap.dedent(code)])
     for step, name in (("model", "sdpa"), ("decode", "elita"), ("fla", "latte")):
@@ -112,12 +114,13 @@ def test_the_steps_fit_into_nine_minutes(gpu, monkeypatch):
     seconds = gpu._arguments().seconds
     limits = gpu.time_limits([step for step in gpu.STEPS if step.name != "warm"], seconds)
     assert {step.name for step in limits} == set(gpu.NAMES)
+    assert {step.name for step in gpu.STEPS} == set(gpu_steps.RUNS)
     assert sum(limits.values()) < 540
     assert seconds < 540
 
 
 def test_steps_are_shortened_alike_only_where_time_is_short(gpu):
-    one, other = gpu.Step("one", 40, None), gpu.Step("other", 120, None)
+    one, other = gpu.Step("one", 40), gpu.Step("other", 120)
     assert gpu.time_limits([one, other], 160.0) == {one: 40.0, other: 120.0}
     assert gpu.time_limits([one, other], 80.0) == {one: 20.0, other: 60.0}
 
@@ -235,8 +238,6 @@ def test_an_interrupt_ends_the_warming_too(gpu, only, tmp_path, monkeypatch):
 
 
 def test_tests_that_take_too_long_are_interrupted(gpu, monkeypatch):
-    from benchmarks import gpu_steps
-
     monkeypatch.setattr(gpu_steps, "LAST_SECONDS", 20.0)
     quick, slow = (subprocess.Popen([sys.executable, "-c", f"import time; time.sleep({s})"]) for s in (0, 600))
     statuses = gpu_steps._ended([quick, slow], 1.0)
@@ -245,15 +246,11 @@ def test_tests_that_take_too_long_are_interrupted(gpu, monkeypatch):
 
 
 def test_a_dry_run_takes_the_first_tests_of_each_file(gpu):
-    from benchmarks import gpu_steps
-
     names = ["a.py::one", "a.py::two", "b.py::one", "a.py::three"]
     assert gpu_steps._first_of_each_file(names) == ["a.py::one", "a.py::two", "b.py::one"]
 
 
 def test_counts_of_tests_are_read_from_their_report(gpu, tmp_path):
-    from benchmarks import gpu_steps
-
     (tmp_path / "r.xml").write_text(
         '<testsuites><testsuite tests="3" failures="1" errors="0" skipped="1">'
         '<testcase classname="a" name="b"><failure/></testcase><testcase classname="a" name="c"/>'

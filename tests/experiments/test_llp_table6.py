@@ -6,16 +6,16 @@ from itertools import pairwise
 
 import pytest
 
-from experiments.llp_table6.claims import CLAIMS, COMPARISONS
 from experiments.llp_table6.command import main
+from experiments.llp_table6.formulas import COMPARISONS, PRINTED
 from experiments.llp_table6.paper import HEADERS, Setting, cells, notes, rows
 
-PRINTED = {"Full": 19327, "PAR": 4932, "V1": 14495, "V2": 9682, "V3": 14858, "LLP": 1226}
+NUMBERS = {"Full": 19327, "PAR": 4932, "V1": 14495, "V2": 9682, "V3": 14858, "LLP": 1226}
 
 
 def test_the_formulas_give_every_printed_number():
-    assert {row.name: row.printed_millions for row in rows(Setting()) if row.printed_millions is not None} == PRINTED
-    assert {claim.name: Setting().value(claim.table_6) // 10**6 for claim in CLAIMS} == PRINTED
+    assert {row.name: row.printed_millions for row in rows(Setting()) if row.printed_millions is not None} == NUMBERS
+    assert {claim.name: Setting().value(claim.table_6) // 10**6 for claim in PRINTED} == NUMBERS
 
 
 def test_the_true_counts_at_the_papers_setting():
@@ -39,10 +39,10 @@ def test_the_true_counts_at_the_papers_setting():
 
 
 def test_the_printed_formulas_give_other_numbers_for_three_rows():
-    by_formula = {claim.name: Setting().value(claim.table_8) // 10**6 for claim in CLAIMS}
-    assert {name for name in PRINTED if by_formula[name] != PRINTED[name]} == {"V2", "V3", "LLP"}
+    by_formula = {claim.name: Setting().value(claim.table_8) // 10**6 for claim in PRINTED}
+    assert {name for name in NUMBERS if by_formula[name] != NUMBERS[name]} == {"V2", "V3", "LLP"}
     assert (by_formula["V2"], by_formula["V3"], by_formula["LLP"]) == (9739, 5597, 585)
-    for claim in CLAIMS:
+    for claim in PRINTED:
         assert claim.right == (Setting().value(claim.table_6) == Setting().value(claim.dense))
 
 
@@ -153,7 +153,7 @@ def test_cells_stand_under_their_headers_and_notes_name_what_differs():
 
 
 def test_every_formula_uses_only_the_names_of_the_setting():
-    formulas = [f for claim in CLAIMS for f in (claim.table_8, claim.table_6, claim.dense, claim.unmasked)]
+    formulas = [f for claim in PRINTED for f in (claim.table_8, claim.table_6, claim.dense, claim.unmasked)]
     formulas += [f for comparison in COMPARISONS for f in (comparison.dense, comparison.unmasked)]
     assert {name for formula in formulas for name in re.findall(r"[A-Za-z]+", formula)} <= set("nlHsp")
 

@@ -80,7 +80,8 @@ def test_no_tokens_give_zero(random):
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
 @pytest.mark.usefixtures("path")
 def test_low_precision_stays_in_budget(random, differentiated, dtype):
-    inputs = [random(N, D, dtype=dtype), random(V, D, seed=1, dtype=dtype), random(V, seed=2, dtype=dtype)]
+    # Not where the plain form's sum over 20 tokens happens to have no rounding error at all.
+    inputs = [random(N, D, seed=12, dtype=dtype), random(V, D, seed=13, dtype=dtype), random(V, seed=14, dtype=dtype)]
     y = labels()
     exact = differentiated(lambda h, w, b: (plain(h, w, y, b),), [x.double() for x in inputs])
     expected = differentiated(lambda h, w, b: (plain(h, w, y, b),), inputs)

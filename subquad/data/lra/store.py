@@ -20,7 +20,7 @@ from torch import Tensor
 from torch.utils.data import Dataset
 
 from subquad.config import digest
-from subquad.data.files import aside, cache_folder, usable, write_json
+from subquad.data.files import cache_folder, fill_once, usable, write_json
 from subquad.data.shards import ShardWriter, TokenShard
 from subquad.parsing import check_keys, read_json
 
@@ -213,10 +213,7 @@ def is_label(where: str, label: str, classes: Iterable[str]) -> int:
 def kept(cache: str | None, name: str, fill: Callable[[Path], None]) -> Store:
     """The store at `cache/name`, filled by `fill(folder)` where it is not there yet or is damaged."""
     folder = cache_folder(cache) / name
-    if not is_kept(folder):
-        with aside(folder) as temporary:
-            temporary.mkdir()
-            fill(temporary)
+    fill_once(folder, lambda: Store(folder), fill)
     return Store(folder)
 
 

@@ -135,7 +135,7 @@ class DecoderAdapter(Adapter):
         return _decoder(model).most_tokens
 
     def sizes(self, model: nn.Module) -> list[int]:
-        """Those that the layers' configurations name."""
+        """Return the sizes that the layers' configurations name."""
         return named_sizes(_decoder(model).token_settings())
 
     def no_cache(self, model: nn.Module) -> str | None:
@@ -185,7 +185,7 @@ class TransformersAdapter(Adapter):
         return None if _dynamic(model) else most
 
     def sizes(self, model: nn.Module) -> list[int]:
-        """Those that the configuration names."""
+        """Return the sizes that the configuration names."""
         if self.decoder is not None:
             return named_sizes(self.decoder.token_settings())
         named = named_sizes(_text_config(model).to_dict())
@@ -239,7 +239,7 @@ class TransformersAdapter(Adapter):
         return logits_of(output), (after, seen + tokens)
 
     def new_cache(self, model: Any) -> Any | None:
-        """What transformers' generate gives to the first call: some models fill it and return none."""
+        """Return the cache that transformers' generate gives to the first call: some models fill it and return none."""
         supported = getattr(model, "_supports_default_dynamic_cache", None)
         if self.cache_name != "past_key_values" or supported is None or not supported():
             return None

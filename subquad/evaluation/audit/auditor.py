@@ -7,6 +7,7 @@ import platform
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
+from importlib.metadata import version
 from typing import Any, Literal
 
 import torch
@@ -18,11 +19,12 @@ from subquad.evaluation.audit.adapters import Adapter, adapter_for, device_of
 from subquad.evaluation.audit.case import Case, compare, limit
 from subquad.evaluation.audit.probe import DTYPES, Probe, Refused, growth, make_probe
 from subquad.evaluation.audit.report import CHECKS, AuditReport, Check, Replayed
+from subquad.version import __version__
 
 
 @dataclass(frozen=True, kw_only=True)
 class AuditConfig(Config):
-    """What an audit tries."""
+    """The inputs of an audit: their lengths, their number, their arithmetic."""
 
     tokens: int = 64
     """Tokens of the sequences on which outputs are compared; shorter ones are tried too, and longer ones around the
@@ -218,7 +220,7 @@ def _lengths(tokens: int) -> list[int]:
 
 
 def _taken(asked: Sequence[int], taken: Sequence[int], probe: Probe, most: int | None) -> Check:
-    """Which of the lengths the model takes; `most` is what it has positions for where more were asked for."""
+    """Return the check of the lengths; `most` is the number of positions where longer inputs were asked for."""
     refused = [n for n in asked if n not in taken]
     short = "" if most is None else f"; nothing longer, since the model has positions for {most:,} tokens"
     if not refused:
@@ -271,10 +273,6 @@ def _named(model: nn.Module) -> str:
 
 
 def _versions() -> dict[str, str]:
-    from importlib.metadata import version
-
-    from subquad.version import __version__
-
     return {
         "subquad": __version__,
         "torch": torch.__version__,

@@ -52,7 +52,7 @@ class Case:
 
     @classmethod
     def from_dict(cls, values: dict[str, Any]) -> Case:
-        """What `to_dict` wrote; `ValueError` for anything else."""
+        """Read what `to_dict` wrote; `ValueError` for anything else."""
         known = {field.name for field in fields(cls)}
         try:
             if not set(values) <= known or values["kind"] not in COMPARE:
@@ -138,17 +138,17 @@ class Deltas(NamedTuple):
 
 
 def compare(probe: Probe, case: Case) -> Deltas:
-    """The differences in one case; `Refused` where the model does not take an input."""
+    """Return the differences in one case; `Refused` where the model does not take an input."""
     return COMPARE[case.kind](probe, case)
 
 
 def limit(kind: str, band: float) -> float:
-    """What a difference of this kind may be: the band; of what is to be finite nothing, since rounding has no part."""
+    """Return the largest difference that is no fault: the band; 0 for finite logits, since rounding has no part."""
     return 0.0 if kind == "finite" else band
 
 
 def fails(probe: Probe, case: Case, band: float) -> bool:
-    """Whether a difference is beyond the band; a case that the model does not take does not fail."""
+    """Return whether a difference is beyond the band; a case that the model does not take does not fail."""
     try:
         return not compare(probe, case).worst <= limit(case.kind, band)
     except Refused:
@@ -324,7 +324,7 @@ BUDGET = 150
 
 
 def shrink(case: Case, failing: Callable[[Case], bool], budget: int = BUDGET) -> Case:
-    """The last of a row of ever smaller failing cases: none of its own smaller ones fails, or the budget is out."""
+    """Return the last of a row of ever smaller failing cases: none of its smaller ones fails, or the budget is out."""
     while True:
         for smaller in candidates(case):
             budget -= 1
@@ -338,7 +338,7 @@ def shrink(case: Case, failing: Callable[[Case], bool], budget: int = BUDGET) ->
 
 
 def candidates(case: Case) -> Iterator[Case]:
-    """Smaller cases, the smallest first: fewer rows, shorter ones (halves, then less), fewer changed tokens."""
+    """Yield smaller cases, the smallest first: fewer rows, shorter ones (halves, then less), fewer changed tokens."""
     if case.kind == "batch":
         yield from _smaller_batch(case)
     elif len(case.tokens) > 1:
@@ -349,7 +349,7 @@ def candidates(case: Case) -> Iterator[Case]:
 
 
 def _cuts(length: int, least: int) -> Iterator[int]:
-    """How many of so many tokens to leave out: half of them, then ever fewer, `least` staying."""
+    """Yield how many of `length` tokens to leave out: half of them, then ever fewer, at least `least` staying."""
     cut = length // 2
     while cut:
         if length - cut >= least:

@@ -24,7 +24,7 @@ NO_BATCH = "the outputs change with the rest of the batch (batch), so this compa
 
 @dataclass
 class Audited:
-    """What the checks of one audit share."""
+    """The state that the checks of one audit share."""
 
     probe: Probe
     band: float
@@ -232,7 +232,7 @@ def _padding_cases(audited: Audited, side: str, pieces: tuple[int, ...]) -> list
 
 
 def _without_positions(audited: Audited, cases: Sequence[Case]) -> str:
-    """What a model that takes position_ids does without them, as text; nothing where it does the same."""
+    """Return, as text, how far logits move without position_ids; empty where they do not or the model takes none."""
     adapter = audited.probe.adapter
     if "position_ids" not in adapter.passed(audited.probe.model):
         return ""
@@ -274,7 +274,7 @@ MOST_CUTS = 64
 
 
 class Leak(NamedTuple):
-    """What one length shows."""
+    """The largest change of an earlier output at one length."""
 
     length: int
     size: float

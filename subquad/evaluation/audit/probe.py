@@ -101,7 +101,7 @@ class Probe:
         return max(eps, 2.0**-8) if fewer and narrowest == torch.float32 else eps
 
     def band(self, rows: Sequence[Sequence[int]], narrowest: torch.dtype, seed: int) -> tuple[float, float]:
-        """What rounding alone may change in a logit, and the largest logit.
+        """Return how far rounding alone may move a logit, and the largest logit.
 
         `MARGIN` times what one rounding of every weight does to the logit that it moves most: the weights are
         multiplied by 1 + s d with random signs s and d = `STEP` roundings, and the largest change (the median over

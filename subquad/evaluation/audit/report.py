@@ -58,7 +58,7 @@ class Check:
 
 @dataclass(frozen=True)
 class AuditReport:
-    """What `audit` found: a table by `str`, JSON by `to_json`."""
+    """The findings of `audit`: a table by `str`, JSON by `to_json`."""
 
     model: str
     """The model's class and its parameters."""
@@ -100,7 +100,7 @@ class AuditReport:
 
     @classmethod
     def from_dict(cls, values: Mapping[str, Any]) -> AuditReport:
-        """What `to_dict` wrote. `ValueError` for anything else, and for another version of the format."""
+        """Read what `to_dict` wrote. `ValueError` for anything else, and for another version of the format."""
         if not isinstance(values, Mapping):
             raise ValueError(f"a report of an audit must be an object, got {type(values).__name__}")
         if values.get("format") != FORMAT:

@@ -51,17 +51,17 @@ class Family:
 
 
 def same(theirs: str, ours: str) -> Move:
-    """The same tensor."""
+    """Return the same tensor."""
     return Move(theirs, (ours,), lambda x: (x,), lambda parts: parts[0])
 
 
 def transposed(theirs: str, ours: str) -> Move:
-    """A matrix that is kept as `[in, out]`, ours as `[out, in]`."""
+    """Return a matrix that is kept as `[in, out]`, ours as `[out, in]`."""
     return Move(theirs, (ours,), lambda x: (x.T,), lambda parts: parts[0].T)
 
 
 def stacked(theirs: str, ours: Sequence[str], *, heads: int | None = None, transpose: bool = False) -> Move:
-    """Several matrices or biases in one, one after the other, or with `heads` one after the other in each head."""
+    """Join several matrices or biases in one, one after the other; with `heads` one after the other in each head."""
     count = len(ours)
 
     def cut(x: Tensor) -> Sequence[Tensor]:
@@ -96,13 +96,13 @@ def require(config: PreTrainedConfig, **wanted: Any) -> None:
 
 
 def token_ids(config: Any) -> dict[str, Any]:
-    """The special tokens, which both configurations name alike, without those that the vocabulary does not have."""
+    """Return the special tokens, named alike in both configurations, without those outside of the vocabulary."""
     names = ("bos_token_id", "eos_token_id", "pad_token_id")
     return {name: _known(name, getattr(config, name, None), config.vocab_size) for name in names}
 
 
 def _known(name: str, value: Any, vocab_size: int) -> Any:
-    """The value without what no token has: some models keep such a number, of another vocabulary, or -1 for none."""
+    """Return the numbers that are tokens: some models keep one of another vocabulary, or -1 for none."""
     given = value if isinstance(value, list) else [] if value is None else [value]
     known = [token for token in given if 0 <= token < vocab_size]
     if len(known) == len(given):
@@ -112,7 +112,7 @@ def _known(name: str, value: Any, vocab_size: int) -> Any:
 
 
 def activation(config: Any, field: str, kinds: dict[str, str]) -> str:
-    """Our feed-forward network for the activation in `field`."""
+    """Return our feed-forward network for the activation in `field`."""
     value = getattr(config, field)
     if value not in kinds:
         raise ValueError(

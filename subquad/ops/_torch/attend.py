@@ -19,8 +19,8 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
+from subquad.memory import empty_like, zeros_like
 from subquad.ops._torch.gathered import gathered
-from subquad.ops._torch.memory import empty_like, zeros_like
 from subquad.ops._torch.tiles import Group, bias_to, ragged_bias, ragged_groups, static_bias, static_groups
 from subquad.ops.backends import without_autocast
 from subquad.ops.patterns import Pattern

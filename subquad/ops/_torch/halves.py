@@ -26,7 +26,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from subquad.ops._torch.memory import empty_like
+from subquad.memory import empty_like
 from subquad.ops.backends import without_autocast
 
 SUB = 4

@@ -12,8 +12,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from subquad.memory import empty, empty_like
 from subquad.ops._torch.halves import chunk_spans, padded, pair_backward, pair_scores, power_of_two
-from subquad.ops._torch.memory import empty, empty_like
 from subquad.ops.backends import without_autocast
 
 CHUNK = 64

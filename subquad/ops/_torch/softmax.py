@@ -25,6 +25,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
+from subquad.memory import empty, empty_like
 from subquad.ops._torch.halves import (
     decayed_sum,
     pair_backward,
@@ -33,7 +34,6 @@ from subquad.ops._torch.halves import (
     reverse_decayed_sum,
     running_max,
 )
-from subquad.ops._torch.memory import empty, empty_like
 from subquad.ops.backends import without_autocast
 
 EMPTY = -(2.0**100)

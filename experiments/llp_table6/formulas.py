@@ -9,29 +9,30 @@ from __future__ import annotations
 from typing import NamedTuple
 
 
-class Claim(NamedTuple):
-    """What the paper says of one mechanism, and what is so."""
+class Formulas(NamedTuple):
+    """What a mechanism costs, and what the paper says of it where it has a row in the tables."""
 
     name: str
-    millions: int
-    """Table 6, truncated to millions, at the paper's setting."""
-    percent: int
-    """Table 6, of full attention."""
-    table_8: str
-    """The formula that the paper prints."""
-    table_6: str
-    """The formula that gives the number that the paper prints."""
     dense: str
     """Entries that are computed, masked ones included."""
     unmasked: str
     """Entries that the mask leaves."""
-    right: bool
+    note: str
+    """The verdict on the printed number, or what the mechanism is."""
+    millions: int | None = None
+    """Table 6, truncated to millions, at the paper's setting."""
+    percent: int | None = None
+    """Table 6, of full attention."""
+    table_8: str | None = None
+    """The formula that the paper prints."""
+    table_6: str | None = None
+    """The formula that gives the number that the paper prints."""
+    right: bool | None = None
     """Whether the printed number counts the entries that are computed."""
-    verdict: str
 
 
-CLAIMS = (
-    Claim(
+PRINTED = (
+    Formulas(
         "Full",
         millions=19327,
         percent=100,
@@ -40,9 +41,9 @@ CLAIMS = (
         dense="n**2 * l * H",
         unmasked="n*(n + 1)/2 * l * H",
         right=True,
-        verdict="The printed number is right: it is the printed formula.",
+        note="The printed number is right: it is the printed formula.",
     ),
-    Claim(
+    Formulas(
         "PAR",
         millions=4932,
         percent=25,
@@ -51,9 +52,9 @@ CLAIMS = (
         dense="(n/2 * n + (n/2)**2 * (l - 1)) * H",
         unmasked="((n/2)**2 + n/2*(n/2 + 1)/2 * l) * H",
         right=True,
-        verdict="The printed number is right: it is the printed formula (Perceiver AR reads the history in layer 1).",
+        note="The printed number is right: it is the printed formula (Perceiver AR reads the history in layer 1).",
     ),
-    Claim(
+    Formulas(
         "V1",
         millions=14495,
         percent=75,
@@ -62,12 +63,12 @@ CLAIMS = (
         dense="((n/2)**2 + n/2 * n) * l * H",
         unmasked="((n/2)**2 + (n/2)**2 + n/2*(n/2 + 1)/2) * l * H",
         right=True,
-        verdict=(
+        note=(
             "The printed number is right: it is the printed formula. But the history has no mask: of the entries that "
             "count, V1 has more than causal full attention."
         ),
     ),
-    Claim(
+    Formulas(
         "V2",
         millions=9682,
         percent=50,
@@ -76,13 +77,13 @@ CLAIMS = (
         dense="((n/2)/s * s**2 + n/2 * n) * l * H",
         unmasked="((n/2)/s * s**2 + (n/2)**2 + n/2*(n/2 + 1)/2) * l * H",
         right=False,
-        verdict=(
+        note=(
             "The printed number is wrong, and it is not the printed formula: the square stands at the number of "
             "segments instead of their length. (n/2)/s segments of s x s entries are n/2 * s; Table 6 has "
             "((n/2)/s)**2 * s, Table 8 the same of all n tokens."
         ),
     ),
-    Claim(
+    Formulas(
         "V3",
         millions=14858,
         percent=77,
@@ -91,14 +92,14 @@ CLAIMS = (
         dense="(n/2 * (p + n/2) + p**2) * l * H",
         unmasked="(p**2 + n/2 * p + n/2*(n/2 + 1)/2) * l * H",
         right=False,
-        verdict=(
+        note=(
             "The printed number is wrong, and it is not the printed formula: the term of the first layer, n/2 * n, is "
             "counted again in each of the other layers. In the tables' own reading the first layer's latents see the "
             "whole history and the printed formula is right; in section 4.3, which the true counts here follow, "
             "every layer sees the p projected rows."
         ),
     ),
-    Claim(
+    Formulas(
         "LLP",
         millions=1226,
         percent=6,
@@ -107,7 +108,7 @@ CLAIMS = (
         dense="((2*n/s - 1) * s/2 * s + (s/2)**2) * l * H",
         unmasked="((2*n/s - 1) * ((s/2)**2 + s/2*(s/2 + 1)/2) + s/2*(s/2 + 1)/2) * l * H",
         right=False,
-        verdict=(
+        note=(
             "The printed number is wrong, and it is not the printed formula: of 2n/s half segments the first sees "
             "itself and the other 2n/s - 1 see s columns each. Table 6 counts 2n/s of these, one too many; "
             "Table 8 counts n/s - 1, about half."
@@ -117,35 +118,26 @@ CLAIMS = (
 """The six rows of Tables 6 and 8."""
 
 
-class Comparison(NamedTuple):
-    """What the tables leave out, at the same sizes."""
-
-    name: str
-    dense: str
-    unmasked: str
-    note: str
-
-
 COMPARISONS = (
-    Comparison(
+    Formulas(
         "V3, full first",
         dense="(n/2 * n + (n/2 * (p + n/2) + p**2) * (l - 1)) * H",
         unmasked="((n/2)**2 + (n/2 * p + p**2) * (l - 1) + n/2*(n/2 + 1)/2 * l) * H",
         note="V3 as the tables read it: the latents of the first layer see the whole history.",
     ),
-    Comparison(
+    Formulas(
         "S2",
         dense="(n*s - s**2/4) * l * H",
         unmasked="(n*(s + 1)/2 - s**2/8) * l * H",
         note="LongLoRA's shifted groups of s, the groups of half the heads moved by s/2, nothing wrapped around.",
     ),
-    Comparison(
+    Formulas(
         "S2, wrapped",
         dense="n*s * l * H",
         unmasked="n*(s + 1)/2 * l * H",
         note="The same with the last s/2 tokens in one group with the first: LongLoRA's published form, which leaks.",
     ),
-    Comparison(
+    Formulas(
         "Window",
         dense="n*s * l * H",
         unmasked="(s*(s + 1)/2 + (n - s)*s) * l * H",

@@ -13,7 +13,7 @@ _ACTIVATIONS = {"silu": "swiglu", "swish": "swiglu"}
 
 
 def _shared(config: Any) -> dict[str, Any]:
-    """What all three families say alike."""
+    """Return the settings that all three families name alike."""
     return {
         "vocab_size": config.vocab_size,
         "dim": config.hidden_size,
