@@ -150,7 +150,7 @@ def _step_seconds(result: RunResult) -> float:
 
 
 def _held_out(result: RunResult, held: Held) -> Row:
-    """What the task's own measurement says of the held-out data."""
+    """Measure the held-out data in the task's own way."""
     if result.config.reads_text:
         return _text(result, held)
     with (result.folder / "log.txt").open("w", encoding="utf-8") as log, contextlib.redirect_stdout(log):
