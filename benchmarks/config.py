@@ -1,4 +1,4 @@
-"""What a benchmark measures, as configurations; they load without torch."""
+"""Configurations of the benchmarks; they load without torch."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ BACKENDS = ("reference", "torch", "sequential", "flex", "triton")
 
 @dataclass(frozen=True, kw_only=True)
 class BenchConfig(Config):
-    """What the three benchmarks have in common."""
+    """Settings that the three benchmarks have in common."""
 
     lists: ClassVar[tuple[str, ...]]
     """Fields that must be lists."""
@@ -50,7 +50,7 @@ class BenchConfig(Config):
 
 @dataclass(frozen=True, kw_only=True)
 class LengthsConfig(BenchConfig):
-    """What is measured at several lengths, beside other libraries."""
+    """Settings of measurements at several lengths, beside other libraries."""
 
     tokens: list[int] = field(default_factory=lambda: [1024, 4096])
     """Lengths T."""
@@ -81,7 +81,7 @@ class DecoderSizes(BenchConfig):
 
     @property
     def sizes(self) -> dict[str, int]:
-        """What `build_decoder` takes."""
+        """The sizes as `build_decoder` takes them."""
         return {"layers": self.layers, "dim": self.dim, "heads": self.heads, "vocab": self.vocab}
 
 

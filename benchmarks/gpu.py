@@ -28,7 +28,7 @@ ROOT = Path(__file__).resolve().parents[1]
 
 
 class Step(NamedTuple):
-    """What runs in a process of its own, by `gpu_steps.RUNS`."""
+    """A step that runs in a process of its own, by `gpu_steps.RUNS`."""
 
     name: str
     seconds: int
@@ -176,7 +176,7 @@ def _stop(process: subprocess.Popen[str]) -> str:
 
 
 def _missing(device: str) -> str | None:
-    """What keeps the steps from running here."""
+    """Return the reason why the steps can't run here, or None."""
     lacking = [module for module in ("torch", "numpy", "tokenizers", "pytest") if find_spec(module) is None]
     if lacking:
         return f"{sys.executable} has no {', '.join(lacking)}; name a Python that has: make gpu PYTHON=python3.12"

@@ -90,7 +90,7 @@ def _ended(running: list[subprocess.Popen[bytes]], seconds: float) -> list[int]:
 
 
 def _counts(reports: list[Path]) -> dict[str, Any]:
-    """How many tests ran and were skipped, and the names of those that failed."""
+    """Count the tests that ran and those that were skipped; name those that failed."""
     total, skipped, broken = 0, 0, list[str]()
     for report in reports:
         suite = ElementTree.parse(report).getroot().find("testsuite") if report.is_file() else None

@@ -1,4 +1,4 @@
-"""What the measurements share: rows length by length, their status and statistics, and how far they are."""
+"""The skeleton of the measurements: rows length by length, status and statistics of a row, progress."""
 
 from __future__ import annotations
 
@@ -99,7 +99,7 @@ class Progress:
             self.bar.stop()
 
     def step(self, what: str) -> None:
-        """The next step begins."""
+        """Begin the next step."""
         if self.bar is not None:
             self.bar.update(self.task, completed=self.done, description=what)
         elif self.shown:
@@ -109,7 +109,7 @@ class Progress:
         self.done += 1
 
     def say(self, what: str) -> None:
-        """What goes on inside a step: shown by a bar alone."""
+        """Show on a bar what goes on inside the step; lines stay as they are."""
         if self.bar is not None:
             self.bar.update(self.task, description=what)
 

@@ -28,7 +28,7 @@ class Subject(NamedTuple):
 
 
 class Key(NamedTuple):
-    """Which call: the model's name, and `step` or `prefill`."""
+    """A timed call: the model's name, and `step` or `prefill`."""
 
     name: str
     which: str

@@ -61,7 +61,7 @@ class Operator:
     context: Callable[[], Any] = nullcontext
 
     def run(self, which: Pass) -> Run:
-        """What is timed: without gradients, with them (the gradient of the output is made before), or those alone."""
+        """Return the timed call: forward, with gradients (that of the output is made before), or gradients alone."""
         if which == "forward":
             return Run(lambda _: self._forward())
         gradient = self._gradient()
@@ -199,7 +199,7 @@ def elita(shape: Shape, backend: str | None) -> Operator:
 
 @dataclass(frozen=True)
 class Engine:
-    """How a mechanism calls its engine."""
+    """A mechanism's call of its engine."""
 
     make: Callable[[Shape, str | None], Operator]
     label: Callable[[Shape], str]

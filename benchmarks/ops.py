@@ -25,7 +25,7 @@ class Line(NamedTuple):
 
 
 class Key(NamedTuple):
-    """Which call: the number of the line, and the pass."""
+    """A timed call: the number of the line, and the pass."""
 
     line: int
     which: Pass

@@ -1,4 +1,4 @@
-"""What a benchmark found: rows, where and with what, as tables, CSV, JSON and pictures."""
+"""Reports of benchmarks: rows with their settings, machine and versions, as tables of text, CSV and JSON."""
 
 from __future__ import annotations
 
@@ -61,7 +61,7 @@ class Report:
 
     @classmethod
     def from_dict(cls, values: Mapping[str, Any]) -> Report:
-        """What `to_dict` gave."""
+        """Make a report of the values that `to_dict` gave."""
         return cls(**values)
 
     @classmethod
@@ -108,7 +108,7 @@ def _write_csv(file: Path, rows: Sequence[Row]) -> None:
 
 
 def notes(report: Report) -> list[str]:
-    """Below the tables: what was reached at most, who is absent, what failed."""
+    """Return the lines below the tables: the machine's ceilings, absent peers, failures."""
     lines = []
     if report.ceilings:
         parts = []
@@ -149,7 +149,7 @@ def times(row: Row) -> tuple[str, str, str]:
 
 
 def ratio(row: Row) -> str:
-    """How many times faster than the base."""
+    """Return the speed over that of the base."""
     faster = row.get("times_faster")
     return "-" if faster is None else f"{faster:.2f}"
 

@@ -19,7 +19,7 @@ LEAST, LEAST_SLOW, MOST = 5, 3, 25
 """Repeats: at least 5, or 3 where one call takes longer than `SLOW`; at most 25."""
 SLOW = 2.0
 OUT_OF_MEMORY = ("out of memory", "not enough memory", "can't allocate memory", "cannot allocate memory")
-"""What the allocators say, on a GPU, in the CPU allocator and from the system."""
+"""Messages of the allocators: on a GPU, on a CPU, and of the system."""
 FLUSHED_BYTES = 256 * 2**20
 """More than the last-level cache of a GPU: written before each call, so that inputs come from memory."""
 HEAD_START = 10_000_000
@@ -70,7 +70,7 @@ class Failure:
 
     @classmethod
     def of(cls, error: BaseException) -> Failure:
-        """What an exception means."""
+        """Tell a lack of memory from other exceptions."""
         text = (str(error).strip() or type(error).__name__).partition("\n")[0]
         memory = isinstance(error, torch.OutOfMemoryError | MemoryError)
         memory = memory or (isinstance(error, RuntimeError) and any(m in str(error).lower() for m in OUT_OF_MEMORY))
@@ -78,7 +78,7 @@ class Failure:
 
 
 def attempt(f: Callable[..., Result], *arguments: Any, **options: Any) -> Result | Failure:
-    """What the call returns, or a `Failure`; the memory of a failed call is given back."""
+    """Return what the call returns, or a `Failure`; the memory of a failed call is given back."""
     try:
         return f(*arguments, **options)
     except Exception as error:
@@ -158,7 +158,7 @@ def interleave(
 
 
 def rounds(firsts: list[float], seconds: float, most: int = MOST) -> int:
-    """How often to repeat calls that took so long the first time."""
+    """Return the number of repeats for calls whose first times are `firsts`."""
     least = LEAST_SLOW if max(firsts, default=0.0) > SLOW else LEAST
     return max(least, min(most, int(seconds / max(sum(firsts), 1e-9))))
 

@@ -53,7 +53,7 @@ def collected(folder: Path) -> dict[str, Any]:
 
 
 def blocks() -> dict[str, Callable[[], str]]:
-    """What makes each block of the page, of the results."""
+    """Return the maker of each block of the page."""
     reports = pages.read(RESULT)
     made = (commands, stages, positions, explained, branches, decoding, machine)
     return {make.__name__: partial(make, reports) for make in made}
@@ -132,7 +132,7 @@ def machine(reports: dict[str, Any]) -> str:
 
 
 def text_of(report: dict[str, Any]) -> str:
-    """How much text there was."""
+    """Return the amounts of text."""
     found = report["text"]
     return f"{found['train_tokens']:,} tokens of text to train on and {found['held_out_tokens']:,} held out"
 

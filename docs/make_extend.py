@@ -50,7 +50,7 @@ def result(kind: str) -> Path:
 
 
 def trial(run: Path) -> dict[str, Any]:
-    """What the page says of a trial."""
+    """Return what the page shows of a trial."""
     report = pages.read(run / extension_report.REPORT)
     return {"name": run.name, "lr": report["optimizer"]["lr"], **{name: report[name] for name in TOLD}}
 

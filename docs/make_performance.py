@@ -190,7 +190,7 @@ def _pair(report: Report, name: str, tokens: int) -> list[float | None]:
 
 
 def _faster(stem: str, ours: str, theirs: str, tokens: int, which: str = "forward_backward", **more: Any) -> Found:
-    """How many times faster one line is than another."""
+    """Return the speed of one line over another's."""
 
     def found() -> float | None:
         report = loaded(stem)

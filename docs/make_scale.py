@@ -114,7 +114,7 @@ def _step(decoder: Decoder, tokens: int) -> Any:
 
 
 def together_measured() -> tuple[dict[str, float], dict[str, dict[str, float]]]:
-    """What two processes reach: the link between them, and a step of `PROOF` tokens of each mechanism."""
+    """Measure two processes: the link between them, and a step of `PROOF` tokens of each mechanism."""
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         port = probe.getsockname()[1]
@@ -189,7 +189,7 @@ def seconds_of(of: dict[str, float], tokens: int, ranks: int, layers: int) -> fl
 
 
 def bytes_of(of: dict[str, float], tokens: int, ranks: int, layers: int) -> float:
-    """What a process holds of a step's activations."""
+    """Return the bytes of a step's activations in a process."""
     return tokens / ranks * (layers * of["layer_bytes"] + of["rest_bytes"])
 
 
@@ -258,7 +258,7 @@ def together(found: dict[str, Any]) -> str:
 
 
 def proof(found: dict[str, Any]) -> str:
-    """What was predicted of a step on two processes, and what was measured."""
+    """A step on two processes: the prediction beside the measurement."""
     lines = []
     for name, seen in found["proof"].items():
         of = found["mechanisms"][name]

@@ -2,15 +2,13 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from benchmarks.config import DecodeConfig
 from benchmarks.decode import measure_decode
 from experiments.harness.curves import means
+from experiments.harness.units import Unit
 from subquad.attention import mechanism, names
-
-if TYPE_CHECKING:
-    from experiments.harness.units import Unit
 
 FLAT, GROWS = 1.1, 2.0
 """A time is flat if it is at most 10 % above that after the shortest context, and grows from twice as much on."""

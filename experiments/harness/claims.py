@@ -51,7 +51,7 @@ class Claim(Config):
 
 @dataclass(frozen=True, kw_only=True)
 class Expected(Config):
-    """What a paper reports, in one table or figure."""
+    """The figures and claims of one table or figure of a paper."""
 
     paper: str
     """The paper's name in docs/findings.md."""
@@ -69,7 +69,7 @@ class Expected(Config):
 
 @dataclass(frozen=True)
 class Verdict:
-    """What became of a claim, and at which scale."""
+    """A claim's verdict, our figures, and the scale that they are of."""
 
     claim: Claim
     ours: str
@@ -89,7 +89,7 @@ def by_size(scales: Mapping[str, Any]) -> list[str]:
 
 
 def verdicts(experiment: Path, expected: Expected, scales: Mapping[str, Any]) -> list[Verdict]:
-    """What the results say of each claim, at the largest scale that says anything of it."""
+    """Judge each claim at the largest scale that says anything of it."""
     found = []
     for claim in expected.claims:
         try:
@@ -104,7 +104,7 @@ def verdicts(experiment: Path, expected: Expected, scales: Mapping[str, Any]) ->
 
 
 def judged(experiment: Path, claim: Claim, rows: Sequence[Row], scale: str) -> Verdict:
-    """What the rows of one scale say of a claim."""
+    """Judge a claim by the rows of one scale."""
     if claim.kind in (INCOMPARABLE, "waiting"):
         return Verdict(claim, claim.why, INCOMPARABLE if claim.kind == INCOMPARABLE else WAITING)
     if not rows:

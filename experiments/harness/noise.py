@@ -1,4 +1,4 @@
-"""What a difference between arms is worth: the spread between seeds, pooled over all arms, and Student's t."""
+"""Differences between arms beside the noise: the spread between seeds, pooled over all arms, and Student's t."""
 
 from __future__ import annotations
 
@@ -60,7 +60,7 @@ def pooled(rows: Sequence[Row], metric: str) -> Noise:
 
 
 def _labels(rows: Sequence[Row], metric: str) -> list[str]:
-    """What tells rows apart beside the seed: words, and numbers that are the same for every seed of an arm.
+    """Return the names that tell rows apart beside the seed: words, and numbers that are equal for all seeds of an arm.
 
     Of one seed alone every number is; there whole numbers tell rows apart, and the others are what was measured.
     """

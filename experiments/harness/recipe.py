@@ -1,4 +1,4 @@
-"""What an experiment runs: arms, seeds and scales, from its `recipe.yaml`. Read without loading torch."""
+"""Recipes of experiments: arms, seeds and scales, from `recipe.yaml`. Read without loading torch."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ Budget = Literal["steps", "tokens", "flops"]
 
 @dataclass(frozen=True, kw_only=True)
 class Arm(Config):
-    """One of the things that are compared."""
+    """A thing that is compared with the other arms."""
 
     labels: dict[str, Any] = field(default_factory=dict)
     """What the rows of this arm say of it, for tables, claims and plots."""
@@ -27,7 +27,7 @@ class Arm(Config):
 
 @dataclass(frozen=True, kw_only=True)
 class Held(Config):
-    """How a language model is measured on the held-out text after its training."""
+    """The measurement of a language model on the held-out text after its training."""
 
     tokens: int | None = None
     """Held-out tokens to read, from the first (None: all)."""

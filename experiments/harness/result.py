@@ -35,7 +35,7 @@ def identity_of(units: Iterable[Unit]) -> str:
 
 
 def collected(units: Sequence[Unit], finished: Sequence[Finished], processes: int) -> dict[str, Any]:
-    """What is known of one scale."""
+    """Return the result of one scale: the rows of its units and where they are from."""
     good = sorted(((units.index(unit), found) for unit, found in finished if "rows" in found), key=lambda item: item[0])
     sources = [found["provenance"] for _, found in good]
     machines = list({json.dumps(source["machine"]): source["machine"] for source in sources}.values())
@@ -135,7 +135,7 @@ def _cell(values: Sequence[Any]) -> str:
 
 
 def written(folder: Path, recipe: Recipe, expected: Expected) -> str:
-    """What stands between the marks of README.md: claims and verdicts, the table, and what it was measured on."""
+    """Return the text between the marks of README.md: claims and verdicts, the table, the machine."""
     scales = read_result(folder)
     scale = telling(scales)
     rows = scales[scale]["rows"] if scale else []
@@ -174,7 +174,7 @@ def line(*cells: str) -> str:
 
 
 def about(values: dict[str, Any], scale: str) -> str:
-    """What a scale's rows were measured on."""
+    """Return machine, versions, dates and commits of a scale's rows in a sentence."""
     versions = values["versions"]
     where = " and ".join(dict.fromkeys(_named(machine) for machine in values["machines"]))
     torch = versions.get("torch", "?")

@@ -89,7 +89,7 @@ def _pool(processes: int) -> ProcessPoolExecutor | None:
 
 
 def _found(future: Future[dict[str, Any]]) -> dict[str, Any]:
-    """What a unit gave; that its process was killed is a failure of the units that were waiting for one."""
+    """Return what a unit gave; where its process was killed, a failure."""
     try:
         return future.result()
     except BrokenProcessPool as error:

@@ -1,4 +1,4 @@
-"""Units: what an experiment runs one by one. One arm, one seed."""
+"""Units: an experiment runs them one by one. One arm, one seed."""
 
 from __future__ import annotations
 
@@ -172,7 +172,7 @@ def function(experiment: Path, name: str) -> Callable[..., Any] | None:
 
 
 def kept(unit: Unit) -> dict[str, Any] | None:
-    """What is known of a unit that was done with these settings; None where there is none."""
+    """Return the kept rows of a unit that was done with these settings, or None."""
     file = Path(unit.folder) / DONE
     if not file.is_file():
         return None
@@ -184,5 +184,5 @@ def kept(unit: Unit) -> dict[str, Any] | None:
 
 
 def held_of(unit: Unit) -> Held:
-    """How language models are measured."""
+    """Return the settings of the measurement of language models."""
     return Held.from_dict(unit.held or {})

@@ -10,19 +10,17 @@ import statistics
 import time
 from collections.abc import Callable
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor
 from torch.nn import functional as F
 
 from experiments.harness.curves import crossover, means
+from experiments.harness.units import Unit
 from subquad.memory import keep_freed_memory, peak_bytes
 from subquad.ops import block_attention, running_softmax
 from subquad.ops.patterns import Causal
-
-if TYPE_CHECKING:
-    from experiments.harness.units import Unit
 
 BASE, OURS = "attention, fused", "latte, chunked"
 Calls = dict[tuple[str, int], Callable[[], Tensor]]

@@ -2,16 +2,14 @@
 
 import math
 import statistics
-from typing import TYPE_CHECKING
+
+from matplotlib.figure import Figure
 
 from experiments.harness.noise import Margin, Noise, Row, difference, judge, pooled, select
 from experiments.harness.plots import COLORS
 from experiments.harness.units import Unit
 from subquad.training import RunResult
 from subquad.training.progress import read_metrics
-
-if TYPE_CHECKING:
-    from matplotlib.figure import Figure
 
 
 def measure(result: RunResult, unit: Unit) -> list[Row]:
@@ -67,7 +65,7 @@ def claim_seconds(rows: list[Row]) -> tuple[str, str] | None:
     return judge([Margin(-mean, error, len(gaps) - 1)]), shown
 
 
-def draw(figure: "Figure", rows: list[Row]) -> None:
+def draw(figure: Figure, rows: list[Row]) -> None:
     """A line for each run, over steps and over seconds."""
     figure.set_size_inches(9.6, 4.2)
     for axis, x, name in zip(figure.subplots(1, 2), ("step", "seconds"), ("step", "seconds of training"), strict=True):

@@ -3,14 +3,12 @@
 from __future__ import annotations
 
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from benchmarks.config import OpsConfig
 from benchmarks.ops import measure_ops
 from experiments.harness.curves import means
-
-if TYPE_CHECKING:
-    from experiments.harness.units import Unit
+from experiments.harness.units import Unit
 
 LATTE, SCAN = "latte", "latte, token by token"
 FUSED, CHUNKS = "attention, fused", "attention, Rabe-Staats"

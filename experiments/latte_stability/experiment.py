@@ -8,15 +8,13 @@ from __future__ import annotations
 import statistics
 from collections.abc import Callable
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor
 
+from experiments.harness.units import Unit
 from subquad.ops import running_softmax
-
-if TYPE_CHECKING:
-    from experiments.harness.units import Unit
 
 Method = Callable[[Tensor, Tensor, Tensor], Tensor]
 LARGEST = 10_000.0

@@ -10,20 +10,18 @@ import statistics
 import time
 from collections.abc import Callable
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor
 from torch.nn import functional as F
 
 from experiments.harness.curves import exponent
+from experiments.harness.units import Unit
 from subquad.attention import build
 from subquad.memory import keep_freed_memory, peak_bytes
 from subquad.ops import block_attention, running_softmax
 from subquad.ops.patterns import Causal
-
-if TYPE_CHECKING:
-    from experiments.harness.units import Unit
 
 FITTED, WITHIN = 3, 0.25
 """A slope is fitted to so many of the largest sizes, and is that of the printed order if it is no further off."""

@@ -46,7 +46,7 @@ def ngrams(train_N: np.ndarray, held_N: np.ndarray, tokens: int) -> list[float]:
 
 
 def _counted(train_N: np.ndarray, held_N: np.ndarray) -> np.ndarray:
-    """How often each of `held` occurs in `train`."""
+    """Count the occurrences of each of `held` in `train`."""
     values_N, counts_N = np.unique(train_N, return_counts=True)
     place_N = np.searchsorted(values_N, held_N).clip(max=len(values_N) - 1)
     return np.where(values_N[place_N] == held_N, counts_N[place_N], 0)

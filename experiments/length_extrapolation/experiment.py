@@ -53,7 +53,7 @@ def measure(result: RunResult, unit: Unit) -> list[Row]:
 
 
 def claim_which_keep(rows: list[Row]) -> tuple[str, str] | None:
-    """How many arms lose less than `KEPT` from T to 16 T, in each scheme; holds where all do."""
+    """Count the arms that lose less than `KEPT` from T to 16 T, in each scheme; holds where all do."""
     last = select(rows, {"times": TIMES[-1]})
     if not last:
         return None
@@ -114,7 +114,7 @@ def _kept(rows: list[Row], mechanism: str) -> tuple[str, str] | None:
 
 
 def draw(figure: Figure, rows: list[Row]) -> None:
-    """What each mechanism loses by more context than in training: a panel for each position scheme."""
+    """Draw what each mechanism loses by more context than in training: a panel for each position scheme."""
     figure.set_size_inches(13, 4.6)
     axes = figure.subplots(1, len(SCHEMES), sharey=True)
     names = list(dict.fromkeys(row["mechanism"] for row in rows))

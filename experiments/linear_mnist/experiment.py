@@ -48,7 +48,7 @@ def run(unit: Unit) -> list[Row]:
 
 
 def drawn(model: ImageModel, way: str, count: int, cache: bool) -> Row:
-    """How long so many images take."""
+    """Time the drawing of `count` images."""
     found = generate_images(model, count, batch_size=count, cache=cache)
     speed = {"seconds": found.seconds, "images_per_second": count / found.seconds}
     return {"what": "drawing", "way": way, "images": count, **speed, "state_bytes": found.state_bytes}
@@ -120,7 +120,7 @@ def claim_faster_than_no_cache(rows: list[Row]) -> tuple[str, str] | None:
 
 
 def claim_factor(rows: list[Row]) -> tuple[str, str] | None:
-    """How many times as long softmax with its cache takes, by the number of images: does the factor grow?"""
+    """Softmax with its cache over linear attention, by the number of images: does the factor grow?"""
     timed = [{**row, "log": math.log(row["seconds"])} for row in rows if row["what"] == "drawing"]
     for row in timed:
         del row["seconds"], row["images_per_second"]

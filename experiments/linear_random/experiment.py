@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from benchmarks.config import OpsConfig
 from benchmarks.ops import measure_ops
 from experiments.harness.curves import crossover, exponent, means
-
-if TYPE_CHECKING:
-    from experiments.harness.units import Unit
+from experiments.harness.units import Unit
 
 LINEAR, SOFTMAX = "linear, in chunks", "softmax, fused"
 FORMS = {"sdpa": SOFTMAX, "linear": LINEAR}
@@ -36,7 +34,7 @@ def mean(rows: list[dict[str, Any]], form: str, which: str, name: str = "ms") ->
 
 
 def passes(rows: list[dict[str, Any]]) -> list[str]:
-    """Those that were measured."""
+    """Return the passes that were measured."""
     return list(dict.fromkeys(row["pass"] for row in rows))
 
 

@@ -1,4 +1,4 @@
-"""How much of a perplexity is the tokenizer's: tokens a word, and the paper's figure as it would be per word."""
+"""The tokenizer's share of a perplexity: tokens a word, and the paper's figure as it would be per word."""
 
 from __future__ import annotations
 

@@ -3,16 +3,15 @@
 from __future__ import annotations
 
 import statistics
-from typing import TYPE_CHECKING, Any
+from typing import Any
+
+from matplotlib.figure import Figure
 
 from experiments.harness.claims import INCOMPARABLE
 from experiments.harness.noise import number
 from experiments.harness.units import Unit
 from subquad.data import Corpus
 from subquad.training import RunResult
-
-if TYPE_CHECKING:
-    from matplotlib.figure import Figure
 
 PRINTED = 18.83
 """LLP's perplexity in the paper's Table 5."""

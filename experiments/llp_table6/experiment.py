@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import Any
+
+from matplotlib.figure import Figure
 
 from experiments.harness.noise import FAILS, HOLDS
 from experiments.harness.units import Unit
 from experiments.llp_table6.paper import Setting, rows
-
-if TYPE_CHECKING:
-    from matplotlib.figure import Figure
 
 MILLION = 10**6
 COUNTS = {

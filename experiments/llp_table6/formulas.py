@@ -1,4 +1,4 @@
-"""What the LLP paper's Tables 6 and 8 say, and what is so (Mahmood and Huang 2024, arXiv:2412.06106).
+"""The formulas of the LLP paper's Tables 6 and 8, and the true ones (Mahmood and Huang 2024, arXiv:2412.06106).
 
 Formulas count the score entries of all layers and heads for n tokens, half of them history, over the names n (tokens),
 l (layers), H (heads), s (segment) and p (projected rows); ** is a power.
@@ -10,7 +10,7 @@ from typing import NamedTuple
 
 
 class Formulas(NamedTuple):
-    """What a mechanism costs, and what the paper says of it where it has a row in the tables."""
+    """A mechanism's true counts, and the paper's where it has a row in the tables."""
 
     name: str
     dense: str

@@ -6,9 +6,8 @@ import sys
 from collections.abc import Sequence
 from dataclasses import fields
 
-from experiments.lora_mnist import arms, running, tables
+from experiments.lora_mnist import arms, report, running
 from experiments.lora_mnist.config import MnistConfig
-from experiments.lora_mnist.drawing import draw
 from subquad.cli import guarded
 from subquad.cli.arguments import Parser, check_output, files_first
 
@@ -56,10 +55,10 @@ def run(arguments: Sequence[str]) -> int:
         else:
             running.Results.open(config, parsed.out, digits.fingerprint)
     if parsed.tune:
-        sys.stdout.write(tables.rates_yaml(running.tune(config)))
+        sys.stdout.write(report.rates_yaml(running.tune(config)))
         return 0
     results = running.run(config, parsed.out, digits)
-    tables.show(results.values, config, parsed.markdown)
+    report.show(results.values, config, parsed.markdown)
     if parsed.plot:
-        draw(results.values, config, parsed.plot)
+        report.draw(results.values, config, parsed.plot)
     return 0

@@ -82,6 +82,6 @@ class MnistConfig(Config):
             raise ValueError(f"rates has no arm {sorted(unknown)[0]!r}; valid: {', '.join(ARMS)}")
 
     def science(self) -> dict[str, object]:
-        """What the numbers depend on: runs with the same go on with one another's results."""
+        """The settings that the numbers depend on: runs with equal ones share their results."""
         free = ("path", "seeds", "processes", "tune_held_out")
         return {name: value for name, value in self.to_dict().items() if name not in free}

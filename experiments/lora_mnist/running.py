@@ -35,7 +35,7 @@ TIMED_STEPS = 200
 
 @dataclass
 class Results:
-    """What is known so far, in a file."""
+    """Results so far, in a file."""
 
     config: MnistConfig
     file: Path
@@ -43,7 +43,7 @@ class Results:
 
     @classmethod
     def open(cls, config: MnistConfig, file: str, fingerprint: str) -> Results:
-        """What `file` holds, or nothing yet. Raises `ValueError` where it holds an experiment of other settings."""
+        """Read `file`, if it is there. Raises `ValueError` where it holds an experiment of other settings."""
         path, identity = Path(file), digest([config.science(), fingerprint])
         shown = config.replace(path=None).to_dict()
         values: dict[str, Any] = {"identity": identity, "config": shown, "seeds": {}, "seconds": {}}

@@ -1,20 +1,18 @@
-"""What a training step costs at each query size: its time and its peak memory, in float32."""
+"""Time and peak memory of a training step at each query size, in float32."""
 
 from __future__ import annotations
 
 import statistics
 import time
 from itertools import pairwise
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 
 from experiments.harness.curves import means
+from experiments.harness.units import Unit
 from subquad.memory import peak_bytes
-
-if TYPE_CHECKING:
-    from experiments.harness.units import Unit
-    from subquad.training import RunResult
+from subquad.training import RunResult
 
 REPEATS = {"smoke": 3}
 

@@ -7,11 +7,11 @@ import numpy as np
 import pytest
 import torch
 
-from experiments.lora_mnist import arms, running, tables
+from experiments.lora_mnist import arms, report, running
 from experiments.lora_mnist.command import run
 from experiments.lora_mnist.config import NET_PARAMETERS, PER_RANK, MnistConfig
+from experiments.lora_mnist.report import reported
 from experiments.lora_mnist.running import Results
-from experiments.lora_mnist.tables import reported
 from subquad.testing import assert_exact
 
 SMALL = [
@@ -95,7 +95,7 @@ def test_the_factors_are_no_copies_of_the_first_weights(images, monkeypatch):
 def test_constant_answers_are_counted_and_other_seeds_left_out():
     entry = {"accuracy": {"base/stopped/plain": 9.8, "lora/stopped/inverted/4": 8.92, "lora/stopped/inverted/8": 90.0}}
     results = {"seeds": {"0": {**entry, "stopped_step": 7, "base_steps": 9}, "1": {"stopped_step": 5}}, "seconds": {}}
-    notes = " ".join(tables._notes(results, MnistConfig(seeds=1)))
+    notes = " ".join(report._notes(results, MnistConfig(seeds=1)))
     assert "1 of 2 trainings ended with a constant answer (11.35 % or less)" in notes
     assert "lora/stopped/inverted/4 (1)" in notes
     assert "after 7 steps of 9." in notes

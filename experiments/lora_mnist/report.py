@@ -1,4 +1,4 @@
-"""The tables of the LoRA experiment on MNIST: our mean and standard deviation beside the report's numbers."""
+"""Tables and picture of the LoRA experiment on MNIST: our mean and standard deviation beside the report's numbers."""
 
 from __future__ import annotations
 
@@ -10,6 +10,9 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from matplotlib.figure import Figure
+
+from experiments.lora_mnist.arms import Cell
 from experiments.lora_mnist.config import NET_PARAMETERS, PER_RANK, SETS, VARIANTS, MnistConfig, default_rates
 from subquad.cli.tables import print_table, size
 
@@ -41,13 +44,13 @@ CONSTANT = 11.35
 
 
 def values_of(results: Mapping[str, Any], name: str, config: MnistConfig) -> list[float]:
-    """The accuracies of one training over the seeds."""
+    """Return the accuracies of one training over the seeds."""
     seeds = (results["seeds"].get(str(seed), {}) for seed in range(config.seeds))
     return [entry["accuracy"][name] for entry in seeds if name in entry.get("accuracy", {})]
 
 
 def reported(arm: str, images: str, rank: int | None) -> float | None:
-    """The report's number; None where it has none."""
+    """Return the report's number; None where it has none."""
     if arm == "base":
         return REPORT_BASE[images]
     if arm == "full":
@@ -69,40 +72,35 @@ def show(results: Mapping[str, Any], config: MnistConfig, markdown: str | None) 
 
 
 def _tables(results: Mapping[str, Any], config: MnistConfig, *, markdown: bool) -> None:
-    what = "mean ± sample standard deviation of the test accuracy, %"
-    seeds = f"{config.seeds} seed{'s' if config.seeds > 1 else ''}: {what}"
+    def mean(images: str, arm: str, base: str, rank: int | None) -> str:
+        return _mean(values_of(results, Cell(arm, base, images, rank).name, config))
 
-    def cells(arm: str, base: str, sets: Sequence[str], rank: int | None = None) -> list[str]:
-        parts = [arm, base, "{}", None if rank is None else str(rank)]
-        name = "/".join(part for part in parts if part)
-        return [_mean(values_of(results, name.format(images), config)) for images in sets]
-
-    def report(arm: str, sets: Sequence[str], rank: int | None = None) -> list[str]:
-        numbers = [reported(arm, images, rank) for images in sets]
-        return ["" if number is None else f"{number:.2f}" for number in numbers]
+    def table(title: str, sets: Sequence[str], rows: Sequence[tuple[str, str, str, int | None]]) -> None:
+        """Print ours beside the report's for each `(label, arm, base, rank)`."""
+        lines = []
+        for label, arm, base, rank in rows:
+            pairs = [(mean(images, arm, base, rank), _number(reported(arm, images, rank))) for images in sets]
+            lines.append([label, *(cell for pair in pairs for cell in pair)])
+        print_table(title, ["", *(head for images in sets for head in (images, "report"))], lines, markdown=markdown)
 
     kinds = (("stopped", "stopped in the band"), ("trained", "fully trained"))
-    lines = [[label, *cells("base", kind, SETS)] for kind, label in kinds]
-    print_table(f"The base, {seeds}", ("", *SETS), [*lines, ["the report", *report("base", SETS)]], markdown=markdown)
+    seeds = f"{config.seeds} seed{'s' if config.seeds > 1 else ''}"
+    lines = [[label, *(mean(images, "base", kind, None) for images in SETS)] for kind, label in kinds]
+    lines.append(["the report", *(_number(reported("base", images, None)) for images in SETS)])
+    title = f"The base, {seeds}: mean ± sample standard deviation of the test accuracy, %"
+    print_table(title, ("", *SETS), lines, markdown=markdown)
     for kind, label in kinds:
-        lines = [["all weights", *_beside(cells("full", kind, VARIANTS), report("full", VARIANTS))]]
-        for rank in config.ranks:
-            ours = cells("lora", kind, VARIANTS, rank)
-            lines.append([f"r = {rank}", *_beside(ours, report("lora", VARIANTS, rank))])
-        headers = ("", *_beside(VARIANTS, ["report"] * len(VARIANTS)))
-        print_table(f"Fine-tuned from the base {label}", headers, lines, markdown=markdown)
+        ranks = [(f"r = {rank}", "lora", kind, rank) for rank in config.ranks]
+        table(f"Fine-tuned from the base {label}", VARIANTS, [("all weights", "full", kind, None), *ranks])
     for arm, label in (("scratch", "frozen first weights + B A"), ("product", "B A alone")):
-        lines = []
-        for rank in config.ranks:
-            lines.append([f"r = {rank}", *_beside(cells(arm, "", SETS, rank), report(arm, SETS, rank))])
-        headers = ("", *_beside(SETS, ["report"] * len(SETS)))
-        print_table(f"From scratch, the factors alone train: {label}", headers, lines, markdown=markdown)
+        ranks = [(f"r = {rank}", arm, "", rank) for rank in config.ranks]
+        table(f"From scratch, the factors alone train: {label}", SETS, ranks)
     _costs(results, markdown=markdown)
     sys.stdout.write("\n".join(_notes(results, config)) + "\n")
 
 
-def _beside(ours: Sequence[str], theirs: Sequence[str]) -> list[str]:
-    return [cell for pair in zip(ours, theirs, strict=True) for cell in pair]
+def _number(number: float | None) -> str:
+    return "" if number is None else f"{number:.2f}"
 
 
 def _mean(values: Sequence[float]) -> str:
@@ -164,6 +162,46 @@ def _notes(results: Mapping[str, Any], config: MnistConfig) -> list[str]:
 
 
 def rates_yaml(rates: Mapping[str, float]) -> str:
-    """The rates as a configuration file has them."""
+    """Return the rates as a configuration file has them."""
     lines = [f"  {arm}: {rate:g}" for arm, rate in rates.items()]
     return "\n".join(["rates:", *lines]) + "\n"
+
+
+DRAWN = (
+    ("lora", "stopped", "LoRA, stopped base"),
+    ("lora", "trained", "LoRA, trained base"),
+    ("scratch", "", "from scratch, random + BA"),
+    ("product", "", "from scratch, BA alone"),
+)
+
+
+def draw(results: Mapping[str, Any], config: MnistConfig, path: str) -> None:
+    """Write the picture: a panel for each set of images, lines with the standard deviation, crosses for the report."""
+    figure = Figure(figsize=(4 * len(SETS), 4.2), layout="constrained")
+    axes = figure.subplots(1, len(SETS), sharey=True, squeeze=False)[0]
+    for axis, images in zip(axes, SETS, strict=True):
+        for number, (arm, base, label) in enumerate(DRAWN):
+            if arm == "lora" and images not in VARIANTS:
+                continue
+            names = [(rank, Cell(arm, base, images, rank).name) for rank in config.ranks]
+            points = [(rank, values) for rank, name in names if (values := values_of(results, name, config))]
+            means = [statistics.mean(values) for _, values in points]
+            spreads = [statistics.stdev(values) if len(values) > 1 else 0.0 for _, values in points]
+            ranks = [rank for rank, _ in points]
+            axis.errorbar(ranks, means, yerr=spreads, marker="o", ms=3, capsize=2, color=f"C{number}", label=label)
+        for arm, color, label in (("lora", "C0", "report, LoRA"), ("scratch", "C2", "report, from scratch")):
+            known = (
+                [(r, y) for r in config.ranks if (y := reported(arm, images, r)) is not None]
+                if (arm != "lora" or images in VARIANTS)
+                else []
+            )
+            axis.plot([r for r, _ in known], [y for _, y in known], "x", color=color, ms=7, label=label)
+        if images in VARIANTS and (full := values_of(results, f"full/stopped/{images}", config)):
+            axis.axhline(statistics.mean(full), color="0.5", lw=1, ls="--", label="all weights, stopped base")
+        axis.set_xscale("log", base=2)
+        axis.set_xticks(config.ranks, [str(rank) for rank in config.ranks])
+        axis.set(title=images, xlabel="rank", ylim=(0, 100))
+    axes[0].set_ylabel("test accuracy, %")
+    handles, labels = axes[-1].get_legend_handles_labels()
+    figure.legend(handles, labels, loc="outside lower center", ncols=4, fontsize=8, frameon=False)
+    figure.savefig(path, dpi=120)
