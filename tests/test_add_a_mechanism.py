@@ -16,7 +16,7 @@ import yaml
 
 from subquad import attention
 from subquad.cli import main
-from subquad.cli.mechanisms import markdown
+from subquad.cli.listing import markdown
 from subquad.testing import AttentionContract
 
 ROOT = Path(__file__).resolve().parents[1]

@@ -21,8 +21,8 @@ from experiments.harness.recipe import read_recipe
 from experiments.llp_table6 import command as llp_table6
 from experiments.lora_mnist import command as lora_mnist
 from subquad import attention
-from subquad.cli import _pictures, main
-from subquad.cli.mechanisms import markdown
+from subquad.cli import main
+from subquad.cli.listing import markdown
 from subquad.cli.serve import make_parser
 from subquad.cli.show import PICTURES
 from subquad.data import load_tokenizer
@@ -235,6 +235,7 @@ def test_every_file_that_a_page_links_to_is_there():
 def test_the_picture_can_be_drawn_again_and_shows_every_mechanism(tmp_path):
     assert main(["show", "weights", "--out", str(tmp_path / "weights.png")]) == 0
     assert (tmp_path / "weights.png").is_file()
-    figure = _pictures.weights(PICTURES["weights"]().parse_args([]))
+    make_parser, draw = PICTURES["weights"]
+    figure = draw(make_parser().parse_args([]))
     titles = [axis.get_title() for axis in figure.axes]
     assert titles[: len(attention.names())] == attention.names()

@@ -110,8 +110,9 @@ def guarded(run: Callable[[list[str]], int], arguments: Sequence[str], *, inform
     first = os.environ.get("RANK", "0") == "0"  # of several processes one is enough to hear from
     usual = logging.INFO if informs and first else logging.WARNING
     logging.getLogger("subquad").setLevel(logging.DEBUG if debug else usual)
+    rest = [argument for argument in arguments if argument != "--debug"]
     try:
-        status = run([argument for argument in arguments if argument != "--debug"])
+        status = run(rest)
         sys.stdout.flush()
         return status
     except KeyboardInterrupt:

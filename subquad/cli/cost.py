@@ -3,19 +3,23 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from typing import TYPE_CHECKING, Any
+from pathlib import Path
+from typing import Any
 
 from jsonargparse import Namespace
 from rich.text import Text
 
+from subquad.attention import names
 from subquad.cli.arguments import Parser
 from subquad.cli.tables import console, count, print_table, size, write_csv, write_json
+from subquad.models import DecoderConfig, costs
+from subquad.models.costs import Measured, Volume
 from subquad.models.stacks import STACKS
+from subquad.recipes import recipe_path
+from subquad.training.config import TrainConfig
 
-if TYPE_CHECKING:
-    from subquad.cli._context_costs import Volume
-    from subquad.cli._costs import Measured
-
+CLASSES = 2
+"""Of a classifier's head; more cost next to nothing."""
 LENGTHS = (1024, 4096, 16384)
 DIM, HEADS, LAYERS = 512, 8, 4
 HEADERS = ("", "tokens", "scores", "allowed", "forward", "backward", "parameters", "activations", "state")
@@ -23,6 +27,11 @@ LEGEND = (
     "Scores are weights of all heads, computed (masked ones included) and allowed; a scan computes none. FLOPs count a "
     "multiply-add as two, with the projections. Activations are what autograd keeps of one sequence in float32; the "
     "state is what decoding keeps after it, in float32."
+)
+SENT_HEADERS = ("", "tokens", "sent forward", "sent backward")
+SENT_LEGEND = (
+    "Bytes that the process which sends most sends for one sequence in float32, forward and backward; "
+    "`not shared` is what several processes cannot share."
 )
 
 
@@ -87,38 +96,66 @@ def _check(chosen: Namespace) -> None:
         if tokens < 1:
             raise ValueError(f"tokens must be at least 1, got {tokens}")
     if chosen.context is not None:
-        from subquad.cli._context_costs import check_ranks
-
         check_ranks(chosen.context, chosen.tokens or LENGTHS)
+
+
+def check_ranks(ranks: int, lengths: Iterable[int]) -> None:
+    """Raise `ValueError` unless the processes can share all lengths equally."""
+    if ranks < 1:
+        raise ValueError(f"--context must be at least 1 process, got {ranks}")
+    for tokens in lengths:
+        if tokens % ranks:
+            raise ValueError(f"--tokens must be multiples of --context {ranks} (equal parts), got {tokens}")
+
+
+def _model_config(run: str | None, config: str | None, recipe: str | None) -> DecoderConfig | None:
+    """The model of a run's folder, of a configuration file or of a recipe; None where none is named."""
+    if run is not None:
+        if not Path(run).is_dir():
+            hint = f"; mechanism? use --attention {run}" if run in {*names(), *STACKS} else ""
+            raise FileNotFoundError(
+                f"there is no folder {run}; give the folder of a run, as `subquad train` makes it{hint}"
+            )
+        file = Path(run) / "config.yaml"
+        if not file.is_file():
+            raise FileNotFoundError(f"{run} holds no config.yaml, so it is no run of `subquad train`")
+    elif config is not None:
+        file = Path(config)
+        if not file.is_file():
+            raise FileNotFoundError(f"there is no file {config}")
+    elif recipe is not None:
+        file = recipe_path(recipe)
+    else:
+        return None
+    training = TrainConfig.from_file(file)
+    return training.model if training.task == "language" else training.encoder(CLASSES)
 
 
 def _costs(chosen: Namespace) -> dict[str, Any]:
     """Print the table of layers and stacks, or of one model; its rows are returned."""
-    from subquad.cli import _context_costs, _costs
-
     lengths, context = chosen.tokens or list(LENGTHS), dict[str, Any]()
-    config = _costs.model_config(chosen.run, chosen.config, chosen.recipe)
+    config = _model_config(chosen.run, chosen.config, chosen.recipe)
     if config is not None:
-        table = list(_costs.model_costs(config, lengths))
+        table = list(costs.model_costs(config, lengths))
         _print(
             table,
             f"{', '.join(config.mechanisms)}: {config.num_layers} layers, width {config.dim}, with the head",
             chosen.markdown,
         )
         if chosen.context is not None:
-            context = _volumes(_context_costs.of_model(config, lengths, chosen.context), chosen)
+            context = _volumes(costs.model_volumes(config, lengths, chosen.context), chosen)
         return {"model": config.to_dict(), "rows": [entry.record() for entry in table], **context}
-    names = chosen.attention.split(",") if chosen.attention else None
-    layers, stacks = _costs.chosen(names, chosen.options)
+    asked = chosen.attention.split(",") if chosen.attention else None
+    layers, stacks = costs.chosen(asked, chosen.options)
     sizes = {"dim": _or(chosen.dim, DIM), "num_heads": _or(chosen.heads, HEADS)}
     depth = _or(chosen.layers, LAYERS)
-    table = list(_costs.layer_costs(layers, lengths, options=chosen.options, **sizes))
-    whole = list(_costs.stack_costs(stacks, lengths, options=chosen.options, num_layers=depth, **sizes))
+    table = list(costs.layer_costs(layers, lengths, options=chosen.options, **sizes))
+    whole = list(costs.stack_costs(stacks, lengths, options=chosen.options, num_layers=depth, **sizes))
     width = f"width {sizes['dim']}, {sizes['num_heads']} heads"
     if table:
         _print(table, f"One layer: {width}", chosen.markdown)
         if chosen.context is not None:
-            volumes = _context_costs.of_layers(layers, lengths, chosen.context, options=chosen.options, **sizes)
+            volumes = costs.layer_volumes(layers, lengths, chosen.context, options=chosen.options, **sizes)
             context = _volumes(volumes, chosen)
     if whole:
         _print(whole, f"Whole models: {depth} layers, {width}, with feed-forward and head", chosen.markdown)
@@ -127,15 +164,18 @@ def _costs(chosen: Namespace) -> dict[str, Any]:
 
 def _volumes(volumes: Iterable[Volume], chosen: Namespace) -> dict[str, Any]:
     """Print what the processes send; the records are returned."""
-    from subquad.cli._context_costs import HEADERS, LEGEND
-
     rows = list(volumes)
-    lines = [row.cells() for row in rows]
+    lines = [_sent_cells(row) for row in rows]
     shown = [(line[0] if i == 0 or line[0] != lines[i - 1][0] else "", *line[1:]) for i, line in enumerate(lines)]
-    print_table(f"Shared by {chosen.context} processes", HEADERS, shown, markdown=chosen.markdown)
+    print_table(f"Shared by {chosen.context} processes", SENT_HEADERS, shown, markdown=chosen.markdown)
     if not chosen.markdown:
-        console().print(Text(LEGEND))
+        console().print(Text(SENT_LEGEND))
     return {"context": [row.record() for row in rows]}
+
+
+def _sent_cells(volume: Volume) -> tuple[str, ...]:
+    sent = ("not shared",) * 2 if volume.sent is None else tuple(size(number) for number in volume.sent)
+    return (volume.name, f"{volume.tokens:,}", *sent)
 
 
 def _or(value: int | None, default: int) -> int:

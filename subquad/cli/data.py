@@ -1,35 +1,42 @@
-"""`subquad data`: make or open a labelled data set, and say what is in it."""
+"""`subquad data`: make or open a labelled data set or a folder of token shards, and say what is in it."""
 
 from __future__ import annotations
 
 import dataclasses
 import math
+import shlex
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
+import numpy as np
 from rich.text import Text
 
 from subquad.cli.arguments import Parser
 from subquad.cli.tables import console, count, print_table, write_json
 from subquad.data.config import DatasetName, LabelledConfig
-
-if TYPE_CHECKING:
-    from subquad.data.labelled import LabelledCorpus
+from subquad.data.labelled import LabelledCorpus, labelled_corpus
+from subquad.data.lra.listops import WORDS
+from subquad.data.lra.store import Sequences
+from subquad.data.sources import open_source
+from subquad.data.token_set import ShardError, TokenSet
+from subquad.data.token_writer import check_target, write_tokens
+from subquad.data.tokenizers import load_tokenizer
+from subquad.data.vocabularies import TRAINED
 
 LENGTHS = {"toy": 48, "listops": 2000, "text": 4000, "retrieval": 4000, "image": 1024}
 """Tokens of a sequence in Long Range Arena; those of Pathfinder are its pixels."""
-COMMANDS = ("tokens", "check")
-"""What is no data set but a command of `_data_tokens`."""
 PICTURES = ("image", "pathfinder32", "pathfinder64", "pathfinder128")
+SHARD_TOKENS = 1 << 27
+"""Tokens of a shard: 256 MiB of them at two bytes each."""
 LOOKED_AT = 2000
 """Sequences of a part that are counted where they are made as they are read."""
 
 
 def make_parser() -> Parser:
-    """The command's options."""
+    """Return the command's options."""
     parser = Parser(
         "data DATASET",
         "Make or open a data set for --task classify and print its statistics: examples, lengths, classes, what is "
@@ -53,9 +60,7 @@ def make_parser() -> Parser:
 def run(arguments: Sequence[str]) -> int:
     """Parse, make or open, print, return the exit status."""
     if arguments and arguments[0] in COMMANDS:
-        from subquad.cli import _data_tokens
-
-        return _data_tokens.run(arguments)
+        return COMMANDS[arguments[0]](arguments[1:])
     parser = make_parser()
     values = parser.parse_args(arguments).as_dict()
     with parser.checking():
@@ -63,16 +68,12 @@ def run(arguments: Sequence[str]) -> int:
         config = LabelledConfig.from_dict({name: values[name] for name in names})
         length = _length(config, values["length"])
         _check(config, values)
-    from subquad.data.labelled import labelled_corpus
-
     begin = time.perf_counter()
     progress: Any = _show_progress if sys.stderr.isatty() else None
     corpus = labelled_corpus(config, length, workers=values["workers"], progress=progress)
     record = _record(config, length, corpus, time.perf_counter() - begin)
     _print(config, corpus, record)
     if values["out"] is not None:
-        from subquad.cli._draw_samples import draw_samples
-
         drawn = draw_samples(corpus, values["samples"], values["out"])
         console().print(Text(f"{values['out']} shows {drawn} sequences to learn from."))
     if values["json"] is not None:
@@ -106,7 +107,7 @@ def _check(config: LabelledConfig, values: dict[str, Any]) -> None:
 
 
 def _record(config: LabelledConfig, length: int, corpus: LabelledCorpus, seconds: float) -> dict[str, Any]:
-    """The numbers of the data set."""
+    """Return the numbers of the data set."""
     parts = {name: _part(getattr(corpus, name), len(corpus.classes)) for name in ("train", "held_out", "test")}
     return {
         "dataset": config.dataset,
@@ -122,10 +123,6 @@ def _record(config: LabelledConfig, length: int, corpus: LabelledCorpus, seconds
 
 
 def _part(items: Any, classes: int) -> dict[str, Any]:
-    import numpy as np
-
-    from subquad.data.lra.store import Sequences
-
     if isinstance(items, Sequences):
         lengths, labels, cut = items.full_lengths, items.labels, items.cut
     else:
@@ -170,7 +167,7 @@ def _print(config: LabelledConfig, corpus: LabelledCorpus, record: dict[str, Any
 
 
 def example(dataset: str, corpus: LabelledCorpus, shown: int = 400) -> str:
-    """The first example to learn from as text, and its class; of long ones the first `shown` characters."""
+    """Return the first example to learn from as text, and its class; of long ones the first `shown` characters."""
     item = corpus.train[0]
     texts = []
     for name in ("", "pair_")[: 1 + corpus.pairs]:
@@ -181,10 +178,8 @@ def example(dataset: str, corpus: LabelledCorpus, shown: int = 400) -> str:
 
 
 def _text(dataset: str, tokens: list[int]) -> str:
-    """A sequence in words, characters or numbers."""
+    """Return a sequence in words, characters or numbers."""
     if dataset == "listops":
-        from subquad.data.lra.listops import WORDS
-
         return " ".join(WORDS[token] for token in tokens)
     if dataset in ("text", "retrieval"):
         return bytes(tokens).decode(errors="replace")
@@ -192,7 +187,7 @@ def _text(dataset: str, tokens: list[int]) -> str:
 
 
 def _picture(tokens: list[int], corpus: LabelledCorpus) -> str:
-    """The rows of an image that are there, a character for a pixel; of one that is not square the grey levels."""
+    """Return the rows of an image that are there, a character a pixel; the grey levels of one that is not square."""
     train: Any = corpus.train
     pixels = int(train.full_lengths[0, 0])
     width = math.isqrt(pixels)
@@ -204,7 +199,143 @@ def _picture(tokens: list[int], corpus: LabelledCorpus) -> str:
 
 
 def _show_progress(what: str, done: int, total: int) -> None:
-    """One line that counts."""
+    """Show one line that counts."""
     end = "\n" if done == total else ""
     sys.stderr.write(f"\r{what}: {done:,} of {total:,}{end}")
     sys.stderr.flush()
+
+
+def draw_samples(corpus: LabelledCorpus, samples: int, path: str) -> int:
+    """Draw a grid of `samples` images to learn from (all of fewer), evenly spread, with classes; return how many.
+
+    Raises `ValueError` for images that are not square or are cut.
+    """
+    from matplotlib.figure import Figure
+
+    train: Any = corpus.train
+    if train.cut:
+        raise ValueError(f"images that are cut to {train.length} pixels are not drawn; leave --length out")
+    samples = min(samples, len(train))
+    columns = max(1, round(samples**0.5 + 0.49))
+    rows = -(-samples // columns)
+    figure = Figure(figsize=(1.6 * columns, 1.8 * rows), layout="constrained", dpi=100)
+    for number, axes in enumerate(figure.subplots(rows, columns, squeeze=False).ravel()):
+        axes.axis("off")
+        if number >= samples:
+            continue
+        item = train[number * len(train) // samples]  # they may be sorted by class
+        pixels = item["input_ids"][item["attention_mask"].bool()].numpy()
+        width = int(len(pixels) ** 0.5)
+        if width * width != len(pixels):
+            raise ValueError(f"an image of {len(pixels)} pixels is not square and is not drawn")
+        axes.imshow(pixels.reshape(width, width), cmap="gray", vmin=0, vmax=255, interpolation="nearest")
+        axes.set_title(corpus.classes[int(item["labels"])], fontsize=8)
+    figure.savefig(path)
+    return samples
+
+
+def make_tokens_parser() -> Parser:
+    """Return the options of `subquad data tokens`."""
+    parser = Parser(
+        "data tokens PATH ...",
+        "Make a folder of token shards of texts of any size, in the memory of one document; `--data.path FOLDER` "
+        "trains on it. A path is what `subquad train --data.path` takes: files, folders, globs, archives, hf:NAME.",
+    )
+    parser.add_argument("paths", type=str, nargs="+", metavar="PATH", help="Texts, in this order.")
+    parser.add_argument("--out", type=str, required=True, help="The folder to make; it must not exist.")
+    parser.add_argument(
+        "--tokenizer",
+        type=str,
+        default="bytes",
+        help="`bytes`, a tokenizer.json, a folder that holds one (a run's, say), or one with GPT-2's two files.",
+    )
+    parser.add_argument("--shard_tokens", type=int, default=SHARD_TOKENS, help="Tokens after which a shard is closed.")
+    parser.add_argument(
+        "--skip_bad_files", type=bool, default=False, help="Leave out, with a warning each, files that are not text."
+    )
+    parser.add_argument("--json", type=str | None, default=None, help="Also write the numbers to this file.")
+    return parser
+
+
+def make_check_parser() -> Parser:
+    """Return the options of `subquad data check`."""
+    parser = Parser(
+        "data check FOLDER",
+        "Read all shards of a folder and compare their checksums with the index; exit status 1 where one is missing or "
+        "damaged.",
+    )
+    parser.add_argument("folder", type=str, help="A folder of token shards.")
+    return parser
+
+
+def _make_tokens(arguments: Sequence[str]) -> int:
+    parser = make_tokens_parser()
+    values = parser.parse_args(arguments).as_dict()
+    with parser.checking():
+        if values["tokenizer"] in TRAINED:
+            raise ValueError(
+                f"tokenizer {values['tokenizer']!r} is trained on a whole text, which here may be of any size: "
+                "train one on a part (`subquad train --data.path PART`) and give its folder"
+            )
+        check_target(values["out"], values["shard_tokens"])
+        tokenizer = load_tokenizer(values["tokenizer"])
+        sources = [open_source(path, skip_bad_files=values["skip_bad_files"]) for path in values["paths"]]
+    begin = time.perf_counter()
+    progress: Any = _show_documents if sys.stderr.isatty() else None
+    made = write_tokens(values["out"], sources, tokenizer, shard_tokens=values["shard_tokens"], progress=progress)
+    record = _tokens_record(made)
+    _print_tokens(made, record, time.perf_counter() - begin)
+    if values["json"] is not None:
+        write_json(values["json"], record)
+    return 0
+
+
+def _check_tokens(arguments: Sequence[str]) -> int:
+    parser = make_check_parser()
+    folder = parser.parse_args(arguments).folder
+    with parser.checking():
+        tokens = TokenSet(Path(folder).expanduser())
+    bad = 0
+    for number in range(len(tokens.entries)):
+        try:
+            tokens.shard(number)
+        except ShardError as error:
+            bad += 1
+            console().print(Text(str(error)), soft_wrap=True)
+    good = len(tokens.entries) - bad
+    console().print(Text(f"{good} of {len(tokens.entries)} shards of {folder} are whole"), soft_wrap=True)
+    return int(bad > 0)
+
+
+def _tokens_record(tokens: TokenSet) -> dict[str, Any]:
+    return {
+        "folder": str(tokens.path),
+        "shards": len(tokens.entries),
+        "tokens": len(tokens),
+        "documents": sum(entry.documents for entry in tokens.entries),
+        "text_bytes": tokens.text_bytes,
+        "words": tokens.words,
+        "vocab_size": tokens.vocab_size,
+        "fingerprint": tokens.fingerprint,
+    }
+
+
+def _print_tokens(tokens: TokenSet, record: dict[str, Any], seconds: float) -> None:
+    lines = [(entry.name, count(entry.tokens), f"{entry.documents:,}") for entry in tokens.entries[:20]]
+    print_table(str(tokens.path), ("shard", "tokens", "documents"), lines, markdown=False)
+    text = (
+        f"{record['tokens']:,} tokens of {record['documents']:,} documents in {record['shards']:,} shards, "
+        f"{record['vocab_size']:,} in the vocabulary; made in {seconds:.1f} s; fingerprint {record['fingerprint']}"
+    )
+    console().print(Text(text), soft_wrap=True)
+    console().print(Text(shlex.join(["subquad", "train", "--data.path", str(tokens.path)])), soft_wrap=True)
+
+
+def _show_documents(what: str, done: int, total: int) -> None:
+    """Show one line that counts."""
+    sys.stderr.write(f"\r{what}: {done:,} documents")
+    sys.stderr.flush()
+
+
+COMMANDS: dict[str, Callable[[Sequence[str]], int]] = {"tokens": _make_tokens, "check": _check_tokens}
+"""Commands about token shards, which stand in the place of a data set's name."""

@@ -2,15 +2,21 @@
 
 from __future__ import annotations
 
+import shutil
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
 
-from subquad.cli._model_folders import check_new, write_model
+import subquad
+from subquad import training
 from subquad.cli.arguments import Parser
+from subquad.data.files import MODEL_FILES, aside
+from subquad.training.checkpoint import share
 
 
 def make_parser() -> Parser:
-    """The command's options."""
+    """Return the command's options."""
     parser = Parser(
         "export RUN --out FOLDER",
         "Write a model of ours with full attention as a model of transformers that needs nothing of ours: the same "
@@ -31,12 +37,32 @@ def run(arguments: Sequence[str]) -> int:
     chosen = parser.parse_args(arguments)
     with parser.checking():
         target = check_new(chosen.out)
-        from subquad.hf import to_transformers
-        from subquad.training.runs import load_language_model
-
-        ours, home = load_language_model(chosen.run)
-        model = to_transformers(ours, chosen.family)
+        ours, home = training.runs.load_language_model(chosen.run)
+        model = subquad.hf.to_transformers(ours, chosen.family)
     write_model(target, model, {}, home)
     kind = f"{type(model).__name__} ({model.config.model_type})"
     sys.stdout.write(f"{chosen.out} holds a {kind} of transformers\n")
     return 0
+
+
+def check_new(out: str) -> Path:
+    """Return the folder to write; `ValueError` where something is there already."""
+    target = Path(out)
+    filled = target.is_dir() and any(target.iterdir())
+    if not out or filled or (target.exists() and not target.is_dir()):
+        raise ValueError(f"{out!r} is there already; --out must name a new or an empty folder")
+    if any(above.is_file() for above in target.absolute().parents):
+        raise ValueError(f"{out!r} is below a file; --out must name a new or an empty folder")
+    return target
+
+
+def write_model(target: Path, model: Any, texts: Mapping[str, str], kept_from: Path | None) -> None:
+    """Write a folder, whole or not at all: the model, `texts` by file names, and files of another folder."""
+    with aside(target) as folder:
+        model.save_pretrained(folder)
+        for name in MODEL_FILES:
+            if kept_from is not None and (kept_from / name).is_file():
+                shutil.copyfile(kept_from / name, folder / name)
+        for name, text in texts.items():
+            (folder / name).write_text(text, encoding="utf-8")
+        share(folder)

@@ -6,15 +6,14 @@ import json
 import sys
 from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING
 
-from subquad.cli._model_folders import check_new, write_model
+from tokenizers import Tokenizer
+
+import subquad
 from subquad.cli.arguments import Parser
-
-if TYPE_CHECKING:
-    from tokenizers import Tokenizer
-
-    from subquad.hf import SubquadForCausalLM
+from subquad.cli.exporting import check_new, write_model
+from subquad.data.llama2c import read_llama2c_tokenizer
+from subquad.data.tokenizers import check_vocabulary, has_tokenizer, load_tokenizer
 
 TOKENIZER_HELP = (
     "The model's tokenizer: a tokenizer.json, a folder that holds one, or llama2.c's tokenizer.bin (null: MODEL's own)."
@@ -22,7 +21,7 @@ TOKENIZER_HELP = (
 
 
 def make_parser() -> Parser:
-    """The command's options."""
+    """Return the command's options."""
     parser = Parser(
         "import MODEL --out FOLDER",
         "Write a model of transformers (Llama, Qwen2, Qwen3, GPT-2, GPT-NeoX) or a checkpoint of llama2.c as a model "
@@ -38,9 +37,6 @@ def make_parser() -> Parser:
 
 def run(arguments: Sequence[str]) -> int:
     """Parse, read, write, return the exit status."""
-    from subquad.data.tokenizers import check_vocabulary
-    from subquad.hf.loading import check_finite
-
     parser = make_parser()
     chosen = parser.parse_args(arguments)
     with parser.checking():
@@ -49,6 +45,8 @@ def run(arguments: Sequence[str]) -> int:
         tokenizer = _tokenizer(chosen.model, chosen.tokenizer)
         if tokenizer is not None:
             check_vocabulary(tokenizer, model.config.vocab_size, "give its own by --tokenizer")
+        from subquad.hf.loading import check_finite
+
         check_finite(model, chosen.model)
     source = Path(chosen.model)
     texts: dict[str, str] = {}
@@ -66,22 +64,17 @@ def run(arguments: Sequence[str]) -> int:
     return 0
 
 
-def _model(name: str) -> SubquadForCausalLM:
+def _model(name: str) -> subquad.hf.SubquadForCausalLM:
     from transformers.utils.logging import disable_progress_bar
 
-    from subquad.hf import from_transformers
     from subquad.hf.llama2c import is_llama2c, read_llama2c
 
     disable_progress_bar()
-    return read_llama2c(name) if is_llama2c(name) else from_transformers(name)
+    return read_llama2c(name) if is_llama2c(name) else subquad.hf.from_transformers(name)
 
 
 def _tokenizer(model: str, asked: str | None) -> Tokenizer | None:
-    """The tokenizer that is asked for, or the model's own; None where it has none."""
-    from subquad.data import load_tokenizer
-    from subquad.data.llama2c import read_llama2c_tokenizer
-    from subquad.data.tokenizers import has_tokenizer
-
+    """Return the tokenizer that is asked for, or the model's own; None where it has none."""
     if asked is not None:
         return read_llama2c_tokenizer(asked) if asked.endswith(".bin") else load_tokenizer(asked)
     source = Path(model)
@@ -95,8 +88,8 @@ def _tokenizer(model: str, asked: str | None) -> Tokenizer | None:
     return backend
 
 
-def _settings(model: SubquadForCausalLM, tokenizer: Tokenizer) -> dict[str, object]:
-    """`tokenizer_config.json`: the special tokens by their texts."""
+def _settings(model: subquad.hf.SubquadForCausalLM, tokenizer: Tokenizer) -> dict[str, object]:
+    """Return `tokenizer_config.json`: the special tokens by their texts."""
     settings: dict[str, object] = {
         "tokenizer_class": "PreTrainedTokenizerFast",
         "clean_up_tokenization_spaces": False,

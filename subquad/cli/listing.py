@@ -2,10 +2,16 @@
 
 from __future__ import annotations
 
+import ast
+import dataclasses
+import inspect
 import sys
-from collections.abc import Iterable, Sequence
+import textwrap
+from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
+from typing import Any, NamedTuple, get_type_hints
 
+import torch
 from rich.box import SIMPLE_HEAD
 from rich.cells import cell_len
 from rich.console import Console
@@ -13,13 +19,23 @@ from rich.measure import Measurement
 from rich.table import Table
 from rich.text import Text
 
+from subquad.attention import LAWS, build, mechanism, names
 from subquad.cli.arguments import Parser
 from subquad.cli.tables import console, has_width
-from subquad.config import suggest
+from subquad.config import Config, suggest
+from subquad.models.stacks import STACKS
 from subquad.recipes import recipe_path, recipes
 
 WIDTH = 160
 """Columns of what is printed to no terminal; a table whose rows need more has more."""
+HEADERS = ("name", "what a token sees", "form", "cost in T", "state", "paper")
+LAW_HEADERS = ("name", "form", *(str(law) for law in LAWS))
+STATE_OF = {"dim": 256, "num_heads": 4}
+STATE_AFTER = 16_384
+NOTE = (
+    f"state: of one layer (dim {STATE_OF['dim']}, {STATE_OF['num_heads']} heads, default options, float32) after "
+    f"{STATE_AFTER:,} tokens"
+)
 
 
 def run(arguments: Sequence[str]) -> int:
@@ -35,47 +51,35 @@ def run(arguments: Sequence[str]) -> int:
     if chosen.recipes:
         _print_recipes()
         return 0
-    from subquad.cli import mechanisms
-
     if chosen.laws:
         _print_laws()
     elif chosen.markdown:
-        sys.stdout.write(mechanisms.markdown() + "\n")
+        sys.stdout.write(markdown() + "\n")
     elif chosen.name is not None:
         with parser.checking():
             _check(chosen.name)
         _print_options(chosen.name)
     else:
-        _print_table(mechanisms.HEADERS, mechanisms.rows())
-        console(WIDTH).print(Text(mechanisms.NOTE))
+        _print_table(HEADERS, _rows())
+        console(WIDTH).print(Text(NOTE))
         _print_recipes()
     return 0
 
 
 def _print_laws() -> None:
-    from subquad.attention import LAWS
-    from subquad.cli import mechanisms
-
-    table, reasons = mechanisms.law_rows()
+    table, reasons = _law_rows()
     _print_table(("law", "what it asks for"), ((str(law), text) for law, text in LAWS.items()))
-    _print_table(mechanisms.LAW_HEADERS, table)
+    _print_table(LAW_HEADERS, table)
     console(WIDTH).print(Text("\n".join(reasons)))
 
 
 def _check(name: str) -> None:
     """Raise `ValueError` for what is neither a mechanism nor a stack."""
-    from subquad.attention import names
-    from subquad.models.stacks import STACKS
-
     if name not in {*names(), *STACKS}:
         raise ValueError(f"unknown attention {name!r}; {suggest(name, {*names(), *STACKS})}")
 
 
 def _print_options(name: str) -> None:
-    from subquad.attention import mechanism
-    from subquad.cli.mechanisms import options
-    from subquad.models.stacks import STACKS
-
     cls = STACKS[name] if name in STACKS else mechanism(name)
     own = STACKS[name].options if name in STACKS else mechanism(name).Config
     console(WIDTH).print(Text(f"{name}: {cls.summary}\n{cls.paper}", style="bold"))
@@ -95,13 +99,13 @@ def _print_recipes() -> None:
 
 
 def _first_comment(recipe: Path) -> str:
-    """What a recipe says about itself in its first line."""
+    """Return what a recipe says about itself in its first line."""
     line = recipe.read_text(encoding="utf-8").partition("\n")[0]
     return line.removeprefix("#").strip() if line.startswith("#") else ""
 
 
 def _print_table(headers: Sequence[str], rows: Iterable[Sequence[str]]) -> None:
-    """Without a width to keep to only the column of explanations, which has no header, is wrapped."""
+    """Print a table; without a width to keep to only the column of explanations, which has no header, is wrapped."""
     table, lines = Table(box=SIMPLE_HEAD, pad_edge=False), list(rows)
     for i, header in enumerate(headers):
         longest = max(cell_len(line[i]) for line in (headers, *lines))
@@ -112,3 +116,118 @@ def _print_table(headers: Sequence[str], rows: Iterable[Sequence[str]]) -> None:
     endless = Console(width=1000)
     needed = Measurement.get(endless, endless.options, table).minimum
     console(max(WIDTH, needed)).print(table)
+
+
+class Option(NamedTuple):
+    """An option of a mechanism, as text."""
+
+    name: str
+    type: str
+    default: str
+    help: str
+
+
+def _rows() -> Iterator[tuple[str, ...]]:
+    """Yield a row for each mechanism and each stack under `HEADERS`."""
+    for name in names():
+        cls = mechanism(name)
+        state = "none"
+        if "causal" in cls.forms:
+            with torch.device("meta"):
+                layer = build(name, **STATE_OF)
+            state = _size(layer.state_bytes(STATE_AFTER)) + (", grows" if cls.state_grows else "")
+        yield name, cls.summary, _form(cls.forms), cls.cost_order, state, cls.paper
+    for stack in STACKS.values():
+        yield stack.name, stack.summary, _form(stack.forms), stack.cost_order, stack.state, stack.paper
+
+
+def _form(forms: tuple[str, ...]) -> str:
+    """Return `causal`, `bidirectional` or `both`."""
+    return "both" if len(forms) == 2 else forms[0]
+
+
+def _size(number: int) -> str:
+    """Return bytes to three digits."""
+    amount, units = float(number), ["B", "KiB", "MiB", "GiB"]
+    while amount >= 1000 and len(units) > 1:
+        amount, units = amount / 1024, units[1:]
+    return f"{amount:.3g} {units[0]}"
+
+
+def _law_rows() -> tuple[list[tuple[str, ...]], list[str]]:
+    """Return a row for each form under `LAW_HEADERS`, `-` for laws that do not apply, and the reasons."""
+    table: list[tuple[str, ...]] = []
+    reasons: dict[tuple[str, str], list[int]] = {}
+    for name in names():
+        cls = mechanism(name)
+        cases: list[tuple[str, dict[str, Any]]] = [(which, {"causal": which == "causal"}) for which in cls.forms]
+        if cls.exempting:
+            cases.append((", ".join(f"{key}={value}" for key, value in cls.exempting.items()), cls.exempting))
+        for which, chosen in cases:
+            with torch.device("meta"):
+                exempt = build(name, **STATE_OF, **chosen).exemptions()
+            table.append((name, which, *("-" if law in exempt else "yes" for law in LAWS)))
+            for law, reason in exempt.items():
+                reasons.setdefault((which if which == "bidirectional" else f"{name}, {which}", reason), []).append(law)
+    for stack in STACKS.values():
+        for which in stack.forms:
+            table.append((stack.name, which, *("-" if law in dict(stack.exemptions) else "yes" for law in LAWS)))
+            for law, reason in stack.exemptions:
+                reasons.setdefault(("stacks" if law == 1 else which, reason), []).append(law)
+    lines = []
+    for (whose, reason), laws in sorted(reasons.items()):
+        numbers = [str(law) for law in sorted(set(laws))]
+        lines.append(f"{whose}, law{'s' if len(numbers) > 1 else ''} {', '.join(numbers)}: {reason}")
+    return table, lines
+
+
+def markdown() -> str:
+    """Return the table of mechanisms in Markdown."""
+    lines = [HEADERS, tuple("---" for _ in HEADERS)]
+    lines += [(f"`{name}`", *rest) for name, *rest in _rows()]
+    table = "\n".join(f"| {' | '.join(cell.replace('|', '&#124;') for cell in line)} |" for line in lines)
+    return f"{table}\n\n*{NOTE}.*"
+
+
+def options(config: type[Config]) -> list[Option]:
+    """Return the options in a configuration; a mechanism's `dim` and `num_heads`, which the model sets, come first."""
+    hints = get_type_hints(config)
+    helps = field_help(config)
+    return [
+        Option(field.name, _type_name(hints[field.name]), _default(field), helps.get(field.name, ""))
+        for field in dataclasses.fields(config)
+    ]
+
+
+def field_help(cls: type) -> dict[str, str]:
+    """Return the docstrings under the fields of a dataclass and of its bases."""
+    helps: dict[str, str] = {}
+    for base in reversed(cls.__mro__):
+        if not dataclasses.is_dataclass(base):
+            continue
+        body = ast.parse(textwrap.dedent(inspect.getsource(base))).body[0]
+        assert isinstance(body, ast.ClassDef)
+        for statement, below in zip(body.body, body.body[1:], strict=False):
+            if isinstance(statement, ast.AnnAssign) and isinstance(statement.target, ast.Name):
+                text = _string(below)
+                if text:
+                    helps[statement.target.id] = inspect.cleandoc(text).replace("\n", " ")
+    return helps
+
+
+def _string(statement: ast.stmt) -> str:
+    if isinstance(statement, ast.Expr) and isinstance(statement.value, ast.Constant):
+        return str(statement.value.value)
+    return ""
+
+
+def _type_name(hint: Any) -> str:
+    return hint.__name__ if isinstance(hint, type) else str(hint).replace("typing.", "")
+
+
+def _default(field: dataclasses.Field) -> str:
+    if field.default is not dataclasses.MISSING:
+        return str(field.default)
+    if field.default_factory is not dataclasses.MISSING:
+        return str(field.default_factory())
+    return "required"

@@ -1,4 +1,7 @@
-"""Shared parts of pictures: colours that the colour-blind tell apart, a grid of matrices, repeatable files."""
+"""Pictures of weights, receptive fields, position terms and costs.
+
+They share colours that the colour-blind tell apart, a grid of matrices, and files that are the same each time.
+"""
 
 from __future__ import annotations
 
@@ -8,6 +11,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
 
 import numpy as np
+
+from subquad.models.costs import Measured
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -27,6 +32,10 @@ FONT = "DejaVu Sans Mono"
 """Comes with matplotlib."""
 LABELLED = 40
 """Up to so many tokens a picture of a text has them beside it."""
+PANEL = 2.0
+"""Inches of a panel; many in a row are smaller."""
+LARGEST = 0.5
+"""The weight at the top of the scale."""
 
 
 class Style(NamedTuple):
@@ -172,3 +181,140 @@ def lines(axis: Axes, x: Sequence[float], named: Mapping[str, Sequence[float]], 
     if len(groups) > 1:
         axis.legend(loc="center left", bbox_to_anchor=(1.01, 0.5), frameon=False, fontsize=8, handlelength=4)
     axis.grid(alpha=0.3)
+
+
+def _panel_inches(columns: int) -> float:
+    return PANEL if columns <= 6 else max(1.2, PANEL * 6 / columns)
+
+
+class Weights(NamedTuple):
+    """A matrix of weights `[T, S]` to draw."""
+
+    title: str
+    matrix: np.ndarray
+    causal: bool
+    row: str = ""
+
+
+def draw_weights(grid: Sequence[Sequence[Weights]], *, tokens: Sequence[str] = ()) -> Figure:
+    """A grid of weight matrices on one scale; a single one shows the text's `tokens` beside it.
+
+    Weights that are no distribution (some negative, or some above one) are shown by their size relative to the largest,
+    which is at the top of the scale.
+    """
+    from matplotlib.colors import PowerNorm
+
+    single = len(grid) == 1 and len(grid[0]) == 1
+    columns = max(len(line) for line in grid)
+    inches = 6.5 if single else _panel_inches(columns)
+    figure = new_figure(inches * columns + 0.9, (inches + 0.35) * len(grid) + 0.3)
+    norm, colours = PowerNorm(0.4, 1e-30, LARGEST), palette()
+    shown = [[Panel(_shown(w), w.title, w.row) for w in line] for line in grid]
+    images = list(panels(figure, shown, norm, colours))
+    bar = figure.colorbar(
+        images[0], ax=figure.axes, fraction=0.05, aspect=30, pad=0.01, ticks=[0.02, 0.1, 0.25, 0.5], extend="max"
+    )
+    bar.set_label("weight", fontsize=10)
+    if single and tokens:
+        name_tokens(figure.axes[0], tokens)
+    return figure
+
+
+def _shown(weights: Weights) -> np.ndarray:
+    size_TS = np.abs(weights.matrix)
+    if (weights.matrix < 0).any() or size_TS.max(initial=0) > 1 + 1e-3:
+        size_TS = size_TS / size_TS.max() * LARGEST
+    return hide_future(size_TS) if weights.causal else size_TS
+
+
+class Reach(NamedTuple):
+    """A stack's receptive field: the first layer `[T, S]` after which t may depend on s (0: none)."""
+
+    title: str
+    first: np.ndarray
+    causal: bool
+
+
+def draw_reach(stacks: Sequence[Reach], *, layers: int) -> Figure:
+    """For each stack the layer that first connects two tokens, and how many tokens the last one depends on."""
+    from matplotlib.colors import BoundaryNorm
+
+    grid = in_rows([Panel(_reached(stack), stack.title) for stack in stacks], 4)
+    columns = len(grid[0])
+    width, height = PANEL * columns + 1.1, (PANEL + 0.5) * len(grid)
+    if columns <= 2:
+        figure = new_figure(width + 4, max(height, 3.4))
+        parts: Any = figure.subfigures(1, 2, width_ratios=[width, 4])
+    else:
+        figure = new_figure(width, height + 3)
+        parts = figure.subfigures(2, 1, height_ratios=[height, 3])
+    matrices, chart = parts
+    norm = BoundaryNorm(np.arange(0.5, layers + 1), layers)
+    images = list(panels(matrices, grid, norm, palette(layers)))
+    ticks = list(range(1, layers + 1, max(1, layers // 12)))
+    bar = matrices.colorbar(images[0], ax=matrices.axes, fraction=0.05, aspect=25, pad=0.02, ticks=ticks)
+    bar.set_label("layer that first connects them (white: none)", fontsize=9)
+    bar.ax.tick_params(length=0)
+    counts = {
+        stack.title: [int(((stack.first[-1] > 0) & (stack.first[-1] <= n)).sum()) for n in range(1, layers + 1)]
+        for stack in stacks
+    }
+    axis = chart.subplots()
+    lines(axis, range(1, layers + 1), counts, list(counts))
+    axis.set_xlabel("layers", fontsize=9)
+    axis.set_ylabel("tokens that the last one depends on", fontsize=9)
+    axis.set_ylim(0, 1.05 * len(stacks[0].first))
+    axis.set_xticks(ticks)
+    return figure
+
+
+def _reached(stack: Reach) -> np.ndarray:
+    return hide_future(stack.first) if stack.causal else stack.first.astype(float)
+
+
+def draw_positions(grid: Sequence[Sequence[Panel]]) -> Figure:
+    """A grid of matrices of what positions add to the logits, on one scale, the future in grey."""
+    from matplotlib.colors import Normalize
+
+    shown = [[panel._replace(matrix=hide_future(panel.matrix)) for panel in line] for line in grid]
+    values = np.concatenate([panel.matrix.ravel() for line in shown for panel in line])
+    low, high = np.nanmin(values), np.nanmax(values)
+    inches = _panel_inches(len(grid[0]))
+    figure = new_figure(inches * len(grid[0]) + 1.2, (inches + 0.35) * len(grid) + 0.3)
+    images = list(panels(figure, shown, Normalize(low, high if high > low else low + 1), palette()))
+    bar = figure.colorbar(images[0], ax=figure.axes, fraction=0.05, aspect=30, pad=0.01)
+    bar.set_label("added to the logit", fontsize=10)
+    return figure
+
+
+def draw_cost(measured: Sequence[Measured], *, title: str) -> Figure:
+    """FLOPs of the mixing, forward, and bytes of the state against the tokens, both axes logarithmic."""
+    figure = new_figure(8.2, 8.2)
+    figure.suptitle(title, fontsize=11)
+    above, below = figure.subplots(2, 1, sharex=True)
+    lengths = sorted({entry.cost.tokens for entry in measured})
+    flops: dict[str, list[float]] = {}
+    state: dict[str, list[float]] = {}
+    for entry in sorted(measured, key=lambda entry: entry.cost.tokens):
+        flops.setdefault(_label(entry), []).append(entry.cost.mixing_flops)
+        if entry.kind == "causal":
+            state.setdefault(entry.name, []).append(entry.cost.state_bytes)
+    lines(above, lengths, flops, list(flops))
+    above.set_ylabel("FLOPs of the mixing, forward", fontsize=9)
+    lines(below, lengths, state, list(flops))
+    below.set_ylabel("bytes of the state after so many tokens", fontsize=9)
+    for axis in (above, below):
+        _logarithmic(axis, lengths)
+    below.set_xlabel("tokens", fontsize=9)
+    return figure
+
+
+def _label(entry: Measured) -> str:
+    return entry.name if entry.kind == "causal" else f"{entry.name} ({entry.kind})"
+
+
+def _logarithmic(axis: Axes, lengths: Sequence[int]) -> None:
+    axis.set_xscale("log", base=2)
+    axis.set_yscale("log")
+    axis.set_xticks(lengths, [f"{tokens:,}" for tokens in lengths])
+    axis.tick_params(labelsize=9)

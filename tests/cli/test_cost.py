@@ -11,9 +11,10 @@ import yaml
 from torch.utils.flop_counter import FlopCounterMode
 
 from subquad import attention
-from subquad.cli import _costs, main
+from subquad.cli import main
+from subquad.cli.cost import _model_config
 from subquad.cli.tables import count, size
-from subquad.models import Decoder, DecoderConfig
+from subquad.models import Decoder, DecoderConfig, costs
 from subquad.models.stacks import STACKS
 from subquad.ops import flops
 from subquad.recipes import recipe_path
@@ -208,7 +209,7 @@ def test_several_options_of_one_mechanism_all_count():
 
 def test_a_table_over_the_sequence_is_as_long_as_the_sequence():
     for name in attention.names():
-        assert _costs.meta_layer(name, dim=16, num_heads=2, tokens=5000, options={}).cost(5000).tokens == 5000
+        assert costs.meta_layer(name, dim=16, num_heads=2, tokens=5000, options={}).cost(5000).tokens == 5000
 
 
 def test_a_recipe_and_a_run_are_models(capsys, tmp_path):
@@ -216,7 +217,7 @@ def test_a_recipe_and_a_run_are_models(capsys, tmp_path):
     (tmp_path / "config.yaml").write_text(recipe_path("tiny").read_text())
     assert table(capsys, str(tmp_path), "--tokens", "32") == recipe
     assert table(capsys, "--config", str(tmp_path / "config.yaml"), "--tokens", "32") == recipe
-    config = _costs.model_config(None, None, "tiny")
+    config = _model_config(None, None, "tiny")
     assert count(Decoder(config).cost(32).parameters) in recipe
     assert f"{config.num_layers} layers" in recipe
 
@@ -243,7 +244,7 @@ def test_what_processes_send_that_share_a_sequence(capsys, tmp_path):
 def test_what_processes_send_for_a_model(capsys, tmp_path):
     file = tmp_path / "cost.json"
     table(capsys, "--recipe", "tiny", "--tokens", "32", "--context", "2", "--json", str(file))
-    config = _costs.model_config(None, None, "tiny")
+    config = _model_config(None, None, "tiny")
     model = Decoder(config.replace(dropout=0.5))
     *layers, whole = json.loads(file.read_text())["context"]
     assert [row["name"] for row in layers] == [f"{name}, a layer" for name in dict.fromkeys(config.mechanisms)]
@@ -255,7 +256,7 @@ def test_what_processes_send_for_a_model(capsys, tmp_path):
 def test_a_classifiers_run_is_a_model_too(tmp_path):
     values = {"task": "classify", "model": {"attention": "full", "dim": 16, "num_heads": 2, "position": "none"}}
     (tmp_path / "config.yaml").write_text(yaml.safe_dump(values))
-    (measured,) = _costs.model_costs(_costs.model_config(str(tmp_path), None, None), [32])
+    (measured,) = costs.model_costs(_model_config(str(tmp_path), None, None), [32])
     assert measured.cost.state_bytes == 0
 
 

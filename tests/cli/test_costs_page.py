@@ -38,7 +38,7 @@ def test_a_table_is_what_its_command_prints(capsys, program, options, table):
 @pytest.mark.parametrize("command", COMMANDS)
 def test_a_command_is_one_that_its_parser_takes(command):
     name, *arguments = shlex.split(command)[1:]
-    parser = cost.make_parser() if name == "cost" else PICTURES[arguments.pop(0)]()
+    parser = cost.make_parser() if name == "cost" else PICTURES[arguments.pop(0)][0]()
     parser.parse_args(arguments)
 
 

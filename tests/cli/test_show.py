@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from subquad import attention
-from subquad.cli import _draw_matrices, main
+from subquad.cli import main
 from subquad.cli.show import PICTURES
 from subquad.data.tokenizers import bytes_tokenizer
 from subquad.evaluation import drawing
@@ -62,7 +62,7 @@ def refused(capsys, *arguments) -> str:
 def test_every_mechanism_has_a_picture(name):
     layer = matrices.fresh_layer(name, dim=16, num_heads=2, tokens=16, parts=4, options={})
     w_HTS = matrices.fresh_weights(layer, 16)
-    figure = _draw_matrices.draw_weights([[_draw_matrices.Weights(name, w_HTS[0].numpy(), layer.causal)]])
+    figure = drawing.draw_weights([[drawing.Weights(name, w_HTS[0].numpy(), layer.causal)]])
     image = figure.axes[0].get_images()[0].get_array()
     future = np.triu(np.ones((16, 16), dtype=bool), 1)
     assert (np.ma.getmaskarray(image) == (future & layer.causal)).all()
@@ -84,9 +84,9 @@ def test_fresh_layers_leave_the_random_numbers_alone():
 
 def test_weights_that_are_no_distribution_are_shown_relative_to_the_largest():
     matrix = np.array([[4.0, 0.0], [-2.0, 1.0]])
-    figure = _draw_matrices.draw_weights([[_draw_matrices.Weights("x", matrix, causal=False)]])
+    figure = drawing.draw_weights([[drawing.Weights("x", matrix, causal=False)]])
     image = figure.axes[0].get_images()[0].get_array()
-    top = _draw_matrices.LARGEST
+    top = drawing.LARGEST
     assert image.tolist() == [[top, 0.0], [top / 2, top / 4]]
 
 

@@ -4,8 +4,8 @@ import pytest
 import torch
 
 from subquad import attention
-from subquad.cli import _pictures, main
-from subquad.cli.show import PICTURES
+from subquad.cli import main
+from subquad.cli.show import PICTURES, _reading_example
 from subquad.data.labelled import toy
 from subquad.hf import SubquadForSequenceClassification
 from subquad.hf.encoders import SubquadClassifierConfig
@@ -70,9 +70,9 @@ def test_a_classifiers_picture_is_of_the_example_that_is_asked_for(tmp_path):
         assert main(["show", *whole, *example, "--out", str(file)]) == 0
         pictures.append(file.read_bytes())
     assert pictures[0] == pictures[1] != pictures[2]
-    chosen = PICTURES["weights"]().parse_args(["runs", "--example", "4", "--tokens", "9"])
+    chosen = PICTURES["weights"][0]().parse_args(["runs", "--example", "4", "--tokens", "9"])
     chosen.run = str(folder)
-    _, tokens, names = _pictures._reading_example(chosen)
+    _, tokens, names = _reading_example(chosen)
     corpus = toy(32, examples=1, held_out=5)
     assert tokens == corpus.held_out[4]["input_ids"][:9].tolist()
     assert names == ["class", *map(str, tokens)]

@@ -1,10 +1,12 @@
-"""The costs of layers and models at several lengths, counted without data: everything is on the meta device."""
+"""The costs of layers and models at several lengths, and what processes that share a sequence send one another.
+
+All of it is counted without data: everything is on the meta device.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, fields
-from pathlib import Path
 from typing import Any, NamedTuple, get_args, get_type_hints
 
 import torch
@@ -16,11 +18,8 @@ from subquad.models.build import build_model
 from subquad.models.classifier import Classifier
 from subquad.models.encoder import EncoderConfig
 from subquad.models.stacks import STACKS
-from subquad.recipes import recipe_path
-from subquad.training.config import TrainConfig
+from subquad.parallel import Sent
 
-CLASSES = 2
-"""Of a classifier's head; more cost next to nothing."""
 Model = Decoder | Classifier
 Options = Mapping[str, Mapping[str, Any]]
 
@@ -108,29 +107,6 @@ def _histories(name: str, options: Mapping[str, Any]) -> list[dict[str, str]]:
     return [{"history": history} for history in get_args(hints["history"])]
 
 
-def model_config(run: str | None, config: str | None, recipe: str | None) -> DecoderConfig | None:
-    """The model of a run's folder, of a configuration file or of a recipe; None where none is named."""
-    if run is not None:
-        if not Path(run).is_dir():
-            hint = f"; mechanism? use --attention {run}" if run in {*names(), *STACKS} else ""
-            raise FileNotFoundError(
-                f"there is no folder {run}; give the folder of a run, as `subquad train` makes it{hint}"
-            )
-        file = Path(run) / "config.yaml"
-        if not file.is_file():
-            raise FileNotFoundError(f"{run} holds no config.yaml, so it is no run of `subquad train`")
-    elif config is not None:
-        file = Path(config)
-        if not file.is_file():
-            raise FileNotFoundError(f"there is no file {config}")
-    elif recipe is not None:
-        file = recipe_path(recipe)
-    else:
-        return None
-    training = TrainConfig.from_file(file)
-    return training.model if training.task == "language" else training.encoder(CLASSES)
-
-
 def model_costs(config: DecoderConfig, lengths: Sequence[int]) -> Iterator[Measured]:
     """One model at each length."""
     model = meta_model(config)
@@ -142,3 +118,57 @@ def meta_model(config: DecoderConfig) -> Model:
     """The model without data."""
     with torch.device("meta"):
         return Classifier(config) if isinstance(config, EncoderConfig) else build_model(config)
+
+
+class Volume(NamedTuple):
+    """What one of `ranks` processes sends at most, for `name`; None where they cannot share the sequence."""
+
+    name: str
+    tokens: int
+    ranks: int
+    sent: Sent | None
+
+    def record(self) -> dict[str, Any]:
+        """Plain values, for a file."""
+        sent = {"sent_forward": None, "sent_backward": None} if self.sent is None else _named(self.sent)
+        return {"name": self.name, "tokens": self.tokens, "ranks": self.ranks, **sent}
+
+
+def _named(sent: Sent) -> dict[str, Any]:
+    return {"sent_forward": sent.forward, "sent_backward": sent.backward}
+
+
+def layer_volumes(
+    attention: Iterable[str],
+    lengths: Sequence[int],
+    ranks: int,
+    *,
+    dim: int,
+    num_heads: int,
+    options: Mapping[str, Mapping[str, Any]],
+) -> Iterator[Volume]:
+    """One layer of each mechanism, at each length."""
+    for name in attention:
+        for tokens in lengths:
+            layer = meta_layer(name, dim=dim, num_heads=num_heads, tokens=tokens, options=options.get(name, {}))
+            yield Volume(name, tokens, ranks, most(layer, tokens, ranks) if layer.causal and layer.parallel else None)
+
+
+def model_volumes(config: DecoderConfig, lengths: Sequence[int], ranks: int) -> Iterator[Volume]:
+    """One layer of each mechanism of a model, then all its layers and passes."""
+    if isinstance(config, EncoderConfig):
+        raise ValueError(
+            "a classifier reads whole sequences, which several processes cannot share: leave out --context"
+        )
+    model: Any = meta_model(config)
+    layers = {block.attention.name: block.attention for block in model.blocks()}
+    for tokens in lengths:
+        for name, layer in layers.items():
+            yield Volume(f"{name}, a layer", tokens, ranks, most(layer, tokens, ranks))
+        yield Volume("in all", tokens, ranks, most(model, tokens, ranks))
+
+
+def most(owner: Any, tokens: int, ranks: int) -> Sent:
+    """What the ranks that send most send, forward and backward."""
+    each = owner.communication(tokens, ranks)
+    return Sent(max(sent.forward for sent in each), max(sent.backward for sent in each))
