@@ -1,4 +1,4 @@
-"""What to read and how to make tokens of it, apart from the code that does, so that reading it loads no torch."""
+"""Configurations of data: text and its tokens, images, labelled sequences, probes of memory."""
 
 from __future__ import annotations
 
@@ -102,12 +102,12 @@ SPLIT_HERE = ("text", "image")
 
 @dataclass(frozen=True, kw_only=True)
 class ListOpsConfig(Config):
-    """Which expressions `listops` makes; the defaults are those of Long Range Arena."""
+    """Expressions that `listops` makes; the defaults are those of Long Range Arena."""
 
     max_depth: int = 10
     """Operators and digits lie no deeper; the root has depth 1."""
     max_args: int = 10
-    """An operator has from two to so many arguments, each number equally likely."""
+    """Most arguments of an operator, which has at least two; each number is equally likely."""
     min_length: int = 501
     """Fewest tokens of an expression that is kept; operators, digits and closing brackets count, nothing else."""
     max_length: int = 1999
@@ -135,7 +135,7 @@ class ListOpsConfig(Config):
 
 @dataclass(frozen=True, kw_only=True)
 class PathfinderConfig(Config):
-    """Which images `pathfinder32`, `pathfinder64` and `pathfinder128` (Path-X) make."""
+    """Images that `pathfinder32`, `pathfinder64` and `pathfinder128` (Path-X) make."""
 
     difficulty: Literal["hard", "intermediate", "easy"] = "hard"
     """Segments of the two long snakes: 14 (hard, that of Long Range Arena), 9 or 6."""
@@ -275,7 +275,7 @@ class ProbeConfig(Config):
         return {"passkey": 2 * (self.digits + 1), "mqar": 3 * self.pairs + 1, "copy": 3}[self.name]
 
     def first_asked(self, length: int) -> int:
-        """The first place of a sequence of `length` tokens whose token may be asked for.
+        """Return the first place of a sequence of `length` tokens whose token may be asked for.
 
         Raises `ValueError` for a length below `fewest_tokens`, and for one whose half is below `shortest`.
         """

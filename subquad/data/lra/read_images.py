@@ -17,13 +17,13 @@ from subquad.data.lra.store import Contents, Labelled, choose, is_label, pieces
 from subquad.data.packed import load_array
 
 HELD_OUT = 10
-"""One of so many training images is measured while training."""
+"""One of ten training images is measured while training."""
 PIECE = 1000
 """Images that are handed on at once."""
 
 
 def grey_images(config: LabelledConfig, report: Progress) -> Contents:
-    """The images of `subquad.data.images.load_images`, grey.
+    """Read the images of `subquad.data.images.load_images`, grey.
 
     A tenth of the training images is held out, of each class its share, the same at every seed: files may be sorted by
     class. With validation=test the test images are measured while training too.
@@ -88,7 +88,7 @@ class _Row(NamedTuple):
 
 
 def pathfinder_release(config: LabelledConfig, report: Progress) -> Contents:
-    """Images in the order of the metadata: the first 80 % are learned from, then 10 % and 10 %.
+    """Read images in the order of the metadata: the first 80 % are learned from, then 10 % and 10 %.
 
     Files that are empty are left out, as Long Range Arena does.
     """
@@ -110,7 +110,7 @@ def pathfinder_release(config: LabelledConfig, report: Progress) -> Contents:
 
 
 def _rows(folder: Path, listed: Path) -> Iterator[_Row]:
-    """The images that a file of metadata names: text with a line each, or an array of strings."""
+    """Yield the images that a file of metadata names: text with a line each, or an array of strings."""
     raw = listed.read_bytes()
     if raw.startswith(b"\x93NUMPY"):
         array = load_array(raw, listed)

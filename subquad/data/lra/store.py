@@ -211,14 +211,14 @@ def is_label(where: str, label: str, classes: Iterable[str]) -> int:
 
 
 def kept(cache: str | None, name: str, fill: Callable[[Path], None]) -> Store:
-    """The store at `cache/name`, filled by `fill(folder)` where it is not there yet or is damaged."""
+    """Open the store at `cache/name`, filled by `fill(folder)` where it is not there yet or is damaged."""
     folder = cache_folder(cache) / name
     fill_once(folder, lambda: Store(folder), fill)
     return Store(folder)
 
 
 def is_kept(folder: Path) -> bool:
-    """Whether a whole store is there; a damaged one is removed, with a warning."""
+    """Return whether a whole store is there; a damaged one is removed, with a warning."""
     return usable(folder, lambda: Store(folder))
 
 
@@ -251,7 +251,7 @@ class Sequences(Dataset[dict[str, Tensor]]):
         return item
 
     def sequence(self, index: int, second: int = 0) -> np.ndarray:
-        """The tokens of sequence `index`, without padding; of a pair the first document, or the second."""
+        """Return the tokens of sequence `index`, without padding; of a pair the first document, or the second."""
         document = int(self.index[index, second])
         start, end = self.shard.documents[document : document + 2]
         return self.shard.tokens[start : min(int(end), int(start) + self.length)]
@@ -268,7 +268,7 @@ class Sequences(Dataset[dict[str, Tensor]]):
 
 
 def choose(labels: np.ndarray, wanted: int | None, seed: int) -> np.ndarray:
-    """`wanted` of the examples with these labels (None: all), in their order, each class in its share (rounded).
+    """Choose `wanted` of the examples with these labels (None: all), in order, each class in its share (rounded).
 
     Raises `ValueError` where there are fewer.
     """
