@@ -218,12 +218,6 @@ def stack_rotates(name: str) -> bool:
     return True
 
 
-def test_the_first_screen_says_what_matters():
-    screen = "\n".join((ROOT / "README.md").read_text(encoding="utf-8").splitlines()[:40])
-    for part in ("make run", "make test", "docs/images/weights.png", "| `llp` |"):
-        assert part in screen
-
-
 def test_every_file_that_a_page_links_to_is_there():
     for page in PAGES:
         text = (ROOT / page).read_text(encoding="utf-8")
