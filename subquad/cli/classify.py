@@ -89,7 +89,7 @@ def evaluation_table(evaluation: ClassEvaluation) -> Table:
 def _evaluate(
     model: SubquadForSequenceClassification, config: TrainConfig, examples: int | None, batch_size: int
 ) -> ClassEvaluation:
-    from subquad.evaluation import evaluate_classifier, fit_bag_of_tokens
+    from subquad.evaluation.classes import evaluate_classifier, fit_bag_of_tokens
     from subquad.training.tasks_classify import labelled
 
     corpus = labelled(config)
