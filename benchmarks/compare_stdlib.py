@@ -24,8 +24,9 @@ from subquad.data import Corpus
 from subquad.evaluation import evaluate
 from subquad.evaluation.provenance import commit, described, machine
 from subquad.recipes import recipe_path
-from subquad.training import TrainConfig, measure, train, write_report
+from subquad.training import TrainConfig, train
 from subquad.training.progress import read_metrics
+from subquad.training.report import measure, write_report
 from subquad.version import __version__
 
 ROOT = Path(__file__).resolve().parents[1]

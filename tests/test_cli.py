@@ -449,9 +449,9 @@ def test_a_run_that_had_ended_is_reported_again_with_its_speed(trained, capsys):
 
 
 def test_an_interrupted_run_says_how_to_go_on(place, capsys, monkeypatch):
-    import subquad.training.flow as flow
+    from subquad.training import loop
 
-    monkeypatch.setattr(flow.StopSignal, "__enter__", lambda self: setattr(self, "received", True) or self)
+    monkeypatch.setattr(loop.StopSignal, "__enter__", lambda self: setattr(self, "received", True) or self)
     folder = place / "stopped run"
     assert main(["train", "--config", str(place / "tiny.yaml"), "--run.folder", str(folder)]) == 130
     assert f"stopped after step 1 of 3; go on with:\n  subquad train --config '{folder}/config.yaml'" in (

@@ -25,8 +25,8 @@ from experiments.harness.units import Unit, units_of
 from subquad.cli import guarded
 from subquad.cli.arguments import Parser, check_output
 from subquad.cli.tables import console, print_table
-from subquad.cli.train import check
 from subquad.config import suggest
+from subquad.training.tasks import check
 
 NAME = "python -m experiments"
 HOME = Path(__file__).parents[1]

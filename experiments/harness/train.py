@@ -24,7 +24,7 @@ from subquad.models.build import build_model
 from subquad.models.config import DecoderConfig
 from subquad.training import RunResult, TrainConfig, train
 from subquad.training.progress import read_metrics
-from subquad.training.tasks import window_labels
+from subquad.training.tasks_text import window_labels
 
 DECAY = 0.2
 """The share of a budget's steps over which the learning rate falls, where one trunk serves several budgets."""
@@ -131,7 +131,7 @@ def _measured(unit: Unit, config: TrainConfig, budget: dict[str, int]) -> list[R
     row: Row = {"steps": steps, "parameters": result.parameters, "step_seconds": _step_seconds(result)}
     if len(unit.budgets) > 1:
         row["budget"] = name
-    if result.config.task == "language":
+    if result.config.reads_text:
         row["predicted_tokens"] = steps * predicted_tokens(result.config)
         row["flops"] = steps * step_flops(result.config)
     row |= _held_out(result, held_of(unit))
@@ -151,7 +151,7 @@ def _step_seconds(result: RunResult) -> float:
 
 def _held_out(result: RunResult, held: Held) -> Row:
     """Measure the held-out data in the task's own way."""
-    if result.config.task == "language":
+    if result.config.reads_text:
         return _text(result, held)
     with (result.folder / "log.txt").open("w", encoding="utf-8") as log, contextlib.redirect_stdout(log):
         importlib.import_module(FINISH[result.config.task]).finish(result)

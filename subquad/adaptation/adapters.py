@@ -21,8 +21,7 @@ from subquad.hf import lora
 from subquad.hf.loading import read_config
 from subquad.parsing import read_json_mapping
 from subquad.training.checkpoint import share
-from subquad.training.config import TrainConfig
-from subquad.training.lora_config import LoraConfig
+from subquad.training.config import LoraConfig, TrainConfig
 
 
 @dataclass(frozen=True)
@@ -145,7 +144,7 @@ class Merging:
         if settings.is_file() and not self.extension:
             config = TrainConfig.from_file(settings)
             config = config.replace(lora=LoraConfig(), run=config.run.replace(folder=str(self.out)))
-            if config.task == "language":
+            if config.reads_text:
                 config = config.replace(data=config.data.replace(tokenizer=str(self.out / "tokenizer.json")))
             config.to_file(aside / "config.yaml")
         record = {"adapter": str(self.source), **asdict(lora.Base.read(self.source))}

@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import dataclasses
 import logging
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -19,43 +20,66 @@ from subquad.data.tokenizers import check_vocabulary, has_tokenizer, tokenizer_h
 from subquad.data.windows import WindowParts, windows_of
 from subquad.hf import lora, set_attention
 from subquad.models.config import DecoderConfig
-from subquad.training._task import Task, preparing, spread
 from subquad.training.config import BatchConfig, TrainConfig
 from subquad.training.errors import StepMemoryError
-from subquad.training.lora import LoraTrainer
-from subquad.training.resuming import check_folder
-from subquad.training.run import RunResult, train
+from subquad.training.run import RunResult, check_folder, train
+from subquad.training.task import Batch, Task, preparing, rows, spread
 
 if TYPE_CHECKING:
-    from peft import PeftModel
     from rich.console import Console
     from transformers import PreTrainedConfig, PreTrainedModel
 
 logger = logging.getLogger(__name__)
 
 
-class ExtensionTrainer(LoraTrainer):
-    """`LoraTrainer` of a model of transformers: the configuration with scaled positions lies beside the adapter."""
+@dataclass(frozen=True, kw_only=True)
+class ExtensionTask(Task):
+    """Predict the next token of a text by a model of transformers with factors in it.
 
-    loss_alone = {"use_cache": False}  # noqa: RUF012
+    The configuration with scaled positions lies beside the adapter.
+    """
 
-    def _save(self, output_dir: str | None = None, state_dict: dict[str, Any] | None = None) -> None:
-        super()._save(output_dir, state_dict)
-        if self.args.should_save:
-            adapted: Any = self.accelerator.unwrap_model(self.model)
-            adapted.get_base_model().extended_config.save_pretrained(output_dir or self.root)
+    extension: ExtendConfig
+    folder: Path
+    """The original's."""
+    scaled: PreTrainedConfig
+    base: lora.Base
 
-    def training_step(self, *args: Any, **kwargs: Any) -> torch.Tensor:
-        """As `SubquadTrainer` does; what would need less memory is said in the words of `ExtendConfig`."""
-        try:
-            return super().training_step(*args, **kwargs)
-        except StepMemoryError as error:
-            batch = self.config.batch
-            raise StepMemoryError(
-                f"out of memory in a step of batch.size={batch.size} windows of {batch.length} tokens "
-                f"({error.__cause__}): try a smaller batch.size with as much more batch.accumulation, "
-                "run.activation_checkpointing=true, or a shorter length"
-            ) from error.__cause__
+    def new_model(self) -> Any:
+        """Make the extended model from the original's weights, and factors from the present random numbers."""
+        config = self.extension
+        model = extended.load_original(self.folder, self.scaled)
+        model.extended_config = extended_config(self.scaled, config)  # type: ignore[assignment]
+        attend(model, config)
+        model.config.use_cache = False
+        if config.run.activation_checkpointing:
+            model.gradient_checkpointing_enable({"use_reentrant": False})
+        adapted = extended.adapt(model, base=self.base, **config.lora.to_dict())
+        trains, every = lora.counts(adapted)
+        logger.info("%d of %d parameters train (%.2f %%)", trains, every, 100 * trains / every)
+        return adapted
+
+    def evaluate(self, model: Any, batch: Batch) -> dict[str, torch.Tensor]:
+        """Return the loss alone."""
+        return {"loss": rows(model(**batch, use_cache=False).loss, batch)}
+
+    def save_weights(self, model: Any, folder: Path, weights: dict[str, torch.Tensor] | None) -> None:
+        """Write the adapter and the extended model's configuration."""
+        lora.save_adapter(model, folder)
+        model.get_base_model().extended_config.save_pretrained(folder)
+
+    def load_weights(self, model: Any, folder: Path) -> None:
+        """Read the adapter of a checkpoint."""
+        lora.read_weights(model, folder)
+
+    def explain_memory(self, error: BaseException, device: torch.device) -> StepMemoryError:
+        """Return the error that says in the words of `ExtendConfig` what would need less memory."""
+        batch, reason = self.config.batch, str(error).strip() or type(error).__name__
+        return StepMemoryError(
+            f"out of memory in a step of batch.size={batch.size} windows of {batch.length} tokens "
+            f"({reason}): try a smaller batch.size with as much more batch.accumulation, "
+            "run.activation_checkpointing=true, or a shorter length"
+        )
 
 
 def scaled_config(config: ExtendConfig) -> tuple[Path, PreTrainedConfig, PreTrainedConfig]:
@@ -179,27 +203,17 @@ def _task(
         train_windows = WindowParts(train_windows, length, parts)
     record = dataclasses.replace(lora.Base.of(folder), path=config.model)
 
-    def make_model() -> PeftModel:
-        model = extended.load_original(folder, scaled)
-        model.extended_config = extended_config(scaled, config)  # type: ignore[assignment]
-        attend(model, config)
-        model.config.use_cache = False
-        if config.run.activation_checkpointing:
-            model.gradient_checkpointing_enable({"use_reentrant": False})
-        adapted = extended.adapt(model, base=record, **config.lora.to_dict())
-        trains, every = lora.counts(adapted)
-        logger.info("%d of %d parameters train (%.2f %%)", trains, every, 100 * trains / every)
-        return adapted
-
     trained = {name: getattr(config, name) for name in ("length", "rope", "attention", "options")}
     kept = {name: (folder / name).read_bytes() for name in MODEL_FILES if (folder / name).is_file()}
-    return Task(
+    return ExtensionTask(
         config=values,
+        extension=config,
+        folder=folder,
+        scaled=scaled,
+        base=record,
         data=corpus,
         train=train_windows,
-        count=len(train_windows),
-        held_out=spread(held_out, len(held_out), values.run.eval_windows),
-        make_model=make_model,  # type: ignore[arg-type]
+        held_out=spread(held_out, values.run.eval_windows),
         identity={
             "data": digest([corpus.fingerprint, corpus.train_files, len(corpus.train)]),
             "tokenizer": tokenizer_hash(corpus.tokenizer),
@@ -207,7 +221,6 @@ def _task(
         },
         files=kept,
         together=parts,
-        trainer=ExtensionTrainer,
         settings=config,
     )
 

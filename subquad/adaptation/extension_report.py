@@ -22,8 +22,8 @@ from subquad.evaluation import drawing
 from subquad.evaluation.positions import PositionPlan, RangeLoss, loss_by_position, plan_positions
 from subquad.evaluation.provenance import provenance
 from subquad.hf import lora, set_attention
-from subquad.training._task import preparing
 from subquad.training.run import RunResult
+from subquad.training.task import preparing
 
 REPORT, PICTURE, README = "report.json", "loss_by_position.png", "README.md"
 BEFORE, SCALED, CONTROL, AFTER = "original", "scaled, untrained", "control", "extended"

@@ -12,17 +12,27 @@ import json
 import sys
 from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal
+from typing import Any, Literal
 
+import torch
 from jsonargparse import Namespace
+from rich.box import SIMPLE_HEAD
+from rich.console import Console
+from rich.table import Table
+from rich.text import Text
+from torch import nn
 
+from subquad.attention import mechanism, names
 from subquad.cli.arguments import Parser
-from subquad.evaluation.audit import AuditConfig
-
-if TYPE_CHECKING:
-    from torch import nn
-
-    from subquad.evaluation.audit import AuditReport
+from subquad.config import suggest
+from subquad.data import load_tokenizer
+from subquad.data.tokenizers import encode_text
+from subquad.evaluation.audit import AuditConfig, AuditReport, audit, replay
+from subquad.evaluation.audit.report import shown
+from subquad.models import DecoderConfig
+from subquad.models.build import build_model
+from subquad.models.stacks import STACKS
+from subquad.parsing import read_json, read_text
 
 TINY = {"vocab_size": 64, "dim": 32, "num_layers": 2, "num_heads": 2}
 """The models of --attention."""
@@ -95,10 +105,6 @@ def _check(chosen: Namespace) -> None:
 
 def _names(attention: str) -> list[str]:
     """The mechanisms and stacks that are named, those with a causal form; `ValueError` for others."""
-    from subquad.attention import mechanism, names
-    from subquad.config import suggest
-    from subquad.models.stacks import STACKS
-
     causal = [name for name in names() if "causal" in mechanism(name).forms]
     causal += [name for name, stack in STACKS.items() if "causal" in stack.forms]
     asked = causal if attention == "all" else attention.split(",")
@@ -110,8 +116,6 @@ def _names(attention: str) -> list[str]:
 
 def _models(chosen: Namespace, seed: int) -> list[tuple[str, nn.Module]]:
     """Each model with its name; `ValueError` or `FileNotFoundError` where there is none."""
-    import torch
-
     device = "cuda" if chosen.device == "auto" and torch.cuda.is_available() else "cpu"
     if chosen.model is not None:
         return [(chosen.model, load(chosen.model).to(device))]
@@ -120,13 +124,6 @@ def _models(chosen: Namespace, seed: int) -> list[tuple[str, nn.Module]]:
 
 def _fresh(names: Sequence[str], options: dict[str, dict[str, Any]], seed: int) -> Iterator[tuple[str, nn.Module]]:
     """A small model of each; its weights are drawn with the seed."""
-    import torch
-
-    from subquad.attention import mechanism
-    from subquad.models import DecoderConfig
-    from subquad.models.build import build_model
-    from subquad.models.stacks import STACKS
-
     for name in names:
         torch.manual_seed(seed)
         rotates = name in STACKS or mechanism(name).rotates
@@ -185,18 +182,11 @@ def _text(folder: str, file: str) -> list[int]:
         raise FileNotFoundError(f"{folder} holds no tokenizer.json for --text; leave it out for random tokens")
     if not Path(file).is_file():
         raise FileNotFoundError(f"there is no file {file}")
-    from subquad.data import load_tokenizer
-    from subquad.data.tokenizers import encode_text
-    from subquad.parsing import read_text
-
     return encode_text(load_tokenizer(folder), read_text(file))
 
 
 def _report(file: str, model: str) -> AuditReport:
     """The report in a file that --json wrote; of several that of the model."""
-    from subquad.evaluation.audit import AuditReport
-    from subquad.parsing import read_json
-
     if not Path(file).is_file():
         raise FileNotFoundError(f"there is no file {file}")
     try:
@@ -221,8 +211,6 @@ def _audit(
     file: str | None,
 ) -> int:
     """Audit and print each; the status. A model or a text that can't be audited is a wrong argument."""
-    from subquad.evaluation.audit import audit
-
     reports: dict[str, AuditReport] = {}
     for name, model in models:
         told = _Progress(name)
@@ -246,13 +234,6 @@ def _print(name: str, report: AuditReport) -> None:
     if not sys.stdout.isatty():
         sys.stdout.write(f"{name}\n{report}\n\n")
         return
-    from rich.box import SIMPLE_HEAD
-    from rich.console import Console
-    from rich.table import Table
-    from rich.text import Text
-
-    from subquad.evaluation.audit.report import shown
-
     table = Table(box=SIMPLE_HEAD, pad_edge=False)
     for header in ("check", "verdict", "worst", "what was seen"):
         table.add_column(header, no_wrap=header in ("check", "verdict"))
@@ -267,8 +248,6 @@ def _print(name: str, report: AuditReport) -> None:
 
 def _replay(parser: Parser, models: Sequence[tuple[str, nn.Module]], report: AuditReport) -> int:
     """Try the failing inputs again; the status is 1 where one still fails. What can't be tried is a wrong argument."""
-    from subquad.evaluation.audit import replay
-
     status = 0
     for name, model in models:
         with parser.checking():

@@ -90,7 +90,7 @@ def _evaluate(
     model: SubquadForSequenceClassification, config: TrainConfig, examples: int | None, batch_size: int
 ) -> ClassEvaluation:
     from subquad.evaluation import evaluate_classifier, fit_bag_of_tokens
-    from subquad.training.tasks import labelled
+    from subquad.training.tasks_classify import labelled
 
     corpus = labelled(config)
     train, test = len(_sized(corpus.train)), len(_sized(corpus.test))

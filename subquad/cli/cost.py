@@ -128,7 +128,7 @@ def _model_config(run: str | None, config: str | None, recipe: str | None) -> De
     else:
         return None
     training = TrainConfig.from_file(file)
-    return training.model if training.task == "language" else training.encoder(CLASSES)
+    return training.model if training.reads_text else training.encoder(CLASSES)
 
 
 def _costs(chosen: Namespace) -> dict[str, Any]:

@@ -168,7 +168,7 @@ def _reading_text(chosen: Namespace) -> tuple[nn.Module, list[int], list[str]]:
 
 def _reading_example(chosen: Namespace) -> tuple[nn.Module, list[int], list[str]]:
     """A classifier, the tokens of a held-out sequence of its task, and what stands in its rows: their numbers."""
-    from subquad.training.tasks import labelled
+    from subquad.training.tasks_classify import labelled
 
     if chosen.text is not None:
         raise ValueError("--text is for a language model; a classifier reads a sequence of its task, by --example")

@@ -43,12 +43,13 @@ def run(arguments: Sequence[str]) -> int:
     parser = make_parser()
     config = _read(parser, arguments)
     from subquad.training import train
-    from subquad.training.processes import leave
+    from subquad.training.processes import check_parallel, leave
+    from subquad.training.tasks import TASKS, check
 
     with parser.checking():
-        if config.task in ("classify", "pretrain"):
-            config.classify.check_source()
+        TASKS[config.task].check_source(config)
         check(config)
+        check_parallel(config)
     result = train(config, console=Console(stderr=True))
     leave()
     if int(os.environ.get("RANK", "0")) != 0:
@@ -56,10 +57,9 @@ def run(arguments: Sequence[str]) -> int:
     if result.interrupted:
         sys.stderr.write(f"stopped after step {result.steps} of {config.run.steps}; go on with:\n  {result.command}\n")
         return 130
-    if result.config.task == "language":
-        _finish(result)
-    else:
-        importlib.import_module(FINISH[result.config.task]).finish(result)
+    module = FINISH.get(result.config.task)
+    finish = _finish if module is None else importlib.import_module(module).finish
+    finish(result)
     return 0
 
 
@@ -90,44 +90,12 @@ def _read(parser: Parser, arguments: Sequence[str]) -> TrainConfig:
         return TrainConfig(**{field.name: values[field.name] for field in fields(TrainConfig)})
 
 
-def check(config: TrainConfig) -> None:
-    """Raise what the configuration deserves before any text is read."""
-    import torch
-
-    from subquad.models import Classifier
-    from subquad.models.build import build_model
-    from subquad.training.pretrain import check_pretraining
-    from subquad.training.processes import check_parallel
-    from subquad.training.tasks import check_forms, check_image, check_probe, labelled, window_labels
-
-    if config.lora.rank:
-        from subquad.training.lora import with_base
-
-        config = with_base(config)
-    check_forms(config)
-    check_parallel(config)
-    with torch.device("meta"):
-        if config.task in ("classify", "pretrain"):
-            if config.classify.dataset == "toy":  # others take long to make or to read
-                labelled(config)
-            Classifier(config.encoder(num_classes=2))
-            check_pretraining(config)
-        elif config.task == "image":
-            check_image(config)
-        else:
-            build_model(config.model)
-            if config.task == "probe":
-                check_probe(config)
-            else:
-                window_labels(config)
-
-
 def _finish(result: RunResult) -> None:
     """Write evaluation.json, samples.txt and report.json into the run's folder and print them."""
     from subquad.cli.eval import evaluation_table, show_progress
     from subquad.data import Corpus, TokenShard
     from subquad.evaluation import evaluate
-    from subquad.training import measure, write_report
+    from subquad.training.report import measure, write_report
 
     corpus = result.corpus
     assert isinstance(corpus, Corpus)

@@ -205,7 +205,7 @@ def _attention(
     is_causal: bool | None = None,
     **kwargs: Any,
 ) -> tuple[Tensor, None]:
-    """Return the attention function of the implementation `subquad_<name>`: `[B, T, H, K]` and no weights."""
+    """Attend as the implementation `subquad_<name>`: `[B, T, H, K]` and no weights."""
     for option in REFUSED:
         if kwargs.get(option) is not None:
             raise ValueError(f"subquad attention does not compute {option}, which {type(module).__name__} asks for")

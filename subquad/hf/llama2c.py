@@ -159,6 +159,6 @@ def _config(header: Header) -> SubquadConfig:
 
 
 def _halves(x_LCD: Tensor, channels: int) -> Tensor:
-    """Return rows of each head from (0, 1), (2, 3), ... to 0, 2, ..., 1, 3, ..."""
+    """Move the rows of each head from (0, 1), (2, 3), ... to 0, 2, ..., 1, 3, ..."""
     pairs = x_LCD.unflatten(1, (-1, channels // 2, 2))
     return pairs.transpose(2, 3).flatten(1, 3)

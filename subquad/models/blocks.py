@@ -63,7 +63,7 @@ class Block(ResidualBlock):
     def forward(
         self, x_BTD: Tensor, state: State | None, lengths_B: Tensor | Documents | None, memory: Tensor | None = None
     ) -> tuple[Tensor, State, Tensor | None]:
-        """Return the layer on rows that begin with their `lengths_B` real tokens (None: all T), after those in `state`.
+        """Run the layer on rows that begin with their `lengths_B` real tokens (None: all T), after those in `state`.
 
         `Documents` in their place say which tokens of the rows are sequences of their own, with no state before them.
         `memory` is what the layer below handed on, for mechanisms that take one (Luna's); others pass it on.

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
-from typing import Any, Literal, get_args, get_type_hints
+from dataclasses import dataclass, field, fields
+from typing import Any, Literal, Self, get_args, get_type_hints
 
 from subquad.config import Config, later, suggest
 from subquad.layers.scaling import RopeScaling
@@ -120,6 +120,11 @@ class DecoderConfig(Config):
                 "attention must be a name or a list whose length divides num_layers, "
                 f"got {self.attention!r} for {self.num_layers} layers"
             )
+
+    @classmethod
+    def from_decoder(cls, config: DecoderConfig, **own: Any) -> Self:
+        """Return a configuration of this class with a decoder's settings; `own` are the fields that it adds."""
+        return cls(**{field.name: getattr(config, field.name) for field in fields(DecoderConfig)} | own)
 
     @property
     def mechanisms(self) -> list[str]:

@@ -184,7 +184,7 @@ class Decoder(nn.Module):
         return self.hidden(tokens_BT, state)[1]
 
     def logits(self, h_BTD: Tensor, /) -> Tensor:
-        """Return the head: from what `hidden` returned, or some of its tokens, `[.., D]`, to logits `[.., V]`."""
+        """Apply the head to vectors `[.., D]` that `hidden` returned, or some of them: logits `[.., V]`."""
         logits_BTV = F.linear(h_BTD, self.head_weight)
         return logits_BTV if self.lookup is None else self.lookup(logits_BTV)
 

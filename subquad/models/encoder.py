@@ -5,8 +5,8 @@ Shape letters: B batch, T tokens, D model width.
 
 from __future__ import annotations
 
-from dataclasses import dataclass, fields
-from typing import Literal, Self
+from dataclasses import dataclass
+from typing import Literal
 
 import torch
 from torch import Tensor, nn
@@ -64,20 +64,6 @@ class EncoderConfig(DecoderConfig):
             raise ValueError(
                 f"an encoder has neither loops nor a look-up head, got loops={self.loops}, lookup={self.lookup}"
             )
-
-    @classmethod
-    def from_decoder(
-        cls,
-        config: DecoderConfig,
-        *,
-        num_classes: int = 2,
-        pooling: Pooling = "mean",
-        causal: bool = False,
-        towers: int = 1,
-    ) -> Self:
-        """Return the encoder with a decoder's settings."""
-        shared = {field.name: getattr(config, field.name) for field in fields(DecoderConfig)}
-        return cls(**shared, num_classes=num_classes, pooling=pooling, causal=causal, towers=towers)
 
 
 class Encoder(nn.Module):

@@ -6,7 +6,7 @@ distribution, R tokens that the input looks back to, K places near by, H rows, W
 
 from __future__ import annotations
 
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 from typing import Any, Literal, Self
 
 import torch
@@ -96,10 +96,9 @@ class ImageModelConfig(DecoderConfig):
         return self.height, self.width, self.channels
 
     @classmethod
-    def from_decoder(cls, config: DecoderConfig, **image: Any) -> Self:
-        """Return the model with a decoder's settings; `image` are the fields that a decoder has not."""
-        shared = {field.name: getattr(config, field.name) for field in fields(DecoderConfig)}
-        return cls(**shared | {"vocab_size": LEVELS + 1} | image)
+    def from_decoder(cls, config: DecoderConfig, **own: Any) -> Self:
+        """As `DecoderConfig.from_decoder`, with the vocabulary of pixels."""
+        return super().from_decoder(config, **{"vocab_size": LEVELS + 1} | own)
 
 
 class PixelInputs(nn.Module):
@@ -192,7 +191,7 @@ def _places(near: int, channels: int) -> list[tuple[int, int, int]]:
 
 @without_autocast
 def _project(h: Tensor, weight: Tensor, bias: Tensor) -> Tensor:
-    """Return the head in the weights' precision: a mean in bfloat16 would be off by half a level."""
+    """Apply the head in the weights' precision: a mean in bfloat16 would be off by half a level."""
     return F.linear(h.to(weight.dtype), weight, bias)
 
 
@@ -240,7 +239,7 @@ class ImageModel(nn.Module):
         return self.parameters_of(h_BTD), state
 
     def parameters_of(self, h_BTD: Tensor, /) -> Tensor:
-        """Return the head: from what `hidden` returned, or some of its tokens, `[.., D]`, to parameters `[.., P]`."""
+        """Apply the head to vectors `[.., D]` that `hidden` returned, or some of them: parameters `[.., P]`."""
         weight = self.embedding.tokens.weight[:LEVELS] if self.head is None else self.head.weight
         return _project(h_BTD, weight, self.bias)
 

@@ -332,7 +332,7 @@ def perceiver_options(config: EncoderConfig) -> PerceiverOptions:
 
 
 def padding_first(inputs_BSC: Tensor, mask: Tensor) -> tuple[Tensor, Tensor]:
-    """Return each row with its padding, zeroed, before its real inputs; and the position `[B]` of its first slot."""
+    """Move each row's padding, zeroed, before its real inputs; and return the position `[B]` of its first slot."""
     check_mask(mask, *inputs_BSC.shape[:2])
     moved = compaction(~mask)
     inputs_BSC = inputs_BSC.masked_fill(~mask[..., None], 0.0)

@@ -321,7 +321,7 @@ class PerceiverAR(Decoder):
         return start if self.limit is None else start.clamp(max=options.history_tokens)
 
     def restart(self, window: Window, parts: Parts) -> tuple[Tensor, State]:
-        """Return one pass: the vectors of the latents, each row's first one in slot 0, and the state."""
+        """Run one pass: the vectors of the latents, each row's first one in slot 0, and the state."""
         layers: dict[str, State] = {}
         full = self.options.decode == "exact" and parts.latents == self.latents  # then the next token needs a new pass
         h_BMD = self.through(window, parts, None if full else layers)

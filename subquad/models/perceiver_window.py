@@ -84,7 +84,7 @@ class Window(NamedTuple):
         return Parts(start, used, history)
 
     def at_the_end(self, h_BMD: Tensor, parts: Parts) -> Tensor:
-        """Return each row's latents moved from the beginning to the end, with zeros before."""
+        """Move each row's latents from the beginning to the end, with zeros before."""
         if isinstance(self.seen, int):
             return h_BMD
         used_B = self.seen - parts.start
@@ -103,7 +103,7 @@ class History(NamedTuple):
 
 
 def cut(x_BWD: Tensor, window: Window, parts: Parts) -> tuple[History, Tensor]:
-    """Return the window's vectors in two: those before the first latent, and those of the latents."""
+    """Cut the window's vectors in two: those before the first latent, and those of the latents."""
     start, latents, history = parts
     if isinstance(start, int) and isinstance(window.first, int):
         border = start - window.first
@@ -171,7 +171,7 @@ def attend(
 
 
 def rest(block: Block, x_BTD: Tensor, y_BTD: Tensor) -> Tensor:
-    """Return the block from the output `y` of its attention on."""
+    """Finish the block from the output `y` of its attention."""
     x_BTD = x_BTD + block.dropout(y_BTD)
     return x_BTD + block.dropout(block.feedforward(block.feedforward_norm(x_BTD)))
 
@@ -186,7 +186,7 @@ def at_places(project: Callable[[Tensor, Number], Tensor], x_BSD: Tensor, places
 
 
 def neighbours(x_BWD: Tensor, begin_B: Tensor, slots: int) -> Tensor:
-    """Return each row's `slots` from `begin` on; outside of the row they repeat an end of it."""
+    """Return the `slots` of each row from `begin` on; outside of the row an end of it repeats."""
     index_BS = begin_B[:, None] + torch.arange(slots, device=x_BWD.device)
     index_BS = index_BS.clamp(0, max(x_BWD.shape[1] - 1, 0))
     return x_BWD.gather(1, index_BS[..., None].expand(-1, -1, x_BWD.shape[-1]))

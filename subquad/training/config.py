@@ -1,19 +1,28 @@
-"""What a training run is, apart from the code that runs it: read by the command line without loading torch."""
+"""The configuration of a training run, which the command line reads without loading the code that runs it."""
 
 from __future__ import annotations
 
 import math
 from dataclasses import dataclass, field
-from typing import Literal
+from typing import Any, Literal
 
-from subquad.config import Config
-from subquad.data.config import DataConfig, ImageConfig, ProbeConfig
+from subquad.config import Config, later
+from subquad.data.config import DataConfig, ImageConfig, LabelledConfig, ProbeConfig
 from subquad.models.config import DecoderConfig
-from subquad.models.encoder import EncoderConfig
-from subquad.training.classify_config import ClassifyConfig, PretrainConfig
-from subquad.training.lora_config import LoraConfig
-from subquad.training.parallel_config import ParallelConfig
+from subquad.models.encoder import EncoderConfig, Pooling
+from subquad.models.pretraining import check_hiding
 from subquad.training.schedule import ScheduleConfig, at_least
+
+AUGMENTED = ("image", "listops", "pathfinder32", "pathfinder64", "pathfinder128", "retrieval")
+"""Data sets whose sequences can be changed without changing their labels (`subquad.data.augment`)."""
+TASK_GROUPS = {
+    "language": ("data",),
+    "classify": ("classify", "pretrain"),
+    "pretrain": ("classify", "pretrain"),
+    "image": ("image",),
+    "probe": ("probe",),
+}
+"""The groups of settings that are of one task, or two, alone."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -107,6 +116,8 @@ class RunConfig(Config):
     """With nonfinite=skip, the steps left out in a row that end the run after all."""
     threads: int | None = None
     """Threads of PyTorch on the CPU (None: its own choice). Bitwise repetition needs the same number."""
+    trackers: tuple[Literal["tensorboard", "wandb", "mlflow"], ...] = later(("tensorboard",))
+    """Where the numbers of metrics.jsonl go too: tensorboard (in the folder), wandb, mlflow (installed apart)."""
     prompt: str = "import "
     """Text that the samples at the end go on from."""
     sample_tokens: int = 200
@@ -128,6 +139,135 @@ class RunConfig(Config):
             raise ValueError("run.folder must name a folder, got ''")
         if not self.prompt:
             raise ValueError("run.prompt must hold some text for the samples to go on from, got ''")
+
+
+@dataclass(frozen=True, kw_only=True)
+class ClassifyConfig(LabelledConfig):
+    """What task=classify learns: labelled sequences of up to batch.length tokens."""
+
+    pooling: Pooling = "mean"
+    """What a sequence is judged by: the mean of its vectors, its last vector, or that of a class token before it."""
+    causal: bool = False
+    """Whether a token sees itself and earlier ones only: the causal form of the mechanisms instead of the other."""
+    augment: bool = False
+    """Whether training changes each sequence at random in a way that keeps its label: image: mirrored left to right,
+    shifted; pathfinder: mirrored both ways, turned by right angles; listops: the arguments of each operator in another
+    order; retrieval: the two papers swapped."""
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.augment and self.dataset not in AUGMENTED:
+            raise ValueError(
+                f"classify.augment=true: no change is known to keep the labels of dataset {self.dataset!r}; leave it "
+                f"out, or choose one of {', '.join(AUGMENTED)}"
+            )
+
+    @property
+    def towers(self) -> int:
+        """Sequences of an example."""
+        return 2 if self.dataset == "retrieval" else 1
+
+
+@dataclass(frozen=True, kw_only=True)
+class PretrainConfig(Config):
+    """What the encoder of a classifier learns first, from the training sequences alone, without their labels."""
+
+    kind: Literal["none", "denoise", "causal"] = "none"
+    """none: nothing; denoise: the tokens that were hidden, from all others; causal: the next token, by the causal form,
+    whose weights the form that classifies then takes over."""
+    steps: int = 1000
+    """Optimizer steps of this first phase; its warm-up is schedule.warmup, but at most a tenth of them."""
+    lr: float | None = None
+    """Its peak learning rate (None: optimizer.lr)."""
+    mask_fraction: float = 0.15
+    """Share of the tokens that denoising hides (Amos et al. 2023 hide half of the pixels of images)."""
+    random_fraction: float = 0.0
+    """Share of the hidden tokens that become random ones instead of the mask token."""
+    joint_weight: float = 0.0
+    """Weight of a denoising loss that is added to the labels' own in the second phase, which then reads sequences with
+    hidden tokens (Miralles-Gonzalez et al. 2025: 1, mask_fraction 0.3, random_fraction 1/3); 0: none. Works with any
+    kind, none too."""
+
+    def __post_init__(self) -> None:
+        if self.steps < 1:
+            raise ValueError(f"pretrain.steps must be at least 1, got {self.steps}")
+        if self.lr is not None and not (self.lr > 0 and math.isfinite(self.lr)):
+            raise ValueError(f"pretrain.lr must be a positive number, got {self.lr}")
+        check_hiding(self.mask_fraction, self.random_fraction, "pretrain.")
+        if not (self.joint_weight >= 0 and math.isfinite(self.joint_weight)):
+            raise ValueError(f"pretrain.joint_weight must be at least 0, got {self.joint_weight}")
+
+    @property
+    def effective(self) -> dict[str, Any]:
+        """The settings that have an effect, by name."""
+        values = {} if self.kind == "none" else {"kind": self.kind, "steps": self.steps, "lr": self.lr}
+        if self.hides:
+            values |= {"mask_fraction": self.mask_fraction, "random_fraction": self.random_fraction}
+        return values | ({"joint_weight": self.joint_weight} if self.joint_weight > 0 else {})
+
+    @property
+    def hides(self) -> bool:
+        """Whether tokens are hidden, so that the vocabulary needs a mask token."""
+        return self.kind == "denoise" or self.joint_weight > 0
+
+
+@dataclass(frozen=True, kw_only=True)
+class LoraConfig(Config):
+    """Low-rank factors `W + s B A` beside the weights W of a trained model, which stay as they are."""
+
+    rank: int = 0
+    """Rank r of the factors; 0: no factors, all weights train."""
+    base: str | None = None
+    """The folder of the run whose model is adapted; its model and its tokenizer are taken."""
+    alpha: int | None = None
+    """The factors are scaled by s = alpha / rank, with rslora by alpha / sqrt(rank) (None: twice the rank)."""
+    dropout: float = 0.0
+    """Dropout of what the factors read, in training."""
+    targets: list[str] = field(default_factory=list)
+    """Linear layers that get factors: ends of their names, as query or feedforward.up, or regular expressions for whole
+    names (none given: all but heads and look-ups)."""
+    dora: bool = False
+    """DoRA (Liu et al. 2024): the size of each row of a weight trains apart from its direction."""
+    rslora: bool = False
+    """rsLoRA (Kalajdzievski 2023): the scale falls with the root of the rank."""
+    train_head: bool = False
+    """Whether the head of a classifier trains too, whole; for classes that are not the base's it always does."""
+
+    def __post_init__(self) -> None:
+        if self.rank < 0:
+            raise ValueError(f"lora.rank must be at least 0, got {self.rank}")
+        if self.rank == 0:
+            defaults = {name: entry.default for name, entry in self.__dataclass_fields__.items()} | {"targets": []}
+            for name, value in self.to_dict().items():
+                if value != defaults[name]:
+                    raise ValueError(
+                        f"lora.{name}={value!r} has no effect with lora.rank=0; give a rank or leave it out"
+                    )
+            return
+        if not self.base:
+            raise ValueError(f"lora.rank={self.rank} needs lora.base: the folder of the run whose model is adapted")
+        if self.alpha is not None and self.alpha < 1:
+            raise ValueError(f"lora.alpha must be at least 1, got {self.alpha}")
+        if not 0 <= self.dropout < 1:
+            raise ValueError(f"lora.dropout must be at least 0 and below 1, got {self.dropout}")
+
+
+@dataclass(frozen=True, kw_only=True)
+class ParallelConfig(Config):
+    """What the processes that `torchrun` starts share. One step sees data processes x batch.size x batch.accumulation
+    windows, where the data processes are all processes divided by `context`."""
+
+    context: int = 1
+    """Processes that share each window, of which every one holds a part of the tokens (task=language)."""
+    shard: bool = False
+    """Whether every process keeps a part of the weights, gradients and optimizer states (FSDP2), not all of them."""
+    timeout: float = 600.0
+    """Seconds that a process waits for the others before it gives up."""
+
+    def __post_init__(self) -> None:
+        at_least("parallel.context", self.context, 1)
+        if not (self.timeout > 0 and math.isfinite(self.timeout)):
+            raise ValueError(f"parallel.timeout must be a positive number of seconds, got {self.timeout}")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -173,15 +313,11 @@ class TrainConfig(Config):
             )
         if self.schedule.warmup >= self.run.steps:
             raise ValueError(f"schedule.warmup must be below run.steps={self.run.steps}, got {self.schedule.warmup}")
-        if self.task != "language":
-            _unused("data", self.data.replace(cache=None), DataConfig(), self.task)
-        if self.task not in ("classify", "pretrain"):
-            _unused("classify", self.classify, ClassifyConfig(), self.task)
-            _unused("pretrain", self.pretrain, PretrainConfig(), self.task)
-        if self.task != "image":
-            _unused("image", self.image, ImageConfig(), self.task)
-        if self.task != "probe":
-            _unused("probe", self.probe, ProbeConfig(), self.task)
+        own = self.groups
+        for group in ("data", "classify", "pretrain", "image", "probe"):
+            if group not in own:
+                given = getattr(self, group)
+                _unused(group, given.replace(cache=None) if group == "data" else given, self.task)
         if self.task == "pretrain" and self.pretrain.kind == "none":
             raise ValueError("task=pretrain needs to know what is learned: pretrain.kind must be denoise or causal")
         if self.lora.rank and self.pretrain.effective:
@@ -190,9 +326,9 @@ class TrainConfig(Config):
                 "and pretrain.joint_weight out"
             )
         self._check_parallel()
-        if self.task in ("classify", "pretrain"):
+        if "classify" in own:
             self.encoder(2)
-        elif self.task == "probe":
+        elif "probe" in own:
             self.probe.first_asked(self.batch.length)
 
     def _check_parallel(self) -> None:
@@ -203,7 +339,7 @@ class TrainConfig(Config):
                 "process then holds the whole base) or lora.rank"
             )
         context = self.parallel.context
-        if context > 1 and self.task != "language":
+        if context > 1 and not self.reads_text:
             raise ValueError(f"parallel.context={context} is for task=language, got task={self.task}; leave it out")
         if context > 1 and self.lora.rank:
             raise ValueError(f"parallel.context={context} is not there for LoRA; leave it or lora.rank out")
@@ -220,6 +356,16 @@ class TrainConfig(Config):
                 f"{context} processes share a window equally: batch.length={self.batch.length} must be a multiple of "
                 f"parallel.context={context}"
             )
+
+    @property
+    def groups(self) -> tuple[str, ...]:
+        """The groups of settings that are the task's own."""
+        return TASK_GROUPS[self.task]
+
+    @property
+    def reads_text(self) -> bool:
+        """Whether the run learns from the text in `data`, with its tokenizer."""
+        return "data" in self.groups
 
     def encoder(self, num_classes: int) -> EncoderConfig:
         """The model as a classifier."""
@@ -238,9 +384,9 @@ class TrainConfig(Config):
         return self.batch.length * self.batch.size * self.batch.accumulation
 
 
-def _unused(group: str, given: Config, default: Config, task: str) -> None:
+def _unused(group: str, given: Config, task: str) -> None:
     """Raise `ValueError` for settings that the task would not read."""
-    defaults = default.to_dict()
+    defaults = type(given)().to_dict()
     for name, value in given.to_dict().items():
         if value != defaults[name]:
             raise ValueError(f"{group}.{name}={value!r} has no effect with task={task}; leave it out")

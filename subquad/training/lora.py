@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import dataclasses
 import logging
+from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 
@@ -15,25 +16,49 @@ from subquad.hf import SubquadConfig, lora
 from subquad.hf.encoders import SubquadClassifierConfig
 from subquad.hf.image import SubquadImageConfig
 from subquad.models.config import DecoderConfig
-from subquad.training._task import Task
 from subquad.training.config import TrainConfig
-from subquad.training.trainer import SubquadTrainer
-
-if TYPE_CHECKING:
-    from transformers import PreTrainedModel
+from subquad.training.task import Task
 
 logger = logging.getLogger(__name__)
 
 
-class LoraTrainer(SubquadTrainer):
-    """`SubquadTrainer` whose checkpoints and final folder hold the adapter alone."""
+@dataclass(frozen=True)
+class Factors:
+    """The fresh factors of a run in the model that it adapts: alone in checkpoints and in the final folder."""
 
-    def _save(self, output_dir: str | None = None, state_dict: dict[str, Any] | None = None) -> None:
-        if self.args.should_save:
-            lora.save_adapter(self.accelerator.unwrap_model(self.model), output_dir or self.root)
+    config: TrainConfig
+    base: lora.Base
+    classes: list[str] | None
+    """Names of the classes where they are others than the base's: a new head then trains too, whole."""
 
-    def _load_from_checkpoint(self, resume_from_checkpoint: str, model: torch.nn.Module | None = None) -> None:
-        lora.read_weights(self.model if model is None else model, resume_from_checkpoint)
+    def make_model(self) -> Any:
+        """Return the base with factors, first values from the present random numbers."""
+        options, folder = self.config.lora, _folder(self.config)
+        model = lora.load_base(folder, self.classes)
+        adapted = lora.add_adapter(
+            model,
+            rank=options.rank,
+            alpha=options.alpha,
+            dropout=options.dropout,
+            wanted=options.targets,
+            dora=options.dora,
+            rslora=options.rslora,
+            train_head=options.train_head or self.classes is not None,
+            base=self.base,
+        )
+        trains, every = lora.counts(adapted)
+        logger.info(
+            "%d of %d parameters train (%.2f %%); %s stays as it is", trains, every, 100 * trains / every, folder
+        )
+        return model
+
+    def save(self, model: Any, folder: Path) -> None:
+        """Write the adapter."""
+        lora.save_adapter(model, folder)
+
+    def load(self, model: Any, folder: Path) -> None:
+        """Read the adapter of a checkpoint."""
+        lora.read_weights(model, folder)
 
 
 def with_base(config: TrainConfig) -> TrainConfig:
@@ -53,12 +78,12 @@ def with_base(config: TrainConfig) -> TrainConfig:
     model = base.decoder_config()
     _check_same("model", config.model, DecoderConfig(), model.to_dict(), folder)
     changes: dict[str, Any] = {"model": model}
-    if config.task in ("classify", "image"):
-        group = getattr(config, config.task)
-        own = {name: getattr(base, name) for name in base.own_fields if name in group.to_dict()}
-        _check_same(config.task, group, type(group)(), own, folder)
-        changes[config.task] = group.replace(**own)
-    elif config.task == "language" and config.data.tokenizer == type(config.data)().tokenizer:
+    for group in {"classify", "image"} & set(config.groups):
+        given = getattr(config, group)
+        own = {name: getattr(base, name) for name in base.own_fields if name in given.to_dict()}
+        _check_same(group, given, type(given)(), own, folder)
+        changes[group] = given.replace(**own)
+    if config.reads_text and config.data.tokenizer == type(config.data)().tokenizer:
         changes["data"] = config.data.replace(tokenizer=str(_tokenizer(folder)))
     return config.replace(**changes)
 
@@ -79,35 +104,15 @@ def adapt(task: Task) -> Task:
                 f"the base {folder} has {name}={getattr(base, name)!r}, this task makes {getattr(fresh, name)!r}"
             )
     classes = None
-    if config.task == "classify" and fresh.id2label != base.id2label:
+    if "classify" in config.groups and fresh.id2label != base.id2label:
         classes = [fresh.id2label[number] for number in sorted(fresh.id2label)]
         logger.info(
             "the classes are not the base's (%s): a new head for %d classes trains too, whole",
             ", ".join((base.id2label or {}).values()), len(classes),
         )  # fmt: skip
-    record = lora.Base.of(folder, classes)
-
-    def make_model() -> PreTrainedModel:
-        model = lora.load_base(folder, classes)
-        adapted = lora.add_adapter(
-            model,
-            rank=options.rank,
-            alpha=options.alpha,
-            dropout=options.dropout,
-            wanted=options.targets,
-            dora=options.dora,
-            rslora=options.rslora,
-            train_head=options.train_head or classes is not None,
-            base=record,
-        )
-        trains, every = lora.counts(adapted)
-        logger.info(
-            "%d of %d parameters train (%.2f %%); %s stays as it is", trains, every, 100 * trains / every, folder
-        )
-        return model
-
-    identity = {**task.identity, "lora": {**options.to_dict(), "base": record.weights}}
-    return dataclasses.replace(task, make_model=make_model, identity=identity)  # type: ignore[arg-type]
+    factors = Factors(config, lora.Base.of(folder, classes), classes)
+    identity = {**task.identity, "lora": {**options.to_dict(), "base": factors.base.weights}}
+    return dataclasses.replace(task, adapter=factors, identity=identity)
 
 
 def _folder(config: TrainConfig) -> Path:
@@ -130,7 +135,7 @@ def _check_kind(config: TrainConfig, base: SubquadConfig) -> None:
             f"the base {config.lora.base} holds a model of type {base.model_type!r}, and the task is {config.task}; "
             f"give --task {fits[0]}"
         )
-    if config.lora.train_head and config.task != "classify":
+    if config.lora.train_head and "classify" not in config.groups:
         raise ValueError(f"lora.train_head is for classifiers, and the task is {config.task}; leave it out")
 
 

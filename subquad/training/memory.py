@@ -4,14 +4,12 @@ from __future__ import annotations
 
 import gc
 import traceback
+from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 import torch
 from torch import nn
 
-from subquad.models import Classifier
-from subquad.models.build import build_model
 from subquad.training.config import TrainConfig
 from subquad.training.errors import StepMemoryError
 
@@ -39,14 +37,20 @@ def give_back(error: BaseException, model: nn.Module) -> None:
     gc.collect()
 
 
-def explained(error: BaseException, config: TrainConfig, device: torch.device) -> StepMemoryError:
-    """The error that says which step was too large, and which smaller one sees the same windows and fits."""
+WindowBytes = Callable[[TrainConfig, int], float | None]
+"""Bytes that training keeps of one window of this length, by the account of the task's model; None without one."""
+
+
+def explained(
+    error: BaseException, config: TrainConfig, device: torch.device, window_bytes: WindowBytes
+) -> StepMemoryError:
+    """Return the error that says which step was too large, and which smaller one sees the same windows and fits."""
     batch = config.batch
     reason = (str(error).strip() or type(error).__name__).splitlines()[0]
     text = (
         f"out of memory in a step of batch.size={batch.size} windows of batch.length={batch.length} tokens ({reason}). "
     )
-    need, free = window_bytes(config, batch.length), free_bytes(device)
+    need, free = part_bytes(config, batch.length, window_bytes), free_bytes(device)
     known = need is not None and free is not None
     if need is not None and free is not None:
         text += f"Training keeps about {need / GIB:.2f} GiB a window, in float32, and {free / GIB:.2f} GiB are free. "
@@ -62,7 +66,7 @@ def explained(error: BaseException, config: TrainConfig, device: torch.device) -
     else:
         text += "Fewer windows at a time do not help: try " if known else "Try "
     recompute = "" if config.run.activation_checkpointing else "run.activation_checkpointing=true, "
-    shorter = None if free is None else _length_that_fits(config, free)
+    shorter = None if free is None else _length_that_fits(config, free, window_bytes)
     length = "a shorter batch.length" if shorter is None else f"batch.length={shorter}, of which a window should fit,"
     return StepMemoryError(f"{text}{recompute}{length} or more processes (parallel.context)")
 
@@ -72,29 +76,24 @@ def largest_fit(size: int, need: float, free: float) -> int | None:
     return max((part for part in range(1, size) if size % part == 0 and part * need <= free), default=None)
 
 
-def _length_that_fits(config: TrainConfig, free: float) -> int | None:
+def _length_that_fits(config: TrainConfig, free: float, window_bytes: WindowBytes) -> int | None:
     """The longest window, a half, a quarter and so on of the one that is too long, that fits by itself."""
     length = config.batch.length // 2
     while length >= max(SHORTEST, config.parallel.context) and length % config.parallel.context == 0:
-        need = window_bytes(config, length)
+        need = part_bytes(config, length, window_bytes)
         if need is None or need <= free:
             return None if need is None else length
         length //= 2
     return None
 
 
-def window_bytes(config: TrainConfig, length: int) -> float | None:
-    """Bytes that training keeps of a process's part of one window of so many tokens, by the model's account.
+def part_bytes(config: TrainConfig, length: int, window_bytes: WindowBytes) -> float | None:
+    """Return the bytes that training keeps of a process's part of one window of `length` tokens.
 
-    None of a model that gives none, and where layers are computed again (`run.activation_checkpointing`).
+    None for a model without an account, and where layers are computed again (`run.activation_checkpointing`).
     """
-    if config.run.activation_checkpointing or config.task in ("image", "pretrain"):
-        return None
-    model: Any
-    with torch.device("meta"):
-        model = Classifier(config.encoder(2)) if config.task == "classify" else build_model(config.model)
-    kept: int = model.cost(length).activation_bytes
-    return kept / config.parallel.context
+    kept = None if config.run.activation_checkpointing else window_bytes(config, length)
+    return None if kept is None else kept / config.parallel.context
 
 
 def free_bytes(device: torch.device) -> int | None:

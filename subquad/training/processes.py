@@ -1,26 +1,40 @@
-"""The processes of a run: how they meet, what each one's part is, and how they fail together."""
+"""The processes of a run: how they meet, what each one's part is, and how they fail together.
+
+torchrun keeps one store over `--max-restarts`, which still holds what an earlier start has said: addresses of processes
+that are gone would be taken for those of the new ones, and counters would go on. So each start gets a name of its own,
+under which all that it says is kept: process 0 makes it up and gives it to every other process that answers.
+"""
 
 from __future__ import annotations
 
 import logging
 import os
+import secrets
+import threading
+import time
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from datetime import timedelta
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import Any, TypeVar
+
+import torch
+from torch import distributed
 
 from subquad.models.stacks import STACKS
-from subquad.training.config import TrainConfig
+from subquad.parallel import ContextGroup, context_parallel
+from subquad.training.config import ParallelConfig, TrainConfig
 from subquad.training.errors import LostProcessError
-from subquad.training.meeting import meet
-from subquad.training.parallel_config import ParallelConfig
-
-if TYPE_CHECKING:
-    from subquad.training.heartbeat import Heartbeat
 
 logger = logging.getLogger(__name__)
 Result = TypeVar("Result")
+
+PAUSE = 0.01
+"""Seconds between two looks at the store."""
+LONGEST_INTERVAL = 5.0
+"""Seconds between two signs of life; an eighth of the time-out where that is less."""
+PATIENCE = 3
+"""Intervals without a sign of life after which a process counts as ended."""
 
 FOREIGN = {
     "ACCELERATE_USE_FSDP": "parallel.shard=true shards the model",
@@ -58,35 +72,63 @@ class Processes:
         return self.world // self.context
 
     @property
+    def torch_device(self) -> torch.device:
+        """The device of this process's model."""
+        return torch.device("cuda", torch.cuda.current_device()) if self.device == "cuda" else torch.device("cpu")
+
+    @property
     def first(self) -> bool:
         """Whether this process writes and reports."""
         return self.rank == 0
 
     def sharing_windows(self) -> Callable[[], AbstractContextManager[Any]]:
-        """What makes a context in which the model shares each window with this process's neighbours.
+        """Return a maker of contexts in which the model shares each window with this process's neighbours.
 
         Every process must call it.
         """
         if self.context == 1:
             return nullcontext
-        from subquad.parallel import ContextGroup, context_parallel
-
         group = ContextGroup.neighbours(self.context, timeout=self.timeout)
         return lambda: context_parallel(group)
 
+    def any_of(self, *flags: bool) -> list[bool]:
+        """Return each flag, True where it is in any process."""
+        if self.world == 1:
+            return list(flags)
+        seen = torch.tensor([int(flag) for flag in flags], device=self.torch_device)
+        distributed.all_reduce(seen, op=distributed.ReduceOp.MAX)
+        return [bool(flag) for flag in seen.tolist()]
+
+    def gather_objects(self, mine: Result) -> list[Result]:
+        """Return what each process has, by rank."""
+        if self.world == 1:
+            return [mine]
+        found: list[Any] = [None] * self.world
+        distributed.all_gather_object(found, mine)
+        return found
+
+    @contextmanager
+    def first_alone(self) -> Iterator[None]:
+        """The first process does the work inside before the others begin with it."""
+        if self.world > 1 and not self.first:
+            distributed.barrier()
+        try:
+            yield
+        finally:
+            if self.world > 1 and self.first:
+                distributed.barrier()
+
     def by_the_first(self, work: Callable[[], Result]) -> Result:
-        """What `work` returns in the first process, in all of them; what it raises there, all raise."""
+        """Run `work` in the first process alone; return its result, or raise its error, in all of them."""
         if self.world == 1:
             return work()
-        import torch
-
         said: list[Any] = [None, None]
         if self.first:
             try:
                 said[0] = work()
             except Exception as error:
                 said[1] = _sendable(error)
-        torch.distributed.broadcast_object_list(said, src=0)
+        distributed.broadcast_object_list(said, src=0)
         if said[1] is not None:
             raise said[1]
         result: Result = said[0]
@@ -101,15 +143,12 @@ class Processes:
         if self.world == 1:
             yield
             return
-        import torch
-
         error: Exception | None = None
         try:
             yield
         except Exception as caught:
             error = caught
-        said: list[Any] = [None] * self.world
-        torch.distributed.all_gather_object(said, None if error is None else _sendable(error))
+        said = self.gather_objects(None if error is None else _sendable(error))
         if error is not None:
             raise error
         for rank, other in enumerate(said):
@@ -170,15 +209,13 @@ def join(parallel: ParallelConfig, *, cpu: bool) -> Processes:
 
     A second call finds them met, with the time-out of the first.
     """
-    import torch
-
+    global _heart
     device = "cpu" if cpu else "cuda"
     world = world_size()
     if world == 1:
         if parallel.shard:
             logger.warning("parallel.shard has no effect with one process")
         return Processes(device=device)
-    distributed = torch.distributed
     if not distributed.is_initialized():
         if not cpu:
             torch.cuda.set_device(int(os.environ.get("LOCAL_RANK", "0")))
@@ -188,8 +225,49 @@ def join(parallel: ParallelConfig, *, cpu: bool) -> Processes:
         # NCCL moves tensors of a GPU alone; what is said between processes are bytes on the CPU.
         backend = "gloo" if cpu else "cpu:gloo,cuda:nccl"
         distributed.init_process_group(backend, store=store, rank=rank, world_size=world, timeout=limit)
-        _watch(store, rank, world, parallel.timeout)
+        # Over a connection of its own, which a wait of torch.distributed does not stop.
+        own: Any = store
+        _heart = Heartbeat(distributed.PrefixStore("subquad heartbeat", own.clone()), rank, world, parallel.timeout)
     return Processes(distributed.get_rank(), distributed.get_world_size(), parallel.context, device, parallel.timeout)
+
+
+def meet(store: distributed.Store, rank: int, world: int, timeout: float) -> distributed.Store:
+    """Return the part of `store` that belongs to this start of `world` processes alone, the same for all of them.
+
+    Raises `LostProcessError` with the ranks of those that have not come after `timeout` seconds.
+    """
+    me = secrets.token_hex(16)
+    if rank == 0:
+        _welcome(store, me, world, timeout)
+        return distributed.PrefixStore(me, store)
+    store.set(f"subquad/here/{rank}", me)
+    try:
+        store.wait([f"subquad/welcome/{me}"], timedelta(seconds=timeout))
+    except RuntimeError as error:
+        raise LostProcessError(f"process {rank} waited {timeout:g} s for process 0, which has not come") from error
+    name = store.get(f"subquad/welcome/{me}").decode()
+    store.set(f"subquad/in/{name}/{rank}", "")
+    return distributed.PrefixStore(name, store)
+
+
+def _welcome(store: distributed.Store, name: str, world: int, timeout: float) -> None:
+    """Tell the name to whoever says to be here, until each of the others has answered."""
+    end = time.monotonic() + timeout
+    told: set[bytes] = set()
+    missing = set(range(1, world))
+    while missing:
+        for rank in sorted(missing):
+            if store.check([f"subquad/here/{rank}"]):
+                who = store.get(f"subquad/here/{rank}")  # of an earlier start, or of this one
+                if who not in told:
+                    told.add(who)
+                    store.set(f"subquad/welcome/{who.decode()}", name)
+        missing = {rank for rank in missing if not store.check([f"subquad/in/{name}/{rank}"])}
+        if missing and time.monotonic() > end:
+            ranks = ", ".join(map(str, sorted(missing)))
+            raise LostProcessError(f"process 0 waited {timeout:g} s for {ranks} of {world} processes, not come yet")
+        if missing:
+            time.sleep(PAUSE)
 
 
 def leave() -> None:
@@ -198,10 +276,8 @@ def leave() -> None:
     if _heart is not None:
         _heart.close()
         _heart = None
-    import torch
-
-    if torch.distributed.is_available() and torch.distributed.is_initialized():
-        torch.distributed.destroy_process_group()
+    if distributed.is_available() and distributed.is_initialized():
+        distributed.destroy_process_group()
 
 
 def at(place: str) -> None:
@@ -221,8 +297,91 @@ def _sendable(error: Exception) -> Exception:
     return OSError(f"{type(error).__name__}: {error}")
 
 
-def _watch(store: Any, rank: int, world: int, timeout: float) -> None:
-    global _heart
-    from subquad.training.heartbeat import beat_from
+class Heartbeat:
+    """The signs of life of one of `world` processes. `timeout` is how long a collective may wait, in seconds.
 
-    _heart = beat_from(store, rank, world, timeout)
+    A thread writes to the store of torch.distributed every `interval` seconds how often it has done so and the last
+    place that `at` named. Steps are not slowed down: naming a place only sets an attribute.
+    """
+
+    def __init__(self, store: distributed.Store, rank: int, world: int, timeout: float) -> None:
+        self.store, self.rank, self.world = store, rank, world
+        self.interval = min(LONGEST_INTERVAL, timeout / 8)
+        self._patience = timeout - 2 * PATIENCE * self.interval
+        self._place = (0, "the start")
+        self._since = time.monotonic()
+        self._told = False
+        self._before: tuple[int, list[tuple[int, int, str]]] | None = None
+        self._ended = threading.Event()
+        self._thread = threading.Thread(target=self._beat, name="subquad heartbeat", daemon=True)
+        self._thread.start()
+
+    def at(self, place: str) -> None:
+        """Say what this process does now. All processes name the same places in the same order."""
+        self._place = (self._place[0] + 1, place)
+        self._since = time.monotonic()
+        self._told = False
+
+    def lost(self) -> str | None:
+        """Which processes have ended or are behind this one, for an error message; None where all are where this is.
+
+        Takes a few intervals. For a process whose wait for others has failed: it counts as alive for the others then.
+        """
+        try:
+            self.store.set(f"gave up/{self.rank}", "1")
+            before = self._read()
+            time.sleep(PATIENCE * self.interval)
+            return self._named(before)
+        except RuntimeError as error:  # torch.distributed's errors are all of them
+            return f"the store that process 0 or its torchrun holds does not answer: {error}"
+
+    def close(self) -> None:
+        """End the thread."""
+        self._ended.set()
+        self._thread.join(2 * LONGEST_INTERVAL)
+
+    def _named(self, before: list[tuple[int, int, str]]) -> str | None:
+        """The processes that have given no sign since `before`, and those that are behind this one."""
+        parts = []
+        for rank, (beats, number, place) in enumerate(self._read()):
+            if rank == self.rank or self.store.check([f"gave up/{rank}"]):
+                continue
+            if beats == before[rank][0]:
+                parts.append(f"process {rank} has ended or does not answer, last seen in {place}")
+            elif number < self._place[0]:
+                parts.append(f"process {rank} does not come on from {place}")
+        return "; ".join(parts) or None
+
+    def _read(self) -> list[tuple[int, int, str]]:
+        """Of each process its signs of life, and the number and name of its place."""
+        found = []
+        for rank in range(self.world):
+            key = f"beat/{rank}"
+            beats, number, place = (
+                self.store.get(key).decode().split(" ", 2) if self.store.check([key]) else ("0", "0", "no place")
+            )
+            found.append((int(beats), int(number), place))
+        return found
+
+    def _beat(self) -> None:
+        beats = 0
+        while not self._ended.wait(self.interval if beats else 0):
+            beats += 1
+            number, place = self._place
+            try:
+                self.store.set(f"beat/{self.rank}", f"{beats} {number} {place}")
+                self._tell(beats)
+            except RuntimeError:
+                logger.debug("no sign of life can be given any more", exc_info=True)
+                return
+
+    def _tell(self, beats: int) -> None:
+        """Name who is waited for before the time is up: NCCL ends a process without an exception."""
+        if self._told or time.monotonic() - self._since < self._patience:
+            self._before = None
+        elif self._before is None:
+            self._before = (beats, self._read())
+        elif beats - self._before[0] >= PATIENCE:
+            self._told = True
+            if lost := self._named(self._before[1]):
+                logger.warning("process %d waits in %s: %s", self.rank, self._place[1], lost)

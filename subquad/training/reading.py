@@ -1,4 +1,7 @@
-"""Reading ahead in processes of its own, and a name for what one of them was reading when it died or hung."""
+"""What each process reads: one order of windows for the whole run, dealt out in batches.
+
+Windows carry their numbers, and an error names those that a reading process was at when it died or hung.
+"""
 
 from __future__ import annotations
 
@@ -9,15 +12,89 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.utils.data import DataLoader, Dataset, Sampler, get_worker_info
-from transformers import Trainer
+from torch.utils.data import Dataset, Sampler, get_worker_info
 
-from subquad.training.config import TrainConfig
+from subquad.data.order import epoch_order
 from subquad.training.errors import ReadError
 
 NOTHING = -1
 LOST = re.compile(r"DataLoader worker \(pid|DataLoader timed out")
 """What PyTorch says of a worker that died or hangs; another error in one begins with `Caught`."""
+
+
+class RunOrder(Sampler[int]):
+    """The windows of a whole run as one sequence: epoch after epoch, each in its own order, cut to `total`.
+
+    The window at a place depends on the seed and the place alone, so skipping the batches already trained is exact,
+    also in the middle of an epoch, and a longer run begins with a shorter one. With `together = P` the windows P i to
+    P i + P - 1 follow one another wherever i is in the order of `windows / P`.
+    """
+
+    def __init__(self, windows: int, seed: int, total: int, together: int = 1) -> None:
+        self.windows, self.seed, self.total, self.together = windows, seed, total, together
+
+    def __len__(self) -> int:
+        return self.total
+
+    def __iter__(self) -> Iterator[int]:
+        left, epoch = self.total, 0
+        while left > 0:
+            for index in epoch_order(self.windows // self.together, self.seed, epoch):
+                for part in range(min(left, self.together)):
+                    yield int(index) * self.together + part
+                left -= min(left, self.together)
+                if left == 0:
+                    return
+            epoch += 1
+
+
+class DealtBatches(Sampler[list[int]]):
+    """The batches of one of `ranks` processes: batch number `rank`, `rank + ranks`, ... of `order` cut into batches.
+
+    With `accumulation` batches a step, step s of all processes together sees the places s G to (s + 1) G of the order,
+    G = ranks x size x accumulation: the same windows however G is made up. A last part that doesn't give every process
+    a whole batch is left out.
+    """
+
+    def __init__(self, order: Sampler[int], size: int, rank: int = 0, ranks: int = 1) -> None:
+        self.order, self.size, self.rank, self.ranks = order, size, rank, ranks
+
+    def __len__(self) -> int:
+        return len(self.order) // (self.size * self.ranks)  # type: ignore[arg-type]
+
+    def __iter__(self) -> Iterator[list[int]]:
+        left, batch = len(self), []
+        for place, index in enumerate(self.order):
+            if left == 0:
+                return
+            if place // self.size % self.ranks == self.rank:
+                batch.append(index)
+                if len(batch) == self.size:
+                    yield batch
+                    batch, left = [], left - 1
+
+
+class HeldOutBatches(Sampler[list[int]]):
+    """`count` items in batches of `size`, dealt to `ranks` processes, which all get as many batches.
+
+    A process for which no item is left gets the last item again, which `counts` leaves out: every item counts once.
+    """
+
+    def __init__(self, count: int, size: int, rank: int = 0, ranks: int = 1) -> None:
+        self.count, self.size, self.rank, self.ranks = count, size, rank, ranks
+
+    def __len__(self) -> int:
+        return -(-self.count // (self.size * self.ranks))
+
+    def __iter__(self) -> Iterator[list[int]]:
+        for step in range(len(self)):
+            first = (step * self.ranks + self.rank) * self.size
+            yield list(range(first, min(first + self.size, self.count))) or [self.count - 1]
+
+    def counts(self, step: int) -> list[int]:
+        """The items that count in batch number `step` of each process."""
+        firsts = ((step * self.ranks + rank) * self.size for rank in range(self.ranks))
+        return [min(self.size, max(0, self.count - first)) for first in firsts]
 
 
 class NumberedWindows(Dataset[dict[str, Tensor]]):
@@ -54,13 +131,6 @@ class NumberedWindows(Dataset[dict[str, Tensor]]):
         return f"window {index} (number {number} of {tokens.path / tokens.entries[shard].name})"
 
 
-def with_timeout(loader: DataLoader[Any], seconds: float) -> DataLoader[Any]:
-    """The loader, which gives up on a worker after so many seconds."""
-    if loader.num_workers:
-        loader.timeout = seconds
-    return loader
-
-
 @contextmanager
 def naming(windows: NumberedWindows, seconds: float) -> Iterator[None]:
     """Around all that takes batches: where a worker died or hung, a `ReadError` names what each was reading."""
@@ -78,27 +148,3 @@ def naming(windows: NumberedWindows, seconds: float) -> Iterator[None]:
             f"a process that reads the data {what}: {was or 'none was at a window'}. Nothing was lost: the run goes on "
             "from its newest checkpoint; data.workers=0 reads without further processes"
         ) from error
-
-
-class ReadingTrainer(Trainer):
-    """`transformers.Trainer` whose reading processes have a time limit and a name for what they were at."""
-
-    config: TrainConfig
-    train_dataset: NumberedWindows
-
-    def _loader(self, items: Dataset[Any], batches: Sampler[list[int]]) -> DataLoader[Any]:
-        """The items in these batches, read by `data.workers` processes."""
-        data = self.config.data
-        loader: DataLoader[Any] = DataLoader(
-            items,
-            batch_sampler=batches,
-            collate_fn=self.data_collator,
-            pin_memory=self.args.dataloader_pin_memory,
-            num_workers=data.workers,
-        )
-        return with_timeout(loader, data.worker_timeout)
-
-    def train(self, *args: Any, **kwargs: Any) -> Any:
-        """As the Trainer does; `ReadError` where a reading process is lost, which a signal may say at any time."""
-        with naming(self.train_dataset, self.config.data.worker_timeout):
-            return super().train(*args, **kwargs)

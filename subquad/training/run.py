@@ -5,46 +5,44 @@ from __future__ import annotations
 import logging
 import os
 import shlex
+import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
+from rich.console import Console
 
-from subquad.data import Corpus
-from subquad.data.images import ImageSet
-from subquad.data.labelled import LabelledCorpus
-from subquad.data.probes import ProbeCorpus
+from subquad.models.stacks import options_of
 from subquad.training import checkpoint
 from subquad.training.config import TrainConfig
-from subquad.training.curves import draw_curves
+from subquad.training.errors import CheckpointError
+from subquad.training.loop import Loop
 from subquad.training.processes import Processes, at, check_parallel, join
-from subquad.training.tasks import Task, prepare_task
-
-if TYPE_CHECKING:
-    from rich.console import Console
-    from transformers import TrainingArguments
-
-    from subquad.hf import SubquadForCausalLM, SubquadForImages, SubquadForPreTraining, SubquadForSequenceClassification
-    from subquad.training.trainer import SubquadTrainer
+from subquad.training.progress import check_trackers, draw_curves, read_metrics
+from subquad.training.saving import CHECKPOINTS, begin_rng, rng_files
+from subquad.training.task import Data, Task
+from subquad.training.tasks import prepare_task
 
 logger = logging.getLogger(__name__)
 
-CONFIG, CHECKPOINTS, CURVES = "config.yaml", "checkpoints", "curves.png"
+CONFIG, CURVES = "config.yaml", "curves.png"
+Prepare = Callable[[TrainConfig, Console | None], Task]
 
 
 @dataclass(frozen=True)
 class RunResult:
-    """What a training run ended with."""
+    """The end of a training run."""
 
     folder: Path
     config: TrainConfig
     """The configuration with the tokenizer's vocabulary size filled in, as `config.yaml` has it."""
-    model: SubquadForCausalLM | SubquadForImages | SubquadForPreTraining | SubquadForSequenceClassification
-    """The model after the last step; sharded in processes other than the first, where `parallel.shard` made it so."""
-    corpus: Corpus | ImageSet | LabelledCorpus | ProbeCorpus
+    model: Any
+    """The model of `subquad.hf` (or of transformers) after the last step; sharded in processes other than the first,
+    where `parallel.shard` made it so."""
+    corpus: Data
     """The text or, with task=classify and task=probe, the sequences; with task=image the held-out images."""
     steps: int
     """Optimizer steps in all, those before a resume included."""
@@ -73,64 +71,45 @@ class RunResult:
         return f"subquad train --config {shlex.quote(str(self.folder / CONFIG))}"
 
 
-def train(
-    config: TrainConfig,
-    *,
-    resume: bool = True,
-    console: Console | None = None,
-    prepare: Callable[[TrainConfig, Console | None], Task] | None = None,
-) -> RunResult:
+def train(config: TrainConfig, *, console: Console | None = None, prepare: Prepare = prepare_task) -> RunResult:
     """Train the model of `config` on its task and keep the run in `config.run.folder`.
 
     The folder gets `config.yaml`, `metrics.jsonl`, `tensorboard/`, `checkpoints/`, and at the end the model
     (`config.json`, `model.safetensors`, of a text `tokenizer.json`: `from_pretrained` reads it) and `curves.png`. A
-    folder with a complete checkpoint is gone on with, bit for bit; `resume=False` is `run.resume=never`. `console`
+    folder with a complete checkpoint is gone on with, bit for bit, unless `run.resume` is never. `console`
     shows progress; without one it goes to the log. With `pretrain.kind` a classifier's encoder learns first, as a run
     of its own in the folder `pretrain`, and either phase is gone on with. `prepare` makes the
     task, where the configuration does not say which.
 
     Raises `ValueError` for a folder that holds something else, for a mechanism that has not the form that the task
-    needs, for windows that a model can't be trained on (`tasks.window_labels`) and for a text shorter than
+    needs, for windows that a model can't be trained on (`tasks_text.window_labels`) and for a text shorter than
     `batch.length`, `CheckpointError` (a `ValueError`) for checkpoints that can't be gone on with, `NonFiniteError` for
     a loss or gradient that isn't finite, `SaveError` (an `OSError`) for a checkpoint that can't be written,
     `StepMemoryError` (a `MemoryError`) for a step that needs more memory than there is, and `LostProcessError` (an
     `OSError`) where another process has ended or hangs.
     """
-    from subquad.training._arguments import trains_on_cpu
-
     check_parallel(config)
+    check_trackers(config.run.trackers)
     processes = join(config.parallel, cpu=trains_on_cpu(config))
     with processes.watched():
-        return _train(config, processes, console, prepare or prepare_task, resume=resume)
+        return _train(config, processes, console, prepare)
 
 
-def _train(
-    config: TrainConfig,
-    processes: Processes,
-    console: Console | None,
-    prepare: Callable[[TrainConfig, Console | None], Task],
-    *,
-    resume: bool,
-) -> RunResult:
-    from subquad.training._arguments import training_arguments
-    from subquad.training.pretrain import has_begun, pretrain
-    from subquad.training.resuming import check_folder, checkpoint_to_resume, settings_of, warn_of_new_random_numbers
-
+def _train(config: TrainConfig, processes: Processes, console: Console | None, prepare: Prepare) -> RunResult:
     folder = Path(config.run.folder)
     check_folder(folder)
     root = folder / CHECKPOINTS
-    arguments = training_arguments(config, root)
     at("the preparation of the data")
-    with arguments.main_process_first(local=False, desc="preparing the data"):
+    with processes.first_alone():
         task = prepare(config, console)
     config = task.config
-    two_phases = config.task == "classify" and config.pretrain.kind != "none"
-    settings = settings_of(task, arguments, processes)
+    first = task.first_phase()
+    settings = settings_of(task, precision_of(config), processes)
 
     def find_checkpoint() -> Path | None:
         checkpoint.sweep(root)
-        policy = "never" if not resume else config.run.resume
-        if two_phases and policy == "must" and has_begun(config):
+        policy = config.run.resume
+        if first is not None and policy == "must" and _newest_step(first):
             policy = "auto"  # the checkpoint to go on with may be the first phase's
         found = checkpoint_to_resume(root, config, policy, settings)
         root.mkdir(parents=True, exist_ok=True)
@@ -141,129 +120,110 @@ def _train(
 
     at("the search for a checkpoint")
     start = processes.by_the_first(find_checkpoint)
-    if two_phases and start is None:
-        task, stopped = pretrain(task, console, resume=resume)
+    if start is None and first is not None:
+        task, stopped = _pretrain(task, first, processes, console)
         if stopped is not None:
             return stopped
     with _threads(config.run.threads):
-        return replace(_run(task, arguments, processes, settings, start, console), config=config)
+        return replace(_run(task, processes, settings, start, console), config=config)
+
+
+def _pretrain(
+    task: Task, first: TrainConfig, processes: Processes, console: Console | None
+) -> tuple[Task, RunResult | None]:
+    """Run the first phase, or what is left of it; the task then begins with what it has learned.
+
+    Return also the result of a first phase that was stopped before its end, made the task's, where there is one.
+    """
+    config, began = task.config, time.monotonic()
+    made = _newest_step(first)
+    if made > first.run.steps:
+        raise CheckpointError(
+            f"{Path(first.run.folder) / CHECKPOINTS / checkpoint.name_of(made)} is at step {made} of the first phase, "
+            f"past pretrain.steps={first.run.steps}; raise pretrain.steps or choose another run.folder"
+        )
+    if console is not None:
+        console.print(f"first phase: {config.pretrain.kind}, {first.run.steps} steps", highlight=False)
+    result = _train(first, processes, console, prepare_task)
+    if result.steps < first.run.steps:
+        folder = Path(config.run.folder)
+        return task, replace(result, folder=folder, config=config, steps=0, tokens=0, interrupted=True)
+    if config.run.max_minutes is not None:
+        left = max(config.run.max_minutes - (time.monotonic() - began) / 60, 1e-3)
+        task = replace(task, config=config.replace(run=config.run.replace(max_minutes=left)))
+    return task.begun_with(result.model), None
+
+
+def _newest_step(config: TrainConfig) -> int:
+    """Return the step of the newest checkpoint of a run; 0 without one."""
+    made = checkpoint.listing(Path(config.run.folder) / CHECKPOINTS)
+    return made[-1][0] if made else 0
 
 
 def _run(
-    task: Task,
-    arguments: TrainingArguments,
-    processes: Processes,
-    settings: dict[str, Any],
-    start: Path | None,
-    console: Console | None,
+    task: Task, processes: Processes, settings: dict[str, Any], start: Path | None, console: Console | None
 ) -> RunResult:
-    from subquad.training.flow import Flow, StopSignal
-    from subquad.training.progress import Bar, Meter, Metrics
-
     config = task.config
     folder = Path(config.run.folder)
-    step_windows = config.batch.size * config.batch.accumulation * processes.data_ranks
-    meter = Meter(config.step_tokens * processes.data_ranks)
-    metrics = Metrics(folder, meter, task.count, step_windows)
-    bar = Bar(console, meter, config)
-    with StopSignal() as stop:
-        flow = Flow(config.run, stop)
-        trainer, parameters = _trainer(task, arguments, processes, settings, [meter, flow, metrics, bar])
-        try:
-            trainer.train(resume_from_checkpoint=None if start is None else str(start))
-        finally:
-            bar.close()
-            metrics.close()
+    begin_rng(config.run.seed, 0)
+    model = task.make_model()
+    parameters = sum(parameter.numel() for parameter in model.parameters())
+    begin_rng(config.run.seed, 0)  # training draws the same numbers whatever the model has drawn
+    loop = Loop(task, model, processes, settings, console)
+    loop.run(start)
     at("the end of the run")
     if processes.first:
-        _draw(folder, config)
-    if not flow.interrupted:
-        trainer.save_final(folder)
+        _draw(folder, task)
+    if not loop.interrupted:
+        loop.checkpoints.save_final(folder)
+    standing, meter = loop.standing, loop.meter
     return RunResult(
         folder=folder,
         config=config,
-        model=_plain_model(trainer, task),
+        model=_plain_model(loop),
         corpus=task.data,
-        steps=trainer.state.global_step,
-        tokens=trainer.state.global_step * meter.step_tokens,
+        steps=standing.step,
+        tokens=standing.step * meter.step_tokens,
         parameters=parameters,
         seconds=meter.seconds,
         tokens_per_second=meter.tokens_per_second,
-        best_step=trainer.state.best_global_step,
-        best_loss=trainer.state.best_metric,
-        interrupted=flow.interrupted,
-        out_of_time=flow.out_of_time,
-        skipped=trainer.skipped.total,
+        best_step=standing.best_step,
+        best_loss=standing.best_loss,
+        interrupted=loop.interrupted,
+        out_of_time=loop.out_of_time,
+        skipped=standing.skipped,
     )
 
 
-def _trainer(
-    task: Task, arguments: TrainingArguments, processes: Processes, settings: dict[str, Any], callbacks: list[Any]
-) -> tuple[SubquadTrainer, int]:
-    """The trainer of a fresh model, and the model's parameters, counted before they are shared out."""
-    from transformers import set_seed
-
-    from subquad.training.reading import NumberedWindows
-    from subquad.training.rng import begin_rng
-    from subquad.training.trainer import SubquadTrainer
-
-    trainer_class = task.trainer or SubquadTrainer
-    if task.config.lora.rank:
-        from subquad.training.lora import LoraTrainer as trainer_class  # noqa: N813
-
-    set_seed(task.config.run.seed)
-    model = task.make_model()
-    parameters = sum(parameter.numel() for parameter in model.parameters())
-    if not processes.first:
-        begin_rng(task.config.run.seed, processes.rank)
-    trainer = trainer_class(
-        model,
-        task.config,
-        settings,
-        args=arguments,
-        processes=processes,
-        train_dataset=NumberedWindows(task.train, task.config.data.workers),
-        eval_dataset=task.held_out,
-        compute_metrics=task.measure,
-        callbacks=callbacks,
-    )
-    trainer.augment, trainer.together = task.augment, task.together
-    return trainer, parameters
-
-
-def _plain_model(trainer: SubquadTrainer, task: Task) -> Any:
-    """The model without what training has put around it.
+def _plain_model(loop: Loop) -> Any:
+    """Return the model without what training has put around it.
 
     A sharded one is put together in the first process, and in all where a second phase begins with its weights; in the
     others it stays as it is.
     """
-    if not trainer.sharded:
-        return trainer.accelerator.unwrap_model(trainer.model, keep_fp32_wrapper=False)
+    if not loop.sharded:
+        return loop.model
     from subquad.training.sharding import whole_state
 
-    keep = trainer.processes.first or task.config.task == "pretrain"
-    weights = whole_state(trainer.model, keep=keep)
+    keep = loop.processes.first or loop.task.begins_another
+    weights = whole_state(loop.model, keep=keep)
     if not keep:
-        return trainer.model
-    model: Any = task.make_model()
+        return loop.model
+    model = loop.task.make_model()
     model.load_state_dict(weights)
-    device = trainer.args.device
     size = sum(weight.numel() * weight.element_size() for weight in weights.values())
-    if device.type == "cuda" and 2 * size > torch.cuda.mem_get_info(device)[0]:
-        logger.warning("the whole model has no room beside its shares on %s: it stays on the CPU", device)
+    if loop.device.type == "cuda" and 2 * size > torch.cuda.mem_get_info(loop.device)[0]:
+        logger.warning("the whole model has no room beside its shares on %s: it stays on the CPU", loop.device)
         return model
-    return model.to(device)
+    return model.to(loop.device)
 
 
-def _draw(folder: Path, config: TrainConfig) -> None:
+def _draw(folder: Path, task: Task) -> None:
     """Draw the run's curves, where it has any."""
-    from subquad.training.progress import read_metrics
-
     records = read_metrics(folder)
     if records:
-        units = {"language": "token", "classify": "example", "image": "pixel", "probe": "asked token"}
-        unit = units.get(config.task, "predicted token")
-        draw_curves(records, folder / CURVES, title=f"{folder.name}: {config.model.attention}", unit=unit)
+        title = f"{folder.name}: {task.config.model.attention}"
+        draw_curves(records, folder / CURVES, title=title, unit=task.unit)
 
 
 def _keep_settings(folder: Path, task: Task) -> None:
@@ -284,3 +244,116 @@ def _threads(count: int | None) -> Iterator[None]:
         yield
     finally:
         torch.set_num_threads(before)
+
+
+def trains_on_cpu(config: TrainConfig) -> bool:
+    """Return whether the run is on the CPU, as it is where PyTorch finds no GPU."""
+    return config.run.device == "cpu" or not torch.cuda.is_available()
+
+
+def precision_of(config: TrainConfig) -> str:
+    """Return the precision of the run, `bf16` or `float32`; for `auto` what this machine multiplies fast."""
+    precision = config.run.precision
+    if precision == "auto":
+        precision = "bf16" if _multiplies_bf16(trains_on_cpu(config)) else "float32"
+        logger.info("run.precision is %s on this machine", precision)
+    return precision
+
+
+def _multiplies_bf16(cpu: bool) -> bool:
+    """Whether the processor (or the GPU) has instructions for products of bfloat16.
+
+    Of AMX PyTorch tells the tiles only; all processors that have them multiply bfloat16 with them (AMX-BF16).
+    """
+    if not cpu:
+        return torch.cuda.is_bf16_supported()
+    checks = ("_is_avx512_bf16_supported", "_is_amx_tile_supported")
+    return any(getattr(torch.cpu, name, bool)() for name in checks)
+
+
+def check_folder(folder: Path) -> None:
+    """Raise `ValueError` for a run's folder that is a file, or that holds files of something else than a run."""
+    if folder.exists() and not folder.is_dir():
+        raise ValueError(f"run.folder={str(folder)!r} is a file; give a folder")
+    if (folder / "config.yaml").is_file() or (folder / "checkpoints").is_dir():
+        return
+    found = sorted(file.name for file in folder.iterdir()) if folder.is_dir() else []
+    if found:
+        raise ValueError(
+            f"run.folder={str(folder)!r} holds files of something else than a run ({', '.join(found[:3])}"
+            f"{', ...' if found[3:] else ''}), which would be overwritten; give a new folder"
+        )
+
+
+def settings_of(task: Task, precision: str, processes: Processes) -> dict[str, Any]:
+    """Return what must stay the same for a run to go on; the precision is the one that `auto` chose.
+
+    Of `batch` and `processes`, which are those that see different windows, the length and the product must.
+    """
+    config = task.config
+    return {
+        "model": config.model.to_dict(),
+        "batch": config.batch.to_dict(),
+        "optimizer": config.optimizer.to_dict(),
+        "run.seed": config.run.seed,
+        "run.precision": precision,
+        "processes": processes.data_ranks,
+        **task.identity,
+    }
+
+
+def checkpoint_to_resume(root: Path, config: TrainConfig, policy: str, settings: dict[str, Any]) -> Path | None:
+    """The newest whole checkpoint in `root`, or None to begin. Raises `CheckpointError` where the run can't go on."""
+    if policy == "never":
+        if checkpoint.listing(root):
+            raise CheckpointError(
+                f"{root} holds checkpoints of an earlier run and run.resume is 'never'; choose another run.folder, "
+                "delete that one, or set run.resume=auto"
+            )
+        return None
+    found = checkpoint.newest_complete(root)
+    if found is None:
+        if policy == "must":
+            raise CheckpointError(f"run.resume is 'must' but {root} holds no checkpoint; set run.resume=auto to start")
+        return None
+    manifest = checkpoint.read_manifest(found)
+    try:
+        checkpoint.check_settings(manifest, settings)
+    except CheckpointError as error:
+        raise CheckpointError(f"{found}: {error}") from error
+    if manifest["step"] > config.run.steps:
+        raise CheckpointError(
+            f"{found} is at step {manifest['step']}, past run.steps={config.run.steps}; raise run.steps or choose "
+            "another run.folder"
+        )
+    logger.info("going on from %s", found)
+    return found
+
+
+def warn_of_new_random_numbers(found: Path, config: TrainConfig, processes: Processes) -> None:
+    """Say so where the random numbers of a run that draws some begin anew, having another number of processes."""
+    made_by = len(rng_files(found))
+    if made_by != processes.world and draws(config):
+        logger.warning(
+            "%s was made by %d processes and %d go on: the windows are the same, but what is drawn at random (dropout, "
+            "augmentation, hidden tokens) is other than if as many went on",
+            found.name,
+            made_by,
+            processes.world,
+        )
+
+
+def draws(config: TrainConfig) -> bool:
+    """Whether a training step draws random numbers."""
+    dropout = config.model.dropout > 0 or config.model.attention_dropout > 0 or config.lora.dropout > 0
+    return (
+        dropout
+        or options_of(config.model).draws
+        or config.classify.augment
+        or bool(config.pretrain.hides)
+        or _redraws(config)
+    )
+
+
+def _redraws(config: TrainConfig) -> bool:
+    return any(options.get("redraw_interval") for options in config.model.options.values())

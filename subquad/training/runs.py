@@ -75,11 +75,11 @@ def load_run(folder: str | Path, device: str = "auto", adapter: str | None = Non
         )
     _check_ours(folder)
     settings = _settings(home)
-    if settings is not None and settings.task == "pretrain":
+    if settings is not None and "pretrain" in settings.groups:
         raise ValueError(
             f"{folder} holds an encoder in pretraining, no finished model: it is the first phase of a classifier"
         )
-    if settings is not None and settings.task == "probe":
+    if settings is not None and "probe" in settings.groups:
         raise ValueError(
             f"{folder} holds a model of the probe {settings.probe.name}, which knows no text; `subquad probe` measures "
             "it"
@@ -112,7 +112,7 @@ def load_probe(folder: str | Path, device: str = "auto") -> LoadedProbe:
     """
     folder, home = _model_folder(folder)
     settings = _settings(home)
-    if settings is None or settings.task != "probe":
+    if settings is None or "probe" not in settings.groups:
         raise ValueError(f"{folder} holds no model of a probe; `subquad train --task probe` makes one")
     model = read_model(SubquadForCausalLM, folder).eval()
     model.to(_device(device))
@@ -122,7 +122,7 @@ def load_probe(folder: str | Path, device: str = "auto") -> LoadedProbe:
 def is_probe(folder: str | Path) -> bool:
     """Whether a folder is that of a run with task=probe, or one of its checkpoints."""
     settings = _settings(_model_folder(folder)[1])
-    return settings is not None and settings.task == "probe"
+    return settings is not None and "probe" in settings.groups
 
 
 def load_classifier(folder: str | Path, device: str = "auto", adapter: str | None = None) -> LoadedClassifier:

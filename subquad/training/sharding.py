@@ -49,8 +49,6 @@ def shard(model: Any, processes: Processes, *, bf16: bool) -> None:
     for block in model.blocks_to_shard():
         fully_shard(block, **options)
     fully_shard(model, **options)
-    # Accelerate takes it as it is: it would refuse to wrap it, and on a CPU use DistributedDataParallel for FSDP.
-    model._is_accelerate_prepared = True
 
 
 def local(tensor: Tensor) -> Tensor:

@@ -1,24 +1,25 @@
-"""What a run learns, prepared: the next token or pixel, the labels of sequences, what a probe asks."""
+"""Every task by its name, and whether a model can learn it."""
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from rich.console import Console
 
 from subquad.attention import mechanism, names
 from subquad.config import suggest
 from subquad.models.stacks import STACKS
-from subquad.training._task import Task
-from subquad.training._task_classify import classification_task, labelled
-from subquad.training._task_image import check_image, image_task
-from subquad.training._task_language import language_task, window_labels
-from subquad.training._task_pretrain import pretraining_task
-from subquad.training._task_probe import check_probe, probe_task
 from subquad.training.config import TrainConfig
+from subquad.training.task import Task
+from subquad.training.tasks_classify import ClassifyTask, PretrainTask
+from subquad.training.tasks_image import ImageTask
+from subquad.training.tasks_text import LanguageTask, ProbeTask
 
-if TYPE_CHECKING:
-    from rich.console import Console
-
-__all__ = ["Task", "check_forms", "check_image", "check_probe", "labelled", "prepare_task", "window_labels"]
+TASKS: dict[str, type[Task]] = {
+    "language": LanguageTask,
+    "classify": ClassifyTask,
+    "pretrain": PretrainTask,
+    "image": ImageTask,
+    "probe": ProbeTask,
+}
 
 
 def check_forms(config: TrainConfig) -> None:
@@ -44,22 +45,23 @@ def check_forms(config: TrainConfig) -> None:
             raise ValueError(f"attention {name!r} is a stack that predicts tokens and labels no sequences")
 
 
+def check(config: TrainConfig) -> None:
+    """Raise what the configuration deserves before any data is read."""
+    if config.lora.rank:
+        from subquad.training.lora import with_base
+
+        config = with_base(config)
+    check_forms(config)
+    TASKS[config.task].check(config)
+
+
 def prepare_task(config: TrainConfig, console: Console | None) -> Task:
     """Read or make the data of `config`. Raises `ValueError` as `train` says."""
     if config.lora.rank:
         from subquad.training import lora
 
-        plain = lora.with_base(config)
-        return lora.adapt(_prepare(plain, console))
-    return _prepare(config, console)
-
-
-def _prepare(config: TrainConfig, console: Console | None) -> Task:
+        config = lora.with_base(config)
+        check_forms(config)
+        return lora.adapt(TASKS[config.task].prepare(config, console))
     check_forms(config)
-    if config.task == "language":
-        return language_task(config, console)
-    if config.task == "image":
-        return image_task(config)
-    if config.task == "pretrain":
-        return pretraining_task(config, console)
-    return classification_task(config, console) if config.task == "classify" else probe_task(config)
+    return TASKS[config.task].prepare(config, console)

@@ -17,7 +17,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, GPT2Config, GPT2LMHea
 
 from subquad.adaptation import extended
 from subquad.adaptation.config import SPANS, ExtendConfig
-from subquad.adaptation.extension import ExtensionTrainer, extended_config, scaled_config
+from subquad.adaptation.extension import ExtensionTask, extended_config, scaled_config
 from subquad.adaptation.extension import extend as extend_model
 from subquad.cli import _eval_tasks, audit, extend, main
 from subquad.cli import lora as lora_command
@@ -46,12 +46,12 @@ def trained():
 def home(tmp_path_factory, trained):
     """A model, a text, and one finished extension with its control."""
 
-    def training_step(self, model, inputs, *rest):
+    def recorded(self, model, batch, labels):
         config = model.config
-        trained.append((config._attn_implementation, config.rope_parameters.get("factor"), inputs["input_ids"].clone()))
-        return step(self, model, inputs, *rest)
+        trained.append((config._attn_implementation, config.rope_parameters.get("factor"), batch["input_ids"].clone()))
+        return loss(self, model, batch, labels)
 
-    step = ExtensionTrainer.training_step
+    loss = ExtensionTask.loss
     home = tmp_path_factory.mktemp("extend")
     torch.manual_seed(0)
     shape = {"vocab_size": 256, "hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 1}
@@ -63,7 +63,7 @@ def home(tmp_path_factory, trained):
     (home / "model" / "chat_template.jinja").write_text("{{ messages }}")
     (home / "text.txt").write_text("".join(f"{i} and {i * i}.\n" for i in range(900)))
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(ExtensionTrainer, "training_step", training_step)
+        patch.setattr(ExtensionTask, "loss", recorded)
         assert extend.run(command(home, "run", "--control", "true")) == 0
     return home
 
@@ -159,19 +159,18 @@ def test_the_merged_folder_is_a_plain_model_with_the_adapters_logits(home, capsy
 
 
 def test_an_interrupted_run_ends_as_one_that_was_not(home, monkeypatch, capsys):
-    from subquad.training import flow
+    from subquad.training.processes import Processes
 
-    real = flow.Flow.on_step_end
+    steps = []
 
-    def stop_after_three(self, args, state, control, **kwargs):
-        if state.global_step == 3:
-            self.stop.received = True
-        return real(self, args, state, control, **kwargs)
+    def stop_after_three(self, stopped, late):
+        steps.append(stopped)
+        return [len(steps) == 3, late]
 
     arguments = command(home, "cut", "--lora.dropout", "0.1")
     assert extend.run(command(home, "whole", "--lora.dropout", "0.1")) == 0
     with monkeypatch.context() as patched:
-        patched.setattr(flow.Flow, "on_step_end", stop_after_three)
+        patched.setattr(Processes, "any_of", stop_after_three)
         assert extend.run(arguments) == 130
     said = capsys.readouterr().err
     assert "stopped the extension after step 3 of 4" in said

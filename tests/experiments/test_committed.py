@@ -20,7 +20,7 @@ from experiments.harness.recipe import Recipe, read_recipe
 from experiments.harness.result import BEGIN, END, identity_of, read_result, telling, written
 from experiments.harness.train import budget_steps, train_config
 from experiments.harness.units import Unit, function, units_of
-from subquad.cli.train import check
+from subquad.training.tasks import check
 
 ROOT = Path(__file__).resolve().parents[2]
 HOME = ROOT / "experiments"

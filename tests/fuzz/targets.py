@@ -665,7 +665,7 @@ def adapter(folder):
 
 def make_checkpoint(folder):
     from subquad.training import checkpoint
-    from subquad.training.rng import rng_file, save_rng
+    from subquad.training.saving import rng_file, save_rng
 
     aside = checkpoint.aside(folder, 3)
     aside.mkdir()
@@ -687,8 +687,8 @@ def seal_checkpoint(folder):
 @target(make_checkpoint, seal=seal_checkpoint, quick=30)
 def checkpoint(folder):
     from subquad.training import checkpoint
-    from subquad.training.resuming import checkpoint_to_resume
-    from subquad.training.rng import load_rng, rng_file
+    from subquad.training.run import checkpoint_to_resume
+    from subquad.training.saving import load_rng, rng_file
 
     config: Any = SimpleNamespace(run=SimpleNamespace(steps=3))
     found = checkpoint_to_resume(folder, config, "must", {"run.seed": 0})

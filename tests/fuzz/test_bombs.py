@@ -694,7 +694,7 @@ def test_rows_of_a_result_that_do_not_fit(tmp_path):
 def test_a_checkpoint_whose_manifest_is_half_there(tmp_path):
     from subquad.training import checkpoint
     from subquad.training.errors import CheckpointError, reading
-    from subquad.training.rng import load_rng
+    from subquad.training.saving import load_rng
     from tests.fuzz.targets import make_checkpoint
 
     make_checkpoint(tmp_path)

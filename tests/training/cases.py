@@ -16,10 +16,11 @@ from torch import Tensor
 from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_hook
 from torch.nn.parallel import DistributedDataParallel
 
-from subquad.training.parallel_config import ParallelConfig
+from subquad.training.config import ParallelConfig
+from subquad.training.loop import Loop
 from subquad.training.processes import join
 from subquad.training.run import train
-from subquad.training.trainer import SubquadTrainer
+from subquad.training.saving import Checkpoints
 from tests.training.forks import fork, make_config, tell, train_in
 
 MECHANISMS = ("llp", "latte", "linear", "elita", "window", "full")
@@ -60,13 +61,13 @@ def patched(owner: Any, name: str, make: Callable[[Any], Any]) -> Iterator[None]
 
 
 def before_step(step: int, then: Callable[[], None]) -> Callable[[Any], Any]:
-    """A `training_step` that calls `then` first, at one step."""
+    """A `training_pass` that calls `then` first, at one step."""
 
-    def make(training_step: Any) -> Any:
-        def changed(self: SubquadTrainer, *args: Any) -> Tensor:
-            if self.state.global_step + 1 == step:
+    def make(training_pass: Any) -> Any:
+        def changed(self: Loop, *args: Any, **kwargs: Any) -> None:
+            if self.standing.step + 1 == step:
                 then()
-            return training_step(self, *args)
+            training_pass(self, *args, **kwargs)
 
         return changed
 
@@ -74,12 +75,12 @@ def before_step(step: int, then: Callable[[], None]) -> Callable[[Any], Any]:
 
 
 def poisoned(step: int, rank: int) -> Callable[[Any], Any]:
-    """A `compute_loss` that is not a number at one step of one process."""
+    """A `loss` that is not a number at one step of one process."""
 
-    def make(compute_loss: Any) -> Any:
-        def changed(self: SubquadTrainer, model: Any, *args: Any, **kwargs: Any) -> Any:
-            loss = compute_loss(self, model, *args, **kwargs)
-            bad = model.training and self.state.global_step + 1 == step and self.processes.rank == rank
+    def make(compute: Any) -> Any:
+        def changed(self: Loop, *args: Any) -> Tensor:
+            loss: Tensor = compute(self, *args)
+            bad = self.standing.step + 1 == step and self.processes.rank == rank
             return loss * torch.nan if bad else loss
 
         return changed
@@ -88,12 +89,12 @@ def poisoned(step: int, rank: int) -> Callable[[Any], Any]:
 
 
 def recording(seen: list[tuple[int, list[int]]]) -> Callable[[Any], Any]:
-    """A `training_step` that keeps the windows of each batch."""
+    """A `training_pass` that keeps the windows of each batch."""
 
-    def make(training_step: Any) -> Any:
-        def changed(self: SubquadTrainer, model: Any, inputs: Any, *args: Any) -> Tensor:
-            seen.append((self.state.global_step, inputs["window"].tolist()))
-            return training_step(self, model, inputs, *args)
+    def make(training_pass: Any) -> Any:
+        def changed(self: Loop, batch: Any, *args: Any, **kwargs: Any) -> None:
+            seen.append((self.standing.step, batch["window"].tolist()))
+            training_pass(self, batch, *args, **kwargs)
 
         return changed
 
@@ -148,7 +149,7 @@ def order(folder: Path, rank: int) -> None:
     ):
         seen: list[tuple[int, list[int]]] = []
         counts: Counter[str] = Counter()
-        with patched(SubquadTrainer, "training_step", recording(seen)), counted(counts):
+        with patched(Loop, "training_pass", recording(seen)), counted(counts):
             train_in(folder / f"order {name}", {"run.steps": 3, **changes})
         tell(folder, f"order {name} {rank}", seen)
         tell(folder, f"counts {name} {rank}", dict(counts))
@@ -156,7 +157,7 @@ def order(folder: Path, rank: int) -> None:
 
 def nonfinite(folder: Path, rank: int, size: int, culprit: int) -> None:
     """A step that is left out, and one that ends the run."""
-    with patched(SubquadTrainer, "compute_loss", poisoned(3, culprit)):
+    with patched(Loop, "loss", poisoned(3, culprit)):
         kind = "one" if size == 4 else "two"
         train_in(folder / f"{kind} skips", {"batch.size": size, "run.nonfinite": "skip"})
         if size == 4:
@@ -170,15 +171,15 @@ def full_disk(folder: Path, rank: int) -> None:
     """The first process can't write the second checkpoint."""
 
     def fail(save: Any) -> Any:
-        def changed(self: SubquadTrainer, *args: Any) -> None:
-            if self.processes.first and self.state.global_step == 4:
+        def changed(self: Checkpoints, folder: Path, *args: Any) -> None:
+            if self.processes.first and folder.name.endswith("checkpoint-4"):
                 raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
-            save(self, *args)
+            save(self, folder, *args)
 
         return changed
 
     changes = {"batch.size": 2, "run.save_every": 2}
-    with patched(SubquadTrainer, "_save", fail):
+    with patched(Checkpoints, "write_weights", fail):
         tell(folder, f"full {rank}", error_of(lambda: train_in(folder / "full", changes)))
         tell(folder, f"full sharded {rank}", error_of(lambda: train_in(folder / "full s", {**changes, **SHARDED})))
     tell(folder, f"fewer {rank}", error_of(lambda: train_in(folder / "full", {"batch.size": 1})))
@@ -187,7 +188,7 @@ def full_disk(folder: Path, rank: int) -> None:
 def context(folder: Path, rank: int, changes: dict[str, Any]) -> None:
     """Neighbours that share windows: which ones each of them is given."""
     seen: list[tuple[int, list[int]]] = []
-    with patched(SubquadTrainer, "training_step", recording(seen)):
+    with patched(Loop, "training_pass", recording(seen)):
         result = train_in(folder / "context", {"parallel.context": 2, "run.eval_every": 3, **changes})
     tell(folder, f"context {rank}", {"seen": seen, "tokens": result.tokens})
 
@@ -220,7 +221,7 @@ def lost(folder: Path, rank: int, how: str) -> None:
 
     make = before_step(3, end) if rank == 1 else lambda step: step
     changes = {"batch.size": 1, "batch.accumulation": 1, "parallel.timeout": 6.0}
-    with patched(SubquadTrainer, "training_step", make):
+    with patched(Loop, "training_pass", make):
         text = error_of(lambda: train_in(folder / how, changes))
     tell(folder, f"{how} {rank}", text)
     os._exit(0)  # a process that has lost another has nobody to part from

@@ -15,8 +15,6 @@ from typing import Any
 import torch
 import torch.utils.tensorboard
 
-import subquad.training.sharding
-import subquad.training.trainer  # noqa: F401 (so that no fork has to import it)
 from subquad.training import TrainConfig, run, train
 from subquad.training.processes import leave
 from subquad.training.run import RunResult

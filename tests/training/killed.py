@@ -17,7 +17,8 @@ import torch
 import torch.utils.tensorboard
 
 from subquad.training import TrainConfig, checkpoint, train
-from subquad.training.trainer import SubquadTrainer
+from subquad.training.loop import Loop
+from subquad.training.saving import Checkpoints
 
 
 def die() -> None:
@@ -37,13 +38,13 @@ def after(count: int, then: Callable[[], None]) -> Callable[[], None]:
 
 
 def die_in_step(count: int) -> None:
-    step, tick = SubquadTrainer.training_step, after(count, die)
+    compute, tick = Loop.training_pass, after(count, die)
 
-    def training_step(self: SubquadTrainer, *args: Any, **kwargs: Any) -> Any:
+    def training_pass(self: Loop, *args: Any, **kwargs: Any) -> None:
         tick()
-        return step(self, *args, **kwargs)
+        compute(self, *args, **kwargs)
 
-    SubquadTrainer.training_step = training_step  # type: ignore[method-assign]
+    Loop.training_pass = training_pass  # type: ignore[method-assign]
 
 
 def die_before_rename(count: int) -> None:
@@ -69,16 +70,16 @@ def die_in_file(name: str, count: int) -> None:
         left[0] -= file.name == name
         return file.name == name and left[0] == 0
 
-    write, save_model, save = checkpoint.write_atomically, SubquadTrainer._save, torch.save
+    write, save_model, save = checkpoint.write_atomically, Checkpoints.write_weights, torch.save
 
     def write_half(path: Path, data: bytes) -> None:
         if is_it(path):
             die_with_half(path.with_name(f"{name}.tmp"), data)  # it is written so, then renamed
         write(path, data)
 
-    def save_half_model(self: SubquadTrainer, folder: str, *args: Any, **kwargs: Any) -> None:
-        save_model(self, folder, *args, **kwargs)
-        if is_it(weights := Path(folder) / "model.safetensors"):
+    def save_half_model(self: Checkpoints, folder: Path, *args: Any) -> None:
+        save_model(self, folder, *args)
+        if is_it(weights := folder / "model.safetensors"):
             die_with_half(weights, weights.read_bytes())
 
     def save_half(values: Any, target: Any, *args: Any, **kwargs: Any) -> None:
@@ -87,7 +88,7 @@ def die_in_file(name: str, count: int) -> None:
             die_with_half(Path(target), Path(target).read_bytes())
 
     checkpoint.write_atomically = write_half  # type: ignore[assignment]
-    SubquadTrainer._save = save_half_model  # type: ignore[assignment]
+    Checkpoints.write_weights = save_half_model  # type: ignore[method-assign]
     torch.save = save_half
 
 

@@ -14,7 +14,7 @@ from pathlib import Path
 
 import torch.utils.tensorboard  # noqa: F401 (so that no fork has to import it)
 
-import subquad.training.trainer  # noqa: F401 (so that no fork has to import it)
+import subquad.training.loop  # noqa: F401 (so that no fork has to import it)
 from subquad.training import TrainConfig, checkpoint, train
 
 

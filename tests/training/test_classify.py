@@ -11,7 +11,6 @@ from transformers import AutoModelForSequenceClassification
 
 from subquad.attention import mechanism, names
 from subquad.cli import main
-from subquad.cli.train import check
 from subquad.config import read_mapping
 from subquad.data import DataConfig
 from subquad.data.labelled import LabelledCorpus
@@ -19,7 +18,7 @@ from subquad.hf import SubquadForSequenceClassification
 from subquad.recipes import recipe_path
 from subquad.training import ClassifyConfig, TrainConfig, train
 from subquad.training.errors import CheckpointError
-from subquad.training.tasks import check_forms, prepare_task
+from subquad.training.tasks import check, check_forms, prepare_task
 from tests.training.metrics import records
 
 pytestmark = pytest.mark.draws

@@ -13,7 +13,7 @@ import torch
 from safetensors.torch import load_file
 
 from subquad.testing import assert_exact, assert_same_maths
-from subquad.training.order import RunOrder
+from subquad.training.reading import RunOrder
 from tests.training.cases import KINDS, MECHANISMS, MIXED, STACKS
 from tests.training.metrics import records
 

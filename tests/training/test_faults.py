@@ -17,11 +17,14 @@ import torch
 from safetensors.torch import load_file
 
 from subquad.testing import assert_exact
-from subquad.training import NonFiniteError, TrainConfig, checkpoint, train
-from subquad.training.errors import CheckpointError, SaveError, StepMemoryError
-from subquad.training.memory import explained, free_bytes, is_out_of_memory, largest_fit, window_bytes
-from subquad.training.parallel_config import ParallelConfig
-from subquad.training.trainer import SubquadTrainer
+from subquad.training import TrainConfig, checkpoint, train
+from subquad.training.config import ParallelConfig
+from subquad.training.errors import CheckpointError, NonFiniteError, SaveError, StepMemoryError
+from subquad.training.loop import Loop
+from subquad.training.memory import explained, free_bytes, is_out_of_memory, largest_fit, part_bytes
+from subquad.training.saving import Checkpoints
+from subquad.training.task import weights_file
+from subquad.training.tasks_text import LanguageTask
 from tests.training.metrics import records
 
 STEADY = {"schedule.kind": "constant", "run.eval_every": 0}
@@ -38,13 +41,13 @@ def assert_same_weights(one: Path, other: Path) -> None:
 
 def poison_steps(monkeypatch: pytest.MonkeyPatch, steps: set[int]) -> None:
     """Make the loss of some steps infinite."""
-    loss = SubquadTrainer.compute_loss
+    loss = Loop.loss
 
-    def poisoned(self: SubquadTrainer, model: torch.nn.Module, *args: Any, **kwargs: Any) -> Any:
-        value = loss(self, model, *args, **kwargs)
-        return value * torch.inf if model.training and self.state.global_step + 1 in steps else value
+    def poisoned(self: Loop, *args: Any) -> torch.Tensor:
+        value = loss(self, *args)
+        return value * torch.inf if self.standing.step + 1 in steps else value
 
-    monkeypatch.setattr(SubquadTrainer, "compute_loss", poisoned)
+    monkeypatch.setattr(Loop, "loss", poisoned)
 
 
 def test_a_step_that_is_not_finite_is_left_out_and_counted(
@@ -116,22 +119,22 @@ def largest_file(size: int) -> Iterator[None]:
         resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
 
 
-@pytest.mark.parametrize("part", ["_save", "_save_optimizer_and_scheduler"])
+@pytest.mark.parametrize("part", ["write_weights", "write_optimizer"])
 def test_a_save_that_finds_no_room_leaves_nothing_and_the_older_ones(
     make_config, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, part: str
 ) -> None:
     changes = {**STEADY, "run.steps": 6, "run.save_every": 3}
     train(make_config({**changes, "run.folder": str(tmp_path / "left alone")}))
-    save = getattr(SubquadTrainer, part)
+    save = getattr(Checkpoints, part)
 
-    def without_room(self: SubquadTrainer, *args: Any) -> None:
-        if self.state.global_step == 3:
-            save(self, *args)
+    def without_room(self: Checkpoints, folder: Path, *args: Any) -> None:
+        if folder.name.endswith("checkpoint-3"):
+            save(self, folder, *args)
             return
         with largest_file(5_000):
-            save(self, *args)
+            save(self, folder, *args)
 
-    monkeypatch.setattr(SubquadTrainer, part, without_room)
+    monkeypatch.setattr(Checkpoints, part, without_room)
     with pytest.raises(
         SaveError, match=r"checkpoint of step 6 could not be written.*Nothing of it is left.*checkpoint-3"
     ):
@@ -145,14 +148,14 @@ def test_a_save_that_finds_no_room_leaves_nothing_and_the_older_ones(
 def test_a_final_model_that_finds_no_room_is_not_left_half(
     make_config, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    save = SubquadTrainer._save
+    save = Checkpoints.write_weights
 
-    def full(self: SubquadTrainer, folder: str, *args: Any) -> None:
+    def full(self: Checkpoints, folder: Path, *args: Any) -> None:
         save(self, folder, *args)
-        if folder.endswith(".saving-model"):
+        if folder.name == ".saving-model":
             raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
-    monkeypatch.setattr(SubquadTrainer, "_save", full)
+    monkeypatch.setattr(Checkpoints, "write_weights", full)
     with pytest.raises(SaveError, match=r"the final model could not be written.*No space left.*checkpoint-3"):
         train(make_config({"run.steps": 3, "run.eval_every": 0}))
     assert not {".saving-model", "model.safetensors", "config.json"} & {
@@ -161,10 +164,10 @@ def test_a_final_model_that_finds_no_room_is_not_left_half(
 
 
 def test_other_errors_of_a_save_are_not_called_a_full_disk(make_config, monkeypatch: pytest.MonkeyPatch) -> None:
-    def fail(self: SubquadTrainer, *args: Any) -> None:
+    def fail(self: Checkpoints, *args: Any) -> None:
         raise RuntimeError("a mistake in the program")
 
-    monkeypatch.setattr(SubquadTrainer, "_save_rng_state", fail)
+    monkeypatch.setattr(Checkpoints, "write_random_numbers", fail)
     with pytest.raises(RuntimeError, match="a mistake in the program"):
         train(make_config({"run.steps": 3}))
 
@@ -183,7 +186,7 @@ def test_a_step_that_needs_too_much_memory_says_what_was_tried_and_what_fits(
     def fail(*args: Any, **kwargs: Any) -> None:
         raise error
 
-    monkeypatch.setattr(SubquadTrainer, "compute_loss", fail)
+    monkeypatch.setattr(Loop, "loss", fail)
     with pytest.raises(StepMemoryError) as caught:
         train(make_config({"run.steps": 3}))
     text = str(caught.value)
@@ -197,7 +200,7 @@ def test_other_errors_of_a_step_are_left_as_they_are(make_config, monkeypatch: p
     def fail(*args: Any, **kwargs: Any) -> None:
         raise RuntimeError("shapes do not fit")
 
-    monkeypatch.setattr(SubquadTrainer, "compute_loss", fail)
+    monkeypatch.setattr(Loop, "loss", fail)
     with pytest.raises(RuntimeError, match="shapes do not fit"):
         train(make_config({"run.steps": 3}))
 
@@ -210,20 +213,21 @@ def test_what_would_fit_is_the_largest_equal_part() -> None:
 
 def test_the_estimate_is_the_models_own(make_config, monkeypatch: pytest.MonkeyPatch) -> None:
     config: TrainConfig = make_config({"model.dropout": 0.0})
-    need = window_bytes(config, 32)
+    account = LanguageTask.window_bytes
+    need = part_bytes(config, 32, account)
     assert need is not None
-    longer = window_bytes(config, 64)
+    longer = part_bytes(config, 64, account)
     assert longer is not None
     assert longer > need
-    assert window_bytes(config.replace(parallel=ParallelConfig(context=2)), 32) == need / 2
-    assert window_bytes(make_config({"run.activation_checkpointing": True}), 32) is None
+    assert part_bytes(config.replace(parallel=ParallelConfig(context=2)), 32, account) == need / 2
+    assert part_bytes(make_config({"run.activation_checkpointing": True}), 32, account) is None
     free = free_bytes(torch.device("cpu"))
     assert free is not None
     assert free > 0
 
     def texts(left: float | None, config: TrainConfig) -> str:
         monkeypatch.setattr("subquad.training.memory.free_bytes", lambda device: left)
-        return str(explained(MemoryError(), config, torch.device("cpu")))
+        return str(explained(MemoryError(), config, torch.device("cpu"), account))
 
     assert "batch.size=2 with batch.accumulation=4 sees the same windows in each step and should fit" in texts(
         3 * need, config
@@ -242,7 +246,7 @@ def test_the_estimate_is_the_models_own(make_config, monkeypatch: pytest.MonkeyP
 def test_a_process_with_little_memory_says_what_fits(make_config, tmp_path: Path) -> None:
     make_config({"batch.length": 128, "batch.size": 4096, "model.dim": 64}).to_file(tmp_path / "config.yaml")
     code = (
-        "import resource, torch, subquad.training.trainer, torch.utils.tensorboard\n"
+        "import resource, torch, subquad.training.loop, torch.utils.tensorboard\n"
         "from subquad.cli import main\n"
         "used = int(open('/proc/self/statm').read().split()[0]) * resource.getpagesize()\n"
         "resource.setrlimit(resource.RLIMIT_AS, (used + 2**30, used + 2**30))\n"
@@ -328,6 +332,5 @@ def test_a_checkpoint_whose_successor_never_came_is_put_back(make_config, tmp_pa
 
 
 def test_a_checkpoint_without_weights_is_refused_by_the_trainer(make_config, tmp_path: Path) -> None:
-    trainer = SubquadTrainer.__new__(SubquadTrainer)
     with pytest.raises(CheckpointError, match=r"lacks model\.safetensors"):
-        trainer._load_from_checkpoint(str(tmp_path))
+        weights_file(tmp_path)

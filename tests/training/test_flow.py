@@ -4,6 +4,7 @@ import os
 import signal
 import threading
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -11,23 +12,22 @@ from safetensors.torch import load_file
 
 from subquad.attention import Attention
 from subquad.training import checkpoint, train
-from subquad.training.flow import StopSignal
-from subquad.training.trainer import SubquadTrainer
+from subquad.training.loop import Loop, StopSignal
 
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
 def test_a_signal_saves_and_the_run_goes_on_from_there(
     make_config, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, number: int
 ) -> None:
-    step, calls = SubquadTrainer.training_step, []
+    compute, calls = Loop.training_pass, []
 
-    def interrupted(self: SubquadTrainer, *args: object) -> object:
+    def interrupted(self: Loop, *args: Any, **kwargs: Any) -> None:
         calls.append(1)
         if len(calls) == 9:
             os.kill(os.getpid(), number)
-        return step(self, *args)  # type: ignore[arg-type]
+        compute(self, *args, **kwargs)
 
-    monkeypatch.setattr(SubquadTrainer, "training_step", interrupted)
+    monkeypatch.setattr(Loop, "training_pass", interrupted)
     result = train(make_config())
     assert result.interrupted
     assert result.steps == 5

@@ -6,7 +6,7 @@ import time
 import pytest
 from torch.distributed import HashStore
 
-from subquad.training.heartbeat import Heartbeat
+from subquad.training.processes import Heartbeat
 
 
 class Others(HashStore):

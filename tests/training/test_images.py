@@ -13,7 +13,6 @@ from PIL import Image
 
 from subquad.attention import mechanism, names
 from subquad.cli import main
-from subquad.cli.train import check
 from subquad.data.images import load_images
 from subquad.evaluation import evaluate_images
 from subquad.generation import complete_images, generate_images
@@ -22,7 +21,7 @@ from subquad.testing import assert_in_budget
 from subquad.training import TrainConfig, train
 from subquad.training.errors import CheckpointError
 from subquad.training.runs import chosen, flat, load_image_run
-from subquad.training.tasks import prepare_task
+from subquad.training.tasks import check, prepare_task
 from tests.data.pictures import write_idx, write_png
 from tests.training.metrics import records
 

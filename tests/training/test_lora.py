@@ -14,9 +14,10 @@ from subquad.hf.encoders import SubquadClassifierConfig
 from subquad.hf.image import SubquadImageConfig
 from subquad.testing import assert_exact
 from subquad.training import TrainConfig, train
+from subquad.training.config import LoraConfig
 from subquad.training.errors import CheckpointError
-from subquad.training.lora import LoraTrainer, with_base
-from subquad.training.lora_config import LoraConfig
+from subquad.training.loop import Loop
+from subquad.training.lora import with_base
 from subquad.training.optimizers import split_parameters
 from subquad.training.runs import load_classifier, load_run
 
@@ -91,18 +92,18 @@ def test_a_run_keeps_the_adapter_alone_and_the_base_as_it_is(home, caplog):
 def test_a_run_that_goes_on_ends_with_the_same_bits(home, monkeypatch):
     options = {"lora": adapter(home, dropout=0.2)}
     train(language(home, "left alone", **options))
-    step, calls = LoraTrainer.training_step, []
+    compute, calls = Loop.training_pass, []
 
     def stop_in_step_5(self, *args, **kwargs):
         calls.append(1)
         if len(calls) == 5:
             raise RuntimeError("stopped")
-        return step(self, *args, **kwargs)
+        compute(self, *args, **kwargs)
 
-    monkeypatch.setattr(LoraTrainer, "training_step", stop_in_step_5)
+    monkeypatch.setattr(Loop, "training_pass", stop_in_step_5)
     with pytest.raises(RuntimeError, match="stopped"):
         train(language(home, "stopped", **options))
-    monkeypatch.setattr(LoraTrainer, "training_step", step)
+    monkeypatch.setattr(Loop, "training_pass", compute)
     assert train(language(home, "stopped", **options)).steps == 6
     one, other = weights(home / "left alone"), weights(home / "stopped")
     assert one.keys() == other.keys()

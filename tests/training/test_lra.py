@@ -70,7 +70,7 @@ def quick():
         return found[key]
 
     fit = functools.cache(evaluation.fit_bag_of_tokens)
-    patch.setattr("subquad.training._task_classify.labelled_corpus", once)
+    patch.setattr("subquad.training.tasks_classify.labelled_corpus", once)
     patch.setattr(evaluation, "fit_bag_of_tokens", fit, raising=False)
     patch.setattr(command, "make_parser", functools.cache(command.make_parser))
     gc.freeze()  # the Trainer collects garbage at its end, and looks at all that pytest holds

@@ -6,9 +6,10 @@ import pytest
 
 from subquad.attention import mechanism, names
 from subquad.cli import main
-from subquad.cli.train import check, read_config
+from subquad.cli.train import read_config
 from subquad.recipes import recipe_path
 from subquad.training import PretrainConfig, TrainConfig
+from subquad.training.tasks import check
 
 PAPER = {
     "listops": (128, 1e-3, 64, 0.01, 0.1, 50, 96_000, 40),

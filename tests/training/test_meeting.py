@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 from torch.distributed import HashStore
 
 from subquad.training.errors import LostProcessError
-from subquad.training.meeting import meet
+from subquad.training.processes import meet
 
 
 def start(store: HashStore, world: int, order: list[int]) -> set[bytes]:

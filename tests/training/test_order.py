@@ -3,7 +3,7 @@
 from hypothesis import given
 from hypothesis import strategies as st
 
-from subquad.training.order import DealtBatches, HeldOutBatches, RunOrder
+from subquad.training.reading import DealtBatches, HeldOutBatches, RunOrder
 
 
 @given(

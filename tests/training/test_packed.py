@@ -16,7 +16,7 @@ from subquad.data.tokenizers import load_tokenizer
 from subquad.testing import assert_exact
 from subquad.training import TrainConfig, train
 from subquad.training.errors import CheckpointError
-from subquad.training.trainer import SubquadTrainer
+from subquad.training.loop import Loop
 from tests.data.sets import flip
 
 
@@ -59,14 +59,13 @@ def test_a_step_is_the_mean_over_all_its_labels(
 ) -> None:
     """Windows hold unequal numbers of labels: a mean of means over the accumulation would be another step."""
     seen: list[tuple[int, int]] = []
-    loss = SubquadTrainer.compute_loss
+    loss = Loop.loss
 
-    def logged(self: SubquadTrainer, model: torch.nn.Module, inputs: dict[str, torch.Tensor], **kwargs: Any) -> Any:
-        if model.training:
-            seen.append((int((inputs["labels"] != -100).sum()), int(kwargs["num_items_in_batch"])))
-        return loss(self, model, inputs, **kwargs)
+    def logged(self: Loop, batch: dict[str, torch.Tensor], labels: Any) -> torch.Tensor:
+        seen.append((int((batch["labels"] != -100).sum()), int(labels)))
+        return loss(self, batch, labels)
 
-    monkeypatch.setattr(SubquadTrainer, "compute_loss", logged)
+    monkeypatch.setattr(Loop, "loss", logged)
     with caplog.at_level(logging.INFO):
         train(packed(make_config, shards, run__steps=2, run__eval_every=0))
     assert len([1 for record in caplog.records if "windows of whole documents, " in record.message]) == 2

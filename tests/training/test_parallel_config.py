@@ -5,7 +5,8 @@ from typing import Any
 
 import pytest
 
-from subquad.training import LoraConfig, ParallelConfig, TrainConfig
+from subquad.training import LoraConfig, TrainConfig
+from subquad.training.config import ParallelConfig
 from subquad.training.errors import CheckpointError
 from subquad.training.processes import FOREIGN, Processes, check_parallel, join, leave
 

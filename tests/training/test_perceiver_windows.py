@@ -12,7 +12,8 @@ from subquad.hf import SubquadForCausalLM
 from subquad.models import Decoder
 from subquad.testing import assert_exact
 from subquad.training import train
-from subquad.training.tasks import prepare_task, window_labels
+from subquad.training.tasks import prepare_task
+from subquad.training.tasks_text import window_labels
 
 LENGTH, LATENTS = 32, 9
 

@@ -11,14 +11,13 @@ from torch.utils.data import Dataset
 
 from subquad.attention import mechanism, names
 from subquad.cli import main
-from subquad.cli.train import check
 from subquad.data import labelled
 from subquad.hf import SubquadForPreTraining, SubquadForSequenceClassification
 from subquad.training import PretrainConfig, TrainConfig, train
 from subquad.training.errors import CheckpointError
-from subquad.training.flow import StopSignal
-from subquad.training.pretrain import begin_with, check_pretraining, first_phase
-from subquad.training.tasks import prepare_task
+from subquad.training.loop import StopSignal
+from subquad.training.tasks import check, prepare_task
+from subquad.training.tasks_classify import begin_with, check_pretraining, first_phase
 from tests.training.metrics import records
 
 VALUES = {
@@ -128,7 +127,7 @@ def test_it_reads_the_training_sequences_alone(tmp_path, monkeypatch):
     corpus = labelled.labelled_corpus(make().classify, 20)
     seen = Seen(corpus.train)
     closed = dataclasses.replace(corpus, train=seen, held_out=Forbidden(), test=Forbidden())
-    monkeypatch.setattr("subquad.training._task_classify.labelled_corpus", lambda *args, **kwargs: closed)
+    monkeypatch.setattr("subquad.training.tasks_classify.labelled_corpus", lambda *args, **kwargs: closed)
     config = first_phase(make(tmp_path, pretrain={"steps": 18}))  # 36 sequences to learn from, 4 to measure on
     task = prepare_task(config, None)
     assert (task.count, len(task.held_out)) == (36, 4)
@@ -153,7 +152,7 @@ def test_both_sequences_of_a_pair_are_learned_from(monkeypatch):
             return {**one, "pair_input_ids": other["input_ids"], "pair_attention_mask": other["attention_mask"]}
 
     pairs = dataclasses.replace(corpus, train=Pairs(), pairs=True)
-    monkeypatch.setattr("subquad.training._task_classify.labelled_corpus", lambda *args, **kwargs: pairs)
+    monkeypatch.setattr("subquad.training.tasks_classify.labelled_corpus", lambda *args, **kwargs: pairs)
     task = prepare_task(make(task="pretrain", classify={"dataset": "retrieval", "path": "x"}), None)
     assert (task.count, len(task.held_out)) == (18, 2)
     for number, (pair, tower) in enumerate((i, t) for i in range(9) for t in range(2)):
@@ -206,7 +205,7 @@ def test_never_refuses_the_first_phases_checkpoints_too(whole, tmp_path):
     shutil.copytree(whole, tmp_path / "run")
     shutil.rmtree(tmp_path / "run/checkpoints")
     with pytest.raises(CheckpointError, match=r"run\.resume is 'never'"):
-        train(make(tmp_path / "run"), resume=False)
+        train(make(tmp_path / "run", run={"resume": "never"}))
     with pytest.raises(CheckpointError, match=r"run\.resume is 'must' but .*checkpoints holds no checkpoint"):
         train(make(tmp_path / "empty", run={"resume": "must"}))
 

@@ -16,6 +16,7 @@ from subquad.recipes import recipe_path, recipes
 from subquad.training import TrainConfig, train
 from subquad.training.errors import CheckpointError
 from subquad.training.runs import is_probe, load_probe, load_run
+from subquad.training.tasks import check
 from tests.training.metrics import records
 
 pytestmark = pytest.mark.draws
@@ -159,11 +160,11 @@ def test_a_perceiver_whose_latents_do_not_reach_is_refused(tmp_path, latents, mo
     options = {"perceiver_ar": {"latents": latents, **more}}
     config = make(tmp_path, model={"attention": "perceiver_ar", "options": options, "dropout": 0.0})
     with pytest.raises(ValueError, match=message):
-        command.check(config)
+        check(config)
     with pytest.raises(ValueError, match=message):
         train(config)
 
 
 def test_a_bidirectional_mechanism_is_refused(tmp_path):
     with pytest.raises(ValueError, match="attention 'linformer' has no causal form, which --task probe needs"):
-        command.check(make(tmp_path, model={"attention": "linformer"}))
+        check(make(tmp_path, model={"attention": "linformer"}))

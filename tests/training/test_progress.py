@@ -9,8 +9,7 @@ import pytest
 from rich.console import Console
 
 from subquad.training import train
-from subquad.training.curves import draw_curves, loss_range
-from subquad.training.progress import read_metrics
+from subquad.training.progress import draw_curves, loss_range, read_metrics
 
 pytestmark = pytest.mark.draws
 

@@ -16,7 +16,7 @@ from subquad.data import TokenSet, windows_of
 from subquad.testing import assert_exact
 from subquad.training import TrainConfig, train
 from subquad.training.errors import ReadError
-from subquad.training.reading import NumberedWindows, naming, with_timeout
+from subquad.training.reading import NumberedWindows, naming
 from tests.data.sets import make_set
 
 
@@ -53,7 +53,7 @@ def test_a_lost_process_is_named_with_what_it_read(
     monkeypatch.setattr(torch.utils.data._utils, "MP_STATUS_CHECK_INTERVAL", 0.1)  # or it waits for the hung one
     make_set(tmp_path / "set", [[20], [30]])
     windows = NumberedWindows(Spoiled(windows_of(TokenSet(tmp_path / "set"), 5), 6, spoil), 1)  # type: ignore[arg-type]
-    loader = with_timeout(DataLoader(windows, batch_size=1, sampler=[6, 0], num_workers=1), seconds)
+    loader = DataLoader(windows, batch_size=1, sampler=[6, 0], num_workers=1, timeout=seconds)
     with (
         pytest.raises(
             ReadError,

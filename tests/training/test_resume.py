@@ -8,6 +8,7 @@ import shutil
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -16,10 +17,9 @@ from safetensors.torch import load_file
 
 from subquad.training import TrainConfig, checkpoint, train
 from subquad.training.errors import CheckpointError, FormatVersionError
-from subquad.training.order import RunOrder
-from subquad.training.reading import NumberedWindows
-from subquad.training.rng import load_rng, save_rng
-from subquad.training.trainer import SubquadTrainer
+from subquad.training.loop import Loop
+from subquad.training.reading import NumberedWindows, RunOrder
+from subquad.training.saving import Checkpoints, load_rng, save_rng
 from tests.training.metrics import records
 
 KILLED = Path(__file__).with_name("killed.py")
@@ -111,18 +111,18 @@ def test_a_run_that_stops_in_the_middle_of_an_epoch_sees_every_window_in_the_sam
     seen.clear()
 
     calls = [0]
-    step = SubquadTrainer.training_step
+    compute = Loop.training_pass
 
-    def stop_in_step_6(self: SubquadTrainer, *args: object, **kwargs: object) -> torch.Tensor:
+    def stop_in_step_6(self: Loop, *args: Any, **kwargs: Any) -> None:
         calls[0] += 1
         if calls[0] == 11:
             raise RuntimeError("stopped")
-        return step(self, *args, **kwargs)  # type: ignore[arg-type]
+        compute(self, *args, **kwargs)
 
-    monkeypatch.setattr(SubquadTrainer, "training_step", stop_in_step_6)
+    monkeypatch.setattr(Loop, "training_pass", stop_in_step_6)
     with pytest.raises(RuntimeError, match="stopped"):
         train(make_config())
-    monkeypatch.setattr(SubquadTrainer, "training_step", step)
+    monkeypatch.setattr(Loop, "training_pass", compute)
     seen.clear()
     train(make_config())  # from checkpoint-4: 4 x 8 windows are behind it
     assert seen == whole[32:]
@@ -187,14 +187,13 @@ def test_a_missing_file_is_never_silent(run_at_4: TrainConfig, tmp_path: Path, n
         train(run_at_4)
 
 
-@pytest.mark.parametrize("name", ["optimizer.pt", "scheduler.pt"])
+@pytest.mark.parametrize("name", ["optimizer.pt", "scheduler.pt", "trainer_state.json"])
 def test_the_trainer_itself_refuses_a_checkpoint_without_its_files(tmp_path: Path, name: str) -> None:
-    trainer = SubquadTrainer.__new__(SubquadTrainer)
-    trainer.sharded = False
-    for other in {"optimizer.pt", "scheduler.pt"} - {name}:
+    checkpoints = Checkpoints.__new__(Checkpoints)
+    for other in {"optimizer.pt", "scheduler.pt", "trainer_state.json"} - {name}:
         (tmp_path / other).write_bytes(b"")
     with pytest.raises(CheckpointError, match=f"lacks {name}; resuming without it would change the run"):
-        trainer._load_optimizer_and_scheduler(str(tmp_path))
+        checkpoints.load(tmp_path)
 
 
 @pytest.mark.parametrize(("made", "goes_on"), [("bf16", "float32"), ("float32", "bf16")])
@@ -203,7 +202,7 @@ def test_a_run_does_not_go_on_in_another_precision_that_auto_chose(
 ) -> None:
     changes = {"run.precision": "auto", "schedule.kind": "constant", "run.eval_every": 0}
     for steps, precision in ((3, made), (4, goes_on)):
-        monkeypatch.setattr("subquad.training._arguments._multiplies_bf16", lambda cpu, p=precision: p == "bf16")
+        monkeypatch.setattr("subquad.training.run._multiplies_bf16", lambda cpu, p=precision: p == "bf16")
         config = make_config({**changes, "run.steps": steps})
         if steps == 3:
             train(config)
@@ -265,9 +264,9 @@ def test_a_run_does_not_go_on_as_another(make_config, run_at_4: TrainConfig, cha
 def test_resume_can_be_forbidden_and_demanded(make_config) -> None:
     with pytest.raises(CheckpointError, match=r"run\.resume is 'must' but .* holds no checkpoint"):
         train(make_config({"run.resume": "must"}))
-    train(make_config({"run.steps": 3}), resume=False)
+    train(make_config({"run.steps": 3, "run.resume": "never"}))
     with pytest.raises(CheckpointError, match=r"run\.resume is 'never'"):
-        train(make_config({"run.steps": 3}), resume=False)
+        train(make_config({"run.steps": 3, "run.resume": "never"}))
 
 
 def test_a_finished_run_that_is_started_again_trains_nothing_and_keeps_its_model(run_at_4: TrainConfig) -> None:

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from subquad.data import TokenSet, order, windows_of
 from subquad.data.order import EpochOrder
-from subquad.training.order import DealtBatches, RunOrder
+from subquad.training.reading import DealtBatches, RunOrder
 from tests.data.sets import make_set
 
 SHARDS = [[40, 17], [63], [9, 9, 30], [25]]

@@ -1,10 +1,11 @@
-"""What the Trainer does wrong by itself: steps on what isn't finite, deletes the last good checkpoint, saves NaN."""
+"""The loop: no step on what isn't finite, the last good checkpoint stays, NaN is never saved, precision, optimizers."""
 
 import json
 import math
 import re
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -13,27 +14,29 @@ from torch import Tensor
 
 from subquad.hf import SubquadForCausalLM
 from subquad.testing import assert_exact
-from subquad.training import NonFiniteError, TrainConfig, checkpoint, train
-from subquad.training._arguments import training_arguments
+from subquad.training import TrainConfig, checkpoint, train
+from subquad.training.errors import NonFiniteError
+from subquad.training.loop import Loop
 from subquad.training.reading import NumberedWindows
-from subquad.training.trainer import SubquadTrainer
+from subquad.training.run import precision_of
+from subquad.training.saving import Checkpoints, Standing
 
 
 def poison(monkeypatch: pytest.MonkeyPatch, number: int, change: Callable[[Tensor], Tensor]) -> list[list[int]]:
     """Change the loss of the `number`-th training batch; returns the windows of each batch, as they come."""
     batches: list[list[int]] = []
-    loss, step = SubquadTrainer.compute_loss, SubquadTrainer.training_step
+    loss, training_pass = Loop.loss, Loop.training_pass
 
-    def poisoned(self: SubquadTrainer, model: torch.nn.Module, inputs: dict, **kwargs: object) -> Tensor:
-        value = loss(self, model, inputs, **kwargs)
-        return change(value) if model.training and len(batches) == number else value
+    def poisoned(self: Loop, *args: Any) -> Tensor:
+        value = loss(self, *args)
+        return change(value) if len(batches) == number else value
 
-    def logged(self: SubquadTrainer, model: torch.nn.Module, inputs: dict, *args: object) -> Tensor:
-        batches.append(inputs["window"].tolist())
-        return step(self, model, inputs, *args)
+    def logged(self: Loop, batch: dict[str, Tensor], *args: Any, **kwargs: Any) -> None:
+        batches.append(batch["window"].tolist())
+        training_pass(self, batch, *args, **kwargs)
 
-    monkeypatch.setattr(SubquadTrainer, "compute_loss", poisoned)
-    monkeypatch.setattr(SubquadTrainer, "training_step", logged)
+    monkeypatch.setattr(Loop, "loss", poisoned)
+    monkeypatch.setattr(Loop, "training_pass", logged)
     return batches
 
 
@@ -79,14 +82,14 @@ def test_what_is_not_finite_stops_the_run_before_the_step_and_names_step_and_win
 def test_weights_that_are_not_finite_are_never_saved(
     make_config, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    step = SubquadTrainer._save_checkpoint
+    save = Checkpoints.save
 
-    def break_weights(self: SubquadTrainer, *args: object) -> None:
-        if self.state.global_step == 6:
+    def break_weights(self: Checkpoints, standing: Standing) -> None:
+        if standing.step == 6:
             next(self.model.parameters()).data[0, 0] = math.nan
-        step(self, *args)  # type: ignore[arg-type]
+        save(self, standing)
 
-    monkeypatch.setattr(SubquadTrainer, "_save_checkpoint", break_weights)
+    monkeypatch.setattr(Checkpoints, "save", break_weights)
     with pytest.raises(NonFiniteError, match=r"the weight model\.\S+ is not finite after step 6.*checkpoint-4"):
         train(make_config())
     root = tmp_path / "run" / "checkpoints"
@@ -95,10 +98,8 @@ def test_weights_that_are_not_finite_are_never_saved(
 
 
 def test_a_held_out_loss_that_is_not_finite_stops_the_run(make_config, monkeypatch: pytest.MonkeyPatch) -> None:
-    evaluate = SubquadTrainer.evaluate
-    monkeypatch.setattr(
-        SubquadTrainer, "evaluate", lambda self, **kwargs: {**evaluate(self, **kwargs), "eval_loss": math.nan}
-    )
+    evaluate = Loop.evaluate
+    monkeypatch.setattr(Loop, "evaluate", lambda self: {**evaluate(self), "eval_loss": math.nan})
     with pytest.raises(NonFiniteError, match="the held-out loss is nan after step 4; nothing was saved"):
         train(make_config())
 
@@ -106,13 +107,13 @@ def test_a_held_out_loss_that_is_not_finite_stops_the_run(make_config, monkeypat
 def test_the_best_checkpoint_survives_rotation_and_a_resume(
     make_config, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    evaluate = SubquadTrainer.evaluate
+    evaluate = Loop.evaluate
 
-    def worse_and_worse(self: SubquadTrainer, **kwargs: object) -> dict[str, float]:
-        evaluate(self, **kwargs)  # type: ignore[arg-type]
-        return {"eval_loss": 1.0 + self.state.global_step}
+    def worse_and_worse(self: Loop) -> dict[str, float]:
+        evaluate(self)
+        return {"eval_loss": 1.0 + self.standing.step}
 
-    monkeypatch.setattr(SubquadTrainer, "evaluate", worse_and_worse)
+    monkeypatch.setattr(Loop, "evaluate", worse_and_worse)
     root = tmp_path / "run" / "checkpoints"
     changes = {"run.eval_every": 2, "run.save_every": 2, "run.keep": 2, "schedule.kind": "constant"}
     train(make_config({**changes, "run.steps": 8}))
@@ -162,11 +163,11 @@ def test_bfloat16_is_autocast_over_float32_weights(make_config, monkeypatch: pyt
     assert all(parameter.dtype == torch.float32 for parameter in result.model.parameters())
     tokens, loaded = torch.arange(20)[None], SubquadForCausalLM.from_pretrained(result.folder).eval()
     assert torch.equal(result.model.eval()(tokens).logits, loaded(tokens).logits), "training's autocast is left behind"
-    assert training_arguments(make_config({"run.precision": "bf16"}), Path("x")).bf16
-    assert not training_arguments(make_config({"run.precision": "float32"}), Path("x")).bf16
+    assert precision_of(make_config({"run.precision": "bf16"})) == "bf16"
+    assert precision_of(make_config({"run.precision": "float32"})) == "float32"
     for instructions in (True, False):
-        monkeypatch.setattr("subquad.training._arguments._multiplies_bf16", lambda cpu, has=instructions: has)
-        assert training_arguments(make_config(), Path("x")).bf16 == instructions
+        monkeypatch.setattr("subquad.training.run._multiplies_bf16", lambda cpu, has=instructions: has)
+        assert precision_of(make_config()) == ("bf16" if instructions else "float32")
 
 
 def test_texts_shorter_than_a_window_are_refused(make_config) -> None:

@@ -51,12 +51,12 @@ class Family:
 
 
 def same(theirs: str, ours: str) -> Move:
-    """Return the same tensor."""
+    """Take a tensor as it is."""
     return Move(theirs, (ours,), lambda x: (x,), lambda parts: parts[0])
 
 
 def transposed(theirs: str, ours: str) -> Move:
-    """Return a matrix that is kept as `[in, out]`, ours as `[out, in]`."""
+    """Transpose a matrix that is kept as `[in, out]`, ours as `[out, in]`."""
     return Move(theirs, (ours,), lambda x: (x.T,), lambda parts: parts[0].T)
 
 

@@ -1,20 +1,24 @@
-"""The next pixel of images."""
+"""The task of images: the next pixel."""
 
 from __future__ import annotations
 
 import logging
-from typing import Any
+import math
+from dataclasses import dataclass
+from typing import Any, ClassVar, Self
 
+import numpy as np
 import torch
+from rich.console import Console
 from torch import Tensor
 from torch.utils.data import Dataset
 
 from subquad.config import digest
 from subquad.data.images import ImageSet, load_images
-from subquad.models.image import ImageModelConfig
+from subquad.models.image import ImageModel, ImageModelConfig
 from subquad.models.pixels import LEVELS
-from subquad.training._task import Task, fitted, spread
 from subquad.training.config import BatchConfig, TrainConfig
+from subquad.training.task import Task, fitted, spread
 
 logger = logging.getLogger(__name__)
 
@@ -41,8 +45,6 @@ def image_settings(config: TrainConfig) -> dict[str, Any]:
 
 def check_image(config: TrainConfig) -> None:
     """Raise `ValueError` or `TypeError` for a model that no image fits, before any image is read."""
-    from subquad.models.image import ImageModel
-
     if config.image.path is None:
         raise ValueError("task=image needs image.path: a folder of images, an npz file, or hf:NAME")
     side = max(28, config.image.near + 1)
@@ -50,33 +52,54 @@ def check_image(config: TrainConfig) -> None:
         ImageModel(ImageModelConfig.from_decoder(config.model, height=side, width=side, **image_settings(config)))
 
 
-def image_task(config: TrainConfig) -> Task:
-    """The images of `config`. Raises `ValueError` as `train` says."""
-    from subquad.hf import SubquadForImages
-    from subquad.hf.image import SubquadImageConfig
+@dataclass(frozen=True, kw_only=True)
+class ImageTask(Task):
+    """Predict the next pixel of images."""
 
-    check_image(config)
-    assert config.image.path is not None
-    sets = load_images(config.image.path)
-    height, width, channels = sets["train"].shape
-    config = _sized(config, height * width * channels, f"{height} x {width} x {channels}")
-    model = ImageModelConfig.from_decoder(
-        config.model, height=height, width=width, channels=channels, **image_settings(config)
-    )
-    train, held_out = (PixelItems(sets[part]) for part in ("train", "test"))
-    return Task(
-        config=config,
-        data=sets["test"],
-        train=train,
-        count=len(train),
-        held_out=spread(held_out, len(held_out), config.run.eval_windows),
-        make_model=lambda: SubquadForImages(SubquadImageConfig.from_image(model)),
-        identity={
-            "task": "image",
-            "image": digest(image_settings(config)),
-            "data": digest([images.fingerprint() for images in sets.values()]),
-        },
-    )
+    image: ImageModelConfig
+
+    unit: ClassVar[str] = "pixel"
+
+    @classmethod
+    def check(cls, config: TrainConfig) -> None:
+        """Raise `ValueError` or `TypeError` for a model that no image fits."""
+        check_image(config)
+
+    @classmethod
+    def prepare(cls, config: TrainConfig, console: Console | None) -> Self:
+        """Read the images of `config`. Raises `ValueError` as `train` says."""
+        check_image(config)
+        assert config.image.path is not None
+        sets = load_images(config.image.path)
+        height, width, channels = sets["train"].shape
+        config = _sized(config, height * width * channels, f"{height} x {width} x {channels}")
+        train, held_out = (PixelItems(sets[part]) for part in ("train", "test"))
+        return cls(
+            config=config,
+            data=sets["test"],
+            train=train,
+            held_out=spread(held_out, config.run.eval_windows),
+            image=ImageModelConfig.from_decoder(
+                config.model, height=height, width=width, channels=channels, **image_settings(config)
+            ),
+            identity={
+                "task": "image",
+                "image": digest(image_settings(config)),
+                "data": digest([images.fingerprint() for images in sets.values()]),
+            },
+        )
+
+    def new_model(self) -> Any:
+        """Make the model, with first weights from the present random numbers."""
+        from subquad.hf import SubquadForImages
+        from subquad.hf.image import SubquadImageConfig
+
+        return SubquadForImages(SubquadImageConfig.from_image(self.image))
+
+    def measure(self, values: dict[str, np.ndarray]) -> dict[str, float]:
+        """Return the loss in nats and in bits a pixel."""
+        measured = super().measure(values)
+        return {**measured, "eval_bits_per_dim": measured["eval_loss"] / math.log(2)}
 
 
 def _sized(config: TrainConfig, tokens: int, shape: str) -> TrainConfig:

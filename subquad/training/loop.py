@@ -1,0 +1,396 @@
+"""The training loop, from the first batch to the last save: read `Loop.run`, then what it calls, from top to bottom.
+
+Accelerate spreads the model over processes and adds up over them; the order of the windows, the checks before a step,
+the checkpoints and going on from them are this package's.
+"""
+
+from __future__ import annotations
+
+import logging
+import math
+import signal
+import threading
+import time
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass
+from pathlib import Path
+from types import FrameType, TracebackType
+from typing import Any, Self
+
+import torch
+from accelerate import Accelerator, DistributedDataParallelKwargs, skip_first_batches
+from rich.console import Console
+from torch import Tensor, nn
+from torch.optim.lr_scheduler import LambdaLR
+from torch.utils.data import DataLoader, Dataset, Sampler, default_collate
+
+from subquad.attention import Attention
+from subquad.training.errors import NonFiniteError
+from subquad.training.memory import give_back, is_out_of_memory
+from subquad.training.optimizers import build_optimizer
+from subquad.training.processes import Processes, at
+from subquad.training.progress import Bar, Meter, Metrics
+from subquad.training.reading import DealtBatches, HeldOutBatches, NumberedWindows, RunOrder, naming
+from subquad.training.saving import CHECKPOINTS, Checkpoints, Standing
+from subquad.training.task import Batch, Task, count_items
+
+logger = logging.getLogger(__name__)
+
+
+class Loop:
+    """A run of `task` by this process, one of `processes`, with a fresh `model` that the task has made.
+
+    Every checkpoint is published whole (`subquad.training.checkpoint`); going on loads the weights strictly and fails
+    where a file is missing. A loss or gradient that isn't finite in any process raises `NonFiniteError` in all, which
+    names the step and the windows, before the optimizer steps, or leaves the step out (`run.nonfinite`).
+    """
+
+    def __init__(
+        self, task: Task, model: nn.Module, processes: Processes, settings: dict[str, Any], console: Console | None
+    ) -> None:
+        self.task, self.config, self.processes = task, task.config, processes
+        config, folder = task.config, Path(task.config.run.folder)
+        self.bf16 = settings["run.precision"] == "bf16"
+        self.sharded = config.parallel.shard and processes.world > 1
+        self.device = processes.torch_device
+        # Accelerate's devices and precision can't change within a Python process, those of runs can: models are placed
+        # here and computed under torch's own autocast.
+        self.accelerator = Accelerator(
+            cpu=processes.world > 1 and self.device.type == "cpu",
+            device_placement=False,
+            mixed_precision="no",
+            kwargs_handlers=[DistributedDataParallelKwargs(find_unused_parameters=False)],
+        )
+        if config.run.activation_checkpointing:
+            recomputing: list[Any] = [module for module in model.modules() if hasattr(module, "gradient_checkpointing")]
+            for module in recomputing:
+                module.gradient_checkpointing = True
+        self.model: Any = model.to(self.device)
+        if self.sharded:
+            from subquad.training.sharding import shard
+
+            shard(self.model, processes, bf16=self.bf16)
+            self.spread = self.model  # `prepare` would make it DistributedDataParallel on a CPU
+        else:
+            self.spread = self.accelerator.prepare(self.model)
+        self.sharing: Callable[[], AbstractContextManager[Any]] = processes.sharing_windows()
+        self.optimizer = build_optimizer(self.model, config.optimizer)
+        self.scheduler = LambdaLR(self.optimizer, lambda step: config.schedule.factor(step, config.run.steps))
+        self.standing = Standing()
+        self.checkpoints = Checkpoints(
+            folder / CHECKPOINTS, task, self.model, self.optimizer, self.scheduler, processes, settings
+        )
+
+        self.windows = NumberedWindows(task.train, config.data.workers)
+        self.meter = Meter(config.step_tokens * processes.data_ranks)
+        step_windows = config.batch.size * config.batch.accumulation * processes.data_ranks
+        self.metrics = Metrics(folder, self.meter, task.count, step_windows, config.run.trackers)
+        self.bar = Bar(console if processes.first else None, self.meter, config.run.steps, shown=processes.first)
+        self.loss_sum = torch.tensor(0.0, device=self.device)
+        """The losses of the steps since the last report, `loss_steps` of them."""
+        self.loss_steps = 0
+        self.step_windows: list[int] = []
+        self.step_losses: list[Tensor] = []
+        self.interrupted = self.out_of_time = False
+
+    def run(self, start: Path | None) -> None:
+        """Train from the checkpoint `start`, or from the beginning, to the last step, a signal or the time limit."""
+        run = self.config.run
+        if start is not None:
+            self.standing = self.checkpoints.load(start)
+        if self.processes.first:
+            self.metrics.begin(self.standing.step)
+        self.bar.begin(self.standing.step)
+        self.spread.train()
+        began = time.monotonic()
+        try:
+            with StopSignal() as stop, naming(self.windows, self.config.data.worker_timeout):
+                batches = iter(self.train_batches()) if self.standing.step < run.steps else iter(())
+                while self.standing.step < run.steps:
+                    parts: list[Batch] = [next(batches) for _ in range(self.config.batch.accumulation)]
+                    if start is not None:  # only now: a loader that begins draws a number
+                        self.checkpoints.load_random_numbers(start, self.standing.step)
+                        start = None
+                    self.meter.start()
+                    norm, rate = self.train_step(parts)
+                    self.meter.stop()
+                    self.after_step()
+
+                    step, last = self.standing.step, self.standing.step >= run.steps
+                    late = run.max_minutes is not None and time.monotonic() - began >= 60 * run.max_minutes and not last
+                    self.interrupted, self.out_of_time = self.processes.any_of(stop.received, late)
+                    ends = last or self.interrupted or self.out_of_time
+                    saves = ends or step % run.save_every == 0
+                    # An interrupted run wants to be gone: what it would measure, the run that goes on measures again.
+                    evaluates = run.eval_every > 0 and (
+                        last or self.out_of_time or (step % run.eval_every == 0 and not self.interrupted)
+                    )
+                    if self.out_of_time:
+                        limit = f"run.max_minutes={run.max_minutes}"
+                        logger.warning("stopping at step %d of %d: %s", step, run.steps, limit)
+                    self.bar.move(step)
+                    # Losses are means since the report before: with one at every checkpoint no resume finds half a sum.
+                    if saves or evaluates or step == 1 or step % run.log_every == 0:
+                        self.report(norm, rate)
+                    if evaluates:
+                        saves |= self.is_best(self.report_evaluation())
+                    if saves:
+                        self.checkpoints.save(self.standing)
+                    if ends:
+                        break
+        finally:
+            self.bar.close()
+            self.metrics.close()
+
+    def train_batches(self) -> DataLoader[Any]:
+        """The batches of this process that come next, of the order that all processes share."""
+        batch, processes = self.config.batch, self.processes
+        total = self.config.run.steps * batch.size * batch.accumulation * processes.data_ranks
+        order = RunOrder(len(self.windows), self.config.run.seed, total, self.task.together)
+        dealt = DealtBatches(order, batch.size, processes.data_rank, processes.data_ranks)
+        loader = self.loader(self.windows, dealt)
+        done = self.standing.step * batch.accumulation
+        return skip_first_batches(loader, done) if done else loader
+
+    def loader(self, items: Dataset[Any], batches: Sampler[list[int]]) -> DataLoader[Any]:
+        """The items in these batches, read by `data.workers` processes."""
+        data = self.config.data
+        return DataLoader(
+            items,
+            batch_sampler=batches,
+            collate_fn=default_collate,
+            pin_memory=self.device.type == "cuda",
+            num_workers=data.workers,
+            timeout=data.worker_timeout if data.workers else 0,
+        )
+
+    def train_step(self, parts: list[Batch]) -> tuple[float, float]:
+        """Take one step of the optimizer on these batches. Return the norm of the gradient and the learning rate."""
+        self.step_windows, self.step_losses = [], []
+        sum_before = self.loss_sum.clone()
+        labels = self.count_labels(parts)
+        for number, batch in enumerate(parts, 1):
+            self.training_pass(batch, labels, last=number == len(parts))
+        self.loss_steps += 1
+
+        gradients = [parameter.grad for parameter in self.model.parameters() if parameter.grad is not None]
+        total = torch.nn.utils.get_total_norm(gradients)
+        norm = float(total.full_tensor() if hasattr(total, "full_tensor") else total)
+        if math.isfinite(norm):
+            self.standing.skipped_in_a_row = 0
+            if self.config.optimizer.clip > 0:
+                torch.nn.utils.clip_grads_with_norm_(self.model.parameters(), self.config.optimizer.clip, total)
+        else:
+            self.leave_out(norm, sum_before)
+        self.optimizer.step()
+        rate = float(self.scheduler.get_last_lr()[0])
+        self.scheduler.step()
+        self.model.zero_grad()
+        self.standing.step += 1
+        return norm, rate
+
+    def count_labels(self, parts: list[Batch]) -> Tensor | None:
+        """The labels of a step in all processes; None where each batch has as many, and its loss is a mean."""
+        counts = [self.task.count_labels(batch) for batch in parts]
+        if counts[0] is None:
+            return None
+        count = torch.stack([part for part in counts if part is not None]).sum().to(self.device)
+        return self.accelerator.gather(count).sum() / 1  # a quotient has the dtype that the loss is divided in
+
+    def training_pass(self, batch: Batch, labels: Tensor | None, *, last: bool) -> None:
+        """Compute the loss of one batch and add its gradients up; processes exchange them after the `last` one.
+
+        Raises `StepMemoryError` where it needs more memory than there is.
+        """
+        step = self.standing.step + 1
+        self.step_windows += batch.pop("window").tolist()
+        if self.task.augment is not None:
+            batch = self.task.augment(batch)
+        if self.sharded:
+            self.model.set_requires_gradient_sync(last)
+        at(f"the forward pass of step {step}")
+        try:
+            with self.sharing(), nullcontext() if last else self.accelerator.no_sync(self.spread):
+                loss = self.loss(self.placed(batch), labels)
+                at(f"the backward pass of step {step}")
+                # A loss that isn't finite makes the gradient so, which all processes see.
+                poison = torch.where(loss.detach().isfinite(), 1.0, math.nan).to(loss.dtype)
+                self.accelerator.backward(loss * poison)
+        except (RuntimeError, MemoryError) as error:
+            if not is_out_of_memory(error):
+                raise
+            give_back(error, self.model)
+            raise self.task.explain_memory(error, self.device) from error
+        at(f"the end of step {step}")
+        self.step_losses.append(loss.detach())
+        self.loss_sum += loss.detach()
+
+    def loss(self, batch: Batch, labels: Tensor | None) -> Tensor:
+        """Return the share of one batch in the loss of its step: of a mean, or of a sum over `labels` labels."""
+        with self.autocast():
+            loss = self.task.loss(self.spread, batch, labels)
+        if labels is None:
+            return loss / self.config.batch.accumulation
+        return loss * self.processes.world  # gradients are means over the processes, and `labels` counts those of all
+
+    def autocast(self) -> AbstractContextManager[Any]:
+        """Compute in bfloat16 where the run does; a sharded model does so by itself."""
+        enabled = self.bf16 and not self.sharded
+        return torch.autocast(self.device.type, torch.bfloat16) if enabled else nullcontext()
+
+    def placed(self, batch: Batch) -> Batch:
+        """Return the batch on the device of the model."""
+        return {name: value.to(self.device) for name, value in batch.items()}
+
+    def leave_out(self, norm: float, sum_before: Tensor) -> None:
+        """Leave out the step whose gradient norm, the same in all processes, isn't finite; or end the run."""
+        standing, run = self.standing, self.config.run
+        cause = self.cause(norm).describe(standing.step + 1, self.processes.world)
+        newest = self.checkpoints.newest_name()
+        if run.nonfinite == "stop":
+            raise NonFiniteError(
+                f"{cause}; the optimizer has not stepped and nothing was saved. Newest checkpoint: {newest}. Try a "
+                "lower optimizer.lr, a longer schedule.warmup or optimizer.clip; run.nonfinite=skip leaves such steps "
+                "out"
+            )
+        standing.skipped += 1
+        standing.skipped_in_a_row += 1
+        if standing.skipped_in_a_row >= run.nonfinite_limit:
+            raise NonFiniteError(
+                f"{cause}: run.nonfinite_limit={run.nonfinite_limit} steps in a row were not finite "
+                f"({standing.skipped} in all); nothing was saved since {newest}. Try a lower optimizer.lr, a longer "
+                "schedule.warmup or optimizer.clip"
+            )
+        if self.processes.first:
+            logger.warning("%s; the step is left out (%d so far)", cause, standing.skipped)
+        self.model.zero_grad()  # an optimizer leaves parameters without a gradient as they are, moments and decay too
+        self.loss_sum = sum_before  # the reported loss is the mean over the steps that count
+        self.loss_steps -= 1
+
+    def cause(self, norm: float) -> Cause:
+        """Return what isn't finite: the loss of the first process where it is that, else the gradient norm of all."""
+        rank, windows = self.processes.rank, self.step_windows
+        worst = next((float(loss) for loss in self.step_losses if not math.isfinite(float(loss))), None)
+        mine = Cause(rank, "loss", worst, windows) if worst is not None else Cause(rank, "gradient norm", norm, windows)
+        causes: list[Cause] = self.processes.gather_objects(mine)
+        losses = [cause for cause in causes if cause.what == "loss"]
+        if losses:
+            return losses[0]
+        return Cause(0, "gradient norm", norm, [w for c in causes[:: self.processes.context] for w in c.windows])
+
+    def after_step(self) -> None:
+        """Tell every mechanism that the optimizer has stepped (`Attention.after_step`), before anything is saved.
+
+        A buffer that a mechanism then draws anew is that of process 0 in all processes.
+        """
+        for module in self.model.modules():
+            if isinstance(module, Attention):
+                before = [buffer._version for buffer in module.buffers()]
+                module.after_step(self.standing.step)
+                for buffer, version in zip(module.buffers(), before, strict=True):
+                    if self.processes.world > 1 and buffer._version != version:
+                        torch.distributed.broadcast(buffer, src=0)
+
+    def report(self, norm: float, rate: float) -> None:
+        """Write the mean loss of all processes since the last report, where a step since then counts."""
+        if self.loss_steps == 0:
+            return
+        loss = self.accelerator.gather(self.loss_sum).mean().item() / self.loss_steps
+        self.loss_sum, self.loss_steps = torch.zeros_like(self.loss_sum), 0
+        self.metrics.training(self.standing.step, loss=loss, lr=rate, grad_norm=norm, skipped=self.standing.skipped)
+        self.bar.report(self.standing.step, {"loss": loss})
+
+    def report_evaluation(self) -> dict[str, float]:
+        """Measure on the held-out items and write what was measured."""
+        at(f"the evaluation after step {self.standing.step}")
+        measured = self.evaluate()
+        self.metrics.evaluation(self.standing.step, measured)
+        self.bar.report(self.standing.step, measured)
+        return measured
+
+    @torch.no_grad()
+    def evaluate(self) -> dict[str, float]:
+        """Return `eval_loss` and what else the task measures; training's random numbers go on as if nothing was drawn.
+
+        The processes share out the items, and each item counts once.
+        """
+        size = self.task.held_out_size(self.config.batch.size)
+        dealt = HeldOutBatches(
+            count_items(self.task.held_out), size, self.processes.data_rank, self.processes.data_ranks
+        )
+        rows: dict[str, list[Tensor]] = {}
+        self.model.eval()
+        with torch.random.fork_rng():
+            for number, batch in enumerate(self.loader(self.task.held_out, dealt)):
+                with self.sharing(), self.autocast():
+                    values = self.task.evaluate(self.model, self.placed(batch))
+                for name, values_B in values.items():
+                    rows.setdefault(name, []).append(self.gather_rows(values_B, size, dealt.counts(number)))
+        self.model.train()
+        return self.task.measure({name: torch.cat(parts).cpu().numpy() for name, parts in rows.items()})
+
+    def gather_rows(self, values_B: Tensor, size: int, counts: list[int]) -> Tensor:
+        """Return the values of all processes in the order of the items, without those that fill up batches."""
+        processes = self.processes
+        if processes.world == 1:
+            return values_B[: counts[0]]
+        full = values_B.new_zeros(size)
+        full[: len(values_B)] = values_B
+        gathered: Any = self.accelerator.gather(full)
+        parts = gathered.unflatten(0, (processes.data_ranks, processes.context, -1))
+        # The mean of the losses of processes that share windows is the windows' loss.
+        parts = parts[:, 0] if processes.context == 1 else parts.mean(1)
+        return torch.cat([part[:count] for part, count in zip(parts, counts, strict=True)])
+
+    def is_best(self, measured: dict[str, float]) -> bool:
+        """Return whether the held-out loss is the lowest so far, and remember it."""
+        standing, loss = self.standing, measured["eval_loss"]
+        if not math.isfinite(loss):
+            raise NonFiniteError(f"the held-out loss is {loss} after step {standing.step}; nothing was saved")
+        best = standing.best_loss is None or loss < standing.best_loss
+        if best:
+            standing.best_loss, standing.best_step = loss, standing.step
+        return best
+
+
+@dataclass(frozen=True)
+class Cause:
+    """What was not finite in one process, and the windows of its part of the step."""
+
+    rank: int
+    what: str
+    """`loss` or `gradient norm`."""
+    value: float
+    windows: list[int]
+
+    def describe(self, step: int, processes: int) -> str:
+        """Return a text for an error message."""
+        where = f" in process {self.rank}" if processes > 1 and self.what == "loss" else ""
+        return f"the {self.what} is {self.value} at step {step}{where}, in the batch of windows {self.windows}"
+
+
+class StopSignal:
+    """Turns the first SIGINT or SIGTERM into `received`; a second SIGINT interrupts at once. Restores the handlers."""
+
+    def __init__(self) -> None:
+        self.received = False
+        self._old: dict[int, Any] = {}
+
+    def __enter__(self) -> Self:
+        if threading.current_thread() is threading.main_thread():  # Python lets no other thread set handlers
+            for number in (signal.SIGINT, signal.SIGTERM):
+                self._old[number] = signal.signal(number, self._receive)
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        for number, handler in self._old.items():
+            signal.signal(number, handler)
+
+    def _receive(self, number: int, frame: FrameType | None) -> None:
+        if self.received and number == signal.SIGINT:
+            raise KeyboardInterrupt
+        self.received = True
+        logger.warning("received %s: saving after this step", signal.Signals(number).name)

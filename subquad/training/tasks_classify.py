@@ -1,0 +1,288 @@
+"""Tasks of labelled sequences: their labels, and what the sequences say without them (pretraining)."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any, ClassVar, Self
+
+import numpy as np
+import torch
+from rich.console import Console
+from torch import Tensor, nn
+from torch.utils.data import Dataset, Subset
+
+from subquad.data.augment import augmentation, check_whole
+from subquad.data.labelled import LabelledCorpus, labelled_corpus
+from subquad.data.lra.store import Sequences
+from subquad.models import Classifier
+from subquad.models.build import build_encoder
+from subquad.models.encoder import Encoder, EncoderConfig
+from subquad.models.pretraining import Hiding, PretrainingModel
+from subquad.training.config import TrainConfig
+from subquad.training.task import Batch, Items, Task, count_items, fitted, preparing, rows, spread
+
+FOLDER = "pretrain"
+"""The first phase's folder, in that of the run."""
+OWN = ("class_token",)
+"""Parameters of a classifier's encoder that causal pretraining does not have: a class token would see nothing."""
+
+
+def labelled(config: TrainConfig, console: Console | None = None) -> LabelledCorpus:
+    """Return the labelled sequences of `config`; the console hears what is being done. Raises as `labelled_corpus`."""
+    return preparing(
+        console, "sequences", lambda progress: labelled_corpus(config.classify, config.batch.length, progress=progress)
+    )
+
+
+class _LabelledTask(Task):
+    """A task of labelled sequences."""
+
+    @classmethod
+    def check_source(cls, config: TrainConfig) -> None:
+        """Raise `ValueError` for a data set that is read, without a path to read it from."""
+        config.classify.check_source()
+
+    @classmethod
+    def check(cls, config: TrainConfig) -> None:
+        """Raise `ValueError` for sequences, an encoder or a first phase that can't be."""
+        if config.classify.dataset == "toy":  # others take long to make or to read
+            labelled(config)
+        with torch.device("meta"):
+            Classifier(config.encoder(num_classes=2))
+        check_pretraining(config)
+
+
+@dataclass(frozen=True, kw_only=True)
+class ClassifyTask(_LabelledTask):
+    """Label whole sequences."""
+
+    data: LabelledCorpus
+    encoder: dict[str, Tensor] | None = None
+    """The weights that the encoder begins with, where a first phase has learned them."""
+
+    unit: ClassVar[str] = "example"
+
+    @classmethod
+    def prepare(cls, config: TrainConfig, console: Console | None) -> Self:
+        """Read or make the labelled sequences of `config`. Raises `ValueError` as `train` says."""
+        corpus = labelled(config, console)
+        config = _with_vocabulary(config, corpus)
+        check_pretraining(config)
+        options = config.classify
+        return cls(
+            config=config,
+            data=corpus,
+            train=corpus.train,
+            held_out=spread(corpus.held_out, config.run.eval_windows),
+            identity={"task": "classify", "pooling": options.pooling, "data": corpus.fingerprint, **_changes(config)},
+            augment=_augmentation(config, corpus) if options.augment else None,
+        )
+
+    def new_model(self) -> Any:
+        """Make the classifier, with first weights from the present random numbers or the first phase's."""
+        from subquad.hf import SubquadForSequenceClassification
+        from subquad.hf.encoders import Denoising, SubquadClassifierConfig
+
+        classes, options = self.data.classes, self.config.pretrain
+        encoder = self.config.encoder(len(classes))
+        model = SubquadForSequenceClassification(SubquadClassifierConfig.from_encoder(encoder, classes=classes))
+        if options.joint_weight > 0:
+            model.denoising = Denoising(options.joint_weight, Hiding(options.mask_fraction, options.random_fraction))
+        return model if self.encoder is None else begin_with(model, self.encoder)
+
+    def first_phase(self) -> TrainConfig | None:
+        """Return the pretraining, where there is one."""
+        return None if self.config.pretrain.kind == "none" else first_phase(self.config)
+
+    def begun_with(self, model: Any) -> Self:
+        """Return the task whose classifier begins with the encoder of the pretrained `model`."""
+        weights = {name: tensor.cpu() for name, tensor in model.model.encoder.state_dict().items()}
+        return replace(self, encoder=weights)
+
+    def evaluate(self, model: Any, batch: Batch) -> dict[str, Tensor]:
+        """Return the loss, and whether the likeliest class of each sequence is its label."""
+        output = model(**batch)
+        return {"loss": rows(output.loss, batch), "right": output.logits.argmax(-1) == batch["labels"]}
+
+    def measure(self, values: dict[str, np.ndarray]) -> dict[str, float]:
+        """Return the loss and the share of right labels."""
+        return {**super().measure(values), "eval_accuracy": float(values["right"].mean())}
+
+    @staticmethod
+    def window_bytes(config: TrainConfig, length: int) -> float | None:
+        """Bytes that training keeps of an example."""
+        with torch.device("meta"):
+            model = Classifier(config.encoder(2))
+        kept: int = model.cost(length).activation_bytes
+        return kept
+
+
+class Unlabelled(Dataset[Batch]):
+    """The sequences of labelled items without their labels; of a pair each sequence is an item."""
+
+    def __init__(self, items: Items, towers: int) -> None:
+        self.items, self.towers = items, towers
+
+    def __len__(self) -> int:
+        return self.towers * count_items(self.items)
+
+    def __getitem__(self, index: int) -> Batch:
+        number, tower = divmod(index, self.towers)
+        prefix = "pair_" if tower else ""
+        item = self.items[number]
+        tokens_T = item[f"{prefix}input_ids"]
+        return {"input_ids": tokens_T, "attention_mask": item[f"{prefix}attention_mask"], "labels": tokens_T}
+
+
+@dataclass(frozen=True, kw_only=True)
+class PretrainTask(_LabelledTask):
+    """Learn from the training sequences of a classification without their labels; the others are never read."""
+
+    unit: ClassVar[str] = "predicted token"
+    begins_another: ClassVar[bool] = True
+
+    @classmethod
+    def prepare(cls, config: TrainConfig, console: Console | None) -> Self:
+        """Read or make the sequences. Raises `ValueError` as `train` says.
+
+        Of them `run.eval_windows`, or a tenth where that is less, are set aside for the periodic evaluation: whole
+        examples, evenly spread, since files may be sorted by class.
+        """
+        corpus = labelled(config, console)
+        config = _with_vocabulary(config, corpus)
+        check_pretraining(config)
+        towers, examples = config.classify.towers, count_items(corpus.train)
+        if examples < 2:
+            raise ValueError(f"pretraining needs at least 2 examples, one of them to be measured on, got {examples}")
+        items = Unlabelled(corpus.train, towers)
+        measured = max(1, min(config.run.eval_windows, len(items) // 10) // towers)
+        aside = {(i + 1) * examples // measured - 1 for i in range(measured)}
+        learned = [number for number in range(len(items)) if number // towers not in aside]
+        return cls(
+            config=config,
+            data=corpus,
+            train=Subset(items, learned),
+            held_out=Subset(items, [towers * number + i for number in sorted(aside) for i in range(towers)]),
+            identity={"task": "pretrain", "data": corpus.fingerprint, "objective": _objective(config)},
+        )
+
+    def new_model(self) -> Any:
+        """Make the encoder and its head, with first weights from the present random numbers."""
+        from subquad.hf import SubquadForPreTraining
+        from subquad.hf.encoders import SubquadPretrainingConfig
+
+        options = self.config.pretrain
+        return SubquadForPreTraining(
+            SubquadPretrainingConfig.from_encoder(
+                pretrained_encoder(self.config),
+                objective=options.kind,
+                mask_fraction=options.mask_fraction,
+                random_fraction=options.random_fraction,
+            )
+        )
+
+
+def pretrained_encoder(config: TrainConfig) -> EncoderConfig:
+    """The encoder of the first phase: that of the classifier, in its causal form where the next token is predicted."""
+    encoder = config.encoder(2).replace(towers=1)
+    if config.pretrain.kind == "causal":
+        pooling = "mean" if encoder.pooling == "class" else encoder.pooling
+        encoder = encoder.replace(causal=True, pooling=pooling)
+    return encoder
+
+
+def check_pretraining(config: TrainConfig) -> None:
+    """Raise `ValueError` where the first phase cannot be, or its weights would not fit the classifier."""
+    options = config.pretrain
+    if not options.effective:
+        return
+    with torch.device("meta"):
+        target = build_encoder(config.encoder(2))
+        if options.joint_weight > 0 and not isinstance(target, Encoder):
+            raise ValueError(
+                f"pretrain.joint_weight={options.joint_weight}: attention {config.model.attention!r} keeps no vector "
+                "for each token to predict it from; leave it out, or choose a mechanism"
+            )
+        if options.kind == "none":
+            return
+        try:
+            source = PretrainingModel(pretrained_encoder(config), options.kind).encoder
+        except ValueError as error:
+            raise ValueError(f"pretrain.kind={options.kind}: {error}") from error
+    if config.model.attention == "perceiver_io" and config.model.max_positions < config.batch.length:
+        raise ValueError(
+            f"pretrain.kind={options.kind}: perceiver_io asks with a query for each of "
+            f"model.max_positions={config.model.max_positions} positions, below batch.length={config.batch.length}; "
+            "raise model.max_positions"
+        )
+    has, needs = _shapes(source), _shapes(target)
+    wrong = sorted(name for name in has.keys() | needs.keys() if name not in OWN and has.get(name) != needs.get(name))
+    if wrong:
+        shown = ", ".join([*wrong[:3], *(["..."] if wrong[3:] else [])])
+        raise ValueError(
+            f"pretrain.kind={options.kind}: the causal form of attention {config.model.attention!r} has not the "
+            f"weights of its bidirectional form, which classifies: {shown}; "
+            "choose denoise, or classify.causal=true"
+        )
+
+
+def _shapes(module: nn.Module) -> dict[str, torch.Size]:
+    return {name: tensor.shape for name, tensor in module.state_dict().items()}
+
+
+def first_phase(config: TrainConfig) -> TrainConfig:
+    """Return the pretraining as a run of its own, in the folder `pretrain` of the classifier's."""
+    options, run = config.pretrain, config.run
+    return config.replace(
+        task="pretrain",
+        optimizer=config.optimizer.replace(lr=config.optimizer.lr if options.lr is None else options.lr),
+        schedule=config.schedule.replace(warmup=min(config.schedule.warmup, options.steps // 10)),
+        run=run.replace(folder=str(Path(run.folder) / FOLDER), steps=options.steps),
+    )
+
+
+def begin_with(model: Any, weights: dict[str, Tensor]) -> Any:
+    """The classifier with an encoder's weights; what they lack (`OWN`) keeps its first values."""
+    missing, unexpected = model.model.encoder.load_state_dict(weights, strict=False)
+    wrong = [*(name for name in missing if name not in OWN), *unexpected]
+    if wrong:
+        raise ValueError(f"the weights of the first phase do not fit the classifier: {', '.join(wrong)}")
+    return model
+
+
+def _with_vocabulary(config: TrainConfig, corpus: LabelledCorpus) -> TrainConfig:
+    """The configuration with the data's vocabulary, and a mask token after it where tokens are to be hidden."""
+    mask = config.pretrain.hides
+    source = f"as the sequences have it{', and a mask token' if mask else ''}"
+    return config.replace(model=fitted(config.model, corpus.vocab_size + mask, source))
+
+
+def _changes(config: TrainConfig) -> dict[str, Any]:
+    """What must stay the same beside the data, where it is not the default."""
+    values: dict[str, Any] = {}
+    if config.classify.causal:
+        values["causal"] = True
+    if config.classify.augment:
+        values["augment"] = True
+    if config.pretrain.effective:
+        values["pretrain"] = config.pretrain.effective
+    return values
+
+
+def _augmentation(config: TrainConfig, corpus: LabelledCorpus) -> Callable[[Batch], Batch]:
+    dataset, train = config.classify.dataset, corpus.train
+    if isinstance(train, Sequences):
+        check_whole(dataset, train.full_lengths, config.batch.length)
+    return augmentation(dataset)
+
+
+def _objective(config: TrainConfig) -> dict[str, str | float | bool]:
+    options = config.pretrain
+    values: dict[str, str | float | bool] = {"kind": options.kind, "causal": config.classify.causal}
+    if options.kind == "denoise":
+        values |= {"mask_fraction": options.mask_fraction, "random_fraction": options.random_fraction}
+        if config.classify.pooling == "class":
+            values["class_token"] = True  # a weight more
+    return values

@@ -1,0 +1,227 @@
+"""Tasks of language models: the next token of a text, and what a probe of memory asks."""
+
+from __future__ import annotations
+
+import json
+import logging
+from dataclasses import dataclass
+from typing import Any, ClassVar, Self
+
+import numpy as np
+import torch
+from rich.console import Console
+from torch import Tensor
+
+from subquad.config import digest
+from subquad.data import Corpus, TokenSet, TokenShard, prepare
+from subquad.data.probes import IGNORED, ProbeCorpus
+from subquad.data.tokenizers import encode_text, separator_id
+from subquad.data.windows import PackedSetWindows, PackedWindows, SetWindows, Windows, windows_of
+from subquad.models.build import build_model
+from subquad.models.stacks import options_of
+from subquad.training.config import TrainConfig
+from subquad.training.task import Batch, Task, fitted, preparing, rows, spread
+
+logger = logging.getLogger(__name__)
+
+
+def window_labels(config: TrainConfig) -> int:
+    """Return how many of a window's tokens, the last ones, a language model predicts, and how far apart windows begin.
+
+    All but the first, or for `perceiver_ar` all latents but the first (with `vary_latents` of the fewest latents).
+
+    Raises `ValueError` where there would be none, and where `perceiver_ar` would have no history.
+    """
+    return options_of(config.model).window_labels(config.batch.length)
+
+
+@dataclass(frozen=True, kw_only=True)
+class LanguageTask(Task):
+    """Predict the next token of a text."""
+
+    end: int | None
+    """The token that ends a document."""
+
+    @classmethod
+    def check(cls, config: TrainConfig) -> None:
+        """Raise `ValueError` or `TypeError` for a model that can't be built or trained on these windows."""
+        with torch.device("meta"):
+            build_model(config.model)
+        window_labels(config)
+
+    @classmethod
+    def prepare(cls, config: TrainConfig, console: Console | None) -> Self:
+        """Read, split and cut the text of `config` into windows. Raises `ValueError` as `train` says."""
+        labels = window_labels(config)
+        if config.data.pack == "documents" and options_of(config.model).fewest_predicted is not None:
+            raise ValueError(
+                f"{config.model.attention} predicts a window's last tokens alone and takes no packed documents: set "
+                "data.pack=stream"
+            )
+        corpus = preparing(console, "text", lambda progress: prepare(config.data, progress=progress))
+        _check_prompt(corpus, config.run.prompt)
+        config = config.replace(model=fitted(config.model, corpus.train.vocab_size, "as the tokenizer has it"))
+        for name, shard in (("training", corpus.train), ("held-out", corpus.held_out)):
+            if len(shard) < config.batch.length:
+                raise ValueError(
+                    f"batch.length {config.batch.length} is longer than the {name} part of the text, which has "
+                    f"{len(shard)} tokens; give more text or shorter windows"
+                )
+        windows, held_out = (_windows(part, config, labels, console) for part in (corpus.train, corpus.held_out))
+        if labels < config.batch.length - 1:
+            count = config.step_tokens // config.batch.length
+            logger.info(
+                "%s predicts the last %d tokens of each window of %d: %d of the %d tokens that a step reads; windows "
+                "begin %d tokens apart",
+                *(config.model.attention, labels, config.batch.length, count * labels, config.step_tokens, labels),
+            )
+        end = separator_id(corpus.tokenizer)
+        tokenizer = {"tokenizer_class": "PreTrainedTokenizerFast", "clean_up_tokenization_spaces": False}
+        return cls(
+            config=config,
+            data=corpus,
+            train=windows,
+            held_out=spread(held_out, config.run.eval_windows),
+            end=end,
+            identity={
+                "data": digest([corpus.fingerprint, corpus.train_files, len(corpus.train)]),
+                "tokenizer": digest(corpus.tokenizer.to_str()),
+                **({} if config.data.pack == "stream" else {"data.pack": config.data.pack, "windows": len(windows)}),
+            },
+            files={
+                "tokenizer.json": corpus.tokenizer.to_str(pretty=True).encode(),
+                "tokenizer_config.json": json.dumps(tokenizer).encode(),
+            },
+        )
+
+    def new_model(self) -> Any:
+        """Make the language model, with first weights from the present random numbers."""
+        from subquad.hf import SubquadConfig, SubquadForCausalLM
+
+        return SubquadForCausalLM(SubquadConfig.from_decoder(self.config.model, eos_token_id=self.end))
+
+    @property
+    def packed(self) -> bool:
+        """Whether windows hold whole documents, and so unequal numbers of labels."""
+        return self.config.data.pack == "documents"
+
+    def count_labels(self, batch: Batch) -> Tensor | None:
+        """Return the labels of packed documents; windows of a stream have as many each."""
+        return (batch["labels"][..., 1:] != IGNORED).sum() if self.packed else None
+
+    def loss(self, model: Any, batch: Batch, labels: Tensor | None) -> Tensor:
+        """Return the mean loss, or the sum over the batch divided by all `labels` of the step."""
+        named = {} if labels is None else {"num_items_in_batch": labels}
+        loss: Tensor = model(**batch, **named).loss
+        return loss
+
+    def held_out_size(self, size: int) -> int:
+        """Return 1 for packed documents: the loss of a batch would depend on which windows come together."""
+        return 1 if self.packed else size
+
+    def evaluate(self, model: Any, batch: Batch) -> dict[str, Tensor]:
+        """Return the loss alone: logits of a whole text would take much memory."""
+        return {"loss": rows(model(**batch, output_logits=False, use_cache=False).loss, batch)}
+
+    @staticmethod
+    def window_bytes(config: TrainConfig, length: int) -> float | None:
+        """Bytes that training keeps of a window."""
+        with torch.device("meta"):
+            model: Any = build_model(config.model)
+        kept: int = model.cost(length).activation_bytes
+        return kept
+
+
+@dataclass(frozen=True, kw_only=True)
+class ProbeTask(Task):
+    """Predict what the sequences of a probe ask to be remembered."""
+
+    unit: ClassVar[str] = "asked token"
+
+    @classmethod
+    def check(cls, config: TrainConfig) -> None:
+        """Raise as `LanguageTask.check`, and `ValueError` for a model that can't predict all that the probe asks."""
+        with torch.device("meta"):
+            build_model(config.model)
+        check_probe(config)
+
+    @classmethod
+    def prepare(cls, config: TrainConfig, console: Console | None) -> Self:
+        """Make the sequences of the probe of `config`. Raises `ValueError` as `train` says."""
+        check_probe(config)
+        corpus = ProbeCorpus.of(config.probe, config.batch.length)
+        config = config.replace(model=fitted(config.model, config.probe.vocab_size, "as the probe has it"))
+        return cls(
+            config=config,
+            data=corpus,
+            train=corpus.train,
+            held_out=spread(corpus.held_out, config.run.eval_windows),
+            identity={"task": "probe", "data": corpus.fingerprint},
+        )
+
+    def new_model(self) -> Any:
+        """Make the language model, with first weights from the present random numbers."""
+        from subquad.hf import SubquadConfig, SubquadForCausalLM
+
+        return SubquadForCausalLM(SubquadConfig.from_decoder(self.config.model))
+
+    def evaluate(self, model: Any, batch: Batch) -> dict[str, Tensor]:
+        """Return the loss, and how many tokens of each sequence were asked and predicted."""
+        output = model(**batch, use_cache=False)
+        predicted_BT = output.logits.argmax(-1)[:, :-1]
+        labels_BT = batch["labels"][:, -predicted_BT.shape[1] :]
+        asked_BT = labels_BT != IGNORED
+        right_BT = (predicted_BT == labels_BT) & asked_BT
+        return {"loss": rows(output.loss, batch), "right": right_BT.sum(-1), "asked": asked_BT.sum(-1)}
+
+    def measure(self, values: dict[str, np.ndarray]) -> dict[str, float]:
+        """Return the loss and the share of the asked tokens that were predicted."""
+        return {**super().measure(values), "eval_accuracy": float(values["right"].sum() / values["asked"].sum())}
+
+    window_bytes = staticmethod(LanguageTask.window_bytes)
+
+
+def _windows(
+    tokens: TokenShard | TokenSet, config: TrainConfig, labels: int, console: Console | None
+) -> Windows | PackedWindows | SetWindows:
+    """Cut one part of the text into windows."""
+    length, data = config.batch.length, config.data
+    if data.pack == "stream":
+        return windows_of(tokens, length, stride=labels)
+    windows = preparing(
+        console,
+        "windows",
+        lambda progress: windows_of(tokens, length, pack="documents", cache=data.cache, progress=progress),
+    )
+    assert isinstance(windows, PackedWindows | PackedSetWindows)
+    logger.info(
+        "%s: %d windows of whole documents, %.2f %% of their places are padding",
+        tokens.path, len(windows), 100 * windows.padding,
+    )  # fmt: skip
+    return windows
+
+
+def _check_prompt(corpus: Corpus, prompt: str) -> None:
+    """Raise `ValueError` for a prompt of the final samples that the tokenizer has no tokens for."""
+    try:
+        tokens = encode_text(corpus.tokenizer, prompt)
+    except ValueError as error:
+        raise ValueError(f"run.prompt={prompt!r}: {error}; give the samples another prompt") from error
+    if not tokens:
+        raise ValueError(f"run.prompt={prompt!r} holds no token of this tokenizer; give the samples another prompt")
+
+
+def check_probe(config: TrainConfig) -> None:
+    """Raise `ValueError` for a model that predicts its last tokens alone, where the probe asks for earlier ones."""
+    fewest = options_of(config.model).fewest_predicted
+    if fewest is None:
+        return
+    window_labels(config)
+    first = config.probe.first_asked(config.batch.length)
+    needed = config.batch.length - first + 1
+    if fewest < needed:
+        raise ValueError(
+            f"{config.model.attention} predicts with its last {fewest} tokens at least, and {config.probe.name} asks "
+            f"from place {first} of {config.batch.length} on: {needed} latents are needed "
+            "(model.options.perceiver_ar.latents)"
+        )
