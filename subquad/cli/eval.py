@@ -214,7 +214,7 @@ def _sized(items: Any) -> Sized:
 
 
 def _load_images(folder: str, options: EvalConfig) -> tuple[ImageModel, Tensor]:
-    """Return the model in `folder` and the bytes of images to measure; `ValueError` for options that only a text has."""
+    """Return the model in `folder` and the bytes of images; `ValueError` for options that only a text has."""
     data = options.data
     texts = {"length": options.length, "stride": options.stride, "data.cache": data.cache}
     for name, value in {**texts, "data.skip_bad_files": data.skip_bad_files or None}.items():
