@@ -25,10 +25,9 @@ from subquad.evaluation import (
     Evaluation,
     ImageEvaluation,
     evaluate,
-    evaluate_classifier,
     evaluate_images,
-    fit_bag_of_tokens,
 )
+from subquad.evaluation.classes import evaluate_classifier, fit_bag_of_tokens
 from subquad.evaluation.config import EvalConfig, TextConfig
 from subquad.models.image import ImageModel
 from subquad.parsing import read_json_mapping
