@@ -15,8 +15,7 @@ from rich.console import Console
 
 from subquad.adaptation.config import ExtendConfig
 from subquad.cli.arguments import Parser, data_is_a_path, files_first
-from subquad.cli.eval import show_progress
-from subquad.cli.tables import print_table
+from subquad.cli.tables import print_table, progress
 
 
 def run(arguments: Sequence[str]) -> int:
@@ -50,7 +49,7 @@ def run(arguments: Sequence[str]) -> int:
         plan,
         device,
         begin=lambda name: sys.stderr.write(f"loss by position: {name}\n"),
-        progress=show_progress if sys.stderr.isatty() else None,
+        progress=progress("window"),
     )
     seconds = time.perf_counter() - begin
     report = extension_report.make_report(config, result, plan, losses, seconds, device=device, resumed=resumed)
