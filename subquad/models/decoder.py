@@ -237,7 +237,7 @@ class Decoder(nn.Module):
             mask = real_tokens(doc_ids, mask) & ~before_others(doc_ids, mask)
         if mask is not None:
             labels_BT = labels_BT.masked_fill(~mask, IGNORED)
-        return self.loss_of_passes(passes, labels_BT, reduction=reduction)
+        return self.loss_of_passes(passes, self.aligned_labels(labels_BT, mask), reduction=reduction)
 
     def aligned_labels(self, labels_BT: Tensor, mask: Tensor | None = None, /) -> Tensor:
         """Return the labels where the outputs are that predict them, for `loss_of_passes` and `loss_of_hidden`."""

@@ -59,7 +59,7 @@ class PerceiverAR(Decoder):
     equal parts of the h positions before the latents.
 
     Outputs, logits and losses are of the latents alone: `[B, min(m, T), ...]`, a row's last real token last, and zeros
-    before where a row has fewer real tokens. Tokens before the history are not read.
+    before where a row has fewer real tokens; labels of other tokens do not count. Tokens before the history are not read.
 
     Decoding goes token by token, however many are given at once; every new token is a latent. While there are fewer
     than m latents, the first one stays and the layers' keys are kept, which is exact: it equals one pass with that
@@ -176,22 +176,6 @@ class PerceiverAR(Decoder):
         parts = window.parts(latents, options.history_tokens)
         h_BMD = self.through(window, parts, None, options.prefix_dropout if self.training else 0.0)
         return [window.at_the_end(h_BMD, parts)]
-
-    def loss(
-        self,
-        tokens_BT: Tensor,
-        labels_BT: Tensor,
-        /,
-        mask: Tensor | None = None,
-        doc_ids: Tensor | None = None,
-        *,
-        reduction: Reduction = "mean",
-    ) -> Tensor:
-        """Return the loss of the latents, as `Decoder.loss`; others do not count, `none` gives `[B, min(m, T)]`."""
-        if labels_BT.shape != tokens_BT.shape:
-            raise ValueError(f"labels must have the tokens' shape {list(tokens_BT.shape)}, got {list(labels_BT.shape)}")
-        passes = self.passes(tokens_BT, mask, doc_ids)
-        return self.loss_of_passes(passes, self.aligned_labels(labels_BT, mask), reduction=reduction)
 
     def loss_of_hidden(self, h_BMD: Tensor, labels_BT: Tensor, /, *, reduction: Reduction = "mean") -> Tensor:
         """Return the cross-entropy of `loss` from what `hidden` returned, with the last M of these labels."""
