@@ -59,7 +59,7 @@ class PerceiverAR(Decoder):
     equal parts of the h positions before the latents.
 
     Outputs, logits and losses are of the latents alone: `[B, min(m, T), ...]`, a row's last real token last, and zeros
-    before where a row has fewer real tokens; labels of other tokens do not count. Tokens before the history are not read.
+    before where a row has fewer real tokens; other labels do not count. Tokens before the history are not read.
 
     Decoding goes token by token, however many are given at once; every new token is a latent. While there are fewer
     than m latents, the first one stays and the layers' keys are kept, which is exact: it equals one pass with that
