@@ -8,15 +8,16 @@ from __future__ import annotations
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, fields
+from functools import partial
 from typing import Any, ClassVar, Literal
 
 import torch
 from torch import Tensor, nn
 
-from subquad.attention._activations import activation_bytes
 from subquad.attention.sharing import SharedSequences
 from subquad.config import Config as BaseConfig
 from subquad.config import digest, suggest
+from subquad.ops.counting import Cost, cost_of, state_bytes
 from subquad.ops.documents import Documents, lay_out
 from subquad.ops.padding import check_mask, compact, compaction, scatter
 from subquad.state import State
@@ -40,28 +41,6 @@ LAWS = {
     15: "documents packed into a row are as if each were alone",
 }
 """The laws of the contract in a line each; `subquad.testing.AttentionContract` tests them."""
-
-
-@dataclass(frozen=True)
-class Cost:
-    """What one layer costs for one sequence."""
-
-    tokens: int
-    score_entries: int
-    """Weights that are computed, all heads together, masked ones included."""
-    unmasked_entries: int
-    """Weights that the definition does not fix at zero, of those."""
-    mixing_flops: int
-    """Floating-point operations of the mixing, forward, projections left out (a multiply-add counts two)."""
-    projection_flops: int
-    """Floating-point operations of the linear projections, forward."""
-    backward_flops: int
-    """Floating-point operations of both, backward."""
-    parameters: int
-    activation_bytes: int
-    """Bytes that autograd keeps from forward to backward in training on a CPU, in float32, parameters left out."""
-    state_bytes: int
-    """Bytes kept for the next token after `tokens` tokens, in float32; 0 where there is no next token."""
 
 
 class Attention(SharedSequences):
@@ -258,57 +237,23 @@ class Attention(SharedSequences):
     def after_step(self, step: int) -> None:
         """What training calls after optimizer step number `step` (the first is 1): nothing, for most mechanisms."""
 
-    def score_entries(self, tokens: int) -> int:
-        """Weights computed for one sequence, all heads, masked ones included."""
-        raise NotImplementedError(f"{type(self).__name__} must define score_entries (Attention is abstract)")
-
-    def unmasked_entries(self, tokens: int) -> int:
-        """Those of `score_entries` that the definition does not fix at zero."""
-        return self.score_entries(tokens)
-
-    def mixing_flops(self, tokens: int) -> int:
-        """Floating-point operations of the mixing for one sequence, forward, projections left out."""
-        raise NotImplementedError(f"{type(self).__name__} must define mixing_flops (Attention is abstract)")
-
-    def mixing_backward_flops(self, tokens: int) -> int:
-        """The same backward: five products where the forward has two."""
-        return 5 * self.mixing_flops(tokens) // 2
-
-    def activation_bytes(self, tokens: int) -> int:
-        """Bytes that autograd keeps for one sequence in training, in float32, counted in a run without data.
-
-        On a CPU: a GPU also keeps the weights of every tile of a masked pattern.
-        """
-        return activation_bytes(self, lambda: torch.empty(1, tokens, self.config.dim, requires_grad=True))
-
     def cost(self, tokens: int) -> Cost:
-        """What this layer costs for one sequence of `tokens` tokens."""
-        if tokens < 0:
-            raise ValueError(f"tokens must be at least 0, got {tokens}")
-        projection_flops = sum(
-            2 * self.projected_tokens(name, tokens) * module.in_features * module.out_features
-            for name, module in self.named_modules()
-            if isinstance(module, nn.Linear)
-        )
-        return Cost(
-            tokens=tokens,
-            score_entries=self.score_entries(tokens),
-            unmasked_entries=self.unmasked_entries(tokens),
-            mixing_flops=self.mixing_flops(tokens),
-            projection_flops=projection_flops,
-            backward_flops=self.mixing_backward_flops(tokens) + 2 * projection_flops,
-            parameters=sum(p.numel() for p in self.parameters()),
-            activation_bytes=self.activation_bytes(tokens),
-            state_bytes=self.state_bytes(tokens) if self.causal else 0,
-        )
-
-    def projected_tokens(self, projection: str, tokens: int) -> int:
-        """How many of a sequence's tokens pass through the projection of this name."""
-        return tokens
+        """What this layer costs for one sequence of `tokens` tokens, counted in a run without data."""
+        return cost_of(self, tokens, self._alone, partial(self._tokens, tokens))
 
     def state_bytes(self, tokens: int) -> int:
         """Bytes kept for the next token after one sequence of `tokens` tokens, in float32."""
-        raise NotImplementedError(f"{type(self).__name__} must define state_bytes (Attention is abstract)")
+        return state_bytes(self, self._alone, partial(self._tokens, tokens))
+
+    def _alone(self, x_BTD: Tensor) -> tuple[Tensor, State]:
+        return self.mix(x_BTD, None, None, self.handed_to_one())[:2]
+
+    def _tokens(self, tokens: int) -> Tensor:
+        return torch.empty(1, tokens, self.config.dim, requires_grad=True)
+
+    def handed_to_one(self) -> Tensor | None:
+        """Return what a layer must be handed where it stands alone: nothing, for most mechanisms."""
+        return None
 
     def split(self, x_BTC: Tensor, heads: int | None = None) -> Tensor:
         """`[B, T, C]` to `[B, H, T, C / H]`."""

@@ -27,6 +27,7 @@ from torch import Tensor, nn
 from subquad.attention.blocked import BlockedAttention
 from subquad.attention.sharing import added
 from subquad.layers.positions import positions
+from subquad.ops.counting import first_replaced
 from subquad.ops.patterns import Blocks, Segments, Shifted
 from subquad.parallel import Sent, active_group
 from subquad.state import State, advance
@@ -104,7 +105,8 @@ class Llp(BlockedAttention):
         seen = self.start(state, x_BTD.shape[1])
         q, k, v = raw = self.project(x_BTD)
         q, k = self.rotated(q, seen), self.rotated(self.norm(k), seen)
-        y_BHTK, k, v = self.attend(q, k, v, self.patterns, self.near(state, k, v, self.patterns), "", lengths_B)
+        with first_replaced(self.half_segment if self.special_first_block else 0):
+            y_BHTK, k, v = self.attend(q, k, v, self.patterns, self.near(state, k, v, self.patterns), "", lengths_B)
         after = advance(seen, x_BTD.shape[1], lengths_B)
         entries: dict[str, Tensor | int | State] = {"seen": after}
         if self.causal:
@@ -179,24 +181,9 @@ class Llp(BlockedAttention):
             y_BHTV = torch.where(self.in_first_block(0, x_BTD.shape[1], x_BTD)[:, None], w_BHTS @ v_BHTV, y_BHTV)
         return self.merge(y_BHTV)
 
-    def score_entries(self, tokens: int) -> int:
-        """Entries of all tiles; the first block's are computed twice where it attends in its own way."""
-        again = min(tokens, self.half_segment) ** 2 if self.special_first_block else 0
-        return super().score_entries(tokens) + self.config.num_heads * again
-
-    def state_bytes(self, tokens: int) -> int:
-        """Keys and values in reach; twice while the first block, which attends in its own way, is not complete."""
-        keeps_both = self.special_first_block and tokens < self.half_segment
-        return (2 if keeps_both else 1) * super().state_bytes(tokens)
-
     def sent(self, tokens: int, ranks: int) -> list[Sent]:
         """Keys and values in reach; those of a first half segment that attends in its own way, where ranks share it."""
         near = super().sent(tokens, ranks)
         if not self.special_first_block or tokens > self.half_segment:
             return near
         return added(near, self.sent_for(self.first_patterns, tokens, ranks))
-
-    def projected_tokens(self, projection: str, tokens: int) -> int:
-        """The first block's own projections see it alone."""
-        own = projection.startswith("first_")
-        return min(tokens, self.half_segment) if own else tokens

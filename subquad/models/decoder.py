@@ -6,6 +6,7 @@ Shape letters: B batch, T tokens, D model width, V vocabulary, N = B * T.
 from __future__ import annotations
 
 from collections.abc import Mapping
+from functools import partial
 from typing import Any, Literal
 
 import torch
@@ -17,7 +18,6 @@ from subquad.attention.base import check_fresh
 from subquad.attention.sharing import added, check_dropout, check_whole
 from subquad.layers.head import Lookup, chunked_cross_entropy
 from subquad.layers.norm import build_norm
-from subquad.models._decoder_cost import kept_in_training, linear_weights
 from subquad.models.blocks import (
     Block,
     PassBias,
@@ -29,6 +29,7 @@ from subquad.models.blocks import (
     token_embedding,
 )
 from subquad.models.config import DecoderConfig
+from subquad.ops.counting import cost_of, one_sequence, state_bytes
 from subquad.ops.documents import Documents, before_others, lay_out, real_tokens
 from subquad.ops.loss import linear_cross_entropy
 from subquad.ops.padding import check_mask, compaction, real_slots, scatter
@@ -146,7 +147,7 @@ class Decoder(nn.Module):
 
     def state_bytes(self, tokens: int) -> int:
         """Return bytes of the state after `tokens` tokens of one sequence, in float32."""
-        return self.config.loops * sum(block.attention.state_bytes(tokens) for block in self.blocks())
+        return state_bytes(self, self._counted, partial(one_sequence, tokens))
 
     def most_new_tokens(self, prompt: int, state: State | None = None) -> int | None:
         """Return how many tokens can follow a prompt of `prompt` tokens, its last one unread; None: any number."""
@@ -270,23 +271,21 @@ class Decoder(nn.Module):
         Layers count for every pass, their parameters once, the head for every pass whose loss is taken. Activations are
         those of `loss` in training. What is computed twice to save memory is counted once.
         """
-        config = self.config
-        mixers = [block.attention.cost(tokens) for block in self.blocks()]
-        head = self.head_weight.numel() + (0 if self.lookup is None else linear_weights(self.lookup))
-        heads = config.loops if config.loop_loss == "all" else 1
-        branches = sum(linear_weights(block.feedforward) for block in self.blocks())
-        rest_flops = 2 * tokens * (config.loops * branches + heads * head)
-        return Cost(
-            tokens=tokens,
-            score_entries=config.loops * sum(cost.score_entries for cost in mixers),
-            unmasked_entries=config.loops * sum(cost.unmasked_entries for cost in mixers),
-            mixing_flops=config.loops * sum(cost.mixing_flops for cost in mixers),
-            projection_flops=config.loops * sum(cost.projection_flops for cost in mixers) + rest_flops,
-            backward_flops=config.loops * sum(cost.backward_flops for cost in mixers) + 2 * rest_flops,
-            parameters=self.num_parameters(),
-            activation_bytes=kept_in_training(self, tokens),
-            state_bytes=config.loops * sum(cost.state_bytes for cost in mixers),
-        )
+        return cost_of(self, tokens, self._counted, partial(one_sequence, tokens), keep=self._kept)
+
+    def _counted(self, tokens_BT: Tensor) -> tuple[Tensor, State]:
+        """The logits of each pass whose loss is taken in training, and the state."""
+        layers: dict[str, Tensor | int | State] = {}
+        x_BTD, logits = self.embedding(tokens_BT), list[Tensor]()
+        for p in range(self.config.loops):
+            x_BTD = self._pass(p, x_BTD, None, None, layers)
+            if self.config.loop_loss == "all" or p == self.config.loops - 1:
+                logits.append(self.logits(self.norm(x_BTD)))
+        return torch.stack(logits), State(layers, self.config_hash)
+
+    def _kept(self, tokens_BT: Tensor) -> Tensor:
+        """The loss, of which training keeps the activations."""
+        return self.loss(tokens_BT, tokens_BT)
 
     def communication(self, tokens: int, ranks: int) -> tuple[Sent, ...]:
         """Return bytes that each of `ranks` processes sends for one sequence in all layers and passes, in float32.

@@ -11,9 +11,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from subquad.attention import Cost
 from subquad.attention.blocked import BlockedAttention
-from subquad.models._perceiver_cost import cost, state_bytes
 from subquad.models.blocks import Block, build_mechanisms
 from subquad.models.config import DecoderConfig
 from subquad.models.decoder import IGNORED, Decoder, Reduction
@@ -275,18 +273,15 @@ class PerceiverAR(Decoder):
                 entries[f"layers.{i}"] = State(last, kept.config_hash)
         return State(entries, state.config_hash)
 
-    def cost(self, tokens: int) -> Cost:
-        """What one sequence of `tokens` tokens costs, with as many latents as there may be.
+    def _counted(self, tokens_BT: Tensor) -> tuple[Tensor, State]:
+        """The logits and the state with as many latents as there may be."""
+        return self(tokens_BT)
 
-        `score_entries` are the papers' count: each latent with each key of its layer, and each history row with each
-        row of its segment in all layers alike. What is computed, and counted in `mixing_flops`, is less: not the
-        last layer's history rows, and not all that the causal mask would hide.
-        """
-        return cost(self, tokens)
-
-    def state_bytes(self, tokens: int) -> int:
-        """Return bytes of the state after one pass over `tokens` tokens, in float32."""
-        return state_bytes(self, tokens)
+    def _kept(self, tokens_BT: Tensor) -> Tensor:
+        """The loss with all latents and the whole history, whatever training draws."""
+        window = Window.of(tokens_BT, None, self.limit)
+        h_BMD = self.through(window, window.parts(self.latents, self.options.history_tokens), None)
+        return self.loss_of_hidden(h_BMD, tokens_BT)
 
     def capped(self, history: int) -> int:
         """Cap the tokens of a history at `history_tokens`."""

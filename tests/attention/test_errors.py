@@ -203,9 +203,6 @@ ABSTRACT = {
     "dense_weights": (X,),
     "values": (X,),
     "merge": (X[:, None],),
-    "score_entries": (5,),
-    "mixing_flops": (5,),
-    "state_bytes": (5,),
 }
 
 
