@@ -89,7 +89,7 @@ class PerceiverAR(Decoder):
         mixers = build_mechanisms(plain)
         self.history = nn.ModuleDict({str(i): mixers[i] for i in updated})
         self.compress = nn.Linear(options.history_tokens or 1, options.projected, bias=False) if compressed else None
-        self.branch_outputs |= {mixer.out for mixer in map(self.history_mixer, updated) if mixer is not None}
+        self.branch_outputs |= {mixer.out for mixer in map(self._history_mixer, updated) if mixer is not None}
         for module in (self.history, self.compress):
             if module is not None:
                 module.apply(self.initialise)
