@@ -157,9 +157,8 @@ def build_mechanisms(config: DecoderConfig, *, causal: bool = True) -> list[Atte
     layers: list[Attention] = []
     for name in config.mechanisms * repeats:
         options = _options(config, name, chosen[name], causal)
-        if "own_memory" in chosen[name].option_names() and any(
-            "own_memory" in layer.option_names() for layer in layers
-        ):
+        known = chosen[name].option_names()
+        if "own_memory" in known and any("own_memory" in layer.option_names() for layer in layers):
             options = {"own_memory": False} | options  # the first such layer's memory travels through the stack
         layers.append(attention.build(name, dim=config.dim, **options))
     return layers
