@@ -77,7 +77,7 @@ def refused(capsys, *arguments: str) -> str:
 
 
 def test_the_overview_loads_nothing_heavy():
-    heavy = ("torch", "transformers", "numpy", "rich", "jsonargparse", "yaml", "tokenizers")
+    heavy = ("torch", "transformers", "numpy", "rich", "jsonargparse", "tokenizers")
     out = fresh(
         f"import sys; from subquad.cli import main; main(['--help']); print([m for m in {heavy} if m in sys.modules])"
     )

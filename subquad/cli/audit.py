@@ -149,7 +149,8 @@ def load(folder: str) -> nn.Module:
     import transformers
     from transformers.utils.logging import disable_progress_bar
 
-    from subquad.hf import check_attention, register  # also makes our classes known
+    from subquad.hf import register  # also makes our classes known
+    from subquad.hf.interface import check_attention
 
     register()
     disable_progress_bar()
