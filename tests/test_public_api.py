@@ -99,6 +99,8 @@ def signature(value: object) -> str:
         default = parameter.default
         if default is not parameter.empty and "factory" in repr(default):  # of a dataclass: it has no better name
             default = Anything()
+        if inspect.isfunction(default):
+            default = Words(default.__name__)
         parameters.append(parameter.replace(annotation=Words(words(parameter.annotation)), default=default))
     result = "" if found.return_annotation is found.empty else f" -> {words(found.return_annotation)}"
     text = str(found.replace(parameters=parameters, return_annotation=found.empty))

@@ -85,7 +85,7 @@ class Classifier(nn.Module):
         return sum(p.numel() for p in self.parameters())
 
     def cost(self, tokens: int) -> Cost:
-        """What one sequence of `tokens` tokens costs, or a pair of two such: the encoder and the head."""
+        """Count what one sequence of `tokens` tokens costs, or a pair of two such: the encoder and the head."""
         pair = self.config.towers == 2
 
         def run(tokens_BT: Tensor) -> tuple[Tensor, None]:

@@ -127,7 +127,7 @@ class Encoder(nn.Module):
         return h_BTD.gather(1, last_B11.expand(B, 1, h_BTD.shape[2])).squeeze(1)
 
     def cost(self, tokens: int) -> Cost:
-        """What one sequence of `tokens` tokens costs: the mechanisms of all layers and the feed-forward networks."""
+        """Count what one sequence of `tokens` tokens costs."""
         return cost_of(self, tokens, lambda tokens_BT: (self(tokens_BT), None), partial(one_sequence, tokens))
 
     def _run(self, tokens_BT: Tensor, mask: Tensor | None) -> tuple[Tensor, Compaction | None]:

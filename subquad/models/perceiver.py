@@ -285,7 +285,7 @@ class PerceiverEncoder(nn.Module):
         return x_BTC, mask, moved
 
     def cost(self, tokens: int) -> Cost:
-        """What one sequence of `tokens` tokens costs: all readings, the layers over the latents, the output query."""
+        """Count what one sequence of `tokens` tokens costs: all readings, the layers, the output query."""
         return cost_of(self, tokens, lambda tokens_BT: (self(tokens_BT), None), partial(one_sequence, tokens))
 
 

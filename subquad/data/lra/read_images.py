@@ -13,7 +13,7 @@ from subquad.data.files import Progress
 from subquad.data.image_files import decode
 from subquad.data.images import ImageSet, load_images
 from subquad.data.lra.pathfinder import CLASSES, VOCAB_SIZE
-from subquad.data.lra.store import Contents, Labelled, choose, is_label, pieces
+from subquad.data.lra.store import Contents, Labelled, choose, counted, is_label, pieces
 from subquad.data.packed import load_array
 
 HELD_OUT = 10
@@ -136,9 +136,7 @@ def _word(cell: object) -> str:
 
 
 def _images(rows: list[_Row], size: int, part: str, report: Progress) -> Iterator[tuple[np.ndarray, int]]:
-    for number, row in enumerate(rows):
-        if number % 1000 == 0:
-            report(f"reading {part}", number, len(rows))
+    for row in counted(rows, f"reading {part}", report, len(rows)):
         pixels = decode(row.file, str(row.file), "L")[..., 0]
         if pixels.shape != (size, size):
             raise ValueError(f"{row.file} has {pixels.shape[1]} x {pixels.shape[0]} pixels, not {size} x {size}")

@@ -16,7 +16,7 @@ from subquad.config import suggest
 from subquad.data.config import LabelledConfig
 from subquad.data.files import Progress
 from subquad.data.lra import listops
-from subquad.data.lra.store import Contents, Pairs, is_label, pieces
+from subquad.data.lra.store import Contents, Pairs, counted, is_label, pieces
 from subquad.data.packed import DAMAGE, damaged, find_packed, most, open_stream, too_much
 from subquad.data.sources import check_text, hold_out, hub_dataset
 from subquad.parsing import decoded, parse_json
@@ -90,7 +90,7 @@ def texts(config: LabelledConfig, report: Progress) -> Contents:
     found = {
         side: [
             (as_bytes(where, text), is_label(where, label, labels))
-            for where, text, label in _counted(documents, side, report)
+            for where, text, label in counted(documents, f"reading {side}", report, len(documents))
         ]
         for side, documents in sides.items()
     }
@@ -101,13 +101,6 @@ def texts(config: LabelledConfig, report: Progress) -> Contents:
             parts[part] = [row for row, apart in zip(found["train"], out, strict=True) if apart is wanted]
     classes = tuple(SENTIMENT.get(label, label) for label in labels)
     return Contents({part: pieces(rows) for part, rows in parts.items()}, classes, 1 << 8)
-
-
-def _counted(documents: list[Text], side: str, report: Progress) -> Iterator[Text]:
-    for number, document in enumerate(documents):
-        if number % 1000 == 0:
-            report(f"reading {side}", number, len(documents))
-        yield document
 
 
 def _folders(asked: str, side: str) -> list[Text]:
@@ -212,7 +205,7 @@ def _pairs(file: Path, texts: dict[str, np.ndarray] | None, report: Progress) ->
     documents: list[np.ndarray] = []
     numbers: dict[tuple[str, bytes], int] = {}
     index, labels = [], []
-    for number, (where, line) in enumerate(lines(file)):
+    for where, line in counted(lines(file), f"reading {file.name}", report):
         columns = "label first second" if texts is not None else "label first second first_text second_text"
         label, *rest = (_unquoted(cell) for cell in cells(where, line, columns))
         labels.append(is_label(where, LABELS.get(label, label.decode(errors="replace")), ("0", "1")))
@@ -229,8 +222,6 @@ def _pairs(file: Path, texts: dict[str, np.ndarray] | None, report: Progress) ->
                 numbers[key] = len(numbers)
             pair.append(numbers[key])
         index.append(pair)
-        if number % 1000 == 0:
-            report(f"reading {file.name}", number, number)
     rows = np.array(index, dtype=np.int64).reshape(-1, 2)
     return Pairs(pieces((document, 0) for document in documents), rows, np.array(labels, dtype=np.int64))
 
@@ -255,7 +246,7 @@ def listops_release(config: LabelledConfig, report: Progress) -> Contents:
 
 
 def _rows(file: Path, report: Progress) -> Iterator[tuple[np.ndarray, int]]:
-    for number, (where, line) in enumerate(lines(file)):
+    for number, (where, line) in enumerate(counted(lines(file), f"reading {file.name}", report)):
         source, target = cells(where, line, HEADER)
         if not number:
             if [source, target] != [word.encode() for word in HEADER.split()]:
@@ -267,6 +258,4 @@ def _rows(file: Path, report: Progress) -> Iterator[tuple[np.ndarray, int]]:
             raise ValueError(f"{where}: {error}") from error
         if not len(tokens):
             raise ValueError(f"{where} has no expression before the tab")
-        if number % 1000 == 0:
-            report(f"reading {file.name}", number, number)
         yield tokens, is_label(where, target.decode(errors="replace"), listops.CLASSES)

@@ -12,7 +12,7 @@ import hashlib
 import logging
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
-from typing import NamedTuple
+from typing import NamedTuple, TypeVar
 
 import numpy as np
 import torch
@@ -20,10 +20,11 @@ from torch import Tensor
 from torch.utils.data import Dataset
 
 from subquad.config import digest
-from subquad.data.files import cache_folder, fill_once, usable, write_json
+from subquad.data.files import Progress, cache_folder, fill_once, usable, write_json
 from subquad.data.shards import ShardWriter, TokenShard
 from subquad.parsing import check_keys, read_json
 
+Item = TypeVar("Item")
 VERSION = 1
 PARTS = ("train", "held_out", "test")
 _KINDS = {"version": int, "classes": list, "vocab_size": int, "pairs": bool, "source": str, "sha256": dict}
@@ -208,6 +209,14 @@ def is_label(where: str, label: str, classes: Iterable[str]) -> int:
     if label not in valid:
         raise ValueError(f"{where} has the label {label[:40]!r}; valid: {', '.join(valid)}")
     return valid.index(label)
+
+
+def counted(items: Iterable[Item], what: str, report: Progress, total: int | None = None) -> Iterator[Item]:
+    """Yield `items`, and report at every thousandth that `what` is done with as many of `total` (None: unknown)."""
+    for number, item in enumerate(items):
+        if number % 1000 == 0:
+            report(what, number, number if total is None else total)
+        yield item
 
 
 def kept(cache: str | None, name: str, fill: Callable[[Path], None]) -> Store:
