@@ -14,11 +14,15 @@ from functools import cache
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+import torch
 from rich.console import Console
 
 from subquad.cli.arguments import Parser, data_is_a_path, files_first
+from subquad.config import read_mapping
 from subquad.generation.sampling import SamplingConfig
+from subquad.memory import free_threads, keep_freed_memory
 from subquad.training.config import TrainConfig
+from subquad.training.processes import check_parallel, leave, trains_on_cpu, world_size
 
 if TYPE_CHECKING:
     from tokenizers import Tokenizer
@@ -43,14 +47,14 @@ def run(arguments: Sequence[str]) -> int:
     parser = make_parser()
     config = _read(parser, arguments)
     from subquad.training import train
-    from subquad.training.processes import check_parallel, leave
     from subquad.training.tasks import TASKS, check
 
     with parser.checking():
         TASKS[config.task].check_source(config)
         check(config)
         check_parallel(config)
-    result = train(config, console=Console(stderr=True))
+    keep_freed_memory()
+    result = train(with_threads(config), console=Console(stderr=True))
     leave()
     if int(os.environ.get("RANK", "0")) != 0:
         return 0
@@ -61,6 +65,26 @@ def run(arguments: Sequence[str]) -> int:
     finish = _finish if module is None else importlib.import_module(module).finish
     finish(result)
     return 0
+
+
+def with_threads(config: TrainConfig) -> TrainConfig:
+    """Return the configuration with the number of threads that the run keeps to, so that going on repeats its bits.
+
+    The number that the run's folder names; of a new run PyTorch's own, less the cores that other processes keep busy.
+    Nothing changes where `run.threads` is given, on a GPU, and in one of several processes.
+    """
+    run = config.run
+    if run.threads is not None or world_size() > 1 or not trains_on_cpu(config):
+        return config
+    kept = Path(run.folder) / "config.yaml"
+    if kept.is_file():
+        settings = read_mapping(kept).get("run")
+        threads = settings.get("threads") if isinstance(settings, dict) else None
+    else:
+        threads = free_threads()
+        if threads < torch.get_num_threads():
+            logger.warning("run.threads is %d: other processes keep the other cores busy", threads)
+    return config.replace(run=run.replace(threads=threads))
 
 
 @cache  # making one takes 0.2 s
