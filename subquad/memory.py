@@ -5,7 +5,9 @@ from __future__ import annotations
 import ctypes
 import functools
 import mmap
+import os
 import sys
+import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -64,7 +66,8 @@ def keep_freed_memory() -> bool:
 def free_threads(seconds: float = 0.2) -> int:
     """Return PyTorch's number of threads, but no more than there are cores that other processes leave free; at least 1.
 
-    Threads of one operation wait for each other: on two cores, one of them taken, two threads train half as fast as one.
+    Threads of one operation wait for each other: on two cores, one of them taken, two threads train half as fast as
+    one.
     Sleeps for `seconds` to see how busy the cores are. PyTorch's own number where the system does not say.
     """
     threads = torch.get_num_threads()

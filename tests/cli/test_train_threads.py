@@ -104,7 +104,18 @@ def test_the_command_keeps_freed_memory_and_the_number_of_threads(
     monkeypatch.setattr(command, "free_threads", lambda: 1)
     arguments = [
         *("--task", "probe", "--model.dim", "8", "--model.num_layers", "1", "--model.num_heads", "1"),
-        *("--model.attention", "linear", "--probe.name", "copy", "--probe.symbols", "4", "--probe.examples", "8"),
+        *(
+            "--model.attention",
+            "linear",
+            "--model.position",
+            "none",
+            "--probe.name",
+            "copy",
+            "--probe.symbols",
+            "4",
+            "--probe.examples",
+            "8",
+        ),
         *("--probe.held_out", "2", "--batch.length", "10", "--batch.size", "2", "--schedule.warmup", "0"),
         *("--run.steps", "1", "--run.device", "cpu", "--run.folder", str(tmp_path / "run")),
     ]
