@@ -11,23 +11,19 @@ from __future__ import annotations
 
 import argparse
 import json
-import platform
-from datetime import date
 from pathlib import Path
 from typing import Any
 
 import torch
-import transformers
 from rich.console import Console
 
 from subquad.data import Corpus
 from subquad.evaluation import evaluate
-from subquad.evaluation.provenance import commit, described, machine
+from subquad.evaluation.provenance import described, provenance
 from subquad.recipes import recipe_path
 from subquad.training import TrainConfig, train
 from subquad.training.progress import read_metrics
 from subquad.training.report import measure, write_report
-from subquad.version import __version__
 
 ROOT = Path(__file__).resolve().parents[1]
 MECHANISMS = ("full", "window", "llp", "linear", "latte")
@@ -47,17 +43,13 @@ def main() -> None:
     if names != list(MECHANISMS):
         Console().print(f"{len(rows)} of {len(MECHANISMS)} ran: no table; make it by {command(arguments.steps)}")
         return
+    origin = provenance("cuda" if torch.cuda.is_available() else "cpu", ("transformers",))
     results = {
         "command": command(arguments.steps),
-        "date": date.today().isoformat(),
-        "hardware": described(machine("cuda" if torch.cuda.is_available() else "cpu")),
-        "versions": {
-            "subquad": __version__,
-            "python": platform.python_version(),
-            "torch": torch.__version__,
-            "transformers": transformers.__version__,
-        },
-        "commit": commit(),
+        "date": origin["date"],
+        "hardware": described(origin["machine"]),
+        "versions": {name: origin["versions"][name] for name in ("subquad", "python", "torch", "transformers")},
+        "commit": origin["commit"],
         "rows": rows,
     }
     target = ROOT / "benchmarks" / "results" / "five_mechanisms.json"

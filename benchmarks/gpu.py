@@ -2,7 +2,7 @@
 
     python benchmarks/gpu.py [--device cuda|cpu] [--dry-run] [--only tests,ops] [--seconds 520] [--folder FOLDER]
 
-Needs torch, triton, numpy, tokenizers, pytest and this checkout; nothing is installed but wheels of other libraries in
+Needs torch, triton, numpy, pyyaml, tokenizers, pytest and this checkout; nothing is installed but wheels of peers in
 `.whl/`, which go to `.whl/site`. Each step runs in a process of its own with a time limit, and writes
 `gpu_STEP.json` into benchmarks/results, and into $OUT where that is set. A step that fails, or for which no time is
 left, says so in its file, and the next one goes on. With `--device cpu --dry-run` everything runs in tiny sizes on a
@@ -177,7 +177,7 @@ def _stop(process: subprocess.Popen[str]) -> str:
 
 def _missing(device: str) -> str | None:
     """Return the reason why the steps can't run here, or None."""
-    lacking = [module for module in ("torch", "numpy", "tokenizers", "pytest") if find_spec(module) is None]
+    lacking = [module for module in ("torch", "numpy", "yaml", "tokenizers", "pytest") if find_spec(module) is None]
     if lacking:
         return f"{sys.executable} has no {', '.join(lacking)}; name a Python that has: make gpu PYTHON=python3.12"
     import torch

@@ -44,7 +44,7 @@ class Peer:
     name: str
     module: str
     devices: tuple[str, ...]
-    cases: Callable[[str], list[Case]]
+    cases: Callable[[str], list[Case]] = lambda _: []
     """Its lines on a device of this type."""
     distribution: str = "torch"
     model: bool = False
@@ -253,10 +253,6 @@ def _fla(_: str) -> list[Case]:
     ]
 
 
-def _none(_: str) -> list[Case]:
-    return []
-
-
 PEERS = (
     Peer("sdpa-cudnn", "torch", ("cuda",), _cudnn),
     Peer("flex", "torch", ("cpu", "cuda"), _flex),
@@ -270,6 +266,12 @@ PEERS = (
     ),
     Peer("performer-pytorch", "performer_pytorch", ("cpu",), _performer, "performer-pytorch"),
     Peer("fla", "fla", ("cuda",), _fla, "flash-linear-attention"),
-    Peer("perceiver-ar-pytorch", "perceiver_ar_pytorch", ("cpu", "cuda"), _none, "perceiver-ar-pytorch", model=True),
+    Peer(
+        "perceiver-ar-pytorch",
+        "perceiver_ar_pytorch",
+        ("cpu", "cuda"),
+        distribution="perceiver-ar-pytorch",
+        model=True,
+    ),
 )
 """Perceiver AR has no operator to time alone: what it saves is in the stack, so it stands beside whole models."""

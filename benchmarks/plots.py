@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Literal
 
 from benchmarks.report import Report, Row, setting
 from subquad.evaluation import drawing
@@ -40,24 +40,38 @@ def save(report: Report, folder: Path) -> list[Path]:
     return list(figures)
 
 
+def _milliseconds(row: Row) -> float:
+    return 1e3 * float(row["median_s"])
+
+
+def _peak(row: Row) -> float | None:
+    return None if row.get("peak_bytes") is None else row["peak_bytes"] / MIB
+
+
 def _ops(report: Report) -> dict[str, Figure | None]:
     one, size = report.settings["latents"][0], report.settings["segment"][0]
     rows = [row for row in report.rows if row["latents"] in (None, one) and row["segment"] in (None, size)]
     passes = report.settings["passes"]
     figures = {
-        "time": _against_length(report, rows, passes, lambda row: 1e3 * row["median_s"], "milliseconds"),
-        "memory": _against_length(report, rows, passes, _peak, "peak memory beyond the inputs, MiB"),
+        "time": _panels(report, rows, passes, _milliseconds, "milliseconds"),
+        "memory": _panels(report, rows, passes, _peak, "peak memory beyond the inputs, MiB"),
     }
     if len(report.settings["latents"]) > 1:
-        figures["latents"] = _against_latents(report)
+        rows = [row for row in report.rows if row.get("latents") is not None]
+        rows = [{**row, "label": f"{_source(row)}, {row['tokens']:,} tokens"} for row in rows]
+        figures["latents"] = _panels(report, rows, passes, _milliseconds, "milliseconds", over="latents")
     return figures
+
+
+def _source(row: Row) -> str:
+    return f"{row['name']} [{row['backend']}]" if row.get("backend") else str(row["name"])
 
 
 def _model(report: Report) -> dict[str, Figure | None]:
     passes = ["step", "prefill"]
     return {
-        "time": _against_length(report, report.rows, passes, lambda row: 1e3 * row["median_s"], "milliseconds"),
-        "memory": _against_length(report, report.rows, passes, _peak, "peak memory, MiB"),
+        "time": _panels(report, report.rows, passes, _milliseconds, "milliseconds"),
+        "memory": _panels(report, report.rows, passes, _peak, "peak memory, MiB"),
     }
 
 
@@ -69,7 +83,7 @@ def _decode(report: Report) -> dict[str, Figure | None]:
     figure.suptitle(setting(report), fontsize=10)
     above, below = figure.subplots(2, 1, sharex=True)
     labels = _labels(rows)
-    _lines(above, rows, labels, lambda row: row["tokens"], lambda row: 1e3 * row["median_s"], legend=True)
+    _lines(above, rows, labels, lambda row: row["tokens"], _milliseconds, legend=True)
     _lines(below, rows, labels, lambda row: row["tokens"], lambda row: row["state_bytes"] / MIB, legend=False)
     above.set_ylabel("milliseconds for one token", fontsize=9)
     above.set_ylim(bottom=0)
@@ -81,14 +95,16 @@ def _decode(report: Report) -> dict[str, Figure | None]:
     return {"time": figure}
 
 
-def _peak(row: Row) -> float | None:
-    return None if row.get("peak_bytes") is None else row["peak_bytes"] / MIB
-
-
-def _against_length(
-    report: Report, rows: Sequence[Row], passes: Sequence[str], value: Callable[[Row], float | None], unit: str
+def _panels(
+    report: Report,
+    rows: Sequence[Row],
+    passes: Sequence[str],
+    value: Callable[[Row], float | None],
+    unit: str,
+    *,
+    over: Literal["tokens", "latents"] = "tokens",
 ) -> Figure | None:
-    """A panel for each pass, both axes logarithmic, a line for each label."""
+    """Draw a panel for each pass, both axes logarithmic, a line for each label; None where there is no row."""
     rows = [row for row in rows if row["status"] == "ok" and value(row) is not None]
     passes = [which for which in passes if any(row["pass"] == which for row in rows)]
     if not passes:
@@ -99,37 +115,12 @@ def _against_length(
     panels = figure.subplots(len(passes), 1, sharex=True, squeeze=False)[:, 0]
     for n, (axis, which) in enumerate(zip(panels, passes, strict=True)):
         shown = [row for row in rows if row["pass"] == which]
-        _lines(axis, shown, labels, lambda row: row["tokens"], value, legend=n == 0)
+        _lines(axis, shown, labels, lambda row: row[over], value, legend=n == 0)
         _logarithmic(axis)
         axis.set_ylabel(f"{PASSES[which]}: {unit}", fontsize=9)
-        _lengths(axis, sorted({row["tokens"] for row in rows}), base=2)
-    panels[-1].set_xlabel("tokens", fontsize=9)
+        _lengths(axis, sorted({row[over] for row in rows}), base=2)
+    panels[-1].set_xlabel({"tokens": "tokens", "latents": "latents of a head"}[over], fontsize=9)
     return figure
-
-
-def _against_latents(report: Report) -> Figure | None:
-    """A panel for each pass: time against the latents of a head, a line for each length."""
-    rows = [row for row in report.rows if row["status"] == "ok" and row.get("latents") is not None]
-    passes = [which for which in report.settings["passes"] if any(row["pass"] == which for row in rows)]
-    if not passes:
-        return None
-    rows = [{**row, "label": f"{_source(row)}, {row['tokens']:,} tokens"} for row in rows]
-    figure = drawing.new_figure(9.2, 4.2 * len(passes))
-    figure.suptitle(setting(report), fontsize=10)
-    labels = _labels(rows)
-    panels = figure.subplots(len(passes), 1, sharex=True, squeeze=False)[:, 0]
-    for n, (axis, which) in enumerate(zip(panels, passes, strict=True)):
-        shown = [row for row in rows if row["pass"] == which]
-        _lines(axis, shown, labels, lambda row: row["latents"], lambda row: 1e3 * row["median_s"], legend=n == 0)
-        _logarithmic(axis)
-        axis.set_ylabel(f"{PASSES[which]}: milliseconds", fontsize=9)
-        _lengths(axis, sorted({row["latents"] for row in rows}), base=2)
-    panels[-1].set_xlabel("latents of a head", fontsize=9)
-    return figure
-
-
-def _source(row: Row) -> str:
-    return f"{row['name']} [{row['backend']}]" if row.get("backend") else str(row["name"])
 
 
 def _labels(rows: Sequence[Row]) -> list[str]:

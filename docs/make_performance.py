@@ -12,6 +12,7 @@ from __future__ import annotations
 import argparse
 import sys
 from collections.abc import Callable, Iterator
+from functools import partial
 from pathlib import Path
 from statistics import median
 from typing import Any, NamedTuple
@@ -21,7 +22,7 @@ import pages
 from benchmarks.plots import save
 from benchmarks.report import Report
 
-Found = Callable[[], float | None]
+Found = float | None
 MET = 0.9
 """Of an aim on a CPU: within ten percent counts as met. On a GPU an aim is met in full or missed."""
 COMMANDS = {
@@ -127,8 +128,7 @@ def gpu_aims() -> str:
     if all(loaded(f"gpu_{what}") is None for what in ("ops", "fla", "model", "decode")):
         return "No figure comes from a GPU yet: [GPU_TODO](../benchmarks/GPU_TODO.md) says what waits for one."
     lines = ["| aim (forward + backward) | at | measured | | reason |", "|---|---|---:|---|---|"]
-    for text, at, least, found in _gpu_aims():
-        value = found()
+    for text, at, least, value in _gpu_aims():
         missed = value is not None and value < least
         verdict = "not measured" if value is None else "**missed**" if missed else "met"
         measured, reason = "-" if value is None else f"{value:.3f}", REASONS.get((text, at), "") if missed else ""
@@ -136,31 +136,22 @@ def gpu_aims() -> str:
     return "\n".join(lines)
 
 
-def tables(stem: str) -> Callable[[], str]:
-    """The tables of a result, and where they are from."""
-
-    def block() -> str:
-        report = loaded(stem)
-        if report is None:
-            return _waiting(stem)
-        found, versions = report.provenance, report.provenance["versions"]
-        made = ", ".join(f"{name} {version}" for name, version in versions.items())
-        origin = f"`{report.command}`, {found['date']}, commit {found['commit']}: {made}."
-        return f"{report.table()}\n\n{origin}"
-
-    return block
+def tables(stem: str) -> str:
+    """Return the tables of a result, and where they are from."""
+    report = loaded(stem)
+    if report is None:
+        return _waiting(stem)
+    found, versions = report.provenance, report.provenance["versions"]
+    made = ", ".join(f"{name} {version}" for name, version in versions.items())
+    origin = f"`{report.command}`, {found['date']}, commit {found['commit']}: {made}."
+    return f"{report.table()}\n\n{origin}"
 
 
-def pictures(stem: str, *names: str) -> Callable[[], str]:
-    """Pictures that `main` draws."""
-
-    def block() -> str:
-        report = loaded(stem)
-        if report is None:
-            return _waiting(stem)
-        return "\n\n".join(f"![{stem}: {name}](images/{stem}_{name}.png)" for name in names)
-
-    return block
+def pictures(stem: str, *names: str) -> str:
+    """Return links to pictures that `main` draws."""
+    if loaded(stem) is None:
+        return _waiting(stem)
+    return "\n\n".join(f"![{stem}: {name}](images/{stem}_{name}.png)" for name in names)
 
 
 def _waiting(stem: str) -> str:
@@ -191,37 +182,25 @@ def _pair(report: Report, name: str, tokens: int) -> list[float | None]:
 
 def _faster(stem: str, ours: str, theirs: str, tokens: int, which: str = "forward_backward", **more: Any) -> Found:
     """Return the speed of one line over another's."""
-
-    def found() -> float | None:
-        report = loaded(stem)
-        one, segment = _row(report, ours, tokens, which, **more), more if theirs.startswith("flex") else {}
-        other = _row(report, theirs, tokens, which, **segment)
-        return None if one is None or other is None else other["median_s"] / one["median_s"]
-
-    return found
+    report = loaded(stem)
+    one = _row(report, ours, tokens, which, **more)
+    other = _row(report, theirs, tokens, which, **(more if theirs.startswith("flex") else {}))
+    return None if one is None or other is None else other["median_s"] / one["median_s"]
 
 
 def _of_copy(name: str, tokens: int) -> Found:
-    """Bytes a second over those of a copy in the same run."""
-
-    def found() -> float | None:
-        report = loaded("gpu_ops")
-        row = _row(report, name, tokens, "forward_backward")
-        if report is None or row is None or "copy_bytes_per_s" not in report.ceilings:
-            return None
-        return row["bytes_per_s"] / report.ceilings["copy_bytes_per_s"]
-
-    return found
+    """Return bytes a second over those of a copy in the same run."""
+    report = loaded("gpu_ops")
+    row = _row(report, name, tokens, "forward_backward")
+    if report is None or row is None or "copy_bytes_per_s" not in report.ceilings:
+        return None
+    return row["bytes_per_s"] / report.ceilings["copy_bytes_per_s"]
 
 
 def _steady(name: str) -> Found:
-    """The time of a token after 1,000 over that after 100,000."""
-
-    def found() -> float | None:
-        row = _row(loaded("gpu_decode"), name, 100000, "token")
-        return None if row is None else 1 / row["of_shortest"]
-
-    return found
+    """Return the time of a token after 1,000 over that after 100,000."""
+    row = _row(loaded("gpu_decode"), name, 100000, "token")
+    return None if row is None else 1 / row["of_shortest"]
 
 
 class Aim(NamedTuple):
@@ -265,19 +244,14 @@ def _gpu_aims() -> Iterator[Aim]:
 BLOCKS: dict[str, Callable[[], str]] = {
     "cpu-aims": cpu_aims,
     "cpu-runs": cpu_runs,
-    "cpu-ops": tables("cpu_ops"),
-    "cpu-ops-pictures": pictures("cpu_ops", "time", "memory"),
-    "cpu-latents": pictures("cpu_ops", "latents"),
-    "cpu-model": tables("cpu_model"),
-    "cpu-model-pictures": pictures("cpu_model", "time", "memory"),
-    "cpu-decode": tables("cpu_decode"),
-    "cpu-decode-pictures": pictures("cpu_decode", "time"),
+    "cpu-ops-pictures": partial(pictures, "cpu_ops", "time", "memory"),
+    "cpu-latents": partial(pictures, "cpu_ops", "latents"),
+    "cpu-model-pictures": partial(pictures, "cpu_model", "time", "memory"),
+    "cpu-decode-pictures": partial(pictures, "cpu_decode", "time"),
     "gpu-aims": gpu_aims,
-    "gpu-ops": tables("gpu_ops"),
-    "gpu-fla": tables("gpu_fla"),
-    "gpu-model": tables("gpu_model"),
-    "gpu-decode": tables("gpu_decode"),
 }
+for _stem in ("cpu_ops", "cpu_model", "cpu_decode", "gpu_ops", "gpu_fla", "gpu_model", "gpu_decode"):
+    BLOCKS[_stem.replace("_", "-")] = partial(tables, _stem)
 
 if __name__ == "__main__":
     main()

@@ -9,7 +9,19 @@ from subquad.lazy import facade
 from subquad.version import __version__
 
 if TYPE_CHECKING:
-    from subquad import attention, data, evaluation, generation, hf, models, ops, parallel, testing, training
+    from subquad import (
+        adaptation,
+        attention,
+        data,
+        evaluation,
+        generation,
+        hf,
+        models,
+        ops,
+        parallel,
+        testing,
+        training,
+    )
     from subquad.evaluation.audit import audit
     from subquad.memory import keep_freed_memory
     from subquad.state import State
@@ -18,6 +30,7 @@ if TYPE_CHECKING:
 __all__ = [
     "State",
     "__version__",
+    "adaptation",
     "attention",
     "audit",
     "data",
@@ -36,6 +49,7 @@ __getattr__ = facade(
     __name__,
     {
         "State": "state",
+        "adaptation": "adaptation",
         "attention": "attention",
         "audit": "subquad.evaluation.audit",
         "data": "data",

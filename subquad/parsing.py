@@ -1,6 +1,6 @@
 """JSON and YAML that someone else has written: read by safe loaders only, within bounds.
 
-What is refused, always by a `ValueError` that names the file: text that is no UTF-8, values that nest more than `DEPTH`
+Refused, always by a `ValueError` that names the file: text that is no UTF-8, values that nest more than `DEPTH`
 deep (they would exhaust the stack of whoever walks them), YAML whose aliases stand for more than `VALUES` values (a few
 lines can stand for billions) or for themselves, strings that are no Unicode, and more than `BYTES` bytes.
 """
@@ -28,7 +28,7 @@ class BoundsError(ValueError):
 
 
 def read_text(path: str | Path) -> str:
-    """A file's text; `ValueError` names a file that is no UTF-8 or too large."""
+    """Read a file's text; `ValueError` names a file that is no UTF-8 or too large."""
     with Path(path).open("rb") as stream:
         raw = stream.read(BYTES + 1)
     if len(raw) > BYTES:
@@ -37,7 +37,7 @@ def read_text(path: str | Path) -> str:
 
 
 def decoded(raw: bytes, where: str) -> str:
-    """Bytes as text; `ValueError` names the first byte that is no UTF-8."""
+    """Return bytes as text; `ValueError` names the first byte that is no UTF-8."""
     try:
         return raw.decode("utf-8")
     except UnicodeDecodeError as error:
@@ -45,12 +45,12 @@ def decoded(raw: bytes, where: str) -> str:
 
 
 def read_json(path: str | Path) -> Any:
-    """The value in a JSON file. Raises as `parse_json` and `read_text`, and `OSError` for a file that can't be read."""
+    """Read a JSON file. Raises as `parse_json` and `read_text`, and `OSError` for a file that can't be read."""
     return parse_json(read_text(path), str(path))
 
 
 def read_json_mapping(path: str | Path) -> dict[str, Any]:
-    """The mapping in a JSON file; `ValueError` names the file where it holds something else."""
+    """Read the mapping in a JSON file; `ValueError` names the file where it holds something else."""
     values = read_json(path)
     if not isinstance(values, dict):
         raise ValueError(f"{path} must hold a mapping, got {type(values).__name__}")
@@ -70,7 +70,7 @@ def check_keys(values: Any, kinds: Mapping[str, type], where: str) -> None:
 
 
 def parse_json(text: str, where: str) -> Any:
-    """The value of a JSON text; `ValueError` begins with `where`."""
+    """Return the value of a JSON text; `ValueError` begins with `where`."""
     try:
         value = json.loads(text)
     except RecursionError as error:
@@ -82,7 +82,7 @@ def parse_json(text: str, where: str) -> Any:
 
 
 def parse_yaml(text: str, where: str) -> Any:
-    """The value of a YAML text, by the safe loader; `ValueError` begins with `where`."""
+    """Return the value of a YAML text, by the safe loader; `ValueError` begins with `where`."""
     check_yaml(text, where)
     try:
         value = yaml.safe_load(text)

@@ -191,7 +191,7 @@ class State:
 def weights_hash(model: nn.Module) -> str:
     """Return sixteen hexadecimal digits that differ when any parameter or saved buffer of `model` differs.
 
-    Every weight is read once: about a third of a second for 1 GiB on a CPU.
+    Every weight is read once: about a second for 1 GiB on a CPU.
     """
     found = hashlib.sha256()
     for name, tensor in sorted(model.state_dict().items()):

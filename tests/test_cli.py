@@ -77,7 +77,7 @@ def refused(capsys, *arguments: str) -> str:
 
 
 def test_the_overview_loads_nothing_heavy():
-    heavy = ("torch", "transformers", "numpy", "rich", "jsonargparse", "yaml", "tokenizers")
+    heavy = ("torch", "transformers", "numpy", "rich", "jsonargparse", "tokenizers")
     out = fresh(
         f"import sys; from subquad.cli import main; main(['--help']); print([m for m in {heavy} if m in sys.modules])"
     )
@@ -493,6 +493,17 @@ def test_eval_reads_the_whole_of_another_text(trained, tmp_path, capsys):
     assert main(["eval", str(trained), *arguments, "--length", "16", "--windows", "2"]) == 0
     values = json.loads(result.read_text())
     assert (values["tokens"], values["text_bytes"]) == (32, 33)
+
+
+def test_eval_says_that_a_text_has_crlf_line_ends(trained, tmp_path, caplog, capsys):
+    text = "def main():\n    return 0\n" * 60
+    for name, ends in (("unix", "\n"), ("dos", "\r\n")):
+        (tmp_path / name).write_bytes(text.replace("\n", ends).encode())
+        for _ in range(2):  # the second time its tokens are kept
+            caplog.clear()
+            arguments = ["--data.path", str(tmp_path / name), "--data.cache", str(tmp_path)]
+            assert main(["eval", str(trained), *arguments]) == 0
+            assert ("has CRLF line ends (120 carriage returns)" in caplog.text) == (name == "dos")
 
 
 def test_eval_needs_a_text_where_the_folder_names_none(trained, tmp_path, capsys):

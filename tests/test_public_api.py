@@ -29,6 +29,7 @@ PACKAGES = (
     "subquad.serving",
     "subquad.testing",
 )
+MOST_NAMES = 110
 METHODS = {
     "subquad.State": ("save", "load", "check", "map"),
     "subquad.attention.Attention": (
@@ -98,6 +99,8 @@ def signature(value: object) -> str:
         default = parameter.default
         if default is not parameter.empty and "factory" in repr(default):  # of a dataclass: it has no better name
             default = Anything()
+        if inspect.isfunction(default):
+            default = Words(default.__name__)
         parameters.append(parameter.replace(annotation=Words(words(parameter.annotation)), default=default))
     result = "" if found.return_annotation is found.empty else f" -> {words(found.return_annotation)}"
     text = str(found.replace(parameters=parameters, return_annotation=found.empty))
@@ -132,6 +135,32 @@ def test_public_signatures_are_those_that_were_promised():
     gone, new = sorted(expected - actual), sorted(actual - expected)
     assert not gone, "public names were changed or removed:\n" + "\n".join(gone) + "\nnow:\n" + "\n".join(new)
     assert not new, "public names are not pinned (see the docstring of this file):\n" + "\n".join(new)
+
+
+def test_public_names_are_few():
+    """Beside the classes of mechanisms and of patterns, which are as many as there are."""
+    from subquad.attention import Attention
+    from subquad.ops.patterns import Pattern
+
+    names = []
+    for package in PACKAGES:
+        module = importlib.import_module(package)
+        for name in CHOSEN.get(package, module.__all__):
+            value = getattr(module, name)
+            if not (inspect.isclass(value) and issubclass(value, (Attention, Pattern))):
+                names.append(f"{package}.{name}")
+    assert len(names) <= MOST_NAMES, names
+
+
+def test_no_two_public_classes_share_a_name():
+    """But a mechanism and its pattern, which are one word in two packages: `attention.Window`, `patterns.Window`."""
+    classes = {}
+    for package in (package for package in PACKAGES if package != "subquad.ops.patterns"):
+        module = importlib.import_module(package)
+        for name in CHOSEN.get(package, module.__all__):
+            if inspect.isclass(getattr(module, name)):
+                classes.setdefault(name, set()).add(getattr(module, name))
+    assert {name: found for name, found in classes.items() if len(found) > 1} == {}
 
 
 def test_the_names_of_the_mechanisms_stay():

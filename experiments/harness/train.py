@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import importlib
 import json
 import math
 import shutil
@@ -17,7 +16,7 @@ import torch
 from experiments.harness.noise import Row
 from experiments.harness.recipe import Held, merged
 from experiments.harness.units import ON_A_GPU, Unit, function, held_of
-from subquad.cli.train import FINISH
+from subquad.cli.finishing import finish
 from subquad.data import Corpus
 from subquad.evaluation import evaluate
 from subquad.models.build import build_model
@@ -154,7 +153,7 @@ def _held_out(result: RunResult, held: Held) -> Row:
     if result.config.reads_text:
         return _text(result, held)
     with (result.folder / "log.txt").open("w", encoding="utf-8") as log, contextlib.redirect_stdout(log):
-        importlib.import_module(FINISH[result.config.task]).finish(result)
+        finish(result)
     found = json.loads((result.folder / "evaluation.json").read_text(encoding="utf-8"))
     names = ("accuracy", "error", "chance", "constant", "bag_of_tokens", "loss", "bits_per_dim")
     return {name: found[name] for name in names if name in found}

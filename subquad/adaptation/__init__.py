@@ -9,32 +9,23 @@ from subquad.lazy import facade
 if TYPE_CHECKING:
     from subquad.adaptation import adapters as adapters
     from subquad.adaptation.conversion import convert
-    from subquad.adaptation.extension import extend, train_control
-    from subquad.adaptation.replace import Replacement, replace_attention, replaced_layers
-    from subquad.adaptation.transfer import attention_errors
+    from subquad.adaptation.extension import extend
+    from subquad.adaptation.replace import replace_attention
 
 __all__ = [
     "ConvertConfig",
     "ExtendConfig",
-    "Replacement",
-    "attention_errors",
     "convert",
     "extend",
     "replace_attention",
-    "replaced_layers",
-    "train_control",
 ]
 
 __getattr__ = facade(
     __name__,
     {
-        "Replacement": "replace",
         "adapters": "adapters",
-        "attention_errors": "transfer",
         "convert": "conversion",
         "extend": "extension",
         "replace_attention": "replace",
-        "replaced_layers": "replace",
-        "train_control": "extension",
     },
 )

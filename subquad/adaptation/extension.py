@@ -7,9 +7,11 @@ import dataclasses
 import logging
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
+from rich.console import Console
+from transformers import AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
 
 from subquad.adaptation import extended
 from subquad.adaptation.config import ATTENTION, SPANS, ExtendConfig
@@ -24,10 +26,6 @@ from subquad.training.config import BatchConfig, TrainConfig
 from subquad.training.errors import StepMemoryError
 from subquad.training.run import RunResult, check_folder, train
 from subquad.training.task import Batch, Task, preparing, rows, spread
-
-if TYPE_CHECKING:
-    from rich.console import Console
-    from transformers import PreTrainedConfig, PreTrainedModel
 
 logger = logging.getLogger(__name__)
 
@@ -83,10 +81,10 @@ class ExtensionTask(Task):
 
 
 def scaled_config(config: ExtendConfig) -> tuple[Path, PreTrainedConfig, PreTrainedConfig]:
-    """The original's folder, its configuration, and the extended model's.
+    """Return the original's folder, its configuration, and the extended model's.
 
-    Raises `ValueError` and `FileNotFoundError` for a model that can't be extended, a length that is none, and an
-    attention or options that there are not.
+    Raises `ValueError` and `FileNotFoundError` for a model that can't be extended, and for a wrong length, attention or
+    option.
     """
     if not config.model:
         raise ValueError("no model: give the folder of a model of transformers, or its name on the hub")
@@ -118,8 +116,6 @@ def scaled_config(config: ExtendConfig) -> tuple[Path, PreTrainedConfig, PreTrai
 
 
 def _empty(config: PreTrainedConfig) -> PreTrainedModel:
-    from transformers import AutoModelForCausalLM
-
     model: PreTrainedModel = AutoModelForCausalLM.from_config(copy.deepcopy(config))  # attending is written into it
     return model
 
@@ -140,15 +136,11 @@ def attend(model: PreTrainedModel, config: ExtendConfig) -> None:
 def extend(config: ExtendConfig, console: Console | None = None) -> RunResult:
     """Train the adapter of `config` and keep it in `config.run.folder`, as `train` keeps a run.
 
-    An interrupted run is gone on with, bit for bit. Raises as `train` does, and `ValueError` and `FileNotFoundError`
+    An interrupted run goes on, bit for bit. Raises as `train` does, and `ValueError` and `FileNotFoundError`
     as `scaled_config`.
     """
     folder, _, scaled = scaled_config(config)
-
-    def task(values: TrainConfig, console: Console | None) -> Task:
-        return _task(values, config, folder, scaled, console)
-
-    return train(_train_config(config, folder, config.length), console=console, prepare=task)
+    return _train(config, folder, scaled, console)
 
 
 def train_control(config: ExtendConfig, console: Console | None = None) -> RunResult:
@@ -167,22 +159,26 @@ def train_control(config: ExtendConfig, console: Console | None = None) -> RunRe
         batch=config.batch.replace(size=config.batch.size * parts),
     )
 
-    def task(values: TrainConfig, console: Console | None) -> Task:
-        return _task(values, alone, folder, original, console, parts)
-
-    return train(_train_config(alone, folder, own), console=console, prepare=task)
+    return _train(alone, folder, original, console, parts)
 
 
-def _train_config(config: ExtendConfig, folder: Path, length: int) -> TrainConfig:
-    """The run as the trainer knows it; its model stands for a name alone."""
-    return TrainConfig(
+def _train(
+    config: ExtendConfig, folder: Path, scaled: PreTrainedConfig, console: Console | None, parts: int = 1
+) -> RunResult:
+    """Run the training loop; the model of its configuration stands for a name alone."""
+    values = TrainConfig(
         model=DecoderConfig(attention=config.attention),
         data=config.data.replace(tokenizer=str(folder)),
-        batch=BatchConfig(length=length, **config.batch.to_dict()),
+        batch=BatchConfig(length=config.length, **config.batch.to_dict()),
         optimizer=config.optimizer,
         schedule=config.schedule,
         run=config.run,
     )
+
+    def task(values: TrainConfig, console: Console | None) -> Task:
+        return _task(values, config, folder, scaled, console, parts)
+
+    return train(values, console=console, prepare=task)
 
 
 def _task(
@@ -191,9 +187,9 @@ def _task(
     folder: Path,
     scaled: PreTrainedConfig,
     console: Console | None,
-    parts: int = 1,
+    parts: int,
 ) -> Task:
-    """Read and cut the text; the model is made from the original's weights. Windows are read in so many parts."""
+    """Read and cut the text, each window into `parts`; the model is made from the original's weights."""
     corpus = preparing(console, "text", lambda progress: prepare(values.data, progress=progress))
     _check_corpus(corpus, values, scaled)
     length = values.batch.length
@@ -226,7 +222,7 @@ def _task(
 
 
 def extended_config(scaled: PreTrainedConfig, config: ExtendConfig) -> PreTrainedConfig:
-    """The configuration of the extended model: its own attention, or with `keep_attention` that of the training."""
+    """Return the extended model's configuration: its own attention, or with `keep_attention` that of the training."""
     if not config.keep_attention:
         return scaled
     with torch.device("meta"):

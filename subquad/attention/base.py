@@ -5,18 +5,19 @@ Shape letters: B batch, T tokens, S keys, D model width, H heads, V value channe
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, fields
+from functools import partial
 from typing import Any, ClassVar, Literal
 
 import torch
 from torch import Tensor, nn
 
-from subquad.attention._activations import activation_bytes
 from subquad.attention.sharing import SharedSequences
 from subquad.config import Config as BaseConfig
 from subquad.config import digest, suggest
+from subquad.ops.counting import Cost, cost_of, state_bytes
 from subquad.ops.documents import Documents, lay_out
 from subquad.ops.padding import check_mask, compact, compaction, scatter
 from subquad.state import State
@@ -42,28 +43,6 @@ LAWS = {
 """The laws of the contract in a line each; `subquad.testing.AttentionContract` tests them."""
 
 
-@dataclass(frozen=True)
-class Cost:
-    """What one layer costs for one sequence."""
-
-    tokens: int
-    score_entries: int
-    """Weights that are computed, all heads together, masked ones included."""
-    unmasked_entries: int
-    """Weights that the definition does not fix at zero, of those."""
-    mixing_flops: int
-    """Floating-point operations of the mixing, forward, projections left out (a multiply-add counts two)."""
-    projection_flops: int
-    """Floating-point operations of the linear projections, forward."""
-    backward_flops: int
-    """Floating-point operations of both, backward."""
-    parameters: int
-    activation_bytes: int
-    """Bytes that autograd keeps from forward to backward in training on a CPU, in float32, parameters left out."""
-    state_bytes: int
-    """Bytes kept for the next token after `tokens` tokens, in float32; 0 where there is no next token."""
-
-
 class Attention(SharedSequences):
     """Token mixing `y = merge(weights(x) @ values(x))`, computed without the weights.
 
@@ -86,6 +65,8 @@ class Attention(SharedSequences):
     """Whether queries and keys can carry rotary positions (the option `rope`)."""
     exempting: ClassVar[dict[str, Any]] = {}
     """Options of a form that breaks laws which the default keeps (`exemptions` says which, and why)."""
+    moved_options: ClassVar[dict[str, str]] = {}
+    """Options that it had once, and the mechanism that has them now."""
     causal: bool
     """Whether a token sees itself and earlier tokens only."""
 
@@ -141,6 +122,25 @@ class Attention(SharedSequences):
         self.config = config
         self.causal = config.causal
         self.config_hash = digest({"name": self.name, **config.identity()})
+
+    @classmethod
+    def option_names(cls) -> set[str]:
+        """Return the names of the options, `dim` and `num_heads` among them."""
+        return {f.name for f in fields(cls.Config)}
+
+    @classmethod
+    def check_names(cls, options: Iterable[str], *, given: Iterable[str] = ()) -> None:
+        """Raise `ValueError` for a name that is no option, with the valid ones or the mechanism that has it.
+
+        Those of `given` are not to be chosen.
+        """
+        known = cls.option_names() - set(given)
+        for option in options:
+            if option in cls.moved_options:
+                other = cls.moved_options[option]
+                raise ValueError(f"{option!r} is an option of attention {other!r} now, not of {cls.name!r}")
+            if option not in known:
+                raise ValueError(f"attention {cls.name!r} has no option {option!r}; {suggest(option, known)}")
 
     def forward(
         self, x_BTD: Tensor, state: State | None = None, *, mask: Tensor | None = None, doc_ids: Tensor | None = None
@@ -258,57 +258,23 @@ class Attention(SharedSequences):
     def after_step(self, step: int) -> None:
         """What training calls after optimizer step number `step` (the first is 1): nothing, for most mechanisms."""
 
-    def score_entries(self, tokens: int) -> int:
-        """Weights computed for one sequence, all heads, masked ones included."""
-        raise NotImplementedError(f"{type(self).__name__} must define score_entries (Attention is abstract)")
-
-    def unmasked_entries(self, tokens: int) -> int:
-        """Those of `score_entries` that the definition does not fix at zero."""
-        return self.score_entries(tokens)
-
-    def mixing_flops(self, tokens: int) -> int:
-        """Floating-point operations of the mixing for one sequence, forward, projections left out."""
-        raise NotImplementedError(f"{type(self).__name__} must define mixing_flops (Attention is abstract)")
-
-    def mixing_backward_flops(self, tokens: int) -> int:
-        """The same backward: five products where the forward has two."""
-        return 5 * self.mixing_flops(tokens) // 2
-
-    def activation_bytes(self, tokens: int) -> int:
-        """Bytes that autograd keeps for one sequence in training, in float32, counted in a run without data.
-
-        On a CPU: a GPU also keeps the weights of every tile of a masked pattern.
-        """
-        return activation_bytes(self, lambda: torch.empty(1, tokens, self.config.dim, requires_grad=True))
-
     def cost(self, tokens: int) -> Cost:
-        """What this layer costs for one sequence of `tokens` tokens."""
-        if tokens < 0:
-            raise ValueError(f"tokens must be at least 0, got {tokens}")
-        projection_flops = sum(
-            2 * self.projected_tokens(name, tokens) * module.in_features * module.out_features
-            for name, module in self.named_modules()
-            if isinstance(module, nn.Linear)
-        )
-        return Cost(
-            tokens=tokens,
-            score_entries=self.score_entries(tokens),
-            unmasked_entries=self.unmasked_entries(tokens),
-            mixing_flops=self.mixing_flops(tokens),
-            projection_flops=projection_flops,
-            backward_flops=self.mixing_backward_flops(tokens) + 2 * projection_flops,
-            parameters=sum(p.numel() for p in self.parameters()),
-            activation_bytes=self.activation_bytes(tokens),
-            state_bytes=self.state_bytes(tokens) if self.causal else 0,
-        )
-
-    def projected_tokens(self, projection: str, tokens: int) -> int:
-        """How many of a sequence's tokens pass through the projection of this name."""
-        return tokens
+        """What this layer costs for one sequence of `tokens` tokens, counted in a run without data."""
+        return cost_of(self, tokens, self._alone, partial(self._tokens, tokens))
 
     def state_bytes(self, tokens: int) -> int:
         """Bytes kept for the next token after one sequence of `tokens` tokens, in float32."""
-        raise NotImplementedError(f"{type(self).__name__} must define state_bytes (Attention is abstract)")
+        return state_bytes(self, self._alone, partial(self._tokens, tokens))
+
+    def _alone(self, x_BTD: Tensor) -> tuple[Tensor, State]:
+        return self.mix(x_BTD, None, None, self.handed_to_one())[:2]
+
+    def _tokens(self, tokens: int) -> Tensor:
+        return torch.empty(1, tokens, self.config.dim, requires_grad=True)
+
+    def handed_to_one(self) -> Tensor | None:
+        """Return what a layer must be handed where it stands alone: nothing, for most mechanisms."""
+        return None
 
     def split(self, x_BTC: Tensor, heads: int | None = None) -> Tensor:
         """`[B, T, C]` to `[B, H, T, C / H]`."""
@@ -383,8 +349,5 @@ def mechanism(name: str) -> type[Attention]:
 def build(name: str, *, dim: int, num_heads: int, **options: Any) -> Attention:
     """Make the mechanism `name` from its options; an unknown name or option answers with the valid ones."""
     cls = mechanism(name)
-    known = {f.name for f in fields(cls.Config)}
-    for option in options:
-        if option not in known:
-            raise ValueError(f"attention {name!r} has no option {option!r}; {suggest(option, known)}")
+    cls.check_names(options)
     return cls(cls.Config.from_dict({"dim": dim, "num_heads": num_heads, **options}))

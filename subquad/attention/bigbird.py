@@ -13,7 +13,6 @@ attended one by one, which torch.compile cannot trace (a mask breaks the graph t
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -24,8 +23,8 @@ from torch.nn import functional as F
 from subquad.attention.blocked import BlockedAttention
 from subquad.layers.positions import positions
 from subquad.ops import merge_attention
-from subquad.ops._torch.tiles import first_entries
 from subquad.ops.attend import softmax_weights
+from subquad.ops.counting import first_replaced
 from subquad.ops.patterns import Blocks, Full, Globals, Pattern, Random, Segments, Sinks
 
 
@@ -107,9 +106,10 @@ class Bigbird(BlockedAttention):
                 q, k, v = (x[b : b + 1, :, :n] for x in (q_BHTK, k_BGSK, v_BGSK))
                 rows.append(F.pad(self.attend_slots(q, k, v, patterns, 0, 0, None), (0, 0, 0, T - n)))
             return torch.cat(rows) if rows else q_BHTK
-        y_BHTK, _ = self.attend_with_lse(q_BHTK, k_BGSK, v_BGSK, patterns, q_start, k_start, lengths_B)
-        first = self.config.num_global * self.config.block
-        if self.causal or first == 0:
+        first = 0 if self.causal else self.config.num_global * self.config.block
+        with first_replaced(first):
+            y_BHTK, _ = self.attend_with_lse(q_BHTK, k_BGSK, v_BGSK, patterns, q_start, k_start, lengths_B)
+        if first == 0:
             return y_BHTK
         rows_BHGK, _ = self.attend_to(q_BHTK[:, :, :first], k_BGSK, v_BGSK, Full())
         return torch.cat([rows_BHGK, y_BHTK[:, :, first:]], 2)
@@ -139,21 +139,3 @@ class Bigbird(BlockedAttention):
         first = self.config.num_global * self.config.block
         is_global_T1 = (positions(0, T, q_BHTK.device) < first)[0, :, None]
         return torch.where(is_global_T1, softmax_weights(q_BHTK, k_BGSK, Full()), w_BHTS)
-
-    def count(self, entries: Callable[[Pattern, int], int], tokens: int) -> int:
-        """Entries of all blocks."""
-        return self.config.num_heads * sum(entries(pattern, tokens) for pattern in self.union(tokens))
-
-    def score_entries(self, tokens: int) -> int:
-        """Entries of all tiles; those of global rows are computed anew."""
-        return super().score_entries(tokens) + self.config.num_heads * self.global_rows(tokens) * tokens
-
-    def unmasked_entries(self, tokens: int) -> int:
-        """Entries of all blocks, where global rows see everything."""
-        rows = self.global_rows(tokens)
-        more = rows * tokens - sum(first_entries(pattern, rows, tokens) for pattern in self.union(tokens))
-        return super().unmasked_entries(tokens) + self.config.num_heads * more
-
-    def global_rows(self, tokens: int) -> int:
-        """Queries that see everything."""
-        return 0 if self.causal else min(tokens, self.config.num_global * self.config.block)

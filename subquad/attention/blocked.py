@@ -5,7 +5,6 @@ Shape letters: B batch, T tokens, S keys, D model width, H heads, G key heads, K
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -13,7 +12,6 @@ from torch import Tensor
 
 from subquad.attention.projected import ProjectedAttention
 from subquad.ops import block_attention_with_lse
-from subquad.ops._torch.tiles import score_entries, unmasked_entries
 from subquad.ops.attend import softmax_weights
 from subquad.ops.patterns import Pattern
 from subquad.parallel import Sent, active_group
@@ -170,28 +168,6 @@ class BlockedAttention(ProjectedAttention):
         heads = self.heads_of(self.patterns)
         parts = zip(q_BHTK.split(heads, 1), self.shared(k_BGSK).split(heads, 1), self.patterns, strict=True)
         return torch.cat([softmax_weights(q, k, pattern) for q, k, pattern in parts], 1)
-
-    def score_entries(self, tokens: int) -> int:
-        """Entries of all tiles."""
-        return self.count(score_entries, tokens)
-
-    def unmasked_entries(self, tokens: int) -> int:
-        """Entries that the patterns allow."""
-        return self.count(unmasked_entries, tokens)
-
-    def count(self, entries: Callable[[Pattern, int], int], tokens: int) -> int:
-        """`entries` of all heads."""
-        heads = self.heads_of(self.patterns)
-        return sum(n * entries(pattern, tokens) for n, pattern in zip(heads, self.patterns, strict=True))
-
-    def mixing_flops(self, tokens: int) -> int:
-        """Two products of K channels an entry."""
-        return 4 * self.config.channels * self.score_entries(tokens)
-
-    def state_bytes(self, tokens: int) -> int:
-        """Keys and values in reach."""
-        reach = self.reach(self.patterns)
-        return 2 * 4 * self.kv_dim * (tokens if reach is None else min(tokens, reach))
 
     def whole_state(self, state: State, device: Any) -> State:
         """That of the last rank, or where keys are kept without bound those of all ranks."""

@@ -29,7 +29,6 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from subquad.attention._activations import has_data
 from subquad.attention.scanned import (
     ScannedAttention,
     is_future,
@@ -39,7 +38,7 @@ from subquad.attention.scanned import (
     widened,
 )
 from subquad.ops import running_logsumexp, running_softmax
-from subquad.ops.flops import running_softmax_flops
+from subquad.ops.counting import has_data
 from subquad.state import State
 
 logger = logging.getLogger(__name__)
@@ -155,11 +154,3 @@ class Elita(ScannedAttention):
         both = (key_BHT1.mT + gate_BHT1).masked_fill(is_future(T, x_BTD.device), -torch.inf)
         both_BHTS = torch.cat([both, torch.zeros_like(key_BHT1)], -1).softmax(-1)
         return (both_BHTS[..., :-1] + both_BHTS[..., -1:] * torch.eye(T, device=x_BTD.device)).to(x_BTD.dtype)
-
-    def mixing_flops(self, tokens: int) -> int:
-        """The running softmax of one latent; position terms and gate are element-wise."""
-        return self.config.num_heads * running_softmax_flops(tokens, 1, self.channels)
-
-    def state_bytes(self, tokens: int) -> int:
-        """A mean of V float32 channels and one float64 log-normaliser a head."""
-        return self.config.num_heads * (4 * self.channels + 8)

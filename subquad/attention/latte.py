@@ -80,15 +80,3 @@ class Latte(ScannedAttention):
         k_BHTSL = k_BHSL[:, :, None].expand(-1, -1, T, -1, -1)
         k_BHTSL = k_BHTSL.masked_fill(is_future(T, x_BTD.device)[..., None], -torch.inf)
         return torch.einsum("bhtl,bhtsl->bhts", p_BHTL, k_BHTSL.softmax(-2))
-
-    def mixing_flops(self, tokens: int) -> int:
-        """A mean of V channels read and written for each latent, and, where causal, the scores inside chunks."""
-        return self.softmaxes_flops(tokens, self.latents)
-
-    def mixing_backward_flops(self, tokens: int) -> int:
-        """The same backward."""
-        return self.softmaxes_backward_flops(tokens, self.latents)
-
-    def state_bytes(self, tokens: int) -> int:
-        """A mean of V float32 channels and one float64 log-normaliser for each latent."""
-        return self.config.num_heads * self.latents * (4 * self.channels + 8)

@@ -22,7 +22,6 @@ from subquad.attention.blocked import BlockedAttention
 from subquad.attention.scanned import real_mask
 from subquad.attention.sharing import added
 from subquad.ops import SoftmaxState, running_softmax
-from subquad.ops.flops import running_softmax_flops
 from subquad.ops.patterns import Window
 from subquad.parallel import Sent, active_group
 from subquad.parallel.exchange import sent_for_prefix
@@ -115,15 +114,6 @@ class LatteMacchiato(Branched, BlockedAttention):
         k_BHTSL = k_BHSL[:, :, None].expand(-1, -1, T, -1, -1).masked_fill(future_TS[..., None], -torch.inf)
         far_BHTS = torch.einsum("bhtl,bhtsl->bhts", p_BHTL[..., 1:], k_BHTSL.softmax(-2))
         return p_BHTL[..., :1] * super().dense_weights(x_BTD) + far_BHTS
-
-    def mixing_flops(self, tokens: int) -> int:
-        """Those of the window and of the latents."""
-        far = running_softmax_flops(tokens, self.latents, self.config.channels)
-        return super().mixing_flops(tokens) + self.config.num_heads * far
-
-    def state_bytes(self, tokens: int) -> int:
-        """The window's keys and values, and a mean and a float64 log-normaliser for each latent."""
-        return super().state_bytes(tokens) + self.latent_bytes
 
     @property
     def latent_bytes(self) -> int:

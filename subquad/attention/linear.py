@@ -160,19 +160,3 @@ class Linear(HeadedAttention, ScannedAttention):
     def is_distribution(self) -> bool:
         """Only without eps."""
         return self.config.eps == 0
-
-    def mixing_flops(self, tokens: int) -> int:
-        """Sums of K x V written and read a token, and, where causal, the scores inside chunks; the learned maps."""
-        return self.sums_flops(tokens, self.features) + self.map_flops(tokens)
-
-    def mixing_backward_flops(self, tokens: int) -> int:
-        """The same backward."""
-        return self.sums_backward_flops(tokens, self.features) + 2 * self.map_flops(tokens)
-
-    def map_flops(self, tokens: int) -> int:
-        """Those of the learned maps of queries and keys."""
-        return 2 * tokens * self.config.num_heads * self.channels * self.features if self.learned else 0
-
-    def state_bytes(self, tokens: int) -> int:
-        """Features x (V + 1) sums a head."""
-        return 4 * self.config.num_heads * self.features * (self.channels + 1)

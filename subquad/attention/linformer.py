@@ -95,22 +95,6 @@ class Linformer(ScannedAttention):
         """No: the rows of F sum to anything."""
         return False
 
-    def score_entries(self, tokens: int) -> int:
-        """K scores a token and head."""
-        return self.config.num_heads * tokens * self.config.projected
-
-    def mixing_flops(self, tokens: int) -> int:
-        """Two projections over the sequence, the scores and what they read."""
-        return 8 * tokens * self.config.projected * self.config.dim
-
-    def mixing_backward_flops(self, tokens: int) -> int:
-        """Two products for each."""
-        return 2 * self.mixing_flops(tokens)
-
-    def state_bytes(self, tokens: int) -> int:
-        """None is kept."""
-        return 0
-
 
 @without_autocast
 def project(e_HKT: Tensor, x_BHTC: Tensor) -> Tensor:

@@ -11,7 +11,6 @@ through the ordinary projections.
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
@@ -22,8 +21,8 @@ from subquad.attention.blocked import BlockedAttention
 from subquad.attention.sharing import added
 from subquad.layers.positions import positions
 from subquad.ops import merge_attention
-from subquad.ops._torch.tiles import first_entries
 from subquad.ops.attend import softmax_weights
+from subquad.ops.counting import first_replaced
 from subquad.ops.patterns import Band, Full, Globals, Pattern, Segments, Sinks, Window
 from subquad.parallel import Sent, active_group
 from subquad.parallel.exchange import earlier, first_before, sent_for_earlier
@@ -78,17 +77,18 @@ class Longformer(BlockedAttention):
         q, k, v = self.queries(x_BTD, seen), self.keys(x_BTD, seen), self.kv_values(x_BTD)
         state = self.with_sinks(self.near(state, k, v, self.patterns), k, v)
         k_BGSK, v_BGSK, old, real_B = self.with_cache(k, v, state, "", lengths_B)
-        near = self.attend_to(q, k_BGSK, v_BGSK, self.patterns[0], q_start=seen, k_start=seen - old, lengths=real_B)
         after = advance(seen, x_BTD.shape[1], lengths_B)
         entries: dict[str, Tensor | int | State] = {"seen": after}
-        if self.causal:
-            sink_k = first_slots(k, None if state is None else state.tensor("sink_keys"), seen, count)
-            sink_v = first_slots(v, None if state is None else state.tensor("sink_values"), seen, count)
-            far = self.attend_to(q, sink_k, sink_v, self.far, q_start=seen, k_start=0)
-            k_BGSK, v_BGSK = self.kept(k_BGSK, v_BGSK, self.patterns, real_B)
-            entries |= {"keys": k_BGSK, "values": v_BGSK, "sink_keys": sink_k, "sink_values": sink_v}
-        else:
-            far = self.attend_to(q, k, v, self.far, lengths=lengths_B)
+        with first_replaced(count):
+            near = self.attend_to(q, k_BGSK, v_BGSK, self.patterns[0], q_start=seen, k_start=seen - old, lengths=real_B)
+            if self.causal:
+                sink_k = first_slots(k, None if state is None else state.tensor("sink_keys"), seen, count)
+                sink_v = first_slots(v, None if state is None else state.tensor("sink_values"), seen, count)
+                far = self.attend_to(q, sink_k, sink_v, self.far, q_start=seen, k_start=0)
+                k_BGSK, v_BGSK = self.kept(k_BGSK, v_BGSK, self.patterns, real_B)
+                entries |= {"keys": k_BGSK, "values": v_BGSK, "sink_keys": sink_k, "sink_values": sink_v}
+            else:
+                far = self.attend_to(q, k, v, self.far, lengths=lengths_B)
         y_BHTK, _ = merge_attention(*zip(near, far, strict=True))
         if given is None or "global_keys" in given:
             y_BHTK, own = self.with_global_rows(y_BHTK, x_BTD, given, lengths_B)
@@ -147,23 +147,6 @@ class Longformer(BlockedAttention):
         w_BHTS, own_BHTK = self.weights(x_BTD), self.shared(self.global_keys(x_BTD, 0)[1])
         return self.merge(torch.where(self.is_global(0, x_BTD), w_BHTS @ own_BHTK, w_BHTS @ self.values(x_BTD)))
 
-    def count(self, entries: Callable[[Pattern, int], int], tokens: int) -> int:
-        """Entries of the window, of the global keys and of the global rows."""
-        first = min(tokens, self.config.num_global)
-        rows = entries(self.global_patterns[0], first) if self.causal else first * tokens
-        return super().count(entries, tokens) + self.config.num_heads * (entries(self.far, tokens) + rows)
-
-    def unmasked_entries(self, tokens: int) -> int:
-        """The same, where the global rows take the place of others."""
-        first = min(tokens, self.config.num_global)
-        replaced = sum(first_entries(pattern, first, tokens) for pattern in (*self.patterns, self.far))
-        return super().unmasked_entries(tokens) - self.config.num_heads * replaced
-
-    def projected_tokens(self, projection: str, tokens: int) -> int:
-        """Global projections see the global tokens; bidirectional, their keys and values see all."""
-        own = projection == "global_query" or (self.causal and projection.startswith("global_"))
-        return min(tokens, self.config.num_global) if own else tokens
-
     def sent(self, tokens: int, ranks: int) -> list[Sent]:
         """Keys and values of the window and of the global tokens; the global rows' own, where ranks share them."""
         count, token_bytes = self.config.num_global, 2 * 4 * self.kv_dim
@@ -171,9 +154,3 @@ class Longformer(BlockedAttention):
         if tokens <= count:
             parts.append(self.sent_for(self.global_patterns, tokens, ranks))
         return added(*parts)
-
-    def state_bytes(self, tokens: int) -> int:
-        """The window's keys and values, the global tokens', and while there are more to come what those need."""
-        count = self.config.num_global
-        own = min(tokens, count - 1) if tokens < count else 0
-        return super().state_bytes(tokens) + 2 * 4 * self.kv_dim * (count + own)

@@ -30,7 +30,6 @@ from subquad.attention.scanned import ScannedAttention, attend_few, real_mask, s
 from subquad.ops import gated_scan
 from subquad.ops.backends import without_autocast
 from subquad.ops.documents import Documents
-from subquad.ops.flops import gated_scan_flops
 from subquad.state import State
 
 
@@ -217,41 +216,10 @@ class Luna(ScannedAttention):
         memory = {} if self.causal else {15: "bidirectional: each sequence hands on a memory of its own"}
         return super().exemptions() | memory
 
-    def score_entries(self, tokens: int) -> int:
-        """The scores of memory and tokens, packing and unpacking; causal: none, the state takes their place."""
-        return 0 if self.causal else (self.pack_heads + self.config.num_heads) * tokens * self.config.memory_tokens
-
-    def mixing_flops(self, tokens: int) -> int:
-        """Packing and unpacking: two products each; causal: B, and two scans."""
-        L, K, H = self.config.memory_tokens, self.channels, self.config.num_heads
-        if not self.causal:
-            return 8 * tokens * L * self.config.dim
-        return H * (2 * tokens * L * K + gated_scan_flops(tokens, K, L) + gated_scan_flops(tokens, L, K))
-
-    def mixing_backward_flops(self, tokens: int) -> int:
-        """Two products for each, and of the causal form's scans, five for their two."""
-        flops = self.mixing_flops(tokens)
-        if not self.causal:
-            return 2 * flops
-        plain = 2 * tokens * self.config.memory_tokens * self.config.dim
-        return 2 * plain + 5 * (flops - plain) // 2
-
-    def projected_tokens(self, projection: str, tokens: int) -> int:
-        """The memory passes where it packs and where it is read."""
-        of_memory = ("pack_query",) if self.causal else ("pack_query", "key", "value")
-        return self.config.memory_tokens if projection in of_memory else tokens
-
-    def activation_bytes(self, tokens: int) -> int:
-        """A layer without a memory keeps what one with a memory does."""
-        if self.memory is None:
-            with torch.device("meta"):  # draws no numbers
-                with_memory = type(self)(self.config.replace(own_memory=True))
-            return with_memory.activation_bytes(tokens)
-        return super().activation_bytes(tokens)
-
-    def state_bytes(self, tokens: int) -> int:
-        """Sums of K x l and l x V a head."""
-        return 4 * 2 * self.config.dim * self.config.memory_tokens
+    def handed_to_one(self) -> Tensor | None:
+        """Return a memory, for a layer that has none of its own."""
+        config = self.config
+        return None if config.own_memory else torch.empty(1, config.memory_tokens, config.dim, requires_grad=True)
 
 
 @without_autocast

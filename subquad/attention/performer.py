@@ -128,21 +128,6 @@ class Performer(HeadedAttention, ScannedAttention):
         if self.config.redraw_interval and step % self.config.redraw_interval == 0:
             self.redraw()
 
-    def mixing_flops(self, tokens: int) -> int:
-        """Features of queries and keys, and what the scan does with them."""
-        mixing = self.sums_flops if self.config.kernel == "relu" else self.softmaxes_flops
-        return 4 * tokens * self.config.dim * self.features + mixing(tokens, self.features)
-
-    def mixing_backward_flops(self, tokens: int) -> int:
-        """The same backward; the features' directions have no gradient."""
-        mixing = self.sums_backward_flops if self.config.kernel == "relu" else self.softmaxes_backward_flops
-        return 4 * tokens * self.config.dim * self.features + mixing(tokens, self.features)
-
-    def state_bytes(self, tokens: int) -> int:
-        """For each feature V float32 channels, and a float64 log-normaliser (relu: a float32 sum)."""
-        normaliser = 4 if self.config.kernel == "relu" else 8
-        return self.config.num_heads * self.features * (4 * self.channels + normaliser)
-
 
 def orthogonal_directions(features: int, channels: int) -> Tensor:
     """Random isotropic vectors `[R, K]`, float64, with the lengths of Gaussian ones, orthogonal in blocks of K rows."""

@@ -15,7 +15,7 @@ from torch.nn import functional as F
 from subquad.attention.base import Attention
 from subquad.ops import SoftmaxState, gated_scan, running_softmax
 from subquad.ops.backends import without_autocast
-from subquad.ops.flops import gated_scan_flops, running_softmax_flops
+from subquad.ops.counting import report_scores
 from subquad.ops.padding import real_slots
 from subquad.parallel import Sent, active_group
 from subquad.parallel.exchange import sent_for_prefix
@@ -113,33 +113,6 @@ class ScannedAttention(Attention):
         """One state, in log2(P) steps."""
         return sent_for_prefix(self.state_bytes(tokens), ranks)
 
-    def sums_flops(self, tokens: int, features: int) -> int:
-        """Operations of `sums`."""
-        if self.causal:
-            return self.config.num_heads * gated_scan_flops(tokens, features, self.channels, normalise=True)
-        return self.config.num_heads * 2 * tokens * features * (2 * self.channels + 1)
-
-    def sums_backward_flops(self, tokens: int, features: int) -> int:
-        """The same backward: causal: five products for the scan's two; otherwise two for each."""
-        if self.causal:
-            return 5 * self.config.num_heads * gated_scan_flops(tokens, features, self.channels) // 2
-        return 2 * self.sums_flops(tokens, features)
-
-    def softmaxes_flops(self, tokens: int, latents: int) -> int:
-        """Operations of `softmaxes`."""
-        if self.causal:
-            return self.config.num_heads * running_softmax_flops(tokens, latents, self.channels)
-        return self.config.num_heads * 4 * tokens * latents * self.channels
-
-    def softmaxes_backward_flops(self, tokens: int, latents: int) -> int:
-        """The same backward: causal: five products for the scan's two; otherwise two for each."""
-        flops = self.softmaxes_flops(tokens, latents)
-        return 5 * flops // 2 if self.causal else 2 * flops
-
-    def score_entries(self, tokens: int) -> int:
-        """None: the state takes the place of scores (those inside chunks of fixed size are counted as FLOPs)."""
-        return 0
-
 
 def real_mask(lengths_B: Tensor | None, tokens: int) -> Tensor | None:
     """Bool `[B, T]` of compacted rows, None where all tokens are real."""
@@ -198,6 +171,7 @@ def attend_few(q_BHTK: Tensor, k_BHSK: Tensor, v_BHSV: Tensor, mask_BS: Tensor |
 
     `[B, H, T, V]` in the dtype of v; computed in float32 or wider.
     """
+    report_scores(q_BHTK.shape[:2].numel(), q_BHTK.shape[2], k_BHSK.shape[2])
     q, k, v = widened(q_BHTK, k_BHSK, v_BHSV)
     scores_BHST = k @ q.mT / math.sqrt(q.shape[-1])
     share_BHST = real_rows(scores_BHST, mask_BS, torch.finfo(scores_BHST.dtype).min).softmax(-2)

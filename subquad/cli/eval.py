@@ -1,34 +1,47 @@
-"""`subquad eval`: measure a trained model on a text, or on tasks of lm-evaluation-harness."""
+"""`subquad eval`: measure a trained model on a text, sequences or images, or on tasks of lm-evaluation-harness."""
 
 from __future__ import annotations
 
 import json
 import sys
-from collections.abc import Sequence
+from collections.abc import Sequence, Sized
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import Any, NamedTuple
 
-from jsonargparse import Namespace
-from rich.box import SIMPLE_HEAD
+import torch
+from jsonargparse import ArgumentParser, Namespace
 from rich.console import Console
-from rich.table import Table
+from torch import Tensor
 
-from subquad.cli import _eval_tasks
+import subquad
+from subquad import training
 from subquad.cli.arguments import Parser, check_output, data_is_a_path
+from subquad.cli.tables import class_table, image_table, position_table, progress, text_table
+from subquad.data import TokenSet, TokenShard, prepare
+from subquad.data.corpus import prepare_shard
+from subquad.data.tokenizers import tokenizer_hash, warn_of_carriage_returns
+from subquad.evaluation import (
+    ClassEvaluation,
+    Evaluation,
+    ImageEvaluation,
+    evaluate,
+    evaluate_images,
+)
+from subquad.evaluation.classes import evaluate_classifier, fit_bag_of_tokens
 from subquad.evaluation.config import EvalConfig, TextConfig
-
-if TYPE_CHECKING:
-    from subquad.data import TokenSet, TokenShard
-    from subquad.evaluation import ClassEvaluation, Evaluation, ImageEvaluation
-    from subquad.evaluation.harness import TaskEvaluation
-    from subquad.training.runs import LoadedRun
+from subquad.models.image import ImageModel
+from subquad.parsing import read_json_mapping
+from subquad.training.config import TrainConfig
+from subquad.training.tasks_classify import labelled
 
 DEFAULT_LENGTH = 1024
 """Tokens in a window where the folder has no training configuration."""
+TASK_OPTIONS = ("tasks", "task_path", "num_fewshot", "limit", "prefix_token")
+TEXT_OPTIONS = ("stride", "windows", "data.path", "data.skip_bad_files", "data.cache")
 
 
 def make_parser() -> Parser:
-    """The command's options."""
+    """Return the command's options."""
     parser = Parser(
         "eval RUN",
         "Measure a trained model on a text: loss, perplexity per token and per word, bits per byte, also by position "
@@ -40,7 +53,7 @@ def make_parser() -> Parser:
         "run", type=str, help="The folder of a run, or another that transformers' from_pretrained reads."
     )
     parser.add_config(EvalConfig)
-    _eval_tasks.add_arguments(parser)
+    _add_tasks(parser)
     return parser
 
 
@@ -49,36 +62,30 @@ def run(arguments: Sequence[str]) -> int:
     parser = make_parser()
     parsed = parser.parse_args(data_is_a_path(arguments))
     with parser.checking():
-        names = _eval_tasks.check(parsed)
+        names = _task_names(parsed)
         values = parser.instantiate(parsed).as_dict()
         folder = values.pop("run")
-        options = EvalConfig(**{name: value for name, value in values.items() if name not in _eval_tasks.NAMES})
+        options = EvalConfig(**{name: value for name, value in values.items() if name not in TASK_OPTIONS})
         check_output("json", options.json)
     if names is not None:
         return _ask(parser, folder, names, parsed, options)
-    from subquad.training.runs import is_classifier, is_image_model
-
     evaluation: Evaluation | ClassEvaluation | ImageEvaluation
-    tables: list[Table]
-    if is_classifier(folder):
-        from subquad.cli import classify
-
+    if training.runs.is_classifier(folder):
         with parser.checking():
-            classifier = classify.load(folder, options)
-        evaluation = classify.evaluate_run(classifier, options)
-        tables = [classify.evaluation_table(evaluation)]
-    elif is_image_model(folder):
-        from subquad.cli import _image_eval
-
+            classifier = _load_classifier(folder, options)
+        assert classifier.config is not None  # checked in _load_classifier
+        evaluation = evaluate_classes(classifier.model, classifier.config, options.windows, options.batch_size)
+        tables = [class_table(evaluation)]
+    elif training.runs.is_image_model(folder):
         with parser.checking():
-            images = _image_eval.load(folder, options)
-        evaluation = _image_eval.evaluate_run(*images, options.batch_size)
-        tables = [_image_eval.evaluation_table(evaluation)]
+            model, images_NT = _load_images(folder, options)
+        evaluation = evaluate_images(model, images_NT, batch_size=options.batch_size, progress=progress("image"))
+        tables = [image_table(evaluation)]
     else:
         with parser.checking():
             loaded = _load(folder, options)
         evaluation = _evaluate(loaded, options)
-        tables = [evaluation_table(evaluation), position_table(evaluation)]
+        tables = [text_table(evaluation), position_table(evaluation)]
     _write(evaluation, options.json)
     console = Console()
     for table in tables:
@@ -86,7 +93,7 @@ def run(arguments: Sequence[str]) -> int:
     return 0
 
 
-def _write(evaluation: Evaluation | ClassEvaluation | ImageEvaluation | TaskEvaluation, file: str | None) -> None:
+def _write(evaluation: Any, file: str | None) -> None:
     if file is not None:
         Path(file).write_text(json.dumps(evaluation.to_dict(), indent=2) + "\n", encoding="utf-8")
 
@@ -94,28 +101,37 @@ def _write(evaluation: Evaluation | ClassEvaluation | ImageEvaluation | TaskEval
 def _ask(parser: Parser, folder: str, names: list[str], chosen: Namespace, options: EvalConfig) -> int:
     """Measure on tasks, print, return the exit status."""
     with parser.checking():
-        loaded = _eval_tasks.load(folder, options, DEFAULT_LENGTH)
-        prepared = _eval_tasks.prepare(loaded, names, chosen, options.batch_size)
+        loaded = load_for_tasks(folder, options)
+        from subquad.evaluation.harness import prepare_tasks
+
+        prepared = prepare_tasks(
+            loaded.model,
+            loaded.tokenizer,
+            names,
+            task_path=chosen.task_path,
+            length=loaded.length,
+            num_fewshot=chosen.num_fewshot,
+            limit=chosen.limit,
+            batch_size=options.batch_size,
+            prefix_token=chosen.prefix_token,
+        )
     evaluation = prepared.measure()
     _write(evaluation, options.json)
-    sys.stdout.write(_eval_tasks.report(evaluation))
+    sys.stdout.write(_task_report(evaluation))
     return 0
 
 
-def _load(folder: str, config: EvalConfig) -> LoadedRun:
-    """The run; `ValueError` where neither its folder nor `config` names a text."""
-    from subquad.training.runs import load_run
-
-    loaded = load_run(folder, config.device)
+def _load(folder: str, config: EvalConfig) -> training.runs.LoadedRun:
+    """Return the run; `ValueError` where neither its folder nor `config` names a text."""
+    loaded = training.runs.load_run(folder, config.device)
     if config.data.path is None and loaded.config is None:
         raise ValueError(f"{loaded.folder} has no config.yaml that names its text; give one by --data.path")
     return loaded
 
 
-def _evaluate(loaded: LoadedRun, config: EvalConfig) -> Evaluation:
-    from subquad.evaluation import evaluate
-
+def _evaluate(loaded: training.runs.LoadedRun, config: EvalConfig) -> Evaluation:
     shard = _text(loaded, config.data)
+    warn_of_carriage_returns(loaded.tokenizer, shard.tokens, str(config.data.path or "the held-out text"))
     length = config.length
     if length is None:
         length = loaded.config.batch.length if loaded.config else DEFAULT_LENGTH
@@ -130,22 +146,19 @@ def _evaluate(loaded: LoadedRun, config: EvalConfig) -> Evaluation:
         text_bytes=shard.text_bytes,
         words=shard.words,
         decode=loaded.tokenizer.decode,
-        progress=show_progress if sys.stderr.isatty() else None,
+        progress=progress("window"),
     )
 
 
-def _packed(loaded: LoadedRun, config: EvalConfig) -> bool:
+def _packed(loaded: training.runs.LoadedRun, config: EvalConfig) -> bool:
     """Whether each document is read from its start: as in training, unless the options say something else."""
     if config.documents is None:
         return loaded.config is not None and loaded.config.data.pack == "documents"
     return config.documents
 
 
-def _text(loaded: LoadedRun, config: TextConfig) -> TokenShard | TokenSet:
-    """The text that `config` names in the model's tokens, or the held-out part of the run's own."""
-    from subquad.data import prepare
-    from subquad.data.corpus import prepare_shard
-    from subquad.data.tokenizers import tokenizer_hash
+def _text(loaded: training.runs.LoadedRun, config: TextConfig) -> TokenShard | TokenSet:
+    """Return the text that `config` names in the model's tokens, or the held-out part of the run's own."""
 
     if config.path is not None:
         return prepare_shard(config.path, loaded.tokenizer, skip_bad_files=config.skip_bad_files, cache=config.cache)
@@ -160,36 +173,137 @@ def _text(loaded: LoadedRun, config: TextConfig) -> TokenShard | TokenSet:
     return corpus.held_out
 
 
-def evaluation_table(evaluation: Evaluation) -> Table:
-    """The numbers of the whole text."""
-    overlap = "" if evaluation.stride == evaluation.length else f", stride {evaluation.stride:,}"
-    table = Table(box=SIMPLE_HEAD, pad_edge=False, show_header=False)
-    table.add_row("tokens predicted", f"{evaluation.tokens:,} in windows of {evaluation.length:,}{overlap}")
-    table.add_row("loss", f"{evaluation.loss:.4f} nats a token")
-    table.add_row("perplexity", f"{evaluation.perplexity:,.2f} a token")
-    if evaluation.word_perplexity is not None:
-        form = ",.2f" if evaluation.word_perplexity < 1e6 else ".3g"
-        table.add_row("", f"{evaluation.word_perplexity:{form}} a whitespace word")
-    if evaluation.bits_per_byte is not None:
-        table.add_row("bits per byte", f"{evaluation.bits_per_byte:.4f}")
-    table.add_row("speed", f"{evaluation.tokens / evaluation.seconds:,.0f} tokens/s")
-    return table
+def _load_classifier(folder: str, options: EvalConfig) -> training.runs.LoadedClassifier:
+    """Return the classifier in `folder`.
+
+    Raises `ValueError` for options that only a text has, and for a folder that does not say what its task was.
+    """
+    texts = {"length": options.length, "stride": options.stride, "data.path": options.data.path}
+    for name, value in texts.items():
+        if value is not None:
+            raise ValueError(f"{folder} holds a classifier: {name}={value!r} is for texts; leave it out")
+    loaded = training.runs.load_classifier(folder, options.device)
+    if loaded.config is None:
+        raise ValueError(f"{folder} has no config.yaml that names the sequences to measure it on")
+    return loaded
 
 
-def position_table(evaluation: Evaluation) -> Table:
-    """The loss by tokens of context."""
-    table = Table(box=SIMPLE_HEAD, pad_edge=False)
-    for header in ("tokens of context", "tokens", "loss, nats"):
-        table.add_column(header, justify="right")
-    for part in evaluation.by_position:
-        last = part.stop - 1
-        context = f"{part.start:,}" if part.start == last else f"{part.start:,} to {last:,}"
-        table.add_row(context, f"{part.tokens:,}", f"{part.loss:.4f}")
-    return table
+def evaluate_classes(
+    model: subquad.hf.SubquadForSequenceClassification, config: TrainConfig, examples: int | None, batch_size: int
+) -> ClassEvaluation:
+    """Measure on the first `examples` test sequences of the classifier's task (None: all), beside a baseline."""
+    corpus = labelled(config)
+    train, test = len(_sized(corpus.train)), len(_sized(corpus.test))
+    baseline = None
+    if train > 1:
+        baseline = fit_bag_of_tokens(corpus.train, train, vocab_size=corpus.vocab_size, classes=len(corpus.classes))
+    return evaluate_classifier(
+        model.model,
+        corpus.test,
+        test if examples is None else min(examples, test),
+        corpus.classes,
+        batch_size=batch_size,
+        baseline=baseline,
+        progress=progress("batch"),
+    )
 
 
-def show_progress(done: int, windows: int) -> None:
-    """One line that counts the windows."""
-    end = "\n" if done == windows else ""
-    sys.stderr.write(f"\rwindow {done:,} of {windows:,}{end}")
-    sys.stderr.flush()
+def _sized(items: Any) -> Sized:
+    """Return a map-style dataset, whose type does not say that it has a length."""
+    return items
+
+
+def _load_images(folder: str, options: EvalConfig) -> tuple[ImageModel, Tensor]:
+    """Return the model in `folder` and the bytes of images; `ValueError` for options that only a text has."""
+    data = options.data
+    texts = {"length": options.length, "stride": options.stride, "data.cache": data.cache}
+    for name, value in {**texts, "data.skip_bad_files": data.skip_bad_files or None}.items():
+        if value is not None:
+            raise ValueError(f"{folder} holds a model of images: {name}={value!r} is for texts; leave it out")
+    runs = training.runs
+    loaded = runs.load_image_run(folder, options.device)
+    images = runs.images_for(loaded, data.path).held_out
+    return loaded.model, runs.flat(runs.chosen(images, options.windows))
+
+
+class Loaded(NamedTuple):
+    """A model with its tokenizer, and the window that it is read in; None: what the model says of itself."""
+
+    model: Any
+    tokenizer: Any
+    length: int | None
+
+
+def _add_tasks(parser: ArgumentParser) -> None:
+    """Add what `--tasks` takes."""
+    group = parser.add_argument_group("tasks of lm-evaluation-harness (the extra `eval`) instead of a text")
+    group.add_argument("--tasks", type=str | None, default=None, help="Tasks, groups and tags, as a,b,c.")
+    group.add_argument(
+        "--task_path",
+        type=str | None,
+        default=None,
+        help="A folder with the YAML files of tasks of your own. They may run Python files: take none from strangers.",
+    )
+    group.add_argument(
+        "--num_fewshot", type=int | None, default=None, help="Examples in a prompt, where the task does not set 0."
+    )
+    group.add_argument("--limit", type=int | None, default=None, help="Only the first so many examples of each task.")
+    group.add_argument(
+        "--prefix_token",
+        type=int | None,
+        default=None,
+        help="The token that a text begins after (null: the separator of documents, or else the line break).",
+    )
+
+
+def _task_names(chosen: Namespace) -> list[str] | None:
+    """Return the tasks, None where a text is measured; `ValueError` for arguments that do not go together."""
+    if chosen.tasks is None:
+        for name in TASK_OPTIONS:
+            if chosen[name] is not None:
+                raise ValueError(f"--{name} is for tasks: name them by --tasks")
+        return None
+    for name in TEXT_OPTIONS:
+        if chosen[name]:
+            raise ValueError(f"--{name} is for a text and does not go with --tasks")
+    names = [name.strip() for name in chosen.tasks.split(",") if name.strip()]
+    if not names:
+        raise ValueError(f"--tasks must name at least one task, as a,b,c, got {chosen.tasks!r}")
+    return names
+
+
+def load_for_tasks(folder: str, config: EvalConfig) -> Loaded:
+    """Return the model in a folder, a run's or any that AutoModelForCausalLM reads, with its tokenizer."""
+    if training.runs.is_classifier(folder):
+        raise ValueError(f"{folder} holds a classifier: --tasks is for language models; leave it out")
+    file = Path(folder) / "config.json"
+    if not file.is_file() or read_json_mapping(file).get("model_type") == subquad.hf.SubquadConfig.model_type:
+        run = training.runs.load_run(folder, config.device)
+        length = run.config.batch.length if run.config else DEFAULT_LENGTH
+        return Loaded(run.decoder, run.tokenizer, config.length or length)
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+
+    from subquad.adaptation import extended
+    from subquad.hf import lora
+
+    subquad.hf.register()
+    model: Any
+    if lora.is_extension(folder):  # transformers would put its adapter on the model with the original's positions
+        model = extended.open_extension(folder).get_base_model().eval()
+    else:
+        model = AutoModelForCausalLM.from_pretrained(
+            folder, local_files_only=True, trust_remote_code=False, use_safetensors=True
+        ).eval()
+    model.to("cuda" if config.device == "auto" and torch.cuda.is_available() else "cpu")
+    tokenizer = AutoTokenizer.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
+    return Loaded(model, tokenizer, config.length)
+
+
+def _task_report(evaluation: Any) -> str:
+    """Return the harness's table, and what it does not say."""
+    examples = sum(count["effective"] for count in evaluation.samples.values())
+    return (
+        f"{evaluation.table}\n"
+        f"{examples:,} examples, {evaluation.requests:,} requests in {evaluation.seconds:.1f} s, in a window of "
+        f"{evaluation.config['length']:,} tokens; cut to fit: {evaluation.cut:,}\n"
+    )

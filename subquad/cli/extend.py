@@ -10,17 +10,12 @@ from collections.abc import Sequence
 from dataclasses import fields
 from functools import cache
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 from rich.console import Console
 
 from subquad.adaptation.config import ExtendConfig
 from subquad.cli.arguments import Parser, data_is_a_path, files_first
-from subquad.cli.eval import show_progress
-from subquad.cli.tables import print_table
-
-if TYPE_CHECKING:
-    from subquad.training.run import RunResult
+from subquad.cli.tables import print_table, progress
 
 
 def run(arguments: Sequence[str]) -> int:
@@ -43,9 +38,9 @@ def run(arguments: Sequence[str]) -> int:
     if not result.interrupted and config.control:
         control = extension.train_control(config, console)
         if control.interrupted:
-            return _stopped(control, config, "the control")
+            return _stopped(control.steps, config, "the control")
     if result.interrupted:
-        return _stopped(result, config, "the extension")
+        return _stopped(result.steps, config, "the extension")
     device = result.model.device
     losses = extension_report.measure(
         config,
@@ -54,7 +49,7 @@ def run(arguments: Sequence[str]) -> int:
         plan,
         device,
         begin=lambda name: sys.stderr.write(f"loss by position: {name}\n"),
-        progress=show_progress if sys.stderr.isatty() else None,
+        progress=progress("window"),
     )
     seconds = time.perf_counter() - begin
     report = extension_report.make_report(config, result, plan, losses, seconds, device=device, resumed=resumed)
@@ -91,8 +86,7 @@ def _named(arguments: Sequence[str]) -> list[str]:
     return list(arguments)
 
 
-def _stopped(result: RunResult, config: ExtendConfig, what: str) -> int:
+def _stopped(step: int, config: ExtendConfig, what: str) -> int:
     command = f"subquad extend --config {shlex.quote(str(Path(config.run.folder) / 'config.yaml'))}"
-    steps = f"step {result.steps} of {config.run.steps}"
-    sys.stderr.write(f"stopped {what} after {steps}; go on with:\n  {command}\n")
+    sys.stderr.write(f"stopped {what} after step {step} of {config.run.steps}; go on with:\n  {command}\n")
     return 130

@@ -1,4 +1,4 @@
-"""What the commands that print numbers share: units, files, the width of the terminal."""
+"""Tables and what they share (units, files, the width of the terminal), and lines of progress."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import csv
 import json
 import os
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +14,8 @@ from rich.box import SIMPLE_HEAD
 from rich.console import Console
 from rich.table import Table
 from rich.text import Text
+
+from subquad.evaluation import ClassEvaluation, Evaluation, ImageEvaluation
 
 _THOUSANDS = ("", " k", " M", " G", " T", " P", " E")
 _KIBIS = (" B", " KiB", " MiB", " GiB", " TiB", " PiB")
@@ -78,3 +80,69 @@ def write_csv(path: str, records: Sequence[Mapping[str, Any]]) -> None:
         writer = csv.DictWriter(file, fieldnames=list(records[0]))
         writer.writeheader()
         writer.writerows(records)
+
+
+def text_table(evaluation: Evaluation) -> Table:
+    """Return the numbers of the whole text."""
+    overlap = "" if evaluation.stride == evaluation.length else f", stride {evaluation.stride:,}"
+    table = Table(box=SIMPLE_HEAD, pad_edge=False, show_header=False)
+    table.add_row("tokens predicted", f"{evaluation.tokens:,} in windows of {evaluation.length:,}{overlap}")
+    table.add_row("loss", f"{evaluation.loss:.4f} nats a token")
+    table.add_row("perplexity", f"{evaluation.perplexity:,.2f} a token")
+    if evaluation.word_perplexity is not None:
+        form = ",.2f" if evaluation.word_perplexity < 1e6 else ".3g"
+        table.add_row("", f"{evaluation.word_perplexity:{form}} a whitespace word")
+    if evaluation.bits_per_byte is not None:
+        table.add_row("bits per byte", f"{evaluation.bits_per_byte:.4f}")
+    table.add_row("speed", f"{evaluation.tokens / evaluation.seconds:,.0f} tokens/s")
+    return table
+
+
+def position_table(evaluation: Evaluation) -> Table:
+    """Return the loss by tokens of context."""
+    table = Table(box=SIMPLE_HEAD, pad_edge=False)
+    for header in ("tokens of context", "tokens", "loss, nats"):
+        table.add_column(header, justify="right")
+    for part in evaluation.by_position:
+        last = part.stop - 1
+        context = f"{part.start:,}" if part.start == last else f"{part.start:,} to {last:,}"
+        table.add_row(context, f"{part.tokens:,}", f"{part.loss:.4f}")
+    return table
+
+
+def class_table(evaluation: ClassEvaluation) -> Table:
+    """Return the numbers of all examples."""
+    table = Table(box=SIMPLE_HEAD, pad_edge=False, show_header=False)
+    table.add_row("examples", f"{evaluation.examples:,}")
+    table.add_row("accuracy", f"{evaluation.accuracy:.2%}")
+    table.add_row("", f"{evaluation.constant:.2%} by always giving the most frequent label")
+    if evaluation.bag_of_tokens is not None:
+        table.add_row("", f"{evaluation.bag_of_tokens:.2%} by logistic regression on a bag of its tokens")
+    for name, accuracy in evaluation.by_class.items():
+        table.add_row("", f"{accuracy:.2%} of {name!r}")
+    table.add_row("loss", f"{evaluation.loss:.4f} nats an example")
+    table.add_row("speed", f"{evaluation.examples / evaluation.seconds:,.0f} examples/s")
+    return table
+
+
+def image_table(evaluation: ImageEvaluation) -> Table:
+    """Return the numbers of all images."""
+    table = Table(box=SIMPLE_HEAD, pad_edge=False, show_header=False)
+    table.add_row("images", f"{evaluation.images:,} of {evaluation.dimensions:,} bytes, all of them predicted")
+    error = "" if evaluation.error is None else f" ± {evaluation.error:.4f}"
+    table.add_row("bits per dimension", f"{evaluation.bits_per_dim:.4f}{error}")
+    table.add_row("", f"{evaluation.constant:.4f} by the frequencies of the levels alone")
+    if evaluation.occluded_bits_per_dim is not None:
+        table.add_row("", f"{evaluation.occluded_bits_per_dim:.4f} of the {evaluation.occluded:,} occluded bytes")
+    table.add_row("speed", f"{evaluation.images / evaluation.seconds:,.1f} images/s")
+    return table
+
+
+def progress(what: str) -> Callable[[int, int], None] | None:
+    """Return a function that shows `what DONE of ALL` in one line; None where standard error is no terminal."""
+
+    def show(done: int, total: int) -> None:
+        sys.stderr.write(f"\r{what} {done:,} of {total:,}" + ("\n" if done == total else ""))
+        sys.stderr.flush()
+
+    return show if sys.stderr.isatty() else None

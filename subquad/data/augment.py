@@ -2,7 +2,7 @@
 
 The ideas are those of Miralles-Gonzalez et al. 2025 (arXiv:2501.14850) as far as they are exact on tokens: images are
 mirrored and shifted, Pathfinder's turned too, the arguments of ListOps' operators (all of them symmetric) permuted, the
-papers of a pair swapped. What they also do and this does not: AutoAugment, rotations by a few degrees, shear.
+papers of a pair swapped. Not done here: AutoAugment, rotations by a few degrees, shear.
 
 Random numbers are torch's, drawn in the training step: a run that goes on draws the same. Shape letters: B batch,
 T tokens.
@@ -21,13 +21,13 @@ from subquad.data.lra.listops import CLOSE, MIN, SM
 
 Batch = dict[str, Tensor]
 SHIFT = 8
-"""Images are shifted by up to one part in so many of their side."""
+"""Images are shifted by up to their side divided by this."""
 
 
 def check_whole(dataset: str, lengths: np.ndarray, length: int) -> None:
-    """Raise `ValueError` where images of so many pixels are not read whole, and alone, by sequences of `length` tokens.
+    """Raise `ValueError` where images of `lengths` pixels do not fill sequences of `length` tokens exactly.
 
-    What is left of a cut image, or an image with padding after it, has no rows of `sqrt(length)` pixels to move.
+    A cut image, or an image with padding after it, has no rows of `sqrt(length)` pixels to move.
     """
     wrong = lengths[lengths != length]
     if (dataset == "image" or dataset.startswith("pathfinder")) and len(wrong):
@@ -38,7 +38,7 @@ def check_whole(dataset: str, lengths: np.ndarray, length: int) -> None:
 
 
 def augmentation(dataset: str) -> Callable[[Batch], Batch]:
-    """The changes that keep the labels of `dataset`; `ValueError` where none is known."""
+    """Return the changes that keep the labels of `dataset`; `ValueError` where none is known."""
     if dataset == "image":
         return mirrored_and_shifted
     if dataset.startswith("pathfinder"):
@@ -51,7 +51,7 @@ def augmentation(dataset: str) -> Callable[[Batch], Batch]:
 
 
 def mirrored_and_shifted(batch: Batch) -> Batch:
-    """Square images, each mirrored left to right or not, and shifted by up to an eighth of the side; zeros come in."""
+    """Mirror square images left to right or not, and shift each by up to an eighth of the side; zeros come in."""
     pixels_BHW = _square(batch["input_ids"])
     B, side, _ = pixels_BHW.shape
     mirrored_B11 = (torch.rand(B) < 0.5).to(pixels_BHW.device)[:, None, None]
@@ -67,7 +67,7 @@ def mirrored_and_shifted(batch: Batch) -> Batch:
 
 
 def turned(batch: Batch) -> Batch:
-    """Square images, each turned by 0, 1, 2 or 3 right angles and mirrored or not: all eight are equally likely."""
+    """Turn square images by 0, 1, 2 or 3 right angles, mirrored or not: all eight are equally likely."""
     pixels_BHW = _square(batch["input_ids"]).clone()
     way_B = torch.randint(8, (len(pixels_BHW),)).to(pixels_BHW.device)
     for way in range(1, 8):
@@ -78,7 +78,7 @@ def turned(batch: Batch) -> Batch:
 
 
 def permuted(batch: Batch) -> Batch:
-    """Expressions of ListOps, the arguments of each operator in a random order; one that was cut stays as it is."""
+    """Put the arguments of each operator of ListOps in a random order; an expression that was cut stays as it is."""
     rng = np.random.default_rng(int(torch.randint(2**31, ())))
     tokens_BT, lengths_B = batch["input_ids"].clone(), batch["attention_mask"].sum(1).tolist()
     for row, length in enumerate(lengths_B):
@@ -88,7 +88,7 @@ def permuted(batch: Batch) -> Batch:
 
 
 def permuted_expression(tokens: list[int], rng: np.random.Generator) -> list[int]:
-    """An expression of the same value: the arguments of each operator, at every depth, in a random order."""
+    """Return an expression of the same value: the arguments of each operator, at every depth, in a random order."""
     open_lists: list[list[list[int]]] = [[]]
     for token in tokens:
         if MIN <= token <= SM:
@@ -106,7 +106,7 @@ def permuted_expression(tokens: list[int], rng: np.random.Generator) -> list[int
 
 
 def swapped(batch: Batch) -> Batch:
-    """Pairs of sequences, each swapped or not."""
+    """Swap the two sequences of each pair, or not."""
     swap_B1 = (torch.rand(len(batch["input_ids"])) < 0.5).to(batch["input_ids"].device)[:, None]
     made = dict(batch)
     for name in ("input_ids", "attention_mask"):

@@ -1,4 +1,4 @@
-"""What to read and how to make tokens of it, apart from the code that does, so that reading it loads no torch."""
+"""Configurations of data: text and its tokens, images, labelled sequences, probes of memory."""
 
 from __future__ import annotations
 
@@ -86,9 +86,7 @@ class ImageConfig(Config):
     """Images that are generated at the end, as a picture; 0: none."""
 
     def __post_init__(self) -> None:
-        for name, least in (("mixtures", 1), ("near", 0), ("test_images", 1), ("samples", 0)):
-            if getattr(self, name) < least:
-                raise ValueError(f"image.{name} must be at least {least}, got {getattr(self, name)}")
+        _at_least("image", self, mixtures=1, near=0, test_images=1, samples=0)
 
 
 DatasetName = Literal["toy", "listops", "text", "retrieval", "image", "pathfinder32", "pathfinder64", "pathfinder128"]
@@ -102,12 +100,12 @@ SPLIT_HERE = ("text", "image")
 
 @dataclass(frozen=True, kw_only=True)
 class ListOpsConfig(Config):
-    """Which expressions `listops` makes; the defaults are those of Long Range Arena."""
+    """Expressions that `listops` makes; the defaults are those of Long Range Arena."""
 
     max_depth: int = 10
     """Operators and digits lie no deeper; the root has depth 1."""
     max_args: int = 10
-    """An operator has from two to so many arguments, each number equally likely."""
+    """Most arguments of an operator, which has at least two; each number is equally likely."""
     min_length: int = 501
     """Fewest tokens of an expression that is kept; operators, digits and closing brackets count, nothing else."""
     max_length: int = 1999
@@ -135,7 +133,7 @@ class ListOpsConfig(Config):
 
 @dataclass(frozen=True, kw_only=True)
 class PathfinderConfig(Config):
-    """Which images `pathfinder32`, `pathfinder64` and `pathfinder128` (Path-X) make."""
+    """Images that `pathfinder32`, `pathfinder64` and `pathfinder128` (Path-X) make."""
 
     difficulty: Literal["hard", "intermediate", "easy"] = "hard"
     """Segments of the two long snakes: 14 (hard, that of Long Range Arena), 9 or 6."""
@@ -205,13 +203,6 @@ class LabelledConfig(Config):
                 raise ValueError(f"classify.{name} has no effect with {where}; leave it out")
 
 
-def _at_least(group: str, config: Any, **least: int) -> None:
-    for name, bound in least.items():
-        value = getattr(config, name)
-        if value is not None and value < bound:
-            raise ValueError(f"{group}.{name} must be at least {bound}, got {value}")
-
-
 ProbeName = Literal["passkey", "mqar", "copy"]
 MARKS = 2
 """Tokens of the passkey probe that are neither digits nor filler: one before the key, one that asks."""
@@ -241,11 +232,7 @@ class ProbeConfig(Config):
     """Another number gives other sequences."""
 
     def __post_init__(self) -> None:
-        for name in ("digits", "pairs", "examples", "held_out"):
-            if getattr(self, name) < 1:
-                raise ValueError(f"probe.{name} must be at least 1, got {getattr(self, name)}")
-        if self.seed < 0:
-            raise ValueError(f"probe.seed must be at least 0, got {self.seed}")
+        _at_least("probe", self, digits=1, pairs=1, examples=1, held_out=1, seed=0)
         if self.shortest is not None and (self.name != "copy" or self.shortest < 1):
             raise ValueError(
                 f"probe.shortest is the number of letters of a string to copy, at least 1, got {self.shortest} for the "
@@ -275,7 +262,7 @@ class ProbeConfig(Config):
         return {"passkey": 2 * (self.digits + 1), "mqar": 3 * self.pairs + 1, "copy": 3}[self.name]
 
     def first_asked(self, length: int) -> int:
-        """The first place of a sequence of `length` tokens whose token may be asked for.
+        """Return the first place of a sequence of `length` tokens whose token may be asked for.
 
         Raises `ValueError` for a length below `fewest_tokens`, and for one whose half is below `shortest`.
         """
@@ -291,3 +278,11 @@ class ProbeConfig(Config):
             )
         string = (length - 1) // 2 if self.shortest is None else self.shortest
         return {"passkey": length - self.digits, "mqar": 2 * self.pairs + 1, "copy": string + 1}[self.name]
+
+
+def _at_least(group: str, config: Any, **least: int) -> None:
+    """Raise `ValueError` for an option of `config` below its bound; None is no number and has none."""
+    for name, bound in least.items():
+        value = getattr(config, name)
+        if value is not None and value < bound:
+            raise ValueError(f"{group}.{name} must be at least {bound}, got {value}")

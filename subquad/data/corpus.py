@@ -48,7 +48,7 @@ class Corpus:
         return tuple(sorted({*self.train_files, *self.held_out_files}))
 
     def held_out_text(self) -> bytes:
-        """The held-out documents in one piece, in the shard's order, `held_out.text_bytes` long.
+        """Return the held-out documents in one piece, in the shard's order, `held_out.text_bytes` long.
 
         Raises `ValueError` for a set of token shards, which keeps no text.
         """
@@ -238,7 +238,7 @@ def _add_manifest(folder: Path, contents: list[str]) -> None:
 
 
 def _split(spool: Spool, config: DataConfig) -> tuple[list[Part], list[Part]]:
-    """The training and the held-out documents; a single document is cut in two."""
+    """Return the training and the held-out documents; a single document is cut in two."""
     if len(spool.parts) == 1:
         (whole,) = spool.parts
         middle = whole.start + cut(spool[whole], config.held_out)

@@ -26,9 +26,9 @@ DAY = 24 * 3600.0
 TOKENIZER_FILES = (
     "tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", "tokenizer.model", "chat_template.jinja",
 )  # fmt: skip
-"""What may lie beside a model for its tokenizer."""
+"""Files that may lie beside a model for its tokenizer."""
 MODEL_FILES = (*TOKENIZER_FILES, "generation_config.json")
-"""What goes along with a model from folder to folder, as it is."""
+"""Files that are copied along with a model, unchanged."""
 
 
 def silent(what: str, done: int, total: int) -> None:
@@ -37,7 +37,7 @@ def silent(what: str, done: int, total: int) -> None:
 
 @contextmanager
 def aside(path: Path) -> Iterator[Path]:
-    """A new path beside `path` to write a file or fill a folder at; what is there is renamed to `path` at the end.
+    """Give a new path beside `path` to write a file or fill a folder at; it is renamed to `path` at the end.
 
     After an error nothing is left. A folder that someone else has put at `path` meanwhile stays, and ours goes.
     """
@@ -59,7 +59,7 @@ def aside(path: Path) -> Iterator[Path]:
 def sweep(folder: Path, names: str, older_than: float = DAY) -> None:
     """Delete what killed processes left in `folder` of `aside(folder / name)`, where the glob `names` fits the name.
 
-    What was written to in the last `older_than` seconds stays: its process may be at work.
+    A path that was written to in the last `older_than` seconds stays: its process may be at work.
     """
     for path in folder.glob(f".{names}.{'[0-9a-f]' * 32}"):
         with suppress(FileNotFoundError):  # another process sweeps too, or is done
@@ -84,7 +84,7 @@ def locked(folder: Path) -> Iterator[None]:
 
 
 def cache_folder(cache: str | None) -> Path:
-    """Where prepared data is: `cache`, or `$SUBQUAD_CACHE`, or `~/.cache/subquad`."""
+    """Return where prepared data is: `cache`, or `$SUBQUAD_CACHE`, or `~/.cache/subquad`."""
     chosen = cache or os.environ.get("SUBQUAD_CACHE")
     return Path(chosen).expanduser() if chosen else Path.home() / ".cache" / "subquad"
 
@@ -113,7 +113,7 @@ def no_path(asked: str, *forms: str) -> FileNotFoundError:
 
 
 def usable(folder: Path, check: Callable[[], object]) -> bool:
-    """Whether `folder` is there and `check` finds it whole; a damaged one is removed, with a warning.
+    """Return whether `folder` is there and `check` finds it whole; a damaged one is removed, with a warning.
 
     It is checked again and renamed under a lock: another process may have put a whole one there since the first check.
     """

@@ -41,7 +41,7 @@ class ImageSet:
         return height, width, channels
 
     def fingerprint(self) -> str:
-        """Sixty-four hexadecimal digits of all pixels and labels."""
+        """Return sixty-four hexadecimal digits of all pixels and labels."""
         total = hashlib.sha256(str((self.pixels.shape, self.classes)).encode())
         total.update(self.pixels.tobytes())
         if self.labels is not None:
@@ -50,7 +50,7 @@ class ImageSet:
 
 
 def decode(source: Path | IO[bytes], name: str, mode: str | None = None) -> NDArray[np.uint8]:
-    """Bytes `[H, W, C]` of a PNG or JPEG file: grey or colours, or as Pillow's `mode` has it.
+    """Return bytes `[H, W, C]` of a PNG or JPEG file: grey or colours, or as Pillow's `mode` has it.
 
     Raises `ValueError` for damage, for other kinds (Pillow would start other programs for some), and for more than
     `MOST_PIXELS`.
@@ -106,12 +106,12 @@ def _idx_file(folder: Path, part: str, what: str) -> Path | None:
 
 
 def holds_idx(folder: Path) -> bool:
-    """Whether an idx file of images is there."""
+    """Return whether an idx file of images is there."""
     return any(_idx_file(folder, part, "images") for part in _IDX)
 
 
 def read_idx(folder: Path) -> dict[str, ImageSet]:
-    """The four idx files; labels may be missing."""
+    """Read the four idx files; labels may be missing."""
     read: dict[str, tuple[NDArray[np.uint8], NDArray[np.int64] | None]] = {}
     for part in _IDX:
         file = _idx_file(folder, part, "images")
@@ -132,7 +132,7 @@ def read_idx(folder: Path) -> dict[str, ImageSet]:
 
 
 def _idx(file: Path, dims: int) -> NDArray[np.uint8]:
-    """The array in an idx file: two zeros, the type (8: unsigned bytes), the dimensions, their sizes, the bytes."""
+    """Read an idx file: two zeros, the type (8: unsigned bytes), the dimensions, their sizes, the bytes."""
     raw = read_packed(file)
     header = 4 + 4 * dims
     if len(raw) < header:
@@ -156,12 +156,12 @@ def _idx(file: Path, dims: int) -> NDArray[np.uint8]:
 
 
 def is_npz(file: Path) -> bool:
-    """Whether the name says npz, packed or not."""
+    """Return whether the name says npz, packed or not."""
     return file.suffix == ".npz" or (file.suffix in PACKED and file.with_suffix("").suffix == ".npz")
 
 
 def read_npz(file: Path) -> dict[str, ImageSet]:
-    """An npz file as Keras has them, or one of JPEG files in one array; pickled arrays are refused."""
+    """Read an npz file as Keras has them, or one of JPEG files in one array; pickled arrays are refused."""
     arrays = load_arrays(read_packed(file), file)
     if {"blob", "offset", "n_train"} <= set(arrays):
         return _jpegs(file, arrays)
@@ -275,7 +275,7 @@ def _cifar_files(folder: Path) -> dict[str, list[Path]]:
 
 
 def holds_cifar(folder: Path) -> bool:
-    """Whether CIFAR-10 is there. Raises `ValueError` for its version for Python, which is pickled."""
+    """Return whether CIFAR-10 is there. Raises `ValueError` for its version for Python, which is pickled."""
     if (folder / "data_batch_1").is_file() or (folder / "test_batch").is_file():
         raise ValueError(
             f"{folder} holds pickles, which can run any code and are not read: take CIFAR-10's binary version"

@@ -28,11 +28,11 @@ from subquad.data.sources import hub_dataset
 
 SUFFIXES = (".png", ".jpg", ".jpeg")
 EVERY = 10
-"""Where no folder splits the images, one in so many, by name, is held out."""
+"""Where no folder splits the images, every tenth by name is held out."""
 
 
 def load_images(path: str, *, labels: bool = False) -> dict[str, ImageSet]:
-    """The images of a data set: `{"train": ..., "test": ...}`, in the order of its files.
+    """Read the images of a data set: `{"train": ..., "test": ...}`, in the order of its files.
 
     `path` is one of
     - a folder of MNIST's idx files, `train-images-idx3-ubyte` and so on, plain or packed as .gz, .xz or .bz2;
@@ -71,7 +71,7 @@ def load_images(path: str, *, labels: bool = False) -> dict[str, ImageSet]:
 
 
 def load_pictures(path: str) -> ImageSet | None:
-    """All images of a PNG or JPEG file, or of a folder that holds such files itself; None for another path.
+    """Read a PNG or JPEG file, or all of a folder that holds such files itself; None for another path.
 
     Raises `ValueError` as `load_images`.
     """
@@ -105,7 +105,7 @@ def _read(path: str) -> dict[str, ImageSet]:
 
 
 def pictures(folder: Path) -> list[Path]:
-    """The PNG and JPEG files in a folder, sorted: by number where names are numbers."""
+    """Return the PNG and JPEG files in a folder, sorted: by number where names are numbers."""
     found = [file for file in folder.iterdir() if file.suffix.lower() in SUFFIXES and not file.name.startswith(".")]
     return sorted(found, key=lambda file: _natural(file.stem))
 
@@ -120,7 +120,7 @@ def _folders(folder: Path) -> list[Path]:
 
 
 def holds_pictures(folder: Path) -> bool:
-    """Whether the folder has the parts train and test, or pictures."""
+    """Return whether the folder has the parts train and test, or pictures."""
     return any((folder / part).is_dir() for part in ("train", "test")) or bool(pictures(folder))
 
 
@@ -166,12 +166,12 @@ def _part(folder: Path, classes: list[str]) -> ImageSet:
 
 
 def unlabelled(files: list[Path]) -> ImageSet:
-    """The images of these files."""
+    """Read the images of these files."""
     return ImageSet(stacked(((str(file), decode(file, str(file))) for file in files), len(files)), None, ())
 
 
 def read_dataset(asked: str) -> dict[str, ImageSet]:
-    """The splits train and test (or validation) of a Hugging Face dataset: its first column of images, its labels."""
+    """Read the splits train and test (or validation) of a Hugging Face dataset: its images, its labels."""
     name, *rest = asked.removeprefix("hf:").split(":")
     if not name or len(rest) > 1:
         raise ValueError(f"a dataset of images is hf:NAME[:CONFIG], got {asked!r}")

@@ -1,6 +1,6 @@
 """The tokenizer files of llama2.c (A. Karpathy, github.com/karpathy/llama2.c), as a `tokenizers.Tokenizer`.
 
-One int32, the longest piece's bytes, then for each token a float32 score, an int32 length and so many bytes of UTF-8;
+One int32, the longest piece's bytes, then for each token a float32 score, an int32 length and its bytes of UTF-8;
 little-endian. Token 0 is the unknown one, 1 begins a text, 2 ends one, 3 to 258 are the bytes, `<0x00>` to `<0xFF>`.
 """
 
@@ -23,7 +23,7 @@ LONGEST = 1024
 
 
 def read_llama2c_tokenizer(path: str | os.PathLike[str]) -> Tokenizer:
-    """The tokenizer, which gives the tokens that llama2.c gives and is saved as `tokenizer.json`.
+    """Read the tokenizer, which gives the tokens that llama2.c gives and is saved as `tokenizer.json`.
 
     A text gets a space before it and is cut into characters, those without a token into bytes; then of all neighbours
     that together are a token those with the highest score become one, the leftmost first, until none are left. `<s>`
@@ -89,7 +89,7 @@ def _read(raw: bytes, path: Path) -> tuple[list[str], list[float]]:
 
 
 def _merges(ids: dict[str, int], scores: list[float], path: Path) -> list[tuple[str, str]]:
-    """All pairs that together are a token, the highest score first.
+    """Return all pairs that together are a token, the highest score first.
 
     Raises `ValueError` where two tokens that can be put together have one score, so that neither comes first.
     """

@@ -16,7 +16,7 @@ FORMS = "bottom, top, left, right, center or random with a fraction, as bottom:0
 
 
 def occlusion(asked: str, height: int, width: int, *, seed: int = 0) -> NDArray[np.bool_]:
-    """The mask `[H, W]`, True where occluded, that `asked` describes.
+    """Return the mask `[H, W]`, True where occluded, that `asked` describes.
 
     - bottom:F, top:F, left:F, right:F: that fraction of the rows or columns, at that side;
     - center:F: a rectangle in the middle, with that fraction of the rows and of the columns;
@@ -52,7 +52,7 @@ def occlusion(asked: str, height: int, width: int, *, seed: int = 0) -> NDArray[
 
 
 def _slices(kind: str, fraction: float, height: int, width: int) -> tuple[slice, slice]:
-    """Rows and columns."""
+    """Return the rows and columns that are occluded."""
     rows, columns = round(fraction * height), round(fraction * width)
     top, left = (height - rows) // 2, (width - columns) // 2
     everything = slice(None)

@@ -12,7 +12,7 @@ from torch import Tensor
 from torch.utils.data import Sampler
 
 LARGE = 1 << 24
-"""From so many items on, an epoch's order is computed place by place; below it is a stored permutation."""
+"""From this many items on, an epoch's order is computed place by place; below it is a stored permutation."""
 ROUNDS = 8
 BLOCK = 4096
 """Places that are computed at once."""
@@ -45,11 +45,11 @@ class EpochOrder(Sampler[int]):
             yield index
 
     def items(self, start: int) -> Iterator[int]:
-        """The order from a place on."""
+        """Yield the order from a place on."""
         return iter(self.permutation()[start:].tolist())
 
     def permutation(self) -> Tensor:
-        """The whole epoch's order `[n]`."""
+        """Return the whole epoch's order `[n]`."""
         word = hashlib.sha256(f"{self.seed}:{self.epoch}".encode()).digest()
         generator = torch.Generator().manual_seed(int.from_bytes(word[:7], "big"))
         return torch.randperm(self.n, generator=generator)
@@ -62,7 +62,7 @@ class EpochOrder(Sampler[int]):
             self._resume = False
 
     def state_dict(self) -> dict[str, Any]:
-        """The order's identity and how many indices of this epoch were given out."""
+        """Return the order's identity and how many indices of this epoch were given out."""
         return {"n": self.n, "seed": self.seed, "epoch": self.epoch, "position": self.position}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
@@ -93,7 +93,7 @@ class LargeOrder(EpochOrder):
         self.bits = max(1, -(-(n - 1).bit_length() // 2))
 
     def at(self, places: np.ndarray) -> np.ndarray:
-        """The items at these places, int64; `ValueError` for a place that is not in 0..n-1."""
+        """Return the items at these places, int64; `ValueError` for a place that is not in 0..n-1."""
         if len(places) and not 0 <= places.min() <= places.max() < self.n:
             raise ValueError(f"places must lie in 0..{self.n - 1}, got {places.min()} to {places.max()}")
         items = self._network(places.astype(np.uint64))
@@ -102,11 +102,11 @@ class LargeOrder(EpochOrder):
         return items.astype(np.int64)
 
     def permutation(self) -> Tensor:
-        """The whole epoch's order `[n]`."""
+        """Return the whole epoch's order `[n]`."""
         return torch.from_numpy(self.at(np.arange(self.n)))
 
     def items(self, start: int) -> Iterator[int]:
-        """The order from a place on."""
+        """Yield the order from a place on."""
         for first in range(start, self.n, BLOCK):
             yield from self.at(np.arange(first, min(self.n, first + BLOCK))).tolist()
 
@@ -123,12 +123,12 @@ class LargeOrder(EpochOrder):
 
 
 def _mixed(x: np.ndarray) -> np.ndarray:
-    """The finaliser of SplitMix64 (Steele, Lea and Flood 2014, section 3), modulo 2^64."""
+    """Apply the finaliser of SplitMix64 (Steele, Lea and Flood 2014, section 3), modulo 2^64."""
     x = (x ^ x >> np.uint64(30)) * np.uint64(0xBF58476D1CE4E5B9)
     x = (x ^ x >> np.uint64(27)) * np.uint64(0x94D049BB133111EB)
     return x ^ x >> np.uint64(31)
 
 
 def epoch_order(n: int, seed: int, epoch: int) -> EpochOrder:
-    """The order of an epoch over n items: `EpochOrder` below `LARGE` of them, `LargeOrder` from there on."""
+    """Return the order of an epoch over n items: `EpochOrder` below `LARGE` of them, else `LargeOrder`."""
     return EpochOrder(n, seed, epoch) if n < LARGE else LargeOrder(n, seed, epoch)

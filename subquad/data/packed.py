@@ -21,33 +21,33 @@ _MODULES: dict[str, Any] = {".xz": lzma, ".gz": gzip, ".bz2": bz2}
 PACKED = tuple(_MODULES)
 """The suffixes."""
 DAMAGE = (EOFError, OSError, lzma.LZMAError, zlib.error)
-"""What reading a damaged packed file raises."""
+"""Errors of reading a damaged packed file."""
 BAD_ZIP = (zipfile.BadZipFile, ValueError, NotImplementedError, RuntimeError, LookupError, OverflowError)
-"""What a zip archive raises that is damaged, pickled, packed in an unknown way, or has a password."""
+"""Errors of a zip archive that is damaged, pickled, packed in an unknown way, or has a password."""
 LEAST, TIMES = 1 << 28, 100
-"""A file may unpack to `LEAST` bytes, a larger one to so many times its own size; text packs to a tenth of its size."""
+"""A file may unpack to `LEAST` bytes, a larger one to `TIMES` its own size; text packs to a tenth of its size."""
 _MAGIC = {b"\xfd7zXZ\x00": lzma, b"\x1f\x8b": gzip, b"BZh": bz2}
 _PIECE = 1 << 20
 
 
 def most(packed: int) -> int:
-    """Bytes that a file of `packed` bytes may unpack to."""
+    """Return how many bytes a file of `packed` bytes may unpack to."""
     return max(LEAST, TIMES * packed)
 
 
 def find_packed(folder: Path, *names: str) -> Path | None:
-    """The first file of these names in `folder`, plain or packed; None where there is none."""
+    """Return the first file of these names in `folder`, plain or packed; None where there is none."""
     candidates = (folder / f"{name}{suffix}" for name in names for suffix in ("", *PACKED))
     return next((file for file in candidates if file.is_file()), None)
 
 
 def unpack(file: Path, raw: bytes) -> bytes:
-    """The content of `file`, whose bytes are `raw`; raises one of `DAMAGE` where it is damaged or a bomb."""
+    """Return the content of `file`, whose bytes are `raw`; raises one of `DAMAGE` where it is damaged or a bomb."""
     return _unpacked(_MODULES.get(file.suffix), raw)
 
 
 def unpack_any(raw: bytes) -> bytes:
-    """As `unpack`, packed as the first bytes say."""
+    """Unpack as `unpack` does, as the first bytes say."""
     return _unpacked(next((module for magic, module in _MAGIC.items() if raw.startswith(magic)), None), raw)
 
 
@@ -65,7 +65,7 @@ def _unpacked(module: Any, raw: bytes) -> bytes:
 
 
 def too_much(packed: int) -> OSError:
-    """The error for what unpacks to more than it may."""
+    """Return the error for what unpacks to more than it may."""
     return OSError(f"{packed:,} packed bytes unpack to more than {most(packed):,}: unpack it yourself if that is right")
 
 
@@ -76,7 +76,7 @@ def check_zip(archive: zipfile.ZipFile, packed: int) -> None:
 
 
 def read_packed(file: Path) -> bytes:
-    """The content of a file; `ValueError` names it where it is damaged."""
+    """Read the content of a file; `ValueError` names it where it is damaged."""
     raw = file.read_bytes()
     try:
         return unpack(file, raw)
@@ -85,14 +85,14 @@ def read_packed(file: Path) -> bytes:
 
 
 def open_stream(file: Path) -> IO[bytes]:
-    """The content of a file as a stream; reading it raises one of `DAMAGE` where it is damaged."""
+    """Open the content of a file as a stream; reading it raises one of `DAMAGE` where it is damaged."""
     module = _MODULES.get(file.suffix)
     stream: IO[bytes] = module.open(file, "rb") if module else file.open("rb")
     return stream
 
 
 def damaged(file: Path, error: Exception) -> ValueError:
-    """The error that names a damaged file."""
+    """Return the error that names a damaged file."""
     return ValueError(f"{file} is damaged and does not unpack: {error}")
 
 
@@ -101,7 +101,7 @@ _LAST_CODE, _HALVES = 0x10FFFF, (0xD800, 0xDFFF)
 
 
 def load_array(raw: bytes, file: Path) -> np.ndarray:
-    """The array in the bytes of an npy file; `ValueError` names the file where it is damaged or no such file."""
+    """Read the array in the bytes of an npy file; `ValueError` names the file where it is damaged or no such file."""
     if raw.startswith(b"PK"):
         raise ValueError(f"{file} is no readable npy file: it is an archive of several arrays (npz)")
     if not raw.startswith(b"\x93NUMPY"):  # np.load would try to read a pickle
@@ -114,7 +114,7 @@ def load_array(raw: bytes, file: Path) -> np.ndarray:
 
 
 def load_arrays(raw: bytes, file: Path) -> dict[str, np.ndarray]:
-    """The arrays in the bytes of an npz file. Raises as `load_array`, and for what unpacks to too much."""
+    """Read the arrays in the bytes of an npz file. Raises as `load_array`, and for what unpacks to too much."""
     content = io.BytesIO(raw)
     if not zipfile.is_zipfile(content):
         raise ValueError(f"{file} is no readable npz file: it is no zip archive, or its end is missing")

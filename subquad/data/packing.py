@@ -22,7 +22,7 @@ class Packing(NamedTuple):
 
 
 def pieces(documents: np.ndarray, length: int) -> tuple[np.ndarray, np.ndarray]:
-    """Where the pieces of documents begin and end: whole documents, and cuts of those longer than `length`.
+    """Return where pieces of documents begin and end: whole documents, and cuts of those longer than `length`.
 
     `documents` `[D + 1]` are the offsets as `TokenShard` has them. A cut begins with the last token of the one before,
     so that each token of a document but its first is predicted once.

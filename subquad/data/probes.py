@@ -54,7 +54,7 @@ class ProbeRows(NamedTuple):
 def probe_rows(
     config: ProbeConfig, length: int, rows: int, /, *, depth: float | None = None, first: int = 0, seed: Seed = 0
 ) -> ProbeRows:
-    """Rows number `first` to `first + rows - 1` of the probe `config`, `length` tokens each.
+    """Make rows number `first` to `first + rows - 1` of the probe `config`, `length` tokens each.
 
     `depth` is for passkey alone: see there. `seed` is used as it is: the configuration's numbers its own sequences.
     Raises `ValueError` for a length, a depth or a number of rows that cannot be, and for a depth of another probe.
@@ -164,7 +164,7 @@ def check_depth(depth: float | None) -> None:
 
 
 def empty_rows(length: int, rows: int) -> ProbeRows:
-    """Rows that ask nothing yet."""
+    """Return rows that ask nothing yet."""
     if rows < 1:
         raise ValueError(f"a probe needs at least one row, got rows={rows}")
     zeros = np.zeros((rows, length), dtype=np.int64)
@@ -172,7 +172,7 @@ def empty_rows(length: int, rows: int) -> ProbeRows:
 
 
 def generators(seed: Seed, first: int, rows: int) -> list[np.random.Generator]:
-    """A stream of random numbers for each row; `ValueError` for a negative seed or row."""
+    """Return a stream of random numbers for each row; `ValueError` for a negative seed or row."""
     parts = [seed] if isinstance(seed, int) else list(seed)
     if min((first, *parts)) < 0:
         raise ValueError(f"a seed and the first row must be at least 0, got seed={seed}, first={first}")
@@ -215,7 +215,7 @@ class ProbeCorpus:
 
     @classmethod
     def of(cls, config: ProbeConfig, length: int) -> ProbeCorpus:
-        """The sequences of `config`, `length` tokens each. Raises `ValueError` as `ProbeItems` does."""
+        """Return the sequences of `config`, `length` tokens each. Raises `ValueError` as `ProbeItems` does."""
         return cls(
             config=config,
             train=ProbeItems(config, length, config.examples),
@@ -240,7 +240,7 @@ def text_passkey(
     first: int = 0,
     seed: Seed = 0,
 ) -> ProbeRows:
-    """`text BEFORE key AFTER text QUESTION key`: the tokens of a key of so many digits are asked for at the end.
+    """`text BEFORE key AFTER text QUESTION key`: the tokens of a key of `digits` digits are asked for at the end.
 
     `text` holds tokens `[N]`; each row takes a piece of it that begins at a random place. `depth` is that of
     `subquad.data.probes.passkey`. All parts are tokenised apart, so that the key is the same tokens at both places.
@@ -273,7 +273,7 @@ def text_passkey(
 
 
 def _key(tokenizer: Tokenizer, digits: str) -> np.ndarray:
-    """The tokens of a key after a blank."""
+    """Return the tokens of a key after a blank."""
     ids = encode_text(tokenizer, f" {digits}")
     if (spelt := tokenizer.decode(ids).strip()) != digits:
         raise ValueError(

@@ -40,7 +40,7 @@ class TarBytes(io.BytesIO):
         self.left = 4 * len(content) + (1 << 20)
 
     def read(self, size: int | None = -1, /) -> bytes:
-        """As `io.BytesIO`; `OSError` for a negative size, which is a damaged header's, and where it does not end."""
+        """Read as `io.BytesIO`; `OSError` for a damaged header's negative size, and for reading without end."""
         self.left -= max(size or 0, 1)
         if size is None or size < 0 or self.left < 0:
             raise OSError("its headers lead in a circle or backwards")
@@ -66,16 +66,16 @@ class Source(Protocol):
     names: list[str]
 
     def fingerprint(self) -> str:
-        """A hash of all names and contents, without making documents of them."""
+        """Return a hash of all names and contents, without making documents of them."""
         ...
 
     def documents(self) -> Iterator[Document]:
-        """The documents; `BadTextError` at the first that isn't text."""
+        """Yield the documents; `BadTextError` at the first that isn't text."""
         ...
 
 
 def open_source(path: str, *, skip_bad_files: bool = False) -> Source:
-    """The source that `path` names, as `DataConfig.path` describes it.
+    """Open the source that `path` names, as `DataConfig.path` describes it.
 
     Raises `FileNotFoundError` for a path that is missing or a glob that matches nothing, `ImportError` for a dataset
     without the `datasets` extra.
@@ -99,7 +99,7 @@ def open_source(path: str, *, skip_bad_files: bool = False) -> Source:
 
 
 def _files_below(root: Path) -> list[Path]:
-    """All files below `root` but hidden ones, sorted by their names relative to it."""
+    """Return all files below `root` but hidden ones, sorted by their names relative to it."""
     found = []
     for folder, folders, files in os.walk(root):
         folders[:] = [name for name in folders if not name.startswith(".")]
@@ -108,7 +108,7 @@ def _files_below(root: Path) -> list[Path]:
 
 
 def _stdlib_files(root: Path) -> list[Path]:
-    """The modules of the standard library, without its tests and without what the build of Python wrote."""
+    """List the modules of the standard library, without its tests and without what the build of Python wrote."""
     found = []
     for folder, folders, files in os.walk(root):
         folders[:] = [name for name in folders if name not in STDLIB_LEAVES_OUT and not name.startswith("config-")]
@@ -126,7 +126,7 @@ class FileSource:
         self.skip_bad_files = skip_bad_files
 
     def fingerprint(self) -> str:
-        """Sixty-four hexadecimal digits of all names and contents."""
+        """Return sixty-four hexadecimal digits of all names and contents."""
         total = hashlib.sha256()
         for name, file in self.files.items():
             if file.exists() and not file.is_file():  # a pipe would be waited for
@@ -136,7 +136,7 @@ class FileSource:
         return total.hexdigest()
 
     def documents(self) -> Iterator[Document]:
-        """Each file's documents, in order of the names.
+        """Yield each file's documents, in order of the names.
 
         Raises `BadTextError` for a file that isn't text, and for a file asked for by name that is empty; with
         `skip_bad_files` it warns and goes on.
@@ -159,7 +159,7 @@ class FileSource:
 
 
 def _name(file: Path) -> str:
-    """The name of a document; bytes that are no UTF-8 are written out."""
+    """Return the name of a document; bytes that are no UTF-8 are written out."""
     return unicodedata.normalize("NFC", os.fsencode(file.as_posix()).decode("utf-8", "backslashreplace"))
 
 
@@ -181,14 +181,14 @@ class DatasetSource:
             raise ValueError(f"{asked!r} has no column {self.column!r}; {choices}")
 
     def fingerprint(self) -> str:
-        """Sixty-four hexadecimal digits of all rows."""
+        """Return sixty-four hexadecimal digits of all rows."""
         total = hashlib.sha256()
         for text in self.rows[self.column]:
             _add(total, "", hashlib.sha256((text or "").encode()).digest())
         return total.hexdigest()
 
     def documents(self) -> Iterator[Document]:
-        """The rows that hold text; `BadTextError` for a row with a NUL, or with `skip_bad_files` a warning."""
+        """Yield the rows that hold text; `BadTextError` for a row with a NUL, or with `skip_bad_files` a warning."""
         for number, row in enumerate(self.rows[self.column]):
             text = (row or "").encode()
             if text and _is_text(text, f"{self.asked}, row {number}", self.skip_bad_files):
@@ -219,7 +219,7 @@ def check_text(text: bytes, name: str) -> None:
 
 
 def _is_text(text: bytes, name: str, skip: bool) -> bool:
-    """`check_text`, which with `skip` warns and gives False instead of raising."""
+    """Check as `check_text`; with `skip`, warn and return False instead of raising."""
     try:
         check_text(text, name)
     except BadTextError as error:
@@ -231,7 +231,7 @@ def _is_text(text: bytes, name: str, skip: bool) -> bool:
 
 
 def _unpack(name: str, raw: bytes, file: Path) -> Iterator[tuple[str, bytes]]:
-    """Names and contents in a file: one, or those in an archive; damage is a `BadTextError`."""
+    """Yield names and contents in a file: one, or those in an archive; damage is a `BadTextError`."""
     try:
         if file.name.endswith(".zip"):
             with zipfile.ZipFile(io.BytesIO(raw)) as packed:
@@ -261,7 +261,7 @@ def _add(total: Any, name: str, content: bytes) -> None:
 
 
 def hold_out(keys: Sequence[bytes], fraction: float, seed: int = 0) -> list[bool]:
-    """Whether to hold out each document: SHA-256 of seed and key, read as a number in [0, 1), is below `fraction`.
+    """Return whether to hold out each document: SHA-256 of seed and key, as a number in [0, 1), is below `fraction`.
 
     At least one document is on each side: where the hashes say otherwise, the one with the least (or the greatest)
     changes sides. Raises `ValueError` for fewer than two documents.
@@ -279,7 +279,7 @@ def hold_out(keys: Sequence[bytes], fraction: float, seed: int = 0) -> list[bool
 
 
 def cut(text: bytes, fraction: float) -> int:
-    """Where to cut a single document: its last `fraction` is held out, from the next character's first byte on.
+    """Return where to cut a single document: its last `fraction` is held out, from a character's first byte on.
 
     Raises `ValueError` where one of the two parts would be empty.
     """

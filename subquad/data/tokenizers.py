@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import logging
 import re
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
@@ -16,8 +17,12 @@ from subquad.config import suggest
 from subquad.data.vocabularies import SEPARATOR, TRAINED, character_ids, gpt2_files, load_gpt2
 from subquad.parsing import parse_json, read_text
 
+logger = logging.getLogger(__name__)
+
 MOST_TOKENS = 1 << 24
 """Of a vocabulary: a model has a row for each number up to the greatest."""
+LOOKED_AT = 1 << 22
+"""Tokens of a text in which carriage returns are counted."""
 _SEPARATORS = (SEPARATOR, "</s>", "<eos>", "<|end_of_text|>", "[SEP]", "<s>")
 # Byte-level pre-tokens hold blanks at their start only, so one always ends between a visible character and a blank.
 _CUT = re.compile(rb"[!-~](?=\s)")
@@ -25,7 +30,7 @@ _PIECE = 1 << 18
 
 
 def load_tokenizer(name: str | Path, also: Sequence[str] = ()) -> Tokenizer:
-    """The tokenizer `bytes`, or the one in a `tokenizer.json` or in a folder that holds one, or GPT-2's two files.
+    """Load the tokenizer `bytes`, the one in a `tokenizer.json` or in a folder that holds one, or GPT-2's two files.
 
     Raises `ValueError` for another name, which lists `also` those that the caller knows, and for a file that is no
     tokenizer, has no token or numbers them too high.
@@ -59,13 +64,13 @@ def load_tokenizer(name: str | Path, also: Sequence[str] = ()) -> Tokenizer:
 
 
 def has_tokenizer(folder: Path) -> bool:
-    """Whether `load_tokenizer` finds files of one in a folder."""
+    """Return whether `load_tokenizer` finds files of one in a folder."""
     return (folder / "tokenizer.json").is_file() or gpt2_files(folder) is not None
 
 
 @contextmanager
 def _named(what: str) -> Iterator[None]:
-    """`ValueError` that begins so for whatever the Rust library raises: bare exceptions, or a panic, which is none."""
+    """Raise a `ValueError` that begins with `what` for anything that the Rust library raises, panics too."""
     try:
         yield
     except (KeyboardInterrupt, SystemExit, GeneratorExit):
@@ -75,7 +80,7 @@ def _named(what: str) -> Iterator[None]:
 
 
 def bytes_tokenizer() -> Tokenizer:
-    """The vocabulary of exactly 256 tokens in which the byte b has the id b."""
+    """Make the vocabulary of exactly 256 tokens in which the byte b has the id b."""
     tokenizer = Tokenizer(models.BPE(vocab={char: byte for byte, char in enumerate(_byte_chars())}, merges=[]))
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
     tokenizer.decoder = decoders.ByteLevel()
@@ -83,7 +88,7 @@ def bytes_tokenizer() -> Tokenizer:
 
 
 def encode_text(tokenizer: Tokenizer, text: str) -> list[int]:
-    """The token ids of `text`; `ValueError` for a character that a tokenizer of characters does not have."""
+    """Return the token ids of `text`; `ValueError` for a character that a tokenizer of characters lacks."""
     known = character_ids(tokenizer)
     if known is not None:
         return _characters_to_ids(text, known, "the text").tolist()
@@ -93,7 +98,7 @@ def encode_text(tokenizer: Tokenizer, text: str) -> list[int]:
 
 
 def encode_prompt(tokenizer: Tokenizer, text: str) -> list[int]:
-    """The token ids of `text` after those that the tokenizer begins every text with, as Llama's `<s>`.
+    """Return the token ids of `text` after those that begin every text of this tokenizer, as Llama's `<s>`.
 
     A text that spells them out itself, as chat templates do, gets no second ones. Raises as `encode_text`.
     """
@@ -107,32 +112,48 @@ def encode_prompt(tokenizer: Tokenizer, text: str) -> list[int]:
 
 
 def tokenizer_hash(tokenizer: Tokenizer) -> str:
-    """Sixty-four hexadecimal digits that differ when the tokenizer does."""
+    """Return sixty-four hexadecimal digits that differ when the tokenizer does."""
     return hashlib.sha256(tokenizer.to_str().encode()).hexdigest()
 
 
 def separator_id(tokenizer: Tokenizer) -> int | None:
-    """The token that ends a document, by its usual names; None where there is none, as in `bytes`."""
+    """Return the token that ends a document, by its usual names; None where there is none, as in `bytes`."""
     ids = (tokenizer.token_to_id(token) for token in _SEPARATORS)
     return next((id for id in ids if id is not None), None)
 
 
 def vocab_size(tokenizer: Tokenizer) -> int:
-    """One more than the greatest id: the rows that a model's embedding needs."""
+    """Return one more than the greatest id: the rows that a model's embedding needs."""
     return max(tokenizer.get_vocab().values()) + 1
 
 
 def check_vocabulary(tokenizer: Tokenizer, known: int, advice: str = "is it another model's?") -> None:
-    """Raise `ValueError` where the tokenizer has tokens that a model, which knows so many, does not know."""
+    """Raise `ValueError` where the tokenizer has more tokens than the `known` ones of a model."""
     size = vocab_size(tokenizer)
     if size > known:
         raise ValueError(f"the tokenizer has {size} tokens, the model knows {known}; {advice}")
 
 
+def warn_of_carriage_returns(tokenizer: Tokenizer, tokens: np.ndarray, where: str) -> None:
+    """Log a warning where the text of `tokens` has CRLF line ends: each is one character more to predict.
+
+    Of a long text the first `LOOKED_AT` tokens are looked at.
+    """
+    texts = tokenizer.decode_batch([[token] for token in range(vocab_size(tokenizer))], skip_special_tokens=False)
+    returns = [token for token, text in enumerate(texts) if "\r" in text]
+    count = int(np.isin(tokens[:LOOKED_AT], returns).sum())
+    if count:
+        logger.warning(
+            "%s has CRLF line ends (%s carriage returns%s): the loss counts each, and a model of texts with plain line "
+            "ends finds them unlikely; convert the text, by dos2unix or sed 's/\\r$//', where that isn't meant",
+            where, f"{count:,}", "" if len(tokens) <= LOOKED_AT else f" in the first {LOOKED_AT:,} tokens",
+        )  # fmt: skip
+
+
 class Encoder:
     """Documents to arrays of token ids, piece by piece, so that memory does not grow with the longest document.
 
-    A tokenizer of ours is fed pieces that end where no token can cross; another one gets whole documents. `separator`
+    A tokenizer made here is fed pieces that end where no token can cross; another one gets whole documents. `separator`
     holds the ids that stand between documents, one or none.
     """
 
@@ -147,7 +168,7 @@ class Encoder:
         self.characters = character_ids(tokenizer)
 
     def encode(self, texts: Iterable[bytes]) -> Iterator[tuple[int, np.ndarray]]:
-        """Pairs of a document's number and its next token ids, in order; each document has at least one pair."""
+        """Yield a document's number and its next token ids, in order; each document has at least one pair."""
         if self.is_bytes:
             for number, text in enumerate(texts):
                 yield number, np.frombuffer(text, dtype=np.uint8)
@@ -175,7 +196,7 @@ class Encoder:
 
 
 def _characters_to_ids(text: str, ids: dict[str, int], where: str) -> np.ndarray:
-    """The id of each character; `ValueError` names the first unknown one and its place."""
+    """Return the id of each character; `ValueError` names the first unknown one and its place."""
     codes = np.frombuffer(text.encode("utf-32-le"), dtype=np.uint32)
     known = np.array(sorted(map(ord, ids)), dtype=np.uint32)
     places = np.searchsorted(known, codes).clip(max=max(0, len(known) - 1))
@@ -189,7 +210,7 @@ def _characters_to_ids(text: str, ids: dict[str, int], where: str) -> np.ndarray
 
 
 def pieces(text: bytes) -> Iterator[bytes]:
-    """Cuts of `text` between words, each a quarter of a mebibyte or longer."""
+    """Yield cuts of `text` between words, each a quarter of a mebibyte or longer."""
     start = 0
     while len(text) - start > _PIECE and (cut := _CUT.search(text, start + _PIECE)):
         yield text[start : cut.end()]
@@ -198,7 +219,7 @@ def pieces(text: bytes) -> Iterator[bytes]:
 
 
 def _is_ours(tokenizer: Tokenizer) -> bool:
-    """Whether a tokenizer splits text as those made here do, by the form of its pre-tokenizer."""
+    """Return whether a tokenizer splits text as those made here, by the form of its pre-tokenizer."""
     own = pre_tokenizers.ByteLevel(add_prefix_space=False)
     return tokenizer.normalizer is None and str(tokenizer.pre_tokenizer) == str(own)
 
@@ -209,7 +230,7 @@ def _bytes_hash() -> str:
 
 
 def _byte_chars() -> list[str]:
-    """The character that byte-level models write for each byte: printable Latin-1 as it is, the rest from U+0100."""
+    """List byte-level models' character for each byte: printable Latin-1 as it is, the rest from U+0100."""
     printable = {*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)}
     others = iter(range(0x100, 0x200))
     return [chr(byte if byte in printable else next(others)) for byte in range(256)]

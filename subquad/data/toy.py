@@ -52,7 +52,7 @@ class MarkedVotes(Dataset[dict[str, Tensor]]):
 
 
 def votes(rng: np.random.Generator, tokens: int) -> tuple[np.ndarray, int]:
-    """One sequence of `tokens` tokens, or one less where that is even, and its label."""
+    """Make one sequence of `tokens` tokens, or one less where that is even, and its label."""
     half = (tokens - MARKED) // 2
     label = int(rng.integers(2))
     winners = int(rng.integers(MARKED // 2 + 1, MARKED + 1))

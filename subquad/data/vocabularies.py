@@ -13,7 +13,7 @@ from subquad.data.packed import find_packed, read_packed
 from subquad.parsing import decoded, parse_json
 
 SEPARATOR = "<|endoftext|>"
-"""What stands between two documents for a tokenizer made here."""
+"""The token between two documents, for a tokenizer made here."""
 TRAINED = ("bpe", "characters", "unigram")
 """The tokenizers that are made of the text itself, by their names in `DataConfig.tokenizer`."""
 _GPT2_NAMES = (("encoder.json", "vocab.bpe"), ("vocab.json", "merges.txt"))
@@ -22,14 +22,14 @@ _SCORE_GAP = 1e-4
 
 
 def make_tokenizer(name: str, texts: Iterable[str], vocab_size: int) -> Tokenizer:
-    """The tokenizer `bpe`, `unigram` or `characters` of `texts`; only the first two have a size to choose."""
+    """Make the tokenizer `bpe`, `unigram` or `characters` of `texts`; only the first two have a size to choose."""
     if name == "characters":
         return characters(texts)
     return (train_bpe if name == "bpe" else train_unigram)(texts, vocab_size)
 
 
 def train_bpe(texts: Iterable[str], vocab_size: int) -> Tokenizer:
-    """A byte-level BPE of at most `vocab_size` tokens; the separator has the id 0 and every text can be encoded.
+    """Train a byte-level BPE of at most `vocab_size` tokens; the separator is 0 and every text can be encoded.
 
     The same texts give the same tokenizer. Few texts give fewer tokens.
     """
@@ -45,7 +45,7 @@ def train_bpe(texts: Iterable[str], vocab_size: int) -> Tokenizer:
 
 
 def train_unigram(texts: Iterable[str], vocab_size: int) -> Tokenizer:
-    """A unigram model, SentencePiece's default, over bytes: a text is cut into the pieces of greatest probability.
+    """Train a unigram model, SentencePiece's default, over bytes: a text is cut into the most probable pieces.
 
     At most `vocab_size` tokens; the separator has the id 0 and every text can be encoded and comes back as it was
     (SentencePiece itself normalises the text and begins it with a space). Trained scores differ in their last digits
@@ -70,7 +70,7 @@ def train_unigram(texts: Iterable[str], vocab_size: int) -> Tokenizer:
 
 
 def characters(texts: Iterable[str]) -> Tokenizer:
-    """One token a character of `texts`, in Unicode's order; a text with another character can't be encoded."""
+    """Make one token a character of `texts`, in Unicode's order; a text with another one can't be encoded."""
     found: set[str] = set()
     for text in texts:
         found.update(text)
@@ -81,7 +81,7 @@ def characters(texts: Iterable[str]) -> Tokenizer:
 
 
 def character_ids(tokenizer: Tokenizer) -> dict[str, int] | None:
-    """The vocabulary of a tokenizer that `characters` made; None for another one."""
+    """Return the vocabulary of a tokenizer that `characters` made; None for another one."""
     one_each = str(tokenizer.pre_tokenizer) == str(_single_characters())
     if not one_each or not isinstance(tokenizer.model, models.WordLevel):
         return None
@@ -90,7 +90,7 @@ def character_ids(tokenizer: Tokenizer) -> dict[str, int] | None:
 
 
 def gpt2_files(folder: Path) -> tuple[Path, Path] | None:
-    """The vocabulary and the merges in `folder`, by either pair of usual names, plain or packed."""
+    """Find the vocabulary and the merges in `folder`, by either pair of usual names, plain or packed."""
     for names in _GPT2_NAMES:
         vocabulary, merges = (find_packed(folder, name) for name in names)
         if vocabulary is not None and merges is not None:
@@ -143,5 +143,5 @@ def _single_characters() -> pre_tokenizers.PreTokenizer:
 
 
 def _read(file: Path) -> str:
-    """The text of a plain or packed file; `ValueError` names the file where it is none."""
+    """Read the text of a plain or packed file; `ValueError` names the file where it is no text."""
     return decoded(read_packed(file), str(file))

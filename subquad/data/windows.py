@@ -98,7 +98,7 @@ class WindowParts(Dataset[dict[str, Tensor]]):
 
 
 def count_windows(tokens: int, length: int, stride: int | None = None) -> int:
-    """Windows of `length` in so many tokens. Raises `ValueError` for a length and a stride that no window has."""
+    """Count the windows in `tokens` tokens; `ValueError` for a length and a stride that no window has."""
     if length < 2:
         raise ValueError(f"a window needs at least 2 tokens, one to read and one to predict, got length={length}")
     if stride is not None and not 1 <= stride <= length - 1:

@@ -1,6 +1,6 @@
 """Measures of a model on texts, labelled sequences and images; tasks of lm-evaluation-harness are in `harness`."""
 
-from subquad.evaluation.classes import ClassEvaluation, evaluate_classifier, fit_bag_of_tokens
+from subquad.evaluation.classes import ClassEvaluation, evaluate_classifier
 from subquad.evaluation.config import EvalConfig
 from subquad.evaluation.images import ImageEvaluation, evaluate_images
 from subquad.evaluation.text import Evaluation, evaluate
@@ -13,5 +13,4 @@ __all__ = [
     "evaluate",
     "evaluate_classifier",
     "evaluate_images",
-    "fit_bag_of_tokens",
 ]

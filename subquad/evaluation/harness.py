@@ -72,7 +72,7 @@ class TaskEvaluation:
     """The harness's own table, in Markdown."""
 
     def to_dict(self) -> dict[str, Any]:
-        """Plain values, for JSON."""
+        """Return plain values, for JSON."""
         values = asdict(self)
         del values["table"]
         plain: dict[str, Any] = json.loads(json.dumps(values, default=str))
@@ -132,8 +132,7 @@ def evaluate_tasks(
 class PreparedTasks:
     """Tasks with their data and the model that they will ask: all that arguments can get wrong is checked."""
 
-    asked: Any
-    """A `HarnessModel`."""
+    asked: HarnessModel
     loaded: dict[str, Any]
     names: list[str]
     limit: int | None
@@ -184,7 +183,7 @@ def prepare_tasks(
     """Load tasks and wrap the model, as `evaluate_tasks` does before it asks it; arguments and errors as there."""
     _check(tasks, task_path, length=length, num_fewshot=num_fewshot, limit=limit, batch_size=batch_size)
     with quiet():
-        asked = wrap(model, tokenizer, length, batch_size, prefix_token)
+        asked = HarnessModel(model, tokenizer, length, batch_size, prefix_token)
     with _seeded():
         loaded = _load(list(tasks), task_path)
         _set_fewshot(loaded["tasks"], num_fewshot)
@@ -203,7 +202,7 @@ def _check(tasks: Sequence[str], task_path: str | Path | None, **numbers: int | 
 
 
 def _load(names: list[str], task_path: str | Path | None) -> Any:
-    """The tasks with their data, those of `task_path` first."""
+    """Load the tasks with their data, those of `task_path` first."""
     folder = None if task_path is None else Path(task_path).resolve()
     manager = None if folder is None else TaskManager(include_path=folder, include_defaults=False)
     if manager is None or not set(names) <= set(manager.all_tasks):
@@ -228,7 +227,7 @@ def _load(names: list[str], task_path: str | Path | None) -> Any:
 
 
 def _set_fewshot(tasks: dict[str, Any], num_fewshot: int | None) -> None:
-    """The harness's rule: a task that sets 0 itself keeps it."""
+    """Set the number of examples by the harness's rule: a task that sets 0 itself keeps it."""
     for name, task in tasks.items():
         own = task.get_config("num_fewshot")
         if own is None:
@@ -298,34 +297,45 @@ class HarnessModel(HFLM):
     """`HFLM` over a model in memory, which says what it cannot do and counts what it cut.
 
     `asked` counts the requests and `cut` those whose text before the answer was too long, so that its start was left
-    out. Raises `ValueError` for an answer that is longer than the window, or has no token.
+    out. Raises `ValueError` for what does not fit together, and for an answer that is longer than the window or has no
+    token.
     """
 
     def __init__(
         self,
-        model: PreTrainedModel,
-        tokenizer: PreTrainedTokenizerBase,
-        *,
-        prefix_token: int,
+        model: Decoder | PreTrainedModel,
+        tokenizer: Tokenizer | PreTrainedTokenizerBase,
         length: int | None,
         batch_size: int,
-        adds_special_tokens: bool,
+        prefix_token: int | None,
     ) -> None:
         self.asked = self.cut = 0
-        if tokenizer.pad_token_id is None:
+        vocabulary = model.config.vocab_size
+        fast: Any = tokenizer
+        end, adds_bos = None, None
+        if isinstance(tokenizer, Tokenizer):
+            check_vocabulary(tokenizer, vocabulary)
+            end = separator_id(tokenizer)
+            fast, adds_bos = _fast(tokenizer, end), False
+        prefix = _prefix(tokenizer) if prefix_token is None else prefix_token
+        if not 0 <= prefix < vocabulary:
+            raise ValueError(
+                f"prefix_token must be between 0 and {vocabulary - 1}, the model's vocabulary, got {prefix}"
+            )
+        if fast.pad_token_id is None:
             # Any token does, for a mask covers it; a token of its own would lie outside of the embedding.
-            tokenizer.pad_token_id = prefix_token
+            fast.pad_token_id = prefix
         super().__init__(
-            pretrained=model,
-            tokenizer=tokenizer,
-            prefix_token_id=prefix_token,
+            pretrained=_as_transformers(model, length, end),
+            tokenizer=fast,
+            prefix_token_id=prefix,
             max_length=length,
             batch_size=batch_size,
-            add_bos_token=None if adds_special_tokens else False,
+            add_bos_token=adds_bos,
         )
 
     def tok_decode(self, tokens: Any, skip_special_tokens: bool = True) -> Any:
-        """The text of tokens; None for no token, which is the end of text of a tokenizer that has none."""
+        """Return the text of tokens; None for no token, which is the end of text of a tokenizer that has none."""
         return None if tokens is None else super().tok_decode(tokens, skip_special_tokens=skip_special_tokens)
 
     def _loglikelihood_tokens(
@@ -345,12 +355,12 @@ class HarnessModel(HFLM):
         return super()._loglikelihood_tokens(requests, disable_tqdm=disable_tqdm or rolling, override_bs=override_bs)
 
     def loglikelihood_rolling(self, requests: Sequence[Any], disable_tqdm: bool = False) -> Any:
-        """log p of whole texts, in windows that do not overlap; the last has as many tokens before as fit."""
+        """Return log p of whole texts, in windows that do not overlap; the last has as many tokens before as fit."""
         self.asked += len(requests)
         return super().loglikelihood_rolling(requests, disable_tqdm=disable_tqdm)
 
     def generate_until(self, requests: Sequence[Any], disable_tqdm: bool = False) -> Any:
-        """Continuations of prompts up to a stop string; a prompt and its continuation fit the window together."""
+        """Continue prompts up to a stop string; a prompt and its continuation fit the window together."""
         for request in requests:
             prompt, options = request.args
             new = normalize_gen_kwargs(options, self.max_gen_toks)["max_gen_toks"]
@@ -364,21 +374,31 @@ class HarnessModel(HFLM):
         return super().generate_until(requests, disable_tqdm=disable_tqdm)
 
 
-def as_transformers(decoder: Decoder, end_token: int | None) -> SubquadForCausalLM:
-    """The decoder itself, not a copy, as a model of transformers whose `generate` ends at `end_token`.
+def _as_transformers(model: Decoder | PreTrainedModel, length: int | None, end_token: int | None) -> PreTrainedModel:
+    """Return the model itself, not a copy, as one of transformers; the `generate` of a decoder ends at `end_token`.
 
-    Raises `ValueError` for a model that (as `PerceiverAR`) does not predict all the tokens that a task scores.
+    Raises `ValueError` for a length that the model lacks, and for a model that (as `PerceiverAR`) does not predict all
+    the tokens that a task scores.
     """
-    if decoder.predicts_last is not None:
-        raise ValueError(
-            f"tasks score answers of any length, and {decoder.config.attention} predicts its last "
-            f"{decoder.predicts_last} tokens alone; "
-            "`subquad eval` without --tasks measures it on a text"
-        )
-    with torch.device("meta"):  # its own weights are replaced at once
-        model = SubquadForCausalLM(SubquadConfig.from_decoder(decoder.config, eos_token_id=end_token))
-    model.model = decoder
-    return model
+    decoder = model.model if isinstance(model, SubquadForCausalLM) else model
+    if isinstance(decoder, Decoder):
+        if decoder.predicts_last is not None:
+            raise ValueError(
+                f"tasks score answers of any length, and {decoder.config.attention} predicts its last "
+                f"{decoder.predicts_last} tokens alone; `subquad eval` without --tasks measures it on a text"
+            )
+        if length is None:
+            raise ValueError("a decoder has no length of its own: give one, as length=1024")
+        most = decoder.most_tokens
+        with torch.device("meta"):  # its own weights are replaced at once
+            model = SubquadForCausalLM(SubquadConfig.from_decoder(decoder.config, eos_token_id=end_token))
+        model.model = decoder
+    else:
+        most = next((n for key in LIMITS if (n := getattr(model.config, key, None)) is not None), None)
+    if length is not None and most is not None and length > most:
+        raise ValueError(f"length must be at most {most}, the positions that the model has, got {length}")
+    found: Any = model
+    return found
 
 
 @contextmanager
@@ -393,46 +413,8 @@ def quiet() -> Iterator[None]:
         harness.setLevel(before)
 
 
-def wrap(
-    model: Decoder | PreTrainedModel,
-    tokenizer: Tokenizer | PreTrainedTokenizerBase,
-    length: int | None,
-    batch_size: int,
-    prefix_token: int | None,
-) -> HarnessModel:
-    """The `HarnessModel`; `ValueError` for what does not fit together."""
-    decoder = model.model if isinstance(model, SubquadForCausalLM) else model
-    vocabulary = model.config.vocab_size
-    end = None
-    if isinstance(tokenizer, Tokenizer):
-        end = separator_id(tokenizer)
-        check_vocabulary(tokenizer, vocabulary)
-    prefix = _prefix(tokenizer) if prefix_token is None else prefix_token
-    if not 0 <= prefix < vocabulary:
-        raise ValueError(f"prefix_token must be between 0 and {vocabulary - 1}, the model's vocabulary, got {prefix}")
-    wrapped: PreTrainedModel
-    if isinstance(decoder, Decoder):
-        wrapped = as_transformers(decoder, end)
-        if length is None:
-            raise ValueError("a decoder has no length of its own: give one, as length=1024")
-        most = decoder.config.max_positions if decoder.config.position == "learned" else None
-    else:
-        wrapped = decoder
-        most = next((n for key in LIMITS if (n := getattr(model.config, key, None)) is not None), None)
-    if length is not None and most is not None and length > most:
-        raise ValueError(f"length must be at most {most}, the positions that the model has, got {length}")
-    return HarnessModel(
-        wrapped,
-        _fast(tokenizer, end) if isinstance(tokenizer, Tokenizer) else tokenizer,
-        prefix_token=prefix,
-        length=length,
-        batch_size=batch_size,
-        adds_special_tokens=not isinstance(tokenizer, Tokenizer),
-    )
-
-
 def _fast(tokenizer: Tokenizer, end: int | None) -> PreTrainedTokenizerFast:
-    """The tokenizer in transformers' form: special tokens that a text spells out stay text, as in training."""
+    """Return the tokenizer in transformers' form: special tokens that a text spells out stay text, as in training."""
     return PreTrainedTokenizerFast(
         tokenizer_object=Tokenizer.from_str(tokenizer.to_str()),
         eos_token=None if end is None else tokenizer.id_to_token(end),
@@ -442,7 +424,7 @@ def _fast(tokenizer: Tokenizer, end: int | None) -> PreTrainedTokenizerFast:
 
 
 def _prefix(tokenizer: Tokenizer | PreTrainedTokenizerBase) -> int:
-    """The token that a text begins after."""
+    """Return the token that a text begins after."""
     if not isinstance(tokenizer, Tokenizer):
         special = (tokenizer.bos_token_id, tokenizer.eos_token_id)
         token = next((token for token in special if token is not None), None)

@@ -21,7 +21,7 @@ from subquad.hf.encoders import (
     SubquadPretrainingConfig,
 )
 from subquad.hf.image import SubquadForImages, SubquadImageConfig
-from subquad.hf.interface import check_attention, register, set_attention
+from subquad.hf.interface import register, set_attention
 from subquad.hf.model import SubquadForCausalLM
 from subquad.hf.transfer import from_transformers, to_transformers
 
@@ -41,7 +41,6 @@ __all__ = [
     "SubquadForImages",
     "SubquadForPreTraining",
     "SubquadForSequenceClassification",
-    "check_attention",
     "from_transformers",
     "register",
     "set_attention",

@@ -5,16 +5,15 @@ Shape letters: B batch, T tokens, D model width.
 
 from __future__ import annotations
 
-from dataclasses import replace
+from functools import partial
 
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from subquad.attention import Cost
-from subquad.attention._activations import activation_bytes
 from subquad.models.build import build_encoder
 from subquad.models.encoder import EncoderConfig
+from subquad.ops.counting import Cost, cost_of, one_sequence
 
 
 class TowerHead(nn.Module):
@@ -86,31 +85,13 @@ class Classifier(nn.Module):
         return sum(p.numel() for p in self.parameters())
 
     def cost(self, tokens: int) -> Cost:
-        """What one sequence of `tokens` tokens costs, or a pair of two such: the encoder and the head."""
-        towers, cost = self.config.towers, self.encoder.cost(tokens)
-        head = 2 * sum(m.weight.numel() for m in self.head.modules() if isinstance(m, nn.Linear))
-        return replace(
-            cost,
-            score_entries=towers * cost.score_entries,
-            unmasked_entries=towers * cost.unmasked_entries,
-            mixing_flops=towers * cost.mixing_flops,
-            projection_flops=towers * cost.projection_flops + head,
-            backward_flops=towers * cost.backward_flops + 2 * head,
-            parameters=self.num_parameters(),
-            activation_bytes=activation_bytes(_Reading(self), lambda: torch.zeros(1, tokens, dtype=torch.int64)),
-        )
+        """Count what one sequence of `tokens` tokens costs, or a pair of two such: the encoder and the head."""
+        pair = self.config.towers == 2
 
+        def run(tokens_BT: Tensor) -> tuple[Tensor, None]:
+            return self(tokens_BT, None, tokens_BT if pair else None), None
 
-class _Reading(nn.Module):
-    """The logits of one sequence, or of a pair of it with itself."""
-
-    def __init__(self, classifier: Classifier) -> None:
-        super().__init__()
-        self.classifier = classifier
-
-    def forward(self, tokens_BT: Tensor) -> Tensor:
-        pair = tokens_BT if self.classifier.config.towers == 2 else None
-        return self.classifier(tokens_BT, None, pair)
+        return cost_of(self, tokens, run, partial(one_sequence, tokens))
 
 
 def check_pair(config: EncoderConfig, pair_tokens: Tensor | None, pair_mask: Tensor | None) -> None:

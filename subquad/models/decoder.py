@@ -6,6 +6,7 @@ Shape letters: B batch, T tokens, D model width, V vocabulary, N = B * T.
 from __future__ import annotations
 
 from collections.abc import Mapping
+from functools import partial
 from typing import Any, Literal
 
 import torch
@@ -17,7 +18,6 @@ from subquad.attention.base import check_fresh
 from subquad.attention.sharing import added, check_dropout, check_whole
 from subquad.layers.head import Lookup, chunked_cross_entropy
 from subquad.layers.norm import build_norm
-from subquad.models._decoder_cost import kept_in_training, linear_weights
 from subquad.models.blocks import (
     Block,
     PassBias,
@@ -29,6 +29,7 @@ from subquad.models.blocks import (
     token_embedding,
 )
 from subquad.models.config import DecoderConfig
+from subquad.ops.counting import cost_of, one_sequence, state_bytes
 from subquad.ops.documents import Documents, before_others, lay_out, real_tokens
 from subquad.ops.loss import linear_cross_entropy
 from subquad.ops.padding import check_mask, compaction, real_slots, scatter
@@ -114,80 +115,6 @@ class Decoder(nn.Module):
         h_BTD, state = self.hidden(tokens_BT, state, mask, doc_ids)
         return self.logits(h_BTD), state
 
-    @property
-    def predicts_last(self) -> int | None:
-        """Tokens that are predicted from at most, the last ones of a sequence; None: all of them."""
-        return None
-
-    @property
-    def prompt_latents(self) -> int | None:
-        """The argument `latents` that a prompt is read with before decoding; None: the model has no such argument."""
-        return None
-
-    @property
-    def most_tokens(self) -> int | None:
-        """Tokens that a sequence may have, the rows of a learned table of positions; None: any number."""
-        return self.config.max_positions if self.config.position == "learned" else None
-
-    @property
-    def state_grows(self) -> bool:
-        """Whether a layer keeps something of every token."""
-        return any(block.attention.state_grows for block in self.blocks())
-
-    @property
-    def fixed_shapes(self) -> bool:
-        """Whether a state's shapes follow from the number of tokens alone, so that a decoding step can be compiled."""
-        return True
-
-    @property
-    def inexact_decoding(self) -> str | None:
-        """Why decoding token by token by design equals no pass over the whole sequence; None where it equals one."""
-        return None
-
-    def state_bytes(self, tokens: int) -> int:
-        """Return bytes of the state after `tokens` tokens of one sequence, in float32."""
-        return self.config.loops * sum(block.attention.state_bytes(tokens) for block in self.blocks())
-
-    def most_new_tokens(self, prompt: int, state: State | None = None) -> int | None:
-        """Return how many tokens can follow a prompt of `prompt` tokens, its last one unread; None: any number."""
-        return None
-
-    def token_settings(self) -> dict[str, Any]:
-        """Return the settings by name, among them those that count tokens, around which an audit looks."""
-        return {f"layers.{i}": block.attention.config.to_dict() for i, block in enumerate(self.blocks())}
-
-    def blocks_to_shard(self) -> list[Block]:
-        """Return the blocks that may be shared out over processes one by one: those that are called as a whole."""
-        return self.blocks()
-
-    def check_packed(self) -> None:
-        """Raise `ValueError` for a model that takes no packed documents."""
-
-    def check_shared(self) -> None:
-        """Raise `ValueError` for a model that cannot read a sequence which several processes share."""
-
-    def check_state(self, state: State, batch: int | None = None, *, owner: str = "this decoder") -> None:
-        """Raise `ValueError` for a state of another configuration, batch size or way of decoding."""
-        state.check(self.config_hash, owner, batch)
-
-    def trim_state(self, state: State) -> State:
-        """Return the state of one row without places that longer rows of its batch needed."""
-        return state
-
-    def set_decode(self, decode: str | None = None, refill: int | None = None) -> None:
-        """Raise `ValueError`: there is one way of decoding (`PerceiverAR` has several)."""
-        name = "refill" if decode is None else "decode"
-        raise ValueError(f"{name} is for perceiver_ar, and this model has attention={self.config.attention!r}")
-
-    def read(self, tokens_BT: Tensor, /, state: State | None = None) -> State:
-        """Return the state after more tokens, where no outputs are wanted."""
-        return self.hidden(tokens_BT, state)[1]
-
-    def logits(self, h_BTD: Tensor, /) -> Tensor:
-        """Apply the head to vectors `[.., D]` that `hidden` returned, or some of them: logits `[.., V]`."""
-        logits_BTV = F.linear(h_BTD, self.head_weight)
-        return logits_BTV if self.lookup is None else self.lookup(logits_BTV)
-
     def hidden(
         self,
         tokens_BT: Tensor,
@@ -203,6 +130,15 @@ class Decoder(nn.Module):
         if group is not None:
             return passes[-1], State(self._whole_states(layers, tokens_BT, group), self.config_hash)
         return passes[-1], State({"seen": seen, **layers}, self.config_hash)
+
+    def logits(self, h_BTD: Tensor, /) -> Tensor:
+        """Apply the head to vectors `[.., D]` that `hidden` returned, or some of them: logits `[.., V]`."""
+        logits_BTV = F.linear(h_BTD, self.head_weight)
+        return logits_BTV if self.lookup is None else self.lookup(logits_BTV)
+
+    def read(self, tokens_BT: Tensor, /, state: State | None = None) -> State:
+        """Return the state after more tokens, where no outputs are wanted."""
+        return self.hidden(tokens_BT, state)[1]
 
     def vectors(self, tokens_BT: Tensor, /, mask: Tensor | None = None) -> Tensor:
         """Return the vectors of `hidden` for whole sequences, keeping no state, which would cost training memory."""
@@ -237,11 +173,7 @@ class Decoder(nn.Module):
             mask = real_tokens(doc_ids, mask) & ~before_others(doc_ids, mask)
         if mask is not None:
             labels_BT = labels_BT.masked_fill(~mask, IGNORED)
-        return self.loss_of_passes(passes, labels_BT, reduction=reduction)
-
-    def aligned_labels(self, labels_BT: Tensor, mask: Tensor | None = None, /) -> Tensor:
-        """Return the labels where the outputs are that predict them, for `loss_of_passes` and `loss_of_hidden`."""
-        return labels_BT
+        return self.loss_of_passes(passes, self.aligned_labels(labels_BT, mask), reduction=reduction)
 
     def loss_of_passes(self, passes: list[Tensor], labels_BT: Tensor, /, *, reduction: Reduction = "mean") -> Tensor:
         """Return the mean of `loss_of_hidden` over what `passes` returned."""
@@ -265,28 +197,16 @@ class Decoder(nn.Module):
         return sum(p.numel() for p in self.parameters())
 
     def cost(self, tokens: int) -> Cost:
-        """What one sequence of `tokens` tokens costs: the mechanisms of all layers, feed-forward networks and head.
+        """Count what one sequence of `tokens` tokens costs: all layers and the head.
 
         Layers count for every pass, their parameters once, the head for every pass whose loss is taken. Activations are
         those of `loss` in training. What is computed twice to save memory is counted once.
         """
-        config = self.config
-        mixers = [block.attention.cost(tokens) for block in self.blocks()]
-        head = self.head_weight.numel() + (0 if self.lookup is None else linear_weights(self.lookup))
-        heads = config.loops if config.loop_loss == "all" else 1
-        branches = sum(linear_weights(block.feedforward) for block in self.blocks())
-        rest_flops = 2 * tokens * (config.loops * branches + heads * head)
-        return Cost(
-            tokens=tokens,
-            score_entries=config.loops * sum(cost.score_entries for cost in mixers),
-            unmasked_entries=config.loops * sum(cost.unmasked_entries for cost in mixers),
-            mixing_flops=config.loops * sum(cost.mixing_flops for cost in mixers),
-            projection_flops=config.loops * sum(cost.projection_flops for cost in mixers) + rest_flops,
-            backward_flops=config.loops * sum(cost.backward_flops for cost in mixers) + 2 * rest_flops,
-            parameters=self.num_parameters(),
-            activation_bytes=kept_in_training(self, tokens),
-            state_bytes=config.loops * sum(cost.state_bytes for cost in mixers),
-        )
+        return cost_of(self, tokens, self._counted, partial(one_sequence, tokens), keep=self._kept)
+
+    def state_bytes(self, tokens: int) -> int:
+        """Return bytes of the state after `tokens` tokens of one sequence, in float32."""
+        return state_bytes(self, self._counted, partial(one_sequence, tokens))
 
     def communication(self, tokens: int, ranks: int) -> tuple[Sent, ...]:
         """Return bytes that each of `ranks` processes sends for one sequence in all layers and passes, in float32.
@@ -296,6 +216,87 @@ class Decoder(nn.Module):
         self.check_shared()
         layers = [list(block.attention.communication(tokens, ranks)) for block in self.blocks()]
         return tuple(added(*layers * self.config.loops))
+
+    # Answers in which kinds of decoders differ (`PerceiverAR` has others), so that nobody asks for the kind.
+
+    @property
+    def predicts_last(self) -> int | None:
+        """Tokens that are predicted from at most, the last ones of a sequence; None: all of them."""
+        return None
+
+    def aligned_labels(self, labels_BT: Tensor, mask: Tensor | None = None, /) -> Tensor:
+        """Return the labels where the outputs are that predict them, for `loss_of_passes` and `loss_of_hidden`."""
+        return labels_BT
+
+    @property
+    def prompt_latents(self) -> int | None:
+        """The argument `latents` that a prompt is read with before decoding; None: the model has no such argument."""
+        return None
+
+    @property
+    def most_tokens(self) -> int | None:
+        """Tokens that a sequence may have, the rows of a learned table of positions; None: any number."""
+        return self.config.max_positions if self.config.position == "learned" else None
+
+    def most_new_tokens(self, prompt: int, state: State | None = None) -> int | None:
+        """Return how many tokens can follow a prompt of `prompt` tokens, its last one unread; None: any number."""
+        return None
+
+    @property
+    def state_grows(self) -> bool:
+        """Whether a layer keeps something of every token."""
+        return any(block.attention.state_grows for block in self.blocks())
+
+    @property
+    def fixed_shapes(self) -> bool:
+        """Whether a state's shapes follow from the number of tokens alone, so that a decoding step can be compiled."""
+        return True
+
+    def trim_state(self, state: State) -> State:
+        """Return the state of one row without places that longer rows of its batch needed."""
+        return state
+
+    @property
+    def inexact_decoding(self) -> str | None:
+        """Why decoding token by token by design equals no pass over the whole sequence; None where it equals one."""
+        return None
+
+    def set_decode(self, decode: str | None = None, refill: int | None = None) -> None:
+        """Raise `ValueError`: there is one way of decoding (`PerceiverAR` has several)."""
+        name = "refill" if decode is None else "decode"
+        raise ValueError(f"{name} is for perceiver_ar, and this model has attention={self.config.attention!r}")
+
+    def check_state(self, state: State, batch: int | None = None, *, owner: str = "this decoder") -> None:
+        """Raise `ValueError` for a state of another configuration, batch size or way of decoding."""
+        state.check(self.config_hash, owner, batch)
+
+    def check_packed(self) -> None:
+        """Raise `ValueError` for a model that takes no packed documents."""
+
+    def check_shared(self) -> None:
+        """Raise `ValueError` for a model that cannot read a sequence which several processes share."""
+
+    def blocks_to_shard(self) -> list[Block]:
+        """Return the blocks that may be shared out over processes one by one: those that are called as a whole."""
+        return self.blocks()
+
+    def token_settings(self) -> dict[str, Any]:
+        """Return the settings by name, among them those that count tokens, around which an audit looks."""
+        return {f"layers.{i}": block.attention.config.to_dict() for i, block in enumerate(self.blocks())}
+
+    def _counted(self, tokens_BT: Tensor) -> tuple[Tensor, State]:
+        """Return the logits of each pass whose loss training takes, and the state."""
+        layers: dict[str, Tensor | int | State] = {}
+        x_BTD, logits = self.embedding(tokens_BT), list[Tensor]()
+        for p in range(self.config.loops):
+            x_BTD = self._pass(p, x_BTD, None, None, layers)
+            if self.config.loop_loss == "all" or p == self.config.loops - 1:
+                logits.append(self.logits(self.norm(x_BTD)))
+        return torch.stack(logits), State(layers, self.config_hash)
+
+    def _kept(self, tokens_BT: Tensor) -> Tensor:
+        """Return the loss, of which training keeps the activations."""
+        return self.loss(tokens_BT, tokens_BT)
 
     def _run(
         self,

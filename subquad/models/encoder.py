@@ -6,13 +6,12 @@ Shape letters: B batch, T tokens, D model width.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import partial
 from typing import Literal
 
 import torch
 from torch import Tensor, nn
 
-from subquad.attention import Cost
-from subquad.attention._activations import activation_bytes
 from subquad.layers.norm import build_norm
 from subquad.layers.positions import Embedding
 from subquad.models.blocks import (
@@ -25,6 +24,7 @@ from subquad.models.blocks import (
     token_embedding,
 )
 from subquad.models.config import DecoderConfig, check_choices
+from subquad.ops.counting import Cost, cost_of, one_sequence
 from subquad.ops.padding import Compaction, check_mask, compaction, real_slots, scatter, zero_padding
 from subquad.parallel.group import refuse
 
@@ -127,23 +127,8 @@ class Encoder(nn.Module):
         return h_BTD.gather(1, last_B11.expand(B, 1, h_BTD.shape[2])).squeeze(1)
 
     def cost(self, tokens: int) -> Cost:
-        """What one sequence of `tokens` tokens costs: the mechanisms of all layers and the feed-forward networks."""
-        slots = tokens + (self.class_token is not None)
-        blocks = [block for block in self.layers if isinstance(block, Block)]
-        mixers = [block.attention.cost(slots) for block in blocks]
-        linear = sum(2 * slots * linear_weights(block.feedforward) for block in blocks)
-        projections = linear + sum(cost.projection_flops for cost in mixers)
-        return Cost(
-            tokens=tokens,
-            score_entries=sum(cost.score_entries for cost in mixers),
-            unmasked_entries=sum(cost.unmasked_entries for cost in mixers),
-            mixing_flops=sum(cost.mixing_flops for cost in mixers),
-            projection_flops=projections,
-            backward_flops=sum(cost.backward_flops for cost in mixers) + 2 * linear,
-            parameters=sum(p.numel() for p in self.parameters()),
-            activation_bytes=read_bytes(self, tokens),
-            state_bytes=0,
-        )
+        """Count what one sequence of `tokens` tokens costs."""
+        return cost_of(self, tokens, lambda tokens_BT: (self(tokens_BT), None), partial(one_sequence, tokens))
 
     def _run(self, tokens_BT: Tensor, mask: Tensor | None) -> tuple[Tensor, Compaction | None]:
         """Return vectors after the last norm, the class token's first, of rows that begin with their real tokens."""
@@ -167,13 +152,3 @@ def embedded(embedding: Embedding, tokens_BT: Tensor, mask: Tensor | None) -> tu
     real_BT = real_slots(moved.lengths_B, tokens_BT.shape[1])
     tokens_BT = tokens_BT.gather(1, moved.order_BT).masked_fill(~real_BT, 0)
     return embedding(tokens_BT, 0, moved.lengths_B), moved
-
-
-def linear_weights(module: nn.Module) -> int:
-    """Entries of the matrices in `module`: multiply-adds for one token."""
-    return sum(m.weight.numel() for m in module.modules() if isinstance(m, nn.Linear))
-
-
-def read_bytes(model: nn.Module, tokens: int) -> int:
-    """Return bytes that autograd keeps of one sequence."""
-    return activation_bytes(model, lambda: torch.zeros(1, tokens, dtype=torch.int64))

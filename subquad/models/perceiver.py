@@ -14,12 +14,12 @@ Shape letters: B batch, T tokens, S inputs, C channels, L latents, D their width
 from __future__ import annotations
 
 import math
+from functools import partial
 
 import torch
 from torch import Tensor, nn
 
 from subquad import attention
-from subquad.attention import Cost
 from subquad.layers.feedforward import build_feedforward
 from subquad.layers.norm import build_norm
 from subquad.models.blocks import (
@@ -30,9 +30,10 @@ from subquad.models.blocks import (
     initialise,
     token_embedding,
 )
-from subquad.models.encoder import EncoderConfig, embedded, linear_weights, read_bytes
+from subquad.models.encoder import EncoderConfig, embedded
 from subquad.models.stacks import PerceiverIOOptions, PerceiverOptions
 from subquad.ops import block_attention
+from subquad.ops.counting import Cost, cost_of, one_sequence
 from subquad.ops.padding import Compaction, check_mask, compaction, real_slots, scatter
 from subquad.ops.patterns import Full
 
@@ -80,12 +81,6 @@ class CrossBlock(ResidualBlock):
     def output_projections(self) -> list[nn.Linear]:
         """Return the last linear maps of both branches, which write into the residual stream."""
         return [self.out, self.feedforward.down]
-
-    def cost(self, queries: int, inputs: int) -> tuple[int, int, int]:
-        """For one sequence, forward: weights of all heads, operations of the mixing, operations of the linear maps."""
-        linear = (m for m in self.modules() if isinstance(m, nn.Linear))
-        products = sum((inputs if m in (self.key, self.value) else queries) * m.weight.numel() for m in linear)
-        return self.num_heads * queries * inputs, 4 * self.out.in_features * queries * inputs, 2 * products
 
 
 class Perceiver(nn.Module):
@@ -290,32 +285,8 @@ class PerceiverEncoder(nn.Module):
         return x_BTC, mask, moved
 
     def cost(self, tokens: int) -> Cost:
-        """What one sequence of `tokens` tokens costs: all readings, the layers over the latents, the output query."""
-        perceiver = self.core.perceiver if isinstance(self.core, PerceiverIO) else self.core
-        latents = perceiver.options.latents
-        readings = [perceiver.readings[i] for i in perceiver.schedule()]
-        reads = [block.cost(latents, tokens) for block in readings if isinstance(block, CrossBlock)]
-        if isinstance(self.core, PerceiverIO):
-            reads.append(self.core.reader.cost(1, latents))
-        entries, mixing, linear = (sum(parts) for parts in zip(*reads, strict=True))
-        repeats = perceiver.options.repeats
-        for block in perceiver.layers:
-            if isinstance(block, Block):
-                mixer = block.attention.cost(latents)
-                entries += repeats * mixer.score_entries
-                mixing += repeats * mixer.mixing_flops
-                linear += repeats * (mixer.projection_flops + 2 * latents * linear_weights(block.feedforward))
-        return Cost(
-            tokens=tokens,
-            score_entries=entries,
-            unmasked_entries=entries,
-            mixing_flops=mixing,
-            projection_flops=linear,
-            backward_flops=5 * mixing // 2 + 2 * linear,
-            parameters=sum(p.numel() for p in self.parameters()),
-            activation_bytes=read_bytes(self, tokens),
-            state_bytes=0,
-        )
+        """Count what one sequence of `tokens` tokens costs: all readings, the layers, the output query."""
+        return cost_of(self, tokens, lambda tokens_BT: (self(tokens_BT), None), partial(one_sequence, tokens))
 
 
 def perceiver_options(config: EncoderConfig) -> PerceiverOptions:

@@ -11,9 +11,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from subquad.attention import Cost
 from subquad.attention.blocked import BlockedAttention
-from subquad.models._perceiver_cost import cost, state_bytes
 from subquad.models.blocks import Block, build_mechanisms
 from subquad.models.config import DecoderConfig
 from subquad.models.decoder import IGNORED, Decoder, Reduction
@@ -59,7 +57,7 @@ class PerceiverAR(Decoder):
     equal parts of the h positions before the latents.
 
     Outputs, logits and losses are of the latents alone: `[B, min(m, T), ...]`, a row's last real token last, and zeros
-    before where a row has fewer real tokens. Tokens before the history are not read.
+    before where a row has fewer real tokens; other labels do not count. Tokens before the history are not read.
 
     Decoding goes token by token, however many are given at once; every new token is a latent. While there are fewer
     than m latents, the first one stays and the layers' keys are kept, which is exact: it equals one pass with that
@@ -91,7 +89,7 @@ class PerceiverAR(Decoder):
         mixers = build_mechanisms(plain)
         self.history = nn.ModuleDict({str(i): mixers[i] for i in updated})
         self.compress = nn.Linear(options.history_tokens or 1, options.projected, bias=False) if compressed else None
-        self.branch_outputs |= {mixer.out for mixer in map(self.history_mixer, updated) if mixer is not None}
+        self.branch_outputs |= {mixer.out for mixer in map(self._history_mixer, updated) if mixer is not None}
         for module in (self.history, self.compress):
             if module is not None:
                 module.apply(self.initialise)
@@ -143,7 +141,7 @@ class PerceiverAR(Decoder):
             return self._go_on(tokens_BT, state, moved)
         window = Window.of(tokens_BT, moved, self.limit)
         parts = window.parts(latents or self.latents, self.options.history_tokens)
-        h_BMD, state = self.restart(window, parts)
+        h_BMD, state = self._restart(window, parts)
         return window.at_the_end(h_BMD, parts), state
 
     def read(self, tokens_BT: Tensor, /, state: State | None = None) -> State:
@@ -158,7 +156,7 @@ class PerceiverAR(Decoder):
         alone = isinstance(used, int) and used >= self.latents and self.options.decode == "exact"
         if alone and isinstance(after, int):
             tokens_BW = tokens_BT if state is None else self._last_tokens(tokens_BT, state, None)
-            return self.state(Window.of(tokens_BW, None, self.limit).tokens_BW, after, after - self.latents, {})
+            return self._state(Window.of(tokens_BW, None, self.limit).tokens_BW, after, after - self.latents, {})
         if state is not None:
             return self.hidden(tokens_BT, state)[1]
         return self.hidden(tokens_BT, latents=self.options.prompt_latents)[1]
@@ -174,28 +172,19 @@ class PerceiverAR(Decoder):
             latents = int(torch.randint(options.fewest_latents, latents + 1, ()))
         window = Window.of(tokens_BT, None if mask is None else compaction(mask), self.limit)
         parts = window.parts(latents, options.history_tokens)
-        h_BMD = self.through(window, parts, None, options.prefix_dropout if self.training else 0.0)
+        h_BMD = self._through(window, parts, None, options.prefix_dropout if self.training else 0.0)
         return [window.at_the_end(h_BMD, parts)]
-
-    def loss(
-        self,
-        tokens_BT: Tensor,
-        labels_BT: Tensor,
-        /,
-        mask: Tensor | None = None,
-        doc_ids: Tensor | None = None,
-        *,
-        reduction: Reduction = "mean",
-    ) -> Tensor:
-        """Return the loss of the latents, as `Decoder.loss`; others do not count, `none` gives `[B, min(m, T)]`."""
-        if labels_BT.shape != tokens_BT.shape:
-            raise ValueError(f"labels must have the tokens' shape {list(tokens_BT.shape)}, got {list(labels_BT.shape)}")
-        passes = self.passes(tokens_BT, mask, doc_ids)
-        return self.loss_of_passes(passes, self.aligned_labels(labels_BT, mask), reduction=reduction)
 
     def loss_of_hidden(self, h_BMD: Tensor, labels_BT: Tensor, /, *, reduction: Reduction = "mean") -> Tensor:
         """Return the cross-entropy of `loss` from what `hidden` returned, with the last M of these labels."""
         return super().loss_of_hidden(h_BMD, labels_BT[:, labels_BT.shape[1] - h_BMD.shape[1] :], reduction=reduction)
+
+    # What differs from other decoders.
+
+    @property
+    def predicts_last(self) -> int:
+        """The latents."""
+        return self.latents
 
     def aligned_labels(self, labels_BT: Tensor, mask: Tensor | None = None, /) -> Tensor:
         """Return the labels where the outputs are: each row's real ones at its end, in order, and -100 before them."""
@@ -204,37 +193,10 @@ class PerceiverAR(Decoder):
         order_BT = mask.to(torch.uint8).argsort(dim=-1, stable=True)
         return labels_BT.masked_fill(~mask, IGNORED).gather(1, order_BT)
 
-    def set_decode(self, decode: str | None = None, refill: int | None = None) -> None:
-        """Go on as `decode` says (None: as before), which needs no training; states of another mode are then refused.
-
-        `config` and its hash stay those of training. Raises `ValueError` as `PerceiverAROptions` does.
-        """
-        self.options = self.options.replace(decode=decode or self.options.decode, refill=refill)
-
-    @property
-    def predicts_last(self) -> int:
-        """The latents."""
-        return self.latents
-
     @property
     def prompt_latents(self) -> int:
         """The latents that the way of decoding begins with."""
         return self.options.prompt_latents
-
-    @property
-    def fixed_shapes(self) -> bool:
-        """False: a state holds the keys of as many latents as there are at the time."""
-        return False
-
-    @property
-    def inexact_decoding(self) -> str | None:
-        """The reason, for another way of decoding than `exact`."""
-        if self.options.decode == "exact":
-            return None
-        return (
-            f"decode={self.options.decode!r} goes on with other latents, which by design equals no full pass "
-            "(see PerceiverAR); set_decode('exact') can be checked"
-        )
 
     def most_new_tokens(self, prompt: int, state: State | None = None) -> int | None:
         """Return how many tokens can follow the prompt: with decode=frozen as many as there are latents left."""
@@ -246,27 +208,39 @@ class PerceiverAR(Decoder):
         used = state.seen - _first_latent(state)
         return max(0, self.latents - prompt + 1 - (used if isinstance(used, int) else int(used.max())))
 
-    def token_settings(self) -> dict[str, Any]:
-        """Return the lengths of history, latents and window, and of segments where the history has some."""
-        options = self.options
-        segment = options.segment if options.history == "segments" else None
-        window = {"window": self.limit, "history_window": options.history_tokens}
-        return {"latents": options.latents, **window, "segment": segment}
+    @property
+    def fixed_shapes(self) -> bool:
+        """False: a state holds the keys of as many latents as there are at the time."""
+        return False
 
-    def blocks_to_shard(self) -> list[Block]:
-        """Return no block: their parts are used apart."""
-        return []
+    def trim_state(self, state: State) -> State:
+        """Return the state of one row without places that longer rows of its batch needed."""
+        seen, start = int(state.seen), int(_first_latent(state))
+        entries = {**state.entries, "tokens": state.tensor("tokens")[:, -seen:]}
+        for i in range(len(self.layers)):
+            if f"layers.{i}" in state:
+                kept = state.child(f"layers.{i}")
+                unused = kept.tensor("keys").shape[2] - (int(self._history_keys(i, start)) + seen - start)
+                last = {name: kept.tensor(name)[:, :, unused:] for name in kept}
+                entries[f"layers.{i}"] = State(last, kept.config_hash)
+        return State(entries, state.config_hash)
 
-    def check_packed(self) -> None:
-        """Raise `ValueError`."""
-        raise ValueError("perceiver_ar predicts a row's last tokens alone and takes no packed documents")
-
-    def check_shared(self) -> None:
-        """Raise `ValueError`: the parts of a sequence are of different kinds, and no process has all of both."""
-        raise ValueError(
-            "perceiver_ar cannot read a sequence that several processes share: its latents stand in the last part "
-            "alone and read a history of all parts; take a decoder of mechanisms, or leave `context_parallel`"
+    @property
+    def inexact_decoding(self) -> str | None:
+        """The reason, for another way of decoding than `exact`."""
+        if self.options.decode == "exact":
+            return None
+        return (
+            f"decode={self.options.decode!r} goes on with other latents, which by design equals no full pass "
+            "(see PerceiverAR); set_decode('exact') can be checked"
         )
+
+    def set_decode(self, decode: str | None = None, refill: int | None = None) -> None:
+        """Go on as `decode` says (None: as before), which needs no training; states of another mode are then refused.
+
+        `config` and its hash stay those of training. Raises `ValueError` as `PerceiverAROptions` does.
+        """
+        self.options = self.options.replace(decode=decode or self.options.decode, refill=refill)
 
     def check_state(self, state: State, batch: int | None = None, *, owner: str = "this decoder") -> None:
         """Raise `ValueError` as `Decoder.check_state` does, and for a state that was made in another mode."""
@@ -279,36 +253,35 @@ class PerceiverAR(Decoder):
                 "set_decode, or read the tokens anew"
             )
 
-    def trim_state(self, state: State) -> State:
-        """Return the state of one row without places that longer rows of its batch needed."""
-        seen, start = int(state.seen), int(_first_latent(state))
-        entries = {**state.entries, "tokens": state.tensor("tokens")[:, -seen:]}
-        for i in range(len(self.layers)):
-            if f"layers.{i}" in state:
-                kept = state.child(f"layers.{i}")
-                unused = kept.tensor("keys").shape[2] - (int(self.history_keys(i, start)) + seen - start)
-                last = {name: kept.tensor(name)[:, :, unused:] for name in kept}
-                entries[f"layers.{i}"] = State(last, kept.config_hash)
-        return State(entries, state.config_hash)
+    def check_packed(self) -> None:
+        """Raise `ValueError`."""
+        raise ValueError("perceiver_ar predicts a row's last tokens alone and takes no packed documents")
 
-    def cost(self, tokens: int) -> Cost:
-        """What one sequence of `tokens` tokens costs, with as many latents as there may be.
+    def check_shared(self) -> None:
+        """Raise `ValueError`: the parts of a sequence are of different kinds, and no process has all of both."""
+        raise ValueError(
+            "perceiver_ar cannot read a sequence that several processes share: its latents stand in the last part "
+            "alone and read a history of all parts; take a decoder of mechanisms, or leave `context_parallel`"
+        )
 
-        `score_entries` are the papers' count: each latent with each key of its layer, and each history row with each
-        row of its segment in all layers alike. What is computed, and counted in `mixing_flops`, is less: not the
-        last layer's history rows, and not all that the causal mask would hide.
-        """
-        return cost(self, tokens)
+    def blocks_to_shard(self) -> list[Block]:
+        """Return no block: their parts are used apart."""
+        return []
 
-    def state_bytes(self, tokens: int) -> int:
-        """Return bytes of the state after one pass over `tokens` tokens, in float32."""
-        return state_bytes(self, tokens)
+    def token_settings(self) -> dict[str, Any]:
+        """Return the lengths of history, latents and window, and of segments where the history has some."""
+        options = self.options
+        segment = options.segment if options.history == "segments" else None
+        window = {"window": self.limit, "history_window": options.history_tokens}
+        return {"latents": options.latents, **window, "segment": segment}
 
-    def capped(self, history: int) -> int:
+    # The pass over a window.
+
+    def _capped(self, history: int) -> int:
         """Cap the tokens of a history at `history_tokens`."""
         return history if self.options.history_tokens is None else min(history, self.options.history_tokens)
 
-    def history_keys(self, i: int, start: Number) -> Number:
+    def _history_keys(self, i: int, start: Number) -> Number:
         """Return keys of the history in layer i, for a first latent at position `start`."""
         options = self.options
         if options.history == "cross" and i:
@@ -317,22 +290,22 @@ class PerceiverAR(Decoder):
             rows = options.projected
             return rows * min(start, 1) if isinstance(start, int) else rows * start.clamp(max=1)
         if isinstance(start, int):
-            return self.capped(start)
+            return self._capped(start)
         return start if self.limit is None else start.clamp(max=options.history_tokens)
 
-    def restart(self, window: Window, parts: Parts) -> tuple[Tensor, State]:
+    def _restart(self, window: Window, parts: Parts) -> tuple[Tensor, State]:
         """Run one pass: the vectors of the latents, each row's first one in slot 0, and the state."""
         layers: dict[str, State] = {}
         full = self.options.decode == "exact" and parts.latents == self.latents  # then the next token needs a new pass
-        h_BMD = self.through(window, parts, None if full else layers)
-        return h_BMD, self.state(window.last(), window.seen, parts.start, layers)
+        h_BMD = self._through(window, parts, None if full else layers)
+        return h_BMD, self._state(window.last(), window.seen, parts.start, layers)
 
-    def state(self, last_BW: Tensor, seen: Number, start: Number, layers: dict[str, State]) -> State:
+    def _state(self, last_BW: Tensor, seen: Number, start: Number, layers: dict[str, State]) -> State:
         """Make the state: the last tokens (each row's at the end), two positions, the mode, keys and values."""
         tokens = {"seen": seen, "start": start, "tokens": last_BW.clone()}
         return State({**tokens, **self._mode(), **layers}, self.config_hash)
 
-    def through(
+    def _through(
         self, window: Window, parts: Parts, layers: dict[str, State] | None, prefix_dropout: float = 0.0
     ) -> Tensor:
         """Return the latents after the last norm; write each layer's keys and values to `layers` (None: nowhere)."""
@@ -356,14 +329,14 @@ class PerceiverAR(Decoder):
                 layers[f"layers.{i}"] = State({"keys": k_BHSK, "values": v_BHSK}, self.config_hash)
         return self.norm(x_BMD)
 
-    def block(self, i: int) -> tuple[Block, BlockedAttention]:
+    def _block(self, i: int) -> tuple[Block, BlockedAttention]:
         """Return layer i and its mechanism."""
         block = self.layers[i]
         assert isinstance(block, Block)
         assert isinstance(block.attention, BlockedAttention)
         return block, block.attention
 
-    def history_mixer(self, i: int) -> BlockedAttention | None:
+    def _history_mixer(self, i: int) -> BlockedAttention | None:
         """Return the history's own attention in layer i; None where nothing reads its outputs."""
         if str(i) not in self.history:
             return None
@@ -371,11 +344,21 @@ class PerceiverAR(Decoder):
         assert isinstance(mixer, BlockedAttention)
         return mixer
 
+    def _counted(self, tokens_BT: Tensor) -> tuple[Tensor, State]:
+        """Return the logits and the state with as many latents as there may be."""
+        return self(tokens_BT)
+
+    def _kept(self, tokens_BT: Tensor) -> Tensor:
+        """Return the loss with all latents and the whole history, whatever training draws."""
+        window = Window.of(tokens_BT, None, self.limit)
+        h_BMD = self._through(window, window.parts(self.latents, self.options.history_tokens), None)
+        return self.loss_of_hidden(h_BMD, tokens_BT)
+
     def _layer(
         self, i: int, x_BMD: Tensor, start: Number, past: History | None
     ) -> tuple[Tensor, Tensor, Tensor, History | None]:
         """Return the latents after layer i, its keys and values (the history's first), and the next layer's history."""
-        block, mixer = self.block(i)
+        block, mixer = self._block(i)
         z_BMD = block.attention_norm(x_BMD)
         k_BHSK, v_BHSK = mixer.keys(z_BMD, start), mixer.kv_values(z_BMD)
         q_start: Number = 0
@@ -391,13 +374,15 @@ class PerceiverAR(Decoder):
 
     def _updated(self, i: int, past: History, z_BSD: Tensor, start: Number) -> History | None:
         """Return the history that the next layer sees; None where it sees none."""
-        mixer = self.history_mixer(i)
+        mixer = self._history_mixer(i)
         if mixer is None:
             late = i == 0 and self.options.first_layer == "full"
             return compress(past, self.compress.weight, start) if late and self.compress is not None else None
         q_BHSK, k_BHSK = (at_places(project, z_BSD, past.places) for project in (mixer.queries, mixer.keys))
         y_BSD = attend(mixer, q_BHSK, k_BHSK, mixer.kv_values(z_BSD), self.history_pattern, -past.empty, -past.empty)
-        return past._replace(x_BSD=rest(self.block(i)[0], past.x_BSD, y_BSD))
+        return past._replace(x_BSD=rest(self._block(i)[0], past.x_BSD, y_BSD))
+
+    # Decoding: latents are added while there is room, then the window is cut anew.
 
     def _mode(self) -> dict[str, int]:
         """Return how the model decodes, as entries of a state."""
@@ -435,21 +420,21 @@ class PerceiverAR(Decoder):
         x_BTD = self.embedding(tokens_BT, seen, new_B)
         layers: dict[str, State] = {}
         for i in range(len(self.layers)):
-            block, mixer = self.block(i)
+            block, mixer = self._block(i)
             kept = state.child(f"layers.{i}")
             z_BTD = block.attention_norm(x_BTD)
             k_BHSK, v_BHSK = mixer.keys(z_BTD, seen), mixer.kv_values(z_BTD)
             k_BHSK = torch.cat([kept.tensor("keys").to(k_BHSK.dtype), k_BHSK], 2)
             v_BHSK = torch.cat([kept.tensor("values").to(v_BHSK.dtype), v_BHSK], 2)
             slots = k_BHSK.shape[2] - tokens_BT.shape[1]
-            count = self.history_keys(i, start) + seen - start
+            count = self._history_keys(i, start) + seen - start
             y_BTD = attend(mixer, mixer.queries(z_BTD, seen), k_BHSK, v_BHSK, Causal(), count, count - slots)
             x_BTD = rest(block, x_BTD, y_BTD)
             if new_B is not None:
                 k_BHSK, v_BHSK = to_the_end(k_BHSK, 2, slots + new_B), to_the_end(v_BHSK, 2, slots + new_B)
             layers[f"layers.{i}"] = State({"keys": k_BHSK, "values": v_BHSK}, self.config_hash)
         after = advance(seen, tokens_BT.shape[1], new_B)
-        return self.norm(x_BTD), self.state(self._last_tokens(tokens_BT, state, new_B), after, start, layers)
+        return self.norm(x_BTD), self._state(self._last_tokens(tokens_BT, state, new_B), after, start, layers)
 
     def _begin_anew(self, token_B1: Tensor, state: State, new_B: Tensor | None) -> tuple[Tensor, State]:
         """Read one more token in a pass where rows that have used all their latents begin with another first latent."""
@@ -470,11 +455,11 @@ class PerceiverAR(Decoder):
             first = first if bool(full) else start
             assert isinstance(first, int)
             used = after - first
-            parts = Parts(first, used, self.capped(window.tokens_BW.shape[1] - used))
+            parts = Parts(first, used, self._capped(window.tokens_BW.shape[1] - used))
         else:
             start = torch.where(full, first, start)
-            parts = Parts(start, int((after - start).max()), self.capped(int(start.max())))
-        h_BMD, state = self.restart(window, parts)
+            parts = Parts(start, int((after - start).max()), self._capped(int(start.max())))
+        h_BMD, state = self._restart(window, parts)
         newest = torch.as_tensor(after - parts.start - 1, device=h_BMD.device)
         return neighbours(h_BMD, newest.expand(h_BMD.shape[0]), 1), state
 

@@ -16,6 +16,7 @@ from subquad.ops import _reference as reference
 from subquad.ops._sequential import attend as sequential
 from subquad.ops._torch import attend as tiled
 from subquad.ops.backends import BACKENDS, HAS_TRITON, choose, without_autocast
+from subquad.ops.counting import report_scores
 from subquad.ops.padding import check_mask, compaction, real_slots
 from subquad.ops.patterns import Pattern
 from subquad.ops.slots import Slots, allowed_pairs, nothing, placed, placed_apart
@@ -145,6 +146,7 @@ def _attention(
         others = lengths is not None or mask is not None or doc_ids is not None
         slots, real_BT = placed_apart(q_start, k_start, key_lengths, others, pattern, B), None
     scale = 1 / math.sqrt(K) if scale is None else scale
+    report_scores(B * q_BHTK.shape[1], T, S, pattern, q_start, k_start)
     if T == 0 or S == 0:
         out, lse = nothing(q_BHTK.to(torch.promote_types(q_BHTK.dtype, torch.float32)), v_BHSV)
     else:

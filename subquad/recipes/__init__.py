@@ -9,6 +9,9 @@ from subquad.config import suggest
 FOLDER = Path(__file__).parent
 
 
+__all__ = ["recipe_path", "recipes"]
+
+
 def recipes() -> list[str]:
     """The names of the recipes, sorted."""
     return sorted(path.stem for path in FOLDER.glob("*.yaml"))

@@ -15,7 +15,7 @@ from torch import Tensor
 from subquad.config import digest
 from subquad.data import Corpus, TokenSet, TokenShard, prepare
 from subquad.data.probes import IGNORED, ProbeCorpus
-from subquad.data.tokenizers import encode_text, separator_id
+from subquad.data.tokenizers import encode_text, separator_id, warn_of_carriage_returns
 from subquad.data.windows import PackedSetWindows, PackedWindows, SetWindows, Windows, windows_of
 from subquad.models.build import build_model
 from subquad.models.stacks import options_of
@@ -67,6 +67,8 @@ class LanguageTask(Task):
                     f"batch.length {config.batch.length} is longer than the {name} part of the text, which has "
                     f"{len(shard)} tokens; give more text or shorter windows"
                 )
+            if isinstance(shard, TokenShard):  # a set opens its shards when they are read
+                warn_of_carriage_returns(corpus.tokenizer, shard.tokens, f"the {name} part of the text")
         windows, held_out = (_windows(part, config, labels, console) for part in (corpus.train, corpus.held_out))
         if labels < config.batch.length - 1:
             count = config.step_tokens // config.batch.length

@@ -19,9 +19,10 @@ from subquad.adaptation import extended
 from subquad.adaptation.config import SPANS, ExtendConfig
 from subquad.adaptation.extension import ExtensionTask, extended_config, scaled_config
 from subquad.adaptation.extension import extend as extend_model
-from subquad.cli import _eval_tasks, audit, extend, main
+from subquad.cli import audit, extend, main
 from subquad.cli import lora as lora_command
 from subquad.cli.arguments import data_is_a_path
+from subquad.cli.eval import load_for_tasks
 from subquad.config import Config
 from subquad.data.tokenizers import bytes_tokenizer
 from subquad.evaluation import EvalConfig
@@ -207,7 +208,7 @@ def test_the_attention_of_the_training_can_be_kept(home):
 
 
 def test_tasks_are_asked_of_the_extended_model_and_other_commands_say_what_to_do(home, capsys):
-    loaded = _eval_tasks.load(str(home / "run"), EvalConfig(device="cpu"), 32)
+    loaded = load_for_tasks(str(home / "run"), EvalConfig(device="cpu"))
     expected = extended.open_extension(home / "run").get_base_model().eval()
     tokens = torch.arange(40)[None]
     assert_exact(loaded.model(tokens).logits, expected(tokens).logits)

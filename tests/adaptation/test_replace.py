@@ -5,8 +5,8 @@ from contextlib import ExitStack, nullcontext
 import pytest
 import torch
 
-from subquad.adaptation import attention_errors, replace_attention, replaced_layers
-from subquad.adaptation.transfer import silenced, windows_dropped, without_branch
+from subquad.adaptation.replace import replace_attention, replaced_layers
+from subquad.adaptation.transfer import attention_errors, silenced, windows_dropped, without_branch
 from subquad.layers.scaling import RopeScaling
 from subquad.models import Decoder, DecoderConfig
 from subquad.testing import assert_same_maths

@@ -6,11 +6,11 @@ import pytest
 import torch
 
 from subquad.attention import build, mechanism, names
-from subquad.attention._activations import has_data
 from subquad.models import Decoder, DecoderConfig
 from subquad.models.classifier import Classifier
 from subquad.models.encoder import EncoderConfig
 from subquad.ops.backends import use_backend
+from subquad.ops.counting import has_data
 
 SIZES = {"dim": 16, "num_heads": 2}
 FORMS = [(name, form == "causal") for name in names() for form in mechanism(name).forms]
@@ -45,18 +45,18 @@ MODULES = {
 @pytest.mark.parametrize(("name", "causal"), FORMS)
 def test_the_count_depends_on_the_layer_alone(name, causal):
     layer = build(name, **SIZES, causal=causal, dropout=0.25)
-    expected = layer.activation_bytes(40)
-    assert expected > build(name, **SIZES, causal=causal).activation_bytes(40), "dropout's masks are kept"
+    expected = layer.cost(40).activation_bytes
+    assert expected > build(name, **SIZES, causal=causal).cost(40).activation_bytes, "dropout's masks are kept"
     for what, context in CONTEXTS.items():
         with context():
-            assert layer.activation_bytes(40) == expected, what
+            assert layer.cost(40).activation_bytes == expected, what
     for what, change in MODULES.items():
-        assert change(layer).activation_bytes(40) == expected, what
+        assert change(layer).cost(40).activation_bytes == expected, what
 
 
 @pytest.mark.parametrize("context", [nullcontext, *CONTEXTS.values()], ids=["nothing", *CONTEXTS])
 def test_what_was_set_before_is_set_afterwards(context):
-    layer = build("llp", **SIZES, key_norm=True)
+    layer = build("llp_printed", **SIZES)
     layer.norm.eval()
     with context():
         asked = (

@@ -30,11 +30,11 @@ def folder(tmp_path_factory):
 
 def broken(monkeypatch):
     """From here on our decoders depend on the length of the sequence."""
-    from subquad.layers import embedding
+    from subquad.layers import positions
 
-    right = embedding.Embedding.forward
+    right = positions.Embedding.forward
     monkeypatch.setattr(
-        embedding.Embedding, "forward", lambda self, tokens, *args: right(self, tokens, *args) * (1 + tokens.shape[1])
+        positions.Embedding, "forward", lambda self, tokens, *args: right(self, tokens, *args) * (1 + tokens.shape[1])
     )
 
 
@@ -131,7 +131,7 @@ def test_status_1_is_for_violations_alone(folder, tmp_path, capsys, monkeypatch)
     assert "text must hold tokens between 0 and 3, got 3 to 9" in refused(capsys, few)
     for place in (tmp_path / "nowhere" / "x.json", tmp_path, ""):  # before any work
         with monkeypatch.context() as changed:
-            changed.setattr("subquad.evaluation.audit.audit", None)
+            changed.setattr("subquad.cli.audit.audit", None)
             assert "--json must name a file in a folder that exists" in refused(capsys, [folder, "--json", place])
     with monkeypatch.context() as changed:
         changed.setattr(SubquadForCausalLM, "forward", lambda self, input_ids: 1 / 0)

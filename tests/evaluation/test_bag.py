@@ -5,8 +5,7 @@ import torch
 from torch.nn import functional as F
 
 from subquad.data.toy import MarkedVotes
-from subquad.evaluation import fit_bag_of_tokens
-from subquad.evaluation.classes import PENALTIES, _fitted, bags
+from subquad.evaluation.classes import PENALTIES, _fitted, bags, fit_bag_of_tokens
 from subquad.testing import assert_same_maths
 
 PENALTY = 1e-2

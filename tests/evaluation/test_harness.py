@@ -23,7 +23,7 @@ from transformers import GPT2Config, GPT2LMHeadModel, PreTrainedTokenizerFast
 from subquad.data.tokenizers import bytes_tokenizer
 from subquad.data.vocabularies import SEPARATOR, train_bpe
 from subquad.evaluation import evaluate
-from subquad.evaluation.harness import SEEDS, evaluate_tasks, wrap
+from subquad.evaluation.harness import SEEDS, HarnessModel, evaluate_tasks
 from subquad.hf import SubquadConfig, SubquadForCausalLM
 from subquad.models import Decoder, DecoderConfig
 from subquad.models.build import build_model
@@ -97,7 +97,7 @@ def test_the_perplexity_of_a_task_is_that_of_our_own_evaluator(attention, tmp_pa
 @pytest.fixture(scope="module", params=["llp", "linear"])
 def asked(request):
     model = decoder(request.param)
-    return model, wrap(model, bytes_tokenizer(), 8, 4, None)
+    return model, HarnessModel(model, bytes_tokenizer(), 8, 4, None)
 
 
 @settings(max_examples=25)
@@ -128,7 +128,7 @@ PAIRS = [("one two", " three"), ("", "four"), ("x", " y"), ("Was ist", " grün?"
 def test_an_answers_score_is_the_sum_of_its_log_probabilities(tokenizer, batch):
     tokenizer = bytes_tokenizer() if tokenizer == "bytes" else BPE
     model = decoder("window", vocab_size=len(tokenizer.get_vocab()))
-    harness = wrap(model, tokenizer, 64, batch, None)
+    harness = HarnessModel(model, tokenizer, 64, batch, None)
     prefix = tokenizer.token_to_id(SEPARATOR) if tokenizer is BPE else ord("\n")
     scores = harness.loglikelihood([request(*pair) for pair in PAIRS], disable_tqdm=True)
     for (context, answer), (score, likeliest) in zip(PAIRS, scores, strict=True):
@@ -142,7 +142,7 @@ def test_an_answers_score_is_the_sum_of_its_log_probabilities(tokenizer, batch):
 
 def test_what_comes_before_an_answer_is_cut_from_the_left_and_counted():
     model = decoder("linear")
-    harness = wrap(model, bytes_tokenizer(), 8, 2, None)
+    harness = HarnessModel(model, bytes_tokenizer(), 8, 2, None)
     scores = harness.loglikelihood([request(TEXT[:30], "abc"), request("xyz", "abc")], disable_tqdm=True)
     expected = [by_hand(model, TEXT[24:30].encode(), b"abc"), by_hand(model, b"xyz", b"abc")]
     assert_same_maths(exact([s[0] for s in scores]), exact([e[0] for e in expected]))
@@ -164,7 +164,7 @@ PROMPTS = ["one two three", "a", "Monday", "der Regen kam"]
 @pytest.mark.parametrize("attention", MECHANISMS)
 def test_a_continuation_is_the_greedy_one_however_many_are_asked_at_once(attention, batch):
     model = decoder(attention, vocab_size=len(BPE.get_vocab()))
-    harness = wrap(model, BPE, 64, batch, None)
+    harness = HarnessModel(model, BPE, 64, batch, None)
     options = {"until": [], "do_sample": False, "max_gen_toks": 9}
     texts = harness.generate_until([request(prompt, dict(options)) for prompt in PROMPTS], disable_tqdm=True)
     end = BPE.token_to_id(SEPARATOR)
@@ -185,13 +185,15 @@ def test_a_text_that_ends_before_the_others_has_nothing_after_its_end(batch):
     by_hand = [greedy(model, BPE.encode(prompt).ids, 9) for prompt in PROMPTS]
     assert 0 < sum(end in tokens for tokens in by_hand) < len(PROMPTS)
     options = {"until": [], "do_sample": False, "max_gen_toks": 9}
-    texts = wrap(model, BPE, 64, batch, None).generate_until([request(p, options) for p in PROMPTS], disable_tqdm=True)
+    texts = HarnessModel(model, BPE, 64, batch, None).generate_until(
+        [request(p, options) for p in PROMPTS], disable_tqdm=True
+    )
     assert texts == [BPE.decode(tokens[: (*tokens, end).index(end)]) for tokens in by_hand]
 
 
 def test_the_prompt_of_a_continuation_is_cut_and_counted():
     model = decoder("linear")
-    harness = wrap(model, bytes_tokenizer(), 12, 1, None)
+    harness = HarnessModel(model, bytes_tokenizer(), 12, 1, None)
     options = {"until": [], "do_sample": False, "max_gen_toks": 4}
     long, short = (harness.generate_until([request(t, options)], disable_tqdm=True) for t in (TEXT[:30], TEXT[22:30]))
     assert long == short
@@ -266,7 +268,7 @@ def test_a_model_of_transformers_is_asked_as_the_harness_does(position):
         config = decoder("linear").config.replace(vocab_size=300)
         torch.manual_seed(0)
         model = SubquadForCausalLM(SubquadConfig.from_decoder(config)).double()
-    tokenizer = BPE if position == "rotary" else wrap(decoder(vocab_size=300), BPE, 9, 1, None).tokenizer
+    tokenizer = BPE if position == "rotary" else HarnessModel(decoder(vocab_size=300), BPE, 9, 1, None).tokenizer
     length = None if position == "learned" else 96
     one, four = (
         evaluate_tasks(model, tokenizer, ["local_texts", "local_words"], task_path=TASKS, length=length, batch_size=n)
@@ -289,16 +291,16 @@ def test_a_model_of_transformers_is_asked_as_the_harness_does(position):
 
 
 def test_special_tokens_that_a_text_spells_out_are_text():
-    harness = wrap(decoder(vocab_size=300), BPE, 9, 1, None)
+    harness = HarnessModel(decoder(vocab_size=300), BPE, 9, 1, None)
     spelled = f"one {SEPARATOR} two"
     assert 0 not in harness.tok_encode(spelled)
     assert harness.tok_decode(harness.tok_encode(spelled)) == spelled
-    own = wrap(decoder(), bytes_tokenizer(), 9, 1, None)
+    own = HarnessModel(decoder(), bytes_tokenizer(), 9, 1, None)
     assert own.tok_encode("Ā\n") == list("Ā\n".encode())  # its first character is how a tokenizer writes byte 0
     adds = Tokenizer.from_str(BPE.to_str())
     adds.post_processor = processors.TemplateProcessing(f"{SEPARATOR} $A", special_tokens=[(SEPARATOR, 0)])
     assert adds.encode("one two").ids[0] == 0
-    assert wrap(decoder(vocab_size=300), adds, 9, 1, None).tok_encode("one two") == BPE.encode("one two").ids
+    assert HarnessModel(decoder(vocab_size=300), adds, 9, 1, None).tok_encode("one two") == BPE.encode("one two").ids
 
 
 def test_a_tokenizer_without_any_special_token_pads_with_a_token_that_the_model_has():
@@ -307,7 +309,7 @@ def test_a_tokenizer_without_any_special_token_pads_with_a_token_that_the_model_
     plain = PreTrainedTokenizerFast(tokenizer_object=bytes_tokenizer())
     options = {"until": [], "do_sample": False, "max_gen_toks": 5}
     requests = [request(prompt, options) for prompt in PROMPTS]
-    one, four = (wrap(model, plain, None, n, 10).generate_until(requests, disable_tqdm=True) for n in (1, 4))
+    one, four = (HarnessModel(model, plain, None, n, 10).generate_until(requests, disable_tqdm=True) for n in (1, 4))
     assert one == four
     assert plain.pad_token_id == 10
     assert len(plain) == 256
@@ -338,7 +340,7 @@ def word_level():
 
 def test_a_prefix_token_can_be_named():
     model = decoder(vocab_size=7)
-    (score,) = wrap(model, word_level(), 9, 1, 3).loglikelihood_rolling([request("w1 w5")], disable_tqdm=True)
+    (score,) = HarnessModel(model, word_level(), 9, 1, 3).loglikelihood_rolling([request("w1 w5")], disable_tqdm=True)
     assert_same_maths(exact(-score), exact(nats(model, [3, 1, 5])))
 
 
@@ -386,7 +388,7 @@ def test_tasks_are_a_list_of_names(tasks):
     (("abc", ""), "the answer '' of a task has no token of its own after 'abc'"),
 ])  # fmt: skip
 def test_an_answer_that_cannot_be_scored_is_refused(pair, match):
-    harness = wrap(decoder(), bytes_tokenizer(), 8, 1, None)
+    harness = HarnessModel(decoder(), bytes_tokenizer(), 8, 1, None)
     with pytest.raises(ValueError, match=match):
         harness.loglikelihood([request(*pair)], disable_tqdm=True)
 

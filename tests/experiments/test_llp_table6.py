@@ -124,8 +124,9 @@ def test_the_true_llp_count_is_that_of_the_library():
 
     layer = attention.build("llp", dim=48, num_heads=24, segment=256)
     row = next(row for row in rows(Setting()) if row.name == "LLP")
-    assert row.dense == 48 * layer.score_entries(4096)
-    assert row.unmasked == 48 * layer.unmasked_entries(4096)
+    cost = layer.cost(4096)
+    assert row.dense == 48 * cost.score_entries
+    assert row.unmasked == 48 * cost.unmasked_entries
 
 
 @pytest.mark.parametrize(

@@ -19,7 +19,7 @@ from subquad.data.lra.store import Labelled
 
 VERSION = 1
 WORDS = (*"0123456789", "[MIN", "[MAX", "[MED", "[SM", "]")
-"""What each token stands for."""
+"""The word of each token."""
 MIN, MAX, MED, SM, CLOSE = range(10, 15)
 VOCAB_SIZE = len(WORDS)
 CLASSES = tuple("0123456789")
@@ -43,7 +43,7 @@ class _Depth(NamedTuple):
 
 
 def make_block(options: dict[str, Any], seed: int, number: int) -> Labelled:
-    """`BLOCK` expressions that are kept, and their values. Each block has random numbers of its own.
+    """Make `BLOCK` expressions that are kept, and their values. Each block has random numbers of its own.
 
     Raises `ValueError` where hardly any tree has a length that is kept.
     """
@@ -68,7 +68,7 @@ def make_block(options: dict[str, Any], seed: int, number: int) -> Labelled:
 
 
 def grown(config: ListOpsConfig, rng: np.random.Generator, trees: int) -> list[_Depth]:
-    """`trees` trees, from the roots down. One that has become too long to be kept grows no further."""
+    """Draw `trees` trees, from the roots down. One that has become too long to be kept grows no further."""
     depths: list[_Depth] = []
     tree = np.arange(trees)
     length = np.ones(trees, dtype=np.int64)  # at least: a node counts 1 until its arguments are known
@@ -86,7 +86,7 @@ def grown(config: ListOpsConfig, rng: np.random.Generator, trees: int) -> list[_
 
 
 def written(depths: list[_Depth], config: ListOpsConfig) -> Labelled:
-    """The trees of the lengths that are kept, as tokens, with their values."""
+    """Return the trees of the lengths that are kept, as tokens, with their values."""
     lengths, values = _measured(depths)
     too_long = np.zeros(len(lengths[0]), dtype=bool)
     for depth in depths:  # those that stopped growing have operators without arguments
@@ -109,7 +109,7 @@ def written(depths: list[_Depth], config: ListOpsConfig) -> Labelled:
 
 
 def _measured(depths: list[_Depth]) -> tuple[list[np.ndarray], list[np.ndarray]]:
-    """The tokens that each node's expression has and its value, `[N]` for each depth; from the deepest up."""
+    """Return the tokens of each node's expression and its value, `[N]` for each depth; from the deepest up."""
     lengths = [np.ones(len(depth.tree), dtype=np.int64) for depth in depths]
     values = [depth.symbol.copy() for depth in depths]
     for i in reversed(range(len(depths) - 1)):
@@ -134,7 +134,7 @@ def _measured(depths: list[_Depth]) -> tuple[list[np.ndarray], list[np.ndarray]]
 
 
 def read_words(text: str) -> np.ndarray:
-    """The tokens of an expression as the release writes it: `( ( ( [MIN 3 ) 5 ) ] )`; brackets ( and ) are dropped.
+    """Read an expression as the release writes it, `( ( ( [MIN 3 ) 5 ) ] )`; brackets ( and ) are dropped.
 
     Raises `ValueError` with the first word that is none.
     """

@@ -41,7 +41,7 @@ LEAST_NEW = 0.02
 
 
 class _Plan(NamedTuple):
-    """What to make. `sizes` are the examples of `PARTS`."""
+    """A data set to make; `sizes` are the examples of `PARTS`."""
 
     maker: str
     options: dict[str, Any]
@@ -52,7 +52,7 @@ class _Plan(NamedTuple):
 
 
 def made(config: LabelledConfig, *, workers: int | None = None, progress: Progress | None = None) -> Store:
-    """The data set that `config` describes, made or opened. The test part comes first, then validation, then training:
+    """Make or open the data set that `config` describes. The test part comes first, then validation, then training:
     with more examples to learn from the others stay.
 
     Raises `ValueError` for rules that have too few different examples.
@@ -140,7 +140,7 @@ def _block(blocks: Path, number: int) -> Labelled:
 
 
 def _new(block: Labelled, seen: set[bytes]) -> np.ndarray:
-    """The numbers of the block's sequences that were not `seen` before; they are added."""
+    """Return the numbers of the block's sequences that were not `seen` before, and add these."""
     ends = np.cumsum(block.lengths)
     new = []
     for number, (start, end) in enumerate(zip(ends - block.lengths, ends, strict=True)):
@@ -159,7 +159,7 @@ class _Pieces:
         self.number = self.used = 0
 
     def take(self, count: int) -> Iterator[Labelled]:
-        """The next `count` sequences, at most a block at once."""
+        """Yield the next `count` sequences, at most a block at once."""
         while count:
             block = _block(self.blocks, self.number)
             chosen = self.fresh[self.number][self.used : self.used + count]
@@ -219,7 +219,7 @@ def make_blocks(
 
 
 def usable_cpus() -> int:
-    """The CPUs that this process may use."""
+    """Return the CPUs that this process may use."""
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
@@ -237,7 +237,7 @@ def read_block(folder: Path, number: int) -> Labelled | None:
 
 
 def _checked(block: Labelled, path: Path) -> Labelled:
-    """The block; `ValueError` where its arrays do not fit each other."""
+    """Return the block; `ValueError` where its arrays do not fit each other."""
     tokens, lengths, labels = block
     if not all(array.ndim == 1 and array.dtype.kind in "iu" for array in block):
         raise ValueError(f"{path}: tokens, lengths and labels must be rows of whole numbers")

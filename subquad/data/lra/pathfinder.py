@@ -56,7 +56,7 @@ class Drawing(NamedTuple):
 
 
 def make_block(options: dict[str, Any], seed: int, number: int) -> Labelled:
-    """`BLOCK` images, row by row, and their labels. Each block has random numbers of its own."""
+    """Make `BLOCK` images, row by row, and their labels. Each block has random numbers of its own."""
     drawings = draw(options["size"], options["difficulty"], BLOCK, np.random.default_rng([seed, 3, number]))
     tokens = np.concatenate([drawing.image().ravel() for drawing in drawings])
     lengths = np.full(BLOCK, options["size"] ** 2, dtype=np.int64)
@@ -64,7 +64,7 @@ def make_block(options: dict[str, Any], seed: int, number: int) -> Labelled:
 
 
 def draw(size: int, difficulty: str, images: int, rng: np.random.Generator) -> list[Drawing]:
-    """Images of `size` by `size` pixels: 32, 64 or 128."""
+    """Draw images of `size` by `size` pixels: 32, 64 or 128."""
     rules, segments = RULES[size], SEGMENTS[difficulty]
     short = segments // 3
     supply = {margin: pairs(strokes(size, margin), segments, rng) for margin in rules.margins}
@@ -112,7 +112,7 @@ class Pair(NamedTuple):
 
 
 def pairs(strokes: Strokes, segments: int, rng: np.random.Generator) -> Iterator[Pair]:
-    """Long snakes of `segments` strokes, of one image after another, without end."""
+    """Yield long snakes of `segments` strokes, of one image after another, without end."""
     while True:
         yield from _Pairs(strokes, segments, rng).grown()
 
@@ -137,7 +137,7 @@ class _Pairs:
         self.segments = segments
 
     def grown(self) -> Iterator[Pair]:
-        """The images that are completed."""
+        """Yield the images that are completed."""
         pivots = self._seed()
         for segment in range(1, self.segments):
             for snake in range(2):
@@ -152,7 +152,7 @@ class _Pairs:
         return Snake(int(places[0]), tip, list(zip(places.tolist(), ways.tolist(), strict=True)))
 
     def _seed(self) -> np.ndarray:
-        """The first strokes: one in the middle, the other's tail at a distance from its tail. Their pivots `[2, A]`."""
+        """Draw the first strokes, the second at a distance from the first; return their pivots `[2, A]`."""
         rng, strokes = self.rng, self.strokes
         self.ways[0] = rng.integers(DEGREES, size=(2, self.count))
         inside = strokes.inside[self.ways[0, 0]].T
@@ -190,7 +190,7 @@ class _Pairs:
 
 
 def short_snakes(strokes: Strokes, pair: Pair, segments: int, wanted: int, rng: np.random.Generator) -> Iterator[Snake]:
-    """At most `wanted` snakes of `segments` strokes where the long ones have left room."""
+    """Yield at most `wanted` snakes of `segments` strokes where the long ones have left room."""
     near, far = pair.near.copy(), pair.far.copy()
     for _ in range(wanted):
         for _ in range(1 + RETRIES):
@@ -207,7 +207,7 @@ def short_snakes(strokes: Strokes, pair: Pair, segments: int, wanted: int, rng: 
 def _short_snake(
     strokes: Strokes, near: np.ndarray, far: np.ndarray, segments: int, rng: np.random.Generator
 ) -> Snake | None:
-    """A snake on a canvas, which is left as it is; None where it is stuck."""
+    """Grow a snake on a canvas, which is left as it is; None where it is stuck."""
     near, far = near.copy(), far.copy()
     way = int(rng.integers(DEGREES))
     place = _free_place(strokes, near, way, rng)
@@ -236,7 +236,7 @@ def _short_snake(
 
 
 def _free_place(strokes: Strokes, near: np.ndarray, way: int, rng: np.random.Generator) -> int | None:
-    """A place where a first stroke fits, each as likely as another; None where there is none."""
+    """Find a place where a first stroke fits, each as likely as another; None where there is none."""
     first, end = PADDING, strokes.rules.size - PADDING
     places = strokes.places(*rng.integers(first, end, (2, TRIES)))
     for some in (places, None):

@@ -13,17 +13,17 @@ from subquad.data.files import Progress
 from subquad.data.image_files import decode
 from subquad.data.images import ImageSet, load_images
 from subquad.data.lra.pathfinder import CLASSES, VOCAB_SIZE
-from subquad.data.lra.store import Contents, Labelled, choose, is_label, pieces
+from subquad.data.lra.store import Contents, Labelled, choose, counted, is_label, pieces
 from subquad.data.packed import load_array
 
 HELD_OUT = 10
-"""One of so many training images is measured while training."""
+"""One of ten training images is measured while training."""
 PIECE = 1000
 """Images that are handed on at once."""
 
 
 def grey_images(config: LabelledConfig, report: Progress) -> Contents:
-    """The images of `subquad.data.images.load_images`, grey.
+    """Read the images of `subquad.data.images.load_images`, grey.
 
     A tenth of the training images is held out, of each class its share, the same at every seed: files may be sorted by
     class. With validation=test the test images are measured while training too.
@@ -88,7 +88,7 @@ class _Row(NamedTuple):
 
 
 def pathfinder_release(config: LabelledConfig, report: Progress) -> Contents:
-    """Images in the order of the metadata: the first 80 % are learned from, then 10 % and 10 %.
+    """Read images in the order of the metadata: the first 80 % are learned from, then 10 % and 10 %.
 
     Files that are empty are left out, as Long Range Arena does.
     """
@@ -110,7 +110,7 @@ def pathfinder_release(config: LabelledConfig, report: Progress) -> Contents:
 
 
 def _rows(folder: Path, listed: Path) -> Iterator[_Row]:
-    """The images that a file of metadata names: text with a line each, or an array of strings."""
+    """Yield the images that a file of metadata names: text with a line each, or an array of strings."""
     raw = listed.read_bytes()
     if raw.startswith(b"\x93NUMPY"):
         array = load_array(raw, listed)
@@ -136,9 +136,7 @@ def _word(cell: object) -> str:
 
 
 def _images(rows: list[_Row], size: int, part: str, report: Progress) -> Iterator[tuple[np.ndarray, int]]:
-    for number, row in enumerate(rows):
-        if number % 1000 == 0:
-            report(f"reading {part}", number, len(rows))
+    for row in counted(rows, f"reading {part}", report, len(rows)):
         pixels = decode(row.file, str(row.file), "L")[..., 0]
         if pixels.shape != (size, size):
             raise ValueError(f"{row.file} has {pixels.shape[1]} x {pixels.shape[0]} pixels, not {size} x {size}")

@@ -16,7 +16,7 @@ from subquad.config import suggest
 from subquad.data.config import LabelledConfig
 from subquad.data.files import Progress
 from subquad.data.lra import listops
-from subquad.data.lra.store import Contents, Pairs, is_label, pieces
+from subquad.data.lra.store import Contents, Pairs, counted, is_label, pieces
 from subquad.data.packed import DAMAGE, damaged, find_packed, most, open_stream, too_much
 from subquad.data.sources import check_text, hold_out, hub_dataset
 from subquad.parsing import decoded, parse_json
@@ -31,14 +31,14 @@ class Text(NamedTuple):
 
 
 def needed(folder: Path, name: str) -> Path:
-    """As `find_packed`; `FileNotFoundError` where there is none."""
+    """Return the file as `find_packed` does; `FileNotFoundError` where there is none."""
     if (file := find_packed(folder, name)) is None:
         raise FileNotFoundError(f"there is no {name} (or .xz, .gz, .bz2) in {folder}")
     return file
 
 
 def lines(file: Path) -> Iterator[tuple[str, bytes]]:
-    """Each line without its end, after `file, line N`; `ValueError` for a packed file that is damaged."""
+    """Yield `file, line N` and the line without its end; `ValueError` for a packed file that is damaged."""
     packed = file.stat().st_size
     left, number = most(packed), 0
     try:
@@ -53,7 +53,7 @@ def lines(file: Path) -> Iterator[tuple[str, bytes]]:
 
 
 def cells(where: str, line: bytes, columns: str) -> list[bytes]:
-    """The columns of a line between tabs; `ValueError` for another number of them."""
+    """Cut a line into its columns between tabs; `ValueError` for another number of them."""
     found = line.split(b"\t")
     wanted = columns.split()
     if len(found) != len(wanted):
@@ -62,7 +62,7 @@ def cells(where: str, line: bytes, columns: str) -> list[bytes]:
 
 
 def as_bytes(where: str, text: bytes) -> np.ndarray:
-    """A document's bytes as tokens; `ValueError` for one that is empty or not UTF-8 text."""
+    """Return a document's bytes as tokens; `ValueError` for one that is empty or not UTF-8 text."""
     if not text:
         raise ValueError(f"{where} holds no text")
     check_text(text, where)
@@ -78,7 +78,7 @@ UNLABELLED = "unsup"
 
 
 def texts(config: LabelledConfig, report: Progress) -> Contents:
-    """`train/CLASS/*.txt` and `test/CLASS/*.txt`, or `*train.tsv` and `*test.tsv`, or a dataset.
+    """Read `train/CLASS/*.txt` and `test/CLASS/*.txt`, or `*train.tsv` and `*test.tsv`, or a dataset.
 
     A line of the TSV files has the label first and the text last. Of the training documents a tenth is held out by a
     hash of their text, or (validation=test) the test documents are measured while training too.
@@ -90,7 +90,7 @@ def texts(config: LabelledConfig, report: Progress) -> Contents:
     found = {
         side: [
             (as_bytes(where, text), is_label(where, label, labels))
-            for where, text, label in _counted(documents, side, report)
+            for where, text, label in counted(documents, f"reading {side}", report, len(documents))
         ]
         for side, documents in sides.items()
     }
@@ -101,13 +101,6 @@ def texts(config: LabelledConfig, report: Progress) -> Contents:
             parts[part] = [row for row, apart in zip(found["train"], out, strict=True) if apart is wanted]
     classes = tuple(SENTIMENT.get(label, label) for label in labels)
     return Contents({part: pieces(rows) for part, rows in parts.items()}, classes, 1 << 8)
-
-
-def _counted(documents: list[Text], side: str, report: Progress) -> Iterator[Text]:
-    for number, document in enumerate(documents):
-        if number % 1000 == 0:
-            report(f"reading {side}", number, len(documents))
-        yield document
 
 
 def _folders(asked: str, side: str) -> list[Text]:
@@ -176,8 +169,11 @@ LABELS = {b"0": "0", b"1": "1", b"0.0": "0", b"1.0": "1"}
 
 
 def paper_pairs(config: LabelledConfig, report: Progress) -> Contents:
-    """`new_aan_pairs.{train,eval,test}.tsv`: label, two names, two texts; or `papers.jsonl` and
-    `pairs_{train,val,test}.tsv`: label and two names."""
+    """Read pairs of papers in the layout of the release or with papers and pairs apart.
+
+    The release has `new_aan_pairs.{train,eval,test}.tsv`: label, two names, two texts. The other layout has
+    `papers.jsonl` and `pairs_{train,val,test}.tsv`: label and two names.
+    """
     folder = Path(config.path or "").expanduser()
     papers = find_packed(folder, PAPERS)
     if papers is None and find_packed(folder, RELEASE["train"]) is None:
@@ -205,11 +201,11 @@ def _papers(file: Path) -> dict[str, np.ndarray]:
 
 
 def _pairs(file: Path, texts: dict[str, np.ndarray] | None, report: Progress) -> Pairs:
-    """The pairs of a file; each document is kept once. In the release a name with another text is another document."""
+    """Read the pairs of a file; each document is kept once. In the release, name and text together are a document."""
     documents: list[np.ndarray] = []
     numbers: dict[tuple[str, bytes], int] = {}
     index, labels = [], []
-    for number, (where, line) in enumerate(lines(file)):
+    for where, line in counted(lines(file), f"reading {file.name}", report):
         columns = "label first second" if texts is not None else "label first second first_text second_text"
         label, *rest = (_unquoted(cell) for cell in cells(where, line, columns))
         labels.append(is_label(where, LABELS.get(label, label.decode(errors="replace")), ("0", "1")))
@@ -226,14 +222,12 @@ def _pairs(file: Path, texts: dict[str, np.ndarray] | None, report: Progress) ->
                 numbers[key] = len(numbers)
             pair.append(numbers[key])
         index.append(pair)
-        if number % 1000 == 0:
-            report(f"reading {file.name}", number, number)
     rows = np.array(index, dtype=np.int64).reshape(-1, 2)
     return Pairs(pieces((document, 0) for document in documents), rows, np.array(labels, dtype=np.int64))
 
 
 def _unquoted(cell: bytes) -> bytes:
-    """A cell without the quotation marks around it; marks inside are doubled there."""
+    """Return a cell without the quotation marks around it; marks inside are doubled there."""
     if len(cell) > 1 and cell[:1] == cell[-1:] == b'"':
         return cell[1:-1].replace(b'""', b'"')
     return cell
@@ -244,7 +238,7 @@ HEADER = "Source Target"
 
 
 def listops_release(config: LabelledConfig, report: Progress) -> Contents:
-    """The three files: a head, then an expression and its value in each line."""
+    """Read the three files: a head, then an expression and its value in each line."""
     folder = Path(config.path or "").expanduser()
     files = {part: needed(folder, name) for part, name in FILES.items()}
     parts = {part: pieces(_rows(file, report)) for part, file in files.items()}
@@ -252,7 +246,7 @@ def listops_release(config: LabelledConfig, report: Progress) -> Contents:
 
 
 def _rows(file: Path, report: Progress) -> Iterator[tuple[np.ndarray, int]]:
-    for number, (where, line) in enumerate(lines(file)):
+    for number, (where, line) in enumerate(counted(lines(file), f"reading {file.name}", report)):
         source, target = cells(where, line, HEADER)
         if not number:
             if [source, target] != [word.encode() for word in HEADER.split()]:
@@ -264,6 +258,4 @@ def _rows(file: Path, report: Progress) -> Iterator[tuple[np.ndarray, int]]:
             raise ValueError(f"{where}: {error}") from error
         if not len(tokens):
             raise ValueError(f"{where} has no expression before the tab")
-        if number % 1000 == 0:
-            report(f"reading {file.name}", number, number)
         yield tokens, is_label(where, target.decode(errors="replace"), listops.CLASSES)

@@ -12,7 +12,7 @@ import hashlib
 import logging
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
-from typing import NamedTuple
+from typing import NamedTuple, TypeVar
 
 import numpy as np
 import torch
@@ -20,10 +20,11 @@ from torch import Tensor
 from torch.utils.data import Dataset
 
 from subquad.config import digest
-from subquad.data.files import cache_folder, fill_once, usable, write_json
+from subquad.data.files import Progress, cache_folder, fill_once, usable, write_json
 from subquad.data.shards import ShardWriter, TokenShard
 from subquad.parsing import check_keys, read_json
 
+Item = TypeVar("Item")
 VERSION = 1
 PARTS = ("train", "held_out", "test")
 _KINDS = {"version": int, "classes": list, "vocab_size": int, "pairs": bool, "source": str, "sha256": dict}
@@ -210,15 +211,23 @@ def is_label(where: str, label: str, classes: Iterable[str]) -> int:
     return valid.index(label)
 
 
+def counted(items: Iterable[Item], what: str, report: Progress, total: int | None = None) -> Iterator[Item]:
+    """Yield `items`, and report at every thousandth that `what` is done with as many of `total` (None: unknown)."""
+    for number, item in enumerate(items):
+        if number % 1000 == 0:
+            report(what, number, number if total is None else total)
+        yield item
+
+
 def kept(cache: str | None, name: str, fill: Callable[[Path], None]) -> Store:
-    """The store at `cache/name`, filled by `fill(folder)` where it is not there yet or is damaged."""
+    """Open the store at `cache/name`, filled by `fill(folder)` where it is not there yet or is damaged."""
     folder = cache_folder(cache) / name
     fill_once(folder, lambda: Store(folder), fill)
     return Store(folder)
 
 
 def is_kept(folder: Path) -> bool:
-    """Whether a whole store is there; a damaged one is removed, with a warning."""
+    """Return whether a whole store is there; a damaged one is removed, with a warning."""
     return usable(folder, lambda: Store(folder))
 
 
@@ -251,7 +260,7 @@ class Sequences(Dataset[dict[str, Tensor]]):
         return item
 
     def sequence(self, index: int, second: int = 0) -> np.ndarray:
-        """The tokens of sequence `index`, without padding; of a pair the first document, or the second."""
+        """Return the tokens of sequence `index`, without padding; of a pair the first document, or the second."""
         document = int(self.index[index, second])
         start, end = self.shard.documents[document : document + 2]
         return self.shard.tokens[start : min(int(end), int(start) + self.length)]
@@ -268,7 +277,7 @@ class Sequences(Dataset[dict[str, Tensor]]):
 
 
 def choose(labels: np.ndarray, wanted: int | None, seed: int) -> np.ndarray:
-    """`wanted` of the examples with these labels (None: all), in their order, each class in its share (rounded).
+    """Choose `wanted` of the examples with these labels (None: all), in order, each class in its share (rounded).
 
     Raises `ValueError` where there are fewer.
     """

@@ -54,7 +54,7 @@ ANTIALIAS = 2
 
 
 class Cover(NamedTuple):
-    """How much of each pixel is covered, relative to a place: `pixels` and their `levels`, above 0 to 255."""
+    """Cover of pixels, relative to a place: `pixels` and their `levels`, above 0 to 255."""
 
     pixels: np.ndarray
     levels: np.ndarray
@@ -119,22 +119,22 @@ class Strokes:
         self.disc = self._disc()
 
     def blank(self, around: int = 0) -> np.ndarray:
-        """Which pixels are taken, before anything is drawn: the rim, the border and `around` pixels more."""
+        """Return an empty canvas, of which the rim, the border and `around` pixels more are taken."""
         taken = np.full((self.stride, self.stride), FULL, dtype=np.uint8)
         first = self.rim + PADDING + around
         taken[first:-first, first:-first] = 0
         return taken.ravel()
 
     def places(self, rows: np.ndarray, columns: np.ndarray) -> np.ndarray:
-        """The indices of pixels of the image."""
+        """Return the indices of pixels of the image."""
         return (rows + self.rim) * self.stride + columns + self.rim
 
     def crop(self, canvas: np.ndarray) -> np.ndarray:
-        """The image in the canvas `[size, size]`."""
+        """Return the image in the canvas `[size, size]`."""
         return canvas.reshape(self.stride, self.stride)[self.rim : -self.rim, self.rim : -self.rim]
 
     def _bounds(self, pixels: np.ndarray) -> tuple[int, int, int, int]:
-        """The first row and column, and those after the last, of the tail of a stroke that lies in the middle."""
+        """Return the first row and column, and those after the last, of the tail of a stroke in the middle."""
         half = self.stride // 2
         rows, columns = (part - half for part in np.divmod(pixels + half * (self.stride + 1), self.stride))
         first = 2 * self.rules.seed_distance
@@ -145,7 +145,7 @@ class Strokes:
         return (vectors[..., 0] * self.stride + vectors[..., 1]).astype(np.int64)
 
     def _stroke(self, start: np.ndarray, end: np.ndarray) -> Stroke:
-        """The stroke between two points (y, x)."""
+        """Draw the stroke between two points (y, x)."""
         reach = self.rules.length + 3 * self.margin + 3
         grid = _grid(reach)
         along = end - start
@@ -165,7 +165,7 @@ class Strokes:
         return Stroke(*(Cover(self._flat(grid[levels > 0]), levels[levels > 0]) for levels in (near, far, line)))
 
     def _disc(self) -> Cover:
-        """Pixels and brightness of a disc, relative to its middle."""
+        """Return pixels and brightness of a disc, relative to its middle."""
         grid = _grid(int(self.rules.marker_radius) + 2)
         inside = (_fine(grid) ** 2).sum(-1) <= self.rules.marker_radius**2
         levels = _shrunk(Image.fromarray(FULL * inside.astype(np.uint8))).astype(np.float64)
@@ -173,12 +173,12 @@ class Strokes:
 
 
 def _grid(reach: int) -> np.ndarray:
-    """The pixels (y, x) around one, `[side, side, 2]`."""
+    """Return the pixels (y, x) around one, `[side, side, 2]`."""
     return np.moveaxis(np.mgrid[-reach : reach + 1, -reach : reach + 1], 0, -1)
 
 
 def _fine(grid: np.ndarray) -> np.ndarray:
-    """The same, `ANTIALIAS` times finer."""
+    """Return the places of `grid`, `ANTIALIAS` times finer."""
     places = (np.arange(ANTIALIAS * len(grid)) + 0.5) / ANTIALIAS - 0.5 - len(grid) // 2
     return np.stack(np.meshgrid(places, places, indexing="ij"), -1)
 
@@ -188,12 +188,12 @@ def _shrunk(image: Image.Image) -> np.ndarray:
 
 
 def _whole(rounded: Any, vectors: np.ndarray) -> np.ndarray:
-    """Whole pixels, `rounded` up or down as the published generator does; what is whole but for noise stays."""
+    """Round to whole pixels, up or down as the published generator does; numbers that are whole but for noise stay."""
     return rounded(vectors.round(9)).astype(np.int64)
 
 
 def _table(rows: list[Cover]) -> tuple[np.ndarray, np.ndarray]:
-    """Pixels and levels, a row for each cover."""
+    """Gather pixels and levels in two tables, a row for each cover."""
     pixels = np.empty((len(rows), max(len(row.pixels) for row in rows)), dtype=np.int64)
     levels = np.empty(pixels.shape, dtype=np.uint8)
     for i, row in enumerate(rows):
@@ -205,5 +205,5 @@ def _table(rows: list[Cover]) -> tuple[np.ndarray, np.ndarray]:
 
 @lru_cache
 def strokes(size: int, margin: int) -> Strokes:
-    """Those of Long Range Arena's images of `size` by `size` pixels."""
+    """Return the strokes of Long Range Arena's images of `size` by `size` pixels."""
     return Strokes(RULES[size], margin)

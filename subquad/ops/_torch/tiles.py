@@ -78,43 +78,48 @@ def _range(pattern: Pattern, start: int, stop: int, k_start: int, keys: int) -> 
 
 
 @lru_cache(maxsize=512)
-def unmasked_entries(pattern: Pattern, tokens: int) -> int:
-    """Pairs of a query and a key that the pattern allows, in a sequence of `tokens` tokens."""
-    if tokens == 0:
+def unmasked_entries(
+    pattern: Pattern, queries: int, keys: int | None = None, q_start: int = 0, k_start: int = 0
+) -> int:
+    """Pairs of a query and a key that the pattern allows; without `keys` those of a sequence of `queries` tokens."""
+    keys = queries if keys is None else keys
+    q_stop, k_stop = q_start + queries, k_start + keys
+    if queries == 0 or keys == 0:
         return 0
-    if pattern.sees_all(0, tokens, 0, tokens):
-        return tokens * tokens
-    if pattern.is_triangle(0, tokens):
-        return tokens * (tokens + 1) // 2
-    if pattern.folded:
+    if pattern.sees_all(q_start, q_stop, k_start, k_stop):
+        return queries * keys
+    if q_stop == k_stop and k_start <= q_start and pattern.is_triangle(q_start, q_stop):
+        earlier = q_start - k_start
+        if not earlier or pattern.sees_all(q_start, q_stop, k_start, q_start):
+            return queries * earlier + queries * (queries + 1) // 2
+    if pattern.folded and q_start == k_start == 0 and queries == keys:
         residues, inner = pattern.folded
-        return sum(unmasked_entries(inner, -(-(tokens - r) // residues)) for r in range(min(residues, tokens)))
-    return first_entries(pattern, tokens, tokens)
-
-
-def first_entries(pattern: Pattern, queries: int, tokens: int) -> int:
-    """Those of the first `queries` queries."""
-    total, slots = 0, torch.arange(tokens, device="cpu")
-    for start in range(0, queries, MASKED_ROWS):
-        stop = min(start + MASKED_ROWS, queries)
-        lo, hi = _range(pattern, start, stop, 0, tokens)
-        total += int(pattern.allowed(slots[start:stop, None], slots[lo:hi]).sum()) if hi > lo else 0
+        return sum(unmasked_entries(inner, -(-(queries - r) // residues)) for r in range(min(residues, queries)))
+    total = 0
+    for start in range(q_start, q_stop, MASKED_ROWS):
+        stop = min(start + MASKED_ROWS, q_stop)
+        lo, hi = _range(pattern, start, stop, k_start, keys)
+        if hi > lo:
+            q_T1 = torch.arange(start, stop, device="cpu")[:, None]
+            total += int(pattern.allowed(q_T1, torch.arange(lo, hi, device="cpu")).sum())
     return total
 
 
-def score_entries(pattern: Pattern, tokens: int) -> int:
-    """Entries of all tiles that a sequence of `tokens` tokens is cut into."""
-    if tokens == 0:
+def score_entries(pattern: Pattern, queries: int, keys: int | None = None, q_start: int = 0, k_start: int = 0) -> int:
+    """Entries of all tiles that these queries and keys are cut into, as `unmasked_entries` takes them."""
+    keys = queries if keys is None else keys
+    if queries == 0 or keys == 0:
         return 0
-    if pattern.folded:
+    whole = q_start == k_start == 0 and queries == keys
+    if whole and pattern.folded:
         residues, inner = pattern.folded
-        return residues * score_entries(inner, -(-tokens // residues))
-    keys: int | None = tokens
-    if pattern.columns:
+        return residues * score_entries(inner, -(-queries // residues))
+    if whole and pattern.columns:
         pattern = Ranks(*pattern.columns)
-        keys = pattern.key_range(0, tokens)[1]
-    assert keys is not None
-    return sum(g.rows * g.keys * g.count for g in static_groups(pattern, 0, tokens, 0, keys))
+        last = pattern.key_range(0, queries)[1]
+        assert last is not None
+        keys = last
+    return sum(g.rows * g.keys * g.count for g in static_groups(pattern, q_start, queries, k_start, keys))
 
 
 def _kind(pattern: Pattern, start: int, stop: int, lo: int, hi: int) -> str:

@@ -1,0 +1,260 @@
+"""The end of `subquad train`: each task's own measure of the trained model, printed and kept in the run's folder."""
+
+from __future__ import annotations
+
+import json
+import logging
+import platform
+import shlex
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+from rich.box import SIMPLE_HEAD
+from rich.console import Console
+from rich.table import Table
+from tokenizers import Tokenizer
+
+import subquad
+from subquad import training
+from subquad.cli.eval import evaluate_classes
+from subquad.cli.tables import class_table, image_table, progress, text_table
+from subquad.data import Corpus, TokenShard
+from subquad.data.images import ImageSet
+from subquad.data.probes import HELD_OUT, probe_rows
+from subquad.data.tokenizers import encode_text
+from subquad.evaluation import evaluate, evaluate_images
+from subquad.evaluation.probes import overall, right_answers
+from subquad.generation import Generation, SamplingConfig, generate_images
+from subquad.generation.images import picture_of, square
+from subquad.training.checkpoint import write_atomically
+from subquad.training.progress import read_metrics
+from subquad.training.report import measure, write_report
+
+logger = logging.getLogger(__name__)
+SAMPLES = 3
+"""Samples at the end of a run: the first is greedy."""
+PICTURE = "samples.png"
+
+
+def finish(result: training.RunResult) -> None:
+    """Measure the model of a run that has ended, print the numbers and keep them in its folder."""
+    FINISH[result.config.task](result)
+
+
+def _language(result: training.RunResult) -> None:
+    """Write evaluation.json, samples.txt and report.json into the run's folder and print them."""
+    corpus = result.corpus
+    assert isinstance(corpus, Corpus)
+    if result.config.parallel.context > 1:
+        _shared_language(result, corpus)
+        return
+    decoder, held_out = result.model.model, corpus.held_out
+    sys.stderr.write("evaluating on the held-out text ...\n")
+    packed = result.config.data.pack == "documents"
+    evaluation = evaluate(
+        decoder,
+        held_out.tokens,
+        length=result.config.batch.length,
+        documents=held_out.documents if packed else None,
+        text_bytes=held_out.text_bytes,
+        words=held_out.words,
+        progress=progress("window"),
+    )
+    (result.folder / "evaluation.json").write_text(json.dumps(evaluation.to_dict(), indent=2) + "\n", encoding="utf-8")
+    samples = _samples(result, corpus.tokenizer)
+    (result.folder / "samples.txt").write_text(samples, encoding="utf-8")
+    console = Console()
+    sys.stdout.write(samples)
+    console.print(text_table(evaluation))
+    if isinstance(held_out, TokenShard):
+        assert evaluation.bits_per_byte is not None  # a shard knows its bytes
+        report = measure(
+            decoder,
+            corpus.held_out_text(),
+            held_out.tokens.tolist(),
+            bits_per_byte=evaluation.bits_per_byte,
+            files_hash=corpus.fingerprint[:16],
+            steps=result.steps,
+            train_tokens_per_second=result.tokens_per_second or _last_speed(result.folder),
+            skipped=result.skipped,
+        )
+        write_report(report, result.folder)
+        console.print(report.table())
+    else:
+        console.print("A set of token shards keeps no text to compress beside the model: no report.json is written.")
+    _say_how_to_go_on(result, console)
+
+
+def _shared_language(result: training.RunResult, corpus: Corpus) -> None:
+    """Write samples.txt alone: windows that processes shared may be too long for this one."""
+    samples = _samples(result, corpus.tokenizer)
+    (result.folder / "samples.txt").write_text(samples, encoding="utf-8")
+    sys.stdout.write(samples)
+    console, length = Console(), result.config.batch.length
+    best = "" if result.best_loss is None else f" The lowest held-out loss of the training was {result.best_loss:.4f}."
+    console.print(
+        f"A window of {length} tokens was shared by {result.config.parallel.context} processes and may be too long for "
+        f"one: no evaluation.json is written.{best} Where there is room, or with fewer tokens at a time, measure with:",
+        markup=False,
+    )
+    console.print(f"  subquad eval {shlex.quote(str(result.folder))} --length {length}", markup=False, soft_wrap=True)
+    _say_how_to_go_on(result, console)
+
+
+def _say_how_to_go_on(result: training.RunResult, console: Console) -> None:
+    console.print(f"{result.folder} holds the model, the metrics and the samples. Go on writing with:", markup=False)
+    command = shlex.join(["subquad", "generate", str(result.folder), "--prompt", result.config.run.prompt])
+    console.print(f"  {command}", markup=False, soft_wrap=True)
+
+
+def _last_speed(folder: Path) -> float:
+    """Return the trained tokens a second in the process that trained last, for a run that had ended already."""
+    speeds = [record["tokens_per_s"] for record in read_metrics(folder) if "tokens_per_s" in record]
+    return speeds[-1] if speeds else 0.0
+
+
+def _samples(result: training.RunResult, tokenizer: Tokenizer) -> str:
+    """Return samples of the run's prompt, each under a line that says how it was drawn."""
+    options = result.config.run
+    prompt = encode_text(tokenizer, options.prompt)
+    count, model = options.sample_tokens, result.config.model
+    if model.position == "learned" and len(prompt) + count - 1 > model.max_positions:
+        prompt = prompt[-model.max_positions :]
+        count = model.max_positions - len(prompt) + 1
+        logger.warning("samples have %d tokens: the table of positions has %d rows", count, model.max_positions)
+    most = result.model.model.most_new_tokens(len(prompt))
+    if most is not None and most < count:
+        logger.warning("samples have %d tokens: decode=frozen has no latents for more", most)
+        count = most
+    texts = []
+    for number in range(SAMPLES):
+        temperature = options.sample_temperature if number else 0.0
+        sampling = SamplingConfig(max_tokens=count, temperature=temperature, seed=number)
+        tokens = list(Generation(result.model.model, prompt, sampling))
+        how = f"temperature {temperature}, seed {number}" if number else "greedy"
+        texts.append(f"--- {how}\n{tokenizer.decode(prompt + tokens)}\n")
+    return "\n".join(texts)
+
+
+def _classify(result: training.RunResult) -> None:
+    """Write evaluation.json and report.json into the run's folder and print them."""
+    sys.stderr.write("evaluating on the test sequences ...\n")
+    assert isinstance(result.model, subquad.hf.SubquadForSequenceClassification)
+    evaluation = evaluate_classes(result.model, result.config, None, result.config.batch.size)
+    report = {
+        "accuracy": evaluation.accuracy,
+        "constant": evaluation.constant,
+        "bag_of_tokens": evaluation.bag_of_tokens,
+        "examples": evaluation.examples,
+        "python": platform.python_version(),
+        "parameters": result.parameters,
+        "steps": result.steps,
+        "train_tokens_per_second": result.tokens_per_second,
+    }
+    for name, values in (("evaluation", evaluation.to_dict()), ("report", report)):
+        write_atomically(result.folder / f"{name}.json", (json.dumps(values, indent=2) + "\n").encode())
+    console = Console()
+    table = class_table(evaluation)
+    table.add_row("parameters, steps", f"{result.parameters:,}, {result.steps:,}")
+    table.add_row("training", f"{result.tokens_per_second:,.0f} tokens/s, padding included")
+    console.print(table)
+    console.print(f"{result.folder} holds the model and the metrics.", markup=False, soft_wrap=True)
+
+
+def _pretrain(result: training.RunResult) -> None:
+    """Print the loss on the training sequences that were set aside, and where the encoder is."""
+    options = result.config.pretrain
+    table = Table(box=SIMPLE_HEAD, pad_edge=False, show_header=False)
+    table.add_row("learned", "hidden tokens" if options.kind == "denoise" else "the next token")
+    if result.best_loss is not None:
+        table.add_row("lowest loss", f"{result.best_loss:.4f} nats a predicted token, at step {result.best_step:,}")
+    table.add_row("parameters, steps", f"{result.parameters:,}, {result.steps:,}")
+    table.add_row("training", f"{result.tokens_per_second:,.0f} tokens/s, padding included")
+    console = Console()
+    console.print(table)
+    console.print(f"{result.folder} holds the encoder and the metrics.", markup=False, soft_wrap=True)
+
+
+def _images(result: training.RunResult) -> None:
+    """Write evaluation.json, samples.png and report.json into the run's folder and print them."""
+    options, images = result.config.image, result.corpus
+    assert isinstance(result.model, subquad.hf.SubquadForImages)
+    assert isinstance(images, ImageSet)
+    model = result.model.model
+    sys.stderr.write("measuring on held-out images ...\n")
+    evaluation = evaluate_images(
+        model,
+        training.runs.flat(training.runs.chosen(images, options.test_images)),
+        batch_size=result.config.batch.size,
+        progress=progress("image"),
+    )
+    report = {
+        "bits_per_dim": evaluation.bits_per_dim,
+        "error": evaluation.error,
+        "test_images": evaluation.images,
+        "python": platform.python_version(),
+        "parameters": result.parameters,
+        "steps": result.steps,
+        "train_images": result.tokens // model.config.tokens,
+        "train_tokens_per_second": result.tokens_per_second,
+    }
+    table = image_table(evaluation)
+    table.add_row("parameters, steps", f"{result.parameters:,}, {result.steps:,}")
+    table.add_row("training", f"{report['train_images']:,} images, {result.tokens_per_second:,.0f} bytes/s")
+    if options.samples:
+        sys.stderr.write(f"drawing {options.samples} images ...\n")
+        drawn = generate_images(model, options.samples, seed=result.config.run.seed)
+        shown = drawn.pixels_NT.view(-1, *model.config.shape).numpy()
+        picture_of(square(list(shown))).save(result.folder / PICTURE, format="PNG")
+        report["generated_images_per_second"] = options.samples / drawn.seconds
+        table.add_row("generation", f"{options.samples / drawn.seconds:,.2f} images/s, {drawn.batch_size} at once")
+    for name, values in (("evaluation", evaluation.to_dict()), ("report", report)):
+        write_atomically(result.folder / f"{name}.json", (json.dumps(values, indent=2) + "\n").encode())
+    console = Console()
+    console.print(table)
+    kept = f", the metrics and {PICTURE}" if options.samples else " and the metrics"
+    console.print(f"{result.folder} holds the model{kept}. Go on with:", markup=False, soft_wrap=True)
+    for command in (f"subquad generate {result.folder} --images 100", f"subquad complete {result.folder}"):
+        console.print(f"  {command}", markup=False, soft_wrap=True)
+
+
+def _probe(result: training.RunResult) -> None:
+    """Write evaluation.json and report.json into the run's folder and print them."""
+    config, probe = result.config, result.config.probe
+    assert isinstance(result.model, subquad.hf.SubquadForCausalLM)
+    sys.stderr.write("evaluating on the held-out sequences ...\n")
+    rows = probe_rows(probe, config.batch.length, probe.held_out, seed=(probe.seed, HELD_OUT))
+    score = overall(rows, right_answers(result.model.model, rows, batch_size=config.batch.size))
+    chance = 1 / 10 if probe.name == "passkey" else probe.chance  # of one token, as the accuracy
+    accuracy = {"accuracy": score.value, "error": score.error, "chance": chance}
+    evaluation = {**accuracy, "sequences": score.sequences, "asked": score.asked, "length": score.length}
+    report = {
+        **accuracy,
+        "sequences": score.sequences,
+        "python": platform.python_version(),
+        "parameters": result.parameters,
+        "steps": result.steps,
+        "train_tokens_per_second": result.tokens_per_second,
+    }
+    for name, values in (("evaluation", evaluation), ("report", report)):
+        write_atomically(result.folder / f"{name}.json", (json.dumps(values, indent=2) + "\n").encode())
+    table = Table(box=SIMPLE_HEAD, pad_edge=False, show_header=False)
+    table.add_row("held-out sequences", f"{score.sequences:,} of {score.length:,} tokens, {score.asked:,} tokens asked")
+    table.add_row("accuracy", f"{score.value:.2%} ± {score.error:.2%}")
+    table.add_row("", f"{chance:.2%} by chance")
+    table.add_row("parameters, steps", f"{result.parameters:,}, {result.steps:,}")
+    table.add_row("training", f"{result.tokens_per_second:,.0f} tokens/s")
+    console = Console()
+    console.print(table)
+    console.print(f"{result.folder} holds the model and the metrics. Ask it more with:", markup=False, soft_wrap=True)
+    console.print(f"  subquad probe {result.folder}", markup=False, soft_wrap=True)
+
+
+FINISH: dict[str, Callable[[training.RunResult], None]] = {
+    "language": _language,
+    "classify": _classify,
+    "pretrain": _pretrain,
+    "image": _images,
+    "probe": _probe,
+}

@@ -1,0 +1,255 @@
+"""What a run costs, counted in a run without data: tensors have shapes only, so any length takes the same time.
+
+Operations are those of torch's FlopCounterMode with the formulas of `subquad.ops.flops`; scores are reported by the
+operators that compute them. What counts is the path of the CPU in float32 on the backend `torch`, whatever the module's
+mode, dtype and device and the context of the call are.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
+from torch.func import functional_call
+from torch.nn import functional as F
+from torch.overrides import TorchFunctionMode
+
+from subquad.ops import flops
+from subquad.ops._torch.tiles import score_entries, unmasked_entries
+from subquad.ops.backends import use_backend
+from subquad.ops.patterns import Pattern
+from subquad.state import State
+
+MakeInput = Callable[[], Tensor]
+Run = Callable[[Tensor], tuple[Tensor, State | None]]
+
+
+@dataclass(frozen=True)
+class Cost:
+    """What one layer or model costs for one sequence."""
+
+    tokens: int
+    score_entries: int
+    """Weights that are computed, all heads together, masked ones included."""
+    unmasked_entries: int
+    """Weights that the definition does not fix at zero, of those."""
+    mixing_flops: int
+    """Floating-point operations of the mixing, forward, projections left out (a multiply-add counts two)."""
+    projection_flops: int
+    """Floating-point operations of the linear projections, forward."""
+    backward_flops: int
+    """Floating-point operations of both, backward."""
+    parameters: int
+    activation_bytes: int
+    """Bytes that autograd keeps from forward to backward in training on a CPU, in float32, parameters left out."""
+    state_bytes: int
+    """Bytes kept for the next token after `tokens` tokens, in float32; 0 where there is no next token."""
+
+
+class Scores(NamedTuple):
+    """Scores that one call computes: `heads` times those of a pattern, or of all pairs where there is none."""
+
+    heads: int
+    pattern: Pattern | None
+    q_start: int
+    queries: int
+    k_start: int
+    keys: int
+    replaced: int
+    """The first so many queries get their outputs from another call: they are computed, and then count for nothing."""
+
+    def computed(self) -> int:
+        """Entries of all tiles."""
+        if self.pattern is None:
+            return self.heads * self.queries * self.keys
+        return self.heads * score_entries(self.pattern, self.queries, self.keys, self.q_start, self.k_start)
+
+    def allowed(self) -> int:
+        """Entries that the definition does not fix at zero."""
+        if self.pattern is None:
+            return self.heads * self.queries * self.keys
+        where = self.keys, self.q_start, self.k_start
+        replaced = min(self.replaced, self.queries)
+        every = unmasked_entries(self.pattern, self.queries, *where)
+        return self.heads * (every - (unmasked_entries(self.pattern, replaced, *where) if replaced else 0))
+
+
+class _Recording:
+    """The calls of the run that is being counted (None: no run is), and how many first queries are replaced now."""
+
+    calls: list[Scores] | None = None
+    replaced = 0
+
+
+def report_scores(
+    heads: int, queries: int, keys: int, pattern: Pattern | None = None, q_start: Any = 0, k_start: Any = 0
+) -> None:
+    """Tell the run that is being counted, if there is one, that an operator computes these scores."""
+    if _Recording.calls is not None:
+        _Recording.calls.append(Scores(heads, pattern, q_start, queries, k_start, keys, _Recording.replaced))
+
+
+@contextmanager
+def first_replaced(queries: int) -> Iterator[None]:
+    """Say that the outputs of the first `queries` queries within the block are computed again in another way."""
+    before, _Recording.replaced = _Recording.replaced, queries
+    try:
+        yield
+    finally:
+        _Recording.replaced = before
+
+
+def cost_of(
+    module: nn.Module,
+    tokens: int,
+    run: Run,
+    make_input: MakeInput,
+    *,
+    keep: Callable[[Tensor], Any] | None = None,
+) -> Cost:
+    """Return what `run(make_input())` costs, a call of `module` or of its methods for `tokens` tokens.
+
+    `run` gives outputs and state; operations, scores and state are those of the module in evaluation, where nothing is
+    dropped or computed again. `keep` (None: as `run`) is what autograd keeps the activations of, in training. Raises
+    `ValueError` for a negative number of tokens.
+    """
+    if tokens < 0:
+        raise ValueError(f"tokens must be at least 0, got {tokens}")
+    from torch.utils.flop_counter import FlopCounterMode  # it loads triton
+
+    flops.register()
+    calls = _Recording.calls = []
+    try:
+        with _without_data(module, training=False) as call, FlopCounterMode(display=False) as counter:
+            with _Linear(counter) as linear:
+                out, state = call(run, make_input())
+            forward = counter.get_total_flops()
+            if out.requires_grad:
+                out.sum().backward()
+            backward = counter.get_total_flops() - forward
+    finally:
+        _Recording.calls = None
+    return Cost(
+        tokens=tokens,
+        score_entries=sum(scores.computed() for scores in calls),
+        unmasked_entries=sum(scores.allowed() for scores in calls),
+        mixing_flops=forward - linear.flops,
+        projection_flops=linear.flops,
+        backward_flops=backward,
+        parameters=sum(p.numel() for p in module.parameters()),
+        activation_bytes=activation_bytes(module, run if keep is None else keep, make_input),
+        state_bytes=0 if state is None else state.nbytes,
+    )
+
+
+def state_bytes(module: nn.Module, run: Run, make_input: MakeInput) -> int:
+    """Return the bytes of the state that `run(make_input())` leaves, in float32."""
+    with _without_data(module, training=False) as call, torch.no_grad():
+        state = call(run, make_input())[1]
+        return 0 if state is None else int(state.nbytes)
+
+
+def activation_bytes(module: nn.Module, run: Callable[[Tensor], Any], make_input: MakeInput) -> int:
+    """Return the bytes that `run(make_input())` in training keeps for its backward pass, parameters left out.
+
+    Every storage counts once, whole, as it stays alive whole. A GPU also keeps the weights of every tile of a masked
+    pattern.
+    """
+    kept: dict[int, torch.UntypedStorage] = {}
+
+    def keep(tensor: Tensor) -> Tensor:
+        storage = tensor.untyped_storage()
+        kept[storage._cdata] = storage  # the reference keeps the number from being used again
+        return tensor
+
+    with _without_data(module, training=True) as call:
+        x = make_input()
+        with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
+            result = call(run, x)
+        total = sum(storage.nbytes() for number, storage in kept.items() if number not in call.parameters)
+        del result
+    return total
+
+
+def one_sequence(tokens: int) -> Tensor:
+    """Return the token 0, `[1, tokens]`."""
+    return torch.zeros(1, tokens, dtype=torch.int64)
+
+
+def has_data(tensor: Tensor) -> bool:
+    """Whether it is a tensor of a real run, not one that has a shape only."""
+    return not isinstance(tensor, FakeTensor) and tensor.device.type != "meta"
+
+
+class _Linear(TorchFunctionMode):
+    """Counts the operations of linear layers apart."""
+
+    def __init__(self, counter: Any) -> None:
+        super().__init__()
+        self.counter, self.flops = counter, 0
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func is not F.linear:
+            return func(*args, **(kwargs or {}))
+        before = self.counter.get_total_flops()
+        out = func(*args, **(kwargs or {}))
+        self.flops += self.counter.get_total_flops() - before
+        return out
+
+
+class _Inside(nn.Module):
+    """A module whose call is that of a function which uses `module`."""
+
+    def __init__(self, module: nn.Module) -> None:
+        super().__init__()
+        self.module = module
+
+    def forward(self, run: Callable[[Tensor], Any], x: Tensor) -> Any:
+        return run(x)
+
+
+class _Caller:
+    """Calls functions that use `module`, with tensors without data in place of its parameters and buffers."""
+
+    def __init__(self, module: nn.Module) -> None:
+        self.inside = _Inside(module)
+        self.own = {name: _shape_of(p).requires_grad_() for name, p in self.inside.named_parameters()}
+        self.own |= {name: _shape_of(b) for name, b in self.inside.named_buffers()}
+        self.parameters = {tensor.untyped_storage()._cdata for tensor in self.own.values()}
+
+    def __call__(self, run: Callable[[Tensor], Any], x: Tensor) -> Any:
+        return functional_call(self.inside, self.own, (run, x))
+
+
+@contextmanager
+def _without_data(module: nn.Module, *, training: bool) -> Iterator[_Caller]:
+    """On a CPU in float32, whatever is set outside; every submodule goes back to its own mode."""
+    modes = [(part, part.training) for part in module.modules()]
+    dtype = torch.get_default_dtype()
+    with ExitStack() as stack:
+        for setting in (
+            torch.inference_mode(False),
+            torch.enable_grad(),
+            torch.autocast("cpu", enabled=False),
+            torch.device("cpu"),
+            use_backend("torch"),
+        ):
+            stack.enter_context(setting)
+        try:
+            module.train(training)
+            torch.set_default_dtype(torch.float32)
+            with FakeTensorMode():
+                yield _Caller(module)
+        finally:
+            torch.set_default_dtype(dtype)
+            for part, mode in modes:
+                part.training = mode
+
+
+def _shape_of(tensor: Tensor) -> Tensor:
+    return torch.empty(tensor.shape, dtype=torch.float32 if tensor.is_floating_point() else tensor.dtype)
