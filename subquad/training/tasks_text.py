@@ -98,9 +98,7 @@ class LanguageTask(Task):
 
     def new_model(self) -> Any:
         """Make the language model, with first weights from the present random numbers."""
-        from subquad.hf import SubquadConfig, SubquadForCausalLM
-
-        return SubquadForCausalLM(SubquadConfig.from_decoder(self.config.model, eos_token_id=self.end))
+        return _language_model(self.config, end=self.end)
 
     @property
     def packed(self) -> bool:
@@ -163,9 +161,7 @@ class ProbeTask(Task):
 
     def new_model(self) -> Any:
         """Make the language model, with first weights from the present random numbers."""
-        from subquad.hf import SubquadConfig, SubquadForCausalLM
-
-        return SubquadForCausalLM(SubquadConfig.from_decoder(self.config.model))
+        return _language_model(self.config)
 
     def evaluate(self, model: Any, batch: Batch) -> dict[str, Tensor]:
         """Return the loss, and how many tokens of each sequence were asked and predicted."""
@@ -181,6 +177,13 @@ class ProbeTask(Task):
         return {**super().measure(values), "eval_accuracy": float(values["right"].sum() / values["asked"].sum())}
 
     window_bytes = staticmethod(LanguageTask.window_bytes)
+
+
+def _language_model(config: TrainConfig, *, end: int | None = None) -> Any:
+    """Make a language model; `end` is the token that ends a document."""
+    from subquad.hf import SubquadConfig, SubquadForCausalLM
+
+    return SubquadForCausalLM(SubquadConfig.from_decoder(config.model, eos_token_id=end))
 
 
 def _windows(
