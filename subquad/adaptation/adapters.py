@@ -1,4 +1,4 @@
-"""Adapters on disk: which there are, whether they fit, and one merged into its base."""
+"""Models of transformers and adapters on disk: opened as they are, listed, and an adapter merged into its base."""
 
 from __future__ import annotations
 
@@ -12,13 +12,15 @@ from typing import Any
 
 import torch
 from safetensors import SafetensorError, safe_open
-from transformers import PreTrainedModel
+from torch import nn
+from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
 from transformers.utils.logging import disable_progress_bar
 
 from subquad.adaptation import extended
 from subquad.data.files import MODEL_FILES
-from subquad.hf import lora
-from subquad.hf.loading import read_config
+from subquad.hf import SubquadConfig, lora, register
+from subquad.hf.interface import check_attention
+from subquad.hf.loading import naming, read_config
 from subquad.parsing import read_json_mapping
 from subquad.training.checkpoint import share
 from subquad.training.config import LoraConfig, TrainConfig
@@ -181,3 +183,54 @@ def open_merging(run: str, out: str, base: str | None) -> Merging:
         place = Path(base)
     adapted = lora.load_adapter(lora.load_base(place, record.classes), source)
     return Merging(lora.merge(adapted), source, home, target)
+
+
+def open_causal(folder: str) -> nn.Module:
+    """Return the causal language model in a folder. No code of the folder is run.
+
+    Raises `FileNotFoundError` where there is none, and `ValueError` for a model that is no causal language model.
+    """
+    adapted = lora.is_adapter(folder)
+    if not adapted and not (Path(folder) / "config.json").is_file():
+        raise FileNotFoundError(
+            f"there is no model in {folder}: no config.json; give a folder that transformers' from_pretrained reads"
+        )
+    register()
+    disable_progress_bar()
+    if lora.is_extension(folder):
+        whole: nn.Module = extended.open_extension(folder).get_base_model()
+        return whole
+    place = lora.Base.read(folder).find(folder) if adapted else folder
+    config: Any = read_config(place)
+    kind = config.model_type
+    if config.is_encoder_decoder:
+        raise ValueError(f"{folder} holds an encoder-decoder ({kind}): an audit is for causal language models")
+    if type(config) not in AutoModelForCausalLM._model_mapping:
+        raise ValueError(f"{folder} holds no causal language model: AutoModelForCausalLM knows none of type {kind!r}")
+    if adapted and isinstance(config, SubquadConfig):
+        adapter: nn.Module = lora.open_adapter(folder).get_base_model()
+        return adapter
+    with naming(folder):
+        model: Any = AutoModelForCausalLM.from_pretrained(
+            folder, config=config, local_files_only=True, trust_remote_code=False, use_safetensors=True
+        )
+        check_attention(model)
+    found: nn.Module = model
+    return found
+
+
+def open_foreign(folder: str, device: str) -> tuple[nn.Module, PreTrainedTokenizerBase]:
+    """Return a causal language model of transformers, or an extension of one, with its tokenizer.
+
+    `device` is `cpu`, or `auto` for a GPU where PyTorch finds one.
+    """
+    register()
+    model: Any
+    if lora.is_extension(folder):  # transformers would put its adapter on the model with the original's positions
+        model = extended.open_extension(folder).get_base_model().eval()
+    else:
+        model = AutoModelForCausalLM.from_pretrained(
+            folder, local_files_only=True, trust_remote_code=False, use_safetensors=True
+        ).eval()
+    model.to("cuda" if device == "auto" and torch.cuda.is_available() else "cpu")
+    return model, AutoTokenizer.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
