@@ -344,7 +344,7 @@ def serve(
         engine.join()  # a second Ctrl+C leaves the loop without its end
 
 
-class Server(uvicorn.Server):  # type: ignore[misc]
+class Server(uvicorn.Server):
     """A uvicorn server that tells the engine when it is told to stop."""
 
     def __init__(self, settings: uvicorn.Config, engine: Engine) -> None:

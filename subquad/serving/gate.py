@@ -248,7 +248,7 @@ class Body:
 
 
 def _not_unicode(body: bytes) -> str | None:
-    """Return the fault of a body that is not Unicode text: pydantic and tokenizers would fail on it, each in its own way."""
+    """Return the fault of a body that is not Unicode text, on which pydantic and tokenizers would fail."""
     try:
         body.decode()
     except UnicodeDecodeError:
