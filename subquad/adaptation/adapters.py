@@ -18,9 +18,8 @@ from transformers.utils.logging import disable_progress_bar
 
 from subquad.adaptation import extended
 from subquad.data.files import MODEL_FILES
-from subquad.hf import SubquadConfig, lora, register
-from subquad.hf.interface import check_attention
-from subquad.hf.loading import naming, read_config
+from subquad.hf import lora, register
+from subquad.hf.loading import read_config
 from subquad.parsing import read_json_mapping
 from subquad.training.checkpoint import share
 from subquad.training.config import LoraConfig, TrainConfig
@@ -49,11 +48,11 @@ class Adapter:
 
     @property
     def short(self) -> str:
-        """The layers' names without their depth."""
+        """Return the layers' names without their depth."""
         return ", ".join(sorted({name.rpartition(".")[2] for name in self.layers}))
 
     def record(self) -> dict[str, Any]:
-        """For JSON."""
+        """Return plain values, for JSON."""
         return asdict(self)
 
 
@@ -183,40 +182,6 @@ def open_merging(run: str, out: str, base: str | None) -> Merging:
         place = Path(base)
     adapted = lora.load_adapter(lora.load_base(place, record.classes), source)
     return Merging(lora.merge(adapted), source, home, target)
-
-
-def open_causal(folder: str) -> nn.Module:
-    """Return the causal language model in a folder. No code of the folder is run.
-
-    Raises `FileNotFoundError` where there is none, and `ValueError` for a model that is no causal language model.
-    """
-    adapted = lora.is_adapter(folder)
-    if not adapted and not (Path(folder) / "config.json").is_file():
-        raise FileNotFoundError(
-            f"there is no model in {folder}: no config.json; give a folder that transformers' from_pretrained reads"
-        )
-    register()
-    disable_progress_bar()
-    if lora.is_extension(folder):
-        whole: nn.Module = extended.open_extension(folder).get_base_model()
-        return whole
-    place = lora.Base.read(folder).find(folder) if adapted else folder
-    config: Any = read_config(place)
-    kind = config.model_type
-    if config.is_encoder_decoder:
-        raise ValueError(f"{folder} holds an encoder-decoder ({kind}): an audit is for causal language models")
-    if type(config) not in AutoModelForCausalLM._model_mapping:
-        raise ValueError(f"{folder} holds no causal language model: AutoModelForCausalLM knows none of type {kind!r}")
-    if adapted and isinstance(config, SubquadConfig):
-        adapter: nn.Module = lora.open_adapter(folder).get_base_model()
-        return adapter
-    with naming(folder):
-        model: Any = AutoModelForCausalLM.from_pretrained(
-            folder, config=config, local_files_only=True, trust_remote_code=False, use_safetensors=True
-        )
-        check_attention(model)
-    found: nn.Module = model
-    return found
 
 
 def open_foreign(folder: str, device: str) -> tuple[nn.Module, PreTrainedTokenizerBase]:

@@ -264,7 +264,7 @@ class ConvertConfig(Config):
             )
 
     def window_dropout(self, stage: Literal["match", "lora"]) -> float:
-        """The probability at the first step of a stage."""
+        """Return the probability at the first step of a stage."""
         chosen: float | None = getattr(self, stage).window_dropout
         usual = {"match": 0.5, "lora": 0.25}[stage] if self.attention in WINDOWED else 0.0
         return usual if chosen is None else chosen

@@ -10,6 +10,7 @@ from subquad.attention.latte_macchiato import LatteMacchiato
 from subquad.attention.linear import Linear
 from subquad.attention.linformer import Linformer
 from subquad.attention.llp import Llp
+from subquad.attention.llp_printed import LlpPrinted
 from subquad.attention.longformer import Longformer
 from subquad.attention.luna import Luna
 from subquad.attention.performer import Performer
@@ -30,6 +31,7 @@ __all__ = [
     "Linear",
     "Linformer",
     "Llp",
+    "LlpPrinted",
     "Longformer",
     "Luna",
     "Performer",

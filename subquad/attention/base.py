@@ -5,7 +5,7 @@ Shape letters: B batch, T tokens, S keys, D model width, H heads, V value channe
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, fields
 from functools import partial
@@ -65,6 +65,8 @@ class Attention(SharedSequences):
     """Whether queries and keys can carry rotary positions (the option `rope`)."""
     exempting: ClassVar[dict[str, Any]] = {}
     """Options of a form that breaks laws which the default keeps (`exemptions` says which, and why)."""
+    moved_options: ClassVar[dict[str, str]] = {}
+    """Options that it had once, and the mechanism that has them now."""
     causal: bool
     """Whether a token sees itself and earlier tokens only."""
 
@@ -120,6 +122,25 @@ class Attention(SharedSequences):
         self.config = config
         self.causal = config.causal
         self.config_hash = digest({"name": self.name, **config.identity()})
+
+    @classmethod
+    def option_names(cls) -> set[str]:
+        """Return the names of the options, `dim` and `num_heads` among them."""
+        return {f.name for f in fields(cls.Config)}
+
+    @classmethod
+    def check_names(cls, options: Iterable[str], *, given: Iterable[str] = ()) -> None:
+        """Raise `ValueError` for a name that is no option, with the valid ones or the mechanism that has it.
+
+        Those of `given` are not to be chosen.
+        """
+        known = cls.option_names() - set(given)
+        for option in options:
+            if option in cls.moved_options:
+                other = cls.moved_options[option]
+                raise ValueError(f"{option!r} is an option of attention {other!r} now, not of {cls.name!r}")
+            if option not in known:
+                raise ValueError(f"attention {cls.name!r} has no option {option!r}; {suggest(option, known)}")
 
     def forward(
         self, x_BTD: Tensor, state: State | None = None, *, mask: Tensor | None = None, doc_ids: Tensor | None = None
@@ -328,8 +349,5 @@ def mechanism(name: str) -> type[Attention]:
 def build(name: str, *, dim: int, num_heads: int, **options: Any) -> Attention:
     """Make the mechanism `name` from its options; an unknown name or option answers with the valid ones."""
     cls = mechanism(name)
-    known = {f.name for f in fields(cls.Config)}
-    for option in options:
-        if option not in known:
-            raise ValueError(f"attention {name!r} has no option {option!r}; {suggest(option, known)}")
+    cls.check_names(options)
     return cls(cls.Config.from_dict({"dim": dim, "num_heads": num_heads, **options}))

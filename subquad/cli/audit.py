@@ -22,7 +22,6 @@ from rich.table import Table
 from rich.text import Text
 from torch import nn
 
-from subquad import adaptation
 from subquad.attention import mechanism, names
 from subquad.cli.arguments import Parser
 from subquad.config import suggest
@@ -119,7 +118,9 @@ def _models(chosen: Namespace, seed: int) -> list[tuple[str, nn.Module]]:
     """Each model with its name; `ValueError` or `FileNotFoundError` where there is none."""
     device = "cuda" if chosen.device == "auto" and torch.cuda.is_available() else "cpu"
     if chosen.model is not None:
-        return [(chosen.model, adaptation.adapters.open_causal(chosen.model).to(device))]
+        from subquad.adaptation.extended import load_causal
+
+        return [(chosen.model, load_causal(chosen.model).to(device))]
     return [(name, model.to(device)) for name, model in _fresh(_names(chosen.attention), chosen.options, seed)]
 
 

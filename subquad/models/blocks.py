@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Container
-from dataclasses import fields
 from functools import partial
 from typing import Any
 
@@ -17,7 +16,6 @@ from torch.utils.checkpoint import checkpoint
 
 from subquad import attention
 from subquad.attention import Attention
-from subquad.config import suggest
 from subquad.layers.feedforward import build_feedforward
 from subquad.layers.norm import build_norm
 from subquad.layers.positions import Embedding, Learned, Sinusoidal
@@ -152,21 +150,18 @@ def build_mechanisms(config: DecoderConfig, *, causal: bool = True) -> list[Atte
             f"position='rope' needs a layer that rotates queries and keys, and {listed} does not; "
             "choose sinusoidal, learned or none"
         )
-    if config.num_kv_heads is not None and not any("num_kv_heads" in _known(cls) for cls in chosen.values()):
+    if config.num_kv_heads is not None and not any("num_kv_heads" in cls.option_names() for cls in chosen.values()):
         raise ValueError(f"num_kv_heads={config.num_kv_heads} has no effect: {listed} has no such option; leave it out")
     _check_projections(config, chosen)
     repeats = config.num_layers // len(config.mechanisms)
     layers: list[Attention] = []
     for name in config.mechanisms * repeats:
         options = _options(config, name, chosen[name], causal)
-        if "own_memory" in _known(chosen[name]) and any("own_memory" in _known(type(layer)) for layer in layers):
+        known = chosen[name].option_names()
+        if "own_memory" in known and any("own_memory" in layer.option_names() for layer in layers):
             options = {"own_memory": False} | options  # the first such layer's memory travels through the stack
         layers.append(attention.build(name, dim=config.dim, **options))
     return layers
-
-
-def _known(cls: type[Attention]) -> set[str]:
-    return {f.name for f in fields(cls.Config)}
 
 
 def _options(config: DecoderConfig, name: str, cls: type[Attention], causal: bool) -> dict[str, Any]:
@@ -179,7 +174,7 @@ def _options(config: DecoderConfig, name: str, cls: type[Attention], causal: boo
         **{key: getattr(config, key) for key in PROJECTIONS},
         "norm_eps": config.norm_eps if config.qk_norm else None,
     }
-    options = {key: value for key, value in shared.items() if key in _known(cls)}
+    options = {key: value for key, value in shared.items() if key in cls.option_names()}
     options |= {"num_heads": config.num_heads, "bias": config.bias, "dropout": config.attention_dropout}
     options |= {"causal": causal} | config.options.get(name, {})
     if options["causal"] != causal:
@@ -195,7 +190,7 @@ def _check_projections(config: DecoderConfig, chosen: dict[str, type[Attention]]
         if value == DecoderConfig.__dataclass_fields__[key].default:
             continue
         for name, cls in chosen.items():
-            if key not in _known(cls):
+            if key not in cls.option_names():
                 raise ValueError(f"{key}={value} has no meaning for attention {name!r}; leave it out")
 
 
@@ -205,10 +200,7 @@ def check_options(config: DecoderConfig) -> None:
             STACKS[name].options.from_dict(options, where=f"options.{name}")
             continue
         cls = attention.mechanism(name)
-        known = _known(cls) - {"dim"}
-        for option in options:
-            if option not in known:
-                raise ValueError(f"attention {name!r} has no option {option!r}; {suggest(option, known)}")
+        cls.check_names(options, given=["dim"])
         if name not in config.mechanisms:
             try:
                 cls.Config.from_dict({"dim": config.dim, "num_heads": config.num_heads, **options})

@@ -121,7 +121,7 @@ def meta_model(config: DecoderConfig) -> Model:
 
 
 class Volume(NamedTuple):
-    """The most that one of `ranks` processes sends for `name`; None where they cannot share the sequence."""
+    """The most that one of `ranks` processes sends, for `name`; None where they cannot share the sequence."""
 
     name: str
     tokens: int
@@ -169,6 +169,6 @@ def model_volumes(config: DecoderConfig, lengths: Sequence[int], ranks: int) -> 
 
 
 def most(owner: Any, tokens: int, ranks: int) -> Sent:
-    """Return the bytes of the ranks that send most, forward and backward."""
+    """Return the most that any rank sends, forward and backward."""
     each = owner.communication(tokens, ranks)
     return Sent(max(sent.forward for sent in each), max(sent.backward for sent in each))

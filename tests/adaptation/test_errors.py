@@ -74,7 +74,7 @@ def test_settings_out_of_range_are_refused(config, values, match):
         (
             ["--options.llp.rope_base", "500"],
             "option 'rope_base' of attention 'llp' is the original's, by which its weights were trained: leave it out; "
-            "valid: dropout, first_block_projections, ",
+            "valid: dropout, ",
         ),
         (["--batch.length", "500"], "tokens, too few for a window of 500 and the token after it; give more text"),
         (

@@ -56,7 +56,7 @@ def test_the_count_depends_on_the_layer_alone(name, causal):
 
 @pytest.mark.parametrize("context", [nullcontext, *CONTEXTS.values()], ids=["nothing", *CONTEXTS])
 def test_what_was_set_before_is_set_afterwards(context):
-    layer = build("llp", **SIZES, key_norm=True)
+    layer = build("llp_printed", **SIZES)
     layer.norm.eval()
     with context():
         asked = (

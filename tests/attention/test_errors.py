@@ -131,8 +131,7 @@ OPTIONS = {
         {"num_latents": 3},
         r"num_latents must be a positive multiple of num_heads .*, got num_latents=3, num_heads=2",
     ),
-    "apart": ("llp", {"key_norm": True, "shifted_heads": True}, "they do not go with shifted_heads"),
-    "apart both ways": ("llp", {"split_output": True, "causal": False}, "nor with causal=False"),
+    "odd segment as printed": ("llp_printed", {"segment": 7}, r"segment must be even and at least 2 .*, got 7"),
     "shifted both ways": ("llp", {"shifted_heads": True, "causal": False}, "shifted_heads is a causal form"),
     "quarter": (
         "llp",

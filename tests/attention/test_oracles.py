@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from subquad.attention import Attention, build
 from subquad.testing import assert_same_maths
 
+APART = {"shared_kv": False, "key_norm": False, "split_output": False}
 DIM, HEADS, HALF, TOKENS = 12, 3, 4, 19
 K = DIM // HEADS
 
@@ -34,7 +35,7 @@ def attend(q_K: Tensor, k_SK: Tensor, v_SK: Tensor) -> Tensor:
 
 
 def test_llp_is_equations_22_to_29():
-    layer, x = make("llp", segment=2 * HALF, first_block_projections=True)
+    layer, x = make("llp_printed", segment=2 * HALF, first_block_projections=True, **APART)
     rows = []
     for t in range(TOKENS):
         block = t // HALF
@@ -52,7 +53,7 @@ def test_llp_is_equations_22_to_29():
 
 
 def test_llp_is_the_pseudocode_of_figure_5():
-    layer, x = make("llp", segment=2 * HALF, shared_kv=True, key_norm=True, split_output=True)
+    layer, x = make("llp_printed", segment=2 * HALF)
     rows = []
     for t in range(TOKENS):
         block, heads = t // HALF, []

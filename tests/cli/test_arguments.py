@@ -9,10 +9,10 @@ from subquad.cli.train import read_config
 @pytest.mark.parametrize(
     ("arguments", "options"),
     [
-        (["llp.segment", "64", "llp.shared_kv", "true"], {"llp": {"segment": 64, "shared_kv": True}}),
+        (["llp.segment", "64", "llp.shifted_heads", "true"], {"llp": {"segment": 64, "shifted_heads": True}}),
         (["llp.segment", "64", "latte.num_latents", "3"], {"llp": {"segment": 64}, "latte": {"num_latents": 3}}),
         (["llp.segment", "64", "llp.segment", "32"], {"llp": {"segment": 32}}),
-        (["llp.segment", "64", "llp", "{shared_kv: true}"], {"llp": {"shared_kv": True}}),
+        (["llp.segment", "64", "llp", "{shifted_heads: true}"], {"llp": {"shifted_heads": True}}),
     ],
 )
 def test_flags_of_one_mechanism_add_up(arguments, options):
@@ -25,8 +25,8 @@ def test_a_flag_leaves_the_other_options_of_a_file_as_they_are(tmp_path):
     file = tmp_path / "run.yaml"
     options = {"llp": {"segment": 64}, "latte": {"num_latents": 5}}
     file.write_text(yaml.safe_dump({"model": {"attention": "llp", "options": options}}))
-    config = read_config(["--config", str(file), "--model.options.llp.shared_kv", "true"])
-    assert config.model.options == {"llp": {"segment": 64, "shared_kv": True}, "latte": {"num_latents": 5}}
+    config = read_config(["--config", str(file), "--model.options.llp.shifted_heads", "true"])
+    assert config.model.options == {"llp": {"segment": 64, "shifted_heads": True}, "latte": {"num_latents": 5}}
 
 
 @pytest.mark.parametrize("flags", [["--run.eval-every", "7"], ["--run.eval-every=7"], ["--run.eval_every", "7"]])

@@ -63,8 +63,8 @@ def test_the_flops_of_a_layer_are_those_that_torch_counts(name, form, tokens):
 @pytest.mark.parametrize(
     ("name", "options"),
     [
-        ("llp", {"segment": 8, "first_block_projections": True, "key_norm": True, "split_output": True}),
-        ("llp", {"segment": 8, "shared_kv": True}),
+        ("llp_printed", {"segment": 8, "first_block_projections": True, "shared_kv": False}),
+        ("llp_printed", {"segment": 8, "key_norm": False, "split_output": False}),
         ("llp", {"segment": 8, "shifted_heads": True}),
         ("full", {"num_kv_heads": 1, "rope": True, "bias": True}),
         ("performer", {"kernel": "relu"}),
@@ -203,8 +203,8 @@ def test_the_numbers_are_those_of_the_layers(capsys, tmp_path):
 def test_several_options_of_one_mechanism_all_count():
     from subquad.cli.cost import make_parser
 
-    chosen = make_parser().parse_args(["--options.llp.segment", "16", "--options.llp.shared_kv", "true"])
-    assert chosen.options == {"llp": {"segment": 16, "shared_kv": True}}
+    chosen = make_parser().parse_args(["--options.llp.segment", "16", "--options.llp.shifted_heads", "true"])
+    assert chosen.options == {"llp": {"segment": 16, "shifted_heads": True}}
 
 
 def test_a_table_over_the_sequence_is_as_long_as_the_sequence():

@@ -32,8 +32,9 @@ EVERY = [*MECHANISMS, *STACKS, *VARIANTS]
 def config_of(name: str) -> DecoderConfig:
     shape = {"vocab_size": VOCABULARY, "dim": 16, "num_layers": 2, "num_heads": 2, "tie_embeddings": False}
     if name == "llp first block":
-        options = {"llp": {"segment": 6, "first_block_projections": True}}
-        return DecoderConfig(**shape, attention="llp", options=options)
+        own = {"first_block_projections": True, "shared_kv": False, "key_norm": False, "split_output": False}
+        options = {"llp_printed": {"segment": 6, **own}}
+        return DecoderConfig(**shape, attention="llp_printed", options=options)
     if name == "hybrid":
         return DecoderConfig(**shape, attention=["latte", "full"], position="sinusoidal")
     if name == "loops":

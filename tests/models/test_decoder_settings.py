@@ -129,8 +129,8 @@ def test_bad_input_is_named():
 
 def test_first_weights_are_what_the_documentation_says():
     config = DecoderConfig(
-        vocab_size=500, dim=128, num_layers=8, attention=["llp", "latte"], norm="layer", bias=True, init_std=0.05,
-        options={"llp": {"split_output": True}},
+        vocab_size=500, dim=128, num_layers=8, attention=["llp_printed", "latte"], norm="layer", bias=True,
+        init_std=0.05, options={"llp_printed": {"shared_kv": False, "key_norm": False}},
     )  # fmt: skip
     torch.manual_seed(0)
     decoder = Decoder(config)

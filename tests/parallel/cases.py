@@ -14,6 +14,7 @@ from subquad.parallel import ContextGroup, Sent, context_parallel
 from subquad.testing import assert_same_maths
 
 DIM, HEADS, BATCH = 16, 2, 2
+OWN = {"first_block_projections": True, "shared_kv": False, "key_norm": False}
 SEEDED = threading.Lock()
 """Ranks that are threads draw from one generator."""
 MECHANISMS = {
@@ -25,8 +26,8 @@ MECHANISMS = {
     "latte_macchiato": ("latte_macchiato", {"width": 6}),
     "linear": ("linear", {}),
     "llp": ("llp", {"segment": 8, "rope": True}),
-    "llp first block": ("llp", {"segment": 12, "first_block_projections": True, "split_output": True, "rope": True}),
-    "llp as printed": ("llp", {"segment": 12, "shared_kv": True, "key_norm": True, "split_output": True}),
+    "llp first block": ("llp_printed", {"segment": 12, **OWN, "split_output": True, "rope": True}),
+    "llp as printed": ("llp_printed", {"segment": 12}),
     "llp shifted heads": ("llp", {"segment": 8, "shifted_heads": True}),
     "longformer": ("longformer", {"width": 5, "num_global": 3, "rope": True}),
     "luna": ("luna", {"memory_tokens": 3}),
@@ -49,10 +50,11 @@ DECODERS = {
         "num_layers": 4,
         "position": "sinusoidal",
     },
-    "one block of llp": {"attention": "llp", "position": "rope"},
+    "one block of llp": {"attention": "llp_printed", "position": "rope"},
 }
 OPTIONS = {
-    "llp": {"segment": 12, "first_block_projections": True, "key_norm": True, "split_output": True},
+    "llp": {"segment": 12},
+    "llp_printed": {"segment": 12, "first_block_projections": True, "shared_kv": False},
     "window": {"width": 7},
     "latte_macchiato": {"width": 6},
     "longformer": {"width": 5, "num_global": 3},

@@ -1,0 +1,42 @@
+import pytest
+import torch
+
+from subquad.attention import build
+from subquad.testing import AttentionContract
+
+APART = {"shared_kv": False, "key_norm": False, "split_output": False}
+
+
+class TestLlpPrintedByTheEquations(AttentionContract):
+    """Equations 22 to 24: the first half segment has its own query, key and value projections."""
+
+    name = "llp_printed"
+    with_inductor = False
+    options = {"segment": 16, "first_block_projections": True, **APART, "rope": True, "num_kv_heads": 1}
+
+
+class TestLlpPrinted(AttentionContract):
+    """Figure 5: one tensor is key and value, keys are normalised after the first block, which has its own output."""
+
+    name = "llp_printed"
+    with_inductor = False
+    options = {"segment": 16}
+
+
+def test_an_unfinished_first_block_keeps_its_own_keys_and_values_too():
+    layer = build("llp_printed", dim=16, num_heads=2, segment=8, first_block_projections=True, **APART)
+    sizes = [layer(torch.zeros(1, tokens, 16))[1].nbytes for tokens in range(12)]
+    assert sizes == [layer.state_bytes(tokens) for tokens in range(12)]
+    assert sizes[3] == 2 * 2 * 3 * 16 * 4
+    assert sizes[4] == 2 * 4 * 16 * 4
+
+
+def test_the_first_blocks_weights_are_computed_twice_and_allowed_once():
+    apart, alike = (build(name, dim=16, num_heads=2, segment=8).cost(20) for name in ("llp_printed", "llp"))
+    assert apart.unmasked_entries == alike.unmasked_entries
+    assert apart.score_entries == alike.score_entries + 2 * 4 * 4
+
+
+def test_it_is_causal_only():
+    with pytest.raises(ValueError, match="attention 'llp_printed' has no bidirectional form; it has: causal"):
+        build("llp_printed", dim=16, num_heads=2, causal=False)
