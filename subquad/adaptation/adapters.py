@@ -47,11 +47,11 @@ class Adapter:
 
     @property
     def short(self) -> str:
-        """The layers' names without their depth."""
+        """Return the layers' names without their depth."""
         return ", ".join(sorted({name.rpartition(".")[2] for name in self.layers}))
 
     def record(self) -> dict[str, Any]:
-        """For JSON."""
+        """Return plain values, for JSON."""
         return asdict(self)
 
 

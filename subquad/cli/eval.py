@@ -19,7 +19,7 @@ from subquad.cli.arguments import Parser, check_output, data_is_a_path
 from subquad.cli.tables import class_table, image_table, position_table, progress, text_table
 from subquad.data import TokenSet, TokenShard, prepare
 from subquad.data.corpus import prepare_shard
-from subquad.data.tokenizers import tokenizer_hash
+from subquad.data.tokenizers import tokenizer_hash, warn_of_carriage_returns
 from subquad.evaluation import (
     ClassEvaluation,
     Evaluation,
@@ -131,6 +131,7 @@ def _load(folder: str, config: EvalConfig) -> training.runs.LoadedRun:
 
 def _evaluate(loaded: training.runs.LoadedRun, config: EvalConfig) -> Evaluation:
     shard = _text(loaded, config.data)
+    warn_of_carriage_returns(loaded.tokenizer, shard.tokens, str(config.data.path or "the held-out text"))
     length = config.length
     if length is None:
         length = loaded.config.batch.length if loaded.config else DEFAULT_LENGTH

@@ -159,20 +159,19 @@ def weights_digest(folder: str | Path) -> str:
 
 def put_adapter(model: PreTrainedModel, config: Any) -> PeftModel:
     """Return PEFT's model around `model`, without the warning about a property that PEFT asks for by its old name."""
-    from peft import get_peft_model
-
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", message="`is_gradient_checkpointing` is deprecated", category=FutureWarning)
-        adapted: Any = get_peft_model(model, config)
+        adapted: PeftModel = require_peft().get_peft_model(model, config)
     return adapted
 
 
-def require_peft() -> None:
-    """Raise `ImportError` that names the extra where PEFT is not installed."""
+def require_peft() -> Any:
+    """Return the module `peft`; `ImportError` names the extra where it is not installed."""
     try:
-        import peft  # noqa: F401
+        import peft
     except ImportError as error:
         raise ImportError("LoRA needs PEFT: pip install 'subquad[peft]'") from error
+    return peft
 
 
 def is_extension(folder: str | Path) -> bool:
@@ -280,12 +279,10 @@ def add_adapter(
     PEFT puts the factors into `model` itself. `wanted` chooses the layers (`targets`); `base` is what `save_adapter`
     writes down.
     """
-    require_peft()
-    from peft import LoraConfig
-
+    peft = require_peft()
     if train_head and not isinstance(model, SubquadForSequenceClassification):
         raise ValueError(f"train_head is for classifiers, and this is a {type(model).__name__}")
-    config = LoraConfig(
+    config = peft.LoraConfig(
         r=rank,
         lora_alpha=2 * rank if alpha is None else alpha,
         lora_dropout=dropout,
@@ -303,9 +300,7 @@ def add_adapter(
 
 def adapter_weights(model: nn.Module) -> dict[str, Tensor]:
     """Return the adapter's tensors by the names of PEFT's file; `model` is what `add_adapter` took or returned."""
-    from peft import get_peft_model_state_dict
-
-    tensors = get_peft_model_state_dict(_inner(model), save_embedding_layers=False)
+    tensors = require_peft().get_peft_model_state_dict(_inner(model), save_embedding_layers=False)
     copied = {"memory_format": torch.contiguous_format}  # embeddings and a head that is tied to them are one tensor
     return {f"{_PREFIX}{name}": tensor.clone(**copied) for name, tensor in tensors.items()}
 
@@ -327,8 +322,6 @@ def save_adapter(model: nn.Module, folder: str | Path) -> None:
 def read_weights(model: nn.Module, folder: str | Path) -> None:
     """Fill the factors in `model` from a folder. Raises `ValueError` where a tensor is missing, left over or of another
     shape, which PEFT only warns of."""
-    from peft import set_peft_model_state_dict
-
     file, inner = Path(folder) / ADAPTER_WEIGHTS, _inner(model)
     if not file.is_file():
         raise FileNotFoundError(f"{folder} holds no {ADAPTER_WEIGHTS}")
@@ -342,23 +335,22 @@ def read_weights(model: nn.Module, folder: str | Path) -> None:
                 f"the adapter in {folder} does not fit the model: {name} has shape {list(tensor.shape)}, the model's "
                 f"is {list(expected[name].shape)}"
             )
+    weights = {name.removeprefix(_PREFIX): tensor for name, tensor in tensors.items()}
     with torch.no_grad():
-        set_peft_model_state_dict(inner, {name.removeprefix(_PREFIX): tensor for name, tensor in tensors.items()})
+        require_peft().set_peft_model_state_dict(inner, weights)
 
 
 def load_adapter(model: PreTrainedModel, folder: str | Path) -> PeftModel:
     """`model` with the adapter of a folder put into it. Raises as `read_weights`, and where there is no adapter."""
-    require_peft()
-    from peft import LoraConfig
-
+    peft = require_peft()
     if not is_adapter(folder):
         raise FileNotFoundError(
             f"{folder} holds no {ADAPTER_CONFIG}, so no adapter; `subquad train --lora.rank` makes one"
         )
     try:
-        check_adapter(folder, model, LoraConfig().to_dict())
-        config: Any = LoraConfig.from_pretrained(str(folder))
-        if not isinstance(config, LoraConfig):
+        check_adapter(folder, model, peft.LoraConfig().to_dict())
+        config: Any = peft.LoraConfig.from_pretrained(str(folder))
+        if not isinstance(config, peft.LoraConfig):
             raise ValueError(f"type {config.peft_type}")
     except Exception as error:  # PEFT takes what it finds, and stumbles over it somewhere
         raise ValueError(f"{folder}/{ADAPTER_CONFIG} is no configuration of a LoRA adapter: {error!r}") from error

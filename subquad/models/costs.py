@@ -25,7 +25,7 @@ Options = Mapping[str, Mapping[str, Any]]
 
 
 class Measured(NamedTuple):
-    """What `name` costs; `kind` is `causal`, `bidirectional` or `model`."""
+    """The cost of `name`; `kind` is `causal`, `bidirectional` or `model`."""
 
     name: str
     kind: str
@@ -121,7 +121,7 @@ def meta_model(config: DecoderConfig) -> Model:
 
 
 class Volume(NamedTuple):
-    """What one of `ranks` processes sends at most, for `name`; None where they cannot share the sequence."""
+    """The most that one of `ranks` processes sends, for `name`; None where they cannot share the sequence."""
 
     name: str
     tokens: int
@@ -169,6 +169,6 @@ def model_volumes(config: DecoderConfig, lengths: Sequence[int], ranks: int) -> 
 
 
 def most(owner: Any, tokens: int, ranks: int) -> Sent:
-    """What the ranks that send most send, forward and backward."""
+    """Return the most that any rank sends, forward and backward."""
     each = owner.communication(tokens, ranks)
     return Sent(max(sent.forward for sent in each), max(sent.backward for sent in each))

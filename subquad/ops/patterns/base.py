@@ -26,6 +26,8 @@ class Pattern:
     """Whether the keys stand at fixed places, far from the queries: a tile then reads all that it is given."""
     scattered: ClassVar[bool] = False
     """Whether the ranges of neighbouring tiles lie anywhere: their keys are then gathered."""
+    may_be_zero: ClassVar[tuple[str, ...]] = ()
+    """Fields whose smallest value is 0; that of the others is 1."""
     registry: ClassVar[dict[str, type[Pattern]]] = {}
     _key: ClassVar[str]
 
@@ -37,17 +39,12 @@ class Pattern:
             value = getattr(self, field.name)
             if not isinstance(value, int) or isinstance(value, bool):
                 raise TypeError(f"{type(self).__name__}.{field.name} must be an int, got {value!r}")
-            if value < self.least(field.name):
-                raise ValueError(
-                    f"{type(self).__name__}.{field.name} must be at least {self.least(field.name)}, got {value}"
-                )
+            least = 0 if field.name in self.may_be_zero else 1
+            if value < least:
+                raise ValueError(f"{type(self).__name__}.{field.name} must be at least {least}, got {value}")
         # As repr has it, which torch.compile cannot trace.
         values = ", ".join([f"{field.name}={getattr(self, field.name)}" for field in fields(self)])
         object.__setattr__(self, "_key", f"{type(self).__name__}({values})")
-
-    def least(self, field: str) -> int:
-        """The smallest valid value of a field."""
-        return 1
 
     def allowed(self, q_pos: Tensor, k_pos: Tensor) -> Tensor:
         """Bool, by broadcasting: may the query at `q_pos` see the key at `k_pos`?"""

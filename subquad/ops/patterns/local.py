@@ -52,12 +52,9 @@ class Prefix(Pattern):
     Perceiver AR's V1 treats its history so (arXiv:2412.06106, section 4.1).
     """
 
+    may_be_zero: ClassVar[tuple[str, ...]] = ("length",)
     causal: ClassVar[bool] = False
     length: int
-
-    def least(self, field: str) -> int:
-        """An empty prefix is plain causal attention."""
-        return 0
 
     def allowed(self, q_pos: Tensor, k_pos: Tensor) -> Tensor:
         """`k <= q` or `k < length`."""
@@ -87,11 +84,8 @@ class Suffix(Pattern):
     Perceiver AR's first layer, drawn over the whole sequence: latents are the suffix (arXiv:2202.07765, section 3.1).
     """
 
+    may_be_zero: ClassVar[tuple[str, ...]] = ("start",)
     start: int
-
-    def least(self, field: str) -> int:
-        """A suffix from 0 is plain causal attention."""
-        return 0
 
     def allowed(self, q_pos: Tensor, k_pos: Tensor) -> Tensor:
         """`start <= q` and `k <= q`."""
@@ -138,13 +132,10 @@ class Window(Pattern):
 class Band(Pattern):
     """A window to both sides: `before` tokens before the query's own and `after` tokens after it."""
 
+    may_be_zero: ClassVar[tuple[str, ...]] = ("before", "after")
     causal: ClassVar[bool] = False
     before: int
     after: int
-
-    def least(self, field: str) -> int:
-        """A side may be empty."""
-        return 0
 
     def allowed(self, q_pos: Tensor, k_pos: Tensor) -> Tensor:
         """`q - before <= k <= q + after`."""
@@ -172,12 +163,9 @@ class Segments(Pattern):
     `size` is LLP's half segment c = s / 2 (Mahmood and Huang 2024, arXiv:2412.06106, section 4.4).
     """
 
+    may_be_zero: ClassVar[tuple[str, ...]] = ("back",)
     size: int
     back: int = 1
-
-    def least(self, field: str) -> int:
-        """A segment has a token; `back` may be zero."""
-        return 0 if field == "back" else 1
 
     @property
     def offset(self) -> int:
@@ -243,14 +231,11 @@ class Blocks(Pattern):
     With neither it is what V2 does to its history (arXiv:2412.06106, section 4.2).
     """
 
+    may_be_zero: ClassVar[tuple[str, ...]] = ("back", "ahead_blocks")
     causal: ClassVar[bool] = False
     size: int
     back: int = 0
     ahead_blocks: int = 0
-
-    def least(self, field: str) -> int:
-        """A block has a token; there may be no neighbours."""
-        return 1 if field == "size" else 0
 
     def allowed(self, q_pos: Tensor, k_pos: Tensor) -> Tensor:
         """By whole blocks."""

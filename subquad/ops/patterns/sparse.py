@@ -34,14 +34,11 @@ class Sinks(Pattern):
     `merge_attention`.
     """
 
+    may_be_zero: ClassVar[tuple[str, ...]] = ("count", "back")
     anchored: ClassVar[bool] = True
     count: int
     back: int
     size: int = 1
-
-    def least(self, field: str) -> int:
-        """There may be no such block, and no neighbours."""
-        return 1 if field == "size" else 0
 
     def allowed(self, q_pos: Tensor, k_pos: Tensor) -> Tensor:
         """By whole blocks: `k < count` and `k < q - back`."""
@@ -67,16 +64,13 @@ class Sinks(Pattern):
 class Globals(Pattern):
     """The first `count` blocks of `size` tokens, but for those from `back` before to `ahead_blocks` after one's own."""
 
+    may_be_zero: ClassVar[tuple[str, ...]] = ("count", "back", "ahead_blocks")
     causal: ClassVar[bool] = False
     anchored: ClassVar[bool] = True
     count: int
     back: int
     ahead_blocks: int
     size: int = 1
-
-    def least(self, field: str) -> int:
-        """There may be no such block, and no neighbours."""
-        return 1 if field == "size" else 0
 
     def allowed(self, q_pos: Tensor, k_pos: Tensor) -> Tensor:
         """By whole blocks: `k < count` and not `q - back <= k <= q + ahead_blocks`."""
@@ -128,14 +122,11 @@ class Dilated(Pattern):
 class DilatedBand(Pattern):
     """Every `dilation`-th token to both sides: `before` and `after` of them, and the query's own."""
 
+    may_be_zero: ClassVar[tuple[str, ...]] = ("before", "after")
     causal: ClassVar[bool] = False
     before: int
     after: int
     dilation: int
-
-    def least(self, field: str) -> int:
-        """A side may be empty."""
-        return 1 if field == "dilation" else 0
 
     def allowed(self, q_pos: Tensor, k_pos: Tensor) -> Tensor:
         """The distance is a multiple of `dilation` within the sides."""
@@ -238,6 +229,7 @@ class Random(Pattern):
     `seed`, `index` and the query's block draws one block from each. With `blocks` the sequence has that many blocks.
     """
 
+    may_be_zero: ClassVar[tuple[str, ...]] = ("index", "skip", "back", "ahead_blocks", "blocks", "seed")
     anchored: ClassVar[bool] = True
     scattered: ClassVar[bool] = True
     size: int
@@ -248,10 +240,6 @@ class Random(Pattern):
     ahead_blocks: int = 0
     blocks: int = 0
     seed: int = 0
-
-    def least(self, field: str) -> int:
-        """A block has a token, and there is at least one draw."""
-        return 1 if field in ("size", "of") else 0
 
     @property
     def causal(self) -> bool:  # type: ignore[override]
