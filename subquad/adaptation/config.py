@@ -1,4 +1,4 @@
-"""Configurations of extensions and of conversions. They import no torch: the command line reads them at once."""
+"""Configurations of extensions and of conversions, apart from what runs them: they load no transformers."""
 
 from __future__ import annotations
 
