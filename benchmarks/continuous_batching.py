@@ -19,6 +19,7 @@ from typing import Any
 
 import torch
 
+from benchmarks.timing import Timing
 from subquad import attention
 from subquad.evaluation.provenance import provenance
 from subquad.generation import BatchDecoder, SamplingConfig, generate
@@ -81,7 +82,8 @@ def measure(name: str, asked: argparse.Namespace) -> dict[str, Any]:
         decoder.run()
         together.append(time.perf_counter() - start)
         same.append(sum(request.tokens == own for request, own in zip(made, expected, strict=True)))
-    low, middle, high = spread([a / b for a, b in zip(alone, together, strict=True)])
+    ratio = Timing(tuple(a / b for a, b in zip(alone, together, strict=True)))
+    low, middle, high = ratio.p20, ratio.median, ratio.p80
     row = {
         "name": name,
         "tokens": tokens,
@@ -100,25 +102,12 @@ def measure(name: str, asked: argparse.Namespace) -> dict[str, Any]:
     return row
 
 
-def spread(values: list[float]) -> tuple[float, float, float]:
-    """The 20th percentile, the median and the 80th percentile."""
-    found = torch.tensor(values, dtype=torch.float64).quantile(torch.tensor([0.2, 0.5, 0.8], dtype=torch.float64))
-    low, middle, high = found.tolist()
-    return low, middle, high
-
-
 def build(name: str, asked: argparse.Namespace) -> Decoder:
     """A model with random weights that are wide enough for its tokens to differ."""
     torch.manual_seed(0)
-    config = DecoderConfig(
-        vocab_size=256,
-        dim=asked.dim,
-        num_layers=asked.layers,
-        num_heads=4,
-        attention=name,
-        position="rope" if attention.mechanism(name).rotates else "sinusoidal",
-        init_std=0.3,
-    )
+    sizes = {"vocab_size": 256, "dim": asked.dim, "num_layers": asked.layers, "num_heads": 4, "init_std": 0.3}
+    position = "rope" if attention.mechanism(name).rotates else "sinusoidal"
+    config = DecoderConfig.from_dict({**sizes, "attention": name, "position": position})
     return Decoder(config).eval().to(asked.device)
 
 

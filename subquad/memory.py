@@ -5,7 +5,9 @@ from __future__ import annotations
 import ctypes
 import functools
 import mmap
+import os
 import sys
+import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -59,6 +61,37 @@ def keep_freed_memory() -> bool:
         return False
     set_option = getattr(ctypes.CDLL(None), "mallopt", None)
     return set_option is not None and all(set_option(*option) for option in ALLOCATOR)
+
+
+def free_threads(seconds: float = 0.2) -> int:
+    """Return PyTorch's number of threads, but no more than there are cores that other processes leave free; at least 1.
+
+    Threads of one operation wait for each other: on two cores, one of them taken, two threads train half as fast as
+    one.
+    Sleeps for `seconds` to see how busy the cores are. PyTorch's own number where the system does not say.
+    """
+    threads = torch.get_num_threads()
+    before = _busy_seconds()
+    if before is None:
+        return threads
+    time.sleep(seconds)
+    busy = round((sum((_busy_seconds() or before).values()) - sum(before.values())) / seconds)
+    return max(1, min(threads, len(before) - busy))
+
+
+def _busy_seconds() -> dict[int, float] | None:
+    """Seconds for which each core that this process may use has been busy since the system began; None if unknown."""
+    file = Path("/proc/stat")
+    if not file.is_file() or not hasattr(os, "sched_getaffinity"):
+        return None
+    found: dict[int, float] = {}
+    tick = os.sysconf("SC_CLK_TCK")
+    for line in file.read_text(encoding="ascii").splitlines():
+        name, *numbers = line.split()
+        if name.startswith("cpu") and name[3:].isdigit() and int(name[3:]) in os.sched_getaffinity(0):
+            user, nice, system, _idle, _waiting, interrupts, soft, stolen = map(int, numbers[:8])
+            found[int(name[3:])] = (user + nice + system + interrupts + soft + stolen) / tick
+    return found or None
 
 
 def free_bytes(device: torch.device | str) -> int | None:

@@ -495,6 +495,17 @@ def test_eval_reads_the_whole_of_another_text(trained, tmp_path, capsys):
     assert (values["tokens"], values["text_bytes"]) == (32, 33)
 
 
+def test_eval_says_that_a_text_has_crlf_line_ends(trained, tmp_path, caplog, capsys):
+    text = "def main():\n    return 0\n" * 60
+    for name, ends in (("unix", "\n"), ("dos", "\r\n")):
+        (tmp_path / name).write_bytes(text.replace("\n", ends).encode())
+        for _ in range(2):  # the second time its tokens are kept
+            caplog.clear()
+            arguments = ["--data.path", str(tmp_path / name), "--data.cache", str(tmp_path)]
+            assert main(["eval", str(trained), *arguments]) == 0
+            assert ("has CRLF line ends (120 carriage returns)" in caplog.text) == (name == "dos")
+
+
 def test_eval_needs_a_text_where_the_folder_names_none(trained, tmp_path, capsys):
     bare = copy_of(trained, tmp_path / "bare", "config.json", "model.safetensors", "tokenizer.json")
     assert f"{bare} has no config.yaml that names its text; give one by --data.path" in refused(

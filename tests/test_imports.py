@@ -23,7 +23,7 @@ def test_the_package_loads_nothing_heavy():
 def test_configurations_load_nothing_heavy_but_torch():
     loaded = run("""
         import sys
-        import subquad.data.config
+        import subquad.adaptation.config, subquad.data.config
         print(*[name for name in ("triton", "transformers", "datasets", "matplotlib") if name in sys.modules])
     """)
     assert loaded == ""

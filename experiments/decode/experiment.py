@@ -7,6 +7,7 @@ from typing import Any
 from benchmarks.config import DecodeConfig
 from benchmarks.decode import measure_decode
 from experiments.harness.curves import means
+from experiments.harness.noise import FAILS, HOLDS
 from experiments.harness.units import Unit
 from subquad.attention import mechanism, names
 
@@ -43,14 +44,14 @@ def claim_constant_is_flat(rows: list[dict[str, Any]]) -> tuple[str, str] | None
     ratios = {name: ratio for name, ratio in longest(rows, "of_shortest").items() if not mechanism(name).state_grows}
     shown = ", ".join(f"{name} {ratio:.2f}" for name, ratio in sorted(ratios.items(), key=lambda item: item[1]))
     holds = all(ratio <= FLAT for ratio in ratios.values())
-    return ("holds" if holds else "does not hold"), f"{shown} ({contexts(rows)})"
+    return (HOLDS if holds else FAILS), f"{shown} ({contexts(rows)})"
 
 
 def claim_full_grows(rows: list[dict[str, Any]]) -> tuple[str, str] | None:
     """The same of full attention, and of the others that keep every token."""
     ratios = {name: ratio for name, ratio in longest(rows, "of_shortest").items() if mechanism(name).state_grows}
     shown = ", ".join(f"{name} {ratio:.2f}" for name, ratio in ratios.items())
-    return ("holds" if ratios["full"] >= GROWS else "does not hold"), f"{shown} ({contexts(rows)})"
+    return (HOLDS if ratios["full"] >= GROWS else FAILS), f"{shown} ({contexts(rows)})"
 
 
 def claim_state_bytes(rows: list[dict[str, Any]]) -> tuple[str, str] | None:
@@ -62,7 +63,7 @@ def claim_state_bytes(rows: list[dict[str, Any]]) -> tuple[str, str] | None:
             others = [r for r in rows if r["mechanism"] == row["mechanism"]]
             same = same and all(r["state_bytes"] == row["state_bytes"] for r in others)
     shown = ", ".join(f"{name} {n / 2**10:,.0f}" for name, n in longest(rows, "state_bytes").items())
-    return ("holds" if same else "does not hold"), f"KiB after {sizes[-1]:,} tokens: {shown}"
+    return (HOLDS if same else FAILS), f"KiB after {sizes[-1]:,} tokens: {shown}"
 
 
 def claim_recurrent_faster(rows: list[dict[str, Any]]) -> tuple[str, str] | None:
@@ -70,4 +71,4 @@ def claim_recurrent_faster(rows: list[dict[str, Any]]) -> tuple[str, str] | None
     ms = longest(rows, "ms")
     shown = ", ".join(f"{name} {ms['full'] / ms[name]:.1f} times faster" for name in ("linear", "latte"))
     holds = all(ms[name] < ms["full"] for name in ("linear", "latte"))
-    return ("holds" if holds else "does not hold"), f"{shown} ({contexts(rows)})"
+    return (HOLDS if holds else FAILS), f"{shown} ({contexts(rows)})"

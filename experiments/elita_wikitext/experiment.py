@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-from experiments.harness.noise import Margin, difference, judge, pooled, select
+from experiments.harness.noise import FAILS, HOLDS, Margin, difference, judge, pooled, select
 from experiments.harness.units import Unit
 from subquad.models import Decoder, DecoderConfig
 from subquad.training.run import RunResult
@@ -63,9 +63,8 @@ def claim_long(rows: list[Row]) -> tuple[str, str] | None:
         f"{row['precision']}: {'finite' if row['finite'] else 'not finite'}, {row['long_seconds']:.1f} s"
         for row in found
     )
-    return "holds" if all(
-        row["finite"] for row in found
-    ) else "does not hold", f"{found[0]['tokens']:,} tokens, {shown}"
+    finite = all(row["finite"] for row in found)
+    return HOLDS if finite else FAILS, f"{found[0]['tokens']:,} tokens, {shown}"
 
 
 def claim_same_if_not_better(rows: list[Row]) -> tuple[str, str] | None:
@@ -80,13 +79,13 @@ def claim_same_if_not_better(rows: list[Row]) -> tuple[str, str] | None:
 def claim_ff2_parameters(rows: list[Row]) -> tuple[str, str]:
     """Of the feed-forward networks alone, counted."""
     more = _count("full", "bilinear", ff=True) / _count("full", "gelu", ff=True) - 1
-    return "holds" if round(100 * more) == 13 else "does not hold", f"{100 * more:+.1f} % (width {WIDTH})"
+    return HOLDS if round(100 * more) == 13 else FAILS, f"{100 * more:+.1f} % (width {WIDTH})"
 
 
 def claim_layer_parameters(rows: list[Row]) -> tuple[str, str]:
     """Of whole layers, counted."""
     more = _count("elita", "bilinear") / _count("full", "gelu") - 1
-    return "holds" if round(100 * more) == 5 else "does not hold", f"{100 * more:+.1f} % (width {WIDTH})"
+    return HOLDS if round(100 * more) == 5 else FAILS, f"{100 * more:+.1f} % (width {WIDTH})"
 
 
 def claim_flops(rows: list[Row]) -> tuple[str, str]:
@@ -97,7 +96,7 @@ def claim_flops(rows: list[Row]) -> tuple[str, str]:
         ratio = (elita.mixing_flops + elita.projection_flops) / (full.mixing_flops + full.projection_flops)
         shown.append(f"{ratio:.2g} at {tokens:,}")
         lower = lower and ratio < 1
-    return "holds" if lower else "does not hold", f"{', '.join(shown)} tokens (width {WIDTH}, without feed-forward)"
+    return HOLDS if lower else FAILS, f"{', '.join(shown)} tokens (width {WIDTH}, without feed-forward)"
 
 
 def _count(attention: str, feedforward: str, *, ff: bool = False) -> int:

@@ -17,6 +17,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from experiments.harness.curves import crossover, means
+from experiments.harness.noise import FAILS, HOLDS
 from experiments.harness.units import Unit
 from subquad.memory import keep_freed_memory, peak_bytes
 from subquad.ops import block_attention, running_softmax
@@ -104,7 +105,7 @@ def claim_crossover(rows: list[dict[str, Any]]) -> tuple[str, str] | None:
     if not found:
         return None
     shown = "; ".join(f"L {latents}: {crossover(faster)}" for latents, faster in found.items())
-    return ("holds" if all(faster[max(faster)] > 1 for faster in found.values()) else "does not hold"), shown
+    return (HOLDS if all(faster[max(faster)] > 1 for faster in found.values()) else FAILS), shown
 
 
 def claim_beats_rabe_staats(rows: list[dict[str, Any]]) -> tuple[str, str] | None:
@@ -116,7 +117,7 @@ def claim_beats_rabe_staats(rows: list[dict[str, Any]]) -> tuple[str, str] | Non
     worst = min(ratios, key=lambda key: ratios[key])
     best = max(ratios, key=lambda key: ratios[key])
     shown = [f"{ratios[key]:.2f} times as fast at L {key[0]}, T {key[1]:,}" for key in (worst, best)]
-    return ("holds" if ratios[worst] > 1 else "does not hold"), " to ".join(shown)
+    return (HOLDS if ratios[worst] > 1 else FAILS), " to ".join(shown)
 
 
 def claim_linear(rows: list[dict[str, Any]]) -> tuple[str, str] | None:
@@ -128,7 +129,7 @@ def claim_linear(rows: list[dict[str, Any]]) -> tuple[str, str] | None:
         slope = math.log(ms[b] / ms[a]) / math.log(b / a)
         shown.append(f"{form}{f', L {latents}' if latents else ''}: T^{slope:.2f}")
         holds = holds and abs(slope - order) <= 0.25
-    return ("holds" if holds else "does not hold"), "; ".join(shown) + f" ({a:,} to {b:,})"
+    return (HOLDS if holds else FAILS), "; ".join(shown) + f" ({a:,} to {b:,})"
 
 
 def claim_naive_memory(rows: list[dict[str, Any]]) -> tuple[str, str] | None:
@@ -137,4 +138,4 @@ def claim_naive_memory(rows: list[dict[str, Any]]) -> tuple[str, str] | None:
     peaks = [mean(rows, f"latte, {name}", latents, "peak_mib") for name in ("naive", "chunked", "token by token")]
     T = max(set(peaks[0]) & set(peaks[1]) & set(peaks[2]))
     shown = f"{peaks[0][T]:,.0f} MiB, chunks {peaks[1][T]:,.1f}, scan {peaks[2][T]:,.1f} (L {latents}, T {T:,})"
-    return ("holds" if peaks[0][T] > 2 * max(peaks[1][T], peaks[2][T]) else "does not hold"), shown
+    return (HOLDS if peaks[0][T] > 2 * max(peaks[1][T], peaks[2][T]) else FAILS), shown

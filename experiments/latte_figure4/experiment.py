@@ -8,6 +8,7 @@ from typing import Any
 from benchmarks.config import OpsConfig
 from benchmarks.ops import measure_ops
 from experiments.harness.curves import means
+from experiments.harness.noise import FAILS, HOLDS
 from experiments.harness.units import Unit
 
 LATTE, SCAN = "latte", "latte, token by token"
@@ -61,14 +62,14 @@ def claim_beats_rabe_staats(rows: list[dict[str, Any]]) -> tuple[str, str] | Non
     """At every number of latents, forward and backward."""
     ratios = compared(rows, CHUNKS, "ms")
     faster = [ratio > 1 for by in ratios.values() for ratio in by.values()]
-    return (("holds" if all(faster) else "does not hold"), f"times faster, {shown(ratios)}") if faster else None
+    return ((HOLDS if all(faster) else FAILS), f"times faster, {shown(ratios)}") if faster else None
 
 
 def claim_slower_than_standard(rows: list[dict[str, Any]], latte: str = LATTE) -> tuple[str, str] | None:
     """With the most latents, against fused attention: slower in each pass."""
     ratios = compared(rows, FUSED, "ms", latte)
     slower = [by[max(by)] < 1 for by in ratios.values()]
-    return (("holds" if all(slower) else "does not hold"), f"times faster, {shown(ratios)}") if slower else None
+    return ((HOLDS if all(slower) else FAILS), f"times faster, {shown(ratios)}") if slower else None
 
 
 claim_scan_slower_than_standard = partial(claim_slower_than_standard, latte=SCAN)
@@ -86,11 +87,11 @@ def claim_grows_with_latents(rows: list[dict[str, Any]]) -> tuple[str, str] | No
             ratio = values[most] / values[fewest]
             parts.append(f"{which.replace('_', ' + ')}: {noun} x {ratio:.2f}")
             holds = holds and 1 < ratio <= 1.25 * most / fewest
-    return ("holds" if holds else "does not hold"), f"{'; '.join(parts)} (L {fewest} to {most})"
+    return (HOLDS if holds else FAILS), f"{'; '.join(parts)} (L {fewest} to {most})"
 
 
 def claim_memory(rows: list[dict[str, Any]]) -> tuple[str, str] | None:
     """Peak memory of a pass, Rabe and Staats's over Latte's."""
     ratios = compared(rows, CHUNKS, "peak_mib")
     less = [ratio > 1 for by in ratios.values() for ratio in by.values()]
-    return (("holds" if all(less) else "does not hold"), f"times less, {shown(ratios)}") if less else None
+    return ((HOLDS if all(less) else FAILS), f"times less, {shown(ratios)}") if less else None

@@ -13,6 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from experiments.harness.noise import FAILS, HOLDS
 from experiments.harness.units import Unit
 from subquad.ops import running_softmax
 
@@ -143,7 +144,7 @@ def claim_overflow(rows: list[dict[str, Any]]) -> tuple[str, str] | None:
         return None
     holds = all(size is not None and 78 <= size <= 89 for size in found)
     low = limits(rows, "no maximum", "low")
-    return ("holds" if holds else "does not hold"), f"{limits(rows, 'no maximum', 'rising')}; all low: {low}"
+    return (HOLDS if holds else FAILS), f"{limits(rows, 'no maximum', 'rising')}; all low: {low}"
 
 
 def claim_global_underflow(rows: list[dict[str, Any]]) -> tuple[str, str] | None:
@@ -152,7 +153,7 @@ def claim_global_underflow(rows: list[dict[str, Any]]) -> tuple[str, str] | None
     if not found:
         return None
     holds = all(row["limit"] is not None for row in found)
-    return ("holds" if holds else "does not hold"), f"from -x to x, x = {limits(rows, 'global maximum', 'rising')}"
+    return (HOLDS if holds else FAILS), f"from -x to x, x = {limits(rows, 'global maximum', 'rising')}"
 
 
 def claim_running_is_exact(rows: list[dict[str, Any]]) -> tuple[str, str] | None:
@@ -167,7 +168,7 @@ def claim_running_is_exact(rows: list[dict[str, Any]]) -> tuple[str, str] | None
         same = [row for row in found if row["dtype"] == dtype]
         worst = [max((row[n] for row in same if row[n] is not None), default=0.0) for n in ("error", "gradient_error")]
         parts.append(f"{dtype}: {worst[0]:.1e}, gradients {worst[1]:.1e}")
-    return ("holds" if holds else "does not hold"), "largest error, " + "; ".join(parts)
+    return (HOLDS if holds else FAILS), "largest error, " + "; ".join(parts)
 
 
 def claim_past(rows: list[dict[str, Any]]) -> tuple[str, str] | None:
@@ -182,4 +183,4 @@ def claim_past(rows: list[dict[str, Any]]) -> tuple[str, str] | None:
         same[name] = kept == len(found)
         shown.append(f"{name}: same in {kept} of {len(found)}" + (f", made NaN in {broken}" if broken else ""))
     holds = not same["global maximum"] and all(same[name] for name in METHODS if name.startswith("running"))
-    return ("holds" if holds else "does not hold"), "; ".join(shown)
+    return (HOLDS if holds else FAILS), "; ".join(shown)

@@ -17,6 +17,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from experiments.harness.curves import exponent
+from experiments.harness.noise import FAILS, HOLDS
 from experiments.harness.units import Unit
 from subquad.attention import build
 from subquad.memory import keep_freed_memory, peak_bytes
@@ -116,7 +117,7 @@ def judged(rows: list[dict[str, Any]], form: str, **orders: tuple[float, float])
         found = [statistics.mean(fit[name] for fit in fits) for name in ("time_slope", "memory_slope")]
         shown.append(f"time {sweep}^{found[0]:.2f}, memory {sweep}^{found[1]:.2f} ({sweep} = {fits[0]['range']})")
         holds = holds and all(a - b <= WITHIN for a, b in zip(found, printed, strict=True))
-    return ("holds" if holds else "does not hold"), "; ".join(shown)
+    return (HOLDS if holds else FAILS), "; ".join(shown)
 
 
 claim_vectorised = partial(judged, form="latte, vectorised", T=(1, 1), L=(1, 1))

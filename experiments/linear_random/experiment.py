@@ -7,6 +7,7 @@ from typing import Any
 from benchmarks.config import OpsConfig
 from benchmarks.ops import measure_ops
 from experiments.harness.curves import crossover, exponent, means
+from experiments.harness.noise import FAILS, HOLDS
 from experiments.harness.units import Unit
 
 LINEAR, SOFTMAX = "linear, in chunks", "softmax, fused"
@@ -48,7 +49,7 @@ def exponents(rows: list[dict[str, Any]], form: str, order: float, name: str = "
         slope = exponent(*zip(*values, strict=True))
         holds = holds and abs(slope - order) <= 0.25
         shown.append(f"{which}: T^{slope:.2f} ({values[0][0]:,} to {values[-1][0]:,})")
-    return (("holds" if holds else "does not hold"), "; ".join(shown)) if shown else None
+    return ((HOLDS if holds else FAILS), "; ".join(shown)) if shown else None
 
 
 def claim_linear_is_linear(rows: list[dict[str, Any]]) -> tuple[str, str] | None:
@@ -81,4 +82,4 @@ def claim_faster(rows: list[dict[str, Any]]) -> tuple[str, str] | None:
         T = max(faster)
         holds = holds and faster[T] > 1
         shown.append(f"{which}: {faster[T]:.1f} times at {T:,}, faster from {crossover(faster)}")
-    return ("holds" if holds else "does not hold"), "; ".join(shown)
+    return (HOLDS if holds else FAILS), "; ".join(shown)

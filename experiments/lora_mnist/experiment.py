@@ -10,6 +10,7 @@ from typing import Any
 import numpy as np
 from matplotlib.figure import Figure
 
+from experiments.harness.noise import FAILS, HOLDS, NOISE, select
 from experiments.harness.units import Unit
 from experiments.lora_mnist import arms as lora
 from experiments.lora_mnist.config import VARIANTS, MnistConfig
@@ -67,17 +68,12 @@ def toy_digits(file: Path, seed: int, *, train: int, test: int) -> Path:
 
 def claim_below_chance(rows: list[Row]) -> tuple[str, str] | None:
     """The base reads inverted images worse than guessing does."""
-    found = [
-        row["accuracy"]
-        for row in rows
-        if (row["way"], row["base"], row["images"], row["rank"]) == ("base", "stopped", "inverted", 0)
-    ]
+    base = {"way": "base", "base": "stopped", "images": "inverted", "rank": 0}
+    found = [row["accuracy"] for row in select(rows, base)]
     if len(found) < 2:
         return None
     mean, error = statistics.mean(found), statistics.stdev(found) / len(found) ** 0.5
-    verdict = "no difference beyond the noise"
-    if abs(mean - 10) > 2 * error:
-        verdict = "holds" if mean < 10 else "does not hold"
+    verdict = NOISE if abs(mean - 10) <= 2 * error else HOLDS if mean < 10 else FAILS
     return verdict, f"{mean:.2f} ± {error:.2f} %"
 
 

@@ -10,6 +10,7 @@ from typing import Any
 import torch
 
 from experiments.harness.curves import means
+from experiments.harness.noise import FAILS, HOLDS, NOISE
 from experiments.harness.units import Unit
 from subquad.memory import peak_bytes
 from subquad.training import RunResult
@@ -54,8 +55,8 @@ def claim_time(rows: list[dict[str, Any]]) -> tuple[str, str] | None:
     shown = ", ".join(f"{size}: {ms:.3g} ms" for size, ms in middle.items())
     pairs = list(pairwise(middle))
     if any(fast[a] > slow[b] for a, b in pairs):
-        return "does not hold", shown
-    return ("holds" if all(slow[a] < fast[b] for a, b in pairs) else "no difference beyond the noise"), shown
+        return FAILS, shown
+    return (HOLDS if all(slow[a] < fast[b] for a, b in pairs) else NOISE), shown
 
 
 def claim_in_proportion(rows: list[dict[str, Any]]) -> tuple[str, str] | None:
@@ -69,4 +70,4 @@ def claim_in_proportion(rows: list[dict[str, Any]]) -> tuple[str, str] | None:
         part = size / largest
         shown.append(f"{size} of {largest} ({part:.3f}): time {ratios[0]:.2f}, memory {ratios[1]:.2f}")
         holds = holds and all(ratio <= 1.25 * part for ratio in ratios)
-    return ("holds" if holds else "does not hold"), "; ".join(shown)
+    return (HOLDS if holds else FAILS), "; ".join(shown)

@@ -1,5 +1,6 @@
 """Existing checkpoints, adapted: `extend` makes a model of transformers read longer windows, `convert` replaces full
-attention in a trained model. The configurations import no torch; every other name loads its module on first use."""
+attention in a trained model. The configurations load no transformers; every other name loads its module on first use.
+"""
 
 from typing import TYPE_CHECKING
 

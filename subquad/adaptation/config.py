@@ -1,4 +1,4 @@
-"""Configurations of extensions and of conversions. They import no torch: the command line reads them at once."""
+"""Configurations of extensions and of conversions, apart from what runs them: they load no transformers."""
 
 from __future__ import annotations
 
@@ -264,7 +264,7 @@ class ConvertConfig(Config):
             )
 
     def window_dropout(self, stage: Literal["match", "lora"]) -> float:
-        """The probability at the first step of a stage."""
+        """Return the probability at the first step of a stage."""
         chosen: float | None = getattr(self, stage).window_dropout
         usual = {"match": 0.5, "lora": 0.25}[stage] if self.attention in WINDOWED else 0.0
         return usual if chosen is None else chosen

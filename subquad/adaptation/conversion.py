@@ -56,7 +56,7 @@ class Stages:
         write_atomically(file, (json.dumps(settings, indent=2) + "\n").encode())
 
     def place(self, name: str) -> Path:
-        """The folder of a stage."""
+        """Return the folder of a stage."""
         return self.folder / "stages" / f"{NAMES.index(name) + 1}-{name}"
 
     def record(self, name: str) -> dict[str, Any] | None:
@@ -65,7 +65,7 @@ class Stages:
         return dict(read_json_mapping(file)) if file.is_file() else None
 
     def model(self, name: str) -> SubquadForCausalLM:
-        """The model of a complete stage."""
+        """Return the model of a complete stage."""
         return SubquadForCausalLM.from_pretrained(self.place(name), local_files_only=True).eval()
 
     def save(self, name: str, record: dict[str, Any], model: SubquadForCausalLM | None = None) -> None:

@@ -13,10 +13,11 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import nn
 from transformers import MODEL_FOR_CAUSAL_LM_MAPPING, AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
+from transformers.utils.logging import disable_progress_bar
 
 from subquad.hf import lora
 from subquad.hf.config import SubquadConfig
-from subquad.hf.interface import register
+from subquad.hf.interface import check_attention, register
 from subquad.hf.loading import CONFIG, check_sizes, fetch, naming, no_bar, read_config
 from subquad.hf.lora import Base, put_adapter
 
@@ -201,3 +202,38 @@ def open_extension(folder: str | Path, base: str | Path | None = None) -> PeftMo
         record.check(place, folder)
     register()
     return lora.load_adapter(load_original(place, read_config(folder)), folder)
+
+
+def load_causal(folder: str) -> nn.Module:
+    """Load the causal language model in a folder: ours, one of transformers, an adapter's or an extension's.
+
+    No code of the folder is run. Raises `FileNotFoundError` where there is no model, and `ValueError` for a model that
+    is no causal language model.
+    """
+    adapted = lora.is_adapter(folder)
+    if not adapted and not (Path(folder) / CONFIG).is_file():
+        raise FileNotFoundError(
+            f"there is no model in {folder}: no config.json; give a folder that transformers' from_pretrained reads"
+        )
+    register()
+    disable_progress_bar()
+    found: Any
+    if lora.is_extension(folder):
+        found = open_extension(folder).get_base_model()
+        return found
+    place = Base.read(folder).find(folder) if adapted else folder
+    config: Any = read_config(place)
+    kind = config.model_type
+    if config.is_encoder_decoder:
+        raise ValueError(f"{folder} holds an encoder-decoder ({kind}): an audit is for causal language models")
+    if type(config) not in MODEL_FOR_CAUSAL_LM_MAPPING:
+        raise ValueError(f"{folder} holds no causal language model: AutoModelForCausalLM knows none of type {kind!r}")
+    if adapted and isinstance(config, SubquadConfig):
+        found = lora.open_adapter(folder).get_base_model()
+        return found
+    with naming(folder):
+        found = AutoModelForCausalLM.from_pretrained(
+            folder, config=config, local_files_only=True, trust_remote_code=False, use_safetensors=True
+        )
+        check_attention(found)
+    return found

@@ -33,7 +33,7 @@ class Source(NamedTuple):
 
     @property
     def decoder(self) -> Decoder:
-        """The model without what transformers puts around it."""
+        """Return the model without what transformers puts around it."""
         decoder: Decoder = self.model.model
         return decoder
 

@@ -27,7 +27,7 @@ from subquad.training.schedule import ScheduleConfig
 
 
 def attention_errors(teacher: Decoder, student: Decoder, layers: Sequence[int], tokens_BT: Tensor, /) -> list[Tensor]:
-    """`e_i = ||s_i(z_i) - f_i(z_i)||^2 / ||f_i(z_i)||^2` for each of `layers`, with gradients to the student.
+    """Return `e_i = ||s_i(z_i) - f_i(z_i)||^2 / ||f_i(z_i)||^2` for each of `layers`, with gradients to the student.
 
     z_i is what the teacher's layer i reads of `tokens`, f_i its attention with the output projection and s_i the
     student's. One pass of the teacher serves all layers, and no layer sees the errors of those below it. An error of 1
@@ -246,7 +246,7 @@ def tune(
 
 
 def falling(first: float, step: int, steps: int) -> float:
-    """`first` at step 0, 0 at the last of `steps`, linear between them."""
+    """Return `first` at step 0, 0 at the last of `steps`, linear between them."""
     return first * (1 - step / max(1, steps - 1))
 
 

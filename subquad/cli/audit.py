@@ -118,7 +118,9 @@ def _models(chosen: Namespace, seed: int) -> list[tuple[str, nn.Module]]:
     """Each model with its name; `ValueError` or `FileNotFoundError` where there is none."""
     device = "cuda" if chosen.device == "auto" and torch.cuda.is_available() else "cpu"
     if chosen.model is not None:
-        return [(chosen.model, load(chosen.model).to(device))]
+        from subquad.adaptation.extended import load_causal
+
+        return [(chosen.model, load_causal(chosen.model).to(device))]
     return [(name, model.to(device)) for name, model in _fresh(_names(chosen.attention), chosen.options, seed)]
 
 
@@ -130,50 +132,6 @@ def _fresh(names: Sequence[str], options: dict[str, dict[str, Any]], seed: int) 
         position = "rope" if rotates else "sinusoidal"
         shape: dict[str, Any] = {**TINY, "attention": name, "position": position, "options": options}
         yield name, build_model(DecoderConfig(**shape))
-
-
-def load(folder: str) -> nn.Module:
-    """The causal language model in a folder. No code of the folder is run.
-
-    Raises `FileNotFoundError` where there is none, and `ValueError` for a model that is no causal language model.
-    """
-    from subquad.adaptation.extended import open_extension
-    from subquad.hf import SubquadConfig, lora
-    from subquad.hf.loading import naming, read_config
-
-    adapted = lora.is_adapter(folder)
-    if not adapted and not (Path(folder) / "config.json").is_file():
-        raise FileNotFoundError(
-            f"there is no model in {folder}: no config.json; give a folder that transformers' from_pretrained reads"
-        )
-    import transformers
-    from transformers.utils.logging import disable_progress_bar
-
-    from subquad.hf import register  # also makes our classes known
-    from subquad.hf.interface import check_attention
-
-    register()
-    disable_progress_bar()
-    if lora.is_extension(folder):
-        extended: nn.Module = open_extension(folder).get_base_model()
-        return extended
-    place = lora.Base.read(folder).find(folder) if adapted else folder
-    config: Any = read_config(place)
-    kind = config.model_type
-    if config.is_encoder_decoder:
-        raise ValueError(f"{folder} holds an encoder-decoder ({kind}): an audit is for causal language models")
-    if type(config) not in transformers.AutoModelForCausalLM._model_mapping:
-        raise ValueError(f"{folder} holds no causal language model: AutoModelForCausalLM knows none of type {kind!r}")
-    if adapted and isinstance(config, SubquadConfig):
-        adapter: nn.Module = lora.open_adapter(folder).get_base_model()
-        return adapter
-    with naming(folder):
-        model: Any = transformers.AutoModelForCausalLM.from_pretrained(
-            folder, config=config, local_files_only=True, trust_remote_code=False, use_safetensors=True
-        )
-        check_attention(model)
-    found: nn.Module = model
-    return found
 
 
 def _text(folder: str, file: str) -> list[int]:

@@ -18,8 +18,8 @@ from subquad.data import prepare
 from subquad.data.corpus import prepare_shard
 from subquad.data.tokenizers import tokenizer_hash
 from subquad.evaluation import drawing
+from subquad.evaluation.probe_report import LABELS, ProbeOptions, Report, Subject, TaskName, measure
 from subquad.evaluation.probes import Score
-from subquad.evaluation.probing import LABELS, ProbeOptions, Report, Subject, TaskName, measure
 
 DEPTHS = 5
 DEFAULT_LENGTH = 256

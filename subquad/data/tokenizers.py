@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import logging
 import re
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
@@ -13,11 +14,16 @@ import numpy as np
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 
 from subquad.config import suggest
+from subquad.data.token_set import SetTokens
 from subquad.data.vocabularies import SEPARATOR, TRAINED, character_ids, gpt2_files, load_gpt2
 from subquad.parsing import parse_json, read_text
 
+logger = logging.getLogger(__name__)
+
 MOST_TOKENS = 1 << 24
 """Of a vocabulary: a model has a row for each number up to the greatest."""
+LOOKED_AT = 1 << 22
+"""Tokens of a text in which carriage returns are counted."""
 _SEPARATORS = (SEPARATOR, "</s>", "<eos>", "<|end_of_text|>", "[SEP]", "<s>")
 # Byte-level pre-tokens hold blanks at their start only, so one always ends between a visible character and a blank.
 _CUT = re.compile(rb"[!-~](?=\s)")
@@ -127,6 +133,22 @@ def check_vocabulary(tokenizer: Tokenizer, known: int, advice: str = "is it anot
     size = vocab_size(tokenizer)
     if size > known:
         raise ValueError(f"the tokenizer has {size} tokens, the model knows {known}; {advice}")
+
+
+def warn_of_carriage_returns(tokenizer: Tokenizer, tokens: np.ndarray | SetTokens, where: str) -> None:
+    """Log a warning where the text of `tokens` has CRLF line ends: each is one character more to predict.
+
+    Of a long text the first `LOOKED_AT` tokens are looked at.
+    """
+    texts = tokenizer.decode_batch([[token] for token in range(vocab_size(tokenizer))], skip_special_tokens=False)
+    returns = [token for token, text in enumerate(texts) if "\r" in text]
+    count = int(np.isin(tokens[:LOOKED_AT], returns).sum())
+    if count:
+        logger.warning(
+            "%s has CRLF line ends (%s carriage returns%s): the loss counts each, and a model of texts with plain line "
+            "ends finds them unlikely; convert the text, by dos2unix or sed 's/\\r$//', where that isn't meant",
+            where, f"{count:,}", "" if len(tokens) <= LOOKED_AT else f" in the first {LOOKED_AT:,} tokens",
+        )  # fmt: skip
 
 
 class Encoder:

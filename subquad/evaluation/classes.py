@@ -77,7 +77,7 @@ def fit_bag_of_tokens(
 
 
 def bags(items: Dataset[dict[str, Tensor]], numbers: Any, vocab_size: int) -> tuple[Tensor, Tensor]:
-    """Features `[N, F]` and labels `[N]` of some items: the frequency of each token and the logarithm of the length.
+    """Return features `[N, F]` and labels `[N]`: the frequency of each token and the logarithm of the length.
 
     Of a pair: those of both, their absolute differences and their products.
     """
@@ -100,7 +100,7 @@ def _bag(tokens_NT: Tensor, mask_NT: Tensor, vocab_size: int) -> Tensor:
 
 
 def _fitted(z_NF: Tensor, labels_N: Tensor, classes: int, penalty: float) -> tuple[Tensor, Tensor]:
-    """Weights `[F, C]` and biases `[C]` of least cross-entropy plus `penalty` / 2 times the squares of the weights."""
+    """Return weights `[F, C]` and biases `[C]` of least cross-entropy plus `penalty` / 2 times squared weights."""
     weight_FC = torch.zeros(z_NF.shape[1], classes, dtype=torch.float64, requires_grad=True)
     bias_C = torch.zeros(classes, dtype=torch.float64, requires_grad=True)
     optimizer = torch.optim.LBFGS([weight_FC, bias_C], max_iter=ITERATIONS, line_search_fn="strong_wolfe")
@@ -141,7 +141,7 @@ class ClassEvaluation:
     seconds: float
 
     def to_dict(self) -> dict[str, Any]:
-        """Plain values, for JSON."""
+        """Return plain values, for JSON."""
         return asdict(self)
 
 

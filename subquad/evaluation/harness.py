@@ -72,7 +72,7 @@ class TaskEvaluation:
     """The harness's own table, in Markdown."""
 
     def to_dict(self) -> dict[str, Any]:
-        """Plain values, for JSON."""
+        """Return plain values, for JSON."""
         values = asdict(self)
         del values["table"]
         plain: dict[str, Any] = json.loads(json.dumps(values, default=str))
@@ -202,7 +202,7 @@ def _check(tasks: Sequence[str], task_path: str | Path | None, **numbers: int | 
 
 
 def _load(names: list[str], task_path: str | Path | None) -> Any:
-    """The tasks with their data, those of `task_path` first."""
+    """Load the tasks with their data, those of `task_path` first."""
     folder = None if task_path is None else Path(task_path).resolve()
     manager = None if folder is None else TaskManager(include_path=folder, include_defaults=False)
     if manager is None or not set(names) <= set(manager.all_tasks):
@@ -227,7 +227,7 @@ def _load(names: list[str], task_path: str | Path | None) -> Any:
 
 
 def _set_fewshot(tasks: dict[str, Any], num_fewshot: int | None) -> None:
-    """The harness's rule: a task that sets 0 itself keeps it."""
+    """Set the number of examples by the harness's rule: a task that sets 0 itself keeps it."""
     for name, task in tasks.items():
         own = task.get_config("num_fewshot")
         if own is None:
@@ -335,7 +335,7 @@ class HarnessModel(HFLM):
         )
 
     def tok_decode(self, tokens: Any, skip_special_tokens: bool = True) -> Any:
-        """The text of tokens; None for no token, which is the end of text of a tokenizer that has none."""
+        """Return the text of tokens; None for no token, which is the end of text of a tokenizer that has none."""
         return None if tokens is None else super().tok_decode(tokens, skip_special_tokens=skip_special_tokens)
 
     def _loglikelihood_tokens(
@@ -355,12 +355,12 @@ class HarnessModel(HFLM):
         return super()._loglikelihood_tokens(requests, disable_tqdm=disable_tqdm or rolling, override_bs=override_bs)
 
     def loglikelihood_rolling(self, requests: Sequence[Any], disable_tqdm: bool = False) -> Any:
-        """log p of whole texts, in windows that do not overlap; the last has as many tokens before as fit."""
+        """Return log p of whole texts, in windows that do not overlap; the last has as many tokens before as fit."""
         self.asked += len(requests)
         return super().loglikelihood_rolling(requests, disable_tqdm=disable_tqdm)
 
     def generate_until(self, requests: Sequence[Any], disable_tqdm: bool = False) -> Any:
-        """Continuations of prompts up to a stop string; a prompt and its continuation fit the window together."""
+        """Continue prompts up to a stop string; a prompt and its continuation fit the window together."""
         for request in requests:
             prompt, options = request.args
             new = normalize_gen_kwargs(options, self.max_gen_toks)["max_gen_toks"]
@@ -414,7 +414,7 @@ def quiet() -> Iterator[None]:
 
 
 def _fast(tokenizer: Tokenizer, end: int | None) -> PreTrainedTokenizerFast:
-    """The tokenizer in transformers' form: special tokens that a text spells out stay text, as in training."""
+    """Return the tokenizer in transformers' form: special tokens that a text spells out stay text, as in training."""
     return PreTrainedTokenizerFast(
         tokenizer_object=Tokenizer.from_str(tokenizer.to_str()),
         eos_token=None if end is None else tokenizer.id_to_token(end),
@@ -424,7 +424,7 @@ def _fast(tokenizer: Tokenizer, end: int | None) -> PreTrainedTokenizerFast:
 
 
 def _prefix(tokenizer: Tokenizer | PreTrainedTokenizerBase) -> int:
-    """The token that a text begins after."""
+    """Return the token that a text begins after."""
     if not isinstance(tokenizer, Tokenizer):
         special = (tokenizer.bos_token_id, tokenizer.eos_token_id)
         token = next((token for token in special if token is not None), None)

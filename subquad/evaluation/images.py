@@ -40,7 +40,7 @@ class ImageEvaluation:
     seconds: float
 
     def to_dict(self) -> dict[str, Any]:
-        """Plain values, for JSON."""
+        """Return plain values, for JSON."""
         return asdict(self)
 
 

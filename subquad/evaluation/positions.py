@@ -40,12 +40,12 @@ class PositionPlan:
 
     @property
     def tokens(self) -> int:
-        """Tokens of the text that count."""
+        """Return how many tokens of the text count."""
         return self.stretch * len(self.starts)
 
     @property
     def windows(self) -> int:
-        """Windows in all."""
+        """Return the number of windows."""
         return len(self.starts) * (self.edges[-1] + self.stretch) // self.step
 
 
@@ -63,7 +63,7 @@ class RangeLoss:
 
     @property
     def perplexity(self) -> float:
-        """exp(loss)."""
+        """Return exp(loss)."""
         return math.exp(self.loss) if self.loss < 700 else math.inf
 
 
@@ -130,7 +130,7 @@ def loss_by_position(
 
 
 def _batches(plan: PositionPlan, most: int) -> list[list[tuple[int, int, int, int]]]:
-    """Windows `(start, stop, skip, stretch)` of the text, equally long ones together, at most so many.
+    """Return windows `(start, stop, skip, stretch)` of the text, equally long ones together, at most `most`.
 
     A window reads the tokens from start to stop - 1; its first `skip` predictions lie before the tokens that count,
     which are those of the stretch of that number.

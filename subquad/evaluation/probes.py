@@ -41,12 +41,12 @@ class Score:
     """Standard error of `value`, over sequences: answers of one sequence are not taken for independent."""
 
     def to_dict(self) -> dict[str, Any]:
-        """Plain values, for JSON."""
+        """Return plain values, for JSON."""
         return asdict(self)
 
 
 def mean_and_error(sum_B: np.ndarray, count_B: np.ndarray, /) -> tuple[float, float]:
-    """`m = sum / count` and `sqrt(sum_b (sum_b - m count_b)^2) / count`, its standard error over the rows b.
+    """Return `m = sum / count` and `sqrt(sum_b (sum_b - m count_b)^2) / count`, its standard error over the rows b.
 
     With one answer a row and accuracy p of n it is `sqrt(p (1 - p) / n)`.
     """
@@ -59,7 +59,7 @@ def mean_and_error(sum_B: np.ndarray, count_B: np.ndarray, /) -> tuple[float, fl
 def right_answers(
     model: Decoder, rows: ProbeRows, /, *, batch_size: int = 8, progress: Progress | None = None
 ) -> np.ndarray:
-    """Bool `[B, T]`: the places where a token is asked for and is the likeliest one after those before it.
+    """Return bool `[B, T]`: the places where a token is asked for and is the likeliest one after those before it.
 
     One whole pass a batch, in which an answer of several tokens is read as it should be: all of it is right where
     greedy decoding would give all of it, since both go wrong at the same token first. Runs where the model is, without
@@ -224,7 +224,7 @@ def check_windows(model: Decoder, tokens: int, lengths: Sequence[int], /) -> Non
 
 
 def _nats(loss_BM: np.ndarray, length: int, start: int, stop: int) -> Score:
-    """The loss with `start` to `stop - 1` tokens of context, of windows whose last M tokens predict."""
+    """Return the loss with `start` to `stop - 1` tokens of context, of windows whose last M tokens predict."""
     silent = length - loss_BM.shape[1]
     part_BN = loss_BM[:, start - 1 - silent : stop - 1 - silent]
     value, error = mean_and_error(part_BN.sum(1), np.full(len(part_BN), part_BN.shape[1], dtype=float))

@@ -207,7 +207,7 @@ class Evaluation:
     seconds: float
 
     def to_dict(self) -> dict[str, Any]:
-        """Plain values, for JSON."""
+        """Return plain values, for JSON."""
         values = asdict(self)
         values["by_position"] = list(values["by_position"])
         return values

@@ -48,12 +48,19 @@ def running_softmax_flops(T: int, L: int, V: int, *, chunk: int = softmax.CHUNK)
 @functools.cache
 def register() -> None:
     """Teach torch's FlopCounterMode our ops and the fused CPU attention, which it counts as nothing."""
-    from torch.utils.flop_counter import flop_registry, register_flop_formula  # it loads triton
+    from torch.utils import flop_counter  # it loads triton
 
+    def sdpa(q: Any, k: Any, v: Any, *_: Any, out_shape: Any = None, **__: Any) -> int:
+        return int(flop_counter.sdpa_flop_count(q, k, v))
+
+    def sdpa_backward(grad: Any, q: Any, k: Any, v: Any, *_: Any, out_shape: Any = None, **__: Any) -> int:
+        return int(flop_counter.sdpa_backward_flop_count(grad, q, k, v))
+
+    register_flop_formula = flop_counter.register_flop_formula
     cpu = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
-    if cpu not in flop_registry:
-        register_flop_formula([cpu])(_sdpa)
-        register_flop_formula([torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward])(_sdpa_backward)
+    if cpu not in flop_counter.flop_registry:
+        register_flop_formula([cpu])(sdpa)
+        register_flop_formula([torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward])(sdpa_backward)
     ops = torch.ops.subquad
     register_flop_formula([ops.block_attention_cpu])(_attention)
     register_flop_formula([ops.block_attention_cpu_backward])(_attention_backward)
@@ -68,13 +75,11 @@ def register() -> None:
     register_flop_formula([ops.gated_scan_sequential_backward])(_sequential_gated_scan_backward)
     register_flop_formula([ops.running_softmax_sequential_backward])(_sequential_softmax_backward)
     if HAS_TRITON:
-        _register_kernels()
+        _register_kernels(register_flop_formula)
 
 
-def _register_kernels() -> None:
-    """The kernels count as what the backend `torch` computes for the same."""
-    from torch.utils.flop_counter import register_flop_formula
-
+def _register_kernels(register_flop_formula: Any) -> None:
+    """Count the kernels as what the backend `torch` computes for the same."""
     from subquad.ops._triton import attend as _attend  # noqa: F401 it makes the operations known
     from subquad.ops._triton import scan as _scan  # noqa: F401
     from subquad.ops._triton import softmax as _softmax  # noqa: F401
@@ -98,18 +103,6 @@ def _register_kernels() -> None:
     register_flop_formula([ops.running_softmax_triton_backward])(
         lambda grad, gl, ga, gs, p, k, v, *_, **__: 5 * p[0] * p[1] * running_softmax_flops(p[2], p[3], v[3]) // 2
     )
-
-
-def _sdpa(q: Any, k: Any, v: Any, *_: Any, out_shape: Any = None, **__: Any) -> int:
-    from torch.utils.flop_counter import sdpa_flop_count
-
-    return int(sdpa_flop_count(q, k, v))
-
-
-def _sdpa_backward(grad: Any, q: Any, k: Any, v: Any, *_: Any, out_shape: Any = None, **__: Any) -> int:
-    from torch.utils.flop_counter import sdpa_backward_flop_count
-
-    return int(sdpa_backward_flop_count(grad, q, k, v))
 
 
 def _attention(

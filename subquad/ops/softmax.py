@@ -148,12 +148,11 @@ def _softmax_kernels(
     state: SoftmaxState | tuple[Tensor, Tensor] | None,
     mask: Tensor | None,
 ) -> SoftmaxOutput:
-    from subquad.ops._triton.common import check_device
-    from subquad.ops._triton.softmax import running_softmax as kernels
+    from subquad.ops._triton import common, softmax
 
-    out, _, lse, mean = kernels(p_BHTL, logits_BHTL, v_BHTV, state, mask, want_lse=False)
+    out, _, lse, mean = softmax.running_softmax(p_BHTL, logits_BHTL, v_BHTV, state, mask, want_lse=False)
     if own is not None:
-        check_device("running_softmax", own)
+        common.check_device("running_softmax", own)
         out = torch.addcmul(out, *masked([own, v_BHTV], mask, v_BHTV.dtype, (0.0, 0.0)))
     start = None if state is None else state[0]
     return SoftmaxOutput(out, SoftmaxState(lse, mean), logits=logits_BHTL, start=start, mask=mask)

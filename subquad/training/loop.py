@@ -67,18 +67,20 @@ class Loop:
             for module in recomputing:
                 module.gradient_checkpointing = True
         self.model: Any = model.to(self.device)
+        checkpoints = Checkpoints
         if self.sharded:
-            from subquad.training.sharding import shard
+            from subquad.training import sharding
 
-            shard(self.model, processes, bf16=self.bf16)
+            sharding.shard(self.model, processes, bf16=self.bf16)
             self.spread = self.model  # `prepare` would make it DistributedDataParallel on a CPU
+            checkpoints = sharding.ShardedCheckpoints
         else:
             self.spread = self.accelerator.prepare(self.model)
         self.sharing: Callable[[], AbstractContextManager[Any]] = processes.sharing_windows()
         self.optimizer = build_optimizer(self.model, config.optimizer)
         self.scheduler = LambdaLR(self.optimizer, lambda step: config.schedule.factor(step, config.run.steps))
         self.standing = Standing()
-        self.checkpoints = Checkpoints(
+        self.checkpoints = checkpoints(
             folder / CHECKPOINTS, task, self.model, self.optimizer, self.scheduler, processes, settings
         )
 

@@ -10,6 +10,7 @@ from pathlib import Path
 import torch
 from torch import nn
 
+from subquad import memory
 from subquad.training.config import TrainConfig
 from subquad.training.errors import StepMemoryError
 
@@ -101,12 +102,8 @@ def free_bytes(device: torch.device) -> int | None:
     if device.type == "cuda":
         free, _ = torch.cuda.mem_get_info(device)
         return free + torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
-    meminfo = Path("/proc/meminfo")
-    if not meminfo.is_file():
-        return None
-    entries = dict(line.split(":", 1) for line in meminfo.read_text().splitlines() if ":" in line)
-    available = int(entries["MemAvailable"].split()[0]) * 1024
-    return min(available, _limit_left())
+    available = memory.free_bytes(device)
+    return None if available is None else min(available, _limit_left())
 
 
 def _limit_left() -> int:

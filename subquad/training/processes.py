@@ -199,6 +199,11 @@ def check_parallel(config: TrainConfig) -> None:
                 raise ValueError(f"attention {name!r} can't share a window: parallel.context must be 1, got {context}")
 
 
+def trains_on_cpu(config: TrainConfig) -> bool:
+    """Return whether the run is on the CPU, as it is where PyTorch finds no GPU."""
+    return config.run.device == "cpu" or not torch.cuda.is_available()
+
+
 def world_size() -> int:
     """The number of processes that the launcher has started."""
     return int(os.environ.get("WORLD_SIZE", "1"))

@@ -234,11 +234,9 @@ def draw_curves(records: Sequence[dict[str, float]], path: Path, *, title: str, 
     held_out = [(record["step"], record["eval_loss"]) for record in records if "eval_loss" in record]
     if not train and not held_out:
         raise ValueError(f"there is no loss to draw among {len(records)} records")
-    from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
 
     figure = Figure(figsize=(7, 4.2), dpi=150, layout="constrained")
-    FigureCanvasAgg(figure)
     axes = figure.subplots()
     low, high = loss_range(train, held_out)
     if train:

@@ -10,15 +10,13 @@ import time
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
+from rich.table import Table
 
 from subquad.models import Decoder
 from subquad.training.checkpoint import write_atomically
-
-if TYPE_CHECKING:
-    from rich.table import Table
 
 STATE_AFTER = (1_000, 100_000)
 """Tokens after which the state's size is reported."""
@@ -64,8 +62,6 @@ class Report:
 
     def table(self) -> Table:
         """The report as a table for the terminal."""
-        from rich.table import Table
-
         table = Table(title="held-out text and cost", show_header=False)
         table.add_row("model", f"{self.bits_per_byte:.3f} bits per byte")
         table.add_row("gzip -9", f"{self.gzip_bits_per_byte:.3f} bits per byte")

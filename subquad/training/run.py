@@ -20,7 +20,7 @@ from subquad.training import checkpoint
 from subquad.training.config import TrainConfig
 from subquad.training.errors import CheckpointError
 from subquad.training.loop import Loop
-from subquad.training.processes import Processes, at, check_parallel, join
+from subquad.training.processes import Processes, at, check_parallel, join, trains_on_cpu
 from subquad.training.progress import check_trackers, draw_curves, read_metrics
 from subquad.training.saving import CHECKPOINTS, begin_rng, rng_files
 from subquad.training.task import Data, Task
@@ -168,7 +168,8 @@ def _run(
     begin_rng(config.run.seed, 0)
     model = task.make_model()
     parameters = sum(parameter.numel() for parameter in model.parameters())
-    begin_rng(config.run.seed, 0)  # training draws the same numbers whatever the model has drawn
+    # Training draws the same numbers whatever the model has drawn; the processes draw others, or all would drop alike.
+    begin_rng(config.run.seed, processes.rank)
     loop = Loop(task, model, processes, settings, console)
     loop.run(start)
     at("the end of the run")
@@ -201,13 +202,9 @@ def _plain_model(loop: Loop) -> Any:
     A sharded one is put together in the first process, and in all where a second phase begins with its weights; in the
     others it stays as it is.
     """
-    if not loop.sharded:
-        return loop.model
-    from subquad.training.sharding import whole_state
-
     keep = loop.processes.first or loop.task.begins_another
-    weights = whole_state(loop.model, keep=keep)
-    if not keep:
+    weights = loop.checkpoints.whole_weights(keep=keep)
+    if not weights:
         return loop.model
     model = loop.task.make_model()
     model.load_state_dict(weights)
@@ -244,11 +241,6 @@ def _threads(count: int | None) -> Iterator[None]:
         yield
     finally:
         torch.set_num_threads(before)
-
-
-def trains_on_cpu(config: TrainConfig) -> bool:
-    """Return whether the run is on the CPU, as it is where PyTorch finds no GPU."""
-    return config.run.device == "cpu" or not torch.cuda.is_available()
 
 
 def precision_of(config: TrainConfig) -> str:

@@ -30,7 +30,7 @@ from subquad.parsing import check_keys, parse_json, read_json
 from subquad.training import checkpoint
 from subquad.training.errors import CheckpointError, NonFiniteError, SaveError, reading
 from subquad.training.processes import Processes, at
-from subquad.training.task import Task, weights_file
+from subquad.training.task import Task
 
 logger = logging.getLogger(__name__)
 
@@ -93,7 +93,6 @@ class Checkpoints:
         self.root, self.task, self.model = root, task, model
         self.optimizer, self.scheduler = optimizer, scheduler
         self.processes, self.settings = processes, settings
-        self.sharded = task.config.parallel.shard and processes.world > 1
 
     def newest_name(self) -> str:
         """Return the name of the newest checkpoint, for messages."""
@@ -117,7 +116,7 @@ class Checkpoints:
                 if first:
                     shutil.rmtree(folder, ignore_errors=True)
                     folder.mkdir(parents=True)
-            weights = self.whole_weights()
+            weights = self.whole_weights(keep=first)
             with together():
                 self.write_weights(folder, weights)
             self.write_optimizer(folder)
@@ -136,7 +135,7 @@ class Checkpoints:
         """Put the model at the top of the run's folder. All processes must call it."""
         aside = folder / ".saving-model"
         with self.disk(aside, "the final model"):
-            weights = self.whole_weights()
+            weights = self.whole_weights(keep=self.processes.first)
             with self.processes.together():
                 if self.processes.first:
                     shutil.rmtree(aside, ignore_errors=True)
@@ -197,13 +196,12 @@ class Checkpoints:
                     f"{self.newest_name()}"
                 )
 
-    def whole_weights(self) -> dict[str, Any] | None:
-        """Return the weights of a sharded model, put together in the first process. All processes must call it."""
-        if not self.sharded:
-            return None
-        from subquad.training.sharding import whole_state
+    def whole_weights(self, *, keep: bool) -> dict[str, Any] | None:
+        """Return the weights where `model` has a part of them alone, and empty without `keep`; None where it has all.
 
-        return whole_state(self.model, keep=self.processes.first)
+        All processes must call it.
+        """
+        return None
 
     def write_weights(self, folder: Path, weights: dict[str, Any] | None) -> None:
         """Write the model, or the adapter, in the first process."""
@@ -212,39 +210,21 @@ class Checkpoints:
 
     def load_weights(self, folder: Path) -> None:
         """Read the model's weights. Raises `CheckpointError` where names or shapes are others."""
-        if not self.sharded:
-            self.task.load_weights(self.model, folder)
-            return
-        from subquad.training.sharding import load_weights
-
-        with reading(folder / "model.safetensors"):
-            load_weights(self.model, weights_file(folder))
+        self.task.load_weights(self.model, folder)
 
     def write_optimizer(self, folder: Path) -> None:
         """Write the states of the optimizer and of the schedule. All processes must call it."""
-        names: list[str] | None = None
-        if self.sharded:
-            from subquad.training import sharding
-
-            names = sharding.save_optimizer(self.model, self.optimizer, folder)
         with self.processes.together():
-            if not self.processes.first:
-                return
-            if names is None:
+            if self.processes.first:
                 torch.save(self.optimizer.state_dict(), folder / "optimizer.pt")
-            else:
-                sharding.list_states(folder, names)
-            torch.save(self.scheduler.state_dict(), folder / "scheduler.pt")
+                torch.save(self.scheduler.state_dict(), folder / "scheduler.pt")
 
     def load_optimizer(self, folder: Path, *, in_shards: bool) -> None:
-        """Read the optimizer's states, whole or in shards, into an optimizer of either kind."""
-        if in_shards or self.sharded:
-            from subquad.training import sharding
+        """Read the optimizer's states, whole or in shards."""
+        if in_shards:
+            from subquad.training.sharding import load_optimizer
 
-            if in_shards:
-                sharding.load_optimizer(self.model, self.optimizer, folder)
-            else:
-                sharding.spread_optimizer(self.optimizer, folder / "optimizer.pt")
+            load_optimizer(self.model, self.optimizer, folder)
         else:
             states = torch.load(folder / "optimizer.pt", map_location="cpu", weights_only=True)
             self.optimizer.load_state_dict(states)

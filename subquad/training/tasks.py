@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 from rich.console import Console
 
 from subquad.attention import mechanism, names
@@ -48,9 +50,7 @@ def check_forms(config: TrainConfig) -> None:
 def check(config: TrainConfig) -> None:
     """Raise what the configuration deserves before any data is read."""
     if config.lora.rank:
-        from subquad.training.lora import with_base
-
-        config = with_base(config)
+        config = _lora().with_base(config)
     check_forms(config)
     TASKS[config.task].check(config)
 
@@ -58,10 +58,14 @@ def check(config: TrainConfig) -> None:
 def prepare_task(config: TrainConfig, console: Console | None) -> Task:
     """Read or make the data of `config`. Raises `ValueError` as `train` says."""
     if config.lora.rank:
-        from subquad.training import lora
-
-        config = lora.with_base(config)
-        check_forms(config)
-        return lora.adapt(TASKS[config.task].prepare(config, console))
+        config = _lora().with_base(config)
     check_forms(config)
-    return TASKS[config.task].prepare(config, console)
+    task = TASKS[config.task].prepare(config, console)
+    return _lora().adapt(task) if config.lora.rank else task
+
+
+def _lora() -> Any:
+    """Return the module of LoRA, which loads transformers."""
+    from subquad.training import lora
+
+    return lora

@@ -82,8 +82,7 @@ class ClassifyTask(_LabelledTask):
 
     def new_model(self) -> Any:
         """Make the classifier, with first weights from the present random numbers or the first phase's."""
-        from subquad.hf import SubquadForSequenceClassification
-        from subquad.hf.encoders import Denoising, SubquadClassifierConfig
+        from subquad.hf.encoders import Denoising, SubquadClassifierConfig, SubquadForSequenceClassification
 
         classes, options = self.data.classes, self.config.pretrain
         encoder = self.config.encoder(len(classes))
@@ -170,8 +169,7 @@ class PretrainTask(_LabelledTask):
 
     def new_model(self) -> Any:
         """Make the encoder and its head, with first weights from the present random numbers."""
-        from subquad.hf import SubquadForPreTraining
-        from subquad.hf.encoders import SubquadPretrainingConfig
+        from subquad.hf.encoders import SubquadForPreTraining, SubquadPretrainingConfig
 
         options = self.config.pretrain
         return SubquadForPreTraining(

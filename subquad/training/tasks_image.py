@@ -91,8 +91,7 @@ class ImageTask(Task):
 
     def new_model(self) -> Any:
         """Make the model, with first weights from the present random numbers."""
-        from subquad.hf import SubquadForImages
-        from subquad.hf.image import SubquadImageConfig
+        from subquad.hf.image import SubquadForImages, SubquadImageConfig
 
         return SubquadForImages(SubquadImageConfig.from_image(self.image))
 

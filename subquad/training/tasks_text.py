@@ -15,7 +15,7 @@ from torch import Tensor
 from subquad.config import digest
 from subquad.data import Corpus, TokenSet, TokenShard, prepare
 from subquad.data.probes import IGNORED, ProbeCorpus
-from subquad.data.tokenizers import encode_text, separator_id
+from subquad.data.tokenizers import encode_text, separator_id, warn_of_carriage_returns
 from subquad.data.windows import PackedSetWindows, PackedWindows, SetWindows, Windows, windows_of
 from subquad.models.build import build_model
 from subquad.models.stacks import options_of
@@ -67,6 +67,8 @@ class LanguageTask(Task):
                     f"batch.length {config.batch.length} is longer than the {name} part of the text, which has "
                     f"{len(shard)} tokens; give more text or shorter windows"
                 )
+            if isinstance(shard, TokenShard):  # a set opens its shards when they are read
+                warn_of_carriage_returns(corpus.tokenizer, shard.tokens, f"the {name} part of the text")
         windows, held_out = (_windows(part, config, labels, console) for part in (corpus.train, corpus.held_out))
         if labels < config.batch.length - 1:
             count = config.step_tokens // config.batch.length
@@ -96,9 +98,7 @@ class LanguageTask(Task):
 
     def new_model(self) -> Any:
         """Make the language model, with first weights from the present random numbers."""
-        from subquad.hf import SubquadConfig, SubquadForCausalLM
-
-        return SubquadForCausalLM(SubquadConfig.from_decoder(self.config.model, eos_token_id=self.end))
+        return _language_model(self.config, end=self.end)
 
     @property
     def packed(self) -> bool:
@@ -161,9 +161,7 @@ class ProbeTask(Task):
 
     def new_model(self) -> Any:
         """Make the language model, with first weights from the present random numbers."""
-        from subquad.hf import SubquadConfig, SubquadForCausalLM
-
-        return SubquadForCausalLM(SubquadConfig.from_decoder(self.config.model))
+        return _language_model(self.config)
 
     def evaluate(self, model: Any, batch: Batch) -> dict[str, Tensor]:
         """Return the loss, and how many tokens of each sequence were asked and predicted."""
@@ -179,6 +177,13 @@ class ProbeTask(Task):
         return {**super().measure(values), "eval_accuracy": float(values["right"].sum() / values["asked"].sum())}
 
     window_bytes = staticmethod(LanguageTask.window_bytes)
+
+
+def _language_model(config: TrainConfig, *, end: int | None = None) -> Any:
+    """Make a language model; `end` is the token that ends a document."""
+    from subquad.hf import SubquadConfig, SubquadForCausalLM
+
+    return SubquadForCausalLM(SubquadConfig.from_decoder(config.model, eos_token_id=end))
 
 
 def _windows(

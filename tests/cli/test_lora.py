@@ -7,8 +7,9 @@ import pytest
 import torch
 from tokenizers import Tokenizer, models, pre_tokenizers
 
-from subquad.cli import audit, generate
+from subquad.adaptation.extended import load_causal
 from subquad.cli import eval as eval_command
+from subquad.cli import generate
 from subquad.cli.lora import run
 from subquad.hf import SubquadConfig, SubquadForCausalLM, lora
 from subquad.testing import assert_exact, assert_same_maths
@@ -180,7 +181,7 @@ def test_eval_measures_the_adapted_model(runs, capsys, tmp_path):
 def test_audit_reads_an_adapter(runs):
     tokens = torch.arange(20)[None]
     with torch.no_grad():
-        assert_exact(audit.load(str(runs / "one")).eval()(tokens).logits, load_run(runs / "one").decoder(tokens)[0])
+        assert_exact(load_causal(str(runs / "one")).eval()(tokens).logits, load_run(runs / "one").decoder(tokens)[0])
 
 
 def test_the_decoder_of_an_adapter_carries_its_state(runs):

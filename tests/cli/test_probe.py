@@ -10,7 +10,7 @@ from tokenizers import Tokenizer, models, pre_tokenizers
 from subquad.cli import probe
 from subquad.cli.probe import read_depths, read_lengths
 from subquad.data import load_tokenizer
-from subquad.evaluation import probing
+from subquad.evaluation import probe_report
 from subquad.evaluation.probes import Score
 from subquad.hf import SubquadConfig, SubquadForCausalLM
 from subquad.training.config import TrainConfig
@@ -168,18 +168,19 @@ def test_a_checkpoint_and_folders_of_one_name_can_be_measured(runs, tmp_path):
 # --- pictures
 
 
-def entries(*cells) -> list[probing.Entry]:
+def entries(*cells) -> list[probe_report.Entry]:
     found = []
     for name, length, start, stop, value in cells:
         score = Score(length, start, stop, 9, 9, value, 0.01)
-        found.append(probing.Entry(probing.Subject(name, decoder=None, trained=length), length, score, (score,)))
+        subject = probe_report.Subject(name, decoder=None, trained=length)
+        found.append(probe_report.Entry(subject, length, score, (score,)))
     return found
 
 
 def test_a_heatmap_has_each_score_in_its_cell_and_nothing_elsewhere():
     measured = entries(("a", 16, 1, 2, 0.25), ("a", 32, 2, 4, 0.75), ("b", 32, 2, 4, 1.0))
     names = {(1, 2): "1", (2, 4): "2 to 3"}
-    figure = probing.draw_heatmaps(measured, title="t", label="l", names=names, chance=0.1)
+    figure = probe_report.draw_heatmaps(measured, title="t", label="l", names=names, chance=0.1)
     left, right, _ = figure.axes
     assert [text.get_text() for text in left.texts] == ["25", "75"]
     assert [text.get_position() for text in left.texts] == [(0, 0), (1, 1)]
@@ -191,10 +192,10 @@ def test_a_heatmap_has_each_score_in_its_cell_and_nothing_elsewhere():
 def test_lines_stand_at_the_middle_of_their_ranges():
     measured = entries(("a", 16, 1, 2, 3.0), ("b", 16, 4, 8, 2.0), ("b", 32, 4, 8, 2.5))
     options = {"title": "t", "x": "x", "y": "y", "chance": None, "doubling": True}
-    figure = probing.draw_lines(measured, **options)
+    figure = probe_report.draw_lines(measured, **options)
     assert [axis.get_title() for axis in figure.axes] == ["16 tokens", "32 tokens"]
     assert figure.axes[0].lines[0].get_xydata().tolist() == [[1, 3]]
-    (only,) = probing.draw_lines(measured[1:], **options | {"chance": 0.5, "doubling": False}).axes
+    (only,) = probe_report.draw_lines(measured[1:], **options | {"chance": 0.5, "doubling": False}).axes
     assert [text.get_text() for text in only.get_legend().get_texts()] == ["chance", "16 tokens", "32 tokens"]
 
 

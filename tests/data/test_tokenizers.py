@@ -8,6 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from tokenizers import Tokenizer, models, normalizers, pre_tokenizers
 
+from subquad.data import DataConfig, prepare
 from subquad.data import tokenizers as module
 from subquad.data.tokenizers import (
     Encoder,
@@ -17,6 +18,7 @@ from subquad.data.tokenizers import (
     separator_id,
     tokenizer_hash,
     vocab_size,
+    warn_of_carriage_returns,
 )
 from subquad.data.vocabularies import SEPARATOR, train_bpe
 
@@ -133,3 +135,21 @@ def test_a_file_that_is_no_tokenizer_is_named(tmp_path):
     file.write_text('{"version": "1.0"}')
     with pytest.raises(ValueError, match=f"{re.escape(str(file))} is not a tokenizer.json: "):
         load_tokenizer(file)
+
+
+@pytest.mark.parametrize("name", ["bytes", "bpe", "characters", "unigram"])
+def test_carriage_returns_are_counted_and_said(name, tmp_path, caplog):
+    unix = "one line\nand another one\n" * 40
+    texts = {"unix": unix, "dos": unix.replace("\n", "\r\n")}
+    (tmp_path / "texts").mkdir()
+    for kind, text in texts.items():
+        (tmp_path / "texts" / f"{kind}.txt").write_bytes(text.encode())
+    config = DataConfig(path=str(tmp_path / "texts"), tokenizer=name, vocab_size=300, cache=str(tmp_path / "cache"))
+    tokenizer = bytes_tokenizer() if name == "bytes" else prepare(config).tokenizer
+    for kind, text in texts.items():
+        caplog.clear()
+        warn_of_carriage_returns(tokenizer, np.array(tokenizer.encode(text).ids), "the text")
+        said = [record.getMessage() for record in caplog.records if "CRLF" in record.getMessage()]
+        assert len(said) == (kind == "dos"), said
+        if name == "bytes" and said:
+            assert said[0].startswith("the text has CRLF line ends (80 carriage returns): the loss counts each")

@@ -592,9 +592,9 @@ def model(folder):
 
 @target(make_model, files="config.json", quick=4, raises=(ValueError, TypeError, OSError))
 def audited(folder):
-    from subquad.cli.audit import load
+    from subquad.adaptation.extended import load_causal
 
-    load(str(folder))
+    load_causal(str(folder))
 
 
 def make_classifier(folder):

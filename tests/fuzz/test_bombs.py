@@ -435,14 +435,14 @@ def test_weights_are_safetensors_alone(folder, tmp_path):
 
 
 def test_a_folder_that_brings_code_is_not_asked_about(folder, tmp_path, monkeypatch):
-    from subquad.cli.audit import load
+    from subquad.adaptation.extended import load_causal
 
     (tmp_path / "evil.py").write_text("raise SystemExit('it ran')\n")
     values = {"model_type": "evil", "auto_map": {"AutoConfig": "evil.Config", "AutoModelForCausalLM": "evil.Model"}}
     (tmp_path / "config.json").write_text(json.dumps(values))
     monkeypatch.setattr("builtins.input", lambda *_: "y")
     with pytest.raises(ValueError, match="cannot be read as a model: its configuration names code of its own"):
-        load(str(tmp_path))
+        load_causal(str(tmp_path))
 
 
 ADAPTER = {"peft_type": "LORA", "r": 1, "lora_alpha": 2, "target_modules": ["query"]}

@@ -7,11 +7,11 @@ import json
 import pytest
 import yaml
 
-from subquad import evaluation
 from subquad.attention import mechanism, names
 from subquad.cli import main
 from subquad.cli import train as command
 from subquad.data import labelled
+from subquad.evaluation.classes import fit_bag_of_tokens
 from subquad.training.progress import read_metrics
 from tests.training.lra_files import MEASURED, TRAIN, write_release
 
@@ -69,9 +69,9 @@ def quick():
             found[key] = read(config, length, **kwargs)
         return found[key]
 
-    fit = functools.cache(evaluation.fit_bag_of_tokens)
+    fit = functools.cache(fit_bag_of_tokens)
     patch.setattr("subquad.training.tasks_classify.labelled_corpus", once)
-    patch.setattr(evaluation, "fit_bag_of_tokens", fit, raising=False)
+    patch.setattr("subquad.cli.eval.fit_bag_of_tokens", fit)
     patch.setattr(command, "make_parser", functools.cache(command.make_parser))
     gc.freeze()  # the Trainer collects garbage at its end, and looks at all that pytest holds
     yield

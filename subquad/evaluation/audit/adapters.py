@@ -31,32 +31,32 @@ class Adapter:
     """Whether position_ids are passed with padding and with a cache, where the model takes them."""
 
     def vocab_size(self, model: nn.Module) -> int | None:
-        """Tokens are drawn below it; None: below the width of the logits."""
+        """Return the number that tokens are drawn below; None: the width of the logits."""
         return None
 
     def max_tokens(self, model: nn.Module) -> int | None:
-        """The longest sequence that the model takes; None: any."""
+        """Return the longest sequence that the model takes; None: any."""
         return None
 
     def sizes(self, model: nn.Module) -> list[int]:
-        """Lengths around which the model may behave in another way: its windows, segments, chunks."""
+        """Return lengths around which the model may behave in another way: its windows, segments, chunks."""
         return []
 
     def no_cache(self, model: nn.Module) -> str | None:
-        """Why decoding with a cache can't be checked; None where it can, by `step`."""
+        """Return why decoding with a cache can't be checked; None where it can, by `step`."""
         return "no way to decode with a cache is known for it: give an Adapter with `step`"
 
     def no_padding(self, model: nn.Module) -> str | None:
-        """Why padding can't be checked; None where `full` (and `step`) take a mask."""
+        """Return why padding can't be checked; None where `full` (and `step`) take a mask."""
         return None if _mask_name(model) else f"its forward has no parameter {' or '.join(MASK_NAMES)}"
 
     def passed(self, model: nn.Module) -> tuple[str, ...]:
-        """The names of what goes to the model with padding; of these position_ids with a cache too."""
+        """Return the names of what goes to the model with padding; of these position_ids with a cache too."""
         name = _mask_name(model)
         return (name,) if name else ()
 
     def full(self, model: nn.Module, tokens_BT: Tensor, mask_BT: Tensor | None = None) -> Tensor:
-        """Logits `[B, M, V]` of the last M tokens; `mask` is bool, True for a real token."""
+        """Return logits `[B, M, V]` of the last M tokens; `mask` is bool, True for a real token."""
         name = _mask_name(model)
         named = {} if mask_BT is None or name is None else {name: mask_BT}
         return logits_of(model(tokens_BT, **named))
@@ -64,7 +64,7 @@ class Adapter:
     def step(
         self, model: nn.Module, tokens_BT: Tensor, cache: Any | None, mask_BS: Tensor | None = None
     ) -> tuple[Tensor, Any]:
-        """Logits `[B, T, V]` of tokens that follow those in `cache` (None: nothing yet), and the cache after them.
+        """Return logits `[B, T, V]` of tokens after those in `cache` (None: nothing yet), and the cache after them.
 
         `mask` `[B, S]` also covers the tokens in the cache. The cache given may be changed in place.
         """
@@ -72,7 +72,7 @@ class Adapter:
 
 
 def logits_of(output: Any) -> Tensor:
-    """`output.logits`, the first of a tuple, or the tensor itself; `TypeError` where that is no `[B, T, V]`."""
+    """Return `output.logits`, the first of a tuple, or the tensor itself; `TypeError` where that is no `[B, T, V]`."""
     if isinstance(output, dict) and "logits" in output:
         output = output["logits"]
     elif hasattr(output, "logits"):
@@ -86,7 +86,7 @@ def logits_of(output: Any) -> Tensor:
 
 
 def tensors_in(cache: Any) -> list[Tensor]:
-    """All tensors that can be reached from a cache by its lists, mappings and attributes."""
+    """Return all tensors that can be reached from a cache by its lists, mappings and attributes."""
     found, seen, todo = list[Tensor](), set[int](), [cache]
     while todo:
         item = todo.pop()
@@ -105,7 +105,7 @@ def tensors_in(cache: Any) -> list[Tensor]:
 
 
 def device_of(model: nn.Module) -> torch.device:
-    """The device of the model's first parameter or buffer; the CPU where it has none."""
+    """Return the device of the model's first parameter or buffer; the CPU where it has none."""
     for tensor in (*model.parameters(), *model.buffers()):
         return tensor.device
     return torch.device("cpu")
@@ -127,11 +127,11 @@ class DecoderAdapter(Adapter):
         self.aligned_at_end = model.predicts_last is not None
 
     def vocab_size(self, model: nn.Module) -> int | None:
-        """The configuration's."""
+        """Return the configuration's vocabulary."""
         return _decoder(model).config.vocab_size
 
     def max_tokens(self, model: nn.Module) -> int | None:
-        """Rows of a learned table of positions; else any."""
+        """Return the rows of a learned table of positions; None where there is none."""
         return _decoder(model).most_tokens
 
     def sizes(self, model: nn.Module) -> list[int]:
@@ -139,25 +139,25 @@ class DecoderAdapter(Adapter):
         return named_sizes(_decoder(model).token_settings())
 
     def no_cache(self, model: nn.Module) -> str | None:
-        """A stack whose decoding equals another pass than the full one."""
+        """Return the reason of a stack whose decoding differs from the full pass."""
         return _decoder(model).inexact_decoding
 
     def no_padding(self, model: nn.Module) -> str | None:
-        """Always possible."""
+        """Return None: padding is always possible."""
         return None
 
     def passed(self, model: nn.Module) -> tuple[str, ...]:
-        """The mask."""
+        """Return the mask's name."""
         return ("mask",)
 
     def full(self, model: nn.Module, tokens_BT: Tensor, mask_BT: Tensor | None = None) -> Tensor:
-        """The whole sequence, without a state."""
+        """Read the whole sequence, without a state."""
         return logits_of(model(tokens_BT, mask=mask_BT))
 
     def step(
         self, model: nn.Module, tokens_BT: Tensor, cache: Any | None, mask_BS: Tensor | None = None
     ) -> tuple[Tensor, Any]:
-        """With the state; the mask of the new tokens alone, where any is padding."""
+        """Read on with the state; the mask is that of the new tokens alone, where any is padding."""
         mask_BT = None if mask_BS is None else mask_BS[:, mask_BS.shape[1] - tokens_BT.shape[1] :]
         logits, state = model(tokens_BT, cache, None if mask_BT is None or bool(mask_BT.all()) else mask_BT)
         return logits, state
@@ -174,11 +174,11 @@ class TransformersAdapter(Adapter):
         self.aligned_at_end = self.decoder is not None and self.decoder.predicts_last is not None
 
     def vocab_size(self, model: nn.Module) -> int | None:
-        """The configuration's."""
+        """Return the configuration's vocabulary."""
         return getattr(_text_config(model), "vocab_size", None)
 
     def max_tokens(self, model: nn.Module) -> int | None:
-        """Our decoders' as theirs; of others `max_position_embeddings`, unless positions are scaled beyond it."""
+        """Return that of our decoders; of others `max_position_embeddings`, unless positions are scaled beyond it."""
         if self.decoder is not None:
             return self.decoder.most_tokens
         most = _own_length(model)
@@ -193,21 +193,21 @@ class TransformersAdapter(Adapter):
         return named if beyond is None else sorted({*named, beyond})
 
     def no_cache(self, model: nn.Module) -> str | None:
-        """Where forward takes no cache."""
+        """Return the reason where forward takes no cache."""
         if self.cache_name is None:
             return f"its forward has no parameter {' or '.join(CACHE_NAMES)}"
         return None if self.decoder is None else self.decoder.inexact_decoding
 
     def no_padding(self, model: nn.Module) -> str | None:
-        """Where forward takes no mask."""
+        """Return the reason where forward takes no mask."""
         return None if "attention_mask" in self.names else "its forward has no parameter attention_mask"
 
     def passed(self, model: nn.Module) -> tuple[str, ...]:
-        """attention_mask, and position_ids where forward has it."""
+        """Return attention_mask, and position_ids where forward has it."""
         return tuple(name for name in ("attention_mask", "position_ids") if name in self.names)
 
     def full(self, model: nn.Module, tokens_BT: Tensor, mask_BT: Tensor | None = None) -> Tensor:
-        """Without a cache."""
+        """Read without a cache."""
         named: dict[str, Any] = {"use_cache": False} if "use_cache" in self.names else {}
         if mask_BT is not None:
             named |= {"attention_mask": mask_BT.long(), **self.position_ids(mask_BT, tokens_BT.shape[1])}
@@ -216,7 +216,7 @@ class TransformersAdapter(Adapter):
     def step(
         self, model: nn.Module, tokens_BT: Tensor, cache: Any | None, mask_BS: Tensor | None = None
     ) -> tuple[Tensor, Any]:
-        """With the cache by the name that forward has for it; `cache_params` goes without a mask after the first.
+        """Read on with the cache by the name that forward has for it; `cache_params` takes a mask only at first.
 
         What is carried is the model's cache and the tokens in it, since position_ids are passed where forward has them.
         """
@@ -248,14 +248,14 @@ class TransformersAdapter(Adapter):
         return DynamicCache(config=_text_config(model))
 
     def position_ids(self, mask_BS: Tensor, tokens: int) -> dict[str, Tensor]:
-        """The count of real tokens before each of the last ones, where forward has position_ids."""
+        """Return the count of real tokens before each of the last ones, where forward has position_ids."""
         if not self.positions or "position_ids" not in self.names:
             return {}
         return {"position_ids": (mask_BS.long().cumsum(1) - 1).clamp(min=0)[:, mask_BS.shape[1] - tokens :]}
 
 
 def adapter_for(model: nn.Module) -> Adapter:
-    """The adapter that fits; `ValueError` for a model that is no causal language model by its own account."""
+    """Return the adapter that fits; `ValueError` for a model that is no causal language model by its own account."""
     if isinstance(model, Decoder):
         return DecoderAdapter(model)
     if getattr(model, "reads_whole_sequences", False):
@@ -289,7 +289,7 @@ def _dynamic(model: nn.Module) -> bool:
 
 
 def named_sizes(values: Any) -> list[int]:
-    """Whole numbers in a configuration whose names speak of windows, segments, chunks, groups or blocks of tokens."""
+    """Return whole numbers in a configuration whose names speak of windows, segments, chunks or the like."""
     found: set[int] = set()
     for name, value in values.items() if isinstance(values, dict) else ():
         if isinstance(value, dict):

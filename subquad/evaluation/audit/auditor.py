@@ -148,7 +148,7 @@ def replay(model: nn.Module, report: AuditReport, /, *, adapter: Adapter | None 
 def _prepare(
     model: nn.Module, adapter: Adapter, config: AuditConfig, text: Sequence[int] | None
 ) -> tuple[checks.Audited, dict[str, Any]]:
-    """The probe, the lengths that the model takes, the tokens, the band."""
+    """Return the probe, the lengths that the model takes, the tokens, the band."""
     most = adapter.max_tokens(model)
     own = [size for size in adapter.sizes(model) if 2 * size + 1 <= min(LONGEST_OWN, most or LONGEST_OWN)]
     usual = [n for n in _lengths(config.tokens) if most is None or n <= most]
@@ -172,7 +172,7 @@ def _prepare(
 
 
 def _only_in_float64(audited: checks.Audited, config: AuditConfig) -> list[str]:
-    """The checks that fail with weights in float64 and, though the fault would be seen there, not in float32.
+    """Return the checks that fail with weights in float64 and, though the fault would be seen there, not in float32.
 
     A model may fail in float64 alone, in which nobody runs it: by a mask with float32's lowest number, for instance.
     """
@@ -196,9 +196,9 @@ def _only_in_float64(audited: checks.Audited, config: AuditConfig) -> list[str]:
 
 
 def _merged(wide: Sequence[Check], narrow: Sequence[Check], alone: Sequence[str]) -> tuple[list[Check], list[str]]:
-    """The checks in float64; in their place those in float32 where they fail in float64 alone or were left out for it.
+    """Return the checks in float64, and the names of those that are taken from float32 in their place.
 
-    So is a violation that float32 alone has. Also returns the names of those in float32.
+    These are the ones that fail in float64 alone, those that were left out for it, and violations of float32 alone.
     """
     again = {check.name: check for check in narrow}
     merged, taken = list[Check](), list[str]()
@@ -214,7 +214,7 @@ def _merged(wide: Sequence[Check], narrow: Sequence[Check], alone: Sequence[str]
 
 
 def _lengths(tokens: int) -> list[int]:
-    """Lengths up to `tokens`: small ones, those beside powers of two, and the last two."""
+    """Return lengths up to `tokens`: small ones, those beside powers of two, and the last two."""
     powers = [2**k + d for k in range(1, tokens.bit_length()) for d in (-1, 0, 1)]
     return sorted({n for n in (*powers, 12, 24, 48, tokens - 1, tokens) if 2 <= n <= tokens})
 
@@ -235,7 +235,7 @@ def _taken(asked: Sequence[int], taken: Sequence[int], probe: Probe, most: int |
 
 
 def _compare(audited: checks.Audited, tell: Callable[[str], None]) -> None:
-    """The checks that compare logits, until one of them makes the others meaningless."""
+    """Run the checks that compare logits, until one of them makes the others meaningless."""
     tell("finite")
     reason = None if checks.finite(audited) else NOT_FINITE
     if reason is None:
@@ -261,7 +261,7 @@ def _compare(audited: checks.Audited, tell: Callable[[str], None]) -> None:
 
 @contextmanager
 def _same_random_state(model: nn.Module) -> Iterator[None]:
-    """torch's random numbers go on after the block as if it hadn't been."""
+    """Leave torch's random state as it was before the block."""
     device = device_of(model)
     with torch.random.fork_rng([device] if device.type == "cuda" else []):
         yield

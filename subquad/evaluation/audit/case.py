@@ -47,7 +47,7 @@ class Case:
     """Of the weights."""
 
     def to_dict(self) -> dict[str, Any]:
-        """Plain values; what is empty is left out."""
+        """Return plain values; what is empty is left out."""
         return {name: value for name, value in asdict(self).items() if value}
 
     @classmethod
@@ -120,11 +120,11 @@ class Deltas(NamedTuple):
 
     @property
     def worst(self) -> float:
-        """The largest; 0 where nothing was compared."""
+        """Return the largest difference; 0 where nothing was compared."""
         return self.size_N.max().item() if self.size_N.numel() else 0.0
 
     def first(self, band: float) -> dict[str, Any]:
-        """Where the differences beyond the band begin, and the largest of them."""
+        """Return where the differences beyond the band begin, and the largest of them."""
         at = (self.size_N > band).nonzero().flatten()
         if not at.numel():
             return {}
@@ -156,13 +156,13 @@ def fails(probe: Probe, case: Case, band: float) -> bool:
 
 
 def delta(a_BMV: Tensor, b_BMV: Tensor) -> Tensor:
-    """`[B, M]`: the largest difference over the vocabulary, 0 where all is equal, infinite for NaN."""
+    """Return `[B, M]`: the largest difference over the vocabulary, 0 where all is equal, infinite for NaN."""
     a, b = wide(a_BMV), wide(b_BMV)
     return torch.where(a == b, 0.0, (a - b).abs()).nan_to_num(nan=torch.inf, posinf=torch.inf).amax(-1)
 
 
 def positions(size_BM: Tensor, tokens: int | Sequence[int]) -> Deltas:
-    """Deltas of the last M tokens of rows of so many tokens."""
+    """Return the deltas of the last M tokens of rows with `tokens` tokens each."""
     B, M = size_BM.shape
     lengths = [tokens] * B if isinstance(tokens, int) else list(tokens)
     position_BM = torch.tensor(lengths)[:, None] - M + torch.arange(M)
@@ -170,7 +170,7 @@ def positions(size_BM: Tensor, tokens: int | Sequence[int]) -> Deltas:
 
 
 def join(parts: Sequence[Deltas]) -> Deltas:
-    """All of them."""
+    """Return all deltas as one."""
     return Deltas(*(torch.cat(values) for values in zip(*parts, strict=True)))
 
 
@@ -192,7 +192,7 @@ def _compare_causality(probe: Probe, case: Case) -> Deltas:
 
 
 def first_change(row: Sequence[int], other: Sequence[int]) -> int:
-    """The first position where two rows differ; their length where none does."""
+    """Return the first position where two rows differ; their length where none does."""
     return next((t for t, (a, b) in enumerate(zip(row, other, strict=True)) if a != b), len(row))
 
 
@@ -206,7 +206,7 @@ def _compare_truncation(probe: Probe, case: Case) -> Deltas:
 
 
 def _compare_cache(probe: Probe, case: Case) -> Deltas:
-    """The pieces' outputs against the full pass.
+    """Compare the pieces' outputs with the full pass.
 
     Where outputs stand at the end, those after the first piece against the last output of the full pass up to each.
     """
@@ -230,7 +230,7 @@ def _compare_cache(probe: Probe, case: Case) -> Deltas:
 
 
 def padded(case: Case, fill: int) -> tuple[Tensor, Tensor]:
-    """Tokens and mask `[B, columns]` of the rows, without those in `pieces`, padded with one token."""
+    """Return tokens and mask `[B, columns]` of the rows, without those in `pieces`, padded with one token."""
     rows, masks = [], []
     after = sum(case.pieces)
     for row in case.tokens:
@@ -243,7 +243,7 @@ def padded(case: Case, fill: int) -> tuple[Tensor, Tensor]:
 
 
 def _compare_padding(probe: Probe, case: Case) -> Deltas:
-    """Real tokens' outputs with padding against each row alone without any; then those of pieces after it."""
+    """Compare real tokens' outputs with padding with each row alone; then those of pieces after it."""
     after = sum(case.pieces)
     alone = [_Alone(probe, row) for row in case.tokens]
     found = []
@@ -274,7 +274,7 @@ class _Alone:
         self.whole = None if probe.adapter.aligned_at_end else probe.full([row])[0]
 
     def outputs(self, start: int, stop: int) -> Tensor:
-        """`[n, V]`, the last of the token before `stop`; n is `stop - start`, or less where there are fewer outputs."""
+        """Return outputs `[n, V]` up to the token before `stop`; n is `stop - start` or less."""
         if self.whole is not None:
             end = self.whole.shape[0] - (len(self.row) - stop)
             return self.whole[max(0, end - (stop - start)) : end]
@@ -284,7 +284,7 @@ class _Alone:
 
 
 def real_outputs(probe: Probe, logits_BMV: Tensor, mask_BT: Tensor, b: int) -> Tensor:
-    """Row b's outputs at its real tokens, `[n, V]`."""
+    """Return row b's outputs at its real tokens, `[n, V]`."""
     M, real = logits_BMV.shape[1], int(mask_BT[b].sum())
     if probe.adapter.aligned_at_end:
         return logits_BMV[b, M - min(M, real) :]
@@ -292,7 +292,7 @@ def real_outputs(probe: Probe, logits_BMV: Tensor, mask_BT: Tensor, b: int) -> T
 
 
 def _row(b: int, out_MV: Tensor, alone: _Alone, start: int, stop: int) -> Deltas:
-    """Row b's outputs of its tokens from `start` to before `stop` against those that it has alone."""
+    """Compare row b's outputs of its tokens from `start` to before `stop` with those that it has alone."""
     right_MV = alone.outputs(start, stop)
     n = min(out_MV.shape[0], right_MV.shape[0])
     found = positions(delta(out_MV[None, out_MV.shape[0] - n :], right_MV[None, right_MV.shape[0] - n :]), stop)
@@ -362,7 +362,7 @@ def _cut(rows: Rows, start: int, stop: int) -> Rows:
 
 
 def _shorter(case: Case, least: int = 1) -> Iterator[Case]:
-    """Without its last tokens, or its first."""
+    """Yield the case without its last tokens, or its first."""
     T = len(case.tokens[0])
     for cut in _cuts(T, least):
         yield replace(case, tokens=_cut(case.tokens, 0, T - cut), changed=_cut(case.changed, 0, T - cut))
@@ -398,7 +398,7 @@ def _smaller_truncation(case: Case) -> Iterator[Case]:
 
 
 def _smaller_cache(case: Case) -> Iterator[Case]:
-    """Without the last pieces; with the first ones as one; with smaller ones."""
+    """Yield it without the last pieces; with the first ones as one; with smaller ones."""
     pieces = case.pieces
     for cut in _cuts(len(pieces), 1):
         yield _with_pieces(case, pieces[:-cut])
@@ -414,7 +414,7 @@ def _with_pieces(case: Case, pieces: tuple[int, ...], skip: int = 0) -> Case:
 
 
 def _smaller_padding(case: Case) -> Iterator[Case]:
-    """One row, one padding token, fewer tokens and pieces."""
+    """Yield it with one row, one padding token, fewer tokens and pieces."""
     if len(case.fills) > 1:
         for fill in case.fills:
             yield replace(case, fills=(fill,))

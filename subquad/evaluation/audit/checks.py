@@ -42,7 +42,7 @@ class Audited:
     checks: list[Check] = field(default_factory=list)
 
     def verdict(self, name: str) -> Verdict:
-        """Of a check that is done."""
+        """Return the verdict of a check that is done."""
         return next(check.verdict for check in self.checks if check.name == name)
 
     def skip(self, name: str, reason: str) -> None:
@@ -50,7 +50,7 @@ class Audited:
         self.checks.append(Check(name, "not checked", reason))
 
     def meaningless(self) -> str | None:
-        """Why lengths and batches can't be compared, where a check has found so."""
+        """Return why lengths and batches can't be compared, where a check has found so."""
         reasons = {"causality": NO_LEAK, "truncation": NO_TRUNCATION, "batch": NO_BATCH}
         return next((why for name, why in reasons.items() if self.verdict(name) == "violation"), None)
 
@@ -67,7 +67,7 @@ class Audited:
 
 
 def finite(audited: Audited) -> bool:
-    """Logits at every length and of a batch; False where any is not finite, and then nothing else is checked."""
+    """Check logits at every length and of a batch; return False where any is not finite."""
     cases = [Case("finite", (audited.source.row(T),), dtype=audited.dtype) for T in audited.lengths]
     cases.append(Case("finite", audited.rows, dtype=audited.dtype))
     done = f"lengths {listed(audited.lengths)}; a batch of {len(audited.rows)}"
@@ -75,7 +75,7 @@ def finite(audited: Audited) -> bool:
 
 
 def repeatable(audited: Audited) -> bool:
-    """The same call twice; False where they differ by more than rounding."""
+    """Make the same call twice; return False where the logits differ by more than rounding."""
     case = Case("repeatable", audited.source.rows(2, audited.tokens), dtype=audited.dtype)
     verdict = judge(audited, "repeatable", [case], f"{audited.tokens} tokens, twice", bits="bits differ between calls")
     return verdict != "violation"
@@ -116,7 +116,7 @@ def judge(
 
 
 def violation(audited: Audited, name: str, done: str, worst: float, case: Case, found: Deltas) -> Check:
-    """The line of a fault: where it begins, how large it is, and its shortest input."""
+    """Return the line of a fault: where it begins, how large it is, and its shortest input."""
     short = shrink(case, audited.failing)
     where = compare(audited.probe, short).first(limit(short.kind, audited.band))
     length = max(len(row) for row in short.tokens)
@@ -129,7 +129,7 @@ def violation(audited: Audited, name: str, done: str, worst: float, case: Case, 
 
 
 def not_finite(probe: Probe, case: Case, where: dict[str, Any]) -> str:
-    """In words which logits of an output are not finite."""
+    """Say which logits of an output are not finite."""
     logits_BMV = probe.full(case.tokens)
     logits_V = logits_BMV[where["row"], where["output"] - len(case.tokens[0])]
     tokens = (~logits_V.isfinite()).nonzero().flatten().tolist()
@@ -139,7 +139,7 @@ def not_finite(probe: Probe, case: Case, where: dict[str, Any]) -> str:
 
 
 def _how(case: Case) -> str:
-    """In words what a short case does."""
+    """Say what a short case does."""
     if case.kind == "cache":
         return f" when they come in pieces of {listed(case.pieces, 12)}"
     if case.kind == "padding":
@@ -153,7 +153,7 @@ def _how(case: Case) -> str:
 
 
 def truncation(audited: Audited) -> None:
-    """f(x[:n]) against f(x)[:n] for every length that the model takes."""
+    """Compare f(x[:n]) with f(x)[:n] for every length that the model takes."""
     if audited.verdict("causality") == "violation":
         audited.skip("truncation", NO_LEAK)
         return
@@ -172,7 +172,7 @@ def truncation(audited: Audited) -> None:
 
 
 def cached(audited: Audited) -> None:
-    """Decoding token by token, then in pieces of several."""
+    """Compare decoding with the full pass, token by token, then in pieces of several."""
     names = ("cache, one token", "cache, several tokens")
     reason = audited.meaningless() or audited.probe.adapter.no_cache(audited.probe.model)
     if reason:
@@ -197,7 +197,7 @@ def cached(audited: Audited) -> None:
 
 
 def padding(audited: Audited) -> None:
-    """Left and right, with two tokens in the padding; then on with the cache after left padding."""
+    """Check padding left and right, with two tokens in it; then decoding after left padding."""
     adapter, model = audited.probe.adapter, audited.probe.model
     reason = audited.meaningless() or adapter.no_padding(model)
     after = reason or adapter.no_cache(model)
@@ -247,7 +247,7 @@ def _without_positions(audited: Audited, cases: Sequence[Case]) -> str:
 
 
 def batch(audited: Audited) -> None:
-    """Rows of a batch against the rows alone, and in another order."""
+    """Compare the rows of a batch with the rows alone, and in another order."""
     rows = audited.source.rows(audited.batch, audited.tokens)
     alone = Case("batch", rows, dtype=audited.dtype)
     cases = [alone, replace(alone, order=tuple(range(audited.batch))[::-1])]
@@ -255,7 +255,7 @@ def batch(audited: Audited) -> None:
 
 
 def listed(numbers: Sequence[Any], most: int = 8) -> str:
-    """`1, 2, 3`; long lists with their middle left out."""
+    """Join as `1, 2, 3`; long lists with their middle left out."""
     words = [str(number) for number in numbers]
     if len(words) > most:
         words = [*words[: most - 2], "...", words[-1]]
@@ -263,7 +263,7 @@ def listed(numbers: Sequence[Any], most: int = 8) -> str:
 
 
 def size(number: float) -> str:
-    """A difference in words."""
+    """Write a difference as text."""
     return f"{number:.2g}" if number < float("inf") else "infinity or NaN"
 
 
@@ -316,7 +316,7 @@ def causality(audited: Audited) -> None:
 
 
 def _leak(audited: Audited, length: int, together: bool) -> Leak:
-    """The largest change of an earlier output at one length, over all cuts."""
+    """Return the largest change of an earlier output at one length, over all cuts."""
     row = audited.source.row(length)
     changes = [row[:n] + audited.source.other(row[n:]) for n in cuts(length, audited.sizes)]
     size_BT = changed_outputs(audited.probe, row, changes, None if together else 1)
@@ -326,7 +326,7 @@ def _leak(audited: Audited, length: int, together: bool) -> Leak:
 
 
 def cuts(length: int, sizes: Sequence[int]) -> list[int]:
-    """Places from which tokens are changed: all, or some, those beside the model's own sizes among them."""
+    """Return places from which tokens are changed: all, or some, those beside the model's own sizes among them."""
     if length <= MOST_CUTS:
         return list(range(1, length))
     near = {k * s + d for s in sizes for k in range(1, length // s + 1) for d in (-1, 0, 1)}
@@ -338,7 +338,7 @@ def cuts(length: int, sizes: Sequence[int]) -> list[int]:
 def changed_outputs(
     probe: Probe, row: tuple[int, ...], changes: Sequence[tuple[int, ...]], at_once: int | None = None
 ) -> Tensor:
-    """`[changes, T]`: how far each change moves each output before its first changed token; 0 elsewhere.
+    """Return `[changes, T]`: how far each change moves each output before its first changed token; 0 elsewhere.
 
     Both passes have the same shape, of `at_once` rows (None: as many as fit): equal inputs would give equal bits.
     """
@@ -381,7 +381,7 @@ def _violation(audited: Audited, leaks: list[Leak], tried: Sequence[int]) -> Che
 
 
 def dependencies(audited: Audited, row: tuple[int, ...], other: tuple[int, ...]) -> list[tuple[int, int, float]]:
-    """`(output, later token, change)` of every pair that a change of this one token alone shows, outputs rising."""
+    """Return `(output, later token, change)` of every pair that a change of one token alone shows, outputs rising."""
     T = len(row)
     places = range(1, T) if T <= 4 * MOST_CUTS else cuts(T, audited.sizes)
     changes = [(*row[:t], other[t], *row[t + 1 :]) for t in places]
@@ -391,7 +391,7 @@ def dependencies(audited: Audited, row: tuple[int, ...], other: tuple[int, ...])
 
 
 def _other(audited: Audited, row: tuple[int, ...], t_in: int, t_out: int) -> int:
-    """A token at `t_in` that changes the output."""
+    """Return a token at `t_in` that changes the output."""
     for step in range(1, min(8, audited.source.vocab_size)):
         token = (row[t_in] + step) % audited.source.vocab_size
         changed = (*row[:t_in], token, *row[t_in + 1 :])
@@ -405,7 +405,7 @@ BF16_BUDGET = 40
 
 
 def bf16(make: Callable[[], Probe], source: Tokens, tokens: int, most: int | None, narrower: list[int]) -> Check:
-    """A long input in bfloat16: finite, not finite (a violation), or the model's error (a finding)."""
+    """Check a long input in bfloat16: finite, not finite (a violation), or the model's error (a finding)."""
     if not tokens:
         return Check("bf16", "not checked", "long is 0")
     length = tokens if most is None else min(tokens, most)

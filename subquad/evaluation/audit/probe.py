@@ -61,7 +61,7 @@ class Probe:
         """Width V of the logits, once there were any."""
 
     def full(self, rows: Sequence[Sequence[int]] | Tensor, mask_BT: Tensor | None = None) -> Tensor:
-        """Logits `[B, M, V]` of one pass, as the model returned them; `Refused` where it raises."""
+        """Return logits `[B, M, V]` of one pass, as the model returned them; `Refused` where it raises."""
         tokens_BT = self.tensor(rows)
         mask_BT = None if mask_BT is None else mask_BT.to(self.device)
         with computing(self.device), refusing():
@@ -69,7 +69,7 @@ class Probe:
         return self.checked(logits_BMV, tokens_BT)
 
     def step(self, rows: Sequence[Sequence[int]] | Tensor, cache: Any, mask_BS: Tensor | None) -> tuple[Tensor, Any]:
-        """Logits `[B, M, V]` of tokens after a cache, and the cache after them; `Refused` where the model raises."""
+        """Return logits `[B, M, V]` of tokens after a cache, and the cache after; `Refused` where the model raises."""
         tokens_BT = self.tensor(rows)
         mask_BS = None if mask_BS is None else mask_BS.to(self.device)
         with computing(self.device), refusing():
@@ -77,11 +77,11 @@ class Probe:
         return self.checked(logits_BMV, tokens_BT), cache
 
     def tensor(self, rows: Sequence[Sequence[int]] | Tensor) -> Tensor:
-        """Tokens `[B, T]` where the model is."""
+        """Return tokens `[B, T]` where the model is."""
         return torch.as_tensor(rows, dtype=torch.int64, device=self.device)
 
     def checked(self, logits_BMV: Tensor, tokens_BT: Tensor) -> Tensor:
-        """The logits, where their shape fits; `Refused` where not."""
+        """Return the logits, where their shape fits; `Refused` where not."""
         (B, T), (rows, outputs) = tokens_BT.shape, logits_BMV.shape[:2]
         if rows != B or outputs > T:
             raise Refused(f"the logits have shape {list(logits_BMV.shape)} for tokens {[B, T]}")
@@ -89,13 +89,13 @@ class Probe:
         return logits_BMV.detach()
 
     def narrowest(self, rows: Sequence[Sequence[int]]) -> torch.dtype:
-        """The floating dtype with the fewest digits that an operation of one pass returns."""
+        """Return the floating dtype with the fewest digits that an operation of one pass returns."""
         with _Dtypes() as seen:
             self.full(rows)
         return max(seen.dtypes, key=lambda dtype: torch.finfo(dtype).eps, default=self.dtype)
 
     def unit(self, narrowest: torch.dtype) -> float:
-        """One rounding in this dtype; on a GPU that multiplies float32 in fewer digits, of those."""
+        """Return one rounding in this dtype; on a GPU that multiplies float32 in fewer digits, of those."""
         fewer = self.device.type == "cuda" and torch.get_float32_matmul_precision() != "highest"
         eps = torch.finfo(narrowest).eps
         return max(eps, 2.0**-8) if fewer and narrowest == torch.float32 else eps
@@ -139,7 +139,7 @@ class Probe:
 
 
 def make_probe(model: nn.Module, adapter: Adapter, dtype: str, lengths: Sequence[int]) -> tuple[Probe, list[int]]:
-    """The probe in the widest dtype in which the model takes one of the lengths, and the lengths that it takes.
+    """Return the probe in the widest dtype in which the model takes one of the lengths, and the lengths that it takes.
 
     `ValueError` with the model's own error where it takes none.
     """
@@ -166,14 +166,14 @@ def make_probe(model: nn.Module, adapter: Adapter, dtype: str, lengths: Sequence
 
 @contextmanager
 def computing(device: torch.device) -> Iterator[None]:
-    """Without gradients, without autocast."""
+    """Compute within the block without gradients and without autocast."""
     with torch.no_grad(), torch.autocast(device.type, enabled=False):
         yield
 
 
 @contextmanager
 def refusing() -> Iterator[None]:
-    """`Refused` for what the model raises."""
+    """Raise `Refused` for what the model raises within the block."""
     try:
         yield
     except REFUSALS as error:
@@ -181,12 +181,12 @@ def refusing() -> Iterator[None]:
 
 
 def wide(logits: Tensor) -> Tensor:
-    """In float64, on the CPU."""
+    """Return the logits in float64, on the CPU."""
     return logits.detach().cpu().double()
 
 
 def _text(error: BaseException) -> str:
-    """The first lines of an error, its type before them."""
+    """Return the first lines of an error, its type before them."""
     text = " ".join(str(error).split())
     return f"{type(error).__name__}: {text[:300]}{'...' if len(text) > 300 else ''}"
 
@@ -225,24 +225,24 @@ class Tokens:
             )
 
     def row(self, length: int) -> tuple[int, ...]:
-        """One sequence; of a text from a random place on, and from its beginning again after its end."""
+        """Return one sequence; of a text from a random place on, and from its beginning again after its end."""
         if self.text is not None:
             start = int(torch.randint(len(self.text), (), generator=self.generator))
             return tuple(self.text[(start + i) % len(self.text)] for i in range(length))
         return tuple(torch.randint(self.vocab_size, (length,), generator=self.generator).tolist())
 
     def rows(self, batch: int, length: int) -> tuple[tuple[int, ...], ...]:
-        """Several."""
+        """Return `batch` sequences."""
         return tuple(self.row(length) for _ in range(batch))
 
     def other(self, row: Sequence[int]) -> tuple[int, ...]:
-        """A different token in each place."""
+        """Return a different token in each place."""
         steps = torch.randint(1, self.vocab_size, (len(row),), generator=self.generator).tolist()
         return tuple((token + step) % self.vocab_size for token, step in zip(row, steps, strict=True))
 
 
 def growth(probe: Probe, source: Tokens, contexts: Sequence[int], repeats: int) -> list[Check]:
-    """Findings about the cache, the time and the memory, of the model in its own dtype."""
+    """Return findings about the cache, the time and the memory, of the model in its own dtype."""
     most = probe.adapter.max_tokens(probe.model)
     room = [n for n in sorted(set(contexts)) if most is None or n + repeats + 2 <= most]
     names = ("state growth", "time growth", "memory growth")
@@ -271,7 +271,7 @@ def growth(probe: Probe, source: Tokens, contexts: Sequence[int], repeats: int) 
 
 
 def _step(probe: Probe, source: Tokens, rows: Sequence[Sequence[int]], repeats: int) -> tuple[int, float]:
-    """Bytes of the cache after the rows, and the median seconds of the next tokens."""
+    """Return bytes of the cache after the rows, and the median seconds of the next tokens."""
     cache = probe.step(rows, None, None)[1]
     nbytes = cache_bytes(cache, probe)
     seconds = []
@@ -310,7 +310,7 @@ def _finding(
 
 
 def _grows(values: dict[int, float], power: float) -> str:
-    """In words how the last values go on."""
+    """Say how the last values go on."""
     contexts = sorted(values)
     last = values[contexts[-1]]
     if all(value == last for value in values.values()):
@@ -324,7 +324,7 @@ def _grows(values: dict[int, float], power: float) -> str:
 
 
 def exponent(values: dict[int, float]) -> float:
-    """The slope of log(value) over log(tokens), by least squares; 0 where a value is 0."""
+    """Return the slope of log(value) over log(tokens), by least squares; 0 where a value is 0."""
     if min(values.values()) <= 0:
         return 0.0
     xs, ys = [math.log(n) for n in values], [math.log(value) for value in values.values()]
@@ -333,14 +333,14 @@ def exponent(values: dict[int, float]) -> float:
 
 
 def cache_bytes(cache: Any, probe: Probe) -> int:
-    """Bytes of all tensors in a cache, each storage once, the model's own left out."""
+    """Return bytes of all tensors in a cache, each storage once, the model's own left out."""
     own = {t.untyped_storage().data_ptr() for t in (*probe.model.parameters(), *probe.model.buffers())}
     storages = {t.untyped_storage().data_ptr(): t.untyped_storage().nbytes() for t in tensors_in(cache)}
     return sum(nbytes for pointer, nbytes in storages.items() if pointer not in own)
 
 
 def largest_tensor(f: Callable[[], object], device: torch.device) -> int:
-    """Bytes of the largest tensor that `f` makes, inside custom operations too."""
+    """Return bytes of the largest tensor that `f` makes, inside custom operations too."""
     cuda = device.type == "cuda"
     kinds = [ProfilerActivity.CPU, *([ProfilerActivity.CUDA] if cuda else [])]
     with profile(activities=kinds, profile_memory=True) as record:

@@ -80,22 +80,22 @@ class AuditReport:
 
     @property
     def violations(self) -> tuple[Check, ...]:
-        """The checks that found a fault."""
+        """Return the checks that found a fault."""
         return tuple(check for check in self.checks if check.verdict == "violation")
 
     def check(self, name: str) -> Check:
-        """The line of this name; `ValueError` names the valid ones."""
+        """Return the line of this name; `ValueError` names the valid ones."""
         for check in self.checks:
             if check.name == name:
                 return check
         raise ValueError(f"there is no check {name!r}; valid: {', '.join(CHECKS)}")
 
     def to_dict(self) -> dict[str, Any]:
-        """Plain values, as JSON has them: what is not finite is text."""
+        """Return plain values, as JSON has them: what is not finite is text."""
         return {"format": FORMAT, "version": FORMAT_VERSION, "passed": self.passed, **_plain(asdict(self))}
 
     def to_json(self) -> str:
-        """One JSON object, which `from_dict` and `replay` read."""
+        """Return one JSON object, which `from_dict` and `replay` read."""
         return json.dumps(self.to_dict(), indent=2, allow_nan=False) + "\n"
 
     @classmethod
@@ -142,7 +142,7 @@ class AuditReport:
             raise ValueError(f"{path}: {error}") from error
 
     def title(self) -> str:
-        """The model, and how its outputs were compared."""
+        """Return the model, and how its outputs were compared."""
         found, other = self.arithmetic, self.arithmetic.get("float32")
         return (
             f"{self.model}: weights in {found['weights']}, narrowest arithmetic {found['narrowest']}, logits up to "
@@ -152,7 +152,7 @@ class AuditReport:
         )
 
     def conclusion(self) -> str:
-        """One line: whether it passed, and what failed."""
+        """Return one line: whether it passed, and what failed."""
         if self.passed:
             return "passed: no violation"
         return f"failed: {'; '.join(check.name for check in self.violations)}"
@@ -195,5 +195,5 @@ def _number(value: Any) -> float | None:
 
 
 def shown(worst: float | None) -> str:
-    """A difference as text."""
+    """Return a difference as text."""
     return "" if worst is None else "0" if worst == 0 else f"{worst:.1e}"
