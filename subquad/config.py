@@ -85,6 +85,16 @@ class Config:
         """A copy with some fields changed; checks run again."""
         return dataclasses.replace(self, **changes)
 
+    def check_least(self, group: str = "", /, **least: float) -> None:
+        """Raise `ValueError` where a field is below its least value or not a number; None is allowed.
+
+        `group` is the key that the configuration stands under, for the message.
+        """
+        for name, bound in least.items():
+            value = getattr(self, name)
+            if value is not None and not value >= bound:
+                raise ValueError(f"{_join(group, name)} must be at least {bound}, got {value}")
+
     def digest(self) -> str:
         """Sixteen hexadecimal digits that differ when any value differs."""
         return digest(self.identity())
