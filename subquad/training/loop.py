@@ -358,7 +358,7 @@ class Loop:
 
 @dataclass(frozen=True)
 class Cause:
-    """What was not finite in one process, and the windows of its part of the step."""
+    """A number of one process that was not finite, and the windows of its part of the step."""
 
     rank: int
     what: str

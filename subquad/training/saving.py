@@ -41,7 +41,7 @@ STATE, SKIPPED = "trainer_state.json", "skipped.json"
 
 @dataclass
 class Standing:
-    """How far a run is."""
+    """The place of a run in its training."""
 
     step: int = 0
     """Optimizer steps so far."""
@@ -51,7 +51,7 @@ class Standing:
     skipped: int = 0
     """Steps left out because their loss or gradient wasn't finite."""
     skipped_in_a_row: int = 0
-    """Those just now, one after another."""
+    """The steps just left out, one after another."""
 
     def write(self, folder: Path) -> None:
         """Write `trainer_state.json` and, where steps were left out, `skipped.json`."""
