@@ -80,7 +80,7 @@ def build_decoder(
     if name == BASE:
         for block in decoder.blocks():
             assert isinstance(block.attention, Full)
-            mixer = Sdpa(block.attention.config)
+            mixer = Sdpa.from_config(block.attention.config)
             mixer.load_state_dict(block.attention.state_dict())
             block.attention = mixer
     return decoder

@@ -139,17 +139,19 @@ def test_every_command_knows_it(place, capsys):
     assert re.search(r"unknown attention 'fading'; .*valid: .*linear", capsys.readouterr().err)
 
 
-def test_in_the_repository_it_is_two_files(place, tmp_path):
+def test_in_the_repository_it_is_two_files_and_a_line(place, tmp_path):
     """In a copy: what is said there of imports, and the tests that hold every mechanism to the folder's habits."""
     ignored = shutil.ignore_patterns("__pycache__")
     for package in ("subquad", "benchmarks", "experiments"):
         shutil.copytree(ROOT / package, tmp_path / package, ignore=ignored)
     shutil.copytree(ROOT / "tests" / "attention", tmp_path / "tests" / "attention", ignore=ignored)
     shutil.copy(ROOT / "pyproject.toml", tmp_path)
-    moved = "from subquad.attention import Attention", "from subquad.attention.base import Attention"
-    assert moved[0] in FILES["my_attention/fading.py"]
-    mechanism = FILES["my_attention/fading.py"].replace(*moved)
-    (tmp_path / "subquad" / "attention" / "fading.py").write_text(mechanism, encoding="utf-8")
+    folder = tmp_path / "subquad" / "attention"
+    (folder / "fading.py").write_text(FILES["my_attention/fading.py"], encoding="utf-8")
+    facade = (folder / "__init__.py").read_text(encoding="utf-8")
+    line = "from subquad.attention.fading import Fading\n"
+    facade = facade.replace("from subquad.attention.full", f"{line}from subquad.attention.full")
+    (folder / "__init__.py").write_text(facade.replace('    "Full",', '    "Fading",\n    "Full",'), encoding="utf-8")
     test = re.sub(r"^import my_attention.*\n", "", FILES["test_fading.py"], flags=re.MULTILINE)
     (tmp_path / "tests" / "attention" / "test_fading.py").write_text(test, encoding="utf-8")
     habits = ("tests/attention/test_registry.py", "tests/attention/test_modules.py", "tests/attention/test_fading.py")

@@ -5,11 +5,12 @@ Shape letters: B batch, T tokens, S keys, D model width, H heads, V value channe
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, fields
-from functools import partial
-from typing import Any, ClassVar, Literal
+from functools import partial, wraps
+from inspect import Parameter, signature
+from typing import Any, ClassVar, Concatenate, Literal, ParamSpec, Self, TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -41,6 +42,33 @@ LAWS = {
     15: "documents packed into a row are as if each were alone",
 }
 """The laws of the contract in a line each; `subquad.testing.AttentionContract` tests them."""
+
+
+P = ParamSpec("P")
+SelfT = TypeVar("SelfT", bound="Attention")
+ConfigT = TypeVar("ConfigT", bound=BaseConfig)
+
+
+def takes_options(
+    config: Callable[P, ConfigT],
+) -> Callable[[Callable[[SelfT, ConfigT], None]], Callable[Concatenate[SelfT, P], None]]:
+    """Turn `__init__(self, config)` of a mechanism into `__init__(self, *, dim, num_heads, ...)`, with all options.
+
+    Editors and type checkers see the parameters of `config`, the mechanism's `Config`. Instead of options the
+    constructor also takes a finished configuration, as `from_config` gives it.
+    """
+
+    def decorate(init: Callable[[SelfT, ConfigT], None]) -> Callable[Concatenate[SelfT, P], None]:
+        def __init__(self: SelfT, *args: P.args, **options: P.kwargs) -> None:  # noqa: N807
+            given: Any = args
+            init(self, given[0] if given else self.config_of(**options))
+
+        found = signature(config)
+        own = Parameter("self", Parameter.POSITIONAL_OR_KEYWORD)
+        __init__.__signature__ = found.replace(parameters=[own, *found.parameters.values()], return_annotation=None)  # type: ignore[attr-defined]
+        return wraps(init)(__init__)
+
+    return decorate
 
 
 class Attention(SharedSequences):
@@ -122,6 +150,17 @@ class Attention(SharedSequences):
         self.config = config
         self.causal = config.causal
         self.config_hash = digest({"name": self.name, **config.identity()})
+
+    @classmethod
+    def from_config(cls, config: Config) -> Self:
+        """Make the mechanism from its finished configuration."""
+        return cls(config)
+
+    @classmethod
+    def config_of(cls, **options: Any) -> Any:
+        """Return the configuration with these options; `ValueError` and `TypeError` name the valid ones."""
+        cls.check_names(options)
+        return cls.Config.from_dict(options)
 
     @classmethod
     def option_names(cls) -> set[str]:
@@ -349,5 +388,4 @@ def mechanism(name: str) -> type[Attention]:
 def build(name: str, *, dim: int, num_heads: int, **options: Any) -> Attention:
     """Make the mechanism `name` from its options; an unknown name or option answers with the valid ones."""
     cls = mechanism(name)
-    cls.check_names(options)
-    return cls(cls.Config.from_dict({"dim": dim, "num_heads": num_heads, **options}))
+    return cls.from_config(cls.config_of(dim=dim, num_heads=num_heads, **options))

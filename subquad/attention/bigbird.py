@@ -20,6 +20,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
+from subquad.attention.base import takes_options
 from subquad.attention.blocked import BlockedAttention
 from subquad.layers.positions import positions
 from subquad.ops import merge_attention
@@ -64,6 +65,7 @@ class Bigbird(BlockedAttention):
 
     config: Config
 
+    @takes_options(Config)
     def __init__(self, config: Config) -> None:
         super().__init__(config)
         near = Segments(size=config.block, back=config.back)

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from subquad.attention.base import takes_options
 from subquad.attention.blocked import BlockedAttention
 from subquad.ops.patterns import Dilated as DilatedPattern
 from subquad.ops.patterns import DilatedBand
@@ -40,6 +41,7 @@ class Dilated(BlockedAttention):
             if self.dilation < 1:
                 raise ValueError(f"dilation must be at least 1, got {self.dilation}")
 
+    @takes_options(Config)
     def __init__(self, config: Config) -> None:
         super().__init__(config)
         before = config.width // 2

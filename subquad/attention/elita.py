@@ -29,6 +29,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from subquad.attention.base import takes_options
 from subquad.attention.scanned import (
     ScannedAttention,
     is_future,
@@ -79,6 +80,7 @@ class Elita(ScannedAttention):
 
     config: Config
 
+    @takes_options(Config)
     def __init__(self, config: Config) -> None:
         super().__init__(config)
         heads = config.num_heads

@@ -3,6 +3,7 @@
 y_t = sum_s softmax_s(q_t . k_s / sqrt(K)) v_s,    over s <= t where it is causal
 """
 
+from subquad.attention.base import takes_options
 from subquad.attention.blocked import BlockedAttention
 from subquad.ops.patterns import Causal
 from subquad.ops.patterns import Full as FullPattern
@@ -18,6 +19,7 @@ class Full(BlockedAttention):
     cost_order = "quadratic"
     state_grows = True
 
+    @takes_options(BlockedAttention.Config)
     def __init__(self, config: BlockedAttention.Config) -> None:
         super().__init__(config)
         self.patterns = (Causal() if config.causal else FullPattern(),)

@@ -20,6 +20,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from subquad.attention.base import takes_options
 from subquad.attention.scanned import ScannedAttention, is_future
 from subquad.state import State
 
@@ -54,6 +55,7 @@ class Latte(ScannedAttention):
 
     config: Config
 
+    @takes_options(Config)
     def __init__(self, config: Config) -> None:
         super().__init__(config)
         latents = config.num_latents or config.dim

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from subquad.attention.base import Branched
+from subquad.attention.base import Branched, takes_options
 from subquad.attention.blocked import BlockedAttention
 from subquad.attention.scanned import real_mask
 from subquad.attention.sharing import added
@@ -63,6 +63,7 @@ class LatteMacchiato(Branched, BlockedAttention):
 
     config: Config
 
+    @takes_options(Config)
     def __init__(self, config: Config) -> None:
         super().__init__(config)
         self.patterns = (Window(width=config.width),)

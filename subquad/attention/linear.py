@@ -22,6 +22,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from subquad.attention.base import takes_options
 from subquad.attention.projected import HeadedAttention
 from subquad.attention.scanned import ScannedAttention
 from subquad.config import later, suggest
@@ -94,6 +95,7 @@ class Linear(HeadedAttention, ScannedAttention):
 
     config: Config
 
+    @takes_options(Config)
     def __init__(self, config: Config) -> None:
         super().__init__(config)
         self.query = self.projection(self.channels * config.num_heads)

@@ -19,6 +19,7 @@ from typing import Literal
 import torch
 from torch import Tensor, nn
 
+from subquad.attention.base import takes_options
 from subquad.attention.scanned import ScannedAttention, attend_few, real_mask, real_rows, seen_after, widened
 from subquad.ops.backends import without_autocast
 from subquad.state import State
@@ -53,6 +54,7 @@ class Linformer(ScannedAttention):
 
     config: Config
 
+    @takes_options(Config)
     def __init__(self, config: Config) -> None:
         super().__init__(config)
         self.query = nn.Linear(config.dim, config.dim, bias=config.bias)

@@ -17,6 +17,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
+from subquad.attention.base import takes_options
 from subquad.attention.blocked import BlockedAttention
 from subquad.ops.patterns import Blocks, Segments, Shifted
 
@@ -59,6 +60,7 @@ class Llp(BlockedAttention):
 
     config: Config
 
+    @takes_options(Config)
     def __init__(self, config: Config) -> None:
         super().__init__(config)
         c = config.segment // 2

@@ -17,6 +17,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
+from subquad.attention.base import takes_options
 from subquad.attention.blocked import BlockedAttention
 from subquad.attention.sharing import added
 from subquad.layers.positions import positions
@@ -56,6 +57,7 @@ class Longformer(BlockedAttention):
 
     config: Config
 
+    @takes_options(Config)
     def __init__(self, config: Config) -> None:
         super().__init__(config)
         before, count = config.width // 2, config.num_global

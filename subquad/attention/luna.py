@@ -26,6 +26,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from subquad.attention.base import takes_options
 from subquad.attention.scanned import ScannedAttention, attend_few, real_mask, seen_after, widened
 from subquad.ops import gated_scan
 from subquad.ops.backends import without_autocast
@@ -71,6 +72,7 @@ class Luna(ScannedAttention):
 
     config: Config
 
+    @takes_options(Config)
     def __init__(self, config: Config) -> None:
         super().__init__(config)
         self.pack_heads = config.pack_heads or config.num_heads

@@ -24,6 +24,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
+from subquad.attention.base import takes_options
 from subquad.attention.projected import HeadedAttention
 from subquad.attention.scanned import ScannedAttention, is_future, real_mask, real_rows, softmax_state, widened
 from subquad.ops.backends import without_autocast
@@ -64,6 +65,7 @@ class Performer(HeadedAttention, ScannedAttention):
     config: Config
     directions: Tensor
 
+    @takes_options(Config)
     def __init__(self, config: Config) -> None:
         super().__init__(config)
         self.query = self.projection(self.channels * config.num_heads)

@@ -19,6 +19,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from subquad.attention.base import takes_options
 from subquad.attention.blocked import BlockedAttention
 from subquad.ops.patterns import Pattern, Segments
 from subquad.ops.patterns import Shifted as ShiftedPattern
@@ -52,6 +53,7 @@ class Shifted(BlockedAttention):
 
     config: Config
 
+    @takes_options(Config)
     def __init__(self, config: Config) -> None:
         super().__init__(config)
         own = Segments(size=config.group, back=0)

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from subquad.attention.base import takes_options
 from subquad.attention.blocked import BlockedAttention
 from subquad.ops.patterns import Band
 from subquad.ops.patterns import Window as WindowPattern
@@ -34,6 +35,7 @@ class Window(BlockedAttention):
             if self.width < 1:
                 raise ValueError(f"width must be at least 1, got {self.width}")
 
+    @takes_options(Config)
     def __init__(self, config: Config) -> None:
         super().__init__(config)
         before = config.width // 2

@@ -243,3 +243,23 @@ def test_a_name_that_is_taken_is_refused(monkeypatch):
     with pytest.raises(TypeError, match=match):
         type("Mine", (Attention,), {"name": "linear", "__module__": "mine.linear"})
     assert Attention.registry == before
+
+
+@each
+def test_a_class_shows_its_options_and_is_what_build_makes(name):
+    cls = mechanism(name)
+    shown = inspect.signature(cls).parameters
+    assert list(shown) == list(inspect.signature(cls.Config).parameters)
+    assert all(parameter.kind is inspect.Parameter.KEYWORD_ONLY for parameter in shown.values())
+    made = getattr(subquad.attention, cls.__name__)(dim=16, num_heads=2)
+    assert type(made) is cls
+    assert made.config == build(name, dim=16, num_heads=2).config == cls.from_config(made.config).config
+
+
+def test_a_class_has_the_errors_of_build():
+    with pytest.raises(ValueError, match="attention 'latte' has no option 'num_latent'; did you mean 'num_latents'"):
+        subquad.attention.Latte(dim=16, num_heads=2, num_latent=4)
+    with pytest.raises(TypeError, match="num_latents must be int"):
+        subquad.attention.Latte(dim=16, num_heads=2, num_latents="4")
+    with pytest.raises(ValueError, match="needs the key 'num_heads'"):
+        subquad.attention.Latte(dim=16)
