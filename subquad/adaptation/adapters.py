@@ -1,4 +1,4 @@
-"""Adapters on disk: which there are, whether they fit, and one merged into its base."""
+"""Models of transformers and adapters on disk: opened as they are, listed, and an adapter merged into its base."""
 
 from __future__ import annotations
 
@@ -12,12 +12,13 @@ from typing import Any
 
 import torch
 from safetensors import SafetensorError, safe_open
-from transformers import PreTrainedModel
+from torch import nn
+from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
 from transformers.utils.logging import disable_progress_bar
 
 from subquad.adaptation import extended
 from subquad.data.files import MODEL_FILES
-from subquad.hf import lora
+from subquad.hf import lora, register
 from subquad.hf.loading import read_config
 from subquad.parsing import read_json_mapping
 from subquad.training.checkpoint import share
@@ -181,3 +182,20 @@ def open_merging(run: str, out: str, base: str | None) -> Merging:
         place = Path(base)
     adapted = lora.load_adapter(lora.load_base(place, record.classes), source)
     return Merging(lora.merge(adapted), source, home, target)
+
+
+def open_foreign(folder: str, device: str) -> tuple[nn.Module, PreTrainedTokenizerBase]:
+    """Return a causal language model of transformers, or an extension of one, with its tokenizer.
+
+    `device` is `cpu`, or `auto` for a GPU where PyTorch finds one.
+    """
+    register()
+    model: Any
+    if lora.is_extension(folder):  # transformers would put its adapter on the model with the original's positions
+        model = extended.open_extension(folder).get_base_model().eval()
+    else:
+        model = AutoModelForCausalLM.from_pretrained(
+            folder, local_files_only=True, trust_remote_code=False, use_safetensors=True
+        ).eval()
+    model.to("cuda" if device == "auto" and torch.cuda.is_available() else "cpu")
+    return model, AutoTokenizer.from_pretrained(folder, local_files_only=True, trust_remote_code=False)

@@ -8,13 +8,12 @@ from collections.abc import Sequence, Sized
 from pathlib import Path
 from typing import Any, NamedTuple
 
-import torch
 from jsonargparse import ArgumentParser, Namespace
 from rich.console import Console
 from torch import Tensor
 
 import subquad
-from subquad import training
+from subquad import adaptation, training
 from subquad.cli.arguments import Parser, check_output, data_is_a_path
 from subquad.cli.tables import class_table, image_table, position_table, progress, text_table
 from subquad.data import TokenSet, TokenShard, prepare
@@ -281,21 +280,7 @@ def load_for_tasks(folder: str, config: EvalConfig) -> Loaded:
         run = training.runs.load_run(folder, config.device)
         length = run.config.batch.length if run.config else DEFAULT_LENGTH
         return Loaded(run.decoder, run.tokenizer, config.length or length)
-    from transformers import AutoModelForCausalLM, AutoTokenizer
-
-    from subquad.adaptation import extended
-    from subquad.hf import lora
-
-    subquad.hf.register()
-    model: Any
-    if lora.is_extension(folder):  # transformers would put its adapter on the model with the original's positions
-        model = extended.open_extension(folder).get_base_model().eval()
-    else:
-        model = AutoModelForCausalLM.from_pretrained(
-            folder, local_files_only=True, trust_remote_code=False, use_safetensors=True
-        ).eval()
-    model.to("cuda" if config.device == "auto" and torch.cuda.is_available() else "cpu")
-    tokenizer = AutoTokenizer.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
+    model, tokenizer = adaptation.adapters.open_foreign(folder, config.device)
     return Loaded(model, tokenizer, config.length)
 
 

@@ -19,6 +19,7 @@ from subquad.evaluation import drawing
 from subquad.models import matrices
 from subquad.models.costs import layer_costs
 from subquad.models.stacks import STACKS
+from subquad.training.tasks_classify import labelled
 
 OVERVIEW = """\
 usage: subquad show WHAT [RUN] [options]
@@ -64,7 +65,7 @@ def run(arguments: Sequence[str]) -> int:
 
 
 def _parser(what: str, description: str, *, tokens: int, trained: bool = True) -> Parser:
-    """What the pictures of mechanisms have in common."""
+    """Return the options that the pictures of mechanisms have in common."""
     parser = Parser(f"show {what}{' [RUN]' if trained else ''}", description)
     parser.prog = f"subquad show {what}"
     if trained:
@@ -168,8 +169,6 @@ def _reading_text(chosen: Namespace) -> tuple[nn.Module, list[int], list[str]]:
 
 def _reading_example(chosen: Namespace) -> tuple[nn.Module, list[int], list[str]]:
     """A classifier, the tokens of a held-out sequence of its task, and what stands in its rows: their numbers."""
-    from subquad.training.tasks_classify import labelled
-
     if chosen.text is not None:
         raise ValueError("--text is for a language model; a classifier reads a sequence of its task, by --example")
     loaded = training.runs.load_classifier(chosen.run, "cpu")

@@ -51,7 +51,7 @@ COLUMNS = 3
 
 @dataclass(frozen=True, kw_only=True)
 class ProbeOptions:
-    """What is asked of the models: options of `subquad probe`."""
+    """The options of `subquad probe`: the questions to the models."""
 
     task: TaskName | None
     """None: what the runs were trained on."""

@@ -318,7 +318,7 @@ def continue_together(
 
 
 def _limit(model: Decoder, max_context: int) -> tuple[int | None, str]:
-    """How many tokens a sequence may have, None for any number, and what says so."""
+    """Return how many tokens a sequence may have, None for any number, and the name of the limit."""
     limits: list[tuple[int, str]] = []
     if model.fixed_shapes and model.state_grows:
         limits.append((max_context, "max_context"))

@@ -16,7 +16,7 @@ from subquad.config import Config
 
 @dataclass(frozen=True, kw_only=True)
 class SamplingConfig(Config):
-    """How the next token is chosen and when to stop."""
+    """Settings of sampling: the choice of the next token, and the end."""
 
     max_tokens: int = 256
     """Tokens to generate at most."""

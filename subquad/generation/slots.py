@@ -181,7 +181,7 @@ def _final(model: Decoder, capacity: int) -> State:
 
 @torch.no_grad()
 def _blank(model: Decoder, places: int) -> State:
-    """What a row of so much padding leaves: padding does not exist, but takes places."""
+    """Return the state after a row of padding alone: padding does not exist, but takes places."""
     tokens_BT = torch.zeros(1, places, dtype=torch.long, device=next(model.parameters()).device)
     return model.hidden(tokens_BT, None, torch.zeros_like(tokens_BT, dtype=torch.bool))[1]
 

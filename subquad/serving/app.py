@@ -1,20 +1,26 @@
-"""The application: the routes, what requests pass before them, and the engine that runs while it does."""
+"""The application (the routes, what requests pass before them, the engine that runs while it does), and its server."""
 
 from __future__ import annotations
 
 import asyncio
+import signal
+import socket
+import sys
 import time
 from collections.abc import AsyncIterator, Coroutine, Sequence
 from contextlib import asynccontextmanager
 from importlib.resources import files
+from types import FrameType
 from typing import Any, NamedTuple
 
+import uvicorn
 from fastapi import FastAPI, Request
 from starlette.middleware.cors import CORSMiddleware
 from starlette.responses import HTMLResponse, Response, StreamingResponse
 from starlette.types import Receive, Scope, Send
 
-from subquad.generation.sampling import SamplingConfig
+from subquad import training
+from subquad.generation import BatchDecoder, SamplingConfig
 from subquad.serving import schemas
 from subquad.serving.config import ServeConfig
 from subquad.serving.engine import BusyError, DownError, Engine, Job
@@ -22,7 +28,7 @@ from subquad.serving.gate import GONE, APIError, Body, Count, Key, add_handlers,
 from subquad.serving.metrics import CONTENT_TYPE, Metrics
 from subquad.serving.replies import Kind, Reply
 from subquad.serving.schemas import ChatRequest, CompletionRequest, error_replies, shortened
-from subquad.serving.texts import Texts
+from subquad.serving.texts import Texts, read_template
 from subquad.version import __version__
 
 REFUSALS = error_replies(400, 401, 404, 408, 413, 429, 500, 503)
@@ -302,3 +308,64 @@ def _describe_errors(app: FastAPI, *, with_key: bool) -> None:
         return found
 
     app.openapi = document  # type: ignore[method-assign]
+
+
+def serve(
+    loaded: training.runs.LoadedRun, config: ServeConfig, listener: socket.socket, *, api_key: str | None, name: str
+) -> None:
+    """Answer on `listener` until a signal comes; say where on standard output."""
+    decoder = BatchDecoder(
+        loaded.decoder, slots=config.slots, max_context=config.max_context, prefill_chunk=config.prefill_chunk
+    )
+    parameters = sum(parameter.numel() for parameter in loaded.decoder.parameters())
+    attention = loaded.decoder.config.attention
+    served = Served(name, attention if isinstance(attention, str) else ", ".join(dict.fromkeys(attention)), parameters)
+    metrics = Metrics()
+    engine = Engine(decoder, config, metrics)
+    texts = Texts(loaded.tokenizer, read_template(loaded.folder))
+    settings = uvicorn.Config(
+        make_app(engine, texts, config, served, metrics, api_key=api_key),
+        log_config=None,
+        access_log=False,
+        lifespan="on",
+        ws="none",
+        server_header=False,
+        # Longer than running answers are given: the engine ends them properly, uvicorn would cut them.
+        timeout_graceful_shutdown=int(config.grace_seconds) + 5,
+    )
+    address, port = listener.getsockname()[:2]
+    at = f"[{address}]:{port}" if ":" in address else f"{address}:{port}"
+    facts = f"{served.attention}, {parameters:,} parameters, {decoder.state_bytes:,} bytes of state"
+    sys.stdout.write(f"http://{at} serves {name} ({facts}); Ctrl+C ends it\n")
+    sys.stdout.flush()
+    try:
+        _run(Server(settings, engine), listener)
+    finally:
+        engine.join()  # a second Ctrl+C leaves the loop without its end
+
+
+class Server(uvicorn.Server):
+    """A uvicorn server that tells the engine when it is told to stop."""
+
+    def __init__(self, settings: uvicorn.Config, engine: Engine) -> None:
+        super().__init__(settings)
+        self._engine = engine
+
+    def handle_exit(self, sig: int, frame: FrameType | None) -> None:
+        """End running answers, then the server."""
+        self._engine.drain_soon()
+        super().handle_exit(sig, frame)
+
+
+def _run(server: Server, listener: socket.socket) -> None:
+    """Serve until a signal comes, which is no failure: uvicorn raises it once more when it has stopped."""
+
+    def ended(_number: int, _frame: FrameType | None) -> None:
+        return None
+
+    before = {number: signal.signal(number, ended) for number in (signal.SIGINT, signal.SIGTERM)}
+    try:
+        server.run(sockets=[listener])
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)

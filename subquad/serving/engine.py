@@ -117,7 +117,7 @@ class Engine:
 
     @property
     def sequences(self) -> int:
-        """How many run or wait, of all jobs."""
+        """The sequences that run or wait, of all jobs."""
         return sum(len(job.open) for job in self._jobs)
 
     def check(self) -> None:

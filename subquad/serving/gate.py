@@ -118,7 +118,7 @@ def _paths(app: FastAPI) -> set[str]:
 
 
 def _methods(app: FastAPI, path: str) -> list[str]:
-    """What a path takes, of all its routes: Starlette names those of the first."""
+    """Return the methods that a path takes, of all its routes: Starlette names those of the first."""
     fitting = [route for route in app.routes if isinstance(route, Route) and route.path_regex.match(path)]
     return sorted({method for route in fitting for method in route.methods or ()})
 
@@ -248,7 +248,7 @@ class Body:
 
 
 def _not_unicode(body: bytes) -> str | None:
-    """What is wrong with a text that is no Unicode: pydantic and tokenizers would fail on it, each in its own way."""
+    """Return the fault of a body that is not Unicode text, on which pydantic and tokenizers would fail."""
     try:
         body.decode()
     except UnicodeDecodeError:

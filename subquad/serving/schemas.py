@@ -56,7 +56,7 @@ class _Strict(BaseModel):
 
 
 class StreamOptions(_Strict):
-    """What a stream tells beside text."""
+    """Options of a stream: the facts that it tells beside text."""
 
     include_usage: Flag = Field(default=False, description="End with a chunk that counts the tokens.")
     include_stats: Flag = Field(default=False, description="Extension: state size and tokens/s in each chunk's choice.")
@@ -64,7 +64,7 @@ class StreamOptions(_Strict):
 
 
 class _Request(BaseModel):
-    """What both kinds of requests have in common."""
+    """The fields that both kinds of requests have in common."""
 
     model_config = ConfigDict(extra="forbid")
     unsupported: ClassVar[Mapping[str, tuple[Any, ...]]] = {
@@ -347,7 +347,7 @@ class Health(_Answer):
 
 
 class ErrorFacts(_Answer):
-    """What is wrong."""
+    """The error of a request."""
 
     message: str
     type: str

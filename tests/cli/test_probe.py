@@ -172,9 +172,8 @@ def entries(*cells) -> list[probe_report.Entry]:
     found = []
     for name, length, start, stop, value in cells:
         score = Score(length, start, stop, 9, 9, value, 0.01)
-        found.append(
-            probe_report.Entry(probe_report.Subject(name, decoder=None, trained=length), length, score, (score,))
-        )
+        subject = probe_report.Subject(name, decoder=None, trained=length)
+        found.append(probe_report.Entry(subject, length, score, (score,)))
     return found
 
 

@@ -38,6 +38,7 @@ def test_a_key_of_the_environment_is_checked_too(capsys, monkeypatch):
 
 def test_without_the_extra_it_says_what_to_install(monkeypatch):
     monkeypatch.setitem(sys.modules, "uvicorn", None)
+    monkeypatch.delitem(sys.modules, "subquad.serving.app", raising=False)
     with pytest.raises(
         ImportError, match=r'subquad serve needs uvicorn; install it with: pip install "subquad\[serve\]"'
     ):
