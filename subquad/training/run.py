@@ -168,7 +168,8 @@ def _run(
     begin_rng(config.run.seed, 0)
     model = task.make_model()
     parameters = sum(parameter.numel() for parameter in model.parameters())
-    begin_rng(config.run.seed, 0)  # training draws the same numbers whatever the model has drawn
+    # Training draws the same numbers whatever the model has drawn; the processes draw others, or all would drop alike.
+    begin_rng(config.run.seed, processes.rank)
     loop = Loop(task, model, processes, settings, console)
     loop.run(start)
     at("the end of the run")

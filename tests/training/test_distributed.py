@@ -163,6 +163,12 @@ def test_a_checkpoint_of_other_steps_is_refused_by_all(quick: Path) -> None:
     assert "with 2 processes give batch.size=1 and batch.accumulation=2" in first
 
 
+def test_processes_draw_random_numbers_of_their_own(quick: Path) -> None:
+    folder = quick / "full" / "checkpoints" / "checkpoint-2"
+    states = [load_file(folder / f"rng_state_{rank}.safetensors")["torch"] for rank in range(2)]
+    assert not torch.equal(*states)
+
+
 def test_neighbours_share_windows(quick: Path) -> None:
     first, second = (told(quick, f"context {rank}") for rank in range(2))
     assert first == second

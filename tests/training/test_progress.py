@@ -1,9 +1,11 @@
 """What a run shows and writes."""
 
+import importlib.util
 import io
 import json
 import logging
 from pathlib import Path
+from typing import Any
 
 import pytest
 from rich.console import Console
@@ -83,3 +85,48 @@ def test_curves_show_the_losses_after_the_first_steps() -> None:
     low, high = loss_range([(1, 9.0)], [])
     assert low < 9.0 < high
     assert loss_range(train, [(1, 9.0)])[1] > 9.0
+
+
+def test_a_tracker_that_is_not_installed_is_refused_before_anything_is_written(
+    make_config, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    found = importlib.util.find_spec
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: None if name == "wandb" else found(name))
+    with pytest.raises(ValueError, match=r"run\.trackers=tensorboard,wandb: wandb is not installed; pip install wandb"):
+        train(make_config({"run.trackers": ["tensorboard", "wandb"]}))
+    assert not (tmp_path / "run").exists()
+    with pytest.raises(ValueError, match=r"run\.trackers\[0\] must be one of its choices, got 'comet'"):
+        make_config({"run.trackers": ["comet"]})
+
+
+def test_trackers_get_the_numbers_of_the_metrics(make_config, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    made: list[Any] = []
+
+    class Tracker:
+        def __init__(self, project: str, **options: Any) -> None:
+            self.project, self.options, self.records = project, options, []
+            made.append(self)
+
+        def start(self) -> None:
+            self.records: list[tuple[int, dict[str, float]]] = []
+
+        def log(self, values: dict[str, float], step: int) -> None:
+            self.records.append((step, values))
+
+        def finish(self) -> None:
+            self.records.append((-1, {}))
+
+    for name in ("WandBTracker", "MLflowTracker"):
+        monkeypatch.setattr(f"accelerate.tracking.{name}", Tracker)
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: name)
+    train(make_config({"run.trackers": ["wandb", "mlflow"], "run.steps": 4}))
+    lines = read_metrics(tmp_path / "run")
+    for tracker in made:
+        assert tracker.project == "subquad"
+        assert [step for step, _ in tracker.records] == [line["step"] for line in lines] + [-1]
+        assert tracker.records[0][1]["train/loss"] == lines[0]["loss"]
+        assert tracker.records[-2][1] == {"eval/loss": lines[-1]["eval_loss"]}
+    assert made[0].options["name"] == made[1].options["run_name"] == "run"
+    assert not (tmp_path / "run" / "tensorboard").exists()
+    train(make_config({"run.trackers": ["wandb"], "run.steps": 6, "run.resume": "must"}))
+    assert made[2].options == made[0].options, "a run that goes on is the same run"
