@@ -50,9 +50,8 @@ def run(unit: Unit) -> dict[str, Any]:
 def unmask(model: Decoder) -> None:
     """Every query sees its whole half segment, and the one before: the triangle is missing."""
     for block in model.blocks():
-        block.attention.patterns = (  # type: ignore[assignment]
-            Blocks(size=block.attention.half_segment, back=1),  # type: ignore[arg-type]
-        )
+        half = block.attention.config.segment // 2
+        block.attention.patterns = (Blocks(size=half, back=1),)  # type: ignore[assignment]
 
 
 def printed_line_runs(half: int = 4, blocks: int = 3) -> bool:

@@ -11,6 +11,7 @@ SMALL = {
     "linformer": {"max_tokens": 64, "projected": 8},
     "luna": {"memory_tokens": 8},
     "llp": {"segment": 16},
+    "llp_printed": {"segment": 16},
     "perceiver": {"latents": 8},
     "perceiver_ar": {"latents": 8, "history": "compressed", "history_tokens": 16, "projected": 4, "decode": "exact"},
     "perceiver_io": {"latents": 8},

@@ -10,6 +10,7 @@ from transformers import AutoModelForCausalLM, DynamicCache
 from subquad import hf
 from subquad.attention import build
 from subquad.cli import main
+from subquad.hf import interface
 from subquad.testing import assert_exact, assert_same_maths
 from tests.hf.stock import KINDS, OPTIONS, positions, stock, tokens
 
@@ -129,7 +130,7 @@ def test_a_saved_model_attends_the_same_again(kind, name, tmp_path):
     kept = json.loads((tmp_path / "config.json").read_text())["subquad"]
     assert kept == {"attention": name, "options": OPTIONS[name]}
     again = AutoModelForCausalLM.from_pretrained(tmp_path).eval()
-    hf.check_attention(again)
+    interface.check_attention(again)
     assert again.config._attn_implementation == f"subquad_{name}"
     with torch.no_grad():
         assert_exact(again(x_BT).logits, model(x_BT).logits)

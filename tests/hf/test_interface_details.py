@@ -161,7 +161,7 @@ def test_what_stands_in_the_configuration_chooses_the_attention(tmp_path):
     config = config_of("llama", subquad=LLP)
     assert config._attn_implementation == "subquad_llp"
     model = LlamaForCausalLM(config)
-    hf.check_attention(model)
+    interface.check_attention(model)
     model.save_pretrained(tmp_path)
     assert AutoConfig.from_pretrained(tmp_path).subquad == LLP
     assert AutoModelForCausalLM.from_pretrained(tmp_path).config._attn_implementation == "subquad_llp"
@@ -204,7 +204,7 @@ def test_a_model_that_runs_another_attention_than_it_asks_for_is_found(tmp_path,
     stock("llama", "llp").save_pretrained(tmp_path)
     model = AutoModelForCausalLM.from_pretrained(tmp_path, attn_implementation="sdpa")
     with pytest.raises(ValueError, match="asks for subquad attention 'llp', but the model runs 'sdpa': call"):
-        hf.check_attention(model)
+        interface.check_attention(model)
     model.set_attn_implementation("subquad_window")
     with pytest.raises(ValueError, match=r"the model runs subquad_window, but its config\.subquad names 'llp'"):
         model(tokens(1, 3))
@@ -216,7 +216,7 @@ def test_an_entry_that_a_model_does_not_run_is_said(tmp_path, caplog):
     message = "config.subquad asks for 'llp', but the implementation is 'sdpa': only subquad.hf.set_attention(model, ."
     assert message in caplog.text
     model.set_attn_implementation("subquad_llp")
-    hf.check_attention(model)
+    interface.check_attention(model)
     expected = stock("llama")
     hf.set_attention(expected, "llp", **LLP["options"])
     assert_exact(model(tokens(2, 20)).logits, expected(tokens(2, 20)).logits)
