@@ -122,10 +122,8 @@ class RunConfig(Config):
     """Temperature of the samples that are not greedy."""
 
     def __post_init__(self) -> None:
-        self.check_least(
-            "run", steps=1, log_every=1, save_every=1, keep=1, eval_windows=1, nonfinite_limit=1, threads=1
-        )
-        self.check_least("run", eval_every=0, sample_tokens=0, seed=0)
+        self.check_least("run", steps=1, log_every=1, save_every=1, keep=1, eval_windows=1, nonfinite_limit=1)
+        self.check_least("run", threads=1, eval_every=0, sample_tokens=0, seed=0)
         _positive("run.sample_temperature", self.sample_temperature)
         _positive("run.max_minutes", self.max_minutes)
         if not self.folder:
@@ -305,10 +303,9 @@ class TrainConfig(Config):
         own = self.groups
         for group in ("data", "classify", "pretrain", "image", "probe"):
             if group not in own:
-                given, default = (
-                    settings.to_dict() for settings in (getattr(self, group), type(getattr(self, group))())
-                )
-                for name, value in given.items():
+                given = getattr(self, group)
+                default = type(given)().to_dict()
+                for name, value in given.to_dict().items():
                     if value != default[name] and (group, name) != ("data", "cache"):
                         raise ValueError(f"{group}.{name}={value!r} has no effect with task={self.task}; leave it out")
         if self.task == "pretrain" and self.pretrain.kind == "none":
