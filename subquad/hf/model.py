@@ -165,7 +165,17 @@ class SubquadForCausalLM(StrictModel, GenerationMixin):
         if items is None:
             return self.model.loss_of_passes(passes, target_BT)
         if not torch.compiler.is_compiling():
-            check_counted(labels_BT, target_BT, mask_BT, doc_ids)
+            # The Trainer has counted labels that are not among the targets.
+            if mask_BT is not None and bool((labels_BT[~mask_BT] != IGNORED).any()):
+                raise ValueError(
+                    "num_items_in_batch counts labels at padding, which the loss leaves out: set labels to -100 where "
+                    "attention_mask is 0, as the collators of transformers do"
+                )
+            if doc_ids is not None and int((labels_BT[:, 1:] != IGNORED).sum()) != int((target_BT != IGNORED).sum()):
+                raise ValueError(
+                    "num_items_in_batch counts labels at the first tokens of documents or at padding, which the loss "
+                    "leaves out: set them to -100, as DataCollatorWithFlattening does"
+                )
         return self.model.loss_of_passes(passes, target_BT, reduction="sum") / items
 
     def blocks_to_shard(self) -> list[nn.Module]:
@@ -293,19 +303,3 @@ def packed_documents(
     if not bool(begins_PT[:, :1].all() & (steps_PT | begins_PT[:, 1:]).all()):
         return None  # no packed documents: `check_positions` says what is wrong
     return begins_PT.cumsum(1).expand(tokens_BT.shape)
-
-
-def check_counted(labels_BT: Tensor, target_BT: Tensor, mask_BT: Tensor | None, doc_ids: Tensor | None) -> None:
-    """Raise `ValueError` for labels that the Trainer counts and that are not among the targets: those at padding, and
-    those at the first token of a document.
-    """
-    if mask_BT is not None and bool((labels_BT[~mask_BT] != IGNORED).any()):
-        raise ValueError(
-            "num_items_in_batch counts labels at padding, which the loss leaves out: set labels to -100 where "
-            "attention_mask is 0, as the collators of transformers do"
-        )
-    if doc_ids is not None and int((labels_BT[:, 1:] != IGNORED).sum()) != int((target_BT != IGNORED).sum()):
-        raise ValueError(
-            "num_items_in_batch counts labels at the first tokens of documents or at padding, which the loss leaves "
-            "out: set them to -100, as DataCollatorWithFlattening does"
-        )

@@ -78,18 +78,12 @@ def stack_costs(
             for tokens in lengths:
                 chosen = {**history, **own}
                 given = {**(_halves(known, tokens, chosen) if "history_tokens" in known else {}), **chosen}
-                shape = {"dim": dim, "num_heads": num_heads, "num_layers": num_layers}
-                yield Measured(
-                    " ".join([name, *history.values()]), "model", _meta_stack(name, shape, given).cost(tokens)
-                )
-
-
-def _meta_stack(name: str, shape: Mapping[str, int], options: Mapping[str, Any]) -> Model:
-    """A language model where the stack can be one, otherwise a classifier, which adds its positions to the inputs."""
-    chosen: dict[str, Any] = {**shape, "attention": name, "options": {name: dict(options)}}
-    if "causal" in STACKS[name].forms:
-        return meta_model(DecoderConfig(**chosen))
-    return meta_model(EncoderConfig(**chosen, position="sinusoidal"))
+                shape: dict[str, Any] = {"dim": dim, "num_heads": num_heads, "num_layers": num_layers}
+                shape |= {"attention": name, "options": {name: given}}
+                # A language model where the stack can be one, else a classifier, which adds positions to its inputs.
+                causal = "causal" in STACKS[name].forms
+                config = DecoderConfig(**shape) if causal else EncoderConfig(**shape, position="sinusoidal")
+                yield Measured(" ".join([name, *history.values()]), "model", meta_model(config).cost(tokens))
 
 
 def _halves(known: Mapping[str, Any], tokens: int, chosen: Mapping[str, Any]) -> dict[str, int]:

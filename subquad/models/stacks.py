@@ -77,14 +77,6 @@ class PerceiverAROptions(StackOptions):
                     f"projected must be at most history_tokens, got projected={self.projected}, "
                     f"history_tokens={self.history_tokens}"
                 )
-        self._refuse_what_has_no_effect()
-        if self.refill is not None and self.refill > self.latents:
-            raise ValueError(f"refill must be at most latents, got refill={self.refill}, latents={self.latents}")
-        if self.decode == "frozen" and self.kept == self.latents:
-            raise ValueError(f"decode='frozen' needs refill below latents, got {self.kept} of {self.latents}")
-
-    def _refuse_what_has_no_effect(self) -> None:
-        """Raise `ValueError` for an option that is not its default and that nothing would read."""
         unread = {"segment"} if self.history != "segments" else set()
         unread |= {"projected", "first_layer"} if self.history != "compressed" else set()
         for field in fields(self):
@@ -93,6 +85,10 @@ class PerceiverAROptions(StackOptions):
                 raise ValueError(f"{field.name}={value!r} has no effect with history={self.history!r}; leave it out")
         if self.decode == "exact" and self.refill is not None:
             raise ValueError(f"refill={self.refill} has no effect with decode='exact'; leave it out")
+        if self.refill is not None and self.refill > self.latents:
+            raise ValueError(f"refill must be at most latents, got refill={self.refill}, latents={self.latents}")
+        if self.decode == "frozen" and self.kept == self.latents:
+            raise ValueError(f"decode='frozen' needs refill below latents, got {self.kept} of {self.latents}")
 
     @property
     def fewest_latents(self) -> int:

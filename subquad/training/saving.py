@@ -175,7 +175,9 @@ class Checkpoints:
         try:
             yield
         except (OSError, SafetensorError, RuntimeError) as error:  # torch.save raises RuntimeError for a full disk
-            if isinstance(error, RuntimeError) and _is_not_of_the_disk(error):
+            # What torch.save raises for the disk names its writer.
+            of_the_disk = any(text in str(error) for text in ("inline_container", "PytorchStreamWriter", "iostream"))
+            if isinstance(error, RuntimeError) and not of_the_disk:
                 raise
             if self.processes.first:
                 shutil.rmtree(folder, ignore_errors=True)
@@ -265,11 +267,6 @@ def _sharding() -> Any:
     from subquad.training import sharding
 
     return sharding
-
-
-def _is_not_of_the_disk(error: RuntimeError) -> bool:
-    """Whether something else than the disk has failed: what torch.save raises for it names its writer."""
-    return not any(text in str(error) for text in ("inline_container", "PytorchStreamWriter", "iostream"))
 
 
 def rng_file(folder: Path, process: int) -> Path:
