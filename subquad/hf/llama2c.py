@@ -17,6 +17,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from subquad.config import check_at_least
 from subquad.hf.config import SubquadConfig
 from subquad.hf.model import SubquadForCausalLM
 from subquad.models.config import DecoderConfig
@@ -117,9 +118,7 @@ def _header(path: Path) -> Header:
             f"{path} is a llama2.c checkpoint of version {numbers[1]}; only version 0, plain float32, is read"
         )
     header = Header(*numbers)
-    for name in ("dim", "hidden", "layers", "heads", "kv_heads", "positions"):
-        if getattr(header, name) < 1:
-            raise ValueError(f"{path}: {name} must be at least 1, got {getattr(header, name)}")
+    check_at_least(1, f"{path}: ", **{name: value for name, value in header._asdict().items() if name != "vocab"})
     if header.vocab == 0:
         raise ValueError(f"{path}: vocab must not be 0")
     if header.dim % (2 * header.heads) or header.heads % header.kv_heads:

@@ -13,6 +13,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from subquad.config import check_at_least
 from subquad.layers.norm import build_norm
 from subquad.layers.positions import positions
 from subquad.models.blocks import (
@@ -283,8 +284,7 @@ class ImageModel(nn.Module):
         They are drawn from `softmax(log p / temperature)`, where p are the 256 probabilities of the loss; temperature 0
         takes the likeliest. Raises `ValueError` for a negative temperature and for probabilities that are NaN.
         """
-        if not temperature >= 0:
-            raise ValueError(f"temperature must be at least 0, got {temperature}")
+        check_at_least(0, temperature=temperature)
         return draw(self.output.log_probs(parameters_BP), random_B, temperature)
 
     def num_parameters(self) -> int:

@@ -20,6 +20,7 @@ import torch
 from torch import Tensor, nn
 
 from subquad import attention
+from subquad.config import check_at_least
 from subquad.layers.feedforward import build_feedforward
 from subquad.layers.norm import build_norm
 from subquad.models.blocks import (
@@ -49,9 +50,7 @@ class CrossBlock(ResidualBlock):
         super().__init__()
         if config.dim % num_heads:
             raise ValueError(f"cross_heads must divide dim, got cross_heads={num_heads}, dim={config.dim}")
-        for name, channels in (("input_dim", input_dim), ("query_dim", query_dim)):
-            if channels < 1:
-                raise ValueError(f"{name} must be at least 1, got {channels}")
+        check_at_least(1, input_dim=input_dim, query_dim=query_dim)
         self.num_heads, self.residual, self.attention_dropout = num_heads, residual, config.attention_dropout
         self.query_norm = build_norm(config.norm, query_dim)
         self.input_norm = build_norm(config.norm, input_dim)
