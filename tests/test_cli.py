@@ -202,7 +202,9 @@ def test_a_mistyped_group_is_answered_with_the_groups(capsys):
 
 
 def test_an_option_without_its_group_is_answered_with_its_whole_name(capsys):
-    assert "unknown option 'lr'; did you mean 'optimizer.lr'?\n" in refused(capsys, "train", "--lr", "0.1")
+    assert "unknown option 'lr'; did you mean 'optimizer.lr' or 'pretrain.lr'?\n" in refused(
+        capsys, "train", "--lr", "0.1"
+    )
     message = refused(capsys, "train", "--tokenizer.kind", "bytes")
     assert "unknown option 'tokenizer.kind'; did you mean 'data.tokenizer'?\n" in message
 

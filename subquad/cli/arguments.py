@@ -133,7 +133,7 @@ class Parser(jsonargparse.ArgumentParser):
         return self.reading, _plain(re.sub(r'^Parser key "([^"]+)"( element \d+)?:\s*', r"\1\2: ", message))
 
     def _unknown(self, key: str) -> str:
-        """Return that `key` is unknown, with the options of its group, or of its name in any, or else with the groups."""
+        """Return that `key` is unknown, with the options of its group, else those of its name, else the groups."""
         options = [option.removeprefix("--") for action in self._actions for option in action.option_strings]
         valid = {option for option in options if not option.startswith("-") and not option.endswith("+")}
         valid -= _NOT_FOR_FILES

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass, field
-from typing import Any, Literal
+from typing import Literal
 
 from subquad.config import Config
 
@@ -86,7 +86,7 @@ class ImageConfig(Config):
     """Images that are generated at the end, as a picture; 0: none."""
 
     def __post_init__(self) -> None:
-        _at_least("image", self, mixtures=1, near=0, test_images=1, samples=0)
+        self.check_least("image", mixtures=1, near=0, test_images=1, samples=0)
 
 
 DatasetName = Literal["toy", "listops", "text", "retrieval", "image", "pathfinder32", "pathfinder64", "pathfinder128"]
@@ -114,7 +114,7 @@ class ListOpsConfig(Config):
     """Probability that a node above the greatest depth is a digit and not an operator."""
 
     def __post_init__(self) -> None:
-        _at_least("listops", self, max_depth=2, max_args=2, min_length=1, max_length=1)
+        self.check_least("listops", max_depth=2, max_args=2, min_length=1, max_length=1)
         if not 0 < self.leaf < 1:
             raise ValueError(f"listops.leaf must lie between 0 and 1, both excluded, got {self.leaf}")
         if self.max_length < self.min_length:
@@ -176,7 +176,7 @@ class LabelledConfig(Config):
             )
 
     def __post_init__(self) -> None:
-        _at_least("classify", self, examples=1, held_out=1, seed=0)
+        self.check_least("classify", examples=1, held_out=1, seed=0)
         if self.path is not None and (self.dataset == "toy" or not self.path):
             rule = "must name a folder, a file or hf:NAME" if not self.path else "has no effect with dataset=toy"
             raise ValueError(f"classify.path={self.path!r} {rule}")
@@ -232,7 +232,7 @@ class ProbeConfig(Config):
     """Another number gives other sequences."""
 
     def __post_init__(self) -> None:
-        _at_least("probe", self, digits=1, pairs=1, examples=1, held_out=1, seed=0)
+        self.check_least("probe", digits=1, pairs=1, examples=1, held_out=1, seed=0)
         if self.shortest is not None and (self.name != "copy" or self.shortest < 1):
             raise ValueError(
                 f"probe.shortest is the number of letters of a string to copy, at least 1, got {self.shortest} for the "
@@ -278,11 +278,3 @@ class ProbeConfig(Config):
             )
         string = (length - 1) // 2 if self.shortest is None else self.shortest
         return {"passkey": length - self.digits, "mqar": 2 * self.pairs + 1, "copy": string + 1}[self.name]
-
-
-def _at_least(group: str, config: Any, **least: int) -> None:
-    """Raise `ValueError` for an option of `config` below its bound; None is no number and has none."""
-    for name, bound in least.items():
-        value = getattr(config, name)
-        if value is not None and value < bound:
-            raise ValueError(f"{group}.{name} must be at least {bound}, got {value}")

@@ -28,11 +28,8 @@ class SubquadForCausalLM(StrictModel, GenerationMixin):
 
     config: SubquadConfig
     config_class = SubquadConfig
-    base_model_prefix = "model"
-    supports_gradient_checkpointing = True
     accepts_loss_kwargs = True
     _is_stateful = True
-    _no_split_modules = ["Block"]  # noqa: RUF012 (transformers declares it so)
 
     def __init__(self, config: SubquadConfig) -> None:
         super().__init__(config)
@@ -94,7 +91,11 @@ class SubquadForCausalLM(StrictModel, GenerationMixin):
             )
         doc_ids = packed_documents(doc_ids, position_ids, attention_mask, input_ids)
         if doc_ids is not None:
-            self._check_packed(past_key_values, use_cache)
+            self.model.check_packed()
+            if past_key_values is not None or use_cache:
+                raise ValueError(
+                    "packed documents take no cache and make none: leave past_key_values and use_cache out"
+                )
             position_ids, use_cache = None, False
         group = active_group()
         if group is not None and not (isinstance(logits_to_keep, int) and logits_to_keep == 0):
@@ -147,12 +148,6 @@ class SubquadForCausalLM(StrictModel, GenerationMixin):
         if self.model.prompt_latents is not None and inputs.get("use_cache") and fresh:
             inputs["latents"] = self.model.prompt_latents if latents is None else latents
         return inputs
-
-    def _check_packed(self, past_key_values: Any, use_cache: bool | None) -> None:
-        """Raise `ValueError` for what packed documents do not go with."""
-        self.model.check_packed()
-        if past_key_values is not None or use_cache:
-            raise ValueError("packed documents take no cache and make none: leave past_key_values and use_cache out")
 
     def _loss(
         self,
@@ -211,9 +206,6 @@ class SubquadForCausalLM(StrictModel, GenerationMixin):
     @classmethod
     def _supports_default_dynamic_cache(cls) -> bool:
         return False
-
-    def _init_weights(self, module: nn.Module) -> None:
-        self.model.initialise(module)
 
 
 def refuse_inputs(

@@ -130,22 +130,13 @@ class Volume(NamedTuple):
 
     def record(self) -> dict[str, Any]:
         """Plain values, for a file."""
-        sent = {"sent_forward": None, "sent_backward": None} if self.sent is None else _named(self.sent)
-        return {"name": self.name, "tokens": self.tokens, "ranks": self.ranks, **sent}
-
-
-def _named(sent: Sent) -> dict[str, Any]:
-    return {"sent_forward": sent.forward, "sent_backward": sent.backward}
+        forward, backward = (None, None) if self.sent is None else (self.sent.forward, self.sent.backward)
+        own = {"name": self.name, "tokens": self.tokens, "ranks": self.ranks}
+        return {**own, "sent_forward": forward, "sent_backward": backward}
 
 
 def layer_volumes(
-    attention: Iterable[str],
-    lengths: Sequence[int],
-    ranks: int,
-    *,
-    dim: int,
-    num_heads: int,
-    options: Mapping[str, Mapping[str, Any]],
+    attention: Iterable[str], lengths: Sequence[int], ranks: int, *, dim: int, num_heads: int, options: Options
 ) -> Iterator[Volume]:
     """One layer of each mechanism, at each length."""
     for name in attention:

@@ -66,10 +66,7 @@ class PerceiverAROptions(StackOptions):
 
     def __post_init__(self) -> None:
         check_choices(self, "history", "first_layer", "decode")
-        for name in ("latents", "segment", "projected", "history_tokens", "refill"):
-            value = getattr(self, name)
-            if value is not None and value < 1:
-                raise ValueError(f"{name} must be at least 1, got {value}")
+        self.check_least(latents=1, segment=1, projected=1, history_tokens=1, refill=1)
         if not 0 <= self.prefix_dropout < 1:
             raise ValueError(f"prefix_dropout must be at least 0 and below 1, got {self.prefix_dropout}")
         if self.history == "compressed":
@@ -157,11 +154,7 @@ class PerceiverOptions(StackOptions):
     """Frequencies of position, up to half of max_positions, appended to the inputs as sines and cosines; 0: none."""
 
     def __post_init__(self) -> None:
-        for name in ("latents", "repeats", "cross_heads"):
-            if getattr(self, name) < 1:
-                raise ValueError(f"{name} must be at least 1, got {getattr(self, name)}")
-        if self.fourier_bands < 0:
-            raise ValueError(f"fourier_bands must be at least 0, got {self.fourier_bands}")
+        self.check_least(latents=1, repeats=1, cross_heads=1, fourier_bands=0)
         check_choices(self, "reads")
 
 

@@ -11,7 +11,7 @@ from subquad.data.config import DataConfig, ImageConfig, LabelledConfig, ProbeCo
 from subquad.models.config import DecoderConfig
 from subquad.models.encoder import EncoderConfig, Pooling
 from subquad.models.pretraining import check_hiding
-from subquad.training.schedule import ScheduleConfig, at_least
+from subquad.training.schedule import ScheduleConfig
 
 AUGMENTED = ("image", "listops", "pathfinder32", "pathfinder64", "pathfinder128", "retrieval")
 """Data sets whose sequences can be changed without changing their labels (`subquad.data.augment`)."""
@@ -49,10 +49,8 @@ class OptimizerConfig(Config):
     def __post_init__(self) -> None:
         _positive("optimizer.lr", self.lr)
         _positive("optimizer.eps", self.eps)
-        if self.matrix_lr is not None:
-            _positive("optimizer.matrix_lr", self.matrix_lr)
-        at_least("optimizer.weight_decay", self.weight_decay, 0)
-        at_least("optimizer.clip", self.clip, 0)
+        _positive("optimizer.matrix_lr", self.matrix_lr)
+        self.check_least("optimizer", weight_decay=0, clip=0)
         if len(self.betas) != 2 or not all(0 <= beta < 1 for beta in self.betas):
             raise ValueError(f"optimizer.betas must be two numbers, each at least 0 and below 1, got {self.betas}")
         if not 0 <= self.momentum < 1:
@@ -71,9 +69,7 @@ class BatchConfig(Config):
     """Forward passes whose gradients are added up for one step."""
 
     def __post_init__(self) -> None:
-        at_least("batch.length", self.length, 2)
-        at_least("batch.size", self.size, 1)
-        at_least("batch.accumulation", self.accumulation, 1)
+        self.check_least("batch", length=2, size=1, accumulation=1)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -126,15 +122,10 @@ class RunConfig(Config):
     """Temperature of the samples that are not greedy."""
 
     def __post_init__(self) -> None:
-        for name in ("steps", "log_every", "save_every", "keep", "eval_windows", "nonfinite_limit"):
-            at_least(f"run.{name}", getattr(self, name), 1)
-        for name in ("eval_every", "sample_tokens", "seed"):
-            at_least(f"run.{name}", getattr(self, name), 0)
+        self.check_least("run", steps=1, log_every=1, save_every=1, keep=1, eval_windows=1, nonfinite_limit=1)
+        self.check_least("run", threads=1, eval_every=0, sample_tokens=0, seed=0)
         _positive("run.sample_temperature", self.sample_temperature)
-        if self.max_minutes is not None:
-            _positive("run.max_minutes", self.max_minutes)
-        if self.threads is not None:
-            at_least("run.threads", self.threads, 1)
+        _positive("run.max_minutes", self.max_minutes)
         if not self.folder:
             raise ValueError("run.folder must name a folder, got ''")
         if not self.prompt:
@@ -189,10 +180,8 @@ class PretrainConfig(Config):
     kind, none too."""
 
     def __post_init__(self) -> None:
-        if self.steps < 1:
-            raise ValueError(f"pretrain.steps must be at least 1, got {self.steps}")
-        if self.lr is not None and not (self.lr > 0 and math.isfinite(self.lr)):
-            raise ValueError(f"pretrain.lr must be a positive number, got {self.lr}")
+        self.check_least("pretrain", steps=1)
+        _positive("pretrain.lr", self.lr)
         check_hiding(self.mask_fraction, self.random_fraction, "pretrain.")
         if not (self.joint_weight >= 0 and math.isfinite(self.joint_weight)):
             raise ValueError(f"pretrain.joint_weight must be at least 0, got {self.joint_weight}")
@@ -234,8 +223,7 @@ class LoraConfig(Config):
     """Whether the head of a classifier trains too, whole; for classes that are not the base's it always does."""
 
     def __post_init__(self) -> None:
-        if self.rank < 0:
-            raise ValueError(f"lora.rank must be at least 0, got {self.rank}")
+        self.check_least("lora", rank=0)
         if self.rank == 0:
             defaults = {name: entry.default for name, entry in self.__dataclass_fields__.items()} | {"targets": []}
             for name, value in self.to_dict().items():
@@ -246,8 +234,7 @@ class LoraConfig(Config):
             return
         if not self.base:
             raise ValueError(f"lora.rank={self.rank} needs lora.base: the folder of the run whose model is adapted")
-        if self.alpha is not None and self.alpha < 1:
-            raise ValueError(f"lora.alpha must be at least 1, got {self.alpha}")
+        self.check_least("lora", alpha=1)
         if not 0 <= self.dropout < 1:
             raise ValueError(f"lora.dropout must be at least 0 and below 1, got {self.dropout}")
 
@@ -265,7 +252,7 @@ class ParallelConfig(Config):
     """Seconds that a process waits for the others before it gives up."""
 
     def __post_init__(self) -> None:
-        at_least("parallel.context", self.context, 1)
+        self.check_least("parallel", context=1)
         if not (self.timeout > 0 and math.isfinite(self.timeout)):
             raise ValueError(f"parallel.timeout must be a positive number of seconds, got {self.timeout}")
 
@@ -317,7 +304,10 @@ class TrainConfig(Config):
         for group in ("data", "classify", "pretrain", "image", "probe"):
             if group not in own:
                 given = getattr(self, group)
-                _unused(group, given.replace(cache=None) if group == "data" else given, self.task)
+                default = type(given)().to_dict()
+                for name, value in given.to_dict().items():
+                    if value != default[name] and (group, name) != ("data", "cache"):
+                        raise ValueError(f"{group}.{name}={value!r} has no effect with task={self.task}; leave it out")
         if self.task == "pretrain" and self.pretrain.kind == "none":
             raise ValueError("task=pretrain needs to know what is learned: pretrain.kind must be denoise or causal")
         if self.lora.rank and self.pretrain.effective:
@@ -384,14 +374,6 @@ class TrainConfig(Config):
         return self.batch.length * self.batch.size * self.batch.accumulation
 
 
-def _unused(group: str, given: Config, task: str) -> None:
-    """Raise `ValueError` for settings that the task would not read."""
-    defaults = type(given)().to_dict()
-    for name, value in given.to_dict().items():
-        if value != defaults[name]:
-            raise ValueError(f"{group}.{name}={value!r} has no effect with task={task}; leave it out")
-
-
-def _positive(name: str, value: float) -> None:
-    if not (value > 0 and math.isfinite(value)):
+def _positive(name: str, value: float | None) -> None:
+    if value is not None and not (value > 0 and math.isfinite(value)):
         raise ValueError(f"{name} must be a positive number, got {value}")

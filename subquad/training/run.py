@@ -113,7 +113,12 @@ def _train(config: TrainConfig, processes: Processes, console: Console | None, p
             policy = "auto"  # the checkpoint to go on with may be the first phase's
         found = checkpoint_to_resume(root, config, policy, settings)
         root.mkdir(parents=True, exist_ok=True)
-        _keep_settings(folder, task)
+        # What repeats the run is written so that a crash leaves each file whole.
+        draft = folder / ".draft.yaml"
+        (task.settings or task.config).to_file(draft)
+        os.replace(draft, folder / CONFIG)
+        for name, content in task.files.items():
+            checkpoint.write_atomically(folder / name, content)
         if found is not None:
             warn_of_new_random_numbers(found, config, processes)
         return found
@@ -173,8 +178,9 @@ def _run(
     loop = Loop(task, model, processes, settings, console)
     loop.run(start)
     now_at("the end of the run")
-    if processes.first:
-        _draw(folder, task)
+    if processes.first and (records := read_metrics(folder)):
+        title = f"{folder.name}: {config.model.attention}"
+        draw_curves(records, folder / CURVES, title=title, unit=task.unit)
     if not loop.interrupted:
         loop.checkpoints.save_final(folder)
     standing, meter = loop.standing, loop.meter
@@ -213,23 +219,6 @@ def _plain_model(loop: Loop) -> Any:
         logger.warning("the whole model has no room beside its shares on %s: it stays on the CPU", loop.device)
         return model
     return model.to(loop.device)
-
-
-def _draw(folder: Path, task: Task) -> None:
-    """Draw the run's curves, where it has any."""
-    records = read_metrics(folder)
-    if records:
-        title = f"{folder.name}: {task.config.model.attention}"
-        draw_curves(records, folder / CURVES, title=title, unit=task.unit)
-
-
-def _keep_settings(folder: Path, task: Task) -> None:
-    """Write what repeats the run, so that a crash leaves each file whole."""
-    draft = folder / ".draft.yaml"
-    (task.settings or task.config).to_file(draft)
-    os.replace(draft, folder / CONFIG)
-    for name, content in task.files.items():
-        checkpoint.write_atomically(folder / name, content)
 
 
 @contextmanager
@@ -343,9 +332,5 @@ def draws(config: TrainConfig) -> bool:
         or options_of(config.model).draws
         or config.classify.augment
         or bool(config.pretrain.hides)
-        or _redraws(config)
+        or any(options.get("redraw_interval") for options in config.model.options.values())
     )
-
-
-def _redraws(config: TrainConfig) -> bool:
-    return any(options.get("redraw_interval") for options in config.model.options.values())

@@ -166,7 +166,8 @@ def images_for(loaded: LoadedImageModel, path: str | None) -> Images:
         if own is None:
             raise ValueError(f"{loaded.folder} has no config.yaml that names its images; give some by their path")
         path = own
-    pictures = None if _same(path, own) else load_pictures(path)
+    own_path = own is not None and Path(path).expanduser().resolve() == Path(own).expanduser().resolve()
+    pictures = None if own_path else load_pictures(path)
     if pictures is not None:
         found = Images(pictures, None)
     else:
@@ -178,10 +179,6 @@ def images_for(loaded: LoadedImageModel, path: str | None) -> Images:
             f"{_size(loaded.model.config.shape)} (rows x columns x channels)"
         )
     return found
-
-
-def _same(path: str, own: str | None) -> bool:
-    return own is not None and Path(path).expanduser().resolve() == Path(own).expanduser().resolve()
 
 
 def _size(shape: tuple[int, int, int]) -> str:

@@ -26,11 +26,10 @@ class ScheduleConfig(Config):
     """Step up to which inverse_sqrt is capped at the peak (None: the end of the warm-up)."""
 
     def __post_init__(self) -> None:
-        at_least("schedule.warmup", self.warmup, 0)
+        self.check_least("schedule", warmup=0)
         fraction("schedule.min_ratio", self.min_ratio)
         fraction("schedule.decay_fraction", self.decay_fraction)
-        if self.hold is not None:
-            at_least("schedule.hold", self.hold, max(1, self.warmup))
+        self.check_least("schedule", hold=max(1, self.warmup))
 
     def factor(self, step: int, steps: int) -> float:
         """The learning rate of the step after `step` steps of `steps`, over the peak: in `[0, 1]`.
@@ -50,12 +49,6 @@ class ScheduleConfig(Config):
             return 1.0 - (1.0 - self.min_ratio) * done
         done = min(1.0, (step - self.warmup) / max(1, steps - self.warmup))
         return self.min_ratio + (1.0 - self.min_ratio) * 0.5 * (1.0 + math.cos(math.pi * done))
-
-
-def at_least(name: str, value: float, least: float) -> None:
-    """Raise `ValueError` where `value` is below `least` or not a number."""
-    if not value >= least:
-        raise ValueError(f"{name} must be at least {least}, got {value}")
 
 
 def fraction(name: str, value: float) -> None:
