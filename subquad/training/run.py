@@ -20,7 +20,7 @@ from subquad.training import checkpoint
 from subquad.training.config import TrainConfig
 from subquad.training.errors import CheckpointError
 from subquad.training.loop import Loop
-from subquad.training.processes import Processes, at, check_parallel, join, trains_on_cpu
+from subquad.training.processes import Processes, check_parallel, join, now_at, trains_on_cpu
 from subquad.training.progress import check_trackers, draw_curves, read_metrics
 from subquad.training.saving import CHECKPOINTS, begin_rng, rng_files
 from subquad.training.task import Data, Task
@@ -99,7 +99,7 @@ def _train(config: TrainConfig, processes: Processes, console: Console | None, p
     folder = Path(config.run.folder)
     check_folder(folder)
     root = folder / CHECKPOINTS
-    at("the preparation of the data")
+    now_at("the preparation of the data")
     with processes.first_alone():
         task = prepare(config, console)
     config = task.config
@@ -123,7 +123,7 @@ def _train(config: TrainConfig, processes: Processes, console: Console | None, p
             warn_of_new_random_numbers(found, config, processes)
         return found
 
-    at("the search for a checkpoint")
+    now_at("the search for a checkpoint")
     start = processes.by_the_first(find_checkpoint)
     if start is None and first is not None:
         task, stopped = _pretrain(task, first, processes, console)
@@ -177,7 +177,7 @@ def _run(
     begin_rng(config.run.seed, processes.rank)
     loop = Loop(task, model, processes, settings, console)
     loop.run(start)
-    at("the end of the run")
+    now_at("the end of the run")
     if processes.first and (records := read_metrics(folder)):
         title = f"{folder.name}: {config.model.attention}"
         draw_curves(records, folder / CURVES, title=title, unit=task.unit)

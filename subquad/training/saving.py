@@ -29,7 +29,7 @@ from torch.optim.lr_scheduler import LambdaLR
 from subquad.parsing import check_keys, parse_json, read_json
 from subquad.training import checkpoint
 from subquad.training.errors import CheckpointError, NonFiniteError, SaveError, reading
-from subquad.training.processes import Processes, at
+from subquad.training.processes import Processes, now_at
 from subquad.training.task import Task, weights_file
 
 logger = logging.getLogger(__name__)
@@ -106,7 +106,7 @@ class Checkpoints:
         left of the checkpoint, and what was there before is untouched.
         """
         step = standing.step
-        at(f"the checkpoint of step {step}")
+        now_at(f"the checkpoint of step {step}")
         folder = checkpoint.aside(self.root, step)
         together, first = self.processes.together, self.processes.first
         with together():
