@@ -156,7 +156,9 @@ class State:
             header = _header(data)
             tensors = load(data)
         except Exception as error:  # the header names any dtype and shape, and safetensors does not check them all
-            raise ValueError(f"{path} is not a readable state file: {error}") from error
+            raise ValueError(
+                f"{path} is not a readable state file: it is cut off, damaged or of another kind ({error})"
+            ) from error
         if header.get("format") != FORMAT:
             raise ValueError(f"{path} is not a subquad state: its format is {header.get('format')!r}, not {FORMAT!r}")
         if header.get("version") not in (str(UNCHECKED_VERSION), str(FORMAT_VERSION)):

@@ -265,7 +265,7 @@ block_attention_cpu.register_autograd(_backward, setup_context=_setup_context)
 
 
 class _Call:
-    """One fused call: the tiles of `group`, of all rows of the batch (`row` None) or of one."""
+    """Tiles of `group` of all rows of the batch (`row` None) or of one: for `Workspace` if `in_cache`, else `FUSED`."""
 
     def __init__(self, group: Group, row: int | None, bias: Tensor | None, in_cache: bool = False) -> None:
         self.group, self.row, self.bias, self.in_cache = group, row, bias, in_cache
@@ -316,7 +316,7 @@ def _one_row(x_BHTK: Tensor, row: int | None) -> Tensor:
 def _calls(
     q_BHTK: Tensor,
     k_BHSK: Tensor,
-    pattern: str,
+    pattern_key: str,
     q_start: int,
     k_start: int,
     lengths: Tensor | None,
@@ -327,32 +327,32 @@ def _calls(
 ) -> Iterator[_Call]:
     """Folded tiles take the place of the batch in the fused kernel, so they go one row at a time, as views."""
     B, _, T, _ = q_BHTK.shape
-    S, shape = k_BHSK.shape[2], Pattern.from_key(pattern)
+    S, pattern = k_BHSK.shape[2], Pattern.from_key(pattern_key)
     if q_pos is None or k_pos is None:
-        for group in static_groups(shape, q_start, T, k_start, S):
+        for group in static_groups(pattern, q_start, T, k_start, S):
             if lengths is None and fits_in_cache(group):
-                bias = static_bias(shape, group, q_start, k_start, q_BHTK, triangles=True)
+                bias = static_bias(pattern, group, q_start, k_start, q_BHTK, triangles=True)
                 if bias is None or not torch.isneginf(bias).all(-1).any():
                     yield _Call(group, None, bias, in_cache=True)
                     continue
-            bias = static_bias(shape, group, q_start, k_start, q_BHTK) if lengths is None else None
+            bias = static_bias(pattern, group, q_start, k_start, q_BHTK) if lengths is None else None
             for row in [None] if group.count == 1 else range(B):
                 if lengths is not None:
                     own = lengths if row is None else lengths[row, None]
-                    bias = bias_to(own, shape, group, q_start, k_start, q_BHTK)
+                    bias = bias_to(own, pattern, group, q_start, k_start, q_BHTK)
                 yield _Call(group, row, bias)
         return
-    if shape.anchored and q_doc is None:
-        yield from _row_calls(shape, T, q_pos, k_pos, q_BHTK)
+    if pattern.anchored and q_doc is None:
+        yield from _row_calls(pattern, T, q_pos, k_pos, q_BHTK)
         return
-    for group in ragged_groups(shape, T, S):
+    for group in ragged_groups(pattern, T, S):
         for row in [None] if group.count == 1 else range(B):
             rows = slice(None) if row is None else slice(row, row + 1)
             docs = None if q_doc is None or k_doc is None else (q_doc[rows], k_doc[rows])
-            yield _Call(group, row, ragged_bias(shape, group, q_pos[rows], k_pos[rows], docs, q_BHTK))
+            yield _Call(group, row, ragged_bias(pattern, group, q_pos[rows], k_pos[rows], docs, q_BHTK))
 
 
-def _row_calls(shape: Pattern, T: int, q_pos_BT: Tensor, k_pos_BS: Tensor, like: Tensor) -> Iterator[_Call]:
+def _row_calls(pattern: Pattern, T: int, q_pos_BT: Tensor, k_pos_BS: Tensor, like: Tensor) -> Iterator[_Call]:
     """Keys at fixed places: each row is cut by its own positions, of which the real ones are without gaps."""
     for row, (q_real, k_real) in enumerate(zip(q_pos_BT >= 0, k_pos_BS >= 0, strict=True)):
         queries, keys = int(q_real.sum()), int(k_real.sum())
@@ -361,10 +361,10 @@ def _row_calls(shape: Pattern, T: int, q_pos_BT: Tensor, k_pos_BS: Tensor, like:
         for start, stop in ((0, first_q), (first_q + queries, T)):
             if start < stop:
                 yield _Call(Group(start, stop - start, 1, 0, 0, "empty"), row, None)
-        for group in static_groups(shape, q_start, queries, k_start, keys):
+        for group in static_groups(pattern, q_start, queries, k_start, keys):
             places = tuple(place + first_k for place in group.places)
             moved = replace(group, q=group.q + first_q, k=group.k + first_k, places=places)
-            yield _Call(moved, row, static_bias(shape, group, q_start, k_start, like))
+            yield _Call(moved, row, static_bias(pattern, group, q_start, k_start, like))
 
 
 class Tile(NamedTuple):
