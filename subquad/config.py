@@ -21,6 +21,13 @@ from subquad.parsing import parse_yaml, read_json, read_text
 _LATER = "later"
 
 
+def check_at_least(least: int, prefix: str = "", /, **numbers: float | None) -> None:
+    """Raise `ValueError` for a number below `least`, by its name after `prefix`; None has no bound."""
+    for name, value in numbers.items():
+        if value is not None and not value >= least:
+            raise ValueError(f"{prefix}{name} must be at least {least}, got {value}")
+
+
 def suggest(word: str, choices: Iterable[str]) -> str:
     """The part of an error message that names the valid choices, the nearest first."""
     valid = sorted(choices)

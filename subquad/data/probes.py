@@ -16,7 +16,7 @@ from tokenizers import Tokenizer
 from torch import Tensor
 from torch.utils.data import Dataset
 
-from subquad.config import digest
+from subquad.config import check_at_least, digest
 from subquad.data.config import MARKS, ProbeConfig
 from subquad.data.tokenizers import encode_text
 
@@ -248,8 +248,7 @@ def text_passkey(
     text shorter than that room, and for a depth outside of 0 to 1.
     """
     check_depth(depth)
-    if digits < 1:
-        raise ValueError(f"digits must be at least 1, got {digits}")
+    check_at_least(1, digits=digits)
     before, after, question = (np.array(encode_text(tokenizer, part)) for part in (BEFORE, AFTER, QUESTION))
     made = empty_rows(length, rows)
     for row, rng in enumerate(generators(seed, first, rows)):

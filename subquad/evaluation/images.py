@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
+from subquad.config import check_at_least
 from subquad.data.images import ImageSet
 from subquad.models.image import ImageModel
 from subquad.models.mlp import Mlp
@@ -59,9 +60,7 @@ def evaluate_images(
     Runs where the model is, without dropout. `progress(done, images)` is called after each batch. Raises `ValueError`
     for no image, a batch size below 1, images or a mask that do not fit the model, and a mask without a True.
     """
-    for name, value in (("the number of images", len(pixels_NT)), ("batch_size", batch_size)):
-        if value < 1:
-            raise ValueError(f"{name} must be at least 1, got {value}")
+    check_at_least(1, **{"the number of images": len(pixels_NT)}, batch_size=batch_size)
     tokens = model.config.tokens
     if pixels_NT.shape[1:] != (tokens,) or (occluded_T is not None and occluded_T.shape != (tokens,)):
         mask = "" if occluded_T is None else f" and a mask {list(occluded_T.shape)}"

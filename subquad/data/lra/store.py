@@ -134,15 +134,8 @@ def write_store(
         checksums[part].append(_write(folder / f"{part}.labels", labels.astype("<u2")))
         if isinstance(given, Pairs):
             checksums[part].append(_write(folder / f"{part}.pairs", given.which.astype("<i8")))
-    values = {
-        "version": VERSION,
-        "source": source,
-        "classes": list(classes),
-        "vocab_size": vocab_size,
-        "pairs": pairs,
-        "sha256": checksums,
-    }
-    write_json(folder / "manifest.json", values)
+    values = {"version": VERSION, "source": source, "classes": list(classes), "vocab_size": vocab_size}
+    write_json(folder / "manifest.json", {**values, "pairs": pairs, "sha256": checksums})
 
 
 def _check_classes(part: str, labels: np.ndarray, classes: Sequence[str], source: str) -> None:
