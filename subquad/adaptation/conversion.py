@@ -183,6 +183,8 @@ class Conversion:
             for a, b in zip(first["by_position"], last["by_position"], strict=True)
         ]
         config = self.student_config
+        with torch.device("meta"):
+            student = dict(Decoder(config).named_parameters())
         report = {
             "format": FORMAT,
             "model": str(self.source.folder),
@@ -196,19 +198,13 @@ class Conversion:
             "parameters": {
                 "original": self.teacher.num_parameters(),
                 "converted": sum(p.numel() for p in self.stages.model("tuned").parameters()),
-                "new": self.new_parameters(),
+                "new": sum(student[name].numel() for name in self.new),
             },
             "text": {"train_tokens": len(self.text.train), "held_out_tokens": len(self.text.held_out)},
             "stages": [{"stage": name, **records[name]} for name in NAMES],
             "gap": {"loss": last["loss"] - first["loss"], "by_position": gaps},
         }
         return {**report, "explanation": explain(report)}
-
-    def new_parameters(self) -> int:
-        """Return how many numbers the result has that the original lacks."""
-        with torch.device("meta"):
-            student = dict(Decoder(self.student_config).named_parameters())
-        return sum(student[name].numel() for name in self.new)
 
     def _finish(self, report: dict[str, Any]) -> None:
         """Put the model, its tokenizer and the report at the top of the folder; the configuration comes last."""
