@@ -6,8 +6,6 @@ import dataclasses
 import json
 import shutil
 import time
-from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -130,7 +128,8 @@ class Conversion:
         """Run one stage after those before it, save it, and return what it measured."""
         begin = time.perf_counter()
         config, seed = self.config, self.config.seed + 1000 * NAMES.index(name)
-        with _seeded(seed):
+        with torch.random.fork_rng():
+            torch.manual_seed(seed)
             model, record = self._made(name)
         decoder: Decoder = self.teacher if model is None else model.model
         record |= measure.measure(decoder, self.text.held_out, self.source.tokenizer, config)
@@ -237,11 +236,3 @@ def check_positions(decoder: Decoder, length: int) -> None:
             f"the model has {decoder.config.max_positions} learned positions, got batch.length={length}; choose "
             "shorter windows"
         )
-
-
-@contextmanager
-def _seeded(seed: int) -> Iterator[None]:
-    """Draw random numbers from a seed within the block, and leave the generator as it was."""
-    with torch.random.fork_rng():
-        torch.manual_seed(seed)
-        yield

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Sequence, Sized
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -75,7 +75,9 @@ def run(arguments: Sequence[str]) -> int:
         tables = [image_table(evaluation)]
     else:
         with parser.checking():
-            loaded = _load(folder, options)
+            loaded = training.runs.load_run(folder, options.device)
+            if options.data.path is None and loaded.config is None:
+                raise ValueError(f"{loaded.folder} has no config.yaml that names its text; give one by --data.path")
         evaluation = _evaluate(loaded, options)
         tables = [text_table(evaluation), position_table(evaluation)]
     if options.json is not None:
@@ -113,14 +115,6 @@ def _ask(parser: Parser, folder: str, names: list[str], chosen: Namespace, optio
         f"{evaluation.config['length']:,} tokens; cut to fit: {evaluation.cut:,}\n"
     )
     return 0
-
-
-def _load(folder: str, config: EvalConfig) -> training.runs.LoadedRun:
-    """Return the run; `ValueError` where neither its folder nor `config` names a text."""
-    loaded = training.runs.load_run(folder, config.device)
-    if config.data.path is None and loaded.config is None:
-        raise ValueError(f"{loaded.folder} has no config.yaml that names its text; give one by --data.path")
-    return loaded
 
 
 def _evaluate(loaded: training.runs.LoadedRun, config: EvalConfig) -> Evaluation:
@@ -184,8 +178,8 @@ def evaluate_classes(
     model: subquad.hf.SubquadForSequenceClassification, config: TrainConfig, examples: int | None, batch_size: int
 ) -> ClassEvaluation:
     """Measure on the first `examples` test sequences of the classifier's task (None: all), beside a baseline."""
-    corpus = labelled(config)
-    train, test = len(_sized(corpus.train)), len(_sized(corpus.test))
+    corpus: Any = labelled(config)  # its parts have lengths, of which the type of a data set says nothing
+    train, test = len(corpus.train), len(corpus.test)
     baseline = None
     if train > 1:
         baseline = fit_bag_of_tokens(corpus.train, train, vocab_size=corpus.vocab_size, classes=len(corpus.classes))
@@ -198,11 +192,6 @@ def evaluate_classes(
         baseline=baseline,
         progress=progress("batch"),
     )
-
-
-def _sized(items: Any) -> Sized:
-    """Return a map-style dataset, whose type does not say that it has a length."""
-    return items
 
 
 def _load_images(folder: str, options: EvalConfig) -> tuple[ImageModel, Tensor]:

@@ -19,6 +19,7 @@ from torch.utils.data import Dataset
 from subquad.config import check_at_least, digest
 from subquad.data.config import MARKS, ProbeConfig
 from subquad.data.tokenizers import encode_text
+from subquad.data.windows import check_index
 
 VERSION = 1
 IGNORED = -100
@@ -198,8 +199,7 @@ class ProbeItems(Dataset[dict[str, Tensor]]):
         return self.items
 
     def __getitem__(self, index: int) -> dict[str, Tensor]:
-        if not 0 <= index < self.items:
-            raise IndexError(f"example {index} is out of range: there are {self.items}")
+        check_index(self, index, "example")
         made = probe_rows(self.config, self.length, 1, first=index, seed=(self.config.seed, self.stream))
         return {"input_ids": torch.from_numpy(made.tokens[0]), "labels": torch.from_numpy(made.labels[0])}
 

@@ -17,6 +17,7 @@ from torch.nn import functional as F
 from torch.utils.data import DataLoader, Dataset, Subset
 
 from subquad.config import check_at_least
+from subquad.evaluation.text import evaluating
 from subquad.models import Classifier
 
 EXAMPLES = 10_000
@@ -163,21 +164,20 @@ def evaluate_classifier(
     `progress(done, batches)` is called after each batch. Raises `ValueError` for a count or a batch size below 1.
     """
     check_at_least(1, count=count, batch_size=batch_size)
-    device, training = next(model.parameters()).device, model.training
-    model.eval()
+    device = next(model.parameters()).device
     begin = time.perf_counter()
     logits, labels = [], []
     batches = DataLoader(Subset(items, range(count)), batch_size)
-    for done, batch in enumerate(batches, 1):
-        batch = {name: value.to(device) for name, value in batch.items()}
-        read = [batch["input_ids"], batch["attention_mask"].bool()]
-        if "pair_input_ids" in batch:
-            read += [batch["pair_input_ids"], batch["pair_attention_mask"].bool()]
-        logits.append(model(*read).double())
-        labels.append(batch["labels"])
-        if progress:
-            progress(done, len(batches))
-    model.train(training)
+    with evaluating(model):
+        for done, batch in enumerate(batches, 1):
+            batch = {name: value.to(device) for name, value in batch.items()}
+            read = [batch["input_ids"], batch["attention_mask"].bool()]
+            if "pair_input_ids" in batch:
+                read += [batch["pair_input_ids"], batch["pair_attention_mask"].bool()]
+            logits.append(model(*read).double())
+            labels.append(batch["labels"])
+            if progress:
+                progress(done, len(batches))
     logits_BC, labels_B = torch.cat(logits), torch.cat(labels)
     right_B = logits_BC.argmax(-1) == labels_B
     present = labels_B.unique().tolist()

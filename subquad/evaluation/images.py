@@ -17,6 +17,7 @@ from torch.nn import functional as F
 
 from subquad.config import check_at_least
 from subquad.data.images import ImageSet
+from subquad.evaluation.text import evaluating
 from subquad.models.image import ImageModel
 from subquad.models.mlp import Mlp
 
@@ -67,15 +68,14 @@ def evaluate_images(
         raise ValueError(f"the model predicts images of {tokens} bytes, got {list(pixels_NT.shape)}{mask}")
     if occluded_T is not None and (occluded_T.dtype != torch.bool or not occluded_T.any()):
         raise ValueError(f"the mask must be bool and True somewhere, got {occluded_T.dtype}, sum {occluded_T.sum()}")
-    device, training = next(model.parameters()).device, model.training
-    model.eval()
+    device = next(model.parameters()).device
     begin, bits = time.perf_counter(), []
-    for first in range(0, len(pixels_NT), batch_size):
-        part_BT = pixels_NT[first : first + batch_size].to(device).long()
-        bits.append(model.log_prob(part_BT).double().cpu() / -math.log(2))
-        if progress:
-            progress(min(first + batch_size, len(pixels_NT)), len(pixels_NT))
-    model.train(training)
+    with evaluating(model):
+        for first in range(0, len(pixels_NT), batch_size):
+            part_BT = pixels_NT[first : first + batch_size].to(device).long()
+            bits.append(model.log_prob(part_BT).double().cpu() / -math.log(2))
+            if progress:
+                progress(min(first + batch_size, len(pixels_NT)), len(pixels_NT))
     bits_NT = torch.cat(bits)
     counts_V = pixels_NT.flatten().long().bincount().double()
     share_V = counts_V[counts_V > 0] / counts_V.sum()

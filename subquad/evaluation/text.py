@@ -16,7 +16,7 @@ from typing import Any, NamedTuple, TypeAlias
 
 import numpy as np
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from subquad.config import check_at_least
 from subquad.data.token_set import SetTokens
@@ -83,7 +83,7 @@ def check_vocabulary(model: Decoder, tokens: np.ndarray) -> None:
 
 
 @contextmanager
-def evaluating(model: Decoder) -> Iterator[None]:
+def evaluating(model: nn.Module) -> Iterator[None]:
     """Put the model in eval mode within the block."""
     training = model.training
     model.eval()

@@ -22,6 +22,7 @@ from torch.utils.data import Dataset
 from subquad.config import digest
 from subquad.data.files import Progress, cache_folder, fill_once, usable, write_json
 from subquad.data.shards import ShardWriter, TokenShard
+from subquad.data.windows import check_index
 from subquad.parsing import check_keys, read_json
 
 Item = TypeVar("Item")
@@ -241,8 +242,7 @@ class Sequences(Dataset[dict[str, Tensor]]):
         return len(self.chosen)
 
     def __getitem__(self, index: int) -> dict[str, Tensor]:
-        if not 0 <= index < len(self):
-            raise IndexError(f"example {index} is out of range: there are {len(self)}")
+        check_index(self, index, "example")
         item = {"labels": torch.tensor(int(self.labels[index]))}
         for i, name in enumerate(("", "pair_")[: 1 + self.pairs]):
             tokens = self.sequence(index, i)
