@@ -20,6 +20,7 @@ SMALL = {
     "latte_macchiato": {"num_latents": 8, "width": 8},
     "linformer": {"max_tokens": 64, "projected": 8},
     "llp": {"segment": 16},
+    "llp_printed": {"segment": 16},
     "longformer": {"width": 16},
     "luna": {"memory_tokens": 8},
     "shifted": {"group": 16},

@@ -11,7 +11,6 @@ from jsonargparse import ArgumentParser, Namespace
 from rich.console import Console
 from torch import Tensor
 
-import subquad
 from subquad import adaptation, training
 from subquad.cli.arguments import Parser, check_output, data_is_a_path
 from subquad.cli.tables import class_table, image_table, position_table, progress, text_table, write_json
@@ -174,9 +173,7 @@ def _load_classifier(folder: str, options: EvalConfig) -> training.runs.LoadedCl
     return loaded
 
 
-def evaluate_classes(
-    model: subquad.hf.SubquadForSequenceClassification, config: TrainConfig, examples: int | None, batch_size: int
-) -> ClassEvaluation:
+def evaluate_classes(model: Any, config: TrainConfig, examples: int | None, batch_size: int) -> ClassEvaluation:
     """Measure on the first `examples` test sequences of the classifier's task (None: all), beside a baseline."""
     corpus: Any = labelled(config)  # its parts have lengths, of which the type of a data set says nothing
     train, test = len(corpus.train), len(corpus.test)
@@ -258,7 +255,9 @@ def load_for_tasks(folder: str, config: EvalConfig) -> Loaded:
     if training.runs.is_classifier(folder):
         raise ValueError(f"{folder} holds a classifier: --tasks is for language models; leave it out")
     file = Path(folder) / "config.json"
-    if not file.is_file() or read_json_mapping(file).get("model_type") == subquad.hf.SubquadConfig.model_type:
+    from subquad.hf import SubquadConfig
+
+    if not file.is_file() or read_json_mapping(file).get("model_type") == SubquadConfig.model_type:
         run = training.runs.load_run(folder, config.device)
         length = run.config.batch.length if run.config else DEFAULT_LENGTH
         return Loaded(run.decoder, run.tokenizer, config.length or length)

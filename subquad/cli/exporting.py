@@ -8,7 +8,6 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-import subquad
 from subquad import training
 from subquad.cli.arguments import Parser
 from subquad.data.files import MODEL_FILES, aside
@@ -38,7 +37,9 @@ def run(arguments: Sequence[str]) -> int:
     with parser.checking():
         target = check_new(chosen.out)
         ours, home = training.runs.load_language_model(chosen.run)
-        model = subquad.hf.to_transformers(ours, chosen.family)
+        from subquad.hf import to_transformers
+
+        model = to_transformers(ours, chosen.family)
     write_model(target, model, {}, home)
     kind = f"{type(model).__name__} ({model.config.model_type})"
     sys.stdout.write(f"{chosen.out} holds a {kind} of transformers\n")

@@ -14,7 +14,6 @@ from rich.console import Console
 from rich.table import Table
 from tokenizers import Tokenizer
 
-import subquad
 from subquad import training
 from subquad.cli.eval import evaluate_classes
 from subquad.cli.tables import class_table, image_table, progress, text_table, write_json
@@ -134,8 +133,10 @@ def _samples(result: training.RunResult, tokenizer: Tokenizer) -> str:
 
 def _classify(result: training.RunResult) -> None:
     """Write evaluation.json and report.json into the run's folder and print them."""
+    from subquad.hf import SubquadForSequenceClassification
+
     sys.stderr.write("evaluating on the test sequences ...\n")
-    assert isinstance(result.model, subquad.hf.SubquadForSequenceClassification)
+    assert isinstance(result.model, SubquadForSequenceClassification)
     evaluation = evaluate_classes(result.model, result.config, None, result.config.batch.size)
     report = {
         "accuracy": evaluation.accuracy,
@@ -173,8 +174,10 @@ def _pretrain(result: training.RunResult) -> None:
 
 def _images(result: training.RunResult) -> None:
     """Write evaluation.json, samples.png and report.json into the run's folder and print them."""
+    from subquad.hf import SubquadForImages
+
     options, images = result.config.image, result.corpus
-    assert isinstance(result.model, subquad.hf.SubquadForImages)
+    assert isinstance(result.model, SubquadForImages)
     assert isinstance(images, ImageSet)
     model = result.model.model
     sys.stderr.write("measuring on held-out images ...\n")
@@ -216,8 +219,10 @@ def _images(result: training.RunResult) -> None:
 
 def _probe(result: training.RunResult) -> None:
     """Write evaluation.json and report.json into the run's folder and print them."""
+    from subquad.hf import SubquadForCausalLM
+
     config, probe = result.config, result.config.probe
-    assert isinstance(result.model, subquad.hf.SubquadForCausalLM)
+    assert isinstance(result.model, SubquadForCausalLM)
     sys.stderr.write("evaluating on the held-out sequences ...\n")
     rows = probe_rows(probe, config.batch.length, probe.held_out, seed=(probe.seed, HELD_OUT))
     score = overall(rows, right_answers(result.model.model, rows, batch_size=config.batch.size))

@@ -6,10 +6,10 @@ import json
 import sys
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 from tokenizers import Tokenizer
 
-import subquad
 from subquad.cli.arguments import Parser
 from subquad.cli.exporting import check_new, write_model
 from subquad.data.llama2c import read_llama2c_tokenizer
@@ -64,13 +64,14 @@ def run(arguments: Sequence[str]) -> int:
     return 0
 
 
-def _model(name: str) -> subquad.hf.SubquadForCausalLM:
+def _model(name: str) -> Any:
     from transformers.utils.logging import disable_progress_bar
 
+    from subquad.hf import from_transformers
     from subquad.hf.llama2c import is_llama2c, read_llama2c
 
     disable_progress_bar()
-    return read_llama2c(name) if is_llama2c(name) else subquad.hf.from_transformers(name)
+    return read_llama2c(name) if is_llama2c(name) else from_transformers(name)
 
 
 def _tokenizer(model: str, asked: str | None) -> Tokenizer | None:
@@ -88,7 +89,7 @@ def _tokenizer(model: str, asked: str | None) -> Tokenizer | None:
     return backend
 
 
-def _settings(model: subquad.hf.SubquadForCausalLM, tokenizer: Tokenizer) -> dict[str, object]:
+def _settings(model: Any, tokenizer: Tokenizer) -> dict[str, object]:
     """Return `tokenizer_config.json`: the special tokens by their texts."""
     settings: dict[str, object] = {
         "tokenizer_class": "PreTrainedTokenizerFast",

@@ -61,7 +61,7 @@ class OptimizerConfig(Config):
 
 @dataclass(frozen=True, kw_only=True)
 class BatchConfig(Config):
-    """How many tokens one step sees: length x size x accumulation x processes (those of one window count once)."""
+    """The tokens that one step sees: length x size x accumulation x processes (those of one window count once)."""
 
     length: int = 512
     """Tokens in one window."""
@@ -143,7 +143,7 @@ class RunConfig(Config):
 
 @dataclass(frozen=True, kw_only=True)
 class ClassifyConfig(LabelledConfig):
-    """What task=classify learns: labelled sequences of up to batch.length tokens."""
+    """Labelled sequences of up to batch.length tokens, which task=classify learns."""
 
     pooling: Pooling = "mean"
     """What a sequence is judged by: the mean of its vectors, its last vector, or that of a class token before it."""
@@ -170,7 +170,7 @@ class ClassifyConfig(LabelledConfig):
 
 @dataclass(frozen=True, kw_only=True)
 class PretrainConfig(Config):
-    """What the encoder of a classifier learns first, from the training sequences alone, without their labels."""
+    """The first phase of a classifier: its encoder learns from the training sequences without their labels."""
 
     kind: Literal["none", "denoise", "causal"] = "none"
     """none: nothing; denoise: the tokens that were hidden, from all others; causal: the next token, by the causal form,
@@ -254,7 +254,7 @@ class LoraConfig(Config):
 
 @dataclass(frozen=True, kw_only=True)
 class ParallelConfig(Config):
-    """What the processes that `torchrun` starts share. One step sees data processes x batch.size x batch.accumulation
+    """The share of each process that `torchrun` starts. One step sees data processes x batch.size x batch.accumulation
     windows, where the data processes are all processes divided by `context`."""
 
     context: int = 1

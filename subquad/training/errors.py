@@ -1,4 +1,4 @@
-"""What stops a training run."""
+"""Errors that stop a training run."""
 
 from __future__ import annotations
 

@@ -32,7 +32,7 @@ from subquad.training.optimizers import build_optimizer
 from subquad.training.processes import Processes, at
 from subquad.training.progress import Bar, Meter, Metrics
 from subquad.training.reading import DealtBatches, HeldOutBatches, NumberedWindows, RunOrder, naming
-from subquad.training.saving import CHECKPOINTS, Checkpoints, Standing
+from subquad.training.saving import CHECKPOINTS, Checkpoints, ShardedCheckpoints, Standing
 from subquad.training.task import Batch, Task, count_items
 
 logger = logging.getLogger(__name__)
@@ -67,20 +67,19 @@ class Loop:
             for module in recomputing:
                 module.gradient_checkpointing = True
         self.model: Any = model.to(self.device)
-        checkpoints = Checkpoints
         if self.sharded:
-            from subquad.training import sharding
+            from subquad.training.sharding import shard
 
-            sharding.shard(self.model, processes, bf16=self.bf16)
+            shard(self.model, processes, bf16=self.bf16)
             self.spread = self.model  # `prepare` would make it DistributedDataParallel on a CPU
-            checkpoints = sharding.ShardedCheckpoints
         else:
             self.spread = self.accelerator.prepare(self.model)
         self.sharing: Callable[[], AbstractContextManager[Any]] = processes.sharing_windows()
         self.optimizer = build_optimizer(self.model, config.optimizer)
         self.scheduler = LambdaLR(self.optimizer, lambda step: config.schedule.factor(step, config.run.steps))
         self.standing = Standing()
-        self.checkpoints = checkpoints(
+        kind = ShardedCheckpoints if self.sharded else Checkpoints
+        self.checkpoints = kind(
             folder / CHECKPOINTS, task, self.model, self.optimizer, self.scheduler, processes, settings
         )
 
@@ -358,7 +357,7 @@ class Loop:
 
 @dataclass(frozen=True)
 class Cause:
-    """What was not finite in one process, and the windows of its part of the step."""
+    """A number of one process that was not finite, and the windows of its part of the step."""
 
     rank: int
     what: str

@@ -15,7 +15,7 @@ from subquad.training.config import TrainConfig
 from subquad.training.errors import StepMemoryError
 
 _TEXTS = ("can't allocate memory", "not enough memory", "bad_alloc", "out of memory")
-"""What PyTorch's RuntimeErrors say where the CPU has no memory left."""
+"""Texts of PyTorch's RuntimeErrors where the CPU has no memory left."""
 GIB = 2**30
 SHORTEST = 16
 """Tokens of a window that is still worth a try."""

@@ -328,7 +328,7 @@ class Heartbeat:
         self._told = False
 
     def lost(self) -> str | None:
-        """Which processes have ended or are behind this one, for an error message; None where all are where this is.
+        """Name the processes that have ended or are behind this one, for an error message; None where there are none.
 
         Takes a few intervals. For a process whose wait for others has failed: it counts as alive for the others then.
         """

@@ -1,4 +1,4 @@
-"""What a run shows and writes while it trains: a bar or plain lines, `metrics.jsonl`, trackers; then its curves."""
+"""Progress of a run: a bar or plain lines, `metrics.jsonl`, trackers, and at the end its curves."""
 
 from __future__ import annotations
 
@@ -253,7 +253,7 @@ def draw_curves(records: Sequence[dict[str, float]], path: Path, *, title: str, 
 
 
 def loss_range(train: Sequence[tuple[float, float]], held_out: Sequence[tuple[float, float]]) -> tuple[float, float]:
-    """What the picture shows: all held-out losses, and the training losses but for the first steps'; (step, loss)."""
+    """Return the range of the picture: all held-out losses, and the training losses but for the first steps'."""
     begin = LATER * max(step for step, _ in [*train, *held_out])
     seen = [loss for step, loss in train if step >= begin] + [loss for _, loss in held_out]
     low, high = min(seen), max(seen)

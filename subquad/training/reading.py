@@ -1,4 +1,4 @@
-"""What each process reads: one order of windows for the whole run, dealt out in batches.
+"""The batches of each process: one order of windows for the whole run, dealt out.
 
 Windows carry their numbers, and an error names those that a reading process was at when it died or hung.
 """
@@ -19,7 +19,7 @@ from subquad.training.errors import ReadError
 
 NOTHING = -1
 LOST = re.compile(r"DataLoader worker \(pid|DataLoader timed out")
-"""What PyTorch says of a worker that died or hangs; another error in one begins with `Caught`."""
+"""Texts of PyTorch for a worker that died or hangs; another error in one begins with `Caught`."""
 
 
 class RunOrder(Sampler[int]):

@@ -30,7 +30,7 @@ from subquad.parsing import check_keys, parse_json, read_json
 from subquad.training import checkpoint
 from subquad.training.errors import CheckpointError, NonFiniteError, SaveError, reading
 from subquad.training.processes import Processes, at
-from subquad.training.task import Task
+from subquad.training.task import Task, weights_file
 
 logger = logging.getLogger(__name__)
 
@@ -41,7 +41,7 @@ STATE, SKIPPED = "trainer_state.json", "skipped.json"
 
 @dataclass
 class Standing:
-    """How far a run is."""
+    """The place of a run in its training."""
 
     step: int = 0
     """Optimizer steps so far."""
@@ -51,7 +51,7 @@ class Standing:
     skipped: int = 0
     """Steps left out because their loss or gradient wasn't finite."""
     skipped_in_a_row: int = 0
-    """Those just now, one after another."""
+    """The steps just left out, one after another."""
 
     def write(self, folder: Path) -> None:
         """Write `trainer_state.json` and, where steps were left out, `skipped.json`."""
@@ -222,9 +222,7 @@ class Checkpoints:
     def load_optimizer(self, folder: Path, *, in_shards: bool) -> None:
         """Read the optimizer's states, whole or in shards."""
         if in_shards:
-            from subquad.training.sharding import load_optimizer
-
-            load_optimizer(self.model, self.optimizer, folder)
+            _sharding().load_optimizer(self.model, self.optimizer, folder)
         else:
             states = torch.load(folder / "optimizer.pt", map_location="cpu", weights_only=True)
             self.optimizer.load_state_dict(states)
@@ -232,6 +230,41 @@ class Checkpoints:
     def write_random_numbers(self, folder: Path) -> None:
         """Write the generators of this process."""
         save_rng(rng_file(folder, self.processes.rank))
+
+
+class ShardedCheckpoints(Checkpoints):
+    """The checkpoints of a run whose model is shared out over the processes."""
+
+    def whole_weights(self, *, keep: bool) -> dict[str, Any]:
+        """Return the weights put together; empty without `keep`. All processes must call it."""
+        return _sharding().whole_state(self.model, keep=keep)
+
+    def load_weights(self, folder: Path) -> None:
+        """Read this process's part of the weights. Raises `CheckpointError` where names or shapes are others."""
+        with reading(folder / "model.safetensors"):
+            _sharding().load_weights(self.model, weights_file(folder))
+
+    def write_optimizer(self, folder: Path) -> None:
+        """Write the states of the optimizer, each process its part, and of the schedule. All processes must call it."""
+        names = _sharding().save_optimizer(self.model, self.optimizer, folder)
+        with self.processes.together():
+            if self.processes.first:
+                _sharding().list_states(folder, names)
+                torch.save(self.scheduler.state_dict(), folder / "scheduler.pt")
+
+    def load_optimizer(self, folder: Path, *, in_shards: bool) -> None:
+        """Read this process's part of the optimizer's states, whole or in shards."""
+        if in_shards:
+            _sharding().load_optimizer(self.model, self.optimizer, folder)
+        else:
+            _sharding().spread_optimizer(self.optimizer, folder / "optimizer.pt")
+
+
+def _sharding() -> Any:
+    """Return the module of shared-out models, which loads much of torch.distributed."""
+    from subquad.training import sharding
+
+    return sharding
 
 
 def _is_not_of_the_disk(error: RuntimeError) -> bool:

@@ -24,10 +24,8 @@ from torch.distributed.tensor import DTensor, distribute_tensor
 from torch.optim import Optimizer
 
 from subquad.parsing import read_json
-from subquad.training.errors import CheckpointError, reading
+from subquad.training.errors import CheckpointError
 from subquad.training.processes import Processes
-from subquad.training.saving import Checkpoints
-from subquad.training.task import weights_file
 
 OPTIMIZER = "optimizer"
 """The folder of the optimizer's states in a checkpoint."""
@@ -51,34 +49,6 @@ def shard(model: Any, processes: Processes, *, bf16: bool) -> None:
     for block in model.blocks_to_shard():
         fully_shard(block, **options)
     fully_shard(model, **options)
-
-
-class ShardedCheckpoints(Checkpoints):
-    """The checkpoints of a run whose model is shared out over the processes."""
-
-    def whole_weights(self, *, keep: bool) -> dict[str, Any]:
-        """Return the weights put together; empty without `keep`. All processes must call it."""
-        return whole_state(self.model, keep=keep)
-
-    def load_weights(self, folder: Path) -> None:
-        """Read this process's part of the weights. Raises `CheckpointError` where names or shapes are others."""
-        with reading(folder / "model.safetensors"):
-            load_weights(self.model, weights_file(folder))
-
-    def write_optimizer(self, folder: Path) -> None:
-        """Write the states of the optimizer, each process its part, and of the schedule. All processes must call it."""
-        names = save_optimizer(self.model, self.optimizer, folder)
-        with self.processes.together():
-            if self.processes.first:
-                list_states(folder, names)
-                torch.save(self.scheduler.state_dict(), folder / "scheduler.pt")
-
-    def load_optimizer(self, folder: Path, *, in_shards: bool) -> None:
-        """Read this process's part of the optimizer's states, whole or in shards."""
-        if in_shards:
-            load_optimizer(self.model, self.optimizer, folder)
-        else:
-            spread_optimizer(self.optimizer, folder / "optimizer.pt")
 
 
 def local(tensor: Tensor) -> Tensor:

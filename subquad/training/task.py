@@ -1,4 +1,4 @@
-"""What every task answers: its items, its model, the loss of a batch, what is measured, and what is kept."""
+"""The base of all tasks: items, a model, the loss of a batch, the periodic measurement, the files that are kept."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ Prepared = TypeVar("Prepared")
 
 
 class Adapter(Protocol):
-    """What trains in place of all weights of a new model: the model that it is in, its files."""
+    """Trains in place of all weights of a new model: makes the model that it is in, and keeps files of its own."""
 
     def make_model(self) -> Any: ...
     def save(self, model: Any, folder: Path) -> None: ...

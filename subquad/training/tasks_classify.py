@@ -258,7 +258,7 @@ def _with_vocabulary(config: TrainConfig, corpus: LabelledCorpus) -> TrainConfig
 
 
 def _changes(config: TrainConfig) -> dict[str, Any]:
-    """What must stay the same beside the data, where it is not the default."""
+    """Return the settings beside the data that must stay the same, where they are not the defaults."""
     values: dict[str, Any] = {}
     if config.classify.causal:
         values["causal"] = True

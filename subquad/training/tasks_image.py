@@ -38,7 +38,7 @@ class PixelItems(Dataset[dict[str, Tensor]]):
 
 
 def image_settings(config: TrainConfig) -> dict[str, Any]:
-    """What `ImageModelConfig` has of a run's settings, beside the decoder's."""
+    """Return the fields of `ImageModelConfig` beside the decoder's, from a run's settings."""
     options = config.image
     return {"output": options.output, "mixtures": options.mixtures, "axes": options.axes, "near": options.near}
 

@@ -20,6 +20,7 @@ OPTIONS = {
     "dilated": {"width": 4, "dilation": 2},
     "latte_macchiato": {"width": 5, "num_latents": 4},
     "llp": {"segment": 6},
+    "llp_printed": {"segment": 6},
     "longformer": {"width": 5},
     "shifted": {"group": 6},
     "strided": {"stride": 5, "columns": 2},

@@ -12,6 +12,7 @@ SMALL = {
     "dilated": {"width": 2, "dilation": 3},
     "latte_macchiato": {"width": 4},
     "llp": {"segment": 6},
+    "llp_printed": {"segment": 6},
     "longformer": {"width": 4, "num_global": 3},
     "shifted": {"group": 4},
     "strided": {"stride": 4, "columns": 2},

@@ -18,6 +18,7 @@ def tiny(name: str, **options) -> DecoderConfig:
         "dilated": {"width": 2, "dilation": 3},
         "latte_macchiato": {"width": 4},
         "llp": {"segment": 4},
+        "llp_printed": {"segment": 4},
         "longformer": {"width": 4},
         "shifted": {"group": 4},
         "strided": {"stride": 4, "columns": 2},

@@ -28,6 +28,7 @@ OPTIONS = {
     "latte_macchiato": {"num_latents": 4, "width": 4},
     "linformer": {"max_tokens": 16, "projected": 4},
     "llp": {"segment": 8},
+    "llp_printed": {"segment": 8},
     "longformer": {"width": 4},
     "luna": {"memory_tokens": 4},
     "perceiver": {"latents": 4},
