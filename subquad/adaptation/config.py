@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import math
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
-from subquad.config import Config
+from subquad.config import Config, check_at_least, check_fraction, check_positive
 from subquad.data.config import DataConfig
 from subquad.training.config import BatchConfig, OptimizerConfig, RunConfig
-from subquad.training.schedule import ScheduleConfig, at_least
+from subquad.training.schedule import ScheduleConfig
 
 ATTENTION = ("shifted", "llp", "window", "full")
 """What attends in training; `full` is the model's own."""
@@ -33,9 +32,7 @@ class FactorsConfig(Config):
     """Whether the weights of all norms train too, whole."""
 
     def __post_init__(self) -> None:
-        at_least("lora.rank", self.rank, 1)
-        if self.alpha is not None:
-            at_least("lora.alpha", self.alpha, 1)
+        check_at_least(1, "lora.", rank=self.rank, alpha=self.alpha)
         if not 0 <= self.dropout < 1:
             raise ValueError(f"lora.dropout must be at least 0 and below 1, got {self.dropout}")
 
@@ -50,8 +47,7 @@ class LongBatchConfig(Config):
     """Forward passes whose gradients are added up for one step."""
 
     def __post_init__(self) -> None:
-        at_least("batch.size", self.size, 1)
-        at_least("batch.accumulation", self.accumulation, 1)
+        check_at_least(1, "batch.", size=self.size, accumulation=self.accumulation)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -65,8 +61,7 @@ class PositionsConfig(Config):
     """Places of the held-out text, evenly spread, from which these tokens are taken."""
 
     def __post_init__(self) -> None:
-        at_least("eval.tokens", self.tokens, 1)
-        at_least("eval.stretches", self.stretches, 1)
+        check_at_least(1, "eval.", tokens=self.tokens, stretches=self.stretches)
 
 
 def _run() -> RunConfig:
@@ -112,7 +107,7 @@ class ExtendConfig(Config):
     """The report by position."""
 
     def __post_init__(self) -> None:
-        at_least("length", self.length, 4)
+        check_at_least(4, length=self.length)
         if self.schedule.warmup >= self.run.steps:
             raise ValueError(f"schedule.warmup must be below run.steps={self.run.steps}, got {self.schedule.warmup}")
         for name in ("tokenizer", "vocab_size", "pack"):
@@ -153,9 +148,9 @@ class MatchConfig(Config):
     one (null: 0.5 for latte_macchiato, 0 for the others, which have no such branch)."""
 
     def __post_init__(self) -> None:
-        at_least("match.steps", self.steps, 1)
-        _positive("match.lr", self.lr)
-        _probability("match.window_dropout", self.window_dropout)
+        check_at_least(1, "match.", steps=self.steps)
+        check_positive("match.", lr=self.lr)
+        check_fraction("match.", window_dropout=self.window_dropout)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -174,12 +169,9 @@ class TuneConfig(Config):
     """As match.window_dropout, in this stage (null: 0.25 for latte_macchiato)."""
 
     def __post_init__(self) -> None:
-        at_least("lora.rank", self.rank, 1)
-        at_least("lora.steps", self.steps, 1)
-        _positive("lora.lr", self.lr)
-        _probability("lora.window_dropout", self.window_dropout)
-        if self.alpha is not None:
-            at_least("lora.alpha", self.alpha, 1)
+        check_at_least(1, "lora.", rank=self.rank, steps=self.steps, alpha=self.alpha)
+        check_positive("lora.", lr=self.lr)
+        check_fraction("lora.", window_dropout=self.window_dropout)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -199,9 +191,9 @@ class MeasureConfig(Config):
 
     def __post_init__(self) -> None:
         for name, least in (("windows", 1), ("passkeys", 0), ("digits", 1), ("repeats", 1)):
-            at_least(f"measure.{name}", getattr(self, name), least)
+            check_at_least(least, "measure.", **{name: getattr(self, name)})
         for context in self.contexts:
-            at_least("measure.contexts", context, 1)
+            check_at_least(1, "measure.", contexts=context)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -241,9 +233,8 @@ class ConvertConfig(Config):
                 "keep_every must be 0 (no layer keeps full attention) or at least 2 (1 would keep all), "
                 f"got {self.keep_every}"
             )
-        at_least("seed", self.seed, 0)
-        if self.threads is not None:
-            at_least("threads", self.threads, 1)
+        check_at_least(0, seed=self.seed)
+        check_at_least(1, threads=self.threads)
         for name in self.options:
             if name != self.attention:
                 raise ValueError(f"options.{name} has no effect with attention={self.attention}; leave it out")
@@ -268,13 +259,3 @@ class ConvertConfig(Config):
         chosen: float | None = getattr(self, stage).window_dropout
         usual = {"match": 0.5, "lora": 0.25}[stage] if self.attention in WINDOWED else 0.0
         return usual if chosen is None else chosen
-
-
-def _positive(name: str, value: float) -> None:
-    if not (value > 0 and math.isfinite(value)):
-        raise ValueError(f"{name} must be a positive number, got {value}")
-
-
-def _probability(name: str, value: float | None) -> None:
-    if value is not None and not 0 <= value <= 1:
-        raise ValueError(f"{name} must lie between 0 and 1, got {value}")

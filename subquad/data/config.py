@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass, field
-from typing import Any, Literal
+from typing import Literal
 
-from subquad.config import Config
+from subquad.config import Config, check_at_least
 
 SMALLEST_BPE = 257
 """The bytes and the separator: the smallest vocabulary that is trained here."""
@@ -57,8 +57,7 @@ class DataConfig(Config):
                 f"vocab_size must be at least {SMALLEST_BPE} for tokenizer={self.tokenizer!r} (256 bytes and a "
                 f"separator), got {self.vocab_size}"
             )
-        if self.workers < 0:
-            raise ValueError(f"workers must be at least 0, got {self.workers}")
+        check_at_least(0, workers=self.workers)
         if not 0 < self.worker_timeout < math.inf:
             raise ValueError(f"worker_timeout must be a positive number of seconds, got {self.worker_timeout}")
         if not self.path:
@@ -86,7 +85,8 @@ class ImageConfig(Config):
     """Images that are generated at the end, as a picture; 0: none."""
 
     def __post_init__(self) -> None:
-        _at_least("image", self, mixtures=1, near=0, test_images=1, samples=0)
+        check_at_least(1, "image.", mixtures=self.mixtures, test_images=self.test_images)
+        check_at_least(0, "image.", near=self.near, samples=self.samples)
 
 
 DatasetName = Literal["toy", "listops", "text", "retrieval", "image", "pathfinder32", "pathfinder64", "pathfinder128"]
@@ -114,7 +114,8 @@ class ListOpsConfig(Config):
     """Probability that a node above the greatest depth is a digit and not an operator."""
 
     def __post_init__(self) -> None:
-        _at_least("listops", self, max_depth=2, max_args=2, min_length=1, max_length=1)
+        check_at_least(2, "listops.", max_depth=self.max_depth, max_args=self.max_args)
+        check_at_least(1, "listops.", min_length=self.min_length, max_length=self.max_length)
         if not 0 < self.leaf < 1:
             raise ValueError(f"listops.leaf must lie between 0 and 1, both excluded, got {self.leaf}")
         if self.max_length < self.min_length:
@@ -176,7 +177,8 @@ class LabelledConfig(Config):
             )
 
     def __post_init__(self) -> None:
-        _at_least("classify", self, examples=1, held_out=1, seed=0)
+        check_at_least(1, "classify.", examples=self.examples, held_out=self.held_out)
+        check_at_least(0, "classify.", seed=self.seed)
         if self.path is not None and (self.dataset == "toy" or not self.path):
             rule = "must name a folder, a file or hf:NAME" if not self.path else "has no effect with dataset=toy"
             raise ValueError(f"classify.path={self.path!r} {rule}")
@@ -232,7 +234,8 @@ class ProbeConfig(Config):
     """Another number gives other sequences."""
 
     def __post_init__(self) -> None:
-        _at_least("probe", self, digits=1, pairs=1, examples=1, held_out=1, seed=0)
+        for name, least in (("digits", 1), ("pairs", 1), ("examples", 1), ("held_out", 1), ("seed", 0)):
+            check_at_least(least, "probe.", **{name: getattr(self, name)})
         if self.shortest is not None and (self.name != "copy" or self.shortest < 1):
             raise ValueError(
                 f"probe.shortest is the number of letters of a string to copy, at least 1, got {self.shortest} for the "
@@ -278,11 +281,3 @@ class ProbeConfig(Config):
             )
         string = (length - 1) // 2 if self.shortest is None else self.shortest
         return {"passkey": length - self.digits, "mqar": 2 * self.pairs + 1, "copy": string + 1}[self.name]
-
-
-def _at_least(group: str, config: Any, **least: int) -> None:
-    """Raise `ValueError` for an option of `config` below its bound; None is no number and has none."""
-    for name, bound in least.items():
-        value = getattr(config, name)
-        if value is not None and value < bound:
-            raise ValueError(f"{group}.{name} must be at least {bound}, got {value}")

@@ -84,12 +84,13 @@ def read_template(folder: Path) -> Template | None:
         settings = read_json_mapping(config) if config.is_file() else {}
         source = read_text(file) if file.is_file() else _template_of(settings)
         if source is not None:
-            tokens = {}
+            tokens: dict[str, str] = {}
             for name in ("bos_token", "eos_token", "unk_token", "pad_token"):
                 if token := settings.get(name):
-                    tokens[name] = token.get("content") if isinstance(token, dict) else token
-                    if not isinstance(tokens[name], str):
-                        raise ValueError(f"{config}: {name} must be a text, got {tokens[name]!r}")
+                    content = token.get("content") if isinstance(token, dict) else token
+                    if not isinstance(content, str):
+                        raise ValueError(f"{config}: {name} must be a text, got {content!r}")
+                    tokens[name] = content
             return Template(source, tokens)
     return None
 

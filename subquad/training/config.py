@@ -6,12 +6,12 @@ import math
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
-from subquad.config import Config, later
+from subquad.config import Config, check_at_least, check_positive, later
 from subquad.data.config import DataConfig, ImageConfig, LabelledConfig, ProbeConfig
 from subquad.models.config import DecoderConfig
 from subquad.models.encoder import EncoderConfig, Pooling
 from subquad.models.pretraining import check_hiding
-from subquad.training.schedule import ScheduleConfig, at_least
+from subquad.training.schedule import ScheduleConfig
 
 AUGMENTED = ("image", "listops", "pathfinder32", "pathfinder64", "pathfinder128", "retrieval")
 """Data sets whose sequences can be changed without changing their labels (`subquad.data.augment`)."""
@@ -47,12 +47,8 @@ class OptimizerConfig(Config):
     """Largest norm of the gradient of all parameters; 0 leaves it as it is."""
 
     def __post_init__(self) -> None:
-        _positive("optimizer.lr", self.lr)
-        _positive("optimizer.eps", self.eps)
-        if self.matrix_lr is not None:
-            _positive("optimizer.matrix_lr", self.matrix_lr)
-        at_least("optimizer.weight_decay", self.weight_decay, 0)
-        at_least("optimizer.clip", self.clip, 0)
+        check_positive("optimizer.", lr=self.lr, eps=self.eps, matrix_lr=self.matrix_lr)
+        check_at_least(0, "optimizer.", weight_decay=self.weight_decay, clip=self.clip)
         if len(self.betas) != 2 or not all(0 <= beta < 1 for beta in self.betas):
             raise ValueError(f"optimizer.betas must be two numbers, each at least 0 and below 1, got {self.betas}")
         if not 0 <= self.momentum < 1:
@@ -71,9 +67,8 @@ class BatchConfig(Config):
     """Forward passes whose gradients are added up for one step."""
 
     def __post_init__(self) -> None:
-        at_least("batch.length", self.length, 2)
-        at_least("batch.size", self.size, 1)
-        at_least("batch.accumulation", self.accumulation, 1)
+        check_at_least(2, "batch.", length=self.length)
+        check_at_least(1, "batch.", size=self.size, accumulation=self.accumulation)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -127,14 +122,11 @@ class RunConfig(Config):
 
     def __post_init__(self) -> None:
         for name in ("steps", "log_every", "save_every", "keep", "eval_windows", "nonfinite_limit"):
-            at_least(f"run.{name}", getattr(self, name), 1)
+            check_at_least(1, "run.", **{name: getattr(self, name)})
         for name in ("eval_every", "sample_tokens", "seed"):
-            at_least(f"run.{name}", getattr(self, name), 0)
-        _positive("run.sample_temperature", self.sample_temperature)
-        if self.max_minutes is not None:
-            _positive("run.max_minutes", self.max_minutes)
-        if self.threads is not None:
-            at_least("run.threads", self.threads, 1)
+            check_at_least(0, "run.", **{name: getattr(self, name)})
+        check_positive("run.", sample_temperature=self.sample_temperature, max_minutes=self.max_minutes)
+        check_at_least(1, "run.", threads=self.threads)
         if not self.folder:
             raise ValueError("run.folder must name a folder, got ''")
         if not self.prompt:
@@ -189,10 +181,8 @@ class PretrainConfig(Config):
     kind, none too."""
 
     def __post_init__(self) -> None:
-        if self.steps < 1:
-            raise ValueError(f"pretrain.steps must be at least 1, got {self.steps}")
-        if self.lr is not None and not (self.lr > 0 and math.isfinite(self.lr)):
-            raise ValueError(f"pretrain.lr must be a positive number, got {self.lr}")
+        check_at_least(1, "pretrain.", steps=self.steps)
+        check_positive("pretrain.", lr=self.lr)
         check_hiding(self.mask_fraction, self.random_fraction, "pretrain.")
         if not (self.joint_weight >= 0 and math.isfinite(self.joint_weight)):
             raise ValueError(f"pretrain.joint_weight must be at least 0, got {self.joint_weight}")
@@ -234,8 +224,7 @@ class LoraConfig(Config):
     """Whether the head of a classifier trains too, whole; for classes that are not the base's it always does."""
 
     def __post_init__(self) -> None:
-        if self.rank < 0:
-            raise ValueError(f"lora.rank must be at least 0, got {self.rank}")
+        check_at_least(0, "lora.", rank=self.rank)
         if self.rank == 0:
             defaults = {name: entry.default for name, entry in self.__dataclass_fields__.items()} | {"targets": []}
             for name, value in self.to_dict().items():
@@ -246,8 +235,7 @@ class LoraConfig(Config):
             return
         if not self.base:
             raise ValueError(f"lora.rank={self.rank} needs lora.base: the folder of the run whose model is adapted")
-        if self.alpha is not None and self.alpha < 1:
-            raise ValueError(f"lora.alpha must be at least 1, got {self.alpha}")
+        check_at_least(1, "lora.", alpha=self.alpha)
         if not 0 <= self.dropout < 1:
             raise ValueError(f"lora.dropout must be at least 0 and below 1, got {self.dropout}")
 
@@ -265,7 +253,7 @@ class ParallelConfig(Config):
     """Seconds that a process waits for the others before it gives up."""
 
     def __post_init__(self) -> None:
-        at_least("parallel.context", self.context, 1)
+        check_at_least(1, "parallel.", context=self.context)
         if not (self.timeout > 0 and math.isfinite(self.timeout)):
             raise ValueError(f"parallel.timeout must be a positive number of seconds, got {self.timeout}")
 
@@ -390,8 +378,3 @@ def _unused(group: str, given: Config, task: str) -> None:
     for name, value in given.to_dict().items():
         if value != defaults[name]:
             raise ValueError(f"{group}.{name}={value!r} has no effect with task={task}; leave it out")
-
-
-def _positive(name: str, value: float) -> None:
-    if not (value > 0 and math.isfinite(value)):
-        raise ValueError(f"{name} must be a positive number, got {value}")

@@ -6,7 +6,7 @@ import math
 from dataclasses import dataclass
 from typing import Literal
 
-from subquad.config import Config
+from subquad.config import Config, check_at_least, check_fraction
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -26,11 +26,9 @@ class ScheduleConfig(Config):
     """Step up to which inverse_sqrt is capped at the peak (None: the end of the warm-up)."""
 
     def __post_init__(self) -> None:
-        at_least("schedule.warmup", self.warmup, 0)
-        fraction("schedule.min_ratio", self.min_ratio)
-        fraction("schedule.decay_fraction", self.decay_fraction)
-        if self.hold is not None:
-            at_least("schedule.hold", self.hold, max(1, self.warmup))
+        check_at_least(0, "schedule.", warmup=self.warmup)
+        check_fraction("schedule.", min_ratio=self.min_ratio, decay_fraction=self.decay_fraction)
+        check_at_least(max(1, self.warmup), "schedule.", hold=self.hold)
 
     def factor(self, step: int, steps: int) -> float:
         """The learning rate of the step after `step` steps of `steps`, over the peak: in `[0, 1]`.
@@ -50,15 +48,3 @@ class ScheduleConfig(Config):
             return 1.0 - (1.0 - self.min_ratio) * done
         done = min(1.0, (step - self.warmup) / max(1, steps - self.warmup))
         return self.min_ratio + (1.0 - self.min_ratio) * 0.5 * (1.0 + math.cos(math.pi * done))
-
-
-def at_least(name: str, value: float, least: float) -> None:
-    """Raise `ValueError` where `value` is below `least` or not a number."""
-    if not value >= least:
-        raise ValueError(f"{name} must be at least {least}, got {value}")
-
-
-def fraction(name: str, value: float) -> None:
-    """Raise `ValueError` where `value` is outside `[0, 1]`."""
-    if not 0 <= value <= 1:
-        raise ValueError(f"{name} must lie between 0 and 1, got {value}")
