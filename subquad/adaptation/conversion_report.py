@@ -31,10 +31,15 @@ def explain(report: Report) -> list[str]:
         f"The result {verb} {abs(gap):.4f} nats a token: perplexity {first['perplexity']:.3f} became "
         f"{last['perplexity']:.3f}."
     ]
-    reach = reach_of(report["attention"], report["options"])
+    reach = softmax_reach(report)
     if reach is not None and (gap > 0 or all(part["start"] < reach for part in report["gap"]["by_position"])):
         said.append(_beyond(report, reach))
     return [*said, _branches(last["branches"])]
+
+
+def softmax_reach(report: Report) -> int | None:
+    """Return how many tokens a replaced layer sees by softmax; None where it has no softmax."""
+    return reach_of(report["attention"], report["options"])
 
 
 def reach_of(attention: str, options: Mapping[str, Any]) -> int | None:
