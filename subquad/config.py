@@ -9,7 +9,6 @@ import dataclasses
 import difflib
 import hashlib
 import json
-import math
 import re
 import types
 import typing
@@ -22,25 +21,11 @@ from subquad.parsing import parse_yaml, read_json, read_text
 _LATER = "later"
 
 
-def check_at_least(least: int, prefix: str = "", /, **numbers: float | None) -> None:
+def check_at_least(least: float, prefix: str = "", /, **numbers: float | None) -> None:
     """Raise `ValueError` for a number below `least`, by its name after `prefix`; None has no bound."""
     for name, value in numbers.items():
         if value is not None and not value >= least:
             raise ValueError(f"{prefix}{name} must be at least {least}, got {value}")
-
-
-def check_positive(prefix: str = "", /, **numbers: float | None) -> None:
-    """Raise `ValueError` for a number that is not above 0 and finite; None is left alone."""
-    for name, value in numbers.items():
-        if value is not None and not (value > 0 and math.isfinite(value)):
-            raise ValueError(f"{prefix}{name} must be a positive number, got {value}")
-
-
-def check_fraction(prefix: str = "", /, **numbers: float | None) -> None:
-    """Raise `ValueError` for a number outside of `[0, 1]`; None is left alone."""
-    for name, value in numbers.items():
-        if value is not None and not 0 <= value <= 1:
-            raise ValueError(f"{prefix}{name} must lie between 0 and 1, got {value}")
 
 
 def suggest(word: str, choices: Iterable[str]) -> str:
@@ -106,6 +91,11 @@ class Config:
     def replace(self, **changes: Any) -> Self:
         """A copy with some fields changed; checks run again."""
         return dataclasses.replace(self, **changes)
+
+    def check_least(self, group: str = "", /, **least: float) -> None:
+        """Raise `ValueError` where a field is below its least value; `group` is the key that the configuration has."""
+        for name, bound in least.items():
+            check_at_least(bound, f"{group}." if group else "", **{name: getattr(self, name)})
 
     def digest(self) -> str:
         """Sixteen hexadecimal digits that differ when any value differs."""

@@ -141,15 +141,11 @@ def _check(value: Any, where: str) -> None:
             elif isinstance(item, list | tuple | set):
                 below += item
             elif isinstance(item, str) and not item.isascii():
-                _check_unicode(item, where)
+                try:
+                    item.encode()
+                except UnicodeEncodeError as error:
+                    raise ValueError(f"{where} spells half a surrogate pair: {item[error.start]!r}") from error
         level, depth = below, depth + 1
-
-
-def _check_unicode(text: str, where: str) -> None:
-    try:
-        text.encode()
-    except UnicodeEncodeError as error:
-        raise ValueError(f"{where} spells half a surrogate pair: {text[error.start]!r}") from error
 
 
 def _too_deep(where: str) -> BoundsError:

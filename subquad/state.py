@@ -74,11 +74,7 @@ class State:
     @property
     def nbytes(self) -> int:
         """Bytes of all tensors in the tree."""
-        total = 0
-        for entry in self.entries.values():
-            if not isinstance(entry, int):
-                total += entry.nbytes
-        return total
+        return sum(entry.nbytes for entry in self.entries.values() if not isinstance(entry, int))
 
     @property
     def batch(self) -> int | None:
@@ -95,11 +91,10 @@ class State:
 
     def map(self, fn: Callable[[Tensor], Tensor]) -> State:
         """The state with `fn` applied to each tensor."""
-        changed: dict[str, Tensor | int | State] = {}
-        for name, entry in self.entries.items():
-            changed[name] = (
-                entry.map(fn) if isinstance(entry, State) else fn(entry) if isinstance(entry, Tensor) else entry
-            )
+        changed = {
+            name: entry.map(fn) if isinstance(entry, State) else fn(entry) if isinstance(entry, Tensor) else entry
+            for name, entry in self.entries.items()
+        }
         return State(changed, self.config_hash)
 
     def check(self, config_hash: str, owner: str, batch: int | None = None) -> None:

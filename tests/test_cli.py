@@ -201,6 +201,14 @@ def test_a_mistyped_group_is_answered_with_the_groups(capsys):
     assert "unknown option 'modle.dim'; did you mean 'model'? valid: batch, classify, config, data, " in message
 
 
+def test_an_option_without_its_group_is_answered_with_its_whole_name(capsys):
+    assert "unknown option 'lr'; did you mean 'optimizer.lr' or 'pretrain.lr'?\n" in refused(
+        capsys, "train", "--lr", "0.1"
+    )
+    message = refused(capsys, "train", "--tokenizer.kind", "bytes")
+    assert "unknown option 'tokenizer.kind'; did you mean 'data.tokenizer'?\n" in message
+
+
 def test_a_mistyped_flag_of_another_command_is_answered(capsys):
     message = refused(capsys, "generate", "run", "--prompt", "x", "--temprature=1")
     assert "unknown option 'temprature'; did you mean 'temperature'? valid: " in message

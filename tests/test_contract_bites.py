@@ -15,6 +15,7 @@ from torch.nn import functional as F
 
 from subquad.attention import Attention
 from subquad.attention.bigbird import Bigbird
+from subquad.attention.blocked import Places
 from subquad.attention.elita import Elita
 from subquad.attention.full import Full
 from subquad.attention.latte import Latte
@@ -223,7 +224,7 @@ class RollsRoundWithoutSaying(Shifted):
     def attend_slots(self, q: Tensor, k: Tensor, v: Tensor, *rest: Any) -> Tensor:
         short = -q.shape[2] % self.config.group
         padded = (F.pad(x, (0, 0, 0, short)) for x in (q, k, v))
-        return super().attend_slots(*padded, rest[0], 0, 0, None)[:, :, : q.shape[2]]
+        return super().attend_slots(*padded, rest[0], Places())[:, :, : q.shape[2]]
 
 
 class DrawsByTheLength(Bigbird):

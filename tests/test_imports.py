@@ -3,6 +3,10 @@
 import subprocess
 import sys
 import textwrap
+import tomllib
+from pathlib import Path
+
+from subquad import attention
 
 
 def run(code: str) -> str:
@@ -55,3 +59,14 @@ def test_every_mechanism_runs_where_triton_and_transformers_cannot_be_imported()
             print(name)
     """)
     assert {"full", "window", "llp", "linear", "latte"} <= set(ran.split())
+
+
+def test_the_contract_of_independence_is_for_every_mechanism():
+    settings = tomllib.loads(Path(__file__).resolve().parents[1].joinpath("pyproject.toml").read_text(encoding="utf-8"))
+    contracts = settings["tool"]["importlinter"]["contracts"]
+    (contract,) = [c for c in contracts if c["name"].startswith("mechanisms")]
+    assert contract["modules"] == ["subquad.attention.*"]
+    shared = {line.removeprefix("subquad.attention.* -> subquad.attention.") for line in contract["ignore_imports"]}
+    assert shared.isdisjoint(attention.names())
+    modules = {file.stem for file in Path(attention.__file__).parent.glob("*.py")} - {"__init__"}
+    assert modules == shared | set(attention.names())

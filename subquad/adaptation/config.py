@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
-from subquad.config import Config, check_at_least, check_fraction, check_positive
+from subquad.config import Config, check_at_least
 from subquad.data.config import DataConfig
 from subquad.training.config import BatchConfig, OptimizerConfig, RunConfig
 from subquad.training.schedule import ScheduleConfig
@@ -32,7 +33,7 @@ class FactorsConfig(Config):
     """Whether the weights of all norms train too, whole."""
 
     def __post_init__(self) -> None:
-        check_at_least(1, "lora.", rank=self.rank, alpha=self.alpha)
+        self.check_least("lora", rank=1, alpha=1)
         if not 0 <= self.dropout < 1:
             raise ValueError(f"lora.dropout must be at least 0 and below 1, got {self.dropout}")
 
@@ -47,7 +48,7 @@ class LongBatchConfig(Config):
     """Forward passes whose gradients are added up for one step."""
 
     def __post_init__(self) -> None:
-        check_at_least(1, "batch.", size=self.size, accumulation=self.accumulation)
+        self.check_least("batch", size=1, accumulation=1)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -61,7 +62,7 @@ class PositionsConfig(Config):
     """Places of the held-out text, evenly spread, from which these tokens are taken."""
 
     def __post_init__(self) -> None:
-        check_at_least(1, "eval.", tokens=self.tokens, stretches=self.stretches)
+        self.check_least("eval", tokens=1, stretches=1)
 
 
 def _run() -> RunConfig:
@@ -107,7 +108,7 @@ class ExtendConfig(Config):
     """The report by position."""
 
     def __post_init__(self) -> None:
-        check_at_least(4, length=self.length)
+        self.check_least(length=4)
         if self.schedule.warmup >= self.run.steps:
             raise ValueError(f"schedule.warmup must be below run.steps={self.run.steps}, got {self.schedule.warmup}")
         for name in ("tokenizer", "vocab_size", "pack"):
@@ -148,9 +149,9 @@ class MatchConfig(Config):
     one (null: 0.5 for latte_macchiato, 0 for the others, which have no such branch)."""
 
     def __post_init__(self) -> None:
-        check_at_least(1, "match.", steps=self.steps)
-        check_positive("match.", lr=self.lr)
-        check_fraction("match.", window_dropout=self.window_dropout)
+        self.check_least("match", steps=1)
+        _positive("match.lr", self.lr)
+        _probability("match.window_dropout", self.window_dropout)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -169,9 +170,9 @@ class TuneConfig(Config):
     """As match.window_dropout, in this stage (null: 0.25 for latte_macchiato)."""
 
     def __post_init__(self) -> None:
-        check_at_least(1, "lora.", rank=self.rank, steps=self.steps, alpha=self.alpha)
-        check_positive("lora.", lr=self.lr)
-        check_fraction("lora.", window_dropout=self.window_dropout)
+        self.check_least("lora", rank=1, steps=1, alpha=1)
+        _positive("lora.lr", self.lr)
+        _probability("lora.window_dropout", self.window_dropout)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -190,8 +191,7 @@ class MeasureConfig(Config):
     """Tokens that are timed at each context."""
 
     def __post_init__(self) -> None:
-        for name, least in (("windows", 1), ("passkeys", 0), ("digits", 1), ("repeats", 1)):
-            check_at_least(least, "measure.", **{name: getattr(self, name)})
+        self.check_least("measure", windows=1, passkeys=0, digits=1, repeats=1)
         for context in self.contexts:
             check_at_least(1, "measure.", contexts=context)
 
@@ -233,8 +233,7 @@ class ConvertConfig(Config):
                 "keep_every must be 0 (no layer keeps full attention) or at least 2 (1 would keep all), "
                 f"got {self.keep_every}"
             )
-        check_at_least(0, seed=self.seed)
-        check_at_least(1, threads=self.threads)
+        self.check_least(seed=0, threads=1)
         for name in self.options:
             if name != self.attention:
                 raise ValueError(f"options.{name} has no effect with attention={self.attention}; leave it out")
@@ -259,3 +258,13 @@ class ConvertConfig(Config):
         chosen: float | None = getattr(self, stage).window_dropout
         usual = {"match": 0.5, "lora": 0.25}[stage] if self.attention in WINDOWED else 0.0
         return usual if chosen is None else chosen
+
+
+def _positive(name: str, value: float) -> None:
+    if not (value > 0 and math.isfinite(value)):
+        raise ValueError(f"{name} must be a positive number, got {value}")
+
+
+def _probability(name: str, value: float | None) -> None:
+    if value is not None and not 0 <= value <= 1:
+        raise ValueError(f"{name} must lie between 0 and 1, got {value}")

@@ -287,6 +287,11 @@ class Attention(SharedSequences):
         """Whether each row of the weights sums to one."""
         return True
 
+    @property
+    def dropout_p(self) -> float:
+        """Dropout on the weights, now."""
+        return self.config.dropout if self.training else 0.0
+
     def exemptions(self) -> dict[int, str]:
         """The laws of the contract that do not apply to this layer, and why."""
         if self.causal:

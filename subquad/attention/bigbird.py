@@ -14,14 +14,13 @@ attended one by one, which torch.compile cannot trace (a mask breaks the graph t
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 from torch import Tensor
 from torch.nn import functional as F
 
 from subquad.attention.base import takes_options
-from subquad.attention.blocked import BlockedAttention
+from subquad.attention.blocked import BlockedAttention, Places
 from subquad.layers.positions import positions
 from subquad.ops import merge_attention
 from subquad.ops.attend import softmax_weights
@@ -55,13 +54,9 @@ class Bigbird(BlockedAttention):
 
         def __post_init__(self) -> None:
             super().__post_init__()
-            if self.block < 1:
-                raise ValueError(f"block must be at least 1, got {self.block}")
             if self.seed >= 2**32:
                 raise ValueError(f"seed must be below 2**32, got {self.seed}")
-            for name in ("back", "num_global", "num_random", "seed"):
-                if getattr(self, name) < 0:
-                    raise ValueError(f"{name} must be at least 0, got {getattr(self, name)}")
+            self.check_least(block=1, back=0, num_global=0, num_random=0, seed=0)
 
     config: Config
 
@@ -91,45 +86,30 @@ class Bigbird(BlockedAttention):
         return [*self.patterns, *far]
 
     def attend_slots(
-        self,
-        q_BHTK: Tensor,
-        k_BGSK: Tensor,
-        v_BGSK: Tensor,
-        patterns: tuple[Pattern, ...],
-        q_start: int | Tensor,
-        k_start: int | Tensor,
-        lengths_B: Tensor | None,
+        self, q_BHTK: Tensor, k_BGSK: Tensor, v_BGSK: Tensor, patterns: tuple[Pattern, ...], places: Places
     ) -> Tensor:
         """All blocks merged; bidirectional rows of different lengths one by one, as draws depend on the length."""
         T = q_BHTK.shape[2]
-        if not self.causal and lengths_B is not None:
+        if not self.causal and places.lengths is not None:
             rows = []
-            for b, n in enumerate(lengths_B.tolist()):
+            for b, n in enumerate(places.lengths.tolist()):
                 q, k, v = (x[b : b + 1, :, :n] for x in (q_BHTK, k_BGSK, v_BGSK))
-                rows.append(F.pad(self.attend_slots(q, k, v, patterns, 0, 0, None), (0, 0, 0, T - n)))
+                rows.append(F.pad(self.attend_slots(q, k, v, patterns, Places()), (0, 0, 0, T - n)))
             return torch.cat(rows) if rows else q_BHTK
         first = 0 if self.causal else self.config.num_global * self.config.block
         with first_replaced(first):
-            y_BHTK, _ = self.attend_with_lse(q_BHTK, k_BGSK, v_BGSK, patterns, q_start, k_start, lengths_B)
+            y_BHTK, _ = self.attend_with_lse(q_BHTK, k_BGSK, v_BGSK, patterns, places)
         if first == 0:
             return y_BHTK
         rows_BHGK, _ = self.attend_to(q_BHTK[:, :, :first], k_BGSK, v_BGSK, Full())
         return torch.cat([rows_BHGK, y_BHTK[:, :, first:]], 2)
 
     def attend_with_lse(
-        self,
-        q_BHTK: Tensor,
-        k_BGSK: Tensor,
-        v_BGSK: Tensor,
-        patterns: tuple[Pattern, ...],
-        q_start: int | Tensor,
-        k_start: int | Tensor,
-        lengths_B: Tensor | None,
+        self, q_BHTK: Tensor, k_BGSK: Tensor, v_BGSK: Tensor, patterns: tuple[Pattern, ...], places: Places
     ) -> tuple[Tensor, Tensor]:
         """All blocks merged, global rows left out."""
-        where: dict[str, Any] = {"q_start": q_start, "k_start": k_start, "lengths": lengths_B}
         union = self.union(q_BHTK.shape[2])
-        parts = [self.attend_to(q_BHTK, k_BGSK, v_BGSK, pattern, **where) for pattern in union]
+        parts = [self.attend_to(q_BHTK, k_BGSK, v_BGSK, pattern, **places._asdict()) for pattern in union]
         return merge_attention(*zip(*parts, strict=True))
 
     def pattern_weights(self, q_BHTK: Tensor, k_BGSK: Tensor) -> Tensor:

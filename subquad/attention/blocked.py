@@ -5,7 +5,7 @@ Shape letters: B batch, T tokens, S keys, D model width, H heads, G key heads, K
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -18,6 +18,14 @@ from subquad.parallel import Sent, active_group
 from subquad.parallel.exchange import earlier, last_before, sent_for_earlier
 from subquad.parallel.ring import ring_attention, sent_for_ring
 from subquad.state import State, advance, appended, last_slots
+
+
+class Places(NamedTuple):
+    """Where queries and key slots stand, as `block_attention` takes it."""
+
+    q_start: int | Tensor = 0
+    k_start: int | Tensor = 0
+    lengths: Tensor | None = None
 
 
 class BlockedAttention(ProjectedAttention):
@@ -57,12 +65,12 @@ class BlockedAttention(ProjectedAttention):
         if group is not None and state is None:
 
             def one_block(q: Tensor, k: Tensor, v: Tensor, q_start: int, k_start: int) -> tuple[Tensor, Tensor]:
-                return self.attend_with_lse(q, k, v, patterns, q_start, k_start, None)
+                return self.attend_with_lse(q, k, v, patterns, Places(q_start, k_start))
 
             return ring_attention(one_block, q_BHTK, k_BGTK, v_BGTK, group), k_BGTK, v_BGTK
         seen = 0 if state is None else state.seen
         k_BGSK, v_BGSK, old, lengths_B = self.with_cache(k_BGTK, v_BGTK, state, prefix, lengths_B)
-        y_BHTK = self.attend_slots(q_BHTK, k_BGSK, v_BGSK, patterns, seen, seen - old, lengths_B)
+        y_BHTK = self.attend_slots(q_BHTK, k_BGSK, v_BGSK, patterns, Places(seen, seen - old, lengths_B))
         return y_BHTK, *self.kept(k_BGSK, v_BGSK, patterns, lengths_B)
 
     def near(
@@ -106,35 +114,20 @@ class BlockedAttention(ProjectedAttention):
         return last_slots(k_BGSK, kept, lengths_B), last_slots(v_BGSK, kept, lengths_B)
 
     def attend_slots(
-        self,
-        q_BHTK: Tensor,
-        k_BGSK: Tensor,
-        v_BGSK: Tensor,
-        patterns: tuple[Pattern, ...],
-        q_start: int | Tensor,
-        k_start: int | Tensor,
-        lengths_B: Tensor | None,
+        self, q_BHTK: Tensor, k_BGSK: Tensor, v_BGSK: Tensor, patterns: tuple[Pattern, ...], places: Places
     ) -> Tensor:
         """The outputs `[B, H, T, K]` of all heads; the queries are the last T of the S slots."""
-        return self.attend_with_lse(q_BHTK, k_BGSK, v_BGSK, patterns, q_start, k_start, lengths_B)[0]
+        return self.attend_with_lse(q_BHTK, k_BGSK, v_BGSK, patterns, places)[0]
 
     def attend_with_lse(
-        self,
-        q_BHTK: Tensor,
-        k_BGSK: Tensor,
-        v_BGSK: Tensor,
-        patterns: tuple[Pattern, ...],
-        q_start: int | Tensor,
-        k_start: int | Tensor,
-        lengths_B: Tensor | None,
+        self, q_BHTK: Tensor, k_BGSK: Tensor, v_BGSK: Tensor, patterns: tuple[Pattern, ...], places: Places
     ) -> tuple[Tensor, Tensor]:
         """The same and the logsumexp `[B, H, T]`, for queries and key slots that stand anywhere."""
-        where: dict[str, Any] = {"q_start": q_start, "k_start": k_start, "lengths": lengths_B}
         if len(patterns) == 1:
-            return self.attend_to(q_BHTK, k_BGSK, v_BGSK, patterns[0], **where)
+            return self.attend_to(q_BHTK, k_BGSK, v_BGSK, patterns[0], **places._asdict())
         heads = self.heads_of(patterns)
         groups = (x.split(heads, 1) for x in (q_BHTK, self.shared(k_BGSK), self.shared(v_BGSK)))
-        parts = [self.attend_to(q, k, v, p, **where) for q, k, v, p in zip(*groups, patterns, strict=True)]
+        parts = [self.attend_to(q, k, v, p, **places._asdict()) for q, k, v, p in zip(*groups, patterns, strict=True)]
         outs, lses = zip(*parts, strict=True)
         return torch.cat(outs, 1), torch.cat(lses, 1)
 
@@ -143,11 +136,6 @@ class BlockedAttention(ProjectedAttention):
     ) -> tuple[Tensor, Tensor]:
         """`block_attention` with the option's dropout: outputs and logsumexp."""
         return block_attention_with_lse(q_BHTK, k_BGSK, v_BGSK, pattern, dropout_p=self.dropout_p, **where)
-
-    @property
-    def dropout_p(self) -> float:
-        """Dropout on the weights, now."""
-        return self.config.dropout if self.training else 0.0
 
     def heads_of(self, patterns: tuple[Pattern, ...]) -> list[int]:
         """How many heads each pattern has."""

@@ -36,10 +36,7 @@ class Dilated(BlockedAttention):
 
         def __post_init__(self) -> None:
             super().__post_init__()
-            if self.width < 1:
-                raise ValueError(f"width must be at least 1, got {self.width}")
-            if self.dilation < 1:
-                raise ValueError(f"dilation must be at least 1, got {self.dilation}")
+            self.check_least(width=1, dilation=1)
 
     @takes_options(Config)
     def __init__(self, config: Config) -> None:

@@ -73,10 +73,7 @@ class Elita(ScannedAttention):
 
         def __post_init__(self) -> None:
             super().__post_init__()
-            if self.horizon < 2:
-                raise ValueError(f"horizon must be at least 2, got {self.horizon}")
-            if self.position_width < 1:
-                raise ValueError(f"position_width must be at least 1, got {self.position_width}")
+            self.check_least(horizon=2, position_width=1)
 
     config: Config
 

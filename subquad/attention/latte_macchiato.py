@@ -19,9 +19,9 @@ from torch.nn import functional as F
 
 from subquad.attention.base import Branched, takes_options
 from subquad.attention.blocked import BlockedAttention
-from subquad.attention.scanned import real_mask
+from subquad.attention.scanned import is_future, real_mask, softmax_state
 from subquad.attention.sharing import added
-from subquad.ops import SoftmaxState, running_softmax
+from subquad.ops import running_softmax
 from subquad.ops.patterns import Window
 from subquad.parallel import Sent, active_group
 from subquad.parallel.exchange import sent_for_prefix
@@ -53,8 +53,7 @@ class LatteMacchiato(Branched, BlockedAttention):
 
         def __post_init__(self) -> None:
             super().__post_init__()
-            if self.width < 1:
-                raise ValueError(f"width must be at least 1, got {self.width}")
+            self.check_least(width=1)
             if self.num_latents is not None and (self.num_latents < 1 or self.num_latents % self.num_heads):
                 raise ValueError(
                     "num_latents must be a positive multiple of num_heads (heads share the latents), "
@@ -83,9 +82,7 @@ class LatteMacchiato(Branched, BlockedAttention):
         near = self.near(state, k_BGTK, v_BGTK, self.patterns)
         near_BHTK, k_BGSK, v_BGSK = self.attend(q_BHTK, k_BGTK, v_BGTK, self.patterns, near, "", lengths_B)
         logits_BHTL, v_BHTK, group = self.split(self.latent_key(x_BTD)), self.shared(v_BGTK), active_group()
-        before = None if state is None else SoftmaxState(state.tensor("lse"), state.tensor("mean"))
-        if group is not None:
-            before = softmax_before(logits_BHTL, v_BHTK, group)
+        before = softmax_state(state) if group is None else softmax_before(logits_BHTL, v_BHTK, group)
         p_BHTL = F.dropout(self.shares(x_BTD), self.config.dropout, self.training)
         far_BHTK, (lse_BHL, mean_BHLK), _ = running_softmax(
             p_BHTL[..., 1:],
@@ -111,17 +108,12 @@ class LatteMacchiato(Branched, BlockedAttention):
         """`p(0 | t) a(s | t) + sum_l p(l | t) p(s | l, t)`."""
         T = x_BTD.shape[1]
         p_BHTL, k_BHSL = self.shares(x_BTD), self.split(self.latent_key(x_BTD))
-        future_TS = torch.ones(T, T, dtype=torch.bool, device=x_BTD.device).triu(1)
-        k_BHTSL = k_BHSL[:, :, None].expand(-1, -1, T, -1, -1).masked_fill(future_TS[..., None], -torch.inf)
+        future_TS1 = is_future(T, x_BTD.device)[..., None]
+        k_BHTSL = k_BHSL[:, :, None].expand(-1, -1, T, -1, -1).masked_fill(future_TS1, -torch.inf)
         far_BHTS = torch.einsum("bhtl,bhtsl->bhts", p_BHTL[..., 1:], k_BHTSL.softmax(-2))
         return p_BHTL[..., :1] * super().dense_weights(x_BTD) + far_BHTS
 
-    @property
-    def latent_bytes(self) -> int:
-        """Those of the latents."""
-        channels = self.config.channels
-        return self.config.num_heads * self.latents * (4 * channels + 8)
-
     def sent(self, tokens: int, ranks: int) -> list[Sent]:
         """The window's keys and values, and one state of the latents in log2(P) steps."""
-        return added(super().sent(tokens, ranks), sent_for_prefix(self.latent_bytes, ranks))
+        state_bytes = self.config.num_heads * self.latents * (4 * self.config.channels + 8)
+        return added(super().sent(tokens, ranks), sent_for_prefix(state_bytes, ranks))

@@ -81,8 +81,7 @@ class Linear(HeadedAttention, ScannedAttention):
                     f"feature_dim must be at least 1 and is for feature_map=learned, got {self.feature_dim} with "
                     f"feature_map={self.feature_map}"
                 )
-            if not self.eps >= 0:
-                raise ValueError(f"eps must be at least 0, got {self.eps}")
+            self.check_least(eps=0)
             if not 0 < self.rope_fraction <= 1:
                 raise ValueError(f"rope_fraction must be above 0 and at most 1, got {self.rope_fraction}")
             rotated = rotated_channels(self.channels, self.rope_fraction)

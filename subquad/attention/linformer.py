@@ -48,9 +48,7 @@ class Linformer(ScannedAttention):
 
         def __post_init__(self) -> None:
             super().__post_init__()
-            for name in ("max_tokens", "projected"):
-                if getattr(self, name) < 1:
-                    raise ValueError(f"{name} must be at least 1, got {getattr(self, name)}")
+            self.check_least(max_tokens=1, projected=1)
 
     config: Config
 
@@ -71,8 +69,7 @@ class Linformer(ScannedAttention):
         mask_BT = real_mask(lengths_B, x_BTD.shape[1])
         k_BHKC = project(e_HKT, real_rows(self.split(self.key(x_BTD)), mask_BT, 0.0))
         v_BHKC = project(f_HKT, real_rows(self.values(x_BTD), mask_BT, 0.0))
-        dropout = self.config.dropout if self.training else 0.0
-        y_BHTC = attend_few(self.split(self.query(x_BTD)), k_BHKC, v_BHKC, None, dropout).to(x_BTD.dtype)
+        y_BHTC = attend_few(self.split(self.query(x_BTD)), k_BHKC, v_BHKC, None, self.dropout_p).to(x_BTD.dtype)
         return self.merge(y_BHTC), State({"seen": seen_after(state, x_BTD.shape[1], lengths_B)}, self.config_hash)
 
     def projections(self, tokens: int) -> tuple[Tensor, Tensor]:

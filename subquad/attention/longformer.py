@@ -50,8 +50,7 @@ class Longformer(BlockedAttention):
 
         def __post_init__(self) -> None:
             super().__post_init__()
-            if self.width < 1:
-                raise ValueError(f"width must be at least 1, got {self.width}")
+            self.check_least(width=1)
             if self.num_global < 1:
                 raise ValueError(f"num_global must be at least 1 (else use window), got {self.num_global}")
 

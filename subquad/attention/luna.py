@@ -58,8 +58,7 @@ class Luna(ScannedAttention):
 
         def __post_init__(self) -> None:
             super().__post_init__()
-            if self.memory_tokens < 1:
-                raise ValueError(f"memory_tokens must be at least 1, got {self.memory_tokens}")
+            self.check_least(memory_tokens=1)
             if self.pack_heads is not None and (self.pack_heads < 1 or self.dim % self.pack_heads):
                 raise ValueError(
                     f"pack_heads must be at least 1 and divide dim, got pack_heads={self.pack_heads}, dim={self.dim}"
@@ -100,7 +99,7 @@ class Luna(ScannedAttention):
         packed_BLD = self.packed(x_BTD, real_mask(lengths_B, x_BTD.shape[1]), memory_BLD)
         v_BHLV = self.split(self.value(packed_BLD))
         k_BHLK = v_BHLV if self.key is None else self.split(self.key(packed_BLD))
-        y_BHTV = attend_few(self.split(self.query(x_BTD)), k_BHLK, v_BHLV, None, self.drop())
+        y_BHTV = attend_few(self.split(self.query(x_BTD)), k_BHLK, v_BHLV, None, self.dropout_p)
         handed_BLD = F.layer_norm(packed_BLD + memory_BLD, packed_BLD.shape[-1:])
         state = State({"seen": seen_after(state, x_BTD.shape[1], lengths_B)}, self.config_hash)
         return self.merge(y_BHTV), state, handed_BLD
@@ -136,7 +135,7 @@ class Luna(ScannedAttention):
     def packed(self, x_BTD: Tensor, mask_BT: Tensor | None, memory_BLD: Tensor) -> Tensor:
         """Y: what the memory reads of the tokens, `[B, l, D]`."""
         q_BGLK, k_BGTK, v_BGTK = self.pack_inputs(x_BTD, memory_BLD)
-        return self.join(attend_few(q_BGLK, k_BGTK, v_BGTK, mask_BT, self.drop()))
+        return self.join(attend_few(q_BGLK, k_BGTK, v_BGTK, mask_BT, self.dropout_p))
 
     def pack_inputs(self, x_BTD: Tensor, memory_BLD: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """The memory's queries `[B, G, l, D / G]`; the tokens' keys and values for it, `[B, G, T, D / G]`."""
@@ -150,12 +149,12 @@ class Luna(ScannedAttention):
         """The two scans of the causal form."""
         mask_BT = real_mask(lengths_B, x_BTD.shape[1])
         q_BHTK, k_BHTK, v_BHTV, b_BHTL = self.inputs(x_BTD, memory_BLD)
-        b_BHTL = F.dropout(b_BHTL, self.drop())
+        b_BHTL = F.dropout(b_BHTL, self.dropout_p)
         state = self.sums_to_here(state, keys=(k_BHTK, b_BHTL), values=(b_BHTL, v_BHTV))
         count = counts(0 if state is None else state.seen, b_BHTL)
         before = (None, None) if state is None else (state.tensor("keys"), state.tensor("values"))
         scores_BHTL, keys_BHKL = gated_scan(q_BHTK, k_BHTK, b_BHTL, None, state=before[0], mask=mask_BT)
-        a_BHTL = F.dropout((scores_BHTL / count).softmax(-1), self.drop())
+        a_BHTL = F.dropout((scores_BHTL / count).softmax(-1), self.dropout_p)
         y_BHTV, values_BHLV = gated_scan(a_BHTL, b_BHTL, v_BHTV, None, state=before[1], mask=mask_BT)
         seen = seen_after(state, x_BTD.shape[1], lengths_B)
         after = State({"seen": seen, "keys": keys_BHKL, "values": values_BHLV}, self.config_hash)
@@ -168,10 +167,6 @@ class Luna(ScannedAttention):
         p_BHLK, pack_k_BHTK, _ = self.pack_inputs(x_BTD, memory_BLD)
         q_BHTK, k_BHTK, v_BHTV = widened(self.split(self.query(x_BTD)), k_BHTK, v_BHTV)
         return q_BHTK / math.sqrt(self.channels), k_BHTK, v_BHTV, softplus_scores(pack_k_BHTK, p_BHLK)
-
-    def drop(self) -> float:
-        """The probability of dropout now."""
-        return self.config.dropout if self.training else 0.0
 
     def values(self, x_BTD: Tensor) -> Tensor:
         """Causal: `[B, H, T, V]`; bidirectional: v_gh, what head h reads of pack head g, `[B, H G, T, V]`."""

@@ -57,10 +57,7 @@ class Performer(HeadedAttention, ScannedAttention):
 
         def __post_init__(self) -> None:
             super().__post_init__()
-            for name in ("features", "redraw_interval"):
-                value = getattr(self, name)
-                if value is not None and value < 1:
-                    raise ValueError(f"{name} must be at least 1, got {value}")
+            self.check_least(features=1, redraw_interval=1)
 
     config: Config
     directions: Tensor

@@ -20,7 +20,7 @@ import torch
 from torch import Tensor
 
 from subquad.attention.base import takes_options
-from subquad.attention.blocked import BlockedAttention
+from subquad.attention.blocked import BlockedAttention, Places
 from subquad.ops.patterns import Pattern, Segments
 from subquad.ops.patterns import Shifted as ShiftedPattern
 
@@ -69,25 +69,18 @@ class Shifted(BlockedAttention):
         return {3: leak, 4: leak, 5: leak, 7: whole, 8: whole, 9: leak, 15: whole}
 
     def attend_slots(
-        self,
-        q_BHTK: Tensor,
-        k_BGSK: Tensor,
-        v_BGSK: Tensor,
-        patterns: tuple[Pattern, ...],
-        q_start: int | Tensor,
-        k_start: int | Tensor,
-        lengths_B: Tensor | None,
+        self, q_BHTK: Tensor, k_BGSK: Tensor, v_BGSK: Tensor, patterns: tuple[Pattern, ...], places: Places
     ) -> Tensor:
         """As for all mechanisms; with wrap=True the last half of the heads is rolled before and back after."""
         if not self.config.wrap:
-            return super().attend_slots(q_BHTK, k_BGSK, v_BGSK, patterns, q_start, k_start, lengths_B)
-        if lengths_B is not None or q_BHTK.shape[2] % self.config.group:
+            return super().attend_slots(q_BHTK, k_BGSK, v_BGSK, patterns, places)
+        if places.lengths is not None or q_BHTK.shape[2] % self.config.group:
             raise ValueError(
                 f"wrap=True takes sequences of whole groups of {self.config.group} tokens without padding, "
-                f"got {q_BHTK.shape[2]} tokens{'' if lengths_B is None else ' with padding'}"
+                f"got {q_BHTK.shape[2]} tokens{'' if places.lengths is None else ' with padding'}"
             )
         q, k, v = (self.rolled(x, -1) for x in (q_BHTK, self.shared(k_BGSK), self.shared(v_BGSK)))
-        return self.rolled(super().attend_slots(q, k, v, patterns, q_start, k_start, None), 1)
+        return self.rolled(super().attend_slots(q, k, v, patterns, places), 1)
 
     def rolled(self, x_BHTK: Tensor, sign: int) -> Tensor:
         """Half a group forwards or backwards, for the last half of the heads."""

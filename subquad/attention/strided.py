@@ -49,8 +49,7 @@ class Strided(BlockedAttention):
             super().__post_init__()
             if self.num_heads < 2:
                 raise ValueError(f"strided has two patterns and needs at least 2 heads, got num_heads={self.num_heads}")
-            if self.stride < 1:
-                raise ValueError(f"stride must be at least 1, got {self.stride}")
+            self.check_least(stride=1)
             if self.kind == "fixed" and not 1 <= self.columns <= self.stride:
                 raise ValueError(f"columns must be from 1 to stride={self.stride}, got {self.columns}")
 

@@ -32,8 +32,7 @@ class Window(BlockedAttention):
 
         def __post_init__(self) -> None:
             super().__post_init__()
-            if self.width < 1:
-                raise ValueError(f"width must be at least 1, got {self.width}")
+            self.check_least(width=1)
 
     @takes_options(Config)
     def __init__(self, config: Config) -> None:

@@ -75,7 +75,7 @@ commands:
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run a command; returns the exit status: 0 done, 1 failed, 2 wrong arguments, 130 interrupted."""
-    arguments = [*(sys.argv[1:] if arguments is None else arguments)]  # `list` is a command of this room
+    arguments = list(sys.argv[1:] if arguments is None else arguments)
     command = next((argument for argument in arguments if argument != "--debug"), "")
     given = {argument.partition("=")[0] for argument in arguments}
     for old, new in MOVED.items():

@@ -146,7 +146,7 @@ class Parser(jsonargparse.ArgumentParser):
         return self.reading, _plain(re.sub(r'^Parser key "([^"]+)"( element \d+)?:\s*', r"\1\2: ", message))
 
     def _unknown(self, key: str) -> str:
-        """Return that `key` is unknown, with the options of its group, or with the groups where it has none."""
+        """Return that `key` is unknown, with the options of its group, else those of its name, else the groups."""
         options = [option.removeprefix("--") for action in self._actions for option in action.option_strings]
         valid = {option for option in options if not option.startswith("-") and not option.endswith("+")}
         valid -= _NOT_FOR_FILES
@@ -154,6 +154,9 @@ class Parser(jsonargparse.ArgumentParser):
         inside = {option for option in valid if group and option.startswith(f"{group}.")}
         if inside:
             return f"unknown option {key!r}; {suggest(key, inside)}"
+        same = [f"'{option}'" for option in sorted(valid) if option.endswith(f".{key.partition('.')[0]}")]
+        if same:  # --lr is --optimizer.lr
+            return f"unknown option {key!r}; did you mean {' or '.join(same)}?"
         return f"unknown option {key!r}; {suggest(key.partition('.')[0], {name.partition('.')[0] for name in valid})}"
 
 

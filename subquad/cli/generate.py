@@ -146,8 +146,8 @@ def _start(parser: Parser, asked: Namespace) -> Start:
         if asked.decode is not None or asked.refill is not None:
             loaded.decoder.set_decode(asked.decode, asked.refill)
         state = read_state(loaded.decoder, asked.state_in)
-        tokens = _first_token(loaded) if begins_itself else _tokens(loaded, prompt, goes_on=state is not None)
-        sampling = _within_model(loaded.decoder, len(tokens), state, sampling, keep=asked.state_out is not None)
+        tokens = _begin_tokens(loaded) if begins_itself else _tokens(loaded, prompt, goes_on=state is not None)
+        sampling = _limited(loaded.decoder, len(tokens), state, sampling, keep=asked.state_out is not None)
     return Start(loaded, prompt, tokens, state, sampling)
 
 
@@ -227,15 +227,15 @@ def _tokens(loaded: training.runs.LoadedRun, prompt: str, *, goes_on: bool) -> l
     return tokens
 
 
-def _first_token(loaded: training.runs.LoadedRun) -> list[int]:
+def _begin_tokens(loaded: training.runs.LoadedRun) -> list[int]:
     """Return the token with which the model begins a text; raise `ValueError` where it has none."""
-    token = _begins_texts(loaded)
+    token = _begin_token(loaded)
     if token is None:
         raise ValueError(f"{loaded.folder} names no token that begins a text (bos_token_id); give a --prompt")
     return [token]
 
 
-def _begins_texts(loaded: training.runs.LoadedRun) -> int | None:
+def _begin_token(loaded: training.runs.LoadedRun) -> int | None:
     """Return the `bos_token_id` of the model's configuration, or the tokenizer's separator."""
     file = training.runs.model_home(loaded.folder) / "config.json"
     token = read_json_mapping(file).get("bos_token_id") if file.is_file() else None
@@ -256,7 +256,7 @@ def read_state(decoder: Decoder, file: str | None) -> State | None:
     device = next(decoder.parameters()).device
     state = state.to(device)
     if decoder.most_tokens is not None and int(state.seen) >= decoder.most_tokens:
-        return state  # `_within_model` says that no token has place
+        return state  # `_limited` says that no token has place
     try:
         with torch.no_grad():
             decoder(torch.zeros(1, 1, dtype=torch.long, device=device), state)
@@ -265,7 +265,7 @@ def read_state(decoder: Decoder, file: str | None) -> State | None:
     return state
 
 
-def _within_model(
+def _limited(
     decoder: Decoder, prompt: int, state: State | None, sampling: SamplingConfig, *, keep: bool
 ) -> SamplingConfig:
     """Return the sampling with `max_tokens` at most what the model has latents (decode=frozen) or positions for.
@@ -391,7 +391,7 @@ def _write_texts(start: Start, asked: Namespace) -> None:
     """
     begin, shown = time.perf_counter(), sys.stderr.isatty()
     decoder, tokens = start.loaded.decoder, start.tokens
-    ends = {token for token in (_begins_texts(start.loaded), *start.stop_tokens) if token is not None}
+    ends = {token for token in (_begin_token(start.loaded), *start.stop_tokens) if token is not None}
     reading = Generation(decoder, tokens, start.sampling)
     reading.prefill()
     texts, count = list[str](), 0

@@ -6,7 +6,7 @@ import math
 from dataclasses import dataclass, field
 from typing import Literal
 
-from subquad.config import Config, check_at_least
+from subquad.config import Config
 
 SMALLEST_BPE = 257
 """The bytes and the separator: the smallest vocabulary that is trained here."""
@@ -57,7 +57,8 @@ class DataConfig(Config):
                 f"vocab_size must be at least {SMALLEST_BPE} for tokenizer={self.tokenizer!r} (256 bytes and a "
                 f"separator), got {self.vocab_size}"
             )
-        check_at_least(0, workers=self.workers)
+        if self.workers < 0:
+            raise ValueError(f"workers must be at least 0, got {self.workers}")
         if not 0 < self.worker_timeout < math.inf:
             raise ValueError(f"worker_timeout must be a positive number of seconds, got {self.worker_timeout}")
         if not self.path:
@@ -85,8 +86,7 @@ class ImageConfig(Config):
     """Images that are generated at the end, as a picture; 0: none."""
 
     def __post_init__(self) -> None:
-        check_at_least(1, "image.", mixtures=self.mixtures, test_images=self.test_images)
-        check_at_least(0, "image.", near=self.near, samples=self.samples)
+        self.check_least("image", mixtures=1, near=0, test_images=1, samples=0)
 
 
 DatasetName = Literal["toy", "listops", "text", "retrieval", "image", "pathfinder32", "pathfinder64", "pathfinder128"]
@@ -114,8 +114,7 @@ class ListOpsConfig(Config):
     """Probability that a node above the greatest depth is a digit and not an operator."""
 
     def __post_init__(self) -> None:
-        check_at_least(2, "listops.", max_depth=self.max_depth, max_args=self.max_args)
-        check_at_least(1, "listops.", min_length=self.min_length, max_length=self.max_length)
+        self.check_least("listops", max_depth=2, max_args=2, min_length=1, max_length=1)
         if not 0 < self.leaf < 1:
             raise ValueError(f"listops.leaf must lie between 0 and 1, both excluded, got {self.leaf}")
         if self.max_length < self.min_length:
@@ -177,8 +176,7 @@ class LabelledConfig(Config):
             )
 
     def __post_init__(self) -> None:
-        check_at_least(1, "classify.", examples=self.examples, held_out=self.held_out)
-        check_at_least(0, "classify.", seed=self.seed)
+        self.check_least("classify", examples=1, held_out=1, seed=0)
         if self.path is not None and (self.dataset == "toy" or not self.path):
             rule = "must name a folder, a file or hf:NAME" if not self.path else "has no effect with dataset=toy"
             raise ValueError(f"classify.path={self.path!r} {rule}")
@@ -234,8 +232,7 @@ class ProbeConfig(Config):
     """Another number gives other sequences."""
 
     def __post_init__(self) -> None:
-        for name, least in (("digits", 1), ("pairs", 1), ("examples", 1), ("held_out", 1), ("seed", 0)):
-            check_at_least(least, "probe.", **{name: getattr(self, name)})
+        self.check_least("probe", digits=1, pairs=1, examples=1, held_out=1, seed=0)
         if self.shortest is not None and (self.name != "copy" or self.shortest < 1):
             raise ValueError(
                 f"probe.shortest is the number of letters of a string to copy, at least 1, got {self.shortest} for the "

@@ -36,11 +36,7 @@ EVALUATION_SEED = 0
 class EncoderModel(StrictModel):
     """A model whose attribute `model` has an `encoder`; its configuration gives `encoder_config()`."""
 
-    base_model_prefix = "model"
-    supports_gradient_checkpointing = True
-    accepts_loss_kwargs = False
     _no_split_modules = ["Block", "CrossBlock"]  # noqa: RUF012 (transformers declares it so)
-    model: Any
 
     def get_input_embeddings(self) -> nn.Module:
         """Return the table of token vectors."""
@@ -56,9 +52,6 @@ class EncoderModel(StrictModel):
         table = super().resize_token_embeddings(*args, **kwargs)
         self.model.config = self.model.encoder.config = self.config.encoder_config()
         return table
-
-    def _init_weights(self, module: nn.Module) -> None:
-        self.model.initialise(module)
 
 
 def read_inputs(

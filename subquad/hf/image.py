@@ -63,10 +63,6 @@ class SubquadForImages(StrictModel):
 
     config: SubquadImageConfig
     config_class = SubquadImageConfig
-    base_model_prefix = "model"
-    supports_gradient_checkpointing = True
-    accepts_loss_kwargs = False
-    _no_split_modules = ["Block"]  # noqa: RUF012 (transformers declares it so)
 
     def __init__(self, config: SubquadImageConfig) -> None:
         super().__init__(config)
@@ -96,6 +92,3 @@ class SubquadForImages(StrictModel):
     def get_input_embeddings(self) -> nn.Module:
         """Return the table of level vectors."""
         return self.model.embedding.tokens
-
-    def _init_weights(self, module: nn.Module) -> None:
-        self.model.initialise(module)

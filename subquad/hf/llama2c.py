@@ -8,6 +8,7 @@ not read, and the head [V, D] where it is not the embedding. K = D / H; all litt
 
 from __future__ import annotations
 
+import math
 import os
 from pathlib import Path
 from typing import NamedTuple
@@ -16,6 +17,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from subquad.config import check_at_least
 from subquad.hf.config import SubquadConfig
 from subquad.hf.model import SubquadForCausalLM
 from subquad.models.config import DecoderConfig
@@ -83,10 +85,14 @@ def read_llama2c(path: str | os.PathLike[str]) -> SubquadForCausalLM:
     header = _header(path)
     with path.open("rb") as stream:
         stream.seek(_HEADER)
-        tensors = {name: _read(stream, shape) for name, shape in header.parts()}
+        arrays = {
+            name: np.fromfile(stream, dtype="<f4", count=math.prod(shape)).reshape(shape)
+            for name, shape in header.parts()
+        }
     model = SubquadForCausalLM(_config(header))
     ours: dict[str, Tensor] = {}
-    for name, tensor in tensors.items():
+    for name, array in arrays.items():
+        tensor = torch.from_numpy(array)
         if name in ("attention.query.weight", "attention.key.weight"):
             tensor = _halves(tensor, header.channels)
         if tensor.ndim == 1 or name in ("embedding.tokens.weight", "head.weight"):
@@ -112,9 +118,7 @@ def _header(path: Path) -> Header:
             f"{path} is a llama2.c checkpoint of version {numbers[1]}; only version 0, plain float32, is read"
         )
     header = Header(*numbers)
-    for name in ("dim", "hidden", "layers", "heads", "kv_heads", "positions"):
-        if getattr(header, name) < 1:
-            raise ValueError(f"{path}: {name} must be at least 1, got {getattr(header, name)}")
+    check_at_least(1, f"{path}: ", **{name: value for name, value in header._asdict().items() if name != "vocab"})
     if header.vocab == 0:
         raise ValueError(f"{path}: vocab must not be 0")
     if header.dim % (2 * header.heads) or header.heads % header.kv_heads:
@@ -122,22 +126,10 @@ def _header(path: Path) -> Header:
             f"{path}: heads must divide dim into even parts, and kv_heads heads, got dim={header.dim}, "
             f"heads={header.heads}, kv_heads={header.kv_heads}"
         )
-    wanted = _HEADER + 4 * sum(_count(shape) for _, shape in header.parts())
+    wanted = _HEADER + 4 * sum(math.prod(shape) for _, shape in header.parts())
     if size != wanted:
         raise ValueError(f"{path} has {size:,} bytes; its header, {header}, asks for {wanted:,}")
     return header
-
-
-def _count(shape: tuple[int, ...]) -> int:
-    """Multiply the sides in Python's integers, which do not overflow."""
-    count = 1
-    for n in shape:
-        count *= n
-    return count
-
-
-def _read(stream: object, shape: tuple[int, ...]) -> Tensor:
-    return torch.from_numpy(np.fromfile(stream, dtype="<f4", count=_count(shape)).reshape(shape))  # type: ignore[call-overload]
 
 
 def _config(header: Header) -> SubquadConfig:

@@ -26,7 +26,14 @@ SMALL = 1 << 22
 
 
 class StrictModel(PreTrainedModel):
-    """A transformers model that refuses weights which do not fit, where transformers only warns."""
+    """A transformers model around one of ours, its attribute `model`, that refuses weights which do not fit, where
+    transformers only warns."""
+
+    base_model_prefix = "model"
+    supports_gradient_checkpointing = True
+    accepts_loss_kwargs = False
+    _no_split_modules = ["Block"]  # noqa: RUF012 (transformers declares it so)
+    model: Any
 
     def __init__(self, config: PreTrainedConfig, *args: Any, **kwargs: Any) -> None:
         super().__init__(config, *args, **kwargs)
@@ -47,6 +54,9 @@ class StrictModel(PreTrainedModel):
     def blocks_to_shard(self) -> list[nn.Module]:
         """Return the blocks that may be shared out over processes one by one: those that transformers may not split."""
         return [module for module in self.modules() if type(module).__name__ in (self._no_split_modules or ())]
+
+    def _init_weights(self, module: nn.Module) -> None:
+        self.model.initialise(module)
 
     @classmethod
     def from_pretrained(cls, *args: Any, **kwargs: Any) -> Any:

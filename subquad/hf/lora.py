@@ -206,7 +206,8 @@ def load_base(folder: str | Path, classes: Sequence[str] | None = None) -> PreTr
     with naming(folder):
         check_sizes(model_class, Path(folder), config)
         weights = {k: v for path in sorted(Path(folder).glob("*.safetensors")) for k, v in read_tensors(path).items()}
-    model = model_class(type(config).from_dict({**config.to_dict(), "id2label": names, "label2id": _inverse(names)}))
+    labels = {"id2label": names, "label2id": {name: number for number, name in names.items()}}
+    model = model_class(type(config).from_dict(config.to_dict() | labels))
     model.to(config.dtype or torch.float32)
     kept = {name: weight for name, weight in weights.items() if not name.startswith("model.head.")}
     with naming(folder):
@@ -215,10 +216,6 @@ def load_base(folder: str | Path, classes: Sequence[str] | None = None) -> PreTr
     if wrong:
         raise ValueError(f"the weights in {folder} do not fit its configuration: {', '.join(sorted(wrong))}")
     return model
-
-
-def _inverse(names: dict[int, str]) -> dict[str, int]:
-    return {name: number for number, name in names.items()}
 
 
 def targets(model: nn.Module, wanted: Sequence[str] = ()) -> list[str]:
@@ -357,7 +354,8 @@ def load_adapter(model: PreTrainedModel, folder: str | Path) -> PeftModel:
     config.base_model_name_or_path = None  # PEFT would warn of a base by another name; what counts is checked here
     linear = {name for name, module in model.named_modules() if isinstance(module, nn.Linear)}
     unknown = set(config.target_modules or ()) - linear
-    if unknown and not _short_targets(unknown, linear):
+    # PEFT shortens long lists of names to the ends of them.
+    if not all(any(name.endswith(f".{word}") for name in linear) for word in unknown):
         raise ValueError(
             f"the adapter in {folder} does not fit the model, which has no layer {', '.join(sorted(unknown))}"
         )
@@ -366,11 +364,6 @@ def load_adapter(model: PreTrainedModel, folder: str | Path) -> PeftModel:
     read_weights(adapted, folder)
     model.adapter_base = Base.read(folder) if (Path(folder) / RECORD).is_file() else None  # type: ignore[assignment]
     return adapted
-
-
-def _short_targets(unknown: set[str], linear: set[str]) -> bool:
-    """Whether each name is the end of a layer's, as PEFT shortens long lists."""
-    return all(any(name.endswith(f".{word}") for name in linear) for word in unknown)
 
 
 def open_adapter(folder: str | Path) -> PeftModel:

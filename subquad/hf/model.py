@@ -28,11 +28,8 @@ class SubquadForCausalLM(StrictModel, GenerationMixin):
 
     config: SubquadConfig
     config_class = SubquadConfig
-    base_model_prefix = "model"
-    supports_gradient_checkpointing = True
     accepts_loss_kwargs = True
     _is_stateful = True
-    _no_split_modules = ["Block"]  # noqa: RUF012 (transformers declares it so)
 
     def __init__(self, config: SubquadConfig) -> None:
         super().__init__(config)
@@ -94,7 +91,11 @@ class SubquadForCausalLM(StrictModel, GenerationMixin):
             )
         doc_ids = packed_documents(doc_ids, position_ids, attention_mask, input_ids)
         if doc_ids is not None:
-            self._check_packed(past_key_values, use_cache)
+            self.model.check_packed()
+            if past_key_values is not None or use_cache:
+                raise ValueError(
+                    "packed documents take no cache and make none: leave past_key_values and use_cache out"
+                )
             position_ids, use_cache = None, False
         group = active_group()
         if group is not None and not (isinstance(logits_to_keep, int) and logits_to_keep == 0):
@@ -148,12 +149,6 @@ class SubquadForCausalLM(StrictModel, GenerationMixin):
             inputs["latents"] = self.model.prompt_latents if latents is None else latents
         return inputs
 
-    def _check_packed(self, past_key_values: Any, use_cache: bool | None) -> None:
-        """Raise `ValueError` for what packed documents do not go with."""
-        self.model.check_packed()
-        if past_key_values is not None or use_cache:
-            raise ValueError("packed documents take no cache and make none: leave past_key_values and use_cache out")
-
     def _loss(
         self,
         passes: list[Tensor],
@@ -170,7 +165,17 @@ class SubquadForCausalLM(StrictModel, GenerationMixin):
         if items is None:
             return self.model.loss_of_passes(passes, target_BT)
         if not torch.compiler.is_compiling():
-            check_counted(labels_BT, target_BT, mask_BT, doc_ids)
+            # The Trainer has counted labels that are not among the targets.
+            if mask_BT is not None and bool((labels_BT[~mask_BT] != IGNORED).any()):
+                raise ValueError(
+                    "num_items_in_batch counts labels at padding, which the loss leaves out: set labels to -100 where "
+                    "attention_mask is 0, as the collators of transformers do"
+                )
+            if doc_ids is not None and int((labels_BT[:, 1:] != IGNORED).sum()) != int((target_BT != IGNORED).sum()):
+                raise ValueError(
+                    "num_items_in_batch counts labels at the first tokens of documents or at padding, which the loss "
+                    "leaves out: set them to -100, as DataCollatorWithFlattening does"
+                )
         return self.model.loss_of_passes(passes, target_BT, reduction="sum") / items
 
     def blocks_to_shard(self) -> list[nn.Module]:
@@ -211,9 +216,6 @@ class SubquadForCausalLM(StrictModel, GenerationMixin):
     @classmethod
     def _supports_default_dynamic_cache(cls) -> bool:
         return False
-
-    def _init_weights(self, module: nn.Module) -> None:
-        self.model.initialise(module)
 
 
 def refuse_inputs(
@@ -301,19 +303,3 @@ def packed_documents(
     if not bool(begins_PT[:, :1].all() & (steps_PT | begins_PT[:, 1:]).all()):
         return None  # no packed documents: `check_positions` says what is wrong
     return begins_PT.cumsum(1).expand(tokens_BT.shape)
-
-
-def check_counted(labels_BT: Tensor, target_BT: Tensor, mask_BT: Tensor | None, doc_ids: Tensor | None) -> None:
-    """Raise `ValueError` for labels that the Trainer counts and that are not among the targets: those at padding, and
-    those at the first token of a document.
-    """
-    if mask_BT is not None and bool((labels_BT[~mask_BT] != IGNORED).any()):
-        raise ValueError(
-            "num_items_in_batch counts labels at padding, which the loss leaves out: set labels to -100 where "
-            "attention_mask is 0, as the collators of transformers do"
-        )
-    if doc_ids is not None and int((labels_BT[:, 1:] != IGNORED).sum()) != int((target_BT != IGNORED).sum()):
-        raise ValueError(
-            "num_items_in_batch counts labels at the first tokens of documents or at padding, which the loss leaves "
-            "out: set them to -100, as DataCollatorWithFlattening does"
-        )

@@ -62,7 +62,11 @@ def _taken(model: PreTrainedModel) -> SubquadForCausalLM:
         for name, part in zip(move.ours, move.cut(tensors.pop(move.theirs).detach()), strict=True):
             ours[f"model.{name}"] = part.clone(memory_format=torch.contiguous_format)
     if attention == "longformer":
-        _share_with_global_tokens(ours)
+        # Its projections of global tokens are the others, as in a model that has one of each.
+        for name, tensor in list(ours.items()):
+            for kind in ("query", "key", "value"):
+                if f".attention.{kind}." in name:
+                    ours[name.replace(f".attention.{kind}.", f".attention.global_{kind}.")] = tensor.clone()
     if tensors:
         raise ValueError(f"the {family.name} model has tensors with no place in our decoder: {', '.join(tensors)}")
     _load_all(made, ours)
@@ -73,14 +77,6 @@ def _attention(config: PreTrainedConfig) -> tuple[str, dict[str, Any]]:
     """Return the mechanism that the model attends by, and its options: `full`, or those of `config.subquad`."""
     entry = getattr(config, "subquad", None)
     return ("full", {}) if entry is None else wanted_attention(entry)
-
-
-def _share_with_global_tokens(tensors: dict[str, Tensor]) -> None:
-    """Add Longformer's projections of global tokens: the others, as in a model that has one of each."""
-    for name in list(tensors):
-        for part in ("query", "key", "value"):
-            if f".attention.{part}." in name:
-                tensors[name.replace(f".attention.{part}.", f".attention.global_{part}.")] = tensors[name].clone()
 
 
 def to_transformers(model: SubquadForCausalLM, family: str | None = None) -> PreTrainedModel:
@@ -118,7 +114,8 @@ def canonical(config: DecoderConfig) -> DecoderConfig:
     biases = {name: getattr(config, name) for name in ("qkv_bias", "out_bias", "ff_bias")}
     width = config.ff_dim
     if width is None and config.feedforward != "bilinear":
-        width = _feedforward_width(config)
+        with torch.device("meta"):
+            width = build_feedforward(config.feedforward, config.dim, mult=config.ff_mult).down.in_features
     return config.replace(
         attention=names.pop() if len(names) == 1 else config.attention,
         options={name: options for name, options in config.options.items() if name in config.mechanisms},
@@ -150,11 +147,6 @@ def _simplest(settings: dict[str, Any]) -> dict[str, Any]:
     return said
 
 
-def _feedforward_width(config: DecoderConfig) -> int:
-    with torch.device("meta"):
-        return build_feedforward(config.feedforward, config.dim, mult=config.ff_mult).down.in_features
-
-
 def _family(config: Any) -> Family:
     if config.model_type not in FAMILIES:
         raise ValueError(
@@ -166,7 +158,13 @@ def _family(config: Any) -> Family:
 
 def _fitting(config: DecoderConfig, families: list[Family]) -> tuple[Family, dict[str, Any]]:
     """Return the first family that has every setting of `config`, and its configuration's values."""
-    _check_mechanism(config)
+    for name in config.mechanisms:
+        if name != "full":
+            raise ValueError(f"attention {name!r} has no place in transformers' models; only 'full' has")
+    if config.feedforward == "bilinear":
+        raise ValueError("feedforward='bilinear' has no place in transformers' models")
+    without_effect = {*TRAINING_ALONE, "max_positions"} if config.position == "rope" else set(TRAINING_ALONE)
+    wanted = {name: value for name, value in config.to_dict().items() if name not in without_effect}
     reasons: dict[str, str] = {}
     for family in families:
         try:
@@ -178,7 +176,8 @@ def _fitting(config: DecoderConfig, families: list[Family]) -> tuple[Family, dic
         except (ValueError, StrictDataclassError) as error:
             reasons[family.name] = str(error)
             continue
-        differ = [name for name, value in back.to_dict().items() if not _agrees(name, value, config)]
+        found = back.to_dict()
+        differ = [name for name, value in wanted.items() if found[name] != value]
         if not differ:
             return family, values
         reasons[family.name] = ", ".join(
@@ -186,20 +185,6 @@ def _fitting(config: DecoderConfig, families: list[Family]) -> tuple[Family, dic
         )
     told = "; ".join(f"{name}: {reason}" for name, reason in reasons.items())
     raise ValueError(f"the model's settings have no place in transformers' models. {told}")
-
-
-def _agrees(name: str, value: Any, config: DecoderConfig) -> bool:
-    if name in TRAINING_ALONE or (name == "max_positions" and config.position == "rope"):
-        return True
-    return bool(value == config.to_dict()[name])
-
-
-def _check_mechanism(config: DecoderConfig) -> None:
-    for name in config.mechanisms:
-        if name != "full":
-            raise ValueError(f"attention {name!r} has no place in transformers' models; only 'full' has")
-    if config.feedforward == "bilinear":
-        raise ValueError("feedforward='bilinear' has no place in transformers' models")
 
 
 def _check_tied(tensors: dict[str, Tensor], family: Family, config: DecoderConfig) -> None:

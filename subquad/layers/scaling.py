@@ -54,8 +54,7 @@ class RopeScaling(Config):
         choices = get_args(get_type_hints(type(self))["kind"])
         if self.kind not in choices:
             raise ValueError(f"unknown rope scaling {self.kind!r}; {suggest(str(self.kind), choices)}")
-        if not self.factor >= 1:
-            raise ValueError(f"rope_scaling.factor must be at least 1, got {self.factor}")
+        self.check_least("rope_scaling", factor=1)
         if self.kind != "linear" and (self.original is None or self.original < 1):
             raise ValueError(
                 f"rope_scaling.original, the length trained on, must be at least 1 for kind={self.kind}, "

@@ -152,7 +152,12 @@ def build_mechanisms(config: DecoderConfig, *, causal: bool = True) -> list[Atte
         )
     if config.num_kv_heads is not None and not any("num_kv_heads" in cls.option_names() for cls in chosen.values()):
         raise ValueError(f"num_kv_heads={config.num_kv_heads} has no effect: {listed} has no such option; leave it out")
-    _check_projections(config, chosen)
+    for key in PROJECTIONS:
+        value = getattr(config, key)
+        if value != DecoderConfig.__dataclass_fields__[key].default:
+            for name, cls in chosen.items():
+                if key not in cls.option_names():
+                    raise ValueError(f"{key}={value} has no meaning for attention {name!r}; leave it out")
     repeats = config.num_layers // len(config.mechanisms)
     layers: list[Attention] = []
     for name in config.mechanisms * repeats:
@@ -181,17 +186,6 @@ def _options(config: DecoderConfig, name: str, cls: type[Attention], causal: boo
         form = "causal" if causal else "bidirectional"
         raise ValueError(f"this model is {form}, but the options of attention {name!r} say causal={options['causal']}")
     return options
-
-
-def _check_projections(config: DecoderConfig, chosen: dict[str, type[Attention]]) -> None:
-    """Raise `ValueError` for a setting of the projections that a layer's mechanism does not have."""
-    for key in PROJECTIONS:
-        value = getattr(config, key)
-        if value == DecoderConfig.__dataclass_fields__[key].default:
-            continue
-        for name, cls in chosen.items():
-            if key not in cls.option_names():
-                raise ValueError(f"{key}={value} has no meaning for attention {name!r}; leave it out")
 
 
 def check_options(config: DecoderConfig) -> None:

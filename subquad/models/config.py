@@ -82,9 +82,7 @@ class DecoderConfig(Config):
     """How rotary frequencies are changed for longer sequences, as in {kind: linear, factor: 4} (None: not at all)."""
 
     def __post_init__(self) -> None:
-        for name in ("vocab_size", "dim", "num_layers", "num_heads", "max_positions", "loops"):
-            if getattr(self, name) < 1:
-                raise ValueError(f"{name} must be at least 1, got {getattr(self, name)}")
+        self.check_least(vocab_size=1, dim=1, num_layers=1, num_heads=1, max_positions=1, loops=1)
         for name in ("head_dim", "ff_dim"):
             if getattr(self, name) is not None and getattr(self, name) < 1:
                 raise ValueError(f"{name} must be at least 1, or None, got {getattr(self, name)}")

@@ -78,18 +78,12 @@ def stack_costs(
             for tokens in lengths:
                 chosen = {**history, **own}
                 given = {**(_halves(known, tokens, chosen) if "history_tokens" in known else {}), **chosen}
-                shape = {"dim": dim, "num_heads": num_heads, "num_layers": num_layers}
-                yield Measured(
-                    " ".join([name, *history.values()]), "model", _meta_stack(name, shape, given).cost(tokens)
-                )
-
-
-def _meta_stack(name: str, shape: Mapping[str, int], options: Mapping[str, Any]) -> Model:
-    """A language model where the stack can be one, otherwise a classifier, which adds its positions to the inputs."""
-    chosen: dict[str, Any] = {**shape, "attention": name, "options": {name: dict(options)}}
-    if "causal" in STACKS[name].forms:
-        return meta_model(DecoderConfig(**chosen))
-    return meta_model(EncoderConfig(**chosen, position="sinusoidal"))
+                shape: dict[str, Any] = {"dim": dim, "num_heads": num_heads, "num_layers": num_layers}
+                shape |= {"attention": name, "options": {name: given}}
+                # A language model where the stack can be one, else a classifier, which adds positions to its inputs.
+                causal = "causal" in STACKS[name].forms
+                config = DecoderConfig(**shape) if causal else EncoderConfig(**shape, position="sinusoidal")
+                yield Measured(" ".join([name, *history.values()]), "model", meta_model(config).cost(tokens))
 
 
 def _halves(known: Mapping[str, Any], tokens: int, chosen: Mapping[str, Any]) -> dict[str, int]:
@@ -130,22 +124,13 @@ class Volume(NamedTuple):
 
     def record(self) -> dict[str, Any]:
         """Plain values, for a file."""
-        sent = {"sent_forward": None, "sent_backward": None} if self.sent is None else _named(self.sent)
-        return {"name": self.name, "tokens": self.tokens, "ranks": self.ranks, **sent}
-
-
-def _named(sent: Sent) -> dict[str, Any]:
-    return {"sent_forward": sent.forward, "sent_backward": sent.backward}
+        forward, backward = (None, None) if self.sent is None else (self.sent.forward, self.sent.backward)
+        own = {"name": self.name, "tokens": self.tokens, "ranks": self.ranks}
+        return {**own, "sent_forward": forward, "sent_backward": backward}
 
 
 def layer_volumes(
-    attention: Iterable[str],
-    lengths: Sequence[int],
-    ranks: int,
-    *,
-    dim: int,
-    num_heads: int,
-    options: Mapping[str, Mapping[str, Any]],
+    attention: Iterable[str], lengths: Sequence[int], ranks: int, *, dim: int, num_heads: int, options: Options
 ) -> Iterator[Volume]:
     """One layer of each mechanism, at each length."""
     for name in attention:

@@ -311,7 +311,9 @@ class Decoder(nn.Module):
         if doc_ids is not None:
             check_fresh(state)
             documents = lay_out(doc_ids, mask, *tokens_BT.shape, last_apart=layers is not None)
-            passes = self._passes(self._embedded(tokens_BT, documents), None, documents, layers)
+            tokens_N1 = tokens_BT.masked_fill(~documents.real_BT, 0).reshape(-1, 1)
+            x_BTD = self.embedding(tokens_N1, documents.positions_BT.flatten()).view(*tokens_BT.shape, -1)
+            passes = self._passes(x_BTD, None, documents, layers)
             return [h.masked_fill(~documents.real_BT[..., None], 0.0) for h in passes], documents.seen
         group = active_group()
         start = state.seen if state is not None else 0 if group is None else group.offset(tokens_BT.shape[1])
@@ -324,12 +326,6 @@ class Decoder(nn.Module):
         passes = self._passes(self.embedding(tokens_BT, start, lengths_B), state, lengths_B, layers)
         seen = advance(start, tokens_BT.shape[1], lengths_B)
         return passes if moved is None else [scatter(h, moved) for h in passes], seen
-
-    def _embedded(self, tokens_BT: Tensor, documents: Documents) -> Tensor:
-        """Return the embeddings `[B, T, D]`, each token at its position in its document."""
-        tokens_N1 = tokens_BT.masked_fill(~documents.real_BT, 0).reshape(-1, 1)
-        x_BTD: Tensor = self.embedding(tokens_N1, documents.positions_BT.flatten()).view(*tokens_BT.shape, -1)
-        return x_BTD
 
     def _passes(
         self,
@@ -384,8 +380,7 @@ class Decoder(nn.Module):
         mixers = {f"layers.{i}": block.attention for i, block in enumerate(self.blocks())}
         entries: dict[str, Tensor | int | State] = {"seen": group.size * tokens_BT.shape[1]}
         for place, state in states.items():
-            mixer = mixers[place[place.index("layers.") :]]
-            entries[place] = mixer.whole_state(state, tokens_BT.device)
+            entries[place] = mixers[place[place.index("layers.") :]].whole_state(state, tokens_BT.device)
         return entries
 
 

@@ -50,8 +50,7 @@ class EncoderConfig(DecoderConfig):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        if self.num_classes < 2:
-            raise ValueError(f"num_classes must be at least 2, got {self.num_classes}")
+        self.check_least(num_classes=2)
         check_choices(self, "pooling")
         if self.towers not in (1, 2):
             raise ValueError(f"towers must be 1 or 2, got {self.towers}")

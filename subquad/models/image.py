@@ -13,6 +13,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from subquad.config import check_at_least
 from subquad.layers.norm import build_norm
 from subquad.layers.positions import positions
 from subquad.models.blocks import (
@@ -65,9 +66,7 @@ class ImageModelConfig(DecoderConfig):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        for name in ("height", "width", "channels", "mixtures"):
-            if getattr(self, name) < 1:
-                raise ValueError(f"{name} must be at least 1, got {getattr(self, name)}")
+        self.check_least(height=1, width=1, channels=1, mixtures=1)
         if self.vocab_size != LEVELS + 1:
             raise ValueError(
                 f"vocab_size of an image model is {LEVELS + 1} (256 levels, a start), got {self.vocab_size}"
@@ -254,7 +253,11 @@ class ImageModel(nn.Module):
 
         Raises `TypeError` or `ValueError` unless they are whole numbers `[B, T]` in 0..255.
         """
-        self._check_pixels(pixels_BT)
+        check_tokens(pixels_BT, "pixels")
+        if not torch.compiler.is_compiling() and pixels_BT.numel():
+            low, high = (int(x) for x in torch.aminmax(pixels_BT))
+            if low < 0 or high >= LEVELS:
+                raise ValueError(f"pixels must lie in 0..{LEVELS - 1}, got {low if low < 0 else high}")
         return torch.cat((pixels_BT.new_full((pixels_BT.shape[0], 1), START), pixels_BT[:, :-1]), 1)
 
     def log_prob(self, pixels_BT: Tensor, /) -> Tensor:
@@ -281,8 +284,7 @@ class ImageModel(nn.Module):
         They are drawn from `softmax(log p / temperature)`, where p are the 256 probabilities of the loss; temperature 0
         takes the likeliest. Raises `ValueError` for a negative temperature and for probabilities that are NaN.
         """
-        if not temperature >= 0:
-            raise ValueError(f"temperature must be at least 0, got {temperature}")
+        check_at_least(0, temperature=temperature)
         return draw(self.output.log_probs(parameters_BP), random_B, temperature)
 
     def num_parameters(self) -> int:
@@ -318,10 +320,3 @@ class ImageModel(nn.Module):
                 f"got {start + tokens_BT.shape[1]}"
             )
         return start
-
-    def _check_pixels(self, pixels_BT: Tensor) -> None:
-        check_tokens(pixels_BT, "pixels")
-        if not torch.compiler.is_compiling() and pixels_BT.numel():
-            low, high = (int(x) for x in torch.aminmax(pixels_BT))
-            if low < 0 or high >= LEVELS:
-                raise ValueError(f"pixels must lie in 0..{LEVELS - 1}, got {low if low < 0 else high}")

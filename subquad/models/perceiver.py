@@ -20,6 +20,7 @@ import torch
 from torch import Tensor, nn
 
 from subquad import attention
+from subquad.config import check_at_least
 from subquad.layers.feedforward import build_feedforward
 from subquad.layers.norm import build_norm
 from subquad.models.blocks import (
@@ -49,9 +50,7 @@ class CrossBlock(ResidualBlock):
         super().__init__()
         if config.dim % num_heads:
             raise ValueError(f"cross_heads must divide dim, got cross_heads={num_heads}, dim={config.dim}")
-        for name, channels in (("input_dim", input_dim), ("query_dim", query_dim)):
-            if channels < 1:
-                raise ValueError(f"{name} must be at least 1, got {channels}")
+        check_at_least(1, input_dim=input_dim, query_dim=query_dim)
         self.num_heads, self.residual, self.attention_dropout = num_heads, residual, config.attention_dropout
         self.query_norm = build_norm(config.norm, query_dim)
         self.input_norm = build_norm(config.norm, input_dim)
@@ -73,7 +72,6 @@ class CrossBlock(ResidualBlock):
         q_BHOK, k_BHSK, v_BHSK = (p.unflatten(-1, (self.num_heads, -1)).transpose(1, 2) for p in projected)
         dropout = self.attention_dropout if self.training else 0.0
         y_BHOK = block_attention(q_BHOK, k_BHSK, v_BHSK, Full(), k_start=start, dropout_p=dropout)
-        assert isinstance(y_BHOK, Tensor)
         y_BOC = self.dropout(self.out(y_BHOK.transpose(1, 2).flatten(2)))
         x_BOC = x_BOC + y_BOC if self.residual else y_BOC
         return x_BOC + self.dropout(self.feedforward(self.feedforward_norm(x_BOC)))
@@ -148,7 +146,12 @@ class Perceiver(nn.Module):
             raise ValueError(f"inputs must have shape [B, S, {self.input_dim}], got {list(inputs_BSC.shape)}")
         start: int | Tensor = 0
         if mask is not None:
-            inputs_BSC, start = padding_first(inputs_BSC, mask)
+            # Each row's padding, zeroed, moves before its real inputs, to negative positions.
+            check_mask(mask, *inputs_BSC.shape[:2])
+            moved = compaction(~mask)
+            inputs_BSC = inputs_BSC.masked_fill(~mask[..., None], 0.0)
+            inputs_BSC = inputs_BSC.gather(1, moved.order_BT[..., None].expand_as(inputs_BSC))
+            start = -moved.lengths_B
         z_BLD = self.latents.expand(len(inputs_BSC), -1, -1)
         schedule = self.schedule()
         for repeat in range(self.options.repeats):
@@ -300,14 +303,6 @@ def perceiver_options(config: EncoderConfig) -> PerceiverOptions:
     if config.attention == "perceiver_io":
         return PerceiverIOOptions.from_dict(config.options.get("perceiver_io", {}), where="options.perceiver_io")
     raise ValueError(f"a Perceiver needs attention='perceiver' or 'perceiver_io', got {config.attention!r}")
-
-
-def padding_first(inputs_BSC: Tensor, mask: Tensor) -> tuple[Tensor, Tensor]:
-    """Move each row's padding, zeroed, before its real inputs; and return the position `[B]` of its first slot."""
-    check_mask(mask, *inputs_BSC.shape[:2])
-    moved = compaction(~mask)
-    inputs_BSC = inputs_BSC.masked_fill(~mask[..., None], 0.0)
-    return inputs_BSC.gather(1, moved.order_BT[..., None].expand_as(inputs_BSC)), -moved.lengths_B
 
 
 def fourier_features(positions: Tensor, bands: int, resolution: int, /) -> Tensor:

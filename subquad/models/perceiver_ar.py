@@ -205,8 +205,7 @@ class PerceiverAR(Decoder):
             return None
         if state is None:
             return self.latents - min(options.kept, prompt - 1)
-        used = state.seen - _first_latent(state)
-        return max(0, self.latents - prompt + 1 - (used if isinstance(used, int) else int(used.max())))
+        return max(0, self.latents - prompt + 1 - _used_latents(state))
 
     @property
     def fixed_shapes(self) -> bool:
@@ -398,7 +397,7 @@ class PerceiverAR(Decoder):
         outputs = [self.embedding(tokens_BT[:, :0])]
         done = 0
         while done < tokens_BT.shape[1]:
-            room = self._room(state)
+            room = self.latents - _used_latents(state) if "layers.0" in state else 0
             part_BT = tokens_BT[:, done : done + max(1, room)]
             new_B = None if lengths_B is None else (lengths_B - done).clamp(0, part_BT.shape[1])
             h_BTD, state = (self._grow if room else self._begin_anew)(part_BT, state, new_B)
@@ -406,13 +405,6 @@ class PerceiverAR(Decoder):
             done += part_BT.shape[1]
         h_BTD = torch.cat(outputs, 1)
         return (h_BTD if moved is None else scatter(h_BTD, moved)), state
-
-    def _room(self, state: State) -> int:
-        """Return how many latents every row can still add."""
-        if "layers.0" not in state:
-            return 0
-        used = state.seen - _first_latent(state)
-        return self.latents - (used if isinstance(used, int) else int(used.max()))
 
     def _grow(self, tokens_BT: Tensor, state: State, new_B: Tensor | None) -> tuple[Tensor, State]:
         """Add latents after those whose keys and values are kept; row b has `new_B[b]` new ones (None: T)."""
@@ -477,6 +469,12 @@ def _first_latent(state: State) -> Number:
     start = state["start"]
     assert not isinstance(start, State)
     return start
+
+
+def _used_latents(state: State) -> int:
+    """Return the latents of the row that has most."""
+    used = state.seen - _first_latent(state)
+    return used if isinstance(used, int) else int(used.max())
 
 
 def _named(mode: dict[str, int]) -> str:

@@ -164,9 +164,8 @@ def attend(
     k_start: Number,
 ) -> Tensor:
     """`mixer`'s output `[B, T, D]` for queries and keys that are at hand."""
-    dropout = mixer.config.dropout if mixer.training else 0.0
+    dropout = mixer.dropout_p
     y_BHTK = block_attention(q_BHTK, k_BHSK, v_BHSK, pattern, q_start=q_start, k_start=k_start, dropout_p=dropout)
-    assert isinstance(y_BHTK, Tensor)
     return mixer.merge(y_BHTK)
 
 

@@ -67,7 +67,13 @@ class PretrainingModel(nn.Module):
 
     def __init__(self, config: EncoderConfig, objective: Objective) -> None:
         super().__init__()
-        check_objective(config, objective)
+        if config.attention == "perceiver":
+            raise ValueError(
+                "attention 'perceiver' keeps no vector for each token and cannot predict tokens; attention "
+                "perceiver_io can, and any mechanism"
+            )
+        if objective == "causal" and not config.causal:
+            raise ValueError("the next token can be predicted by a causal encoder alone; set causal=true")
         self.config, self.objective = config, objective
         self.encoder = build_encoder(config)
         self.queries = None
@@ -117,17 +123,6 @@ def check_hiding(mask_fraction: float, random_fraction: float, group: str = "") 
         raise ValueError(f"{group}mask_fraction must be above 0 and below 1, got {mask_fraction}")
     if not 0 <= random_fraction <= 1:
         raise ValueError(f"{group}random_fraction must lie between 0 and 1, got {random_fraction}")
-
-
-def check_objective(config: EncoderConfig, objective: Objective) -> None:
-    """Raise `ValueError` for an objective that the encoder of `config` cannot learn."""
-    if config.attention == "perceiver":
-        raise ValueError(
-            "attention 'perceiver' keeps no vector for each token and cannot predict tokens; attention perceiver_io "
-            "can, and any mechanism"
-        )
-    if objective == "causal" and not config.causal:
-        raise ValueError("the next token can be predicted by a causal encoder alone; set causal=true")
 
 
 def mask_token(encoder: Encoder | PerceiverEncoder) -> int:

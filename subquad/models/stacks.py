@@ -66,10 +66,7 @@ class PerceiverAROptions(StackOptions):
 
     def __post_init__(self) -> None:
         check_choices(self, "history", "first_layer", "decode")
-        for name in ("latents", "segment", "projected", "history_tokens", "refill"):
-            value = getattr(self, name)
-            if value is not None and value < 1:
-                raise ValueError(f"{name} must be at least 1, got {value}")
+        self.check_least(latents=1, segment=1, projected=1, history_tokens=1, refill=1)
         if not 0 <= self.prefix_dropout < 1:
             raise ValueError(f"prefix_dropout must be at least 0 and below 1, got {self.prefix_dropout}")
         if self.history == "compressed":
@@ -80,14 +77,6 @@ class PerceiverAROptions(StackOptions):
                     f"projected must be at most history_tokens, got projected={self.projected}, "
                     f"history_tokens={self.history_tokens}"
                 )
-        self._refuse_what_has_no_effect()
-        if self.refill is not None and self.refill > self.latents:
-            raise ValueError(f"refill must be at most latents, got refill={self.refill}, latents={self.latents}")
-        if self.decode == "frozen" and self.kept == self.latents:
-            raise ValueError(f"decode='frozen' needs refill below latents, got {self.kept} of {self.latents}")
-
-    def _refuse_what_has_no_effect(self) -> None:
-        """Raise `ValueError` for an option that is not its default and that nothing would read."""
         unread = {"segment"} if self.history != "segments" else set()
         unread |= {"projected", "first_layer"} if self.history != "compressed" else set()
         for field in fields(self):
@@ -96,6 +85,10 @@ class PerceiverAROptions(StackOptions):
                 raise ValueError(f"{field.name}={value!r} has no effect with history={self.history!r}; leave it out")
         if self.decode == "exact" and self.refill is not None:
             raise ValueError(f"refill={self.refill} has no effect with decode='exact'; leave it out")
+        if self.refill is not None and self.refill > self.latents:
+            raise ValueError(f"refill must be at most latents, got refill={self.refill}, latents={self.latents}")
+        if self.decode == "frozen" and self.kept == self.latents:
+            raise ValueError(f"decode='frozen' needs refill below latents, got {self.kept} of {self.latents}")
 
     @property
     def fewest_latents(self) -> int:
@@ -157,11 +150,7 @@ class PerceiverOptions(StackOptions):
     """Frequencies of position, up to half of max_positions, appended to the inputs as sines and cosines; 0: none."""
 
     def __post_init__(self) -> None:
-        for name in ("latents", "repeats", "cross_heads"):
-            if getattr(self, name) < 1:
-                raise ValueError(f"{name} must be at least 1, got {getattr(self, name)}")
-        if self.fourier_bands < 0:
-            raise ValueError(f"fourier_bands must be at least 0, got {self.fourier_bands}")
+        self.check_least(latents=1, repeats=1, cross_heads=1, fourier_bands=0)
         check_choices(self, "reads")
 
 

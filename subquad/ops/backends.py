@@ -22,14 +22,10 @@ P = ParamSpec("P")
 R = TypeVar("R")
 
 
-def _installed(package: str) -> bool:
-    try:
-        return importlib.util.find_spec(package) is not None
-    except ValueError:  # someone has said that it cannot be imported
-        return False
-
-
-HAS_TRITON = _installed("triton")
+try:
+    HAS_TRITON = importlib.util.find_spec("triton") is not None
+except ValueError:  # someone has said that it cannot be imported
+    HAS_TRITON = False
 _requested: ContextVar[str | None] = ContextVar("subquad_backend", default=None)
 
 

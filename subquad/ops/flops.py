@@ -6,6 +6,7 @@ Shape letters: N batch times heads, T tokens, K key channels, V value channels, 
 from __future__ import annotations
 
 import functools
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -56,53 +57,18 @@ def register() -> None:
     def sdpa_backward(grad: Any, q: Any, k: Any, v: Any, *_: Any, out_shape: Any = None, **__: Any) -> int:
         return int(flop_counter.sdpa_backward_flop_count(grad, q, k, v))
 
-    register_flop_formula = flop_counter.register_flop_formula
-    cpu = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
-    if cpu not in flop_counter.flop_registry:
-        register_flop_formula([cpu])(sdpa)
-        register_flop_formula([torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward])(sdpa_backward)
-    ops = torch.ops.subquad
-    register_flop_formula([ops.block_attention_cpu])(_attention)
-    register_flop_formula([ops.block_attention_cpu_backward])(_attention_backward)
-    register_flop_formula([ops.gated_scan])(_gated_scan)
-    register_flop_formula([ops.gated_scan_backward])(_gated_scan_backward)
-    register_flop_formula([ops.running_softmax])(_running_softmax)
-    register_flop_formula([ops.running_softmax_backward])(_running_softmax_backward)
-    register_flop_formula([ops.block_attention_sequential])(_sequential_attention)
-    register_flop_formula([ops.block_attention_sequential_backward])(_sequential_attention_backward)
-    for op in (ops.gated_scan_sequential, ops.running_softmax_sequential):
-        register_flop_formula([op])(_sequential_scan)
-    register_flop_formula([ops.gated_scan_sequential_backward])(_sequential_gated_scan_backward)
-    register_flop_formula([ops.running_softmax_sequential_backward])(_sequential_softmax_backward)
+    cpu = "_scaled_dot_product_flash_attention_for_cpu"
+    formulas = {getattr(torch.ops.subquad, name): formula for name, formula in FORMULAS.items()}
+    if getattr(torch.ops.aten, cpu) not in flop_counter.flop_registry:
+        formulas |= {getattr(torch.ops.aten, cpu): sdpa, getattr(torch.ops.aten, f"{cpu}_backward"): sdpa_backward}
     if HAS_TRITON:
-        _register_kernels(register_flop_formula)
+        from subquad.ops._triton import attend as _attend  # noqa: F401 it makes the operations known
+        from subquad.ops._triton import scan as _scan  # noqa: F401
+        from subquad.ops._triton import softmax as _softmax  # noqa: F401
 
-
-def _register_kernels(register_flop_formula: Any) -> None:
-    """Count the kernels as what the backend `torch` computes for the same."""
-    from subquad.ops._triton import attend as _attend  # noqa: F401 it makes the operations known
-    from subquad.ops._triton import scan as _scan  # noqa: F401
-    from subquad.ops._triton import softmax as _softmax  # noqa: F401
-
-    ops = torch.ops.subquad
-    register_flop_formula([ops.block_attention_triton])(_attention)
-    register_flop_formula([ops.block_attention_triton_backward])(
-        lambda grad, grad_lse, out, m, inverse, *inputs, **_: _attention(*inputs) * 5 // 2
-    )
-    register_flop_formula([ops.gated_scan_triton])(
-        lambda q, i, v, log_f, state, mask, normalise, *_, **__: (
-            q[0] * q[1] * gated_scan_flops(q[2], q[3], v[3], normalise=normalise)
-        )
-    )
-    register_flop_formula([ops.gated_scan_triton_backward])(
-        lambda grad, grad_state, q, i, v, *_, **__: 5 * q[0] * q[1] * gated_scan_flops(q[2], q[3], v[3]) // 2
-    )
-    register_flop_formula([ops.running_softmax_triton])(
-        lambda p, k, v, *_, **__: p[0] * p[1] * running_softmax_flops(p[2], p[3], v[3])
-    )
-    register_flop_formula([ops.running_softmax_triton_backward])(
-        lambda grad, gl, ga, gs, p, k, v, *_, **__: 5 * p[0] * p[1] * running_softmax_flops(p[2], p[3], v[3]) // 2
-    )
+        formulas |= {getattr(torch.ops.subquad, name): formula for name, formula in KERNELS.items()}
+    for op, formula in formulas.items():
+        flop_counter.register_flop_formula([op])(formula)
 
 
 def _attention(
@@ -125,32 +91,8 @@ def _attention(
     return B * H * attention_flops(groups, K, v[3])
 
 
-def _attention_backward(
-    grad: Any, grad_lse: Any, q: Any, k: Any, v: Any, out: Any, lse: Any, *rest: Any, **__: Any
-) -> int:
-    return _attention(q, k, v, *rest) * 5 // 2  # five products where the forward has two
-
-
-def _gated_scan(
-    q: Any, i: Any, v: Any, log_f: Any, state: Any, normalise: bool, eps: float, chunk: int, *_: Any, **__: Any
-) -> int:
-    return int(q[0] * gated_scan_flops(q[1], q[2], v[2], chunk=chunk, normalise=normalise))
-
-
-def _gated_scan_backward(grad: Any, grad_state: Any, q: Any, i: Any, v: Any, *rest: Any, **__: Any) -> int:
-    return int(5 * q[0] * gated_scan_flops(q[1], q[2], v[2], chunk=rest[-1]) // 2)
-
-
-def _running_softmax(p: Any, k: Any, v: Any, own: Any, a: Any, s: Any, chunk: int, save: bool, **_: Any) -> int:
-    return int(p[0] * running_softmax_flops(p[1], p[2], v[2], chunk=chunk))
-
-
-def _running_softmax_backward(grad: Any, ga: Any, gs: Any, p: Any, k: Any, v: Any, *rest: Any, **_: Any) -> int:
-    return int(5 * p[0] * running_softmax_flops(p[1], p[2], v[2], chunk=rest[-1]) // 2)
-
-
 def _sequential_attention(*shapes: Any, products: tuple[int, int] = (1, 1), **_: Any) -> int:
-    """So many products of key and of value channels for every score of the chunks that the queries read."""
+    """Count `products` products of key and of value channels for every score of the chunks that the queries read."""
     q, k, v, pattern, q_start, k_start, _scale, _lengths, positions, *_rest, query_chunk, key_chunk = shapes
     starts = (q_start, k_start) if positions is None else None
     chunks = key_chunks(Pattern.from_key(pattern), q[2], k[2], starts, query_chunk, key_chunk)
@@ -158,20 +100,56 @@ def _sequential_attention(*shapes: Any, products: tuple[int, int] = (1, 1), **_:
     return int(2 * q[0] * q[1] * scores * (products[0] * q[3] + products[1] * v[3]))
 
 
-def _sequential_attention_backward(grad: Any, grad_lse: Any, out: Any, m: Any, z: Any, *shapes: Any, **_: Any) -> int:
-    return _sequential_attention(*shapes, products=(3, 2))
-
-
 def _sequential_scan(q: Any, i: Any, v: Any, *_: Any, **__: Any) -> int:
     """The state written and read at every token."""
     return int(4 * q[0] * q[1] * q[2] * v[2])
 
 
-def _sequential_gated_scan_backward(grad: Any, grad_state: Any, q: Any, i: Any, v: Any, *_: Any, **__: Any) -> int:
-    return _sequential_scan(q, i, v) * 5 // 2
+# A backward pass has five products where the forward has two.
+FORMULAS: dict[str, Callable[..., int]] = {
+    "block_attention_cpu": _attention,
+    "block_attention_cpu_backward": lambda grad, grad_lse, q, k, v, out, lse, *rest, **_: (
+        _attention(q, k, v, *rest) * 5 // 2
+    ),
+    "gated_scan": lambda q, i, v, log_f, state, normalise, eps, chunk, *_, **__: (
+        q[0] * gated_scan_flops(q[1], q[2], v[2], chunk=chunk, normalise=normalise)
+    ),
+    "gated_scan_backward": lambda grad, grad_state, q, i, v, *rest, **_: (
+        5 * q[0] * gated_scan_flops(q[1], q[2], v[2], chunk=rest[-1]) // 2
+    ),
+    "running_softmax": lambda p, k, v, own, a, s, chunk, save, **_: (
+        p[0] * running_softmax_flops(p[1], p[2], v[2], chunk=chunk)
+    ),
+    "running_softmax_backward": lambda grad, ga, gs, p, k, v, *rest, **_: (
+        5 * p[0] * running_softmax_flops(p[1], p[2], v[2], chunk=rest[-1]) // 2
+    ),
+    "block_attention_sequential": _sequential_attention,
+    "block_attention_sequential_backward": lambda grad, grad_lse, out, m, z, *shapes, **_: _sequential_attention(
+        *shapes, products=(3, 2)
+    ),
+    "gated_scan_sequential": _sequential_scan,
+    "gated_scan_sequential_backward": lambda grad, grad_state, q, i, v, *_, **__: _sequential_scan(q, i, v) * 5 // 2,
+    "running_softmax_sequential": _sequential_scan,
+    "running_softmax_sequential_backward": lambda grad, gl, ga, gs, p, k, v, *_, **__: (
+        _sequential_scan(p, k, v) * 5 // 2
+    ),
+}
+"""Operations of each of our operators, from the shapes of its arguments."""
 
-
-def _sequential_softmax_backward(
-    grad: Any, gl: Any, ga: Any, gs: Any, p: Any, k: Any, v: Any, *_: Any, **__: Any
-) -> int:
-    return _sequential_scan(p, k, v) * 5 // 2
+KERNELS: dict[str, Callable[..., int]] = {
+    "block_attention_triton": _attention,
+    "block_attention_triton_backward": lambda grad, grad_lse, out, m, inverse, *inputs, **_: (
+        _attention(*inputs) * 5 // 2
+    ),
+    "gated_scan_triton": lambda q, i, v, log_f, state, mask, normalise, *_, **__: (
+        q[0] * q[1] * gated_scan_flops(q[2], q[3], v[3], normalise=normalise)
+    ),
+    "gated_scan_triton_backward": lambda grad, grad_state, q, i, v, *_, **__: (
+        5 * q[0] * q[1] * gated_scan_flops(q[2], q[3], v[3]) // 2
+    ),
+    "running_softmax_triton": lambda p, k, v, *_, **__: p[0] * p[1] * running_softmax_flops(p[2], p[3], v[3]),
+    "running_softmax_triton_backward": lambda grad, gl, ga, gs, p, k, v, *_, **__: (
+        5 * p[0] * p[1] * running_softmax_flops(p[2], p[3], v[3]) // 2
+    ),
+}
+"""The kernels' count as what the backend `torch` computes for the same."""

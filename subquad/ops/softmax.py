@@ -114,7 +114,14 @@ def running_softmax(
     if mask is not None:
         check_mask(mask, B, T)
     if name == "triton":
-        return _softmax_kernels(p_BHTL, logits_BHTL, v_BHTV, own, state, mask)
+        from subquad.ops._triton import common, softmax
+
+        y_BHTV, _, *after = softmax.running_softmax(p_BHTL, logits_BHTL, v_BHTV, state, mask, want_lse=False)
+        if own is not None:
+            common.check_device("running_softmax", own)
+            y_BHTV = torch.addcmul(y_BHTV, *masked([own, v_BHTV], mask, v_BHTV.dtype, (0.0, 0.0)))
+        start = None if state is None else state[0]
+        return SoftmaxOutput(y_BHTV, SoftmaxState(*after), logits=logits_BHTL, start=start, mask=mask)
     p, k, v, *rest = (x.flatten(0, 1) for x in masked(tensors, mask, wide, (0.0, EMPTY, 0.0, 0.0)))
     if state is None:
         a, s = p.new_full((B * H, L), EMPTY, dtype=torch.float64), p.new_zeros(B * H, L, V)
@@ -138,24 +145,6 @@ def running_softmax(
         return SoftmaxOutput(out, SoftmaxState(a, s), lse=lse.unflatten(0, (B, H)))
     start = None if state is None else state[0]
     return SoftmaxOutput(out, SoftmaxState(a, s), logits=k.unflatten(0, (B, H)), start=start)
-
-
-def _softmax_kernels(
-    p_BHTL: Tensor,
-    logits_BHTL: Tensor,
-    v_BHTV: Tensor,
-    own: Tensor | None,
-    state: SoftmaxState | tuple[Tensor, Tensor] | None,
-    mask: Tensor | None,
-) -> SoftmaxOutput:
-    from subquad.ops._triton import common, softmax
-
-    out, _, lse, mean = softmax.running_softmax(p_BHTL, logits_BHTL, v_BHTV, state, mask, want_lse=False)
-    if own is not None:
-        common.check_device("running_softmax", own)
-        out = torch.addcmul(out, *masked([own, v_BHTV], mask, v_BHTV.dtype, (0.0, 0.0)))
-    start = None if state is None else state[0]
-    return SoftmaxOutput(out, SoftmaxState(lse, mean), logits=logits_BHTL, start=start, mask=mask)
 
 
 @without_autocast

@@ -246,7 +246,7 @@ class AttentionContract:
         other[:, now + 1 :] = -3 * self.inputs(tokens, 1, dtype, seed=2)[:, now + 1 :]
         with torch.no_grad():
             y, changed = layer(x)[0], layer(other)[0]
-        assert y.isfinite().all()
+        assert y.isfinite().all(), f"outputs in {dtype} at {tokens} tokens, sharpness {sharpness:g}"
         assert_exact(changed[:, : now + 1], y[:, : now + 1], f"T={tokens}, tokens after {now} changed")
 
     def test_law_10_a_batch_is_its_rows(self) -> None:

@@ -6,7 +6,7 @@ import math
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
-from subquad.config import Config, check_at_least, check_positive, later
+from subquad.config import Config, later
 from subquad.data.config import DataConfig, ImageConfig, LabelledConfig, ProbeConfig
 from subquad.models.config import DecoderConfig
 from subquad.models.encoder import EncoderConfig, Pooling
@@ -47,8 +47,10 @@ class OptimizerConfig(Config):
     """Largest norm of the gradient of all parameters; 0 leaves it as it is."""
 
     def __post_init__(self) -> None:
-        check_positive("optimizer.", lr=self.lr, eps=self.eps, matrix_lr=self.matrix_lr)
-        check_at_least(0, "optimizer.", weight_decay=self.weight_decay, clip=self.clip)
+        _positive("optimizer.lr", self.lr)
+        _positive("optimizer.eps", self.eps)
+        _positive("optimizer.matrix_lr", self.matrix_lr)
+        self.check_least("optimizer", weight_decay=0, clip=0)
         if len(self.betas) != 2 or not all(0 <= beta < 1 for beta in self.betas):
             raise ValueError(f"optimizer.betas must be two numbers, each at least 0 and below 1, got {self.betas}")
         if not 0 <= self.momentum < 1:
@@ -67,8 +69,7 @@ class BatchConfig(Config):
     """Forward passes whose gradients are added up for one step."""
 
     def __post_init__(self) -> None:
-        check_at_least(2, "batch.", length=self.length)
-        check_at_least(1, "batch.", size=self.size, accumulation=self.accumulation)
+        self.check_least("batch", length=2, size=1, accumulation=1)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -121,12 +122,10 @@ class RunConfig(Config):
     """Temperature of the samples that are not greedy."""
 
     def __post_init__(self) -> None:
-        for name in ("steps", "log_every", "save_every", "keep", "eval_windows", "nonfinite_limit"):
-            check_at_least(1, "run.", **{name: getattr(self, name)})
-        for name in ("eval_every", "sample_tokens", "seed"):
-            check_at_least(0, "run.", **{name: getattr(self, name)})
-        check_positive("run.", sample_temperature=self.sample_temperature, max_minutes=self.max_minutes)
-        check_at_least(1, "run.", threads=self.threads)
+        self.check_least("run", steps=1, log_every=1, save_every=1, keep=1, eval_windows=1, nonfinite_limit=1)
+        self.check_least("run", threads=1, eval_every=0, sample_tokens=0, seed=0)
+        _positive("run.sample_temperature", self.sample_temperature)
+        _positive("run.max_minutes", self.max_minutes)
         if not self.folder:
             raise ValueError("run.folder must name a folder, got ''")
         if not self.prompt:
@@ -181,8 +180,8 @@ class PretrainConfig(Config):
     kind, none too."""
 
     def __post_init__(self) -> None:
-        check_at_least(1, "pretrain.", steps=self.steps)
-        check_positive("pretrain.", lr=self.lr)
+        self.check_least("pretrain", steps=1)
+        _positive("pretrain.lr", self.lr)
         check_hiding(self.mask_fraction, self.random_fraction, "pretrain.")
         if not (self.joint_weight >= 0 and math.isfinite(self.joint_weight)):
             raise ValueError(f"pretrain.joint_weight must be at least 0, got {self.joint_weight}")
@@ -224,7 +223,7 @@ class LoraConfig(Config):
     """Whether the head of a classifier trains too, whole; for classes that are not the base's it always does."""
 
     def __post_init__(self) -> None:
-        check_at_least(0, "lora.", rank=self.rank)
+        self.check_least("lora", rank=0)
         if self.rank == 0:
             defaults = {name: entry.default for name, entry in self.__dataclass_fields__.items()} | {"targets": []}
             for name, value in self.to_dict().items():
@@ -235,7 +234,7 @@ class LoraConfig(Config):
             return
         if not self.base:
             raise ValueError(f"lora.rank={self.rank} needs lora.base: the folder of the run whose model is adapted")
-        check_at_least(1, "lora.", alpha=self.alpha)
+        self.check_least("lora", alpha=1)
         if not 0 <= self.dropout < 1:
             raise ValueError(f"lora.dropout must be at least 0 and below 1, got {self.dropout}")
 
@@ -253,7 +252,7 @@ class ParallelConfig(Config):
     """Seconds that a process waits for the others before it gives up."""
 
     def __post_init__(self) -> None:
-        check_at_least(1, "parallel.", context=self.context)
+        self.check_least("parallel", context=1)
         if not (self.timeout > 0 and math.isfinite(self.timeout)):
             raise ValueError(f"parallel.timeout must be a positive number of seconds, got {self.timeout}")
 
@@ -305,7 +304,10 @@ class TrainConfig(Config):
         for group in ("data", "classify", "pretrain", "image", "probe"):
             if group not in own:
                 given = getattr(self, group)
-                _unused(group, given.replace(cache=None) if group == "data" else given, self.task)
+                default = type(given)().to_dict()
+                for name, value in given.to_dict().items():
+                    if value != default[name] and (group, name) != ("data", "cache"):
+                        raise ValueError(f"{group}.{name}={value!r} has no effect with task={self.task}; leave it out")
         if self.task == "pretrain" and self.pretrain.kind == "none":
             raise ValueError("task=pretrain needs to know what is learned: pretrain.kind must be denoise or causal")
         if self.lora.rank and self.pretrain.effective:
@@ -372,9 +374,6 @@ class TrainConfig(Config):
         return self.batch.length * self.batch.size * self.batch.accumulation
 
 
-def _unused(group: str, given: Config, task: str) -> None:
-    """Raise `ValueError` for settings that the task would not read."""
-    defaults = type(given)().to_dict()
-    for name, value in given.to_dict().items():
-        if value != defaults[name]:
-            raise ValueError(f"{group}.{name}={value!r} has no effect with task={task}; leave it out")
+def _positive(name: str, value: float | None) -> None:
+    if value is not None and not (value > 0 and math.isfinite(value)):
+        raise ValueError(f"{name} must be a positive number, got {value}")

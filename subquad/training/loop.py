@@ -29,7 +29,7 @@ from subquad.attention import Attention
 from subquad.training.errors import NonFiniteError
 from subquad.training.memory import give_back, is_out_of_memory
 from subquad.training.optimizers import build_optimizer
-from subquad.training.processes import Processes, at
+from subquad.training.processes import Processes, now_at
 from subquad.training.progress import Bar, Meter, Metrics
 from subquad.training.reading import DealtBatches, HeldOutBatches, NumberedWindows, RunOrder, naming
 from subquad.training.saving import CHECKPOINTS, Checkpoints, ShardedCheckpoints, Standing
@@ -85,8 +85,8 @@ class Loop:
 
         self.windows = NumberedWindows(task.train, config.data.workers)
         self.meter = Meter(config.step_tokens * processes.data_ranks)
-        step_windows = config.batch.size * config.batch.accumulation * processes.data_ranks
-        self.metrics = Metrics(folder, self.meter, task.count, step_windows, config.run.trackers)
+        windows_a_step = config.batch.size * config.batch.accumulation * processes.data_ranks
+        self.metrics = Metrics(folder, self.meter, task.count, windows_a_step, config.run.trackers)
         self.bar = Bar(console if processes.first else None, self.meter, config.run.steps, shown=processes.first)
         self.loss_sum = torch.tensor(0.0, device=self.device)
         """The losses of the steps since the last report, `loss_steps` of them."""
@@ -210,11 +210,11 @@ class Loop:
             batch = self.task.augment(batch)
         if self.sharded:
             self.model.set_requires_gradient_sync(last)
-        at(f"the forward pass of step {step}")
+        now_at(f"the forward pass of step {step}")
         try:
             with self.sharing(), nullcontext() if last else self.accelerator.no_sync(self.spread):
                 loss = self.loss(self.placed(batch), labels)
-                at(f"the backward pass of step {step}")
+                now_at(f"the backward pass of step {step}")
                 # A loss that isn't finite makes the gradient so, which all processes see.
                 poison = torch.where(loss.detach().isfinite(), 1.0, math.nan).to(loss.dtype)
                 self.accelerator.backward(loss * poison)
@@ -223,7 +223,7 @@ class Loop:
                 raise
             give_back(error, self.model)
             raise self.task.explain_memory(error, self.device) from error
-        at(f"the end of step {step}")
+        now_at(f"the end of step {step}")
         self.step_losses.append(loss.detach())
         self.loss_sum += loss.detach()
 
@@ -304,7 +304,7 @@ class Loop:
 
     def report_evaluation(self) -> dict[str, float]:
         """Measure on the held-out items and write what was measured."""
-        at(f"the evaluation after step {self.standing.step}")
+        now_at(f"the evaluation after step {self.standing.step}")
         measured = self.evaluate()
         self.metrics.evaluation(self.standing.step, measured)
         self.bar.report(self.standing.step, measured)

@@ -65,7 +65,12 @@ def build_optimizer(model: nn.Module, config: OptimizerConfig) -> Optimizer:
         return Adam(groups, fused=True, **adam_options)
     if config.name == "radam":
         return RAdam(groups, **adam_options)
-    heads = _output_heads(model)
+    # The output head, a classifier's too, and the look-up after it.
+    get = getattr(model, "get_output_embeddings", None)
+    head = get() if get is not None else None
+    modules = [module for module in model.modules() if isinstance(module, Lookup)] + ([] if head is None else [head])
+    modules += [module.head for module in model.modules() if isinstance(module, Classifier)]
+    heads = {id(parameter) for module in modules for parameter in module.parameters()}
     hidden = [weight for weight in matrices if weight.ndim == 2 and id(weight) not in heads]
     taken = {id(weight) for weight in hidden}
     others = [weight for weight in matrices if id(weight) not in taken]
@@ -92,12 +97,3 @@ def split_parameters(model: nn.Module) -> tuple[list[Tensor], list[Tensor]]:
             vector = parameter.ndim < 2 or id(parameter) in embeddings
             (rest if vector else matrices).append(parameter)
     return matrices, rest
-
-
-def _output_heads(model: nn.Module) -> set[int]:
-    """Ids of the weights of the output head, a classifier's too, and of the look-up after it, which AdamW trains."""
-    get = getattr(model, "get_output_embeddings", None)
-    head = get() if get is not None else None
-    heads = [module for module in model.modules() if isinstance(module, Lookup)] + ([] if head is None else [head])
-    heads += [module.head for module in model.modules() if isinstance(module, Classifier)]
-    return {id(parameter) for module in heads for parameter in module.parameters()}

@@ -285,7 +285,7 @@ def leave() -> None:
         distributed.destroy_process_group()
 
 
-def at(place: str) -> None:
+def now_at(place: str) -> None:
     """Tell the other processes what this one does now, for the errors of those that wait for it."""
     if _heart is not None:
         _heart.at(place)

@@ -61,11 +61,11 @@ class Metrics:
     process alone calls, nothing is written.
     """
 
-    def __init__(self, folder: Path, meter: Meter, windows: int, step_windows: int, trackers: Sequence[str]) -> None:
+    def __init__(self, folder: Path, meter: Meter, windows: int, windows_a_step: int, trackers: Sequence[str]) -> None:
         self.folder = folder
         self.meter = meter
         self.windows = windows
-        self.step_windows = step_windows
+        self.windows_a_step = windows_a_step
         self.names = trackers
         self._trackers: list[Any] | None = None
 
@@ -82,7 +82,7 @@ class Metrics:
             record["grad_norm"] = grad_norm
         record |= {
             "tokens": step * self.meter.step_tokens,
-            "epochs": step * self.step_windows / self.windows,
+            "epochs": step * self.windows_a_step / self.windows,
             "tokens_per_s": self.meter.tokens_per_second,
             "seconds": self.meter.seconds,
         }

@@ -20,7 +20,7 @@ from subquad.training import checkpoint
 from subquad.training.config import TrainConfig
 from subquad.training.errors import CheckpointError
 from subquad.training.loop import Loop
-from subquad.training.processes import Processes, at, check_parallel, join, trains_on_cpu
+from subquad.training.processes import Processes, check_parallel, join, now_at, trains_on_cpu
 from subquad.training.progress import check_trackers, draw_curves, read_metrics
 from subquad.training.saving import CHECKPOINTS, begin_rng, rng_files
 from subquad.training.task import Data, Task
@@ -99,7 +99,7 @@ def _train(config: TrainConfig, processes: Processes, console: Console | None, p
     folder = Path(config.run.folder)
     check_folder(folder)
     root = folder / CHECKPOINTS
-    at("the preparation of the data")
+    now_at("the preparation of the data")
     with processes.first_alone():
         task = prepare(config, console)
     config = task.config
@@ -113,12 +113,17 @@ def _train(config: TrainConfig, processes: Processes, console: Console | None, p
             policy = "auto"  # the checkpoint to go on with may be the first phase's
         found = checkpoint_to_resume(root, config, policy, settings)
         root.mkdir(parents=True, exist_ok=True)
-        _keep_settings(folder, task)
+        # What repeats the run is written so that a crash leaves each file whole.
+        draft = folder / ".draft.yaml"
+        (task.settings or task.config).to_file(draft)
+        os.replace(draft, folder / CONFIG)
+        for name, content in task.files.items():
+            checkpoint.write_atomically(folder / name, content)
         if found is not None:
             warn_of_new_random_numbers(found, config, processes)
         return found
 
-    at("the search for a checkpoint")
+    now_at("the search for a checkpoint")
     start = processes.by_the_first(find_checkpoint)
     if start is None and first is not None:
         task, stopped = _pretrain(task, first, processes, console)
@@ -172,9 +177,10 @@ def _run(
     begin_rng(config.run.seed, processes.rank)
     loop = Loop(task, model, processes, settings, console)
     loop.run(start)
-    at("the end of the run")
-    if processes.first:
-        _draw(folder, task)
+    now_at("the end of the run")
+    if processes.first and (records := read_metrics(folder)):
+        title = f"{folder.name}: {config.model.attention}"
+        draw_curves(records, folder / CURVES, title=title, unit=task.unit)
     if not loop.interrupted:
         loop.checkpoints.save_final(folder)
     standing, meter = loop.standing, loop.meter
@@ -213,23 +219,6 @@ def _plain_model(loop: Loop) -> Any:
         logger.warning("the whole model has no room beside its shares on %s: it stays on the CPU", loop.device)
         return model
     return model.to(loop.device)
-
-
-def _draw(folder: Path, task: Task) -> None:
-    """Draw the run's curves, where it has any."""
-    records = read_metrics(folder)
-    if records:
-        title = f"{folder.name}: {task.config.model.attention}"
-        draw_curves(records, folder / CURVES, title=title, unit=task.unit)
-
-
-def _keep_settings(folder: Path, task: Task) -> None:
-    """Write what repeats the run, so that a crash leaves each file whole."""
-    draft = folder / ".draft.yaml"
-    (task.settings or task.config).to_file(draft)
-    os.replace(draft, folder / CONFIG)
-    for name, content in task.files.items():
-        checkpoint.write_atomically(folder / name, content)
 
 
 @contextmanager
@@ -343,9 +332,5 @@ def draws(config: TrainConfig) -> bool:
         or options_of(config.model).draws
         or config.classify.augment
         or bool(config.pretrain.hides)
-        or _redraws(config)
+        or any(options.get("redraw_interval") for options in config.model.options.values())
     )
-
-
-def _redraws(config: TrainConfig) -> bool:
-    return any(options.get("redraw_interval") for options in config.model.options.values())

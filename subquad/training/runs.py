@@ -73,7 +73,17 @@ def load_run(folder: str | Path, device: str = "auto", adapter: str | None = Non
         raise ValueError(
             f"{folder} holds a model of images, which knows no text; `subquad generate RUN --images 100` draws images"
         )
-    _check_ours(folder)
+    if is_extension(folder):
+        raise ValueError(
+            f"{folder} holds an extension of a model of transformers: make one of ours of it by `subquad lora merge "
+            f"{folder} --out MERGED` and `subquad import MERGED --out FOLDER`"
+        )
+    model_type = _model_type(folder)
+    if not is_adapter(folder) and not str(model_type).startswith(SubquadConfig.model_type):
+        raise ValueError(
+            f"{folder} holds a model of type {model_type!r}, not one of ours: make one by `subquad import {folder} "
+            "--out FOLDER`"
+        )
     settings = _settings(home)
     if settings is not None and "pretrain" in settings.groups:
         raise ValueError(
@@ -166,7 +176,8 @@ def images_for(loaded: LoadedImageModel, path: str | None) -> Images:
         if own is None:
             raise ValueError(f"{loaded.folder} has no config.yaml that names its images; give some by their path")
         path = own
-    pictures = None if _same(path, own) else load_pictures(path)
+    own_path = own is not None and Path(path).expanduser().resolve() == Path(own).expanduser().resolve()
+    pictures = None if own_path else load_pictures(path)
     if pictures is not None:
         found = Images(pictures, None)
     else:
@@ -178,10 +189,6 @@ def images_for(loaded: LoadedImageModel, path: str | None) -> Images:
             f"{_size(loaded.model.config.shape)} (rows x columns x channels)"
         )
     return found
-
-
-def _same(path: str, own: str | None) -> bool:
-    return own is not None and Path(path).expanduser().resolve() == Path(own).expanduser().resolve()
 
 
 def _size(shape: tuple[int, int, int]) -> str:
@@ -232,21 +239,6 @@ def _model_folder(folder: str | Path) -> tuple[Path, Path]:
         raise FileNotFoundError(f"{folder} holds no config.json, so no trained model; {hint}")
     disable_progress_bar()  # reading a file takes no time worth a bar
     return folder, home
-
-
-def _check_ours(folder: Path) -> None:
-    """Raise `ValueError` for an extension, and for a model of transformers, with the command that makes one of ours."""
-    if is_extension(folder):
-        raise ValueError(
-            f"{folder} holds an extension of a model of transformers: make one of ours of it by `subquad lora merge "
-            f"{folder} --out MERGED` and `subquad import MERGED --out FOLDER`"
-        )
-    model_type = _model_type(folder)
-    if not is_adapter(folder) and not str(model_type).startswith(SubquadConfig.model_type):
-        raise ValueError(
-            f"{folder} holds a model of type {model_type!r}, not one of ours: make one by `subquad import {folder} "
-            "--out FOLDER`"
-        )
 
 
 def _settings(home: Path) -> TrainConfig | None:

@@ -29,7 +29,7 @@ from torch.optim.lr_scheduler import LambdaLR
 from subquad.parsing import check_keys, parse_json, read_json
 from subquad.training import checkpoint
 from subquad.training.errors import CheckpointError, NonFiniteError, SaveError, reading
-from subquad.training.processes import Processes, at
+from subquad.training.processes import Processes, now_at
 from subquad.training.task import Task, weights_file
 
 logger = logging.getLogger(__name__)
@@ -106,7 +106,7 @@ class Checkpoints:
         left of the checkpoint, and what was there before is untouched.
         """
         step = standing.step
-        at(f"the checkpoint of step {step}")
+        now_at(f"the checkpoint of step {step}")
         folder = checkpoint.aside(self.root, step)
         together, first = self.processes.together, self.processes.first
         with together():
@@ -175,7 +175,9 @@ class Checkpoints:
         try:
             yield
         except (OSError, SafetensorError, RuntimeError) as error:  # torch.save raises RuntimeError for a full disk
-            if isinstance(error, RuntimeError) and _is_not_of_the_disk(error):
+            # What torch.save raises for the disk names its writer.
+            of_the_disk = any(text in str(error) for text in ("inline_container", "PytorchStreamWriter", "iostream"))
+            if isinstance(error, RuntimeError) and not of_the_disk:
                 raise
             if self.processes.first:
                 shutil.rmtree(folder, ignore_errors=True)
@@ -265,11 +267,6 @@ def _sharding() -> Any:
     from subquad.training import sharding
 
     return sharding
-
-
-def _is_not_of_the_disk(error: RuntimeError) -> bool:
-    """Whether something else than the disk has failed: what torch.save raises for it names its writer."""
-    return not any(text in str(error) for text in ("inline_container", "PytorchStreamWriter", "iostream"))
 
 
 def rng_file(folder: Path, process: int) -> Path:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, ClassVar, Self
@@ -70,14 +69,18 @@ class ClassifyTask(_LabelledTask):
         corpus = labelled(config, console)
         config = _with_vocabulary(config, corpus)
         check_pretraining(config)
-        options = config.classify
+        options, augment = config.classify, None
+        if options.augment:
+            if isinstance(corpus.train, Sequences):
+                check_whole(options.dataset, corpus.train.full_lengths, config.batch.length)
+            augment = augmentation(options.dataset)
         return cls(
             config=config,
             data=corpus,
             train=corpus.train,
             held_out=spread(corpus.held_out, config.run.eval_windows),
             identity={"task": "classify", "pooling": options.pooling, "data": corpus.fingerprint, **_changes(config)},
-            augment=_augmentation(config, corpus) if options.augment else None,
+            augment=augment,
         )
 
     def new_model(self) -> Any:
@@ -267,13 +270,6 @@ def _changes(config: TrainConfig) -> dict[str, Any]:
     if config.pretrain.effective:
         values["pretrain"] = config.pretrain.effective
     return values
-
-
-def _augmentation(config: TrainConfig, corpus: LabelledCorpus) -> Callable[[Batch], Batch]:
-    dataset, train = config.classify.dataset, corpus.train
-    if isinstance(train, Sequences):
-        check_whole(dataset, train.full_lengths, config.batch.length)
-    return augmentation(dataset)
 
 
 def _objective(config: TrainConfig) -> dict[str, str | float | bool]:

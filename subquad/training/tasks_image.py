@@ -43,15 +43,6 @@ def image_settings(config: TrainConfig) -> dict[str, Any]:
     return {"output": options.output, "mixtures": options.mixtures, "axes": options.axes, "near": options.near}
 
 
-def check_image(config: TrainConfig) -> None:
-    """Raise `ValueError` or `TypeError` for a model that no image fits, before any image is read."""
-    if config.image.path is None:
-        raise ValueError("task=image needs image.path: a folder of images, an npz file, or hf:NAME")
-    side = max(28, config.image.near + 1)
-    with torch.device("meta"):
-        ImageModel(ImageModelConfig.from_decoder(config.model, height=side, width=side, **image_settings(config)))
-
-
 @dataclass(frozen=True, kw_only=True)
 class ImageTask(Task):
     """Predict the next pixel of images."""
@@ -63,12 +54,16 @@ class ImageTask(Task):
     @classmethod
     def check(cls, config: TrainConfig) -> None:
         """Raise `ValueError` or `TypeError` for a model that no image fits."""
-        check_image(config)
+        if config.image.path is None:
+            raise ValueError("task=image needs image.path: a folder of images, an npz file, or hf:NAME")
+        side = max(28, config.image.near + 1)
+        with torch.device("meta"):
+            ImageModel(ImageModelConfig.from_decoder(config.model, height=side, width=side, **image_settings(config)))
 
     @classmethod
     def prepare(cls, config: TrainConfig, console: Console | None) -> Self:
         """Read the images of `config`. Raises `ValueError` as `train` says."""
-        check_image(config)
+        cls.check(config)
         assert config.image.path is not None
         sets = load_images(config.image.path)
         height, width, channels = sets["train"].shape

@@ -13,7 +13,7 @@ from rich.console import Console
 from torch import Tensor
 
 from subquad.config import digest
-from subquad.data import Corpus, TokenSet, TokenShard, prepare
+from subquad.data import TokenSet, TokenShard, prepare
 from subquad.data.probes import IGNORED, ProbeCorpus
 from subquad.data.tokenizers import encode_text, separator_id, warn_of_carriage_returns
 from subquad.data.windows import PackedSetWindows, PackedWindows, SetWindows, Windows, windows_of
@@ -59,7 +59,13 @@ class LanguageTask(Task):
                 "data.pack=stream"
             )
         corpus = preparing(console, "text", lambda progress: prepare(config.data, progress=progress))
-        _check_prompt(corpus, config.run.prompt)
+        prompt = config.run.prompt
+        try:
+            prompt_tokens = encode_text(corpus.tokenizer, prompt)
+        except ValueError as error:
+            raise ValueError(f"run.prompt={prompt!r}: {error}; give the samples another prompt") from error
+        if not prompt_tokens:
+            raise ValueError(f"run.prompt={prompt!r} holds no token of this tokenizer; give the samples another prompt")
         config = config.replace(model=fitted(config.model, corpus.train.vocab_size, "as the tokenizer has it"))
         for name, shard in (("training", corpus.train), ("held-out", corpus.held_out)):
             if len(shard) < config.batch.length:
@@ -204,16 +210,6 @@ def _windows(
         tokens.path, len(windows), 100 * windows.padding,
     )  # fmt: skip
     return windows
-
-
-def _check_prompt(corpus: Corpus, prompt: str) -> None:
-    """Raise `ValueError` for a prompt of the final samples that the tokenizer has no tokens for."""
-    try:
-        tokens = encode_text(corpus.tokenizer, prompt)
-    except ValueError as error:
-        raise ValueError(f"run.prompt={prompt!r}: {error}; give the samples another prompt") from error
-    if not tokens:
-        raise ValueError(f"run.prompt={prompt!r} holds no token of this tokenizer; give the samples another prompt")
 
 
 def check_probe(config: TrainConfig) -> None:

@@ -46,7 +46,7 @@ class Family:
     """Its configuration from our decoder's settings; what does not fit shows in `settings` of it."""
     moves: Callable[[DecoderConfig], list[Move]]
     """All tensors but the head."""
-    head: str
+    head: str = "lm_head.weight"
     """Its head's tensor."""
 
 

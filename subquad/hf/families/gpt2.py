@@ -78,6 +78,4 @@ def _moves(config: DecoderConfig) -> list[Move]:
     return moves + [same(f"{a}.{kind}", f"{b}.{kind}") for a, b in pairs for kind in ("weight", "bias")]
 
 
-GPT2 = Family(
-    name="gpt2", model="GPT2LMHeadModel", settings=_settings, config=_config, moves=_moves, head="lm_head.weight"
-)
+GPT2 = Family(name="gpt2", model="GPT2LMHeadModel", settings=_settings, config=_config, moves=_moves)

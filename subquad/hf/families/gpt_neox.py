@@ -82,5 +82,4 @@ GPT_NEOX = Family(
     settings=_settings,
     config=_config,
     moves=_moves,
-    head="lm_head.weight",
 )

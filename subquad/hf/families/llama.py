@@ -111,7 +111,6 @@ LLAMA = Family(
     settings=_llama_settings,
     config=partial(_config, family="llama"),
     moves=_moves,
-    head="lm_head.weight",
 )
 QWEN2 = Family(
     name="qwen2",
@@ -119,7 +118,6 @@ QWEN2 = Family(
     settings=partial(_qwen_settings, three=False),
     config=partial(_config, family="qwen2"),
     moves=_moves,
-    head="lm_head.weight",
 )
 QWEN3 = Family(
     name="qwen3",
@@ -127,5 +125,4 @@ QWEN3 = Family(
     settings=partial(_qwen_settings, three=True),
     config=partial(_config, family="qwen3"),
     moves=_moves,
-    head="lm_head.weight",
 )

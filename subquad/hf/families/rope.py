@@ -31,7 +31,9 @@ def check(config: Any) -> None:
     values = getattr(config, "rope_parameters", None) or {}
     kind = values.get("rope_type", "default")
     if kind not in _KEYS:
-        raise ValueError(f"{config.model_type} with rope_type={kind!r} has no place in our decoder; {_valid(kind)}")
+        raise ValueError(
+            f"{config.model_type} with rope_type={kind!r} has no place in our decoder; {suggest(str(kind), _KEYS)}"
+        )
     known = _ALWAYS | {key for keys in _KEYS.values() for key in keys}
     for key, value in values.items():
         if key not in known:
@@ -58,10 +60,6 @@ def read(config: Any, *, partial: bool = False) -> dict[str, Any]:
         "rope_fraction": float(fraction),
         "rope_scaling": None if kind == "default" else _scaling(config, kind, values),
     }
-
-
-def _valid(kind: str) -> str:
-    return suggest(str(kind), _KEYS)
 
 
 def _scaling(config: Any, kind: str, values: dict[str, Any]) -> dict[str, Any]:

@@ -47,7 +47,11 @@ def attend(
     if whole and pattern.folded:
         return _by_residue(q_BHTK, k_BHSK, v_BHSV, *pattern.folded, slots.lengths_B, scale, dropout_p)
     if whole and pattern.columns:
-        columns_S = _columns(T, *pattern.columns, q_BHTK.device)
+        # The slots of the last `last` of each `size` tokens.
+        size, last = pattern.columns
+        count = T // size * last + max(0, T % size - (size - last))
+        rank_S = torch.arange(count, device=q_BHTK.device)
+        columns_S = rank_S // last * size + size - last + rank_S % last
         k_BHSK, v_BHSV = k_BHSK.index_select(2, columns_S), v_BHSV.index_select(2, columns_S)
         pattern = Ranks(*pattern.columns)
     if k_BHSK.shape[2] == 0:
@@ -55,13 +59,6 @@ def attend(
     if q_BHTK.device.type == "cpu" and dropout_p == 0:
         return _on_cpu(q_BHTK, k_BHSK, v_BHSV, pattern, slots, scale)
     return gathered(q_BHTK, k_BHSK, v_BHSV, pattern, slots, scale, dropout_p)
-
-
-def _columns(tokens: int, size: int, last: int, device: torch.device) -> Tensor:
-    """Slots of the last `last` of each `size` tokens."""
-    count = tokens // size * last + max(0, tokens % size - (size - last))
-    rank_S = torch.arange(count, device=device)
-    return rank_S // last * size + size - last + rank_S % last
 
 
 def _by_residue(
@@ -256,13 +253,12 @@ def _backward(ctx: Any, grad_BHTK: Tensor | None, grad_lse_BHT: Tensor | None) -
     rest = (None,) * (len(ctx.static) + len(slots))
     if grad_BHTK is None and grad_lse_BHT is None:
         return None, None, None, *rest
-    grad_BHTK = torch.zeros_like(out) if grad_BHTK is None else _rows_contiguous(grad_BHTK)
+    if grad_BHTK is None:
+        grad_BHTK = torch.zeros_like(out)
+    elif grad_BHTK.stride(-1) != 1:  # the fused kernel's rows must be contiguous
+        grad_BHTK = grad_BHTK.contiguous()
     dq, dk, dv = block_attention_cpu_backward(grad_BHTK, grad_lse_BHT, q, k, v, out, lse, *ctx.static, *slots)
     return dq, dk, dv, *rest
-
-
-def _rows_contiguous(x: Tensor) -> Tensor:
-    return x if x.stride(-1) == 1 else x.contiguous()
 
 
 block_attention_cpu.register_autograd(_backward, setup_context=_setup_context)
