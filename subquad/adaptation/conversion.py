@@ -6,8 +6,6 @@ import dataclasses
 import json
 import shutil
 import time
-from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -130,7 +128,8 @@ class Conversion:
         """Run one stage after those before it, save it, and return what it measured."""
         begin = time.perf_counter()
         config, seed = self.config, self.config.seed + 1000 * NAMES.index(name)
-        with _seeded(seed):
+        with torch.random.fork_rng():
+            torch.manual_seed(seed)
             model, record = self._made(name)
         decoder: Decoder = self.teacher if model is None else model.model
         record |= measure.measure(decoder, self.text.held_out, self.source.tokenizer, config)
@@ -183,6 +182,8 @@ class Conversion:
             for a, b in zip(first["by_position"], last["by_position"], strict=True)
         ]
         config = self.student_config
+        with torch.device("meta"):
+            student = dict(Decoder(config).named_parameters())
         report = {
             "format": FORMAT,
             "model": str(self.source.folder),
@@ -196,19 +197,13 @@ class Conversion:
             "parameters": {
                 "original": self.teacher.num_parameters(),
                 "converted": sum(p.numel() for p in self.stages.model("tuned").parameters()),
-                "new": self.new_parameters(),
+                "new": sum(student[name].numel() for name in self.new),
             },
             "text": {"train_tokens": len(self.text.train), "held_out_tokens": len(self.text.held_out)},
             "stages": [{"stage": name, **records[name]} for name in NAMES],
             "gap": {"loss": last["loss"] - first["loss"], "by_position": gaps},
         }
         return {**report, "explanation": explain(report)}
-
-    def new_parameters(self) -> int:
-        """Return how many numbers the result has that the original lacks."""
-        with torch.device("meta"):
-            student = dict(Decoder(self.student_config).named_parameters())
-        return sum(student[name].numel() for name in self.new)
 
     def _finish(self, report: dict[str, Any]) -> None:
         """Put the model, its tokenizer and the report at the top of the folder; the configuration comes last."""
@@ -241,11 +236,3 @@ def check_positions(decoder: Decoder, length: int) -> None:
             f"the model has {decoder.config.max_positions} learned positions, got batch.length={length}; choose "
             "shorter windows"
         )
-
-
-@contextmanager
-def _seeded(seed: int) -> Iterator[None]:
-    """Draw random numbers from a seed within the block, and leave the generator as it was."""
-    with torch.random.fork_rng():
-        torch.manual_seed(seed)
-        yield

@@ -16,7 +16,7 @@ from transformers import AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
 from subquad.adaptation import extended
 from subquad.adaptation.config import ATTENTION, SPANS, ExtendConfig
 from subquad.config import digest, suggest
-from subquad.data import Corpus, prepare
+from subquad.data import prepare
 from subquad.data.files import MODEL_FILES
 from subquad.data.tokenizers import check_vocabulary, has_tokenizer, tokenizer_hash
 from subquad.data.windows import WindowParts, windows_of
@@ -158,7 +158,6 @@ def train_control(config: ExtendConfig, console: Console | None = None) -> RunRe
         run=config.run.replace(folder=str(Path(config.run.folder) / "control")),
         batch=config.batch.replace(size=config.batch.size * parts),
     )
-
     return _train(alone, folder, original, console, parts)
 
 
@@ -189,10 +188,19 @@ def _task(
     console: Console | None,
     parts: int,
 ) -> Task:
-    """Read and cut the text, each window into `parts`; the model is made from the original's weights."""
+    """Read and cut the text, each window into `parts`; the model is made from the original's weights.
+
+    Raises `ValueError` for too little text and for a tokenizer of more tokens than the model knows.
+    """
     corpus = preparing(console, "text", lambda progress: prepare(values.data, progress=progress))
-    _check_corpus(corpus, values, scaled)
+    check_vocabulary(corpus.tokenizer, scaled.vocab_size)
     length = values.batch.length
+    for name, part in (("training", corpus.train), ("held-out", corpus.held_out)):
+        if len(part) < length:
+            raise ValueError(
+                f"length={length} is longer than the {name} part of the text, which has {len(part)} tokens; give more "
+                "text"
+            )
     held_out = windows_of(corpus.held_out, length, stride=length - 1)
     train_windows: Any = windows_of(corpus.train, parts * length, stride=parts * length - 1)
     if parts > 1:
@@ -230,14 +238,3 @@ def extended_config(scaled: PreTrainedConfig, config: ExtendConfig) -> PreTraine
         attend(model, config)
     kept: PreTrainedConfig = model.config
     return kept
-
-
-def _check_corpus(corpus: Corpus, values: TrainConfig, config: PreTrainedConfig) -> None:
-    """Raise `ValueError` for too little text and for a tokenizer of more tokens than the model knows."""
-    check_vocabulary(corpus.tokenizer, config.vocab_size)
-    for name, part in (("training", corpus.train), ("held-out", corpus.held_out)):
-        if len(part) < values.batch.length:
-            raise ValueError(
-                f"length={values.batch.length} is longer than the {name} part of the text, which has {len(part)} "
-                "tokens; give more text"
-            )

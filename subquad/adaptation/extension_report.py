@@ -31,10 +31,7 @@ BEFORE, SCALED, CONTROL, AFTER = "original", "scaled, untrained", "control", "ex
 
 
 def plan_report(config: ExtendConfig, console: Console | None) -> tuple[Corpus, PositionPlan]:
-    """Return the text and the windows of the report, before any training.
-
-    Raises `ValueError` where the text is too short.
-    """
+    """Return the text and the windows of the report, before any training; `ValueError` for too short a text."""
     folder, original, _ = scaled_config(config)
     data = config.data.replace(tokenizer=str(folder))
     corpus = preparing(console, "text", lambda progress: prepare(data, progress=progress))
@@ -141,14 +138,8 @@ def make_report(
 
 
 def _record(entry: RangeLoss) -> dict[str, Any]:
-    return {
-        "first": entry.first,
-        "last": entry.last,
-        "predictions": entry.predictions,
-        "loss": entry.loss,
-        "perplexity": entry.perplexity,
-        "stretches": list(entry.stretches),
-    }
+    names = ("first", "last", "predictions", "loss", "perplexity")
+    return {**{name: getattr(entry, name) for name in names}, "stretches": list(entry.stretches)}
 
 
 def _summary(ranges: tuple[RangeLoss, ...], own: int) -> dict[str, float | None]:
@@ -232,14 +223,8 @@ def draw(report: Mapping[str, Any]) -> Any:
     for name, found in losses.items():
         worst = found[-1]["loss"]
         label = name if worst <= highest + room else f"{name} (at the end {worst:.2f})"
-        axes.plot(
-            places,
-            [entry["loss"] for entry in found],
-            "o-",
-            color=colours.get(name, "#88ccee"),
-            markersize=4,
-            label=label,
-        )
+        shown, colour = [entry["loss"] for entry in found], colours.get(name, "#88ccee")
+        axes.plot(places, shown, "o-", color=colour, markersize=4, label=label)
     within = sum(entry["last"] <= report["own_length"] for entry in first)
     axes.axvline(within - 0.5, color="#888888", linewidth=0.8, linestyle=":")
     axes.set_xticks(places, [f"{entry['first']:,} to\n{entry['last']:,}" for entry in first])

@@ -95,18 +95,11 @@ def branches(
     decoder: Decoder, layers: Sequence[int], held_out: np.ndarray, config: ConvertConfig
 ) -> list[dict[str, Any]]:
     """Return the loss with each branch off: those of the mechanisms, and the attention of either kind of layers."""
-    return [
-        {"off": name, **_loss(found)}
-        for name, switch in _switches(decoder, layers)
-        for found in [_with(switch, decoder, held_out, config)]
-    ]
-
-
-def _with(
-    switch: AbstractContextManager[None], decoder: Decoder, held_out: np.ndarray, config: ConvertConfig
-) -> Evaluation:
-    with switch:
-        return held_out_loss(decoder, held_out, config)
+    found = []
+    for name, switch in _switches(decoder, layers):
+        with switch:
+            found.append({"off": name, **_loss(held_out_loss(decoder, held_out, config))})
+    return found
 
 
 def _switches(decoder: Decoder, layers: Sequence[int]) -> Iterator[tuple[str, AbstractContextManager[None]]]:

@@ -3,17 +3,19 @@
 from __future__ import annotations
 
 import argparse
+import dataclasses
 import logging
 import re
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from itertools import islice
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import Any, Literal, NoReturn, TypeVar
 
 import jsonargparse
 import yaml
 
-from subquad.config import read_mapping, suggest
+from subquad.config import Config, read_mapping, suggest
 from subquad.parsing import BoundsError, check_yaml
 from subquad.recipes import recipe_path
 
@@ -42,6 +44,7 @@ def _check_bounds(text: str, where: str) -> None:
 
 jsonargparse.set_loader("yaml", _load_bounded, exceptions=(yaml.YAMLError,))
 
+Made = TypeVar("Made", bound=Config)
 logger = logging.getLogger(__name__)
 _FILES = ("--config", "--recipe")
 SHORT = {"data": ("path", "PATH"), "pretrain": ("kind", "KIND")}
@@ -92,6 +95,16 @@ class Parser(jsonargparse.ArgumentParser):
     def add_yes_no(self, name: str, help_text: str) -> None:
         """Add `--name` (the default) and `--no-name`."""
         self.add_argument(f"--{name}", action=argparse.BooleanOptionalAction, default=True, help=help_text)
+
+    def add_device(self) -> None:
+        """Add `--device`."""
+        help_text = "auto: a GPU where PyTorch finds one; cpu: never."
+        self.add_argument("--device", type=Literal["auto", "cpu"], default="auto", help=help_text)
+
+    def made(self, config: type[Made], parsed: Any) -> Made:
+        """Return the configuration whose fields `add_config` added."""
+        values = self.instantiate(parsed)
+        return config(**{field.name: values[field.name] for field in dataclasses.fields(config)})
 
     def parse_args(self, args: Sequence[str] | None = None, *rest: Any, **named: Any) -> Any:  # type: ignore[override]
         """As argparse does; a flag may be written with dashes where its name has underscores."""
@@ -247,15 +260,9 @@ def files_first(arguments: Sequence[str]) -> list[str]:
     left = iter(arguments)
     for argument in left:
         if argument in _FILES:
-            files += [argument, *_next(left)]
+            files += [argument, *islice(left, 1)]
         elif argument.startswith(tuple(f"{name}=" for name in _FILES)):
             files.append(argument)
         else:
             rest.append(argument)
     return files + rest
-
-
-def _next(arguments: Iterable[str]) -> list[str]:
-    for argument in arguments:
-        return [argument]
-    return []

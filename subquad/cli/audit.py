@@ -12,7 +12,7 @@ import json
 import sys
 from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 import torch
 from jsonargparse import Namespace
@@ -66,9 +66,7 @@ def make_parser() -> Parser:
         "--replay", type=str | None, default=None,
         help="A file that --json wrote: try its failing inputs again on this model, and nothing else.",
     )  # fmt: skip
-    parser.add_argument(
-        "--device", type=Literal["auto", "cpu"], default="auto", help="auto: a GPU where PyTorch finds one; cpu: never."
-    )
+    parser.add_device()
     return parser
 
 

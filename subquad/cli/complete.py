@@ -10,7 +10,7 @@ import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 import numpy as np
 import torch
@@ -24,6 +24,7 @@ from torch import Tensor
 from subquad import training
 from subquad.cli.arguments import Parser, check_output
 from subquad.cli.tables import write_json
+from subquad.config import check_at_least
 from subquad.data.images import ImageSet
 from subquad.data.occlusion import occlusion
 from subquad.evaluation import ImageEvaluation, evaluate_images
@@ -63,9 +64,7 @@ def make_parser() -> Parser:
     parser.add_argument("--temperature", type=float, default=1.0, help="Divides the logarithms of probabilities.")
     parser.add_argument("--seed", type=int, default=0, help="Of what is drawn, and of --occlude random.")
     parser.add_argument("--batch_size", type=int, default=100, help="Images that are completed at once.")
-    parser.add_argument(
-        "--device", type=Literal["auto", "cpu"], default="auto", help="auto: a GPU where PyTorch finds one; cpu: never."
-    )
+    parser.add_device()
     return parser
 
 
@@ -87,11 +86,8 @@ def run(arguments: Sequence[str]) -> int:
 
 def _check(asked: Namespace) -> Path:
     """Raise `ValueError` for numbers that make no sense; where the picture goes."""
-    for name in ("images", "samples", "show", "batch_size"):
-        if asked[name] < 1:
-            raise ValueError(f"--{name} must be at least 1, got {asked[name]}")
-    if asked.seed < 0:
-        raise ValueError(f"--seed must be at least 0, got {asked.seed}")
+    for name, least in (("images", 1), ("samples", 1), ("show", 1), ("batch_size", 1), ("seed", 0)):
+        check_at_least(least, "--", **{name: asked[name]})
     SamplingConfig(temperature=asked.temperature, seed=asked.seed)
     check_output("json", asked.json)
     return picture_file(asked.out, Path(asked.run) / "completions.png")

@@ -5,7 +5,6 @@ from __future__ import annotations
 import sys
 import time
 from collections.abc import Mapping, Sequence
-from dataclasses import fields
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -42,15 +41,14 @@ def run(arguments: Sequence[str]) -> int:
     parser = make_parser()
     parsed = parser.parse_args(files_first(data_is_a_path(arguments)))
     with parser.checking():
-        values = parser.instantiate(parsed)
-        config = ConvertConfig(**{field.name: values[field.name] for field in fields(ConvertConfig)})
+        config = parser.made(ConvertConfig, parsed)
     from transformers.utils.logging import disable_progress_bar
 
     from subquad.adaptation.conversion import Conversion
 
     disable_progress_bar()  # reading a file takes no time worth a bar
     with parser.checking():
-        conversion = Conversion(values["model"], config, Progress() if sys.stderr.isatty() else None)
+        conversion = Conversion(parsed.model, config, Progress() if sys.stderr.isatty() else None)
     report = conversion.run(**provenance(conversion.device, ("transformers", "peft")))
     show(report)
     picture = Path(config.out) / PICTURE
@@ -89,10 +87,8 @@ def show(report: Report) -> None:
 
 
 def _stages(report: Report) -> tuple[str, list[str], Lines]:
-    layers = report["layers"]
-    kept = ", ".join(map(str, layers["kept"])) or "none"
-    replaced = ", ".join(map(str, layers["replaced"]))
-    title = f"{report['attention']} in layers {replaced}; full attention kept: {kept}"
+    replaced, kept = (", ".join(map(str, report["layers"][name])) for name in ("replaced", "kept"))
+    title = f"{report['attention']} in layers {replaced}; full attention kept: {kept or 'none'}"
     return title, STAGE_COLUMNS, [_stage(stage) for stage in report["stages"]]
 
 

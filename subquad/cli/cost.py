@@ -12,6 +12,7 @@ from rich.text import Text
 from subquad.attention import names
 from subquad.cli.arguments import Parser
 from subquad.cli.tables import console, count, print_table, size, write_csv, write_json
+from subquad.config import check_at_least
 from subquad.models import DecoderConfig, costs
 from subquad.models.costs import Measured, Volume
 from subquad.models.stacks import STACKS
@@ -85,16 +86,11 @@ def _check(chosen: Namespace) -> None:
     models = [f for f, v in (("RUN", chosen.run), ("--config", chosen.config), ("--recipe", chosen.recipe)) if v]
     if len(models) > 1:
         raise ValueError(f"{' and '.join(models)} each name a model; give one")
-    kind = models[0] if models else "the table of all mechanisms"
-    allowed = {
-        "the table of all mechanisms": {"tokens", "layers", "heads", "dim", "attention", "options", "context"},
-    }.get(kind, {"tokens", "context"})
-    for name in ("tokens", "layers", "heads", "dim", "attention", "options", "context"):
-        if name not in allowed and chosen[name] not in (None, {}):
-            raise ValueError(f"--{name} does not go with {kind}; what does: --{', --'.join(sorted(allowed))}")
+    for name in ("layers", "heads", "dim", "attention", "options"):
+        if models and chosen[name] not in (None, {}):
+            raise ValueError(f"--{name} does not go with {models[0]}; what does: --context, --tokens")
     for tokens in chosen.tokens or ():
-        if tokens < 1:
-            raise ValueError(f"tokens must be at least 1, got {tokens}")
+        check_at_least(1, tokens=tokens)
     if chosen.context is not None:
         check_ranks(chosen.context, chosen.tokens or LENGTHS)
 
@@ -165,17 +161,15 @@ def _costs(chosen: Namespace) -> dict[str, Any]:
 def _volumes(volumes: Iterable[Volume], chosen: Namespace) -> dict[str, Any]:
     """Print what the processes send; the records are returned."""
     rows = list(volumes)
-    lines = [_sent_cells(row) for row in rows]
+    lines = []
+    for row in rows:
+        sent = ("not shared",) * 2 if row.sent is None else tuple(size(number) for number in row.sent)
+        lines.append((row.name, f"{row.tokens:,}", *sent))
     shown = [(line[0] if i == 0 or line[0] != lines[i - 1][0] else "", *line[1:]) for i, line in enumerate(lines)]
     print_table(f"Shared by {chosen.context} processes", SENT_HEADERS, shown, markdown=chosen.markdown)
     if not chosen.markdown:
         console().print(Text(SENT_LEGEND))
     return {"context": [row.record() for row in rows]}
-
-
-def _sent_cells(volume: Volume) -> tuple[str, ...]:
-    sent = ("not shared",) * 2 if volume.sent is None else tuple(size(number) for number in volume.sent)
-    return (volume.name, f"{volume.tokens:,}", *sent)
 
 
 def _or(value: int | None, default: int) -> int:

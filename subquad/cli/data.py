@@ -15,7 +15,8 @@ import numpy as np
 from rich.text import Text
 
 from subquad.cli.arguments import Parser
-from subquad.cli.tables import console, count, print_table, write_json
+from subquad.cli.tables import console, count, counter, print_table, write_json
+from subquad.config import check_at_least
 from subquad.data.config import DatasetName, LabelledConfig
 from subquad.data.labelled import LabelledCorpus, labelled_corpus
 from subquad.data.lra.listops import WORDS
@@ -69,8 +70,7 @@ def run(arguments: Sequence[str]) -> int:
         length = _length(config, values["length"])
         _check(config, values)
     begin = time.perf_counter()
-    progress: Any = _show_progress if sys.stderr.isatty() else None
-    corpus = labelled_corpus(config, length, workers=values["workers"], progress=progress)
+    corpus = labelled_corpus(config, length, workers=values["workers"], progress=counter())
     record = _record(config, length, corpus, time.perf_counter() - begin)
     _print(config, corpus, record)
     if values["out"] is not None:
@@ -82,8 +82,7 @@ def run(arguments: Sequence[str]) -> int:
 
 
 def _length(config: LabelledConfig, given: int | None) -> int:
-    if given is not None and given < 1:
-        raise ValueError(f"length must be at least 1, got {given}")
+    check_at_least(1, length=given)
     if given is None and config.dataset in LENGTHS:
         return LENGTHS[config.dataset]
     return given if given is not None else int(config.dataset.removeprefix("pathfinder")) ** 2
@@ -92,10 +91,7 @@ def _length(config: LabelledConfig, given: int | None) -> int:
 def _check(config: LabelledConfig, values: dict[str, Any]) -> None:
     """Raise `ValueError` or `FileNotFoundError` for options that cannot be followed, before any work."""
     config.check_source()
-    if values["workers"] is not None and values["workers"] < 1:
-        raise ValueError(f"workers must be at least 1, got {values['workers']}")
-    if values["samples"] < 1:
-        raise ValueError(f"samples must be at least 1, got {values['samples']}")
+    check_at_least(1, workers=values["workers"], samples=values["samples"])
     if values["out"] is not None:
         if config.dataset not in PICTURES:
             raise ValueError(f"--out draws images, and {config.dataset} has none; {', '.join(PICTURES)} have")
@@ -198,13 +194,6 @@ def _picture(tokens: list[int], corpus: LabelledCorpus) -> str:
     return "\n".join("".join(" .:-=+*#%@"[level * 10 // 256] for level in row) for row in rows)
 
 
-def _show_progress(what: str, done: int, total: int) -> None:
-    """Show one line that counts."""
-    end = "\n" if done == total else ""
-    sys.stderr.write(f"\r{what}: {done:,} of {total:,}{end}")
-    sys.stderr.flush()
-
-
 def draw_samples(corpus: LabelledCorpus, samples: int, path: str) -> int:
     """Draw a grid of `samples` images to learn from (all of fewer), evenly spread, with classes; return how many.
 
@@ -257,17 +246,6 @@ def make_tokens_parser() -> Parser:
     return parser
 
 
-def make_check_parser() -> Parser:
-    """Return the options of `subquad data check`."""
-    parser = Parser(
-        "data check FOLDER",
-        "Read all shards of a folder and compare their checksums with the index; exit status 1 where one is missing or "
-        "damaged.",
-    )
-    parser.add_argument("folder", type=str, help="A folder of token shards.")
-    return parser
-
-
 def _make_tokens(arguments: Sequence[str]) -> int:
     parser = make_tokens_parser()
     values = parser.parse_args(arguments).as_dict()
@@ -283,7 +261,16 @@ def _make_tokens(arguments: Sequence[str]) -> int:
     begin = time.perf_counter()
     progress: Any = _show_documents if sys.stderr.isatty() else None
     made = write_tokens(values["out"], sources, tokenizer, shard_tokens=values["shard_tokens"], progress=progress)
-    record = _tokens_record(made)
+    record = {
+        "folder": str(made.path),
+        "shards": len(made.entries),
+        "tokens": len(made),
+        "documents": sum(entry.documents for entry in made.entries),
+        "text_bytes": made.text_bytes,
+        "words": made.words,
+        "vocab_size": made.vocab_size,
+        "fingerprint": made.fingerprint,
+    }
     _print_tokens(made, record, time.perf_counter() - begin)
     if values["json"] is not None:
         write_json(values["json"], record)
@@ -291,7 +278,12 @@ def _make_tokens(arguments: Sequence[str]) -> int:
 
 
 def _check_tokens(arguments: Sequence[str]) -> int:
-    parser = make_check_parser()
+    parser = Parser(
+        "data check FOLDER",
+        "Read all shards of a folder and compare their checksums with the index; exit status 1 where one is missing or "
+        "damaged.",
+    )
+    parser.add_argument("folder", type=str, help="A folder of token shards.")
     folder = parser.parse_args(arguments).folder
     with parser.checking():
         tokens = TokenSet(Path(folder).expanduser())
@@ -305,19 +297,6 @@ def _check_tokens(arguments: Sequence[str]) -> int:
     good = len(tokens.entries) - bad
     console().print(Text(f"{good} of {len(tokens.entries)} shards of {folder} are whole"), soft_wrap=True)
     return int(bad > 0)
-
-
-def _tokens_record(tokens: TokenSet) -> dict[str, Any]:
-    return {
-        "folder": str(tokens.path),
-        "shards": len(tokens.entries),
-        "tokens": len(tokens),
-        "documents": sum(entry.documents for entry in tokens.entries),
-        "text_bytes": tokens.text_bytes,
-        "words": tokens.words,
-        "vocab_size": tokens.vocab_size,
-        "fingerprint": tokens.fingerprint,
-    }
 
 
 def _print_tokens(tokens: TokenSet, record: dict[str, Any], seconds: float) -> None:

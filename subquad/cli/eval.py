@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-import json
 import sys
-from collections.abc import Sequence, Sized
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -14,17 +13,11 @@ from torch import Tensor
 
 from subquad import adaptation, training
 from subquad.cli.arguments import Parser, check_output, data_is_a_path
-from subquad.cli.tables import class_table, image_table, position_table, progress, text_table
+from subquad.cli.tables import class_table, image_table, position_table, progress, text_table, write_json
 from subquad.data import TokenSet, TokenShard, prepare
 from subquad.data.corpus import prepare_shard
 from subquad.data.tokenizers import tokenizer_hash, warn_of_carriage_returns
-from subquad.evaluation import (
-    ClassEvaluation,
-    Evaluation,
-    ImageEvaluation,
-    evaluate,
-    evaluate_images,
-)
+from subquad.evaluation import ClassEvaluation, Evaluation, ImageEvaluation, evaluate, evaluate_images
 from subquad.evaluation.classes import evaluate_classifier, fit_bag_of_tokens
 from subquad.evaluation.config import EvalConfig, TextConfig
 from subquad.models.image import ImageModel
@@ -81,19 +74,17 @@ def run(arguments: Sequence[str]) -> int:
         tables = [image_table(evaluation)]
     else:
         with parser.checking():
-            loaded = _load(folder, options)
+            loaded = training.runs.load_run(folder, options.device)
+            if options.data.path is None and loaded.config is None:
+                raise ValueError(f"{loaded.folder} has no config.yaml that names its text; give one by --data.path")
         evaluation = _evaluate(loaded, options)
         tables = [text_table(evaluation), position_table(evaluation)]
-    _write(evaluation, options.json)
+    if options.json is not None:
+        write_json(options.json, evaluation.to_dict())
     console = Console()
     for table in tables:
         console.print(table)
     return 0
-
-
-def _write(evaluation: Any, file: str | None) -> None:
-    if file is not None:
-        Path(file).write_text(json.dumps(evaluation.to_dict(), indent=2) + "\n", encoding="utf-8")
 
 
 def _ask(parser: Parser, folder: str, names: list[str], chosen: Namespace, options: EvalConfig) -> int:
@@ -114,17 +105,15 @@ def _ask(parser: Parser, folder: str, names: list[str], chosen: Namespace, optio
             prefix_token=chosen.prefix_token,
         )
     evaluation = prepared.measure()
-    _write(evaluation, options.json)
-    sys.stdout.write(_task_report(evaluation))
+    if options.json is not None:
+        write_json(options.json, evaluation.to_dict())
+    examples = sum(count["effective"] for count in evaluation.samples.values())
+    sys.stdout.write(
+        f"{evaluation.table}\n"
+        f"{examples:,} examples, {evaluation.requests:,} requests in {evaluation.seconds:.1f} s, in a window of "
+        f"{evaluation.config['length']:,} tokens; cut to fit: {evaluation.cut:,}\n"
+    )
     return 0
-
-
-def _load(folder: str, config: EvalConfig) -> training.runs.LoadedRun:
-    """Return the run; `ValueError` where neither its folder nor `config` names a text."""
-    loaded = training.runs.load_run(folder, config.device)
-    if config.data.path is None and loaded.config is None:
-        raise ValueError(f"{loaded.folder} has no config.yaml that names its text; give one by --data.path")
-    return loaded
 
 
 def _evaluate(loaded: training.runs.LoadedRun, config: EvalConfig) -> Evaluation:
@@ -133,6 +122,9 @@ def _evaluate(loaded: training.runs.LoadedRun, config: EvalConfig) -> Evaluation
     length = config.length
     if length is None:
         length = loaded.config.batch.length if loaded.config else DEFAULT_LENGTH
+    documents = config.documents
+    if documents is None:  # as in training
+        documents = loaded.config is not None and loaded.config.data.pack == "documents"
     return evaluate(
         loaded.decoder,
         shard.tokens,
@@ -140,7 +132,7 @@ def _evaluate(loaded: training.runs.LoadedRun, config: EvalConfig) -> Evaluation
         stride=config.stride,
         windows=config.windows,
         batch_size=config.batch_size,
-        documents=shard.documents if _packed(loaded, config) else None,
+        documents=shard.documents if documents else None,
         text_bytes=shard.text_bytes,
         words=shard.words,
         decode=loaded.tokenizer.decode,
@@ -148,34 +140,29 @@ def _evaluate(loaded: training.runs.LoadedRun, config: EvalConfig) -> Evaluation
     )
 
 
-def _packed(loaded: training.runs.LoadedRun, config: EvalConfig) -> bool:
-    """Whether each document is read from its start: as in training, unless the options say something else."""
-    if config.documents is None:
-        return loaded.config is not None and loaded.config.data.pack == "documents"
-    return config.documents
-
-
 def _text(loaded: training.runs.LoadedRun, config: TextConfig) -> TokenShard | TokenSet:
     """Return the text that `config` names in the model's tokens, or the held-out part of the run's own."""
-
     if config.path is not None:
         return prepare_shard(config.path, loaded.tokenizer, skip_bad_files=config.skip_bad_files, cache=config.cache)
-    assert loaded.config is not None  # checked in _load
-    data = loaded.config.data
-    corpus = prepare(data.replace(cache=config.cache or data.cache))
-    if tokenizer_hash(corpus.tokenizer) != tokenizer_hash(loaded.tokenizer):
+    return held_out_text(loaded, config.cache, "--data.path")
+
+
+def held_out_text(run: training.runs.LoadedRun, cache: str | None, option: str) -> TokenShard | TokenSet:
+    """Return the held-out part of the text that a run was trained on; an error names the `option` for another text."""
+    if run.config is None:
+        raise ValueError(f"{run.folder} has no config.yaml that names its text; give one by {option}")
+    data = run.config.data
+    corpus = prepare(data.replace(cache=cache or data.cache))
+    if tokenizer_hash(corpus.tokenizer) != tokenizer_hash(run.tokenizer):
         raise ValueError(
-            f"the text {data.path!r} is not what {loaded.folder} was trained on: it gives another tokenizer; "
-            "give a text by --data.path"
+            f"the text {data.path!r} is not what {run.folder} was trained on: it gives another tokenizer; "
+            f"give a text by {option}"
         )
     return corpus.held_out
 
 
 def _load_classifier(folder: str, options: EvalConfig) -> training.runs.LoadedClassifier:
-    """Return the classifier in `folder`.
-
-    Raises `ValueError` for options that only a text has, and for a folder that does not say what its task was.
-    """
+    """Return the classifier in `folder`; `ValueError` for options of a text, and for a folder without its task."""
     texts = {"length": options.length, "stride": options.stride, "data.path": options.data.path}
     for name, value in texts.items():
         if value is not None:
@@ -188,8 +175,8 @@ def _load_classifier(folder: str, options: EvalConfig) -> training.runs.LoadedCl
 
 def evaluate_classes(model: Any, config: TrainConfig, examples: int | None, batch_size: int) -> ClassEvaluation:
     """Measure on the first `examples` test sequences of the classifier's task (None: all), beside a baseline."""
-    corpus = labelled(config)
-    train, test = len(_sized(corpus.train)), len(_sized(corpus.test))
+    corpus: Any = labelled(config)  # its parts have lengths, of which the type of a data set says nothing
+    train, test = len(corpus.train), len(corpus.test)
     baseline = None
     if train > 1:
         baseline = fit_bag_of_tokens(corpus.train, train, vocab_size=corpus.vocab_size, classes=len(corpus.classes))
@@ -202,11 +189,6 @@ def evaluate_classes(model: Any, config: TrainConfig, examples: int | None, batc
         baseline=baseline,
         progress=progress("batch"),
     )
-
-
-def _sized(items: Any) -> Sized:
-    """Return a map-style dataset, whose type does not say that it has a length."""
-    return items
 
 
 def _load_images(folder: str, options: EvalConfig) -> tuple[ImageModel, Tensor]:
@@ -281,13 +263,3 @@ def load_for_tasks(folder: str, config: EvalConfig) -> Loaded:
         return Loaded(run.decoder, run.tokenizer, config.length or length)
     model, tokenizer = adaptation.adapters.open_foreign(folder, config.device)
     return Loaded(model, tokenizer, config.length)
-
-
-def _task_report(evaluation: Any) -> str:
-    """Return the harness's table, and what it does not say."""
-    examples = sum(count["effective"] for count in evaluation.samples.values())
-    return (
-        f"{evaluation.table}\n"
-        f"{examples:,} examples, {evaluation.requests:,} requests in {evaluation.seconds:.1f} s, in a window of "
-        f"{evaluation.config['length']:,} tokens; cut to fit: {evaluation.cut:,}\n"
-    )

@@ -7,7 +7,6 @@ import shlex
 import sys
 import time
 from collections.abc import Sequence
-from dataclasses import fields
 from functools import cache
 from pathlib import Path
 
@@ -22,10 +21,11 @@ def run(arguments: Sequence[str]) -> int:
     """Parse, train, measure, return the exit status: 130 after an interruption."""
     begin = time.perf_counter()
     parser = make_parser()
-    parsed = parser.parse_args(files_first(data_is_a_path(_named(arguments))))
+    if arguments and not arguments[0].startswith("-"):
+        arguments = ["--model", *arguments]
+    parsed = parser.parse_args(files_first(data_is_a_path(arguments)))
     with parser.checking():
-        values = parser.instantiate(parsed)
-        config = ExtendConfig(**{field.name: values[field.name] for field in fields(ExtendConfig)})
+        config = parser.made(ExtendConfig, parsed)
         if int(os.environ.get("WORLD_SIZE", "1")) > 1:
             raise ValueError("subquad extend runs in one process: start it without torchrun")
         from subquad.adaptation import extension, extension_report
@@ -77,13 +77,6 @@ def make_parser() -> Parser:
     parser.add_files()
     parser.add_config(ExtendConfig)
     return parser
-
-
-def _named(arguments: Sequence[str]) -> list[str]:
-    """The arguments with a first one that is no option as `--model`."""
-    if arguments and not arguments[0].startswith("-"):
-        return ["--model", *arguments]
-    return list(arguments)
 
 
 def _stopped(step: int, config: ExtendConfig, what: str) -> int:

@@ -8,7 +8,6 @@ import platform
 import shlex
 import sys
 from collections.abc import Callable
-from pathlib import Path
 
 from rich.box import SIMPLE_HEAD
 from rich.console import Console
@@ -17,7 +16,7 @@ from tokenizers import Tokenizer
 
 from subquad import training
 from subquad.cli.eval import evaluate_classes
-from subquad.cli.tables import class_table, image_table, progress, text_table
+from subquad.cli.tables import class_table, image_table, progress, text_table, write_json
 from subquad.data import Corpus, TokenShard
 from subquad.data.images import ImageSet
 from subquad.data.probes import HELD_OUT, probe_rows
@@ -60,7 +59,7 @@ def _language(result: training.RunResult) -> None:
         words=held_out.words,
         progress=progress("window"),
     )
-    (result.folder / "evaluation.json").write_text(json.dumps(evaluation.to_dict(), indent=2) + "\n", encoding="utf-8")
+    write_json(result.folder / "evaluation.json", evaluation.to_dict())
     samples = _samples(result, corpus.tokenizer)
     (result.folder / "samples.txt").write_text(samples, encoding="utf-8")
     console = Console()
@@ -68,6 +67,7 @@ def _language(result: training.RunResult) -> None:
     console.print(text_table(evaluation))
     if isinstance(held_out, TokenShard):
         assert evaluation.bits_per_byte is not None  # a shard knows its bytes
+        speeds = [record["tokens_per_s"] for record in read_metrics(result.folder) if "tokens_per_s" in record]
         report = measure(
             decoder,
             corpus.held_out_text(),
@@ -75,7 +75,8 @@ def _language(result: training.RunResult) -> None:
             bits_per_byte=evaluation.bits_per_byte,
             files_hash=corpus.fingerprint[:16],
             steps=result.steps,
-            train_tokens_per_second=result.tokens_per_second or _last_speed(result.folder),
+            train_tokens_per_second=result.tokens_per_second
+            or (speeds or [0.0])[-1],  # of a run that had ended already
             skipped=result.skipped,
         )
         write_report(report, result.folder)
@@ -105,12 +106,6 @@ def _say_how_to_go_on(result: training.RunResult, console: Console) -> None:
     console.print(f"{result.folder} holds the model, the metrics and the samples. Go on writing with:", markup=False)
     command = shlex.join(["subquad", "generate", str(result.folder), "--prompt", result.config.run.prompt])
     console.print(f"  {command}", markup=False, soft_wrap=True)
-
-
-def _last_speed(folder: Path) -> float:
-    """Return the trained tokens a second in the process that trained last, for a run that had ended already."""
-    speeds = [record["tokens_per_s"] for record in read_metrics(folder) if "tokens_per_s" in record]
-    return speeds[-1] if speeds else 0.0
 
 
 def _samples(result: training.RunResult, tokenizer: Tokenizer) -> str:

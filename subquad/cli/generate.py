@@ -10,7 +10,7 @@ import zipfile
 from collections.abc import Sequence
 from dataclasses import dataclass, fields
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 import torch
 from jsonargparse import Namespace
@@ -18,6 +18,7 @@ from jsonargparse import Namespace
 from subquad import training
 from subquad.cli.arguments import Parser, check_output
 from subquad.cli.complete import picture_file, show_pixels
+from subquad.config import check_at_least
 from subquad.data.tokenizers import encode_prompt, encode_text, separator_id
 from subquad.generation import BatchDecoder, Generation, SamplingConfig, TextStream, beam_search, generate_images
 from subquad.generation.batch import continue_together
@@ -42,7 +43,6 @@ FOR_IMAGES = ("run", "adapter", "device", "images", "out", "batch_size", "temper
 DECODE_HELP = "How a perceiver_ar goes on when all latents are used (null: as it was trained); see `subquad list`."
 REFILL_HELP = "Latents that a prompt and a refill leave, for --decode refill and frozen (null: half of them)."
 ADAPTER_HELP = "The folder of a LoRA adapter, to put on the model in RUN, its base."
-DEVICE_HELP = "auto: a GPU where PyTorch finds one; cpu: never."
 PROMPT_HELP = "Text to go on from; - reads it from standard input."
 STATE_IN_HELP = "A file that --state-out wrote with this model: the prompt goes on from the text that made it."
 STATE_OUT_HELP = (
@@ -85,7 +85,7 @@ def make_parser() -> Parser:
     parser.add_argument("--decode", type=Decode | None, default=None, help=DECODE_HELP)
     parser.add_argument("--refill", type=int | None, default=None, help=REFILL_HELP)
     parser.add_argument("--adapter", type=str | None, default=None, help=ADAPTER_HELP)
-    parser.add_argument("--device", type=Literal["auto", "cpu"], default="auto", help=DEVICE_HELP)
+    parser.add_device()
     parser.add_class_arguments(SamplingConfig, None, as_group=False)
     parser.add_argument("--images", type=int | None, default=None, help=IMAGES_HELP)
     parser.add_argument("--out", type=str | None, default=None, help=OUT_HELP)
@@ -158,9 +158,7 @@ def _checked(parser: Parser, asked: Namespace) -> SamplingConfig:
             raise ValueError(f"--{name} is for --images; leave it out")
     sampling = SamplingConfig(**{field.name: asked[field.name] for field in fields(SamplingConfig)})
     StopStrings(asked.stop)
-    for name in ("samples", "beams"):
-        if asked[name] < 1:
-            raise ValueError(f"{name} must be at least 1, got {asked[name]}")
+    check_at_least(1, samples=asked.samples, beams=asked.beams)
     if asked.texts is not None or asked.out_file is not None:
         _check_texts(asked)
     if asked.beams > 1:
@@ -177,8 +175,7 @@ def _check_texts(asked: Namespace) -> None:
     if asked.texts is None or asked.out_file is None:
         given = "--out-file" if asked.texts is None else "--texts"
         raise ValueError(f"--texts N and --out-file FILE go together, got {given} alone")
-    if asked.texts < 1:
-        raise ValueError(f"texts must be at least 1, got {asked.texts}")
+    check_at_least(1, texts=asked.texts)
     check_output("out-file", asked.out_file)
     if not asked.out_file.endswith(".zip"):
         raise ValueError(f"--out-file must end with .zip: each text is a document in it, got {asked.out_file!r}")
@@ -429,9 +426,7 @@ def _draw_images(parser: Parser, asked: Namespace) -> None:
             if name not in FOR_IMAGES and value != parser.get_default(name):
                 option = name.replace("_", "-")
                 raise ValueError(f"--{option} is for texts and has no effect with --images; leave it out")
-        for name in ("images", "batch_size"):
-            if asked[name] < 1:
-                raise ValueError(f"--{name} must be at least 1, got {asked[name]}")
+        check_at_least(1, "--", images=asked.images, batch_size=asked.batch_size)
         sampling = SamplingConfig(temperature=asked.temperature, seed=asked.seed)
         out = picture_file(asked.out, Path(asked.run) / "images.png")
     seed = int.from_bytes(os.urandom(4), "little") if sampling.seed is None else sampling.seed

@@ -52,7 +52,10 @@ def run(arguments: Sequence[str]) -> int:
         _print_recipes()
         return 0
     if chosen.laws:
-        _print_laws()
+        table, reasons = _law_rows()
+        _print_table(("law", "what it asks for"), ((str(law), text) for law, text in LAWS.items()))
+        _print_table(LAW_HEADERS, table)
+        console(WIDTH).print(Text("\n".join(reasons)))
     elif chosen.markdown:
         sys.stdout.write(markdown() + "\n")
     elif chosen.name is not None:
@@ -64,13 +67,6 @@ def run(arguments: Sequence[str]) -> int:
         console(WIDTH).print(Text(NOTE))
         _print_recipes()
     return 0
-
-
-def _print_laws() -> None:
-    table, reasons = _law_rows()
-    _print_table(("law", "what it asks for"), ((str(law), text) for law, text in LAWS.items()))
-    _print_table(LAW_HEADERS, table)
-    console(WIDTH).print(Text("\n".join(reasons)))
 
 
 def _check(name: str) -> None:
@@ -209,16 +205,12 @@ def field_help(cls: type) -> dict[str, str]:
         assert isinstance(body, ast.ClassDef)
         for statement, below in zip(body.body, body.body[1:], strict=False):
             if isinstance(statement, ast.AnnAssign) and isinstance(statement.target, ast.Name):
-                text = _string(below)
+                text = (
+                    below.value.value if isinstance(below, ast.Expr) and isinstance(below.value, ast.Constant) else ""
+                )
                 if text:
-                    helps[statement.target.id] = inspect.cleandoc(text).replace("\n", " ")
+                    helps[statement.target.id] = inspect.cleandoc(str(text)).replace("\n", " ")
     return helps
-
-
-def _string(statement: ast.stmt) -> str:
-    if isinstance(statement, ast.Expr) and isinstance(statement.value, ast.Constant):
-        return str(statement.value.value)
-    return ""
 
 
 def _type_name(hint: Any) -> str:

@@ -6,15 +6,15 @@ import sys
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import Any, Literal
 
 import numpy as np
 from jsonargparse import Namespace
 
 from subquad import training
 from subquad.cli.arguments import Parser
-from subquad.cli.tables import print_table, write_json
-from subquad.data import prepare
+from subquad.cli.eval import held_out_text
+from subquad.cli.tables import counter, print_table, write_json
+from subquad.config import check_at_least
 from subquad.data.corpus import prepare_shard
 from subquad.data.tokenizers import tokenizer_hash
 from subquad.evaluation import drawing
@@ -73,9 +73,7 @@ def make_parser() -> Parser:
     parser.add_argument(
         "--cache", type=str | None, default=None, help="Folder for prepared text (null: as for `subquad eval`)."
     )
-    parser.add_argument(
-        "--device", type=Literal["auto", "cpu"], default="auto", help="auto: a GPU where PyTorch finds one; cpu: never."
-    )
+    parser.add_device()
     return parser
 
 
@@ -91,7 +89,7 @@ def run(arguments: Sequence[str]) -> int:
         for subject in subjects:
             for length in options.lengths:
                 subject.check(options, length)
-    report = measure(subjects, options, progress=_show_progress if sys.stderr.isatty() else None)
+    report = measure(subjects, options, progress=counter(" sequences"))
     _print(report)
     if chosen.out is not None:
         _write(report, Path(chosen.out))
@@ -106,8 +104,7 @@ def read_lengths(text: str | None) -> tuple[int, ...]:
         lengths = sorted({int(part) for part in text.split(",")})
     except ValueError as error:
         raise ValueError(f"lengths are numbers of tokens between commas, as 128,256,512, got {text!r}") from error
-    if lengths[0] < 1:
-        raise ValueError(f"lengths must be at least 1, got {lengths[0]}")
+    check_at_least(1, lengths=lengths[0])
     return tuple(lengths)
 
 
@@ -133,8 +130,7 @@ def read_depths(text: str | None) -> tuple[float, ...]:
 def read_options(chosen: Namespace) -> ProbeOptions:
     """Return the options, checked as far as they can be without a model."""
     for name, least in (("samples", 1), ("batch_size", 1), ("seed", 0)):
-        if chosen[name] < least:
-            raise ValueError(f"{name} must be at least {least}, got {chosen[name]}")
+        check_at_least(least, **{name: chosen[name]})
     names = ("task", "samples", "seed", "batch_size", "digits", "pairs", "text", "cache", "device")
     return ProbeOptions(
         lengths=read_lengths(chosen.lengths),
@@ -225,16 +221,7 @@ def _text(run: training.runs.LoadedRun, options: ProbeOptions) -> np.ndarray:
     """Return the tokens of --text, or of the held-out part of what the first run was trained on."""
     if options.text is not None:
         return prepare_shard(options.text, run.tokenizer, cache=options.cache).tokens
-    if run.config is None:
-        raise ValueError(f"{run.folder} has no config.yaml that names its text; give one by --text")
-    data = run.config.data
-    corpus = prepare(data.replace(cache=options.cache or data.cache))
-    if tokenizer_hash(corpus.tokenizer) != tokenizer_hash(run.tokenizer):
-        raise ValueError(
-            f"the text {data.path!r} is not what {run.folder} was trained on: it gives another tokenizer; "
-            "give a text by --text"
-        )
-    return corpus.held_out.tokens[:]
+    return held_out_text(run, options.cache, "--text").tokens[:]
 
 
 def _print(report: Report) -> None:
@@ -271,10 +258,3 @@ def _write(report: Report, folder: Path) -> None:
     write_json(f"{place}.json", report.to_dict())
     drawing.save(report.draw(), place.with_suffix(".png"))
     sys.stdout.write(f"{place}.json and {place}.png hold the numbers and the picture.\n")
-
-
-def _show_progress(what: str, done: int, total: int) -> Any:
-    """Show one line that counts sequences."""
-    end = "\n" if done == total else ""
-    sys.stderr.write(f"\r{what}: {done:,} of {total:,} sequences{end}")
-    sys.stderr.flush()

@@ -6,11 +6,10 @@ import os
 import socket
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Literal
 
 from subquad import training
 from subquad.cli.arguments import Parser
-from subquad.cli.generate import ADAPTER_HELP, DEVICE_HELP
+from subquad.cli.generate import ADAPTER_HELP
 from subquad.serving.config import ServeConfig
 
 KEY_VARIABLE = "SUBQUAD_API_KEY"
@@ -33,7 +32,7 @@ def make_parser() -> Parser:
     parser.add_argument("--api_key", type=str | None, default=None, help=KEY_HELP)
     parser.add_argument("--name", type=str | None, default=None, help=NAME_HELP)
     parser.add_argument("--adapter", type=str | None, default=None, help=ADAPTER_HELP)
-    parser.add_argument("--device", type=Literal["auto", "cpu"], default="auto", help=DEVICE_HELP)
+    parser.add_device()
     parser.add_class_arguments(ServeConfig, None, as_group=False)
     return parser
 
@@ -47,7 +46,11 @@ def run(arguments: Sequence[str]) -> int:
     api_key = values.pop("api_key")
     with parser.checking():
         config = ServeConfig(**values)
-        api_key = _checked_key(os.environ.get(KEY_VARIABLE) if api_key is None else api_key)
+        api_key = os.environ.get(KEY_VARIABLE) if api_key is None else api_key
+        if api_key is not None and not (
+            api_key.isascii() and api_key.isprintable() and api_key.strip() == api_key != ""
+        ):
+            raise ValueError("the API key must be printable ASCII without blanks at its ends, and not empty")
         if not 0 <= port < 1 << 16:
             raise ValueError(f"port must be between 0 and {(1 << 16) - 1}, got {port}")
     try:
@@ -60,10 +63,3 @@ def run(arguments: Sequence[str]) -> int:
     with socket.create_server((host, port), family=family, backlog=1024) as listener:
         serve(loaded, config, listener, api_key=api_key, name=name or Path(folder).resolve().name)
     return 0
-
-
-def _checked_key(key: str | None) -> str | None:
-    """Return the key; raise `ValueError` for one that no header can carry."""
-    if key is not None and not (key.isascii() and key.isprintable() and key.strip() == key != ""):
-        raise ValueError("the API key must be printable ASCII without blanks at its ends, and not empty")
-    return key

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from subquad import training
 from subquad.attention import Attention, mechanism, names
 from subquad.cli.arguments import Parser
-from subquad.config import suggest
+from subquad.config import check_at_least, suggest
 from subquad.data.tokenizers import encode_text
 from subquad.evaluation import drawing
 from subquad.models import matrices
@@ -121,7 +121,7 @@ def _cost_parser() -> Parser:
 
 def weights(chosen: Namespace) -> drawing.Figure:
     """The mean over the heads of every fresh mechanism; all heads of a single one; or those of a trained model."""
-    _at_least_one(chosen, "tokens")
+    check_at_least(1, "--", tokens=chosen.tokens)
     if chosen.run is not None:
         return _trained_weights(chosen)
     for name in ("layer", "text", "example"):
@@ -183,11 +183,11 @@ def _reading_example(chosen: Namespace) -> tuple[nn.Module, list[int], list[str]
 
 def reach(chosen: Namespace) -> drawing.Figure:
     """Fresh stacks of one mechanism each, or the layers of a trained model."""
-    _at_least_one(chosen, "tokens")
+    check_at_least(1, "--", tokens=chosen.tokens)
     if chosen.run is not None:
         layers = _layers(chosen)
         return drawing.draw_reach([_reach(Path(chosen.run).name, layers, chosen.tokens)], layers=len(layers))
-    _at_least_one(chosen, "layers")
+    check_at_least(1, "--", layers=chosen.layers)
     stacks = [
         _reach(name, [_fresh(chosen, name, parts=8)] * chosen.layers, chosen.tokens) for name in _asked(chosen, names())
     ]
@@ -204,8 +204,7 @@ def _reach(title: str, layers: Sequence[Attention], tokens: int) -> drawing.Reac
 
 def positions(chosen: Namespace) -> drawing.Figure:
     """Rows are layers (of a trained model, those that have position terms), columns heads."""
-    _at_least_one(chosen, "tokens")
-    _at_least_one(chosen, "layers")
+    check_at_least(1, "--", tokens=chosen.tokens, layers=chosen.layers)
     if chosen.run is not None:
         numbered = list(enumerate(_layers(chosen)))
         numbered = [entry for entry in numbered if matrices.has_positions(entry[1])] or numbered
@@ -223,8 +222,7 @@ def positions(chosen: Namespace) -> drawing.Figure:
 def cost(chosen: Namespace) -> drawing.Figure:
     """One layer of each mechanism."""
     lengths = sorted(set(chosen.tokens))
-    if lengths[0] < 1:
-        raise ValueError(f"--tokens must be at least 1, got {lengths[0]}")
+    check_at_least(1, "--", tokens=lengths[0])
     sizes = {"dim": chosen.dim, "num_heads": chosen.heads}
     measured = list(layer_costs(_asked(chosen, names()), lengths, options=chosen.options, **sizes))
     return drawing.draw_cost(measured, title=f"one layer, width {chosen.dim}, {chosen.heads} heads")
@@ -265,11 +263,6 @@ def _layers(chosen: Namespace) -> list[Attention]:
     else:
         model = runs.load_run(folder, "cpu").decoder
     return [block.attention for block in matrices.blocks(model)]
-
-
-def _at_least_one(chosen: Namespace, what: str) -> None:
-    if chosen[what] < 1:
-        raise ValueError(f"--{what} must be at least 1, got {chosen[what]}")
 
 
 def _in_range(what: str, number: int, count: int) -> int:

@@ -69,7 +69,7 @@ def print_table(title: str, headers: Sequence[str], lines: Sequence[Sequence[str
     console().print(table)
 
 
-def write_json(path: str, record: Mapping[str, Any]) -> None:
+def write_json(path: str | Path, record: Mapping[str, Any]) -> None:
     """One object, indented."""
     Path(path).write_text(json.dumps(record, indent=2) + "\n", encoding="utf-8")
 
@@ -136,6 +136,16 @@ def image_table(evaluation: ImageEvaluation) -> Table:
         table.add_row("", f"{evaluation.occluded_bits_per_dim:.4f} of the {evaluation.occluded:,} occluded bytes")
     table.add_row("speed", f"{evaluation.images / evaluation.seconds:,.1f} images/s")
     return table
+
+
+def counter(unit: str = "") -> Callable[[str, int, int], None] | None:
+    """Return a function that shows `WHAT: DONE of ALL` and the unit; None where standard error is no terminal."""
+
+    def show(what: str, done: int, total: int) -> None:
+        sys.stderr.write(f"\r{what}: {done:,} of {total:,}{unit}" + ("\n" if done == total else ""))
+        sys.stderr.flush()
+
+    return show if sys.stderr.isatty() else None
 
 
 def progress(what: str) -> Callable[[int, int], None] | None:

@@ -6,7 +6,6 @@ import logging
 import os
 import sys
 from collections.abc import Sequence
-from dataclasses import fields
 from functools import cache
 from pathlib import Path
 
@@ -88,5 +87,4 @@ def read_config(arguments: Sequence[str]) -> TrainConfig:
 def _read(parser: Parser, arguments: Sequence[str]) -> TrainConfig:
     parsed = parser.parse_args(files_first(data_is_a_path(arguments)))
     with parser.checking():
-        values = parser.instantiate(parsed)
-        return TrainConfig(**{field.name: values[field.name] for field in fields(TrainConfig)})
+        return parser.made(TrainConfig, parsed)

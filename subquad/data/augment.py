@@ -60,7 +60,8 @@ def mirrored_and_shifted(batch: Batch) -> Batch:
     shifts_B2 = torch.randint(-most, most + 1, (B, 2)).to(pixels_BHW.device)
     place_N = torch.arange(side, device=pixels_BHW.device)
     rows_BH, columns_BW = (place_N - shifts_B2[:, axis, None] for axis in (0, 1))
-    inside_BHW = _within(rows_BH, side)[:, :, None] & _within(columns_BW, side)[:, None, :]
+    rows_in_BH, columns_in_BW = ((place >= 0) & (place < side) for place in (rows_BH, columns_BW))
+    inside_BHW = rows_in_BH[:, :, None] & columns_in_BW[:, None, :]
     from_BT = (rows_BH.clamp(0, side - 1)[:, :, None] * side + columns_BW.clamp(0, side - 1)[:, None, :]).flatten(1)
     moved_BT = pixels_BHW.flatten(1).gather(1, from_BT).masked_fill(~inside_BHW.flatten(1), 0)
     return {**batch, "input_ids": moved_BT}
@@ -122,7 +123,3 @@ def _square(tokens_BT: Tensor) -> Tensor:
             f"classify.augment moves the pixels of square images, and batch.length={tokens_BT.shape[1]} is no square"
         )
     return tokens_BT.view(len(tokens_BT), side, side)
-
-
-def _within(place: Tensor, side: int) -> Tensor:
-    return (place >= 0) & (place < side)

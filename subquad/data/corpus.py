@@ -78,11 +78,12 @@ def prepare(config: DataConfig, *, progress: Progress | None = None) -> Corpus:
     paths = [path for path in (config.path, config.held_out_path) if path is not None]
     sources = [open_source(path, skip_bad_files=config.skip_bad_files) for path in paths]
     contents = [source.fingerprint() for source in sources]
+    recipe = config.tokenizer if config.tokenizer == "characters" else f"{config.tokenizer} {config.vocab_size}"
     key = digest(
         {
             "contents": contents,
             "held_out": [config.held_out, config.split_seed] if config.held_out_path is None else "apart",
-            "tokenizer": _recipe(config) if fixed is None else tokenizer_hash(fixed),
+            "tokenizer": recipe if fixed is None else tokenizer_hash(fixed),
             "skip_bad_files": config.skip_bad_files,
             "versions": [FORMAT_VERSION, tokenizers.__version__],
         }
@@ -91,7 +92,8 @@ def prepare(config: DataConfig, *, progress: Progress | None = None) -> Corpus:
 
     def fill(temporary: Path) -> None:
         _build(temporary, config, fixed, sources, progress or silent)
-        _add_manifest(temporary, contents)
+        sums = {name: _sha256(temporary / name) for name in PLAIN}
+        write_json(temporary / "manifest.json", {"version": FORMAT_VERSION, "contents": contents, "sha256": sums})
         for source, before in zip(sources, contents, strict=True):
             _check_unchanged(source, before)
 
@@ -137,7 +139,13 @@ def open_token_corpus(config: DataConfig) -> Corpus:
     folder = Path(config.path).expanduser()
     whole = TokenSet(folder, bad_shards=config.bad_shards)
     tokenizer = load_tokenizer(folder)
-    _check_tokenizer(whole, tokenizer, config.tokenizer)
+    if tokenizer_hash(tokenizer) != whole.tokenizer_hash:
+        raise ValueError(f"{folder} was made with another tokenizer than its tokenizer.json")
+    asked = config.tokenizer
+    if asked not in TRAINED and tokenizer_hash(load_tokenizer(asked)) != whole.tokenizer_hash:
+        raise ValueError(
+            f"{folder} was made with another tokenizer than tokenizer={asked!r}; leave it out, or make the shards again"
+        )
     names = [entry.name for entry in whole.entries]
     if config.held_out_path is not None:
         held_out = _other(config, whole)
@@ -181,17 +189,6 @@ def _other(config: DataConfig, whole: TokenSet) -> TokenSet:
     return held_out
 
 
-def _check_tokenizer(tokens: TokenSet, tokenizer: Tokenizer, asked: str) -> None:
-    """Raise `ValueError` where the folder's tokenizer did not make its shards, or another one is asked for by name."""
-    if tokenizer_hash(tokenizer) != tokens.tokenizer_hash:
-        raise ValueError(f"{tokens.path} was made with another tokenizer than its tokenizer.json")
-    if asked not in TRAINED and tokenizer_hash(load_tokenizer(asked)) != tokens.tokenizer_hash:
-        raise ValueError(
-            f"{tokens.path} was made with another tokenizer than tokenizer={asked!r}; leave it out, or make the shards "
-            "again"
-        )
-
-
 def _build(
     folder: Path, config: DataConfig, tokenizer: Tokenizer | None, sources: list[Source], progress: Progress
 ) -> None:
@@ -220,21 +217,6 @@ def _build(
         names = {side: [part.name for part in parts] for side, parts in (("train", train), ("held_out", held_out))}
     write_json(folder / "names.json", {side: [name for name in listed if name] for side, listed in names.items()})
     remove(folder / "text")
-
-
-def _recipe(config: DataConfig) -> str:
-    """Name all but the text that a tokenizer made of the text depends on."""
-    return config.tokenizer if config.tokenizer == "characters" else f"{config.tokenizer} {config.vocab_size}"
-
-
-def _add_manifest(folder: Path, contents: list[str]) -> None:
-    """Write what the corpus was made of and the SHA-256 of each of its files that doesn't carry its own."""
-    manifest = {
-        "version": FORMAT_VERSION,
-        "contents": contents,
-        "sha256": {name: _sha256(folder / name) for name in PLAIN},
-    }
-    write_json(folder / "manifest.json", manifest)
 
 
 def _split(spool: Spool, config: DataConfig) -> tuple[list[Part], list[Part]]:

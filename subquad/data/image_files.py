@@ -267,11 +267,8 @@ def _jpegs(file: Path, arrays: dict[str, NDArray[np.generic]]) -> dict[str, Imag
 
 
 def _cifar_files(folder: Path) -> dict[str, list[Path]]:
-    train = [find_packed(folder, f"data_batch_{number}.bin") for number in range(1, 6)]
-    return {
-        "train": [file for file in train if file],
-        "test": [f for f in [find_packed(folder, "test_batch.bin")] if f],
-    }
+    names = {"train": [f"data_batch_{number}.bin" for number in range(1, 6)], "test": ["test_batch.bin"]}
+    return {part: [file for name in own if (file := find_packed(folder, name))] for part, own in names.items()}
 
 
 def holds_cifar(folder: Path) -> bool:

@@ -88,9 +88,12 @@ def _read(path: str) -> dict[str, ImageSet]:
         return read_dataset(path)
     place = Path(path).expanduser()
     if place.is_dir():
-        for holds, read in ((holds_idx, read_idx), (holds_cifar, read_cifar), (holds_pictures, read_pictures)):
-            if holds(place):
-                return read(place)
+        if holds_idx(place):
+            return read_idx(place)
+        if holds_cifar(place):
+            return read_cifar(place)
+        if any((place / part).is_dir() for part in ("train", "test")) or pictures(place):
+            return read_pictures(place)
         match [file for file in sorted(place.iterdir()) if is_npz(file)]:
             case [file]:
                 return read_npz(file)
@@ -117,11 +120,6 @@ def _natural(name: str) -> tuple[int, int, str]:
 def _folders(folder: Path) -> list[Path]:
     found = [entry for entry in folder.iterdir() if entry.is_dir() and not entry.name.startswith(".")]
     return sorted(found, key=lambda entry: _natural(entry.name))
-
-
-def holds_pictures(folder: Path) -> bool:
-    """Return whether the folder has the parts train and test, or pictures."""
-    return any((folder / part).is_dir() for part in ("train", "test")) or bool(pictures(folder))
 
 
 def read_pictures(folder: Path) -> dict[str, ImageSet]:

@@ -69,7 +69,11 @@ def labelled_corpus(
         return toy(length, examples=config.examples or 50_000, held_out=config.held_out or 1000, seed=config.seed)
     if length < 1:
         raise ValueError(f"sequences have at least one token, got length={length}")
-    store = open_store(config, workers=workers, progress=progress)
+    config.check_source()
+    if config.path is None:
+        store = made(config, workers=workers, progress=progress)
+    else:
+        store = read(config, progress=progress)
     parts = {}
     for part in PARTS:
         wanted = config.examples if part == "train" else config.held_out
@@ -100,14 +104,6 @@ def toy(length: int, *, examples: int, held_out: int, seed: int = 0) -> Labelled
         classes=CLASSES,
         fingerprint=digest(["marked votes", TOY_VERSION, length, examples, held_out, seed]),
     )
-
-
-def open_store(config: LabelledConfig, *, workers: int | None = None, progress: Progress | None = None) -> Store:
-    """Return the whole data set of `config`, made or read where that was not done before."""
-    config.check_source()
-    if config.path is None:
-        return made(config, workers=workers, progress=progress)
-    return read(config, progress=progress)
 
 
 def read(config: LabelledConfig, *, progress: Progress | None = None) -> Store:

@@ -16,9 +16,10 @@ from tokenizers import Tokenizer
 from torch import Tensor
 from torch.utils.data import Dataset
 
-from subquad.config import digest
+from subquad.config import check_at_least, digest
 from subquad.data.config import MARKS, ProbeConfig
 from subquad.data.tokenizers import encode_text
+from subquad.data.windows import check_index
 
 VERSION = 1
 IGNORED = -100
@@ -198,8 +199,7 @@ class ProbeItems(Dataset[dict[str, Tensor]]):
         return self.items
 
     def __getitem__(self, index: int) -> dict[str, Tensor]:
-        if not 0 <= index < self.items:
-            raise IndexError(f"example {index} is out of range: there are {self.items}")
+        check_index(self, index, "example")
         made = probe_rows(self.config, self.length, 1, first=index, seed=(self.config.seed, self.stream))
         return {"input_ids": torch.from_numpy(made.tokens[0]), "labels": torch.from_numpy(made.labels[0])}
 
@@ -248,8 +248,7 @@ def text_passkey(
     text shorter than that room, and for a depth outside of 0 to 1.
     """
     check_depth(depth)
-    if digits < 1:
-        raise ValueError(f"digits must be at least 1, got {digits}")
+    check_at_least(1, digits=digits)
     before, after, question = (np.array(encode_text(tokenizer, part)) for part in (BEFORE, AFTER, QUESTION))
     made = empty_rows(length, rows)
     for row, rng in enumerate(generators(seed, first, rows)):

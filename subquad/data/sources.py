@@ -121,7 +121,9 @@ class FileSource:
 
     def __init__(self, asked: str, root: Path, files: list[Path], skip_bad_files: bool) -> None:
         self.asked = asked
-        self.files = {_name(file.relative_to(root)): file for file in files}
+        # Bytes of a name that are no UTF-8 are written out.
+        names = (os.fsencode(file.relative_to(root).as_posix()).decode("utf-8", "backslashreplace") for file in files)
+        self.files = dict(zip((unicodedata.normalize("NFC", name) for name in names), files, strict=True))
         self.names = list(self.files)
         self.skip_bad_files = skip_bad_files
 
@@ -156,11 +158,6 @@ class FileSource:
                 if not self.skip_bad_files:
                     raise
                 logger.warning("skipped: %s", error)
-
-
-def _name(file: Path) -> str:
-    """Return the name of a document; bytes that are no UTF-8 are written out."""
-    return unicodedata.normalize("NFC", os.fsencode(file.as_posix()).decode("utf-8", "backslashreplace"))
 
 
 class DatasetSource:

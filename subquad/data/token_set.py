@@ -97,26 +97,22 @@ class TokenSet:
         if number not in self._open:
             entry = self.entries[number]
             try:
-                self._open[number] = self._opened(entry)
+                shard = TokenShard(self.path / entry.name, tokenizer_hash=self.tokenizer_hash)
+                if shard.sha256 != entry.sha256:
+                    pair = f"SHA-256 {shard.sha256[:16]}..., not {entry.sha256[:16]}..."
+                    raise ValueError(f"it is another shard than the index has: {pair}")
+                if len(shard) != entry.tokens:
+                    raise ValueError(f"it has {len(shard)} tokens, and the index says {entry.tokens}")
             except (OSError, ValueError) as error:
                 self._bad[number] = ShardError(
                     f"shard {entry.name} of {self.path} cannot be read: {error}; restore it, or leave it out by "
                     "data.bad_shards=skip"
                 )
                 raise self._bad[number] from error
+            self._open[number] = shard
             if len(self._open) > OPEN_SHARDS:
                 del self._open[next(iter(self._open))]
         return self._open[number]
-
-    def _opened(self, entry: Entry) -> TokenShard:
-        shard = TokenShard(self.path / entry.name, tokenizer_hash=self.tokenizer_hash)
-        if shard.sha256 != entry.sha256:
-            raise ValueError(
-                f"it is another shard than the index has: SHA-256 {shard.sha256[:16]}..., not {entry.sha256[:16]}..."
-            )
-        if len(shard) != entry.tokens:
-            raise ValueError(f"it has {len(shard)} tokens, and the index says {entry.tokens}")
-        return shard
 
 
 class SetTokens:
@@ -185,11 +181,8 @@ def _entry(values: Any, where: str) -> Entry:
 
 def write_index(folder: Path, entries: Sequence[Entry], *, tokenizer_hash: str, vocab_size: int) -> None:
     """Write the index of the shards in `folder`."""
-    content = {
-        "tokenizer_hash": tokenizer_hash,
-        "vocab_size": vocab_size,
-        "shards": [asdict(entry) for entry in entries],
-    }
+    shards = [asdict(entry) for entry in entries]
+    content = {"tokenizer_hash": tokenizer_hash, "vocab_size": vocab_size, "shards": shards}
     values = {"format": INDEX_FORMAT, "version": INDEX_VERSION, **content, "sha256": digest(content)}
     write_json(folder / INDEX, values)
 

@@ -12,6 +12,7 @@ from typing import NamedTuple, Self
 import numpy as np
 from tokenizers import Tokenizer
 
+from subquad.config import check_at_least
 from subquad.data.files import Progress, aside, silent
 from subquad.data.shards import Entry, ShardWriter
 from subquad.data.sources import Source, open_source
@@ -117,8 +118,7 @@ def check_target(folder: str | Path, shard_tokens: int) -> None:
     """Raise `FileExistsError` or `ValueError` where `write_tokens` would, before any work."""
     if Path(folder).exists():
         raise FileExistsError(f"{folder} exists already; choose another folder for the shards, or delete it")
-    if shard_tokens < 1:
-        raise ValueError(f"shard_tokens must be at least 1, got {shard_tokens}")
+    check_at_least(1, shard_tokens=shard_tokens)
 
 
 def _write_shards(

@@ -81,8 +81,14 @@ def _named(what: str) -> Iterator[None]:
 
 
 def bytes_tokenizer() -> Tokenizer:
-    """Make the vocabulary of exactly 256 tokens in which the byte b has the id b."""
-    tokenizer = Tokenizer(models.BPE(vocab={char: byte for byte, char in enumerate(_byte_chars())}, merges=[]))
+    """Make the vocabulary of exactly 256 tokens in which the byte b has the id b.
+
+    The character of each byte is that of byte-level models: printable Latin-1 as it is, the rest from U+0100.
+    """
+    printable = {*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)}
+    others = iter(range(0x100, 0x200))
+    vocabulary = {chr(byte if byte in printable else next(others)): byte for byte in range(256)}
+    tokenizer = Tokenizer(models.BPE(vocab=vocabulary, merges=[]))
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
     tokenizer.decoder = decoders.ByteLevel()
     return tokenizer
@@ -165,7 +171,8 @@ class Encoder:
         separator = separator_id(tokenizer)
         self.separator = np.array([] if separator is None else [separator], dtype=np.int64)
         self.is_bytes = tokenizer_hash(tokenizer) == _bytes_hash()
-        self.cuts = _is_ours(tokenizer)
+        own = pre_tokenizers.ByteLevel(add_prefix_space=False)  # by its form a tokenizer splits text as those made here
+        self.cuts = tokenizer.normalizer is None and str(tokenizer.pre_tokenizer) == str(own)
         self.characters = character_ids(tokenizer)
 
     def encode(self, texts: Iterable[bytes]) -> Iterator[tuple[int, np.ndarray]]:
@@ -219,19 +226,6 @@ def pieces(text: bytes) -> Iterator[bytes]:
     yield text[start:]
 
 
-def _is_ours(tokenizer: Tokenizer) -> bool:
-    """Return whether a tokenizer splits text as those made here, by the form of its pre-tokenizer."""
-    own = pre_tokenizers.ByteLevel(add_prefix_space=False)
-    return tokenizer.normalizer is None and str(tokenizer.pre_tokenizer) == str(own)
-
-
 @lru_cache(maxsize=1)
 def _bytes_hash() -> str:
     return tokenizer_hash(bytes_tokenizer())
-
-
-def _byte_chars() -> list[str]:
-    """List byte-level models' character for each byte: printable Latin-1 as it is, the rest from U+0100."""
-    printable = {*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)}
-    others = iter(range(0x100, 0x200))
-    return [chr(byte if byte in printable else next(others)) for byte in range(256)]

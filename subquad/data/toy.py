@@ -7,6 +7,8 @@ import torch
 from torch import Tensor
 from torch.utils.data import Dataset
 
+from subquad.data.windows import check_index
+
 VERSION = 1
 ZERO, ONE, MARK = range(3)
 MARKED = 5
@@ -38,8 +40,7 @@ class MarkedVotes(Dataset[dict[str, Tensor]]):
         return self.examples
 
     def __getitem__(self, index: int) -> dict[str, Tensor]:
-        if not 0 <= index < self.examples:
-            raise IndexError(f"example {index} is out of range: there are {self.examples}")
+        check_index(self, index, "example")
         rng = np.random.default_rng([self.seed, self.held_out, index])
         tokens, label = votes(rng, int(rng.integers(max(SHORTEST, self.length // 2), self.length + 1)))
         padded = np.zeros(self.length, dtype=np.int64)

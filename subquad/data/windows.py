@@ -67,10 +67,10 @@ class Windows(Dataset[dict[str, Tensor]]):
         return {"input_ids": tokens, "labels": tokens.clone()}
 
 
-def check_index(windows: Sized, index: int) -> None:
-    """Raise `IndexError` for a window that is not there; the end of a loop over a data set is one."""
-    if not 0 <= index < len(windows):
-        raise IndexError(f"window {index} is out of range: there are {len(windows)}")
+def check_index(items: Sized, index: int, what: str = "window") -> None:
+    """Raise `IndexError` for an item that is not there; the end of a loop over a data set is one."""
+    if not 0 <= index < len(items):
+        raise IndexError(f"{what} {index} is out of range: there are {len(items)}")
 
 
 class WindowParts(Dataset[dict[str, Tensor]]):
@@ -90,8 +90,7 @@ class WindowParts(Dataset[dict[str, Tensor]]):
         return len(self.windows) * self.parts  # type: ignore[arg-type]
 
     def __getitem__(self, index: int) -> dict[str, Tensor]:
-        if not 0 <= index < len(self):
-            raise IndexError(f"part {index} is out of range: there are {len(self)}")
+        check_index(self, index, "part")
         window, part = divmod(index, self.parts)
         start = part * (self.length - 1)
         return {name: tokens[start : start + self.length] for name, tokens in self.windows[window].items()}

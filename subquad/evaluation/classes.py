@@ -16,6 +16,8 @@ from torch import Tensor
 from torch.nn import functional as F
 from torch.utils.data import DataLoader, Dataset, Subset
 
+from subquad.config import check_at_least
+from subquad.evaluation.text import evaluating
 from subquad.models import Classifier
 
 EXAMPLES = 10_000
@@ -41,10 +43,8 @@ class BagOfTokens:
     def accuracy(self, items: Dataset[dict[str, Tensor]], count: int) -> float:
         """Return the share of the first `count` items whose label is the likeliest."""
         features_NF, labels_N = bags(items, range(count), self.vocab_size)
-        return _accuracy(self._logits(features_NF), labels_N)
-
-    def _logits(self, features_NF: Tensor) -> Tensor:
-        return (features_NF - self.mean_F) / self.std_F @ self.weight_FC + self.bias_C
+        z_NF = (features_NF - self.mean_F) / self.std_F
+        return _accuracy(z_NF @ self.weight_FC + self.bias_C, labels_N)
 
 
 def fit_bag_of_tokens(
@@ -163,21 +163,21 @@ def evaluate_classifier(
     `baseline` is measured on the same items. Runs where the model is, without dropout.
     `progress(done, batches)` is called after each batch. Raises `ValueError` for a count or a batch size below 1.
     """
-    for name, value in (("count", count), ("batch_size", batch_size)):
-        if value < 1:
-            raise ValueError(f"{name} must be at least 1, got {value}")
-    device, training = next(model.parameters()).device, model.training
-    model.eval()
+    check_at_least(1, count=count, batch_size=batch_size)
+    device = next(model.parameters()).device
     begin = time.perf_counter()
     logits, labels = [], []
     batches = DataLoader(Subset(items, range(count)), batch_size)
-    for done, batch in enumerate(batches, 1):
-        batch = {name: value.to(device) for name, value in batch.items()}
-        logits.append(_logits(model, batch).double())
-        labels.append(batch["labels"])
-        if progress:
-            progress(done, len(batches))
-    model.train(training)
+    with evaluating(model):
+        for done, batch in enumerate(batches, 1):
+            batch = {name: value.to(device) for name, value in batch.items()}
+            read = [batch["input_ids"], batch["attention_mask"].bool()]
+            if "pair_input_ids" in batch:
+                read += [batch["pair_input_ids"], batch["pair_attention_mask"].bool()]
+            logits.append(model(*read).double())
+            labels.append(batch["labels"])
+            if progress:
+                progress(done, len(batches))
     logits_BC, labels_B = torch.cat(logits), torch.cat(labels)
     right_B = logits_BC.argmax(-1) == labels_B
     present = labels_B.unique().tolist()
@@ -190,10 +190,3 @@ def evaluate_classifier(
         by_class={classes[label]: right_B[labels_B == label].double().mean().item() for label in present},
         seconds=time.perf_counter() - begin,
     )
-
-
-def _logits(model: Classifier, batch: dict[str, Tensor]) -> Tensor:
-    read = [batch["input_ids"], batch["attention_mask"].bool()]
-    if "pair_input_ids" in batch:
-        read += [batch["pair_input_ids"], batch["pair_attention_mask"].bool()]
-    return model(*read)

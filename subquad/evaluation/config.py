@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Literal
 
-from subquad.config import Config
+from subquad.config import Config, check_at_least
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -45,10 +45,7 @@ class EvalConfig(Config):
     """auto: a GPU where PyTorch finds one; cpu: never."""
 
     def __post_init__(self) -> None:
-        for name in ("length", "stride", "windows", "batch_size"):
-            value = getattr(self, name)
-            if value is not None and value < 1:
-                raise ValueError(f"{name} must be at least 1, got {value}")
+        check_at_least(1, length=self.length, stride=self.stride, windows=self.windows, batch_size=self.batch_size)
         if self.length is not None and self.stride is not None and self.stride > self.length:
             raise ValueError(
                 f"stride must be at most length ({self.length}), so that no token is left out, got {self.stride}"

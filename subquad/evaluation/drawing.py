@@ -239,7 +239,8 @@ def draw_reach(stacks: Sequence[Reach], *, layers: int) -> Figure:
     """For each stack the layer that first connects two tokens, and how many tokens the last one depends on."""
     from matplotlib.colors import BoundaryNorm
 
-    grid = in_rows([Panel(_reached(stack), stack.title) for stack in stacks], 4)
+    reached = [hide_future(stack.first) if stack.causal else stack.first.astype(float) for stack in stacks]
+    grid = in_rows([Panel(first, stack.title) for first, stack in zip(reached, stacks, strict=True)], 4)
     columns = len(grid[0])
     width, height = PANEL * columns + 1.1, (PANEL + 0.5) * len(grid)
     if columns <= 2:
@@ -268,10 +269,6 @@ def draw_reach(stacks: Sequence[Reach], *, layers: int) -> Figure:
     return figure
 
 
-def _reached(stack: Reach) -> np.ndarray:
-    return hide_future(stack.first) if stack.causal else stack.first.astype(float)
-
-
 def draw_positions(grid: Sequence[Sequence[Panel]]) -> Figure:
     """A grid of matrices of what positions add to the logits, on one scale, the future in grey."""
     from matplotlib.colors import Normalize
@@ -296,7 +293,8 @@ def draw_cost(measured: Sequence[Measured], *, title: str) -> Figure:
     flops: dict[str, list[float]] = {}
     state: dict[str, list[float]] = {}
     for entry in sorted(measured, key=lambda entry: entry.cost.tokens):
-        flops.setdefault(_label(entry), []).append(entry.cost.mixing_flops)
+        label = entry.name if entry.kind == "causal" else f"{entry.name} ({entry.kind})"
+        flops.setdefault(label, []).append(entry.cost.mixing_flops)
         if entry.kind == "causal":
             state.setdefault(entry.name, []).append(entry.cost.state_bytes)
     lines(above, lengths, flops, list(flops))
@@ -304,17 +302,9 @@ def draw_cost(measured: Sequence[Measured], *, title: str) -> Figure:
     lines(below, lengths, state, list(flops))
     below.set_ylabel("bytes of the state after so many tokens", fontsize=9)
     for axis in (above, below):
-        _logarithmic(axis, lengths)
+        axis.set_xscale("log", base=2)
+        axis.set_yscale("log")
+        axis.set_xticks(lengths, [f"{tokens:,}" for tokens in lengths])
+        axis.tick_params(labelsize=9)
     below.set_xlabel("tokens", fontsize=9)
     return figure
-
-
-def _label(entry: Measured) -> str:
-    return entry.name if entry.kind == "causal" else f"{entry.name} ({entry.kind})"
-
-
-def _logarithmic(axis: Axes, lengths: Sequence[int]) -> None:
-    axis.set_xscale("log", base=2)
-    axis.set_yscale("log")
-    axis.set_xticks(lengths, [f"{tokens:,}" for tokens in lengths])
-    axis.tick_params(labelsize=9)

@@ -22,6 +22,7 @@ import torch
 from tokenizers import Tokenizer
 from transformers import PreTrainedModel, PreTrainedTokenizerBase, PreTrainedTokenizerFast
 
+from subquad.config import check_at_least
 from subquad.data.tokenizers import check_vocabulary, separator_id
 from subquad.hf import SubquadConfig, SubquadForCausalLM
 from subquad.models import Decoder
@@ -44,6 +45,8 @@ LIMITS = ("max_position_embeddings", "n_positions", "n_ctx")
 """Where models of transformers keep the number of their positions."""
 SEEDS = {"python": 0, "numpy": 1234, "torch": 1234, "fewshot": 1234}
 """The harness's own defaults, so that the examples in a prompt are those of other reports."""
+PACKAGES = ("lm_eval", "torch", "transformers")
+"""Those whose versions a result names."""
 BOOTSTRAP = 1000
 """Resamplings for the standard error of a metric that has no formula for it."""
 
@@ -139,13 +142,10 @@ class PreparedTasks:
 
     def measure(self) -> TaskEvaluation:
         """Ask the model, with the generators at `SEEDS`."""
-        begin = time.perf_counter()
+        begin, asked = time.perf_counter(), self.asked
         with _seeded(), quiet(), _one_process():
-            found = evaluate(self.asked, self.loaded, limit=self.limit, bootstrap_iters=BOOTSTRAP, log_samples=False)
-        return self._result(found, time.perf_counter() - begin)
-
-    def _result(self, found: dict[str, Any], seconds: float) -> TaskEvaluation:
-        asked = self.asked
+            found: Any = evaluate(asked, self.loaded, limit=self.limit, bootstrap_iters=BOOTSTRAP, log_samples=False)
+        seconds = time.perf_counter() - begin
         if asked.cut:
             logger.warning(
                 "%d of %d requests were longer than the window of %d tokens and lost their start; raise the length",
@@ -161,7 +161,7 @@ class PreparedTasks:
             config=_settings(asked, self.names, self.limit),
             requests=asked.asked,
             cut=asked.cut,
-            versions=_versions(),
+            versions={"subquad": __version__, **{name: importlib.metadata.version(name) for name in PACKAGES}},
             seconds=seconds,
             table="\n".join(make_table(found, column) for column in ("results", "groups") if found.get(column)),
         )
@@ -196,9 +196,7 @@ def _check(tasks: Sequence[str], task_path: str | Path | None, **numbers: int | 
     if task_path is not None and not Path(task_path).is_dir():
         raise ValueError(f"task_path must be a folder with the YAML files of tasks, got {str(task_path)!r}")
     for name, value in numbers.items():
-        least = 0 if name == "num_fewshot" else 1
-        if value is not None and value < least:
-            raise ValueError(f"{name} must be at least {least}, got {value}")
+        check_at_least(0 if name == "num_fewshot" else 1, **{name: value})
 
 
 def _load(names: list[str], task_path: str | Path | None) -> Any:
@@ -237,11 +235,6 @@ def _set_fewshot(tasks: dict[str, Any], num_fewshot: int | None) -> None:
         elif num_fewshot:
             logger.warning("%s sets num_fewshot to 0 itself, which num_fewshot=%d does not change", name, num_fewshot)
         task.set_fewshot_seed(seed=SEEDS["fewshot"])
-
-
-def _versions() -> dict[str, str]:
-    others = {name: importlib.metadata.version(name) for name in ("lm_eval", "torch", "transformers")}
-    return {"subquad": __version__, **others}
 
 
 def _settings(asked: Any, tasks: Sequence[str], limit: int | None) -> dict[str, Any]:
@@ -316,7 +309,13 @@ class HarnessModel(HFLM):
         if isinstance(tokenizer, Tokenizer):
             check_vocabulary(tokenizer, vocabulary)
             end = separator_id(tokenizer)
-            fast, adds_bos = _fast(tokenizer, end), False
+            fast = PreTrainedTokenizerFast(
+                tokenizer_object=Tokenizer.from_str(tokenizer.to_str()),
+                eos_token=None if end is None else tokenizer.id_to_token(end),
+                split_special_tokens=True,  # those that a text spells out stay text, as in training
+                clean_up_tokenization_spaces=False,
+            )
+            adds_bos = False
         prefix = _prefix(tokenizer) if prefix_token is None else prefix_token
         if not 0 <= prefix < vocabulary:
             raise ValueError(
@@ -411,16 +410,6 @@ def quiet() -> Iterator[None]:
         yield
     finally:
         harness.setLevel(before)
-
-
-def _fast(tokenizer: Tokenizer, end: int | None) -> PreTrainedTokenizerFast:
-    """Return the tokenizer in transformers' form: special tokens that a text spells out stay text, as in training."""
-    return PreTrainedTokenizerFast(
-        tokenizer_object=Tokenizer.from_str(tokenizer.to_str()),
-        eos_token=None if end is None else tokenizer.id_to_token(end),
-        split_special_tokens=True,
-        clean_up_tokenization_spaces=False,
-    )
 
 
 def _prefix(tokenizer: Tokenizer | PreTrainedTokenizerBase) -> int:

@@ -15,7 +15,9 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
+from subquad.config import check_at_least
 from subquad.data.images import ImageSet
+from subquad.evaluation.text import evaluating
 from subquad.models.image import ImageModel
 from subquad.models.mlp import Mlp
 
@@ -59,24 +61,21 @@ def evaluate_images(
     Runs where the model is, without dropout. `progress(done, images)` is called after each batch. Raises `ValueError`
     for no image, a batch size below 1, images or a mask that do not fit the model, and a mask without a True.
     """
-    for name, value in (("the number of images", len(pixels_NT)), ("batch_size", batch_size)):
-        if value < 1:
-            raise ValueError(f"{name} must be at least 1, got {value}")
+    check_at_least(1, **{"the number of images": len(pixels_NT)}, batch_size=batch_size)
     tokens = model.config.tokens
     if pixels_NT.shape[1:] != (tokens,) or (occluded_T is not None and occluded_T.shape != (tokens,)):
         mask = "" if occluded_T is None else f" and a mask {list(occluded_T.shape)}"
         raise ValueError(f"the model predicts images of {tokens} bytes, got {list(pixels_NT.shape)}{mask}")
     if occluded_T is not None and (occluded_T.dtype != torch.bool or not occluded_T.any()):
         raise ValueError(f"the mask must be bool and True somewhere, got {occluded_T.dtype}, sum {occluded_T.sum()}")
-    device, training = next(model.parameters()).device, model.training
-    model.eval()
+    device = next(model.parameters()).device
     begin, bits = time.perf_counter(), []
-    for first in range(0, len(pixels_NT), batch_size):
-        part_BT = pixels_NT[first : first + batch_size].to(device).long()
-        bits.append(model.log_prob(part_BT).double().cpu() / -math.log(2))
-        if progress:
-            progress(min(first + batch_size, len(pixels_NT)), len(pixels_NT))
-    model.train(training)
+    with evaluating(model):
+        for first in range(0, len(pixels_NT), batch_size):
+            part_BT = pixels_NT[first : first + batch_size].to(device).long()
+            bits.append(model.log_prob(part_BT).double().cpu() / -math.log(2))
+            if progress:
+                progress(min(first + batch_size, len(pixels_NT)), len(pixels_NT))
     bits_NT = torch.cat(bits)
     counts_V = pixels_NT.flatten().long().bincount().double()
     share_V = counts_V[counts_V > 0] / counts_V.sum()

@@ -14,7 +14,7 @@ import numpy as np
 import torch
 from torch.nn.functional import cross_entropy
 
-from subquad.evaluation.text import Tokens
+from subquad.evaluation.text import Tokens, evaluating
 
 MOST_NUMBERS = 1 << 26
 """Of the logits that are computed at a time: as many windows are read at once, at least one."""
@@ -105,12 +105,11 @@ def loss_by_position(
     progress: Callable[[int, int], None] | None = None,
 ) -> tuple[RangeLoss, ...]:
     """Measure the mean loss of each range of positions, in nats a token; sums in float64, restores the model's mode."""
-    training, device = model.training, next(model.parameters()).device
+    device = next(model.parameters()).device
     shape = (len(plan.starts), plan.edges[-1])
     sums, counts = np.zeros(shape), np.zeros(shape, dtype=np.int64)
-    model.eval()
-    try:
-        done = 0
+    done = 0
+    with evaluating(model):
         for batch in _batches(plan, max(1, MOST_NUMBERS // (plan.edges[-1] * model.config.vocab_size))):
             size = batch[0][1] - batch[0][0]
             rows = np.stack([np.asarray(tokens[start : stop + 1]) for start, stop, *_ in batch]).astype(np.int64)
@@ -124,8 +123,6 @@ def loss_by_position(
             done += len(batch)
             if progress:
                 progress(done, plan.windows)
-    finally:
-        model.train(training)
     return tuple(_ranges(plan.edges, sums, counts))
 
 

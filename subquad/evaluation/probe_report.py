@@ -203,12 +203,9 @@ class Report:
     def ranges(self) -> dict[tuple[float, float], str]:
         """Return the ranges of all scores, in order, and how they are written."""
         found = sorted({(score.start, score.stop) for entry in self.entries for score in entry.scores})
-        return {(start, stop): self._written(start, stop) for start, stop in found}
-
-    def _written(self, start: float, stop: float) -> str:
         if self.options.task in ("mqar", "position"):
-            return f"{start:,}" if start + 1 == stop else f"{start:,} to {stop - 1:,}"
-        return f"{start:.2f}" if start == stop else f"{start:.2f} to {stop:.2f}"
+            return {(a, b): f"{a:,}" if a + 1 == b else f"{a:,} to {b - 1:,}" for a, b in found}
+        return {(a, b): f"{a:.2f}" if a == b else f"{a:.2f} to {b:.2f}" for a, b in found}
 
     def draw(self) -> drawing.Figure:
         """Return heatmaps of passkey and mqar, lines of copy and position."""

@@ -14,8 +14,9 @@ from typing import Any
 import numpy as np
 import torch
 
+from subquad.config import check_at_least
 from subquad.data.probes import ProbeRows
-from subquad.evaluation.text import Window, losses
+from subquad.evaluation.text import Window, evaluating, losses
 from subquad.models import Decoder
 
 Progress = Callable[[int, int], None]
@@ -65,13 +66,11 @@ def right_answers(
     greedy decoding would give all of it, since both go wrong at the same token first. Runs where the model is, without
     dropout, and restores the mode. Raises `ValueError` as `check_rows`, and for a batch size below 1.
     """
-    if batch_size < 1:
-        raise ValueError(f"batch_size must be at least 1, got {batch_size}")
+    check_at_least(1, batch_size=batch_size)
     check_rows(model, rows)
     right_BT = np.zeros(rows.tokens.shape, dtype=bool)
-    device, training = next(model.parameters()).device, model.training
-    model.eval()
-    try:
+    device = next(model.parameters()).device
+    with evaluating(model):
         for start in range(0, len(right_BT), batch_size):
             part = slice(start, start + batch_size)
             tokens_BT = torch.from_numpy(rows.tokens[part]).to(device)
@@ -83,8 +82,6 @@ def right_answers(
             right_BT[part][row_N, place_N] = answers_N == rows.labels[part][row_N, place_N]
             if progress:
                 progress(min(start + batch_size, len(right_BT)), len(right_BT))
-    finally:
-        model.train(training)
     return right_BT
 
 
@@ -134,8 +131,7 @@ def by_distance(rows: ProbeRows, right_BT: np.ndarray, /) -> list[Score]:
 
 def by_place(rows: ProbeRows, right_BT: np.ndarray, parts: int, /) -> list[Score]:
     """Return the share of right answers in `parts` equal parts of what a row asks, in order; ranges of 0 to 1."""
-    if parts < 1:
-        raise ValueError(f"parts must be at least 1, got {parts}")
+    check_at_least(1, parts=parts)
     order_BT = rows.asked.cumsum(1) - 1
     share_BT = np.where(rows.asked, order_BT / rows.asked.sum(1, keepdims=True), -1.0)
     return list(_ranges(rows, right_BT, share_BT, [part / parts for part in range(parts + 1)]))

@@ -11,13 +11,14 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
-from itertools import groupby, islice, pairwise
+from itertools import chain, groupby, islice, pairwise
 from typing import Any, NamedTuple, TypeAlias
 
 import numpy as np
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
+from subquad.config import check_at_least
 from subquad.data.token_set import SetTokens
 from subquad.data.windows import IGNORED, PADDING
 from subquad.models import Decoder
@@ -82,7 +83,7 @@ def check_vocabulary(model: Decoder, tokens: np.ndarray) -> None:
 
 
 @contextmanager
-def evaluating(model: Decoder) -> Iterator[None]:
+def evaluating(model: nn.Module) -> Iterator[None]:
     """Put the model in eval mode within the block."""
     training = model.training
     model.eval()
@@ -108,15 +109,6 @@ def check_documents(model: Decoder, documents: np.ndarray, tokens: int, skip: in
         )
 
 
-def plan_documents(documents: np.ndarray, length: int, stride: int) -> list[Window]:
-    """Return `plan` inside each document."""
-    return [
-        Window(*(start + place for place in window))
-        for start, stop in pairwise(np.asarray(documents).tolist())
-        for window in plan(stop - start, length, stride)
-    ]
-
-
 def rows_of(windows: Sequence[Window], length: int) -> Iterator[list[Window]]:
     """Yield windows packed into rows of at most `length` tokens, first fit."""
     rows: list[list[Window]] = []
@@ -135,16 +127,6 @@ def rows_of(windows: Sequence[Window], length: int) -> Iterator[list[Window]]:
         rows[place].append(window)
         room[place] -= size
     yield from rows
-
-
-def packed_batches(
-    model: Decoder, tokens: Tokens, chosen: Sequence[Window], batch_size: int, length: int
-) -> Iterator[list[tuple[Window, np.ndarray]]]:
-    """Yield batches of `batch_size` packed rows: their windows with the nats of what each predicts."""
-    packed = rows_of(chosen, length)
-    while rows := list(islice(packed, batch_size)):
-        windows = [window for row in rows for window in row]
-        yield list(zip(windows, _losses(model, tokens, rows, length), strict=True))
 
 
 @torch.no_grad()
@@ -213,14 +195,6 @@ class Evaluation:
         return values
 
 
-def _cut_text(tokens: Tokens, decode: Callable[[list[int]], str] | None) -> tuple[int | None, int | None]:
-    """Return the bytes and words that `tokens` stand for: None without `decode`."""
-    if decode is None:
-        return None, None
-    text = decode(np.asarray(tokens).tolist())
-    return len(text.encode()), len(text.split())
-
-
 def evaluate(
     model: Decoder,
     tokens: Tokens,
@@ -264,7 +238,11 @@ def evaluate(
     _check(len(tokens), length, stride, windows, batch_size, latents)
     if documents is not None:
         check_documents(model, documents, len(tokens), skip)
-        planned = plan_documents(documents, length, stride)
+        planned = [
+            Window(*(start + place for place in window))
+            for start, stop in pairwise(np.asarray(documents).tolist())
+            for window in plan(stop - start, length, stride)
+        ]
     else:
         planned = plan(len(tokens), length, stride, latents)
     chosen = [window for window in planned if window.scored > skip][:windows]
@@ -275,12 +253,14 @@ def evaluate(
     used = len(tokens)
     if len(chosen) < len(planned):
         used = chosen[-1].stop + 1
-        text_bytes, words = (text_bytes, words) if used == len(tokens) else _cut_text(tokens[:used], decode)
+        if used < len(tokens):
+            text = None if decode is None else decode(np.asarray(tokens[:used]).tolist())
+            text_bytes, words = (None, None) if text is None else (len(text.encode()), len(text.split()))
     firsts = 1 if documents is None else len(np.unique(documents[documents < used]))
 
     begin = time.perf_counter()
-    scores = _scores if documents is None else packed_batches
-    nats_T, count_T = _summed(scores(model, tokens, chosen, batch_size, length), length, len(chosen), progress)
+    scores = _scores(model, tokens, chosen, batch_size, length, packed=documents is not None)
+    nats_T, count_T = _summed(scores, length, len(chosen), progress)
     predicted = int(count_T.sum())
     nats = float(nats_T.sum())
     vocab_size = model.config.vocab_size
@@ -304,8 +284,7 @@ def evaluate(
 def _check(tokens: int, length: int, stride: int, windows: int | None, batch_size: int, latents: int | None) -> None:
     if tokens < 2:
         raise ValueError(f"evaluation needs at least 2 tokens (the first is context only), got {tokens}")
-    if length < 1:
-        raise ValueError(f"length must be at least 1, got {length}")
+    check_at_least(1, length=length, windows=windows, batch_size=batch_size)
     if not 1 <= stride <= length:
         raise ValueError(f"stride must be between 1 and length ({length}), so that no token is left out, got {stride}")
     if latents is not None and stride > latents:
@@ -313,18 +292,19 @@ def _check(tokens: int, length: int, stride: int, windows: int | None, batch_siz
             f"stride must be at most the model's latents ({latents}), since only they predict, got {stride}: "
             "tokens between them would be left out"
         )
-    if windows is not None and windows < 1:
-        raise ValueError(f"windows must be at least 1, got {windows}")
-    if batch_size < 1:
-        raise ValueError(f"batch_size must be at least 1, got {batch_size}")
 
 
 def _scores(
-    model: Decoder, tokens: Tokens, chosen: Sequence[Window], batch_size: int, length: int
+    model: Decoder, tokens: Tokens, chosen: Sequence[Window], batch_size: int, length: int, packed: bool
 ) -> Iterator[list[tuple[Window, np.ndarray]]]:
-    """Yield batches of windows with the nats of what each predicts."""
-    for batch in batches(chosen, batch_size):
-        yield list(zip(batch, losses(model, tokens, batch), strict=True))
+    """Yield batches of `batch_size` windows, or packed rows of them, with the nats of what each window predicts."""
+    if not packed:
+        for batch in batches(chosen, batch_size):
+            yield list(zip(batch, losses(model, tokens, batch), strict=True))
+        return
+    rows = rows_of(chosen, length)
+    while some := list(islice(rows, batch_size)):
+        yield list(zip(chain.from_iterable(some), _losses(model, tokens, some, length), strict=True))
 
 
 def _summed(

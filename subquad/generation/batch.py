@@ -12,6 +12,7 @@ from functools import partial
 import torch
 from torch import Tensor
 
+from subquad.config import check_at_least
 from subquad.generation.generate import Continuation, Finished, checked_prompt, inference, read_piece
 from subquad.generation.sampling import Sampler, SamplingConfig
 from subquad.generation.slots import join, make_slots
@@ -76,9 +77,7 @@ class BatchDecoder:
         prefill_chunk: int = 512,
         compile: bool = False,
     ) -> None:
-        for name, value in (("slots", slots), ("max_context", max_context), ("prefill_chunk", prefill_chunk)):
-            if value < 1:
-                raise ValueError(f"{name} must be at least 1, got {value}")
+        check_at_least(1, slots=slots, max_context=max_context, prefill_chunk=prefill_chunk)
         self.slots = slots
         self.max_context, self._limited_by = _limit(model, max_context)
         self._model = model
@@ -264,8 +263,7 @@ def generate_batch(
     The j-th sample of a prompt has the seed `seed + j`. Raises as `BatchDecoder` does, and `ValueError` for `samples`
     below 1.
     """
-    if samples < 1:
-        raise ValueError(f"samples must be at least 1, got {samples}")
+    check_at_least(1, samples=samples)
     sampling = SamplingConfig() if sampling is None else sampling
     decoder = BatchDecoder(model, slots=slots, max_context=max_context, prefill_chunk=sampling.prefill_chunk)
     requests = []

@@ -13,6 +13,7 @@ from functools import partial
 import torch
 from torch import Tensor
 
+from subquad.config import check_at_least
 from subquad.generation.generate import Continuation, Generation, as_tensor, inference
 from subquad.generation.sampling import SamplingConfig, check_finite
 from subquad.models import Decoder
@@ -47,8 +48,7 @@ def beam_search(
 
     Raises `ValueError` for numbers out of range, as `generate` does, and for logits that are not finite.
     """
-    if beams < 1:
-        raise ValueError(f"beams must be at least 1, got {beams}")
+    check_at_least(1, beams=beams)
     if not math.isfinite(length_penalty):
         raise ValueError(f"length_penalty must be finite, got {length_penalty}")
     sampling = SamplingConfig(max_tokens=max_tokens, temperature=0, prefill_chunk=prefill_chunk)
@@ -62,7 +62,9 @@ def beam_search(
         rows: list[list[int]] = [[]]
         sums_B = torch.zeros(1, dtype=torch.float64)
         for length in range(1, max_tokens + 1):
-            scores_BV = sums_B[:, None] + _log_probabilities(logits_BTV[:, -1])
+            logits_BV = logits_BTV[:, -1].double().cpu()
+            check_finite(logits_BV)
+            scores_BV = sums_B[:, None] + logits_BV.log_softmax(-1)
             going = _split(scores_BV, rows, beams, stops, length**length_penalty, ended)
             if not going or length == max_tokens or _decided(going, ended, beams, length**length_penalty):
                 break
@@ -104,9 +106,3 @@ def _split(
 def _decided(going: Going, ended: list[Beam], beams: int, norm: float) -> bool:
     """Whether enough have ended and the best of those that go on is no better than the worst of them."""
     return len(ended) == beams and going[0][2] / norm <= ended[-1].score
-
-
-def _log_probabilities(logits_BV: Tensor) -> Tensor:
-    logits_BV = logits_BV.double().cpu()
-    check_finite(logits_BV)
-    return logits_BV.log_softmax(-1)

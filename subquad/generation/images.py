@@ -16,6 +16,7 @@ from numpy.typing import NDArray
 from PIL import Image, ImageDraw
 from torch import Tensor
 
+from subquad.config import check_at_least
 from subquad.models.image import START, ImageModel
 from subquad.state import State
 
@@ -60,8 +61,7 @@ def generate_images(
     values would. `progress(done, all)` counts the pixels of all images. Raises `ValueError` for a count or a batch size
     below 1 and a temperature below 0.
     """
-    if count < 1:
-        raise ValueError(f"count must be at least 1, got {count}")
+    check_at_least(1, count=count)
     nothing_NT = torch.zeros(count, model.config.tokens, dtype=torch.uint8)
     return complete_images(
         model,
@@ -93,11 +93,8 @@ def complete_images(
 
     The rest is as in `generate_images`. Raises `ValueError` for images or a mask that do not fit the model, too.
     """
-    for name, value in (("the number of images", len(pixels_NT)), ("batch_size", batch_size)):
-        if value < 1:
-            raise ValueError(f"{name} must be at least 1, got {value}")
-    if not temperature >= 0:
-        raise ValueError(f"temperature must be at least 0, got {temperature}")
+    check_at_least(1, **{"the number of images": len(pixels_NT)}, batch_size=batch_size)
+    check_at_least(0, temperature=temperature)
     tokens = model.config.tokens
     sizes = pixels_NT.shape[1:] == occluded_T.shape == (tokens,)
     if not sizes or pixels_NT.dtype != torch.uint8 or occluded_T.dtype != torch.bool:

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from subquad.config import Config
+from subquad.config import Config, check_at_least
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -36,12 +36,10 @@ class SamplingConfig(Config):
     """Tokens of the prompt that are read at a time."""
 
     def __post_init__(self) -> None:
-        if self.max_tokens < 0:
-            raise ValueError(f"max_tokens must be at least 0, got {self.max_tokens}")
+        check_at_least(0, max_tokens=self.max_tokens)
+        check_at_least(1, top_k=self.top_k, prefill_chunk=self.prefill_chunk)
         if not 0 <= self.temperature < float("inf"):
             raise ValueError(f"temperature must be at least 0 and finite, got {self.temperature}")
-        if self.top_k is not None and self.top_k < 1:
-            raise ValueError(f"top_k must be at least 1, got {self.top_k}")
         if self.top_p is not None and not 0 < self.top_p <= 1:
             raise ValueError(f"top_p must be above 0 and at most 1, got {self.top_p}")
         if self.min_p is not None and not 0 <= self.min_p <= 1:
@@ -50,8 +48,6 @@ class SamplingConfig(Config):
             raise ValueError(f"repetition_penalty must be above 0 and finite, got {self.repetition_penalty}")
         if self.seed is not None and not -(2**63) <= self.seed < 2**64:
             raise ValueError(f"seed must be at least -2**63 and below 2**64, got {self.seed}")
-        if self.prefill_chunk < 1:
-            raise ValueError(f"prefill_chunk must be at least 1, got {self.prefill_chunk}")
 
 
 class Sampler:

@@ -176,8 +176,7 @@ class Engine:
 
     def _end(self, job: Job, limit: Limit) -> None:
         """End a job's sequences as if they had reached their tokens."""
-        if not job.accepted.done():
-            job.accepted.set_result(None)
+        self._accept(job)
         for index in tuple(job.open):
             self._metrics.count_end(limit)
             self._free(job, index)

@@ -91,10 +91,14 @@ def add_handlers(app: FastAPI) -> None:
         message = str(error.detail)
         path, headers = shortened(request.url.path), error.headers
         if error.status_code == 404:
-            message = f"there is nothing at {path}; valid: {', '.join(sorted(_paths(app)))}"
+            paths = {path for path in (getattr(route, "path_format", None) for route in app.routes) if path}
+            message = f"there is nothing at {path}; valid: {', '.join(sorted(paths))}"
         elif error.status_code == 405:
             message = f"{path} does not take {shortened(request.method)}"
-            headers = {"Allow": ", ".join(_methods(app, request.url.path))}
+            # Of all the path's routes: Starlette names the methods of the first.
+            fitting = [route for route in app.routes if isinstance(route, Route)]
+            fitting = [route for route in fitting if route.path_regex.match(request.url.path)]
+            headers = {"Allow": ", ".join(sorted({m for route in fitting for m in route.methods or ()}))}
         elif error.status_code == 400:  # the only one that FastAPI raises: the body could not be read as JSON
             message = "the body is not valid JSON"
         return APIError(error.status_code, message, headers=headers).response()
@@ -111,16 +115,6 @@ def add_handlers(app: FastAPI) -> None:
     app.add_exception_handler(HTTPException, routing)
     app.add_exception_handler(RequestValidationError, invalid)
     app.add_exception_handler(Exception, mistake)
-
-
-def _paths(app: FastAPI) -> set[str]:
-    return {path for path in (getattr(route, "path_format", None) for route in app.routes) if path}
-
-
-def _methods(app: FastAPI, path: str) -> list[str]:
-    """Return the methods that a path takes, of all its routes: Starlette names those of the first."""
-    fitting = [route for route in app.routes if isinstance(route, Route) and route.path_regex.match(path)]
-    return sorted({method for route in fitting for method in route.methods or ()})
 
 
 _METHODS = ("DELETE", "GET", "HEAD", "OPTIONS", "PATCH", "POST", "PUT")
@@ -180,18 +174,15 @@ class Key:
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Pass a request on or answer 401."""
-        closed = scope["type"] == "http" and (scope["path"].startswith("/v1/") or scope["path"] == "/metrics")
-        if closed and not self._fits(Headers(scope=scope).get("authorization", "")):
-            message = "a valid API key is needed, sent as Authorization: Bearer KEY"
-            error = APIError(401, message, headers={"WWW-Authenticate": "Bearer"})
-            await error.response()(scope, receive, send)
-            return
+        if scope["type"] == "http" and (scope["path"].startswith("/v1/") or scope["path"] == "/metrics"):
+            kind, _, key = Headers(scope=scope).get("authorization", "").partition(" ")
+            # In constant time, so that answers do not tell how much of a guess is right.
+            if kind.lower() != "bearer" or not hmac.compare_digest(key.strip().encode("latin-1"), self._key):
+                message = "a valid API key is needed, sent as Authorization: Bearer KEY"
+                error = APIError(401, message, headers={"WWW-Authenticate": "Bearer"})
+                await error.response()(scope, receive, send)
+                return
         await self._app(scope, receive, send)
-
-    def _fits(self, header: str) -> bool:
-        kind, _, key = header.partition(" ")
-        # In constant time, so that answers do not tell how much of a guess is right.
-        return kind.lower() == "bearer" and hmac.compare_digest(key.strip().encode("latin-1"), self._key)
 
 
 class Body:
@@ -229,9 +220,10 @@ class Body:
         await self._app(scope, replay, send)
 
     async def _read(self, scope: Scope, receive: Receive) -> bytes | None:
+        too_large = APIError(413, f"a request may have {self._most} bytes, and this one has more")
         said = Headers(scope=scope).get("content-length", "")
         if said.isdecimal() and int(said) > self._most:
-            raise self._too_large()
+            raise too_large
         body = bytearray()
         while True:
             message = await receive()
@@ -239,12 +231,9 @@ class Body:
                 return None
             body += message.get("body", b"")
             if len(body) > self._most:
-                raise self._too_large()
+                raise too_large
             if not message.get("more_body", False):
                 return bytes(body)
-
-    def _too_large(self) -> APIError:
-        return APIError(413, f"a request may have {self._most} bytes, and this one has more")
 
 
 def _not_unicode(body: bytes) -> str | None:

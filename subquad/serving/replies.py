@@ -25,20 +25,16 @@ class Choice:
         self.finish: Literal["stop", "length"] | None = None
         self._stream = stream
         self._limit: Limit | Literal["stop_string", "stop_token"] | None = None
-        self._tokens = 0
+        self.tokens = 0
+        """Generated so far, a stop token included."""
         self._state_bytes = 0
         self._first = self._last = 0.0
-
-    @property
-    def tokens(self) -> int:
-        """Generated so far, a stop token included."""
-        return self._tokens
 
     def take(self, event: Event) -> str:
         """Return the text that an event brings."""
         text = ""
         if event.token is not None:
-            self._tokens += 1
+            self.tokens += 1
             self._first, self._last = self._first or event.seconds, event.seconds
             self._state_bytes = event.state_bytes
             if event.end != "stop":  # a stop token has no text
@@ -57,9 +53,9 @@ class Choice:
         seconds = self._last - self._first
         return {
             "ended_by": self._limit,
-            "tokens": self._tokens,
+            "tokens": self.tokens,
             "state_bytes": self._state_bytes,
-            "tokens_per_s": round((self._tokens - 1) / seconds, 2) if seconds > 0 else None,
+            "tokens_per_s": round((self.tokens - 1) / seconds, 2) if seconds > 0 else None,
         }
 
 

@@ -80,20 +80,19 @@ def read_template(folder: Path) -> Template | None:
     folder = folder.resolve()
     homes = [folder, folder.parent.parent] if folder.parent.name == "checkpoints" else [folder]
     for home in homes:
-        settings = _read_json(home / "tokenizer_config.json")
-        file = home / "chat_template.jinja"
+        config, file = home / "tokenizer_config.json", home / "chat_template.jinja"
+        settings = read_json_mapping(config) if config.is_file() else {}
         source = read_text(file) if file.is_file() else _template_of(settings)
         if source is not None:
-            names = ("bos_token", "eos_token", "unk_token", "pad_token")
-            tokens = {name: _content(settings[name], home, name) for name in names if settings.get(name)}
+            tokens: dict[str, str] = {}
+            for name in ("bos_token", "eos_token", "unk_token", "pad_token"):
+                if token := settings.get(name):
+                    content = token.get("content") if isinstance(token, dict) else token
+                    if not isinstance(content, str):
+                        raise ValueError(f"{config}: {name} must be a text, got {content!r}")
+                    tokens[name] = content
             return Template(source, tokens)
     return None
-
-
-def _read_json(file: Path) -> dict[str, Any]:
-    if not file.is_file():
-        return {}
-    return read_json_mapping(file)
 
 
 def _template_of(settings: dict[str, Any]) -> str | None:
@@ -103,10 +102,3 @@ def _template_of(settings: dict[str, Any]) -> str | None:
         named = [item for item in found if isinstance(item, dict) and item.get("name") == "default"]
         found = next((item.get("template") for item in named), None)
     return found if isinstance(found, str) else None
-
-
-def _content(token: Any, home: Path, name: str) -> str:
-    content = token.get("content") if isinstance(token, dict) else token
-    if not isinstance(content, str):
-        raise ValueError(f"{home / 'tokenizer_config.json'}: {name} must be a text, got {content!r}")
-    return content

@@ -191,7 +191,9 @@ def make_blocks(
     missing = [number for number in numbers if read_block(folder, number) is None]
     count, report = len(numbers) - len(missing), done or (lambda _: None)
     report(count)
-    workers = min(usable_cpus() if workers is None else workers, len(missing))
+    if workers is None:
+        workers = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    workers = min(workers, len(missing))
     if workers <= 1:
         for number in missing:
             _make(maker, options, seed, folder, number)
@@ -207,7 +209,9 @@ def make_blocks(
             os.close(writing)
         try:
             for line in lines:  # ends when no child is left
-                _raise_failure(line)
+                if line.startswith("{"):  # no number of a block but what a child has failed with
+                    failure = json.loads(line)
+                    raise (ValueError if failure["kind"] == "ValueError" else RuntimeError)(failure["message"])
                 count += 1
                 report(count)
         finally:
@@ -216,11 +220,6 @@ def make_blocks(
                 child.wait()
     if count < len(numbers):
         raise RuntimeError(f"a process that makes data has ended early: {len(numbers) - count} blocks are missing")
-
-
-def usable_cpus() -> int:
-    """Return the CPUs that this process may use."""
-    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
 def read_block(folder: Path, number: int) -> Labelled | None:
@@ -266,13 +265,6 @@ def _start(task: dict[str, Any], output: int) -> subprocess.Popen[str]:
     with suppress(BrokenPipeError), child.stdin:  # one that has failed is missed by its blocks
         child.stdin.write(json.dumps(task))
     return child
-
-
-def _raise_failure(line: str) -> None:
-    """Raise what a child has failed with; a line without a failure is the number of a block that is made."""
-    if line.startswith("{"):
-        failure = json.loads(line)
-        raise (ValueError if failure["kind"] == "ValueError" else RuntimeError)(failure["message"])
 
 
 def main() -> None:

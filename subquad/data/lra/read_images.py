@@ -41,11 +41,8 @@ def grey_images(config: LabelledConfig, report: Progress) -> Contents:
         everything = np.setdiff1d(everything, out)
     else:
         held_out = _pieces(test, np.arange(len(_labels(test))))
-    parts = {
-        "train": _pieces(train, everything),
-        "held_out": held_out,
-        "test": _pieces(test, np.arange(len(_labels(test)))),
-    }
+    tested = _pieces(test, np.arange(len(_labels(test))))
+    parts = {"train": _pieces(train, everything), "held_out": held_out, "test": tested}
     return Contents(dict(parts), train.classes, 1 << 8)
 
 
@@ -116,7 +113,10 @@ def _rows(folder: Path, listed: Path) -> Iterator[_Row]:
         array = load_array(raw, listed)
         if array.ndim != 2:
             raise ValueError(f"{listed} must be a table, a row for each image, got an array of shape {array.shape}")
-        table = [[_word(cell) for cell in line] for line in array]
+        table = [
+            [cell.decode("utf-8", "replace") if isinstance(cell, bytes) else str(cell) for cell in line]
+            for line in array
+        ]
     else:
         table = [line.split() for line in raw.decode("utf-8", "replace").splitlines() if line.strip()]
     for number, line in enumerate(table, 1):
@@ -129,10 +129,6 @@ def _rows(folder: Path, listed: Path) -> Iterator[_Row]:
         if not (folder / path / name).is_file():
             raise FileNotFoundError(f"{where} names {folder / path / name}, which is not there")
         yield _Row(where, folder / path / name, is_label(where, label, ("0", "1")))
-
-
-def _word(cell: object) -> str:
-    return cell.decode("utf-8", "replace") if isinstance(cell, bytes) else str(cell)
 
 
 def _images(rows: list[_Row], size: int, part: str, report: Progress) -> Iterator[tuple[np.ndarray, int]]:

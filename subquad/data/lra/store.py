@@ -22,6 +22,7 @@ from torch.utils.data import Dataset
 from subquad.config import digest
 from subquad.data.files import Progress, cache_folder, fill_once, usable, write_json
 from subquad.data.shards import ShardWriter, TokenShard
+from subquad.data.windows import check_index
 from subquad.parsing import check_keys, read_json
 
 Item = TypeVar("Item")
@@ -134,15 +135,8 @@ def write_store(
         checksums[part].append(_write(folder / f"{part}.labels", labels.astype("<u2")))
         if isinstance(given, Pairs):
             checksums[part].append(_write(folder / f"{part}.pairs", given.which.astype("<i8")))
-    values = {
-        "version": VERSION,
-        "source": source,
-        "classes": list(classes),
-        "vocab_size": vocab_size,
-        "pairs": pairs,
-        "sha256": checksums,
-    }
-    write_json(folder / "manifest.json", values)
+    values = {"version": VERSION, "source": source, "classes": list(classes), "vocab_size": vocab_size}
+    write_json(folder / "manifest.json", {**values, "pairs": pairs, "sha256": checksums})
 
 
 def _check_classes(part: str, labels: np.ndarray, classes: Sequence[str], source: str) -> None:
@@ -248,8 +242,7 @@ class Sequences(Dataset[dict[str, Tensor]]):
         return len(self.chosen)
 
     def __getitem__(self, index: int) -> dict[str, Tensor]:
-        if not 0 <= index < len(self):
-            raise IndexError(f"example {index} is out of range: there are {len(self)}")
+        check_index(self, index, "example")
         item = {"labels": torch.tensor(int(self.labels[index]))}
         for i, name in enumerate(("", "pair_")[: 1 + self.pairs]):
             tokens = self.sequence(index, i)

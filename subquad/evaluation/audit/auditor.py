@@ -13,7 +13,7 @@ from typing import Any, Literal
 import torch
 from torch import nn
 
-from subquad.config import Config
+from subquad.config import Config, check_at_least
 from subquad.evaluation.audit import checks
 from subquad.evaluation.audit.adapters import Adapter, adapter_for, device_of
 from subquad.evaluation.audit.case import Case, compare, limit
@@ -46,12 +46,9 @@ class AuditConfig(Config):
 
     def __post_init__(self) -> None:
         for name, least in (("tokens", 4), ("batch", 2), ("long", 0), ("repeats", 1), ("vocab_size", 2)):
-            value = getattr(self, name)
-            if value is not None and value < least:
-                raise ValueError(f"{name} must be at least {least}, got {value}")
+            check_at_least(least, **{name: getattr(self, name)})
         for context in self.contexts:
-            if context < 1:
-                raise ValueError(f"contexts must be at least 1, got {context}")
+            check_at_least(1, contexts=context)
 
 
 logger = logging.getLogger(__name__)
@@ -117,7 +114,14 @@ def audit(
         )
     order = list(CHECKS)
     done = tuple(sorted(audited.checks, key=lambda check: order.index(check.name)))
-    return AuditReport(_named(model), config.to_dict(), arithmetic, done, _versions())
+    named = f"{type(model).__name__} ({sum(p.numel() for p in model.parameters()):,} parameters)"
+    versions = {
+        "subquad": __version__,
+        "torch": torch.__version__,
+        "transformers": version("transformers"),
+        "python": platform.python_version(),
+    }
+    return AuditReport(named, config.to_dict(), arithmetic, done, versions)
 
 
 def replay(model: nn.Module, report: AuditReport, /, *, adapter: Adapter | None = None) -> list[Replayed]:
@@ -265,17 +269,3 @@ def _same_random_state(model: nn.Module) -> Iterator[None]:
     device = device_of(model)
     with torch.random.fork_rng([device] if device.type == "cuda" else []):
         yield
-
-
-def _named(model: nn.Module) -> str:
-    parameters = sum(p.numel() for p in model.parameters())
-    return f"{type(model).__name__} ({parameters:,} parameters)"
-
-
-def _versions() -> dict[str, str]:
-    return {
-        "subquad": __version__,
-        "torch": torch.__version__,
-        "transformers": version("transformers"),
-        "python": platform.python_version(),
-    }

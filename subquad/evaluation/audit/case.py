@@ -186,14 +186,16 @@ def _compare_repeatable(probe: Probe, case: Case) -> Deltas:
 
 def _compare_causality(probe: Probe, case: Case) -> Deltas:
     found = positions(delta(probe.full(case.tokens), probe.full(case.changed)), len(case.tokens[0]))
-    first_B = torch.tensor([first_change(a, b) for a, b in zip(case.tokens, case.changed, strict=True)])
+    first_B = torch.tensor(
+        [min(differing(a, b), default=len(a)) for a, b in zip(case.tokens, case.changed, strict=True)]
+    )
     before = found.position_N < first_B[found.row_N]
     return Deltas(*(values[before] for values in found))
 
 
-def first_change(row: Sequence[int], other: Sequence[int]) -> int:
-    """Return the first position where two rows differ; their length where none does."""
-    return next((t for t, (a, b) in enumerate(zip(row, other, strict=True)) if a != b), len(row))
+def differing(row: Sequence[int], other: Sequence[int]) -> list[int]:
+    """Return the positions where two rows differ."""
+    return [t for t, (a, b) in enumerate(zip(row, other, strict=True)) if a != b]
 
 
 def _compare_truncation(probe: Probe, case: Case) -> Deltas:
@@ -382,7 +384,7 @@ def _smaller_causality(case: Case) -> Iterator[Case]:
         if shorter.tokens != shorter.changed:
             yield shorter
     row, other = case.tokens[0], case.changed[0]
-    places = [t for t, (a, b) in enumerate(zip(row, other, strict=True)) if a != b]
+    places = differing(row, other)
     if len(places) > 1:
         for kept in (places[len(places) // 2 :], places[: len(places) // 2], *([t] for t in places)):
             yield replace(case, changed=(tuple(other[t] if t in kept else row[t] for t in range(len(row))),))

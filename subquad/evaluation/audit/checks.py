@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from subquad.evaluation.audit.case import Case, Deltas, Rows, compare, delta, fails, limit, shrink
+from subquad.evaluation.audit.case import Case, Deltas, Rows, compare, delta, differing, fails, limit, shrink
 from subquad.evaluation.audit.probe import Probe, Refused, Tokens
 from subquad.evaluation.audit.report import Check, Verdict
 
@@ -367,7 +367,7 @@ def _violation(audited: Audited, leaks: list[Leak], tried: Sequence[int]) -> Che
         case = case if audited.failing(case) else first.case
     short = shrink(case, audited.failing)
     where: dict[str, Any] = compare(audited.probe, short).first(audited.band)
-    later = [t for t, (a, b) in enumerate(zip(short.tokens[0], short.changed[0], strict=True)) if a != b]
+    later = differing(short.tokens[0], short.changed[0])
     length = len(short.tokens[0])
     where |= {"token": later[0], "tokens": later, "distance": later[0] - where["output"], "length": length}
     where |= {"lengths": [leak.length for leak in leaks], "first_length": len(row)}
