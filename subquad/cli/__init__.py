@@ -90,11 +90,14 @@ def main(arguments: Sequence[str] | None = None) -> int:
         sys.stderr.write(f"error: {message}\nsee subquad --help\n")
         return 2
     arguments.remove(command)
-    return guarded(
-        lambda rest: int(importlib.import_module(COMMANDS[command]).run(rest)),
-        arguments,
-        informs=command in ("train", "extend"),
-    )
+    return guarded(lambda rest: _run(command, rest), arguments, informs=command in ("train", "extend"))
+
+
+def _run(command: str, arguments: list[str]) -> int:
+    """Load the command's module, which loads torch, and run it in a process that keeps freed memory."""
+    module = importlib.import_module(COMMANDS[command])
+    importlib.import_module("subquad.memory").keep_freed_memory()
+    return int(module.run(arguments))
 
 
 def guarded(run: Callable[[list[str]], int], arguments: Sequence[str], *, informs: bool = False) -> int:

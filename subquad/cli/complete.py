@@ -31,7 +31,6 @@ from subquad.evaluation import ImageEvaluation, evaluate_images
 from subquad.evaluation.images import train_reader
 from subquad.generation import SamplingConfig, complete_images
 from subquad.generation.images import DrawnImages, occluded, picture_of
-from subquad.memory import keep_freed_memory
 
 MOST_AT_ONCE = 16
 """Images whose bits are measured at once."""
@@ -181,7 +180,6 @@ def prepare(asked: Namespace) -> Subject:
 def complete(subject: Subject, asked: Namespace) -> Completions:
     """Draw the completions and measure."""
     pixels_NT, occluded_T = subject.pixels, subject.occluded
-    keep_freed_memory()
     drawn = complete_images(
         subject.loaded.model,
         pixels_NT.repeat_interleave(asked.samples, 0),

@@ -24,7 +24,6 @@ from subquad.generation import BatchDecoder, Generation, SamplingConfig, TextStr
 from subquad.generation.batch import continue_together
 from subquad.generation.images import picture_of, square
 from subquad.generation.stream import StopStrings
-from subquad.memory import keep_freed_memory
 from subquad.models import Decoder
 from subquad.models.stacks import Decode
 from subquad.parsing import read_json_mapping
@@ -430,7 +429,6 @@ def _draw_images(parser: Parser, asked: Namespace) -> None:
         sampling = SamplingConfig(temperature=asked.temperature, seed=asked.seed)
         out = picture_file(asked.out, Path(asked.run) / "images.png")
     seed = int.from_bytes(os.urandom(4), "little") if sampling.seed is None else sampling.seed
-    keep_freed_memory()
     with parser.checking():
         loaded = training.runs.load_image_run(asked.run, asked.device, asked.adapter)
     drawn = generate_images(

@@ -16,7 +16,7 @@ from subquad import training
 from subquad.cli.arguments import Parser, data_is_a_path, files_first
 from subquad.cli.finishing import finish
 from subquad.config import read_mapping
-from subquad.memory import free_threads, keep_freed_memory
+from subquad.memory import free_threads
 from subquad.training.config import TrainConfig
 from subquad.training.processes import check_parallel, leave, trains_on_cpu, world_size
 from subquad.training.tasks import TASKS, check
@@ -32,7 +32,6 @@ def run(arguments: Sequence[str]) -> int:
         TASKS[config.task].check_source(config)
         check(config)
         check_parallel(config)
-    keep_freed_memory()
     result = training.train(with_threads(config), console=Console(stderr=True))
     leave()
     if int(os.environ.get("RANK", "0")) != 0:

@@ -123,6 +123,7 @@ def cost_of(
     from torch.utils.flop_counter import FlopCounterMode  # it loads triton
 
     flops.register()
+    before = _Recording.calls
     calls = _Recording.calls = []
     try:
         with _without_data(module, training=False) as call, FlopCounterMode(display=False) as counter:
@@ -133,7 +134,7 @@ def cost_of(
                 out.sum().backward()
             backward = counter.get_total_flops() - forward
     finally:
-        _Recording.calls = None
+        _Recording.calls = before
     return Cost(
         tokens=tokens,
         score_entries=sum(scores.computed() for scores in calls),

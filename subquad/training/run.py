@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from rich.console import Console
@@ -26,6 +26,9 @@ from subquad.training.saving import CHECKPOINTS, begin_rng, rng_files
 from subquad.training.task import Data, Task
 from subquad.training.tasks import prepare_task
 
+if TYPE_CHECKING:
+    from subquad.hf import SubquadForCausalLM, SubquadForImages, SubquadForPreTraining, SubquadForSequenceClassification
+
 logger = logging.getLogger(__name__)
 
 CONFIG, CURVES = "config.yaml", "curves.png"
@@ -39,7 +42,7 @@ class RunResult:
     folder: Path
     config: TrainConfig
     """The configuration with the tokenizer's vocabulary size filled in, as `config.yaml` has it."""
-    model: Any
+    model: SubquadForCausalLM | SubquadForImages | SubquadForPreTraining | SubquadForSequenceClassification
     """The model of `subquad.hf` (or of transformers) after the last step; sharded in processes other than the first,
     where `parallel.shard` made it so."""
     corpus: Data

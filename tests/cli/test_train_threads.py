@@ -11,6 +11,7 @@ import pytest
 import torch
 
 from subquad import memory
+from subquad.cli import main
 from subquad.cli import train as command
 from subquad.training import TrainConfig
 
@@ -100,7 +101,7 @@ def test_the_command_keeps_freed_memory_and_the_number_of_threads(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     kept: list[bool] = []
-    monkeypatch.setattr(command, "keep_freed_memory", lambda: kept.append(True))
+    monkeypatch.setattr(memory, "keep_freed_memory", lambda: kept.append(True))
     monkeypatch.setattr(command, "free_threads", lambda: 1)
     arguments = [
         *("--task", "probe", "--model.dim", "8", "--model.num_layers", "1", "--model.num_heads", "1"),
@@ -119,6 +120,6 @@ def test_the_command_keeps_freed_memory_and_the_number_of_threads(
         *("--probe.held_out", "2", "--batch.length", "10", "--batch.size", "2", "--schedule.warmup", "0"),
         *("--run.steps", "1", "--run.device", "cpu", "--run.folder", str(tmp_path / "run")),
     ]
-    assert command.run(arguments) == 0
+    assert main(["train", *arguments]) == 0
     assert kept == [True]
     assert TrainConfig.from_file(tmp_path / "run" / "config.yaml").run.threads == 1
