@@ -189,6 +189,7 @@ def _options(config: DecoderConfig, name: str, cls: type[Attention], causal: boo
 
 
 def check_options(config: DecoderConfig) -> None:
+    """Raise `ValueError` or `TypeError` for options of a mechanism or a stack that it does not take."""
     for name, options in config.options.items():
         if name in STACKS:
             STACKS[name].options.from_dict(options, where=f"options.{name}")
