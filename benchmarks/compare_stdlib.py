@@ -17,9 +17,10 @@ from typing import Any
 import torch
 from rich.console import Console
 
+from benchmarks.report import described
 from subquad.data import Corpus
 from subquad.evaluation import evaluate
-from subquad.evaluation.provenance import described, provenance
+from subquad.evaluation.provenance import provenance
 from subquad.recipes import recipe_path
 from subquad.training import TrainConfig, train
 from subquad.training.progress import read_metrics

@@ -10,9 +10,10 @@ from typing import Any, Literal
 
 from jsonargparse import Namespace
 
+from benchmarks.report import described
 from subquad.cli.arguments import Parser, check_output
 from subquad.cli.tables import print_table, write_json
-from subquad.evaluation.provenance import described, provenance
+from subquad.evaluation.provenance import provenance
 from subquad.generation.images import generate_images
 from subquad.memory import keep_freed_memory
 from subquad.training.runs import LoadedImageModel, load_image_run

@@ -9,11 +9,15 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
-from subquad.evaluation.provenance import described
 from subquad.parsing import check_keys, read_json
 
 What = Literal["ops", "model", "decode"]
 Row = dict[str, Any]
+
+
+def described(machine: Mapping[str, Any]) -> str:
+    """Return the machine of a record's provenance in a few words."""
+    return machine.get("gpu") or f"{machine.get('cpu', 'a CPU')}, PyTorch threads: {machine.get('threads', '?')}"
 
 
 class Grid(NamedTuple):

@@ -14,10 +14,10 @@ from typing import Any
 
 import pages
 
+from benchmarks.report import described
 from subquad.adaptation.conversion_report import STAGES
 from subquad.cli.convert import context_range
 from subquad.cli.tables import size
-from subquad.evaluation.provenance import described
 
 RESULT = pages.RESULTS / "convert.json"
 COMMON = "subquad convert runs/stories260K --data runs/stories.zip --batch.size 4 --threads 1"

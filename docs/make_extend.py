@@ -14,8 +14,8 @@ from typing import Any
 
 import pages
 
+from benchmarks.report import described
 from subquad.adaptation import extension_report
-from subquad.evaluation.provenance import described
 
 KINDS = ("llp", "shifted")
 TOLD = ("rope", "attention", "options", "steps", "held_out_tokens", "summary", "provenance")

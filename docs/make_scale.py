@@ -21,9 +21,10 @@ import torch
 import torch.distributed as distributed
 from torch import multiprocessing
 
+from benchmarks.report import described
 from benchmarks.timing import Run, Timing, interleave
 from subquad.cli.tables import size
-from subquad.evaluation.provenance import described, machine, versions
+from subquad.evaluation.provenance import machine, versions
 from subquad.memory import keep_freed_memory, peak_bytes
 from subquad.models import Decoder, DecoderConfig
 from subquad.parallel import ContextGroup, context_parallel

@@ -9,6 +9,7 @@ import dataclasses
 import difflib
 import hashlib
 import json
+import math
 import re
 import types
 import typing
@@ -26,6 +27,20 @@ def check_at_least(least: float, prefix: str = "", /, **numbers: float | None) -
     for name, value in numbers.items():
         if value is not None and not value >= least:
             raise ValueError(f"{prefix}{name} must be at least {least}, got {value}")
+
+
+def check_positive(prefix: str = "", /, **numbers: float | None) -> None:
+    """Raise `ValueError` for a number that is not above 0 and finite, by its name after `prefix`; None is left out."""
+    for name, value in numbers.items():
+        if value is not None and not (value > 0 and math.isfinite(value)):
+            raise ValueError(f"{prefix}{name} must be a positive number, got {value}")
+
+
+def check_fraction(prefix: str = "", /, **numbers: float | None) -> None:
+    """Raise `ValueError` for a number outside `[0, 1]`, by its name after `prefix`; None is left out."""
+    for name, value in numbers.items():
+        if value is not None and not 0 <= value <= 1:
+            raise ValueError(f"{prefix}{name} must lie between 0 and 1, got {value}")
 
 
 def suggest(word: str, choices: Iterable[str]) -> str:

@@ -179,7 +179,7 @@ def test_tensors_of_the_engines_are_positional_only():
         assert all(p.kind is inspect.Parameter.POSITIONAL_ONLY for p in required), engine.__name__
 
 
-@pytest.mark.parametrize("package", ["subquad"])
+@pytest.mark.parametrize("package", ["subquad", "subquad.adaptation", "subquad.training"])
 def test_lazy_packages_show_their_names_and_refuse_others(package):
     module = importlib.import_module(package)
     assert dir(module) == module.__all__

@@ -30,3 +30,7 @@ __getattr__ = facade(
         "replace_attention": "replace",
     },
 )
+
+
+def __dir__() -> list[str]:
+    return __all__

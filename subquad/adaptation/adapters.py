@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import os
 import shutil
 from collections.abc import Sequence
@@ -13,16 +14,17 @@ from typing import Any
 import torch
 from safetensors import SafetensorError, safe_open
 from torch import nn
-from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
+from transformers import AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
 from transformers.utils.logging import disable_progress_bar
 
 from subquad.adaptation import extended
 from subquad.data.files import MODEL_FILES
-from subquad.hf import lora, register
+from subquad.hf import lora
 from subquad.hf.loading import read_config
 from subquad.parsing import read_json_mapping
 from subquad.training.checkpoint import share
 from subquad.training.config import LoraConfig, TrainConfig
+from subquad.training.processes import device_type
 
 
 @dataclass(frozen=True)
@@ -114,11 +116,7 @@ def _numbers(files: Sequence[Path]) -> int:
     total = 0
     for file in files:
         with safe_open(file, framework="numpy") as tensors:
-            for name in tensors.keys():  # noqa: SIM118 (it is no mapping)
-                numbers = 1
-                for length in tensors.get_slice(name).get_shape():
-                    numbers *= length
-                total += numbers
+            total += sum(math.prod(tensors.get_slice(name).get_shape()) for name in tensors.keys())  # noqa: SIM118
     return total
 
 
@@ -185,17 +183,6 @@ def open_merging(run: str, out: str, base: str | None) -> Merging:
 
 
 def open_foreign(folder: str, device: str) -> tuple[nn.Module, PreTrainedTokenizerBase]:
-    """Return a causal language model of transformers, or an extension of one, with its tokenizer.
-
-    `device` is `cpu`, or `auto` for a GPU where PyTorch finds one.
-    """
-    register()
-    model: Any
-    if lora.is_extension(folder):  # transformers would put its adapter on the model with the original's positions
-        model = extended.open_extension(folder).get_base_model().eval()
-    else:
-        model = AutoModelForCausalLM.from_pretrained(
-            folder, local_files_only=True, trust_remote_code=False, use_safetensors=True
-        ).eval()
-    model.to("cuda" if device == "auto" and torch.cuda.is_available() else "cpu")
+    """Return what `extended.load_causal` returns, with its tokenizer, on `device`: `cpu`, or `auto`."""
+    model = extended.load_causal(folder).eval().to(device_type(device))
     return model, AutoTokenizer.from_pretrained(folder, local_files_only=True, trust_remote_code=False)

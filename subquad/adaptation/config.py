@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-import math
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
-from subquad.config import Config, check_at_least
+from subquad.config import Config, check_at_least, check_fraction, check_positive
 from subquad.data.config import DataConfig
 from subquad.training.config import BatchConfig, OptimizerConfig, RunConfig
 from subquad.training.schedule import ScheduleConfig
@@ -127,11 +126,10 @@ class ExtendConfig(Config):
             raise ValueError("keep_attention=true has no effect with attention=full; leave one out")
 
 
-MECHANISMS = ("latte_macchiato", "linear", "llp", "window")
 WINDOWED = ("latte_macchiato",)
-"""Those whose window is a branch that training can close."""
-NEW = {"latte_macchiato": "latents", "linear": "feature maps"}
-"""Those that have parameters which full attention has not."""
+"""Mechanisms whose window is a branch that training can close."""
+NEW = ("latte_macchiato", "linear")
+"""Mechanisms with parameters that full attention lacks."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -150,8 +148,8 @@ class MatchConfig(Config):
 
     def __post_init__(self) -> None:
         self.check_least("match", steps=1)
-        _positive("match.lr", self.lr)
-        _probability("match.window_dropout", self.window_dropout)
+        check_positive("match.", lr=self.lr)
+        check_fraction("match.", window_dropout=self.window_dropout)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -171,8 +169,8 @@ class TuneConfig(Config):
 
     def __post_init__(self) -> None:
         self.check_least("lora", rank=1, steps=1, alpha=1)
-        _positive("lora.lr", self.lr)
-        _probability("lora.window_dropout", self.window_dropout)
+        check_positive("lora.", lr=self.lr)
+        check_fraction("lora.", window_dropout=self.window_dropout)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -258,13 +256,3 @@ class ConvertConfig(Config):
         chosen: float | None = getattr(self, stage).window_dropout
         usual = {"match": 0.5, "lora": 0.25}[stage] if self.attention in WINDOWED else 0.0
         return usual if chosen is None else chosen
-
-
-def _positive(name: str, value: float) -> None:
-    if not (value > 0 and math.isfinite(value)):
-        raise ValueError(f"{name} must be a positive number, got {value}")
-
-
-def _probability(name: str, value: float | None) -> None:
-    if value is not None and not 0 <= value <= 1:
-        raise ValueError(f"{name} must lie between 0 and 1, got {value}")

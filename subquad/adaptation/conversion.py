@@ -23,6 +23,7 @@ from subquad.hf import SubquadConfig, SubquadForCausalLM, lora
 from subquad.models import Decoder
 from subquad.parsing import read_json_mapping
 from subquad.training.checkpoint import replace_folder, share, write_atomically
+from subquad.training.processes import device_type
 
 SETTINGS, RECORD = "conversion.json", "stage.json"
 NAMES = ("original", "replaced", "matched", "tuned")
@@ -98,7 +99,7 @@ class Conversion:
         self.config = config
         self.progress = progress
         self.source: Source = load_source(folder)
-        self.device = "cuda" if config.device == "auto" and torch.cuda.is_available() else "cpu"
+        self.device = device_type(config.device)
         self.teacher = self.source.decoder.to(self.device)
         self.layers = replaced_layers(self.teacher.config.num_layers, config.keep_every)
         replacement = self._replace()

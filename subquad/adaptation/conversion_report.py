@@ -15,8 +15,6 @@ STAGES = {
     "matched": "after matching",
     "tuned": "after LoRA",
 }
-REACH = {"latte_macchiato": "width", "llp": "segment", "window": "width"}
-"""The option that says how many tokens a replaced layer sees by softmax."""
 IDLE = 0.01
 """Nats a token: a branch without which the loss changes by less carries nothing worth having."""
 Report = Mapping[str, Any]
@@ -31,31 +29,26 @@ def explain(report: Report) -> list[str]:
         f"The result {verb} {abs(gap):.4f} nats a token: perplexity {first['perplexity']:.3f} became "
         f"{last['perplexity']:.3f}."
     ]
-    reach = softmax_reach(report)
+    reach = reach_of(report["attention"], report["options"])
     if reach is not None and (gap > 0 or all(part["start"] < reach for part in report["gap"]["by_position"])):
         said.append(_beyond(report, reach))
     return [*said, _branches(last["branches"])]
 
 
-def softmax_reach(report: Report) -> int | None:
-    """Return how many tokens a replaced layer sees by softmax; None where it has no softmax."""
-    return reach_of(report["attention"], report["options"])
-
-
 def reach_of(attention: str, options: Mapping[str, Any]) -> int | None:
     """Return how many tokens the mechanism sees by softmax with these options; None where it has no softmax."""
-    option = REACH.get(attention)
-    if option is None:
+    kind = mechanism(attention)
+    if kind.softmax_reach is None:
         return None
-    return int(options.get(option, mechanism(attention).Config.__dataclass_fields__[option].default))
+    return int(options.get(kind.softmax_reach, kind.Config.__dataclass_fields__[kind.softmax_reach].default))
 
 
 def check_reach(attention: str, options: Mapping[str, Any], length: int) -> None:
-    """Raise `ValueError` where `llp` or `window` would see all of the windows that are trained on and measured."""
-    reach = reach_of(attention, options)
-    if attention in ("llp", "window") and reach is not None and reach >= length:
+    """Raise `ValueError` where a mechanism of one source would see whole windows of `length` tokens."""
+    reach, kind = reach_of(attention, options), mechanism(attention)
+    if not kind.branches and reach is not None and reach >= length:
         raise ValueError(
-            f"options.{attention}.{REACH[attention]}={reach} must be below batch.length={length}: in no window would "
+            f"options.{attention}.{kind.softmax_reach}={reach} must be below batch.length={length}: in no window would "
             "there be anything to leave out"
         )
 
@@ -65,7 +58,7 @@ def _beyond(report: Report, reach: int) -> str:
     far = _mean([part for part in parts if part["start"] >= reach])
     near = _mean([part for part in parts if part["start"] < reach])
     ways = ["layer upon layer"]
-    ways += ["through latents"] if report["attention"] == "latte_macchiato" else []
+    ways += [f"through {branch}" for branch in mechanism(report["attention"]).branches if branch != "window"]
     ways += ["through the kept layers"] if report["layers"]["kept"] else []
     if far is None:
         return f"No range has {reach} tokens of context or more: a replaced layer's softmax sees nearly all there is."

@@ -225,7 +225,7 @@ def load_causal(folder: str) -> nn.Module:
     config: Any = read_config(place)
     kind = config.model_type
     if config.is_encoder_decoder:
-        raise ValueError(f"{folder} holds an encoder-decoder ({kind}): an audit is for causal language models")
+        raise ValueError(f"{folder} holds an encoder-decoder ({kind}), no causal language model")
     if type(config) not in MODEL_FOR_CAUSAL_LM_MAPPING:
         raise ValueError(f"{folder} holds no causal language model: AutoModelForCausalLM knows none of type {kind!r}")
     if adapted and isinstance(config, SubquadConfig):

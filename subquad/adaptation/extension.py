@@ -6,6 +6,7 @@ import copy
 import dataclasses
 import logging
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -174,19 +175,16 @@ def _train(
         run=config.run,
     )
 
-    def task(values: TrainConfig, console: Console | None) -> Task:
-        return _task(values, config, folder, scaled, console, parts)
-
-    return train(values, console=console, prepare=task)
+    return train(values, console=console, prepare=partial(_task, config, folder, scaled, parts))
 
 
 def _task(
-    values: TrainConfig,
     config: ExtendConfig,
     folder: Path,
     scaled: PreTrainedConfig,
-    console: Console | None,
     parts: int,
+    values: TrainConfig,
+    console: Console | None,
 ) -> Task:
     """Read and cut the text, each window into `parts`; the model is made from the original's weights.
 

@@ -81,8 +81,7 @@ def new_config(config: DecoderConfig, name: str, layers: tuple[int, ...], option
     names = [name if i in layers else "full" for i in range(config.num_layers)]
     known = mechanism(name).Config.__dataclass_fields__
     chosen = {key: value for key, value in config.options.get("full", {}).items() if key in known}
-    if name == "linear":
-        chosen |= {"feature_map": "learned", "rotary": config.position == "rope"}
+    chosen |= mechanism(name).options_after_full(rotary=config.position == "rope")
     kv_heads = config.num_kv_heads
     if kv_heads is not None and "num_kv_heads" not in known and "full" not in names:
         kv_heads = None

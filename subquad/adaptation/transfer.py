@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from itertools import pairwise
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
@@ -130,29 +130,35 @@ class Curve:
 
 
 def optimise(
+    model: nn.Module,
     parameters: Sequence[nn.Parameter],
-    loss_of: Callable[[int], Tensor],
-    *,
-    stage: str,
-    steps: int,
-    lr: float,
-    accumulation: int,
-    progress: Progress | None,
+    loss_of: Callable[[Tensor], Tensor],
+    batches: Callable[[int], Tensor],
+    config: ConvertConfig,
+    stage: Literal["match", "lora"],
+    generator: torch.Generator,
+    progress: Progress | None = None,
 ) -> Curve:
-    """Train by AdamW without decay on `loss_of(number)`, the losses of `accumulation` numbers a step, counted from 0.
+    """Train `parameters` of `model` by AdamW without decay on `loss_of(batch)`, by the settings of a stage.
 
-    The rate warms up over a twentieth of the steps and falls by half a cosine to a tenth. Raises `NonFiniteError` for
-    a loss that is not finite, before the step.
+    The rate warms up over a twentieth of the steps and falls by half a cosine to a tenth. Windows are closed with a
+    probability that falls to 0, drawn from `generator`. Raises `NonFiniteError` for a loss that is not finite, before
+    the step.
     """
+    settings, accumulation = getattr(config, stage), config.batch.accumulation
+    lr, steps = settings.lr, settings.steps
     schedule = ScheduleConfig(warmup=steps // 20)
     optimizer = torch.optim.AdamW(parameters, lr=lr, betas=(0.9, 0.95), weight_decay=0.0)
+    dropped, device = config.window_dropout(stage), parameters[0].device
     losses: list[float] = []
     for step in range(steps):
         optimizer.param_groups[0]["lr"] = lr * schedule.factor(step, steps)
         optimizer.zero_grad(set_to_none=True)
         total = 0.0
         for number in range(step * accumulation, (step + 1) * accumulation):
-            loss = loss_of(number) / accumulation
+            tokens_BT = batches(number).to(device)
+            with windows_dropped(model, dropped * (1 - step / max(1, steps - 1)), generator):
+                loss = loss_of(tokens_BT) / accumulation
             loss.backward()
             total += float(loss.detach())
         if not math.isfinite(total):
@@ -184,25 +190,13 @@ def match(
         for name, parameter in student.named_parameters()
         if (name in new if config.match.train == "new" else name.startswith(prefixes))
     ]
-    steps, device = config.match.steps, next(student.parameters()).device
-    dropped = config.window_dropout("match")
+
+    def loss_of(tokens_BT: Tensor) -> Tensor:
+        return torch.stack(attention_errors(teacher, student, layers, tokens_BT[:, :-1])).mean()
+
     generator = torch.Generator().manual_seed(config.seed + 1)
-
-    def loss_of(number: int) -> Tensor:
-        tokens_BT = batches(number)[:, :-1].to(device)
-        with windows_dropped(student, falling(dropped, number // config.batch.accumulation, steps), generator):
-            return torch.stack(attention_errors(teacher, student, layers, tokens_BT)).mean()
-
     with only(student, trained):
-        return optimise(
-            trained,
-            loss_of,
-            stage="match",
-            steps=steps,
-            lr=config.match.lr,
-            accumulation=config.batch.accumulation,
-            progress=progress,
-        )
+        return optimise(student, trained, loss_of, batches, config, "match", generator, progress)
 
 
 def tune(
@@ -222,32 +216,15 @@ def tune(
         parameter.requires_grad_(True)
     parameters = [parameter for parameter in adapted.parameters() if parameter.requires_grad]
     decoder: Decoder = model.model
-    steps, device = config.lora.steps, next(model.parameters()).device
-    dropped = config.window_dropout("lora")
+
+    def loss_of(tokens_BT: Tensor) -> Tensor:
+        return decoder.loss(tokens_BT[:, :-1], tokens_BT[:, 1:])
+
     generator = torch.Generator().manual_seed(config.seed + 2)
-
-    def loss_of(number: int) -> Tensor:
-        tokens_BT = batches(number).to(device)
-        with windows_dropped(decoder, falling(dropped, number // config.batch.accumulation, steps), generator):
-            return decoder.loss(tokens_BT[:, :-1], tokens_BT[:, 1:])
-
-    curve = optimise(
-        parameters,
-        loss_of,
-        stage="lora",
-        steps=steps,
-        lr=config.lora.lr,
-        accumulation=config.batch.accumulation,
-        progress=progress,
-    )
+    curve = optimise(decoder, parameters, loss_of, batches, config, "lora", generator, progress)
     lora.merge(adapted)
     model.requires_grad_(True)
     return curve
-
-
-def falling(first: float, step: int, steps: int) -> float:
-    """Return `first` at step 0, 0 at the last of `steps`, linear between them."""
-    return first * (1 - step / max(1, steps - 1))
 
 
 @contextmanager

@@ -93,6 +93,10 @@ class Attention(SharedSequences):
     """Whether queries and keys can carry rotary positions (the option `rope`)."""
     exempting: ClassVar[dict[str, Any]] = {}
     """Options of a form that breaks laws which the default keeps (`exemptions` says which, and why)."""
+    softmax_reach: ClassVar[str | None] = None
+    """The option that says how many tokens a query sees by softmax; None where there is no such bound."""
+    branches: ClassVar[tuple[str, ...]] = ()
+    """Names of the sources that it can do without (`Branched`)."""
     moved_options: ClassVar[dict[str, str]] = {}
     """Options that it had once, and the mechanism that has them now."""
     causal: bool
@@ -180,6 +184,11 @@ class Attention(SharedSequences):
                 raise ValueError(f"{option!r} is an option of attention {other!r} now, not of {cls.name!r}")
             if option not in known:
                 raise ValueError(f"attention {cls.name!r} has no option {option!r}; {suggest(option, known)}")
+
+    @classmethod
+    def options_after_full(cls, *, rotary: bool) -> dict[str, Any]:
+        """Return the options with which it takes the place of trained full attention, whose queries may be `rotary`."""
+        return {}
 
     def forward(
         self, x_BTD: Tensor, state: State | None = None, *, mask: Tensor | None = None, doc_ids: Tensor | None = None

@@ -36,6 +36,7 @@ class LatteMacchiato(Branched, BlockedAttention):
     summary = "the last `width` tokens, and every earlier one through latents"
     paper = "Dolga et al. 2025, arXiv:2402.17512 (later versions)"
     branches = ("window", "latents")
+    softmax_reach = "width"
     parallel = True
 
     @dataclass(frozen=True, kw_only=True)

@@ -17,6 +17,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -93,6 +94,11 @@ class Linear(HeadedAttention, ScannedAttention):
                 raise ValueError(f"rope_base must be positive, got {self.rope_base}")
 
     config: Config
+
+    @classmethod
+    def options_after_full(cls, *, rotary: bool) -> dict[str, Any]:
+        """Return the learned map, and queries and keys that turn as those of full attention did."""
+        return {"feature_map": LEARNED, "rotary": rotary}
 
     @takes_options(Config)
     def __init__(self, config: Config) -> None:

@@ -31,6 +31,7 @@ class Llp(BlockedAttention):
     summary = "its half segment and the one before"
     paper = "Mahmood and Huang 2024, arXiv:2412.06106"
     forms = ("causal", "bidirectional")
+    softmax_reach = "segment"
     moved_options = dict.fromkeys(PRINTED, "llp_printed")
 
     @dataclass(frozen=True, kw_only=True)

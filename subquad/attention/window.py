@@ -22,6 +22,7 @@ class Window(BlockedAttention):
     summary = "the `width` tokens next to it"
     paper = "Beltagy et al. 2020, arXiv:2004.05150"
     forms = ("causal", "bidirectional")
+    softmax_reach = "width"
 
     @dataclass(frozen=True, kw_only=True)
     class Config(BlockedAttention.Config):

@@ -13,6 +13,7 @@ from subquad.adaptation.config import ConvertConfig
 from subquad.adaptation.conversion_report import STAGES, Report, draw
 from subquad.cli.arguments import Parser, data_is_a_path, files_first
 from subquad.cli.tables import print_table, size
+from subquad.cli.threads import kept_threads
 from subquad.evaluation.provenance import provenance
 
 PICTURE = "convert.png"
@@ -44,10 +45,12 @@ def run(arguments: Sequence[str]) -> int:
         config = parser.made(ConvertConfig, parsed)
     from transformers.utils.logging import disable_progress_bar
 
-    from subquad.adaptation.conversion import Conversion
+    from subquad.adaptation.conversion import SETTINGS, Conversion
 
     disable_progress_bar()  # reading a file takes no time worth a bar
     with parser.checking():
+        threads = kept_threads(config.threads, config.device, Path(config.out) / SETTINGS, "threads")
+        config = config.replace(threads=threads)
         conversion = Conversion(parsed.model, config, Progress() if sys.stderr.isatty() else None)
     report = conversion.run(**provenance(conversion.device, ("transformers", "peft")))
     show(report)

@@ -15,6 +15,7 @@ from rich.console import Console
 from subquad.adaptation.config import ExtendConfig
 from subquad.cli.arguments import Parser, data_is_a_path, files_first
 from subquad.cli.tables import print_table, progress
+from subquad.cli.threads import with_threads
 
 
 def run(arguments: Sequence[str]) -> int:
@@ -31,6 +32,7 @@ def run(arguments: Sequence[str]) -> int:
         from subquad.adaptation import extension, extension_report
 
         extension.scaled_config(config)
+        config = config.replace(run=with_threads(config.run))
     console = Console(stderr=True)
     corpus, plan = extension_report.plan_report(config, console)
     resumed = (Path(config.run.folder) / "config.yaml").is_file() and config.run.resume != "never"

@@ -2,26 +2,20 @@
 
 from __future__ import annotations
 
-import logging
 import os
 import sys
 from collections.abc import Sequence
 from functools import cache
-from pathlib import Path
 
-import torch
 from rich.console import Console
 
 from subquad import training
 from subquad.cli.arguments import Parser, data_is_a_path, files_first
 from subquad.cli.finishing import finish
-from subquad.config import read_mapping
-from subquad.memory import free_threads
+from subquad.cli.threads import with_threads
 from subquad.training.config import TrainConfig
-from subquad.training.processes import check_parallel, leave, trains_on_cpu, world_size
+from subquad.training.processes import check_parallel, leave
 from subquad.training.tasks import TASKS, check
-
-logger = logging.getLogger(__name__)
 
 
 def run(arguments: Sequence[str]) -> int:
@@ -32,7 +26,8 @@ def run(arguments: Sequence[str]) -> int:
         TASKS[config.task].check_source(config)
         check(config)
         check_parallel(config)
-    result = training.train(with_threads(config), console=Console(stderr=True))
+    config = config.replace(run=with_threads(config.run))
+    result = training.train(config, console=Console(stderr=True))
     leave()
     if int(os.environ.get("RANK", "0")) != 0:
         return 0
@@ -41,26 +36,6 @@ def run(arguments: Sequence[str]) -> int:
         return 130
     finish(result)
     return 0
-
-
-def with_threads(config: TrainConfig) -> TrainConfig:
-    """Return the configuration with the number of threads that the run keeps to, so that going on repeats its bits.
-
-    The number that the run's folder names; of a new run PyTorch's own, less the cores that other processes keep busy.
-    Nothing changes where `run.threads` is given, on a GPU, and in one of several processes.
-    """
-    run = config.run
-    if run.threads is not None or world_size() > 1 or not trains_on_cpu(config):
-        return config
-    kept = Path(run.folder) / "config.yaml"
-    if kept.is_file():
-        settings = read_mapping(kept).get("run")
-        threads = settings.get("threads") if isinstance(settings, dict) else None
-    else:
-        threads = free_threads()
-        if threads < torch.get_num_threads():
-            logger.warning("run.threads is %d: other processes keep the other cores busy", threads)
-    return config.replace(run=run.replace(threads=threads))
 
 
 @cache  # making one takes 0.2 s

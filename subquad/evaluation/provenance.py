@@ -31,11 +31,6 @@ def machine(device: torch.device | str) -> dict[str, Any]:
     return found
 
 
-def described(found: dict[str, Any]) -> str:
-    """Return the result of `machine` in a few words."""
-    return found.get("gpu") or f"{found.get('cpu', 'a CPU')}, PyTorch threads: {found.get('threads', '?')}"
-
-
 def versions(distributions: tuple[str, ...] = ()) -> dict[str, str]:
     """Return versions of Python, subquad, torch, Triton and the distributions that are installed."""
     found = {"python": platform.python_version(), "subquad": __version__, "torch": torch.__version__}

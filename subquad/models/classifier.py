@@ -54,6 +54,10 @@ class Classifier(nn.Module):
             self.head = nn.Linear(config.dim, config.num_classes)
         self.head.apply(self.initialise)
 
+    def get_output_embeddings(self) -> nn.Module:
+        """Return the layers after the encoder, as models of transformers name them."""
+        return self.head
+
     def initialise(self, module: nn.Module) -> None:
         """Give one module its first weights."""
         self.encoder.initialise(module)

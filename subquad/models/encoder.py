@@ -74,6 +74,8 @@ class Encoder(nn.Module):
 
     reads_whole_sequences = True
     """Outputs may depend on later tokens, unlike those of a causal language model."""
+    vector_per_token = True
+    """Whether `forward` returns a vector for each token."""
 
     def __init__(self, config: EncoderConfig) -> None:
         super().__init__()

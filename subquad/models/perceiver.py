@@ -216,6 +216,8 @@ class PerceiverEncoder(nn.Module):
     The inputs are the embeddings, with `fourier_bands` the features of each token's position after them.
     """
 
+    vector_per_token = False
+
     def __init__(self, config: EncoderConfig) -> None:
         super().__init__()
         if config.position == "rope":

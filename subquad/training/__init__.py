@@ -31,3 +31,7 @@ __all__ = [
     "train",
 ]
 __getattr__ = facade(__name__, {"RunResult": "run", "runs": "runs", "train": "run"})
+
+
+def __dir__() -> list[str]:
+    return __all__

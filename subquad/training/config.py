@@ -6,7 +6,7 @@ import math
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
-from subquad.config import Config, later
+from subquad.config import Config, check_positive, later
 from subquad.data.config import DataConfig, ImageConfig, LabelledConfig, ProbeConfig
 from subquad.models.config import DecoderConfig
 from subquad.models.encoder import EncoderConfig, Pooling
@@ -23,6 +23,8 @@ TASK_GROUPS = {
     "probe": ("probe",),
 }
 """The groups of settings that are of one task, or two, alone."""
+FIRST_PHASES = ("pretrain",)
+"""Tasks that are the first phase of another, which has to be named."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -47,9 +49,7 @@ class OptimizerConfig(Config):
     """Largest norm of the gradient of all parameters; 0 leaves it as it is."""
 
     def __post_init__(self) -> None:
-        _positive("optimizer.lr", self.lr)
-        _positive("optimizer.eps", self.eps)
-        _positive("optimizer.matrix_lr", self.matrix_lr)
+        check_positive("optimizer.", lr=self.lr, eps=self.eps, matrix_lr=self.matrix_lr)
         self.check_least("optimizer", weight_decay=0, clip=0)
         if len(self.betas) != 2 or not all(0 <= beta < 1 for beta in self.betas):
             raise ValueError(f"optimizer.betas must be two numbers, each at least 0 and below 1, got {self.betas}")
@@ -124,8 +124,7 @@ class RunConfig(Config):
     def __post_init__(self) -> None:
         self.check_least("run", steps=1, log_every=1, save_every=1, keep=1, eval_windows=1, nonfinite_limit=1)
         self.check_least("run", threads=1, eval_every=0, sample_tokens=0, seed=0)
-        _positive("run.sample_temperature", self.sample_temperature)
-        _positive("run.max_minutes", self.max_minutes)
+        check_positive("run.", sample_temperature=self.sample_temperature, max_minutes=self.max_minutes)
         if not self.folder:
             raise ValueError("run.folder must name a folder, got ''")
         if not self.prompt:
@@ -181,7 +180,7 @@ class PretrainConfig(Config):
 
     def __post_init__(self) -> None:
         self.check_least("pretrain", steps=1)
-        _positive("pretrain.lr", self.lr)
+        check_positive("pretrain.", lr=self.lr)
         check_hiding(self.mask_fraction, self.random_fraction, "pretrain.")
         if not (self.joint_weight >= 0 and math.isfinite(self.joint_weight)):
             raise ValueError(f"pretrain.joint_weight must be at least 0, got {self.joint_weight}")
@@ -308,7 +307,7 @@ class TrainConfig(Config):
                 for name, value in given.to_dict().items():
                     if value != default[name] and (group, name) != ("data", "cache"):
                         raise ValueError(f"{group}.{name}={value!r} has no effect with task={self.task}; leave it out")
-        if self.task == "pretrain" and self.pretrain.kind == "none":
+        if self.task in FIRST_PHASES and self.pretrain.kind == "none":
             raise ValueError("task=pretrain needs to know what is learned: pretrain.kind must be denoise or causal")
         if self.lora.rank and self.pretrain.effective:
             raise ValueError(
@@ -372,8 +371,3 @@ class TrainConfig(Config):
     def step_tokens(self) -> int:
         """Tokens that one process sees in one step."""
         return self.batch.length * self.batch.size * self.batch.accumulation
-
-
-def _positive(name: str, value: float | None) -> None:
-    if value is not None and not (value > 0 and math.isfinite(value)):
-        raise ValueError(f"{name} must be a positive number, got {value}")

@@ -242,7 +242,7 @@ class Loop:
 
     def placed(self, batch: Batch) -> Batch:
         """Return the batch on the device of the model."""
-        return {name: value.to(self.device) for name, value in batch.items()}
+        return {name: value.to(self.device, non_blocking=True) for name, value in batch.items()}
 
     def leave_out(self, norm: float, sum_before: Tensor) -> None:
         """Leave out the step whose gradient norm, the same in all processes, isn't finite; or end the run."""

@@ -10,7 +10,6 @@ from torch import Tensor, nn
 from torch.optim import Adam, AdamW, Muon, Optimizer, RAdam
 
 from subquad.layers.head import Lookup
-from subquad.models import Classifier
 from subquad.training.config import OptimizerConfig
 
 
@@ -65,12 +64,10 @@ def build_optimizer(model: nn.Module, config: OptimizerConfig) -> Optimizer:
         return Adam(groups, fused=True, **adam_options)
     if config.name == "radam":
         return RAdam(groups, **adam_options)
-    # The output head, a classifier's too, and the look-up after it.
-    get = getattr(model, "get_output_embeddings", None)
-    head = get() if get is not None else None
-    modules = [module for module in model.modules() if isinstance(module, Lookup)] + ([] if head is None else [head])
-    modules += [module.head for module in model.modules() if isinstance(module, Classifier)]
-    heads = {id(parameter) for module in modules for parameter in module.parameters()}
+    every: list[Any] = list(model.modules())
+    found = [module.get_output_embeddings() for module in every if hasattr(module, "get_output_embeddings")]
+    found += [module for module in every if isinstance(module, Lookup)]
+    heads = {id(parameter) for module in found if module is not None for parameter in module.parameters()}
     hidden = [weight for weight in matrices if weight.ndim == 2 and id(weight) not in heads]
     taken = {id(weight) for weight in hidden}
     others = [weight for weight in matrices if id(weight) not in taken]

@@ -45,6 +45,11 @@ FOREIGN = {
     "ACCELERATE_DOWNCAST_BF16": "run.precision chooses the precision",
 }
 """Switches of Accelerate's launcher that would change a run, or would seem to; and what to say instead."""
+CHOICES = {
+    "ACCELERATE_MIXED_PRECISION": "run.precision chooses the precision",
+    "ACCELERATE_DYNAMO_BACKEND": "training is not compiled",
+}
+"""The same of what is `no` where it is not chosen."""
 
 _heart: Heartbeat | None = None
 
@@ -175,18 +180,10 @@ def check_parallel(config: TrainConfig) -> None:
     for name, instead in FOREIGN.items():
         if os.environ.get(name, "false").lower() in ("true", "1", "yes", "on"):
             raise ValueError(f"{name} is set, which subquad train does not follow: unset it; {instead}")
-    precision = os.environ.get("ACCELERATE_MIXED_PRECISION", "no")
-    if precision != "no":
-        raise ValueError(
-            f"ACCELERATE_MIXED_PRECISION={precision} is set, which subquad train does not follow: unset it; "
-            "run.precision chooses the precision"
-        )
-    compiler = os.environ.get("ACCELERATE_DYNAMO_BACKEND", "no")
-    if compiler.lower() != "no":
-        raise ValueError(
-            f"ACCELERATE_DYNAMO_BACKEND={compiler} is set, which subquad train does not follow: unset it; training is "
-            "not compiled"
-        )
+    for name, instead in CHOICES.items():
+        choice = os.environ.get(name, "no")
+        if choice.lower() != "no":
+            raise ValueError(f"{name}={choice} is set, which subquad train does not follow: unset it; {instead}")
     world, context = world_size(), config.parallel.context
     if world % context:
         raise ValueError(
@@ -199,9 +196,9 @@ def check_parallel(config: TrainConfig) -> None:
                 raise ValueError(f"attention {name!r} can't share a window: parallel.context must be 1, got {context}")
 
 
-def trains_on_cpu(config: TrainConfig) -> bool:
-    """Return whether the run is on the CPU, as it is where PyTorch finds no GPU."""
-    return config.run.device == "cpu" or not torch.cuda.is_available()
+def device_type(device: str) -> str:
+    """Return `cuda` for `auto` where PyTorch finds a GPU, else `cpu`."""
+    return "cuda" if device == "auto" and torch.cuda.is_available() else "cpu"
 
 
 def world_size() -> int:
@@ -209,26 +206,25 @@ def world_size() -> int:
     return int(os.environ.get("WORLD_SIZE", "1"))
 
 
-def join(parallel: ParallelConfig, *, cpu: bool) -> Processes:
-    """Meet the other processes that torchrun has started, where there are any.
+def join(parallel: ParallelConfig, device: str) -> Processes:
+    """Meet the other processes that torchrun has started, where there are any; `device` is cpu or cuda.
 
     A second call finds them met, with the time-out of the first.
     """
     global _heart
-    device = "cpu" if cpu else "cuda"
     world = world_size()
     if world == 1:
         if parallel.shard:
             logger.warning("parallel.shard has no effect with one process")
         return Processes(device=device)
     if not distributed.is_initialized():
-        if not cpu:
+        if device == "cuda":
             torch.cuda.set_device(int(os.environ.get("LOCAL_RANK", "0")))
         limit = timedelta(seconds=parallel.timeout)
         store, rank, world = next(distributed.rendezvous("env://", timeout=limit))
         store = meet(store, rank, world, parallel.timeout)
         # NCCL moves tensors of a GPU alone; what is said between processes are bytes on the CPU.
-        backend = "gloo" if cpu else "cpu:gloo,cuda:nccl"
+        backend = "gloo" if device == "cpu" else "cpu:gloo,cuda:nccl"
         distributed.init_process_group(backend, store=store, rank=rank, world_size=world, timeout=limit)
         # Over a connection of its own, which a wait of torch.distributed does not stop.
         own: Any = store

@@ -20,7 +20,7 @@ from subquad.training import checkpoint
 from subquad.training.config import TrainConfig
 from subquad.training.errors import CheckpointError
 from subquad.training.loop import Loop
-from subquad.training.processes import Processes, check_parallel, join, now_at, trains_on_cpu
+from subquad.training.processes import Processes, check_parallel, device_type, join, now_at
 from subquad.training.progress import check_trackers, draw_curves, read_metrics
 from subquad.training.saving import CHECKPOINTS, begin_rng, rng_files
 from subquad.training.task import Data, Task
@@ -93,7 +93,7 @@ def train(config: TrainConfig, *, console: Console | None = None, prepare: Prepa
     """
     check_parallel(config)
     check_trackers(config.run.trackers)
-    processes = join(config.parallel, cpu=trains_on_cpu(config))
+    processes = join(config.parallel, device_type(config.run.device))
     with processes.watched():
         return _train(config, processes, console, prepare)
 
@@ -239,17 +239,17 @@ def precision_of(config: TrainConfig) -> str:
     """Return the precision of the run, `bf16` or `float32`; for `auto` what this machine multiplies fast."""
     precision = config.run.precision
     if precision == "auto":
-        precision = "bf16" if _multiplies_bf16(trains_on_cpu(config)) else "float32"
+        precision = "bf16" if _multiplies_bf16(device_type(config.run.device)) else "float32"
         logger.info("run.precision is %s on this machine", precision)
     return precision
 
 
-def _multiplies_bf16(cpu: bool) -> bool:
-    """Whether the processor (or the GPU) has instructions for products of bfloat16.
+def _multiplies_bf16(device: str) -> bool:
+    """Whether the processor (or the GPU, of `device` cuda) has instructions for products of bfloat16.
 
     Of AMX PyTorch tells the tiles only; all processors that have them multiply bfloat16 with them (AMX-BF16).
     """
-    if not cpu:
+    if device == "cuda":
         return torch.cuda.is_bf16_supported()
     checks = ("_is_avx512_bf16_supported", "_is_amx_tile_supported")
     return any(getattr(torch.cpu, name, bool)() for name in checks)

@@ -22,6 +22,7 @@ from subquad.models import Decoder
 from subquad.models.image import ImageModel
 from subquad.parsing import read_json_mapping
 from subquad.training.config import TrainConfig
+from subquad.training.processes import device_type
 
 
 class LoadedRun(NamedTuple):
@@ -96,8 +97,7 @@ def load_run(folder: str | Path, device: str = "auto", adapter: str | None = Non
         )
     if not (home / "tokenizer.json").is_file():
         raise FileNotFoundError(f"{home} holds no tokenizer.json; copy the one that the model was trained with there")
-    model = read_model(SubquadForCausalLM, folder, adapter).eval()
-    model.to(_device(device))
+    model = _on_device(read_model(SubquadForCausalLM, folder, adapter), device)
     return LoadedRun(folder, model.model, load_tokenizer(home), settings)
 
 
@@ -124,9 +124,7 @@ def load_probe(folder: str | Path, device: str = "auto") -> LoadedProbe:
     settings = _settings(home)
     if settings is None or "probe" not in settings.groups:
         raise ValueError(f"{folder} holds no model of a probe; `subquad train --task probe` makes one")
-    model = read_model(SubquadForCausalLM, folder).eval()
-    model.to(_device(device))
-    return LoadedProbe(folder, model.model, settings)
+    return LoadedProbe(folder, _on_device(read_model(SubquadForCausalLM, folder), device).model, settings)
 
 
 def is_probe(folder: str | Path) -> bool:
@@ -140,8 +138,7 @@ def load_classifier(folder: str | Path, device: str = "auto", adapter: str | Non
     folder, home = _model_folder(folder)
     if not is_classifier(folder):
         raise ValueError(f"{folder} holds a language model, no classifier")
-    model = read_model(SubquadForSequenceClassification, folder, adapter).eval()
-    model.to(_device(device))
+    model = _on_device(read_model(SubquadForSequenceClassification, folder, adapter), device)
     return LoadedClassifier(folder, model, _settings(home))
 
 
@@ -153,8 +150,7 @@ def load_image_run(folder: str | Path, device: str = "auto", adapter: str | None
     folder, home = _model_folder(folder)
     if not is_image_model(folder):
         raise ValueError(f"{folder} holds no model of images; `subquad train --task image` makes one")
-    model = read_model(SubquadForImages, folder, adapter).eval()
-    model.to(_device(device))
+    model = _on_device(read_model(SubquadForImages, folder, adapter), device)
     return LoadedImageModel(folder, model.model, _settings(home))
 
 
@@ -246,8 +242,8 @@ def _settings(home: Path) -> TrainConfig | None:
     return TrainConfig.from_file(file) if file.is_file() else None
 
 
-def _device(device: str) -> str:
-    return "cuda" if device == "auto" and torch.cuda.is_available() else "cpu"
+def _on_device(model: Any, device: str) -> Any:
+    return model.eval().to(device_type(device))
 
 
 def read_model(model_class: type[PreTrainedModel], folder: Path, adapter: str | None = None) -> Any:

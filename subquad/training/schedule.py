@@ -6,7 +6,7 @@ import math
 from dataclasses import dataclass
 from typing import Literal
 
-from subquad.config import Config
+from subquad.config import Config, check_fraction
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -27,8 +27,7 @@ class ScheduleConfig(Config):
 
     def __post_init__(self) -> None:
         self.check_least("schedule", warmup=0)
-        fraction("schedule.min_ratio", self.min_ratio)
-        fraction("schedule.decay_fraction", self.decay_fraction)
+        check_fraction("schedule.", min_ratio=self.min_ratio, decay_fraction=self.decay_fraction)
         self.check_least("schedule", hold=max(1, self.warmup))
 
     def factor(self, step: int, steps: int) -> float:
@@ -49,9 +48,3 @@ class ScheduleConfig(Config):
             return 1.0 - (1.0 - self.min_ratio) * done
         done = min(1.0, (step - self.warmup) / max(1, steps - self.warmup))
         return self.min_ratio + (1.0 - self.min_ratio) * 0.5 * (1.0 + math.cos(math.pi * done))
-
-
-def fraction(name: str, value: float) -> None:
-    """Raise `ValueError` where `value` is outside `[0, 1]`."""
-    if not 0 <= value <= 1:
-        raise ValueError(f"{name} must lie between 0 and 1, got {value}")

@@ -51,21 +51,12 @@ def shard(model: Any, processes: Processes, *, bf16: bool) -> None:
     fully_shard(model, **options)
 
 
-def local(tensor: Tensor) -> Tensor:
-    """This process's part of a shared tensor, or a tensor as it is."""
-    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
-
-
-def whole(tensor: Tensor) -> Tensor:
-    """A shared tensor put together, or a tensor as it is. All processes must call it."""
-    return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
-
-
 def whole_state(model: nn.Module, *, keep: bool) -> dict[str, Tensor]:
     """The weights put together one by one on the CPU; empty without `keep`. All processes must call it."""
     state = {}
     for name, tensor in model.state_dict().items():
-        complete = whole(tensor.detach())
+        part = tensor.detach()
+        complete = part.full_tensor() if isinstance(part, DTensor) else part
         if keep:
             state[name] = complete.cpu()
     return state

@@ -17,7 +17,7 @@ from subquad.data.labelled import LabelledCorpus, labelled_corpus
 from subquad.data.lra.store import Sequences
 from subquad.models import Classifier
 from subquad.models.build import build_encoder
-from subquad.models.encoder import Encoder, EncoderConfig
+from subquad.models.encoder import EncoderConfig
 from subquad.models.pretraining import Hiding, PretrainingModel
 from subquad.training.config import TrainConfig
 from subquad.training.task import Batch, Items, Task, count_items, fitted, preparing, rows, spread
@@ -201,7 +201,7 @@ def check_pretraining(config: TrainConfig) -> None:
         return
     with torch.device("meta"):
         target = build_encoder(config.encoder(2))
-        if options.joint_weight > 0 and not isinstance(target, Encoder):
+        if options.joint_weight > 0 and not target.vector_per_token:
             raise ValueError(
                 f"pretrain.joint_weight={options.joint_weight}: attention {config.model.attention!r} keeps no vector "
                 "for each token to predict it from; leave it out, or choose a mechanism"
@@ -209,16 +209,16 @@ def check_pretraining(config: TrainConfig) -> None:
         if options.kind == "none":
             return
         try:
-            source = PretrainingModel(pretrained_encoder(config), options.kind).encoder
+            source = PretrainingModel(pretrained_encoder(config), options.kind)
         except ValueError as error:
             raise ValueError(f"pretrain.kind={options.kind}: {error}") from error
-    if config.model.attention == "perceiver_io" and config.model.max_positions < config.batch.length:
+    if source.queries is not None and len(source.queries) < config.batch.length:
         raise ValueError(
-            f"pretrain.kind={options.kind}: perceiver_io asks with a query for each of "
+            f"pretrain.kind={options.kind}: {config.model.attention} asks with a query for each of "
             f"model.max_positions={config.model.max_positions} positions, below batch.length={config.batch.length}; "
             "raise model.max_positions"
         )
-    has, needs = _shapes(source), _shapes(target)
+    has, needs = _shapes(source.encoder), _shapes(target)
     wrong = sorted(name for name in has.keys() | needs.keys() if name not in OWN and has.get(name) != needs.get(name))
     if wrong:
         shown = ", ".join([*wrong[:3], *(["..."] if wrong[3:] else [])])

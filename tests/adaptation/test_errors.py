@@ -14,6 +14,7 @@ from subquad.adaptation.transfer import optimise
 from subquad.cli import main
 from subquad.data import DataConfig, load_tokenizer, write_tokens
 from subquad.hf import lora
+from subquad.training import BatchConfig
 from subquad.training.errors import NonFiniteError
 from tests.adaptation.models import save
 
@@ -180,11 +181,20 @@ def test_token_shards_are_refused_with_what_to_give_instead(original, tmp_path, 
 
 def test_a_loss_that_is_not_finite_ends_the_stage():
     weight = torch.nn.Parameter(torch.ones(2))
-    settings = {"stage": "match", "steps": 3, "lr": 0.5, "accumulation": 1, "progress": None}
+    config = ConvertConfig(match=MatchConfig(steps=3, lr=0.5), batch=BatchConfig(accumulation=1))
+    factors, generator = torch.tensor([1.0, torch.inf, 1.0]), torch.Generator()
     with pytest.raises(
         NonFiniteError, match=r"the loss of the stage match is inf at step 2 of 3; nothing .* lower match.l"
     ):
-        optimise([weight], lambda number: weight.sum() * (torch.inf if number else 1), **settings)
+        optimise(
+            torch.nn.Module(),
+            [weight],
+            lambda batch: weight.sum() * batch,
+            factors.__getitem__,
+            config,
+            "match",
+            generator,
+        )
 
 
 def test_why_there_is_no_passkey_is_said(flags, tmp_path, capsys):

@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 
-from subquad.adaptation.conversion_report import explain, softmax_reach
+from subquad.adaptation.conversion_report import explain, reach_of
 from subquad.adaptation.measure import _loss
 from subquad.adaptation.source import Tokens
 from subquad.evaluation.text import Evaluation, PositionLoss
@@ -68,9 +68,9 @@ def test_no_place_is_named_where_there_is_none(attention, options):
 
 
 def test_the_reach_is_the_option_or_its_default():
-    assert softmax_reach(report(attention="llp")) == 256
-    assert softmax_reach(report(attention="llp", segment=8)) == 8
-    assert softmax_reach(report(attention="linear")) is None
+    assert reach_of("llp", {}) == 256
+    assert reach_of("llp", {"segment": 8}) == 8
+    assert reach_of("linear", {}) is None
 
 
 def test_the_last_token_of_a_window_is_no_range_of_its_own():

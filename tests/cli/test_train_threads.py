@@ -1,5 +1,6 @@
-"""`subquad train` takes no more threads than there are cores that others leave free, and keeps to their number."""
+"""Commands that train take no more threads than there are cores that others leave free, and keep to their number."""
 
+import json
 import logging
 import multiprocessing
 import os
@@ -11,9 +12,9 @@ import pytest
 import torch
 
 from subquad import memory
-from subquad.cli import main
-from subquad.cli import train as command
-from subquad.training import TrainConfig
+from subquad.cli import main, threads
+from subquad.cli.threads import kept_threads, with_threads
+from subquad.training import RunConfig, TrainConfig
 
 
 def busy_after(monkeypatch: pytest.MonkeyPatch, seconds: list[dict[int, float] | None]) -> None:
@@ -71,30 +72,41 @@ def test_a_process_that_computes_is_seen() -> None:
     assert sum(after.values()) - sum(before.values()) > 0.4
 
 
-def make(folder: Path, **run: Any) -> TrainConfig:
-    return TrainConfig.from_dict({"run": {"folder": str(folder), "device": "cpu", "steps": 100, **run}})
+def make(folder: Path, **run: Any) -> RunConfig:
+    return RunConfig(folder=str(folder), device="cpu", steps=100, **run)
 
 
 def test_a_new_run_says_how_many_it_takes(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     monkeypatch.setattr(torch, "get_num_threads", lambda: 2)
-    monkeypatch.setattr(command, "free_threads", lambda: 1)
+    monkeypatch.setattr(threads, "free_threads", lambda: 1)
     with caplog.at_level(logging.WARNING):
-        assert command.with_threads(make(tmp_path / "new")).run.threads == 1
+        assert with_threads(make(tmp_path / "new")).threads == 1
     assert "run.threads is 1: other processes keep the other cores busy" in caplog.text
-    assert command.with_threads(make(tmp_path / "new", threads=3)).run.threads == 3
+    assert with_threads(make(tmp_path / "new", threads=3)).threads == 3
     monkeypatch.setenv("WORLD_SIZE", "2")
-    assert command.with_threads(make(tmp_path / "new")).run.threads is None
+    assert with_threads(make(tmp_path / "new")).threads is None
 
 
 @pytest.mark.parametrize("kept", [2, None])
 def test_a_run_that_goes_on_keeps_the_number_that_it_began_with(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, kept: int | None
 ) -> None:
-    monkeypatch.setattr(command, "free_threads", lambda: 1)
-    make(tmp_path, threads=kept).to_file(tmp_path / "config.yaml")
-    assert command.with_threads(make(tmp_path)).run.threads == kept
+    monkeypatch.setattr(threads, "free_threads", lambda: 1)
+    TrainConfig(run=make(tmp_path, threads=kept)).to_file(tmp_path / "config.yaml")
+    assert with_threads(make(tmp_path)).threads == kept
+
+
+@pytest.mark.parametrize("kept", [2, None])
+def test_a_conversion_that_goes_on_keeps_its_number_too(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, kept: int | None
+) -> None:
+    monkeypatch.setattr(threads, "free_threads", lambda: 1)
+    file = tmp_path / "conversion.json"
+    assert kept_threads(None, "cpu", file, "threads") == 1
+    file.write_text(json.dumps({"threads": kept}))
+    assert kept_threads(None, "cpu", file, "threads") == kept
 
 
 def test_the_command_keeps_freed_memory_and_the_number_of_threads(
@@ -102,7 +114,7 @@ def test_the_command_keeps_freed_memory_and_the_number_of_threads(
 ) -> None:
     kept: list[bool] = []
     monkeypatch.setattr(memory, "keep_freed_memory", lambda: kept.append(True))
-    monkeypatch.setattr(command, "free_threads", lambda: 1)
+    monkeypatch.setattr(threads, "free_threads", lambda: 1)
     arguments = [
         *("--task", "probe", "--model.dim", "8", "--model.num_layers", "1", "--model.num_heads", "1"),
         *(

@@ -276,7 +276,7 @@ def restarted(folder: Path) -> None:
             os.environ.update(MASTER_PORT=str(server.port), TORCHELASTIC_USE_AGENT_STORE="True")
             if rank == number:  # each is the late one once, with what it has said before still in the store
                 time.sleep(0.5)
-            processes = join(ParallelConfig(timeout=10.0), cpu=True)
+            processes = join(ParallelConfig(timeout=10.0), "cpu")
             tell(folder, f"restarted {number} {rank}", processes.by_the_first(lambda: number))
 
         return work

@@ -92,7 +92,7 @@ def test_a_stack_does_not_share_windows(monkeypatch: pytest.MonkeyPatch) -> None
 
 
 def test_sharding_by_one_process_says_that_it_does_nothing(caplog: pytest.LogCaptureFixture) -> None:
-    join(ParallelConfig(shard=True), cpu=True)
+    join(ParallelConfig(shard=True), "cpu")
     assert "parallel.shard has no effect with one process" in caplog.text
 
 
@@ -102,7 +102,7 @@ def test_ranks_of_data_and_context() -> None:
 
 
 def test_one_process_meets_nobody() -> None:
-    assert join(ParallelConfig(context=1), cpu=True) == Processes()
+    assert join(ParallelConfig(context=1), "cpu") == Processes()
     leave()
 
 

@@ -1,0 +1,39 @@
+"""The threads on the CPU that a command which trains keeps to."""
+
+from __future__ import annotations
+
+import logging
+from pathlib import Path
+
+import torch
+
+from subquad.config import read_mapping
+from subquad.memory import free_threads
+from subquad.training.config import RunConfig
+from subquad.training.processes import device_type, world_size
+
+logger = logging.getLogger(__name__)
+
+
+def with_threads(run: RunConfig) -> RunConfig:
+    """Return the settings of a run with the number of threads that it keeps to."""
+    kept = Path(run.folder) / "config.yaml"
+    return run.replace(threads=kept_threads(run.threads, run.device, kept, "run.threads"))
+
+
+def kept_threads(threads: int | None, device: str, settings: Path, option: str) -> int | None:
+    """Return the number of threads that a training keeps to, so that going on repeats its bits.
+
+    The number that the file of its `settings` names; of a new training PyTorch's own, less the cores that other
+    processes keep busy. `threads` stays where it is given, on a GPU, and in one of several processes.
+    """
+    if threads is not None or world_size() > 1 or device_type(device) != "cpu":
+        return threads
+    if settings.is_file():
+        kept = read_mapping(settings)
+        kept = kept.get("run", kept)
+        return kept.get("threads") if isinstance(kept, dict) else None
+    found = free_threads()
+    if found < torch.get_num_threads():
+        logger.warning("%s is %d: other processes keep the other cores busy", option, found)
+    return found
