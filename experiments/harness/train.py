@@ -21,9 +21,9 @@ from subquad.data import Corpus
 from subquad.evaluation import evaluate
 from subquad.models.build import build_model
 from subquad.models.config import DecoderConfig
+from subquad.models.stacks import options_of
 from subquad.training import RunResult, TrainConfig, train
 from subquad.training.progress import read_metrics
-from subquad.training.tasks_text import window_labels
 
 DECAY = 0.2
 """The share of a budget's steps over which the learning rate falls, where one trunk serves several budgets."""
@@ -52,7 +52,8 @@ def train_config(unit: Unit, settings: dict[str, Any] | None = None, **run: Any)
 
 def predicted_tokens(config: TrainConfig) -> int:
     """Tokens that one step of a language model predicts."""
-    return window_labels(config) * config.batch.size * config.batch.accumulation
+    labels = options_of(config.model).window_labels(config.batch.length)
+    return labels * config.batch.size * config.batch.accumulation
 
 
 def step_flops(config: TrainConfig) -> int:

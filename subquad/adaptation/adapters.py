@@ -25,6 +25,7 @@ from subquad.parsing import read_json_mapping
 from subquad.training.checkpoint import share
 from subquad.training.config import LoraConfig, TrainConfig
 from subquad.training.processes import device_type
+from subquad.training.runs import run_folder
 
 
 @dataclass(frozen=True)
@@ -164,8 +165,7 @@ def open_merging(run: str, out: str, base: str | None) -> Merging:
         raise FileNotFoundError(f"{run} holds no adapter; `subquad lora list` shows those that there are")
     if not out or target.exists() or any(above.is_file() for above in target.parents):
         raise ValueError(f"{out!r} is there already, or is below a file; --out must name a new folder")
-    checkpoint = source.resolve().parent.name == "checkpoints"
-    home = source.resolve().parent.parent if checkpoint else source
+    home = run_folder(source)
     disable_progress_bar()
     if lora.is_extension(source):
         whole: Any = lora.merge(extended.open_extension(source, base))

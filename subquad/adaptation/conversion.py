@@ -15,7 +15,7 @@ from subquad.adaptation import measure
 from subquad.adaptation.config import ConvertConfig
 from subquad.adaptation.conversion_report import check_reach, explain
 from subquad.adaptation.replace import Replacement, replace_attention, replaced_layers
-from subquad.adaptation.source import Batches, Source, Text, fingerprint, load_source, read_text
+from subquad.adaptation.source import Source, Text, batches, fingerprint, load_source, read_text
 from subquad.adaptation.transfer import Progress, match, tune
 from subquad.config import differences
 from subquad.data.files import MODEL_FILES
@@ -108,7 +108,12 @@ class Conversion:
         self.text: Text = read_text(
             config.data, str(folder), self.source.tokenizer, own.bos_token_id, config.batch.length
         )
-        check_positions(self.teacher, config.batch.length)
+        most = self.teacher.most_tokens
+        if most is not None and config.batch.length > most:
+            raise ValueError(
+                f"the model has {most} learned positions, got batch.length={config.batch.length}; choose shorter "
+                "windows"
+            )
         check_reach(config.attention, config.options.get(config.attention, {}), config.batch.length)
         settings = {name: value for name, value in config.to_dict().items() if name not in _UNSETTLED}
         settings |= {"model": fingerprint(self.teacher), "text": self.text.fingerprint}
@@ -153,11 +158,11 @@ class Conversion:
             return self._wrapped(self._replace().decoder), {}
         model: Any = self.stages.model(NAMES[NAMES.index(name) - 1])
         model.to(self.device)
-        batches = Batches(self.text.train, config.batch.length, config.batch.size, config.seed + NAMES.index(name))
+        read = batches(self.text.train, config.batch.length, config.batch.size, config.seed + NAMES.index(name))
         if name == "matched":
-            curve = match(self.teacher, model.model, self.layers, self.new, batches, config, self.progress)
+            curve = match(self.teacher, model.model, self.layers, self.new, read, config, self.progress)
         else:
-            curve = tune(model, self.new, batches, config, self.progress)
+            curve = tune(model, self.new, read, config, self.progress)
         return model.eval(), {"curve": dataclasses.asdict(curve)}
 
     def _replace(self) -> Replacement:
@@ -228,12 +233,3 @@ def convert(
     Goes on after the last complete stage of a conversion that was interrupted. Raises as `Conversion`.
     """
     return Conversion(folder, config or ConvertConfig(), progress).run()
-
-
-def check_positions(decoder: Decoder, length: int) -> None:
-    """Raise `ValueError` for windows longer than a learned table of positions."""
-    if decoder.config.position == "learned" and length > decoder.config.max_positions:
-        raise ValueError(
-            f"the model has {decoder.config.max_positions} learned positions, got batch.length={length}; choose "
-            "shorter windows"
-        )

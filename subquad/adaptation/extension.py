@@ -26,50 +26,18 @@ from subquad.models.config import DecoderConfig
 from subquad.training.config import BatchConfig, TrainConfig
 from subquad.training.errors import StepMemoryError
 from subquad.training.run import RunResult, check_folder, train
-from subquad.training.task import Batch, Task, preparing, rows, spread
+from subquad.training.task import Adapter, Batch, Task, preparing, rows, spread
 
 logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, kw_only=True)
 class ExtensionTask(Task):
-    """Predict the next token of a text by a model of transformers with factors in it.
-
-    The configuration with scaled positions lies beside the adapter.
-    """
-
-    extension: ExtendConfig
-    folder: Path
-    """The original's."""
-    scaled: PreTrainedConfig
-    base: lora.Base
-
-    def new_model(self) -> Any:
-        """Make the extended model from the original's weights, and factors from the present random numbers."""
-        config = self.extension
-        model = extended.load_original(self.folder, self.scaled)
-        model.extended_config = extended_config(self.scaled, config)  # type: ignore[assignment]
-        attend(model, config)
-        model.config.use_cache = False
-        if config.run.activation_checkpointing:
-            model.gradient_checkpointing_enable({"use_reentrant": False})
-        adapted = extended.adapt(model, base=self.base, **config.lora.to_dict())
-        trains, every = lora.counts(adapted)
-        logger.info("%d of %d parameters train (%.2f %%)", trains, every, 100 * trains / every)
-        return adapted
+    """Predict the next token of a text by a model of transformers with factors in it."""
 
     def evaluate(self, model: Any, batch: Batch) -> dict[str, torch.Tensor]:
         """Return the loss alone."""
         return {"loss": rows(model(**batch, use_cache=False).loss, batch)}
-
-    def save_weights(self, model: Any, folder: Path, weights: dict[str, torch.Tensor] | None) -> None:
-        """Write the adapter and the extended model's configuration."""
-        lora.save_adapter(model, folder)
-        model.get_base_model().extended_config.save_pretrained(folder)
-
-    def load_weights(self, model: Any, folder: Path) -> None:
-        """Read the adapter of a checkpoint."""
-        lora.read_weights(model, folder)
 
     def explain_memory(self, error: BaseException, device: torch.device) -> StepMemoryError:
         """Return the error that says in the words of `ExtendConfig` what would need less memory."""
@@ -79,6 +47,26 @@ class ExtensionTask(Task):
             f"({reason}): try a smaller batch.size with as much more batch.accumulation, "
             "run.activation_checkpointing=true, or a shorter length"
         )
+
+
+def _make_model(config: ExtendConfig, folder: Path, scaled: PreTrainedConfig, base: lora.Base) -> Any:
+    """Make the extended model from the original's weights, and factors from the present random numbers."""
+    model = extended.load_original(folder, scaled)
+    model.extended_config = extended_config(scaled, config)  # type: ignore[assignment]
+    attend(model, config)
+    model.config.use_cache = False
+    if config.run.activation_checkpointing:
+        model.gradient_checkpointing_enable({"use_reentrant": False})
+    adapted = extended.adapt(model, base=base, **config.lora.to_dict())
+    trains, every = lora.counts(adapted)
+    logger.info("%d of %d parameters train (%.2f %%)", trains, every, 100 * trains / every)
+    return adapted
+
+
+def _save(model: Any, folder: Path) -> None:
+    """Write the adapter, and beside it the extended model's configuration."""
+    lora.save_adapter(model, folder)
+    model.get_base_model().extended_config.save_pretrained(folder)
 
 
 def scaled_config(config: ExtendConfig) -> tuple[Path, PreTrainedConfig, PreTrainedConfig]:
@@ -209,10 +197,7 @@ def _task(
     kept = {name: (folder / name).read_bytes() for name in MODEL_FILES if (folder / name).is_file()}
     return ExtensionTask(
         config=values,
-        extension=config,
-        folder=folder,
-        scaled=scaled,
-        base=record,
+        adapter=Adapter(partial(_make_model, config, folder, scaled, record), _save, lora.read_weights),
         data=corpus,
         train=train_windows,
         held_out=spread(held_out, values.run.eval_windows),

@@ -6,6 +6,8 @@ Shape letters: B batch, T tokens.
 from __future__ import annotations
 
 import hashlib
+from collections.abc import Iterator
+from itertools import count, islice
 from pathlib import Path
 from typing import NamedTuple
 
@@ -16,7 +18,7 @@ from torch import Tensor, nn
 
 from subquad.data import load_tokenizer, prepare
 from subquad.data.config import DataConfig
-from subquad.data.order import EpochOrder
+from subquad.data.order import epoch_order
 from subquad.data.token_set import TokenSet
 from subquad.data.tokenizers import check_vocabulary, separator_id
 from subquad.hf import SubquadConfig, SubquadForCausalLM, from_transformers, lora
@@ -125,25 +127,10 @@ def read_text(config: DataConfig, folder: str, tokenizer: Tokenizer, start: int 
     return Text(train, held_out.part(0, len(held_out)), corpus.fingerprint)
 
 
-class Batches:
-    """Batches `[B, T + 1]` of windows that share a token at their ends, in an order that the seed and the step fix."""
-
-    def __init__(self, tokens: Tokens, length: int, size: int, seed: int) -> None:
-        self.tokens = tokens
-        self.length = length
-        self.size = size
-        self.order = EpochOrder((len(tokens) - 1) // length, seed)
-        self.chosen = self.order.permutation()
-
-    def __call__(self, step: int) -> Tensor:
-        """Return the windows of a step (the first is 0)."""
-        rows = [self._window(number) for number in range(step * self.size, (step + 1) * self.size)]
-        return torch.from_numpy(np.stack(rows))
-
-    def _window(self, number: int) -> np.ndarray:
-        epoch, place = divmod(number, len(self.order))
-        if epoch != self.order.epoch:
-            self.order.set_epoch(epoch)
-            self.chosen = self.order.permutation()
-        start = int(self.chosen[place]) * self.length
-        return self.tokens.part(start, start + self.length + 1)
+def batches(tokens: Tokens, length: int, size: int, seed: int) -> Iterator[Tensor]:
+    """Yield batches `[B, T + 1]` of windows that share a token at their ends, without end, in an order of `seed`."""
+    windows = (len(tokens) - 1) // length
+    order = (index for epoch in count() for index in epoch_order(windows, seed, epoch))
+    while True:
+        starts = [index * length for index in islice(order, size)]
+        yield torch.from_numpy(np.stack([tokens.part(start, start + length + 1) for start in starts]))

@@ -16,9 +16,9 @@ from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
+from torch.utils.hooks import RemovableHandle
 
 from subquad.adaptation.config import ConvertConfig
-from subquad.adaptation.source import Batches
 from subquad.attention.base import Branched
 from subquad.hf import SubquadForCausalLM, lora
 from subquad.models import Decoder
@@ -51,9 +51,9 @@ def teacher_outputs(teacher: Decoder, layers: Sequence[int], tokens_BT: Tensor) 
     with ExitStack() as stack:
         for i in layers:
             block = teacher.blocks()[i]
-            stack.enter_context(_kept(block.attention_norm, inputs, i))
+            stack.enter_context(_keep(block.attention_norm, inputs, i))
             for module in _outputs(block.attention):
-                stack.enter_context(_kept(module, outputs, i))
+                stack.enter_context(_keep(module, outputs, i))
         teacher.vectors(tokens_BT)
     return {i: (inputs[i], outputs[i]) for i in layers}
 
@@ -64,8 +64,8 @@ def silenced(mixers: Sequence[nn.Module]) -> Iterator[None]:
     with ExitStack() as stack:
         for mixer in mixers:
             for module in _outputs(mixer):
-                handle = module.register_forward_hook(lambda module, inputs, output: torch.zeros_like(output))
-                stack.callback(handle.remove)
+                zeros = module.register_forward_hook(lambda module, inputs, output: torch.zeros_like(output))
+                stack.enter_context(zeros)
         yield
 
 
@@ -99,18 +99,13 @@ def _outputs(mixer: nn.Module) -> list[nn.Module]:
     return [module for name, module in mixer.named_modules() if name == "out"]
 
 
-@contextmanager
-def _kept(module: nn.Module, found: dict[int, Tensor], place: int) -> Iterator[None]:
-    """Keep the module's output."""
+def _keep(module: nn.Module, found: dict[int, Tensor], place: int) -> RemovableHandle:
+    """Keep the module's output while the handle is open."""
 
     def keep(module: nn.Module, inputs: Any, output: Tensor) -> None:
         found[place] = output
 
-    handle = module.register_forward_hook(keep)
-    try:
-        yield
-    finally:
-        handle.remove()
+    return module.register_forward_hook(keep)
 
 
 Progress = Callable[[str, int, int, float], None]
@@ -133,7 +128,7 @@ def optimise(
     model: nn.Module,
     parameters: Sequence[nn.Parameter],
     loss_of: Callable[[Tensor], Tensor],
-    batches: Callable[[int], Tensor],
+    batches: Iterator[Tensor],
     config: ConvertConfig,
     stage: Literal["match", "lora"],
     generator: torch.Generator,
@@ -155,8 +150,8 @@ def optimise(
         optimizer.param_groups[0]["lr"] = lr * schedule.factor(step, steps)
         optimizer.zero_grad(set_to_none=True)
         total = 0.0
-        for number in range(step * accumulation, (step + 1) * accumulation):
-            tokens_BT = batches(number).to(device)
+        for _ in range(accumulation):
+            tokens_BT = next(batches).to(device)
             with windows_dropped(model, dropped * (1 - step / max(1, steps - 1)), generator):
                 loss = loss_of(tokens_BT) / accumulation
             loss.backward()
@@ -179,7 +174,7 @@ def match(
     student: Decoder,
     layers: Sequence[int],
     new: Sequence[str],
-    batches: Batches,
+    batches: Iterator[Tensor],
     config: ConvertConfig,
     progress: Progress | None = None,
 ) -> Curve:
@@ -202,7 +197,7 @@ def match(
 def tune(
     model: SubquadForCausalLM,
     new: Sequence[str],
-    batches: Batches,
+    batches: Iterator[Tensor],
     config: ConvertConfig,
     progress: Progress | None = None,
 ) -> Curve:

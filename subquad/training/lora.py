@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import logging
-from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -17,48 +17,33 @@ from subquad.hf.encoders import SubquadClassifierConfig
 from subquad.hf.image import SubquadImageConfig
 from subquad.models.config import DecoderConfig
 from subquad.training.config import TrainConfig
-from subquad.training.task import Task
+from subquad.training.runs import run_folder
+from subquad.training.task import Adapter, Task
 
 logger = logging.getLogger(__name__)
 
 
-@dataclass(frozen=True)
-class Factors:
-    """The fresh factors of a run in the model that it adapts: alone in checkpoints and in the final folder."""
+def _with_factors(config: TrainConfig, base: lora.Base, classes: list[str] | None) -> Any:
+    """Return the base with fresh factors, first values from the present random numbers.
 
-    config: TrainConfig
-    base: lora.Base
-    classes: list[str] | None
-    """Names of the classes where they are others than the base's: a new head then trains too, whole."""
-
-    def make_model(self) -> Any:
-        """Return the base with factors, first values from the present random numbers."""
-        options, folder = self.config.lora, _folder(self.config)
-        model = lora.load_base(folder, self.classes)
-        adapted = lora.add_adapter(
-            model,
-            rank=options.rank,
-            alpha=options.alpha,
-            dropout=options.dropout,
-            wanted=options.targets,
-            dora=options.dora,
-            rslora=options.rslora,
-            train_head=options.train_head or self.classes is not None,
-            base=self.base,
-        )
-        trains, every = lora.counts(adapted)
-        logger.info(
-            "%d of %d parameters train (%.2f %%); %s stays as it is", trains, every, 100 * trains / every, folder
-        )
-        return model
-
-    def save(self, model: Any, folder: Path) -> None:
-        """Write the adapter."""
-        lora.save_adapter(model, folder)
-
-    def load(self, model: Any, folder: Path) -> None:
-        """Read the adapter of a checkpoint."""
-        lora.read_weights(model, folder)
+    `classes` are the names of the classes where they are others than the base's: a new head then trains too, whole.
+    """
+    options, folder = config.lora, _folder(config)
+    model = lora.load_base(folder, classes)
+    adapted = lora.add_adapter(
+        model,
+        rank=options.rank,
+        alpha=options.alpha,
+        dropout=options.dropout,
+        wanted=options.targets,
+        dora=options.dora,
+        rslora=options.rslora,
+        train_head=options.train_head or classes is not None,
+        base=base,
+    )
+    trains, every = lora.counts(adapted)
+    logger.info("%d of %d parameters train (%.2f %%); %s stays as it is", trains, every, 100 * trains / every, folder)
+    return model
 
 
 def with_base(config: TrainConfig) -> TrainConfig:
@@ -84,7 +69,7 @@ def with_base(config: TrainConfig) -> TrainConfig:
         _check_same(group, given, type(given)(), own, folder)
         changes[group] = given.replace(**own)
     if config.reads_text and config.data.tokenizer == type(config.data)().tokenizer:
-        changes["data"] = config.data.replace(tokenizer=str(_tokenizer(folder)))
+        changes["data"] = config.data.replace(tokenizer=str(run_folder(folder) / "tokenizer.json"))
     return config.replace(**changes)
 
 
@@ -110,20 +95,15 @@ def adapt(task: Task) -> Task:
             "the classes are not the base's (%s): a new head for %d classes trains too, whole",
             ", ".join((base.id2label or {}).values()), len(classes),
         )  # fmt: skip
-    factors = Factors(config, lora.Base.of(folder, classes), classes)
-    identity = {**task.identity, "lora": {**options.to_dict(), "base": factors.base.weights}}
-    return dataclasses.replace(task, adapter=factors, identity=identity)
+    record = lora.Base.of(folder, classes)
+    identity = {**task.identity, "lora": {**options.to_dict(), "base": record.weights}}
+    adapter = Adapter(partial(_with_factors, config, record, classes), lora.save_adapter, lora.read_weights)
+    return dataclasses.replace(task, adapter=adapter, identity=identity)
 
 
 def _folder(config: TrainConfig) -> Path:
     assert config.lora.base is not None  # LoraConfig checks it
     return Path(config.lora.base)
-
-
-def _tokenizer(folder: Path) -> Path:
-    """The base's tokenizer: a checkpoint's is its run's."""
-    checkpoint = folder.resolve().parent.name == "checkpoints" and not (folder / "tokenizer.json").is_file()
-    return (folder.resolve().parent.parent if checkpoint else folder) / "tokenizer.json"
 
 
 def _check_kind(config: TrainConfig, base: SubquadConfig) -> None:
@@ -153,7 +133,7 @@ def _check_vocabulary(task: Task, base: SubquadConfig, folder: Path) -> None:
     size = task.config.model.vocab_size
     if size != base.vocab_size:
         raise ValueError(f"the base {folder} has a vocabulary of {base.vocab_size}, and the data one of {size}")
-    file = _tokenizer(folder)
+    file = run_folder(folder) / "tokenizer.json"
     if not isinstance(task.data, Corpus) or not file.is_file():
         return
     if tokenizer_hash(task.data.tokenizer) != tokenizer_hash(load_tokenizer(file)):

@@ -56,8 +56,7 @@ def build_optimizer(model: nn.Module, config: OptimizerConfig) -> Optimizer:
     matrices, rest = split_parameters(model)
     betas = (config.betas[0], config.betas[1])
     adam_options: dict[str, Any] = {"lr": config.lr, "betas": betas, "eps": config.eps}
-    groups = [{"params": matrices, "weight_decay": config.weight_decay}, {"params": rest, "weight_decay": 0.0}]
-    groups = [group for group in groups if group["params"]]
+    groups = _groups(matrices, rest, config)
     if config.name == "adamw":
         return AdamW(groups, fused=True, **adam_options)
     if config.name == "adam":
@@ -80,8 +79,12 @@ def build_optimizer(model: nn.Module, config: OptimizerConfig) -> Optimizer:
         momentum=config.momentum,
         adjust_lr_fn="match_rms_adamw",
     )
-    other_groups = [{"params": others, "weight_decay": config.weight_decay}, {"params": rest, "weight_decay": 0.0}]
-    return MuonAdamW(muon, AdamW([group for group in other_groups if group["params"]], fused=True, **adam_options))
+    return MuonAdamW(muon, AdamW(_groups(others, rest, config), fused=True, **adam_options))
+
+
+def _groups(decaying: list[Tensor], rest: list[Tensor], config: OptimizerConfig) -> list[dict[str, Any]]:
+    groups = [{"params": decaying, "weight_decay": config.weight_decay}, {"params": rest, "weight_decay": 0.0}]
+    return [group for group in groups if group["params"]]
 
 
 def split_parameters(model: nn.Module) -> tuple[list[Tensor], list[Tensor]]:

@@ -85,7 +85,7 @@ def train(config: TrainConfig, *, console: Console | None = None, prepare: Prepa
     task, where the configuration does not say which.
 
     Raises `ValueError` for a folder that holds something else, for a mechanism that has not the form that the task
-    needs, for windows that a model can't be trained on (`tasks_text.window_labels`) and for a text shorter than
+    needs, for windows that a model can't be trained on (`StackOptions.window_labels`) and for a text shorter than
     `batch.length`, `CheckpointError` (a `ValueError`) for checkpoints that can't be gone on with, `NonFiniteError` for
     a loss or gradient that isn't finite, `SaveError` (an `OSError`) for a checkpoint that can't be written,
     `StepMemoryError` (a `MemoryError`) for a step that needs more memory than there is, and `LostProcessError` (an

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, Generic, NamedTuple, TypeVar
 
 import numpy as np
 import torch
@@ -23,6 +23,9 @@ from subquad.models.image import ImageModel
 from subquad.parsing import read_json_mapping
 from subquad.training.config import TrainConfig
 from subquad.training.processes import device_type
+from subquad.training.saving import CHECKPOINTS
+
+Model = TypeVar("Model")
 
 
 class LoadedRun(NamedTuple):
@@ -42,20 +45,16 @@ class LoadedProbe(NamedTuple):
     config: TrainConfig
 
 
-class LoadedClassifier(NamedTuple):
-    """A trained classifier; `config` is None where the folder holds no training configuration."""
+class Loaded(NamedTuple, Generic[Model]):
+    """A trained model of another kind; `config` is None where the folder holds no training configuration."""
 
     folder: Path
-    model: SubquadForSequenceClassification
+    model: Model
     config: TrainConfig | None
 
 
-class LoadedImageModel(NamedTuple):
-    """A trained model of images; `config` is None where the folder holds no training configuration."""
-
-    folder: Path
-    model: ImageModel
-    config: TrainConfig | None
+LoadedClassifier = Loaded[SubquadForSequenceClassification]
+LoadedImageModel = Loaded[ImageModel]
 
 
 def load_run(folder: str | Path, device: str = "auto", adapter: str | None = None) -> LoadedRun:
@@ -225,8 +224,7 @@ def _model_folder(folder: str | Path) -> tuple[Path, Path]:
     folder = Path(folder)
     if not folder.is_dir():
         raise FileNotFoundError(f"there is no folder {folder}; give the folder of a run, as `subquad train` makes it")
-    checkpoint = folder.resolve().parent.name == "checkpoints" and not (folder / "tokenizer.json").is_file()
-    home = folder.resolve().parent.parent if checkpoint else folder
+    home = run_folder(folder)
     settings = home / "config.yaml"
     if not (folder / "config.json").is_file() and not is_adapter(folder):
         hint = "give the folder of a run, as `subquad train` makes it"
@@ -235,6 +233,12 @@ def _model_folder(folder: str | Path) -> tuple[Path, Path]:
         raise FileNotFoundError(f"{folder} holds no config.json, so no trained model; {hint}")
     disable_progress_bar()  # reading a file takes no time worth a bar
     return folder, home
+
+
+def run_folder(folder: Path) -> Path:
+    """Return the run's folder of a checkpoint that holds no tokenizer of its own; any other folder as it is."""
+    checkpoint = folder.resolve().parent.name == CHECKPOINTS and not (folder / "tokenizer.json").is_file()
+    return folder.resolve().parent.parent if checkpoint else folder
 
 
 def _settings(home: Path) -> TrainConfig | None:

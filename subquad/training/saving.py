@@ -156,7 +156,10 @@ class Checkpoints:
         standing = Standing.read(folder)
         self.load_weights(folder)
         with reading(folder):
-            self.load_optimizer(folder, in_shards=in_shards)
+            if in_shards:
+                _sharding().load_optimizer(self.model, self.optimizer, folder)
+            else:
+                self.load_optimizer(folder / "optimizer.pt")
             self.scheduler.load_state_dict(torch.load(folder / "scheduler.pt", weights_only=True))
         for group, rate in zip(self.optimizer.param_groups, self.scheduler.get_last_lr(), strict=True):
             group["lr"] = rate
@@ -221,13 +224,9 @@ class Checkpoints:
                 torch.save(self.optimizer.state_dict(), folder / "optimizer.pt")
                 torch.save(self.scheduler.state_dict(), folder / "scheduler.pt")
 
-    def load_optimizer(self, folder: Path, *, in_shards: bool) -> None:
-        """Read the optimizer's states, whole or in shards."""
-        if in_shards:
-            _sharding().load_optimizer(self.model, self.optimizer, folder)
-        else:
-            states = torch.load(folder / "optimizer.pt", map_location="cpu", weights_only=True)
-            self.optimizer.load_state_dict(states)
+    def load_optimizer(self, file: Path) -> None:
+        """Read the optimizer's states where they were saved whole."""
+        self.optimizer.load_state_dict(torch.load(file, map_location="cpu", weights_only=True))
 
     def write_random_numbers(self, folder: Path) -> None:
         """Write the generators of this process."""
@@ -254,12 +253,8 @@ class ShardedCheckpoints(Checkpoints):
                 _sharding().list_states(folder, names)
                 torch.save(self.scheduler.state_dict(), folder / "scheduler.pt")
 
-    def load_optimizer(self, folder: Path, *, in_shards: bool) -> None:
-        """Read this process's part of the optimizer's states, whole or in shards."""
-        if in_shards:
-            _sharding().load_optimizer(self.model, self.optimizer, folder)
-        else:
-            _sharding().spread_optimizer(self.optimizer, folder / "optimizer.pt")
+    def load_optimizer(self, file: Path) -> None:
+        _sharding().spread_optimizer(self.optimizer, file)
 
 
 def _sharding() -> Any:

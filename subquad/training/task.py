@@ -6,7 +6,7 @@ import logging
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, ClassVar, Protocol, Self, TypeAlias, TypeVar
+from typing import Any, ClassVar, NamedTuple, Self, TypeAlias, TypeVar
 
 import numpy as np
 import torch
@@ -34,12 +34,12 @@ Data: TypeAlias = Corpus | ImageSet | LabelledCorpus | ProbeCorpus
 Prepared = TypeVar("Prepared")
 
 
-class Adapter(Protocol):
+class Adapter(NamedTuple):
     """Trains in place of all weights of a new model: makes the model that it is in, and keeps files of its own."""
 
-    def make_model(self) -> Any: ...
-    def save(self, model: Any, folder: Path) -> None: ...
-    def load(self, model: Any, folder: Path) -> None: ...
+    make_model: Callable[[], Any]
+    save: Callable[[Any, Path], None]
+    load: Callable[[Any, Path], None]
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -65,7 +65,6 @@ class ClassifyTask(_LabelledTask):
 
     @classmethod
     def prepare(cls, config: TrainConfig, console: Console | None) -> Self:
-        """Read or make the labelled sequences of `config`. Raises `ValueError` as `train` says."""
         corpus = labelled(config, console)
         config = _with_vocabulary(config, corpus)
         check_pretraining(config)
@@ -171,7 +170,6 @@ class PretrainTask(_LabelledTask):
         )
 
     def new_model(self) -> Any:
-        """Make the encoder and its head, with first weights from the present random numbers."""
         from subquad.hf.encoders import SubquadForPreTraining, SubquadPretrainingConfig
 
         options = self.config.pretrain
@@ -262,14 +260,8 @@ def _with_vocabulary(config: TrainConfig, corpus: LabelledCorpus) -> TrainConfig
 
 def _changes(config: TrainConfig) -> dict[str, Any]:
     """Return the settings beside the data that must stay the same, where they are not the defaults."""
-    values: dict[str, Any] = {}
-    if config.classify.causal:
-        values["causal"] = True
-    if config.classify.augment:
-        values["augment"] = True
-    if config.pretrain.effective:
-        values["pretrain"] = config.pretrain.effective
-    return values
+    values: dict[str, Any] = {name: True for name in ("causal", "augment") if getattr(config.classify, name)}
+    return values | ({"pretrain": config.pretrain.effective} if config.pretrain.effective else {})
 
 
 def _objective(config: TrainConfig) -> dict[str, str | float | bool]:

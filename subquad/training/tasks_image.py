@@ -62,7 +62,6 @@ class ImageTask(Task):
 
     @classmethod
     def prepare(cls, config: TrainConfig, console: Console | None) -> Self:
-        """Read the images of `config`. Raises `ValueError` as `train` says."""
         cls.check(config)
         assert config.image.path is not None
         sets = load_images(config.image.path)
@@ -85,7 +84,6 @@ class ImageTask(Task):
         )
 
     def new_model(self) -> Any:
-        """Make the model, with first weights from the present random numbers."""
         from subquad.hf.image import SubquadForImages, SubquadImageConfig
 
         return SubquadForImages(SubquadImageConfig.from_image(self.image))

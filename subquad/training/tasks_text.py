@@ -25,16 +25,6 @@ from subquad.training.task import Batch, Task, fitted, preparing, rows, spread
 logger = logging.getLogger(__name__)
 
 
-def window_labels(config: TrainConfig) -> int:
-    """Return how many of a window's tokens, the last ones, a language model predicts, and how far apart windows begin.
-
-    All but the first, or for `perceiver_ar` all latents but the first (with `vary_latents` of the fewest latents).
-
-    Raises `ValueError` where there would be none, and where `perceiver_ar` would have no history.
-    """
-    return options_of(config.model).window_labels(config.batch.length)
-
-
 @dataclass(frozen=True, kw_only=True)
 class LanguageTask(Task):
     """Predict the next token of a text."""
@@ -47,13 +37,13 @@ class LanguageTask(Task):
         """Raise `ValueError` or `TypeError` for a model that can't be built or trained on these windows."""
         with torch.device("meta"):
             build_model(config.model)
-        window_labels(config)
+        options_of(config.model).window_labels(config.batch.length)
 
     @classmethod
     def prepare(cls, config: TrainConfig, console: Console | None) -> Self:
-        """Read, split and cut the text of `config` into windows. Raises `ValueError` as `train` says."""
-        labels = window_labels(config)
-        if config.data.pack == "documents" and options_of(config.model).fewest_predicted is not None:
+        options = options_of(config.model)
+        labels = options.window_labels(config.batch.length)
+        if config.data.pack == "documents" and options.fewest_predicted is not None:
             raise ValueError(
                 f"{config.model.attention} predicts a window's last tokens alone and takes no packed documents: set "
                 "data.pack=stream"
@@ -103,7 +93,6 @@ class LanguageTask(Task):
         )
 
     def new_model(self) -> Any:
-        """Make the language model, with first weights from the present random numbers."""
         return _language_model(self.config, end=self.end)
 
     @property
@@ -153,7 +142,6 @@ class ProbeTask(Task):
 
     @classmethod
     def prepare(cls, config: TrainConfig, console: Console | None) -> Self:
-        """Make the sequences of the probe of `config`. Raises `ValueError` as `train` says."""
         check_probe(config)
         corpus = ProbeCorpus.of(config.probe, config.batch.length)
         config = config.replace(model=fitted(config.model, config.probe.vocab_size, "as the probe has it"))
@@ -166,7 +154,6 @@ class ProbeTask(Task):
         )
 
     def new_model(self) -> Any:
-        """Make the language model, with first weights from the present random numbers."""
         return _language_model(self.config)
 
     def evaluate(self, model: Any, batch: Batch) -> dict[str, Tensor]:
@@ -214,10 +201,11 @@ def _windows(
 
 def check_probe(config: TrainConfig) -> None:
     """Raise `ValueError` for a model that predicts its last tokens alone, where the probe asks for earlier ones."""
-    fewest = options_of(config.model).fewest_predicted
+    options = options_of(config.model)
+    fewest = options.fewest_predicted
     if fewest is None:
         return
-    window_labels(config)
+    options.window_labels(config.batch.length)
     first = config.probe.first_asked(config.batch.length)
     needed = config.batch.length - first + 1
     if fewest < needed:

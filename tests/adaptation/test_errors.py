@@ -182,7 +182,7 @@ def test_token_shards_are_refused_with_what_to_give_instead(original, tmp_path, 
 def test_a_loss_that_is_not_finite_ends_the_stage():
     weight = torch.nn.Parameter(torch.ones(2))
     config = ConvertConfig(match=MatchConfig(steps=3, lr=0.5), batch=BatchConfig(accumulation=1))
-    factors, generator = torch.tensor([1.0, torch.inf, 1.0]), torch.Generator()
+    factors, generator = iter(torch.tensor([1.0, torch.inf, 1.0])), torch.Generator()
     with pytest.raises(
         NonFiniteError, match=r"the loss of the stage match is inf at step 2 of 3; nothing .* lower match.l"
     ):
@@ -190,7 +190,7 @@ def test_a_loss_that_is_not_finite_ends_the_stage():
             torch.nn.Module(),
             [weight],
             lambda batch: weight.sum() * batch,
-            factors.__getitem__,
+            factors,
             config,
             "match",
             generator,

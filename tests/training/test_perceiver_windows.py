@@ -10,12 +10,16 @@ from safetensors.torch import load_file
 from subquad.cli import main
 from subquad.hf import SubquadForCausalLM
 from subquad.models import Decoder
+from subquad.models.stacks import options_of
 from subquad.testing import assert_exact
 from subquad.training import train
 from subquad.training.tasks import prepare_task
-from subquad.training.tasks_text import window_labels
 
 LENGTH, LATENTS = 32, 9
+
+
+def labels_of(config):
+    return options_of(config.model).window_labels(config.batch.length)
 
 
 @pytest.fixture
@@ -56,7 +60,7 @@ def test_over_one_epoch_the_labels_cover_the_text(config, count_labels):
     task = prepare_task(config(), None)
     model = task.make_model().eval()
     places, stride = count_labels(task, model), LATENTS - 1
-    assert window_labels(config()) == task.train.stride == task.held_out.dataset.stride == stride
+    assert labels_of(config()) == task.train.stride == task.held_out.dataset.stride == stride
     assert set(places.values()) == {1}
     assert min(places) == LENGTH - stride
     assert len(task.data.train) - 1 - max(places) < stride
@@ -76,7 +80,7 @@ def test_with_varying_latents_each_token_is_a_label_at_least_once_an_epoch(confi
 
 def test_other_models_have_the_windows_that_they_had(make_config):
     task = prepare_task(make_config(), None)
-    assert task.train.stride == window_labels(make_config()) == LENGTH - 1
+    assert task.train.stride == labels_of(make_config()) == LENGTH - 1
     assert task.count == (len(task.data.train) - 1) // (LENGTH - 1)
 
 
