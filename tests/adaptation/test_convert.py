@@ -11,7 +11,7 @@ from transformers import AutoModelForCausalLM
 
 from subquad.adaptation import ConvertConfig, convert, transfer
 from subquad.adaptation.conversion import NAMES
-from subquad.cli import main
+from subquad.cli import main, threads
 from subquad.evaluation import provenance
 from subquad.hf import SubquadForCausalLM
 from subquad.testing import assert_exact, assert_same_maths
@@ -99,6 +99,18 @@ def test_an_interrupted_conversion_goes_on_to_the_same_bits(flags, tmp_path, mon
     values = json.loads(before)
     assert values["date"] == date.today().isoformat()
     assert all(stage["seconds"] > 0 and stage["about"]["date"] == values["date"] for stage in values["stages"])
+
+
+def test_a_conversion_keeps_to_the_cores_that_are_free(flags, tmp_path, monkeypatch):
+    before = torch.get_num_threads()
+    monkeypatch.setattr(threads, "free_threads", lambda: 1)
+    try:
+        assert main(flags("llp")) == 0
+    finally:
+        torch.set_num_threads(before)
+    assert json.loads((tmp_path / "out" / "conversion.json").read_text())["threads"] == 1
+    monkeypatch.setattr(threads, "free_threads", lambda: 2)
+    assert main(flags("llp")) == 0, "the number that the conversion began with"
 
 
 def test_the_probability_that_a_window_is_closed_falls_to_zero(flags, monkeypatch):

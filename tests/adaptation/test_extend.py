@@ -19,7 +19,7 @@ from subquad.adaptation import extended
 from subquad.adaptation.config import SPANS, ExtendConfig
 from subquad.adaptation.extension import ExtensionTask, extended_config, scaled_config
 from subquad.adaptation.extension import extend as extend_model
-from subquad.cli import audit, extend, main
+from subquad.cli import audit, extend, main, threads
 from subquad.cli import lora as lora_command
 from subquad.cli.arguments import data_is_a_path
 from subquad.cli.eval import load_for_tasks
@@ -78,6 +78,16 @@ def command(home, name, *arguments, steps=4, model="model"):
     }  # fmt: skip
     flags = [word for key, value in fixed.items() for word in (f"--{key}", str(value))]
     return [str(home / model), *flags, *arguments]
+
+
+def test_an_extension_keeps_to_the_cores_that_are_free(home, monkeypatch):
+    seen = []
+    monkeypatch.setattr(threads, "free_threads", lambda: 1)
+    monkeypatch.setattr(ExtensionTask, "evaluate", lambda *_: seen.append(torch.get_num_threads()) or 1 / 0)
+    with pytest.raises(ZeroDivisionError):
+        extend.run(command(home, "threads"))
+    assert seen == [1]
+    assert ExtendConfig.from_file(home / "threads" / "config.yaml").run.threads == 1
 
 
 def test_one_command_leaves_an_adapter_a_report_and_a_picture(home, capsys):

@@ -70,9 +70,17 @@ def test_switches_of_accelerate_that_would_be_ignored_are_refused(monkeypatch: p
         check_parallel(TrainConfig())
 
 
-def test_a_precision_of_accelerate_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("ACCELERATE_MIXED_PRECISION", "fp16")
-    with pytest.raises(ValueError, match=r"ACCELERATE_MIXED_PRECISION=fp16 is set.*run\.precision chooses"):
+@pytest.mark.parametrize(("name", "choice", "instead"), [
+    ("ACCELERATE_MIXED_PRECISION", "fp16", r"run\.precision chooses the precision"),
+    ("ACCELERATE_DYNAMO_BACKEND", "INDUCTOR", "training is not compiled"),
+])  # fmt: skip
+def test_a_choice_of_accelerate_is_refused(
+    monkeypatch: pytest.MonkeyPatch, name: str, choice: str, instead: str
+) -> None:
+    monkeypatch.setenv(name, "no")
+    check_parallel(TrainConfig())
+    monkeypatch.setenv(name, choice)
+    with pytest.raises(ValueError, match=f"{name}={choice} is set, which subquad train does not .* it; {instead}"):
         check_parallel(TrainConfig())
 
 
