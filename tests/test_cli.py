@@ -300,11 +300,29 @@ def test_wrong_arguments_are_one_line_and_status_2_wherever_they_are_found(
     assert list(tmp_path.iterdir()) == []
 
 
-def test_a_text_that_is_not_there_is_a_failure_of_one_line(capsys, tmp_path, monkeypatch):
+@pytest.mark.parametrize(("arguments", "message"), [
+    (["--data.path", "texst"], "there is no file or folder 'texst'; did you mean 'texts'? valid: "),
+    (["--data.held_out_path", "nowhere"], "there is no file or folder 'nowhere'; valid: 0.txt, 1.txt, 10.txt, 11.txt, "
+     "12.txt, hf:NAME, stdlib\n"),
+    (["--task", "image", "--image.path", "nowhere"], "there is no file or folder 'nowhere'; valid: 0.txt, "),
+    (["--task", "classify", "--classify.dataset", "text", "--classify.path", "nowhere"],
+     "there is no file or folder 'nowhere'; valid: 0.txt, "),
+])  # fmt: skip
+def test_a_path_that_is_not_there_is_refused_with_few_of_its_neighbours(
+    capsys, tmp_path, monkeypatch, arguments, message
+):
     monkeypatch.chdir(tmp_path)
-    assert main(["train", "--data.path", "nowhere.txt"]) == 1
+    for name in ("texts", *(f"{number}.txt" for number in range(30))):
+        (tmp_path / name).touch()
+    assert refused(capsys, "train", *arguments).startswith(f"error: {message}")
+
+
+def test_a_text_that_is_none_is_a_failure_of_one_line(capsys, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "bad.txt").write_bytes(b"\0")
+    assert main(["train", "--data.path", "bad.txt"]) == 1
     captured = capsys.readouterr()
-    assert captured.err.splitlines()[-1].startswith("error: there is no file or folder 'nowhere.txt'")
+    assert captured.err.splitlines()[-1].startswith("error: bad.txt is not text: it has a NUL at byte 0")
     assert "Traceback" not in captured.err
 
 
@@ -356,7 +374,8 @@ def test_a_loss_that_is_not_finite_is_one_line(capsys, place):
 
 def test_debug_shows_the_traceback(capsys, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
-    assert main(["train", "--data.path", "nowhere.txt", "--debug"]) == 1
+    (tmp_path / "bad.txt").write_bytes(b"\0")
+    assert main(["train", "--data.path", "bad.txt", "--debug"]) == 1
     captured = capsys.readouterr()
     assert "Traceback" in captured.err
     assert captured.err.endswith(f"error: {captured.err.splitlines()[-1].removeprefix('error: ')}\n")

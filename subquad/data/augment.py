@@ -39,15 +39,11 @@ def check_whole(dataset: str, lengths: np.ndarray, length: int) -> None:
 
 def augmentation(dataset: str) -> Callable[[Batch], Batch]:
     """Return the changes that keep the labels of `dataset`; `ValueError` where none is known."""
-    if dataset == "image":
-        return mirrored_and_shifted
-    if dataset.startswith("pathfinder"):
-        return turned
-    if dataset == "listops":
-        return permuted
-    if dataset == "retrieval":
-        return swapped
-    raise ValueError(f"no change is known to keep the labels of dataset {dataset!r}")
+    known = {"image": mirrored_and_shifted, "pathfinder": turned, "listops": permuted, "retrieval": swapped}
+    rules = dataset.rstrip("0123456789")
+    if rules not in known:
+        raise ValueError(f"no change is known to keep the labels of dataset {dataset!r}")
+    return known[rules]
 
 
 def mirrored_and_shifted(batch: Batch) -> Batch:

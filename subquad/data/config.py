@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 from typing import Literal
 
 from subquad.config import Config
+from subquad.data.files import check_path
 
 SMALLEST_BPE = 257
 """The bytes and the separator: the smallest vocabulary that is trained here."""
@@ -168,8 +169,10 @@ class LabelledConfig(Config):
     """Which images to make (dataset=pathfinder32, 64, 128)."""
 
     def check_source(self) -> None:
-        """Raise `ValueError` for a data set that is read, without a path to read it from."""
-        if self.path is None and self.dataset not in MADE:
+        """Raise `ValueError` for a data set that is read, without a path; `FileNotFoundError` for a missing one."""
+        if self.path is not None:
+            check_path(self.path, "hf:NAME")
+        elif self.dataset not in MADE:
             raise ValueError(
                 f"dataset={self.dataset} is read, not made: give its path, a folder, a file or hf:NAME "
                 f"(docs/lra.md has their layouts); {', '.join(MADE)} need none"

@@ -6,6 +6,7 @@ import hashlib
 import logging
 from dataclasses import dataclass
 from pathlib import Path
+from typing import BinaryIO, NamedTuple
 
 import tokenizers
 from tokenizers import Tokenizer
@@ -16,8 +17,8 @@ from subquad.data.files import Progress, cache_folder, fill_once, remove, silent
 from subquad.data.shards import FORMAT_VERSION, TokenShard
 from subquad.data.sources import Source, cut, hold_out, open_source
 from subquad.data.token_set import TokenSet, held_out_names, is_token_set
-from subquad.data.token_writer import Part, Spool, write_shard
-from subquad.data.tokenizers import load_tokenizer, pieces, tokenizer_hash
+from subquad.data.token_writer import encoded, shard_writer
+from subquad.data.tokenizers import Encoder, load_tokenizer, pieces, tokenizer_hash
 from subquad.data.vocabularies import TRAINED, make_tokenizer
 from subquad.parsing import check_keys, read_json
 
@@ -120,9 +121,10 @@ def prepare_shard(
     file = folder / "all.tokens"
 
     def fill(temporary: Path) -> None:
-        with Spool(temporary / "text") as spool:
-            spool.read(source, progress or silent)
-            write_shard(temporary / file.name, spool, spool.parts, tokenizer, progress or silent)
+        with (temporary / "text").open("w+b") as stream:
+            spool = _Spool(stream, progress or silent)
+            spool.read(source)
+            spool.write_shard(temporary / file.name, spool.parts, tokenizer)
         remove(temporary / "text")
         _check_unchanged(source, before)
 
@@ -193,10 +195,11 @@ def _build(
     folder: Path, config: DataConfig, tokenizer: Tokenizer | None, sources: list[Source], progress: Progress
 ) -> None:
     """Fill `folder`: the shards, the tokenizer, the held-out text."""
-    with Spool(folder / "text") as spool:
+    with (folder / "text").open("w+b") as scratch:
+        spool = _Spool(scratch, progress)
         for source in sources:
             counted = len(spool.parts)
-            spool.read(source, progress)
+            spool.read(source)
         if len(sources) == 2:
             train, held_out = spool.parts[:counted], spool.parts[counted:]
         else:
@@ -210,22 +213,72 @@ def _build(
             if config.tokenizer != "characters" and (size := tokenizer.get_vocab_size()) < config.vocab_size:
                 logger.warning("the text is enough for %d tokens only, not for %d", size, config.vocab_size)
         tokenizer.save(str(folder / "tokenizer.json"), pretty=False)
-        write_shard(folder / "train.tokens", spool, train, tokenizer, progress)
-        write_shard(folder / "held_out.tokens", spool, held_out, tokenizer, progress)
+        spool.write_shard(folder / "train.tokens", train, tokenizer)
+        spool.write_shard(folder / "held_out.tokens", held_out, tokenizer)
         with (folder / "held_out.txt").open("wb") as stream:
             stream.writelines(spool[part] for part in held_out)
-        names = {side: [part.name for part in parts] for side, parts in (("train", train), ("held_out", held_out))}
-    write_json(folder / "names.json", {side: [name for name in listed if name] for side, listed in names.items()})
     remove(folder / "text")
+    names = {
+        side: [part.name for part in parts if part.name] for side, parts in (("train", train), ("held_out", held_out))
+    }
+    write_json(folder / "names.json", names)
 
 
-def _split(spool: Spool, config: DataConfig) -> tuple[list[Part], list[Part]]:
+class _Part(NamedTuple):
+    """A document, or a part of one: its name (empty for a dataset's row) and its bytes in the spool."""
+
+    name: str
+    start: int
+    end: int
+
+
+class _Spool:
+    """A scratch file of documents, read once and checked, then visited as often as needed.
+
+    `parts` and `keys` hold one entry a document, in order of reading.
+    """
+
+    def __init__(self, stream: BinaryIO, progress: Progress) -> None:
+        self.stream, self.progress = stream, progress
+        self.parts: list[_Part] = []
+        self.keys: list[bytes] = []
+
+    def __getitem__(self, part: _Part) -> bytes:
+        self.stream.seek(part.start)
+        return self.stream.read(part.end - part.start)
+
+    def read(self, source: Source) -> None:
+        """Append all documents of `source`; `ValueError` where it has none."""
+        before, end = len(self.parts), self.stream.seek(0, 2)
+        for number, document in enumerate(source.documents(), 1):
+            start, end = end, end + self.stream.write(document.text)
+            self.parts.append(_Part(document.name if source.names else "", start, end))
+            self.keys.append(document.key)
+            self.progress("reading", number, max(number, len(source.names)))
+        if len(self.parts) == before:
+            raise ValueError(f"there is no text at all in {source.asked!r}")
+
+    def write_shard(self, path: Path, parts: list[_Part], tokenizer: Tokenizer) -> None:
+        """Write the tokens of `parts` as a shard, with the tokenizer's separator, if it has one, between documents."""
+        encoder, total = Encoder(tokenizer), sum(part.end - part.start for part in parts)
+        with shard_writer(path, tokenizer) as writer:
+            for number, ids, size in encoded(encoder, (self[part] for part in parts)):
+                writer.add(ids)
+                if size is None:
+                    continue
+                if number + 1 < len(parts):
+                    writer.add(encoder.separator)
+                writer.end_document(*size)
+                self.progress("encoding", writer.text_bytes, total)
+
+
+def _split(spool: _Spool, config: DataConfig) -> tuple[list[_Part], list[_Part]]:
     """Return the training and the held-out documents; a single document is cut in two."""
     if len(spool.parts) == 1:
         (whole,) = spool.parts
         middle = whole.start + cut(spool[whole], config.held_out)
         return [whole._replace(end=middle)], [whole._replace(start=middle)]
-    sides: tuple[list[Part], list[Part]] = ([], [])
+    sides: tuple[list[_Part], list[_Part]] = ([], [])
     for part, out in zip(spool.parts, hold_out(spool.keys, config.held_out, config.split_seed), strict=True):
         sides[out].append(part)
     return sides

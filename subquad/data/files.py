@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import difflib
 import json
 import logging
 import os
@@ -23,6 +24,8 @@ logger = logging.getLogger(__name__)
 Progress = Callable[[str, int, int], None]
 """Called as (what is being done, units done, units in all)."""
 DAY = 24 * 3600.0
+BESIDE = 5
+"""Names that are listed for a path that is missing."""
 TOKENIZER_FILES = (
     "tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", "tokenizer.model", "chat_template.jinja",
 )  # fmt: skip
@@ -104,12 +107,17 @@ def fill_once(folder: Path, check: Callable[[], object], fill: Callable[[Path], 
             fill(temporary)
 
 
-def no_path(asked: str, *forms: str) -> FileNotFoundError:
-    """Return the error for a path that is missing, with what stands beside it and the other `forms` of a path."""
-    folder, near = Path(asked).expanduser().parent, []
-    if folder.is_dir():
-        near = [str(entry) for entry in sorted(folder.iterdir()) if not entry.name.startswith(".")][:20]
-    return FileNotFoundError(f"there is no file or folder {asked!r}; {suggest(asked, [*forms, *near])}")
+def check_path(asked: str, *forms: str) -> None:
+    """Raise `FileNotFoundError` for a missing path, with the other `forms` of one and the nearest that stand beside it.
+
+    Of a Hugging Face dataset, hf:NAME, nothing is known here.
+    """
+    place = Path(asked).expanduser()
+    if asked in forms or asked.startswith("hf:") or place.is_file() or place.is_dir():
+        return
+    beside = [str(entry) for entry in sorted(place.parent.glob("[!.]*"))[:1000]]
+    near = difflib.get_close_matches(asked, beside, n=BESIDE) or beside[:BESIDE]
+    raise FileNotFoundError(f"there is no file or folder {asked!r}; {suggest(asked, [*forms, *near])}")
 
 
 def usable(folder: Path, check: Callable[[], object]) -> bool:

@@ -11,7 +11,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from subquad.config import suggest
-from subquad.data.files import no_path
+from subquad.data.files import check_path
 from subquad.data.image_files import (
     LABELS_WANTED,
     ImageSet,
@@ -84,27 +84,26 @@ def load_pictures(path: str) -> ImageSet | None:
 
 def _read(path: str) -> dict[str, ImageSet]:
     """Read the images at `path` in the form that the names there say."""
+    check_path(path, "hf:NAME")
     if path.startswith("hf:"):
         return read_dataset(path)
     place = Path(path).expanduser()
-    if place.is_dir():
-        if holds_idx(place):
-            return read_idx(place)
-        if holds_cifar(place):
-            return read_cifar(place)
-        if any((place / part).is_dir() for part in ("train", "test")) or pictures(place):
-            return read_pictures(place)
-        match [file for file in sorted(place.iterdir()) if is_npz(file)]:
-            case [file]:
-                return read_npz(file)
-            case [_, *_] as files:
-                raise ValueError(f"{path} holds {len(files)} npz files; name one: {', '.join(map(str, files[:9]))}")
-        raise ValueError(f"{path} holds no images: no idx files, no CIFAR-10 batches (.bin), no PNG, JPEG or npz files")
     if place.is_file():
         if not is_npz(place):
             raise ValueError(f"{path} is not a set of images; a file must be .npz or .npz.xz, or give its folder")
         return read_npz(place)
-    raise no_path(path, "hf:NAME")
+    if holds_idx(place):
+        return read_idx(place)
+    if holds_cifar(place):
+        return read_cifar(place)
+    if any((place / part).is_dir() for part in ("train", "test")) or pictures(place):
+        return read_pictures(place)
+    match [file for file in sorted(place.iterdir()) if is_npz(file)]:
+        case [file]:
+            return read_npz(file)
+        case [_, *_] as files:
+            raise ValueError(f"{path} holds {len(files)} npz files; name one: {', '.join(map(str, files[:9]))}")
+    raise ValueError(f"{path} holds no images: no idx files, no CIFAR-10 batches (.bin), no PNG, JPEG or npz files")
 
 
 def pictures(folder: Path) -> list[Path]:

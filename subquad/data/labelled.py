@@ -14,7 +14,7 @@ from torch.utils.data import Dataset
 
 from subquad.config import digest
 from subquad.data.config import LabelledConfig
-from subquad.data.files import Progress, no_path, silent
+from subquad.data.files import Progress, silent
 from subquad.data.lra.made import made
 from subquad.data.lra.read_images import grey_images, pathfinder_release
 from subquad.data.lra.read_text import hub_parts, listops_release, paper_pairs, texts
@@ -128,14 +128,9 @@ def read(config: LabelledConfig, *, progress: Progress | None = None) -> Store:
 
 
 def _state(asked: str) -> list[Any]:
-    """Return names, sizes and times of all files below a path; `FileNotFoundError` where there is none."""
+    """Return names, sizes and times of a file, or of all files below a folder."""
     place = Path(asked).expanduser()
-    if place.is_file():
-        files = [place]
-    elif place.is_dir():
-        files = sorted(Path(folder, name) for folder, _, names in os.walk(place) for name in names)
-    else:
-        raise no_path(asked, "hf:NAME")
+    files = sorted(Path(folder, name) for folder, _, names in os.walk(place) for name in names) or [place]
     stats = [(file, file.stat()) for file in files]
     return [[file.as_posix(), stat.st_size, stat.st_mtime_ns] for file, stat in stats]
 

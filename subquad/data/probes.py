@@ -57,105 +57,79 @@ def probe_rows(
 ) -> ProbeRows:
     """Make rows number `first` to `first + rows - 1` of the probe `config`, `length` tokens each.
 
-    `depth` is for passkey alone: see there. `seed` is used as it is: the configuration's numbers its own sequences.
-    Raises `ValueError` for a length, a depth or a number of rows that cannot be, and for a depth of another probe.
+    `depth` is for passkey alone: at 0 the mark before the key is the first token, at 1 nothing stands between the key
+    and the question; None draws its place in each row. `seed` is used as it is: the configuration's numbers its own
+    sequences. Raises `ValueError` for a length, a depth or a number of rows that cannot be, and for a depth of another
+    probe.
     """
-    if config.name == "passkey":
-        return passkey(length, rows, digits=config.digits, symbols=config.symbols, depth=depth, first=first, seed=seed)
-    if depth is not None:
+    if depth is not None and config.name != "passkey":
         raise ValueError(f"depth is for passkey, and the probe is {config.name}, got depth={depth}")
-    if config.name == "mqar":
-        return mqar(length, rows, pairs=config.pairs, symbols=config.symbols, first=first, seed=seed)
-    return copy(length, rows, symbols=config.symbols, shortest=config.shortest, first=first, seed=seed)
-
-
-def passkey(
-    length: int,
-    rows: int,
-    /,
-    *,
-    digits: int = 4,
-    symbols: int = 32,
-    depth: float | None = None,
-    first: int = 0,
-    seed: Seed = 0,
-) -> ProbeRows:
-    """`filler KEY d1..dk filler ASK d1..dk`: k random digits after a mark, at a depth in the filler, asked at the end.
-
-    At `depth` 0 the mark is the first token, at 1 nothing stands between the key and the question; None draws its place
-    in each row. The filler is random. Tokens: the digits are 0 to 9, then the mark, the question, `symbols` tokens of
-    filler. Source: the task of Mohtashami and Jaggi 2023, arXiv:2305.16300, section 4.2, in tokens instead of words.
-    """
     check_depth(depth)
-    config = ProbeConfig(name="passkey", digits=digits, symbols=symbols)
     asked = config.first_asked(length)
-    room = length - config.fewest_tokens
     made = empty_rows(length, rows)
-    for row, rng in enumerate(generators(seed, first, rows)):
-        start = int(rng.integers(room + 1)) if depth is None else round(depth * room)
-        key = rng.integers(DIGITS, size=digits)
-        made.tokens[row] = rng.integers(FILLER, config.vocab_size, size=length)
-        made.tokens[row, start] = KEY
-        made.tokens[row, start + 1 : start + 1 + digits] = key
-        made.tokens[row, asked - 1] = ASK
-        made.tokens[row, asked:] = made.labels[row, asked:] = key
-        made.source[row, asked:] = np.arange(start + 1, start + 1 + digits)
+    for number, rng in enumerate(generators(seed, first, rows)):
+        row = ProbeRows(*(array[number] for array in made))
+        if config.name == "passkey":
+            _passkey(config, asked, depth, rng, row)
+        elif config.name == "mqar":
+            _mqar(config, asked, rng, row)
+        else:
+            _copy(config, rng, row)
     return made
 
 
-def mqar(length: int, rows: int, /, *, pairs: int = 8, symbols: int = 32, first: int = 0, seed: Seed = 0) -> ProbeRows:
-    """`k1 v1 .. kn vn`, then each key once more among noise: after it, its value is asked for.
+def _passkey(config: ProbeConfig, asked: int, depth: float | None, rng: np.random.Generator, row: ProbeRows) -> None:
+    """Fill a row with `filler KEY d1..dk filler ASK d1..dk`: k random digits after a mark, asked for at the end.
+
+    The filler is random. Tokens: the digits are 0 to 9, then the mark, the question, `symbols` tokens of filler.
+    Source: the task of Mohtashami and Jaggi 2023, arXiv:2305.16300, section 4.2, in tokens instead of words.
+    """
+    room = len(row.tokens) - config.fewest_tokens
+    start = int(rng.integers(room + 1)) if depth is None else round(depth * room)
+    key = rng.integers(DIGITS, size=config.digits)
+    row.tokens[:] = rng.integers(FILLER, config.vocab_size, size=len(row.tokens))
+    row.tokens[start] = KEY
+    row.tokens[start + 1 : start + 1 + config.digits] = key
+    row.tokens[asked - 1] = ASK
+    row.tokens[asked:] = row.labels[asked:] = key
+    row.source[asked:] = np.arange(start + 1, start + 1 + config.digits)
+
+
+def _mqar(config: ProbeConfig, asked: int, rng: np.random.Generator, row: ProbeRows) -> None:
+    """Fill a row with `k1 v1 .. kn vn`, then each key once more among noise: after it, its value is asked for.
 
     The i-th place after the pairs holds a key with a weight of `i ** (POWER - 1)`: most questions come soon, some late.
     The value is asked for and not shown: the next token is noise, as all others, drawn from the values and from the
     keys that no pair has. Keys differ, values differ. Tokens: `symbols` keys, then as many values. Source: Arora et al.
     2023, "Zoology", arXiv:2312.04927, section 3.1 and appendix; the noise there may also repeat the keys.
     """
-    config = ProbeConfig(name="mqar", pairs=pairs, symbols=symbols)
-    begin = config.first_asked(length) - 1
-    weights = np.arange(1, length - begin, dtype=np.float64) ** (POWER - 1)
-    weights /= weights.sum()
-    made = empty_rows(length, rows)
-    for row, rng in enumerate(generators(seed, first, rows)):
-        keys = rng.permutation(symbols)
-        values = symbols + rng.permutation(symbols)[:pairs]
-        noise = rng.integers(pairs, 2 * symbols, size=length)
-        made.tokens[row] = np.where(noise < symbols, keys[noise % symbols], noise)
-        made.tokens[row, :begin] = np.stack([keys[:pairs], values], 1).ravel()
-        places = begin + rng.permutation(rng.choice(len(weights), size=pairs, replace=False, p=weights))
-        made.tokens[row, places] = keys[:pairs]
-        made.labels[row, places + 1] = values
-        made.source[row, places + 1] = 2 * np.arange(pairs) + 1
-    return made
+    pairs, symbols, begin = config.pairs, config.symbols, asked - 1
+    weights = np.arange(1, len(row.tokens) - begin, dtype=np.float64) ** (POWER - 1)
+    keys = rng.permutation(symbols)
+    values = symbols + rng.permutation(symbols)[:pairs]
+    noise = rng.integers(pairs, 2 * symbols, size=len(row.tokens))
+    row.tokens[:] = np.where(noise < symbols, keys[noise % symbols], noise)
+    row.tokens[:begin] = np.stack([keys[:pairs], values], 1).ravel()
+    chosen = rng.choice(len(weights), size=pairs, replace=False, p=weights / weights.sum())
+    places = begin + rng.permutation(chosen)
+    row.tokens[places] = keys[:pairs]
+    row.labels[places + 1] = values
+    row.source[places + 1] = 2 * np.arange(pairs) + 1
 
 
-def copy(
-    length: int,
-    rows: int,
-    /,
-    *,
-    symbols: int = 32,
-    shortest: int | None = None,
-    first: int = 0,
-    seed: Seed = 0,
-) -> ProbeRows:
-    """`s1..sn SEPARATOR s1..sn SEPARATOR ..`: a random string, and the whole of it again.
+def _copy(config: ProbeConfig, rng: np.random.Generator, row: ProbeRows) -> None:
+    """Fill a row with `s1..sn SEPARATOR s1..sn SEPARATOR ..`: a random string, and the whole of it again.
 
-    n is `(length - 1) // 2`, or in each row drawn from `shortest` up to that; separators fill what is left.
-    Tokens: the separator, then `symbols` letters.
+    n is `(length - 1) // 2`, or drawn from `shortest` up to that; separators fill what is left. Tokens: the separator,
+    then `symbols` letters.
     """
-    config = ProbeConfig(name="copy", symbols=symbols, shortest=shortest)
-    config.first_asked(length)
-    longest = (length - 1) // 2
-    made = empty_rows(length, rows)
-    made.tokens[:] = SEPARATOR
-    for row, rng in enumerate(generators(seed, first, rows)):
-        size = longest if shortest is None else int(rng.integers(shortest, longest + 1))
-        again = slice(size + 1, 2 * size + 1)
-        letters = rng.integers(1, config.vocab_size, size=size)
-        made.tokens[row, :size] = made.tokens[row, again] = made.labels[row, again] = letters
-        made.source[row, again] = np.arange(size)
-    return made
+    size = longest = (len(row.tokens) - 1) // 2
+    if config.shortest is not None:
+        size = int(rng.integers(config.shortest, longest + 1))
+    again = slice(size + 1, 2 * size + 1)
+    row.tokens[:] = SEPARATOR
+    row.tokens[:size] = row.tokens[again] = row.labels[again] = rng.integers(1, config.vocab_size, size=size)
+    row.source[again] = np.arange(size)
 
 
 def check_depth(depth: float | None) -> None:
@@ -243,7 +217,7 @@ def text_passkey(
     """`text BEFORE key AFTER text QUESTION key`: the tokens of a key of `digits` digits are asked for at the end.
 
     `text` holds tokens `[N]`; each row takes a piece of it that begins at a random place. `depth` is that of
-    `subquad.data.probes.passkey`. All parts are tokenised apart, so that the key is the same tokens at both places.
+    `probe_rows`. All parts are tokenised apart, so that the key is the same tokens at both places.
     Raises `ValueError` for a tokenizer that cannot spell digits, for a length in which the parts leave no room, for a
     text shorter than that room, and for a depth outside of 0 to 1.
     """

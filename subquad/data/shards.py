@@ -23,16 +23,8 @@ MAGIC = b"SUBQUADT"
 FORMAT_VERSION = 1
 HEAD_BYTES = 4096
 _PREFIX = struct.Struct("<8sII32s")  # magic, version, bytes of JSON, SHA-256 of the JSON
-_HEAD = {
-    "documents": int,
-    "dtype": str,
-    "sha256": str,
-    "text_bytes": int,
-    "tokenizer_hash": str,
-    "tokens": int,
-    "vocab_size": int,
-    "words": int,
-}
+_HEAD: dict[str, type] = dict.fromkeys(("documents", "text_bytes", "tokens", "vocab_size", "words"), int)
+_HEAD |= dict.fromkeys(("dtype", "sha256", "tokenizer_hash"), str)
 _verified: set[tuple[str, int, int, int]] = set()
 
 
@@ -63,13 +55,31 @@ class TokenShard:
         self.vocab_size: int = head["vocab_size"]
         self.tokenizer_hash: str = head["tokenizer_hash"]
         self.sha256: str = head["sha256"]
-        _verify(self.path, head)
-        dtype = np.dtype(head["dtype"])
-        self.tokens = np.memmap(self.path, dtype, mode="r", offset=HEAD_BYTES, shape=(head["tokens"],))
-        end = HEAD_BYTES + head["tokens"] * dtype.itemsize
-        self.documents = np.memmap(self.path, "<i8", mode="r", offset=end, shape=(head["documents"] + 1,))
-        if self.documents[0] or self.documents[-1] != head["tokens"] or (np.diff(self.documents) < 0).any():
-            raise ValueError(f"{self.path} is damaged: its documents do not divide its {head['tokens']} tokens")
+        count, documents, dtype = head["tokens"], head["documents"], np.dtype(head["dtype"])
+        end = HEAD_BYTES + count * dtype.itemsize
+        expected, stat = end + (documents + 1) * 8, self.path.stat()
+        if stat.st_size != expected:
+            raise ValueError(
+                f"{self.path} is cut short or too long: {stat.st_size} bytes, where {count} tokens and {documents} "
+                f"documents take {expected}"
+            )
+        self.tokens = np.memmap(self.path, dtype, mode="r", offset=HEAD_BYTES, shape=(count,))
+        self.documents = np.memmap(self.path, "<i8", mode="r", offset=end, shape=(documents + 1,))
+        seen = (str(self.path.resolve()), stat.st_ino, stat.st_size, stat.st_mtime_ns)
+        if seen not in _verified:
+            self._verify()
+            _verified.add(seen)
+
+    def _verify(self) -> None:
+        """Check the contents."""
+        with self.path.open("rb") as stream:
+            stream.seek(HEAD_BYTES)
+            if hashlib.file_digest(stream, "sha256").hexdigest() != self.sha256:
+                raise ValueError(f"{self.path} is damaged: the checksum of its tokens is wrong")
+        if (greatest := int(self.tokens.max())) >= self.vocab_size:
+            raise ValueError(f"{self.path} is damaged: it holds the token {greatest}, of {self.vocab_size}")
+        if self.documents[0] or self.documents[-1] != len(self) or (np.diff(self.documents) < 0).any():
+            raise ValueError(f"{self.path} is damaged: its documents do not divide its {len(self)} tokens")
 
     def __len__(self) -> int:
         return len(self.tokens)
@@ -84,7 +94,7 @@ class TokenShard:
 def _read_head(path: Path) -> dict[str, Any]:
     with path.open("rb") as stream:
         head = stream.read(HEAD_BYTES)
-    if head[: len(MAGIC)] != MAGIC:
+    if not head.startswith(MAGIC):
         raise ValueError(f"{path} is not a token shard: it begins with {head[:8]!r}, not with {MAGIC!r}")
     if len(head) < HEAD_BYTES:
         raise ValueError(f"{path} is cut short: {len(head)} bytes, less than a head's {HEAD_BYTES}")
@@ -97,43 +107,16 @@ def _read_head(path: Path) -> dict[str, Any]:
     text = head[_PREFIX.size : _PREFIX.size + length]
     if hashlib.sha256(text).digest() != checksum:
         raise ValueError(f"{path} is damaged: the checksum of its head is wrong")
-    values = parse_json(decoded(text, str(path)), str(path))
-    if not isinstance(values, dict) or set(values) != set(_HEAD):
-        found = sorted(values) if isinstance(values, dict) else type(values).__name__
-        raise ValueError(f"{path} is damaged: its head has the keys {found}, not {sorted(_HEAD)}")
+    values: dict[str, Any] = parse_json(decoded(text, str(path)), str(path))
     check_keys(values, _HEAD, str(path))
+    if set(values) != set(_HEAD):
+        raise ValueError(f"{path} is damaged: its head has the keys {sorted(values)}, not {sorted(_HEAD)}")
     if values["dtype"] not in ("|u1", "<u2", "<u4") or values["tokens"] < 1 or values["documents"] < 1:
         raise ValueError(
             f"{path} is damaged: its head has the dtype {values['dtype']!r}, {values['tokens']} tokens and "
             f"{values['documents']} documents"
         )
     return values
-
-
-def _verify(path: Path, head: dict[str, Any]) -> None:
-    """Check size and contents of a shard that this process has not checked yet."""
-    stat = path.stat()
-    body = head["tokens"] * np.dtype(head["dtype"]).itemsize + (head["documents"] + 1) * 8
-    if stat.st_size != HEAD_BYTES + body:
-        raise ValueError(
-            f"{path} is cut short or too long: {stat.st_size} bytes, where {head['tokens']} tokens and "
-            f"{head['documents']} documents take {HEAD_BYTES + body}"
-        )
-    seen = (str(path.resolve()), stat.st_ino, stat.st_size, stat.st_mtime_ns)
-    if seen in _verified:
-        return
-    if _hash_body(path) != head["sha256"]:
-        raise ValueError(f"{path} is damaged: the checksum of its tokens is wrong")
-    tokens = np.memmap(path, head["dtype"], mode="r", offset=HEAD_BYTES, shape=(head["tokens"],))
-    if (greatest := int(tokens.max())) >= head["vocab_size"]:
-        raise ValueError(f"{path} is damaged: it holds the token {greatest}, of {head['vocab_size']}")
-    _verified.add(seen)
-
-
-def _hash_body(path: Path) -> str:
-    with path.open("rb") as stream:
-        stream.seek(HEAD_BYTES)
-        return hashlib.file_digest(stream, "sha256").hexdigest()
 
 
 @dataclass(frozen=True)
@@ -161,9 +144,8 @@ class ShardWriter:
         self.path = path
         self.vocab_size = vocab_size
         self.tokenizer_hash = tokenizer_hash
-        self.dtype = np.dtype("<u2" if vocab_size <= 1 << 16 else "<u4")
-        if small and vocab_size <= 1 << 8:
-            self.dtype = np.dtype("u1")
+        two_or_four = "<u2" if vocab_size <= 1 << 16 else "<u4"
+        self.dtype = np.dtype("u1" if small and vocab_size <= 1 << 8 else two_or_four)
         self.count = self.text_bytes = self.words = 0
         self.starts = [0]
         self._sha256 = hashlib.sha256()
@@ -178,19 +160,14 @@ class ShardWriter:
         self._write(ids.astype(self.dtype))
         self.count += len(ids)
 
-    def end_document(self, *, text_bytes: int, words: int) -> None:
+    def end_document(self, text_bytes: int, words: int) -> None:
         """Close a document of `text_bytes` UTF-8 bytes and `words` words."""
         self.starts.append(self.count)
         self.text_bytes += text_bytes
         self.words += words
 
     def add_documents(self, ids: np.ndarray, lengths: np.ndarray) -> None:
-        """Append documents without text, of `lengths` tokens each; raises as `add`, and for no token in one."""
-        if lengths.sum() != len(ids) or lengths.min(initial=1) < 1:
-            raise ValueError(
-                f"documents have one token or more each, together {len(ids)}; got {lengths.sum()} in all, the shortest "
-                f"{lengths.min(initial=len(ids))}"
-            )
+        """Append documents without text, of `lengths` tokens each; raises as `add`."""
         ends = self.count + np.cumsum(lengths)
         self.add(ids)
         self.starts += ends.tolist()

@@ -20,7 +20,7 @@ from pathlib import Path
 from typing import Any, NamedTuple, Protocol
 
 from subquad.config import suggest
-from subquad.data.files import no_path
+from subquad.data.files import check_path
 from subquad.data.packed import BAD_ZIP, DAMAGE, check_zip, most, too_much, unpack, unpack_any
 
 logger = logging.getLogger(__name__)
@@ -80,6 +80,7 @@ def open_source(path: str, *, skip_bad_files: bool = False) -> Source:
     Raises `FileNotFoundError` for a path that is missing or a glob that matches nothing, `ImportError` for a dataset
     without the `datasets` extra.
     """
+    check_source(path)
     if path == "stdlib":
         root = Path(sysconfig.get_path("stdlib"))
         return FileSource(path, root, _stdlib_files(root), skip_bad_files)
@@ -90,16 +91,20 @@ def open_source(path: str, *, skip_bad_files: bool = False) -> Source:
         return FileSource(path, place.parent, [place], skip_bad_files)
     if place.is_dir():
         return FileSource(path, place, _files_below(place), skip_bad_files)
-    if glob.has_magic(path):
-        files = [Path(found) for found in sorted(glob.glob(str(place), recursive=True)) if os.path.isfile(found)]
-        if not files:
-            raise FileNotFoundError(f"the glob {path!r} matches no file")
-        return FileSource(path, Path(os.path.commonpath([file.parent for file in files])), files, skip_bad_files)
-    raise no_path(path, "stdlib", "hf:NAME")
+    files = [Path(found) for found in sorted(glob.glob(str(place), recursive=True)) if os.path.isfile(found)]
+    if not files:
+        raise FileNotFoundError(f"the glob {path!r} matches no file")
+    return FileSource(path, Path(os.path.commonpath([file.parent for file in files])), files, skip_bad_files)
+
+
+def check_source(path: str) -> None:
+    """Raise `FileNotFoundError` for a path that is missing."""
+    if not glob.has_magic(path):
+        check_path(path, "stdlib", "hf:NAME")
 
 
 def _files_below(root: Path) -> list[Path]:
-    """Return all files below `root` but hidden ones, sorted by their names relative to it."""
+    """Return all files below `root` but hidden ones."""
     found = []
     for folder, folders, files in os.walk(root):
         folders[:] = [name for name in folders if not name.startswith(".")]

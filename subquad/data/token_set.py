@@ -26,8 +26,7 @@ INDEX = "index.json"
 INDEX_FORMAT, INDEX_VERSION = "subquad-tokens", 1
 OPEN_SHARDS = 1024
 """Shards of a set that a process keeps mapped."""
-MOST = 2**48
-"""Above what a shard can hold of anything."""
+_CONTENT = {"tokenizer_hash": str, "vocab_size": int, "shards": list}
 BadShards = Literal["stop", "skip"]
 
 
@@ -78,10 +77,22 @@ class TokenSet:
     def __repr__(self) -> str:
         return f"TokenSet({str(self.path)!r}: {len(self):,} tokens in {len(self.entries)} shards)"
 
+    def __getitem__(self, places: slice) -> np.ndarray:
+        start, stop, step = places.indices(len(self))
+        if step != 1:
+            raise ValueError(f"tokens of a set are read in slices of step 1, got {step}")
+        parts = [np.zeros(0, dtype=np.int64)] if start >= stop else []
+        while start < stop:
+            number = bisect_right(self.ends, start)
+            begin = self.ends[number] - self.entries[number].tokens
+            parts.append(self.shard(number).tokens[start - begin : stop - begin])
+            start = min(stop, self.ends[number])
+        return np.concatenate(parts)
+
     @property
-    def tokens(self) -> SetTokens:
-        """All tokens, to be sliced: only the shards of a slice are opened."""
-        return SetTokens(self)
+    def tokens(self) -> TokenSet:
+        """All tokens, to be sliced as those of a shard: only the shards of a slice are opened."""
+        return self
 
     @property
     def documents(self) -> np.ndarray:
@@ -98,11 +109,11 @@ class TokenSet:
             entry = self.entries[number]
             try:
                 shard = TokenShard(self.path / entry.name, tokenizer_hash=self.tokenizer_hash)
-                if shard.sha256 != entry.sha256:
-                    pair = f"SHA-256 {shard.sha256[:16]}..., not {entry.sha256[:16]}..."
-                    raise ValueError(f"it is another shard than the index has: {pair}")
-                if len(shard) != entry.tokens:
-                    raise ValueError(f"it has {len(shard)} tokens, and the index says {entry.tokens}")
+                if (len(shard), shard.sha256) != (entry.tokens, entry.sha256):
+                    raise ValueError(
+                        f"it is another shard than the index has: {len(shard)} tokens, SHA-256 {shard.sha256[:16]}..., "
+                        f"not {entry.tokens}, {entry.sha256[:16]}..."
+                    )
             except (OSError, ValueError) as error:
                 self._bad[number] = ShardError(
                     f"shard {entry.name} of {self.path} cannot be read: {error}; restore it, or leave it out by "
@@ -113,28 +124,6 @@ class TokenSet:
             if len(self._open) > OPEN_SHARDS:
                 del self._open[next(iter(self._open))]
         return self._open[number]
-
-
-class SetTokens:
-    """The tokens of a set as one array that is read piece by piece."""
-
-    def __init__(self, owner: TokenSet) -> None:
-        self.owner = owner
-
-    def __len__(self) -> int:
-        return len(self.owner)
-
-    def __getitem__(self, places: slice) -> np.ndarray:
-        start, stop, step = places.indices(len(self))
-        if step != 1:
-            raise ValueError(f"tokens of a set are read in slices of step 1, got {step}")
-        ends, parts = self.owner.ends, []
-        while start < stop:
-            number = bisect_right(ends, start)
-            begin = ends[number] - self.owner.entries[number].tokens
-            parts.append(self.owner.shard(number).tokens[start - begin : stop - begin])
-            start = min(stop, ends[number])
-        return np.concatenate(parts) if parts else np.zeros(0, dtype=np.int64)
 
 
 def is_token_set(path: str | Path) -> bool:
@@ -159,10 +148,10 @@ def read_index(folder: Path) -> dict[str, Any]:
             f"{where} has format {index.get('format')!r} version {index.get('version')!r}; this release reads "
             f"{INDEX_FORMAT!r} version {INDEX_VERSION}: make the shards again"
         )
-    content: dict[str, Any] = {name: index.get(name) for name in ("tokenizer_hash", "vocab_size", "shards")}
+    content: dict[str, Any] = {name: index.get(name) for name in _CONTENT}
     if index.get("sha256") != digest(content):
         raise ValueError(f"{where} is damaged: its checksum is wrong")
-    check_keys(content, {"tokenizer_hash": str, "vocab_size": int, "shards": list}, where)
+    check_keys(content, _CONTENT, where)
     return content | {"shards": [_entry(entry, where) for entry in content["shards"]]}
 
 
@@ -174,7 +163,7 @@ def _entry(values: Any, where: str) -> Entry:
     if not name or name.startswith(".") or Path(name).name != name:
         raise ValueError(f"{where}: a shard is a file in the folder of its index, got {name!r}")
     for count in counts:
-        if not 0 <= values[count] < MOST:
+        if not 0 <= values[count] < 2**48:
             raise ValueError(f"{where}: {count} of {name} must be at least 0 and below 2^48, got {values[count]}")
     return Entry(name=name, sha256=values["sha256"], **{count: values[count] for count in counts})
 

@@ -1,13 +1,11 @@
-"""Documents to token shards: through a scratch file where they are read more than once, or straight from a source."""
+"""Documents to token shards, straight from their sources: the memory of one document is enough."""
 
 from __future__ import annotations
 
-import mmap
 from collections import deque
 from collections.abc import Iterable, Iterator, Sequence
 from itertools import chain, pairwise
 from pathlib import Path
-from typing import NamedTuple, Self
 
 import numpy as np
 from tokenizers import Tokenizer
@@ -20,72 +18,6 @@ from subquad.data.token_set import TokenSet, write_index
 from subquad.data.tokenizers import Encoder, tokenizer_hash, vocab_size
 
 
-class Part(NamedTuple):
-    """A document, or a part of one: its name (empty for a dataset's row) and its bytes in the spool."""
-
-    name: str
-    start: int
-    end: int
-
-
-class Spool:
-    """A scratch file of documents, read once and checked, then visited as often as needed.
-
-    `parts` and `keys` hold one entry a document, in order of reading.
-    """
-
-    def __init__(self, path: Path) -> None:
-        self.parts: list[Part] = []
-        self.keys: list[bytes] = []
-        self._stream = path.open("w+b")
-        self._map: mmap.mmap | None = None
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        if self._map is not None:
-            self._map.close()
-        self._stream.close()
-
-    def __getitem__(self, part: Part) -> bytes:
-        if self._map is None:
-            raise ValueError("nothing has been read into the spool yet")
-        return self._map[part.start : part.end]
-
-    def read(self, source: Source, progress: Progress) -> None:
-        """Append all documents of `source`; `ValueError` where it has none."""
-        before, end = len(self.parts), self._stream.seek(0, 2)
-        for number, document in enumerate(source.documents(), 1):
-            self._stream.write(document.text)
-            self.parts.append(Part(document.name if source.names else "", end, end + len(document.text)))
-            self.keys.append(document.key)
-            end += len(document.text)
-            progress("reading", number, max(number, len(source.names)))
-        if len(self.parts) == before:
-            raise ValueError(f"there is no text at all in {source.asked!r}")
-        self._stream.flush()
-        if self._map is not None:
-            self._map.close()
-        self._map = mmap.mmap(self._stream.fileno(), 0, access=mmap.ACCESS_READ)
-
-
-def write_shard(path: Path, spool: Spool, parts: list[Part], tokenizer: Tokenizer, progress: Progress) -> None:
-    """Write the tokens of `parts` as a shard, with the tokenizer's separator, if it has one, between documents."""
-    encoder = Encoder(tokenizer)
-    total = sum(part.end - part.start for part in parts)
-    with _writer(path, tokenizer) as writer:
-        for number, ids, last in _encoded(encoder, (spool[part] for part in parts)):
-            writer.add(ids)
-            if not last:
-                continue
-            if number + 1 < len(parts):
-                writer.add(encoder.separator)
-            text = spool[parts[number]]
-            writer.end_document(text_bytes=len(text), words=_words(text))
-            progress("encoding", writer.text_bytes, total)
-
-
 def write_tokens(
     folder: str | Path,
     texts: Sequence[str | Source],
@@ -96,9 +28,9 @@ def write_tokens(
 ) -> TokenSet:
     """Write all documents of some texts, in order, as shards of at least `shard_tokens` tokens each but the last.
 
-    A text is a path as `DataConfig.path` has it, or a source; the memory of one document is enough. A document is never
-    divided between shards and ends with the tokenizer's separator, if it has one. The folder, which must not exist,
-    appears when everything is written: the shards, `index.json` and `tokenizer.json`.
+    A text is a path as `DataConfig.path` has it, or a source. A document is never divided between shards and ends with
+    the tokenizer's separator, if it has one. The folder, which must not exist, appears when everything is written: the
+    shards, `index.json` and `tokenizer.json`.
 
     Raises `FileExistsError` for a folder that is there, `ValueError` for fewer than one token in a shard and where
     there is no text at all, and as reading the texts does.
@@ -125,20 +57,26 @@ def _write_shards(
     folder: Path, sources: Sequence[Source], tokenizer: Tokenizer, shard_tokens: int, progress: Progress
 ) -> list[Entry]:
     """Write the shards; return a line of the index for each."""
-    encoder = Encoder(tokenizer)
-    sizes: deque[tuple[int, int]] = deque()  # bytes and words of the documents that were read and not yet written
-    pieces = _encoded(encoder, _sized(sources, sizes))
+    encoder, read = Encoder(tokenizer), 0
+
+    def texts() -> Iterator[bytes]:
+        nonlocal read
+        for source in sources:
+            for document in source.documents():
+                read += 1
+                yield document.text
+
+    pieces = encoded(encoder, texts())
     entries: list[Entry] = []
     while (first := next(pieces, None)) is not None:
-        with _writer(folder / f"{len(entries):05d}.tokens", tokenizer) as writer:
-            for number, ids, last in chain([first], pieces):
+        with shard_writer(folder / f"{len(entries):05d}.tokens", tokenizer) as writer:
+            for number, ids, size in chain([first], pieces):
                 writer.add(ids)
-                if not last:
+                if size is None:
                     continue
                 writer.add(encoder.separator)
-                text_bytes, words = sizes.popleft()
-                writer.end_document(text_bytes=text_bytes, words=words)
-                progress("encoding", number + 1, number + 1 + len(sizes))
+                writer.end_document(*size)
+                progress("encoding", number + 1, read)
                 if writer.count >= shard_tokens:
                     break
         entries.append(writer.entry)
@@ -147,23 +85,22 @@ def _write_shards(
     return entries
 
 
-def _encoded(encoder: Encoder, texts: Iterable[bytes]) -> Iterator[tuple[int, np.ndarray, bool]]:
-    """Yield a document's number, its next tokens, and whether they are its last."""
-    for (number, ids), (following, _) in pairwise(chain(encoder.encode(texts), [(-1, encoder.separator)])):
-        yield number, ids, number != following
+def encoded(encoder: Encoder, texts: Iterable[bytes]) -> Iterator[tuple[int, np.ndarray, tuple[int, int] | None]]:
+    """Yield a document's number and its next token ids; with its last ones the bytes and words of its text, else None.
+
+    The encoder reads documents ahead.
+    """
+    sizes: deque[tuple[int, int]] = deque()
+
+    def sized() -> Iterator[bytes]:
+        for text in texts:
+            sizes.append((len(text), len(text.decode().split())))
+            yield text
+
+    for (number, ids), (following, _) in pairwise(chain(encoder.encode(sized()), [(-1, encoder.separator)])):
+        yield number, ids, None if number == following else sizes.popleft()
 
 
-def _sized(sources: Sequence[Source], sizes: deque[tuple[int, int]]) -> Iterator[bytes]:
-    """Yield the text of each document, and append its bytes and words to `sizes`."""
-    for source in sources:
-        for document in source.documents():
-            sizes.append((len(document.text), _words(document.text)))
-            yield document.text
-
-
-def _words(text: bytes) -> int:
-    return len(text.decode().split())
-
-
-def _writer(path: Path, tokenizer: Tokenizer) -> ShardWriter:
+def shard_writer(path: Path, tokenizer: Tokenizer) -> ShardWriter:
+    """Return a writer of a shard of this tokenizer's tokens."""
     return ShardWriter(path, vocab_size=vocab_size(tokenizer), tokenizer_hash=tokenizer_hash(tokenizer))

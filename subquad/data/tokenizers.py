@@ -14,7 +14,7 @@ import numpy as np
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 
 from subquad.config import suggest
-from subquad.data.token_set import SetTokens
+from subquad.data.token_set import TokenSet
 from subquad.data.vocabularies import SEPARATOR, TRAINED, character_ids, gpt2_files, load_gpt2
 from subquad.parsing import parse_json, read_text
 
@@ -141,7 +141,7 @@ def check_vocabulary(tokenizer: Tokenizer, known: int, advice: str = "is it anot
         raise ValueError(f"the tokenizer has {size} tokens, the model knows {known}; {advice}")
 
 
-def warn_of_carriage_returns(tokenizer: Tokenizer, tokens: np.ndarray | SetTokens, where: str) -> None:
+def warn_of_carriage_returns(tokenizer: Tokenizer, tokens: np.ndarray | TokenSet, where: str) -> None:
     """Log a warning where the text of `tokens` has CRLF line ends: each is one character more to predict.
 
     Of a long text the first `LOOKED_AT` tokens are looked at.

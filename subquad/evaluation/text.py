@@ -19,11 +19,11 @@ import torch
 from torch import Tensor, nn
 
 from subquad.config import check_at_least
-from subquad.data.token_set import SetTokens
+from subquad.data.token_set import TokenSet
 from subquad.data.windows import IGNORED, PADDING
 from subquad.models import Decoder
 
-Tokens: TypeAlias = Sequence[int] | np.ndarray | Tensor | SetTokens
+Tokens: TypeAlias = Sequence[int] | np.ndarray | Tensor | TokenSet
 
 
 class Window(NamedTuple):

@@ -72,7 +72,7 @@ class Task:
 
     @classmethod
     def check_source(cls, config: TrainConfig) -> None:
-        """Raise `ValueError` where data are to be read and no path says from where."""
+        """Raise `ValueError` for data to read without a path, `FileNotFoundError` for a path that is missing."""
 
     @classmethod
     def check(cls, config: TrainConfig) -> None:

@@ -14,6 +14,7 @@ from torch import Tensor
 from torch.utils.data import Dataset
 
 from subquad.config import digest
+from subquad.data.files import check_path
 from subquad.data.images import ImageSet, load_images
 from subquad.models.image import ImageModel, ImageModelConfig
 from subquad.models.pixels import LEVELS
@@ -50,6 +51,12 @@ class ImageTask(Task):
     image: ImageModelConfig
 
     unit: ClassVar[str] = "pixel"
+
+    @classmethod
+    def check_source(cls, config: TrainConfig) -> None:
+        """Raise `FileNotFoundError` for images that are missing."""
+        if config.image.path is not None:
+            check_path(config.image.path, "hf:NAME")
 
     @classmethod
     def check(cls, config: TrainConfig) -> None:

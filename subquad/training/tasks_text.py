@@ -15,6 +15,7 @@ from torch import Tensor
 from subquad.config import digest
 from subquad.data import TokenSet, TokenShard, prepare
 from subquad.data.probes import IGNORED, ProbeCorpus
+from subquad.data.sources import check_source
 from subquad.data.tokenizers import encode_text, separator_id, warn_of_carriage_returns
 from subquad.data.windows import PackedSetWindows, PackedWindows, SetWindows, Windows, windows_of
 from subquad.models.build import build_model
@@ -31,6 +32,13 @@ class LanguageTask(Task):
 
     end: int | None
     """The token that ends a document."""
+
+    @classmethod
+    def check_source(cls, config: TrainConfig) -> None:
+        """Raise `FileNotFoundError` for a text that is missing."""
+        for path in (config.data.path, config.data.held_out_path):
+            if path is not None:
+                check_source(path)
 
     @classmethod
     def check(cls, config: TrainConfig) -> None:

@@ -15,7 +15,6 @@ from subquad.data import corpus as module
 from subquad.data.corpus import prepare_shard
 from subquad.data.files import cache_folder
 from subquad.data.sources import BadTextError
-from subquad.data.token_writer import Part, Spool
 from subquad.data.tokenizers import bytes_tokenizer, tokenizer_hash
 from subquad.data.vocabularies import SEPARATOR
 
@@ -288,11 +287,6 @@ def test_the_cache_is_where_one_says(monkeypatch, tmp_path):
     monkeypatch.setenv("SUBQUAD_CACHE", str(tmp_path))
     assert cache_folder(None) == tmp_path
     assert cache_folder("~/there") == Path.home() / "there"
-
-
-def test_an_unread_spool(tmp_path):
-    with Spool(tmp_path / "text") as spool, pytest.raises(ValueError, match="nothing has been read into the spool yet"):
-        spool[Part("a", 0, 1)]
 
 
 def test_the_fingerprint_is_pinned(config):

@@ -22,13 +22,11 @@ from subquad.data.probes import (
     SEPARATOR,
     ProbeCorpus,
     ProbeItems,
-    copy,
-    mqar,
-    passkey,
     probe_rows,
     text_passkey,
 )
 from subquad.testing import assert_exact
+from tests.data.rows import copy, mqar, passkey
 
 CONFIGS = [
     ProbeConfig(name="passkey", digits=3, symbols=5),

@@ -1,3 +1,4 @@
+import hashlib
 import json
 import os
 import pickle
@@ -53,9 +54,6 @@ def test_documents_without_text_are_written_at_once(tmp_path):
     with ShardWriter(tmp_path / "s", vocab_size=256, tokenizer_hash="a" * 64, small=True) as writer:
         writer.add_documents(np.array([1, 2, 255]), np.array([1, 2]))
         writer.add_documents(np.array([4]), np.array([1]))
-        for lengths in ([1, 0], [2], [0, 2]):
-            with pytest.raises(ValueError, match="documents have one token or more each, together 1; got"):
-                writer.add_documents(np.array([4]), np.array(lengths))
     shard = TokenShard(tmp_path / "s")
     assert shard.tokens.dtype == np.uint8
     assert shard.tokens.tolist() == [1, 2, 255, 4]
@@ -133,9 +131,9 @@ def test_a_changed_head(path):
 
 def test_a_head_with_other_keys(path):
     text = json.dumps({"tokens": 5}).encode()
-    checksum = shards.hashlib.sha256(text).digest()
+    checksum = hashlib.sha256(text).digest()
     damage(path, 0, shards._PREFIX.pack(MAGIC, 1, len(text), checksum) + text)
-    with pytest.raises(ValueError, match=r"its head has the keys \['tokens'\], not \['documents', 'dtype'"):
+    with pytest.raises(ValueError, match="is damaged: it has no 'documents'"):
         TokenShard(path)
 
 
@@ -148,11 +146,11 @@ def test_another_tokenizer_is_refused(path):
 
 def test_contents_are_hashed_once_for_each_file(path, monkeypatch):
     hashed = []
-    real = shards._hash_body
-    monkeypatch.setattr(shards, "_hash_body", lambda path: hashed.append(path) or real(path))
+    real = hashlib.file_digest
+    monkeypatch.setattr(hashlib, "file_digest", lambda file, kind: hashed.append(file.name) or real(file, kind))
     for _ in range(3):
         TokenShard(path)
-    assert hashed == [path]
+    assert hashed == [str(path)]
     os.utime(path, ns=(1, 1))
     TokenShard(path)
-    assert hashed == [path, path]
+    assert hashed == [str(path)] * 2

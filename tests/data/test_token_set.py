@@ -156,7 +156,9 @@ def test_an_index_that_cannot_be(folder, change, message):
 
 def test_an_index_with_another_count_of_tokens(folder):
     change_index(folder, lambda index: (index["shards"][1].update(tokens=19), reseal(index)))
-    with pytest.raises(ShardError, match=r"00001\.tokens of .*: it has 20 tokens, and the index says 19"):
+    with pytest.raises(
+        ShardError, match=r"00001\.tokens of .*: it is another shard than the index has: 20 tokens, SHA-256 .*, not 19"
+    ):
         TokenSet(folder).shard(1)
 
 
@@ -180,7 +182,7 @@ DAMAGE = {
         "is cut short or too long",
     ),
     "missing": (lambda folder: (folder / "00001.tokens").unlink(), "No such file"),
-    "another shard": (swap, "it is another shard than the index has: SHA-256"),
+    "another shard": (swap, "it is another shard than the index has: 18 tokens, SHA-256"),
 }
 damaged = pytest.mark.parametrize("how", DAMAGE)
 

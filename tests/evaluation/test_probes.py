@@ -11,7 +11,7 @@ from torch import nn
 from torch.nn import functional as F
 
 from subquad.data.config import ProbeConfig
-from subquad.data.probes import copy, mqar, passkey, probe_rows
+from subquad.data.probes import probe_rows
 from subquad.evaluation import evaluate
 from subquad.evaluation.probes import (
     by_depth,
@@ -26,6 +26,7 @@ from subquad.evaluation.probes import (
 from subquad.models import Decoder, DecoderConfig
 from subquad.models.build import build_model
 from subquad.testing import assert_same_maths
+from tests.data.rows import copy, mqar, passkey
 
 
 def make(*, seed: int = 0, **changes) -> Decoder:

@@ -22,8 +22,8 @@ import numpy as np
 
 from subquad.config import digest
 from subquad.data.config import LabelledConfig
-from subquad.data.files import Progress, aside, cache_folder, locked, remove, silent
-from subquad.data.lra.store import PARTS, Labelled, Store, is_kept, kept, write_store
+from subquad.data.files import Progress, aside, cache_folder, locked, remove, silent, usable
+from subquad.data.lra.store import PARTS, Labelled, Store, kept, write_store
 from subquad.data.packed import load_arrays
 
 logger = logging.getLogger(__name__)
@@ -62,12 +62,11 @@ def made(config: LabelledConfig, *, workers: int | None = None, progress: Progre
     name = f"labelled-{config.dataset}-{key}"
     folder = cache_folder(config.cache) / name
     blocks = folder.with_name(f"making-{config.dataset}-{key}")
-    if not is_kept(folder):
+    if not usable(folder, lambda: Store(folder)):
         blocks.mkdir(parents=True, exist_ok=True)
         with locked(blocks):
-            store = kept(config.cache, name, lambda path: _fill(path, blocks, plan, config, workers, progress))
+            kept(config.cache, name, lambda path: _fill(path, blocks, plan, config, workers, progress or silent))
         remove(blocks)
-        return store
     return Store(folder)
 
 
@@ -90,13 +89,11 @@ def _plan(config: LabelledConfig) -> _Plan:
 
 
 def _fill(
-    folder: Path, blocks: Path, plan: _Plan, config: LabelledConfig, workers: int | None, progress: Progress | None
+    folder: Path, blocks: Path, plan: _Plan, config: LabelledConfig, workers: int | None, report: Progress
 ) -> None:
     """Make what is missing in `blocks` and write the store into `folder`."""
     total = sum(plan.sizes.values())
-    report = progress or silent
-    what = f"making {config.dataset}"
-    wanted, counts = -(-total // plan.block), list[int]()
+    wanted = -(-total // plan.block)
     seen: set[bytes] = set()
     fresh: list[np.ndarray] = []
     while True:
@@ -107,20 +104,18 @@ def _fill(
             blocks,
             range(wanted),
             workers=workers,
-            done=lambda count: report(what, min(count * plan.block, total), total),
+            done=lambda count: report(f"making {config.dataset}", min(count * plan.block, total), total),
         )
-        for number in range(len(fresh), wanted):
-            fresh.append(_new(_block(blocks, number), seen))
-            counts.append(len(fresh[-1]))
-        missing = total - sum(counts)
-        if missing <= 0:
+        fresh += [_new(_block(blocks, number), seen) for number in range(len(fresh), wanted)]
+        found, latest = sum(map(len, fresh)), len(fresh[-1])
+        if found >= total:
             break
-        if counts[-1] < LEAST_NEW * plan.block:
+        if latest < LEAST_NEW * plan.block:
             raise ValueError(
-                f"{config.dataset} by these rules has hardly more than {sum(counts):,} different examples, and "
+                f"{config.dataset} by these rules has hardly more than {found:,} different examples, and "
                 f"{total:,} are asked for: lower classify.examples or held_out, or allow longer ones"
             )
-        wanted += min(wanted, -(-missing // counts[-1]))
+        wanted += min(wanted, -(-(total - found) // latest))
     module = importlib.import_module(plan.maker)
     pieces = _Pieces(blocks, fresh)
     write_store(

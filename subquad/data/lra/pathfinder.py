@@ -41,16 +41,16 @@ class Drawing(NamedTuple):
     discs: tuple[int, int]
     """The middles of the two discs."""
 
-    def image(self, *, distractors: bool = True, discs: bool = True) -> np.ndarray:
-        """Brightness `[size, size]`, uint8: the greatest of all parts, or of those that are asked for."""
+    def image(self) -> np.ndarray:
+        """Brightness `[size, size]`, uint8: the greatest of all parts."""
         canvas = np.zeros(self.strokes.stride**2)
         relative = self.strokes.rules.short_contrast / self.strokes.rules.contrast
-        for snakes, factor in ((self.targets, 1.0), (self.distractors if distractors else (), relative)):
+        for snakes, factor in ((self.targets, 1.0), (self.distractors, relative)):
             for snake in snakes:
                 for place, way in snake.strokes:
                     pixels, levels = self.strokes.drawn[way]
                     _paint(canvas, place, pixels, factor * levels)
-        for place in self.discs if discs else ():
+        for place in self.discs:
             _paint(canvas, place, *self.strokes.disc)
         return np.rint(self.strokes.crop(canvas) * (FULL / max(FULL, canvas.max()))).astype(np.uint8)
 

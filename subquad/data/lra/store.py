@@ -9,7 +9,6 @@ to a length and padded when they are read.
 from __future__ import annotations
 
 import hashlib
-import logging
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import NamedTuple, TypeVar
@@ -20,7 +19,7 @@ from torch import Tensor
 from torch.utils.data import Dataset
 
 from subquad.config import digest
-from subquad.data.files import Progress, cache_folder, fill_once, usable, write_json
+from subquad.data.files import Progress, cache_folder, fill_once, write_json
 from subquad.data.shards import ShardWriter, TokenShard
 from subquad.data.windows import check_index
 from subquad.parsing import check_keys, read_json
@@ -218,14 +217,6 @@ def kept(cache: str | None, name: str, fill: Callable[[Path], None]) -> Store:
     folder = cache_folder(cache) / name
     fill_once(folder, lambda: Store(folder), fill)
     return Store(folder)
-
-
-def is_kept(folder: Path) -> bool:
-    """Return whether a whole store is there; a damaged one is removed, with a warning."""
-    return usable(folder, lambda: Store(folder))
-
-
-logger = logging.getLogger(__name__)
 
 
 class Sequences(Dataset[dict[str, Tensor]]):
