@@ -116,6 +116,11 @@ def _models(chosen: Namespace, seed: int) -> list[tuple[str, nn.Module]]:
     """Each model with its name; `ValueError` or `FileNotFoundError` where there is none."""
     device = "cuda" if chosen.device == "auto" and torch.cuda.is_available() else "cpu"
     if chosen.model is not None:
+        if not Path(chosen.model).is_dir():
+            raise FileNotFoundError(
+                f"there is no folder {chosen.model}; give that of a run, or of a model that transformers' "
+                "AutoModelForCausalLM reads"
+            )
         from subquad.adaptation.extended import load_causal
 
         return [(chosen.model, load_causal(chosen.model).to(device))]

@@ -46,7 +46,7 @@ PROMPT_HELP = "Text to go on from; - reads it from standard input."
 STATE_IN_HELP = "A file that --state-out wrote with this model: the prompt goes on from the text that made it."
 STATE_OUT_HELP = (
     "Keep what was read in a file: the prompt and all that was generated, a stop string too; with --max_tokens 0 the "
-    "prompt alone."
+    "prompt alone, and nothing is printed."
 )
 STOP_HELP = "Text that ends the generation and is not printed; may be given several times."
 SAMPLES_HELP = "How many texts to generate; each has its own random numbers (seed, seed + 1, ...)."
@@ -295,14 +295,15 @@ def _limited(
 
 
 def _print_one(start: Start, asked: Namespace) -> None:
-    """Print the prompt and what follows it; the speed and the state's size go to standard error."""
+    """Print the prompt and what follows it, nothing where no token is asked for; figures go to standard error."""
     begin = time.perf_counter()
     decoder, tokens = start.loaded.decoder, start.tokens
     generation = Generation(decoder, tokens, start.sampling, state=start.state, stop_tokens=start.stop_tokens)
     generation.prefill()
     read = time.perf_counter()
     stream = TextStream(start.loaded.tokenizer, tokens, asked.stop)
-    sys.stdout.write(start.prompt)
+    if asked.max_tokens:
+        sys.stdout.write(start.prompt)
     held, count = "", 0
     for token in generation:
         count += 1
@@ -314,8 +315,9 @@ def _print_one(start: Start, asked: Namespace) -> None:
             held += piece
         if stream.stopped is not None:
             break
-    sys.stdout.write(held + stream.finish() + "\n")
-    sys.stdout.flush()
+    if asked.max_tokens:
+        sys.stdout.write(held + stream.finish() + "\n")
+        sys.stdout.flush()
     seconds = time.perf_counter() - read
     if asked.state_out is not None:
         generation.read_all().save(asked.state_out, model=decoder)
