@@ -94,6 +94,11 @@ class Parser(jsonargparse.ArgumentParser):
         """Add `--options.NAME.OPTION VALUE`."""
         _add_up(self.add_argument("--options", type=dict[str, dict[str, Any]], default={}, help=help_text))
 
+    def add_optional(self, name: str, help_text: str, kind: Any = str) -> None:
+        """Add an option, or an argument that may be left out, whose value is None where it is not given."""
+        given: dict[str, Any] = {} if name.startswith("--") else {"nargs": "?"}
+        self.add_argument(name, type=kind | None, default=None, help=help_text, **given)
+
     def add_yes_no(self, name: str, help_text: str) -> None:
         """Add `--name` (the default) and `--no-name`."""
         self.add_argument(f"--{name}", action=argparse.BooleanOptionalAction, default=True, help=help_text)
@@ -102,6 +107,10 @@ class Parser(jsonargparse.ArgumentParser):
         """Add `--device`."""
         help_text = "auto: a GPU where PyTorch finds one; cpu: never."
         self.add_argument("--device", type=Literal["auto", "cpu"], default="auto", help=help_text)
+
+    def helps(self) -> dict[str, str]:
+        """Return the help text of each option."""
+        return {action.dest: " ".join((action.help or "").split()) for action in self._actions}
 
     def made(self, config: type[Made], parsed: Any) -> Made:
         """Return the configuration whose fields `add_config` added."""

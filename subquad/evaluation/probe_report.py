@@ -290,23 +290,18 @@ def draw_heatmaps(
     width = max(1.9, CELL * len(lengths)) * len(grid[0]) + 2.2
     figure = drawing.new_figure(max(width, 5.0), (CELL * 0.6 * len(names) + 0.75) * len(grid) + 0.8)
     _title(figure, title)
-    axes = figure.subplots(len(grid), len(grid[0]), squeeze=False)
     images = []
-    for r, line in enumerate(grid):
-        for c, axis in enumerate(axes[r]):
-            if c >= len(line):
-                axis.set_axis_off()
-                continue
-            own = [entry for entry in measured if entry.subject.name == line[c]]
-            images.append(_heatmap(axis, own, lengths, list(names)))
-            axis.set_title(line[c] if len(models) > 1 else "", fontsize=10)
-            axis.set_xticks(range(len(lengths)), [f"{length:,}" for length in lengths], fontsize=8)
-            axis.set_yticks(range(len(names)), list(names.values()) if not c else [""] * len(names), fontsize=8)
-            axis.tick_params(length=0)
-            if r + 1 == len(grid) or c >= len(grid[r + 1]):
-                axis.set_xlabel("tokens of the sequence", fontsize=9)
+    for axis, model, left, bottom in drawing.places(figure, grid):
+        own = [entry for entry in measured if entry.subject.name == model]
+        images.append(_heatmap(axis, own, lengths, list(names)))
+        axis.set_title(model if len(models) > 1 else "", fontsize=10)
+        axis.set_xticks(range(len(lengths)), [f"{length:,}" for length in lengths], fontsize=8)
+        axis.set_yticks(range(len(names)), list(names.values()) if left else [""] * len(names), fontsize=8)
+        axis.tick_params(length=0)
+        if bottom:
+            axis.set_xlabel("tokens of the sequence", fontsize=9)
     figure.supylabel(label, fontsize=9)
-    bar = figure.colorbar(images[0], ax=axes, fraction=0.04, aspect=25, pad=0.02)
+    bar = figure.colorbar(images[0], ax=figure.axes, fraction=0.04, aspect=25, pad=0.02)
     bar.set_label("accuracy (mark: chance)", fontsize=9)
     bar.ax.axhline(chance, color="#d55e00", linewidth=2)
     return figure
