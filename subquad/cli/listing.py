@@ -57,8 +57,9 @@ def run(arguments: Sequence[str]) -> int:
         sys.stdout.write(markdown() + "\n")
     elif chosen.name is not None:
         known = {*names(), *STACKS}
-        if chosen.name not in known:
-            parser.error(f"unknown attention {chosen.name!r}; {suggest(chosen.name, known)}")
+        with parser.checking():
+            if chosen.name not in known:
+                raise ValueError(f"unknown attention {chosen.name!r}; {suggest(chosen.name, known)}")
         _print_options(chosen.name)
     else:
         _print_table(HEADERS, _rows())

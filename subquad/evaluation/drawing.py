@@ -108,7 +108,14 @@ def panels(
 ) -> Iterator[AxesImage]:
     """Draw a grid of matrices with one scale. Gives each image."""
     for axis, panel, left, bottom in places(figure, grid):
-        yield _panel(axis, panel, norm, colours, left=left, bottom=bottom)
+        axis.set_title(panel.title, fontsize=11)
+        axis.set_xticks([])
+        axis.set_yticks([])
+        if bottom:
+            axis.set_xlabel("token that is read", fontsize=9)
+        if left:
+            axis.set_ylabel(f"{panel.row}\ntoken that reads" if panel.row else "token that reads", fontsize=9)
+        yield axis.imshow(panel.matrix, cmap=colours, norm=norm, interpolation="nearest")
 
 
 def places(figure: Figure | SubFigure, grid: Sequence[Sequence[Item]]) -> Iterator[tuple[Axes, Item, bool, bool]]:
@@ -123,18 +130,6 @@ def places(figure: Figure | SubFigure, grid: Sequence[Sequence[Item]]) -> Iterat
                 yield axis, line[c], c == 0, r + 1 == len(grid) or c >= len(grid[r + 1])
             else:
                 axis.set_axis_off()
-
-
-def _panel(axis: Axes, panel: Panel, norm: Normalize, colours: Colormap, *, left: bool, bottom: bool) -> AxesImage:
-    image = axis.imshow(panel.matrix, cmap=colours, norm=norm, interpolation="nearest")
-    axis.set_title(panel.title, fontsize=11)
-    axis.set_xticks([])
-    axis.set_yticks([])
-    if bottom:
-        axis.set_xlabel("token that is read", fontsize=9)
-    if left:
-        axis.set_ylabel(f"{panel.row}\ntoken that reads" if panel.row else "token that reads", fontsize=9)
-    return image
 
 
 def name_tokens(axis: Axes, tokens: Sequence[str]) -> None:

@@ -310,7 +310,7 @@ def draw_heatmaps(
 def _heatmap(
     axis: drawing.Axes, measured: Sequence[Entry], lengths: Sequence[int], ranges: Sequence[tuple[float, float]]
 ) -> drawing.AxesImage:
-    """Draw one model's panel."""
+    """Draw one model's panel, with each cell's per cent."""
     from matplotlib.colors import Normalize
 
     values_RL = np.full((len(ranges), len(lengths)), np.nan)
@@ -318,7 +318,10 @@ def _heatmap(
         for score in entry.scores:
             values_RL[ranges.index((score.start, score.stop)), lengths.index(entry.length)] = score.value
     colours = drawing.palette().with_extremes(bad=drawing.OUT_OF_REACH)
-    _write(axis, values_RL)
+    for (row, column), value in np.ndenumerate(values_RL):
+        if not np.isnan(value):  # dark on bright and bright on dark
+            colour = "black" if value > 0.5 else "white"
+            axis.text(column, row, f"{100 * value:.0f}", ha="center", va="center", color=colour, fontsize=8)
     return axis.imshow(values_RL, cmap=colours, norm=Normalize(0, 1), aspect="auto", interpolation="nearest")
 
 
@@ -326,14 +329,6 @@ def _title(figure: drawing.Figure, title: str) -> None:
     """Write the title in as many lines as the width asks for."""
     letters = int(14 * figure.get_size_inches()[0])
     figure.suptitle(textwrap.fill(title, letters), fontsize=10)
-
-
-def _write(axis: drawing.Axes, values_RL: np.ndarray) -> None:
-    """Write each cell's per cent, dark on bright and bright on dark."""
-    for (row, column), value in np.ndenumerate(values_RL):
-        if not np.isnan(value):
-            colour = "black" if value > 0.5 else "white"
-            axis.text(column, row, f"{100 * value:.0f}", ha="center", va="center", color=colour, fontsize=8)
 
 
 def draw_lines(
