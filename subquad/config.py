@@ -20,6 +20,8 @@ from typing import Any, Self, get_args, get_origin
 from subquad.parsing import parse_yaml, read_json, read_text
 
 _LATER = "later"
+_MOST_NAMED, _FEW = 20, 8
+"""Valid choices that an error names at most, and how many of more than that."""
 
 
 def check_at_least(least: float, prefix: str = "", /, **numbers: float | None) -> None:
@@ -44,11 +46,14 @@ def check_fraction(prefix: str = "", /, **numbers: float | None) -> None:
 
 
 def suggest(word: str, choices: Iterable[str]) -> str:
-    """The part of an error message that names the valid choices, the nearest first."""
+    """The part of an error message that names the valid choices, the nearest first; of many the nearest few alone."""
     valid = sorted(choices)
     near = difflib.get_close_matches(word, valid, n=1)
     hint = f"did you mean {near[0]!r}? " if near else ""
-    return f"{hint}valid: {', '.join(valid)}"
+    if len(valid) <= _MOST_NAMED:
+        return f"{hint}valid: {', '.join(valid)}"
+    nearest = difflib.get_close_matches(word, valid, n=_FEW, cutoff=0.0)
+    return f"{hint}valid: {', '.join(nearest)} and {len(valid) - _FEW} more"
 
 
 def later(default: Any) -> Any:

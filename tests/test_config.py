@@ -240,3 +240,12 @@ def test_a_file_that_is_not_there_is_an_error_of_the_system(tmp_path):
 def test_suggest_names_the_nearest_first():
     assert suggest("windwo", ["window", "full"]) == "did you mean 'window'? valid: full, window"
     assert suggest("zzz", ["window", "full"]) == "valid: full, window"
+
+
+def test_suggest_names_a_few_of_many():
+    many = [f"name{i}" for i in range(21)]
+    assert suggest("zzz", many[1:]).count("name") == 20
+    few = suggest("name7x", many)
+    assert few.startswith("did you mean 'name7'? valid: name7, ")
+    assert few.count("name") == 9
+    assert few.endswith(" and 13 more")

@@ -51,6 +51,7 @@ SHORT = {"data": ("path", "PATH"), "pretrain": ("kind", "KIND")}
 """Groups of options that stand for one of them, and what that is called: `--data PATH` is `--data.path PATH`."""
 _UNKNOWN_FLAG = re.compile(r"unrecognized arguments: --(?P<key>[^\s=]+)")
 _UNKNOWN_KEYS = (
+    re.compile(r'"(?P<group>[^"]+)":\s+Expected .* Got value: NestedArg\(key=\'(?P<key>[^\']+)\'', re.DOTALL),
     re.compile(r"Group '(?P<group>[^']+)' does not accept option '(?P<key>[^']+)'"),
     re.compile(r"Option '(?P<key>[^']+)' is not accepted"),
 )
@@ -59,6 +60,7 @@ _UNION = re.compile(
     re.DOTALL,
 )
 _LITERAL = re.compile(r"(?P<key>\S+): Expected a Literal\[(?P<choices>[^]]*)\]\. Got value: (?P<value>.*)", re.DOTALL)
+_NO_GROUP = re.compile(r"Parser key \"(?P<group>[^\"]+)\":\s+Unable to load config '(?P<value>[^']*)'")
 _NOT_FOR_FILES = {"help", "print_config", "print_shtab"}
 
 
@@ -92,6 +94,11 @@ class Parser(jsonargparse.ArgumentParser):
         """Add `--options.NAME.OPTION VALUE`."""
         _add_up(self.add_argument("--options", type=dict[str, dict[str, Any]], default={}, help=help_text))
 
+    def add_optional(self, name: str, help_text: str, kind: Any = str) -> None:
+        """Add an option, or an argument that may be left out, whose value is None where it is not given."""
+        given: dict[str, Any] = {} if name.startswith("--") else {"nargs": "?"}
+        self.add_argument(name, type=kind | None, default=None, help=help_text, **given)
+
     def add_yes_no(self, name: str, help_text: str) -> None:
         """Add `--name` (the default) and `--no-name`."""
         self.add_argument(f"--{name}", action=argparse.BooleanOptionalAction, default=True, help=help_text)
@@ -100,6 +107,10 @@ class Parser(jsonargparse.ArgumentParser):
         """Add `--device`."""
         help_text = "auto: a GPU where PyTorch finds one; cpu: never."
         self.add_argument("--device", type=Literal["auto", "cpu"], default="auto", help=help_text)
+
+    def helps(self) -> dict[str, str]:
+        """Return the help text of each option."""
+        return {action.dest: " ".join((action.help or "").split()) for action in self._actions}
 
     def made(self, config: type[Made], parsed: Any) -> Made:
         """Return the configuration whose fields `add_config` added."""
@@ -141,23 +152,33 @@ class Parser(jsonargparse.ArgumentParser):
                 found = match.groupdict()
                 key = f"{found['group']}.{found['key']}" if found.get("group") else found["key"]
                 return next((file for file in self.files if _holds(file, key)), None), self._unknown(key)
+        if match := _NO_GROUP.match(message):
+            group, value = match["group"], match["value"]
+            return self.reading, f"{group}: there is no file {value!r}; {suggest(value, self._inside(group))}"
         message = re.sub(r"unrecognized arguments: (\S+).*", r"unexpected argument '\1'", message)
         message = re.sub(r"typing\.|<class '([^']+)'>", r"\1", message)
         return self.reading, _plain(re.sub(r'^Parser key "([^"]+)"( element \d+)?:\s*', r"\1\2: ", message))
 
     def _unknown(self, key: str) -> str:
-        """Return that `key` is unknown, with the options of its group, else those of its name, else the groups."""
+        """Return that `key` is unknown, with the options of its group, else those of its names, or the groups."""
+        group = key
+        while group := group.rpartition(".")[0]:
+            if inside := self._inside(group):
+                return f"unknown option {key!r}; {suggest(key, inside)}"
+        valid, first, last = sorted(self._valid_options()), key.partition(".")[0], key.rpartition(".")[2]
+        groups = suggest(first, {option.partition(".")[0] for option in valid})
+        same = [f"'{option}'" for option in valid if option.endswith(f".{first}")]  # --lr is --optimizer.lr
+        if not same and groups.startswith("valid"):  # no group has a name like it
+            same = [f"'{option}'" for option in valid if option.endswith(f".{last}")]
+        return f"unknown option {key!r}; " + (f"did you mean {' or '.join(same)}?" if same else groups)
+
+    def _inside(self, group: str) -> list[str]:
+        """The options of a group, by their full names."""
+        return [option for option in self._valid_options() if option.startswith(f"{group}.")]
+
+    def _valid_options(self) -> set[str]:
         options = [option.removeprefix("--") for action in self._actions for option in action.option_strings]
-        valid = {option for option in options if not option.startswith("-") and not option.endswith("+")}
-        valid -= _NOT_FOR_FILES
-        group = key.rpartition(".")[0]
-        inside = {option for option in valid if group and option.startswith(f"{group}.")}
-        if inside:
-            return f"unknown option {key!r}; {suggest(key, inside)}"
-        same = [f"'{option}'" for option in sorted(valid) if option.endswith(f".{key.partition('.')[0]}")]
-        if same:  # --lr is --optimizer.lr
-            return f"unknown option {key!r}; did you mean {' or '.join(same)}?"
-        return f"unknown option {key!r}; {suggest(key.partition('.')[0], {name.partition('.')[0] for name in valid})}"
+        return {name for name in options if not name.startswith("-") and not name.endswith("+")} - _NOT_FOR_FILES
 
 
 def _plain(message: str) -> str:
@@ -185,11 +206,12 @@ class _File(jsonargparse.ActionConfigFile):
                 values = str(recipe_path(values))
             except ValueError as error:
                 parser.error(str(error))
+        if not Path(values).is_file():
+            parser.error(f"there is no file {values}")
         parser.files.append(values)
         parser.reading = values
-        if Path(values).is_file():
-            with parser.checking():
-                _check_file(values)
+        with parser.checking():
+            _check_file(values)
         super().__call__(parser, cfg, values, option_string)
         parser.reading = None
 

@@ -11,6 +11,7 @@ os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
 import json
 import sys
 from collections.abc import Iterator, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -24,6 +25,7 @@ from torch import nn
 
 from subquad.attention import mechanism, names
 from subquad.cli.arguments import Parser
+from subquad.cli.tables import show_line
 from subquad.config import suggest
 from subquad.data import load_tokenizer
 from subquad.data.tokenizers import encode_text
@@ -47,25 +49,20 @@ def make_parser() -> Parser:
         "padding or the batch change the logits, how the state grows, whether long inputs are finite in bfloat16. "
         "The exit status is 1 where a check finds a violation.",
     )
-    parser.add_argument(
-        "model", nargs="?", type=str | None, default=None,
-        help="The folder of a run, or of any model that transformers' AutoModelForCausalLM reads.",
-    )  # fmt: skip
-    parser.add_argument(
-        "--attention", type=str | None, default=None,
-        help="Instead of a folder: small models of these mechanisms and stacks, freshly made, as a,b,c; or all.",
-    )  # fmt: skip
+    parser.add_optional("model", "The folder of a run, or of any model that transformers' AutoModelForCausalLM reads.")
+    parser.add_optional(
+        "--attention",
+        "Instead of a folder: small models of these mechanisms and stacks, freshly made, as a,b,c; or all.",
+    )
     parser.add_options("Options of the mechanisms of --attention: --options.llp.segment 16.")
     parser.add_config(AuditConfig)
-    parser.add_argument(
-        "--text", type=str | None, default=None,
-        help="A file whose text, in the folder's tokenizer.json, is read instead of random tokens.",
-    )  # fmt: skip
-    parser.add_argument("--json", type=str | None, default=None, help="Also write the reports to this file.")
-    parser.add_argument(
-        "--replay", type=str | None, default=None,
-        help="A file that --json wrote: try its failing inputs again on this model, and nothing else.",
-    )  # fmt: skip
+    parser.add_optional(
+        "--text", "A file whose text, in the folder's tokenizer.json, is read instead of random tokens."
+    )
+    parser.add_optional("--json", "Also write the reports to this file.")
+    parser.add_optional(
+        "--replay", "A file that --json wrote: try its failing inputs again on this model, and nothing else."
+    )
     parser.add_device()
     return parser
 
@@ -116,6 +113,11 @@ def _models(chosen: Namespace, seed: int) -> list[tuple[str, nn.Module]]:
     """Each model with its name; `ValueError` or `FileNotFoundError` where there is none."""
     device = "cuda" if chosen.device == "auto" and torch.cuda.is_available() else "cpu"
     if chosen.model is not None:
+        if not Path(chosen.model).is_dir():
+            raise FileNotFoundError(
+                f"there is no folder {chosen.model}; give that of a run, or of a model that transformers' "
+                "AutoModelForCausalLM reads"
+            )
         from subquad.adaptation.extended import load_causal
 
         return [(chosen.model, load_causal(chosen.model).to(device))]
@@ -170,12 +172,11 @@ def _audit(
     """Audit and print each; the status. A model or a text that can't be audited is a wrong argument."""
     reports: dict[str, AuditReport] = {}
     for name, model in models:
-        told = _Progress(name)
         with parser.checking():
             try:
-                reports[name] = audit(model, text=text, progress=told.show, **config.to_dict())
+                reports[name] = audit(model, text=text, progress=partial(_show, name), **config.to_dict())
             finally:
-                told.clear()
+                _show()
         _print(name, reports[name])
     if len(reports) > 1:
         failed = [name for name, report in reports.items() if not report.passed]
@@ -184,6 +185,12 @@ def _audit(
         values = {"reports": {name: report.to_dict() for name, report in reports.items()}}
         Path(file).write_text(json.dumps(values, indent=2) + "\n", encoding="utf-8")
     return 0 if all(report.passed for report in reports.values()) else 1
+
+
+def _show(*names: str) -> None:
+    """Name the model and the check at work in the line that a terminal shows; without names the line is emptied."""
+    if sys.stderr.isatty():
+        show_line(f"\x1b[K{': '.join(names)}")
 
 
 def _print(name: str, report: AuditReport) -> None:
@@ -216,22 +223,3 @@ def _replay(parser: Parser, models: Sequence[tuple[str, nn.Module]], report: Aud
     if not any(check.failing for check in report.checks):
         sys.stdout.write("the file holds no failing input\n")
     return status
-
-
-class _Progress:
-    """One line on a terminal's standard error that names the check at work."""
-
-    def __init__(self, name: str) -> None:
-        self.name, self.shown = name, sys.stderr.isatty()
-
-    def show(self, check: str) -> None:
-        """Name it."""
-        if self.shown:
-            sys.stderr.write(f"\r\x1b[K{self.name}: {check}")
-            sys.stderr.flush()
-
-    def clear(self) -> None:
-        """Empty the line."""
-        if self.shown:
-            sys.stderr.write("\r\x1b[K")
-            sys.stderr.flush()

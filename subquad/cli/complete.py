@@ -16,14 +16,12 @@ import numpy as np
 import torch
 from jsonargparse import Namespace
 from numpy.typing import NDArray
-from rich.box import SIMPLE_HEAD
 from rich.console import Console
-from rich.table import Table
 from torch import Tensor
 
 from subquad import training
 from subquad.cli.arguments import Parser, check_output
-from subquad.cli.tables import write_json
+from subquad.cli.tables import facts, show_line, write_json
 from subquad.config import check_at_least
 from subquad.data.images import ImageSet
 from subquad.data.occlusion import occlusion
@@ -55,11 +53,9 @@ def make_parser() -> Parser:
     parser.add_argument("--images", type=int, default=100, help="Images to complete, evenly spread over all.")
     parser.add_argument("--samples", type=int, default=1, help="Completions of each image.")
     parser.add_argument("--show", type=int, default=8, help="Images in the picture, of those that are completed.")
-    parser.add_argument("--path", type=str | None, default=None, help=PATH_HELP)
-    parser.add_argument(
-        "--out", type=str | None, default=None, help="The PNG file to write (default: RUN/completions.png)."
-    )
-    parser.add_argument("--json", type=str | None, default=None, help="File to write the numbers to.")
+    parser.add_optional("--path", PATH_HELP)
+    parser.add_optional("--out", "The PNG file to write (default: RUN/completions.png).")
+    parser.add_optional("--json", "File to write the numbers to.")
     parser.add_argument("--temperature", type=float, default=1.0, help="Divides the logarithms of probabilities.")
     parser.add_argument("--seed", type=int, default=0, help="Of what is drawn, and of --occlude random.")
     parser.add_argument("--batch_size", type=int, default=100, help="Images that are completed at once.")
@@ -105,9 +101,7 @@ def picture_file(asked: str | None, default: Path) -> Path:
 def show_pixels(done: int, pixels: int) -> None:
     """Show one line that counts the pixels, in hundredths."""
     if done == pixels or done * 100 // pixels != (done - 100) * 100 // pixels:
-        end = "\n" if done == pixels else ""
-        sys.stderr.write(f"\r{done / pixels:4.0%} of {pixels:,} bytes{end}")
-        sys.stderr.flush()
+        show_line(f"{done / pixels:4.0%} of {pixels:,} bytes", last=done == pixels)
 
 
 @dataclass(frozen=True)
@@ -235,21 +229,18 @@ def show(found: Completions) -> None:
     """Print the numbers."""
     evaluation, drawn, mask_HW = found.evaluation, found.drawn, found.subject.mask_HW
     count = int(mask_HW.sum())
-    table = Table(box=SIMPLE_HEAD, pad_edge=False, show_header=False)
-    table.add_row("images", f"{evaluation.images:,}, {found.samples} completions each")
-    table.add_row("occluded", f"{found.occlude}: {count:,} of {mask_HW.size:,} pixels")
+    table = facts(
+        ("images", f"{evaluation.images:,}, {found.samples} completions each"),
+        ("occluded", f"{found.occlude}: {count:,} of {mask_HW.size:,} pixels"),
+    )
     if found.blind:
         table.add_row("", f"{found.blind:,} of them come before given pixels, which have no part in what is drawn")
     table.add_row("bits per dimension", f"{evaluation.bits_per_dim:.4f} of all pixels")
     table.add_row("", f"{evaluation.occluded_bits_per_dim:.4f} of the occluded pixels")
     if found.read:
-        for name, text in (
-            ("originals", "of the originals"),
-            ("completions", "of the completions"),
-            ("occluded", "of the images with the occluded part black"),
-        ):
-            first = "read rightly" if name == "originals" else ""
-            table.add_row(first, f"{found.read[name]:.2%} {text}")
+        table.add_row("read rightly", f"{found.read['originals']:.2%} of the originals")
+        table.add_row("", f"{found.read['completions']:.2%} of the completions")
+        table.add_row("", f"{found.read['occluded']:.2%} of the images with the occluded part black")
         table.add_row("", f"by a small classifier of the training images ({found.reader_seconds:.1f} s)")
     speed = len(drawn.pixels_NT) / drawn.seconds
     table.add_row("time", f"{drawn.seconds:.2f} s, {speed:,.2f} completions/s, {drawn.batch_size} at once")

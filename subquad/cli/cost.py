@@ -47,22 +47,19 @@ def make_parser() -> Parser:
     model.add_argument("run", nargs="?", type=str | None, default=None, help="The folder of a run: its model.")
     model.add_argument("--config", type=str | None, default=None, help="A training configuration: its model.")
     model.add_argument("--recipe", type=str | None, default=None, help="A shipped recipe: its model.")
-    parser.add_argument("--attention", type=str | None, default=None, help="Mechanisms and stacks, as a,b,c; or all.")
+    parser.add_optional("--attention", "Mechanisms and stacks, as a,b,c; or all.")
     parser.add_options("Options of mechanisms and stacks: --options.llp.segment 512.")
     parser.add_argument(
         "--tokens", nargs="+", type=int, default=None, help=f"Lengths (default: {' '.join(map(str, LENGTHS))})."
     )
-    parser.add_argument("--dim", type=int | None, default=None, help=f"Model width (default: {DIM}).")
-    parser.add_argument("--heads", type=int | None, default=None, help=f"Attention heads (default: {HEADS}).")
-    parser.add_argument("--layers", type=int | None, default=None, help=f"Layers of a stack (default: {LAYERS}).")
-    parser.add_argument(
-        "--context",
-        type=int | None,
-        default=None,
-        help="Also what each of so many processes sends where they share the sequence (docs/scale.md).",
+    parser.add_optional("--dim", f"Model width (default: {DIM}).", int)
+    parser.add_optional("--heads", f"Attention heads (default: {HEADS}).", int)
+    parser.add_optional("--layers", f"Layers of a stack (default: {LAYERS}).", int)
+    parser.add_optional(
+        "--context", "Also what each of so many processes sends where they share the sequence (docs/scale.md).", int
     )
-    parser.add_argument("--json", type=str | None, default=None, help="Also write the whole numbers to this file.")
-    parser.add_argument("--csv", type=str | None, default=None, help="Also write them to this file as a table.")
+    parser.add_optional("--json", "Also write the whole numbers to this file.")
+    parser.add_optional("--csv", "Also write them to this file as a table.")
     parser.add_argument("--markdown", action="store_true", help="Print the tables alone, in Markdown.")
     return parser
 
@@ -91,17 +88,11 @@ def _check(chosen: Namespace) -> None:
             raise ValueError(f"--{name} does not go with {models[0]}; what does: --context, --tokens")
     for tokens in chosen.tokens or ():
         check_at_least(1, tokens=tokens)
-    if chosen.context is not None:
-        check_ranks(chosen.context, chosen.tokens or LENGTHS)
-
-
-def check_ranks(ranks: int, lengths: Iterable[int]) -> None:
-    """Raise `ValueError` unless the processes can share all lengths equally."""
-    if ranks < 1:
-        raise ValueError(f"--context must be at least 1 process, got {ranks}")
-    for tokens in lengths:
-        if tokens % ranks:
-            raise ValueError(f"--tokens must be multiples of --context {ranks} (equal parts), got {tokens}")
+    if chosen.context is not None and chosen.context < 1:
+        raise ValueError(f"--context must be at least 1 process, got {chosen.context}")
+    for tokens in chosen.tokens or LENGTHS:
+        if chosen.context is not None and tokens % chosen.context:
+            raise ValueError(f"--tokens must be multiples of --context {chosen.context} (equal parts), got {tokens}")
 
 
 def _model_config(run: str | None, config: str | None, recipe: str | None) -> DecoderConfig | None:

@@ -14,8 +14,8 @@ from typing import Any
 import numpy as np
 from rich.text import Text
 
-from subquad.cli.arguments import Parser
-from subquad.cli.tables import console, count, counter, print_table, write_json
+from subquad.cli.arguments import Parser, check_output
+from subquad.cli.tables import console, count, counter, print_table, show_line, write_json
 from subquad.config import check_at_least
 from subquad.data.config import DatasetName, LabelledConfig
 from subquad.data.labelled import LabelledCorpus, labelled_corpus
@@ -46,15 +46,11 @@ def make_parser() -> Parser:
     )
     parser.add_argument("dataset", type=DatasetName, help="Which data set; toy, listops and pathfinder need no path.")
     parser.add_class_arguments(LabelledConfig, None, as_group=False, skip={"dataset"})
-    parser.add_argument(
-        "--length", type=int | None, default=None, help="Tokens of a sequence (null: those of Long Range Arena)."
-    )
-    parser.add_argument("--workers", type=int | None, default=None, help="Processes that make it (null: one a CPU).")
-    parser.add_argument(
-        "--out", type=str | None, default=None, help="Draw samples with their labels to this PNG (images, pathfinder)."
-    )
+    parser.add_optional("--length", "Tokens of a sequence (null: those of Long Range Arena).", int)
+    parser.add_optional("--workers", "Processes that make it (null: one a CPU).", int)
+    parser.add_optional("--out", "Draw samples with their labels to this PNG (images, pathfinder).")
     parser.add_argument("--samples", type=int, default=16, help="How many samples to draw.")
-    parser.add_argument("--json", type=str | None, default=None, help="Also write the numbers to this file.")
+    parser.add_optional("--json", "Also write the numbers to this file.")
     return parser
 
 
@@ -98,8 +94,7 @@ def _check(config: LabelledConfig, values: dict[str, Any]) -> None:
         if not str(values["out"]).lower().endswith(".png"):
             raise ValueError(f"--out must name a .png file, got {values['out']!r}")
     for name in ("out", "json"):
-        if values[name] is not None and not Path(values[name]).absolute().parent.is_dir():
-            raise FileNotFoundError(f"there is no folder {Path(values[name]).absolute().parent} for --{name}")
+        check_output(name, values[name])
 
 
 def _record(config: LabelledConfig, length: int, corpus: LabelledCorpus, seconds: float) -> dict[str, Any]:
@@ -242,7 +237,7 @@ def make_tokens_parser() -> Parser:
     parser.add_argument(
         "--skip_bad_files", type=bool, default=False, help="Leave out, with a warning each, files that are not text."
     )
-    parser.add_argument("--json", type=str | None, default=None, help="Also write the numbers to this file.")
+    parser.add_optional("--json", "Also write the numbers to this file.")
     return parser
 
 
@@ -312,8 +307,7 @@ def _print_tokens(tokens: TokenSet, record: dict[str, Any], seconds: float) -> N
 
 def _show_documents(what: str, done: int, total: int) -> None:
     """Show one line that counts."""
-    sys.stderr.write(f"\r{what}: {done:,} documents")
-    sys.stderr.flush()
+    show_line(f"{what}: {done:,} documents")
 
 
 COMMANDS: dict[str, Callable[[Sequence[str]], int]] = {"tokens": _make_tokens, "check": _check_tokens}

@@ -23,10 +23,9 @@ def make_parser() -> Parser:
     )
     parser.add_argument("run", type=str, help="The folder of a run, or of an imported model.")
     parser.add_argument("--out", type=str, required=True, help="The folder to write: a new one, or an empty one.")
-    parser.add_argument(
-        "--family", type=str | None, default=None,
-        help="llama, qwen2, qwen3, gpt2 or gpt_neox (null: the first of them that the model fits).",
-    )  # fmt: skip
+    parser.add_optional(
+        "--family", "llama, qwen2, qwen3, gpt2 or gpt_neox (null: the first of them that the model fits)."
+    )
     return parser
 
 

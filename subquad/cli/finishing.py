@@ -8,15 +8,15 @@ import platform
 import shlex
 import sys
 from collections.abc import Callable
+from typing import Any
 
-from rich.box import SIMPLE_HEAD
 from rich.console import Console
 from rich.table import Table
 from tokenizers import Tokenizer
 
 from subquad import training
 from subquad.cli.eval import evaluate_classes
-from subquad.cli.tables import class_table, image_table, progress, text_table, write_json
+from subquad.cli.tables import class_table, facts, image_table, progress, text_table, write_json
 from subquad.data import Corpus, TokenShard
 from subquad.data.images import ImageSet
 from subquad.data.probes import HELD_OUT, probe_rows
@@ -60,10 +60,8 @@ def _language(result: training.RunResult) -> None:
         progress=progress("window"),
     )
     write_json(result.folder / "evaluation.json", evaluation.to_dict())
-    samples = _samples(result, corpus.tokenizer)
-    (result.folder / "samples.txt").write_text(samples, encoding="utf-8")
+    _write_samples(result, corpus.tokenizer)
     console = Console()
-    sys.stdout.write(samples)
     console.print(text_table(evaluation))
     if isinstance(held_out, TokenShard):
         assert evaluation.bits_per_byte is not None  # a shard knows its bytes
@@ -88,9 +86,7 @@ def _language(result: training.RunResult) -> None:
 
 def _shared_language(result: training.RunResult, corpus: Corpus) -> None:
     """Write samples.txt alone: windows that processes shared may be too long for this one."""
-    samples = _samples(result, corpus.tokenizer)
-    (result.folder / "samples.txt").write_text(samples, encoding="utf-8")
-    sys.stdout.write(samples)
+    _write_samples(result, corpus.tokenizer)
     console, length = Console(), result.config.batch.length
     best = "" if result.best_loss is None else f" The lowest held-out loss of the training was {result.best_loss:.4f}."
     console.print(
@@ -108,8 +104,8 @@ def _say_how_to_go_on(result: training.RunResult, console: Console) -> None:
     console.print(f"  {command}", markup=False, soft_wrap=True)
 
 
-def _samples(result: training.RunResult, tokenizer: Tokenizer) -> str:
-    """Return samples of the run's prompt, each under a line that says how it was drawn."""
+def _write_samples(result: training.RunResult, tokenizer: Tokenizer) -> None:
+    """Write samples.txt and print it: samples of the run's prompt, each under a line that says how it was drawn."""
     options = result.config.run
     prompt = encode_text(tokenizer, options.prompt)
     count, model = options.sample_tokens, result.config.model
@@ -128,7 +124,40 @@ def _samples(result: training.RunResult, tokenizer: Tokenizer) -> str:
         tokens = list(Generation(result.model.model, prompt, sampling))
         how = f"temperature {temperature}, seed {number}" if number else "greedy"
         texts.append(f"--- {how}\n{tokenizer.decode(prompt + tokens)}\n")
-    return "\n".join(texts)
+    samples = "\n".join(texts)
+    (result.folder / "samples.txt").write_text(samples, encoding="utf-8")
+    sys.stdout.write(samples)
+
+
+def _facts(result: training.RunResult, **more: int) -> dict[str, Any]:
+    """Return the figures of a training that a report ends with, `more` before the speed."""
+    return {
+        "python": platform.python_version(),
+        "parameters": result.parameters,
+        "steps": result.steps,
+        **more,
+        "train_tokens_per_second": result.tokens_per_second,
+    }
+
+
+def _write(result: training.RunResult, evaluation: dict[str, Any], report: dict[str, Any]) -> None:
+    """Write evaluation.json and report.json into the run's folder."""
+    for name, values in (("evaluation", evaluation), ("report", report)):
+        write_atomically(result.folder / f"{name}.json", (json.dumps(values, indent=2) + "\n").encode())
+
+
+def _add_training(table: Table, result: training.RunResult, speed: str) -> None:
+    """Add what was trained, and how fast."""
+    table.add_row("parameters, steps", f"{result.parameters:,}, {result.steps:,}")
+    table.add_row("training", speed)
+
+
+def _print(table: Table, text: str, *commands: str) -> None:
+    """Print the table, and what the run's folder holds, which `commands` read."""
+    console = Console()
+    console.print(table)
+    for line in (text, *(f"  {command}" for command in commands)):
+        console.print(line, markup=False, soft_wrap=True)
 
 
 def _classify(result: training.RunResult) -> None:
@@ -143,33 +172,22 @@ def _classify(result: training.RunResult) -> None:
         "constant": evaluation.constant,
         "bag_of_tokens": evaluation.bag_of_tokens,
         "examples": evaluation.examples,
-        "python": platform.python_version(),
-        "parameters": result.parameters,
-        "steps": result.steps,
-        "train_tokens_per_second": result.tokens_per_second,
+        **_facts(result),
     }
-    for name, values in (("evaluation", evaluation.to_dict()), ("report", report)):
-        write_atomically(result.folder / f"{name}.json", (json.dumps(values, indent=2) + "\n").encode())
-    console = Console()
+    _write(result, evaluation.to_dict(), report)
     table = class_table(evaluation)
-    table.add_row("parameters, steps", f"{result.parameters:,}, {result.steps:,}")
-    table.add_row("training", f"{result.tokens_per_second:,.0f} tokens/s, padding included")
-    console.print(table)
-    console.print(f"{result.folder} holds the model and the metrics.", markup=False, soft_wrap=True)
+    _add_training(table, result, f"{result.tokens_per_second:,.0f} tokens/s, padding included")
+    _print(table, f"{result.folder} holds the model and the metrics.")
 
 
 def _pretrain(result: training.RunResult) -> None:
     """Print the loss on the training sequences that were set aside, and where the encoder is."""
     options = result.config.pretrain
-    table = Table(box=SIMPLE_HEAD, pad_edge=False, show_header=False)
-    table.add_row("learned", "hidden tokens" if options.kind == "denoise" else "the next token")
+    table = facts(("learned", "hidden tokens" if options.kind == "denoise" else "the next token"))
     if result.best_loss is not None:
         table.add_row("lowest loss", f"{result.best_loss:.4f} nats a predicted token, at step {result.best_step:,}")
-    table.add_row("parameters, steps", f"{result.parameters:,}, {result.steps:,}")
-    table.add_row("training", f"{result.tokens_per_second:,.0f} tokens/s, padding included")
-    console = Console()
-    console.print(table)
-    console.print(f"{result.folder} holds the encoder and the metrics.", markup=False, soft_wrap=True)
+    _add_training(table, result, f"{result.tokens_per_second:,.0f} tokens/s, padding included")
+    _print(table, f"{result.folder} holds the encoder and the metrics.")
 
 
 def _images(result: training.RunResult) -> None:
@@ -191,15 +209,10 @@ def _images(result: training.RunResult) -> None:
         "bits_per_dim": evaluation.bits_per_dim,
         "error": evaluation.error,
         "test_images": evaluation.images,
-        "python": platform.python_version(),
-        "parameters": result.parameters,
-        "steps": result.steps,
-        "train_images": result.tokens // model.config.tokens,
-        "train_tokens_per_second": result.tokens_per_second,
+        **_facts(result, train_images=result.tokens // model.config.tokens),
     }
     table = image_table(evaluation)
-    table.add_row("parameters, steps", f"{result.parameters:,}, {result.steps:,}")
-    table.add_row("training", f"{report['train_images']:,} images, {result.tokens_per_second:,.0f} bytes/s")
+    _add_training(table, result, f"{report['train_images']:,} images, {result.tokens_per_second:,.0f} bytes/s")
     if options.samples:
         sys.stderr.write(f"drawing {options.samples} images ...\n")
         drawn = generate_images(model, options.samples, seed=result.config.run.seed)
@@ -207,14 +220,10 @@ def _images(result: training.RunResult) -> None:
         picture_of(square(list(shown))).save(result.folder / PICTURE, format="PNG")
         report["generated_images_per_second"] = options.samples / drawn.seconds
         table.add_row("generation", f"{options.samples / drawn.seconds:,.2f} images/s, {drawn.batch_size} at once")
-    for name, values in (("evaluation", evaluation.to_dict()), ("report", report)):
-        write_atomically(result.folder / f"{name}.json", (json.dumps(values, indent=2) + "\n").encode())
-    console = Console()
-    console.print(table)
+    _write(result, evaluation.to_dict(), report)
     kept = f", the metrics and {PICTURE}" if options.samples else " and the metrics"
-    console.print(f"{result.folder} holds the model{kept}. Go on with:", markup=False, soft_wrap=True)
-    for command in (f"subquad generate {result.folder} --images 100", f"subquad complete {result.folder}"):
-        console.print(f"  {command}", markup=False, soft_wrap=True)
+    commands = f"subquad generate {result.folder} --images 100", f"subquad complete {result.folder}"
+    _print(table, f"{result.folder} holds the model{kept}. Go on with:", *commands)
 
 
 def _probe(result: training.RunResult) -> None:
@@ -232,23 +241,17 @@ def _probe(result: training.RunResult) -> None:
     report = {
         **accuracy,
         "sequences": score.sequences,
-        "python": platform.python_version(),
-        "parameters": result.parameters,
-        "steps": result.steps,
-        "train_tokens_per_second": result.tokens_per_second,
+        **_facts(result),
     }
-    for name, values in (("evaluation", evaluation), ("report", report)):
-        write_atomically(result.folder / f"{name}.json", (json.dumps(values, indent=2) + "\n").encode())
-    table = Table(box=SIMPLE_HEAD, pad_edge=False, show_header=False)
-    table.add_row("held-out sequences", f"{score.sequences:,} of {score.length:,} tokens, {score.asked:,} tokens asked")
-    table.add_row("accuracy", f"{score.value:.2%} ± {score.error:.2%}")
-    table.add_row("", f"{chance:.2%} by chance")
-    table.add_row("parameters, steps", f"{result.parameters:,}, {result.steps:,}")
-    table.add_row("training", f"{result.tokens_per_second:,.0f} tokens/s")
-    console = Console()
-    console.print(table)
-    console.print(f"{result.folder} holds the model and the metrics. Ask it more with:", markup=False, soft_wrap=True)
-    console.print(f"  subquad probe {result.folder}", markup=False, soft_wrap=True)
+    _write(result, evaluation, report)
+    table = facts(
+        ("held-out sequences", f"{score.sequences:,} of {score.length:,} tokens, {score.asked:,} tokens asked"),
+        ("accuracy", f"{score.value:.2%} ± {score.error:.2%}"),
+        ("", f"{chance:.2%} by chance"),
+    )
+    _add_training(table, result, f"{result.tokens_per_second:,.0f} tokens/s")
+    text = f"{result.folder} holds the model and the metrics. Ask it more with:"
+    _print(table, text, f"subquad probe {result.folder}")
 
 
 FINISH: dict[str, Callable[[training.RunResult], None]] = {

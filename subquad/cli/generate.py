@@ -46,7 +46,7 @@ PROMPT_HELP = "Text to go on from; - reads it from standard input."
 STATE_IN_HELP = "A file that --state-out wrote with this model: the prompt goes on from the text that made it."
 STATE_OUT_HELP = (
     "Keep what was read in a file: the prompt and all that was generated, a stop string too; with --max_tokens 0 the "
-    "prompt alone."
+    "prompt alone, and nothing is printed."
 )
 STOP_HELP = "Text that ends the generation and is not printed; may be given several times."
 SAMPLES_HELP = "How many texts to generate; each has its own random numbers (seed, seed + 1, ...)."
@@ -78,16 +78,16 @@ def make_parser() -> Parser:
     parser.add_argument("--stop", type=str, action="append", default=[], help=STOP_HELP)
     parser.add_argument("--samples", type=int, default=1, help=SAMPLES_HELP)
     parser.add_argument("--beams", type=int, default=1, help=BEAMS_HELP)
-    parser.add_argument("--texts", type=int | None, default=None, help=TEXTS_HELP)
-    parser.add_argument("--out-file", type=str | None, default=None, help=OUT_FILE_HELP)
+    parser.add_optional("--texts", TEXTS_HELP, int)
+    parser.add_optional("--out-file", OUT_FILE_HELP)
     parser.add_yes_no("stream", "Whether to print each word as it comes instead of everything at the end.")
-    parser.add_argument("--decode", type=Decode | None, default=None, help=DECODE_HELP)
-    parser.add_argument("--refill", type=int | None, default=None, help=REFILL_HELP)
-    parser.add_argument("--adapter", type=str | None, default=None, help=ADAPTER_HELP)
+    parser.add_optional("--decode", DECODE_HELP, Decode)
+    parser.add_optional("--refill", REFILL_HELP, int)
+    parser.add_optional("--adapter", ADAPTER_HELP)
     parser.add_device()
     parser.add_class_arguments(SamplingConfig, None, as_group=False)
-    parser.add_argument("--images", type=int | None, default=None, help=IMAGES_HELP)
-    parser.add_argument("--out", type=str | None, default=None, help=OUT_HELP)
+    parser.add_optional("--images", IMAGES_HELP, int)
+    parser.add_optional("--out", OUT_HELP)
     parser.add_argument("--batch_size", type=int, default=100, help=BATCH_HELP)
     return parser
 
@@ -295,14 +295,15 @@ def _limited(
 
 
 def _print_one(start: Start, asked: Namespace) -> None:
-    """Print the prompt and what follows it; the speed and the state's size go to standard error."""
+    """Print the prompt and what follows it, nothing where no token is asked for; figures go to standard error."""
     begin = time.perf_counter()
     decoder, tokens = start.loaded.decoder, start.tokens
     generation = Generation(decoder, tokens, start.sampling, state=start.state, stop_tokens=start.stop_tokens)
     generation.prefill()
     read = time.perf_counter()
     stream = TextStream(start.loaded.tokenizer, tokens, asked.stop)
-    sys.stdout.write(start.prompt)
+    if asked.max_tokens:
+        sys.stdout.write(start.prompt)
     held, count = "", 0
     for token in generation:
         count += 1
@@ -314,8 +315,9 @@ def _print_one(start: Start, asked: Namespace) -> None:
             held += piece
         if stream.stopped is not None:
             break
-    sys.stdout.write(held + stream.finish() + "\n")
-    sys.stdout.flush()
+    if asked.max_tokens:
+        sys.stdout.write(held + stream.finish() + "\n")
+        sys.stdout.flush()
     seconds = time.perf_counter() - read
     if asked.state_out is not None:
         generation.read_all().save(asked.state_out, model=decoder)

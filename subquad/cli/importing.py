@@ -31,7 +31,7 @@ def make_parser() -> Parser:
         "model", type=str, help="The folder of a model of transformers, its name on the hub, or a .bin of llama2.c."
     )
     parser.add_argument("--out", type=str, required=True, help="The folder to write: a new one, or an empty one.")
-    parser.add_argument("--tokenizer", type=str | None, default=None, help=TOKENIZER_HELP)
+    parser.add_optional("--tokenizer", TOKENIZER_HELP)
     return parser
 
 

@@ -2,11 +2,8 @@
 
 from __future__ import annotations
 
-import ast
 import dataclasses
-import inspect
 import sys
-import textwrap
 from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple, get_type_hints
@@ -41,7 +38,7 @@ NOTE = (
 def run(arguments: Sequence[str]) -> int:
     """Parse, print, return the exit status."""
     parser = Parser("list [NAME]", "The attention mechanisms, the options of one of them, or the recipes.")
-    parser.add_argument("name", nargs="?", type=str | None, default=None, help="A mechanism, to list its options.")
+    parser.add_optional("name", "A mechanism, to list its options.")
     parser.add_argument("--recipes", action="store_true", help="List the recipes only.")
     parser.add_argument(
         "--laws", action="store_true", help="Which laws of the contract each mechanism keeps, and why not."
@@ -59,20 +56,16 @@ def run(arguments: Sequence[str]) -> int:
     elif chosen.markdown:
         sys.stdout.write(markdown() + "\n")
     elif chosen.name is not None:
+        known = {*names(), *STACKS}
         with parser.checking():
-            _check(chosen.name)
+            if chosen.name not in known:
+                raise ValueError(f"unknown attention {chosen.name!r}; {suggest(chosen.name, known)}")
         _print_options(chosen.name)
     else:
         _print_table(HEADERS, _rows())
         console(WIDTH).print(Text(NOTE))
         _print_recipes()
     return 0
-
-
-def _check(name: str) -> None:
-    """Raise `ValueError` for what is neither a mechanism nor a stack."""
-    if name not in {*names(), *STACKS}:
-        raise ValueError(f"unknown attention {name!r}; {suggest(name, {*names(), *STACKS})}")
 
 
 def _print_options(name: str) -> None:
@@ -188,29 +181,13 @@ def markdown() -> str:
 def options(config: type[Config]) -> list[Option]:
     """Return the options in a configuration; a mechanism's `dim` and `num_heads`, which the model sets, come first."""
     hints = get_type_hints(config)
-    helps = field_help(config)
+    parser = Parser()
+    parser.add_class_arguments(config, None, as_group=False)
+    helps = parser.helps()
     return [
         Option(field.name, _type_name(hints[field.name]), _default(field), helps.get(field.name, ""))
         for field in dataclasses.fields(config)
     ]
-
-
-def field_help(cls: type) -> dict[str, str]:
-    """Return the docstrings under the fields of a dataclass and of its bases."""
-    helps: dict[str, str] = {}
-    for base in reversed(cls.__mro__):
-        if not dataclasses.is_dataclass(base):
-            continue
-        body = ast.parse(textwrap.dedent(inspect.getsource(base))).body[0]
-        assert isinstance(body, ast.ClassDef)
-        for statement, below in zip(body.body, body.body[1:], strict=False):
-            if isinstance(statement, ast.AnnAssign) and isinstance(statement.target, ast.Name):
-                text = (
-                    below.value.value if isinstance(below, ast.Expr) and isinstance(below.value, ast.Constant) else ""
-                )
-                if text:
-                    helps[statement.target.id] = inspect.cleandoc(str(text)).replace("\n", " ")
-    return helps
 
 
 def _type_name(hint: Any) -> str:

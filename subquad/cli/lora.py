@@ -41,12 +41,12 @@ def make_parser(action: str) -> Parser:
         parser = Parser("lora list [FOLDER ...]", "Show the adapters below folders.")
         parser.add_argument("folders", type=str, nargs="*", default=["runs"], help="Folders to look in.")
         parser.add_argument("--markdown", action="store_true", help="Print the table alone, in Markdown.")
-        parser.add_argument("--json", type=str | None, default=None, help="Also write the numbers to this file.")
+        parser.add_optional("--json", "Also write the numbers to this file.")
     else:
         parser = Parser("lora merge RUN --out FOLDER", "Write an adapter and its base as one plain model.")
         parser.add_argument("run", type=str, help="The folder of a run that trained an adapter, or of a checkpoint.")
         parser.add_argument("--out", type=str, required=True, help="The folder for the merged model: a new one.")
-        parser.add_argument("--base", type=str | None, default=None, help="The base's folder, where it was moved.")
+        parser.add_optional("--base", "The base's folder, where it was moved.")
     return parser
 
 

@@ -43,36 +43,26 @@ def make_parser() -> Parser:
         "asked the same. Train one to be asked by: subquad train --recipe probe-mqar (or probe-passkey, probe-copy).",
     )
     parser.add_argument("runs", nargs="+", type=str, help="Folders of runs.")
-    parser.add_argument("--task", type=TaskName | None, default=None, help=TASK_HELP)
-    parser.add_argument(
+    parser.add_optional("--task", TASK_HELP, TaskName)
+    parser.add_optional(
         "--lengths",
-        type=str | None,
-        default=None,
-        help="Tokens of the sequences, as 128,256,512 (null: as many as in training, twice and four times that).",
+        "Tokens of the sequences, as 128,256,512 (null: as many as in training, twice and four times that).",
     )
-    parser.add_argument(
+    parser.add_optional(
         "--depths",
-        type=str | None,
-        default=None,
-        help=f"passkey: so many depths from 0 (the start) to 1 (the end), or a list as 0,0.5,1; copy: so many equal "
+        f"passkey: so many depths from 0 (the start) to 1 (the end), or a list as 0,0.5,1; copy: so many equal "
         f"parts of the string (null: {DEPTHS}).",
     )
     parser.add_argument(
         "--samples", type=int, default=64, help="Sequences at each length, and for passkey at each depth."
     )
     parser.add_argument("--seed", type=int, default=0, help="Another number gives other sequences.")
-    parser.add_argument(
-        "--digits", type=int | None, default=None, help="Digits of a key (null: as trained; in text 5)."
-    )
-    parser.add_argument("--pairs", type=int | None, default=None, help="Pairs of mqar (null: as trained).")
-    parser.add_argument("--text", type=str | None, default=None, help=TEXT_HELP)
-    parser.add_argument(
-        "--out", type=str | None, default=None, help="Folder for TASK.json and TASK.png; made where it is not there."
-    )
+    parser.add_optional("--digits", "Digits of a key (null: as trained; in text 5).", int)
+    parser.add_optional("--pairs", "Pairs of mqar (null: as trained).", int)
+    parser.add_optional("--text", TEXT_HELP)
+    parser.add_optional("--out", "Folder for TASK.json and TASK.png; made where it is not there.")
     parser.add_argument("--batch_size", type=int, default=8, help="Sequences that are read at once.")
-    parser.add_argument(
-        "--cache", type=str | None, default=None, help="Folder for prepared text (null: as for `subquad eval`)."
-    )
+    parser.add_optional("--cache", "Folder for prepared text (null: as for `subquad eval`).")
     parser.add_device()
     return parser
 
@@ -83,7 +73,6 @@ def run(arguments: Sequence[str]) -> int:
     chosen = parser.parse_args(arguments)
     with parser.checking():
         options = read_options(chosen)
-    with parser.checking():
         subjects = load_subjects(chosen.runs, options)
         options = _completed(options, subjects)
         for subject in subjects:

@@ -29,9 +29,9 @@ def make_parser() -> Parser:
     )
     parser.add_argument("--host", type=str, default="127.0.0.1", help="Address to listen at; 0.0.0.0 for all.")
     parser.add_argument("--port", type=int, default=8000, help="Port to listen at; 0 for a free one.")
-    parser.add_argument("--api_key", type=str | None, default=None, help=KEY_HELP)
-    parser.add_argument("--name", type=str | None, default=None, help=NAME_HELP)
-    parser.add_argument("--adapter", type=str | None, default=None, help=ADAPTER_HELP)
+    parser.add_optional("--api_key", KEY_HELP)
+    parser.add_optional("--name", NAME_HELP)
+    parser.add_optional("--adapter", ADAPTER_HELP)
     parser.add_device()
     parser.add_class_arguments(ServeConfig, None, as_group=False)
     return parser

@@ -64,18 +64,17 @@ def run(arguments: Sequence[str]) -> int:
     return 0
 
 
-def _parser(what: str, description: str, *, tokens: int, trained: bool = True) -> Parser:
+def _parser(what: str, description: str, *, tokens: int) -> Parser:
     """Return the options that the pictures of mechanisms have in common."""
-    parser = Parser(f"show {what}{' [RUN]' if trained else ''}", description)
+    parser = Parser(f"show {what} [RUN]", description)
     parser.prog = f"subquad show {what}"
-    if trained:
-        parser.add_argument("run", nargs="?", type=str | None, default=None, help=RUN_HELP)
-    parser.add_argument("--attention", type=str | None, default=None, help="Mechanisms, as a,b,c.")
+    parser.add_optional("run", RUN_HELP)
+    parser.add_optional("--attention", "Mechanisms, as a,b,c.")
     parser.add_options("Options of mechanisms: --options.llp.segment 16. Ranges are short by default, to be seen.")
     parser.add_argument("--tokens", type=int, default=tokens, help="Tokens, at most.")
     parser.add_argument("--dim", type=int, default=64, help="Model width of fresh layers.")
     parser.add_argument("--heads", type=int, default=2, help="Heads of fresh layers.")
-    parser.add_argument("--out", type=str | None, default=None, help=_out_help(what))
+    parser.add_optional("--out", _out_help(what))
     return parser
 
 
@@ -85,10 +84,10 @@ def _out_help(what: str) -> str:
 
 def _weights_parser() -> Parser:
     parser = _parser("weights", "The weights: a row is a token that reads, a column one that is read.", tokens=48)
-    parser.add_argument("--text", type=str | None, default=None, help="The text that a language model RUN reads.")
-    parser.add_argument("--example", type=int | None, default=None, help=EXAMPLE_HELP)
-    parser.add_argument("--layer", type=int | None, default=None, help=LAYER_HELP)
-    parser.add_argument("--head", type=int | None, default=None, help="One head, from 0 (default: all).")
+    parser.add_optional("--text", "The text that a language model RUN reads.")
+    parser.add_optional("--example", EXAMPLE_HELP, int)
+    parser.add_optional("--layer", LAYER_HELP, int)
+    parser.add_optional("--head", "One head, from 0 (default: all).", int)
     return parser
 
 
@@ -109,13 +108,13 @@ def _cost_parser() -> Parser:
         "show cost", "FLOPs of the mixing and bytes of the state against the tokens, for one layer of each."
     )
     parser.prog = "subquad show cost"
-    parser.add_argument("--attention", type=str | None, default=None, help="Mechanisms, as a,b,c; or all.")
+    parser.add_optional("--attention", "Mechanisms, as a,b,c; or all.")
     parser.add_options("Options of mechanisms: --options.llp.segment 512.")
     lengths = [2**power for power in range(8, 17)]
     parser.add_argument("--tokens", nargs="+", type=int, default=lengths, help="Lengths.")
     parser.add_argument("--dim", type=int, default=512, help="Model width.")
     parser.add_argument("--heads", type=int, default=8, help="Heads.")
-    parser.add_argument("--out", type=str | None, default=None, help=_out_help("cost"))
+    parser.add_optional("--out", _out_help("cost"))
     return parser
 
 

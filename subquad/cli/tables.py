@@ -82,13 +82,22 @@ def write_csv(path: str, records: Sequence[Mapping[str, Any]]) -> None:
         writer.writerows(records)
 
 
+def facts(*rows: tuple[str, str]) -> Table:
+    """Return a table of names and what they are, without a line of headers."""
+    table = Table(box=SIMPLE_HEAD, pad_edge=False, show_header=False)
+    for row in rows:
+        table.add_row(*row)
+    return table
+
+
 def text_table(evaluation: Evaluation) -> Table:
     """Return the numbers of the whole text."""
     overlap = "" if evaluation.stride == evaluation.length else f", stride {evaluation.stride:,}"
-    table = Table(box=SIMPLE_HEAD, pad_edge=False, show_header=False)
-    table.add_row("tokens predicted", f"{evaluation.tokens:,} in windows of {evaluation.length:,}{overlap}")
-    table.add_row("loss", f"{evaluation.loss:.4f} nats a token")
-    table.add_row("perplexity", f"{evaluation.perplexity:,.2f} a token")
+    table = facts(
+        ("tokens predicted", f"{evaluation.tokens:,} in windows of {evaluation.length:,}{overlap}"),
+        ("loss", f"{evaluation.loss:.4f} nats a token"),
+        ("perplexity", f"{evaluation.perplexity:,.2f} a token"),
+    )
     if evaluation.word_perplexity is not None:
         form = ",.2f" if evaluation.word_perplexity < 1e6 else ".3g"
         table.add_row("", f"{evaluation.word_perplexity:{form}} a whitespace word")
@@ -112,10 +121,11 @@ def position_table(evaluation: Evaluation) -> Table:
 
 def class_table(evaluation: ClassEvaluation) -> Table:
     """Return the numbers of all examples."""
-    table = Table(box=SIMPLE_HEAD, pad_edge=False, show_header=False)
-    table.add_row("examples", f"{evaluation.examples:,}")
-    table.add_row("accuracy", f"{evaluation.accuracy:.2%}")
-    table.add_row("", f"{evaluation.constant:.2%} by always giving the most frequent label")
+    table = facts(
+        ("examples", f"{evaluation.examples:,}"),
+        ("accuracy", f"{evaluation.accuracy:.2%}"),
+        ("", f"{evaluation.constant:.2%} by always giving the most frequent label"),
+    )
     if evaluation.bag_of_tokens is not None:
         table.add_row("", f"{evaluation.bag_of_tokens:.2%} by logistic regression on a bag of its tokens")
     for name, accuracy in evaluation.by_class.items():
@@ -127,23 +137,29 @@ def class_table(evaluation: ClassEvaluation) -> Table:
 
 def image_table(evaluation: ImageEvaluation) -> Table:
     """Return the numbers of all images."""
-    table = Table(box=SIMPLE_HEAD, pad_edge=False, show_header=False)
-    table.add_row("images", f"{evaluation.images:,} of {evaluation.dimensions:,} bytes, all of them predicted")
     error = "" if evaluation.error is None else f" ± {evaluation.error:.4f}"
-    table.add_row("bits per dimension", f"{evaluation.bits_per_dim:.4f}{error}")
-    table.add_row("", f"{evaluation.constant:.4f} by the frequencies of the levels alone")
+    table = facts(
+        ("images", f"{evaluation.images:,} of {evaluation.dimensions:,} bytes, all of them predicted"),
+        ("bits per dimension", f"{evaluation.bits_per_dim:.4f}{error}"),
+        ("", f"{evaluation.constant:.4f} by the frequencies of the levels alone"),
+    )
     if evaluation.occluded_bits_per_dim is not None:
         table.add_row("", f"{evaluation.occluded_bits_per_dim:.4f} of the {evaluation.occluded:,} occluded bytes")
     table.add_row("speed", f"{evaluation.images / evaluation.seconds:,.1f} images/s")
     return table
 
 
+def show_line(text: str, *, last: bool = False) -> None:
+    """Write over the line that standard error, a terminal, shows; after the `last` one the next begins a line."""
+    sys.stderr.write(f"\r{text}" + ("\n" if last else ""))
+    sys.stderr.flush()
+
+
 def counter(unit: str = "") -> Callable[[str, int, int], None] | None:
     """Return a function that shows `WHAT: DONE of ALL` and the unit; None where standard error is no terminal."""
 
     def show(what: str, done: int, total: int) -> None:
-        sys.stderr.write(f"\r{what}: {done:,} of {total:,}{unit}" + ("\n" if done == total else ""))
-        sys.stderr.flush()
+        show_line(f"{what}: {done:,} of {total:,}{unit}", last=done == total)
 
     return show if sys.stderr.isatty() else None
 
@@ -152,7 +168,6 @@ def progress(what: str) -> Callable[[int, int], None] | None:
     """Return a function that shows `what DONE of ALL` in one line; None where standard error is no terminal."""
 
     def show(done: int, total: int) -> None:
-        sys.stderr.write(f"\r{what} {done:,} of {total:,}" + ("\n" if done == total else ""))
-        sys.stderr.flush()
+        show_line(f"{what} {done:,} of {total:,}", last=done == total)
 
     return show if sys.stderr.isatty() else None

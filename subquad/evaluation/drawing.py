@@ -106,27 +106,30 @@ class Panel(NamedTuple):
 def panels(
     figure: Figure | SubFigure, grid: Sequence[Sequence[Panel]], norm: Normalize, colours: Colormap
 ) -> Iterator[AxesImage]:
-    """Draw a grid of matrices with one scale; rows may be shorter than the longest. Gives each image."""
+    """Draw a grid of matrices with one scale. Gives each image."""
+    for axis, panel, left, bottom in places(figure, grid):
+        axis.set_title(panel.title, fontsize=11)
+        axis.set_xticks([])
+        axis.set_yticks([])
+        if bottom:
+            axis.set_xlabel("token that is read", fontsize=9)
+        if left:
+            axis.set_ylabel(f"{panel.row}\ntoken that reads" if panel.row else "token that reads", fontsize=9)
+        yield axis.imshow(panel.matrix, cmap=colours, norm=norm, interpolation="nearest")
+
+
+def places(figure: Figure | SubFigure, grid: Sequence[Sequence[Item]]) -> Iterator[tuple[Axes, Item, bool, bool]]:
+    """Yield axes for each item, and whether it is the first of its row and the last of its column.
+
+    Rows may be shorter than the longest.
+    """
     axes = figure.subplots(len(grid), max(len(line) for line in grid), squeeze=False)
     for r, line in enumerate(grid):
         for c, axis in enumerate(axes[r]):
-            if c >= len(line):
+            if c < len(line):
+                yield axis, line[c], c == 0, r + 1 == len(grid) or c >= len(grid[r + 1])
+            else:
                 axis.set_axis_off()
-                continue
-            bottom = r + 1 == len(grid) or c >= len(grid[r + 1])
-            yield _panel(axis, line[c], norm, colours, left=c == 0, bottom=bottom)
-
-
-def _panel(axis: Axes, panel: Panel, norm: Normalize, colours: Colormap, *, left: bool, bottom: bool) -> AxesImage:
-    image = axis.imshow(panel.matrix, cmap=colours, norm=norm, interpolation="nearest")
-    axis.set_title(panel.title, fontsize=11)
-    axis.set_xticks([])
-    axis.set_yticks([])
-    if bottom:
-        axis.set_xlabel("token that is read", fontsize=9)
-    if left:
-        axis.set_ylabel(f"{panel.row}\ntoken that reads" if panel.row else "token that reads", fontsize=9)
-    return image
 
 
 def name_tokens(axis: Axes, tokens: Sequence[str]) -> None:

@@ -87,46 +87,12 @@ def evaluate_tasks(
     tokenizer: Tokenizer | PreTrainedTokenizerBase,
     tasks: Sequence[str],
     /,
-    *,
-    task_path: str | Path | None = None,
-    length: int | None = None,
-    num_fewshot: int | None = None,
-    limit: int | None = None,
-    batch_size: int = 8,
-    prefix_token: int | None = None,
+    **options: Any,
 ) -> TaskEvaluation:
-    """Measure a decoder, or any causal model of transformers, on tasks of lm-evaluation-harness.
-
-    `tasks` names tasks, groups and tags. Those of the YAML files in `task_path` come first, with their data files
-    looked for from that folder; the harness's own need their data on this machine or a network.
-
-    `length` is the most tokens that the model reads at once. A decoder of ours needs it, since most mechanisms have no
-    limit of their own; None takes what a model of transformers says of itself. What comes before an answer is cut from
-    the left to fit. A `Tokenizer` is used as in training: no special tokens are added, and those that a text spells out
-    are text. `prefix_token` is what a text begins after: by default the tokenizer's separator of documents, or else its
-    line break; of a tokenizer of transformers BOS, or else EOS.
-
-    The log-likelihood of a text is a sum over windows of `length` tokens that do not overlap, the first of which begins
-    with `prefix_token`; the last one predicts the rest of the tokens, with more context where `length` leaves room.
-
-    `num_fewshot` replaces the number of a task that does not set 0 itself. `limit` takes the first examples of each
-    task. Seeds are `SEEDS`; the generators' own states are left as they were. Raises `ImportError` where lm_eval is not
-    installed, `ValueError` for an unknown task or a number out of range, and `ConnectionError` where a task's data is
-    neither here nor to be had.
-    """
+    """Measure a model on tasks and restore its mode; `options` and errors are those of `prepare_tasks`."""
     training = model.training
     try:
-        return prepare_tasks(
-            model,
-            tokenizer,
-            tasks,
-            task_path=task_path,
-            length=length,
-            num_fewshot=num_fewshot,
-            limit=limit,
-            batch_size=batch_size,
-            prefix_token=prefix_token,
-        ).measure()
+        return prepare_tasks(model, tokenizer, tasks, **options).measure()
     finally:
         model.train(training)
 
@@ -180,7 +146,25 @@ def prepare_tasks(
     batch_size: int = 8,
     prefix_token: int | None = None,
 ) -> PreparedTasks:
-    """Load tasks and wrap the model, as `evaluate_tasks` does before it asks it; arguments and errors as there."""
+    """Load tasks of lm-evaluation-harness, to measure a decoder or any causal model of transformers on them.
+
+    `tasks` names tasks, groups and tags. Those of the YAML files in `task_path` come first, with their data files
+    looked for from that folder; the harness's own need their data on this machine or a network.
+
+    `length` is the most tokens that the model reads at once. A decoder of ours needs it, since most mechanisms have no
+    limit of their own; None takes what a model of transformers says of itself. What comes before an answer is cut from
+    the left to fit. A `Tokenizer` is used as in training: no special tokens are added, and those that a text spells out
+    are text. `prefix_token` is what a text begins after: by default the tokenizer's separator of documents, or else its
+    line break; of a tokenizer of transformers BOS, or else EOS.
+
+    The log-likelihood of a text is a sum over windows of `length` tokens that do not overlap, the first of which begins
+    with `prefix_token`; the last one predicts the rest of the tokens, with more context where `length` leaves room.
+
+    `num_fewshot` replaces the number of a task that does not set 0 itself. `limit` takes the first examples of each
+    task. Seeds are `SEEDS`; the generators' own states are left as they were. Raises `ImportError` where lm_eval is not
+    installed, `ValueError` for an unknown task or a number out of range, and `ConnectionError` where a task's data is
+    neither here nor to be had.
+    """
     _check(tasks, task_path, length=length, num_fewshot=num_fewshot, limit=limit, batch_size=batch_size)
     with quiet():
         asked = HarnessModel(model, tokenizer, length, batch_size, prefix_token)

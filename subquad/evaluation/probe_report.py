@@ -290,23 +290,18 @@ def draw_heatmaps(
     width = max(1.9, CELL * len(lengths)) * len(grid[0]) + 2.2
     figure = drawing.new_figure(max(width, 5.0), (CELL * 0.6 * len(names) + 0.75) * len(grid) + 0.8)
     _title(figure, title)
-    axes = figure.subplots(len(grid), len(grid[0]), squeeze=False)
     images = []
-    for r, line in enumerate(grid):
-        for c, axis in enumerate(axes[r]):
-            if c >= len(line):
-                axis.set_axis_off()
-                continue
-            own = [entry for entry in measured if entry.subject.name == line[c]]
-            images.append(_heatmap(axis, own, lengths, list(names)))
-            axis.set_title(line[c] if len(models) > 1 else "", fontsize=10)
-            axis.set_xticks(range(len(lengths)), [f"{length:,}" for length in lengths], fontsize=8)
-            axis.set_yticks(range(len(names)), list(names.values()) if not c else [""] * len(names), fontsize=8)
-            axis.tick_params(length=0)
-            if r + 1 == len(grid) or c >= len(grid[r + 1]):
-                axis.set_xlabel("tokens of the sequence", fontsize=9)
+    for axis, model, left, bottom in drawing.places(figure, grid):
+        own = [entry for entry in measured if entry.subject.name == model]
+        images.append(_heatmap(axis, own, lengths, list(names)))
+        axis.set_title(model if len(models) > 1 else "", fontsize=10)
+        axis.set_xticks(range(len(lengths)), [f"{length:,}" for length in lengths], fontsize=8)
+        axis.set_yticks(range(len(names)), list(names.values()) if left else [""] * len(names), fontsize=8)
+        axis.tick_params(length=0)
+        if bottom:
+            axis.set_xlabel("tokens of the sequence", fontsize=9)
     figure.supylabel(label, fontsize=9)
-    bar = figure.colorbar(images[0], ax=axes, fraction=0.04, aspect=25, pad=0.02)
+    bar = figure.colorbar(images[0], ax=figure.axes, fraction=0.04, aspect=25, pad=0.02)
     bar.set_label("accuracy (mark: chance)", fontsize=9)
     bar.ax.axhline(chance, color="#d55e00", linewidth=2)
     return figure
@@ -315,7 +310,7 @@ def draw_heatmaps(
 def _heatmap(
     axis: drawing.Axes, measured: Sequence[Entry], lengths: Sequence[int], ranges: Sequence[tuple[float, float]]
 ) -> drawing.AxesImage:
-    """Draw one model's panel."""
+    """Draw one model's panel, with each cell's per cent."""
     from matplotlib.colors import Normalize
 
     values_RL = np.full((len(ranges), len(lengths)), np.nan)
@@ -323,7 +318,10 @@ def _heatmap(
         for score in entry.scores:
             values_RL[ranges.index((score.start, score.stop)), lengths.index(entry.length)] = score.value
     colours = drawing.palette().with_extremes(bad=drawing.OUT_OF_REACH)
-    _write(axis, values_RL)
+    for (row, column), value in np.ndenumerate(values_RL):
+        if not np.isnan(value):  # dark on bright and bright on dark
+            colour = "black" if value > 0.5 else "white"
+            axis.text(column, row, f"{100 * value:.0f}", ha="center", va="center", color=colour, fontsize=8)
     return axis.imshow(values_RL, cmap=colours, norm=Normalize(0, 1), aspect="auto", interpolation="nearest")
 
 
@@ -331,14 +329,6 @@ def _title(figure: drawing.Figure, title: str) -> None:
     """Write the title in as many lines as the width asks for."""
     letters = int(14 * figure.get_size_inches()[0])
     figure.suptitle(textwrap.fill(title, letters), fontsize=10)
-
-
-def _write(axis: drawing.Axes, values_RL: np.ndarray) -> None:
-    """Write each cell's per cent, dark on bright and bright on dark."""
-    for (row, column), value in np.ndenumerate(values_RL):
-        if not np.isnan(value):
-            colour = "black" if value > 0.5 else "white"
-            axis.text(column, row, f"{100 * value:.0f}", ha="center", va="center", color=colour, fontsize=8)
 
 
 def draw_lines(

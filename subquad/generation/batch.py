@@ -15,7 +15,7 @@ from torch import Tensor
 from subquad.config import check_at_least
 from subquad.generation.generate import Continuation, Finished, checked_prompt, inference, read_piece
 from subquad.generation.sampling import Sampler, SamplingConfig
-from subquad.generation.slots import join, make_slots
+from subquad.generation.slots import FixedSlots, LooseSlots, join
 from subquad.models import Decoder
 from subquad.state import State
 
@@ -82,8 +82,13 @@ class BatchDecoder:
         self.max_context, self._limited_by = _limit(model, max_context)
         self._model = model
         self._prefill_chunk = prefill_chunk
-        with inference(model):
-            self._slots = make_slots(model, slots, max_context, compile=compile)
+        if compile and not model.fixed_shapes:
+            name = model.config.attention
+            raise ValueError(f"compile=True needs states of fixed shape, which {name} has not; set compile=False")
+        self._slots: FixedSlots | LooseSlots = LooseSlots(model, slots)
+        if model.fixed_shapes:
+            with inference(model):
+                self._slots = FixedSlots(model, slots, max_context, compile=compile)
         self._free = list(range(slots - 1, -1, -1))
         self._waiting: deque[Request] = deque()
         self._running: dict[int, Request] = {}

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from subquad.generation.sampling import Sampler, SamplingConfig
 from subquad.models import Decoder
@@ -162,7 +162,7 @@ def as_tensor(model: Decoder, tokens: list[int]) -> Tensor:
 
 
 @contextmanager
-def inference(model: Decoder) -> Iterator[None]:
+def inference(model: nn.Module) -> Iterator[None]:
     """Set eval mode and compute no gradients; the mode is restored."""
     training = model.training
     if training:

@@ -17,6 +17,7 @@ from PIL import Image, ImageDraw
 from torch import Tensor
 
 from subquad.config import check_at_least
+from subquad.generation.generate import inference
 from subquad.models.image import START, ImageModel
 from subquad.state import State
 
@@ -75,7 +76,6 @@ def generate_images(
     )
 
 
-@torch.no_grad()
 def complete_images(
     model: ImageModel,
     pixels_NT: Tensor,
@@ -102,8 +102,6 @@ def complete_images(
             f"the model draws images of {tokens} bytes, got pixels {list(pixels_NT.shape)} of {pixels_NT.dtype} and a "
             f"mask {list(occluded_T.shape)} of {occluded_T.dtype}; valid: uint8 and bool"
         )
-    training = model.training
-    model.eval()
     begin, state_bytes, drawn = time.perf_counter(), 0, []
     for first in range(0, len(pixels_NT), batch_size):
         part_BT = pixels_NT[first : first + batch_size]
@@ -114,12 +112,12 @@ def complete_images(
             if progress:
                 progress(before + done * images, len(pixels_NT) * tokens)
 
-        pixels_BT, state = _fill(model, part_BT, occluded_T, random_BT, temperature, cache, show)
+        with inference(model):
+            pixels_BT, state = _fill(model, part_BT, occluded_T, random_BT, temperature, cache, show)
         show(tokens)
         drawn.append(pixels_BT)
         state_bytes = max(state_bytes, 0 if state is None else state.nbytes)
     seconds = time.perf_counter() - begin
-    model.train(training)
     return DrawnImages(torch.cat(drawn), seconds, state_bytes, min(batch_size, len(pixels_NT)))
 
 

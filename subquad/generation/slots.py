@@ -10,7 +10,6 @@ Shape letters: B slots, V vocabulary.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from typing import Protocol
 
 import torch
 from torch import Tensor
@@ -18,39 +17,6 @@ from torch import Tensor
 from subquad.generation.generate import as_tensor
 from subquad.models import Decoder
 from subquad.state import State
-
-
-class Slots(Protocol):
-    """States by slot, and one step of all of them."""
-
-    def insert(self, slot: int, state: State | None) -> None:
-        """Begin a sequence in an empty slot; None: before its first token."""
-
-    def clear(self, slot: int) -> None:
-        """Empty a slot."""
-
-    def take(self, slot: int) -> State:
-        """A copy of the state of one sequence."""
-
-    def step(self, tokens: list[int]) -> Tensor:
-        """Read a token in each slot (any in empty ones): the logits of the next ones, `[B, V]`."""
-
-    def bytes_of(self, slot: int) -> int:
-        """Bytes of the state of one sequence."""
-
-    @property
-    def nbytes(self) -> int:
-        """Bytes of all states."""
-
-
-def make_slots(model: Decoder, slots: int, capacity: int, *, compile: bool) -> Slots:
-    """Fixed slots, or loose ones for a model whose states have no fixed shapes."""
-    if model.fixed_shapes:
-        return FixedSlots(model, slots, capacity, compile=compile)
-    if compile:
-        name = model.config.attention
-        raise ValueError(f"compile=True needs states of fixed shape, which {name} has not; set compile=False")
-    return LooseSlots(model, slots)
 
 
 class FixedSlots:
@@ -75,7 +41,7 @@ class FixedSlots:
             self._advance = torch.compile(self.compact_forward, dynamic=False, fullgraph=True)
 
     def insert(self, slot: int, state: State | None) -> None:
-        """The slot gets the sequence's state."""
+        """Begin a sequence in an empty slot; with None before its first token."""
         self._put(slot, self._blank if state is None else state, 1)
 
     def clear(self, slot: int) -> None:
@@ -88,7 +54,7 @@ class FixedSlots:
         return fit(state, trimmed(self._shapes, shapes_of(self._first), int(state.seen)))
 
     def step(self, tokens: list[int]) -> Tensor:
-        """One forward pass of all slots."""
+        """Read a token in each slot (any in empty ones) in one forward pass; the logits of the next, `[B, V]`."""
         tokens_B1 = torch.tensor(tokens, dtype=torch.long, device=self._device)[:, None]
         logits_BV, self._state = self._advance(tokens_B1, self._state)
         if not self._full:
@@ -143,7 +109,7 @@ class LooseSlots:
         return state
 
     def step(self, tokens: list[int]) -> Tensor:
-        """One forward pass of the sequences that have read something, one for each of the others."""
+        """As `FixedSlots`: a pass of the sequences that have read something, and one for each of the others."""
         device = next(self._model.parameters()).device
         logits_BV = torch.zeros(self._slots, self._vocab_size, device=device, dtype=self._dtype)
         begun = [slot for slot, state in sorted(self._states.items()) if state is not None]

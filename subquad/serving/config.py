@@ -34,9 +34,7 @@ class ServeConfig(Config):
     """Origins whose pages may use the server from a browser, with commas between them; * for all."""
 
     def __post_init__(self) -> None:
-        for name in ("slots", "max_prompt", "max_tokens", "max_requests", "max_body", "prefill_chunk"):
-            if getattr(self, name) < 1:
-                raise ValueError(f"{name} must be at least 1, got {getattr(self, name)}")
+        self.check_least(slots=1, max_prompt=1, max_tokens=1, max_requests=1, max_body=1, prefill_chunk=1)
         for name in ("max_seconds", "client_seconds"):
             if not 0 < getattr(self, name) < float("inf"):
                 raise ValueError(f"{name} must be above 0 and finite, got {getattr(self, name)}")

@@ -113,6 +113,7 @@ def test_wrong_arguments_end_with_status_2(folder, tmp_path, capsys):
     assert "without a causal form" in refused(capsys, ["--attention", "linformer"])
     assert "tokens must be at least 4, got 1" in refused(capsys, [folder, "--tokens", "1"])
     assert "there is no model in" in refused(capsys, [tmp_path])
+    assert "there is no folder runs/nowhere; give that of a run" in refused(capsys, ["runs/nowhere"])
     text = tmp_path / "text.txt"
     assert f"there is no file {text}" in refused(capsys, [folder, "--text", text])
     text.write_text("{}")

@@ -434,6 +434,8 @@ def test_a_report_as_text_and_json():
     assert all(name in text for name in CHECKS)
     assert "rounding band" in text
     assert str(audit(planted.Planted(), **QUICK)).endswith("passed: no violation")
+    grown = audit(planted.Planted(), **{**QUICK, "contexts": [4, 8]})
+    assert grown.conclusion() == "passed: no violation (2 findings: worth knowing, no fault)"
     values = json.loads(report.to_json())
     assert values["passed"] is False
     assert values["settings"] == AuditConfig(**QUICK).to_dict()

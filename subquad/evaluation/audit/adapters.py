@@ -124,23 +124,24 @@ class DecoderAdapter(Adapter):
     """Our own decoders and stacks: `(tokens, state, mask) -> (logits, state)`."""
 
     def __init__(self, model: Decoder) -> None:
+        self.decoder = model
         self.aligned_at_end = model.predicts_last is not None
 
     def vocab_size(self, model: nn.Module) -> int | None:
         """Return the configuration's vocabulary."""
-        return _decoder(model).config.vocab_size
+        return self.decoder.config.vocab_size
 
     def max_tokens(self, model: nn.Module) -> int | None:
         """Return the rows of a learned table of positions; None where there is none."""
-        return _decoder(model).most_tokens
+        return self.decoder.most_tokens
 
     def sizes(self, model: nn.Module) -> list[int]:
         """Return the sizes that the layers' configurations name."""
-        return named_sizes(_decoder(model).token_settings())
+        return named_sizes(self.decoder.token_settings())
 
     def no_cache(self, model: nn.Module) -> str | None:
         """Return the reason of a stack whose decoding differs from the full pass."""
-        return _decoder(model).inexact_decoding
+        return self.decoder.inexact_decoding
 
     def no_padding(self, model: nn.Module) -> str | None:
         """Return None: padding is always possible."""
@@ -297,11 +298,6 @@ def named_sizes(values: Any) -> list[int]:
         elif any(word in str(name) for word in SIZE_WORDS) and isinstance(value, int) and value > 1:
             found.add(value)
     return sorted(found)
-
-
-def _decoder(model: Any) -> Decoder:
-    assert isinstance(model, Decoder)
-    return model
 
 
 def _text_config(model: Any) -> Any:

@@ -45,8 +45,7 @@ class AuditConfig(Config):
     """Of the weights while outputs are compared. auto: float64 where the model runs in it, or float32, or its own."""
 
     def __post_init__(self) -> None:
-        for name, least in (("tokens", 4), ("batch", 2), ("long", 0), ("repeats", 1), ("vocab_size", 2)):
-            check_at_least(least, **{name: getattr(self, name)})
+        self.check_least(tokens=4, batch=2, long=0, repeats=1, vocab_size=2)
         for context in self.contexts:
             check_at_least(1, contexts=context)
 

@@ -152,9 +152,11 @@ class AuditReport:
         )
 
     def conclusion(self) -> str:
-        """Return one line: whether it passed, and what failed."""
+        """Return one line: whether it passed, how many findings are no faults, and what failed."""
         if self.passed:
-            return "passed: no violation"
+            count = sum(check.verdict == "finding" for check in self.checks)
+            noted = f" ({count} finding{'' if count == 1 else 's'}: worth knowing, no fault)" if count else ""
+            return f"passed: no violation{noted}"
         return f"failed: {'; '.join(check.name for check in self.violations)}"
 
     def __str__(self) -> str:
