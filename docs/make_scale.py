@@ -21,10 +21,11 @@ import torch
 import torch.distributed as distributed
 from torch import multiprocessing
 
+from benchmarks.memory import peak_bytes
 from benchmarks.timing import Run, Timing, interleave
 from subquad.cli.tables import size
 from subquad.evaluation.provenance import described, machine, versions
-from subquad.memory import keep_freed_memory, peak_bytes
+from subquad.memory import keep_freed_memory
 from subquad.models import Decoder, DecoderConfig
 from subquad.parallel import ContextGroup, context_parallel
 

@@ -18,7 +18,7 @@ from torch.nn.attention import flex_attention as flex
 from torch.nn.attention.flex_attention import BlockMask
 
 from subquad.ops.patterns import Pattern
-from subquad.ops.slots import Slots
+from subquad.ops.slots import Slots, key_slots
 
 BLOCK = 128
 """Queries and keys of a block, of which a mask says whether all, some or none are seen."""
@@ -195,25 +195,15 @@ def _seen(pattern: Pattern, slots: Slots, B: int, T: int, S: int, device: torch.
         k_pos_BS = (torch.arange(S, device=device) + slots.k_start).expand(B, S)
     if slots.lengths_B is not None:
         k_pos_BS = k_pos_BS.masked_fill(torch.arange(S, device=device) >= slots.lengths_B[:, None], -1)
-    seen = _seen_by_row(pattern, q_pos_BT, k_pos_BS)
-    if slots.q_doc_BT is not None and slots.k_doc_BS is not None:
-        seen = flex.and_masks(seen, _same_document(slots.q_doc_BT, slots.k_doc_BS))
-    return seen
+    q_BT, k_BS, q_doc_BT, k_doc_BS = q_pos_BT, k_pos_BS, slots.q_doc_BT, slots.k_doc_BS
 
-
-def _seen_by_row(pattern: Pattern, q_pos_BT: Tensor, k_pos_BS: Tensor) -> Seen:
     def seen(b: Tensor, h: Tensor, t: Tensor, s: Tensor) -> Tensor:
-        q_pos, k_pos = q_pos_BT[b, t], k_pos_BS[b, s]
+        q_pos, k_pos = q_BT[b, t], k_BS[b, s]
         return pattern.allowed(q_pos, k_pos) & (q_pos >= 0) & (k_pos >= 0)
 
-    return seen
-
-
-def _same_document(q_doc_BT: Tensor, k_doc_BS: Tensor) -> Seen:
-    def same(b: Tensor, h: Tensor, t: Tensor, s: Tensor) -> Tensor:
-        return q_doc_BT[b, t] == k_doc_BS[b, s]
-
-    return same
+    if q_doc_BT is None or k_doc_BS is None:
+        return seen
+    return flex.and_masks(seen, lambda b, h, t, s: q_doc_BT[b, t] == k_doc_BS[b, s])
 
 
 def _listed_by(seen: Seen, pattern: Pattern, slots: Slots, B: int, T: int, S: int, device: torch.device) -> Listed:
@@ -222,7 +212,7 @@ def _listed_by(seen: Seen, pattern: Pattern, slots: Slots, B: int, T: int, S: in
     b = torch.arange(B, device=device)[:, None, None]
     for n, start in enumerate(range(0, T, BLOCK)):
         stop = min(start + BLOCK, T)
-        lo, hi = _key_slots(pattern, slots, start, stop, T, S)
+        lo, hi = key_slots(pattern, slots.starts, start, stop, T, S)
         if hi <= lo:
             continue
         first, last = lo // BLOCK, -(-hi // BLOCK)
@@ -233,21 +223,6 @@ def _listed_by(seen: Seen, pattern: Pattern, slots: Slots, B: int, T: int, S: in
     count_BHNM = count_BNM[:, None]
     whole = count_BHNM == BLOCK * BLOCK
     return *_listed((count_BHNM > 0) & ~whole), *_listed(whole)
-
-
-def _key_slots(pattern: Pattern, slots: Slots, start: int, stop: int, T: int, S: int) -> tuple[int, int]:
-    """A range of key slots that holds all those that the queries in the slots `[start, stop)` may see."""
-    lo: int
-    hi: int | None
-    if slots.q_pos_BT is None:
-        lo, hi = pattern.key_range(start + slots.q_start, stop + slots.q_start)
-        lo, hi = lo - slots.k_start, None if hi is None else hi - slots.k_start
-    elif pattern.anchored:
-        lo, hi = 0, None
-    else:  # wherever a row starts, the queries are the last of its keys
-        lo = 0 if pattern.reach is None else start + S - T - pattern.reach
-        hi = None if pattern.ahead is None else stop + S - T + pattern.ahead
-    return max(lo, 0), S if hi is None else min(hi, S)
 
 
 def _listed(some_BHNM: Tensor) -> tuple[Tensor, Tensor]:

@@ -13,7 +13,7 @@ import torch
 
 from subquad.ops._sequential.attend import key_chunks
 from subquad.ops._torch import scan, softmax
-from subquad.ops._torch.tiles import Group, ragged_groups, static_groups
+from subquad.ops._torch.tiles import Group, tile_groups
 from subquad.ops.backends import HAS_TRITON
 from subquad.ops.patterns import Pattern
 
@@ -85,9 +85,7 @@ def _attention(
     **__: Any,
 ) -> int:
     B, H, T, K = q
-    shape = Pattern.from_key(pattern)
-    ragged = positions is not None
-    groups = ragged_groups(shape, T, k[2]) if ragged else static_groups(shape, q_start, T, k_start, k[2])
+    groups = tile_groups(Pattern.from_key(pattern), (q_start, k_start) if positions is None else None, T, k[2])
     return B * H * attention_flops(groups, K, v[3])
 
 

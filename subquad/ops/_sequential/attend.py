@@ -21,7 +21,7 @@ from torch import Tensor
 
 from subquad.ops.backends import without_autocast
 from subquad.ops.patterns import Pattern
-from subquad.ops.slots import Slots
+from subquad.ops.slots import Slots, allowed_between, key_slots
 
 QUERY_CHUNK = 1024
 KEY_CHUNK = 4096
@@ -183,23 +183,10 @@ block_attention_sequential.register_autograd(_backward, setup_context=_setup_con
 def key_chunks(
     pattern: Pattern, queries: int, keys: int, starts: tuple[int, int] | None, query_chunk: int, key_chunk: int
 ) -> Iterator[tuple[slice, list[slice]]]:
-    """Chunks of query slots, each with the chunks of key slots that cover what it may see.
-
-    `starts` None: rows differ in their positions, and the queries are the last of the key slots.
-    """
+    """Chunks of query slots, each with the chunks of keys that cover what it may see; `starts` as in `key_slots`."""
     for start in range(0, queries, query_chunk):
         stop = min(start + query_chunk, queries)
-        if starts is None and pattern.anchored:
-            lo, hi = 0, keys
-        elif starts is None:
-            first, last = start + keys - queries, stop + keys - queries
-            lo = 0 if pattern.reach is None else max(0, first - pattern.reach)
-            hi = keys if pattern.ahead is None else min(keys, last + pattern.ahead)
-        else:
-            q_start, k_start = starts
-            low, high = pattern.key_range(q_start + start, q_start + stop)
-            lo = max(0, max(0, low) - k_start)
-            hi = keys if high is None else min(keys, high - k_start)
+        lo, hi = key_slots(pattern, starts, start, stop, queries, keys)
         yield slice(start, stop), [slice(at, min(at + key_chunk, hi)) for at in range(lo, hi, key_chunk)]
 
 
@@ -235,9 +222,8 @@ class Work:
     def blocks(self) -> Iterator[Block]:
         """Heads go together where their tiles are small."""
         (B, H, T, _), S = self.q_BHTK.shape, self.k_BHSK.shape[2]
-        starts = (self.slots.q_start, self.slots.k_start) if self.slots.q_pos_BT is None else None
         C, W = self.chunks
-        spans = list(key_chunks(self.pattern, T, S, starts, C, W))
+        spans = list(key_chunks(self.pattern, T, S, self.slots.starts, C, W))
         together = max(1, C * W // max(1, min(T, C) * min(S, W)))
         for row in range(B):
             for head in range(0, H, together):
@@ -253,22 +239,14 @@ class Work:
 
     def allowed(self, block: Block, keys: slice) -> Tensor | None:
         """Bool `[C, W]`, None where every query sees every key."""
-        q_start, k_start, *rows = self.slots
-        length, q_pos_T, k_pos_S, q_doc_T, k_doc_S = (None if x is None else x[block.row] for x in rows)
-        device = self.q_BHTK.device
-        if q_pos_T is None or k_pos_S is None:
-            q_from, q_to = (slot + q_start for slot in (block.queries.start, block.queries.stop))
-            k_from, k_to = (slot + k_start for slot in (keys.start, keys.stop))
-            if length is None and self.pattern.sees_all(q_from, q_to, k_from, k_to):
-                return None
-            q_C1, k_W = torch.arange(q_from, q_to, device=device)[:, None], torch.arange(k_from, k_to, device=device)
-            allowed_CW = self.pattern.allowed(q_C1, k_W)
-            return allowed_CW if length is None else allowed_CW & (k_W < length + k_start)
-        q_C1, k_W = q_pos_T[block.queries, None], k_pos_S[keys]
-        allowed_CW = self.pattern.allowed(q_C1, k_W) & (q_C1 >= 0) & (k_W >= 0)
-        if q_doc_T is not None and k_doc_S is not None:
-            allowed_CW = allowed_CW & (q_doc_T[block.queries, None] == k_doc_S[keys])
-        return allowed_CW
+        q, k, q_start, k_start = block.queries, keys, self.slots.q_start, self.slots.k_start
+        by_row = self.slots.starts is None or self.slots.lengths_B is not None
+        if not by_row and self.pattern.sees_all(
+            q.start + q_start, q.stop + q_start, k.start + k_start, k.stop + k_start
+        ):
+            return None
+        q_slots, k_slots = (torch.arange(x.start, x.stop, device=self.q_BHTK.device) for x in (q, k))
+        return allowed_between(self.pattern, self.slots.of_row(block.row), q_slots, k_slots)[0]
 
     def dropped(self, w_hCW: Tensor) -> Tensor:
         """`w` with dropout; tiles must come in the order of `blocks`, for the mask to be the same again."""
