@@ -129,15 +129,15 @@ def running_softmax(
         a, s = state[0].flatten(0, 1).double(), state[1].flatten(0, 1).to(wide)
     if name == "reference":
         out, lse, a, s = reference.running_softmax(p, k, v, a, s)
-        out = torch.addcmul(out, rest[0], v) if rest else out
     elif name == "sequential":
         out, lse, a, s = sequential.running_softmax(p, k, v, a, s, chunk_size)
-        out = torch.addcmul(out, rest[0], v) if rest else out
     else:
         save = torch.is_grad_enabled() and any(x.requires_grad for x in (p, k, v, a, s, *rest))
         gate = rest[0] if rest else None
         out, a, s, *_ = chunked.running_softmax_op(p, k, v, gate, a, s, chunk, save)
         lse = None
+    if rest and lse is not None:  # the chunks have added it
+        out = torch.addcmul(out, rest[0], v)
     out = zero_padding(out.unflatten(0, (B, H)).to(v_BHTV.dtype), mask)
     a, s = (x.unflatten(0, (B, H)) for x in (a, s))
 

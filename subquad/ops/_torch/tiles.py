@@ -7,7 +7,7 @@ Shape letters: B batch, T queries, S keys, N tiles of C queries and W keys.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import lru_cache
 
 import torch
@@ -75,7 +75,7 @@ def static_groups(pattern: Pattern, q_start: int, queries: int, k_start: int, ke
             tiles.append(
                 Group(a - q_start, b - a, 1, lo - k_start if some else 0, max(0, hi - lo), kind if some else "empty")
             )
-    return _gather(tiles) if pattern.scattered else _fold(tiles, pattern.period)
+    return _fold(tiles, pattern.period, pattern.scattered)
 
 
 def _range(pattern: Pattern, start: int, stop: int, k_start: int, keys: int) -> tuple[int, int]:
@@ -164,34 +164,25 @@ def ragged_groups(pattern: Pattern, queries: int, keys: int) -> tuple[Group, ...
     return _fold(tiles, 1)
 
 
-def _fold(tiles: list[Group], period: int) -> tuple[Group, ...]:
+def _fold(tiles: list[Group], period: int, scattered: bool = False) -> tuple[Group, ...]:
+    """Neighbours of one shape become one group: their keys follow one another, or (`scattered`) are all allowed."""
     groups: list[Group] = []
     for tile in tiles:
         last = groups[-1] if groups else None
-        if (
-            last is not None
-            and (last.rows, last.keys, last.kind, last.q - last.k) == (tile.rows, tile.keys, tile.kind, tile.q - tile.k)
-            and tile.q == last.q + last.rows * last.count
-            and tile.rows % period == 0
-        ):
-            groups[-1] = Group(last.q, last.rows, last.count + 1, last.k, last.keys, last.kind)
-        else:
+        if last is None or (last.rows, last.keys, last.kind) != (tile.rows, tile.keys, tile.kind):
             groups.append(tile)
-    return tuple(groups)
-
-
-def _gather(tiles: list[Group]) -> tuple[Group, ...]:
-    """Neighbours of one shape whose keys lie anywhere, all allowed, become one group."""
-    groups: list[Group] = []
-    for tile in tiles:
-        last = groups[-1] if groups else None
-        shape = (tile.rows, tile.keys, tile.kind)
-        if last is not None and (last.rows, last.keys, last.kind) == shape and tile.kind == "full":
+        elif scattered and tile.kind == "full":
             places = (*(last.places or (last.k,)), tile.k)
-            groups[-1] = Group(last.q, last.rows, last.count + 1, 0, last.keys, last.kind, places)
+            groups[-1] = replace(last, count=last.count + 1, k=0, places=places)
+        elif not scattered and _follows(last, tile) and tile.rows % period == 0:
+            groups[-1] = replace(last, count=last.count + 1)
         else:
             groups.append(tile)
     return tuple(groups)
+
+
+def _follows(group: Group, tile: Group) -> bool:
+    return tile.q == group.q + group.rows * group.count and tile.q - tile.k == group.q - group.k
 
 
 def static_bias(

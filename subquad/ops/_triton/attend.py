@@ -14,21 +14,10 @@ import torch
 import triton.language as tl
 from torch import Tensor
 
+from subquad.ops import patterns
 from subquad.ops._triton import common
 from subquad.ops._triton.attend_kernels import forward_kernel, keys_kernel, queries_kernel
-from subquad.ops.patterns import (
-    Band,
-    Blocks,
-    Causal,
-    Full,
-    Pattern,
-    Prefix,
-    Segments,
-    Shifted,
-    Sinks,
-    Suffix,
-    Window,
-)
+from subquad.ops.patterns import Pattern
 from subquad.ops.slots import Slots
 
 FAR = 1 << 28
@@ -51,16 +40,16 @@ class Range(NamedTuple):
 
 
 RANGES: dict[type[Pattern], Callable[[Any], Range]] = {
-    Band: lambda p: Range(before=p.before, after=p.after),
-    Blocks: lambda p: Range(p.size, p.back * p.size, p.size, p.ahead_blocks * p.size),
-    Causal: lambda p: Range(),
-    Full: lambda p: Range(after=FAR),
-    Prefix: lambda p: Range(prefix=p.length),
-    Segments: lambda p: Range(p.size, p.back * p.size),
-    Shifted: lambda p: Range(p.size, p.back * p.size, offset=p.offset),
-    Sinks: lambda p: Range(hi_step=p.size, after=-(p.back + 1) * p.size, last=p.count * p.size),
-    Suffix: lambda p: Range(start=p.start),
-    Window: lambda p: Range(before=p.width - 1),
+    patterns.Band: lambda p: Range(before=p.before, after=p.after),
+    patterns.Blocks: lambda p: Range(p.size, p.back * p.size, p.size, p.ahead_blocks * p.size),
+    patterns.Causal: lambda p: Range(),
+    patterns.Full: lambda p: Range(after=FAR),
+    patterns.Prefix: lambda p: Range(prefix=p.length),
+    patterns.Segments: lambda p: Range(p.size, p.back * p.size),
+    patterns.Shifted: lambda p: Range(p.size, p.back * p.size, offset=p.offset),
+    patterns.Sinks: lambda p: Range(hi_step=p.size, after=-(p.back + 1) * p.size, last=p.count * p.size),
+    patterns.Suffix: lambda p: Range(start=p.start),
+    patterns.Window: lambda p: Range(before=p.width - 1),
 }
 
 

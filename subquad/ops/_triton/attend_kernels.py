@@ -23,8 +23,6 @@ One walks over the keys of a tile of queries, another over the queries of a tile
 share it. Nothing is added up in memory: the same inputs give the same bits.
 """
 
-# mypy: allow-untyped-defs, allow-incomplete-defs
-
 from __future__ import annotations
 
 import math

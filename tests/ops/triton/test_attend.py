@@ -3,8 +3,7 @@
 import pytest
 import torch
 
-from subquad.ops import attend as dispatch
-from subquad.ops import block_attention, block_attention_with_lse
+from subquad.ops import backends, block_attention, block_attention_with_lse
 from subquad.ops._triton import attend as kernels
 from subquad.ops._triton import common
 from subquad.ops._triton.attend import block_attention_triton, block_attention_triton_backward
@@ -402,6 +401,6 @@ def test_what_the_kernels_do_not_take_is_refused(case, device):
 
 
 def test_a_machine_without_triton_is_told_so(monkeypatch, qkv):
-    monkeypatch.setattr(dispatch, "HAS_TRITON", False)
+    monkeypatch.setattr(backends, "HAS_TRITON", False)
     with pytest.raises(ValueError, match=r"needs the package triton: pip install 'subquad\[triton\]'"):
         block_attention(*qkv(5), Causal(), backend="triton")
