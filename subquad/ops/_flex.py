@@ -18,7 +18,7 @@ from torch.nn.attention import flex_attention as flex
 from torch.nn.attention.flex_attention import BlockMask
 
 from subquad.ops.patterns import Pattern
-from subquad.ops.slots import Slots, key_slots
+from subquad.ops.slots import SCHEMA, Slots, key_slots
 
 BLOCK = 128
 """Queries and keys of a block, of which a mask says whether all, some or none are seen."""
@@ -144,9 +144,8 @@ def _standing_mask(pattern: Pattern, T: int, S: int, device: torch.device) -> Bl
 
 @functools.lru_cache(maxsize=MASKS)
 def _standing_blocks(pattern: Pattern, T: int, S: int, device: torch.device) -> Listed:
-    slots = Slots(0, 0)
     with torch.inference_mode(False):
-        return _listed_by(_seen(pattern, slots, 1, T, S, device), pattern, slots, 1, T, S, device)
+        return _listed_by(pattern, Slots(0, 0), 1, T, S, device)
 
 
 def _block_mask(listed: Listed, seen: Seen, T: int, S: int) -> BlockMask:
@@ -154,26 +153,17 @@ def _block_mask(listed: Listed, seen: Seen, T: int, S: int) -> BlockMask:
 
 
 # One node of a caller's graph, however many blocks there are. What it keeps must not lie in the memory of a CUDA graph.
-@torch.library.custom_op("subquad::flex_listed_blocks", mutates_args=(), tags=(torch.Tag.cudagraph_unsafe,))
-def listed_blocks(
-    pattern: str,
-    B: int,
-    T: int,
-    S: int,
-    device: torch.device,
-    q_start: int,
-    k_start: int,
-    lengths_B: Tensor | None,
-    q_pos_BT: Tensor | None,
-    k_pos_BS: Tensor | None,
-    q_doc_BT: Tensor | None,
-    k_doc_BS: Tensor | None,
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+@torch.library.custom_op(
+    "subquad::flex_listed_blocks",
+    mutates_args=(),
+    tags=(torch.Tag.cudagraph_unsafe,),
+    schema=f"(str pattern, int B, int T, int S, Device device, {SCHEMA}) -> (Tensor, Tensor, Tensor, Tensor)",
+)
+def listed_blocks(pattern: str, B: int, T: int, S: int, device: torch.device, *given: Any) -> Listed:
     """The blocks that are seen, as `Listed` has them."""
-    slots = Slots(q_start, k_start, lengths_B, q_pos_BT, k_pos_BS, q_doc_BT, k_doc_BS)
-    rule = Pattern.from_key(pattern)
+    rule, slots = Pattern.from_key(pattern), Slots(*given)
     if not _standing(slots):
-        return _listed_by(_seen(rule, slots, B, T, S, device), rule, slots, B, T, S, device)
+        return _listed_by(rule, slots, B, T, S, device)
     # Copies: what an op returns, a compiled graph may use again as a buffer.
     some, which, whole, whole_which = (x.clone() for x in _standing_blocks(rule, T, S, device))
     return some, which, whole, whole_which
@@ -206,8 +196,9 @@ def _seen(pattern: Pattern, slots: Slots, B: int, T: int, S: int, device: torch.
     return flex.and_masks(seen, lambda b, h, t, s: q_doc_BT[b, t] == k_doc_BS[b, s])
 
 
-def _listed_by(seen: Seen, pattern: Pattern, slots: Slots, B: int, T: int, S: int, device: torch.device) -> Listed:
+def _listed_by(pattern: Pattern, slots: Slots, B: int, T: int, S: int, device: torch.device) -> Listed:
     """One row of blocks after another, and of it the keys that the pattern may allow: never T x S entries at once."""
+    seen = _seen(pattern, slots, B, T, S, device)
     count_BNM = torch.zeros(B, -(-T // BLOCK), -(-S // BLOCK), dtype=torch.int64, device=device)
     b = torch.arange(B, device=device)[:, None, None]
     for n, start in enumerate(range(0, T, BLOCK)):

@@ -42,6 +42,13 @@ class Slots(NamedTuple):
         return Slots(self.q_start, self.k_start, *(None if x is None else x[row : row + 1] for x in self[2:]))
 
 
+SCHEMA = (
+    "int q_start, int k_start, Tensor? lengths_B, "
+    "Tensor? q_pos_BT, Tensor? k_pos_BS, Tensor? q_doc_BT, Tensor? k_doc_BS"
+)
+"""`Slots` as an operation of torch takes them, one argument after the other."""
+
+
 def placed(
     q_start: int | Tensor,
     k_start: int | Tensor,

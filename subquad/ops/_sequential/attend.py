@@ -13,7 +13,6 @@ C queries and W keys.
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import torch
@@ -21,7 +20,7 @@ from torch import Tensor
 
 from subquad.ops.backends import without_autocast
 from subquad.ops.patterns import Pattern
-from subquad.ops.slots import Slots, allowed_between, key_slots
+from subquad.ops.slots import SCHEMA, Slots, allowed_between, key_slots
 
 QUERY_CHUNK = 1024
 KEY_CHUNK = 4096
@@ -42,39 +41,28 @@ def attend(
     Dropout acts on the weights after the softmax; its mask is drawn again in the backward pass, from the same seed.
     """
     seed = torch.randint(1 << 62, (), device=q_BHTK.device) if dropout_p else None
-    q_start, k_start, *rows = slots
-    out_BHTV, lse_BHT, _, _ = block_attention_sequential(
-        q_BHTK, k_BHSK, v_BHSV, pattern.key(), q_start, k_start, scale, *rows, seed, dropout_p, *chunks
-    )
+    settings = pattern.key(), scale, seed, dropout_p, *chunks, *slots
+    out_BHTV, lse_BHT, _, _ = block_attention_sequential(q_BHTK, k_BHSK, v_BHSV, *settings)
     return out_BHTV, lse_BHT
 
 
-@torch.library.custom_op("subquad::block_attention_sequential", mutates_args=())
+SETTINGS = f"str pattern, float scale, Tensor? seed, float dropout_p, int query_chunk, int key_chunk, {SCHEMA}"
+"""Arguments of the operations beside tensors of tokens: those of `Work`."""
+
+
+@torch.library.custom_op(
+    "subquad::block_attention_sequential",
+    mutates_args=(),
+    schema=f"(Tensor q, Tensor k, Tensor v, {SETTINGS}) -> (Tensor, Tensor, Tensor, Tensor)",
+)
 def block_attention_sequential(
-    q_BHTK: Tensor,
-    k_BHSK: Tensor,
-    v_BHSV: Tensor,
-    pattern: str,
-    q_start: int,
-    k_start: int,
-    scale: float,
-    lengths_B: Tensor | None,
-    q_pos_BT: Tensor | None,
-    k_pos_BS: Tensor | None,
-    q_doc_BT: Tensor | None,
-    k_doc_BS: Tensor | None,
-    seed: Tensor | None,
-    dropout_p: float,
-    query_chunk: int,
-    key_chunk: int,
+    q_BHTK: Tensor, k_BHSK: Tensor, v_BHSV: Tensor, *settings: Any
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """Outputs; the logsumexp of each query's scores (-inf where it sees no key); their maximum m and sum z.
 
     The backward pass takes `exp(s - m) / z`: at large scores the rounded logsumexp would cost digits.
     """
-    slots = Slots(q_start, k_start, lengths_B, q_pos_BT, k_pos_BS, q_doc_BT, k_doc_BS)
-    chunks = query_chunk, key_chunk
-    work = Work(q_BHTK, k_BHSK, Pattern.from_key(pattern), slots, scale, seed, dropout_p, chunks)
+    work = Work(q_BHTK, k_BHSK, *settings)
     out_BHTV = q_BHTK.new_empty(*q_BHTK.shape[:3], v_BHSV.shape[-1])
     lse_BHT, m_BHT, z_BHT = (q_BHTK.new_empty(q_BHTK.shape[:3]) for _ in range(3))
     for block in work.blocks():
@@ -102,7 +90,12 @@ def _(q, k, v, *rest):  # type: ignore[no-untyped-def]
     return q.new_empty(*q.shape[:3], v.shape[-1]), *(q.new_empty(q.shape[:3]) for _ in range(3))
 
 
-@torch.library.custom_op("subquad::block_attention_sequential_backward", mutates_args=())
+@torch.library.custom_op(
+    "subquad::block_attention_sequential_backward",
+    mutates_args=(),
+    schema="(Tensor grad, Tensor? grad_lse, Tensor out, Tensor m, Tensor z, Tensor q, Tensor k, Tensor v, "
+    f"{SETTINGS}) -> (Tensor, Tensor, Tensor)",
+)
 @without_autocast
 def block_attention_sequential_backward(
     grad_BHTV: Tensor,
@@ -113,24 +106,10 @@ def block_attention_sequential_backward(
     q_BHTK: Tensor,
     k_BHSK: Tensor,
     v_BHSV: Tensor,
-    pattern: str,
-    q_start: int,
-    k_start: int,
-    scale: float,
-    lengths_B: Tensor | None,
-    q_pos_BT: Tensor | None,
-    k_pos_BS: Tensor | None,
-    q_doc_BT: Tensor | None,
-    k_doc_BS: Tensor | None,
-    seed: Tensor | None,
-    dropout_p: float,
-    query_chunk: int,
-    key_chunk: int,
+    *settings: Any,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Gradients of queries, keys and values: `ds_ij = w_ij (do_i . v_j - do_i . o_i + dlse_i)`."""
-    slots = Slots(q_start, k_start, lengths_B, q_pos_BT, k_pos_BS, q_doc_BT, k_doc_BS)
-    chunks = query_chunk, key_chunk
-    work = Work(q_BHTK, k_BHSK, Pattern.from_key(pattern), slots, scale, seed, dropout_p, chunks)
+    work = Work(q_BHTK, k_BHSK, *settings)
     dq, dk, dv = (torch.zeros_like(x, memory_format=torch.contiguous_format) for x in (q_BHTK, k_BHSK, v_BHSV))
     unseen_BHT = z_BHT == 0
     m_BHT1, z_BHT1 = (x.masked_fill(unseen_BHT, 1.0)[..., None] for x in (m_BHT, z_BHT))
@@ -144,12 +123,12 @@ def block_attention_sequential_backward(
             keys = block.row, block.heads, chunk
             w_hCW = work.scores(block, chunk).sub_(m_BHT1[queries]).exp_().div_(z_BHT1[queries])
             dropped_hCW, dw_hCW = w_hCW, do_hCV @ v_BHSV[keys].mT
-            if seed is not None:
+            if work.seed is not None:
                 kept_hCW = work.dropped(torch.ones_like(w_hCW))
                 dropped_hCW = w_hCW * kept_hCW
                 dw_hCW.mul_(kept_hCW)
             dv[keys] += dropped_hCW.mT @ do_hCV
-            ds_hCW = dw_hCW.sub_(shift_BHT1[queries]).mul_(w_hCW).mul_(scale)
+            ds_hCW = dw_hCW.sub_(shift_BHT1[queries]).mul_(w_hCW).mul_(work.scale)
             dq[queries] += ds_hCW @ k_BHSK[keys]
             dk[keys] += ds_hCW.mT @ q_BHTK[queries]
     return dq, dk, dv
@@ -161,19 +140,19 @@ def _(grad, grad_lse, out, m, z, q, k, v, *rest):  # type: ignore[no-untyped-def
 
 
 def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
-    q, k, v, pattern, q_start, k_start, scale, *rows, dropout_p, query_chunk, key_chunk = inputs
+    q, k, v, pattern, scale, seed, *static, lengths, q_pos, k_pos, q_doc, k_doc = inputs
     out, _, m, z = output
-    ctx.save_for_backward(out, m, z, q, k, v, *rows)
-    ctx.static = (pattern, q_start, k_start, scale), (dropout_p, query_chunk, key_chunk)
+    ctx.save_for_backward(out, m, z, q, k, v, seed, lengths, q_pos, k_pos, q_doc, k_doc)
+    ctx.rule, ctx.static = (pattern, scale), static
     ctx.set_materialize_grads(False)
     ctx.mark_non_differentiable(m, z)
 
 
 def _backward(ctx: Any, grad: Tensor | None, grad_lse: Tensor | None, *_: Any) -> tuple[Tensor | None, ...]:
-    out, m, z, q, k, v, *rows = ctx.saved_tensors
+    out, m, z, q, k, v, seed, *rows = ctx.saved_tensors
     grad = torch.zeros_like(out) if grad is None else grad
-    before, after = ctx.static
-    gradients = block_attention_sequential_backward(grad, grad_lse, out, m, z, q, k, v, *before, *rows, *after)
+    settings = *ctx.rule, seed, *ctx.static, *rows
+    gradients = block_attention_sequential_backward(grad, grad_lse, out, m, z, q, k, v, *settings)
     return *gradients, *(None for _ in range(13))
 
 
@@ -200,24 +179,26 @@ class Block(NamedTuple):
     """The keys that they may see, a chunk after another."""
 
 
-@dataclass
 class Work:
     """Tiles of the forward and of the backward pass: their order, their scores and their dropout."""
 
-    q_BHTK: Tensor
-    k_BHSK: Tensor
-    pattern: Pattern
-    slots: Slots
-    scale: float
-    seed: Tensor | None
-    dropout_p: float
-    chunks: tuple[int, int]
-    """Queries and keys of a tile, at most."""
-
-    def __post_init__(self) -> None:
-        self.generator = torch.Generator(self.q_BHTK.device)
-        if self.seed is not None:
-            self.generator.manual_seed(int(self.seed))
+    def __init__(
+        self,
+        q_BHTK: Tensor,
+        k_BHSK: Tensor,
+        pattern: str,
+        scale: float,
+        seed: Tensor | None,
+        dropout_p: float,
+        query_chunk: int,
+        key_chunk: int,
+        *slots: Any,
+    ) -> None:
+        self.q_BHTK, self.k_BHSK, self.scale, self.seed, self.dropout_p = q_BHTK, k_BHSK, scale, seed, dropout_p
+        self.pattern, self.slots, self.chunks = Pattern.from_key(pattern), Slots(*slots), (query_chunk, key_chunk)
+        self.generator = torch.Generator(q_BHTK.device)
+        if seed is not None:
+            self.generator.manual_seed(int(seed))
 
     def blocks(self) -> Iterator[Block]:
         """Heads go together where their tiles are small."""

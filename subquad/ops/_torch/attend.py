@@ -25,7 +25,7 @@ from subquad.ops._torch.tiles import Group, row_bias, static_bias, static_groups
 from subquad.ops.backends import without_autocast
 from subquad.ops.patterns import Pattern
 from subquad.ops.patterns.sparse import Ranks
-from subquad.ops.slots import Slots, nothing
+from subquad.ops.slots import SCHEMA, Slots, nothing
 
 FUSED = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
 FUSED_BACKWARD = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward
@@ -102,26 +102,17 @@ def _on_cpu(
         q_BHTK, k_BHSK, v_BHSV = (F.pad(x, (0, max(K, V) - x.shape[-1])) for x in (q_BHTK, k_BHSK, v_BHSV))
     # Its rows must be contiguous.
     q_BHTK, k_BHSK, v_BHSV = (x if x.stride(-1) == 1 else x.contiguous() for x in (q_BHTK, k_BHSK, v_BHSV))
-    out_BHTV, lse_BHT = block_attention_cpu(
-        q_BHTK, k_BHSK, v_BHSV, pattern.key(), slots.q_start, slots.k_start, scale, *slots[2:]
-    )
+    out_BHTV, lse_BHT = block_attention_cpu(q_BHTK, k_BHSK, v_BHSV, pattern.key(), scale, *slots)
     return out_BHTV[..., :V], lse_BHT
 
 
-@torch.library.custom_op("subquad::block_attention_cpu", mutates_args=())
+@torch.library.custom_op(
+    "subquad::block_attention_cpu",
+    mutates_args=(),
+    schema=f"(Tensor q, Tensor k, Tensor v, str pattern, float scale, {SCHEMA}) -> (Tensor, Tensor)",
+)
 def block_attention_cpu(
-    q_BHTK: Tensor,
-    k_BHSK: Tensor,
-    v_BHSK: Tensor,
-    pattern: str,
-    q_start: int,
-    k_start: int,
-    scale: float,
-    lengths_B: Tensor | None,
-    q_pos_BT: Tensor | None,
-    k_pos_BS: Tensor | None,
-    q_doc_BT: Tensor | None,
-    k_doc_BS: Tensor | None,
+    q_BHTK: Tensor, k_BHSK: Tensor, v_BHSK: Tensor, pattern: str, scale: float, *slots: Any
 ) -> tuple[Tensor, Tensor]:
     """Outputs and the logsumexp of each row's scores (-inf where a query sees no key).
 
@@ -130,8 +121,7 @@ def block_attention_cpu(
     With documents given a query sees keys of its own document only.
     """
     out_BHTK, lse_BHT = empty_like(q_BHTK), q_BHTK.new_empty(q_BHTK.shape[:3])
-    slots = Slots(q_start, k_start, lengths_B, q_pos_BT, k_pos_BS, q_doc_BT, k_doc_BS)
-    for call in _calls(q_BHTK, k_BHSK, Pattern.from_key(pattern), slots):
+    for call in _calls(q_BHTK, k_BHSK, Pattern.from_key(pattern), Slots(*slots)):
         q, out = call.queries(q_BHTK), call.queries(out_BHTK)
         lse = call.queries(lse_BHT[..., None]).squeeze(-1)
         if call.group.kind == "empty":
@@ -165,7 +155,12 @@ def _(q, k, v, *rest):  # type: ignore[no-untyped-def]
     return q.new_empty(q.shape), q.new_empty(q.shape[:3])
 
 
-@torch.library.custom_op("subquad::block_attention_cpu_backward", mutates_args=())
+@torch.library.custom_op(
+    "subquad::block_attention_cpu_backward",
+    mutates_args=(),
+    schema="(Tensor grad, Tensor? grad_lse, Tensor q, Tensor k, Tensor v, Tensor out, Tensor lse, str pattern, "
+    f"float scale, {SCHEMA}) -> (Tensor, Tensor, Tensor)",
+)
 @without_autocast
 def block_attention_cpu_backward(
     grad_BHTK: Tensor,
@@ -176,14 +171,8 @@ def block_attention_cpu_backward(
     out_BHTK: Tensor,
     lse_BHT: Tensor,
     pattern: str,
-    q_start: int,
-    k_start: int,
     scale: float,
-    lengths_B: Tensor | None,
-    q_pos_BT: Tensor | None,
-    k_pos_BS: Tensor | None,
-    q_doc_BT: Tensor | None,
-    k_doc_BS: Tensor | None,
+    *slots: Any,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Gradients of queries, keys and values.
 
@@ -199,8 +188,7 @@ def block_attention_cpu_backward(
         out_BHTK = _with_channel(out_BHTK, -grad_lse_BHT)
         q_BHTK, k_BHSK, v_BHSK = (F.pad(x, (0, MORE)) for x in (q_BHTK, k_BHSK, v_BHSK))
     dq, dk, dv = empty_like(q_BHTK), zeros_like(k_BHSK), zeros_like(v_BHSK)
-    slots = Slots(q_start, k_start, lengths_B, q_pos_BT, k_pos_BS, q_doc_BT, k_doc_BS)
-    for call in _calls(q_BHTK, k_BHSK, Pattern.from_key(pattern), slots):
+    for call in _calls(q_BHTK, k_BHSK, Pattern.from_key(pattern), Slots(*slots)):
         if call.group.kind == "empty":
             call.queries(dq).zero_()
             continue
@@ -243,9 +231,9 @@ def _(grad, grad_lse, q, k, v, out, lse, *rest):  # type: ignore[no-untyped-def]
 
 
 def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
-    q, k, v, pattern, q_start, k_start, scale, *slots = inputs
-    ctx.save_for_backward(q, k, v, *output, *slots)
-    ctx.static = (pattern, q_start, k_start, scale)
+    q, k, v, *static, lengths, q_pos, k_pos, q_doc, k_doc = inputs
+    ctx.save_for_backward(q, k, v, *output, lengths, q_pos, k_pos, q_doc, k_doc)
+    ctx.static = static
     ctx.set_materialize_grads(False)
 
 

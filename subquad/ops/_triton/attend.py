@@ -18,7 +18,7 @@ from subquad.ops import patterns
 from subquad.ops._triton import common
 from subquad.ops._triton.attend_kernels import forward_kernel, keys_kernel, queries_kernel
 from subquad.ops.patterns import Pattern
-from subquad.ops.slots import Slots
+from subquad.ops.slots import SCHEMA, Slots
 
 FAR = 1 << 28
 """Farther than any position, and small enough that sums of a few stay within 32 bits."""
@@ -185,32 +185,22 @@ def attend(
     if farthest > FAR:
         raise ValueError(f"backend 'triton' of block_attention takes positions up to {FAR}, got {farthest}")
     dtype = functools.reduce(torch.promote_types, (q_BHTK.dtype, k_BGSK.dtype, v_BGSV.dtype))
-    out_BHTV, lse_BHT, _, _ = block_attention_triton(
-        q_BHTK.to(dtype), k_BGSK.to(dtype), v_BGSV.to(dtype), pattern.key(), slots.q_start, slots.k_start, scale,
-        *slots[2:],
-    )  # fmt: skip
+    q, k, v = (x.to(dtype) for x in (q_BHTK, k_BGSK, v_BGSV))
+    out_BHTV, lse_BHT, _, _ = block_attention_triton(q, k, v, pattern.key(), scale, *slots)
     return out_BHTV.to(v_BGSV.dtype), lse_BHT
 
 
-@torch.library.custom_op("subquad::block_attention_triton", mutates_args=())
+@torch.library.custom_op(
+    "subquad::block_attention_triton",
+    mutates_args=(),
+    schema=f"(Tensor q, Tensor k, Tensor v, str pattern, float scale, {SCHEMA}) -> (Tensor, Tensor, Tensor, Tensor)",
+)
 def block_attention_triton(
-    q_BHTK: Tensor,
-    k_BGSK: Tensor,
-    v_BGSV: Tensor,
-    pattern: str,
-    q_start: int,
-    k_start: int,
-    scale: float,
-    lengths_B: Tensor | None,
-    q_pos_BT: Tensor | None,
-    k_pos_BS: Tensor | None,
-    q_doc_BT: Tensor | None,
-    k_doc_BS: Tensor | None,
+    q_BHTK: Tensor, k_BGSK: Tensor, v_BGSV: Tensor, pattern: str, scale: float, *slots: Any
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """Outputs; the logsumexp of each query's scores (-inf where it sees no key); their maximum m, and 1 / z."""
     B, H, T, V = *q_BHTK.shape[:3], v_BGSV.shape[-1]
-    slots = Slots(q_start, k_start, lengths_B, q_pos_BT, k_pos_BS, q_doc_BT, k_doc_BS)
-    call = Call(q_BHTK, k_BGSK, v_BGSV, Pattern.from_key(pattern), slots, scale)
+    call = Call(q_BHTK, k_BGSK, v_BGSV, Pattern.from_key(pattern), Slots(*slots), scale)
     if T == 1:
         return _decode(call, B, H, V)
     out_BHTV = q_BHTK.new_empty(B, H, T, V)
@@ -252,7 +242,12 @@ def _(q, k, v, *rest):  # type: ignore[no-untyped-def]
     return q.new_empty(B, H, T, v.shape[-1]), *(q.new_empty(B, H, T, dtype=torch.float32) for _ in range(3))
 
 
-@torch.library.custom_op("subquad::block_attention_triton_backward", mutates_args=())
+@torch.library.custom_op(
+    "subquad::block_attention_triton_backward",
+    mutates_args=(),
+    schema="(Tensor grad, Tensor? grad_lse, Tensor out, Tensor m, Tensor inverse, Tensor q, Tensor k, Tensor v, "
+    f"str pattern, float scale, {SCHEMA}) -> (Tensor, Tensor, Tensor)",
+)
 def block_attention_triton_backward(
     grad_BHTV: Tensor,
     grad_lse_BHT: Tensor | None,
@@ -263,19 +258,12 @@ def block_attention_triton_backward(
     k_BGSK: Tensor,
     v_BGSV: Tensor,
     pattern: str,
-    q_start: int,
-    k_start: int,
     scale: float,
-    lengths_B: Tensor | None,
-    q_pos_BT: Tensor | None,
-    k_pos_BS: Tensor | None,
-    q_doc_BT: Tensor | None,
-    k_doc_BS: Tensor | None,
+    *slots: Any,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Gradients of queries, keys and values."""
     (B, H, T, _), G, S = q_BHTK.shape, *k_BGSK.shape[1:3]
-    slots = Slots(q_start, k_start, lengths_B, q_pos_BT, k_pos_BS, q_doc_BT, k_doc_BS)
-    call = Call(q_BHTK, k_BGSK, v_BGSV, Pattern.from_key(pattern), slots, scale)
+    call = Call(q_BHTK, k_BGSK, v_BGSV, Pattern.from_key(pattern), Slots(*slots), scale)
     do, *do_strides = in_units(grad_BHTV, call.V_unit)
     dlse = None if grad_lse_BHT is None else grad_lse_BHT.contiguous()
     dq, dk, dv = (torch.empty_like(x, memory_format=torch.contiguous_format) for x in (q_BHTK, k_BGSK, v_BGSV))
@@ -301,10 +289,10 @@ def _(grad, grad_lse, out, m, inverse, q, k, v, *rest):  # type: ignore[no-untyp
 
 
 def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
-    q, k, v, pattern, q_start, k_start, scale, *rows = inputs
+    q, k, v, *static, lengths, q_pos, k_pos, q_doc, k_doc = inputs
     out, _, m, inverse = output
-    ctx.save_for_backward(out, m, inverse, q, k, v, *rows)
-    ctx.static = (pattern, q_start, k_start, scale)
+    ctx.save_for_backward(out, m, inverse, q, k, v, lengths, q_pos, k_pos, q_doc, k_doc)
+    ctx.static = static
     ctx.set_materialize_grads(False)
     ctx.mark_non_differentiable(m, inverse)
 

@@ -341,7 +341,7 @@ def test_the_operations_keep_torchs_rules(case, qkv, device):
         "rows": (None, pos, pos, None, None),
         "documents": (None, pos, pos, pos // 5, pos // 5),
     }
-    static = (Window(width=5).key(), 0, 0, 0.4, *where.get(case, where["static"]))
+    static = (Window(width=5).key(), 0.4, 0, 0, *where.get(case, where["static"]))
     torch.library.opcheck(block_attention_triton, (q, k, v, *static))
     q, k, v = (x.detach() for x in (q, k, v))
     out, lse, m, inverse = block_attention_triton(q, k, v, *static)
