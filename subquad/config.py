@@ -76,8 +76,7 @@ class Config:
 
     def to_dict(self) -> dict[str, Any]:
         """Plain values: dicts, lists, strings and numbers."""
-        values: dict[str, Any] = _plain(self)
-        return values
+        return dict(_plain(self))
 
     def to_file(self, path: str | Path) -> None:
         """Write YAML, or JSON where the name ends so."""
@@ -104,8 +103,7 @@ class Config:
 
     def identity(self) -> dict[str, Any]:
         """`to_dict` as digests take it: without fields of `later` that have their default."""
-        values: dict[str, Any] = _plain(self, identity=True)
-        return values
+        return dict(_plain(self, identity=True))
 
 
 def digest(values: Any) -> str:

@@ -18,7 +18,7 @@ from torch.nn.attention import flex_attention as flex
 from torch.nn.attention.flex_attention import BlockMask
 
 from subquad.ops.patterns import Pattern
-from subquad.ops.slots import SCHEMA, Slots, key_slots
+from subquad.ops.slots import SCHEMA, Slots, seen_slots
 
 BLOCK = 128
 """Queries and keys of a block, of which a mask says whether all, some or none are seen."""
@@ -40,7 +40,7 @@ def attend(
     *,
     compiled: bool = True,
 ) -> tuple[Tensor, Tensor]:
-    """Outputs `[B, H, T, V]` in the dtype of the values, and logsumexp `[B, H, T]` (NaN without `with_lse`).
+    """Outputs `[B, H, T, V]` in the dtype of all three inputs, and logsumexp `[B, H, T]` (NaN without `with_lse`).
 
     Without `compiled`, and for a logsumexp on a CPU (which the compiled form has not), it is FlexAttention's plain form
     that runs, with all scores in memory.
@@ -51,9 +51,7 @@ def attend(
         if x.dtype not in DTYPES:
             names = ", ".join(str(dtype).removeprefix("torch.") for dtype in DTYPES)
             raise ValueError(f"backend 'flex' of block_attention computes in {names}, got {x.dtype}")
-    dtype = functools.reduce(torch.promote_types, (q_BHTK.dtype, k_BGSK.dtype, v_BGSV.dtype))
-    q, k, v = (x.to(dtype) for x in (q_BHTK, k_BGSK, v_BGSV))
-    V = v.shape[-1]
+    q, k, v, V = q_BHTK, k_BGSK, v_BGSV, v_BGSV.shape[-1]
     if q.device.type == "cpu":
         if torch.is_grad_enabled() and any(x.requires_grad for x in (q, k, v)):
             raise ValueError(
@@ -74,7 +72,7 @@ def attend(
     else:
         with _plain():
             out, lse = _run(q, k, v, mask, scale, with_lse)
-    return out[..., :V].to(v_BGSV.dtype), lse
+    return out[..., :V], lse
 
 
 def _run(q: Tensor, k: Tensor, v: Tensor, mask: BlockMask, scale: float, with_lse: bool) -> tuple[Tensor, Tensor]:
@@ -203,7 +201,7 @@ def _listed_by(pattern: Pattern, slots: Slots, B: int, T: int, S: int, device: t
     b = torch.arange(B, device=device)[:, None, None]
     for n, start in enumerate(range(0, T, BLOCK)):
         stop = min(start + BLOCK, T)
-        lo, hi = key_slots(pattern, slots.starts, start, stop, T, S)
+        lo, hi = seen_slots(pattern, slots.starts, start, stop, T, S)
         if hi <= lo:
             continue
         first, last = lo // BLOCK, -(-hi // BLOCK)

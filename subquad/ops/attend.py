@@ -190,6 +190,10 @@ def _run(
     `triton` and `flex` take narrow dtypes and shared key heads; the others get wide ones, and a key head for each query
     head.
     """
+    dtype = functools.reduce(torch.promote_types, (q_BHTK.dtype, k_BGSK.dtype, v_BGSV.dtype))
+    if backend not in ("triton", "flex"):
+        dtype = torch.promote_types(dtype, torch.float32)
+    q, k, v = (x.to(dtype) for x in (q_BHTK, k_BGSK, v_BGSV))
     if backend in ("triton", "flex"):
         if dropout_p:
             raise ValueError(
@@ -199,12 +203,10 @@ def _run(
         if backend == "flex":
             from subquad.ops import _flex as flex
 
-            return flex.attend(q_BHTK, k_BGSK, v_BGSV, pattern, slots, scale, with_lse)
+            return flex.attend(q, k, v, pattern, slots, scale, with_lse)
         from subquad.ops._triton import attend as kernels
 
-        return kernels.attend(q_BHTK, k_BGSK, v_BGSV, pattern, slots, scale)
-    wide = functools.reduce(torch.promote_types, (q_BHTK.dtype, k_BGSK.dtype, v_BGSV.dtype, torch.float32))
-    q, k, v = (x.to(wide) for x in (q_BHTK, k_BGSK, v_BGSV))
+        return kernels.attend(q, k, v, pattern, slots, scale)
     k, v = (_share_heads(x, q.shape[1]) for x in (k, v))
     if backend == "reference":
         allowed_BTS = allowed_pairs(pattern, slots, q.shape[2], k.shape[2], q.device)

@@ -38,13 +38,7 @@ def running_softmax_flops(T: int, L: int, V: int, *, chunk: int = softmax.CHUNK)
 
     With one latent a running sum of the weighted values takes the place of the scores.
     """
-    if L == 1:
-        return 4 * T * V
-    total = 0
-    for part in softmax.spans(T, chunk):
-        C = part.stop - part.start
-        total += 2 * C * C * (L + V) + 4 * C * L * V
-    return total
+    return 4 * T * V if L == 1 else gated_scan_flops(T, L, V, chunk=chunk)
 
 
 @functools.cache

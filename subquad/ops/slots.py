@@ -138,7 +138,7 @@ def allowed_pairs(pattern: Pattern, slots: Slots, T: int, S: int, device: torch.
     return allowed_between(pattern, slots, torch.arange(T, device=device), torch.arange(S, device=device))
 
 
-def key_slots(
+def seen_slots(
     pattern: Pattern, starts: tuple[int, int] | None, start: int, stop: int, queries: int, keys: int
 ) -> tuple[int, int]:
     """A range of key slots that holds all those that the queries in the slots `[start, stop)` may see.

@@ -20,7 +20,7 @@ from torch import Tensor
 
 from subquad.ops.backends import without_autocast
 from subquad.ops.patterns import Pattern
-from subquad.ops.slots import SCHEMA, Slots, allowed_between, key_slots
+from subquad.ops.slots import SCHEMA, Slots, allowed_between, seen_slots
 
 QUERY_CHUNK = 1024
 KEY_CHUNK = 4096
@@ -162,10 +162,10 @@ block_attention_sequential.register_autograd(_backward, setup_context=_setup_con
 def key_chunks(
     pattern: Pattern, queries: int, keys: int, starts: tuple[int, int] | None, query_chunk: int, key_chunk: int
 ) -> Iterator[tuple[slice, list[slice]]]:
-    """Chunks of query slots, each with the chunks of keys that cover what it may see; `starts` as in `key_slots`."""
+    """Chunks of query slots, each with the chunks of keys that cover what it may see; `starts` as in `seen_slots`."""
     for start in range(0, queries, query_chunk):
         stop = min(start + query_chunk, queries)
-        lo, hi = key_slots(pattern, starts, start, stop, queries, keys)
+        lo, hi = seen_slots(pattern, starts, start, stop, queries, keys)
         yield slice(start, stop), [slice(at, min(at + key_chunk, hi)) for at in range(lo, hi, key_chunk)]
 
 

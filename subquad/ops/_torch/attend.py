@@ -114,12 +114,7 @@ def _on_cpu(
 def block_attention_cpu(
     q_BHTK: Tensor, k_BHSK: Tensor, v_BHSK: Tensor, pattern: str, scale: float, *slots: Any
 ) -> tuple[Tensor, Tensor]:
-    """Outputs and the logsumexp of each row's scores (-inf where a query sees no key).
-
-    With lengths only the first `lengths_B[b]` key slots of row b hold a token. With positions given (negative for a
-    slot that holds no token) every row of the batch has its own; else slots are positions from `q_start` and `k_start`.
-    With documents given a query sees keys of its own document only.
-    """
+    """Outputs and the logsumexp of each row's scores (-inf where a query sees no key); `slots` as in `Slots`."""
     out_BHTK, lse_BHT = empty_like(q_BHTK), q_BHTK.new_empty(q_BHTK.shape[:3])
     for call in _calls(q_BHTK, k_BHSK, Pattern.from_key(pattern), Slots(*slots)):
         q, out = call.queries(q_BHTK), call.queries(out_BHTK)

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from subquad.ops.patterns import Pattern
 from subquad.ops.patterns.sparse import Ranks
-from subquad.ops.slots import Slots, allowed_between, key_slots, real_keys
+from subquad.ops.slots import Slots, allowed_between, real_keys, seen_slots
 
 MASKED_ROWS = 256
 """A tile without bound on its keys needs a mask of rows x keys: this many rows at a time keep it linear."""
@@ -159,7 +159,7 @@ def ragged_groups(pattern: Pattern, queries: int, keys: int) -> tuple[Group, ...
     rows = MASKED_ROWS if pattern.reach is None else max(16, min(128, pattern.reach + 1))
     for start in range(0, queries, rows):
         stop = min(start + rows, queries)
-        lo, hi = key_slots(pattern, None, start, stop, queries, keys)
+        lo, hi = seen_slots(pattern, None, start, stop, queries, keys)
         tiles.append(Group(start, stop - start, 1, lo, hi - lo, "masked" if hi > lo else "empty"))
     return _fold(tiles, 1)
 

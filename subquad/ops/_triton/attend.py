@@ -5,7 +5,6 @@ Shape letters: B batch, H query heads, G key heads, T queries, S keys, K key cha
 
 from __future__ import annotations
 
-import functools
 import math
 from collections.abc import Callable
 from typing import Any, NamedTuple
@@ -170,7 +169,7 @@ def supports(pattern: Pattern) -> bool:
 def attend(
     q_BHTK: Tensor, k_BGSK: Tensor, v_BGSV: Tensor, pattern: Pattern, slots: Slots, scale: float
 ) -> tuple[Tensor, Tensor]:
-    """Outputs `[B, H, T, V]` in the dtype of the values, and logsumexp `[B, H, T]` in float32.
+    """Outputs `[B, H, T, V]` in the dtype of all three inputs, and logsumexp `[B, H, T]` in float32.
 
     Raises `ValueError` for a device, a dtype, a pattern, a head size or a position that the kernels do not take.
     """
@@ -184,10 +183,7 @@ def attend(
     farthest = max(slots.q_start + q_BHTK.shape[2], slots.k_start + k_BGSK.shape[2])
     if farthest > FAR:
         raise ValueError(f"backend 'triton' of block_attention takes positions up to {FAR}, got {farthest}")
-    dtype = functools.reduce(torch.promote_types, (q_BHTK.dtype, k_BGSK.dtype, v_BGSV.dtype))
-    q, k, v = (x.to(dtype) for x in (q_BHTK, k_BGSK, v_BGSV))
-    out_BHTV, lse_BHT, _, _ = block_attention_triton(q, k, v, pattern.key(), scale, *slots)
-    return out_BHTV.to(v_BGSV.dtype), lse_BHT
+    return block_attention_triton(q_BHTK, k_BGSK, v_BGSV, pattern.key(), scale, *slots)[:2]
 
 
 @torch.library.custom_op(
