@@ -17,7 +17,6 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from subquad.ops._torch.softmax import EMPTY
 from subquad.ops._triton import common, softmax_single_kernels
 from subquad.ops._triton import softmax_backward_kernels as backward_kernels
 from subquad.ops._triton import softmax_kernels as forward_kernels
@@ -263,7 +262,7 @@ def running_softmax_op(
     results = Results.of(given.p, given.v, want_lse, save)
     T = given.p.shape[2]
     if T == 0:
-        results.end_lse.fill_(EMPTY) if given.lse is None else results.end_lse.copy_(given.lse)
+        results.end_lse.fill_(forward_kernels.EMPTY.value) if given.lse is None else results.end_lse.copy_(given.lse)
         results.end_mean.zero_() if given.mean is None else results.end_mean.copy_(given.mean)
     elif T == 1 and not save:
         _decode(given, results, want_lse)
