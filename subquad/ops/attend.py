@@ -112,14 +112,7 @@ def block_attention_with_lse(
 
 
 def _attention(
-    q_BHTK: Tensor,
-    k_BHSK: Tensor,
-    v_BHSV: Tensor,
-    pattern: Pattern,
-    where: Where,
-    options: Options,
-    *,
-    with_lse: bool,
+    q_BHTK: Tensor, k_BHSK: Tensor, v_BHSV: Tensor, pattern: Pattern, where: Where, options: Options, *, with_lse: bool
 ) -> tuple[Tensor, Tensor]:
     """Outputs and logsumexp; without `with_lse` the latter may be NaN, where a backend saves work so."""
     q_start, k_start, lengths, key_lengths, mask, doc_ids = where

@@ -65,8 +65,7 @@ def placed(
     B, _, T, _ = q_BHTK.shape
     real_BS = real_BT = None
     for name, x, shape in (("lengths", lengths, (B,)), ("doc_ids", doc_ids, (B, S))):
-        if x is not None and (x.shape != shape or x.is_floating_point()):
-            raise ValueError(f"{name} must hold whole numbers {shape}, got {x.dtype} {tuple(x.shape)}")
+        _check_whole(name, x, shape)
     if (lengths is not None or doc_ids is not None) and T > S:
         raise ValueError(f"with lengths or doc_ids the queries are the last of the keys, got T={T} > S={S}")
     if lengths is not None:
@@ -94,16 +93,18 @@ def placed_apart(
     q_start: int | Tensor, k_start: int | Tensor, key_lengths: Tensor, others: bool, pattern: Pattern, B: int
 ) -> Slots:
     """Positions of queries that are not among the keys, of which each row has `key_lengths`."""
-    if key_lengths.shape != (B,) or key_lengths.is_floating_point():
-        raise ValueError(
-            f"key_lengths must hold whole numbers {(B,)}, got {key_lengths.dtype} {tuple(key_lengths.shape)}"
-        )
+    _check_whole("key_lengths", key_lengths, (B,))
     if others or pattern.causal or isinstance(q_start, Tensor) or isinstance(k_start, Tensor):
         raise ValueError(
             "key_lengths needs a pattern that is not causal and whole starts, and neither lengths, mask nor doc_ids, "
             f"got {pattern!r}"
         )
     return Slots(q_start, k_start, key_lengths)
+
+
+def _check_whole(name: str, x: Tensor | None, shape: tuple[int, ...]) -> None:
+    if x is not None and (x.shape != shape or x.is_floating_point()):
+        raise ValueError(f"{name} must hold whole numbers {shape}, got {x.dtype} {tuple(x.shape)}")
 
 
 def _positions(start: int | Tensor, slots: int, batch: int, device: torch.device) -> Tensor:
