@@ -11,11 +11,11 @@ from typing import Any, Self
 import torch
 
 from benchmarks.config import ModelConfig, OpsConfig
+from benchmarks.memory import peak_bytes
 from benchmarks.peers import Peer
 from benchmarks.report import Report, Row, What
 from benchmarks.timing import Failure, Timing, attempt, ceilings
 from subquad.evaluation.provenance import provenance
-from subquad.memory import peak_bytes
 
 OUT_OF_TIME = Failure("skipped", "no time was left for it")
 Tell = Callable[[str], None]

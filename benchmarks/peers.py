@@ -17,6 +17,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from benchmarks.memory import check_room
 from benchmarks.operators import (
     PASSES,
     Case,
@@ -31,7 +32,6 @@ from benchmarks.operators import (
 )
 from subquad.config import suggest
 from subquad.evaluation.provenance import version_of
-from subquad.memory import check_room
 from subquad.ops.patterns import Pattern
 
 FORWARD: tuple[Pass, ...] = ("forward",)

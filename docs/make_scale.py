@@ -21,11 +21,12 @@ import torch
 import torch.distributed as distributed
 from torch import multiprocessing
 
+from benchmarks.memory import peak_bytes
 from benchmarks.report import described
 from benchmarks.timing import Run, Timing, interleave
 from subquad.cli.tables import size
 from subquad.evaluation.provenance import machine, versions
-from subquad.memory import keep_freed_memory, peak_bytes
+from subquad.memory import keep_freed_memory
 from subquad.models import Decoder, DecoderConfig
 from subquad.parallel import ContextGroup, context_parallel
 

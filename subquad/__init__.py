@@ -47,22 +47,8 @@ __all__ = [
 
 __getattr__ = facade(
     __name__,
-    {
-        "State": "state",
-        "adaptation": "adaptation",
-        "attention": "attention",
-        "audit": "subquad.evaluation.audit",
-        "data": "data",
-        "evaluation": "evaluation",
-        "generation": "generation",
-        "hf": "hf",
-        "keep_freed_memory": "memory",
-        "models": "models",
-        "ops": "ops",
-        "parallel": "parallel",
-        "testing": "testing",
-        "training": "training",
-    },
+    {name: name for name in __all__ if name != "__version__"}
+    | {"State": "state", "audit": "subquad.evaluation.audit", "keep_freed_memory": "memory"},
 )
 
 

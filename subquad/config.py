@@ -96,7 +96,7 @@ class Config:
 
     def to_dict(self) -> dict[str, Any]:
         """Plain values: dicts, lists, strings and numbers."""
-        return {f.name: _plain(getattr(self, f.name)) for f in dataclasses.fields(self) if f.init}
+        return dict(_plain(self))
 
     def to_file(self, path: str | Path) -> None:
         """Write YAML, or JSON where the name ends so."""
@@ -123,7 +123,7 @@ class Config:
 
     def identity(self) -> dict[str, Any]:
         """`to_dict` as digests take it: without fields of `later` that have their default."""
-        return _identity(self)
+        return dict(_plain(self, identity=True))
 
 
 def digest(values: Any) -> str:
@@ -145,25 +145,17 @@ def _join(where: str, key: str) -> str:
     return f"{where}.{key}" if where else key
 
 
-def _identity(value: Any) -> Any:
+def _plain(value: Any, *, identity: bool = False) -> Any:
+    """Plain values of a configuration; as an `identity` without fields of `later` that have their default."""
     if isinstance(value, Config):
-        kept = (f for f in dataclasses.fields(value) if f.init)
-        kept = (f for f in kept if not (f.metadata.get(_LATER) and getattr(value, f.name) == f.default))
-        return {f.name: _identity(getattr(value, f.name)) for f in kept}
+        fields = (f for f in dataclasses.fields(value) if f.init)
+        if identity:
+            fields = (f for f in fields if not (f.metadata.get(_LATER) and getattr(value, f.name) == f.default))
+        return {f.name: _plain(getattr(value, f.name), identity=identity) for f in fields}
     if isinstance(value, Mapping):
-        return {str(key): _identity(item) for key, item in value.items()}
+        return {str(key): _plain(item, identity=identity) for key, item in value.items()}
     if isinstance(value, list | tuple):
-        return [_identity(item) for item in value]
-    return value
-
-
-def _plain(value: Any) -> Any:
-    if isinstance(value, Config):
-        return value.to_dict()
-    if isinstance(value, Mapping):
-        return {str(key): _plain(item) for key, item in value.items()}
-    if isinstance(value, list | tuple):
-        return [_plain(item) for item in value]
+        return [_plain(item, identity=identity) for item in value]
     return value
 
 

@@ -1,4 +1,4 @@
-"""Memory: the most that a call holds beyond what was there before, what is free, keeping what was freed, huge pages."""
+"""Memory: how much there is and is free, keeping what was freed, huge pages."""
 
 from __future__ import annotations
 
@@ -10,43 +10,15 @@ import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 import torch
 from torch import Tensor
-from torch.profiler import ProfilerActivity, profile
 
 TRIM_THRESHOLD, MMAP_MAX = -1, -4
 ALLOCATOR = ((MMAP_MAX, 0), (TRIM_THRESHOLD, -1))
 """Options of glibc's `mallopt`: the blocks that do not come from the heap, and the free heap that is kept."""
 LEAST_BYTES = 4 << 20
 """Smaller tensors come from memory that the process holds already: no huge pages are asked for."""
-
-
-def peak_bytes(f: Callable[[], object], device: torch.device | str) -> int:
-    """Bytes of tensors that `f` holds at the worst moment, its results among them, beyond those held before.
-
-    On a GPU by the allocator's own peak, on a CPU by what the profiler says of every allocation and release, those
-    inside custom operations too.
-    """
-    if torch.device(device).type == "cuda":
-        torch.cuda.synchronize()
-        torch.cuda.reset_peak_memory_stats()
-        before = torch.cuda.memory_allocated()
-        kept = f()
-        torch.cuda.synchronize()
-        del kept
-        return max(0, torch.cuda.max_memory_allocated() - before)
-    with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as record:
-        kept = f()
-    del kept
-    profiler: Any = record.profiler
-    moves = [(e.start_ns(), e.nbytes()) for e in profiler.kineto_results.events() if e.name() == "[memory]"]
-    held = peak = 0
-    for _, nbytes in sorted(moves, key=lambda move: move[0]):
-        held += nbytes
-        peak = max(peak, held)
-    return peak
 
 
 def keep_freed_memory() -> bool:
@@ -106,16 +78,6 @@ def total_bytes(device: torch.device | str) -> int | None:
     if torch.device(device).type == "cuda":
         return torch.cuda.get_device_properties(device).total_memory
     return _meminfo("MemTotal")
-
-
-def check_room(needed: int, device: torch.device | str) -> None:
-    """Raise `torch.OutOfMemoryError` where so many bytes are not free.
-
-    A CPU's allocator grants more than there is, and the system ends the process when it is used.
-    """
-    free = free_bytes(device)
-    if free is not None and needed > free:
-        raise torch.OutOfMemoryError(f"needs about {needed / 2**30:.1f} GiB, {free / 2**30:.1f} GiB are free")
 
 
 def _meminfo(name: str) -> int | None:

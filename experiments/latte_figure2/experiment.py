@@ -16,10 +16,11 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
+from benchmarks.memory import peak_bytes
 from experiments.harness.curves import crossover, means
 from experiments.harness.noise import FAILS, HOLDS
 from experiments.harness.units import Unit
-from subquad.memory import keep_freed_memory, peak_bytes
+from subquad.memory import keep_freed_memory
 from subquad.ops import block_attention, running_softmax
 from subquad.ops.patterns import Causal
 

@@ -17,11 +17,11 @@ from typing import Any
 import torch
 from torch import nn
 
+from benchmarks.memory import peak_bytes
 from experiments.lora_mnist import arms
 from experiments.lora_mnist.config import ARMS, SETS, MnistConfig
 from subquad.config import digest
 from subquad.evaluation.provenance import provenance
-from subquad.memory import peak_bytes
 from subquad.parsing import check_keys, read_json
 from subquad.training.checkpoint import write_atomically
 

@@ -9,10 +9,10 @@ from typing import Any
 
 import torch
 
+from benchmarks.memory import peak_bytes
 from experiments.harness.curves import means
 from experiments.harness.noise import FAILS, HOLDS, NOISE
 from experiments.harness.units import Unit
-from subquad.memory import peak_bytes
 from subquad.training import RunResult
 
 REPEATS = {"smoke": 3}

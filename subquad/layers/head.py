@@ -58,8 +58,7 @@ def chunked_cross_entropy(
         raise ValueError(f"width must be at least 1 (channels of the widest tensor in logits_of), got {width}")
     if h_ND.ndim != 2 or labels_N.shape != h_ND.shape[:1]:
         raise ValueError(f"h [N, D] and labels [N] must agree, got {tuple(h_ND.shape)} and {tuple(labels_N.shape)}")
-    if reduction not in ("mean", "sum", "none"):
-        raise ValueError(f"unknown reduction {reduction!r}; valid: mean, none, sum")
+    loss.check_reduction(reduction)
 
     def nats(h_nD: Tensor, labels_n: Tensor) -> Tensor:
         logits_nV = logits_of(h_nD)
@@ -73,6 +72,4 @@ def chunked_cross_entropy(
     else:
         pairs = zip(h_ND.split(rows), labels_N.split(rows), strict=True)
         loss_N = torch.cat([checkpoint(nats, *pair, use_reentrant=False) for pair in pairs])
-    if reduction == "none":
-        return loss_N
-    return loss_N.sum() if reduction == "sum" else loss_N.sum() / (labels_N != ignore_index).sum().clamp(min=1)
+    return loss.reduced(loss_N, labels_N, ignore_index, reduction)

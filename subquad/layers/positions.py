@@ -122,20 +122,14 @@ class Learned(nn.Module):
         p_BT = positions(start, T, x_BTD.device)
         if lengths_B is not None:
             p_BT = p_BT.expand(B, T).masked_fill(~real_slots(lengths_B, T), 0)
-        self._check(p_BT, start, T)
-        return x_BTD + self.table(p_BT)
-
-    def _check(self, p_BT: Tensor, start: int | Tensor, tokens: int) -> None:
-        """Look at the data only where the shapes do not settle it."""
         rows = self.table.num_embeddings
-        if torch.compiler.is_compiling() or not p_BT.numel() or (isinstance(start, int) and start + tokens <= rows):
-            return
-        last = int(p_BT.max())
-        if last >= rows:
+        settled = torch.compiler.is_compiling() or not p_BT.numel() or (isinstance(start, int) and start + T <= rows)
+        if not settled and (last := int(p_BT.max())) >= rows:  # the data, where the shapes do not settle it
             raise ValueError(
                 f"position {last} is outside of the learned table of {rows} positions (max_positions); "
                 "use shorter sequences, a larger table, or rope or sinusoidal positions"
             )
+        return x_BTD + self.table(p_BT)
 
 
 class Embedding(nn.Module):

@@ -18,7 +18,7 @@ from torch.nn.attention import flex_attention as flex
 from torch.nn.attention.flex_attention import BlockMask
 
 from subquad.ops.patterns import Pattern
-from subquad.ops.slots import Slots
+from subquad.ops.slots import SCHEMA, Slots, seen_slots
 
 BLOCK = 128
 """Queries and keys of a block, of which a mask says whether all, some or none are seen."""
@@ -40,7 +40,7 @@ def attend(
     *,
     compiled: bool = True,
 ) -> tuple[Tensor, Tensor]:
-    """Outputs `[B, H, T, V]` in the dtype of the values, and logsumexp `[B, H, T]` (NaN without `with_lse`).
+    """Outputs `[B, H, T, V]` in the dtype of all three inputs, and logsumexp `[B, H, T]` (NaN without `with_lse`).
 
     Without `compiled`, and for a logsumexp on a CPU (which the compiled form has not), it is FlexAttention's plain form
     that runs, with all scores in memory.
@@ -51,9 +51,7 @@ def attend(
         if x.dtype not in DTYPES:
             names = ", ".join(str(dtype).removeprefix("torch.") for dtype in DTYPES)
             raise ValueError(f"backend 'flex' of block_attention computes in {names}, got {x.dtype}")
-    dtype = functools.reduce(torch.promote_types, (q_BHTK.dtype, k_BGSK.dtype, v_BGSV.dtype))
-    q, k, v = (x.to(dtype) for x in (q_BHTK, k_BGSK, v_BGSV))
-    V = v.shape[-1]
+    q, k, v, V = q_BHTK, k_BGSK, v_BGSV, v_BGSV.shape[-1]
     if q.device.type == "cpu":
         if torch.is_grad_enabled() and any(x.requires_grad for x in (q, k, v)):
             raise ValueError(
@@ -74,7 +72,7 @@ def attend(
     else:
         with _plain():
             out, lse = _run(q, k, v, mask, scale, with_lse)
-    return out[..., :V].to(v_BGSV.dtype), lse
+    return out[..., :V], lse
 
 
 def _run(q: Tensor, k: Tensor, v: Tensor, mask: BlockMask, scale: float, with_lse: bool) -> tuple[Tensor, Tensor]:
@@ -144,9 +142,8 @@ def _standing_mask(pattern: Pattern, T: int, S: int, device: torch.device) -> Bl
 
 @functools.lru_cache(maxsize=MASKS)
 def _standing_blocks(pattern: Pattern, T: int, S: int, device: torch.device) -> Listed:
-    slots = Slots(0, 0)
     with torch.inference_mode(False):
-        return _listed_by(_seen(pattern, slots, 1, T, S, device), pattern, slots, 1, T, S, device)
+        return _listed_by(pattern, Slots(0, 0), 1, T, S, device)
 
 
 def _block_mask(listed: Listed, seen: Seen, T: int, S: int) -> BlockMask:
@@ -154,26 +151,17 @@ def _block_mask(listed: Listed, seen: Seen, T: int, S: int) -> BlockMask:
 
 
 # One node of a caller's graph, however many blocks there are. What it keeps must not lie in the memory of a CUDA graph.
-@torch.library.custom_op("subquad::flex_listed_blocks", mutates_args=(), tags=(torch.Tag.cudagraph_unsafe,))
-def listed_blocks(
-    pattern: str,
-    B: int,
-    T: int,
-    S: int,
-    device: torch.device,
-    q_start: int,
-    k_start: int,
-    lengths_B: Tensor | None,
-    q_pos_BT: Tensor | None,
-    k_pos_BS: Tensor | None,
-    q_doc_BT: Tensor | None,
-    k_doc_BS: Tensor | None,
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+@torch.library.custom_op(
+    "subquad::flex_listed_blocks",
+    mutates_args=(),
+    tags=(torch.Tag.cudagraph_unsafe,),
+    schema=f"(str pattern, int B, int T, int S, Device device, {SCHEMA}) -> (Tensor, Tensor, Tensor, Tensor)",
+)
+def listed_blocks(pattern: str, B: int, T: int, S: int, device: torch.device, *given: Any) -> Listed:
     """The blocks that are seen, as `Listed` has them."""
-    slots = Slots(q_start, k_start, lengths_B, q_pos_BT, k_pos_BS, q_doc_BT, k_doc_BS)
-    rule = Pattern.from_key(pattern)
+    rule, slots = Pattern.from_key(pattern), Slots(*given)
     if not _standing(slots):
-        return _listed_by(_seen(rule, slots, B, T, S, device), rule, slots, B, T, S, device)
+        return _listed_by(rule, slots, B, T, S, device)
     # Copies: what an op returns, a compiled graph may use again as a buffer.
     some, which, whole, whole_which = (x.clone() for x in _standing_blocks(rule, T, S, device))
     return some, which, whole, whole_which
@@ -195,34 +183,25 @@ def _seen(pattern: Pattern, slots: Slots, B: int, T: int, S: int, device: torch.
         k_pos_BS = (torch.arange(S, device=device) + slots.k_start).expand(B, S)
     if slots.lengths_B is not None:
         k_pos_BS = k_pos_BS.masked_fill(torch.arange(S, device=device) >= slots.lengths_B[:, None], -1)
-    seen = _seen_by_row(pattern, q_pos_BT, k_pos_BS)
-    if slots.q_doc_BT is not None and slots.k_doc_BS is not None:
-        seen = flex.and_masks(seen, _same_document(slots.q_doc_BT, slots.k_doc_BS))
-    return seen
+    q_BT, k_BS, q_doc_BT, k_doc_BS = q_pos_BT, k_pos_BS, slots.q_doc_BT, slots.k_doc_BS
 
-
-def _seen_by_row(pattern: Pattern, q_pos_BT: Tensor, k_pos_BS: Tensor) -> Seen:
     def seen(b: Tensor, h: Tensor, t: Tensor, s: Tensor) -> Tensor:
-        q_pos, k_pos = q_pos_BT[b, t], k_pos_BS[b, s]
+        q_pos, k_pos = q_BT[b, t], k_BS[b, s]
         return pattern.allowed(q_pos, k_pos) & (q_pos >= 0) & (k_pos >= 0)
 
-    return seen
+    if q_doc_BT is None or k_doc_BS is None:
+        return seen
+    return flex.and_masks(seen, lambda b, h, t, s: q_doc_BT[b, t] == k_doc_BS[b, s])
 
 
-def _same_document(q_doc_BT: Tensor, k_doc_BS: Tensor) -> Seen:
-    def same(b: Tensor, h: Tensor, t: Tensor, s: Tensor) -> Tensor:
-        return q_doc_BT[b, t] == k_doc_BS[b, s]
-
-    return same
-
-
-def _listed_by(seen: Seen, pattern: Pattern, slots: Slots, B: int, T: int, S: int, device: torch.device) -> Listed:
+def _listed_by(pattern: Pattern, slots: Slots, B: int, T: int, S: int, device: torch.device) -> Listed:
     """One row of blocks after another, and of it the keys that the pattern may allow: never T x S entries at once."""
+    seen = _seen(pattern, slots, B, T, S, device)
     count_BNM = torch.zeros(B, -(-T // BLOCK), -(-S // BLOCK), dtype=torch.int64, device=device)
     b = torch.arange(B, device=device)[:, None, None]
     for n, start in enumerate(range(0, T, BLOCK)):
         stop = min(start + BLOCK, T)
-        lo, hi = _key_slots(pattern, slots, start, stop, T, S)
+        lo, hi = seen_slots(pattern, slots.starts, start, stop, T, S)
         if hi <= lo:
             continue
         first, last = lo // BLOCK, -(-hi // BLOCK)
@@ -233,21 +212,6 @@ def _listed_by(seen: Seen, pattern: Pattern, slots: Slots, B: int, T: int, S: in
     count_BHNM = count_BNM[:, None]
     whole = count_BHNM == BLOCK * BLOCK
     return *_listed((count_BHNM > 0) & ~whole), *_listed(whole)
-
-
-def _key_slots(pattern: Pattern, slots: Slots, start: int, stop: int, T: int, S: int) -> tuple[int, int]:
-    """A range of key slots that holds all those that the queries in the slots `[start, stop)` may see."""
-    lo: int
-    hi: int | None
-    if slots.q_pos_BT is None:
-        lo, hi = pattern.key_range(start + slots.q_start, stop + slots.q_start)
-        lo, hi = lo - slots.k_start, None if hi is None else hi - slots.k_start
-    elif pattern.anchored:
-        lo, hi = 0, None
-    else:  # wherever a row starts, the queries are the last of its keys
-        lo = 0 if pattern.reach is None else start + S - T - pattern.reach
-        hi = None if pattern.ahead is None else stop + S - T + pattern.ahead
-    return max(lo, 0), S if hi is None else min(hi, S)
 
 
 def _listed(some_BHNM: Tensor) -> tuple[Tensor, Tensor]:

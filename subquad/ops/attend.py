@@ -17,9 +17,14 @@ from subquad.ops._sequential import attend as sequential
 from subquad.ops._torch import attend as tiled
 from subquad.ops.backends import BACKENDS, HAS_TRITON, choose, without_autocast
 from subquad.ops.counting import report_scores
-from subquad.ops.padding import check_mask, compaction, real_slots
+from subquad.ops.padding import check_heads, check_mask, compaction, real_slots
 from subquad.ops.patterns import Pattern
 from subquad.ops.slots import Slots, allowed_pairs, nothing, placed, placed_apart
+
+Where = tuple[int | Tensor, int | Tensor, Tensor | None, Tensor | None, Tensor | None, Tensor | None]
+"""q_start, k_start, lengths, key_lengths, mask and doc_ids of `block_attention`."""
+Options = tuple[float | None, float, tuple[int, int] | None, str | None]
+"""Its scale, dropout_p, chunk_size and backend."""
 
 
 @without_autocast
@@ -74,7 +79,7 @@ def block_attention(
     """
     where = q_start, k_start, lengths, key_lengths, mask, doc_ids
     options = scale, dropout_p, chunk_size, backend
-    return _attention(q_BHTK, k_BHSK, v_BHSV, pattern, *where, *options, with_lse=False)[0]
+    return _attention(q_BHTK, k_BHSK, v_BHSV, pattern, where, options, with_lse=False)[0]
 
 
 @without_autocast
@@ -103,28 +108,15 @@ def block_attention_with_lse(
     """
     where = q_start, k_start, lengths, key_lengths, mask, doc_ids
     options = scale, dropout_p, chunk_size, backend
-    return _attention(q_BHTK, k_BHSK, v_BHSV, pattern, *where, *options, with_lse=True)
+    return _attention(q_BHTK, k_BHSK, v_BHSV, pattern, where, options, with_lse=True)
 
 
 def _attention(
-    q_BHTK: Tensor,
-    k_BHSK: Tensor,
-    v_BHSV: Tensor,
-    pattern: Pattern,
-    q_start: int | Tensor,
-    k_start: int | Tensor,
-    lengths: Tensor | None,
-    key_lengths: Tensor | None,
-    mask: Tensor | None,
-    doc_ids: Tensor | None,
-    scale: float | None,
-    dropout_p: float,
-    chunk_size: tuple[int, int] | None,
-    backend: str | None,
-    *,
-    with_lse: bool,
+    q_BHTK: Tensor, k_BHSK: Tensor, v_BHSV: Tensor, pattern: Pattern, where: Where, options: Options, *, with_lse: bool
 ) -> tuple[Tensor, Tensor]:
     """Outputs and logsumexp; without `with_lse` the latter may be NaN, where a backend saves work so."""
+    q_start, k_start, lengths, key_lengths, mask, doc_ids = where
+    scale, dropout_p, chunk_size, backend = options
     _check(q_BHTK, k_BHSK, v_BHSV, pattern, dropout_p)
     name = choose("block_attention", backend, BACKENDS, _default(q_BHTK, k_BHSK, v_BHSV, pattern, dropout_p))
     chunks = _chunks(chunk_size, name)
@@ -191,6 +183,10 @@ def _run(
     `triton` and `flex` take narrow dtypes and shared key heads; the others get wide ones, and a key head for each query
     head.
     """
+    dtype = functools.reduce(torch.promote_types, (q_BHTK.dtype, k_BGSK.dtype, v_BGSV.dtype))
+    if backend not in ("triton", "flex"):
+        dtype = torch.promote_types(dtype, torch.float32)
+    q, k, v = (x.to(dtype) for x in (q_BHTK, k_BGSK, v_BGSV))
     if backend in ("triton", "flex"):
         if dropout_p:
             raise ValueError(
@@ -200,16 +196,10 @@ def _run(
         if backend == "flex":
             from subquad.ops import _flex as flex
 
-            return flex.attend(q_BHTK, k_BGSK, v_BGSV, pattern, slots, scale, with_lse)
-        if not HAS_TRITON:
-            raise ValueError(
-                "backend 'triton' of block_attention needs the package triton: pip install 'subquad[triton]'"
-            )
+            return flex.attend(q, k, v, pattern, slots, scale, with_lse)
         from subquad.ops._triton import attend as kernels
 
-        return kernels.attend(q_BHTK, k_BGSK, v_BGSV, pattern, slots, scale)
-    wide = functools.reduce(torch.promote_types, (q_BHTK.dtype, k_BGSK.dtype, v_BGSV.dtype, torch.float32))
-    q, k, v = (x.to(wide) for x in (q_BHTK, k_BGSK, v_BGSV))
+        return kernels.attend(q, k, v, pattern, slots, scale)
     k, v = (_share_heads(x, q.shape[1]) for x in (k, v))
     if backend == "reference":
         allowed_BTS = allowed_pairs(pattern, slots, q.shape[2], k.shape[2], q.device)
@@ -268,10 +258,7 @@ def _check(q: Tensor, k: Tensor, v: Tensor, pattern: Pattern, dropout_p: float) 
             f"pattern must be a Pattern, got {type(pattern).__name__}; valid: {', '.join(Pattern.registry)}"
         )
     for name, x in (("q", q), ("k", k), ("v", v)):
-        if x.ndim != 4:
-            raise ValueError(f"{name} must have shape [B, H, T, channels], got {tuple(x.shape)}")
-        if not x.is_floating_point():
-            raise TypeError(f"{name} must be floating point, got {x.dtype}")
+        check_heads(name, x)
     if q.shape[0] != k.shape[0] or q.shape[-1] != k.shape[-1] or k.shape[:3] != v.shape[:3]:
         raise ValueError(
             "q [B, H, T, K], k [B, G, S, K] and v [B, G, S, V] must agree in B, K, G and S, "

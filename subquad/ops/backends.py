@@ -44,7 +44,8 @@ def use_backend(backend: str) -> Iterator[None]:
 def choose(op: str, backend: str | None, available: tuple[str, ...], default: str) -> str:
     """The backend to run `op` on: the argument, else that of `use_backend`, else `default`, which is logged once.
 
-    Raises `ValueError` for an unknown name and for one that this op does not have, with those that it has.
+    Raises `ValueError` for an unknown name and for one that this op does not have, with those that it has, and for
+    kernels without their package.
     """
     if backend is None and not torch.compiler.is_compiling():
         backend = _requested.get()
@@ -56,6 +57,8 @@ def choose(op: str, backend: str | None, available: tuple[str, ...], default: st
         raise ValueError(f"unknown backend {backend!r} for {op}; {suggest(backend, available)}")
     if backend not in available:
         raise ValueError(f"{op} has no backend {backend!r} here; it has {', '.join(available)}")
+    if backend == "triton" and not HAS_TRITON:
+        raise ValueError(f"backend 'triton' of {op} needs the package triton: pip install 'subquad[triton]'")
     return backend
 
 

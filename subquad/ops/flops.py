@@ -13,9 +13,10 @@ import torch
 
 from subquad.ops._sequential.attend import key_chunks
 from subquad.ops._torch import scan, softmax
-from subquad.ops._torch.tiles import Group, ragged_groups, static_groups
+from subquad.ops._torch.tiles import Group, tile_groups
 from subquad.ops.backends import HAS_TRITON
 from subquad.ops.patterns import Pattern
+from subquad.ops.slots import Slots
 
 
 def attention_flops(groups: tuple[Group, ...], key_channels: int, value_channels: int) -> int:
@@ -37,13 +38,7 @@ def running_softmax_flops(T: int, L: int, V: int, *, chunk: int = softmax.CHUNK)
 
     With one latent a running sum of the weighted values takes the place of the scores.
     """
-    if L == 1:
-        return 4 * T * V
-    total = 0
-    for part in softmax.spans(T, chunk):
-        C = part.stop - part.start
-        total += 2 * C * C * (L + V) + 4 * C * L * V
-    return total
+    return 4 * T * V if L == 1 else gated_scan_flops(T, L, V, chunk=chunk)
 
 
 @functools.cache
@@ -71,31 +66,15 @@ def register() -> None:
         flop_counter.register_flop_formula([op])(formula)
 
 
-def _attention(
-    q: Any,
-    k: Any,
-    v: Any,
-    pattern: str,
-    q_start: int,
-    k_start: int,
-    scale: float,
-    lengths: Any,
-    positions: Any,
-    *_: Any,
-    **__: Any,
-) -> int:
-    B, H, T, K = q
-    shape = Pattern.from_key(pattern)
-    ragged = positions is not None
-    groups = ragged_groups(shape, T, k[2]) if ragged else static_groups(shape, q_start, T, k_start, k[2])
-    return B * H * attention_flops(groups, K, v[3])
+def _attention(q: Any, k: Any, v: Any, pattern: str, scale: float, *slots: Any, **_: Any) -> int:
+    groups = tile_groups(Pattern.from_key(pattern), Slots(*slots).starts, q[2], k[2])
+    return int(q[0] * q[1] * attention_flops(groups, q[3], v[3]))
 
 
 def _sequential_attention(*shapes: Any, products: tuple[int, int] = (1, 1), **_: Any) -> int:
     """Count `products` products of key and of value channels for every score of the chunks that the queries read."""
-    q, k, v, pattern, q_start, k_start, _scale, _lengths, positions, *_rest, query_chunk, key_chunk = shapes
-    starts = (q_start, k_start) if positions is None else None
-    chunks = key_chunks(Pattern.from_key(pattern), q[2], k[2], starts, query_chunk, key_chunk)
+    q, k, v, pattern, _scale, _seed, _dropout_p, query_chunk, key_chunk, *slots = shapes
+    chunks = key_chunks(Pattern.from_key(pattern), q[2], k[2], Slots(*slots).starts, query_chunk, key_chunk)
     scores = sum((rows.stop - rows.start) * (c.stop - c.start) for rows, keys in chunks for c in keys)
     return int(2 * q[0] * q[1] * scores * (products[0] * q[3] + products[1] * v[3]))
 

@@ -36,8 +36,7 @@ def linear_cross_entropy(
             f"h [N, D], weight [V, D] and labels [N] must agree, got {tuple(h_ND.shape)}, {tuple(weight_VD.shape)} "
             f"and {tuple(labels_N.shape)}"
         )
-    if reduction not in ("mean", "sum", "none"):
-        raise ValueError(f"unknown reduction {reduction!r}; valid: mean, none, sum")
+    check_reduction(reduction)
     device = h_ND.device.type
     autocast = torch.amp.is_autocast_available(device) and torch.is_autocast_enabled(device)
     dtype = torch.get_autocast_dtype(device) if autocast else torch.promote_types(h_ND.dtype, weight_VD.dtype)
@@ -49,6 +48,17 @@ def linear_cross_entropy(
         loss_N = F.cross_entropy(logits_NV, labels_N, ignore_index=ignore_index, reduction="none")
     else:
         loss_N, _ = _loss(h_ND, weight_VD, labels_N, bias, ignore_index)
+    return reduced(loss_N, labels_N, ignore_index, reduction)
+
+
+def check_reduction(reduction: str) -> None:
+    """Raise `ValueError` for an unknown reduction."""
+    if reduction not in ("mean", "sum", "none"):
+        raise ValueError(f"unknown reduction {reduction!r}; valid: mean, none, sum")
+
+
+def reduced(loss_N: Tensor, labels_N: Tensor, ignore_index: int, reduction: str) -> Tensor:
+    """The losses, their sum, or their mean over the tokens that count."""
     if reduction == "none":
         return loss_N
     return loss_N.sum() if reduction == "sum" else loss_N.sum() / (labels_N != ignore_index).sum().clamp(min=1)

@@ -51,3 +51,11 @@ def check_mask(mask: Tensor, batch: int, tokens: int) -> None:
         raise TypeError(f"mask must be a bool tensor (True for a real token), got {mask.dtype}")
     if mask.shape != (batch, tokens):
         raise ValueError(f"mask must have shape {(batch, tokens)}, one entry a token, got {tuple(mask.shape)}")
+
+
+def check_heads(name: str, x: Tensor) -> None:
+    """Raise where `x` is not `[B, H, T, channels]` in floating point."""
+    if x.ndim != 4:
+        raise ValueError(f"{name} must have shape [B, H, T, channels], got {tuple(x.shape)}")
+    if not x.is_floating_point():
+        raise TypeError(f"{name} must be floating point, got {x.dtype}")

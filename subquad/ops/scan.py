@@ -15,7 +15,7 @@ from subquad.ops import _reference as reference
 from subquad.ops._sequential import scan as sequential
 from subquad.ops._torch import scan as chunked
 from subquad.ops.backends import HAS_TRITON, choose, without_autocast
-from subquad.ops.padding import check_mask
+from subquad.ops.padding import check_heads, check_mask
 
 BACKENDS = ("reference", "torch", "sequential", "triton")
 MOST_CHANNELS = 256
@@ -106,10 +106,7 @@ def gated_scan(
 def check_inputs(*tensors: tuple[str, Tensor]) -> tuple[int, int, int, int]:
     """B, H, T and the channels of the last tensor; raises where the named tensors do not fit together."""
     for name, x in tensors:
-        if x.ndim != 4:
-            raise ValueError(f"{name} must have shape [B, H, T, channels], got {tuple(x.shape)}")
-        if not x.is_floating_point():
-            raise TypeError(f"{name} must be floating point, got {x.dtype}")
+        check_heads(name, x)
         if x.shape[:3] != tensors[0][1].shape[:3]:
             raise ValueError(
                 f"{name} must agree with {tensors[0][0]} in B, H and T, "
@@ -124,8 +121,6 @@ def choose_for(op: str, backend: str | None, tensors: list[Tensor], sizes: dict[
     fitting = wide_of(*tensors) == torch.float32 and all(size <= most for size, most in sizes.values())
     on_gpu = tensors[0].device.type == "cuda"
     name = choose(op, backend, BACKENDS, "triton" if on_gpu and HAS_TRITON and fitting else "torch")
-    if name == "triton" and not HAS_TRITON:
-        raise ValueError(f"backend 'triton' of {op} needs the package triton: pip install 'subquad[triton]'")
     for what, (size, most) in sizes.items():
         if name == "triton" and size > most:
             raise ValueError(f"backend 'triton' of {op} holds at most {most} {what} a head, got {size}")

@@ -30,6 +30,24 @@ class Slots(NamedTuple):
     q_doc_BT: Tensor | None = None
     k_doc_BS: Tensor | None = None
 
+    @property
+    def starts(self) -> tuple[int, int] | None:
+        """The positions of the first query and the first key; None where positions are given by row."""
+        return (self.q_start, self.k_start) if self.q_pos_BT is None else None
+
+    def of_row(self, row: int | None) -> Slots:
+        """The slots of one row of the batch (None: of all)."""
+        if row is None:
+            return self
+        return Slots(self.q_start, self.k_start, *(None if x is None else x[row : row + 1] for x in self[2:]))
+
+
+SCHEMA = (
+    "int q_start, int k_start, Tensor? lengths_B, "
+    "Tensor? q_pos_BT, Tensor? k_pos_BS, Tensor? q_doc_BT, Tensor? k_doc_BS"
+)
+"""`Slots` as an operation of torch takes them, one argument after the other."""
+
 
 def placed(
     q_start: int | Tensor,
@@ -47,8 +65,7 @@ def placed(
     B, _, T, _ = q_BHTK.shape
     real_BS = real_BT = None
     for name, x, shape in (("lengths", lengths, (B,)), ("doc_ids", doc_ids, (B, S))):
-        if x is not None and (x.shape != shape or x.is_floating_point()):
-            raise ValueError(f"{name} must hold whole numbers {shape}, got {x.dtype} {tuple(x.shape)}")
+        _check_whole(name, x, shape)
     if (lengths is not None or doc_ids is not None) and T > S:
         raise ValueError(f"with lengths or doc_ids the queries are the last of the keys, got T={T} > S={S}")
     if lengths is not None:
@@ -76,16 +93,18 @@ def placed_apart(
     q_start: int | Tensor, k_start: int | Tensor, key_lengths: Tensor, others: bool, pattern: Pattern, B: int
 ) -> Slots:
     """Positions of queries that are not among the keys, of which each row has `key_lengths`."""
-    if key_lengths.shape != (B,) or key_lengths.is_floating_point():
-        raise ValueError(
-            f"key_lengths must hold whole numbers {(B,)}, got {key_lengths.dtype} {tuple(key_lengths.shape)}"
-        )
+    _check_whole("key_lengths", key_lengths, (B,))
     if others or pattern.causal or isinstance(q_start, Tensor) or isinstance(k_start, Tensor):
         raise ValueError(
             "key_lengths needs a pattern that is not causal and whole starts, and neither lengths, mask nor doc_ids, "
             f"got {pattern!r}"
         )
     return Slots(q_start, k_start, key_lengths)
+
+
+def _check_whole(name: str, x: Tensor | None, shape: tuple[int, ...]) -> None:
+    if x is not None and (x.shape != shape or x.is_floating_point()):
+        raise ValueError(f"{name} must hold whole numbers {shape}, got {x.dtype} {tuple(x.shape)}")
 
 
 def _positions(start: int | Tensor, slots: int, batch: int, device: torch.device) -> Tensor:
@@ -97,19 +116,49 @@ def _positions(start: int | Tensor, slots: int, batch: int, device: torch.device
     return (torch.arange(slots, device=device) + first).expand(batch, slots)
 
 
+def allowed_between(pattern: Pattern, slots: Slots, q_slot: Tensor, k_slot: Tensor) -> Tensor:
+    """Bool `[B or 1, ..., C, W]`: may the queries in the slots `[..., C]` see the keys in the slots `[..., W]`?"""
+    if slots.q_pos_BT is None or slots.k_pos_BS is None:
+        q, k = (q_slot + slots.q_start)[..., :, None], (k_slot + slots.k_start)[..., None, :]
+        allowed = pattern.allowed(q, k)[None] & (k >= 0)
+        return allowed if slots.lengths_B is None else allowed & real_keys(slots.lengths_B, k_slot)
+    q, k = slots.q_pos_BT[:, q_slot][..., :, None], slots.k_pos_BS[:, k_slot][..., None, :]
+    allowed = pattern.allowed(q, k) & (q >= 0) & (k >= 0)
+    if slots.q_doc_BT is not None and slots.k_doc_BS is not None:
+        allowed = allowed & (slots.q_doc_BT[:, q_slot][..., :, None] == slots.k_doc_BS[:, k_slot][..., None, :])
+    return allowed
+
+
+def real_keys(lengths_B: Tensor, k_slot: Tensor) -> Tensor:
+    """Bool `[B, ..., 1, W]`: which of the key slots `[..., W]` are within the lengths."""
+    return (k_slot < lengths_B.reshape(-1, *(1,) * k_slot.ndim))[..., None, :]
+
+
 def allowed_pairs(pattern: Pattern, slots: Slots, T: int, S: int, device: torch.device) -> Tensor:
     """Bool `[B or 1, T, S]`: the pattern, slot by slot."""
-    if slots.q_pos_BT is None or slots.k_pos_BS is None:
-        q, k = torch.arange(T, device=device) + slots.q_start, torch.arange(S, device=device) + slots.k_start
-        allowed = pattern.allowed(q[:, None], k[None])[None] & (k >= 0)
-        if slots.lengths_B is not None:
-            allowed = allowed & (torch.arange(S, device=device) < slots.lengths_B[:, None])[:, None]
-        return allowed
-    q_BT, k_BS = slots.q_pos_BT[..., None], slots.k_pos_BS[:, None]
-    allowed = pattern.allowed(q_BT, k_BS) & (q_BT >= 0) & (k_BS >= 0)
-    if slots.q_doc_BT is not None and slots.k_doc_BS is not None:
-        allowed = allowed & (slots.q_doc_BT[..., None] == slots.k_doc_BS[:, None])
-    return allowed
+    return allowed_between(pattern, slots, torch.arange(T, device=device), torch.arange(S, device=device))
+
+
+def seen_slots(
+    pattern: Pattern, starts: tuple[int, int] | None, start: int, stop: int, queries: int, keys: int
+) -> tuple[int, int]:
+    """A range of key slots that holds all those that the queries in the slots `[start, stop)` may see.
+
+    `starts` are the positions of the first query and the first key. None: rows differ in their positions, and the
+    queries are the last of the key slots.
+    """
+    lo: int
+    hi: int | None
+    if starts is not None:
+        lo, hi = pattern.key_range(start + starts[0], stop + starts[0])
+        lo, hi = lo - starts[1], None if hi is None else hi - starts[1]
+    elif pattern.anchored:
+        lo, hi = 0, None
+    else:
+        earlier = keys - queries
+        lo = 0 if pattern.reach is None else start + earlier - pattern.reach
+        hi = None if pattern.ahead is None else stop + earlier + pattern.ahead
+    return max(lo, 0), keys if hi is None else min(hi, keys)
 
 
 def nothing(q_BHTK: Tensor, v_BHSV: Tensor) -> tuple[Tensor, Tensor]:

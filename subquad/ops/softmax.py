@@ -113,6 +113,7 @@ def running_softmax(
         raise ValueError(f"state must have shapes {(B, H, L)} and {(B, H, L, V)}, got {shapes[0]} and {shapes[1]}")
     if mask is not None:
         check_mask(mask, B, T)
+    start = None if state is None else state[0]
     if name == "triton":
         from subquad.ops._triton import common, softmax
 
@@ -120,7 +121,6 @@ def running_softmax(
         if own is not None:
             common.check_device("running_softmax", own)
             y_BHTV = torch.addcmul(y_BHTV, *masked([own, v_BHTV], mask, v_BHTV.dtype, (0.0, 0.0)))
-        start = None if state is None else state[0]
         return SoftmaxOutput(y_BHTV, SoftmaxState(*after), logits=logits_BHTL, start=start, mask=mask)
     p, k, v, *rest = (x.flatten(0, 1) for x in masked(tensors, mask, wide, (0.0, EMPTY, 0.0, 0.0)))
     if state is None:
@@ -129,21 +129,19 @@ def running_softmax(
         a, s = state[0].flatten(0, 1).double(), state[1].flatten(0, 1).to(wide)
     if name == "reference":
         out, lse, a, s = reference.running_softmax(p, k, v, a, s)
-        out = torch.addcmul(out, rest[0], v) if rest else out
     elif name == "sequential":
         out, lse, a, s = sequential.running_softmax(p, k, v, a, s, chunk_size)
-        out = torch.addcmul(out, rest[0], v) if rest else out
     else:
         save = torch.is_grad_enabled() and any(x.requires_grad for x in (p, k, v, a, s, *rest))
         gate = rest[0] if rest else None
         out, a, s, *_ = chunked.running_softmax_op(p, k, v, gate, a, s, chunk, save)
         lse = None
+    if rest and lse is not None:  # the chunks have added it
+        out = torch.addcmul(out, rest[0], v)
     out = zero_padding(out.unflatten(0, (B, H)).to(v_BHTV.dtype), mask)
     a, s = (x.unflatten(0, (B, H)) for x in (a, s))
-
     if lse is not None:
         return SoftmaxOutput(out, SoftmaxState(a, s), lse=lse.unflatten(0, (B, H)))
-    start = None if state is None else state[0]
     return SoftmaxOutput(out, SoftmaxState(a, s), logits=k.unflatten(0, (B, H)), start=start)
 
 

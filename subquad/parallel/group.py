@@ -15,7 +15,6 @@ from subquad.state import State
 
 Message = tuple[int, Tensor]
 """A rank, and the tensor that goes there or is filled from there."""
-Shape = dict[str, Any]
 
 
 class Sent(NamedTuple):
@@ -121,25 +120,16 @@ class ContextGroup:
 
     def last_state(self, state: State, device: torch.device) -> State:
         """The last rank's state, on every rank; without gradients."""
-        shapes: list[Any] = [_shape_of(state) if self.rank == self.size - 1 else None]
-        distributed.broadcast_object_list(shapes, self._global(self.size - 1), self.process_group)
-        return self._broadcast(shapes[0], state, device)
+        last = self.size - 1
+        shapes = [state.map(lambda x: x.detach().to("meta"))]
+        distributed.broadcast_object_list(shapes, self._global(last), self.process_group)
 
-    def _broadcast(self, shape: Shape, state: State, device: torch.device) -> State:
-        entries: dict[str, Tensor | int | State] = {}
-        last = self.rank == self.size - 1
-        for name, entry in shape["entries"].items():
-            if isinstance(entry, int):
-                entries[name] = entry
-            elif isinstance(entry, dict):
-                entries[name] = self._broadcast(entry, state.child(name) if last else state, device)
-            else:
-                shape_of, dtype = entry
-                x = torch.empty(shape_of, dtype=dtype, device=device)
-                x = state.tensor(name).detach().contiguous() if last else x
-                distributed.broadcast(x, self._global(self.size - 1), self.process_group)
-                entries[name] = x
-        return State(entries, shape["config_hash"])
+        def shared(x: Tensor) -> Tensor:
+            x = x.detach().contiguous() if self.rank == last else torch.empty(x.shape, dtype=x.dtype, device=device)
+            distributed.broadcast(x, self._global(last), self.process_group)
+            return x
+
+        return (state if self.rank == last else shapes[0]).map(shared)
 
     def check_same(self, tokens: int, device: torch.device) -> None:
         """Raise `ValueError` unless all ranks hold this many tokens."""
@@ -148,17 +138,6 @@ class ContextGroup:
             raise ValueError(
                 f"every process of a context group must hold equally many tokens of a sequence, got {all_tokens}"
             )
-
-
-def _shape_of(state: State) -> Shape:
-    """The plain values that another rank needs to receive a state."""
-    entries: Shape = {}
-    for name, entry in state.entries.items():
-        if isinstance(entry, Tensor):
-            entries[name] = (entry.shape, entry.dtype)
-        else:
-            entries[name] = _shape_of(entry) if isinstance(entry, State) else entry
-    return {"entries": entries, "config_hash": state.config_hash}
 
 
 # By thread: a server's other threads read whole sequences. Empty almost always, which costs nothing and compiles.

@@ -483,7 +483,7 @@ def test_the_operations_keep_torchs_rules(qkv, case):
     pattern, start = OPERATION_CASES[case]
     q, k, v = (x.requires_grad_() for x in qkv(24))
     positions = None if start is None else torch.arange(24) + start[:, None]
-    static = (pattern.key(), 0, 0, 0.4, None, positions, positions, None, None)
+    static = (pattern.key(), 0.4, 0, 0, None, positions, positions, None, None)
     torch.library.opcheck(block_attention_cpu, (q, k, v, *static))
     q, k, v = (x.detach() for x in (q, k, v))
     out, lse = block_attention_cpu(q, k, v, *static)

@@ -309,8 +309,8 @@ def test_the_attention_keeps_torchs_rules(random):
     q, k, v = random(2, 2, 9, 4, seed=1), random(2, 2, 12, 4, seed=2), random(2, 2, 12, 3, seed=3)
     positions = torch.arange(12).expand(2, 12)
     rows = (positions[:, 3:], positions, positions[:, 3:] // 5, positions // 5)
-    whole = (Segments(size=4).key(), 3, 0, 0.5, None, None, None, None, None, None, 0.0, 4, 5)
-    ragged = (Causal().key(), 0, 0, 0.5, None, *rows, torch.tensor(7), 0.2, 4, 5)
+    whole = (Segments(size=4).key(), 0.5, None, 0.0, 4, 5, 3, 0, None, None, None, None, None)
+    ragged = (Causal().key(), 0.5, torch.tensor(7), 0.2, 4, 5, 0, 0, None, *rows)
     leaves = [x.clone().requires_grad_() for x in (q, k, v)]
     torch.library.opcheck(block_attention_sequential, (*leaves, *ragged))
     torch.library.opcheck(block_attention_sequential, (q, k, v, *whole), test_utils=ALONE)

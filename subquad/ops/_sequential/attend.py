@@ -13,7 +13,6 @@ C queries and W keys.
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import torch
@@ -21,7 +20,7 @@ from torch import Tensor
 
 from subquad.ops.backends import without_autocast
 from subquad.ops.patterns import Pattern
-from subquad.ops.slots import Slots
+from subquad.ops.slots import SCHEMA, Slots, allowed_between, seen_slots
 
 QUERY_CHUNK = 1024
 KEY_CHUNK = 4096
@@ -42,39 +41,28 @@ def attend(
     Dropout acts on the weights after the softmax; its mask is drawn again in the backward pass, from the same seed.
     """
     seed = torch.randint(1 << 62, (), device=q_BHTK.device) if dropout_p else None
-    q_start, k_start, *rows = slots
-    out_BHTV, lse_BHT, _, _ = block_attention_sequential(
-        q_BHTK, k_BHSK, v_BHSV, pattern.key(), q_start, k_start, scale, *rows, seed, dropout_p, *chunks
-    )
+    settings = pattern.key(), scale, seed, dropout_p, *chunks, *slots
+    out_BHTV, lse_BHT, _, _ = block_attention_sequential(q_BHTK, k_BHSK, v_BHSV, *settings)
     return out_BHTV, lse_BHT
 
 
-@torch.library.custom_op("subquad::block_attention_sequential", mutates_args=())
+SETTINGS = f"str pattern, float scale, Tensor? seed, float dropout_p, int query_chunk, int key_chunk, {SCHEMA}"
+"""Arguments of the operations beside tensors of tokens: those of `Work`."""
+
+
+@torch.library.custom_op(
+    "subquad::block_attention_sequential",
+    mutates_args=(),
+    schema=f"(Tensor q, Tensor k, Tensor v, {SETTINGS}) -> (Tensor, Tensor, Tensor, Tensor)",
+)
 def block_attention_sequential(
-    q_BHTK: Tensor,
-    k_BHSK: Tensor,
-    v_BHSV: Tensor,
-    pattern: str,
-    q_start: int,
-    k_start: int,
-    scale: float,
-    lengths_B: Tensor | None,
-    q_pos_BT: Tensor | None,
-    k_pos_BS: Tensor | None,
-    q_doc_BT: Tensor | None,
-    k_doc_BS: Tensor | None,
-    seed: Tensor | None,
-    dropout_p: float,
-    query_chunk: int,
-    key_chunk: int,
+    q_BHTK: Tensor, k_BHSK: Tensor, v_BHSV: Tensor, *settings: Any
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """Outputs; the logsumexp of each query's scores (-inf where it sees no key); their maximum m and sum z.
 
     The backward pass takes `exp(s - m) / z`: at large scores the rounded logsumexp would cost digits.
     """
-    slots = Slots(q_start, k_start, lengths_B, q_pos_BT, k_pos_BS, q_doc_BT, k_doc_BS)
-    chunks = query_chunk, key_chunk
-    work = Work(q_BHTK, k_BHSK, Pattern.from_key(pattern), slots, scale, seed, dropout_p, chunks)
+    work = Work(q_BHTK, k_BHSK, *settings)
     out_BHTV = q_BHTK.new_empty(*q_BHTK.shape[:3], v_BHSV.shape[-1])
     lse_BHT, m_BHT, z_BHT = (q_BHTK.new_empty(q_BHTK.shape[:3]) for _ in range(3))
     for block in work.blocks():
@@ -102,7 +90,12 @@ def _(q, k, v, *rest):  # type: ignore[no-untyped-def]
     return q.new_empty(*q.shape[:3], v.shape[-1]), *(q.new_empty(q.shape[:3]) for _ in range(3))
 
 
-@torch.library.custom_op("subquad::block_attention_sequential_backward", mutates_args=())
+@torch.library.custom_op(
+    "subquad::block_attention_sequential_backward",
+    mutates_args=(),
+    schema="(Tensor grad, Tensor? grad_lse, Tensor out, Tensor m, Tensor z, Tensor q, Tensor k, Tensor v, "
+    f"{SETTINGS}) -> (Tensor, Tensor, Tensor)",
+)
 @without_autocast
 def block_attention_sequential_backward(
     grad_BHTV: Tensor,
@@ -113,24 +106,10 @@ def block_attention_sequential_backward(
     q_BHTK: Tensor,
     k_BHSK: Tensor,
     v_BHSV: Tensor,
-    pattern: str,
-    q_start: int,
-    k_start: int,
-    scale: float,
-    lengths_B: Tensor | None,
-    q_pos_BT: Tensor | None,
-    k_pos_BS: Tensor | None,
-    q_doc_BT: Tensor | None,
-    k_doc_BS: Tensor | None,
-    seed: Tensor | None,
-    dropout_p: float,
-    query_chunk: int,
-    key_chunk: int,
+    *settings: Any,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Gradients of queries, keys and values: `ds_ij = w_ij (do_i . v_j - do_i . o_i + dlse_i)`."""
-    slots = Slots(q_start, k_start, lengths_B, q_pos_BT, k_pos_BS, q_doc_BT, k_doc_BS)
-    chunks = query_chunk, key_chunk
-    work = Work(q_BHTK, k_BHSK, Pattern.from_key(pattern), slots, scale, seed, dropout_p, chunks)
+    work = Work(q_BHTK, k_BHSK, *settings)
     dq, dk, dv = (torch.zeros_like(x, memory_format=torch.contiguous_format) for x in (q_BHTK, k_BHSK, v_BHSV))
     unseen_BHT = z_BHT == 0
     m_BHT1, z_BHT1 = (x.masked_fill(unseen_BHT, 1.0)[..., None] for x in (m_BHT, z_BHT))
@@ -144,12 +123,12 @@ def block_attention_sequential_backward(
             keys = block.row, block.heads, chunk
             w_hCW = work.scores(block, chunk).sub_(m_BHT1[queries]).exp_().div_(z_BHT1[queries])
             dropped_hCW, dw_hCW = w_hCW, do_hCV @ v_BHSV[keys].mT
-            if seed is not None:
+            if work.seed is not None:
                 kept_hCW = work.dropped(torch.ones_like(w_hCW))
                 dropped_hCW = w_hCW * kept_hCW
                 dw_hCW.mul_(kept_hCW)
             dv[keys] += dropped_hCW.mT @ do_hCV
-            ds_hCW = dw_hCW.sub_(shift_BHT1[queries]).mul_(w_hCW).mul_(scale)
+            ds_hCW = dw_hCW.sub_(shift_BHT1[queries]).mul_(w_hCW).mul_(work.scale)
             dq[queries] += ds_hCW @ k_BHSK[keys]
             dk[keys] += ds_hCW.mT @ q_BHTK[queries]
     return dq, dk, dv
@@ -161,19 +140,19 @@ def _(grad, grad_lse, out, m, z, q, k, v, *rest):  # type: ignore[no-untyped-def
 
 
 def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
-    q, k, v, pattern, q_start, k_start, scale, *rows, dropout_p, query_chunk, key_chunk = inputs
+    q, k, v, pattern, scale, seed, *static, lengths, q_pos, k_pos, q_doc, k_doc = inputs
     out, _, m, z = output
-    ctx.save_for_backward(out, m, z, q, k, v, *rows)
-    ctx.static = (pattern, q_start, k_start, scale), (dropout_p, query_chunk, key_chunk)
+    ctx.save_for_backward(out, m, z, q, k, v, seed, lengths, q_pos, k_pos, q_doc, k_doc)
+    ctx.rule, ctx.static = (pattern, scale), static
     ctx.set_materialize_grads(False)
     ctx.mark_non_differentiable(m, z)
 
 
 def _backward(ctx: Any, grad: Tensor | None, grad_lse: Tensor | None, *_: Any) -> tuple[Tensor | None, ...]:
-    out, m, z, q, k, v, *rows = ctx.saved_tensors
+    out, m, z, q, k, v, seed, *rows = ctx.saved_tensors
     grad = torch.zeros_like(out) if grad is None else grad
-    before, after = ctx.static
-    gradients = block_attention_sequential_backward(grad, grad_lse, out, m, z, q, k, v, *before, *rows, *after)
+    settings = *ctx.rule, seed, *ctx.static, *rows
+    gradients = block_attention_sequential_backward(grad, grad_lse, out, m, z, q, k, v, *settings)
     return *gradients, *(None for _ in range(13))
 
 
@@ -183,23 +162,10 @@ block_attention_sequential.register_autograd(_backward, setup_context=_setup_con
 def key_chunks(
     pattern: Pattern, queries: int, keys: int, starts: tuple[int, int] | None, query_chunk: int, key_chunk: int
 ) -> Iterator[tuple[slice, list[slice]]]:
-    """Chunks of query slots, each with the chunks of key slots that cover what it may see.
-
-    `starts` None: rows differ in their positions, and the queries are the last of the key slots.
-    """
+    """Chunks of query slots, each with the chunks of keys that cover what it may see; `starts` as in `seen_slots`."""
     for start in range(0, queries, query_chunk):
         stop = min(start + query_chunk, queries)
-        if starts is None and pattern.anchored:
-            lo, hi = 0, keys
-        elif starts is None:
-            first, last = start + keys - queries, stop + keys - queries
-            lo = 0 if pattern.reach is None else max(0, first - pattern.reach)
-            hi = keys if pattern.ahead is None else min(keys, last + pattern.ahead)
-        else:
-            q_start, k_start = starts
-            low, high = pattern.key_range(q_start + start, q_start + stop)
-            lo = max(0, max(0, low) - k_start)
-            hi = keys if high is None else min(keys, high - k_start)
+        lo, hi = seen_slots(pattern, starts, start, stop, queries, keys)
         yield slice(start, stop), [slice(at, min(at + key_chunk, hi)) for at in range(lo, hi, key_chunk)]
 
 
@@ -213,31 +179,32 @@ class Block(NamedTuple):
     """The keys that they may see, a chunk after another."""
 
 
-@dataclass
 class Work:
     """Tiles of the forward and of the backward pass: their order, their scores and their dropout."""
 
-    q_BHTK: Tensor
-    k_BHSK: Tensor
-    pattern: Pattern
-    slots: Slots
-    scale: float
-    seed: Tensor | None
-    dropout_p: float
-    chunks: tuple[int, int]
-    """Queries and keys of a tile, at most."""
-
-    def __post_init__(self) -> None:
-        self.generator = torch.Generator(self.q_BHTK.device)
-        if self.seed is not None:
-            self.generator.manual_seed(int(self.seed))
+    def __init__(
+        self,
+        q_BHTK: Tensor,
+        k_BHSK: Tensor,
+        pattern: str,
+        scale: float,
+        seed: Tensor | None,
+        dropout_p: float,
+        query_chunk: int,
+        key_chunk: int,
+        *slots: Any,
+    ) -> None:
+        self.q_BHTK, self.k_BHSK, self.scale, self.seed, self.dropout_p = q_BHTK, k_BHSK, scale, seed, dropout_p
+        self.pattern, self.slots, self.chunks = Pattern.from_key(pattern), Slots(*slots), (query_chunk, key_chunk)
+        self.generator = torch.Generator(q_BHTK.device)
+        if seed is not None:
+            self.generator.manual_seed(int(seed))
 
     def blocks(self) -> Iterator[Block]:
         """Heads go together where their tiles are small."""
         (B, H, T, _), S = self.q_BHTK.shape, self.k_BHSK.shape[2]
-        starts = (self.slots.q_start, self.slots.k_start) if self.slots.q_pos_BT is None else None
         C, W = self.chunks
-        spans = list(key_chunks(self.pattern, T, S, starts, C, W))
+        spans = list(key_chunks(self.pattern, T, S, self.slots.starts, C, W))
         together = max(1, C * W // max(1, min(T, C) * min(S, W)))
         for row in range(B):
             for head in range(0, H, together):
@@ -253,22 +220,14 @@ class Work:
 
     def allowed(self, block: Block, keys: slice) -> Tensor | None:
         """Bool `[C, W]`, None where every query sees every key."""
-        q_start, k_start, *rows = self.slots
-        length, q_pos_T, k_pos_S, q_doc_T, k_doc_S = (None if x is None else x[block.row] for x in rows)
-        device = self.q_BHTK.device
-        if q_pos_T is None or k_pos_S is None:
-            q_from, q_to = (slot + q_start for slot in (block.queries.start, block.queries.stop))
-            k_from, k_to = (slot + k_start for slot in (keys.start, keys.stop))
-            if length is None and self.pattern.sees_all(q_from, q_to, k_from, k_to):
-                return None
-            q_C1, k_W = torch.arange(q_from, q_to, device=device)[:, None], torch.arange(k_from, k_to, device=device)
-            allowed_CW = self.pattern.allowed(q_C1, k_W)
-            return allowed_CW if length is None else allowed_CW & (k_W < length + k_start)
-        q_C1, k_W = q_pos_T[block.queries, None], k_pos_S[keys]
-        allowed_CW = self.pattern.allowed(q_C1, k_W) & (q_C1 >= 0) & (k_W >= 0)
-        if q_doc_T is not None and k_doc_S is not None:
-            allowed_CW = allowed_CW & (q_doc_T[block.queries, None] == k_doc_S[keys])
-        return allowed_CW
+        q, k, q_start, k_start = block.queries, keys, self.slots.q_start, self.slots.k_start
+        by_row = self.slots.starts is None or self.slots.lengths_B is not None
+        if not by_row and self.pattern.sees_all(
+            q.start + q_start, q.stop + q_start, k.start + k_start, k.stop + k_start
+        ):
+            return None
+        q_slots, k_slots = (torch.arange(x.start, x.stop, device=self.q_BHTK.device) for x in (q, k))
+        return allowed_between(self.pattern, self.slots.of_row(block.row), q_slots, k_slots)[0]
 
     def dropped(self, w_hCW: Tensor) -> Tensor:
         """`w` with dropout; tiles must come in the order of `blocks`, for the mask to be the same again."""

@@ -31,10 +31,7 @@ def gated_scan(
 def running_softmax(
     p_NTL: Tensor, k_NTL: Tensor, v_NTV: Tensor, a_NL: Tensor, s_NLV: Tensor, chunk_size: int | None
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """`a_t = log(exp a_{t-1} + exp k_t)`, `S_t = exp(a_{t-1} - a_t) S_{t-1} + exp(k_t - a_t) (x) v_t`, `o_t = p_t S_t`.
-
-    Returns the outputs, every `a_t`, and the last `a` and `S`.
-    """
+    """The outputs, every log-normaliser `a_t`, and the last `a` and `S` of `_reference.running_softmax`."""
     block, save = _blocks(v_NTV.shape[1], chunk_size, [p_NTL, k_NTL, v_NTV, a_NL, s_NLV])
     out_NTV, lse_NTL, a_NL, after_NLV, _, _ = running_softmax_op(p_NTL, k_NTL, v_NTV, a_NL, s_NLV.double(), block, save)
     return out_NTV, lse_NTL, a_NL, after_NLV.to(s_NLV.dtype)

@@ -13,7 +13,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator
 from dataclasses import replace
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -21,16 +21,18 @@ from torch.nn import functional as F
 
 from subquad.memory import empty_like, zeros_like
 from subquad.ops._torch.gathered import gathered
-from subquad.ops._torch.tiles import Group, bias_to, ragged_bias, ragged_groups, static_bias, static_groups
+from subquad.ops._torch.tiles import Group, row_bias, static_bias, static_groups, tile_groups
 from subquad.ops.backends import without_autocast
 from subquad.ops.patterns import Pattern
 from subquad.ops.patterns.sparse import Ranks
-from subquad.ops.slots import Slots, nothing
+from subquad.ops.slots import SCHEMA, Slots, nothing
 
 FUSED = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
 FUSED_BACKWARD = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward
 MORE = 8
 """Channels by which one is added: rows stay aligned."""
+Index = tuple[int, slice, slice]
+"""A row of the batch, some of its heads and some of its slots."""
 LEAST_ROWS = 32
 """Smaller tiles are left to the fused kernel, which takes many in one call."""
 LONGEST_TRIANGLE = 256
@@ -100,36 +102,21 @@ def _on_cpu(
         q_BHTK, k_BHSK, v_BHSV = (F.pad(x, (0, max(K, V) - x.shape[-1])) for x in (q_BHTK, k_BHSK, v_BHSV))
     # Its rows must be contiguous.
     q_BHTK, k_BHSK, v_BHSV = (x if x.stride(-1) == 1 else x.contiguous() for x in (q_BHTK, k_BHSK, v_BHSV))
-    out_BHTV, lse_BHT = block_attention_cpu(
-        q_BHTK, k_BHSK, v_BHSV, pattern.key(), slots.q_start, slots.k_start, scale, *slots[2:]
-    )
+    out_BHTV, lse_BHT = block_attention_cpu(q_BHTK, k_BHSK, v_BHSV, pattern.key(), scale, *slots)
     return out_BHTV[..., :V], lse_BHT
 
 
-@torch.library.custom_op("subquad::block_attention_cpu", mutates_args=())
+@torch.library.custom_op(
+    "subquad::block_attention_cpu",
+    mutates_args=(),
+    schema=f"(Tensor q, Tensor k, Tensor v, str pattern, float scale, {SCHEMA}) -> (Tensor, Tensor)",
+)
 def block_attention_cpu(
-    q_BHTK: Tensor,
-    k_BHSK: Tensor,
-    v_BHSK: Tensor,
-    pattern: str,
-    q_start: int,
-    k_start: int,
-    scale: float,
-    lengths_B: Tensor | None,
-    q_pos_BT: Tensor | None,
-    k_pos_BS: Tensor | None,
-    q_doc_BT: Tensor | None,
-    k_doc_BS: Tensor | None,
+    q_BHTK: Tensor, k_BHSK: Tensor, v_BHSK: Tensor, pattern: str, scale: float, *slots: Any
 ) -> tuple[Tensor, Tensor]:
-    """Outputs and the logsumexp of each row's scores (-inf where a query sees no key).
-
-    With lengths only the first `lengths_B[b]` key slots of row b hold a token. With positions given (negative for a
-    slot that holds no token) every row of the batch has its own; else slots are positions from `q_start` and `k_start`.
-    With documents given a query sees keys of its own document only.
-    """
+    """Outputs and the logsumexp of each row's scores (-inf where a query sees no key); `slots` as in `Slots`."""
     out_BHTK, lse_BHT = empty_like(q_BHTK), q_BHTK.new_empty(q_BHTK.shape[:3])
-    slots = (lengths_B, q_pos_BT, k_pos_BS, q_doc_BT, k_doc_BS)
-    for call in _calls(q_BHTK, k_BHSK, pattern, q_start, k_start, *slots):
+    for call in _calls(q_BHTK, k_BHSK, Pattern.from_key(pattern), Slots(*slots)):
         q, out = call.queries(q_BHTK), call.queries(out_BHTK)
         lse = call.queries(lse_BHT[..., None]).squeeze(-1)
         if call.group.kind == "empty":
@@ -138,9 +125,8 @@ def block_attention_cpu(
             continue
         if call.in_cache:
             work = Workspace(call.bias, scale)
-            for at in tiles_of(call.group, call.row, q_BHTK.shape):
-                q, k, v = q_BHTK[at.queries], k_BHSK[at.keys], v_BHSK[at.keys]
-                out_BHTK[at.queries], lse_BHT[at.queries] = work.forward(q, k, v)
+            for queries, keys in tiles_of(call.group, call.row, q_BHTK.shape):
+                out_BHTK[queries], lse_BHT[queries] = work.forward(q_BHTK[queries], k_BHSK[keys], v_BHSK[keys])
             continue
         o, row_lse = FUSED(
             q,
@@ -164,7 +150,12 @@ def _(q, k, v, *rest):  # type: ignore[no-untyped-def]
     return q.new_empty(q.shape), q.new_empty(q.shape[:3])
 
 
-@torch.library.custom_op("subquad::block_attention_cpu_backward", mutates_args=())
+@torch.library.custom_op(
+    "subquad::block_attention_cpu_backward",
+    mutates_args=(),
+    schema="(Tensor grad, Tensor? grad_lse, Tensor q, Tensor k, Tensor v, Tensor out, Tensor lse, str pattern, "
+    f"float scale, {SCHEMA}) -> (Tensor, Tensor, Tensor)",
+)
 @without_autocast
 def block_attention_cpu_backward(
     grad_BHTK: Tensor,
@@ -175,14 +166,8 @@ def block_attention_cpu_backward(
     out_BHTK: Tensor,
     lse_BHT: Tensor,
     pattern: str,
-    q_start: int,
-    k_start: int,
     scale: float,
-    lengths_B: Tensor | None,
-    q_pos_BT: Tensor | None,
-    k_pos_BS: Tensor | None,
-    q_doc_BT: Tensor | None,
-    k_doc_BS: Tensor | None,
+    *slots: Any,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Gradients of queries, keys and values.
 
@@ -198,19 +183,18 @@ def block_attention_cpu_backward(
         out_BHTK = _with_channel(out_BHTK, -grad_lse_BHT)
         q_BHTK, k_BHSK, v_BHSK = (F.pad(x, (0, MORE)) for x in (q_BHTK, k_BHSK, v_BHSK))
     dq, dk, dv = empty_like(q_BHTK), zeros_like(k_BHSK), zeros_like(v_BHSK)
-    slots = (lengths_B, q_pos_BT, k_pos_BS, q_doc_BT, k_doc_BS)
-    for call in _calls(q_BHTK, k_BHSK, pattern, q_start, k_start, *slots):
+    for call in _calls(q_BHTK, k_BHSK, Pattern.from_key(pattern), Slots(*slots)):
         if call.group.kind == "empty":
             call.queries(dq).zero_()
             continue
         if call.in_cache:
             work = Workspace(call.bias, scale)
-            for at in tiles_of(call.group, call.row, q_BHTK.shape):
-                do, o, q = (x[at.queries] for x in (grad_BHTK, out_BHTK, q_BHTK))
-                gradients = work.backward(do, o, q, k_BHSK[at.keys], v_BHSK[at.keys])
-                dq[at.queries] = gradients[0]
-                dk[at.keys].add_(gradients[1])
-                dv[at.keys].add_(gradients[2])
+            for queries, keys in tiles_of(call.group, call.row, q_BHTK.shape):
+                do, o, q = (x[queries] for x in (grad_BHTK, out_BHTK, q_BHTK))
+                gradients = work.backward(do, o, q, k_BHSK[keys], v_BHSK[keys])
+                dq[queries] = gradients[0]
+                dk[keys].add_(gradients[1])
+                dv[keys].add_(gradients[2])
             continue
         gradients = FUSED_BACKWARD(
             call.queries(grad_BHTK),
@@ -242,9 +226,9 @@ def _(grad, grad_lse, q, k, v, out, lse, *rest):  # type: ignore[no-untyped-def]
 
 
 def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
-    q, k, v, pattern, q_start, k_start, scale, *slots = inputs
-    ctx.save_for_backward(q, k, v, *output, *slots)
-    ctx.static = (pattern, q_start, k_start, scale)
+    q, k, v, *static, lengths, q_pos, k_pos, q_doc, k_doc = inputs
+    ctx.save_for_backward(q, k, v, *output, lengths, q_pos, k_pos, q_doc, k_doc)
+    ctx.static = static
     ctx.set_materialize_grads(False)
 
 
@@ -277,79 +261,58 @@ class _Call:
     def queries(self, x_BHTK: Tensor) -> Tensor:
         """A view `[., ., C, K]` of the queries' tiles."""
         g = self.group
-        x = x_BHTK.narrow(2, g.q, g.rows * g.count)
-        if g.count == 1:
-            return x if self.row is None else x[self.row][None]
-        return _one_row(x, self.row).unflatten(-2, (g.count, g.rows))
+        x = self._rows(x_BHTK.narrow(2, g.q, g.rows * g.count))
+        return x if g.count == 1 else x.unflatten(-2, (g.count, g.rows))
 
     def keys(self, x_BHSK: Tensor) -> Tensor:
         """`[., ., W, K]`: a view of the tiles' keys, where neighbours overlap, or a copy of keys that lie anywhere."""
         g = self.group
         if g.places:
-            return _one_row(x_BHSK, self.row).index_select(-2, g.key_slots().flatten()).unflatten(-2, (g.count, g.keys))
-        x = x_BHSK.narrow(2, g.k, g.keys + g.rows * (g.count - 1))
-        if g.count == 1:
-            return x if self.row is None else x[self.row][None]
-        return _one_row(x, self.row).unfold(-2, g.keys, g.rows).transpose(-1, -2)
+            return self._rows(x_BHSK).index_select(-2, g.key_slots().flatten()).unflatten(-2, (g.count, g.keys))
+        x = self._rows(x_BHSK.narrow(2, g.k, g.keys + g.rows * (g.count - 1)))
+        return x if g.count == 1 else x.unfold(-2, g.keys, g.rows).transpose(-1, -2)
 
     def add_to_keys(self, total_BHSK: Tensor, part: Tensor) -> None:
         """Add the tiles' gradients to their keys, one slab of C keys at a time since neighbours overlap."""
         g = self.group
         if g.places:
-            _one_row(total_BHSK, self.row).index_add_(-2, g.key_slots().flatten(), part.flatten(-3, -2))
+            self._rows(total_BHSK).index_add_(-2, g.key_slots().flatten(), part.flatten(-3, -2))
             return
-        x = total_BHSK.narrow(2, g.k, g.keys + g.rows * (g.count - 1))
+        x = self._rows(total_BHSK.narrow(2, g.k, g.keys + g.rows * (g.count - 1)))
         if g.count == 1:
-            (x if self.row is None else x[self.row][None]).add_(part)
+            x.add_(part)
             return
-        x = _one_row(x, self.row)
         for start in range(0, g.keys, g.rows):
             width = min(g.rows, g.keys - start)
             slab = x.narrow(-2, start, g.rows * (g.count - 1) + width).unfold(-2, width, g.rows).transpose(-1, -2)
             slab.add_(part.narrow(-2, start, width))
 
+    def _rows(self, x_BHTK: Tensor) -> Tensor:
+        """All rows or the own one; without the batch where tiles are folded, which take its place."""
+        if self.group.count > 1 or self.group.places:
+            return x_BHTK[0 if self.row is None else self.row]
+        return x_BHTK if self.row is None else x_BHTK[self.row][None]
 
-def _one_row(x_BHTK: Tensor, row: int | None) -> Tensor:
-    return x_BHTK[0 if row is None else row]
 
-
-def _calls(
-    q_BHTK: Tensor,
-    k_BHSK: Tensor,
-    pattern_key: str,
-    q_start: int,
-    k_start: int,
-    lengths: Tensor | None,
-    q_pos: Tensor | None,
-    k_pos: Tensor | None,
-    q_doc: Tensor | None,
-    k_doc: Tensor | None,
-) -> Iterator[_Call]:
+def _calls(q_BHTK: Tensor, k_BHSK: Tensor, pattern: Pattern, slots: Slots) -> Iterator[_Call]:
     """Folded tiles take the place of the batch in the fused kernel, so they go one row at a time, as views."""
     B, _, T, _ = q_BHTK.shape
-    S, pattern = k_BHSK.shape[2], Pattern.from_key(pattern_key)
-    if q_pos is None or k_pos is None:
-        for group in static_groups(pattern, q_start, T, k_start, S):
-            if lengths is None and fits_in_cache(group):
-                bias = static_bias(pattern, group, q_start, k_start, q_BHTK, triangles=True)
-                if bias is None or not torch.isneginf(bias).all(-1).any():
-                    yield _Call(group, None, bias, in_cache=True)
-                    continue
-            bias = static_bias(pattern, group, q_start, k_start, q_BHTK) if lengths is None else None
-            for row in [None] if group.count == 1 else range(B):
-                if lengths is not None:
-                    own = lengths if row is None else lengths[row, None]
-                    bias = bias_to(own, pattern, group, q_start, k_start, q_BHTK)
-                yield _Call(group, row, bias)
+    if pattern.anchored and slots.q_pos_BT is not None and slots.k_pos_BS is not None and slots.q_doc_BT is None:
+        yield from _row_calls(pattern, T, slots.q_pos_BT, slots.k_pos_BS, q_BHTK)
         return
-    if pattern.anchored and q_doc is None:
-        yield from _row_calls(pattern, T, q_pos, k_pos, q_BHTK)
-        return
-    for group in ragged_groups(pattern, T, S):
-        for row in [None] if group.count == 1 else range(B):
-            rows = slice(None) if row is None else slice(row, row + 1)
-            docs = None if q_doc is None or k_doc is None else (q_doc[rows], k_doc[rows])
-            yield _Call(group, row, ragged_bias(pattern, group, q_pos[rows], k_pos[rows], docs, q_BHTK))
+    by_row = slots.starts is None or slots.lengths_B is not None
+    for group in tile_groups(pattern, slots.starts, T, k_BHSK.shape[2]):
+        rows = [None] if group.count == 1 else range(B)
+        if by_row:
+            yield from (_Call(group, row, row_bias(pattern, group, slots.of_row(row), q_BHTK)) for row in rows)
+            continue
+        if fits_in_cache(group):
+            bias = static_bias(pattern, group, slots.q_start, slots.k_start, q_BHTK, triangles=True)
+            if bias is None or not torch.isneginf(bias).all(-1).any():
+                yield _Call(group, None, bias, in_cache=True)
+                continue
+        bias = static_bias(pattern, group, slots.q_start, slots.k_start, q_BHTK)
+        yield from (_Call(group, row, bias) for row in rows)
 
 
 def _row_calls(pattern: Pattern, T: int, q_pos_BT: Tensor, k_pos_BS: Tensor, like: Tensor) -> Iterator[_Call]:
@@ -367,13 +330,6 @@ def _row_calls(pattern: Pattern, T: int, q_pos_BT: Tensor, k_pos_BS: Tensor, lik
             yield _Call(moved, row, static_bias(pattern, group, q_start, k_start, like))
 
 
-class Tile(NamedTuple):
-    """One tile of some heads of one row of the batch: indices of `[B, H, T, K]` and `[B, H, S, K]`."""
-
-    queries: tuple[int, slice, slice]
-    keys: tuple[int, slice, slice]
-
-
 def fits_in_cache(group: Group) -> bool:
     """Whether the tiles of a group are worth it, by their sizes alone."""
     if group.kind == "empty" or group.places or group.rows < LEAST_ROWS:
@@ -382,8 +338,8 @@ def fits_in_cache(group: Group) -> bool:
     return group.rows <= LONGEST_TRIANGLE if group.kind == "causal" else group.rows * group.keys <= ENTRIES
 
 
-def tiles_of(group: Group, row: int | None, shape_BHTK: torch.Size) -> Iterator[Tile]:
-    """The tiles of a group, of all rows of the batch or of one."""
+def tiles_of(group: Group, row: int | None, shape_BHTK: torch.Size) -> Iterator[tuple[Index, Index]]:
+    """The queries and the keys of a group's tiles, of all rows of the batch or of one, for some heads at a time."""
     B, H = shape_BHTK[:2]
     heads = max(1, ENTRIES // (group.rows * group.keys))
     for b in range(B) if row is None else (row,):
@@ -391,7 +347,7 @@ def tiles_of(group: Group, row: int | None, shape_BHTK: torch.Size) -> Iterator[
             some = slice(first, min(first + heads, H))
             for n in range(group.count):
                 q, k = group.q + n * group.rows, group.k + n * group.rows
-                yield Tile((b, some, slice(q, q + group.rows)), (b, some, slice(k, k + group.keys)))
+                yield (b, some, slice(q, q + group.rows)), (b, some, slice(k, k + group.keys))
 
 
 class Workspace:

@@ -9,9 +9,9 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from subquad.ops._torch.tiles import Group, ragged_groups, short_groups, static_groups
+from subquad.ops._torch.tiles import Group, short_groups, tile_groups
 from subquad.ops.patterns import Pattern
-from subquad.ops.slots import Slots, nothing
+from subquad.ops.slots import Slots, allowed_between, nothing
 
 
 def gathered(
@@ -22,9 +22,7 @@ def gathered(
     Linear memory for patterns of bounded reach; for the others autograd keeps the weights of all tiles.
     """
     T, S, outs, lses = q_BHTK.shape[2], k_BHSK.shape[2], [], []
-    ragged = slots.q_pos_BT is not None
-    groups = ragged_groups(pattern, T, S) if ragged else static_groups(pattern, slots.q_start, T, slots.k_start, S)
-    for group in short_groups(groups):
+    for group in short_groups(tile_groups(pattern, slots.starts, T, S)):
         q = q_BHTK.narrow(2, group.q, group.rows * group.count).unflatten(2, (group.count, group.rows))
         if group.kind == "empty":
             out, lse = nothing(q.flatten(2, 3), v_BHSV)
@@ -32,7 +30,8 @@ def gathered(
             lses.append(lse)
             continue
         k, v = (_tiles(x, group).mT for x in (k_BHSK, v_BHSV))
-        forbidden = ~_allowed(pattern, group, slots, q.device)
+        q_slots, k_slots = (x.to(q.device) for x in (group.query_slots(), group.key_slots()))
+        forbidden = ~allowed_between(pattern, slots, q_slots, k_slots)[:, None]
         scores = (q @ k.mT) * scale
         lses.append(scores.masked_fill(forbidden, -torch.inf).logsumexp(-1).flatten(2))
         weights = scores.masked_fill(forbidden, torch.finfo(scores.dtype).min).softmax(-1).masked_fill(forbidden, 0.0)
@@ -47,19 +46,3 @@ def _tiles(x_BHSK: Tensor, group: Group) -> Tensor:
         return x_BHSK.index_select(2, slots.flatten()).unflatten(2, slots.shape).mT
     x_BHSK = x_BHSK.narrow(2, group.k, group.keys + group.rows * (group.count - 1))
     return x_BHSK.unfold(2, group.keys, group.rows)
-
-
-def _allowed(pattern: Pattern, group: Group, slots: Slots, device: torch.device) -> Tensor:
-    """Bool `[B or 1, 1, N, C, W]`."""
-    q_slot, k_slot = group.query_slots().to(device), group.key_slots().to(device)
-    if slots.q_pos_BT is None or slots.k_pos_BS is None:
-        q, k = (q_slot + slots.q_start)[..., :, None], (k_slot + slots.k_start)[..., None, :]
-        allowed = pattern.allowed(q, k)[None]
-        if slots.lengths_B is not None:
-            allowed = allowed & (k_slot < slots.lengths_B[:, None, None])[:, :, None]
-        return allowed[:, None]
-    q, k = slots.q_pos_BT[:, q_slot][..., :, None], slots.k_pos_BS[:, k_slot][..., None, :]
-    allowed = pattern.allowed(q, k) & (q >= 0) & (k >= 0)
-    if slots.q_doc_BT is not None and slots.k_doc_BS is not None:
-        allowed = allowed & (slots.q_doc_BT[:, q_slot][..., :, None] == slots.k_doc_BS[:, k_slot][..., None, :])
-    return allowed[:, None]

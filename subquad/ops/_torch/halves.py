@@ -151,6 +151,11 @@ def reverse_decayed_sum(x_MCL: Tensor, m_MCL: Tensor) -> Tensor:
     return u_MCL
 
 
+def spans(tokens: int, chunk: int) -> list[slice]:
+    """The chunks; the last one may be shorter."""
+    return [slice(start, min(start + chunk, tokens)) for start in range(0, tokens, chunk)]
+
+
 def chunk_spans(tokens: int, chunk: int) -> list[tuple[int, int, int]]:
     """`(start, stop, size)` of each chunk; the last one's rows are padded up to `size`, a power of two."""
     spans = [(start, start + chunk, chunk) for start in range(0, tokens - chunk + 1, chunk)]
@@ -181,8 +186,7 @@ LEAST_ROWS = 128
 
 def _pieces(k_NTL: Tensor) -> list[slice]:
     N, T, L = k_NTL.shape
-    rows = power_of_two(max(LEAST_ROWS, PIECE_ENTRIES // max(1, N * L)))
-    return [slice(start, min(start + rows, T)) for start in range(0, T, rows)]
+    return spans(T, power_of_two(max(LEAST_ROWS, PIECE_ENTRIES // max(1, N * L))))
 
 
 def _whole(x_NRL: Tensor) -> Tensor:

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from subquad.memory import empty, empty_like
-from subquad.ops._torch.halves import chunk_spans, padded, pair_backward, pair_scores, power_of_two
+from subquad.ops._torch.halves import chunk_spans, padded, pair_backward, pair_scores, power_of_two, spans
 from subquad.ops.backends import without_autocast
 
 CHUNK = 64
@@ -82,11 +82,12 @@ def gated_scan_op(
     With `normalise` the state has one more value channel: the sum of the inputs.
     """
     N, T, V = v_NTV.shape
-    K, spans = q_NTK.shape[-1], _spans(T, chunk, log_f_NTF)
+    K, parts = q_NTK.shape[-1], _spans(T, chunk, log_f_NTF)
     out_NTV, total_NT = empty_like(v_NTV), v_NTV.new_empty(N, T if normalise else 0)
-    states, sums = _kept(state_NKV, (N, K, V), len(spans) if save else 0, normalise)
+    kept = len(parts) if save else 0
+    states, sums = empty(state_NKV, kept, N, K, V), state_NKV.new_empty(kept, N, K, int(normalise))
     s_NKV, z_NK1 = state_NKV[..., :V].contiguous(), state_NKV[..., V:]
-    for n, span in enumerate(spans):
+    for n, span in enumerate(parts):
         q, i, v = (padded(x, span) for x in (q_NTK, i_NTK, v_NTV))
         decay = _Decay(None if log_f_NTF is None else padded(log_f_NTF, span), q)
         start, stop, _ = span
@@ -104,15 +105,10 @@ def gated_scan_op(
     return out_NTV, torch.cat([s_NKV, z_NK1], -1), total_NT, states, sums
 
 
-def _kept(like: Tensor, shape: tuple[int, int, int], chunks: int, normalise: bool) -> tuple[Tensor, Tensor]:
-    N, K, V = shape
-    return empty(like, chunks, N, K, V), like.new_empty(chunks, N, K, int(normalise))
-
-
 def _spans(tokens: int, chunk: int, log_f: Tensor | None) -> list[tuple[int, int, int]]:
     if log_f is not None:
         return chunk_spans(tokens, power_of_two(chunk))
-    return [(start, stop, stop - start) for start in range(0, tokens, chunk) for stop in [min(start + chunk, tokens)]]
+    return [(part.start, part.stop, part.stop - part.start) for part in spans(tokens, chunk)]
 
 
 def _divisor(total_NC1: Tensor, eps: float) -> Tensor:
@@ -158,8 +154,8 @@ def gated_scan_backward_op(
     dlog_f = q_NTK.new_empty(0) if log_f_NTF is None else log_f_NTF.new_empty(log_f_NTF.shape)
     r_end = torch.zeros_like(end_NKV) if grad_state_NKV is None else grad_state_NKV
     r, rz, after, z_after = r_end[..., :V].contiguous(), r_end[..., V:], end_NKV[..., :V], end_NKV[..., V:]
-    spans = _spans(v_NTV.shape[1], chunk, log_f_NTF)
-    for span, state, z in zip(reversed(spans), states.flip(0), sums.flip(0), strict=True):
+    parts = _spans(v_NTV.shape[1], chunk, log_f_NTF)
+    for span, state, z in zip(reversed(parts), states.flip(0), sums.flip(0), strict=True):
         q, i, v, do = (padded(x, span) for x in (q_NTK, i_NTK, v_NTV, grad_NTV))
         decay = _Decay(None if log_f_NTF is None else padded(log_f_NTF, span), q)
         start, stop, _ = span

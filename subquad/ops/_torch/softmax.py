@@ -33,6 +33,7 @@ from subquad.ops._torch.halves import (
     power_of_two,
     reverse_decayed_sum,
     running_max,
+    spans,
 )
 from subquad.ops.backends import without_autocast
 
@@ -50,11 +51,6 @@ def chunk_size(latents: int) -> int:
     return MEAN_CHUNK if latents == 1 else CHUNK
 
 
-def spans(tokens: int, chunk: int) -> list[slice]:
-    """The chunks; the last one may be shorter."""
-    return [slice(start, min(start + chunk, tokens)) for start in range(0, tokens, chunk)]
-
-
 class ChunkGradients(NamedTuple):
     """Of a chunk's p, k and v, and of the state before it: `r` of its mean, `u` of minus its log-normaliser."""
 
@@ -63,78 +59,6 @@ class ChunkGradients(NamedTuple):
     v: Tensor
     r: Tensor
     u: Tensor
-
-
-def latents_forward(
-    p_NCL: Tensor, e_NCL: Tensor, v_NCV: Tensor, z_NL: Tensor, s_NLV: Tensor
-) -> tuple[Tensor, Tensor, Tensor]:
-    """One chunk of several latents: outputs, and the normaliser `[N, L]` and the sum of values `[N, L, V]` after it."""
-    total_NCL = e_NCL.cumsum(1).add_(z_NL[:, None])
-    q_NCL = p_NCL / total_NCL
-    before_NLV = s_NLV * z_NL[..., None]
-    out_NCV = torch.bmm(torch.bmm(q_NCL, e_NCL.mT).tril_(), v_NCV).baddbmm_(q_NCL, before_NLV)
-    return out_NCV, total_NCL[:, -1], before_NLV.baddbmm_(e_NCL.mT, v_NCV)
-
-
-def latents_backward(
-    do_NCV: Tensor,
-    p_NCL: Tensor,
-    e_NCL: Tensor,
-    v_NCV: Tensor,
-    z_NL: Tensor,
-    s_NLV: Tensor,
-    r_NLV: Tensor,
-    u_NL: Tensor,
-) -> ChunkGradients:
-    """Gradients of p, k, v and the state before, given `r` and `u` of the state after."""
-    total_NCL = e_NCL.cumsum(1).add_(z_NL[:, None])
-    q_NCL = p_NCL / total_NCL
-    end_NL = total_NCL[:, -1]
-    r_NLV, u_NL = r_NLV / end_NL[..., None], u_NL / end_NL
-    grad_NCC = torch.bmm(do_NCV, v_NCV.mT).tril_()
-    scores_NCC = torch.bmm(q_NCL, e_NCL.mT).tril_()
-    dv_NCV = torch.bmm(scores_NCC.mT, do_NCV).baddbmm_(e_NCL, r_NLV)
-    dp_NCL = torch.bmm(grad_NCC, e_NCL).baddbmm_(do_NCV, (s_NLV * z_NL[..., None]).mT).div_(total_NCL)
-    de_NCL = torch.bmm(grad_NCC.mT, q_NCL).baddbmm_(v_NCV, r_NLV.mT)
-    # The later rows' share of the normaliser, summed from the end: a total minus a prefix would cancel.
-    taken_NCL = (q_NCL * dp_NCL).flip(1).cumsum(1).flip(1).add_(u_NL[:, None])
-    dk_NCL = de_NCL.sub_(taken_NCL).mul_(e_NCL)
-    r_NLV = torch.baddbmm(r_NLV, q_NCL.mT, do_NCV).mul_(z_NL[..., None])
-    return ChunkGradients(dp_NCL, dk_NCL, dv_NCV, r_NLV, taken_NCL[:, 0] * z_NL)
-
-
-def mean_forward(
-    p_NC1: Tensor, e_NC1: Tensor, v_NCV: Tensor, z_N1: Tensor, s_N1V: Tensor
-) -> tuple[Tensor, Tensor, Tensor]:
-    """One chunk of one latent: outputs, and the normaliser `[N, 1]` and the sum of values `[N, 1, V]` after it."""
-    total_NC1 = e_NC1.cumsum(1).add_(z_N1[:, None])
-    sums_NCV = (e_NC1 * v_NCV).cumsum(1).add_(s_N1V * z_N1[:, None])
-    end_N1V = sums_NCV[:, -1:].clone()
-    return sums_NCV.mul_(p_NC1 / total_NC1), total_NC1[:, -1], end_N1V
-
-
-def mean_backward(
-    do_NCV: Tensor,
-    p_NC1: Tensor,
-    e_NC1: Tensor,
-    v_NCV: Tensor,
-    z_N1: Tensor,
-    s_N1V: Tensor,
-    r_N1V: Tensor,
-    u_N1: Tensor,
-) -> ChunkGradients:
-    """Gradients of p, k, v and the state before, given `r` and `u` of the state after."""
-    total_NC1 = e_NC1.cumsum(1).add_(z_N1[:, None])
-    q_NC1 = p_NC1 / total_NC1
-    end_N1 = total_NC1[:, -1]
-    sums_NCV = (e_NC1 * v_NCV).cumsum(1).add_(s_N1V * z_N1[:, None])
-    dp_NC1 = sums_NCV.mul_(do_NCV).sum(-1, keepdim=True).div_(total_NC1)
-    # Sums over later rows are made from the end: a total minus a prefix would cancel.
-    dx_NCV = (do_NCV * q_NC1).flip(1).cumsum(1).flip(1).add_(r_N1V / end_N1[..., None])
-    taken_NC1 = (q_NC1 * dp_NC1).flip(1).cumsum(1).flip(1).add_((u_N1 / end_N1)[:, None])
-    dk_NC1 = torch.mul(dx_NCV, v_NCV, out=sums_NCV).sum(-1, keepdim=True).sub_(taken_NC1).mul_(e_NC1)
-    r_N1V = dx_NCV[:, :1] * z_N1[:, None]
-    return ChunkGradients(dp_NC1, dk_NC1, dx_NCV.mul_(e_NC1), r_N1V, taken_NC1[:, 0] * z_N1)
 
 
 class _Normalisers:
@@ -220,8 +144,7 @@ class _Chunk:
     def forward(self) -> tuple[Tensor, Tensor, Tensor]:
         """Outputs, and the log-normaliser and mean after the chunk."""
         e_NCL = self.x_NCL.exp_()
-        form = mean_forward if self.k.shape[-1] == 1 else latents_forward
-        out_NCV, end_NL, sum_NLV = form(self.p, e_NCL, self.v, self.z_NL, self.s)
+        out_NCV, end_NL, sum_NLV = self._mean(e_NCL) if self.k.shape[-1] == 1 else self._latents(e_NCL)
         a_NL = self.reference_NL.to(self.a.dtype) + end_NL.to(self.a.dtype).log()
         s_NLV = sum_NLV.div_(end_NL[..., None])
         if self.late_NC is not None:
@@ -235,14 +158,64 @@ class _Chunk:
     def backward(self, do_NCV: Tensor, r_NLV: Tensor, u_NL: Tensor) -> ChunkGradients:
         """Gradients, given `r`, that of the mean after the chunk, and `u`, that of minus its log-normaliser."""
         e_NCL = self.x_NCL.exp_()
-        form = mean_backward if self.k.shape[-1] == 1 else latents_backward
-        gradients = form(do_NCV, self.p, e_NCL, self.v, self.z_NL, self.s, r_NLV, u_NL)
+        form = self._mean_backward if self.k.shape[-1] == 1 else self._latents_backward
+        gradients = form(do_NCV, e_NCL, r_NLV, u_NL)
         if self.late_NC is not None:
             safe = safe_backward(do_NCV, self.p, self.k, self.v, self.a, self.s, r_NLV, u_NL)
             last_N = self.late_NC[:, -1]
             late = (last_N.view(-1, *(1,) * (x.ndim - 1)) for x in gradients)
             gradients = ChunkGradients(*(torch.where(*chosen) for chosen in zip(late, safe, gradients, strict=True)))
         return gradients
+
+    def _latents(self, e_NCL: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """One chunk of several latents: outputs, the normaliser `[N, L]` and the sum of values `[N, L, V]` after it."""
+        p_NCL, v_NCV, z_NL, s_NLV = self.p, self.v, self.z_NL, self.s
+        total_NCL = e_NCL.cumsum(1).add_(z_NL[:, None])
+        q_NCL = p_NCL / total_NCL
+        before_NLV = s_NLV * z_NL[..., None]
+        out_NCV = torch.bmm(torch.bmm(q_NCL, e_NCL.mT).tril_(), v_NCV).baddbmm_(q_NCL, before_NLV)
+        return out_NCV, total_NCL[:, -1], before_NLV.baddbmm_(e_NCL.mT, v_NCV)
+
+    def _latents_backward(self, do_NCV: Tensor, e_NCL: Tensor, r_NLV: Tensor, u_NL: Tensor) -> ChunkGradients:
+        """Gradients of p, k, v and the state before, given `r` and `u` of the state after."""
+        p_NCL, v_NCV, z_NL, s_NLV = self.p, self.v, self.z_NL, self.s
+        total_NCL = e_NCL.cumsum(1).add_(z_NL[:, None])
+        q_NCL = p_NCL / total_NCL
+        end_NL = total_NCL[:, -1]
+        r_NLV, u_NL = r_NLV / end_NL[..., None], u_NL / end_NL
+        grad_NCC = torch.bmm(do_NCV, v_NCV.mT).tril_()
+        scores_NCC = torch.bmm(q_NCL, e_NCL.mT).tril_()
+        dv_NCV = torch.bmm(scores_NCC.mT, do_NCV).baddbmm_(e_NCL, r_NLV)
+        dp_NCL = torch.bmm(grad_NCC, e_NCL).baddbmm_(do_NCV, (s_NLV * z_NL[..., None]).mT).div_(total_NCL)
+        de_NCL = torch.bmm(grad_NCC.mT, q_NCL).baddbmm_(v_NCV, r_NLV.mT)
+        # The later rows' share of the normaliser, summed from the end: a total minus a prefix would cancel.
+        taken_NCL = (q_NCL * dp_NCL).flip(1).cumsum(1).flip(1).add_(u_NL[:, None])
+        dk_NCL = de_NCL.sub_(taken_NCL).mul_(e_NCL)
+        r_NLV = torch.baddbmm(r_NLV, q_NCL.mT, do_NCV).mul_(z_NL[..., None])
+        return ChunkGradients(dp_NCL, dk_NCL, dv_NCV, r_NLV, taken_NCL[:, 0] * z_NL)
+
+    def _mean(self, e_NC1: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """One chunk of one latent: outputs, and the normaliser `[N, 1]` and the sum of values `[N, 1, V]` after it."""
+        p_NC1, v_NCV, z_N1, s_N1V = self.p, self.v, self.z_NL, self.s
+        total_NC1 = e_NC1.cumsum(1).add_(z_N1[:, None])
+        sums_NCV = (e_NC1 * v_NCV).cumsum(1).add_(s_N1V * z_N1[:, None])
+        end_N1V = sums_NCV[:, -1:].clone()
+        return sums_NCV.mul_(p_NC1 / total_NC1), total_NC1[:, -1], end_N1V
+
+    def _mean_backward(self, do_NCV: Tensor, e_NC1: Tensor, r_N1V: Tensor, u_N1: Tensor) -> ChunkGradients:
+        """Gradients of p, k, v and the state before, given `r` and `u` of the state after."""
+        p_NC1, v_NCV, z_N1, s_N1V = self.p, self.v, self.z_NL, self.s
+        total_NC1 = e_NC1.cumsum(1).add_(z_N1[:, None])
+        q_NC1 = p_NC1 / total_NC1
+        end_N1 = total_NC1[:, -1]
+        sums_NCV = (e_NC1 * v_NCV).cumsum(1).add_(s_N1V * z_N1[:, None])
+        dp_NC1 = sums_NCV.mul_(do_NCV).sum(-1, keepdim=True).div_(total_NC1)
+        # Sums over later rows are made from the end: a total minus a prefix would cancel.
+        dx_NCV = (do_NCV * q_NC1).flip(1).cumsum(1).flip(1).add_(r_N1V / end_N1[..., None])
+        taken_NC1 = (q_NC1 * dp_NC1).flip(1).cumsum(1).flip(1).add_((u_N1 / end_N1)[:, None])
+        dk_NC1 = torch.mul(dx_NCV, v_NCV, out=sums_NCV).sum(-1, keepdim=True).sub_(taken_NC1).mul_(e_NC1)
+        r_N1V = dx_NCV[:, :1] * z_N1[:, None]
+        return ChunkGradients(dp_NC1, dk_NC1, dx_NCV.mul_(e_NC1), r_N1V, taken_NC1[:, 0] * z_N1)
 
 
 @torch.library.custom_op("subquad::running_softmax", mutates_args=())

@@ -7,7 +7,7 @@ Shape letters: B batch, T queries, S keys, N tiles of C queries and W keys.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import lru_cache
 
 import torch
@@ -15,6 +15,7 @@ from torch import Tensor
 
 from subquad.ops.patterns import Pattern
 from subquad.ops.patterns.sparse import Ranks
+from subquad.ops.slots import Slots, allowed_between, real_keys, seen_slots
 
 MASKED_ROWS = 256
 """A tile without bound on its keys needs a mask of rows x keys: this many rows at a time keep it linear."""
@@ -50,6 +51,13 @@ class Group:
         return starts_N[:, None] + torch.arange(self.keys, device="cpu")
 
 
+def tile_groups(pattern: Pattern, starts: tuple[int, int] | None, queries: int, keys: int) -> tuple[Group, ...]:
+    """Tiles of queries and keys from these positions on, or by slot where rows differ (None)."""
+    if starts is None:
+        return ragged_groups(pattern, queries, keys)
+    return static_groups(pattern, starts[0], queries, starts[1], keys)
+
+
 @lru_cache(maxsize=512)
 def static_groups(pattern: Pattern, q_start: int, queries: int, k_start: int, keys: int) -> tuple[Group, ...]:
     """Tiles by position: query slot i stands at `q_start + i`, key slot j at `k_start + j`."""
@@ -67,7 +75,7 @@ def static_groups(pattern: Pattern, q_start: int, queries: int, k_start: int, ke
             tiles.append(
                 Group(a - q_start, b - a, 1, lo - k_start if some else 0, max(0, hi - lo), kind if some else "empty")
             )
-    return _gather(tiles) if pattern.scattered else _fold(tiles, pattern.period)
+    return _fold(tiles, pattern.period, pattern.scattered)
 
 
 def _range(pattern: Pattern, start: int, stop: int, k_start: int, keys: int) -> tuple[int, int]:
@@ -147,46 +155,34 @@ def short_groups(groups: tuple[Group, ...]) -> tuple[Group, ...]:
 @lru_cache(maxsize=512)
 def ragged_groups(pattern: Pattern, queries: int, keys: int) -> tuple[Group, ...]:
     """Tiles by slot, where positions differ by row: the queries are the last of the key slots (or it is anchored)."""
-    offset, tiles = keys - queries, []
+    tiles = []
     rows = MASKED_ROWS if pattern.reach is None else max(16, min(128, pattern.reach + 1))
     for start in range(0, queries, rows):
         stop = min(start + rows, queries)
-        lo = 0 if pattern.reach is None else max(0, start + offset - pattern.reach)
-        hi = keys if pattern.ahead is None else min(keys, stop + offset + pattern.ahead)
-        if pattern.anchored:
-            lo, hi = 0, keys
+        lo, hi = seen_slots(pattern, None, start, stop, queries, keys)
         tiles.append(Group(start, stop - start, 1, lo, hi - lo, "masked" if hi > lo else "empty"))
     return _fold(tiles, 1)
 
 
-def _fold(tiles: list[Group], period: int) -> tuple[Group, ...]:
+def _fold(tiles: list[Group], period: int, scattered: bool = False) -> tuple[Group, ...]:
+    """Neighbours of one shape become one group: their keys follow one another, or (`scattered`) are all allowed."""
     groups: list[Group] = []
     for tile in tiles:
         last = groups[-1] if groups else None
-        if (
-            last is not None
-            and (last.rows, last.keys, last.kind, last.q - last.k) == (tile.rows, tile.keys, tile.kind, tile.q - tile.k)
-            and tile.q == last.q + last.rows * last.count
-            and tile.rows % period == 0
-        ):
-            groups[-1] = Group(last.q, last.rows, last.count + 1, last.k, last.keys, last.kind)
-        else:
+        if last is None or (last.rows, last.keys, last.kind) != (tile.rows, tile.keys, tile.kind):
             groups.append(tile)
-    return tuple(groups)
-
-
-def _gather(tiles: list[Group]) -> tuple[Group, ...]:
-    """Neighbours of one shape whose keys lie anywhere, all allowed, become one group."""
-    groups: list[Group] = []
-    for tile in tiles:
-        last = groups[-1] if groups else None
-        shape = (tile.rows, tile.keys, tile.kind)
-        if last is not None and (last.rows, last.keys, last.kind) == shape and tile.kind == "full":
+        elif scattered and tile.kind == "full":
             places = (*(last.places or (last.k,)), tile.k)
-            groups[-1] = Group(last.q, last.rows, last.count + 1, 0, last.keys, last.kind, places)
+            groups[-1] = replace(last, count=last.count + 1, k=0, places=places)
+        elif not scattered and _follows(last, tile) and tile.rows % period == 0:
+            groups[-1] = replace(last, count=last.count + 1)
         else:
             groups.append(tile)
     return tuple(groups)
+
+
+def _follows(group: Group, tile: Group) -> bool:
+    return tile.q == group.q + group.rows * group.count and tile.q - tile.k == group.q - group.k
 
 
 def static_bias(
@@ -200,31 +196,11 @@ def static_bias(
     return _bias(pattern.allowed(q_pos[:, None], k_pos), like)
 
 
-def bias_to(lengths_B: Tensor, pattern: Pattern, group: Group, q_start: int, k_start: int, like: Tensor) -> Tensor:
-    """`[B, 1, C, W]` for one tile a row, `[1, N, C, W]` for the folded tiles of one row: keys within the lengths."""
-    q_slot, k_slot = group.query_slots(), group.key_slots()
-    real_BN1W = (k_slot < lengths_B[:, None, None])[:, :, None]
-    if group.kind == "full":
-        return _bias(real_BN1W, like)  # one row for all queries
-    return _bias(pattern.allowed((q_slot + q_start)[..., None], (k_slot + k_start)[:, None]) & real_BN1W, like)
-
-
-def ragged_bias(
-    pattern: Pattern, group: Group, q_pos: Tensor, k_pos: Tensor, docs: tuple[Tensor, Tensor] | None, like: Tensor
-) -> Tensor:
-    """`[B, 1, C, W]` for one tile a row, `[1, N, C, W]` for the folded tiles of one row."""
-
-    def tiles(q_BT: Tensor, k_BS: Tensor) -> tuple[Tensor, Tensor]:
-        q = q_BT.narrow(1, group.q, group.rows * group.count).unflatten(1, (group.count, group.rows))
-        k = k_BS.narrow(1, group.k, group.keys + group.rows * (group.count - 1)).unfold(1, group.keys, group.rows)
-        return q[..., :, None], k[..., None, :]
-
-    q, k = tiles(q_pos, k_pos)
-    allowed = pattern.allowed(q, k) & (q >= 0) & (k >= 0)
-    if docs is not None:
-        q, k = tiles(*docs)
-        allowed = allowed & (q == k)
-    return _bias(allowed, like)
+def row_bias(pattern: Pattern, group: Group, slots: Slots, like: Tensor) -> Tensor:
+    """`[B, 1, C, W]` for one tile a row, `[1, N, C, W]` for the folded tiles of one row: where rows differ."""
+    if group.kind == "full" and slots.lengths_B is not None:
+        return _bias(real_keys(slots.lengths_B, group.key_slots()), like)  # one row for all queries
+    return _bias(allowed_between(pattern, slots, group.query_slots(), group.key_slots()), like)
 
 
 def _bias(allowed: Tensor, like: Tensor) -> Tensor:

@@ -5,7 +5,6 @@ Shape letters: B batch, H query heads, G key heads, T queries, S keys, K key cha
 
 from __future__ import annotations
 
-import functools
 import math
 from collections.abc import Callable
 from typing import Any, NamedTuple
@@ -14,22 +13,11 @@ import torch
 import triton.language as tl
 from torch import Tensor
 
+from subquad.ops import patterns
 from subquad.ops._triton import common
 from subquad.ops._triton.attend_kernels import forward_kernel, keys_kernel, queries_kernel
-from subquad.ops.patterns import (
-    Band,
-    Blocks,
-    Causal,
-    Full,
-    Pattern,
-    Prefix,
-    Segments,
-    Shifted,
-    Sinks,
-    Suffix,
-    Window,
-)
-from subquad.ops.slots import Slots
+from subquad.ops.patterns import Pattern
+from subquad.ops.slots import SCHEMA, Slots
 
 FAR = 1 << 28
 """Farther than any position, and small enough that sums of a few stay within 32 bits."""
@@ -51,16 +39,16 @@ class Range(NamedTuple):
 
 
 RANGES: dict[type[Pattern], Callable[[Any], Range]] = {
-    Band: lambda p: Range(before=p.before, after=p.after),
-    Blocks: lambda p: Range(p.size, p.back * p.size, p.size, p.ahead_blocks * p.size),
-    Causal: lambda p: Range(),
-    Full: lambda p: Range(after=FAR),
-    Prefix: lambda p: Range(prefix=p.length),
-    Segments: lambda p: Range(p.size, p.back * p.size),
-    Shifted: lambda p: Range(p.size, p.back * p.size, offset=p.offset),
-    Sinks: lambda p: Range(hi_step=p.size, after=-(p.back + 1) * p.size, last=p.count * p.size),
-    Suffix: lambda p: Range(start=p.start),
-    Window: lambda p: Range(before=p.width - 1),
+    patterns.Band: lambda p: Range(before=p.before, after=p.after),
+    patterns.Blocks: lambda p: Range(p.size, p.back * p.size, p.size, p.ahead_blocks * p.size),
+    patterns.Causal: lambda p: Range(),
+    patterns.Full: lambda p: Range(after=FAR),
+    patterns.Prefix: lambda p: Range(prefix=p.length),
+    patterns.Segments: lambda p: Range(p.size, p.back * p.size),
+    patterns.Shifted: lambda p: Range(p.size, p.back * p.size, offset=p.offset),
+    patterns.Sinks: lambda p: Range(hi_step=p.size, after=-(p.back + 1) * p.size, last=p.count * p.size),
+    patterns.Suffix: lambda p: Range(start=p.start),
+    patterns.Window: lambda p: Range(before=p.width - 1),
 }
 
 
@@ -181,7 +169,7 @@ def supports(pattern: Pattern) -> bool:
 def attend(
     q_BHTK: Tensor, k_BGSK: Tensor, v_BGSV: Tensor, pattern: Pattern, slots: Slots, scale: float
 ) -> tuple[Tensor, Tensor]:
-    """Outputs `[B, H, T, V]` in the dtype of the values, and logsumexp `[B, H, T]` in float32.
+    """Outputs `[B, H, T, V]` in the dtype of all three inputs, and logsumexp `[B, H, T]` in float32.
 
     Raises `ValueError` for a device, a dtype, a pattern, a head size or a position that the kernels do not take.
     """
@@ -195,33 +183,20 @@ def attend(
     farthest = max(slots.q_start + q_BHTK.shape[2], slots.k_start + k_BGSK.shape[2])
     if farthest > FAR:
         raise ValueError(f"backend 'triton' of block_attention takes positions up to {FAR}, got {farthest}")
-    dtype = functools.reduce(torch.promote_types, (q_BHTK.dtype, k_BGSK.dtype, v_BGSV.dtype))
-    out_BHTV, lse_BHT, _, _ = block_attention_triton(
-        q_BHTK.to(dtype), k_BGSK.to(dtype), v_BGSV.to(dtype), pattern.key(), slots.q_start, slots.k_start, scale,
-        *slots[2:],
-    )  # fmt: skip
-    return out_BHTV.to(v_BGSV.dtype), lse_BHT
+    return block_attention_triton(q_BHTK, k_BGSK, v_BGSV, pattern.key(), scale, *slots)[:2]
 
 
-@torch.library.custom_op("subquad::block_attention_triton", mutates_args=())
+@torch.library.custom_op(
+    "subquad::block_attention_triton",
+    mutates_args=(),
+    schema=f"(Tensor q, Tensor k, Tensor v, str pattern, float scale, {SCHEMA}) -> (Tensor, Tensor, Tensor, Tensor)",
+)
 def block_attention_triton(
-    q_BHTK: Tensor,
-    k_BGSK: Tensor,
-    v_BGSV: Tensor,
-    pattern: str,
-    q_start: int,
-    k_start: int,
-    scale: float,
-    lengths_B: Tensor | None,
-    q_pos_BT: Tensor | None,
-    k_pos_BS: Tensor | None,
-    q_doc_BT: Tensor | None,
-    k_doc_BS: Tensor | None,
+    q_BHTK: Tensor, k_BGSK: Tensor, v_BGSV: Tensor, pattern: str, scale: float, *slots: Any
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """Outputs; the logsumexp of each query's scores (-inf where it sees no key); their maximum m, and 1 / z."""
     B, H, T, V = *q_BHTK.shape[:3], v_BGSV.shape[-1]
-    slots = Slots(q_start, k_start, lengths_B, q_pos_BT, k_pos_BS, q_doc_BT, k_doc_BS)
-    call = Call(q_BHTK, k_BGSK, v_BGSV, Pattern.from_key(pattern), slots, scale)
+    call = Call(q_BHTK, k_BGSK, v_BGSV, Pattern.from_key(pattern), Slots(*slots), scale)
     if T == 1:
         return _decode(call, B, H, V)
     out_BHTV = q_BHTK.new_empty(B, H, T, V)
@@ -263,7 +238,12 @@ def _(q, k, v, *rest):  # type: ignore[no-untyped-def]
     return q.new_empty(B, H, T, v.shape[-1]), *(q.new_empty(B, H, T, dtype=torch.float32) for _ in range(3))
 
 
-@torch.library.custom_op("subquad::block_attention_triton_backward", mutates_args=())
+@torch.library.custom_op(
+    "subquad::block_attention_triton_backward",
+    mutates_args=(),
+    schema="(Tensor grad, Tensor? grad_lse, Tensor out, Tensor m, Tensor inverse, Tensor q, Tensor k, Tensor v, "
+    f"str pattern, float scale, {SCHEMA}) -> (Tensor, Tensor, Tensor)",
+)
 def block_attention_triton_backward(
     grad_BHTV: Tensor,
     grad_lse_BHT: Tensor | None,
@@ -274,19 +254,12 @@ def block_attention_triton_backward(
     k_BGSK: Tensor,
     v_BGSV: Tensor,
     pattern: str,
-    q_start: int,
-    k_start: int,
     scale: float,
-    lengths_B: Tensor | None,
-    q_pos_BT: Tensor | None,
-    k_pos_BS: Tensor | None,
-    q_doc_BT: Tensor | None,
-    k_doc_BS: Tensor | None,
+    *slots: Any,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Gradients of queries, keys and values."""
     (B, H, T, _), G, S = q_BHTK.shape, *k_BGSK.shape[1:3]
-    slots = Slots(q_start, k_start, lengths_B, q_pos_BT, k_pos_BS, q_doc_BT, k_doc_BS)
-    call = Call(q_BHTK, k_BGSK, v_BGSV, Pattern.from_key(pattern), slots, scale)
+    call = Call(q_BHTK, k_BGSK, v_BGSV, Pattern.from_key(pattern), Slots(*slots), scale)
     do, *do_strides = in_units(grad_BHTV, call.V_unit)
     dlse = None if grad_lse_BHT is None else grad_lse_BHT.contiguous()
     dq, dk, dv = (torch.empty_like(x, memory_format=torch.contiguous_format) for x in (q_BHTK, k_BGSK, v_BGSV))
@@ -312,10 +285,10 @@ def _(grad, grad_lse, out, m, inverse, q, k, v, *rest):  # type: ignore[no-untyp
 
 
 def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
-    q, k, v, pattern, q_start, k_start, scale, *rows = inputs
+    q, k, v, *static, lengths, q_pos, k_pos, q_doc, k_doc = inputs
     out, _, m, inverse = output
-    ctx.save_for_backward(out, m, inverse, q, k, v, *rows)
-    ctx.static = (pattern, q_start, k_start, scale)
+    ctx.save_for_backward(out, m, inverse, q, k, v, lengths, q_pos, k_pos, q_doc, k_doc)
+    ctx.static = static
     ctx.set_materialize_grads(False)
     ctx.mark_non_differentiable(m, inverse)
 

@@ -23,8 +23,6 @@ One walks over the keys of a tile of queries, another over the queries of a tile
 share it. Nothing is added up in memory: the same inputs give the same bits.
 """
 
-# mypy: allow-untyped-defs, allow-incomplete-defs
-
 from __future__ import annotations
 
 import math
@@ -89,6 +87,13 @@ def row_slots(rows, b, queries, keys, q_start, k_start):
 
 
 @triton.jit
+def walk(lo, hi, real, start, first, stop, slots):
+    """Ranges by position as slots; where a walk over all of them begins and ends; between which slots all see all."""
+    lo, hi = tl.maximum(lo - start, first), tl.where(real, tl.minimum(hi - start, stop), 0)
+    return lo, hi, tl.min(tl.where(lo < hi, lo, slots), 0), tl.max(hi, 0), tl.max(lo, 0), tl.min(hi, 0)
+
+
+@triton.jit
 def load_tile(x, slots, inside, stride, UNIT: tl.constexpr, CHANNELS: tl.constexpr, WIDTH: tl.constexpr, TYPE):
     """`[slots, WIDTH]`; zeros outside and beyond the channels.
 
@@ -144,9 +149,7 @@ def forward_kernel(
     q_start, q_first, q_stop, k_start, k_first, k_stop = row_slots(rows, b, tokens, keys, q_start, k_start)
     lo, hi = key_range(q_start + q_slots, lo_step, before, hi_step, after, offset, prefix, last, start)
     real = inside & (q_slots >= q_first) & (q_slots < q_stop)
-    lo, hi = tl.maximum(lo - k_start, k_first), tl.where(real, tl.minimum(hi - k_start, k_stop), 0)
-    begin, end = tl.min(tl.where(lo < hi, lo, keys), 0), tl.max(hi, 0)
-    whole_from, whole_to = tl.max(lo, 0), tl.min(hi, 0)
+    lo, hi, begin, end, whole_from, whole_to = walk(lo, hi, real, k_start, k_first, k_stop, keys)
     part = tl.cdiv(tl.cdiv(end - begin, KEYS), tl.num_programs(1)) * KEYS
     begin += tl.program_id(1) * part
     end = tl.minimum(begin + part, end)
@@ -203,9 +206,7 @@ def queries_kernel(
     q_start, q_first, q_stop, k_start, k_first, k_stop = row_slots(rows, b, queries, keys, q_start, k_start)
     lo, hi = key_range(q_start + r, lo_step, before, hi_step, after, offset, prefix, last, start)
     real = inside & (r >= q_first) & (r < q_stop)
-    lo, hi = tl.maximum(lo - k_start, k_first), tl.where(real, tl.minimum(hi - k_start, k_stop), 0)
-    begin, end = tl.min(tl.where(lo < hi, lo, keys), 0), tl.max(hi, 0)
-    whole_from, whole_to = tl.max(lo, 0), tl.min(hi, 0)
+    lo, hi, begin, end, whole_from, whole_to = walk(lo, hi, real, k_start, k_first, k_stop, keys)
 
     at = head.to(tl.int64) * queries
     q_RK = load_tile(q + b * q_b * K_UNIT + h * q_h * K_UNIT, r, inside, q_t, K_UNIT, K, K_WIDTH, TYPE)
@@ -258,9 +259,7 @@ def keys_kernel(
     q_start, q_first, q_stop, k_start, k_first, k_stop = row_slots(rows, b, queries, keys, q_start, k_start)
     first, stop = query_range(k_start + s, lo_step, before, hi_step, after, offset, prefix, last, start)
     real = inside & (s >= k_first) & (s < k_stop)
-    first, stop = tl.maximum(first - q_start, q_first), tl.where(real, tl.minimum(stop - q_start, q_stop), 0)
-    begin, end = tl.min(tl.where(first < stop, first, queries), 0), tl.max(stop, 0)
-    whole_from, whole_to = tl.max(first, 0), tl.min(stop, 0)
+    first, stop, begin, end, whole_from, whole_to = walk(first, stop, real, q_start, q_first, q_stop, queries)
 
     k_SK = load_tile(k + b * k_b * K_UNIT + g * k_g * K_UNIT, s, inside, k_s, K_UNIT, K, K_WIDTH, TYPE)
     v_SV = load_tile(v + b * v_b * V_UNIT + g * v_g * V_UNIT, s, inside, v_s, V_UNIT, V, V_WIDTH, TYPE)

@@ -7,6 +7,7 @@ ones are masked, so any sizes fit.
 from __future__ import annotations
 
 import os
+from contextlib import nullcontext
 from typing import Any
 
 import torch
@@ -36,13 +37,20 @@ def check_device(op: str, *tensors: Tensor) -> None:
             )
 
 
+def rows(x_BHTL: Tensor) -> Tensor:
+    """The tensor with the channels of a token side by side."""
+    return x_BHTL if x_BHTL.shape[-1] == 1 or x_BHTL.stride(-1) == 1 else x_BHTL.contiguous()
+
+
+def strides(*tensors: Tensor | None, dims: int = 3) -> list[int]:
+    """Strides of batch, head and token, of one tensor after the other."""
+    return [s for x in tensors for s in ((0,) * dims if x is None else x.stride()[:dims])]
+
+
 def launch(kernel: Any, grid: tuple[int, ...], *arguments: Any, **constants: Any) -> None:
     """Launch a kernel on the device of the first tensor. An empty grid launches nothing."""
     if 0 in grid:
         return
     first = next(x for x in arguments if isinstance(x, Tensor))
-    if first.device.type == "cuda":
-        with torch.cuda.device(first.device):
-            kernel[grid](*arguments, **constants)
-    else:
+    with torch.cuda.device(first.device) if first.device.type == "cuda" else nullcontext():
         kernel[grid](*arguments, **constants)

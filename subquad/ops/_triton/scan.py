@@ -63,8 +63,8 @@ class Inputs:
     def __init__(
         self, q: Tensor, i: Tensor, v: Tensor, log_f: Tensor | None, mask: Tensor | None, normalise: bool
     ) -> None:
-        self.q, self.i, self.v = rows(q), rows(i), rows(v)
-        self.log_f = None if log_f is None else rows(log_f)
+        self.q, self.i, self.v = common.rows(q), common.rows(i), common.rows(v)
+        self.log_f = None if log_f is None else common.rows(log_f)
         self.mask = None if mask is None else mask.contiguous().view(torch.uint8)
         self.normalise = normalise
         self.precision = precision_of(q, i, v)
@@ -88,16 +88,6 @@ class Inputs:
         }
 
 
-def rows(x_BHTL: Tensor) -> Tensor:
-    """The tensor with the channels of a token side by side."""
-    return x_BHTL if x_BHTL.shape[-1] == 1 or x_BHTL.stride(-1) == 1 else x_BHTL.contiguous()
-
-
-def _strides(*tensors: Tensor | None, dims: int = 3) -> list[int]:
-    """Strides of batch, head and token, of one tensor after the other."""
-    return [s for x in tensors for s in ((0,) * dims if x is None else x.stride()[:dims])]
-
-
 def _fit(channels: int, most: int) -> tuple[int, int]:
     """A tile of channels, and how many there are."""
     size = min(common.tile(channels), most)
@@ -118,7 +108,7 @@ def launch_states(
         states_kernel,
         (x.heads * tiles_k * tiles_v,),
         *(a, b, x.log_f, x.mask, *(totals or (None, None)), first, kept, z_kept, last, x.H, x.T),
-        *_strides(a, b, x.log_f),
+        *common.strides(a, b, x.log_f),
         **x.constants(b),
         BACKWARD=totals is not None,
         BLOCK_K=block_k,
@@ -136,7 +126,7 @@ def launch_outputs(x: Inputs, states: Tensor, z_states: Tensor, out: Tensor, tot
         outputs_kernel,
         (x.heads * x.chunks * tiles_v,),
         *(x.q, x.i, x.v, x.log_f, x.mask, states, z_states, out, total, eps, x.H, x.T),
-        *_strides(x.q, x.i, x.v, x.log_f),
+        *common.strides(x.q, x.i, x.v, x.log_f),
         **x.constants(),
         BLOCK_K=block_k,
         BLOCK_V=block_v,
@@ -152,7 +142,7 @@ def take_step(x: Inputs, first: Tensor | None, out: Tensor, last: Tensor, eps: f
         step_kernel,
         (x.heads * tiles_v,),
         *(x.q, x.i, x.v, x.log_f, x.mask, first, out, last, eps, x.H),
-        *_strides(x.q, x.i, x.v, x.log_f, dims=2),
+        *common.strides(x.q, x.i, x.v, x.log_f, dims=2),
         K=x.K,
         V=x.V,
         DECAY=x.decay,
@@ -171,7 +161,7 @@ def total_gradients(x: Inputs, grad: Tensor, out: Tensor | None, total: Tensor) 
         common.launch(
             totals_kernel,
             (x.heads * x.chunks,),
-            *(grad, out, x.mask, total, dtotal, x.H, x.T, *_strides(grad)),
+            *(grad, out, x.mask, total, dtotal, x.H, x.T, *common.strides(grad)),
             V=x.V,
             C=x.tiles.rows,
             BLOCK_V=common.tile(x.V),
@@ -199,7 +189,7 @@ def launch_gradients(
         gradients_kernel,
         (x.heads * x.chunks * tiles_k,),
         *(x.q, x.i, x.v, x.log_f, grad, x.mask, *totals, *starts, *ends, dq, di, dv, dlog_f, x.H, x.T),
-        *_strides(x.q, x.i, x.v, x.log_f, grad),
+        *common.strides(x.q, x.i, x.v, x.log_f, grad),
         **x.constants(grad),
         BLOCK_K=block_k,
         BLOCK_V=block_v,
@@ -221,7 +211,7 @@ def _value_gradients(x: Inputs, grad: Tensor, total: Tensor, end_states: Tensor,
         value_gradients_kernel,
         (x.heads * x.chunks * tiles_v,),
         *(x.q, x.i, x.log_f, grad, x.mask, total, end_states, dv, x.H, x.T),
-        *_strides(x.q, x.i, x.log_f, grad),
+        *common.strides(x.q, x.i, x.log_f, grad),
         **x.constants(grad),
         BLOCK_K=block_k,
         BLOCK_V=block_v,
@@ -311,7 +301,7 @@ def gated_scan_triton_backward(
     normalise: bool,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
     """Gradients of q, i, v, log f (empty if none) and the initial state."""
-    x, grad = Inputs(q_BHTK, i_BHTK, v_BHTV, log_f_BHTF, mask_BT, normalise), rows(grad_BHTV)
+    x, grad = Inputs(q_BHTK, i_BHTK, v_BHTV, log_f_BHTF, mask_BT, normalise), common.rows(grad_BHTV)
     dstate = grad.new_empty(x.B, x.H, x.K, x.V + normalise, dtype=torch.float32)
     dlast = None if grad_state_BHKW is None else grad_state_BHKW.contiguous()
     totals = total_BHT, total_gradients(x, grad, out_BHTV, total_BHT)

@@ -14,9 +14,6 @@ Where heads are so wide that several tiles hold the key channels, `value_gradien
 Shape letters as in `scan_kernels`; gradients are contiguous, `[B, T, H, .]`.
 """
 
-# mypy: allow-untyped-defs, allow-incomplete-defs
-# (the parameters of a kernel are pointers, numbers and Triton's own tensors)
-
 from __future__ import annotations
 
 import triton

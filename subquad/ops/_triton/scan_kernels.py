@@ -13,9 +13,6 @@ Shape letters: C rows of a chunk, K key channels, V value channels, L either. Te
 strides; the others are contiguous: outputs `[B, T, H, .]`, totals `[B, H, T]`, states `[B, H, chunks, K, V]`.
 """
 
-# mypy: allow-untyped-defs, allow-incomplete-defs
-# (the parameters of a kernel are pointers, numbers and Triton's own tensors)
-
 from __future__ import annotations
 
 import triton

@@ -21,8 +21,6 @@ from subquad.ops._triton import common, softmax_single_kernels
 from subquad.ops._triton import softmax_backward_kernels as backward_kernels
 from subquad.ops._triton import softmax_kernels as forward_kernels
 
-EMPTY = -(2.0**100)
-"""The log-normaliser of nothing."""
 LONGEST_SEGMENT = 16
 """Chunks of a segment, where sequences are cut into several."""
 MULTIPROCESSORS = 132
@@ -138,7 +136,7 @@ class Plan(NamedTuple):
         # Where head sizes are no multiples of 16, strides are for some T: nothing is promised then. Rows of one channel
         # are never promised to be aligned.
         whole = self.V % 16 == 0 and (self.L == 1 or self.L % 16 == 0)
-        wide = strides(*(x for x in tensors if x.shape[-1] > 1))
+        wide = common.strides(*(x for x in tensors if x.shape[-1] > 1))
         return {
             "L": self.L,
             "V": self.V,
@@ -150,16 +148,6 @@ class Plan(NamedTuple):
             "num_warps": self.tile.warps,
             "num_stages": 2,
         }
-
-
-def strides(*tensors: Tensor) -> list[int]:
-    """Of all axes but the last, whose stride is one."""
-    return [stride for x in tensors for stride in x.stride()[:3]]
-
-
-def rows(x: Tensor) -> Tensor:
-    """With channels next to each other, as the kernels read them."""
-    return x if x.stride(-1) == 1 else x.contiguous()
 
 
 def contiguous(x: Tensor | None) -> Tensor | None:
@@ -197,7 +185,7 @@ class Given(NamedTuple):
     @classmethod
     def of(cls, p: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, lse: Tensor | None, mean: Tensor | None) -> Given:
         mask = None if mask is None else mask.contiguous().view(torch.uint8)
-        return cls(rows(p), rows(k), rows(v), mask, contiguous(lse), contiguous(mean))
+        return cls(common.rows(p), common.rows(k), common.rows(v), mask, contiguous(lse), contiguous(mean))
 
 
 class Results(NamedTuple):
@@ -274,7 +262,7 @@ def running_softmax_op(
     results = Results.of(given.p, given.v, want_lse, save)
     T = given.p.shape[2]
     if T == 0:
-        results.end_lse.fill_(EMPTY) if given.lse is None else results.end_lse.copy_(given.lse)
+        results.end_lse.fill_(forward_kernels.EMPTY.value) if given.lse is None else results.end_lse.copy_(given.lse)
         results.end_mean.zero_() if given.mean is None else results.end_mean.copy_(given.mean)
     elif T == 1 and not save:
         _decode(given, results, want_lse)
@@ -285,7 +273,7 @@ def running_softmax_op(
 
 @running_softmax_op.register_fake
 def _(p, k, v, mask, lse, mean, want_lse, save):  # type: ignore[no-untyped-def]
-    return Results.of(rows(p), rows(v), want_lse, save)
+    return Results.of(common.rows(p), common.rows(v), want_lse, save)
 
 
 def _decode(given: Given, results: Results, want_lse: bool) -> None:
@@ -321,7 +309,7 @@ def _forward(given: Given, results: Results, want_lse: bool, save: bool) -> None
     common.launch(
         kernels.segment_sums,
         cut.grid(cut.segments - 1),
-        *(k, v, mask, m_sums, z_sums, u, *cut.numbers(p), *strides(k, v)),
+        *(k, v, mask, m_sums, z_sums, u, *cut.numbers(p), *common.strides(k, v)),
         **cut.sizes(k, v),
         DOT=dots["DOT"],
         PRECISION=dots["PRECISION"],
@@ -337,7 +325,7 @@ def _forward(given: Given, results: Results, want_lse: bool, save: bool) -> None
         kernels.outputs,
         cut.grid(cut.segments),
         *(p, k, v, mask, m, z_start, u, parts, out_lse if want_lse else None, z if save else None),
-        *(end_lse, end_mean, *cut.numbers(p), *strides(p, k, v), parts.stride(0), *strides(parts[0])),
+        *(end_lse, end_mean, *cut.numbers(p), *common.strides(p, k, v), parts.stride(0), *common.strides(parts[0])),
         **cut.sizes(p, k, v, parts[0]),
         **dots,
     )
@@ -364,7 +352,7 @@ def running_softmax_backward_op(
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
     """See `Gradients`."""
     given = Given.of(p_BHTL, k_BHTL, v_BHTV, mask_BT, lse_BHL, mean_BHLV)
-    do, dlse = rows(grad_BHTV), contiguous(dlse_BHTL)
+    do, dlse = common.rows(grad_BHTV), contiguous(dlse_BHTL)
     dend_lse, dend_mean = contiguous(dend_lse_BHL), contiguous(dend_mean_BHLV)
     gradients = Gradients.of(*given[:3], given.lse, given.mean)
     if given.p.shape[2] == 0:
@@ -385,7 +373,7 @@ def running_softmax_backward_op(
 
 @running_softmax_backward_op.register_fake
 def _(grad, dlse, dend_lse, dend_mean, p, k, v, mask, lse, mean, end_lse, end_mean, m, z, u):  # type: ignore[no-untyped-def]
-    return Gradients.of(rows(p), rows(k), rows(v), lse, mean)
+    return Gradients.of(common.rows(p), common.rows(k), common.rows(v), lse, mean)
 
 
 def _query_gradients(
@@ -404,7 +392,7 @@ def _query_gradients(
         kernels.query_gradients,
         cut.grid(cut.segments),
         *(p, k, v, do, dlse, mask, *saved, parts, dlog, r, x, *cut.numbers(p)),
-        *(*strides(p, k, v, do), parts.stride(0), *strides(parts[0])),
+        *(*common.strides(p, k, v, do), parts.stride(0), *common.strides(parts[0])),
         **cut.sizes(p, k, v, do, parts[0]),
         **PRECISIONS[v.dtype].constants(),
     )
@@ -424,8 +412,8 @@ def _key_gradients(given: Given, do: Tensor, later: tuple[Tensor, ...], gradient
         kernels.key_gradients,
         cut.grid(cut.segments),
         *(p, k, v, do, dlog, mask, lse, mean, m, z, r, x, k_parts, v_parts, lse_parts, gradients.mean),
-        *(*cut.numbers(p), *strides(p, k, v, do)),
-        *(k_parts.stride(0), *strides(k_parts[0]), v_parts.stride(0), *strides(v_parts[0])),
+        *(*cut.numbers(p), *common.strides(p, k, v, do)),
+        *(k_parts.stride(0), *common.strides(k_parts[0]), v_parts.stride(0), *common.strides(v_parts[0])),
         **cut.sizes(p, k, v, do, k_parts[0], v_parts[0]),
         **PRECISIONS[v.dtype].constants(),
     )

@@ -14,9 +14,6 @@ Where the value channels are more than one tile, dp, dk and X are linear in them
 Shapes and letters: softmax_kernels.py.
 """
 
-# mypy: allow-untyped-defs, allow-incomplete-defs
-# (parameters are pointers, numbers and Triton's own tensors)
-
 from __future__ import annotations
 
 import triton
@@ -24,6 +21,7 @@ import triton.language as tl
 
 from subquad.ops._triton.softmax_kernels import (
     EMPTY,
+    LENGTHS,
     dot,
     head,
     past_rows,
@@ -50,12 +48,7 @@ def window_gradients(
     return scores_CC, dk_CL * e_CL, q_CL * into_L[None, :], tl.sum(x_CL, 0) * into_L
 
 
-@triton.jit(
-    do_not_specialize=[
-        "tokens", "heads", "segments", "per", "p_b", "p_h", "k_b", "k_h", "v_b", "v_h", "do_b", "do_h",
-        "dp_v", "dp_b", "dp_h",
-    ]
-)  # fmt: skip
+@triton.jit(do_not_specialize=LENGTHS)
 def query_gradients(
     p, k, v, do, dlse, mask, m, z, u, dp, dlog, r_out, x_out,
     tokens, heads, segments, per,
@@ -127,7 +120,7 @@ def query_gradients(
         tl.store(x_out + tl.program_id(1).to(tl.int64) * count * segments * L + at_L, x_L, mask=here_L)
 
 
-@triton.jit(do_not_specialize=["segments", "per", "chunks"])
+@triton.jit(do_not_specialize=LENGTHS)
 def segment_ends(
     dend_lse, dend_mean, end_lse, end_mean, m, r, x,
     segments, per, chunks,
@@ -167,12 +160,7 @@ def segment_ends(
         tl.store(x + at_L, x_L, mask=here_L)
 
 
-@triton.jit(
-    do_not_specialize=[
-        "tokens", "heads", "segments", "per", "p_b", "p_h", "k_b", "k_h", "v_b", "v_h", "do_b", "do_h",
-        "dk_v", "dk_b", "dk_h", "dv_g", "dv_b", "dv_h",
-    ]
-)  # fmt: skip
+@triton.jit(do_not_specialize=LENGTHS)
 def key_gradients(
     p, k, v, do, dlog, mask, lse, mean, m, z, r, x, dk, dv, dstart_lse, dstart_mean,
     tokens, heads, segments, per,

@@ -19,9 +19,6 @@ Shape letters: C rows of a chunk, L latents, V value channels, as tiles; N batch
 M chunks, S segments of chunks.
 """
 
-# mypy: allow-untyped-defs, allow-incomplete-defs
-# (parameters are pointers, numbers and Triton's own tensors)
-
 from __future__ import annotations
 
 import triton
@@ -31,6 +28,11 @@ from subquad.ops._triton import common
 
 EMPTY = tl.constexpr(-(2.0**100))
 INTERPRETED = tl.constexpr(common.INTERPRETED)
+LENGTHS = [
+    *("tokens", "heads", "segments", "per", "chunks", "out_g", "dp_v", "dk_v", "dv_g"),
+    *(f"{x}_{dim}" for x in ("p", "k", "v", "out", "do", "dp", "dk", "dv") for dim in "bh"),
+]
+"""Never a reason to compile again: the length, and the strides and counts that it moves."""
 
 
 @triton.jit
@@ -140,7 +142,7 @@ def window_lse(r_L, inverse_CL):
     return tl.where(inside_CL, r_L[None, :] - tl.log(tl.where(inside_CL, inverse_CL, 1.0)), 0.0)
 
 
-@triton.jit(do_not_specialize=["tokens", "heads", "segments", "per", "k_b", "k_h", "v_b", "v_h"])
+@triton.jit(do_not_specialize=LENGTHS)
 def segment_sums(
     k, v, mask, m_out, z_out, u_out,
     tokens, heads, segments, per,
@@ -173,7 +175,7 @@ def segment_sums(
     tl.store(u_out + at_L[:, None] * V + v_V[None, :], u_LV, mask=(l_L < L)[:, None] & (v_V < V)[None, :])
 
 
-@triton.jit(do_not_specialize=["segments", "per", "chunks"])
+@triton.jit(do_not_specialize=LENGTHS)
 def segment_starts(
     lse, mean, m_sums, z_sums, u, m_out, z_out,
     segments, per, chunks,
@@ -214,11 +216,7 @@ def segment_starts(
         tl.store(m_out + m_at_L, m_L, mask=here_L & first)
 
 
-@triton.jit(
-    do_not_specialize=[
-        "tokens", "heads", "segments", "per", "p_b", "p_h", "k_b", "k_h", "v_b", "v_h", "out_g", "out_b", "out_h",
-    ]
-)  # fmt: skip
+@triton.jit(do_not_specialize=LENGTHS)
 def outputs(
     p, k, v, mask, m, z_start, u, out, lse, z, end_lse, end_mean,
     tokens, heads, segments, per,
@@ -285,7 +283,7 @@ def outputs(
         tl.store(end_mean + at_L[:, None] * V + v_V[None, :], u_LV, mask=here_LV)
 
 
-@triton.jit(do_not_specialize=["heads", "p_b", "p_h", "k_b", "k_h", "v_b", "v_h", "out_b", "out_h"])
+@triton.jit(do_not_specialize=LENGTHS)
 def decode(
     p, k, v, mask, lse, mean, out, out_lse, end_lse, end_mean,
     heads,

@@ -6,15 +6,12 @@
 The passes, their arguments and the windows are those of the kernels for many latents; ALIGNED speaks of value channels.
 """
 
-# mypy: allow-untyped-defs, allow-incomplete-defs
-# (parameters are pointers, numbers and Triton's own tensors)
-
 from __future__ import annotations
 
 import triton
 import triton.language as tl
 
-from subquad.ops._triton.softmax_kernels import EMPTY, head, read, real_rows, rounded, write
+from subquad.ops._triton.softmax_kernels import EMPTY, LENGTHS, head, read, real_rows, rounded, write
 
 
 @triton.jit
@@ -53,7 +50,7 @@ def window_lse(r, inverse_C):
     return tl.where(inverse_C > 0.0, r - tl.log(tl.where(inverse_C > 0.0, inverse_C, 1.0)), 0.0)
 
 
-@triton.jit(do_not_specialize=["tokens", "heads", "segments", "per", "k_b", "k_h", "v_b", "v_h"])
+@triton.jit(do_not_specialize=LENGTHS)
 def segment_sums(
     k, v, mask, m_out, z_out, u_out,
     tokens, heads, segments, per,
@@ -83,11 +80,7 @@ def segment_sums(
     tl.store(u_out + at * V + v_V, u_V, mask=v_V < V)
 
 
-@triton.jit(
-    do_not_specialize=[
-        "tokens", "heads", "segments", "per", "p_b", "p_h", "k_b", "k_h", "v_b", "v_h", "out_g", "out_b", "out_h",
-    ]
-)  # fmt: skip
+@triton.jit(do_not_specialize=LENGTHS)
 def outputs(
     p, k, v, mask, m, z_start, u, out, lse, z, end_lse, end_mean,
     tokens, heads, segments, per,
@@ -141,12 +134,7 @@ def outputs(
         tl.store(end_mean + n.to(tl.int64) * V + v_V, u_V / z64.to(tl.float32), mask=v_V < V)
 
 
-@triton.jit(
-    do_not_specialize=[
-        "tokens", "heads", "segments", "per", "p_b", "p_h", "k_b", "k_h", "v_b", "v_h", "do_b", "do_h",
-        "dp_v", "dp_b", "dp_h",
-    ]
-)  # fmt: skip
+@triton.jit(do_not_specialize=LENGTHS)
 def query_gradients(
     p, k, v, do, dlse, mask, m, z, u, dp, dlog, r_out, x_out,
     tokens, heads, segments, per,
@@ -203,12 +191,7 @@ def query_gradients(
         tl.store(x_out + tile.to(tl.int64) * tl.num_programs(0) + at - 1, x)
 
 
-@triton.jit(
-    do_not_specialize=[
-        "tokens", "heads", "segments", "per", "p_b", "p_h", "k_b", "k_h", "v_b", "v_h", "do_b", "do_h",
-        "dk_v", "dk_b", "dk_h", "dv_g", "dv_b", "dv_h",
-    ]
-)  # fmt: skip
+@triton.jit(do_not_specialize=LENGTHS)
 def key_gradients(
     p, k, v, do, dlog, mask, lse, mean, m, z, r, x, dk, dv, dstart_lse, dstart_mean,
     tokens, heads, segments, per,

@@ -76,8 +76,13 @@ class Pattern:
         return lo, None if self.ahead is None else q_stop + self.ahead
 
     def tile_starts(self, q_start: int, q_stop: int) -> list[int]:
-        """Where `[q_start, q_stop)` is cut: queries of one tile share a key range."""
-        return [q_start]
+        """Where `[q_start, q_stop)` is cut: queries of one tile share a key range.
+
+        A tile of c queries reads c + reach + ahead keys: where that is bounded, tiles have 16 to 128 queries.
+        """
+        if self.reach is None or self.ahead is None:
+            return [q_start]
+        return multiples(max(16, min(128, self.reach + self.ahead + 1)), q_start, q_stop)
 
     @property
     def period(self) -> int:

@@ -119,10 +119,6 @@ class Window(Pattern):
         """`width - 1` tokens."""
         return self.width - 1
 
-    def tile_starts(self, q_start: int, q_stop: int) -> list[int]:
-        """Tiles of at most 128 queries, no smaller than 16: a tile of c queries reads c + width - 1 keys."""
-        return multiples(max(16, min(128, self.width)), q_start, q_stop)
-
     def is_triangle(self, start: int, stop: int) -> bool:
         """Where the block is no larger than the window."""
         return stop - start <= self.width
@@ -150,10 +146,6 @@ class Band(Pattern):
     def ahead(self) -> int:
         """`after` tokens."""
         return self.after
-
-    def tile_starts(self, q_start: int, q_stop: int) -> list[int]:
-        """Tiles of at most 128 queries, no smaller than 16."""
-        return multiples(max(16, min(128, self.before + self.after + 1)), q_start, q_stop)
 
 
 @dataclass(frozen=True)

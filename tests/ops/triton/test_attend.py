@@ -3,8 +3,7 @@
 import pytest
 import torch
 
-from subquad.ops import attend as dispatch
-from subquad.ops import block_attention, block_attention_with_lse
+from subquad.ops import backends, block_attention, block_attention_with_lse
 from subquad.ops._triton import attend as kernels
 from subquad.ops._triton import common
 from subquad.ops._triton.attend import block_attention_triton, block_attention_triton_backward
@@ -342,7 +341,7 @@ def test_the_operations_keep_torchs_rules(case, qkv, device):
         "rows": (None, pos, pos, None, None),
         "documents": (None, pos, pos, pos // 5, pos // 5),
     }
-    static = (Window(width=5).key(), 0, 0, 0.4, *where.get(case, where["static"]))
+    static = (Window(width=5).key(), 0.4, 0, 0, *where.get(case, where["static"]))
     torch.library.opcheck(block_attention_triton, (q, k, v, *static))
     q, k, v = (x.detach() for x in (q, k, v))
     out, lse, m, inverse = block_attention_triton(q, k, v, *static)
@@ -402,6 +401,6 @@ def test_what_the_kernels_do_not_take_is_refused(case, device):
 
 
 def test_a_machine_without_triton_is_told_so(monkeypatch, qkv):
-    monkeypatch.setattr(dispatch, "HAS_TRITON", False)
+    monkeypatch.setattr(backends, "HAS_TRITON", False)
     with pytest.raises(ValueError, match=r"needs the package triton: pip install 'subquad\[triton\]'"):
         block_attention(*qkv(5), Causal(), backend="triton")
