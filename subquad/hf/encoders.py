@@ -19,7 +19,7 @@ from subquad.hf.loading import StrictModel
 from subquad.hf.model import padding_mask, refuse_inputs
 from subquad.models.classifier import Classifier, check_pair
 from subquad.models.decoder import IGNORED
-from subquad.models.encoder import Encoder, EncoderConfig
+from subquad.models.encoder import EncoderConfig
 from subquad.models.pretraining import (
     Hiding,
     Objective,
@@ -163,8 +163,6 @@ class SubquadForSequenceClassification(EncoderModel):
     def _denoise(self, denoising: Denoising, read: list[tuple[Tensor, Tensor | None]]) -> tuple[Tensor, Tensor]:
         """Return the logits of sequences with hidden tokens, and the weighted loss of predicting those."""
         encoder = self.model.encoder
-        if not isinstance(encoder, Encoder):
-            raise ValueError(f"attention {self.config.attention!r} keeps no vector for each token to predict it from")
         pooled, losses = [], []
         for tokens_BT, mask in read:
             shown_BT, hidden_BT = denoising.hiding(tokens_BT, mask, mask_token(encoder))
