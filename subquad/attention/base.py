@@ -97,6 +97,10 @@ class Attention(SharedSequences):
     """The option that says how many tokens a query sees by softmax; None where there is no such bound."""
     branches: ClassVar[tuple[str, ...]] = ()
     """Names of the sources that it can do without (`Branched`)."""
+    has_position_terms: ClassVar[bool] = False
+    """Whether positions alone add to its logits (`position_terms`)."""
+    copied: ClassVar[dict[str, str]] = {}
+    """Projections that begin as copies of others, by name, in a model that has one of each."""
     moved_options: ClassVar[dict[str, str]] = {}
     """Options that it had once, and the mechanism that has them now."""
     causal: bool
@@ -328,6 +332,20 @@ class Attention(SharedSequences):
     def handed_to_one(self) -> Tensor | None:
         """Return what a layer must be handed where it stands alone: nothing, for most mechanisms."""
         return None
+
+    def adopt(self, handed: Tensor | None) -> Tensor | None:
+        """Keep what a layer is handed, for `weights`, and return what it hands on: nothing, for most mechanisms."""
+        return handed
+
+    def position_terms(self, tokens: int) -> tuple[Tensor, Tensor]:
+        """Return what position s and position t add to the logit of t and s, `p1` and `p2`, each `[H, T]`.
+
+        Raises `ValueError` for a mechanism that has no such terms.
+        """
+        having = [name for name, cls in Attention.registry.items() if cls.has_position_terms]
+        raise ValueError(
+            f"attention {self.name!r} has no position terms of its own; mechanisms that have: {', '.join(having)}"
+        )
 
     def split(self, x_BTC: Tensor, heads: int | None = None) -> Tensor:
         """`[B, T, C]` to `[B, H, T, C / H]`."""

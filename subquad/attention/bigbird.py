@@ -85,6 +85,10 @@ class Bigbird(BlockedAttention):
         far += [Random(index=i, blocks=blocks, seed=c.seed, **shape) for i in range(c.num_random)]
         return [*self.patterns, *far]
 
+    def unions(self, tokens: int) -> list[tuple[int, tuple[Pattern, ...]]]:
+        """All heads see the union."""
+        return [(self.config.num_heads, tuple(self.union(tokens)))]
+
     def attend_slots(
         self, q_BHTK: Tensor, k_BGSK: Tensor, v_BGSK: Tensor, patterns: tuple[Pattern, ...], places: Places
     ) -> Tensor:
@@ -114,10 +118,9 @@ class Bigbird(BlockedAttention):
 
     def pattern_weights(self, q_BHTK: Tensor, k_BGSK: Tensor) -> Tensor:
         """Softmax over all blocks, and over everything in the global rows of the bidirectional form."""
-        T = q_BHTK.shape[2]
-        w_BHTS = softmax_weights(q_BHTK, k_BGSK, *self.union(T))
+        w_BHTS = super().pattern_weights(q_BHTK, k_BGSK)
         if self.causal:
             return w_BHTS
         first = self.config.num_global * self.config.block
-        is_global_T1 = (positions(0, T, q_BHTK.device) < first)[0, :, None]
+        is_global_T1 = (positions(0, q_BHTK.shape[2], q_BHTK.device) < first)[0, :, None]
         return torch.where(is_global_T1, softmax_weights(q_BHTK, k_BGSK, Full()), w_BHTS)

@@ -142,6 +142,10 @@ class BlockedAttention(ProjectedAttention):
         H = self.config.num_heads
         return [H] if len(patterns) == 1 else [H - H // 2, H // 2]
 
+    def unions(self, tokens: int) -> list[tuple[int, tuple[Pattern, ...]]]:
+        """Neighbouring query heads that see alike: how many, and the disjoint patterns whose union they see."""
+        return [(n, (pattern,)) for n, pattern in zip(self.heads_of(self.patterns), self.patterns, strict=True)]
+
     def reach(self, patterns: tuple[Pattern, ...]) -> int | None:
         """How far before itself a query looks at most; None: to the first token."""
         reaches = [pattern.reach for pattern in patterns]
@@ -152,10 +156,10 @@ class BlockedAttention(ProjectedAttention):
         return self.pattern_weights(self.queries(x_BTD), self.keys(x_BTD))
 
     def pattern_weights(self, q_BHTK: Tensor, k_BGSK: Tensor) -> Tensor:
-        """The weights `[B, H, T, S]` of all heads, each by its pattern."""
-        heads = self.heads_of(self.patterns)
-        parts = zip(q_BHTK.split(heads, 1), self.shared(k_BGSK).split(heads, 1), self.patterns, strict=True)
-        return torch.cat([softmax_weights(q, k, pattern) for q, k, pattern in parts], 1)
+        """The weights `[B, H, T, S]` of all heads, each over what it sees."""
+        heads, unions = zip(*self.unions(k_BGSK.shape[2]), strict=True)
+        parts = zip(q_BHTK.split(heads, 1), self.shared(k_BGSK).split(heads, 1), unions, strict=True)
+        return torch.cat([softmax_weights(q, k, *union) for q, k, union in parts], 1)
 
     def whole_state(self, state: State, device: Any) -> State:
         """That of the last rank, or where keys are kept without bound those of all ranks."""

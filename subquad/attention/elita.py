@@ -53,6 +53,7 @@ class Elita(ScannedAttention):
     summary = "the mean of every earlier token, gated against itself"
     paper = "Sharma 2023, github.com/acosharma/elita-transformer"
     parallel = True
+    has_position_terms = True
 
     @dataclass(frozen=True, kw_only=True)
     class Config(ScannedAttention.Config):

@@ -21,7 +21,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from subquad.attention.base import takes_options
-from subquad.attention.scanned import ScannedAttention, is_future
+from subquad.attention.scanned import ScannedAttention, check_latents, is_future
 from subquad.state import State
 
 
@@ -47,11 +47,7 @@ class Latte(ScannedAttention):
 
         def __post_init__(self) -> None:
             super().__post_init__()
-            if self.num_latents is not None and (self.num_latents < 1 or self.num_latents % self.num_heads):
-                raise ValueError(
-                    "num_latents must be a positive multiple of num_heads (heads share the latents), "
-                    f"got num_latents={self.num_latents}, num_heads={self.num_heads}"
-                )
+            check_latents(self.num_latents, self.num_heads)
 
     config: Config
 

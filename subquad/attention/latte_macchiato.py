@@ -19,7 +19,7 @@ from torch.nn import functional as F
 
 from subquad.attention.base import Branched, takes_options
 from subquad.attention.blocked import BlockedAttention
-from subquad.attention.scanned import is_future, real_mask, softmax_state
+from subquad.attention.scanned import check_latents, is_future, real_mask, softmax_state
 from subquad.attention.sharing import added
 from subquad.ops import running_softmax
 from subquad.ops.patterns import Window
@@ -55,11 +55,7 @@ class LatteMacchiato(Branched, BlockedAttention):
         def __post_init__(self) -> None:
             super().__post_init__()
             self.check_least(width=1)
-            if self.num_latents is not None and (self.num_latents < 1 or self.num_latents % self.num_heads):
-                raise ValueError(
-                    "num_latents must be a positive multiple of num_heads (heads share the latents), "
-                    f"got num_latents={self.num_latents}, num_heads={self.num_heads}"
-                )
+            check_latents(self.num_latents, self.num_heads)
 
     config: Config
 

@@ -38,6 +38,7 @@ class Longformer(BlockedAttention):
     paper = "Beltagy et al. 2020, arXiv:2004.05150"
     forms = ("causal", "bidirectional")
     parallel = True
+    copied = {f"global_{name}": name for name in ("query", "key", "value")}  # noqa: RUF012 (read only)
 
     @dataclass(frozen=True, kw_only=True)
     class Config(BlockedAttention.Config):
@@ -97,6 +98,10 @@ class Longformer(BlockedAttention):
                 entries |= own
         return self.merge(y_BHTK), State(entries, self.config_hash)
 
+    def unions(self, tokens: int) -> list[tuple[int, tuple[Pattern, ...]]]:
+        """All heads see the window and the global tokens."""
+        return [(self.config.num_heads, (*self.patterns, self.far))]
+
     def with_sinks(self, near: State | None, k_BGTK: Tensor, v_BGTK: Tensor) -> State | None:
         """Under an active group the state of `near`, with the global tokens that earlier ranks hold."""
         group = active_group()
@@ -138,7 +143,7 @@ class Longformer(BlockedAttention):
 
     def dense_weights(self, x_BTD: Tensor) -> Tensor:
         """Softmax over the window and the global tokens; global rows by their own queries and keys."""
-        w_BHTS = softmax_weights(self.queries(x_BTD), self.keys(x_BTD), *self.patterns, self.far)
+        w_BHTS = super().dense_weights(x_BTD)
         q_BHTK = self.rotated(self.query_heads(self.global_query(x_BTD)), 0)
         own_BHTS = softmax_weights(q_BHTK, self.global_keys(x_BTD, 0)[0], *self.global_patterns)
         return torch.where(self.is_global(0, x_BTD), own_BHTS, w_BHTS)

@@ -213,6 +213,12 @@ class Luna(ScannedAttention):
         memory = {} if self.causal else {15: "bidirectional: each sequence hands on a memory of its own"}
         return super().exemptions() | memory
 
+    def adopt(self, handed: Tensor | None) -> Tensor | None:
+        """Keep a memory `[l, D]` as the layer's own, where it has none or changes it; return the layer's own."""
+        if handed is not None and (self.memory is None or not self.causal):
+            self.memory = handed if isinstance(handed, nn.Parameter) else nn.Parameter(handed, requires_grad=False)
+        return self.memory
+
     def handed_to_one(self) -> Tensor | None:
         """Return a memory, for a layer that has none of its own."""
         config = self.config

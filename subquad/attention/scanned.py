@@ -114,6 +114,15 @@ class ScannedAttention(Attention):
         return sent_for_prefix(self.state_bytes(tokens), ranks)
 
 
+def check_latents(num_latents: int | None, num_heads: int) -> None:
+    """Raise `ValueError` where the heads cannot share the latents equally."""
+    if num_latents is not None and (num_latents < 1 or num_latents % num_heads):
+        raise ValueError(
+            "num_latents must be a positive multiple of num_heads (heads share the latents), "
+            f"got num_latents={num_latents}, num_heads={num_heads}"
+        )
+
+
 def real_mask(lengths_B: Tensor | None, tokens: int) -> Tensor | None:
     """Bool `[B, T]` of compacted rows, None where all tokens are real."""
     return None if lengths_B is None else real_slots(lengths_B, tokens)

@@ -13,13 +13,14 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 from transformers.modeling_outputs import MaskedLMOutput, SequenceClassifierOutput
+from transformers.utils import can_return_tuple
 
 from subquad.hf.config import FIELDS, SubquadConfig
 from subquad.hf.loading import StrictModel
 from subquad.hf.model import padding_mask, refuse_inputs
 from subquad.models.classifier import Classifier, check_pair
 from subquad.models.decoder import IGNORED
-from subquad.models.encoder import Encoder, EncoderConfig
+from subquad.models.encoder import EncoderConfig
 from subquad.models.pretraining import (
     Hiding,
     Objective,
@@ -127,6 +128,7 @@ class SubquadForSequenceClassification(EncoderModel):
         self.denoising: Denoising | None = None
         self.post_init()
 
+    @can_return_tuple
     def forward(
         self,
         input_ids: Tensor | None = None,
@@ -137,8 +139,7 @@ class SubquadForSequenceClassification(EncoderModel):
         inputs_embeds: Tensor | None = None,
         output_attentions: bool | None = None,
         output_hidden_states: bool | None = None,
-        return_dict: bool | None = None,
-    ) -> SequenceClassifierOutput | tuple[Any, ...]:
+    ) -> SequenceClassifierOutput:
         """Return logits `[B, classes]` of `input_ids` `[B, T]` and, with `labels` `[B]`, the mean cross-entropy.
 
         `attention_mask` is `[B, T]`, 0 at padding, which may stand anywhere. With `towers=2` the other sequence of each
@@ -156,15 +157,11 @@ class SubquadForSequenceClassification(EncoderModel):
         else:
             logits_BC = self.model(*(value for tokens_and_mask in read for value in tokens_and_mask))
             loss = None if labels is None else self._loss(logits_BC, labels)
-        output = SequenceClassifierOutput(loss=loss, logits=logits_BC)
-        wants_dict = self.config.return_dict if return_dict is None else return_dict
-        return output if wants_dict else output.to_tuple()
+        return SequenceClassifierOutput(loss=loss, logits=logits_BC)
 
     def _denoise(self, denoising: Denoising, read: list[tuple[Tensor, Tensor | None]]) -> tuple[Tensor, Tensor]:
         """Return the logits of sequences with hidden tokens, and the weighted loss of predicting those."""
         encoder = self.model.encoder
-        if not isinstance(encoder, Encoder):
-            raise ValueError(f"attention {self.config.attention!r} keeps no vector for each token to predict it from")
         pooled, losses = [], []
         for tokens_BT, mask in read:
             shown_BT, hidden_BT = denoising.hiding(tokens_BT, mask, mask_token(encoder))
@@ -234,6 +231,7 @@ class SubquadForPreTraining(EncoderModel):
         self.hiding = Hiding(config.mask_fraction, config.random_fraction)
         self.post_init()
 
+    @can_return_tuple
     def forward(
         self,
         input_ids: Tensor | None = None,
@@ -242,8 +240,7 @@ class SubquadForPreTraining(EncoderModel):
         inputs_embeds: Tensor | None = None,
         output_attentions: bool | None = None,
         output_hidden_states: bool | None = None,
-        return_dict: bool | None = None,
-    ) -> MaskedLMOutput | tuple[Any, ...]:
+    ) -> MaskedLMOutput:
         """Return logits `[B, T, V]` of `input_ids` `[B, T]` or, with `labels`, the loss in nats a predicted token.
 
         `labels` are the tokens themselves, as `input_ids`: which of them are hidden, or that each is to follow those
@@ -264,5 +261,4 @@ class SubquadForPreTraining(EncoderModel):
             if not self.training:
                 generator = torch.Generator(device=tokens_BT.device).manual_seed(EVALUATION_SEED)
             output["loss"] = self.model.loss(tokens_BT, self.hiding, mask_BT, generator=generator)
-        wants_dict = self.config.return_dict if return_dict is None else return_dict
-        return output if wants_dict else output.to_tuple()
+        return output

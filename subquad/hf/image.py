@@ -10,6 +10,7 @@ from typing import Any, ClassVar, Self
 
 from torch import Tensor, nn
 from transformers.modeling_outputs import ModelOutput
+from transformers.utils import can_return_tuple
 
 from subquad.hf.config import FIELDS, SubquadConfig
 from subquad.hf.loading import StrictModel
@@ -69,9 +70,8 @@ class SubquadForImages(StrictModel):
         self.model = ImageModel(config.image_config())
         self.post_init()
 
-    def forward(
-        self, input_ids: Tensor | None = None, labels: Tensor | None = None, return_dict: bool | None = None
-    ) -> ImageModelOutput | tuple[Any, ...]:
+    @can_return_tuple
+    def forward(self, input_ids: Tensor | None = None, labels: Tensor | None = None) -> ImageModelOutput:
         """Return the loss in nats a pixel (with `labels`) or parameters `[B, T, P]` of each pixel's distribution.
 
         `input_ids` `[B, T]` are the bytes of images, row by row, the channels of a pixel one after another; T may be
@@ -85,9 +85,7 @@ class SubquadForImages(StrictModel):
             loss = self.model.loss(input_ids, labels)
         else:
             parameters_BTP = self.model(self.model.inputs(input_ids))[0]
-        output = ImageModelOutput(loss=loss, parameters=parameters_BTP)
-        wants_dict = self.config.return_dict if return_dict is None else return_dict
-        return output if wants_dict else output.to_tuple()
+        return ImageModelOutput(loss=loss, parameters=parameters_BTP)
 
     def get_input_embeddings(self) -> nn.Module:
         """Return the table of level vectors."""

@@ -21,9 +21,7 @@ from torch import Tensor
 from transformers.masking_utils import causal_mask_function
 
 from subquad.attention import build, names
-from subquad.attention.bigbird import Bigbird
 from subquad.attention.blocked import BlockedAttention
-from subquad.attention.longformer import Longformer
 from subquad.config import suggest
 from subquad.ops import block_attention_with_lse, merge_attention
 from subquad.ops.patterns import Pattern
@@ -96,12 +94,7 @@ def _parts(name: str, num_heads: int, options: tuple[tuple[str, int | str, type]
     with torch.device("meta"):  # its projections are not needed
         layer = build(name, dim=2 * num_heads, num_heads=num_heads, **values)
     assert isinstance(layer, BlockedAttention)
-    if isinstance(layer, Bigbird):
-        return (Part(num_heads, tuple(layer.union(0))),)
-    if isinstance(layer, Longformer):
-        return (Part(num_heads, (*layer.patterns, layer.far)),)
-    heads = layer.heads_of(layer.patterns)
-    return tuple(Part(n, (pattern,)) for n, pattern in zip(heads, layer.patterns, strict=True))
+    return tuple(Part(heads, union) for heads, union in layer.unions(0))
 
 
 class Standing(NamedTuple):

@@ -10,8 +10,9 @@ import torch
 import transformers
 from huggingface_hub.errors import StrictDataclassError
 from torch import Tensor
-from transformers import PreTrainedConfig, PreTrainedModel
+from transformers import PreTrainedModel
 
+from subquad.attention import mechanism
 from subquad.config import suggest
 from subquad.hf.config import SubquadConfig
 from subquad.hf.families import FAMILIES, Family, rope
@@ -51,7 +52,8 @@ def _taken(model: PreTrainedModel) -> SubquadForCausalLM:
     tensors = dict(model.state_dict())
     if config.tie_embeddings:
         _check_tied(tensors, family, config)
-    attention, options = _attention(model.config)
+    entry = getattr(model.config, "subquad", None)
+    attention, options = ("full", {}) if entry is None else wanted_attention(entry)
     attending = config.replace(attention=attention, options={attention: options} if options else {})
     with torch.device("meta"):
         made = SubquadForCausalLM(SubquadConfig.from_decoder(attending, **token_ids(model.config)))
@@ -61,22 +63,13 @@ def _taken(model: PreTrainedModel) -> SubquadForCausalLM:
             raise ValueError(f"the {family.name} model has no tensor {move.theirs!r}")
         for name, part in zip(move.ours, move.cut(tensors.pop(move.theirs).detach()), strict=True):
             ours[f"model.{name}"] = part.clone(memory_format=torch.contiguous_format)
-    if attention == "longformer":
-        # Its projections of global tokens are the others, as in a model that has one of each.
-        for name, tensor in list(ours.items()):
-            for kind in ("query", "key", "value"):
-                if f".attention.{kind}." in name:
-                    ours[name.replace(f".attention.{kind}.", f".attention.global_{kind}.")] = tensor.clone()
+    for copy, source in mechanism(attention).copied.items():
+        found = {name: tensor for name, tensor in ours.items() if f".attention.{source}." in name}
+        ours |= {name.replace(f".{source}.", f".{copy}."): tensor.clone() for name, tensor in found.items()}
     if tensors:
         raise ValueError(f"the {family.name} model has tensors with no place in our decoder: {', '.join(tensors)}")
     _load_all(made, ours)
     return made.eval()
-
-
-def _attention(config: PreTrainedConfig) -> tuple[str, dict[str, Any]]:
-    """Return the mechanism that the model attends by, and its options: `full`, or those of `config.subquad`."""
-    entry = getattr(config, "subquad", None)
-    return ("full", {}) if entry is None else wanted_attention(entry)
 
 
 def to_transformers(model: SubquadForCausalLM, family: str | None = None) -> PreTrainedModel:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field, fields
-from typing import Any, Literal, Self, get_args, get_type_hints
+from typing import Any, ClassVar, Literal, Self, get_args, get_type_hints
 
 from subquad.config import Config, later, suggest
 from subquad.layers.scaling import RopeScaling
@@ -12,6 +12,9 @@ from subquad.layers.scaling import RopeScaling
 @dataclass(frozen=True, kw_only=True)
 class DecoderConfig(Config):
     """A pre-norm decoder: embeddings, then [norm, attention, norm, feed-forward] x layers, then the head."""
+
+    labels_sequences: ClassVar[bool] = False
+    """Whether a classifier stands on the layers, instead of a head over the vocabulary."""
 
     vocab_size: int = 4096
     """Tokens in the vocabulary."""

@@ -110,8 +110,9 @@ def model_costs(config: DecoderConfig, lengths: Sequence[int]) -> Iterator[Measu
 
 def meta_model(config: DecoderConfig) -> Model:
     """The model without data."""
+    settings: Any = config
     with torch.device("meta"):
-        return Classifier(config) if isinstance(config, EncoderConfig) else build_model(config)
+        return Classifier(settings) if config.labels_sequences else build_model(config)
 
 
 class Volume(NamedTuple):
@@ -141,7 +142,7 @@ def layer_volumes(
 
 def model_volumes(config: DecoderConfig, lengths: Sequence[int], ranks: int) -> Iterator[Volume]:
     """One layer of each mechanism of a model, then all its layers and passes."""
-    if isinstance(config, EncoderConfig):
+    if config.labels_sequences:
         raise ValueError(
             "a classifier reads whole sequences, which several processes cannot share: leave out --context"
         )

@@ -287,12 +287,8 @@ class Decoder(nn.Module):
     def _counted(self, tokens_BT: Tensor) -> tuple[Tensor, State]:
         """Return the logits of each pass whose loss training takes, and the state."""
         layers: dict[str, Tensor | int | State] = {}
-        x_BTD, logits = self.embedding(tokens_BT), list[Tensor]()
-        for p in range(self.config.loops):
-            x_BTD = self._pass(p, x_BTD, None, None, layers)
-            if self.config.loop_loss == "all" or p == self.config.loops - 1:
-                logits.append(self.logits(self.norm(x_BTD)))
-        return torch.stack(logits), State(layers, self.config_hash)
+        passes = self._passes(self.embedding(tokens_BT), None, None, layers, training=True)
+        return torch.stack([self.logits(h_BTD) for h_BTD in passes]), State(layers, self.config_hash)
 
     def _kept(self, tokens_BT: Tensor) -> Tensor:
         """Return the loss, of which training keeps the activations."""
@@ -313,7 +309,7 @@ class Decoder(nn.Module):
             documents = lay_out(doc_ids, mask, *tokens_BT.shape, last_apart=layers is not None)
             tokens_N1 = tokens_BT.masked_fill(~documents.real_BT, 0).reshape(-1, 1)
             x_BTD = self.embedding(tokens_N1, documents.positions_BT.flatten()).view(*tokens_BT.shape, -1)
-            passes = self._passes(x_BTD, None, documents, layers)
+            passes = self._passes(x_BTD, None, documents, layers, training=self.training)
             return [h.masked_fill(~documents.real_BT[..., None], 0.0) for h in passes], documents.seen
         group = active_group()
         start = state.seen if state is not None else 0 if group is None else group.offset(tokens_BT.shape[1])
@@ -323,7 +319,8 @@ class Decoder(nn.Module):
             lengths_B = moved.lengths_B
             real_BT = real_slots(lengths_B, tokens_BT.shape[1])
             tokens_BT = tokens_BT.gather(1, moved.order_BT).masked_fill(~real_BT, 0)
-        passes = self._passes(self.embedding(tokens_BT, start, lengths_B), state, lengths_B, layers)
+        x_BTD = self.embedding(tokens_BT, start, lengths_B)
+        passes = self._passes(x_BTD, state, lengths_B, layers, training=self.training)
         seen = advance(start, tokens_BT.shape[1], lengths_B)
         return passes if moved is None else [scatter(h, moved) for h in passes], seen
 
@@ -333,30 +330,20 @@ class Decoder(nn.Module):
         state: State | None,
         lengths_B: Tensor | Documents | None,
         layers: dict[str, Tensor | int | State] | None,
+        *,
+        training: bool,
     ) -> list[Tensor]:
-        """Return the vectors after the last norm, of the last pass or of each."""
-        passes: list[Tensor] = []
-        counts_all = self.training and self.config.loop_loss == "all"
-        for p in range(self.config.loops):
-            x_BTD = self._pass(p, x_BTD, state, lengths_B, layers)
-            if counts_all or p == self.config.loops - 1:
+        """Return the vectors after the last norm, of the last pass or, where training takes its loss, of each.
+
+        Each pass begins without a memory, as the first one does.
+        """
+        loops, passes = self.config.loops, list[Tensor]()
+        for p in range(loops):
+            x_BTD = self.pass_biases[p](x_BTD) if loops > 1 else x_BTD
+            x_BTD = run_blocks(self, x_BTD, state, lengths_B, layers, f"passes.{p}." if loops > 1 else "")
+            if (training and self.config.loop_loss == "all") or p == loops - 1:
                 passes.append(self.norm(x_BTD))
         return passes
-
-    def _pass(
-        self,
-        p: int,
-        x_BTD: Tensor,
-        state: State | None,
-        lengths_B: Tensor | Documents | None,
-        layers: dict[str, Tensor | int | State] | None,
-    ) -> Tensor:
-        """Run pass number `p` through all layers; it begins without a memory, as the first one does."""
-        place = ""
-        if self.config.loops > 1:
-            x_BTD = self.pass_biases[p](x_BTD)
-            place = f"passes.{p}."
-        return run_blocks(self, x_BTD, state, lengths_B, layers, place)
 
     def _check(self, tokens_BT: Tensor, state: State | None, mask: Tensor | None, docs: Tensor | None = None) -> None:
         check_tokens(tokens_BT)

@@ -39,6 +39,8 @@ class EncoderConfig(DecoderConfig):
     `lookup` is refused) and the layers run once (`loops` is refused).
     """
 
+    labels_sequences = True
+
     num_classes: int = 2
     """Classes that the classifier tells apart."""
     pooling: Pooling = "mean"

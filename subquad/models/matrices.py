@@ -65,7 +65,7 @@ def fresh_weights(layer: Attention, tokens: int) -> Tensor:
 def blocks(model: nn.Module) -> list[Block]:
     """Return the layers of a decoder or an encoder of mechanisms, once for each pass of a looped stack.
 
-    A layer that is handed its memory has it as its own afterwards (Luna's in a decoder, where it never changes).
+    A layer that is handed its memory (Luna's) has it as its own afterwards.
     Raises `ValueError` for another model: what its layers compute are not the weights of a mechanism alone.
     """
     config: Any = next(
@@ -75,11 +75,9 @@ def blocks(model: nn.Module) -> list[Block]:
     if config is None or stack_of(config) is not None or not found:
         what = type(model).__name__ if config is None else ", ".join(config.mechanisms)
         raise ValueError(f"{NOT_DRAWN}, and this model is a stack of its own: {what}")
-    memory: Any = None
+    handed: Tensor | None = None
     for block in found:
-        layer: Any = block.attention
-        if hasattr(layer, "memory"):
-            layer.memory = memory = memory if layer.memory is None else layer.memory
+        handed = block.attention.adopt(handed)
     return found * config.loops
 
 
@@ -105,10 +103,8 @@ def trained_weights(model: nn.Module, tokens_T: Sequence[int]) -> list[tuple[Att
             hook.remove()
     found = []
     for block, z_BTD, memory_BLD in zip(layers, inputs, memories, strict=True):
-        layer: Any = block.attention
-        if memory_BLD is not None and hasattr(layer, "memory") and not layer.causal:  # it changes from layer to layer
-            layer.memory = nn.Parameter(memory_BLD[0], requires_grad=False)
-        found.append((layer, layer.weights(z_BTD)[0]))
+        block.attention.adopt(None if memory_BLD is None else memory_BLD[0])
+        found.append((block.attention, block.attention.weights(z_BTD)[0]))
     return found
 
 
@@ -139,7 +135,7 @@ def first_layer(reached: Sequence[Tensor]) -> Tensor:
 
 def has_positions(mechanism: Attention | type[Attention]) -> bool:
     """Whether the mechanism has position terms of its own."""
-    return hasattr(mechanism, "position_terms")
+    return mechanism.has_position_terms
 
 
 @torch.no_grad()
@@ -148,11 +144,5 @@ def position_terms(layer: Attention, tokens: int) -> Tensor:
 
     Raises `ValueError` for a mechanism without position terms of its own.
     """
-    if not has_positions(layer):
-        having = [name for name, cls in Attention.registry.items() if has_positions(cls)]
-        raise ValueError(
-            f"attention {layer.name!r} has no position terms of its own; mechanisms that have: {', '.join(having)}"
-        )
-    terms: Any = layer
-    p1_HS, p2_HT = terms.position_terms(tokens)
+    p1_HS, p2_HT = layer.position_terms(tokens)
     return p2_HT[:, :, None] + p1_HS[:, None, :]

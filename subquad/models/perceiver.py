@@ -275,6 +275,10 @@ class PerceiverEncoder(nn.Module):
         """Return one vector `[B, D]` a sequence: the mean of what `forward` gives."""
         return self(tokens_BT, mask).mean(1)
 
+    def read(self, tokens_BT: Tensor, /, mask: Tensor | None = None) -> tuple[Tensor, Tensor]:
+        """Raise `ValueError`: `Encoder.read` returns a vector for each token too."""
+        raise ValueError(f"attention {self.config.attention!r} keeps no vector for each token to predict it from")
+
     def _inputs(self, tokens_BT: Tensor, mask: Tensor | None) -> tuple[Tensor, Tensor | None, Compaction | None]:
         """Return the inputs, in rows that begin with their real tokens; which slots are real; how tokens were moved."""
         x_BTC, moved = embedded(self.embedding, tokens_BT, mask)

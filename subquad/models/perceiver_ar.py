@@ -86,10 +86,10 @@ class PerceiverAR(Decoder):
         compressed, late = options.history == "compressed", options.first_layer == "full"
         updated = range(int(late), config.num_layers - 1) if options.history != "cross" else ()
         self.history_pattern = Blocks(options.segment) if options.history == "segments" else Full()
-        mixers = build_mechanisms(plain)
+        mixers: list[Any] = [*build_mechanisms(plain)]
         self.history = nn.ModuleDict({str(i): mixers[i] for i in updated})
         self.compress = nn.Linear(options.history_tokens or 1, options.projected, bias=False) if compressed else None
-        self.branch_outputs |= {mixer.out for mixer in map(self._history_mixer, updated) if mixer is not None}
+        self.branch_outputs |= {mixers[i].out for i in updated}
         for module in (self.history, self.compress):
             if module is not None:
                 module.apply(self.initialise)
@@ -328,21 +328,6 @@ class PerceiverAR(Decoder):
                 layers[f"layers.{i}"] = State({"keys": k_BHSK, "values": v_BHSK}, self.config_hash)
         return self.norm(x_BMD)
 
-    def _block(self, i: int) -> tuple[Block, BlockedAttention]:
-        """Return layer i and its mechanism."""
-        block = self.layers[i]
-        assert isinstance(block, Block)
-        assert isinstance(block.attention, BlockedAttention)
-        return block, block.attention
-
-    def _history_mixer(self, i: int) -> BlockedAttention | None:
-        """Return the history's own attention in layer i; None where nothing reads its outputs."""
-        if str(i) not in self.history:
-            return None
-        mixer = self.history[str(i)]
-        assert isinstance(mixer, BlockedAttention)
-        return mixer
-
     def _counted(self, tokens_BT: Tensor) -> tuple[Tensor, State]:
         """Return the logits and the state with as many latents as there may be."""
         return self(tokens_BT)
@@ -357,7 +342,8 @@ class PerceiverAR(Decoder):
         self, i: int, x_BMD: Tensor, start: Number, past: History | None
     ) -> tuple[Tensor, Tensor, Tensor, History | None]:
         """Return the latents after layer i, its keys and values (the history's first), and the next layer's history."""
-        block, mixer = self._block(i)
+        block: Any = self.layers[i]
+        mixer: BlockedAttention = block.attention
         z_BMD = block.attention_norm(x_BMD)
         k_BHSK, v_BHSK = mixer.keys(z_BMD, start), mixer.kv_values(z_BMD)
         q_start: Number = 0
@@ -373,13 +359,14 @@ class PerceiverAR(Decoder):
 
     def _updated(self, i: int, past: History, z_BSD: Tensor, start: Number) -> History | None:
         """Return the history that the next layer sees; None where it sees none."""
-        mixer = self._history_mixer(i)
-        if mixer is None:
+        if str(i) not in self.history:  # nothing reads what this layer would make of it
             late = i == 0 and self.options.first_layer == "full"
             return compress(past, self.compress.weight, start) if late and self.compress is not None else None
+        block: Any = self.layers[i]
+        mixer: Any = self.history[str(i)]
         q_BHSK, k_BHSK = (at_places(project, z_BSD, past.places) for project in (mixer.queries, mixer.keys))
         y_BSD = attend(mixer, q_BHSK, k_BHSK, mixer.kv_values(z_BSD), self.history_pattern, -past.empty, -past.empty)
-        return past._replace(x_BSD=rest(self._block(i)[0], past.x_BSD, y_BSD))
+        return past._replace(x_BSD=rest(block, past.x_BSD, y_BSD))
 
     # Decoding: latents are added while there is room, then the window is cut anew.
 
@@ -412,7 +399,8 @@ class PerceiverAR(Decoder):
         x_BTD = self.embedding(tokens_BT, seen, new_B)
         layers: dict[str, State] = {}
         for i in range(len(self.layers)):
-            block, mixer = self._block(i)
+            block: Any = self.layers[i]
+            mixer: BlockedAttention = block.attention
             kept = state.child(f"layers.{i}")
             z_BTD = block.attention_norm(x_BTD)
             k_BHSK, v_BHSK = mixer.keys(z_BTD, seen), mixer.kv_values(z_BTD)
