@@ -128,9 +128,12 @@ def read_manifest(folder: Path) -> dict[str, Any]:
             f"this release reads version {FORMAT_VERSION}"
         )
     try:
-        check_keys(manifest, {"step": int, "settings": dict, "files": dict}, str(folder / MANIFEST))
+        where = str(folder / MANIFEST)
+        check_keys(manifest, {"step": int, "settings": dict, "files": dict}, where)
+        if "batch" in (settings := manifest["settings"]):
+            check_keys(settings["batch"], {"length": int, "size": int, "accumulation": int}, where)
         for name, entry in manifest["files"].items():
-            check_keys(entry, {"bytes": int, "sha256": str}, f"{folder / MANIFEST}, {name}")
+            check_keys(entry, {"bytes": int, "sha256": str}, f"{where}, {name}")
     except ValueError as error:
         raise CheckpointError(str(error)) from error
     return manifest

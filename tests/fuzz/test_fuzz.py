@@ -111,6 +111,6 @@ def test_a_child_that_dies_hangs_or_swells_is_seen(fault, told, tmp_path, monkey
     monkeypatch.setitem(
         TARGETS, "planted", Target(lambda folder: (folder / "a.txt").write_bytes(b"0"), raises(KeyError))
     )
-    _, faults = run.run("planted", 8.0, module="planted")
+    _, faults = run.run("planted", 20.0, module="planted")
     assert any(told in found for found in faults), faults
     assert list((tmp_path / "found" / "planted").iterdir())

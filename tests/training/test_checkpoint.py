@@ -183,6 +183,12 @@ def test_rotation_never_deletes_the_last_good_one(tmp_path: Path, damage) -> Non
     assert checkpoint.newest_complete(tmp_path) == tmp_path / "checkpoint-2"
 
 
+def test_settings_of_another_type_are_damage(tmp_path: Path) -> None:
+    batch = {"length": 8, "size": 2, "accumulation": "2"}
+    with pytest.raises(CheckpointError, match="is damaged: 'accumulation' must be a int, got '2'"):
+        checkpoint.verify(make(tmp_path, 1, {"batch": batch}))
+
+
 def test_other_settings_are_refused_with_what_changed(tmp_path: Path) -> None:
     manifest = checkpoint.verify(make(tmp_path, 1, {"run.seed": 1, "data": "a"}))
     checkpoint.check_settings(manifest, {"run.seed": 1, "data": "a"})
