@@ -152,7 +152,7 @@ class Parser(jsonargparse.ArgumentParser):
                 found = match.groupdict()
                 key = f"{found['group']}.{found['key']}" if found.get("group") else found["key"]
                 return next((file for file in self.files if _holds(file, key)), None), self._unknown(key)
-        if match := _NO_GROUP.match(message):
+        if (match := _NO_GROUP.match(message)) and not Path(match["value"]).is_file():
             group, value = match["group"], match["value"]
             return self.reading, f"{group}: there is no file {value!r}; {suggest(value, self._inside(group))}"
         message = re.sub(r"unrecognized arguments: (\S+).*", r"unexpected argument '\1'", message)

@@ -337,7 +337,8 @@ class Decoder(nn.Module):
 
         Each pass begins without a memory, as the first one does.
         """
-        loops, passes = self.config.loops, list[Tensor]()
+        loops = self.config.loops
+        passes: list[Tensor] = []
         for p in range(loops):
             x_BTD = self.pass_biases[p](x_BTD) if loops > 1 else x_BTD
             x_BTD = run_blocks(self, x_BTD, state, lengths_B, layers, f"passes.{p}." if loops > 1 else "")

@@ -155,7 +155,7 @@ def _block_mask(listed: Listed, seen: Seen, T: int, S: int) -> BlockMask:
     "subquad::flex_listed_blocks",
     mutates_args=(),
     tags=(torch.Tag.cudagraph_unsafe,),
-    schema=f"(str pattern, int B, int T, int S, Device device, {SCHEMA}) -> (Tensor, Tensor, Tensor, Tensor)",
+    schema=f"(str pattern, SymInt B, SymInt T, SymInt S, Device device, {SCHEMA}) -> (Tensor, Tensor, Tensor, Tensor)",
 )
 def listed_blocks(pattern: str, B: int, T: int, S: int, device: torch.device, *given: Any) -> Listed:
     """The blocks that are seen, as `Listed` has them."""

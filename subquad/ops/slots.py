@@ -43,7 +43,7 @@ class Slots(NamedTuple):
 
 
 SCHEMA = (
-    "int q_start, int k_start, Tensor? lengths_B, "
+    "SymInt q_start, SymInt k_start, Tensor? lengths_B, "
     "Tensor? q_pos_BT, Tensor? k_pos_BS, Tensor? q_doc_BT, Tensor? k_doc_BS"
 )
 """`Slots` as an operation of torch takes them, one argument after the other."""

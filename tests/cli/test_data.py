@@ -110,7 +110,7 @@ def test_images_that_are_cut_are_not_drawn(tmp_path, capsys):
     (["text"], "dataset=text is read, not made: give its path"),
     (["toy", "--length", "0"], "length must be at least 1, got 0"),
     (["toy", "--workers", "0"], "workers must be at least 1, got 0"),
-    (["image", "--path", "x", "--samples", "0"], "samples must be at least 1, got 0"),
+    (["image", "--path", ".", "--samples", "0"], "samples must be at least 1, got 0"),
     (["toy", "--out", "x.png"], "--out draws images, and toy has none; image, pathfinder32"),
     (["pathfinder32", "--out", "x.svg"], "--out must name a .png file, got 'x.svg'"),
     (["pathfinder32", "--out", "nowhere/x.png"], "there is no folder"),

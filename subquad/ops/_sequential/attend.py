@@ -46,7 +46,7 @@ def attend(
     return out_BHTV, lse_BHT
 
 
-SETTINGS = f"str pattern, float scale, Tensor? seed, float dropout_p, int query_chunk, int key_chunk, {SCHEMA}"
+SETTINGS = f"str pattern, float scale, Tensor? seed, float dropout_p, SymInt query_chunk, SymInt key_chunk, {SCHEMA}"
 """Arguments of the operations beside tensors of tokens: those of `Work`."""
 
 
