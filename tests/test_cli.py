@@ -4,11 +4,13 @@ import dataclasses
 import importlib
 import io
 import json
+import os
 import re
 import shlex
 import signal
 import subprocess
 import sys
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
@@ -251,6 +253,16 @@ def test_a_wrong_type_names_the_flag(capsys):
 
 def test_an_unexpected_word_is_named(capsys):
     assert "error: unexpected argument 'word'" in refused(capsys, "train", "word")
+
+
+def test_a_configuration_may_come_from_a_pipe_or_stand_in_the_argument(tmp_path, capsys):
+    os.mkfifo(tmp_path / "pipe")
+    with ThreadPoolExecutor() as pool:
+        pool.submit((tmp_path / "pipe").write_text, "run: {seed: 71}\n")
+        for given in (str(tmp_path / "pipe"), '{"run": {"seed": 71}}'):
+            with pytest.raises(SystemExit):
+                main(["train", "--config", given, "--print_config"])
+            assert "seed: 71\n" in capsys.readouterr().out
 
 
 def test_a_missing_file_is_named(capsys):

@@ -334,7 +334,7 @@ class Attention(SharedSequences):
         return None
 
     def adopt(self, handed: Tensor | None) -> Tensor | None:
-        """Keep what a layer is handed, for `weights`, and return what it hands on: nothing, for most mechanisms."""
+        """Keep what a layer is handed, for `weights`; return what the next one is handed, in most mechanisms the same."""
         return handed
 
     def position_terms(self, tokens: int) -> tuple[Tensor, Tensor]:

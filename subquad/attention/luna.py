@@ -214,7 +214,7 @@ class Luna(ScannedAttention):
         return super().exemptions() | memory
 
     def adopt(self, handed: Tensor | None) -> Tensor | None:
-        """Keep a memory `[l, D]` as the layer's own, where it has none or changes it; return the layer's own."""
+        """Keep a memory `[l, D]` as the layer's own, where it has none or is bidirectional; return the layer's own."""
         if handed is not None and (self.memory is None or not self.causal):
             self.memory = handed if isinstance(handed, nn.Parameter) else nn.Parameter(handed, requires_grad=False)
         return self.memory

@@ -206,12 +206,14 @@ class _File(jsonargparse.ActionConfigFile):
                 values = str(recipe_path(values))
             except ValueError as error:
                 parser.error(str(error))
-        if not Path(values).is_file():
+        path = Path(values)
+        if not path.exists() and "{" not in values:  # else the content itself, as JSON
             parser.error(f"there is no file {values}")
         parser.files.append(values)
         parser.reading = values
-        with parser.checking():
-            _check_file(values)
+        if path.is_file():  # a pipe can be read once
+            with parser.checking():
+                _check_file(values)
         super().__call__(parser, cfg, values, option_string)
         parser.reading = None
 

@@ -24,15 +24,17 @@ def with_threads(run: RunConfig) -> RunConfig:
 def kept_threads(threads: int | None, device: str, settings: Path, option: str) -> int | None:
     """Return the number of threads that a training keeps to, so that going on repeats its bits.
 
-    The number that the file of its `settings` names; of a new training PyTorch's own, less the cores that other
-    processes keep busy. `threads` stays where it is given, on a GPU, and in one of several processes.
+    The number that the file of its `settings` names; of a new training on a CPU PyTorch's own, less the cores that
+    other processes keep busy. `threads` stays where it is given, and in one of several processes.
     """
-    if threads is not None or world_size() > 1 or device_type(device) != "cpu":
+    if threads is not None or world_size() > 1:
         return threads
     if settings.is_file():
         kept = read_mapping(settings)
         kept = kept.get("run", kept)
         return kept.get("threads") if isinstance(kept, dict) else None
+    if device_type(device) != "cpu":
+        return None
     found = free_threads()
     if found < torch.get_num_threads():
         logger.warning("%s is %d: other processes keep the other cores busy", option, found)

@@ -87,12 +87,28 @@ def evaluate_tasks(
     tokenizer: Tokenizer | PreTrainedTokenizerBase,
     tasks: Sequence[str],
     /,
-    **options: Any,
+    *,
+    task_path: str | Path | None = None,
+    length: int | None = None,
+    num_fewshot: int | None = None,
+    limit: int | None = None,
+    batch_size: int = 8,
+    prefix_token: int | None = None,
 ) -> TaskEvaluation:
-    """Measure a model on tasks and restore its mode; `options` and errors are those of `prepare_tasks`."""
+    """Measure a model on tasks and restore its mode; options and errors are those of `prepare_tasks`."""
     training = model.training
     try:
-        return prepare_tasks(model, tokenizer, tasks, **options).measure()
+        return prepare_tasks(
+            model,
+            tokenizer,
+            tasks,
+            task_path=task_path,
+            length=length,
+            num_fewshot=num_fewshot,
+            limit=limit,
+            batch_size=batch_size,
+            prefix_token=prefix_token,
+        ).measure()
     finally:
         model.train(training)
 

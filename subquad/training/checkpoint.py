@@ -132,6 +132,8 @@ def read_manifest(folder: Path) -> dict[str, Any]:
         check_keys(manifest, {"step": int, "settings": dict, "files": dict}, where)
         if "batch" in (settings := manifest["settings"]):
             check_keys(settings["batch"], {"length": int, "size": int, "accumulation": int}, where)
+        if "processes" in settings:
+            check_keys(settings, {"processes": int}, where)
         for name, entry in manifest["files"].items():
             check_keys(entry, {"bytes": int, "sha256": str}, f"{where}, {name}")
     except ValueError as error:

@@ -114,7 +114,7 @@ class Loop:
                         self.checkpoints.load_random_numbers(start, self.standing.step)
                         start = None
                     self.meter.start()
-                    norm, rate = self.train_step(parts)
+                    measured = self.train_step(parts)
                     self.meter.stop()
                     self.after_step()
 
@@ -133,7 +133,7 @@ class Loop:
                     self.bar.move(step)
                     # Losses are means since the report before: with one at every checkpoint no resume finds half a sum.
                     if saves or evaluates or step == 1 or step % run.log_every == 0:
-                        self.report(norm, rate)
+                        self.report(measured)
                     if evaluates:
                         saves |= self.is_best(self.report_evaluation())
                     if saves:
@@ -166,8 +166,8 @@ class Loop:
             timeout=data.worker_timeout if data.workers else 0,
         )
 
-    def train_step(self, parts: list[Batch]) -> tuple[float, float]:
-        """Take one step of the optimizer on these batches. Return the norm of the gradient and the learning rate."""
+    def train_step(self, parts: list[Batch]) -> dict[str, float]:
+        """Take one step of the optimizer on these batches. Return what `metrics.jsonl` says of it, by name."""
         self.step_windows, self.step_losses = [], []
         sum_before = self.loss_sum.clone()
         labels = self.count_labels(parts)
@@ -189,7 +189,7 @@ class Loop:
         self.scheduler.step()
         self.model.zero_grad()
         self.standing.step += 1
-        return norm, rate
+        return {"lr": rate, "grad_norm": norm}
 
     def count_labels(self, parts: list[Batch]) -> Tensor | None:
         """The labels of a step in all processes; None where each batch has as many, and its loss is a mean."""
@@ -293,13 +293,16 @@ class Loop:
                     if self.processes.world > 1 and buffer._version != version:
                         torch.distributed.broadcast(buffer, src=0)
 
-    def report(self, norm: float, rate: float) -> None:
-        """Write the mean loss of all processes since the last report, where a step since then counts."""
+    def report(self, measured: dict[str, float]) -> None:
+        """Write what the step `measured` and the mean loss of all processes since the last report.
+
+        Nothing where no step since then counts.
+        """
         if self.loss_steps == 0:
             return
         loss = self.accelerator.gather(self.loss_sum).mean().item() / self.loss_steps
         self.loss_sum, self.loss_steps = torch.zeros_like(self.loss_sum), 0
-        self.metrics.training(self.standing.step, loss=loss, lr=rate, grad_norm=norm, skipped=self.standing.skipped)
+        self.metrics.training(self.standing.step, {"loss": loss, **measured}, self.standing.skipped)
         self.bar.report(self.standing.step, {"loss": loss})
 
     def report_evaluation(self) -> dict[str, float]:

@@ -75,11 +75,9 @@ class Metrics:
         write_atomically(self.folder / METRICS, "".join(json.dumps(record) + "\n" for record in kept).encode())
         self._trackers = start_trackers(self.names, self.folder, step)
 
-    def training(self, step: int, *, loss: float, lr: float, grad_norm: float, skipped: int) -> None:
-        """Write a training record."""
-        record: dict[str, float] = {"step": step, "loss": loss, "lr": lr}
-        if math.isfinite(grad_norm):  # else the last step was left out: JSON has no word for its norm
-            record["grad_norm"] = grad_norm
+    def training(self, step: int, measured: Mapping[str, float], skipped: int) -> None:
+        """Write a training record. What isn't finite, as the norm of a step that was left out, JSON has no word for."""
+        record = {"step": step} | {name: value for name, value in measured.items() if math.isfinite(value)}
         record |= {
             "tokens": step * self.meter.step_tokens,
             "epochs": step * self.windows_a_step / self.windows,

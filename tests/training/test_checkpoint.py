@@ -187,6 +187,8 @@ def test_settings_of_another_type_are_damage(tmp_path: Path) -> None:
     batch = {"length": 8, "size": 2, "accumulation": "2"}
     with pytest.raises(CheckpointError, match="is damaged: 'accumulation' must be a int, got '2'"):
         checkpoint.verify(make(tmp_path, 1, {"batch": batch}))
+    with pytest.raises(CheckpointError, match="is damaged: 'processes' must be a int, got None"):
+        checkpoint.verify(make(tmp_path, 2, {"processes": None}))
 
 
 def test_other_settings_are_refused_with_what_changed(tmp_path: Path) -> None:
