@@ -334,7 +334,7 @@ class Attention(SharedSequences):
         return None
 
     def adopt(self, handed: Tensor | None) -> Tensor | None:
-        """Keep what a layer is handed, for `weights`; return what the next one is handed, in most mechanisms the same."""
+        """Keep what a layer is handed, for `weights`; return what the next is handed: the same, for most mechanisms."""
         return handed
 
     def position_terms(self, tokens: int) -> tuple[Tensor, Tensor]:
