@@ -14,9 +14,9 @@ import resource, sys, torch
 from subquad.memory import keep_freed_memory
 if sys.argv[1] == "kept":
     assert keep_freed_memory()
-cache = torch.ones(9000, 1000)
+cache = torch.ones(3000, 1000)
 before = resource.getrusage(resource.RUSAGE_SELF).ru_minflt
-for row in range(20):
+for row in range(80):
     cache = torch.cat((cache, torch.ones(10, 1000)))
 print(resource.getrusage(resource.RUSAGE_SELF).ru_minflt - before)
 """
