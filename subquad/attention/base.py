@@ -140,7 +140,7 @@ class Attention(SharedSequences):
         if "name" not in vars(cls):
             return  # a shared base, not a mechanism
         file = cls.__module__.rpartition(".")[2]
-        if cls.name != file:
+        if cls.name != file and file != "__main__":  # a script or a notebook may define a mechanism too
             raise TypeError(f"{cls.__name__}.name is {cls.name!r} but its file is {file}.py; use one name for both")
         there = Attention.registry.get(cls.name)
         if there is not None and there.__module__ != cls.__module__:
