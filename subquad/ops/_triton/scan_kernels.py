@@ -37,7 +37,7 @@ def rounded(x, BITS: tl.constexpr):
 
 @triton.jit
 def operand(x, PRECISION: tl.constexpr):
-    """Round `x` to the precision of a product's operand. The interpreter has no bfloat16 and rounds in float32 instead."""
+    """Round `x` to a product's operand. The interpreter has no bfloat16 and rounds in float32 instead."""
     if PRECISION == "bf16":
         if INTERPRETED:
             x = rounded(x, 16)
@@ -78,8 +78,8 @@ def sums_of_rows(chosen_CC, x_CL, PRECISION: tl.constexpr):
 def of_head(x, n, H, stride_b, stride_h, ALIGNED: tl.constexpr):
     """Return the pointer to the first token of head n of B * H.
 
-    ALIGNED promises that heads begin at multiples of 16 elements, so that Triton loads vectors. The offset is int64: B *
-    H * T * K may exceed 2^31.
+    ALIGNED promises that heads begin at multiples of 16 elements, so that Triton loads vectors. The offset is int64
+    because B * H * T * K may exceed 2^31.
     """
     offset = (n // H).to(tl.int64) * stride_b + (n % H).to(tl.int64) * stride_h
     if ALIGNED:
@@ -183,7 +183,7 @@ def carried(state_KV, whole, DECAY: tl.constexpr):
 
 @triton.jit
 def decay_between(g_C, row_C):
-    """Return `exp(g_{j+1} + ... + g_i)`, `[C, C]`, for j <= i; the caller masks the entries above, which are in [0, 1]."""
+    """Return `exp(g_{j+1} + ... + g_i)`, `[C, C]`, for j <= i; entries above, in [0, 1], are masked later."""
     # float64: the difference of two large running sums would lose its digits in float32.
     G_C = tl.cumsum(g_C.to(tl.float64), 0)
     return tl.exp(tl.minimum((G_C[:, None] - G_C[None, :]).to(tl.float32), 0.0))
