@@ -205,6 +205,7 @@ def test_padding_and_cross_attention(qkv):
     assert_is_the_definition(qkv(20, 30), Full(), key_lengths=torch.tensor([0, 13]))
 
 
+@pytest.mark.slow
 @compiles
 def test_a_second_call_of_a_shape_does_not_compile_again(qkv):
     flex._graph.cache_clear()

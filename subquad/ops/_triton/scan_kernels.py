@@ -1,16 +1,17 @@
-"""The gated scan's kernels: states between chunks, outputs, one step of decoding, and what all its kernels share.
+"""Kernels of the gated scan: states between chunks, outputs, one decoding step, and their shared functions.
 
     S_t = f_t * S_{t-1} + i_t (x) v_t,    o_t = q_t S_t,    or over  q_t . z_t + eps  with  z_t = f_t * z_{t-1} + i_t
 
-One kernel walks over the chunks and leaves the state at the start of each; then all chunks' outputs are taken at once:
-what the state gives, and the scores inside the chunk times its values. The same walk backward leaves gradients of
-states.
+A first kernel walks over the chunks in order and stores the state at the start of each: this is the only sequential
+part. A second kernel then computes all chunks in parallel: the state's part of each output plus the scores inside the
+chunk times its values. The backward pass walks from the last chunk to the first and stores gradients of states.
 
-Products take operands as tensor cores do (PRECISION): `bf16` for bfloat16 inputs; `tf32` for float16, whose range the
-sums over a long past would leave; `ieee`, plain float32. They are summed in float32.
+Matrix products round their operands as tensor cores do (PRECISION): `bf16` for bfloat16 inputs; `tf32` for float16,
+because sums over a long past leave float16's range; `ieee` for plain float32. Accumulators are always float32.
 
-Shape letters: C rows of a chunk, K key channels, V value channels, L either. Tensors q, i, v, log f come with their
-strides; the others are contiguous: outputs `[B, T, H, .]`, totals `[B, H, T]`, states `[B, H, chunks, K, V]`.
+Shape letters: C rows of a chunk, K key channels, V value channels, L either. q, i, v and log f are read with their
+strides, so no layout is copied first; the others are contiguous: outputs `[B, T, H, .]`, totals `[B, H, T]`, states
+`[B, H, chunks, K, V]`.
 """
 
 from __future__ import annotations
@@ -20,15 +21,15 @@ import triton.language as tl
 
 from subquad.ops._triton import common
 
-FORGET_ALL = tl.constexpr(-1e4)
+FORGET_ALL = tl.constexpr(-1e4)  # exp of it is 0, and sums of it stay finite: -inf - (-inf) would be NaN
 INTERPRETED = tl.constexpr(common.INTERPRETED)
 LENGTHS = ["T", *(f"{x}_stride_{dim}" for x in ("q", "i", "v", "log_f", "grad", "a", "b") for dim in "bh")]
-"""Never a reason to compile again: the length, and the strides that it moves."""
+"""Not specialised, so a new length doesn't recompile: the length and the strides that depend on it."""
 
 
 @triton.jit
 def rounded(x, BITS: tl.constexpr):
-    """float32 `x` without its last `BITS` bits, rounded to the nearest, ties to even."""
+    """Round float32 `x` to the nearest number without its last `BITS` mantissa bits, ties to even."""
     bits = x.to(tl.float32).to(tl.int32, bitcast=True)
     bits += ((1 << (BITS - 1)) - 1) + ((bits >> BITS) & 1)
     return (bits & -(1 << BITS)).to(tl.float32, bitcast=True)
@@ -36,7 +37,7 @@ def rounded(x, BITS: tl.constexpr):
 
 @triton.jit
 def operand(x, PRECISION: tl.constexpr):
-    """`x` as a matrix product reads it. The interpreter, which has no bfloat16 arithmetic, rounds alike in float32."""
+    """Round `x` to a product's operand. The interpreter has no bfloat16 and rounds in float32 instead."""
     if PRECISION == "bf16":
         if INTERPRETED:
             x = rounded(x, 16)
@@ -51,7 +52,7 @@ def operand(x, PRECISION: tl.constexpr):
 
 @triton.jit
 def product(a, b, PRECISION: tl.constexpr):
-    """`a @ b`, summed in float32."""
+    """Return `a @ b`, accumulated in float32."""
     if PRECISION == "tf32":
         ab = tl.dot(operand(a, PRECISION), operand(b, PRECISION), input_precision="tf32")
     else:
@@ -61,7 +62,11 @@ def product(a, b, PRECISION: tl.constexpr):
 
 @triton.jit
 def sums_of_rows(chosen_CC, x_CL, PRECISION: tl.constexpr):
-    """`chosen @ x` for a matrix of zeros and ones: x goes in two pieces, for twice the bits of an operand."""
+    """Return `chosen @ x` for a 0/1 matrix `chosen`.
+
+    x is split into its rounded part and the remainder, which doubles the bits that reach the sum: the sums are
+    exponents, where a relative error of bfloat16 would become a factor.
+    """
     ones_CC = chosen_CC.to(tl.float32)
     sums_CL = product(ones_CC, x_CL, PRECISION)
     if PRECISION != "ieee":
@@ -71,7 +76,11 @@ def sums_of_rows(chosen_CC, x_CL, PRECISION: tl.constexpr):
 
 @triton.jit
 def of_head(x, n, H, stride_b, stride_h, ALIGNED: tl.constexpr):
-    """The pointer to the first token of head n of B * H; ALIGNED promises that heads begin at multiples of 16."""
+    """Return the pointer to the first token of head n of B * H.
+
+    ALIGNED promises that heads begin at multiples of 16 elements, so that Triton loads vectors. The offset is int64
+    because B * H * T * K may exceed 2^31.
+    """
     offset = (n // H).to(tl.int64) * stride_b + (n % H).to(tl.int64) * stride_h
     if ALIGNED:
         offset = tl.multiple_of(offset, 16)
@@ -80,7 +89,7 @@ def of_head(x, n, H, stride_b, stride_h, ALIGNED: tl.constexpr):
 
 @triton.jit
 def real_rows(mask, n, H, T, start, row_C):
-    """Bool `[C]`: the rows of the chunk that hold a token."""
+    """Return the bool `[C]` of rows in the chunk that hold a real token: before T and not padding."""
     real_C = row_C < T - start
     if mask is not None:
         real_C = real_C & (tl.load(mask + (n // H).to(tl.int64) * T + start + row_C, mask=real_C, other=0) != 0)
@@ -89,7 +98,10 @@ def real_rows(mask, n, H, T, start, row_C):
 
 @triton.jit
 def read(x, row_C, stride_t, channel_L, real_C, LENGTH: tl.constexpr):
-    """Rows `[C, L]`; zeros where there is no token or no channel."""
+    """Load rows `[C, L]`, with zeros in place of missing tokens and channels.
+
+    Padding is masked here, at the load: whatever stands there, NaN included, never enters a product.
+    """
     pointers = x + row_C[:, None] * stride_t + channel_L[None, :]
     x_CL = tl.load(pointers, mask=real_C[:, None] & (channel_L < LENGTH)[None, :], other=0.0)
     if INTERPRETED:
@@ -99,22 +111,22 @@ def read(x, row_C, stride_t, channel_L, real_C, LENGTH: tl.constexpr):
 
 @triton.jit
 def cast(x, pointer):
-    """`x` in the dtype of what the pointer points to."""
-    if INTERPRETED and pointer.dtype.element_ty == tl.bfloat16:  # its cast cuts bits off
+    """Cast `x` to the pointer's dtype."""
+    if INTERPRETED and pointer.dtype.element_ty == tl.bfloat16:  # the interpreter's cast truncates
         x = rounded(x, 16)
     return x.to(pointer.dtype.element_ty)
 
 
 @triton.jit
 def write(x, x_CL, row_C, stride_t, channel_L, exists_C, LENGTH: tl.constexpr):
-    """Stores rows `[C, L]`."""
+    """Store rows `[C, L]`."""
     pointers = x + row_C[:, None] * stride_t + channel_L[None, :]
     tl.store(pointers, cast(x_CL, x), mask=exists_C[:, None] & (channel_L < LENGTH)[None, :])
 
 
 @triton.jit
 def read_state(states, k_K, v_V, K: tl.constexpr, V: tl.constexpr):
-    """A tile `[K, V]` of a state."""
+    """Load a tile `[K, V]` of a state."""
     inside = (k_K < K)[:, None] & (v_V < V)[None, :]
     state_KV = tl.load(states + k_K[:, None] * V + v_V[None, :], mask=inside, other=0.0)
     if INTERPRETED:
@@ -124,7 +136,7 @@ def read_state(states, k_K, v_V, K: tl.constexpr, V: tl.constexpr):
 
 @triton.jit
 def read_decay(log_f, row_C, stride_t, k_K, real_C, K: tl.constexpr, DECAY: tl.constexpr):
-    """The logarithms of the decays, `[C]` or `[C, K]`."""
+    """Load the logarithms of the decays, `[C]` or `[C, K]`, no lower than FORGET_ALL."""
     if DECAY == "head":
         g = tl.load(log_f + row_C * stride_t, mask=real_C, other=0.0).to(tl.float32)
     else:
@@ -134,7 +146,11 @@ def read_decay(log_f, row_C, stride_t, k_K, real_C, K: tl.constexpr, DECAY: tl.c
 
 @triton.jit
 def decays(g, row_C, DECAY: tl.constexpr, PRECISION: tl.constexpr):
-    """Decays from the chunk's start to each row, from each row to the chunk's end, and from its start to its end."""
+    """Return the decays from the chunk's start to each row, from each row to its end, and from its start to its end.
+
+    Each exponent is a sum of logarithms at or below zero, never a difference of two running sums: no overflow, and no
+    digits lost by cancellation.
+    """
     up_to_CC = row_C[None, :] <= row_C[:, None]
     if DECAY == "head":
         to_row = tl.sum(tl.where(up_to_CC, g[None, :], 0.0), 1)
@@ -147,7 +163,7 @@ def decays(g, row_C, DECAY: tl.constexpr, PRECISION: tl.constexpr):
 
 @triton.jit
 def decayed(x_CL, decay, DECAY: tl.constexpr):
-    """The rows times their decays, `[C]` or `[C, L]`."""
+    """Multiply the rows by their decays, `[C]` or `[C, L]`."""
     if DECAY == "head":
         x_CL = x_CL.to(tl.float32) * decay[:, None]
     elif DECAY == "channel":
@@ -157,7 +173,7 @@ def decayed(x_CL, decay, DECAY: tl.constexpr):
 
 @triton.jit
 def carried(state_KV, whole, DECAY: tl.constexpr):
-    """The state, decayed from one end of a chunk to the other."""
+    """Decay the state from one end of a chunk to the other."""
     if DECAY == "head":
         state_KV *= whole
     elif DECAY == "channel":
@@ -167,28 +183,29 @@ def carried(state_KV, whole, DECAY: tl.constexpr):
 
 @triton.jit
 def decay_between(g_C, row_C):
-    """`exp(g_{j+1} + ... + g_i)`, `[C, C]`, for j <= i; entries above are unused and lie in [0, 1]."""
-    # float64: neighbours differ little, their sums are large.
+    """Return `exp(g_{j+1} + ... + g_i)`, `[C, C]`, for j <= i; entries above, in [0, 1], are masked later."""
+    # float64: the difference of two large running sums would lose its digits in float32.
     G_C = tl.cumsum(g_C.to(tl.float64), 0)
     return tl.exp(tl.minimum((G_C[:, None] - G_C[None, :]).to(tl.float32), 0.0))
 
 
 @triton.constexpr_function
 def levels(C):
-    """Number of halvings of a chunk of C rows."""
+    """Return how many times a chunk of C rows can be halved."""
     return C.bit_length() - 1
 
 
 @triton.jit
 def halving(q_CK, i_CK, g_CK, row_C, level, PRECISION: tl.constexpr):
-    """Decays that differ by channel, between the halves of blocks of 2h rows, h = 2^level, without a positive exponent.
+    """Prepare the products between the two halves of each block of 2h rows, h = 2^level, for decays by channel.
 
-    A row of a second half comes with what is left of the half's start, a row of a first half with what is left of it
-    at the half's end. Each exponent is a sum of logarithms of decays, never a difference of two large sums. Over all
-    levels each pair of two rows meets once.
+    With one decay per channel the scores are no single product: exp(G_i - G_j) = exp(G_i) exp(-G_j) overflows in its
+    second factor. Seen from the border between the halves both factors are at most 1: a row of the second half is
+    decayed from the border to the row, a row of the first half from the row to the border. Over all levels each pair of
+    different rows meets exactly once.
 
-    Returns the factors `[C, K]`; q (second halves) or i (first halves) times those; whether a row is in a second half
-    `[C, 1]`; and which entries `[C, C]` pair the two halves of a block.
+    Returns the factors `[C, K]`; q (in second halves) or i (in first halves) times its factor; whether a row is in a
+    second half `[C, 1]`; and which entries `[C, C]` pair the two halves of one block.
     """
     half_C, block_C = row_C >> level, row_C >> (level + 1)
     second_C1 = ((half_C & 1) == 1)[:, None]
@@ -202,11 +219,12 @@ def halving(q_CK, i_CK, g_CK, row_C, level, PRECISION: tl.constexpr):
 
 @triton.jit
 def channel_scores(q_CK, i_CK, g_CK, row_C, PRECISION: tl.constexpr):
-    """`sum_k q_ik i_jk exp(g_{j+1,k} + ... + g_ik)` for j <= i, else zero."""
+    """Return `sum_k q_ik i_jk exp(g_{j+1,k} + ... + g_ik)` for j <= i, else zero."""
     q_CK, i_CK = q_CK.to(tl.float32), i_CK.to(tl.float32)
     scores_CC = tl.where(row_C[:, None] == row_C[None, :], tl.sum(q_CK * i_CK, 1)[:, None], 0.0)
     for level in range(levels(row_C.shape[0])):
         _, mixed_CK, _, pairs_CC = halving(q_CK, i_CK, g_CK, row_C, level, PRECISION)
+        # One product of the mixed rows with themselves gives q i^T of the pairs below the diagonal; the rest is masked.
         pairs_CC = pairs_CC & (row_C[None, :] < row_C[:, None])
         scores_CC += tl.where(pairs_CC, product(mixed_CK, tl.trans(mixed_CK), PRECISION), 0.0)
     return scores_CC
@@ -214,7 +232,7 @@ def channel_scores(q_CK, i_CK, g_CK, row_C, PRECISION: tl.constexpr):
 
 @triton.jit
 def channel_gradients(q_CK, i_CK, g_CK, grad_CC, row_C, PRECISION: tl.constexpr):
-    """The gradients of q and i through `channel_scores` below the diagonal, where alone `grad` must not be zero."""
+    """Return the gradients of q and i through `channel_scores`; `grad` must be zero on and above the diagonal."""
     dq_CK, di_CK = tl.zeros_like(q_CK), tl.zeros_like(i_CK)
     both_CC = grad_CC + tl.trans(grad_CC)
     for level in range(levels(row_C.shape[0])):
@@ -231,9 +249,10 @@ def scores_and_sums(
     K: tl.constexpr, V: tl.constexpr, DECAY: tl.constexpr, NORMALISE: tl.constexpr, BACKWARD: tl.constexpr,
     BLOCK_K: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """Of one chunk: scores `[C, C]`, zero above the diagonal; what rows take from a state `[C, V]` and from z `[C]`.
+    """Return one chunk's scores `[C, C]`, zero above the diagonal, and its rows' products with S `[C, V]` and z `[C]`.
 
-    The rows are queries that meet the state at the chunk's start; BACKWARD: inputs that meet the one at its end.
+    The rows are queries, and S and z stand at the chunk's start; with BACKWARD they are inputs, and S is the gradient
+    of the state at the chunk's end. K is walked in blocks of BLOCK_K, so that no tile outgrows the registers.
     """
     C: tl.constexpr = row_C.shape[0]
     scores_CC = tl.zeros([C, C], tl.float32)
@@ -274,10 +293,11 @@ def states_kernel(
     K: tl.constexpr, V: tl.constexpr, DECAY: tl.constexpr, NORMALISE: tl.constexpr, BACKWARD: tl.constexpr,
     C: tl.constexpr, BLOCK_K: tl.constexpr, BLOCK_V: tl.constexpr, PRECISION: tl.constexpr, ALIGNED: tl.constexpr,
 ):  # fmt: skip
-    """Walks over the chunks: `S <- decay * S + (a * decay)^T b` from `first` to `last`, keeping S before each chunk.
+    """Walk over the chunks: `S <- decay * S + (a * decay)^T b` from `first` to `last`, storing S before each chunk.
 
-    Forward a is i and b is v. BACKWARD goes from the last chunk to the first with q and the outputs' gradients, over
-    the totals where NORMALISE: the states are then gradients of the state at each chunk's end.
+    Forward, a is i and b is v. BACKWARD walks from the last chunk to the first with q and the outputs' gradients
+    (divided by the totals with NORMALISE), and stores the gradient of the state at each chunk's end. A program owns a
+    tile [BLOCK_K, BLOCK_V] of the state for the whole walk, so the state stays in registers; tiles are independent.
     """
     V_TILES: tl.constexpr = (V + BLOCK_V - 1) // BLOCK_V
     K_TILES: tl.constexpr = (K + BLOCK_K - 1) // BLOCK_K
@@ -307,6 +327,7 @@ def states_kernel(
         chunk = chunks - 1 - step if BACKWARD else step
         start = chunk * C
         at = n.to(tl.int64) * chunks + chunk
+        # Stored as the operand that the outputs' kernel will read; the walk goes on with the float32 accumulator.
         tl.store(states + at * K * V + k_K[:, None] * V + v_V[None, :], operand(state_KV, PRECISION), mask=inside_KV)
         real_C = real_rows(mask, n, H, T, start, row_C)
         a_CK = read(a + start * a_stride_t, row_C, a_stride_t, k_K, real_C, K)
@@ -320,7 +341,7 @@ def states_kernel(
             a_CK = decayed(a_CK, to_row if BACKWARD else to_end, DECAY)
             state_KV = carried(state_KV, whole, DECAY)
         if NORMALISE:
-            if v_tile == 0:
+            if v_tile == 0:  # z has no value channels: one of the programs that share k writes it
                 tl.store(z_states + at * K + k_K, z_K, mask=k_K < K)
                 if DECAY != "none":
                     z_K *= whole
@@ -345,7 +366,10 @@ def outputs_kernel(
     K: tl.constexpr, V: tl.constexpr, DECAY: tl.constexpr, NORMALISE: tl.constexpr, C: tl.constexpr,
     BLOCK_K: tl.constexpr, BLOCK_V: tl.constexpr, PRECISION: tl.constexpr, ALIGNED: tl.constexpr,
 ):  # fmt: skip
-    """Outputs of one chunk, and the sums of their weights plus eps, infinity where that is zero."""
+    """Compute one chunk's outputs and totals: the sums of weights plus eps, or infinity if that is zero.
+
+    An infinite total makes the output of a token without any weight zero, and its gradients finite.
+    """
     V_TILES: tl.constexpr = (V + BLOCK_V - 1) // BLOCK_V
     chunks = tl.cdiv(T, C)
     v_tile, at = tl.program_id(0) % V_TILES, (tl.program_id(0) // V_TILES).to(tl.int64)
@@ -384,7 +408,7 @@ def step_kernel(
     K: tl.constexpr, V: tl.constexpr, DECAY: tl.constexpr, NORMALISE: tl.constexpr, BLOCK_K: tl.constexpr,
     BLOCK_V: tl.constexpr,
 ):  # fmt: skip
-    """One token: the state after it and its output."""
+    """Compute one token's output and the state after it, in one launch: decoding waits for launches, not arithmetic."""
     V_TILES: tl.constexpr = (V + BLOCK_V - 1) // BLOCK_V
     W: tl.constexpr = V + NORMALISE
     v_tile, n = tl.program_id(0) % V_TILES, tl.program_id(0) // V_TILES

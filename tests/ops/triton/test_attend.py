@@ -121,7 +121,7 @@ def test_a_window_of_one_gives_each_token_its_own_value(qkv):
     assert_exact(block_attention(q, k, v, Window(width=1), backend="triton"), v.expand(-1, 2, -1, -1))
 
 
-@pytest.mark.parametrize("tokens", [1, 2, 15, 16, 17, 63, 64, 65, 127, 128, 129, 200])
+@pytest.mark.thinned(3, tokens=[1, 2, 15, 16, 17, 63, 65, 64, 127, 129, 128, 200])
 def test_any_length(tokens, qkv, assert_is_the_definition):
     pattern = PATTERNS[tokens % len(PATTERNS)]
     assert_is_the_definition(qkv(tokens, heads=1), pattern)
@@ -295,11 +295,13 @@ def test_one_output_alone_has_its_gradients(used, qkv, differentiated):
         assert_in_budget(a, p, e, torch.float32)
 
 
-@pytest.mark.parametrize(("heads", "kv_heads"), [(2, 2), (6, 2), (20, 1)])
-@pytest.mark.parametrize(
-    "pattern", [Causal(), Window(width=20), Segments(size=12), Shifted(size=30, shift=8)], ids=repr
+@pytest.mark.thinned(
+    3,
+    pattern=[Causal(), Window(width=20), Segments(size=12), Shifted(size=30, shift=8)],
+    heads=[(2, 2), (6, 2), (20, 1)],
 )
-def test_decoding_is_the_last_row_of_the_whole(pattern, heads, kv_heads, qkv, launches):
+def test_decoding_is_the_last_row_of_the_whole(pattern, heads, qkv, launches):
+    heads, kv_heads = heads
     q, k, v = qkv(50, heads=heads, kv_heads=kv_heads, batch=2)
     kept = 50 if pattern.reach is None else min(50, pattern.reach + 1)
     cache = k[:, :, -kept:], v[:, :, -kept:]
@@ -332,7 +334,7 @@ def test_nothing(tokens, keys, batch, qkv, differentiated):
         assert_exact(gradient, torch.zeros_like(x))
 
 
-@pytest.mark.parametrize("case", ["static", "rows", "documents", "decoding"])
+@pytest.mark.thinned(4, case=["documents", "static", "rows", "decoding"])
 def test_the_operations_keep_torchs_rules(case, qkv, device):
     q, k, v = (x.requires_grad_() for x in qkv(1 if case == "decoding" else 12, 12, V=8))
     pos = torch.arange(12, device=device)[None]

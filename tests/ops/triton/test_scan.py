@@ -107,8 +107,9 @@ def assert_all_exact(actual, expected):
         assert_exact(a, e, f"result {n}")
 
 
-@pytest.mark.parametrize(("tokens", "K", "V", "decay", "normalise", "dtype"), CASES)
-def test_outputs_states_and_gradients(make, differentiated, tokens, K, V, decay, normalise, dtype):
+@pytest.mark.thinned(3, case=CASES)
+def test_outputs_states_and_gradients(make, differentiated, case):
+    tokens, K, V, decay, normalise, dtype = case
     inputs = make(tokens, decay, dtype, normalise=normalise, K=K, V=V)
     assert_is_the_scan(differentiated, inputs, dtype, normalise=normalise)
 
@@ -150,7 +151,7 @@ def test_rows_that_are_all_padding_leave_the_state(make, device):
     assert_exact(after, state)
 
 
-@pytest.mark.thinned(2, layout=LAYOUTS, decay=("head", "channel"))
+@pytest.mark.thinned(4, layout=LAYOUTS, decay=("head", "channel"))
 def test_strides(make, differentiated, decay, layout):
     lay = LAYOUTS[layout]
     inputs = make(5, decay, batch=2, heads=2, normalise=False)
@@ -246,7 +247,7 @@ def test_a_token_of_padding_is_no_step(make, device):
     assert_all_exact((out[:1], after[:1]), kernels(state[:1], *(x[:1] for x in inputs)))
 
 
-@decays
+@pytest.mark.thinned(3, decay=("channel", "head", "none"))
 def test_a_batch_is_its_rows(make, decay):
     inputs = make(40, decay, batch=2, heads=2)
     whole = kernels(*inputs)
@@ -275,8 +276,9 @@ def test_inputs_of_several_dtypes(make, differentiated):
     assert [x.dtype for x in results] == [BF16, FP32, FP32, FP32, FP16, BF16, FP32]
 
 
-@pytest.mark.parametrize(("decay", "normalise"), [("none", True), ("head", False), ("channel", True)])
-def test_operations_are_registered_rightly(make, device, decay, normalise):
+@pytest.mark.thinned(3, case=[("channel", True), ("none", True), ("head", False)])
+def test_the_operations_keep_torchs_rules(make, device, case):
+    decay, normalise = case
     state, *inputs = make(3, decay, normalise=normalise)
     inputs += [] if len(inputs) == 4 else [None]
     mask = torch.tensor([[True, False, True]], device=device)

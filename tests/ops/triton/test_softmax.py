@@ -13,7 +13,6 @@ from subquad.testing.tools import LOW_PRECISION, assert_exact, assert_in_budget,
 
 FP32, FP16, BF16 = torch.float32, torch.float16, torch.bfloat16
 EMPTY = -(2.0**100)
-dtypes = pytest.mark.parametrize("dtype", LOW_PRECISION)
 latents = pytest.mark.parametrize("L", [1, 10])
 # Lengths around those of chunks, head sizes around those of tiles: tokens, L, V, size of the logits, dtype.
 CASES = [
@@ -131,12 +130,13 @@ def chunked(*inputs, **options):
     return reference(*inputs, backend="torch", **options)
 
 
-@pytest.mark.parametrize(("tokens", "L", "V", "size", "dtype"), CASES)
-def test_outputs_states_and_gradients(make, differentiated, tokens, L, V, size, dtype):
+@pytest.mark.thinned(3, case=CASES)
+def test_outputs_states_and_gradients(make, differentiated, case):
+    tokens, L, V, size, dtype = case
     assert_is_the_softmax(differentiated, make(tokens, L, V, size, dtype), dtype)
 
 
-@latents
+@pytest.mark.thinned(2, L=(10, 1))
 def test_it_begins_with_an_empty_state(make, differentiated, L):
     p, k, v, a, s = make(70, L)
     results = [
@@ -167,7 +167,7 @@ def test_an_lse_that_is_not_wanted_changes_nothing(make, L):
     assert_all_exact([out, *state], [expected, *after])
 
 
-@pytest.mark.thinned(3, L=(1, 10), case=EXTREMES, dtype=LOW_PRECISION)
+@pytest.mark.thinned(6, L=(1, 10), case=EXTREMES, dtype=LOW_PRECISION)
 def test_extreme_logits(make, differentiated, L, case, dtype):
     p, k, v, *_ = make(70, L)
     inputs = [p.to(dtype), EXTREMES[case](k).to(dtype), v.to(dtype)]
@@ -181,7 +181,7 @@ def test_extreme_logits(make, differentiated, L, case, dtype):
             assert_in_budget(a, m, e, dtype, name)
 
 
-@pytest.mark.thinned(3, L=(1, 10), dtype=LOW_PRECISION, size=(1.0, 30.0, 1e4))
+@pytest.mark.thinned(5, L=(1, 10), dtype=LOW_PRECISION, size=(1.0, 30.0, 1e4))
 def test_no_bit_depends_on_the_future(make, L, dtype, size):
     p, k, v, *state = make(70, L, size=size, dtype=dtype)
     for now in (5, 40, 63):
@@ -275,7 +275,7 @@ def test_nothing_gives_nothing(make, differentiated, L, empty):
         assert_exact(x, torch.zeros_like(y).to(x.dtype))
 
 
-@latents
+@pytest.mark.thinned(2, L=(10, 1))
 def test_rows_of_a_batch_are_alone(make, differentiated, L):
     inputs = make(70, L, batch=2, heads=2)
     whole = differentiated(kernels, inputs)[:4]
@@ -285,8 +285,7 @@ def test_rows_of_a_batch_are_alone(make, differentiated, L):
             assert_results_in_budget([x[b : b + 1, h : h + 1] for x in whole], alone, FP32)
 
 
-@latents
-@dtypes
+@pytest.mark.thinned(3, L=(10, 1), dtype=LOW_PRECISION)
 def test_a_token_at_a_time(make, device, L, dtype):
     inputs = make(6, L, V=70, dtype=dtype, batch=2)
     outs, state = [], inputs[3:]
@@ -329,7 +328,7 @@ def test_a_long_past_is_not_forgotten(make):
     assert_in_budget(a - 20, expected, expected, torch.float16)
 
 
-@pytest.mark.thinned(2, L=(1, 10), layout=LAYOUTS)
+@pytest.mark.thinned(4, L=(1, 10), layout=LAYOUTS)
 def test_strides_change_nothing(make, differentiated, L, layout):
     inputs = make(20, L, batch=2, heads=2)
     strided = [LAYOUTS[layout](x) for x in inputs[:3]]
@@ -361,7 +360,7 @@ def test_probabilities_and_values_may_differ_in_dtype(make, differentiated, dtyp
         assert kernels(*inputs)[0].dtype == inputs[2].dtype
 
 
-@pytest.mark.parametrize("L", [1, 10])
+@pytest.mark.thinned(2, L=(10, 1))
 def test_it_keeps_torchs_rules(make, device, L):
     p, k, v, a, s = (x.requires_grad_() for x in make(70, L, V=16))
     mask = torch.ones(1, 70, dtype=torch.bool, device=device)
@@ -374,7 +373,7 @@ def test_it_keeps_torchs_rules(make, device, L):
     torch.library.opcheck(running_softmax_backward_op, (*gradients, p, k, v, mask, a, s, a_end, s_end, *saved))
 
 
-@latents
+@pytest.mark.thinned(2, L=(10, 1))
 def test_it_compiles(make, differentiated, L):
     inputs = make(70, L)
     compiled = torch.compile(lambda *x: kernels(*x), fullgraph=True, backend="aot_eager")
