@@ -28,8 +28,8 @@ SIZES: dict[str, dict[str, Any]] = {
     "strided": {"stride": 4},
     "window": {"width": 4},
 }
-ROTARY = ("num_kv_heads", "rope", "rope_fraction", "rope_scaling")
-"""Settings of softmax mechanisms alone."""
+SOFTMAX = ("num_kv_heads", "rope", "rope_fraction", "rope_scaling")
+"""Settings that only softmax mechanisms have."""
 SETTINGS: dict[str, Any] = {
     "num_kv_heads": 1,
     "rope": True,
@@ -45,8 +45,8 @@ SETTINGS: dict[str, Any] = {
 
 def layer(name: str) -> HeadedAttention:
     torch.manual_seed(0)
-    headed = {} if name in PROJECTED else {key: SETTINGS[key] for key in SETTINGS if key not in ROTARY}
-    made = attention.build(name, dim=14, num_heads=2, **SIZES.get(name, {}), **(headed or SETTINGS)).double().eval()
+    own = {key: value for key, value in SETTINGS.items() if name in PROJECTED or key not in SOFTMAX}
+    made = attention.build(name, dim=14, num_heads=2, **SIZES.get(name, {}), **own).double().eval()
     with torch.no_grad():
         for parameter in made.parameters():
             parameter.add_(0.3 * torch.randn_like(parameter))
@@ -69,12 +69,13 @@ def test_every_setting_is_in_the_definition_and_in_every_way_to_compute_it(name:
     assert "out.bias" not in shapes
 
 
-@pytest.mark.parametrize("setting", ["qk_norm", "norm_eps", "rope_fraction", "rope_scaling"])
-@pytest.mark.parametrize("name", HEADED)
+CHANGES = [(name, setting) for name in HEADED for setting in ("qk_norm", "norm_eps")]
+CHANGES += [(name, setting) for name in PROJECTED for setting in ("rope_fraction", "rope_scaling")]
+
+
+@pytest.mark.parametrize(("name", "setting"), CHANGES)
 @torch.no_grad()
 def test_each_setting_changes_the_outputs(name: str, setting: str) -> None:
-    if setting in ROTARY and name not in PROJECTED:
-        return
     made = layer(name)
     default = type(made.config).__dataclass_fields__[setting].default
     plain = type(made)(made.config.replace(**{setting: default})).double().eval()
@@ -90,14 +91,12 @@ def test_defaults_leave_the_digest_as_it_was() -> None:
     assert DecoderConfig(head_dim=64).digest() != DecoderConfig(head_dim=32).digest()
 
 
-@pytest.mark.parametrize(
-    "setting", [{"head_dim": 8}, {"qk_norm": True}, {"qkv_bias": True}, {"out_bias": True}], ids=str
-)
 @pytest.mark.parametrize("name", OTHERS)
-def test_a_mechanism_without_them_refuses_them(name: str, setting: dict[str, Any]) -> None:
-    config = DecoderConfig(vocab_size=9, dim=16, num_layers=1, num_heads=2, attention=name, position="none", **setting)
-    with pytest.raises(ValueError, match=f"{next(iter(setting))}=.* has no meaning for attention '{name}'"):
-        Decoder(config)
+def test_a_mechanism_without_them_refuses_them(name: str) -> None:
+    shape = {"vocab_size": 9, "dim": 16, "num_layers": 1, "num_heads": 2, "position": "none", "attention": name}
+    for setting in ({"head_dim": 8}, {"qk_norm": True}, {"qkv_bias": True}, {"out_bias": True}):
+        with pytest.raises(ValueError, match=f"{next(iter(setting))}=.* has no meaning for attention '{name}'"):
+            Decoder(DecoderConfig(**shape, **setting))
 
 
 @pytest.mark.parametrize(
