@@ -1,4 +1,4 @@
-"""The contract, the three tolerances and input makers: public, for people who add a mechanism.
+"""The contract, the three tolerances and input makers, for people who add a mechanism.
 
 class TestX(AttentionContract):
     name = "x"
@@ -38,7 +38,7 @@ __all__ = [
     "with_gradients",
 ]
 
-# The only name that needs hypothesis and pytest.
+# The only name that imports hypothesis and pytest.
 __getattr__ = facade(__name__, {"AttentionContract": "contract"})
 
 

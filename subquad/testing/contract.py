@@ -1,9 +1,9 @@
-"""The contract that every mechanism keeps (the design's laws, those that need no model)."""
+"""The contract that every mechanism keeps: the laws of `subquad.attention.LAWS` as tests."""
 
 from __future__ import annotations
 
 import shutil
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from functools import partial
 from pathlib import Path
 from typing import Any, ClassVar
@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 from torch.utils.flop_counter import FlopCounterMode
 
-from subquad.attention import Attention, build
+from subquad.attention import LAWS, Attention, build
 from subquad.ops import flops
 from subquad.ops.backends import use_backend
 from subquad.state import State
@@ -33,12 +33,12 @@ from subquad.testing.tools import (
     with_gradients,
 )
 
-# One inherited test body, one subclass a mechanism: inputs do not depend on which of them runs it.
+# All subclasses share one test body, whose inputs don't depend on the subclass that runs it.
 INHERITED = [HealthCheck.differing_executors]
 DOC_IDS = torch.tensor(
     [[3] * 21 + [-1] * 2 + [3] * 4 + [9] + [3] * 22, [-1] * 3 + [7] * 8 + [0] * 33 + [-1] * 6, [5] * 50]
 )
-"""Packed rows: an id that comes again, padding inside of a document and at both ends, one token, one whole row."""
+"""Packed rows: an id used twice, padding inside a document and at both ends, a document of one token, a whole row."""
 DOCUMENTS = (
     (0, [*range(21), *range(23, 27)]),
     (0, [27]),
@@ -47,51 +47,63 @@ DOCUMENTS = (
     (1, [*range(11, 44)]),
     (2, [*range(50)]),
 )
-"""The row and the places of each document there."""
+"""The row and the slots of each document in `DOC_IDS`."""
 LAST = (2, 4, 5)
-"""The last one of each row."""
+"""Index in `DOCUMENTS` of the last document of each row."""
 
 
 class AttentionContract:
-    """The laws of the design, section 4. A test class names a mechanism and its options and inherits them all."""
+    """Test the laws on the mechanism `name` with `options`: a test class sets these two and inherits every test."""
 
     name: ClassVar[str]
+    """Registered name of the mechanism."""
     options: ClassVar[dict[str, Any]] = {}
+    """Options beside `dim` and `num_heads`."""
+    laws: ClassVar[Collection[int]] = tuple(LAWS)
+    """Laws to test in a quick run. A `conftest.py` may mark the tests of other laws as slow, as subquad's own does."""
     dim: ClassVar[int] = 16
+    """Model width D."""
     num_heads: ClassVar[int] = 2
+    """Heads H."""
     tokens: ClassVar[int] = 70
+    """Tokens T of the short inputs."""
     fewest_heads: ClassVar[int] = 1
-    """Heads for the longest inputs."""
+    """Heads for the longest inputs (law 14)."""
     with_inductor: ClassVar[bool] = True
-    """Whether law 12 compiles with inductor too, which takes long."""
+    """Whether law 12 also compiles with inductor, which takes seconds; False skips that test."""
 
     def new(self, num_heads: int) -> Attention:
-        """A fresh mechanism with the options of this class."""
+        """Build the mechanism with the options of this class."""
         return build(self.name, dim=self.dim, num_heads=num_heads, **self.options)
 
     def make(self, dtype: torch.dtype = torch.float64, num_heads: int | None = None) -> Attention:
-        """The mechanism, with the same weights at every call."""
+        """Build the mechanism in `dtype` and evaluation mode, with the same weights at every call."""
         torch.manual_seed(0)
         return self.new(num_heads or self.num_heads).to(dtype).eval()
 
     def judged(self, law: int, dtype: torch.dtype = torch.float64, num_heads: int | None = None) -> Attention:
-        """`make`, where the class does not exempt itself from the law; else the test is skipped with its reason."""
+        """Return `make(dtype, num_heads)`; skip the test with the reason if the mechanism is exempt from `law`."""
         layer = self.make(dtype, num_heads)
         if law in layer.exemptions():
             pytest.skip(f"{layer.name}, law {law}: {layer.exemptions()[law]}")
         return layer
 
     def inputs(self, tokens: int, batch: int = 2, dtype: torch.dtype = torch.float64, seed: int = 1) -> Tensor:
-        """Random inputs `[batch, tokens, dim]`, the same at every call."""
+        """Return random inputs `[batch, tokens, dim]`, the same at every call."""
         generator = torch.Generator().manual_seed(seed)
         return torch.randn(batch, tokens, self.dim, dtype=torch.float64, generator=generator).to(dtype)
 
     def forward_of(self, layer: Attention) -> Callable[[Tensor], Tensor]:
-        """`layer`'s outputs alone."""
+        """Return `layer` as a function from inputs to outputs, without the state."""
         return lambda x: layer(x)[0]
 
+    def exact(self, dtype: torch.dtype, x: Tensor) -> dict[str, Tensor]:
+        """Return the definition's output and gradients in float64, for weights and inputs rounded to `dtype`."""
+        layer = self.make(dtype).double()
+        return with_gradients(layer, layer.definition, x.double())
+
     def state_of(self, layer: Attention, x: Tensor) -> State:
-        """The state after `x`."""
+        """Return the state after `x`."""
         return layer(x)[1]
 
     def test_law_01_weights_are_causal_and_rows_sum_to_one(self) -> None:
@@ -105,7 +117,7 @@ class AttentionContract:
     def test_law_02_forward_is_weights_times_values_with_every_gradient(self) -> None:
         layer = self.judged(2)
         x = self.inputs(self.tokens)
-        actual, expected = (with_gradients(layer, f, x) for f in (lambda x: layer(x)[0], layer.definition))
+        actual, expected = (with_gradients(layer, f, x) for f in (self.forward_of(layer), layer.definition))
         for name in expected:
             assert_same_maths(actual[name], expected[name], name)
 
@@ -120,7 +132,7 @@ class AttentionContract:
         layer = self.judged(3)
         x = self.inputs(self.tokens)
         pieces = with_gradients(layer, lambda x: in_pieces(layer, x, [23, 40]), x)
-        for name, expected in with_gradients(layer, lambda x: layer(x)[0], x).items():
+        for name, expected in with_gradients(layer, self.forward_of(layer), x).items():
             assert_same_maths(pieces[name], expected, name)
 
     def test_law_04_one_token_at_a_time_gives_the_same_result(self) -> None:
@@ -158,17 +170,17 @@ class AttentionContract:
     def test_law_07_block_sizes_change_nothing(self) -> None:
         layer = self.judged(7)
         x = self.inputs(self.tokens)
-        whole = with_gradients(layer, lambda x: layer(x)[0], x)
+        whole = with_gradients(layer, self.forward_of(layer), x)
         for size in (1, 4, 16, 128):
             with block_sizes(size):
-                for name, actual in with_gradients(layer, lambda x: layer(x)[0], x).items():
+                for name, actual in with_gradients(layer, self.forward_of(layer), x).items():
                     assert_same_maths(actual, whole[name], f"{name} with blocks of {size}")
 
     def test_law_07_any_number_of_tokens_works(self) -> None:
         layer = self.judged(7)
         for batch, tokens in ((2, 0), (2, 1), (2, 2), (2, 17), (0, 5)):
             x = self.inputs(tokens, batch)
-            actual = with_gradients(layer, lambda x: layer(x)[0], x)
+            actual = with_gradients(layer, self.forward_of(layer), x)
             assert actual["output"].shape == actual["gradient of x"].shape == x.shape
             for name, expected in with_gradients(layer, layer.definition, x).items():
                 assert_same_maths(actual[name], expected, f"{name} at B={batch}, T={tokens}")
@@ -255,12 +267,10 @@ class AttentionContract:
         assert_same_maths(layer(x)[0], torch.cat([layer(row)[0] for row in x.split(1)]), "batch of three")
 
     def test_law_11_each_backend_and_dtype_stays_in_budget(self) -> None:
-        for backend in ("reference", "torch", "sequential"):
-            for dtype in LOW_PRECISION:
-                layer, x = self.judged(11, dtype), self.inputs(self.tokens, dtype=dtype)
-                exact_layer = self.make(dtype).double()
-                exact = with_gradients(exact_layer, exact_layer.definition, x.double())
-                plain = with_gradients(layer, layer.definition, x)
+        for dtype in LOW_PRECISION:
+            layer, x = self.judged(11, dtype), self.inputs(self.tokens, dtype=dtype)
+            exact, plain = self.exact(dtype, x), with_gradients(layer, layer.definition, x)
+            for backend in ("reference", "torch", "sequential"):
                 with use_backend(backend):
                     actual = with_gradients(layer, self.forward_of(layer), x)
                 for name in exact:
@@ -268,34 +278,31 @@ class AttentionContract:
 
     def test_law_11_autocast_stays_in_budget(self) -> None:
         layer, x = self.judged(11, torch.float32), self.inputs(self.tokens, dtype=torch.float32)
-        exact_layer = self.make(torch.float32).double()
-        exact = with_gradients(exact_layer, exact_layer.definition, x.double())
+        exact = self.exact(torch.float32, x)
 
         def autocast(f: Callable[[Tensor], Tensor]) -> Callable[[Tensor], Tensor]:
             return torch.autocast("cpu", torch.bfloat16)(lambda x: f(x).float())
 
         plain = with_gradients(layer, autocast(layer.definition), x)
-        actual = with_gradients(layer, autocast(lambda x: layer(x)[0]), x)
+        actual = with_gradients(layer, autocast(self.forward_of(layer)), x)
         for name in exact:
             assert_in_budget(actual[name], plain[name], exact[name], torch.bfloat16, f"{name} under autocast")
 
     def compiles(self, backend: str) -> None:
-        """Law 12 on one backend of torch.compile."""
+        """Test law 12 with `torch.compile(backend=backend)`."""
         torch._dynamo.reset()
         layer, x = self.judged(12, torch.float32), self.inputs(self.tokens, dtype=torch.float32)
-        exact_layer = self.make(torch.float32).double()
         compiled = torch.compile(self.forward_of(layer), fullgraph=True, backend=backend)
-        exact = with_gradients(exact_layer, exact_layer.definition, x.double())
-        actual = with_gradients(layer, compiled, x)
+        exact, actual = self.exact(torch.float32, x), with_gradients(layer, compiled, x)
 
         def compare(plain: dict[str, Tensor]) -> None:
             for name in exact:
                 assert_in_budget(actual[name], plain[name], exact[name], torch.float32, f"{name} compiled by {backend}")
 
         try:
-            compare(with_gradients(layer, lambda x: layer(x)[0], x))
+            compare(with_gradients(layer, self.forward_of(layer), x))
         except AssertionError:
-            # Inductor adds one by one what eager sums in pairs: so the plain form rounds, when it is compiled too.
+            # Inductor sums sequentially where eager sums pairwise, so compare with the plain form compiled alike.
             torch._dynamo.reset()
             compare(with_gradients(layer, torch.compile(layer.definition, backend=backend), x))
 
@@ -304,7 +311,7 @@ class AttentionContract:
 
     def test_law_12_compiles_whole_with_inductor(self) -> None:
         if not self.with_inductor:
-            pytest.skip("a variant: inductor compiles it in `make test-long`")
+            pytest.skip("with_inductor=False")
         if not any(shutil.which(compiler) for compiler in ("c++", "g++", "clang++")):
             pytest.skip("no C++ compiler")
         self.compiles("inductor")
@@ -322,8 +329,8 @@ class AttentionContract:
         assert loaded.entries.keys() == state.entries.keys()
         for name, entry in state.entries.items():
             assert_exact(torch.as_tensor(loaded[name]), torch.as_tensor(entry), name)
-        # Not to the bit: where a tensor lies in memory may change how a matmul is done.
-        assert_same_maths(other(x, loaded)[0], layer(x, state)[0], "going on after save and load")
+        # Not bitwise: a tensor's alignment in memory may change the order of sums in a matmul.
+        assert_same_maths(other(x, loaded)[0], layer(x, state)[0], "continuation after save and load")
 
     def test_law_14_long_inputs_in_low_precision_are_finite(self) -> None:
         for dtype in (torch.bfloat16, torch.float16):

@@ -1,4 +1,4 @@
-"""The three tolerances, and what the contract's tests are made of: inputs, gradients, block sizes, memory."""
+"""The three tolerances, and the parts of the contract's tests: masks, pieces, gradients, allocations."""
 
 from __future__ import annotations
 
@@ -12,41 +12,44 @@ from subquad.attention import Attention
 from subquad.ops.chunks import block_sizes as block_sizes
 
 LINEAR_GROWTH = 2.2
-"""Twice the tokens may cost at most this much more, where the cost is said to be linear."""
+"""Largest ratio of the costs at 2T and T tokens that counts as linear."""
 LOW_PRECISION = (torch.float32, torch.bfloat16, torch.float16)
 
 
 def assert_exact(actual: Tensor, expected: Tensor, what: str = "") -> None:
-    """Assert the same numbers, to the last bit (0.0 and -0.0 are one number, and NaN equals NaN)."""
+    """Assert that both are the same to the last bit (0.0 equals -0.0, and NaN equals NaN)."""
     torch.testing.assert_close(actual, expected, rtol=0, atol=0, equal_nan=True, msg=lambda text: f"{what}: {text}")
 
 
 def assert_same_maths(actual: Tensor, expected: Tensor, what: str = "") -> None:
-    """Assert the same numbers in float64, but for the order of sums."""
+    """Assert that both float64 tensors agree up to the order of sums (1e-9, relative or absolute)."""
     if actual.dtype != torch.float64 or expected.dtype != torch.float64:
         raise TypeError(f"assert_same_maths compares float64, got {actual.dtype} and {expected.dtype}")
     torch.testing.assert_close(actual, expected, rtol=1e-9, atol=1e-9, msg=lambda text: f"{what}: {text}")
 
 
 def assert_in_budget(actual: Tensor, plain: Tensor, exact: Tensor, dtype: torch.dtype, what: str = "") -> None:
-    """Assert an error of at most twice the plain form's in the same dtype, plus one rounding of the largest entry."""
+    """Assert that `actual` errs at most twice as much as `plain`, plus one rounding in `dtype` of the largest entry."""
     exact = exact.double()
     band = torch.finfo(dtype).eps * exact.abs().max().item() if exact.numel() else 0.0
     error, plain_error = ((x.double() - exact).abs().max().item() if x.numel() else 0.0 for x in (actual, plain))
     budget = 2 * plain_error + band
-    if not error <= budget < float("inf"):  # a plain form that is not finite proves nothing
+    if not error <= budget < float("inf"):  # also fails if the plain form is not finite: it proves nothing
         raise AssertionError(f"{what}: error {error:.3e} exceeds {budget:.3e} (plain form {plain_error:.3e}, {dtype})")
 
 
 def largest_allocation(f: Callable[[], object]) -> int:
-    """Bytes of the largest tensor that `f` makes, inside custom operations too."""
+    """Return the bytes of the largest CPU tensor that `f` allocates, inside custom operations too."""
     with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as record:
         f()
-    return max(event.self_cpu_memory_usage for event in record.events())
+    # The raw events: `record.events()` builds a tree of all calls, which takes longer than `f`.
+    assert record.profiler is not None
+    raw = record.profiler.kineto_results.events()
+    return max(event.nbytes() for event in raw if event.name() == "[memory]")
 
 
 def mask_with(lengths: list[tuple[int, int, int]]) -> Tensor:
-    """A mask whose row b has padding, then real tokens, then padding: `(left, real, right)`; row 0 has a hole too."""
+    """Return a mask with `(left, real, right)` slots in each row: padding, tokens, padding. Row 0 also has a hole."""
     rows = [[False] * left + [True] * real + [False] * right for left, real, right in lengths]
     mask_BT = torch.tensor(rows)
     mask_BT[0, len(rows[0]) // 2] = False
@@ -54,7 +57,7 @@ def mask_with(lengths: list[tuple[int, int, int]]) -> Tensor:
 
 
 def in_pieces(layer: Attention, x_BTD: Tensor, cuts: list[int]) -> Tensor:
-    """The outputs of the pieces between the cuts, the state carried from one to the next."""
+    """Return the outputs of the pieces between `cuts`, with the state carried from piece to piece."""
     state, outputs = None, []
     for start, stop in zip([0, *cuts], [*cuts, x_BTD.shape[1]], strict=True):
         y, state = layer(x_BTD[:, start:stop], state)[:2]
@@ -63,7 +66,7 @@ def in_pieces(layer: Attention, x_BTD: Tensor, cuts: list[int]) -> Tensor:
 
 
 def sharpened(layer: Attention, factor: float) -> Attention:
-    """The layer with queries and keys made so large that logits reach about `factor`."""
+    """Scale the query and key projections of `layer` in place, so that logits reach about `factor`."""
     with torch.no_grad():
         for name, module in layer.named_modules():
             if isinstance(module, nn.Linear) and any(word in name for word in ("query", "key")):
@@ -72,7 +75,7 @@ def sharpened(layer: Attention, factor: float) -> Attention:
 
 
 def with_gradients(layer: Attention, f: Callable[[Tensor], Tensor], x: Tensor) -> dict[str, Tensor]:
-    """The output of `f`, and the gradients of a fixed random projection of it to x and to every parameter."""
+    """Return `f(x)` and the gradients of a fixed random projection of it with respect to x and every parameter."""
     leaf = x.clone().requires_grad_()
     parameters = dict(layer.named_parameters())
     y = f(leaf)

@@ -1,4 +1,4 @@
-"""What a mechanism refuses, and how it says so."""
+"""Each refusal of a mechanism names the value, the rule and the valid choices."""
 
 import pytest
 import torch
@@ -8,214 +8,201 @@ from subquad.attention.blocked import BlockedAttention
 from subquad.attention.scanned import ScannedAttention
 
 each = pytest.mark.parametrize("name", names())
-BLOCKED = [name for name in names() if issubclass(mechanism(name), BlockedAttention)]
-blocked = pytest.mark.parametrize("name", BLOCKED)
+CAUSAL = [name for name in names() if "causal" in mechanism(name).forms]
 SIZES = {"dim": 16, "num_heads": 2}
 X = torch.zeros(2, 5, 16)
 
 
+def refuses(match, error=ValueError):
+    return pytest.raises(error, match=match)
+
+
 @pytest.mark.parametrize("make", [mechanism, lambda name: build(name, **SIZES)], ids=["mechanism", "build"])
 def test_an_unknown_name_is_answered_with_the_valid_ones(make):
-    with pytest.raises(
-        ValueError, match=r"unknown attention 'windwo'; did you mean 'window'\? valid: bigbird, dilated, elita, full"
-    ):
+    with refuses(r"unknown attention 'windwo'; did you mean 'window'\? valid: bigbird, dilated, elita, full"):
         make("windwo")
 
 
 @each
-def test_an_unknown_option_is_answered_with_the_valid_ones(name):
-    match = rf"attention '{name}' has no option 'dropuot'; did you mean 'dropout'\? valid: "
-    with pytest.raises(ValueError, match=match):
+def test_common_options_are_checked(name):
+    with refuses(rf"attention '{name}' has no option 'dropuot'; did you mean 'dropout'\? valid: "):
         build(name, **SIZES, dropuot=0.1)
-
-
-@each
-def test_an_option_of_the_wrong_type_is_refused(name):
-    with pytest.raises(TypeError, match=r"^bias must be bool, got 'yes'$"):
+    with refuses(r"^bias must be bool, got 'yes'$", TypeError):
         build(name, **SIZES, bias="yes")
+    for dim, heads in ((16, 3), (0, 1), (16, 0), (-16, 2), (16, -2)):
+        with refuses(f"dim must be a positive multiple of num_heads, got dim={dim}, num_heads={heads}"):
+            build(name, dim=dim, num_heads=heads)
+    for dropout in (1.0, -0.1):
+        with refuses(f"dropout must be at least 0 and below 1, got {dropout}"):
+            build(name, **SIZES, dropout=dropout)
 
 
-@each
-@pytest.mark.parametrize(("dim", "heads"), [(16, 3), (0, 1), (16, 0), (-16, 2), (16, -2)])
-def test_heads_must_share_the_width(name, dim, heads):
-    match = f"dim must be a positive multiple of num_heads, got dim={dim}, num_heads={heads}"
-    with pytest.raises(ValueError, match=match):
-        build(name, dim=dim, num_heads=heads)
-
-
-@each
-@pytest.mark.parametrize("dropout", [1.0, -0.1])
-def test_dropout_must_be_a_probability_below_one(name, dropout):
-    with pytest.raises(ValueError, match=f"dropout must be at least 0 and below 1, got {dropout}"):
-        build(name, **SIZES, dropout=dropout)
-
-
-@blocked
-@pytest.mark.parametrize("kv_heads", [3, 0, -1])
-def test_key_heads_must_divide_the_heads(name, kv_heads):
-    match = f"num_kv_heads must divide num_heads, got num_kv_heads={kv_heads}, num_heads=2"
-    with pytest.raises(ValueError, match=match):
-        build(name, **SIZES, num_kv_heads=kv_heads)
-
-
-@blocked
-def test_rotary_positions_need_an_even_head(name):
-    with pytest.raises(ValueError, match="rope needs an even head size, got dim / num_heads = 3"):
+@pytest.mark.parametrize("name", [name for name in names() if issubclass(mechanism(name), BlockedAttention)])
+def test_options_of_softmax_mechanisms_are_checked(name):
+    for heads in (3, 0, -1):
+        with refuses(f"num_kv_heads must divide num_heads, got num_kv_heads={heads}, num_heads=2"):
+            build(name, **SIZES, num_kv_heads=heads)
+    for base in (0.0, -1.0):
+        with refuses(f"rope_base must be positive, got {base}"):
+            build(name, **SIZES, rope_base=base)
+    with refuses("rope needs an even head size, got dim / num_heads = 3"):
         build(name, dim=6, num_heads=2, rope=True)
 
 
-@blocked
-@pytest.mark.parametrize("base", [0.0, -1.0])
-def test_the_rotary_base_must_be_positive(name, base):
-    with pytest.raises(ValueError, match=f"rope_base must be positive, got {base}"):
-        build(name, **SIZES, rope_base=base)
-
-
-OPTIONS = {
-    "width": ("window", {"width": 0}, "width must be at least 1, got 0"),
-    "odd segment": ("llp", {"segment": 7}, r"segment must be even and at least 2 \(two half segments\), got 7"),
-    "no segment": ("llp", {"segment": 0}, r"segment must be even and at least 2 \(two half segments\), got 0"),
-    "latents": (
-        "latte",
-        {"num_latents": 5},
-        r"num_latents must be a positive multiple of num_heads .*, got num_latents=5, num_heads=2",
-    ),
-    "no latents": ("latte", {"num_latents": 0}, "num_latents must be a positive multiple of num_heads"),
-    "feature map": (
-        "linear",
-        {"feature_map": "rellu"},
-        r"unknown feature_map 'rellu'; did you mean 'relu'\? valid: elu, learned, relu, softmax, softplus, squ",
-    ),
-    "eps": ("linear", {"eps": -1e-6}, "eps must be at least 0, got -1e-06"),
-    "feature dim": (
-        "linear",
-        {"feature_dim": 4},
-        "feature_dim must be at least 1 and is for feature_map=learned, got 4",
-    ),
-    "no features": (
+LATENTS = r"num_latents must be a positive multiple of num_heads .*, got num_latents=5, num_heads=2"
+OPTIONS = [
+    ("bigbird", {"block": 0}, "block must be at least 1, got 0"),
+    ("bigbird", {"seed": 2**32}, r"seed must be below 2\*\*32, got 4294967296"),
+    ("bigbird", {"num_random": -1}, "num_random must be at least 0, got -1"),
+    ("dilated", {"width": 0}, "width must be at least 1, got 0"),
+    ("dilated", {"dilation": 0}, "dilation must be at least 1, got 0"),
+    ("elita", {"horizon": 1}, "horizon must be at least 2, got 1"),
+    ("elita", {"position_width": 0}, "position_width must be at least 1, got 0"),
+    ("elita", {"time": "i"}, r"time must be one of its choices, got 'i'.*valid: i/\(N-1\), i/N"),
+    ("latte", {"num_latents": 5}, LATENTS),
+    ("latte", {"num_latents": 0}, "num_latents must be a positive multiple of num_heads"),
+    ("latte_macchiato", {"num_latents": 5}, LATENTS),
+    ("latte_macchiato", {"width": 0}, "width must be at least 1, got 0"),
+    ("linear", {"feature_map": "rellu"}, r"unknown feature_map 'rellu'; did you mean 'relu'\? valid: elu, learned, "),
+    ("linear", {"eps": -1e-6}, "eps must be at least 0, got -1e-06"),
+    ("linear", {"feature_dim": 4}, "feature_dim must be at least 1 and is for feature_map=learned, got 4"),
+    (
         "linear",
         {"feature_dim": 0, "feature_map": "learned"},
         "feature_dim must be at least 1 and is for feature_map=learned, got 0 with feature_map=learned",
     ),
-    "rotary": (
-        "linear",
-        {"rotary": True, "num_heads": 16},
-        "rotary needs an even number of channels to turn, got 1 of 1 in a head",
+    ("linear", {"rotary": True, "num_heads": 16}, "rotary needs an even number of channels .*, got 1 of 1 in a head"),
+    ("linear", {"rope_fraction": 1.5}, "rope_fraction must be above 0 and at most 1, got 1.5"),
+    ("linear", {"rope_base": 0.0}, "rope_base must be positive, got 0.0"),
+    ("linformer", {"max_tokens": 0}, "max_tokens must be at least 1, got 0"),
+    ("linformer", {"projected": 0}, "projected must be at least 1, got 0"),
+    (
+        "linformer",
+        {"sharing": "layers"},
+        "sharing must be one of its choices, got 'layers'.*valid: heads, key_value",
     ),
-    "rotary part": ("linear", {"rope_fraction": 1.5}, "rope_fraction must be above 0 and at most 1, got 1.5"),
-    "rotary base": ("linear", {"rope_base": 0.0}, "rope_base must be positive, got 0.0"),
-    "dilated width": ("dilated", {"width": 0}, "width must be at least 1, got 0"),
-    "dilation": ("dilated", {"dilation": 0}, "dilation must be at least 1, got 0"),
-    "stride": ("strided", {"stride": 0}, "stride must be at least 1, got 0"),
-    "kind": (
+    ("llp", {"segment": 7}, r"segment must be even and at least 2 \(two half segments\), got 7"),
+    ("llp", {"segment": 0}, r"segment must be even and at least 2 \(two half segments\), got 0"),
+    ("llp", {"shifted_heads": True, "causal": False}, "shifted_heads is a causal form"),
+    ("llp", {"shifted_heads": True, "segment": 6}, "at least 2 heads and a multiple of 4, got num_heads=2, segment=6"),
+    *(
+        ("llp", {option: True}, rf"'{option}' is an option of attention 'llp_printed' now, not of 'llp'")
+        for option in ("first_block_projections", "shared_kv", "key_norm", "split_output")
+    ),
+    ("llp_printed", {"segment": 7}, r"segment must be even and at least 2 .*, got 7"),
+    ("longformer", {"width": 0}, "width must be at least 1, got 0"),
+    ("longformer", {"num_global": 0}, r"num_global must be at least 1 \(else use window\), got 0"),
+    ("luna", {"memory_tokens": 0}, "memory_tokens must be at least 1, got 0"),
+    (
+        "luna",
+        {"pack_heads": 3, "causal": False},
+        "pack_heads must be at least 1 and divide dim, got pack_heads=3",
+    ),
+    ("luna", {"pack_heads": 0}, "pack_heads must be at least 1 and divide dim, got pack_heads=0, dim=16"),
+    ("luna", {"pack_heads": 4}, "packs and unpacks with the same heads, got pack_heads=4, num_heads=2"),
+    ("performer", {"features": 0}, "features must be at least 1, got 0"),
+    ("performer", {"redraw_interval": 0}, "redraw_interval must be at least 1, got 0"),
+    ("performer", {"kernel": "elu"}, "kernel must be one of its choices, got 'elu'.*valid: relu, softmax"),
+    ("shifted", {"num_heads": 1}, "half of the heads: num_heads=1 has no half"),
+    ("shifted", {"group": 7}, r"group must be even and at least 2 \(two halves\), got 7"),
+    ("strided", {"stride": 0}, "stride must be at least 1, got 0"),
+    (
         "strided",
         {"kind": "fixd"},
-        r"kind must be one of its choices, got 'fixd'; did you mean 'fixed'\? valid: fixed, strided",
+        r"kind must be one of its choices, got 'fixd'; did you mean 'fixed'\? valid: ",
     ),
-    "columns": (
-        "strided",
-        {"kind": "fixed", "stride": 4, "columns": 5},
-        "columns must be from 1 to stride=4, got 5",
-    ),
-    "one head": ("strided", {"num_heads": 1}, "needs at least 2 heads, got num_heads=1"),
-    "no half": ("shifted", {"num_heads": 1}, "half of the heads: num_heads=1 has no half"),
-    "odd group": ("shifted", {"group": 7}, r"group must be even and at least 2 \(two halves\), got 7"),
-    "longformer width": ("longformer", {"width": 0}, "width must be at least 1, got 0"),
-    "no global": ("longformer", {"num_global": 0}, r"num_global must be at least 1 \(else use window\), got 0"),
-    "block": ("bigbird", {"block": 0}, "block must be at least 1, got 0"),
-    "seed": ("bigbird", {"seed": 2**32}, r"seed must be below 2\*\*32, got 4294967296"),
-    "random": ("bigbird", {"num_random": -1}, "num_random must be at least 0, got -1"),
-    "macchiato width": ("latte_macchiato", {"width": 0}, "width must be at least 1, got 0"),
-    "macchiato latents": (
-        "latte_macchiato",
-        {"num_latents": 3},
-        r"num_latents must be a positive multiple of num_heads .*, got num_latents=3, num_heads=2",
-    ),
-    "odd segment as printed": ("llp_printed", {"segment": 7}, r"segment must be even and at least 2 .*, got 7"),
-    "shifted both ways": ("llp", {"shifted_heads": True, "causal": False}, "shifted_heads is a causal form"),
-    "quarter": (
-        "llp",
-        {"shifted_heads": True, "segment": 6},
-        "at least 2 heads and a multiple of 4, got num_heads=2, segment=6",
-    ),
-}
+    ("strided", {"kind": "fixed", "stride": 4, "columns": 5}, "columns must be from 1 to stride=4, got 5"),
+    ("strided", {"num_heads": 1}, "needs at least 2 heads, got num_heads=1"),
+    ("window", {"width": 0}, "width must be at least 1, got 0"),
+    # Settings of the projections, which every softmax mechanism has.
+    ("full", {"head_dim": 0}, "dim, num_heads and head_dim must be at least 1"),
+    ("full", {"norm_eps": 0.0}, r"norm_eps must be above 0, got 0\.0"),
+    ("full", {"rope_fraction": 0.0}, r"rope_fraction must be above 0 and at most 1, got 0\.0"),
+    ("full", {"rope_fraction": 1.5}, "rope_fraction must be above 0 and at most 1"),
+    ("full", {"rope": True, "head_dim": 5}, r"rope needs an even head size, got rope_fraction \* head_dim = 5"),
+    ("full", {"rope": True, "rope_fraction": 0.1}, r"got rope_fraction \* head_dim = 0"),
+]
 
 
-@pytest.mark.parametrize("case", OPTIONS)
-def test_an_option_out_of_range_is_refused(case):
-    name, options, match = OPTIONS[case]
-    with pytest.raises(ValueError, match=match):
+@pytest.mark.parametrize(("name", "options", "match"), OPTIONS, ids=[f"{name}-{o}" for name, o, _ in OPTIONS])
+def test_an_option_out_of_range_is_refused(name, options, match):
+    with refuses(match):
         build(name, **(SIZES | options))
+
+
+@each
+def test_wrong_inputs_are_refused(name):
+    layer = build(name, **SIZES)
+    for shape in ((5, 16), (2, 5, 8), (2, 2, 5, 16)):
+        with refuses(r"x must have shape \[B, T, 16\], got \("):
+            layer(torch.zeros(shape))
+    for call in (layer.forward, layer.weights):
+        with refuses("mask must be a bool tensor", TypeError):
+            call(X, mask=torch.ones(2, 5))
+        with refuses(r"mask must have shape \(2, 5\), one entry per token, got \(2, 4\)"):
+            call(X, mask=torch.ones(2, 4, dtype=torch.bool))
+    with refuses("tokens must be at least 0, got -1"):
+        layer.cost(-1)
+
+
+@pytest.mark.parametrize("name", CAUSAL)
+def test_the_state_of_another_configuration_or_batch_is_refused(name):
+    layer, other = build(name, **SIZES), build(name, **SIZES, bias=True)
+    made, own = f"made by configuration '{other.config_hash}'", f"this {name} layer has '{layer.config_hash}'"
+    with refuses(f"the state was {made} but {own}"):
+        layer(X, other(X)[1])
+    with refuses(f"the state holds 1 sequences but this {name} layer was given 2"):
+        layer(X, layer(X[:1])[1])
+
+
+@pytest.mark.parametrize("name", ["full", "latte", "luna"])
+def test_packed_documents_have_no_state_before_them(name):
+    layer = build(name, **SIZES)
+    with refuses("doc_ids begin new documents, and these have no state before them"):
+        layer(X, layer(X)[1], doc_ids=torch.zeros(2, 5, dtype=torch.int64))
+
+
+@each
+@pytest.mark.parametrize("form", ["causal", "bidirectional"])
+def test_a_form_that_a_mechanism_lacks_is_refused_and_so_is_a_state_where_it_keeps_none(name, form):
+    forms, options = mechanism(name).forms, SIZES | {"causal": form == "causal"}
+    if form not in forms:
+        with refuses(f"attention '{name}' has no {form} form; it has: {', '.join(forms)}"):
+            build(name, **options)
+        return
+    layer = build(name, **options)
+    assert layer.causal == options["causal"]
+    if not layer.causal:
+        with refuses(f"this {name} layer is not causal: it reads whole sequences and takes no state"):
+            layer(X, layer(X)[1])
 
 
 @pytest.mark.parametrize(("tokens", "padded"), [(9, False), (8, True)])
 def test_a_published_shift_takes_whole_groups_only(tokens, padded):
     layer, x = build("shifted", **SIZES, group=8, wrap=True), torch.zeros(1, tokens, 16)
-    with pytest.raises(ValueError, match=f"whole groups of 8 tokens without padding, got {tokens} tokens"):
+    with refuses(f"whole groups of 8 tokens without padding, got {tokens} tokens"):
         layer(x, mask=torch.ones(1, tokens, dtype=torch.bool) if padded else None)
-    with pytest.raises(ValueError, match="this shifted layer is not causal"):
+    with refuses("this shifted layer is not causal"):
         layer(x[:, :8], layer(x[:, :8])[1])
 
 
-@each
-@pytest.mark.parametrize("shape", [(5, 16), (2, 5, 8), (2, 2, 5, 16)])
-def test_inputs_of_another_shape_are_refused(name, shape):
-    with pytest.raises(ValueError, match=r"x must have shape \[B, T, 16\], got \("):
-        build(name, **SIZES)(torch.zeros(shape))
-
-
-@pytest.mark.parametrize("name", [name for name in names() if "causal" in mechanism(name).forms])
-def test_another_configurations_state_is_refused(name):
-    layer, other = build(name, **SIZES), build(name, **SIZES, bias=True)
-    state = other(X)[1]
-    match = f"the state was made by configuration '{other.config_hash}' but this {name} layer has '{layer.config_hash}'"
-    with pytest.raises(ValueError, match=match):
-        layer(X, state)
-
-
-@each
-@pytest.mark.parametrize("call", ["forward", "weights"])
-def test_a_mask_that_does_not_fit_is_refused(name, call):
-    function = getattr(build(name, **SIZES), call)
-    with pytest.raises(TypeError, match="mask must be a bool tensor"):
-        function(X, mask=torch.ones(2, 5))
-    with pytest.raises(ValueError, match=r"mask must have shape \(2, 5\), one entry per token, got \(2, 4\)"):
-        function(X, mask=torch.ones(2, 4, dtype=torch.bool))
-
-
-@each
-def test_a_cost_of_fewer_than_no_tokens_is_refused(name):
-    with pytest.raises(ValueError, match="tokens must be at least 0, got -1"):
-        build(name, **SIZES).cost(-1)
-
-
 class Bare(Attention):
-    """A mechanism that defines nothing; it has no name, so it is not registered."""
+    """Defines nothing; without a name it isn't registered."""
 
 
 class BareScan(ScannedAttention):
-    """A recurrence without its own part."""
+    """Leaves out the recurrence."""
 
 
-ABSTRACT = {
-    "mix_tokens": (X, None, None),
-    "dense_weights": (X,),
-    "values": (X,),
-    "merge": (X[:, None],),
-}
+ABSTRACT = {"mix_tokens": (X, None, None), "dense_weights": (X,), "values": (X,), "merge": (X[:, None],)}
 
 
-@pytest.mark.parametrize("method", ABSTRACT)
-def test_what_a_mechanism_must_define_is_named(method, monkeypatch):
-    monkeypatch.setattr(Bare, "name", "bare", raising=False)
-    layer = Bare(Attention.Config(**SIZES))
-    with pytest.raises(NotImplementedError, match=rf"Bare must define {method} \(Attention is abstract\)"):
-        getattr(layer, method)(*ABSTRACT[method])
-
-
-def test_a_shared_base_defines_its_part_only(monkeypatch):
-    monkeypatch.setattr(BareScan, "name", "bare_scan", raising=False)
+def test_what_a_mechanism_must_define_is_named(monkeypatch):
+    monkeypatch.setattr(Attention, "name", "bare", raising=False)
+    for method, arguments in ABSTRACT.items():
+        with refuses(rf"Bare must define {method} \(Attention is abstract\)", NotImplementedError):
+            getattr(Bare(Attention.Config(**SIZES)), method)(*arguments)
     layer = BareScan(Attention.Config(**SIZES))
     assert layer.merge(layer.values(X)).shape == X.shape
-    with pytest.raises(NotImplementedError, match="BareScan must define mix_tokens"):
+    with refuses("BareScan must define mix_tokens", NotImplementedError):
         layer(X)

@@ -6,14 +6,13 @@ class TestFull(AttentionContract):
 
 
 class TestFullWithSharedHeads(AttentionContract):
-    """Grouped keys and values, rotary positions, biases."""
+    """One head of keys and values, rotary positions and biases: they change the cache and depend on positions."""
 
     name = "full"
-    with_inductor = False
     options = {"num_kv_heads": 1, "rope": True, "bias": True}
+    laws = (2, 3, 4, 8, 15)
 
 
 class TestFullBidirectional(AttentionContract):
     name = "full"
-    with_inductor = False
     options = {"causal": False, "rope": True}

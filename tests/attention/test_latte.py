@@ -11,7 +11,6 @@ class TestLatte(AttentionContract):
 
 class TestLatteBidirectional(AttentionContract):
     name = "latte"
-    with_inductor = False
     options = {"num_latents": 10, "causal": False}
 
 

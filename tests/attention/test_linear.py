@@ -11,17 +11,19 @@ class TestLinear(AttentionContract):
 
 
 class TestLinearAsADistribution(AttentionContract):
+    """Another feature map without eps: other sums and roundings."""
+
     name = "linear"
-    with_inductor = False
     options = {"feature_map": "softmax", "eps": 0.0}
+    laws = (1, 2, 9, 11, 14)
 
 
 class TestLinearWithLearnedFeatures(AttentionContract):
-    """Maps with weights, which are no identity here, over queries and keys that turn by their positions."""
+    """Weights in the feature map, moved off the identity, and rotary positions: other roundings, and positions."""
 
     name = "linear"
-    with_inductor = False
     options = {"feature_map": "learned", "rotary": True}
+    laws = (2, 3, 4, 8, 9, 11, 15)
 
     def new(self, num_heads):
         layer = super().new(num_heads)
@@ -32,14 +34,15 @@ class TestLinearWithLearnedFeatures(AttentionContract):
 
 
 class TestLinearWithLearnedFeaturesBidirectional(AttentionContract):
+    """The sums over all tokens of learned features: other sums and roundings."""
+
     name = "linear"
-    with_inductor = False
     options = {"feature_map": "learned", "feature_dim": 5, "causal": False, "eps": 0.0}
+    laws = (1, 2, 8, 11)
 
 
 class TestLinearBidirectional(AttentionContract):
     name = "linear"
-    with_inductor = False
     options = {"causal": False}
 
 
@@ -54,23 +57,13 @@ def test_learned_maps_begin_as_softmax_features_of_both_signs():
 
 def test_rotary_features_are_those_of_turned_queries_and_keys():
     torch.manual_seed(0)
-    layer = attention.build(
-        "linear", dim=16, num_heads=2, feature_map="softplus", rotary=True, rope_base=100.0
-    ).double()
-    x = torch.randn(2, 12, 16, dtype=torch.float64)
-    for project, features in ((layer.query, layer.query_features), (layer.key, layer.key_features)):
-        turned = rotate(layer.split(project(x)), 7, 100.0)
-        assert_same_maths(features(x, 7), torch.nn.functional.softplus(turned), "features from position 7 on")
-
-
-def test_a_part_of_the_channels_may_turn_and_by_other_frequencies():
-    torch.manual_seed(0)
-    options = {"feature_map": "softmax", "rotary": True, "rope_fraction": 0.5}
+    options = {"feature_map": "softplus", "rotary": True, "rope_base": 100.0, "rope_fraction": 0.5}
     options["rope_scaling"] = {"kind": "linear", "factor": 4.0}
     layer = attention.build("linear", dim=16, num_heads=2, **options).double()
     x = torch.randn(2, 12, 16, dtype=torch.float64)
-    expected = rotate(layer.split(layer.key(x)), 3, channels=4, scaling=layer.config.rope_scaling).softmax(-1)
-    assert_same_maths(layer.key_features(x, 3), expected, "features of half-turned keys")
+    for project, features in ((layer.query, layer.query_features), (layer.key, layer.key_features)):
+        turned = rotate(layer.split(project(x)), 7, 100.0, channels=4, scaling=layer.config.rope_scaling)
+        assert_same_maths(features(x, 7), torch.nn.functional.softplus(turned), "features from position 7 on")
 
 
 def test_a_decoder_of_linear_layers_may_have_rotary_positions():

@@ -1,4 +1,3 @@
-import pytest
 import torch
 
 from subquad.attention import build
@@ -8,18 +7,17 @@ APART = {"shared_kv": False, "key_norm": False, "split_output": False}
 
 
 class TestLlpPrintedByTheEquations(AttentionContract):
-    """Equations 22 to 24: the first half segment has its own query, key and value projections."""
+    """Equations 22 to 24: the first half segment has projections, and so a cache, of its own."""
 
     name = "llp_printed"
-    with_inductor = False
     options = {"segment": 16, "first_block_projections": True, **APART, "rope": True, "num_kv_heads": 1}
+    laws = (1, 2, 3, 4, 5, 6, 7, 8, 13, 15)
 
 
 class TestLlpPrinted(AttentionContract):
-    """Figure 5: one tensor is key and value, keys are normalised after the first block, which has its own output."""
+    """Figure 5: one tensor is key and value; after the first block, which has its own output, keys are normalised."""
 
     name = "llp_printed"
-    with_inductor = False
     options = {"segment": 16}
 
 
@@ -35,8 +33,3 @@ def test_the_first_blocks_weights_are_computed_twice_and_allowed_once():
     apart, alike = (build(name, dim=16, num_heads=2, segment=8).cost(20) for name in ("llp_printed", "llp"))
     assert apart.unmasked_entries == alike.unmasked_entries
     assert apart.score_entries == alike.score_entries + 2 * 4 * 4
-
-
-def test_it_is_causal_only():
-    with pytest.raises(ValueError, match="attention 'llp_printed' has no bidirectional form; it has: causal"):
-        build("llp_printed", dim=16, num_heads=2, causal=False)
