@@ -3,6 +3,7 @@
 import gc
 import logging
 import os
+import re
 import sys
 from pathlib import Path
 from typing import Any
@@ -25,6 +26,8 @@ import pytest
 import torch
 from hypothesis import settings
 
+from subquad.testing import AttentionContract
+
 torch.set_num_threads(int(os.environ["OMP_NUM_THREADS"]))
 settings.register_profile("local", deadline=None)
 settings.register_profile("ci", deadline=None, derandomize=True)
@@ -33,6 +36,19 @@ settings.load_profile("ci" if os.environ.get("CI") else "local")
 ROOT = Path(__file__).resolve().parents[1]
 frozen_modules = 0
 drawn_before: Any = None
+
+
+INDUCTOR = {"TestLatte", "TestLinear", "TestWindow"}
+"""Running softmax, scan and block attention: other mechanisms give inductor no other operations."""
+
+
+def pytest_itemcollected(item: pytest.Item) -> None:
+    """Mark as slow the laws that a contract class does not name in `laws`, and most compilations by inductor."""
+    contract, law = getattr(item, "cls", None), re.match(r"test_law_(\d+)(.*inductor)?", item.name)
+    if law is None or contract is None or not issubclass(contract, AttentionContract):
+        return
+    if int(law[1]) not in contract.laws or (law[2] and contract.__name__ not in INDUCTOR):
+        item.add_marker("slow")
 
 
 @pytest.fixture(scope="session")

@@ -139,6 +139,7 @@ def test_every_command_knows_it(place, capsys):
     assert re.search(r"unknown attention 'fading'; .*valid: .*linear", capsys.readouterr().err)
 
 
+@pytest.mark.slow
 def test_in_the_repository_it_is_two_files_and_a_line(place, tmp_path):
     """In a copy: what is said there of imports, and the tests that hold every mechanism to the folder's habits."""
     ignored = shutil.ignore_patterns("__pycache__")

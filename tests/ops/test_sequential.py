@@ -364,7 +364,9 @@ def test_everything_compiles_whole(random, f):
 
 
 class Sequential(AttentionContract):
-    """The contract where every engine runs in sequence, in small chunks."""
+    """The contract on the sequential backend, in small chunks; mechanisms keep the laws that a backend can break."""
+
+    laws = (2, 3, 7, 8, 14)
 
     @pytest.fixture(autouse=True, scope="class")
     @classmethod
