@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ast
 import dataclasses
 import sys
 from collections.abc import Iterable, Iterator, Sequence
@@ -27,6 +28,8 @@ WIDTH = 160
 """Columns of what is printed to no terminal; a table whose rows need more has more."""
 HEADERS = ("name", "what a token sees", "form", "cost in T", "state", "paper")
 LAW_HEADERS = ("name", "form", *(str(law) for law in LAWS))
+CONTRACTS = Path(__file__).resolve().parents[2] / "tests" / "attention"
+"""The test classes that apply the contract, in a clone of the repository."""
 STATE_OF = {"dim": 256, "num_heads": 4}
 STATE_AFTER = 16_384
 NOTE = (
@@ -41,7 +44,9 @@ def run(arguments: Sequence[str]) -> int:
     parser.add_optional("name", "A mechanism, to list its options.")
     parser.add_argument("--recipes", action="store_true", help="List the recipes only.")
     parser.add_argument(
-        "--laws", action="store_true", help="Which laws of the contract each mechanism keeps, and why not."
+        "--laws",
+        action="store_true",
+        help="Show the laws of the contract, which form keeps which, and where each is tried.",
     )
     parser.add_argument("--markdown", action="store_true", help="Print the table of mechanisms in Markdown.")
     chosen = parser.parse_args(arguments)
@@ -53,6 +58,8 @@ def run(arguments: Sequence[str]) -> int:
         _print_table(("law", "what it asks for"), ((str(law), text) for law, text in LAWS.items()))
         _print_table(LAW_HEADERS, table)
         console(WIDTH).print(Text("\n".join(reasons)))
+        if CONTRACTS.is_dir():
+            _print_table(("name", "options in its test", "laws in make test", "laws in make test-long"), _tried())
     elif chosen.markdown:
         sys.stdout.write(markdown() + "\n")
     elif chosen.name is not None:
@@ -168,6 +175,29 @@ def _law_rows() -> tuple[list[tuple[str, ...]], list[str]]:
         numbers = [str(law) for law in sorted(set(laws))]
         lines.append(f"{whose}, law{'s' if len(numbers) > 1 else ''} {', '.join(numbers)}: {reason}")
     return table, lines
+
+
+def _tried() -> Iterator[tuple[str, ...]]:
+    """Yield a row for each test class of the contract: its form, and the laws that each suite tries."""
+    for file in sorted(CONTRACTS.glob("test_*.py")):
+        for node in ast.parse(file.read_text(encoding="utf-8")).body:
+            if not isinstance(node, ast.ClassDef):
+                continue
+            said = {
+                assigned.targets[0].id: ast.unparse(assigned.value)
+                for assigned in node.body
+                if isinstance(assigned, ast.Assign) and isinstance(assigned.targets[0], ast.Name)
+            }
+            if "name" not in said:
+                continue
+            quick = ast.literal_eval(said["laws"]) if "laws" in said else LAWS
+            yield ast.literal_eval(said["name"]), said.get("options", ""), _numbers(quick), _numbers({*LAWS} - {*quick})
+
+
+def _numbers(laws: Iterable[int]) -> str:
+    """Return the numbers of laws, or `all` or `-`."""
+    chosen = sorted(laws)
+    return "all" if chosen == sorted(LAWS) else ", ".join(map(str, chosen)) or "-"
 
 
 def markdown() -> str:
