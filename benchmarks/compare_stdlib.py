@@ -1,10 +1,10 @@
-"""Trains the five stdlib recipes at equal steps and writes the table in docs/five-mechanisms.md.
+"""Train the five stdlib recipes at equal steps and write benchmarks/results/five_mechanisms.json.
 
     python benchmarks/compare_stdlib.py [--steps N] [--only llp,latte] [--folder runs/five-mechanisms]
+    python docs/make_performance.py    # writes the table in docs/performance.md from that file
 
-Runs that are in the folder already are gone on with. With --only no table is written; a run without it, which
-finds the finished ones, writes it. Everything but the mechanism (and with it the way positions enter)
-is the same in the five recipes.
+Runs that are already in the folder continue. With --only no results are written; run the command again without it to
+write those of all five. The recipes differ only in the mechanism, and with it in how positions enter.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ MECHANISMS = ("full", "window", "llp", "linear", "latte")
 
 
 def main() -> None:
-    """Train, evaluate, write the JSON and the page."""
+    """Train, evaluate and write the results."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--steps", type=int, default=None, help="optimizer steps of each (default: the recipe's)")
     parser.add_argument("--only", default=",".join(MECHANISMS), help="mechanisms, separated by commas")
@@ -42,7 +42,8 @@ def main() -> None:
         parser.error(f"unknown {', '.join(sorted(unknown))}; valid: {', '.join(MECHANISMS)}")
     rows = [run(name, arguments.folder / name, arguments.steps) for name in names]
     if names != list(MECHANISMS):
-        Console().print(f"{len(rows)} of {len(MECHANISMS)} ran: no table; make it by {command(arguments.steps)}")
+        whole = command(arguments.steps)
+        Console().print(f"{len(rows)} of {len(MECHANISMS)} ran: no results are written; for all of them run {whole}")
         return
     origin = provenance("cuda" if torch.cuda.is_available() else "cpu", ("transformers",))
     results = {
@@ -56,8 +57,6 @@ def main() -> None:
     target = ROOT / "benchmarks" / "results" / "five_mechanisms.json"
     target.parent.mkdir(parents=True, exist_ok=True)
     target.write_text(json.dumps(results, indent=2) + "\n", encoding="utf-8")
-    (ROOT / "docs").mkdir(exist_ok=True)
-    (ROOT / "docs" / "five-mechanisms.md").write_text(page(results), encoding="utf-8")
 
 
 def run(name: str, folder: Path, steps: int | None) -> dict[str, Any]:
@@ -101,46 +100,8 @@ def run(name: str, folder: Path, steps: int | None) -> dict[str, Any]:
 
 
 def command(steps: int | None) -> str:
-    """The command that makes this page."""
+    """Return the command that writes the results."""
     return "python benchmarks/compare_stdlib.py" + ("" if steps is None else f" --steps {steps}")
-
-
-def page(results: dict[str, Any]) -> str:
-    """The page with the table."""
-    rows = results["rows"]
-    first = rows[0]
-    lines = [
-        "# Five mechanisms at equal steps",
-        "",
-        f"The recipes `stdlib-*`: the same decoder, data, optimizer and {first['steps']:,} steps "
-        f"({first['tokens']:,} tokens) for each; only the mechanism differs, and with it how positions enter (rotary "
-        "in full, window and llp, sinusoidal in linear and latte). One run each with one seed: differences of about "
-        "one percent say nothing. Learning rates were not tuned for each mechanism.",
-        "",
-        "| mechanism | held-out bits per byte | parameters | training tokens/s | decoding tokens/s "
-        "| state after 1,000 tokens | after 100,000 |",
-        "|---|---:|---:|---:|---:|---:|---:|",
-    ]
-    for row in rows:
-        states = [f"{state['bytes']:,} B" + ("" if state["measured"] else " (computed)") for state in row["states"]]
-        numbers = [f"{row['parameters']:,}", f"{row['train_tokens_per_second']:,.0f}"]
-        numbers.append(f"{row['decode_tokens_per_second']:,.0f}")
-        lines.append(f"| {row['name']} | {row['bits_per_byte']:.3f} | {' | '.join([*numbers, *states])} |")
-    lines += [
-        "",
-        f"The same {first['held_out_bytes']:,} held-out bytes in one piece: gzip -9 {first['gzip_bits_per_byte']:.3f}, "
-        f"xz -9e {first['xz_bits_per_byte']:.3f} bits per byte.",
-        "",
-        "The state is that of one decoded sequence, in float32. The recipes train on windows of 512 tokens, where full "
-        "attention is still cheap: speeds there say little about longer contexts.",
-        "",
-        f"Made by `{results['command']}` on {results['date']}: {results['hardware']}; "
-        + ", ".join(f"{name} {version}" for name, version in results["versions"].items())
-        + f"; commit {results['commit']}; files {first['files_hash']}. "
-        "Numbers in full: `benchmarks/results/five_mechanisms.json`.",
-        "",
-    ]
-    return "\n".join(lines)
 
 
 if __name__ == "__main__":

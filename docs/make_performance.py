@@ -1,10 +1,10 @@
-"""Write the tables and pictures of docs/performance.md again, from benchmarks/results/*.json.
+"""Write the tables and pictures of docs/performance.md from benchmarks/results/*.json.
 
     python docs/make_performance.py
-    python docs/make_performance.py --runs first.json second.json third.json    # several of `python -m benchmarks ops`
+    python docs/make_performance.py --runs first.json second.json third.json    # repeats of `python -m benchmarks ops`
 
-The figures are measured by `python -m benchmarks ... --out benchmarks/results` (on a CPU) and `make gpu`; what was not
-measured says so.
+`python -m benchmarks ... --out benchmarks/results`, `python benchmarks/compare_stdlib.py` and `make gpu` measure the
+numbers. A block without results says so.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from benchmarks.report import Report
 
 Found = float | None
 MET = 0.9
-"""Of an aim on a CPU: within ten percent counts as met. On a GPU an aim is met in full or missed."""
+"""Fraction of a CPU aim that counts as met. GPU aims have no such margin."""
 COMMANDS = {
     "cpu_ops": "python -m benchmarks ops --latents 64,16,32,128,256 --out benchmarks/results",
     "cpu_model": "python -m benchmarks model --out benchmarks/results",
@@ -36,21 +36,34 @@ CPU_AIMS: dict[str, dict[int, tuple[float, float]]] = {
     "latte": {1024: (2, 2), 4096: (7, 7), 16384: (22, 22)},
     "elita": {1024: (5, 5), 4096: (20, 20), 16384: (60, 50)},
 }
-"""Times faster than causal SDPA, forward and forward + backward: B 1, H 8, 64 channels, float32, two cores."""
+"""Speed over causal SDPA, forward and forward + backward: B 1, H 8, 64 channels, float32, two cores."""
+TITLES = {
+    "ops": "operators",
+    "fla": "flash-linear-attention",
+    "model": "training steps and prefill",
+    "decode": "decoding",
+}
+PICTURES = {
+    ("cpu_ops", "time"): "Time of the operators against the number of tokens, forward and forward + backward",
+    ("cpu_ops", "memory"): "Peak memory of the operators against the number of tokens",
+    ("cpu_ops", "latents"): "Time of Latte against the number of latents",
+    ("cpu_model", "time"): "Time of a training step and of prefill against the number of tokens",
+    ("cpu_model", "memory"): "Peak memory of a training step against the number of tokens",
+    ("cpu_decode", "time"): "Time of one token and size of the state against the context",
+}
+"""Descriptions of the pictures for readers who cannot see them."""
 RUNS = "cpu_ops_runs.json"
-"""Times faster in several runs of the same command."""
+"""Speed over causal SDPA in several runs of the same command."""
 GPU_TOKENS = (2048, 16384)
-"""The lengths that are measured on a GPU; an aim that names none holds at each."""
+"""Lengths measured on a GPU; an aim that names no length holds at each of them."""
 REASONS: dict[tuple[str, str], str] = {}
-"""Why an aim on a GPU is missed, by the first two columns of its row."""
+"""Reasons for missed GPU aims, by the first two columns of their rows."""
 
 
 def main() -> None:
-    """Rewrite the page and draw its pictures."""
-    parser = argparse.ArgumentParser(description="the tables of docs/performance.md")
-    parser.add_argument(
-        "--runs", nargs="*", type=Path, default=[], help="results of the same command, one after another"
-    )
+    """Write the page and draw its pictures."""
+    parser = argparse.ArgumentParser(description="Write the tables of docs/performance.md.")
+    parser.add_argument("--runs", nargs="*", type=Path, default=[], help="result files of repeats of the same command")
     if runs := parser.parse_args().runs:
         pages.keep(pages.RESULTS / RUNS, [ratios(run) for run in runs])
     pages.rewrite("performance.md", BLOCKS)
@@ -61,7 +74,7 @@ def main() -> None:
 
 
 def loaded(stem: str) -> Report | None:
-    """A result; None where it was not measured, or where its step ended before it measured anything."""
+    """Return a result, or None if it was not measured or its step ended before it measured anything."""
     file = pages.RESULTS / f"{stem}.json"
     if not file.is_file():
         return None
@@ -71,14 +84,14 @@ def loaded(stem: str) -> Report | None:
 
 
 def cpu_aims() -> str:
-    """The aims beside what was measured: forward / forward + backward."""
+    """Return the table of measured speeds beside their aims: forward / forward + backward."""
     report = loaded("cpu_ops")
     if report is None:
         return _waiting("cpu_ops")
     table = _by_length(lambda name, tokens: _beside_aims(report, name, tokens))
     return "\n".join(
         [
-            "Times faster than causal `scaled_dot_product_attention`, forward / forward + backward; what is more than",
+            "Times faster than causal `scaled_dot_product_attention`, forward / forward + backward. A number more than",
             "ten percent below its aim is **bold**.",
             "",
             table,
@@ -93,7 +106,7 @@ def _beside_aims(report: Report, name: str, tokens: int) -> str:
 
 
 def _by_length(cell: Callable[[str, int], str]) -> str:
-    """A table with a line for each mechanism that has aims and a column for each length."""
+    """Return a table with a row for each mechanism with aims and a column for each length."""
     lengths = sorted({tokens for aims in CPU_AIMS.values() for tokens in aims})
     lines = ["| | " + " | ".join(f"T = {tokens:,}" for tokens in lengths) + " |", "|---|" + "---|" * len(lengths)]
     lines += [f"| {name} | {' | '.join(cell(name, tokens) for tokens in lengths)} |" for name in CPU_AIMS]
@@ -101,14 +114,14 @@ def _by_length(cell: Callable[[str, int], str]) -> str:
 
 
 def ratios(file: Path) -> dict[str, Any]:
-    """Times faster of a run, forward and forward + backward, for each line and length that has an aim."""
+    """Return a run's speeds, forward and forward + backward, for each mechanism and length with an aim."""
     report = Report.from_dict(pages.read(file))
     found = {name: {tokens: _pair(report, name, tokens) for tokens in aims} for name, aims in CPU_AIMS.items()}
     return {"date": report.provenance["date"], "commit": report.provenance["commit"], "faster": found}
 
 
 def cpu_runs() -> str:
-    """The same of several runs, their medians held to the aims."""
+    """Return the speeds of several runs; bold if their median misses the aim."""
     runs = pages.read(pages.RESULTS / RUNS)
 
     def cell(name: str, tokens: int) -> str:
@@ -124,9 +137,9 @@ def cpu_runs() -> str:
 
 
 def gpu_aims() -> str:
-    """The ratios asked for on a GPU, forward + backward, each met, missed (and why) or not measured."""
+    """Return the table of GPU aims, forward + backward: met, missed (with the reason) or not measured."""
     if all(loaded(f"gpu_{what}") is None for what in ("ops", "fla", "model", "decode")):
-        return "No figure comes from a GPU yet: [GPU_TODO](../benchmarks/GPU_TODO.md) says what waits for one."
+        return "Nothing has been measured on a GPU yet; [GPU_TODO](../benchmarks/GPU_TODO.md) lists what would be."
     lines = ["| aim (forward + backward) | at | measured | | reason |", "|---|---|---:|---|---|"]
     for text, at, least, value in _gpu_aims():
         missed = value is not None and value < least
@@ -137,7 +150,7 @@ def gpu_aims() -> str:
 
 
 def tables(stem: str) -> str:
-    """Return the tables of a result, and where they are from."""
+    """Return the tables of a result and their origin, folded."""
     report = loaded(stem)
     if report is None:
         return _waiting(stem)
@@ -145,14 +158,38 @@ def tables(stem: str) -> str:
     made = ", ".join(f"{name} {version}" for name, version in versions.items())
     command = report.command.replace("subquad bench", "python -m benchmarks")  # its name when the CPU's were measured
     origin = f"`{command}`, {found['date']}, commit {found['commit']}: {made}."
-    return f"{report.table()}\n\n{origin}"
+    title = f"All numbers: {TITLES[stem.partition('_')[2]]}"
+    return f"<details><summary>{title}</summary>\n\n{report.table()}\n\n{origin}\n\n</details>"
+
+
+def five_mechanisms() -> str:
+    """Return the table of the five stdlib recipes at equal steps, which benchmarks/compare_stdlib.py trained."""
+    found = pages.read(pages.RESULTS / "five_mechanisms.json")
+    first = found["rows"][0]
+    lines = []
+    for row in found["rows"]:
+        states = [f"{state['bytes']:,} B" + ("" if state["measured"] else " (computed)") for state in row["states"]]
+        speeds = [f"{row[f'{kind}_tokens_per_second']:,.0f}" for kind in ("train", "decode")]
+        lines.append([f"`{row['name']}`", f"{row['bits_per_byte']:.3f}", *speeds, *states])
+    headers = ["", "held-out bits per byte", "training tokens/s", "decoding tokens/s"]
+    headers += [f"state after {state['tokens']:,} tokens" for state in first["states"]]
+    versions = ", ".join(f"{name} {version}" for name, version in found["versions"].items())
+    return (
+        f"{pages.table(headers, lines)}\n\n"
+        f"Each model has {first['parameters']:,} parameters and read {first['tokens']:,} tokens in {first['steps']:,} "
+        f"steps. For comparison, gzip -9 needs {first['gzip_bits_per_byte']:.3f} and xz -9e "
+        f"{first['xz_bits_per_byte']:.3f} bits per byte for the same {first['held_out_bytes']:,} held-out bytes in one "
+        f"piece. The state is that of one sequence in float32.\n\n"
+        f"`{found['command']}`, {found['date']}, commit {found['commit']}, {found['hardware']}: {versions}; files "
+        f"{first['files_hash']}."
+    )
 
 
 def pictures(stem: str, *names: str) -> str:
-    """Return links to pictures that `main` draws."""
+    """Return links to the pictures that `main` draws."""
     if loaded(stem) is None:
         return _waiting(stem)
-    return "\n\n".join(f"![{stem}: {name}](images/{stem}_{name}.png)" for name in names)
+    return "\n\n".join(f"![{PICTURES[stem, name]}](images/{stem}_{name}.png)" for name in names)
 
 
 def _waiting(stem: str) -> str:
@@ -166,7 +203,7 @@ def _judged(found: float | None, aim: float) -> str:
 
 
 def _row(report: Report | None, name: str, tokens: int, which: str, **more: Any) -> dict[str, Any] | None:
-    """The first row of these that was measured."""
+    """Return the first measured row with these values."""
     for row in report.rows if report is not None else ():
         wanted = {"name": name, "tokens": tokens, "pass": which, "status": "ok", **more}
         if all(row.get(key) == value for key, value in wanted.items()):
@@ -175,14 +212,14 @@ def _row(report: Report | None, name: str, tokens: int, which: str, **more: Any)
 
 
 def _pair(report: Report, name: str, tokens: int) -> list[float | None]:
-    """Times faster, forward and forward + backward."""
+    """Return the speeds over causal SDPA, forward and forward + backward."""
     sizes = {"llp": {"segment": 256}, "latte": {"latents": 64}}.get(name, {})
     rows = [_row(report, name, tokens, which, **sizes) for which in ("forward", "forward_backward")]
     return [None if row is None else row["times_faster"] for row in rows]
 
 
 def _faster(stem: str, ours: str, theirs: str, tokens: int, which: str = "forward_backward", **more: Any) -> Found:
-    """Return the speed of one line over another's."""
+    """Return how many times faster `ours` is than `theirs`."""
     report = loaded(stem)
     one = _row(report, ours, tokens, which, **more)
     other = _row(report, theirs, tokens, which, **(more if theirs.startswith("flex") else {}))
@@ -190,7 +227,7 @@ def _faster(stem: str, ours: str, theirs: str, tokens: int, which: str = "forwar
 
 
 def _of_copy(name: str, tokens: int) -> Found:
-    """Return bytes a second over those of a copy in the same run."""
+    """Return the bytes per second over those of a copy in the same run."""
     report = loaded("gpu_ops")
     row = _row(report, name, tokens, "forward_backward")
     if report is None or row is None or "copy_bytes_per_s" not in report.ceilings:
@@ -199,18 +236,18 @@ def _of_copy(name: str, tokens: int) -> Found:
 
 
 def _steady(name: str) -> Found:
-    """Return the time of a token after 1,000 over that after 100,000."""
+    """Return the time of a token after a context of 1,000 tokens over that after 100,000."""
     row = _row(loaded("gpu_decode"), name, 100000, "token")
     return None if row is None else 1 / row["of_shortest"]
 
 
 class Aim(NamedTuple):
-    """A ratio that is asked for."""
+    """A ratio to reach."""
 
     text: str
     at: str
     least: float
-    """From where on it is met."""
+    """The smallest ratio that meets the aim."""
     found: Found
 
 
@@ -225,13 +262,13 @@ def _gpu_aims() -> Iterator[Aim]:
             yield Aim(f"{name} over `{theirs}`: 1.2", at, 1.2, _faster("gpu_fla", name, f"fla, {theirs}", tokens))
     for at, tokens in lengths:
         yield Aim("elita's bytes a second over a copy's: 0.6", at, 0.6, _of_copy("elita", tokens))
-    for size in (256, 512):
-        who = f"llp, segment {size}, over"
+    for segment in (256, 512):
+        who = f"llp, segment {segment}, over"
         for at, tokens in lengths:
-            found = _faster("gpu_ops", "llp", "flex, llp", tokens, segment=size)
+            found = _faster("gpu_ops", "llp", "flex, llp", tokens, segment=segment)
             yield Aim(f"{who} FlexAttention with its mask: 1.2", at, 1.2, found)
         for least, tokens in ((6, 16384), (1, 2048)):
-            found = _faster("gpu_ops", "llp", "sdpa", tokens, segment=size)
+            found = _faster("gpu_ops", "llp", "sdpa", tokens, segment=segment)
             yield Aim(f"{who} flash SDPA: {least}", f"T = {tokens:,}", least, found)
     for name in ("llp", "latte"):
         for least, batch, tokens in ((1, 16, 2048), (2, 4, 16384)):
@@ -249,6 +286,7 @@ BLOCKS: dict[str, Callable[[], str]] = {
     "cpu-latents": partial(pictures, "cpu_ops", "latents"),
     "cpu-model-pictures": partial(pictures, "cpu_model", "time", "memory"),
     "cpu-decode-pictures": partial(pictures, "cpu_decode", "time"),
+    "five-mechanisms": five_mechanisms,
     "gpu-aims": gpu_aims,
 }
 for _stem in ("cpu_ops", "cpu_model", "cpu_decode", "gpu_ops", "gpu_fla", "gpu_model", "gpu_decode"):

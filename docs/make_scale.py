@@ -1,7 +1,7 @@
-"""Write the tables of docs/scale.md again: constants measured here, and what they make of 10^6 to 10^9 tokens.
+"""Write the cost tables of docs/scale.md: measured constants, and their prediction for 10^6 to 10^9 tokens.
 
-python docs/make_scale.py --measure    # two free cores, minutes; keeps benchmarks/results/cpu_scale.json
-python docs/make_scale.py
+python docs/make_scale.py --measure    # measures first (two free cores, minutes)
+python docs/make_scale.py              # from benchmarks/results/cpu_scale.json
 """
 
 from __future__ import annotations
@@ -35,20 +35,20 @@ MECHANISMS = ("full", "window", "llp", "linear", "latte", "elita")
 DIM, HEADS, VOCAB = 256, 4, 256
 LENGTHS, DEPTHS = (2048, 8192), (1, 3)
 LAYERS = 12
-"""Of the model that the tables are about."""
+"""Layers of the model in the tables."""
 SIZES = (2**20, 2**23, 2**27, 2**30)
 ROOM = 16 * 2**30
-"""Bytes that a process has for a step."""
+"""Memory of one process in bytes."""
 PROOF = 2**14
-"""Tokens of the step that is predicted and then measured."""
+"""Tokens of the step that is both predicted and measured."""
 STATE = 16
-"""Bytes of a parameter with its gradient and Adam's two moments, in float32."""
+"""Bytes per parameter: weight, gradient and Adam's two moments, in float32."""
 
 
 def main() -> None:
-    """Measure where it is asked for, and write the page."""
-    parser = argparse.ArgumentParser(description="the cost model of docs/scale.md")
-    parser.add_argument("--measure", action="store_true", help="measure the constants anew")
+    """Measure if `--measure` is given, then write the page."""
+    parser = argparse.ArgumentParser(description="Write the cost tables of docs/scale.md.")
+    parser.add_argument("--measure", action="store_true", help="measure the constants first")
     if parser.parse_args().measure:
         pages.keep(RESULT, measured())
     found = pages.read(RESULT)
@@ -56,7 +56,7 @@ def main() -> None:
 
 
 def make_decoder(name: str, layers: int) -> Decoder:
-    """A model of bytes whose layers keep their inputs alone for the backward pass."""
+    """Build a byte model that keeps only the input of each layer for the backward pass."""
     torch.manual_seed(0)
     position = "rope" if name in ("full", "window", "llp") else "none"
     options = {"elita": {"horizon": PROOF}} if name == "elita" else {}
@@ -67,7 +67,7 @@ def make_decoder(name: str, layers: int) -> Decoder:
 
 
 def measured() -> dict[str, Any]:
-    """Everything that the tables are made of."""
+    """Measure everything that the tables need."""
     torch.set_num_threads(1)
     found = {name: of_mechanism(name) for name in MECHANISMS}
     link, proofs = together_measured()
@@ -81,9 +81,10 @@ def measured() -> dict[str, Any]:
 
 
 def of_mechanism(name: str) -> dict[str, float]:
-    """Seconds and bytes of a token, of one layer and of what is not in a layer.
+    """Measure seconds and bytes per token, for one layer and for the rest of the model.
 
-    Of two depths the difference is the layers'. Of two lengths it is, for full attention, what grows with the length.
+    The difference between two depths gives the cost of a layer. For full attention the difference between two lengths
+    gives the part that grows with the length.
     """
     steps = {(depth, tokens): _step(make_decoder(name, depth), tokens) for depth in DEPTHS for tokens in LENGTHS}
     timed = interleave({key: Run(lambda _, f=step: f()) for key, step in steps.items()}, repeats=3)
@@ -116,7 +117,7 @@ def _step(decoder: Decoder, tokens: int) -> Any:
 
 
 def together_measured() -> tuple[dict[str, float], dict[str, dict[str, float]]]:
-    """Measure two processes: the link between them, and a step of `PROOF` tokens of each mechanism."""
+    """Measure the link between two processes, and a step of `PROOF` tokens on both for each mechanism."""
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         port = probe.getsockname()[1]
@@ -151,7 +152,7 @@ def _share(rank: int, port: int, answers: Any) -> None:
             loss.backward()
 
         taken = []
-        for _ in range(3 if name != "full" else 2):  # the first one is slower: it asks for memory
+        for _ in range(3 if name != "full" else 2):  # the first step is slower: it allocates memory
             distributed.barrier()
             start = time.perf_counter()
             step()
@@ -160,13 +161,13 @@ def _share(rank: int, port: int, answers: Any) -> None:
         seconds = min(taken[1:])
         proofs[name] = {"seconds": seconds, "bytes": float(peak_bytes(step, "cpu"))}
         sys.stderr.write(f"process {rank}, {name}: {proofs[name]}\n")
-    if rank == 1:  # the last one: of full attention it has the most to do
+    if rank == 1:  # the last rank has the most work in causal full attention
         answers.put((link, proofs))
     distributed.destroy_process_group()
 
 
 def _there_and_back(rank: int, count: int) -> float:
-    """Seconds that `count` bytes take from one process to the other."""
+    """Return the seconds that `count` bytes take from one process to the other."""
     message, taken = torch.zeros(count, dtype=torch.uint8), []
     for _ in range(9):
         distributed.barrier()
@@ -181,9 +182,10 @@ def _there_and_back(rank: int, count: int) -> float:
 
 
 def seconds_of(of: dict[str, float], tokens: int, ranks: int, layers: int) -> float:
-    """A step on `ranks` processes, the slowest one's, without the exchanges.
+    """Return the seconds of a step on the slowest of `ranks` processes, without communication.
 
-    On one process a token of causal attention reads half of the text on average; the last of many reads nearly all.
+    On one process a token of causal attention reads half of the text on average; on the last of many it reads nearly
+    all of it.
     """
     last = 2 - 1 / ranks
     layer = of["layer_s"] + of["layer_s_per_token"] * tokens * last
@@ -191,44 +193,38 @@ def seconds_of(of: dict[str, float], tokens: int, ranks: int, layers: int) -> fl
 
 
 def bytes_of(of: dict[str, float], tokens: int, ranks: int, layers: int) -> float:
-    """Return the bytes of a step's activations in a process."""
+    """Return the bytes of activations that one process holds in a step."""
     return tokens / ranks * (layers * of["layer_bytes"] + of["rest_bytes"])
 
 
 def ranks_for(of: dict[str, float], tokens: int) -> int:
-    """The processes, a power of two, whose room is enough."""
+    """Return the smallest power of two of processes whose memory suffices."""
     static = STATE * sum(parameter.numel() for parameter in make_decoder("full", LAYERS).parameters())
     return 2 ** max(0, math.ceil(math.log2(bytes_of(of, tokens, 1, LAYERS) / (ROOM - static))))
 
 
 def constants(found: dict[str, Any]) -> str:
-    """The measured constants."""
+    """Return the table of measured constants."""
     lines = []
     for name, of in found["mechanisms"].items():
         grows = f"{1e9 * of['layer_s_per_token']:.3f} T" if of["layer_s_per_token"] else "-"
         layer, rest = f"{1e9 * of['layer_s']:,.0f}", f"{1e9 * of['rest_s']:,.0f}"
         lines.append([f"`{name}`", layer, grows, rest, f"{of['layer_bytes']:,.0f}", f"{of['rest_bytes']:,.0f}"])
-    headers = [
-        "",
-        "a layer, ns a token",
-        "grows with T, ns",
-        "the rest, ns a token",
-        "a layer, bytes a token",
-        "the rest",
-    ]
+    headers = ["", "layer: ns per token", "growth with T: ns per token", "rest of the model: ns per token"]
+    headers += ["layer: bytes per token", "rest: bytes per token"]
     link = found["link"]
     return (
         f"{pages.table(headers, lines)}\n\n"
-        f"Measured on {described(found['machine'])}, PyTorch {found['versions']['torch']}: one thread a process, width "
-        f"{DIM}, {HEADS} heads, float32, each layer computed again in the backward pass. Two processes exchange "
-        f"{link['bytes_per_s'] / 2**30:.1f} GiB a second with a latency of {1e6 * link['latency_s']:.0f} µs (gloo, one "
+        f"Measured on {described(found['machine'])}, PyTorch {found['versions']['torch']}: one thread per process, "
+        f"width {DIM}, {HEADS} heads, float32, activation checkpointing. Two processes exchange "
+        f"{link['bytes_per_s'] / 2**30:.1f} GiB/s with a latency of {1e6 * link['latency_s']:.0f} µs (gloo, one "
         "machine)."
     )
 
 
 def _by_size(found: dict[str, Any], cell: Callable[[str, int], str]) -> str:
     lines = [[f"`{name}`", *(cell(name, tokens) for tokens in SIZES)] for name in found["mechanisms"]]
-    return pages.table(["", *(f"2^{tokens.bit_length() - 1} ({tokens:.1e})" for tokens in SIZES)], lines)
+    return pages.table(["", *(f"2^{tokens.bit_length() - 1} ({tokens / 1e6:,.0f} M)" for tokens in SIZES)], lines)
 
 
 def _both(seconds: float, held: float) -> str:
@@ -236,7 +232,7 @@ def _both(seconds: float, held: float) -> str:
 
 
 def alone(found: dict[str, Any]) -> str:
-    """Time and memory on one process that had room for everything."""
+    """Return the time and memory of a step on one process, as if its memory were unlimited."""
 
     def cell(name: str, tokens: int) -> str:
         of = found["mechanisms"][name]
@@ -246,7 +242,7 @@ def alone(found: dict[str, Any]) -> str:
 
 
 def together(found: dict[str, Any]) -> str:
-    """As many processes as have room, and what they exchange."""
+    """Return the processes needed, the time of a step, and the bytes and seconds of communication."""
 
     def cell(name: str, tokens: int) -> str:
         of = found["mechanisms"][name]
@@ -254,13 +250,13 @@ def together(found: dict[str, Any]) -> str:
         each = make_decoder(name, 1).communication(tokens, ranks)
         sent = LAYERS * max(2 * part.forward + part.backward for part in each)  # computed again: forward twice
         moving = sent / found["link"]["bytes_per_s"]
-        return f"{ranks:,}: {_time(seconds_of(of, tokens, ranks, LAYERS))} + {_time(moving)} for {size(sent)}"
+        return f"{ranks:,} × {_time(seconds_of(of, tokens, ranks, LAYERS))}; {size(sent)} in {_time(moving)}"
 
     return _by_size(found, cell)
 
 
 def proof(found: dict[str, Any]) -> str:
-    """A step on two processes: the prediction beside the measurement."""
+    """Return the predicted and the measured step on two processes."""
     lines = []
     for name, seen in found["proof"].items():
         of = found["mechanisms"][name]

@@ -1,7 +1,7 @@
-"""The reports in `docs/transformers.md`: `python docs/make_transformers.py` writes them again.
+"""Write the audit reports in docs/transformers.md: `python docs/make_transformers.py`.
 
-Two audits of one tiny Llama with random weights: with LongLoRA's shifted attention as it is published, and with
-`subquad_shifted`. `tests/hf/test_published_shift.py` holds the page to them.
+One tiny Llama with random weights is audited twice: with LongLoRA's shifted attention as published, and with
+`subquad_shifted`. tests/hf/test_published_shift.py compares the page with these reports.
 
 Shape letters: B batch, H query heads, G key heads, T queries, K channels of a head, N groups of C tokens.
 """
@@ -12,7 +12,7 @@ import re
 import sys
 from pathlib import Path
 
-os.environ.setdefault("KINETO_LOG_LEVEL", "99")  # torch's profiler announces itself otherwise
+os.environ.setdefault("KINETO_LOG_LEVEL", "99")  # silences torch's profiler
 os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
 
 import torch
@@ -28,9 +28,9 @@ PUBLISHED = "published_shift"
 
 
 def published_shift(module, query, key, value, attention_mask, scaling=None, **kwargs):
-    """Groups of a quarter of the sequence; the last half of the heads is rolled back by half a group and forward again.
+    """Attend in groups of a quarter of the sequence; roll half of the heads by half a group before and back after.
 
-    In each group the mask is causal in the order after the roll; what wraps around is not masked.
+    In each group the mask is causal in the order after the roll, so tokens that wrap around are not masked.
     """
     _, H, T, _ = query.shape
     if T % 8 or key.shape[2] != T:
@@ -47,7 +47,7 @@ def published_shift(module, query, key, value, attention_mask, scaling=None, **k
 
 
 def tiny_llama() -> LlamaForCausalLM:
-    """19,424 random weights."""
+    """Build a Llama with 19,424 random weights."""
     torch.manual_seed(0)
     config = LlamaConfig(
         vocab_size=61, hidden_size=32, intermediate_size=48, num_hidden_layers=2, num_attention_heads=4,
@@ -57,7 +57,7 @@ def tiny_llama() -> LlamaForCausalLM:
 
 
 def reports() -> dict[str, AuditReport]:
-    """The audit of each of the two, by the name of its implementation."""
+    """Return the audit of each implementation, by its name."""
     AttentionInterface.register(PUBLISHED, published_shift)
     AttentionMaskInterface.register(PUBLISHED, sdpa_mask)
     found = {}
@@ -72,7 +72,7 @@ def reports() -> dict[str, AuditReport]:
 
 
 def page_with(found: dict[str, AuditReport], page: str) -> str:
-    """The page with these reports in the blocks that follow their names."""
+    """Return the page with each report in the block after its name. Raises `ValueError` if a block is missing."""
     for name, report in found.items():
         pattern = re.compile(rf"(<!-- {name} -->\n```\n).*?(```\n)", re.DOTALL)
         if not pattern.search(page):

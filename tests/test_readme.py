@@ -1,9 +1,10 @@
-"""Everything that the README and other pages show is run, and the table of mechanisms is the registry's.
+"""The code and commands of the README and the pages run, all links resolve, and tables are those of their sources.
 
-Where a page names commands in its text, as `benchmarks/GPU_TODO.md` does, they are checked alike.
+Commands in the text of `benchmarks/GPU_TODO.md` are checked too.
 """
 
 import io
+import json
 import re
 import shlex
 import shutil
@@ -20,6 +21,8 @@ from experiments.harness import command as harness
 from experiments.harness.recipe import read_recipe
 from experiments.llp_table6 import command as llp_table6
 from experiments.lora_mnist import command as lora_mnist
+from experiments.lora_mnist import report
+from experiments.lora_mnist.config import MnistConfig
 from subquad import attention
 from subquad.cli import main
 from subquad.cli.listing import markdown
@@ -218,12 +221,39 @@ def stack_rotates(name: str) -> bool:
     return True
 
 
-def test_every_file_that_a_page_links_to_is_there():
-    for page in PAGES:
-        text = (ROOT / page).read_text(encoding="utf-8")
-        for target in re.findall(r"\]\(([^)#]+)\)", text):
-            if not target.startswith("http"):
-                assert ((ROOT / page).parent / target).exists(), f"{page} links to {target}"
+def links(page: Path) -> list[tuple[Path, str]]:
+    """Return the files and anchors that a page links to, outside of its code."""
+    text = re.sub(r"^```.*?^```", "", page.read_text(encoding="utf-8"), flags=re.MULTILINE | re.DOTALL)
+    found = [target.partition("#") for target in re.findall(r"\]\(([^)\s]+)\)", text) if "://" not in target]
+    return [((page.parent / file).resolve() if file else page, anchor) for file, _, anchor in found]
+
+
+def anchors(page: Path) -> set[str]:
+    """Return the anchors of a page's headings, as GitHub names them."""
+    headings = re.findall(r"^#+ (.*)$", page.read_text(encoding="utf-8"), re.MULTILINE)
+    return {re.sub(r"[^\w\- ]", "", heading.lower()).replace(" ", "-") for heading in headings}
+
+
+def test_every_link_of_every_page_resolves():
+    patterns = ("*.md", "docs/**/*.md", "benchmarks/*.md", "experiments/**/*.md")
+    pages = [file for pattern in patterns for file in ROOT.glob(pattern)]
+    assert len(pages) > 60
+    for page in pages:
+        for file, anchor in links(page):
+            assert file.exists(), f"{page.relative_to(ROOT)} links to {file}"
+            assert not anchor or anchor in anchors(file), f"{page.relative_to(ROOT)} links to {file.name}#{anchor}"
+
+
+def test_the_index_links_every_page_and_decision():
+    index = ROOT / "docs" / "README.md"
+    assert {file for file, _ in links(index)} >= {file.resolve() for file in (ROOT / "docs").rglob("*.md")} - {index}
+
+
+def test_the_tables_of_lora_on_mnist_are_those_of_the_results(tmp_path, capsys):
+    values = json.loads((ROOT / "benchmarks/results/lora_mnist.json").read_text(encoding="utf-8"))
+    report.show(values, MnistConfig.from_dict(values["config"]), str(tmp_path / "tables.md"))
+    page = (ROOT / "experiments/lora_mnist/tables.md").read_text(encoding="utf-8")
+    assert page.endswith((tmp_path / "tables.md").read_text(encoding="utf-8"))
 
 
 def test_the_picture_can_be_drawn_again_and_shows_every_mechanism(tmp_path):

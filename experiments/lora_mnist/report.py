@@ -15,6 +15,7 @@ from matplotlib.figure import Figure
 from experiments.lora_mnist.arms import Cell
 from experiments.lora_mnist.config import NET_PARAMETERS, PER_RANK, SETS, VARIANTS, MnistConfig, default_rates
 from subquad.cli.tables import print_table, size
+from subquad.evaluation import drawing
 
 REPORT_BASE = {"plain": 93.2, "quantised": 85.58, "rotated": 12.38, "inverted": 5.52}
 REPORT_FULL = {"quantised": 93.57, "rotated": 91.97, "inverted": 76.41}
@@ -177,8 +178,9 @@ DRAWN = (
 
 def draw(results: Mapping[str, Any], config: MnistConfig, path: str) -> None:
     """Write the picture: a panel for each set of images, lines with the standard deviation, crosses for the report."""
-    figure = Figure(figsize=(4 * len(SETS), 4.2), layout="constrained")
-    axes = figure.subplots(1, len(SETS), sharey=True, squeeze=False)[0]
+    figure = Figure(figsize=(9, 7.5), layout="constrained")
+    figure.suptitle("MNIST: test accuracy against the rank of the factors, ours and the report's")
+    axes = figure.subplots(2, len(SETS) // 2, sharex=True, sharey=True).flat
     for axis, images in zip(axes, SETS, strict=True):
         for number, (arm, base, label) in enumerate(DRAWN):
             if arm == "lora" and images not in VARIANTS:
@@ -188,20 +190,21 @@ def draw(results: Mapping[str, Any], config: MnistConfig, path: str) -> None:
             means = [statistics.mean(values) for _, values in points]
             spreads = [statistics.stdev(values) if len(values) > 1 else 0.0 for _, values in points]
             ranks = [rank for rank, _ in points]
-            axis.errorbar(ranks, means, yerr=spreads, marker="o", ms=3, capsize=2, color=f"C{number}", label=label)
-        for arm, color, label in (("lora", "C0", "report, LoRA"), ("scratch", "C2", "report, from scratch")):
+            style = drawing.Style.number(number + 1)._asdict()
+            axis.errorbar(ranks, means, yerr=spreads, **style, ms=5, capsize=3, label=label)
+        for arm, marker, label in (("lora", "x", "report, LoRA"), ("scratch", "+", "report, from scratch")):
             known = (
                 [(r, y) for r in config.ranks if (y := reported(arm, images, r)) is not None]
                 if (arm != "lora" or images in VARIANTS)
                 else []
             )
-            axis.plot([r for r, _ in known], [y for _, y in known], "x", color=color, ms=7, label=label)
+            axis.plot([r for r, _ in known], [y for _, y in known], marker, color="k", ms=8, zorder=3, label=label)
         if images in VARIANTS and (full := values_of(results, f"full/stopped/{images}", config)):
             axis.axhline(statistics.mean(full), color="0.5", lw=1, ls="--", label="all weights, stopped base")
         axis.set_xscale("log", base=2)
         axis.set_xticks(config.ranks, [str(rank) for rank in config.ranks])
-        axis.set(title=images, xlabel="rank", ylim=(0, 100))
-    axes[0].set_ylabel("test accuracy, %")
-    handles, labels = axes[-1].get_legend_handles_labels()
+        axis.set(title=f"{images} images", xlabel="rank", ylabel="test accuracy, %", ylim=(0, 100))
+        axis.label_outer()
+    handles, labels = axis.get_legend_handles_labels()
     figure.legend(handles, labels, loc="outside lower center", ncols=4, fontsize=8, frameon=False)
     figure.savefig(path, dpi=120)

@@ -214,22 +214,24 @@ def draw(report: Mapping[str, Any]) -> Any:
     figure = drawing.new_figure(7.6, 4.6)
     axes = figure.subplots()
     losses = report["loss"]
-    colours = {BEFORE: "#bbbbbb", SCALED: "#ccbb44", CONTROL: "#cc6677", AFTER: "#4477aa"}
     highest = max(entry["loss"] for name in losses if name != BEFORE for entry in losses[name])
     lowest = min(entry["loss"] for found in losses.values() for entry in found)
     room = max(0.08 * (highest - lowest), 0.01)
     first = next(iter(losses.values()))
     places = list(range(len(first)))
-    for name, found in losses.items():
+    for number, (name, found) in enumerate(losses.items()):
         worst = found[-1]["loss"]
         label = name if worst <= highest + room else f"{name} (at the end {worst:.2f})"
-        shown, colour = [entry["loss"] for entry in found], colours.get(name, "#88ccee")
-        axes.plot(places, shown, "o-", color=colour, markersize=4, label=label)
+        style = drawing.Style.number(number)._asdict()
+        # Where two lines coincide, the wider one below shows beside the upper one.
+        axes.plot(
+            places, [entry["loss"] for entry in found], **style, linewidth=3 - number / 2, markersize=5, label=label
+        )
     within = sum(entry["last"] <= report["own_length"] for entry in first)
     axes.axvline(within - 0.5, color="#888888", linewidth=0.8, linestyle=":")
     axes.set_xticks(places, [f"{entry['first']:,} to\n{entry['last']:,}" for entry in first])
     axes.set_ylim(lowest - room, highest + room)
-    axes.set(xlabel="position in the window (tokens of context)", ylabel="held-out loss (nats a token)")
+    axes.set(xlabel="position in the window (tokens of context)", ylabel="held-out loss (nats per token)")
     axes.set_title(title(report), fontsize=10)
     axes.grid(alpha=0.3)
     axes.legend(frameon=False, fontsize=9)

@@ -193,7 +193,7 @@ def test_an_interrupted_run_ends_as_one_that_was_not(home, monkeypatch, capsys):
     monkeypatch.syspath_prepend(str(ROOT / "docs"))
     make = importlib.import_module("make_extend")
     monkeypatch.setattr("sys.argv", ["make_extend.py", str(home / "cut")])
-    with pytest.raises(ValueError, match="was gone on with: its times are those of its last start"):
+    with pytest.raises(ValueError, match="was resumed, so its times are only those since then"):
         make.main()
     one, other = (load_file(home / name / "adapter_model.safetensors") for name in ("whole", "cut"))
     assert one.keys() == other.keys()

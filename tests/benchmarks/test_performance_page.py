@@ -59,7 +59,7 @@ def test_aims_are_judged_and_ten_percent_below_counts_as_met(make, made_up, tmp_
 def test_what_was_not_measured_says_how_to(make, tmp_path, monkeypatch):
     monkeypatch.setattr(make.pages, "RESULTS", tmp_path)
     assert make.BLOCKS["cpu-decode"]() == "Not measured yet: `python -m benchmarks decode --out benchmarks/results`."
-    assert "No figure comes from a GPU yet" in make.gpu_aims()
+    assert "Nothing has been measured on a GPU yet" in make.gpu_aims()
     (tmp_path / "gpu_ops.json").write_text(json.dumps({"step": {"status": "stopped after 3 s"}}))
     assert make.loaded("gpu_ops") is None
 

@@ -1,8 +1,7 @@
-"""docs/transformers.md: its Python runs, and its reports are those that `docs/make_transformers.py` makes."""
+"""The reports in docs/transformers.md are those that `docs/make_transformers.py` makes."""
 
 import importlib.util
 import re
-import runpy
 from pathlib import Path
 
 import pytest
@@ -45,13 +44,6 @@ def test_the_page_shows_these_reports(make, reports):
 def test_a_page_without_the_block_is_refused(make, reports):
     with pytest.raises(ValueError, match="the page has no block for published_shift"):
         make.page_with(reports, "nothing")
-
-
-def test_the_page_s_python_runs(tmp_path, monkeypatch):
-    (code,) = re.findall(r"^```python\n(.*?)^```", TEXT, re.MULTILINE | re.DOTALL)
-    (tmp_path / "block.py").write_text(code, encoding="utf-8")
-    monkeypatch.chdir(tmp_path)
-    runpy.run_path("block.py")
 
 
 def test_the_page_s_table_has_every_implementation_and_its_options():
