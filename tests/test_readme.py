@@ -61,8 +61,8 @@ COMMANDS += [
 
 
 SMALLEST = {
-    "ops": "--device cpu --tokens 16 --heads 2 --channels 16 --latents 4 --segment 8 --repeats 1 --peers none",
-    "model": "--device cpu --tokens 16 --dim 16 --vocab 16 --layers 1 --repeats 1 --peers none",
+    "ops": "--device cpu --tokens 16 --batch_tokens 16 --heads 2 --channels 16 --latents 4 --segment 8 --repeats 1 --peers none",
+    "model": "--device cpu --tokens 16 --batch_tokens 16 --dim 16 --vocab 16 --layers 1 --repeats 1 --peers none",
     "images": "--images 2 --no-cache-images 2 --repeats 1 --device cpu",
     "decode": "--device cpu --contexts 8 --dim 16 --vocab 16 --layers 1 --repeats 1",
 }
@@ -168,6 +168,8 @@ def test_commands_are_accepted(page, command, place, monkeypatch, capsys):
         assert main(words[1:]) == 0
     elif words[1] == "probe":
         assert main([*words[1:], "--samples", "2"]) == 0
+    elif words[1] == "cost":
+        assert main([word.replace("16384", "2048") for word in words[1:]]) == 0
     elif words[1] == "audit":
         assert main([*words[1:], *["--tokens", "8", "--long", "16", "--contexts", "[4,8]"]]) == 0
     else:
