@@ -1,4 +1,4 @@
-"""What a mechanism is: a configuration, a definition (`weights`) and a sub-quadratic `forward`.
+"""The base class of mechanisms: a configuration, a definition (`weights`) and a sub-quadratic `forward`.
 
 Shape letters: B batch, T tokens, S keys, D model width, H heads, V value channels.
 """
@@ -41,7 +41,7 @@ LAWS = {
     14: "long inputs in half precision are finite, with their gradients",
     15: "documents packed into a row are as if each were alone",
 }
-"""The laws of the contract in a line each; `subquad.testing.AttentionContract` tests them."""
+"""One line per law of the contract, which `subquad.testing.AttentionContract` tests."""
 
 
 P = ParamSpec("P")
@@ -52,10 +52,10 @@ ConfigT = TypeVar("ConfigT", bound=BaseConfig)
 def takes_options(
     config: Callable[P, ConfigT],
 ) -> Callable[[Callable[[SelfT, ConfigT], None]], Callable[Concatenate[SelfT, P], None]]:
-    """Turn `__init__(self, config)` of a mechanism into `__init__(self, *, dim, num_heads, ...)`, with all options.
+    """Turn a mechanism's `__init__(self, config)` into `__init__(self, *, dim, num_heads, ...)` with all its options.
 
-    Editors and type checkers see the parameters of `config`, the mechanism's `Config`. Instead of options the
-    constructor also takes a finished configuration, as `from_config` gives it.
+    Editors and type checkers see the fields of `config`, the mechanism's `Config`, as parameters. The constructor also
+    takes a finished configuration instead of options, which `from_config` uses.
     """
 
     def decorate(init: Callable[[SelfT, ConfigT], None]) -> Callable[Concatenate[SelfT, P], None]:
@@ -72,39 +72,39 @@ def takes_options(
 
 
 class Attention(SharedSequences):
-    """Token mixing `y = merge(weights(x) @ values(x))`, computed without the weights.
+    """Mix tokens: `y = merge(weights(x) @ values(x))`, computed without forming the weights.
 
     A causal mechanism may be cut anywhere: `layer(x)` equals `layer(x[:, :n])` followed by `layer(x[:, n:], state)`.
     """
 
     name: ClassVar[str]
-    """The registry's name: the name of the file too."""
+    """Name in the registry; the file has the same name."""
     summary: ClassVar[str]
-    """One line for tables: what a token sees."""
+    """What a token sees, in one line for tables."""
     paper: ClassVar[str]
     """Author, year, arXiv number and section."""
     cost_order: ClassVar[Literal["linear", "quadratic"]] = "linear"
-    """How the cost grows with T."""
+    """Growth of the cost with T."""
     state_grows: ClassVar[bool] = False
     """Whether the state keeps growing with the tokens read."""
     forms: ClassVar[tuple[Form, ...]] = ("causal",)
-    """What the option `causal` may ask for."""
+    """Forms that the option `causal` can choose."""
     rotates: ClassVar[bool] = False
     """Whether queries and keys can carry rotary positions (the option `rope`)."""
     exempting: ClassVar[dict[str, Any]] = {}
-    """Options of a form that breaks laws which the default keeps (`exemptions` says which, and why)."""
+    """Options of a form that breaks laws which the default keeps; `exemptions` names the laws and the reasons."""
     softmax_reach: ClassVar[str | None] = None
-    """The option that says how many tokens a query sees by softmax; None where there is no such bound."""
+    """Name of the option that bounds how many tokens a query sees by softmax; None if nothing bounds it."""
     branches: ClassVar[tuple[str, ...]] = ()
-    """Names of the sources that it can do without (`Branched`)."""
+    """Names of the branches that can be closed (`Branched`)."""
     has_position_terms: ClassVar[bool] = False
-    """Whether positions alone add to its logits (`position_terms`)."""
+    """Whether its logits have terms that depend on positions alone (`position_terms`)."""
     copied: ClassVar[dict[str, str]] = {}
-    """Projections that begin as copies of others, by name, in a model that has one of each."""
+    """Projections to initialise as copies of full attention's, from the name here to the name there."""
     moved_options: ClassVar[dict[str, str]] = {}
-    """Options that it had once, and the mechanism that has them now."""
+    """Options of earlier releases, and the mechanism that has each of them now."""
     causal: bool
-    """Whether a token sees itself and earlier tokens only."""
+    """Whether a token sees only itself and earlier tokens."""
 
     registry: ClassVar[dict[str, type[Attention]]] = {}
 
@@ -115,16 +115,16 @@ class Attention(SharedSequences):
         dim: int
         """Model width D."""
         num_heads: int
-        """Heads H; they share the model width equally."""
+        """Heads H, which divide the model width equally."""
         causal: bool = True
-        """Whether a token sees itself and earlier tokens only; False is the bidirectional form."""
+        """Whether a token sees only itself and earlier tokens; False is the bidirectional form."""
         bias: bool = False
         """Whether the projections have a bias."""
         dropout: float = 0.0
         """Dropout on the mechanism's weights, in training."""
 
         def check_heads(self) -> None:
-            """Raise `ValueError` where the model width does not give each head its channels."""
+            """Raise `ValueError` if the model width isn't a multiple of the heads."""
             if self.dim < 1 or self.num_heads < 1 or self.dim % self.num_heads:
                 raise ValueError(
                     f"dim must be a positive multiple of num_heads, got dim={self.dim}, num_heads={self.num_heads}"
@@ -161,25 +161,25 @@ class Attention(SharedSequences):
 
     @classmethod
     def from_config(cls, config: Config) -> Self:
-        """Make the mechanism from its finished configuration."""
+        """Build the mechanism from a finished configuration."""
         return cls(config)
 
     @classmethod
     def config_of(cls, **options: Any) -> Any:
-        """Return the configuration with these options; `ValueError` and `TypeError` name the valid ones."""
+        """Return the configuration with these options; raise `ValueError` or `TypeError` that names the valid ones."""
         cls.check_names(options)
         return cls.Config.from_dict(options)
 
     @classmethod
     def option_names(cls) -> set[str]:
-        """Return the names of the options, `dim` and `num_heads` among them."""
+        """Return the names of all options, including `dim` and `num_heads`."""
         return {f.name for f in fields(cls.Config)}
 
     @classmethod
     def check_names(cls, options: Iterable[str], *, given: Iterable[str] = ()) -> None:
-        """Raise `ValueError` for a name that is no option, with the valid ones or the mechanism that has it.
+        """Raise `ValueError` for a name that isn't an option, naming the valid ones or the mechanism that has it.
 
-        Those of `given` are not to be chosen.
+        Options in `given` are set by the caller and can't be chosen.
         """
         known = cls.option_names() - set(given)
         for option in options:
@@ -191,19 +191,20 @@ class Attention(SharedSequences):
 
     @classmethod
     def options_after_full(cls, *, rotary: bool) -> dict[str, Any]:
-        """Return the options with which it takes the place of trained full attention, whose queries may be `rotary`."""
+        """Return the options for replacing trained full attention; `rotary` says whether its queries are rotated."""
         return {}
 
     def forward(
         self, x_BTD: Tensor, state: State | None = None, *, mask: Tensor | None = None, doc_ids: Tensor | None = None
     ) -> tuple[Tensor, State]:
-        """Mix the tokens of `x` `[B, T, D]`, which follow those that made `state`; also return the new state.
+        """Return the mixed tokens `[B, T, D]` and the new state; `x` continues the tokens that made `state`.
 
-        `mask` is a bool `[B, T]`, True for a real token. Padding may stand anywhere: it changes no real token and its
-        outputs are zero. A bidirectional layer reads whole sequences: it takes no state, and the one it returns only
-        counts tokens. `doc_ids`, whole numbers `[B, T]` (-1: padding), pack documents: a new one begins where the id
-        changes, with no state before it, and the outputs are those of each document alone; the state returned is that
-        of each row's last one. Raises `ValueError` for a wrong shape and for a state of another configuration or batch.
+        `mask` is a bool `[B, T]`, True for a real token. Padding may stand anywhere: it changes no real token, and its
+        outputs are zero. A bidirectional layer reads whole sequences: it takes no state, and its returned state only
+        counts tokens. `doc_ids`, integers `[B, T]` (-1: padding), pack documents into rows: a new document begins where
+        the id changes, takes no state, and has the outputs that it would have alone; the returned state is that of the
+        last document in each row. Raises `ValueError` for a wrong shape and for a state of another configuration or
+        batch.
         """
         self.check_inputs(x_BTD, state)
         self.check_part(state, mask, doc_ids)
@@ -218,7 +219,7 @@ class Attention(SharedSequences):
         return scatter(y_BTD, moved), state
 
     def check_inputs(self, x_BTD: Tensor, state: State | None) -> None:
-        """Raise `ValueError` for a wrong shape and for a state that is not this layer's."""
+        """Raise `ValueError` for a wrong shape and for another layer's state."""
         if x_BTD.ndim != 3 or x_BTD.shape[-1] != self.config.dim:
             raise ValueError(f"x must have shape [B, T, {self.config.dim}], got {tuple(x_BTD.shape)}")
         if state is not None:
@@ -226,32 +227,32 @@ class Attention(SharedSequences):
             state.check(self.config_hash, f"this {self.name} layer", x_BTD.shape[0])
 
     def check_causal(self) -> None:
-        """Raise `ValueError` where the layer cannot go on from a state."""
+        """Raise `ValueError` if the layer can't continue from a state."""
         if not self.causal:
             raise ValueError(f"this {self.name} layer is not causal: it reads whole sequences and takes no state")
 
     def mix(
         self, x_BTD: Tensor, state: State | None, lengths_B: Tensor | None, handed: Tensor | None = None
     ) -> tuple[Tensor, State, Tensor | None]:
-        """`forward` for rows that begin with their `lengths_B` real tokens; later slots hold finite rubbish.
+        """Compute `forward` for rows whose first `lengths_B` tokens are real; later slots hold finite rubbish.
 
-        Models compact once and call this for each layer. Outputs in slots of padding are unspecified but finite.
-        `handed` is what the layer below hands on, which goes on to the layer above: Luna's memory; other mechanisms
+        Models compact their rows once and then call this for every layer. Outputs in padding are unspecified but
+        finite. `handed` comes from the layer below and goes to the layer above: Luna's memory; all other mechanisms
         pass it through.
         """
         y_BTD, state = self.mix_tokens(x_BTD, state, lengths_B)
         return y_BTD, state, handed
 
     def mix_tokens(self, x_BTD: Tensor, state: State | None, lengths_B: Tensor | None) -> tuple[Tensor, State]:
-        """`mix` of a mechanism that takes nothing from the layer below: the outputs and the new state."""
+        """Return outputs and new state, as `mix` does, for a mechanism that takes nothing from the layer below."""
         raise NotImplementedError(f"{type(self).__name__} must define mix_tokens (Attention is abstract)")
 
     def mix_documents(
         self, x_BTD: Tensor, documents: Documents, handed: Tensor | None = None
     ) -> tuple[Tensor, State, Tensor | None]:
-        """`mix` of each document as a sequence of its own; the state is that of the first group's documents.
+        """Compute `mix` for each document as a sequence of its own; return the state of the first group's documents.
 
-        What is handed on, `[B or 1, ..]`, is the same for all documents of a row.
+        `handed`, `[B or 1, ..]`, is the same for all documents of a row.
         """
         outputs: list[Tensor] = []
         first: State | None = None
@@ -265,7 +266,7 @@ class Attention(SharedSequences):
         return documents.put(outputs), first, handed
 
     def weights(self, x_BTD: Tensor, mask: Tensor | None = None, doc_ids: Tensor | None = None) -> Tensor:
-        """The weights `[B, H, T, T]` that define the mechanism. Quadratic: for tests and pictures."""
+        """Return the weights `[B, H, T, T]` that define the mechanism. Quadratic: for tests and pictures."""
         if mask is None and doc_ids is None:
             return self.dense_weights(x_BTD)
         B, T = x_BTD.shape[:2]
@@ -275,24 +276,24 @@ class Attention(SharedSequences):
         return w_BHTS
 
     def dense_weights(self, x_BTD: Tensor) -> Tensor:
-        """The weights of sequences without padding."""
+        """Return the weights of sequences without padding."""
         raise NotImplementedError(f"{type(self).__name__} must define dense_weights (Attention is abstract)")
 
     def values(self, x_BTD: Tensor) -> Tensor:
-        """The values `[B, H, T, V]` that the weights mix."""
+        """Return the values `[B, H, T, V]` that the weights mix."""
         raise NotImplementedError(f"{type(self).__name__} must define values (Attention is abstract)")
 
     def merge(self, y_BHTV: Tensor) -> Tensor:
-        """From the heads' outputs to the model width."""
+        """Map the heads' outputs to the model width."""
         raise NotImplementedError(f"{type(self).__name__} must define merge (Attention is abstract)")
 
     def definition(self, x_BTD: Tensor) -> Tensor:
-        """`merge(weights @ values)`: what `forward` must equal. Quadratic."""
+        """Return `merge(weights @ values)`, which `forward` must equal. Quadratic."""
         return self.merge(self.weights(x_BTD) @ self.values(x_BTD))
 
     @property
     def weight_heads(self) -> int:
-        """Heads of the weights: `num_heads`, but where several matrices make one head's output."""
+        """Number of weight matrices: `num_heads`, unless several matrices make one head's output."""
         return self.config.num_heads
 
     @property
@@ -302,25 +303,25 @@ class Attention(SharedSequences):
 
     @property
     def dropout_p(self) -> float:
-        """Dropout on the weights, now."""
+        """Probability of dropout on the weights: 0 in evaluation mode."""
         return self.config.dropout if self.training else 0.0
 
     def exemptions(self) -> dict[int, str]:
-        """The laws of the contract that do not apply to this layer, and why."""
+        """Return the laws of the contract that don't apply to this layer, each with its reason."""
         if self.causal:
             return {}
         whole = "bidirectional: reads whole sequences and keeps no state"
         return {3: whole, 4: whole, 5: whole, 9: "bidirectional: a token sees later ones"}
 
     def after_step(self, step: int) -> None:
-        """What training calls after optimizer step number `step` (the first is 1): nothing, for most mechanisms."""
+        """Do what the mechanism needs after optimizer step number `step` (from 1); most need nothing."""
 
     def cost(self, tokens: int) -> Cost:
-        """What this layer costs for one sequence of `tokens` tokens, counted in a run without data."""
+        """Return this layer's cost for one sequence of `tokens` tokens, counted in a run without data."""
         return cost_of(self, tokens, self._alone, partial(self._tokens, tokens))
 
     def state_bytes(self, tokens: int) -> int:
-        """Bytes kept for the next token after one sequence of `tokens` tokens, in float32."""
+        """Return the bytes of the float32 state after one sequence of `tokens` tokens."""
         return state_bytes(self, self._alone, partial(self._tokens, tokens))
 
     def _alone(self, x_BTD: Tensor) -> tuple[Tensor, State]:
@@ -330,17 +331,17 @@ class Attention(SharedSequences):
         return torch.empty(1, tokens, self.config.dim, requires_grad=True)
 
     def handed_to_one(self) -> Tensor | None:
-        """Return what a layer must be handed where it stands alone: nothing, for most mechanisms."""
+        """Return what a layer outside a model must be handed; None for most mechanisms."""
         return None
 
     def adopt(self, handed: Tensor | None) -> Tensor | None:
-        """Keep what a layer is handed, for `weights`; return what the next is handed: the same, for most mechanisms."""
+        """Keep `handed` for `weights`, and return what the next layer is handed; most return it unchanged."""
         return handed
 
     def position_terms(self, tokens: int) -> tuple[Tensor, Tensor]:
-        """Return what position s and position t add to the logit of t and s, `p1` and `p2`, each `[H, T]`.
+        """Return the terms `p1` and `p2`, each `[H, T]`, that key and query positions add to the logits.
 
-        Raises `ValueError` for a mechanism that has no such terms.
+        Raises `ValueError` if the mechanism has no such terms.
         """
         having = [name for name, cls in Attention.registry.items() if cls.has_position_terms]
         raise ValueError(
@@ -348,32 +349,32 @@ class Attention(SharedSequences):
         )
 
     def split(self, x_BTC: Tensor, heads: int | None = None) -> Tensor:
-        """`[B, T, C]` to `[B, H, T, C / H]`."""
+        """Reshape `[B, T, C]` to `[B, H, T, C / H]`."""
         return x_BTC.unflatten(-1, (heads or self.config.num_heads, -1)).transpose(1, 2)
 
     def join(self, y_BHTV: Tensor) -> Tensor:
-        """`[B, H, T, V]` to `[B, T, H * V]`."""
+        """Reshape `[B, H, T, V]` to `[B, T, H * V]`."""
         return y_BHTV.transpose(1, 2).flatten(2)
 
 
 class Branched(nn.Module):
-    """A mechanism with `branches`, of which `closed` ones have no weight: the open ones' weights sum to one.
+    """A mechanism that sums `branches`; the `closed` ones get no weight, and the weights of the open ones sum to one.
 
-    Each branch goes on reading: the state is the same whatever is closed, so a branch may be closed and opened between
+    Closed branches still read: the state doesn't depend on what is closed, so branches can be closed and opened between
     any two tokens.
     """
 
     name: ClassVar[str]
     branches: ClassVar[tuple[str, ...]] = ()
-    """Names of the sources."""
+    """Names of the branches."""
     closed: frozenset[str] = frozenset()
-    """Those that have no weight now; `without` sets it."""
+    """Branches that have no weight at present; `without` sets it."""
 
     @contextmanager
     def without(self, *names: str) -> Iterator[None]:
-        """Close these branches within the block, and open those that were open before it.
+        """Close these branches inside a `with` block; restore the previous ones after it.
 
-        Raises `ValueError` for an unknown branch, and where none would stay open.
+        Raises `ValueError` for an unknown branch, and if no branch would stay open.
         """
         for name in names:
             if name not in self.branches:
@@ -389,13 +390,13 @@ class Branched(nn.Module):
 
 
 def check_fresh(state: State | None) -> None:
-    """Raise `ValueError` for a state: packed documents begin anew."""
+    """Raise `ValueError` for a state: packed documents begin without one."""
     if state is not None:
         raise ValueError("doc_ids begin new documents, and these have no state before them: leave state or doc_ids out")
 
 
 def sequences(mask: Tensor | None, doc_ids: Tensor | None, batch: int, tokens: int) -> Iterator[tuple[int, Tensor]]:
-    """Yield the row and the places of the tokens of each sequence in rows `[batch, tokens]`."""
+    """Yield the row and the token indices of each sequence in rows `[batch, tokens]`."""
     if doc_ids is None:
         assert mask is not None
         check_mask(mask, batch, tokens)
@@ -406,18 +407,18 @@ def sequences(mask: Tensor | None, doc_ids: Tensor | None, batch: int, tokens: i
 
 
 def names() -> list[str]:
-    """The registered mechanisms, sorted."""
+    """Return the names of the registered mechanisms, sorted."""
     return sorted(Attention.registry)
 
 
 def mechanism(name: str) -> type[Attention]:
-    """The class registered as `name`; `ValueError` lists the valid names."""
+    """Return the class registered as `name`; raise `ValueError` that lists the valid names."""
     if name not in Attention.registry:
         raise ValueError(f"unknown attention {name!r}; {suggest(name, Attention.registry)}")
     return Attention.registry[name]
 
 
 def build(name: str, *, dim: int, num_heads: int, **options: Any) -> Attention:
-    """Make the mechanism `name` from its options; an unknown name or option answers with the valid ones."""
+    """Build the mechanism `name` from its options; an unknown name or option raises an error with the valid ones."""
     cls = mechanism(name)
     return cls.from_config(cls.config_of(dim=dim, num_heads=num_heads, **options))

@@ -42,15 +42,15 @@ class Bigbird(BlockedAttention):
         """Options of BigBird."""
 
         block: int = 64
-        """Tokens of a block."""
+        """Tokens in a block."""
         back: int = 1
         """Blocks of the window before the query's own (bidirectional: on each side)."""
         num_global: int = 2
-        """How many of the first blocks are global."""
+        """Number of global blocks: the first ones."""
         num_random: int = 3
-        """Random blocks of each block of queries."""
+        """Random blocks that each block of queries sees."""
         seed: int = 0
-        """What the random blocks are drawn by."""
+        """Seed of the random blocks."""
 
         def __post_init__(self) -> None:
             super().__post_init__()
@@ -68,11 +68,11 @@ class Bigbird(BlockedAttention):
         self.patterns = (near if config.causal else both,)
 
     def reach(self, patterns: tuple[Pattern, ...]) -> int | None:
-        """To the first token."""
+        """Return None: a random or global block may be the first one."""
         return None
 
     def union(self, tokens: int) -> list[Pattern]:
-        """The disjoint patterns of a sequence of `tokens` tokens, global rows left out."""
+        """Return the disjoint patterns of a sequence of `tokens` tokens, without the global rows."""
         c = self.config
         blocks = 0 if c.causal else -(-tokens // c.block)
         far: list[Pattern] = []
@@ -86,13 +86,13 @@ class Bigbird(BlockedAttention):
         return [*self.patterns, *far]
 
     def unions(self, tokens: int) -> list[tuple[int, tuple[Pattern, ...]]]:
-        """All heads see the union."""
+        """Return one group: all heads see the union."""
         return [(self.config.num_heads, tuple(self.union(tokens)))]
 
     def attend_slots(
         self, q_BHTK: Tensor, k_BGSK: Tensor, v_BGSK: Tensor, patterns: tuple[Pattern, ...], places: Places
     ) -> Tensor:
-        """All blocks merged; bidirectional rows of different lengths one by one, as draws depend on the length."""
+        """Attend to all blocks and merge; bidirectional rows of different lengths go one by one."""
         T = q_BHTK.shape[2]
         if not self.causal and places.lengths is not None:
             rows = []
@@ -111,13 +111,13 @@ class Bigbird(BlockedAttention):
     def attend_with_lse(
         self, q_BHTK: Tensor, k_BGSK: Tensor, v_BGSK: Tensor, patterns: tuple[Pattern, ...], places: Places
     ) -> tuple[Tensor, Tensor]:
-        """All blocks merged, global rows left out."""
+        """Attend to all blocks and merge, without the global rows."""
         union = self.union(q_BHTK.shape[2])
         parts = [self.attend_to(q_BHTK, k_BGSK, v_BGSK, pattern, **places._asdict()) for pattern in union]
         return merge_attention(*zip(*parts, strict=True))
 
     def pattern_weights(self, q_BHTK: Tensor, k_BGSK: Tensor) -> Tensor:
-        """Softmax over all blocks, and over everything in the global rows of the bidirectional form."""
+        """Return the softmax over all blocks; in the bidirectional form global rows see everything."""
         w_BHTS = super().pattern_weights(q_BHTK, k_BGSK)
         if self.causal:
             return w_BHTS

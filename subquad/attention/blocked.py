@@ -1,4 +1,4 @@
-"""What every softmax mechanism shares: project, attend over a pattern, keep the keys that are still in reach.
+"""The base of all softmax mechanisms: project, attend over a pattern, keep the keys still in reach.
 
 Shape letters: B batch, T tokens, S keys, D model width, H heads, G key heads, K channels of a head.
 """
@@ -21,7 +21,7 @@ from subquad.state import State, advance, appended, last_slots
 
 
 class Places(NamedTuple):
-    """Where queries and key slots stand, as `block_attention` takes it."""
+    """Positions of queries and key slots, as arguments of `block_attention`."""
 
     q_start: int | Tensor = 0
     k_start: int | Tensor = 0
@@ -31,7 +31,7 @@ class Places(NamedTuple):
 class BlockedAttention(ProjectedAttention):
     """Softmax attention over the keys that `patterns` allow; the state holds the keys and values still in reach.
 
-    With one pattern all heads have it; with two the second one is for the last `H // 2` heads.
+    One pattern is for all heads; of two patterns the second is for the last `H // 2` heads.
     """
 
     parallel = True
@@ -57,9 +57,9 @@ class BlockedAttention(ProjectedAttention):
         prefix: str,
         lengths_B: Tensor | None,
     ) -> tuple[Tensor, Tensor, Tensor]:
-        """The outputs, and the keys and values to keep (each row's last ones, aligned to the end).
+        """Return the outputs, and the last keys and values of each row to keep, aligned to the end.
 
-        Under an active group `state` is what `near` returned; without a bound on the reach the keys go round a ring.
+        In an active group, `state` comes from `near`; without a bound on the reach the keys travel round a ring.
         """
         group = active_group()
         if group is not None and state is None:
@@ -82,9 +82,10 @@ class BlockedAttention(ProjectedAttention):
         prefix: str = "",
         tokens: int | None = None,
     ) -> State | None:
-        """Under an active group, where the reach is bounded, a state of the keys in reach that earlier ranks hold.
+        """Return a state with the keys in reach that earlier ranks hold, in an active group with a bounded reach.
 
-        Where `k` and `v` are those of the first of this rank's `tokens` alone, no later rank needs any.
+        `tokens` is this rank's number of tokens if `k` and `v` cover only the first of them: then no later rank needs
+        any.
         """
         group, reach, T = active_group(), self.reach(patterns), k_BGTK.shape[2]
         if state is not None or group is None or reach is None:
@@ -96,7 +97,7 @@ class BlockedAttention(ProjectedAttention):
     def with_cache(
         self, k_BGTK: Tensor, v_BGTK: Tensor, state: State | None, prefix: str, lengths_B: Tensor | None
     ) -> tuple[Tensor, Tensor, int, Tensor | None]:
-        """Keys and values after the cached ones, how many those are, and the real slots of each row."""
+        """Return cached and new keys and values, the number of cached ones, and the real slots of each row."""
         if state is None:
             return k_BGTK, v_BGTK, 0, lengths_B
         self.check_causal()
@@ -108,7 +109,7 @@ class BlockedAttention(ProjectedAttention):
     def kept(
         self, k_BGSK: Tensor, v_BGSK: Tensor, patterns: tuple[Pattern, ...], lengths_B: Tensor | None
     ) -> tuple[Tensor, Tensor]:
-        """The keys and values in reach of the next token: each row's last ones, aligned to the end."""
+        """Return the keys and values in reach of the next token: the last ones of each row, aligned to the end."""
         reach = self.reach(patterns)
         kept = k_BGSK.shape[2] if reach is None else min(k_BGSK.shape[2], reach)
         return last_slots(k_BGSK, kept, lengths_B), last_slots(v_BGSK, kept, lengths_B)
@@ -116,13 +117,13 @@ class BlockedAttention(ProjectedAttention):
     def attend_slots(
         self, q_BHTK: Tensor, k_BGSK: Tensor, v_BGSK: Tensor, patterns: tuple[Pattern, ...], places: Places
     ) -> Tensor:
-        """The outputs `[B, H, T, K]` of all heads; the queries are the last T of the S slots."""
+        """Return the outputs `[B, H, T, K]` of all heads; the queries are the last T of the S slots."""
         return self.attend_with_lse(q_BHTK, k_BGSK, v_BGSK, patterns, places)[0]
 
     def attend_with_lse(
         self, q_BHTK: Tensor, k_BGSK: Tensor, v_BGSK: Tensor, patterns: tuple[Pattern, ...], places: Places
     ) -> tuple[Tensor, Tensor]:
-        """The same and the logsumexp `[B, H, T]`, for queries and key slots that stand anywhere."""
+        """Return outputs `[B, H, T, K]` and logsumexp `[B, H, T]` for queries and key slots at any positions."""
         if len(patterns) == 1:
             return self.attend_to(q_BHTK, k_BGSK, v_BGSK, patterns[0], **places._asdict())
         heads = self.heads_of(patterns)
@@ -134,35 +135,35 @@ class BlockedAttention(ProjectedAttention):
     def attend_to(
         self, q_BHTK: Tensor, k_BGSK: Tensor, v_BGSK: Tensor, pattern: Pattern, **where: Any
     ) -> tuple[Tensor, Tensor]:
-        """`block_attention` with the option's dropout: outputs and logsumexp."""
+        """Call `block_attention_with_lse` with the layer's dropout."""
         return block_attention_with_lse(q_BHTK, k_BGSK, v_BGSK, pattern, dropout_p=self.dropout_p, **where)
 
     def heads_of(self, patterns: tuple[Pattern, ...]) -> list[int]:
-        """How many heads each pattern has."""
+        """Return the number of heads of each pattern."""
         H = self.config.num_heads
         return [H] if len(patterns) == 1 else [H - H // 2, H // 2]
 
     def unions(self, tokens: int) -> list[tuple[int, tuple[Pattern, ...]]]:
-        """Neighbouring query heads that see alike: how many, and the disjoint patterns whose union they see."""
+        """Return groups of neighbouring query heads: their number, and the disjoint patterns whose union they see."""
         return [(n, (pattern,)) for n, pattern in zip(self.heads_of(self.patterns), self.patterns, strict=True)]
 
     def reach(self, patterns: tuple[Pattern, ...]) -> int | None:
-        """How far before itself a query looks at most; None: to the first token."""
+        """Return how many tokens back a query looks at most; None: to the first token."""
         reaches = [pattern.reach for pattern in patterns]
         return max(r for r in reaches if r is not None) if None not in reaches else None
 
     def dense_weights(self, x_BTD: Tensor) -> Tensor:
-        """`softmax(q k^T / sqrt(K))` over the allowed keys."""
+        """Return `softmax(q k^T / sqrt(K))` over the allowed keys."""
         return self.pattern_weights(self.queries(x_BTD), self.keys(x_BTD))
 
     def pattern_weights(self, q_BHTK: Tensor, k_BGSK: Tensor) -> Tensor:
-        """The weights `[B, H, T, S]` of all heads, each over what it sees."""
+        """Return the weights `[B, H, T, S]` of all heads, each over the keys it sees."""
         heads, unions = zip(*self.unions(k_BGSK.shape[2]), strict=True)
         parts = zip(q_BHTK.split(heads, 1), self.shared(k_BGSK).split(heads, 1), unions, strict=True)
         return torch.cat([softmax_weights(q, k, *union) for q, k, union in parts], 1)
 
     def whole_state(self, state: State, device: Any) -> State:
-        """That of the last rank, or where keys are kept without bound those of all ranks."""
+        """Return the last rank's state, or the keys of all ranks if nothing bounds the reach."""
         group = active_group()
         if group is None or self.reach(self.patterns) is not None:
             return super().whole_state(state, device)
@@ -170,11 +171,11 @@ class BlockedAttention(ProjectedAttention):
         return State({"seen": keys.shape[2], "keys": keys, "values": values}, self.config_hash)
 
     def sent(self, tokens: int, ranks: int) -> list[Sent]:
-        """Keys and values: those in reach before a rank's first token, or all of them round a ring."""
+        """Return the bytes of keys and values sent: those in reach of the next rank, or all of them round a ring."""
         return self.sent_for(self.patterns, tokens, ranks)
 
     def sent_for(self, patterns: tuple[Pattern, ...], tokens: int, ranks: int) -> list[Sent]:
-        """For keys and values that are seen by these patterns."""
+        """Return the bytes sent for keys and values that these patterns see."""
         reach, token_bytes = self.reach(patterns), 2 * 4 * self.kv_dim
         if reach is None:
             return sent_for_ring(tokens * token_bytes, ranks)

@@ -32,7 +32,7 @@ class Dilated(BlockedAttention):
         width: int = 64
         """Tokens that a query sees, its own included."""
         dilation: int = 4
-        """The distance between two of them, the paper's d."""
+        """Distance between two of these tokens, the paper's d."""
 
         def __post_init__(self) -> None:
             super().__post_init__()

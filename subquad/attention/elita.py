@@ -62,11 +62,11 @@ class Elita(ScannedAttention):
         dropout: float = 0.0
         """Dropout on the two weights of the gate, in training."""
         horizon: int = 2048
-        """N, the length that position terms are scaled to; later tokens are extrapolated."""
+        """N, the length to which position terms are scaled; later tokens are extrapolated."""
         positions: bool = True
-        """Whether logits have the position terms p1 and p2."""
+        """Whether the logits have the position terms p1 and p2."""
         position_width: int = 16
-        """Sines of each position term."""
+        """Number of sines in each position term."""
         time: Literal["i/N", "i/(N-1)"] = "i/N"
         """Time of token i (from 0): as in the equations, or as in the code."""
         query_term: bool = True
@@ -95,7 +95,7 @@ class Elita(ScannedAttention):
         self.warned = False
 
     def mix_tokens(self, x_BTD: Tensor, state: State | None, lengths_B: Tensor | None) -> tuple[Tensor, State]:
-        """The running softmax of one latent, and the gate."""
+        """Mix by the running softmax of one latent, then by the gate."""
         tokens, v_BHTV = x_BTD.shape[1], self.values(x_BTD)
         key_BHT1, gate_BHT1 = self.logits(x_BTD, self.start(state, tokens))
         state = self.softmaxes_to_here(state, key_BHT1, v_BHTV)
@@ -108,7 +108,7 @@ class Elita(ScannedAttention):
         return self.merge(y.out), State({"seen": seen, "lse": y.state.lse, "mean": y.state.mean}, self.config_hash)
 
     def logits(self, x_BTD: Tensor, start: int | Tensor) -> tuple[Tensor, Tensor]:
-        """`k1 . x + p1`, and what the gate adds to its log-normaliser: `p2 + k3 . x - k2 . x`, `[B, H, T, 1]`, wide."""
+        """Return `k1 . x + p1` and the gate's term `p2 + k3 . x - k2 . x`, each `[B, H, T, 1]`, float32 or wider."""
         key_BTH, gate_BTH = widened(self.key(x_BTD), self.self_key(x_BTD))
         gate_BTH = -gate_BTH if self.query is None else self.query(x_BTD) - gate_BTH
         if self.config.positions:
@@ -117,7 +117,7 @@ class Elita(ScannedAttention):
         return key_BTH.transpose(1, 2)[..., None], gate_BTH.transpose(1, 2)[..., None]
 
     def positions_from(self, start: int | Tensor, tokens: int) -> Tensor:
-        """p1 and p2 of the `tokens` tokens from `start` on: `[2, B or 1, T, H]`, float32 or wider."""
+        """Return p1 and p2 of the `tokens` tokens from `start` on: `[2, B or 1, T, H]`, float32 or wider."""
         frequency, phase, amplitude = widened(self.frequency, self.phase, self.amplitude)
         i_T = torch.arange(tokens, device=amplitude.device)
         i_BT = i_T + start[:, None] if isinstance(start, Tensor) else (i_T + start)[None]
@@ -127,7 +127,7 @@ class Elita(ScannedAttention):
         return (angles.sin() * amplitude).sum(-1)
 
     def position_terms(self, tokens: int) -> tuple[Tensor, Tensor]:
-        """p1 and p2 of tokens 0 to `tokens` - 1, each `[H, T]`; zeros without `positions`."""
+        """Return p1 and p2 of tokens 0 to `tokens` - 1, each `[H, T]`; zeros without `positions`."""
         if not self.config.positions:
             zeros_HT = self.key.weight.new_zeros(self.config.num_heads, tokens)
             return zeros_HT, zeros_HT
@@ -135,7 +135,7 @@ class Elita(ScannedAttention):
         return p1_HT, p2_HT
 
     def warn_beyond_horizon(self, seen: int | Tensor, x_BTD: Tensor) -> None:
-        """Log once that positions are extrapolated, in real runs (and no counts leave an accelerator for it)."""
+        """Log once that positions are extrapolated; not on an accelerator, where reading the count would wait."""
         if self.warned or not self.config.positions or torch.compiler.is_compiling() or not has_data(x_BTD):
             return
         longest = seen if isinstance(seen, int) else int(seen.max()) if seen.device.type == "cpu" and len(seen) else 0
@@ -148,7 +148,7 @@ class Elita(ScannedAttention):
             )
 
     def dense_weights(self, x_BTD: Tensor) -> Tensor:
-        """`g_t softmax_{s <= t}(k1 . x_s + p1_s) + (1 - g_t) [s = t]`."""
+        """Return `g_t softmax_{s <= t}(k1 . x_s + p1_s) + (1 - g_t) [s = t]`."""
         key_BHT1, gate_BHT1 = self.logits(x_BTD, 0)
         T = x_BTD.shape[1]
         both = (key_BHT1.mT + gate_BHT1).masked_fill(is_future(T, x_BTD.device), -torch.inf)

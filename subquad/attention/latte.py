@@ -60,17 +60,17 @@ class Latte(ScannedAttention):
         self.key = nn.Linear(config.dim, latents, bias=config.bias)
 
     def mix_tokens(self, x_BTD: Tensor, state: State | None, lengths_B: Tensor | None) -> tuple[Tensor, State]:
-        """The running softmax of every latent; or its softmax over all tokens."""
+        """Mix by the running softmax of every latent; bidirectional, by its softmax over all tokens."""
         p_BHTL = F.dropout(self.logits(self.query, x_BTD).softmax(-1), self.config.dropout, self.training)
         return self.softmaxes(p_BHTL, self.logits(self.key, x_BTD), self.values(x_BTD), state, lengths_B)
 
     def logits(self, project: nn.Linear, x_BTD: Tensor) -> Tensor:
-        """Logits over the latents `[B, H, T, L / H]`."""
+        """Return logits over the latents `[B, H, T, L / H]`."""
         logits_BHTL = self.split(project(x_BTD))
         return logits_BHTL / math.sqrt(self.channels) if self.config.scale else logits_BHTL
 
     def dense_weights(self, x_BTD: Tensor) -> Tensor:
-        """`sum_l p(l | t) p(s | l, t)`, or `sum_l p(l | t) p(s | l)`."""
+        """Return `sum_l p(l | t) p(s | l, t)`; bidirectional, `sum_l p(l | t) p(s | l)`."""
         p_BHTL, k_BHSL = self.logits(self.query, x_BTD).softmax(-1), self.logits(self.key, x_BTD)
         if not self.causal:
             return p_BHTL @ k_BHSL.softmax(-2).mT

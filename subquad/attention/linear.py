@@ -40,7 +40,7 @@ FEATURE_MAPS: dict[str, Callable[[Tensor], Tensor]] = {
 }
 """Maps to non-negative features; register another by adding it here."""
 LEARNED = "learned"
-"""The map that has weights."""
+"""Name of the feature map with weights."""
 
 
 class Linear(HeadedAttention, ScannedAttention):
@@ -65,13 +65,13 @@ class Linear(HeadedAttention, ScannedAttention):
         eps: float = 1e-6
         """Added to the sum of the weights that divides the output."""
         rotary: bool = later(False)
-        """Whether queries and keys turn by their positions before the map; a decoder's position does not ask for it."""
+        """Whether queries and keys are rotated before the map; a decoder's `position` doesn't set it."""
         rope_base: float = later(ROTARY_BASE)
         """Base of the rotary frequencies."""
         rope_fraction: float = later(1.0)
-        """Part of each head's channels that is rotated: the first ones."""
+        """Fraction of each head's channels to rotate, from the first channel on."""
         rope_scaling: RopeScaling | None = later(None)
-        """How the rotary frequencies are changed for longer sequences (None: not at all)."""
+        """Change of the rotary frequencies for longer sequences (None: none)."""
 
         def __post_init__(self) -> None:
             super().__post_init__()
@@ -97,7 +97,7 @@ class Linear(HeadedAttention, ScannedAttention):
 
     @classmethod
     def options_after_full(cls, *, rotary: bool) -> dict[str, Any]:
-        """Return the learned map, and queries and keys that turn as those of full attention did."""
+        """Return the learned map, with queries and keys rotated as full attention's were."""
         return {"feature_map": LEARNED, "rotary": rotary}
 
     @takes_options(Config)
@@ -117,7 +117,7 @@ class Linear(HeadedAttention, ScannedAttention):
             self.query_map, self.key_map = nn.Parameter(first_HKF.clone()), nn.Parameter(first_HKF.clone())
 
     def mix_tokens(self, x_BTD: Tensor, state: State | None, lengths_B: Tensor | None) -> tuple[Tensor, State]:
-        """The scan without decay, normalised; or the sums over all tokens."""
+        """Mix by the normalised scan without decay; bidirectional, by sums over all tokens."""
         seen = self.start(state, x_BTD.shape[1])
         return self.sums(
             self.query_features(x_BTD, seen),
@@ -129,17 +129,17 @@ class Linear(HeadedAttention, ScannedAttention):
         )
 
     def query_features(self, x_BTD: Tensor, start: int | Tensor = 0) -> Tensor:
-        """phi of the queries `[B, H, T, features]`."""
+        """Return phi of the queries `[B, H, T, features]`."""
         q_BHTK = self.normed_queries(self.split(self.query(x_BTD)))
         return self.phi(q_BHTK, self.query_map if self.learned else None, start)
 
     def key_features(self, x_BTD: Tensor, start: int | Tensor = 0) -> Tensor:
-        """phi of the keys `[B, H, T, features]`."""
+        """Return phi of the keys `[B, H, T, features]`."""
         k_BHTK = self.normed_keys(self.split(self.key(x_BTD)))
         return self.phi(k_BHTK, self.key_map if self.learned else None, start)
 
     def phi(self, x_BHTK: Tensor, map_HKF: Tensor | None, start: int | Tensor) -> Tensor:
-        """Features of queries or keys."""
+        """Return the features of queries or keys."""
         # Contiguous, as the scan wants it: a map of strided heads would be copied after it anyway. And the
         # backward of F.elu and F.softplus on transposed heads fails under torch.compile's aot_eager in torch 2.13.
         x_BHTK = x_BHTK.contiguous()
@@ -151,13 +151,13 @@ class Linear(HeadedAttention, ScannedAttention):
         return torch.cat([x_BHTF.softmax(-1), (-x_BHTF).softmax(-1)], -1)
 
     def rotated(self, x_BHTK: Tensor, start: int | Tensor) -> Tensor:
-        """`x` turned to its positions."""
+        """Rotate `x` by its positions."""
         config = self.config
         channels = rotated_channels(self.channels, config.rope_fraction)
         return rotate(x_BHTK, start, config.rope_base, channels=channels, scaling=config.rope_scaling)
 
     def dense_weights(self, x_BTD: Tensor) -> Tensor:
-        """`phi(q_t) . phi(k_s)`, for `s <= t` where causal, over its sum plus eps."""
+        """Return `phi(q_t) . phi(k_s)` (for `s <= t` if causal) over its sum plus eps."""
         w_BHTS = self.query_features(x_BTD) @ self.key_features(x_BTD).mT
         w_BHTS = w_BHTS.tril() if self.causal else w_BHTS
         total_BHT1 = w_BHTS.sum(-1, keepdim=True) + self.config.eps
@@ -165,5 +165,5 @@ class Linear(HeadedAttention, ScannedAttention):
 
     @property
     def is_distribution(self) -> bool:
-        """Only without eps."""
+        """Whether eps is zero, so that rows sum to one."""
         return self.config.eps == 0

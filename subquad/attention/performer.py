@@ -70,11 +70,11 @@ class Performer(HeadedAttention, ScannedAttention):
         self.add_norms()
         K = self.channels
         self.features = config.features or max(K, int(K * math.log(K)))
-        # A buffer that is saved: a state is worthless with other directions.
+        # Saved with the model: a state can't be used with other directions.
         self.register_buffer("directions", orthogonal_directions(self.features, K).to(torch.get_default_dtype()))
 
     def mix_tokens(self, x_BTD: Tensor, state: State | None, lengths_B: Tensor | None) -> tuple[Tensor, State]:
-        """The running softmax of each feature, or the sums of relu's features."""
+        """Mix by the running softmax of each feature, or by sums of relu features."""
         q_BHTR, k_BHTR = self.projected(x_BTD)
         dropout = self.config.dropout
         if self.config.kernel == "relu":
@@ -87,7 +87,7 @@ class Performer(HeadedAttention, ScannedAttention):
         return self.softmaxes(p_BHTR, k_BHTR, v_BHTV, state, lengths_B)
 
     def projected(self, x_BTD: Tensor) -> tuple[Tensor, Tensor]:
-        """What each direction makes of queries and keys, `[B, H, T, R]`, wide: logarithms of features, or relu's."""
+        """Return features of queries and keys, `[B, H, T, R]`, float32 or wider: logarithms, or relu's values."""
         q_BHTK = self.normed_queries(self.split(self.query(x_BTD)))
         k_BHTK = self.normed_keys(self.split(self.key(x_BTD)))
         if self.config.kernel == "relu":
@@ -97,7 +97,7 @@ class Performer(HeadedAttention, ScannedAttention):
         return along(q_BHTK, self.directions), along(k_BHTK, self.directions) - half_square_BHT1
 
     def normaliser(self, k_BHTR: Tensor, state: State | None, lengths_B: Tensor | None) -> Tensor:
-        """Z: the logsumexp of the keys' features over the tokens seen, `[B, H, T, R]`, or over all, `[B, H, 1, R]`."""
+        """Return Z, the logsumexp of the keys' features, `[B, H, T, R]`; over all tokens `[B, H, 1, R]`."""
         if not self.causal:
             mask_BT = real_mask(lengths_B, k_BHTR.shape[2])
             return real_rows(k_BHTR, mask_BT, torch.finfo(k_BHTR.dtype).min).logsumexp(-2, keepdim=True)
@@ -105,7 +105,7 @@ class Performer(HeadedAttention, ScannedAttention):
         return z_BHTR if before is None else torch.logaddexp(z_BHTR, before.lse[:, :, None].to(z_BHTR.dtype))
 
     def dense_weights(self, x_BTD: Tensor) -> Tensor:
-        """`A_ts` over its sum; A from its logarithm."""
+        """Return `A_ts` over its sum, computed from log A."""
         q_BHTR, k_BHSR = self.projected(x_BTD)
         if self.config.kernel == "relu":
             q_BHTR, k_BHSR = q_BHTR.log(), k_BHSR.log()
@@ -116,9 +116,9 @@ class Performer(HeadedAttention, ScannedAttention):
 
     @torch.no_grad()
     def redraw(self) -> None:
-        """Draw new directions from torch's random numbers; states made before are worthless after it.
+        """Draw new directions with torch's generator; states made before it become useless.
 
-        They are a buffer, which DistributedDataParallel copies from the first process to the others.
+        The directions are a buffer, which DistributedDataParallel copies from the first process to the others.
         """
         self.directions.copy_(orthogonal_directions(*self.directions.shape))
 
@@ -129,10 +129,10 @@ class Performer(HeadedAttention, ScannedAttention):
 
 
 def orthogonal_directions(features: int, channels: int) -> Tensor:
-    """Random isotropic vectors `[R, K]`, float64, with the lengths of Gaussian ones, orthogonal in blocks of K rows."""
+    """Return random isotropic vectors `[R, K]`, float64: Gaussian lengths, orthogonal in blocks of K rows."""
     blocks = -(-features // channels)
     q_NKK, r_NKK = torch.linalg.qr(torch.randn(blocks, channels, channels, dtype=torch.float64))
-    # QR alone fixes signs in its own way, which is not isotropic.
+    # The signs that QR chooses are not isotropic.
     q_NKK = q_NKK * r_NKK.diagonal(dim1=-2, dim2=-1).sign()[:, None]
     lengths_R1 = torch.randn(features, channels, dtype=torch.float64).norm(dim=-1, keepdim=True)
     return q_NKK.flatten(0, 1)[:features] * lengths_R1
@@ -140,6 +140,6 @@ def orthogonal_directions(features: int, channels: int) -> Tensor:
 
 @without_autocast
 def along(x_BHTK: Tensor, w_RK: Tensor) -> Tensor:
-    """`w_r . x / K^(1/4)`, `[B, H, T, R]`, float32 or wider, as it stands in an exponent."""
+    """Return `w_r . x / K^(1/4)`, `[B, H, T, R]`, in float32 or wider because it becomes an exponent."""
     x, w = widened(x_BHTK, w_RK)
     return (x / x.shape[-1] ** 0.25) @ w.mT

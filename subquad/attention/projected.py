@@ -1,4 +1,4 @@
-"""The four projections of softmax attention: queries, keys and values of heads, and from their outputs back.
+"""The four projections of softmax attention: queries, keys, values and output.
 
 Shape letters: B batch, T tokens, D model width, H heads, G key heads, K channels of a head, C channels of all heads.
 """
@@ -17,7 +17,7 @@ from subquad.layers.scaling import RopeScaling, rotated_channels
 
 
 class HeadedAttention(Attention):
-    """Queries, keys and values of heads, `q = norm(W_q x)`, `k = norm(W_k x)`, `v = W_v x`: the norm is an option."""
+    """Project to queries, keys and values, `q = norm(W_q x)`, `k = norm(W_k x)`, `v = W_v x`; the norm is an option."""
 
     @dataclass(frozen=True, kw_only=True)
     class Config(Attention.Config):
@@ -26,13 +26,13 @@ class HeadedAttention(Attention):
         head_dim: int | None = later(None)
         """Channels K of a head (None: dim / num_heads)."""
         qk_norm: bool = later(False)
-        """Whether queries and keys are RMS-normalised over each head's channels, before they are rotated."""
+        """Whether queries and keys are RMS-normalised over each head's channels, before the rotation."""
         norm_eps: float | None = later(None)
-        """What that norm adds to the mean square (None: 1e-6)."""
+        """Epsilon of that norm, added to the mean square (None: 1e-6)."""
         qkv_bias: bool | None = later(None)
-        """Whether queries, keys and values have a bias (None: as bias)."""
+        """Whether queries, keys and values have a bias (None: the value of bias)."""
         out_bias: bool | None = later(None)
-        """Whether the output projection has a bias (None: as bias)."""
+        """Whether the output projection has a bias (None: the value of bias)."""
 
         @property
         def channels(self) -> int:
@@ -40,7 +40,7 @@ class HeadedAttention(Attention):
             return self.head_dim or self.dim // self.num_heads
 
         def check_heads(self) -> None:
-            """Raise `ValueError` where the heads have no whole number of channels."""
+            """Raise `ValueError` if the heads don't divide the model width."""
             if self.head_dim is None:
                 super().check_heads()
             elif min(self.dim, self.num_heads, self.head_dim) < 1:
@@ -61,12 +61,12 @@ class HeadedAttention(Attention):
         return self.config.channels
 
     def projection(self, width: int) -> nn.Linear:
-        """From the model width to queries, keys or values, `width` channels of all heads."""
+        """Return a linear map from the model width to queries, keys or values: `width` channels of all heads."""
         config = self.config
         return nn.Linear(config.dim, width, bias=config.bias if config.qkv_bias is None else config.qkv_bias)
 
     def output_projection(self) -> nn.Linear:
-        """From the heads' outputs to the model width."""
+        """Return a linear map from the heads' outputs to the model width."""
         config = self.config
         return nn.Linear(
             config.channels * config.num_heads,
@@ -75,22 +75,22 @@ class HeadedAttention(Attention):
         )
 
     def add_norms(self) -> None:
-        """Make the norms of queries and keys, where the option asks for them."""
+        """Create the norms of queries and keys if `qk_norm` is set."""
         if self.config.qk_norm:
             self.query_norm = build_norm("rms", self.config.channels, self.config.norm_eps)
             self.key_norm = build_norm("rms", self.config.channels, self.config.norm_eps)
 
     def normed_queries(self, q_BHTK: Tensor) -> Tensor:
-        """Queries of heads, normalised where the option asks for it."""
+        """Normalise the queries of all heads if `qk_norm` is set."""
         return self.query_norm(q_BHTK) if self.config.qk_norm else q_BHTK
 
     def normed_keys(self, k_BGTK: Tensor) -> Tensor:
-        """Keys of heads, normalised where the option asks for it."""
+        """Normalise the keys of all heads if `qk_norm` is set."""
         return self.key_norm(k_BGTK) if self.config.qk_norm else k_BGTK
 
 
 class ProjectedAttention(HeadedAttention):
-    """`q = R norm(W_q x)`, `k = R norm(W_k x)`, `v = W_v x` and `y = W_o o`, where norm and rotation R are options."""
+    """Project by `q = R norm(W_q x)`, `k = R norm(W_k x)`, `v = W_v x`, `y = W_o o`; norm and R are options."""
 
     rotates = True
 
@@ -99,15 +99,15 @@ class ProjectedAttention(HeadedAttention):
         """Options of a softmax mechanism."""
 
         num_kv_heads: int | None = None
-        """Heads of keys and values; neighbouring query heads share one (None: as many as num_heads)."""
+        """Heads of keys and values, each shared by neighbouring query heads (None: num_heads)."""
         rope: bool = False
-        """Whether queries and keys carry rotary positions."""
+        """Whether queries and keys are rotated by their positions."""
         rope_base: float = 10000.0
         """Base of the rotary frequencies."""
         rope_fraction: float = later(1.0)
-        """Part of each head's channels that is rotated: the first ones."""
+        """Fraction of each head's channels to rotate, from the first channel on."""
         rope_scaling: RopeScaling | None = later(None)
-        """How the rotary frequencies are changed for longer sequences (None: not at all)."""
+        """Change of the rotary frequencies for longer sequences (None: none)."""
 
         def __post_init__(self) -> None:
             super().__post_init__()
@@ -139,27 +139,27 @@ class ProjectedAttention(HeadedAttention):
         self.add_norms()
 
     def queries(self, x_BTD: Tensor, start: int | Tensor = 0) -> Tensor:
-        """Queries `[B, H, T, K]`, rotated to their positions."""
+        """Return the queries `[B, H, T, K]`, rotated to their positions."""
         return self.rotated(self.query_heads(self.query(x_BTD)), start)
 
     def keys(self, x_BTD: Tensor, start: int | Tensor = 0) -> Tensor:
-        """Keys `[B, G, T, K]`, rotated to their positions."""
+        """Return the keys `[B, G, T, K]`, rotated to their positions."""
         return self.rotated(self.key_heads(self.key(x_BTD)), start)
 
     def query_heads(self, q_BTC: Tensor) -> Tensor:
-        """`[B, T, H K]` to `[B, H, T, K]`, normalised where the option asks for it."""
+        """Reshape `[B, T, H K]` to `[B, H, T, K]`, normalised if `qk_norm` is set."""
         return self.normed_queries(self.split(q_BTC))
 
     def key_heads(self, k_BTC: Tensor) -> Tensor:
-        """`[B, T, G K]` to `[B, G, T, K]`, normalised where the option asks for it."""
+        """Reshape `[B, T, G K]` to `[B, G, T, K]`, normalised if `qk_norm` is set."""
         return self.normed_keys(self.split(k_BTC, self.kv_heads))
 
     def kv_values(self, x_BTD: Tensor) -> Tensor:
-        """Values `[B, G, T, K]`, before query heads share them."""
+        """Return the values `[B, G, T, K]` of the key heads."""
         return self.split(self.value(x_BTD), self.kv_heads)
 
     def rotated(self, x_BHTK: Tensor, start: int | Tensor) -> Tensor:
-        """`x` with rotary positions, where the option asks for them."""
+        """Rotate `x` by its positions if `rope` is set."""
         config = self.config
         if not config.rope:
             return x_BHTK
@@ -167,13 +167,13 @@ class ProjectedAttention(HeadedAttention):
         return rotate(x_BHTK, start, config.rope_base, channels=channels, scaling=config.rope_scaling)
 
     def values(self, x_BTD: Tensor) -> Tensor:
-        """Values `[B, H, T, K]`."""
+        """Return the values `[B, H, T, K]`, one head for each query head."""
         return self.shared(self.kv_values(x_BTD))
 
     def shared(self, x_BGTK: Tensor) -> Tensor:
-        """From key heads to the query heads that share them."""
+        """Repeat key heads for the query heads that share them."""
         return x_BGTK.repeat_interleave(self.config.num_heads // self.kv_heads, 1)
 
     def merge(self, y_BHTV: Tensor) -> Tensor:
-        """The output projection."""
+        """Apply the output projection."""
         return self.out(self.join(y_BHTV))

@@ -1,4 +1,4 @@
-"""What the mechanisms of the scan share: value and output projections, padding as a mask, sums over tokens.
+"""The base of all scan mechanisms: value and output projections, padding as a mask, sums over tokens.
 
 Shape letters: B batch, T tokens, S tokens that are summed, D model width, H heads, K channels or features, L latents,
 V value channels.
@@ -24,7 +24,7 @@ from subquad.state import State, advance
 
 
 class ScannedAttention(Attention):
-    """A recurrence with a state of fixed size; or, in both directions, sums over all tokens."""
+    """A recurrence with a state of fixed size; in the bidirectional form, sums over all tokens."""
 
     def __init__(self, config: Attention.Config) -> None:
         super().__init__(config)
@@ -37,19 +37,19 @@ class ScannedAttention(Attention):
         return self.config.dim // self.config.num_heads
 
     def projection(self, width: int) -> nn.Linear:
-        """From the model width to `width` channels of all heads."""
+        """Return a linear map from the model width to `width` channels of all heads."""
         return nn.Linear(self.config.dim, width, bias=self.config.bias)
 
     def output_projection(self) -> nn.Linear:
-        """From the heads' outputs to the model width."""
+        """Return a linear map from the heads' outputs to the model width."""
         return nn.Linear(self.config.dim, self.config.dim, bias=self.config.bias)
 
     def values(self, x_BTD: Tensor) -> Tensor:
-        """Values `[B, H, T, V]`."""
+        """Return the values `[B, H, T, V]`."""
         return self.split(self.value(x_BTD))
 
     def merge(self, y_BHTV: Tensor) -> Tensor:
-        """The output projection."""
+        """Apply the output projection."""
         return self.out(self.join(y_BHTV))
 
     def sums(
@@ -61,7 +61,7 @@ class ScannedAttention(Attention):
         lengths_B: Tensor | None,
         eps: float = 0.0,
     ) -> tuple[Tensor, State]:
-        """`y_t = q_t S / (q_t . z + eps)`, merged, for non-negative q and i: S sums `i_s (x) v_s` and z sums `i_s`."""
+        """Return `merge(q_t S / (q_t . z + eps))` and the state, for q, i >= 0: S sums `i_s (x) v_s`, z sums `i_s`."""
         tokens = v_BHTV.shape[2]
         mask = real_mask(lengths_B, tokens)
         state = self.sums_to_here(state, sums=(i_BHTK, v_BHTV), normalise=True)
@@ -78,7 +78,7 @@ class ScannedAttention(Attention):
     def softmaxes(
         self, p_BHTL: Tensor, logits_BHTL: Tensor, v_BHTV: Tensor, state: State | None, lengths_B: Tensor | None
     ) -> tuple[Tensor, State]:
-        """`y_t = sum_l p_tl sum_s softmax_s(logits_sl) v_s`, merged."""
+        """Return `merge(sum_l p_tl sum_s softmax_s(logits_sl) v_s)` and the state."""
         tokens = v_BHTV.shape[2]
         mask = real_mask(lengths_B, tokens)
         state = self.softmaxes_to_here(state, logits_BHTL, v_BHTV)
@@ -93,7 +93,7 @@ class ScannedAttention(Attention):
     def sums_to_here(
         self, state: State | None, *, normalise: bool = False, **pairs: tuple[Tensor, Tensor]
     ) -> State | None:
-        """Under an active group the state that earlier ranks' tokens leave, of the scans of `i` and `v` so named."""
+        """Return the state after earlier ranks' tokens, in an active group: a scan of `(i, v)` per name."""
         group = active_group()
         if state is not None or group is None:
             return state
@@ -102,7 +102,7 @@ class ScannedAttention(Attention):
         return State({"seen": group.offset(v_BHTV.shape[2]), **dict(zip(pairs, found, strict=True))})
 
     def softmaxes_to_here(self, state: State | None, logits_BHTL: Tensor, v_BHTV: Tensor) -> State | None:
-        """Under an active group the state that earlier ranks' tokens leave to a running softmax."""
+        """Return the running softmax's state after earlier ranks' tokens, in an active group."""
         group = active_group()
         if state is not None or group is None:
             return state
@@ -110,12 +110,12 @@ class ScannedAttention(Attention):
         return State({"seen": group.offset(v_BHTV.shape[2]), "lse": lse_BHL, "mean": mean_BHLV})
 
     def sent(self, tokens: int, ranks: int) -> list[Sent]:
-        """One state, in log2(P) steps."""
+        """Return the bytes of one state in each of log2(P) steps."""
         return sent_for_prefix(self.state_bytes(tokens), ranks)
 
 
 def check_latents(num_latents: int | None, num_heads: int) -> None:
-    """Raise `ValueError` where the heads cannot share the latents equally."""
+    """Raise `ValueError` if the latents aren't a multiple of the heads."""
     if num_latents is not None and (num_latents < 1 or num_latents % num_heads):
         raise ValueError(
             "num_latents must be a positive multiple of num_heads (heads share the latents), "
@@ -124,36 +124,36 @@ def check_latents(num_latents: int | None, num_heads: int) -> None:
 
 
 def real_mask(lengths_B: Tensor | None, tokens: int) -> Tensor | None:
-    """Bool `[B, T]` of compacted rows, None where all tokens are real."""
+    """Return the bool mask `[B, T]` of compacted rows, or None if all tokens are real."""
     return None if lengths_B is None else real_slots(lengths_B, tokens)
 
 
 def seen_after(state: State | None, tokens: int, lengths_B: Tensor | None) -> int | Tensor:
-    """Real tokens read after `tokens` more slots."""
+    """Return the number of real tokens read after `tokens` more slots."""
     return advance(0 if state is None else state.seen, tokens, lengths_B)
 
 
 def softmax_state(state: State | None) -> SoftmaxState | None:
-    """What `running_softmax` left, of a layer's state."""
+    """Return the part of a layer's state that `running_softmax` takes."""
     return None if state is None else SoftmaxState(state.tensor("lse"), state.tensor("mean"))
 
 
 def widened(*tensors: Tensor) -> tuple[Tensor, ...]:
-    """The tensors in float32, or in float64 where one of them has it."""
+    """Return the tensors in float32, or in float64 if one of them is float64."""
     wide = torch.float64 if any(x.dtype == torch.float64 for x in tensors) else torch.float32
     return tuple(x.to(wide) for x in tensors)
 
 
 def is_future(tokens: int, device: torch.device) -> Tensor:
-    """Bool `[T, S]`: True where token s comes after token t."""
+    """Return the bool `[T, S]` that is True if token s comes after token t."""
     return torch.ones(tokens, tokens, dtype=torch.bool, device=device).triu(1)
 
 
 @without_autocast
 def sums_of_all(q_BHTK: Tensor, i_BHSK: Tensor, v_BHSV: Tensor, mask_BS: Tensor | None, eps: float) -> Tensor:
-    """`o_t = q_t S / (q_t . z + eps)` with the sums over all real tokens, zero where it would divide by zero.
+    """Return `o_t = q_t S / (q_t . z + eps)` with sums over all real tokens, and zero instead of a division by zero.
 
-    `[B, H, T, V]` in the dtype of v; summed in float32 or wider.
+    The result is `[B, H, T, V]` in the dtype of v; sums are float32 or wider.
     """
     q, i, v = widened(q_BHTK, i_BHSK, v_BHSV)
     i = real_rows(i, mask_BS, 0.0)
@@ -164,21 +164,21 @@ def sums_of_all(q_BHTK: Tensor, i_BHSK: Tensor, v_BHSV: Tensor, mask_BS: Tensor 
 
 @without_autocast
 def softmaxes_of_all(p_BHTL: Tensor, logits_BHSL: Tensor, v_BHSV: Tensor, mask_BS: Tensor | None) -> Tensor:
-    """`o_t = sum_l p_tl sum_s softmax_s(logits_sl) v_s` over all real tokens.
+    """Return `o_t = sum_l p_tl sum_s softmax_s(logits_sl) v_s` over all real tokens.
 
-    `[B, H, T, V]` in the dtype of v; computed in float32 or wider.
+    The result is `[B, H, T, V]` in the dtype of v, computed in float32 or wider.
     """
     p, logits, v = widened(p_BHTL, logits_BHSL, v_BHSV)
-    # A finite floor: a row of padding alone is then no NaN.
+    # A finite floor instead of -inf: the softmax of a row that is all padding would be NaN.
     share_BHSL = real_rows(logits, mask_BS, torch.finfo(logits.dtype).min).softmax(-2)
     return (p @ (real_rows(share_BHSL, mask_BS, 0.0).mT @ v)).to(v_BHSV.dtype)
 
 
 @without_autocast
 def attend_few(q_BHTK: Tensor, k_BHSK: Tensor, v_BHSV: Tensor, mask_BS: Tensor | None, dropout_p: float) -> Tensor:
-    """`o_t = sum_s softmax_s(q_t . k_s / sqrt(K)) v_s` over all real tokens, for few queries or few keys: T S scores.
+    """Return `o_t = sum_s softmax_s(q_t . k_s / sqrt(K)) v_s` over all real tokens, for few queries or few keys.
 
-    `[B, H, T, V]` in the dtype of v; computed in float32 or wider.
+    It forms all T S scores. The result is `[B, H, T, V]` in the dtype of v, computed in float32 or wider.
     """
     report_scores(q_BHTK.shape[:2].numel(), q_BHTK.shape[2], k_BHSK.shape[2])
     q, k, v = widened(q_BHTK, k_BHSK, v_BHSV)
@@ -188,5 +188,5 @@ def attend_few(q_BHTK: Tensor, k_BHSK: Tensor, v_BHSV: Tensor, mask_BS: Tensor |
 
 
 def real_rows(x_BHSL: Tensor, mask_BS: Tensor | None, fill: float) -> Tensor:
-    """`x` with `fill` in the rows of padding."""
+    """Return `x` with `fill` in the rows of padding."""
     return x_BHSL if mask_BS is None else x_BHSL.masked_fill(~mask_BS[:, None, :, None], fill)

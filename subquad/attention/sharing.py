@@ -1,4 +1,4 @@
-"""What every mechanism knows of sequences that several processes share (`subquad.parallel`)."""
+"""Sequences shared by several processes, as every mechanism sees them (`subquad.parallel`)."""
 
 from __future__ import annotations
 
@@ -11,12 +11,12 @@ from subquad.state import State
 
 
 class SharedSequences(nn.Module):
-    """Where a rank's tokens begin, what stops a layer from reading a part of a sequence, what it sends."""
+    """Methods for reading one rank's part of a sequence: where it begins, what is refused, what is sent."""
 
     name: ClassVar[str]
     parallel: ClassVar[bool] = False
-    """Whether several processes may share a sequence. A class that defines `mix_tokens` says so anew: it must then
-    begin at `start` and ask the active group for what stands before, as the methods of the shared bases do."""
+    """Whether several processes may share a sequence. A class that defines `mix_tokens` has to set it again: that
+    method must then begin at `start` and get the earlier ranks' part from the active group, as the bases do."""
     config: Any
     causal: bool
 
@@ -26,12 +26,12 @@ class SharedSequences(nn.Module):
             cls.parallel = False
 
     def start(self, state: State | None, tokens: int) -> int | Tensor:
-        """The position of the first of `tokens` tokens: after those in the state, or where this rank's part begins."""
+        """Return the position of the first of `tokens` tokens: after the state's, or where this rank's begin."""
         group = active_group()
         return state.seen if state is not None else 0 if group is None else group.offset(tokens)
 
     def check_shared(self) -> None:
-        """Raise `ValueError` for a layer that cannot read a sequence which several processes share."""
+        """Raise `ValueError` if the layer can't read a shared sequence."""
         if not self.causal:
             raise ValueError(
                 f"this {self.name} layer is not causal: it reads whole sequences, which several processes cannot share"
@@ -43,7 +43,7 @@ class SharedSequences(nn.Module):
             )
 
     def check_part(self, state: State | None, padding: object, doc_ids: Tensor | None = None) -> None:
-        """Under an active group, raise `ValueError` for what this layer cannot take there."""
+        """Raise `ValueError` for arguments that this layer can't take in an active group."""
         if active_group() is None:
             return
         self.check_shared()
@@ -51,15 +51,15 @@ class SharedSequences(nn.Module):
         check_dropout(self.config.dropout if self.training else 0.0)
 
     def whole_state(self, state: State, device: Any) -> State:
-        """The state after all ranks' tokens, on every rank, from those that `mix` returned; without gradients."""
+        """Return the state after all ranks' tokens, on every rank, from the states of `mix`; without gradients."""
         group = active_group()
         return state if group is None else group.last_state(state, device)
 
     def communication(self, tokens: int, ranks: int) -> tuple[Sent, ...]:
-        """Bytes that each of `ranks` processes sends for one sequence of `tokens` tokens, in float32.
+        """Return the bytes that each of `ranks` processes sends for one sequence of `tokens` tokens, in float32.
 
-        Backward is the gradient's way. Raises `ValueError` where the ranks cannot share the tokens equally and for a
-        layer that cannot be shared at all.
+        Gradients are sent in the backward pass. Raises `ValueError` if the tokens aren't a multiple of the ranks, and
+        for a layer that can't be shared.
         """
         if ranks < 1 or tokens < 0 or tokens % ranks:
             raise ValueError(
@@ -69,12 +69,12 @@ class SharedSequences(nn.Module):
         return tuple(self.sent(tokens // ranks, ranks))
 
     def sent(self, tokens: int, ranks: int) -> list[Sent]:
-        """What each rank sends, for `tokens` tokens a rank."""
+        """Return what each rank sends, for `tokens` tokens per rank."""
         raise NotImplementedError(f"{type(self).__name__} must define sent (it has parallel = True)")
 
 
 def check_whole(state: State | None, padding: object, doc_ids: Tensor | None) -> None:
-    """Raise `ValueError` for a state, padding or documents beside a sequence that several processes share."""
+    """Raise `ValueError` for a state, padding or documents together with a shared sequence."""
     if state is not None:
         raise ValueError(
             "a sequence that several processes share is read from its first token: it takes no state; "
@@ -92,7 +92,7 @@ def check_whole(state: State | None, padding: object, doc_ids: Tensor | None) ->
 
 
 def check_dropout(dropout: float) -> None:
-    """Raise `ValueError` for dropout that is on."""
+    """Raise `ValueError` if dropout is on."""
     if dropout:
         raise ValueError(
             f"dropout={dropout} draws other numbers on several processes than on one: set it to 0, or leave "
@@ -101,5 +101,5 @@ def check_dropout(dropout: float) -> None:
 
 
 def added(*parts: list[Sent]) -> list[Sent]:
-    """What each rank sends in all."""
+    """Return the total that each rank sends."""
     return [Sent(sum(s.forward for s in each), sum(s.backward for s in each)) for each in zip(*parts, strict=True)]

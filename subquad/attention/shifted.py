@@ -40,7 +40,7 @@ class Shifted(BlockedAttention):
         group: int = 256
         """Tokens of a group, the paper's G."""
         wrap: bool = False
-        """Whether the moved groups wrap around, as published: LEAKS the last tokens to the first ones."""
+        """Whether the moved groups wrap around, as published: this LEAKS the last tokens to the first ones."""
 
         def __post_init__(self) -> None:
             super().__post_init__()
@@ -61,7 +61,7 @@ class Shifted(BlockedAttention):
         self.causal = not config.wrap
 
     def exemptions(self) -> dict[int, str]:
-        """With wrap=True it is not causal."""
+        """Return the laws that wrap=True breaks: it is not causal."""
         if self.causal:
             return {}
         leak = "wrap=True leaks the last tokens to the first ones, as published"
@@ -71,7 +71,7 @@ class Shifted(BlockedAttention):
     def attend_slots(
         self, q_BHTK: Tensor, k_BGSK: Tensor, v_BGSK: Tensor, patterns: tuple[Pattern, ...], places: Places
     ) -> Tensor:
-        """As for all mechanisms; with wrap=True the last half of the heads is rolled before and back after."""
+        """Attend; with wrap=True the last half of the heads is rolled before and rolled back after."""
         if not self.config.wrap:
             return super().attend_slots(q_BHTK, k_BGSK, v_BGSK, patterns, places)
         if places.lengths is not None or q_BHTK.shape[2] % self.config.group:
@@ -83,12 +83,12 @@ class Shifted(BlockedAttention):
         return self.rolled(super().attend_slots(q, k, v, patterns, places), 1)
 
     def rolled(self, x_BHTK: Tensor, sign: int) -> Tensor:
-        """Half a group forwards or backwards, for the last half of the heads."""
+        """Roll the last half of the heads by half a group, forwards or backwards."""
         plain, moved = x_BHTK.split(self.heads_of(self.patterns), 1)
         return torch.cat([plain, moved.roll(sign * (self.config.group // 2), 2)], 1)
 
     def pattern_weights(self, q_BHTK: Tensor, k_BGSK: Tensor) -> Tensor:
-        """The weights, rolled back to the tokens' order where wrap=True."""
+        """Return the weights; with wrap=True rolled back to the order of the tokens."""
         if not self.config.wrap:
             return super().pattern_weights(q_BHTK, k_BGSK)
         w_BHTS = super().pattern_weights(self.rolled(q_BHTK, -1), self.rolled(self.shared(k_BGSK), -1))

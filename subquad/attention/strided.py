@@ -39,11 +39,11 @@ class Strided(BlockedAttention):
         """Options of the Sparse Transformer's patterns."""
 
         stride: int = 128
-        """The paper's l: the size of the window or block, and the distance of what is far."""
+        """The paper's l: size of the window or block, and distance between far tokens."""
         kind: Kind = "strided"
-        """Which pair of patterns: strided (images, audio) or fixed (text)."""
+        """Pair of patterns: strided (images, audio) or fixed (text)."""
         columns: int = 8
-        """For kind=fixed, the paper's c: the last so many tokens of each block are seen by all later ones."""
+        """For kind=fixed, the paper's c: tokens at the end of each block that all later tokens see."""
 
         def __post_init__(self) -> None:
             super().__post_init__()
@@ -65,5 +65,5 @@ class Strided(BlockedAttention):
 
     @property
     def is_distribution(self) -> bool:
-        """But for the rows of kind=fixed that see no column yet."""
+        """Whether every row sums to one: with kind=fixed, rows before the first column see nothing."""
         return self.config.kind == "strided"
