@@ -1,6 +1,6 @@
-"""The base of every configuration: a frozen dataclass that reads and writes YAML and JSON, strictly.
+"""The base of every configuration: a frozen dataclass with strict reading and writing of YAML and JSON.
 
-A docstring under a field is its help text on the command line. Unknown keys and wrong types answer with the valid ones.
+The docstring under a field is its help text on the command line. Errors name the valid keys and types.
 """
 
 from __future__ import annotations
@@ -21,32 +21,32 @@ from subquad.parsing import parse_yaml, read_json, read_text
 
 _LATER = "later"
 _MOST_NAMED, _FEW = 20, 8
-"""Valid choices that an error names at most, and how many of more than that."""
+"""Largest number of choices that an error lists in full, and how many it lists of more."""
 
 
 def check_at_least(least: float, prefix: str = "", /, **numbers: float | None) -> None:
-    """Raise `ValueError` for a number below `least`, by its name after `prefix`; None has no bound."""
+    """Raise `ValueError` for a number below `least`, named with `prefix`; None is accepted."""
     for name, value in numbers.items():
         if value is not None and not value >= least:
             raise ValueError(f"{prefix}{name} must be at least {least}, got {value}")
 
 
 def check_positive(prefix: str = "", /, **numbers: float | None) -> None:
-    """Raise `ValueError` for a number that is not above 0 and finite, by its name after `prefix`; None is left out."""
+    """Raise `ValueError` for a number that isn't positive and finite, named with `prefix`; None is accepted."""
     for name, value in numbers.items():
         if value is not None and not (value > 0 and math.isfinite(value)):
             raise ValueError(f"{prefix}{name} must be a positive number, got {value}")
 
 
 def check_fraction(prefix: str = "", /, **numbers: float | None) -> None:
-    """Raise `ValueError` for a number outside `[0, 1]`, by its name after `prefix`; None is left out."""
+    """Raise `ValueError` for a number outside `[0, 1]`, named with `prefix`; None is accepted."""
     for name, value in numbers.items():
         if value is not None and not 0 <= value <= 1:
             raise ValueError(f"{prefix}{name} must lie between 0 and 1, got {value}")
 
 
 def suggest(word: str, choices: Iterable[str]) -> str:
-    """The part of an error message that names the valid choices, the nearest first; of many the nearest few alone."""
+    """Return the end of an error message that lists the valid choices, the nearest first; of many only the nearest."""
     valid = sorted(choices)
     near = difflib.get_close_matches(word, valid, n=1)
     hint = f"did you mean {near[0]!r}? " if near else ""
@@ -57,7 +57,7 @@ def suggest(word: str, choices: Iterable[str]) -> str:
 
 
 def later(default: Any) -> Any:
-    """A field that came after digests of its configuration were kept: left out of them while it has its default."""
+    """Declare a field added after digests were stored: digests leave it out while it has its default."""
     return dataclasses.field(default=default, metadata={_LATER: True})
 
 
@@ -67,7 +67,7 @@ class Config:
 
     @classmethod
     def from_dict(cls, values: Mapping[str, Any], *, where: str = "") -> Self:
-        """Make the configuration from plain values.
+        """Build the configuration from plain values.
 
         Raises `ValueError` for an unknown or a missing key and `TypeError` for a value of the wrong type; both name the
         full path of the key.
@@ -95,11 +95,11 @@ class Config:
             raise (TypeError if isinstance(error, TypeError) else ValueError)(f"{path}: {error}") from error
 
     def to_dict(self) -> dict[str, Any]:
-        """Plain values: dicts, lists, strings and numbers."""
+        """Return plain values: dicts, lists, strings and numbers."""
         return dict(_plain(self))
 
     def to_file(self, path: str | Path) -> None:
-        """Write YAML, or JSON where the name ends so."""
+        """Write YAML, or JSON if the name ends with .json."""
         path = Path(path)
         if path.suffix == ".json":
             path.write_text(json.dumps(self.to_dict(), indent=2, ensure_ascii=False) + "\n", encoding="utf-8")
@@ -109,31 +109,31 @@ class Config:
         path.write_text(yaml.safe_dump(self.to_dict(), sort_keys=False), encoding="utf-8")
 
     def replace(self, **changes: Any) -> Self:
-        """A copy with some fields changed; checks run again."""
+        """Return a copy with some fields changed; checks run again."""
         return dataclasses.replace(self, **changes)
 
     def check_least(self, group: str = "", /, **least: float) -> None:
-        """Raise `ValueError` where a field is below its least value; `group` is the key that the configuration has."""
+        """Raise `ValueError` if a field is below its least value; `group` is the configuration's key."""
         for name, bound in least.items():
             check_at_least(bound, f"{group}." if group else "", **{name: getattr(self, name)})
 
     def digest(self) -> str:
-        """Sixteen hexadecimal digits that differ when any value differs."""
+        """Return sixteen hexadecimal digits that differ when any value differs."""
         return digest(self.identity())
 
     def identity(self) -> dict[str, Any]:
-        """`to_dict` as digests take it: without fields of `later` that have their default."""
+        """Return `to_dict` as digests use it: without `later` fields that have their default."""
         return dict(_plain(self, identity=True))
 
 
 def digest(values: Any) -> str:
-    """Sixteen hexadecimal digits of the canonical JSON of plain values."""
+    """Return sixteen hexadecimal digits of the canonical JSON of plain values."""
     text = json.dumps(values, sort_keys=True, separators=(",", ":"))
     return hashlib.sha256(text.encode()).hexdigest()[:16]
 
 
 def read_mapping(path: str | Path) -> dict[str, Any]:
-    """The mapping in a YAML or JSON file; `ValueError` names the file where it holds something else."""
+    """Return the mapping in a YAML or JSON file; `ValueError` names the file if it holds something else."""
     path = Path(path)
     values = read_json(path) if path.suffix == ".json" else parse_yaml(read_text(path), str(path))
     if not isinstance(values, dict):
@@ -146,7 +146,7 @@ def _join(where: str, key: str) -> str:
 
 
 def _plain(value: Any, *, identity: bool = False) -> Any:
-    """Plain values of a configuration; as an `identity` without fields of `later` that have their default."""
+    """Return a configuration's plain values; for an `identity` without `later` fields that have their default."""
     if isinstance(value, Config):
         fields = (f for f in dataclasses.fields(value) if f.init)
         if identity:
@@ -160,7 +160,7 @@ def _plain(value: Any, *, identity: bool = False) -> Any:
 
 
 def _check_plain(value: Any, where: str) -> None:
-    """Raise `TypeError` for what YAML can hold and JSON cannot: dates, bytes, sets."""
+    """Raise `TypeError` for values that YAML has and JSON lacks: dates, bytes, sets."""
     if isinstance(value, Mapping):
         for key, item in value.items():
             _check_plain(item, _join(where, str(key)))
@@ -175,7 +175,7 @@ def _check_plain(value: Any, where: str) -> None:
 
 
 def _convert(value: Any, hint: Any, where: str) -> Any:
-    """`value` as `hint` says: nested configurations from mappings, tuples from lists, floats from integers."""
+    """Convert `value` to the type `hint`: configurations from mappings, tuples from lists, floats from integers."""
     origin, arguments = get_origin(hint), get_args(hint)
     if hint is Any:
         _check_plain(value, where)
@@ -215,7 +215,7 @@ def _convert(value: Any, hint: Any, where: str) -> Any:
 
 
 def differences(made: Mapping[str, Any], now: Mapping[str, Any], most: int = 8) -> list[str]:
-    """`name was A, is B` of each setting, by its dotted name, that is not the same; of more than `most` the number."""
+    """Return `name was A, is B` for each setting that differs, by dotted name, and a count beyond `most`."""
     before, after = _dotted(made), _dotted(now)
     changed = [
         f"{name} was {before.get(name)!r}, is {after.get(name)!r}"
@@ -226,7 +226,7 @@ def differences(made: Mapping[str, Any], now: Mapping[str, Any], most: int = 8) 
 
 
 def _dotted(values: Mapping[str, Any], where: str = "") -> dict[str, Any]:
-    """Nested mappings as one; an empty one stays."""
+    """Flatten nested mappings to dotted names; an empty one stays."""
     found: dict[str, Any] = {}
     for key, value in values.items():
         if isinstance(value, Mapping) and value:

@@ -1,4 +1,4 @@
-"""Facades of packages whose modules are slow to import: a name loads its module when it is first asked for."""
+"""Lazy facades: a public name imports its module when it is first used."""
 
 import importlib
 from collections.abc import Callable, Mapping
@@ -8,7 +8,7 @@ from typing import Any
 def facade(package: str, modules: Mapping[str, str]) -> Callable[[str], Any]:
     """Return the `__getattr__` of `package`, where `modules` names the module of each public name.
 
-    A module without a dot is a submodule of `package`. Raises `AttributeError` with the valid names for any other one.
+    A module without a dot is a submodule of `package`. Any other name raises `AttributeError` with the valid ones.
     """
 
     def __getattr__(name: str) -> Any:  # noqa: N807

@@ -1,4 +1,4 @@
-"""Memory: how much there is and is free, keeping what was freed, huge pages."""
+"""Memory: total and free bytes, freed memory kept by the process, huge pages."""
 
 from __future__ import annotations
 
@@ -16,18 +16,18 @@ from torch import Tensor
 
 TRIM_THRESHOLD, MMAP_MAX = -1, -4
 ALLOCATOR = ((MMAP_MAX, 0), (TRIM_THRESHOLD, -1))
-"""Options of glibc's `mallopt`: the blocks that do not come from the heap, and the free heap that is kept."""
+"""Settings of glibc's `mallopt`: take every block from the heap, and never give free heap back."""
 LEAST_BYTES = 4 << 20
-"""Smaller tensors come from memory that the process holds already: no huge pages are asked for."""
+"""Smaller tensors come from memory that the process already holds, so no huge pages are requested."""
 
 
 def keep_freed_memory() -> bool:
-    """Let glibc's allocator keep what is freed for the rest of the process; False where that can't be set.
+    """Make glibc's allocator keep freed memory for the rest of the process; return False if that can't be set.
 
-    Large blocks go back to the system when they are freed, those of 32 MiB and more always, and the pages of the next
-    one are then zeroed one by one. A cache that is one place longer after each step is new memory each time: more than
-    half of the time of drawing with a cache on a CPU. So is each tensor of a long sequence: causal linear attention
-    over 16,384 tokens, 8 heads of 64 channels, takes 1.8 times as long.
+    By default large blocks go back to the system when they are freed, 32 MiB and more always, and the pages of the next
+    block are zeroed one by one. A cache that grows at each step is a new block each time, which takes more than half of
+    the time of drawing with a cache on a CPU. So is each tensor of a long sequence: causal linear attention over 16,384
+    tokens, 8 heads of 64 channels, takes 1.8 times as long.
     """
     if sys.platform != "linux":
         return False
@@ -36,11 +36,10 @@ def keep_freed_memory() -> bool:
 
 
 def free_threads(seconds: float = 0.2) -> int:
-    """Return PyTorch's number of threads, but no more than there are cores that other processes leave free; at least 1.
+    """Return PyTorch's number of threads, limited to the cores that other processes leave free; at least 1.
 
-    Threads of one operation wait for each other: on two cores, one of them taken, two threads train half as fast as
-    one.
-    Sleeps for `seconds` to see how busy the cores are. PyTorch's own number where the system does not say.
+    Threads of one operation wait for each other: if one of two cores is busy, two threads train half as fast as one.
+    Sleeps for `seconds` to measure the cores. Returns PyTorch's number if the system doesn't tell.
     """
     threads = torch.get_num_threads()
     before = _busy_seconds()
@@ -52,7 +51,7 @@ def free_threads(seconds: float = 0.2) -> int:
 
 
 def _busy_seconds() -> dict[int, float] | None:
-    """Seconds for which each core that this process may use has been busy since the system began; None if unknown."""
+    """Return the seconds that each core of this process has been busy since the system started; None if unknown."""
     file = Path("/proc/stat")
     if not file.is_file() or not hasattr(os, "sched_getaffinity"):
         return None
@@ -67,14 +66,14 @@ def _busy_seconds() -> dict[int, float] | None:
 
 
 def free_bytes(device: torch.device | str) -> int | None:
-    """Memory that can still be had; None where the system does not say."""
+    """Return the free bytes of the device; None if the system doesn't tell."""
     if torch.device(device).type == "cuda":
         return torch.cuda.mem_get_info()[0]
     return _meminfo("MemAvailable")
 
 
 def total_bytes(device: torch.device | str) -> int | None:
-    """All the memory of the device; None where the system does not say."""
+    """Return the total bytes of the device; None if the system doesn't tell."""
     if torch.device(device).type == "cuda":
         return torch.cuda.get_device_properties(device).total_memory
     return _meminfo("MemTotal")
@@ -90,7 +89,7 @@ def _meminfo(name: str) -> int | None:
 
 @functools.cache
 def _madvise() -> Callable[[int, int, int], int] | None:
-    """The C library's `madvise`, where there are huge pages to ask for."""
+    """Return the C library's `madvise`, or None without huge pages."""
     if not sys.platform.startswith("linux") or not hasattr(mmap, "MADV_HUGEPAGE"):
         return None
     try:
@@ -102,7 +101,7 @@ def _madvise() -> Callable[[int, int, int], int] | None:
 
 
 def empty(like: Tensor, *shape: int) -> Tensor:
-    """Return `like.new_empty(shape)`; on a CPU a large one asks for huge pages.
+    """Return `like.new_empty(shape)`, with huge pages for a large tensor on a CPU.
 
     A fresh tensor of 32 MiB costs about 13 ms in faults of 4 KiB pages, as long as half of linear attention over it; in
     pages of 2 MiB it costs 3 ms. Linux gives those on advice alone (`transparent_hugepage/enabled` is `madvise` on most
@@ -120,10 +119,10 @@ def empty(like: Tensor, *shape: int) -> Tensor:
 
 
 def empty_like(x: Tensor) -> Tensor:
-    """`empty` of the shape of x, contiguous."""
+    """Return `empty` in the shape of x, contiguous."""
     return empty(x, *x.shape)
 
 
 def zeros_like(x: Tensor) -> Tensor:
-    """Zeros in the shape of x, contiguous."""
+    """Return zeros in the shape of x, contiguous."""
     return empty(x, *x.shape).zero_()

@@ -1,8 +1,8 @@
-"""JSON and YAML that someone else has written: read by safe loaders only, within bounds.
+"""Read JSON and YAML from untrusted files: safe loaders only, within bounds.
 
-Refused, always by a `ValueError` that names the file: text that is no UTF-8, values that nest more than `DEPTH`
-deep (they would exhaust the stack of whoever walks them), YAML whose aliases stand for more than `VALUES` values (a few
-lines can stand for billions) or for themselves, strings that are no Unicode, and more than `BYTES` bytes.
+A `ValueError` that names the file refuses text that isn't UTF-8, values nested deeper than `DEPTH` (walking them would
+exhaust the stack), YAML aliases that expand to more than `VALUES` values (a few lines can expand to billions) or to
+themselves, strings that aren't Unicode, and more than `BYTES` bytes.
 """
 
 from __future__ import annotations
@@ -16,19 +16,19 @@ from typing import Any
 import yaml
 
 DEPTH = 100
-"""Mappings and lists inside one another."""
+"""Largest nesting depth of mappings and lists."""
 VALUES = 200_000
-"""Values in a YAML file, each alias counted as often as it is used."""
+"""Largest number of values in a YAML file, aliases counted at each use."""
 BYTES = 1 << 28
-"""Of a file that is read as one text."""
+"""Largest size of a text file."""
 
 
 class BoundsError(ValueError):
-    """A text that nests too deeply or stands for too much."""
+    """A text nests too deeply or expands to too many values."""
 
 
 def read_text(path: str | Path) -> str:
-    """Read a file's text; `ValueError` names a file that is no UTF-8 or too large."""
+    """Read a file's text; `ValueError` names a file that isn't UTF-8 or is too large."""
     with Path(path).open("rb") as stream:
         raw = stream.read(BYTES + 1)
     if len(raw) > BYTES:
@@ -37,7 +37,7 @@ def read_text(path: str | Path) -> str:
 
 
 def decoded(raw: bytes, where: str) -> str:
-    """Return bytes as text; `ValueError` names the first byte that is no UTF-8."""
+    """Decode UTF-8 bytes; `ValueError` names the first invalid byte."""
     try:
         return raw.decode("utf-8")
     except UnicodeDecodeError as error:
@@ -50,7 +50,7 @@ def read_json(path: str | Path) -> Any:
 
 
 def read_json_mapping(path: str | Path) -> dict[str, Any]:
-    """Read the mapping in a JSON file; `ValueError` names the file where it holds something else."""
+    """Read the mapping in a JSON file; `ValueError` names the file if it holds something else."""
     values = read_json(path)
     if not isinstance(values, dict):
         raise ValueError(f"{path} must hold a mapping, got {type(values).__name__}")
@@ -95,9 +95,9 @@ def parse_yaml(text: str, where: str) -> Any:
 
 
 def check_yaml(text: str, where: str) -> None:
-    """Raise `ValueError` for damaged YAML, `BoundsError` for what nests too deeply or stands for too much.
+    """Raise `ValueError` for damaged YAML, `BoundsError` if it nests too deeply or expands to too many values.
 
-    Nothing is built: events come one by one without recursion, of which the loader in C dies.
+    Events are read one by one and nothing is built, since the C loader crashes on deep recursion.
     """
     sizes: list[int] = [0]
     anchors: list[str | None] = []
@@ -128,7 +128,7 @@ def check_yaml(text: str, where: str) -> None:
 
 
 def _check(value: Any, where: str) -> None:
-    """Raise `ValueError` where a value nests too deeply or holds half of a surrogate pair, which no file can."""
+    """Raise `ValueError` if a value nests too deeply or holds half of a surrogate pair, which no file can store."""
     level, depth = [value], 0
     while level:
         below: list[Any] = []

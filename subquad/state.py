@@ -1,4 +1,4 @@
-"""What a causal mechanism or model remembers of the tokens it has read."""
+"""The state of a causal mechanism or model: what it remembers of the tokens it has read."""
 
 from __future__ import annotations
 
@@ -23,14 +23,14 @@ logger = logging.getLogger(__name__)
 FORMAT = "subquad-state"
 FORMAT_VERSION = 2
 UNCHECKED_VERSION = 1
-"""The version before files had checksums; still read."""
+"""The format version without checksums, which is still read."""
 CHECKSUM_DIGITS = 64
 SPARE, LEAST_SPARE = 8, 16
-"""A cache may hold on to memory for one token more in so many, and for so many at least."""
+"""Spare room of a growing cache: one token more for each of these, and at least this many."""
 
 
 class State:
-    """A named tree of tensors (batch first), whole numbers and further states; not to be changed in place.
+    """A named tree of tensors (batch first), integers and nested states. Never changed in place.
 
     `seen` holds how many real tokens were read: an `int` where all rows agree, else a `[B]` tensor. `config_hash` ties
     a state to the configuration of the layer or model that made it.
@@ -50,14 +50,14 @@ class State:
         return iter(self.entries)
 
     def tensor(self, name: str) -> Tensor:
-        """The entry `name`, which must be a tensor."""
+        """Return the entry `name`, which must be a tensor."""
         entry = self.entries[name]
         if not isinstance(entry, Tensor):
             raise TypeError(f"the state's entry {name!r} must be a tensor, got {type(entry).__name__}")
         return entry
 
     def child(self, name: str) -> State:
-        """The entry `name`, which must be a state."""
+        """Return the entry `name`, which must be a state."""
         entry = self.entries[name]
         if not isinstance(entry, State):
             raise TypeError(f"the state's entry {name!r} must be a state, got {type(entry).__name__}")
@@ -65,7 +65,7 @@ class State:
 
     @property
     def seen(self) -> int | Tensor:
-        """Real tokens read so far: an `int`, or a `[B]` tensor where rows differ."""
+        """Real tokens read so far: an `int`, or a `[B]` tensor if rows differ."""
         entry = self.entries["seen"]
         if isinstance(entry, State):
             raise TypeError("the state's entry 'seen' must be a number or a tensor, got State")
@@ -73,12 +73,12 @@ class State:
 
     @property
     def nbytes(self) -> int:
-        """Bytes of all tensors in the tree."""
+        """Total bytes of all tensors in the tree."""
         return sum(entry.nbytes for entry in self.entries.values() if not isinstance(entry, int))
 
     @property
     def batch(self) -> int | None:
-        """Sequences in the state, by its first tensor; None where it has none."""
+        """Number of sequences, by the first tensor; None without tensors."""
         for entry in self.entries.values():
             found = entry.batch if isinstance(entry, State) else entry.shape[0] if isinstance(entry, Tensor) else None
             if found is not None:
@@ -86,11 +86,11 @@ class State:
         return None
 
     def to(self, device: torch.device | str) -> State:
-        """The state on another device."""
+        """Return the state on another device."""
         return self.map(lambda tensor: tensor.to(device))
 
     def map(self, fn: Callable[[Tensor], Tensor]) -> State:
-        """The state with `fn` applied to each tensor."""
+        """Return the state with `fn` applied to each tensor."""
         changed = {
             name: entry.map(fn) if isinstance(entry, State) else fn(entry) if isinstance(entry, Tensor) else entry
             for name, entry in self.entries.items()
@@ -98,7 +98,7 @@ class State:
         return State(changed, self.config_hash)
 
     def check(self, config_hash: str, owner: str, batch: int | None = None) -> None:
-        """Raise `ValueError` where the state was made by another configuration or (with `batch`) for another batch."""
+        """Raise `ValueError` if another configuration made the state, or (with `batch`) it has another batch size."""
         if self.config_hash != config_hash:
             raise ValueError(
                 f"the state was made by configuration {self.config_hash!r} but {owner} has {config_hash!r}; "
@@ -146,8 +146,8 @@ class State:
         """Read a file that `save` wrote.
 
         With `model`, its configuration and its weights must be those that made the state; `config_hash` checks a
-        configuration alone. Raises `ValueError` where the file is not a state, where a byte of it was changed, where it
-        has another format version, and where it belongs to another configuration or to other weights.
+        configuration alone. Raises `ValueError` if the file isn't a state, a byte was changed, it has another format
+        version, or it belongs to another configuration or other weights.
         """
         from safetensors.torch import load
 
@@ -199,7 +199,7 @@ def weights_hash(model: nn.Module) -> str:
 
 
 def _check_checksum(data: bytes, header: Mapping[str, str], path: str | Path) -> None:
-    """Raise `ValueError` where `data` is not what its checksum was made of."""
+    """Raise `ValueError` if `data` doesn't match its checksum."""
     checksum = header.get("checksum")
     if isinstance(checksum, str) and len(checksum) == CHECKSUM_DIGITS:
         blank = data.replace(checksum.encode(), b"0" * CHECKSUM_DIGITS, 1)
@@ -209,7 +209,7 @@ def _check_checksum(data: bytes, header: Mapping[str, str], path: str | Path) ->
 
 
 def _check_weights(header: Mapping[str, str], model: nn.Module, path: str | Path) -> None:
-    """Raise `ValueError` where the file names other weights than those of `model`."""
+    """Raise `ValueError` if the file names other weights than those of `model`."""
     if "weights" not in header:
         logger.warning("%s does not name the weights that made it: they are not checked", path)
         return
@@ -244,7 +244,7 @@ def _flatten(state: State, prefix: str, tensors: dict, numbers: dict, hashes: di
 
 
 def _check_tree(tensors: Mapping[str, Tensor], numbers: Mapping[str, int], hashes: Mapping[str, str]) -> None:
-    """Raise `ValueError` for entries that `save` does not write."""
+    """Raise `ValueError` for entries that `save` never writes."""
     if not all(type(number) is int for number in numbers.values()) or not all(
         isinstance(config_hash, str) for config_hash in hashes.values()
     ):
@@ -270,11 +270,10 @@ def _nest(tensors: Mapping[str, Tensor], numbers: Mapping[str, int], hashes: Map
 
 
 def appended(old_BGNK: Tensor, new_BGTK: Tensor, /) -> Tensor:
-    """`cat([old, new], 2)`; without gradients `old` is copied only where the memory behind it is taken.
+    """Return `cat([old, new], 2)`; without gradients, copy `old` only if the memory behind it is in use.
 
-    A cache that is copied for every token costs as much again as reading it. The result has spare room behind it, and
-    the first who appends to it writes there: what `old` shows stays as it is, and a second continuation of the same
-    state makes its own copy.
+    Copying a cache for every token would cost as much again as reading it. The result has spare room behind it, and the
+    first continuation writes there: `old` itself never changes, and a second continuation of the same state copies.
     """
     N, S = old_BGNK.shape[2], old_BGNK.shape[2] + new_BGTK.shape[2]
     if torch.is_grad_enabled() or torch.compiler.is_compiling() or S == N or old_BGNK.dtype != new_BGTK.dtype:
@@ -290,7 +289,7 @@ def appended(old_BGNK: Tensor, new_BGTK: Tensor, /) -> Tensor:
 
 
 class _Room:
-    """A buffer whose first `used` places along dimension 2 are spoken for."""
+    """A buffer whose first `used` slots along dimension 2 are in use."""
 
     def __init__(self, buffer: Tensor, used: int) -> None:
         self.buffer = buffer
@@ -298,7 +297,7 @@ class _Room:
         self.lock = threading.Lock()
 
     def claim(self, begin: int, end: int) -> bool:
-        """Take the places from `begin` to `end`, unless someone else has, or they are not there."""
+        """Take the slots from `begin` to `end`; False if they are in use or don't exist."""
         if self.buffer.is_inference() and not torch.is_inference_mode_enabled():
             return False
         with self.lock:
@@ -313,12 +312,12 @@ _ROOMS = WeakTensorKeyDictionary()
 
 
 def advance(seen: int | Tensor, tokens: int, lengths_B: Tensor | None) -> int | Tensor:
-    """Tokens seen after `tokens` more, of which row b has `lengths_B[b]` real ones."""
+    """Return the tokens seen after `tokens` more slots, of which row b has `lengths_B[b]` real ones."""
     return seen + tokens if lengths_B is None else torch.as_tensor(seen, device=lengths_B.device) + lengths_B
 
 
 def last_slots(x_BGSK: Tensor, kept: int, lengths_B: Tensor | None) -> Tensor:
-    """Each row's last `kept` real slots; before its first they repeat slot 0, now at a negative position."""
+    """Return the last `kept` real slots of each row; a shorter row repeats slot 0, at a negative position."""
     S = x_BGSK.shape[2]
     if lengths_B is None and kept == S:
         return x_BGSK
@@ -332,7 +331,7 @@ def last_slots(x_BGSK: Tensor, kept: int, lengths_B: Tensor | None) -> Tensor:
 
 
 def first_slots(new_BGTK: Tensor, old_BGNK: Tensor | None, seen: int | Tensor, count: int) -> Tensor:
-    """Each row's first `count` tokens: those of `old` up to `seen`, then new ones; empty places hold others."""
+    """Return the first `count` tokens of each row: `old` up to `seen`, then new ones; empty slots hold any others."""
     B, G, T, K = new_BGTK.shape
     if T == 0 or count == 0:
         return new_BGTK.new_zeros(B, G, count, K) if old_BGNK is None else old_BGNK

@@ -44,7 +44,7 @@ class LatteMacchiato(Branched, BlockedAttention):
         """Options of Latte-Macchiato."""
 
         dropout: float = 0.0
-        """Dropout on p(l | t), the window's included, in training."""
+        """Dropout on p(l | t), including the window's share, in training."""
         rope: bool = True
         """Whether the window's queries and keys carry rotary positions."""
         width: int = 128
@@ -69,11 +69,11 @@ class LatteMacchiato(Branched, BlockedAttention):
 
     @property
     def dropout_p(self) -> float:
-        """None in the window: dropout acts on p(l | t)."""
+        """Zero: dropout acts on p(l | t), not inside the window."""
         return 0.0
 
     def mix_tokens(self, x_BTD: Tensor, state: State | None, lengths_B: Tensor | None) -> tuple[Tensor, State]:
-        """The window's output and the latents', weighted by one p(l | t)."""
+        """Mix by the window and the latents, weighted by one p(l | t)."""
         seen = self.start(state, x_BTD.shape[1])
         q_BHTK, k_BGTK, v_BGTK = self.queries(x_BTD, seen), self.keys(x_BTD, seen), self.kv_values(x_BTD)
         near = self.near(state, k_BGTK, v_BGTK, self.patterns)
@@ -93,7 +93,7 @@ class LatteMacchiato(Branched, BlockedAttention):
         return self.merge(p_BHTL[..., :1] * near_BHTK + far_BHTK), state
 
     def shares(self, x_BTD: Tensor) -> Tensor:
-        """p(l | t) `[B, H, T, 1 + L]`, the window first: one softmax over what is not closed."""
+        """Return p(l | t) `[B, H, T, 1 + L]`, the window first: one softmax over the open branches."""
         logits_BHTL = self.split(self.latent_query(x_BTD))
         if self.closed:
             closed_L = torch.full((self.latents + 1,), "latents" in self.closed, device=x_BTD.device)
@@ -102,7 +102,7 @@ class LatteMacchiato(Branched, BlockedAttention):
         return logits_BHTL.softmax(-1)
 
     def dense_weights(self, x_BTD: Tensor) -> Tensor:
-        """`p(0 | t) a(s | t) + sum_l p(l | t) p(s | l, t)`."""
+        """Return `p(0 | t) a(s | t) + sum_l p(l | t) p(s | l, t)`."""
         T = x_BTD.shape[1]
         p_BHTL, k_BHSL = self.shares(x_BTD), self.split(self.latent_key(x_BTD))
         future_TS1 = is_future(T, x_BTD.device)[..., None]
@@ -111,6 +111,6 @@ class LatteMacchiato(Branched, BlockedAttention):
         return p_BHTL[..., :1] * super().dense_weights(x_BTD) + far_BHTS
 
     def sent(self, tokens: int, ranks: int) -> list[Sent]:
-        """The window's keys and values, and one state of the latents in log2(P) steps."""
+        """Return the bytes of the window's keys and values, and of one latent state in each of log2(P) steps."""
         state_bytes = self.config.num_heads * self.latents * (4 * self.config.channels + 8)
         return added(super().sent(tokens, ranks), sent_for_prefix(state_bytes, ranks))

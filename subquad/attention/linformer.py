@@ -38,13 +38,13 @@ class Linformer(ScannedAttention):
         """Options of Linformer."""
 
         causal: bool = False
-        """Only False: every projected key holds all tokens."""
+        """Always False: every projected key mixes all tokens."""
         max_tokens: int = 2048
-        """N, the longest sequence; slots of padding count."""
+        """N, the longest sequence in slots, padding included."""
         projected: int = 128
-        """K, projected keys and values."""
+        """K, the number of projected keys and values."""
         sharing: Literal["none", "heads", "key_value"] = "heads"
-        """Which E and F are one: none (each head has its own two), all heads', or all heads' and both."""
+        """Sharing of E and F: none (two for each head), one of each for all heads, or a single one for both."""
 
         def __post_init__(self) -> None:
             super().__post_init__()
@@ -73,7 +73,7 @@ class Linformer(ScannedAttention):
         return self.merge(y_BHTC), State({"seen": seen_after(state, x_BTD.shape[1], lengths_B)}, self.config_hash)
 
     def projections(self, tokens: int) -> tuple[Tensor, Tensor]:
-        """The columns of E and F for the first `tokens` tokens, `[H or 1, K, tokens]`."""
+        """Return the columns of E and F for the first `tokens` tokens, `[H or 1, K, tokens]`."""
         if tokens > self.config.max_tokens:
             raise ValueError(
                 f"this linformer layer reads at most max_tokens={self.config.max_tokens} tokens, got {tokens} "
@@ -83,7 +83,7 @@ class Linformer(ScannedAttention):
         return self.project_keys[..., :tokens], values[..., :tokens]
 
     def dense_weights(self, x_BTD: Tensor) -> Tensor:
-        """`softmax(Q (E K)^T / sqrt(d)) F`."""
+        """Return `softmax(Q (E K)^T / sqrt(d)) F`."""
         e_HKT, f_HKT = self.projections(x_BTD.shape[1])
         k_BHKC = e_HKT @ self.split(self.key(x_BTD))
         scores_BHTK = self.split(self.query(x_BTD)) @ k_BHKC.mT / math.sqrt(self.channels)
@@ -91,12 +91,12 @@ class Linformer(ScannedAttention):
 
     @property
     def is_distribution(self) -> bool:
-        """No: the rows of F sum to anything."""
+        """False: the rows of F have no fixed sum."""
         return False
 
 
 @without_autocast
 def project(e_HKT: Tensor, x_BHTC: Tensor) -> Tensor:
-    """`E x`, `[B, H, K, C]`, summed and kept in float32 or wider."""
+    """Return `E x`, `[B, H, K, C]`, summed in float32 or wider."""
     e, x = widened(e_HKT, x_BHTC)
     return e @ x

@@ -56,7 +56,7 @@ class Llp(BlockedAttention):
                 )
 
         def identity(self) -> dict[str, Any]:
-            """As `Config.identity`, with the options that are `llp_printed`'s: states name them."""
+            """Return `Config.identity` with `llp_printed`'s options too, which the hashes of earlier states include."""
             return super().identity() | dict.fromkeys(PRINTED, False)
 
     config: Config

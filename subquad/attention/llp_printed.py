@@ -44,13 +44,13 @@ class LlpPrinted(BlockedAttention):
         segment: int = 256
         """The paper's s: tokens of a segment, two halves; a query sees at most s tokens."""
         first_block_projections: bool = False
-        """Whether the first half segment attends through query, key and value projections of its own."""
+        """Whether the first half segment has its own query, key and value projections."""
         shared_kv: bool = True
         """Whether one projection gives both keys and values."""
         key_norm: bool = True
         """Whether keys are normalised (per head) for the scores of every block but the first."""
         split_output: bool = True
-        """Whether the first half segment has an output projection of its own."""
+        """Whether the first half segment has its own output projection."""
 
         def __post_init__(self) -> None:
             super().__post_init__()
@@ -80,7 +80,7 @@ class LlpPrinted(BlockedAttention):
                 del self.first_value
 
     def mix_tokens(self, x_BTD: Tensor, state: State | None, lengths_B: Tensor | None) -> tuple[Tensor, State]:
-        """All blocks alike, then the first one again in its own way, where an option asks for that."""
+        """Attend in all blocks alike, then again in the first block if an option gives it its own projections."""
         seen = self.start(state, x_BTD.shape[1])
         q, k, v = raw = self.project(x_BTD)
         q, k = self.rotated(q, seen), self.rotated(self.norm(k), seen)
@@ -103,13 +103,13 @@ class LlpPrinted(BlockedAttention):
         return self.merge_from(y_BHTK, seen), State(entries, self.config_hash)
 
     def project(self, x_BTD: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """Queries, keys and values, neither normalised nor rotated."""
+        """Return queries, keys and values, neither normalised nor rotated."""
         k_BGTK = self.key_heads(self.key(x_BTD))
         v_BGTK = k_BGTK if self.config.shared_kv else self.split(self.value(x_BTD), self.kv_heads)
         return self.query_heads(self.query(x_BTD)), k_BGTK, v_BGTK
 
     def first_block(self, x_BCD: Tensor, raw: Sequence[Tensor]) -> Sequence[Tensor]:
-        """Queries, keys and values as the first half segment uses them, not rotated: its own, or everyone's."""
+        """Return the first half segment's queries, keys and values, not rotated: its own, or those of all blocks."""
         if not self.config.first_block_projections:
             return raw
         k_BGCK = self.key_heads(self.first_key(x_BCD))
@@ -117,11 +117,11 @@ class LlpPrinted(BlockedAttention):
         return self.query_heads(self.first_query(x_BCD)), k_BGCK, v_BGCK
 
     def in_first_block(self, start: int | Tensor, tokens: int, like: Tensor) -> Tensor:
-        """Bool `[B or 1, T, 1]`."""
+        """Return the bool `[B or 1, T, 1]` of tokens in the first half segment."""
         return (positions(start, tokens, like.device) < self.half_segment)[..., None]
 
     def merge_from(self, y_BHTV: Tensor, start: int | Tensor) -> Tensor:
-        """The output projections of tokens from position `start` on."""
+        """Apply the output projections to tokens from position `start` on."""
         y_BTD = self.out(self.join(y_BHTV))
         # Every rank of a group takes part in the gradient of `first_out`.
         beyond = isinstance(start, int) and start >= self.half_segment and active_group() is None
@@ -132,15 +132,15 @@ class LlpPrinted(BlockedAttention):
         return torch.cat([torch.where(first, y_BCD, y_BTD[:, : self.half_segment]), y_BTD[:, self.half_segment :]], 1)
 
     def merge(self, y_BHTV: Tensor) -> Tensor:
-        """The output projections of a sequence from its start."""
+        """Apply the output projections to a sequence from its start."""
         return self.merge_from(y_BHTV, 0)
 
     def values(self, x_BTD: Tensor) -> Tensor:
-        """Values `[B, H, T, K]` of all blocks."""
+        """Return the values `[B, H, T, K]` of all blocks."""
         return self.shared(self.project(x_BTD)[2])
 
     def dense_weights(self, x_BTD: Tensor) -> Tensor:
-        """The weights of all blocks; the first one's rows come from its own queries and keys where it has them."""
+        """Return the weights of all blocks; the first block's rows use its own queries and keys if it has them."""
         q, k, v = self.project(x_BTD)
         w_BHTS = self.pattern_weights(self.rotated(q, 0), self.rotated(self.norm(k), 0))
         if not self.special_first_block:
@@ -150,7 +150,7 @@ class LlpPrinted(BlockedAttention):
         return torch.where(first, self.pattern_weights(self.rotated(q, 0), self.rotated(k, 0)), w_BHTS)
 
     def definition(self, x_BTD: Tensor) -> Tensor:
-        """`merge(weights @ values)`, with the first block's own values where it has them."""
+        """Return `merge(weights @ values)`, with the first block's own values if it has them."""
         w_BHTS = self.weights(x_BTD)
         y_BHTV = w_BHTS @ self.values(x_BTD)
         if self.special_first_block:
@@ -159,7 +159,7 @@ class LlpPrinted(BlockedAttention):
         return self.merge(y_BHTV)
 
     def sent(self, tokens: int, ranks: int) -> list[Sent]:
-        """Keys and values in reach; those of a first half segment that attends in its own way, where ranks share it."""
+        """Return the bytes of keys and values in reach, and of the first half segment's own if ranks share it."""
         near = super().sent(tokens, ranks)
         if not self.special_first_block or tokens > self.half_segment:
             return near

@@ -47,7 +47,7 @@ class Longformer(BlockedAttention):
         width: int = 256
         """Tokens of the window, the query's own included."""
         num_global: int = 1
-        """How many of the first tokens are global."""
+        """Number of global tokens: the first ones."""
 
         def __post_init__(self) -> None:
             super().__post_init__()
@@ -74,7 +74,7 @@ class Longformer(BlockedAttention):
         self.global_value = self.projection(self.kv_dim)
 
     def mix_tokens(self, x_BTD: Tensor, state: State | None, lengths_B: Tensor | None) -> tuple[Tensor, State]:
-        """The window and the global keys, merged; then the global tokens' own rows."""
+        """Attend to the window and the global keys and merge; then compute the global tokens' own rows."""
         seen, count, given = self.start(state, x_BTD.shape[1]), self.config.num_global, state
         q, k, v = self.queries(x_BTD, seen), self.keys(x_BTD, seen), self.kv_values(x_BTD)
         state = self.with_sinks(self.near(state, k, v, self.patterns), k, v)
@@ -99,11 +99,11 @@ class Longformer(BlockedAttention):
         return self.merge(y_BHTK), State(entries, self.config_hash)
 
     def unions(self, tokens: int) -> list[tuple[int, tuple[Pattern, ...]]]:
-        """All heads see the window and the global tokens."""
+        """Return one group: all heads see the window and the global tokens."""
         return [(self.config.num_heads, (*self.patterns, self.far))]
 
     def with_sinks(self, near: State | None, k_BGTK: Tensor, v_BGTK: Tensor) -> State | None:
-        """Under an active group the state of `near`, with the global tokens that earlier ranks hold."""
+        """Return the state of `near` with the global tokens that earlier ranks hold, in an active group."""
         group = active_group()
         if near is None or group is None:
             return near
@@ -116,7 +116,7 @@ class Longformer(BlockedAttention):
     def with_global_rows(
         self, y_BHTK: Tensor, x_BTD: Tensor, state: State | None, lengths_B: Tensor | None
     ) -> tuple[Tensor, dict[str, Tensor]]:
-        """`y` with the rows of global tokens, and the keys and values that later global tokens need."""
+        """Return `y` with the global tokens' rows, and the keys and values that later global tokens need."""
         seen, count = self.start(state, x_BTD.shape[1]), self.config.num_global
         # Only the first tokens of this call can be global, and causal ones see global tokens alone.
         x_BGD, own = x_BTD[:, :count], {}
@@ -133,28 +133,28 @@ class Longformer(BlockedAttention):
         return torch.cat([torch.where(is_global, rows, y_BHTK[:, :, :count]), y_BHTK[:, :, count:]], 2), own
 
     def global_keys(self, x_BTD: Tensor, start: int | Tensor) -> tuple[Tensor, Tensor]:
-        """Keys and values that global tokens see, `[B, G, T, K]`."""
+        """Return the keys and values that global tokens see, `[B, G, T, K]`."""
         k_BGTK = self.rotated(self.key_heads(self.global_key(x_BTD)), start)
         return k_BGTK, self.split(self.global_value(x_BTD), self.kv_heads)
 
     def is_global(self, start: int | Tensor, x_BTD: Tensor) -> Tensor:
-        """Bool `[B or 1, 1, T, 1]`."""
+        """Return the bool `[B or 1, 1, T, 1]` of global tokens."""
         return (positions(start, x_BTD.shape[1], x_BTD.device) < self.config.num_global)[:, None, :, None]
 
     def dense_weights(self, x_BTD: Tensor) -> Tensor:
-        """Softmax over the window and the global tokens; global rows by their own queries and keys."""
+        """Return the softmax over window and global tokens; global rows use their own queries and keys."""
         w_BHTS = super().dense_weights(x_BTD)
         q_BHTK = self.rotated(self.query_heads(self.global_query(x_BTD)), 0)
         own_BHTS = softmax_weights(q_BHTK, self.global_keys(x_BTD, 0)[0], *self.global_patterns)
         return torch.where(self.is_global(0, x_BTD), own_BHTS, w_BHTS)
 
     def definition(self, x_BTD: Tensor) -> Tensor:
-        """`merge(weights @ values)`, with the global rows' own values."""
+        """Return `merge(weights @ values)`, with the global rows' own values."""
         w_BHTS, own_BHTK = self.weights(x_BTD), self.shared(self.global_keys(x_BTD, 0)[1])
         return self.merge(torch.where(self.is_global(0, x_BTD), w_BHTS @ own_BHTK, w_BHTS @ self.values(x_BTD)))
 
     def sent(self, tokens: int, ranks: int) -> list[Sent]:
-        """Keys and values of the window and of the global tokens; the global rows' own, where ranks share them."""
+        """Return the bytes of the window's and global tokens' keys and values, and of global rows that ranks share."""
         count, token_bytes = self.config.num_global, 2 * 4 * self.kv_dim
         parts = [super().sent(tokens, ranks), sent_for_earlier(first_before(count, tokens, ranks), tokens, token_bytes)]
         if tokens <= count:

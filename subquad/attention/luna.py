@@ -48,13 +48,13 @@ class Luna(ScannedAttention):
         """Options of Luna."""
 
         memory_tokens: int = 16
-        """l, vectors of the memory."""
+        """l, the number of vectors in the memory."""
         own_memory: bool = True
-        """Whether the layer has a learned memory, for where none is handed to it."""
+        """Whether the layer has its own learned memory, used when the layer below hands it none."""
         pack_heads: int | None = None
-        """Heads G that pack, in the bidirectional form (None: as many as num_heads, which unpack)."""
+        """Heads G that pack the tokens into the memory, in the bidirectional form (None: num_heads)."""
         tied: bool = True
-        """Whether keys are the values."""
+        """Whether one projection gives both keys and values."""
 
         def __post_init__(self) -> None:
             super().__post_init__()
@@ -88,9 +88,9 @@ class Luna(ScannedAttention):
     def mix(
         self, x_BTD: Tensor, state: State | None, lengths_B: Tensor | None, handed: Tensor | None = None
     ) -> tuple[Tensor, State, Tensor]:
-        """`Attention.mix` with a memory `[B or 1, l, D]` (None: the layer's own), and the memory to hand on.
+        """Mix as `Attention.mix`, with `handed` the memory `[B or 1, l, D]` (None: the layer's own).
 
-        A causal layer hands on the memory that it was given; a state goes with the memory that it was made with.
+        A causal layer hands on the memory that it was given; a state belongs to the memory that it was made with.
         """
         memory_BLD = self.given_or_own(handed, x_BTD.shape[0])
         if self.causal:
@@ -107,9 +107,9 @@ class Luna(ScannedAttention):
     def mix_documents(
         self, x_BTD: Tensor, documents: Documents, handed: Tensor | None = None
     ) -> tuple[Tensor, State, Tensor | None]:
-        """All documents of a row begin with its memory; the bidirectional form, which changes it, takes no packed ones.
+        """Mix packed documents, each beginning with the row's memory.
 
-        Raises `ValueError` in the bidirectional form.
+        Raises `ValueError` in the bidirectional form, which changes the memory.
         """
         if not self.causal:
             raise ValueError(
@@ -119,7 +119,7 @@ class Luna(ScannedAttention):
         return super().mix_documents(x_BTD, documents, handed)
 
     def given_or_own(self, memory: Tensor | None, batch: int) -> Tensor:
-        """The memory `[B or 1, l, D]` to start from."""
+        """Return the memory `[B or 1, l, D]` to start from."""
         if memory is None:
             if self.memory is None:
                 raise ValueError(
@@ -133,12 +133,12 @@ class Luna(ScannedAttention):
         return memory
 
     def packed(self, x_BTD: Tensor, mask_BT: Tensor | None, memory_BLD: Tensor) -> Tensor:
-        """Y: what the memory reads of the tokens, `[B, l, D]`."""
+        """Return Y, what the memory reads of the tokens, `[B, l, D]`."""
         q_BGLK, k_BGTK, v_BGTK = self.pack_inputs(x_BTD, memory_BLD)
         return self.join(attend_few(q_BGLK, k_BGTK, v_BGTK, mask_BT, self.dropout_p))
 
     def pack_inputs(self, x_BTD: Tensor, memory_BLD: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """The memory's queries `[B, G, l, D / G]`; the tokens' keys and values for it, `[B, G, T, D / G]`."""
+        """Return the memory's queries `[B, G, l, D / G]`, and the tokens' keys and values `[B, G, T, D / G]`."""
         q_BGLK = self.split(self.pack_query(memory_BLD), self.pack_heads)
         v_BGTK = self.split(self.pack_value(x_BTD), self.pack_heads)
         return q_BGLK, v_BGTK if self.pack_key is None else self.split(self.pack_key(x_BTD), self.pack_heads), v_BGTK
@@ -146,7 +146,7 @@ class Luna(ScannedAttention):
     def accumulate(
         self, x_BTD: Tensor, state: State | None, lengths_B: Tensor | None, memory_BLD: Tensor
     ) -> tuple[Tensor, State]:
-        """The two scans of the causal form."""
+        """Compute the two scans of the causal form."""
         mask_BT = real_mask(lengths_B, x_BTD.shape[1])
         q_BHTK, k_BHTK, v_BHTV, b_BHTL = self.inputs(x_BTD, memory_BLD)
         b_BHTL = F.dropout(b_BHTL, self.dropout_p)
@@ -161,7 +161,7 @@ class Luna(ScannedAttention):
         return (y_BHTV / count).to(x_BTD.dtype), after
 
     def inputs(self, x_BTD: Tensor, memory_BLD: Tensor) -> tuple[Tensor, ...]:
-        """Scaled queries, keys, values and B of the causal form, wide: sums over tokens outgrow half precision."""
+        """Return scaled queries, keys, values and B of the causal form, in float32: sums outgrow half precision."""
         v_BHTV = self.values(x_BTD)
         k_BHTK = v_BHTV if self.key is None else self.split(self.key(x_BTD))
         p_BHLK, pack_k_BHTK, _ = self.pack_inputs(x_BTD, memory_BLD)
@@ -169,7 +169,7 @@ class Luna(ScannedAttention):
         return q_BHTK / math.sqrt(self.channels), k_BHTK, v_BHTV, softplus_scores(pack_k_BHTK, p_BHLK)
 
     def values(self, x_BTD: Tensor) -> Tensor:
-        """Causal: `[B, H, T, V]`; bidirectional: v_gh, what head h reads of pack head g, `[B, H G, T, V]`."""
+        """Return the values `[B, H, T, V]`; bidirectional v_gh, `[B, H G, T, V]`: what head h reads of pack head g."""
         if self.causal:
             return super().values(x_BTD)
         H, G = self.config.num_heads, self.pack_heads
@@ -181,11 +181,11 @@ class Luna(ScannedAttention):
         return v_BHGTV.flatten(1, 2)
 
     def merge(self, y_BHTV: Tensor) -> Tensor:
-        """The sum over pack heads, where they stand apart, and the output projection."""
+        """Sum over the pack heads if they are separate, and apply the output projection."""
         return self.out(self.join(y_BHTV.unflatten(1, (self.config.num_heads, -1)).sum(2)))
 
     def dense_weights(self, x_BTD: Tensor) -> Tensor:
-        """Causal: `A_t . B_s / t`; bidirectional: `U_h A_g`, `[B, H G, T, T]`. With the layer's own memory."""
+        """Return `A_t . B_s / t`; bidirectional `U_h A_g`, `[B, H G, T, T]`. Uses the layer's own memory."""
         memory_BLD = self.given_or_own(None, x_BTD.shape[0])
         if self.causal:
             q_BHTK, k_BHTK, _, b_BHTL = self.inputs(x_BTD, memory_BLD)
@@ -200,46 +200,46 @@ class Luna(ScannedAttention):
 
     @property
     def weight_heads(self) -> int:
-        """Each of the H heads adds up what it reads of G pack heads."""
+        """Number of weight matrices: H, or H G in the bidirectional form, one for each head and pack head."""
         return self.config.num_heads * (1 if self.causal else self.pack_heads)
 
     @property
     def is_distribution(self) -> bool:
-        """Only in the bidirectional form."""
+        """Whether rows sum to one: only in the bidirectional form."""
         return not self.causal
 
     def exemptions(self) -> dict[int, str]:
-        """The bidirectional form hands a memory on."""
+        """Return the exempt laws: the bidirectional form changes the memory that it hands on."""
         memory = {} if self.causal else {15: "bidirectional: each sequence hands on a memory of its own"}
         return super().exemptions() | memory
 
     def adopt(self, handed: Tensor | None) -> Tensor | None:
-        """Keep a memory `[l, D]` as the layer's own, where it has none or is bidirectional; return the layer's own."""
+        """Keep a memory `[l, D]` as the layer's own if it has none or is bidirectional; return the layer's own."""
         if handed is not None and (self.memory is None or not self.causal):
             self.memory = handed if isinstance(handed, nn.Parameter) else nn.Parameter(handed, requires_grad=False)
         return self.memory
 
     def handed_to_one(self) -> Tensor | None:
-        """Return a memory, for a layer that has none of its own."""
+        """Return a memory if the layer has none of its own."""
         config = self.config
         return None if config.own_memory else torch.empty(1, config.memory_tokens, config.dim, requires_grad=True)
 
 
 @without_autocast
 def softplus_scores(k_BHTK: Tensor, p_BHLK: Tensor) -> Tensor:
-    """B: `log2(1 + 2^(k . p / sqrt(K)))`, `[B, H, T, l]`, float32 or wider."""
+    """Return B, `log2(1 + 2^(k . p / sqrt(K)))`, `[B, H, T, l]`, float32 or wider."""
     k, p = widened(k_BHTK, p_BHLK)
     scores_BHTL = k @ p.mT / math.sqrt(k.shape[-1])
     return torch.logaddexp2(scores_BHTL, torch.zeros_like(scores_BHTL))
 
 
 def shares(q_BHTK: Tensor, k_BHSK: Tensor) -> Tensor:
-    """`softmax_s(q k^T / sqrt(K))`, dense."""
+    """Return `softmax_s(q k^T / sqrt(K))`, dense."""
     return (q_BHTK @ k_BHSK.mT / math.sqrt(q_BHTK.shape[-1])).softmax(-1)
 
 
 def counts(seen: int | Tensor, like_BHTL: Tensor) -> Tensor:
-    """t: the tokens read up to each one, `[B or 1, 1, T, 1]`."""
+    """Return t, the number of tokens read up to each one, `[B or 1, 1, T, 1]`."""
     first = seen.view(-1, 1, 1, 1) if isinstance(seen, Tensor) else seen
     t_T1 = torch.arange(1, like_BHTL.shape[2] + 1, device=like_BHTL.device)[:, None]
     return (t_T1 + first).to(like_BHTL.dtype)
