@@ -1,12 +1,13 @@
 """Small image files of the layouts that are read."""
 
+import bz2
 import gzip
 import lzma
 from pathlib import Path
 
 import numpy as np
 
-PACK = {"": bytes, ".gz": gzip.compress, ".xz": lzma.compress}
+PACK = {"": bytes, ".xz": lzma.compress, ".gz": gzip.compress, ".bz2": bz2.compress}
 
 
 def digits(count=20, size=4, classes=2, seed=0):
