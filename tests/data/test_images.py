@@ -36,33 +36,6 @@ def test_labels_are_needed_only_if_asked_for(tmp_path):
         load_images(str(tmp_path / "b"), labels=True)
 
 
-@pytest.mark.parametrize(("name", "change", "message"), [
-    (TRAIN, lambda raw: raw[:9], "ends at byte 9, within its header of 16 bytes"),
-    (TRAIN, lambda raw: b"\1" + raw[1:], r"byte 0 is 1, not 0 \(zero\)"),
-    (TRAIN, lambda raw: raw[:2] + b"\x0d" + raw[3:], r"byte 2 is 13, not 8 \(unsigned bytes\)"),
-    (TRAIN, lambda raw: raw[:3] + b"\1" + raw[4:], r"byte 3 is 1, not 3 \(dimensions\)"),
-    (TRAIN, lambda raw: raw[:4] + bytes(4) + raw[8:], "is empty: the size at byte 4 is 0"),
-    (TRAIN, lambda raw: raw[:-3], "has 333 bytes, not the 336 of the size in its header, 20 x 4 x 4"),
-    (TRAIN, lambda raw: raw + b"x", "has 337 bytes, not the 336 of"),
-    (TRAIN + ".xz", lambda raw: lzma.compress(raw)[:-9], "is damaged and does not unpack"),
-    (LABELS, lambda raw: idx_bytes(np.zeros(7)), "has 7 labels for the 20 images of"),
-    (TEST, lambda raw: None, "has no t10k-images-idx3-ubyte"),
-    (TEST, lambda raw: idx_bytes(np.zeros((8, 5, 4))), r"images must have one size, but train has \(4, 4, 1\) and"),
-])  # fmt: skip
-def test_a_wrong_idx_file_is_named_with_the_place(tmp_path, name, change, message):
-    plain = write_idx(tmp_path) / name.removesuffix(".xz")
-    raw = change(plain.read_bytes())
-    plain.unlink()
-    if raw is not None:
-        (tmp_path / name).write_bytes(raw)
-    with pytest.raises(ERRORS, match=message) as error:
-        load_images(str(tmp_path))
-    assert str(tmp_path if name == TEST else tmp_path / name) in str(error.value)
-
-
-# --- npz
-
-
 def npz(file, arrays):
     buffer = io.BytesIO()
     np.savez(buffer, **arrays)
@@ -120,21 +93,15 @@ def test_jpeg_files_in_an_npz_file(tmp_path):
     (jpegs, {"offset": np.array([0, 5, 5, 9])}, "offset row 1 is not valid for the"),
     (jpegs, {"offset": np.array([3, 5, 7, 9])}, "offset row 0 is not valid for the"),
     (jpegs, {"offset": np.array([0, 5, 7, 9])}, "offset row 3 is not valid for the"),
-    (jpegs, {"offset": np.array([0.0, 5, 7, 9])}, r"offset integers \[N \+ 1\] and n_train one integer"),
     (jpegs, {"offset": np.zeros((2, 2), int)}, "blob must be uint8"),
     (jpegs, {"n_train": np.array([4, 4])}, "n_train one integer"),
     (jpegs, {"n_train": 6}, "n_train must be from 1 to 5, got 6"),
-    (jpegs, {"label": np.array([0, 1, -1, 0, 1, 0])}, "label row 2 is the label -1; labels start at 0"),
     (jpegs, {"label": np.zeros(3, int)}, "label has 3 rows for 6 images"),
-    (jpegs, {"label": np.full(6, 2)}, "label row 0 is the label 2; valid: 0 to 1"),
     (jpegs, {"blob": np.full(6, 7, np.uint8), "offset": np.arange(7)}, "image 0 is damaged or not an image"),
 ])  # fmt: skip
 def test_a_wrong_npz_file_is_named_with_the_place(tmp_path, layout, changes, message):
     with pytest.raises(ValueError, match=f"a.npz.* {message}"):
         load_images(npz(tmp_path / "a.npz", layout(**changes)))
-
-
-# --- CIFAR-10
 
 
 def records(*labels):
@@ -150,23 +117,6 @@ def test_cifar_batches(tmp_path):
     assert sets["train"].labels.tolist() == [3, 1, 9]
     assert sets["train"].classes[9] == "truck"
     assert sets["test"].pixels[0, 5, 7].tolist() == [10, 99, 30]
-
-
-@pytest.mark.parametrize(("name", "content", "message"), [
-    ("data_batch_1.bin", records(3, 1)[:-1], "is cut short: its 6145 bytes are not a multiple of a record's 3073"),
-    ("data_batch_1.bin", records(3, 11), "byte 3073 is the label 11; valid: 0 to 9"),
-    ("test_batch.bin", None, r"has no test_batch\.bin"),
-    ("data_batch_1", b"x", "holds pickles, which can run code and are not read"),
-])  # fmt: skip
-def test_wrong_cifar_batches_are_refused(tmp_path, name, content, message):
-    for batch in ("data_batch_1.bin", "test_batch.bin"):
-        (tmp_path / batch).write_bytes(records(0))
-    (tmp_path / name).unlink() if content is None else (tmp_path / name).write_bytes(content)
-    with pytest.raises(ERRORS, match=message):
-        load_images(str(tmp_path))
-
-
-# --- PNG and JPEG
 
 
 def shade(value, size=4):
@@ -205,7 +155,29 @@ def test_palettes_and_one_bit_are_read(tmp_path):
     assert (images.pixels.max(), images.shape) == (255, (4, 4, 1))
 
 
+IDX = {TRAIN: idx_bytes(digits(20)[0]), LABELS: idx_bytes(digits(20)[1]), TEST: idx_bytes(digits(8)[0])}
+CIFAR = {"data_batch_1.bin": records(0), "test_batch.bin": records(0)}
+
+
+def spoiled(files, name, change):
+    """These files, one of them changed."""
+    return files | {name: change(files[name])}
+
+
 @pytest.mark.parametrize(("files", "message"), [
+    (spoiled(IDX, TRAIN, lambda raw: raw[:9]), f"{TRAIN} ends at byte 9, within its header of 16 bytes"),
+    (spoiled(IDX, TRAIN, lambda raw: b"\1" + raw[1:]), r"byte 0 is 1, not 0 \(zero\)"),
+    (spoiled(IDX, TRAIN, lambda raw: raw[:3] + b"\1" + raw[4:]), r"byte 3 is 1, not 3 \(dimensions\)"),
+    (spoiled(IDX, TRAIN, lambda raw: raw[:4] + bytes(4) + raw[8:]), "is empty: the size at byte 4 is 0"),
+    (spoiled(IDX, TRAIN, lambda raw: raw[:-3]), "has 333 bytes, not the 336 of the size in its header, 20 x 4 x 4"),
+    ({TRAIN + ".xz": lzma.compress(IDX[TRAIN])[:-9]}, f"{TRAIN}.xz is damaged and does not unpack"),
+    (IDX | {LABELS: idx_bytes(np.zeros(7))}, f"{LABELS} has 7 labels for the 20 images of"),
+    ({TRAIN: IDX[TRAIN]}, "has no t10k-images-idx3-ubyte"),
+    (IDX | {TEST: idx_bytes(np.zeros((8, 5, 4)))}, r"images must have one size, but train has \(4, 4, 1\) and test"),
+    (CIFAR | {"data_batch_1.bin": records(3, 1)[:-1]}, "cut short: its 6145 bytes are not a multiple of .* 3073"),
+    (CIFAR | {"data_batch_1.bin": records(3, 11)}, "data_batch_1.bin: byte 3073 is the label 11; valid: 0 to 9"),
+    ({"data_batch_1.bin": records(0)}, r"has no test_batch\.bin"),
+    (CIFAR | {"data_batch_1": b"x"}, "holds pickles, which can run code and are not read"),
     ({"train/a.png": 4, "train/x/b.png": 4, "test/a.png": 4}, r"images without a label \(a.png\) and folders"),
     ({"train/x/b.png": 4, "test/a.png": 4}, "has no folders of classes, as train has: x"),
     ({"train/x/b.png": 4, "test/y/a.png": 4}, "is a class without an example in train; valid: x"),
@@ -219,18 +191,16 @@ def test_palettes_and_one_bit_are_read(tmp_path):
     ({"a.png": 4}, "holds one image; at least two are needed"),
     ({"x.txt": b""}, "holds no images: no idx files"),
 ])  # fmt: skip
-def test_wrong_folders_are_refused(tmp_path, files, message):
+def test_wrong_files_are_named_with_the_place(tmp_path, files, message):
     for name, content in files.items():
+        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
         if isinstance(content, bytes):
-            (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
             (tmp_path / name).write_bytes(content)
         else:
-            write_png(tmp_path / name, *((shade(9), content) if isinstance(content, str) else (shade(9, content),)))
-    with pytest.raises(ERRORS, match=message):
+            write_png(tmp_path / name, *((shade(9), content) if content == "RGBA" else (shade(9, content),)))
+    with pytest.raises(ERRORS, match=message) as error:
         load_images(str(tmp_path))
-
-
-# --- paths, Hugging Face, fingerprints
+    assert str(tmp_path) in str(error.value)
 
 
 @pytest.mark.parametrize(("path", "message"), [

@@ -3,25 +3,14 @@
 import random
 import struct
 from itertools import pairwise
-from pathlib import Path
 
 import pytest
 from tokenizers import Tokenizer
 
 from subquad.data import load_tokenizer
-from subquad.data.llama2c import MOST_BYTES, read_llama2c_tokenizer
+from subquad.data.llama2c import MOST_BYTES, _read, read_llama2c_tokenizer
 from subquad.data.tokenizers import encode_prompt, encode_text, separator_id
 from tests.fuzz.targets import LLAMA2C_PIECES, write_llama2c_tokenizer
-
-
-def pieces_of(file: Path) -> tuple[list[str], list[float]]:
-    raw, at, pieces, scores = file.read_bytes(), 4, [], []
-    while at < len(raw):
-        score, length = struct.unpack_from("<fi", raw, at)
-        pieces.append(raw[at + 8 : at + 8 + length].decode())
-        scores.append(score)
-        at += 8 + length
-    return pieces, scores
 
 
 def merged(text: str, pieces: list[str], scores: list[float]) -> list[int]:
@@ -51,7 +40,7 @@ def test_the_tokens_are_those_of_merging_one_pair_at_a_time(pieces, alphabet, tm
     else:
         write_llama2c_tokenizer(file, pieces)
     tokenizer = Tokenizer.from_str(read_llama2c_tokenizer(file).to_str())  # as saved
-    pieces, scores = pieces_of(file)
+    pieces, scores = _read(file.read_bytes(), file)
     draw = random.Random(0)
     for text in ["", " ", "  a", "a\n", *("".join(draw.choices(alphabet, k=draw.randrange(1, 40))) for _ in range(99))]:
         found = encode_text(tokenizer, text)

@@ -33,9 +33,6 @@ def lists(rows):
     return zip(rows.tokens.tolist(), rows.labels.tolist(), strict=True)
 
 
-# --- what is asked
-
-
 @every_probe
 @settings(max_examples=20)
 @given(data=st.data())
@@ -116,9 +113,6 @@ def test_chance_is_what_a_model_without_memory_gets_and_copies_may_differ_in_len
     assert set(copy(21, 200, symbols=5, shortest=4, seed=0).asked.sum(1)) == set(range(4, 11))
 
 
-# --- the same rows again
-
-
 @every_probe
 def test_a_row_depends_on_the_seed_and_its_number_alone(config):
     many, few = probe_rows(config, 30, 9, seed=(4, 2)), probe_rows(config, 30, 3, first=5, seed=(4, 2))
@@ -148,9 +142,6 @@ def test_the_fingerprint_tells_probes_apart():
     assert made[0] == made[-1]
 
 
-# --- in a text
-
-
 @settings(max_examples=25)
 @given(length=st.integers(110, 300), depth=st.floats(0, 1) | st.none(), seed=st.integers(0, 5))
 def test_a_key_in_a_text_is_told_and_asked_for(length, depth, seed):
@@ -169,9 +160,6 @@ def test_a_key_in_a_text_is_told_and_asked_for(length, depth, seed):
         assert (labels[:-5] == IGNORED).all()
         assert np.array_equal(tokens[source[-5:]], labels[-5:])
     assert same(rows, text_passkey(BYTES, TEXT, length, 2, digits=4, depth=depth, seed=seed))
-
-
-# --- mistakes
 
 
 @pytest.mark.parametrize(("make", "message"), [

@@ -9,9 +9,12 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from subquad.config import read_mapping
 from subquad.data.images import load_images
 from subquad.data.lra.read_text import hub_parts
 from subquad.data.sources import BadTextError, cut, hold_out, open_source
+from subquad.recipes import recipe_path
+from subquad.training import TrainConfig
 
 
 def write(folder, **files):
@@ -62,10 +65,11 @@ def test_a_missing_path_is_answered_with_its_neighbours(tmp_path):
 
 def test_a_tar_archive_has_a_document_for_each_file(tmp_path):
     write(tmp_path / "in", b_txt="two", a_txt="one", bad_bin=b"x\0")
-    with tarfile.open(tmp_path / "some.tar.xz", "w:xz") as archive:
-        for name in ("b.txt", "a.txt"):
-            archive.add(tmp_path / "in" / name, f"deep/{name}")
-    assert read(tmp_path / "some.tar.xz") == [("some.tar.xz/deep/a.txt", "one"), ("some.tar.xz/deep/b.txt", "two")]
+    for place in (tmp_path / "some.tar.xz", tmp_path / "urlsf_subset00-1_data.xz"):  # as OpenWebText's are named
+        with tarfile.open(place, "w:xz") as archive:
+            for name in ("b.txt", "a.txt"):
+                archive.add(tmp_path / "in" / name, f"deep/{name}")
+        assert read(place) == [(f"{place.name}/deep/a.txt", "one"), (f"{place.name}/deep/b.txt", "two")]
     with tarfile.open(tmp_path / "bad.tar", "w") as archive:
         archive.add(tmp_path / "in/bad.bin", "bad.bin")
         archive.add(tmp_path / "in/a.txt", "good.txt")
@@ -115,9 +119,6 @@ def test_the_fingerprint_sees_names_and_contents_but_not_the_place(tmp_path):
     assert fingerprint("four", a_txt="x", c_txt="y") != first
 
 
-# --- the Hugging Face hub
-
-
 def test_a_dataset_is_asked_for_by_name_config_split_and_column(hub):
     hub.rows = [{"text": text, "label": "l"} for text in ["first", "", None, "fourth", "NUL\0"]]
     assert read("hf:owner/name", skip_bad_files=True) == [("row 0", "first"), ("row 3", "fourth")]
@@ -146,7 +147,31 @@ def test_a_dataset_needs_its_extra(reader, monkeypatch):
         reader("hf:a/b")
 
 
-# --- what is held out
+WIKITEXT = [("Salesforce/wikitext", "wikitext-103-raw-v1", split) for split in ("train", "test")]
+RECIPES = {
+    "wikitext103-llp": ((12, 6, 768, 2048), WIKITEXT),
+    "wikitext103-perceiver-ar": ((6, 6, 768, 2048), WIKITEXT),
+    "pg19-llp": ((24, 6, 768, 2048), [("emozilla/pg19", None, "train"), ("emozilla/pg19", None, "test")]),
+    "openwebtext-latte": ((12, 12, 516, 1024), [("Skylion007/openwebtext", None, "train")]),
+    "enwik8-latte": ((12, 12, 516, 2000), []),
+}
+"""Layers, heads, width and window in the papers' tables, and what a recipe loads from the hub."""
+
+
+@pytest.mark.parametrize("name", RECIPES)
+def test_a_recipe_has_its_papers_sizes_and_asks_the_hub_for_its_splits(hub, name):
+    hub.rows = [{"title": "x", "text": text} for text in ("", " = Title = \n", "Some text.\n")]
+    values, (sizes, asked) = read_mapping(recipe_path(name)), RECIPES[name]
+    model, data = values["model"], TrainConfig.from_file(recipe_path(name)).data
+    assert (model["num_layers"], model["num_heads"], model["dim"], values["batch"]["length"]) == sizes
+    if name.endswith("latte"):
+        assert model["options"]["latte"]["num_latents"] == model["dim"]
+        assert (values["optimizer"]["lr"], values["schedule"]["warmup"]) == (6e-4, 2000)
+        assert (values["run"]["steps"], values["batch"]["size"]) == (60_000, 8)
+    for path in (data.path, data.held_out_path)[: len(asked)]:
+        assert read(path) == [("row 1", " = Title = \n"), ("row 2", "Some text.\n")]
+    assert hub.asked == asked
+
 
 KEYS = [f"{i}.txt".encode() for i in range(1000)]
 

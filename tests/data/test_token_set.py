@@ -49,9 +49,6 @@ def ids(windows):
     return [windows[i]["input_ids"].tolist() for i in range(len(windows))]
 
 
-# --- shards read as one
-
-
 def test_the_index_alone_says_what_there_is(folder, opened):
     tokens = TokenSet(folder)
     assert len(tokens) == 61
@@ -119,9 +116,6 @@ def test_wrong_names_and_places_are_refused(folder, call, message):
         call(TokenSet(folder))
 
 
-# --- the index
-
-
 def change_index(folder, change, reseal=True):
     index = json.loads((folder / INDEX).read_text())
     change(index)
@@ -157,9 +151,6 @@ def test_a_text_folder_may_hold_an_index_of_its_own(folder, tmp_path):
         TokenSet(folder)
 
 
-# --- damaged shards
-
-
 @pytest.mark.parametrize(("spoil", "message"), [
     (flip, "is damaged: the checksum of its tokens is wrong"),
     (lambda file: file.write_bytes(file.read_bytes()[:-1]), "is cut short or too long"),
@@ -193,9 +184,6 @@ def test_shards_one_after_another_are_bad(folder, caplog):
         flip(folder / name)
     with pytest.raises(ShardError, match=r"no shard of .* can be read; the warnings above say why"):
         windows_of(TokenSet(folder, bad_shards="skip"), 6)[0]
-
-
-# --- windows
 
 
 @pytest.mark.parametrize(("length", "stride"), [(6, None), (6, 2), (10, 3), (13, None)])
@@ -242,9 +230,6 @@ def test_a_bad_shard_is_left_out_of_a_packing(folder, tmp_path, caplog):
     assert packed().counts[1] == 3
 
 
-# --- corpora of shards
-
-
 def config(folder, **values):
     return DataConfig(path=str(folder), **({"tokenizer": "bytes", "held_out": 0.2} | values))
 
@@ -287,9 +272,6 @@ def test_shards_and_their_tokenizer_must_fit(folder, tmp_path):
     change_index(folder, lambda index: index.update(tokenizer_hash="b" * 64))
     with pytest.raises(ValueError, match=r"was made with another tokenizer than its tokenizer\.json"):
         prepare(config(folder))
-
-
-# --- writing
 
 
 @pytest.mark.parametrize("tokenizer", ["bytes", "bpe"])

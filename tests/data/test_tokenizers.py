@@ -10,17 +10,7 @@ from hypothesis import strategies as st
 from tokenizers import Tokenizer, models, normalizers, pre_tokenizers
 
 from subquad.data import tokenizers as module
-from subquad.data.tokenizers import (
-    Encoder,
-    bytes_tokenizer,
-    encode_text,
-    load_tokenizer,
-    pieces,
-    separator_id,
-    tokenizer_hash,
-    vocab_size,
-    warn_of_carriage_returns,
-)
+from subquad.data.tokenizers import Encoder, bytes_tokenizer, encode_text, load_tokenizer, separator_id, tokenizer_hash
 from subquad.data.vocabularies import SEPARATOR, TRAINED, characters, make_tokenizer, train_bpe, train_unigram
 
 TEXTS = ["def f(x):\n    return x + 1\n", "The cat didn't sit; it's 42.\n\n\tThe  end ", "größe 漢字 \U0001f389"] * 3
@@ -51,12 +41,12 @@ def test_trained_tokenizers_lose_nothing(tokenizer, text):
 
 
 def test_sizes_and_separators():
-    assert vocab_size(bytes_tokenizer()) == 256
-    assert (vocab_size(BPE), separator_id(BPE), separator_id(UNIGRAM)) == (300, 0, 0)
+    assert module.vocab_size(bytes_tokenizer()) == 256
+    assert (module.vocab_size(BPE), separator_id(BPE), separator_id(UNIGRAM)) == (300, 0, 0)
     assert Encoder(bytes_tokenizer()).separator.tolist() == []
     assert Encoder(BPE).separator.tolist() == [0]
     assert separator_id(BPE) in BPE.encode(f"a{SEPARATOR}b").ids
-    assert vocab_size(Tokenizer(models.WordLevel(vocab={"a": 0, "b": 9}, unk_token="a"))) == 10, "gaps count"
+    assert module.vocab_size(Tokenizer(models.WordLevel(vocab={"a": 0, "b": 9}, unk_token="a"))) == 10, "gaps count"
 
 
 def test_a_file_keeps_the_tokenizer(tmp_path):
@@ -71,7 +61,7 @@ def test_a_file_keeps_the_tokenizer(tmp_path):
 def test_pieces_do_not_change_tokens(parts):
     text = "".join(parts)
     with mock.patch.object(module, "_PIECE", 1):
-        cut = [piece.decode() for piece in pieces(text.encode())]
+        cut = [piece.decode() for piece in module.pieces(text.encode())]
     assert "".join(cut) == text
     for tokenizer in (BPE, UNIGRAM):
         assert [id for piece in cut for id in tokenizer.encode(piece).ids] == tokenizer.encode(text).ids
@@ -80,7 +70,7 @@ def test_pieces_do_not_change_tokens(parts):
 def test_long_texts_are_cut_for_trained_tokenizers_alone(tmp_path, monkeypatch):
     monkeypatch.setattr(module, "_PIECE", 1000)
     text = b"some words and\nlines\n" * 200
-    assert len(list(pieces(text))) == 5
+    assert len(list(module.pieces(text))) == 5
     assert [number for number, _ in Encoder(BPE).encode([text, b"short"])] == [0, 0, 0, 0, 0, 1]
     wordpiece = Tokenizer(models.WordPiece(vocab={"[UNK]": 0, "[SEP]": 1, "the": 2, "cat": 3, "##s": 4}))
     wordpiece.pre_tokenizer = pre_tokenizers.Whitespace()
@@ -97,16 +87,12 @@ def test_long_texts_are_cut_for_trained_tokenizers_alone(tmp_path, monkeypatch):
 @pytest.mark.parametrize(("name", "message"), [
     ("byte", r"unknown tokenizer 'byte'.*did you mean 'bytes'\? valid: PATH/tokenizer.json"),
     ("bpe", "the tokenizer 'bpe' has to be trained first; valid here: bytes or a tokenizer.json"),
+    ("{}", r"/tokenizer\.json is not a tokenizer\.json: "),
 ])  # fmt: skip
-def test_an_unknown_tokenizer_is_answered_with_the_valid_ones(name, message):
-    with pytest.raises(ValueError, match=message):
-        load_tokenizer(name)
-
-
-def test_a_file_that_is_no_tokenizer_is_named(tmp_path):
+def test_what_is_no_tokenizer_is_refused(name, message, tmp_path):
     (tmp_path / "tokenizer.json").write_text('{"version": "1.0"}')
-    with pytest.raises(ValueError, match=f"{re.escape(str(tmp_path))}.tokenizer.json is not a tokenizer.json: "):
-        load_tokenizer(tmp_path)
+    with pytest.raises(ValueError, match=message):
+        load_tokenizer(name.format(tmp_path))
 
 
 @pytest.mark.parametrize("name", ["bytes", *TRAINED])
@@ -114,9 +100,9 @@ def test_carriage_returns_are_counted_and_warned_of(name, caplog):
     unix = "one line\nand another one\n" * 40
     dos = unix.replace("\n", "\r\n")
     tokenizer = bytes_tokenizer() if name == "bytes" else make_tokenizer(name, [unix, dos], 300)
-    warn_of_carriage_returns(tokenizer, np.array(encode(tokenizer, unix)), "the text")
+    module.warn_of_carriage_returns(tokenizer, np.array(encode(tokenizer, unix)), "the text")
     assert caplog.text == ""
-    warn_of_carriage_returns(tokenizer, np.array(encode(tokenizer, dos)), "the text")
+    module.warn_of_carriage_returns(tokenizer, np.array(encode(tokenizer, dos)), "the text")
     (said,) = caplog.messages
     assert re.match(r"the text has CRLF line ends \(\d+ carriage returns\): the loss counts each", said)
     assert name != "bytes" or "(80 carriage" in said

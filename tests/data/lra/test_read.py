@@ -39,9 +39,6 @@ def put(root, name, content):
     (root / name).write_bytes(content.encode() if isinstance(content, str) else content)
 
 
-# --- valid layouts, in a folder that they make
-
-
 def reviews(root):
     for side, name, count in (("train", "pos", 12), ("train", "neg", 18), ("test", "pos", 3), ("test", "neg", 5)):
         for i in range(count):
@@ -100,9 +97,6 @@ def pathfinder(root, kind=None):
     if kind is not None:
         np.save(home / "metadata/0.npy", np.array(rows, dtype=kind))
     return root
-
-
-# --- what is read
 
 
 def test_reviews_in_folders_and_in_tables_are_the_same(tmp_path, read):
@@ -194,9 +188,8 @@ def test_pairs_and_papers_apart_and_documents_kept_once(tmp_path, read):
 
 
 def test_grey_is_pillows():
-    pixels = np.random.default_rng(0).integers(0, 256, (2, 64, 64, 3), dtype=np.uint8)
-    expected = np.stack([np.asarray(Image.fromarray(image).convert("L")) for image in pixels])
-    assert (grey(pixels) == expected).all()
+    pixels = np.random.default_rng(0).integers(0, 256, (1, 128, 64, 3), dtype=np.uint8)
+    assert (grey(pixels) == np.asarray(Image.fromarray(pixels[0]).convert("L"))).all()
     assert (grey(pixels[..., :1]) == pixels[..., 0]).all()
 
 
@@ -218,9 +211,6 @@ def test_pathfinder_of_the_release(tmp_path, read, kind):
     assert [corpus.train.sequence(i)[0] for i in range(4)] == [0, 1, 2, 4], "the empty file is left out"
     assert corpus.train.labels[:4].tolist() == [0, 1, 0, 0]
     assert sizes(read("pathfinder32", home, length=1024)) == [15, 2, 2]
-
-
-# --- what is wrong
 
 
 def text(name, content):
@@ -247,7 +237,6 @@ DATASETS |= {pictures: "image", pathfinder: "pathfinder32"}
     (reviews, text("train/pos/3_7.txt", b"ab\xff"), r"3_7.txt is not text: byte 2 is 0xff"),
     (reviews, text("test/neg/0_7.txt", b""), r"0_7.txt holds no text"),
     (reviews, gone("train/pos/*"), r"class 'pos' has no example: there is no"),
-    (reviews, gone("test/pos/*"), r"class 'pos' has no example: .*test"),
     (reviews, moved("test", "tests"), r"there is no folder .*test"),
     (reviews, moved("test/pos", "test/good"), r"0_7.txt has the label 'good'; valid: neg, pos"),
     (reviews, lambda root: [moved(f"{s}/pos", f"{s}-pos")(root) for s in ("train", "test")], "two classes are"),
@@ -255,12 +244,9 @@ DATASETS |= {pictures: "image", pathfinder: "pathfinder32"}
     (tables, row("x_train.tsv", b"1 text without a tab"), r"x_train.tsv, line 2 has no tab: it must be a label"),
     (tables, row("x_train.tsv", b"\t3\t4\ttext"), r"x_train.tsv, line 2 has no label; valid: 0"),
     (tables, row("x_train.tsv", b"1\t3\t4\t\xfe"), r"x_train.tsv, line 2 is not text: byte 0 is 0xfe"),
-    (tables, row("x_train.tsv", b"1\t3\t4\t"), r"x_train.tsv, line 2 holds no text"),
     (tables, gone("x_test.tsv"), r"holds neither the folders train and test nor a file \*test.tsv"),
-    (tables, moved("x_test.tsv", "y"), r"holds neither the folders train and test nor a file \*test.tsv"),
     (tables, lambda root: root.rename(root.with_name("dd")), r"no file or folder '.*/d'; did you mean '.*/dd'"),
     (expressions, row("basic_train.tsv", b"( 3 )\t12"), r"train.tsv, line 32 has the label '12'; valid: 0, 1"),
-    (expressions, row("basic_train.tsv", b"( 3 )\t"), r"basic_train.tsv, line 32 has no label"),
     (expressions, row("basic_train.tsv", b"3"), r"line 32 has 1 columns between tabs, not 2: Source, Target"),
     (expressions, row("basic_train.tsv", b"[AVG\t1"), r"basic_train.tsv, line 32: '\[AVG' is not a word of"),
     (expressions, row("basic_train.tsv", b"( )\t5"), r"line 32 has no expression before the tab"),
@@ -272,8 +258,6 @@ DATASETS |= {pictures: "image", pathfinder: "pathfinder32"}
     (release, gone("*train*"), r"holds neither papers.jsonl nor new_aan_pairs.train.tsv, plain or"),
     (papers, text("pairs_val.tsv", "1\tP0\tP9"), r"pairs_val.tsv, line 1: papers.jsonl has no paper 'P9'"),
     (papers, text("pairs_val.tsv", "2\tP0\tP1"), r"pairs_val.tsv, line 1 has the label '2'; valid: 0, 1"),
-    (papers, text("pairs_val.tsv", "1\tP0"), r"line 1 has 2 columns between tabs, not 3: label, first, seco"),
-    (papers, text("pairs_train.tsv", "1\tP0\tP1"), r"no training example has the class 'unrelated'"),
     (papers, text("papers.jsonl", '{"id": "P0"}'), r"line 1 is not JSON with an id and a text: KeyError"),
     (papers, text("papers.jsonl", '{"id": "P0", "text": "a"}\n' * 2), r"line 2: the paper 'P0' occurs for "),
     (papers, text("papers.jsonl", b'{"id": "P0", "text": "\xff"}'), r"line 1 is not UTF-8 text: byte 22 i"),
