@@ -5,10 +5,9 @@ import lzma
 
 import numpy as np
 import pytest
-from PIL import Image
 
 from subquad.data.images import load_images, load_pictures
-from tests.data.pictures import digits, idx_bytes, write_idx, write_png
+from tests.data.pictures import digits, idx_bytes, jpegs, keras, records, write_idx, write_png
 
 TRAIN, TEST, LABELS = "train-images-idx3-ubyte", "t10k-images-idx3-ubyte", "train-labels-idx1-ubyte"
 ERRORS = (ValueError, FileNotFoundError)
@@ -41,21 +40,6 @@ def npz(file, arrays):
     np.savez(buffer, **arrays)
     file.write_bytes(lzma.compress(buffer.getvalue()) if file.suffix == ".xz" else buffer.getvalue())
     return str(file)
-
-
-def keras(**changes):
-    (x, y), (x_test, y_test) = digits(20), digits(8, seed=1)
-    return {"x_train": x, "y_train": y, "x_test": x_test, "y_test": y_test} | changes
-
-
-def jpegs(**changes):
-    parts = []
-    for shade in range(6):
-        buffer = io.BytesIO()
-        Image.fromarray(np.full((4, 4, 3), shade * 40, np.uint8)).save(buffer, "JPEG")
-        parts.append(np.frombuffer(buffer.getvalue(), np.uint8))
-    arrays = {"blob": np.concatenate(parts), "offset": np.cumsum([0, *map(len, parts)]), "label": np.arange(6) % 2}
-    return arrays | {"n_train": 4, "classes": np.array(["cat", "dog"])} | changes
 
 
 @pytest.mark.parametrize("name", ["a.npz", "a.npz.xz"])
@@ -102,10 +86,6 @@ def test_jpeg_files_in_an_npz_file(tmp_path):
 def test_a_wrong_npz_file_is_named_with_the_place(tmp_path, layout, changes, message):
     with pytest.raises(ValueError, match=f"a.npz.* {message}"):
         load_images(npz(tmp_path / "a.npz", layout(**changes)))
-
-
-def records(*labels):
-    return b"".join(bytes([label]) + bytes([10] * 1024 + [20] * 1024 + [30] * 1024) for label in labels)
 
 
 def test_cifar_batches(tmp_path):

@@ -56,7 +56,10 @@ def test_characters_are_the_tokens(tmp_path):
     tokenizer.save(str(tmp_path / "tokenizer.json"))
     assert character_ids(load_tokenizer(tmp_path)) == tokenizer.get_vocab()
     assert character_ids(make_tokenizer("bpe", ["ab"], 257)) is None
-    assert character_ids(Tokenizer(models.WordLevel(vocab={"a": 0}, unk_token="a"))) is None
+    words = Tokenizer(models.WordLevel(vocab={"a": 0, "bc": 1}, unk_token="a"))
+    assert character_ids(words) is None
+    words.pre_tokenizer = tokenizer.pre_tokenizer
+    assert character_ids(words) is None, "a token of two characters"
 
 
 @pytest.mark.parametrize(("call", "message"), [

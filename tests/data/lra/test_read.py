@@ -1,6 +1,5 @@
 """Data sets that are read: every layout, cutting, choosing, and errors that name the file and the line."""
 
-import json
 import lzma
 
 import numpy as np
@@ -11,9 +10,20 @@ from subquad.data.config import LabelledConfig
 from subquad.data.labelled import labelled_corpus
 from subquad.data.lra.read_images import grey
 from subquad.data.lra.store import choose
+from tests.data.lra.layouts import (
+    DATASETS,
+    HOME,
+    expressions,
+    papers,
+    pathfinder,
+    pictures,
+    put,
+    release,
+    reviews,
+    tables,
+)
 
 PARTS = ("train", "held_out", "test")
-HOME = "curv_contour_length_14"
 META, IMAGE = f"{HOME}/metadata/0.npy", f"{HOME}/imgs/0/sample_3.png"
 
 
@@ -32,71 +42,6 @@ def texts(part) -> list[str]:
 
 def sizes(corpus) -> list[int]:
     return [len(getattr(corpus, part)) for part in PARTS]
-
-
-def put(root, name, content):
-    (root / name).parent.mkdir(parents=True, exist_ok=True)
-    (root / name).write_bytes(content.encode() if isinstance(content, str) else content)
-
-
-def reviews(root):
-    for side, name, count in (("train", "pos", 12), ("train", "neg", 18), ("test", "pos", 3), ("test", "neg", 5)):
-        for i in range(count):
-            put(root, f"{side}/{name}/{i}_7.txt", f"é {side} {name} {i} " + "x" * i)
-    (root / "train" / "unsup").mkdir()
-    return root
-
-
-def tables(root):
-    for side in ("train", "test"):
-        put(root, f"x_{side}.tsv", "0\t1\t2\tgood\n")
-    return root
-
-
-def expressions(root):
-    for name, count in (("train", 20), ("val", 3), ("test", 4)):
-        rows = [f"( ( ( [MIN {i % 10} ) {(i + 3) % 10} ) ] )\t{min(i % 10, (i + 3) % 10)}" for i in range(count)]
-        rows += [f"( ( ( [MAX {i} ) {i} ) ] )\t{i}" for i in range(10)] * (name == "train")
-        put(root, f"basic_{name}.tsv", "\n".join(["Source\tTarget", *rows]) + "\n")
-    return root
-
-
-def release(root):
-    for name in ("train", "eval", "test"):
-        rows = [f'"{i}.0"\t"a{i}"\t"b"\t"{text}"\t"two ""2"""\n' for i, text in enumerate(("one", "three"))]
-        put(root, f"new_aan_pairs.{name}.tsv", "".join(rows))
-    return root
-
-
-def papers(root):
-    rows = [json.dumps({"id": f"P{i}", "text": f"paper {i} " * (i + 1)}) for i in range(4)]
-    put(root, "papers.jsonl.xz", lzma.compress("\n".join(rows).encode()))
-    for name in ("train", "val", "test"):
-        put(root, f"pairs_{name}.tsv", "1\tP0\tP1\n0\tP2\tP1\n")
-    return root
-
-
-def pictures(root):
-    rng = np.random.default_rng(0)
-    for side, count in (("train", 10), ("test", 2)):
-        for name in ("cat", "dog"):
-            (root / side / name).mkdir(parents=True, exist_ok=True)
-            for i in range(count):
-                Image.fromarray(rng.integers(0, 256, (4, 4, 3), dtype=np.uint8)).save(root / side / name / f"{i}.png")
-    return root
-
-
-def pathfinder(root, kind=None):
-    """The release, its metadata as text or (`kind`) as an array."""
-    home, rows = root / HOME, []
-    (home / "imgs/0").mkdir(parents=True)
-    for i in range(20):
-        Image.fromarray(np.full((32, 32), i, dtype=np.uint8)).save(home / f"imgs/0/sample_{i}.png")
-        rows.append(["imgs/0", f"sample_{i}.png", str(i), str(i % 2), "1.8", "14"])
-    put(home, "metadata/0.npy", "\n".join(map(" ".join, rows)) + "\n")
-    if kind is not None:
-        np.save(home / "metadata/0.npy", np.array(rows, dtype=kind))
-    return root
 
 
 def test_reviews_in_folders_and_in_tables_are_the_same(tmp_path, read):
@@ -227,10 +172,6 @@ def moved(old, new):
 
 def row(name, line):
     return lambda root: put(root, name, (root / name).read_bytes() + line)
-
-
-DATASETS = {reviews: "text", tables: "text", expressions: "listops", release: "retrieval", papers: "retrieval"}
-DATASETS |= {pictures: "image", pathfinder: "pathfinder32"}
 
 
 @pytest.mark.parametrize(("make", "spoil", "message"), [
