@@ -170,8 +170,6 @@ EXPECTED = {
     "paper": "p", "title": "t", "source": "s", "comparable": "yes", "figures": [{"arm": "a", "loss": 1.5}],
     "claims": [{"id": "a", "says": "x", "theirs": "1", "kind": "lower", "pairs": [[{"arm": "a"}, {"arm": "b"}]]}],
 }  # fmt: skip
-
-
 RESULT = {"experiment": "e", "scales": {"cpu": SCALE}}
 
 
@@ -203,9 +201,8 @@ def tokenizer(folder):
             list(Encoder(loaded).encode([TEXT.encode()]))
 
 
-GPT2 = [*sorted(pre_tokenizers.ByteLevel.alphabet()), "ab", "abc", SEPARATOR]
-IDS = {token: number for number, token in enumerate(GPT2)}
-make_gpt2 = files(encoder__json=IDS, vocab__bpe="#version: 0.2\na b\nab c\n")
+GPT2 = {token: i for i, token in enumerate([*sorted(pre_tokenizers.ByteLevel.alphabet()), "ab", "abc", SEPARATOR])}
+make_gpt2 = files(encoder__json=GPT2, vocab__bpe="#version: 0.2\na b\nab c\n")
 TARGETS["gpt2"] = Target(make_gpt2, lambda folder: encode_text(load_tokenizer(folder), TEXT), quick=20)
 LLAMA2C_PIECES = [" ", "a", "b", "c", "é", "ab", " a", " ab", "abc", " abc", "bc", "ca"]
 
