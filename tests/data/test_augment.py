@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from subquad.data.augment import augmentation, check_whole, permuted_expression
 from subquad.data.lra.listops import CLOSE, MAX, MIN, SM
 from subquad.training import ClassifyConfig
-from tests.data.lra.expressions import solve
+from tests.data.lra.layouts import solve
 
 expressions = st.recursive(
     st.integers(0, 9).map(lambda digit: [digit]),

@@ -45,9 +45,8 @@ def test_shards_hold_the_documents_and_count_their_text_alone(config, texts, tok
         documents = [(texts / name).read_text(encoding="utf-8") for name in names]
         text = "".join(documents)
         assert (shard.text_bytes, shard.words) == (len(text.encode()), len(text.split()))
-        read = [
-            corpus.tokenizer.decode(shard.tokens[a:b], skip_special_tokens=False) for a, b in pairwise(shard.documents)
-        ]
+        parts = [shard.tokens[a:b] for a, b in pairwise(shard.documents)]
+        read = [corpus.tokenizer.decode(part, skip_special_tokens=False) for part in parts]
         assert read == [*(document + separator for document in documents[:-1]), documents[-1]]
     assert corpus.held_out_text() == text.encode()
 
@@ -98,12 +97,9 @@ def test_another_configuration_or_content_is_another_corpus(config, texts):
     assert len({*folders, prepare(config).folder}) == 7
 
 
-def cut(raw):
-    return raw[:-5]
-
-
 @pytest.mark.parametrize(("name", "change", "message"), [
-    *((name, cut, name) for name in ("train.tokens", "held_out.tokens", *module.PLAIN, "manifest.json")),
+    *((name, lambda raw: raw[:-5], name) for name in ("train.tokens", "held_out.tokens", *module.PLAIN)),
+    ("manifest.json", lambda raw: raw[:-5], "manifest.json"),
     ("train.tokens", None, "train.tokens"),
     ("manifest.json", None, "manifest.json"),
     ("manifest.json", lambda raw: raw.replace(b'"version": 1', b'"version": 0'), "has corpus format version 0, this"),

@@ -1,7 +1,6 @@
 """Plain and packed files are read alike; damage is named."""
 
 import io
-import zipfile
 from pathlib import Path
 
 import numpy as np
@@ -57,14 +56,3 @@ def test_an_archive_that_cannot_be_unpacked_is_named(place, value, why, tmp_path
     (tmp_path / "a.zip").write_bytes(raw)
     with pytest.raises(BadTextError, match=rf"a\.zip is damaged and does not unpack: .*{why}"):
         documents(tmp_path / "a.zip")
-
-
-def test_archives_hold_a_document_for_each_file(tmp_path):
-    with zipfile.ZipFile(tmp_path / "a.zip", "w") as archive:
-        archive.writestr("x/b.txt", "two")
-        archive.writestr("a.txt", "one")
-    assert documents(tmp_path / "a.zip") == [("a.zip/a.txt", b"one"), ("a.zip/x/b.txt", b"two")]
-    for name in ("b.zip", "b.tar"):
-        (tmp_path / name).write_bytes(b"not an archive")
-        with pytest.raises(BadTextError, match=rf"{name} is damaged and does not unpack"):
-            documents(tmp_path / name)

@@ -4,6 +4,8 @@ import logging
 import re
 import sys
 import tarfile
+import types
+import zipfile
 
 import pytest
 from hypothesis import given, settings
@@ -35,16 +37,10 @@ def test_folders_and_globs_are_read_sorted_and_names_are_relative(tmp_path, monk
     assert read(tmp_path / "a") == [("a/z.txt", "one"), ("b.txt", "two"), ("c.md", "three")]
     assert read(tmp_path / "a/**/*.txt") == [("a/z.txt", "one"), ("b.txt", "two")]
     assert read(tmp_path / "a/a/*") == [("z.txt", "one")]
-    write(tmp_path, stdlib__a_txt="mine")
-    monkeypatch.chdir(tmp_path)
-    assert read("./stdlib") == [("a.txt", "mine")]
-
-
-def test_text_is_kept_unchanged(tmp_path):
     text = "﻿a\r\nb\tç \U0001f389\n\n"
-    (tmp_path / "a.txt").write_bytes(text.encode())
-    (document,) = open_source(str(tmp_path / "a.txt")).documents()
-    assert document == ("a.txt", text.encode(), b"a.txt")
+    write(tmp_path, stdlib__a_txt=text)
+    monkeypatch.chdir(tmp_path)
+    assert [*open_source("./stdlib").documents()] == [("a.txt", text.encode(), b"a.txt")], "text is kept unchanged"
 
 
 def test_a_missing_path_is_answered_with_its_neighbours(tmp_path):
@@ -63,8 +59,12 @@ def test_a_missing_path_is_answered_with_its_neighbours(tmp_path):
     assert ".secret" not in str(error.value)
 
 
-def test_a_tar_archive_has_a_document_for_each_file(tmp_path):
+def test_an_archive_has_a_document_for_each_file(tmp_path):
     write(tmp_path / "in", b_txt="two", a_txt="one", bad_bin=b"x\0")
+    with zipfile.ZipFile(tmp_path / "some.zip", "w") as packed:
+        packed.writestr("deep/b.txt", "two")
+        packed.writestr("a.txt", "one")
+    assert read(tmp_path / "some.zip") == [("some.zip/a.txt", "one"), ("some.zip/deep/b.txt", "two")]
     for place in (tmp_path / "some.tar.xz", tmp_path / "urlsf_subset00-1_data.xz"):  # as OpenWebText's are named
         with tarfile.open(place, "w:xz") as archive:
             for name in ("b.txt", "a.txt"):
@@ -119,6 +119,32 @@ def test_the_fingerprint_sees_names_and_contents_but_not_the_place(tmp_path):
     assert fingerprint("four", a_txt="x", c_txt="y") != first
 
 
+class Rows(list):
+    """Rows of a data set of the Hugging Face hub, read by column."""
+
+    @property
+    def column_names(self):
+        return list(next(iter(self)))
+
+    def __getitem__(self, column):
+        return [row[column] for row in self]
+
+
+@pytest.fixture
+def hub(monkeypatch):
+    """A package `datasets` whose data sets all hold `hub.rows`; `hub.asked` lists what was loaded."""
+    module = types.ModuleType("datasets")
+    fake = types.SimpleNamespace(rows=[], asked=[])
+
+    def load_dataset(*args, split):
+        fake.asked.append((*args, split))
+        return Rows(fake.rows)
+
+    module.load_dataset = load_dataset
+    monkeypatch.setitem(sys.modules, "datasets", module)
+    return fake
+
+
 def test_a_dataset_is_asked_for_by_name_config_split_and_column(hub):
     hub.rows = [{"text": text, "label": "l"} for text in ["first", "", None, "fourth", "NUL\0"]]
     assert read("hf:owner/name", skip_bad_files=True) == [("row 0", "first"), ("row 3", "fourth")]
@@ -130,14 +156,13 @@ def test_a_dataset_is_asked_for_by_name_config_split_and_column(hub):
     ]  # fmt: skip
     assert open_source("hf:a").fingerprint() != open_source("hf:a:::label").fingerprint()
     assert [d.key for d in open_source("hf:a", skip_bad_files=True).documents()] == [b"first", b"fourth"]
-    with pytest.raises(ValueError, match=r"'hf:a:::txt' has no column 'txt'; did you mean 'text'\? valid: label, text"):
-        open_source("hf:a:::txt")
-
-
-@pytest.mark.parametrize("asked", ["hf:", "hf:a:b:c:d:e"])
-def test_a_wrong_name_of_a_dataset_is_refused(asked):
-    with pytest.raises(ValueError, match=rf"a dataset is hf:NAME\[:CONFIG\[:SPLIT\[:COLUMN\]\]\], got '{asked}'"):
-        open_source(asked)
+    for asked, message in (
+        ("hf:a:::txt", r"'hf:a:::txt' has no column 'txt'; did you mean 'text'\? valid: label, text"),
+        ("hf:", r"a dataset is hf:NAME\[:CONFIG\[:SPLIT\[:COLUMN\]\]\], got 'hf:'"),
+        ("hf:a:b:c:d:e", r"a dataset is hf:NAME\[:CONFIG\[:SPLIT\[:COLUMN\]\]\], got 'hf:a:b:c:d:e'"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            open_source(asked)
 
 
 @pytest.mark.parametrize("reader", [open_source, load_images, hub_parts])
@@ -184,6 +209,9 @@ def test_documents_are_held_out_by_their_own_hash():
     assert hold_out(KEYS, 0.1, 1) != whole
     with pytest.raises(ValueError, match="a split by document needs at least two documents, got 1"):
         hold_out([b"a"], 0.5)
+    for text in (b"a", "漢".encode(), b"ab"):
+        with pytest.raises(ValueError, match=rf"document of {len(text)} bytes is too short to hold out 0\.9 of it"):
+            cut(text, 0.9)
 
 
 @settings(max_examples=50)
@@ -202,9 +230,3 @@ def test_a_cut_holds_out_the_end_and_splits_no_character(text, fraction):
         return
     assert data[:place].decode() + data[place:].decode() == text
     assert 0 <= place - int(len(data) * (1 - fraction)) <= 3
-
-
-@pytest.mark.parametrize("text", [b"a", "漢".encode(), b"ab"])
-def test_a_text_that_is_too_short_to_cut(text):
-    with pytest.raises(ValueError, match=rf"a document of {len(text)} bytes is too short to hold out 0\.9 of it"):
-        cut(text, 0.9)

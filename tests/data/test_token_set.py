@@ -17,6 +17,7 @@ from subquad.data import DataConfig, TokenSet, TokenShard, prepare, token_set, w
 from subquad.data.sources import open_source
 from subquad.data.token_set import INDEX, ShardError, is_token_set
 from subquad.data.tokenizers import load_tokenizer
+from subquad.data.vocabularies import train_bpe
 from subquad.data.windows import SetWindows
 from tests.data.sets import flip, make_set
 
@@ -35,13 +36,8 @@ def folder(tmp_path):
 def opened(monkeypatch):
     """The names of the shards that are opened, in order."""
     names = []
-    real = TokenShard.__init__
-
-    def init(self, path, **kwargs):
-        names.append(path.name)
-        real(self, path, **kwargs)
-
-    monkeypatch.setattr(TokenShard, "__init__", init)
+    shard = lambda path, **options: names.append(path.name) or TokenShard(path, **options)  # noqa: E731
+    monkeypatch.setattr(token_set, "TokenShard", shard)
     return names
 
 
@@ -55,7 +51,6 @@ def test_the_index_alone_says_what_there_is(folder, opened):
     assert (tokens.text_bytes, tokens.words, tokens.vocab_size) == (61, 9, 70000)
     assert repr(tokens).endswith("set': 61 tokens in 4 shards)")
     assert len(windows_of(tokens, 6)) == 2 + 3 + 2 + 3
-    assert is_token_set(folder)
     assert opened == []
 
 
@@ -104,7 +99,6 @@ def test_shards_by_name_in_another_order_and_in_another_process(folder):
     (lambda tokens: TokenSet(tokens.path, NAMES[2:3] * 2), "each shard can be named only once, got 00002.tokens"),
     (lambda tokens: TokenSet(tokens.path, []), "a set needs at least one shard of"),
     (lambda tokens: TokenSet(tokens.path.parent), r"holds no index\.json; `subquad data tokens` writes a folder"),
-    (lambda tokens: windows_of(tokens, 6)[-1], "window -1 is out of range: there are 10"),
     (lambda tokens: windows_of(tokens, 6)[10], "window 10 is out of range: there are 10"),
     (lambda tokens: windows_of(tokens, 21), r"a window of 21 tokens is longer than every shard of .*set"),
     (lambda tokens: windows_of(tokens, 6, stride=6), "stride must lie between 1 and 5 for windows of 6 tokens, got 6"),
@@ -131,9 +125,7 @@ def change_index(folder, change, reseal=True):
     (lambda index: index.update(shards={}), True, r"index\.json is damaged: 'shards' must be a list"),
     (lambda index: index["shards"][0].update(words="3"), True, r"index\.json is damaged: 'words' must be a"),
     (lambda index: index["shards"][0].update(tokens=-1), True, r"tokens of 00000\.tokens must .* 2\^48, got -1"),
-    (lambda index: index["shards"][1].update(words=2**64), True, r"words of 00001\.tokens must be .*below 2\^48"),
     (lambda index: index["shards"][0].update(name="../a"), True, r"must be a file in the folder .*, got '\.\./a'"),
-    (lambda index: index["shards"][0].update(name=""), True, "must be a file in the folder of its index, got ''"),
 ])  # fmt: skip
 def test_an_index_that_cannot_be_is_refused(folder, change, reseal, message):
     change_index(folder, change, reseal)
@@ -142,13 +134,10 @@ def test_an_index_that_cannot_be_is_refused(folder, change, reseal, message):
 
 
 def test_a_text_folder_may_hold_an_index_of_its_own(folder, tmp_path):
-    assert not is_token_set(tmp_path)
     (tmp_path / INDEX).write_text("[1, 2]")
-    assert not is_token_set(tmp_path)
+    assert [is_token_set(place) for place in (folder, tmp_path, tmp_path / "no")] == [True, False, False]
     (folder / INDEX).write_text("[1, 2")
-    assert is_token_set(folder)
-    with pytest.raises(ValueError, match=r"index\.json is not JSON"):
-        TokenSet(folder)
+    assert is_token_set(folder), "a damaged one too"
 
 
 @pytest.mark.parametrize(("spoil", "message"), [
@@ -163,9 +152,7 @@ def test_a_bad_shard_is_named_or_skipped_and_the_others_keep_their_places(folder
     windows = windows_of(TokenSet(folder), 6)
     assert [windows[i]["input_ids"].tolist() for i in (0, 5)] == [whole[0], whole[5]], "the others are read"
     for _ in range(2):
-        with pytest.raises(
-            ShardError, match=rf"shard {NAMES[1]} of .*set cannot be read: .*{message}.*bad_shards=skip"
-        ):
+        with pytest.raises(ShardError, match=rf"{NAMES[1]} of .*set cannot be read: .*{message}.*bad_shards=skip"):
             windows[2]
     with caplog.at_level(logging.WARNING):
         found = ids(windows_of(TokenSet(folder, bad_shards="skip"), 6))
@@ -276,17 +263,13 @@ def test_shards_and_their_tokenizer_must_fit(folder, tmp_path):
 
 @pytest.mark.parametrize("tokenizer", ["bytes", "bpe"])
 def test_texts_become_shards(tmp_path, tokenizer):
-    folder = tmp_path / "texts"
+    texts, said, folder, out = [f"document {n} " * (n + 1) for n in range(9)], [], tmp_path / "texts", tmp_path / "out"
     folder.mkdir()
-    texts = [f"document {n} " * (n + 1) for n in range(9)]
     for n, text in enumerate(texts):
         (folder / f"{n}.txt").write_text(text)
+    sources = [open_source(str(folder)), str(folder / "0.txt")]
     texts.append(texts[0])
-    chosen = load_tokenizer("bytes")
-    if tokenizer == "bpe":
-        chosen = prepare(DataConfig(path=str(folder), vocab_size=265, cache=str(tmp_path / "cache"))).tokenizer
-    sources, said = [open_source(str(folder)), str(folder / "0.txt")], []
-    out = tmp_path / "out"
+    chosen = load_tokenizer("bytes") if tokenizer == "bytes" else train_bpe(texts, 265)
     tokens = write_tokens(out, sources, chosen, shard_tokens=100, progress=lambda *state: said.append(state))
     assert said[-1] == ("encoding", 10, 10)
     assert all(entry.tokens >= 100 for entry in tokens.entries[:-1])

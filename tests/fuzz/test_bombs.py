@@ -188,6 +188,7 @@ RESULT, MANIFEST, HALF = "result.json", "checkpoint-3/manifest.json", [{"arm": n
     ("store", "test.labels", b"\0\1\1", "its 3 bytes are not a multiple of the size of a value"),
     ("store", "test.pairs", np.array([0, 1, 1, 5], "<i8").tobytes(), "test names documents up to 5 of 2"),
     ("store", "test.pairs", np.array([0, 1, -1, 0], "<i8").tobytes(), "test names documents up to 1 of 2"),
+    ("store", "manifest.json", {"version": 99}, "has format version 99, this release reads version 1"),
     ("store", "manifest.json", {"vocab_size": 10}, "train does not have the vocabulary of 10 tokens"),
     ("corpus", "manifest.json", {"sha256": {}}, r"tokenizer\.json is damaged: its checksum is wrong"),
     ("corpus", "manifest.json", {"contents": []}, "contents and names must be strings"),

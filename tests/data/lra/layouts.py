@@ -1,10 +1,12 @@
-"""Small data sets in every layout of Long Range Arena's that is read, each in a folder that is made here."""
+"""Small data sets in every layout of Long Range Arena's, and a stack machine that evaluates ListOps."""
 
 import json
 import lzma
 
 import numpy as np
 from PIL import Image
+
+from subquad.data.lra.listops import CLOSE, MAX, MED, MIN, SM
 
 HOME = "curv_contour_length_14"
 """Pathfinder's folder of difficulty=hard."""
@@ -77,3 +79,25 @@ def pathfinder(root, kind=None):
 
 DATASETS = {reviews: "text", tables: "text", expressions: "listops", release: "retrieval", papers: "retrieval"}
 DATASETS |= {pictures: "image", pathfinder: "pathfinder32"}
+
+
+def solve(tokens: list[int]) -> tuple[int, int]:
+    """Return the value of an expression and the depth of its deepest node, by a stack machine."""
+    stack: list[int] = []
+    deepest = depth = 0
+    for token in tokens:
+        if token != CLOSE:
+            stack.append(token)
+            deepest = max(deepest, depth + 1)
+            depth += token >= MIN
+            continue
+        arguments: list[int] = []
+        while stack[-1] < MIN:
+            arguments.append(stack.pop())
+        assert 2 <= len(arguments) <= 10
+        arguments.sort()
+        median = (arguments[(len(arguments) - 1) // 2] + arguments[len(arguments) // 2]) // 2
+        stack.append({MIN: arguments[0], MAX: arguments[-1], MED: median, SM: sum(arguments) % 10}[stack.pop()])
+        depth -= 1
+    (value,) = stack
+    return value, deepest

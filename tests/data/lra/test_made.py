@@ -73,17 +73,10 @@ def test_an_item_has_tokens_padding_and_a_label(corpus, folder, monkeypatch):
         train[1500]
 
 
-@pytest.mark.parametrize(("name", "change", "message"), [
-    ("train.labels", lambda raw: b"\7" + raw[1:], "its checksum is wrong"),
-    ("manifest.json", lambda raw: raw[:-9], "is not JSON"),
-    ("manifest.json", lambda raw: raw.replace(b'"version": 1', b'"version": 99'), "has format version 99, this rel"),
-])  # fmt: skip
-def test_a_damaged_store_is_rebuilt(corpus, folder, name, change, message, caplog):
-    file = corpus.train.shard.path.parent / name
-    file.write_bytes(change(file.read_bytes()))
+def test_a_damaged_store_is_rebuilt(corpus, folder, caplog):
+    (corpus.train.shard.path.parent / "train.labels").write_bytes(b"\7")
     assert made(folder).fingerprint == corpus.fingerprint
     assert "is damaged and will be rebuilt" in caplog.text
-    assert message in caplog.text
 
 
 def make_one_block_and_hang(folder):
