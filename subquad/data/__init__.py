@@ -1,4 +1,4 @@
-"""Text to tokens to windows, labelled sequences, images and probes of memory."""
+"""Data sets: windows of text tokens, labelled sequences, images and memory probes."""
 
 from subquad.data.config import DataConfig
 from subquad.data.corpus import Corpus, prepare

@@ -1,11 +1,11 @@
-"""Changes of labelled sequences that keep their labels: more examples than there are.
+"""Augment labelled sequences by random changes that keep their labels.
 
-The ideas are those of Miralles-Gonzalez et al. 2025 (arXiv:2501.14850) as far as they are exact on tokens: images are
-mirrored and shifted, Pathfinder's turned too, the arguments of ListOps' operators (all of them symmetric) permuted, the
-papers of a pair swapped. Not done here: AutoAugment, rotations by a few degrees, shear.
+From Miralles-Gonzalez et al. 2025 (arXiv:2501.14850), the changes that are exact on tokens: mirror and shift images,
+mirror and rotate Pathfinder's, permute the arguments of ListOps' operators (all are symmetric), swap the papers of a
+pair. Left out: AutoAugment, rotations by a few degrees, shear.
 
-Random numbers are torch's, drawn in the training step: a run that goes on draws the same. Shape letters: B batch,
-T tokens.
+Random numbers come from torch's global generator in the training step, so a resumed run draws the same ones. Shape
+letters: B batch, H rows, W columns, T tokens.
 """
 
 from __future__ import annotations
@@ -21,33 +21,32 @@ from subquad.data.lra.listops import CLOSE, MIN, SM
 
 Batch = dict[str, Tensor]
 SHIFT = 8
-"""Images are shifted by up to their side divided by this."""
+"""Shift images by at most their side divided by this."""
 
 
 def check_whole(dataset: str, lengths: np.ndarray, length: int) -> None:
-    """Raise `ValueError` where images of `lengths` pixels do not fill sequences of `length` tokens exactly.
+    """Raise `ValueError` unless every image in `lengths` has exactly `length` pixels.
 
-    A cut image, or an image with padding after it, has no rows of `sqrt(length)` pixels to move.
+    A truncated or padded image has no rows of `sqrt(length)` pixels to move.
     """
     wrong = lengths[lengths != length]
     if (dataset == "image" or dataset.startswith("pathfinder")) and len(wrong):
         raise ValueError(
-            f"classify.augment=true moves the pixels of whole images, and batch.length={length} is not their "
-            f"{int(wrong[0]):,}; set it to that, or leave classify.augment out"
+            f"classify.augment=true needs whole images of {int(wrong[0]):,} pixels, got batch.length={length}"
         )
 
 
 def augmentation(dataset: str) -> Callable[[Batch], Batch]:
-    """Return the changes that keep the labels of `dataset`; `ValueError` where none is known."""
+    """Return the augmentation of `dataset`, from batch to batch; raise `ValueError` if it has none."""
     known = {"image": mirrored_and_shifted, "pathfinder": turned, "listops": permuted, "retrieval": swapped}
     rules = dataset.rstrip("0123456789")
     if rules not in known:
-        raise ValueError(f"no change is known to keep the labels of dataset {dataset!r}")
+        raise ValueError(f"dataset {dataset!r} cannot be augmented; valid: {', '.join(known)}")
     return known[rules]
 
 
 def mirrored_and_shifted(batch: Batch) -> Batch:
-    """Mirror square images left to right or not, and shift each by up to an eighth of the side; zeros come in."""
+    """Mirror half of the square images left to right and shift each by up to 1/`SHIFT` of its side, filled with 0."""
     pixels_BHW = _square(batch["input_ids"])
     B, side, _ = pixels_BHW.shape
     mirrored_B11 = (torch.rand(B) < 0.5).to(pixels_BHW.device)[:, None, None]
@@ -64,7 +63,7 @@ def mirrored_and_shifted(batch: Batch) -> Batch:
 
 
 def turned(batch: Batch) -> Batch:
-    """Turn square images by 0, 1, 2 or 3 right angles, mirrored or not: all eight are equally likely."""
+    """Rotate square images by 0 to 3 right angles, mirrored or not, all eight equally likely."""
     pixels_BHW = _square(batch["input_ids"]).clone()
     way_B = torch.randint(8, (len(pixels_BHW),)).to(pixels_BHW.device)
     for way in range(1, 8):
@@ -75,7 +74,7 @@ def turned(batch: Batch) -> Batch:
 
 
 def permuted(batch: Batch) -> Batch:
-    """Put the arguments of each operator of ListOps in a random order; an expression that was cut stays as it is."""
+    """Shuffle the arguments of every ListOps operator; leave truncated expressions unchanged."""
     rng = np.random.default_rng(int(torch.randint(2**31, ())))
     tokens_BT, lengths_B = batch["input_ids"].clone(), batch["attention_mask"].sum(1).tolist()
     for row, length in enumerate(lengths_B):
@@ -85,7 +84,7 @@ def permuted(batch: Batch) -> Batch:
 
 
 def permuted_expression(tokens: list[int], rng: np.random.Generator) -> list[int]:
-    """Return an expression of the same value: the arguments of each operator, at every depth, in a random order."""
+    """Return an expression of the same value, the arguments of each operator shuffled at every depth."""
     open_lists: list[list[list[int]]] = [[]]
     for token in tokens:
         if MIN <= token <= SM:
@@ -97,13 +96,13 @@ def permuted_expression(tokens: list[int], rng: np.random.Generator) -> list[int
             open_lists[-1].append([*operator, *inside, token])
         else:
             open_lists[-1].append([token])
-    if len(open_lists) > 1:  # cut before its end
+    if len(open_lists) > 1:  # truncated
         return tokens
     return [token for part in open_lists[0] for token in part]
 
 
 def swapped(batch: Batch) -> Batch:
-    """Swap the two sequences of each pair, or not."""
+    """Swap the two sequences of half of the pairs."""
     swap_B1 = (torch.rand(len(batch["input_ids"])) < 0.5).to(batch["input_ids"].device)[:, None]
     made = dict(batch)
     for name in ("input_ids", "attention_mask"):
@@ -115,7 +114,5 @@ def swapped(batch: Batch) -> Batch:
 def _square(tokens_BT: Tensor) -> Tensor:
     side = math.isqrt(tokens_BT.shape[1])
     if side * side != tokens_BT.shape[1]:
-        raise ValueError(
-            f"classify.augment moves the pixels of square images, and batch.length={tokens_BT.shape[1]} is no square"
-        )
+        raise ValueError(f"classify.augment=true needs square images, got batch.length={tokens_BT.shape[1]}")
     return tokens_BT.view(len(tokens_BT), side, side)

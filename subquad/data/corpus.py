@@ -1,4 +1,4 @@
-"""Corpora: from a `DataConfig` to token shards, prepared once and kept in a folder named by all that they depend on."""
+"""Prepare a text corpus from a `DataConfig`: tokenize it once into a folder named by a hash of all its inputs."""
 
 from __future__ import annotations
 
@@ -24,15 +24,15 @@ from subquad.parsing import check_keys, read_json
 
 logger = logging.getLogger(__name__)
 PLAIN = ("tokenizer.json", "held_out.txt", "names.json")
-"""The files of a corpus that don't carry their own checksum."""
+"""Files of a corpus that carry no checksum of their own."""
 
 
 @dataclass(frozen=True)
 class Corpus:
-    """A prepared corpus: a tokenizer and the shards, or sets of shards, of its two parts.
+    """A prepared corpus: its tokenizer, and a shard or set of shards for each part.
 
-    `fingerprint` is a hash of the names and contents of all that was read. `train_files` and `held_out_files` are the
-    names of the documents on each side (none for the rows of a dataset); of a single document, both hold a part.
+    `fingerprint` is a hash of the names and contents of the text. `train_files` and `held_out_files` name the documents
+    of each part (empty for the rows of a dataset); a single document is split and named in both.
     """
 
     folder: Path
@@ -45,36 +45,32 @@ class Corpus:
 
     @property
     def files(self) -> tuple[str, ...]:
-        """The names of all documents, sorted."""
+        """Names of all documents, sorted."""
         return tuple(sorted({*self.train_files, *self.held_out_files}))
 
     def held_out_text(self) -> bytes:
-        """Return the held-out documents in one piece, in the shard's order, `held_out.text_bytes` long.
+        """Return the held-out documents joined in the shard's order, `held_out.text_bytes` bytes.
 
         Raises `ValueError` for a set of token shards, which keeps no text.
         """
         if isinstance(self.held_out, TokenSet):
-            raise ValueError(f"{self.folder} holds token shards and no text; the tokenizer decodes them")
+            raise ValueError(f"{self.folder} holds token shards without their text; decode them with the tokenizer")
         return (self.folder / "held_out.txt").read_bytes()
 
 
 def prepare(config: DataConfig, *, progress: Progress | None = None) -> Corpus:
-    """Read, split, tokenise and store the corpus that `config` describes, or open it where that was done before.
+    """Read, split, tokenize and store the corpus that `config` describes, or open it if it is stored already.
 
-    What is stored is found again by a hash of the configuration and of all file contents; it is checked when opened,
-    and made again, with a warning, where it is damaged. Processes may prepare the same corpus at once.
+    The stored corpus is found by a hash of the configuration and of all file contents. It is checked when opened, and
+    rebuilt with a warning if it is damaged. Several processes may prepare the same corpus at once.
 
-    Raises `FileNotFoundError` or `ImportError` for text that is missing, `ValueError` for text that isn't text, is too
-    little or changes while it is read, and for an unknown tokenizer. Of a folder of token shards only the index is
-    read, and it raises as `open_token_corpus`.
+    Raises `FileNotFoundError` or `ImportError` if the text is missing, and `ValueError` if it is not text, is too short
+    or changes while it is read, or if the tokenizer is unknown. For a folder of token shards see `open_token_corpus`.
     """
     if is_token_set(config.path):
         return open_token_corpus(config)
     if config.held_out_shards is not None:
-        raise ValueError(
-            f"held_out_shards={config.held_out_shards} names token shards, and {config.path!r} is no folder of them; "
-            "leave it out"
-        )
+        raise ValueError(f"held_out_shards is only for a folder of token shards, and {config.path!r} is not one")
     fixed = None if config.tokenizer in TRAINED else load_tokenizer(config.tokenizer, TRAINED)
     paths = [path for path in (config.path, config.held_out_path) if path is not None]
     sources = [open_source(path, skip_bad_files=config.skip_bad_files) for path in paths]
@@ -110,9 +106,9 @@ def prepare_shard(
     cache: str | None = None,
     progress: Progress | None = None,
 ) -> TokenShard:
-    """Return all the text at `path`, in the forms of `DataConfig.path`, as one shard, stored and found as in `prepare`.
+    """Return all text at `path`, in any form that `DataConfig.path` takes, as one shard; cached as in `prepare`.
 
-    Raises as `prepare` does.
+    Raises as `prepare`.
     """
     source = open_source(path, skip_bad_files=skip_bad_files)
     before, made_by = source.fingerprint(), tokenizer_hash(tokenizer)
@@ -133,10 +129,10 @@ def prepare_shard(
 
 
 def open_token_corpus(config: DataConfig) -> Corpus:
-    """Return the folder of token shards at `config.path`, its held-out shards or those of `held_out_path` apart.
+    """Open the folder of token shards at `config.path`, and hold out some of them or all shards of `held_out_path`.
 
-    Raises `ValueError` for an index that is damaged, for names that are not in it, where nothing would be left to train
-    on or to hold out, and where the shards were made with another tokenizer than `config` or the other folder has.
+    Reads only the index. Raises `ValueError` for a damaged index, for names that it lacks, for a part without shards,
+    and for shards made with another tokenizer than `config` or the other folder has.
     """
     folder = Path(config.path).expanduser()
     whole = TokenSet(folder, bad_shards=config.bad_shards)
@@ -145,9 +141,7 @@ def open_token_corpus(config: DataConfig) -> Corpus:
         raise ValueError(f"{folder} was made with another tokenizer than its tokenizer.json")
     asked = config.tokenizer
     if asked not in TRAINED and tokenizer_hash(load_tokenizer(asked)) != whole.tokenizer_hash:
-        raise ValueError(
-            f"{folder} was made with another tokenizer than tokenizer={asked!r}; leave it out, or make the shards again"
-        )
+        raise ValueError(f"{folder} was made with another tokenizer than tokenizer={asked!r}; leave that out")
     names = [entry.name for entry in whole.entries]
     if config.held_out_path is not None:
         held_out = _other(config, whole)
@@ -158,9 +152,8 @@ def open_token_corpus(config: DataConfig) -> Corpus:
         rest = [name for name in names if name not in set(apart)]
         if not rest or not apart:
             raise ValueError(
-                f"{folder} has the shards {', '.join(names)}: at least one must be held out and one be left, got "
-                f"held_out_shards={chosen}; make more of them, by fewer tokens in each, or name another folder by "
-                "held_out_path"
+                f"at least one of the shards {', '.join(names)} in {folder} must be held out and one be left, got "
+                f"held_out_shards={chosen}; make smaller shards, or set held_out_path to another folder"
             )
         held_out = TokenSet(folder, apart)
         train = TokenSet(folder, rest, bad_shards=config.bad_shards)
@@ -176,15 +169,12 @@ def open_token_corpus(config: DataConfig) -> Corpus:
 
 
 def _other(config: DataConfig, whole: TokenSet) -> TokenSet:
-    """Open the folder that is held out."""
+    """Open the shards at `held_out_path`."""
     assert config.held_out_path is not None
     if config.held_out_shards is not None:
-        raise ValueError("held_out_path and held_out_shards name two held-out parts: leave one out")
+        raise ValueError("held_out_path and held_out_shards both name a held-out part: leave one out")
     if not is_token_set(config.held_out_path):
-        raise ValueError(
-            f"path {config.path!r} is a folder of token shards: held_out_path must be one too, got "
-            f"{config.held_out_path!r}"
-        )
+        raise ValueError(f"held_out_path must be a folder of token shards, like path, got {config.held_out_path!r}")
     held_out = TokenSet(Path(config.held_out_path).expanduser())
     if held_out.tokenizer_hash != whole.tokenizer_hash:
         raise ValueError(f"{held_out.path} was made with another tokenizer than {whole.path}")
@@ -194,7 +184,7 @@ def _other(config: DataConfig, whole: TokenSet) -> TokenSet:
 def _build(
     folder: Path, config: DataConfig, tokenizer: Tokenizer | None, sources: list[Source], progress: Progress
 ) -> None:
-    """Fill `folder`: the shards, the tokenizer, the held-out text."""
+    """Write the shards, the tokenizer and the held-out text into `folder`."""
     with (folder / "text").open("w+b") as scratch:
         spool = _Spool(scratch, progress)
         for source in sources:
@@ -211,7 +201,7 @@ def _build(
             tokenizer = make_tokenizer(config.tokenizer, texts, config.vocab_size)
             progress("training the tokenizer", 1, 1)
             if config.tokenizer != "characters" and (size := tokenizer.get_vocab_size()) < config.vocab_size:
-                logger.warning("the text is enough for %d tokens only, not for %d", size, config.vocab_size)
+                logger.warning("the text yields a vocabulary of %d tokens only, not %d", size, config.vocab_size)
         tokenizer.save(str(folder / "tokenizer.json"), pretty=False)
         spool.write_shard(folder / "train.tokens", train, tokenizer)
         spool.write_shard(folder / "held_out.tokens", held_out, tokenizer)
@@ -225,7 +215,7 @@ def _build(
 
 
 class _Part(NamedTuple):
-    """A document, or a part of one: its name (empty for a dataset's row) and its bytes in the spool."""
+    """A document or part of one: its name (empty for a dataset's row) and its range of bytes in the spool."""
 
     name: str
     start: int
@@ -233,9 +223,9 @@ class _Part(NamedTuple):
 
 
 class _Spool:
-    """A scratch file of documents, read once and checked, then visited as often as needed.
+    """A scratch file of all documents, so that sources are read and checked once.
 
-    `parts` and `keys` hold one entry a document, in order of reading.
+    `parts` and `keys` hold one entry for each document, in reading order.
     """
 
     def __init__(self, stream: BinaryIO, progress: Progress) -> None:
@@ -248,7 +238,7 @@ class _Spool:
         return self.stream.read(part.end - part.start)
 
     def read(self, source: Source) -> None:
-        """Append all documents of `source`; `ValueError` where it has none."""
+        """Append all documents of `source`; raise `ValueError` if it has none."""
         before, end = len(self.parts), self.stream.seek(0, 2)
         for number, document in enumerate(source.documents(), 1):
             start, end = end, end + self.stream.write(document.text)
@@ -256,10 +246,10 @@ class _Spool:
             self.keys.append(document.key)
             self.progress("reading", number, max(number, len(source.names)))
         if len(self.parts) == before:
-            raise ValueError(f"there is no text at all in {source.asked!r}")
+            raise ValueError(f"no text found in {source.asked!r}")
 
     def write_shard(self, path: Path, parts: list[_Part], tokenizer: Tokenizer) -> None:
-        """Write the tokens of `parts` as a shard, with the tokenizer's separator, if it has one, between documents."""
+        """Write the tokens of `parts` as a shard, documents divided by the tokenizer's separator if it has one."""
         encoder, total = Encoder(tokenizer), sum(part.end - part.start for part in parts)
         with shard_writer(path, tokenizer) as writer:
             for number, ids, size in encoded(encoder, (self[part] for part in parts)):
@@ -273,7 +263,7 @@ class _Spool:
 
 
 def _split(spool: _Spool, config: DataConfig) -> tuple[list[_Part], list[_Part]]:
-    """Return the training and the held-out documents; a single document is cut in two."""
+    """Return the training and the held-out documents; split a single document in two."""
     if len(spool.parts) == 1:
         (whole,) = spool.parts
         middle = whole.start + cut(spool[whole], config.held_out)
@@ -299,7 +289,7 @@ def _open(folder: Path) -> Corpus:
     check_keys(names, {"train": list, "held_out": list}, str(folder / "names.json"))
     contents = manifest["contents"]
     if not contents or not all(isinstance(word, str) for word in [*contents, *names["train"], *names["held_out"]]):
-        raise ValueError(f"{folder} is damaged: contents and names must be texts, and contents at least one")
+        raise ValueError(f"{folder} is damaged: contents and names must be strings, with at least one in contents")
     return Corpus(
         folder=folder,
         tokenizer=tokenizer,

@@ -1,4 +1,4 @@
-"""Files that are either whole or not there: written aside, flushed to the disk, then renamed."""
+"""Write files and folders atomically: fill a temporary path, flush it to disk, rename it."""
 
 from __future__ import annotations
 
@@ -22,27 +22,27 @@ if sys.platform != "win32":
 
 logger = logging.getLogger(__name__)
 Progress = Callable[[str, int, int], None]
-"""Called as (what is being done, units done, units in all)."""
+"""A callback `(what is being done, units done, units in all)`."""
 DAY = 24 * 3600.0
 BESIDE = 5
-"""Names that are listed for a path that is missing."""
+"""Number of neighbours that the error about a missing path lists."""
 TOKENIZER_FILES = (
     "tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", "tokenizer.model", "chat_template.jinja",
 )  # fmt: skip
-"""Files that may lie beside a model for its tokenizer."""
+"""Tokenizer files that may lie beside a model."""
 MODEL_FILES = (*TOKENIZER_FILES, "generation_config.json")
 """Files that are copied along with a model, unchanged."""
 
 
 def silent(what: str, done: int, total: int) -> None:
-    """Report nothing: the `Progress` of callers that pass none."""
+    """Report nothing; the default `Progress`."""
 
 
 @contextmanager
 def aside(path: Path) -> Iterator[Path]:
-    """Give a new path beside `path` to write a file or fill a folder at; it is renamed to `path` at the end.
+    """Yield a new path beside `path` for a file or folder, which is renamed to `path` at the end.
 
-    After an error nothing is left. A folder that someone else has put at `path` meanwhile stays, and ours goes.
+    Leaves nothing behind after an error. If another process has put a folder at `path` meanwhile, that one stays.
     """
     path.parent.mkdir(parents=True, exist_ok=True)
     temporary = _beside(path)
@@ -60,12 +60,12 @@ def aside(path: Path) -> Iterator[Path]:
 
 
 def sweep(folder: Path, names: str, older_than: float = DAY) -> None:
-    """Delete what killed processes left in `folder` of `aside(folder / name)`, where the glob `names` fits the name.
+    """Delete temporary paths that killed processes left in `folder`, for names that match the glob `names`.
 
-    A path that was written to in the last `older_than` seconds stays: its process may be at work.
+    A path written to within the last `older_than` seconds stays: its process may still be running.
     """
     for path in folder.glob(f".{names}.{'[0-9a-f]' * 32}"):
-        with suppress(FileNotFoundError):  # another process sweeps too, or is done
+        with suppress(FileNotFoundError):  # another process deleted or renamed it
             written = max(entry.stat().st_mtime for entry in [path, *path.glob("*")])
             if written < time.time() - older_than:
                 logger.warning("deleted %s: the process that wrote it was killed", path)
@@ -74,9 +74,9 @@ def sweep(folder: Path, names: str, older_than: float = DAY) -> None:
 
 @contextmanager
 def locked(folder: Path) -> Iterator[None]:
-    """Keep out other processes that lock `folder`, which gets no new file; the lock ends with the process."""
+    """Hold an exclusive lock on `folder`, without a lock file; it is released when the process ends."""
     if sys.platform == "win32":
-        yield  # no lock there, but no folder with an open file is renamed either
+        yield  # Windows cannot lock a folder, but does not rename one with open files either
         return
     descriptor = os.open(folder, os.O_RDONLY)
     try:
@@ -87,20 +87,20 @@ def locked(folder: Path) -> Iterator[None]:
 
 
 def cache_folder(cache: str | None) -> Path:
-    """Return where prepared data is: `cache`, or `$SUBQUAD_CACHE`, or `~/.cache/subquad`."""
+    """Return the folder of prepared data: `cache`, or `$SUBQUAD_CACHE`, or `~/.cache/subquad`."""
     chosen = cache or os.environ.get("SUBQUAD_CACHE")
     return Path(chosen).expanduser() if chosen else Path.home() / ".cache" / "subquad"
 
 
 def set_aside(path: Path) -> Path:
-    """Rename what is at `path` to a name that `sweep` knows, and return that."""
+    """Rename `path` to a temporary name that `sweep` finds, and return that."""
     away = _beside(path)
     os.replace(path, away)
     return away
 
 
 def fill_once(folder: Path, check: Callable[[], object], fill: Callable[[Path], None]) -> None:
-    """Fill `folder` by `fill(temporary)` where it is not there yet, or where `check` finds it damaged."""
+    """Fill `folder` by `fill(temporary)` if it does not exist or `check` raises."""
     if not usable(folder, check):
         with aside(folder) as temporary:
             temporary.mkdir()
@@ -108,9 +108,9 @@ def fill_once(folder: Path, check: Callable[[], object], fill: Callable[[Path], 
 
 
 def check_path(asked: str, *forms: str) -> None:
-    """Raise `FileNotFoundError` for a missing path, with the other `forms` of one and the nearest that stand beside it.
+    """Raise `FileNotFoundError` for a missing path, naming the other valid `forms` and the nearest neighbours.
 
-    Of a Hugging Face dataset, hf:NAME, nothing is known here.
+    Hugging Face datasets, hf:NAME, are not checked.
     """
     place = Path(asked).expanduser()
     if asked in forms or asked.startswith("hf:") or place.is_file() or place.is_dir():
@@ -121,9 +121,9 @@ def check_path(asked: str, *forms: str) -> None:
 
 
 def usable(folder: Path, check: Callable[[], object]) -> bool:
-    """Return whether `folder` is there and `check` finds it whole; a damaged one is removed, with a warning.
+    """Return whether `folder` exists and `check` does not raise; remove a damaged one with a warning.
 
-    It is checked again and renamed under a lock: another process may have put a whole one there since the first check.
+    It is checked again under a lock before it is removed: another process may have replaced it since.
     """
     sweep(folder.parent, f"{folder.name.partition('-')[0]}-*")
     if not folder.is_dir():
@@ -136,7 +136,7 @@ def usable(folder: Path, check: Callable[[], object]) -> bool:
         damage = _damage(check)
         if damage is None:
             return True
-        logger.warning("prepared data in %s cannot be used and is made again: %s", folder, damage)
+        logger.warning("prepared data in %s is damaged and will be rebuilt: %s", folder, damage)
         away = set_aside(folder)
     remove(away)
     return False
@@ -155,13 +155,13 @@ def _beside(path: Path) -> Path:
 
 
 def sync(path: Path) -> None:
-    """Flush a file, or a folder with the files right in it, to the disk."""
+    """Flush a file to disk, or a folder with the files directly in it."""
     if path.is_dir():
         for entry in path.iterdir():
             if entry.is_file():
                 _sync(entry)
         if os.name != "posix":
-            return  # only POSIX opens folders
+            return  # only POSIX can open a folder
     _sync(path)
 
 
@@ -174,7 +174,7 @@ def _sync(path: Path) -> None:
 
 
 def remove(path: Path) -> None:
-    """Delete a file or a folder, or nothing where there is none."""
+    """Delete a file or folder if it exists."""
     if path.is_dir():
         shutil.rmtree(path, ignore_errors=True)
     else:
@@ -182,5 +182,5 @@ def remove(path: Path) -> None:
 
 
 def write_json(path: Path, values: dict[str, Any]) -> None:
-    """Write a mapping as JSON."""
+    """Write `values` to `path` as indented JSON."""
     path.write_text(json.dumps(values, indent=1, ensure_ascii=False) + "\n", encoding="utf-8")

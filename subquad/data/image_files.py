@@ -1,4 +1,4 @@
-"""Images as arrays of bytes, from PNG and JPEG files, MNIST's idx files, npz files and CIFAR-10's binary batches.
+"""Read images as arrays of bytes: PNG and JPEG files, MNIST's idx files, npz files and CIFAR-10's binary batches.
 
 Shape letters: N images, H rows, W columns, C channels (1 grey, 3 red, green, blue).
 """
@@ -20,19 +20,19 @@ from PIL import Image
 from subquad.data.packed import PACKED, find_packed, load_arrays, read_packed
 
 MOST_PIXELS = 1 << 26
-"""Of an image: a file of a few kilobytes can unpack to billions."""
+"""Largest image that is read: a file of a few kilobytes can unpack to billions of pixels."""
 
 
 @dataclass(frozen=True)
 class ImageSet:
-    """Images of one size, and what they show where that is known."""
+    """Images of one size, with their labels if they have any."""
 
     pixels: NDArray[np.uint8]
     """`[N, H, W, C]`."""
     labels: NDArray[np.int64] | None
-    """`[N]`, each a place in `classes`; None where the files have no labels."""
+    """`[N]`, indices into `classes`; None if the files have no labels."""
     classes: tuple[str, ...]
-    """What each label means, label 0 first; empty without labels."""
+    """Names of the labels, label 0 first; empty without labels."""
 
     @property
     def shape(self) -> tuple[int, int, int]:
@@ -41,7 +41,7 @@ class ImageSet:
         return height, width, channels
 
     def fingerprint(self) -> str:
-        """Return sixty-four hexadecimal digits of all pixels and labels."""
+        """Return a SHA-256 of all pixels and labels, 64 hexadecimal digits."""
         total = hashlib.sha256(str((self.pixels.shape, self.classes)).encode())
         total.update(self.pixels.tobytes())
         if self.labels is not None:
@@ -50,40 +50,38 @@ class ImageSet:
 
 
 def decode(source: Path | IO[bytes], name: str, mode: str | None = None) -> NDArray[np.uint8]:
-    """Return bytes `[H, W, C]` of a PNG or JPEG file: grey or colours, or as Pillow's `mode` has it.
+    """Decode a PNG or JPEG file to `[H, W, C]`, grey or RGB as it is stored, or converted to Pillow's `mode`.
 
-    Raises `ValueError` for damage, for other kinds (Pillow would start other programs for some), and for more than
-    `MOST_PIXELS`.
+    Raises `ValueError`, naming the image `name`, for damage, for more than `MOST_PIXELS` pixels, and for other formats,
+    since Pillow starts external programs for some.
     """
     stream: Path | IO[bytes] = io.BytesIO(source.read_bytes()) if isinstance(source, Path) else source
     try:
         with warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # Pillow's own, of what is damaged and refused below
+            warnings.simplefilter("ignore")  # Pillow warns of damage that is refused below
             with Image.open(stream, formats=("PNG", "JPEG")) as opened:
                 if opened.width * opened.height > MOST_PIXELS:
                     raise ValueError(f"{opened.width} x {opened.height} pixels are more than {MOST_PIXELS:,}")
                 image = opened.convert(mode or {"1": "L", "P": "RGB"}.get(opened.mode, opened.mode))
-    except Exception as error:  # Pillow raises what its decoder happens to stumble over
-        raise ValueError(f"{name} is damaged or no image: {error}") from error
+    except Exception as error:  # Pillow's decoders raise errors of many types
+        raise ValueError(f"{name} is damaged or not an image: {error}") from error
     if image.mode not in ("L", "RGB"):
-        raise ValueError(f"{name} has the pixels {image.mode}; valid: 8 bits of grey (L) or of red, green, blue (RGB)")
+        raise ValueError(f"{name} has pixels of mode {image.mode}; valid: 8-bit grey (L) or RGB")
     pixels = np.array(image, np.uint8)
     return pixels[..., None] if pixels.ndim == 2 else pixels
 
 
 def stacked(images: Iterator[tuple[str, NDArray[np.uint8]]], count: int) -> NDArray[np.uint8]:
-    """Named images in one array `[count, H, W, C]`; `ValueError` for the first whose size is another."""
+    """Stack `count` named images to `[count, H, W, C]`; raise `ValueError` at the first of a different size."""
     pixels: NDArray[np.uint8] | None = None
     first = ""
     for row, (name, image) in enumerate(images):
         if pixels is None:
             pixels, first = np.empty((count, *image.shape), np.uint8), name
         if image.shape != pixels.shape[1:]:
-            raise ValueError(
-                f"{name} is {_size(image.shape)}, but {first} is {_size(pixels.shape[1:])}: all must have one size"
-            )
+            raise ValueError(f"{name} is {_size(image.shape)}, but {first} is {_size(pixels.shape[1:])}")
         pixels[row] = image
-    assert pixels is not None  # callers have at least one
+    assert pixels is not None  # every caller passes at least one image
     return pixels
 
 
@@ -106,12 +104,12 @@ def _idx_file(folder: Path, part: str, what: str) -> Path | None:
 
 
 def holds_idx(folder: Path) -> bool:
-    """Return whether an idx file of images is there."""
+    """Return whether `folder` holds an idx file of images."""
     return any(_idx_file(folder, part, "images") for part in _IDX)
 
 
 def read_idx(folder: Path) -> dict[str, ImageSet]:
-    """Read the four idx files; labels may be missing."""
+    """Read MNIST's idx files of images and, if they exist, of labels, for `train` and `test`."""
     read: dict[str, tuple[NDArray[np.uint8], NDArray[np.int64] | None]] = {}
     for part in _IDX:
         file = _idx_file(folder, part, "images")
@@ -132,36 +130,32 @@ def read_idx(folder: Path) -> dict[str, ImageSet]:
 
 
 def _idx(file: Path, dims: int) -> NDArray[np.uint8]:
-    """Read an idx file: two zeros, the type (8: unsigned bytes), the dimensions, their sizes, the bytes."""
+    """Read an idx file: two zero bytes, the type (8: unsigned bytes), the dimensions, their sizes, the bytes."""
     raw = read_packed(file)
     header = 4 + 4 * dims
     if len(raw) < header:
         raise ValueError(f"{file} ends at byte {len(raw)}, within its header of {header} bytes")
     for place, (value, meaning) in enumerate([(0, "zero"), (0, "zero"), (8, "unsigned bytes"), (dims, "dimensions")]):
         if raw[place] != value:
-            raise ValueError(
-                f"{file} is not the idx file it should be: byte {place} is {raw[place]}, not {value} ({meaning})"
-            )
+            raise ValueError(f"{file} is not a valid idx file: byte {place} is {raw[place]}, not {value} ({meaning})")
     sizes = [int.from_bytes(raw[place : place + 4], "big") for place in range(4, header, 4)]
     for place, size in enumerate(sizes):
         if size < 1:
-            raise ValueError(f"{file} is empty: byte {4 + 4 * place} begins a size of {size}")
+            raise ValueError(f"{file} is empty: the size at byte {4 + 4 * place} is {size}")
     expected = header + int(np.prod(sizes, dtype=object))
     if len(raw) != expected:
         shape = " x ".join(map(str, sizes))
-        raise ValueError(
-            f"{file} has {len(raw)} bytes, but its header (bytes 4 to {header - 1}) says {shape}: {expected} bytes"
-        )
+        raise ValueError(f"{file} has {len(raw)} bytes, not the {expected} of the size in its header, {shape}")
     return np.frombuffer(raw, np.uint8, offset=header).reshape(sizes).copy()
 
 
 def is_npz(file: Path) -> bool:
-    """Return whether the name says npz, packed or not."""
+    """Return whether a file's name ends in .npz, possibly followed by a suffix of `PACKED`."""
     return file.suffix == ".npz" or (file.suffix in PACKED and file.with_suffix("").suffix == ".npz")
 
 
 def read_npz(file: Path) -> dict[str, ImageSet]:
-    """Read an npz file as Keras has them, or one of JPEG files in one array; pickled arrays are refused."""
+    """Read an npz file in Keras's layout, or with JPEG files joined in one array; refuse pickled arrays."""
     arrays = load_arrays(read_packed(file), file)
     if {"blob", "offset", "n_train"} <= set(arrays):
         return _jpegs(file, arrays)
@@ -198,11 +192,11 @@ def _npz_labels(file: Path, array: NDArray[np.generic] | None, name: str) -> NDA
     if array.ndim == 2 and array.shape[1] == 1:
         array = array[:, 0]
     if array.ndim != 1 or not np.issubdtype(array.dtype, np.integer):
-        raise ValueError(f"{file}: {name} must be whole numbers [N], got {array.dtype} {list(array.shape)}")
+        raise ValueError(f"{file}: {name} must be integers [N], got {array.dtype} {list(array.shape)}")
     labels = array.astype(np.int64)
     if len(labels) and labels.min() < 0:
         row = int(np.argmax(labels < 0))
-        raise ValueError(f"{file}: {name} row {row} is the label {labels[row]}; labels begin with 0")
+        raise ValueError(f"{file}: {name} row {row} is the label {labels[row]}; labels start at 0")
     if len(labels) and labels.max() >= MOST_CLASSES:
         row = int(labels.argmax())
         raise ValueError(f"{file}: {name} row {row} is the label {labels[row]}, above {MOST_CLASSES - 1}")
@@ -213,25 +207,21 @@ def _named_classes(
     file: Path, names: NDArray[np.generic], labels: dict[str, NDArray[np.int64] | None]
 ) -> tuple[str, ...]:
     if names.ndim != 1:
-        raise ValueError(f"{file}: classes must be a row of names, got {list(names.shape)}")
+        raise ValueError(f"{file}: classes must be names [classes], got shape {list(names.shape)}")
     classes = tuple(str(name) for name in names.tolist())
     for part, known in labels.items():
         if known is not None and len(known) and known.max() >= len(classes):
             row = int(np.argmax(known >= len(classes)))
-            raise ValueError(
-                f"{file}: {part} row {row} is the label {known[row]}, of the classes 0 to {len(classes) - 1}"
-            )
+            raise ValueError(f"{file}: {part} row {row} is the label {known[row]}; valid: 0 to {len(classes) - 1}")
     return classes
 
 
 def _jpegs(file: Path, arrays: dict[str, NDArray[np.generic]]) -> dict[str, ImageSet]:
-    """JPEG or PNG files one after another in `blob`; file i is `blob[offset[i]:offset[i + 1]]`."""
+    """Read JPEG or PNG files joined in the array `blob`; file i is `blob[offset[i]:offset[i + 1]]`."""
     blob, offset, n_train = arrays["blob"], arrays["offset"], arrays["n_train"]
     whole = all(np.issubdtype(array.dtype, np.integer) for array in (offset, n_train)) and n_train.size == 1
     if blob.dtype != np.uint8 or blob.ndim != 1 or not whole or offset.ndim != 1 or len(offset) < 3:
-        raise ValueError(
-            f"{file}: blob must be bytes [bytes], offset whole numbers [N + 1] and n_train one whole number"
-        )
+        raise ValueError(f"{file}: blob must be uint8 [bytes], offset integers [N + 1] and n_train one integer")
     train, offset = int(n_train.item()), offset.astype(np.int64)
     steps = np.diff(offset)
     if offset[0] != 0 or offset[-1] != len(blob) or steps.min() < 1:
@@ -240,7 +230,7 @@ def _jpegs(file: Path, arrays: dict[str, NDArray[np.generic]]) -> dict[str, Imag
             row = 0
         elif steps.min() < 1:
             row = int(np.argmax(steps < 1))
-        raise ValueError(f"{file}: offset row {row} does not cut the {len(blob)} bytes of blob")
+        raise ValueError(f"{file}: offset row {row} is not valid for the {len(blob)} bytes of blob")
     count = len(steps)
     if not 0 < train < count:
         raise ValueError(f"{file}: n_train must be from 1 to {count - 1}, got {train}")
@@ -272,16 +262,14 @@ def _cifar_files(folder: Path) -> dict[str, list[Path]]:
 
 
 def holds_cifar(folder: Path) -> bool:
-    """Return whether CIFAR-10 is there. Raises `ValueError` for its version for Python, which is pickled."""
+    """Return whether `folder` holds CIFAR-10 batches; raise `ValueError` for its pickled Python version."""
     if (folder / "data_batch_1").is_file() or (folder / "test_batch").is_file():
-        raise ValueError(
-            f"{folder} holds pickles, which can run any code and are not read: take CIFAR-10's binary version"
-        )
+        raise ValueError(f"{folder} holds pickles, which can run code and are not read; use CIFAR-10's binary version")
     return any(_cifar_files(folder).values())
 
 
 def read_cifar(folder: Path) -> dict[str, ImageSet]:
-    """CIFAR-10's binary version: records of a label and 3,072 bytes, 32 x 32 of red, then of green, then of blue."""
+    """Read CIFAR-10's binary version: records of a label and 3,072 bytes, 32 x 32 red, then green, then blue."""
     read = {}
     for part, files in _cifar_files(folder).items():
         if not files:
@@ -296,12 +284,9 @@ def read_cifar(folder: Path) -> dict[str, ImageSet]:
 def _cifar(file: Path) -> NDArray[np.uint8]:
     raw = read_packed(file)
     if not raw or len(raw) % CIFAR_RECORD:
-        raise ValueError(
-            f"{file} has {len(raw)} bytes, which is no whole number of records of {CIFAR_RECORD}: record "
-            f"{len(raw) // CIFAR_RECORD} is cut off"
-        )
+        raise ValueError(f"{file} is cut short: its {len(raw)} bytes are not a multiple of a record's {CIFAR_RECORD}")
     records = np.frombuffer(raw, np.uint8).reshape(-1, CIFAR_RECORD)
     if (wrong := records[:, 0] > 9).any():
         row = int(np.argmax(wrong))
-        raise ValueError(f"{file}: byte {row * CIFAR_RECORD} is the label {records[row, 0]}, of the classes 0 to 9")
+        raise ValueError(f"{file}: byte {row * CIFAR_RECORD} is the label {records[row, 0]}; valid: 0 to 9")
     return records

@@ -1,4 +1,4 @@
-"""Sets of images, in the forms that they are published in: files of arrays, folders of pictures, hub datasets."""
+"""Load image data sets in their published layouts: array files, folders of pictures, Hugging Face datasets."""
 
 from __future__ import annotations
 
@@ -28,33 +28,29 @@ from subquad.data.sources import hub_dataset
 
 SUFFIXES = (".png", ".jpg", ".jpeg")
 EVERY = 10
-"""Where no folder splits the images, every tenth by name is held out."""
+"""Hold out every tenth image, by name, of a folder without a train and a test part."""
 
 
 def load_images(path: str, *, labels: bool = False) -> dict[str, ImageSet]:
-    """Read the images of a data set: `{"train": ..., "test": ...}`, in the order of its files.
+    """Read an image data set as `{"train": ..., "test": ...}`, in the order of its files.
 
     `path` is one of
     - a folder of MNIST's idx files, `train-images-idx3-ubyte` and so on, plain or packed as .gz, .xz or .bz2;
-    - an .npz file (also packed as .npz.xz), or a folder with one, with x_train, y_train, x_test, y_test, as Keras has
-      it, or with JPEG files in one array (blob, offset, label, n_train, classes);
+    - an .npz file (also packed as .npz.xz), or a folder with one, in Keras's layout (x_train, y_train, x_test, y_test)
+      or with JPEG files joined in one array (blob, offset, label, n_train, classes);
     - a folder of CIFAR-10's binary version: `data_batch_1.bin` and so on, `test_batch.bin`;
-    - a folder of PNG or JPEG files: train/CLASS/NAME.png and test/CLASS/NAME.png, or without labels train/NAME.png and
+    - a folder of PNG or JPEG files: train/CLASS/NAME.png and test/CLASS/NAME.png; without labels train/NAME.png and
       test/NAME.png; or NAME.png alone, of which every tenth by name is held out as `test`;
     - hf:NAME[:CONFIG], a Hugging Face dataset with a column of images.
 
     Nothing pickled is read. With `labels`, every image must have a label and every class an image in both parts.
-    Raises `FileNotFoundError` for what is not there, `ImportError` for a dataset without the extra `datasets`, and
-    `ValueError`, which names the file and the place in it, for damaged files, wrong sizes, and labels that are missing
-    or of no class.
+    Raises `FileNotFoundError` for missing files, `ImportError` for a dataset without the extra `datasets`, and
+    `ValueError`, naming the file and the place in it, for damaged files, different image sizes and invalid labels.
     """
     sets = _read(path)
     train, test = sets["train"], sets["test"]
     if train.shape != test.shape:
-        raise ValueError(
-            f"{path}: the images differ in size: train has {list(train.shape)}, test {list(test.shape)} (rows, "
-            "columns, channels)"
-        )
+        raise ValueError(f"{path}: images must have one size, but train has {train.shape} and test {test.shape}")
     if not labels:
         return sets
     for part, images in sets.items():
@@ -63,15 +59,12 @@ def load_images(path: str, *, labels: bool = False) -> dict[str, ImageSet]:
         counts = np.bincount(images.labels, minlength=len(images.classes))
         for number, count in enumerate(counts.tolist()):
             if not count:
-                raise ValueError(
-                    f"{path}: class {number} ({images.classes[number]!r}) has no example among the "
-                    f"{sum(counts)} {part} images; each of the {len(counts)} classes needs one"
-                )
+                raise ValueError(f"{path}: class {number} ({images.classes[number]!r}) has no example in {part}")
     return sets
 
 
 def load_pictures(path: str) -> ImageSet | None:
-    """Read a PNG or JPEG file, or all of a folder that holds such files itself; None for another path.
+    """Read a PNG or JPEG file, or all such files directly in a folder; return None for any other path.
 
     Raises `ValueError` as `load_images`.
     """
@@ -83,14 +76,14 @@ def load_pictures(path: str) -> ImageSet | None:
 
 
 def _read(path: str) -> dict[str, ImageSet]:
-    """Read the images at `path` in the form that the names there say."""
+    """Read the images at `path`, whose file names tell the layout."""
     check_path(path, "hf:NAME")
     if path.startswith("hf:"):
         return read_dataset(path)
     place = Path(path).expanduser()
     if place.is_file():
         if not is_npz(place):
-            raise ValueError(f"{path} is not a set of images; a file must be .npz or .npz.xz, or give its folder")
+            raise ValueError(f"{path} is not a set of images; give an .npz or .npz.xz file, or a folder")
         return read_npz(place)
     if holds_idx(place):
         return read_idx(place)
@@ -107,7 +100,7 @@ def _read(path: str) -> dict[str, ImageSet]:
 
 
 def pictures(folder: Path) -> list[Path]:
-    """Return the PNG and JPEG files in a folder, sorted: by number where names are numbers."""
+    """Return the PNG and JPEG files in a folder, sorted by name, numbers first and by value."""
     found = [file for file in folder.iterdir() if file.suffix.lower() in SUFFIXES and not file.name.startswith(".")]
     return sorted(found, key=lambda file: _natural(file.stem))
 
@@ -122,10 +115,10 @@ def _folders(folder: Path) -> list[Path]:
 
 
 def read_pictures(folder: Path) -> dict[str, ImageSet]:
-    """Pictures in train and test, below folders of their classes or not; or in one folder, which is split."""
+    """Read pictures in train and test, with or without folders of classes, or in one folder, which is split."""
     if files := pictures(folder):
         if len(files) < 2:
-            raise ValueError(f"{folder} holds one image; at least two are needed, one of them to hold out")
+            raise ValueError(f"{folder} holds one image; at least two are needed, one of which is held out")
         held_out = files[EVERY - 1 :: EVERY] or files[-1:]
         chosen = set(held_out)
         return {"train": unlabelled([file for file in files if file not in chosen]), "test": unlabelled(held_out)}
@@ -142,7 +135,7 @@ def _part(folder: Path, classes: list[str]) -> ImageSet:
     if files and below:
         raise ValueError(
             f"{folder} holds both images without a label ({files[0].name}) and folders of classes ({below[0].name}); "
-            "put every image into the folder of its class, or none"
+            "put all images or none into folders of classes"
         )
     if not below:
         if classes:
@@ -153,7 +146,7 @@ def _part(folder: Path, classes: list[str]) -> ImageSet:
     for entry in below:
         if entry.name not in classes:
             known = suggest(entry.name, classes) if classes else "train has no classes"
-            raise ValueError(f"{entry} is a class that has no example in train; {known}")
+            raise ValueError(f"{entry} is a class without an example in train; {known}")
         inside = pictures(entry)
         if not inside:
             raise ValueError(f"{entry} is a class without an example: it holds no PNG or JPEG file")
@@ -163,12 +156,12 @@ def _part(folder: Path, classes: list[str]) -> ImageSet:
 
 
 def unlabelled(files: list[Path]) -> ImageSet:
-    """Read the images of these files."""
+    """Read `files` as images without labels."""
     return ImageSet(stacked(((str(file), decode(file, str(file))) for file in files), len(files)), None, ())
 
 
 def read_dataset(asked: str) -> dict[str, ImageSet]:
-    """Read the splits train and test (or validation) of a Hugging Face dataset: its images, its labels."""
+    """Read the splits train and test (or validation) of a Hugging Face dataset."""
     name, *rest = asked.removeprefix("hf:").split(":")
     if not name or len(rest) > 1:
         raise ValueError(f"a dataset of images is hf:NAME[:CONFIG], got {asked!r}")

@@ -1,4 +1,4 @@
-"""Sequences with one label each, which a classifier learns from: a toy task, and the data sets of Long Range Arena."""
+"""Load labelled sequences for classifiers: a toy task and the data sets of Long Range Arena."""
 
 from __future__ import annotations
 
@@ -31,26 +31,26 @@ READERS: dict[str, Callable[[LabelledConfig, Progress], Contents]] = {
     "image": grey_images,
     "pathfinder": pathfinder_release,
 }
-"""The reader of each data set that can be read; the sizes of Pathfinder share one."""
+"""Readers by data set; all sizes of Pathfinder share one."""
 
 
 @dataclass(frozen=True)
 class LabelledCorpus:
-    """A classification task, split in three.
+    """A classification task in three parts.
 
-    Items are `{"input_ids": [length], "attention_mask": [length], "labels": []}`, all int64; the attention mask is 0 at
-    padding, where the ids are 0. With `pairs` they also have `pair_input_ids` and `pair_attention_mask`, the other
-    document. `fingerprint` differs where any item does.
+    Items are `{"input_ids": [length], "attention_mask": [length], "labels": []}`, all int64; at padding the mask and
+    the ids are 0. With `pairs`, `pair_input_ids` and `pair_attention_mask` hold the second document. `fingerprint`
+    changes when any item does.
     """
 
     train: Dataset[dict[str, Tensor]]
     held_out: Dataset[dict[str, Tensor]]
-    """Measured while training."""
+    """Validation part, evaluated during training."""
     test: Dataset[dict[str, Tensor]]
-    """Measured at the end."""
+    """Evaluated at the end of training."""
     vocab_size: int
     classes: tuple[str, ...]
-    """What each label means, label 0 first."""
+    """Names of the labels, label 0 first."""
     fingerprint: str
     pairs: bool = False
 
@@ -58,17 +58,17 @@ class LabelledCorpus:
 def labelled_corpus(
     config: LabelledConfig, length: int, /, *, workers: int | None = None, progress: Progress | None = None
 ) -> LabelledCorpus:
-    """Return the data set `config.dataset` in sequences of `length` tokens; made or read once, then opened.
+    """Return the data set `config.dataset` in sequences of `length` tokens, generated or read once and then cached.
 
-    What is made does not depend on `workers`, the number of processes that make it (None: one for each CPU).
+    `workers` processes generate the data (None: one for each CPU); their number does not change it.
 
-    Raises `FileNotFoundError`, `ImportError` or `ValueError` for data that is missing, damaged, in no known layout, has
-    a class without an example, or (too_long=refuse) is longer than `length`; they name the file and the place in it.
+    Raises `FileNotFoundError`, `ImportError` or `ValueError`, naming the file and the place in it, if the data is
+    missing, damaged, in no known layout, lacks examples of a class, or (too_long=refuse) is longer than `length`.
     """
     if config.dataset == "toy":
         return toy(length, examples=config.examples or 50_000, held_out=config.held_out or 1000, seed=config.seed)
     if length < 1:
-        raise ValueError(f"sequences have at least one token, got length={length}")
+        raise ValueError(f"length must be at least 1 token, got length={length}")
     config.check_source()
     if config.path is None:
         store = made(config, workers=workers, progress=progress)
@@ -94,7 +94,7 @@ def labelled_corpus(
 
 
 def toy(length: int, *, examples: int, held_out: int, seed: int = 0) -> LabelledCorpus:
-    """Return the task `MarkedVotes` with `examples` sequences to learn from and `held_out` others to measure on."""
+    """Return the task `MarkedVotes` with `examples` training and `held_out` other sequences for validation and test."""
     apart = MarkedVotes(length, held_out, seed=seed, held_out=True)
     return LabelledCorpus(
         train=MarkedVotes(length, examples, seed=seed),
@@ -107,9 +107,9 @@ def toy(length: int, *, examples: int, held_out: int, seed: int = 0) -> Labelled
 
 
 def read(config: LabelledConfig, *, progress: Progress | None = None) -> Store:
-    """Return the data set at `config.path`, read or opened.
+    """Read the data set at `config.path`, or open the cached copy.
 
-    What was read is found again by the names, sizes and times of the files (of a dataset, by its fingerprint).
+    The copy is found by the names, sizes and times of the files, or the fingerprint of a Hugging Face dataset.
     Raises as `labelled_corpus`.
     """
     path, rules = config.path or "", config.dataset.rstrip("0123456789")
@@ -128,7 +128,7 @@ def read(config: LabelledConfig, *, progress: Progress | None = None) -> Store:
 
 
 def _state(asked: str) -> list[Any]:
-    """Return names, sizes and times of a file, or of all files below a folder."""
+    """Return name, size and modification time of a file, or of all files below a folder."""
     place = Path(asked).expanduser()
     files = sorted(Path(folder, name) for folder, _, names in os.walk(place) for name in names) or [place]
     stats = [(file, file.stat()) for file in files]
@@ -136,7 +136,7 @@ def _state(asked: str) -> list[Any]:
 
 
 def _check_length(sequences: Sequences, part: str, too_long: str, source: str) -> None:
-    """Log how many sequences are cut, or raise `ValueError` for the first where none may be."""
+    """Log how many sequences are truncated; with `too_long="refuse"` raise `ValueError` for the first."""
     if not sequences.cut:
         return
     lengths = sequences.full_lengths
@@ -144,10 +144,10 @@ def _check_length(sequences: Sequences, part: str, too_long: str, source: str) -
         index = int((lengths > sequences.length).any(1).argmax())
         raise ValueError(
             f"{source}, part {part}, example {int(sequences.chosen[index])} has {int(lengths[index].max()):,} tokens, "
-            f"above batch.length={sequences.length}: raise it, or choose classify.too_long=cut"
+            f"more than batch.length={sequences.length}: raise it, or set classify.too_long=cut"
         )
     logger.info(
-        "%s of %s sequences in the part %s are cut to %s tokens; the longest has %s",
+        "%s of %s sequences in the part %s are truncated to %s tokens; the longest has %s",
         *(f"{number:,}" for number in (sequences.cut, lengths.size)),
         part,
         *(f"{number:,}" for number in (sequences.length, int(lengths.max()))),

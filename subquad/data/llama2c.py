@@ -1,7 +1,7 @@
-"""The tokenizer files of llama2.c (A. Karpathy, github.com/karpathy/llama2.c), as a `tokenizers.Tokenizer`.
+"""Read tokenizer files of llama2.c (A. Karpathy, github.com/karpathy/llama2.c) as a `tokenizers.Tokenizer`.
 
-One int32, the longest piece's bytes, then for each token a float32 score, an int32 length and its bytes of UTF-8;
-little-endian. Token 0 is the unknown one, 1 begins a text, 2 ends one, 3 to 258 are the bytes, `<0x00>` to `<0xFF>`.
+Little-endian: an int32, the length in bytes of the longest token; then for each token a float32 score, an int32 length
+and its UTF-8 bytes. Token 0 is unknown, 1 begins a text, 2 ends one, 3 to 258 are the bytes `<0x00>` to `<0xFF>`.
 """
 
 from __future__ import annotations
@@ -17,25 +17,26 @@ BOS = 1
 BOS_TEXT = "<s>"
 _BYTES = 3
 MOST_BYTES = 1 << 26
-"""Of a file: a vocabulary of 32,000 has 400 kilobytes."""
+"""Largest file that is read; 32,000 tokens take 400 kilobytes."""
 LONGEST = 1024
-"""Bytes of a token: those of TinyStories have 7 at most."""
+"""Longest token that is read, in bytes; TinyStories' longest has 7."""
 
 
 def read_llama2c_tokenizer(path: str | os.PathLike[str]) -> Tokenizer:
-    """Read the tokenizer, which gives the tokens that llama2.c gives and is saved as `tokenizer.json`.
+    """Read a tokenizer that yields llama2.c's tokens and can be saved as `tokenizer.json`.
 
-    A text gets a space before it and is cut into characters, those without a token into bytes; then of all neighbours
-    that together are a token those with the highest score become one, the leftmost first, until none are left. `<s>`
-    begins a text where special tokens are asked for, and the space is taken away again in decoding. Raises
-    `FileNotFoundError` where there is no file and `ValueError` that names it for a file that is cut short or goes on,
-    and for a vocabulary that does not say what happens.
+    The text, with a space in front, is split into characters, or bytes for characters without a token. Then the
+    neighbours that form the token with the highest score are merged, leftmost first, until no pair forms a token. `<s>`
+    begins a text if special tokens are asked for; decoding removes the leading space.
+
+    Raises `FileNotFoundError` for a missing file, and `ValueError`, naming it, for a file that is damaged or whose
+    scores leave the order of merges open.
     """
     path = Path(path)
     if not path.is_file():
         raise FileNotFoundError(f"there is no file {path}")
     if path.stat().st_size > MOST_BYTES:
-        raise ValueError(f"{path} is larger than {MOST_BYTES:,} bytes, which no tokenizer of llama2.c is")
+        raise ValueError(f"{path} is larger than {MOST_BYTES:,} bytes, too large for a tokenizer of llama2.c")
     tokens, scores = _read(path.read_bytes(), path)
     ids = {token: id for id, token in enumerate(tokens)}
     if len(ids) != len(tokens):
@@ -58,8 +59,8 @@ def _read(raw: bytes, path: Path) -> tuple[list[str], list[float]]:
     if len(raw) < 4:
         raise ValueError(f"{path} has {len(raw)} bytes, too few for a tokenizer of llama2.c")
     (longest,) = struct.unpack_from("<i", raw)
-    if longest > LONGEST:  # each is cut at every place when the pairs that make it are looked for
-        raise ValueError(f"{path} says that its longest token has {longest} bytes; at most {LONGEST} are taken")
+    if longest > LONGEST:  # finding a token's merges costs the square of its length
+        raise ValueError(f"{path} says that its longest token has {longest} bytes; at most {LONGEST} are valid")
     tokens: list[str] = []
     scores: list[float] = []
     at = 4
@@ -70,9 +71,7 @@ def _read(raw: bytes, path: Path) -> tuple[list[str], list[float]]:
         score, length = struct.unpack_from("<fi", raw, at)
         at += 8
         if not 0 < length <= min(longest, len(raw) - at):
-            raise ValueError(
-                f"{where} has a length of {length}; the file says {longest} at most, and {len(raw) - at} bytes follow"
-            )
+            raise ValueError(f"{where} has a length of {length}, not 1 to {min(longest, len(raw) - at)}")
         if not math.isfinite(score):
             raise ValueError(f"{where} has the score {score}")
         try:
@@ -84,14 +83,14 @@ def _read(raw: bytes, path: Path) -> tuple[list[str], list[float]]:
     for byte in range(256):
         if tokens[_BYTES + byte : _BYTES + byte + 1] != [f"<0x{byte:02X}>"]:
             raise ValueError(f"{path}: token {_BYTES + byte} must be <0x{byte:02X}>, as in all tokenizers of llama2.c")
-    tokens[BOS] = BOS_TEXT  # a line of its own in the file
+    tokens[BOS] = BOS_TEXT  # the file has it between line breaks
     return tokens, scores
 
 
 def _merges(ids: dict[str, int], scores: list[float], path: Path) -> list[tuple[str, str]]:
-    """Return all pairs that together are a token, the highest score first.
+    """Return all pairs of tokens that form a token, by descending score.
 
-    Raises `ValueError` where two tokens that can be put together have one score, so that neither comes first.
+    Raises `ValueError` if two such tokens have the same score, which leaves their order open.
     """
     made: list[tuple[float, int, str]] = []
     whose: dict[float, str] = {}

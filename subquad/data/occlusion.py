@@ -1,4 +1,4 @@
-"""Which pixels of an image are occluded. Shape letters: H rows, W columns."""
+"""Masks of the occluded pixels of an image. Shape letters: H rows, W columns."""
 
 from __future__ import annotations
 
@@ -16,15 +16,15 @@ FORMS = "bottom, top, left, right, center or random with a fraction, as bottom:0
 
 
 def occlusion(asked: str, height: int, width: int, *, seed: int = 0) -> NDArray[np.bool_]:
-    """Return the mask `[H, W]`, True where occluded, that `asked` describes.
+    """Return the mask `[H, W]` that `asked` describes, True where occluded.
 
-    - bottom:F, top:F, left:F, right:F: that fraction of the rows or columns, at that side;
-    - center:F: a rectangle in the middle, with that fraction of the rows and of the columns;
-    - random:F: that fraction of the pixels, drawn by `seed`;
+    - bottom:F, top:F, left:F, right:F: the fraction F of the rows or columns, at that side;
+    - center:F: a rectangle in the middle, with the fraction F of the rows and of the columns;
+    - random:F: the fraction F of the pixels, drawn by `seed`;
     - NAME.png, white (128 and above) where occluded; NAME.npy, booleans or zeros and ones.
 
-    Raises `FileNotFoundError` for a file that is missing, and `ValueError` for what is none of these, a mask of another
-    size, and one that occludes nothing.
+    Raises `FileNotFoundError` for a missing file, and `ValueError` for any other form, for a mask of another size, and
+    for a mask that occludes nothing.
     """
     kind, _, number = asked.partition(":")
     if asked.endswith((".png", ".npy")):
@@ -47,12 +47,12 @@ def occlusion(asked: str, height: int, width: int, *, seed: int = 0) -> NDArray[
     else:
         mask_HW[_slices(kind, fraction, height, width)] = True
     if not mask_HW.any():
-        raise ValueError(f"{asked!r} occludes nothing of an image of {height} x {width}: the fraction is too small")
+        raise ValueError(f"{asked!r} occludes no pixel of {height} x {width}: the fraction is too small")
     return mask_HW
 
 
 def _slices(kind: str, fraction: float, height: int, width: int) -> tuple[slice, slice]:
-    """Return the rows and columns that are occluded."""
+    """Return the occluded rows and columns."""
     rows, columns = round(fraction * height), round(fraction * width)
     top, left = (height - rows) // 2, (width - columns) // 2
     everything = slice(None)

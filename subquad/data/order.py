@@ -1,4 +1,4 @@
-"""The order in which an epoch visits items: a permutation that is stored, or for many items computed place by place."""
+"""Shuffle the items of an epoch: a stored permutation, or for large data sets one computed place by place."""
 
 from __future__ import annotations
 
@@ -12,17 +12,17 @@ from torch import Tensor
 from torch.utils.data import Sampler
 
 LARGE = 1 << 24
-"""From this many items on, an epoch's order is computed place by place; below it is a stored permutation."""
+"""Fewest items for which `epoch_order` returns a `LargeOrder`."""
 ROUNDS = 8
 BLOCK = 4096
-"""Places that are computed at once."""
+"""Places that `LargeOrder` computes at once."""
 
 
 class EpochOrder(Sampler[int]):
-    """A permutation of 0..n-1 that `seed` and `epoch` fix.
+    """A random permutation of 0..n-1, fixed by `seed` and `epoch`.
 
-    `state_dict` and `load_state_dict` carry the position: iterating after a load goes on with the next index. Each
-    further iteration begins at the start; `set_epoch` chooses the next epoch's permutation.
+    `state_dict` and `load_state_dict` carry the position: the first iteration after a load continues with the next
+    index, later ones begin at the start. `set_epoch` chooses the next epoch's permutation.
     """
 
     def __init__(self, n: int, seed: int = 0, epoch: int = 0) -> None:
@@ -45,33 +45,32 @@ class EpochOrder(Sampler[int]):
             yield index
 
     def items(self, start: int) -> Iterator[int]:
-        """Yield the order from a place on."""
+        """Iterate over the indices from place `start` on."""
         return iter(self.permutation()[start:].tolist())
 
     def permutation(self) -> Tensor:
-        """Return the whole epoch's order `[n]`."""
+        """Return the order of the whole epoch, `[n]`."""
         word = hashlib.sha256(f"{self.seed}:{self.epoch}".encode()).digest()
         generator = torch.Generator().manual_seed(int.from_bytes(word[:7], "big"))
         return torch.randperm(self.n, generator=generator)
 
     def set_epoch(self, epoch: int) -> None:
-        """Choose an epoch; another one than the present begins at its start."""
+        """Choose an epoch; a change of epoch resets the position."""
         if epoch != self.epoch:
             self.epoch = epoch
             self.position = 0
             self._resume = False
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the order's identity and how many indices of this epoch were given out."""
+        """Return the order's identity and its position, the number of indices yielded in this epoch."""
         return {"n": self.n, "seed": self.seed, "epoch": self.epoch, "position": self.position}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Go on where `state` stood; `ValueError` where it belongs to another order."""
+        """Continue from `state`; raise `ValueError` if it belongs to another order."""
         for name in ("n", "seed"):
             if state[name] != getattr(self, name):
                 raise ValueError(
-                    f"the saved order has {name}={state[name]}, this one {name}={getattr(self, name)}: "
-                    "data or seed have changed"
+                    f"the saved order has {name}={state[name]}, not {getattr(self, name)}: data or seed changed"
                 )
         if not 0 <= state["position"] <= self.n:
             raise ValueError(f"the saved position must lie in 0..{self.n}, got {state['position']}")
@@ -81,11 +80,11 @@ class EpochOrder(Sampler[int]):
 
 
 class LargeOrder(EpochOrder):
-    """A permutation of 0..n-1 that `seed` and `epoch` fix, of which any place is computed alone.
+    """A random permutation of 0..n-1 that computes any place alone and stores no list of n items.
 
-    A Feistel network of eight rounds permutes the numbers of 2 b bits, the fewest that hold n; a number that comes out
-    at n or above goes through it again until it is below (at most four times on average). The round function is the
-    finaliser of SplitMix64 with a key for each round from SHA-256 of seed and epoch. It holds no list of n items.
+    A Feistel network of eight rounds permutes the numbers of 2 b bits, the smallest even width that holds n. A result
+    of n or more goes through the network again until it is below n (at most four times on average). The round function
+    is SplitMix64's finaliser, with a key for each round from SHA-256 of seed and epoch.
     """
 
     def __init__(self, n: int, seed: int = 0, epoch: int = 0) -> None:
@@ -93,7 +92,7 @@ class LargeOrder(EpochOrder):
         self.bits = max(1, -(-(n - 1).bit_length() // 2))
 
     def at(self, places: np.ndarray) -> np.ndarray:
-        """Return the items at these places, int64; `ValueError` for a place that is not in 0..n-1."""
+        """Return the items at `places`, int64; raise `ValueError` for a place outside 0..n-1."""
         if len(places) and not 0 <= places.min() <= places.max() < self.n:
             raise ValueError(f"places must lie in 0..{self.n - 1}, got {places.min()} to {places.max()}")
         items = self._network(places.astype(np.uint64))
@@ -102,11 +101,11 @@ class LargeOrder(EpochOrder):
         return items.astype(np.int64)
 
     def permutation(self) -> Tensor:
-        """Return the whole epoch's order `[n]`."""
+        """Return the order of the whole epoch, `[n]`."""
         return torch.from_numpy(self.at(np.arange(self.n)))
 
     def items(self, start: int) -> Iterator[int]:
-        """Yield the order from a place on."""
+        """Iterate over the indices from place `start` on."""
         for first in range(start, self.n, BLOCK):
             yield from self.at(np.arange(first, min(self.n, first + BLOCK))).tolist()
 
@@ -130,5 +129,5 @@ def _mixed(x: np.ndarray) -> np.ndarray:
 
 
 def epoch_order(n: int, seed: int, epoch: int) -> EpochOrder:
-    """Return the order of an epoch over n items: `EpochOrder` below `LARGE` of them, else `LargeOrder`."""
+    """Return the order of an epoch over n items: an `EpochOrder` if n < `LARGE`, else a `LargeOrder`."""
     return EpochOrder(n, seed, epoch) if n < LARGE else LargeOrder(n, seed, epoch)

@@ -1,7 +1,6 @@
-"""Files that someone else has written, within bounds: plain or packed (`.xz`, `.gz` or `.bz2`), NumPy's npy and npz.
+"""Read untrusted files safely: plain or packed (`.xz`, `.gz`, `.bz2`) files, and NumPy's npy and npz.
 
-A few kilobytes can unpack to terabytes. Nothing unpacks to more than `most` bytes: whoever has such a file unpacks it
-himself.
+A few kilobytes can unpack to terabytes, so nothing is unpacked to more than `most` bytes.
 """
 
 from __future__ import annotations
@@ -19,35 +18,35 @@ import numpy as np
 
 _MODULES: dict[str, Any] = {".xz": lzma, ".gz": gzip, ".bz2": bz2}
 PACKED = tuple(_MODULES)
-"""The suffixes."""
+"""Suffixes of packed files."""
 DAMAGE = (EOFError, OSError, lzma.LZMAError, zlib.error)
-"""Errors of reading a damaged packed file."""
+"""Errors that a damaged packed file raises."""
 BAD_ZIP = (zipfile.BadZipFile, ValueError, NotImplementedError, RuntimeError, LookupError, OverflowError)
-"""Errors of a zip archive that is damaged, pickled, packed in an unknown way, or has a password."""
+"""Errors of a zip archive that is damaged, pickled, encrypted, or packed by an unknown method."""
 LEAST, TIMES = 1 << 28, 100
-"""A file may unpack to `LEAST` bytes, a larger one to `TIMES` its own size; text packs to a tenth of its size."""
+"""A file may unpack to `LEAST` bytes or `TIMES` its own size, whichever is more; text packs to a tenth of its size."""
 _MAGIC = {b"\xfd7zXZ\x00": lzma, b"\x1f\x8b": gzip, b"BZh": bz2}
 _PIECE = 1 << 20
 
 
 def most(packed: int) -> int:
-    """Return how many bytes a file of `packed` bytes may unpack to."""
+    """Return the most bytes that a file of `packed` bytes may unpack to."""
     return max(LEAST, TIMES * packed)
 
 
 def find_packed(folder: Path, *names: str) -> Path | None:
-    """Return the first file of these names in `folder`, plain or packed; None where there is none."""
+    """Return the first file in `folder` with one of `names`, plain or packed, or None."""
     candidates = (folder / f"{name}{suffix}" for name in names for suffix in ("", *PACKED))
     return next((file for file in candidates if file.is_file()), None)
 
 
 def unpack(file: Path, raw: bytes) -> bytes:
-    """Return the content of `file`, whose bytes are `raw`; raises one of `DAMAGE` where it is damaged or a bomb."""
+    """Unpack the bytes `raw` of `file` by its suffix; raise one of `DAMAGE` for damage or too much content."""
     return _unpacked(_MODULES.get(file.suffix), raw)
 
 
 def unpack_any(raw: bytes) -> bytes:
-    """Unpack as `unpack` does, as the first bytes say."""
+    """Unpack as `unpack`, but by the first bytes of `raw`."""
     return _unpacked(next((module for magic, module in _MAGIC.items() if raw.startswith(magic)), None), raw)
 
 
@@ -65,18 +64,18 @@ def _unpacked(module: Any, raw: bytes) -> bytes:
 
 
 def too_much(packed: int) -> OSError:
-    """Return the error for what unpacks to more than it may."""
-    return OSError(f"{packed:,} packed bytes unpack to more than {most(packed):,}: unpack it yourself if that is right")
+    """Return the error for `packed` bytes that unpack to more than `most(packed)`."""
+    return OSError(f"{packed:,} packed bytes unpack to more than {most(packed):,}: unpack it yourself if you trust it")
 
 
 def check_zip(archive: zipfile.ZipFile, packed: int) -> None:
-    """Raise `OSError` for an archive of `packed` bytes whose files take more than they may together."""
+    """Raise `OSError` if the files in an archive of `packed` bytes together take more than `most(packed)`."""
     if sum(info.file_size for info in archive.infolist()) > most(packed):
         raise too_much(packed)
 
 
 def read_packed(file: Path) -> bytes:
-    """Read the content of a file; `ValueError` names it where it is damaged."""
+    """Read and unpack a file; raise `ValueError`, naming it, if it is damaged."""
     raw = file.read_bytes()
     try:
         return unpack(file, raw)
@@ -85,39 +84,39 @@ def read_packed(file: Path) -> bytes:
 
 
 def open_stream(file: Path) -> IO[bytes]:
-    """Open the content of a file as a stream; reading it raises one of `DAMAGE` where it is damaged."""
+    """Open the unpacked content of a file as a stream; reading damage raises one of `DAMAGE`."""
     module = _MODULES.get(file.suffix)
     stream: IO[bytes] = module.open(file, "rb") if module else file.open("rb")
     return stream
 
 
 def damaged(file: Path, error: Exception) -> ValueError:
-    """Return the error that names a damaged file."""
+    """Return the `ValueError` for a damaged file."""
     return ValueError(f"{file} is damaged and does not unpack: {error}")
 
 
 _LAST_CODE, _HALVES = 0x10FFFF, (0xD800, 0xDFFF)
-"""The greatest character, and the halves of surrogate pairs, which are none."""
+"""The last Unicode code point, and the range of surrogates, which are not characters."""
 
 
 def load_array(raw: bytes, file: Path) -> np.ndarray:
-    """Read the array in the bytes of an npy file; `ValueError` names the file where it is damaged or no such file."""
+    """Read the array in the bytes `raw` of an npy file; raise `ValueError`, naming `file`, if it is damaged."""
     if raw.startswith(b"PK"):
-        raise ValueError(f"{file} is no readable npy file: it is an archive of several arrays (npz)")
+        raise ValueError(f"{file} is not a readable npy file: it is an archive of several arrays (npz)")
     if not raw.startswith(b"\x93NUMPY"):  # np.load would try to read a pickle
-        raise ValueError(f"{file} is no readable npy file: it does not begin as one")
+        raise ValueError(f"{file} is not a readable npy file: it does not begin with npy's magic bytes")
     try:
         array: np.ndarray = np.load(io.BytesIO(raw), allow_pickle=False)
-    except Exception as error:  # a header is a Python literal, and fails as such do
-        raise ValueError(f"{file} is no readable npy file: {error!r} (nothing pickled is read)") from error
+    except Exception as error:  # the header is a Python literal, whose parser raises errors of many types
+        raise ValueError(f"{file} is not a readable npy file: {error!r} (nothing pickled is read)") from error
     return _sized(array, file)
 
 
 def load_arrays(raw: bytes, file: Path) -> dict[str, np.ndarray]:
-    """Read the arrays in the bytes of an npz file. Raises as `load_array`, and for what unpacks to too much."""
+    """Read the arrays in the bytes `raw` of an npz file; raise as `load_array`, and if they unpack to too much."""
     content = io.BytesIO(raw)
     if not zipfile.is_zipfile(content):
-        raise ValueError(f"{file} is no readable npz file: it is no zip archive, or its end is missing")
+        raise ValueError(f"{file} is not a readable npz file: it is not a zip archive, or its end is missing")
     try:
         with zipfile.ZipFile(content) as archive:
             check_zip(archive, len(raw))
@@ -125,21 +124,21 @@ def load_arrays(raw: bytes, file: Path) -> dict[str, np.ndarray]:
         with np.load(content, allow_pickle=False) as arrays:
             found: dict[str, Any] = {name: arrays[name] for name in arrays.files}
     except Exception as error:
-        raise ValueError(f"{file} is no readable npz file: {error!r} (nothing pickled is read)") from error
+        raise ValueError(f"{file} is not a readable npz file: {error!r} (nothing pickled is read)") from error
     for name, array in found.items():
-        if not isinstance(array, np.ndarray):  # a member that is no npy file comes as bytes
-            raise ValueError(f"{file} is no readable npz file: {name} is no array")
+        if not isinstance(array, np.ndarray):  # np.load returns members of other formats as bytes
+            raise ValueError(f"{file} is not a readable npz file: {name} is not an array")
     return {name: _sized(array, file) for name, array in found.items()}
 
 
 def _sized(array: np.ndarray, file: Path) -> np.ndarray:
-    """Raise `ValueError` for an array that holds no plain values, or any number of them that take no bytes."""
+    """Return `array`; raise `ValueError` unless it holds plain values that each take at least a byte."""
     if array.size > array.nbytes:
         raise ValueError(f"{file} holds {array.size:,} values that take {array.nbytes:,} bytes")
     if array.dtype.kind not in "biufcSU":
-        raise ValueError(f"{file} must hold numbers, booleans or texts, got {array.dtype}")
+        raise ValueError(f"{file} must hold numbers, booleans or strings, got {array.dtype}")
     if array.dtype.kind == "U" and array.size:
         codes = np.frombuffer(array.tobytes(), np.dtype("u4").newbyteorder(array.dtype.byteorder))
         if ((codes > _LAST_CODE) | ((codes >= _HALVES[0]) & (codes <= _HALVES[1]))).any():
-            raise ValueError(f"{file} holds texts with codes that are no Unicode characters")
+            raise ValueError(f"{file} holds strings with invalid Unicode code points")
     return array

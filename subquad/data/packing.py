@@ -1,4 +1,4 @@
-"""Whole documents packed into windows: which pieces of which documents each window holds."""
+"""Pack whole documents into windows of a fixed length."""
 
 from __future__ import annotations
 
@@ -7,25 +7,25 @@ from typing import NamedTuple
 import numpy as np
 
 OPEN_WINDOWS = 32
-"""Windows that are not full and that a piece may still go to."""
+"""Most partly filled windows that can still take a piece."""
 
 
 class Packing(NamedTuple):
-    """Windows of pieces: window w holds pieces `firsts[w]` to `firsts[w + 1] - 1`, in order of their tokens."""
+    """Windows of pieces: window w holds pieces `firsts[w]` to `firsts[w + 1] - 1`, in token order."""
 
     firsts: np.ndarray
     """`[W + 1]`."""
     starts: np.ndarray
-    """`[P]`, where each piece begins among the tokens."""
+    """`[P]`, the first token of each piece."""
     stops: np.ndarray
-    """`[P]`, where it ends."""
+    """`[P]`, one past its last token."""
 
 
 def pieces(documents: np.ndarray, length: int) -> tuple[np.ndarray, np.ndarray]:
-    """Return where pieces of documents begin and end: whole documents, and cuts of those longer than `length`.
+    """Return starts and stops of pieces: whole documents, and documents longer than `length` split.
 
-    `documents` `[D + 1]` are the offsets as `TokenShard` has them. A cut begins with the last token of the one before,
-    so that each token of a document but its first is predicted once.
+    `documents` `[D + 1]` are offsets as in `TokenShard`. The parts of a split document overlap by one token, so that
+    each of its tokens but the first is predicted once.
     """
     begins, sizes = documents[:-1].astype(np.int64), np.diff(documents).astype(np.int64)
     begins, sizes = begins[sizes > 0], sizes[sizes > 0]
@@ -36,17 +36,17 @@ def pieces(documents: np.ndarray, length: int) -> tuple[np.ndarray, np.ndarray]:
 
 
 def pack(documents: np.ndarray, length: int) -> Packing:
-    """Pack documents into windows of `length` tokens, each in one piece where it fits at all; nothing is left out.
+    """Pack all documents into windows of `length` tokens, splitting only those that are longer.
 
-    First fit: a piece goes to the first open window that has room for it, else to a new one; of more than
-    `OPEN_WINDOWS` open ones the fullest is closed. It depends on the lengths alone, and neighbours stay near each
-    other. Raises `ValueError` for a length below 2.
+    First fit: a piece goes to the first open window with room for it, else to a new one; if that makes more than
+    `OPEN_WINDOWS`, the fullest is closed. The result depends on the lengths alone, and neighbouring documents stay near
+    each other. Raises `ValueError` for a length below 2.
     """
     if length < 2:
         raise ValueError(f"a window needs at least 2 tokens, one to read and one to predict, got length={length}")
     starts, stops = pieces(documents, length)
     window_of = np.empty(len(starts), dtype=np.int64)
-    room: list[int] = []  # of the open windows, in order of opening
+    room: list[int] = []  # free tokens of the open windows, oldest first
     names: list[int] = []
     opened = 0
     for number, size in enumerate((stops - starts).tolist()):

@@ -1,6 +1,6 @@
-"""Probes of memory: sequences of which some tokens follow from earlier ones and from nothing else.
+"""Generate memory probes: sequences with tokens that can be predicted only by recalling earlier ones.
 
-Each is a pure function of a seed. Row i depends on the seed, the length, the probe's numbers and i alone.
+Row i is a function of the seed, the length, the probe's configuration and i alone.
 Shape letters: B batch (rows), T tokens.
 """
 
@@ -26,44 +26,43 @@ IGNORED = -100
 NOTHING = -1
 DIGITS = 10
 KEY, ASK, FILLER = DIGITS, DIGITS + 1, DIGITS + MARKS
-"""Tokens of the passkey probe after the ten digits: the mark before the key, the question, the first of the filler."""
+"""Tokens of the passkey probe after the ten digits: the mark before the key, the question, the first filler token."""
 SEPARATOR = 0
-"""Between the two strings of the copy probe; its letters follow."""
+"""Token between the two strings of the copy probe; the letters follow it."""
 POWER = 0.01
-"""The i-th place after the pairs of mqar is asked with a weight of `i ** (POWER - 1)`, as in Zoology."""
+"""mqar asks at the i-th place after the pairs with weight `i ** (POWER - 1)`, as in Zoology."""
 
 Seed = int | Sequence[int]
-"""At least 0. The row's number follows it, and numpy fills what is short with zeros: row 0 of the seed (0, 5) is row 5
-of the seed 0. Among seeds of as many parts no two rows share their random numbers."""
+"""Non-negative. NumPy seeds each row with it and the row's number, padded with zeros: row 0 of the seed (0, 5) is row 5
+of the seed 0. Among seeds with the same number of parts no two rows share random numbers."""
 
 
 class ProbeRows(NamedTuple):
-    """Sequences and what is asked in them, all int64 `[B, T]`."""
+    """Sequences and the tokens to recall, all int64 `[B, T]`."""
 
     tokens: np.ndarray
     labels: np.ndarray
-    """The token to predict at this place, from those before it; -100 where nothing is asked."""
+    """Token to predict at this place from those before it; -100 if none is asked for."""
     source: np.ndarray
-    """The place of the token that the label repeats; -1 where nothing is asked."""
+    """Place of the earlier token that the label repeats; -1 if none is asked for."""
 
     @property
     def asked(self) -> np.ndarray:
-        """Bool `[B, T]`: the places where a token is asked for."""
+        """Bool `[B, T]`, True where a token is asked for."""
         return self.labels != IGNORED
 
 
 def probe_rows(
     config: ProbeConfig, length: int, rows: int, /, *, depth: float | None = None, first: int = 0, seed: Seed = 0
 ) -> ProbeRows:
-    """Make rows number `first` to `first + rows - 1` of the probe `config`, `length` tokens each.
+    """Make rows `first` to `first + rows - 1` of the probe `config`, `length` tokens each.
 
-    `depth` is for passkey alone: at 0 the mark before the key is the first token, at 1 nothing stands between the key
-    and the question; None draws its place in each row. `seed` is used as it is: the configuration's numbers its own
-    sequences. Raises `ValueError` for a length, a depth or a number of rows that cannot be, and for a depth of another
-    probe.
+    `depth` places the passkey: at 0 the mark before the key is the first token, at 1 the question follows the key
+    directly; None draws the place in each row. `seed` is used instead of the configuration's. Raises `ValueError` for
+    an invalid length, depth or number of rows, and for a depth with another probe.
     """
     if depth is not None and config.name != "passkey":
-        raise ValueError(f"depth is for passkey, and the probe is {config.name}, got depth={depth}")
+        raise ValueError(f"depth is valid only for the probe passkey, got depth={depth} for {config.name}")
     check_depth(depth)
     asked = config.first_asked(length)
     made = empty_rows(length, rows)
@@ -81,8 +80,8 @@ def probe_rows(
 def _passkey(config: ProbeConfig, asked: int, depth: float | None, rng: np.random.Generator, row: ProbeRows) -> None:
     """Fill a row with `filler KEY d1..dk filler ASK d1..dk`: k random digits after a mark, asked for at the end.
 
-    The filler is random. Tokens: the digits are 0 to 9, then the mark, the question, `symbols` tokens of filler.
-    Source: the task of Mohtashami and Jaggi 2023, arXiv:2305.16300, section 4.2, in tokens instead of words.
+    Tokens: the digits 0 to 9, the mark, the question, `symbols` tokens of random filler. Source: the task of Mohtashami
+    and Jaggi 2023, arXiv:2305.16300, section 4.2, in tokens instead of words.
     """
     room = len(row.tokens) - config.fewest_tokens
     start = int(rng.integers(room + 1)) if depth is None else round(depth * room)
@@ -96,12 +95,12 @@ def _passkey(config: ProbeConfig, asked: int, depth: float | None, rng: np.rando
 
 
 def _mqar(config: ProbeConfig, asked: int, rng: np.random.Generator, row: ProbeRows) -> None:
-    """Fill a row with `k1 v1 .. kn vn`, then each key once more among noise: after it, its value is asked for.
+    """Fill a row with `k1 v1 .. kn vn`, then each key once more among noise; the value is asked for after the key.
 
-    The i-th place after the pairs holds a key with a weight of `i ** (POWER - 1)`: most questions come soon, some late.
-    The value is asked for and not shown: the next token is noise, as all others, drawn from the values and from the
-    keys that no pair has. Keys differ, values differ. Tokens: `symbols` keys, then as many values. Source: Arora et al.
-    2023, "Zoology", arXiv:2312.04927, section 3.1 and appendix; the noise there may also repeat the keys.
+    The i-th place after the pairs holds a key with weight `i ** (POWER - 1)`: most questions come soon, some late. The
+    value is not shown: the token after a key is noise, drawn like all noise from the values and the keys without a
+    pair. All keys and all values differ. Tokens: `symbols` keys, then `symbols` values. Source: Arora et al. 2023,
+    "Zoology", arXiv:2312.04927, section 3.1 and appendix, whose noise may also repeat keys of pairs.
     """
     pairs, symbols, begin = config.pairs, config.symbols, asked - 1
     weights = np.arange(1, len(row.tokens) - begin, dtype=np.float64) ** (POWER - 1)
@@ -118,10 +117,9 @@ def _mqar(config: ProbeConfig, asked: int, rng: np.random.Generator, row: ProbeR
 
 
 def _copy(config: ProbeConfig, rng: np.random.Generator, row: ProbeRows) -> None:
-    """Fill a row with `s1..sn SEPARATOR s1..sn SEPARATOR ..`: a random string, and the whole of it again.
+    """Fill a row with `s1..sn SEPARATOR s1..sn SEPARATOR ..`: a random string and its copy, padded with separators.
 
-    n is `(length - 1) // 2`, or drawn from `shortest` up to that; separators fill what is left. Tokens: the separator,
-    then `symbols` letters.
+    n is `(length - 1) // 2`, or drawn from `shortest` up to that. Tokens: the separator, then `symbols` letters.
     """
     size = longest = (len(row.tokens) - 1) // 2
     if config.shortest is not None:
@@ -133,13 +131,13 @@ def _copy(config: ProbeConfig, rng: np.random.Generator, row: ProbeRows) -> None
 
 
 def check_depth(depth: float | None) -> None:
-    """Raise `ValueError` for a depth outside of 0 to 1."""
+    """Raise `ValueError` for a depth outside [0, 1]."""
     if depth is not None and not 0 <= depth <= 1:
         raise ValueError(f"a depth must lie between 0 (the start) and 1 (the end), got {depth}")
 
 
 def empty_rows(length: int, rows: int) -> ProbeRows:
-    """Return rows that ask nothing yet."""
+    """Return rows of zeros in which nothing is asked for."""
     if rows < 1:
         raise ValueError(f"a probe needs at least one row, got rows={rows}")
     zeros = np.zeros((rows, length), dtype=np.int64)
@@ -147,7 +145,7 @@ def empty_rows(length: int, rows: int) -> ProbeRows:
 
 
 def generators(seed: Seed, first: int, rows: int) -> list[np.random.Generator]:
-    """Return a stream of random numbers for each row; `ValueError` for a negative seed or row."""
+    """Return a random generator for each row; raise `ValueError` for a negative seed or row."""
     parts = [seed] if isinstance(seed, int) else list(seed)
     if min((first, *parts)) < 0:
         raise ValueError(f"a seed and the first row must be at least 0, got seed={seed}, first={first}")
@@ -155,14 +153,14 @@ def generators(seed: Seed, first: int, rows: int) -> list[np.random.Generator]:
 
 
 TRAIN, HELD_OUT, MEASURE = range(3)
-"""Streams of random numbers after a seed: what is learned, what training measures, what `subquad probe` measures."""
+"""Streams of a seed: training, validation, and the sequences of `subquad probe`."""
 
 
 class ProbeItems(Dataset[dict[str, Tensor]]):
-    """Sequences of a probe, made as they are read: `{"input_ids": [length], "labels": [length]}`, int64.
+    """Sequences of a probe, generated when read: `{"input_ids": [length], "labels": [length]}`, int64.
 
-    `labels` are -100 where nothing is asked; a causal language model shifts them. An item depends on the probe, its
-    seed, the stream and its index alone. Raises `ValueError` for a length that the probe does not fit in.
+    `labels` are -100 where nothing is asked for; the language model shifts them. An item depends only on the
+    configuration, the stream and its index. Raises `ValueError` for a length too short for the probe.
     """
 
     def __init__(self, config: ProbeConfig, length: int, items: int, *, stream: int = TRAIN) -> None:
@@ -180,7 +178,7 @@ class ProbeItems(Dataset[dict[str, Tensor]]):
 
 @dataclass(frozen=True)
 class ProbeCorpus:
-    """A probe at one length, split in two; `fingerprint` differs where any sequence does."""
+    """Training and validation sequences of a probe at one length; `fingerprint` changes when any sequence does."""
 
     config: ProbeConfig
     train: ProbeItems
@@ -189,7 +187,7 @@ class ProbeCorpus:
 
     @classmethod
     def of(cls, config: ProbeConfig, length: int) -> ProbeCorpus:
-        """Return the sequences of `config`, `length` tokens each. Raises `ValueError` as `ProbeItems` does."""
+        """Return sequences of `config`, `length` tokens each; raise `ValueError` as `ProbeItems`."""
         return cls(
             config=config,
             train=ProbeItems(config, length, config.examples),
@@ -214,12 +212,13 @@ def text_passkey(
     first: int = 0,
     seed: Seed = 0,
 ) -> ProbeRows:
-    """`text BEFORE key AFTER text QUESTION key`: the tokens of a key of `digits` digits are asked for at the end.
+    """Make rows `text BEFORE key AFTER text QUESTION key`, in which the key's `digits` digits are asked for at the end.
 
-    `text` holds tokens `[N]`; each row takes a piece of it that begins at a random place. `depth` is that of
-    `probe_rows`. All parts are tokenised apart, so that the key is the same tokens at both places.
-    Raises `ValueError` for a tokenizer that cannot spell digits, for a length in which the parts leave no room, for a
-    text shorter than that room, and for a depth outside of 0 to 1.
+    `text` holds tokens `[N]`, of which each row takes a piece from a random place. `depth` places the key as in
+    `probe_rows`. The parts are tokenized separately, so both copies of the key have the same tokens.
+
+    Raises `ValueError` for a tokenizer that cannot spell digits, a length too short for the sentences, a text too short
+    to fill it, and a depth outside [0, 1].
     """
     check_depth(depth)
     check_at_least(1, digits=digits)
@@ -229,11 +228,9 @@ def text_passkey(
         key = _key(tokenizer, "".join(map(str, rng.integers(DIGITS, size=digits))))
         room = length - len(before) - len(after) - len(question) - 2 * len(key)
         if room < 0:
-            raise ValueError(
-                f"the sentences around a key of {digits} digits take {length - room} tokens, got length={length}"
-            )
+            raise ValueError(f"a key of {digits} digits and its sentences take {length - room} tokens, got {length=}")
         if room > len(text):
-            raise ValueError(f"the text has {len(text)} tokens, and {room} are needed to fill length={length}")
+            raise ValueError(f"the text has {len(text)} tokens, but length={length} needs {room}")
         start = int(rng.integers(len(text) - room + 1))
         filler = np.asarray(text[start : start + room], dtype=np.int64)
         place = int(rng.integers(room + 1)) if depth is None else round(depth * room)
@@ -246,11 +243,10 @@ def text_passkey(
 
 
 def _key(tokenizer: Tokenizer, digits: str) -> np.ndarray:
-    """Return the tokens of a key after a blank."""
+    """Return the tokens of a space and the key."""
     ids = encode_text(tokenizer, f" {digits}")
     if (spelt := tokenizer.decode(ids).strip()) != digits:
         raise ValueError(
-            f"the tokenizer cannot spell digits: {digits!r} becomes {spelt!r}; passkey needs one that can, such as "
-            "bytes or a byte-level BPE"
+            f"the tokenizer cannot spell digits: {digits!r} becomes {spelt!r}; passkey needs another, such as bytes"
         )
     return np.array(ids)

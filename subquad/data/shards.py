@@ -1,9 +1,9 @@
-"""Memory-mapped token shards.
+"""Read and write memory-mapped token shards.
 
-A file is a head of 4,096 bytes, the tokens (uint8, uint16 or uint32, little-endian), and the offsets at which documents
-begin (int64). The head is a magic word, the format version, the SHA-256 of the JSON that follows it, and this JSON:
-counts, dtype, the tokenizer's hash and the SHA-256 of all that follows the head. Nothing damaged or cut short is ever
-opened.
+A file is a head of 4,096 bytes, the tokens (uint8, uint16 or uint32), and the offsets at which documents begin (int64),
+all little-endian. The head is a magic word, the format version, the length and the SHA-256 of the JSON that follows,
+and this JSON: counts, dtype, the tokenizer's hash and the SHA-256 of everything after the head. Damaged or truncated
+files are never opened.
 """
 
 from __future__ import annotations
@@ -29,14 +29,14 @@ _verified: set[tuple[str, int, int, int]] = set()
 
 
 class TokenShard:
-    """The tokens of some documents, mapped from a file.
+    """The tokens of documents, mapped from a file.
 
-    `tokens` `[N]`; `documents` `[D + 1]` holds the offsets in `tokens` at which documents begin, then N. `text_bytes`
-    and `words` count the UTF-8 bytes and whitespace-separated words of the documents' text, separators not counted.
-    `vocab_size` and `tokenizer_hash` describe the tokenizer; `sha256` is that of all that follows the head.
+    `tokens` is `[N]`; `documents` `[D + 1]` holds the offsets in `tokens` at which documents begin, then N.
+    `text_bytes` and `words` count the UTF-8 bytes and whitespace-separated words of the text without separators.
+    `vocab_size` and `tokenizer_hash` describe the tokenizer; `sha256` covers everything after the head.
 
-    Raises `FileNotFoundError`, or `ValueError` for a file that is no shard, has another format version, is cut short or
-    damaged, or (with `tokenizer_hash`) was made with another tokenizer. Contents are checked once per process.
+    Raises `FileNotFoundError`, or `ValueError` for a file that is not a shard, has another format version, is truncated
+    or damaged, or was not made with the tokenizer of `tokenizer_hash`. Contents are checked once per process.
     """
 
     tokens: np.ndarray
@@ -59,10 +59,7 @@ class TokenShard:
         end = HEAD_BYTES + count * dtype.itemsize
         expected, stat = end + (documents + 1) * 8, self.path.stat()
         if stat.st_size != expected:
-            raise ValueError(
-                f"{self.path} is cut short or too long: {stat.st_size} bytes, where {count} tokens and {documents} "
-                f"documents take {expected}"
-            )
+            raise ValueError(f"{self.path} is cut short or too long: it has {stat.st_size} bytes, not {expected}")
         self.tokens = np.memmap(self.path, dtype, mode="r", offset=HEAD_BYTES, shape=(count,))
         self.documents = np.memmap(self.path, "<i8", mode="r", offset=end, shape=(documents + 1,))
         seen = (str(self.path.resolve()), stat.st_ino, stat.st_size, stat.st_mtime_ns)
@@ -71,13 +68,13 @@ class TokenShard:
             _verified.add(seen)
 
     def _verify(self) -> None:
-        """Check the contents."""
+        """Raise `ValueError` unless the contents match their checksum and the head."""
         with self.path.open("rb") as stream:
             stream.seek(HEAD_BYTES)
             if hashlib.file_digest(stream, "sha256").hexdigest() != self.sha256:
                 raise ValueError(f"{self.path} is damaged: the checksum of its tokens is wrong")
         if (greatest := int(self.tokens.max())) >= self.vocab_size:
-            raise ValueError(f"{self.path} is damaged: it holds the token {greatest}, of {self.vocab_size}")
+            raise ValueError(f"{self.path} is damaged: token {greatest} is outside the vocabulary of {self.vocab_size}")
         if self.documents[0] or self.documents[-1] != len(self) or (np.diff(self.documents) < 0).any():
             raise ValueError(f"{self.path} is damaged: its documents do not divide its {len(self)} tokens")
 
@@ -97,13 +94,10 @@ def _read_head(path: Path) -> dict[str, Any]:
     if not head.startswith(MAGIC):
         raise ValueError(f"{path} is not a token shard: it begins with {head[:8]!r}, not with {MAGIC!r}")
     if len(head) < HEAD_BYTES:
-        raise ValueError(f"{path} is cut short: {len(head)} bytes, less than a head's {HEAD_BYTES}")
+        raise ValueError(f"{path} is cut short: it has {len(head)} bytes, less than the {HEAD_BYTES} of a head")
     _, version, length, checksum = _PREFIX.unpack_from(head)
     if version != FORMAT_VERSION:
-        raise ValueError(
-            f"{path} has token shard format version {version}; this release reads version {FORMAT_VERSION}: "
-            "prepare the data again"
-        )
+        raise ValueError(f"{path} has format version {version}, this release reads {FORMAT_VERSION}: prepare it again")
     text = head[_PREFIX.size : _PREFIX.size + length]
     if hashlib.sha256(text).digest() != checksum:
         raise ValueError(f"{path} is damaged: the checksum of its head is wrong")
@@ -121,7 +115,7 @@ def _read_head(path: Path) -> dict[str, Any]:
 
 @dataclass(frozen=True)
 class Entry:
-    """A shard as the index of a set describes it."""
+    """A shard's entry in the index of a set."""
 
     name: str
     tokens: int
@@ -129,15 +123,15 @@ class Entry:
     text_bytes: int
     words: int
     sha256: str
-    """Of the tokens and the documents' offsets, as in the shard's own head."""
+    """SHA-256 of tokens and offsets, as in the shard's head."""
 
 
 class ShardWriter:
-    """Writes a shard at `path`, which must be a place that nobody reads yet, as `files.aside` gives one.
+    """Write a shard to `path`, a new temporary path as from `files.aside`.
 
-    Call `add` for a document's tokens, `end_document` after its last, or `add_documents`. Leaving the `with` block
-    writes the head; after an error there is none, and the file cannot be opened. Tokens take two bytes each or, where
-    the vocabulary asks for it, four; with `small` one byte where that is enough.
+    Call `add` for a document's tokens and `end_document` after the last, or `add_documents`. Leaving the `with` block
+    writes the head; after an error it is missing, and the file cannot be opened. Tokens take two bytes, or four for a
+    large vocabulary; with `small`, one byte if the vocabulary allows it.
     """
 
     def __init__(self, path: Path, *, vocab_size: int, tokenizer_hash: str, small: bool = False) -> None:
@@ -153,7 +147,7 @@ class ShardWriter:
         self._stream.write(bytes(HEAD_BYTES))
 
     def add(self, ids: np.ndarray) -> None:
-        """Append token ids; `ValueError` for one outside the vocabulary."""
+        """Append token ids; raise `ValueError` for one outside the vocabulary."""
         if len(ids) and (ids.max() >= self.vocab_size or ids.min() < 0):
             wrong = int(ids.max()) if ids.max() >= self.vocab_size else int(ids.min())
             raise ValueError(f"token id {wrong} is outside the vocabulary of {self.vocab_size} tokens")
@@ -161,20 +155,20 @@ class ShardWriter:
         self.count += len(ids)
 
     def end_document(self, text_bytes: int, words: int) -> None:
-        """Close a document of `text_bytes` UTF-8 bytes and `words` words."""
+        """End a document of `text_bytes` UTF-8 bytes and `words` words."""
         self.starts.append(self.count)
         self.text_bytes += text_bytes
         self.words += words
 
     def add_documents(self, ids: np.ndarray, lengths: np.ndarray) -> None:
-        """Append documents without text, of `lengths` tokens each; raises as `add`."""
+        """Append documents without text, of `lengths` tokens each; raise as `add`."""
         ends = self.count + np.cumsum(lengths)
         self.add(ids)
         self.starts += ends.tolist()
 
     @property
     def entry(self) -> Entry:
-        """The line of an index for what was written; whole after the `with` block."""
+        """The shard's index entry, complete after the `with` block."""
         sha256, documents = self._sha256.hexdigest(), len(self.starts) - 1
         return Entry(self.path.name, self.count, documents, self.text_bytes, self.words, sha256)
 
@@ -188,7 +182,7 @@ class ShardWriter:
 
     def _finish(self) -> None:
         if not self.count:
-            raise ValueError(f"{self.path} would hold no token: the tokenizer makes none of this text")
+            raise ValueError(f"{self.path} would hold no token: the tokenizer yields none for this text")
         self._write(np.array(self.starts, dtype="<i8"))
         values = {
             "tokens": self.count,

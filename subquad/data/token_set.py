@@ -1,8 +1,7 @@
-"""Sets of token shards: a folder of them with an index, read as one without loading it.
+"""Read a folder of token shards with an index as one sequence of tokens, without loading it.
 
-`index.json` names the shards in order, with their counts and checksums. What the index says is known without opening a
-shard; a shard is opened, and its checksum compared with the index and its own head, when its first token is read, once
-in each process.
+`index.json` names the shards in order, with their counts and checksums, which are known without opening a shard. A
+shard is opened, and checked against the index and its own head, when its first token is read, once in each process.
 """
 
 from __future__ import annotations
@@ -25,23 +24,23 @@ from subquad.parsing import check_keys, read_json_mapping
 INDEX = "index.json"
 INDEX_FORMAT, INDEX_VERSION = "subquad-tokens", 1
 OPEN_SHARDS = 1024
-"""Shards of a set that a process keeps mapped."""
+"""Most shards of a set that a process keeps mapped."""
 _CONTENT = {"tokenizer_hash": str, "vocab_size": int, "shards": list}
 BadShards = Literal["stop", "skip"]
 
 
 class ShardError(ValueError):
-    """A shard of a set that is missing or damaged; the message names it and says what to do."""
+    """A shard of a set is missing or damaged; the message names it and says what to do."""
 
 
 class TokenSet:
-    """The tokens of many shards, one after another, in the order of the index or of `names`.
+    """The tokens of many shards, joined in the order of the index or of `names`.
 
-    `len` and the counts come from the index alone. `tokens[start:stop]` and `shard` open what they need and no more.
+    `len` and the counts come from the index alone; `tokens[start:stop]` and `shard` open only the shards they need.
     Windows never cross the end of a shard (`subquad.data.windows_of`).
 
-    Raises `FileNotFoundError` where there is no index, `ValueError` for a damaged index, one of another format version,
-    and for a name that is not in it or comes twice; reading raises `ShardError`.
+    Raises `FileNotFoundError` without an index, and `ValueError` for an index that is damaged or of another format
+    version and for names that are unknown or repeated. Reading raises `ShardError`.
     """
 
     def __init__(
@@ -54,7 +53,7 @@ class TokenSet:
             if name not in known:
                 raise ValueError(f"{self.path} has no shard {name!r}; {suggest(name, known)}")
         if names is not None and len(set(names)) < len(names):
-            raise ValueError(f"each shard can be named once, got {', '.join(names)}")
+            raise ValueError(f"each shard can be named only once, got {', '.join(names)}")
         self.entries: list[Entry] = [known[name] for name in (known if names is None else names)]
         if not self.entries:
             raise ValueError(f"a set needs at least one shard of {self.path}, got none")
@@ -91,18 +90,18 @@ class TokenSet:
 
     @property
     def tokens(self) -> TokenSet:
-        """All tokens, to be sliced as those of a shard: only the shards of a slice are opened."""
+        """All tokens, sliced like a shard's; a slice opens only its own shards."""
         return self
 
     @property
     def documents(self) -> np.ndarray:
-        """`[D + 1]`, the offsets in `tokens` at which documents begin, then the number of tokens. Opens all shards."""
+        """Offsets in `tokens` at which documents begin, then the number of tokens, `[D + 1]`. Opens all shards."""
         starts = [0, *self.ends[:-1]]
         parts = [self.shard(i).documents[:-1].astype(np.int64) + start for i, start in enumerate(starts)]
         return np.concatenate([*parts, np.array([len(self)])])
 
     def shard(self, number: int) -> TokenShard:
-        """Return shard `number` of the set, opened and checked; `ShardError` where that fails, now and ever after."""
+        """Open and check shard `number`; raise `ShardError` if that fails, and at every later call."""
         if number in self._bad:
             raise self._bad[number]
         if number not in self._open:
@@ -111,12 +110,12 @@ class TokenSet:
                 shard = TokenShard(self.path / entry.name, tokenizer_hash=self.tokenizer_hash)
                 if (len(shard), shard.sha256) != (entry.tokens, entry.sha256):
                     raise ValueError(
-                        f"it is another shard than the index has: {len(shard)} tokens, SHA-256 {shard.sha256[:16]}..., "
-                        f"not {entry.tokens}, {entry.sha256[:16]}..."
+                        f"it is not the shard of the index: it has {len(shard)} tokens, SHA-256 {shard.sha256[:16]}, "
+                        f"not {entry.tokens}, {entry.sha256[:16]}"
                     )
             except (OSError, ValueError) as error:
                 self._bad[number] = ShardError(
-                    f"shard {entry.name} of {self.path} cannot be read: {error}; restore it, or leave it out by "
+                    f"shard {entry.name} of {self.path} cannot be read: {error}; restore it, or skip it by "
                     "data.bad_shards=skip"
                 )
                 raise self._bad[number] from error
@@ -127,7 +126,7 @@ class TokenSet:
 
 
 def is_token_set(path: str | Path) -> bool:
-    """Return whether a path is a folder of shards with an index, a damaged one included."""
+    """Return whether a path is a folder of shards with an index, valid or damaged."""
     folder = Path(path).expanduser()
     if not (folder / INDEX).is_file():
         return False
@@ -138,9 +137,9 @@ def is_token_set(path: str | Path) -> bool:
 
 
 def read_index(folder: Path) -> dict[str, Any]:
-    """Read the index of a set: `tokenizer_hash`, `vocab_size` and `shards`, a list of `Entry`. Raises as `TokenSet`."""
+    """Return an index's `tokenizer_hash`, `vocab_size` and `shards`, a list of `Entry`; raise as `TokenSet`."""
     if not (folder / INDEX).is_file():
-        raise FileNotFoundError(f"{folder} holds no {INDEX}; `subquad data tokens` makes a folder of token shards")
+        raise FileNotFoundError(f"{folder} holds no {INDEX}; `subquad data tokens` writes a folder of token shards")
     where = str(folder / INDEX)
     index = read_json_mapping(where)
     if index.get("format") != INDEX_FORMAT or index.get("version") != INDEX_VERSION:
@@ -156,12 +155,12 @@ def read_index(folder: Path) -> dict[str, Any]:
 
 
 def _entry(values: Any, where: str) -> Entry:
-    """Read a line of the index; `ValueError` for a name outside of the folder and for a count that cannot be."""
+    """Return an entry of the index; raise `ValueError` for a name outside the folder or a count out of range."""
     counts = ("tokens", "documents", "text_bytes", "words")
     check_keys(values, {"name": str, "sha256": str, **dict.fromkeys(counts, int)}, where)
     name = values["name"]
     if not name or name.startswith(".") or Path(name).name != name:
-        raise ValueError(f"{where}: a shard is a file in the folder of its index, got {name!r}")
+        raise ValueError(f"{where}: a shard must be a file in the folder of its index, got {name!r}")
     for count in counts:
         if not 0 <= values[count] < 2**48:
             raise ValueError(f"{where}: {count} of {name} must be at least 0 and below 2^48, got {values[count]}")
@@ -177,7 +176,7 @@ def write_index(folder: Path, entries: Sequence[Entry], *, tokenizer_hash: str, 
 
 
 def held_out_names(entries: Sequence[Entry], fraction: float) -> list[str]:
-    """Return the last shards that hold at least `fraction` of the tokens, at most all but one."""
+    """Return the names of the last shards that together hold at least `fraction` of the tokens, at most all but one."""
     wanted = fraction * sum(entry.tokens for entry in entries)
     names: list[str] = []
     for entry in reversed(entries[1:]):

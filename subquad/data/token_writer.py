@@ -1,4 +1,4 @@
-"""Documents to token shards, straight from their sources: the memory of one document is enough."""
+"""Write documents as token shards straight from their sources, holding about one document in memory."""
 
 from __future__ import annotations
 
@@ -26,14 +26,14 @@ def write_tokens(
     shard_tokens: int,
     progress: Progress | None = None,
 ) -> TokenSet:
-    """Write all documents of some texts, in order, as shards of at least `shard_tokens` tokens each but the last.
+    """Write all documents of `texts`, in order, as shards of at least `shard_tokens` tokens (the last may have fewer).
 
-    A text is a path as `DataConfig.path` has it, or a source. A document is never divided between shards and ends with
-    the tokenizer's separator, if it has one. The folder, which must not exist, appears when everything is written: the
-    shards, `index.json` and `tokenizer.json`.
+    A text is a source, or a path in any form that `DataConfig.path` takes. A document is never split between shards and
+    ends with the tokenizer's separator, if it has one. `folder` must not exist; it appears, with the shards,
+    `index.json` and `tokenizer.json`, when everything is written.
 
-    Raises `FileExistsError` for a folder that is there, `ValueError` for fewer than one token in a shard and where
-    there is no text at all, and as reading the texts does.
+    Raises `FileExistsError` if `folder` exists, `ValueError` for `shard_tokens` below 1 and for texts without a
+    document, and the errors of reading the texts.
     """
     folder = Path(folder)
     check_target(folder, shard_tokens)
@@ -47,7 +47,7 @@ def write_tokens(
 
 
 def check_target(folder: str | Path, shard_tokens: int) -> None:
-    """Raise `FileExistsError` or `ValueError` where `write_tokens` would, before any work."""
+    """Check the arguments of `write_tokens` before any work; raise its `FileExistsError` or `ValueError`."""
     if Path(folder).exists():
         raise FileExistsError(f"{folder} exists already; choose another folder for the shards, or delete it")
     check_at_least(1, shard_tokens=shard_tokens)
@@ -56,7 +56,7 @@ def check_target(folder: str | Path, shard_tokens: int) -> None:
 def _write_shards(
     folder: Path, sources: Sequence[Source], tokenizer: Tokenizer, shard_tokens: int, progress: Progress
 ) -> list[Entry]:
-    """Write the shards; return a line of the index for each."""
+    """Write the shards and return their index entries."""
     encoder, read = Encoder(tokenizer), 0
 
     def texts() -> Iterator[bytes]:
@@ -81,16 +81,13 @@ def _write_shards(
                     break
         entries.append(writer.entry)
     if not entries:
-        raise ValueError(f"there is no text at all in {', '.join(repr(source.asked) for source in sources)}")
+        raise ValueError(f"no text found in {', '.join(repr(source.asked) for source in sources)}")
     return entries
 
 
 def encoded(encoder: Encoder, texts: Iterable[bytes]) -> Iterator[tuple[int, np.ndarray, tuple[int, int] | None]]:
-    """Yield a document's number and its next token ids; with its last ones the bytes and words of its text, else None.
-
-    The encoder reads documents ahead.
-    """
-    sizes: deque[tuple[int, int]] = deque()
+    """Yield each document's number, its next token ids, and with the last ids its bytes and words, else None."""
+    sizes: deque[tuple[int, int]] = deque()  # a queue, since the encoder reads documents ahead
 
     def sized() -> Iterator[bytes]:
         for text in texts:
@@ -102,5 +99,5 @@ def encoded(encoder: Encoder, texts: Iterable[bytes]) -> Iterator[tuple[int, np.
 
 
 def shard_writer(path: Path, tokenizer: Tokenizer) -> ShardWriter:
-    """Return a writer of a shard of this tokenizer's tokens."""
+    """Return a shard writer for the tokens of `tokenizer`."""
     return ShardWriter(path, vocab_size=vocab_size(tokenizer), tokenizer_hash=tokenizer_hash(tokenizer))

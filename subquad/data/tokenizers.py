@@ -1,4 +1,4 @@
-"""Tokenizers that a `tokenizer.json` holds: bytes, one made here (`vocabularies`), or any other."""
+"""Load tokenizers, encode and decode: bytes, trained ones (`vocabularies`), or any other `tokenizer.json`."""
 
 from __future__ import annotations
 
@@ -21,20 +21,20 @@ from subquad.parsing import parse_json, read_text
 logger = logging.getLogger(__name__)
 
 MOST_TOKENS = 1 << 24
-"""Of a vocabulary: a model has a row for each number up to the greatest."""
+"""Bound on token ids: a model's embedding has a row for each id up to the greatest."""
 LOOKED_AT = 1 << 22
-"""Tokens of a text in which carriage returns are counted."""
+"""Number of tokens in which carriage returns are counted."""
 _SEPARATORS = (SEPARATOR, "</s>", "<eos>", "<|end_of_text|>", "[SEP]", "<s>")
-# Byte-level pre-tokens hold blanks at their start only, so one always ends between a visible character and a blank.
+# Byte-level pre-tokens hold blanks only at their start, so one always ends between a visible character and a blank.
 _CUT = re.compile(rb"[!-~](?=\s)")
 _PIECE = 1 << 18
 
 
 def load_tokenizer(name: str | Path, also: Sequence[str] = ()) -> Tokenizer:
-    """Load the tokenizer `bytes`, the one in a `tokenizer.json` or in a folder that holds one, or GPT-2's two files.
+    """Load the tokenizer `bytes`, a `tokenizer.json`, or a folder that holds one or GPT-2's two files.
 
-    Raises `ValueError` for another name, which lists `also` those that the caller knows, and for a file that is no
-    tokenizer, has no token or numbers them too high.
+    Raises `ValueError` for an unknown name, listing the valid ones and `also`, and for a file that is not a tokenizer,
+    has no token, or has ids of `MOST_TOKENS` or more.
     """
     if name == "bytes":
         return bytes_tokenizer()
@@ -45,15 +45,13 @@ def load_tokenizer(name: str | Path, also: Sequence[str] = ()) -> Tokenizer:
             return load_gpt2(*pair)
     if not file.is_file():
         if name in TRAINED:
-            raise ValueError(
-                f"a tokenizer {name!r} is made of a text; one that is there is needed here: bytes or a tokenizer.json"
-            )
+            raise ValueError(f"the tokenizer {name!r} has to be trained first; valid here: bytes or a tokenizer.json")
         raise ValueError(
-            f"unknown tokenizer {str(name)!r}: it is neither a tokenizer.json nor a folder that holds one, or GPT-2's "
+            f"unknown tokenizer {str(name)!r}: it is neither a tokenizer.json nor a folder with one or with GPT-2's "
             "encoder.json and vocab.bpe; " + suggest(str(name), ["bytes", *also, "PATH/tokenizer.json"])
         )
     text = read_text(file)
-    parse_json(text, str(file))  # bounds that the Rust library has not
+    parse_json(text, str(file))  # checks bounds that the Rust library lacks
     with _named(f"{file} is not a tokenizer.json"):
         tokenizer = Tokenizer.from_str(text)
         tokenizer.no_padding()
@@ -65,13 +63,13 @@ def load_tokenizer(name: str | Path, also: Sequence[str] = ()) -> Tokenizer:
 
 
 def has_tokenizer(folder: Path) -> bool:
-    """Return whether `load_tokenizer` finds files of one in a folder."""
+    """Return whether a folder holds the files of a tokenizer that `load_tokenizer` reads."""
     return (folder / "tokenizer.json").is_file() or gpt2_files(folder) is not None
 
 
 @contextmanager
 def _named(what: str) -> Iterator[None]:
-    """Raise a `ValueError` that begins with `what` for anything that the Rust library raises, panics too."""
+    """Turn anything that the Rust library raises, panics included, into a `ValueError` that begins with `what`."""
     try:
         yield
     except (KeyboardInterrupt, SystemExit, GeneratorExit):
@@ -81,9 +79,9 @@ def _named(what: str) -> Iterator[None]:
 
 
 def bytes_tokenizer() -> Tokenizer:
-    """Make the vocabulary of exactly 256 tokens in which the byte b has the id b.
+    """Return a tokenizer of 256 tokens in which the byte b has the id b.
 
-    The character of each byte is that of byte-level models: printable Latin-1 as it is, the rest from U+0100.
+    Bytes are spelled as in byte-level models: printable Latin-1 as itself, the others by characters from U+0100 on.
     """
     printable = {*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)}
     others = iter(range(0x100, 0x200))
@@ -95,7 +93,7 @@ def bytes_tokenizer() -> Tokenizer:
 
 
 def encode_text(tokenizer: Tokenizer, text: str) -> list[int]:
-    """Return the token ids of `text`; `ValueError` for a character that a tokenizer of characters lacks."""
+    """Return the token ids of `text`; raise `ValueError` for a character that the tokenizer cannot encode."""
     known = character_ids(tokenizer)
     if known is not None:
         return _characters_to_ids(text, known, "the text").tolist()
@@ -105,9 +103,9 @@ def encode_text(tokenizer: Tokenizer, text: str) -> list[int]:
 
 
 def encode_prompt(tokenizer: Tokenizer, text: str) -> list[int]:
-    """Return the token ids of `text` after those that begin every text of this tokenizer, as Llama's `<s>`.
+    """Return the token ids of `text`, preceded by the tokenizer's begin tokens, such as Llama's `<s>`.
 
-    A text that spells them out itself, as chat templates do, gets no second ones. Raises as `encode_text`.
+    They are not added to a text that spells them out, as chat templates do. Raises as `encode_text`.
     """
     if tokenizer.post_processor is None:
         return encode_text(tokenizer, text)
@@ -119,49 +117,46 @@ def encode_prompt(tokenizer: Tokenizer, text: str) -> list[int]:
 
 
 def tokenizer_hash(tokenizer: Tokenizer) -> str:
-    """Return sixty-four hexadecimal digits that differ when the tokenizer does."""
+    """Return a SHA-256 of everything that defines the tokenizer."""
     return hashlib.sha256(tokenizer.to_str().encode()).hexdigest()
 
 
 def separator_id(tokenizer: Tokenizer) -> int | None:
-    """Return the token that ends a document, by its usual names; None where there is none, as in `bytes`."""
+    """Return the id of the token that ends a document, found by its usual names, or None as for `bytes`."""
     ids = (tokenizer.token_to_id(token) for token in _SEPARATORS)
     return next((id for id in ids if id is not None), None)
 
 
 def vocab_size(tokenizer: Tokenizer) -> int:
-    """Return one more than the greatest id: the rows that a model's embedding needs."""
+    """Return the number of rows that a model's embedding needs: the greatest id plus one."""
     return max(tokenizer.get_vocab().values()) + 1
 
 
 def check_vocabulary(tokenizer: Tokenizer, known: int, advice: str = "is it another model's?") -> None:
-    """Raise `ValueError` where the tokenizer has more tokens than the `known` ones of a model."""
+    """Raise `ValueError` if the tokenizer has more tokens than the `known` of a model."""
     size = vocab_size(tokenizer)
     if size > known:
         raise ValueError(f"the tokenizer has {size} tokens, the model knows {known}; {advice}")
 
 
 def warn_of_carriage_returns(tokenizer: Tokenizer, tokens: np.ndarray | TokenSet, where: str) -> None:
-    """Log a warning where the text of `tokens` has CRLF line ends: each is one character more to predict.
-
-    Of a long text the first `LOOKED_AT` tokens are looked at.
-    """
+    """Warn if the first `LOOKED_AT` of `tokens` have CRLF line ends, each of which is one more character to predict."""
     texts = tokenizer.decode_batch([[token] for token in range(vocab_size(tokenizer))], skip_special_tokens=False)
     returns = [token for token, text in enumerate(texts) if "\r" in text]
     count = int(np.isin(tokens[:LOOKED_AT], returns).sum())
     if count:
         logger.warning(
-            "%s has CRLF line ends (%s carriage returns%s): the loss counts each, and a model of texts with plain line "
-            "ends finds them unlikely; convert the text, by dos2unix or sed 's/\\r$//', where that isn't meant",
+            "%s has CRLF line ends (%s carriage returns%s): the loss counts each, and they are unlikely to a model "
+            "trained on plain line ends; if that is not intended, convert the text by dos2unix or sed 's/\\r$//'",
             where, f"{count:,}", "" if len(tokens) <= LOOKED_AT else f" in the first {LOOKED_AT:,} tokens",
         )  # fmt: skip
 
 
 class Encoder:
-    """Documents to arrays of token ids, piece by piece, so that memory does not grow with the longest document.
+    """Encode documents to arrays of token ids in pieces, so that memory does not grow with the longest document.
 
-    A tokenizer made here is fed pieces that end where no token can cross; another one gets whole documents. `separator`
-    holds the ids that stand between documents, one or none.
+    Byte-level tokenizers like those of `vocabularies` get pieces cut where no token can cross; others get whole
+    documents. `separator` holds the ids between documents, one or none.
     """
 
     def __init__(self, tokenizer: Tokenizer) -> None:
@@ -171,12 +166,12 @@ class Encoder:
         separator = separator_id(tokenizer)
         self.separator = np.array([] if separator is None else [separator], dtype=np.int64)
         self.is_bytes = tokenizer_hash(tokenizer) == _bytes_hash()
-        own = pre_tokenizers.ByteLevel(add_prefix_space=False)  # by its form a tokenizer splits text as those made here
+        own = pre_tokenizers.ByteLevel(add_prefix_space=False)  # the pre-tokenizer of `vocabularies`
         self.cuts = tokenizer.normalizer is None and str(tokenizer.pre_tokenizer) == str(own)
         self.characters = character_ids(tokenizer)
 
     def encode(self, texts: Iterable[bytes]) -> Iterator[tuple[int, np.ndarray]]:
-        """Yield a document's number and its next token ids, in order; each document has at least one pair."""
+        """Yield pairs of a document's number and its next token ids, in order, at least one for each document."""
         if self.is_bytes:
             for number, text in enumerate(texts):
                 yield number, np.frombuffer(text, dtype=np.uint8)
@@ -204,21 +199,19 @@ class Encoder:
 
 
 def _characters_to_ids(text: str, ids: dict[str, int], where: str) -> np.ndarray:
-    """Return the id of each character; `ValueError` names the first unknown one and its place."""
+    """Return the id of each character; raise `ValueError`, with its place, at the first unknown one."""
     codes = np.frombuffer(text.encode("utf-32-le"), dtype=np.uint32)
     known = np.array(sorted(map(ord, ids)), dtype=np.uint32)
     places = np.searchsorted(known, codes).clip(max=max(0, len(known) - 1))
     wrong = known[places] != codes if len(known) else np.ones(len(codes), dtype=bool)
     if wrong.any():
         place = int(wrong.argmax())
-        raise ValueError(
-            f"{where} has {text[place]!r} at character {place}, which is none of the tokenizer's {len(ids)} characters"
-        )
+        raise ValueError(f"{where} has {text[place]!r} at character {place}, not one of the tokenizer's {len(ids)}")
     return np.array([ids[chr(code)] for code in known], dtype=np.int64)[places]
 
 
 def pieces(text: bytes) -> Iterator[bytes]:
-    """Yield cuts of `text` between words, each a quarter of a mebibyte or longer."""
+    """Split `text` between words into pieces of at least `_PIECE` bytes (the last may be shorter)."""
     start = 0
     while len(text) - start > _PIECE and (cut := _CUT.search(text, start + _PIECE)):
         yield text[start : cut.end()]

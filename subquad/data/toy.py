@@ -1,4 +1,4 @@
-"""A classification task that is made up, seeded and needs no download: which way did the marked symbols vote?"""
+"""Generate a toy classification task: which way did the marked symbols vote?"""
 
 from __future__ import annotations
 
@@ -12,21 +12,21 @@ from subquad.data.windows import check_index
 VERSION = 1
 ZERO, ONE, MARK = range(3)
 MARKED = 5
-"""Marked symbols of a sequence."""
+"""Number of marked symbols in a sequence."""
 SHORTEST = 3 * MARKED
-"""Tokens of the shortest sequence: five marks, five marked symbols, and as many that balance them."""
+"""Length of the shortest sequence: five marks, five marked symbols and five more that balance them."""
 CLASSES = ("marked zeros", "marked ones")
 
 
 class MarkedVotes(Dataset[dict[str, Tensor]]):
-    """Zeros and ones, five of them after a mark; the label is what most of the marked ones are.
+    """Zeros and ones, five of them after a mark; the label is the majority of the marked symbols.
 
-    Each sequence has as many zeros as ones, so the tokens without their order say nothing about the label: each marked
-    symbol has to be told apart by the token before it. Lengths are odd, from half of `length` to `length`; padding
-    follows. Both labels are equally likely. An item depends on the seed, the part and its index alone: `held_out` items
-    come from another stream of random numbers than the others.
+    Each sequence has as many zeros as ones, so counts say nothing about the label: only the mark before it tells a
+    marked symbol apart. Lengths are odd, from half of `length` to `length`, followed by padding. Both labels are
+    equally likely. An item depends only on the seed, the part and its index; `held_out` items come from another random
+    stream.
 
-    Raises `ValueError` for a length below 15 and for no examples.
+    Raises `ValueError` for a length below 15 or no examples.
     """
 
     def __init__(self, length: int, examples: int, *, seed: int = 0, held_out: bool = False) -> None:
@@ -53,7 +53,7 @@ class MarkedVotes(Dataset[dict[str, Tensor]]):
 
 
 def votes(rng: np.random.Generator, tokens: int) -> tuple[np.ndarray, int]:
-    """Make one sequence of `tokens` tokens, or one less where that is even, and its label."""
+    """Make one sequence of `tokens` tokens, or one less if that is even, and its label."""
     half = (tokens - MARKED) // 2
     label = int(rng.integers(2))
     winners = int(rng.integers(MARKED // 2 + 1, MARKED + 1))

@@ -1,4 +1,4 @@
-"""Tokenizers that are made here: from the text to train on, or from the two files that GPT-2's came in."""
+"""Build tokenizers from the training text, or from GPT-2's two files."""
 
 from __future__ import annotations
 
@@ -13,25 +13,25 @@ from subquad.data.packed import find_packed, read_packed
 from subquad.parsing import decoded, parse_json
 
 SEPARATOR = "<|endoftext|>"
-"""The token between two documents, for a tokenizer made here."""
+"""The token between two documents."""
 TRAINED = ("bpe", "characters", "unigram")
-"""The tokenizers that are made of the text itself, by their names in `DataConfig.tokenizer`."""
+"""Values of `DataConfig.tokenizer` that build a tokenizer from the text."""
 _GPT2_NAMES = (("encoder.json", "vocab.bpe"), ("vocab.json", "merges.txt"))
 _SCORE_DIGITS = 6
 _SCORE_GAP = 1e-4
 
 
 def make_tokenizer(name: str, texts: Iterable[str], vocab_size: int) -> Tokenizer:
-    """Make the tokenizer `bpe`, `unigram` or `characters` of `texts`; only the first two have a size to choose."""
+    """Build the tokenizer `bpe`, `unigram` or `characters` from `texts`; `vocab_size` is for the first two."""
     if name == "characters":
         return characters(texts)
     return (train_bpe if name == "bpe" else train_unigram)(texts, vocab_size)
 
 
 def train_bpe(texts: Iterable[str], vocab_size: int) -> Tokenizer:
-    """Train a byte-level BPE of at most `vocab_size` tokens; the separator is 0 and every text can be encoded.
+    """Train a byte-level BPE of at most `vocab_size` tokens, fewer for little text; the separator has the id 0.
 
-    The same texts give the same tokenizer. Few texts give fewer tokens.
+    Every text can be encoded. The same texts yield the same tokenizer.
     """
     tokenizer = _byte_level(models.BPE())
     trainer = trainers.BpeTrainer(
@@ -45,12 +45,12 @@ def train_bpe(texts: Iterable[str], vocab_size: int) -> Tokenizer:
 
 
 def train_unigram(texts: Iterable[str], vocab_size: int) -> Tokenizer:
-    """Train a unigram model, SentencePiece's default, over bytes: a text is cut into the most probable pieces.
+    """Train a byte-level unigram model, SentencePiece's default, which splits a text into the most probable pieces.
 
-    At most `vocab_size` tokens; the separator has the id 0 and every text can be encoded and comes back as it was
-    (SentencePiece itself normalises the text and begins it with a space). Trained scores differ in their last digits
-    from run to run; they are rounded, and single bytes that the text makes no use of get one lower score, so that the
-    same texts give the same tokenizer. Source: Kudo 2018, arXiv:1804.10959.
+    It has at most `vocab_size` tokens; the separator has the id 0. Every text can be encoded and decodes unchanged
+    (SentencePiece itself normalises text and prepends a space). Trained scores vary in their last digits from run to
+    run; they are rounded, and unused single bytes share one lower score, so that the same texts yield the same
+    tokenizer. Source: Kudo 2018, arXiv:1804.10959.
     """
     tokenizer = _byte_level(models.Unigram())
     alphabet = pre_tokenizers.ByteLevel.alphabet()
@@ -70,7 +70,7 @@ def train_unigram(texts: Iterable[str], vocab_size: int) -> Tokenizer:
 
 
 def characters(texts: Iterable[str]) -> Tokenizer:
-    """Make one token a character of `texts`, in Unicode's order; a text with another one can't be encoded."""
+    """Build a tokenizer with one token for each character of `texts`, in Unicode order; it encodes no others."""
     found: set[str] = set()
     for text in texts:
         found.update(text)
@@ -81,7 +81,7 @@ def characters(texts: Iterable[str]) -> Tokenizer:
 
 
 def character_ids(tokenizer: Tokenizer) -> dict[str, int] | None:
-    """Return the vocabulary of a tokenizer that `characters` made; None for another one."""
+    """Return the vocabulary of a tokenizer from `characters`, or None for any other."""
     one_each = str(tokenizer.pre_tokenizer) == str(_single_characters())
     if not one_each or not isinstance(tokenizer.model, models.WordLevel):
         return None
@@ -90,7 +90,7 @@ def character_ids(tokenizer: Tokenizer) -> dict[str, int] | None:
 
 
 def gpt2_files(folder: Path) -> tuple[Path, Path] | None:
-    """Find the vocabulary and the merges in `folder`, by either pair of usual names, plain or packed."""
+    """Return GPT-2's vocabulary and merges in `folder`, plain or packed under either usual pair of names, or None."""
     for names in _GPT2_NAMES:
         vocabulary, merges = (find_packed(folder, name) for name in names)
         if vocabulary is not None and merges is not None:
@@ -99,29 +99,28 @@ def gpt2_files(folder: Path) -> tuple[Path, Path] | None:
 
 
 def load_gpt2(vocabulary: Path, merges: Path) -> Tokenizer:
-    """GPT-2's byte-level BPE from its two files.
+    """Load a byte-level BPE from GPT-2's two files.
 
-    Raises `ValueError` that names the file, and for the merges the line, where one is damaged or they do not belong
-    together.
+    Raises `ValueError`, naming the file and the line of the merges, if one is damaged or they do not fit each other.
     """
     ids = parse_json(_read(vocabulary), str(vocabulary))
     numbers: list[Any] = list(ids.values()) if isinstance(ids, dict) else [None]
     if not all(type(number) is int for number in numbers) or sorted(numbers) != list(range(len(numbers))):
-        raise ValueError(f"{vocabulary} must map each token to a number of its own, from 0 on")
+        raise ValueError(f"{vocabulary} must map the tokens to the distinct numbers 0, 1, 2, ...")
     pairs: list[tuple[str, str]] = []
     for number, line in enumerate(_read(merges).splitlines(), 1):
         if not line or (number == 1 and line.startswith("#version")):
             continue
         parts = line.split(" ")
         if len(parts) != 2:
-            raise ValueError(f"{merges}, line {number}: a merge is two tokens with a space between, got {line!r}")
+            raise ValueError(f"{merges}, line {number}: a merge must be two tokens with a space between, got {line!r}")
         for token in (*parts, "".join(parts)):
             if token not in ids:
                 raise ValueError(f"{merges}, line {number}: {vocabulary.name} has no token {token!r}")
         pairs.append((parts[0], parts[1]))
     for byte in pre_tokenizers.ByteLevel.alphabet():
         if byte not in ids:
-            raise ValueError(f"{vocabulary} has no token {byte!r}: a byte-level vocabulary holds all 256 bytes")
+            raise ValueError(f"{vocabulary} has no token {byte!r}: a byte-level vocabulary must hold all 256 bytes")
     try:
         tokenizer = _byte_level(models.BPE(vocab=ids, merges=pairs))
     except Exception as error:  # the Rust library raises bare Exception
@@ -143,5 +142,5 @@ def _single_characters() -> pre_tokenizers.PreTokenizer:
 
 
 def _read(file: Path) -> str:
-    """Read the text of a plain or packed file; `ValueError` names the file where it is no text."""
+    """Read the text of a plain or packed file; raise `ValueError`, naming it, if it is not UTF-8."""
     return decoded(read_packed(file), str(file))

@@ -1,4 +1,4 @@
-"""Windows of tokens: a stream cut at equal distances, or whole documents packed; of a shard, or of a set of shards.
+"""Cut token shards into training windows: equally spaced ones from the stream of tokens, or packed whole documents.
 
 No window of a set crosses the end of a shard.
 """
@@ -29,30 +29,27 @@ logger = logging.getLogger(__name__)
 
 Pack = Literal["stream", "documents"]
 IGNORED = -100
-"""The label that does not count."""
+"""Label of tokens that the loss ignores."""
 PADDING = -1
-"""The document of padding."""
+"""Document id of padding."""
 PACKING_VERSION = 1
 COUNTS = "counts.json"
 
 
 class Windows(Dataset[dict[str, Tensor]]):
-    """Windows of `length` tokens, each beginning `stride` tokens after the one before.
+    """Windows of `length` tokens, each beginning `stride` tokens after the previous one.
 
     Item i is `{"input_ids": [length], "labels": [length]}`, both the same int64 tokens: the model shifts labels. By
-    default a window begins with the last token of the one before (`stride = length - 1`), so every token but a shard's
-    first is predicted once. A model that predicts only the last `stride` tokens of a window predicts all but the
-    shard's first `length - stride` once. The end, fewer than `stride` tokens that fill no window, is left out.
+    default windows overlap by one token (`stride = length - 1`), so every token but the shard's first is predicted
+    once. A model that predicts only the last `stride` tokens of each window predicts all but the shard's first
+    `length - stride` once. Up to `stride - 1` tokens at the end, which fill no window, are left out.
     Raises `ValueError` for a length below 2 or above the shard's, and for a stride below 1 or above `length - 1`.
     """
 
     def __init__(self, shard: TokenShard, length: int, *, stride: int | None = None) -> None:
         count_windows(len(shard), length, stride)
         if length > len(shard):
-            raise ValueError(
-                f"a window of {length} tokens is longer than {shard.path}, which has {len(shard)}; "
-                "use a shorter window or more text"
-            )
+            raise ValueError(f"a window of {length} tokens is longer than {shard.path}, which has {len(shard)}")
         self.shard = shard
         self.length = length
         self.stride = length - 1 if stride is None else stride
@@ -68,16 +65,16 @@ class Windows(Dataset[dict[str, Tensor]]):
 
 
 def check_index(items: Sized, index: int, what: str = "window") -> None:
-    """Raise `IndexError` for an item that is not there; the end of a loop over a data set is one."""
+    """Raise `IndexError` for an index out of range, which also ends a `for` loop over a data set."""
     if not 0 <= index < len(items):
         raise IndexError(f"{what} {index} is out of range: there are {len(items)}")
 
 
 class WindowParts(Dataset[dict[str, Tensor]]):
-    """Each of some windows as `parts` short ones of `length` tokens; item i is part `i % parts` of window `i // parts`.
+    """Windows split into `parts` of `length` tokens each; item i is part `i % parts` of window `i // parts`.
 
-    A part begins with the last token of the one before, so that all but the last tokens of a window are predicted as
-    they are there, the first `length` of them with the same context. Raises `ValueError` where a window is too short.
+    Parts overlap by one token, so that each token of the window is predicted as in the whole, except for those that
+    fill no part at the end; the first part also has the same context. Raises `ValueError` if the windows are too short.
     """
 
     def __init__(self, windows: Dataset[dict[str, Tensor]], length: int, parts: int) -> None:
@@ -97,28 +94,25 @@ class WindowParts(Dataset[dict[str, Tensor]]):
 
 
 def count_windows(tokens: int, length: int, stride: int | None = None) -> int:
-    """Count the windows in `tokens` tokens; `ValueError` for a length and a stride that no window has."""
+    """Return the number of windows in `tokens` tokens; raise `ValueError` for an invalid length or stride."""
     if length < 2:
         raise ValueError(f"a window needs at least 2 tokens, one to read and one to predict, got length={length}")
     if stride is not None and not 1 <= stride <= length - 1:
-        raise ValueError(
-            f"windows of {length} tokens predict {length - 1} each: stride must be between 1 and {length - 1}, "
-            f"got {stride}"
-        )
+        raise ValueError(f"stride must lie between 1 and {length - 1} for windows of {length} tokens, got {stride}")
     return max(0, (tokens - length) // (length - 1 if stride is None else stride) + 1)
 
 
 def check_not_empty(windows: Sized, where: object) -> None:
-    """Raise `ValueError` where documents give no window."""
+    """Raise `ValueError`, naming `where`, if packing gave no window."""
     if not len(windows):
         raise ValueError(f"{where} holds no document to pack")
 
 
 class PackedWindows(Dataset[dict[str, Tensor]]):
-    """Windows of whole documents: `{"input_ids", "labels", "doc_ids"}`, each int64 `[length]`.
+    """Windows of packed documents: `{"input_ids", "labels", "doc_ids"}`, each int64 `[length]`.
 
-    Documents of a window are numbered from 0 by `doc_ids`, which is -1 at padding; labels are the tokens, and -100 at
-    padding and at the first token of each piece, which nothing predicts. Raises `ValueError` for a length below 2.
+    `doc_ids` numbers the documents of a window from 0 and is -1 at padding. Labels are the tokens, but -100 at padding
+    and at the first token of each piece, which nothing predicts. Raises `ValueError` for a length below 2.
     """
 
     def __init__(self, shard: TokenShard, length: int, packing: Packing | None = None) -> None:
@@ -131,7 +125,7 @@ class PackedWindows(Dataset[dict[str, Tensor]]):
 
     @property
     def padding(self) -> float:
-        """Share of all places that hold no token."""
+        """Fraction of all places that hold no token."""
         places = len(self) * self.length
         return (places - int((self.packing.stops - self.packing.starts).sum())) / places
 
@@ -143,7 +137,7 @@ class PackedWindows(Dataset[dict[str, Tensor]]):
 
 
 def packed_window(parts: list[np.ndarray], length: int) -> dict[str, Tensor]:
-    """Return the item of `PackedWindows` that these pieces of documents make."""
+    """Join pieces of documents into an item of `PackedWindows`, padded to `length`."""
     tokens, labels = np.zeros(length, dtype=np.int64), np.full(length, IGNORED, dtype=np.int64)
     doc_ids = np.full(length, PADDING, dtype=np.int64)
     place = 0
@@ -158,11 +152,11 @@ def packed_window(parts: list[np.ndarray], length: int) -> dict[str, Tensor]:
 
 
 class SetWindows(Dataset[dict[str, Tensor]]):
-    """The windows of all shards, shard after shard; `counts` says how many each has, without opening it.
+    """Windows of all shards of a set, in order; `counts` holds the number of each shard's windows, known unopened.
 
-    Item i is that of the shard's own windows (`part`). Where a shard cannot be read, `ShardError` says so; with
-    `bad_shards="skip"` the set warns once, and in the place of each of its windows there is one of the next shard that
-    can be read: all others keep their numbers, so that no order changes.
+    Items are those of each shard's windows (`part`). A shard that cannot be read raises `ShardError`; with
+    `bad_shards="skip"` it warns once and gives windows of the next readable shard instead, so that all other windows
+    keep their indices and the order stays the same.
     """
 
     def __init__(self, tokens: TokenSet, counts: Sequence[int]) -> None:
@@ -174,7 +168,7 @@ class SetWindows(Dataset[dict[str, Tensor]]):
         return self.ends[-1]
 
     def place(self, index: int) -> tuple[int, int]:
-        """Return the shard of a window, and the window's number there."""
+        """Return the number of a window's shard, and the window's index within it."""
         check_index(self, index)
         shard = bisect_right(self.ends, index)
         return shard, index - self.ends[shard] + self.counts[shard]
@@ -193,24 +187,21 @@ class SetWindows(Dataset[dict[str, Tensor]]):
                 if shard not in self._warned:
                     self._warned.add(shard)
                     logger.warning("%d windows are replaced by others: %s", self.counts[shard], error)
-        raise ShardError(f"no shard of {self.tokens.path} can be read; the warnings before this one say why")
+        raise ShardError(f"no shard of {self.tokens.path} can be read; the warnings above say why")
 
     def part(self, shard: int) -> Dataset[dict[str, Tensor]]:
-        """Return the windows of one shard; `ShardError` where it cannot be read."""
+        """Return the windows of one shard; raise `ShardError` if it cannot be read."""
         raise NotImplementedError(f"{type(self).__name__} must define part (SetWindows is abstract)")
 
 
 class StreamWindows(SetWindows):
-    """`Windows` of each shard. Raises `ValueError` as that does, where no shard is long enough too."""
+    """`Windows` of each shard; raise `ValueError` for an invalid length or stride, or if every shard is too short."""
 
     def __init__(self, tokens: TokenSet, length: int, *, stride: int | None = None) -> None:
         self.length, self.stride = length, stride
         super().__init__(tokens, [count_windows(entry.tokens, length, stride) for entry in tokens.entries])
         if not len(self):
-            raise ValueError(
-                f"a window of {length} tokens is longer than every shard of {tokens.path}; use a shorter window or "
-                "larger shards"
-            )
+            raise ValueError(f"a window of {length} tokens is longer than every shard of {tokens.path}")
 
     def part(self, shard: int) -> Windows:
         """Return the windows of one shard."""
@@ -220,9 +211,9 @@ class StreamWindows(SetWindows):
 class PackedSetWindows(SetWindows):
     """`PackedWindows` of each shard.
 
-    How documents fill windows is found once, which reads the offsets of all documents and checks every shard, and kept
-    in a folder of the cache; later readers open the shards of their own windows alone. Raises as `PackedWindows`, and
-    `ShardError` for a shard that cannot be read when they are packed; with `bad_shards="skip"` it then has no windows.
+    The packing is computed once, which opens and checks every shard, and cached; later readers open only the shards of
+    the windows they read. Raises as `PackedWindows`, and `ShardError` for a shard that cannot be read while packing;
+    with `bad_shards="skip"` that shard gets no windows.
     """
 
     def __init__(
@@ -253,26 +244,26 @@ class PackedSetWindows(SetWindows):
 
     @property
     def padding(self) -> float:
-        """Share of all places that hold no token."""
+        """Fraction of all places that hold no token."""
         places = len(self) * self.length
         return (places - sum(self._found["used"])) / places
 
     def _packing(self, shard: int) -> Packing:
         file = self.folder / f"{shard:05d}.npy"
         if hashlib.sha256(file.read_bytes()).hexdigest() != self._found["sha256"][shard]:
-            raise ValueError(f"{file} is damaged: its checksum is wrong; delete {self.folder}, which is made again")
+            raise ValueError(f"{file} is damaged: its checksum is wrong; delete {self.folder} to pack again")
         values, windows = np.load(file, mmap_mode="r", allow_pickle=False), self.counts[shard]
         firsts, pieces = values[: windows + 1], values[windows + 1 :]
         return Packing(firsts, *np.split(pieces, 2))
 
     def _place(self, tokens: TokenSet, unreadable: Sequence[str]) -> Path:
-        """Return the folder of the packing: another one where shards are left out."""
+        """Return the folder of the packing, whose name depends on the shards that are left out."""
         key = digest([tokens.fingerprint, self.length, PACKING_VERSION, list(unreadable)])
         return self.cache / f"packing-{key}"
 
 
 def _readable(tokens: TokenSet, shard: int) -> bool:
-    """Open a shard of a set; where that fails, raise, or with `bad_shards="skip"` warn and return False."""
+    """Return whether a shard of a set opens; if it does not, warn with `bad_shards="skip"`, else raise."""
     try:
         tokens.shard(shard)
     except ShardError as error:
@@ -284,7 +275,7 @@ def _readable(tokens: TokenSet, shard: int) -> bool:
 
 
 def _pack_all(folder: Path, tokens: TokenSet, unreadable: Sequence[str], length: int, progress: Progress) -> None:
-    """Pack each shard, and write where the pieces are, the counts and the checksums."""
+    """Pack each shard and write the packings, their counts and checksums into `folder`."""
     found: dict[str, list[int | str]] = {"windows": [], "used": [], "sha256": []}
     for i, entry in enumerate(tokens.entries):
         progress("packing", i, len(tokens.entries))
@@ -299,7 +290,7 @@ def _pack_all(folder: Path, tokens: TokenSet, unreadable: Sequence[str], length:
 
 
 def _read(folder: Path) -> dict[str, list[Any]]:
-    """Read the counts and checksums of a packing; `ValueError` where they are damaged."""
+    """Read the counts and checksums of a packing; raise `ValueError` if they are damaged."""
     values = read_json_mapping(folder / COUNTS)
     found: dict[str, list[Any]] = values.get("packing", {})
     if values.get("digest") != digest(found):
@@ -318,18 +309,15 @@ def windows_of(
 ) -> Windows | PackedWindows | StreamWindows | PackedSetWindows:
     """Return the windows of a shard or of a set of shards.
 
-    `stream`: windows that run over the ends of documents, `stride` tokens apart, as `Windows`; `documents`: whole
-    documents, packed with their boundaries, as `PackedWindows`. Raises `ValueError` as these do, and for a stride of
-    packed documents.
+    `pack="stream"` gives windows that cross document ends, `stride` tokens apart, as `Windows`; `pack="documents"`
+    packs whole documents, as `PackedWindows`. Raises as these do, and `ValueError` for a stride of packed documents.
     """
     if pack == "stream":
         if isinstance(tokens, TokenSet):
             return StreamWindows(tokens, length, stride=stride)
         return Windows(tokens, length, stride=stride)
     if stride is not None:
-        raise ValueError(
-            f"packed documents have no stride: each token but a document's first is predicted once, got {stride}"
-        )
+        raise ValueError(f"packed documents predict each token once and take no stride, got stride={stride}")
     if isinstance(tokens, TokenSet):
         return PackedSetWindows(tokens, length, cache=cache, progress=progress)
     return PackedWindows(tokens, length)

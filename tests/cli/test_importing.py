@@ -135,7 +135,7 @@ def test_what_is_no_model_is_refused(llama: Path, tmp_path: Path, capsys: pytest
     assert "holds a model of type 'llama'; it must be 'subquad'" in refused(capsys, "export", str(llama), *out)
     assert "there is no folder" in refused(capsys, "export", str(tmp_path / "nowhere"), *out)
     message = refused(capsys, "import", str(llama), "--tokenizer", "bpe", *out)
-    assert "a tokenizer 'bpe' is made of a text; one that is there is needed here" in message
+    assert "the tokenizer 'bpe' has to be trained first" in message
     assert "there is no folder nowhere, and the hub gives no" in refused(capsys, "import", "nowhere", *out)
     damaged = tmp_path / "damaged"
     shutil.copytree(llama, damaged)

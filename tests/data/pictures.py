@@ -1,12 +1,15 @@
 """Small image files of the layouts that are read."""
 
+import bz2
 import gzip
+import io
 import lzma
 from pathlib import Path
 
 import numpy as np
+from PIL import Image
 
-PACK = {"": bytes, ".gz": gzip.compress, ".xz": lzma.compress}
+PACK = {"": bytes, ".xz": lzma.compress, ".gz": gzip.compress, ".bz2": bz2.compress}
 
 
 def digits(count=20, size=4, classes=2, seed=0):
@@ -34,7 +37,27 @@ def write_idx(folder: Path, *, train=20, test=8, size=4, classes=2, suffix="", l
 
 
 def write_png(file: Path, pixels, mode=None) -> None:
-    from PIL import Image
-
     file.parent.mkdir(parents=True, exist_ok=True)
     Image.fromarray(pixels).convert(mode).save(file) if mode else Image.fromarray(pixels).save(file)
+
+
+def keras(**changes):
+    """The arrays of an npz file in Keras's layout."""
+    (x, y), (x_test, y_test) = digits(20), digits(8, seed=1)
+    return {"x_train": x, "y_train": y, "x_test": x_test, "y_test": y_test} | changes
+
+
+def jpegs(**changes):
+    """The arrays of an npz file of JPEG files joined in one."""
+    parts = []
+    for shade in range(6):
+        buffer = io.BytesIO()
+        Image.fromarray(np.full((4, 4, 3), shade * 40, np.uint8)).save(buffer, "JPEG")
+        parts.append(np.frombuffer(buffer.getvalue(), np.uint8))
+    arrays = {"blob": np.concatenate(parts), "offset": np.cumsum([0, *map(len, parts)]), "label": np.arange(6) % 2}
+    return arrays | {"n_train": 4, "classes": np.array(["cat", "dog"])} | changes
+
+
+def records(*labels):
+    """A batch of CIFAR-10."""
+    return b"".join(bytes([label]) + bytes([10] * 1024 + [20] * 1024 + [30] * 1024) for label in labels)

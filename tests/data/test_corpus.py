@@ -1,19 +1,19 @@
+"""Corpora: what they hold, that they are prepared once, and that nothing damaged is used."""
+
 import hashlib
 import logging
+import multiprocessing
 import os
 import shutil
-import subprocess
-import sys
 import time
+from itertools import pairwise
 from pathlib import Path
 
-import numpy as np
 import pytest
 
 from subquad.data import DataConfig, prepare
 from subquad.data import corpus as module
 from subquad.data.corpus import prepare_shard
-from subquad.data.files import cache_folder
 from subquad.data.sources import BadTextError
 from subquad.data.tokenizers import bytes_tokenizer, tokenizer_hash
 from subquad.data.vocabularies import SEPARATOR
@@ -33,35 +33,22 @@ def config(texts, tmp_path):
     return DataConfig(path=str(texts), held_out=0.2, vocab_size=290, cache=str(tmp_path / "cache"))
 
 
-def text_of(texts, names):
-    return b"".join((texts / name).read_bytes() for name in names)
+def cached(config):
+    return [entry.name for entry in Path(config.cache).iterdir()]
 
 
-def test_bytes_are_the_documents_one_after_another(config, texts):
-    corpus = prepare(config.replace(tokenizer="bytes"))
-    assert len(corpus.files) == 20
-    assert not set(corpus.train_files) & set(corpus.held_out_files)
+@pytest.mark.parametrize(("tokenizer", "separator"), [("bytes", ""), ("bpe", SEPARATOR)])
+def test_shards_hold_the_documents_and_count_their_text_alone(config, texts, tokenizer, separator):
+    corpus = prepare(config.replace(tokenizer=tokenizer))
+    assert len(corpus.files) == len(corpus.train_files) + len(corpus.held_out_files) == 20
     for shard, names in ((corpus.train, corpus.train_files), (corpus.held_out, corpus.held_out_files)):
-        text = text_of(texts, names)
-        assert shard.tokens.astype(np.uint8).tobytes() == text
-        assert shard.text_bytes == len(shard) == len(text)
-        assert shard.words == len(text.decode().split())
-        assert np.diff(shard.documents).tolist() == [(texts / name).stat().st_size for name in names]
-    assert corpus.held_out_text() == text_of(texts, corpus.held_out_files)
-
-
-def test_a_bpe_puts_a_separator_between_documents_and_counts_only_text(config, texts):
-    corpus = prepare(config)
-    for shard, names in ((corpus.train, corpus.train_files), (corpus.held_out, corpus.held_out_files)):
-        text = text_of(texts, names)
-        tokens = shard.tokens.tolist()
-        decoded = corpus.tokenizer.decode(tokens, skip_special_tokens=False)
-        assert decoded == SEPARATOR.join((texts / name).read_text(encoding="utf-8") for name in names)
-        assert shard.text_bytes == len(text)
-        assert shard.words == len(text.decode().split())
-        first = shard.documents[1]
-        assert tokens[first - 1] == corpus.tokenizer.token_to_id(SEPARATOR)
-        assert corpus.tokenizer.decode(tokens[: first - 1]) == (texts / names[0]).read_text(encoding="utf-8")
+        documents = [(texts / name).read_text(encoding="utf-8") for name in names]
+        text = "".join(documents)
+        assert (shard.text_bytes, shard.words) == (len(text.encode()), len(text.split()))
+        parts = [shard.tokens[a:b] for a, b in pairwise(shard.documents)]
+        read = [corpus.tokenizer.decode(part, skip_special_tokens=False) for part in parts]
+        assert read == [*(document + separator for document in documents[:-1]), documents[-1]]
+    assert corpus.held_out_text() == text.encode()
 
 
 def test_a_bpe_learns_from_the_training_documents_only(config, texts):
@@ -75,75 +62,61 @@ def test_a_bpe_learns_from_the_training_documents_only(config, texts):
     assert tokenizer_hash(prepare(config).tokenizer) != tokenizer_hash(corpus.tokenizer)
 
 
-def test_the_same_files_elsewhere_are_the_same_corpus(config, texts, tmp_path):
+def test_the_same_files_are_the_same_corpus_everywhere(config, texts, tmp_path):
     corpus = prepare(config)
+    assert corpus.fingerprint[:16] == "0ea5ececaaa75e52"
+    assert hashlib.sha256(corpus.held_out_text()).hexdigest()[:16] == "2a51abfc0505f438"
     moved = texts.rename(tmp_path / "moved")
     again = prepare(config.replace(path=str(moved), cache=str(tmp_path / "other")))
-    assert again.fingerprint == corpus.fingerprint
-    assert again.folder.name == corpus.folder.name
+    assert (again.fingerprint, again.folder.name) == (corpus.fingerprint, corpus.folder.name)
     for name in ("train.tokens", "held_out.tokens", "tokenizer.json", "held_out.txt", "manifest.json"):
         assert (again.folder / name).read_bytes() == (corpus.folder / name).read_bytes()
 
 
-def test_a_prepared_corpus_is_opened_not_made_again(config):
-    corpus = prepare(config)
-    before = corpus.train.path.stat()
+def test_a_corpus_is_prepared_once_and_tells_its_progress(config):
     seen = []
+    corpus = prepare(config, progress=lambda *state: seen.append(state))
+    assert list(dict.fromkeys(what for what, _, _ in seen)) == ["reading", "training the tokenizer", "encoding"]
+    assert {("reading", 20, 20), ("encoding", corpus.train.text_bytes, corpus.train.text_bytes)} <= set(seen)
+    assert all(0 <= done <= total for _, done, total in seen)
+    before, seen[:] = corpus.train.path.stat(), []
     again = prepare(config, progress=lambda *state: seen.append(state))
     assert again.train.path.stat().st_ino == before.st_ino
     assert seen == []
 
 
-@pytest.mark.parametrize(
-    "change",
-    [{"held_out": 0.4}, {"split_seed": 1}, {"tokenizer": "bytes"}, {"vocab_size": 280}, {"skip_bad_files": True}],
-)
-def test_another_configuration_is_another_corpus(config, change):
-    assert prepare(config).folder != prepare(config.replace(**change)).folder
-
-
-def test_changed_content_of_the_same_size_and_time_is_another_corpus(config, texts):
+def test_another_configuration_or_content_is_another_corpus(config, texts):
+    changes = [
+        {}, {"held_out": 0.4}, {"split_seed": 1}, {"tokenizer": "bytes"}, {"vocab_size": 280}, {"skip_bad_files": True}
+    ]  # fmt: skip
+    folders = {prepare(config.replace(**change)).folder for change in changes}
     file = texts / "3.txt"
-    before = prepare(config)
     stat = file.stat()
     file.write_bytes(file.read_bytes().replace(b"Document", b"document"))
-    os.utime(file, ns=(stat.st_atime_ns, stat.st_mtime_ns))
-    assert prepare(config).folder != before.folder
+    os.utime(file, ns=(stat.st_atime_ns, stat.st_mtime_ns))  # the same size and time
+    assert len({*folders, prepare(config).folder}) == 7
 
 
-def test_progress_tells_what_is_done(config):
-    seen = []
-    corpus = prepare(config, progress=lambda *state: seen.append(state))
-    assert list(dict.fromkeys(what for what, _, _ in seen)) == ["reading", "training the tokenizer", "encoding"]
-    assert ("reading", 20, 20) in seen
-    assert ("encoding", corpus.train.text_bytes, corpus.train.text_bytes) in seen
-    assert all(0 <= done <= total for _, done, total in seen)
-
-
-@pytest.mark.parametrize(
-    "name", ["train.tokens", "held_out.tokens", "tokenizer.json", "held_out.txt", "names.json", "manifest.json"]
-)
-@pytest.mark.parametrize("how", ["cut", "gone"])
-def test_a_damaged_corpus_is_made_again_with_a_warning(config, name, how, caplog):
+@pytest.mark.parametrize(("name", "change", "message"), [
+    *((name, lambda raw: raw[:-5], name) for name in ("train.tokens", "held_out.tokens", *module.PLAIN)),
+    ("manifest.json", lambda raw: raw[:-5], "manifest.json"),
+    ("train.tokens", None, "train.tokens"),
+    ("manifest.json", None, "manifest.json"),
+    ("manifest.json", lambda raw: raw.replace(b'"version": 1', b'"version": 0'), "has corpus format version 0, this"),
+])  # fmt: skip
+def test_a_damaged_corpus_is_rebuilt_with_a_warning(config, name, change, message, caplog):
     corpus = prepare(config)
     file = corpus.folder / name
     good = file.read_bytes()
     file.unlink()
-    if how == "cut":
-        file.write_bytes(good[:-5])
+    if change is not None:
+        file.write_bytes(change(good))
     with caplog.at_level(logging.WARNING):
         prepare(config)
-    assert [r.message.startswith(f"prepared data in {corpus.folder} cannot be used") for r in caplog.records] == [True]
-    assert name in caplog.text
+    (record,) = caplog.records
+    assert record.message.startswith(f"prepared data in {corpus.folder} is damaged and will be rebuilt: ")
+    assert message in record.message
     assert file.read_bytes() == good
-
-
-def test_a_corpus_that_is_swapped_for_another_format_is_made_again(config, caplog):
-    corpus = prepare(config)
-    manifest = corpus.folder / "manifest.json"
-    manifest.write_text(manifest.read_text().replace('"version": 1', '"version": 0'))
-    prepare(config)
-    assert "has corpus format version 0, this release reads version 1" in caplog.text
 
 
 def test_a_corpus_that_another_process_repaired_meanwhile_stays(config, monkeypatch, tmp_path):
@@ -166,7 +139,7 @@ def test_a_corpus_that_another_process_repaired_meanwhile_stays(config, monkeypa
     assert [prepare(config).train.path.stat().st_ino] == published
 
 
-def test_what_killed_preparations_left_is_swept_after_a_day(config, caplog):
+def test_leftovers_of_killed_preparations_are_swept_after_a_day(config, caplog):
     folder = prepare(config).folder
     cache, old, new, other = folder.parent, f".{folder.name}.{'0a' * 16}", f".corpus-xy.{'1b' * 16}", ".corpus-notes"
     yesterday = time.time() - 25 * 3600
@@ -177,23 +150,28 @@ def test_what_killed_preparations_left_is_swept_after_a_day(config, caplog):
         if name != new:  # its file is being written, which leaves the folder's own time
             os.utime(cache / name / "text", (yesterday, yesterday))
     prepare(config)
-    assert {entry.name for entry in cache.iterdir()} == {folder.name, new, other}
+    assert set(cached(config)) == {folder.name, new, other}
     assert f"deleted {cache / old}: the process that wrote it was killed" in caplog.text
 
 
+def prepare_with_others(config, barrier, results):
+    barrier.wait()
+    results.put(bytes(prepare(config).train.tokens))
+
+
+@pytest.mark.filterwarnings("ignore:.*fork:DeprecationWarning")
 def test_processes_prepare_the_same_corpus_at_once(config):
-    config.to_file(Path(config.path).parent / "data.yaml")
-    code = (
-        "import sys; from subquad.data import DataConfig, prepare;"
-        "print(prepare(DataConfig.from_file(sys.argv[1])).train.tokens[:].tobytes().hex())"
-    )
-    command = [sys.executable, "-c", code, str(Path(config.path).parent / "data.yaml")]
-    started = [subprocess.Popen(command, stdout=subprocess.PIPE, text=True) for _ in range(3)]
-    outputs = [process.communicate(timeout=120)[0] for process in started]
-    assert [process.returncode for process in started] == [0, 0, 0]
-    assert len(set(outputs)) == 1
-    assert len(outputs[0]) > 100
-    assert [entry.name for entry in Path(config.cache).iterdir()] == [prepare(config).folder.name]
+    fork = multiprocessing.get_context("fork")
+    barrier, results = fork.Barrier(3), fork.Queue()
+    children = [fork.Process(target=prepare_with_others, args=(config, barrier, results)) for _ in range(3)]
+    for child in children:
+        child.start()
+    found = [results.get(timeout=60) for _ in children]
+    for child in children:
+        child.join()
+    assert [child.exitcode for child in children] == [0, 0, 0]
+    assert found == [bytes(prepare(config).train.tokens)] * 3
+    assert cached(config) == [prepare(config).folder.name]
 
 
 def test_text_that_changes_while_it_is_read_is_refused(config, texts, monkeypatch):
@@ -206,89 +184,59 @@ def test_text_that_changes_while_it_is_read_is_refused(config, texts, monkeypatc
     monkeypatch.setattr(module, "_build", build)
     with pytest.raises(ValueError, match="the text changed while it was read: prepare it again"):
         prepare(config)
-    assert list(Path(config.cache).iterdir()) == []
+    assert cached(config) == []
 
 
-def test_the_end_of_a_single_file_is_held_out(tmp_path):
-    file = tmp_path / "one.txt"
-    file.write_bytes("0123456789é".encode() * 10)
-    corpus = prepare(DataConfig(path=str(file), held_out=0.1, tokenizer="bytes", cache=str(tmp_path / "cache")))
+def test_a_single_file_is_split_and_a_file_apart_is_held_out(config, tmp_path):
+    one, apart = tmp_path / "one.txt", tmp_path / "apart.txt"
+    one.write_bytes("0123456789é".encode() * 10)
+    apart.write_text("held out")
+    config = config.replace(path=str(one), held_out=0.1, tokenizer="bytes")
+    corpus = prepare(config)
     assert corpus.held_out_text() == "0123456789é".encode()
     assert len(corpus.train) == 108
     assert corpus.files == corpus.train_files == corpus.held_out_files == ("one.txt",)
+    other = prepare(config.replace(held_out_path=str(apart)))
+    assert other.held_out_text() == b"held out"
+    assert (other.train_files, other.held_out_files, len(other.train)) == (("one.txt",), ("apart.txt",), 120)
+    assert other.fingerprint != corpus.fingerprint
 
 
-def test_held_out_text_may_stand_elsewhere(config, texts, tmp_path):
-    (tmp_path / "apart.txt").write_text("held out")
-    corpus = prepare(config.replace(held_out_path=str(tmp_path / "apart.txt"), tokenizer="bytes"))
-    assert len(corpus.train_files) == 20
-    assert corpus.held_out_files == ("apart.txt",)
-    assert corpus.held_out_text() == b"held out"
-    assert corpus.fingerprint != prepare(config).fingerprint
-
-
-def test_any_tokenizer_json_will_do(config, tmp_path):
+def test_a_tokenizer_may_be_given_and_a_small_text_trains_few_tokens(config, caplog):
     first = prepare(config)
     again = prepare(config.replace(tokenizer=str(first.folder)))
     assert again.train.tokens.tolist() == first.train.tokens.tolist()
     assert again.folder != first.folder
     with pytest.raises(ValueError, match="unknown tokenizer 'bpee': it is neither a tokenizer"):
         prepare(config.replace(tokenizer="bpee"))
+    small = prepare(config.replace(vocab_size=4000))
+    size = small.tokenizer.get_vocab_size()
+    assert small.train.vocab_size == small.held_out.vocab_size == size < 4000
+    assert f"the text yields a vocabulary of {size} tokens only, not 4000" in caplog.text
 
 
-def test_a_small_text_gives_fewer_tokens_with_a_warning(config, caplog):
-    corpus = prepare(config.replace(vocab_size=4000))
-    size = corpus.tokenizer.get_vocab_size()
-    assert corpus.train.vocab_size == corpus.held_out.vocab_size == size < 4000
-    assert f"the text is enough for {size} tokens only, not for 4000" in caplog.text
-
-
-def test_no_text_at_all(tmp_path):
-    (tmp_path / "texts").mkdir()
-    config = DataConfig(path=str(tmp_path / "texts"), cache=str(tmp_path / "cache"))
-    with pytest.raises(ValueError, match=r"there is no text at all in '.*texts'"):
-        prepare(config)
-    for name in ("a.txt", "b.txt"):
-        (tmp_path / "texts" / name).touch()
-    with pytest.raises(ValueError, match=r"there is no text at all in '.*texts'"):
-        prepare(config)
-    assert list((tmp_path / "cache").iterdir()) == []
-
-
-def test_bad_input_leaves_no_corpus(config, texts):
+def test_bad_input_leaves_no_corpus(config, texts, tmp_path):
     (texts / "bad.bin").write_bytes(b"MZ\x90\0\x03")
+    (tmp_path / "empty").mkdir()
     with pytest.raises(BadTextError, match=r"bad\.bin is not text: it has a NUL at byte 3"):
         prepare(config)
-    assert list(Path(config.cache).iterdir()) == []
+    for _ in range(2):
+        with pytest.raises(ValueError, match=r"no text found in '.*empty'"):
+            prepare(config.replace(path=str(tmp_path / "empty")))
+        (tmp_path / "empty" / "a.txt").touch()
+        (tmp_path / "empty" / "b.txt").touch()
+    assert cached(config) == []
     assert "bad.bin" not in prepare(config.replace(skip_bad_files=True)).files
 
 
-def test_all_of_a_path_as_one_shard(config, texts):
+def test_all_of_a_path_as_one_shard_is_prepared_once_too(config, texts, caplog):
     shard = prepare_shard(str(texts), bytes_tokenizer(), cache=config.cache)
-    text = b"".join(file.read_bytes() for file in sorted(texts.iterdir()))
-    assert shard.tokens.astype(np.uint8).tobytes() == text
-    assert (shard.text_bytes, len(shard.documents)) == (len(text), 21)
+    good = shard.path.read_bytes()
+    assert bytes(shard.tokens.astype("u1")) == b"".join(file.read_bytes() for file in sorted(texts.iterdir()))
+    assert (shard.text_bytes, len(shard.documents)) == (len(shard), 21)
     inode = shard.path.stat().st_ino
     assert prepare_shard(str(texts), bytes_tokenizer(), cache=config.cache).path.stat().st_ino == inode
     assert prepare_shard(str(texts), prepare(config).tokenizer, cache=config.cache).path != shard.path
-
-
-def test_a_damaged_shard_is_made_again_with_a_warning(config, texts, caplog):
-    shard = prepare_shard(str(texts), bytes_tokenizer(), cache=config.cache)
-    good = shard.path.read_bytes()
     shard.path.write_bytes(good[:-3])
     assert prepare_shard(str(texts), bytes_tokenizer(), cache=config.cache).path.read_bytes() == good
     assert "is cut short" in caplog.text
-
-
-def test_the_cache_is_where_one_says(monkeypatch, tmp_path):
-    monkeypatch.delenv("SUBQUAD_CACHE", raising=False)
-    assert cache_folder(None) == Path.home() / ".cache" / "subquad"
-    monkeypatch.setenv("SUBQUAD_CACHE", str(tmp_path))
-    assert cache_folder(None) == tmp_path
-    assert cache_folder("~/there") == Path.home() / "there"
-
-
-def test_the_fingerprint_is_pinned(config):
-    assert prepare(config).fingerprint[:16] == "0ea5ececaaa75e52"
-    assert hashlib.sha256(prepare(config).held_out_text()).hexdigest()[:16] == "2a51abfc0505f438"

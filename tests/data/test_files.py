@@ -1,9 +1,15 @@
+"""Files and folders appear whole or not at all."""
+
+import json
 import os
 
 import pytest
 
-from subquad.data.files import aside, locked, remove, set_aside, write_json
-from subquad.parsing import read_json_mapping
+from subquad.data.files import aside, cache_folder, locked, remove, set_aside, write_json
+
+
+def names(folder):
+    return sorted(entry.name for entry in folder.iterdir())
 
 
 def write_half(place):
@@ -17,38 +23,32 @@ def test_a_file_appears_whole_or_not_at_all(tmp_path):
     with aside(place) as temporary:
         temporary.write_text("whole")
         assert not place.exists()
-    assert place.read_text() == "whole"
     with pytest.raises(RuntimeError, match="in the middle"):
         write_half(place)
     assert place.read_text() == "whole"
-    assert [entry.name for entry in place.parent.iterdir()] == ["file"]
+    assert names(place.parent) == ["file"]
 
 
-def test_a_folder_appears_whole_and_the_first_one_stays(tmp_path):
+def test_the_first_of_two_folders_stays(tmp_path):
     place = tmp_path / "folder"
-    with aside(place) as first, aside(place) as second:
-        for folder, text in ((first, "first"), (second, "second")):
+    with aside(place) as outer, aside(place) as inner:
+        for folder, text in ((outer, "outer"), (inner, "inner")):
             folder.mkdir()
             (folder / "file").write_text(text)
-    assert (place / "file").read_text() == "second", "the inner one ended first"
-    assert [entry.name for entry in tmp_path.iterdir()] == ["folder"]
+    assert (place / "file").read_text() == "inner"
+    assert names(tmp_path) == ["folder"]
 
 
-def test_a_folder_cannot_take_a_files_place(tmp_path):
-    (tmp_path / "place").write_text("a file")
-    with (
-        pytest.raises(OSError, match=r"Not a directory|Is a directory|File exists"),
-        aside(tmp_path / "place") as folder,
-    ):
-        folder.mkdir()
-    assert [entry.name for entry in tmp_path.iterdir()] == ["place"]
-
-
-def test_a_file_cannot_take_a_folders_place(tmp_path):
-    (tmp_path / "place").mkdir()
-    with pytest.raises(OSError, match=r"Is a directory|denied"), aside(tmp_path / "place") as file:
-        file.write_text("a file")
-    assert (tmp_path / "place").is_dir()
+def test_a_folder_and_a_file_cannot_replace_each_other(tmp_path):
+    file, folder = tmp_path / "file", tmp_path / "folder"
+    file.write_text("a file")
+    folder.mkdir()
+    with pytest.raises(OSError, match=r"Not a directory|Is a directory|File exists"), aside(file) as made:
+        made.mkdir()
+    with pytest.raises(OSError, match=r"Is a directory|denied"), aside(folder) as made:
+        made.write_text("a file")
+    assert names(tmp_path) == ["file", "folder"]
+    assert folder.is_dir()
 
 
 def test_a_lock_keeps_others_out_and_leaves_no_file(tmp_path):
@@ -60,27 +60,24 @@ def test_a_lock_keeps_others_out_and_leaves_no_file(tmp_path):
         fcntl.flock(other, fcntl.LOCK_EX | fcntl.LOCK_NB)
     finally:
         os.close(other)
-    assert list(tmp_path.iterdir()) == []
+    assert names(tmp_path) == []
 
 
-def test_a_folder_is_set_aside_whole(tmp_path):
+def test_a_folder_is_set_aside_whole_and_removed(tmp_path):
     (tmp_path / "folder").mkdir()
-    (tmp_path / "folder" / "file").write_text("text")
+    write_json(tmp_path / "folder" / "a.json", {"é": [1, 2]})
     away = set_aside(tmp_path / "folder")
-    assert (away / "file").read_text() == "text"
-    assert [entry.name for entry in tmp_path.iterdir()] == [away.name]
+    assert json.loads((away / "a.json").read_text(encoding="utf-8")) == {"é": [1, 2]}
+    assert names(tmp_path) == [away.name]
+    remove(away)
+    remove(tmp_path / "never was")
+    assert names(tmp_path) == []
 
 
-def test_json_is_kept_and_other_content_named(tmp_path):
-    write_json(tmp_path / "a.json", {"é": [1, 2]})
-    assert read_json_mapping(tmp_path / "a.json") == {"é": [1, 2]}
-    (tmp_path / "a.json").write_text("{")
-    with pytest.raises(ValueError, match=r"a\.json is not JSON: "):
-        read_json_mapping(tmp_path / "a.json")
-    (tmp_path / "a.json").write_text("[]")
-    with pytest.raises(ValueError, match=r"a\.json must hold a mapping, got list"):
-        read_json_mapping(tmp_path / "a.json")
-
-
-def test_nothing_to_remove(tmp_path):
-    remove(tmp_path / "gone")
+def test_the_cache_is_where_one_says(monkeypatch, tmp_path):
+    monkeypatch.setenv("HOME", str(tmp_path))
+    monkeypatch.delenv("SUBQUAD_CACHE", raising=False)
+    assert cache_folder(None) == tmp_path / ".cache" / "subquad"
+    monkeypatch.setenv("SUBQUAD_CACHE", str(tmp_path / "a"))
+    assert cache_folder(None) == tmp_path / "a"
+    assert cache_folder("~/there") == tmp_path / "there"

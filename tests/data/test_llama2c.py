@@ -1,29 +1,16 @@
-"""llama2.c's tokenizers: the tokens are those of its own way, merge by merge."""
-
-from __future__ import annotations
+"""llama2.c's tokenizers: the tokens are those of merging one pair at a time."""
 
 import random
 import struct
 from itertools import pairwise
-from pathlib import Path
 
 import pytest
 from tokenizers import Tokenizer
 
 from subquad.data import load_tokenizer
-from subquad.data.llama2c import read_llama2c_tokenizer
+from subquad.data.llama2c import MOST_BYTES, _read, read_llama2c_tokenizer
 from subquad.data.tokenizers import encode_prompt, encode_text, separator_id
 from tests.fuzz.targets import LLAMA2C_PIECES, write_llama2c_tokenizer
-
-
-def pieces_of(file: Path) -> tuple[list[str], list[float]]:
-    raw, at, pieces, scores = file.read_bytes(), 4, [], []
-    while at < len(raw):
-        score, length = struct.unpack_from("<fi", raw, at)
-        pieces.append(raw[at + 8 : at + 8 + length].decode())
-        scores.append(score)
-        at += 8 + length
-    return pieces, scores
 
 
 def merged(text: str, pieces: list[str], scores: list[float]) -> list[int]:
@@ -41,31 +28,28 @@ def merged(text: str, pieces: list[str], scores: list[float]) -> list[int]:
         tokens[i : i + 2] = [id]
 
 
-def check(file: Path, alphabet: str) -> None:
+@pytest.mark.parametrize(("pieces", "alphabet"), [
+    (LLAMA2C_PIECES, "abcé x🙂"),
+    ([" ", "a", "aa", "aaa", "aaaa", " a", " aa", "b", "ab", "ba", "aab"], "aaaaaab "),
+    (None, "Once upon a time, there was a little girl named Lily.\nShe loved to play é"),
+], ids=["usual", "overlapping", "TinyStories"])  # fmt: skip
+def test_the_tokens_are_those_of_merging_one_pair_at_a_time(pieces, alphabet, tmp_path, request):
+    file = tmp_path / "a.bin"
+    if pieces is None:
+        file = request.getfixturevalue("data_folder") / "stories260K" / "tok512.bin"
+    else:
+        write_llama2c_tokenizer(file, pieces)
     tokenizer = Tokenizer.from_str(read_llama2c_tokenizer(file).to_str())  # as saved
-    pieces, scores = pieces_of(file)
+    pieces, scores = _read(file.read_bytes(), file)
     draw = random.Random(0)
-    texts = ["", " ", "  a", "a\n", *("".join(draw.choices(alphabet, k=draw.randrange(1, 40))) for _ in range(300))]
-    for text in texts:
+    for text in ["", " ", "  a", "a\n", *("".join(draw.choices(alphabet, k=draw.randrange(1, 40))) for _ in range(99))]:
         found = encode_text(tokenizer, text)
         assert found == merged(text, pieces, scores), repr(text)
         assert tokenizer.decode([1, *found]) == text
         assert tokenizer.encode(text).ids == [1, *found]
 
 
-def test_the_tokens_are_those_of_merging_one_pair_at_a_time(tmp_path: Path) -> None:
-    write_llama2c_tokenizer(tmp_path / "a.bin")
-    check(tmp_path / "a.bin", "abcé x🙂")
-    write_llama2c_tokenizer(tmp_path / "b.bin", [" ", "a", "aa", "aaa", "aaaa", " a", " aa", "b", "ab", "ba", "aab"])
-    check(tmp_path / "b.bin", "aaaaaab ")
-
-
-def test_tinystories_tokens_are_those_of_merging_one_pair_at_a_time(data_folder: Path) -> None:
-    file = data_folder / "stories260K" / "tok512.bin"
-    check(file, "Once upon a time, there was a little girl named Lily.\nShe loved to play é")
-
-
-def test_it_is_saved_as_any_tokenizer_and_begins_prompts(tmp_path: Path) -> None:
+def test_it_is_saved_as_any_tokenizer_and_begins_prompts(tmp_path):
     write_llama2c_tokenizer(tmp_path / "a.bin")
     read_llama2c_tokenizer(tmp_path / "a.bin").save(str(tmp_path / "tokenizer.json"))
     tokenizer = load_tokenizer(tmp_path)
@@ -76,47 +60,38 @@ def test_it_is_saved_as_any_tokenizer_and_begins_prompts(tmp_path: Path) -> None
     assert encode_prompt(load_tokenizer("bytes"), "abc") == [97, 98, 99]
 
 
-def damaged(raw: bytes, at: int, value: bytes) -> bytes:
-    return raw[:at] + value + raw[at + len(value) :]
+def at(place, form, value):
+    """A change that writes a packed number into the file."""
+    packed = struct.pack(form, value)
+    return lambda raw: raw[:place] + packed + raw[place + len(packed) :]
 
 
-@pytest.mark.parametrize(
-    ("change", "message"),
-    [
-        (lambda raw: raw[:3], "has 3 bytes, too few"),
-        (lambda raw: raw[:-1], r"token \d+, at byte \d+, has a length of 2"),
-        (lambda raw: raw + b"\0" * 5, "is cut short"),
-        (lambda raw: damaged(raw, 8, struct.pack("<i", -1)), "token 0, at byte 4, has a length of -1"),
-        (lambda raw: damaged(raw, 8, struct.pack("<i", 2**31 - 1)), "has a length of 2147483647"),
-        (lambda raw: damaged(raw, 4, struct.pack("<f", float("nan"))), "has the score nan"),
-        (lambda raw: damaged(raw, 0, struct.pack("<i", 1025)), "its longest token has 1025 bytes; at most 1024"),
-        (lambda raw: damaged(raw, 12, b"\xff"), "is not UTF-8"),
-        (lambda raw: raw.replace(b"<0x41>", b"<0x42>"), "token 68 must be <0x41>"),
-    ],
-)
-def test_a_damaged_file_is_refused(change, message: str, tmp_path: Path) -> None:
+@pytest.mark.parametrize(("change", "message"), [
+    (lambda raw: raw[:3], "has 3 bytes, too few"),
+    (lambda raw: raw[:-1], r"token \d+, at byte \d+, has a length of 2"),
+    (lambda raw: raw + b"\0" * 5, "is cut short"),
+    (at(8, "<i", -1), "token 0, at byte 4, has a length of -1"),
+    (at(8, "<i", 2**31 - 1), "has a length of 2147483647"),
+    (at(4, "<f", float("nan")), "has the score nan"),
+    (at(0, "<i", 1025), "its longest token has 1025 bytes; at most 1024"),
+    (at(12, "B", 255), "is not UTF-8"),
+    (lambda raw: raw.replace(b"<0x41>", b"<0x42>"), "token 68 must be <0x41>"),
+    (lambda raw: raw + struct.pack("<fi", -99.0, 2) + b"ab", "holds the token 'ab' twice"),
+    (lambda raw: raw + struct.pack("<fi", -5.0, 2) + b"ba", "'ab' and 'ba' have the same score, -5.0"),
+    (None, "no file"),
+])  # fmt: skip
+def test_a_damaged_file_is_refused(change, message, tmp_path):
     file = tmp_path / "a.bin"
-    write_llama2c_tokenizer(file)
-    file.write_bytes(change(file.read_bytes()))
-    with pytest.raises(ValueError, match=message) as caught:
+    if change is not None:
+        write_llama2c_tokenizer(file)
+        file.write_bytes(change(file.read_bytes()))
+    with pytest.raises((ValueError, FileNotFoundError), match=message) as caught:
         read_llama2c_tokenizer(file)
     assert str(file) in str(caught.value)
 
 
-def test_a_vocabulary_that_does_not_say_what_comes_first_is_refused(tmp_path: Path) -> None:
-    file = tmp_path / "a.bin"
-    write_llama2c_tokenizer(file, [*LLAMA2C_PIECES, "ab"])
-    with pytest.raises(ValueError, match="holds the token 'ab' twice"):
-        read_llama2c_tokenizer(file)
-    write_llama2c_tokenizer(file, scores=[0.0] * (259 + len(LLAMA2C_PIECES)))
-    with pytest.raises(ValueError, match=r"'ab' and ' a' have the same score, 0\.0"):
-        read_llama2c_tokenizer(file)
-    with pytest.raises(FileNotFoundError, match="no file"):
-        read_llama2c_tokenizer(tmp_path / "b.bin")
-
-
-def test_a_file_of_no_tokenizers_size_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    write_llama2c_tokenizer(tmp_path / "a.bin")
-    monkeypatch.setattr("subquad.data.llama2c.MOST_BYTES", 100)
-    with pytest.raises(ValueError, match="is larger than 100 bytes"):
+def test_a_file_too_large_for_a_tokenizer_is_not_read(tmp_path):
+    with (tmp_path / "a.bin").open("wb") as stream:
+        stream.truncate(MOST_BYTES + 1)
+    with pytest.raises(ValueError, match=r"a\.bin is larger than 67,108,864 bytes"):
         read_llama2c_tokenizer(tmp_path / "a.bin")

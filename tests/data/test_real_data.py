@@ -1,11 +1,14 @@
-import hashlib
+"""Public data sets as they are; all but one of these tests are slow."""
+
 import lzma
-import tarfile
 
+import numpy as np
 import pytest
-from tokenizers import Tokenizer, models
 
-from subquad.data import DataConfig, prepare
+from subquad.data import DataConfig, load_tokenizer, prepare
+from subquad.data.config import LabelledConfig
+from subquad.data.labelled import labelled_corpus
+from subquad.data.tokenizers import Encoder, encode_text, separator_id
 from subquad.data.windows import Windows
 
 
@@ -17,65 +20,48 @@ def shakespeare(data_folder):
 def test_tinyshakespeare_is_split_as_is_usual(shakespeare, tmp_path):
     corpus = prepare(DataConfig(path=str(shakespeare), held_out=0.1, tokenizer="bytes", cache=str(tmp_path)))
     text = lzma.decompress(shakespeare.read_bytes())
-    assert len(text) == 1_115_394
-    assert len(corpus.train) == 1_003_854
+    assert (len(text), len(corpus.train)) == (1_115_394, 1_003_854)
     assert corpus.held_out_text() == text[1_003_854:]
     assert corpus.held_out.words == len(text[1_003_854:].split())
     assert len(Windows(corpus.train, 1024)) == 981
 
 
-def test_tinyshakespeare_as_bpe_is_read_back(shakespeare, tmp_path):
-    corpus = prepare(DataConfig(path=str(shakespeare.parent / "*.xz"), vocab_size=512, cache=str(tmp_path)))
-    assert corpus.tokenizer.decode(corpus.held_out.tokens.tolist()).encode() == corpus.held_out_text()
-    assert len(corpus.held_out) < 0.6 * corpus.held_out.text_bytes
+@pytest.mark.slow
+def test_tinyshakespeare_as_characters_and_bpe(shakespeare, tmp_path):
+    config = DataConfig(path=str(shakespeare), held_out=0.1, vocab_size=512, cache=str(tmp_path))
+    characters = prepare(config.replace(tokenizer="characters"))
+    assert (characters.train.vocab_size, len(characters.train)) == (65, 1_003_854)
+    assert characters.tokenizer.decode(characters.train.tokens[:13].tolist()) == "First Citizen"
+    bpe = prepare(config)
+    assert bpe.tokenizer.decode(bpe.held_out.tokens.tolist()).encode() == bpe.held_out_text()
+    assert len(bpe.held_out) < 0.6 * bpe.held_out.text_bytes
 
 
-def test_books_from_the_archive_and_from_a_folder_are_the_same(data_folder, tmp_path):
-    archive = data_folder / "gutenberg" / "gutenberg.tar.xz"
-    chosen = {"gutenberg/valid/158_Emma.txt", "gutenberg/train/1342_Pride-and-Prejudice.txt"}
-    with tarfile.open(archive) as books:
-        books.extractall(tmp_path, members=[m for m in books if m.name in chosen], filter="data")
-    config = DataConfig(
-        path=str(tmp_path / "gutenberg/train"),
-        held_out_path=str(tmp_path / "gutenberg/valid"),
-        tokenizer="bytes",
-        cache=str(tmp_path / "cache"),
-    )
-    corpus = prepare(config)
-    assert corpus.files == ("1342_Pride-and-Prejudice.txt", "158_Emma.txt")
-    assert len(corpus.train) == 691_843
-    emma = "b1f407ebf45d923e2c2532a1000ce2ee7b4eb5008b63fa9898522b16c70c9c00"
-    assert hashlib.sha256(corpus.held_out_text()).hexdigest() == emma
-    with tarfile.open(tmp_path / "two.tar.gz", "w:gz") as two:
-        two.add(tmp_path / "gutenberg/train", "t")
-        two.add(tmp_path / "gutenberg/valid", "v")
-    packed = prepare(config.replace(path=str(tmp_path / "two.tar.gz"), held_out_path=None))
-    assert len(packed.files) == 2
-    assert {hashlib.sha256(part.tokens.tobytes()).digest() for part in (packed.train, packed.held_out)} == {
-        hashlib.sha256(part.tokens.tobytes()).digest() for part in (corpus.train, corpus.held_out)
-    }
+@pytest.mark.slow
+def test_gpt2s_own_files(data_folder, shakespeare):
+    tokenizer = load_tokenizer(data_folder / "gpt2_bpe")
+    assert (tokenizer.get_vocab_size(), separator_id(tokenizer)) == (50_257, 50_256)
+    assert encode_text(tokenizer, "Hello world") == [15496, 995]
+    text = lzma.decompress(shakespeare.read_bytes())[:50_000]
+    ids = np.concatenate([ids for _, ids in Encoder(tokenizer).encode([text])])
+    assert tokenizer.decode(ids.tolist()).encode() == text
 
 
-def test_the_standard_library_as_bytes(tmp_path):
-    corpus = prepare(DataConfig(path="stdlib", tokenizer="bytes", cache=str(tmp_path)))
-    assert corpus.held_out.text_bytes == len(corpus.held_out_text())
-    assert 0.01 < corpus.held_out.text_bytes / (corpus.train.text_bytes + corpus.held_out.text_bytes) < 0.15
-    assert all(name.endswith(".py") for name in corpus.files)
-
-
-def test_a_wordpiece_tokenizer_trained_elsewhere(shakespeare, tmp_path):
-    from tokenizers import normalizers, pre_tokenizers, trainers
-
-    wordpiece = Tokenizer(models.WordPiece(unk_token="[UNK]"))
-    wordpiece.normalizer = normalizers.BertNormalizer()
-    wordpiece.pre_tokenizer = pre_tokenizers.BertPreTokenizer()
-    text = lzma.decompress(shakespeare.read_bytes())[:200_000].decode()
-    special = ["[UNK]", "[SEP]"]
-    wordpiece.train_from_iterator(
-        [text], trainers.WordPieceTrainer(vocab_size=800, special_tokens=special, show_progress=False)
-    )
-    wordpiece.save(str(tmp_path / "tokenizer.json"))
-    corpus = prepare(DataConfig(path=str(shakespeare), tokenizer=str(tmp_path / "tokenizer.json"), cache=str(tmp_path)))
-    assert corpus.train.vocab_size == wordpiece.get_vocab_size()
-    assert corpus.held_out.tokens.tolist() == wordpiece.encode(corpus.held_out_text().decode()).ids
-    assert corpus.held_out.text_bytes == len(corpus.held_out_text())
+@pytest.mark.slow
+@pytest.mark.parametrize(("dataset", "path", "length", "sizes", "longest", "counts"), [
+    ("text", "imdb", 4000, None, 12_988, [12_500, 12_500]),
+    ("retrieval", "acl_pairs", 4000, [4152, 548, 836], None, [418, 418]),
+    ("image", "cifar10/cifar10_jpeg_q75.npz.xz", 1024, [45_000, 5_000, 10_000], 1024, [1000] * 10),
+    ("image", "mnist", 784, [54_000, 6_000, 10_000], 784, [980, 1135, 1032, 1010, 982, 892, 958, 1028, 974, 1009]),
+])  # fmt: skip
+def test_labelled_data_sets(data_folder, tmp_path, dataset, path, length, sizes, longest, counts):
+    corpus = labelled_corpus(LabelledConfig(dataset=dataset, path=str(data_folder / path), cache=str(tmp_path)), length)
+    found = [len(part) for part in (corpus.train, corpus.held_out, corpus.test)]
+    assert found == sizes or (sizes is None and found[0] + found[1] == 25_000 and 2300 < found[1] < 2700)
+    assert np.bincount(corpus.test.labels).tolist() == counts
+    assert longest is None or corpus.test.full_lengths.max() == longest
+    shares = np.bincount(corpus.held_out.labels) / np.bincount(corpus.train.labels)
+    assert dataset == "text" or np.ptp(shares) < 0.002, "each class in its share"
+    if counts == [1000] * 10:  # the known means of the colours
+        mean = corpus.train.shard.tokens.mean() / 255
+        assert abs(mean - (0.299 * 0.4914 + 0.587 * 0.4822 + 0.114 * 0.4465)) < 0.002

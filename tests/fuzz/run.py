@@ -8,20 +8,22 @@ one. An input is fixed by its target and its number.
 import argparse
 import faulthandler
 import hashlib
-import json
+import logging
+import multiprocessing
 import os
 import random
 import resource
 import shutil
-import subprocess
-import sys
 import tempfile
 import time
 import traceback
 import warnings
 from collections import Counter
+from importlib import import_module
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
+
+from tests.fuzz.mutate import mutated
 
 FOUND = Path(__file__).with_name("found")
 ROOT = Path(__file__).resolve().parents[2]
@@ -67,22 +69,25 @@ class Tried:
         self.files = sorted(name.as_posix() for name in names)
         assert self.files, name
 
-    def restore(self) -> None:
+    def restored(self) -> "Tried":
         """Make the folder valid again."""
         shutil.rmtree(self.folder)
         shutil.copytree(self.valid, self.folder)
+        return self
+
+    def whole(self) -> Input:
+        """An input that changes nothing."""
+        return Input(0, self.files[0], (self.valid / self.files[0]).read_bytes())
 
     def input(self, number: int) -> Input:
         """Input `number`."""
-        from tests.fuzz.mutate import mutated
-
         rng = random.Random(f"{self.name} {number}")
         file = rng.choice(self.files)
         return Input(number, file, mutated(file, (self.valid / file).read_bytes(), rng))
 
     def attempt(self, tried: Input) -> Outcome:
         """Read the folder with this input in it."""
-        self.restore()
+        self.restored()
         (self.folder / tried.file).write_bytes(tried.content)
         if self.target.seal is not None and tried.number % 4:
             try:
@@ -93,18 +98,19 @@ class Tried:
             warnings.simplefilter("ignore")
             try:
                 self.target.read(self.folder)
+            except KeyboardInterrupt:
+                raise
             except BaseException as error:
-                if isinstance(error, KeyboardInterrupt):
-                    raise
-                return Outcome(type(error).__name__, self._fault(error, tried))
+                return Outcome(type(error).__name__, self.fault(error, tried.file))
         return Outcome("read", None)
 
-    def _fault(self, error: BaseException, tried: Input) -> str | None:
+    def fault(self, error: BaseException, file: str) -> str | None:
+        """What is wrong with an error that came of a file, if anything."""
+        told = "".join(traceback.format_exception(error))
         if not isinstance(error, self.target.raises):
-            return "".join(traceback.format_exception(error))
-        names = (str(self.folder), Path(tried.file).name)
-        if self.target.named and not any(name in str(error) for name in names):
-            return f"names no file: {''.join(traceback.format_exception(error))}"
+            return told
+        if self.target.named and not any(name in str(error) for name in (str(self.folder), Path(file).name)):
+            return f"names no file: {told}"
         return None
 
 
@@ -128,38 +134,39 @@ def keep(name: str, tried: Input) -> str:
 
 def kept(name: str) -> list[Input]:
     """The inputs of a target that have found a fault before."""
-    files = sorted((FOUND / name).glob("*")) if (FOUND / name).is_dir() else []
+    files = sorted((FOUND / name).glob("*"))
     return [Input(1, file.name.partition("-")[2].replace("~", "/"), file.read_bytes()) for file in files]
 
 
-def child(name: str, start: int, seconds: float, home: Path) -> None:
-    """Try inputs from `start` on; each is told before and after, as a line of JSON."""
-    import logging
-
+def child(name: str, start: int, seconds: float, home: Path, module: str, sender: Any) -> None:
+    """Try inputs from `start` on; send the number of each, then its kind and its fault."""
+    with (home / "told").open("w") as told:  # of a crash too
+        os.dup2(told.fileno(), 1)
+        os.dup2(told.fileno(), 2)
+    os.environ |= {"SUBQUAD_CACHE": str(home / "cache"), "HF_HUB_OFFLINE": "1"}
+    import_module(module)
     faulthandler.enable()
     logging.disable()
-    tried = Tried(name, home)
-    tried.attempt(Input(0, tried.files[0], (tried.valid / tried.files[0]).read_bytes()))  # loads what it needs
+    tried = Tried(name, home / "child")
+    tried.attempt(tried.whole())  # loads what it needs
     before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
     resource.setrlimit(resource.RLIMIT_AS, (MEMORY, MEMORY))
-    out = os.fdopen(os.dup(1), "w", buffering=1)
-    sys.stdout = open(os.devnull, "w")  # noqa: SIM115 (as long as the process)
     known: set[str] = set()
     end, number = time.monotonic() + seconds, start
     while time.monotonic() < end:
-        out.write(json.dumps({"begins": number}) + "\n")
+        sender.send(number)
         now = tried.input(number)
-        outcome = tried.attempt(now)
-        fault = outcome.fault
+        kind, fault = tried.attempt(now)
         grown = (resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before) * 1024
         if grown > PEAK and fault is None:
             fault, before = f"took {grown:,} bytes of memory", before + grown // 1024
-        place = None
         if fault is not None:
             place = keep(name, now) if signature(fault) not in known else f"input {number} of {name}, as one before"
             known.add(signature(fault))
-        out.write(json.dumps({"kind": outcome.kind, "fault": fault, "place": place}) + "\n")
+            fault = f"{place}\n{fault}"
+        sender.send((kind, fault))
         number += 1
+    os._exit(0)  # whatever threads a target has started
 
 
 def run(name: str, seconds: float, start: int = 0, module: str = "tests.fuzz.targets") -> tuple[Counter, list[str]]:
@@ -168,77 +175,43 @@ def run(name: str, seconds: float, start: int = 0, module: str = "tests.fuzz.tar
     faults: list[str] = []
     end = time.monotonic() + seconds
     while (left := end - time.monotonic()) > 0:
-        with tempfile.TemporaryDirectory(prefix="fuzz-") as home:
-            start, why = _watch(name, start, left, Path(home), module, kinds, faults)
+        with tempfile.TemporaryDirectory(prefix="fuzz-") as folder:
+            home = Path(folder)
+            last, why = _watch((name, start, left, home, module), kinds, faults)
             if why is None:
                 break
-            tried = Tried(name, Path(home) / "again")
-            faults.append(f"{keep(name, tried.input(start - 1))}\n{why}")
+            faults.append(f"{keep(name, Tried(name, home / 'again').input(last))}\n{why}")
             kinds["died"] += 1
+            start = last + 1
     return kinds, faults
 
 
-def _watch(
-    name: str, start: int, seconds: float, home: Path, module: str, kinds: Counter, faults: list[str]
-) -> tuple[int, str | None]:
-    """One child until its time is over, or its death: the number after its last input, and why it died."""
-    import selectors
-
-    code = f"import {module}; from pathlib import Path; from tests.fuzz.run import child; "
-    code += f"child({name!r}, {start}, {seconds}, Path({str(home / 'child')!r}))"
-    with (home / "stderr").open("w+") as err:
-        process = subprocess.Popen(
-            [sys.executable, "-c", code], stdout=subprocess.PIPE, stderr=err, cwd=ROOT, env=_environment(home)
-        )
-        assert process.stdout is not None
-        number, patience, pending = start, 180.0, b""
-        try:
-            with selectors.DefaultSelector() as ready:
-                ready.register(process.stdout, selectors.EVENT_READ)
-                while True:
-                    if not ready.select(patience):
-                        return number, f"hangs: no answer in {patience:g} s"
-                    piece = os.read(process.stdout.fileno(), 1 << 16)
-                    if not piece:
-                        break
-                    *lines, pending = (pending + piece).split(b"\n")
-                    for line in map(json.loads, lines):
-                        patience = SECONDS
-                        if "begins" in line:
-                            number = line["begins"] + 1
-                        else:
-                            kinds[line["kind"]] += 1
-                            if line["fault"]:
-                                faults.append(f"{line['place']}\n{line['fault']}")
-        finally:
-            process.kill()
-            process.wait()
-            process.stdout.close()
-        err.seek(0)
-        told = err.read()
-    status = process.returncode
-    return number, None if "Traceback" not in told and status in (
-        0,
-        -9,
-    ) else f"dies with status {status}: {told[-2000:]}"
-
-
-def _environment(home: Path) -> dict[str, str]:
-    """Of a child: the parent's modules, and a cache of its own."""
-    path = os.pathsep.join([str(ROOT), *sys.path])
-    return {**os.environ, "PYTHONPATH": path, "SUBQUAD_CACHE": str(home / "cache"), "HF_HUB_OFFLINE": "1"}
-
-
-def main() -> int:
-    """Try one or all targets; the exit status is 1 where there is a fault."""
-    from tests.fuzz.targets import TARGETS
-
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--minutes", type=float, default=10.0, help="of all targets together")
-    parser.add_argument("--target", choices=sorted(TARGETS), action="append")
-    parser.add_argument("--start", type=int, default=0, help="number of the first input")
-    chosen = parser.parse_args()
-    return 1 if summary(chosen.target or list(TARGETS), chosen.minutes * 60, chosen.start) else 0
+def _watch(asked: tuple[str, int, float, Path, str], kinds: Counter, faults: list[str]) -> tuple[int, str | None]:
+    """One child until its time is over, or its death: the number of its last input, and why it died."""
+    spawn = multiprocessing.get_context("spawn")
+    receiver, sender = spawn.Pipe(duplex=False)
+    process = spawn.Process(target=child, args=(*asked, sender))
+    process.start()
+    sender.close()
+    last, patience = asked[1], 180.0
+    try:
+        while receiver.poll(patience):
+            told, patience = receiver.recv(), SECONDS
+            if isinstance(told, int):
+                last = told
+                continue
+            kinds[told[0]] += 1
+            faults += [told[1]] if told[1] else []
+        return last, f"hangs: no answer in {patience:g} s"
+    except EOFError:  # it has ended
+        process.join(SECONDS)
+    finally:
+        process.kill()
+        process.join()
+        receiver.close()
+    if process.exitcode == 0:
+        return last, None
+    return last, f"dies with status {process.exitcode}: {(asked[3] / 'told').read_text()[-2000:]}"
 
 
 def summary(names: list[str], seconds: float, start: int = 0) -> list[str]:
@@ -252,6 +225,18 @@ def summary(names: list[str], seconds: float, start: int = 0) -> list[str]:
             print(f"    {fault[:300]}", flush=True)
         found += [f"{name}: {fault}" for fault in faults]
     return found
+
+
+def main() -> int:
+    """Try one or all targets; the exit status is 1 where there is a fault."""
+    from tests.fuzz.targets import TARGETS
+
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--minutes", type=float, default=10.0, help="of all targets together")
+    parser.add_argument("--target", choices=sorted(TARGETS), action="append")
+    parser.add_argument("--start", type=int, default=0, help="number of the first input")
+    chosen = parser.parse_args()
+    return 1 if summary(chosen.target or list(TARGETS), chosen.minutes * 60, chosen.start) else 0
 
 
 if __name__ == "__main__":

@@ -12,26 +12,60 @@ import tarfile
 import warnings
 import zipfile
 from collections.abc import Callable
+from contextlib import contextmanager
 from dataclasses import dataclass
-from functools import cache
+from functools import cache, partial
+from importlib import import_module
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
 import torch
+import yaml
 from PIL import Image
+from tokenizers import pre_tokenizers
 
-from tests.data.pictures import write_idx
-from tests.fuzz.mutate import PACKERS
-from tests.training.lra_files import write_release
+from benchmarks.report import Report
+from experiments.harness.claims import read_expected
+from experiments.harness.data import unpack_archive
+from experiments.harness.recipe import read_recipe
+from experiments.harness.result import read_result, written
+from experiments.lora_mnist.config import MnistConfig
+from experiments.lora_mnist.running import Results
+from subquad.config import digest, read_mapping
+from subquad.data import DataConfig, TokenSet, TokenShard, load_images, load_tokenizer, prepare, windows_of
+from subquad.data.config import LabelledConfig
+from subquad.data.corpus import _open
+from subquad.data.labelled import READERS
+from subquad.data.llama2c import read_llama2c_tokenizer
+from subquad.data.lra.made import read_block
+from subquad.data.lra.store import PARTS, Labelled, Pairs, Sequences, Store, write_store
+from subquad.data.occlusion import occlusion
+from subquad.data.shards import ShardWriter
+from subquad.data.sources import open_source
+from subquad.data.tokenizers import Encoder, encode_prompt, encode_text, separator_id, tokenizer_hash, vocab_size
+from subquad.data.vocabularies import SEPARATOR, make_tokenizer
+from subquad.evaluation.audit import AuditReport
+from subquad.evaluation.audit.case import Case
+from subquad.evaluation.audit.report import FORMAT, FORMAT_VERSION
+from subquad.models import Decoder, DecoderConfig, EncoderConfig, ImageModelConfig
+from subquad.recipes import recipe_path
+from subquad.training import TrainConfig, checkpoint, train
+from subquad.training.errors import reading
+from subquad.training.progress import read_metrics
+from subquad.training.run import checkpoint_to_resume
+from subquad.training.saving import load_rng, rng_file, save_rng
+from tests.data.lra.layouts import DATASETS, expressions, papers, pathfinder, pictures, put, release, reviews
+from tests.data.pictures import PACK, jpegs, keras, records, write_idx
+from tests.data.sets import make_set
 
 
 @dataclass(frozen=True)
 class Target:
     """A reader."""
 
-    make: Callable[[Path], None]
+    make: Callable[[Path], object]
     """Fills an empty folder with what is valid."""
     read: Callable[[Path], object]
     """Reads the folder, and uses what it found."""
@@ -39,14 +73,18 @@ class Target:
     """Writes the checksums anew that a folder keeps of its files."""
     files: str = "**/*"
     """Which files are changed."""
-    quick: int = 60
+    quick: int = 30
     """Inputs that `make test` tries; 0 for a reader that takes seconds to set up."""
-    raises: tuple[type[Exception], ...] = (ValueError, OSError)
+    raises: tuple[type[BaseException], ...] = (ValueError, OSError)
     named: bool = True
     """Whether an error names the folder or a file: what a server is sent has no name."""
 
 
 TARGETS: dict[str, Target] = {}
+TYPES = (ValueError, TypeError, OSError)
+"""What a configuration raises."""
+TINY = {"vocab_size": 256, "dim": 8, "num_layers": 1, "num_heads": 2}
+TEXT = "def f(a):\n    return a + 1  # é\n" * 20
 
 
 def target(make, **options):
@@ -59,39 +97,50 @@ def target(make, **options):
     return enter
 
 
-TINY = {"vocab_size": 256, "dim": 8, "num_layers": 1, "num_heads": 2}
-TEXT = "def f(a):\n    return a + 1  # é\n" * 20
+def files(**contents):
+    """A maker of files; `__` stands for a dot in their names, and other values than texts become JSON."""
+
+    def make(folder):
+        for name, content in contents.items():
+            put(folder, name.replace("__", "."), content if isinstance(content, str | bytes) else json.dumps(content))
+
+    return make
 
 
-# --- configurations
+@contextmanager
+def edited(file: Path):
+    """The values of a JSON file, which are written back."""
+    values = json.loads(file.read_text())
+    yield values
+    file.write_text(json.dumps(values))
 
 
-def settings() -> dict:
-    from subquad.config import read_mapping
-    from subquad.recipes import recipe_path
-
-    return {**read_mapping(recipe_path("stdlib-llp")), "lora": {"rank": 2, "base": "runs/a", "targets": ["query"]}}
+def sha256(file: Path) -> str:
+    return hashlib.sha256(file.read_bytes()).hexdigest()
 
 
-def make_config(folder):
-    import yaml
+@contextmanager
+def naming(folder: Path):
+    """An error of what reads no file itself, and so can name none, with the folder."""
+    try:
+        yield
+    except ValueError as error:
+        raise ValueError(f"{folder}: {error}") from error
 
-    (folder / "a.yaml").write_text(yaml.safe_dump(settings()))
-    (folder / "a.json").write_text(json.dumps(settings()))
+
+SETTINGS = read_mapping(recipe_path("stdlib-llp")) | {"lora": {"rank": 2, "base": "runs/a", "targets": ["query"]}}
+make_config = files(a__yaml=yaml.safe_dump(SETTINGS), a__json=SETTINGS)
 
 
-@target(make_config, quick=30, raises=(ValueError, TypeError, OSError))
+@target(make_config, raises=TYPES)
 def config(folder):
-    from subquad.training import TrainConfig
-
     for name in ("a.yaml", "a.json"):
         TrainConfig.from_file(folder / name).digest()
 
 
-@target(make_config, files="a.yaml", quick=3, raises=(SystemExit,), named=False)
+@target(make_config, files="a.yaml", quick=1, raises=(SystemExit,), named=False)
 def command(folder):
     from subquad.cli.arguments import Parser, files_first
-    from subquad.training import TrainConfig
 
     parser = Parser("train", "")
     parser.add_files()
@@ -112,27 +161,20 @@ table: [loss]
 panels:
 - {y: loss, x: arm, log: xy}
 """
+SCALE = {
+    "identity": "0", "units": 2, "done": 2, "processes": 1, "seconds": 1.5, "dates": ["2026-01-01"], "commits": ["0"],
+    "machines": [{"cpu": "x", "cores": 2}], "versions": {"torch": "2"},
+    "rows": [{"arm": arm, "seed": seed, "loss": 1.0 + seed} for arm in "ab" for seed in (0, 1)],
+}  # fmt: skip
+EXPECTED = {
+    "paper": "p", "title": "t", "source": "s", "comparable": "yes", "figures": [{"arm": "a", "loss": 1.5}],
+    "claims": [{"id": "a", "says": "x", "theirs": "1", "kind": "lower", "pairs": [[{"arm": "a"}, {"arm": "b"}]]}],
+}  # fmt: skip
+RESULT = {"experiment": "e", "scales": {"cpu": SCALE}}
 
 
-def make_experiment(folder):
-    (folder / "recipe.yaml").write_text(RECIPE)
-    claim = {"id": "a", "says": "x", "theirs": "1", "kind": "lower", "pairs": [[{"arm": "a"}, {"arm": "b"}]]}
-    expected = {"paper": "p", "title": "t", "source": "s", "comparable": "yes", "figures": [{"arm": "a", "loss": 1.5}]}
-    (folder / "expected.json").write_text(json.dumps({**expected, "claims": [claim]}))
-    scale = {
-        "identity": "0", "units": 2, "done": 2, "processes": 1, "seconds": 1.5, "dates": ["2026-01-01"],
-        "commits": ["0"], "machines": [{"cpu": "x", "cores": 2}], "versions": {"torch": "2"},
-        "rows": [{"arm": arm, "seed": seed, "loss": 1.0 + seed} for arm in "ab" for seed in (0, 1)],
-    }  # fmt: skip
-    (folder / "result.json").write_text(json.dumps({"experiment": "e", "scales": {"cpu": scale}}))
-
-
-@target(make_experiment, quick=40, raises=(ValueError, TypeError, OSError))
+@target(files(recipe__yaml=RECIPE, expected__json=EXPECTED, result__json=RESULT), raises=TYPES)
 def experiment(folder):
-    from experiments.harness.claims import read_expected
-    from experiments.harness.recipe import read_recipe
-    from experiments.harness.result import read_result, written
-
     recipe, expected = read_recipe(folder), read_expected(folder)
     for scale in recipe.scales:
         recipe.arms_of(scale)
@@ -140,98 +182,28 @@ def experiment(folder):
     written(folder, recipe, expected)
 
 
-# --- tokenizers
-
-
 def make_tokenizers(folder):
-    from subquad.data import load_tokenizer
-    from subquad.data.vocabularies import SEPARATOR, characters, train_bpe, train_unigram
-
-    for name, made in (
-        ("bytes", load_tokenizer("bytes")),
-        ("bpe", train_bpe([TEXT], 270)),
-        ("unigram", train_unigram([TEXT], 270)),
-        ("characters", characters([TEXT])),
-    ):
-        text = made.to_str()
-        if name == "bytes":
-            made.add_special_tokens([SEPARATOR])
-            text = made.to_str()
-        (folder / f"{name}.json").write_text(text)
+    made = {name: make_tokenizer(name, [TEXT], 270) for name in ("bpe", "unigram", "characters")}
+    made["bytes"] = load_tokenizer("bytes")
+    made["bytes"].add_special_tokens([SEPARATOR])
+    for name, tokenizer in made.items():
+        (folder / f"{name}.json").write_text(tokenizer.to_str())
 
 
 @target(make_tokenizers, quick=20)
 def tokenizer(folder):
-    from subquad.data.tokenizers import Encoder, encode_text, load_tokenizer, separator_id, tokenizer_hash, vocab_size
-
     for file in sorted(folder.glob("*.json")):
         loaded = load_tokenizer(file)
         assert tokenizer_hash(loaded)
         assert separator_id(loaded) is None or separator_id(loaded) < vocab_size(loaded)
-        try:
+        with naming(folder):  # of a text, which the caller names
             encode_text(loaded, TEXT)
             list(Encoder(loaded).encode([TEXT.encode()]))
-        except ValueError as error:
-            raise ValueError(f"{file}: {error}") from error  # of a text, which the caller names
 
 
-def make_gpt2(folder):
-    from tokenizers import pre_tokenizers
-
-    ids = {char: number for number, char in enumerate(sorted(pre_tokenizers.ByteLevel.alphabet()))}
-    ids |= {"ab": 256, "abc": 257, "<|endoftext|>": 258}
-    (folder / "encoder.json").write_text(json.dumps(ids))
-    (folder / "vocab.bpe").write_text("#version: 0.2\na b\nab c\n")
-
-
-@target(make_gpt2, quick=20)
-def gpt2(folder):
-    from subquad.data.tokenizers import encode_text, load_tokenizer
-
-    encode_text(load_tokenizer(folder), TEXT)
-
-
-# --- llama2.c's files
-
-
-def write_llama2c(file, vocab=20):
-    """A checkpoint of one layer, its weights drawn."""
-    dim, hidden, heads, kv, positions = 8, 12, 2, 1, 6
-    count = 2 * dim + 2 * dim * dim + 2 * dim * kv * dim // heads + 3 * dim * hidden + dim
-    count += abs(vocab) * dim * (1 if vocab > 0 else 2) + positions * dim // heads
-    header = np.array([dim, hidden, 1, heads, kv, vocab, positions], dtype="<i4")
-    weights = np.random.default_rng(0).standard_normal(count).astype("<f4")
-    file.write_bytes(header.tobytes() + weights.tobytes())
-
-
-@target(lambda folder: write_llama2c(folder / "a.bin"), quick=40)
-def llama2c(folder):
-    from subquad.hf.llama2c import read_llama2c
-
-    model = read_llama2c(folder / "a.bin")
-    assert model(torch.tensor([[1, 2, 3]])).logits.shape == (1, 3, model.config.vocab_size)
-
-
-def make_transformers(folder):
-    import transformers
-
-    torch.manual_seed(0)
-    small = {"vocab_size": 20, "hidden_size": 8, "intermediate_size": 8, "num_hidden_layers": 1}
-    config = transformers.LlamaConfig(**small, num_attention_heads=2, rope_parameters={"rope_type": "linear"} | ROPE)
-    transformers.LlamaForCausalLM(config).save_pretrained(folder)
-
-
-ROPE = {"rope_theta": 100.0, "factor": 2.0}
-
-
-@target(make_transformers, files="*.*", quick=20)
-def imported(folder):
-    from subquad.hf import from_transformers
-
-    model = from_transformers(folder)
-    assert model(torch.tensor([[1, 2, 3]])).logits.shape == (1, 3, model.config.vocab_size)
-
-
+GPT2 = {token: i for i, token in enumerate([*sorted(pre_tokenizers.ByteLevel.alphabet()), "ab", "abc", SEPARATOR])}
+make_gpt2 = files(encoder__json=GPT2, vocab__bpe="#version: 0.2\na b\nab c\n")
+TARGETS["gpt2"] = Target(make_gpt2, lambda folder: encode_text(load_tokenizer(folder), TEXT), quick=20)
 LLAMA2C_PIECES = [" ", "a", "b", "c", "é", "ab", " a", " ab", "abc", " abc", "bc", "ca"]
 
 
@@ -245,31 +217,19 @@ def write_llama2c_tokenizer(file, pieces=LLAMA2C_PIECES, scores=None):
     file.write_bytes(raw)
 
 
-@target(lambda folder: write_llama2c_tokenizer(folder / "tok.bin"), quick=40)
+@target(lambda folder: write_llama2c_tokenizer(folder / "tok.bin"))
 def llama2c_tokenizer(folder):
-    from subquad.data.llama2c import read_llama2c_tokenizer
-    from subquad.data.tokenizers import encode_prompt
-
     found = read_llama2c_tokenizer(folder / "tok.bin")
     assert found.decode(encode_prompt(found, TEXT)) == TEXT
 
 
-# --- shards, stores and what they are made of
+def make_shard(folder):
+    with ShardWriter(folder / "a.tokens", vocab_size=300, tokenizer_hash="0" * 64) as writer:
+        writer.add_documents(np.array([1, 2, 3, 4, 5]), np.array([2, 3]))
 
 
-def write_shard(file, tokens=(1, 2, 3, 4, 5), vocab_size=300):
-    from subquad.data.shards import ShardWriter
-
-    with ShardWriter(file, vocab_size=vocab_size, tokenizer_hash="0" * 64) as writer:
-        for piece in (tokens[:2], tokens[2:]):
-            writer.add(np.array(piece))
-            writer.end_document(text_bytes=3, words=1)
-
-
-@target(lambda folder: write_shard(folder / "a.tokens"), quick=50)
+@target(make_shard)
 def shard(folder):
-    from subquad.data import TokenShard
-
     found = TokenShard(folder / "a.tokens")
     for start, end in zip(found.documents[:-1], found.documents[1:], strict=True):
         assert len(found.tokens[start:end]) == end - start
@@ -277,32 +237,21 @@ def shard(folder):
 
 
 def make_corpus(folder):
-    from subquad.data import DataConfig, prepare
-
-    text = folder / "text"
-    text.mkdir()
     for i in range(4):
-        (text / f"{i}.txt").write_text(f"{TEXT}{i}")
-    made = prepare(DataConfig(path=str(text), tokenizer="bytes", cache=str(folder / "cache")))
+        put(folder.parent / "text", f"{i}.txt", f"{TEXT}{i}")
+    cache = str(folder.parent / "corpora")
+    made = prepare(DataConfig(path=str(folder.parent / "text"), tokenizer="bytes", cache=cache))
     for file in made.folder.iterdir():
         file.rename(folder / file.name)
-    for left in (*text.iterdir(), *(folder / "cache").rglob("*")):
-        if left.is_file():
-            left.unlink()
 
 
 def seal_manifest(folder):
-    file = folder / "manifest.json"
-    manifest = json.loads(file.read_text())
-    for name in manifest["sha256"]:
-        manifest["sha256"][name] = hashlib.sha256((folder / name).read_bytes()).hexdigest()
-    file.write_text(json.dumps(manifest))
+    with edited(folder / "manifest.json") as manifest:
+        manifest["sha256"] = {name: sha256(folder / name) for name in manifest["sha256"]}
 
 
-@target(make_corpus, files="*.*", seal=seal_manifest, quick=20)
+@target(make_corpus, seal=seal_manifest, quick=20)
 def corpus(folder):
-    from subquad.data.corpus import _open
-
     found = _open(folder)
     assert len(found.train)
     assert found.held_out_text() is not None
@@ -310,99 +259,68 @@ def corpus(folder):
 
 
 def make_store(folder):
-    from subquad.data.lra.store import Labelled, Pairs, write_store
-
     some = Labelled(np.array([1, 2, 3]), np.array([2, 1]), np.array([0, 1]))
-    parts = {
-        part: Pairs([some], np.array([[0, 1], [1, 0]]), np.array([0, 1])) for part in ("train", "held_out", "test")
-    }
+    parts = {part: Pairs([some], np.array([[0, 1], [1, 0]]), np.array([0, 1])) for part in PARTS}
     write_store(folder, parts, classes=["a", "b"], vocab_size=9, source="x")
 
 
 def seal_store(folder):
-    file = folder / "manifest.json"
-    manifest = json.loads(file.read_text())
-    for part, sums in manifest["sha256"].items():
-        for i, kind in ((1, "labels"), (2, "pairs")):
-            sums[i] = hashlib.sha256((folder / f"{part}.{kind}").read_bytes()).hexdigest()
-    file.write_text(json.dumps(manifest))
+    with edited(folder / "manifest.json") as manifest:
+        for part, sums in manifest["sha256"].items():
+            sums[1:] = [sha256(folder / f"{part}.{kind}") for kind in ("labels", "pairs")]
 
 
 @target(make_store, seal=seal_store, quick=20)
 def store(folder):
-    from subquad.data.lra.store import PARTS, Sequences, Store
-
     found = Store(folder)
     for part in PARTS:
         items = Sequences(found, part, 4, np.arange(len(found.labels[part])))
         for i in range(len(items)):
-            item = items[i]
-            assert int(item["labels"]) < len(found.classes)
-            assert int(item["input_ids"].max()) < found.vocab_size
+            assert int(items[i]["labels"]) < len(found.classes)
+            assert int(items[i]["input_ids"].max()) < found.vocab_size
 
 
-@target(
-    lambda folder: np.savez(folder / "0.npz", tokens=[1, 2, 3], lengths=[2, 1], labels=[0, 1]),
-    raises=(OSError,),
-    quick=20,
-)
+@target(lambda folder: np.savez(folder / "0.npz", tokens=[1, 2, 3], lengths=[2, 1], labels=[0, 1]), raises=(OSError,))
 def block(folder):
-    from subquad.data.lra.made import read_block
-
     found = read_block(folder, 0)
     assert found is None or found.lengths.sum() == len(found.tokens)
 
 
-def make_token_set(folder):
-    from tests.data.sets import make_set
-
-    make_set(folder / "set", [[5, 3], [9]])
-
-
 def seal_token_set(folder):
-    from subquad.config import digest
-
-    file = folder / "set" / "index.json"
-    index = json.loads(file.read_text())
-    content = {name: index[name] for name in ("tokenizer_hash", "vocab_size", "shards")}
-    file.write_text(json.dumps(index | {"sha256": digest(content)}))
+    with edited(folder / "set" / "index.json") as index:
+        index["sha256"] = digest({name: index[name] for name in ("tokenizer_hash", "vocab_size", "shards")})
 
 
-@target(make_token_set, files="set/*.[tj]*", seal=seal_token_set, quick=30)
-def token_set(folder):
-    from subquad.data import TokenSet, windows_of
-
+def read_windows(folder, *packs):
     found = TokenSet(folder / "set")
-    assert len(found.tokens[: len(found)]) == len(found) == found.documents[-1]
-    for pack in ("stream", "documents"):
+    for pack in packs:
         windows = windows_of(found, 4, pack=pack, cache=str(folder / "cache"))
         for i in range(min(len(windows), 20)):
             assert len(windows[i]["input_ids"]) == 4
+    return found
+
+
+def make_tokens(folder):
+    return make_set(folder / "set", [[5, 3], [9]])
+
+
+@target(make_tokens, files="set/*.[tj]*", seal=seal_token_set)
+def token_set(folder):
+    found = read_windows(folder, "stream", "documents")
+    assert len(found.tokens[: len(found)]) == len(found) == found.documents[-1]
 
 
 def make_packing(folder):
-    from subquad.data import windows_of
-    from tests.data.sets import make_set
-
-    windows_of(make_set(folder / "set", [[5, 3], [9]]), 4, pack="documents", cache=str(folder / "cache"))
+    windows_of(make_tokens(folder), 4, pack="documents", cache=str(folder / "cache"))
 
 
-@target(make_packing, files="cache/**/*", quick=30)
-def packing(folder):
-    from subquad.data import TokenSet, windows_of
-
-    windows = windows_of(TokenSet(folder / "set"), 4, pack="documents", cache=str(folder / "cache"))
-    for i in range(len(windows)):
-        assert len(windows[i]["input_ids"]) == 4
-
-
-# --- text
+TARGETS["packing"] = Target(make_packing, lambda folder: read_windows(folder, "documents"), files="cache/**/*")
 
 
 def make_sources(folder):
     (folder / "a.txt").write_text(TEXT)
-    for suffix, module in PACKERS.items():
-        (folder / f"b.txt{suffix}").write_bytes(module.compress(TEXT.encode()))
+    for suffix, pack in PACK.items():
+        (folder / f"b.txt{suffix}").write_bytes(pack(TEXT.encode()))
     with zipfile.ZipFile(folder / "c.zip", "w", zipfile.ZIP_DEFLATED) as archive:
         archive.writestr("x/a.txt", TEXT)
         archive.writestr("b.txt", TEXT)
@@ -414,10 +332,8 @@ def make_sources(folder):
                 archive.addfile(info, io.BytesIO(TEXT.encode()))
 
 
-@target(make_sources, quick=30)
+@target(make_sources)
 def source(folder):
-    from subquad.data.sources import open_source
-
     found = open_source(str(folder))
     found.fingerprint()
     for document in found.documents():
@@ -426,105 +342,51 @@ def source(folder):
 
 @target(make_sources, files="d.*", quick=6)
 def archive(folder):
-    from experiments.harness import data
-
     for name in ("d.tar", "d.tgz"):
         out = folder.parent / "unpacked"
-        data.unpack_archive(folder / name, out)
+        unpack_archive(folder / name, out)
         assert all(folder.parent in place.resolve().parents for place in out.rglob("*"))
 
 
-# --- labelled data
+LINES = PACK[".gz"]("".join(f"{i % 2}\t{i}\ttext {i}\n" for i in range(12)).encode())
+tables = files(x_train__tsv__gz=LINES, x_test__tsv__gz=LINES)
 
 
-def lra(dataset, quick=15):
-    """A target for each layout that is read."""
-
-    def make(folder):
-        if dataset == "papers":
-            rows = [{"id": f"P{i}", "text": f"text {i}"} for i in range(4)]
-            (folder / "papers.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
-            for part in ("train", "val", "test"):
-                (folder / f"pairs_{part}.tsv").write_text("0\tP0\tP1\n1\tP2\tP3\n")
-        elif dataset == "tables":
-            for part in ("train", "test"):
-                lines = "".join(f"{i % 2}\t{i}\ttext {i}\n" for i in range(12))
-                (folder / f"x_{part}.tsv.gz").write_bytes(PACKERS[".gz"].compress(lines.encode()))
-        else:
-            home = write_release(folder.parent / "release", dataset)
-            home.rename(folder / "data")
-
-    def read(folder):
-        from subquad.data.config import LabelledConfig
-        from subquad.data.labelled import READERS
-
-        name = {"papers": "retrieval", "tables": "text"}.get(dataset, dataset)
-        path = folder if dataset in ("papers", "tables") else folder / "data"
-        read = READERS[name.rstrip("0123456789")]
-        found = read(LabelledConfig(dataset=name, path=str(path)), lambda *_: None)
-        for part in found.parts.values():
-            for piece in part if not hasattr(part, "documents") else part.documents:
-                assert piece.lengths.sum() == len(piece.tokens)
-
-    TARGETS[f"lra_{dataset}"] = Target(make, read, quick=quick)
+def read_labelled(dataset, folder):
+    config = LabelledConfig(dataset=dataset, path=str(folder))
+    for part in READERS[dataset.rstrip("0123456789")](config, lambda *_: None).parts.values():
+        for piece in part if not hasattr(part, "documents") else part.documents:
+            assert piece.lengths.sum() == len(piece.tokens)
 
 
-for layout in ("listops", "text", "retrieval", "papers", "tables"):
-    lra(layout)
-lra("image", 4)
-lra("pathfinder32", 4)
-
-
-# --- images
-
-
-def make_npz(folder):
-    pixels, labels = np.arange(48, dtype=np.uint8).reshape(3, 4, 4), np.array([0, 1, 0])
-    np.savez_compressed(
-        folder / "a.npz", x_train=pixels, y_train=labels, x_test=pixels, y_test=labels, classes=np.array(["a", "b"])
-    )
-
-
-def make_blob(folder):
-    files = []
-    for i in range(3):
-        out = io.BytesIO()
-        Image.fromarray(np.full((4, 4, 3), 50 * i, np.uint8)).save(out, ("PNG", "JPEG", "PNG")[i])
-        files.append(out.getvalue())
-    offset = np.cumsum([0, *map(len, files)])
-    blob = np.frombuffer(b"".join(files), np.uint8)
-    np.savez(folder / "a.npz", blob=blob, offset=offset, n_train=2, label=[0, 1, 0], classes=["a", "b"])
-
-
-def make_cifar(folder):
-    record = bytes([3]) + bytes(range(256)) * 12
-    (folder / "data_batch_1.bin").write_bytes(record * 2)
-    (folder / "test_batch.bin.gz").write_bytes(PACKERS[".gz"].compress(record))
+for layout, maker in {
+    "listops": expressions, "text": reviews, "tables": tables, "retrieval": release, "papers": papers,
+    "image": pictures, "pathfinder32": pathfinder,
+}.items():  # fmt: skip
+    quick = 4 if maker in (pictures, pathfinder) else 15
+    TARGETS[f"lra_{layout}"] = Target(maker, partial(read_labelled, DATASETS.get(maker, "text")), quick=quick)
 
 
 def make_pictures(folder):
     for part in ("train", "test"):
         for name, mode, suffix in (("a", "RGB", "png"), ("b", "P", "png"), ("a", "RGB", "jpg")):
-            home = folder / part / name
-            home.mkdir(parents=True, exist_ok=True)
+            (folder / part / name).mkdir(parents=True, exist_ok=True)
             pixels = np.arange(192, dtype=np.uint8).reshape(8, 8, 3)
-            Image.fromarray(pixels).convert(mode).save(home / f"1.{suffix}")
+            Image.fromarray(pixels).convert(mode).save(folder / part / name / f"1.{suffix}")
 
 
 def read_images(folder):
-    from subquad.data.images import load_images
-
     for images in load_images(str(folder)).values():
         images.fingerprint()
         assert images.labels is None or int(images.labels.max()) < len(images.classes)
 
 
 for kind, maker in {
-    "idx": lambda folder: write_idx(folder, train=4, test=3),
-    "idx_packed": lambda folder: write_idx(folder, train=4, test=3, suffix=".gz"),
-    "npz": make_npz,
-    "blob": make_blob,
-    "cifar": make_cifar,
+    "idx": partial(write_idx, train=4, test=3),
+    "idx_packed": partial(write_idx, train=4, test=3, suffix=".gz"),
+    "npz": lambda folder: np.savez_compressed(folder / "a.npz", **keras()),
+    "blob": lambda folder: np.savez(folder / "a.npz", **jpegs()),
+    "cifar": files(data_batch_1__bin=records(3, 3), test_batch__bin__gz=PACK[".gz"](records(3))),
     "pictures": make_pictures,
 }.items():
     TARGETS[kind] = Target(maker, read_images, quick=15)
@@ -535,23 +397,19 @@ def make_masks(folder):
     Image.fromarray(np.eye(4, dtype=np.uint8) * 255).save(folder / "b.png")
 
 
-@target(make_masks, quick=30)
+@target(make_masks)
 def mask(folder):
-    from subquad.data.occlusion import occlusion
-
     for name in ("a.npy", "b.png"):
         occlusion(str(folder / name), 4, 4)
 
 
-# --- states, models, adapters
+LLP: dict[str, Any] = {**TINY, "attention": "llp", "options": {"llp": {"segment": 4}}}
 
 
 @cache
 def decoder():
-    from subquad.models import Decoder, DecoderConfig
-
     torch.manual_seed(0)
-    return Decoder(DecoderConfig(**TINY, attention="llp", options={"llp": {"segment": 4}})).eval()
+    return Decoder(DecoderConfig(**LLP)).eval()
 
 
 def make_state(folder):
@@ -559,7 +417,7 @@ def make_state(folder):
         decoder()(torch.arange(6)[None])[1].save(folder / "a.safetensors")
 
 
-@target(make_state, quick=30)
+@target(make_state)
 def state(folder):
     from subquad.cli.generate import read_state
 
@@ -568,29 +426,65 @@ def state(folder):
     assert found.batch == 1
 
 
+def write_llama2c(file, vocab=20):
+    """A checkpoint of one layer, its weights drawn."""
+    dim, hidden, heads, kv, positions = 8, 12, 2, 1, 6
+    count = 2 * dim + 2 * dim * dim + 2 * dim * kv * dim // heads + 3 * dim * hidden + dim
+    count += abs(vocab) * dim * (1 if vocab > 0 else 2) + positions * dim // heads
+    header = np.array([dim, hidden, 1, heads, kv, vocab, positions], dtype="<i4")
+    weights = np.random.default_rng(0).standard_normal(count).astype("<f4")
+    file.write_bytes(header.tobytes() + weights.tobytes())
+
+
+def check_logits(model):
+    assert model(torch.tensor([[1, 2, 3]])).logits.shape == (1, 3, model.config.vocab_size)
+
+
+@target(lambda folder: write_llama2c(folder / "a.bin"))
+def llama2c(folder):
+    from subquad.hf.llama2c import read_llama2c
+
+    check_logits(read_llama2c(folder / "a.bin"))
+
+
+def make_transformers(folder):
+    import transformers
+
+    torch.manual_seed(0)
+    small = {"vocab_size": 20, "hidden_size": 8, "intermediate_size": 8, "num_hidden_layers": 1}
+    rope = {"rope_type": "linear", "rope_theta": 100.0, "factor": 2.0}
+    config = transformers.LlamaConfig(**small, num_attention_heads=2, rope_parameters=rope)
+    transformers.LlamaForCausalLM(config).save_pretrained(folder)
+
+
+@target(make_transformers, files="*.*", quick=20)
+def imported(folder):
+    from subquad.hf import from_transformers
+
+    check_logits(from_transformers(folder))
+
+
 def make_model(folder):
     from transformers import GenerationConfig
 
-    from subquad.data import load_tokenizer
     from subquad.hf import SubquadConfig, SubquadForCausalLM
 
     torch.manual_seed(0)
-    model = SubquadForCausalLM(SubquadConfig(**TINY, attention="llp", options={"llp": {"segment": 4}}))
+    model = SubquadForCausalLM(SubquadConfig(**LLP))
     model.generation_config = GenerationConfig(max_length=9)
     model.save_pretrained(folder)
     load_tokenizer("bytes").save(str(folder / "tokenizer.json"))
 
 
-@target(make_model, files="*.[js]*", quick=10, raises=(ValueError, TypeError, OSError))
+@target(make_model, files="*.[js]*", quick=10, raises=TYPES)
 def model(folder):
     from subquad.training.runs import load_run
 
-    loaded = load_run(folder, "cpu")
     with torch.no_grad():
-        loaded.decoder(torch.zeros(1, 3, dtype=torch.long))
+        load_run(folder, "cpu").decoder(torch.zeros(1, 3, dtype=torch.long))
 
 
-@target(make_model, files="config.json", quick=4, raises=(ValueError, TypeError, OSError))
+@target(make_model, files="config.json", quick=4, raises=TYPES)
 def audited(folder):
     from subquad.adaptation.extended import load_causal
 
@@ -600,56 +494,44 @@ def audited(folder):
 def make_classifier(folder):
     from subquad.hf import SubquadForSequenceClassification
     from subquad.hf.encoders import SubquadClassifierConfig
-    from subquad.models import EncoderConfig
 
     shape = EncoderConfig(**TINY, attention="linear", position="learned", max_positions=9, num_classes=2)
     SubquadForSequenceClassification(SubquadClassifierConfig.from_encoder(shape)).save_pretrained(folder)
 
 
-@target(make_classifier, quick=6, raises=(ValueError, TypeError, OSError))
-def classifier(folder):
-    from subquad.training.runs import load_classifier
-
-    load_classifier(folder, "cpu")
-
-
 def make_image_model(folder):
     from subquad.hf import SubquadForImages
     from subquad.hf.image import SubquadImageConfig
-    from subquad.models import ImageModelConfig
 
     shape = ImageModelConfig(dim=8, num_layers=1, num_heads=2, height=3, width=3, channels=1)
     SubquadForImages(SubquadImageConfig.from_image(shape)).save_pretrained(folder)
 
 
-@target(make_image_model, quick=3, raises=(ValueError, TypeError, OSError))
-def image_model(folder):
-    from subquad.training.runs import load_image_run
+def loaded(function, folder):
+    getattr(import_module("subquad.training.runs"), function)(folder, "cpu")
 
-    load_image_run(folder, "cpu")
+
+TARGETS["classifier"] = Target(make_classifier, partial(loaded, "load_classifier"), quick=6, raises=TYPES)
+TARGETS["image_model"] = Target(make_image_model, partial(loaded, "load_image_run"), quick=3, raises=TYPES)
 
 
 def make_adapter(folder):
     from subquad.hf import lora
 
-    base, adapter = folder / "base", folder / "adapter"
+    base, home = folder / "base", folder / "adapter"
     base.mkdir()
     make_model(base)
-    model = lora.load_base(base)
-    lora.save_adapter(
-        lora.add_adapter(model, rank=1, base=lora.Base(str(base), str(base), lora.weights_digest(base))), adapter
-    )
-    (adapter / "tokenizer.json").write_bytes((base / "tokenizer.json").read_bytes())
+    record = lora.Base(str(base), str(base), lora.weights_digest(base))
+    lora.save_adapter(lora.add_adapter(lora.load_base(base), rank=1, base=record), home)
+    (home / "tokenizer.json").write_bytes((base / "tokenizer.json").read_bytes())
 
 
 def place_adapter(folder):
-    file = folder / "adapter" / "base.json"
-    values = json.loads(file.read_text())
-    values["path"] = values["absolute"] = str(folder / "base")
-    file.write_text(json.dumps(values))
+    with edited(folder / "adapter" / "base.json") as values:
+        values["path"] = values["absolute"] = str(folder / "base")
 
 
-@target(make_adapter, files="adapter/*", seal=place_adapter, quick=5, raises=(ValueError, TypeError, OSError))
+@target(make_adapter, files="adapter/*", seal=place_adapter, quick=5, raises=TYPES)
 def adapter(folder):
     from subquad.adaptation.adapters import adapters
     from subquad.training.runs import load_run
@@ -660,13 +542,7 @@ def adapter(folder):
     load_run(folder / "adapter", "cpu")
 
 
-# --- checkpoints and runs
-
-
 def make_checkpoint(folder):
-    from subquad.training import checkpoint
-    from subquad.training.saving import rng_file, save_rng
-
     aside = checkpoint.aside(folder, 3)
     aside.mkdir()
     for name in ("model.safetensors", "optimizer.pt", "scheduler.pt", "trainer_state.json"):
@@ -677,27 +553,21 @@ def make_checkpoint(folder):
 
 def seal_checkpoint(folder):
     for file in folder.rglob("checkpoint-*/manifest.json"):
-        manifest = json.loads(file.read_text())
-        for name, entry in manifest["files"].items():
-            raw = (file.parent / name).read_bytes()
-            entry.update(bytes=len(raw), sha256=hashlib.sha256(raw).hexdigest())
-        file.write_text(json.dumps(manifest))
+        with edited(file) as manifest:
+            for name, entry in manifest["files"].items():
+                place = file.parent / name
+                entry.update(bytes=place.stat().st_size, sha256=sha256(place))
 
 
-@target(make_checkpoint, seal=seal_checkpoint, quick=30)
-def checkpoint(folder):
-    from subquad.training import checkpoint
-    from subquad.training.run import checkpoint_to_resume
-    from subquad.training.saving import load_rng, rng_file
-
+def read_checkpoint(folder):
     config: Any = SimpleNamespace(run=SimpleNamespace(steps=3))
     found = checkpoint_to_resume(folder, config, "must", {"run.seed": 0})
     checkpoint.rotate(folder, keep=1, best_step=None)
-    kept = torch.get_rng_state()
-    try:
+    with torch.random.fork_rng():
         load_rng(rng_file(found, 0))
-    finally:
-        torch.set_rng_state(kept)
+
+
+TARGETS["checkpoint"] = Target(make_checkpoint, read_checkpoint, seal=seal_checkpoint)
 
 
 def make_optimizer():
@@ -717,161 +587,102 @@ def make_shares(folder):
         sharding.list_states(folder, sharding.save_optimizer(*make_optimizer(), folder))
 
 
-@target(make_shares, quick=30)
+@target(make_shares)
 def shares(folder):
     from subquad.training import sharding
-    from subquad.training.errors import reading
 
     with reading(folder):
         sharding.load_optimizer(*make_optimizer(), folder)
 
 
-def run_config(folder):
-    from subquad.training import TrainConfig
-
-    return TrainConfig.from_dict(
-        {
-            "task": "probe",
-            "model": {**TINY, "attention": "linear", "position": "none"},
-            "schedule": {"warmup": 0},
-            "probe": {"name": "copy", "symbols": 4, "examples": 8, "held_out": 2},
-            "batch": {"length": 10, "size": 2},
-            "run": {"folder": str(folder), "steps": 1, "save_every": 1, "eval_every": 1, "eval_windows": 2,
-                    "device": "cpu", "threads": 1},
-        }
-    )  # fmt: skip
-
-
-def make_run(folder):
-    from subquad.training import train
-
-    train(run_config(folder))
-
-
-@target(make_run, files="checkpoints/*/*", seal=seal_checkpoint, quick=0)
 def resume(folder):
-    from subquad.training import train
-
-    train(run_config(folder))
-
-
-def make_metrics(folder):
-    rows = [{"step": 2 * i, "loss": 1.5, "lr": 1e-3, "tokens_per_s": 9.5} for i in range(4)] + [
-        {"step": 8, "eval_loss": 1.0}
-    ]
-    (folder / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    """Train one step, or resume after it."""
+    run = {"steps": 1, "save_every": 1, "eval_every": 1, "eval_windows": 2, "device": "cpu", "threads": 1}
+    values = {
+        "task": "probe", "model": {**TINY, "attention": "linear", "position": "none"}, "schedule": {"warmup": 0},
+        "probe": {"name": "copy", "symbols": 4, "examples": 8, "held_out": 2}, "batch": {"length": 10, "size": 2},
+        "run": {"folder": str(folder), **run},
+    }  # fmt: skip
+    train(TrainConfig.from_dict(values))
 
 
-@target(make_metrics, quick=30)
+TARGETS["resume"] = Target(resume, resume, files="checkpoints/*/*", seal=seal_checkpoint, quick=0)
+ROWS = [
+    *({"step": 2 * i, "loss": 1.5, "lr": 1e-3, "tokens_per_s": 9.5} for i in range(4)),
+    {"step": 8, "eval_loss": 1.0},
+]
+
+
+@target(files(metrics__jsonl="".join(json.dumps(row) + "\n" for row in ROWS)))
 def metrics(folder):
-    from subquad.training.progress import read_metrics
-
     for record in read_metrics(folder):
         assert all(isinstance(value, int | float) for value in record.values())
 
 
-# --- reports
+CASE = {"kind": "padding", "tokens": [[1, 2], [3]], "side": "left", "columns": 3, "fills": [0], "dtype": "float64"}
+REPORT = {
+    "format": FORMAT, "version": FORMAT_VERSION, "passed": False, "model": "m", "settings": {"seed": 0},
+    "arithmetic": {
+        "weights": "float64", "narrowest": "float64", "scale": 1.5, "band": 1e-9,
+        "float32": {"band": 1e-4, "checks": ["batch"], "alone": ["batch"]},
+    },
+    "versions": {"torch": "2"},
+    "checks": [{
+        "name": "padding left", "verdict": "violation", "detail": "x", "worst": 1e-3, "where": {"row": 0},
+        "failing": CASE,
+    }],
+}  # fmt: skip
 
 
-def make_audit(folder):
-    from subquad.evaluation.audit.report import FORMAT, FORMAT_VERSION
-
-    case = {"kind": "padding", "tokens": [[1, 2], [3]], "side": "left", "columns": 3, "fills": [0], "dtype": "float64"}
-    check = {
-        "name": "padding left",
-        "verdict": "violation",
-        "detail": "x",
-        "worst": 1e-3,
-        "where": {"row": 0},
-        "failing": case,
-    }
-    arithmetic = {"weights": "float64", "narrowest": "float64", "scale": 1.5, "band": 1e-9}
-    narrow = {"band": 1e-4, "checks": ["batch"], "alone": ["batch"]}
-    report = {
-        "format": FORMAT, "version": FORMAT_VERSION, "passed": False, "model": "m", "settings": {"seed": 0},
-        "arithmetic": {**arithmetic, "float32": narrow}, "versions": {"torch": "2"}, "checks": [check],
-    }  # fmt: skip
-    (folder / "a.json").write_text(json.dumps(report))
-    (folder / "b.json").write_text(json.dumps({"reports": {"m": report}}))
-
-
-@target(make_audit, quick=40)
+@target(files(a__json=REPORT, b__json={"reports": {"m": REPORT}}))
 def audit_report(folder):
     from subquad.cli.audit import _report
-    from subquad.evaluation.audit import AuditReport
-    from subquad.evaluation.audit.case import Case
 
     for found in (AuditReport.load(folder / "a.json"), _report(str(folder / "b.json"), "m")):
         assert str(found)
         assert found.to_json()
         for check in found.checks:
             if check.failing is not None:
-                try:
+                with naming(folder):  # `replay` reads no file
                     Case.from_dict(check.failing).to_dict()
-                except ValueError as error:
-                    raise ValueError(f"{folder}: {error}") from error  # `replay` reads no file
 
 
-def make_bench(folder):
-    row = {"name": "llp", "kind": "ours", "status": "ok", "seconds": 0.5}
-    (folder / "a.json").write_text(json.dumps({"what": "ops", "settings": {"device": "cpu"}, "rows": [row]}))
+TIMED = {"name": "llp", "kind": "ours", "status": "ok", "seconds": 0.5}
 
 
-@target(make_bench, quick=20)
+@target(files(a__json={"what": "ops", "settings": {"device": "cpu"}, "rows": [TIMED]}), quick=20)
 def bench_report(folder):
-    from benchmarks.report import Report
-
     found = Report.load(folder / "a.json")
     assert found.stem
     assert isinstance(found.failures, list)
 
 
-def make_results(folder):
-    from experiments.lora_mnist.config import MnistConfig
-    from subquad.config import digest
-
-    identity = digest([MnistConfig().science(), "f"])
-    values = {"identity": identity, "config": {}, "seeds": {"0": {"accuracy": {"base": 0.9}}}, "seconds": {"0": 1.5}}
-    (folder / "a.json").write_text(json.dumps(values))
+IDENTITY = digest([MnistConfig().science(), "f"])
+ACCURACIES = {"identity": IDENTITY, "config": {}, "seeds": {"0": {"accuracy": {"base": 0.9}}}, "seconds": {"0": 1.5}}
 
 
-@target(make_results, quick=20)
+@target(files(a__json=ACCURACIES), quick=20)
 def lora_results(folder):
-    from experiments.lora_mnist.config import MnistConfig
-    from experiments.lora_mnist.running import Results
-
-    found = Results.open(MnistConfig(), str(folder / "a.json"), "f")
-    found.add(1, {"accuracy": {}})
+    Results.open(MnistConfig(), str(folder / "a.json"), "f").add(1, {"accuracy": {}})
 
 
-# --- the server
+TEMPLATE = "{% for m in messages %}{{ m.role }}: {{ m.content }}\n{% endfor %}{{ eos_token }}"
+CHAT = {"chat_template": [{"name": "default", "template": TEMPLATE}], "eos_token": {"content": "</s>"}}
 
 
-def make_template(folder):
-    template = "{% for m in messages %}{{ m.role }}: {{ m.content }}\n{% endfor %}{{ eos_token }}"
-    (folder / "tokenizer_config.json").write_text(
-        json.dumps({"chat_template": [{"name": "default", "template": template}], "eos_token": {"content": "</s>"}})
-    )
-    (folder / "chat_template.jinja").write_text(template)
-
-
-@target(make_template, quick=20)
+@target(files(tokenizer_config__json=CHAT, chat_template__jinja=TEMPLATE), quick=20)
 def template(folder):
-    from subquad.data import load_tokenizer
     from subquad.serving.texts import Texts, read_template
 
     texts = Texts(load_tokenizer("bytes"), read_template(folder))
-    try:
+    with naming(folder):  # an answer to a client, who knows no file
         texts.chat([{"role": "user", "content": "a"}])
-    except ValueError as error:
-        raise ValueError(f"{folder}: {error}") from error  # an answer to a client, who knows no file
 
 
 @cache
 def client():
     from starlette.testclient import TestClient
 
-    from subquad.data import load_tokenizer
     from subquad.generation import BatchDecoder
     from subquad.serving import ServeConfig
     from subquad.serving.app import Served, make_app
@@ -888,15 +699,13 @@ def client():
     return made
 
 
-def make_requests(folder):
-    common = {"max_tokens": 2, "temperature": 0.5, "top_k": 3, "seed": 1, "stop": ["x"], "n": 1}
-    messages = [{"role": "user", "content": [{"type": "text", "text": "hello é"}]}, {"role": "system", "content": "a"}]
-    stream = {"stream": True, "stream_options": {"include_usage": True}}
-    (folder / "completions.json").write_text(json.dumps({**common, "prompt": ["hello", "é"], **stream}))
-    (folder / "chat.json").write_text(json.dumps({**common, "messages": messages, "logit_bias": {}}))
+COMMON = {"max_tokens": 2, "temperature": 0.5, "top_k": 3, "seed": 1, "stop": ["x"], "n": 1}
+COMPLETIONS = {**COMMON, "prompt": ["hello", "é"], "stream": True, "stream_options": {"include_usage": True}}
+MESSAGES = [{"role": "user", "content": [{"type": "text", "text": "hello é"}]}, {"role": "system", "content": "a"}]
+TALK = {**COMMON, "messages": MESSAGES, "logit_bias": {}}
 
 
-@target(make_requests, quick=10, named=False)
+@target(files(completions__json=COMPLETIONS, chat__json=TALK), quick=10, named=False)
 def request(folder):
     for name, path in (("completions", "/v1/completions"), ("chat", "/v1/chat/completions")):
         body = (folder / f"{name}.json").read_bytes()
@@ -904,6 +713,6 @@ def request(folder):
         assert answer.status_code in (200, 400, 404, 413), (answer.status_code, answer.text)
         if answer.status_code != 200:
             assert set(answer.json()["error"]) == {"message", "type", "param", "code"}
-        elif b"text/event-stream" in answer.headers["content-type"].encode():
+        elif "text/event-stream" in answer.headers["content-type"]:
             assert answer.text.endswith("data: [DONE]\n\n")
             assert '"error"' not in answer.text

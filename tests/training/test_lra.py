@@ -107,7 +107,7 @@ def test_what_reads_forward_alone_classifies_too(name, release, tmp_path):
 def test_what_is_left_of_an_image_is_not_mirrored(task, pixels, release, tmp_path, capsys):
     flags = ["--config", str(release[task]), "--run.folder", str(tmp_path), "--classify.augment", "true"]
     assert main(["train", *flags]) == 1
-    message = f"classify.augment=true moves the pixels of whole images, and batch.length=16 is not their {pixels}; set"
+    message = f"classify.augment=true needs whole images of {pixels} pixels, got batch.length=16"
     assert message in capsys.readouterr().err
     assert not (tmp_path / "checkpoints").exists()
 

@@ -1,1 +1,1 @@
-"""The data sets of Long Range Arena: made by its rules or read. Nothing loads here: makers run in small processes."""
+"""The data sets of Long Range Arena, generated or read. Imports nothing, to keep the generating processes small."""

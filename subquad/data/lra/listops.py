@@ -1,9 +1,9 @@
-"""ListOps: the value of a nested expression such as [MAX 2 9 [MIN 4 7 ] 0 ], a digit.
+"""Generate ListOps: predict the value, a digit, of a nested expression such as [MAX 2 9 [MIN 4 7 ] 0 ].
 
-The rules of Long Range Arena (Tay et al. 2020, arXiv:2011.04006, section 2.2.1; its file listops.py). A node at a depth
-below the greatest is a digit with probability 3/4, else one of four operators, each as likely, with two to ten
-arguments; at the greatest depth it is a digit. Expressions of 501 to 1,999 tokens are kept. MIN; MAX; MED, the median,
-rounded down for an even number of arguments; SM, the sum modulo ten.
+The rules of Long Range Arena (Tay et al. 2020, arXiv:2011.04006, section 2.2.1; its file listops.py). A node is a digit
+with probability 3/4, and always at the greatest depth; else it is one of four equally likely operators with two to ten
+arguments. Expressions of 501 to 1,999 tokens are kept. Operators: MIN; MAX; MED, the median, rounded down for an even
+number of arguments; SM, the sum modulo ten.
 
 Many trees are drawn at once, depth by depth. Letters: N nodes of one depth, of all trees.
 """
@@ -28,24 +28,24 @@ BLOCK = 1000
 DRAWN = 4000
 """Trees drawn at once."""
 HOPELESS = 250
-"""Rounds of `DRAWN` trees without one to keep, after which there may be none."""
+"""Give up after this many rounds of `DRAWN` trees without one to keep."""
 
 
 class _Depth(NamedTuple):
-    """The nodes of one depth: those of one parent stand together, the parents in their order."""
+    """The nodes of one depth, grouped by parent in the parents' order."""
 
     tree: np.ndarray
-    """Which tree each belongs to `[N]`, in order."""
+    """`[N]`, the tree of each node, ascending."""
     symbol: np.ndarray
-    """A digit, or an operator `[N]`."""
+    """`[N]`, a digit or an operator."""
     arguments: np.ndarray
-    """How many nodes of the next depth are its own `[N]`; 0 for a digit."""
+    """`[N]`, the number of children at the next depth; 0 for a digit."""
 
 
 def make_block(options: dict[str, Any], seed: int, number: int) -> Labelled:
-    """Make `BLOCK` expressions that are kept, and their values. Each block has random numbers of its own.
+    """Make `BLOCK` expressions and their values; each block number has its own random numbers.
 
-    Raises `ValueError` where hardly any tree has a length that is kept.
+    Raises `ValueError` if hardly any tree has a valid length.
     """
     config = ListOpsConfig.from_dict(options)
     rng = np.random.default_rng([seed, 2, number])
@@ -68,10 +68,10 @@ def make_block(options: dict[str, Any], seed: int, number: int) -> Labelled:
 
 
 def grown(config: ListOpsConfig, rng: np.random.Generator, trees: int) -> list[_Depth]:
-    """Draw `trees` trees, from the roots down. One that has become too long to be kept grows no further."""
+    """Draw `trees` trees from the roots down; trees that get too long stop growing."""
     depths: list[_Depth] = []
     tree = np.arange(trees)
-    length = np.ones(trees, dtype=np.int64)  # at least: a node counts 1 until its arguments are known
+    length = np.ones(trees, dtype=np.int64)  # lower bounds: a node counts 1 until its arguments are known
     for depth in range(1, config.max_depth + 1):
         leaf = rng.random(len(tree)) < config.leaf if depth < config.max_depth else np.ones(len(tree), dtype=bool)
         arguments = np.where(leaf, 0, rng.integers(2, config.max_args, len(tree), endpoint=True))
@@ -86,10 +86,10 @@ def grown(config: ListOpsConfig, rng: np.random.Generator, trees: int) -> list[_
 
 
 def written(depths: list[_Depth], config: ListOpsConfig) -> Labelled:
-    """Return the trees of the lengths that are kept, as tokens, with their values."""
+    """Return the trees of valid lengths as tokens, with their values."""
     lengths, values = _measured(depths)
     too_long = np.zeros(len(lengths[0]), dtype=bool)
-    for depth in depths:  # those that stopped growing have operators without arguments
+    for depth in depths:  # trees that stopped growing have operators without arguments
         too_long[depth.tree[(depth.symbol >= MIN) & (depth.arguments == 0)]] = True
     kept = (lengths[0] >= config.min_length) & (lengths[0] <= config.max_length) & ~too_long
     sizes = np.where(kept, lengths[0], 0)
@@ -101,7 +101,7 @@ def written(depths: list[_Depth], config: ListOpsConfig) -> Labelled:
         inner = mine & (depth.arguments > 0)
         tokens[place[inner] + lengths[i][inner] - 1] = CLOSE
         if i + 1 < len(depths):
-            before = np.cumsum(lengths[i + 1]) - lengths[i + 1]  # all that stands before, of this parent and others
+            before = np.cumsum(lengths[i + 1]) - lengths[i + 1]  # tokens of all earlier nodes of this depth
             first = np.cumsum(depth.arguments) - depth.arguments
             start = place + 1 - before[np.minimum(first, len(before) - 1)]
             place = before + np.repeat(start, depth.arguments)
@@ -109,7 +109,7 @@ def written(depths: list[_Depth], config: ListOpsConfig) -> Labelled:
 
 
 def _measured(depths: list[_Depth]) -> tuple[list[np.ndarray], list[np.ndarray]]:
-    """Return the tokens of each node's expression and its value, `[N]` for each depth; from the deepest up."""
+    """Return the length of each node's expression and its value, `[N]` for each depth, computed from the deepest up."""
     lengths = [np.ones(len(depth.tree), dtype=np.int64) for depth in depths]
     values = [depth.symbol.copy() for depth in depths]
     for i in reversed(range(len(depths) - 1)):
@@ -134,13 +134,13 @@ def _measured(depths: list[_Depth]) -> tuple[list[np.ndarray], list[np.ndarray]]
 
 
 def read_words(text: str) -> np.ndarray:
-    """Read an expression as the release writes it, `( ( ( [MIN 3 ) 5 ) ] )`; brackets ( and ) are dropped.
+    """Return the tokens of an expression in the release's form, `( ( ( [MIN 3 ) 5 ) ] )`, without ( and ).
 
-    Raises `ValueError` with the first word that is none.
+    Raises `ValueError` at the first unknown word.
     """
     words = [word for word in text.split() if word not in "()"]
     if unknown := next((word for word in words if word not in _TOKENS), None):
-        raise ValueError(f"{unknown[:40]!r} is no word of ListOps; valid: {' '.join(WORDS)}")
+        raise ValueError(f"{unknown[:40]!r} is not a word of ListOps; valid: {' '.join(WORDS)}")
     return np.array([_TOKENS[word] for word in words], dtype=np.uint8)
 
 

@@ -1,7 +1,7 @@
-"""Data sets that are made by rules: blocks by several processes, put together in their order.
+"""Generate data sets in blocks by several processes, and join the blocks in order.
 
-Each block has random numbers of its own, so which process makes it changes nothing. It is kept as soon as it is whole,
-and work that was stopped goes on where it was. Child processes need nothing of the program that starts them.
+Each block has its own random numbers, so the number of processes does not change it. Finished blocks are kept, and
+interrupted work resumes from them. Child processes share no state with their parent.
 """
 
 from __future__ import annotations
@@ -34,14 +34,14 @@ USUAL = {
     "pathfinder64": (20_000, 2_000),
     "pathfinder128": (20_000, 2_000),
 }
-"""Training examples, and those of validation and of test each: as many as Long Range Arena has, but of the images that
-take long to make, where it has 160,000 and 20,000."""
+"""Default numbers of training examples, and of validation and test examples each: Long Range Arena's, but less for the
+larger images, which take long to draw; it has 160,000 and 20,000 of each size."""
 LEAST_NEW = 0.02
-"""A block of which fewer examples are new ends the search for more."""
+"""Give up if a smaller fraction of a block is new."""
 
 
 class _Plan(NamedTuple):
-    """A data set to make; `sizes` are the examples of `PARTS`."""
+    """A data set to generate; `sizes` are the numbers of examples in `PARTS`."""
 
     maker: str
     options: dict[str, Any]
@@ -52,10 +52,10 @@ class _Plan(NamedTuple):
 
 
 def made(config: LabelledConfig, *, workers: int | None = None, progress: Progress | None = None) -> Store:
-    """Make or open the data set that `config` describes. The test part comes first, then validation, then training:
-    with more examples to learn from the others stay.
+    """Generate or open the data set that `config` describes.
 
-    Raises `ValueError` for rules that have too few different examples.
+    The test part is taken first, then validation, so that more training examples do not change them. Raises
+    `ValueError` for rules with too few distinct examples.
     """
     plan = _plan(config)
     key = digest(plan._asdict())
@@ -91,7 +91,7 @@ def _plan(config: LabelledConfig) -> _Plan:
 def _fill(
     folder: Path, blocks: Path, plan: _Plan, config: LabelledConfig, workers: int | None, report: Progress
 ) -> None:
-    """Make what is missing in `blocks` and write the store into `folder`."""
+    """Make the missing blocks in `blocks` and write the store into `folder`."""
     total = sum(plan.sizes.values())
     wanted = -(-total // plan.block)
     seen: set[bytes] = set()
@@ -112,8 +112,8 @@ def _fill(
             break
         if latest < LEAST_NEW * plan.block:
             raise ValueError(
-                f"{config.dataset} by these rules has hardly more than {found:,} different examples, and "
-                f"{total:,} are asked for: lower classify.examples or held_out, or allow longer ones"
+                f"{config.dataset} by these rules has hardly more than {found:,} distinct examples, but {total:,} are "
+                "asked for: lower classify.examples or held_out, or allow longer expressions"
             )
         wanted += min(wanted, -(-(total - found) // latest))
     module = importlib.import_module(plan.maker)
@@ -130,12 +130,12 @@ def _fill(
 def _block(blocks: Path, number: int) -> Labelled:
     block = read_block(blocks, number)
     if block is None:
-        raise OSError(f"block {number} in {blocks} is gone: start again, the others are kept")
+        raise OSError(f"block {number} in {blocks} is gone: start again, all other blocks are kept")
     return block
 
 
 def _new(block: Labelled, seen: set[bytes]) -> np.ndarray:
-    """Return the numbers of the block's sequences that were not `seen` before, and add these."""
+    """Return the indices of the block's sequences that are not in `seen`, and add them to it."""
     ends = np.cumsum(block.lengths)
     new = []
     for number, (start, end) in enumerate(zip(ends - block.lengths, ends, strict=True)):
@@ -147,14 +147,14 @@ def _new(block: Labelled, seen: set[bytes]) -> np.ndarray:
 
 
 class _Pieces:
-    """The new sequences of all blocks in order, given out part by part."""
+    """Hand out the new sequences of all blocks, in order, to one part after another."""
 
     def __init__(self, blocks: Path, fresh: list[np.ndarray]) -> None:
         self.blocks, self.fresh = blocks, fresh
         self.number = self.used = 0
 
     def take(self, count: int) -> Iterator[Labelled]:
-        """Yield the next `count` sequences, at most a block at once."""
+        """Yield the next `count` sequences, at most a block at a time."""
         while count:
             block = _block(self.blocks, self.number)
             chosen = self.fresh[self.number][self.used : self.used + count]
@@ -178,10 +178,10 @@ def make_blocks(
     workers: int | None = None,
     done: Callable[[int], None] | None = None,
 ) -> None:
-    """Make the blocks `numbers` that are not in `folder` yet; `done(count)` is called after each.
+    """Make those blocks of `numbers` that `folder` lacks, and call `done(count)` after each.
 
     `maker` is a module with a function `make_block(options, seed, number) -> Labelled`. `workers` processes share the
-    work (None: one for each CPU). Raises `ValueError` where a block does, `RuntimeError` where a process fails.
+    work (None: one for each CPU). Raises `ValueError` if `make_block` does, `RuntimeError` if a process fails.
     """
     missing = [number for number in numbers if read_block(folder, number) is None]
     count, report = len(numbers) - len(missing), done or (lambda _: None)
@@ -203,8 +203,8 @@ def make_blocks(
         finally:
             os.close(writing)
         try:
-            for line in lines:  # ends when no child is left
-                if line.startswith("{"):  # no number of a block but what a child has failed with
+            for line in lines:  # ends when the last child exits
+                if line.startswith("{"):  # not a block number but an error, from `main`
                     failure = json.loads(line)
                     raise (ValueError if failure["kind"] == "ValueError" else RuntimeError)(failure["message"])
                 count += 1
@@ -214,11 +214,11 @@ def make_blocks(
                 child.terminate()
                 child.wait()
     if count < len(numbers):
-        raise RuntimeError(f"a process that makes data has ended early: {len(numbers) - count} blocks are missing")
+        raise RuntimeError(f"a process that generates data ended early: {len(numbers) - count} blocks are missing")
 
 
 def read_block(folder: Path, number: int) -> Labelled | None:
-    """Block `number`, or None where there is none or a damaged one."""
+    """Return block `number`, or None if it is missing or damaged."""
     path = folder / f"{number}.npz"
     try:
         arrays = load_arrays(path.read_bytes(), path)
@@ -226,15 +226,15 @@ def read_block(folder: Path, number: int) -> Labelled | None:
     except FileNotFoundError:
         return None
     except (OSError, ValueError) as error:
-        logger.warning("%s is damaged and is made again: %s", path, error)
+        logger.warning("%s is damaged and will be generated again: %s", path, error)
         return None
 
 
 def _checked(block: Labelled, path: Path) -> Labelled:
-    """Return the block; `ValueError` where its arrays do not fit each other."""
+    """Return `block`; raise `ValueError` if its arrays do not fit each other."""
     tokens, lengths, labels = block
     if not all(array.ndim == 1 and array.dtype.kind in "iu" for array in block):
-        raise ValueError(f"{path}: tokens, lengths and labels must be rows of whole numbers")
+        raise ValueError(f"{path}: tokens, lengths and labels must be one-dimensional arrays of integers")
     if len(lengths) != len(labels) or (lengths < 1).any() or lengths.sum(dtype=object) != len(tokens):
         raise ValueError(f"{path}: {len(lengths)} lengths, {len(labels)} labels and {len(tokens)} tokens do not fit")
     return block
@@ -257,13 +257,13 @@ def _start(task: dict[str, Any], output: int) -> subprocess.Popen[str]:
         env={**os.environ, "PYTHONPATH": path, "OMP_NUM_THREADS": "1"},
     )
     assert child.stdin is not None
-    with suppress(BrokenPipeError), child.stdin:  # one that has failed is missed by its blocks
+    with suppress(BrokenPipeError), child.stdin:  # a child that failed already shows by its missing blocks
         child.stdin.write(json.dumps(task))
     return child
 
 
 def main() -> None:
-    """Make the blocks that standard input asks for; each one's number goes to standard output, or what went wrong."""
+    """Make the blocks that standard input asks for, and write each one's number, or an error, to standard output."""
     task = json.load(sys.stdin)
     folder = Path(task["folder"])
     try:
@@ -272,7 +272,7 @@ def main() -> None:
             sys.stdout.write(f"{number}\n")
             sys.stdout.flush()
     except BrokenPipeError:
-        os._exit(1)  # the program that reads it is gone: no more is wanted, nor a message
+        os._exit(1)  # the parent is gone: nobody needs more blocks or reads an error
     except Exception as error:
         message = f"block {number}: {error}" if isinstance(error, ValueError) else f"block {number}: {error!r}"
         sys.stdout.write(json.dumps({"kind": type(error).__name__, "message": message}) + "\n")

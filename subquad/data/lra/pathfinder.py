@@ -1,15 +1,14 @@
-"""Pathfinder: are two discs the ends of one long dashed curve, among shorter ones?
+"""Generate Pathfinder: are two discs the ends of one long dashed curve, among shorter ones?
 
-The rules of Linsley et al. 2018 (arXiv:1805.08315), as their published generator follows them, with the numbers of Long
-Range Arena (Tay et al. 2020, arXiv:2011.04006, section 2.2.5). Two snakes of strokes grow in turn from near the middle;
-then short snakes fill what is left. One disc marks the start of a long snake, the other the end of it (label 1) or of
-the other one (label 0).
+The rules of Linsley et al. 2018 (arXiv:1805.08315) as in their published generator, with the numbers of Long Range
+Arena (Tay et al. 2020, arXiv:2011.04006, section 2.2.5). Two long snakes of strokes grow in turn from near the middle;
+then short snakes fill the rest. One disc marks the start of a long snake, the other the end of the same snake (label 1)
+or of the other one (label 0).
 
 Each stroke begins where the last one points to and ends at a pixel of a circle, drawn with the weight
-`free * cos(min(continuity * turn, 90 degrees))**2`. It is drawn again where it meets another, but the last stroke of
-either snake is in nobody's way: long snakes cross in about 30 % of the images of 32 pixels. What cannot be completed
-begins again. The long snakes are grown for many images at once, since most beginnings fail. Letters: A images that are
-begun.
+`free * cos(min(continuity * turn, 90 degrees))**2`. It is redrawn if it meets another stroke. The latest stroke of
+either snake is not checked against, so long snakes cross in about 30 % of the images of 32 pixels. Images whose snakes
+get stuck are dropped; since most do, the long snakes of many images grow at once. Letters: A images begun at once.
 """
 
 from __future__ import annotations
@@ -28,21 +27,21 @@ CLASSES = ("apart", "connected")
 BLOCK = 500
 """Images in a block."""
 SEGMENTS = {"hard": 14, "intermediate": 9, "easy": 6}
-"""Strokes of the two long snakes; the short ones have a third of them."""
+"""Strokes of each long snake; the short ones have a third of that."""
 
 
 class Drawing(NamedTuple):
-    """An image before it is drawn: which pixels are to have which brightness."""
+    """An image before it is drawn: its snakes, discs and label."""
 
     strokes: Strokes
     label: int
     targets: tuple[Snake, Snake]
     distractors: tuple[Snake, ...]
     discs: tuple[int, int]
-    """The middles of the two discs."""
+    """Centres of the two discs."""
 
     def image(self) -> np.ndarray:
-        """Brightness `[size, size]`, uint8: the greatest of all parts."""
+        """Return the brightness `[size, size]`, uint8; each pixel is the maximum over all parts."""
         canvas = np.zeros(self.strokes.stride**2)
         relative = self.strokes.rules.short_contrast / self.strokes.rules.contrast
         for snakes, factor in ((self.targets, 1.0), (self.distractors, relative)):
@@ -56,7 +55,7 @@ class Drawing(NamedTuple):
 
 
 def make_block(options: dict[str, Any], seed: int, number: int) -> Labelled:
-    """Make `BLOCK` images, row by row, and their labels. Each block has random numbers of its own."""
+    """Make `BLOCK` images, row by row, and their labels; each block number has its own random numbers."""
     drawings = draw(options["size"], options["difficulty"], BLOCK, np.random.default_rng([seed, 3, number]))
     tokens = np.concatenate([drawing.image().ravel() for drawing in drawings])
     lengths = np.full(BLOCK, options["size"] ** 2, dtype=np.int64)
@@ -82,21 +81,21 @@ def _paint(canvas: np.ndarray, place: int, pixels: np.ndarray, levels: np.ndarra
 
 
 REDRAWS = 2
-"""How often a stroke that meets another is drawn again before its snake fails."""
+"""Redraws of a stroke that meets another before its snake is stuck."""
 RETRIES = 4
-"""How often a short snake is tried again before it is left out."""
+"""Retries of a short snake before it is left out."""
 LEAST_FREE = 0.01
-"""Of the image, for another short snake."""
+"""Fraction of the image that must be free for another short snake."""
 TRIES = 64
-"""Random places that are looked at for the start of a short snake, before all places are."""
+"""Random places tried for the start of a short snake before all places are searched."""
 CANVAS_BYTES = 1 << 24
-"""Of the images that are begun at once."""
+"""Memory of the canvases of all images begun at once."""
 LEAST_WEIGHT = 1e-4
-"""Of all candidates together, for another stroke."""
+"""Total weight of all candidates at or below which a snake is stuck."""
 
 
 class Snake(NamedTuple):
-    """A chain of strokes: the places of its first tail and of its far end, and of each stroke with its direction."""
+    """A chain of strokes: the place of its tail, of its far end, and the place and direction of each stroke."""
 
     origin: int
     tip: int
@@ -104,7 +103,7 @@ class Snake(NamedTuple):
 
 
 class Pair(NamedTuple):
-    """The two long snakes of an image, and how much of each pixel they take."""
+    """The two long snakes of an image, and the cover of each pixel."""
 
     snakes: tuple[Snake, Snake]
     near: np.ndarray
@@ -112,17 +111,16 @@ class Pair(NamedTuple):
 
 
 def pairs(strokes: Strokes, segments: int, rng: np.random.Generator) -> Iterator[Pair]:
-    """Yield long snakes of `segments` strokes, of one image after another, without end."""
+    """Yield pairs of long snakes of `segments` strokes, one for each image, endlessly."""
     while True:
         yield from _Pairs(strokes, segments, rng).grown()
 
 
 class _Pairs:
-    """Long snakes of A images, grown in turn; those of an image that are stuck are given up.
+    """Grow the long snakes of A images in turn, dropping images in which one gets stuck.
 
-    Canvases are `[A, pixels]`. As in the published generator, a stroke is on them once its snake has the next one: the
-    last stroke of either snake is in nobody's way, and at the end the first snake's last one is not there for the short
-    snakes either.
+    Canvases are `[A, pixels]`. As in the published generator, a stroke goes onto them only when its snake gets the next
+    one, so the latest stroke of either snake blocks nothing, and the short snakes ignore the first snake's last stroke.
     """
 
     def __init__(self, strokes: Strokes, segments: int, rng: np.random.Generator) -> None:
@@ -137,7 +135,7 @@ class _Pairs:
         self.segments = segments
 
     def grown(self) -> Iterator[Pair]:
-        """Yield the images that are completed."""
+        """Grow all snakes and yield the images that are complete."""
         pivots = self._seed()
         for segment in range(1, self.segments):
             for snake in range(2):
@@ -152,7 +150,7 @@ class _Pairs:
         return Snake(int(places[0]), tip, list(zip(places.tolist(), ways.tolist(), strict=True)))
 
     def _seed(self) -> np.ndarray:
-        """Draw the first strokes, the second at a distance from the first; return their pivots `[2, A]`."""
+        """Draw the first stroke of both snakes, a fixed distance apart; return their pivots `[2, A]`."""
         rng, strokes = self.rng, self.strokes
         self.ways[0] = rng.integers(DEGREES, size=(2, self.count))
         inside = strokes.inside[self.ways[0, 0]].T
@@ -161,7 +159,7 @@ class _Pairs:
         return self.places[0] + strokes.backs[self.ways[0]]
 
     def _extend(self, segment: int, snake: int, pivots: np.ndarray) -> None:
-        """Another stroke for this snake of each image that is alive."""
+        """Add a stroke to this snake of each live image; images in which none fits are dropped."""
         strokes, alive = self.strokes, self.alive
         before = self.ways[segment - 1, snake, alive]
         pivot = pivots[alive] + strokes.steps[before]
@@ -181,7 +179,7 @@ class _Pairs:
         self._take(segment - 1, snake)
 
     def _take(self, segment: int, snake: int) -> None:
-        """Put a stroke of this snake on the canvases."""
+        """Put stroke `segment` of this snake on the canvases."""
         images = self.alive[:, None]
         place, way = self.places[segment, snake, self.alive][:, None], self.ways[segment, snake, self.alive]
         for canvas, cover in ((self.near, self.strokes.near), (self.far, self.strokes.far)):
@@ -190,7 +188,7 @@ class _Pairs:
 
 
 def short_snakes(strokes: Strokes, pair: Pair, segments: int, wanted: int, rng: np.random.Generator) -> Iterator[Snake]:
-    """Yield at most `wanted` snakes of `segments` strokes where the long ones have left room."""
+    """Yield at most `wanted` snakes of `segments` strokes in the space that the long ones leave."""
     near, far = pair.near.copy(), pair.far.copy()
     for _ in range(wanted):
         for _ in range(1 + RETRIES):
@@ -207,7 +205,7 @@ def short_snakes(strokes: Strokes, pair: Pair, segments: int, wanted: int, rng: 
 def _short_snake(
     strokes: Strokes, near: np.ndarray, far: np.ndarray, segments: int, rng: np.random.Generator
 ) -> Snake | None:
-    """Grow a snake on a canvas, which is left as it is; None where it is stuck."""
+    """Grow a snake and return it, or None if it gets stuck; the canvases do not change."""
     near, far = near.copy(), far.copy()
     way = int(rng.integers(DEGREES))
     place = _free_place(strokes, near, way, rng)
@@ -236,7 +234,7 @@ def _short_snake(
 
 
 def _free_place(strokes: Strokes, near: np.ndarray, way: int, rng: np.random.Generator) -> int | None:
-    """Find a place where a first stroke fits, each as likely as another; None where there is none."""
+    """Return a random place where a first stroke fits, all equally likely, or None."""
     first, end = PADDING, strokes.rules.size - PADDING
     places = strokes.places(*rng.integers(first, end, (2, TRIES)))
     for some in (places, None):

@@ -1,4 +1,4 @@
-"""Data sets of images as sequences of grey levels, row by row: labelled images, and the release of Pathfinder."""
+"""Read image data sets as sequences of grey levels, row by row: labelled images, and the release of Pathfinder."""
 
 from __future__ import annotations
 
@@ -17,16 +17,16 @@ from subquad.data.lra.store import Contents, Labelled, choose, counted, is_label
 from subquad.data.packed import load_array
 
 HELD_OUT = 10
-"""One of ten training images is measured while training."""
+"""One training image in this many goes to the validation part."""
 PIECE = 1000
-"""Images that are handed on at once."""
+"""Images yielded at once."""
 
 
 def grey_images(config: LabelledConfig, report: Progress) -> Contents:
-    """Read the images of `subquad.data.images.load_images`, grey.
+    """Read the images of `subquad.data.images.load_images` and convert them to grey.
 
-    A tenth of the training images is held out, of each class its share, the same at every seed: files may be sorted by
-    class. With validation=test the test images are measured while training too.
+    A tenth of each class's training images is the validation part, the same for every seed; with validation=test it is
+    the test part.
     """
     report("reading the images", 0, 1)
     sets = load_images(config.path or "", labels=True)
@@ -47,9 +47,9 @@ def grey_images(config: LabelledConfig, report: Progress) -> Contents:
 
 
 def grey(pixels: np.ndarray, /) -> np.ndarray:
-    """`0.299 R + 0.587 G + 0.114 B` (ITU-R BT.601), rounded: `[N, H, W, C]` to `[N, H, W]`, uint8.
+    """Return `0.299 R + 0.587 G + 0.114 B` (ITU-R BT.601), rounded: `[N, H, W, C]` to `[N, H, W]`, uint8.
 
-    In whole numbers of 1/65,536, as Pillow's mode L is computed. One channel stays as it is; a fourth is not read.
+    Computed in units of 1/65,536, as for Pillow's mode L. A single channel is returned unchanged; a fourth is ignored.
     """
     if pixels.shape[-1] < 3:
         return pixels[..., 0]
@@ -58,7 +58,7 @@ def grey(pixels: np.ndarray, /) -> np.ndarray:
 
 
 def _labels(images: ImageSet) -> np.ndarray:
-    assert images.labels is not None  # asked for
+    assert images.labels is not None  # `load_images(labels=True)`
     return images.labels
 
 
@@ -75,7 +75,7 @@ FOLDERS = {
     "easy": "curv_baseline",
 }
 COLUMNS = (0, 1, 3)
-"""Of a line of the metadata: the folder, the name and the label of an image."""
+"""Columns of the metadata that hold an image's folder, name and label."""
 
 
 class _Row(NamedTuple):
@@ -85,9 +85,9 @@ class _Row(NamedTuple):
 
 
 def pathfinder_release(config: LabelledConfig, report: Progress) -> Contents:
-    """Read images in the order of the metadata: the first 80 % are learned from, then 10 % and 10 %.
+    """Read images in the order of the metadata: 80 % training, 10 % validation, 10 % test.
 
-    Files that are empty are left out, as Long Range Arena does.
+    Empty files are left out, as in Long Range Arena.
     """
     root = Path(config.path or "").expanduser()
     folder = root / FOLDERS[config.pathfinder.difficulty]
@@ -96,7 +96,7 @@ def pathfinder_release(config: LabelledConfig, report: Progress) -> Contents:
     listed = sorted((folder / "metadata").glob("*.npy"), key=lambda file: (len(file.stem), file.stem))
     if not listed:
         raise FileNotFoundError(
-            f"there is no metadata/*.npy in {root} nor in {root / FOLDERS[config.pathfinder.difficulty]}"
+            f"{root} holds no metadata/*.npy or {FOLDERS[config.pathfinder.difficulty]}/metadata/*.npy"
         )
     rows = [row for file in listed for row in _rows(folder, file) if row.file.stat().st_size]
     first, second = (len(rows) * tenths // 10 for tenths in (8, 9))
@@ -107,12 +107,12 @@ def pathfinder_release(config: LabelledConfig, report: Progress) -> Contents:
 
 
 def _rows(folder: Path, listed: Path) -> Iterator[_Row]:
-    """Yield the images that a file of metadata names: text with a line each, or an array of strings."""
+    """Yield the images named by a metadata file: text with a line for each, or an array of strings."""
     raw = listed.read_bytes()
     if raw.startswith(b"\x93NUMPY"):
         array = load_array(raw, listed)
         if array.ndim != 2:
-            raise ValueError(f"{listed} must be a table, a row for each image, got an array of shape {array.shape}")
+            raise ValueError(f"{listed} must be a table with a row for each image, got an array of shape {array.shape}")
         table = [
             [cell.decode("utf-8", "replace") if isinstance(cell, bytes) else str(cell) for cell in line]
             for line in array
@@ -122,12 +122,12 @@ def _rows(folder: Path, listed: Path) -> Iterator[_Row]:
     for number, line in enumerate(table, 1):
         where = f"{listed}, line {number}"
         if len(line) <= max(COLUMNS):
-            raise ValueError(f"{where} has {len(line)} columns: folder, name, number and label must come first")
+            raise ValueError(f"{where} has {len(line)} columns, but needs folder, name, number and label")
         path, name, label = (line[i] for i in COLUMNS)
         if Path(path, name).is_absolute() or ".." in Path(path, name).parts:
             raise ValueError(f"{where} names {path}/{name}, which is outside of {folder}")
         if not (folder / path / name).is_file():
-            raise FileNotFoundError(f"{where} names {folder / path / name}, which is not there")
+            raise FileNotFoundError(f"{where} names {folder / path / name}, which does not exist")
         yield _Row(where, folder / path / name, is_label(where, label, ("0", "1")))
 
 

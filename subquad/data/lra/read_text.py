@@ -1,7 +1,7 @@
-"""Data sets of documents and expressions, read from files (plain or packed) and from the Hugging Face hub.
+"""Read data sets of documents and expressions from files (plain or packed) and from the Hugging Face hub.
 
-Labelled documents as bytes, such as the reviews of IMDB (Maas et al. 2011); pairs of papers as bytes, of which one
-cites the other or not; ListOps as Long Range Arena has released it. Errors name the file and the line.
+Labelled documents as bytes, such as IMDB's reviews (Maas et al. 2011); pairs of papers as bytes, labelled by whether
+one cites the other; ListOps as released by Long Range Arena. Errors name the file and the line.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from subquad.parsing import decoded, parse_json
 
 
 class Text(NamedTuple):
-    """A document, where it stands, and its label as it is written there."""
+    """A document, its place for error messages, and its label as written in the file."""
 
     where: str
     text: bytes
@@ -31,14 +31,14 @@ class Text(NamedTuple):
 
 
 def needed(folder: Path, name: str) -> Path:
-    """Return the file as `find_packed` does; `FileNotFoundError` where there is none."""
+    """Return the file that `find_packed` finds; raise `FileNotFoundError` if there is none."""
     if (file := find_packed(folder, name)) is None:
         raise FileNotFoundError(f"there is no {name} (or .xz, .gz, .bz2) in {folder}")
     return file
 
 
 def lines(file: Path) -> Iterator[tuple[str, bytes]]:
-    """Yield `file, line N` and the line without its end; `ValueError` for a packed file that is damaged."""
+    """Yield `file, line N` and the line without its end; raise `ValueError` for a damaged packed file."""
     packed = file.stat().st_size
     left, number = most(packed), 0
     try:
@@ -53,16 +53,16 @@ def lines(file: Path) -> Iterator[tuple[str, bytes]]:
 
 
 def cells(where: str, line: bytes, columns: str) -> list[bytes]:
-    """Cut a line into its columns between tabs; `ValueError` for another number of them."""
+    """Split a line at tabs; raise `ValueError` unless it has the `columns`, named between spaces."""
     found = line.split(b"\t")
     wanted = columns.split()
     if len(found) != len(wanted):
-        raise ValueError(f"{where} has {len(found)} columns between tabs, not the {len(wanted)}: {', '.join(wanted)}")
+        raise ValueError(f"{where} has {len(found)} columns between tabs, not {len(wanted)}: {', '.join(wanted)}")
     return found
 
 
 def as_bytes(where: str, text: bytes) -> np.ndarray:
-    """Return a document's bytes as tokens; `ValueError` for one that is empty or not UTF-8 text."""
+    """Return a document's bytes as tokens; raise `ValueError` if it is empty or not UTF-8 text."""
     if not text:
         raise ValueError(f"{where} holds no text")
     check_text(text, where)
@@ -70,18 +70,18 @@ def as_bytes(where: str, text: bytes) -> np.ndarray:
 
 
 HELD_OUT = 0.1
-"""Of the training documents, measured while training."""
+"""Fraction of the training documents in the validation part."""
 SIDES = ("train", "test")
 SENTIMENT = {"0": "negative", "1": "positive", "neg": "negative", "pos": "positive"}
 UNLABELLED = "unsup"
-"""A folder of IMDB that has no labels."""
+"""Name of IMDB's folder of reviews without labels."""
 
 
 def texts(config: LabelledConfig, report: Progress) -> Contents:
-    """Read `train/CLASS/*.txt` and `test/CLASS/*.txt`, or `*train.tsv` and `*test.tsv`, or a dataset.
+    """Read `train/CLASS/*.txt` and `test/CLASS/*.txt`, or `*train.tsv` and `*test.tsv`, or a Hugging Face dataset.
 
-    A line of the TSV files has the label first and the text last. Of the training documents a tenth is held out by a
-    hash of their text, or (validation=test) the test documents are measured while training too.
+    Lines of the TSV files have the label first and the text last. The validation part is a tenth of the training
+    documents, chosen by a hash of their text; with validation=test it is the test part.
     """
     asked = config.path or ""
     read = _dataset if asked.startswith("hf:") else _folders if (Path(asked).expanduser() / "train").is_dir() else _tsv
@@ -126,13 +126,13 @@ def _tsv(asked: str, side: str) -> list[Text]:
     ]
     if not matching:
         raise FileNotFoundError(
-            f"{asked} has neither the folders train and test nor a file that ends in {side}.tsv (or .xz, .gz, .bz2)"
+            f"{asked} holds neither the folders train and test nor a file *{side}.tsv[.xz|.gz|.bz2]"
         )
     found = []
     for where, line in lines(folder / matching[0]):
         label, tab, rest = line.partition(b"\t")
         if not tab:
-            raise ValueError(f"{where} has no tab: it must have the label first and the text last, with tabs between")
+            raise ValueError(f"{where} has no tab: it must be a label, a tab and a text, with other columns between")
         found.append(Text(where, rest.rpartition(b"\t")[2], label.decode(errors="replace")))
     return found
 
@@ -155,7 +155,7 @@ def _dataset(asked: str, side: str) -> list[Text]:
     found = []
     for number, (text, label) in enumerate(zip(rows["text"], rows["label"], strict=True)):
         where = f"{asked}, {side}, row {number}"
-        if label is None or (names and not 0 <= label < len(names)):  # -1 stands for none
+        if label is None or (names and not 0 <= label < len(names)):  # datasets writes -1 for no label
             raise ValueError(f"{where} has no label; valid: {', '.join(names or ['one in each row'])}")
         found.append(Text(where, (text or "").encode(), names[label] if names else str(label)))
     return found
@@ -169,7 +169,7 @@ LABELS = {b"0": "0", b"1": "1", b"0.0": "0", b"1.0": "1"}
 
 
 def paper_pairs(config: LabelledConfig, report: Progress) -> Contents:
-    """Read pairs of papers in the layout of the release or with papers and pairs apart.
+    """Read pairs of papers, either in the release's layout or with papers and pairs in separate files.
 
     The release has `new_aan_pairs.{train,eval,test}.tsv`: label, two names, two texts. The other layout has
     `papers.jsonl` and `pairs_{train,val,test}.tsv`: label and two names.
@@ -177,9 +177,7 @@ def paper_pairs(config: LabelledConfig, report: Progress) -> Contents:
     folder = Path(config.path or "").expanduser()
     papers = find_packed(folder, PAPERS)
     if papers is None and find_packed(folder, RELEASE["train"]) is None:
-        raise FileNotFoundError(
-            f"{folder} holds neither {PAPERS} with {PAIRS['train']} nor {RELEASE['train']} (or .xz, .gz, .bz2)"
-        )
+        raise FileNotFoundError(f"{folder} holds neither {PAPERS} nor {RELEASE['train']}, plain or as .xz, .gz, .bz2")
     names = RELEASE if papers is None else PAIRS
     texts = _papers(papers) if papers is not None else None
     parts = {part: _pairs(needed(folder, name), texts, report) for part, name in names.items()}
@@ -195,13 +193,13 @@ def _papers(file: Path) -> dict[str, np.ndarray]:
         except (KeyError, TypeError, AttributeError) as error:
             raise ValueError(f"{where} is not JSON with an id and a text: {error!r}") from error
         if name in found:
-            raise ValueError(f"{where}: the paper {name!r} stands there for the second time")
+            raise ValueError(f"{where}: the paper {name!r} occurs for the second time")
         found[name] = as_bytes(where, text)
     return found
 
 
 def _pairs(file: Path, texts: dict[str, np.ndarray] | None, report: Progress) -> Pairs:
-    """Read the pairs of a file; each document is kept once. In the release, name and text together are a document."""
+    """Read the pairs of a file, storing each document once; in the release, name and text together identify one."""
     documents: list[np.ndarray] = []
     numbers: dict[tuple[str, bytes], int] = {}
     index, labels = [], []
@@ -227,7 +225,7 @@ def _pairs(file: Path, texts: dict[str, np.ndarray] | None, report: Progress) ->
 
 
 def _unquoted(cell: bytes) -> bytes:
-    """Return a cell without the quotation marks around it; marks inside are doubled there."""
+    """Remove the quotation marks around a cell and undouble those inside."""
     if len(cell) > 1 and cell[:1] == cell[-1:] == b'"':
         return cell[1:-1].replace(b'""', b'"')
     return cell
@@ -238,7 +236,7 @@ HEADER = "Source Target"
 
 
 def listops_release(config: LabelledConfig, report: Progress) -> Contents:
-    """Read the three files: a head, then an expression and its value in each line."""
+    """Read the release's three files: a header, then an expression and its value in each line."""
     folder = Path(config.path or "").expanduser()
     files = {part: needed(folder, name) for part, name in FILES.items()}
     parts = {part: pieces(_rows(file, report)) for part, file in files.items()}

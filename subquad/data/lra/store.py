@@ -1,9 +1,8 @@
-"""Labelled sequences on disk: a token shard and a file of labels for each part, and what is common to all parts.
+"""Store labelled sequences on disk, and read them cut to a length and padded.
 
 A folder holds `{train,held_out,test}.tokens` (`subquad.data.shards`), `{train,held_out,test}.labels` (uint16,
-little-endian), for pairs `{train,held_out,test}.pairs` (two int64 each: the documents' numbers in the shard), and
-`manifest.json` with the classes and the SHA-256 of all that. Sequences are whole: items of them are chosen by seed, cut
-to a length and padded when they are read.
+little-endian), for pairs `{train,held_out,test}.pairs` (two little-endian int64 each, the documents' numbers in the
+shard), and `manifest.json` with the classes and the SHA-256 of all these. Sequences are stored whole.
 """
 
 from __future__ import annotations
@@ -30,11 +29,11 @@ PARTS = ("train", "held_out", "test")
 _KINDS = {"version": int, "classes": list, "vocab_size": int, "pairs": bool, "source": str, "sha256": dict}
 NO_LABELS = np.empty(0, np.int64)
 PIECE = 1 << 24
-"""Bytes of text that are handed on at once."""
+"""Tokens that `pieces` gathers before it yields them."""
 
 
 class Labelled(NamedTuple):
-    """Sequences and their labels: `tokens` in one piece, sequence i of `lengths[i]` tokens with `labels[i]`."""
+    """Sequences and their labels: `tokens` of all joined, sequence i with `lengths[i]` tokens and `labels[i]`."""
 
     tokens: np.ndarray
     lengths: np.ndarray
@@ -42,7 +41,7 @@ class Labelled(NamedTuple):
 
 
 class Pairs(NamedTuple):
-    """Documents (their own labels are not read), and pairs of them: `which` `[N, 2]`, `labels` `[N]`."""
+    """Documents (with unused labels), and pairs of them: their numbers `which` `[N, 2]`, `labels` `[N]`."""
 
     documents: Iterable[Labelled]
     which: np.ndarray
@@ -50,7 +49,7 @@ class Pairs(NamedTuple):
 
 
 class Contents(NamedTuple):
-    """A data set as a reader finds it: its parts, the meanings of its labels, and the size of its vocabulary."""
+    """A data set as read: its parts, the names of its labels and the size of its vocabulary."""
 
     parts: dict[str, Iterable[Labelled] | Pairs]
     classes: tuple[str, ...]
@@ -60,7 +59,7 @@ class Contents(NamedTuple):
 class Store:
     """The parts of a labelled data set, mapped from a folder.
 
-    Raises `FileNotFoundError`, or `ValueError` for a folder of another version or one that is damaged.
+    Raises `FileNotFoundError`, or `ValueError` for a damaged folder or another version.
     """
 
     def __init__(self, folder: Path) -> None:
@@ -68,20 +67,18 @@ class Store:
         check_keys(manifest, _KINDS, str(folder / "manifest.json"))
         check_keys(manifest["sha256"], dict.fromkeys(PARTS, list), str(folder / "manifest.json"))
         if manifest["version"] != VERSION:
-            raise ValueError(
-                f"{folder} has version {manifest['version']} of labelled data, this release reads {VERSION}"
-            )
+            raise ValueError(f"{folder} has format version {manifest['version']}, this release reads version {VERSION}")
         self.folder = folder
         self.classes: tuple[str, ...] = tuple(map(str, manifest["classes"]))
         self.vocab_size: int = manifest["vocab_size"]
         self.pairs: bool = manifest["pairs"]
         self.source: str = manifest["source"]
         self.fingerprint = digest([manifest[name] for name in ("classes", "vocab_size", "pairs", "sha256")])
-        """Of all that the store holds, wherever it came from."""
+        """Hash of everything in the store but its source."""
         self.tokens: dict[str, TokenShard] = {}
         self.labels: dict[str, np.ndarray] = {}
         self.index: dict[str, np.ndarray] = {}
-        """Which documents of the shard each example has, `[N, 1]` or `[N, 2]`."""
+        """Numbers of each example's documents in the shard, `[N, 1]` or `[N, 2]`."""
         for part in PARTS:
             self.tokens[part] = TokenShard(folder / f"{part}.tokens")
             checksums = [*manifest["sha256"][part], "", "", ""]
@@ -93,7 +90,7 @@ class Store:
             self.index[part] = index.reshape(len(self.labels[part]), -1)
 
     def _check(self, part: str, index: np.ndarray) -> None:
-        """Raise `ValueError` where labels, documents and classes of a part do not fit each other."""
+        """Raise `ValueError` if labels, documents and classes of a part do not fit each other."""
         labels, documents = self.labels[part], len(self.tokens[part].documents) - 1
         if not len(labels) or len(index) != len(labels) * (1 + self.pairs):
             raise ValueError(f"{self.folder} is damaged: {part} has {len(labels)} labels for {len(index)} documents")
@@ -104,8 +101,7 @@ class Store:
             )
         if self.tokens[part].vocab_size != self.vocab_size:
             raise ValueError(
-                f"{self.folder} is damaged: {part} has a vocabulary of {self.tokens[part].vocab_size}, not of "
-                f"{self.vocab_size}"
+                f"{self.folder} is damaged: {part} does not have the vocabulary of {self.vocab_size} tokens"
             )
 
 
@@ -117,10 +113,9 @@ def write_store(
     vocab_size: int,
     source: str,
 ) -> None:
-    """Fill the folder `folder`, which nobody reads yet; `parts` are read in their order.
+    """Write a store into the new folder `folder`, consuming `parts` in order.
 
-    Raises `ValueError` for fewer than two classes, for one without an example in the training part and for a part
-    without any.
+    Raises `ValueError` for fewer than two classes, a class without a training example, and an empty part.
     """
     checksums, pairs = {}, False
     for part, given in parts.items():
@@ -140,14 +135,14 @@ def write_store(
 
 def _check_classes(part: str, labels: np.ndarray, classes: Sequence[str], source: str) -> None:
     if len(classes) < 2:
-        raise ValueError(f"{source}: there is nothing to tell apart, the only class is {', '.join(map(repr, classes))}")
+        raise ValueError(f"{source}: at least two classes are needed, got {', '.join(map(repr, classes)) or 'none'}")
     absent = [name for number, name in enumerate(classes) if not (labels == number).any()]
     if absent and part == "train":
-        raise ValueError(f"{source}: no example to learn from has the class {', '.join(map(repr, absent))}")
+        raise ValueError(f"{source}: no training example has the class {', '.join(map(repr, absent))}")
 
 
 def _write_tokens(path: Path, pieces: Iterable[Labelled], vocab_size: int, source: str) -> tuple[np.ndarray, str]:
-    """Write a shard; return the labels of its sequences and the SHA-256 of its tokens and offsets."""
+    """Write a shard and return the labels of its sequences and the SHA-256 of its tokens and offsets."""
     labels = [NO_LABELS]
     made_by = digest(["labelled", vocab_size])
     with ShardWriter(path, vocab_size=vocab_size, tokenizer_hash=made_by, small=True) as writer:
@@ -170,12 +165,12 @@ def _checked(path: Path, checksum: str, dtype: str) -> np.ndarray:
     if hashlib.sha256(raw).hexdigest() != checksum:
         raise ValueError(f"{path} is damaged: its checksum is wrong")
     if len(raw) % np.dtype(dtype).itemsize:
-        raise ValueError(f"{path} is damaged: {len(raw)} bytes are no whole number of values")
+        raise ValueError(f"{path} is damaged: its {len(raw)} bytes are not a multiple of the size of a value")
     return np.frombuffer(raw, dtype).astype(np.int64)
 
 
 def pieces(found: Iterable[tuple[np.ndarray, int]]) -> Iterator[Labelled]:
-    """Gather sequences with their labels, and hand them on in pieces of some megabytes."""
+    """Gather sequences with their labels into pieces of about `PIECE` tokens."""
     tokens: list[np.ndarray] = []
     labels: list[int] = []
     size = 0
@@ -195,7 +190,7 @@ def _joined(tokens: list[np.ndarray], labels: list[int]) -> Labelled:
 
 
 def is_label(where: str, label: str, classes: Iterable[str]) -> int:
-    """Return the number of the class `label`; `ValueError` for a label of no class."""
+    """Return the number of the class `label`; raise `ValueError` for a missing or unknown label."""
     valid = list(classes)
     if not label:
         raise ValueError(f"{where} has no label; valid: {', '.join(valid)}")
@@ -205,7 +200,7 @@ def is_label(where: str, label: str, classes: Iterable[str]) -> int:
 
 
 def counted(items: Iterable[Item], what: str, report: Progress, total: int | None = None) -> Iterator[Item]:
-    """Yield `items`, and report at every thousandth that `what` is done with as many of `total` (None: unknown)."""
+    """Yield `items`, and report the progress of `what` at every thousandth; `total` None means unknown."""
     for number, item in enumerate(items):
         if number % 1000 == 0:
             report(what, number, number if total is None else total)
@@ -213,17 +208,14 @@ def counted(items: Iterable[Item], what: str, report: Progress, total: int | Non
 
 
 def kept(cache: str | None, name: str, fill: Callable[[Path], None]) -> Store:
-    """Open the store at `cache/name`, filled by `fill(folder)` where it is not there yet or is damaged."""
+    """Open the store at `cache/name`, after `fill(folder)` if it is missing or damaged."""
     folder = cache_folder(cache) / name
     fill_once(folder, lambda: Store(folder), fill)
     return Store(folder)
 
 
 class Sequences(Dataset[dict[str, Tensor]]):
-    """The sequences `chosen` of one part of a store, as `LabelledCorpus` describes its items.
-
-    `cut` counts the sequences of which only the first `length` tokens are read.
-    """
+    """The sequences `chosen` of one part of a store, as items of a `LabelledCorpus`."""
 
     def __init__(self, store: Store, part: str, length: int, chosen: np.ndarray) -> None:
         self.shard, self.pairs, self.length, self.chosen = store.tokens[part], store.pairs, length, chosen
@@ -244,26 +236,26 @@ class Sequences(Dataset[dict[str, Tensor]]):
         return item
 
     def sequence(self, index: int, second: int = 0) -> np.ndarray:
-        """Return the tokens of sequence `index`, without padding; of a pair the first document, or the second."""
+        """Return the tokens of sequence `index` without padding, of a pair those of document `second`, 0 or 1."""
         document = int(self.index[index, second])
         start, end = self.shard.documents[document : document + 2]
         return self.shard.tokens[start : min(int(end), int(start) + self.length)]
 
     @property
     def full_lengths(self) -> np.ndarray:
-        """Tokens of each sequence before it is cut, `[N, 1]`, or `[N, 2]` for pairs."""
+        """Lengths of the sequences before they are truncated, `[N, 1]`, or `[N, 2]` for pairs."""
         return np.diff(self.shard.documents)[self.index]
 
     @property
     def cut(self) -> int:
-        """Sequences that are longer than `length`."""
+        """Number of sequences truncated to `length`."""
         return int((self.full_lengths > self.length).sum())
 
 
 def choose(labels: np.ndarray, wanted: int | None, seed: int) -> np.ndarray:
-    """Choose `wanted` of the examples with these labels (None: all), in order, each class in its share (rounded).
+    """Return the sorted indices of `wanted` examples (None: all), with each class in proportion (rounded).
 
-    Raises `ValueError` where there are fewer.
+    Raises `ValueError` if there are fewer.
     """
     if wanted is None or wanted == len(labels):
         return np.arange(len(labels))
@@ -273,5 +265,5 @@ def choose(labels: np.ndarray, wanted: int | None, seed: int) -> np.ndarray:
     rank = np.empty(len(labels))
     for label in np.unique(labels):
         mine = order[labels[order] == label]
-        rank[mine] = (np.arange(len(mine)) + 0.5) / len(mine)  # in [0, 1): the least of all classes are their shares
+        rank[mine] = (np.arange(len(mine)) + 0.5) / len(mine)  # the lowest ranks hold each class in proportion
     return np.sort(order[np.argsort(rank[order], kind="stable")[:wanted]])

@@ -1,8 +1,8 @@
-"""What the snakes of Pathfinder are drawn with: strokes, their surroundings, discs.
+"""Precompute the pixels that Pathfinder's snakes are drawn with: strokes, their surroundings and discs.
 
-Places are indices into a flat canvas of `stride` pixels a row, whose rim lies outside of the image, so that nothing
-drawn in the image leaves it. A direction is an index: 0 to 359 are whole degrees, then come the candidates of an
-extension. Angles grow from the x axis (to the right) towards the y axis (down).
+Places are indices into a flat canvas of `stride` pixels per row, with a rim around the image wide enough that strokes
+never leave the canvas. A direction is an index: 0 to 359 are whole degrees, followed by the candidates that extend a
+snake. Angles grow from the x axis (to the right) towards the y axis (down).
 """
 
 from __future__ import annotations
@@ -17,23 +17,23 @@ DEGREES = 360
 
 
 class Rules(NamedTuple):
-    """The sizes of an image's parts, in pixels, as Long Range Arena has them."""
+    """Long Range Arena's sizes of the parts of an image, in pixels."""
 
     size: int
     margins: tuple[int, ...]
     seed_distance: int
     marker_radius: float
     length: int
-    """Of a stroke."""
+    """Length of a stroke."""
     thickness: float
     continuity: float
-    """The greater, the straighter the snakes."""
+    """Straightness of the snakes: a stroke turns by at most 90 degrees / continuity."""
     contrast: float
-    """Brightness of the long snakes; a disc's is 1."""
+    """Brightness of the long snakes, relative to a disc."""
     short_contrast: float
-    """Brightness of the short ones."""
+    """Brightness of the short snakes, relative to a disc."""
     distractor_factor: int
-    """Short snakes times their strokes."""
+    """Total number of strokes in the short snakes."""
 
 
 RULES = {
@@ -42,15 +42,15 @@ RULES = {
     128: Rules(128, (2, 3), 20, 3.0, 5, 1.5, 1.8, 0.9, 0.9, 35),
 }
 FULL = 255
-"""How much of a pixel is covered is counted in 1/255, as images are."""
+"""Cover of a whole pixel; cover is counted in 1/255, as in images."""
 MEETS = 459
-"""Two strokes meet in a pixel of which their surroundings together cover so much: 1.8."""
+"""Two strokes meet in a pixel that their surroundings together cover by this much, 1.8 pixels."""
 TAKEN = 76
-"""No short snake starts on a pixel of which more is covered: 0.3."""
+"""A short snake cannot start on a pixel covered by more than this, 0.3 pixels."""
 PADDING = 1
-"""Pixels at the border that nothing is drawn on."""
+"""Width of the empty border of the image, in pixels."""
 ANTIALIAS = 2
-"""Strokes and discs are drawn so many times larger, then shrunk."""
+"""Strokes and discs are drawn larger by this factor, then shrunk."""
 
 
 class Cover(NamedTuple):
@@ -64,15 +64,15 @@ class Stroke(NamedTuple):
     """A stroke, relative to its place."""
 
     near: Cover
-    """What lies up to the margin from it."""
+    """Pixels within the margin of the stroke."""
     far: Cover
-    """What lies up to the margin from `near`: a stroke ends there so much more rarely."""
+    """Pixels within the margin of `near`; their cover lowers the probability that another stroke ends there."""
     drawn: Cover
     """The stroke itself, which may be brighter than 255 before the image is scaled."""
 
 
 class Strokes:
-    """All strokes that an image of `rules` with one margin may have; made once."""
+    """All strokes of images with the given `rules` and `margin`, computed once."""
 
     def __init__(self, rules: Rules, margin: int) -> None:
         self.rules, self.margin = rules, margin
@@ -85,56 +85,56 @@ class Strokes:
         self.ways = np.stack([np.sin(angles), np.cos(angles)], 1)
         """Unit vectors (y, x) of the directions."""
         self.steps = self._flat(_whole(np.ceil, (rules.length + 2 * margin) * self.ways))
-        """From one pivot to the next."""
+        """Offset from one pivot to the next."""
         heads = _whole(np.ceil, rules.length * self.ways)
         self.backs = self._flat(_whole(np.ceil, heads - reach * self.ways))
-        """From the tail of a first stroke to the pivot that it would have."""
+        """Offset from the tail of a first stroke to its virtual pivot."""
         self.reaches = self._flat(heads)
-        """From the tail of a first stroke to its far end."""
+        """Offset from the tail of a first stroke to its far end."""
         self.apart = self._flat(np.rint(rules.seed_distance * self.ways[:DEGREES]))
-        """From the tail of the first long snake to that of the second."""
+        """Offset from the tail of the first long snake to the tail of the second."""
         self.ends = self._flat(ends)
-        """From a pivot to the candidates for the stroke's far end."""
+        """Offsets from a pivot to the candidates for the stroke's far end."""
         turn = np.abs(angles[:, None] - angles[None, DEGREES:]) % (2 * np.pi)
         turn = np.minimum(turn, 2 * np.pi - turn)
         self.weights = np.cos(np.minimum(rules.continuity * turn, np.pi / 2)).clip(0) ** 2
-        """Of each candidate after each direction `[directions, candidates]`."""
+        """`[directions, candidates]`, weight of each candidate after a stroke in each direction."""
         starts = ends - rules.length * self.ways[DEGREES:]
         first = [self._stroke(np.zeros(2), way * rules.length) for way in self.ways[:DEGREES]]
-        # First strokes go from the tail in each direction, further ones from the pivot to each candidate.
+        # First strokes start at the tail, in any direction; further strokes end at a candidate.
         made = first + [self._stroke(start, end) for start, end in zip(starts, ends, strict=True)]
         self.drawn = [stroke.drawn for stroke in made]
         self.near, self.far = Cover(*_table([s.near for s in made])), Cover(*_table([s.far for s in made]))
-        """The surroundings of all strokes, a row for each direction, filled up with its first pixel."""
+        """Surroundings of all strokes, a row for each direction, padded with the row's first pixel."""
         tests = [stroke.near.levels >= MEETS - FULL for stroke in made]
         self.tested, levels = _table([Cover(*(a[t] for a in s.near)) for s, t in zip(made, tests, strict=True)])
-        """The pixels in which a stroke can meet another,"""
+        """Pixels in which a stroke can meet another one."""
         self.allowed = MEETS - levels.astype(np.int16)
-        """and how much of them must not be covered already."""
+        """Cover of `tested` from which on another stroke is met."""
         inner = [Cover(*(a[stroke.near.levels == FULL] for a in stroke.near)) for stroke in first]
         self.inner = _table(inner)[0]
-        """The pixels that a first stroke's surroundings cover wholly,"""
+        """Pixels that a first stroke's surroundings cover completely."""
         self.inside = np.array([self._bounds(cover.pixels) for cover in inner])
-        """and the first row and column, and the last ones, of the middle for its tail, so that they all lie in it."""
+        """Bounds of the first long snake's tail, as in `_bounds`, for which `inner` lies in the middle of the image."""
         self.disc = self._disc()
 
     def blank(self, around: int = 0) -> np.ndarray:
-        """Return an empty canvas, of which the rim, the border and `around` pixels more are taken."""
+        """Return an empty canvas in which the rim, the border and `around` more pixels are taken."""
         taken = np.full((self.stride, self.stride), FULL, dtype=np.uint8)
         first = self.rim + PADDING + around
         taken[first:-first, first:-first] = 0
         return taken.ravel()
 
     def places(self, rows: np.ndarray, columns: np.ndarray) -> np.ndarray:
-        """Return the indices of pixels of the image."""
+        """Return the canvas indices of the image's pixels (rows, columns)."""
         return (rows + self.rim) * self.stride + columns + self.rim
 
     def crop(self, canvas: np.ndarray) -> np.ndarray:
-        """Return the image in the canvas `[size, size]`."""
+        """Return the image `[size, size]` without the canvas's rim."""
         return canvas.reshape(self.stride, self.stride)[self.rim : -self.rim, self.rim : -self.rim]
 
     def _bounds(self, pixels: np.ndarray) -> tuple[int, int, int, int]:
-        """Return the first row and column, and those after the last, of the tail of a stroke in the middle."""
+        """Return the first row and column and the end row and column of a tail that keeps `pixels` in the middle."""
         half = self.stride // 2
         rows, columns = (part - half for part in np.divmod(pixels + half * (self.stride + 1), self.stride))
         first = 2 * self.rules.seed_distance
@@ -145,7 +145,7 @@ class Strokes:
         return (vectors[..., 0] * self.stride + vectors[..., 1]).astype(np.int64)
 
     def _stroke(self, start: np.ndarray, end: np.ndarray) -> Stroke:
-        """Draw the stroke between two points (y, x)."""
+        """Draw the stroke from `start` to `end`, points (y, x)."""
         reach = self.rules.length + 3 * self.margin + 3
         grid = _grid(reach)
         along = end - start
@@ -165,7 +165,7 @@ class Strokes:
         return Stroke(*(Cover(self._flat(grid[levels > 0]), levels[levels > 0]) for levels in (near, far, line)))
 
     def _disc(self) -> Cover:
-        """Return pixels and brightness of a disc, relative to its middle."""
+        """Return pixels and brightness of a disc, relative to its centre."""
         grid = _grid(int(self.rules.marker_radius) + 2)
         inside = (_fine(grid) ** 2).sum(-1) <= self.rules.marker_radius**2
         levels = _shrunk(Image.fromarray(FULL * inside.astype(np.uint8))).astype(np.float64)
@@ -173,12 +173,12 @@ class Strokes:
 
 
 def _grid(reach: int) -> np.ndarray:
-    """Return the pixels (y, x) around one, `[side, side, 2]`."""
+    """Return the pixels (y, x) up to `reach` from (0, 0), `[side, side, 2]`."""
     return np.moveaxis(np.mgrid[-reach : reach + 1, -reach : reach + 1], 0, -1)
 
 
 def _fine(grid: np.ndarray) -> np.ndarray:
-    """Return the places of `grid`, `ANTIALIAS` times finer."""
+    """Return the points (y, x) of `grid`, `ANTIALIAS` times finer."""
     places = (np.arange(ANTIALIAS * len(grid)) + 0.5) / ANTIALIAS - 0.5 - len(grid) // 2
     return np.stack(np.meshgrid(places, places, indexing="ij"), -1)
 
@@ -188,12 +188,12 @@ def _shrunk(image: Image.Image) -> np.ndarray:
 
 
 def _whole(rounded: Any, vectors: np.ndarray) -> np.ndarray:
-    """Round to whole pixels, up or down as the published generator does; numbers that are whole but for noise stay."""
+    """Round up or down by `rounded`, as the published generator does, ignoring rounding noise in whole numbers."""
     return rounded(vectors.round(9)).astype(np.int64)
 
 
 def _table(rows: list[Cover]) -> tuple[np.ndarray, np.ndarray]:
-    """Gather pixels and levels in two tables, a row for each cover."""
+    """Stack the pixels and the levels of covers, a row for each, padded with the row's first value."""
     pixels = np.empty((len(rows), max(len(row.pixels) for row in rows)), dtype=np.int64)
     levels = np.empty(pixels.shape, dtype=np.uint8)
     for i, row in enumerate(rows):

@@ -1,9 +1,8 @@
-"""Data sets that are made: the same by any number of processes, after a kill, and in any order of blocks."""
+"""Generated data sets: the same by any number of processes, after a kill, and in any order of blocks."""
 
+import io
 import json
-import os
-import signal
-import subprocess
+import multiprocessing
 import sys
 import time
 
@@ -12,11 +11,13 @@ import pytest
 
 from subquad.data.config import LabelledConfig, ListOpsConfig, PathfinderConfig
 from subquad.data.labelled import labelled_corpus
-from subquad.data.lra import made as made_module
-from subquad.data.lra.made import make_blocks, read_block
+from subquad.data.lra import listops, pathfinder
+from subquad.data.lra import made as module
+from subquad.data.lra.made import main, make_blocks, read_block
 from subquad.testing import assert_exact
 
 SHORT = ListOpsConfig(min_length=5, max_length=30, max_depth=4)
+PARTS = ("train", "held_out", "test")
 
 
 def config(folder, **changes) -> LabelledConfig:
@@ -24,141 +25,140 @@ def config(folder, **changes) -> LabelledConfig:
     return LabelledConfig(**(values | changes))
 
 
-def all_sequences(part) -> list[tuple[bytes, int]]:
+def made(folder, length=30, workers=1, **changes):
+    return labelled_corpus(config(folder, **changes), length, workers=workers)
+
+
+def sequences(part) -> list[tuple[bytes, int]]:
     return [(part.sequence(i).tobytes(), int(part.labels[i])) for i in range(len(part))]
 
 
-def test_two_processes_make_what_one_makes(tmp_path):
-    one = labelled_corpus(config(tmp_path / "1"), 30, workers=1)
-    two = labelled_corpus(config(tmp_path / "2"), 30, workers=2)
-    assert one.fingerprint == two.fingerprint
-    for name in ("train", "held_out", "test"):
-        assert all_sequences(getattr(one, name)) == all_sequences(getattr(two, name))
-    assert [len(one.train), len(one.held_out), len(one.test)] == [1500, 300, 300]
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    return tmp_path_factory.mktemp("made")
 
 
-def test_all_sequences_differ_and_no_part_has_one_of_another(tmp_path):
-    corpus = labelled_corpus(config(tmp_path), 30, workers=1)
-    found = [tokens for part in (corpus.train, corpus.held_out, corpus.test) for tokens, _ in all_sequences(part)]
-    assert len(found) == len(set(found)) == 2100
+@pytest.fixture(scope="module")
+def corpus(folder):
+    return made(folder)
 
 
-def test_more_examples_leave_the_other_parts_as_they_are(tmp_path):
-    few, more = (labelled_corpus(config(tmp_path, examples=count), 30, workers=1) for count in (700, 1500))
-    assert all_sequences(few.test) == all_sequences(more.test)
-    assert all_sequences(few.held_out) == all_sequences(more.held_out)
-    assert all_sequences(few.train) == all_sequences(more.train)[:700]
-    assert few.fingerprint != more.fingerprint
+def test_two_processes_make_what_one_makes(corpus, tmp_path):
+    two = made(tmp_path, workers=2)
+    assert two.fingerprint == corpus.fingerprint
+    for part in PARTS:
+        assert sequences(getattr(two, part)) == sequences(getattr(corpus, part))
 
 
-def test_an_item_has_tokens_padding_and_a_label(tmp_path):
-    corpus = labelled_corpus(config(tmp_path), 20, workers=1)
+def test_all_sequences_differ_and_more_examples_leave_the_other_parts_unchanged(corpus, folder):
+    parts = {part: sequences(getattr(corpus, part)) for part in PARTS}
+    assert [len(rows) for rows in parts.values()] == [1500, 300, 300]
+    assert len({tokens for rows in parts.values() for tokens, _ in rows}) == 2100
+    few = made(folder, examples=700)
+    assert {part: sequences(getattr(few, part)) for part in PARTS} == parts | {"train": parts["train"][:700]}
+    assert few.fingerprint != corpus.fingerprint
+
+
+def test_an_item_has_tokens_padding_and_a_label(corpus, folder, monkeypatch):
+    monkeypatch.setattr(module, "make_blocks", None)  # opened, not made again
+    train = made(folder, length=20).train
     lengths = corpus.train.full_lengths[:, 0]
-    short, long = int(lengths.argmin()), int(lengths.argmax())
-    for index in (short, long):
-        item = corpus.train[index]
-        kept = min(20, int(lengths[index]))
+    for index in (int(lengths.argmin()), int(lengths.argmax())):
+        item, kept = train[index], min(20, int(lengths[index]))
         assert item["attention_mask"].tolist() == [1] * kept + [0] * (20 - kept)
-        assert item["input_ids"][kept:].tolist() == [0] * (20 - kept)
-        assert item["input_ids"][:kept].tolist() == list(corpus.train.sequence(index))
-    assert corpus.train.cut == (lengths > 20).sum() > 0
+        assert item["input_ids"].tolist() == [*train.sequence(index), *[0] * (20 - kept)]
+        assert_exact(item["input_ids"][:kept], corpus.train[index]["input_ids"][:kept], "tokens")
+    assert train.cut == (lengths > 20).sum() > 0
     with pytest.raises(IndexError, match="example 1500 is out of range: there are 1500"):
-        corpus.train[1500]
+        train[1500]
 
 
-def test_what_was_made_is_opened_and_not_made_again(tmp_path, monkeypatch):
-    first = labelled_corpus(config(tmp_path), 30, workers=1)
-    monkeypatch.setattr(made_module, "make_blocks", None)
-    again = labelled_corpus(config(tmp_path), 30)
-    assert_exact(first.train[3]["input_ids"], again.train[3]["input_ids"], "tokens")
+def test_a_damaged_store_is_rebuilt(corpus, folder, caplog):
+    (corpus.train.shard.path.parent / "train.labels").write_bytes(b"\7")
+    assert made(folder).fingerprint == corpus.fingerprint
+    assert "is damaged and will be rebuilt" in caplog.text
 
 
-def test_damage_is_noticed_and_made_good(tmp_path, caplog):
-    first = labelled_corpus(config(tmp_path), 30, workers=1)
-    (folder,) = tmp_path.glob("labelled-*")
-    for name in ("train.labels", "manifest.json"):
-        raw = bytearray((folder / name).read_bytes())
-        raw[len(raw) // 2] ^= 1
-        (folder / name).write_bytes(raw)
-        assert labelled_corpus(config(tmp_path), 30, workers=1).fingerprint == first.fingerprint
-        assert "cannot be used and is made again" in caplog.text
-        caplog.clear()
-    manifest = json.loads((folder / "manifest.json").read_text())
-    (folder / "manifest.json").write_text(json.dumps(manifest | {"version": 99}))
-    assert labelled_corpus(config(tmp_path), 30, workers=1).fingerprint == first.fingerprint
-    assert "has version 99 of labelled data, this release reads 1" in caplog.text
+def make_one_block_and_hang(folder):
+    real = listops.make_block
+    listops.make_block = lambda *args: real(*args) if args[-1] == 0 else time.sleep(600)
+    made(folder)
 
 
-def test_work_that_was_killed_goes_on(tmp_path):
-    usual = {"dataset": "listops", "examples": 3000, "held_out": 500, "cache": str(tmp_path / "killed")}
-    code = (
-        "from subquad.data.config import LabelledConfig; from subquad.data.lra.made import made\n"
-        f"made(LabelledConfig(**{usual!r}), workers=1)"
-    )
-    child = subprocess.Popen([sys.executable, "-c", code])
+@pytest.mark.filterwarnings("ignore:.*fork:DeprecationWarning")
+def test_killed_work_resumes_from_its_blocks(corpus, tmp_path):
+    child = multiprocessing.get_context("fork").Process(target=make_one_block_and_hang, args=(tmp_path,))
+    child.start()
     deadline = time.monotonic() + 60
-    while time.monotonic() < deadline and not list((tmp_path / "killed").glob("making-*/0.npz")):
+    while time.monotonic() < deadline and not list(tmp_path.glob("making-*/0.npz")):
         time.sleep(0.005)
-    os.kill(child.pid, signal.SIGKILL)
-    child.wait()
-    (blocks,) = (tmp_path / "killed").glob("making-*")
-    before = {path.name: path.stat().st_mtime_ns for path in blocks.glob("?.npz")}
-    assert 1 <= len(before) < 4
-    made_again = []
-    resumed = labelled_corpus(LabelledConfig(**usual), 1999, workers=1, progress=lambda *a: made_again.append(a))
-    assert made_again[0][1] == 1000 * len(before)  # begins with what was kept
+    child.kill()
+    child.join()
+    (blocks,) = tmp_path.glob("making-*")
+    seen = []
+    resumed = labelled_corpus(config(tmp_path), 30, workers=1, progress=lambda *state: seen.append(state))
+    assert seen[0] == ("making listops", 1000, 2100), "begins with what was kept"
+    assert resumed.fingerprint == corpus.fingerprint
     assert not blocks.exists()
-    whole = labelled_corpus(LabelledConfig(**(usual | {"cache": str(tmp_path / "whole")})), 1999, workers=1)
-    assert resumed.fingerprint == whole.fingerprint
 
 
-def test_a_damaged_block_is_made_again(tmp_path, caplog):
-    options = SHORT.to_dict()
-    make_blocks("subquad.data.lra.listops", options, 0, tmp_path, range(2), workers=1)
-    whole = read_block(tmp_path, 1)
-    (tmp_path / "1.npz").write_bytes((tmp_path / "1.npz").read_bytes()[:500])
-    counts = []
-    make_blocks("subquad.data.lra.listops", options, 0, tmp_path, range(2), workers=1, done=counts.append)
-    assert "1.npz is damaged and is made again" in caplog.text
+@pytest.mark.parametrize(("change", "message"), [
+    (lambda raw: raw[:500], "is not a readable npz file"),
+    ({"tokens": [1.5], "lengths": [1], "labels": [0]}, "must be one-dimensional arrays of integers"),
+    ({"tokens": [1, 2], "lengths": [2]}, "must be one-dimensional arrays of integers"),
+    ({"tokens": [1, 2], "lengths": [1], "labels": [0]}, "1 lengths, 1 labels and 2 tokens do not fit"),
+])  # fmt: skip
+def test_a_damaged_block_is_made_again(tmp_path, change, message, caplog):
+    def make(done=None):
+        make_blocks("subquad.data.lra.listops", SHORT.to_dict(), 0, tmp_path, range(2), workers=1, done=done)
+
+    make()
+    whole, file, counts = read_block(tmp_path, 1), tmp_path / "1.npz", []
+    np.savez(file, **change) if isinstance(change, dict) else file.write_bytes(change(file.read_bytes()))
+    make(counts.append)
+    assert "1.npz is damaged and will be generated again" in caplog.text
+    assert message in caplog.text
     assert counts == [1, 2]
     assert (read_block(tmp_path, 1).tokens == whole.tokens).all()
 
 
-def test_what_a_process_fails_with_is_raised(tmp_path):
-    hopeless = ListOpsConfig(min_length=1990, max_length=1990, leaf=0.999).to_dict()
-    with pytest.raises(ValueError, match=r"block [01]: none of 1,000,000 trees has 1990 to 1990 tokens"):
-        make_blocks("subquad.data.lra.listops", hopeless, 0, tmp_path, range(2), workers=2)
-    with pytest.raises(RuntimeError, match=r"block [01]: KeyError\('difficulty'\)"):
-        make_blocks("subquad.data.lra.pathfinder", {"size": 32}, 0, tmp_path, range(2), workers=2)
+HOPELESS = ListOpsConfig(min_length=1990, max_length=1990, leaf=0.999).to_dict()
 
 
-def test_a_process_that_vanishes_is_missed(tmp_path, monkeypatch):
-    monkeypatch.setattr(sys, "executable", "/bin/true")
-    with pytest.raises(RuntimeError, match="has ended early: 2 blocks are missing"):
-        make_blocks("subquad.data.lra.listops", SHORT.to_dict(), 0, tmp_path, range(2), workers=2)
+@pytest.mark.parametrize(("maker", "options", "error", "message"), [
+    ("listops", HOPELESS, ValueError, r"block 1: none of 1,000,000 trees has 1990 to 1990 tokens: widen listops.min_"),
+    ("pathfinder", {"size": 32}, RuntimeError, r"block 1: KeyError\('difficulty'\)"),
+    (None, {}, RuntimeError, "ended early: 2 blocks are missing"),
+])  # fmt: skip
+def test_the_error_of_a_process_is_raised(tmp_path, monkeypatch, capfd, maker, options, error, message):
+    """In place of two processes, a script repeats the output of one that ran in this process."""
+    task = {"maker": f"subquad.data.lra.{maker}", "options": options, "seed": 0, "folder": str(tmp_path)}
+    if maker is not None:
+        monkeypatch.setattr(sys, "stdin", io.StringIO(json.dumps(task | {"numbers": [1]})))
+        with pytest.raises(SystemExit):
+            main()
+    program = tmp_path / "python"
+    program.write_text(f"#!/bin/sh\ncat <<'END'\n{capfd.readouterr().out}END\n")
+    program.chmod(0o700)
+    monkeypatch.setattr(sys, "executable", str(program))
+    with pytest.raises(error, match=message):
+        make_blocks(task["maker"], options, 0, tmp_path, range(2), workers=2)
 
 
-def test_rules_with_too_few_sequences_are_refused(tmp_path):
+def test_what_cannot_be_made_is_refused(tmp_path):
     few = ListOpsConfig(min_length=1, max_length=4, max_depth=2)  # 10 digits and 400 operators of two digits
-    with pytest.raises(ValueError, match=r"hardly more than \d+ different examples, and 2,100 are asked for"):
-        labelled_corpus(config(tmp_path, listops=few), 30, workers=1)
-
-
-def test_a_block_that_is_gone_is_named(tmp_path):
+    with pytest.raises(ValueError, match=r"hardly more than \d+ distinct examples, but 2,100 are asked for"):
+        made(tmp_path, listops=few)
     with pytest.raises(OSError, match=r"block 7 in .* is gone: start again"):
-        made_module._block(tmp_path, 7)
+        module._block(tmp_path, 7)
 
 
-def test_pathfinder_is_made_in_parts(tmp_path):
-    asked = LabelledConfig(
-        dataset="pathfinder32",
-        examples=30,
-        held_out=5,
-        cache=str(tmp_path),
-        pathfinder=PathfinderConfig(difficulty="easy"),
-    )
+def test_pathfinder_is_made_in_parts(tmp_path, monkeypatch):
+    monkeypatch.setattr(pathfinder, "BLOCK", 40)
+    easy = PathfinderConfig(difficulty="easy")
+    asked = LabelledConfig(dataset="pathfinder32", examples=30, held_out=5, cache=str(tmp_path), pathfinder=easy)
     corpus = labelled_corpus(asked, 1024, workers=1)
-    assert [len(corpus.train), len(corpus.held_out), len(corpus.test)] == [30, 5, 5]
+    assert [len(getattr(corpus, part)) for part in PARTS] == [30, 5, 5]
     assert (corpus.vocab_size, corpus.classes) == (256, ("apart", "connected"))
     assert {corpus.train[i]["attention_mask"].sum().item() for i in range(30)} == {1024}
     assert np.max(corpus.train.sequence(0)) > 250

@@ -1,4 +1,4 @@
-"""Pathfinder: the labels from the geometry, what may meet, the classes in balance, the pixels of all sizes."""
+"""Pathfinder: the labels from the geometry, which strokes may meet, balanced classes, the pixels of all sizes."""
 
 import math
 
@@ -9,15 +9,24 @@ from subquad.data.lra import pathfinder
 from subquad.data.lra.pathfinder import SEGMENTS, draw, make_block
 from subquad.data.lra.strokes import DEGREES, MEETS, RULES
 
-FALSE_ALARM = 1e-6
+KINDS = {(32, "hard"): 40, (32, "easy"): 40, (64, "easy"): 20, (128, "easy"): 20}
 
 
 @pytest.fixture(scope="module")
 def drawn():
     """Images of each kind that is quick to make."""
     rng = np.random.default_rng(0)
-    counts = {(32, "hard"): 60, (32, "easy"): 60, (64, "easy"): 30, (128, "easy"): 30}
-    return {kind: draw(*kind, count, rng) for kind, count in counts.items()}
+    return {kind: draw(*kind, count, rng) for kind, count in KINDS.items()}
+
+
+@pytest.fixture(scope="module")
+def drawings(drawn):
+    return [drawing for some in drawn.values() for drawing in some]
+
+
+def points(drawing, places) -> np.ndarray:
+    """The rows and columns of places on the canvas."""
+    return np.stack(np.divmod(np.asarray(places), drawing.strokes.stride), -1) - drawing.strokes.rim
 
 
 def line(drawing, snake) -> np.ndarray:
@@ -26,14 +35,13 @@ def line(drawing, snake) -> np.ndarray:
     for place, way in snake.strokes:
         places.append(place + int(strokes.reaches[way] if way < DEGREES else strokes.ends[way - DEGREES]))
     assert places[-1] == snake.tip
-    return np.array([divmod(place, strokes.stride) for place in places]) - strokes.rim
+    return points(drawing, places)
 
 
 def covered(drawing, strokes) -> np.ndarray:
     """How much of each pixel these strokes and their surroundings cover, and the border."""
-    canvas = drawing.strokes.blank().astype(int)
+    canvas, near = drawing.strokes.blank().astype(int), drawing.strokes.near
     for place, way in strokes:
-        near = drawing.strokes.near
         np.maximum.at(canvas, place + near.pixels[way], near.levels[way])
     return canvas
 
@@ -51,119 +59,99 @@ def joined(image: np.ndarray, start: np.ndarray, end: np.ndarray, gap: float) ->
 
 
 def test_the_label_says_whether_one_line_has_both_discs(drawn):
-    for (size, difficulty), drawings in drawn.items():
-        for drawing in drawings:
+    for (size, difficulty), some in drawn.items():
+        for drawing in some:
             lines = [line(drawing, snake) for snake in drawing.targets]
-            start, end = (
-                np.array(divmod(disc, drawing.strokes.stride)) - drawing.strokes.rim for disc in drawing.discs
-            )
+            start, end = points(drawing, drawing.discs)
             starts = [(corners[0] == start).all() for corners in lines]
             ends = [(corners[-1] == end).all() for corners in lines]
             assert sum(starts) == 1
             assert ends[starts.index(True) if drawing.label else starts.index(False)]
             tips = {snake.tip for snake in drawing.targets}
             assert sum(ends) == 3 - len(tips)  # at 32 pixels one image in 250 has both far ends in one place
-            assert len(drawing.targets[0].strokes) == len(drawing.targets[1].strokes) == SEGMENTS[difficulty]
+            assert [len(snake.strokes) for snake in drawing.targets] == [SEGMENTS[difficulty]] * 2
             assert {len(snake.strokes) for snake in drawing.distractors} <= {SEGMENTS[difficulty] // 3}
             assert len(drawing.distractors) <= RULES[size].distractor_factor // (SEGMENTS[difficulty] // 3)
 
 
 def test_a_stroke_meets_none_that_is_in_its_way(drawn):
     """Each stroke in the order in which they grew, against all that its rule says, drawn from the beginning."""
-    for drawings in drawn.values():
-        for drawing in drawings[:12]:
-            first, second = (snake.strokes for snake in drawing.targets)
-            grown = [(first[n], first[: n - 1] + second[: n - 1]) for n in range(1, len(first))]
-            grown += [(second[n], first[:n] + second[: n - 1]) for n in range(1, len(first))]
-            before = first[:-1] + second
-            for snake in drawing.distractors:
-                grown += [(snake.strokes[n], before + snake.strokes[: n - 1]) for n in range(1, len(snake.strokes))]
-                before = before + snake.strokes
-            for (place, way), others in grown:
-                own = covered(drawing, [(place, way)]) - drawing.strokes.blank()
-                assert (own + covered(drawing, others)).max(where=own > 0, initial=0) < MEETS
+    for drawing in (drawing for some in drawn.values() for drawing in some[:8]):
+        first, second = (snake.strokes for snake in drawing.targets)
+        grown = [(first[n], first[: n - 1] + second[: n - 1]) for n in range(1, len(first))]
+        grown += [(second[n], first[:n] + second[: n - 1]) for n in range(1, len(first))]
+        before = first[:-1] + second
+        for snake in drawing.distractors:
+            grown += [(snake.strokes[n], before + snake.strokes[: n - 1]) for n in range(1, len(snake.strokes))]
+            before = before + snake.strokes
+        for stroke, others in grown:
+            own = covered(drawing, [stroke]) - drawing.strokes.blank()
+            assert (own + covered(drawing, others)).max(where=own > 0, initial=0) < MEETS
 
 
-def test_the_first_stroke_lies_in_the_middle(drawn):
-    for drawings in drawn.values():
-        for drawing in drawings:
-            place, way = drawing.targets[0].strokes[0]
-            near = drawing.strokes.near
-            whole = place + near.pixels[way][near.levels[way] == 255]
-            inside = np.stack(np.divmod(whole, drawing.strokes.stride)) - drawing.strokes.rim
-            border = 2 * drawing.strokes.rules.seed_distance
-            assert border <= inside.min()
-            assert inside.max() < drawing.strokes.rules.size - border
+def test_turns_steps_and_starts_are_those_of_the_rules(drawings):
+    for drawing in drawings:
+        strokes, (rules, margin) = drawing.strokes, (drawing.strokes.rules, drawing.strokes.margin)
+        for snake in (*drawing.targets, *drawing.distractors):
+            ways = strokes.ways[[way for _, way in snake.strokes]]
+            turns = np.arccos((ways[1:] * ways[:-1]).sum(1).clip(-1, 1))
+            assert (turns * rules.continuity <= np.pi / 2 + 1e-9).all()
+            steps = np.linalg.norm(np.diff(line(drawing, snake)[1:], axis=0), axis=1)
+            rounded = 3 * math.sqrt(0.5)  # the pivot before, the pivot after and the end are whole pixels
+            assert (abs(steps - rules.length - 2 * margin) <= rounded + 2 * margin).all()
+        tails = points(drawing, [snake.origin for snake in drawing.targets])
+        assert abs(np.linalg.norm(tails[0] - tails[1]) - rules.seed_distance) <= math.sqrt(0.5)
+        place, way = drawing.targets[0].strokes[0]
+        whole = points(drawing, place + strokes.near.pixels[way][strokes.near.levels[way] == 255])
+        for inside in (whole, tails[0]):  # the first stroke lies in the middle
+            assert 2 * rules.seed_distance <= inside.min()
+            assert inside.max() < rules.size - 2 * rules.seed_distance
 
 
-def test_the_pixels_alone_show_the_label_where_snakes_keep_apart(drawn):
+def test_the_pixels_alone_show_the_label_if_snakes_keep_apart(drawn):
     """A walk over the picture of the two long snakes, with steps just above the gaps between strokes."""
-    agree = total = 0
+    agree = []
     for drawing in drawn[128, "easy"]:
         image = drawing._replace(distractors=(), discs=()).image()
-        start, end = (np.array(divmod(disc, drawing.strokes.stride)) - drawing.strokes.rim for disc in drawing.discs)
-        found = joined(image, start, end, 2 * drawing.strokes.margin + 1)
-        agree += found == bool(drawing.label)
-        total += 1
-        if drawing.label:
-            assert found  # whoever walks along a snake arrives
-    assert agree > total / 2
-
-
-def test_turns_and_steps_are_those_of_the_rules(drawn):
-    for drawings in drawn.values():
-        for drawing in drawings:
-            rules, margin = drawing.strokes.rules, drawing.strokes.margin
-            for snake in (*drawing.targets, *drawing.distractors):
-                ways = drawing.strokes.ways[[way for _, way in snake.strokes]]
-                turns = np.arccos((ways[1:] * ways[:-1]).sum(1).clip(-1, 1))
-                assert (turns * rules.continuity <= np.pi / 2 + 1e-9).all()
-                steps = np.linalg.norm(np.diff(line(drawing, snake)[1:], axis=0), axis=1)
-                rounded = 3 * math.sqrt(0.5)  # the pivot before, the pivot after and the end are whole pixels
-                assert (abs(steps - rules.length - 2 * margin) <= rounded + 2 * margin).all()
-            tails = [line(drawing, snake)[0] for snake in drawing.targets]
-            assert abs(np.linalg.norm(tails[0] - tails[1]) - rules.seed_distance) <= math.sqrt(0.5)
-            assert 2 * rules.seed_distance <= tails[0].min()
-            assert tails[0].max() < rules.size - 2 * rules.seed_distance
+        found = joined(image, *points(drawing, drawing.discs), 2 * drawing.strokes.margin + 1)
+        assert found or not drawing.label, "whoever walks along a snake arrives"
+        agree.append(found == bool(drawing.label))
+    assert np.mean(agree) > 0.5
 
 
 def test_images_have_bright_discs_a_dark_ground_and_grey_strokes(drawn):
-    for (size, _), drawings in drawn.items():
-        for drawing in drawings:
-            image = drawing.image()
-            assert image.shape == (size, size)
-            assert image.dtype == np.uint8
-            for disc in drawing.discs:
-                row, column = np.array(divmod(disc, drawing.strokes.stride)) - drawing.strokes.rim
-                assert image[row, column] > 240
+    for (size, _), some in drawn.items():
+        for drawing in some:
+            image, without = drawing.image(), drawing._replace(distractors=()).image()
+            assert (image.shape, image.dtype) == ((size, size), np.uint8)
+            discs = tuple(points(drawing, drawing.discs).T)
+            assert (image[discs] > 240).all()
             assert image.max() == 255
             assert 0.3 < (image == 0).mean() < 0.99
-            without = drawing._replace(distractors=()).image()
             # At 32 pixels short snakes may be too bright for an image: then all of it is scaled, and rounded again.
-            scaled = without * (image[row, column] / without[row, column])
+            scaled = without * (image[discs][1] / without[discs][1])
             assert (scaled <= image + (2.0 if size == 32 else 0.0)).all()
             assert bool((without < image).any()) == bool(drawing.distractors)
 
 
 def test_short_snakes_are_as_bright_as_the_rules_say(drawn):
     """At 32 pixels they are 2 / 1.5 times as bright as the long ones; elsewhere all are 0.8 or 0.9 of a disc."""
-    for (size, _), drawings in drawn.items():
-        rules, peaks = RULES[size], []
-        for drawing in drawings[:20]:
-            only = drawing._replace(targets=(), discs=())
-            peaks.append([int(image.image().max()) for image in (only, drawing._replace(distractors=(), discs=()))])
-        short, long = np.max(peaks, axis=0)
+    for (size, _), some in drawn.items():
+        rules = RULES[size]
+        short = max(drawing._replace(targets=(), discs=()).image().max() for drawing in some)
+        long = max(drawing._replace(distractors=(), discs=()).image().max() for drawing in some)
         assert abs(short / long - min(255 / long, rules.short_contrast / rules.contrast)) <= 1 / long
 
 
 def test_the_classes_are_in_balance():
-    labels = np.concatenate([make_block({"size": 32, "difficulty": "easy"}, 0, number).labels for number in range(2)])
-    allowed = math.sqrt(math.log(2 / FALSE_ALARM) / (2 * len(labels)))
-    assert abs(labels.mean() - 0.5) < allowed
+    labels = [drawing.label for drawing in draw(32, "easy", 600, np.random.default_rng(1))]
+    allowed = math.sqrt(math.log(2 / 1e-6) / (2 * len(labels)))  # exceeded with a probability of 1e-6 (Hoeffding)
+    assert abs(np.mean(labels) - 0.5) < allowed
 
 
 def test_a_block_depends_on_its_seed_and_number_alone(monkeypatch):
-    monkeypatch.setattr(pathfinder, "BLOCK", 20)
+    monkeypatch.setattr(pathfinder, "BLOCK", 5)
+    monkeypatch.setattr(pathfinder, "CANVAS_BYTES", 1 << 20)
     options = {"size": 32, "difficulty": "easy"}
     first, again = make_block(options, 1, 2), make_block(options, 1, 2)
     assert all((a == b).all() for a, b in zip(first, again, strict=True))

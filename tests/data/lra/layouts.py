@@ -1,0 +1,103 @@
+"""Small data sets in every layout of Long Range Arena's, and a stack machine that evaluates ListOps."""
+
+import json
+import lzma
+
+import numpy as np
+from PIL import Image
+
+from subquad.data.lra.listops import CLOSE, MAX, MED, MIN, SM
+
+HOME = "curv_contour_length_14"
+"""Pathfinder's folder of difficulty=hard."""
+
+
+def put(root, name, content):
+    (root / name).parent.mkdir(parents=True, exist_ok=True)
+    (root / name).write_bytes(content.encode() if isinstance(content, str) else content)
+
+
+def reviews(root):
+    for side, name, count in (("train", "pos", 12), ("train", "neg", 18), ("test", "pos", 3), ("test", "neg", 5)):
+        for i in range(count):
+            put(root, f"{side}/{name}/{i}_7.txt", f"é {side} {name} {i} " + "x" * i)
+    (root / "train" / "unsup").mkdir()
+    return root
+
+
+def tables(root):
+    for side in ("train", "test"):
+        put(root, f"x_{side}.tsv", "0\t1\t2\tgood\n")
+    return root
+
+
+def expressions(root):
+    for name, count in (("train", 20), ("val", 3), ("test", 4)):
+        rows = [f"( ( ( [MIN {i % 10} ) {(i + 3) % 10} ) ] )\t{min(i % 10, (i + 3) % 10)}" for i in range(count)]
+        rows += [f"( ( ( [MAX {i} ) {i} ) ] )\t{i}" for i in range(10)] * (name == "train")
+        put(root, f"basic_{name}.tsv", "\n".join(["Source\tTarget", *rows]) + "\n")
+    return root
+
+
+def release(root):
+    for name in ("train", "eval", "test"):
+        rows = [f'"{i}.0"\t"a{i}"\t"b"\t"{text}"\t"two ""2"""\n' for i, text in enumerate(("one", "three"))]
+        put(root, f"new_aan_pairs.{name}.tsv", "".join(rows))
+    return root
+
+
+def papers(root):
+    rows = [json.dumps({"id": f"P{i}", "text": f"paper {i} " * (i + 1)}) for i in range(4)]
+    put(root, "papers.jsonl.xz", lzma.compress("\n".join(rows).encode()))
+    for name in ("train", "val", "test"):
+        put(root, f"pairs_{name}.tsv", "1\tP0\tP1\n0\tP2\tP1\n")
+    return root
+
+
+def pictures(root):
+    rng = np.random.default_rng(0)
+    for side, count in (("train", 10), ("test", 2)):
+        for name in ("cat", "dog"):
+            (root / side / name).mkdir(parents=True, exist_ok=True)
+            for i in range(count):
+                Image.fromarray(rng.integers(0, 256, (4, 4, 3), dtype=np.uint8)).save(root / side / name / f"{i}.png")
+    return root
+
+
+def pathfinder(root, kind=None):
+    """The release, its metadata as text or (`kind`) as an array."""
+    home, rows = root / HOME, []
+    (home / "imgs/0").mkdir(parents=True)
+    for i in range(20):
+        Image.fromarray(np.full((32, 32), i, dtype=np.uint8)).save(home / f"imgs/0/sample_{i}.png")
+        rows.append(["imgs/0", f"sample_{i}.png", str(i), str(i % 2), "1.8", "14"])
+    put(home, "metadata/0.npy", "\n".join(map(" ".join, rows)) + "\n")
+    if kind is not None:
+        np.save(home / "metadata/0.npy", np.array(rows, dtype=kind))
+    return root
+
+
+DATASETS = {reviews: "text", tables: "text", expressions: "listops", release: "retrieval", papers: "retrieval"}
+DATASETS |= {pictures: "image", pathfinder: "pathfinder32"}
+
+
+def solve(tokens: list[int]) -> tuple[int, int]:
+    """Return the value of an expression and the depth of its deepest node, by a stack machine."""
+    stack: list[int] = []
+    deepest = depth = 0
+    for token in tokens:
+        if token != CLOSE:
+            stack.append(token)
+            deepest = max(deepest, depth + 1)
+            depth += token >= MIN
+            continue
+        arguments: list[int] = []
+        while stack[-1] < MIN:
+            arguments.append(stack.pop())
+        assert 2 <= len(arguments) <= 10
+        arguments.sort()
+        median = (arguments[(len(arguments) - 1) // 2] + arguments[len(arguments) // 2]) // 2
+        stack.append({MIN: arguments[0], MAX: arguments[-1], MED: median, SM: sum(arguments) % 10}[stack.pop()])
+        depth -= 1
+    (value,) = stack
+    return value, deepest
