@@ -1,4 +1,6 @@
-"""Text that is decoded token by token."""
+"""Text that is decoded token by token, up to a stop string."""
+
+import itertools
 
 import pytest
 from hypothesis import given
@@ -6,8 +8,11 @@ from hypothesis import strategies as st
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 
 from subquad.generation import TextStream
+from subquad.generation.stream import StopStrings
 
 ALPHABET = sorted(pre_tokenizers.ByteLevel.alphabet())
+TEXT = st.text(st.sampled_from("a äé€😀\ufffd"), max_size=12)
+"""Characters of one to four bytes, and the mark of broken ones."""
 
 
 @pytest.fixture(scope="module")
@@ -44,7 +49,7 @@ def test_pieces_join_to_the_text_of_all_tokens_whatever_the_bytes(byte_level, to
     assert byte_level.decode(tokens).startswith(before)
 
 
-@given(text=st.text(max_size=12))
+@given(text=TEXT)
 def test_no_piece_holds_half_a_character(byte_level, text):
     tokens = byte_level.encode(text).ids
     shown = pieces(byte_level, tokens)
@@ -53,7 +58,7 @@ def test_no_piece_holds_half_a_character(byte_level, text):
 
 
 def test_a_character_is_shown_with_its_last_byte(byte_level):
-    tokens = [byte_level.token_to_id(byte_level.id_to_token(i)) for i in byte_level.encode("a€b").ids]
+    tokens = byte_level.encode("a€b").ids
     assert pieces(byte_level, tokens) == ["a", "", "", "€", "b", ""]
 
 
@@ -81,9 +86,9 @@ def test_long_streams_keep_few_tokens(byte_level):
     assert len(stream._tokens) < 8
 
 
-@given(text=st.text(st.sampled_from("aé€😀\ufffd"), max_size=8))
-def test_bytes_that_a_tokenizer_falls_back_to_make_whole_characters(text):
-    """As in tokenizers of the SentencePiece kind: a token a byte, decoded to one mark a byte until all are there."""
+@given(text=TEXT)
+def test_fallback_to_bytes_makes_whole_characters(text):
+    """As in SentencePiece tokenizers: one token a byte, and one mark for each byte of an unfinished character."""
     words = {"<unk>": 0} | {f"<0x{byte:02X}>": byte + 1 for byte in range(256)}
     tokenizer = Tokenizer(models.BPE(words, [], byte_fallback=True, unk_token="<unk>"))
     tokenizer.decoder = decoders.Sequence([decoders.ByteFallback(), decoders.Fuse()])
@@ -91,3 +96,45 @@ def test_bytes_that_a_tokenizer_falls_back_to_make_whole_characters(text):
     assert "".join(shown) == text
     if "\ufffd" not in text:
         assert not any("\ufffd" in piece for piece in shown)
+
+
+def passed(stops, parts):
+    """The text that passes the filter, and the stop string that ended it."""
+    watch = StopStrings(stops)
+    return "".join([*(watch.push(part) for part in parts), watch.finish()]), watch.stopped
+
+
+@given(
+    st.lists(st.text("ab", min_size=1, max_size=4), max_size=3),
+    st.text("ab", max_size=20),
+    st.lists(st.integers(0, 20), max_size=8),
+)
+def test_the_text_ends_before_a_stop_string_wherever_the_pieces_are_cut(stops, text, cuts):
+    places = sorted({0, len(text), *(cut % (len(text) + 1) for cut in cuts)})
+    got, stopped = passed(stops, [text[a:b] for a, b in itertools.pairwise(places)])
+    if not any(stop in text for stop in stops):
+        assert (got, stopped) == (text, None)
+        return
+    assert stopped in stops
+    assert text.startswith(got + stopped)
+    assert not any(stop in got for stop in stops)
+
+
+@given(st.text("ab", max_size=20))
+def test_one_character_at_a_time_the_first_complete_one_wins(text):
+    got, stopped = passed(["aab", "ba"], text)
+    ends = {stop: text.find(stop) + len(stop) for stop in ("aab", "ba") if stop in text}
+    assert stopped == (min(ends, key=lambda stop: ends[stop]) if ends else None)
+    assert got == (text if stopped is None else text[: text.find(stopped)])
+
+
+def test_only_a_possible_beginning_of_a_stop_string_is_held_back():
+    watch = StopStrings(["###"])
+    assert [watch.push(piece) for piece in ("one #", "# two", " #", "##", "more")] == ["one ", "## two", " ", "", ""]
+    assert watch.stopped == "###"
+    assert watch.finish() == ""
+
+
+def test_an_empty_stop_string_is_refused():
+    with pytest.raises(ValueError, match="a stop string must hold at least one character, got an empty one"):
+        StopStrings(["a", ""])
