@@ -5,6 +5,7 @@ import torch
 from torch._dynamo.testing import CompileCounterWithBackend
 
 from subquad.generation import BatchDecoder, SamplingConfig, generate, generate_batch
+from subquad.generation.batch import continue_together
 from subquad.models import Decoder
 from subquad.models.build import build_model
 from tests.generation.models import MECHANISMS, VOCABULARY, config_of, make, numbers
@@ -53,6 +54,21 @@ def test_samples_have_their_own_random_numbers():
         generate_batch(model, prompts, samples=0)
 
 
+def test_samples_of_one_prompt_together_are_those_of_each_alone():
+    model, prompt, drawn = make("llp"), numbers(9), {"max_tokens": 12, "temperature": 2.0}
+    free = [list(generate(model, prompt, **drawn, seed=seed)) for seed in range(4)]
+    stops = {free[0][2], free[1][5], free[2][8]}  # rows leave the batch one after another
+    reading = generate(model, prompt)
+    reading.prefill()
+    samplings = [SamplingConfig(**drawn, seed=seed) for seed in range(4)]
+    found = continue_together(model, prompt, samplings, state=reading.state, stop_tokens=stops)
+    for request, tokens in zip(found, free, strict=True):
+        end = next((i + 1 for i, token in enumerate(tokens) if token in stops), len(tokens))
+        assert request.tokens == tokens[:end]
+        assert request.finished == ("stop" if tokens[end - 1] in stops else "length")
+    assert len({len(request.tokens) for request in found}) > 2
+
+
 def test_each_sequence_has_its_own_penalty_and_stop_token():
     model, prompt = make("llp"), numbers(9)
     held_back = {"max_tokens": 12, "temperature": 0.0, "repetition_penalty": 1.5}
@@ -94,6 +110,7 @@ def test_a_cancelled_request_leaves_its_slot_to_the_next():
     assert (first.finished, len(first.tokens)) == ("cancelled", 1)
     assert (second.finished, second.tokens) == ("cancelled", [])
     assert third.tokens == alone(model, numbers(7, 7))
+    assert decoder._slots.take(0).seen == 0, "nothing of a sequence is left"
 
 
 @pytest.mark.parametrize("name", ["window 32", pytest.param("llp", marks=slow), pytest.param("full", marks=slow)])

@@ -14,22 +14,21 @@ from tests.generation.models import make, numbers
 PROMPT = numbers(7)
 
 
-FEW = [(None, 1, 1.0), (3, 2, 0.5), (7, 4, 1.0), (3, 4, 2.0), (7, 2, 2.0), (None, 4, 0.5)]
-ALL = list(itertools.product([None, 3, 7], [1, 2, 4], [1.0, 0.5, 2.0]))
+FEW = [((), 1, 1.0), ((7,), 2, 0.5), ((7,), 4, 1.0), ((20, 12), 4, 1.0), ((20, 12), 2, 2.0), ((), 4, 0.5)]
+ALL = itertools.product([(), (7,), (20, 12)], [1, 2, 4], [1.0, 0.5, 2.0])
 
 
 @pytest.mark.parametrize(
-    ("stop", "beams", "length_penalty"),
+    ("stops", "beams", "length_penalty"),
     [case if case in FEW else pytest.param(*case, marks=pytest.mark.slow) for case in ALL],
 )
-def test_beams_and_scores_are_those_of_transformers(stop, beams, length_penalty):
+def test_beams_and_scores_are_those_of_transformers(stops, beams, length_penalty):
     model, prompt = make("latte"), torch.tensor([PROMPT])
     wrapped = SubquadForCausalLM(SubquadConfig.from_decoder(model.config)).double().eval()
     wrapped.model.load_state_dict(model.state_dict())
     how = {"num_beams": beams, "num_return_sequences": beams, "length_penalty": length_penalty} if beams > 1 else {}
-    ends = {"eos_token_id": stop, "pad_token_id": 1, "do_sample": False}
+    ends = {"eos_token_id": list(stops) or None, "pad_token_id": 1, "do_sample": False}
     theirs = wrapped.generate(prompt, attention_mask=torch.ones_like(prompt), max_new_tokens=10, **ends, **how)
-    stops = () if stop is None else [stop]
     ours = beam_search(model, PROMPT, beams=beams, max_tokens=10, stop_tokens=stops, length_penalty=length_penalty)
     assert len(ours) == beams
     for beam, row in zip(ours, theirs[:, len(PROMPT) :].tolist(), strict=True):
