@@ -173,16 +173,6 @@ def test_a_request_for_no_tokens_ends_at_once():
         decoder.add([1], SamplingConfig(max_tokens=0), keep_state=True)
 
 
-def test_the_state_of_another_mode_is_refused():
-    model = make("perceiver_ar self exact")
-    state = generate(model, numbers(9), max_tokens=0).read_all()
-    model.set_decode("refill", None)
-    decoder = BatchDecoder(model, slots=1)
-    with pytest.raises(ValueError, match="the state was made with decode=exact and the model has decode=refill"):
-        decoder.add([1], GREEDY, state=state)
-    assert decoder.waiting == 0
-
-
 def test_idle_slots_run_into_no_limit():
     model, sampling = make("learned"), GREEDY.replace(max_tokens=40)
     decoder = BatchDecoder(model, slots=2)
@@ -190,14 +180,6 @@ def test_idle_slots_run_into_no_limit():
         request = decoder.add([1], sampling)
         decoder.run()
     assert request.tokens == alone(model, [1], sampling)
-
-
-def test_the_model_keeps_its_mode():
-    model = make("latte").train()
-    decoder = BatchDecoder(model, slots=1)
-    decoder.add([1, 2], GREEDY)
-    decoder.run()
-    assert model.training
 
 
 @pytest.mark.parametrize(("name", "arguments", "match"), [

@@ -11,28 +11,18 @@ PROMPT = numbers(11)
 GREEDY = {"max_tokens": 12, "temperature": 0.0}
 
 
-def frozen():
-    """A Perceiver AR that can generate only as many tokens as it has latents."""
-    options = {"perceiver_ar": {"latents": 5, "history": "self", "history_tokens": 6, "decode": "frozen"}}
-    torch.manual_seed(0)
-    return build_model(config_of("perceiver_ar self exact").replace(options=options, init_std=0.5)).double().eval()
-
-
 def test_a_seed_repeats_a_sample_and_samples_without_one_differ():
     model, drawn = make("latte"), {"max_tokens": 20, "temperature": 2.0}
     one, again, other = (list(generate(model, PROMPT, **drawn, seed=seed)) for seed in (5, 5, 6))
     assert one == again != other
     assert len({tuple(generate(model, PROMPT, **drawn)) for _ in range(3)}) == 3
+    assert list(generate(model, PROMPT, max_tokens=0)) == []
 
 
 def test_a_stop_token_is_returned_and_ends_the_sequence():
     free = list(generate(make("llp"), PROMPT, **GREEDY))
     found = list(generate(make("llp"), PROMPT, **GREEDY, stop_tokens=[free[4]]))
     assert found == free[: free.index(free[4]) + 1]
-
-
-def test_no_tokens_are_generated_if_none_are_asked_for():
-    assert list(generate(make("latte"), PROMPT, max_tokens=0)) == []
 
 
 @pytest.mark.parametrize("name", ["full", "llp", REFILL[1]])
@@ -80,7 +70,9 @@ def test_a_perceiver_reads_its_prompt_in_one_piece_and_without_a_pass_if_each_to
 
 
 def test_a_frozen_model_ends_with_an_error_after_as_many_tokens_as_it_says():
-    model = frozen()
+    options = {"perceiver_ar": {"latents": 5, "history": "self", "history_tokens": 6, "decode": "frozen"}}
+    torch.manual_seed(0)
+    model = build_model(config_of(REFILL[1]).replace(options=options, init_std=0.5)).double().eval()
     most = model.most_new_tokens(9)
     generation = generate(model, range(9), temperature=0, max_tokens=most + 1)
     tokens = [next(generation) for _ in range(most)]

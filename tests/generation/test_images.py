@@ -38,16 +38,21 @@ def test_each_image_has_its_own_random_numbers():
     assert (together.batch_size, apart.batch_size) == (5, 2)
     assert_exact(generate_images(model, 1, seed=5).pixels_NT[0], together.pixels_NT[2])
     assert len(together.pixels_NT.unique(dim=0)) == 5
+    drawn = [generate_images(model, 2, seed=seed).pixels_NT for seed in (2**64 - 1, -1, 0)]
+    assert_exact(drawn[0], drawn[1])
+    assert_exact(drawn[0][1], drawn[2][0])
 
 
 def test_given_pixels_stay_and_drawn_ones_depend_on_them():
     model = image_model(near=1)
     pixels = generate_images(model, 2, seed=1).pixels_NT
-    again = complete_images(model, pixels, HALF, seed=1)
-    assert_exact(again.pixels_NT, pixels)  # the same random numbers, and the same pixels before
+    assert_exact(complete_images(model, pixels, HALF, seed=1).pixels_NT, pixels)  # the same random numbers
     other = complete_images(model, pixels, HALF, seed=9).pixels_NT
     assert_exact(other[:, :6], pixels[:, :6])
     assert (other[:, 6:] != pixels[:, 6:]).any()
+    nothing = complete_images(model, pixels, torch.zeros(12, dtype=torch.bool))
+    assert_exact(nothing.pixels_NT, pixels)
+    assert nothing.state_bytes == 0
 
 
 def test_a_hole_is_drawn_from_what_comes_before_alone():
@@ -63,13 +68,6 @@ def test_a_hole_is_drawn_from_what_comes_before_alone():
     hidden[:, hole] += 50  # what was there is not looked at
     assert_exact(complete_images(model, hidden, hole).pixels_NT, drawn)
     assert_exact(complete_images(model, hidden, hole, cache=False).pixels_NT, drawn)
-
-
-def test_seeds_count_modulo_2_to_64():
-    model = image_model()
-    drawn = [generate_images(model, 2, seed=seed).pixels_NT for seed in (2**64 - 1, -1, 0)]
-    assert_exact(drawn[0], drawn[1])
-    assert_exact(drawn[0][1], drawn[2][0])
 
 
 def test_the_likeliest_image_does_not_depend_on_the_seed():
@@ -90,13 +88,6 @@ def test_progress_counts_pixels_and_the_mode_is_kept():
     complete_images(model, above, ~HALF, progress=lambda done, pixels: seen.append((done, pixels)))
     assert seen[-1] == (24, 24)  # what is given after the last drawn pixel counts too
     assert model.training
-
-
-def test_without_occluded_pixels_nothing_is_drawn():
-    pixels = torch.zeros(1, 12, dtype=torch.uint8)
-    drawn = complete_images(image_model(), pixels, torch.zeros(12, dtype=torch.bool))
-    assert_exact(drawn.pixels_NT, pixels)
-    assert drawn.state_bytes == 0
 
 
 @pytest.mark.parametrize(("pixels", "mask", "options", "match"), [

@@ -143,20 +143,3 @@ def test_a_row_without_kept_latents_joins_one_with_them():
     model, asked = make("perceiver_ar self exact"), ((1, 5), (12, 3), (5, 6))
     for request, (prompt, tokens) in zip(joined(model, asked)[1], asked, strict=True):
         assert request.tokens == list(generate(model, numbers(prompt, prompt), max_tokens=tokens, temperature=0))
-
-
-@every([*FEW, "bigbird", "linear", "loops"])
-@torch.no_grad()
-def test_left_padding_changes_nothing(name):
-    model = make(name)
-    if isinstance(model, PerceiverAR):
-        model.set_decode("exact", None)
-    padded = torch.tensor([[0] * 7 + PROMPT, numbers(18, 1)])
-    mask = torch.ones_like(padded, dtype=torch.bool)
-    mask[0, :7] = False
-    logits, state = model(padded, None, mask)
-    tokens = [int(logits[0, -1].argmax())]
-    while len(tokens) < 9:
-        logits, state = model(torch.tensor([[tokens[-1]], [1]]), state)
-        tokens.append(int(logits[0, -1].argmax()))
-    assert tokens == list(generate(model, PROMPT, max_tokens=9, temperature=0))
