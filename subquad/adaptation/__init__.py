@@ -1,5 +1,6 @@
-"""Existing checkpoints, adapted: `extend` makes a model of transformers read longer windows, `convert` replaces full
-attention in a trained model. The configurations load no transformers; every other name loads its module on first use.
+"""Adapt existing checkpoints: `extend` lets a transformers model read longer texts, `convert` replaces full attention.
+
+The configurations don't import transformers; every other name imports its module on first use.
 """
 
 from typing import TYPE_CHECKING
@@ -13,22 +14,10 @@ if TYPE_CHECKING:
     from subquad.adaptation.extension import extend
     from subquad.adaptation.replace import replace_attention
 
-__all__ = [
-    "ConvertConfig",
-    "ExtendConfig",
-    "convert",
-    "extend",
-    "replace_attention",
-]
+__all__ = ["ConvertConfig", "ExtendConfig", "convert", "extend", "replace_attention"]
 
 __getattr__ = facade(
-    __name__,
-    {
-        "adapters": "adapters",
-        "convert": "conversion",
-        "extend": "extension",
-        "replace_attention": "replace",
-    },
+    __name__, {"adapters": "adapters", "convert": "conversion", "extend": "extension", "replace_attention": "replace"}
 )
 
 

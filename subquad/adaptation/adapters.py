@@ -1,4 +1,4 @@
-"""Models of transformers and adapters on disk: opened as they are, listed, and an adapter merged into its base."""
+"""List adapters on disk, merge one into its base model, and load a model with its tokenizer."""
 
 from __future__ import annotations
 
@@ -30,39 +30,39 @@ from subquad.training.runs import run_folder
 
 @dataclass(frozen=True)
 class Adapter:
-    """An adapter's folder, its base, and whether the two fit."""
+    """An adapter on disk, its base model, and whether the two belong together."""
 
     folder: str
     base: str
     rank: int
     alpha: int
     kind: str
-    """LoRA or DoRA, rs before it where the scale falls with the root of the rank."""
+    """LoRA or DoRA, prefixed by rs if the scale is alpha / sqrt(rank)."""
     layers: list[str]
-    """Full names of the layers with factors."""
+    """Full names of the adapted layers."""
     parameters: int
-    """Numbers of the adapter."""
+    """Number of values in the adapter's weights."""
     base_parameters: int | None
-    """Numbers of the base's weights; None where it is not there."""
+    """Number of values in the base's weights; None if the base is missing or has other weights."""
     bytes: int
-    """Of its weights on disk."""
+    """Size of the adapter's weights on disk."""
     fits: str
-    """yes, or why not."""
+    """yes, or the reason why not."""
 
     @property
     def short(self) -> str:
-        """Return the layers' names without their depth."""
+        """Return the kinds of adapted layers (`query`, `key`), without the path to each."""
         return ", ".join(sorted({name.rpartition(".")[2] for name in self.layers}))
 
     def record(self) -> dict[str, Any]:
-        """Return plain values, for JSON."""
+        """Return the fields as plain values, for JSON."""
         return asdict(self)
 
 
 def adapters(folders: Sequence[str]) -> list[Adapter]:
-    """Return the adapters in and below folders, checkpoints left out, in the order of their names.
+    """Return the adapters in and below each of `folders`, sorted by path, without those of checkpoints.
 
-    Raises `FileNotFoundError` for a folder that is not there and `ValueError` for an adapter whose files are damaged.
+    Raises `FileNotFoundError` for a missing folder and `ValueError` for a damaged `adapter_config.json`.
     """
     found: list[Path] = []
     for folder in folders:
@@ -81,16 +81,16 @@ def _adapter(folder: Path) -> Adapter:
         layers = sorted([names] if isinstance(names, str) else map(str, names))
         kind = f"{'rs' if config.get('use_rslora') else ''}{'DoRA' if config.get('use_dora') else 'LoRA'}"
     except (ValueError, TypeError, KeyError, OverflowError) as error:
-        raise ValueError(f"{file} is no configuration of a LoRA adapter: {error!r}") from error
+        raise ValueError(f"{file} is not the configuration of a LoRA adapter: {error!r}") from error
     base, fits, there = str(config.get("base_model_name_or_path")), "yes", None
     try:
         record = lora.Base.read(folder)
         base, there = record.path, record.find(folder)
     except FileNotFoundError:
         known = (folder / lora.RECORD).is_file()
-        fits = "no: the base is not there" if known else f"not known: no {lora.RECORD}"
+        fits = "no: the base is missing" if known else f"unknown: no {lora.RECORD}"
     except ValueError as error:
-        fits = "no: the base has other weights" if "SHA-256" in str(error) else f"not known: {lora.RECORD} is damaged"
+        fits = "no: the base has other weights" if "SHA-256" in str(error) else f"unknown: {lora.RECORD} is damaged"
     parameters = 0
     try:
         parameters = _numbers([weights])
@@ -113,7 +113,7 @@ def _adapter(folder: Path) -> Adapter:
 
 
 def _numbers(files: Sequence[Path]) -> int:
-    """Return how many numbers safetensors files hold, by their headers."""
+    """Count the values in safetensors files from their headers."""
     total = 0
     for file in files:
         with safe_open(file, framework="numpy") as tensors:
@@ -123,17 +123,17 @@ def _numbers(files: Sequence[Path]) -> int:
 
 @dataclass(frozen=True)
 class Merging:
-    """A merged model that is about to be written."""
+    """A merged model, ready to be written to `out`."""
 
     model: PreTrainedModel
     source: Path
     home: Path
     out: Path
     extension: bool = False
-    """Whether it is a model of transformers that `subquad extend` adapted."""
+    """Whether it is a transformers model that `subquad extend` adapted."""
 
     def write(self) -> None:
-        """Write the folder, whole or not at all: the model, the tokenizer, and `config.yaml` without LoRA."""
+        """Write the model, the tokenizer, and `config.yaml` without LoRA; `out` appears only once it is complete."""
         aside = self.out.with_name(f".merging-{self.out.name}")
         shutil.rmtree(aside, ignore_errors=True)
         self.model.save_pretrained(aside)
@@ -155,21 +155,20 @@ class Merging:
 
 
 def open_merging(run: str, out: str, base: str | None) -> Merging:
-    """Return the merged model of an adapter's folder, not yet written.
+    """Merge the adapter in `run` into its base, the recorded one or `base`; `Merging.write` then saves it to `out`.
 
-    Raises `FileNotFoundError` or `ValueError` for a folder without an adapter, a base that is not there or has other
-    weights, and an `out` that is there already.
+    Raises `FileNotFoundError` or `ValueError` for a missing adapter, a missing or different base, or an existing `out`.
     """
     source, target = Path(run), Path(out)
     if not lora.is_adapter(source):
-        raise FileNotFoundError(f"{run} holds no adapter; `subquad lora list` shows those that there are")
+        raise FileNotFoundError(f"{run} holds no adapter; `subquad lora list` shows the adapters in a folder")
     if not out or target.exists() or any(above.is_file() for above in target.parents):
-        raise ValueError(f"{out!r} is there already, or is below a file; --out must name a new folder")
+        raise ValueError(f"{out!r} already exists or lies below a file; --out must name a new folder")
     home = run_folder(source)
     disable_progress_bar()
     if lora.is_extension(source):
         whole: Any = lora.merge(extended.open_extension(source, base))
-        dtype = read_config(source).dtype or torch.float32  # the original was read in float32
+        dtype = read_config(source).dtype or torch.float32  # merged in float32, saved as the original was
         return Merging(whole.to(dtype), source, home, target, extension=True)
     record = lora.Base.read(source)
     if base is None:
@@ -183,6 +182,6 @@ def open_merging(run: str, out: str, base: str | None) -> Merging:
 
 
 def open_foreign(folder: str, device: str) -> tuple[nn.Module, PreTrainedTokenizerBase]:
-    """Return what `extended.load_causal` returns, with its tokenizer, on `device`: `cpu`, or `auto`."""
+    """Load the causal model in `folder` in eval mode on `device` (`cpu` or `auto`), and its tokenizer."""
     model = extended.load_causal(folder).eval().to(device_type(device))
     return model, AutoTokenizer.from_pretrained(folder, local_files_only=True, trust_remote_code=False)

@@ -1,4 +1,4 @@
-"""A conversion from its start, or its last complete stage, to its report."""
+"""Run a conversion from the original, or from its last complete stage, to the report."""
 
 from __future__ import annotations
 
@@ -27,13 +27,13 @@ from subquad.training.processes import device_type
 
 SETTINGS, RECORD = "conversion.json", "stage.json"
 NAMES = ("original", "replaced", "matched", "tuned")
-"""In their order."""
+"""Stages in order."""
 
 
 class Stages:
-    """The folder of a conversion: `conversion.json` and a folder for each stage that is complete.
+    """Folder of a conversion: `conversion.json` with its settings, and a folder for each complete stage.
 
-    Raises `ValueError` where the folder holds something else, or a conversion with other settings.
+    Raises `ValueError` if the folder holds other files, or a conversion with other settings.
     """
 
     def __init__(self, folder: str | Path, settings: dict[str, Any]) -> None:
@@ -42,33 +42,31 @@ class Stages:
         if file.is_file():
             changed = differences(read_json_mapping(file), settings)
             if changed:
-                raise ValueError(
-                    f"{folder} holds another conversion ({'; '.join(changed)}); give --out another folder, or the same "
-                    "settings"
-                )
+                changes = "; ".join(changed)
+                raise ValueError(f"{folder} holds another conversion ({changes}); --out must name another folder")
             return
         if self.folder.is_dir() and any(self.folder.iterdir()):
-            raise ValueError(f"{folder} holds files that are no conversion's; give --out a new folder")
+            raise ValueError(f"{folder} holds files that no conversion wrote; --out must name a new folder")
         if self.folder.exists() and not self.folder.is_dir():
-            raise ValueError(f"{folder} is no folder; give --out a new one")
+            raise ValueError(f"{folder} is a file; --out must name a new folder")
         self.folder.mkdir(parents=True, exist_ok=True)
         write_atomically(file, (json.dumps(settings, indent=2) + "\n").encode())
 
     def place(self, name: str) -> Path:
-        """Return the folder of a stage."""
+        """Return the folder of the stage `name`."""
         return self.folder / "stages" / f"{NAMES.index(name) + 1}-{name}"
 
     def record(self, name: str) -> dict[str, Any] | None:
-        """Return what a complete stage measured; None where it is not complete."""
+        """Return the measurements of the stage `name`, or None if it is not complete."""
         file = self.place(name) / RECORD
         return dict(read_json_mapping(file)) if file.is_file() else None
 
     def model(self, name: str) -> SubquadForCausalLM:
-        """Return the model of a complete stage."""
+        """Load the model that the complete stage `name` saved."""
         return SubquadForCausalLM.from_pretrained(self.place(name), local_files_only=True).eval()
 
     def save(self, name: str, record: dict[str, Any], model: SubquadForCausalLM | None = None) -> None:
-        """Complete a stage."""
+        """Save the measurements and the model of the stage `name`, all at once: it is complete then."""
         target = self.place(name)
         aside = target.with_name(f".saving-{target.name}")
         shutil.rmtree(aside, ignore_errors=True)
@@ -83,13 +81,13 @@ class Stages:
 REPORT = "report.json"
 FORMAT = 1
 _UNSETTLED = ("out", "device")
-"""Settings that may differ when a conversion goes on."""
+"""Settings that may differ when a conversion resumes."""
 
 
 class Conversion:
-    """A conversion that is ready to run: model and text are read, and the folder is its own.
+    """A conversion that is ready to run: model and text are loaded and checked, and `config.out` is its folder.
 
-    Raises as `load_source`, `replace_attention`, `read_text` and `Stages`, before anything is trained.
+    Raises as `load_source`, `replace_attention`, `read_text` and `Stages`, before any training.
     """
 
     def __init__(self, folder: str | Path, config: ConvertConfig, progress: Progress | None = None) -> None:
@@ -110,10 +108,7 @@ class Conversion:
         )
         most = self.teacher.most_tokens
         if most is not None and config.batch.length > most:
-            raise ValueError(
-                f"the model has {most} learned positions, got batch.length={config.batch.length}; choose shorter "
-                "windows"
-            )
+            raise ValueError(f"batch.length={config.batch.length} exceeds the model's {most} learned positions")
         check_reach(config.attention, config.options.get(config.attention, {}), config.batch.length)
         settings = {name: value for name, value in config.to_dict().items() if name not in _UNSETTLED}
         settings |= {"model": fingerprint(self.teacher), "text": self.text.fingerprint}
@@ -121,9 +116,9 @@ class Conversion:
         self.stages = Stages(config.out, settings)
 
     def run(self, **about: Any) -> dict[str, Any]:
-        """Run all stages that are not complete; return the report, which also stands in the folder.
+        """Run all incomplete stages and return the report, which is also written to the folder.
 
-        `about`, such as the machine, is kept with each stage that is run, and in the report that of the last stage.
+        Each stage that runs now keeps `about` (the machine, for example); the report repeats that of the last stage.
         """
         records = {name: self.stages.record(name) or self._stage(name, about) for name in NAMES}
         report = self._report(records) | records[NAMES[-1]]["about"]
@@ -131,7 +126,7 @@ class Conversion:
         return report
 
     def _stage(self, name: str, about: dict[str, Any]) -> dict[str, Any]:
-        """Run one stage after those before it, save it, and return what it measured."""
+        """Run the stage `name`, save it, and return its measurements."""
         begin = time.perf_counter()
         config, seed = self.config, self.config.seed + 1000 * NAMES.index(name)
         with torch.random.fork_rng():
@@ -150,7 +145,7 @@ class Conversion:
         return record
 
     def _made(self, name: str) -> tuple[SubquadForCausalLM | None, dict[str, Any]]:
-        """Return the model after a stage (None: the original), and the curve of its training."""
+        """Return the model after the stage `name` (None: the original), and a record with its training curve."""
         config = self.config
         if name == "original":
             return None, {}
@@ -172,7 +167,7 @@ class Conversion:
         )
 
     def _wrapped(self, decoder: Decoder) -> SubquadForCausalLM:
-        """Return the decoder as a transformers model, with the original's special tokens."""
+        """Wrap `decoder` as a transformers model with the original's special tokens."""
         own = self.source.model.config
         kept = {name: getattr(own, name) for name in ("bos_token_id", "eos_token_id", "pad_token_id")}
         with torch.device("meta"):
@@ -181,7 +176,7 @@ class Conversion:
         return model.eval()
 
     def _report(self, records: dict[str, dict[str, Any]]) -> dict[str, Any]:
-        """Return what the stages measured, and the gap between the last and the first."""
+        """Return the measurements of all stages, and the gap between the last and the first."""
         first, last = records["original"], records["tuned"]
         gaps = [
             {"start": a["start"], "stop": a["stop"], "tokens": a["tokens"], "gap": b["loss"] - a["loss"]}
@@ -212,7 +207,10 @@ class Conversion:
         return {**report, "explanation": explain(report)}
 
     def _finish(self, report: dict[str, Any]) -> None:
-        """Put the model, its tokenizer and the report at the top of the folder; the configuration comes last."""
+        """Copy the model, its tokenizer and the report to the top of the folder.
+
+        `config.json` comes last: without it, nobody takes an unfinished folder for a model.
+        """
         folder = Path(self.config.out)
         stage = self.stages.place("tuned")
         kept = [name for name in MODEL_FILES if (self.source.folder / name).is_file()]
@@ -228,8 +226,8 @@ class Conversion:
 def convert(
     folder: str | Path, config: ConvertConfig | None = None, /, *, progress: Progress | None = None
 ) -> dict[str, Any]:
-    """Convert the model in `folder` as `config` says, into `config.out`, and return the report.
+    """Convert the model in `folder`, write the result to `config.out`, and return the report.
 
-    Goes on after the last complete stage of a conversion that was interrupted. Raises as `Conversion`.
+    An interrupted conversion resumes after its last complete stage. Raises as `Conversion`.
     """
     return Conversion(folder, config or ConvertConfig(), progress).run()

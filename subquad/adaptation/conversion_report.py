@@ -1,4 +1,4 @@
-"""The report of a conversion in sentences and as a picture."""
+"""Report of a conversion, in sentences and as a picture."""
 
 from __future__ import annotations
 
@@ -9,19 +9,14 @@ from typing import Any
 from subquad.attention import mechanism
 from subquad.evaluation import drawing
 
-STAGES = {
-    "original": "original",
-    "replaced": "after replacing",
-    "matched": "after matching",
-    "tuned": "after LoRA",
-}
+STAGES = {"original": "original", "replaced": "after replacing", "matched": "after matching", "tuned": "after LoRA"}
 IDLE = 0.01
-"""Nats a token: a branch without which the loss changes by less carries nothing worth having."""
+"""Nats a token: a branch is idle if switching it off changes the loss by less."""
 Report = Mapping[str, Any]
 
 
 def explain(report: Report) -> list[str]:
-    """Return sentences: the size of the gap, its place in the context, and the branches that carry the result."""
+    """Return sentences on the size of the gap, where in the context it lies, and what each branch contributes."""
     first, last = report["stages"][0], report["stages"][-1]
     gap = report["gap"]["loss"]
     verb = "loses" if gap >= 0 else "gains"
@@ -36,7 +31,7 @@ def explain(report: Report) -> list[str]:
 
 
 def reach_of(attention: str, options: Mapping[str, Any]) -> int | None:
-    """Return how many tokens the mechanism sees by softmax with these options; None where it has no softmax."""
+    """Return how many tokens the softmax of a mechanism sees with `options`, or None if it has no softmax."""
     kind = mechanism(attention)
     if kind.softmax_reach is None:
         return None
@@ -44,33 +39,31 @@ def reach_of(attention: str, options: Mapping[str, Any]) -> int | None:
 
 
 def check_reach(attention: str, options: Mapping[str, Any], length: int) -> None:
-    """Raise `ValueError` where a mechanism of one source would see whole windows of `length` tokens."""
+    """Raise `ValueError` if a mechanism without other branches would see whole windows of `length` tokens."""
     reach, kind = reach_of(attention, options), mechanism(attention)
     if not kind.branches and reach is not None and reach >= length:
-        raise ValueError(
-            f"options.{attention}.{kind.softmax_reach}={reach} must be below batch.length={length}: in no window would "
-            "there be anything to leave out"
-        )
+        option = f"options.{attention}.{kind.softmax_reach}={reach}"
+        raise ValueError(f"{option} must be below batch.length={length}: otherwise it is full attention")
 
 
 def _beyond(report: Report, reach: int) -> str:
     parts = report["gap"]["by_position"]
     far = _mean([part for part in parts if part["start"] >= reach])
     near = _mean([part for part in parts if part["start"] < reach])
-    ways = ["layer upon layer"]
-    ways += [f"through {branch}" for branch in mechanism(report["attention"]).branches if branch != "window"]
-    ways += ["through the kept layers"] if report["layers"]["kept"] else []
+    ways = ["stacked layers"]
+    ways += [branch for branch in mechanism(report["attention"]).branches if branch != "window"]
+    ways += ["the kept layers"] if report["layers"]["kept"] else []
     if far is None:
-        return f"No range has {reach} tokens of context or more: a replaced layer's softmax sees nearly all there is."
+        return f"No range has {reach} tokens of context or more: a replaced layer's softmax sees nearly all of it."
     said = (
-        f"In ranges of {reach} tokens of context or more, where a replaced layer's softmax does not see all and what "
-        f"came before reaches a token {' and '.join(ways)} alone, the gap is {far:+.4f} a token"
+        f"With {reach} tokens of context or more, a replaced layer's softmax does not see all of them, and the rest "
+        f"acts only through {' and '.join(ways)}: there the gap is {far:+.4f} nats a token"
     )
-    return f"{said}." if near is None else f"{said}; in the ranges before them it is {near:+.4f}."
+    return f"{said}." if near is None else f"{said}, with less context {near:+.4f}."
 
 
 def _mean(parts: list[Mapping[str, Any]]) -> float | None:
-    """Return the gap a token over these ranges; None where they are empty."""
+    """Return the mean gap a token over `parts`, or None if there are none."""
     tokens: int = sum(part["tokens"] for part in parts)
     return sum(part["tokens"] * part["gap"] for part in parts) / tokens if tokens else None
 
@@ -83,11 +76,11 @@ def _branches(branches: list[Mapping[str, Any]]) -> str:
     harmful = [name for rise, name in rises if rise <= -IDLE]
     ending = f"; idle (less than {IDLE} nats): {', '.join(idle)}" if idle else "; none is idle"
     ending += f"; better without: {', '.join(harmful)}" if harmful else ""
-    return f"Switched off, each branch changes the loss by: {said}{ending}."
+    return f"Change of the loss with one branch switched off: {said}{ending}."
 
 
 def draw(report: Report, file: Path) -> None:
-    """Draw the loss by position at each stage, the loss with branches off, bytes and speed against context."""
+    """Draw into `file`: loss by position at each stage, loss with branches off, state size and speed by context."""
     figure = drawing.new_figure(11.0, 7.2)
     figure.suptitle(
         f"{report['attention']}: {len(report['layers']['replaced'])} layers replaced, "

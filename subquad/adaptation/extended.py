@@ -1,7 +1,7 @@
-"""A model of transformers with scaled rotary positions and an adapter (LongLoRA, Chen et al. 2023, arXiv:2309.12307).
+"""Transformers models with scaled rotary positions and an adapter (LongLoRA, Chen et al. 2023, arXiv:2309.12307).
 
-An extension's folder is PEFT's own, for the original checkpoint, with the model's configuration beside it, in which the
-positions are scaled: an adapter alone would lose that.
+The folder of an extension is a PEFT adapter for the original checkpoint, plus the model's configuration with the scaled
+positions, which an adapter alone would lose.
 """
 
 from __future__ import annotations
@@ -28,94 +28,90 @@ SCALINGS = ("linear", "ntk", "yarn", "dynamic")
 
 
 def find_model(name: str) -> Path:
-    """Return the folder of a model, given by its folder or by its name on the Hugging Face hub (fetched if needed).
+    """Return the folder of the transformers model `name`: a folder, or a name on the Hugging Face hub (downloaded).
 
-    Raises `FileNotFoundError` where there is neither, and `ValueError` for a folder with a model of ours or an adapter.
+    Raises `FileNotFoundError` if there is no such model, and `ValueError` for a subquad model or an adapter.
     """
     folder = Path(name).expanduser()
     if not folder.is_dir():
         folder = fetch(name)
     if lora.is_adapter(folder):
-        raise ValueError(f"{name} holds an adapter, no model of its own: merge it first (subquad lora merge)")
+        raise ValueError(f"{name} holds an adapter, not a whole model: merge it first (subquad lora merge)")
     if not (folder / CONFIG).is_file():
-        raise FileNotFoundError(f"{name} holds no {CONFIG}, so no model of transformers")
+        raise FileNotFoundError(f"{name} holds no {CONFIG}: it is not a transformers model")
     if isinstance(read_config(folder), SubquadConfig):
         raise ValueError(
-            f"{name} holds a model of subquad, and an extension is an adapter to a model of transformers: write one "
-            f"with `subquad export {name} --out FOLDER`, and extend that"
+            f"{name} holds a subquad model, and only transformers models can be extended: "
+            f"run `subquad export {name} --out FOLDER`, then extend FOLDER"
         )
     return folder
 
 
 def own_length(config: PreTrainedConfig) -> int:
-    """Return how many tokens a model with rotary positions was made for, its `max_position_embeddings`.
+    """Return how many tokens a model with rotary positions was trained to read, its `max_position_embeddings`.
 
-    Raises `ValueError` for a model whose positions can't be scaled: learned ones, none, or scaled ones.
+    Raises `ValueError` if its positions can't be scaled: they are learned, absent, or already scaled.
     """
     kind, rope = type(config).__name__, getattr(config, "rope_parameters", None)
     if not isinstance(rope, dict) or "rope_theta" not in rope:
         raise ValueError(
-            f"only rotary positions, the same in all layers, can be scaled, and {kind} has none: models such as Llama, "
-            "Qwen2, Qwen3 and GPT-NeoX have"
+            f"only rotary positions, the same in all layers, can be scaled, and {kind} has none (Llama, Qwen2, Qwen3 "
+            "and GPT-NeoX have)"
         )
     if rope.get("rope_type", "default") != "default":
-        raise ValueError(
-            f"the positions of this {kind} are scaled already (rope_type={rope['rope_type']!r}); extend the original"
-        )
+        raise ValueError(f"positions are already scaled (rope_type={rope['rope_type']!r}); extend the original model")
     length = getattr(config, "max_position_embeddings", None)
     if not isinstance(length, int) or length < 2:
-        raise ValueError(f"{kind} must say in max_position_embeddings how far it reads, got {length!r}")
+        raise ValueError(f"max_position_embeddings of {kind} must be a number of at least 2, got {length!r}")
     return length
 
 
 def scale_positions(config: PreTrainedConfig, length: int, scaling: str) -> PreTrainedConfig:
-    """Return a copy of `config` whose rotary positions reach `length` tokens, f = length / own length times as many.
+    """Return a copy of `config` with rotary positions scaled to `length` tokens, by f = length / own length.
 
-    With the frequencies `w_i = theta^(-2 i / d)`, i < d / 2, and `b_i` in [0, 1], 1 where a wave turns over 32 times
-    within the own length and 0 where it turns over less than once:
+    With the frequencies `w_i = theta^(-2 i / d)`, i < d / 2, and a ramp `b_i` in [0, 1] that is 1 for waves with more
+    than 32 turns within the own length and 0 for waves with less than one:
 
         linear   w_i / f                           (Chen et al. 2023, arXiv:2306.15595)
         ntk      theta' = theta f^(d / (d - 2))
         yarn     w_i (b_i + (1 - b_i) / f), attention times (1 + 0.1 ln f)^2    (Peng et al. 2023, arXiv:2309.00071)
         dynamic  theta' = theta (f L / own - f + 1)^(d / (d - 2)) for inputs of L > own tokens
 
-    linear, yarn and dynamic are transformers' `rope_type`; ntk is a plain `rope_theta`. Raises `ValueError` for another
-    scaling, a length that is not above the own, and as `own_length`.
+    linear, yarn and dynamic are transformers' `rope_type`; ntk only changes `rope_theta`. Raises `ValueError` for an
+    unknown scaling, for a `length` not above the own, and as `own_length`.
     """
     own, rope = own_length(config), dict(config.rope_parameters)
     if scaling not in SCALINGS:
         raise ValueError(f"unknown scaling of positions {scaling!r}; valid: {', '.join(SCALINGS)}")
     if length <= own:
-        raise ValueError(
-            f"length={length} must be above the {own} tokens that the model reads already (max_position_embeddings)"
-        )
+        raise ValueError(f"length={length} must be above the model's own max_position_embeddings={own}")
     factor = length / own
     scaled = copy.deepcopy(config)
     if scaling == "ntk":
         size = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
         rotated = int(size * rope.get("partial_rotary_factor", 1.0))
         if rotated < 4:
-            raise ValueError(f"ntk needs at least 4 rotated numbers a head, this model has {rotated}; scale linearly")
+            raise ValueError(f"ntk needs at least 4 rotary channels a head, this model has {rotated}; use linear")
         rope["rope_theta"] *= factor ** (rotated / (rotated - 2))
     else:
         rope |= {"rope_type": scaling, "factor": factor}
     if scaling == "yarn":
         rope["original_max_position_embeddings"] = own
-    if scaling != "dynamic":  # which begins to scale above it
+    if scaling != "dynamic":  # dynamic starts to scale above the own length, so it must stay
         scaled.max_position_embeddings = length
     scaled.rope_parameters = rope
     return scaled
 
 
 def load_original(folder: str | Path, config: PreTrainedConfig) -> PreTrainedModel:
-    """Load the model in `folder` in float32 with this configuration.
+    """Load the model in `folder` in float32 with the configuration `config`.
 
-    Raises `ValueError` where weights are missing or of other sizes, before a model of any size is made.
+    Raises `ValueError` for missing weights and for weights of other shapes, which are checked before any allocation.
     """
     register()
     with naming(folder), no_bar():
         kind: Any = MODEL_FOR_CAUSAL_LM_MAPPING.get(type(config), None)
-        if kind is not None:  # else transformers says that it knows no such model, and which it knows
+        if kind is not None:  # otherwise transformers raises an error that lists the models it knows
             check_sizes(kind, Path(folder), copy.deepcopy(config))
         loaded: Any = AutoModelForCausalLM.from_pretrained(
             folder,
@@ -134,18 +130,16 @@ def load_original(folder: str | Path, config: PreTrainedConfig) -> PreTrainedMod
 
 
 def projections(model: nn.Module) -> list[str]:
-    """Return the full names of the linear layers in attention. Raises `ValueError` where there is none."""
+    """Return the full names of the linear layers in attention. Raises `ValueError` if there are none."""
     linear = [name for name, module in model.named_modules() if isinstance(module, nn.Linear)]
     found = [name for name in linear if any("attn" in part or "attention" in part for part in name.split("."))]
     if not found:
-        raise ValueError(
-            f"{type(model).__name__} has no linear layer in what is called attention, for factors to adapt"
-        )
+        raise ValueError(f"{type(model).__name__} has no linear layer to adapt in a module named attn or attention")
     return found
 
 
 def trained_whole(model: PreTrainedModel, *, embeddings: bool, norms: bool) -> list[str]:
-    """Return the full names of the embedding of tokens and of the norms, or of either."""
+    """Return the full names of the modules to train in full: the token embedding, the norms, or both."""
     table = model.get_input_embeddings()
     found = []
     for name, module in model.named_modules():
@@ -165,9 +159,9 @@ def adapt(
     norms: bool,
     base: Base | None = None,
 ) -> PeftModel:
-    """Return `model` with fresh factors in the projections of attention and trained copies of embeddings and norms.
+    """Return `model` with new factors in the attention projections and trainable copies of embeddings and norms.
 
-    A head that is tied to the embeddings stays tied to those that train.
+    A head that is tied to the embeddings stays tied to their trainable copy.
     """
     lora.require_peft()
     from peft import LoraConfig
@@ -188,9 +182,10 @@ def adapt(
 
 
 def open_extension(folder: str | Path, base: str | Path | None = None) -> PeftModel:
-    """Load the extended model: the original checkpoint, by the record or in `base`, its positions scaled, the adapter.
+    """Load an extended model: the recorded original (or the one in `base`) with scaled positions, and the adapter.
 
-    Raises `FileNotFoundError` where folder or original are not there, `ValueError` for another original's weights.
+    Raises `FileNotFoundError` if `folder` holds no extension or the original is missing, and `ValueError` if the
+    original has other weights.
     """
     if not lora.is_extension(folder):
         raise FileNotFoundError(f"{folder} holds no extension; `subquad extend MODEL --run.folder {folder}` makes one")
@@ -205,16 +200,14 @@ def open_extension(folder: str | Path, base: str | Path | None = None) -> PeftMo
 
 
 def load_causal(folder: str) -> nn.Module:
-    """Load the causal language model in a folder: ours, one of transformers, an adapter's or an extension's.
+    """Load the causal language model in `folder`: a subquad or transformers model, an adapter or an extension.
 
-    No code of the folder is run. Raises `FileNotFoundError` where there is no model, and `ValueError` for a model that
-    is no causal language model.
+    Code in the folder is never run. Raises `FileNotFoundError` if there is no model, and `ValueError` for a model that
+    is not a causal language model.
     """
     adapted = lora.is_adapter(folder)
     if not adapted and not (Path(folder) / CONFIG).is_file():
-        raise FileNotFoundError(
-            f"there is no model in {folder}: no config.json; give a folder that transformers' from_pretrained reads"
-        )
+        raise FileNotFoundError(f"there is no model in {folder}: config.json is missing")
     register()
     disable_progress_bar()
     found: Any
@@ -225,9 +218,9 @@ def load_causal(folder: str) -> nn.Module:
     config: Any = read_config(place)
     kind = config.model_type
     if config.is_encoder_decoder:
-        raise ValueError(f"{folder} holds an encoder-decoder ({kind}), no causal language model")
+        raise ValueError(f"{folder} holds an encoder-decoder ({kind}), not a causal language model")
     if type(config) not in MODEL_FOR_CAUSAL_LM_MAPPING:
-        raise ValueError(f"{folder} holds no causal language model: AutoModelForCausalLM knows none of type {kind!r}")
+        raise ValueError(f"{folder} holds no causal language model: AutoModelForCausalLM doesn't know type {kind!r}")
     if adapted and isinstance(config, SubquadConfig):
         found = lora.open_adapter(folder).get_base_model()
         return found

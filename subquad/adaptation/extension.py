@@ -1,4 +1,4 @@
-"""Runs that extend the reach of a model of transformers: scaled positions, sparse attention, an adapter (LongLoRA)."""
+"""Extend the context of a transformers model: scaled positions, sparse attention, an adapter (LongLoRA)."""
 
 from __future__ import annotations
 
@@ -33,24 +33,24 @@ logger = logging.getLogger(__name__)
 
 @dataclass(frozen=True, kw_only=True)
 class ExtensionTask(Task):
-    """Predict the next token of a text by a model of transformers with factors in it."""
+    """Predict the next token of a text with an adapted transformers model."""
 
     def evaluate(self, model: Any, batch: Batch) -> dict[str, torch.Tensor]:
-        """Return the loss alone."""
+        """Return the loss of `batch`, the only measure."""
         return {"loss": rows(model(**batch, use_cache=False).loss, batch)}
 
     def explain_memory(self, error: BaseException, device: torch.device) -> StepMemoryError:
-        """Return the error that says in the words of `ExtendConfig` what would need less memory."""
+        """Return an error that names the settings of `ExtendConfig` that lower the need for memory."""
         batch, reason = self.config.batch, str(error).strip() or type(error).__name__
         return StepMemoryError(
             f"out of memory in a step of batch.size={batch.size} windows of {batch.length} tokens "
-            f"({reason}): try a smaller batch.size with as much more batch.accumulation, "
+            f"({reason}): try a smaller batch.size with proportionally more batch.accumulation, "
             "run.activation_checkpointing=true, or a shorter length"
         )
 
 
 def _make_model(config: ExtendConfig, folder: Path, scaled: PreTrainedConfig, base: lora.Base) -> Any:
-    """Make the extended model from the original's weights, and factors from the present random numbers."""
+    """Make the extended model: the original's weights, and factors drawn from the current random state."""
     model = extended.load_original(folder, scaled)
     model.extended_config = extended_config(scaled, config)  # type: ignore[assignment]
     attend(model, config)
@@ -64,27 +64,25 @@ def _make_model(config: ExtendConfig, folder: Path, scaled: PreTrainedConfig, ba
 
 
 def _save(model: Any, folder: Path) -> None:
-    """Write the adapter, and beside it the extended model's configuration."""
+    """Write the adapter and the extended model's configuration."""
     lora.save_adapter(model, folder)
     model.get_base_model().extended_config.save_pretrained(folder)
 
 
 def scaled_config(config: ExtendConfig) -> tuple[Path, PreTrainedConfig, PreTrainedConfig]:
-    """Return the original's folder, its configuration, and the extended model's.
+    """Return the original's folder, its configuration, and a copy with scaled positions.
 
     Raises `ValueError` and `FileNotFoundError` for a model that can't be extended, and for a wrong length, attention or
     option.
     """
     if not config.model:
-        raise ValueError("no model: give the folder of a model of transformers, or its name on the hub")
+        raise ValueError("no model: give the folder of a transformers model, or its name on the hub")
     if config.attention not in ATTENTION:
         raise ValueError(f"unknown attention {config.attention!r}; {suggest(config.attention, ATTENTION)}")
     lora.require_peft()
     folder = extended.find_model(config.model)
     if Path(config.run.folder).resolve() == folder.resolve():
-        raise ValueError(
-            f"run.folder={config.run.folder!r} is the model's own folder; an extension needs one of its own"
-        )
+        raise ValueError(f"run.folder={config.run.folder!r} is the model's own folder; choose another one")
     check_folder(Path(config.run.folder))
     original = extended.read_config(folder)
     scaled = extended.scale_positions(original, config.length, config.rope)
@@ -97,44 +95,39 @@ def scaled_config(config: ExtendConfig) -> tuple[Path, PreTrainedConfig, PreTrai
     elif config.options:
         raise ValueError(f"attention=full has no options, got {sorted(config.options)}")
     if config.control and config.length % own:
-        raise ValueError(
-            f"the control reads each window in parts of {own} tokens: length={config.length} must be a multiple of "
-            f"{own}"
-        )
+        raise ValueError(f"control=true needs a multiple of the model's {own} tokens, got length={config.length}")
     return folder, original, scaled
 
 
 def _empty(config: PreTrainedConfig) -> PreTrainedModel:
-    model: PreTrainedModel = AutoModelForCausalLM.from_config(copy.deepcopy(config))  # attending is written into it
+    model: PreTrainedModel = AutoModelForCausalLM.from_config(copy.deepcopy(config))  # `attend` writes into it
     return model
 
 
 def attend(model: PreTrainedModel, config: ExtendConfig) -> None:
-    """Let the model attend as the configuration says."""
+    """Give `model` the attention of `config`."""
     if config.attention == "full":
         return
     name = SPANS[config.attention]
     options = {name: max(2, config.length // 8 * 2), **config.options}
     set_attention(model, config.attention, **options)
     if options[name] >= config.length:
-        raise ValueError(
-            f"options.{name}={options[name]} must be below length={config.length}: there would be nothing to leave out"
-        )
+        option = f"options.{name}={options[name]}"
+        raise ValueError(f"{option} must be below length={config.length}: otherwise it is full attention")
 
 
 def extend(config: ExtendConfig, console: Console | None = None) -> RunResult:
-    """Train the adapter of `config` and keep it in `config.run.folder`, as `train` keeps a run.
+    """Train the adapter of `config` in `config.run.folder`, as `train` does; an interrupted run resumes bit for bit.
 
-    An interrupted run goes on, bit for bit. Raises as `train` does, and `ValueError` and `FileNotFoundError`
-    as `scaled_config`.
+    Raises as `train` and `scaled_config`.
     """
     folder, _, scaled = scaled_config(config)
     return _train(config, folder, scaled, console)
 
 
 def train_control(config: ExtendConfig, console: Console | None = None) -> RunResult:
-    """Train the control of `config` in the folder `control` of its run: the same windows in the same steps, but cut
-    into parts of the model's own length, at its own positions, attending in full."""
+    """Train the control of `config` in the folder `control` of its run: the same windows in the same steps, cut into
+    parts of the model's own length, with its own positions and full attention."""
     folder, original, _ = scaled_config(config)
     own = extended.own_length(original)
     parts = config.length // own
@@ -153,7 +146,7 @@ def train_control(config: ExtendConfig, console: Console | None = None) -> RunRe
 def _train(
     config: ExtendConfig, folder: Path, scaled: PreTrainedConfig, console: Console | None, parts: int = 1
 ) -> RunResult:
-    """Run the training loop; the model of its configuration stands for a name alone."""
+    """Run the training loop. Only the name of the attention is used of `TrainConfig.model`: `_task` makes the model."""
     values = TrainConfig(
         model=DecoderConfig(attention=config.attention),
         data=config.data.replace(tokenizer=str(folder)),
@@ -174,19 +167,16 @@ def _task(
     values: TrainConfig,
     console: Console | None,
 ) -> Task:
-    """Read and cut the text, each window into `parts`; the model is made from the original's weights.
+    """Return the task: the text, each window cut into `parts`, and the model made from the original's weights.
 
-    Raises `ValueError` for too little text and for a tokenizer of more tokens than the model knows.
+    Raises `ValueError` for too little text, and for a tokenizer with more tokens than the model knows.
     """
     corpus = preparing(console, "text", lambda progress: prepare(values.data, progress=progress))
     check_vocabulary(corpus.tokenizer, scaled.vocab_size)
     length = values.batch.length
     for name, part in (("training", corpus.train), ("held-out", corpus.held_out)):
         if len(part) < length:
-            raise ValueError(
-                f"length={length} is longer than the {name} part of the text, which has {len(part)} tokens; give more "
-                "text"
-            )
+            raise ValueError(f"length={length} exceeds the {len(part)} tokens of the {name} text; give more text")
     held_out = windows_of(corpus.held_out, length, stride=length - 1)
     train_windows: Any = windows_of(corpus.train, parts * length, stride=parts * length - 1)
     if parts > 1:
@@ -213,7 +203,7 @@ def _task(
 
 
 def extended_config(scaled: PreTrainedConfig, config: ExtendConfig) -> PreTrainedConfig:
-    """Return the extended model's configuration: its own attention, or with `keep_attention` that of the training."""
+    """Return the extended model's configuration: full attention, or with `keep_attention` the one it trained with."""
     if not config.keep_attention:
         return scaled
     with torch.device("meta"):

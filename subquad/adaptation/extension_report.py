@@ -1,4 +1,4 @@
-"""The report of an extension: the loss by position, before and after, as numbers, table, picture and README."""
+"""Report of an extension: the loss by position, before and after, as numbers, table, picture and README."""
 
 from __future__ import annotations
 
@@ -27,11 +27,11 @@ from subquad.training.task import preparing
 
 REPORT, PICTURE, README = "report.json", "loss_by_position.png", "README.md"
 BEFORE, SCALED, CONTROL, AFTER = "original", "scaled, untrained", "control", "extended"
-"""The columns: the model with its own positions; with scaled ones; trained at its own length, then scaled; extended."""
+"""Columns: the model with its own positions; with scaled ones; trained at its own length, then scaled; extended."""
 
 
 def plan_report(config: ExtendConfig, console: Console | None) -> tuple[Corpus, PositionPlan]:
-    """Return the text and the windows of the report, before any training; `ValueError` for too short a text."""
+    """Return the text and the windows of the report. Raises `ValueError` for too short a text, before any training."""
     folder, original, _ = scaled_config(config)
     data = config.data.replace(tokenizer=str(folder))
     corpus = preparing(console, "text", lambda progress: prepare(data, progress=progress))
@@ -45,7 +45,7 @@ def plan_report(config: ExtendConfig, console: Console | None) -> tuple[Corpus, 
 
 
 def subjects(config: ExtendConfig) -> dict[str, Callable[[], Any]]:
-    """Return for each column's name the function that loads the model that is measured in it."""
+    """Map each column's name to a function that loads its model."""
     folder, original, scaled = scaled_config(config)
     run = config.run.folder
     found: dict[str, Callable[[], Any]] = {
@@ -62,7 +62,7 @@ def subjects(config: ExtendConfig) -> dict[str, Callable[[], Any]]:
 
 
 def _other(adapted: Any, config: ExtendConfig) -> Any:
-    """Return the extended model with the attention that was not chosen: in full, or that of its training."""
+    """Switch the extended model to the attention that it does not keep: full, or the one it trained with."""
     if config.keep_attention:
         set_attention(adapted.get_base_model(), None)
     else:
@@ -80,12 +80,9 @@ def measure(
     begin: Callable[[str], object],
     progress: Callable[[int, int], None] | None = None,
 ) -> dict[str, tuple[RangeLoss, ...]]:
-    """Return the loss by position of each model on `device`; `begin` is called with the name of each before it.
-
-    The model of `result` is moved to the CPU, since those that are measured need its place.
-    """
+    """Return the loss by position of each model on `device`; `begin` is called with each name before its model."""
     trained: nn.Module = result.model
-    trained.to("cpu")
+    trained.to("cpu")  # frees the device's memory for the measured models
     losses = {}
     for name, load in subjects(config).items():
         begin(name)
@@ -103,7 +100,7 @@ def make_report(
     device: torch.device,
     resumed: bool,
 ) -> dict[str, Any]:
-    """Return the numbers of `report.json`; `seconds` are those of the command since it was last started."""
+    """Return the contents of `report.json`; `seconds` counts from the last start of the command."""
     _, original, scaled = scaled_config(config)
     own = extended.own_length(original)
     trains, every = lora.counts(result.model)
@@ -143,10 +140,10 @@ def _record(entry: RangeLoss) -> dict[str, Any]:
 
 
 def _summary(ranges: tuple[RangeLoss, ...], own: int) -> dict[str, float | None]:
-    """Return the loss of the last range within the model's own length, and of all beyond it.
+    """Return the loss of the last range within the model's own length, of all ranges beyond it, and their difference.
 
-    Their difference is a mean over stretches of the text; its standard error is that of differences d_i of n stretches,
-    `sqrt(sum (d_i - mean d)^2 / (n (n - 1)))`, and None of one alone.
+    The standard error of the difference is that of the differences d_i of n stretches of the text,
+    `sqrt(sum (d_i - mean d)^2 / (n (n - 1)))`, or None for a single one.
     """
     within = [entry for entry in ranges if entry.last <= own][-1]
     far = [entry for entry in ranges if entry.last > own]
@@ -168,7 +165,7 @@ def write(report: Mapping[str, Any], folder: Path) -> None:
 
 
 def rows(report: Mapping[str, Any]) -> tuple[list[str], list[list[str]]]:
-    """Return headers and lines of the table: a range of positions a line, loss and perplexity of each model."""
+    """Return headers and lines of the table: loss and perplexity of each model, a line for each range of positions."""
     losses = report["loss"]
     headers = ["position", *losses]
     first = next(iter(losses.values()))
@@ -186,13 +183,13 @@ def rows(report: Mapping[str, Any]) -> tuple[list[str], list[list[str]]]:
 
 
 def within_range(report: Mapping[str, Any]) -> str:
-    """Return the positions that those above the model's own length are compared with."""
+    """Return the range of positions with which those above the model's own length are compared."""
     near = [entry for entry in next(iter(report["loss"].values())) if entry["last"] <= report["own_length"]][-1]
     return f"{near['first']:,} to {near['last']:,}"
 
 
 def difference(found: Mapping[str, Any]) -> str:
-    """Return the nats above the own length less those within, and the standard error."""
+    """Return the loss above the own length minus the loss within, and its standard error."""
     error = "" if found["standard_error"] is None else f" ± {found['standard_error']:.4f}"
     return f"{found['difference']:+.4f}{error}"
 
@@ -202,7 +199,7 @@ def _short(perplexity: float) -> str:
 
 
 def title(report: Mapping[str, Any]) -> str:
-    """Return the title of the table and of the picture."""
+    """Return the title of table and picture."""
     return (
         f"{report['model']} from {report['own_length']:,} to {report['length']:,} tokens, "
         f"{report['attention']}, {report['rope']} positions"
@@ -210,7 +207,7 @@ def title(report: Mapping[str, Any]) -> str:
 
 
 def draw(report: Mapping[str, Any]) -> Any:
-    """Draw the loss of each model against the position, a point for each range; the dotted line is its own length."""
+    """Draw the loss of each model by position, a point for each range; the dotted line marks the own length."""
     figure = drawing.new_figure(7.6, 4.6)
     axes = figure.subplots()
     losses = report["loss"]
@@ -239,7 +236,7 @@ def draw(report: Mapping[str, Any]) -> Any:
 
 
 def readme(report: Mapping[str, Any]) -> str:
-    """Return the README of the folder, which says how to load it."""
+    """Return the README of the folder: how to load it, and the table."""
     original = json.dumps(report["original"])
     kept = "\nimport subquad.hf\nsubquad.hf.register()" if report["keep_attention"] else ""
     headers, lines = rows(report)
@@ -247,8 +244,8 @@ def readme(report: Mapping[str, Any]) -> str:
     table = "\n".join(f"| {' | '.join(line)} |" for line in (headers, rules, *lines))
     return f"""# {title(report)}
 
-A PEFT adapter for {report["original"]}, with the configuration that scales the positions beside it. The configuration
-must be given with the original, or the positions stay as they were:
+A PEFT adapter for {report["original"]}, and a model configuration with scaled positions. Load the original with that
+configuration, or its positions stay unscaled:
 
 ```python
 from peft import PeftModel
@@ -259,7 +256,7 @@ original = AutoModelForCausalLM.from_pretrained({original}, config=config)
 model = PeftModel.from_pretrained(original, "FOLDER")
 ```
 
-FOLDER is this folder. `subquad lora merge FOLDER --out NEW` writes one plain model of transformers, with its tokenizer.
+FOLDER is this folder. `subquad lora merge FOLDER --out NEW` writes one plain transformers model with its tokenizer.
 
 Held-out loss in nats a token (perplexity), over the same {report["held_out_tokens"]:,} tokens at each range of
 positions:

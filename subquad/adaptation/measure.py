@@ -1,4 +1,4 @@
-"""Measurements of the original and after each stage: loss, passkeys, speed, size of the state, branches."""
+"""Measure the original and the result of each stage: loss, passkeys, speed, state size, branches."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from subquad.models import Decoder
 
 
 def measure(decoder: Decoder, held_out: np.ndarray, tokenizer: Tokenizer, config: ConvertConfig) -> dict[str, Any]:
-    """Return the loss, also by position, and the share of passkeys."""
+    """Return the held-out loss, whole and by position, and the share of passkeys found."""
     return {**_loss(held_out_loss(decoder, held_out, config)), **passkeys(decoder, held_out, tokenizer, config)}
 
 
@@ -31,7 +31,7 @@ def held_out_loss(decoder: Decoder, held_out: np.ndarray, config: ConvertConfig)
 
 
 def passkeys(decoder: Decoder, held_out: np.ndarray, tokenizer: Tokenizer, config: ConvertConfig) -> dict[str, Any]:
-    """Return the share of keys that are given back whole, and its standard error; or why none was measured."""
+    """Return the share of keys answered in full with its standard error, or the reason why none was measured."""
     if not config.measure.passkeys:
         return {"passkey": None, "passkey_missing": "not asked for"}
     try:
@@ -51,7 +51,7 @@ def passkeys(decoder: Decoder, held_out: np.ndarray, tokenizer: Tokenizer, confi
 
 @torch.no_grad()
 def decoding(decoder: Decoder, held_out: np.ndarray, config: ConvertConfig) -> list[dict[str, Any]]:
-    """Return bytes of the state and tokens a second after each context that the model has positions for."""
+    """Return state bytes and tokens a second after each of `measure.contexts` for which the model has positions."""
     device, rows = next(decoder.parameters()).device, []
     for context in sorted(config.measure.contexts):
         if decoder.config.position == "learned" and context + config.measure.repeats >= decoder.config.max_positions:
@@ -69,13 +69,13 @@ def decoding(decoder: Decoder, held_out: np.ndarray, config: ConvertConfig) -> l
             state = decoder(text[:, context:], state)[1]
             synchronise(device)
             seconds.append(time.perf_counter() - begin)
-        median = float(np.median(seconds[1:]))  # the first one is not warm
+        median = float(np.median(seconds[1:]))  # the first pass warms up
         rows.append({"context": context, "state_bytes": weighed, "tokens_per_second": 1 / median})
     return rows
 
 
 def synchronise(device: torch.device) -> None:
-    """Wait until a GPU has finished."""
+    """Wait until `device` has finished its work, if it is a GPU."""
     if device.type == "cuda":
         torch.cuda.synchronize(device)
 
@@ -84,7 +84,7 @@ def synchronise(device: torch.device) -> None:
 def matching(
     teacher: Decoder, student: Decoder, layers: Sequence[int], held_out: np.ndarray, config: ConvertConfig
 ) -> list[float]:
-    """Return the relative error of each replaced layer on the first held-out windows."""
+    """Return the relative error of each replaced layer on one batch of the first held-out windows."""
     length, device = config.batch.length, next(student.parameters()).device
     rows = min(config.batch.size, len(held_out) // length)
     tokens_BT = torch.from_numpy(held_out[: rows * length].reshape(rows, length).copy()).to(device)
@@ -94,7 +94,7 @@ def matching(
 def branches(
     decoder: Decoder, layers: Sequence[int], held_out: np.ndarray, config: ConvertConfig
 ) -> list[dict[str, Any]]:
-    """Return the loss with each branch off: those of the mechanisms, and the attention of either kind of layers."""
+    """Return the loss with one part off at a time: each branch, all replaced layers' and all kept layers' attention."""
     found = []
     for name, switch in _switches(decoder, layers):
         with switch:
@@ -114,7 +114,7 @@ def _switches(decoder: Decoder, layers: Sequence[int]) -> Iterator[tuple[str, Ab
 
 
 def _loss(found: Evaluation) -> dict[str, Any]:
-    """Ranges of contexts double; one that would hold the last token of a window alone belongs to the one before."""
+    """Return the loss as plain values; a last range of a single position is merged into the range before it."""
     ranges = [
         {"start": part.start, "stop": part.stop, "tokens": part.tokens, "loss": part.loss} for part in found.by_position
     ]

@@ -1,4 +1,4 @@
-"""A decoder with another mechanism in some layers, and the weights of full attention where they have a place in it."""
+"""Replace full attention in some layers of a decoder by another mechanism, keeping the weights that fit."""
 
 from __future__ import annotations
 
@@ -12,24 +12,22 @@ from subquad.models import Decoder, DecoderConfig
 
 
 class Replacement(NamedTuple):
-    """The new decoder."""
+    """A decoder with replaced layers."""
 
     decoder: Decoder
     layers: tuple[int, ...]
-    """The layers with the new mechanism, from 0."""
+    """Layers with the new mechanism, counted from 0."""
     new: tuple[str, ...]
-    """Names of the parameters that the original lacks: they have their first, random values."""
+    """Names of the parameters that the original lacks, which hold their initial values."""
 
 
 def replaced_layers(num_layers: int, keep_every: int) -> tuple[int, ...]:
-    """Return the layers i, from 0, for which `keep_every` does not divide i + 1; all of them for `keep_every` 0.
+    """Return the layers to replace: each i, from 0, with i + 1 not a multiple of `keep_every`; for 0 all of them.
 
-    Raises `ValueError` where nothing is replaced, or where `keep_every` is given and no layer is kept.
+    Raises `ValueError` if no layer would be replaced, or if a `keep_every` above 0 would keep none.
     """
     if keep_every < 0 or keep_every > num_layers:
-        raise ValueError(
-            f"keep_every must lie between 0 (replace all) and the model's {num_layers} layers, got {keep_every}"
-        )
+        raise ValueError(f"keep_every must be 0 (replace all) or at most {num_layers} (the layers), got {keep_every}")
     found = tuple(i for i in range(num_layers) if not keep_every or (i + 1) % keep_every)
     if not found:
         raise ValueError(f"keep_every={keep_every} keeps full attention in all {num_layers} layers: nothing to replace")
@@ -39,27 +37,25 @@ def replaced_layers(num_layers: int, keep_every: int) -> tuple[int, ...]:
 def replace_attention(
     decoder: Decoder, name: str, /, *, keep_every: int = 4, options: dict[str, Any] | None = None
 ) -> Replacement:
-    """Return `decoder`, whose replaced layers have full attention, with the mechanism `name` in them.
+    """Return a copy of `decoder` with the mechanism `name` in place of full attention in the replaced layers.
 
-    All weights that have a place in the new decoder are copied: embeddings, norms, feed-forward networks, head, kept
-    layers, and of replaced layers queries, keys, values and outputs (where the mechanism has no shared key heads,
-    those of the query heads that share one are equal at first). New parameters have the values that their module
-    gives them, from the present random numbers. The options are the original's where the mechanism has them, then
-    `options`; `linear` has by default the learned feature map and turns queries and keys where the original does.
+    Copies all weights that fit: embeddings, norms, feed-forward networks, head, kept layers, and the query, key, value
+    and output projections of replaced layers. If the mechanism has no shared key heads, each shared head is repeated
+    for its query heads. New parameters are initialised by their modules, from the current random state. Options come
+    from the original, as far as the mechanism has them, then from `options`; `linear` defaults to the learned feature
+    map, and rotates queries and keys if the original does.
 
-    Raises `ValueError` for another class or a decoder with loops, for a layer that has not full attention, for weights
-    that have no place, and as the decoder's configuration.
+    Raises `ValueError` for another class or a decoder with loops, for a layer without full attention, for weights
+    that don't fit, and as the decoder's configuration.
     """
     if type(decoder) is not Decoder or decoder.config.loops > 1:
-        raise ValueError(
-            f"a conversion takes a plain Decoder with one pass, got {type(decoder).__name__} of "
-            f"{decoder.config.loops} passes"
-        )
+        found = f"{type(decoder).__name__} with loops={decoder.config.loops}"
+        raise ValueError(f"a conversion takes a plain Decoder with loops=1, got {found}")
     layers = replaced_layers(decoder.config.num_layers, keep_every)
     for i in layers:
         found = decoder.blocks()[i].attention.name
         if found != "full":
-            raise ValueError(f"layer {i + 1} has attention {found!r}: full attention alone is replaced")
+            raise ValueError(f"layer {i + 1} has attention {found!r}: only full attention can be replaced")
     new = Decoder(new_config(decoder.config, name, layers, options or {}))
     like = next(decoder.parameters())
     new.to(like.device, like.dtype)
@@ -67,16 +63,16 @@ def replace_attention(
 
 
 def new_config(config: DecoderConfig, name: str, layers: tuple[int, ...], options: dict[str, Any]) -> DecoderConfig:
-    """Return the configuration with the mechanism `name` in `layers`.
+    """Return `config` with the mechanism `name` in `layers`.
 
-    Raises `ValueError` for options that full attention has too: they are those of the weights that are copied.
+    Raises `ValueError` for options that full attention has too: the copied weights were trained with the original's.
     """
     given = set(mechanism("full").Config.__dataclass_fields__) - {"dropout"}
     if taken := sorted(given & set(options)):
         valid = ", ".join(sorted({"dropout", *mechanism(name).Config.__dataclass_fields__} - given))
         raise ValueError(
-            f"option {taken[0]!r} of attention {name!r} is the original's, by which its weights were trained: leave it "
-            f"out; valid: {valid}"
+            f"option {taken[0]!r} of attention {name!r} must stay as the weights were trained: leave it out; "
+            f"valid: {valid}"
         )
     names = [name if i in layers else "full" for i in range(config.num_layers)]
     known = mechanism(name).Config.__dataclass_fields__
@@ -94,9 +90,9 @@ def new_config(config: DecoderConfig, name: str, layers: tuple[int, ...], option
 
 @torch.no_grad()
 def copy_weights(old: Decoder, new: Decoder, layers: tuple[int, ...]) -> list[str]:
-    """Fill `new` with the weights of `old`, and return the names of the parameters that `old` lacks.
+    """Copy the weights of `old` into `new` and return the names of the parameters that `old` lacks.
 
-    Raises `ValueError` for weights that have no place in `new`, or another shape there.
+    Raises `ValueError` for a weight that `new` lacks or that has another shape there.
     """
     weights, wanted = old.state_dict(), new.state_dict()
     for i in layers:
@@ -110,7 +106,7 @@ def copy_weights(old: Decoder, new: Decoder, layers: tuple[int, ...]) -> list[st
             place = f"shape {list(wanted[name].shape)}" if name in wanted else "no place"
             raise ValueError(
                 f"{name}, of shape {list(weight.shape)}, has {place} in a model with attention={new.config.attention}: "
-                "this mechanism cannot take over from this model's attention"
+                "this mechanism cannot replace the model's attention"
             )
     new.load_state_dict({**wanted, **weights})
     prefixes = tuple(f"layers.{i}.attention." for i in layers)
@@ -120,7 +116,7 @@ def copy_weights(old: Decoder, new: Decoder, layers: tuple[int, ...]) -> list[st
 
 
 def shared_out(weight: Tensor, like: Tensor, heads: int) -> Tensor:
-    """Repeat rows of key heads, `[G K, ..]`, for each query head, `[H K, ..]`, where those have the shape of `like`."""
+    """Repeat rows of shared key heads, `[G K, ..]`, for each query head, `[H K, ..]`, if the result fits `like`."""
     channels = like.shape[0] // heads
     if weight.shape[1:] != like.shape[1:] or weight.shape[0] % channels or like.shape[0] % weight.shape[0]:
         return weight

@@ -1,4 +1,4 @@
-"""The model that is converted with its tokenizer, and the text that it is converted on.
+"""Read the model that is converted, its tokenizer, and the text that it is converted on.
 
 Shape letters: B batch, T tokens.
 """
@@ -27,7 +27,7 @@ from subquad.models import Decoder
 
 
 class Source(NamedTuple):
-    """A model of ours and its tokenizer."""
+    """A subquad model and its tokenizer."""
 
     folder: Path
     model: SubquadForCausalLM
@@ -35,7 +35,7 @@ class Source(NamedTuple):
 
     @property
     def decoder(self) -> Decoder:
-        """Return the model without what transformers puts around it."""
+        """Return the model without its transformers wrapper."""
         decoder: Decoder = self.model.model
         return decoder
 
@@ -43,15 +43,15 @@ class Source(NamedTuple):
 def load_source(folder: str | Path) -> Source:
     """Load the model in a folder, in float32 and in eval mode.
 
-    Raises `FileNotFoundError` where there is no model or no tokenizer, and `ValueError` for an adapter, for a model
-    that is neither ours nor of a family that `subquad.hf.from_transformers` reads, for weights that are not finite, and
-    for a tokenizer of more tokens than the model knows.
+    Raises `FileNotFoundError` if the model or its tokenizer is missing, and `ValueError` for an adapter, for a model
+    that is neither subquad's nor of a family that `subquad.hf.from_transformers` reads, for weights that are not
+    finite, and for a tokenizer with more tokens than the model knows.
     """
     folder = Path(folder)
     if not folder.is_dir():
         raise FileNotFoundError(f"there is no folder {folder}; give the folder of a model")
     if lora.is_adapter(folder):
-        raise ValueError(f"{folder} holds an adapter, no model of its own: merge it first (subquad lora merge)")
+        raise ValueError(f"{folder} holds an adapter, not a whole model: merge it first (subquad lora merge)")
     for name in ("config.json", "tokenizer.json"):
         if not (folder / name).is_file():
             raise FileNotFoundError(f"{folder} holds no {name}; a conversion needs a model and its tokenizer")
@@ -60,7 +60,7 @@ def load_source(folder: str | Path) -> Source:
     else:
         model = from_transformers(folder)
     tokenizer = load_tokenizer(folder)
-    check_vocabulary(tokenizer, model.config.vocab_size, f"is that in {folder} another model's?")
+    check_vocabulary(tokenizer, model.config.vocab_size, f"does the tokenizer in {folder} belong to another model?")
     check_finite(model, folder)
     return Source(folder, model.float().eval(), tokenizer)
 
@@ -75,9 +75,9 @@ def fingerprint(model: nn.Module) -> str:
 
 
 class Tokens:
-    """The tokens of a shard, read from its file where they are asked for, with the model's own start of a text.
+    """Tokens of a shard, read from its file on demand, with the token that the model expects at the start of a text.
 
-    `start` (None: there is none) stands at the beginning and in the place of each `separator`.
+    `start` (None: the model has none) is added at the beginning and replaces each `separator`.
     """
 
     def __init__(self, stored: np.ndarray, start: int | None, separator: int | None) -> None:
@@ -96,7 +96,7 @@ class Tokens:
 
 
 class Text(NamedTuple):
-    """Training tokens, which stay in their file, and held-out ones, int64."""
+    """Training tokens, read from their file on demand, and held-out ones, int64."""
 
     train: Tokens
     held_out: np.ndarray
@@ -104,11 +104,11 @@ class Text(NamedTuple):
 
 
 def read_text(config: DataConfig, folder: str, tokenizer: Tokenizer, start: int | None, length: int) -> Text:
-    """Read the text in the tokens of the model in `folder`.
+    """Read the text, tokenized for the model in `folder`.
 
-    `start` is the token with which the model begins a text: it stands at the beginning and, in the place of the
-    tokenizer's separator, between documents. Raises `ValueError` for a folder of token shards and where a part has
-    fewer than `length + 1` tokens; and as `subquad.data.prepare`.
+    `start` is the model's first token of a text: it is added at the beginning, and replaces the tokenizer's separator
+    between documents. Raises `ValueError` for a folder of token shards and for parts of fewer than `length + 1` tokens,
+    and as `subquad.data.prepare`.
     """
     corpus = prepare(config.replace(tokenizer=folder))
     parts = []
@@ -117,18 +117,16 @@ def read_text(config: DataConfig, folder: str, tokenizer: Tokenizer, start: int 
             raise ValueError(f"{config.path!r} is a folder of token shards; a conversion reads text")
         tokens = Tokens(shard.tokens, start, separator_id(tokenizer))
         if len(tokens) < length + 1:
-            raise ValueError(
-                f"the {what} part of {config.path!r} has {len(tokens)} tokens, too few for a window of {length} and "
-                f"the token after it; give more text{', a larger data.held_out' * (what == 'held-out')} or a shorter "
-                "batch.length"
-            )
+            advice = f"give more text{', a larger data.held_out' * (what == 'held-out')} or a smaller batch.length"
+            few = f"has {len(tokens)} tokens, fewer than batch.length + 1 = {length + 1}"
+            raise ValueError(f"the {what} part of {config.path!r} {few}; {advice}")
         parts.append(tokens)
     train, held_out = parts
     return Text(train, held_out.part(0, len(held_out)), corpus.fingerprint)
 
 
 def batches(tokens: Tokens, length: int, size: int, seed: int) -> Iterator[Tensor]:
-    """Yield batches `[B, T + 1]` of windows that share a token at their ends, without end, in an order of `seed`."""
+    """Yield batches `[B, T + 1]` forever, in an order drawn from `seed`; neighbouring windows share one token."""
     windows = (len(tokens) - 1) // length
     order = (index for epoch in count() for index in epoch_order(windows, seed, epoch))
     while True:

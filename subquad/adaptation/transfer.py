@@ -1,7 +1,7 @@
-"""The two trainings of a conversion.
+"""Run the two trainings of a conversion.
 
-Attention transfer: replaced layers learn the outputs of the layers that they replace (Zhang et al. 2024, LoLCATs,
-arXiv:2410.10254, section 3.2). Then low-rank adaptation of the whole on the loss of the next token.
+First attention transfer: replaced layers learn the outputs of the layers that they replace (Zhang et al. 2024, LoLCATs,
+arXiv:2410.10254, section 3.2). Then low-rank adaptation of the whole model on the loss of the next token.
 Shape letters: B batch, T tokens, D model width.
 """
 
@@ -29,9 +29,9 @@ from subquad.training.schedule import ScheduleConfig
 def attention_errors(teacher: Decoder, student: Decoder, layers: Sequence[int], tokens_BT: Tensor, /) -> list[Tensor]:
     """Return `e_i = ||s_i(z_i) - f_i(z_i)||^2 / ||f_i(z_i)||^2` for each of `layers`, with gradients to the student.
 
-    z_i is what the teacher's layer i reads of `tokens`, f_i its attention with the output projection and s_i the
-    student's. One pass of the teacher serves all layers, and no layer sees the errors of those below it. An error of 1
-    is that of zeros.
+    z_i is the input of the teacher's layer i for `tokens`, f_i its attention with the output projection, and s_i the
+    student's. One pass of the teacher serves all layers, and no layer sees the errors of those below it. An output of
+    zeros has an error of 1.
     """
     seen = teacher_outputs(teacher, layers, tokens_BT)
     errors = []
@@ -45,7 +45,7 @@ def attention_errors(teacher: Decoder, student: Decoder, layers: Sequence[int], 
 
 @torch.no_grad()
 def teacher_outputs(teacher: Decoder, layers: Sequence[int], tokens_BT: Tensor) -> dict[int, tuple[Tensor, Tensor]]:
-    """Return the inputs and outputs of each of `layers` of the teacher, both `[B, T, D]`."""
+    """Map each of `layers` to the input and the output of the teacher's attention there, both `[B, T, D]`."""
     inputs: dict[int, Tensor] = {}
     outputs: dict[int, Tensor] = {}
     with ExitStack() as stack:
@@ -60,7 +60,7 @@ def teacher_outputs(teacher: Decoder, layers: Sequence[int], tokens_BT: Tensor) 
 
 @contextmanager
 def silenced(mixers: Sequence[nn.Module]) -> Iterator[None]:
-    """Replace the outputs of these mechanisms by zeros within the block: their layers are the residual stream alone."""
+    """Zero the outputs of `mixers` within the block, which leaves the residual stream of their layers."""
     with ExitStack() as stack:
         for mixer in mixers:
             for module in _outputs(mixer):
@@ -71,7 +71,7 @@ def silenced(mixers: Sequence[nn.Module]) -> Iterator[None]:
 
 @contextmanager
 def without_branch(model: nn.Module, name: str) -> Iterator[None]:
-    """Close the branch `name` of all mechanisms that have one."""
+    """Close the branch `name` of all mechanisms that have it, within the block."""
     with ExitStack() as stack:
         for module in branched(model):
             if name in module.branches:
@@ -81,7 +81,7 @@ def without_branch(model: nn.Module, name: str) -> Iterator[None]:
 
 @contextmanager
 def windows_dropped(model: nn.Module, probability: float, generator: torch.Generator) -> Iterator[None]:
-    """Close each layer's window with a probability; which ones is drawn at the start of the block."""
+    """Close each layer's window with `probability`, drawn once from `generator` at the start of the block."""
     with ExitStack() as stack:
         for module in branched(model):
             if float(torch.rand((), generator=generator)) < probability:
@@ -90,17 +90,17 @@ def windows_dropped(model: nn.Module, probability: float, generator: torch.Gener
 
 
 def branched(model: nn.Module) -> list[Branched]:
-    """Return the mechanisms that have branches."""
+    """Return the mechanisms of `model` that have branches."""
     return [module for module in model.modules() if isinstance(module, Branched)]
 
 
 def _outputs(mixer: nn.Module) -> list[nn.Module]:
-    """Return the linear layer whose result is the mechanism's."""
+    """Return the output projection of `mixer`, as a list."""
     return [module for name, module in mixer.named_modules() if name == "out"]
 
 
 def _keep(module: nn.Module, found: dict[int, Tensor], place: int) -> RemovableHandle:
-    """Keep the module's output while the handle is open."""
+    """Store each output of `module` in `found[place]` until the returned handle is removed."""
 
     def keep(module: nn.Module, inputs: Any, output: Tensor) -> None:
         found[place] = output
@@ -109,18 +109,18 @@ def _keep(module: nn.Module, found: dict[int, Tensor], place: int) -> RemovableH
 
 
 Progress = Callable[[str, int, int, float], None]
-"""Called as (stage, steps done, steps in all, loss)."""
+"""Called with (stage, steps done, total steps, loss)."""
 CLIP = 1.0
 SHOWN = 20
-"""Points of a curve that the report keeps."""
+"""Points of a training curve kept in the report."""
 
 
 @dataclass(frozen=True)
 class Curve:
-    """The mean loss of each of some spans of a training."""
+    """Training curve: the mean loss over consecutive spans of steps."""
 
     steps: list[int]
-    """The last step of each span."""
+    """Last step of each span."""
     losses: list[float]
 
 
@@ -134,11 +134,11 @@ def optimise(
     generator: torch.Generator,
     progress: Progress | None = None,
 ) -> Curve:
-    """Train `parameters` of `model` by AdamW without decay on `loss_of(batch)`, by the settings of a stage.
+    """Train `parameters` of `model` on `loss_of(batch)` with AdamW without decay, by the settings of `stage`.
 
-    The rate warms up over a twentieth of the steps and falls by half a cosine to a tenth. Windows are closed with a
-    probability that falls to 0, drawn from `generator`. Raises `NonFiniteError` for a loss that is not finite, before
-    the step.
+    The learning rate warms up over a twentieth of the steps, then falls by half a cosine to a tenth. Windows are closed
+    with a probability that falls to 0, drawn from `generator`. Raises `NonFiniteError` before a step whose loss is not
+    finite.
     """
     settings, accumulation = getattr(config, stage), config.batch.accumulation
     lr, steps = settings.lr, settings.steps
@@ -157,10 +157,8 @@ def optimise(
             loss.backward()
             total += float(loss.detach())
         if not math.isfinite(total):
-            raise NonFiniteError(
-                f"the loss of the stage {stage} is {total} at step {step + 1} of {steps}; nothing of this stage is "
-                f"kept: choose a lower {stage}.lr than {lr:g}"
-            )
+            at = f"step {step + 1} of {steps} of stage {stage}"
+            raise NonFiniteError(f"the loss is {total} at {at}, which is discarded; choose {stage}.lr below {lr:g}")
         nn.utils.clip_grad_norm_(parameters, CLIP)
         optimizer.step()
         losses.append(total)
@@ -178,7 +176,7 @@ def match(
     config: ConvertConfig,
     progress: Progress | None = None,
 ) -> Curve:
-    """Train the attention of `layers` of the student (or the parameters `new` alone) on `attention_errors`."""
+    """Train the student's attention in `layers` (or only the parameters `new`) on the mean of `attention_errors`."""
     prefixes = tuple(f"layers.{i}.attention." for i in layers)
     trained = [
         parameter
@@ -201,8 +199,8 @@ def tune(
     config: ConvertConfig,
     progress: Progress | None = None,
 ) -> Curve:
-    """Train low-rank factors in all linear layers of `model` that the original has, and the parameters `new`, on the
-    loss of the next token, and merge the factors into the weights."""
+    """Train low-rank factors in all linear layers that the original has, and the parameters `new`, on the loss of the
+    next token, then merge the factors into the weights."""
     own = {f"model.{name}" for name in new}
     trained = [parameter for name, parameter in model.named_parameters() if name in own]
     wanted = [name for name in lora.targets(model) if f"{name}.weight" not in own]
@@ -224,7 +222,7 @@ def tune(
 
 @contextmanager
 def only(model: nn.Module, trained: Sequence[nn.Parameter]) -> Iterator[None]:
-    """Give these parameters of `model` gradients within the block, and no others."""
+    """Enable gradients for only the parameters `trained` of `model` within the block."""
     before = [(parameter, parameter.requires_grad) for parameter in model.parameters()]
     chosen = {id(parameter) for parameter in trained}
     for parameter, _ in before:

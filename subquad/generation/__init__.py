@@ -1,7 +1,7 @@
-"""Sampling with a state that is carried from token to token.
+"""Sample texts and images from models that carry a state from token to token.
 
-`generate` yields tokens as they are made; `generate_batch` and `beam_search` return continuations, with their `tokens`
-and why they are `finished`; `generate_images` and `complete_images` return what they drew.
+`generate` yields one token at a time; `generate_batch` and `beam_search` return continuations with their `tokens` and
+the reason why they are `finished`; `generate_images` and `complete_images` return pixels.
 """
 
 from subquad.generation.batch import BatchDecoder, generate_batch

@@ -1,4 +1,4 @@
-"""Continuous batching: sequences join a running batch and leave it, each as if it were alone.
+"""Continuous batching: sequences join and leave a running batch, each decoded as if it were alone.
 
 Shape letters: B slots, V vocabulary.
 """
@@ -21,11 +21,10 @@ from subquad.state import State
 
 
 class Request(Continuation):
-    """One sequence of a `BatchDecoder`, made by its `add`; its `tokens` grow with the steps.
+    """A sequence in a `BatchDecoder`, made by its `add`; `tokens` grows with each step.
 
-    Where it is `finished` by an `error`, that is the exception. `state` is then what was read (the prompt and all
-    generated tokens but the last), if `add` was told to keep it. `state_bytes` is the size of its state at the last
-    token.
+    `error` is the exception that ended it, if one did. With `keep_state`, `state` holds at the end what was read: the
+    prompt and all generated tokens but the last. `state_bytes` is the size of its state at the last token.
     """
 
     def __init__(
@@ -54,17 +53,17 @@ class Request(Continuation):
 
 
 class BatchDecoder:
-    """Many sequences decoded together: a step reads one token of each, which costs little more than one of them.
+    """Decode many sequences together: a step reads one token of each, which costs little more than one sequence.
 
-    A sequence joins when a slot is free and leaves when it ends; each gets the tokens that it would get with the other
-    slots empty (with seeds, its random numbers are its own). Prompts are read alone, before they join, `prefill_chunk`
-    tokens of them in a step, so that a long one does not hold up the others (by a `PerceiverAR` in one piece). Shapes
-    are fixed: `compile=True` compiles the step once (torch.compile), and captured graphs can replay it; a `PerceiverAR`
-    has no fixed shapes.
+    A sequence joins when a slot is free and leaves when it ends. It gets the tokens that it would get with the other
+    slots empty; each sequence with a seed has its own random numbers. A prompt is read before its sequence joins,
+    `prefill_chunk` tokens a step, so that long prompts don't stall the others (`PerceiverAR` reads it in one piece).
+    Shapes are fixed, so `compile=True` compiles the step once and CUDA graphs can replay it; `PerceiverAR` has no fixed
+    shapes.
 
-    States of constant size take no more memory for longer texts. Where one grows (`full`), a sequence may have
-    `max_context` tokens, the generated ones counted, and each slot keeps place for them. Not safe for several threads.
-    Raises `ValueError` for numbers below 1, and for `compile` with a `PerceiverAR`.
+    States of constant size need no more memory for longer texts. If the state grows (`full`), a sequence may have
+    `max_context` tokens in all, and each slot reserves memory for them. Not thread-safe. Raises `ValueError` for
+    numbers below 1, and for `compile` with a `PerceiverAR`.
     """
 
     def __init__(
@@ -84,7 +83,7 @@ class BatchDecoder:
         self._prefill_chunk = prefill_chunk
         if compile and not model.fixed_shapes:
             name = model.config.attention
-            raise ValueError(f"compile=True needs states of fixed shape, which {name} has not; set compile=False")
+            raise ValueError(f"compile=True needs states of fixed shape, which {name} lacks; set compile=False")
         self._slots: FixedSlots | LooseSlots = LooseSlots(model, slots)
         if model.fixed_shapes:
             with inference(model):
@@ -95,22 +94,22 @@ class BatchDecoder:
 
     @property
     def waiting(self) -> int:
-        """Requests that have not joined yet."""
+        """Return the number of requests that have not joined yet."""
         return len(self._waiting)
 
     @property
     def running(self) -> int:
-        """Requests in a slot."""
+        """Return the number of requests in a slot."""
         return len(self._running)
 
     @property
     def free(self) -> int:
-        """Empty slots."""
+        """Return the number of empty slots."""
         return len(self._free)
 
     @property
     def state_bytes(self) -> int:
-        """Bytes of the states of all slots."""
+        """Return the bytes of the states of all slots."""
         return self._slots.nbytes
 
     def add(
@@ -123,10 +122,10 @@ class BatchDecoder:
         state: State | None = None,
         keep_state: bool = False,
     ) -> Request:
-        """Queue a sequence that continues `prompt`, after the tokens that made `state`.
+        """Queue a sequence that continues `prompt`, which follows the tokens already read into `state`.
 
-        Raises `ValueError` for an empty prompt, a token outside of the vocabulary, a state of another model, and for
-        more tokens than `max_context` or a `PerceiverAR` with decode=frozen has place for.
+        Raises `ValueError` for an empty prompt, a token outside the vocabulary, a state of another model, and for more
+        tokens than `max_context`, or the latents of a `PerceiverAR` with decode=frozen, allow.
         """
         sampling = SamplingConfig() if sampling is None else sampling
         unread = checked_prompt(prompt, self._model.config.vocab_size)
@@ -142,13 +141,13 @@ class BatchDecoder:
         if self.max_context is not None and total > self.max_context:
             before = f"{seen} tokens before, " if seen else ""
             raise ValueError(
-                f"a sequence may have {self.max_context} tokens ({self._limited_by}) and this one asks for {total}: "
+                f"a sequence may have {self.max_context} tokens ({self._limited_by}), but this one asks for {total}: "
                 f"{before}{len(unread)} of the prompt and max_tokens={sampling.max_tokens}"
             )
         most = self._model.most_new_tokens(len(unread), state)
         if most is not None and sampling.max_tokens > most:
             raise ValueError(
-                f"decode=frozen has latents for {most} tokens after these {len(unread)} of the prompt, got "
+                f"decode=frozen has latents for {most} tokens after a prompt of {len(unread)}, got "
                 f"max_tokens={sampling.max_tokens}"
             )
         request = Request(
@@ -167,19 +166,19 @@ class BatchDecoder:
         return request
 
     def cancel(self, request: Request, /) -> None:
-        """End a request now and free its slot; nothing happens to one that has ended.
+        """End a request now and free its slot; do nothing if it has ended.
 
         Raises `ValueError` for a request of another decoder.
         """
         if request._owner is not self:
-            raise ValueError("the request is one of another decoder; cancel it there")
+            raise ValueError("the request belongs to another decoder; cancel it there")
         if request.finished is None:
             self._end(request, "cancelled")
 
     def step(self) -> list[tuple[Request, int]]:
-        """Read some of the prompts that wait, then a token in each slot; the new tokens, in the slots' order.
+        """Read waiting prompts, `prefill_chunk` tokens of them, then one token in each slot; return the new tokens.
 
-        A request whose numbers go wrong ends with `error`, and the others go on.
+        They are in the order of the slots. A request with non-finite logits ends with `error`; the others continue.
         """
         with inference(self._model):
             self._read_prompts()
@@ -204,7 +203,7 @@ class BatchDecoder:
             try:
                 if before > 1:
                     request.state = read_piece(self._model, request._unread, request.state, budget)
-            except (ValueError, ArithmeticError, RuntimeError) as error:  # memory for a long prompt, for example
+            except (ValueError, ArithmeticError, RuntimeError) as error:  # out of memory for a long prompt, say
                 self._end(request, "error", error)
                 continue
             budget -= before - len(request._unread)
@@ -263,9 +262,9 @@ def generate_batch(
     max_context: int = 4096,
     stop_tokens: Collection[int] = (),
 ) -> list[Request]:
-    """Continue each of `prompts`, of any lengths, `samples` times: the requests, in the prompts' order.
+    """Continue each of `prompts`, of any lengths, `samples` times and return the requests, in the prompts' order.
 
-    The j-th sample of a prompt has the seed `seed + j`. Raises as `BatchDecoder` does, and `ValueError` for `samples`
+    Sample j of a prompt, from 0, has the seed `seed + j`. Raises as `BatchDecoder`, and `ValueError` for `samples`
     below 1.
     """
     check_at_least(1, samples=samples)
@@ -289,10 +288,10 @@ def continue_together(
     state: State | None = None,
     stop_tokens: Collection[int] = (),
 ) -> list[Continuation]:
-    """Continue one prompt once for each of `samplings`, which ask for equally many tokens, in one batch.
+    """Continue one prompt in one batch, a row for each of `samplings`, which must have the same `max_tokens`.
 
-    All rows are as long as each other, so no slots are needed. `state` is that of one row before the prompt's last
-    token. A row that has ended is read on with the others until half of them have.
+    All rows have the same length, so no slots are needed. `state` is the state of one row before the prompt's last
+    token. Ended rows are dropped from the batch once they are half of it: each drop copies the state.
     """
     found = [Continuation([], None) for _ in samplings]
     choose = [Sampler(sampling, model.config.vocab_size, prompt) for sampling in samplings]
@@ -321,11 +320,11 @@ def continue_together(
 
 
 def _limit(model: Decoder, max_context: int) -> tuple[int | None, str]:
-    """Return how many tokens a sequence may have, None for any number, and the name of the limit."""
+    """Return how many tokens a sequence may have (None: any number), and the name of that limit."""
     limits: list[tuple[int, str]] = []
     if model.fixed_shapes and model.state_grows:
         limits.append((max_context, "max_context"))
     rows = model.most_tokens
     if rows is not None:
-        limits.append((rows + 1, f"max_positions={rows} of the model, and one more, which is not read"))
+        limits.append((rows + 1, f"max_positions={rows} of the model, and a last one that is not read"))
     return min(limits) if limits else (None, "")

@@ -1,4 +1,4 @@
-"""Beam search: the likeliest whole continuations that a bounded search finds.
+"""Beam search: find likely whole continuations by a bounded search.
 
 Shape letters: B beams, V vocabulary.
 """
@@ -22,7 +22,7 @@ from subquad.state import State
 
 @dataclass(eq=False)
 class Beam(Continuation):
-    """A continuation; `score` is the sum of its tokens' log-probabilities over `length ** length_penalty`."""
+    """A continuation; `score` is the sum of its log-probabilities divided by `length ** length_penalty`."""
 
     score: float
 
@@ -41,12 +41,12 @@ def beam_search(
 ) -> list[Beam]:
     """Return `beams` continuations of `prompt`, the best first, by `sum_t log p(token_t) / length ** length_penalty`.
 
-    In each step the `beams` likeliest continuations that do not end with one of `stop_tokens` go on; those that do
-    (it counts in their length) compete by score. The search ends after `max_tokens`, or when no beam that goes on could
-    still, at its present length, beat the worst of `beams` ended ones. The states are carried and reordered: the prompt
-    is read once. A model with fewer than `beams` continuations gives those it has.
+    Each step continues the `beams` likeliest candidates that don't end with one of `stop_tokens`; ended ones (the stop
+    token counts in their length) compete by score. The search ends after `max_tokens`, or as soon as no open beam, at
+    its current length, scores above the worst of `beams` ended ones. States are carried and reordered, so the prompt is
+    read once. Returns fewer than `beams` if the model has fewer continuations.
 
-    Raises `ValueError` for numbers out of range, as `generate` does, and for logits that are not finite.
+    Raises `ValueError` for numbers out of range, as `generate`, and for logits that are not finite.
     """
     check_at_least(1, beams=beams)
     if not math.isfinite(length_penalty):
@@ -81,15 +81,15 @@ def beam_search(
 
 
 Going = list[tuple[int, int, float]]
-"""Row, token, sum of log-probabilities."""
+"""Row, token and sum of log-probabilities of each open beam."""
 
 
 def _split(
     scores_BV: Tensor, rows: list[list[int]], beams: int, stops: frozenset[int], norm: float, ended: list[Beam]
 ) -> Going:
-    """Return the likeliest continuations that go on; those among them that end are added to `ended`."""
+    """Return the likeliest candidates that continue; add those that end to `ended`."""
     vocab_size = scores_BV.shape[1]
-    # Each row ends in `len(stops)` ways, so that many more hold enough that go on.
+    # Each row can end in `len(stops)` ways, so this many candidates include `beams` that continue.
     totals, places = scores_BV.flatten().topk(min((1 + len(stops)) * beams, scores_BV.numel()))
     going: Going = []
     for rank, (total, place) in enumerate(zip(totals.tolist(), places.tolist(), strict=True)):
@@ -104,5 +104,5 @@ def _split(
 
 
 def _decided(going: Going, ended: list[Beam], beams: int, norm: float) -> bool:
-    """Whether enough have ended and the best of those that go on is no better than the worst of them."""
+    """Return whether enough beams have ended, and the best open one scores no better than the worst of them."""
     return len(ended) == beams and going[0][2] / norm <= ended[-1].score

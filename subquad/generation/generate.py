@@ -1,4 +1,4 @@
-"""Generation of one sequence that carries the model's state: for constant-state mechanisms memory does not grow.
+"""Generate one sequence with a carried state: with constant-state mechanisms, memory does not grow.
 
 Shape letters: B batch, T tokens, V vocabulary.
 """
@@ -23,9 +23,9 @@ Finished = Literal["length", "stop", "cancelled", "error"]
 
 @dataclass(eq=False)
 class Continuation:
-    """Tokens that continue a prompt; a stop token is the last of them.
+    """Tokens that continue a prompt, with a stop token last, if one ended it.
 
-    `finished` is None until there are no more: `length` (as many as were asked for), `stop`, `cancelled` or `error`.
+    `finished` is None while it grows, then `length` (`max_tokens` were generated), `stop`, `cancelled` or `error`.
     """
 
     tokens: list[int]
@@ -52,9 +52,9 @@ def generate(
 
     `temperature` divides the logits; 0 takes the likeliest token. `top_k` keeps the k likeliest tokens, `top_p` the
     fewest tokens whose probabilities sum to at least p, `min_p` those at least p times as likely as the likeliest.
-    `repetition_penalty` makes the tokens of `prompt` and of what follows it less likely. `seed` repeats a sample.
-    One of `stop_tokens` ends the sequence and is its last token. The prompt is read `prefill_chunk` tokens at a time,
-    after those that made `state`; by a `PerceiverAR` in one piece.
+    `repetition_penalty` makes tokens of the prompt and of the continuation less likely. `seed` makes a sample
+    repeatable. A token of `stop_tokens` ends the sequence and is its last token. The prompt follows the tokens read
+    into `state` and is read `prefill_chunk` tokens at a time (by a `PerceiverAR` in one piece).
 
     Raises `ValueError` for an empty prompt, a token outside the vocabulary or a number out of range.
     """
@@ -72,10 +72,10 @@ def generate(
 
 
 class Generation(Iterator[int]):
-    """The tokens that `generate` samples, one at a time, each computed when it is asked for.
+    """Iterator over the tokens that `generate` samples, each computed on demand.
 
-    `state` is what the model has read: the prompt (after `prefill`, all of it but the last token) and every token
-    returned but the last. To go on later, keep `state` and begin the next prompt with that last token.
+    `state` covers what the model has read: the prompt (after `prefill`, all but its last token) and all returned tokens
+    but the last. To continue later, keep `state` and begin the next prompt with that last token.
     """
 
     def __init__(
@@ -97,15 +97,15 @@ class Generation(Iterator[int]):
         self._choose = Sampler(sampling, model.config.vocab_size, self._unread)
 
     def prefill(self) -> None:
-        """Read the prompt but for its last token, in chunks; asking for the first token does it too."""
+        """Read all but the last token of the prompt, in chunks; the first token does this too."""
         with inference(self._model):
             while len(self._unread) > 1:
                 self.state = read_piece(self._model, self._unread, self.state, self._sampling.prefill_chunk)
 
     def read_all(self) -> State:
-        """Read what is unread, the last token returned too, and return the state after all of the text.
+        """Read the rest, including the last returned token, and return the state after the whole text.
 
-        From it another text goes on. No token can be asked for after this.
+        Another text can continue from that state; this iterator is then exhausted.
         """
         self.prefill()
         with inference(self._model):
@@ -129,7 +129,7 @@ class Generation(Iterator[int]):
 
 
 def checked_prompt(prompt: Sequence[int], vocab_size: int) -> list[int]:
-    """Return the prompt as a list; raise `ValueError` or `TypeError` where it is empty or holds no token."""
+    """Return the prompt as a list. Raises `ValueError` or `TypeError` if it is empty or holds an invalid token."""
     if not len(prompt):
         raise ValueError("the prompt must hold at least one token, got none")
     tokens = []
@@ -144,10 +144,10 @@ def checked_prompt(prompt: Sequence[int], vocab_size: int) -> list[int]:
 
 
 def read_piece(model: Decoder, unread: list[int], state: State | None, chunk: int) -> State:
-    """Read up to `chunk` of the tokens before the last one and take them off `unread`; return the state after them.
+    """Read up to `chunk` tokens of `unread`, sparing its last one, remove them, and return the state after them.
 
-    A model that predicts its last tokens alone (`PerceiverAR`) reads all of them at once: each piece would end with
-    latents that the next one would make history.
+    A model with predictions for its last tokens alone (`PerceiverAR`) reads them in one piece: each piece would end
+    with latents that the next piece would turn into history.
     """
     left = len(unread) - 1
     tokens = unread[: min(chunk, left) if model.predicts_last is None else left]
@@ -157,13 +157,13 @@ def read_piece(model: Decoder, unread: list[int], state: State | None, chunk: in
 
 
 def as_tensor(model: Decoder, tokens: list[int]) -> Tensor:
-    """Return one row of tokens where the model is, `[1, T]`."""
+    """Return one row of tokens, `[1, T]`, on the model's device."""
     return torch.tensor([tokens], dtype=torch.long, device=next(model.parameters()).device)
 
 
 @contextmanager
 def inference(model: nn.Module) -> Iterator[None]:
-    """Set eval mode and compute no gradients; the mode is restored."""
+    """Set eval mode and disable gradients within the block; restore the mode after it."""
     training = model.training
     if training:
         model.eval()

@@ -1,4 +1,4 @@
-"""Drawing images, or what is occluded of them, pixel by pixel with a state that is carried along; pictures of them.
+"""Draw images, or their occluded parts, pixel by pixel with a carried state, and compose pictures of them.
 
 Shape letters: N images, B batch, T pixels (bytes) of an image, H rows, W columns, C channels.
 """
@@ -23,25 +23,25 @@ from subquad.state import State
 
 Pixels = NDArray[np.uint8]
 OCCLUDED = (70, 90, 170)
-"""The colour of occluded pixels."""
+"""Colour of occluded pixels."""
 GAP, BACKGROUND = 2, (128, 128, 128)
 CAPTION = 14
-"""Height of the line above the columns."""
+"""Height of the captions above the columns, in pixels."""
 LEAST = 56
-"""Pixels of the picture that an image's longer side has at least: small images are shown larger."""
+"""Least length of an image's longer side in a picture, in pixels: smaller images are enlarged."""
 
 
 @dataclass(frozen=True)
 class DrawnImages:
-    """The images that `generate_images` and `complete_images` drew."""
+    """Images drawn by `generate_images` or `complete_images`."""
 
     pixels_NT: Tensor
     """Bytes, uint8."""
     seconds: float
     state_bytes: int
-    """Of the states of one batch after its last pixel; 0 without a cache."""
+    """Size of the states of one batch after its last pixel; 0 without a cache."""
     batch_size: int
-    """Images that were drawn at once."""
+    """Images drawn at once."""
 
 
 def generate_images(
@@ -55,12 +55,12 @@ def generate_images(
     cache: bool = True,
     progress: Callable[[int, int], None] | None = None,
 ) -> DrawnImages:
-    """Draw `count` images, `batch_size` at a time. Image i has random numbers of its own, from the seed `seed + i`
-    (modulo 2**64).
+    """Draw `count` images, `batch_size` at a time. Image i takes its random numbers from the seed `seed + i`, modulo
+    2**64.
 
-    Without `cache` the model reads all pixels so far again for each one, as a softmax model without cached keys and
-    values would. `progress(done, all)` counts the pixels of all images. Raises `ValueError` for a count or a batch size
-    below 1 and a temperature below 0.
+    Without `cache`, the model rereads all previous pixels for each one, like a softmax model without cached keys and
+    values. `progress(done, total)` counts pixels of all images. Raises `ValueError` for a count or batch size below 1
+    and a temperature below 0.
     """
     check_at_least(1, count=count)
     nothing_NT = torch.zeros(count, model.config.tokens, dtype=torch.uint8)
@@ -88,10 +88,11 @@ def complete_images(
     cache: bool = True,
     progress: Callable[[int, int], None] | None = None,
 ) -> DrawnImages:
-    """Draw the pixels where `occluded` `[T]` is True; the others are read as they are, those between two drawn ones at
-    once. A pixel is drawn from those before it alone: given ones that come later have no part in it.
+    """Draw the pixels where `occluded` `[T]` is True; given pixels between two drawn ones are read in one pass. A pixel
+    depends only on pixels before it: given pixels that follow have no influence.
 
-    The rest is as in `generate_images`. Raises `ValueError` for images or a mask that do not fit the model, too.
+    The other arguments are those of `generate_images`. Also raises `ValueError` for images or a mask that do not fit
+    the model.
     """
     check_at_least(1, **{"the number of images": len(pixels_NT)}, batch_size=batch_size)
     check_at_least(0, temperature=temperature)
@@ -134,9 +135,10 @@ def _fill(
     cache: bool,
     show: Callable[[int], None],
 ) -> tuple[Tensor, State | None]:
-    """Return one batch with the occluded pixels drawn, and the state after the last token that was read."""
+    """Return one batch with its occluded pixels drawn, and the state after the last token read."""
     device = next(model.parameters()).device
-    tokens_BT = model.inputs(torch.cat((pixels_BT, pixels_BT[:, :1]), 1).long()).to(device)  # with the last pixel
+    # `inputs` shifts by one and drops the last entry: a dummy pixel keeps the real last one.
+    tokens_BT = model.inputs(torch.cat((pixels_BT, pixels_BT[:, :1]), 1).long()).to(device)
     tokens_BT[:, 1:] = tokens_BT[:, 1:].masked_fill(occluded_T.to(device), START)
     random_BT = random_BT.to(device)
     state: State | None = None
@@ -154,7 +156,7 @@ def _fill(
 
 
 def picture_of(rows: Sequence[Sequence[Pixels]], captions: Sequence[str] = ()) -> Image.Image:
-    """Return a picture of rows of images `[H, W, C]` of one size, with `captions` above the columns."""
+    """Return a picture of `rows` of equally large images `[H, W, C]`, with `captions` above the columns."""
     height, width, _ = rows[0][0].shape
     scale = max(1, math.ceil(LEAST / max(height, width)))
     columns = max(len(row) for row in rows)
@@ -174,13 +176,13 @@ def picture_of(rows: Sequence[Sequence[Pixels]], captions: Sequence[str] = ()) -
 
 
 def square(images: Sequence[Pixels]) -> list[list[Pixels]]:
-    """Return the images in rows, about as many as columns."""
+    """Return the images in about as many rows as columns."""
     columns = math.ceil(math.sqrt(len(images)))
     return [list(images[first : first + columns]) for first in range(0, len(images), columns)]
 
 
 def occluded(image: Pixels, mask_HW: NDArray[np.bool_]) -> Pixels:
-    """Return the image in colours, with the occluded pixels painted."""
+    """Return the image in colour, with the pixels of `mask` painted as occluded."""
     shown = np.broadcast_to(image, (*image.shape[:2], 3)).copy()
     shown[mask_HW] = OCCLUDED
     return shown

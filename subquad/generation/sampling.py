@@ -1,4 +1,4 @@
-"""Choosing the next token from its logits.
+"""Choose the next token from its logits.
 
 Shape letters: V vocabulary.
 """
@@ -16,24 +16,24 @@ from subquad.config import Config, check_at_least
 
 @dataclass(frozen=True, kw_only=True)
 class SamplingConfig(Config):
-    """Settings of sampling: the choice of the next token, and the end."""
+    """Choice of the next token, and length of the text."""
 
     max_tokens: int = 256
-    """Tokens to generate at most."""
+    """Most tokens to generate."""
     temperature: float = 1.0
-    """Divides the logits; 0 takes the likeliest token."""
+    """Divide the logits by this; 0 takes the likeliest token."""
     top_k: int | None = None
     """Keep the k likeliest tokens (None: all)."""
     top_p: float | None = None
     """Keep the fewest tokens whose probabilities sum to at least p (None: all)."""
     min_p: float | None = None
-    """Keep the tokens that are at least this part as likely as the likeliest one (None: all)."""
+    """Keep the tokens that are at least this times as likely as the likeliest one (None: all)."""
     repetition_penalty: float = 1.0
-    """Divides the positive logits of tokens that are in the text already, multiplies their negative ones (1: off)."""
+    """Divide positive logits of tokens that are already in the text by this, multiply negative ones (1: off)."""
     seed: int | None = None
-    """The same seed gives the same tokens (None: a new one each time)."""
+    """Seed of the random numbers; the same seed repeats a text (None: a new one each time)."""
     prefill_chunk: int = 4096
-    """Tokens of the prompt that are read at a time."""
+    """Tokens of the prompt to read at a time."""
 
     def __post_init__(self) -> None:
         check_at_least(0, max_tokens=self.max_tokens)
@@ -51,7 +51,7 @@ class SamplingConfig(Config):
 
 
 class Sampler:
-    """Chooses a sequence's tokens one after another, with random numbers and a memory of its own."""
+    """Choose the tokens of one sequence, with its own random numbers and its own record of tokens already used."""
 
     def __init__(self, sampling: SamplingConfig, vocab_size: int, tokens: Iterable[int] = (), /) -> None:
         self.sampling = sampling
@@ -69,11 +69,11 @@ class Sampler:
 
     @property
     def takes_the_likeliest(self) -> bool:
-        """Whether the token is the one with the highest logit, whatever the text before."""
+        """Return whether the choice is always the token with the highest logit."""
         return self._random is None and self._said_V is None
 
     def __call__(self, logits_V: Tensor, /) -> int:
-        """The next token. Raises `ValueError` where a logit is not finite."""
+        """Return the next token. Raises `ValueError` if a logit is not finite."""
         logits_V = logits_V.detach().double().cpu()
         check_finite(logits_V)
         if self._said_V is not None:
@@ -85,15 +85,15 @@ class Sampler:
 
 
 def check_finite(logits: Tensor, /) -> None:
-    """Raise `ValueError` where a logit is NaN or infinite."""
+    """Raise `ValueError` if a logit is NaN or infinite."""
     if not bool(logits.isfinite().all()):
         raise ValueError("the model's logits must be finite, got NaN or infinity; its weights may be damaged")
 
 
 def penalised(logits_V: Tensor, said_V: Tensor, penalty: float, /) -> Tensor:
-    """`z / penalty` where z > 0 and `z * penalty` where z < 0, for the tokens that are in the text already.
+    """Return `z / penalty` for z > 0 and `z * penalty` for z < 0, for the tokens already in the text.
 
-    Source: CTRL (Keskar et al. 2019, arXiv:1909.05858, section 4.1), whose division alone would raise negative logits.
+    Source: CTRL (Keskar et al. 2019, arXiv:1909.05858, section 4.1), which always divides; that raises negative logits.
     """
     return torch.where(said_V, torch.where(logits_V > 0, logits_V / penalty, logits_V * penalty), logits_V)
 

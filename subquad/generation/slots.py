@@ -1,8 +1,8 @@
-"""The states of sequences that are decoded together: slots that they join and leave, and rows of one joint state.
+"""States of sequences that are decoded together: fixed slots, and rows of one joint state.
 
-A tensor of a state is `[B, ...]`. Where sequences have read different numbers of tokens, some dimension of their
-tensors may differ (keys and values still in reach); such tensors are aligned to the end, as a batch that has padding
-leaves them, and what stands before the first token of a row is at a negative position, which nothing reads.
+A state's tensors are `[B, ...]`. If sequences have read different numbers of tokens, some dimension may differ (keys
+and values within reach). Such tensors are aligned at their ends, as in a padded batch; entries before a row's first
+token have negative positions, which no mechanism reads.
 
 Shape letters: B slots, V vocabulary.
 """
@@ -20,10 +20,10 @@ from subquad.state import State
 
 
 class FixedSlots:
-    """One state `[B, ...]` whose shapes never change; an empty slot reads token 0 again and again, to no effect.
+    """One state `[B, ...]` of constant shapes; empty slots keep reading token 0, without effect.
 
-    A row's numbers depend on the row alone: kernels of a fixed shape treat rows alike. Where a model's state grows, it
-    is kept for `capacity` tokens; a sequence may not be longer.
+    A row depends on itself alone, as kernels of a fixed shape treat all rows alike. A state that grows is allocated for
+    `capacity` tokens; a sequence may not be longer.
     """
 
     def __init__(self, model: Decoder, slots: int, capacity: int, *, compile: bool = False) -> None:
@@ -41,20 +41,20 @@ class FixedSlots:
             self._advance = torch.compile(self.compact_forward, dynamic=False, fullgraph=True)
 
     def insert(self, slot: int, state: State | None) -> None:
-        """Begin a sequence in an empty slot; with None before its first token."""
+        """Begin a sequence in an empty slot, with `state` or (None) before its first token."""
         self._put(slot, self._blank if state is None else state, 1)
 
     def clear(self, slot: int) -> None:
-        """The slot forgets, so that nothing of a sequence is left when it has gone."""
+        """Reset the slot, so that nothing of a sequence outlives it."""
         self._put(slot, self._blank, 0)
 
     def take(self, slot: int) -> State:
-        """A copy without the places that stand before the first token."""
+        """Return a copy of the slot's state without the entries before its first token."""
         state = row_of(self._state, slot)
         return fit(state, trimmed(self._shapes, shapes_of(self._first), int(state.seen)))
 
     def step(self, tokens: list[int]) -> Tensor:
-        """Read a token in each slot (any in empty ones) in one forward pass; the logits of the next, `[B, V]`."""
+        """Read one token in each slot (any in empty ones) in one forward pass; return the next logits, `[B, V]`."""
         tokens_B1 = torch.tensor(tokens, dtype=torch.long, device=self._device)[:, None]
         logits_BV, self._state = self._advance(tokens_B1, self._state)
         if not self._full:
@@ -62,12 +62,12 @@ class FixedSlots:
         return logits_BV
 
     def bytes_of(self, slot: int) -> int:
-        """Of each slot the same, whoever is in it."""
+        """Return the bytes of one slot, the same for all."""
         return self._bytes // len(self._active_B)
 
     @property
     def nbytes(self) -> int:
-        """Constant."""
+        """Return the bytes of all slots, a constant."""
         return self._bytes
 
     def _forward(self, tokens_B1: Tensor, state: State) -> tuple[Tensor, State]:
@@ -75,7 +75,7 @@ class FixedSlots:
         return self._model.logits(h_B1D)[:, -1], fit(state, self._shapes)
 
     def compact_forward(self, tokens_B1: Tensor, state: State) -> tuple[Tensor, State]:
-        """A step whose tensors have the same strides as when a sequence joined: another layout would compile anew."""
+        """Run a step that returns contiguous tensors, as joining sequences have: other strides would recompile."""
         logits_BV, state = self._forward(tokens_B1, state)
         return logits_BV, state.map(torch.Tensor.contiguous)
 
@@ -86,7 +86,7 @@ class FixedSlots:
 
 
 class LooseSlots:
-    """A state for each sequence, joined for every step."""
+    """One state for each sequence, joined for every step."""
 
     def __init__(self, model: Decoder, slots: int) -> None:
         self._model = model
@@ -95,21 +95,21 @@ class LooseSlots:
         self._slots = slots
 
     def insert(self, slot: int, state: State | None) -> None:
-        """The slot gets the sequence's state."""
+        """Put a sequence's state into a slot."""
         self._states[slot] = state
 
     def clear(self, slot: int) -> None:
-        """The slot's state goes."""
+        """Drop the slot's state."""
         self._states.pop(slot, None)
 
     def take(self, slot: int) -> State:
-        """The state."""
+        """Return the slot's state."""
         state = self._states[slot]
         assert state is not None
         return state
 
     def step(self, tokens: list[int]) -> Tensor:
-        """As `FixedSlots`: a pass of the sequences that have read something, and one for each of the others."""
+        """As `FixedSlots.step`, with one pass for the sequences that have a state, and one for each without."""
         device = next(self._model.parameters()).device
         logits_BV = torch.zeros(self._slots, self._vocab_size, device=device, dtype=self._dtype)
         begun = [slot for slot, state in sorted(self._states.items()) if state is not None]
@@ -125,18 +125,18 @@ class LooseSlots:
         return logits_BV
 
     def bytes_of(self, slot: int) -> int:
-        """Of the sequence in the slot, now."""
+        """Return the current bytes of the slot's state."""
         state = self._states.get(slot)
         return 0 if state is None else state.nbytes
 
     @property
     def nbytes(self) -> int:
-        """Of what is there now."""
+        """Return the current bytes of all states."""
         return sum(state.nbytes for state in self._states.values() if state is not None)
 
 
 def _final(model: Decoder, capacity: int) -> State:
-    """The state of one row that has read nothing, with the shapes that it will have for good."""
+    """Return the state of one row that has read nothing, in its final shapes."""
     if model.state_grows:
         return _blank(model, capacity)
     places, state = 2, _blank(model, 1)
@@ -147,18 +147,18 @@ def _final(model: Decoder, capacity: int) -> State:
 
 @torch.no_grad()
 def _blank(model: Decoder, places: int) -> State:
-    """Return the state after a row of padding alone: padding does not exist, but takes places."""
+    """Return the state after a row of padding alone, which has no content but takes `places` entries."""
     tokens_BT = torch.zeros(1, places, dtype=torch.long, device=next(model.parameters()).device)
     return model.hidden(tokens_BT, None, torch.zeros_like(tokens_BT, dtype=torch.bool))[1]
 
 
 Shapes = Mapping[str, "tuple[int, ...] | Shapes"]
 COUNTS = ("seen", "start")
-"""The numbers of a state that belong to one sequence; the others belong to the model."""
+"""Counts that belong to one sequence; all other numbers of a state belong to the model."""
 
 
 def shapes_of(state: State) -> Shapes:
-    """The shapes of a state's tensors without the batch."""
+    """Return the shapes of a state's tensors without the batch dimension."""
     shapes: dict[str, tuple[int, ...] | Shapes] = {}
     for name, entry in state.entries.items():
         if isinstance(entry, State):
@@ -169,7 +169,7 @@ def shapes_of(state: State) -> Shapes:
 
 
 def fitted(entry: Tensor, shape: tuple[int, ...]) -> Tensor:
-    """`entry` `[B, ...]` with another shape behind B: the last places of each dimension, or zeros before them."""
+    """Return `entry` `[B, ...]` with `shape` after B: cut each dimension, or pad it with zeros, at the front."""
     for dim, size in enumerate(shape, 1):
         extra = size - entry.shape[dim]
         if extra < 0:
@@ -181,7 +181,7 @@ def fitted(entry: Tensor, shape: tuple[int, ...]) -> Tensor:
 
 
 def fit(state: State, shapes: Shapes) -> State:
-    """The state with tensors of these shapes."""
+    """Return `state` with its tensors `fitted` to `shapes`."""
     entries: dict[str, Tensor | int | State] = {}
     for name, entry in state.entries.items():
         shape = shapes.get(name)
@@ -195,7 +195,10 @@ def fit(state: State, shapes: Shapes) -> State:
 
 
 def trimmed(shapes: Shapes, first: Shapes, seen: int) -> Shapes:
-    """`shapes` with at most `seen` places in the dimensions that have another size after one token (`first`)."""
+    """Return `shapes` with at most `seen` entries in the dimensions that grow: those that differ from `first`.
+
+    `first` holds the shapes after one token.
+    """
     found: dict[str, tuple[int, ...] | Shapes] = {}
     for name, shape in shapes.items():
         one = first.get(name)
@@ -210,9 +213,9 @@ def trimmed(shapes: Shapes, first: Shapes, seen: int) -> Shapes:
 
 
 def put(batch: State, row: Tensor, one: State) -> State:
-    """The batch with the sequence `one` in a row (`[1]`, where the batch is); `batch` keeps its shapes and dtypes.
+    """Return `batch`, in its shapes and dtypes, with the sequence `one` in `row` (`[1]`, on the batch's device).
 
-    What `one` does not hold, since it has read too much to need it, is zero.
+    Entries that `one` lacks, because it has read too much to need them, become zero.
     """
     entries: dict[str, Tensor | int | State] = {}
     for name, entry in batch.entries.items():
@@ -228,7 +231,7 @@ def put(batch: State, row: Tensor, one: State) -> State:
 
 
 def row_of(batch: State, row: int) -> State:
-    """The state of one row; its counts are whole numbers again."""
+    """Return the state of one row, with its counts as plain integers."""
     entries: dict[str, Tensor | int | State] = {}
     for name, entry in batch.entries.items():
         if isinstance(entry, State):
@@ -242,7 +245,7 @@ def row_of(batch: State, row: int) -> State:
 
 
 def join(states: Sequence[State]) -> State:
-    """A batch of the rows `states`, each of one sequence; where the counts of two differ, all become tensors `[B]`."""
+    """Return the batch of `states`, one sequence each; if their counts differ, counts become tensors `[B]`."""
     ragged = any(len({state.entries.get(name) for state in states}) > 1 for name in COUNTS)
     entries: dict[str, Tensor | int | State] = {}
     names = dict.fromkeys(name for state in states for name in state.entries)
@@ -263,12 +266,12 @@ def join(states: Sequence[State]) -> State:
 
 
 def idle(state: State, active_B: Tensor) -> State:
-    """The state with the counts `[B]` of rows that nobody uses at zero, so that they run into no limit."""
+    """Return `state` with the counts `[B]` of unused rows at zero, so that they never reach a limit."""
     return state.map(lambda x: x * active_B if x.ndim == 1 else x)
 
 
 def _as_tensor(entry: Tensor | int | State | None, like: Tensor) -> Tensor:
-    """One row: a tensor as it is, a number as `[1]`, nothing as zeros."""
+    """Return one row: a tensor unchanged, a number as `[1]`, None as zeros."""
     if isinstance(entry, Tensor):
         return entry.to(like.device, like.dtype)
     if entry is None:

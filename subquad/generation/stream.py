@@ -1,4 +1,4 @@
-"""Text from tokens, one at a time: never half a character, never a part of a stop string."""
+"""Decode tokens to text one at a time, without half characters or parts of stop strings."""
 
 from __future__ import annotations
 
@@ -7,17 +7,17 @@ from collections.abc import Sequence
 from tokenizers import Tokenizer
 
 _BROKEN = "\ufffd"
-"""What a decoder writes for bytes that are not UTF-8, so also for the first bytes of a character."""
+"""A decoder's replacement for bytes that are not UTF-8, and so for the first bytes of a character."""
 _CONTEXT = 8
 
 
 class TextStream:
-    """Decode a stream of tokens so that the pieces, joined, are the text of all of them, up to the first of `stops`.
+    """Decode a stream of tokens to pieces that join to the text of all tokens, up to the first of `stops`.
 
-    A token may end inside a character, or decode differently after another (a leading space): text is held back until
-    its characters are complete. So is what may be the beginning of a stop string, of which nothing is ever returned.
-    `context` holds the tokens that stand before the stream, the prompt's for example. Raises `ValueError` for an empty
-    stop string.
+    A token may end inside a character, or decode differently after another one (a leading space), so text is held back
+    until its characters are complete. A possible beginning of a stop string is held back too; no part of a stop string
+    is returned. `context` holds the tokens before the stream, such as the prompt. Raises `ValueError` for an empty stop
+    string.
     """
 
     def __init__(self, tokenizer: Tokenizer, context: Sequence[int] = (), stops: Sequence[str] = ()) -> None:
@@ -26,16 +26,16 @@ class TextStream:
         self._tokens = [int(token) for token in context[-_CONTEXT:]]
         text = self._decode()
         complete = self._complete(text)
-        self._boundary = len(self._tokens) if complete == text else 0  # so many tokens end at a complete character
+        self._boundary = len(self._tokens) if complete == text else 0  # the tokens up to here end at a whole character
         self._shown = len(complete)
 
     @property
     def stopped(self) -> str | None:
-        """The stop string that was met, after which `push` and `finish` return empty texts; None before."""
+        """Return the stop string that was met, or None; after it, `push` and `finish` return empty texts."""
         return self._stops.stopped
 
     def push(self, token: int) -> str:
-        """Return the text that `token` completes, which may be empty."""
+        """Return the text that `token` completes, possibly none."""
         self._tokens.append(int(token))
         text = self._decode()
         complete = self._complete(text)
@@ -46,7 +46,7 @@ class TextStream:
         return self._stops.push(new)
 
     def finish(self) -> str:
-        """Return what was held back, as far as it can be decoded."""
+        """Flush the buffered text, as far as it can be decoded."""
         new = self._decode()[self._shown :]
         self._shown += len(new)
         return self._stops.push(new) + self._stops.finish()
@@ -56,20 +56,20 @@ class TextStream:
 
     @staticmethod
     def _complete(text: str) -> str:
-        return text.rstrip(_BROKEN)  # one for each byte, where a tokenizer falls back to bytes
+        return text.rstrip(_BROKEN)  # a tokenizer with byte fallback writes one for each byte
 
     def _forget(self) -> None:
-        """Keep the tokens since the last boundary as context, so that work a token does not grow."""
+        """Keep only the tokens since the last boundary as context, so that work per token stays constant."""
         del self._tokens[: self._boundary]
         self._boundary = len(self._tokens)
         self._shown = len(self._decode())
 
 
 class StopStrings:
-    """A filter that passes a stream of text on up to the first stop string, of which nothing is ever shown.
+    """Pass a stream of text on up to the first stop string, without any part of it.
 
-    What may be the beginning of a stop string is held back until it is one or is not. Of stop strings that are complete
-    at the same time the one that begins first wins. An empty stop string raises `ValueError`.
+    A possible beginning of a stop string is held back until it is decided. If several stop strings are complete at the
+    same time, the one that begins first wins. Raises `ValueError` for an empty stop string.
     """
 
     def __init__(self, stops: Sequence[str], /) -> None:
@@ -80,7 +80,7 @@ class StopStrings:
         self._held = ""
 
     def push(self, piece: str, /) -> str:
-        """Return the text that can be shown after `piece`, which may be empty; after the stop string always empty."""
+        """Return the text that can be shown after `piece`, possibly none; after a stop string always none."""
         if self.stopped is not None:
             return ""
         text = self._held + piece
@@ -94,13 +94,13 @@ class StopStrings:
         return text[: len(text) - held]
 
     def finish(self) -> str:
-        """Return the text that was held back; it has turned out to be no stop string."""
+        """Flush the buffered text."""
         held, self._held = self._held, ""
         return held
 
 
 def _overlap(text: str, stop: str) -> int:
-    """Return the length of the longest end of `text` that is a beginning of `stop`."""
+    """Return the length of the longest suffix of `text` that is a proper prefix of `stop`."""
     for length in range(min(len(text), len(stop) - 1), 0, -1):
         if stop.startswith(text[len(text) - length :]):
             return length

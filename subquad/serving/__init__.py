@@ -1,4 +1,4 @@
-"""The OpenAI-compatible server: `app.make_app` is its application; all but its limits need the extra `serve`."""
+"""OpenAI-compatible server; `app.make_app` makes the application. All but `ServeConfig` needs the extra `serve`."""
 
 from subquad.serving.config import ServeConfig
 

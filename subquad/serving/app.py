@@ -1,4 +1,4 @@
-"""The application (the routes, what requests pass before them, the engine that runs while it does), and its server."""
+"""The application (routes, middleware, and the engine for its lifetime) and the server that runs it."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ from subquad.version import __version__
 REFUSALS = error_replies(400, 401, 404, 408, 413, 429, 500, 503)
 Responses = dict[int | str, dict[str, Any]]
 COMPLETION_TOKENS = 16
-"""Tokens of a completion that asks for no number, as OpenAI has it."""
+"""Default `max_tokens` of a completion, the same as OpenAI's."""
 _PAGE_HEADERS = {
     "Content-Security-Policy": "default-src 'none'; style-src 'unsafe-inline'; script-src 'unsafe-inline'; "
     "connect-src 'self'; img-src data:; base-uri 'none'; form-action 'none'; frame-ancestors 'none'",
@@ -45,7 +45,7 @@ _PAGE_HEADERS = {
 
 
 class Served(NamedTuple):
-    """The model that is served: its name, and the facts that clients are told."""
+    """Name and facts of the served model, as clients see them."""
 
     name: str
     attention: str
@@ -53,7 +53,7 @@ class Served(NamedTuple):
 
 
 class EventStream(StreamingResponse):
-    """Server-sent events of a job, which is closed when they end in whatever way."""
+    """Server-sent events of a job, which is closed when the stream ends for any reason."""
 
     def __init__(self, engine: Engine, job: Job, events: AsyncIterator[str]) -> None:
         headers = {"Cache-Control": "no-store", "X-Accel-Buffering": "no"}
@@ -61,7 +61,7 @@ class EventStream(StreamingResponse):
         self._engine, self._job = engine, job
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Send the events; the slot is free afterwards, also where the client has gone."""
+        """Send the events and free the job's slots, even if the client disconnects."""
         try:
             await super().__call__(scope, receive, send)
         finally:
@@ -69,7 +69,7 @@ class EventStream(StreamingResponse):
 
 
 class Routes:
-    """The answers, a method for each path."""
+    """Handlers, one for each path."""
 
     def __init__(self, engine: Engine, texts: Texts, config: ServeConfig, served: Served, metrics: Metrics) -> None:
         self._engine = engine
@@ -81,25 +81,25 @@ class Routes:
         self._page = files("subquad.serving").joinpath("page.html").read_text(encoding="utf-8")
 
     async def page(self) -> Response:
-        """A page to try the model in a browser."""
+        """Return a page to try the model in a browser."""
         return HTMLResponse(self._page, headers=_PAGE_HEADERS)
 
     async def health(self) -> Response:
-        """`ok`, or 503 where the server stops or its decoder has failed."""
+        """Return `ok`, or 503 if the server is stopping or its decoder has failed."""
         self._check()
         return json_response({"status": "ok", "version": __version__, "model": self._served.name})
 
     async def metrics(self) -> Response:
-        """Counts in Prometheus' text format."""
+        """Return counts in Prometheus' text format."""
         text = self._metrics.text(self._engine.load, self._config.slots)
         return Response(text, headers={"Content-Type": CONTENT_TYPE})
 
     async def models(self) -> Response:
-        """The one model."""
+        """List the served model."""
         return json_response({"object": "list", "data": [self._model()]})
 
     async def model(self, model: str) -> Response:
-        """The model by its name."""
+        """Return the model by its name."""
         self._check_model(model)
         return json_response(self._model())
 
@@ -111,7 +111,7 @@ class Routes:
         return await self._answer(request, body, "completion", prompts, body.stops, body.max_tokens, COMPLETION_TOKENS)
 
     async def chat(self, request: Request, body: ChatRequest) -> Response:
-        """Answer a chat. Without a template of the model's: `role: content` lines, then `assistant:`."""
+        """Answer a chat. Without a chat template, the prompt is `role: content` lines, then `assistant:`."""
         self._check_model(body.model)
         self._check()
         messages = [{"role": message.role, "content": message.text} for message in body.messages]
@@ -124,14 +124,14 @@ class Routes:
         return await self._answer(request, body, "chat", prompts, stops, body.limit, self._config.max_tokens)
 
     async def _encoded(self, prompt: str | list[int], param: str) -> list[int]:
-        """The prompt's tokens; 400 where there are none or too many."""
+        """Return the prompt's tokens, or 400 if there are none or too many."""
         if isinstance(prompt, str):
             try:
                 prompt = await asyncio.to_thread(self._texts.encode, prompt)
             except ValueError as error:
                 raise APIError(400, str(error), param=param) from error
         if len(prompt) > self._config.max_prompt:
-            message = f"a prompt may have {self._config.max_prompt} tokens, and this one has {len(prompt)}"
+            message = f"a prompt may have {self._config.max_prompt} tokens, but this one has {len(prompt)}"
             raise APIError(400, message, param=param, code="context_length_exceeded")
         return prompt
 
@@ -145,10 +145,10 @@ class Routes:
         asked: int | None,
         usual: int,
     ) -> Response:
-        """Decode the prompts, `n` times each, and answer as a whole or in a stream."""
+        """Decode each prompt `n` times and answer as a whole or in a stream."""
         count = body.n or 1
         if count * len(prompts) > self._config.max_requests:
-            message = f"{len(prompts)} prompts times n={count} are more than the {self._config.max_requests} sequences "
+            message = f"{len(prompts)} prompts times n={count} exceed the {self._config.max_requests} sequences "
             raise APIError(400, message + "that the server takes at once", param="n")
         sequences = []
         for number in range(count * len(prompts)):
@@ -175,7 +175,7 @@ class Routes:
             raise APIError(400, str(error)) from error
 
     def _tokens(self, prompt: int, asked: int | None, usual: int) -> int:
-        """The tokens to generate: those asked for, or the usual number as far as the model has place."""
+        """Return the tokens to generate: `asked`, or else `usual`, clamped to the model's context."""
         most = self._config.max_tokens
         if asked is not None:
             if asked > most:
@@ -203,7 +203,7 @@ class Routes:
 
     def _check_model(self, name: str | None) -> None:
         if name is not None and name != self._served.name:
-            message = f"there is no model {shortened(name)!r}; valid: {self._served.name}"
+            message = f"unknown model {shortened(name)!r}; valid: {self._served.name}"
             raise APIError(404, message, param="model", code="model_not_found")
 
     def _model(self) -> dict[str, Any]:
@@ -220,13 +220,13 @@ class Routes:
 
 
 async def _unless_gone(request: Request, work: Coroutine[Any, Any, dict[str, Any]]) -> dict[str, Any]:
-    """The result of `work`, which is cancelled where the client disconnects before."""
+    """Return the result of `work`; cancel it if the client disconnects first."""
     working = asyncio.ensure_future(work)
     gone = asyncio.ensure_future(_gone(request))
     try:
         await asyncio.wait((working, gone), return_when=asyncio.FIRST_COMPLETED)
         if not working.done():
-            raise APIError(GONE, "the client has gone")
+            raise APIError(GONE, "the client has disconnected")
         return working.result()
     finally:
         working.cancel()
@@ -241,7 +241,7 @@ async def _gone(request: Request) -> None:
 def make_app(
     engine: Engine, texts: Texts, config: ServeConfig, served: Served, metrics: Metrics, *, api_key: str | None = None
 ) -> FastAPI:
-    """Return the application; the engine runs while its lifespan does and counts in `metrics`."""
+    """Return the application; `engine` runs for its lifespan and counts in `metrics`."""
 
     @asynccontextmanager
     async def lifespan(_app: FastAPI) -> AsyncIterator[None]:
@@ -251,7 +251,7 @@ def make_app(
         finally:
             await engine.stop()
 
-    # No pages of FastAPI's: they load scripts from elsewhere.
+    # No documentation pages: FastAPI's load scripts from other hosts.
     app = FastAPI(
         title="subquad", version=__version__, lifespan=lifespan, docs_url=None, redoc_url=None, redirect_slashes=False
     )
@@ -273,8 +273,8 @@ def _add_routes(app: FastAPI, routes: Routes) -> None:
     closed = error_replies(401)
     app.add_api_route("/", routes.page, response_class=HTMLResponse)
     app.add_api_route("/health", routes.health, responses={200: {"model": schemas.Health}, **error_replies(503)})
-    # What load balancers ask; routes of their own, since operations of the OpenAPI document need names of their own.
-    down: Responses = {503: {"description": "The server stops, or its decoder has failed."}}
+    # For load balancers. Separate routes, because each operation in the OpenAPI document needs its own name.
+    down: Responses = {503: {"description": "The server is stopping, or its decoder has failed."}}
     app.add_api_route("/", routes.page, methods=["HEAD"], response_class=Response)
     app.add_api_route("/health", routes.health, methods=["HEAD"], response_class=Response, responses=down)
     text: Responses = {200: {"content": {"text/plain": {"schema": {"type": "string"}}}}}
@@ -282,7 +282,7 @@ def _add_routes(app: FastAPI, routes: Routes) -> None:
     app.add_api_route("/v1/models", routes.models, responses={200: {"model": schemas.ModelList}, **closed})
     one: Responses = {200: {"model": schemas.Model}, **closed, **error_replies(404)}
     app.add_api_route("/v1/models/{model:path}", routes.model, responses=one)
-    events = {"content": {"text/event-stream": {}}, "description": "The answer, or with `stream` its pieces."}
+    events = {"content": {"text/event-stream": {}}, "description": "The answer; with `stream`, in pieces."}
     for path, route, answer in (
         ("/v1/completions", routes.completions, schemas.Completion),
         ("/v1/chat/completions", routes.chat, schemas.ChatCompletion),
@@ -291,7 +291,7 @@ def _add_routes(app: FastAPI, routes: Routes) -> None:
 
 
 def _describe_errors(app: FastAPI, *, with_key: bool) -> None:
-    """Take what FastAPI assumes of invalid requests (422) out of the OpenAPI document, and tell of the key."""
+    """Remove FastAPI's 422 responses, which the server never sends, from the OpenAPI document, and add the key."""
     make = app.openapi
 
     def document() -> dict[str, Any]:
@@ -313,7 +313,7 @@ def _describe_errors(app: FastAPI, *, with_key: bool) -> None:
 def serve(
     loaded: training.runs.LoadedRun, config: ServeConfig, listener: socket.socket, *, api_key: str | None, name: str
 ) -> None:
-    """Answer on `listener` until a signal comes; say where on standard output."""
+    """Answer on `listener` until a signal arrives; print the address to standard output."""
     decoder = BatchDecoder(
         loaded.decoder, slots=config.slots, max_context=config.max_context, prefill_chunk=config.prefill_chunk
     )
@@ -330,7 +330,7 @@ def serve(
         lifespan="on",
         ws="none",
         server_header=False,
-        # Longer than running answers are given: the engine ends them properly, uvicorn would cut them.
+        # Longer than `grace_seconds`: the engine ends answers properly, uvicorn would cut them off.
         timeout_graceful_shutdown=int(config.grace_seconds) + 5,
     )
     address, port = listener.getsockname()[:2]
@@ -341,24 +341,24 @@ def serve(
     try:
         _run(Server(settings, engine), listener)
     finally:
-        engine.join()  # a second Ctrl+C leaves the loop without its end
+        engine.join()  # a second Ctrl+C exits the loop without `engine.stop`
 
 
 class Server(uvicorn.Server):
-    """A uvicorn server that tells the engine when it is told to stop."""
+    """A uvicorn server that drains the engine when it is told to stop."""
 
     def __init__(self, settings: uvicorn.Config, engine: Engine) -> None:
         super().__init__(settings)
         self._engine = engine
 
     def handle_exit(self, sig: int, frame: FrameType | None) -> None:
-        """End running answers, then the server."""
+        """Let running answers end, then stop the server."""
         self._engine.drain_soon()
         super().handle_exit(sig, frame)
 
 
 def _run(server: Server, listener: socket.socket) -> None:
-    """Serve until a signal comes, which is no failure: uvicorn raises it once more when it has stopped."""
+    """Serve until a signal arrives. uvicorn raises the signal again once it has stopped; ignore that one."""
 
     def ended(_number: int, _frame: FrameType | None) -> None:
         return None

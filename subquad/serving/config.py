@@ -1,4 +1,4 @@
-"""The server's limits."""
+"""Limits of the server."""
 
 from __future__ import annotations
 
@@ -9,29 +9,29 @@ from subquad.config import Config
 
 @dataclass(frozen=True, kw_only=True)
 class ServeConfig(Config):
-    """Limits of the server; what is beyond one is refused with a 4xx that names it."""
+    """Limits of the server; a request beyond one is refused with a 4xx status that names the limit."""
 
     slots: int = 16
-    """Sequences that are decoded together; more wait for a slot."""
+    """Sequences decoded together; others wait for a slot."""
     max_prompt: int = 8192
-    """Tokens of a prompt."""
+    """Most tokens of a prompt."""
     max_tokens: int = 2048
-    """Tokens generated for one sequence; what a chat gets that asks for no number."""
+    """Most tokens generated for a sequence, and the default of a chat."""
     max_seconds: float = 300.0
-    """From a request's arrival to its end; then a sequence ends as if it had reached its tokens."""
+    """Most seconds from a request's arrival to its end; its sequences then end as if they had reached max_tokens."""
     max_requests: int = 128
-    """Sequences that run or wait, of all requests; then clients are asked to try again later (429)."""
+    """Most sequences that run or wait, over all requests; beyond it, clients get 429 and retry later."""
     max_body: int = 1 << 22
-    """Bytes of a request."""
+    """Most bytes of a request's body."""
     prefill_chunk: int = 512
-    """Tokens of a prompt that are read between two tokens of the running sequences."""
+    """Prompt tokens read between two tokens of the running sequences."""
     client_seconds: float = 30.0
-    """For a client to send a request's body, or to take a piece of the answer, before it is given up. A connection that
-    sends no whole head of a request stays open: a proxy in front limits those."""
+    """Seconds for a client to send a request's body, or to accept a piece of the answer, before it is disconnected.
+    Connections that never send a whole request head stay open: limit those by a proxy."""
     grace_seconds: float = 10.0
-    """For running sequences to end by themselves when the server is told to stop."""
+    """Seconds for running sequences to end by themselves when the server is told to stop."""
     cors: str = ""
-    """Origins whose pages may use the server from a browser, with commas between them; * for all."""
+    """Comma-separated origins whose pages may use the server from a browser; * for all."""
 
     def __post_init__(self) -> None:
         self.check_least(slots=1, max_prompt=1, max_tokens=1, max_requests=1, max_body=1, prefill_chunk=1)
@@ -43,10 +43,10 @@ class ServeConfig(Config):
 
     @property
     def origins(self) -> list[str]:
-        """The origins in `cors`."""
+        """Return the origins in `cors`."""
         return [origin.strip() for origin in self.cors.split(",") if origin.strip()]
 
     @property
     def max_context(self) -> int:
-        """Tokens of the longest sequence: its prompt and what is generated."""
+        """Return the tokens of the longest sequence, prompt and generated ones."""
         return self.max_prompt + self.max_tokens

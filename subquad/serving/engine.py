@@ -1,7 +1,7 @@
-"""The thread that owns the batched decoder, and what it hands to the event loop.
+"""Run the batched decoder in a thread of its own and pass its tokens to the event loop.
 
-Everything but the methods that begin with `_thread` runs on the event loop, so nothing here needs a lock: the two talk
-through a queue of commands one way and `call_soon_threadsafe` the other.
+Only methods whose names begin with `_thread` run in that thread; all others run on the event loop. No locks are needed:
+a queue carries commands to the thread, and `call_soon_threadsafe` carries results back.
 """
 
 from __future__ import annotations
@@ -26,18 +26,18 @@ Limit = Literal["tokens", "seconds", "shutdown"]
 
 
 class BusyError(Exception):
-    """The server runs as many sequences as it may."""
+    """The server already runs its maximum of sequences."""
 
 
 class DownError(Exception):
-    """The server takes no requests any more: it stops, or its decoder has failed."""
+    """The server takes no more requests: it is stopping, or its decoder has failed."""
 
 
 @dataclass(frozen=True, slots=True)
 class Event:
-    """A token of the sequence `index`, its end, or both; `limit` says what ended it with "length".
+    """A token of the sequence `index`, its end, or both; `limit` says which limit ended it with "length".
 
-    `state_bytes` is the state's size at the token; `seconds` is the time of `perf_counter` at which it happened.
+    `state_bytes` is the state's size at the token; `seconds` is the event's time by `perf_counter`.
     """
 
     index: int
@@ -50,7 +50,7 @@ class Event:
 
 
 class Job:
-    """The sequences of one request; `events` holds what happens to them until the last has ended."""
+    """The sequences of one request; `events` receives their tokens and ends."""
 
     def __init__(self, prompts: Sequence[tuple[Sequence[int], SamplingConfig]], stop_tokens: Collection[int]) -> None:
         self.prompts = prompts
@@ -64,10 +64,10 @@ class Job:
 
 
 class Engine:
-    """Decodes the sequences of many jobs together in a thread of its own.
+    """Decode the sequences of many jobs together in a thread.
 
-    `failure` is the decoder's exception where it had one: all sequences have ended with it then and no more are taken.
-    `max_context` is how many tokens a sequence may have, None where the model has no limit.
+    `failure` is the exception that the decoder failed with, or None; a failure ends all sequences, and no more are
+    taken. `max_context` is the most tokens of a sequence, None if the model has no limit.
     """
 
     def __init__(self, decoder: BatchDecoder, config: ServeConfig, metrics: Metrics) -> None:
@@ -85,7 +85,7 @@ class Engine:
         self._loop: asyncio.AbstractEventLoop | None = None
 
     def start(self) -> None:
-        """Start the thread; called on the event loop that takes what it makes."""
+        """Start the thread. Must be called on the event loop that receives its events."""
         self._loop = asyncio.get_running_loop()
         self._thread = threading.Thread(target=self._thread_main, name="decoder", daemon=True)
         self._thread.start()
@@ -99,29 +99,29 @@ class Engine:
             await asyncio.to_thread(self._thread.join)
 
     def join(self) -> None:
-        """Wait for the thread from outside of the event loop, which may be gone without having called `stop`."""
+        """Wait for the thread from outside the event loop, which may have ended without calling `stop`."""
         self._commands.put(None)
         if self._thread is not None:
             self._thread.join()
 
     def drain(self) -> None:
-        """Take no new jobs, and end those that run after `grace_seconds`."""
+        """Take no new jobs, and end the running ones after `grace_seconds`."""
         if not self._stopping:
             self._stopping = True
             asyncio.get_running_loop().call_later(self._config.grace_seconds, self._end_all, "shutdown")
 
     def drain_soon(self) -> None:
-        """`drain` from another thread or a signal handler."""
+        """Call `drain` from another thread or a signal handler."""
         if self._loop is not None:
             self._loop.call_soon_threadsafe(self.drain)
 
     @property
     def sequences(self) -> int:
-        """The sequences that run or wait, of all jobs."""
+        """Return the number of sequences that run or wait, over all jobs."""
         return sum(len(job.open) for job in self._jobs)
 
     def check(self) -> None:
-        """Raise `DownError` where no jobs are taken."""
+        """Raise `DownError` if no jobs are taken."""
         if self.failure is not None:
             raise DownError(f"the decoder has failed and the server must be restarted: {self.failure}")
         if self._stopping:
@@ -130,15 +130,15 @@ class Engine:
     async def submit(
         self, prompts: Sequence[tuple[Sequence[int], SamplingConfig]], *, stop_tokens: Collection[int] = ()
     ) -> Job:
-        """Begin to decode; `close` must be called at the end, whatever happens.
+        """Start decoding; the caller must `close` the job at the end, whatever happens.
 
-        Raises `BusyError` over `max_requests`, `DownError` where the server stops or has failed, and what
-        `BatchDecoder.add` raises (`ValueError` for a prompt that the model can't take).
+        Raises `BusyError` above `max_requests`, `DownError` if the server is stopping or has failed, and the errors of
+        `BatchDecoder.add` (`ValueError` for a prompt that the model can't take).
         """
         self.check()
         most = self._config.max_requests
         if self.sequences + len(prompts) > most:
-            raise BusyError(f"{self.sequences} sequences run or wait, of at most {most}; try again later")
+            raise BusyError(f"{self.sequences} of at most {most} sequences run or wait; try again later")
         job = Job(prompts, stop_tokens)
         self._jobs.add(job)
         job.timer = asyncio.get_running_loop().call_later(self._config.max_seconds, self._end, job, "seconds")
@@ -152,13 +152,13 @@ class Engine:
         return job
 
     def close(self, job: Job) -> None:
-        """Free what the job still holds; nothing happens where it has ended."""
+        """End the job's open sequences and forget it; do nothing if it has ended."""
         for index in tuple(job.open):
             self.cancel(job, index)
         self._forget(job)
 
     def cancel(self, job: Job, index: int, reason: str = "cancelled") -> None:
-        """End one sequence without an event; nothing happens where it has ended."""
+        """End one sequence without an event; do nothing if it has ended."""
         if index in job.open:
             self._metrics.count_end(reason)
             self._free(job, index)
@@ -175,7 +175,7 @@ class Engine:
             job.timer.cancel()
 
     def _end(self, job: Job, limit: Limit) -> None:
-        """End a job's sequences as if they had reached their tokens."""
+        """End a job's sequences as if they had reached `max_tokens`."""
         self._accept(job)
         for index in tuple(job.open):
             self._metrics.count_end(limit)
@@ -202,7 +202,7 @@ class Engine:
             job.events.put_nowait(event)
 
     def _fail(self, error: Exception) -> None:
-        """End everything with the decoder's exception."""
+        """Record the decoder's exception and end all jobs."""
         self.failure = error
         self.load = Load(0, 0, 0, 0)
         down = DownError("the decoder has failed and the server must be restarted")
@@ -229,13 +229,13 @@ class Engine:
             self._thread_tell(self._fail, error)
 
     def _thread_tell(self, callback: Callable[..., None], *arguments: Any) -> None:
-        """Have the event loop call `callback`; nobody is left to listen where it is closed."""
+        """Have the event loop call `callback`; a closed loop has no listeners left."""
         assert self._loop is not None
         with suppress(RuntimeError):
             self._loop.call_soon_threadsafe(callback, *arguments)
 
     def _thread_obey(self) -> bool:
-        """Carry out the commands that have come, waiting for one where nothing runs; False at the end."""
+        """Run the queued commands, or wait for one if nothing is decoded; return False when told to end."""
         decoder = self._decoder
         while True:
             try:
@@ -253,7 +253,7 @@ class Engine:
         try:
             for index, (prompt, sampling) in enumerate(job.prompts):
                 self._requests[job, index] = self._decoder.add(prompt, sampling, stop_tokens=job.stop_tokens)
-        except Exception as error:  # of this job alone, which `submit` closes: the others go on
+        except Exception as error:  # concerns this job alone, which `submit` closes; the others continue
             self._thread_tell(self._refuse, job, error)
         else:
             self._thread_tell(self._accept, job)

@@ -1,6 +1,6 @@
-"""Refusals, and what every request passes before the routes: the count, the key, the size of its body.
+"""Errors, and the middleware before the routes: request counts, the API key, limits of the body.
 
-Errors have OpenAI's shape, `{"error": {"message", "type", "param", "code"}}`, for every status that is no success.
+Every answer that is not a success has OpenAI's shape, `{"error": {"message", "type", "param", "code"}}`.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ _CODES = {
 
 
 class APIError(Exception):
-    """A refusal that the client is told as it is. `code` is a short name for programs (None: by the status)."""
+    """An error that is sent to the client. `code` is a short name for programs (None: derived from the status)."""
 
     def __init__(
         self,
@@ -57,30 +57,30 @@ class APIError(Exception):
         self.headers = dict(headers or {})
 
     def body(self) -> dict[str, Any]:
-        """The error as OpenAI's clients read it."""
+        """Return the error in OpenAI's shape."""
         kind = "server_error" if self.status >= 500 else "invalid_request_error"
         if self.status in (401, 429):
             kind = {401: "authentication_error", 429: "rate_limit_error"}[self.status]
         return {"error": {"message": str(self), "type": kind, "param": self.param, "code": self.code}}
 
     def response(self) -> Response:
-        """The error as an answer."""
+        """Return the error as a response."""
         return json_response(self.body(), self.status, self.headers)
 
 
 def to_json(content: Any) -> str:
-    """JSON in ASCII, so that text of any kind (half a surrogate pair in a client's key) can be sent."""
+    """Return JSON in ASCII, which can carry any text, even half a surrogate pair from a client's key."""
     return json.dumps(content, ensure_ascii=True, allow_nan=False, separators=(",", ":"))
 
 
 def json_response(content: Any, status: int = 200, headers: Mapping[str, str] | None = None) -> Response:
-    """A JSON answer that no cache keeps."""
+    """Return a JSON response that caches must not store."""
     headers = {"Cache-Control": "no-store", **(headers or {})}
     return Response(to_json(content), status, headers, media_type="application/json")
 
 
 def add_handlers(app: FastAPI) -> None:
-    """Answer refusals, routing errors, invalid bodies and our own mistakes in the one shape."""
+    """Answer refusals, routing errors, invalid bodies and internal errors in OpenAI's shape."""
 
     async def refused(_request: Request, error: Exception) -> Response:
         assert isinstance(error, APIError)
@@ -95,11 +95,11 @@ def add_handlers(app: FastAPI) -> None:
             message = f"there is nothing at {path}; valid: {', '.join(sorted(paths))}"
         elif error.status_code == 405:
             message = f"{path} does not take {shortened(request.method)}"
-            # Of all the path's routes: Starlette names the methods of the first.
+            # Collect the methods of all routes at the path: Starlette only names those of the first.
             fitting = [route for route in app.routes if isinstance(route, Route)]
             fitting = [route for route in fitting if route.path_regex.match(request.url.path)]
             headers = {"Allow": ", ".join(sorted({m for route in fitting for m in route.methods or ()}))}
-        elif error.status_code == 400:  # the only one that FastAPI raises: the body could not be read as JSON
+        elif error.status_code == 400:  # FastAPI raises it only for a body that it cannot read as JSON
             message = "the body is not valid JSON"
         return APIError(error.status_code, message, headers=headers).response()
 
@@ -109,7 +109,7 @@ def add_handlers(app: FastAPI) -> None:
         return APIError(400, message, param=param).response()
 
     async def mistake(_request: Request, _error: Exception) -> Response:
-        return APIError(500, "the server made a mistake; its log says which").response()
+        return APIError(500, "internal server error; see the server's log").response()
 
     app.add_exception_handler(APIError, refused)
     app.add_exception_handler(HTTPException, routing)
@@ -119,11 +119,11 @@ def add_handlers(app: FastAPI) -> None:
 
 _METHODS = ("DELETE", "GET", "HEAD", "OPTIONS", "PATCH", "POST", "PUT")
 GONE = 499
-"""The status that is counted where the client has gone before its answer; nobody receives it."""
+"""Status that is counted if the client disconnects before its answer; it is never sent."""
 
 
 class Count:
-    """Counts answers by route and status, and gives up clients that take no data for `seconds`."""
+    """Count answers by route and status, and drop clients that accept no data for `seconds`."""
 
     def __init__(self, app: ASGIApp, metrics: Metrics, routes: Collection[str], seconds: float) -> None:
         self._app = app
@@ -132,7 +132,7 @@ class Count:
         self._seconds = seconds
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Pass an HTTP request on; other scopes are left alone."""
+        """Pass the request on and count its answer; scopes other than HTTP are not counted."""
         if scope["type"] != "http":
             await self._app(scope, receive, send)
             return
@@ -155,9 +155,9 @@ class Count:
             if not stuck:
                 raise
             status = GONE
-            logger.warning("a client has taken no data for %g s; its connection is closed", self._seconds)
+            logger.warning("a client accepted no data for %g s; its connection is closed", self._seconds)
         finally:
-            # Paths and methods that a client made up have no labels of their own: memory would grow with them.
+            # Unknown paths and methods share one label: with labels of their own, clients could fill the memory.
             route = scope["path"] if scope["path"] in self._routes else "other"
             if scope["path"].startswith("/v1/models/"):
                 route = "/v1/models/{model}"
@@ -166,7 +166,7 @@ class Count:
 
 
 class Key:
-    """Lets requests under `/v1/` and for `/metrics` through only with `Authorization: Bearer KEY`."""
+    """Require `Authorization: Bearer KEY` for requests to `/v1/` and `/metrics`."""
 
     def __init__(self, app: ASGIApp, key: str) -> None:
         self._app = app
@@ -176,9 +176,9 @@ class Key:
         """Pass a request on or answer 401."""
         if scope["type"] == "http" and (scope["path"].startswith("/v1/") or scope["path"] == "/metrics"):
             kind, _, key = Headers(scope=scope).get("authorization", "").partition(" ")
-            # In constant time, so that answers do not tell how much of a guess is right.
+            # Compared in constant time, so that timing doesn't reveal how much of a guess is right.
             if kind.lower() != "bearer" or not hmac.compare_digest(key.strip().encode("latin-1"), self._key):
-                message = "a valid API key is needed, sent as Authorization: Bearer KEY"
+                message = "a valid API key is required, sent as Authorization: Bearer KEY"
                 error = APIError(401, message, headers={"WWW-Authenticate": "Bearer"})
                 await error.response()(scope, receive, send)
                 return
@@ -186,7 +186,7 @@ class Key:
 
 
 class Body:
-    """Reads a request's body before it goes on; refuses one of more than `most` bytes or that takes too long."""
+    """Read the whole body before passing a request on; refuse more than `most` bytes and more than `seconds`."""
 
     def __init__(self, app: ASGIApp, most: int, seconds: float) -> None:
         self._app = app
@@ -194,7 +194,7 @@ class Body:
         self._seconds = seconds
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Pass a request on with its whole body, or answer 413 or 408."""
+        """Pass a request on with its whole body, or answer 408, 413 or 400."""
         if scope["type"] != "http" or scope["method"] not in ("PATCH", "POST", "PUT"):
             await self._app(scope, receive, send)
             return
@@ -208,7 +208,7 @@ class Body:
             await error.response()(scope, receive, send)
             return
         if body is None:
-            return  # the client has gone
+            return  # the client has disconnected
         if wrong := _not_unicode(body):
             await APIError(400, wrong).response()(scope, receive, send)
             return
@@ -220,7 +220,7 @@ class Body:
         await self._app(scope, replay, send)
 
     async def _read(self, scope: Scope, receive: Receive) -> bytes | None:
-        too_large = APIError(413, f"a request may have {self._most} bytes, and this one has more")
+        too_large = APIError(413, f"a request may have {self._most} bytes, but this one has more")
         said = Headers(scope=scope).get("content-length", "")
         if said.isdecimal() and int(said) > self._most:
             raise too_large
@@ -237,19 +237,19 @@ class Body:
 
 
 def _not_unicode(body: bytes) -> str | None:
-    """Return the fault of a body that is not Unicode text, on which pydantic and tokenizers would fail."""
+    """Return why a body is not Unicode text, or None; pydantic and tokenizers would fail on such text."""
     try:
         body.decode()
     except UnicodeDecodeError:
         return "the body must be UTF-8"
-    if b"\0" in body[:4]:  # by these Python's json would read it as UTF-16 or UTF-32, halves of pairs included
+    if b"\0" in body[:4]:  # Python's json would read it as UTF-16 or UTF-32, and accept half surrogate pairs
         return "the body must be UTF-8"
     if b"\\ud" not in body.lower():
         return None
     try:
         json.dumps(json.loads(body), ensure_ascii=False).encode()
     except UnicodeEncodeError:
-        return "the body must be Unicode text, and it spells half a surrogate pair (\\ud800 to \\udfff)"
-    except (ValueError, RecursionError):  # no JSON: the route says so
+        return "the body must be Unicode text, but it spells half a surrogate pair (\\ud800 to \\udfff)"
+    except (ValueError, RecursionError):  # not JSON: the route reports it
         return None
     return None

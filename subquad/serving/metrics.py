@@ -1,4 +1,4 @@
-"""Counts for Prometheus, by `prometheus_client`."""
+"""Count the server's work for Prometheus."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ NEXT_TOKEN = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5)
 
 
 class Load(NamedTuple):
-    """The decoder's present work."""
+    """The decoder's current work."""
 
     running: int
     waiting: int
@@ -32,36 +32,36 @@ class Load(NamedTuple):
 
 
 class Metrics:
-    """Counts of the server's work since it started, and of the process; its size does not grow with requests."""
+    """Metrics of the server since its start, and of the process; memory does not grow with requests."""
 
     def __init__(self) -> None:
-        disable_created_metrics()  # a series of its own for each, with the time at which it was made
+        disable_created_metrics()  # they would add a series with a creation time to each metric
         self.registry = CollectorRegistry()
         ProcessCollector(registry=self.registry)
-        build = Gauge("subquad_build_info", "The version that runs.", ["version"], registry=self.registry)
+        build = Gauge("subquad_build_info", "Version of the server.", ["version"], registry=self.registry)
         build.labels(__version__).set(1)
         self._requests = self._counter(
             "subquad_requests", "HTTP requests by route, method and status.", "route", "method", "status"
         )
-        self._ends = self._counter("subquad_sequences_ended", "Sequences by what ended them.", "reason")
-        self._prompt_tokens = self._counter("subquad_prompt_tokens", "Tokens: prompt.")
-        self._generated_tokens = self._counter("subquad_generated_tokens", "Tokens: generated.")
-        self._running = self._gauge("subquad_sequences_running", "Sequences that are decoded now.")
+        self._ends = self._counter("subquad_sequences_ended", "Ended sequences by reason.", "reason")
+        self._prompt_tokens = self._counter("subquad_prompt_tokens", "Tokens of accepted prompts.")
+        self._generated_tokens = self._counter("subquad_generated_tokens", "Generated tokens.")
+        self._running = self._gauge("subquad_sequences_running", "Sequences that are being decoded.")
         self._waiting = self._gauge(
             "subquad_sequences_waiting", "Sequences that wait for a slot or whose prompt is being read."
         )
         self._slots = self._gauge("subquad_slots", "Sequences that can be decoded together.")
-        self._free = self._gauge("subquad_slots_free", "Slots that no sequence holds.")
-        self._state = self._gauge("subquad_state_bytes", "Bytes of the decoder's state, all slots together.")
+        self._free = self._gauge("subquad_slots_free", "Empty slots.")
+        self._state = self._gauge("subquad_state_bytes", "Bytes of the decoder's state, over all slots.")
         self._first_token = Histogram(
             "subquad_time_to_first_token_seconds",
-            "From a request to its first token.",
+            "Seconds from a request to its first token.",
             buckets=FIRST_TOKEN,
             registry=self.registry,
         )
         self._next_token = Histogram(
             "subquad_time_per_token_seconds",
-            "From a sequence's token to its next.",
+            "Seconds from a sequence's token to its next.",
             buckets=NEXT_TOKEN,
             registry=self.registry,
         )
@@ -73,7 +73,7 @@ class Metrics:
         return Gauge(name, text, registry=self.registry)
 
     def count_request(self, route: str, method: str, status: int) -> None:
-        """Count an answer with `status`; `route` must be one of a fixed set."""
+        """Count an answer; `route` must come from a fixed set."""
         self._requests.labels(route, method, str(status)).inc()
 
     def count_prompts(self, tokens: int) -> None:
@@ -81,16 +81,16 @@ class Metrics:
         self._prompt_tokens.inc(tokens)
 
     def count_token(self, seconds: float, later: bool) -> None:
-        """Count a generated token, `seconds` after the one before or, where it is the first, after its request."""
+        """Count a generated token, `seconds` after the token before it, or after the request unless `later`."""
         self._generated_tokens.inc()
         (self._next_token if later else self._first_token).observe(seconds)
 
     def count_end(self, reason: str) -> None:
-        """Count the end of a sequence."""
+        """Count the end of a sequence by its reason."""
         self._ends.labels(reason).inc()
 
     def text(self, load: Load, slots: int) -> str:
-        """Return all of it in Prometheus' text format, with the decoder's load as it is now."""
+        """Return all metrics in Prometheus' text format, with the decoder's current `load`."""
         self._running.set(load.running)
         self._waiting.set(load.waiting)
         self._slots.set(slots)

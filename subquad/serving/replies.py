@@ -1,4 +1,4 @@
-"""Answers: the events of a job as OpenAI's JSON, whole or in pieces."""
+"""Turn the events of a job into OpenAI's JSON, whole or streamed."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ DONE = "data: [DONE]\n\n"
 
 
 class Choice:
-    """One answer: its text so far, and how it ended."""
+    """One answer: its text so far and how it ended."""
 
     def __init__(self, index: int, stream: TextStream) -> None:
         self.index = index
@@ -26,12 +26,12 @@ class Choice:
         self._stream = stream
         self._limit: Limit | Literal["stop_string", "stop_token"] | None = None
         self.tokens = 0
-        """Generated so far, a stop token included."""
+        """Tokens generated so far, including a stop token."""
         self._state_bytes = 0
         self._first = self._last = 0.0
 
     def take(self, event: Event) -> str:
-        """Return the text that an event brings."""
+        """Return the text that `event` adds."""
         text = ""
         if event.token is not None:
             self.tokens += 1
@@ -43,13 +43,13 @@ class Choice:
             self.finish, self._limit = "stop", "stop_string"
         elif event.end in ("stop", "length"):
             text += self._stream.finish()
-            stopped = self._stream.stopped is not None  # by the last bytes of a character that was never completed
+            stopped = self._stream.stopped is not None  # flushing half a character can complete a stop string
             self.finish = "stop" if stopped else event.end
             self._limit = "stop_string" if stopped else "stop_token" if event.end == "stop" else event.limit
         return text
 
     def stats(self) -> dict[str, Any]:
-        """The extension `subquad` of a choice: what ended it, the state's bytes, the speed after the first token."""
+        """Return the field `subquad` of a choice: what ended it, bytes of the state, speed after the first token."""
         seconds = self._last - self._first
         return {
             "ended_by": self._limit,
@@ -60,9 +60,9 @@ class Choice:
 
 
 class Reply:
-    """The answer to one request, with an answer for each of `streams`; its prompts have `prompt_tokens` in all.
+    """The reply to one request, with a choice for each of `streams`; `prompt_tokens` counts all its prompts.
 
-    Errors of the decoder end it: `APIError` where the answer is sent as a whole, an `error` in a stream.
+    An error of the decoder ends it, as an `APIError` of `whole` or an `error` event of `stream`.
     """
 
     def __init__(
@@ -77,7 +77,7 @@ class Reply:
         self._head = {"id": f"{name}-{uuid.uuid4().hex}", "object": "", "created": int(time.time()), "model": model}
 
     async def whole(self) -> dict[str, Any]:
-        """Return the answer when all of it is there."""
+        """Return the whole reply once all sequences have ended."""
         async for choice, text in self._pieces():
             choice.pieces.append(text)
         choices = []
@@ -89,7 +89,7 @@ class Reply:
         return {**self._head, "object": name, "choices": choices, "usage": self._usage()}
 
     async def stream(self, options: StreamOptions) -> AsyncIterator[str]:
-        """Yield the answer as server-sent events."""
+        """Yield the reply as server-sent events."""
         name = "text_completion" if self._kind == "completion" else "chat.completion.chunk"
         head = {**self._head, "object": name}
         usage = {"usage": None} if options.include_usage else {}
@@ -106,7 +106,7 @@ class Reply:
                 yield _event({**head, "choices": [self._choice(choice, what, stats=False)], **usage})
         try:
             async for choice, text in self._pieces():
-                finish, choice.finish = choice.finish, None  # the end has a chunk of its own
+                finish, choice.finish = choice.finish, None  # the end is sent in its own chunk
                 if text:
                     yield chunk(choice, text, stats=options.include_stats)
                 choice.finish = finish
@@ -120,12 +120,12 @@ class Reply:
         yield DONE
 
     async def _pieces(self) -> AsyncIterator[tuple[Choice, str]]:
-        """Texts of all choices as they come, until each has ended."""
+        """Yield the texts of all choices as they arrive, until each has ended."""
         left = set(range(len(self._choices)))
         while left:
             event = await self._job.events.get()
             if event.index not in left:
-                continue  # made before the decoder knew that a stop string had been met
+                continue  # decoded before the engine cancelled the sequence at a stop string
             if event.end == "error":
                 raise failure(event.error)
             choice = self._choices[event.index]
@@ -149,7 +149,7 @@ class Reply:
 
 
 def failure(error: Exception | None) -> APIError:
-    """Return what a client is told where decoding failed after it had begun."""
+    """Return the error for a client whose sequence failed during decoding."""
     if isinstance(error, DownError):
         return APIError(503, str(error))
     return APIError(500, f"this sequence could not be decoded: {error}")

@@ -1,9 +1,9 @@
-"""The bodies of requests and answers, and what is wrong with a request.
+"""Bodies of requests and answers, and messages for invalid requests.
 
-Every field of OpenAI's that changes nothing when left alone is taken; others are refused.
+OpenAI's fields that are not supported are accepted with values that ask for nothing, and refused otherwise.
 
-Lists end at their first wrong item (`fail_fast`): an error for each item of a body of megabytes takes seconds and
-gigabytes.
+Lists are checked up to their first wrong item (`fail_fast`): an error for each item of a body of megabytes would take
+seconds and gigabytes.
 """
 
 from __future__ import annotations
@@ -17,14 +17,14 @@ from pydantic_core import PydanticCustomError
 from subquad.config import suggest
 
 REFUSED = "refused_field"
-"""The type of the error for a field that is unknown or not supported."""
+"""Error type for unknown and unsupported fields."""
 ECHOED = 100
-"""Characters of a client's own words that an error repeats."""
+"""Most characters of a client's input that an error repeats."""
 MUST_BE = {
     "prompt": "a text, a list of token ids, or a list of at most 128 texts or lists of token ids; none may be empty",
     "stop": "a text of 1 to 1000 characters or a list of at most 4 of them",
 }
-"""What fields that take more than one type must be."""
+"""Rules for fields that take more than one type."""
 
 
 Filled = Annotated[str, Field(min_length=1)]
@@ -37,12 +37,12 @@ Flag = Annotated[bool, Field(strict=True)]
 
 
 def shortened(word: str) -> str:
-    """A client's word as an error repeats it: its first `ECHOED` characters."""
+    """Return `word` cut to `ECHOED` characters, for use in an error."""
     return word if len(word) <= ECHOED else f"{word[:ECHOED]}..."
 
 
 class _Strict(BaseModel):
-    """A part of a request; unknown fields are an error, one of them: pydantic would collect one for each."""
+    """A part of a request; only the first unknown field is an error: pydantic would collect one for each."""
 
     model_config = ConfigDict(extra="forbid")
 
@@ -56,15 +56,15 @@ class _Strict(BaseModel):
 
 
 class StreamOptions(_Strict):
-    """Options of a stream: the facts that it tells beside text."""
+    """Options of a stream."""
 
     include_usage: Flag = Field(default=False, description="End with a chunk that counts the tokens.")
     include_stats: Flag = Field(default=False, description="Extension: state size and tokens/s in each chunk's choice.")
-    include_obfuscation: Flag = Field(default=False, description="Taken and ignored: nothing is obfuscated.")
+    include_obfuscation: Flag = Field(default=False, description="Accepted and ignored: nothing is obfuscated.")
 
 
 class _Request(BaseModel):
-    """The fields that both kinds of requests have in common."""
+    """Fields of both kinds of requests."""
 
     model_config = ConfigDict(extra="forbid")
     unsupported: ClassVar[Mapping[str, tuple[Any, ...]]] = {
@@ -76,32 +76,32 @@ class _Request(BaseModel):
         "service_tier": (None, "auto", "default"),
         "store": (None, False),
     }
-    """Fields of OpenAI's that can't be had here, and the values of each that ask for nothing."""
+    """OpenAI's fields that are not supported, with the values of each that ask for nothing."""
 
-    model: str | None = Field(None, description="The served model; may be left out.")
+    model: str | None = Field(None, description="The served model; optional.")
     temperature: Annotated[Number, Field(ge=0, le=2)] | None = Field(None, description="0 takes the likeliest token.")
     top_p: Annotated[Number, Field(gt=0, le=1)] | None = None
-    top_k: Annotated[Whole, Field(ge=1)] | None = Field(None, description="Extension: of the k likeliest tokens.")
+    top_k: Annotated[Whole, Field(ge=1)] | None = Field(None, description="Extension: keep the k likeliest tokens.")
     min_p: Annotated[Number, Field(ge=0, le=1)] | None = Field(
-        None, description="Extension: of the tokens that are at least this part as likely as the likeliest."
+        None, description="Extension: keep tokens at least this times as likely as the likeliest."
     )
     repetition_penalty: Annotated[Number, Field(ge=0.01, le=100)] | None = Field(
-        None, description="Extension: divides the logits of tokens in the text so far; 1 does nothing."
+        None, description="Extension: makes tokens that are already in the text less likely; 1 is off."
     )
     n: Annotated[Whole, Field(ge=1, le=128)] | None = Field(None, description="Answers for each prompt.")
     max_tokens: Annotated[Whole, Field(ge=1)] | None = None
     stop: Stop | Annotated[list[Stop], Field(max_length=4)] | None = None
     seed: Annotated[Whole, Field(ge=-(1 << 63), lt=1 << 63)] | None = Field(
-        None, description="Repeats a sample; the answers of one request take seed, seed + 1, ..."
+        None, description="Makes a sample repeatable; the answers of one request take seed, seed + 1, ..."
     )
     stream: Flag | None = None
     stream_options: StreamOptions | None = None
-    user: str | None = Field(None, description="Taken and ignored.")
+    user: str | None = Field(None, description="Accepted and ignored.")
 
     @model_validator(mode="before")
     @classmethod
     def _known(cls, values: Any) -> Any:
-        """Refuse unknown fields by name, and leave out unsupported ones that ask for nothing."""
+        """Refuse unknown fields by name, and drop unsupported ones that ask for nothing."""
         if not isinstance(values, dict):
             return values
         left = {}
@@ -123,12 +123,12 @@ class _Request(BaseModel):
 
     @property
     def stops(self) -> list[str]:
-        """The stop strings."""
+        """Return the stop strings."""
         return [self.stop] if isinstance(self.stop, str) else list(self.stop or ())
 
     @property
     def options(self) -> StreamOptions:
-        """The stream's options, or their defaults."""
+        """Return the stream's options, or their defaults."""
         return self.stream_options or StreamOptions()
 
 
@@ -137,7 +137,7 @@ class CompletionRequest(_Request):
 
     unsupported: ClassVar[Mapping[str, tuple[Any, ...]]] = {
         **_Request.unsupported,
-        "logprobs": (None,),  # 0 would ask for those of the tokens themselves
+        "logprobs": (None,),  # 0 would ask for the log-probabilities of the chosen tokens
         "best_of": (None, 1),
         "echo": (None, False),
         "suffix": (None, ""),
@@ -151,14 +151,14 @@ class CompletionRequest(_Request):
 
     @property
     def prompts(self) -> list[str] | list[list[int]]:
-        """The prompts one by one, each a text or token ids."""
+        """Return the list of prompts, each a text or token ids."""
         prompt: Any = self.prompt
         single = isinstance(prompt, str) or isinstance(prompt[0], int)
         return [prompt] if single else prompt
 
 
 class Part(_Strict):
-    """A piece of a message."""
+    """A part of a message."""
 
     type: Literal["text"]
     text: str
@@ -173,7 +173,7 @@ class Message(_Strict):
 
     @property
     def text(self) -> str:
-        """The content, its pieces joined."""
+        """Return the content with its parts joined."""
         return self.content if isinstance(self.content, str) else "".join(part.text for part in self.content)
 
 
@@ -203,12 +203,12 @@ class ChatRequest(_Request):
     @model_validator(mode="after")
     def _one_limit(self) -> ChatRequest:
         if None not in (self.max_tokens, self.max_completion_tokens) and self.max_tokens != self.max_completion_tokens:
-            _refuse("max_tokens", "max_tokens and max_completion_tokens are the same limit; give one of them")
+            _refuse("max_tokens", "max_tokens and max_completion_tokens are the same limit; give only one")
         return self
 
     @property
     def limit(self) -> int | None:
-        """The tokens asked for, by either name."""
+        """Return the requested tokens, by either name."""
         return self.max_tokens if self.max_completion_tokens is None else self.max_completion_tokens
 
 
@@ -217,7 +217,7 @@ def _refuse(param: str, message: str) -> None:
 
 
 def explain(errors: Sequence[Any]) -> tuple[str, str | None]:
-    """Return one sentence about the first of pydantic's errors, and the field it is about."""
+    """Return a sentence for the first of pydantic's errors, and the name of its field."""
     error = errors[0]
     kind, context = error["type"], error.get("ctx", {})
     place = [part for part in error["loc"] if part != "body"]
@@ -228,7 +228,7 @@ def explain(errors: Sequence[Any]) -> tuple[str, str | None]:
     if not place:
         return "the body must be a JSON object, sent as Content-Type: application/json", None
     param = shortened(str(place[0]))
-    if param in MUST_BE:  # a union: pydantic would tell of each member
+    if param in MUST_BE:  # a union: pydantic would report an error for each member
         return f"{param} must be {MUST_BE[param]}", param
     where = ".".join(shortened(str(part)) for part in place)
     if kind == "missing":
@@ -239,13 +239,13 @@ def explain(errors: Sequence[Any]) -> tuple[str, str | None]:
 
 
 class _Answer(BaseModel):
-    """A part of an answer: for the OpenAPI document alone, since answers are made as plain JSON."""
+    """A part of an answer. Only the OpenAPI document uses these classes: answers are made as plain JSON."""
 
     model_config = ConfigDict(extra="forbid")
 
 
 class Stats(_Answer):
-    """Extension: what ended an answer, and what it cost."""
+    """Extension: what ended an answer, its size and speed."""
 
     ended_by: Literal["stop_token", "stop_string", "tokens", "seconds", "shutdown"] | None
     tokens: int
@@ -254,7 +254,7 @@ class Stats(_Answer):
 
 
 class Usage(_Answer):
-    """Tokens of the prompts, each counted once, and of all answers."""
+    """Tokens of all prompts, each counted once, and of all answers."""
 
     prompt_tokens: int
     completion_tokens: int
@@ -311,7 +311,7 @@ class ChatCompletion(_Answer):
 
 
 class ModelFacts(_Answer):
-    """Extension: what the model is, and what the server allows."""
+    """Extension: facts of the model, and limits of the server."""
 
     attention: str
     parameters: int
@@ -339,7 +339,7 @@ class ModelList(_Answer):
 
 
 class Health(_Answer):
-    """The answer of `GET /health` where all is well."""
+    """The answer of `GET /health` if all is well."""
 
     status: Literal["ok"]
     version: str
@@ -347,7 +347,7 @@ class Health(_Answer):
 
 
 class ErrorFacts(_Answer):
-    """The error of a request."""
+    """What is wrong with a request."""
 
     message: str
     type: str
@@ -356,11 +356,11 @@ class ErrorFacts(_Answer):
 
 
 class ErrorReply(_Answer):
-    """Every answer that is no success."""
+    """Every answer that is not a success."""
 
     error: ErrorFacts
 
 
 def error_replies(*statuses: int) -> dict[int | str, dict[str, Any]]:
-    """Return the part of a route's OpenAPI document for these statuses."""
+    """Return the OpenAPI description of error answers with these statuses."""
     return {status: {"model": ErrorReply} for status in statuses}

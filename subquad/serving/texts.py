@@ -1,4 +1,4 @@
-"""Text to tokens and back: prompts, chats, and the text of a sequence that grows."""
+"""Convert text to tokens and back: prompts, chats, and growing sequences."""
 
 from __future__ import annotations
 
@@ -13,11 +13,11 @@ from subquad.generation.stream import TextStream
 from subquad.parsing import read_json_mapping, read_text
 
 PLAIN_STOP = "\nuser:"
-"""Where an answer ends in a chat without a template: the model goes on to write the user's next turn."""
+"""Stop string of chats without a template: the model would go on with the user's next turn."""
 
 
 class Template(NamedTuple):
-    """A chat template in Jinja with the special tokens that it may name."""
+    """A chat template in Jinja, and the special tokens that it may use."""
 
     source: str
     tokens: dict[str, str]
@@ -39,16 +39,16 @@ class Texts:
         self.stop_tokens = frozenset(end for end in ends if end is not None)
 
     def encode(self, text: str) -> list[int]:
-        """Return the tokens of a prompt; `ValueError` where there is none."""
+        """Return the tokens of a prompt. Raises `ValueError` if there are none."""
         tokens = encode_prompt(self.tokenizer, text)
         if not tokens:
             raise ValueError("the prompt must hold at least one token, got an empty text")
         return tokens
 
     def chat(self, messages: Sequence[dict[str, str]]) -> tuple[str, list[str]]:
-        """Return the prompt of a chat and the stop strings that belong to its form.
+        """Return the prompt of a chat and the stop strings of its format.
 
-        Raises `ValueError` with the template's words where it refuses the messages.
+        Raises `ValueError` with the template's message if it refuses the chat.
         """
         if self.template is None:
             lines = [f"{message['role']}: {message['content']}\n" for message in messages]
@@ -58,24 +58,21 @@ class Texts:
         try:
             tokens: dict[str, Any] = dict(self.template.tokens)
             rendered: Any = render_jinja_template(
-                conversations=[list(messages)],
-                chat_template=self.template.source,
-                add_generation_prompt=True,
-                **tokens,
+                conversations=[list(messages)], chat_template=self.template.source, add_generation_prompt=True, **tokens
             )
-        except Exception as error:  # a template is a program, and fails as such do
+        except Exception as error:  # a template is a program, which may raise anything
             raise ValueError(f"the model's chat template refuses these messages: {error}") from error
         return str(rendered[0][0]), []
 
     def stream(self, prompt: Sequence[int], stops: Sequence[str]) -> TextStream:
-        """Return the text of a sequence that goes on from `prompt`, up to a stop string."""
+        """Return a stream of the text that continues `prompt`, up to a stop string."""
         return TextStream(self.tokenizer, prompt, stops)
 
 
 def read_template(folder: Path) -> Template | None:
-    """Return the chat template of a folder: `chat_template.jinja`, or the one in `tokenizer_config.json`; or None.
+    """Return the chat template in `folder`, from `chat_template.jinja` or else `tokenizer_config.json`, or None.
 
-    Of a checkpoint the run's folder is looked at too. Raises `ValueError` for a file that is not JSON.
+    For a checkpoint, the folder of its run is searched too. Raises `ValueError` for a damaged `tokenizer_config.json`.
     """
     folder = folder.resolve()
     homes = [folder, folder.parent.parent] if folder.parent.name == "checkpoints" else [folder]
@@ -96,7 +93,7 @@ def read_template(folder: Path) -> Template | None:
 
 
 def _template_of(settings: dict[str, Any]) -> str | None:
-    """Return the field `chat_template`: a text, or a list of named ones, of which `default` is taken."""
+    """Return the field `chat_template`: a text, or the one named `default` in a list of templates."""
     found = settings.get("chat_template")
     if isinstance(found, list):
         named = [item for item in found if isinstance(item, dict) and item.get("name") == "default"]

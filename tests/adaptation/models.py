@@ -1,4 +1,4 @@
-"""A tiny model with full attention in a folder."""
+"""A tiny model with full attention in a folder, with a tokenizer of words and a text."""
 
 import torch
 from tokenizers import Tokenizer, models, pre_tokenizers
@@ -7,18 +7,13 @@ from subquad.hf import SubquadConfig, SubquadForCausalLM
 
 WORDS = [f"w{i}" for i in range(20)]
 SHAPE = {
-    "vocab_size": 24,
-    "dim": 16,
-    "num_layers": 4,
-    "num_heads": 4,
-    "num_kv_heads": 2,
-    "attention": "full",
+    "vocab_size": 24, "dim": 16, "num_layers": 4, "num_heads": 4, "num_kv_heads": 2, "attention": "full",
     "init_std": 0.2,
-}
+}  # fmt: skip
 
 
 def save(folder, **changes):
-    """A model with these changes of the shape, and a tokenizer of words whose separator is not the model's start."""
+    """Save a model whose start of a text is not the tokenizer's separator."""
     torch.manual_seed(0)
     SubquadForCausalLM(SubquadConfig(**{**SHAPE, **changes}, bos_token_id=1)).save_pretrained(folder)
     tokenizer = Tokenizer(

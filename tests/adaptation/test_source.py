@@ -1,13 +1,16 @@
-"""What a conversion starts from."""
+"""The model, the tokenizer and the text that a conversion starts from."""
 
 import shutil
 
+import numpy as np
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
 from transformers import GPT2Config, GPT2LMHeadModel, Qwen3Config, Qwen3ForCausalLM
 
-from subquad.adaptation.source import fingerprint, load_source
-from subquad.cli import main
+from subquad.adaptation.source import Tokens, fingerprint, load_source, read_text
+from subquad.data import DataConfig, load_tokenizer, write_tokens
+from subquad.hf import lora
 from subquad.testing import assert_exact
 from tests.adaptation.models import WORDS
 
@@ -23,30 +26,75 @@ def theirs(family):
     return Qwen3ForCausalLM(Qwen3Config(**SIZES, **shape, **heads, tie_word_embeddings=True, pad_token_id=None))
 
 
-@pytest.mark.parametrize(
-    ("family", "attention", "option"), [("gpt2", "latte_macchiato", "width=6"), ("qwen3", "linear", "")]
-)
-def test_a_model_of_transformers_is_imported_on_the_way(flags, original, tmp_path, capsys, family, attention, option):
-    model, folder = theirs(family), tmp_path / "theirs"
-    model.save_pretrained(folder)
-    shutil.copyfile(original / "tokenizer.json", folder / "tokenizer.json")
-    source = load_source(folder)
+@pytest.mark.parametrize("family", ["gpt2", "qwen3"])
+def test_a_model_of_transformers_is_imported_with_its_special_tokens(original, tmp_path, family):
+    model = theirs(family).eval()
+    model.save_pretrained(tmp_path)
+    shutil.copyfile(original / "tokenizer.json", tmp_path / "tokenizer.json")
+    source = load_source(tmp_path)
     assert {name: getattr(source.model.config, name) for name in SIZES} == SIZES
-    more = ["--keep_every", "2", "--measure.contexts", "[8,32,64]"]
-    assert main(flags(attention, *more, model=folder, option=option)) == 0
-    shown = capsys.readouterr().out
-    assert "the kept layers' keys and values go on growing" in shown
-    assert ("\n 64 " in shown) == (family == "qwen3"), "contexts that learned positions do not reach are left out"
-    sizes = ["--tokens", "12", "--long", "16", "--contexts", "[8,16]", "--repeats", "1"]
-    assert main(["audit", str(tmp_path / "out"), *sizes]) == 0
+    tokens = torch.arange(9)[None]
+    assert_exact(source.decoder(tokens)[0].argmax(-1), model(tokens).logits.argmax(-1))
 
 
 def test_a_fingerprint_is_of_the_weights(original):
     source, again = load_source(original), load_source(original)
     assert source.decoder is not again.decoder
     assert fingerprint(source.decoder) == fingerprint(again.decoder)
-    for name, weight in source.decoder.state_dict().items():
-        assert_exact(weight, again.decoder.state_dict()[name], name)
     with torch.no_grad():
         again.decoder.norm.weight[0] += 1e-6
     assert fingerprint(source.decoder) != fingerprint(again.decoder)
+
+
+def test_folders_without_a_whole_model_are_refused(original, tmp_path):
+    with pytest.raises(FileNotFoundError, match=r"there is no folder .*nowhere; give the folder of a model"):
+        load_source(tmp_path / "nowhere")
+    for name in ("config.json", "tokenizer.json"):
+        shutil.copytree(original, tmp_path / name)
+        (tmp_path / name / name).unlink()
+        with pytest.raises(FileNotFoundError, match=f"holds no {name}; a conversion needs a model and its tokenizer"):
+            load_source(tmp_path / name)
+    adapted = lora.add_adapter(lora.load_base(original), rank=1, base=lora.Base.of(original))
+    lora.save_adapter(adapted, tmp_path / "adapter")
+    with pytest.raises(ValueError, match="adapter holds an adapter, not a whole model: merge it first"):
+        load_source(tmp_path / "adapter")
+
+
+def test_a_damaged_model_and_a_tokenizer_of_another_are_refused(original, tmp_path):
+    shutil.copytree(original, tmp_path / "damaged")
+    tensors = load_file(tmp_path / "damaged" / "model.safetensors")
+    tensors["model.layers.1.attention.query.weight"][0, 0] = torch.nan
+    save_file(tensors, tmp_path / "damaged" / "model.safetensors", metadata={"format": "pt"})
+    with pytest.raises(ValueError, match=r"damaged: model\.layers\.1\.attention\.query\.weight is not finite"):
+        load_source(tmp_path / "damaged")
+    shutil.copytree(original, tmp_path / "other")
+    load_tokenizer("bytes").save(str(tmp_path / "other" / "tokenizer.json"))
+    message = r"256 tokens, the model knows \d+; does the tokenizer in \S*other belong to another model\?"
+    with pytest.raises(ValueError, match=message):
+        load_source(tmp_path / "other")
+
+
+def test_a_text_is_refused_if_a_part_is_short_or_it_is_a_folder_of_shards(original, texts, tmp_path):
+    tokenizer, text = load_tokenizer(original), tmp_path / "text.txt"
+    text.write_text("w1 w2 w3 w4 " * 30)
+    data = DataConfig(path=str(text), cache=str(tmp_path / "cache"), held_out=0.5)
+    with pytest.raises(ValueError, match=r"the train part of .* has \d+ tokens, .*; give more text or a smaller batch"):
+        read_text(data, str(original), tokenizer, 1, 500)
+    with pytest.raises(ValueError, match=r"the held-out part of .* give more text, a larger data\.held_out or a small"):
+        read_text(data.replace(held_out=0.05), str(original), tokenizer, 1, 40)
+    write_tokens(tmp_path / "shards", [str(texts)], tokenizer, shard_tokens=400)
+    with pytest.raises(ValueError, match="is a folder of token shards; a conversion reads text"):
+        read_text(data.replace(path=str(tmp_path / "shards"), held_out=0.05), str(original), tokenizer, 1, 8)
+
+
+@pytest.mark.parametrize("start", [None, 9])
+def test_tokens_read_on_demand_are_those_of_the_whole_text(start):
+    stored = np.array([3, 0, 5, 6, 0, 7], dtype=np.uint16)
+    whole = stored.astype(np.int64)
+    if start is not None:
+        whole = np.concatenate([[start], np.where(whole == 0, start, whole)])
+    tokens = Tokens(stored, start, 0)
+    assert len(tokens) == len(whole)
+    for begin in range(len(whole)):
+        for stop in range(begin, len(whole) + 1):
+            assert tokens.part(begin, stop).tolist() == whole[begin:stop].tolist()

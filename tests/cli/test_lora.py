@@ -84,7 +84,7 @@ def test_list_shows_each_adapter_once_and_whether_it_fits(runs, capsys, tmp_path
     assert (entries["two"]["alpha"], entries["two"]["kind"]) == (3, "rsDoRA")
     assert entries["two"]["layers"] == [f"model.layers.{i}.attention.query" for i in range(2)]
     assert entries["two"]["parameters"] == 2 * (4 * (16 + 16) + 16)  # DoRA: a size for each row
-    assert entries["lost"]["fits"] == "no: the base is not there"
+    assert entries["lost"]["fits"] == "no: the base is missing"
     assert entries["lost"]["base_parameters"] is None
     run(["list", str(runs / "one"), "--markdown"])
     assert capsys.readouterr().out.startswith("*1 adapter*\n\n| adapter | base |")
@@ -106,14 +106,14 @@ def test_list_names_what_is_damaged(runs, capsys, tmp_path):
     shutil.copy(runs / "one" / "adapter_model.safetensors", tmp_path / "one")
     run(["list", str(tmp_path), "--json", str(tmp_path / "list.json")])
     (entry,) = json.loads((tmp_path / "list.json").read_text())["adapters"]
-    assert entry["fits"] == "not known: base.json is damaged"
+    assert entry["fits"] == "unknown: base.json is damaged"
     (tmp_path / "one" / "base.json").write_text(record)
     (tmp_path / "one" / "base.json").unlink()
     shutil.copy(runs / "one" / "adapter_model.safetensors", tmp_path / "one")
     run(["list", str(tmp_path), "--markdown"])
-    assert "not known: no base.json" in capsys.readouterr().out
+    assert "unknown: no base.json" in capsys.readouterr().out
     (tmp_path / "one" / "adapter_config.json").write_text('{"r": 2}')
-    assert "adapter_config.json is no configuration of a LoRA adapter: KeyError" in stops(capsys, "list", tmp_path)
+    assert "adapter_config.json is not the configuration of a LoRA adapter: KeyError" in stops(capsys, "list", tmp_path)
 
 
 def test_a_merged_model_is_the_adapted_one(runs, capsys, tmp_path):
@@ -136,7 +136,7 @@ def test_a_merged_model_is_the_adapted_one(runs, capsys, tmp_path):
 
 def test_merge_refuses_what_it_cannot_do(runs, capsys, tmp_path):
     assert "holds no adapter" in stops(capsys, "merge", runs / "base", "--out", tmp_path / "x")
-    assert "is there already" in stops(capsys, "merge", runs / "one", "--out", tmp_path)
+    assert "already exists" in stops(capsys, "merge", runs / "one", "--out", tmp_path)
     (tmp_path / "file").touch()
     assert "below a file; --out must name a new" in stops(
         capsys, "merge", runs / "one", "--out", tmp_path / "file" / "x"

@@ -1,5 +1,6 @@
-"""A tiny model of every causal mechanism and stack, in float64, whose predictions are sharp and varied."""
+"""Tiny float64 models of every causal mechanism and stack, with sharp and varied predictions."""
 
+import pytest
 import torch
 
 from subquad import attention
@@ -25,9 +26,17 @@ HISTORIES = {
     "compressed": {"history_tokens": 6, "projected": 2},
 }
 MECHANISMS = [name for name in attention.names() if "causal" in attention.mechanism(name).forms]
-STACKS = [f"perceiver_ar {history} {decode}" for history in HISTORIES for decode in ("exact", "refill")]
-VARIANTS = ["llp first block", "hybrid", "loops", "learned"]
-EVERY = [*MECHANISMS, *STACKS, *VARIANTS]
+EXACT, REFILL = ([f"perceiver_ar {history} {decode}" for history in HISTORIES] for decode in ("exact", "refill"))
+QUICK = [*MECHANISMS, *EXACT, "perceiver_ar self refill", "hybrid", "loops", "learned"]
+EVERY = [*QUICK, *(name for name in REFILL if name not in QUICK), "llp first block"]
+
+
+def every(quick=QUICK, names=EVERY):
+    """Parametrize by `name`; names outside `quick` are slow."""
+    slow = pytest.mark.slow
+    return pytest.mark.parametrize(
+        "name", [name if name in quick else pytest.param(name, marks=slow) for name in names]
+    )
 
 
 def config_of(name: str) -> DecoderConfig:

@@ -8,7 +8,12 @@ from subquad.generation import complete_images, generate_images
 from subquad.testing import assert_exact
 from tests.models.test_image import image_model
 
-CAUSAL = [name for name in names() if "causal" in mechanism(name).forms]
+QUICK = ("full", "latte", "linear", "llp", "window")
+CAUSAL = [
+    name if name in QUICK else pytest.param(name, marks=pytest.mark.slow)
+    for name in names()
+    if "causal" in mechanism(name).forms
+]
 HALF = torch.arange(12) >= 6
 
 
@@ -25,7 +30,7 @@ def test_a_carried_state_draws_what_the_whole_prefix_does(name):
     assert len(carried.pixels_NT.unique()) > 5
 
 
-def test_each_image_has_random_numbers_of_its_own():
+def test_each_image_has_its_own_random_numbers():
     model = image_model()
     together = generate_images(model, 5, seed=3)
     apart = generate_images(model, 5, seed=3, batch_size=2)
@@ -33,16 +38,21 @@ def test_each_image_has_random_numbers_of_its_own():
     assert (together.batch_size, apart.batch_size) == (5, 2)
     assert_exact(generate_images(model, 1, seed=5).pixels_NT[0], together.pixels_NT[2])
     assert len(together.pixels_NT.unique(dim=0)) == 5
+    drawn = [generate_images(model, 2, seed=seed).pixels_NT for seed in (2**64 - 1, -1, 0)]
+    assert_exact(drawn[0], drawn[1])
+    assert_exact(drawn[0][1], drawn[2][0])
 
 
-def test_given_pixels_stay_and_drawn_ones_follow_from_them():
+def test_given_pixels_stay_and_drawn_ones_depend_on_them():
     model = image_model(near=1)
     pixels = generate_images(model, 2, seed=1).pixels_NT
-    again = complete_images(model, pixels, HALF, seed=1)
-    assert_exact(again.pixels_NT, pixels)  # the same random numbers, and the same pixels before
+    assert_exact(complete_images(model, pixels, HALF, seed=1).pixels_NT, pixels)  # the same random numbers
     other = complete_images(model, pixels, HALF, seed=9).pixels_NT
     assert_exact(other[:, :6], pixels[:, :6])
     assert (other[:, 6:] != pixels[:, 6:]).any()
+    nothing = complete_images(model, pixels, torch.zeros(12, dtype=torch.bool))
+    assert_exact(nothing.pixels_NT, pixels)
+    assert nothing.state_bytes == 0
 
 
 def test_a_hole_is_drawn_from_what_comes_before_alone():
@@ -60,13 +70,6 @@ def test_a_hole_is_drawn_from_what_comes_before_alone():
     assert_exact(complete_images(model, hidden, hole, cache=False).pixels_NT, drawn)
 
 
-def test_any_seed_has_random_numbers():
-    model = image_model()
-    drawn = [generate_images(model, 2, seed=seed).pixels_NT for seed in (2**64 - 1, -1, 0)]
-    assert_exact(drawn[0], drawn[1])
-    assert_exact(drawn[0][1], drawn[2][0])
-
-
 def test_the_likeliest_image_does_not_depend_on_the_seed():
     model = image_model()
     first, second = (generate_images(model, 1, temperature=0, seed=seed).pixels_NT for seed in (1, 2))
@@ -75,7 +78,7 @@ def test_the_likeliest_image_does_not_depend_on_the_seed():
     assert_exact(level.argmax(-1), first[0].long())
 
 
-def test_progress_counts_pixels_and_training_goes_on():
+def test_progress_counts_pixels_and_the_mode_is_kept():
     model, seen = image_model().train(), []
     generate_images(model, 3, batch_size=2, progress=lambda done, pixels: seen.append((done, pixels)))
     assert seen[-1] == (36, 36)
@@ -87,25 +90,16 @@ def test_progress_counts_pixels_and_training_goes_on():
     assert model.training
 
 
-def test_nothing_occluded_is_nothing_drawn():
-    pixels = torch.zeros(1, 12, dtype=torch.uint8)
-    drawn = complete_images(image_model(), pixels, torch.zeros(12, dtype=torch.bool))
-    assert_exact(drawn.pixels_NT, pixels)
-    assert drawn.state_bytes == 0
-
-
-def test_mistakes():
-    model = image_model()
+@pytest.mark.parametrize(("pixels", "mask", "options", "match"), [
+    (torch.zeros(1, 12).byte(), HALF, {"batch_size": 0}, "batch_size must be at least 1, got 0"),
+    (torch.zeros(1, 12).byte(), HALF, {"temperature": -1}, "temperature must be at least 0, got -1"),
+    (torch.zeros(0, 12).byte(), HALF, {}, "the number of images must be at least 1, got 0"),
+    (torch.zeros(1, 11).byte(), HALF, {}, r"images of 12 bytes, got pixels \[1, 11\] of torch\.uint8 and a mask \[12\] "
+     r"of torch\.bool; valid: uint8 and bool"),
+    (torch.zeros(1, 12), HALF.long(), {}, r"\[1, 12\] of torch\.float32 and a mask \[12\] of torch\.int64"),
+])  # fmt: skip
+def test_wrong_images_masks_and_numbers_are_refused(pixels, mask, options, match):
+    with pytest.raises(ValueError, match=match):
+        complete_images(image_model(), pixels, mask, **options)
     with pytest.raises(ValueError, match="count must be at least 1, got 0"):
-        generate_images(model, 0)
-    with pytest.raises(ValueError, match="batch_size must be at least 1, got 0"):
-        generate_images(model, 1, batch_size=0)
-    with pytest.raises(ValueError, match="temperature must be at least 0, got -1"):
-        generate_images(model, 1, temperature=-1)
-    with pytest.raises(ValueError, match="the number of images must be at least 1, got 0"):
-        complete_images(model, torch.zeros(0, 12, dtype=torch.uint8), HALF)
-    message = r"images of 12 bytes, got pixels \[1, 11\] of torch\.uint8 and a mask \[12\] of torch\.bool; valid: uint8"
-    with pytest.raises(ValueError, match=message):
-        complete_images(model, torch.zeros(1, 11, dtype=torch.uint8), HALF)
-    with pytest.raises(ValueError, match=r"\[1, 12\] of torch\.float32 and a mask \[12\] of torch\.int64"):
-        complete_images(model, torch.zeros(1, 12), HALF.long())
+        generate_images(image_model(), 0)

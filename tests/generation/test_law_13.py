@@ -1,22 +1,22 @@
 """Law 13 of the contract, for every causal mechanism and stack: decoding with a state is reading everything again.
 
-Here the generation of our own; tests/hf has it through `transformers.generate`.
+Here by our own generation; tests/hf has it through `transformers.generate`.
 """
 
 import pytest
 import torch
 
-from subquad.generation import BatchDecoder, SamplingConfig, beam_search, generate, generate_batch
+from subquad.generation import BatchDecoder, SamplingConfig, beam_search, generate
+from subquad.generation.sampling import Sampler
 from subquad.hf import SubquadCache, SubquadConfig, SubquadForCausalLM
 from subquad.models import PerceiverAR
 from subquad.state import State
 from subquad.testing import assert_exact
-from tests.generation.models import EVERY, VOCABULARY, make, numbers
+from tests.generation.models import EVERY, EXACT, REFILL, VOCABULARY, every, make, numbers
 
 PROMPT = numbers(11)
-GREEDY = {"max_tokens": 9, "temperature": 0.0}
-every = pytest.mark.parametrize("name", EVERY)
-without_refill = pytest.mark.parametrize("name", [name for name in EVERY if not name.endswith("refill")])
+FEW = ["full", "latte", "llp", "perceiver_ar self exact"]
+READ_ANEW = [name for name in EVERY if name not in REFILL]
 
 
 def sizes(state, without, place=""):
@@ -30,36 +30,36 @@ def sizes(state, without, place=""):
     return found
 
 
-@torch.no_grad()
-def read_again(model, choose, tokens=9):
-    """Tokens that `choose` takes from the logits of a full pass over all before."""
-    ids = list(PROMPT)
-    for _ in range(tokens):
-        ids.append(choose(model(torch.tensor([ids]))[0][0, -1]))
-    return ids[len(PROMPT) :]
+def check_against_full_passes(name, prompt, chunk):
+    sampling = {"temperature": 1.5, "top_k": 9, "top_p": 0.95, "min_p": 0.01, "seed": 4}
+    model, ids, choose = make(name), numbers(prompt), Sampler(SamplingConfig(**sampling), VOCABULARY)
+    found = list(generate(model, ids, max_tokens=9, **sampling, prefill_chunk=chunk))
+    assert len(set(found)) > 1
+    for token in found:
+        with torch.no_grad():
+            assert choose(model(torch.tensor([ids]))[0][0, -1]) == token
+        ids.append(token)
 
 
-@without_refill
-@pytest.mark.parametrize(
-    "chunk", [4, pytest.param(1, marks=pytest.mark.slow), pytest.param(4096, marks=pytest.mark.slow)]
-)
-def test_greedy_with_any_chunks_of_the_prompt(name, chunk):
-    model = make(name)
-    expected = read_again(model, lambda logits: int(logits.argmax()))
-    assert len(set(expected)) > 1
-    assert list(generate(model, PROMPT, **GREEDY, prefill_chunk=chunk)) == expected
+@every(names=READ_ANEW)
+def test_a_sample_is_that_of_full_passes(name):
+    check_against_full_passes(name, 11, 4)
 
 
-@without_refill
-def test_a_seed_gives_the_same_sample_with_the_state_and_without(name):
-    from subquad.generation.sampling import Sampler
-
-    model, sampling = make(name), {"temperature": 1.5, "top_k": 9, "top_p": 0.95, "min_p": 0.01, "seed": 4}
-    choose = Sampler(SamplingConfig(**sampling), VOCABULARY)
-    assert list(generate(model, PROMPT, max_tokens=9, **sampling)) == read_again(model, choose)
+@pytest.mark.parametrize("prompt", [1, 3])
+@pytest.mark.parametrize("name", EXACT)
+def test_a_prompt_may_be_shorter_than_the_latents(name, prompt):
+    check_against_full_passes(name, prompt, 2)
 
 
-@without_refill
+@pytest.mark.slow
+@pytest.mark.parametrize("chunk", [1, 4096])
+@pytest.mark.parametrize("name", READ_ANEW)
+def test_a_sample_does_not_depend_on_the_chunks_of_the_prompt(name, chunk):
+    check_against_full_passes(name, 11, chunk)
+
+
+@every(FEW, READ_ANEW)
 @torch.no_grad()
 def test_beams_are_those_of_full_passes(name):
     model, beams = make(name), [((), 0.0)]
@@ -73,21 +73,23 @@ def test_beams_are_those_of_full_passes(name):
     assert [tuple(beam.tokens) for beam in found] == [tokens for tokens, _ in beams]
 
 
-@every
-def test_a_state_is_saved_loaded_and_gone_on_from(name, tmp_path):
-    model = make(name)
-    first = generate(model, PROMPT, **GREEDY)
+@every()
+def test_a_text_continues_from_a_saved_state(name, tmp_path):
+    model, greedy = make(name), {"max_tokens": 4, "temperature": 0.0}
+    first = generate(model, PROMPT, **greedy)
     text = [*PROMPT, *first]
-    first.read_all().save(tmp_path / "state.safetensors")
+    state = first.read_all()
+    assert (state.seen, list(first)) == (len(text), [])
+    state.save(tmp_path / "state.safetensors")
     loaded = State.load(tmp_path / "state.safetensors", config_hash=model.config_hash)
-    expected = list(generate(model, [5, 6], state=first.state, **GREEDY))
-    assert list(generate(model, [5, 6], state=loaded, **GREEDY)) == expected
-    if not name.endswith("refill"):
-        assert expected == list(generate(model, [*text, 5, 6], **GREEDY))
+    expected = list(generate(model, [5, 6], state=state, **greedy))
+    assert list(generate(model, [5, 6], state=loaded, **greedy)) == expected
+    if name not in REFILL:
+        assert expected == list(generate(model, [*text, 5, 6], **greedy))
 
 
-@every
-def test_a_saved_state_goes_on_through_transformers(name, tmp_path):
+@every(FEW)
+def test_a_text_continues_from_a_saved_cache_of_transformers(name, tmp_path):
     model = make(name)
     wrapped = SubquadForCausalLM(SubquadConfig.from_decoder(model.config)).double().eval()
     wrapped.model.load_state_dict(model.state_dict())
@@ -101,67 +103,43 @@ def test_a_saved_state_goes_on_through_transformers(name, tmp_path):
         assert_exact(wrapped(prompt[:, 8:], past_key_values=loaded).logits, expected)
 
 
-@every
-def test_prompts_of_any_lengths_share_a_batch(name):
-    model, prompts = make(name), [numbers(tokens, tokens) for tokens in (1, 5, 11, 2, 30, 7)]
-    alone = [list(generate(model, prompt, **GREEDY)) for prompt in prompts]
-    together = generate_batch(model, prompts, SamplingConfig(**GREEDY), slots=4, max_context=64)
-    assert [request.tokens for request in together] == alone
-
-
-@every
-@pytest.mark.parametrize("delay", [1, 3])
-def test_prompts_join_and_leave_at_different_times(name, delay):
-    model = make(name)
-    asked = [(numbers(tokens, tokens), 3 + 2 * i) for i, tokens in enumerate((1, 12, 5, 2))]
-    decoder, running = BatchDecoder(model, slots=2, max_context=64), []
+def joined(model, asked):
+    """The decoder and the requests of (prompt length, new tokens), each added a step after the one before."""
+    decoder, running = BatchDecoder(model, slots=2, max_context=64, prefill_chunk=4), []
     for prompt, tokens in asked:
-        running.append(decoder.add(prompt, SamplingConfig(max_tokens=tokens, temperature=0), keep_state=True))
-        for _ in range(delay):
-            decoder.step()
+        sampling = SamplingConfig(max_tokens=tokens, temperature=0)
+        running.append(decoder.add(numbers(prompt, prompt), sampling, keep_state=True))
+        decoder.step()
     decoder.run()
+    return decoder, running
+
+
+@every()
+def test_sequences_join_and_leave_a_batch_as_if_alone(name):
+    model, asked = make(name), ((1, 3), (12, 5), (5, 6))
+    decoder, running = joined(model, asked)
+    total = BatchDecoder(model, slots=2, max_context=64).state_bytes
+    assert decoder.state_bytes == total
+    if model.fixed_shapes:
+        assert [request.state_bytes for request in running] == [total // 2] * 3
     for request, (prompt, tokens) in zip(running, asked, strict=True):
-        alone = list(generate(model, prompt, max_tokens=tokens + 4, temperature=0))
+        alone = list(generate(model, numbers(prompt, prompt), max_tokens=tokens + 2, temperature=0))
         assert request.tokens == alone[:tokens]
-        more = generate(model, request.tokens[-1:], state=request.state, max_tokens=4, temperature=0)
-        assert list(more) == alone[tokens:]
-
-
-@every
-def test_a_sequence_that_left_a_batch_goes_on_alone_and_in_another(name):
-    model = make(name)
-    whole = list(generate(model, PROMPT, max_tokens=14, temperature=0))
-    decoder = BatchDecoder(model, slots=2, max_context=64, prefill_chunk=3)
-    others = [decoder.add(numbers(tokens), SamplingConfig(**GREEDY)) for tokens in (3, 20)]
-    request = decoder.add(PROMPT, SamplingConfig(**GREEDY), keep_state=True)
+        assert request.state.seen == prompt + tokens - 1
+        last, rest = request.tokens[-1:], {"max_tokens": 2, "temperature": 0.0}
+        assert list(generate(model, last, state=request.state, **rest)) == alone[tokens:]
+        if not isinstance(model, PerceiverAR):
+            with torch.no_grad():
+                usual = model.hidden(torch.tensor([[*numbers(prompt, prompt), *request.tokens[:-1]]]))[1]
+            kept = ("first_keys", "first_values", "global_keys", "global_values")  # until no later token needs them
+            assert sizes(request.state, kept) == sizes(usual, kept)
+    again = decoder.add(last, SamplingConfig(**rest), state=request.state)
     decoder.run()
-    assert all(other.finished == "length" and other.state is None for other in others)
-    assert request.tokens == whole[:9]
-    assert request.state.seen == len(PROMPT) + 8
-    if not isinstance(model, PerceiverAR):
-        with torch.no_grad():
-            usual = model.hidden(torch.tensor([[*PROMPT, *whole[:8]]]))[1]
-        kept = ("first_keys", "first_values", "global_keys", "global_values")  # until no later token needs them
-        assert sizes(request.state, kept) == sizes(usual, kept)
-    rest = {"max_tokens": 5, "temperature": 0.0}
-    assert list(generate(model, request.tokens[-1:], state=request.state, **rest)) == whole[9:]
-    again = decoder.add(request.tokens[-1:], SamplingConfig(**rest), state=request.state)
-    decoder.run()
-    assert again.tokens == whole[9:]
+    assert again.tokens == alone[tokens:]
 
 
-@every
-def test_left_padding_changes_nothing(name):
-    model = make(name)
-    if isinstance(model, PerceiverAR):
-        model.set_decode("exact", None)
-    padded = torch.tensor([[0] * 7 + PROMPT, numbers(18, 1)])
-    mask = torch.ones_like(padded, dtype=torch.bool)
-    mask[0, :7] = False
-    with torch.no_grad():
-        logits, state = model(padded, None, mask)
-        tokens = [int(logits[0, -1].argmax())]
-        while len(tokens) < 9:
-            logits, state = model(torch.tensor([[tokens[-1]], [1]]), state)
-            tokens.append(int(logits[0, -1].argmax()))
-    assert tokens == list(generate(model, PROMPT, **GREEDY))
+@pytest.mark.xfail(reason="slots.join fills the latents' keys that a row has dropped with zeros, and they are used")
+def test_a_row_without_kept_latents_joins_one_with_them():
+    model, asked = make("perceiver_ar self exact"), ((1, 5), (12, 3), (5, 6))
+    for request, (prompt, tokens) in zip(joined(model, asked)[1], asked, strict=True):
+        assert request.tokens == list(generate(model, numbers(prompt, prompt), max_tokens=tokens, temperature=0))

@@ -1,4 +1,6 @@
-"""Text that is decoded token by token."""
+"""Text that is decoded token by token, up to a stop string."""
+
+import itertools
 
 import pytest
 from hypothesis import given
@@ -6,8 +8,11 @@ from hypothesis import strategies as st
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 
 from subquad.generation import TextStream
+from subquad.generation.stream import StopStrings
 
 ALPHABET = sorted(pre_tokenizers.ByteLevel.alphabet())
+TEXT = st.text(st.sampled_from("a äé€😀\ufffd"), max_size=12)
+"""Characters of one to four bytes, and the mark of broken ones."""
 
 
 @pytest.fixture(scope="module")
@@ -36,15 +41,12 @@ def pieces(tokenizer: Tokenizer, tokens: list[int], context: list[int] | None = 
     return [*(stream.push(token) for token in tokens), stream.finish()]
 
 
-@given(tokens=st.lists(st.integers(0, 257), max_size=40), split=st.integers(0, 40))
-def test_pieces_join_to_the_text_of_all_tokens_whatever_the_bytes(byte_level, tokens, split):
+@given(tokens=st.lists(st.integers(0, 257), max_size=40))
+def test_pieces_join_to_the_text_of_all_tokens_whatever_the_bytes(byte_level, tokens):
     assert "".join(pieces(byte_level, tokens)) == byte_level.decode(tokens)
-    text = TextStream(byte_level)
-    before = "".join(text.push(token) for token in tokens[:split])
-    assert byte_level.decode(tokens).startswith(before)
 
 
-@given(text=st.text(max_size=12))
+@given(text=TEXT)
 def test_no_piece_holds_half_a_character(byte_level, text):
     tokens = byte_level.encode(text).ids
     shown = pieces(byte_level, tokens)
@@ -52,24 +54,16 @@ def test_no_piece_holds_half_a_character(byte_level, text):
     assert sum(piece.count("\ufffd") for piece in shown) == text.count("\ufffd")
 
 
-def test_a_character_is_shown_with_its_last_byte(byte_level):
-    tokens = [byte_level.token_to_id(byte_level.id_to_token(i)) for i in byte_level.encode("a€b").ids]
-    assert pieces(byte_level, tokens) == ["a", "", "", "€", "b", ""]
+def test_a_character_is_shown_with_its_last_byte_or_at_the_end(byte_level):
+    assert pieces(byte_level, byte_level.encode("a€b").ids) == ["a", "", "", "€", "b", ""]
+    assert pieces(byte_level, byte_level.encode("€").ids[:2]) == ["", "", "\ufffd"]
 
 
-def test_half_a_character_at_the_end_is_shown_by_finish(byte_level):
-    tokens = byte_level.encode("€").ids[:2]
-    assert pieces(byte_level, tokens) == ["", "", "\ufffd"]
-
-
-def test_spaces_follow_the_context(word_piece):
+def test_the_context_gives_spaces_and_the_beginning_of_a_character(byte_level, word_piece):
     ids = [word_piece.token_to_id(word) for word in ("he", "play", "##s", ",", "now")]
-    assert "".join(pieces(word_piece, ids)) == word_piece.decode(ids)
-    prompt = word_piece.decode(ids[:1])
-    assert prompt + "".join(pieces(word_piece, ids[1:], ids[:1])) == word_piece.decode(ids)
-
-
-def test_a_context_that_ends_inside_a_character_is_completed(byte_level):
+    for known in (0, 1):
+        shown = word_piece.decode(ids[:known]) + "".join(pieces(word_piece, ids[known:], ids[:known]))
+        assert shown == word_piece.decode(ids)
     tokens = byte_level.encode("x€y").ids
     assert "".join(pieces(byte_level, tokens[2:], tokens[:2])) == "€y"
 
@@ -81,9 +75,9 @@ def test_long_streams_keep_few_tokens(byte_level):
     assert len(stream._tokens) < 8
 
 
-@given(text=st.text(st.sampled_from("aé€😀\ufffd"), max_size=8))
-def test_bytes_that_a_tokenizer_falls_back_to_make_whole_characters(text):
-    """As in tokenizers of the SentencePiece kind: a token a byte, decoded to one mark a byte until all are there."""
+@given(text=TEXT)
+def test_fallback_to_bytes_makes_whole_characters(text):
+    """As in SentencePiece tokenizers: one token a byte, and one mark for each byte of an unfinished character."""
     words = {"<unk>": 0} | {f"<0x{byte:02X}>": byte + 1 for byte in range(256)}
     tokenizer = Tokenizer(models.BPE(words, [], byte_fallback=True, unk_token="<unk>"))
     tokenizer.decoder = decoders.Sequence([decoders.ByteFallback(), decoders.Fuse()])
@@ -91,3 +85,45 @@ def test_bytes_that_a_tokenizer_falls_back_to_make_whole_characters(text):
     assert "".join(shown) == text
     if "\ufffd" not in text:
         assert not any("\ufffd" in piece for piece in shown)
+
+
+def passed(stops, parts):
+    """The text that passes the filter, and the stop string that ended it."""
+    watch = StopStrings(stops)
+    return "".join([*(watch.push(part) for part in parts), watch.finish()]), watch.stopped
+
+
+@given(
+    st.lists(st.text("ab", min_size=1, max_size=4), max_size=3),
+    st.text("ab", max_size=20),
+    st.lists(st.integers(0, 20), max_size=8),
+)
+def test_the_text_ends_before_a_stop_string_wherever_the_pieces_are_cut(stops, text, cuts):
+    places = sorted({0, len(text), *(cut % (len(text) + 1) for cut in cuts)})
+    got, stopped = passed(stops, [text[a:b] for a, b in itertools.pairwise(places)])
+    if not any(stop in text for stop in stops):
+        assert (got, stopped) == (text, None)
+        return
+    assert stopped in stops
+    assert text.startswith(got + stopped)
+    assert not any(stop in got for stop in stops)
+
+
+@given(st.text("ab", max_size=20))
+def test_one_character_at_a_time_the_first_complete_one_wins(text):
+    got, stopped = passed(["aab", "ba"], text)
+    ends = {stop: text.find(stop) + len(stop) for stop in ("aab", "ba") if stop in text}
+    assert stopped == (min(ends, key=lambda stop: ends[stop]) if ends else None)
+    assert got == (text if stopped is None else text[: text.find(stopped)])
+
+
+def test_only_a_possible_beginning_of_a_stop_string_is_held_back():
+    watch = StopStrings(["###"])
+    assert [watch.push(piece) for piece in ("one #", "# two", " #", "##", "more")] == ["one ", "## two", " ", "", ""]
+    assert watch.stopped == "###"
+    assert watch.finish() == ""
+
+
+def test_an_empty_stop_string_is_refused():
+    with pytest.raises(ValueError, match="a stop string must hold at least one character, got an empty one"):
+        StopStrings(["a", ""])

@@ -24,7 +24,7 @@ def test_a_limit_out_of_range_is_refused(values, match):
         ServeConfig(**values)
 
 
-def test_a_context_holds_the_prompt_and_what_follows():
+def test_a_context_holds_the_prompt_and_the_generated_tokens():
     assert ServeConfig(max_prompt=30, max_tokens=12).max_context == 42
 
 

@@ -3,7 +3,6 @@
 import asyncio
 import json
 import threading
-import time
 
 import pytest
 
@@ -11,14 +10,20 @@ from subquad.generation import SamplingConfig, batch
 from subquad.serving import ServeConfig
 from subquad.serving.engine import BusyError, DownError, Engine
 from subquad.serving.metrics import Metrics
+from tests.serving.helpers import ScriptedDecoder, events, make, served, slow, until
+
+PATH = "/v1/completions"
 
 
 def counts(prompt=(1,), tokens=5):
     return list(prompt), SamplingConfig(max_tokens=tokens)
 
 
+LONG = counts(tokens=2000)
+
+
 def run(decoder, body, **limits):
-    """Run a coroutine function with an engine that runs; what it did must leave nothing behind."""
+    """Run a coroutine function with a running engine, which must hold nothing afterwards."""
 
     async def main():
         engine = Engine(decoder, ServeConfig(**limits), Metrics())
@@ -32,41 +37,36 @@ def run(decoder, body, **limits):
     return asyncio.run(main())
 
 
-def counted(app, name, **labels):
-    return app.state.metrics.registry.get_sample_value(name, labels)
+async def events_of(job, ends=1):
+    """The events of a job until so many of its sequences have ended."""
+    found = []
+    while sum(event.end is not None for event in found) < ends:
+        found.append(await job.events.get())
+    return found
 
 
-def slow():
-    time.sleep(0.002)
-
-
-def test_tokens_and_the_end_arrive_in_order(scripted):
+def test_tokens_and_the_end_arrive_in_order():
     async def body(engine):
         job = await engine.submit([counts((1,), 3), counts((10,), 2)])
-        events = [await job.events.get() for _ in range(5)]
-        assert [(event.index, event.token) for event in events] == [(0, 2), (1, 11), (0, 3), (1, 12), (0, 4)]
-        assert [event.end for event in events] == [None, None, None, "length", "length"]
-        assert [event.limit for event in events[3:]] == ["tokens", "tokens"]
-        assert [event.state_bytes for event in events] == [100, 100, 200, 200, 300]
+        found = await events_of(job, 2)
+        assert [(event.index, event.token) for event in found] == [(0, 2), (1, 11), (0, 3), (1, 12), (0, 4)]
+        assert [(event.end, event.limit) for event in found] == [(None, None)] * 3 + [("length", "tokens")] * 2
+        assert [event.state_bytes for event in found] == [100, 100, 200, 200, 300]
         assert engine.sequences == 0
-        engine.close(job)
 
-    run(scripted(), body)
+    run(ScriptedDecoder(), body)
 
 
-def test_what_is_cancelled_leaves_the_decoder_and_the_rest_goes_on(scripted, until):
-    decoder = scripted(on_step=slow)
+def test_a_cancelled_sequence_leaves_the_decoder_and_the_rest_continues():
+    decoder = ScriptedDecoder(on_step=slow)
 
     async def body(engine):
-        job = await engine.submit([counts(tokens=2000), counts(tokens=20)])
+        job = await engine.submit([LONG, counts(tokens=20)])
         await job.events.get()
         engine.cancel(job, 0)
         assert engine.sequences == 1
-        ends = []
-        while not ends:
-            event = await job.events.get()
-            ends += [event] if event.end else []
-        assert (ends[0].index, ends[0].end) == (1, "length")
+        last = (await events_of(job))[-1]
+        assert (last.index, last.end) == (1, "length")
         await asyncio.to_thread(until, lambda: engine.load.free == 4)
         assert not decoder.requests
 
@@ -74,7 +74,7 @@ def test_what_is_cancelled_leaves_the_decoder_and_the_rest_goes_on(scripted, unt
     assert decoder.cancelled == 1
 
 
-def test_a_token_that_was_being_made_when_its_sequence_was_cancelled_is_dropped(scripted):
+def test_a_token_that_is_made_while_its_sequence_is_cancelled_is_dropped():
     steps, go_on, begun = [], threading.Event(), threading.Event()
 
     def hold():
@@ -88,139 +88,121 @@ def test_a_token_that_was_being_made_when_its_sequence_was_cancelled_is_dropped(
         await asyncio.to_thread(begun.wait, 10)
         engine.cancel(job, 0)
         go_on.set()
-        events = [await job.events.get() for _ in range(4)]
-        assert [event.index for event in events] == [0, 1, 1, 1]
+        assert [event.index for event in await events_of(job)] == [0, 1, 1, 1]
 
-    run(scripted(on_step=hold), body)
+    run(ScriptedDecoder(on_step=hold), body)
 
 
-def test_over_the_number_of_sequences_is_busy_until_one_ends(scripted):
+def test_above_the_most_sequences_the_server_is_busy_until_one_ends():
     async def body(engine):
-        job = await engine.submit([counts(tokens=2000), counts(tokens=2000)])
-        with pytest.raises(BusyError, match="2 sequences run or wait, of at most 3; try again later"):
+        job = await engine.submit([LONG, LONG])
+        with pytest.raises(BusyError, match="2 of at most 3 sequences run or wait; try again later"):
             await engine.submit([counts(), counts()])
         engine.close(job)
         engine.close(job)
         assert await engine.submit([counts(), counts()])
 
-    run(scripted(on_step=slow), body, max_requests=3)
+    run(ScriptedDecoder(on_step=slow), body, max_requests=3)
 
 
-def test_a_prompt_that_is_refused_leaves_nothing_of_its_request(scripted):
+def test_a_refused_prompt_leaves_nothing_of_its_request():
     def refuse(prompt):
         if prompt == [9]:
             raise ValueError("no nines")
 
-    decoder = scripted(on_add=refuse, on_step=slow)
+    decoder = ScriptedDecoder(on_add=refuse, on_step=slow)
 
     async def body(engine):
         other = await engine.submit([counts(tokens=50)])
         with pytest.raises(ValueError, match="no nines"):
-            await engine.submit([counts((1,), 2000), counts((9,), 2000)])
+            await engine.submit([LONG, counts((9,), 2000)])
         assert engine.sequences == 1
-        ends = []
-        while not ends:
-            event = await other.events.get()
-            ends += [event.end] if event.end else []
-        assert ends == ["length"]
+        assert (await events_of(other))[-1].end == "length"
         assert decoder.cancelled == 1
 
     run(decoder, body)
 
 
-def test_an_error_of_one_sequence_is_told_to_it_alone(scripted):
+def test_an_error_of_one_sequence_reaches_it_alone():
     async def body(engine):
         bad = await engine.submit([counts((7,), 5)])
         good = await engine.submit([counts((1,), 5)])
         event = await bad.events.get()
         assert event.end == "error"
         assert "logits must be finite" in str(event.error)
-        assert [(await good.events.get()).token for _ in range(5)] == [2, 3, 4, 5, 6]
+        assert [event.token for event in await events_of(good)] == [2, 3, 4, 5, 6]
         assert engine.failure is None
 
-    run(scripted(broken=7), body)
+    run(ScriptedDecoder(broken=7), body)
 
 
-def test_an_error_of_the_decoder_ends_all(scripted, caplog):
+def test_an_error_of_the_decoder_ends_all(caplog):
     broken = threading.Event()
 
     def fail():
         if broken.is_set():
             raise RuntimeError("out of memory")
-        time.sleep(0.002)
+        slow()
 
     async def body(engine):
-        job = await engine.submit([counts(tokens=2000)])
+        job = await engine.submit([LONG])
         await job.events.get()
         broken.set()
-        event = await job.events.get()
-        while event.end is None:
-            event = await job.events.get()
-        assert isinstance(event.error, DownError)
+        assert isinstance((await events_of(job))[-1].error, DownError)
         with pytest.raises(DownError, match="the decoder has failed and the server must be restarted: out of memory"):
             await engine.submit([counts()])
 
-    run(scripted(on_step=fail), body)
+    run(ScriptedDecoder(on_step=fail), body)
     assert "the decoder has failed; the server answers 503 from now on" in caplog.text
 
 
-def test_time_ends_a_sequence_that_runs_and_one_that_waits(scripted):
+def test_time_ends_a_sequence_that_runs_and_one_that_waits():
     async def body(engine):
-        job = await engine.submit([counts(tokens=2000), counts(tokens=2000)])
-        ends = {}
-        while len(ends) < 2:
-            event = await job.events.get()
-            if event.end:
-                ends[event.index] = (event.end, event.limit)
+        found = await events_of(await engine.submit([LONG, LONG]), 2)
+        ends = {event.index: (event.end, event.limit) for event in found if event.end}
         assert ends == {0: ("length", "seconds"), 1: ("length", "seconds")}
 
-    run(scripted(slots=1, on_step=slow), body, max_seconds=0.1)
+    run(ScriptedDecoder(slots=1, on_step=slow), body, max_seconds=0.1)
 
 
-def test_a_server_that_stops_lets_running_sequences_end_for_a_while(scripted):
+def test_a_stopping_server_lets_running_sequences_end_for_a_while():
     async def body(engine):
-        short = await engine.submit([counts(tokens=10)])
-        long = await engine.submit([counts(tokens=2000)])
+        jobs = [await engine.submit([counts(tokens=10)]), await engine.submit([LONG])]
         engine.drain_soon()
         await asyncio.sleep(0)
         with pytest.raises(DownError, match="the server is stopping"):
             await engine.submit([counts()])
-        for job, limit in ((short, "tokens"), (long, "shutdown")):
-            event = await job.events.get()
-            while event.end is None:
-                event = await job.events.get()
-            assert (event.end, event.limit) == ("length", limit)
+        ends = [(await events_of(job))[-1] for job in jobs]
+        assert [(event.end, event.limit) for event in ends] == [("length", "tokens"), ("length", "shutdown")]
 
-    run(scripted(on_step=slow), body, grace_seconds=0.3)
+    run(ScriptedDecoder(on_step=slow), body, grace_seconds=0.3)
 
 
-def test_a_request_that_is_refused_by_the_engine_is_told_so(scripted, served):
+def test_an_error_of_a_request_is_answered_and_the_server_goes_on():
     def refuse(prompt):
         raise (RuntimeError if prompt[0] == ord("!") else ValueError)("refused here")
 
-    with served(scripted(on_add=refuse)) as client:
-        answer = client.post("/v1/completions", json={"prompt": "a"})
-        assert answer.status_code == 400
-        assert answer.json()["error"]["message"] == "refused here"
-        answer = client.post("/v1/completions", json={"prompt": "!"})
-        assert answer.status_code == 500
-        assert answer.json()["error"]["type"] == "server_error"
+    with served(ScriptedDecoder(on_add=refuse)) as client:
+        answer = client.post(PATH, json={"prompt": "a"})
+        assert (answer.status_code, answer.json()["error"]["message"]) == (400, "refused here")
+        answer = client.post(PATH, json={"prompt": "!"})
+        assert (answer.status_code, answer.json()["error"]["type"]) == (500, "server_error")
         assert client.get("/health").status_code == 200
 
 
-def test_a_sequence_whose_numbers_go_wrong_is_an_error_in_the_answer(scripted, served, events):
-    with served(scripted(broken=ord("!"))) as client:
-        answer = client.post("/v1/completions", json={"prompt": ["a", "!"]})
+def test_an_error_of_a_sequence_is_answered_and_the_server_goes_on():
+    with served(ScriptedDecoder(broken=ord("!"))) as client:
+        answer = client.post(PATH, json={"prompt": ["a", "!"]})
         assert answer.status_code == 500
         assert "this sequence could not be decoded: the model's logits" in answer.json()["error"]["message"]
-        answer = client.post("/v1/completions", json={"prompt": "!", "stream": True})
+        answer = client.post(PATH, json={"prompt": "!", "stream": True})
         assert answer.status_code == 200
         (chunk,) = events(answer.text)
         assert chunk["error"]["type"] == "server_error"
-        assert client.post("/v1/completions", json={"prompt": "a"}).status_code == 200
+        assert client.post(PATH, json={"prompt": "a"}).status_code == 200
 
 
-def test_a_prompt_that_memory_cannot_hold_ends_its_request_alone(client, monkeypatch):
+def test_a_prompt_that_does_not_fit_in_memory_ends_its_request_alone(client, monkeypatch):
     def read_piece(model, unread, *arguments):
         if unread[0] == ord("!"):
             raise RuntimeError("out of memory")
@@ -228,39 +210,59 @@ def test_a_prompt_that_memory_cannot_hold_ends_its_request_alone(client, monkeyp
 
     read = batch.read_piece
     monkeypatch.setattr(batch, "read_piece", read_piece)
-    answer = client.post("/v1/completions", json={"prompt": "!!!"})
+    answer = client.post(PATH, json={"prompt": "!!!"})
     assert answer.status_code == 500
     assert answer.json()["error"]["message"] == "this sequence could not be decoded: out of memory"
-    assert client.post("/v1/completions", json={"prompt": "abc"}).status_code == 200
+    assert client.post(PATH, json={"prompt": "abc"}).status_code == 200
     assert client.get("/health").status_code == 200
 
 
-def test_a_decoder_that_has_failed_makes_the_server_unhealthy(scripted, served, events):
+def test_a_failed_decoder_makes_the_server_unhealthy():
     def fail():
         raise RuntimeError("out of memory")
 
-    with served(scripted(on_step=fail)) as client:
-        (chunk,) = events(client.post("/v1/completions", json={"prompt": "a", "stream": True}).text)
+    with served(ScriptedDecoder(on_step=fail)) as client:
+        (chunk,) = events(client.post(PATH, json={"prompt": "a", "stream": True}).text)
         assert "the decoder has failed" in chunk["error"]["message"]
-        for answer in (client.get("/health"), client.post("/v1/completions", json={"prompt": "a"})):
-            assert answer.status_code == 503
-            assert answer.json()["error"]["code"] == "unavailable"
+        for answer in (client.get("/health"), client.post(PATH, json={"prompt": "a"})):
+            assert (answer.status_code, answer.json()["error"]["code"]) == (503, "unavailable")
             assert "out of memory" in answer.json()["error"]["message"]
         assert client.get("/metrics").status_code == 200
 
 
-def test_more_requests_than_are_taken_are_told_to_come_back(scripted, make):
-    app = make(scripted(on_step=slow), config=ServeConfig(max_requests=1))
+async def ask(app, body, leave=None, on_send=None):
+    """Post `body` and return what the application sends; the client disconnects when `leave` is set."""
+    content, sent = json.dumps(body).encode(), []
+    headers = [(b"content-type", b"application/json"), (b"content-length", b"%d" % len(content)), (b"host", b"test")]
+    scope = {
+        "type": "http", "asgi": {"version": "3.0", "spec_version": "2.3"}, "http_version": "1.1", "method": "POST",
+        "path": PATH, "raw_path": PATH.encode(), "root_path": "", "scheme": "http", "query_string": b"",
+        "headers": headers, "client": ("test", 1), "server": ("test", 80),
+    }  # fmt: skip
+    messages = [{"type": "http.request", "body": content, "more_body": False}]
+
+    async def receive():
+        if messages:
+            return messages.pop()
+        await (leave or asyncio.Event()).wait()
+        return {"type": "http.disconnect"}
+
+    async def send(message):
+        sent.append(message)
+        if on_send is not None:
+            await on_send(len(sent))
+
+    await asyncio.wait_for(app(scope, receive, send), 10)
+    return sent
+
+
+def test_more_requests_than_fit_are_told_to_come_back():
+    app = make(ScriptedDecoder(on_step=slow), config=ServeConfig(max_requests=1))
 
     async def main():
         async with app.router.lifespan_context(app):
-            job = await app.state.engine.submit([counts(tokens=2000)])
-            sent = []
-
-            async def send(message):
-                sent.append(message)
-
-            await app(post({"prompt": "a"}), *receiving({"prompt": "a"}), send)
+            job = await app.state.engine.submit([LONG])
+            sent = await ask(app, {"prompt": "a"})
             app.state.engine.close(job)
             return sent
 
@@ -270,85 +272,48 @@ def test_more_requests_than_are_taken_are_told_to_come_back(scripted, make):
     assert json.loads(body["body"])["error"]["type"] == "rate_limit_error"
 
 
-def post(body):
-    length = str(len(json.dumps(body))).encode()
-    headers = [(b"content-type", b"application/json"), (b"content-length", length), (b"host", b"test")]
-    return {
-        "type": "http", "asgi": {"version": "3.0", "spec_version": "2.3"}, "http_version": "1.1", "method": "POST",
-        "path": "/v1/completions", "raw_path": b"/v1/completions", "root_path": "", "scheme": "http",
-        "query_string": b"", "headers": headers, "client": ("test", 1), "server": ("test", 80),
-    }  # fmt: skip
-
-
-def receiving(body, leave=None):
-    """What a client sends: the body, and that it has gone when `leave` is set."""
-    messages = [{"type": "http.request", "body": json.dumps(body).encode(), "more_body": False}]
-
-    async def receive():
-        if messages:
-            return messages.pop()
-        await (leave.wait() if leave else asyncio.Event().wait())
-        return {"type": "http.disconnect"}
-
-    return (receive,)
-
-
 @pytest.mark.parametrize("stream", [True, False])
-def test_a_client_that_goes_frees_its_slot(scripted, make, until, stream):
-    decoder = scripted(slots=1, on_step=slow)
+def test_a_client_that_disconnects_frees_its_slot(stream):
+    decoder = ScriptedDecoder(slots=1, on_step=slow)
     app = make(decoder)
-    body = {"prompt": "a", "max_tokens": 2000, "stream": stream}
+    counted = app.state.metrics.registry.get_sample_value
 
     async def main():
         async with app.router.lifespan_context(app):
             leave = asyncio.Event()
-            sent = []
 
-            async def send(message):
-                sent.append(message)
-                if len(sent) == 3:
+            async def leave_soon(count):
+                if count == 3:
                     leave.set()
 
             if not stream:
                 asyncio.get_running_loop().call_later(0.1, leave.set)
-            await asyncio.wait_for(app(post(body), *receiving(body, leave), send), 10)
+            sent = await ask(app, {"prompt": "a", "max_tokens": 2000, "stream": stream}, leave, leave_soon)
             assert app.state.engine.sequences == 0
             await asyncio.to_thread(until, lambda: decoder.cancelled == 1)
-            assert counted(app, "subquad_sequences_ended_total", reason="cancelled") == 1
+            assert counted("subquad_sequences_ended_total", {"reason": "cancelled"}) == 1
             assert len(sent) < 100
             if not stream:
-                assert json.loads(sent[1]["body"])["error"]["message"] == "the client has gone"
-            # The slot is free for the next one.
-            answers = []
-
-            async def keep(message):
-                answers.append(message)
-
-            small = {"prompt": "a", "max_tokens": 2}
-            await asyncio.wait_for(app(post(small), *receiving(small), keep), 10)
-            assert answers[0]["status"] == 200
+                assert json.loads(sent[1]["body"])["error"]["message"] == "the client has disconnected"
+            assert (await ask(app, {"prompt": "a", "max_tokens": 2}))[0]["status"] == 200, "the slot is free"
 
     asyncio.run(main())
     if not stream:
-        labels = {"route": "/v1/completions", "method": "POST", "status": "499"}
-        assert counted(app, "subquad_requests_total", **labels) == 1
+        labels = {"route": PATH, "method": "POST", "status": "499"}
+        assert counted("subquad_requests_total", labels) == 1
 
 
-def test_a_client_that_takes_no_data_is_given_up(scripted, make, caplog):
-    app = make(scripted(on_step=slow), config=ServeConfig(client_seconds=0.1))
-    body = {"prompt": "a", "max_tokens": 2000, "stream": True}
+def test_a_client_that_accepts_no_data_is_given_up(caplog):
+    app = make(ScriptedDecoder(on_step=slow), config=ServeConfig(client_seconds=0.1))
+
+    async def stuck(count):
+        if count > 3:
+            await asyncio.Event().wait()
 
     async def main():
         async with app.router.lifespan_context(app):
-            sent = []
-
-            async def send(message):
-                sent.append(message)
-                if len(sent) > 3:
-                    await asyncio.Event().wait()
-
-            await asyncio.wait_for(app(post(body), *receiving(body), send), 10)
+            await ask(app, {"prompt": "a", "max_tokens": 2000, "stream": True}, on_send=stuck)
             assert app.state.engine.sequences == 0
 
     asyncio.run(main())
-    assert "a client has taken no data for 0.1 s" in caplog.text
+    assert "a client accepted no data for 0.1 s" in caplog.text

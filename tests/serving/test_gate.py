@@ -1,35 +1,33 @@
-"""The key, the size of a body, and other origins."""
+"""What a request passes before its route: the key, the size of its body, its origin, its path."""
 
 import asyncio
-import json
-import re
 
 import pytest
 
 from subquad.serving import ServeConfig
 from subquad.serving.gate import Body
-from subquad.serving.schemas import CompletionRequest
+from tests.serving.helpers import ScriptedDecoder, served
+from tests.serving.test_schemas import error_of
 
 
-def test_without_the_key_nothing_of_the_model_is_told(scripted, served):
-    with served(scripted(), api_key="s3cret") as client:
+def test_without_the_key_nothing_of_the_model_is_told():
+    wrong = [{}, {"Authorization": "Bearer é".encode("latin-1")}]
+    wrong += [{"Authorization": key} for key in ("Bearer wrong", "s3cret", "Basic s3cret", "Bearer s3cret2")]
+    with served(ScriptedDecoder(), api_key="s3cret") as client:
         for path in ("/v1/models", "/metrics", "/v1/nothing"):
-            for headers in ({}, {"Authorization": "Bearer wrong"}, {"Authorization": "s3cret"},
-                            {"Authorization": "Basic s3cret"}, {"Authorization": "Bearer s3cret2"},
-                            {"Authorization": "Bearer é".encode("latin-1")}):  # fmt: skip
+            for headers in wrong:
                 answer = client.get(path, headers=headers)
-                assert answer.status_code == 401
+                assert error_of(answer, 401)["code"] == "invalid_api_key"
                 assert answer.headers["www-authenticate"] == "Bearer"
-                assert answer.json()["error"]["code"] == "invalid_api_key"
         assert client.post("/v1/completions", json={"prompt": "a"}).status_code == 401
         for path in ("/", "/health", "/openapi.json"):
             assert client.get(path).status_code == 200
         for header in ("Bearer s3cret", "bearer s3cret", "Bearer  s3cret"):
             assert client.get("/v1/models", headers={"Authorization": header}).status_code == 200
         document = client.get("/openapi.json").json()
-        assert document["components"]["securitySchemes"] == {"key": {"type": "http", "scheme": "bearer"}}
-        assert document["paths"]["/v1/completions"]["post"]["security"] == [{"key": []}]
-        assert "security" not in document["paths"]["/health"]["get"]
+    assert document["components"]["securitySchemes"] == {"key": {"type": "http", "scheme": "bearer"}}
+    assert document["paths"]["/v1/completions"]["post"]["security"] == [{"key": []}]
+    assert "security" not in document["paths"]["/health"]["get"]
 
 
 @pytest.mark.parametrize("chunked", [False, True])
@@ -37,41 +35,43 @@ def test_a_body_that_is_too_large_is_refused(client, chunked):
     body = b'{"prompt": "' + b"a" * 20_000 + b'"}'
     content = iter([body[:5000], body[5000:]]) if chunked else body
     answer = client.post("/v1/completions", content=content, headers={"Content-Type": "application/json"})
-    assert answer.status_code == 413
-    assert answer.json()["error"]["code"] == "request_too_large"
-    assert answer.json()["error"]["message"] == "a request may have 20000 bytes, and this one has more"
+    error = error_of(answer, 413)
+    assert error["code"] == "request_too_large"
+    assert error["message"] == "a request may have 20000 bytes, but this one has more"
 
 
-def test_a_body_that_does_not_come_is_given_up():
+@pytest.mark.parametrize(("length", "gone", "status", "message"), [
+    (b"5", False, 408, b"the body took more than 0.05 s"),
+    (b"11", False, 413, b"a request may have 10 bytes, but this one has more"),
+    (b"5", True, None, b""),
+], ids=["late", "announced as too large", "gone"])  # fmt: skip
+def test_a_body_that_does_not_come_is_given_up(length, gone, status, message):
     sent = []
 
-    async def send(message):
-        sent.append(message)
+    async def send(part):
+        sent.append(part)
 
     async def receive():
-        await asyncio.Event().wait()
-
-    scope = {"type": "http", "method": "POST", "headers": []}
-    asyncio.run(Body(None, most=10, seconds=0.05)(scope, receive, send))
-    assert sent[0]["status"] == 408
-    assert b"the body took more than 0.05 s" in sent[1]["body"]
-
-
-def test_a_client_that_goes_before_its_body_came_gets_no_answer():
-    async def receive():
+        if not gone:
+            await asyncio.Event().wait()
         return {"type": "http.disconnect"}
 
-    scope = {"type": "http", "method": "POST", "headers": []}
-    asyncio.run(Body(None, most=10, seconds=5.0)(scope, receive, None))
+    scope = {"type": "http", "method": "POST", "headers": [(b"content-length", length)]}
+    asyncio.run(Body(None, most=10, seconds=5.0 if gone else 0.05)(scope, receive, send))
+    if gone:
+        assert not sent
+    else:
+        assert sent[0]["status"] == status
+        assert message in sent[1]["body"]
 
 
-def test_other_origins_may_ask_only_where_they_are_named(scripted, served):
+def test_only_named_origins_may_ask():
     asking = {"Origin": "https://a.example", "Access-Control-Request-Method": "POST"}
-    with served(scripted()) as client:
+    with served(ScriptedDecoder()) as client:
         assert "access-control-allow-origin" not in client.get("/health", headers=asking).headers
         assert client.options("/v1/completions", headers=asking).status_code == 405
     config = ServeConfig(cors="https://c.example, https://a.example")
-    with served(scripted(), config=config, api_key="s3cret") as client:
+    with served(ScriptedDecoder(), config=config, api_key="s3cret") as client:
         answer = client.options("/v1/completions", headers=asking)
         assert answer.status_code == 200
         assert answer.headers["access-control-allow-origin"] == "https://a.example"
@@ -79,16 +79,25 @@ def test_other_origins_may_ask_only_where_they_are_named(scripted, served):
         assert "access-control-allow-origin" not in client.get("/health", headers=others).headers
 
 
-def test_the_page_is_one_file_that_asks_nobody_else(client):
-    answer = client.get("/")
-    assert answer.status_code == 200
-    assert answer.headers["content-type"].startswith("text/html")
-    assert "default-src 'none'" in answer.headers["content-security-policy"]
-    assert "connect-src 'self'" in answer.headers["content-security-policy"]
-    for name, minimum, maximum in re.findall(r'id="(\w+)" type="number" min="([^"]+)"(?: max="([^"]+)")?', answer.text):
-        for value in filter(None, (minimum, maximum)):  # what the form takes, the server does
-            CompletionRequest.model_validate(
-                {"prompt": "a", {"tokens": "max_tokens"}.get(name, name): json.loads(value)}
-            )
-    for part in ("src=", "@import", "url(", "//cdn", "https://"):
-        assert part not in answer.text
+@pytest.mark.parametrize("method", ["GET", "PUT", "DELETE", "HEAD"])
+def test_the_methods_of_a_path_are_named(client, method):
+    answer = client.request(method, "/v1/completions")
+    assert (answer.status_code, answer.headers["allow"]) == (405, "POST")
+    if method != "HEAD":
+        assert error_of(answer, 405)["message"] == f"/v1/completions does not take {method}"
+
+
+@pytest.mark.parametrize("path", ["/nothing", "/v1", "/v1/completions/", "/docs", "/%00", "/v1/%ff"])
+def test_an_unknown_path_is_answered_with_the_known_ones(client, path):
+    error = error_of(client.get(path), 404)
+    assert error["message"].startswith("there is nothing at ")
+    assert "/v1/chat/completions, /v1/completions, /v1/models" in error["message"]
+
+
+def test_unknown_paths_and_methods_share_a_label(client):
+    for i in range(3):
+        client.request(f"METHOD{i}", f"/v1/path{i}")
+    text = client.get("/metrics").text
+    assert 'method="other",route="other",status="404"' in text
+    assert "path1" not in text
+    assert "METHOD1" not in text

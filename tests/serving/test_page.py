@@ -1,4 +1,4 @@
-"""The page at / in headless Chromium: text streams, figures change, Stop stops, errors are shown."""
+"""The page at / in headless Chromium."""
 
 import re
 import shutil
@@ -6,13 +6,17 @@ import time
 
 import pytest
 
+from tests.serving.helpers import server
+
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(300)]
 KEY = "s3cret"
+ENDED = "document.querySelector('#state').textContent === 'Ended: max tokens reached.'"
+LOST = "document.querySelector('#error').textContent === 'the server cannot be reached'"
 
 
 @pytest.fixture(scope="module")
 def browser():
-    """Headless Chromium; skipped where there is none."""
+    """Headless Chromium; skipped without one."""
     api = pytest.importorskip("playwright.sync_api", reason="playwright is not installed")
     program = shutil.which("chromium") or shutil.which("chromium-browser") or shutil.which("google-chrome")
     if program is None:
@@ -24,7 +28,7 @@ def browser():
 
 
 @pytest.fixture(scope="module")
-def process(run_folder, server):
+def process(run_folder):
     with server(run_folder, "--api_key", KEY, "--max_requests", "2") as process:
         yield process
 
@@ -95,11 +99,11 @@ def test_the_keyboard_is_enough_and_a_text_ends_by_itself(page):
     page.keyboard.press("Tab")
     page.keyboard.type(KEY)
     page.keyboard.press("Control+Enter")
-    wait_for(page, "document.querySelector('#state').textContent.startsWith('Ended: as many tokens')")
+    wait_for(page, ENDED)
     assert words(page, "#count") == "30"
     first = words(page, "#output")
     page.keyboard.press("Control+Enter")
-    wait_for(page, "document.querySelector('#state').textContent.startsWith('Ended: as many tokens')")
+    wait_for(page, ENDED)
     assert words(page, "#output") == first
     page.fill("#tokens", "2000")
     page.keyboard.press("Control+Enter")
@@ -109,11 +113,11 @@ def test_the_keyboard_is_enough_and_a_text_ends_by_itself(page):
 
 
 def test_errors_are_shown_and_go_away(page):
-    wait_for(page, "document.querySelector('#model').textContent === 'needs an API key'")
+    wait_for(page, "document.querySelector('#model').textContent === 'API key required'")
     page.fill("#prompt", "x")
     page.click("#go")
     page.locator("#error").wait_for(state="visible")
-    assert words(page, "#error") == "a valid API key is needed, sent as Authorization: Bearer KEY"
+    assert words(page, "#error") == "a valid API key is required, sent as Authorization: Bearer KEY"
     page.fill("#key", KEY)
     page.fill("#prompt", "x" * 9000)
     page.click("#go")
@@ -121,11 +125,11 @@ def test_errors_are_shown_and_go_away(page):
     page.fill("#prompt", "x")
     page.fill("#tokens", "5")
     page.click("#go")
-    wait_for(page, "document.querySelector('#state').textContent.startsWith('Ended')")
+    wait_for(page, ENDED)
     assert page.locator("#error").is_hidden()
 
 
-def test_a_server_that_goes_away_is_an_error(browser, run_folder, server):
+def test_a_lost_connection_is_an_error(browser, run_folder):
     with server(run_folder) as process:
         page = browser.new_page()
         page.goto(f"http://127.0.0.1:{process.port}/")
@@ -137,10 +141,10 @@ def test_a_server_that_goes_away_is_an_error(browser, run_folder, server):
         wait_for(page, "document.querySelector('#error').textContent === 'the connection ended before the text did'")
         assert page.locator("#go").is_enabled()
         page.click("#go")
-        wait_for(page, "document.querySelector('#error').textContent === 'the server cannot be reached'")
-        # As another browser says it.
+        wait_for(page, LOST)
+        # another browser words it differently
         page.evaluate("void (window.fetch = () => Promise.reject(new TypeError('Load failed')))")
         page.evaluate("document.querySelector('#error').textContent = ''")
         page.click("#go")
-        wait_for(page, "document.querySelector('#error').textContent === 'the server cannot be reached'")
+        wait_for(page, LOST)
         page.close()

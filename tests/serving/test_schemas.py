@@ -1,0 +1,186 @@
+"""Requests that are refused, and the words of the refusals."""
+
+import json
+
+import pytest
+from pydantic import ValidationError
+
+from subquad.serving.schemas import ChatRequest, CompletionRequest
+
+COMPLETIONS, CHAT = "/v1/completions", "/v1/chat/completions"
+JSON = "application/json"
+
+
+def error_of(answer, status):
+    assert answer.status_code == status, answer.text
+    assert answer.headers["content-type"] == JSON
+    assert set(answer.json()) == {"error"}
+    assert set(answer.json()["error"]) == {"message", "type", "param", "code"}
+    return answer.json()["error"]
+
+
+@pytest.mark.parametrize(("body", "param", "message"), [
+    ({}, "prompt", "prompt must be a text, a list of token ids, or a list of at most 128 texts or lists of token ids"),
+    *(({"prompt": prompt}, "prompt", "prompt must be a text, a list of token ids, or a list of at most 128")
+      for prompt in (1, None, [], "", [[]], [[1], "a"], [True], [-1], ["a"] * 129)),
+    *(({"prompt": prompt}, "prompt", "a prompt may have 64 tokens, but this one has 65")
+      for prompt in ("x" * 65, [1] * 65)),
+    ({"prompt": [256]}, None, "the prompt's tokens must be between 0 and 255, got 256"),
+    ({"promt": "a"}, "promt", "unknown field 'promt'; did you mean 'prompt'? valid: max_tokens, min_p, model, n, "),
+    ({"prompt": ["a", "b", "c"], "n": 3}, "n", "3 prompts times n=3 exceed the 8 sequences that the server takes"),
+    ({"prompt": "a", "max_tokens": 33}, "max_tokens", "max_tokens must be at most 32, got 33"),
+    *(({"prompt": "a", field: value}, field, f"{field} should be {rule}") for field, value, rule in (
+        ("n", 0, "greater than or equal to 1"),
+        ("n", True, "a valid integer"),
+        ("max_tokens", 0, "greater than or equal to 1"),
+        ("max_tokens", "5", "a valid integer"),
+        ("temperature", 2.1, "less than or equal to 2"),
+        ("temperature", -1, "greater than or equal to 0"),
+        ("top_p", 0, "greater than 0"),
+        ("top_k", 0, "greater than or equal to 1"),
+        ("min_p", 1.5, "less than or equal to 1"),
+        ("repetition_penalty", 0, "greater than or equal to 0.01"),
+        ("seed", 1 << 63, "less than 9223372036854775808"),
+        ("stream", "yes", "a valid boolean"),
+    )),
+    *(({"prompt": "a", "stop": stop}, "stop", "stop must be a text of 1 to 1000 characters or a list of at most 4")
+      for stop in ("", list("abcde"))),
+    ({"prompt": "a", "stream_options": {}}, "stream_options", "stream_options needs stream: true"),
+    ({"prompt": "a", "stream": True, "stream_options": {"x": 1}}, "stream_options", "unknown field 'stream_options.x'"),
+    *(({"prompt": "a", field: value}, field, f"{field} is not supported by this server; leave it out")
+      for field, value in (
+        ("logprobs", 0), ("echo", 0), ("echo", True), ("best_of", 2), ("suffix", "b"), ("frequency_penalty", 0.1),
+        ("presence_penalty", -1), ("presence_penalty", False), ("logit_bias", {"5": 1}),
+    )),
+])  # fmt: skip
+def test_a_wrong_completion_names_its_field(client, body, param, message):
+    error = error_of(client.post(COMPLETIONS, json=body), 400)
+    assert message in error["message"]
+    assert (error["param"], error["type"]) == (param, "invalid_request_error")
+
+
+SAID = [{"role": "user", "content": "a"}]
+
+
+@pytest.mark.parametrize(("body", "param", "message"), [
+    ({}, "messages", "messages is missing"),
+    *(({"messages": messages}, "messages", message) for messages, message in (
+        ([], "messages List should have at least 1 item"),
+        ([{"role": "user"}], "messages.0.content is missing"),
+        ([{"role": "robot", "content": "a"}], "messages.0.role should be 'system', 'developer'"),
+        ([{"role": "user", "content": "a", "x": 1}], "unknown field 'messages.0.x'"),
+        ([{"role": "user", "content": "x" * 80}], "a prompt may have 64 tokens, but this one "),
+        ([{"role": "user", "content": [{"type": "image_url"}]}], "messages.0.content"),
+    )),
+    ({"messages": SAID, "prompt": "b"}, "prompt", "unknown field 'prompt'; "),
+    ({"messages": SAID, "tools": [{}]}, "tools", "tools is not supported"),
+    ({"messages": SAID, "logprobs": True}, "logprobs", "logprobs is not supported"),
+    ({"messages": SAID, "max_tokens": 3, "max_completion_tokens": 4}, "max_tokens",
+     "max_tokens and max_completion_tokens are the same limit; give only one"),
+])  # fmt: skip
+def test_a_wrong_chat_names_its_field(client, body, param, message):
+    error = error_of(client.post(CHAT, json=body), 400)
+    assert message in error["message"]
+    assert error["param"] == param
+
+
+@pytest.mark.parametrize(("body", "message"), [
+    (b"{", "the body is not valid JSON: Expecting property name"),
+    (b"[]", "the body must be a JSON object, sent as Content-Type: application/json"),
+    (b"", "the body must be a JSON object"),
+    *((body, "the body must be UTF-8") for body in (
+        b'{"prompt": "\xff"}',
+        b'{"prompt": "\xed\xa0\x80"}',
+        b'{"prompt": "a", "\xed\xa0\x80": 1}',
+        '{"prompt": "\ud800"}'.encode("utf-16", "surrogatepass"),
+        '{"prompt": "\ud800\x80"}'.encode("utf-16-le", "surrogatepass"),
+        '{"prompt": "\ud800"}'.encode("utf-32-be", "surrogatepass"),
+        '{"prompt": "a"}'.encode("utf-16-le"),
+    )),
+    (b"[" * 10_000, "the body is not valid JSON"),
+    (b'{"prompt": "a", "seed": ' + b"9" * 5000 + b"}", "the body is not valid JSON"),
+    (b'{"prompt": "a", "temperature": NaN}', "temperature should be a finite number"),
+    (b'{"prompt": "a", "temperature": 1e999}', "temperature should be a finite number"),
+    (rb'{"prompt": "\ud800"}', "the body must be Unicode text, but it spells half a surrogate pair"),
+    (rb'{"prompt": "a", "\uDFFF": 1}', "half a surrogate pair"),
+    (rb'{"prompt": "a", "stream": true, "stream_options": {"\ud800": 1}}', "half a surrogate"),
+    (rb'{"prompt": "\ud83d"', "the body is not valid JSON"),
+])  # fmt: skip
+def test_a_body_that_cannot_be_read_is_refused(client, body, message):
+    answer = client.post(COMPLETIONS, content=body, headers={"Content-Type": JSON})
+    assert message in error_of(answer, 400)["message"]
+
+
+def test_a_body_of_another_type_is_refused(client):
+    answer = client.post(COMPLETIONS, content=b'{"prompt": "a"}', headers={"Content-Type": "text/plain"})
+    assert "sent as Content-Type: application/json" in error_of(answer, 400)["message"]
+
+
+MANY = 2000
+FIELDS = {str(i): i for i in range(MANY)}
+
+
+@pytest.mark.parametrize("body", [
+    *({"messages": [{"role": "user", "content": content}]} for content in (
+        [1] * MANY, [[1] * MANY], [{"type": "text"}] * MANY, [FIELDS],
+    )),
+    {"messages": [{"role": "user", "content": [1] * 400}] * 400},
+    {"messages": [1] * MANY},
+    {"messages": [{"role": "user", "content": "a", **FIELDS}]},
+    FIELDS,
+    *({"prompt": prompt} for prompt in (
+        [-1] * MANY, [True] * MANY, [""] * MANY, [["a"] * MANY], [["a"] * 1000] * 128, [[]] * MANY, [1, *([-1] * MANY)],
+    )),
+    {"prompt": "a", "stop": [1] * MANY},
+    {"prompt": "a", "stream_options": FIELDS},
+], ids=range(17))  # fmt: skip
+def test_a_large_wrong_body_makes_few_errors(body):
+    with pytest.raises(ValidationError) as caught:
+        (CompletionRequest if "prompt" in body else ChatRequest).model_validate(body)
+    assert caught.value.error_count() <= 5
+
+
+def test_a_message_has_a_limited_number_of_parts():
+    part = {"type": "text", "text": "a"}
+    ChatRequest.model_validate({"messages": [{"role": "user", "content": [part] * 128}]})
+    with pytest.raises(ValidationError, match="at most 128 items"):
+        ChatRequest.model_validate({"messages": [{"role": "user", "content": [part] * 129}]})
+
+
+@pytest.mark.parametrize(("body", "status"), [
+    ({"prompt": "a", "x" * 15_000: 1}, 400),
+    ({"prompt": "a", "stream": True, "stream_options": {"x" * 15_000: 1}}, 400),
+    ({"prompt": "a", "model": "x" * 15_000}, 404),
+])  # fmt: skip
+def test_an_error_repeats_little_of_what_was_sent(client, body, status):
+    answer = client.post(COMPLETIONS, json=body)
+    assert "x" * 50 in error_of(answer, status)["message"]
+    assert len(answer.text) < 1000
+    assert len(client.get("/" + "x" * 15_000).text) < 1000
+    assert len(client.request("X" * 15_000, "/health").text) < 1000
+
+
+def test_a_whole_surrogate_pair_is_a_character(client):
+    answer = client.post(COMPLETIONS, content=rb'{"prompt": "\ud83d\ude00"}', headers={"Content-Type": JSON})
+    assert answer.status_code == 200
+    assert answer.json()["usage"]["prompt_tokens"] == 4
+
+
+@pytest.mark.parametrize("extra", [
+    {"frequency_penalty": 0, "presence_penalty": 0.0, "logit_bias": {}, "logprobs": None, "echo": False, "best_of": 1},
+    {"suffix": None, "user": "me", "stop": None, "n": None, "stream": None, "temperature": None, "top_p": None},
+    {"max_tokens": None, "seed": None, "stop": [], "stream_options": None, "model": None, "top_k": None},
+])  # fmt: skip
+def test_fields_that_ask_for_nothing_are_accepted(client, extra):
+    answer = client.post(COMPLETIONS, json={"prompt": "a", **extra})
+    assert answer.status_code == 200, answer.text
+    assert answer.json()["usage"]["completion_tokens"] == 16
+
+
+def test_every_error_of_the_document_is_described(client):
+    document = client.get("/openapi.json").json()
+    assert "HTTPValidationError" not in document["components"]["schemas"]
+    responses = document["paths"][COMPLETIONS]["post"]["responses"]
+    assert set(responses) == {"200", "400", "401", "404", "408", "413", "429", "500", "503"}
+    assert "422" not in json.dumps(document)
+    assert document["components"]["schemas"]["CompletionRequest"]["additionalProperties"] is False
