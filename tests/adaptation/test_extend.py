@@ -226,15 +226,12 @@ def test_tasks_are_asked_of_the_extended_model_and_other_commands_say_what_to_do
     for words in (["generate", str(folder), "--prompt", "a"], ["eval", str(folder), "--data", str(home / "text.txt")]):
         with pytest.raises(SystemExit):
             main(words)
-        message = (
-            f"{folder} holds an extension of a model of transformers: make one of ours of it by `subquad lora merge"
-        )
+        message = f"{folder} holds an extension of a transformers model: convert it with `subquad lora merge"
         assert message in capsys.readouterr().err
     with pytest.raises(SystemExit):
         main(["generate", str(home / "model"), "--prompt", "a"])
-    assert (
-        f"holds a model of type 'llama', not one of ours: make one by `subquad import {home}" in capsys.readouterr().err
-    )
+    message = f"holds a model of type 'llama', not a subquad model: convert it with `subquad import {home}"
+    assert message in capsys.readouterr().err
 
 
 def test_a_merged_model_has_the_dtype_of_the_original(home):

@@ -126,7 +126,7 @@ def test_where_no_change_is_known_none_is_made():
     with pytest.raises(ValueError, match="no change is known to keep the labels of dataset 'text'"):
         augmentation("text")
     with pytest.raises(
-        ValueError, match=r"classify\.augment=true: no change is known to keep the labels of dataset 'toy'"
+        ValueError, match=r"classify\.augment=true has no label-preserving change for dataset 'toy'"
     ):
         ClassifyConfig(augment=True)
     with pytest.raises(ValueError, match=r"moves the pixels of square images, and batch\.length=15 is no square"):
