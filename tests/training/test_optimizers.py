@@ -11,6 +11,7 @@ from torch.optim.lr_scheduler import LambdaLR
 
 from subquad.layers.head import Lookup
 from subquad.models import Classifier, EncoderConfig
+from subquad.testing import assert_exact
 from subquad.training import OptimizerConfig
 from subquad.training.optimizers import MuonAdamW, build_optimizer, split_parameters
 
@@ -39,11 +40,17 @@ def make(seed: int = 0) -> Toy:
     return Toy()
 
 
-def step(model: Toy, optimizer: torch.optim.Optimizer, number: int) -> None:
+def step(model: Toy, *optimizers: torch.optim.Optimizer, number: int) -> None:
     tokens = torch.randint(11, (4, 6), generator=torch.Generator().manual_seed(number))
     nn.functional.cross_entropy(model(tokens[:, :-1]).flatten(0, 1), tokens[:, 1:].flatten()).backward()
-    optimizer.step()
-    optimizer.zero_grad()
+    for optimizer in optimizers:
+        optimizer.step()
+    model.zero_grad()
+
+
+def assert_same_parameters(one: nn.Module, other: nn.Module) -> None:
+    for parameter, twin in zip(one.parameters(), other.parameters(), strict=True):
+        assert_exact(parameter, twin)
 
 
 def test_matrices_decay_and_the_rest_does_not() -> None:
@@ -82,21 +89,15 @@ def test_every_parameter_is_trained_once_and_only_matrices_shrink_without_a_grad
     assert moved == {"one.weight", "two.weight", "head.weight"}
 
 
-def test_muon_takes_the_layers_matrices_and_not_the_head() -> None:
+def test_muon_takes_the_layers_matrices_and_neither_the_head_nor_a_look_up_over_the_logits() -> None:
     model = make()
+    model.lookup = Lookup(11, 32)
     optimizer = build_optimizer(model, OptimizerConfig(name="muon", lr=1e-3, matrix_lr=2e-3, momentum=0.9))
     assert isinstance(optimizer, MuonAdamW)
     muon, *others = optimizer.param_groups
     assert {id(p) for p in muon["params"]} == {id(model.one.weight), id(model.two.weight)}
     assert (muon["lr"], muon["momentum"]) == (2e-3, 0.9)
     assert all(group["lr"] == 1e-3 for group in others)
-
-
-def test_muon_takes_no_look_up_over_the_logits() -> None:
-    model = make()
-    model.lookup = Lookup(11, 32)
-    optimizer = build_optimizer(model, OptimizerConfig(name="muon"))
-    assert {id(p) for p in optimizer.param_groups[0]["params"]} == {id(model.one.weight), id(model.two.weight)}
     assert {id(p) for p in model.parameters()} == {id(p) for group in optimizer.param_groups for p in group["params"]}
 
 
@@ -119,14 +120,9 @@ def test_muon_equals_its_two_parts() -> None:
         AdamW(rest, lr=1e-2, betas=(0.9, 0.95), weight_decay=0.0, fused=True),
     ]
     for number in range(3):
-        step(model, optimizer, number)
-        tokens = torch.randint(11, (4, 6), generator=torch.Generator().manual_seed(number))
-        nn.functional.cross_entropy(apart(tokens[:, :-1]).flatten(0, 1), tokens[:, 1:].flatten()).backward()
-        for part in parts:
-            part.step()
-        apart.zero_grad()
-    for one, other in zip(model.parameters(), apart.parameters(), strict=True):
-        assert torch.equal(one, other)
+        step(model, optimizer, number=number)
+        step(apart, *parts, number=number)
+    assert_same_parameters(model, apart)
 
 
 @pytest.mark.parametrize("name", NAMES)
@@ -136,7 +132,7 @@ def test_the_state_comes_back_exactly(name: str) -> None:
     optimizer = build_optimizer(model, config)
     scheduler = LambdaLR(optimizer, lambda number: 1 / (number + 1))
     for number in range(3):
-        step(model, optimizer, number)
+        step(model, optimizer, number=number)
         scheduler.step()
     buffer = io.BytesIO()
     torch.save({"optimizer": optimizer.state_dict(), "scheduler": scheduler.state_dict()}, buffer)
@@ -150,13 +146,12 @@ def test_the_state_comes_back_exactly(name: str) -> None:
     restored.load_state_dict(saved["optimizer"])
     twin_scheduler.load_state_dict(saved["scheduler"])
     for number in range(3, 6):
-        step(model, optimizer, number)
+        step(model, optimizer, number=number)
         scheduler.step()
-        step(twin, restored, number)
+        step(twin, restored, number=number)
         twin_scheduler.step()
         assert [group["lr"] for group in restored.param_groups] == [group["lr"] for group in optimizer.param_groups]
-    for one, other in zip(model.parameters(), twin.parameters(), strict=True):
-        assert torch.equal(one, other)
+    assert_same_parameters(model, twin)
 
 
 def test_a_closure_is_called_with_gradients() -> None:

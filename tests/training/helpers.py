@@ -1,0 +1,81 @@
+"""Helpers of the training tests: reading runs, failing commands, changed methods."""
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from subquad.cli import main
+from subquad.testing import assert_exact
+from subquad.training.loop import Loop
+
+
+def records(folder: Path) -> list[dict[str, float]]:
+    """Return the metrics of a run without the values that a clock measured."""
+    lines = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+    return [{key: line[key] for key in line if key not in ("seconds", "tokens_per_s")} for line in lines]
+
+
+def assert_same_weights(one: Path, other: Path, file: str = "model.safetensors") -> None:
+    weights, others = load_file(one / file), load_file(other / file)
+    assert weights.keys() == others.keys()
+    for name, tensor in weights.items():
+        assert_exact(others[name], tensor, name)
+
+
+def assert_same_run(one: Path, other: Path) -> None:
+    assert_same_weights(one, other)
+    assert records(one) == records(other)
+
+
+def steps_of(root: Path) -> list[int]:
+    """Return the steps of the checkpoints in `root`; fail if a save or rotation left anything behind."""
+    assert not list(root.glob(".*"))
+    return sorted(int(path.name.removeprefix("checkpoint-")) for path in root.iterdir())
+
+
+def failed(capsys: pytest.CaptureFixture[str], *arguments: str) -> str:
+    """Return the message of a command that ends with status 2 and without a traceback."""
+    with pytest.raises(SystemExit) as exit_info:
+        main(list(arguments))
+    assert exit_info.value.code == 2
+    error = capsys.readouterr().err
+    assert "Traceback" not in error
+    return error.splitlines()[-2]
+
+
+def before_pass(patch: pytest.MonkeyPatch, number: int, then: Callable[[], Any]) -> None:
+    """Call `then` before forward pass `number` of the process (from 1)."""
+    training_pass, left = Loop.training_pass, [number]
+
+    def changed(self: Loop, *args: Any, **kwargs: Any) -> None:
+        left[0] -= 1
+        if left[0] == 0:
+            then()
+        training_pass(self, *args, **kwargs)
+
+    patch.setattr(Loop, "training_pass", changed)
+
+
+def change_loss(patch: pytest.MonkeyPatch, steps: set[int], change: Callable[[torch.Tensor], torch.Tensor]) -> None:
+    """Change the loss of every batch of some steps."""
+    loss = Loop.loss
+
+    def changed(self: Loop, *args: Any) -> torch.Tensor:
+        value = loss(self, *args)
+        return change(value) if self.standing.step + 1 in steps else value
+
+    patch.setattr(Loop, "loss", changed)
+
+
+def raising(error: BaseException) -> Callable[..., Any]:
+    """Return a function that raises `error`."""
+
+    def fail(*args: Any, **kwargs: Any) -> Any:
+        raise error
+
+    return fail
