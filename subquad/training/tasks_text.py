@@ -208,7 +208,7 @@ def _windows(
 
 
 def check_probe(config: TrainConfig) -> None:
-    """Raise `ValueError` if the probe asks for tokens that the model, which predicts only a window's last ones, leaves out."""
+    """Raise `ValueError` if the probe asks for tokens before those that the model predicts."""
     options = options_of(config.model)
     fewest = options.fewest_predicted
     if fewest is None:

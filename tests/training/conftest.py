@@ -3,65 +3,39 @@
 import shutil
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 import pytest
 
 from subquad.training import RunResult, TrainConfig, train
-
-TEXT = "".join(f"def function_{i}(a, b):\n    return a * {i} + b\n\n\n" for i in range(24))
-MakeConfig = Callable[..., TrainConfig]
+from tests.training.helpers import config_of, write_text
 
 
 @pytest.fixture(scope="session")
 def text(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A text file, beside a folder for its prepared tokens."""
-    file = tmp_path_factory.mktemp("text") / "text.py"
-    file.write_text(TEXT)
-    return file
-
-
-def config_in(folder: Path, text: Path, changes: dict[str, Any]) -> TrainConfig:
-    values: dict[str, Any] = {
-        "model": {"dim": 16, "num_layers": 1, "num_heads": 2, "attention": "full", "dropout": 0.1},
-        "data": {"path": str(text), "tokenizer": "bytes", "held_out": 0.2, "cache": str(text.parent / "cache")},
-        "batch": {"length": 32, "size": 4, "accumulation": 2},
-        "optimizer": {"lr": 3e-3},
-        "schedule": {"warmup": 1, "kind": "constant"},
-        "run": {
-            "folder": str(folder),
-            "steps": 4,
-            "log_every": 1,
-            "eval_every": 2,
-            "eval_windows": 4,
-            "save_every": 2,
-            "threads": 1,
-            "device": "cpu",
-            "precision": "float32",
-            "trackers": [],
-        },
-    }
-    if changes.get("task", "language") != "language":
-        del values["data"]
-    for key, value in changes.items():
-        group, _, name = key.partition(".")
-        if name:
-            values.setdefault(group, {})[name] = value
-        else:
-            values[group] = value
-    return TrainConfig.from_dict(values)
-
-
-@pytest.fixture
-def make_config(tmp_path: Path, text: Path) -> MakeConfig:
-    """Make a configuration from changes, as `{"run.steps": 3}` or `{"task": "probe"}`; the run is `tmp_path / "run"`."""
-    return lambda changes=None: config_in(tmp_path / "run", text, changes or {})
+    """A text file; the folder `texts` beside it holds documents of one to three dozen bytes."""
+    return write_text(tmp_path_factory.mktemp("text"))
 
 
 @pytest.fixture(scope="session")
-def finished(tmp_path_factory: pytest.TempPathFactory, text: Path) -> RunResult:
+def config_in(text: Path) -> Callable[..., TrainConfig]:
+    """Make the configuration of a run in a folder, as `make_config` does."""
+    return lambda home, *changes, **run: config_of(text, home, *changes, **run)
+
+
+@pytest.fixture
+def make_config(tmp_path: Path, config_in: Callable[..., TrainConfig]) -> Callable[..., TrainConfig]:
+    """Make the configuration of a run in `tmp_path / "run"` from changes.
+
+    As in `make_config({"model.dropout": 0.0}, {"task": "probe"}, steps=3)`; keywords are settings of the group `run`,
+    and `folder` is one in `tmp_path`.
+    """
+    return lambda *changes, **run: config_in(tmp_path, *changes, **run)
+
+
+@pytest.fixture(scope="session")
+def finished(tmp_path_factory: pytest.TempPathFactory, config_in: Callable[..., TrainConfig]) -> RunResult:
     """A finished run of `make_config()`: four steps, with the checkpoints 2 and 4. Don't change its folder."""
-    return train(config_in(tmp_path_factory.mktemp("finished") / "run", text, {}))
+    return train(config_in(tmp_path_factory.mktemp("finished")))
 
 
 @pytest.fixture

@@ -3,9 +3,7 @@
 import json
 import logging
 import os
-from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 import pytest
 
@@ -16,7 +14,7 @@ from tests.training.helpers import steps_of
 FILES = ("model.safetensors", "optimizer.pt", "scheduler.pt", "rng_state_0.safetensors", "trainer_state.json")
 
 
-def make(root: Path, step: int, settings: dict[str, Any] | None = None) -> Path:
+def make(root, step, settings=None):
     """Publish a small checkpoint with rubbish in its files."""
     folder = checkpoint.aside(root, step)
     for file in (*FILES, "shards/0.bin"):
@@ -27,7 +25,7 @@ def make(root: Path, step: int, settings: dict[str, Any] | None = None) -> Path:
     return target
 
 
-def test_a_published_checkpoint_is_complete_and_listed(tmp_path: Path) -> None:
+def test_a_published_checkpoint_is_complete_and_listed(tmp_path):
     assert checkpoint.newest_complete(tmp_path) is None
     assert checkpoint.newest_complete(tmp_path / "absent") is None
     make(tmp_path, 9)
@@ -39,7 +37,7 @@ def test_a_published_checkpoint_is_complete_and_listed(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("part", checkpoint.REQUIRED)
-def test_nothing_is_published_without_every_part(tmp_path: Path, part: str) -> None:
+def test_nothing_is_published_without_every_part(tmp_path, part):
     folder = checkpoint.aside(tmp_path, 1)
     folder.mkdir()
     for name in FILES:
@@ -50,13 +48,13 @@ def test_nothing_is_published_without_every_part(tmp_path: Path, part: str) -> N
     assert checkpoint.listing(tmp_path) == []
 
 
-def flip(file: Path) -> None:
+def flip(file):
     data = bytearray(file.read_bytes())
     data[3] ^= 1
     file.write_bytes(data)
 
 
-def cut(file: Path) -> None:
+def cut(file):
     file.write_bytes(file.read_bytes()[:3])
 
 
@@ -72,9 +70,7 @@ DAMAGES = [
 
 
 @pytest.mark.parametrize(("file", "damage", "reason"), DAMAGES)
-def test_damage_is_skipped_with_its_reason_but_never_silently_restarted(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture, file: str, damage: Callable[[Path], Any], reason: str
-) -> None:
+def test_damage_is_skipped_with_its_reason_but_never_silently_restarted(tmp_path, caplog, file, damage, reason):
     damage(make(tmp_path, 2) / file)
     with pytest.raises(CheckpointError, match=f"no checkpoint in .* is complete: .*{reason}"):
         checkpoint.newest_complete(tmp_path)
@@ -88,7 +84,7 @@ def test_damage_is_skipped_with_its_reason_but_never_silently_restarted(
     assert steps_of(tmp_path) == [1, 2]
 
 
-def test_another_format_version_is_refused_by_name(tmp_path: Path) -> None:
+def test_another_format_version_is_refused_by_name(tmp_path):
     make(tmp_path, 1)
     manifest = make(tmp_path, 2) / "manifest.json"
     manifest.write_text(json.dumps({**json.loads(manifest.read_text()), "version": 0}))
@@ -97,15 +93,15 @@ def test_another_format_version_is_refused_by_name(tmp_path: Path) -> None:
         checkpoint.newest_complete(tmp_path)
 
 
-def test_every_file_is_synced_before_the_rename(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_every_file_is_synced_before_the_rename(tmp_path, monkeypatch):
     events: list[str] = []
     fsync, replace = os.fsync, os.replace
 
-    def log_fsync(handle: int) -> None:
+    def log_fsync(handle):
         events.append(os.path.basename(os.readlink(f"/proc/self/fd/{handle}")))
         fsync(handle)
 
-    def log_replace(source: Path, target: Path) -> None:
+    def log_replace(source, target):
         events.append(f"rename to {Path(target).name}")
         replace(source, target)
 
@@ -117,7 +113,7 @@ def test_every_file_is_synced_before_the_rename(tmp_path: Path, monkeypatch: pyt
     assert tmp_path.name in events[rename:]
 
 
-def test_rotation_keeps_the_newest_and_the_best(tmp_path: Path) -> None:
+def test_rotation_keeps_the_newest_and_the_best(tmp_path):
     for step in (1, 2, 3, 4, 5):
         make(tmp_path, step)
     checkpoint.rotate(tmp_path, keep=2, best_step=2)
@@ -125,7 +121,7 @@ def test_rotation_keeps_the_newest_and_the_best(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(("file", "damage"), [damage[:2] for damage in DAMAGES if damage[1] in (cut, Path.unlink)])
-def test_rotation_never_deletes_the_last_good_one(tmp_path: Path, file: str, damage: Callable[[Path], Any]) -> None:
+def test_rotation_never_deletes_the_last_good_one(tmp_path, file, damage):
     make(tmp_path, 1)
     make(tmp_path, 2)
     for step in (3, 4):
@@ -135,9 +131,7 @@ def test_rotation_never_deletes_the_last_good_one(tmp_path: Path, file: str, dam
     assert checkpoint.newest_complete(tmp_path) == tmp_path / "checkpoint-2"
 
 
-def test_sweep_removes_only_leftovers_and_restores_what_has_no_successor(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_sweep_removes_only_leftovers_and_restores_what_has_no_successor(tmp_path, caplog):
     make(tmp_path, 1).rename(tmp_path / ".trash-checkpoint-1")
     make(tmp_path, 2)
     checkpoint.aside(tmp_path, 3).mkdir()
@@ -157,7 +151,7 @@ def test_sweep_removes_only_leftovers_and_restores_what_has_no_successor(
         ({"processes": None}, "'processes' must be a int, got None"),
     ],
 )
-def test_settings_of_another_type_are_damage(tmp_path: Path, settings: dict[str, Any], message: str) -> None:
+def test_settings_of_another_type_are_damage(tmp_path, settings, message):
     with pytest.raises(CheckpointError, match=f"is damaged: {message}"):
         checkpoint.verify(make(tmp_path, 1, settings))
 
@@ -184,12 +178,12 @@ MADE = {"seed": 1, "model": {"dim": 8, "options": {"llp": {"segment": 4}}}, "bat
         ({"processes": 3}, "3 processes can't share 16 windows equally: start 1, 2, 4, 8 or 16"),
     ],
 )
-def test_other_settings_are_refused_with_what_changed(changes: dict[str, Any], message: str) -> None:
+def test_other_settings_are_refused_with_what_changed(changes, message):
     with pytest.raises(CheckpointError, match=f"step 3 was made with other settings: .*{message}; restore them"):
         checkpoint.check_settings({"step": 3, "settings": MADE}, {**MADE, **changes})
 
 
 @pytest.mark.parametrize(("processes", "size", "accumulation"), [(2, 4, 2), (1, 16, 1), (4, 2, 2), (16, 1, 1)])
-def test_a_run_is_resumed_if_a_step_has_as_many_windows(processes: int, size: int, accumulation: int) -> None:
+def test_a_run_is_resumed_if_a_step_has_as_many_windows(processes, size, accumulation):
     batch = {"length": 32, "size": size, "accumulation": accumulation}
     checkpoint.check_settings({"step": 3, "settings": MADE}, {**MADE, "batch": batch, "processes": processes})

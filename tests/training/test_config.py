@@ -105,12 +105,12 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
 
 
 @pytest.mark.parametrize(("values", "message"), REFUSED, ids=[message for _, message in REFUSED])
-def test_settings_that_cannot_be_trained_are_refused(values: dict[str, Any], message: str) -> None:
+def test_settings_that_cannot_be_trained_are_refused(values, message):
     with pytest.raises(ValueError, match=message):
         TrainConfig.from_dict(values)
 
 
-def test_settings_at_the_limits_are_accepted() -> None:
+def test_settings_at_the_limits_are_accepted():
     model = DecoderConfig(position="learned", max_positions=128)
     assert TrainConfig(model=model, batch=BatchConfig(length=128)).batch.length == 128
     assert TrainConfig(lora=LoraConfig(**LORA), parallel=ParallelConfig(timeout=5.0)).parallel.timeout == 5.0
@@ -119,7 +119,7 @@ def test_settings_at_the_limits_are_accepted() -> None:
     assert TrainConfig(batch=BatchConfig(length=64, size=3, accumulation=2)).step_tokens == 384
 
 
-def test_it_survives_yaml(tmp_path) -> None:
+def test_it_survives_yaml(tmp_path):
     config = TrainConfig(
         optimizer=OptimizerConfig(name="muon", betas=[0.8, 0.99]),
         schedule=ScheduleConfig(kind="wsd"),
@@ -129,6 +129,6 @@ def test_it_survives_yaml(tmp_path) -> None:
     assert TrainConfig.from_file(tmp_path / "config.yaml") == config
 
 
-def test_unknown_names_of_the_package_are_answered() -> None:
+def test_unknown_names_of_the_package_are_answered():
     with pytest.raises(AttributeError, match=r"has no attribute 'trian'; it has .*train"):
         subquad.training.trian  # noqa: B018 (the attribute access is what is tested)

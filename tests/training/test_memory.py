@@ -4,7 +4,6 @@ import os
 import re
 import subprocess
 import sys
-from pathlib import Path
 
 import pytest
 import torch
@@ -15,7 +14,6 @@ from subquad.training.errors import StepMemoryError
 from subquad.training.loop import Loop
 from subquad.training.memory import explained, free_bytes, is_out_of_memory, largest_fit, part_bytes
 from subquad.training.tasks_text import LanguageTask
-from tests.training.conftest import MakeConfig
 from tests.training.helpers import raising
 
 OUT_OF_MEMORY = [
@@ -25,9 +23,7 @@ OUT_OF_MEMORY = [
 ]
 
 
-def test_a_step_out_of_memory_says_what_was_tried_and_what_fits(
-    make_config: MakeConfig, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_step_out_of_memory_says_what_was_tried_and_what_fits(make_config, monkeypatch):
     error = OUT_OF_MEMORY[1]
     monkeypatch.setattr(Loop, "loss", raising(error))
     with pytest.raises(StepMemoryError) as caught:
@@ -39,7 +35,7 @@ def test_a_step_out_of_memory_says_what_was_tried_and_what_fits(
     assert caught.value.__cause__ is error
 
 
-def test_only_errors_of_memory_are_explained(make_config: MakeConfig, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_only_errors_of_memory_are_explained(make_config, monkeypatch):
     assert all(is_out_of_memory(error) for error in OUT_OF_MEMORY)
     assert not is_out_of_memory(ValueError("out of memory"))
     monkeypatch.setattr(Loop, "loss", raising(RuntimeError("shapes do not fit")))
@@ -47,12 +43,12 @@ def test_only_errors_of_memory_are_explained(make_config: MakeConfig, monkeypatc
         train(make_config())
 
 
-def test_what_would_fit_is_the_largest_equal_part() -> None:
+def test_what_would_fit_is_the_largest_equal_part():
     assert [largest_fit(12, 1, free) for free in (0.5, 1, 2.5, 5, 100)] == [None, 1, 2, 4, 6]
     assert largest_fit(1, 1, 100) is None
 
 
-def test_the_estimate_is_the_models_own(make_config: MakeConfig, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_estimate_is_the_models_own(make_config, monkeypatch):
     config: TrainConfig = make_config({"model.dropout": 0.0})
     account = LanguageTask.window_bytes
     need, longer = (part_bytes(config, length, account) for length in (32, 64))
@@ -60,11 +56,11 @@ def test_the_estimate_is_the_models_own(make_config: MakeConfig, monkeypatch: py
     assert longer is not None
     assert longer > need
     assert part_bytes(config.replace(parallel=ParallelConfig(context=2)), 32, account) == need / 2
-    assert part_bytes(make_config({"run.activation_checkpointing": True}), 32, account) is None
+    assert part_bytes(make_config(activation_checkpointing=True), 32, account) is None
     free = free_bytes(torch.device("cpu"))
     assert free is not None
     assert free > 0
-    alone = make_config({"batch.size": 1, "run.activation_checkpointing": True})
+    alone = make_config({"batch.size": 1}, activation_checkpointing=True)
     for left, given, said in (
         (3 * need, config, "batch.size=2 with batch.accumulation=4 sees the same windows in each step and should fit"),
         (need, config, "batch.size=1 with batch.accumulation=8"),
@@ -78,7 +74,7 @@ def test_the_estimate_is_the_models_own(make_config: MakeConfig, monkeypatch: py
 
 
 @pytest.mark.slow
-def test_a_process_with_little_memory_says_what_fits(make_config: MakeConfig, tmp_path: Path) -> None:
+def test_a_process_with_little_memory_says_what_fits(make_config, tmp_path):
     make_config({"batch.length": 128, "batch.size": 4096, "model.dim": 64}).to_file(tmp_path / "config.yaml")
     code = (
         "import resource, torch, subquad.training.loop, torch.utils.tensorboard\n"

@@ -3,7 +3,6 @@
 import logging
 import time
 from concurrent.futures import ThreadPoolExecutor
-from typing import Any
 
 import pytest
 from hypothesis import given
@@ -31,9 +30,7 @@ STACK = {"parallel": {"context": 2}, "model": {"attention": "perceiver_ar"}}
         ("WORLD_SIZE", "2", STACK, r"'perceiver_ar' can't share a window: parallel\.context must be 1"),
     ],
 )
-def test_an_environment_that_cannot_be_followed_is_refused(
-    monkeypatch: pytest.MonkeyPatch, name: str, value: str, config: dict[str, Any], message: str
-) -> None:
+def test_an_environment_that_cannot_be_followed_is_refused(monkeypatch, name, value, config, message):
     monkeypatch.setenv("ACCELERATE_MIXED_PRECISION", "no")
     check_parallel(TrainConfig())
     monkeypatch.setenv(name, value)
@@ -41,19 +38,19 @@ def test_an_environment_that_cannot_be_followed_is_refused(
         check_parallel(TrainConfig.from_dict(config))
 
 
-def test_one_process_meets_nobody_and_shards_nothing(caplog: pytest.LogCaptureFixture) -> None:
+def test_one_process_meets_nobody_and_shards_nothing(caplog):
     assert join(ParallelConfig(), "cpu") == Processes()
     leave()
     join(ParallelConfig(shard=True), "cpu")
     assert "parallel.shard has no effect with one process" in caplog.text
 
 
-def test_ranks_of_data_and_context() -> None:
+def test_ranks_of_data_and_context():
     places = [(p.data_rank, p.data_ranks, p.first) for p in (Processes(rank, 6, 2) for rank in range(6))]
     assert places == [(rank // 2, 3, rank == 0) for rank in range(6)]
 
 
-def test_one_process_raises_what_its_work_raises() -> None:
+def test_one_process_raises_what_its_work_raises():
     processes, fail = Processes(), raising(CheckpointError("no luck"))
     assert processes.by_the_first(lambda: 3) == 3
     with pytest.raises(CheckpointError, match="no luck"):
@@ -67,10 +64,10 @@ def test_one_process_raises_what_its_work_raises() -> None:
 # --- meeting
 
 
-def start(store: HashStore, world: int, order: list[int]) -> set[bytes]:
+def start(store, world, order):
     """Let processes come in this order; return what each reads under a key that the first has set."""
 
-    def come(rank: int) -> bytes:
+    def come(rank):
         own = meet(store, rank, world, 60.0)
         if rank == 0:
             own.set("said", f"{own.add('starts', 1)}")
@@ -82,13 +79,13 @@ def start(store: HashStore, world: int, order: list[int]) -> set[bytes]:
 
 @hypothesis_settings(max_examples=25)
 @given(data=st.data(), world=st.integers(1, 4), starts=st.integers(1, 3))
-def test_each_start_has_a_part_of_the_store_for_itself(data: st.DataObject, world: int, starts: int) -> None:
+def test_each_start_has_a_part_of_the_store_for_itself(data, world, starts):
     store = HashStore()
     for _ in range(starts):
         assert start(store, world, data.draw(st.permutations(range(world)))) == {b"1"}
 
 
-def test_processes_that_do_not_connect_are_named() -> None:
+def test_processes_that_do_not_connect_are_named():
     store = HashStore()
     start(store, 4, [0, 1, 2, 3])
     with pytest.raises(LostProcessError, match=r"process 0 waited 0\.1 s; of 4 processes, 1, 2, 3 did not connect"):
@@ -103,13 +100,13 @@ def test_processes_that_do_not_connect_are_named() -> None:
 class Others(HashStore):
     """A store with made-up other processes: those in `alive` give another sign whenever they are looked at."""
 
-    def __init__(self, places: dict[int, str], alive: set[int]) -> None:
+    def __init__(self, places, alive):
         super().__init__()
         self.looks, self.alive = 0, alive
         for rank, place in places.items():
             self.set(f"beat/{rank}", f"1 {place}")
 
-    def get(self, key: str) -> bytes:
+    def get(self, key):
         found = super().get(key)
         rank = int(key.rpartition("/")[2])
         if rank == 0 or rank not in self.alive:
@@ -118,7 +115,7 @@ class Others(HashStore):
         return f"{self.looks} ".encode() + found.partition(b" ")[2]
 
 
-def waiting(store: HashStore, world: int) -> Heartbeat:
+def waiting(store, world):
     """Return the heartbeat of process 0 in its second place."""
     heart = Heartbeat(store, 0, world, timeout=0.8)
     heart.at("the forward pass of step 1")
@@ -126,7 +123,7 @@ def waiting(store: HashStore, world: int) -> Heartbeat:
     return heart
 
 
-def wait_until(true: Any) -> None:
+def wait_until(true):
     end = time.monotonic() + 60
     while not true():
         assert time.monotonic() < end
@@ -136,7 +133,7 @@ def wait_until(true: Any) -> None:
 FORWARD, BACKWARD = "1 the forward pass of step 1", "2 the backward pass of step 1"
 
 
-def test_ended_processes_and_those_behind_are_told_apart() -> None:
+def test_ended_processes_and_those_behind_are_told_apart():
     heart = waiting(Others({1: FORWARD, 2: FORWARD, 3: BACKWARD}, alive={2, 3}), 5)
     assert heart.lost() == (
         "process 1 has ended or does not answer, last seen in the forward pass of step 1; "
@@ -146,7 +143,7 @@ def test_ended_processes_and_those_behind_are_told_apart() -> None:
     heart.close()
 
 
-def test_nobody_is_blamed_who_is_as_far_or_has_given_up_itself() -> None:
+def test_nobody_is_blamed_who_is_as_far_or_has_given_up_itself():
     store = Others({1: BACKWARD, 2: FORWARD}, alive={1})
     store.set("gave up/2", "1")
     heart = waiting(store, 3)
@@ -155,7 +152,7 @@ def test_nobody_is_blamed_who_is_as_far_or_has_given_up_itself() -> None:
     heart.close()
 
 
-def test_a_process_says_where_it_is() -> None:
+def test_a_process_says_where_it_is():
     store = HashStore()
     heart = waiting(store, 1)
     wait_until(lambda: store.check(["beat/0"]) and b"backward" in store.get("beat/0"))
@@ -163,7 +160,7 @@ def test_a_process_says_where_it_is() -> None:
     heart.close()
 
 
-def test_a_long_wait_names_who_is_waited_for(caplog: pytest.LogCaptureFixture) -> None:
+def test_a_long_wait_names_who_is_waited_for(caplog):
     with caplog.at_level(logging.WARNING, logger="subquad"):
         heart = waiting(Others({1: "0 the start"}, alive={1}), 2)
         wait_until(lambda: "waits in" in caplog.text)
@@ -171,9 +168,9 @@ def test_a_long_wait_names_who_is_waited_for(caplog: pytest.LogCaptureFixture) -
     heart.close()
 
 
-def test_a_store_that_is_gone_is_an_answer_too() -> None:
+def test_a_store_that_is_gone_is_an_answer_too():
     class Gone(HashStore):
-        def set(self, *args: object) -> None:
+        def set(self, *args):
             raise RuntimeError("Connection reset by peer")
 
     heart = Heartbeat(Gone(), 0, 2, timeout=0.8)

@@ -3,7 +3,6 @@
 import importlib.util
 import io
 import logging
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -12,14 +11,13 @@ from tensorboard.backend.event_processing.event_accumulator import EventAccumula
 
 from subquad.training import train
 from subquad.training.progress import Bar, Meter, draw_curves, loss_range, read_metrics
-from tests.training.conftest import MakeConfig
 
 
 @pytest.mark.draws
-def test_metrics_events_curves_and_plain_lines_are_written(make_config: MakeConfig, tmp_path: Path) -> None:
+def test_metrics_events_curves_and_plain_lines_are_written(make_config, tmp_path):
     screen = io.StringIO()
-    cold = {"run.trackers": ["tensorboard"], "data.cache": str(tmp_path / "cache")}
-    train(make_config(cold), console=Console(file=screen, force_terminal=False, width=120))
+    config = make_config({"data.cache": str(tmp_path / "cache")}, trackers=["tensorboard"])
+    train(config, console=Console(file=screen, force_terminal=False, width=120))
     lines = read_metrics(tmp_path / "run")
     training = [line for line in lines if "loss" in line]
     assert [line["step"] for line in training] == [1, 2, 3, 4]
@@ -42,7 +40,7 @@ def test_metrics_events_curves_and_plain_lines_are_written(make_config: MakeConf
     assert "\x1b" not in screen.getvalue()
 
 
-def test_a_line_that_was_cut_off_is_left_out(tmp_path: Path) -> None:
+def test_a_line_that_was_cut_off_is_left_out(tmp_path):
     assert read_metrics(tmp_path) == []
     (tmp_path / "metrics.jsonl").write_text('{"step": 1, "loss": 2.0}\n{"step": 2, "lo')
     assert read_metrics(tmp_path) == [{"step": 1, "loss": 2.0}]
@@ -51,7 +49,7 @@ def test_a_line_that_was_cut_off_is_left_out(tmp_path: Path) -> None:
         read_metrics(tmp_path)
 
 
-def test_a_terminal_gets_a_bar_with_loss_speed_and_time_left() -> None:
+def test_a_terminal_gets_a_bar_with_loss_speed_and_time_left():
     screen, meter = io.StringIO(), Meter(step_tokens=64)
     bar = Bar(Console(file=screen, force_terminal=True, width=160), meter, steps=10)
     bar.begin(8)
@@ -66,14 +64,14 @@ def test_a_terminal_gets_a_bar_with_loss_speed_and_time_left() -> None:
 
 
 @pytest.mark.draws
-def test_curves_need_a_loss(tmp_path: Path) -> None:
+def test_curves_need_a_loss(tmp_path):
     with pytest.raises(ValueError, match="no loss to draw among 1 records"):
         draw_curves([{"step": 1}], tmp_path / "curves.png", title="x")
     draw_curves([{"step": 1, "eval_loss": 2.0}], tmp_path / "curves.png", title="x")
     assert (tmp_path / "curves.png").stat().st_size > 1000
 
 
-def test_curves_show_the_losses_after_the_first_steps() -> None:
+def test_curves_show_the_losses_after_the_first_steps():
     train = [(1, 9.0), *((step, 2.0 - step / 100) for step in range(5, 101))]
     low, high = loss_range(train, [(100, 1.5)])
     assert 0.9 < low < 1.0
@@ -83,45 +81,39 @@ def test_curves_show_the_losses_after_the_first_steps() -> None:
     assert loss_range(train, [(1, 9.0)])[1] > 9.0
 
 
-def test_a_tracker_that_is_not_installed_is_refused_before_anything_is_written(
-    make_config: MakeConfig, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_tracker_that_is_not_installed_is_refused_before_anything_is_written(make_config, tmp_path, monkeypatch):
     found = importlib.util.find_spec
     monkeypatch.setattr("importlib.util.find_spec", lambda name: None if name == "wandb" else found(name))
     with pytest.raises(ValueError, match=r"run\.trackers=tensorboard,wandb: wandb is not installed; pip install wandb"):
-        train(make_config({"run.trackers": ["tensorboard", "wandb"]}))
+        train(make_config(trackers=["tensorboard", "wandb"]))
     assert not (tmp_path / "run").exists()
 
 
 def test_trackers_get_the_numbers_of_the_metrics_and_without_a_console_the_log_shows_progress(
-    make_config: MakeConfig,
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    caplog: pytest.LogCaptureFixture,
-    capfd: pytest.CaptureFixture[str],
-) -> None:
+    make_config, tmp_path, monkeypatch, caplog, capfd
+):
     made: list[Any] = []
 
     class Tracker:
-        def __init__(self, project: str, **options: Any) -> None:
+        def __init__(self, project, **options):
             self.project, self.options = project, options
             self.records: list[tuple[int, dict[str, float]]] = []
             made.append(self)
 
-        def start(self) -> None:
+        def start(self):
             self.records.clear()
 
-        def log(self, values: dict[str, float], step: int) -> None:
+        def log(self, values, step):
             self.records.append((step, values))
 
-        def finish(self) -> None:
+        def finish(self):
             self.records.append((-1, {}))
 
     for name in ("WandBTracker", "MLflowTracker"):
         monkeypatch.setattr(f"accelerate.tracking.{name}", Tracker)
     monkeypatch.setattr("importlib.util.find_spec", lambda name: name)
     with caplog.at_level(logging.INFO, logger="subquad"):
-        train(make_config({"run.trackers": ["wandb", "mlflow"], "run.steps": 2}))
+        train(make_config(trackers=["wandb", "mlflow"], steps=2))
     assert "step 2/2 loss" in caplog.text
     out, err = capfd.readouterr()
     assert out == ""
@@ -134,5 +126,5 @@ def test_trackers_get_the_numbers_of_the_metrics_and_without_a_console_the_log_s
         assert tracker.records[-2][1] == {"eval/loss": lines[-1]["eval_loss"]}
     assert made[0].options["name"] == made[1].options["run_name"] == "run"
     assert not (tmp_path / "run" / "tensorboard").exists()
-    train(make_config({"run.trackers": ["wandb"], "run.steps": 3, "run.resume": "must"}))
+    train(make_config(trackers=["wandb"], steps=3, resume="must"))
     assert made[2].options == made[0].options, "a resumed run is the same run"

@@ -2,10 +2,7 @@
 
 import os
 import time
-from collections.abc import Callable
 from itertools import chain, islice
-from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -17,11 +14,10 @@ from torch.utils.data import DataLoader
 
 from subquad.data import TokenSet, order, windows_of
 from subquad.data.order import EpochOrder
-from subquad.training import RunResult, train
+from subquad.training import train
 from subquad.training.errors import ReadError
 from subquad.training.reading import DealtBatches, HeldOutBatches, NumberedWindows, RunOrder, naming
 from tests.data.sets import make_set
-from tests.training.conftest import MakeConfig
 from tests.training.helpers import assert_same_weights
 
 GLOBAL = 8
@@ -30,7 +26,7 @@ SIZES = [(1, 8), (1, 2), (2, 4), (2, 2), (4, 2), (4, 1)]
 """Numbers of processes, and of windows in a batch of each."""
 
 
-def steps(windows: int, seed: int, total: int, readers: int, size: int, skipped: int) -> list[list[int]]:
+def steps(windows, seed, total, readers, size, skipped):
     """Return the windows of each step after the first `skipped`, as they are dealt to `readers` processes."""
     each, shares = GLOBAL // (readers * size), []
     for reader in range(readers):
@@ -54,9 +50,7 @@ def steps(windows: int, seed: int, total: int, readers: int, size: int, skipped:
     last=st.sampled_from(SIZES),
     large=st.booleans(),
 )
-def test_a_run_resumed_by_other_processes_sees_the_next_windows_of_one_order(
-    windows: int, seed: int, runs: list[tuple[int, tuple[int, int]]], last: tuple[int, int], large: bool
-) -> None:
+def test_a_run_resumed_by_other_processes_sees_the_next_windows_of_one_order(windows, seed, runs, last, large):
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(order, "LARGE", 1 if large else order.LARGE)
         whole = list(RunOrder(windows, seed, 10 * GLOBAL))
@@ -66,7 +60,7 @@ def test_a_run_resumed_by_other_processes_sees_the_next_windows_of_one_order(
     assert list(chain.from_iterable(stream)) == whole
 
 
-def test_a_run_is_its_epochs_and_a_longer_run_begins_with_a_shorter_one(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_run_is_its_epochs_and_a_longer_run_begins_with_a_shorter_one(monkeypatch):
     whole = list(RunOrder(5, 3, 12))
     assert whole == [*EpochOrder(5, 3, 0), *EpochOrder(5, 3, 1), *list(EpochOrder(5, 3, 2))[:2]]
     assert sorted(whole[:5]) == sorted(whole[5:10]) == list(range(5))
@@ -79,23 +73,21 @@ def test_a_run_is_its_epochs_and_a_longer_run_begins_with_a_shorter_one(monkeypa
 
 
 @given(windows=st.integers(1, 9), together=st.integers(1, 4), total=st.integers(0, 60))
-def test_what_belongs_together_follows_one_another(windows: int, together: int, total: int) -> None:
+def test_what_belongs_together_follows_one_another(windows, together, total):
     found = list(RunOrder(windows * together, 3, total, together))
     whole = list(RunOrder(windows, 3, -(-total // together)))
     assert found == [together * window + part for window in whole for part in range(together)][:total]
 
 
 @given(total=st.integers(0, 30), size=st.integers(1, 4), ranks=st.integers(1, 4))
-def test_a_rest_without_a_whole_batch_for_each_process_is_left_out(total: int, size: int, ranks: int) -> None:
+def test_a_rest_without_a_whole_batch_for_each_process_is_left_out(total, size, ranks):
     dealt = [list(DealtBatches(RunOrder(9, 0, total), size, rank, ranks)) for rank in range(ranks)]
     whole = total // (size * ranks)
     assert all(len(batches) == whole and all(len(batch) == size for batch in batches) for batches in dealt)
 
 
 @given(count=st.integers(1, 40), size=st.integers(1, 5), ranks=st.integers(1, 5))
-def test_every_held_out_item_counts_once_and_all_processes_have_as_many_batches(
-    count: int, size: int, ranks: int
-) -> None:
+def test_every_held_out_item_counts_once_and_all_processes_have_as_many_batches(count, size, ranks):
     dealt = [list(HeldOutBatches(count, size, rank, ranks)) for rank in range(ranks)]
     sampler = HeldOutBatches(count, size, 0, ranks)
     assert {len(batches) for batches in dealt} == {len(sampler)}
@@ -110,9 +102,7 @@ def test_every_held_out_item_counts_once_and_all_processes_have_as_many_batches(
 
 
 @pytest.mark.parametrize("pack", ["stream", "documents"])
-def test_readers_open_only_the_shards_of_their_own_windows(
-    tmp_path: Path, pack: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_readers_open_only_the_shards_of_their_own_windows(tmp_path, pack, monkeypatch):
     folder = tmp_path / "set"
     make_set(folder, [[40, 17], [63], [9, 9, 30], [25]])
     made = windows_of(TokenSet(folder), 16, pack=pack, cache=str(tmp_path))
@@ -133,7 +123,7 @@ def test_readers_open_only_the_shards_of_their_own_windows(
 # --- processes that read
 
 
-def test_numbered_windows_carry_their_number() -> None:
+def test_numbered_windows_carry_their_number():
     windows = NumberedWindows([{"input_ids": torch.tensor([1])}, {"input_ids": torch.tensor([2])}])  # type: ignore[arg-type]
     assert len(windows) == 2
     assert int(windows[1]["window"]) == 1
@@ -142,11 +132,11 @@ def test_numbered_windows_carry_their_number() -> None:
 class Spoiled:
     """Windows of which one ends the process that reads it, or keeps it waiting."""
 
-    def __init__(self, windows: Any, bad: int, spoil: Callable[[], None]) -> None:
+    def __init__(self, windows, bad, spoil):
         self.windows, self.bad, self.spoil = windows, bad, spoil
         self.tokens, self.place = windows.tokens, windows.place
 
-    def __getitem__(self, index: int) -> Any:
+    def __getitem__(self, index):
         if index == self.bad:
             self.spoil()
         return self.windows[index]
@@ -159,9 +149,7 @@ class Spoiled:
         (lambda: time.sleep(600), 2, r"did not answer for 2 s \(data\.worker_timeout\)"),
     ],
 )
-def test_a_lost_worker_is_named_with_what_it_read(
-    tmp_path: Path, spoil: Callable[[], None], seconds: float, said: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_lost_worker_is_named_with_what_it_read(tmp_path, spoil, seconds, said, monkeypatch):
     monkeypatch.setattr(torch.utils.data._utils, "MP_STATUS_CHECK_INTERVAL", 0.1)  # or it waits for the hung one
     make_set(tmp_path / "set", [[20], [30]])
     windows = NumberedWindows(Spoiled(windows_of(TokenSet(tmp_path / "set"), 5), 6, spoil), 1)  # type: ignore[arg-type]
@@ -171,7 +159,7 @@ def test_a_lost_worker_is_named_with_what_it_read(
         list(loader)
 
 
-def test_other_errors_of_reading_are_unchanged() -> None:
+def test_other_errors_of_reading_are_unchanged():
     windows = NumberedWindows([{"input_ids": torch.tensor([1])}], 1)  # type: ignore[arg-type]
     with pytest.raises(RuntimeError, match=r"^something else$"), naming(windows, 1):
         raise RuntimeError("something else")
@@ -183,5 +171,5 @@ def test_other_errors_of_reading_are_unchanged() -> None:
     assert windows.where(0) == "window 0"
 
 
-def test_workers_change_no_bit(make_config: MakeConfig, finished: RunResult) -> None:
-    assert_same_weights(finished.folder, train(make_config({"data.workers": 1, "run.eval_every": 0})).folder)
+def test_workers_change_no_bit(make_config, finished):
+    assert_same_weights(finished.folder, train(make_config({"data.workers": 1}, eval_every=0)).folder)

@@ -4,8 +4,6 @@ import gzip
 import io
 import json
 import lzma
-from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -17,13 +15,13 @@ from subquad.training.report import decode_speed, measure, state_sizes, write_re
 TOKENS = list(range(50))
 
 
-def make(attention: str, **changes: Any) -> Decoder:
+def make(attention, **changes):
     values = {"vocab_size": 50, "dim": 16, "num_layers": 1, "num_heads": 2, "attention": attention, **changes}
     torch.manual_seed(0)
     return Decoder(DecoderConfig.from_dict(values))
 
 
-def state_bytes(decoder: Decoder, tokens: int) -> int:
+def state_bytes(decoder, tokens):
     """Return the state's size after reading all tokens at once."""
     with torch.no_grad():
         _, state = decoder.hidden(torch.arange(tokens)[None] % 50)
@@ -34,9 +32,7 @@ def state_bytes(decoder: Decoder, tokens: int) -> int:
     ("attention", "options", "measured"),
     [("llp", {"options": {"llp": {"segment": 8}}}, True), ("full", {}, False), ("full", {"loops": 2}, False)],
 )
-def test_a_bounded_state_is_measured_and_a_growing_one_extrapolated(
-    attention: str, options: dict[str, Any], measured: bool
-) -> None:
+def test_a_bounded_state_is_measured_and_a_growing_one_extrapolated(attention, options, measured):
     decoder = make(attention, **options).train()
     sizes = state_sizes(decoder, TOKENS, after=(40, 200), chunk=32)
     assert [(size.tokens, size.measured) for size in sizes] == [(40, True), (200, measured)]
@@ -44,13 +40,13 @@ def test_a_bounded_state_is_measured_and_a_growing_one_extrapolated(
     assert decoder.training
 
 
-def test_counts_past_learned_positions_are_left_out() -> None:
+def test_counts_past_learned_positions_are_left_out():
     decoder = make("window", position="learned", max_positions=128)
     assert [size.tokens for size in state_sizes(decoder, TOKENS, after=(100, 1_000))] == [100]
 
 
 @pytest.mark.parametrize("rows", [2, 3, 100])
-def test_the_speed_of_decoding_is_measured_within_learned_positions(rows: int) -> None:
+def test_the_speed_of_decoding_is_measured_within_learned_positions(rows):
     decoder = make("window", position="learned", max_positions=rows).train()
     assert decode_speed(decoder, TOKENS * 2) > 0
     assert decoder.training
@@ -58,9 +54,7 @@ def test_the_speed_of_decoding_is_measured_within_learned_positions(rows: int) -
 
 @pytest.mark.parametrize(("decode", "latents"), [("exact", 2), ("exact", 6), ("refill", 6), ("frozen", 6)])
 @pytest.mark.parametrize("history_tokens", [None, 9])
-def test_the_state_and_speed_of_perceiver_ar_follow_how_it_decodes(
-    decode: str, latents: int, history_tokens: int | None
-) -> None:
+def test_the_state_and_speed_of_perceiver_ar_follow_how_it_decodes(decode, latents, history_tokens):
     options = {"latents": latents, "history": "self", "decode": decode, "history_tokens": history_tokens}
     values = {"vocab_size": 23, "dim": 16, "num_layers": 1, "num_heads": 2, "attention": "perceiver_ar"}
     model = PerceiverAR(DecoderConfig.from_dict({**values, "options": {"perceiver_ar": options}}))
@@ -73,7 +67,7 @@ def test_the_state_and_speed_of_perceiver_ar_follow_how_it_decodes(
     assert model.training
 
 
-def test_the_report_compares_with_the_compressors(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_report_compares_with_the_compressors(tmp_path, monkeypatch):
     monkeypatch.setattr("subquad.training.report.state_sizes", lambda *args: state_sizes(*args, after=(10, 20)))
     text = b"".join(b"def function_%d(a):\n    return a\n" % number for number in range(300))
     given = {"bits_per_byte": 1.25, "files_hash": "abc", "steps": 7, "train_tokens_per_second": 123.0, "skipped": 2}
@@ -92,6 +86,6 @@ def test_the_report_compares_with_the_compressors(tmp_path: Path, monkeypatch: p
 
 
 @pytest.mark.parametrize(("text", "tokens"), [(b"", [1]), (b"x", [])])
-def test_a_report_needs_text(text: bytes, tokens: list[int]) -> None:
+def test_a_report_needs_text(text, tokens):
     with pytest.raises(ValueError, match="the report needs held-out text"):
         measure(make("window"), text, tokens, bits_per_byte=1.0, files_hash="", steps=1, train_tokens_per_second=1.0)

@@ -5,7 +5,6 @@ import itertools
 import os
 import random
 import resource
-from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from types import SimpleNamespace
@@ -16,12 +15,11 @@ import pytest
 import torch
 from torch import nn
 
-from subquad.training import RunResult, TrainConfig, checkpoint, train
+from subquad.training import TrainConfig, checkpoint, train
 from subquad.training.errors import CheckpointError, SaveError
 from subquad.training.processes import Processes
 from subquad.training.saving import Checkpoints, Standing, load_rng, save_rng
 from subquad.training.task import weights_file
-from tests.training.conftest import MakeConfig
 from tests.training.helpers import assert_same_weights, raising, steps_of
 
 MODEL_FILES = {"config.json", "generation_config.json", "model.safetensors"}
@@ -32,12 +30,12 @@ class Crash(BaseException):
     """The process ends here."""
 
 
-def crashes(work: Callable[[], Any], number: int) -> bool:
+def crashes(work, number):
     """Run `work` until its call `number` that renames or deletes a file; return whether it came so far."""
     left = number
 
-    def crashing(call: Callable[..., Any]) -> Callable[..., Any]:
-        def counted(*args: Any, **kwargs: Any) -> Any:
+    def crashing(call):
+        def counted(*args, **kwargs):
             nonlocal left
             left -= 1
             if left == 0:
@@ -56,10 +54,10 @@ def crashes(work: Callable[[], Any], number: int) -> bool:
     return False
 
 
-def checkpoints_in(root: Path, names: set[str] = MODEL_FILES, keep: int = 1) -> Checkpoints:
+def checkpoints_in(root, names=MODEL_FILES, keep=1):
     """Make the checkpoints of a model of one number."""
 
-    def save_weights(model: nn.Module, folder: Path, weights: object) -> None:
+    def save_weights(model, folder, weights):
         folder.mkdir(exist_ok=True)
         for name in names:
             (folder / name).write_text(name)
@@ -72,7 +70,7 @@ def checkpoints_in(root: Path, names: set[str] = MODEL_FILES, keep: int = 1) -> 
 
 
 @pytest.mark.parametrize("again", [False, True])
-def test_a_crash_at_any_moment_of_a_save_leaves_a_complete_checkpoint(tmp_path: Path, again: bool) -> None:
+def test_a_crash_at_any_moment_of_a_save_leaves_a_complete_checkpoint(tmp_path, again):
     """Of the next step, which then rotates the last one away, or of the same step, which replaces it."""
     last = 1 if again else 2
     for number in itertools.count(1):
@@ -92,9 +90,7 @@ def test_a_crash_at_any_moment_of_a_save_leaves_a_complete_checkpoint(tmp_path: 
 
 
 @pytest.mark.parametrize("names", [MODEL_FILES, ADAPTER_FILES])
-def test_a_final_model_that_has_its_configuration_has_all_its_files_after_any_crash(
-    tmp_path: Path, names: set[str]
-) -> None:
+def test_a_final_model_that_has_its_configuration_has_all_its_files_after_any_crash(tmp_path, names):
     configuration = names & {"config.json", "adapter_config.json"}
     for number in itertools.count(1):
         folder = tmp_path / str(number)
@@ -110,19 +106,19 @@ def test_a_final_model_that_has_its_configuration_has_all_its_files_after_any_cr
     assert number > len(names)
 
 
-def test_rotation_follows_publication(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_rotation_follows_publication(tmp_path, monkeypatch):
     checkpoints = checkpoints_in(tmp_path / "checkpoints", keep=2)
     for step in (1, 2, 3):
         checkpoints.save(Standing(step=step, best_step=1))
     assert steps_of(checkpoints.root) == [1, 2, 3]
     monkeypatch.setattr(checkpoint, "publish", raising(OSError(errno.EIO, "broken disk")))
-    with pytest.raises(SaveError, match=r"step 4 could not be written to .*broken disk.*newest checkpoint: checkpoint-3"):
+    with pytest.raises(SaveError, match=r"step 4 could not be written to .*broken disk.*\(newest checkpoint: .*-3\)"):
         checkpoints.save(Standing(step=4, best_step=1))
     assert steps_of(checkpoints.root) == [1, 2, 3]
 
 
 @contextmanager
-def largest_file(size: int) -> Iterator[None]:
+def largest_file(size):
     """Within the block no file can grow past `size` bytes."""
     soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
     resource.setrlimit(resource.RLIMIT_FSIZE, (size, hard))
@@ -133,46 +129,41 @@ def largest_file(size: int) -> Iterator[None]:
 
 
 @pytest.mark.parametrize("part", ["write_weights", "write_optimizer"])
-def test_a_save_without_room_leaves_nothing_and_the_older_ones(
-    make_config: MakeConfig, finished: RunResult, monkeypatch: pytest.MonkeyPatch, part: str
-) -> None:
+def test_a_save_without_room_leaves_nothing_and_the_older_ones(make_config, tmp_path, finished, monkeypatch, part):
     save = getattr(Checkpoints, part)
 
-    def without_room(self: Checkpoints, folder: Path, *args: Any) -> None:
+    def without_room(self, folder, *args):
         with largest_file(5_000 if folder.name.endswith("checkpoint-4") else 10_000_000):
             save(self, folder, *args)
 
     monkeypatch.setattr(Checkpoints, part, without_room)
-    config = make_config()
-    with pytest.raises(SaveError, match=r"step 4 could not be written.*It was deleted;.*newest checkpoint: checkpoint-2"):
-        train(config)
+    with pytest.raises(SaveError, match=r"step 4 could not be written.*It was deleted;.*\(newest checkpoint: .*-2\)"):
+        train(make_config())
     monkeypatch.undo()
-    folder = Path(config.run.folder)
-    assert steps_of(folder / "checkpoints") == [2]
-    assert train(config).steps == 4
-    assert_same_weights(finished.folder, folder)
+    assert steps_of(tmp_path / "run" / "checkpoints") == [2]
+    assert train(make_config()).steps == 4
+    assert_same_weights(finished.folder, tmp_path / "run")
 
 
-def test_a_final_model_without_room_is_not_left_half(run_at_4: Path, make_config: MakeConfig) -> None:
+def test_a_final_model_without_room_is_not_left_half(run_at_4, make_config, monkeypatch):
     save, model = Checkpoints.write_weights, {"model.safetensors", "config.json"}
     for name in model:
         (run_at_4 / name).unlink()
-    with pytest.MonkeyPatch.context() as patch:
-        full = OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
-        patch.setattr(Checkpoints, "write_weights", lambda *args: (save(*args), raising(full)()))
-        with pytest.raises(SaveError, match=r"the final model could not be written.*No space left.*checkpoint-4"):
-            train(make_config())
+    full = raising(OSError(errno.ENOSPC, os.strerror(errno.ENOSPC)))
+    monkeypatch.setattr(Checkpoints, "write_weights", lambda *args: (save(*args), full()))
+    with pytest.raises(SaveError, match=r"the final model could not be written.*No space left.*checkpoint-4"):
+        train(make_config())
     assert not {".saving-model", *model} & {path.name for path in run_at_4.iterdir()}
 
 
-def test_other_errors_of_a_save_are_not_called_a_full_disk(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_other_errors_of_a_save_are_not_called_a_full_disk(tmp_path, monkeypatch):
     monkeypatch.setattr(Checkpoints, "write_random_numbers", raising(RuntimeError("a bug")))
     with pytest.raises(RuntimeError, match="a bug"):
         checkpoints_in(tmp_path / "checkpoints").save(Standing(step=1))
 
 
 @pytest.mark.parametrize("name", ["optimizer.pt", "scheduler.pt", "trainer_state.json"])
-def test_a_checkpoint_without_one_of_its_files_is_not_loaded(tmp_path: Path, name: str) -> None:
+def test_a_checkpoint_without_one_of_its_files_is_not_loaded(tmp_path, name):
     checkpoints = checkpoints_in(tmp_path)
     checkpoints.save(Standing(step=1))
     (tmp_path / "checkpoint-1" / name).unlink()
@@ -180,13 +171,13 @@ def test_a_checkpoint_without_one_of_its_files_is_not_loaded(tmp_path: Path, nam
         checkpoints.load(tmp_path / "checkpoint-1")
 
 
-def test_a_checkpoint_without_weights_is_refused(tmp_path: Path) -> None:
+def test_a_checkpoint_without_weights_is_refused(tmp_path):
     with pytest.raises(CheckpointError, match=r"lacks model\.safetensors"):
         weights_file(tmp_path)
 
 
 @pytest.mark.parametrize("skipped", [0, 3])
-def test_the_standing_of_a_run_comes_back(tmp_path: Path, skipped: int) -> None:
+def test_the_standing_of_a_run_comes_back(tmp_path, skipped):
     standing = Standing(step=7, best_step=5, best_loss=1.5, skipped=skipped, skipped_in_a_row=skipped and 2)
     standing.write(tmp_path)
     assert Standing.read(tmp_path) == standing
@@ -195,8 +186,8 @@ def test_the_standing_of_a_run_comes_back(tmp_path: Path, skipped: int) -> None:
         Standing.read(tmp_path)
 
 
-def test_random_generators_come_back(tmp_path: Path) -> None:
-    def draw() -> list[float]:
+def test_random_generators_come_back(tmp_path):
+    def draw():
         return [random.random(), random.gauss(0, 1), float(np.random.rand()), float(torch.rand(()))]
 
     draw()
@@ -212,7 +203,7 @@ def test_random_generators_come_back(tmp_path: Path) -> None:
         load_rng(tmp_path / "absent.safetensors")
 
 
-def test_nothing_pickled_is_saved(finished: RunResult) -> None:
+def test_nothing_pickled_is_saved(finished):
     folder = finished.folder / "checkpoints" / "checkpoint-4"
     pickles = {"optimizer.pt", "scheduler.pt"}
     plain = MODEL_FILES | {"manifest.json", "rng_state_0.safetensors", "trainer_state.json"}
@@ -221,13 +212,12 @@ def test_nothing_pickled_is_saved(finished: RunResult) -> None:
         torch.load(folder / name, weights_only=True)
 
 
-def test_whoever_may_read_new_files_may_read_all_of_a_run(make_config: MakeConfig, tmp_path: Path) -> None:
-    config: TrainConfig = make_config({"run.steps": 2, "run.eval_every": 0})
+def test_whoever_may_read_new_files_may_read_all_of_a_run(make_config, tmp_path):
     before = os.umask(0o027)
     try:
-        train(config)
+        train(make_config(steps=2, eval_every=0))
     finally:
         os.umask(before)
-    files = [path for path in Path(config.run.folder).rglob("*") if path.is_file()]
+    files = [path for path in (tmp_path / "run").rglob("*") if path.is_file()]
     assert {"model.safetensors", "manifest.json", "optimizer.pt"} <= {path.name for path in files}
     assert {path.name: oct(path.stat().st_mode & 0o777) for path in files} == {p.name: "0o640" for p in files}

@@ -1,7 +1,6 @@
 """Files of sharded models that do not fit are refused. What fits is in test_distributed.py."""
 
 import json
-from pathlib import Path
 
 import pytest
 import torch
@@ -16,16 +15,16 @@ from tests.training.helpers import raising
 
 
 @pytest.fixture
-def model() -> nn.Module:
+def model():
     torch.manual_seed(0)
     return nn.Linear(3, 2)
 
 
-def optimizer_of(model: nn.Module) -> torch.optim.AdamW:
+def optimizer_of(model):
     return torch.optim.AdamW(model.parameters())
 
 
-def test_weights_of_another_model_are_refused(model: nn.Module, tmp_path: Path) -> None:
+def test_weights_of_another_model_are_refused(model, tmp_path):
     file = tmp_path / "model.safetensors"
     save_file({name: tensor + 1 for name, tensor in model.state_dict().items()}, file)
     same = nn.Linear(3, 2)
@@ -37,13 +36,13 @@ def test_weights_of_another_model_are_refused(model: nn.Module, tmp_path: Path) 
         sharding.load_weights(nn.Linear(3, 4), file)
 
 
-def write_states(folder: Path, states: dict[str, torch.Tensor], listed: list[str]) -> None:
+def write_states(folder, states, listed):
     (folder / "optimizer").mkdir()
     save_file(states, folder / "optimizer" / "states.safetensors")
     (folder / "optimizer" / "names.json").write_text(json.dumps(listed))
 
 
-def test_states_are_read_by_the_names_of_their_parameters(model: nn.Module, tmp_path: Path) -> None:
+def test_states_are_read_by_the_names_of_their_parameters(model, tmp_path):
     states = {"weight.exp_avg": torch.rand(2, 3), "weight.step": torch.tensor(3.0), "bias.exp_avg": torch.rand(2)}
     write_states(tmp_path, states, sorted(states))
     optimizer = optimizer_of(model)
@@ -58,19 +57,21 @@ def test_states_are_read_by_the_names_of_their_parameters(model: nn.Module, tmp_
     ("states", "listed", "message"),
     [
         ({"gate.exp_avg": 2}, ["gate.exp_avg"], "has a state of gate, which the model lacks"),
-        ({"bias.exp_avg": 2}, ["bias.exp_avg", "weight.exp_avg"], r"does not have the states that its names\.json lists"),
+        (
+            {"bias.exp_avg": 2},
+            ["bias.exp_avg", "weight.exp_avg"],
+            r"does not have the states that its names\.json lists",
+        ),
         ({"bias.exp_avg": 5}, ["bias.exp_avg"], r"bias\.exp_avg of shape \[5\], but the weight has shape \[2\]"),
     ],
 )
-def test_states_of_other_parameters_are_refused(
-    model: nn.Module, tmp_path: Path, states: dict[str, int], listed: list[str], message: str
-) -> None:
+def test_states_of_other_parameters_are_refused(model, tmp_path, states, listed, message):
     write_states(tmp_path, {name: torch.rand(size) for name, size in states.items()}, listed)
     with pytest.raises(CheckpointError, match=message):
         sharding.load_optimizer(model, optimizer_of(model), tmp_path)
 
 
-def test_whole_states_are_sharded_by_place(model: nn.Module, tmp_path: Path) -> None:
+def test_whole_states_are_sharded_by_place(model, tmp_path):
     made = optimizer_of(model)
     model(torch.rand(1, 3)).sum().backward()
     made.step()
@@ -84,9 +85,7 @@ def test_whole_states_are_sharded_by_place(model: nn.Module, tmp_path: Path) -> 
         sharding.spread_optimizer(optimizer_of(nn.Linear(3, 2, bias=False)), tmp_path / "optimizer.pt")
 
 
-def test_errors_of_torchs_checkpoints_name_the_process(
-    model: nn.Module, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_errors_of_torchs_checkpoints_name_the_process(model, tmp_path, monkeypatch):
     write_states(tmp_path, {"bias.exp_avg": torch.rand(2)}, ["bias.exp_avg"])
     short, full = ValueError("it is cut short"), OSError(28, "No space left on device")
     monkeypatch.setattr(sharding.dcp, "load", raising(CheckpointException("load", {1: (short, [])})))  # type: ignore[dict-item]
