@@ -301,7 +301,7 @@ LATENTS = ["--model.attention", "perceiver_ar", "--model.options.perceiver_ar.la
     (["train", "--optimizer.name", "x"], "optimizer.name must be adamw, adam, radam or muon, got 'x'\n"),
     (["train", "--run.steps", "0"], "run.steps must be at least 1, got 0"),
     (["train", "--run.max_minutes", "soon"], "run.max_minutes: Expected a float. Got value: soon\n"),
-    (["train", "--run.prompt="], "run.prompt must hold some text for the samples to go on from, got ''"),
+    (["train", "--run.prompt="], "run.prompt must not be empty, got ''"),
     (["eval", "nowhere"], "there is no folder nowhere; give the folder of a run"),
     (["eval", "nowhere", "--stride", "a"], "stride: Expected a int. Got value: a\n"),
     (["eval", "nowhere", "--stride", "0"], "stride must be at least 1, got 0"),

@@ -1,4 +1,4 @@
-"""Training runs. Importing the package loads nothing heavy: torch comes with `train`, transformers with a model."""
+"""Training runs. `train`, `RunResult` and `runs` load on first use, because they need Accelerate and transformers."""
 
 from typing import TYPE_CHECKING
 

@@ -1,7 +1,7 @@
-"""Checkpoints that are whole or not there: written aside, synced to disk, listed in a manifest, then renamed.
+"""Crash-safe checkpoint folders: written under a temporary name, synced to disk, listed in a manifest, then renamed.
 
 A checkpoint is a folder `checkpoint-<step>` with a `manifest.json`: format version, step, settings, and the size and
-SHA-256 of every file. A folder without a valid manifest is never resumed from. Plain Python: no torch.
+SHA-256 of every file. A folder without a valid manifest is never resumed from.
 """
 
 from __future__ import annotations
@@ -27,22 +27,22 @@ FORMAT = "subquad-checkpoint"
 FORMAT_VERSION = 1
 MANIFEST = "manifest.json"
 REQUIRED = ("model", "optimizer", "scheduler", "rng_state", "trainer_state")
-"""Every checkpoint holds at least one file or folder whose name begins so; that of LoRA has an adapter_model."""
+"""Prefixes of the files that every checkpoint holds; a LoRA checkpoint has `adapter_model` instead of `model`."""
 _ASIDE, _TRASH = ".saving-", ".trash-"
 
 
 def name_of(step: int) -> str:
-    """The folder's name of the checkpoint after `step` steps."""
+    """Return the folder name of the checkpoint after `step` steps."""
     return f"checkpoint-{step}"
 
 
 def aside(root: Path, step: int) -> Path:
-    """The folder in which the checkpoint of `step` is written before it is published."""
+    """Return the temporary folder in which the checkpoint of `step` is written before `publish` renames it."""
     return root / f"{_ASIDE}{name_of(step)}"
 
 
 def listing(root: Path) -> list[tuple[int, Path]]:
-    """Steps and folders of all published checkpoints, complete or not, the oldest first."""
+    """Return the step and folder of each published checkpoint in `root`, complete or not, oldest first."""
     if not root.is_dir():
         return []
     found = [(re.fullmatch(r"checkpoint-(\d+)", path.name), path) for path in root.iterdir() if path.is_dir()]
@@ -50,16 +50,16 @@ def listing(root: Path) -> list[tuple[int, Path]]:
 
 
 def publish(folder: Path, target: Path, *, step: int, settings: Mapping[str, Any]) -> None:
-    """Seal `folder` with a manifest and rename it to `target`, which then is complete, also after a power cut.
+    """Write the manifest of `folder`, sync it to disk and rename it to `target`, which then survives a power cut.
 
-    Raises `CheckpointError` where one of the required parts is missing: nothing is published then.
+    Raises `CheckpointError` and publishes nothing if a required file is missing.
     """
     share(folder)
     files = sorted(path for path in folder.rglob("*") if path.is_file())
     names = [path.relative_to(folder).as_posix() for path in files]
     for part in REQUIRED:
         if not any(name.removeprefix("adapter_").startswith(part) for name in names):
-            raise CheckpointError(f"{folder} holds no {part} file; a checkpoint needs {', '.join(REQUIRED)}")
+            raise CheckpointError(f"{folder} has no {part} file; a checkpoint needs {', '.join(REQUIRED)}")
     manifest = {
         "format": FORMAT,
         "version": FORMAT_VERSION,
@@ -77,9 +77,9 @@ def publish(folder: Path, target: Path, *, step: int, settings: Mapping[str, Any
 
 
 def share(folder: Path) -> None:
-    """Give the files in `folder` the permissions of any new file: safetensors lets nobody but the owner read."""
+    """Give the files in `folder` the permissions of a new file: safetensors makes them readable by the owner only."""
     probe = folder / ".mode"
-    probe.touch()  # 0o666 less the umask, which can't be asked for without changing it
+    probe.touch()  # its mode is 0o666 & ~umask; reading the umask itself would mean changing it
     mode = stat.S_IMODE(probe.stat().st_mode)
     probe.unlink()
     for path in folder.rglob("*"):
@@ -88,7 +88,8 @@ def share(folder: Path) -> None:
 
 
 def replace_folder(source: Path, target: Path) -> None:
-    """Rename `source` to `target`; a folder that stands there is moved out of the way first."""
+    """Rename `source` to `target`, replacing an existing folder."""
+    # The old folder is moved, not deleted, until the new one has its name: `sweep` puts it back after a crash.
     trash = target.with_name(f"{_TRASH}{target.name}")
     if target.exists():
         shutil.rmtree(trash, ignore_errors=True)
@@ -99,7 +100,7 @@ def replace_folder(source: Path, target: Path) -> None:
 
 
 def write_atomically(path: Path, data: bytes) -> None:
-    """Write a file so that a reader finds the old one or the new one, whole."""
+    """Replace the file `path` atomically: readers see the whole old file or the whole new one."""
     draft = path.with_name(f"{path.name}.tmp")
     with draft.open("wb") as file:
         file.write(data)
@@ -110,18 +111,18 @@ def write_atomically(path: Path, data: bytes) -> None:
 
 
 def read_manifest(folder: Path) -> dict[str, Any]:
-    """The manifest of a checkpoint; `CheckpointError` where there is none that can be read.
+    """Return the manifest of the checkpoint `folder`.
 
-    Another format version is a `FormatVersionError`, which names it.
+    Raises `CheckpointError` if it is missing or damaged, and `FormatVersionError` for another format version.
     """
     try:
         manifest = read_json(folder / MANIFEST)
     except FileNotFoundError as error:
-        raise CheckpointError(f"{folder} has no {MANIFEST}: it is incomplete or not a checkpoint of subquad") from error
+        raise CheckpointError(f"{folder} has no {MANIFEST}: it is incomplete or not a subquad checkpoint") from error
     except ValueError as error:
         raise CheckpointError(f"{folder / MANIFEST} is damaged: {error}") from error
     if not isinstance(manifest, dict) or manifest.get("format") != FORMAT:
-        raise CheckpointError(f"{folder / MANIFEST} is not a manifest of the format {FORMAT!r}")
+        raise CheckpointError(f"{folder / MANIFEST} is not a manifest of format {FORMAT!r}")
     if manifest.get("version") != FORMAT_VERSION:
         raise FormatVersionError(
             f"{folder} has checkpoint format version {manifest.get('version')}; "
@@ -142,27 +143,27 @@ def read_manifest(folder: Path) -> dict[str, Any]:
 
 
 def verify(folder: Path) -> dict[str, Any]:
-    """The manifest of a checkpoint whose every file is there and unchanged; else `CheckpointError` with the reason."""
+    """Return the manifest of `folder` after checking every file's size and checksum; else raise `CheckpointError`."""
     manifest = read_manifest(folder)
     for name, entry in manifest["files"].items():
         path = folder / name
         if not path.is_file():
-            raise CheckpointError(f"{folder} lacks its file {name}")
+            raise CheckpointError(f"{folder} lacks the file {name}")
         if path.stat().st_size != entry["bytes"]:
             raise CheckpointError(f"{path} has {path.stat().st_size} bytes, its manifest says {entry['bytes']}")
         if _hash(path) != entry["sha256"]:
             raise CheckpointError(f"{path} does not match its checksum")
     there = {path.relative_to(folder).as_posix() for path in folder.rglob("*") if path.is_file()}
     if more := sorted(there - manifest["files"].keys() - {MANIFEST}):
-        raise CheckpointError(f"{folder} holds files that its manifest does not list: {', '.join(more)}")
+        raise CheckpointError(f"{folder} has files that its manifest does not list: {', '.join(more)}")
     return manifest
 
 
 def newest_complete(root: Path) -> Path | None:
-    """The newest checkpoint that is complete, or None where no checkpoint was ever published.
+    """Return the newest complete checkpoint in `root`, or None if no checkpoint was ever published.
 
-    Logs what it skips and why. Raises `FormatVersionError` where a newer one has another format version, and
-    `CheckpointError` where there are checkpoints but none is complete.
+    Logs each damaged checkpoint that it skips. Raises `FormatVersionError` if a newer checkpoint has another format
+    version, and `CheckpointError` if there are checkpoints but none is complete.
     """
     skipped: list[str] = []
     for _, folder in reversed(listing(root)):
@@ -181,7 +182,7 @@ def newest_complete(root: Path) -> Path | None:
 
 
 def rotate(root: Path, *, keep: int, best_step: int | None) -> None:
-    """Delete all but the `keep` newest complete checkpoints and the best; damaged ones don't count as kept."""
+    """Delete all but the `keep` newest complete checkpoints and the best one; damaged ones don't count."""
     kept = 0
     for step, folder in reversed(listing(root)):
         if kept < keep:
@@ -193,35 +194,35 @@ def rotate(root: Path, *, keep: int, best_step: int | None) -> None:
 
 
 def sweep(root: Path) -> None:
-    """Delete what an interrupted save or rotation left behind."""
+    """Clean up after an interrupted save or rotation."""
     for path in root.glob(f"{_ASIDE}*") if root.is_dir() else ():
-        logger.warning("deleted %s: its save was interrupted", path.name)
+        logger.warning("deleted %s: the save was interrupted", path.name)
         shutil.rmtree(path)
     for path in root.glob(f"{_TRASH}*") if root.is_dir() else ():
         target = root / path.name.removeprefix(_TRASH)
-        if not target.exists() and _looks_complete(path):  # its successor never came
+        if not target.exists() and _looks_complete(path):  # crashed between the two renames of `replace_folder`
             os.replace(path, target)
         else:
             shutil.rmtree(path)
 
 
 def check_settings(manifest: Mapping[str, Any], settings: Mapping[str, Any]) -> None:
-    """Raise `CheckpointError` where the run that goes on differs from the one that made the checkpoint.
+    """Raise `CheckpointError` if the `settings` of this run differ from those in the checkpoint's `manifest`.
 
-    The number of processes, their batch size and the accumulation may differ where their product is the same: each step
-    then sees the same windows.
+    The number of processes, batch.size and batch.accumulation may differ if their product is the same: each step then
+    sees the same windows.
     """
     made, now = dict(manifest["settings"]), dict(settings)
     changed = _changed_batch(made, now) + differences(made, now)
     if changed:
         raise CheckpointError(
-            f"the checkpoint of step {manifest['step']} was made by other settings: {'; '.join(changed)}; "
+            f"the checkpoint of step {manifest['step']} was made with other settings: {'; '.join(changed)}; "
             "restore them or choose another run.folder"
         )
 
 
 def _changed_batch(made: dict[str, Any], now: dict[str, Any]) -> list[str]:
-    """Take `batch` and `processes` out of both settings; what is wrong with them, and what would be right."""
+    """Remove `batch` and `processes` from both settings; return error texts, with valid values, for differences."""
     before, after = (({**settings.pop("batch", {})}, int(settings.pop("processes", 1))) for settings in (made, now))
     if before[0].get("length") != after[0].get("length"):
         return [f"batch.length was {before[0].get('length')}, is {after[0].get('length')}"]
@@ -237,13 +238,13 @@ def _changed_batch(made: dict[str, Any], now: dict[str, Any]) -> list[str]:
     if rest:
         fit = [str(count) for count in range(1, products[0] + 1) if products[0] % count == 0]
         counts = " or ".join(", ".join(fit).rsplit(", ", 1))
-        return [f"{text}, which {processes} processes can't make: start {counts}"]
+        return [f"{text}; {processes} processes can't share {products[0]} windows equally: start {counts}"]
     size = max(part for part in range(1, each + 1) if each % part == 0 and part <= batch["size"])
-    return [f"{text}: with {processes} processes give batch.size={size} and batch.accumulation={each // size}"]
+    return [f"{text}; for {processes} processes set batch.size={size} and batch.accumulation={each // size}"]
 
 
 def _looks_complete(folder: Path) -> bool:
-    """Whether the manifest can be read and every file has its size (checksums are for resuming)."""
+    """Return whether the manifest is readable and all files have their sizes; checksums are left to `verify`."""
     try:
         files = read_manifest(folder)["files"]
     except CheckpointError:
@@ -264,7 +265,7 @@ def _hash(path: Path) -> str:
 
 def _sync_folder(path: Path) -> None:
     if os.name == "nt":
-        return  # Windows can't sync a folder; its renames are journaled
+        return  # Windows can't sync a folder, but journals renames
     handle = os.open(path, os.O_RDONLY)
     try:
         os.fsync(handle)

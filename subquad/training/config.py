@@ -1,4 +1,4 @@
-"""The configuration of a training run, which the command line reads without loading the code that runs it."""
+"""Configuration of a training run, loaded by the command line without Accelerate and transformers."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from subquad.models.pretraining import check_hiding
 from subquad.training.schedule import ScheduleConfig
 
 AUGMENTED = ("image", "listops", "pathfinder32", "pathfinder64", "pathfinder128", "retrieval")
-"""Data sets whose sequences can be changed without changing their labels (`subquad.data.augment`)."""
+"""Data sets with label-preserving augmentation (`subquad.data.augment`)."""
 TASK_GROUPS = {
     "language": ("data",),
     "classify": ("classify", "pretrain"),
@@ -22,31 +22,31 @@ TASK_GROUPS = {
     "image": ("image",),
     "probe": ("probe",),
 }
-"""The groups of settings that are of one task, or two, alone."""
+"""Groups of settings that only some tasks use."""
 FIRST_PHASES = ("pretrain",)
-"""Tasks that are the first phase of another, which has to be named."""
+"""Tasks that are normally the first phase of another; to run one alone, pretrain.kind must be set."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class OptimizerConfig(Config):
-    """The optimizer, as PyTorch has it."""
+    """One of PyTorch's optimizers."""
 
     name: Literal["adamw", "adam", "radam", "muon"] = "adamw"
-    """adamw, adam, radam, or muon (Muon for the matrices of the layers, AdamW for everything else)."""
+    """Optimizer; muon uses Muon for the matrices of the layers and AdamW for the rest."""
     lr: float = 1e-3
     """Peak learning rate."""
     betas: list[float] = field(default_factory=lambda: [0.9, 0.95])
-    """Decay rates of the running means of the gradient and of its square."""
+    """Decay rates of the running means of the gradient and its square."""
     eps: float = 1e-8
-    """Added to the denominator."""
+    """Constant added to the denominator."""
     weight_decay: float = 0.1
-    """Decay of matrices; norms, biases and embeddings never decay. Decoupled in adamw, muon; L2 in adam, radam."""
+    """Weight decay of matrices only: decoupled in adamw and muon, L2 in adam and radam."""
     momentum: float = 0.95
     """Momentum of Muon."""
     matrix_lr: float | None = None
-    """Peak learning rate of the matrices that Muon trains, on AdamW's scale (None: the same as lr)."""
+    """Peak learning rate of Muon's matrices, on AdamW's scale (None: lr)."""
     clip: float = 1.0
-    """Largest norm of the gradient of all parameters; 0 leaves it as it is."""
+    """Largest gradient norm over all parameters (0: no clipping)."""
 
     def __post_init__(self) -> None:
         check_positive("optimizer.", lr=self.lr, eps=self.eps, matrix_lr=self.matrix_lr)
@@ -59,14 +59,14 @@ class OptimizerConfig(Config):
 
 @dataclass(frozen=True, kw_only=True)
 class BatchConfig(Config):
-    """The tokens that one step sees: length x size x accumulation x processes (those of one window count once)."""
+    """Tokens of one step: length x size x accumulation x processes / parallel.context."""
 
     length: int = 512
     """Tokens in one window."""
     size: int = 8
-    """Windows in one forward pass of one process."""
+    """Windows per forward pass and process."""
     accumulation: int = 1
-    """Forward passes whose gradients are added up for one step."""
+    """Forward passes whose gradients are summed into one step."""
 
     def __post_init__(self) -> None:
         self.check_least("batch", length=2, size=1, accumulation=1)
@@ -74,52 +74,48 @@ class BatchConfig(Config):
 
 @dataclass(frozen=True, kw_only=True)
 class RunConfig(Config):
-    """Where the run lives, how long it takes and how often it reports."""
+    """The run's folder, length, reports and checkpoints."""
 
     folder: str = "runs/default"
-    """Folder of the run: configuration, metrics, checkpoints, samples, the final model."""
+    """Folder for the configuration, metrics, checkpoints, samples and final model."""
     steps: int = 1000
-    """Optimizer steps in all."""
+    """Optimizer steps in total."""
     seed: int = 0
-    """Seed of the initial weights, the order of the data and dropout."""
+    """Seed of the initial weights, the data order and dropout."""
     resume: Literal["auto", "must", "never"] = "auto"
-    """auto: go on from the newest complete checkpoint where there is one; must: fail without one; never: refuse a
-    folder that holds checkpoints."""
+    """auto: resume from the newest complete checkpoint, if any; must: fail without one; never: fail if there is one."""
     log_every: int = 10
-    """Steps between two lines of metrics."""
+    """Steps between metrics records."""
     eval_every: int = 100
-    """Steps between two evaluations on held-out windows; the last step is always evaluated. 0: never."""
+    """Steps between evaluations on held-out windows; the last step is always evaluated (0: no evaluations)."""
     eval_windows: int = 32
-    """Held-out windows in each of those evaluations, evenly spread (all of them where there are fewer)."""
+    """Held-out windows per evaluation, evenly spread."""
     save_every: int = 100
-    """Steps between two checkpoints; a best held-out loss and the last step are always saved."""
+    """Steps between checkpoints; the best held-out loss and the last step are always saved."""
     keep: int = 2
-    """Newest checkpoints to keep, besides the one with the best held-out loss."""
+    """Newest checkpoints to keep besides the best one."""
     max_minutes: float | None = None
-    """Stop cleanly, with a checkpoint, after so many minutes of training in this process (None: no limit)."""
+    """Save and stop after this many minutes of training (None: no limit)."""
     precision: Literal["auto", "bf16", "float32"] = "auto"
-    """auto: bfloat16 autocast where the GPU or the CPU has instructions for its products (on a CPU AVX-512 BF16 or AMX;
-    elsewhere it is far slower), else float32. Weights and optimizer states are float32 always."""
+    """bf16: bfloat16 autocast over float32 weights; auto: bf16 if the hardware multiplies it fast, else float32."""
     device: Literal["auto", "cpu"] = "auto"
-    """auto: a GPU where PyTorch finds one; cpu: never."""
+    """auto: a GPU if PyTorch finds one; cpu: always the CPU."""
     activation_checkpointing: bool = False
-    """Whether training keeps the input of each layer alone and computes the rest again in the backward pass: less
-    memory, about a third more time, the same gradients."""
+    """Recompute each layer in the backward pass: less memory, about a third more time, same gradients."""
     nonfinite: Literal["stop", "skip"] = "stop"
-    """What a loss or gradient that isn't finite does. stop: ends the run before the step. skip: leaves the step out;
-    its windows are used up and the learning rate goes on."""
+    """On a NaN or infinite loss or gradient, stop before the step, or skip the step and its windows."""
     nonfinite_limit: int = 10
-    """With nonfinite=skip, the steps left out in a row that end the run after all."""
+    """Consecutive skipped steps that end the run (nonfinite=skip)."""
     threads: int | None = None
-    """Threads of PyTorch on the CPU (None: its own choice). Bitwise repetition needs the same number."""
+    """CPU threads of PyTorch (None: its default). Bitwise reproduction needs the same number."""
     trackers: tuple[Literal["tensorboard", "wandb", "mlflow"], ...] = later(("tensorboard",))
-    """Where the numbers of metrics.jsonl go too: tensorboard (in the folder), wandb, mlflow (installed apart)."""
+    """Trackers that also get the metrics; wandb and mlflow must be installed."""
     prompt: str = "import "
-    """Text that the samples at the end go on from."""
+    """Prompt of the samples at the end."""
     sample_tokens: int = 200
-    """Tokens in each of those samples."""
+    """Tokens per sample."""
     sample_temperature: float = 0.8
-    """Temperature of the samples that are not greedy."""
+    """Temperature of the sampled texts; one sample is always greedy."""
 
     def __post_init__(self) -> None:
         self.check_least("run", steps=1, log_every=1, save_every=1, keep=1, eval_windows=1, nonfinite_limit=1)
@@ -128,55 +124,52 @@ class RunConfig(Config):
         if not self.folder:
             raise ValueError("run.folder must name a folder, got ''")
         if not self.prompt:
-            raise ValueError("run.prompt must hold some text for the samples to go on from, got ''")
+            raise ValueError("run.prompt must not be empty, got ''")
 
 
 @dataclass(frozen=True, kw_only=True)
 class ClassifyConfig(LabelledConfig):
-    """Labelled sequences of up to batch.length tokens, which task=classify learns."""
+    """Labelled sequences of up to batch.length tokens (task=classify)."""
 
     pooling: Pooling = "mean"
-    """What a sequence is judged by: the mean of its vectors, its last vector, or that of a class token before it."""
+    """Vector to classify: the mean over tokens, the last token's, or that of a class token."""
     causal: bool = False
-    """Whether a token sees itself and earlier ones only: the causal form of the mechanisms instead of the other."""
+    """Use the causal form of the mechanisms: tokens attend only to earlier ones and themselves."""
     augment: bool = False
-    """Whether training changes each sequence at random in a way that keeps its label: image: mirrored left to right,
-    shifted; pathfinder: mirrored both ways, turned by right angles; listops: the arguments of each operator in another
-    order; retrieval: the two papers swapped."""
+    """Change training sequences at random without changing labels: flip and shift images, flip and rotate pathfinder,
+    permute listops arguments, swap the papers of retrieval."""
 
     def __post_init__(self) -> None:
         super().__post_init__()
         if self.augment and self.dataset not in AUGMENTED:
             raise ValueError(
-                f"classify.augment=true: no change is known to keep the labels of dataset {self.dataset!r}; leave it "
-                f"out, or choose one of {', '.join(AUGMENTED)}"
+                f"classify.augment=true has no label-preserving change for dataset {self.dataset!r}; leave it out, or "
+                f"choose one of {', '.join(AUGMENTED)}"
             )
 
     @property
     def towers(self) -> int:
-        """Sequences of an example."""
+        """Sequences per example."""
         return 2 if self.dataset == "retrieval" else 1
 
 
 @dataclass(frozen=True, kw_only=True)
 class PretrainConfig(Config):
-    """The first phase of a classifier: its encoder learns from the training sequences without their labels."""
+    """Self-supervised first phase of a classifier's encoder on the training sequences."""
 
     kind: Literal["none", "denoise", "causal"] = "none"
-    """none: nothing; denoise: the tokens that were hidden, from all others; causal: the next token, by the causal form,
-    whose weights the form that classifies then takes over."""
+    """denoise: predict hidden tokens; causal: predict the next token with the mechanism's causal form; none: skip."""
     steps: int = 1000
-    """Optimizer steps of this first phase; its warm-up is schedule.warmup, but at most a tenth of them."""
+    """Optimizer steps of the first phase; its warm-up is schedule.warmup, but at most a tenth of them."""
     lr: float | None = None
-    """Its peak learning rate (None: optimizer.lr)."""
+    """Peak learning rate of the first phase (None: optimizer.lr)."""
     mask_fraction: float = 0.15
-    """Share of the tokens that denoising hides (Amos et al. 2023 hide half of the pixels of images)."""
+    """Fraction of the tokens that denoising hides (Amos et al. 2023: 0.5 for images)."""
     random_fraction: float = 0.0
-    """Share of the hidden tokens that become random ones instead of the mask token."""
+    """Fraction of the hidden tokens that are replaced by random tokens, not the mask token."""
     joint_weight: float = 0.0
-    """Weight of a denoising loss that is added to the labels' own in the second phase, which then reads sequences with
-    hidden tokens (Miralles-Gonzalez et al. 2025: 1, mask_fraction 0.3, random_fraction 1/3); 0: none. Works with any
-    kind, none too."""
+    """Weight of a denoising loss added while classifying, with any kind (0: none; Miralles-Gonzalez et al. 2025: 1,
+    with mask_fraction 0.3 and random_fraction 1/3)."""
 
     def __post_init__(self) -> None:
         self.check_least("pretrain", steps=1)
@@ -187,7 +180,7 @@ class PretrainConfig(Config):
 
     @property
     def effective(self) -> dict[str, Any]:
-        """The settings that have an effect, by name."""
+        """The settings that have an effect, by name; empty without pretraining and joint loss."""
         values = {} if self.kind == "none" else {"kind": self.kind, "steps": self.steps, "lr": self.lr}
         if self.hides:
             values |= {"mask_fraction": self.mask_fraction, "random_fraction": self.random_fraction}
@@ -195,31 +188,31 @@ class PretrainConfig(Config):
 
     @property
     def hides(self) -> bool:
-        """Whether tokens are hidden, so that the vocabulary needs a mask token."""
+        """Whether tokens are hidden, so that the vocabulary has a mask token."""
         return self.kind == "denoise" or self.joint_weight > 0
 
 
 @dataclass(frozen=True, kw_only=True)
 class LoraConfig(Config):
-    """Low-rank factors `W + s B A` beside the weights W of a trained model, which stay as they are."""
+    """LoRA: train low-rank factors in `W + s B A` and keep the weights W of a trained model frozen."""
 
     rank: int = 0
-    """Rank r of the factors; 0: no factors, all weights train."""
+    """Rank of the factors (0: no LoRA, train all weights)."""
     base: str | None = None
-    """The folder of the run whose model is adapted; its model and its tokenizer are taken."""
+    """Run folder of the model to adapt; its tokenizer is used too."""
     alpha: int | None = None
-    """The factors are scaled by s = alpha / rank, with rslora by alpha / sqrt(rank) (None: twice the rank)."""
+    """Scale s = alpha / rank, or alpha / sqrt(rank) with rslora (None: twice the rank)."""
     dropout: float = 0.0
-    """Dropout of what the factors read, in training."""
+    """Dropout on the input of the factors."""
     targets: list[str] = field(default_factory=list)
-    """Linear layers that get factors: ends of their names, as query or feedforward.up, or regular expressions for whole
-    names (none given: all but heads and look-ups)."""
+    """Linear layers to adapt: name endings such as query, or regular expressions for full names (none given: all but
+    heads and look-ups)."""
     dora: bool = False
-    """DoRA (Liu et al. 2024): the size of each row of a weight trains apart from its direction."""
+    """Train the norm of each weight row separately (DoRA, Liu et al. 2024)."""
     rslora: bool = False
-    """rsLoRA (Kalajdzievski 2023): the scale falls with the root of the rank."""
+    """Divide the scale by sqrt(rank) instead of rank (rsLoRA, Kalajdzievski 2023)."""
     train_head: bool = False
-    """Whether the head of a classifier trains too, whole; for classes that are not the base's it always does."""
+    """Train a classifier's head fully; always so if the classes differ from the base's."""
 
     def __post_init__(self) -> None:
         self.check_least("lora", rank=0)
@@ -232,7 +225,7 @@ class LoraConfig(Config):
                     )
             return
         if not self.base:
-            raise ValueError(f"lora.rank={self.rank} needs lora.base: the folder of the run whose model is adapted")
+            raise ValueError(f"lora.rank={self.rank} needs lora.base, the run folder of the model to adapt")
         self.check_least("lora", alpha=1)
         if not 0 <= self.dropout < 1:
             raise ValueError(f"lora.dropout must be at least 0 and below 1, got {self.dropout}")
@@ -240,15 +233,15 @@ class LoraConfig(Config):
 
 @dataclass(frozen=True, kw_only=True)
 class ParallelConfig(Config):
-    """The share of each process that `torchrun` starts. One step sees data processes x batch.size x batch.accumulation
-    windows, where the data processes are all processes divided by `context`."""
+    """How the processes that `torchrun` starts share the work. A step sees batch.size x batch.accumulation x
+    processes / `context` windows."""
 
     context: int = 1
-    """Processes that share each window, of which every one holds a part of the tokens (task=language)."""
+    """Processes that split the tokens of each window (task=language)."""
     shard: bool = False
-    """Whether every process keeps a part of the weights, gradients and optimizer states (FSDP2), not all of them."""
+    """Split weights, gradients and optimizer states over the processes (FSDP2)."""
     timeout: float = 600.0
-    """Seconds that a process waits for the others before it gives up."""
+    """Seconds that a process waits for the others before it fails."""
 
     def __post_init__(self) -> None:
         self.check_least("parallel", context=1)
@@ -258,44 +251,42 @@ class ParallelConfig(Config):
 
 @dataclass(frozen=True, kw_only=True)
 class TrainConfig(Config):
-    """A training run: a model, a text, labelled sequences, images or a probe, an optimizer and a folder."""
+    """A training run: a task, its data, a model, an optimizer and a folder."""
 
     task: Literal["language", "classify", "pretrain", "image", "probe"] = "language"
-    """language: predict the next token of the text in data; classify: label the sequences in classify, by the
-    bidirectional form of the mechanisms or (classify.causal) the causal one; pretrain: what pretrain.kind does first,
-    alone; image: predict the next pixel of the images in image; probe: predict what the
-    sequences in probe ask to be remembered."""
+    """Predict the next token (language), label sequences (classify), run only their pretraining (pretrain), predict the
+    next pixel (image) or recall what a probe asks (probe)."""
     model: DecoderConfig = field(default_factory=DecoderConfig)
-    """The model; its vocabulary size follows the tokenizer, or the made-up sequences."""
+    """Model; the data sets its vocabulary size."""
     data: DataConfig = field(default_factory=DataConfig)
-    """The text, its tokenizer and the split (task=language)."""
+    """Text, tokenizer and split (task=language)."""
     classify: ClassifyConfig = field(default_factory=ClassifyConfig)
-    """The labelled sequences (task=classify)."""
+    """Labelled sequences (task=classify)."""
     pretrain: PretrainConfig = field(default_factory=PretrainConfig)
-    """What a classifier learns from its training sequences before it sees their labels (task=classify)."""
+    """Pretraining of a classifier's encoder without labels (task=classify, pretrain)."""
     image: ImageConfig = field(default_factory=ImageConfig)
-    """The images and how a pixel is predicted (task=image)."""
+    """Images and pixel prediction (task=image)."""
     probe: ProbeConfig = field(default_factory=ProbeConfig)
-    """What is to be remembered (task=probe), in sequences of batch.length tokens."""
+    """Memory probe in sequences of batch.length tokens (task=probe)."""
     lora: LoraConfig = field(default_factory=LoraConfig)
-    """Low-rank factors to train instead of all weights."""
+    """LoRA: train low-rank factors instead of all weights."""
     batch: BatchConfig = field(default_factory=BatchConfig)
-    """Tokens in one step."""
+    """Tokens per step."""
     optimizer: OptimizerConfig = field(default_factory=OptimizerConfig)
-    """The optimizer."""
+    """Optimizer."""
     schedule: ScheduleConfig = field(default_factory=ScheduleConfig)
-    """The learning rate over the steps."""
+    """Learning-rate schedule."""
     run: RunConfig = field(default_factory=RunConfig)
-    """Folder, length and reports."""
+    """Folder, length, reports and checkpoints."""
     parallel: ParallelConfig = field(default_factory=ParallelConfig)
-    """What several processes share."""
+    """Several processes (torchrun)."""
 
     def __post_init__(self) -> None:
         if self.model.position == "learned" and self.batch.length > self.model.max_positions:
             raise ValueError(
-                f"batch.length {self.batch.length} is longer than the model can take: position=learned has "
-                f"model.max_positions={self.model.max_positions} rows; raise them, shorten the windows, or choose "
-                "position rope, sinusoidal or none"
+                f"batch.length={self.batch.length} is longer than the {self.model.max_positions} positions of "
+                "position=learned; raise model.max_positions, shorten the windows, or choose position rope, sinusoidal "
+                "or none"
             )
         if self.schedule.warmup >= self.run.steps:
             raise ValueError(f"schedule.warmup must be below run.steps={self.run.steps}, got {self.schedule.warmup}")
@@ -308,11 +299,11 @@ class TrainConfig(Config):
                     if value != default[name] and (group, name) != ("data", "cache"):
                         raise ValueError(f"{group}.{name}={value!r} has no effect with task={self.task}; leave it out")
         if self.task in FIRST_PHASES and self.pretrain.kind == "none":
-            raise ValueError("task=pretrain needs to know what is learned: pretrain.kind must be denoise or causal")
+            raise ValueError("task=pretrain needs pretrain.kind=denoise or causal, got none")
         if self.lora.rank and self.pretrain.effective:
             raise ValueError(
-                "lora.rank adapts a trained model, which needs no first phase and no second loss: leave pretrain.kind "
-                "and pretrain.joint_weight out"
+                "lora.rank adapts a trained model and can't be combined with pretraining: leave out pretrain.kind and "
+                "pretrain.joint_weight"
             )
         self._check_parallel()
         if "classify" in own:
@@ -321,43 +312,43 @@ class TrainConfig(Config):
             self.probe.first_asked(self.batch.length)
 
     def _check_parallel(self) -> None:
-        """Raise `ValueError` for what no number of processes can do."""
+        """Raise `ValueError` for parallel settings that fit no number of processes."""
         if self.parallel.shard and self.lora.rank:
             raise ValueError(
-                "parallel.shard=true is not there for LoRA, whose factors are small: leave parallel.shard out (every "
+                "parallel.shard=true doesn't support LoRA, whose factors are small: leave out parallel.shard (every "
                 "process then holds the whole base) or lora.rank"
             )
         context = self.parallel.context
         if context > 1 and not self.reads_text:
-            raise ValueError(f"parallel.context={context} is for task=language, got task={self.task}; leave it out")
+            raise ValueError(f"parallel.context={context} needs task=language, got task={self.task}; leave it out")
         if context > 1 and self.lora.rank:
-            raise ValueError(f"parallel.context={context} is not there for LoRA; leave it or lora.rank out")
+            raise ValueError(f"parallel.context={context} doesn't support LoRA; leave out it or lora.rank")
         if context > 1 and self.data.pack == "documents":
-            raise ValueError(f"parallel.context={context} takes no packed documents: set data.pack=stream")
+            raise ValueError(f"parallel.context={context} doesn't support packed documents: set data.pack=stream")
         for name in ("dropout", "attention_dropout"):
             if context > 1 and getattr(self.model, name):
                 raise ValueError(
-                    f"parallel.context={context} takes no dropout, of which each process would draw other numbers: set "
-                    f"model.{name}=0, got {getattr(self.model, name):g}"
+                    f"parallel.context={context} doesn't support dropout, because each process would draw other "
+                    f"numbers: set model.{name}=0, got {getattr(self.model, name):g}"
                 )
         if self.batch.length % context:
             raise ValueError(
-                f"{context} processes share a window equally: batch.length={self.batch.length} must be a multiple of "
-                f"parallel.context={context}"
+                f"batch.length={self.batch.length} must be a multiple of parallel.context={context}, because processes "
+                "share a window equally"
             )
 
     @property
     def groups(self) -> tuple[str, ...]:
-        """The groups of settings that are the task's own."""
+        """The data groups that the task uses."""
         return TASK_GROUPS[self.task]
 
     @property
     def reads_text(self) -> bool:
-        """Whether the run learns from the text in `data`, with its tokenizer."""
+        """Whether the run trains on the text in `data`."""
         return "data" in self.groups
 
     def encoder(self, num_classes: int) -> EncoderConfig:
-        """The model as a classifier."""
+        """Return the configuration of the model as a classifier of `num_classes` classes."""
         options = self.classify
         return EncoderConfig.from_decoder(
             self.model,
@@ -369,5 +360,5 @@ class TrainConfig(Config):
 
     @property
     def step_tokens(self) -> int:
-        """Tokens that one process sees in one step."""
+        """Tokens per step and process."""
         return self.batch.length * self.batch.size * self.batch.accumulation

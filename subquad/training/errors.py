@@ -7,15 +7,15 @@ from contextlib import contextmanager
 
 
 class NonFiniteError(ArithmeticError):
-    """A loss, a gradient or a weight is infinite or not a number; the optimizer has not stepped on it."""
+    """A loss, a gradient or a weight is infinite or NaN; the optimizer has not used it."""
 
 
 class CheckpointError(ValueError):
-    """A checkpoint is incomplete, damaged, or was made by other settings."""
+    """A checkpoint is incomplete, damaged, or was made with other settings."""
 
 
 class ReadError(OSError):
-    """A process that reads the training data died, or did not answer in time."""
+    """A data worker died or did not answer in time."""
 
 
 class FormatVersionError(CheckpointError):
@@ -23,20 +23,20 @@ class FormatVersionError(CheckpointError):
 
 
 class SaveError(OSError):
-    """A checkpoint or the final model could not be written; what was there before is as it was."""
+    """A checkpoint or the final model could not be written; earlier files are untouched."""
 
 
 class LostProcessError(ConnectionError):
-    """Another process of the run has ended, or does not come on."""
+    """Another process of the run has ended or hangs."""
 
 
 class StepMemoryError(MemoryError):
-    """A training step needs more memory than there is."""
+    """A training step ran out of memory."""
 
 
 @contextmanager
 def reading(place: object) -> Iterator[None]:
-    """Around what reads files of others' formats: whatever damage raises there is a `CheckpointError` with `place`."""
+    """Raise any error inside the block, except `OSError`, as a `CheckpointError` that names `place`."""
     try:
         yield
     except (CheckpointError, OSError):

@@ -1,7 +1,7 @@
-"""The training loop, from the first batch to the last save: read `Loop.run`, then what it calls, from top to bottom.
+"""The training loop. Read `Loop.run` first, then the methods that it calls, from top to bottom.
 
-Accelerate spreads the model over processes and adds up over them; the order of the windows, the checks before a step,
-the checkpoints and going on from them are this package's.
+Accelerate wraps the model for several processes and gathers their values. Window order, checks before a step,
+checkpoints and resuming are this package's own.
 """
 
 from __future__ import annotations
@@ -39,11 +39,11 @@ logger = logging.getLogger(__name__)
 
 
 class Loop:
-    """A run of `task` by this process, one of `processes`, with a fresh `model` that the task has made.
+    """One process's training of `model`, freshly made by `task`, together with the other `processes`.
 
-    Every checkpoint is published whole (`subquad.training.checkpoint`); going on loads the weights strictly and fails
-    where a file is missing. A loss or gradient that isn't finite in any process raises `NonFiniteError` in all, which
-    names the step and the windows, before the optimizer steps, or leaves the step out (`run.nonfinite`).
+    Checkpoints are published atomically (`subquad.training.checkpoint`); resuming loads weights strictly and fails if a
+    file is missing. If a loss or gradient isn't finite in any process, all processes raise `NonFiniteError`, with the
+    step and the windows, before the optimizer steps, or all skip the step (`run.nonfinite`).
     """
 
     def __init__(
@@ -54,8 +54,8 @@ class Loop:
         self.bf16 = settings["run.precision"] == "bf16"
         self.sharded = config.parallel.shard and processes.world > 1
         self.device = processes.torch_device
-        # Accelerate's devices and precision can't change within a Python process, those of runs can: models are placed
-        # here and computed under torch's own autocast.
+        # Accelerate fixes device and precision for the whole Python process, but runs in it may differ: so models are
+        # placed here and run under torch's own autocast.
         self.accelerator = Accelerator(
             cpu=processes.world > 1 and self.device.type == "cpu",
             device_placement=False,
@@ -71,7 +71,7 @@ class Loop:
             from subquad.training.sharding import shard
 
             shard(self.model, processes, bf16=self.bf16)
-            self.spread = self.model  # `prepare` would make it DistributedDataParallel on a CPU
+            self.spread = self.model  # on a CPU, `prepare` would wrap it in DistributedDataParallel
         else:
             self.spread = self.accelerator.prepare(self.model)
         self.sharing: Callable[[], AbstractContextManager[Any]] = processes.sharing_windows()
@@ -89,14 +89,14 @@ class Loop:
         self.metrics = Metrics(folder, self.meter, task.count, windows_a_step, config.run.trackers)
         self.bar = Bar(console if processes.first else None, self.meter, config.run.steps, shown=processes.first)
         self.loss_sum = torch.tensor(0.0, device=self.device)
-        """The losses of the steps since the last report, `loss_steps` of them."""
+        """Sum of the losses of the `loss_steps` steps since the last report."""
         self.loss_steps = 0
         self.step_windows: list[int] = []
         self.step_losses: list[Tensor] = []
         self.interrupted = self.out_of_time = False
 
     def run(self, start: Path | None) -> None:
-        """Train from the checkpoint `start`, or from the beginning, to the last step, a signal or the time limit."""
+        """Train from the checkpoint `start`, or from scratch if None, to the last step, a signal or the time limit."""
         run = self.config.run
         if start is not None:
             self.standing = self.checkpoints.load(start)
@@ -110,7 +110,7 @@ class Loop:
                 batches = iter(self.train_batches()) if self.standing.step < run.steps else iter(())
                 while self.standing.step < run.steps:
                     parts: list[Batch] = [next(batches) for _ in range(self.config.batch.accumulation)]
-                    if start is not None:  # only now: a loader that begins draws a number
+                    if start is not None:  # after the first batch, because starting a loader draws a random number
                         self.checkpoints.load_random_numbers(start, self.standing.step)
                         start = None
                     self.meter.start()
@@ -123,7 +123,7 @@ class Loop:
                     self.interrupted, self.out_of_time = self.processes.any_of(stop.received, late)
                     ends = last or self.interrupted or self.out_of_time
                     saves = ends or step % run.save_every == 0
-                    # An interrupted run wants to be gone: what it would measure, the run that goes on measures again.
+                    # An interrupted run should end soon: the resumed run makes up for its evaluation.
                     evaluates = run.eval_every > 0 and (
                         last or self.out_of_time or (step % run.eval_every == 0 and not self.interrupted)
                     )
@@ -131,7 +131,8 @@ class Loop:
                         limit = f"run.max_minutes={run.max_minutes}"
                         logger.warning("stopping at step %d of %d: %s", step, run.steps, limit)
                     self.bar.move(step)
-                    # Losses are means since the report before: with one at every checkpoint no resume finds half a sum.
+                    # A reported loss is the mean since the last report. A report at every checkpoint keeps unfinished
+                    # sums out of checkpoints.
                     if saves or evaluates or step == 1 or step % run.log_every == 0:
                         self.report(measured)
                     if evaluates:
@@ -145,7 +146,7 @@ class Loop:
             self.metrics.close()
 
     def train_batches(self) -> DataLoader[Any]:
-        """The batches of this process that come next, of the order that all processes share."""
+        """Return a loader of this process's remaining batches, from the order that all processes share."""
         batch, processes = self.config.batch, self.processes
         total = self.config.run.steps * batch.size * batch.accumulation * processes.data_ranks
         order = RunOrder(len(self.windows), self.config.run.seed, total, self.task.together)
@@ -155,7 +156,7 @@ class Loop:
         return skip_first_batches(loader, done) if done else loader
 
     def loader(self, items: Dataset[Any], batches: Sampler[list[int]]) -> DataLoader[Any]:
-        """The items in these batches, read by `data.workers` processes."""
+        """Return a loader of `items` in these `batches`, read by `data.workers` processes."""
         data = self.config.data
         return DataLoader(
             items,
@@ -167,7 +168,7 @@ class Loop:
         )
 
     def train_step(self, parts: list[Batch]) -> dict[str, float]:
-        """Take one step of the optimizer on these batches. Return what `metrics.jsonl` says of it, by name."""
+        """Take one optimizer step on the batches in `parts`; return its learning rate and gradient norm."""
         self.step_windows, self.step_losses = [], []
         sum_before = self.loss_sum.clone()
         labels = self.count_labels(parts)
@@ -192,17 +193,17 @@ class Loop:
         return {"lr": rate, "grad_norm": norm}
 
     def count_labels(self, parts: list[Batch]) -> Tensor | None:
-        """The labels of a step in all processes; None where each batch has as many, and its loss is a mean."""
+        """Return the number of labels in a step over all processes; None if the task's batch losses are plain means."""
         counts = [self.task.count_labels(batch) for batch in parts]
         if counts[0] is None:
             return None
         count = torch.stack([part for part in counts if part is not None]).sum().to(self.device)
-        return self.accelerator.gather(count).sum() / 1  # a quotient has the dtype that the loss is divided in
+        return self.accelerator.gather(count).sum() / 1  # division makes it floating, of the default dtype
 
     def training_pass(self, batch: Batch, labels: Tensor | None, *, last: bool) -> None:
-        """Compute the loss of one batch and add its gradients up; processes exchange them after the `last` one.
+        """Add the gradients of one batch's loss; processes exchange gradients only after the `last` batch of a step.
 
-        Raises `StepMemoryError` where it needs more memory than there is.
+        Raises `StepMemoryError` if it runs out of memory.
         """
         step = self.standing.step + 1
         self.step_windows += batch.pop("window").tolist()
@@ -215,7 +216,7 @@ class Loop:
             with self.sharing(), nullcontext() if last else self.accelerator.no_sync(self.spread):
                 loss = self.loss(self.placed(batch), labels)
                 now_at(f"the backward pass of step {step}")
-                # A loss that isn't finite makes the gradient so, which all processes see.
+                # A non-finite loss must make its gradients non-finite: all processes see gradients, but not losses.
                 poison = torch.where(loss.detach().isfinite(), 1.0, math.nan).to(loss.dtype)
                 self.accelerator.backward(loss * poison)
         except (RuntimeError, MemoryError) as error:
@@ -228,49 +229,51 @@ class Loop:
         self.loss_sum += loss.detach()
 
     def loss(self, batch: Batch, labels: Tensor | None) -> Tensor:
-        """Return the share of one batch in the loss of its step: of a mean, or of a sum over `labels` labels."""
+        """Return the contribution of one batch to the step's loss: a mean of means, or a sum over `labels` labels."""
         with self.autocast():
             loss = self.task.loss(self.spread, batch, labels)
         if labels is None:
             return loss / self.config.batch.accumulation
-        return loss * self.processes.world  # gradients are means over the processes, and `labels` counts those of all
+        return loss * self.processes.world  # undoes the mean over processes: `labels` already counts all of them
 
     def autocast(self) -> AbstractContextManager[Any]:
-        """Compute in bfloat16 where the run does; a sharded model does so by itself."""
+        """Return bfloat16 autocast if the run uses it; a sharded model has its own mixed precision."""
         enabled = self.bf16 and not self.sharded
         return torch.autocast(self.device.type, torch.bfloat16) if enabled else nullcontext()
 
     def placed(self, batch: Batch) -> Batch:
-        """Return the batch on the device of the model."""
+        """Return the batch on the model's device."""
         return {name: value.to(self.device, non_blocking=True) for name, value in batch.items()}
 
     def leave_out(self, norm: float, sum_before: Tensor) -> None:
-        """Leave out the step whose gradient norm, the same in all processes, isn't finite; or end the run."""
+        """Skip a step whose gradient `norm`, equal in all processes, isn't finite, or raise `NonFiniteError`.
+
+        The windows of a skipped step are not repeated, and the schedule moves on.
+        """
         standing, run = self.standing, self.config.run
         cause = self.cause(norm).describe(standing.step + 1, self.processes.world)
         newest = self.checkpoints.newest_name()
         if run.nonfinite == "stop":
             raise NonFiniteError(
                 f"{cause}; the optimizer has not stepped and nothing was saved. Newest checkpoint: {newest}. Try a "
-                "lower optimizer.lr, a longer schedule.warmup or optimizer.clip; run.nonfinite=skip leaves such steps "
-                "out"
+                "lower optimizer.lr, a longer schedule.warmup or optimizer.clip; run.nonfinite=skip skips such steps"
             )
         standing.skipped += 1
         standing.skipped_in_a_row += 1
         if standing.skipped_in_a_row >= run.nonfinite_limit:
             raise NonFiniteError(
                 f"{cause}: run.nonfinite_limit={run.nonfinite_limit} steps in a row were not finite "
-                f"({standing.skipped} in all); nothing was saved since {newest}. Try a lower optimizer.lr, a longer "
+                f"({standing.skipped} in total); nothing was saved since {newest}. Try a lower optimizer.lr, a longer "
                 "schedule.warmup or optimizer.clip"
             )
         if self.processes.first:
-            logger.warning("%s; the step is left out (%d so far)", cause, standing.skipped)
-        self.model.zero_grad()  # an optimizer leaves parameters without a gradient as they are, moments and decay too
-        self.loss_sum = sum_before  # the reported loss is the mean over the steps that count
+            logger.warning("%s; skipped the step (%d so far)", cause, standing.skipped)
+        self.model.zero_grad()  # without a gradient the optimizer changes neither parameters, moments nor decay
+        self.loss_sum = sum_before  # reported losses leave out skipped steps
         self.loss_steps -= 1
 
     def cause(self, norm: float) -> Cause:
-        """Return what isn't finite: the loss of the first process where it is that, else the gradient norm of all."""
+        """Return the first process's non-finite loss with its windows, or else the gradient `norm` with all windows."""
         rank, windows = self.processes.rank, self.step_windows
         worst = next((float(loss) for loss in self.step_losses if not math.isfinite(float(loss))), None)
         mine = Cause(rank, "loss", worst, windows) if worst is not None else Cause(rank, "gradient norm", norm, windows)
@@ -281,9 +284,9 @@ class Loop:
         return Cause(0, "gradient norm", norm, [w for c in causes[:: self.processes.context] for w in c.windows])
 
     def after_step(self) -> None:
-        """Tell every mechanism that the optimizer has stepped (`Attention.after_step`), before anything is saved.
+        """Call `Attention.after_step` of every mechanism, before anything is saved.
 
-        A buffer that a mechanism then draws anew is that of process 0 in all processes.
+        Buffers that a mechanism redraws there are broadcast from process 0.
         """
         for module in self.model.modules():
             if isinstance(module, Attention):
@@ -294,10 +297,7 @@ class Loop:
                         torch.distributed.broadcast(buffer, src=0)
 
     def report(self, measured: dict[str, float]) -> None:
-        """Write what the step `measured` and the mean loss of all processes since the last report.
-
-        Nothing where no step since then counts.
-        """
+        """Report `measured` and the mean loss over all processes since the last report; nothing if all were skipped."""
         if self.loss_steps == 0:
             return
         loss = self.accelerator.gather(self.loss_sum).mean().item() / self.loss_steps
@@ -306,7 +306,7 @@ class Loop:
         self.bar.report(self.standing.step, {"loss": loss})
 
     def report_evaluation(self) -> dict[str, float]:
-        """Measure on the held-out items and write what was measured."""
+        """Evaluate on the held-out items, report the values and return them."""
         now_at(f"the evaluation after step {self.standing.step}")
         measured = self.evaluate()
         self.metrics.evaluation(self.standing.step, measured)
@@ -315,9 +315,9 @@ class Loop:
 
     @torch.no_grad()
     def evaluate(self) -> dict[str, float]:
-        """Return `eval_loss` and what else the task measures; training's random numbers go on as if nothing was drawn.
+        """Return `eval_loss` and the task's other measures, without changing the random state of training.
 
-        The processes share out the items, and each item counts once.
+        The processes split the items, and each item counts once.
         """
         size = self.task.held_out_size(self.config.batch.size)
         dealt = HeldOutBatches(
@@ -335,7 +335,7 @@ class Loop:
         return self.task.measure({name: torch.cat(parts).cpu().numpy() for name, parts in rows.items()})
 
     def gather_rows(self, values_B: Tensor, size: int, counts: list[int]) -> Tensor:
-        """Return the values of all processes in the order of the items, without those that fill up batches."""
+        """Return the values of all processes in the order of the items, without the padding of batches to `size`."""
         processes = self.processes
         if processes.world == 1:
             return values_B[: counts[0]]
@@ -343,12 +343,12 @@ class Loop:
         full[: len(values_B)] = values_B
         gathered: Any = self.accelerator.gather(full)
         parts = gathered.unflatten(0, (processes.data_ranks, processes.context, -1))
-        # The mean of the losses of processes that share windows is the windows' loss.
+        # The loss of a window is the mean over the processes that share it.
         parts = parts[:, 0] if processes.context == 1 else parts.mean(1)
         return torch.cat([part[:count] for part, count in zip(parts, counts, strict=True)])
 
     def is_best(self, measured: dict[str, float]) -> bool:
-        """Return whether the held-out loss is the lowest so far, and remember it."""
+        """Return whether the held-out loss is the lowest so far, and record it if so."""
         standing, loss = self.standing, measured["eval_loss"]
         if not math.isfinite(loss):
             raise NonFiniteError(f"the held-out loss is {loss} after step {standing.step}; nothing was saved")
@@ -360,7 +360,7 @@ class Loop:
 
 @dataclass(frozen=True)
 class Cause:
-    """A number of one process that was not finite, and the windows of its part of the step."""
+    """A non-finite number of one process, and the windows of its part of the step."""
 
     rank: int
     what: str
@@ -369,20 +369,20 @@ class Cause:
     windows: list[int]
 
     def describe(self, step: int, processes: int) -> str:
-        """Return a text for an error message."""
+        """Return the text for an error message."""
         where = f" in process {self.rank}" if processes > 1 and self.what == "loss" else ""
         return f"the {self.what} is {self.value} at step {step}{where}, in the batch of windows {self.windows}"
 
 
 class StopSignal:
-    """Turns the first SIGINT or SIGTERM into `received`; a second SIGINT interrupts at once. Restores the handlers."""
+    """Set `received` on the first SIGINT or SIGTERM; a second SIGINT interrupts at once. Handlers are restored."""
 
     def __init__(self) -> None:
         self.received = False
         self._old: dict[int, Any] = {}
 
     def __enter__(self) -> Self:
-        if threading.current_thread() is threading.main_thread():  # Python lets no other thread set handlers
+        if threading.current_thread() is threading.main_thread():  # only the main thread may set signal handlers
             for number in (signal.SIGINT, signal.SIGTERM):
                 self._old[number] = signal.signal(number, self._receive)
         return self

@@ -1,4 +1,4 @@
-"""Runs that train low-rank factors (LoRA) in a model that was trained before, which stays as it is."""
+"""LoRA runs: train low-rank factors in a frozen, previously trained model."""
 
 from __future__ import annotations
 
@@ -24,9 +24,9 @@ logger = logging.getLogger(__name__)
 
 
 def _with_factors(config: TrainConfig, base: lora.Base, classes: list[str] | None) -> Any:
-    """Return the base with fresh factors, first values from the present random numbers.
+    """Return the base model with new factors, initialised from the current random state.
 
-    `classes` are the names of the classes where they are others than the base's: a new head then trains too, whole.
+    `classes` are the class names if they differ from the base's: then a new head is trained too.
     """
     options, folder = config.lora, _folder(config)
     model = lora.load_base(folder, classes)
@@ -42,15 +42,15 @@ def _with_factors(config: TrainConfig, base: lora.Base, classes: list[str] | Non
         base=base,
     )
     trains, every = lora.counts(adapted)
-    logger.info("%d of %d parameters train (%.2f %%); %s stays as it is", trains, every, 100 * trains / every, folder)
+    logger.info("%d of %d parameters train (%.2f %%); %s stays frozen", trains, every, 100 * trains / every, folder)
     return model
 
 
 def with_base(config: TrainConfig) -> TrainConfig:
-    """`config` with the base's model and tokenizer in it; as it is without `lora.rank`.
+    """Return `config` with the base's model and tokenizer; unchanged without `lora.rank`.
 
-    Raises `FileNotFoundError` where there is no base, and `ValueError` for a base of another task and for settings of
-    the model that are neither their defaults nor the base's.
+    Raises `FileNotFoundError` if there is no base, and `ValueError` for a base of another task and for model settings
+    that are neither the defaults nor the base's.
     """
     if not config.lora.rank:
         return config
@@ -58,7 +58,7 @@ def with_base(config: TrainConfig) -> TrainConfig:
     folder = _folder(config)
     base = lora.base_config(folder)
     if Path(config.run.folder).resolve() == folder.resolve():
-        raise ValueError(f"run.folder={config.run.folder!r} is the base's own folder; an adapter needs one of its own")
+        raise ValueError(f"run.folder={config.run.folder!r} is the base's folder; choose another for the adapter")
     _check_kind(config, base)
     model = base.decoder_config()
     _check_same("model", config.model, DecoderConfig(), model.to_dict(), folder)
@@ -74,9 +74,9 @@ def with_base(config: TrainConfig) -> TrainConfig:
 
 
 def adapt(task: Task) -> Task:
-    """`task` on the base with fresh factors in it, which alone train (with a new head, where the classes are others).
+    """Return `task` training new factors in the base model, and a new head if the classes differ.
 
-    Raises `ValueError` where the data's vocabulary is not the base's, or the task would make another model.
+    Raises `ValueError` if the data's vocabulary or the task's model doesn't match the base.
     """
     config, folder = task.config, _folder(task.config)
     options, base = config.lora, lora.base_config(folder)
@@ -86,13 +86,13 @@ def adapt(task: Task) -> Task:
     for name in fresh.own_fields:
         if name != "num_labels" and getattr(fresh, name) != getattr(base, name):
             raise ValueError(
-                f"the base {folder} has {name}={getattr(base, name)!r}, this task makes {getattr(fresh, name)!r}"
+                f"the base {folder} has {name}={getattr(base, name)!r}, but this task needs {getattr(fresh, name)!r}"
             )
     classes = None
     if "classify" in config.groups and fresh.id2label != base.id2label:
         classes = [fresh.id2label[number] for number in sorted(fresh.id2label)]
         logger.info(
-            "the classes are not the base's (%s): a new head for %d classes trains too, whole",
+            "the classes differ from the base's (%s): a new head for %d classes trains too",
             ", ".join((base.id2label or {}).values()), len(classes),
         )  # fmt: skip
     record = lora.Base.of(folder, classes)
@@ -112,15 +112,15 @@ def _check_kind(config: TrainConfig, base: SubquadConfig) -> None:
     if type(base) is not kinds.get(config.task, SubquadConfig):
         fits = [name for name, kind in kinds.items() if type(base) is kind] or ["language or --task probe"]
         raise ValueError(
-            f"the base {config.lora.base} holds a model of type {base.model_type!r}, and the task is {config.task}; "
+            f"the base {config.lora.base} holds a model of type {base.model_type!r}, but the task is {config.task}; "
             f"give --task {fits[0]}"
         )
     if config.lora.train_head and "classify" not in config.groups:
-        raise ValueError(f"lora.train_head is for classifiers, and the task is {config.task}; leave it out")
+        raise ValueError(f"lora.train_head is for classifiers, but the task is {config.task}; leave it out")
 
 
 def _check_same(group: str, given: Any, default: Any, base: dict[str, Any], folder: Path) -> None:
-    """Raise `ValueError` for a setting that was given and is not the base's."""
+    """Raise `ValueError` for a non-default setting that differs from the base's."""
     for name, value in base.items():
         asked = given.to_dict()[name]
         if asked != value and asked != default.to_dict()[name]:
@@ -132,11 +132,12 @@ def _check_same(group: str, given: Any, default: Any, base: dict[str, Any], fold
 def _check_vocabulary(task: Task, base: SubquadConfig, folder: Path) -> None:
     size = task.config.model.vocab_size
     if size != base.vocab_size:
-        raise ValueError(f"the base {folder} has a vocabulary of {base.vocab_size}, and the data one of {size}")
+        raise ValueError(f"the base {folder} has a vocabulary of {base.vocab_size}, but the data one of {size}")
     file = run_folder(folder) / "tokenizer.json"
     if not isinstance(task.data, Corpus) or not file.is_file():
         return
     if tokenizer_hash(task.data.tokenizer) != tokenizer_hash(load_tokenizer(file)):
         raise ValueError(
-            f"the base {folder} has another tokenizer than data.tokenizer={task.config.data.tokenizer!r}; leave it out"
+            f"the tokenizer of the base {folder} differs from data.tokenizer={task.config.data.tokenizer!r}; leave it "
+            "out"
         )

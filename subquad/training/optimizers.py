@@ -1,4 +1,4 @@
-"""Optimizers as PyTorch has them, over parameter groups that decay matrices only."""
+"""PyTorch's optimizers over parameter groups in which only matrices have weight decay."""
 
 from __future__ import annotations
 
@@ -14,9 +14,9 @@ from subquad.training.config import OptimizerConfig
 
 
 class MuonAdamW(Optimizer):
-    """Muon on some matrices and AdamW on all other parameters, as one optimizer that steps, saves and loads as one.
+    """Muon for some matrices and AdamW for all other parameters, behind a single optimizer's interface.
 
-    Both parts share this optimizer's `state` and `param_groups`, so schedulers and `state_dict` see a single optimizer.
+    Both parts share this optimizer's `state` and `param_groups`, so schedulers and `state_dict` need no special case.
     """
 
     def __init__(self, muon: Muon, adamw: AdamW) -> None:
@@ -34,7 +34,7 @@ class MuonAdamW(Optimizer):
 
     @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
-        """One step of both parts; returns what `closure` returns."""
+        """Step both parts and return the loss of `closure`, if given."""
         with torch.enable_grad():
             loss = None if closure is None else closure()
         for part in self._parts:
@@ -42,16 +42,16 @@ class MuonAdamW(Optimizer):
         return loss
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Take over a state that `state_dict` gave."""
+        """Load a state from `state_dict` into both parts."""
         super().load_state_dict(state_dict)
         self._share()
 
 
 def build_optimizer(model: nn.Module, config: OptimizerConfig) -> Optimizer:
-    """The optimizer of `config` over the parameters of `model` that train.
+    """Build the optimizer of `config` for the trainable parameters of `model`.
 
-    Matrices decay; embeddings, norms, biases and other vectors don't. Muon takes the matrices of the layers, not the
-    embeddings, not the head and not the look-up after it.
+    Only matrices decay, not embeddings, norms, biases and other vectors. Muon takes the matrices of the layers, but not
+    the embeddings, the head and the look-up after it. Raises `ValueError` if Muon would have no matrix.
     """
     matrices, rest = split_parameters(model)
     betas = (config.betas[0], config.betas[1])
@@ -71,7 +71,7 @@ def build_optimizer(model: nn.Module, config: OptimizerConfig) -> Optimizer:
     taken = {id(weight) for weight in hidden}
     others = [weight for weight in matrices if id(weight) not in taken]
     if not hidden:
-        raise ValueError("optimizer.name=muon needs a model with 2-D weights in its layers; this one has none")
+        raise ValueError("optimizer.name=muon needs a model with 2-D weights in its layers, and this one has none")
     muon = Muon(
         hidden,
         lr=config.lr if config.matrix_lr is None else config.matrix_lr,
@@ -88,7 +88,7 @@ def _groups(decaying: list[Tensor], rest: list[Tensor], config: OptimizerConfig)
 
 
 def split_parameters(model: nn.Module) -> tuple[list[Tensor], list[Tensor]]:
-    """The parameters that train: matrices, and the rest (embeddings, norms, biases and other vectors)."""
+    """Return the trainable matrices, and the other trainable parameters (embeddings, norms, biases, vectors)."""
     embeddings = {id(module.weight) for module in model.modules() if isinstance(module, nn.Embedding)}
     matrices: list[Tensor] = []
     rest: list[Tensor] = []

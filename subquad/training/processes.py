@@ -1,8 +1,8 @@
-"""The processes of a run: how they meet, what each one's part is, and how they fail together.
+"""The processes of a run: how they meet, split the work and fail together.
 
-torchrun keeps one store over `--max-restarts`, which still holds what an earlier start has said: addresses of processes
-that are gone would be taken for those of the new ones, and counters would go on. So each start gets a name of its own,
-under which all that it says is kept: process 0 makes it up and gives it to every other process that answers.
+With `--max-restarts`, torchrun keeps one store over all starts. Stale entries of an earlier start would look like valid
+addresses and counters to the next. So process 0 invents a random name for each start, hands it to every process that
+answers, and all keys of the start are prefixed with it (`meet`).
 """
 
 from __future__ import annotations
@@ -30,66 +30,66 @@ logger = logging.getLogger(__name__)
 Result = TypeVar("Result")
 
 PAUSE = 0.01
-"""Seconds between two looks at the store."""
+"""Seconds between polls of the store."""
 LONGEST_INTERVAL = 5.0
-"""Seconds between two signs of life; an eighth of the time-out where that is less."""
+"""Longest interval between heartbeats in seconds; an eighth of the time-out if that is less."""
 PATIENCE = 3
-"""Intervals without a sign of life after which a process counts as ended."""
+"""Intervals without a heartbeat after which a process counts as ended."""
 
 FOREIGN = {
     "ACCELERATE_USE_FSDP": "parallel.shard=true shards the model",
     "ACCELERATE_USE_DEEPSPEED": "parallel.shard=true shards the model",
     "ACCELERATE_USE_MEGATRON_LM": "parallel.shard=true shards the model",
-    "ACCELERATE_USE_PARALLELISM_CONFIG": "parallel.context and parallel.shard say how processes work together",
+    "ACCELERATE_USE_PARALLELISM_CONFIG": "parallel.context and parallel.shard set how processes work together",
     "ACCELERATE_USE_CPU": "run.device=cpu trains on the CPU",
     "ACCELERATE_DOWNCAST_BF16": "run.precision chooses the precision",
 }
-"""Switches of Accelerate's launcher that would change a run, or would seem to; and what to say instead."""
+"""Environment switches of Accelerate's launcher that subquad doesn't follow, and the setting to use instead."""
 CHOICES = {
     "ACCELERATE_MIXED_PRECISION": "run.precision chooses the precision",
     "ACCELERATE_DYNAMO_BACKEND": "training is not compiled",
 }
-"""The same of what is `no` where it is not chosen."""
+"""The same for variables whose value is `no` by default."""
 
 _heart: Heartbeat | None = None
 
 
 @dataclass(frozen=True)
 class Processes:
-    """Process `rank` of `world`, of which `context` neighbours share each window."""
+    """Process `rank` of `world` processes; groups of `context` neighbours share each window."""
 
     rank: int = 0
     world: int = 1
     context: int = 1
     device: str = "cpu"
-    """The type of the devices: cpu or cuda."""
+    """Device type: cpu or cuda."""
     timeout: float | None = None
-    """Seconds that neighbours wait for each other (None: as long as torch.distributed does)."""
+    """Seconds that neighbours wait for each other (None: the default of torch.distributed)."""
 
     @property
     def data_rank(self) -> int:
-        """The number of this process's part of the windows."""
+        """Index of the share of the windows that this process trains on."""
         return self.rank // self.context
 
     @property
     def data_ranks(self) -> int:
-        """The parts into which the windows are dealt."""
+        """Number of shares of the windows."""
         return self.world // self.context
 
     @property
     def torch_device(self) -> torch.device:
-        """The device of this process's model."""
+        """Device of this process's model."""
         return torch.device("cuda", torch.cuda.current_device()) if self.device == "cuda" else torch.device("cpu")
 
     @property
     def first(self) -> bool:
-        """Whether this process writes and reports."""
+        """Whether this process is rank 0, which writes and reports."""
         return self.rank == 0
 
     def sharing_windows(self) -> Callable[[], AbstractContextManager[Any]]:
-        """Return a maker of contexts in which the model shares each window with this process's neighbours.
+        """Return a context-manager factory; inside, the model shares each window with this process's neighbours.
 
-        Every process must call it.
+        All processes must call it.
         """
         if self.context == 1:
             return nullcontext
@@ -97,7 +97,7 @@ class Processes:
         return lambda: context_parallel(group)
 
     def any_of(self, *flags: bool) -> list[bool]:
-        """Return each flag, True where it is in any process."""
+        """Return for each flag whether it is set in any process."""
         if self.world == 1:
             return list(flags)
         seen = torch.tensor([int(flag) for flag in flags], device=self.torch_device)
@@ -105,7 +105,7 @@ class Processes:
         return [bool(flag) for flag in seen.tolist()]
 
     def gather_objects(self, mine: Result) -> list[Result]:
-        """Return what each process has, by rank."""
+        """Return the objects of all processes, by rank."""
         if self.world == 1:
             return [mine]
         found: list[Any] = [None] * self.world
@@ -114,7 +114,7 @@ class Processes:
 
     @contextmanager
     def first_alone(self) -> Iterator[None]:
-        """The first process does the work inside before the others begin with it."""
+        """Run the block in rank 0 first, then in all other processes."""
         if self.world > 1 and not self.first:
             distributed.barrier()
         try:
@@ -124,7 +124,7 @@ class Processes:
                 distributed.barrier()
 
     def by_the_first(self, work: Callable[[], Result]) -> Result:
-        """Run `work` in the first process alone; return its result, or raise its error, in all of them."""
+        """Run `work` in rank 0 only; return its result or raise its error in all processes."""
         if self.world == 1:
             return work()
         said: list[Any] = [None, None]
@@ -141,9 +141,9 @@ class Processes:
 
     @contextmanager
     def together(self) -> Iterator[None]:
-        """Where the work inside fails in one process, it fails in all: the others raise the same error, with its rank.
+        """If the block raises in one process, raise the same error in all others, with the rank of the failed one.
 
-        The work itself must not wait for other processes.
+        The block must not contain collectives.
         """
         if self.world == 1:
             yield
@@ -162,33 +162,33 @@ class Processes:
 
     @contextmanager
     def watched(self) -> Iterator[None]:
-        """Turn a failed wait for processes that have ended, or hang, into a `LostProcessError` that names them."""
+        """Raise `LostProcessError`, naming processes that have ended or hang, if a collective in the block fails."""
         try:
             yield
-        except RuntimeError as error:  # gloo and NCCL fail with nothing more special
+        except RuntimeError as error:  # gloo and NCCL raise no more specific type
             lost = None if _heart is None else _heart.lost()
             if lost is None:
                 raise
             raise LostProcessError(
-                f"{lost}. The run goes on from its newest checkpoint when the same command is given again (torchrun "
-                f"--max-restarts does it by itself). This process failed with: {str(error).splitlines()[0]}"
+                f"{lost}. Run the same command again to resume from the newest checkpoint (torchrun --max-restarts "
+                f"does so automatically). This process failed with: {str(error).splitlines()[0]}"
             ) from error
 
 
 def check_parallel(config: TrainConfig) -> None:
-    """Raise `ValueError` for settings that these processes, their environment or the model can't follow."""
+    """Raise `ValueError` for settings that don't fit the processes, their environment or the model."""
     for name, instead in FOREIGN.items():
         if os.environ.get(name, "false").lower() in ("true", "1", "yes", "on"):
-            raise ValueError(f"{name} is set, which subquad train does not follow: unset it; {instead}")
+            raise ValueError(f"subquad train ignores {name}, which is set: unset it; {instead}")
     for name, instead in CHOICES.items():
         choice = os.environ.get(name, "no")
         if choice.lower() != "no":
-            raise ValueError(f"{name}={choice} is set, which subquad train does not follow: unset it; {instead}")
+            raise ValueError(f"subquad train ignores {name}, which is {choice}: unset it; {instead}")
     world, context = world_size(), config.parallel.context
     if world % context:
         raise ValueError(
-            f"parallel.context={context} must divide the number of processes, got {world}: start them with torchrun "
-            f"--nproc_per_node and a multiple of {context}"
+            f"parallel.context={context} must divide the number of processes, got {world}: give torchrun "
+            f"--nproc_per_node a multiple of {context}"
         )
     if context > 1:
         for name in config.model.mechanisms:
@@ -197,19 +197,19 @@ def check_parallel(config: TrainConfig) -> None:
 
 
 def device_type(device: str) -> str:
-    """Return `cuda` for `auto` where PyTorch finds a GPU, else `cpu`."""
+    """Return `cuda` if `device` is `auto` and PyTorch finds a GPU, else `cpu`."""
     return "cuda" if device == "auto" and torch.cuda.is_available() else "cpu"
 
 
 def world_size() -> int:
-    """The number of processes that the launcher has started."""
+    """Return the number of processes that the launcher started."""
     return int(os.environ.get("WORLD_SIZE", "1"))
 
 
 def join(parallel: ParallelConfig, device: str) -> Processes:
-    """Meet the other processes that torchrun has started, where there are any; `device` is cpu or cuda.
+    """Connect to the other processes that torchrun started, if any; `device` is cpu or cuda.
 
-    A second call finds them met, with the time-out of the first.
+    Further calls reuse the connection, with the time-out of the first.
     """
     global _heart
     world = world_size()
@@ -223,19 +223,19 @@ def join(parallel: ParallelConfig, device: str) -> Processes:
         limit = timedelta(seconds=parallel.timeout)
         store, rank, world = next(distributed.rendezvous("env://", timeout=limit))
         store = meet(store, rank, world, parallel.timeout)
-        # NCCL moves tensors of a GPU alone; what is said between processes are bytes on the CPU.
+        # NCCL handles only GPU tensors; the objects that processes exchange are bytes on the CPU.
         backend = "gloo" if device == "cpu" else "cpu:gloo,cuda:nccl"
         distributed.init_process_group(backend, store=store, rank=rank, world_size=world, timeout=limit)
-        # Over a connection of its own, which a wait of torch.distributed does not stop.
+        # A separate connection, because a waiting collective blocks the first.
         own: Any = store
         _heart = Heartbeat(distributed.PrefixStore("subquad heartbeat", own.clone()), rank, world, parallel.timeout)
     return Processes(distributed.get_rank(), distributed.get_world_size(), parallel.context, device, parallel.timeout)
 
 
 def meet(store: distributed.Store, rank: int, world: int, timeout: float) -> distributed.Store:
-    """Return the part of `store` that belongs to this start of `world` processes alone, the same for all of them.
+    """Return a view of `store` that only this start of `world` processes uses.
 
-    Raises `LostProcessError` with the ranks of those that have not come after `timeout` seconds.
+    Raises `LostProcessError` with the missing ranks after `timeout` seconds.
     """
     me = secrets.token_hex(16)
     if rank == 0:
@@ -245,34 +245,34 @@ def meet(store: distributed.Store, rank: int, world: int, timeout: float) -> dis
     try:
         store.wait([f"subquad/welcome/{me}"], timedelta(seconds=timeout))
     except RuntimeError as error:
-        raise LostProcessError(f"process {rank} waited {timeout:g} s for process 0, which has not come") from error
+        raise LostProcessError(f"process {rank} waited {timeout:g} s for process 0, which did not connect") from error
     name = store.get(f"subquad/welcome/{me}").decode()
     store.set(f"subquad/in/{name}/{rank}", "")
     return distributed.PrefixStore(name, store)
 
 
 def _welcome(store: distributed.Store, name: str, world: int, timeout: float) -> None:
-    """Tell the name to whoever says to be here, until each of the others has answered."""
+    """Send `name` to every process that announces itself, until all have answered."""
     end = time.monotonic() + timeout
     told: set[bytes] = set()
     missing = set(range(1, world))
     while missing:
         for rank in sorted(missing):
             if store.check([f"subquad/here/{rank}"]):
-                who = store.get(f"subquad/here/{rank}")  # of an earlier start, or of this one
+                who = store.get(f"subquad/here/{rank}")  # may be left from an earlier start
                 if who not in told:
                     told.add(who)
                     store.set(f"subquad/welcome/{who.decode()}", name)
         missing = {rank for rank in missing if not store.check([f"subquad/in/{name}/{rank}"])}
         if missing and time.monotonic() > end:
             ranks = ", ".join(map(str, sorted(missing)))
-            raise LostProcessError(f"process 0 waited {timeout:g} s for {ranks} of {world} processes, not come yet")
+            raise LostProcessError(f"process 0 waited {timeout:g} s; of {world} processes, {ranks} did not connect")
         if missing:
             time.sleep(PAUSE)
 
 
 def leave() -> None:
-    """Part from the other processes, for good."""
+    """Disconnect from the other processes."""
     global _heart
     if _heart is not None:
         _heart.close()
@@ -282,27 +282,27 @@ def leave() -> None:
 
 
 def now_at(place: str) -> None:
-    """Tell the other processes what this one does now, for the errors of those that wait for it."""
+    """Publish what this process does now, for error messages of processes that wait for it."""
     if _heart is not None:
         _heart.at(place)
 
 
 def _sendable(error: Exception) -> Exception:
-    """The error, or one with its text where it is of a kind that may not be made again from a text."""
+    """Return `error`, or an `OSError` with its text if its type can't be rebuilt from a text in another process."""
     try:
         if type(error).__module__.partition(".")[0] in ("builtins", "subquad"):
             type(error)(str(error))
             return error
-    except TypeError:  # as of UnicodeDecodeError, which is made of five arguments
+    except TypeError:  # UnicodeDecodeError, for example, takes five arguments
         pass
     return OSError(f"{type(error).__name__}: {error}")
 
 
 class Heartbeat:
-    """The signs of life of one of `world` processes. `timeout` is how long a collective may wait, in seconds.
+    """Publishes heartbeats of process `rank`. `timeout` is the time-out of collectives in seconds.
 
-    A thread writes to the store of torch.distributed every `interval` seconds how often it has done so and the last
-    place that `at` named. Steps are not slowed down: naming a place only sets an attribute.
+    Every `interval` seconds a thread writes a counter and the last place named by `at` to the store. Training steps are
+    not slowed down, because `at` only sets attributes.
     """
 
     def __init__(self, store: distributed.Store, rank: int, world: int, timeout: float) -> None:
@@ -318,31 +318,31 @@ class Heartbeat:
         self._thread.start()
 
     def at(self, place: str) -> None:
-        """Say what this process does now. All processes name the same places in the same order."""
+        """Record what this process does now. All processes must name the same places in the same order."""
         self._place = (self._place[0] + 1, place)
         self._since = time.monotonic()
         self._told = False
 
     def lost(self) -> str | None:
-        """Name the processes that have ended or are behind this one, for an error message; None where there are none.
+        """Describe the processes that have ended or are behind this one, or return None.
 
-        Takes a few intervals. For a process whose wait for others has failed: it counts as alive for the others then.
+        Takes a few intervals. Call it after a failed wait: it marks this process as alive but giving up.
         """
         try:
             self.store.set(f"gave up/{self.rank}", "1")
             before = self._read()
             time.sleep(PATIENCE * self.interval)
             return self._named(before)
-        except RuntimeError as error:  # torch.distributed's errors are all of them
-            return f"the store that process 0 or its torchrun holds does not answer: {error}"
+        except RuntimeError as error:  # the base of all errors of torch.distributed
+            return f"the store of process 0 or its torchrun does not answer: {error}"
 
     def close(self) -> None:
-        """End the thread."""
+        """Stop the thread."""
         self._ended.set()
         self._thread.join(2 * LONGEST_INTERVAL)
 
     def _named(self, before: list[tuple[int, int, str]]) -> str | None:
-        """The processes that have given no sign since `before`, and those that are behind this one."""
+        """Describe the processes without a heartbeat since `before` and those that are behind this one."""
         parts = []
         for rank, (beats, number, place) in enumerate(self._read()):
             if rank == self.rank or self.store.check([f"gave up/{rank}"]):
@@ -350,11 +350,11 @@ class Heartbeat:
             if beats == before[rank][0]:
                 parts.append(f"process {rank} has ended or does not answer, last seen in {place}")
             elif number < self._place[0]:
-                parts.append(f"process {rank} does not come on from {place}")
+                parts.append(f"process {rank} hangs in {place}")
         return "; ".join(parts) or None
 
     def _read(self) -> list[tuple[int, int, str]]:
-        """Of each process its signs of life, and the number and name of its place."""
+        """Return the heartbeat count, place number and place name of each process."""
         found = []
         for rank in range(self.world):
             key = f"beat/{rank}"
@@ -373,11 +373,11 @@ class Heartbeat:
                 self.store.set(f"beat/{self.rank}", f"{beats} {number} {place}")
                 self._tell(beats)
             except RuntimeError:
-                logger.debug("no sign of life can be given any more", exc_info=True)
+                logger.debug("heartbeats stopped: the store does not answer", exc_info=True)
                 return
 
     def _tell(self, beats: int) -> None:
-        """Name who is waited for before the time is up: NCCL ends a process without an exception."""
+        """Log who is waited for before the time-out, because NCCL then ends the process without an exception."""
         if self._told or time.monotonic() - self._since < self._patience:
             self._before = None
         elif self._before is None:

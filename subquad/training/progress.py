@@ -1,4 +1,4 @@
-"""Progress of a run: a bar or plain lines, `metrics.jsonl`, trackers, and at the end its curves."""
+"""Progress of a run: a bar or plain lines, `metrics.jsonl`, trackers and loss curves."""
 
 from __future__ import annotations
 
@@ -22,13 +22,13 @@ logger = logging.getLogger(__name__)
 
 METRICS = "metrics.jsonl"
 PLAIN_LINE_SECONDS = 15.0
-"""Seconds between two lines of progress where there is no terminal."""
+"""Seconds between progress lines without a terminal."""
 LATER = 0.05
-"""The share of the steps after which the losses set the scale: the first ones are many times as high."""
+"""Fraction of the steps to leave out of the scale of the curves, because the first losses are many times higher."""
 
 
 class Meter:
-    """Tokens, and seconds of training steps (evaluations and saves don't count)."""
+    """Counts tokens and seconds of training steps, without evaluations and saves."""
 
     def __init__(self, step_tokens: int) -> None:
         self.step_tokens = step_tokens
@@ -47,18 +47,17 @@ class Meter:
 
     @property
     def tokens_per_second(self) -> float:
-        """Trained tokens a second since this process began."""
+        """Trained tokens per second since this process began."""
         return self.steps * self.step_tokens / self.seconds if self.seconds else 0.0
 
 
 class Metrics:
-    """Appends one JSON object per report to `metrics.jsonl` and gives the same numbers to the trackers.
+    """Appends one JSON object per report to `metrics.jsonl` and sends the same numbers to the trackers.
 
-    Keys of a training record: step, loss (nats a token, an example or an asked token; the mean over all processes), lr,
-    grad_norm, tokens (padding included), epochs, tokens_per_s, seconds, and skipped, the steps left out so far, once
-    there are any. Of an evaluation: step, eval_loss, and of a classifier or a probe eval_accuracy, of images
-    eval_bits_per_dim. A run that goes on first drops the records after its checkpoint. Until `begin`, which the first
-    process alone calls, nothing is written.
+    Keys of a training record: step, loss (nats per token, example or asked token; mean over all processes), lr,
+    grad_norm, tokens (with padding), epochs, tokens_per_s, seconds, and skipped, if steps were skipped so far. Keys of
+    an evaluation: step, eval_loss, eval_accuracy (classifiers, probes) and eval_bits_per_dim (images). A resumed run
+    first drops the records after its checkpoint. Only rank 0 calls `begin`; nothing is written without it.
     """
 
     def __init__(self, folder: Path, meter: Meter, windows: int, windows_a_step: int, trackers: Sequence[str]) -> None:
@@ -70,13 +69,13 @@ class Metrics:
         self._trackers: list[Any] | None = None
 
     def begin(self, step: int) -> None:
-        """Open the files; forget what came after the checkpoint of `step`."""
+        """Open the files and drop the records after the checkpoint of `step`."""
         kept = [record for record in read_metrics(self.folder) if record["step"] <= step]
         write_atomically(self.folder / METRICS, "".join(json.dumps(record) + "\n" for record in kept).encode())
         self._trackers = start_trackers(self.names, self.folder, step)
 
     def training(self, step: int, measured: Mapping[str, float], skipped: int) -> None:
-        """Write a training record. What isn't finite, as the norm of a step that was left out, JSON has no word for."""
+        """Write a training record, without non-finite values (the norm of a skipped step), which JSON can't hold."""
         record = {"step": step} | {name: value for name, value in measured.items() if math.isfinite(value)}
         record |= {
             "tokens": step * self.meter.step_tokens,
@@ -87,7 +86,7 @@ class Metrics:
         self._write(record | ({"skipped": skipped} if skipped else {}))
 
     def evaluation(self, step: int, measured: Mapping[str, float]) -> None:
-        """Write an evaluation."""
+        """Write an evaluation record."""
         self._write({"step": step, **measured})
 
     def _write(self, record: dict[str, float]) -> None:
@@ -118,7 +117,7 @@ def check_trackers(names: Sequence[str]) -> None:
 
 
 def start_trackers(names: Sequence[str], folder: Path, step: int) -> list[Any]:
-    """Return Accelerate's trackers of the run in `folder`, which goes on after `step`."""
+    """Start Accelerate's trackers `names` of the run in `folder`, which is at `step`."""
     from accelerate.tracking import MLflowTracker, TensorBoardTracker, WandBTracker
 
     run = folder.resolve()
@@ -126,7 +125,7 @@ def start_trackers(names: Sequence[str], folder: Path, step: int) -> list[Any]:
     for name in names:
         if name == "tensorboard":
             trackers.append(TensorBoardTracker("tensorboard", str(folder), purge_step=step + 1))
-        elif name == "wandb":  # the same identity each time: a run that goes on is one run there too
+        elif name == "wandb":  # a fixed id, so that a resumed run stays one run
             trackers.append(
                 WandBTracker("subquad", name=folder.name, dir=str(folder), id=digest(str(run)), resume="allow")
             )
@@ -138,7 +137,7 @@ def start_trackers(names: Sequence[str], folder: Path, step: int) -> list[Any]:
 
 
 def read_metrics(folder: Path) -> list[dict[str, float]]:
-    """The records of a run's `metrics.jsonl`; a last line that was cut off is left out, another is a `ValueError`."""
+    """Return the records of a run's `metrics.jsonl`, without a truncated last line; else `ValueError` for damage."""
     path = folder / METRICS
     if not path.is_file():
         return []
@@ -154,10 +153,7 @@ def read_metrics(folder: Path) -> list[dict[str, float]]:
 
 
 class Bar:
-    """A progress bar with loss, tokens/s and time left; without a terminal, a plain line now and then.
-
-    `shown` is False in processes other than the first, which show nothing.
-    """
+    """A progress bar with loss, tokens/s and time left; plain lines without a terminal; nothing unless `shown`."""
 
     def __init__(self, console: Console | None, meter: Meter, steps: int, *, shown: bool = True) -> None:
         self.console = console
@@ -169,7 +165,7 @@ class Bar:
         self._last_line = 0.0
 
     def begin(self, step: int) -> None:
-        """Show the bar of a run that is at `step`."""
+        """Show the bar at `step`."""
         self._last_line = time.monotonic()
         if not self.shown or self.console is None or not self.console.is_terminal:
             return
@@ -179,12 +175,12 @@ class Bar:
         self._bar.start()
 
     def move(self, step: int) -> None:
-        """Move the bar."""
+        """Move the bar to `step`."""
         if self._bar is not None:
             self._bar.update(self._bar.task_ids[0], completed=step, text=self._text(step))
 
     def report(self, step: int, values: Mapping[str, float]) -> None:
-        """Take over the newest losses; print a plain line where there is no bar."""
+        """Show the newest `values`; without a bar, print a plain line if one is due."""
         self._newest.update(values)
         if self._bar is not None or not self.shown:
             return
@@ -207,7 +203,7 @@ class Bar:
         if "eval_accuracy" in newest:
             parts.append(f"accuracy {newest['eval_accuracy']:.1%}")
         if "eval_bits_per_dim" in newest:
-            parts.append(f"{newest['eval_bits_per_dim']:.4f} bits a dimension")
+            parts.append(f"{newest['eval_bits_per_dim']:.4f} bits per dimension")
         if self.meter.steps:
             left = (self.steps - step) * self.meter.seconds / self.meter.steps
             parts.append(f"{self.meter.tokens_per_second:,.0f} tokens/s")
@@ -215,18 +211,17 @@ class Bar:
         return "  ".join(parts)
 
     def close(self) -> None:
-        """Take the bar down."""
+        """Remove the bar."""
         if self._bar is not None:
             self._bar.stop()
             self._bar = None
 
 
 def draw_curves(records: Sequence[dict[str, float]], path: Path, *, title: str, unit: str = "token") -> None:
-    """Draw the losses of `metrics.jsonl` records, in nats a `unit`, as a PNG.
+    """Draw the losses of `metrics.jsonl` records, in nats per `unit`, as a PNG.
 
-    The training losses of the first steps may lie above the picture; then the legend has the first one.
-
-    Raises `ValueError` where there is no loss to draw.
+    If the first training losses lie above the picture, the legend names the first one. Raises `ValueError` if the
+    records hold no loss.
     """
     train = [(record["step"], record["loss"]) for record in records if "loss" in record]
     held_out = [(record["step"], record["eval_loss"]) for record in records if "eval_loss" in record]
@@ -239,11 +234,11 @@ def draw_curves(records: Sequence[dict[str, float]], path: Path, *, title: str, 
     low, high = loss_range(train, held_out)
     if train:
         first = train[0][1]
-        label = f"training, from {first:.2f} on" if first > high else "training"
+        label = f"training, from {first:.2f}" if first > high else "training"
         axes.plot(*zip(*train, strict=True), color="#4477aa", linewidth=1.2, label=label)
     if held_out:
         axes.plot(*zip(*held_out, strict=True), "o-", color="#cc6677", markersize=4, label="held-out")
-    axes.set(xlabel="optimizer step", ylabel=f"loss (nats a{'n' if unit[0] in 'aeiou' else ''} {unit})", title=title)
+    axes.set(xlabel="optimizer step", ylabel=f"loss (nats per {unit})", title=title)
     axes.set_ylim(low, high)
     axes.grid(alpha=0.3)
     axes.legend(frameon=False)
@@ -251,7 +246,7 @@ def draw_curves(records: Sequence[dict[str, float]], path: Path, *, title: str, 
 
 
 def loss_range(train: Sequence[tuple[float, float]], held_out: Sequence[tuple[float, float]]) -> tuple[float, float]:
-    """Return the range of the picture: all held-out losses, and the training losses but for the first steps'."""
+    """Return the y range of the curves: all held-out losses, and training losses after the first `LATER` steps."""
     begin = LATER * max(step for step, _ in [*train, *held_out])
     seen = [loss for step, loss in train if step >= begin] + [loss for _, loss in held_out]
     low, high = min(seen), max(seen)

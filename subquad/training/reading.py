@@ -1,6 +1,6 @@
-"""The batches of each process: one order of windows for the whole run, dealt out.
+"""One order of windows for the whole run, dealt to the processes in batches.
 
-Windows carry their numbers, and an error names those that a reading process was at when it died or hung.
+Items carry their window numbers, so an error can name the window that a data worker was reading when it died or hung.
 """
 
 from __future__ import annotations
@@ -19,15 +19,15 @@ from subquad.training.errors import ReadError
 
 NOTHING = -1
 LOST = re.compile(r"DataLoader worker \(pid|DataLoader timed out")
-"""Texts of PyTorch for a worker that died or hangs; another error in one begins with `Caught`."""
+"""PyTorch's messages for a worker that died or hangs; messages of other errors in workers begin with `Caught`."""
 
 
 class RunOrder(Sampler[int]):
-    """The windows of a whole run as one sequence: epoch after epoch, each in its own order, cut to `total`.
+    """The windows of a whole run as one sequence: shuffled epochs, one after another, cut to `total`.
 
-    The window at a place depends on the seed and the place alone, so skipping the batches already trained is exact,
-    also in the middle of an epoch, and a longer run begins with a shorter one. With `together = P` the windows P i to
-    P i + P - 1 follow one another wherever i is in the order of `windows / P`.
+    The window at each place depends only on the seed and the place. So skipping trained batches is exact, also within
+    an epoch, and a shorter run is a prefix of a longer one. With `together = P`, the `windows / P` groups of windows
+    P i, ..., P i + P - 1 are shuffled as wholes.
     """
 
     def __init__(self, windows: int, seed: int, total: int, together: int = 1) -> None:
@@ -49,11 +49,11 @@ class RunOrder(Sampler[int]):
 
 
 class DealtBatches(Sampler[list[int]]):
-    """The batches of one of `ranks` processes: batch number `rank`, `rank + ranks`, ... of `order` cut into batches.
+    """Batches `rank`, `rank + ranks`, ... of `order`, cut into batches of `size`.
 
-    With `accumulation` batches a step, step s of all processes together sees the places s G to (s + 1) G of the order,
-    G = ranks x size x accumulation: the same windows however G is made up. A last part that doesn't give every process
-    a whole batch is left out.
+    With `accumulation` batches per step, step s of all processes sees places s G to (s + 1) G of the order, where
+    G = ranks x size x accumulation: only the product matters. A remainder without a whole batch for each process is
+    dropped.
     """
 
     def __init__(self, order: Sampler[int], size: int, rank: int = 0, ranks: int = 1) -> None:
@@ -75,9 +75,9 @@ class DealtBatches(Sampler[list[int]]):
 
 
 class HeldOutBatches(Sampler[list[int]]):
-    """`count` items in batches of `size`, dealt to `ranks` processes, which all get as many batches.
+    """`count` items in batches of `size`, dealt to `ranks` processes, which all get equally many batches.
 
-    A process for which no item is left gets the last item again, which `counts` leaves out: every item counts once.
+    A process without items left gets the last item again, which `counts` excludes: every item counts once.
     """
 
     def __init__(self, count: int, size: int, rank: int = 0, ranks: int = 1) -> None:
@@ -92,15 +92,15 @@ class HeldOutBatches(Sampler[list[int]]):
             yield list(range(first, min(first + self.size, self.count))) or [self.count - 1]
 
     def counts(self, step: int) -> list[int]:
-        """The items that count in batch number `step` of each process."""
+        """Return how many items count in batch `step` of each process."""
         firsts = ((step * self.ranks + rank) * self.size for rank in range(self.ranks))
         return [min(self.size, max(0, self.count - first)) for first in firsts]
 
 
 class NumberedWindows(Dataset[dict[str, Tensor]]):
-    """A dataset whose items carry their number as `window`, so that an error can name the batch.
+    """A dataset that adds each item's number as `window`, so that errors can name it.
 
-    `reading` `[workers]`, in memory that processes share, holds the window that each reading process is at.
+    `reading` `[workers]`, in shared memory, holds the window that each worker reads now.
     """
 
     def __init__(self, windows: Dataset[dict[str, Tensor]], workers: int = 0) -> None:
@@ -122,7 +122,7 @@ class NumberedWindows(Dataset[dict[str, Tensor]]):
         return item
 
     def where(self, index: int) -> str:
-        """The window of this number and, of a set of shards, the shard that it is in."""
+        """Describe window `index`, with its shard if the windows come from a set of shards."""
         place: Any = getattr(self.windows, "place", None)
         if place is None:
             return f"window {index}"
@@ -133,18 +133,18 @@ class NumberedWindows(Dataset[dict[str, Tensor]]):
 
 @contextmanager
 def naming(windows: NumberedWindows, seconds: float) -> Iterator[None]:
-    """Around all that takes batches: where a worker died or hung, a `ReadError` names what each was reading."""
+    """Raise `ReadError`, naming the windows being read, if a worker dies or hangs for `seconds` inside the block."""
     try:
         yield
     except (RuntimeError, ConnectionError, EOFError) as error:
         text = str(error)
-        cut_off = not isinstance(error, RuntimeError)  # a batch was on its way from a worker that died
+        cut_off = not isinstance(error, RuntimeError)  # the worker died while sending a batch
         if isinstance(error, BrokenPipeError) or not len(windows.reading) or not (cut_off or LOST.match(text)):
             raise
         at = {worker: index for worker, index in enumerate(windows.reading.tolist()) if index != NOTHING}
         was = "; ".join(f"worker {worker} was reading {windows.where(index)}" for worker, index in at.items())
         what = f"did not answer for {seconds:g} s (data.worker_timeout)" if "timed out" in text else "died"
         raise ReadError(
-            f"a process that reads the data {what}: {was or 'none was at a window'}. Nothing was lost: the run goes on "
-            "from its newest checkpoint; data.workers=0 reads without further processes"
+            f"a data worker {what}: {was or 'no worker was reading a window'}. Run the same command again to resume "
+            "from the newest checkpoint; data.workers=0 reads without workers"
         ) from error

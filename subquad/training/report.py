@@ -1,4 +1,4 @@
-"""The table at the end of a run: held-out bits per byte beside general compressors, memory, and speed."""
+"""Final report of a run: held-out bits per byte against general compressors, state sizes and speeds."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from subquad.models import Decoder
 from subquad.training.checkpoint import write_atomically
 
 STATE_AFTER = (1_000, 100_000)
-"""Tokens after which the state's size is reported."""
+"""Token counts at which the state's size is reported."""
 READ_CHUNK = 2_000
 
 
@@ -30,12 +30,12 @@ class StateSize:
     tokens: int
     bytes: int
     measured: bool
-    """True: read so many tokens and counted; False: computed from a shorter reading, as the state grows."""
+    """True if `tokens` tokens were read; False if extrapolated from fewer, because the state grows."""
 
 
 @dataclass(frozen=True)
 class Report:
-    """The numbers of a finished run."""
+    """Results of a finished run."""
 
     bits_per_byte: float
     """Bits of the model per held-out byte."""
@@ -45,23 +45,23 @@ class Report:
     """xz, preset 9 extreme, of the same bytes in one piece."""
     held_out_bytes: int
     files_hash: str
-    """Hash of the list of the text's files."""
+    """Hash of the text's file list."""
     python: str
     parameters: int
     steps: int
     train_tokens_per_second: float
     decode_tokens_per_second: float
     states: tuple[StateSize, ...]
-    """Sizes of the state of one sequence; fewer where the model's positions end before."""
+    """State sizes of one sequence, up to the model's last position."""
     skipped: int = 0
-    """Steps left out because their loss or gradient wasn't finite (`run.nonfinite=skip`)."""
+    """Steps skipped because of a non-finite loss or gradient (`run.nonfinite=skip`)."""
 
     def to_dict(self) -> dict[str, Any]:
-        """Plain values, for JSON."""
+        """Return plain values for JSON."""
         return asdict(self)
 
     def table(self) -> Table:
-        """The report as a table for the terminal."""
+        """Return a table for the terminal."""
         table = Table(title="held-out text and cost", show_header=False)
         table.add_row("model", f"{self.bits_per_byte:.3f} bits per byte")
         table.add_row("gzip -9", f"{self.gzip_bits_per_byte:.3f} bits per byte")
@@ -70,9 +70,9 @@ class Report:
         table.add_row("Python, files", f"{self.python}, {self.files_hash}")
         table.add_row("parameters, steps", f"{self.parameters:,}, {self.steps:,}")
         if self.skipped:
-            table.add_row("steps left out", f"{self.skipped:,}, not finite")
+            table.add_row("skipped steps", f"{self.skipped:,}, not finite")
         for size in self.states:
-            how = "" if size.measured else " (computed)"
+            how = "" if size.measured else " (extrapolated)"
             table.add_row(f"state after {size.tokens:,} tokens", f"{size.bytes:,} bytes{how}")
         table.add_row("training", f"{self.train_tokens_per_second:,.0f} tokens/s")
         table.add_row("decoding, one sequence", f"{self.decode_tokens_per_second:,.0f} tokens/s")
@@ -90,14 +90,13 @@ def measure(
     train_tokens_per_second: float,
     skipped: int = 0,
 ) -> Report:
-    """Measure the compressors, the decoding state and the speed of decoding, and put the numbers together.
+    """Measure compressors, state sizes and decoding speed, and return them with the given values as a report.
 
-    The state reads `held_out_tokens`, over and over where there are fewer than it needs. Raises `ValueError` where
-    there is no text or no token.
+    The state reads `held_out_tokens`, repeated as needed. Raises `ValueError` without text or tokens.
     """
     if not held_out_text or not len(held_out_tokens):
         raise ValueError(
-            f"the report needs held-out text, got {len(held_out_text)} bytes, {len(held_out_tokens)} tokens"
+            f"the report needs held-out text, got {len(held_out_text)} bytes and {len(held_out_tokens)} tokens"
         )
     return Report(
         bits_per_byte=bits_per_byte,
@@ -116,7 +115,7 @@ def measure(
 
 
 def write_report(report: Report, folder: str | Path) -> None:
-    """Write `report.json` into the run's folder."""
+    """Write `report.json` to the run's folder."""
     write_atomically(Path(folder) / "report.json", (json.dumps(report.to_dict(), indent=2) + "\n").encode())
 
 
@@ -124,11 +123,10 @@ def write_report(report: Report, folder: str | Path) -> None:
 def state_sizes(
     decoder: Decoder, tokens: Sequence[int], after: Sequence[int] = STATE_AFTER, chunk: int = READ_CHUNK
 ) -> list[StateSize]:
-    """Bytes of the state of one sequence after reading so many tokens.
+    """Return the state size of one sequence at each token count in `after`.
 
-    A state that stops growing is really read up to each count. Where a mechanism's state grows, and for a
-    `PerceiverAR`, the first count is read and the others add what the model says it grows by. Counts past a learned
-    position table are left out.
+    A state that stops growing is measured at each count. If it grows, as in a `PerceiverAR`, it is measured at the
+    first count and extrapolated by the model's `state_bytes`. Counts past a learned position table are left out.
     """
     grows = decoder.state_grows
     if decoder.most_tokens is not None:
@@ -157,9 +155,9 @@ def state_sizes(
 
 @torch.no_grad()
 def decode_speed(decoder: Decoder, prompt: Sequence[int], tokens: int = 128) -> float:
-    """Tokens a second of greedy decoding of one sequence, one token at a time, after a prompt of up to 64 tokens.
+    """Return tokens per second of greedy decoding of one sequence after a prompt of up to 64 tokens.
 
-    A learned table of positions that ends earlier gives half of its rows to the prompt and decodes fewer tokens.
+    If a learned position table is shorter, half of its rows go to the prompt, and fewer tokens are decoded.
     """
     prompt = prompt[:64]
     rows = decoder.most_tokens

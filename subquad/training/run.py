@@ -1,4 +1,4 @@
-"""One training run from its configuration to the folder that keeps it."""
+"""A training run, from its configuration to its folder."""
 
 from __future__ import annotations
 
@@ -37,59 +37,56 @@ Prepare = Callable[[TrainConfig, Console | None], Task]
 
 @dataclass(frozen=True)
 class RunResult:
-    """The end of a training run."""
+    """Result of a training run."""
 
     folder: Path
     config: TrainConfig
-    """The configuration with the tokenizer's vocabulary size filled in, as `config.yaml` has it."""
+    """Configuration with the data's vocabulary size, as in `config.yaml`."""
     model: SubquadForCausalLM | SubquadForImages | SubquadForPreTraining | SubquadForSequenceClassification
-    """The model of `subquad.hf` (or of transformers) after the last step; sharded in processes other than the first,
-    where `parallel.shard` made it so."""
+    """Model after the last step; with `parallel.shard` it is whole on rank 0 and sharded elsewhere."""
     corpus: Data
-    """The text or, with task=classify and task=probe, the sequences; with task=image the held-out images."""
+    """The text, the sequences (classify, probe) or the held-out images (image)."""
     steps: int
-    """Optimizer steps in all, those before a resume included."""
+    """Optimizer steps in total, including those before a resume."""
     tokens: int
     """Tokens in those steps."""
     parameters: int
-    """Parameters of the model, shared ones counted once."""
+    """Number of parameters; shared ones count once."""
     seconds: float
-    """Seconds of training steps in this process, evaluations and saves left out."""
+    """Seconds of training steps in this process, without evaluations and saves."""
     tokens_per_second: float
-    """Trained tokens a second in this process."""
+    """Trained tokens per second in this process."""
     best_step: int | None
     """Step of the lowest held-out loss."""
     best_loss: float | None
-    """That loss, nats a token, on the windows of the periodic evaluation."""
+    """Lowest held-out loss of the periodic evaluations, in nats per token."""
     interrupted: bool
-    """Whether a signal ended the run before its last step: a checkpoint is there, the final model isn't."""
+    """Whether a signal ended the run early, leaving a checkpoint but no final model."""
     out_of_time: bool
-    """Whether `run.max_minutes` ended the run before its last step."""
+    """Whether `run.max_minutes` ended the run early."""
     skipped: int = 0
-    """Steps left out because their loss or gradient wasn't finite (`run.nonfinite=skip`)."""
+    """Steps skipped because of a non-finite loss or gradient (`run.nonfinite=skip`)."""
 
     @property
     def command(self) -> str:
-        """The command that goes on with this run."""
+        """The command that resumes this run."""
         return f"subquad train --config {shlex.quote(str(self.folder / CONFIG))}"
 
 
 def train(config: TrainConfig, *, console: Console | None = None, prepare: Prepare = prepare_task) -> RunResult:
-    """Train the model of `config` on its task and keep the run in `config.run.folder`.
+    """Train the model of `config` on its task in the folder `config.run.folder`, and return the result.
 
-    The folder gets `config.yaml`, `metrics.jsonl`, `tensorboard/`, `checkpoints/`, and at the end the model
-    (`config.json`, `model.safetensors`, of a text `tokenizer.json`: `from_pretrained` reads it) and `curves.png`. A
-    folder with a complete checkpoint is gone on with, bit for bit, unless `run.resume` is never. `console`
-    shows progress; without one it goes to the log. With `pretrain.kind` a classifier's encoder learns first, as a run
-    of its own in the folder `pretrain`, and either phase is gone on with. `prepare` makes the
-    task, where the configuration does not say which.
+    The folder gets `config.yaml`, `metrics.jsonl`, `tensorboard/`, `checkpoints/`, `curves.png` and at the end the
+    model (`config.json`, `model.safetensors`, `tokenizer.json` for text), which `from_pretrained` reads. A folder with
+    a complete checkpoint is resumed bit for bit, unless `run.resume` is never. With `pretrain.kind`, a classifier's
+    encoder is first trained as a run in the subfolder `pretrain`, which is resumed likewise. Progress goes to
+    `console`, or to the log without one. `prepare` makes the task, by default as `config.task` says.
 
-    Raises `ValueError` for a folder that holds something else, for a mechanism that has not the form that the task
-    needs, for windows that a model can't be trained on (`StackOptions.window_labels`) and for a text shorter than
-    `batch.length`, `CheckpointError` (a `ValueError`) for checkpoints that can't be gone on with, `NonFiniteError` for
-    a loss or gradient that isn't finite, `SaveError` (an `OSError`) for a checkpoint that can't be written,
-    `StepMemoryError` (a `MemoryError`) for a step that needs more memory than there is, and `LostProcessError` (an
-    `OSError`) where another process has ended or hangs.
+    Raises `ValueError` for a folder with other files, a mechanism without the form that the task needs, windows that
+    the model can't be trained on (`StackOptions.window_labels`) or a text shorter than `batch.length`;
+    `CheckpointError` (a `ValueError`) for checkpoints that can't be resumed; `NonFiniteError` for a non-finite loss or
+    gradient; `SaveError` (an `OSError`) for a checkpoint that can't be written; `StepMemoryError` (a `MemoryError`) for
+    a step that runs out of memory; and `LostProcessError` (an `OSError`) if another process has ended or hangs.
     """
     check_parallel(config)
     check_trackers(config.run.trackers)
@@ -113,10 +110,10 @@ def _train(config: TrainConfig, processes: Processes, console: Console | None, p
         checkpoint.sweep(root)
         policy = config.run.resume
         if first is not None and policy == "must" and _newest_step(first):
-            policy = "auto"  # the checkpoint to go on with may be the first phase's
+            policy = "auto"  # the checkpoint to resume from may belong to the first phase
         found = checkpoint_to_resume(root, config, policy, settings)
         root.mkdir(parents=True, exist_ok=True)
-        # What repeats the run is written so that a crash leaves each file whole.
+        # Written atomically, so that a crash can't damage the files that a resume needs.
         draft = folder / ".draft.yaml"
         (task.settings or task.config).to_file(draft)
         os.replace(draft, folder / CONFIG)
@@ -139,9 +136,9 @@ def _train(config: TrainConfig, processes: Processes, console: Console | None, p
 def _pretrain(
     task: Task, first: TrainConfig, processes: Processes, console: Console | None
 ) -> tuple[Task, RunResult | None]:
-    """Run the first phase, or what is left of it; the task then begins with what it has learned.
+    """Run or resume the first phase; return the task that starts from its weights, and None.
 
-    Return also the result of a first phase that was stopped before its end, made the task's, where there is one.
+    If the first phase stops early, return `task` unchanged and the result to report for it.
     """
     config, began = task.config, time.monotonic()
     made = _newest_step(first)
@@ -163,7 +160,7 @@ def _pretrain(
 
 
 def _newest_step(config: TrainConfig) -> int:
-    """Return the step of the newest checkpoint of a run; 0 without one."""
+    """Return the step of the newest checkpoint of a run, or 0."""
     made = checkpoint.listing(Path(config.run.folder) / CHECKPOINTS)
     return made[-1][0] if made else 0
 
@@ -176,7 +173,7 @@ def _run(
     begin_rng(config.run.seed, 0)
     model = task.make_model()
     parameters = sum(parameter.numel() for parameter in model.parameters())
-    # Training draws the same numbers whatever the model has drawn; the processes draw others, or all would drop alike.
+    # Reseed: training must not depend on how many numbers the model drew, and dropout must differ between processes.
     begin_rng(config.run.seed, processes.rank)
     loop = Loop(task, model, processes, settings, console)
     loop.run(start)
@@ -206,10 +203,9 @@ def _run(
 
 
 def _plain_model(loop: Loop) -> Any:
-    """Return the model without what training has put around it.
+    """Return the model without training wrappers.
 
-    A sharded one is put together in the first process, and in all where a second phase begins with its weights; in the
-    others it stays as it is.
+    A sharded model is gathered on rank 0, and on all ranks if another phase starts from it; else it stays sharded.
     """
     keep = loop.processes.first or loop.task.begins_another
     weights = loop.checkpoints.whole_weights(keep=keep)
@@ -219,7 +215,7 @@ def _plain_model(loop: Loop) -> Any:
     model.load_state_dict(weights)
     size = sum(weight.numel() * weight.element_size() for weight in weights.values())
     if loop.device.type == "cuda" and 2 * size > torch.cuda.mem_get_info(loop.device)[0]:
-        logger.warning("the whole model has no room beside its shares on %s: it stays on the CPU", loop.device)
+        logger.warning("the gathered model stays on the CPU: %s has no room for it beside its shards", loop.device)
         return model
     return model.to(loop.device)
 
@@ -236,7 +232,7 @@ def _threads(count: int | None) -> Iterator[None]:
 
 
 def precision_of(config: TrainConfig) -> str:
-    """Return the precision of the run, `bf16` or `float32`; for `auto` what this machine multiplies fast."""
+    """Return `bf16` or `float32`; `auto` means bf16 if this machine multiplies it fast."""
     precision = config.run.precision
     if precision == "auto":
         precision = "bf16" if _multiplies_bf16(device_type(config.run.device)) else "float32"
@@ -245,9 +241,10 @@ def precision_of(config: TrainConfig) -> str:
 
 
 def _multiplies_bf16(device: str) -> bool:
-    """Whether the processor (or the GPU, of `device` cuda) has instructions for products of bfloat16.
+    """Return whether the GPU (`device` cuda) or the CPU has instructions for bfloat16 products.
 
-    Of AMX PyTorch tells the tiles only; all processors that have them multiply bfloat16 with them (AMX-BF16).
+    A CPU needs AVX-512 BF16 or AMX; without them bfloat16 is far slower than float32. For AMX, PyTorch only reports
+    tiles, but all processors with tiles have AMX-BF16 too.
     """
     if device == "cuda":
         return torch.cuda.is_bf16_supported()
@@ -256,7 +253,7 @@ def _multiplies_bf16(device: str) -> bool:
 
 
 def check_folder(folder: Path) -> None:
-    """Raise `ValueError` for a run's folder that is a file, or that holds files of something else than a run."""
+    """Raise `ValueError` if `folder` is a file or holds other files than a run's."""
     if folder.exists() and not folder.is_dir():
         raise ValueError(f"run.folder={str(folder)!r} is a file; give a folder")
     if (folder / "config.yaml").is_file() or (folder / "checkpoints").is_dir():
@@ -264,15 +261,16 @@ def check_folder(folder: Path) -> None:
     found = sorted(file.name for file in folder.iterdir()) if folder.is_dir() else []
     if found:
         raise ValueError(
-            f"run.folder={str(folder)!r} holds files of something else than a run ({', '.join(found[:3])}"
-            f"{', ...' if found[3:] else ''}), which would be overwritten; give a new folder"
+            f"run.folder={str(folder)!r} is not a run, but has other files ({', '.join(found[:3])}"
+            f"{', ...' if found[3:] else ''}), which might be overwritten; give a new folder"
         )
 
 
 def settings_of(task: Task, precision: str, processes: Processes) -> dict[str, Any]:
-    """Return what must stay the same for a run to go on; the precision is the one that `auto` chose.
+    """Return the settings that must not change when a run is resumed; `precision` is what `auto` chose.
 
-    Of `batch` and `processes`, which are those that see different windows, the length and the product must.
+    For `batch` and `processes` (those with windows of their own), `check_settings` compares only the length and the
+    product.
     """
     config = task.config
     return {
@@ -287,18 +285,18 @@ def settings_of(task: Task, precision: str, processes: Processes) -> dict[str, A
 
 
 def checkpoint_to_resume(root: Path, config: TrainConfig, policy: str, settings: dict[str, Any]) -> Path | None:
-    """The newest whole checkpoint in `root`, or None to begin. Raises `CheckpointError` where the run can't go on."""
+    """Return the newest complete checkpoint in `root`, or None to start. Raises `CheckpointError` if none fits."""
     if policy == "never":
         if checkpoint.listing(root):
             raise CheckpointError(
-                f"{root} holds checkpoints of an earlier run and run.resume is 'never'; choose another run.folder, "
-                "delete that one, or set run.resume=auto"
+                f"{root} has checkpoints of an earlier run and run.resume is 'never'; choose another run.folder, "
+                "delete the old one, or set run.resume=auto"
             )
         return None
     found = checkpoint.newest_complete(root)
     if found is None:
         if policy == "must":
-            raise CheckpointError(f"run.resume is 'must' but {root} holds no checkpoint; set run.resume=auto to start")
+            raise CheckpointError(f"run.resume is 'must' but {root} has no checkpoint; set run.resume=auto to start")
         return None
     manifest = checkpoint.read_manifest(found)
     try:
@@ -310,17 +308,17 @@ def checkpoint_to_resume(root: Path, config: TrainConfig, policy: str, settings:
             f"{found} is at step {manifest['step']}, past run.steps={config.run.steps}; raise run.steps or choose "
             "another run.folder"
         )
-    logger.info("going on from %s", found)
+    logger.info("resuming from %s", found)
     return found
 
 
 def warn_of_new_random_numbers(found: Path, config: TrainConfig, processes: Processes) -> None:
-    """Say so where the random numbers of a run that draws some begin anew, having another number of processes."""
+    """Warn if random numbers start anew because the checkpoint was made by another number of processes."""
     made_by = len(rng_files(found))
     if made_by != processes.world and draws(config):
         logger.warning(
-            "%s was made by %d processes and %d go on: the windows are the same, but what is drawn at random (dropout, "
-            "augmentation, hidden tokens) is other than if as many went on",
+            "%s was made by %d processes and is resumed by %d: the windows are the same, but random numbers (dropout, "
+            "augmentation, hidden tokens) differ from those of an uninterrupted run",
             found.name,
             made_by,
             processes.world,
@@ -328,7 +326,7 @@ def warn_of_new_random_numbers(found: Path, config: TrainConfig, processes: Proc
 
 
 def draws(config: TrainConfig) -> bool:
-    """Whether a training step draws random numbers."""
+    """Return whether a training step draws random numbers."""
     dropout = config.model.dropout > 0 or config.model.attention_dropout > 0 or config.lora.dropout > 0
     return (
         dropout

@@ -1,4 +1,4 @@
-"""Reading a trained model back from its folder, alone or with an adapter, and the images that belong to it."""
+"""Load trained models, with or without adapters, from run folders, and the images to measure them on."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ Model = TypeVar("Model")
 
 
 class LoadedRun(NamedTuple):
-    """A trained model with its tokenizer; `config` is None where the folder holds no training configuration."""
+    """A trained language model with its tokenizer; `config` is None if the folder has no `config.yaml`."""
 
     folder: Path
     decoder: Decoder
@@ -38,7 +38,7 @@ class LoadedRun(NamedTuple):
 
 
 class LoadedProbe(NamedTuple):
-    """A model that was trained on a probe."""
+    """A model trained on a probe."""
 
     folder: Path
     decoder: Decoder
@@ -46,7 +46,7 @@ class LoadedProbe(NamedTuple):
 
 
 class Loaded(NamedTuple, Generic[Model]):
-    """A trained model of another kind; `config` is None where the folder holds no training configuration."""
+    """A trained classifier or image model; `config` is None if the folder has no `config.yaml`."""
 
     folder: Path
     model: Model
@@ -58,41 +58,41 @@ LoadedImageModel = Loaded[ImageModel]
 
 
 def load_run(folder: str | Path, device: str = "auto", adapter: str | None = None) -> LoadedRun:
-    """Read a run's folder, one of its checkpoints, or any folder with a model's files and `tokenizer.json`.
+    """Load a language model from a run folder, a checkpoint, or any folder with model files and `tokenizer.json`.
 
-    `device` is `cpu`, or `auto` for a GPU where PyTorch finds one. The folder of a LoRA adapter is read with its base;
-    `adapter` names one to put on the model in `folder`. Raises `FileNotFoundError` that names what is
-    missing and says what to do, and `ValueError` for a classifier and for a model that was trained on a probe.
+    `device` is `cpu`, or `auto` for a GPU if PyTorch finds one. The folder of a LoRA adapter is loaded with its base;
+    `adapter` is a folder of an adapter to apply to the model in `folder`. Raises `FileNotFoundError` for missing files
+    and `ValueError` for a model of another kind (classifier, images, probe, pretraining, other libraries).
     """
     folder, home = _model_folder(folder)
     if is_classifier(folder):
         raise ValueError(
-            f"{folder} holds a classifier: it labels whole sequences and predicts no text; `subquad eval` measures it"
+            f"{folder} holds a classifier, which labels sequences and predicts no text; `subquad eval` measures it"
         )
     if is_image_model(folder):
         raise ValueError(
-            f"{folder} holds a model of images, which knows no text; `subquad generate RUN --images 100` draws images"
+            f"{folder} holds an image model, which predicts no text; `subquad generate RUN --images 100` draws images"
         )
     if is_extension(folder):
         raise ValueError(
-            f"{folder} holds an extension of a model of transformers: make one of ours of it by `subquad lora merge "
-            f"{folder} --out MERGED` and `subquad import MERGED --out FOLDER`"
+            f"{folder} holds an extension of a transformers model: convert it with `subquad lora merge {folder} --out "
+            "MERGED` and `subquad import MERGED --out FOLDER`"
         )
     model_type = _model_type(folder)
     if not is_adapter(folder) and not str(model_type).startswith(SubquadConfig.model_type):
         raise ValueError(
-            f"{folder} holds a model of type {model_type!r}, not one of ours: make one by `subquad import {folder} "
-            "--out FOLDER`"
+            f"{folder} holds a model of type {model_type!r}, not a subquad model: convert it with `subquad import "
+            f"{folder} --out FOLDER`"
         )
     settings = _settings(home)
     if settings is not None and "pretrain" in settings.groups:
         raise ValueError(
-            f"{folder} holds an encoder in pretraining, no finished model: it is the first phase of a classifier"
+            f"{folder} holds a pretrained encoder, which is the first phase of a classifier and not a finished model"
         )
     if settings is not None and "probe" in settings.groups:
         raise ValueError(
-            f"{folder} holds a model of the probe {settings.probe.name}, which knows no text; `subquad probe` measures "
-            "it"
+            f"{folder} holds a model of the probe {settings.probe.name}, which predicts no text; `subquad probe` "
+            "measures it"
         )
     if not (home / "tokenizer.json").is_file():
         raise FileNotFoundError(f"{home} holds no tokenizer.json; copy the one that the model was trained with there")
@@ -101,9 +101,9 @@ def load_run(folder: str | Path, device: str = "auto", adapter: str | None = Non
 
 
 def load_language_model(folder: str | Path) -> tuple[SubquadForCausalLM, Path]:
-    """The whole model in a run's folder, or in any with a model's files, and the folder that holds its tokenizer.
+    """Return the transformers model of a run folder or any folder with model files, and the folder of its tokenizer.
 
-    Raises `FileNotFoundError` as `load_run`, and `ValueError` for an adapter and for a model that is no language model.
+    Raises `FileNotFoundError` like `load_run`, and `ValueError` for an adapter and for other kinds of models.
     """
     folder, home = _model_folder(folder)
     if is_adapter(folder):
@@ -115,40 +115,43 @@ def load_language_model(folder: str | Path) -> tuple[SubquadForCausalLM, Path]:
 
 
 def load_probe(folder: str | Path, device: str = "auto") -> LoadedProbe:
-    """Read the folder of a run with task=probe, or one of its checkpoints.
+    """Load the model of a run with task=probe, or of one of its checkpoints.
 
-    Raises `FileNotFoundError` as `load_run`, and `ValueError` for another run's folder.
+    Raises `FileNotFoundError` like `load_run`, and `ValueError` for a run of another task.
     """
     folder, home = _model_folder(folder)
     settings = _settings(home)
     if settings is None or "probe" not in settings.groups:
-        raise ValueError(f"{folder} holds no model of a probe; `subquad train --task probe` makes one")
+        raise ValueError(f"{folder} has no model of a probe; `subquad train --task probe` makes one")
     return LoadedProbe(folder, _on_device(read_model(SubquadForCausalLM, folder), device).model, settings)
 
 
 def is_probe(folder: str | Path) -> bool:
-    """Whether a folder is that of a run with task=probe, or one of its checkpoints."""
+    """Return whether `folder` is a run with task=probe, or one of its checkpoints."""
     settings = _settings(_model_folder(folder)[1])
     return settings is not None and "probe" in settings.groups
 
 
 def load_classifier(folder: str | Path, device: str = "auto", adapter: str | None = None) -> LoadedClassifier:
-    """Read the folder of a classifier's run, or one of its checkpoints. Raises as `load_run`, for what it refuses."""
+    """Load the model of a run with task=classify, or of one of its checkpoints.
+
+    Raises `FileNotFoundError` like `load_run`, and `ValueError` for a run of another task.
+    """
     folder, home = _model_folder(folder)
     if not is_classifier(folder):
-        raise ValueError(f"{folder} holds a language model, no classifier")
+        raise ValueError(f"{folder} has no classifier; `subquad train --task classify` makes one")
     model = _on_device(read_model(SubquadForSequenceClassification, folder, adapter), device)
     return LoadedClassifier(folder, model, _settings(home))
 
 
 def load_image_run(folder: str | Path, device: str = "auto", adapter: str | None = None) -> LoadedImageModel:
-    """Read the folder of a run with task=image, or one of its checkpoints.
+    """Load the model of a run with task=image, or of one of its checkpoints.
 
-    Raises `FileNotFoundError` as `load_run`, and `ValueError` for another run's folder.
+    Raises `FileNotFoundError` like `load_run`, and `ValueError` for a run of another task.
     """
     folder, home = _model_folder(folder)
     if not is_image_model(folder):
-        raise ValueError(f"{folder} holds no model of images; `subquad train --task image` makes one")
+        raise ValueError(f"{folder} has no image model; `subquad train --task image` makes one")
     model = _on_device(read_model(SubquadForImages, folder, adapter), device)
     return LoadedImageModel(folder, model.model, _settings(home))
 
@@ -158,18 +161,19 @@ class Images(NamedTuple):
 
     held_out: ImageSet
     train: ImageSet | None
-    """Those to learn from, where the files tell them apart."""
+    """Training images, or None if the files have no split."""
 
 
 def images_for(loaded: LoadedImageModel, path: str | None) -> Images:
-    """Return the images at `path` (None: the run's); `ValueError` where there are none or they have another size.
+    """Return the images at `path` (None: the run's own).
 
-    At another path than the run's, the pictures of a folder are all measured; of the run's own those it held out.
+    All pictures of a plain folder are measured, except for the run's own path, of which only the held-out ones are.
+    Raises `ValueError` if there are no images or they don't have the model's size.
     """
     own = None if loaded.config is None else loaded.config.image.path
     if path is None:
         if own is None:
-            raise ValueError(f"{loaded.folder} has no config.yaml that names its images; give some by their path")
+            raise ValueError(f"{loaded.folder} has no config.yaml that names its images; give the path of some")
         path = own
     own_path = own is not None and Path(path).expanduser().resolve() == Path(own).expanduser().resolve()
     pictures = None if own_path else load_pictures(path)
@@ -180,7 +184,7 @@ def images_for(loaded: LoadedImageModel, path: str | None) -> Images:
         found = Images(sets["test"], sets["train"])
     if found.held_out.shape != loaded.model.config.shape:
         raise ValueError(
-            f"{path} holds images of {_size(found.held_out.shape)}, but the model in {loaded.folder} has "
+            f"{path} has images of {_size(found.held_out.shape)}, but the model in {loaded.folder} needs "
             f"{_size(loaded.model.config.shape)} (rows x columns x channels)"
         )
     return found
@@ -191,7 +195,7 @@ def _size(shape: tuple[int, int, int]) -> str:
 
 
 def chosen(images: ImageSet, wanted: int | None) -> ImageSet:
-    """Return `wanted` images, evenly spread over all of them (all where there are fewer, or for None)."""
+    """Return `wanted` images, evenly spread over all; None or too large a number means all."""
     size = len(images.pixels)
     count = size if wanted is None else min(wanted, size)
     index = np.arange(count) * size // count
@@ -200,17 +204,17 @@ def chosen(images: ImageSet, wanted: int | None) -> ImageSet:
 
 
 def flat(images: ImageSet) -> Tensor:
-    """Return the bytes of each image in a row, `[N, T]`."""
+    """Return the bytes of each image as a sequence, `[N, T]`."""
     return torch.from_numpy(images.pixels.reshape(len(images.pixels), -1))
 
 
 def is_classifier(folder: str | Path) -> bool:
-    """Whether a folder holds a classifier, by its config.json; an adapter's is its base's."""
+    """Return whether `folder` holds a classifier or an adapter of one, by the model's config.json."""
     return _model_type(folder) == SubquadClassifierConfig.model_type
 
 
 def is_image_model(folder: str | Path) -> bool:
-    """Whether a folder holds a model of images, by its config.json; an adapter's is its base's."""
+    """Return whether `folder` holds an image model or an adapter of one, by the model's config.json."""
     return _model_type(folder) == SubquadImageConfig.model_type
 
 
@@ -220,7 +224,7 @@ def _model_type(folder: str | Path) -> Any:
 
 
 def _model_folder(folder: str | Path) -> tuple[Path, Path]:
-    """The folder, which holds a model's files, and that of its run: another one for a checkpoint."""
+    """Return `folder` after checking that it has model files, and the run's folder, which differs for a checkpoint."""
     folder = Path(folder)
     if not folder.is_dir():
         raise FileNotFoundError(f"there is no folder {folder}; give the folder of a run, as `subquad train` makes it")
@@ -231,12 +235,12 @@ def _model_folder(folder: str | Path) -> tuple[Path, Path]:
         if settings.is_file():
             hint = f"its training has not ended; go on with: subquad train --config {settings}"
         raise FileNotFoundError(f"{folder} holds no config.json, so no trained model; {hint}")
-    disable_progress_bar()  # reading a file takes no time worth a bar
+    disable_progress_bar()  # loading is too quick for a bar
     return folder, home
 
 
 def run_folder(folder: Path) -> Path:
-    """Return the run's folder of a checkpoint that holds no tokenizer of its own; any other folder as it is."""
+    """Return the run folder of a checkpoint without a tokenizer; other folders are returned unchanged."""
     checkpoint = folder.resolve().parent.name == CHECKPOINTS and not (folder / "tokenizer.json").is_file()
     return folder.resolve().parent.parent if checkpoint else folder
 
@@ -251,10 +255,9 @@ def _on_device(model: Any, device: str) -> Any:
 
 
 def read_model(model_class: type[PreTrainedModel], folder: Path, adapter: str | None = None) -> Any:
-    """Return the model of a folder, of an adapter's with its base; `adapter` is put on the model in `folder`.
+    """Return the model in `folder`; an adapter is loaded with its base, and `adapter` is applied to the model.
 
-    Raises `FileNotFoundError` where the base or the adapter is not there, and `ValueError` where they do not belong
-    together.
+    Raises `FileNotFoundError` if the base or the adapter is missing, and `ValueError` if they don't belong together.
     """
     if not is_adapter(folder):
         if adapter is None:
@@ -265,10 +268,10 @@ def read_model(model_class: type[PreTrainedModel], folder: Path, adapter: str | 
         record.check(folder, adapter)
         return lora.load_adapter(lora.load_base(folder, record.classes), adapter).get_base_model()
     if adapter is not None:
-        raise ValueError(f"{folder} is an adapter itself: give its base as RUN, and one adapter by --adapter")
+        raise ValueError(f"{folder} is an adapter itself: give its base as RUN, and one adapter with --adapter")
     return lora.open_adapter(folder).get_base_model()
 
 
 def model_home(folder: str | Path) -> Path:
-    """Return the folder that holds the whole model: that of the base for an adapter."""
+    """Return the folder of the full model, which for an adapter is its base's."""
     return lora.Base.read(folder).find(folder) if is_adapter(folder) else Path(folder)

@@ -1,9 +1,9 @@
-"""Writing and reading the contents of a checkpoint: whole or not there, by all processes or none.
+"""Save and load the contents of a checkpoint, in all processes together.
 
-The weights are `model.safetensors` (of LoRA the adapter) however the run is spread out; the optimizer's states are
-`optimizer.pt`, or of a sharded model the folder `optimizer` (see `subquad.training.sharding`): either kind of run reads
-both. `rng_state_<process>.safetensors` holds random number generators in a format that can hold nothing that runs,
-`trainer_state.json` the step and the best held-out loss, and `skipped.json` the steps left out, where there are any.
+Weights are always whole, in `model.safetensors` (with LoRA the adapter). Optimizer states are in `optimizer.pt`, or in
+the folder `optimizer` for a sharded model (`subquad.training.sharding`); either kind of run reads both. Other files are
+`rng_state_<process>.safetensors` (random generators, without pickled code), `trainer_state.json` (step and best
+held-out loss) and `skipped.json` (number of skipped steps, if any).
 """
 
 from __future__ import annotations
@@ -35,13 +35,13 @@ from subquad.training.task import Task, weights_file
 logger = logging.getLogger(__name__)
 
 CHECKPOINTS = "checkpoints"
-"""The folder of the checkpoints, in that of the run."""
+"""Subfolder of the run's folder that holds the checkpoints."""
 STATE, SKIPPED = "trainer_state.json", "skipped.json"
 
 
 @dataclass
 class Standing:
-    """The place of a run in its training."""
+    """Training progress of a run."""
 
     step: int = 0
     """Optimizer steps so far."""
@@ -49,12 +49,12 @@ class Standing:
     """Step of the lowest held-out loss."""
     best_loss: float | None = None
     skipped: int = 0
-    """Steps left out because their loss or gradient wasn't finite."""
+    """Steps skipped because of a non-finite loss or gradient."""
     skipped_in_a_row: int = 0
-    """The steps just left out, one after another."""
+    """Length of the current streak of skipped steps."""
 
     def write(self, folder: Path) -> None:
-        """Write `trainer_state.json` and, where steps were left out, `skipped.json`."""
+        """Write `trainer_state.json` and, if steps were skipped, `skipped.json`."""
         state = {"global_step": self.step, "best_global_step": self.best_step, "best_metric": self.best_loss}
         (folder / STATE).write_text(json.dumps(state))
         if self.skipped:
@@ -63,7 +63,7 @@ class Standing:
 
     @classmethod
     def read(cls, folder: Path) -> Standing:
-        """Read what `write` wrote, or the Trainer of transformers, which trained before. Raises `CheckpointError`."""
+        """Read the files of `write` (the keys are those of transformers' Trainer). Raises `CheckpointError`."""
         with reading(folder / STATE):
             state = read_json(folder / STATE)
             check_keys(state, {"global_step": int}, str(folder / STATE))
@@ -78,7 +78,7 @@ class Standing:
 
 
 class Checkpoints:
-    """The checkpoints of a run in the folder `root`: what all processes write and read together."""
+    """Saves and loads the checkpoints of a run in the folder `root`, in all processes together."""
 
     def __init__(
         self,
@@ -95,15 +95,15 @@ class Checkpoints:
         self.processes, self.settings = processes, settings
 
     def newest_name(self) -> str:
-        """Return the name of the newest checkpoint, for messages."""
+        """Return the name of the newest checkpoint for messages, or `none`."""
         published = checkpoint.listing(self.root)
         return published[-1][1].name if published else "none"
 
     def save(self, standing: Standing) -> None:
-        """Publish a checkpoint and delete old ones. All processes must call it.
+        """Publish a checkpoint, then delete old ones. All processes must call it.
 
-        Raises `NonFiniteError` for weights that are not finite and `SaveError` where the disk fails: then nothing is
-        left of the checkpoint, and what was there before is untouched.
+        Raises `NonFiniteError` for non-finite weights and `SaveError` if the disk fails; both leave nothing of the
+        checkpoint, and earlier ones untouched.
         """
         step = standing.step
         now_at(f"the checkpoint of step {step}")
@@ -132,7 +132,7 @@ class Checkpoints:
                 checkpoint.rotate(self.root, keep=self.task.config.run.keep, best_step=standing.best_step)
 
     def save_final(self, folder: Path) -> None:
-        """Put the model at the top of the run's folder. All processes must call it."""
+        """Write the model to the run's folder. All processes must call it."""
         aside = folder / ".saving-model"
         with self.disk(aside, "the final model"):
             weights = self.whole_weights(keep=self.processes.first)
@@ -141,18 +141,18 @@ class Checkpoints:
                     shutil.rmtree(aside, ignore_errors=True)
                     self.write_weights(aside, weights)
                     checkpoint.share(aside)
-                    # The configuration comes last: a folder that has it has the weights.
+                    # Move the configuration last: after a crash, a folder that has it also has the weights.
                     last = ("config.json", "adapter_config.json")
                     for path in sorted(aside.iterdir(), key=lambda path: path.name in last):
                         path.replace(folder / path.name)
                     aside.rmdir()
 
     def load(self, folder: Path) -> Standing:
-        """Read weights, optimizer and schedule, strictly. Raises `CheckpointError`. All processes must call it."""
+        """Load weights, optimizer and schedule strictly. Raises `CheckpointError`. All processes must call it."""
         in_shards = (folder / "optimizer").is_dir()
         for name in (STATE, "optimizer" if in_shards else "optimizer.pt", "scheduler.pt"):
             if not (folder / name).exists():
-                raise CheckpointError(f"{folder} lacks {name}; resuming without it would change the run")
+                raise CheckpointError(f"{folder} lacks {name}, and resuming without it would change the run")
         standing = Standing.read(folder)
         self.load_weights(folder)
         with reading(folder):
@@ -166,7 +166,7 @@ class Checkpoints:
         return standing
 
     def load_random_numbers(self, folder: Path, step: int) -> None:
-        """Set all generators as the checkpoint has them; anew where another number of processes made it."""
+        """Restore all random generators, or reseed them if another number of processes made the checkpoint."""
         if len(rng_files(folder)) == self.processes.world:
             load_rng(rng_file(folder, self.processes.rank))
         else:
@@ -174,11 +174,11 @@ class Checkpoints:
 
     @contextmanager
     def disk(self, folder: Path, what: str) -> Iterator[None]:
-        """Leave nothing of a save that fails, and say that nothing is lost."""
+        """If the block fails to write `what`, delete `folder` and raise `SaveError`."""
         try:
             yield
         except (OSError, SafetensorError, RuntimeError) as error:  # torch.save raises RuntimeError for a full disk
-            # What torch.save raises for the disk names its writer.
+            # torch.save's errors for the disk name its writer; other RuntimeErrors are bugs.
             of_the_disk = any(text in str(error) for text in ("inline_container", "PytorchStreamWriter", "iostream"))
             if isinstance(error, RuntimeError) and not of_the_disk:
                 raise
@@ -186,15 +186,15 @@ class Checkpoints:
                 shutil.rmtree(folder, ignore_errors=True)
             free = shutil.disk_usage(self.root).free / 2**30
             raise SaveError(
-                f"{what} could not be written to {folder.parent}, where {free:.2f} GiB are free: {error}. Nothing of "
-                f"it is left; what was there before is untouched (newest checkpoint: {self.newest_name()}). Make room "
-                "and give the same command again"
+                f"{what} could not be written to {folder.parent}, where {free:.2f} GiB are free: {error}. It was "
+                f"deleted; earlier files are untouched (newest checkpoint: {self.newest_name()}). Free some space and "
+                "run the same command again"
             ) from error
 
     def require_finite_weights(self, step: int) -> None:
-        """Raise `NonFiniteError` that names a weight of this process which isn't finite."""
+        """Raise `NonFiniteError` with the name of a non-finite weight of this process, if any."""
         for name, parameter in self.model.named_parameters():
-            to_local = getattr(parameter, "to_local", None)  # of a DTensor, without importing what it is made of
+            to_local = getattr(parameter, "to_local", None)  # a DTensor's, without importing torch.distributed.tensor
             if not torch.isfinite(parameter if to_local is None else to_local()).all():
                 raise NonFiniteError(
                     f"the weight {name} is not finite after step {step}; nothing was saved. Newest checkpoint: "
@@ -202,51 +202,51 @@ class Checkpoints:
                 )
 
     def whole_weights(self, *, keep: bool) -> dict[str, Any] | None:
-        """Return the weights where `model` has a part of them alone, and empty without `keep`; None where it has all.
+        """Return the gathered weights of a sharded model (empty without `keep`), or None if `model` is whole.
 
         All processes must call it.
         """
         return None
 
     def write_weights(self, folder: Path, weights: dict[str, Any] | None) -> None:
-        """Write the model, or the adapter, in the first process."""
+        """Write the model or the adapter on rank 0."""
         if self.processes.first:
             self.task.save_weights(self.model, folder, weights)
 
     def load_weights(self, folder: Path) -> None:
-        """Read the model's weights. Raises `CheckpointError` where names or shapes are others."""
+        """Load the model's weights. Raises `CheckpointError` if names or shapes differ."""
         self.task.load_weights(self.model, folder)
 
     def write_optimizer(self, folder: Path) -> None:
-        """Write the states of the optimizer and of the schedule. All processes must call it."""
+        """Write the optimizer and schedule states. All processes must call it."""
         with self.processes.together():
             if self.processes.first:
                 torch.save(self.optimizer.state_dict(), folder / "optimizer.pt")
                 torch.save(self.scheduler.state_dict(), folder / "scheduler.pt")
 
     def load_optimizer(self, file: Path) -> None:
-        """Read the optimizer's states where they were saved whole."""
+        """Load optimizer states that were saved whole."""
         self.optimizer.load_state_dict(torch.load(file, map_location="cpu", weights_only=True))
 
     def write_random_numbers(self, folder: Path) -> None:
-        """Write the generators of this process."""
+        """Write the random generators of this process."""
         save_rng(rng_file(folder, self.processes.rank))
 
 
 class ShardedCheckpoints(Checkpoints):
-    """The checkpoints of a run whose model is shared out over the processes."""
+    """Saves and loads the checkpoints of a sharded model."""
 
     def whole_weights(self, *, keep: bool) -> dict[str, Any]:
-        """Return the weights put together; empty without `keep`. All processes must call it."""
+        """Return the gathered weights (empty without `keep`). All processes must call it."""
         return _sharding().whole_state(self.model, keep=keep)
 
     def load_weights(self, folder: Path) -> None:
-        """Read this process's part of the weights. Raises `CheckpointError` where names or shapes are others."""
+        """Load this process's shards of the weights. Raises `CheckpointError` if names or shapes differ."""
         with reading(folder / "model.safetensors"):
             _sharding().load_weights(self.model, weights_file(folder))
 
     def write_optimizer(self, folder: Path) -> None:
-        """Write the states of the optimizer, each process its part, and of the schedule. All processes must call it."""
+        """Write this process's shards of the optimizer states, and the schedule. All processes must call it."""
         names = _sharding().save_optimizer(self.model, self.optimizer, folder)
         with self.processes.together():
             if self.processes.first:
@@ -258,24 +258,24 @@ class ShardedCheckpoints(Checkpoints):
 
 
 def _sharding() -> Any:
-    """Return the module of shared-out models, which loads much of torch.distributed."""
+    """Import `subquad.training.sharding` on first use, because it loads much of torch.distributed."""
     from subquad.training import sharding
 
     return sharding
 
 
 def rng_file(folder: Path, process: int) -> Path:
-    """Return the file that holds the generators of one process."""
+    """Return the file of the random generators of one process."""
     return folder / f"rng_state_{process}.safetensors"
 
 
 def rng_files(folder: Path) -> list[Path]:
-    """Return the files of all processes."""
+    """Return the files of the random generators of all processes."""
     return sorted(folder.glob("rng_state_*.safetensors"))
 
 
 def begin_rng(seed: int, process: int, step: int = 0) -> None:
-    """Set all generators to numbers of their own for a process and a step; process 0 at step 0 begins with `seed`."""
+    """Seed all random generators differently for each process and step; process 0 at step 0 uses `seed` itself."""
     words = np.random.SeedSequence((seed, process, step)).generate_state(1)
     number = int(words[0]) if process or step else seed
     random.seed(number)
@@ -284,7 +284,7 @@ def begin_rng(seed: int, process: int, step: int = 0) -> None:
 
 
 def save_rng(path: Path) -> None:
-    """Write the states of Python's, NumPy's and PyTorch's generators."""
+    """Write the states of the random generators of Python, NumPy and PyTorch."""
     version, words, gauss = random.getstate()
     name, keys, position, has_gauss, cached = np.random.get_state(legacy=True)
     tensors: dict[str, Tensor] = {
@@ -299,11 +299,11 @@ def save_rng(path: Path) -> None:
 
 
 def load_rng(path: Path) -> None:
-    """Set all generators to what `save_rng` wrote; `CheckpointError` where the file is missing or damaged."""
+    """Restore the states that `save_rng` wrote. Raises `CheckpointError` if the file is missing or damaged."""
     if not path.is_file():
         raise CheckpointError(
-            f"{path} is missing: this process can't go on with the same random numbers; "
-            "resume with as many processes as made the checkpoint"
+            f"{path} is missing, and this process can't resume with the same random numbers without it; use as many "
+            "processes as made the checkpoint"
         )
     try:
         with safe_open(path, "pt") as file:
@@ -316,5 +316,5 @@ def load_rng(path: Path) -> None:
         torch.set_rng_state(tensors["torch"])
         if torch.cuda.is_available() and "cuda" in tensors:
             torch.cuda.set_rng_state(tensors["cuda"])
-    except Exception as error:  # each generator checks its own state, in its own way
+    except Exception as error:  # each generator has its own error types
         raise CheckpointError(f"{path} is damaged: {error!r}") from error

@@ -1,4 +1,4 @@
-"""The learning rate over the steps, as a factor of its peak. No torch, so the command line reads it fast."""
+"""Learning-rate schedules as factors of the peak."""
 
 from __future__ import annotations
 
@@ -11,19 +11,18 @@ from subquad.config import Config, check_fraction
 
 @dataclass(frozen=True, kw_only=True)
 class ScheduleConfig(Config):
-    """The learning rate over the steps: a linear warm-up, then one of four shapes."""
+    """Learning-rate schedule: a linear warm-up, then one of four shapes."""
 
     kind: Literal["cosine", "wsd", "inverse_sqrt", "constant"] = "cosine"
-    """cosine: half a cosine down to min_ratio; wsd: stay, then fall linearly to min_ratio over the last decay_fraction;
-    inverse_sqrt: stay at the peak until hold, then fall as sqrt(hold / step), never below min_ratio; constant: stay."""
+    """Shape after the warm-up. cosine: half a cosine; wsd: constant, then linear; inverse_sqrt: sqrt(hold / step)."""
     warmup: int = 50
-    """Steps of linear warm-up from zero."""
+    """Steps of linear warm-up."""
     min_ratio: float = 0.1
-    """Smallest learning rate after the warm-up, as a fraction of the peak."""
+    """Lowest learning rate after the warm-up, as a fraction of the peak."""
     decay_fraction: float = 0.2
-    """Share of all steps over which wsd falls."""
+    """Fraction of all steps in which wsd decays."""
     hold: int | None = None
-    """Step up to which inverse_sqrt is capped at the peak (None: the end of the warm-up)."""
+    """Last step that inverse_sqrt holds at the peak (None: the end of the warm-up)."""
 
     def __post_init__(self) -> None:
         self.check_least("schedule", warmup=0)
@@ -31,9 +30,9 @@ class ScheduleConfig(Config):
         self.check_least("schedule", hold=max(1, self.warmup))
 
     def factor(self, step: int, steps: int) -> float:
-        """The learning rate of the step after `step` steps of `steps`, over the peak: in `[0, 1]`.
+        """Return the learning rate after `step` of `steps` steps as a fraction of the peak, in `[0, 1]`.
 
-        The warm-up gives `(step + 1) / (warmup + 1)`, so no step is wasted at zero.
+        The warm-up is `(step + 1) / (warmup + 1)`, so the first step is not wasted at zero.
         """
         if step < self.warmup:
             return (step + 1) / (self.warmup + 1)

@@ -1,8 +1,8 @@
-"""A model whose weights, gradients and optimizer states are shared out over the processes (FSDP2), and its files.
+"""Sharded models (FSDP2: weights, gradients and optimizer states split over the processes) and their files.
 
-The weights are always saved whole, as `model.safetensors`: any number of processes, sharding or not, reads them. The
-optimizer's states are saved by torch.distributed.checkpoint, each process its part, as safetensors in the folder
-`optimizer`, and are shared out anew when they are read.
+Weights are always saved whole, as `model.safetensors`, which any number of processes reads, sharded or not. Optimizer
+states are saved by torch.distributed.checkpoint: each process writes its shards as safetensors in the folder
+`optimizer`, and loading redistributes them.
 """
 
 from __future__ import annotations
@@ -28,23 +28,23 @@ from subquad.training.errors import CheckpointError
 from subquad.training.processes import Processes
 
 OPTIMIZER = "optimizer"
-"""The folder of the optimizer's states in a checkpoint."""
+"""Folder of the optimizer states in a checkpoint."""
 NAMES = "names.json"
-"""The file in it that lists the states."""
+"""File in that folder that lists the states."""
 
 
 def shard(model: Any, processes: Processes, *, bf16: bool) -> None:
-    """Share `model` out over all processes, each block and the rest; they begin with the weights of process 0.
+    """Shard each block of `model` and the rest over all processes, starting from the weights of process 0.
 
-    With `bf16` the blocks compute in bfloat16, and gradients are added up in float32. The shards and so the optimizer's
-    states keep their dtype, float32. A `PerceiverAR`, which uses the parts of its blocks apart, is shared out whole.
+    With `bf16`, blocks compute in bfloat16 and gradients are summed in float32; shards and optimizer states stay
+    float32. A `PerceiverAR` is sharded as one unit, because it uses parts of its blocks separately.
     """
     for tensor in [*model.parameters(), *model.buffers()]:
         torch.distributed.broadcast(tensor.detach(), src=0)
     policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32) if bf16 else None
     mesh = torch.distributed.device_mesh.init_device_mesh(processes.device, (processes.world,))
     options: dict[str, Any] = {"mesh": mesh, "mp_policy": policy or MixedPrecisionPolicy()}
-    # Luna's memory is a view; nothing is changed in place.
+    # Luna returns its memory as a view, which nothing changes in place.
     warnings.filterwarnings("ignore", message="FSDP2-wrapped module .* returned a view", category=UserWarning)
     for block in model.blocks_to_shard():
         fully_shard(block, **options)
@@ -52,7 +52,7 @@ def shard(model: Any, processes: Processes, *, bf16: bool) -> None:
 
 
 def whole_state(model: nn.Module, *, keep: bool) -> dict[str, Tensor]:
-    """The weights put together one by one on the CPU; empty without `keep`. All processes must call it."""
+    """Gather the weights one by one on the CPU; return nothing without `keep`. All processes must call it."""
     state = {}
     for name, tensor in model.state_dict().items():
         part = tensor.detach()
@@ -64,21 +64,21 @@ def whole_state(model: nn.Module, *, keep: bool) -> dict[str, Tensor]:
 
 @torch.no_grad()
 def load_weights(model: nn.Module, file: Path) -> None:
-    """Read this process's part of the weights. Raises `CheckpointError` where names or shapes are others."""
+    """Load this process's shards of the weights. Raises `CheckpointError` if names or shapes differ."""
     state = model.state_dict()
     with safe_open(file, "pt") as saved:
         names = set(saved.keys())
         if names != set(state):
-            raise CheckpointError(f"{file} holds other weights than the model: {', '.join(sorted(names ^ set(state)))}")
+            raise CheckpointError(f"{file} doesn't match the model's weights: {', '.join(sorted(names ^ set(state)))}")
         for name, tensor in state.items():
             fill(tensor, saved.get_tensor(name), name)
 
 
 @torch.no_grad()
 def fill(target: Tensor, value: Tensor, name: str) -> None:
-    """Copy `value`, whole, or this process's part of it, into `target`. Raises `CheckpointError` for another shape."""
+    """Copy `value`, or this process's shard of it, into `target`. Raises `CheckpointError` if the shapes differ."""
     if target.shape != value.shape:
-        raise CheckpointError(f"{name} has the shape {list(value.shape)}, the model {list(target.shape)}")
+        raise CheckpointError(f"{name} has the shape {list(value.shape)}, but the model needs {list(target.shape)}")
     if isinstance(target, DTensor):
         value = distribute_tensor(
             value.to(target.device), target.device_mesh, target.placements, src_data_rank=None
@@ -88,7 +88,7 @@ def fill(target: Tensor, value: Tensor, name: str) -> None:
 
 
 def save_optimizer(model: nn.Module, optimizer: Optimizer, folder: Path) -> list[str]:
-    """Write the optimizer's states to `folder / OPTIMIZER`; their names. All processes must call it."""
+    """Write this process's states to `folder / OPTIMIZER`; return all state names. All processes must call it."""
     states = {
         f"{name}.{key}": value
         for name, parameter in model.named_parameters()
@@ -97,44 +97,44 @@ def save_optimizer(model: nn.Module, optimizer: Optimizer, folder: Path) -> list
     writer = dcp.HuggingFaceStorageWriter(str(folder / OPTIMIZER), save_distributed=True)
     try:
         dcp.save(states, storage_writer=writer)
-    except CheckpointException as error:  # not an Exception: it would pass every handler
+    except CheckpointException as error:  # derives from BaseException, so handlers of Exception would miss it
         raise OSError(_failures(error)) from error
     return sorted(states)
 
 
 def list_states(folder: Path, names: list[str]) -> None:
-    """Write the list of the states that `save_optimizer` has written. For one process."""
-    (folder / OPTIMIZER).mkdir(exist_ok=True)  # there is none where no step has been taken yet
+    """Write the list of the states that `save_optimizer` wrote. Only one process may call it."""
+    (folder / OPTIMIZER).mkdir(exist_ok=True)  # before the first step there are no states and no folder
     (folder / OPTIMIZER / NAMES).write_text(json.dumps(names))
 
 
 def load_optimizer(model: nn.Module, optimizer: Optimizer, folder: Path) -> None:
-    """Read the optimizer's states of `save_optimizer`, shared out as the model is. All processes must call it.
+    """Load the states that `save_optimizer` wrote, sharded like the model. All processes must call it.
 
-    Raises `CheckpointError` where they are those of other parameters.
+    Raises `CheckpointError` if they belong to other parameters.
     """
     reader = dcp.HuggingFaceStorageReader(str(folder / OPTIMIZER))
     parameters = dict(model.named_parameters())
     saved = reader.read_metadata().state_dict_metadata
     if sorted(saved) != read_json(folder / OPTIMIZER / NAMES):
-        raise CheckpointError(f"{folder / OPTIMIZER} does not hold the states that its {NAMES} lists")
+        raise CheckpointError(f"{folder / OPTIMIZER} does not have the states that its {NAMES} lists")
     states: dict[str, Tensor] = {}
     for key in saved:
         name, entry = key.rpartition(".")[0], saved[key]
         if name not in parameters:
-            raise CheckpointError(f"{folder / OPTIMIZER} holds the state of {name}, which the model has not")
+            raise CheckpointError(f"{folder / OPTIMIZER} has a state of {name}, which the model lacks")
         assert isinstance(entry, TensorStorageMetadata)
         dtype = entry.properties.dtype
         mine = entry.size == parameters[name].shape
         if not mine and entry.size.numel() != 1:
             raise CheckpointError(
-                f"{folder / OPTIMIZER} has {key} of the shape {list(entry.size)}, and the weight has "
+                f"{folder / OPTIMIZER} has {key} of shape {list(entry.size)}, but the weight has shape "
                 f"{list(parameters[name].shape)}"
             )
         states[key] = torch.zeros_like(parameters[name], dtype=dtype) if mine else torch.zeros(entry.size, dtype=dtype)
     if not states:
         return
-    with warnings.catch_warnings():  # of one process it says that it is one
+    with warnings.catch_warnings():  # dcp warns if there is only one process
         warnings.filterwarnings("ignore", message="torch.distributed is disabled", category=UserWarning)
         try:
             dcp.load(states, storage_reader=reader)
@@ -145,14 +145,14 @@ def load_optimizer(model: nn.Module, optimizer: Optimizer, folder: Path) -> None
 
 
 def spread_optimizer(optimizer: Optimizer, file: Path) -> None:
-    """Read the states of an `optimizer.pt`, which are whole, into the optimizer of a model that is shared out.
+    """Load the whole states of an `optimizer.pt` into the optimizer of a sharded model.
 
-    Raises `CheckpointError` where they are those of other parameters.
+    Raises `CheckpointError` if they belong to other parameters.
     """
     states = torch.load(file, map_location="cpu", weights_only=True, mmap=True)["state"]
     parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
     if not states.keys() <= set(range(len(parameters))):
-        raise CheckpointError(f"{file} holds the states of {len(states)} parameters, the model has {len(parameters)}")
+        raise CheckpointError(f"{file} has states of {len(states)} parameters, but the model has {len(parameters)}")
     spread: list[tuple[Tensor, str, Tensor]] = []
     for number, state in states.items():
         parameter = parameters[number]
@@ -166,7 +166,7 @@ def spread_optimizer(optimizer: Optimizer, file: Path) -> None:
 
 
 def _put(optimizer: Optimizer, states: Iterable[tuple[Tensor, str, Tensor]]) -> None:
-    """Give parameters their states, where the optimizer wants them: a fused one counts steps on the device."""
+    """Set the states of parameters on the right device: a fused or capturable optimizer counts steps on the GPU."""
     beside: set[int] = set()
     for group in optimizer.param_groups:
         if group.get("fused") or group.get("capturable"):
@@ -181,6 +181,6 @@ def _failures(error: CheckpointException) -> str:
 
 
 def _last(failure: Any) -> str:
-    """The last line of one of `CheckpointException`'s failures: an error, or one with its trace."""
+    """Return the last line of a failure in a `CheckpointException`: an error or a pair of error and trace."""
     error = failure[0] if isinstance(failure, tuple) else failure
     return str(error).strip().splitlines()[-1]

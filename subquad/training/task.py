@@ -1,4 +1,4 @@
-"""The base of all tasks: items, a model, the loss of a batch, the periodic measurement, the files that are kept."""
+"""The base class of tasks: data, model, loss, evaluation and files of a run."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ Prepared = TypeVar("Prepared")
 
 
 class Adapter(NamedTuple):
-    """Trains in place of all weights of a new model: makes the model that it is in, and keeps files of its own."""
+    """Trainable factors in a frozen model (LoRA), with their own functions to make, save and load."""
 
     make_model: Callable[[], Any]
     save: Callable[[Any, Path], None]
@@ -44,90 +44,90 @@ class Adapter(NamedTuple):
 
 @dataclass(frozen=True, kw_only=True)
 class Task:
-    """The data of a run and what follows from it; a subclass for each `task` says what is learned from them."""
+    """The data of a run and the settings derived from it; each `task` has a subclass."""
 
     config: TrainConfig
-    """The run's configuration with what the data decides filled in."""
+    """The run's configuration, completed from the data (vocabulary size, image size)."""
     data: Data
     train: Items
     held_out: Items
-    """The items of the periodic evaluation: always the same."""
+    """The fixed items of the periodic evaluation."""
     identity: dict[str, Any]
-    """What must stay the same for a run to go on, beside the configuration."""
+    """Settings besides the configuration that must not change when the run is resumed."""
     files: dict[str, bytes] = field(default_factory=dict)
-    """What the run's folder keeps, by name."""
+    """Files to keep in the run's folder, by name."""
     augment: Callable[[Batch], Batch] | None = None
-    """Change a training batch at random, by torch's random numbers."""
+    """Change a training batch at random, with torch's random numbers."""
     together: int = 1
-    """Items that follow one another in the order of a run, from a multiple of this number on."""
+    """Size of the groups of consecutive items that stay together when items are shuffled."""
     adapter: Adapter | None = None
-    """What trains in place of all weights of a new model (LoRA)."""
+    """Trainable factors in a frozen model (LoRA); None trains all weights of a new model."""
     settings: Config | None = None
-    """What the run's `config.yaml` holds, where that is not `config`."""
+    """Contents of the run's `config.yaml`, if it is not `config`."""
 
     unit: ClassVar[str] = "token"
-    """What a loss is the mean over, in the words of the curves."""
+    """Unit that a loss is averaged over, for the curves."""
     begins_another: ClassVar[bool] = False
-    """Whether another run begins with the weights of this one, in every process."""
+    """Whether another run starts from this one's weights, in every process."""
 
     @classmethod
     def check_source(cls, config: TrainConfig) -> None:
-        """Raise `ValueError` for data to read without a path, `FileNotFoundError` for a path that is missing."""
+        """Raise `ValueError` if data need a path and have none, and `FileNotFoundError` if the path is missing."""
 
     @classmethod
     def check(cls, config: TrainConfig) -> None:
-        """Raise `ValueError` or `TypeError` for a model that can't learn the task, before any data is read."""
+        """Raise `ValueError` or `TypeError` for a model that doesn't fit the task, before any data are read."""
         raise NotImplementedError
 
     @classmethod
     def prepare(cls, config: TrainConfig, console: Console | None) -> Self:
-        """Read or make the data of `config`. Raises `ValueError` as `train` says."""
+        """Read or make the data of `config` and return the task. Raises the `ValueError`s of `train`."""
         raise NotImplementedError
 
     @property
     def count(self) -> int:
-        """Items to learn from."""
+        """Number of training items."""
         return count_items(self.train)
 
     def new_model(self) -> Any:
-        """Make a model, with first weights from the present random numbers."""
+        """Return a new model, initialised from the current random state."""
         raise NotImplementedError
 
     def make_model(self) -> Any:
-        """Make the model that trains: a new one, or the adapter's."""
+        """Return the model to train: a new one, or the adapter's."""
         return self.new_model() if self.adapter is None else self.adapter.make_model()
 
     def first_phase(self) -> TrainConfig | None:
-        """Return the run whose weights this one begins with, where there is one to be done before."""
+        """Return the configuration of the pretraining run whose weights this run starts from, or None."""
         return None
 
     def begun_with(self, model: Any) -> Self:
-        """Return the task whose model begins with what the first phase has learned."""
+        """Return the task whose model starts from the weights of the first phase's `model`."""
         raise NotImplementedError
 
     def count_labels(self, batch: Batch) -> Tensor | None:
-        """Return how many tokens the batch predicts; None where all batches have as many and losses are means."""
+        """Return the number of labels in the batch, or None if all batches have equally many and losses are means."""
         return None
 
     def loss(self, model: Any, batch: Batch, labels: Tensor | None) -> Tensor:
-        """Return the loss of a training batch: the mean, or the sum divided by `labels`."""
+        """Return the loss of a training batch: the mean, or the sum divided by `labels` if given."""
         loss: Tensor = model(**batch).loss
         return loss
 
     def held_out_size(self, size: int) -> int:
-        """Return how many held-out items are read at once, of a batch of `size` in training."""
+        """Return the batch size of evaluations, given the training batch `size`."""
         return size
 
     def evaluate(self, model: Any, batch: Batch) -> dict[str, Tensor]:
-        """Return numbers of each item of a held-out batch, `[B]`; `loss` is the mean of the batch."""
+        """Return values for each item of a held-out batch, `[B]`; every item gets the batch's mean `loss`."""
         return {"loss": rows(model(**batch).loss, batch)}
 
     def measure(self, values: dict[str, np.ndarray]) -> dict[str, float]:
-        """Return what is reported of all held-out items: `eval_loss` and more, from what `evaluate` gave of each."""
+        """Return the measures to report, `eval_loss` and others, from the `evaluate` values of all items."""
         return {"eval_loss": values["loss"].mean().item()}
 
     def save_weights(self, model: Any, folder: Path, weights: dict[str, Tensor] | None) -> None:
-        """Write the model to a folder; with `weights` these in place of its own."""
+        """Write the model to `folder`, with `weights` instead of its own if given."""
         if self.adapter is not None:
             self.adapter.save(model, folder)
             return
@@ -137,7 +137,7 @@ class Task:
             model.save_pretrained(folder, state_dict=weights)
 
     def load_weights(self, model: Any, folder: Path) -> None:
-        """Read the weights of a checkpoint. Raises `CheckpointError` where they do not fit."""
+        """Load the weights of a checkpoint. Raises `CheckpointError` if they don't fit the model."""
         if self.adapter is not None:
             self.adapter.load(model, folder)
             return
@@ -147,26 +147,26 @@ class Task:
 
     @staticmethod
     def window_bytes(config: TrainConfig, length: int) -> float | None:
-        """Bytes that training keeps of a window of `length` tokens, by the model's account; None where it has none."""
+        """Return the activation bytes for a window of `length` tokens, by the model's estimate, or None without one."""
         return None
 
     def explain_memory(self, error: BaseException, device: torch.device) -> StepMemoryError:
-        """Return the error that says which step was too large, and which smaller one fits."""
+        """Return an error that names the step's sizes and smaller ones that fit."""
         return explained(error, self.config, device, self.window_bytes)
 
 
 def count_items(items: Any) -> int:
-    """Return how many items a map-style dataset has."""
+    """Return the length of a map-style dataset."""
     return len(items)
 
 
 def rows(loss: Tensor, batch: Batch) -> Tensor:
-    """Return the loss of a batch as that of each of its items, `[B]`."""
+    """Repeat the loss of a batch for each of its items, `[B]`."""
     return loss.detach().expand(len(batch["input_ids"]))
 
 
 def weights_file(folder: Path) -> Path:
-    """Return the file of the weights in a checkpoint. Raises `CheckpointError` where it is missing."""
+    """Return the weights file of a checkpoint. Raises `CheckpointError` if it is missing."""
     file = folder / "model.safetensors"
     if not file.is_file():
         raise CheckpointError(f"{folder} lacks model.safetensors")
@@ -174,21 +174,21 @@ def weights_file(folder: Path) -> Path:
 
 
 def fitted(model: DecoderConfig, size: int, source: str) -> DecoderConfig:
-    """Return the model's configuration with the data's vocabulary."""
+    """Return `model` with the vocabulary `size` of the data; `source` names where it comes from in the log."""
     if size != model.vocab_size:
         logger.info("model.vocab_size is %d, %s (it was %d)", size, source, model.vocab_size)
     return model.replace(vocab_size=size)
 
 
 def spread(items: Items, wanted: int) -> Items:
-    """Return `wanted` items, evenly spread over all of them (all where there are fewer)."""
+    """Return `wanted` items, evenly spread over all, or all if there are fewer."""
     every = count_items(items)
     count = min(wanted, every)
     return Subset(items, [i * every // count for i in range(count)])
 
 
 def preparing(console: Console | None, what: str, prepare: Callable[[Progress | None], Prepared]) -> Prepared:
-    """Return `prepare(progress)`; the console, if there is one, hears how far it is."""
+    """Return `prepare(progress)` and show its progress on the console, if there is one."""
     if console is None:
         return prepare(None)
     with console.status(f"preparing the {what}") as status:

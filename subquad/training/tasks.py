@@ -1,4 +1,4 @@
-"""Every task by its name, and whether a model can learn it."""
+"""All tasks by name, and checks that a model fits its task."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ TASKS: dict[str, type[Task]] = {
 
 
 def check_forms(config: TrainConfig) -> None:
-    """Raise `ValueError` for an unknown mechanism or stack and for one that has not the form that the task needs."""
+    """Raise `ValueError` for an unknown mechanism or stack, or one without the form that the task needs."""
     classifies = config.task in ("classify", "pretrain")
     needed, other, task = ("bidirectional", "causal", "language")
     if not classifies:
@@ -44,11 +44,11 @@ def check_forms(config: TrainConfig) -> None:
                 f"--task {task}{hint}"
             )
         if classifies and name in STACKS and "bidirectional" not in forms:
-            raise ValueError(f"attention {name!r} is a stack that predicts tokens and labels no sequences")
+            raise ValueError(f"attention {name!r} is a stack that predicts tokens and can't label sequences")
 
 
 def check(config: TrainConfig) -> None:
-    """Raise what the configuration deserves before any data is read."""
+    """Raise `ValueError` or `TypeError` for settings that can't be trained, before any data are read."""
     if config.lora.rank:
         config = _lora().with_base(config)
     check_forms(config)
@@ -56,7 +56,7 @@ def check(config: TrainConfig) -> None:
 
 
 def prepare_task(config: TrainConfig, console: Console | None) -> Task:
-    """Read or make the data of `config`. Raises `ValueError` as `train` says."""
+    """Read or make the data of `config` and return its task. Raises the `ValueError`s of `train`."""
     if config.lora.rank:
         config = _lora().with_base(config)
     check_forms(config)
@@ -65,7 +65,7 @@ def prepare_task(config: TrainConfig, console: Console | None) -> Task:
 
 
 def _lora() -> Any:
-    """Return the module of LoRA, which loads transformers."""
+    """Import `subquad.training.lora` on first use, because it loads transformers."""
     from subquad.training import lora
 
     return lora

@@ -1,4 +1,4 @@
-"""Tasks of labelled sequences: their labels, and what the sequences say without them (pretraining)."""
+"""Tasks on labelled sequences: classification, and pretraining without the labels."""
 
 from __future__ import annotations
 
@@ -23,30 +23,30 @@ from subquad.training.config import TrainConfig
 from subquad.training.task import Batch, Items, Task, count_items, fitted, preparing, rows, spread
 
 FOLDER = "pretrain"
-"""The first phase's folder, in that of the run."""
+"""Subfolder of the run's folder for the first phase."""
 OWN = ("class_token",)
-"""Parameters of a classifier's encoder that causal pretraining does not have: a class token would see nothing."""
+"""Encoder parameters that causal pretraining lacks: a class token in front would see no other token."""
 
 
 def labelled(config: TrainConfig, console: Console | None = None) -> LabelledCorpus:
-    """Return the labelled sequences of `config`; the console hears what is being done. Raises as `labelled_corpus`."""
+    """Return the labelled sequences of `config`, with progress on the console. Raises like `labelled_corpus`."""
     return preparing(
         console, "sequences", lambda progress: labelled_corpus(config.classify, config.batch.length, progress=progress)
     )
 
 
 class _LabelledTask(Task):
-    """A task of labelled sequences."""
+    """Base of the tasks on labelled sequences."""
 
     @classmethod
     def check_source(cls, config: TrainConfig) -> None:
-        """Raise `ValueError` for a data set that is read, without a path to read it from."""
+        """Raise `ValueError` for a data set that needs a path and has none."""
         config.classify.check_source()
 
     @classmethod
     def check(cls, config: TrainConfig) -> None:
-        """Raise `ValueError` for sequences, an encoder or a first phase that can't be."""
-        if config.classify.dataset == "toy":  # others take long to make or to read
+        """Raise `ValueError` for impossible sequences, an impossible encoder or first phase."""
+        if config.classify.dataset == "toy":  # making or reading the others takes long
             labelled(config)
         with torch.device("meta"):
             Classifier(config.encoder(num_classes=2))
@@ -59,7 +59,7 @@ class ClassifyTask(_LabelledTask):
 
     data: LabelledCorpus
     encoder: dict[str, Tensor] | None = None
-    """The weights that the encoder begins with, where a first phase has learned them."""
+    """Initial weights of the encoder from the first phase, if there was one."""
 
     unit: ClassVar[str] = "example"
 
@@ -83,7 +83,7 @@ class ClassifyTask(_LabelledTask):
         )
 
     def new_model(self) -> Any:
-        """Make the classifier, with first weights from the present random numbers or the first phase's."""
+        """Return a new classifier, initialised from the current random state or the first phase."""
         from subquad.hf.encoders import Denoising, SubquadClassifierConfig, SubquadForSequenceClassification
 
         classes, options = self.data.classes, self.config.pretrain
@@ -94,26 +94,26 @@ class ClassifyTask(_LabelledTask):
         return model if self.encoder is None else begin_with(model, self.encoder)
 
     def first_phase(self) -> TrainConfig | None:
-        """Return the pretraining, where there is one."""
+        """Return the configuration of the pretraining, or None."""
         return None if self.config.pretrain.kind == "none" else first_phase(self.config)
 
     def begun_with(self, model: Any) -> Self:
-        """Return the task whose classifier begins with the encoder of the pretrained `model`."""
+        """Return the task whose classifier starts from the encoder of the pretrained `model`."""
         weights = {name: tensor.cpu() for name, tensor in model.model.encoder.state_dict().items()}
         return replace(self, encoder=weights)
 
     def evaluate(self, model: Any, batch: Batch) -> dict[str, Tensor]:
-        """Return the loss, and whether the likeliest class of each sequence is its label."""
+        """Return the loss, and whether the most likely class of each sequence is its label."""
         output = model(**batch)
         return {"loss": rows(output.loss, batch), "right": output.logits.argmax(-1) == batch["labels"]}
 
     def measure(self, values: dict[str, np.ndarray]) -> dict[str, float]:
-        """Return the loss and the share of right labels."""
+        """Return the loss and the accuracy."""
         return {**super().measure(values), "eval_accuracy": float(values["right"].mean())}
 
     @staticmethod
     def window_bytes(config: TrainConfig, length: int) -> float | None:
-        """Bytes that training keeps of an example."""
+        """Return the activation bytes of an example of `length` tokens."""
         with torch.device("meta"):
             model = Classifier(config.encoder(2))
         kept: int = model.cost(length).activation_bytes
@@ -121,7 +121,7 @@ class ClassifyTask(_LabelledTask):
 
 
 class Unlabelled(Dataset[Batch]):
-    """The sequences of labelled items without their labels; of a pair each sequence is an item."""
+    """The sequences of labelled items without their labels; each sequence of a pair is an item of its own."""
 
     def __init__(self, items: Items, towers: int) -> None:
         self.items, self.towers = items, towers
@@ -139,24 +139,24 @@ class Unlabelled(Dataset[Batch]):
 
 @dataclass(frozen=True, kw_only=True)
 class PretrainTask(_LabelledTask):
-    """Learn from the training sequences of a classification without their labels; the others are never read."""
+    """Pretrain on a classification's training sequences without labels; validation and test parts are never read."""
 
     unit: ClassVar[str] = "predicted token"
     begins_another: ClassVar[bool] = True
 
     @classmethod
     def prepare(cls, config: TrainConfig, console: Console | None) -> Self:
-        """Read or make the sequences. Raises `ValueError` as `train` says.
+        """Read or make the sequences and return the task. Raises the `ValueError`s of `train`.
 
-        Of them `run.eval_windows`, or a tenth where that is less, are set aside for the periodic evaluation: whole
-        examples, evenly spread, since files may be sorted by class.
+        `run.eval_windows` sequences, but at most a tenth, are held out for the periodic evaluation: whole examples,
+        evenly spread, because files may be sorted by class.
         """
         corpus = labelled(config, console)
         config = _with_vocabulary(config, corpus)
         check_pretraining(config)
         towers, examples = config.classify.towers, count_items(corpus.train)
         if examples < 2:
-            raise ValueError(f"pretraining needs at least 2 examples, one of them to be measured on, got {examples}")
+            raise ValueError(f"pretraining needs at least 2 examples, one of them held out, got {examples}")
         items = Unlabelled(corpus.train, towers)
         measured = max(1, min(config.run.eval_windows, len(items) // 10) // towers)
         aside = {(i + 1) * examples // measured - 1 for i in range(measured)}
@@ -184,7 +184,7 @@ class PretrainTask(_LabelledTask):
 
 
 def pretrained_encoder(config: TrainConfig) -> EncoderConfig:
-    """The encoder of the first phase: that of the classifier, in its causal form where the next token is predicted."""
+    """Return the encoder configuration of the first phase: the classifier's, causal if pretrain.kind is causal."""
     encoder = config.encoder(2).replace(towers=1)
     if config.pretrain.kind == "causal":
         pooling = "mean" if encoder.pooling == "class" else encoder.pooling
@@ -193,7 +193,7 @@ def pretrained_encoder(config: TrainConfig) -> EncoderConfig:
 
 
 def check_pretraining(config: TrainConfig) -> None:
-    """Raise `ValueError` where the first phase cannot be, or its weights would not fit the classifier."""
+    """Raise `ValueError` if the first phase is impossible or its weights would not fit the classifier."""
     options = config.pretrain
     if not options.effective:
         return
@@ -201,8 +201,8 @@ def check_pretraining(config: TrainConfig) -> None:
         target = build_encoder(config.encoder(2))
         if options.joint_weight > 0 and not target.vector_per_token:
             raise ValueError(
-                f"pretrain.joint_weight={options.joint_weight}: attention {config.model.attention!r} keeps no vector "
-                "for each token to predict it from; leave it out, or choose a mechanism"
+                f"pretrain.joint_weight={options.joint_weight}: attention {config.model.attention!r} has no vector per "
+                "token to predict hidden tokens from; leave it out, or choose a mechanism"
             )
         if options.kind == "none":
             return
@@ -212,7 +212,7 @@ def check_pretraining(config: TrainConfig) -> None:
             raise ValueError(f"pretrain.kind={options.kind}: {error}") from error
     if source.queries is not None and len(source.queries) < config.batch.length:
         raise ValueError(
-            f"pretrain.kind={options.kind}: {config.model.attention} asks with a query for each of "
+            f"pretrain.kind={options.kind}: {config.model.attention} has queries for only "
             f"model.max_positions={config.model.max_positions} positions, below batch.length={config.batch.length}; "
             "raise model.max_positions"
         )
@@ -221,9 +221,8 @@ def check_pretraining(config: TrainConfig) -> None:
     if wrong:
         shown = ", ".join([*wrong[:3], *(["..."] if wrong[3:] else [])])
         raise ValueError(
-            f"pretrain.kind={options.kind}: the causal form of attention {config.model.attention!r} has not the "
-            f"weights of its bidirectional form, which classifies: {shown}; "
-            "choose denoise, or classify.causal=true"
+            f"pretrain.kind={options.kind}: the causal form of attention {config.model.attention!r} doesn't have the "
+            f"weights of the bidirectional form used to classify ({shown}); choose denoise or classify.causal=true"
         )
 
 
@@ -232,7 +231,7 @@ def _shapes(module: nn.Module) -> dict[str, torch.Size]:
 
 
 def first_phase(config: TrainConfig) -> TrainConfig:
-    """Return the pretraining as a run of its own, in the folder `pretrain` of the classifier's."""
+    """Return the configuration of the pretraining run, in the subfolder `pretrain` of the classifier's run."""
     options, run = config.pretrain, config.run
     return config.replace(
         task="pretrain",
@@ -243,23 +242,23 @@ def first_phase(config: TrainConfig) -> TrainConfig:
 
 
 def begin_with(model: Any, weights: dict[str, Tensor]) -> Any:
-    """The classifier with an encoder's weights; what they lack (`OWN`) keeps its first values."""
+    """Load encoder `weights` into the classifier and return it; parameters in `OWN` may keep their initial values."""
     missing, unexpected = model.model.encoder.load_state_dict(weights, strict=False)
     wrong = [*(name for name in missing if name not in OWN), *unexpected]
     if wrong:
-        raise ValueError(f"the weights of the first phase do not fit the classifier: {', '.join(wrong)}")
+        raise ValueError(f"the weights of the first phase don't fit the classifier: {', '.join(wrong)}")
     return model
 
 
 def _with_vocabulary(config: TrainConfig, corpus: LabelledCorpus) -> TrainConfig:
-    """The configuration with the data's vocabulary, and a mask token after it where tokens are to be hidden."""
+    """Return `config` with the data's vocabulary size, plus a mask token if tokens are to be hidden."""
     mask = config.pretrain.hides
-    source = f"as the sequences have it{', and a mask token' if mask else ''}"
+    source = f"as in the sequences{', plus a mask token' if mask else ''}"
     return config.replace(model=fitted(config.model, corpus.vocab_size + mask, source))
 
 
 def _changes(config: TrainConfig) -> dict[str, Any]:
-    """Return the settings beside the data that must stay the same, where they are not the defaults."""
+    """Return the non-default settings besides the data that must not change when the run is resumed."""
     values: dict[str, Any] = {name: True for name in ("causal", "augment") if getattr(config.classify, name)}
     return values | ({"pretrain": config.pretrain.effective} if config.pretrain.effective else {})
 
@@ -270,5 +269,5 @@ def _objective(config: TrainConfig) -> dict[str, str | float | bool]:
     if options.kind == "denoise":
         values |= {"mask_fraction": options.mask_fraction, "random_fraction": options.random_fraction}
         if config.classify.pooling == "class":
-            values["class_token"] = True  # a weight more
+            values["class_token"] = True  # an additional weight
     return values

@@ -1,4 +1,4 @@
-"""The task of images: the next pixel."""
+"""The image task: predict the next pixel."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ logger = logging.getLogger(__name__)
 
 
 class PixelItems(Dataset[dict[str, Tensor]]):
-    """Images as `{"input_ids": [T], "labels": [T]}`, the bytes row by row."""
+    """Images as `{"input_ids": [T], "labels": [T]}`, with bytes row by row."""
 
     def __init__(self, images: ImageSet) -> None:
         self.pixels_NT = torch.from_numpy(images.pixels.reshape(len(images.pixels), -1))
@@ -39,7 +39,7 @@ class PixelItems(Dataset[dict[str, Tensor]]):
 
 
 def image_settings(config: TrainConfig) -> dict[str, Any]:
-    """Return the fields of `ImageModelConfig` beside the decoder's, from a run's settings."""
+    """Return the fields that `ImageModelConfig` adds to the decoder's, from a run's settings."""
     options = config.image
     return {"output": options.output, "mixtures": options.mixtures, "axes": options.axes, "near": options.near}
 
@@ -54,13 +54,13 @@ class ImageTask(Task):
 
     @classmethod
     def check_source(cls, config: TrainConfig) -> None:
-        """Raise `FileNotFoundError` for images that are missing."""
+        """Raise `FileNotFoundError` if the images are missing."""
         if config.image.path is not None:
             check_path(config.image.path, "hf:NAME")
 
     @classmethod
     def check(cls, config: TrainConfig) -> None:
-        """Raise `ValueError` or `TypeError` for a model that no image fits."""
+        """Raise `ValueError` or `TypeError` for a model that fits no image."""
         if config.image.path is None:
             raise ValueError("task=image needs image.path: a folder of images, an npz file, or hf:NAME")
         side = max(28, config.image.near + 1)
@@ -96,21 +96,22 @@ class ImageTask(Task):
         return SubquadForImages(SubquadImageConfig.from_image(self.image))
 
     def measure(self, values: dict[str, np.ndarray]) -> dict[str, float]:
-        """Return the loss in nats and in bits a pixel."""
+        """Return the loss in nats and in bits per pixel."""
         measured = super().measure(values)
         return {**measured, "eval_bits_per_dim": measured["eval_loss"] / math.log(2)}
 
 
 def _sized(config: TrainConfig, tokens: int, shape: str) -> TrainConfig:
-    """With the tokens of an image as the length of a batch; another length than that or the default is refused."""
+    """Return `config` with batch.length = `tokens` of an image; raise `ValueError` for any other than the default."""
     length = config.batch.length
     if length not in (tokens, BatchConfig.length):
         raise ValueError(
-            f"batch.length is {tokens} for images of {shape} (rows x columns x channels), got {length}; leave it out"
+            f"batch.length must be {tokens} for images of {shape} (rows x columns x channels), got {length}; leave it "
+            "out"
         )
     if length != tokens:
         logger.info("batch.length is %d, the bytes of an image of %s", tokens, shape)
-    model = fitted(config.model, LEVELS + 1, "the levels of a pixel and a start")
+    model = fitted(config.model, LEVELS + 1, "the pixel levels and a start token")
     if model.position == "learned":
         model = model.replace(max_positions=max(tokens, model.max_positions))
     return config.replace(model=model, batch=config.batch.replace(length=tokens))

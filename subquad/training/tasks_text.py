@@ -1,4 +1,4 @@
-"""Tasks of language models: the next token of a text, and what a probe of memory asks."""
+"""Language-model tasks: predict the next token of a text, and answer a memory probe."""
 
 from __future__ import annotations
 
@@ -31,18 +31,18 @@ class LanguageTask(Task):
     """Predict the next token of a text."""
 
     end: int | None
-    """The token that ends a document."""
+    """End-of-document token, or None."""
 
     @classmethod
     def check_source(cls, config: TrainConfig) -> None:
-        """Raise `FileNotFoundError` for a text that is missing."""
+        """Raise `FileNotFoundError` if a text is missing."""
         for path in (config.data.path, config.data.held_out_path):
             if path is not None:
                 check_source(path)
 
     @classmethod
     def check(cls, config: TrainConfig) -> None:
-        """Raise `ValueError` or `TypeError` for a model that can't be built or trained on these windows."""
+        """Raise `ValueError` or `TypeError` for a model that can't be built, or trained on windows of batch.length."""
         with torch.device("meta"):
             build_model(config.model)
         options_of(config.model).window_labels(config.batch.length)
@@ -53,32 +53,32 @@ class LanguageTask(Task):
         labels = options.window_labels(config.batch.length)
         if config.data.pack == "documents" and options.fewest_predicted is not None:
             raise ValueError(
-                f"{config.model.attention} predicts a window's last tokens alone and takes no packed documents: set "
-                "data.pack=stream"
+                f"{config.model.attention} predicts only a window's last tokens and can't train on packed documents: "
+                "set data.pack=stream"
             )
         corpus = preparing(console, "text", lambda progress: prepare(config.data, progress=progress))
         prompt = config.run.prompt
         try:
             prompt_tokens = encode_text(corpus.tokenizer, prompt)
         except ValueError as error:
-            raise ValueError(f"run.prompt={prompt!r}: {error}; give the samples another prompt") from error
+            raise ValueError(f"run.prompt={prompt!r}: {error}; choose another prompt for the samples") from error
         if not prompt_tokens:
-            raise ValueError(f"run.prompt={prompt!r} holds no token of this tokenizer; give the samples another prompt")
-        config = config.replace(model=fitted(config.model, corpus.train.vocab_size, "as the tokenizer has it"))
+            raise ValueError(f"run.prompt={prompt!r} holds no token of this tokenizer; choose another prompt")
+        config = config.replace(model=fitted(config.model, corpus.train.vocab_size, "as in the tokenizer"))
         for name, shard in (("training", corpus.train), ("held-out", corpus.held_out)):
             if len(shard) < config.batch.length:
                 raise ValueError(
-                    f"batch.length {config.batch.length} is longer than the {name} part of the text, which has "
+                    f"batch.length={config.batch.length} is longer than the {name} part of the text, which has "
                     f"{len(shard)} tokens; give more text or shorter windows"
                 )
-            if isinstance(shard, TokenShard):  # a set opens its shards when they are read
+            if isinstance(shard, TokenShard):  # checking a TokenSet would open all its shards
                 warn_of_carriage_returns(corpus.tokenizer, shard.tokens, f"the {name} part of the text")
         windows, held_out = (_windows(part, config, labels, console) for part in (corpus.train, corpus.held_out))
         if labels < config.batch.length - 1:
             count = config.step_tokens // config.batch.length
             logger.info(
                 "%s predicts the last %d tokens of each window of %d: %d of the %d tokens that a step reads; windows "
-                "begin %d tokens apart",
+                "start %d tokens apart",
                 *(config.model.attention, labels, config.batch.length, count * labels, config.step_tokens, labels),
             )
         end = separator_id(corpus.tokenizer)
@@ -105,30 +105,30 @@ class LanguageTask(Task):
 
     @property
     def packed(self) -> bool:
-        """Whether windows hold whole documents, and so unequal numbers of labels."""
+        """Whether windows hold whole documents, and so different numbers of labels."""
         return self.config.data.pack == "documents"
 
     def count_labels(self, batch: Batch) -> Tensor | None:
-        """Return the labels of packed documents; windows of a stream have as many each."""
+        """Return the number of labels in packed documents; windows of a stream all have equally many (None)."""
         return (batch["labels"][..., 1:] != IGNORED).sum() if self.packed else None
 
     def loss(self, model: Any, batch: Batch, labels: Tensor | None) -> Tensor:
-        """Return the mean loss, or the sum over the batch divided by all `labels` of the step."""
+        """Return the mean loss, or the sum over the batch divided by the step's `labels`."""
         named = {} if labels is None else {"num_items_in_batch": labels}
         loss: Tensor = model(**batch, **named).loss
         return loss
 
     def held_out_size(self, size: int) -> int:
-        """Return 1 for packed documents: the loss of a batch would depend on which windows come together."""
+        """Return 1 for packed documents, because a batch's mean loss would depend on how windows are grouped."""
         return 1 if self.packed else size
 
     def evaluate(self, model: Any, batch: Batch) -> dict[str, Tensor]:
-        """Return the loss alone: logits of a whole text would take much memory."""
+        """Return only the loss, because logits of long texts need much memory."""
         return {"loss": rows(model(**batch, output_logits=False, use_cache=False).loss, batch)}
 
     @staticmethod
     def window_bytes(config: TrainConfig, length: int) -> float | None:
-        """Bytes that training keeps of a window."""
+        """Return the activation bytes of a window of `length` tokens."""
         with torch.device("meta"):
             model: Any = build_model(config.model)
         kept: int = model.cost(length).activation_bytes
@@ -137,13 +137,13 @@ class LanguageTask(Task):
 
 @dataclass(frozen=True, kw_only=True)
 class ProbeTask(Task):
-    """Predict what the sequences of a probe ask to be remembered."""
+    """Predict the asked tokens of a probe's sequences."""
 
     unit: ClassVar[str] = "asked token"
 
     @classmethod
     def check(cls, config: TrainConfig) -> None:
-        """Raise as `LanguageTask.check`, and `ValueError` for a model that can't predict all that the probe asks."""
+        """Raise like `LanguageTask.check`, and `ValueError` for a model that can't predict all asked tokens."""
         with torch.device("meta"):
             build_model(config.model)
         check_probe(config)
@@ -152,7 +152,7 @@ class ProbeTask(Task):
     def prepare(cls, config: TrainConfig, console: Console | None) -> Self:
         check_probe(config)
         corpus = ProbeCorpus.of(config.probe, config.batch.length)
-        config = config.replace(model=fitted(config.model, config.probe.vocab_size, "as the probe has it"))
+        config = config.replace(model=fitted(config.model, config.probe.vocab_size, "as in the probe"))
         return cls(
             config=config,
             data=corpus,
@@ -165,7 +165,7 @@ class ProbeTask(Task):
         return _language_model(self.config)
 
     def evaluate(self, model: Any, batch: Batch) -> dict[str, Tensor]:
-        """Return the loss, and how many tokens of each sequence were asked and predicted."""
+        """Return the loss, and for each sequence the numbers of asked and of correctly predicted tokens."""
         output = model(**batch, use_cache=False)
         predicted_BT = output.logits.argmax(-1)[:, :-1]
         labels_BT = batch["labels"][:, -predicted_BT.shape[1] :]
@@ -174,14 +174,14 @@ class ProbeTask(Task):
         return {"loss": rows(output.loss, batch), "right": right_BT.sum(-1), "asked": asked_BT.sum(-1)}
 
     def measure(self, values: dict[str, np.ndarray]) -> dict[str, float]:
-        """Return the loss and the share of the asked tokens that were predicted."""
+        """Return the loss and the accuracy over all asked tokens."""
         return {**super().measure(values), "eval_accuracy": float(values["right"].sum() / values["asked"].sum())}
 
     window_bytes = staticmethod(LanguageTask.window_bytes)
 
 
 def _language_model(config: TrainConfig, *, end: int | None = None) -> Any:
-    """Make a language model; `end` is the token that ends a document."""
+    """Return a new language model; `end` is the end-of-document token."""
     from subquad.hf import SubquadConfig, SubquadForCausalLM
 
     return SubquadForCausalLM(SubquadConfig.from_decoder(config.model, eos_token_id=end))
@@ -190,7 +190,7 @@ def _language_model(config: TrainConfig, *, end: int | None = None) -> Any:
 def _windows(
     tokens: TokenShard | TokenSet, config: TrainConfig, labels: int, console: Console | None
 ) -> Windows | PackedWindows | SetWindows:
-    """Cut one part of the text into windows."""
+    """Cut the text `tokens` into windows with `labels` predicted tokens each."""
     length, data = config.batch.length, config.data
     if data.pack == "stream":
         return windows_of(tokens, length, stride=labels)
@@ -201,14 +201,14 @@ def _windows(
     )
     assert isinstance(windows, PackedWindows | PackedSetWindows)
     logger.info(
-        "%s: %d windows of whole documents, %.2f %% of their places are padding",
+        "%s: %d windows of whole documents, %.2f %% padding",
         tokens.path, len(windows), 100 * windows.padding,
     )  # fmt: skip
     return windows
 
 
 def check_probe(config: TrainConfig) -> None:
-    """Raise `ValueError` for a model that predicts its last tokens alone, where the probe asks for earlier ones."""
+    """Raise `ValueError` if the probe asks for tokens before those that the model predicts."""
     options = options_of(config.model)
     fewest = options.fewest_predicted
     if fewest is None:
@@ -218,7 +218,7 @@ def check_probe(config: TrainConfig) -> None:
     needed = config.batch.length - first + 1
     if fewest < needed:
         raise ValueError(
-            f"{config.model.attention} predicts with its last {fewest} tokens at least, and {config.probe.name} asks "
-            f"from place {first} of {config.batch.length} on: {needed} latents are needed "
+            f"{config.model.attention} may predict only the last {fewest} tokens, but {config.probe.name} asks from "
+            f"place {first} of {config.batch.length} on: every step needs {needed} latents "
             "(model.options.perceiver_ar.latents)"
         )

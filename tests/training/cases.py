@@ -1,13 +1,23 @@
-"""What several processes do, for the tests that read the folder afterwards: python cases.py FOLDER NAME..."""
+"""Runs over several processes, for the tests that read their folders afterwards: python cases.py FOLDER NAME
+
+Processes are forks of this one, so that what a run imports is imported once.
+"""
 
 import errno
+import faulthandler
+import gc
+import importlib
+import json
 import os
 import signal
+import socket
 import sys
 import time
+import traceback
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -16,42 +26,119 @@ from torch import Tensor
 from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_hook
 from torch.nn.parallel import DistributedDataParallel
 
+import subquad.hf.model
+import subquad.training.sharding  # noqa: F401 (so that no fork has to import it)
+from subquad.training import TrainConfig, run, train
 from subquad.training.config import ParallelConfig
 from subquad.training.loop import Loop
-from subquad.training.processes import join
-from subquad.training.run import train
+from subquad.training.processes import join, leave
+from subquad.training.run import RunResult
 from subquad.training.saving import Checkpoints
-from tests.training.forks import fork, make_config, tell, train_in
+from tests.training.helpers import config_of, write_text
 
+BASE: dict[str, Any] = {
+    "model": {"dim": 16, "num_layers": 2, "num_heads": 2, "attention": "llp", "position": "sinusoidal"},
+    "model.options": {"llp": {"segment": 16}, "window": {"width": 8}},
+    "batch": {"length": 32, "size": 4},
+    "schedule": {"warmup": 2, "kind": "constant"},
+    "parallel.timeout": 60.0,
+    "run.steps": 6,
+    "run.eval_every": 0,
+    "run.eval_windows": 7,
+    "run.save_every": 100,
+}
 MECHANISMS = ("llp", "latte", "linear", "elita", "window", "full")
-EVALUATED = {"run.eval_every": 25}
-SHARDED = {"batch.size": 1, "batch.accumulation": 2, "parallel.shard": True}
-STACKS = {
+STACKS: dict[str, dict[str, Any]] = {
     "perceiver": {"model.attention": "perceiver_ar", "model.options": {"perceiver_ar": {"latents": 8}}},
     "performer": {"model.attention": "performer", "model.options": {"performer": {"redraw_interval": 2}}},
     "probe": {"task": "probe", "data": {}},
     "packed": {"data.pack": "documents", "data.path": "texts"},
     "loops": {"model.loops": 2, "model.loop_loss": "all", "model.lookup": 8, "model.tie_embeddings": False},
 }
+MODELS: dict[str, dict[str, Any]] = {
+    **{name: {"model.attention": name} for name in MECHANISMS},
+    "mixed": {"model.attention": list(MECHANISMS), "model.num_layers": len(MECHANISMS)},
+    **STACKS,
+}
+FEW = ("latte", "performer", "packed")
+SHARDED = {"batch.size": 1, "batch.accumulation": 2, "parallel.shard": True}
 
 
-def of_mechanisms(folder: Path, kind: str, steps: int, changes: dict[str, Any], names: tuple[str, ...]) -> None:
-    """Runs of `steps` steps, a model each; `mixed` has a layer of every mechanism."""
-    for name in names:
-        model: dict[str, Any] = {"model.attention": name}
-        if name == "mixed":
-            model = {"model.attention": list(MECHANISMS), "model.num_layers": len(MECHANISMS)}
-        train_in(folder / f"{kind} {name}", {**model, "run.steps": steps, **changes})
+# --- processes
 
 
-def of_stacks(folder: Path, kind: str, changes: dict[str, Any], names: Iterable[str] = tuple(STACKS)) -> None:
-    for name in names:
-        train_in(folder / f"{kind} {name}", {"run.steps": 4, "run.eval_every": 2, **STACKS[name], **changes})
+def fork(world: int, work: Callable[[int], None], *, seconds: float = 500.0) -> list[int]:
+    """Run `work(rank)` in `world` processes that know of each other as torchrun's do; return their exit statuses.
+
+    0: well, 1: an exception, which is printed, -9: killed, by itself or because it took longer than `seconds`.
+    """
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = probe.getsockname()[1]
+    gc.freeze()  # what is imported here is not collected, and so not copied, in every fork
+    children = []
+    for rank in range(world):
+        child = os.fork()
+        if child == 0:
+            _child(rank, world, port, work)
+        children.append(child)
+    end, statuses = time.monotonic() + seconds, dict.fromkeys(children, 0)
+    left = set(children)
+    while left:
+        for child in list(left):
+            if time.monotonic() > end:
+                os.kill(child, 9)
+            done, status = os.waitpid(child, os.WNOHANG)
+            if done:
+                statuses[child] = os.waitstatus_to_exitcode(status)
+                left.remove(child)
+        time.sleep(0.02)
+    return [statuses[child] for child in children]
+
+
+def _child(rank: int, world: int, port: int, work: Callable[[int], None]) -> None:
+    names = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": world, "LOCAL_WORLD_SIZE": world, "MASTER_PORT": port}
+    os.environ.update({name: str(value) for name, value in names.items()}, MASTER_ADDR="127.0.0.1")
+    status = 1
+    faulthandler.enable()  # a crash of native code says where each thread was
+    try:
+        work(rank)
+        leave()
+        status = 0
+    except BaseException:
+        traceback.print_exc()
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(status)
+
+
+def make_config(folder: Path, changes: dict[str, Any]) -> TrainConfig:
+    """Make a run without dropout in `folder`; the text lies beside it."""
+    text = folder.parent / "text.py"
+    if not text.exists():
+        write_text(folder.parent)
+    changes = {k: str(folder.parent / v) if k == "data.path" else v for k, v in changes.items()}
+    return config_of(text, folder.parent, BASE, changes, folder=folder.name)
+
+
+def train_in(folder: Path, changes: dict[str, Any]) -> RunResult:
+    """Train in float64, without a picture."""
+    run.draw_curves = lambda *args, **kwargs: None  # type: ignore[assignment]
+    torch.set_default_dtype(torch.float64)
+    try:
+        return train(make_config(folder, changes))
+    finally:
+        torch.set_default_dtype(torch.float32)
+
+
+def tell(folder: Path, name: str, value: Any) -> None:
+    """Leave a value for the test that reads the folder."""
+    (folder / f"{name}.json").write_text(json.dumps(value))
 
 
 @contextmanager
 def patched(owner: Any, name: str, make: Callable[[Any], Any]) -> Iterator[None]:
-    """Within the block `owner.name` is what `make` makes of it."""
+    """Replace `owner.name` within the block by what `make` makes of it."""
     before = getattr(owner, name)
     setattr(owner, name, make(before))
     try:
@@ -60,45 +147,18 @@ def patched(owner: Any, name: str, make: Callable[[Any], Any]) -> Iterator[None]
         setattr(owner, name, before)
 
 
-def before_step(step: int, then: Callable[[], None]) -> Callable[[Any], Any]:
-    """A `training_pass` that calls `then` first, at one step."""
+def before_pass(note: Callable[[Loop, Any], None]) -> Any:
+    """Call `note` with the loop and the batch before each forward pass within the block."""
 
     def make(training_pass: Any) -> Any:
-        def changed(self: Loop, *args: Any, **kwargs: Any) -> None:
-            if self.standing.step + 1 == step:
-                then()
-            training_pass(self, *args, **kwargs)
+        return lambda self, batch, *args, **more: (note(self, batch), training_pass(self, batch, *args, **more))[1]
 
-        return changed
-
-    return make
+    return patched(Loop, "training_pass", make)
 
 
-def poisoned(step: int, rank: int) -> Callable[[Any], Any]:
-    """A `loss` that is not a number at one step of one process."""
-
-    def make(compute: Any) -> Any:
-        def changed(self: Loop, *args: Any) -> Tensor:
-            loss: Tensor = compute(self, *args)
-            bad = self.standing.step + 1 == step and self.processes.rank == rank
-            return loss * torch.nan if bad else loss
-
-        return changed
-
-    return make
-
-
-def recording(seen: list[tuple[int, list[int]]]) -> Callable[[Any], Any]:
-    """A `training_pass` that keeps the windows of each batch."""
-
-    def make(training_pass: Any) -> Any:
-        def changed(self: Loop, batch: Any, *args: Any, **kwargs: Any) -> None:
-            seen.append((self.standing.step, batch["window"].tolist()))
-            training_pass(self, batch, *args, **kwargs)
-
-        return changed
-
-    return make
+def recording(seen: list[tuple[int, list[int]]]) -> Any:
+    """Keep the step and the windows of each batch."""
+    return before_pass(lambda loop, batch: seen.append((loop.standing.step, batch["window"].tolist())))
 
 
 def error_of(work: Callable[[], Any]) -> str:
@@ -109,38 +169,38 @@ def error_of(work: Callable[[], Any]) -> str:
     return "no error"
 
 
+# --- quick cases
+
+
+def models(folder: Path, kind: str, changes: dict[str, Any], names: Iterable[str]) -> None:
+    """Train a few steps of each model."""
+    for name in names:
+        train_in(folder / f"{kind} {name}", {"run.steps": 4, "run.eval_every": 2, **MODELS[name], **changes})
+
+
 @contextmanager
 def counted(counts: Counter[str]) -> Iterator[None]:
-    """Count how often gradients are summed up: what DistributedDataParallel does by itself, and FSDP by torch's."""
-
-    def hooked(init: Any) -> Any:
-        def changed(self: Any, *args: Any, **kwargs: Any) -> None:
-            init(self, *args, **kwargs)
-            self.register_comm_hook(None, summed)
-
-        return changed
+    """Count how often gradients are summed: what DistributedDataParallel does by itself, and FSDP by torch's."""
 
     def summed(state: Any, bucket: torch.distributed.GradBucket) -> torch.futures.Future[torch.Tensor]:
         counts["gradients"] += 1
         result: torch.futures.Future[torch.Tensor] = allreduce_hook(state, bucket)
         return result
 
+    def hooked(init: Any) -> Any:
+        return lambda self, *args, **kwargs: (init(self, *args, **kwargs), self.register_comm_hook(None, summed))[0]
+
     def told(collective: Any) -> Any:
-        def changed(*args: Any, **kwargs: Any) -> Any:
-            counts["gradients"] += 1
-            return collective(*args, **kwargs)
+        return lambda *args, **kwargs: (counts.update(gradients=1), collective(*args, **kwargs))[1]
 
-        return changed
-
-    with ExitStack() as stack:
-        stack.enter_context(patched(DistributedDataParallel, "__init__", hooked))
-        new = hasattr(torch.distributed, "reduce_scatter_single")  # its name since torch 2.13
-        name = "reduce_scatter_single" if new else "reduce_scatter_tensor"
-        stack.enter_context(patched(torch.distributed, name, told))
+    new = hasattr(torch.distributed, "reduce_scatter_single")  # its name since torch 2.13
+    name = "reduce_scatter_single" if new else "reduce_scatter_tensor"
+    with patched(DistributedDataParallel, "__init__", hooked), patched(torch.distributed, name, told):
         yield
 
 
 def order(folder: Path, rank: int) -> None:
+    """Which windows each process sees, and how often gradients are exchanged."""
     for name, changes in (
         ("wide", {"batch.size": 2}),
         ("deep", {"batch.size": 1, "batch.accumulation": 2}),
@@ -149,22 +209,34 @@ def order(folder: Path, rank: int) -> None:
     ):
         seen: list[tuple[int, list[int]]] = []
         counts: Counter[str] = Counter()
-        with patched(Loop, "training_pass", recording(seen)), counted(counts):
+        with recording(seen), counted(counts):
             train_in(folder / f"order {name}", {"run.steps": 3, **changes})
-        tell(folder, f"order {name} {rank}", seen)
-        tell(folder, f"counts {name} {rank}", dict(counts))
+        tell(folder, f"order {name} {rank}", {"seen": seen, **counts})
 
 
 def nonfinite(folder: Path, rank: int, size: int, culprit: int) -> None:
-    """A step that is left out, and one that ends the run."""
-    with patched(Loop, "loss", poisoned(3, culprit)):
-        kind = "one" if size == 4 else "two"
-        train_in(folder / f"{kind} skips", {"batch.size": size, "run.nonfinite": "skip"})
-        if size == 4:
-            return
-        train_in(folder / "shards skip", {"batch.size": size, "run.nonfinite": "skip", "parallel.shard": True})
-        text = error_of(lambda: train_in(folder / "stops", {"batch.size": size}))
-        tell(folder, f"stops {rank}", text)
+    """A step that is skipped, and one that ends the run, as the loss of process `culprit` is not a number."""
+
+    def poisoned(compute: Any) -> Any:
+        def changed(self: Loop, *args: Any) -> Tensor:
+            loss: Tensor = compute(self, *args)
+            return loss * torch.nan if (self.standing.step, self.processes.rank) == (2, culprit) else loss
+
+        return changed
+
+    runs: dict[str, dict[str, Any]] = (
+        {"one skips": {"run.nonfinite": "skip"}}
+        if size == 4
+        else {
+            "two skips": {"run.nonfinite": "skip"},
+            "shards skip": {"run.nonfinite": "skip", "parallel.shard": True},
+            "stops": {},
+        }
+    )
+    with patched(Loop, "loss", poisoned):
+        for name, changes in runs.items():
+            text = error_of(lambda at=folder / name, c=changes: train_in(at, {"batch.size": size, **c}))
+            tell(folder, f"{name} {rank}", text)
 
 
 def full_disk(folder: Path, rank: int) -> None:
@@ -180,16 +252,17 @@ def full_disk(folder: Path, rank: int) -> None:
 
     changes = {"batch.size": 2, "run.save_every": 2}
     with patched(Checkpoints, "write_weights", fail):
-        tell(folder, f"full {rank}", error_of(lambda: train_in(folder / "full", changes)))
-        tell(folder, f"full sharded {rank}", error_of(lambda: train_in(folder / "full s", {**changes, **SHARDED})))
+        for name, more in (("full", {}), ("full sharded", SHARDED)):
+            text = error_of(lambda at=folder / name, more=more: train_in(at, {**changes, **more}))
+            tell(folder, f"{name} {rank}", text)
     tell(folder, f"fewer {rank}", error_of(lambda: train_in(folder / "full", {"batch.size": 1})))
 
 
 def context(folder: Path, rank: int, changes: dict[str, Any]) -> None:
-    """Neighbours that share windows: which ones each of them is given."""
+    """Neighbours that share windows: which windows each of them is given."""
     seen: list[tuple[int, list[int]]] = []
-    with patched(Loop, "training_pass", recording(seen)):
-        result = train_in(folder / "context", {"parallel.context": 2, "run.eval_every": 3, **changes})
+    with recording(seen):
+        result = train_in(folder / "context", {"run.steps": 4, "parallel.context": 2, "run.eval_every": 2, **changes})
     tell(folder, f"context {rank}", {"seen": seen, "tokens": result.tokens})
 
 
@@ -210,65 +283,20 @@ def half(folder: Path, rank: int) -> None:
     tell(folder, f"half {rank}", sorted(seen))
 
 
-def lost(folder: Path, rank: int, how: str) -> None:
-    """Process 1 dies or hangs in step 3."""
-
-    def end() -> None:
-        if how == "dies":
-            os.kill(os.getpid(), signal.SIGKILL)
-        time.sleep(15)
-        os._exit(0)
-
-    make = before_step(3, end) if rank == 1 else lambda step: step
-    changes = {"batch.size": 1, "batch.accumulation": 1, "parallel.timeout": 6.0}
-    with patched(Loop, "training_pass", make):
-        text = error_of(lambda: train_in(folder / how, changes))
-    tell(folder, f"{how} {rank}", text)
-    os._exit(0)  # a process that has lost another has nobody to part from
-
-
 def resharding(folder: Path) -> None:
-    """A run that goes on with another number of processes, sharded and not."""
+    """A run that is resumed by another number of processes, sharded and not."""
     stages: list[tuple[int, dict[str, Any]]] = [
         (2, {"run.steps": 3, "batch.size": 2, "parallel.shard": True}),
-        (4, {"run.steps": 5, "batch.size": 1, "parallel.shard": True}),
-        (1, {"run.steps": 6, "parallel.shard": True}),
-        (2, {"run.steps": 8, "batch.size": 2}),
+        (4, {"run.steps": 4, "batch.size": 1, "parallel.shard": True}),
+        (1, {"run.steps": 5, "parallel.shard": True}),
+        (2, {"run.steps": 6, "batch.size": 2}),
     ]
     statuses = [fork(world, lambda rank, c=changes: train_in(folder / "moves", c)) for world, changes in stages]
     tell(folder, "resharding", statuses)
 
 
-def quick(folder: Path) -> None:
-    few, recomputed = ("llp", "latte", "full"), {"run.activation_checkpointing": True}
-
-    def alone(rank: int) -> None:
-        of_mechanisms(folder, "one", 6, {"run.eval_every": 3}, few)
-        of_stacks(folder, "one", {}, ("performer", "probe", "packed"))
-        nonfinite(folder, rank, 4, 0)
-        train_in(folder / "whole", {"run.steps": 8})
-
-    def together(rank: int) -> None:
-        of_mechanisms(folder, "ddp", 6, {"run.eval_every": 3, "batch.size": 2}, few[:1])
-        of_mechanisms(folder, "fsdp", 6, {"run.eval_every": 3, **SHARDED, **recomputed}, few)
-        of_stacks(folder, "fsdp", SHARDED, ("performer", "probe", "packed"))
-        of_stacks(folder, "ddp", {"batch.size": 2}, ("packed",))
-        order(folder, rank)
-        nonfinite(folder, rank, 2, 1)
-        full_disk(folder, rank)
-        context(folder, rank, {})
-        half(folder, rank)
-
-    statuses = [fork(1, alone), fork(2, together)]
-    tell(folder, "quick", statuses)
-    resharding(folder)
-    restarted(folder)
-    for how in ("dies", "hangs"):
-        fork(3, lambda rank, how=how: lost(folder, rank, how), seconds=60)
-
-
 def restarted(folder: Path) -> None:
-    """Two processes meet twice at the store of one torchrun, which is what it holds over a restart."""
+    """Two processes meet three times at the store of one torchrun, which is what it keeps over a restart."""
     server = torch.distributed.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
 
     def attempt(number: int) -> Callable[[int], None]:
@@ -284,6 +312,47 @@ def restarted(folder: Path) -> None:
     tell(folder, "restarted", [fork(2, attempt(number), seconds=60) for number in (2, 1, 0)])
 
 
+def lost(folder: Path, rank: int, how: str) -> None:
+    """Process 1 dies or hangs in step 2."""
+
+    def end(loop: Loop, batch: Any) -> None:
+        if rank == 1 and loop.standing.step == 1:
+            if how == "dies":
+                os.kill(os.getpid(), signal.SIGKILL)
+            time.sleep(15)
+            os._exit(0)
+
+    changes = {"batch.size": 1, "schedule.warmup": 0, "run.steps": 2, "parallel.timeout": 6.0}
+    with before_pass(end):
+        text = error_of(lambda: train_in(folder / how, changes))
+    tell(folder, f"{how} {rank}", text)
+    os._exit(0)  # a process that has lost another has nobody to part from
+
+
+def quick(folder: Path) -> None:
+    def alone(rank: int) -> None:
+        models(folder, "one", {}, ("llp", *FEW))
+        nonfinite(folder, rank, 4, 0)
+        train_in(folder / "whole", {"run.steps": 6})
+
+    def together(rank: int) -> None:
+        models(folder, "ddp", {"batch.size": 2}, ("llp", "packed"))
+        models(folder, "fsdp", {**SHARDED, "run.activation_checkpointing": True}, FEW)
+        order(folder, rank)
+        nonfinite(folder, rank, 2, 1)
+        full_disk(folder, rank)
+        context(folder, rank, {})
+        half(folder, rank)
+
+    tell(folder, "quick", [fork(1, alone), fork(2, together)])
+    resharding(folder)
+    restarted(folder)
+    for how in ("dies", "hangs"):
+        fork(3, lambda rank, how=how: lost(folder, rank, how), seconds=60)
+
+
+# --- fifty steps in several ways
+
 KINDS: dict[str, tuple[int, dict[str, Any]]] = {
     "ddp 2": (2, {"batch.size": 2}),
     "fsdp 2": (2, {"batch.size": 2, "parallel.shard": True}),
@@ -295,39 +364,23 @@ KINDS: dict[str, tuple[int, dict[str, Any]]] = {
     "context 2 x 2 fsdp": (4, {"parallel.context": 2, "batch.size": 2, "parallel.shard": True}),
 }
 """How many processes train, and what they share."""
-MIXED = tuple(kind for kind in KINDS if kind not in ("fsdp 4", "context 2 x 2"))
-"""The ways in which the model of all mechanisms is trained; the others are tried with a mechanism each."""
-
-
-def in_all_ways(folder: Path, kinds: Iterable[str], names: tuple[str, ...]) -> list[list[int]]:
-    """Fifty steps of each model, alone and in these ways by several processes; their exit statuses."""
-    ways: dict[str, tuple[int, dict[str, Any]]] = {"one": (1, {}), **{kind: KINDS[kind] for kind in kinds}}
-    return [
-        fork(world, lambda _, k=kind, c=c: of_mechanisms(folder, k, 50, EVALUATED | c, names), seconds=900)
-        for kind, (world, c) in ways.items()
-    ]
-
-
-def more_curves(folder: Path) -> None:
-    """Each mechanism by itself."""
-    tell(folder, "curves", in_all_ways(folder, KINDS, MECHANISMS))
 
 
 def curves(folder: Path) -> None:
-    """One model with a layer of each mechanism, and other models."""
-    statuses = in_all_ways(folder, MIXED, ("mixed",))
-
-    def stacks(kind: str, changes: dict[str, Any]) -> Callable[[int], None]:
-        return lambda rank: of_stacks(folder, kind, changes)
-
-    statuses += [fork(1, stacks("one", {})), fork(2, stacks("ddp 2", {"batch.size": 2}))]
-    statuses.append(
-        fork(2, stacks("fsdp 2", {"batch.size": 2, "parallel.shard": True, "run.activation_checkpointing": True}))
-    )
-    statuses.append(fork(4, lambda rank: context(folder, rank, {"batch.size": 2})))
-    tell(folder, "curves", statuses)
+    """One model with a layer of each mechanism in all ways, and other models in some."""
+    long, recomputed = {"run.steps": 50, "run.eval_every": 25}, {"run.activation_checkpointing": True}
+    ways = [(kind, *way, long, ("mixed",)) for kind, way in {"one": (1, {}), **KINDS}.items()]
+    ways += [("one", 1, {}, {}, STACKS), ("ddp 2", *KINDS["ddp 2"], {}, STACKS)]
+    ways += [("fsdp 2", *KINDS["fsdp 2"], recomputed, STACKS)]
+    for kind, world, changes, more, names in ways:
+        work = partial(models, folder, kind, {**changes, **more}, names)
+        tell(
+            folder, f"{kind} {' '.join(names)}", fork(world, lambda rank, work=work: work(), seconds=900) == [0] * world
+        )
+    fork(4, lambda rank: context(folder, rank, {"batch.size": 2}))
 
 
 if __name__ == "__main__":
-    for case in sys.argv[2:]:
-        {"quick": quick, "curves": curves, "more": more_curves}[case](Path(sys.argv[1]))
+    for module in ("accelerate.tracking", "subquad.hf.model", "subquad.training.sharding", "torch._dynamo"):
+        importlib.import_module(module)  # so that no fork has to import it
+    {"quick": quick, "curves": curves}[sys.argv[2]](Path(sys.argv[1]))

@@ -1,56 +1,44 @@
 """A run small enough for a test: bytes of a short text, several epochs, dropout, accumulation."""
 
+import shutil
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 import pytest
 
-from subquad.training import TrainConfig
+from subquad.training import RunResult, TrainConfig, train
+from tests.training.helpers import config_of, write_text
 
-TEXT = "".join(f"def function_{i}(a, b):\n    return a * {i} + b\n\n\n" for i in range(24))
+
+@pytest.fixture(scope="session")
+def text(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A text file; the folder `texts` beside it holds documents of one to three dozen bytes."""
+    return write_text(tmp_path_factory.mktemp("text"))
+
+
+@pytest.fixture(scope="session")
+def config_in(text: Path) -> Callable[..., TrainConfig]:
+    """Make the configuration of a run in a folder, as `make_config` does."""
+    return lambda home, *changes, **run: config_of(text, home, *changes, **run)
 
 
 @pytest.fixture
-def make_config(tmp_path: Path) -> Callable[..., TrainConfig]:
-    """Make a configuration from changes, as `{"run.steps": 3}`; the run lives in `tmp_path / "run"`."""
+def make_config(tmp_path: Path, config_in: Callable[..., TrainConfig]) -> Callable[..., TrainConfig]:
+    """Make the configuration of a run in `tmp_path / "run"` from changes.
 
-    def make(changes: dict[str, Any] | None = None) -> TrainConfig:
-        text = tmp_path / "text.py"
-        if not text.exists():
-            text.write_text(TEXT)
-        values: dict[str, Any] = {
-            "model": {
-                "dim": 16,
-                "num_layers": 2,
-                "num_heads": 2,
-                "attention": "llp",
-                "options": {"llp": {"segment": 16}},
-                "dropout": 0.1,
-            },
-            "data": {
-                "path": str(text),
-                "tokenizer": "bytes",
-                "held_out": 0.2,
-                "cache": str(tmp_path / "cache"),
-            },
-            "batch": {"length": 32, "size": 4, "accumulation": 2},
-            "optimizer": {"lr": 3e-3},
-            "schedule": {"warmup": 2},
-            "run": {
-                "folder": str(tmp_path / "run"),
-                "steps": 10,
-                "log_every": 2,
-                "eval_every": 4,
-                "eval_windows": 4,
-                "save_every": 3,
-                "threads": 1,
-                "device": "cpu",
-            },
-        }
-        for key, value in (changes or {}).items():
-            group, name = key.split(".", 1)
-            values[group][name] = value
-        return TrainConfig.from_dict(values)
+    As in `make_config({"model.dropout": 0.0}, {"task": "probe"}, steps=3)`; keywords are settings of the group `run`,
+    and `folder` is one in `tmp_path`.
+    """
+    return lambda *changes, **run: config_in(tmp_path, *changes, **run)
 
-    return make
+
+@pytest.fixture(scope="session")
+def finished(tmp_path_factory: pytest.TempPathFactory, config_in: Callable[..., TrainConfig]) -> RunResult:
+    """A finished run of `make_config()`: four steps, with the checkpoints 2 and 4. Don't change its folder."""
+    return train(config_in(tmp_path_factory.mktemp("finished")))
+
+
+@pytest.fixture
+def run_at_4(finished: RunResult, tmp_path: Path) -> Path:
+    """A copy of the finished run where `make_config` has its run."""
+    return Path(shutil.copytree(finished.folder, tmp_path / "run"))

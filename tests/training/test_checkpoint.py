@@ -1,4 +1,4 @@
-"""Checkpoints on disk: whole or not there, damage is seen, the last good one survives."""
+"""Checkpoint folders: complete or absent, damage is seen, the last good one survives."""
 
 import json
 import logging
@@ -9,144 +9,99 @@ import pytest
 
 from subquad.training import checkpoint
 from subquad.training.errors import CheckpointError, FormatVersionError
+from tests.training.helpers import steps_of
 
 FILES = ("model.safetensors", "optimizer.pt", "scheduler.pt", "rng_state_0.safetensors", "trainer_state.json")
 
 
-def make(root: Path, step: int, settings: dict[str, object] | None = None) -> Path:
+def make(root, step, settings=None):
     """Publish a small checkpoint with rubbish in its files."""
     folder = checkpoint.aside(root, step)
-    folder.mkdir(parents=True)
-    for name in FILES:
-        (folder / name).write_bytes(f"{name} of {step}".encode())
-    (folder / "shards").mkdir()
-    (folder / "shards" / "0.bin").write_bytes(b"nested")
+    for file in (*FILES, "shards/0.bin"):
+        (folder / file).parent.mkdir(parents=True, exist_ok=True)
+        (folder / file).write_bytes(f"{file} of {step}".encode())
     target = root / checkpoint.name_of(step)
     checkpoint.publish(folder, target, step=step, settings=settings or {})
     return target
 
 
-def test_a_published_checkpoint_is_complete_and_listed(tmp_path: Path) -> None:
+def test_a_published_checkpoint_is_complete_and_listed(tmp_path):
+    assert checkpoint.newest_complete(tmp_path) is None
+    assert checkpoint.newest_complete(tmp_path / "absent") is None
     make(tmp_path, 9)
     target = make(tmp_path, 10)
     assert checkpoint.verify(target)["step"] == 10
     assert set(checkpoint.verify(target)["files"]) == {*FILES, "shards/0.bin"}
-    assert [step for step, _ in checkpoint.listing(tmp_path)] == [9, 10]
+    assert [step for step, _ in checkpoint.listing(tmp_path)] == steps_of(tmp_path) == [9, 10]
     assert checkpoint.newest_complete(tmp_path) == target
-    assert not list(tmp_path.glob(".*"))
-
-
-def test_no_folder_and_no_checkpoint_mean_none(tmp_path: Path) -> None:
-    assert checkpoint.newest_complete(tmp_path / "absent") is None
-    assert checkpoint.newest_complete(tmp_path) is None
-    assert checkpoint.listing(tmp_path / "absent") == []
 
 
 @pytest.mark.parametrize("part", checkpoint.REQUIRED)
-def test_nothing_is_published_without_every_part(tmp_path: Path, part: str) -> None:
+def test_nothing_is_published_without_every_part(tmp_path, part):
     folder = checkpoint.aside(tmp_path, 1)
     folder.mkdir()
     for name in FILES:
         if not name.startswith(part):
             (folder / name).write_bytes(b"x")
-    with pytest.raises(CheckpointError, match=f"holds no {part} file"):
+    with pytest.raises(CheckpointError, match=f"has no {part} file"):
         checkpoint.publish(folder, tmp_path / "checkpoint-1", step=1, settings={})
     assert checkpoint.listing(tmp_path) == []
 
 
-def truncate(folder: Path) -> None:
-    (folder / "optimizer.pt").write_bytes(b"opt")
-
-
-def flip(folder: Path) -> None:
-    data = bytearray((folder / "model.safetensors").read_bytes())
+def flip(file):
+    data = bytearray(file.read_bytes())
     data[3] ^= 1
-    (folder / "model.safetensors").write_bytes(data)
+    file.write_bytes(data)
 
 
-def delete(folder: Path) -> None:
-    (folder / "scheduler.pt").unlink()
-
-
-def unlist(folder: Path) -> None:
-    (folder / "manifest.json").unlink()
-
-
-def cut_manifest(folder: Path) -> None:
-    text = (folder / "manifest.json").read_text()
-    (folder / "manifest.json").write_text(text[: len(text) // 2])
-
-
-def strange_manifest(folder: Path) -> None:
-    (folder / "manifest.json").write_text("[1, 2]")
+def cut(file):
+    file.write_bytes(file.read_bytes()[:3])
 
 
 DAMAGES = [
-    (truncate, "has 3 bytes, its manifest says"),
-    (flip, "does not match its checksum"),
-    (delete, "lacks its file scheduler.pt"),
-    (unlist, "has no manifest.json"),
-    (cut_manifest, "is damaged"),
-    (strange_manifest, "is not a manifest"),
+    ("optimizer.pt", cut, "has 3 bytes, its manifest says"),
+    ("model.safetensors", flip, "does not match its checksum"),
+    ("scheduler.pt", Path.unlink, r"lacks the file scheduler\.pt"),
+    ("more.bin", Path.touch, r"has files that its manifest does not list: more\.bin"),
+    ("manifest.json", Path.unlink, r"has no manifest\.json"),
+    ("manifest.json", cut, "is damaged"),
+    ("manifest.json", lambda file: file.write_text("[1, 2]"), "is not a manifest"),
 ]
 
 
-@pytest.mark.parametrize(("damage", "reason"), DAMAGES)
-def test_a_damaged_checkpoint_is_skipped_with_its_reason(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture, damage, reason: str
-) -> None:
-    good, bad = make(tmp_path, 1), make(tmp_path, 2)
-    damage(bad)
+@pytest.mark.parametrize(("file", "damage", "reason"), DAMAGES)
+def test_damage_is_skipped_with_its_reason_but_never_silently_restarted(tmp_path, caplog, file, damage, reason):
+    damage(make(tmp_path, 2) / file)
+    with pytest.raises(CheckpointError, match=f"no checkpoint in .* is complete: .*{reason}"):
+        checkpoint.newest_complete(tmp_path)
+    good = make(tmp_path, 1)
+    caplog.clear()
     with caplog.at_level(logging.WARNING):
         assert checkpoint.newest_complete(tmp_path) == good
     assert "skipped checkpoint-2" in caplog.text
-    assert reason in caplog.text
+    make(tmp_path, 2)
+    assert checkpoint.newest_complete(tmp_path) == tmp_path / "checkpoint-2", "saving the step again replaces it"
+    assert steps_of(tmp_path) == [1, 2]
 
 
-@pytest.mark.parametrize(("damage", "reason"), DAMAGES)
-def test_starting_anew_over_damaged_checkpoints_is_never_silent(tmp_path: Path, damage, reason: str) -> None:
-    damage(make(tmp_path, 1))
-    with pytest.raises(CheckpointError, match=f"no checkpoint in .* is complete: .*{reason}"):
-        checkpoint.newest_complete(tmp_path)
-
-
-def test_another_format_version_is_refused_by_name(tmp_path: Path) -> None:
+def test_another_format_version_is_refused_by_name(tmp_path):
     make(tmp_path, 1)
     manifest = make(tmp_path, 2) / "manifest.json"
     manifest.write_text(json.dumps({**json.loads(manifest.read_text()), "version": 0}))
-    with pytest.raises(
-        FormatVersionError, match="checkpoint-2 has checkpoint format version 0; this release reads version 1"
-    ):
+    message = "checkpoint-2 has checkpoint format version 0; this release reads version 1"
+    with pytest.raises(FormatVersionError, match=message):
         checkpoint.newest_complete(tmp_path)
 
 
-def test_a_crash_at_the_rename_leaves_the_earlier_checkpoint(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    good = make(tmp_path, 1)
-    replace = os.replace
-
-    def crash(source: Path, target: Path) -> None:
-        if Path(target).name == "checkpoint-2":
-            raise OSError("power cut")
-        replace(source, target)
-
-    monkeypatch.setattr(os, "replace", crash)
-    with pytest.raises(OSError, match="power cut"):
-        make(tmp_path, 2)
-    monkeypatch.undo()
-    assert checkpoint.newest_complete(tmp_path) == good
-    checkpoint.sweep(tmp_path)
-    assert [path.name for path in tmp_path.iterdir()] == ["checkpoint-1"]
-
-
-def test_every_file_is_synced_before_the_rename(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_every_file_is_synced_before_the_rename(tmp_path, monkeypatch):
     events: list[str] = []
     fsync, replace = os.fsync, os.replace
 
-    def log_fsync(handle: int) -> None:
+    def log_fsync(handle):
         events.append(os.path.basename(os.readlink(f"/proc/self/fd/{handle}")))
         fsync(handle)
 
-    def log_replace(source: Path, target: Path) -> None:
+    def log_replace(source, target):
         events.append(f"rename to {Path(target).name}")
         replace(source, target)
 
@@ -158,63 +113,77 @@ def test_every_file_is_synced_before_the_rename(tmp_path: Path, monkeypatch: pyt
     assert tmp_path.name in events[rename:]
 
 
-def test_publishing_a_step_again_replaces_it(tmp_path: Path) -> None:
-    flip(make(tmp_path, 1))
-    assert checkpoint.newest_complete(make(tmp_path, 1).parent) == tmp_path / "checkpoint-1"
-    assert [path.name for path in tmp_path.iterdir()] == ["checkpoint-1"]
-
-
-def test_rotation_keeps_the_newest_and_the_best(tmp_path: Path) -> None:
+def test_rotation_keeps_the_newest_and_the_best(tmp_path):
     for step in (1, 2, 3, 4, 5):
         make(tmp_path, step)
     checkpoint.rotate(tmp_path, keep=2, best_step=2)
-    assert [step for step, _ in checkpoint.listing(tmp_path)] == [2, 4, 5]
-    assert not list(tmp_path.glob(".*"))
+    assert steps_of(tmp_path) == [2, 4, 5]
 
 
-@pytest.mark.parametrize("damage", [truncate, delete, unlist, cut_manifest])
-def test_rotation_never_deletes_the_last_good_one(tmp_path: Path, damage) -> None:
+@pytest.mark.parametrize(("file", "damage"), [damage[:2] for damage in DAMAGES if damage[1] in (cut, Path.unlink)])
+def test_rotation_never_deletes_the_last_good_one(tmp_path, file, damage):
     make(tmp_path, 1)
     make(tmp_path, 2)
     for step in (3, 4):
-        damage(make(tmp_path, step))
+        damage(make(tmp_path, step) / file)
     checkpoint.rotate(tmp_path, keep=1, best_step=None)
-    assert [step for step, _ in checkpoint.listing(tmp_path)] == [2, 3, 4]
+    assert steps_of(tmp_path) == [2, 3, 4]
     assert checkpoint.newest_complete(tmp_path) == tmp_path / "checkpoint-2"
 
 
-def test_settings_of_another_type_are_damage(tmp_path: Path) -> None:
-    batch = {"length": 8, "size": 2, "accumulation": "2"}
-    with pytest.raises(CheckpointError, match="is damaged: 'accumulation' must be a int, got '2'"):
-        checkpoint.verify(make(tmp_path, 1, {"batch": batch}))
-    with pytest.raises(CheckpointError, match="is damaged: 'processes' must be a int, got None"):
-        checkpoint.verify(make(tmp_path, 2, {"processes": None}))
-
-
-def test_other_settings_are_refused_with_what_changed(tmp_path: Path) -> None:
-    manifest = checkpoint.verify(make(tmp_path, 1, {"run.seed": 1, "data": "a"}))
-    checkpoint.check_settings(manifest, {"run.seed": 1, "data": "a"})
-    with pytest.raises(CheckpointError, match="step 1 was made by other settings: data was 'a', is 'b'; restore them"):
-        checkpoint.check_settings(manifest, {"run.seed": 1, "data": "b"})
-    with pytest.raises(CheckpointError, match="made by other settings: data was 'a', is None; restore them"):
-        checkpoint.check_settings(manifest, {"run.seed": 1})
-    with pytest.raises(CheckpointError, match="made by other settings: causal was None, is True; restore them"):
-        checkpoint.check_settings(manifest, {"run.seed": 1, "data": "a", "causal": True})
-    nested = {"model": {"dim": 8, "options": {"llp": {"segment": 4}}, "loops": 1}}
-    manifest = checkpoint.verify(make(tmp_path, 2, nested))
-    with pytest.raises(CheckpointError, match=r"settings: model\.options\.llp\.segment was 4, is 6; restore them"):
-        checkpoint.check_settings(manifest, {"model": {**nested["model"], "options": {"llp": {"segment": 6}}}})
-    many = {f"option_{i}": i for i in range(10)}
-    with pytest.raises(CheckpointError, match=r"option_6 was 6, is None; and 3 more; restore them"):
-        checkpoint.check_settings(checkpoint.verify(make(tmp_path, 3, many)), {"another": 1})
-
-
-def test_sweep_removes_only_leftovers(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    make(tmp_path, 1)
-    checkpoint.aside(tmp_path, 2).mkdir()
-    (tmp_path / ".trash-checkpoint-0").mkdir()
+def test_sweep_removes_only_leftovers_and_restores_what_has_no_successor(tmp_path, caplog):
+    make(tmp_path, 1).rename(tmp_path / ".trash-checkpoint-1")
+    make(tmp_path, 2)
+    checkpoint.aside(tmp_path, 3).mkdir()
+    for step in (0, 2):
+        (tmp_path / f".trash-checkpoint-{step}").mkdir()
     with caplog.at_level(logging.WARNING):
         checkpoint.sweep(tmp_path)
-    assert [path.name for path in tmp_path.iterdir()] == ["checkpoint-1"]
-    assert "its save was interrupted" in caplog.text
+    assert steps_of(tmp_path) == [1, 2]
+    assert "deleted .saving-checkpoint-3: the save was interrupted" in caplog.text
     checkpoint.sweep(tmp_path / "absent")
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        ({"batch": {"length": 8, "size": 2, "accumulation": "2"}}, "'accumulation' must be a int, got '2'"),
+        ({"processes": None}, "'processes' must be a int, got None"),
+    ],
+)
+def test_settings_of_another_type_are_damage(tmp_path, settings, message):
+    with pytest.raises(CheckpointError, match=f"is damaged: {message}"):
+        checkpoint.verify(make(tmp_path, 1, settings))
+
+
+BATCH = {"length": 32, "size": 4, "accumulation": 2}
+MADE = {"seed": 1, "model": {"dim": 8, "options": {"llp": {"segment": 4}}}, "batch": BATCH, "processes": 2}
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"seed": 2}, "seed was 1, is 2"),
+        ({"seed": None}, "seed was 1, is None"),
+        ({"causal": True}, "causal was None, is True"),
+        ({"model": {"dim": 8, "options": {"llp": {"segment": 6}}}}, r"model\.options\.llp\.segment was 4, is 6"),
+        ({f"option_{i}": i for i in range(10)}, "option_7 was None, is 7; and 2 more"),
+        ({"batch": BATCH | {"length": 64}}, r"batch\.length was 32, is 64"),
+        (
+            {"processes": 1},
+            r"a step had 16 windows \(processes 2 x batch\.size 4 x batch\.accumulation 2\), has 8 \(1 x 4 x 2\); for "
+            r"1 processes set batch\.size=4 and batch\.accumulation=4",
+        ),
+        ({"processes": 4}, r"has 32 \(4 x 4 x 2\); for 4 processes set batch\.size=4 and batch\.accumulation=1"),
+        ({"processes": 3}, "3 processes can't share 16 windows equally: start 1, 2, 4, 8 or 16"),
+    ],
+)
+def test_other_settings_are_refused_with_what_changed(changes, message):
+    with pytest.raises(CheckpointError, match=f"step 3 was made with other settings: .*{message}; restore them"):
+        checkpoint.check_settings({"step": 3, "settings": MADE}, {**MADE, **changes})
+
+
+@pytest.mark.parametrize(("processes", "size", "accumulation"), [(2, 4, 2), (1, 16, 1), (4, 2, 2), (16, 1, 1)])
+def test_a_run_is_resumed_if_a_step_has_as_many_windows(processes, size, accumulation):
+    batch = {"length": 32, "size": size, "accumulation": accumulation}
+    checkpoint.check_settings({"step": 3, "settings": MADE}, {**MADE, "batch": batch, "processes": processes})

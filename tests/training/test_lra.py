@@ -1,8 +1,11 @@
-"""Every task of Long Range Arena trains by one command with everything that reads whole sequences."""
+"""Long Range Arena: every task trains by one command with every mechanism, and its recipes have the paper's settings."""
 
 import functools
 import gc
+import itertools
 import json
+import math
+from typing import Any
 
 import pytest
 import yaml
@@ -10,16 +13,21 @@ import yaml
 from subquad.attention import mechanism, names
 from subquad.cli import main
 from subquad.cli import train as command
+from subquad.cli.train import read_config
 from subquad.data import labelled
 from subquad.evaluation.classes import fit_bag_of_tokens
+from subquad.recipes import recipe_path
+from subquad.training import PretrainConfig, TrainConfig
 from subquad.training.progress import read_metrics
+from subquad.training.tasks import check
+from tests.training.helpers import failed
 from tests.training.lra_files import MEASURED, TRAIN, write_release
 
 BIDIRECTIONAL = [name for name in names() if "bidirectional" in mechanism(name).forms] + ["perceiver", "perceiver_io"]
 CAUSAL_ONLY = [name for name in names() if mechanism(name).forms == ("causal",)]
 TASKS = ("listops", "text", "retrieval", "image", "pathfinder32", "pathfinder128")
 LENGTH = 16
-"""Tokens that are read of a sequence: the first ones; what is longer is cut."""
+"""Tokens that are read of a sequence: the first ones; the rest is cut."""
 OPTIONS = {
     "bigbird": {"block": 4, "num_global": 1, "num_random": 1},
     "dilated": {"width": 4, "dilation": 2},
@@ -39,6 +47,13 @@ OPTIONS = {
 }
 
 
+def some_slow(products, quick):
+    """Mark all but the `quick` parameters as slow."""
+    assert set(quick) <= set(products)
+    marked = ((p, p if isinstance(p, tuple) else (p,)) for p in products)
+    return [pytest.param(*values, marks=[] if p in quick else [pytest.mark.slow]) for p, values in marked]
+
+
 @pytest.fixture(scope="module")
 def release(tmp_path_factory):
     """A configuration for each task, over small files in the layouts of the release."""
@@ -53,14 +68,15 @@ def release(tmp_path_factory):
             "schedule": {"warmup": 1},
             "run": {"steps": 2, "log_every": 1, "eval_every": 0, "device": "cpu", "threads": 1, "precision": "float32"},
         }
+        values["run"]["trackers"] = []
         files[task] = folder / f"{task}.yaml"
         files[task].write_text(yaml.safe_dump(values), encoding="utf-8")
     return files
 
 
 @pytest.fixture(autouse=True, scope="module")
-def quick():
-    """Runs are short and many: data and baselines are found once, the parser is made once."""
+def cached():
+    """Runs are short and many: read data, fit baselines and make the parser once."""
     patch = pytest.MonkeyPatch()
     found, read = {}, labelled.labelled_corpus
 
@@ -70,41 +86,50 @@ def quick():
             found[key] = read(config, length, **kwargs)
         return found[key]
 
-    fit = functools.cache(fit_bag_of_tokens)
     patch.setattr("subquad.training.tasks_classify.labelled_corpus", once)
-    patch.setattr("subquad.cli.eval.fit_bag_of_tokens", fit)
+    patch.setattr("subquad.cli.eval.fit_bag_of_tokens", functools.cache(fit_bag_of_tokens))
     patch.setattr(command, "make_parser", functools.cache(command.make_parser))
-    gc.freeze()  # the Trainer collects garbage at its end, and looks at all that pytest holds
+    gc.freeze()  # or each run would look at all that pytest holds
     yield
     gc.unfreeze()
     patch.undo()
 
 
-def trained(file, folder, name, *flags) -> dict:
-    """What the command has measured of its model."""
+def trained(file, folder, name, *flags):
+    """Train two steps by the command and return what it has measured of its model."""
     arguments = ["train", "--config", str(file), "--run.folder", str(folder), "--model.attention", name, *flags]
     assert main(arguments) == 0
-    losses = [record["loss"] for record in read_metrics(folder) if "loss" in record]
-    assert len(losses) == 2
+    assert len([record for record in read_metrics(folder) if "loss" in record]) == 2
     return json.loads((folder / "evaluation.json").read_text(encoding="utf-8"))
 
 
-@pytest.mark.parametrize("task", TASKS)
-@pytest.mark.parametrize("name", BIDIRECTIONAL)
-def test_a_task_trains(task, name, release, tmp_path):
+@pytest.mark.parametrize(
+    ("name", "task"),
+    some_slow(
+        list(itertools.product(BIDIRECTIONAL, TASKS)),
+        [(name, TASKS[number % len(TASKS)]) for number, name in enumerate(BIDIRECTIONAL)],
+    ),
+)
+def test_a_task_trains(name, task, release, tmp_path):
     measured = trained(release[task], tmp_path, name)
     assert measured["examples"] == (TRAIN // 10 if task.startswith("pathfinder") else MEASURED)
     for key in ("accuracy", "constant", "bag_of_tokens"):
         assert 0 <= measured[key] <= 1
 
 
-@pytest.mark.parametrize("name", CAUSAL_ONLY)
-def test_what_reads_forward_alone_classifies_too(name, release, tmp_path):
-    trained(release["listops"], tmp_path, name, "--classify.causal", "true")
+@pytest.mark.parametrize(
+    ("name", "task"),
+    some_slow(
+        [*((name, "listops") for name in CAUSAL_ONLY), ("llp", "retrieval"), ("llp", "image")],
+        [(CAUSAL_ONLY[0], "listops"), ("llp", "retrieval")],
+    ),
+)
+def test_a_causal_form_classifies_too(name, task, release, tmp_path):
+    trained(release[task], tmp_path, name, "--classify.causal", "true")
 
 
 @pytest.mark.parametrize(("task", "pixels"), [("image", "64"), ("pathfinder32", "1,024")])
-def test_what_is_left_of_an_image_is_not_mirrored(task, pixels, release, tmp_path, capsys):
+def test_cut_images_are_not_mirrored(task, pixels, release, tmp_path, capsys):
     flags = ["--config", str(release[task]), "--run.folder", str(tmp_path), "--classify.augment", "true"]
     assert main(["train", *flags]) == 1
     message = f"classify.augment=true needs whole images of {pixels} pixels, got batch.length=16"
@@ -112,12 +137,75 @@ def test_what_is_left_of_an_image_is_not_mirrored(task, pixels, release, tmp_pat
     assert not (tmp_path / "checkpoints").exists()
 
 
-def test_augmented_sequences_train(release, tmp_path):
-    for task, length in (("listops", "16"), ("retrieval", "16"), ("image", "64")):
-        flags = ["--classify.augment", "true", "--batch.length", length, "--model.max_positions", "64"]
-        trained(release[task], tmp_path / task, "latte", *flags)
+@pytest.mark.parametrize(("task", "length"), [("listops", "16"), ("retrieval", "16"), ("image", "64")])
+def test_augmented_sequences_train(task, length, release, tmp_path):
+    flags = ["--classify.augment", "true", "--batch.length", length, "--model.max_positions", "64"]
+    trained(release[task], tmp_path / task, "latte", *flags)
 
 
-@pytest.mark.parametrize("task", ["retrieval", "image"])
-def test_llp_in_its_causal_reading(task, release, tmp_path):
-    trained(release[task], tmp_path, "llp", "--classify.causal", "true")
+# --- recipes
+
+PAPER = {
+    "listops": (128, 1e-3, 64, 0.01, 0.1, 50, 96_000, 40, 2000),
+    "text": (256, 1e-3, 32, 0.05, 0.1, 32, 25_000, 256, 4000),
+    "retrieval": (128, 1e-4, 32, 0.01, 0.1, 20, 147_086, 40, 4000),
+    "image": (512, 1e-3, 32, 0.05, 0.1, 200, 45_000, 512, 1024),
+    "pathfinder32": (256, 1e-3, 64, 0.03, 0.2, 200, 160_000, 256, 1024),
+    "pathfinder64": (256, 1e-3, 64, 0.03, 0.2, 200, 160_000, 256, 4096),
+    "pathfinder128": (256, 1e-3, 64, 0.03, 0.2, 200, 160_000, 256, 16384),
+}
+"""Width, learning rate, batch, weight decay, dropout, epochs (table 4), training examples, latents, tokens."""
+SMALL = ("lra-listops-short", "lra-image-small")
+
+
+def comment(recipe):
+    """Return the comment before a recipe's values, in one line."""
+    lines = recipe_path(recipe).read_text(encoding="utf-8").splitlines()
+    return " ".join(line.removeprefix("# ") for line in lines if line.startswith("# "))
+
+
+@pytest.mark.parametrize("task", PAPER)
+def test_the_recipes_have_the_papers_settings_and_our_own_are_separate(task):
+    config = TrainConfig.from_file(recipe_path(f"lra-{task}"))
+    dim, lr, batch, decay, dropout, epochs, examples, latents, length = PAPER[task]
+    model, optimizer = config.model, config.optimizer
+    assert (model.num_layers, model.num_heads, model.dim, model.dropout) == (6, 4, dim, dropout)
+    assert (optimizer.name, optimizer.lr, optimizer.weight_decay, config.batch.size) == ("adamw", lr, decay, batch)
+    assert config.run.steps == math.ceil(epochs * examples / batch)
+    assert (model.attention, model.options["latte"]["num_latents"], model.position) == ("latte", latents, "sinusoidal")
+    assert (model.norm, model.feedforward, model.ff_mult, model.bias) == ("layer", "gelu", 4.0, True)
+    assert (config.classify.dataset, config.batch.length, config.pretrain.kind) == (task, length, "none")
+    assert f"{config.run.steps:,} steps" in comment(f"lra-{task}")
+
+    plus = TrainConfig.from_file(recipe_path(f"lra-{task}-plus"))
+    assert (plus.model.position, plus.pretrain.kind) == ("rope", "denoise")
+    assert (plus.classify.dataset, plus.batch.length) == (task, length)
+    assert "not a paper's" in comment(f"lra-{task}-plus")
+
+
+@pytest.mark.parametrize(
+    "recipe",
+    some_slow(
+        [*(f"lra-{task}" for task in PAPER), "lra-listops-plus", *SMALL], ["lra-pathfinder128", "lra-listops-plus"]
+    ),
+)
+def test_every_mechanism_by_one_flag(recipe):
+    config = TrainConfig.from_file(recipe_path(recipe))
+    for name in (*BIDIRECTIONAL, *CAUSAL_ONLY):
+        changes: dict[str, Any] = {"attention": name, "dim": 32, "num_layers": 1}  # quick to build; the options stay
+        if config.model.position == "rope" and (name not in names() or not mechanism(name).rotates):
+            changes["position"] = "sinusoidal"
+        causal = config.classify.replace(causal=name in CAUSAL_ONLY)
+        pretrain = PretrainConfig() if name == "perceiver" else config.pretrain
+        check(config.replace(model=config.model.replace(**changes), classify=causal, pretrain=pretrain))
+
+
+def test_a_data_set_that_is_read_needs_a_path(capsys):
+    message = failed(capsys, "train", "--recipe", "lra-text")
+    assert "dataset=text is read, not made: give its path, a folder, a file or hf:NAME" in message
+
+
+def test_the_switch_is_a_flag():
+    config = read_config(["--recipe", "lra-text", "--model.attention", "elita", "--classify.causal", "true"])
+    assert (config.model.attention, config.model.options["elita"]["horizon"]) == ("elita", 4096)
+    check(config)

@@ -5,12 +5,13 @@ import io
 
 import pytest
 import torch
-from torch import Tensor, nn
+from torch import nn
 from torch.optim import AdamW, Muon
 from torch.optim.lr_scheduler import LambdaLR
 
 from subquad.layers.head import Lookup
 from subquad.models import Classifier, EncoderConfig
+from subquad.testing import assert_exact
 from subquad.training import OptimizerConfig
 from subquad.training.optimizers import MuonAdamW, build_optimizer, split_parameters
 
@@ -20,33 +21,39 @@ NAMES = ["adamw", "adam", "radam", "muon"]
 class Toy(nn.Module):
     """An embedding, two layers, a norm and a head."""
 
-    def __init__(self) -> None:
+    def __init__(self):
         super().__init__()
         self.embedding = nn.Embedding(11, 8)
         self.one, self.two = nn.Linear(8, 16), nn.Linear(16, 8)
         self.norm = nn.LayerNorm(8)
         self.head = nn.Linear(8, 11, bias=False)
 
-    def get_output_embeddings(self) -> nn.Module:
+    def get_output_embeddings(self):
         return self.head
 
-    def forward(self, tokens: Tensor) -> Tensor:
+    def forward(self, tokens):
         return self.head(self.norm(self.two(self.one(self.embedding(tokens)).relu())))
 
 
-def make(seed: int = 0) -> Toy:
+def make(seed=0):
     torch.manual_seed(seed)
     return Toy()
 
 
-def step(model: Toy, optimizer: torch.optim.Optimizer, number: int) -> None:
+def step(model, *optimizers, number):
     tokens = torch.randint(11, (4, 6), generator=torch.Generator().manual_seed(number))
     nn.functional.cross_entropy(model(tokens[:, :-1]).flatten(0, 1), tokens[:, 1:].flatten()).backward()
-    optimizer.step()
-    optimizer.zero_grad()
+    for optimizer in optimizers:
+        optimizer.step()
+    model.zero_grad()
 
 
-def test_matrices_decay_and_the_rest_does_not() -> None:
+def assert_same_parameters(one, other):
+    for parameter, twin in zip(one.parameters(), other.parameters(), strict=True):
+        assert_exact(parameter, twin)
+
+
+def test_matrices_decay_and_the_rest_does_not():
     model = make()
     matrices, rest = split_parameters(model)
     names = {id(parameter): name for name, parameter in model.named_parameters()}
@@ -54,7 +61,7 @@ def test_matrices_decay_and_the_rest_does_not() -> None:
     assert {names[id(p)] for p in rest} == {"embedding.weight", "one.bias", "two.bias", "norm.weight", "norm.bias"}
 
 
-def test_a_head_tied_to_the_embedding_does_not_decay_and_is_taken_once() -> None:
+def test_a_head_tied_to_the_embedding_does_not_decay_and_is_taken_once():
     model = make()
     model.head.weight = model.embedding.weight
     matrices, rest = split_parameters(model)
@@ -62,14 +69,14 @@ def test_a_head_tied_to_the_embedding_does_not_decay_and_is_taken_once() -> None
     assert any(parameter is model.head.weight for parameter in rest)
 
 
-def test_frozen_parameters_are_left_out() -> None:
+def test_frozen_parameters_are_left_out():
     model = make()
     model.one.weight.requires_grad_(False)
     assert all(parameter is not model.one.weight for group in split_parameters(model) for parameter in group)
 
 
 @pytest.mark.parametrize("name", NAMES)
-def test_every_parameter_is_trained_once_and_only_matrices_shrink_without_a_gradient(name: str) -> None:
+def test_every_parameter_is_trained_once_and_only_matrices_shrink_without_a_gradient(name):
     model = make()
     optimizer = build_optimizer(model, OptimizerConfig(name=name, lr=0.1, weight_decay=0.5))
     taken = [id(p) for group in optimizer.param_groups for p in group["params"]]
@@ -82,25 +89,19 @@ def test_every_parameter_is_trained_once_and_only_matrices_shrink_without_a_grad
     assert moved == {"one.weight", "two.weight", "head.weight"}
 
 
-def test_muon_takes_the_layers_matrices_and_not_the_head() -> None:
+def test_muon_takes_the_layers_matrices_and_neither_the_head_nor_a_look_up_over_the_logits():
     model = make()
+    model.lookup = Lookup(11, 32)
     optimizer = build_optimizer(model, OptimizerConfig(name="muon", lr=1e-3, matrix_lr=2e-3, momentum=0.9))
     assert isinstance(optimizer, MuonAdamW)
     muon, *others = optimizer.param_groups
     assert {id(p) for p in muon["params"]} == {id(model.one.weight), id(model.two.weight)}
     assert (muon["lr"], muon["momentum"]) == (2e-3, 0.9)
     assert all(group["lr"] == 1e-3 for group in others)
-
-
-def test_muon_takes_no_look_up_over_the_logits() -> None:
-    model = make()
-    model.lookup = Lookup(11, 32)
-    optimizer = build_optimizer(model, OptimizerConfig(name="muon"))
-    assert {id(p) for p in optimizer.param_groups[0]["params"]} == {id(model.one.weight), id(model.two.weight)}
     assert {id(p) for p in model.parameters()} == {id(p) for group in optimizer.param_groups for p in group["params"]}
 
 
-def test_muon_takes_no_head_of_a_classifier() -> None:
+def test_muon_takes_no_head_of_a_classifier():
     model = Classifier(EncoderConfig(vocab_size=5, dim=16, num_layers=1, num_heads=2, attention="full"))
     optimizer = build_optimizer(model, OptimizerConfig(name="muon"))
     taken = {id(p) for p in optimizer.param_groups[0]["params"]}
@@ -108,7 +109,7 @@ def test_muon_takes_no_head_of_a_classifier() -> None:
     assert {id(p) for p in model.parameters()} == {id(p) for group in optimizer.param_groups for p in group["params"]}
 
 
-def test_muon_equals_its_two_parts() -> None:
+def test_muon_equals_its_two_parts():
     model, apart = make(), make()
     optimizer = build_optimizer(model, OptimizerConfig(name="muon", lr=1e-2, weight_decay=0.1))
     hidden = [apart.one.weight, apart.two.weight]
@@ -119,24 +120,19 @@ def test_muon_equals_its_two_parts() -> None:
         AdamW(rest, lr=1e-2, betas=(0.9, 0.95), weight_decay=0.0, fused=True),
     ]
     for number in range(3):
-        step(model, optimizer, number)
-        tokens = torch.randint(11, (4, 6), generator=torch.Generator().manual_seed(number))
-        nn.functional.cross_entropy(apart(tokens[:, :-1]).flatten(0, 1), tokens[:, 1:].flatten()).backward()
-        for part in parts:
-            part.step()
-        apart.zero_grad()
-    for one, other in zip(model.parameters(), apart.parameters(), strict=True):
-        assert torch.equal(one, other)
+        step(model, optimizer, number=number)
+        step(apart, *parts, number=number)
+    assert_same_parameters(model, apart)
 
 
 @pytest.mark.parametrize("name", NAMES)
-def test_the_state_comes_back_exactly(name: str) -> None:
+def test_the_state_comes_back_exactly(name):
     config = OptimizerConfig(name=name, lr=1e-2)
     model = make()
     optimizer = build_optimizer(model, config)
     scheduler = LambdaLR(optimizer, lambda number: 1 / (number + 1))
     for number in range(3):
-        step(model, optimizer, number)
+        step(model, optimizer, number=number)
         scheduler.step()
     buffer = io.BytesIO()
     torch.save({"optimizer": optimizer.state_dict(), "scheduler": scheduler.state_dict()}, buffer)
@@ -150,20 +146,19 @@ def test_the_state_comes_back_exactly(name: str) -> None:
     restored.load_state_dict(saved["optimizer"])
     twin_scheduler.load_state_dict(saved["scheduler"])
     for number in range(3, 6):
-        step(model, optimizer, number)
+        step(model, optimizer, number=number)
         scheduler.step()
-        step(twin, restored, number)
+        step(twin, restored, number=number)
         twin_scheduler.step()
         assert [group["lr"] for group in restored.param_groups] == [group["lr"] for group in optimizer.param_groups]
-    for one, other in zip(model.parameters(), twin.parameters(), strict=True):
-        assert torch.equal(one, other)
+    assert_same_parameters(model, twin)
 
 
-def test_a_closure_is_called_with_gradients() -> None:
+def test_a_closure_is_called_with_gradients():
     model = make()
     optimizer = build_optimizer(model, OptimizerConfig(name="muon"))
 
-    def closure() -> Tensor:
+    def closure():
         loss = model(torch.zeros(1, 2, dtype=torch.long)).square().mean()
         loss.backward()
         return loss
@@ -171,6 +166,6 @@ def test_a_closure_is_called_with_gradients() -> None:
     assert optimizer.step(closure).requires_grad
 
 
-def test_muon_without_matrices_is_refused() -> None:
+def test_muon_without_matrices_is_refused():
     with pytest.raises(ValueError, match="muon needs a model with 2-D weights"):
         build_optimizer(nn.LayerNorm(4), OptimizerConfig(name="muon"))

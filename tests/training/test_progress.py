@@ -1,83 +1,77 @@
-"""What a run shows and writes."""
+"""What a run shows and writes: metrics, trackers, a bar or plain lines, curves."""
 
 import importlib.util
 import io
-import json
 import logging
-from pathlib import Path
 from typing import Any
 
 import pytest
 from rich.console import Console
+from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
 from subquad.training import train
-from subquad.training.progress import draw_curves, loss_range, read_metrics
-
-pytestmark = pytest.mark.draws
+from subquad.training.progress import Bar, Meter, draw_curves, loss_range, read_metrics
 
 
-def test_metrics_events_and_curves_are_written(make_config, tmp_path: Path) -> None:
-    train(make_config())
+@pytest.mark.draws
+def test_metrics_events_curves_and_plain_lines_are_written(make_config, tmp_path):
+    screen = io.StringIO()
+    config = make_config({"data.cache": str(tmp_path / "cache")}, trackers=["tensorboard"])
+    train(config, console=Console(file=screen, force_terminal=False, width=120))
     lines = read_metrics(tmp_path / "run")
     training = [line for line in lines if "loss" in line]
-    assert [line["step"] for line in training] == [1, 2, 3, 4, 6, 8, 9, 10]
+    assert [line["step"] for line in training] == [1, 2, 3, 4]
     assert set(training[0]) == {"step", "loss", "lr", "grad_norm", "tokens", "epochs", "tokens_per_s", "seconds"}
-    assert training[-1]["tokens"] == 10 * 32 * 8
-    assert [line["step"] for line in lines if "eval_loss" in line] == [4, 8, 10]
-    assert lines[-1]["eval_loss"] < lines[3]["loss"]
-
-    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+    assert training[-1]["tokens"] == 4 * 32 * 8
+    assert [line["step"] for line in lines if "eval_loss" in line] == [2, 4]
+    assert lines[-1]["eval_loss"] < lines[0]["loss"]
 
     events = EventAccumulator(str(tmp_path / "run" / "tensorboard"))
     events.Reload()
-    assert [event.step for event in events.Scalars("eval/loss")] == [4, 8, 10]
+    assert [event.step for event in events.Scalars("eval/loss")] == [2, 4]
     assert [event.value for event in events.Scalars("train/loss")] == pytest.approx([line["loss"] for line in training])
     assert (tmp_path / "run" / "curves.png").read_bytes()[:4] == b"\x89PNG"
 
-
-def test_a_line_that_was_cut_off_is_left_out(tmp_path: Path) -> None:
-    assert read_metrics(tmp_path) == []
-    (tmp_path / "metrics.jsonl").write_text('{"step": 1, "loss": 2.0}\n{"step": 2, "lo')
-    assert read_metrics(tmp_path) == [{"step": 1, "loss": 2.0}]
-
-
-def test_a_terminal_gets_a_bar_with_loss_speed_and_time_left(make_config) -> None:
-    screen = io.StringIO()
-    train(make_config(), console=Console(file=screen, force_terminal=True, width=120))
-    shown = screen.getvalue()
-    assert "10/10" in shown
-    for word in ("loss", "held-out", "tokens/s", "left"):
-        assert word in shown
-
-
-def test_no_terminal_gets_plain_lines(make_config) -> None:
-    screen = io.StringIO()
-    train(make_config(), console=Console(file=screen, force_terminal=False, width=120))
     assert "encoding" in screen.getvalue()
-    lines = [line for line in screen.getvalue().splitlines() if line.startswith("step")]
-    assert lines[0].startswith("step 1/10 loss 5.")
-    assert [line.split()[1] for line in lines] == ["1/10", "4/10", "8/10", "10/10"]
-    assert "tokens/s" in lines[-1]
+    shown = [line for line in screen.getvalue().splitlines() if line.startswith("step")]
+    assert shown[0].startswith("step 1/4 loss 5.")
+    assert [line.split()[1] for line in shown] == ["1/4", "2/4", "4/4"]
+    assert "tokens/s" in shown[-1]
     assert "\x1b" not in screen.getvalue()
 
 
-def test_without_a_console_progress_goes_to_the_log(make_config, caplog: pytest.LogCaptureFixture, capfd) -> None:
-    with caplog.at_level(logging.INFO, logger="subquad"):
-        train(make_config({"run.steps": 3}))
-    assert "step 3/3 loss" in caplog.text
-    out, err = capfd.readouterr()
-    assert out == ""
-    assert "Writing model shards" not in err
+def test_a_line_that_was_cut_off_is_left_out(tmp_path):
+    assert read_metrics(tmp_path) == []
+    (tmp_path / "metrics.jsonl").write_text('{"step": 1, "loss": 2.0}\n{"step": 2, "lo')
+    assert read_metrics(tmp_path) == [{"step": 1, "loss": 2.0}]
+    (tmp_path / "metrics.jsonl").write_text('{"step": 1, "loss": "high"}\n')
+    with pytest.raises(ValueError, match=r"metrics\.jsonl, line 1 must hold numbers, got"):
+        read_metrics(tmp_path)
 
 
-def test_curves_need_a_loss(tmp_path: Path) -> None:
+def test_a_terminal_gets_a_bar_with_loss_speed_and_time_left():
+    screen, meter = io.StringIO(), Meter(step_tokens=64)
+    bar = Bar(Console(file=screen, force_terminal=True, width=160), meter, steps=10)
+    bar.begin(8)
+    meter.start()
+    meter.stop()
+    bar.report(10, {"loss": 2.5, "eval_loss": 2.25, "eval_accuracy": 0.5, "eval_bits_per_dim": 3.0})
+    bar.move(10)
+    bar.close()
+    words = ("10/10", "loss 2.500", "held-out 2.250", "accuracy 50.0%", "3.0000 bits per dimension", "tokens/s", "left")
+    for word in words:
+        assert word in screen.getvalue()
+
+
+@pytest.mark.draws
+def test_curves_need_a_loss(tmp_path):
     with pytest.raises(ValueError, match="no loss to draw among 1 records"):
         draw_curves([{"step": 1}], tmp_path / "curves.png", title="x")
-    draw_curves([json.loads('{"step": 1, "eval_loss": 2.0}')], tmp_path / "curves.png", title="x")
+    draw_curves([{"step": 1, "eval_loss": 2.0}], tmp_path / "curves.png", title="x")
     assert (tmp_path / "curves.png").stat().st_size > 1000
 
 
-def test_curves_show_the_losses_after_the_first_steps() -> None:
+def test_curves_show_the_losses_after_the_first_steps():
     train = [(1, 9.0), *((step, 2.0 - step / 100) for step in range(5, 101))]
     low, high = loss_range(train, [(100, 1.5)])
     assert 0.9 < low < 1.0
@@ -87,39 +81,43 @@ def test_curves_show_the_losses_after_the_first_steps() -> None:
     assert loss_range(train, [(1, 9.0)])[1] > 9.0
 
 
-def test_a_tracker_that_is_not_installed_is_refused_before_anything_is_written(
-    make_config, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_tracker_that_is_not_installed_is_refused_before_anything_is_written(make_config, tmp_path, monkeypatch):
     found = importlib.util.find_spec
     monkeypatch.setattr("importlib.util.find_spec", lambda name: None if name == "wandb" else found(name))
     with pytest.raises(ValueError, match=r"run\.trackers=tensorboard,wandb: wandb is not installed; pip install wandb"):
-        train(make_config({"run.trackers": ["tensorboard", "wandb"]}))
+        train(make_config(trackers=["tensorboard", "wandb"]))
     assert not (tmp_path / "run").exists()
-    with pytest.raises(ValueError, match=r"run\.trackers\[0\] must be one of its choices, got 'comet'"):
-        make_config({"run.trackers": ["comet"]})
 
 
-def test_trackers_get_the_numbers_of_the_metrics(make_config, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_trackers_get_the_numbers_of_the_metrics_and_without_a_console_the_log_shows_progress(
+    make_config, tmp_path, monkeypatch, caplog, capfd
+):
     made: list[Any] = []
 
     class Tracker:
-        def __init__(self, project: str, **options: Any) -> None:
-            self.project, self.options, self.records = project, options, []
+        def __init__(self, project, **options):
+            self.project, self.options = project, options
+            self.records: list[tuple[int, dict[str, float]]] = []
             made.append(self)
 
-        def start(self) -> None:
-            self.records: list[tuple[int, dict[str, float]]] = []
+        def start(self):
+            self.records.clear()
 
-        def log(self, values: dict[str, float], step: int) -> None:
+        def log(self, values, step):
             self.records.append((step, values))
 
-        def finish(self) -> None:
+        def finish(self):
             self.records.append((-1, {}))
 
     for name in ("WandBTracker", "MLflowTracker"):
         monkeypatch.setattr(f"accelerate.tracking.{name}", Tracker)
     monkeypatch.setattr("importlib.util.find_spec", lambda name: name)
-    train(make_config({"run.trackers": ["wandb", "mlflow"], "run.steps": 4}))
+    with caplog.at_level(logging.INFO, logger="subquad"):
+        train(make_config(trackers=["wandb", "mlflow"], steps=2))
+    assert "step 2/2 loss" in caplog.text
+    out, err = capfd.readouterr()
+    assert out == ""
+    assert "Writing model shards" not in err
     lines = read_metrics(tmp_path / "run")
     for tracker in made:
         assert tracker.project == "subquad"
@@ -128,5 +126,5 @@ def test_trackers_get_the_numbers_of_the_metrics(make_config, tmp_path: Path, mo
         assert tracker.records[-2][1] == {"eval/loss": lines[-1]["eval_loss"]}
     assert made[0].options["name"] == made[1].options["run_name"] == "run"
     assert not (tmp_path / "run" / "tensorboard").exists()
-    train(make_config({"run.trackers": ["wandb"], "run.steps": 6, "run.resume": "must"}))
-    assert made[2].options == made[0].options, "a run that goes on is the same run"
+    train(make_config(trackers=["wandb"], steps=3, resume="must"))
+    assert made[2].options == made[0].options, "a resumed run is the same run"

@@ -1,0 +1,186 @@
+"""Runs in their folders: what is resumed bit for bit, what is refused, what is never overwritten."""
+
+import json
+import logging
+import shutil
+
+import pytest
+
+from subquad.training import TrainConfig, checkpoint, train
+from subquad.training.errors import CheckpointError, FormatVersionError
+from subquad.training.processes import Processes
+from subquad.training.reading import NumberedWindows
+from subquad.training.run import settings_of
+from subquad.training.tasks import prepare_task
+from subquad.training.tasks_classify import first_phase
+from tests.training.helpers import (
+    CLASSIFY,
+    MQAR,
+    PROBE,
+    TOY,
+    assert_same_run,
+    assert_same_weights,
+    before_pass,
+    forget,
+    perceiver,
+    pretraining,
+    raising,
+    records,
+    steps_of,
+)
+
+
+def test_a_run_that_stops_within_an_epoch_sees_every_window_in_the_same_order_and_ends_with_the_same_bits(
+    make_config, tmp_path, monkeypatch
+):
+    seen, item = [], NumberedWindows.__getitem__
+    monkeypatch.setattr(NumberedWindows, "__getitem__", lambda self, index: (seen.append(index), item(self, index))[1])
+    train(make_config(steps=6, folder="whole"))
+    whole, windows = list(seen), len(set(seen))
+    assert len(whole) == 6 * 8
+    assert len(whole) % windows
+    assert sorted(whole[:windows]) == list(range(windows))
+    with monkeypatch.context() as patch:
+        before_pass(patch, 10, raising(RuntimeError("stopped in step 5")))
+        with pytest.raises(RuntimeError, match="stopped in step 5"):
+            train(make_config(steps=6))
+    seen.clear()
+    train(make_config(steps=6))
+    assert seen == whole[4 * 8 :], "checkpoint-4 has the windows before"
+    assert_same_run(tmp_path / "whole", tmp_path / "run")
+
+
+RESUMED = {
+    "muon": {"optimizer.name": "muon"},
+    "packed documents": {"data.pack": "documents", "data.path": "TEXTS"},
+    "perceiver": perceiver(vary_latents=True, prefix_dropout=0.3),
+    "classify": CLASSIFY,
+    "probe": PROBE,
+}
+
+
+@pytest.mark.parametrize("name", RESUMED)
+def test_every_kind_of_run_is_resumed_to_the_same_bits(make_config, text, tmp_path, name):
+    changes = {k: str(text.parent / "texts") if v == "TEXTS" else v for k, v in RESUMED[name].items()}
+    whole = train(make_config(changes, folder="whole")).folder
+    forget(shutil.copytree(whole, tmp_path / "run"), 4)
+    train(make_config(changes, resume="must"))
+    assert_same_run(whole, tmp_path / "run")
+
+
+def test_damaged_checkpoints_and_leftovers_are_skipped_with_their_reason(run_at_4, make_config, finished, caplog):
+    root = run_at_4 / "checkpoints"
+    weights = root / "checkpoint-4" / "model.safetensors"
+    weights.write_bytes(weights.read_bytes()[:-5])
+    (root / ".saving-checkpoint-5").mkdir()
+    with caplog.at_level(logging.INFO, logger="subquad"):
+        train(make_config())
+    for said in ("skipped checkpoint-4", f"resuming from {root / 'checkpoint-2'}", "deleted .saving-checkpoint-5"):
+        assert said in caplog.text
+    assert steps_of(root) == [2, 4]
+    assert_same_weights(finished.folder, run_at_4)
+
+
+@pytest.mark.parametrize("name", ["optimizer.pt", "rng_state_0.safetensors"])
+def test_a_missing_file_is_never_silent(run_at_4, make_config, name):
+    forget(run_at_4, 2)
+    (run_at_4 / "checkpoints" / "checkpoint-4" / name).unlink()
+    with pytest.raises(CheckpointError, match=f"no checkpoint in .* is complete.*lacks the file {name}"):
+        train(make_config(steps=6))
+
+
+def test_another_format_is_refused_by_name(run_at_4, make_config):
+    manifest = run_at_4 / "checkpoints" / "checkpoint-4" / "manifest.json"
+    manifest.write_text(json.dumps({**json.loads(manifest.read_text()), "version": 0}))
+    with pytest.raises(FormatVersionError, match="has checkpoint format version 0; this release reads version 1"):
+        train(make_config(steps=6))
+
+
+@pytest.mark.parametrize(("changes", "message"), [
+    ({"run.seed": 1}, "other settings: run.seed was 0, is 1"),
+    ({"optimizer.lr": 0.5}, r"other settings: optimizer\.lr was 0\.003, is 0\.5; restore them"),
+    ({"model.num_layers": 2}, r"other settings: model\.num_layers was 1, is 2; restore"),
+    ({"data.held_out": 0.3}, "other settings: data was"),
+    ({"data.pack": "documents"}, r"other settings: .*data\.pack was None, is 'documents'"),
+    ({"batch.size": 8}, r"other settings: a step had 8 windows .*, has 16"),
+    ({"run.steps": 3}, "is at step 4, past run.steps=3"),
+    ({"run.resume": "never"}, "run.resume is 'never'; choose another run.folder"),
+    ({"run.resume": "must", "run.folder": "nowhere"}, r"run\.resume is 'must' but .* has no checkpoint"),
+])  # fmt: skip
+def test_a_run_is_not_resumed_as_another(run_at_4, make_config, monkeypatch, changes, message):
+    monkeypatch.chdir(run_at_4.parent)
+    with pytest.raises(CheckpointError, match=message):
+        train(make_config({"run.steps": 6, **changes}))
+
+
+@pytest.mark.parametrize(("base", "phase", "changes"), [
+    (CLASSIFY, None, [
+        {"classify": TOY | {"seed": 1}},
+        {"classify": TOY | {"pooling": "last"}},
+        {"classify": TOY | {"causal": True}},
+        {"classify": TOY | {"examples": 41}},
+        {"batch": {"length": 21, "size": 4}},
+        {"pretrain": {"joint_weight": 0.5}},
+    ]),
+    (pretraining(), None, [pretraining(steps=5)]),
+    (pretraining(kind="causal"), None, [pretraining(kind="none")]),  # neither has a mask token: the models are the same
+    (pretraining(), first_phase, [
+        pretraining(mask_fraction=0.4),
+        pretraining(lr=1e-4),
+        {"classify": TOY | {"pooling": "class"}},
+        {"classify": TOY | {"seed": 1}},
+    ]),
+    (PROBE, None, [{"probe": MQAR | {"seed": 1}}, {"probe": MQAR | {"pairs": 1}}]),
+])  # fmt: skip
+def test_what_must_stay_the_same_is_in_the_settings_of_every_task(make_config, base, phase, changes):
+    def settings(change):
+        config = make_config(base, change)
+        return settings_of(prepare_task(phase(config) if phase else config, None), "float32", Processes())
+
+    for change in changes:
+        with pytest.raises(CheckpointError, match="was made with other settings: "):
+            checkpoint.check_settings({"step": 1, "settings": settings({})}, settings(change))
+
+
+def test_auto_does_not_resume_in_another_precision(run_at_4, make_config, monkeypatch):
+    monkeypatch.setattr("subquad.training.run._multiplies_bf16", lambda device: True)
+    with pytest.raises(CheckpointError, match=r"other settings: run\.precision was 'float32', is 'bf16'"):
+        train(make_config(steps=5, precision="auto"))
+    monkeypatch.setattr("subquad.training.run._multiplies_bf16", lambda device: False)
+    assert train(make_config(steps=5, precision="auto")).steps == 5
+
+
+def test_a_finished_run_that_is_started_again_trains_nothing_and_keeps_its_model(run_at_4, make_config, finished):
+    again = train(make_config(resume="must"))
+    assert (again.steps, again.seconds) == (4, 0.0)
+    assert_same_run(finished.folder, run_at_4)
+    assert records(run_at_4)[-1]["step"] == 4
+
+
+@pytest.mark.parametrize("dropout", [0.1, 0.0])
+def test_other_random_numbers_after_a_change_of_processes_are_announced(run_at_4, make_config, caplog, dropout):
+    """The checkpoint of one process, made to look like one of two processes."""
+    made = run_at_4 / "checkpoints" / "checkpoint-4"
+    draft = made.rename(made.with_name("draft"))
+    shutil.copy(draft / "rng_state_0.safetensors", draft / "rng_state_1.safetensors")
+    settings = checkpoint.read_manifest(draft)["settings"]
+    (draft / "manifest.json").unlink()
+    checkpoint.publish(draft, made, step=4, settings={**settings, "model": settings["model"] | {"dropout": dropout}})
+    assert train(make_config({"model.dropout": dropout}, steps=5)).steps == 5
+    assert ("checkpoint-4 was made by 2 processes and is resumed by 1" in caplog.text) is bool(dropout)
+
+
+def test_a_folder_that_is_not_a_run_is_not_overwritten(make_config, tmp_path):
+    (tmp_path / "other").mkdir()
+    for name in ("notes.md", "a", "b", "c"):
+        (tmp_path / "other" / name).write_text("mine")
+    with pytest.raises(ValueError, match=r"is not a run, but has other files \(a, b, c, \.\.\.\), which might be over"):
+        train(make_config(folder="other"))
+    with pytest.raises(ValueError, match=r"notes\.md' is a file; give a folder"):
+        train(make_config(folder="other/notes.md"))
+    assert sorted(file.name for file in (tmp_path / "other").iterdir()) == ["a", "b", "c", "notes.md"]
+
+
+def test_the_configuration_in_the_folder_is_the_one_that_was_trained(finished):
+    assert TrainConfig.from_file(finished.folder / "config.yaml") == finished.config
+    assert finished.config.model.vocab_size == finished.corpus.train.vocab_size == 256, "the tokenizer's"

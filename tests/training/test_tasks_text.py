@@ -1,0 +1,208 @@
+"""Language runs: packed documents, token shards, windows of Perceiver AR; and runs on a memory probe."""
+
+import logging
+from collections import Counter
+
+import pytest
+import torch
+from transformers import AutoModelForCausalLM
+
+from subquad.config import read_mapping
+from subquad.data import write_tokens
+from subquad.data.probes import HELD_OUT, ProbeCorpus, probe_rows
+from subquad.data.token_set import ShardError
+from subquad.data.tokenizers import load_tokenizer
+from subquad.evaluation.probes import overall, right_answers
+from subquad.models import Decoder
+from subquad.models.stacks import options_of
+from subquad.recipes import recipe_path, recipes
+from subquad.training import TrainConfig, train
+from subquad.training.loop import Loop
+from subquad.training.runs import is_probe, load_probe, load_run
+from subquad.training.tasks import check, prepare_task
+from tests.data.sets import flip
+from tests.training.helpers import MQAR, PROBE, perceiver, read_json, records, train_by_command
+
+
+@pytest.mark.parametrize(("length", "part"), [(2000, "training"), (400, "held-out")])
+def test_texts_shorter_than_a_window_are_refused(make_config, length, part):
+    message = rf"batch.length={length} is longer than the {part} part of the text, which has \d+ tokens; give more"
+    with pytest.raises(ValueError, match=message):
+        prepare_task(make_config({"batch.length": length}), None)
+
+
+# --- packed documents and shards
+
+
+def test_a_step_is_the_mean_over_all_its_labels(make_config, text, monkeypatch, caplog):
+    """Windows hold different numbers of labels: a mean of means over the accumulation would be another step."""
+    seen, loss = [], Loop.loss
+
+    def logged(self, batch, labels):
+        seen.append((int((batch["labels"] != -100).sum()), int(labels)))
+        return loss(self, batch, labels)
+
+    monkeypatch.setattr(Loop, "loss", logged)
+    with caplog.at_level(logging.INFO):
+        packed = {"data.path": str(text.parent / "texts"), "data.pack": "documents"}
+        train(make_config(packed, steps=2, eval_every=0))
+    assert len([1 for record in caplog.records if "windows of whole documents, " in record.message]) == 2
+    assert len(seen) == 4
+    for (first, all_first), (second, all_second) in zip(seen[::2], seen[1::2], strict=True):
+        assert first != second, "the test needs batches with different numbers of labels"
+        assert all_first == all_second == first + second
+
+
+def test_a_bad_shard_stops_a_run_or_is_skipped(make_config, text, tmp_path, caplog):
+    write_tokens(tmp_path / "shards", [str(text.parent / "texts")], load_tokenizer("bytes"), shard_tokens=200)
+    flip(tmp_path / "shards" / "00001.tokens")
+    changes = {"data.path": str(tmp_path / "shards"), "data.held_out": 0.1, "batch.size": 8}
+    with pytest.raises(ShardError, match=r"shard 00001\.tokens of .*shards cannot be read"):
+        train(make_config(changes, eval_every=0))
+    assert train(make_config(changes, {"data.bad_shards": "skip"}, folder="skip", eval_every=0)).steps == 4
+    assert "shard 00001.tokens of" in caplog.text
+
+
+# --- Perceiver AR predicts only the last tokens of a window
+
+LENGTH, LATENTS = 32, 9
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("vary", [False, True])
+def test_over_one_epoch_the_labels_cover_the_text(make_config, text, tmp_path, monkeypatch, vary):
+    """Counts how often each place of the text reaches the cross-entropy as a label."""
+    places = Counter()
+
+    def loss_of_hidden(self, h_BMD, labels_BM, **kwargs):
+        assert labels_BM.shape == h_BMD.shape[:2]
+        places.update(labels_BM[labels_BM >= 0].tolist())
+        return h_BMD.sum()
+
+    monkeypatch.setattr(Decoder, "loss_of_hidden", loss_of_hidden)
+    (tmp_path / "short.py").write_text(text.read_text()[:500])
+    config = make_config(perceiver(vary_latents=vary), {"data.path": str(tmp_path / "short.py")})
+    task = prepare_task(config, None)
+    stride = (LATENTS + 1) // 2 - 1 if vary else LATENTS - 1
+    assert options_of(config.model).window_labels(LENGTH) == task.train.stride == task.held_out.dataset.stride == stride
+    torch.manual_seed(0)
+    model = task.make_model().train(vary)
+    for index in range(task.count):
+        tokens = task.train[index]["input_ids"]
+        here = torch.arange(index * stride, index * stride + len(tokens))
+        assert tokens.tolist() == task.data.train.tokens[here.numpy()].tolist()
+        model(tokens[None], labels=here[None], use_cache=False)
+    assert set(range(LENGTH - stride, max(places) + 1)) <= set(places)
+    assert len(task.data.train) - 1 - max(places) < stride
+    if vary:
+        assert set(places.values()) > {1}, "a token is a label at least once"
+    else:
+        assert (set(places.values()), min(places)) == ({1}, LENGTH - stride)
+
+
+def test_windows_of_other_models_overlap_by_one_token(make_config):
+    task = prepare_task(make_config(), None)
+    assert task.train.stride == LENGTH - 1
+    assert task.count == (len(task.data.train) - 1) // (LENGTH - 1)
+
+
+def test_the_log_says_how_many_tokens_are_predicted(make_config, caplog):
+    with caplog.at_level(logging.INFO, "subquad.training"):
+        prepare_task(make_config(perceiver()), None)
+    said = "predicts the last 8 tokens of each window of 32: 64 of the 256 tokens that a step reads; windows start 8 "
+    assert said in caplog.text
+
+
+@pytest.mark.parametrize(("changes", "match"), [
+    (perceiver(latents=32), "would have no history: batch.length=32 must be above its latents=32; give longer windows"),
+    (perceiver(latents=256), r"batch.length=32 must be above its latents=256; .* or fewer latents \(model.options"),
+    (perceiver(latents=1), "perceiver_ar needs at least 2 latents to train, got 1: what a window's last latent"),
+    (perceiver(latents=2, vary_latents=True), "needs at least 3 latents to train with vary_latents, got 2"),
+    (perceiver(latent=2), "no key .*options.perceiver_ar.latent'; did you mean 'latents'"),
+])  # fmt: skip
+def test_windows_that_do_not_fit_are_refused_before_any_text_is_read(make_config, tmp_path, changes, match):
+    for refuse in (check, train):
+        with pytest.raises(ValueError, match=match):
+            refuse(make_config(changes, {"data.path": "nowhere"}))
+    assert not (tmp_path / "run").exists()
+
+
+def test_perceiver_ar_takes_no_packed_documents(make_config, text):
+    with pytest.raises(ValueError, match="predicts only a window's last tokens and can't train on packed documents"):
+        prepare_task(make_config(perceiver(), {"data.pack": "documents"}), None)
+
+
+@pytest.mark.parametrize("options", [{"latents": 31}, {"latents": 2}, {"latents": 3, "vary_latents": True}])
+def test_the_most_and_the_fewest_latents_train(make_config, options):
+    result = train(make_config(perceiver(**options), steps=2))
+    assert (result.steps, result.tokens) == (2, 2 * 32 * 8)
+
+
+# --- memory probes
+
+
+def held_out_rows(config):
+    return probe_rows(config.probe, 20, 21, seed=(0, HELD_OUT))
+
+
+def test_a_run_on_a_probe_is_measured_saved_and_loaded(make_config):
+    run = train_by_command(make_config(PROBE, eval_windows=21))
+    assert not (run / "tokenizer.json").exists()
+    config = TrainConfig.from_file(run / "config.yaml")
+    assert (config.task, config.model.vocab_size) == ("probe", 8)
+    report, evaluation = (read_json(run / f"{name}.json") for name in ("report", "evaluation"))
+    assert (report["chance"], report["sequences"], report["steps"]) == (0.5, 21, 4)
+
+    rows = held_out_rows(config)
+    score = overall(rows, right_answers(load_probe(run).decoder, rows))
+    assert 0 < score.value < 1
+    assert records(run)[-1]["eval_accuracy"] == evaluation["accuracy"] == score.value
+    assert [line["step"] for line in records(run) if "eval_loss" in line] == [2, 4]
+
+    assert AutoModelForCausalLM.from_pretrained(run).config.vocab_size == 8
+    assert is_probe(run)
+    assert is_probe(run / "checkpoints" / "checkpoint-4")
+    with pytest.raises(ValueError, match="holds a model of the probe mqar, which predicts no text; `subquad probe`"):
+        load_run(run)
+
+
+def test_a_perceiver_is_measured_on_its_latents(make_config):
+    passkey = {"probe": {"name": "passkey", "digits": 3, "symbols": 4, "examples": 50, "held_out": 21}}
+    result = train(make_config(PROBE, perceiver(latents=6), passkey, {"model.dropout": 0.0}, eval_windows=21))
+    rows = held_out_rows(result.config)
+    assert records(result.folder)[-1]["eval_accuracy"] == overall(rows, right_answers(result.model.model, rows)).value
+    assert isinstance(result.corpus, ProbeCorpus)
+
+
+def test_a_probe_is_learned(make_config):
+    changes = {
+        "model": {"dim": 32, "num_layers": 1, "num_heads": 2, "attention": "window", "init_std": 0.05},
+        "probe": {"name": "copy", "symbols": 6, "examples": 10_000, "held_out": 21},
+        "batch": {"length": 13, "size": 32},
+        "optimizer": {"lr": 1e-2, "weight_decay": 0.01},
+        "schedule": {"warmup": 5},
+    }
+    result = train(make_config({"task": "probe"}, changes, steps=60, log_every=60, eval_every=60, save_every=60))
+    assert records(result.folder)[-1]["eval_accuracy"] > 0.9, "chance is one sixth"
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", [name for name in recipes() if name.startswith("probe-")])
+def test_a_recipe_learns_what_it_says(tmp_path, name):
+    values = read_mapping(recipe_path(name))
+    values["run"] |= {"folder": str(tmp_path), "device": "cpu", "precision": "float32", "threads": 1}
+    config = TrainConfig.from_dict(values)
+    train(config)
+    assert records(tmp_path)[-1]["eval_accuracy"] > max(0.7, 3 * config.probe.chance)
+
+
+@pytest.mark.parametrize(("changes", "message"), [
+    (perceiver(latents=15), "the last 15 tokens, but mqar asks from place 5 of 20 on: every step needs 16 latents"),
+    (perceiver(latents=17, vary_latents=True), "the last 9 tokens, but mqar asks from place 5 of 20 on"),
+    (perceiver(latents=20), "perceiver_ar would have no history"),
+    ({"model.attention": "linformer"}, "attention 'linformer' has no causal form, which --task probe needs"),
+])  # fmt: skip
+def test_a_model_that_does_not_fit_the_probe_is_refused(make_config, changes, message):
+    for refuse in (check, train):
+        with pytest.raises(ValueError, match=message):
+            refuse(make_config(PROBE, {"probe": MQAR, "model.dropout": 0.0}, changes))
