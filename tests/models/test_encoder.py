@@ -323,9 +323,9 @@ def test_the_cost_of_a_pair_is_what_torch_counts():
 
 def test_a_pair_is_needed_where_there_are_two_towers_and_nowhere_else():
     tokens = some_tokens()
-    with pytest.raises(ValueError, match="two towers: it labels pairs of sequences, and the second one is missing"):
+    with pytest.raises(ValueError, match="labels pairs of sequences .towers=2., but the second sequence is missing"):
         classifier(towers=2)(tokens)
-    with pytest.raises(ValueError, match="labels single sequences and takes no pair; towers=2 makes one that does"):
+    with pytest.raises(ValueError, match="labels single sequences, but a pair was given; towers=2 makes"):
         classifier()(tokens, None, tokens)
 
 
@@ -372,7 +372,7 @@ def test_a_stack_without_the_form_says_so():
 
 @pytest.mark.parametrize("name", ["perceiver", "perceiver_io"])
 def test_a_perceiver_is_not_causal(name):
-    with pytest.raises(ValueError, match=f"{name} reads whole sequences: it has no causal form"):
+    with pytest.raises(ValueError, match=f"{name} reads whole sequences and has no causal form"):
         classifier(name, position="learned", causal=True)
 
 
@@ -403,7 +403,7 @@ def test_a_learned_table_that_is_too_short_is_named():
     ({"pooling": "max"}, "unknown pooling 'max'; valid: class, last, mean"),
     ({"loops": 3}, "an encoder has neither loops nor a look-up head, got loops=3, lookup=None"),
     ({"towers": 3}, "towers must be 1 or 2, got 3"),
-    ({"causal": True, "pooling": "class"}, "a class token stands before all others and, with causal=true, sees none"),
+    ({"causal": True, "pooling": "class"}, "pooling='class' does not work with causal=true: the class token comes"),
     ({"lookup": 64}, "an encoder has neither loops nor a look-up head, got loops=1, lookup=64"),
 ])  # fmt: skip
 def test_wrong_settings_are_refused(fields, message):

@@ -248,11 +248,11 @@ def test_a_tied_head_is_the_table_of_levels():
 @pytest.mark.parametrize(("changes", "message"), [
     ({"height": 0}, "height must be at least 1, got 0"),
     ({"mixtures": 0}, "mixtures must be at least 1, got 0"),
-    ({"vocab_size": 300}, "vocab_size of an image model is 257"),
+    ({"vocab_size": 300}, "vocab_size of an image model must be 257"),
     ({"output": "gaussian"}, "unknown output 'gaussian'; valid: categorical, logistic"),
     ({"near": 4}, "near must be at least 0 and below the image's sides, 4 x 3, got 4"),
     ({"loops": 2}, "an image model has neither loops nor a look-up head, got loops=2"),
-    ({"attention": "perceiver_ar"}, "attention 'perceiver_ar' is a stack of its own"),
+    ({"attention": "perceiver_ar"}, "attention 'perceiver_ar' is a whole stack"),
 ])  # fmt: skip
 def test_wrong_settings(changes, message):
     with pytest.raises(ValueError, match=message):

@@ -394,7 +394,7 @@ def test_what_tokens_need_is_checked(name):
         classifier(name, position="rope")
     with pytest.raises(ValueError, match=f"{name} pools its latents: pooling must be 'mean', got 'class'"):
         classifier(name, pooling="class")
-    with pytest.raises(ValueError, match="fourier_bands divides max_positions=32 positions, got 33 tokens"):
+    with pytest.raises(ValueError, match="fourier_bands supports max_positions=32 tokens, got 33"):
         PerceiverEncoder(config_of(name, {"fourier_bands": 2}, position="none"))(some_tokens(1, 33))
 
 

@@ -432,11 +432,11 @@ def test_defaults_make_a_model():
 def test_calls_that_do_not_fit_are_refused():
     model, ids = tiny("cross"), some_tokens()
     state = model(ids)[1]
-    with pytest.raises(ValueError, match="latents must be between 1 and 5, the model's, got 6"):
+    with pytest.raises(ValueError, match="latents must be between 1 and the model's 5, got 6"):
         model(ids, latents=6)
-    with pytest.raises(ValueError, match="latents must be between 1 and 5, the model's, got 0"):
+    with pytest.raises(ValueError, match="latents must be between 1 and the model's 5, got 0"):
         model(ids, latents=0)
-    with pytest.raises(ValueError, match="cannot go with a state, got latents=2"):
+    with pytest.raises(ValueError, match="cannot be given with a state, got latents=2"):
         model(ids, state, latents=2)
     with pytest.raises(ValueError, match=r"labels must have the tokens' shape \[3, 17\], got \[3, 5\]"):
         model.loss(ids, ids[:, -5:])

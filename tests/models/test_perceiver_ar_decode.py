@@ -270,7 +270,7 @@ def test_a_state_of_another_mode_is_refused(call, tmp_path):
     exact = State.load(tmp_path / "state.safetensors", config_hash=model.config_hash)
     model.set_decode("refill")
     with pytest.raises(
-        ValueError, match="was made with decode=exact and the model has decode=refill and refill=2; cho"
+        ValueError, match="was made with decode=exact and the model has decode=refill and refill=2; res"
     ):
         getattr(model, call)(ids[:, 9:], exact)
     half = model.read(ids[:, :9])

@@ -122,7 +122,7 @@ def test_a_perceiver_answers_for_each_position_wherever_its_padding_stands():
     for row in range(3):
         assert_same_maths(vectors[row, mask[row]], model.vectors(tokens[row : row + 1, mask[row]])[0])
         assert not vectors[row, ~mask[row]].any()
-    with pytest.raises(ValueError, match="there are queries for 12 positions, got 13 tokens; raise max_positions"):
+    with pytest.raises(ValueError, match="there are queries for 12 tokens, got 13; raise max_positions"):
         model.vectors(some_tokens(tokens=13))
 
 
@@ -146,5 +146,5 @@ def test_a_perceiver_keeps_no_vector_for_each_token(objective):
 
 
 def test_the_next_token_needs_a_causal_encoder():
-    with pytest.raises(ValueError, match="the next token can be predicted by a causal encoder alone; set causal=true"):
+    with pytest.raises(ValueError, match="only a causal encoder can predict the next token; set causal=true"):
         tiny("causal", causal=False)

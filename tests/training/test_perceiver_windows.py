@@ -94,7 +94,7 @@ def test_the_log_says_how_many_tokens_are_predicted(config, caplog):
 @pytest.mark.parametrize(("options", "match"), [
     ({"latents": 32}, "would have no history: batch.length=32 must be above its latents=32; give longer windows"),
     ({"latents": 256}, r"batch.length=32 must be above its latents=256; .* or fewer latents \(model.options"),
-    ({"latents": 1}, "perceiver_ar needs at least 2 latents to train, got 1: what a window's last latent predicts"),
+    ({"latents": 1}, "perceiver_ar needs at least 2 latents to train, got 1: the label of a window's last latent"),
     ({"latents": 2, "vary_latents": True}, "needs at least 3 latents to train with vary_latents, got 2"),
     ({"latent": 2}, "no key 'model.options.perceiver_ar.latent'; did you mean 'latents'"),
 ])  # fmt: skip
