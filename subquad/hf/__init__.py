@@ -1,7 +1,7 @@
-"""Models of subquad in Hugging Face transformers, and transformers' models with our attention.
+"""Models of subquad in Hugging Face transformers, and subquad's attention in transformers' models.
 
-Importing registers the Auto classes. The configurations of the other models are `SubquadForImages.config_class`, ...;
-LoRA is `subquad.hf.lora`, checkpoints of llama2.c `subquad.hf.llama2c`.
+Importing it registers the Auto classes. Configurations of the other models are `SubquadForImages.config_class` etc.;
+LoRA is in `subquad.hf.lora`, llama2.c checkpoints in `subquad.hf.llama2c`.
 """
 
 from transformers import (

@@ -1,4 +1,4 @@
-"""What `generate` carries from call to call: the decoder's `State` in the shape of a transformers cache."""
+"""The decoder's `State` as a transformers cache, which `generate` passes from call to call."""
 
 from __future__ import annotations
 
@@ -11,11 +11,11 @@ from subquad.state import State
 
 
 class SubquadCache(Cache):
-    """Holds one `State` for the whole decoder; a forward pass with it replaces the state.
+    """Holds one `State` for the whole decoder; each forward pass replaces it.
 
-    `SubquadForCausalLM` makes one when asked for a cache. Make one yourself to keep it between calls of `generate`
-    (`past_key_values=cache`), which prefilling in chunks needs too. It cannot forget tokens: `crop` raises, and so
-    decoding that rolls back (assisted, prompt look-up, contrastive) is refused by transformers.
+    `SubquadForCausalLM` creates one when asked for a cache. Create one yourself to keep it between calls of `generate`
+    (`past_key_values=cache`), which chunked prefilling also needs. It cannot forget tokens: `crop` raises, so
+    transformers refuses decoding that rolls back (assisted, prompt look-up, contrastive).
     """
 
     def __init__(self) -> None:
@@ -24,22 +24,22 @@ class SubquadCache(Cache):
 
     @property
     def state(self) -> State | None:
-        """The decoder's state; None before the first token."""
+        """The decoder's state, or None before the first token."""
         return self.slot.state
 
     def update_state(self, state: State, tokens: int) -> None:
-        """Take the state that follows `tokens` more tokens, padding included."""
+        """Store the state after `tokens` more tokens, padding included."""
         self.slot.state = state
         self.slot.length += tokens
         self.slot.is_initialized = True
 
     def update(self, *args: Any, **kwargs: Any) -> NoReturn:
-        """Refused: keys and values are the mechanisms' own business."""
+        """Raise `TypeError`: mechanisms keep their own keys and values."""
         self.slot.update()
 
 
 class _StateSlot(CacheLayerMixin):
-    """The one layer of a `SubquadCache`, since the decoder's state is one tree."""
+    """The only layer of a `SubquadCache`, since the decoder's state is one tree."""
 
     is_compileable = False
     is_croppable = False
@@ -52,49 +52,49 @@ class _StateSlot(CacheLayerMixin):
         self.length = 0
 
     def lazy_initialization(self, *args: Any, **kwargs: Any) -> None:
-        """Nothing to prepare: the first forward pass makes the state."""
+        """Do nothing: the first forward pass creates the state."""
 
     def update(self, *args: Any, **kwargs: Any) -> NoReturn:
-        """Refused: there are no keys and values to add."""
-        raise TypeError("a SubquadCache holds the state of a subquad model and takes no keys and values of another one")
+        """Raise `TypeError`: there are no keys and values to add."""
+        raise TypeError("a SubquadCache holds the state of a subquad model and cannot store another model's keys")
 
     def get_seq_length(self) -> int:
-        """Return tokens read, padding included: where `generate` goes on in its input."""
+        """Return the number of tokens read, padding included: where `generate` continues in its input."""
         return self.length
 
     def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
-        """Return length and offset of the attention mask that belongs to `query_length` more tokens."""
+        """Return the length and the offset of the attention mask for `query_length` more tokens."""
         return self.length + query_length, 0
 
     def get_max_length(self) -> int:
-        """-1: there is no limit."""
+        """Return -1: there is no limit."""
         return -1
 
     def get_max_cache_shape(self) -> int:
-        """-1: there is no limit."""
+        """Return -1: there is no limit."""
         return -1
 
     def reset(self) -> None:
-        """Back to before the first token."""
+        """Return to the state before the first token."""
         self.state, self.length, self.is_initialized = None, 0, False
 
     def crop(self, tokens_to_remove: int) -> NoReturn:
-        """Refused: a state of constant size cannot forget its last tokens."""
+        """Raise `ValueError`: a state of constant size cannot forget its last tokens."""
         raise ValueError(
-            "a SubquadCache cannot be cropped: a state of constant size does not keep what it was before its last "
-            f"tokens (asked for crop({tokens_to_remove})); copy.deepcopy the cache before what may have to be undone"
+            f"a SubquadCache cannot be cropped, got crop({tokens_to_remove}): a state of constant size does not keep "
+            "earlier states; copy.deepcopy the cache before a step that may have to be undone"
         )
 
     def reorder_cache(self, beam_idx: Tensor) -> None:
-        """Row b becomes the old row `beam_idx[b]`."""
+        """Replace row b by the old row `beam_idx[b]`."""
         self._select(lambda tensor: tensor.index_select(0, beam_idx.to(tensor.device)))
 
     def batch_repeat_interleave(self, repeats: int) -> None:
-        """Each row `repeats` times in a row."""
+        """Repeat each row `repeats` times in place."""
         self._select(lambda tensor: tensor.repeat_interleave(repeats, dim=0))
 
     def batch_select_indices(self, indices: Tensor) -> None:
-        """Keep the rows that `indices` names (positions, or a bool per row)."""
+        """Keep the rows at `indices` (positions, or a bool for each row)."""
         self._select(lambda tensor: tensor[indices.to(tensor.device)])
 
     def offload(self) -> None:
@@ -102,7 +102,7 @@ class _StateSlot(CacheLayerMixin):
         self._select(lambda tensor: tensor.cpu())
 
     def prefetch(self) -> None:
-        """Nothing to do: the mechanisms read the state where it is."""
+        """Do nothing: mechanisms read the state on the device where it is."""
 
     def _select(self, change: Any) -> None:
         if self.state is not None:

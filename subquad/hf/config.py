@@ -1,4 +1,4 @@
-"""The decoder's configuration in the form that transformers saves, loads and finds by `model_type`."""
+"""The decoder's configuration as a transformers configuration, found by its `model_type`."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ FIELDS = tuple(field.name for field in dataclasses.fields(DecoderConfig))
 
 
 def _default(name: str) -> Any:
-    """Return the decoder's default of a field, so that it is written once."""
+    """Return the default of a field of `DecoderConfig`."""
     field = DecoderConfig.__dataclass_fields__[name]
     if field.default is dataclasses.MISSING:
         return dataclasses.field(default_factory=field.default_factory)
@@ -23,11 +23,10 @@ def _default(name: str) -> Any:
 
 
 class SubquadConfig(PreTrainedConfig):
-    """The fields of `DecoderConfig`, with what transformers adds to every model.
+    """The fields of `DecoderConfig`, with those that transformers adds to every model.
 
-    `subquad_version` is the version of the format; another one is refused. Values are checked as `DecoderConfig` does,
-    and a mistyped field is answered with the field that was meant. Transformers' usual names (`hidden_size`,
-    `num_hidden_layers`, ...) are aliases.
+    Another `subquad_version`, the version of the format, is refused. Values are checked as in `DecoderConfig`, and the
+    error for a mistyped field suggests the right one. Transformers' usual names (`hidden_size`, ...) are aliases.
     """
 
     model_type = "subquad"
@@ -94,10 +93,10 @@ class SubquadConfig(PreTrainedConfig):
         self.decoder_config()
 
     def decoder_config(self) -> DecoderConfig:
-        """Return the decoder's own configuration; raises `ValueError` or `TypeError` as it does."""
+        """Return the `DecoderConfig`; raises `ValueError` or `TypeError` as it does."""
         return DecoderConfig.from_dict({name: getattr(self, name) for name in FIELDS})
 
     @classmethod
     def from_decoder(cls, config: DecoderConfig, **kwargs: Any) -> Self:
-        """Return the same model; `kwargs` are transformers' own fields, as `eos_token_id`."""
+        """Return the configuration of the same model; `kwargs` are transformers' own fields, such as `eos_token_id`."""
         return cls(**config.to_dict(), **kwargs)

@@ -1,4 +1,4 @@
-"""Encoders as transformers models, to classify and to learn without labels: `Trainer`, `from_pretrained`, Auto classes.
+"""Encoders as transformers models, for classification and pretraining: `Trainer`, `from_pretrained`, Auto classes.
 
 Shape letters: B batch, T tokens, V vocabulary.
 """
@@ -31,11 +31,11 @@ from subquad.models.pretraining import (
 )
 
 EVALUATION_SEED = 0
-"""What is hidden in an evaluation is always the same."""
+"""Evaluations always hide the same tokens."""
 
 
 class EncoderModel(StrictModel):
-    """A model whose attribute `model` has an `encoder`; its configuration gives `encoder_config()`."""
+    """A model whose attribute `model` has an `encoder` and whose configuration has `encoder_config()`."""
 
     _no_split_modules = ["Block", "CrossBlock"]  # noqa: RUF012 (transformers declares it so)
 
@@ -49,7 +49,7 @@ class EncoderModel(StrictModel):
         self.model.encoder.embedding.tokens = value
 
     def resize_token_embeddings(self, *args: Any, **kwargs: Any) -> nn.Embedding:
-        """Change the vocabulary, as transformers does; the encoder's configuration follows."""
+        """Resize the vocabulary as transformers does, and the encoder's configuration with it."""
         table = super().resize_token_embeddings(*args, **kwargs)
         self.model.config = self.model.encoder.config = self.config.encoder_config()
         return table
@@ -62,7 +62,7 @@ def read_inputs(
     output_attentions: bool | None,
     output_hidden_states: bool | None,
 ) -> tuple[Tensor, Tensor | None]:
-    """Return the tokens `[B, T]` and which are real (None: all); `ValueError` for inputs that no encoder takes."""
+    """Return the tokens `[B, T]` and which are real (None: all); `ValueError` for inputs that encoders do not take."""
     refuse_inputs(inputs_embeds, output_attentions, output_hidden_states)
     if input_ids is None:
         raise ValueError("input_ids is needed: a tensor [B, T] of token numbers")
@@ -70,7 +70,7 @@ def read_inputs(
 
 
 class SubquadClassifierConfig(SubquadConfig):
-    """The fields of `EncoderConfig`; its `num_classes` is transformers' `num_labels`, `id2label` names the classes."""
+    """The fields of `EncoderConfig`; `num_classes` is transformers' `num_labels`, and `id2label` names the classes."""
 
     model_type = "subquad-classifier"
     own_fields: ClassVar[tuple[str, ...]] = (*FIELDS, "pooling", "causal", "towers", "num_labels")
@@ -84,15 +84,16 @@ class SubquadClassifierConfig(SubquadConfig):
         self.encoder_config()
 
     def encoder_config(self) -> EncoderConfig:
-        """Return the classifier's own configuration; raises `ValueError` or `TypeError` as it does."""
+        """Return the `EncoderConfig`; raises `ValueError` or `TypeError` as it does."""
         values = {name: getattr(self, name) for name in (*FIELDS, "pooling", "causal", "towers")}
         return EncoderConfig.from_dict({**values, "num_classes": self.num_labels})
 
     @classmethod
     def from_encoder(cls, config: EncoderConfig, *, classes: Sequence[str] | None = None, **kwargs: Any) -> Self:
-        """Return the same model; `classes` names its classes, and `kwargs` are transformers' own fields.
+        """Return the configuration of the same model, with class names `classes`; `kwargs` are transformers' own
+        fields.
 
-        Raises `ValueError` where there are more or fewer names than classes.
+        Raises `ValueError` unless there are as many names as classes.
         """
         values = config.to_dict()
         count = values.pop("num_classes")
@@ -104,19 +105,19 @@ class SubquadClassifierConfig(SubquadConfig):
 
 @dataclass(frozen=True)
 class Denoising:
-    """A second loss in training: tokens are hidden, and predicted by the vectors that the label is read from too."""
+    """A second training loss: predict hidden tokens from the vectors that also predict the label."""
 
     weight: float
-    """What it counts, beside 1 of the labels' loss."""
+    """Weight of this loss; that of the labels has weight 1."""
     hiding: Hiding
 
 
 class SubquadForSequenceClassification(EncoderModel):
-    """A classifier around `subquad.models.Classifier`, which is its attribute `model`.
+    """A classifier around `subquad.models.Classifier`, its attribute `model`.
 
-    With `denoising` set, training hides tokens and adds the loss of predicting them, by the table's own rows (joint
-    denoising, Miralles-Gonzalez et al. 2025, arXiv:2501.14850); the last row of the vocabulary is the mask token then.
-    It is not saved.
+    If `denoising` is set, training hides tokens and adds the loss of predicting them by the table's own rows (joint
+    denoising, Miralles-Gonzalez et al. 2025, arXiv:2501.14850). The vocabulary's last row is then the mask token.
+    `denoising` is not saved.
     """
 
     config: SubquadClassifierConfig
@@ -142,9 +143,9 @@ class SubquadForSequenceClassification(EncoderModel):
     ) -> SequenceClassifierOutput:
         """Return logits `[B, classes]` of `input_ids` `[B, T]` and, with `labels` `[B]`, the mean cross-entropy.
 
-        `attention_mask` is `[B, T]`, 0 at padding, which may stand anywhere. With `towers=2` the other sequence of each
-        pair is `pair_input_ids` with `pair_attention_mask`. The label -100 does not count. Raises `ValueError` or
-        `TypeError` for inputs that the model does not take, labels that name no class among them.
+        `attention_mask` is `[B, T]`, 0 at padding, which may stand anywhere. With `towers=2`, `pair_input_ids` and
+        `pair_attention_mask` are each pair's other sequence. The label -100 does not count. Raises `ValueError` or
+        `TypeError` for unsupported inputs and for labels outside the classes.
         """
         read = [read_inputs(input_ids, attention_mask, inputs_embeds, output_attentions, output_hidden_states)]
         check_pair(self.model.config, pair_input_ids, pair_attention_mask)
@@ -160,7 +161,7 @@ class SubquadForSequenceClassification(EncoderModel):
         return SequenceClassifierOutput(loss=loss, logits=logits_BC)
 
     def _denoise(self, denoising: Denoising, read: list[tuple[Tensor, Tensor | None]]) -> tuple[Tensor, Tensor]:
-        """Return the logits of sequences with hidden tokens, and the weighted loss of predicting those."""
+        """Return the logits of sequences with hidden tokens, and the weighted loss of predicting the hidden tokens."""
         encoder = self.model.encoder
         pooled, losses = [], []
         for tokens_BT, mask in read:
@@ -184,7 +185,7 @@ class SubquadForSequenceClassification(EncoderModel):
 
 
 class SubquadPretrainingConfig(SubquadConfig):
-    """The fields of `EncoderConfig` but those of the labels, and what is learned: `denoise` or `causal`."""
+    """The fields of `EncoderConfig` except those about labels, and the objective: `denoise` or `causal`."""
 
     model_type = "subquad-pretraining"
     own_fields: ClassVar[tuple[str, ...]] = (
@@ -205,20 +206,20 @@ class SubquadPretrainingConfig(SubquadConfig):
             raise ValueError(f"unknown objective {self.objective!r}; valid: causal, denoise")
 
     def encoder_config(self) -> EncoderConfig:
-        """Return the encoder's own configuration; raises `ValueError` or `TypeError` as it does."""
+        """Return the `EncoderConfig`; raises `ValueError` or `TypeError` as it does."""
         return EncoderConfig.from_dict({name: getattr(self, name) for name in (*FIELDS, "pooling", "causal")})
 
     @classmethod
     def from_encoder(cls, config: EncoderConfig, **kwargs: Any) -> Self:
-        """Return the same encoder; `kwargs` are the other fields, and transformers' own."""
+        """Return the configuration of the same encoder; `kwargs` are the other fields, and transformers' own."""
         values = {name: value for name, value in config.to_dict().items() if name not in ("num_classes", "towers")}
         return cls(**values, **kwargs)
 
 
 class SubquadForPreTraining(EncoderModel):
-    """An encoder that predicts tokens, around `subquad.models.pretraining.PretrainingModel`: its attribute `model`.
+    """An encoder that predicts tokens: `subquad.models.pretraining.PretrainingModel` is its attribute `model`.
 
-    `model.encoder` is what a classifier takes over.
+    Classifiers take over `model.encoder`.
     """
 
     config: SubquadPretrainingConfig
@@ -241,12 +242,11 @@ class SubquadForPreTraining(EncoderModel):
         output_attentions: bool | None = None,
         output_hidden_states: bool | None = None,
     ) -> MaskedLMOutput:
-        """Return logits `[B, T, V]` of `input_ids` `[B, T]` or, with `labels`, the loss in nats a predicted token.
+        """Return logits `[B, T, V]` of `input_ids` `[B, T]` or, with `labels`, the loss in nats per predicted token.
 
-        `labels` are the tokens themselves, as `input_ids`: which of them are hidden, or that each is to follow those
-        before it, is the objective's. In training the hidden ones are drawn anew, in an evaluation they are always the
-        same. `attention_mask` is `[B, T]`, 0 at padding, which may stand anywhere. Raises `ValueError` or `TypeError`
-        for inputs that the model does not take.
+        `labels` must equal `input_ids`; the objective decides which tokens are predicted. Training draws the hidden
+        tokens anew, evaluation always hides the same ones. `attention_mask` is `[B, T]`, 0 at padding, which may stand
+        anywhere. Raises `ValueError` or `TypeError` for unsupported inputs.
         """
         tokens_BT, mask_BT = read_inputs(
             input_ids, attention_mask, inputs_embeds, output_attentions, output_hidden_states
@@ -256,7 +256,7 @@ class SubquadForPreTraining(EncoderModel):
             output["logits"] = self.model(tokens_BT, mask_BT)
         else:
             if not torch.equal(labels, tokens_BT):
-                raise ValueError("labels must be input_ids: what is hidden is drawn inside of the model")
+                raise ValueError("labels must equal input_ids: the model itself draws which tokens to hide")
             generator = None
             if not self.training:
                 generator = torch.Generator(device=tokens_BT.device).manual_seed(EVALUATION_SEED)

@@ -1,4 +1,4 @@
-"""The model of images as a transformers model: training with `Trainer`, `from_pretrained`, the Auto class.
+"""The image model as a transformers model: `Trainer`, `from_pretrained`, the Auto class.
 
 Shape letters: B batch, T pixels (bytes), P parameters of a pixel's distribution.
 """
@@ -21,7 +21,7 @@ _IMAGE_FIELDS = ("height", "width", "channels", "output", "mixtures", "axes", "n
 
 
 class SubquadImageConfig(SubquadConfig):
-    """The fields of `ImageModelConfig`; rows, columns and channels are `height`, `width`, `channels`."""
+    """The fields of `ImageModelConfig`, with those that transformers adds to every model."""
 
     model_type = "subquad-image"
     own_fields: ClassVar[tuple[str, ...]] = (*FIELDS, *_IMAGE_FIELDS)
@@ -40,27 +40,27 @@ class SubquadImageConfig(SubquadConfig):
         self.image_config()
 
     def image_config(self) -> ImageModelConfig:
-        """Return the model's own configuration; raises `ValueError` or `TypeError` as it does."""
+        """Return the `ImageModelConfig`; raises `ValueError` or `TypeError` as it does."""
         return ImageModelConfig.from_dict({name: getattr(self, name) for name in self.own_fields})
 
     @classmethod
     def from_image(cls, config: ImageModelConfig, **kwargs: Any) -> Self:
-        """Return the same model; `kwargs` are transformers' own fields."""
+        """Return the configuration of the same model; `kwargs` are transformers' own fields."""
         return cls(**config.to_dict(), **kwargs)
 
 
 @dataclass
 class ImageModelOutput(ModelOutput):
-    """The output of `SubquadForImages`."""
+    """Output of `SubquadForImages`."""
 
     loss: Tensor | None = None
-    """Nats a pixel."""
+    """Nats per pixel."""
     parameters: Tensor | None = None
-    """`[B, T, P]`, of the distribution of each pixel."""
+    """Parameters of each pixel's distribution, `[B, T, P]`."""
 
 
 class SubquadForImages(StrictModel):
-    """A model of images around `subquad.models.ImageModel`, which is its attribute `model`."""
+    """An image model around `subquad.models.ImageModel`, its attribute `model`."""
 
     config: SubquadImageConfig
     config_class = SubquadImageConfig
@@ -72,11 +72,11 @@ class SubquadForImages(StrictModel):
 
     @can_return_tuple
     def forward(self, input_ids: Tensor | None = None, labels: Tensor | None = None) -> ImageModelOutput:
-        """Return the loss in nats a pixel (with `labels`) or parameters `[B, T, P]` of each pixel's distribution.
+        """Return the loss in nats per pixel (with `labels`) or the parameters `[B, T, P]` of each pixel's distribution.
 
         `input_ids` `[B, T]` are the bytes of images, row by row, the channels of a pixel one after another; T may be
-        less than a whole image. `labels` are the same, with -100 for pixels that do not count. Raises `ValueError` or
-        `TypeError` for bytes that are not an image of the configuration.
+        less than a whole image. `labels` are the same bytes, with -100 for pixels that do not count. Raises
+        `ValueError` or `TypeError` for bytes that do not fit the configuration's images.
         """
         if input_ids is None:
             raise ValueError("input_ids is needed: the bytes of images, a tensor [B, T]")

@@ -1,4 +1,4 @@
-"""Our attention in any model of transformers, by one line: `register()`, and what a configuration then means."""
+"""Subquad's attention in any transformers model: `register()` and `set_attention(model, ...)`."""
 
 from __future__ import annotations
 
@@ -25,23 +25,21 @@ from subquad.hf.pattern_attention import (
 logger = logging.getLogger(__name__)
 
 REFUSED = ("sliding_window", "softcap", "s_aux", "sinks", "position_bias", "alibi", "head_mask", "cu_seq_lens_q")
-"""What a model may ask of its attention function, by keyword, that ours does not compute."""
+"""Keyword arguments that a model may pass to its attention function and that ours does not compute."""
 
 _BEFORE = "_attention_before_subquad"
-"""Where a model keeps the name of the implementation that `set_attention(model, None)` gives back."""
+"""Attribute of a model with the implementation that `set_attention(model, None)` restores."""
 
 
 def register() -> list[str]:
-    """Make `attn_implementation="subquad_<name>"` valid in every transformers model, and `config.subquad` obeyed.
+    """Make `attn_implementation="subquad_<name>"` valid in every transformers model, and `config.subquad` effective.
 
-    Registers with `AttentionInterface` and `AttentionMaskInterface` each mechanism that is softmax attention over a
-    pattern and has no parameters of its own: `subquad_full`, `subquad_window`, `subquad_llp`, `subquad_shifted`,
-    `subquad_dilated`, `subquad_strided`, `subquad_longformer` (without its extra projections) and `subquad_bigbird`.
-    From then on a configuration whose `subquad` is set (`{"attention": "llp", "options": {"segment": 256}}`) makes a
-    model with that attention, one loaded by `from_pretrained` too, unless the caller names another
-    `attn_implementation`; and a model that runs one of ours writes `subquad` to its config.json. May be called again.
-
-    Returns the registered names.
+    Registers each mechanism that is softmax attention over a pattern without parameters of its own: `subquad_full`,
+    `subquad_window`, `subquad_llp`, `subquad_shifted`, `subquad_dilated`, `subquad_strided`, `subquad_longformer`
+    (without its extra projections) and `subquad_bigbird`. From then on a configuration with `subquad` (such as
+    `{"attention": "llp", "options": {"segment": 256}}`) creates a model with that attention, also by `from_pretrained`,
+    unless the caller names another `attn_implementation`; and a model that runs one of them writes `subquad` to its
+    config.json. Calling it again has no effect. Returns the registered names.
     """
     for name in OPTIONS:
         AttentionInterface.register(PREFIX + name, functools.partial(_attention, name))
@@ -53,15 +51,13 @@ def register() -> list[str]:
 
 
 def set_attention(model: PreTrainedModel, name: str | None, **options: Any) -> None:
-    """Let `model` attend as the mechanism `name` does with these options, and store that in `model.config.subquad`.
+    """Let `model` use the mechanism `name`, or with None its own attention again; record it in `model.config.subquad`.
 
-    Args:
-        model: a causal language model of transformers; its parameters stay as they are.
-        name: `llp`, `window`, ... (`register` lists them); None gives the model's own attention back.
-        options: the mechanism's options, such as `segment=256` for `llp`; the others keep their defaults.
+    `model` is a causal language model of transformers, whose parameters do not change. `name` is one of those listed in
+    `register`, and `options` are its options, such as `segment=256` for `llp`; others keep their defaults.
 
-    Raises `ValueError` for a mechanism, an option or a value that does not fit, and for a model that ours cannot run
-    in; `TypeError` for anything but a transformers model. The model is then as it was.
+    Raises `ValueError` for an unknown mechanism, option or value and for an unsupported model, `TypeError` for anything
+    but a transformers model. The model is then unchanged.
     """
     if not isinstance(model, PreTrainedModel):
         raise TypeError(f"model must be a PreTrainedModel of transformers, got {type(model).__name__}")
@@ -69,7 +65,7 @@ def set_attention(model: PreTrainedModel, name: str | None, **options: Any) -> N
     config = model.config
     if name is None:
         if options:
-            raise ValueError(f"name=None gives the model's own attention back and takes no options, got {options}")
+            raise ValueError(f"name=None restores the model's own attention and takes no options, got {options}")
         vars(config).pop("subquad", None)
         if _runs(config) is not None:
             before = vars(model).pop(_BEFORE, None)
@@ -85,9 +81,9 @@ def set_attention(model: PreTrainedModel, name: str | None, **options: Any) -> N
 
 
 def check_attention(model: PreTrainedModel) -> None:
-    """Raise `ValueError` where `model.config.subquad` asks for one of our mechanisms and the model runs another.
+    """Raise `ValueError` if `model.config.subquad` names one of our mechanisms and the model runs another.
 
-    That happens where a model was loaded before `register()`, or with an `attn_implementation` of the caller's.
+    It does if it was loaded before `register()`, or with another `attn_implementation`.
     """
     wanted, runs = vars(model.config).get("subquad"), model.config._attn_implementation
     if wanted is not None and runs != PREFIX + wanted_attention(wanted)[0]:
@@ -98,7 +94,7 @@ def check_attention(model: PreTrainedModel) -> None:
 
 
 def wanted_attention(entry: Any) -> tuple[str, dict[str, Any]]:
-    """Return mechanism and options of a configuration's entry `subquad`; `ValueError` where it is none."""
+    """Return the mechanism and the options in a configuration's `subquad` entry; `ValueError` for a damaged entry."""
     values = dict(entry) if isinstance(entry, Mapping) else {}
     name, options = values.pop("attention", None), values.pop("options", {})
     if values or not isinstance(name, str) or not isinstance(options, Mapping):
@@ -109,7 +105,7 @@ def wanted_attention(entry: Any) -> tuple[str, dict[str, Any]]:
 
 
 class _Wanted:
-    """The attribute `subquad` of configurations: setting it, as loading does, also chooses the implementation."""
+    """The attribute `subquad` of configurations; setting it, as loading does, also selects the implementation."""
 
     def __get__(self, config: PreTrainedConfig | None, owner: type | None = None) -> Any:
         if config is None:
@@ -138,7 +134,7 @@ class _Wanted:
 
 
 def _with_attention(to_dict: Any) -> Any:
-    """Wrap `to_dict` so that it writes `subquad` where a model runs one of ours and no entry says so."""
+    """Wrap `to_dict` to write `subquad` if the model runs one of our mechanisms and the entry is missing."""
 
     @functools.wraps(to_dict)
     def whole(self: PreTrainedConfig) -> dict[str, Any]:
@@ -152,7 +148,7 @@ def _with_attention(to_dict: Any) -> Any:
 
 
 def _runs(config: PreTrainedConfig) -> str | None:
-    """Return the mechanism of ours that a model of this configuration runs."""
+    """Return which of our mechanisms a model of this configuration runs, or None."""
     implementation = config._attn_implementation
     ours = isinstance(implementation, str) and implementation.removeprefix(PREFIX) in OPTIONS
     return implementation.removeprefix(PREFIX) if ours and implementation.startswith(PREFIX) else None
@@ -162,23 +158,23 @@ def _heads(config: PreTrainedConfig) -> int:
     heads = getattr(config, "num_attention_heads", None)
     if config.get_text_config() is not config or not isinstance(heads, int):
         raise ValueError(
-            f"subquad attention is for causal language models of one configuration with num_attention_heads, "
+            "subquad attention needs a causal language model with one configuration that has num_attention_heads, "
             f"got {type(config).__name__}"
         )
     return heads
 
 
 def _check_model(model: PreTrainedModel) -> None:
-    """Raise `ValueError` where the model's attention is not ours to replace."""
+    """Raise `ValueError` if the model's attention cannot be replaced."""
     config, kind = model.config, type(model).__name__
     if isinstance(model, StrictModel):
-        raise ValueError(f"{kind} has its attention from its own configuration: build or convert one with another")
+        raise ValueError(f"{kind} takes its attention from its own configuration: build or convert one with another")
     if not model._can_set_attn_implementation():
         raise ValueError(
             f"{kind} does not attend through transformers' AttentionInterface: its attention cannot be set"
         )
     if getattr(config, "is_encoder_decoder", False) or getattr(config, "add_cross_attention", False):
-        raise ValueError(f"subquad attention is for decoders, and {kind} attends to an encoder")
+        raise ValueError(f"subquad attention is for decoders, but {kind} attends to an encoder")
     kinds = set(getattr(config, "layer_types", None) or ())
     if not kinds:
         kinds = {name for name in ("sliding_window", "attention_chunk_size") if getattr(config, name, None) is not None}
@@ -186,7 +182,7 @@ def _check_model(model: PreTrainedModel) -> None:
     if others:
         raise ValueError(
             f"subquad attention replaces full attention, but layers of {kind} have {', '.join(others)}: make all "
-            "of them full first (layer_types of full_attention alone, sliding_window=None)"
+            "of them full first (layer_types all full_attention, sliding_window=None)"
         )
     softcap = getattr(config, "attn_logit_softcapping", None)
     if softcap is not None:
@@ -205,13 +201,13 @@ def _attention(
     is_causal: bool | None = None,
     **kwargs: Any,
 ) -> tuple[Tensor, None]:
-    """Attend as the implementation `subquad_<name>`: `[B, T, H, K]` and no weights."""
+    """Attend as the implementation `subquad_<name>`; return `[B, T, H, K]` and no weights."""
     for option in REFUSED:
         if kwargs.get(option) is not None:
             raise ValueError(f"subquad attention does not compute {option}, which {type(module).__name__} asks for")
     across = getattr(module, "is_cross_attention", False)
     if is_causal is False or across or getattr(module, "is_causal", True) is False:
-        raise ValueError(f"subquad attention is causal, and {type(module).__name__} is not")
+        raise ValueError(f"subquad attention is causal, but {type(module).__name__} is not")
     parts = _parts(name, module, query.shape[1])
     standing = read_standing(attention_mask, query.shape[0], query.shape[2], key.shape[2])
     out_BHTK = attend_over(query, key, value, parts, standing, scaling, float(dropout))

@@ -1,9 +1,9 @@
-"""Checkpoints of llama2.c (A. Karpathy, github.com/karpathy/llama2.c), the format of its first version.
+"""Checkpoints of llama2.c (A. Karpathy, github.com/karpathy/llama2.c), version 0 of its format.
 
-Seven int32: D, hidden width F, layers L, heads H, key heads G, vocabulary V (negative: a head of its own), positions N.
-Then float32: embedding [V, D], attention norms [L, D], q [L, D, D], k and v [L, GK, D], out [L, D, D], feed-forward
-norms [L, D], gate [L, F, D], down [L, D, F], up [L, F, D], last norm [D], two tables of positions [N, K / 2] that are
-not read, and the head [V, D] where it is not the embedding. K = D / H; all little-endian.
+Seven int32: D, hidden width F, layers L, heads H, key heads G, vocabulary V (negative: untied head), positions N. Then
+float32: embedding [V, D], attention norms [L, D], q [L, D, D], k and v [L, GK, D], out [L, D, D], feed-forward norms
+[L, D], gate [L, F, D], down [L, D, F], up [L, F, D], last norm [D], two tables of positions [N, K / 2] that are not
+used, and the head [V, D] if untied. K = D / H; all little-endian.
 """
 
 from __future__ import annotations
@@ -24,13 +24,13 @@ from subquad.models.config import DecoderConfig
 
 NORM_EPS = 1e-5
 BOS = 1
-"""Begins every text, and so ends the one before it."""
+"""Begins every text, and therefore also ends the previous one."""
 _MAGIC = 0x616B3432
 _HEADER = 7 * 4
 
 
 class Header(NamedTuple):
-    """The seven numbers, as they stand in the file."""
+    """The seven integers of the header, in file order."""
 
     dim: int
     hidden: int
@@ -42,16 +42,16 @@ class Header(NamedTuple):
 
     @property
     def channels(self) -> int:
-        """Of one head."""
+        """Channels of one head."""
         return self.dim // self.heads
 
     @property
     def tied(self) -> bool:
-        """Whether the head is the embedding."""
+        """Whether the embedding is also the head."""
         return self.vocab > 0
 
     def parts(self) -> list[tuple[str, tuple[int, ...]]]:
-        """Return the tensors in their order, by our names; those of all layers in one."""
+        """Return the tensors' names (ours, with all layers in one tensor) and shapes, in file order."""
         d, f, n, v = self.dim, self.hidden, self.layers, abs(self.vocab)
         kv = self.channels * self.kv_heads
         head: list[tuple[str, tuple[int, ...]]] = [] if self.tied else [("head.weight", (v, d))]
@@ -75,9 +75,9 @@ class Header(NamedTuple):
 def read_llama2c(path: str | os.PathLike[str]) -> SubquadForCausalLM:
     """Return the model in a llama2.c checkpoint, a decoder with `full` attention, in evaluation mode.
 
-    Its rotary positions turn neighbouring channels (2c, 2c + 1), ours (c, c + K/2): rows of q and k are moved. Raises
-    `FileNotFoundError` where there is no file and `ValueError` that names the file for another version of the format,
-    for numbers that make no model, and where the file's size is not what they say; nothing is read before that.
+    llama2.c rotates adjacent channels (2c, 2c + 1), we rotate (c, c + K/2): rows of q and k are reordered. Raises
+    `FileNotFoundError` if there is no file and `ValueError` naming the file for another version of the format, for an
+    invalid header, and for a file size that differs from the header's, all before reading tensors.
     """
     path = Path(path)
     if not path.is_file():
@@ -104,7 +104,7 @@ def read_llama2c(path: str | os.PathLike[str]) -> SubquadForCausalLM:
 
 
 def is_llama2c(path: str | os.PathLike[str]) -> bool:
-    """Whether a path is a file that ends with `.bin`, as llama2.c's checkpoints do."""
+    """Return whether a path is a file that ends with `.bin`, as llama2.c's checkpoints do."""
     return Path(path).suffix == ".bin" and Path(path).is_file()
 
 
@@ -123,7 +123,7 @@ def _header(path: Path) -> Header:
         raise ValueError(f"{path}: vocab must not be 0")
     if header.dim % (2 * header.heads) or header.heads % header.kv_heads:
         raise ValueError(
-            f"{path}: heads must divide dim into even parts, and kv_heads heads, got dim={header.dim}, "
+            f"{path}: heads must divide dim into even parts and kv_heads divide heads, got dim={header.dim}, "
             f"heads={header.heads}, kv_heads={header.kv_heads}"
         )
     wanted = _HEADER + 4 * sum(math.prod(shape) for _, shape in header.parts())
@@ -151,6 +151,6 @@ def _config(header: Header) -> SubquadConfig:
 
 
 def _halves(x_LCD: Tensor, channels: int) -> Tensor:
-    """Move the rows of each head from (0, 1), (2, 3), ... to 0, 2, ..., 1, 3, ..."""
+    """Reorder the rows of each head from 0, 1, 2, 3, ... to 0, 2, ..., 1, 3, ..."""
     pairs = x_LCD.unflatten(1, (-1, channels // 2, 2))
     return pairs.transpose(2, 3).flatten(1, 3)

@@ -1,4 +1,4 @@
-"""Loading that fits exactly, and that a folder of somebody else's making cannot turn against the reader."""
+"""Loading that refuses weights that do not fit and is safe on untrusted folders."""
 
 from __future__ import annotations
 
@@ -18,16 +18,15 @@ from subquad.parsing import read_json_mapping
 
 CONFIG = "config.json"
 PREFIX = "subquad_"
-"""What the names of our attention implementations begin with (`subquad.hf.register`)."""
+"""Prefix of our attention implementations' names (`subquad.hf.register`)."""
 _COUNTS = ("num_layers", "num_hidden_layers", "n_layer", "loops", "mixtures", "num_labels")
-"""Fields that say how many parts a model has: each part has tensors of its own, or a row of one."""
+"""Fields that count parts of a model, each of which has its own tensors or rows."""
 SMALL = 1 << 22
-"""Numbers of a tensor that is made without being looked for in the weights."""
+"""Largest tensor, in numbers, that is created without being found in the weights."""
 
 
 class StrictModel(PreTrainedModel):
-    """A transformers model around one of ours, its attribute `model`, that refuses weights which do not fit, where
-    transformers only warns."""
+    """A transformers model around one of ours, its attribute `model`; weights that do not fit raise an error."""
 
     base_model_prefix = "model"
     supports_gradient_checkpointing = True
@@ -40,19 +39,19 @@ class StrictModel(PreTrainedModel):
         self._check_implementation(config._attn_implementation)
 
     def set_attn_implementation(self, attn_implementation: Any, *args: Any, **kwargs: Any) -> None:
-        """As transformers' own, which changes nothing here; `ValueError` for those of `subquad.hf.register`."""
+        """Do as transformers, which has no effect here; `ValueError` for implementations of `subquad.hf.register`."""
         self._check_implementation(attn_implementation)
         super().set_attn_implementation(attn_implementation, *args, **kwargs)
 
     def _check_implementation(self, name: Any) -> None:
         if isinstance(name, str) and name.startswith(PREFIX):
             raise ValueError(
-                f"attn_implementation={name!r} is for models of transformers: {type(self).__name__} has its attention "
+                f"attn_implementation={name!r} is for transformers' models: {type(self).__name__} takes its attention "
                 "from its own configuration"
             )
 
     def blocks_to_shard(self) -> list[nn.Module]:
-        """Return the blocks that may be shared out over processes one by one: those that transformers may not split."""
+        """Return the blocks that can be sharded one by one: those that transformers must not split."""
         return [module for module in self.modules() if type(module).__name__ in (self._no_split_modules or ())]
 
     def _init_weights(self, module: nn.Module) -> None:
@@ -60,8 +59,8 @@ class StrictModel(PreTrainedModel):
 
     @classmethod
     def from_pretrained(cls, *args: Any, **kwargs: Any) -> Any:
-        """Load a model as transformers does, from safetensors alone. Weights that are missing, left over or of another
-        shape raise `ValueError`, before a model of any size is made."""
+        """Load a model as transformers does, from safetensors only. Missing, left over or misshapen weights raise
+        `ValueError`, before a model of their size is created."""
         wants_info = kwargs.pop("output_loading_info", False)
         place = args[0] if args else kwargs.get("pretrained_model_name_or_path", "")
         with naming(place):
@@ -80,7 +79,7 @@ class StrictModel(PreTrainedModel):
 
 
 def read_config(folder: str | Path) -> PreTrainedConfig:
-    """Read the configuration in a folder, without running its code; `ValueError` names a damaged one."""
+    """Read the configuration in a folder without running any code from it; `ValueError` names a damaged folder."""
     with naming(folder):
         values = read_json_mapping(Path(folder) / CONFIG)
         _check_counts(values, SMALL)
@@ -91,10 +90,10 @@ def read_config(folder: str | Path) -> PreTrainedConfig:
 
 
 def fetch(name: str) -> Path:
-    """Return the folder of a model on the Hugging Face hub, downloading it if needed; `FileNotFoundError` for none."""
+    """Return the folder of a model on the Hugging Face hub, maybe downloading it; `FileNotFoundError` for none."""
     try:
         return Path(snapshot_download(name, allow_patterns=["*.json", "*.safetensors", "tokenizer*", "*.jinja"]))
-    except (OSError, ValueError) as error:  # no such name, no network
+    except (OSError, ValueError) as error:  # unknown name or no network
         raise FileNotFoundError(
             f"there is no folder {name}, and the hub gives no model of that name: {error}"
         ) from error
@@ -102,7 +101,7 @@ def fetch(name: str) -> Path:
 
 @contextmanager
 def naming(place: object) -> Iterator[None]:
-    """Turn whatever reading a damaged model folder raises into a `ValueError` that names the folder."""
+    """Turn errors from reading a damaged model folder into a `ValueError` that names the folder."""
     try:
         yield
     except OSError:
@@ -122,7 +121,7 @@ def _check_counts(values: dict[str, Any], most: int) -> None:
 
 @contextmanager
 def no_bar() -> Iterator[None]:
-    """Keep transformers from drawing a progress bar across ours."""
+    """Keep transformers from drawing its progress bar over ours."""
     shown = hf_logging.is_progress_bar_enabled()
     hf_logging.disable_progress_bar()
     try:
@@ -134,7 +133,7 @@ def no_bar() -> Iterator[None]:
 
 @contextmanager
 def quiet() -> Iterator[None]:
-    """Keep transformers from reporting weights that do not fit, where the caller reports them."""
+    """Silence transformers' report of weights that do not fit, for callers that report them."""
     level = hf_logging.get_verbosity()
     hf_logging.set_verbosity_error()
     try:
@@ -144,9 +143,9 @@ def quiet() -> Iterator[None]:
 
 
 def check_sizes(cls: type[PreTrainedModel], folder: Path, config: Any) -> None:
-    """Raise `ValueError` where the configuration asks for other or far more numbers than the weights have.
+    """Raise `ValueError` if the configuration needs other shapes, or far more numbers, than the weights have.
 
-    The model is made without memory for that.
+    The model is built on the meta device, without memory.
     """
     values = read_json_mapping(folder / CONFIG)
     shapes: dict[str, list[int]] = {}
@@ -154,7 +153,7 @@ def check_sizes(cls: type[PreTrainedModel], folder: Path, config: Any) -> None:
         with safe_open(file, "pt") as tensors:
             shapes |= {name: tensors.get_slice(name).get_shape() for name in tensors.keys()}  # noqa: SIM118
     if not shapes:
-        return  # transformers says what is missing
+        return  # transformers reports the missing weights
     numbers = sum(torch.Size(shape).numel() for shape in shapes.values())
     _check_counts(values, max(numbers, len(shapes)))
     if config is None:
@@ -177,7 +176,7 @@ def check_sizes(cls: type[PreTrainedModel], folder: Path, config: Any) -> None:
 
 
 def check_finite(model: nn.Module, place: object) -> None:
-    """Raise `ValueError` for weights that are infinite or not a number."""
+    """Raise `ValueError` for weights that are infinite or NaN."""
     for name, tensor in model.named_parameters():
         if not bool(tensor.detach().isfinite().all()):
             raise ValueError(f"{place} holds a model whose weights are damaged: {name} is not finite")

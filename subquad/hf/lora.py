@@ -1,7 +1,7 @@
-"""Low-rank adapters (LoRA, Hu et al. 2021, arXiv:2106.09685) by PEFT on any model of ours: `W + s B A`.
+"""Low-rank adapters (LoRA, Hu et al. 2021, arXiv:2106.09685) for all our models, by PEFT: `W + s B A`.
 
-An adapter's folder is PEFT's own (`adapter_config.json`, `adapter_model.safetensors`), as `PeftModel.from_pretrained`
-reads it, with `base.json`: which weights it was trained on. PEFT is imported inside functions: it is the extra `peft`.
+An adapter's folder is PEFT's (`adapter_config.json`, `adapter_model.safetensors`) plus `base.json`, which identifies
+the weights it was trained on. PEFT is the extra `peft`: it is imported inside functions.
 """
 
 from __future__ import annotations
@@ -34,16 +34,16 @@ if TYPE_CHECKING:
 ADAPTER_CONFIG, ADAPTER_WEIGHTS, RECORD = "adapter_config.json", "adapter_model.safetensors", "base.json"
 _PREFIX = "base_model.model."
 _NOT_DEFAULT = {"head", "lookup"}
-"""Linear layers without factors if not asked for: heads and what follows them."""
+"""Linear layers that get factors only on request: heads and the look-up after them."""
 _READ_AS_WEIGHTS = {"compress"}
-"""Linear layers whose matrix is read, not called: factors would do nothing (Perceiver AR, history=compressed; like the
-heads of all models but classifiers)."""
+"""Linear layers that are never called, only their matrix is read, so factors would have no effect (Perceiver AR with
+history=compressed; also the heads of all models but classifiers)."""
 
 _READ = {
     "base_model_name_or_path", "bias", "ensure_weight_tying", "inference_mode", "lora_alpha", "lora_dropout",
     "modules_to_save", "peft_type", "peft_version", "r", "target_modules", "task_type", "use_dora", "use_rslora",
 }  # fmt: skip
-"""What an adapter's configuration may choose."""
+"""Fields that an adapter's configuration may set."""
 _MODELS = (SubquadForCausalLM, SubquadForSequenceClassification, SubquadForPreTraining, SubquadForImages)
 
 
@@ -52,17 +52,17 @@ class Base:
     """The model that an adapter belongs to."""
 
     path: str
-    """Its folder as it was given."""
+    """Its folder, as given."""
     absolute: str
-    """The same from the root."""
+    """Its folder as an absolute path."""
     weights: str
     """SHA-256 of its weights."""
     classes: tuple[str, ...] | None = None
-    """Names of the classes where they are others than the base's: its head is then the adapter's alone."""
+    """Class names if they differ from the base's; the adapter then has its own head."""
 
     @classmethod
     def of(cls, folder: str | Path, classes: Sequence[str] | None = None) -> Base:
-        """Return the record of a folder with a model."""
+        """Return the record of the model in `folder`."""
         names = None if classes is None else tuple(classes)
         return cls(str(folder), str(Path(folder).resolve()), weights_digest(folder), names)
 
@@ -80,9 +80,10 @@ class Base:
         return cls(**{**values, "classes": None if classes is None else tuple(map(str, classes))})
 
     def find(self, adapter: str | Path) -> Path:
-        """Return the base's folder: where it was, or at the same relative path from a folder above the adapter's.
+        """Return the base's folder: at its recorded path, or at the same relative path from a folder above the
+        adapter's.
 
-        Raises `FileNotFoundError` where no such folder holds a model, and `ValueError` where its weights are others.
+        Raises `FileNotFoundError` if there is no model at any of them, `ValueError` if its weights have changed.
         """
         adapter = Path(adapter)
         places = [Path(self.path), Path(self.absolute)]
@@ -94,14 +95,14 @@ class Base:
                 f"{adapter} is an adapter of the model in {self.path}, which is not there (it was {self.absolute}); "
                 f"put it back, or merge with the base where it is: subquad lora merge {adapter} --base FOLDER --out NEW"
             )
-        for place in there[:-1]:  # other projects too have a runs/tiny
+        for place in there[:-1]:  # another project may have a model at the same relative path
             if weights_digest(place) == self.weights:
                 return place
         self.check(there[-1], adapter)
         return there[-1]
 
     def check(self, folder: str | Path, adapter: str | Path) -> None:
-        """Raise `ValueError` where the weights in `folder` are not those that the adapter was trained on."""
+        """Raise `ValueError` unless the weights in `folder` are those that the adapter was trained on."""
         found = weights_digest(folder)
         if found != self.weights:
             raise ValueError(
@@ -113,8 +114,8 @@ class Base:
 def check_adapter(folder: str | Path, model: nn.Module, defaults: Mapping[str, Any]) -> None:
     """Raise `ValueError` for an adapter's configuration that asks for more than low-rank factors in named layers.
 
-    PEFT would import a module by the name in `megatron_core`, copy layers by `layer_replication`, match regular
-    expressions that never end, and make factors of any rank. `defaults` is what PEFT sets itself.
+    PEFT would import the module named in `megatron_core`, copy layers by `layer_replication`, match regular expressions
+    that never end, and make factors of any rank. `defaults` are PEFT's own settings.
     """
     widest = max((max(module.weight.shape) for module in model.modules() if isinstance(module, nn.Linear)), default=1)
     values = read_json_mapping(Path(folder) / ADAPTER_CONFIG)
@@ -130,22 +131,22 @@ def check_adapter(folder: str | Path, model: nn.Module, defaults: Mapping[str, A
 
 
 def read_tensors(file: Path) -> dict[str, Tensor]:
-    """Return the tensors of a safetensors file; `ValueError` names it where it is damaged."""
+    """Return the tensors of a safetensors file; `ValueError` names a damaged file."""
     try:
         return load_file(file)
     except OSError:
         raise
-    except Exception as error:  # the header names any dtype and shape, and safetensors does not check them all
+    except Exception as error:  # safetensors does not validate every dtype and shape that a header names
         raise ValueError(f"{file} is damaged: {error}") from error
 
 
 def is_adapter(folder: str | Path) -> bool:
-    """Whether a folder holds an adapter, by its file."""
+    """Return whether a folder holds an adapter's configuration."""
     return (Path(folder) / ADAPTER_CONFIG).is_file()
 
 
 def weights_digest(folder: str | Path) -> str:
-    """Return the SHA-256 of a folder's `*.safetensors`, in the order of their names; `FileNotFoundError` for none."""
+    """Return the SHA-256 of a folder's `*.safetensors`, in name order; `FileNotFoundError` if there are none."""
     files = sorted(Path(folder).glob("*.safetensors"))
     if not files:
         raise FileNotFoundError(f"{folder} holds no weights (*.safetensors)")
@@ -158,7 +159,7 @@ def weights_digest(folder: str | Path) -> str:
 
 
 def put_adapter(model: PreTrainedModel, config: Any) -> PeftModel:
-    """Return PEFT's model around `model`, without the warning about a property that PEFT asks for by its old name."""
+    """Return PEFT's model around `model`, silencing the deprecation warning that PEFT triggers in transformers."""
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", message="`is_gradient_checkpointing` is deprecated", category=FutureWarning)
         adapted: PeftModel = require_peft().get_peft_model(model, config)
@@ -166,7 +167,7 @@ def put_adapter(model: PreTrainedModel, config: Any) -> PeftModel:
 
 
 def require_peft() -> Any:
-    """Return the module `peft`; `ImportError` names the extra where it is not installed."""
+    """Return the module `peft`; `ImportError` names the extra if it is not installed."""
     try:
         import peft
     except ImportError as error:
@@ -175,14 +176,14 @@ def require_peft() -> Any:
 
 
 def is_extension(folder: str | Path) -> bool:
-    """Whether a folder holds an adapter and, beside it, the configuration of a model of transformers."""
+    """Return whether a folder holds both an adapter and the configuration of a transformers model."""
     if not is_adapter(folder) or not (Path(folder) / CONFIG).is_file():
         return False
     return not isinstance(read_config(folder), SubquadConfig)
 
 
 def base_config(folder: str | Path) -> SubquadConfig:
-    """Return the configuration of the model in `folder`; errors say what is there instead of a model of ours."""
+    """Return the configuration of the model in `folder`; errors say what else the folder holds."""
     folder = Path(folder)
     if not folder.is_dir():
         raise FileNotFoundError(f"there is no folder {folder}; lora.base is the folder of a run")
@@ -197,7 +198,7 @@ def base_config(folder: str | Path) -> SubquadConfig:
 
 
 def load_base(folder: str | Path, classes: Sequence[str] | None = None) -> PreTrainedModel:
-    """Load the model in `folder`; with `classes` a classifier with a new head for them, drawn at random."""
+    """Load the model in `folder`; with `classes`, load a classifier with a new, random head for them."""
     config = base_config(folder)
     model_class: Any = next(owner for owner in _MODELS if owner.config_class is type(config))
     if classes is None:
@@ -219,10 +220,10 @@ def load_base(folder: str | Path, classes: Sequence[str] | None = None) -> PreTr
 
 
 def targets(model: nn.Module, wanted: Sequence[str] = ()) -> list[str]:
-    """Return full names of the linear layers that get factors: those in `wanted`, or all but heads and look-ups.
+    """Return the full names of the linear layers that get factors: those in `wanted`, or all but heads and look-ups.
 
-    A word of `wanted` is the end of a name (`query`, `feedforward.up`) or a regular expression for a whole one. Raises
-    `ValueError` for a word that names no layer, and for a layer whose matrix is read without a call.
+    A word in `wanted` is the end of a name (`query`, `feedforward.up`) or a regular expression for a whole name. Raises
+    `ValueError` for a word that matches no layer and for a layer that is never called.
     """
     linear = [name for name, module in model.named_modules() if isinstance(module, nn.Linear)]
     read = _READ_AS_WEIGHTS | (set() if isinstance(model, SubquadForSequenceClassification) else {"head"})
@@ -254,7 +255,7 @@ def _matching(word: str, names: Sequence[str]) -> list[str]:
 
 
 def _short(names: Sequence[str]) -> set[str]:
-    """Return the last two parts of names, by which layers of all depths are meant."""
+    """Return the last two parts of the names, which layers at all depths share."""
     parts = [[part for part in name.split(".") if not part.isdigit()] for name in names]
     return {".".join(part[-2:]) for part in parts}
 
@@ -271,10 +272,9 @@ def add_adapter(
     train_head: bool = False,
     base: Base | None = None,
 ) -> PeftModel:
-    """`model` with fresh factors in its linear layers, which alone train: `B = 0`, so that nothing changes at first.
+    """Put fresh factors into the linear layers of `model`, freeze everything else and return PEFT's model around it.
 
-    PEFT puts the factors into `model` itself. `wanted` chooses the layers (`targets`); `base` is what `save_adapter`
-    writes down.
+    `B = 0`, so nothing changes at first. `wanted` chooses the layers (`targets`); `save_adapter` records `base`.
     """
     peft = require_peft()
     if train_head and not isinstance(model, SubquadForSequenceClassification):
@@ -296,14 +296,14 @@ def add_adapter(
 
 
 def adapter_weights(model: nn.Module) -> dict[str, Tensor]:
-    """Return the adapter's tensors by the names of PEFT's file; `model` is what `add_adapter` took or returned."""
+    """Return the adapter's tensors under the names in PEFT's file; `model` is what `add_adapter` took or returned."""
     tensors = require_peft().get_peft_model_state_dict(_inner(model), save_embedding_layers=False)
-    copied = {"memory_format": torch.contiguous_format}  # embeddings and a head that is tied to them are one tensor
+    copied = {"memory_format": torch.contiguous_format}  # a tied head shares the embeddings' memory
     return {f"{_PREFIX}{name}": tensor.clone(**copied) for name, tensor in tensors.items()}
 
 
 def save_adapter(model: nn.Module, folder: str | Path) -> None:
-    """Write the adapter alone: factors, PEFT's configuration and, where it is known, the record of the base."""
+    """Write the adapter only: factors, PEFT's configuration and, if known, the record of the base."""
     folder, inner = Path(folder), _inner(model)
     folder.mkdir(parents=True, exist_ok=True)
     save_file(adapter_weights(inner), folder / ADAPTER_WEIGHTS, metadata={"format": "pt"})
@@ -312,13 +312,13 @@ def save_adapter(model: nn.Module, folder: str | Path) -> None:
         (folder / RECORD).write_text(json.dumps(dataclasses.asdict(base), indent=2) + "\n", encoding="utf-8")
     config: Any = inner.peft_config["default"]
     written = dataclasses.replace(config, inference_mode=True)
-    written.target_modules = sorted(config.target_modules)  # a set: the same adapter would give different files
+    written.target_modules = sorted(config.target_modules)  # a set, whose order varies
     written.save_pretrained(str(folder))
 
 
 def read_weights(model: nn.Module, folder: str | Path) -> None:
-    """Fill the factors in `model` from a folder. Raises `ValueError` where a tensor is missing, left over or of another
-    shape, which PEFT only warns of."""
+    """Load the factors of `model` from a folder. Missing, left over or misshapen tensors, which PEFT only warns about,
+    raise `ValueError`."""
     file, inner = Path(folder) / ADAPTER_WEIGHTS, _inner(model)
     if not file.is_file():
         raise FileNotFoundError(f"{folder} holds no {ADAPTER_WEIGHTS}")
@@ -338,7 +338,7 @@ def read_weights(model: nn.Module, folder: str | Path) -> None:
 
 
 def load_adapter(model: PreTrainedModel, folder: str | Path) -> PeftModel:
-    """`model` with the adapter of a folder put into it. Raises as `read_weights`, and where there is no adapter."""
+    """Put the adapter in `folder` into `model`. Raises as `read_weights`; `FileNotFoundError` for no adapter."""
     peft = require_peft()
     if not is_adapter(folder):
         raise FileNotFoundError(
@@ -349,12 +349,12 @@ def load_adapter(model: PreTrainedModel, folder: str | Path) -> PeftModel:
         config: Any = peft.LoraConfig.from_pretrained(str(folder))
         if not isinstance(config, peft.LoraConfig):
             raise ValueError(f"type {config.peft_type}")
-    except Exception as error:  # PEFT takes what it finds, and stumbles over it somewhere
+    except Exception as error:  # PEFT does not validate the file and may fail anywhere
         raise ValueError(f"{folder}/{ADAPTER_CONFIG} is no configuration of a LoRA adapter: {error!r}") from error
-    config.base_model_name_or_path = None  # PEFT would warn of a base by another name; what counts is checked here
+    config.base_model_name_or_path = None  # PEFT would warn about another path; we compare weights
     linear = {name for name, module in model.named_modules() if isinstance(module, nn.Linear)}
     unknown = set(config.target_modules or ()) - linear
-    # PEFT shortens long lists of names to the ends of them.
+    # PEFT replaces long lists of names by common endings.
     if not all(any(name.endswith(f".{word}") for name in linear) for word in unknown):
         raise ValueError(
             f"the adapter in {folder} does not fit the model, which has no layer {', '.join(sorted(unknown))}"
@@ -367,19 +367,19 @@ def load_adapter(model: PreTrainedModel, folder: str | Path) -> PeftModel:
 
 
 def open_adapter(folder: str | Path) -> PeftModel:
-    """Return the model of an adapter's folder: its base, found by the record, with the adapter put into it."""
+    """Return the model of an adapter's folder: the base named by its record, with the adapter put into it."""
     record = Base.read(folder)
     return load_adapter(load_base(record.find(folder), record.classes), folder)
 
 
 def merge(adapted: PeftModel) -> PreTrainedModel:
-    """Return the model with `W + s B A` as its weights, and no factors. Raises `ValueError` for what isn't finite."""
+    """Return the model with `W + s B A` as its weights and no factors; `ValueError` for non-finite weights."""
     merged: PreTrainedModel = adapted.merge_and_unload(safe_merge=True)
     return merged
 
 
 def counts(model: nn.Module) -> tuple[int, int]:
-    """Return parameters that train, and all."""
+    """Return the numbers of trainable parameters and of all parameters."""
     parameters = list(model.parameters())
     return sum(p.numel() for p in parameters if p.requires_grad), sum(p.numel() for p in parameters)
 

@@ -21,9 +21,9 @@ from subquad.parallel import active_group
 
 
 class SubquadForCausalLM(StrictModel, GenerationMixin):
-    """A causal language model around `subquad.models.Decoder` or a stack, which is its attribute `model`.
+    """A causal language model around `subquad.models.Decoder` or a stack, its attribute `model`.
 
-    Tied weights are one tensor with one name, `model.embedding.tokens.weight`; an untied head is `model.head.weight`.
+    Tied weights are one tensor, `model.embedding.tokens.weight`; an untied head is `model.head.weight`.
     """
 
     config: SubquadConfig
@@ -34,7 +34,7 @@ class SubquadForCausalLM(StrictModel, GenerationMixin):
     def __init__(self, config: SubquadConfig) -> None:
         super().__init__(config)
         self.model = build_model(config.decoder_config())
-        # The Trainer counts the labels of whole sequences; those before the latents are not in the loss.
+        # The Trainer would count labels of whole sequences, but those before the latents are not in the loss.
         self.accepts_loss_kwargs = self.model.predicts_last is None
         self.post_init()
 
@@ -59,28 +59,28 @@ class SubquadForCausalLM(StrictModel, GenerationMixin):
         """Return logits of the next token `[B, T, V]` and, with `labels`, the loss in nats.
 
         `labels` `[B, T]` are the tokens themselves, as everywhere in transformers: they are shifted here, and -100 and
-        padding are left out. The loss is the mean over the labels that count, or their sum over `num_items_in_batch`
-        where the Trainer gives it: labels at padding, which are in that number, must be -100 then, and of a row that
-        begins with padding it still holds one label that no real token predicts. `attention_mask` is `[B, T]` or longer
-        by the tokens in `past_key_values`; padding may stand anywhere. A cache that is given is read, and moves on
-        unless `use_cache` is False. Positions count the real tokens of a row; `position_ids` may say the same, or
-        pack documents. `logits_to_keep` keeps that number of last logits (0: all), or those at the places in a tensor
-        `[N]` of integers. With labels in training the logits are None, which saves their memory, unless `output_logits`
-        is True. Raises `ValueError` or `TypeError` for inputs that the model does not take.
+        padding do not count. The loss is the mean over the labels that count or, if the Trainer gives
+        `num_items_in_batch`, their sum divided by it; labels at padding, which that number includes, must then be -100,
+        and a row that begins with padding still counts one label that no real token predicts. `attention_mask` is `[B,
+        T]`, or longer by the tokens in `past_key_values`; padding may stand anywhere. A given cache is read, and
+        advances unless `use_cache` is False. Positions count a row's real tokens; `position_ids` may repeat them, or
+        pack documents. `logits_to_keep` keeps that many last logits (0: all), or those at the places in an integer
+        tensor `[N]`. In training with labels, logits are None to save memory, unless `output_logits` is True. Raises
+        `ValueError` or `TypeError` for unsupported inputs.
 
         `doc_ids` `[B, T]` (-1: padding) pack several documents into a row: a new one begins where the id changes, and
-        each is read and predicted as if it were alone. Without `attention_mask`, `position_ids` that begin again at 0
-        say the same, as `DataCollatorWithFlattening` gives them. Packed documents take no cache and make none.
+        each is read and predicted as if alone. Without `attention_mask`, `position_ids` that restart at 0 mean the
+        same, as from `DataCollatorWithFlattening`. Packed documents take no cache and make none.
 
-        Within `subquad.parallel.context_parallel(group)` every process is given the whole sequences, a multiple of P
-        tokens long and without padding, and reads its part. Logits are those of the part, a cache moves on to the end
-        on every process, and the loss is scaled so that its mean over the processes is that of one process: gradients
-        are to be averaged, as DistributedDataParallel does.
+        Within `subquad.parallel.context_parallel(group)` every process gets the whole sequences, whose length must be a
+        multiple of P, without padding, and reads its part. Logits are those of the part, a cache advances to the end on
+        every process, and the loss is scaled so that its mean over processes is that of one process: average the
+        gradients, as DistributedDataParallel does.
 
-        A `PerceiverAR` predicts with its latents alone: logits are `[B, min(m, T), V]`, those of a row's last real
-        token last, and the loss is over the labels that they predict; `latents` says how many of the last tokens are.
-        After a cache every token is a latent. `generate` goes on as the option `decode` or `model.set_decode` says;
-        with `use_cache=False` each token is a whole pass, as `decode=exact`.
+        A `PerceiverAR` predicts only with its latents: logits are `[B, min(m, T), V]`, right-aligned, and the loss is
+        over their labels; `latents` sets the number of latents. After a cache every token is a latent. `generate`
+        follows the option `decode` or `model.set_decode`; with `use_cache=False` each token is a whole pass, as with
+        `decode=exact`.
         """
         refuse_inputs(inputs_embeds, output_attentions, output_hidden_states)
         if input_ids is None:
@@ -100,7 +100,7 @@ class SubquadForCausalLM(StrictModel, GenerationMixin):
         group = active_group()
         if group is not None and not (isinstance(logits_to_keep, int) and logits_to_keep == 0):
             raise ValueError(
-                "logits_to_keep counts the outputs of a whole sequence, of which each process has a part: leave it out"
+                "logits_to_keep counts the outputs of a whole sequence, but each process has only a part: leave it out"
             )
         cache = self._cache(past_key_values, use_cache, labels)
         mask_BT = padding_mask(attention_mask, input_ids)
@@ -139,7 +139,7 @@ class SubquadForCausalLM(StrictModel, GenerationMixin):
         return cache
 
     def prepare_inputs_for_generation(self, *args: Any, **kwargs: Any) -> dict[str, Any]:
-        """As transformers does; a prompt that goes to a cache gets the latents that its decoding needs."""
+        """Prepare inputs as transformers does; a prompt read into a cache gets the latents that its decoding needs."""
         latents = kwargs.pop("latents", None)
         parent: Any = super()
         inputs: dict[str, Any] = parent.prepare_inputs_for_generation(*args, **kwargs)
@@ -165,7 +165,7 @@ class SubquadForCausalLM(StrictModel, GenerationMixin):
         if items is None:
             return self.model.loss_of_passes(passes, target_BT)
         if not torch.compiler.is_compiling():
-            # The Trainer has counted labels that are not among the targets.
+            # Dividing by a count that includes labels without a target would scale the loss wrongly.
             if mask_BT is not None and bool((labels_BT[~mask_BT] != IGNORED).any()):
                 raise ValueError(
                     "num_items_in_batch counts labels at padding, which the loss leaves out: set labels to -100 where "
@@ -179,7 +179,7 @@ class SubquadForCausalLM(StrictModel, GenerationMixin):
         return self.model.loss_of_passes(passes, target_BT, reduction="sum") / items
 
     def blocks_to_shard(self) -> list[nn.Module]:
-        """Return the decoder's blocks, if they are called as a whole."""
+        """Return the decoder's blocks that are called as modules."""
         return list(self.model.blocks_to_shard())
 
     def get_input_embeddings(self) -> nn.Module:
@@ -191,7 +191,7 @@ class SubquadForCausalLM(StrictModel, GenerationMixin):
         self.model.embedding.tokens = value
 
     def get_output_embeddings(self) -> nn.Module | None:
-        """Return the head; None where the head is the table of token vectors."""
+        """Return the head, or None if it is the table of token vectors."""
         return self.model.head
 
     def set_output_embeddings(self, new_embeddings: nn.Module) -> None:
@@ -199,9 +199,9 @@ class SubquadForCausalLM(StrictModel, GenerationMixin):
         self.model.head = new_embeddings
 
     def resize_token_embeddings(self, *args: Any, **kwargs: Any) -> nn.Embedding:
-        """Change the vocabulary, as transformers does; the decoder's configuration follows.
+        """Resize the vocabulary as transformers does, and the decoder's configuration with it.
 
-        Raises `ValueError` for a model with a look-up over the logits, whose matrices belong to its vocabulary.
+        Raises `ValueError` for a model with a look-up over the logits, whose matrices are as wide as the vocabulary.
         """
         if self.model.lookup is not None:
             raise ValueError(
@@ -221,7 +221,7 @@ class SubquadForCausalLM(StrictModel, GenerationMixin):
 def refuse_inputs(
     inputs_embeds: Tensor | None, output_attentions: bool | None, output_hidden_states: bool | None
 ) -> None:
-    """Raise `ValueError` for what transformers' models may take or give and ours do not."""
+    """Raise `ValueError` for inputs and outputs of transformers' models that ours do not have."""
     if inputs_embeds is not None:
         raise ValueError("inputs_embeds is not supported: pass input_ids")
     if output_attentions:
@@ -231,7 +231,7 @@ def refuse_inputs(
 
 
 def _kept(logits_to_keep: int | Tensor, outputs: int) -> slice | Tensor:
-    """Return the places whose logits are wanted, as an index of `outputs` places."""
+    """Return the index of the places whose logits are wanted, among `outputs` places."""
     if isinstance(logits_to_keep, Tensor):
         if logits_to_keep.ndim != 1 or logits_to_keep.dtype not in (torch.int64, torch.int32):
             raise TypeError(
@@ -242,7 +242,7 @@ def _kept(logits_to_keep: int | Tensor, outputs: int) -> slice | Tensor:
         if not compiling and bool(((logits_to_keep < -outputs) | (logits_to_keep >= outputs)).any()):
             raise ValueError(
                 f"logits_to_keep must be places among the {outputs} outputs, below {outputs}, got "
-                f"{logits_to_keep.tolist()}; a perceiver_ar has outputs at its latents alone, the first of them at 0"
+                f"{logits_to_keep.tolist()}; a perceiver_ar has outputs only at its latents, the first at 0"
             )
         return logits_to_keep
     if logits_to_keep < 0:
@@ -251,7 +251,7 @@ def _kept(logits_to_keep: int | Tensor, outputs: int) -> slice | Tensor:
 
 
 def padding_mask(attention_mask: Tensor | None, tokens_BT: Tensor) -> Tensor | None:
-    """Return which tokens are real, bool `[B, T]`, or None for all (looks at the data once, not when compiled)."""
+    """Return which tokens are real, bool `[B, T]`, or None if all are (which it looks up, unless compiling)."""
     if attention_mask is None:
         return None
     B, T = tokens_BT.shape
@@ -267,7 +267,7 @@ def padding_mask(attention_mask: Tensor | None, tokens_BT: Tensor) -> Tensor | N
 
 
 def check_positions(position_ids: Tensor | None, tokens_BT: Tensor, mask_BT: Tensor | None, seen: int | Tensor) -> None:
-    """Raise `ValueError` where a real token's position isn't the number of real tokens before it in its row."""
+    """Raise `ValueError` if a real token's position isn't the number of real tokens before it in its row."""
     if position_ids is None or torch.compiler.is_compiling():
         return
     T = tokens_BT.shape[1]
@@ -278,22 +278,23 @@ def check_positions(position_ids: Tensor | None, tokens_BT: Tensor, mask_BT: Ten
     counted_BT = start_B[:, None] + real_BT.cumsum(1) - 1
     if bool(((position_ids != counted_BT) & real_BT).any()):
         raise ValueError(
-            "position_ids other than the count of the row's real tokens are not supported, but for packed documents "
-            "without attention_mask, each counted from 0: leave position_ids out, and name padding by attention_mask"
+            "position_ids must count the row's real tokens or, without attention_mask, those of each packed document "
+            "from 0: leave position_ids out, and mark padding in attention_mask"
         )
 
 
 def packed_documents(
     doc_ids: Tensor | None, position_ids: Tensor | None, attention_mask: Tensor | None, tokens_BT: Tensor
 ) -> Tensor | None:
-    """Return the documents `[B, T]` of packed rows: those given, or one wherever positions begin again at 0.
+    """Return the documents `[B, T]` of packed rows, None if unpacked: `doc_ids`, or a new one where positions restart
+    at 0.
 
-    None where nothing is packed. Raises `ValueError` for positions that say something else than `doc_ids`.
+    Raises `ValueError` if both are given.
     """
     if position_ids is None or torch.compiler.is_compiling():
         return doc_ids
     if doc_ids is not None:
-        raise ValueError("doc_ids set the positions, each document's from 0: leave position_ids out")
+        raise ValueError("doc_ids already set the positions, from 0 in each document: leave position_ids out")
     if attention_mask is not None or position_ids.ndim != 2 or position_ids.shape[1] != tokens_BT.shape[1]:
         return None
     begins_PT = position_ids == 0
@@ -301,5 +302,5 @@ def packed_documents(
         return None
     steps_PT = position_ids[:, 1:] == position_ids[:, :-1] + 1
     if not bool(begins_PT[:, :1].all() & (steps_PT | begins_PT[:, 1:]).all()):
-        return None  # no packed documents: `check_positions` says what is wrong
+        return None  # not packed: `check_positions` reports what is wrong
     return begins_PT.cumsum(1).expand(tokens_BT.shape)

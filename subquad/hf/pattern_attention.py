@@ -1,10 +1,10 @@
-"""Attention of a transformers model's own queries, keys and values over the patterns of a mechanism.
+"""Attention with a transformers model's own queries, keys and values over the patterns of a mechanism without
+parameters.
 
-The mechanisms are those without parameters of their own. Their patterns come from their options, and where queries and
-keys stand from our mask function: transformers makes one mask for all layers and passes on tensors of 4 dimensions as
-they are. Ours holds whole numbers `[B, 1, 1, 1 + S]`: the number of key slots before the first query, then 1 for each
-of the S key slots that holds a real token and 0 for padding and for what a static cache has not filled. It is linear in
-S where a mask would be T S.
+Options define the patterns; our mask function tells where queries and keys stand. transformers makes one mask for all
+layers and passes 4-dimensional tensors through unchanged. Ours holds integers `[B, 1, 1, 1 + S]`: the number of key
+slots before the first query, then, for each of the S key slots, 1 for a real token and 0 for padding or an unfilled
+slot of a static cache. It is linear in S where a mask would take T S.
 
 Shape letters: B batch, H query heads, G key heads, T queries, S key slots, K channels of a head.
 """
@@ -36,27 +36,27 @@ OPTIONS: dict[str, tuple[str, ...]] = {
     "strided": ("stride", "kind", "columns"),
     "window": ("width",),
 }
-"""The mechanisms without parameters of their own, and those of their options that ask for none."""
+"""Mechanisms without parameters, and those of their options that add none."""
 
 MOST = {"num_random": 1024, "seed": 2**32 - 1}
-"""The largest values of options that a file may ask for, where other than 2**31 - 1; each random block is a pattern."""
+"""Largest option values that a file may set, if not 2**31 - 1; each random block is one pattern."""
 
 
 class Part(NamedTuple):
-    """Neighbouring query heads that attend alike: to the union of disjoint `patterns`."""
+    """Neighbouring query heads with the same attention, over the union of disjoint `patterns`."""
 
     heads: int
     patterns: tuple[Pattern, ...]
 
 
 def check_mechanism(name: str) -> None:
-    """Raise `ValueError` where a model's own queries, keys and values do not suffice for the mechanism `name`."""
+    """Raise `ValueError` if the mechanism `name` needs more than a model's own queries, keys and values."""
     if name in OPTIONS:
         return
     if name in names():
         raise ValueError(
-            f"attention {name!r} has parameters of its own, which a transformers model has no place for: convert the "
-            f"model with `subquad convert`; as an attention implementation there are {', '.join(OPTIONS)}"
+            f"attention {name!r} has parameters, which a transformers model has no place for: convert the model with "
+            f"`subquad convert`, or choose one of {', '.join(OPTIONS)}"
         )
     raise ValueError(f"unknown attention {name!r}; {suggest(name, OPTIONS)}")
 
@@ -72,33 +72,33 @@ def check_options(name: str, options: Mapping[str, Any]) -> None:
 
 
 def parts_of(name: str, num_heads: int, options: Mapping[str, Any]) -> tuple[Part, ...]:
-    """Return the patterns of `num_heads` query heads, in the order of the heads.
+    """Return the patterns of `num_heads` query heads, in order.
 
-    Raises `ValueError` and `TypeError` for a mechanism, an option or a value that does not fit.
+    Raises `ValueError` or `TypeError` for an unsupported mechanism, option or value.
     """
     check_mechanism(name)
     check_options(name, options)
     for option, value in options.items():
         if not isinstance(value, int | str):
-            raise TypeError(f"option {option!r} of {name!r} must be a whole number, a bool or a word, got {value!r}")
+            raise TypeError(f"option {option!r} of {name!r} must be an integer, a bool or a string, got {value!r}")
         most = MOST.get(option, 2**31 - 1)
         if isinstance(value, int) and value > most:
             raise ValueError(f"option {option!r} of {name!r} must be at most {most:,}, got {value:,}")
-    # The cache's key has the types too, since True == 1.
+    # Types are part of the cache's key, since True == 1.
     return _parts(name, num_heads, tuple((option, value, type(value)) for option, value in options.items()))
 
 
 @functools.lru_cache(maxsize=64)
 def _parts(name: str, num_heads: int, options: tuple[tuple[str, int | str, type], ...]) -> tuple[Part, ...]:
     values: dict[str, Any] = {option: value for option, value, _ in options}
-    with torch.device("meta"):  # its projections are not needed
+    with torch.device("meta"):  # only its patterns are needed
         layer = build(name, dim=2 * num_heads, num_heads=num_heads, **values)
     assert isinstance(layer, BlockedAttention)
     return tuple(Part(heads, union) for heads, union in layer.unions(0))
 
 
 class Standing(NamedTuple):
-    """Where queries and keys stand: `before` key slots, then those of the T queries; slots after them are empty."""
+    """Where keys and queries stand: `before` key slots, then those of the T queries; later slots are empty."""
 
     before: int
     real_BS: Tensor | None
@@ -116,9 +116,9 @@ def standing_mask(
     local_size: int | None = None,
     **_: Any,
 ) -> Tensor:
-    """Return the `[B, 1, 1, 1 + S]` of this module, on the CPU, as transformers' `AttentionMaskInterface` calls for it.
+    """Return this module's `[B, 1, 1, 1 + S]` mask, on the CPU, when called by transformers' `AttentionMaskInterface`.
 
-    Raises `ValueError` for masks that are not plain causal attention with padding.
+    Raises `ValueError` for anything but plain causal attention with padding.
     """
     if local_size is not None:
         raise ValueError(
@@ -142,17 +142,17 @@ def standing_mask(
     if attention_mask is not None:
         if attention_mask.ndim != 2 or not stop <= attention_mask.shape[1]:
             raise ValueError(
-                f"attention_mask must tell for each token so far whether it is real, [{batch_size}, {stop}], "
-                f"got {tuple(attention_mask.shape)}"
+                f"attention_mask must have a column for each token so far, [{batch_size}, {stop}], "
+                f"got {list(attention_mask.shape)}"
             )
         standing[:, 0, 0, 1 : 1 + stop] = (attention_mask[:, :stop] != 0).to(standing)
     return standing
 
 
 def read_standing(mask: Tensor | None, batch: int, queries: int, keys: int) -> Standing:
-    """Read a mask of `standing_mask`; without any mask the queries are all the keys there are.
+    """Read a mask of `standing_mask`; without a mask, queries and keys must be the same tokens.
 
-    Raises `ValueError` for a mask that is not ours.
+    Raises `ValueError` for a mask of another kind.
     """
     if mask is None:
         if queries != keys:
@@ -163,7 +163,7 @@ def read_standing(mask: Tensor | None, batch: int, queries: int, keys: int) -> S
         return Standing(0, None)
     if mask.dtype != torch.int32 or mask.shape not in ((batch, 1, 1, 1 + keys), (1, 1, 1, 1 + keys)):
         raise ValueError(
-            "subquad attention takes no 4-D masks of its caller: give a 2-D attention_mask of padding, "
+            "subquad attention does not support 4-D masks: give a 2-D attention_mask of padding, "
             f"got {mask.dtype} {tuple(mask.shape)}"
         )
     before = int(mask[0, 0, 0, 0])
@@ -180,12 +180,12 @@ def attend_over(
     scale: float | None,
     dropout_p: float,
 ) -> Tensor:
-    """`y_t = sum_s softmax_s(scale q_t . k_s) v_s` over the keys s that t's head may see, `[B, H, T, K]`.
+    """Return `y_t = sum_s softmax_s(scale q_t . k_s) v_s` over the keys s that t's head may see, `[B, H, T, K]`.
 
-    Positions count the real tokens of a row; outputs of padding are zeros.
+    Positions count a row's real tokens; outputs at padding are zero.
     """
     T, S = q_BHTK.shape[2], standing.before + q_BHTK.shape[2]
-    # Of a row with padding, which its real tokens follow here, those out of reach of its first query are not read.
+    # Skip the key slots that not even the first query reaches; padding, if any, moves before the real tokens below.
     drop = max(0, S - T - _reach(parts)) if T < S else 0
     q_start: int | Tensor = standing.before
     k_start: int | Tensor = drop
@@ -222,13 +222,13 @@ def attend_over(
 
 
 def _reach(parts: Sequence[Part]) -> int:
-    """Return tokens that a query sees before itself, at most."""
+    """Return how many tokens before itself a query sees at most."""
     reaches = [pattern.reach for part in parts for pattern in part.patterns]
     return max(sys.maxsize if reach is None else reach for reach in reaches)
 
 
 def _union(q_BHTK: Tensor, k_BGSK: Tensor, v_BGSK: Tensor, patterns: Sequence[Pattern], **places: Any) -> Tensor:
-    """Compute the softmax over the union of disjoint patterns."""
+    """Compute softmax attention over the union of disjoint patterns."""
     parts = [block_attention_with_lse(q_BHTK, k_BGSK, v_BGSK, pattern, **places) for pattern in patterns]
     outs, lses = zip(*parts, strict=True)
     return outs[0] if len(outs) == 1 else merge_attention(outs, lses)[0]

@@ -1,4 +1,4 @@
-"""Import and export: models of transformers as ours with `full` attention, and back, tensor by tensor."""
+"""Import and export: transformers models as ours with `full` attention, and back, tensor by tensor."""
 
 from __future__ import annotations
 
@@ -24,17 +24,16 @@ from subquad.layers.feedforward import build_feedforward
 from subquad.models.config import DecoderConfig
 
 TRAINING_ALONE = ("dropout", "attention_dropout", "init_std")
-"""Settings that change no output of a trained model: kept where a family has a place for them."""
+"""Settings that do not affect a trained model's outputs; kept if the family has them."""
 
 
 def from_transformers(model: PreTrainedModel | str | os.PathLike[str]) -> SubquadForCausalLM:
-    """Return our causal language model with the settings and tensors of one of transformers, and so with its logits.
+    """Return our causal language model with the settings, tensors and therefore logits of a transformers model.
 
-    `model` is a causal language model of the families `llama`, `qwen2`, `qwen3`, `gpt2` or `gpt_neox`, its folder, or
-    its name on the hub (safetensors alone). Attention is `full`, or where `config.subquad` names another, that; tensors
-    are copies in their dtype, special tokens come along, and the model is in evaluation mode. Raises `ValueError` for
-    another family, for a setting that our decoder does not have (naming it), and where tensors are missing, left over
-    or of another shape.
+    `model` is a causal language model of family `llama`, `qwen2`, `qwen3`, `gpt2` or `gpt_neox`, its folder, or its
+    name on the hub (safetensors only). Attention is `full`, or what `config.subquad` names. Tensors are copied in their
+    dtype, special tokens are kept, and the model is in evaluation mode. Raises `ValueError` for another family, for a
+    setting that our decoder does not support (naming it), and for tensors that are missing, left over or misshapen.
     """
     if isinstance(model, str | os.PathLike):
         with naming(os.fspath(model)):
@@ -67,17 +66,17 @@ def _taken(model: PreTrainedModel) -> SubquadForCausalLM:
         found = {name: tensor for name, tensor in ours.items() if f".attention.{source}." in name}
         ours |= {name.replace(f".{source}.", f".{copy}."): tensor.clone() for name, tensor in found.items()}
     if tensors:
-        raise ValueError(f"the {family.name} model has tensors with no place in our decoder: {', '.join(tensors)}")
+        raise ValueError(f"the {family.name} model has tensors that our decoder lacks: {', '.join(tensors)}")
     _load_all(made, ours)
     return made.eval()
 
 
 def to_transformers(model: SubquadForCausalLM, family: str | None = None) -> PreTrainedModel:
-    """Return a model of transformers with the settings and tensors of ours, and so with its logits.
+    """Return a transformers model with the settings, tensors and therefore logits of ours.
 
-    `family` is one of `llama`, `qwen2`, `qwen3`, `gpt2`, `gpt_neox`; None: the first that the model fits. Dropout and
-    the spread of the first weights are left out where the family has none. Raises `ValueError` for an unknown family
-    and for a setting that the family does not have, naming it, as any mechanism but `full`.
+    `family` is `llama`, `qwen2`, `qwen3`, `gpt2` or `gpt_neox`; None: the first that fits. Dropout and the initial
+    spread of weights are dropped if the family has none. Raises `ValueError` for an unknown family and for a setting
+    that the family does not support, such as any mechanism but `full`, naming it.
     """
     if not isinstance(model, SubquadForCausalLM):
         raise TypeError(f"model must be a SubquadForCausalLM, got {type(model).__name__}")
@@ -93,7 +92,7 @@ def to_transformers(model: SubquadForCausalLM, family: str | None = None) -> Pre
         parts = [ours.pop(f"model.{name}").detach() for name in move.ours]
         tensors[move.theirs] = move.join(parts).clone(memory_format=torch.contiguous_format)
     if ours:
-        raise ValueError(f"the model has tensors with no place in {chosen.name}: {', '.join(ours)}")
+        raise ValueError(f"the model has tensors that {chosen.name} lacks: {', '.join(ours)}")
     if config.tie_embeddings:
         tensors[chosen.head] = tensors[_table(chosen, config)]
     _load_all(made, tensors)
@@ -102,7 +101,7 @@ def to_transformers(model: SubquadForCausalLM, family: str | None = None) -> Pre
 
 
 def canonical(config: DecoderConfig) -> DecoderConfig:
-    """Return the same decoder with derived settings written out, and settings without effect at their defaults."""
+    """Return the same decoder with derived settings made explicit and settings without effect at their defaults."""
     names = set(config.mechanisms)
     biases = {name: getattr(config, name) for name in ("qkv_bias", "out_bias", "ff_bias")}
     width = config.ff_dim
@@ -126,7 +125,7 @@ def canonical(config: DecoderConfig) -> DecoderConfig:
 
 
 def _simplest(settings: dict[str, Any]) -> dict[str, Any]:
-    """Return the settings without those that hold anyway, so that mechanisms that lack them can be chosen."""
+    """Return the settings without those that hold by default, so that mechanisms that lack them can be chosen."""
     said = dict(settings)
     if said.get("head_dim") == said["dim"] / said["num_heads"]:
         del said["head_dim"]
@@ -143,19 +142,19 @@ def _simplest(settings: dict[str, Any]) -> dict[str, Any]:
 def _family(config: Any) -> Family:
     if config.model_type not in FAMILIES:
         raise ValueError(
-            f"a model of family {config.model_type!r} has no place in our decoder; "
+            f"our decoder does not support models of family {config.model_type!r}; "
             f"{suggest(config.model_type, FAMILIES)}"
         )
     return FAMILIES[config.model_type]
 
 
 def _fitting(config: DecoderConfig, families: list[Family]) -> tuple[Family, dict[str, Any]]:
-    """Return the first family that has every setting of `config`, and its configuration's values."""
+    """Return the first family that supports every setting of `config`, and the values of its configuration."""
     for name in config.mechanisms:
         if name != "full":
-            raise ValueError(f"attention {name!r} has no place in transformers' models; only 'full' has")
+            raise ValueError(f"transformers' models do not support attention {name!r}, only 'full'")
     if config.feedforward == "bilinear":
-        raise ValueError("feedforward='bilinear' has no place in transformers' models")
+        raise ValueError("transformers' models do not support feedforward='bilinear'")
     without_effect = {*TRAINING_ALONE, "max_positions"} if config.position == "rope" else set(TRAINING_ALONE)
     wanted = {name: value for name, value in config.to_dict().items() if name not in without_effect}
     reasons: dict[str, str] = {}
@@ -177,16 +176,16 @@ def _fitting(config: DecoderConfig, families: list[Family]) -> tuple[Family, dic
             f"{name}={getattr(config, name)!r} (it has {getattr(back, name)!r})" for name in differ
         )
     told = "; ".join(f"{name}: {reason}" for name, reason in reasons.items())
-    raise ValueError(f"the model's settings have no place in transformers' models. {told}")
+    raise ValueError(f"no family of transformers supports the model's settings. {told}")
 
 
 def _check_tied(tensors: dict[str, Tensor], family: Family, config: DecoderConfig) -> None:
-    """Take the head out of `tensors`, which must be the table of tokens."""
+    """Remove the head from `tensors`, after checking that it equals the table of tokens."""
     head = tensors.pop(family.head, None)
     table = tensors.get(_table(family, config))
     if head is not None and table is not None and not torch.equal(head, table):
         raise ValueError(
-            f"the {family.name} model says that it is tied, but {family.head!r} is not its table of tokens"
+            f"the {family.name} model's head should be tied, but {family.head!r} differs from its table of tokens"
         )
 
 
@@ -200,12 +199,12 @@ def _head(family: Family, config: DecoderConfig) -> list[Move]:
 
 
 def _load(place: str | os.PathLike[str]) -> PreTrainedModel:
-    """Return a model of transformers from its folder or the hub, with every tensor in its place."""
+    """Load a transformers model from its folder or the hub; every tensor must fit."""
     folder = Path(place)
     if not folder.exists():
         folder = fetch(os.fspath(place))
     if not (folder / CONFIG).is_file():
-        raise FileNotFoundError(f"{place} holds no {CONFIG}: it is no folder of transformers")
+        raise FileNotFoundError(f"{place} holds no {CONFIG}, so it is not the folder of a transformers model")
     config: Any = read_config(folder)
     theirs: Any = getattr(transformers, _family(config).model)
     rope.check(config)
@@ -222,7 +221,7 @@ def _load(place: str | os.PathLike[str]) -> PreTrainedModel:
 
 
 def _load_all(model: PreTrainedModel, tensors: dict[str, Tensor]) -> None:
-    """Put `tensors` in place of the model's own, all of them."""
+    """Replace all of the model's tensors by `tensors`."""
     own = model.state_dict()
     for name, tensor in own.items():
         if name not in tensors:

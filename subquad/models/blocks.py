@@ -1,4 +1,5 @@
-"""What all models are made of: the table of tokens, the mechanisms with their options, the block around one, the stack.
+"""Parts that all models share: token table, mechanisms with their options, the block around a mechanism, running
+blocks.
 
 Shape letters: B batch, T tokens, D model width.
 """
@@ -26,14 +27,14 @@ from subquad.parallel import ContextGroup, active_group, context_parallel
 from subquad.state import State
 
 PROJECTIONS = ("head_dim", "qk_norm", "qkv_bias", "out_bias")
-"""Settings of the projections, which every layer's mechanism must have where they are not at their defaults."""
+"""Settings of projections; every layer's mechanism must support those that differ from their defaults."""
 
 
 class ResidualBlock(nn.Module):
     """A module whose branches write into the residual stream."""
 
     def output_projections(self) -> list[nn.Linear]:
-        """Return the last linear maps of its branches."""
+        """Return the last linear layer of each branch."""
         raise NotImplementedError
 
 
@@ -61,10 +62,10 @@ class Block(ResidualBlock):
     def forward(
         self, x_BTD: Tensor, state: State | None, lengths_B: Tensor | Documents | None, memory: Tensor | None = None
     ) -> tuple[Tensor, State, Tensor | None]:
-        """Run the layer on rows that begin with their `lengths_B` real tokens (None: all T), after those in `state`.
+        """Run the block on rows whose first `lengths_B` tokens (None: all T) are real and continue `state`.
 
-        `Documents` in their place say which tokens of the rows are sequences of their own, with no state before them.
-        `memory` is what the layer below handed on, for mechanisms that take one (Luna's); others pass it on.
+        `Documents` in place of lengths pack several sequences into a row; there is no state before them then. `memory`
+        comes from the layer below and is passed on; only mechanisms that have one (Luna) change it.
         """
         z_BTD = self.attention_norm(x_BTD)
         if isinstance(lengths_B, Documents):
@@ -77,10 +78,7 @@ class Block(ResidualBlock):
         return x_BTD + self.dropout(self.feedforward(self.feedforward_norm(read_BTD))), state, memory
 
     def output_projections(self) -> list[nn.Linear]:
-        """Return the last linear maps of both branches, which write into the residual stream.
-
-        Those of a mechanism are its linear layers whose name is `out` or ends with `_out`.
-        """
+        """Return the linear layers that write into the residual stream: the mechanism's `out` and `*_out`; `down`."""
         named = [(name.rpartition(".")[2], module) for name, module in self.attention.named_modules()]
         out = [m for name, m in named if isinstance(m, nn.Linear) and (name == "out" or name.endswith("_out"))]
         return [*out, self.feedforward.down]
@@ -94,10 +92,10 @@ def run_blocks(
     entries: dict[str, Tensor | int | State] | None = None,
     place: str = "",
 ) -> Tensor:
-    """`x` through `model.layers`, which are blocks, beginning without a memory.
+    """Run `x` through the blocks in `model.layers`, starting without a memory.
 
-    Each block's state is read from `state` and its new one goes to `entries` (None: nowhere), under `place`. With
-    `model.gradient_checkpointing`, training keeps the input of each block alone.
+    Read each block's state from `state` and, unless `entries` is None, write its new state to `entries`, under names
+    that begin with `place`. With `model.gradient_checkpointing`, training keeps only the input of each block.
     """
     again = model.gradient_checkpointing and model.training and torch.is_grad_enabled()
     group = active_group()
@@ -106,7 +104,7 @@ def run_blocks(
         before = None if state is None else state.child(f"{place}layers.{i}")
         block.attention.check_part(before, lengths_B)
         if again:
-            # The backward pass, which computes the block again, may run outside of the group's block or in a thread.
+            # Backward recomputes the block, maybe after the group's context or in another thread: enter it again.
             layer = block if group is None else partial(_in_group, group, block)
             x_BTD, after, memory = checkpoint(layer, x_BTD, before, lengths_B, memory, use_reentrant=False)
         else:
@@ -122,24 +120,24 @@ def _in_group(group: ContextGroup, block: nn.Module, *inputs: Any) -> Any:
 
 
 class PassBias(nn.Module):
-    """`x + b`: what tells the layers of a looped stack which pass they are in."""
+    """`x + b`: tells the layers of a looped stack which pass is running."""
 
     def __init__(self, dim: int) -> None:
         super().__init__()
         self.bias = nn.Parameter(torch.zeros(dim))
 
     def forward(self, x_BTD: Tensor) -> Tensor:
-        """`[B, T, D]` to `[B, T, D]`."""
+        """Return `x + b`, `[B, T, D]`."""
         return x_BTD + self.bias
 
 
 def build_mechanisms(config: DecoderConfig, *, causal: bool = True) -> list[Attention]:
     """Return the mechanism of each layer, in its causal or its bidirectional form.
 
-    `options` of a mechanism win over the decoder's own settings (`bias`, `attention_dropout`, `num_kv_heads`, `rope`,
-    `rope_base`). Options of a registered mechanism that no layer uses are checked, names and values, and otherwise
-    ignored, so one file can hold the options of several. Raises `ValueError` for unknown names and for settings that no
-    layer can follow, `TypeError` for an option of the wrong type.
+    A mechanism's `options` override the decoder's settings (`bias`, `attention_dropout`, `num_kv_heads`, `rope`,
+    `rope_base`). Options of registered mechanisms that no layer uses are checked and otherwise ignored, so one file can
+    hold the options of several. Raises `ValueError` for unknown names and for settings that no layer supports,
+    `TypeError` for an option of the wrong type.
     """
     check_options(config)
     chosen = {name: attention.mechanism(name) for name in config.mechanisms}
@@ -164,7 +162,7 @@ def build_mechanisms(config: DecoderConfig, *, causal: bool = True) -> list[Atte
         options = _options(config, name, chosen[name], causal)
         known = chosen[name].option_names()
         if "own_memory" in known and any("own_memory" in layer.option_names() for layer in layers):
-            options = {"own_memory": False} | options  # the first such layer's memory travels through the stack
+            options = {"own_memory": False} | options  # the first such layer's memory serves them all
         layers.append(attention.build(name, dim=config.dim, **options))
     return layers
 
@@ -189,7 +187,7 @@ def _options(config: DecoderConfig, name: str, cls: type[Attention], causal: boo
 
 
 def check_options(config: DecoderConfig) -> None:
-    """Raise `ValueError` or `TypeError` for options of a mechanism or a stack that it does not take."""
+    """Raise `ValueError` or `TypeError` for options that their mechanism or stack does not take."""
     for name, options in config.options.items():
         if name in STACKS:
             STACKS[name].options.from_dict(options, where=f"options.{name}")
@@ -204,14 +202,14 @@ def check_options(config: DecoderConfig) -> None:
 
 
 def token_embedding(config: DecoderConfig) -> Embedding:
-    """Return the table of tokens, with positions added where `config.position` says so."""
+    """Return the token table, with the added positions (sines or a learned table) that `config.position` asks for."""
     return Embedding(config.vocab_size, config.dim, position=added_positions(config), dropout=config.dropout)
 
 
 def added_positions(config: DecoderConfig, rows: int | None = None) -> Sinusoidal | Learned | None:
-    """Return what is added to the embeddings, if anything: sines, or a table of `rows` (None: as configured).
+    """Return the module that adds positions to embeddings: sines, a table of `rows` (None: `max_positions`), or None.
 
-    Sines begin with the embeddings' standard deviation (theirs is 1/sqrt(2)).
+    Sines are scaled from their own standard deviation, 1/sqrt(2), to that of the embeddings.
     """
     if config.position == "sinusoidal":
         return Sinusoidal(config.dim, scale=config.init_std * math.sqrt(2))
@@ -221,7 +219,7 @@ def added_positions(config: DecoderConfig, rows: int | None = None) -> Sinusoida
 
 
 def check_tokens(tokens_BT: Tensor, name: str = "tokens") -> None:
-    """Raise `ValueError` for another shape than `[B, T]` and `TypeError` for another dtype than int64 and int32."""
+    """Raise `ValueError` unless the shape is `[B, T]`, `TypeError` unless the dtype is int64 or int32."""
     if tokens_BT.ndim != 2:
         raise ValueError(f"{name} must have shape [B, T], got {list(tokens_BT.shape)}")
     if tokens_BT.dtype not in (torch.int64, torch.int32):
@@ -230,10 +228,10 @@ def check_tokens(tokens_BT: Tensor, name: str = "tokens") -> None:
 
 @torch.no_grad()
 def initialise(module: nn.Module, std: float, branch_outputs: Container[nn.Module], branches: int) -> None:
-    """Normal(std) in linear layers and tables, ones in norms, zero biases; other modules are left as they are.
+    """Set one module's initial weights: normal(std) in linear layers and tables, ones in norms, zero biases.
 
-    The linear layers in `branch_outputs`, which write into a residual stream that `branches` of them write into, are
-    `sqrt(branches)` smaller, so that its size does not grow with the depth.
+    Linear layers in `branch_outputs` get std / sqrt(branches): that many branches write into the residual stream, whose
+    size then does not grow with the depth. Modules of other kinds are left alone.
     """
     if isinstance(module, nn.Linear | nn.Embedding):
         depth = branches if module in branch_outputs else 1
@@ -245,6 +243,6 @@ def initialise(module: nn.Module, std: float, branch_outputs: Container[nn.Modul
 
 
 def branch_outputs(model: nn.Module) -> set[nn.Module]:
-    """Return the linear maps with which the blocks of a model write into the residual stream."""
+    """Return the linear layers by which the model's blocks write into the residual stream."""
     blocks = (module for module in model.modules() if isinstance(module, ResidualBlock))
     return {out for block in blocks for out in block.output_projections()}

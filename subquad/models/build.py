@@ -1,4 +1,4 @@
-"""The model that a configuration names."""
+"""Build the model that a configuration names."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from subquad.models.stacks import STACKS, stack_of
 def build_model(config: DecoderConfig) -> Decoder:
     """Return the causal language model that `config.attention` names: a stack, or a `Decoder` of mechanisms.
 
-    Raises `ValueError` for an unknown name, for a stack that has no causal form, and as the model itself does.
+    Raises `ValueError` for an unknown name, for a stack without a causal form, and as the model's constructor does.
     """
     stack = stack_of(config)
     if stack is None:
@@ -30,7 +30,7 @@ def build_model(config: DecoderConfig) -> Decoder:
 
 
 def build_encoder(config: EncoderConfig) -> Encoder | PerceiverEncoder:
-    """Return the encoder that `config.attention` names. Raises `ValueError` where that is a stack that can't be one."""
+    """Return the encoder that `config.attention` names; `ValueError` for a stack without a bidirectional form."""
     stack = stack_of(config)
     if stack is None:
         return Encoder(config)

@@ -1,4 +1,4 @@
-"""Labels of sequences, or of pairs of them.
+"""Classifiers of sequences and of pairs of sequences.
 
 Shape letters: B batch, T tokens, D model width.
 """
@@ -19,7 +19,7 @@ from subquad.ops.counting import Cost, cost_of, one_sequence
 class TowerHead(nn.Module):
     """`GELU([a, b, a - b, a * b] W + c) U + d`: logits of a pair from the vectors of both sequences.
 
-    As in Long Range Arena (Tay et al. 2020, arXiv:2011.04006), which has the same encoder read both.
+    As in Long Range Arena (Tay et al. 2020, arXiv:2011.04006), where one encoder reads both.
     """
 
     def __init__(self, dim: int, num_classes: int) -> None:
@@ -34,9 +34,9 @@ class TowerHead(nn.Module):
 
 
 class Classifier(nn.Module):
-    """`logits = dropout(pooled) W^T + b`, on an `Encoder` or, where `attention` says so, a Perceiver.
+    """`logits = dropout(pooled) W^T + b`, on an `Encoder` or, if `attention` names one, a Perceiver.
 
-    With `towers=2` the one encoder reads two sequences, and a `TowerHead` stands on both vectors, each after dropout.
+    With `towers=2` the encoder reads two sequences and a `TowerHead` reads both vectors, each after dropout.
     """
 
     reads_whole_sequences = True
@@ -55,11 +55,11 @@ class Classifier(nn.Module):
         self.head.apply(self.initialise)
 
     def get_output_embeddings(self) -> nn.Module:
-        """Return the layers after the encoder, as models of transformers name them."""
+        """Return the layers after the encoder, under the name that transformers uses."""
         return self.head
 
     def initialise(self, module: nn.Module) -> None:
-        """Give one module its first weights."""
+        """Set one module's initial weights."""
         self.encoder.initialise(module)
 
     def forward(
@@ -72,15 +72,15 @@ class Classifier(nn.Module):
     ) -> Tensor:
         """Return logits `[B, classes]` of `tokens` `[B, T]`; `mask` is a bool `[B, T]`, True for a real token.
 
-        With `towers=2` also `pair_tokens` `[B, U]` and `pair_mask`, the other sequence. Raises `ValueError` where they
-        are missing, or given to a classifier of single sequences.
+        With `towers=2`, `pair_tokens` `[B, U]` and `pair_mask` are the other sequence. Raises `ValueError` if it is
+        missing or, with `towers=1`, given.
         """
         check_pair(self.config, pair_tokens, pair_mask)
         a_BD = self.encoder.pooled(tokens_BT, mask)
         return self.logits(a_BD, None if pair_tokens is None else self.encoder.pooled(pair_tokens, pair_mask))
 
     def logits(self, a_BD: Tensor, b_BD: Tensor | None = None, /) -> Tensor:
-        """Return logits `[B, classes]` from one vector a sequence, or two a pair."""
+        """Return logits `[B, classes]` from the vector of each sequence, or from both vectors of each pair."""
         vectors = [self.dropout(vector) for vector in (a_BD, b_BD) if vector is not None]
         return self.head(*vectors)
 
@@ -89,7 +89,7 @@ class Classifier(nn.Module):
         return sum(p.numel() for p in self.parameters())
 
     def cost(self, tokens: int) -> Cost:
-        """Count what one sequence of `tokens` tokens costs, or a pair of two such: the encoder and the head."""
+        """Return the cost of encoder and head for one sequence of `tokens` tokens, or for a pair of such sequences."""
         pair = self.config.towers == 2
 
         def run(tokens_BT: Tensor) -> tuple[Tensor, None]:
@@ -99,8 +99,8 @@ class Classifier(nn.Module):
 
 
 def check_pair(config: EncoderConfig, pair_tokens: Tensor | None, pair_mask: Tensor | None) -> None:
-    """Raise `ValueError` where a classifier of pairs gets one sequence, or one of single sequences a pair."""
+    """Raise `ValueError` if `towers=2` and the pair is missing, or if `towers=1` and one is given."""
     if config.towers == 2 and pair_tokens is None:
-        raise ValueError("this classifier has two towers: it labels pairs of sequences, and the second one is missing")
+        raise ValueError("this classifier labels pairs of sequences (towers=2), but the second sequence is missing")
     if config.towers == 1 and (pair_tokens is not None or pair_mask is not None):
-        raise ValueError("this classifier labels single sequences and takes no pair; towers=2 makes one that does")
+        raise ValueError("this classifier labels single sequences, but a pair was given; towers=2 makes one for pairs")

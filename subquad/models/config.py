@@ -1,4 +1,4 @@
-"""The settings of a stack of layers: a decoder's configuration, which those of the other models extend."""
+"""`DecoderConfig`: the settings of a decoder, which the configurations of the other models extend."""
 
 from __future__ import annotations
 
@@ -14,75 +14,74 @@ class DecoderConfig(Config):
     """A pre-norm decoder: embeddings, then [norm, attention, norm, feed-forward] x layers, then the head."""
 
     labels_sequences: ClassVar[bool] = False
-    """Whether a classifier stands on the layers, instead of a head over the vocabulary."""
+    """Whether a classifier follows the layers, instead of a head over the vocabulary."""
 
     vocab_size: int = 4096
     """Tokens in the vocabulary."""
     dim: int = 256
     """Model width D."""
     num_layers: int = 4
-    """Layers."""
+    """Number of layers."""
     num_heads: int = 4
     """Attention heads H."""
     num_kv_heads: int | None = None
-    """Heads of keys and values, for the softmax mechanisms (None: as many as num_heads)."""
+    """Heads of keys and values in the softmax mechanisms (None: num_heads)."""
     attention: str | list[str] = "llp"
-    """The mechanism of every layer, or a list of names, one a layer or repeated to fill the layers (a hybrid)."""
+    """Mechanism of every layer, or a list of names that repeats to fill the layers (a hybrid)."""
     options: dict[str, dict[str, Any]] = field(default_factory=dict)
-    """Options of each mechanism by its name, as in {llp: {segment: 256}}; `subquad list NAME` shows them."""
+    """Options of mechanisms by name, as in {llp: {segment: 256}}; `subquad list NAME` shows them."""
     position: Literal["rope", "sinusoidal", "learned", "none"] = "rope"
-    """How positions enter: rotary in the mechanisms that can, or added to the embeddings, or not at all."""
+    """Positions: rotary in mechanisms that support it, sines or a learned table added to the embeddings, or none."""
     max_positions: int = 1024
-    """Rows of the learned position table: the longest sequence for position=learned."""
+    """Longest sequence for position=learned: the rows of its table."""
     rope_base: float = 10000.0
     """Base of the rotary frequencies."""
     norm: Literal["layer", "rms"] = "rms"
     """Normalisation before attention and feed-forward."""
     feedforward: Literal["gelu", "gelu_tanh", "swiglu", "bilinear"] = "swiglu"
-    """Feed-forward network; gelu_tanh is GPT-2's approximation, bilinear ELiTA's FeedForward2."""
+    """Feed-forward network; gelu_tanh is GPT-2's approximation, bilinear is ELiTA's FeedForward2."""
     ff_mult: float = 4.0
-    """Hidden width of a GELU feed-forward over D; SwiGLU takes two thirds of it, so parameters agree, and bilinear
-    2 x ff_mult for its factor (an eighth more parameters)."""
+    """Hidden width over D of a GELU network; SwiGLU uses two thirds of it, which keeps the parameter count, and
+    bilinear a factor of 2 x ff_mult (an eighth more parameters)."""
     loops: int = 1
-    """Passes through the stack of layers, each with a bias of its own if there is more than one (ELiTA's author: 3)."""
+    """Passes through the layers; if more than one, each pass adds its own bias (ELiTA's author: 3)."""
     loop_loss: Literal["last", "all"] = "last"
-    """Whose loss training takes: the last pass's, or the mean over all of them (the evaluation takes the last)."""
+    """Training loss: the last pass's, or the mean over all passes; evaluation always uses the last pass."""
     bias: bool = False
-    """Biases in the linear layers."""
+    """Use biases in the linear layers."""
     dropout: float = 0.0
     """Dropout on embeddings and on each branch's output."""
     attention_dropout: float = 0.0
-    """Dropout on the weights of the mechanisms."""
+    """Dropout on attention weights."""
     tie_embeddings: bool = True
-    """Whether the head shares the embedding's weights."""
+    """Share the weights of the embedding with the head."""
     lookup: int | None = None
-    """Rows of ELiTA's look-up over the logits, V -> rows -> V (its author took 8192); None: no look-up."""
+    """Rows of ELiTA's look-up over the logits, V -> rows -> V (its author used 8192; None: no look-up)."""
     lookup_residual: bool = True
-    """Whether the look-up's output is added to the logits, instead of replacing them."""
+    """Add the look-up's output to the logits, instead of replacing them."""
     init_std: float = 0.02
     """Standard deviation of the initial weights; branch outputs are scaled down by sqrt(2 x layers x loops)."""
 
     head_dim: int | None = later(None)
     """Channels of an attention head (None: dim / num_heads)."""
     ff_dim: int | None = later(None)
-    """Hidden width of the feed-forward network, given outright (None: by ff_mult)."""
+    """Hidden width of the feed-forward network (None: from ff_mult)."""
     norm_eps: float | None = later(None)
-    """What norms add to the variance or the mean square (None: 1e-5 for layer, 1e-6 for rms)."""
+    """Constant that norms add to the variance or mean square (None: 1e-5 for layer, 1e-6 for rms)."""
     qk_norm: bool = later(False)
-    """Whether queries and keys are RMS-normalised over each head's channels, before they are rotated (Qwen3)."""
+    """RMS-normalise queries and keys over each head's channels, before rotating them (Qwen3)."""
     qkv_bias: bool | None = later(None)
-    """Whether queries, keys and values have a bias (None: as bias)."""
+    """Biases of queries, keys and values (None: as bias)."""
     out_bias: bool | None = later(None)
-    """Whether the output projections of attention have a bias (None: as bias)."""
+    """Bias of attention's output projection (None: as bias)."""
     ff_bias: bool | None = later(None)
-    """Whether the feed-forward networks have biases (None: as bias)."""
+    """Biases of the feed-forward networks (None: as bias)."""
     parallel_residual: bool = later(False)
-    """Whether attention and feed-forward read the same vectors, x + attention(norm(x)) + feedforward(norm'(x))
-    (GPT-NeoX), instead of one after the other."""
+    """Feed the same vectors to both branches, x + attention(norm(x)) + feedforward(norm'(x)) (GPT-NeoX)."""
     rope_fraction: float = later(1.0)
-    """Part of each head's channels that rotary positions turn: the first ones."""
+    """Fraction of each head's channels that rotary positions rotate, from the first on."""
     rope_scaling: RopeScaling | None = later(None)
-    """How rotary frequencies are changed for longer sequences, as in {kind: linear, factor: 4} (None: not at all)."""
+    """Change of rotary frequencies for longer sequences, as in {kind: linear, factor: 4} (None: no change)."""
 
     def __post_init__(self) -> None:
         self.check_least(vocab_size=1, dim=1, num_layers=1, num_heads=1, max_positions=1, loops=1)
@@ -124,7 +123,7 @@ class DecoderConfig(Config):
 
     @classmethod
     def from_decoder(cls, config: DecoderConfig, **own: Any) -> Self:
-        """Return a configuration of this class with a decoder's settings; `own` are the fields that it adds."""
+        """Return a configuration of this class with the settings of `config`; `own` sets the fields that it adds."""
         return cls(**{field.name: getattr(config, field.name) for field in fields(DecoderConfig)} | own)
 
     @property
@@ -134,7 +133,7 @@ class DecoderConfig(Config):
 
 
 def check_choices(config: Config, *names: str) -> None:
-    """Raise `ValueError` where a field is none of its type's choices."""
+    """Raise `ValueError` for a field that is not one of the choices in its type."""
     hints = get_type_hints(type(config))
     for name in names:
         value, choices = getattr(config, name), get_args(hints[name])

@@ -1,6 +1,6 @@
-"""The costs of layers and models at several lengths, and what processes that share a sequence send one another.
+"""Costs of layers and models at several lengths, and bytes sent between processes that share a sequence.
 
-All of it is counted without data: everything is on the meta device.
+Everything is counted on the meta device, without data.
 """
 
 from __future__ import annotations
@@ -32,12 +32,12 @@ class Measured(NamedTuple):
     cost: Cost
 
     def record(self) -> dict[str, Any]:
-        """Plain values, for a file."""
+        """Return plain values for a file."""
         return {"name": self.name, "kind": self.kind, **asdict(self.cost)}
 
 
 def chosen(attention: Sequence[str] | None, options: Options) -> tuple[list[str], list[str]]:
-    """The mechanisms and the stacks to show: all, or those that are asked for. `ValueError` for an unknown name."""
+    """Return the mechanisms and the stacks to show: all, or those in `attention`. `ValueError` for an unknown name."""
     valid = [*names(), *STACKS]
     for name in (*(attention or ()), *options):
         if name not in valid:
@@ -47,7 +47,7 @@ def chosen(attention: Sequence[str] | None, options: Options) -> tuple[list[str]
 
 
 def meta_layer(name: str, *, dim: int, num_heads: int, tokens: int, options: Mapping[str, Any]) -> Attention:
-    """The layer without data, built for sequences of this length where an option bounds them and none is given."""
+    """Build a layer on the meta device; options that bound the length, if not given, become `tokens`."""
     known = {f.name for f in fields(mechanism(name).Config)}
     sized: dict[str, Any] = {option: max(2, tokens) for option in ("max_tokens", "horizon") if option in known}
     with torch.device("meta"):
@@ -57,7 +57,7 @@ def meta_layer(name: str, *, dim: int, num_heads: int, tokens: int, options: Map
 def layer_costs(
     attention: Iterable[str], lengths: Sequence[int], *, dim: int, num_heads: int, options: Options
 ) -> Iterator[Measured]:
-    """One layer of each mechanism, at each length."""
+    """Yield the cost of one layer of each mechanism at each length."""
     for name in attention:
         for tokens in lengths:
             layer = meta_layer(name, dim=dim, num_heads=num_heads, tokens=tokens, options=options.get(name, {}))
@@ -67,9 +67,10 @@ def layer_costs(
 def stack_costs(
     attention: Iterable[str], lengths: Sequence[int], *, dim: int, num_heads: int, num_layers: int, options: Options
 ) -> Iterator[Measured]:
-    """The whole model of each stack, at each length; Perceiver AR with each kind of history if none is chosen.
+    """Yield the cost of each stack as a whole model at each length; Perceiver AR with each kind of history unless one
+    is set.
 
-    Where the options do not say how many tokens are latents, half of the sequence is, and the rest is history.
+    Unless options say otherwise, half of the sequence is latents and half is history.
     """
     for name in attention:
         own = options.get(name, {})
@@ -80,21 +81,21 @@ def stack_costs(
                 given = {**(_halves(known, tokens, chosen) if "history_tokens" in known else {}), **chosen}
                 shape: dict[str, Any] = {"dim": dim, "num_heads": num_heads, "num_layers": num_layers}
                 shape |= {"attention": name, "options": {name: given}}
-                # A language model where the stack can be one, else a classifier, which adds positions to its inputs.
+                # A language model if the stack is causal, else a classifier, which adds positions to its inputs.
                 causal = "causal" in STACKS[name].forms
                 config = DecoderConfig(**shape) if causal else EncoderConfig(**shape, position="sinusoidal")
                 yield Measured(" ".join([name, *history.values()]), "model", meta_model(config).cost(tokens))
 
 
 def _halves(known: Mapping[str, Any], tokens: int, chosen: Mapping[str, Any]) -> dict[str, int]:
-    """Half of the sequence as latents, half as history, and no more rows of a projected history than it has."""
+    """Return options that make half of the sequence latents and half history, with at most that many projected rows."""
     half = max(1, tokens // 2)
     rows = {"projected": min(half, known["projected"])} if chosen.get("history") == "compressed" else {}
     return {"latents": half, "history_tokens": half, **rows}
 
 
 def _histories(name: str, options: Mapping[str, Any]) -> list[dict[str, str]]:
-    """The kinds of history to show: those that the stack has, or the one that is chosen (nothing is added then)."""
+    """Return an option for each kind of history that the stack has, or no option if one is already chosen."""
     hints = get_type_hints(STACKS[name].options)
     if "history" in options or "history" not in hints:
         return [{}]
@@ -102,21 +103,21 @@ def _histories(name: str, options: Mapping[str, Any]) -> list[dict[str, str]]:
 
 
 def model_costs(config: DecoderConfig, lengths: Sequence[int]) -> Iterator[Measured]:
-    """One model at each length."""
+    """Yield the cost of one model at each length."""
     model = meta_model(config)
     for tokens in lengths:
         yield Measured(" + ".join(config.mechanisms), "model", model.cost(tokens))
 
 
 def meta_model(config: DecoderConfig) -> Model:
-    """The model without data."""
+    """Build the model on the meta device."""
     settings: Any = config
     with torch.device("meta"):
         return Classifier(settings) if config.labels_sequences else build_model(config)
 
 
 class Volume(NamedTuple):
-    """The most that one of `ranks` processes sends, for `name`; None where they cannot share the sequence."""
+    """Most bytes that any of `ranks` processes sends, for `name`; None if they cannot share the sequence."""
 
     name: str
     tokens: int
@@ -124,7 +125,7 @@ class Volume(NamedTuple):
     sent: Sent | None
 
     def record(self) -> dict[str, Any]:
-        """Plain values, for a file."""
+        """Return plain values for a file."""
         forward, backward = (None, None) if self.sent is None else (self.sent.forward, self.sent.backward)
         own = {"name": self.name, "tokens": self.tokens, "ranks": self.ranks}
         return {**own, "sent_forward": forward, "sent_backward": backward}
@@ -133,7 +134,7 @@ class Volume(NamedTuple):
 def layer_volumes(
     attention: Iterable[str], lengths: Sequence[int], ranks: int, *, dim: int, num_heads: int, options: Options
 ) -> Iterator[Volume]:
-    """One layer of each mechanism, at each length."""
+    """Yield the bytes sent for one layer of each mechanism at each length."""
     for name in attention:
         for tokens in lengths:
             layer = meta_layer(name, dim=dim, num_heads=num_heads, tokens=tokens, options=options.get(name, {}))
@@ -141,7 +142,7 @@ def layer_volumes(
 
 
 def model_volumes(config: DecoderConfig, lengths: Sequence[int], ranks: int) -> Iterator[Volume]:
-    """One layer of each mechanism of a model, then all its layers and passes."""
+    """Yield the bytes sent for one layer of each mechanism in a model, then for all its layers and passes."""
     if config.labels_sequences:
         raise ValueError(
             "a classifier reads whole sequences, which several processes cannot share: leave out --context"

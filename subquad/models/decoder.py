@@ -43,18 +43,18 @@ IGNORED = -100
 class Decoder(nn.Module):
     """`logits = norm(h) @ E^T`, where `h` are the embeddings `E[tokens]` after `num_layers` pre-norm blocks.
 
-    With `loops` P > 1 the blocks are run P times, `h <- blocks(h + b_p)` with a learned bias for each pass, each pass
-    with a state of its own; the norm stands before the head alone. With `lookup` the logits go through
-    `subquad.layers.head.Lookup`. Both are ELiTA's (A. C. O. Sharma, 2023, Other Methods, which leaves open where the
-    bias is added and whose loss is taken) and work with every mechanism.
+    With `loops` P > 1 the blocks run P times, `h <- blocks(h + b_p)`, with a learned bias and a state for each pass;
+    the norm is applied only before the head. With `lookup` the logits go through `subquad.layers.head.Lookup`. Both
+    come from ELiTA (A. C. O. Sharma, 2023, Other Methods, which says neither where the bias is added nor which loss is
+    used) and work with every mechanism.
 
     A sequence may be cut anywhere: `decoder(tokens)` gives the logits of `decoder(tokens[:, :n])` followed by those of
-    `decoder(tokens[:, n:], state)`. With `gradient_checkpointing = True`, training keeps the input of each block alone
-    and computes the rest again in the backward pass.
+    `decoder(tokens[:, n:], state)`. With `gradient_checkpointing = True`, training keeps only the input of each block
+    and recomputes the rest in the backward pass.
 
-    Within `subquad.parallel.context_parallel(group)` several processes share each sequence: `tokens` are this rank's
-    part, without state or mask, and so are logits, vectors and losses. The state returned is that after the whole
-    sequence, on every rank, and carries no gradients.
+    Within `subquad.parallel.context_parallel(group)` several processes share each sequence: `tokens`, logits, vectors
+    and losses are this rank's part; a state or a mask is refused. The state returned is that of the whole sequence, on
+    every rank, without gradients.
     """
 
     def __init__(self, config: DecoderConfig) -> None:
@@ -79,15 +79,15 @@ class Decoder(nn.Module):
 
     @property
     def head_weight(self) -> Tensor:
-        """The head's matrix `[V, D]`: the embedding's own where they are tied."""
+        """The head's matrix `[V, D]`; if tied, the embedding's own."""
         return self.embedding.tokens.weight if self.head is None else self.head.weight
 
     @torch.no_grad()
     def initialise(self, module: nn.Module) -> None:
-        """Give one module its first weights: normal(init_std) in linear layers and tables, ones in norms, zero biases.
+        """Set one module's initial weights: normal(init_std) in linear layers and tables, ones in norms, zero biases.
 
-        The projections that write into the residual stream (`Block.output_projections`) are
-        `sqrt(2 * num_layers * loops)` smaller, so that its size does not grow with the depth.
+        The projections that write into the residual stream (`Block.output_projections`) are `sqrt(2 * num_layers *
+        loops)` smaller, so that its size does not grow with the depth.
         """
         branches = 2 * self.config.num_layers * self.config.loops
         initialise(module, self.config.init_std, self.branch_outputs, branches)
@@ -102,15 +102,14 @@ class Decoder(nn.Module):
         mask: Tensor | None = None,
         doc_ids: Tensor | None = None,
     ) -> tuple[Tensor, State]:
-        """Return logits `[B, T, V]` of the token after each of `tokens` `[B, T]`, which follow those that made `state`.
+        """Return the logits `[B, T, V]` of the token after each of `tokens` `[B, T]`, which continue `state`, and the
+        new state.
 
         `mask` is a bool `[B, T]`, True for a real token. Padding may stand anywhere: positions and mechanisms count
-        real tokens only, and the outputs at padding are zero. The state returned is for the next call. `doc_ids`, whole
-        numbers `[B, T]` (-1: padding), pack documents: a new one begins where the id changes, and the logits are those
-        of each document alone, with positions from its start; there is no state before them, and the one returned is
-        that of each row's last document. Raises `TypeError` or `ValueError` for wrong shapes and dtypes, for a position
-        outside of a learned table, and for a state of another configuration or batch size. A token outside of the
-        vocabulary raises in the look-up itself.
+        real tokens only, and outputs at padding are zero. `doc_ids`, integers `[B, T]` (-1: padding), pack documents: a
+        new one begins where the id changes, each is read as if alone, with positions from 0, a previous state is
+        refused, and the state returned is that of each row's last document. Raises `TypeError` or `ValueError` for
+        wrong shapes and dtypes, a position beyond a learned table, and a state of another configuration or batch size.
         """
         h_BTD, state = self.hidden(tokens_BT, state, mask, doc_ids)
         return self.logits(h_BTD), state
@@ -123,7 +122,7 @@ class Decoder(nn.Module):
         mask: Tensor | None = None,
         doc_ids: Tensor | None = None,
     ) -> tuple[Tensor, State]:
-        """Return vectors `[B, T, D]` after the last norm: `forward` without the head."""
+        """Return the vectors `[B, T, D]` after the last norm, and the new state: `forward` without the head."""
         layers: dict[str, Tensor | int | State] = {}
         passes, seen = self._run(tokens_BT, state, mask, doc_ids, layers)
         group = active_group()
@@ -132,20 +131,21 @@ class Decoder(nn.Module):
         return passes[-1], State({"seen": seen, **layers}, self.config_hash)
 
     def logits(self, h_BTD: Tensor, /) -> Tensor:
-        """Apply the head to vectors `[.., D]` that `hidden` returned, or some of them: logits `[.., V]`."""
+        """Return the logits `[.., V]` of vectors `[.., D]` from `hidden`."""
         logits_BTV = F.linear(h_BTD, self.head_weight)
         return logits_BTV if self.lookup is None else self.lookup(logits_BTV)
 
     def read(self, tokens_BT: Tensor, /, state: State | None = None) -> State:
-        """Return the state after more tokens, where no outputs are wanted."""
+        """Return the state after more tokens, without outputs."""
         return self.hidden(tokens_BT, state)[1]
 
     def vectors(self, tokens_BT: Tensor, /, mask: Tensor | None = None) -> Tensor:
-        """Return the vectors of `hidden` for whole sequences, keeping no state, which would cost training memory."""
+        """Return the vectors of `hidden` for whole sequences, without a state, which would cost training memory."""
         return self.passes(tokens_BT, mask)[-1]
 
     def passes(self, tokens_BT: Tensor, /, mask: Tensor | None = None, doc_ids: Tensor | None = None) -> list[Tensor]:
-        """Return the vectors whose losses count: the last pass's or, training with `loop_loss="all"`, every pass's."""
+        """Return the vectors that the loss is computed from: the last pass's or, in training with `loop_loss="all"`,
+        each pass's."""
         return self._run(tokens_BT, None, mask, doc_ids, None)[0]
 
     def loss(
@@ -160,11 +160,10 @@ class Decoder(nn.Module):
     ) -> Tensor:
         """Return the cross-entropy in nats of `labels` `[B, T]`, where label t is the token to predict at t.
 
-        The label -100 and padding do not count. `reduction` is `mean` (over the labels that count), `sum`, or `none`
-        for `[B, T]`, with zeros where nothing counts. `[B, T, V]` is never held: the logits come in parts. In training
-        with `loop_loss="all"` it is the mean of the losses after each pass, otherwise that of `forward`'s logits. With
-        `doc_ids` the last token of a document that another one follows counts for nothing: what comes next is not its
-        own.
+        The label -100 and padding do not count, nor, with `doc_ids`, does the last token of a document before another
+        one. `reduction` is `mean` (over the labels that count), `sum`, or `none` for `[B, T]` with zeros where nothing
+        counts. In training with `loop_loss="all"` it is the mean of the losses after each pass. Logits are computed in
+        chunks, so `[B, T, V]` is never held.
         """
         if labels_BT.shape != tokens_BT.shape:
             raise ValueError(f"labels must have the tokens' shape {list(tokens_BT.shape)}, got {list(labels_BT.shape)}")
@@ -176,12 +175,12 @@ class Decoder(nn.Module):
         return self.loss_of_passes(passes, self.aligned_labels(labels_BT, mask), reduction=reduction)
 
     def loss_of_passes(self, passes: list[Tensor], labels_BT: Tensor, /, *, reduction: Reduction = "mean") -> Tensor:
-        """Return the mean of `loss_of_hidden` over what `passes` returned."""
+        """Return the mean of `loss_of_hidden` over the vectors that `passes` returned."""
         losses = [self.loss_of_hidden(h_BTD, labels_BT, reduction=reduction) for h_BTD in passes]
         return losses[0] if len(losses) == 1 else torch.stack(losses).mean(0)
 
     def loss_of_hidden(self, h_BTD: Tensor, labels_BT: Tensor, /, *, reduction: Reduction = "mean") -> Tensor:
-        """Return the cross-entropy of `loss` from what `hidden` returned."""
+        """Return the cross-entropy of `loss` from the vectors that `hidden` returned."""
         h_ND, labels_N = h_BTD.flatten(0, 1), labels_BT.flatten()
         if self.lookup is None:
             loss = linear_cross_entropy(h_ND, self.head_weight, labels_N, ignore_index=IGNORED, reduction=reduction)
@@ -197,19 +196,19 @@ class Decoder(nn.Module):
         return sum(p.numel() for p in self.parameters())
 
     def cost(self, tokens: int) -> Cost:
-        """Count what one sequence of `tokens` tokens costs: all layers and the head.
+        """Return the cost of all layers and the head for one sequence of `tokens` tokens.
 
-        Layers count for every pass, their parameters once, the head for every pass whose loss is taken. Activations are
-        those of `loss` in training. What is computed twice to save memory is counted once.
+        Layers count once a pass, their parameters once, the head once for each pass that has a loss, activations as in
+        training by `loss`. Recomputation that saves memory is not counted.
         """
         return cost_of(self, tokens, self._counted, partial(one_sequence, tokens), keep=self._kept)
 
     def state_bytes(self, tokens: int) -> int:
-        """Return bytes of the state after `tokens` tokens of one sequence, in float32."""
+        """Return the bytes of the state after `tokens` tokens of one sequence, in float32."""
         return state_bytes(self, self._counted, partial(one_sequence, tokens))
 
     def communication(self, tokens: int, ranks: int) -> tuple[Sent, ...]:
-        """Return bytes that each of `ranks` processes sends for one sequence in all layers and passes, in float32.
+        """Return the bytes that each of `ranks` processes sends for one sequence in all layers and passes, in float32.
 
         Raises `ValueError` as `subquad.attention.Attention.communication` does.
         """
@@ -217,81 +216,81 @@ class Decoder(nn.Module):
         layers = [list(block.attention.communication(tokens, ranks)) for block in self.blocks()]
         return tuple(added(*layers * self.config.loops))
 
-    # Answers in which kinds of decoders differ (`PerceiverAR` has others), so that nobody asks for the kind.
+    # Properties in which `PerceiverAR` differs, so that callers need no isinstance.
 
     @property
     def predicts_last(self) -> int | None:
-        """Tokens that are predicted from at most, the last ones of a sequence; None: all of them."""
+        """Number of last tokens of a sequence that predict, at most; None: all tokens predict."""
         return None
 
     def aligned_labels(self, labels_BT: Tensor, mask: Tensor | None = None, /) -> Tensor:
-        """Return the labels where the outputs are that predict them, for `loss_of_passes` and `loss_of_hidden`."""
+        """Return the labels at the places of the outputs that predict them, for `loss_of_passes`, `loss_of_hidden`."""
         return labels_BT
 
     @property
     def prompt_latents(self) -> int | None:
-        """The argument `latents` that a prompt is read with before decoding; None: the model has no such argument."""
+        """Argument `latents` for reading a prompt before decoding; None: the model has no such argument."""
         return None
 
     @property
     def most_tokens(self) -> int | None:
-        """Tokens that a sequence may have, the rows of a learned table of positions; None: any number."""
+        """Longest sequence: the rows of a learned table of positions; None: no limit."""
         return self.config.max_positions if self.config.position == "learned" else None
 
     def most_new_tokens(self, prompt: int, state: State | None = None) -> int | None:
-        """Return how many tokens can follow a prompt of `prompt` tokens, its last one unread; None: any number."""
+        """Return how many tokens can follow a prompt of `prompt` tokens whose last one is unread; None: no limit."""
         return None
 
     @property
     def state_grows(self) -> bool:
-        """Whether a layer keeps something of every token."""
+        """Whether any layer's state grows with the number of tokens."""
         return any(block.attention.state_grows for block in self.blocks())
 
     @property
     def fixed_shapes(self) -> bool:
-        """Whether a state's shapes follow from the number of tokens alone, so that a decoding step can be compiled."""
+        """Whether the state's shapes depend only on the number of tokens, so that a decoding step can be compiled."""
         return True
 
     def trim_state(self, state: State) -> State:
-        """Return the state of one row without places that longer rows of its batch needed."""
+        """Return a single row's state without the slots that only longer rows of its batch needed."""
         return state
 
     @property
     def inexact_decoding(self) -> str | None:
-        """Why decoding token by token by design equals no pass over the whole sequence; None where it equals one."""
+        """Reason why decoding token by token differs from one pass over the sequence by design; None if it does not."""
         return None
 
     def set_decode(self, decode: str | None = None, refill: int | None = None) -> None:
-        """Raise `ValueError`: there is one way of decoding (`PerceiverAR` has several)."""
+        """Raise `ValueError`: a decoder has one way of decoding (`PerceiverAR` has several)."""
         name = "refill" if decode is None else "decode"
         raise ValueError(f"{name} is for perceiver_ar, and this model has attention={self.config.attention!r}")
 
     def check_state(self, state: State, batch: int | None = None, *, owner: str = "this decoder") -> None:
-        """Raise `ValueError` for a state of another configuration, batch size or way of decoding."""
+        """Raise `ValueError` for a state of another configuration, batch size or decoding mode."""
         state.check(self.config_hash, owner, batch)
 
     def check_packed(self) -> None:
-        """Raise `ValueError` for a model that takes no packed documents."""
+        """Raise `ValueError` if the model takes no packed documents."""
 
     def check_shared(self) -> None:
-        """Raise `ValueError` for a model that cannot read a sequence which several processes share."""
+        """Raise `ValueError` if the model cannot read a sequence that several processes share."""
 
     def blocks_to_shard(self) -> list[Block]:
-        """Return the blocks that may be shared out over processes one by one: those that are called as a whole."""
+        """Return the blocks that can be sharded one by one: those that are called as modules."""
         return self.blocks()
 
     def token_settings(self) -> dict[str, Any]:
-        """Return the settings by name, among them those that count tokens, around which an audit looks."""
+        """Return settings by name; an audit tests lengths around those that count tokens."""
         return {f"layers.{i}": block.attention.config.to_dict() for i, block in enumerate(self.blocks())}
 
     def _counted(self, tokens_BT: Tensor) -> tuple[Tensor, State]:
-        """Return the logits of each pass whose loss training takes, and the state."""
+        """Return the logits of each pass that has a training loss, and the state."""
         layers: dict[str, Tensor | int | State] = {}
         passes = self._passes(self.embedding(tokens_BT), None, None, layers, training=True)
         return torch.stack([self.logits(h_BTD) for h_BTD in passes]), State(layers, self.config_hash)
 
     def _kept(self, tokens_BT: Tensor) -> Tensor:
-        """Return the loss, of which training keeps the activations."""
+        """Return the loss, whose saved activations are counted."""
         return self.loss(tokens_BT, tokens_BT)
 
     def _run(
@@ -302,7 +301,8 @@ class Decoder(nn.Module):
         doc_ids: Tensor | None,
         layers: dict[str, Tensor | int | State] | None,
     ) -> tuple[list[Tensor], int | Tensor]:
-        """Return the vectors of `passes` and the tokens seen; each layer's new state goes to `layers` (if not None)."""
+        """Return the vectors of `passes` and the tokens seen; unless `layers` is None, write each layer's new state to
+        it."""
         self._check(tokens_BT, state, mask, doc_ids)
         if doc_ids is not None:
             check_fresh(state)
@@ -333,9 +333,9 @@ class Decoder(nn.Module):
         *,
         training: bool,
     ) -> list[Tensor]:
-        """Return the vectors after the last norm, of the last pass or, where training takes its loss, of each.
+        """Return the vectors after the last norm: of the last pass or, if `training` uses their losses, of each pass.
 
-        Each pass begins without a memory, as the first one does.
+        Each pass starts without a memory.
         """
         loops = self.config.loops
         passes: list[Tensor] = []
@@ -364,7 +364,7 @@ class Decoder(nn.Module):
     def _whole_states(
         self, states: Mapping[str, Any], tokens_BT: Tensor, group: ContextGroup
     ) -> dict[str, Tensor | int | State]:
-        """Return the entries of the state after all ranks' tokens, the same on every rank, from those of each rank."""
+        """Combine the ranks' states into the entries of the state after all ranks' tokens, the same on every rank."""
         mixers = {f"layers.{i}": block.attention for i, block in enumerate(self.blocks())}
         entries: dict[str, Tensor | int | State] = {"seen": group.size * tokens_BT.shape[1]}
         for place, state in states.items():
@@ -373,7 +373,7 @@ class Decoder(nn.Module):
 
 
 def next_tokens(tokens_BT: Tensor, mask: Tensor | None, doc_ids: Tensor | None = None) -> Tensor:
-    """Return at each real token the next real one of its row (or document); -100 at the last one and at padding."""
+    """Return, at each real token, the next real token of its row or document; -100 at the last one and at padding."""
     if doc_ids is not None:
         labels_BT = next_tokens(tokens_BT, real_tokens(doc_ids, mask))
         return labels_BT.masked_fill(before_others(doc_ids, mask), IGNORED)

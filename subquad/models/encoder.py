@@ -1,4 +1,4 @@
-"""The stack of mechanisms that reads whole sequences, bidirectional or causal.
+"""An encoder: a stack of mechanisms that reads whole sequences, bidirectionally or causally.
 
 Shape letters: B batch, T tokens, D model width.
 """
@@ -33,22 +33,23 @@ Pooling = Literal["mean", "last", "class"]
 
 @dataclass(frozen=True, kw_only=True)
 class EncoderConfig(DecoderConfig):
-    """A stack of the decoder's layers that reads whole sequences, and a classifier on it.
+    """Settings of an encoder, a stack of the decoder's layers, and of a classifier on it.
 
-    The decoder's fields mean the same here, but there is no head over the vocabulary (`tie_embeddings` has no effect,
-    `lookup` is refused) and the layers run once (`loops` is refused).
+    The decoder's fields keep their meaning, except that there is no head over the vocabulary (`tie_embeddings` has no
+    effect, `lookup` is refused) and that the layers run once (`loops` is refused).
     """
 
     labels_sequences = True
 
     num_classes: int = 2
-    """Classes that the classifier tells apart."""
+    """Number of classes."""
     pooling: Pooling = "mean"
-    """What a sequence is judged by: the mean of its vectors, its last vector, or that of a class token before it."""
+    """Vector that represents a sequence: the mean of its vectors, the last one, or that of a class token put before it.
+    """
     causal: bool = False
-    """Whether a token sees itself and earlier ones only: the causal form of the mechanisms instead of the other."""
+    """Let a token see only itself and earlier ones, by the causal form of the mechanisms."""
     towers: int = 1
-    """Sequences that an example has: 1, or 2 that the one encoder reads apart and the head compares."""
+    """Sequences in an example: 1, or 2 that one encoder reads separately and the head compares."""
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -58,8 +59,8 @@ class EncoderConfig(DecoderConfig):
             raise ValueError(f"towers must be 1 or 2, got {self.towers}")
         if self.causal and self.pooling == "class":
             raise ValueError(
-                "a class token stands before all others and, with causal=true, sees none of them; choose pooling mean "
-                "or last"
+                "pooling='class' does not work with causal=true: the class token comes first and would see no other "
+                "token; choose pooling mean or last"
             )
         if self.loops != 1 or self.lookup is not None:
             raise ValueError(
@@ -70,8 +71,8 @@ class EncoderConfig(DecoderConfig):
 class Encoder(nn.Module):
     """`norm(h)`, where `h` are the embeddings after `num_layers` pre-norm blocks of mechanisms.
 
-    Every mechanism is built with causal=`config.causal`: it sees all tokens, or those up to its own. Luna's memory is
-    handed from layer to layer. With `gradient_checkpointing = True`, training keeps the input of each block alone.
+    Every mechanism is built with causal=`config.causal`: a token sees all tokens, or those up to itself. Luna's memory
+    passes from layer to layer. With `gradient_checkpointing = True`, training keeps only the input of each block.
     """
 
     reads_whole_sequences = True
@@ -93,20 +94,20 @@ class Encoder(nn.Module):
         self.apply(self.initialise)
 
     def initialise(self, module: nn.Module) -> None:
-        """Give one module its first weights, as the decoder's."""
+        """Set one module's initial weights, as in the decoder."""
         initialise(module, self.config.init_std, self.branch_outputs, 2 * self.config.num_layers)
 
     def forward(self, tokens_BT: Tensor, /, mask: Tensor | None = None) -> Tensor:
-        """Return vectors `[B, T, D]` of `tokens` `[B, T]` after the last norm; zeros at padding.
+        """Return the vectors `[B, T, D]` of `tokens` `[B, T]` after the last norm; zeros at padding.
 
-        `mask` is a bool `[B, T]`, True for a real token. Padding may stand anywhere and does not exist. Raises
-        `TypeError` or `ValueError` for wrong shapes and dtypes and for a position outside of a learned table.
+        `mask` is a bool `[B, T]`, True for a real token; padding may stand anywhere and changes nothing. Raises
+        `TypeError` or `ValueError` for wrong shapes and dtypes and for a position beyond a learned table.
         """
         h_BTD, moved = self._run(tokens_BT, mask)
         return self._vectors(h_BTD, moved, tokens_BT.shape[1])
 
     def pooled(self, tokens_BT: Tensor, /, mask: Tensor | None = None) -> Tensor:
-        """Return one vector `[B, D]` a sequence, by `config.pooling`; zeros where mean or last find no real token."""
+        """Return one vector a sequence, `[B, D]`, by `config.pooling`; mean and last give zeros if no token is real."""
         return self._pool(*self._run(tokens_BT, mask))
 
     def read(self, tokens_BT: Tensor, /, mask: Tensor | None = None) -> tuple[Tensor, Tensor]:
@@ -130,11 +131,11 @@ class Encoder(nn.Module):
         return h_BTD.gather(1, last_B11.expand(B, 1, h_BTD.shape[2])).squeeze(1)
 
     def cost(self, tokens: int) -> Cost:
-        """Count what one sequence of `tokens` tokens costs."""
+        """Return the cost of one sequence of `tokens` tokens."""
         return cost_of(self, tokens, lambda tokens_BT: (self(tokens_BT), None), partial(one_sequence, tokens))
 
     def _run(self, tokens_BT: Tensor, mask: Tensor | None) -> tuple[Tensor, Compaction | None]:
-        """Return vectors after the last norm, the class token's first, of rows that begin with their real tokens."""
+        """Return vectors after the last norm, the class token's first; real tokens lead each row."""
         x_BTD, moved = embedded(self.embedding, tokens_BT, mask)
         lengths_B = None if moved is None else moved.lengths_B
         if self.class_token is not None:
@@ -145,7 +146,7 @@ class Encoder(nn.Module):
 
 
 def embedded(embedding: Embedding, tokens_BT: Tensor, mask: Tensor | None) -> tuple[Tensor, Compaction | None]:
-    """Return vectors of rows that begin with their real tokens, and how they were moved (None: not at all)."""
+    """Return embeddings with the real tokens leading each row, and how tokens were moved (None: not at all)."""
     check_tokens(tokens_BT)
     refuse("an encoder, which reads whole sequences,")
     if mask is None:

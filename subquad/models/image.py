@@ -1,7 +1,7 @@
-"""An autoregressive model of images on any causal mechanism: each pixel from those before it, row by row.
+"""Autoregressive image model on any causal mechanism: each pixel from those before it, row by row.
 
 Shape letters: B batch, T tokens (start and pixels), D model width, V levels (256), P parameters of a pixel's
-distribution, R tokens that the input looks back to, K places near by, H rows, W columns, C channels.
+distribution, R tokens that the input looks back to, K nearby places, H rows, W columns, C channels.
 """
 
 from __future__ import annotations
@@ -34,42 +34,42 @@ from subquad.parallel.group import refuse
 from subquad.state import State
 
 START = LEVELS
-"""The token before the first pixel."""
+"""Token before the first pixel."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class ImageModelConfig(DecoderConfig):
-    """A decoder over the pixels of an image, row by row, the channels of a pixel one after another.
+    """A decoder over the pixels of an image, row by row, with the channels of a pixel one after another.
 
-    The fields of a decoder mean the same here, but the vocabulary is 256 levels and a start, a table of positions
-    has a row for each place in the image, whatever `max_positions` is, and `loops` and `lookup` are refused. A mixture
-    has a head of its own, whatever `tie_embeddings` is.
+    The decoder's fields keep their meaning, except that the vocabulary is 256 levels and a start token, a table of
+    positions has a row for each place (`max_positions` has no effect), `loops` and `lookup` are refused, and a mixture
+    never ties its head.
     """
 
     vocab_size: int = LEVELS + 1
-    """256 levels and the start: no other number is possible."""
+    """256 levels and the start token; other values are refused."""
     height: int = 28
     """Rows H."""
     width: int = 28
     """Columns W."""
     channels: int = 1
-    """Channels C: 1 grey, 3 red, green, blue."""
+    """Channels C: 1 for grey, 3 for red, green and blue."""
     output: Output = "categorical"
-    """What a pixel is drawn from: 256 probabilities, or a mixture of logistic distributions cut into 256 bins."""
+    """Distribution of a pixel: 256 free probabilities, or a mixture of logistic distributions in 256 bins."""
     mixtures: int = 10
-    """Distributions in the mixture (output=logistic)."""
+    """Logistic distributions in the mixture (output=logistic)."""
     axes: bool = False
-    """Whether to add vectors learned for each row, column and channel: of the pixel that is predicted."""
+    """Add learned vectors for the row, column and channel of the predicted pixel."""
     near: int = 0
-    """Rows and columns around the pixel to predict whose known pixels go into its input beside the one before, by a
-    masked convolution, as PixelCNN begins with one; 0: the pixel before alone."""
+    """Also feed the known pixels within this many rows and columns to the input, by a masked convolution as in
+    PixelCNN's first layer (0: only the previous pixel)."""
 
     def __post_init__(self) -> None:
         super().__post_init__()
         self.check_least(height=1, width=1, channels=1, mixtures=1)
         if self.vocab_size != LEVELS + 1:
             raise ValueError(
-                f"vocab_size of an image model is {LEVELS + 1} (256 levels, a start), got {self.vocab_size}"
+                f"vocab_size of an image model must be {LEVELS + 1} (256 levels and a start), got {self.vocab_size}"
             )
         check_choices(self, "output")
         if not 0 <= self.near < max(self.height, self.width):
@@ -82,11 +82,11 @@ class ImageModelConfig(DecoderConfig):
             )
         for name in self.mechanisms:
             if name in STACKS:
-                raise ValueError(f"attention {name!r} is a stack of its own; an image model is made of mechanisms")
+                raise ValueError(f"attention {name!r} is a whole stack; an image model needs mechanisms")
 
     @property
     def tokens(self) -> int:
-        """Tokens of an image: H x W x C."""
+        """Tokens in an image: H x W x C."""
         return self.height * self.width * self.channels
 
     @property
@@ -96,15 +96,14 @@ class ImageModelConfig(DecoderConfig):
 
     @classmethod
     def from_decoder(cls, config: DecoderConfig, **own: Any) -> Self:
-        """As `DecoderConfig.from_decoder`, with the vocabulary of pixels."""
+        """Return a configuration with the settings of `config` and the vocabulary of pixels."""
         return super().from_decoder(config, **{"vocab_size": LEVELS + 1} | own)
 
 
 class PixelInputs(nn.Module):
-    """`dropout(E[token] + position + convolution of the pixels near by)`: the input that token p's pixel follows from.
+    """`dropout(E[token] + position + convolution of nearby pixels)`: the inputs that predict pixels.
 
-    Token p, which is the pixel before p (the start for p = 0), stands where pixel p does: its position is p, and what
-    is near is near to pixel p.
+    Token p is the pixel before pixel p (the start token for p = 0) but has pixel p's position and neighbourhood.
     """
 
     def __init__(self, config: ImageModelConfig) -> None:
@@ -119,12 +118,12 @@ class PixelInputs(nn.Module):
             self.places = _places(config.near, config.channels)
             self.near = nn.Linear(len(self.places), config.dim, bias=False)
         self.before = max([0, *(self._distance(*place) + config.channels - 1 for place in self.places)])
-        """Tokens before the first whose pixels are needed."""
+        """Number of earlier tokens that the neighbourhood needs."""
         self._near: dict[torch.device, tuple[Tensor, Tensor]] = {}
         self.dropout = nn.Dropout(config.dropout)
 
     def forward(self, tokens_BT: Tensor, start: int, recent_BR: Tensor | None) -> Tensor:
-        """Return vectors `[B, T, D]` of the tokens from `start` on; `recent` are the `before` tokens before them."""
+        """Return vectors `[B, T, D]` of the tokens from `start` on; `recent` holds the `before` tokens before them."""
         x_BTD = self.tokens(tokens_BT)
         if self.position is not None:
             x_BTD = self.position(x_BTD, start)
@@ -140,33 +139,33 @@ class PixelInputs(nn.Module):
         return self.dropout(x_BTD)
 
     def recent(self, tokens_BT: Tensor, recent_BR: Tensor | None) -> Tensor:
-        """Return the last `before` tokens, the start in place of those that no image has."""
+        """Return the last `before` tokens, with start tokens where the image has none."""
         if recent_BR is None:
             recent_BR = tokens_BT.new_full((tokens_BT.shape[0], self.before), LEVELS)
         return torch.cat((recent_BR, tokens_BT), 1)[:, tokens_BT.shape[1] :]
 
     def _split(self, p_T: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """Return row, column and channel of the pixels p."""
+        """Return the row, column and channel of each pixel in `p`."""
         _, width, channels = self.shape
         pixel_T = p_T // channels
         return pixel_T // width, pixel_T % width, p_T % channels
 
     def _distance(self, row: int, column: int, channel: int) -> int:
-        """Count the tokens from `channel` of the pixel `row` and `column` away (negative: up, left) to channel 0."""
+        """Count tokens from `channel` of the pixel at offset (`row`, `column`; negative: up, left) to channel 0."""
         _, width, channels = self.shape
         return -((row * width + column) * channels + channel)
 
     def _values(self, tokens_BS: Tensor, start: int) -> Tensor:
-        """`[B, T, K]`: (level + 1) / 256 of each place near pixel p, 0 outside of the image and from pixel p on."""
+        """Return (level + 1) / 256 of each place near pixel p, `[B, T, K]`; 0 if outside the image or unknown."""
         q_TK, known_TK = (
             table[start : start + tokens_BS.shape[1] - self.before] for table in self._tables(tokens_BS.device)
         )
-        # Pixel q is token q + 1, and the first of `tokens` is token start - before.
+        # Pixel q is token q + 1, and tokens[0] is token start - before.
         index_TK = torch.where(known_TK, q_TK + 1 - start + self.before, 0)
         return (tokens_BS[:, index_TK] + 1) / LEVELS * known_TK
 
     def _tables(self, device: torch.device) -> tuple[Tensor, Tensor]:
-        """Return for every pixel which pixels are near it, `[H W C, K]`, and whether they are known there."""
+        """Return the pixels near each pixel, `[H W C, K]`, and whether each is known by then."""
         if device not in self._near:
             height, width, channels = self.shape
             p_T = torch.arange(height * width * channels, device=device)
@@ -181,7 +180,7 @@ class PixelInputs(nn.Module):
 
 
 def _places(near: int, channels: int) -> list[tuple[int, int, int]]:
-    """Return (rows away, columns away, channel) of what can be known near a pixel, its own channels included."""
+    """Return the (row offset, column offset, channel) of each place near a pixel that can be known before it."""
     above = [(row, column) for row in range(-near, 0) for column in range(-near, near + 1)]
     beside = [(0, column) for column in range(-near, 0)]
     every = [(row, column, channel) for row, column in above + beside for channel in range(channels)]
@@ -195,11 +194,11 @@ def _project(h: Tensor, weight: Tensor, bias: Tensor) -> Tensor:
 
 
 class ImageModel(nn.Module):
-    """`p(image) = prod_p p(x_p | x_0, .., x_(p-1))`, over all H x W x C bytes of it.
+    """`p(image) = prod_p p(x_p | x_0, .., x_(p-1))` over all H x W x C bytes of an image.
 
-    Token 0 is a start, token p the pixel p - 1, so that every pixel is modelled, the first one too. The layers are
-    those of `subquad.models.Decoder`; `config.output` says what a pixel is drawn from, and the loss and the sampler
-    both take the same 256 probabilities. A sequence may be cut anywhere, as a decoder's.
+    Token 0 is the start token and token p is pixel p - 1, so the first pixel is modelled too. The layers are those of
+    `subquad.models.Decoder`; `config.output` sets the distribution of a pixel, whose 256 probabilities both the loss
+    and the sampler use. A sequence may be cut anywhere, as with a decoder.
     """
 
     def __init__(self, config: ImageModelConfig) -> None:
@@ -223,13 +222,14 @@ class ImageModel(nn.Module):
 
     @torch.no_grad()
     def initialise(self, module: nn.Module) -> None:
-        """Give one module its first weights, as a decoder does."""
+        """Set one module's initial weights, as in a decoder."""
         initialise(module, self.config.init_std, self.branch_outputs, 2 * self.config.num_layers)
         if module is self:
             self.bias.copy_(self.output.first_biases())
 
     def forward(self, tokens_BT: Tensor, /, state: State | None = None) -> tuple[Tensor, State]:
-        """Return parameters `[B, T, P]` of the pixel after each of `tokens` `[B, T]`, which follow those in `state`.
+        """Return the parameters `[B, T, P]` of the pixel after each of `tokens` `[B, T]`, which continue `state`, and
+        the state.
 
         Raises `TypeError` or `ValueError` for wrong shapes and dtypes, for more tokens than the image has, and for a
         state of another configuration or batch size.
@@ -238,20 +238,20 @@ class ImageModel(nn.Module):
         return self.parameters_of(h_BTD), state
 
     def parameters_of(self, h_BTD: Tensor, /) -> Tensor:
-        """Apply the head to vectors `[.., D]` that `hidden` returned, or some of them: parameters `[.., P]`."""
+        """Return the parameters `[.., P]` of vectors `[.., D]` from `hidden`."""
         weight = self.embedding.tokens.weight[:LEVELS] if self.head is None else self.head.weight
         return _project(h_BTD, weight, self.bias)
 
     def hidden(self, tokens_BT: Tensor, /, state: State | None = None) -> tuple[Tensor, State]:
-        """Return vectors `[B, T, D]` after the last norm: `forward` without the head."""
+        """Return the vectors `[B, T, D]` after the last norm, and the new state: `forward` without the head."""
         entries: dict[str, Tensor | int | State] = {}
         h_BTD = self._run(tokens_BT, state, entries)
         return h_BTD, State(entries, self.config_hash)
 
     def inputs(self, pixels_BT: Tensor, /) -> Tensor:
-        """Return the tokens that `pixels` `[B, T]` follow from: the start, then all pixels but the last.
+        """Return the tokens that predict `pixels` `[B, T]`: the start token, then all pixels but the last.
 
-        Raises `TypeError` or `ValueError` unless they are whole numbers `[B, T]` in 0..255.
+        Raises `TypeError` or `ValueError` unless `pixels` are integers `[B, T]` in 0..255.
         """
         check_tokens(pixels_BT, "pixels")
         if not torch.compiler.is_compiling() and pixels_BT.numel():
@@ -261,14 +261,14 @@ class ImageModel(nn.Module):
         return torch.cat((pixels_BT.new_full((pixels_BT.shape[0], 1), START), pixels_BT[:, :-1]), 1)
 
     def log_prob(self, pixels_BT: Tensor, /) -> Tensor:
-        """`log p(x_p | x_0, .., x_(p-1))` of each of the first T pixels, `[B, T]`, in nats."""
+        """Return `log p(x_p | x_0, .., x_(p-1))` of each of the first T pixels, `[B, T]`, in nats."""
         parameters_BTP = self.parameters_of(self._run(self.inputs(pixels_BT), None, None))
         return self.output.log_prob(parameters_BTP.flatten(0, 1), pixels_BT.flatten().long()).view(pixels_BT.shape)
 
     def loss(
         self, pixels_BT: Tensor, labels_BT: Tensor | None = None, /, *, reduction: Literal["mean", "sum"] = "mean"
     ) -> Tensor:
-        """`-log p` of the pixels in nats: the mean or the sum over those whose label is not -100 (None: over all)."""
+        """Return `-log p` of the pixels in nats: the mean or sum over those whose label is not -100 (None: all)."""
         nats_BT = -self.log_prob(pixels_BT)
         if labels_BT is None:
             return nats_BT.mean() if reduction == "mean" else nats_BT.sum()
@@ -279,10 +279,11 @@ class ImageModel(nn.Module):
         return total if reduction == "sum" else total / counts_BT.sum().clamp(min=1)
 
     def sample(self, parameters_BP: Tensor, random_B: Tensor, /, *, temperature: float = 1.0) -> Tensor:
-        """Return levels `[B]` drawn from parameters `[B, P]`, with one number in `[0, 1)` each from `random` `[B]`.
+        """Draw levels `[B]` from parameters `[B, P]` by inverting the distribution at `random` `[B]`, numbers in `[0,
+        1)`.
 
-        They are drawn from `softmax(log p / temperature)`, where p are the 256 probabilities of the loss; temperature 0
-        takes the likeliest. Raises `ValueError` for a negative temperature and for probabilities that are NaN.
+        The distribution is `softmax(log p / temperature)`, where p are the 256 probabilities of the loss; temperature 0
+        takes the likeliest level. Raises `ValueError` for a negative temperature and for probabilities that are NaN.
         """
         check_at_least(0, temperature=temperature)
         return draw(self.output.log_probs(parameters_BP), random_B, temperature)
@@ -292,7 +293,7 @@ class ImageModel(nn.Module):
         return sum(p.numel() for p in self.parameters())
 
     def _run(self, tokens_BT: Tensor, state: State | None, entries: dict[str, Tensor | int | State] | None) -> Tensor:
-        """Return the vectors of `hidden`; the new state's entries go to `entries` (None: nowhere)."""
+        """Return the vectors of `hidden`; unless `entries` is None, write the new state's entries to it."""
         start = self._check(tokens_BT, state)
         before = None
         if self.embedding.before:
@@ -301,13 +302,13 @@ class ImageModel(nn.Module):
         x_BTD = run_blocks(self, x_BTD, state, None, entries)
         if entries is not None:
             entries["seen"] = start + tokens_BT.shape[1]
-            if before is not None:  # 257 values need no more than two bytes
+            if before is not None:  # 257 values fit in two bytes
                 entries["recent"] = self.embedding.recent(tokens_BT, before).to(torch.int16)
         h_BTD: Tensor = self.norm(x_BTD)
         return h_BTD
 
     def _check(self, tokens_BT: Tensor, state: State | None) -> int:
-        """Return the place of the first token."""
+        """Raise for wrong tokens or a wrong state; return the position of the first token."""
         check_tokens(tokens_BT)
         refuse("an image model")
         start = 0

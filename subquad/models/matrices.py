@@ -1,4 +1,4 @@
-"""The matrices behind the pictures: weights of fresh and of trained layers, receptive fields, position terms.
+"""Matrices for pictures: weights of fresh and trained layers, receptive fields, position terms.
 
 Shape letters: T tokens that read, S tokens that are read, D model width, H heads.
 """
@@ -22,7 +22,7 @@ NOT_DRAWN = "only the layers of mechanisms can be drawn"
 
 
 def short_options(name: str, tokens: int, parts: int) -> dict[str, int]:
-    """Return options that show a mechanism's form in few tokens: local ranges of about one part, few latents."""
+    """Return options that show a mechanism within `tokens` tokens: local ranges of about 1/`parts`, few latents."""
     known = {f.name for f in fields(mechanism(name).Config)}
     unit = max(2, tokens // parts)
     short = {
@@ -44,29 +44,28 @@ def short_options(name: str, tokens: int, parts: int) -> dict[str, int]:
 def fresh_layer(
     name: str, *, dim: int, num_heads: int, tokens: int, parts: int, options: Mapping[str, Any], seed: int = SEED
 ) -> Attention:
-    """Build the mechanism with random weights; options that are not given are made short (`short_options`)."""
+    """Build the mechanism with random weights; options not given come from `short_options`."""
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
         return build(name, dim=dim, num_heads=num_heads, **{**short_options(name, tokens, parts), **options}).eval()
 
 
 def drifting_input(tokens: int, dim: int) -> Tensor:
-    """Return a random `[1, T, D]` whose neighbours are alike, as in text."""
+    """Return a random `[1, T, D]` whose neighbours are similar, as in text."""
     noise_BTD = torch.randn(1, tokens, dim, generator=torch.Generator().manual_seed(SEED))
     return 2 * (noise_BTD + noise_BTD.roll(1, 1) + noise_BTD.roll(2, 1))
 
 
 @torch.no_grad()
 def fresh_weights(layer: Attention, tokens: int) -> Tensor:
-    """Return weights `[H, T, S]` of a layer on `drifting_input`."""
+    """Return the weights `[H, T, S]` of a layer on `drifting_input`."""
     return layer.weights(drifting_input(tokens, layer.config.dim))[0]
 
 
 def blocks(model: nn.Module) -> list[Block]:
     """Return the layers of a decoder or an encoder of mechanisms, once for each pass of a looped stack.
 
-    A layer that is handed its memory (Luna's) has it as its own afterwards.
-    Raises `ValueError` for another model: what its layers compute are not the weights of a mechanism alone.
+    Layers that were handed a memory (Luna's) get it as their own. Raises `ValueError` for other models.
     """
     config: Any = next(
         (m.config for m in model.modules() if isinstance(getattr(m, "config", None), DecoderConfig)), None
@@ -83,9 +82,9 @@ def blocks(model: nn.Module) -> list[Block]:
 
 @torch.no_grad()
 def trained_weights(model: nn.Module, tokens_T: Sequence[int]) -> list[tuple[Attention, Tensor]]:
-    """Return each layer of a decoder or an encoder that reads `tokens`, pass by pass, with its weights `[H, T, S]`.
+    """Return each layer of a decoder or encoder that reads `tokens`, pass by pass, with its weights `[H, T, S]`.
 
-    An encoder with a class token has it before the tokens: T and S are one more. Raises as `blocks`.
+    A class token counts as one more token before the others. Raises as `blocks` does.
     """
     layers, inputs, memories = blocks(model), list[Tensor](), list[Tensor | None]()
     hooks = [
@@ -110,15 +109,16 @@ def trained_weights(model: nn.Module, tokens_T: Sequence[int]) -> list[tuple[Att
 
 @torch.no_grad()
 def allowed(layer: Attention, tokens: int) -> Tensor:
-    """Return bool `[T, S]`: whether any head's weight is not zero, for small inputs, where no weight vanishes."""
+    """Return bool `[T, S]`: whether any head's weight is nonzero, for inputs so small that no weight underflows."""
     x_BTD = torch.randn(1, tokens, layer.config.dim, generator=torch.Generator().manual_seed(SEED), dtype=torch.float64)
     return (layer.double().weights(1e-2 * x_BTD)[0] != 0).any(0)
 
 
 def reach(layers: Iterable[Tensor]) -> Iterator[Tensor]:
-    """Yield, from each layer's `allowed`, bool `[T, S]`: whether token t may depend on the input at s after it.
+    """Yield, for each layer's `allowed` matrix A_l, bool `[T, S]`: whether token t after it may depend on the input at
+    s.
 
-    `R_l = (A_l or I) R_{l-1}`, a product of booleans; the unit matrix is the residual path.
+    `R_l = (A_l or I) R_{l-1}`, a product of booleans; the identity is the residual path.
     """
     reached_TS: Tensor | None = None
     for allowed_TS in layers:
@@ -128,21 +128,21 @@ def reach(layers: Iterable[Tensor]) -> Iterator[Tensor]:
 
 
 def first_layer(reached: Sequence[Tensor]) -> Tensor:
-    """Return for each pair the first layer (from 1) after which t may depend on s; 0 for none."""
+    """Return, for each pair, the first layer (counted from 1) after which t may depend on s; 0 if there is none."""
     stacked_LTS = torch.stack(list(reached))
     return torch.where(stacked_LTS.any(0), stacked_LTS.int().argmax(0) + 1, 0)
 
 
 def has_positions(mechanism: Attention | type[Attention]) -> bool:
-    """Whether the mechanism has position terms of its own."""
+    """Return whether the mechanism has position terms of its own."""
     return mechanism.has_position_terms
 
 
 @torch.no_grad()
 def position_terms(layer: Attention, tokens: int) -> Tensor:
-    """Return what positions alone add to a logit, `p2_t + p1_s`: `[H, T, S]` (ELiTA, Attention2).
+    """Return the part of each logit that depends on positions only, `p2_t + p1_s`, `[H, T, S]` (ELiTA, Attention2).
 
-    Raises `ValueError` for a mechanism without position terms of its own.
+    Raises `ValueError` for a mechanism without position terms.
     """
     p1_HS, p2_HT = layer.position_terms(tokens)
     return p2_HT[:, :, None] + p1_HS[:, None, :]

@@ -11,13 +11,13 @@ from torch.nn import functional as F
 class Mlp(nn.Module):
     """Linear layers with biases and ReLU between them: `Mlp(784, 64, 64, 10)` maps `[B, 784]` to `[B, 10]`.
 
-    Raises `ValueError` for fewer than two widths and for a width below 1.
+    Raises `ValueError` for fewer than two widths or a width below 1.
     """
 
     def __init__(self, *widths: int) -> None:
         super().__init__()
         if len(widths) < 2 or min(widths) < 1:
-            raise ValueError(f"widths must be two numbers or more, each at least 1, got {widths}")
+            raise ValueError(f"widths must be at least two numbers, each at least 1, got {widths}")
         self.layers = nn.ModuleList(nn.Linear(a, b) for a, b in pairwise(widths))
 
     def forward(self, x_BD: Tensor, /) -> Tensor:

@@ -4,9 +4,9 @@
     Z <- layers(Z)                                            self-attention over the latents, repeated with one weight
     Y  = Q + Attn(norm(Q), norm(Z));  Y <- Y + FF(norm(Y))    Perceiver IO: O output queries read the latents
 
-Attn(A, B) = softmax((A W_q)(B W_k)^T / sqrt(K)) (B W_v) W_o. The cost is linear in S and in O. As in the authors' code
-both sides are normalised before, the latents begin as a normal of standard deviation 0.02, cut at two of them, and what
-is added to the queries may be left out. Queries and keys have the latents' width D, in the authors' code the inputs'.
+Attn(A, B) = softmax((A W_q)(B W_k)^T / sqrt(K)) (B W_v) W_o. The cost is linear in S and in O. As in the authors' code,
+both sides are normalised first, the latents start from a normal of standard deviation 0.02 truncated at two of them,
+and the queries' residual is optional. Queries and keys have the latents' width D, in the authors' code the inputs'.
 
 Shape letters: B batch, T tokens, S inputs, C channels, L latents, D their width, O output queries, H heads.
 """
@@ -42,7 +42,7 @@ LATENT_STD = 0.02
 
 
 class CrossBlock(ResidualBlock):
-    """`x + Attn(norm(x), norm(inputs))`, then `x + FF(norm(x))`; without `residual` the first `x` is left out."""
+    """`x + Attn(norm(x), norm(inputs))`, then `x + FF(norm(x))`; without `residual`, `Attn` replaces x."""
 
     def __init__(
         self, config: EncoderConfig, *, query_dim: int, input_dim: int, num_heads: int, residual: bool
@@ -63,9 +63,9 @@ class CrossBlock(ResidualBlock):
         self.dropout = nn.Dropout(config.dropout)
 
     def forward(self, x_BOC: Tensor, inputs_BSC: Tensor, start: int | Tensor = 0) -> Tensor:
-        """`x` `[B, O, C]` after it has read `inputs` `[B, S, C']`.
+        """Return `x` `[B, O, C]` after it has read `inputs` `[B, S, C']`.
 
-        `start` is the position of the first input slot, an int or `[B]`: slots at negative positions hold no input.
+        `start` is the position of the first input slot, an int or `[B]`; slots at negative positions are padding.
         """
         z_BSC = self.input_norm(inputs_BSC)
         projected = (self.query(self.query_norm(x_BOC)), self.key(z_BSC), self.value(z_BSC))
@@ -77,16 +77,17 @@ class CrossBlock(ResidualBlock):
         return x_BOC + self.dropout(self.feedforward(self.feedforward_norm(x_BOC)))
 
     def output_projections(self) -> list[nn.Linear]:
-        """Return the last linear maps of both branches, which write into the residual stream."""
+        """Return the linear layers of both branches that write into the residual stream."""
         return [self.out, self.feedforward.down]
 
 
 class Perceiver(nn.Module):
-    """Learned latents read any array, then attend to one another: `[B, S, C]` to `[B, L, D]`, with C = `input_dim`.
+    """Learned latents that read any array, then attend to one another: `[B, S, C]` to `[B, L, D]`, with C =
+    `input_dim`.
 
     `config` gives the width D, the layers over the latents and, in `options.perceiver`, the rest (`PerceiverOptions`).
-    Nothing here knows where an input stands: put positions into its channels, as `fourier_features` does. (Of a single
-    channel, the norm of the inputs leaves no more than the sign.)
+    Positions must be among the channels, as from `fourier_features`. (The norm of a single channel keeps only its
+    sign.)
     """
 
     reads_whole_sequences = True
@@ -128,25 +129,25 @@ class Perceiver(nn.Module):
         self.apply(self.initialise)
 
     def initialise(self, module: nn.Module) -> None:
-        """Give one module its first weights (`subquad.models.blocks.initialise`); the depth counts each repeat."""
+        """Set one module's initial weights (`subquad.models.blocks.initialise`); the depth counts each repeat."""
         branches = 2 * (len(self.schedule()) + len(self.layers) * self.options.repeats)
         initialise(module, self.config.init_std, self.branch_outputs, branches)
 
     def schedule(self) -> list[int]:
-        """Return which of `readings` comes before each repeat that has one."""
+        """Return the index in `readings` of the reading before each repeat that has one."""
         return [min(i, 1) for i in range(self.options.repeats if self.options.reads == "each" else 1)]
 
     def forward(self, inputs_BSC: Tensor, /, mask: Tensor | None = None) -> Tensor:
         """Return the latents `[B, L, D]` after they have read `inputs` `[B, S, C]`.
 
-        `mask` is a bool `[B, S]`, True for a real input; what stands elsewhere changes nothing. Raises `ValueError` or
-        `TypeError` for wrong shapes and dtypes.
+        `mask` is a bool `[B, S]`, True for a real input; others have no effect. Raises `ValueError` or `TypeError` for
+        wrong shapes and dtypes.
         """
         if inputs_BSC.ndim != 3 or inputs_BSC.shape[-1] != self.input_dim:
             raise ValueError(f"inputs must have shape [B, S, {self.input_dim}], got {list(inputs_BSC.shape)}")
         start: int | Tensor = 0
         if mask is not None:
-            # Each row's padding, zeroed, moves before its real inputs, to negative positions.
+            # Zeroed padding moves before each row's real inputs, to negative positions, which attention ignores.
             check_mask(mask, *inputs_BSC.shape[:2])
             moved = compaction(~mask)
             inputs_BSC = inputs_BSC.masked_fill(~mask[..., None], 0.0)
@@ -163,9 +164,10 @@ class Perceiver(nn.Module):
 
 
 class PerceiverIO(nn.Module):
-    """A `Perceiver` whose latents are read by output queries: `[B, S, C]` and `[B, O, Q]` to `[B, O, Q]`.
+    """A `Perceiver` and output queries that read its latents: `[B, S, C]` and `[B, O, Q]` to `[B, O, Q]`, Q =
+    `query_dim`.
 
-    `config` is a Perceiver's, with `options.perceiver_io` (`PerceiverIOOptions`); Q is `query_dim`.
+    `config` is a Perceiver's, with `options.perceiver_io` (`PerceiverIOOptions`).
     """
 
     reads_whole_sequences = True
@@ -189,7 +191,7 @@ class PerceiverIO(nn.Module):
         self.reader.apply(self.initialise)
 
     def initialise(self, module: nn.Module) -> None:
-        """Give one module its first weights; what the reader writes into the outputs is a stack of one block."""
+        """Set one module's initial weights; the reader writes into a residual stream of its own, one block deep."""
         if module in self.branch_outputs:
             initialise(module, self.perceiver.config.init_std, self.branch_outputs, 2)
         else:
@@ -198,7 +200,8 @@ class PerceiverIO(nn.Module):
     def forward(self, inputs_BSC: Tensor, queries_BOC: Tensor, /, mask: Tensor | None = None) -> Tensor:
         """Return the outputs `[B, O, Q]` of `queries` `[B, O, Q]` or `[O, Q]` (for all rows) on `inputs` `[B, S, C]`.
 
-        `mask` is a bool `[B, S]`, True for a real input. No output depends on another query. Raises as `Perceiver`.
+        `mask` is a bool `[B, S]`, True for a real input. No output depends on another query. Raises as `Perceiver`
+        does.
         """
         B = inputs_BSC.shape[0]
         shape = list(queries_BOC.shape)
@@ -211,9 +214,9 @@ class PerceiverIO(nn.Module):
 
 
 class PerceiverEncoder(nn.Module):
-    """`norm(Z)`: tokens read by a `Perceiver`, or what the one output query of a `PerceiverIO` finds in it.
+    """`norm(Z)`: the latents of a `Perceiver` that reads tokens, or the answer of a `PerceiverIO` to one query.
 
-    The inputs are the embeddings, with `fourier_bands` the features of each token's position after them.
+    The inputs are the embeddings, followed by the Fourier features of positions if `fourier_bands` is set.
     """
 
     vector_per_token = False
@@ -226,7 +229,7 @@ class PerceiverEncoder(nn.Module):
                 "choose sinusoidal, learned or none"
             )
         if config.causal:
-            raise ValueError(f"{config.attention} reads whole sequences: it has no causal form (causal=true)")
+            raise ValueError(f"{config.attention} reads whole sequences and has no causal form; set causal=false")
         if config.pooling != "mean":
             raise ValueError(f"{config.attention} pools its latents: pooling must be 'mean', got {config.pooling!r}")
         self.config = config
@@ -245,14 +248,14 @@ class PerceiverEncoder(nn.Module):
         self.embedding.apply(self.initialise)
 
     def initialise(self, module: nn.Module) -> None:
-        """Give one module its first weights."""
+        """Set one module's initial weights."""
         self.core.initialise(module)
 
     def forward(self, tokens_BT: Tensor, /, mask: Tensor | None = None) -> Tensor:
-        """Return vectors `[B, L, D]` of the latents (Perceiver IO: `[B, 1, D]` of the query) about `tokens` `[B, T]`.
+        """Return the vectors `[B, L, D]` of the latents (Perceiver IO: `[B, 1, D]`) after reading `tokens` `[B, T]`.
 
-        `mask` is a bool `[B, T]`, True for a real token. Padding may stand anywhere and does not exist. Raises as
-        `Encoder` does; with Fourier features also for more than `max_positions` tokens.
+        `mask` is a bool `[B, T]`, True for a real token; padding may stand anywhere and changes nothing. Raises as
+        `Encoder` does and, with Fourier features, for more than `max_positions` tokens.
         """
         x_BTC, mask, _ = self._inputs(tokens_BT, mask)
         if self.query is None:
@@ -260,48 +263,50 @@ class PerceiverEncoder(nn.Module):
         return self.norm(self.core(x_BTC, self.query, mask))
 
     def answers(self, queries_PD: Tensor, tokens_BT: Tensor, /, mask: Tensor | None = None) -> Tensor:
-        """Return vectors `[B, T, D]`, the answers of `perceiver_io` to a query for each position; zeros at padding.
+        """Return the answers `[B, T, D]` of `perceiver_io` to one query for each position; zeros at padding.
 
         `queries` are `[P, D]`, one a position. Raises `ValueError` for more than P tokens, otherwise as `forward`.
         """
         T = tokens_BT.shape[-1]
         if len(queries_PD) < T:
-            raise ValueError(f"there are queries for {len(queries_PD)} positions, got {T} tokens; raise max_positions")
+            raise ValueError(f"there are queries for {len(queries_PD)} tokens, got {T}; raise max_positions")
         x_BTC, mask, moved = self._inputs(tokens_BT, mask)
         h_BTD = self.norm(self.core(x_BTC, queries_PD[:T], mask))
         return h_BTD if moved is None else scatter(h_BTD, moved)
 
     def pooled(self, tokens_BT: Tensor, /, mask: Tensor | None = None) -> Tensor:
-        """Return one vector `[B, D]` a sequence: the mean of what `forward` gives."""
+        """Return one vector a sequence, `[B, D]`: the mean over what `forward` returns."""
         return self(tokens_BT, mask).mean(1)
 
     def read(self, tokens_BT: Tensor, /, mask: Tensor | None = None) -> tuple[Tensor, Tensor]:
-        """Raise `ValueError`: `Encoder.read` returns a vector for each token too."""
-        raise ValueError(f"attention {self.config.attention!r} keeps no vector for each token to predict it from")
+        """Raise `ValueError`: `Encoder.read` returns a vector for each token, which latents are not."""
+        raise ValueError(
+            f"attention {self.config.attention!r} keeps no vector for each token and cannot predict tokens"
+        )
 
     def _inputs(self, tokens_BT: Tensor, mask: Tensor | None) -> tuple[Tensor, Tensor | None, Compaction | None]:
-        """Return the inputs, in rows that begin with their real tokens; which slots are real; how tokens were moved."""
+        """Return the inputs with real tokens leading each row, which slots are real, and how tokens were moved."""
         x_BTC, moved = embedded(self.embedding, tokens_BT, mask)
         B, T, _ = x_BTC.shape
         mask = None if moved is None else real_slots(moved.lengths_B, T)
         if self.bands:
             rows = self.config.max_positions
             if rows < T:
-                raise ValueError(f"fourier_bands divides max_positions={rows} positions, got {T} tokens; raise it")
+                raise ValueError(f"fourier_bands supports max_positions={rows} tokens, got {T}; raise max_positions")
             places_T1 = torch.linspace(-1, 1, rows, device=x_BTC.device, dtype=torch.float32)[:T, None]
             features_TC = fourier_features(places_T1, self.bands, rows).to(x_BTC.dtype)
             x_BTC = torch.cat([x_BTC, features_TC.expand(B, -1, -1)], -1)
         return x_BTC, mask, moved
 
     def cost(self, tokens: int) -> Cost:
-        """Count what one sequence of `tokens` tokens costs: all readings, the layers, the output query."""
+        """Return the cost of all readings, layers and the output query for one sequence of `tokens` tokens."""
         return cost_of(self, tokens, lambda tokens_BT: (self(tokens_BT), None), partial(one_sequence, tokens))
 
 
 def perceiver_options(config: EncoderConfig) -> PerceiverOptions:
-    """Return the options of the stack that `config.attention` names; `ValueError` where that is neither of the two.
+    """Return the options of the Perceiver that `config.attention` names; `ValueError` if it names something else.
 
-    The options of others in `config.options` are checked, and otherwise ignored, as in the decoder.
+    Options of other mechanisms in `config.options` are checked and otherwise ignored, as in the decoder.
     """
     check_options(config)
     if config.attention == "perceiver":
@@ -312,10 +317,10 @@ def perceiver_options(config: EncoderConfig) -> PerceiverOptions:
 
 
 def fourier_features(positions: Tensor, bands: int, resolution: int, /) -> Tensor:
-    """`[p, sin(pi f p), cos(pi f p)]` for `bands` frequencies f, evenly from 1 to `resolution / 2`.
+    """`[p, sin(pi f p), cos(pi f p)]` for `bands` frequencies f, evenly spaced from 1 to `resolution / 2`.
 
-    `positions` `[..., P]` are P coordinates in [-1, 1]; the result is `[..., P * (2 * bands + 1)]`. `resolution` is how
-    many places a coordinate has: the highest frequency turns once in two of them (Perceiver, appendix D).
+    `positions` `[..., P]` are P coordinates in [-1, 1]; the result is `[..., P * (2 * bands + 1)]`. `resolution` is the
+    number of places along a coordinate: the highest frequency has a period of two places (Perceiver, appendix D).
     """
     f_F = torch.linspace(1.0, resolution / 2, bands, device=positions.device, dtype=positions.dtype)
     angles = math.pi * positions[..., None] * f_F

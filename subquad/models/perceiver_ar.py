@@ -40,36 +40,37 @@ MODES = get_args(Decode)
 class PerceiverAR(Decoder):
     """A decoder over the last m tokens (`latents`) that also reads the h tokens before them (the history).
 
-    In a layer, latent i attends to the history and to latents up to i: `x' = x + out(softmax(q k^T / sqrt(K)) v)`, `q`
-    of the latents `x`, `k` and `v` of the history and `x`; then the feed-forward network. What the history is, is
-    the option `history`; no token of it ever sees a latent:
+    In each layer latent i attends to the history and to latents up to i: `x' = x + out(softmax(q k^T / sqrt(K)) v)`,
+    with `q` of the latents `x`, and `k` and `v` of the history and `x`; the feed-forward network follows. No history
+    token ever sees a latent. The option `history` says what the history is:
 
-    - `cross`: the embeddings, in the first layer alone (Perceiver AR: Hawthorne et al. 2022, arXiv:2202.07765, section
-      3). All that the model has is in `Decoder` with `attention=full`, under the same names.
-    - `self`: in each layer its own unmasked self-attention, with its own projections and the latents' norms and
-      feed-forward network (V1: Mahmood and Huang 2024, arXiv:2412.06106, section 4.1).
-    - `segments`: the same inside segments of `segment` tokens, counted from the first history token (V2, section 4.2).
-    - `compressed`: as `self`, for `x_p = W x_h` with a learned `W` `[p, h]` over the sequence (V3, section 4.3). The
-      last history token meets the last column of `W`: a shorter history uses the last columns, as after zeros.
+    - `cross`: the embeddings, read by the first layer only (Perceiver AR: Hawthorne et al. 2022, arXiv:2202.07765,
+      section 3). The parameters are those of `Decoder` with `attention=full`, under the same names.
+    - `self`: in each layer, the output of an unmasked self-attention with its own projections and the latents' norms
+      and feed-forward network (V1: Mahmood and Huang 2024, arXiv:2412.06106, section 4.1).
+    - `segments`: as `self`, within segments of `segment` tokens, counted from the first history token (V2, section
+      4.2).
+    - `compressed`: as `self`, on `x_p = W x_h` with a learned `W` `[p, h]` over the sequence (V3, section 4.3). The
+      last history token meets the last column of `W`, so a shorter history uses the last columns, as if zeros preceded
+      it.
 
     The last layer does not update the history, which nothing would read. With `latents >= T` there is no history and
-    each form is the plain decoder. Positions are those of the sequence; the rows of `compressed` stand at the ends of p
-    equal parts of the h positions before the latents.
+    every form is the plain decoder. Positions are those in the sequence; the rows of `compressed` stand at the ends of
+    p equal parts of the h positions before the latents. Tokens before the history are not read. Outputs, logits and
+    losses are those of the latents, `[B, min(m, T), ...]`, right-aligned, with zeros before shorter rows; other labels
+    do not count.
 
-    Outputs, logits and losses are of the latents alone: `[B, min(m, T), ...]`, a row's last real token last, and zeros
-    before where a row has fewer real tokens; other labels do not count. Tokens before the history are not read.
+    Decoding reads token by token, however many are given at once, and every new token is a latent. With fewer than m
+    latents the first one stays and the layers' keys are kept, which equals one pass with that first latent. When all m
+    are used, `decode` says how to continue:
 
-    Decoding goes token by token, however many are given at once; every new token is a latent. While there are fewer
-    than m latents, the first one stays and the layers' keys are kept, which is exact: it equals one pass with that
-    first latent. When all m are used, `decode` says how it goes on:
+    - `exact`: one pass over the window for each token. It equals `model(all tokens)` and costs m latents a token.
+    - `refill`: the next token starts again with `refill` latents; the others become history. It equals a pass with that
+      first latent (`latents=`), which changes every m - refill + 1 tokens.
+    - `frozen`: raise an error. Until then the history is the prompt's, whatever the length.
 
-    - `exact`: each token is one pass over the window: it equals `model(all tokens)`, at the cost of m latents a token.
-    - `refill`: the next token begins again with `refill` latents, the rest becoming history; it equals a pass with
-      that first latent (`latents=`), which changes every m - refill + 1 tokens.
-    - `frozen`: an error. Until there the history is that of the prompt, whatever the length.
-
-    `set_decode` chooses another mode than the configuration's. A state holds the mode, the tokens in reach (all, where
-    `history_tokens` is None) and, but for `exact` with all latents used, the keys and values of each layer.
+    `set_decode` changes the mode. A state holds the mode, the tokens in reach (all of them if `history_tokens` is None)
+    and the keys and values of each layer, except in mode `exact` with all latents used.
     """
 
     def __init__(self, config: DecoderConfig) -> None:
@@ -96,7 +97,7 @@ class PerceiverAR(Decoder):
 
     @torch.no_grad()
     def initialise(self, module: nn.Module) -> None:
-        """As `Decoder.initialise`; the projection over the sequence keeps the size of what it mixes."""
+        """Initialise as `Decoder` does; the projection over the sequence preserves the variance of what it mixes."""
         if module is getattr(self, "compress", None):
             nn.init.normal_(module.weight, std=module.in_features**-0.5)
         else:
@@ -112,10 +113,11 @@ class PerceiverAR(Decoder):
         *,
         latents: int | None = None,
     ) -> tuple[Tensor, State]:
-        """Return logits of the token after each latent, `[B, min(latents, T), V]`; after a state, after all tokens.
+        """Return the logits of the token after each latent, `[B, min(latents, T), V]`; with a state, after each of
+        `tokens`.
 
-        `latents` (at most the configured number, its default) says how many of the last tokens are latents; it may not
-        be given with a state. `doc_ids` are refused. Else as `Decoder.forward`.
+        `latents` is the number of last tokens that are latents, at most (and by default) the configured number; it is
+        refused with a state, and `doc_ids` always are. Otherwise as `Decoder.forward`.
         """
         h_BMD, state = self.hidden(tokens_BT, state, mask, doc_ids, latents=latents)
         return self.logits(h_BMD), state
@@ -130,12 +132,12 @@ class PerceiverAR(Decoder):
         *,
         latents: int | None = None,
     ) -> tuple[Tensor, State]:
-        """Return vectors `[B, min(latents, T), D]`, or `[B, T, D]` after a state: `forward` without the head."""
+        """Return vectors `[B, min(latents, T), D]`, with a state `[B, T, D]`: `forward` without the head."""
         self._check(tokens_BT, state, mask, doc_ids)
         if latents is not None and state is not None:
-            raise ValueError(f"latents are counted in a new sequence and cannot go with a state, got latents={latents}")
+            raise ValueError(f"latents is for new sequences and cannot be given with a state, got latents={latents}")
         if latents is not None and not 1 <= latents <= self.latents:
-            raise ValueError(f"latents must be between 1 and {self.latents}, the model's, got {latents}")
+            raise ValueError(f"latents must be between 1 and the model's {self.latents}, got {latents}")
         moved = None if mask is None else compaction(mask)
         if state is not None:
             return self._go_on(tokens_BT, state, moved)
@@ -145,10 +147,7 @@ class PerceiverAR(Decoder):
         return window.at_the_end(h_BMD, parts), state
 
     def read(self, tokens_BT: Tensor, /, state: State | None = None) -> State:
-        """Return the state after more tokens: a prompt is read with `prompt_latents`.
-
-        Where every token is a pass of its own none is computed.
-        """
+        """Return the state after more tokens: prompts get `prompt_latents`, `exact` skips passes it does not need."""
         self._check(tokens_BT, state, None)
         seen, start = (0, 0) if state is None else (state.seen, _first_latent(state))
         after = seen + tokens_BT.shape[1]
@@ -162,10 +161,8 @@ class PerceiverAR(Decoder):
         return self.hidden(tokens_BT, latents=self.options.prompt_latents)[1]
 
     def passes(self, tokens_BT: Tensor, /, mask: Tensor | None = None, doc_ids: Tensor | None = None) -> list[Tensor]:
-        """Return the vectors of `hidden` for whole sequences, keeping no state.
-
-        In training, where the options say so, with a number of latents drawn anew and without a part of the history.
-        """
+        """Return the vectors of `hidden` for whole sequences, without a state; training applies `vary_latents`,
+        `prefix_dropout`."""
         self._check(tokens_BT, None, mask, doc_ids)
         options, latents = self.options, self.latents
         if self.training and options.vary_latents:
@@ -176,18 +173,18 @@ class PerceiverAR(Decoder):
         return [window.at_the_end(h_BMD, parts)]
 
     def loss_of_hidden(self, h_BMD: Tensor, labels_BT: Tensor, /, *, reduction: Reduction = "mean") -> Tensor:
-        """Return the cross-entropy of `loss` from what `hidden` returned, with the last M of these labels."""
+        """Return the cross-entropy of `loss` from the M vectors of `hidden` and the last M labels."""
         return super().loss_of_hidden(h_BMD, labels_BT[:, labels_BT.shape[1] - h_BMD.shape[1] :], reduction=reduction)
 
-    # What differs from other decoders.
+    # Differences from other decoders.
 
     @property
     def predicts_last(self) -> int:
-        """The latents."""
+        """Number of latents."""
         return self.latents
 
     def aligned_labels(self, labels_BT: Tensor, mask: Tensor | None = None, /) -> Tensor:
-        """Return the labels where the outputs are: each row's real ones at its end, in order, and -100 before them."""
+        """Return the labels at the places of the outputs: a row's real ones moved to its end, -100 before them."""
         if mask is None:
             return labels_BT
         order_BT = mask.to(torch.uint8).argsort(dim=-1, stable=True)
@@ -195,11 +192,11 @@ class PerceiverAR(Decoder):
 
     @property
     def prompt_latents(self) -> int:
-        """The latents that the way of decoding begins with."""
+        """Latents that a prompt is read with, by the decoding mode."""
         return self.options.prompt_latents
 
     def most_new_tokens(self, prompt: int, state: State | None = None) -> int | None:
-        """Return how many tokens can follow the prompt: with decode=frozen as many as there are latents left."""
+        """Return how many tokens can follow the prompt: with decode=frozen, the number of latents that are left."""
         options = self.options
         if options.decode != "frozen":
             return None
@@ -209,11 +206,11 @@ class PerceiverAR(Decoder):
 
     @property
     def fixed_shapes(self) -> bool:
-        """False: a state holds the keys of as many latents as there are at the time."""
+        """False: a state holds the keys of a varying number of latents."""
         return False
 
     def trim_state(self, state: State) -> State:
-        """Return the state of one row without places that longer rows of its batch needed."""
+        """Return a single row's state without the slots that only longer rows of its batch needed."""
         seen, start = int(state.seen), int(_first_latent(state))
         entries = {**state.entries, "tokens": state.tensor("tokens")[:, -seen:]}
         for i in range(len(self.layers)):
@@ -226,7 +223,7 @@ class PerceiverAR(Decoder):
 
     @property
     def inexact_decoding(self) -> str | None:
-        """The reason, for another way of decoding than `exact`."""
+        """Reason why decoding differs from a full pass, for modes other than `exact`."""
         if self.options.decode == "exact":
             return None
         return (
@@ -235,40 +232,40 @@ class PerceiverAR(Decoder):
         )
 
     def set_decode(self, decode: str | None = None, refill: int | None = None) -> None:
-        """Go on as `decode` says (None: as before), which needs no training; states of another mode are then refused.
+        """Decode as `decode` says (None: as before) from now on, without training; states of another mode are refused.
 
-        `config` and its hash stay those of training. Raises `ValueError` as `PerceiverAROptions` does.
+        `config` and its hash do not change. Raises `ValueError` as `PerceiverAROptions` does.
         """
         self.options = self.options.replace(decode=decode or self.options.decode, refill=refill)
 
     def check_state(self, state: State, batch: int | None = None, *, owner: str = "this decoder") -> None:
-        """Raise `ValueError` as `Decoder.check_state` does, and for a state that was made in another mode."""
+        """Raise `ValueError` as `Decoder.check_state` does, and for a state made in another mode."""
         super().check_state(state, batch, owner=owner)
         now = self._mode()
         made: dict[str, Any] = {name: state[name] for name in now}
         if made != now:
             raise ValueError(
-                f"the state was made with {_named(made)} and the model has {_named(now)}; choose the former by "
-                "set_decode, or read the tokens anew"
+                f"the state was made with {_named(made)} and the model has {_named(now)}; restore the former with "
+                "set_decode, or read the tokens again"
             )
 
     def check_packed(self) -> None:
         """Raise `ValueError`."""
-        raise ValueError("perceiver_ar predicts a row's last tokens alone and takes no packed documents")
+        raise ValueError("perceiver_ar predicts only a row's last tokens and takes no packed documents")
 
     def check_shared(self) -> None:
-        """Raise `ValueError`: the parts of a sequence are of different kinds, and no process has all of both."""
+        """Raise `ValueError`: the latents stand in the last rank's part and read the history of all parts."""
         raise ValueError(
-            "perceiver_ar cannot read a sequence that several processes share: its latents stand in the last part "
-            "alone and read a history of all parts; take a decoder of mechanisms, or leave `context_parallel`"
+            "perceiver_ar cannot read a sequence that several processes share: its latents are all in the last "
+            "part and read a history from all parts; use a decoder of mechanisms, or leave `context_parallel`"
         )
 
     def blocks_to_shard(self) -> list[Block]:
-        """Return no block: their parts are used apart."""
+        """Return no blocks: their submodules are called separately."""
         return []
 
     def token_settings(self) -> dict[str, Any]:
-        """Return the lengths of history, latents and window, and of segments where the history has some."""
+        """Return the lengths of history, latents and window, and of segments if the history has them."""
         options = self.options
         segment = options.segment if options.history == "segments" else None
         window = {"window": self.limit, "history_window": options.history_tokens}
@@ -277,11 +274,11 @@ class PerceiverAR(Decoder):
     # The pass over a window.
 
     def _capped(self, history: int) -> int:
-        """Cap the tokens of a history at `history_tokens`."""
+        """Return `history`, at most `history_tokens`."""
         return history if self.options.history_tokens is None else min(history, self.options.history_tokens)
 
     def _history_keys(self, i: int, start: Number) -> Number:
-        """Return keys of the history in layer i, for a first latent at position `start`."""
+        """Return the number of history keys in layer i if the first latent is at position `start`."""
         options = self.options
         if options.history == "cross" and i:
             return 0
@@ -293,21 +290,22 @@ class PerceiverAR(Decoder):
         return start if self.limit is None else start.clamp(max=options.history_tokens)
 
     def _restart(self, window: Window, parts: Parts) -> tuple[Tensor, State]:
-        """Run one pass: the vectors of the latents, each row's first one in slot 0, and the state."""
+        """Run one pass and return the vectors of the latents, each row's first one in slot 0, and the state."""
         layers: dict[str, State] = {}
-        full = self.options.decode == "exact" and parts.latents == self.latents  # then the next token needs a new pass
+        # In mode exact, once all latents are used, each token recomputes all keys: keep none.
+        full = self.options.decode == "exact" and parts.latents == self.latents
         h_BMD = self._through(window, parts, None if full else layers)
         return h_BMD, self._state(window.last(), window.seen, parts.start, layers)
 
     def _state(self, last_BW: Tensor, seen: Number, start: Number, layers: dict[str, State]) -> State:
-        """Make the state: the last tokens (each row's at the end), two positions, the mode, keys and values."""
+        """Make a state: the last tokens (right-aligned), two positions, the mode, keys and values."""
         tokens = {"seen": seen, "start": start, "tokens": last_BW.clone()}
         return State({**tokens, **self._mode(), **layers}, self.config_hash)
 
     def _through(
         self, window: Window, parts: Parts, layers: dict[str, State] | None, prefix_dropout: float = 0.0
     ) -> Tensor:
-        """Return the latents after the last norm; write each layer's keys and values to `layers` (None: nowhere)."""
+        """Return the latents after the last norm; unless `layers` is None, write each layer's keys and values to it."""
         start, latents, history = parts
         x_BWD = self.embedding(window.tokens_BW, window.first, window.lengths_B)
         before, x_BMD = cut(x_BWD, window, parts)
@@ -329,11 +327,11 @@ class PerceiverAR(Decoder):
         return self.norm(x_BMD)
 
     def _counted(self, tokens_BT: Tensor) -> tuple[Tensor, State]:
-        """Return the logits and the state with as many latents as there may be."""
+        """Return the logits and the state with all latents."""
         return self(tokens_BT)
 
     def _kept(self, tokens_BT: Tensor) -> Tensor:
-        """Return the loss with all latents and the whole history, whatever training draws."""
+        """Return the loss with all latents and the whole history, regardless of what training draws."""
         window = Window.of(tokens_BT, None, self.limit)
         h_BMD = self._through(window, window.parts(self.latents, self.options.history_tokens), None)
         return self.loss_of_hidden(h_BMD, tokens_BT)
@@ -358,8 +356,8 @@ class PerceiverAR(Decoder):
         return rest(block, x_BMD, y_BMD), k_BHSK, v_BHSK, past
 
     def _updated(self, i: int, past: History, z_BSD: Tensor, start: Number) -> History | None:
-        """Return the history that the next layer sees; None where it sees none."""
-        if str(i) not in self.history:  # nothing reads what this layer would make of it
+        """Return the history that the next layer reads, or None."""
+        if str(i) not in self.history:  # no later layer reads an update
             late = i == 0 and self.options.first_layer == "full"
             return compress(past, self.compress.weight, start) if late and self.compress is not None else None
         block: Any = self.layers[i]
@@ -368,10 +366,10 @@ class PerceiverAR(Decoder):
         y_BSD = attend(mixer, q_BHSK, k_BHSK, mixer.kv_values(z_BSD), self.history_pattern, -past.empty, -past.empty)
         return past._replace(x_BSD=rest(block, past.x_BSD, y_BSD))
 
-    # Decoding: latents are added while there is room, then the window is cut anew.
+    # Decoding: add latents while there is room, then cut the window anew.
 
     def _mode(self) -> dict[str, int]:
-        """Return how the model decodes, as entries of a state."""
+        """Return the decoding mode as entries of a state."""
         options = self.options
         return {"decode": MODES.index(options.decode), "refill": 0 if options.decode == "exact" else options.kept}
 
@@ -394,7 +392,7 @@ class PerceiverAR(Decoder):
         return (h_BTD if moved is None else scatter(h_BTD, moved)), state
 
     def _grow(self, tokens_BT: Tensor, state: State, new_B: Tensor | None) -> tuple[Tensor, State]:
-        """Add latents after those whose keys and values are kept; row b has `new_B[b]` new ones (None: T)."""
+        """Add latents after those whose keys and values are kept; row b gets `new_B[b]` of them (None: T)."""
         seen, start = state.seen, _first_latent(state)
         x_BTD = self.embedding(tokens_BT, seen, new_B)
         layers: dict[str, State] = {}
@@ -417,7 +415,7 @@ class PerceiverAR(Decoder):
         return self.norm(x_BTD), self._state(self._last_tokens(tokens_BT, state, new_B), after, start, layers)
 
     def _begin_anew(self, token_B1: Tensor, state: State, new_B: Tensor | None) -> tuple[Tensor, State]:
-        """Read one more token in a pass where rows that have used all their latents begin with another first latent."""
+        """Read one more token by a full pass; rows whose latents are all used get another first latent."""
         options, seen, start = self.options, state.seen, _first_latent(state)
         after = advance(seen, 1, new_B)
         full = torch.as_tensor(seen - start >= self.latents, device=token_B1.device)
@@ -431,7 +429,7 @@ class PerceiverAR(Decoder):
         first = after - (self.latents if options.decode == "exact" else options.kept)
         window = Window.from_last(self._last_tokens(token_B1, state, new_B), after)
         if isinstance(first, int) and isinstance(after, int):
-            # A row of a batch that began anew may have latents left.
+            # A row taken out of a batch that restarted may have latents left.
             first = first if bool(full) else start
             assert isinstance(first, int)
             used = after - first
@@ -444,7 +442,7 @@ class PerceiverAR(Decoder):
         return neighbours(h_BMD, newest.expand(h_BMD.shape[0]), 1), state
 
     def _last_tokens(self, tokens_BT: Tensor, state: State, new_B: Tensor | None) -> Tensor:
-        """Return the tokens in reach, each row's last one in the last slot."""
+        """Return the tokens in reach, right-aligned."""
         old_BW = state.tensor("tokens")
         tokens_BW = torch.cat([old_BW, tokens_BT.to(old_BW.dtype)], 1)
         if new_B is not None:
@@ -453,14 +451,14 @@ class PerceiverAR(Decoder):
 
 
 def _first_latent(state: State) -> Number:
-    """Return position of the first latent."""
+    """Return the position of the first latent."""
     start = state["start"]
     assert not isinstance(start, State)
     return start
 
 
 def _used_latents(state: State) -> int:
-    """Return the latents of the row that has most."""
+    """Return the largest number of latents used by any row."""
     used = state.seen - _first_latent(state)
     return used if isinstance(used, int) else int(used.max())
 

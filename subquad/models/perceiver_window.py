@@ -1,8 +1,8 @@
-"""The parts of Perceiver AR: a window of tokens, its history and its latents, and the attention of each.
+"""Parts of Perceiver AR: a window of tokens, its history and its latents, and the attention of each.
 
-Rows of a batch may differ. A window is aligned to the left: slot j of row b holds the token at position `first + j`.
-The history is aligned to the right, up to the first latent, and the latents to the left: together they are one run of
-neighbouring tokens, with `empty` slots before and meaningless ones after. Numbers that are equal for all rows are ints.
+Rows of a batch may differ in length. A window is left-aligned: slot j of row b holds the token at position `first + j`.
+The history is right-aligned, ending before the first latent, and the latents are left-aligned: together they are one
+run of consecutive tokens, after `empty` slots and before unused ones. Numbers that all rows share are ints.
 
 Shape letters: B batch, T tokens, W window, S history, M latents, P projected rows, D width, H heads, K channels.
 """
@@ -26,14 +26,14 @@ Number = int | Tensor
 
 
 class Parts(NamedTuple):
-    """Where a window is cut."""
+    """The cut of a window into history and latents."""
 
     start: Number
     """Position of the first latent."""
     latents: int
-    """Slots of the latents: as many as the row with most has."""
+    """Slots of the latents: the most that any row has."""
     history: int
-    """Slots of the history, likewise."""
+    """Slots of the history: the most that any row has."""
 
 
 class Window(NamedTuple):
@@ -45,11 +45,11 @@ class Window(NamedTuple):
     seen: Number
     """Position after the last token."""
     lengths_B: Tensor | None
-    """Real tokens of each row; None: W."""
+    """Number of real tokens in each row; None: W."""
 
     @classmethod
     def of(cls, tokens_BT: Tensor, moved: Compaction | None, limit: int | None) -> Window:
-        """Return the last `limit` (None: all) real tokens of a batch whose padding `moved` names."""
+        """Return the last `limit` (None: all) real tokens of each row; `moved` says where padding stands."""
         T = tokens_BT.shape[1]
         slots = T if limit is None else min(T, limit)
         if moved is None:
@@ -62,7 +62,7 @@ class Window(NamedTuple):
 
     @classmethod
     def from_last(cls, last_BW: Tensor, seen: Number) -> Window:
-        """Make a window from what `last` returned."""
+        """Return the window whose `last` is `last_BW`."""
         slots = last_BW.shape[1]
         if isinstance(seen, int):
             return cls(last_BW, seen - slots, seen, None)
@@ -72,11 +72,11 @@ class Window(NamedTuple):
         return cls(tokens_BW.masked_fill(~real_slots(lengths_B, slots), 0), first_B, seen, lengths_B)
 
     def last(self) -> Tensor:
-        """Return the tokens, each row's last one in the last slot."""
+        """Return the tokens right-aligned."""
         return self.tokens_BW if self.lengths_B is None else to_the_end(self.tokens_BW, 1, self.lengths_B)
 
     def parts(self, latents: int, history_tokens: int | None) -> Parts:
-        """Cut into `latents` (fewer where there are fewer tokens) and at most `history_tokens` before them."""
+        """Cut the window into `latents` (fewer if there are fewer tokens) and at most `history_tokens` before them."""
         slots = self.tokens_BW.shape[1]
         used = min(latents, slots)
         history = slots - used if history_tokens is None else min(slots - used, history_tokens)
@@ -84,7 +84,7 @@ class Window(NamedTuple):
         return Parts(start, used, history)
 
     def at_the_end(self, h_BMD: Tensor, parts: Parts) -> Tensor:
-        """Move each row's latents from the beginning to the end, with zeros before."""
+        """Move each row's latents from the start to the end, after zeros."""
         if isinstance(self.seen, int):
             return h_BMD
         used_B = self.seen - parts.start
@@ -93,17 +93,17 @@ class Window(NamedTuple):
 
 
 class History(NamedTuple):
-    """The tokens before the latents, or the rows that they were compressed to."""
+    """Vectors before the latents: one a token, or the rows of a compressed history."""
 
     x_BSD: Tensor
     places: Number
     """Position of slot 0, or of every slot, `[B, S]`."""
     empty: Number
-    """Leading slots that hold nothing."""
+    """Number of leading slots that hold nothing."""
 
 
 def cut(x_BWD: Tensor, window: Window, parts: Parts) -> tuple[History, Tensor]:
-    """Cut the window's vectors in two: those before the first latent, and those of the latents."""
+    """Cut the window's vectors into those before the first latent and those of the latents."""
     start, latents, history = parts
     if isinstance(start, int) and isinstance(window.first, int):
         border = start - window.first
@@ -115,7 +115,7 @@ def cut(x_BWD: Tensor, window: Window, parts: Parts) -> tuple[History, Tensor]:
 
 
 def thin(history: History, fraction: float) -> History:
-    """Leave out a random `int(fraction * h)` of each row's h tokens, keeping order: training's prefix dropout."""
+    """Drop `int(fraction * h)` random tokens from each row's h, keeping their order: prefix dropout in training."""
     B, S, _ = history.x_BSD.shape
     kept = S - int(fraction * S)
     slots_S = torch.arange(S, device=history.x_BSD.device)
@@ -124,7 +124,7 @@ def thin(history: History, fraction: float) -> History:
     kept_B1 = real_B1 - (fraction * real_B1.double()).long()
     draw_BS = torch.rand(B, S, device=slots_S.device).masked_fill(slots_S < empty_B1, 2.0)
     chosen_BS = draw_BS.argsort(-1).argsort(-1) < kept_B1
-    # Slots that are left out come first, so that the chosen ones stand at the end, in order.
+    # Dropped slots sort first (negative), so that the kept ones end up right-aligned, in order.
     index_BS = torch.where(chosen_BS, slots_S, slots_S - S).sort(-1).values[:, S - kept :] % S
     places = torch.as_tensor(history.places, device=slots_S.device).expand(B)[:, None] + index_BS
     x_BSD = history.x_BSD.gather(1, index_BS[..., None].expand(-1, -1, history.x_BSD.shape[-1]))
@@ -135,7 +135,7 @@ def compress(history: History, weight_PS: Tensor, start: Number) -> History:
     """Project the history's vectors along the sequence to the rows of V3.
 
     The last history token meets the last column of the weight, so a shorter history uses the last columns. Row p stands
-    at the last token of the p-th of P equal parts of the columns. A row of the batch without a history has none.
+    at the last token of the p-th of P equal parts of the columns. A row of the batch without a history gets no rows.
     """
     (B, S, _), (P, columns), device = history.x_BSD.shape, weight_PS.shape, weight_PS.device
     start_B1 = torch.as_tensor(start, device=device).expand(B)[:, None]
@@ -163,7 +163,7 @@ def attend(
     q_start: Number,
     k_start: Number,
 ) -> Tensor:
-    """`mixer`'s output `[B, T, D]` for queries and keys that are at hand."""
+    """Return the output `[B, T, D]` of `mixer` for the given queries, keys and values."""
     dropout = mixer.dropout_p
     y_BHTK = block_attention(q_BHTK, k_BHSK, v_BHSK, pattern, q_start=q_start, k_start=k_start, dropout_p=dropout)
     return mixer.merge(y_BHTK)
@@ -176,7 +176,7 @@ def rest(block: Block, x_BTD: Tensor, y_BTD: Tensor) -> Tensor:
 
 
 def at_places(project: Callable[[Tensor, Number], Tensor], x_BSD: Tensor, places: Number) -> Tensor:
-    """Return queries or keys `[B, H, S, K]` of vectors at these places, which need not be neighbours."""
+    """Return queries or keys `[B, H, S, K]` of vectors at `places`, which need not be consecutive."""
     if isinstance(places, int) or places.ndim == 1:
         return project(x_BSD, places)
     B, S, _ = x_BSD.shape
@@ -185,14 +185,14 @@ def at_places(project: Callable[[Tensor, Number], Tensor], x_BSD: Tensor, places
 
 
 def neighbours(x_BWD: Tensor, begin_B: Tensor, slots: int) -> Tensor:
-    """Return the `slots` of each row from `begin` on; outside of the row an end of it repeats."""
+    """Return `slots` consecutive slots of each row from `begin` on; beyond either end the end slot repeats."""
     index_BS = begin_B[:, None] + torch.arange(slots, device=x_BWD.device)
     index_BS = index_BS.clamp(0, max(x_BWD.shape[1] - 1, 0))
     return x_BWD.gather(1, index_BS[..., None].expand(-1, -1, x_BWD.shape[-1]))
 
 
 def to_the_end(x: Tensor, dim: int, lengths_B: Tensor) -> Tensor:
-    """Move each row's `lengths` leading slots along `dim` to the end; before them the first one repeats."""
+    """Move each row's first `lengths` slots along `dim` to its end; before them slot 0 repeats."""
     slots = x.shape[dim]
     index_BS = (lengths_B[:, None] - slots + torch.arange(slots, device=x.device)).clamp(min=0)
     shape = [1] * x.ndim

@@ -1,4 +1,4 @@
-"""The distribution of a pixel's 256 levels, from the parameters that the model gives it.
+"""Distributions over a pixel's 256 levels, from the parameters that the model outputs.
 
 Shape letters: N pixels, V levels (256), M distributions in a mixture, P parameters.
 """
@@ -13,11 +13,10 @@ from torch import Tensor
 from torch.nn import functional as F
 
 LEVELS = 256
-"""Values of a pixel's channel: a byte."""
+"""Values of one channel of a pixel, a byte."""
 Output = Literal["categorical", "logistic"]
 LEAST_LOG_SCALE = -7.0
-"""A distribution narrower than this puts all but e^-8 of itself into one level: narrower ones only make gradients of
-noise."""
+"""Narrowest scale: at -7, one level already has all but e^-8 of the probability; below, gradients are noise."""
 
 
 class Categorical:
@@ -26,26 +25,26 @@ class Categorical:
     parameters = LEVELS
 
     def log_prob(self, parameters_NP: Tensor, levels_N: Tensor) -> Tensor:
-        """`log p` of one level each, `[N]`, in nats."""
+        """Return `log p` of one level for each pixel, `[N]`, in nats."""
         return -F.cross_entropy(_wide(parameters_NP), levels_N, reduction="none")
 
     def log_probs(self, parameters_NP: Tensor) -> Tensor:
-        """`log p` of all levels, `[N, V]`."""
+        """Return `log p` of all levels, `[N, V]`."""
         return _wide(parameters_NP).log_softmax(-1)
 
     def first_biases(self) -> Tensor:
-        """Return biases before training, `[P]`: all levels alike."""
+        """Return biases for untrained weights, `[P]`: all levels equally likely."""
         return torch.zeros(self.parameters)
 
 
 class LogisticMixture:
     """`p(x) = sum_m w_m (F_m(v + 1/255) - F_m(v - 1/255))`, `v = 2 x / 255 - 1`, `F_m(v) = sigmoid((v - mu_m) / s_m)`.
 
-    The bins of the lowest and the highest level reach to minus and plus infinity, so that the 256 probabilities sum to
-    one. The parameters are M logits of the weights, M means mu and M logarithms of the scales s, which are held at -7
-    at least. Source: T. Salimans et al., PixelCNN++ (2017, arXiv:1701.05517, section 2.1), as A. Katharopoulos et al.
-    (2020, arXiv:2006.16236, appendix C) use it. A difference of two sigmoids is computed as a product,
-    `sigmoid(a) sigmoid(-b) (1 - e^(b - a))`, which loses no digits however small it is.
+    The bins of the lowest and the highest level extend to minus and plus infinity, so the 256 probabilities sum to one.
+    The parameters are M logits of the weights, M means mu and M logarithms of the scales s, clamped to at least -7.
+    Source: T. Salimans et al., PixelCNN++ (2017, arXiv:1701.05517, section 2.1), as used by A. Katharopoulos et al.
+    (2020, arXiv:2006.16236, appendix C). A difference of two sigmoids is computed as a product, `sigmoid(a) sigmoid(-b)
+    (1 - e^(b - a))`, which loses no digits however small it is.
     """
 
     def __init__(self, mixtures: int) -> None:
@@ -53,11 +52,11 @@ class LogisticMixture:
         self.parameters = 3 * mixtures
 
     def log_prob(self, parameters_NP: Tensor, levels_N: Tensor) -> Tensor:
-        """`log p` of one level each, `[N]`, in nats."""
+        """Return `log p` of one level for each pixel, `[N]`, in nats."""
         return self._log_prob(parameters_NP, levels_N[:, None])[:, 0]
 
     def log_probs(self, parameters_NP: Tensor) -> Tensor:
-        """`log p` of all levels, `[N, V]`."""
+        """Return `log p` of all levels, `[N, V]`."""
         levels_V = torch.arange(LEVELS, device=parameters_NP.device)
         return self._log_prob(parameters_NP, levels_V.expand(parameters_NP.shape[0], -1))
 
@@ -79,7 +78,7 @@ class LogisticMixture:
         return (weights_N1M + parts_NVM).logsumexp(-1)
 
     def first_biases(self) -> Tensor:
-        """Return biases before training, `[P]`: equal weights, means spread over all levels, scales to match."""
+        """Return biases for untrained weights, `[P]`: equal weights, means spread over all levels, scales to match."""
         means_M = (2 * torch.arange(self.mixtures) + 1) / self.mixtures - 1
         log_scales_M = torch.full((self.mixtures,), math.log(1 / self.mixtures))
         return torch.cat((torch.zeros(self.mixtures), means_M, log_scales_M))
@@ -91,16 +90,16 @@ def build_output(output: Output, mixtures: int) -> Categorical | LogisticMixture
 
 
 def draw(log_probs_NV: Tensor, random_N: Tensor, temperature: float) -> Tensor:
-    """Draw levels `[N]`: each the first whose cumulative `softmax(log p / temperature)` is above its random number.
+    """Draw levels `[N]` by inverting the cumulative sum of `softmax(log p / temperature)` at `random`.
 
-    At temperature 0 the likeliest. Raises `ValueError` where a probability is not finite.
+    Temperature 0 takes the likeliest level. Raises `ValueError` for probabilities that are NaN.
     """
     log_probs_NV = log_probs_NV.double()
     if bool(log_probs_NV.isnan().any()):
         raise ValueError("the model's probabilities must be finite, got NaN; its weights may be damaged")
     if temperature == 0:
         return log_probs_NV.argmax(-1)
-    # The likeliest level stays at 0, so that no temperature takes all of them to minus infinity.
+    # Shift the likeliest level to 0: a tiny temperature would otherwise send all levels to -inf.
     sharper_NV = (log_probs_NV - log_probs_NV.amax(-1, keepdim=True)) / temperature
     cumulative_NV = sharper_NV.softmax(-1).cumsum(-1)
     wanted_N1 = random_N.to(cumulative_NV)[:, None] * cumulative_NV[:, -1:]
@@ -108,8 +107,8 @@ def draw(log_probs_NV: Tensor, random_N: Tensor, temperature: float) -> Tensor:
 
 
 def _log1mexp(x: Tensor) -> Tensor:
-    """`log(1 - e^-x)` for x > 0, exact on both sides of log 2."""
-    # Each side gets only what is its own: at a tiny x the gradient of the other side is infinite, times zero NaN.
+    """Return `log(1 - e^-x)` for x > 0, accurate on both sides of log 2."""
+    # Clamp each branch to its own side: the unused branch's infinite gradient times torch.where's zero is NaN.
     small = x < math.log(2)
     low, high = x.clamp(max=math.log(2)), x.clamp(min=math.log(2))
     return torch.where(small, (-torch.expm1(-low)).log(), torch.log1p(-torch.exp(-high)))

@@ -1,4 +1,4 @@
-"""Pretraining of encoders on sequences without labels: on tokens that were hidden, or on the next token.
+"""Pretraining of encoders on unlabelled sequences, by hidden tokens or by the next token.
 
 Self-pretraining on a task's own sequences: Amos, Berant and Gupta 2023, arXiv:2310.02980.
 
@@ -25,19 +25,19 @@ Objective = Literal["denoise", "causal"]
 
 @dataclass(frozen=True)
 class Hiding:
-    """The choice of tokens that are hidden, and what replaces them."""
+    """How tokens to hide are drawn, and what replaces them."""
 
     fraction: float
-    """Share of a sequence's tokens, at least one token."""
+    """Fraction of a sequence's tokens; at least one token is hidden."""
     random_fraction: float
-    """Probability that a hidden token is replaced by a random one, and not by the mask token."""
+    """Probability that a random token replaces a hidden one, instead of the mask token."""
 
     def __call__(
         self, tokens_BT: Tensor, mask: Tensor | None, mask_token: int, generator: torch.Generator | None = None
     ) -> tuple[Tensor, Tensor]:
-        """Return the tokens with some hidden, and a bool `[B, T]` of which; real tokens alone are.
+        """Return the tokens with some hidden, and a bool `[B, T]` that marks them.
 
-        Of n real tokens round(fraction n) are hidden, at least one, each choice equally likely.
+        Of a row's n real tokens `round(fraction * n)` are hidden, at least one; all choices are equally likely.
         """
         device, (B, T) = tokens_BT.device, tokens_BT.shape
         scores_BT = torch.rand(B, T, device=device, generator=generator)
@@ -56,24 +56,23 @@ class Hiding:
 
 
 class PretrainingModel(nn.Module):
-    """`logits = h E^T`, of vectors `h` of an encoder and its own table `E`: an encoder that predicts tokens.
+    """`logits = h E^T`: an encoder whose vectors `h` predict tokens by its own table `E`.
 
-    denoise: some tokens are hidden and predicted from all others; the mask token is the table's last row. causal: the
-    next token, by a causal encoder. Nothing is added to the encoder, whose weights then fit a classifier, but for
-    `perceiver_io`, which asks with a query for each position.
-
-    Raises `ValueError` for an objective that the encoder cannot learn.
+    With objective `denoise`, hidden tokens are predicted from all others; the mask token is the table's last row. With
+    `causal`, a causal encoder predicts the next token. Nothing is added to the encoder, so its weights fit a
+    classifier, except that `perceiver_io` learns a query for each position. Raises `ValueError` for an objective that
+    the encoder cannot learn.
     """
 
     def __init__(self, config: EncoderConfig, objective: Objective) -> None:
         super().__init__()
         if config.attention == "perceiver":
             raise ValueError(
-                "attention 'perceiver' keeps no vector for each token and cannot predict tokens; attention "
-                "perceiver_io can, and any mechanism"
+                "attention 'perceiver' keeps no vector for each token and cannot predict tokens; choose perceiver_io "
+                "or a mechanism"
             )
         if objective == "causal" and not config.causal:
-            raise ValueError("the next token can be predicted by a causal encoder alone; set causal=true")
+            raise ValueError("only a causal encoder can predict the next token; set causal=true")
         self.config, self.objective = config, objective
         self.encoder = build_encoder(config)
         self.queries = None
@@ -81,21 +80,21 @@ class PretrainingModel(nn.Module):
             self.queries = nn.Parameter(torch.empty(config.max_positions, config.dim))
             nn.init.trunc_normal_(self.queries, std=LATENT_STD, a=-2 * LATENT_STD, b=2 * LATENT_STD)
             assert self.encoder.query is not None
-            self.encoder.query.requires_grad_(False)  # the classifier's question, which nothing here asks
+            self.encoder.query.requires_grad_(False)  # used by classifiers only
 
     def initialise(self, module: nn.Module) -> None:
-        """Give one module its first weights."""
+        """Set one module's initial weights."""
         self.encoder.initialise(module)
 
     def vectors(self, tokens_BT: Tensor, /, mask: Tensor | None = None) -> Tensor:
-        """Return one vector a token, `[B, T, D]`; zeros at padding."""
+        """Return one vector for each token, `[B, T, D]`; zeros at padding."""
         if isinstance(self.encoder, PerceiverEncoder):
             assert self.queries is not None
             return self.encoder.answers(self.queries, tokens_BT, mask)
         return self.encoder(tokens_BT, mask)
 
     def forward(self, tokens_BT: Tensor, /, mask: Tensor | None = None) -> Tensor:
-        """Return logits `[B, T, V]` of `tokens` `[B, T]` as they are, the mask token's left out where there is one."""
+        """Return logits `[B, T, V]` of `tokens` `[B, T]`, none hidden; with `denoise`, V leaves the mask token out."""
         return F.linear(self.vectors(tokens_BT, mask), token_rows(self.encoder, self.objective))
 
     def loss(
@@ -107,7 +106,7 @@ class PretrainingModel(nn.Module):
         *,
         generator: torch.Generator | None = None,
     ) -> Tensor:
-        """Return the mean cross-entropy in nats; hidden tokens are drawn from `generator` (None: torch's)."""
+        """Return the mean cross-entropy in nats; `generator` draws the hidden tokens (None: torch's default)."""
         if self.objective == "denoise":
             shown_BT, hidden_BT = hiding(tokens_BT, mask, mask_token(self.encoder), generator)
             return denoising_loss(self.encoder, self.vectors(shown_BT, mask), tokens_BT, hidden_BT)
@@ -118,7 +117,7 @@ class PretrainingModel(nn.Module):
 
 
 def check_hiding(mask_fraction: float, random_fraction: float, group: str = "") -> None:
-    """Raise `ValueError` for shares of hidden tokens, or of random ones among them, outside of their ranges."""
+    """Raise `ValueError` for a fraction of hidden tokens, or of random ones among them, that is out of range."""
     if not 0 < mask_fraction < 1:
         raise ValueError(f"{group}mask_fraction must be above 0 and below 1, got {mask_fraction}")
     if not 0 <= random_fraction <= 1:
@@ -126,12 +125,12 @@ def check_hiding(mask_fraction: float, random_fraction: float, group: str = "") 
 
 
 def mask_token(encoder: Encoder | PerceiverEncoder) -> int:
-    """Return the number of the mask token: the table's last row."""
+    """Return the mask token: the table's last row."""
     return encoder.embedding.tokens.num_embeddings - 1
 
 
 def token_rows(encoder: Encoder | PerceiverEncoder, objective: Objective) -> Tensor:
-    """Return the rows of the table that tokens are predicted with: all, or all but the mask token's."""
+    """Return the table's rows that predict tokens: with `denoise`, all but the mask token's."""
     table = encoder.embedding.tokens.weight
     return table[:-1] if objective == "denoise" else table
 
@@ -139,6 +138,6 @@ def token_rows(encoder: Encoder | PerceiverEncoder, objective: Objective) -> Ten
 def denoising_loss(
     encoder: Encoder | PerceiverEncoder, h_BTD: Tensor, tokens_BT: Tensor, hidden_BT: Tensor, /
 ) -> Tensor:
-    """Return mean cross-entropy of the hidden tokens in nats, from vectors `[B, T, D]`; 0 where none is hidden."""
+    """Return the mean cross-entropy of the hidden tokens in nats, from vectors `[B, T, D]`; 0 if none is hidden."""
     rows = token_rows(encoder, "denoise")
     return linear_cross_entropy(h_BTD[hidden_BT], rows, tokens_BT[hidden_BT], ignore_index=IGNORED)

@@ -1,4 +1,4 @@
-"""The stacks, models that are more than a mechanism in each layer: what is known of them, and their options."""
+"""Stacks, models that are more than a mechanism in each layer: their descriptions and their options."""
 
 from __future__ import annotations
 
@@ -13,20 +13,20 @@ Decode = Literal["exact", "refill", "frozen"]
 
 @dataclass(frozen=True, kw_only=True)
 class StackOptions(Config):
-    """Options of a stack, and its answers to what a training asks; as they are, those of a decoder of mechanisms."""
+    """Options of a stack, and what training needs to know of it; the defaults are those of a decoder of mechanisms."""
 
     @property
     def fewest_predicted(self) -> int | None:
-        """Last tokens of a window that a training step predicts from, at least; None: all of them."""
+        """Fewest last tokens of a window that a training step predicts from; None: all of them."""
         return None
 
     @property
     def draws(self) -> bool:
-        """Whether a training step draws random numbers, dropout apart."""
+        """Whether a training step draws random numbers other than dropout's."""
         return False
 
     def window_labels(self, length: int) -> int:
-        """Return labels of a training window of `length` tokens, its last ones. Raises `ValueError` for none."""
+        """Return the number of labels in a training window of `length` tokens. Raises `ValueError` if it is 0."""
         return length - 1
 
 
@@ -35,34 +35,32 @@ class PerceiverAROptions(StackOptions):
     """Options of `attention=perceiver_ar`, in `options.perceiver_ar`."""
 
     history: Literal["cross", "self", "segments", "compressed"] = "cross"
-    """What becomes of the tokens before the latents. cross: the first layer reads them (Perceiver AR). self: they
-    attend to one another in every layer, unmasked (V1). segments: the same inside segments (V2). compressed: as V1, for
+    """Treatment of the tokens before the latents. cross: the first layer reads them (Perceiver AR). self: they attend
+    to one another in every layer, unmasked (V1). segments: as self, within segments (V2). compressed: as self, for
     `projected` learned mixtures of them (V3)."""
     latents: int = 256
-    """Latents m: the last tokens, the only ones that predict; training needs batch.length above it."""
+    """Latents m: the last tokens, which alone predict. Training needs batch.length above it."""
     history_tokens: int | None = None
-    """Tokens before the latents that are read, at most; earlier ones are forgotten (None: all; compressed needs a
-    number)."""
+    """Most tokens read before the latents; earlier ones are ignored (None: no limit; compressed needs a number)."""
     segment: int = 128
-    """Tokens of a segment (history=segments), counted from the first history token."""
+    """Tokens in a segment (history=segments), counted from the first history token."""
     projected: int = 64
-    """Rows p that the history is compressed to (history=compressed), at most `history_tokens`."""
+    """Rows p that the history is compressed to (history=compressed), at most history_tokens."""
     first_layer: Literal["compressed", "full"] = "compressed"
-    """What the first layer's latents see (history=compressed): the rows (section 4.3 of the paper) or every history
+    """What the first layer's latents read (history=compressed): the rows (section 4.3 of the paper) or every history
     token (its tables 7 and 8)."""
     prefix_dropout: float = 0.0
-    """Fraction of the history's tokens that training leaves out, drawn anew for each sequence and step: of h tokens
-    int(fraction * h)."""
+    """Fraction of the history that training drops, anew for each sequence and step: int(fraction * h) of h tokens."""
     vary_latents: bool = False
-    """Whether training draws the number of latents anew for each step, evenly from half of `latents` to all. The labels
-    follow. It prepares for decode=refill and for short prompts. Windows begin as near to each other as the fewest
-    latents ask, so that an epoch has each token as a label at least once."""
+    """Draw the number of latents anew in each training step, uniformly from half of `latents` to all; labels follow. It
+    prepares for decode=refill and for short prompts. Windows overlap so that an epoch has each token as a label at
+    least once even with the fewest latents."""
     decode: Decode = "exact"
-    """How to go on when all latents are used; a trained model can change it (`subquad generate --decode`,
-    `PerceiverAR.set_decode`). exact: compute the last `latents` tokens anew for each token. refill:
-    start again with `refill` latents, now and then. frozen: stop there, with an error; the history never changes."""
+    """How to continue when all latents are used; can be changed after training (`subquad generate --decode`,
+    `PerceiverAR.set_decode`). exact: recompute the last `latents` tokens for each token. refill: restart with `refill`
+    latents when they run out. frozen: stop with an error; the history never changes."""
     refill: int | None = None
-    """Latents that a refill keeps and a prompt is read with, for decode=refill and frozen (None: half of them)."""
+    """Latents kept by a refill, and used to read a prompt, with decode=refill or frozen (None: half of them)."""
 
     def __post_init__(self) -> None:
         check_choices(self, "history", "first_layer", "decode")
@@ -92,12 +90,12 @@ class PerceiverAROptions(StackOptions):
 
     @property
     def fewest_latents(self) -> int:
-        """Latents that a step of training may come down to."""
+        """Fewest latents in a training step."""
         return (self.latents + 1) // 2 if self.vary_latents else self.latents
 
     @property
     def fewest_predicted(self) -> int:
-        """The fewest latents."""
+        """Fewest latents in a training step."""
         return self.fewest_latents
 
     @property
@@ -106,7 +104,8 @@ class PerceiverAROptions(StackOptions):
         return self.vary_latents or self.prefix_dropout > 0
 
     def window_labels(self, length: int) -> int:
-        """Return all latents but the first, of the fewest latents; `ValueError` for none, and for no history."""
+        """Return the fewest latents less one: the label of the last one follows the window. Raises `ValueError` if no
+        label or no history is left."""
         if length <= self.latents:
             raise ValueError(
                 f"perceiver_ar would have no history: batch.length={length} must be above its latents={self.latents}; "
@@ -115,8 +114,8 @@ class PerceiverAROptions(StackOptions):
         if self.fewest_latents < 2:
             raise ValueError(
                 f"perceiver_ar needs at least {3 if self.vary_latents else 2} latents to train"
-                f"{' with vary_latents' if self.vary_latents else ''}, got {self.latents}: what a window's last "
-                "latent predicts lies after the window"
+                f"{' with vary_latents' if self.vary_latents else ''}, got {self.latents}: the label of a "
+                "window's last latent lies after the window"
             )
         return self.fewest_latents - 1
 
@@ -138,16 +137,16 @@ class PerceiverOptions(StackOptions):
     latents: int = 32
     """Latents N: learned vectors that read the inputs."""
     repeats: int = 1
-    """How often the stack of num_layers self-attention layers over the latents runs, with the same weights."""
+    """Runs of the num_layers self-attention layers over the latents, all with the same weights."""
     reads: Literal["once", "each"] = "once"
-    """Whether the latents read the inputs once, or before each repeat. The first reading has weights of its own, later
-    ones share theirs (Perceiver, section 3.2)."""
+    """Read the inputs once, or before each repeat: the first reading has its own weights, later ones share theirs
+    (Perceiver, section 3.2)."""
     cross_heads: int = 1
     """Heads of the cross-attention."""
     query_residual: bool = True
-    """Whether a reading adds to the latents or replaces them."""
+    """Add a reading to the latents, instead of replacing them."""
     fourier_bands: int = 0
-    """Frequencies of position, up to half of max_positions, appended to the inputs as sines and cosines; 0: none."""
+    """Frequencies of position, up to half of max_positions, appended to the inputs as sines and cosines (0: none)."""
 
     def __post_init__(self) -> None:
         self.check_least(latents=1, repeats=1, cross_heads=1, fourier_bands=0)
@@ -159,15 +158,15 @@ class PerceiverIOOptions(PerceiverOptions):
     """Options of `attention=perceiver_io`, in `options.perceiver_io`."""
 
     output_residual: bool = True
-    """Whether the outputs are added to their queries."""
+    """Add the outputs to their queries."""
 
 
 @dataclass(frozen=True)
 class Stack:
-    """One stack: its line in the tables and the class of its options."""
+    """Description of one stack."""
 
     name: str
-    """What `attention` is set to."""
+    """Value of `attention`."""
     summary: str
     """What a token sees."""
     paper: str
@@ -179,11 +178,11 @@ class Stack:
     state: str
     """How the state grows with the tokens read."""
     options: type[StackOptions]
-    """The class of its options, in `options.NAME`."""
+    """Class of its options, which stand in `options.NAME`."""
     exemptions: tuple[tuple[int, str], ...]
-    """The laws of the contract that mean nothing for it, and why; tests/models hold it to the others."""
+    """Laws of the contract that do not apply, with reasons; tests/models checks the others."""
     cost_note: str = ""
-    """A sentence below a table of costs that it is in."""
+    """Sentence below a table of costs that includes it."""
 
 
 NO_MATRIX = "a stack of layers has no one matrix of weights"
@@ -210,7 +209,7 @@ DECODERS_OWN = (
     "rope_fraction",
     "rope_scaling",
 )
-"""Settings of `DecoderConfig` that no stack has."""
+"""Settings of `DecoderConfig` that stacks do not support."""
 
 STACKS: dict[str, Stack] = {
     stack.name: stack
@@ -265,7 +264,7 @@ def stack_of(config: DecoderConfig) -> Stack | None:
 
 
 def options_of(config: DecoderConfig) -> StackOptions:
-    """Return the options of the stack that `config.attention` names; for mechanisms plain `StackOptions`."""
+    """Return the options of the stack that `config.attention` names, or plain `StackOptions` for mechanisms."""
     stack = stack_of(config)
     if stack is None:
         return StackOptions()
@@ -274,7 +273,7 @@ def options_of(config: DecoderConfig) -> StackOptions:
 
 
 def _check_plain(config: DecoderConfig, name: str) -> None:
-    """Raise `ValueError` for settings that the decoder's layers have and a stack's do not."""
+    """Raise `ValueError` for settings that stacks do not support."""
     for key in DECODERS_OWN:
         value = getattr(config, key)
         if value != type(config).__dataclass_fields__[key].default:

@@ -91,7 +91,7 @@ def test_what_documents_do_not_go_with(model):
     with pytest.raises(ValueError, match="skip counts tokens of one text and does not go with documents, got 3"):
         evaluate(model, text(30), length=8, skip=3, documents=np.array([0, 30]))
     with pytest.raises(
-        ValueError, match="perceiver_ar predicts a row's last tokens alone and takes no packed documents"
+        ValueError, match="perceiver_ar predicts only a row's last tokens and takes no packed documents"
     ):
         evaluate(make("perceiver_ar", perceiver_ar={"latents": 4}), text(30), length=8, documents=np.array([0, 30]))
 

@@ -80,7 +80,7 @@ def test_packed_documents_take_no_cache(more):
 
 
 def test_positions_and_documents_at_once():
-    with pytest.raises(ValueError, match=r"doc_ids set the positions, each document's from 0: leave position_ids out"):
+    with pytest.raises(ValueError, match=r"doc_ids already set the positions, from 0 in each document: leave position_ids out"):
         tiny()(**flattened(), doc_ids=torch.zeros(1, 14, dtype=torch.int64))
 
 
@@ -89,19 +89,19 @@ def test_positions_and_documents_at_once():
 )
 def test_positions_with_gaps_are_refused(wrong):
     wrong[0][-1] += 3
-    with pytest.raises(ValueError, match="position_ids other than the count of the row's real tokens"):
+    with pytest.raises(ValueError, match="position_ids must count the row's real tokens"):
         tiny()(flattened()["input_ids"], position_ids=torch.tensor(wrong))
 
 
 def test_positions_that_begin_again_beside_a_mask_are_refused():
     batch = flattened()
-    with pytest.raises(ValueError, match="position_ids other than the count of the row's real tokens"):
+    with pytest.raises(ValueError, match="position_ids must count the row's real tokens"):
         tiny()(**batch, attention_mask=torch.ones(1, 14, dtype=torch.int64))
 
 
 def test_a_stack_takes_one_document_a_row():
     model = tiny("perceiver_ar", perceiver_ar={"latents": 4})
     with pytest.raises(
-        ValueError, match="perceiver_ar predicts a row's last tokens alone and takes no packed documents"
+        ValueError, match="perceiver_ar predicts only a row's last tokens and takes no packed documents"
     ):
         model(**flattened())

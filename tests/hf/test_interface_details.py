@@ -230,7 +230,7 @@ def test_an_entry_that_a_model_does_not_run_is_said(tmp_path, caplog):
 
 def test_a_model_of_ours_has_its_attention_from_its_own_configuration(tmp_path):
     model = hf.SubquadForCausalLM(hf.SubquadConfig(vocab_size=11, dim=16, num_layers=1, num_heads=2, attention="llp"))
-    with pytest.raises(ValueError, match="SubquadForCausalLM has its attention from its own configuration: build or"):
+    with pytest.raises(ValueError, match="SubquadForCausalLM takes its attention from its own configuration: build or"):
         hf.set_attention(model, "llp")
     named = "attn_implementation='subquad_window' is for models of transformers: SubquadForCausalLM has its attention"
     with pytest.raises(ValueError, match=named):
@@ -245,7 +245,7 @@ def test_a_model_of_ours_has_its_attention_from_its_own_configuration(tmp_path):
     ("name", "options", "message"),
     [
         ("llpp", {}, "unknown attention 'llpp'.*llp"),
-        ("latte", {}, "'latte' has parameters of its own, .* convert the model with `subquad convert`; .* bigbird, "),
+        ("latte", {}, "'latte' has parameters, .* convert the model with .subquad convert., or choose one of bigbird, "),
         (
             "llp",
             {"width": 3},
@@ -260,7 +260,7 @@ def test_a_model_of_ours_has_its_attention_from_its_own_configuration(tmp_path):
             {"num_random": 10**9},
             r"option 'num_random' of 'bigbird' must be at most 1,024, got 1,000,000,000",
         ),
-        (None, {"segment": 8}, "name=None gives the model's own attention back and takes no options"),
+        (None, {"segment": 8}, "name=None restores the model's own attention and takes no options"),
     ],
 )
 def test_what_set_attention_refuses_leaves_the_model_as_it_was(name, options, message):
@@ -274,7 +274,7 @@ def test_what_set_attention_refuses_leaves_the_model_as_it_was(name, options, me
 def test_options_are_whole_numbers_bools_and_words():
     model = stock("llama", "window")
     with pytest.raises(
-        TypeError, match=r"option 'segment' of 'llp' must be a whole number, a bool or a word, got 8\.5"
+        TypeError, match=r"option 'segment' of 'llp' must be an integer, a bool or a string, got 8\.5"
     ):
         hf.set_attention(model, "llp", segment=8.5)
     parts_of("llp", 4, {"segment": 8, "shifted_heads": True})
@@ -295,7 +295,7 @@ def test_models_that_are_refused():
     with pytest.raises(ValueError, match=r"does not compute attn_logit_softcapping=50\.0 of Gemma2For"):
         hf.set_attention(AutoModelForCausalLM.from_config(gemma), "llp")
     cross = AutoModelForCausalLM.from_config(config_of("gpt2", add_cross_attention=True))
-    with pytest.raises(ValueError, match="is for decoders, and GPT2LMHeadModel attends to an encoder"):
+    with pytest.raises(ValueError, match="is for decoders, but GPT2LMHeadModel attends to an encoder"):
         hf.set_attention(cross, "llp")
 
 
@@ -310,7 +310,7 @@ def test_a_configuration_of_several_is_refused(monkeypatch):
     model = stock("llama")
     other = LlamaConfig()
     monkeypatch.setattr(type(model.config), "get_text_config", lambda self, **_: other)
-    with pytest.raises(ValueError, match="models of one configuration with num_attention_heads, got LlamaConfig"):
+    with pytest.raises(ValueError, match="with one configuration that has num_attention_heads, got LlamaConfig"):
         hf.set_attention(model, "llp")
 
 
@@ -330,7 +330,7 @@ def test_a_damaged_entry_is_refused(entry, tmp_path, capsys):
 def test_masks_that_are_refused():
     model, x_BT = stock("llama", "llp"), tokens(2, 9)
     with pytest.raises(
-        ValueError, match=r"no 4-D masks of its caller: give a 2-D attention_mask of padding, got torch\.b"
+        ValueError, match=r"does not support 4-D masks: give a 2-D attention_mask of padding, got torch\.b"
     ):
         model(x_BT, attention_mask=torch.ones(2, 1, 9, 9, dtype=torch.bool))
     with pytest.raises(ValueError, match="not packed documents"):
@@ -343,7 +343,7 @@ def test_masks_that_are_refused():
         ValueError, match=r"keeps every key from the first one, got keys from 2 on, 5 of them, .* 2 to 6"
     ):
         standing_mask(1, 5, 5, q_offset=2, kv_offset=2)
-    with pytest.raises(ValueError, match=r"for each token so far whether it is real, \[1, 7\], got \(1, 5\)"):
+    with pytest.raises(ValueError, match=r"a column for each token so far, \[1, 7\], got \[1, 5\]"):
         standing_mask(1, 5, 9, q_offset=2, attention_mask=torch.ones(1, 5))
     with pytest.raises(ValueError, match="2 queries, 5 keys and no mask that says where they stand"):
         read_standing(None, 1, 2, 5)
@@ -355,7 +355,7 @@ def test_what_an_attention_function_is_asked_for_and_ours_does_not_compute(asked
     module = stock("llama", "llp").model.layers[0].self_attn
     with pytest.raises(ValueError, match=f"does not compute {asked}, which LlamaAttention asks for"):
         interface._attention("llp", module, *inputs(5, 5), None, **{asked: 4})
-    with pytest.raises(ValueError, match="is causal, and LlamaAttention is not"):
+    with pytest.raises(ValueError, match="is causal, but LlamaAttention is not"):
         interface._attention("llp", module, *inputs(5, 5), None, is_causal=False)
 
 

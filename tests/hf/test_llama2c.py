@@ -101,7 +101,7 @@ def test_it_goes_to_transformers_and_comes_back(tmp_path: Path) -> None:
         (2, -1, "layers must be at least 1, got -1"),
         (5, 0, "vocab must not be 0"),
         (3, 3, "heads must divide dim into even parts"),
-        (4, 3, "kv_heads heads"),
+        (4, 3, "kv_heads divide heads"),
         (2, 2**31 - 1, "asks for 4,260,607,556,444"),
         (0, 0x616B3432, "version 12; only version 0"),
     ],

@@ -233,9 +233,9 @@ def test_positions_are_counted_and_may_only_be_repeated():
     cache = model(tokens[:, :6], attention_mask=mask[:, :6]).past_key_values
     model(tokens[:, 6:], attention_mask=mask, position_ids=counted[:, 6:], past_key_values=cache, use_cache=False)
     for wrong in (counted + 1, counted.flip(1), torch.arange(11)[None]):
-        with pytest.raises(ValueError, match="position_ids other than the count of the row's real tokens"):
+        with pytest.raises(ValueError, match="position_ids must count the row's real tokens"):
             model(tokens, attention_mask=mask, position_ids=wrong)
-    with pytest.raises(ValueError, match="position_ids other than the count"):
+    with pytest.raises(ValueError, match="position_ids must count"):
         model(tokens[:, 6:], attention_mask=mask, position_ids=counted[:, 6:] - 6, past_key_values=cache)
 
 

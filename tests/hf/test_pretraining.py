@@ -110,7 +110,7 @@ def test_what_is_not_taken_is_refused():
     model, tokens = pretraining(), some_tokens()
     with pytest.raises(ValueError, match="input_ids is needed"):
         model()
-    with pytest.raises(ValueError, match="labels must be input_ids: what is hidden is drawn inside of the model"):
+    with pytest.raises(ValueError, match="labels must equal input_ids: the model itself draws"):
         model(tokens, labels=tokens + 1)
     with pytest.raises(ValueError, match="unknown objective 'next'; valid: causal, denoise"):
         SubquadPretrainingConfig(objective="next")
@@ -138,9 +138,9 @@ def test_a_saved_pair_classifier_comes_back(name, tmp_path):
 
 
 def test_a_missing_or_needless_pair_is_refused():
-    with pytest.raises(ValueError, match="this classifier has two towers"):
+    with pytest.raises(ValueError, match="this classifier labels pairs of sequences"):
         classifier(towers=2)(some_tokens())
-    with pytest.raises(ValueError, match="labels single sequences and takes no pair"):
+    with pytest.raises(ValueError, match="labels single sequences, but a pair was given"):
         classifier()(some_tokens(), pair_input_ids=some_tokens())
 
 
@@ -180,5 +180,5 @@ def test_joint_denoising_reads_label_and_tokens_from_the_same_pass(towers):
 def test_a_perceiver_has_no_second_loss():
     model = classifier(name="perceiver_io").train()
     model.denoising = Denoising(1.0, Hiding(0.3, 0.0))
-    with pytest.raises(ValueError, match="attention 'perceiver_io' keeps no vector for each token to predict it from"):
+    with pytest.raises(ValueError, match="attention 'perceiver_io' keeps no vector for each token and cannot predict tokens"):
         model(some_tokens(), labels=LABELS)

@@ -1,265 +1,383 @@
+"""The decoder: its equation, the laws of a causal model, positions, loss and cost, with and without loops."""
+
 import math
 
 import pytest
 import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
 from torch.nn import functional as F
+from torch.utils.flop_counter import FlopCounterMode
 
 from subquad import State
-from subquad.attention import mechanism, names
 from subquad.models import Decoder, DecoderConfig
+from subquad.ops import flops, loss
 from subquad.testing import assert_exact, assert_in_budget, assert_same_maths
+from subquad.testing.tools import largest_allocation
+from tests.models import small
 
-SMALL = {
-    "bigbird": {"block": 3, "num_global": 1, "num_random": 1},
-    "dilated": {"width": 2, "dilation": 3},
-    "latte_macchiato": {"width": 4},
-    "llp": {"segment": 6},
-    "longformer": {"width": 4},
-    "shifted": {"group": 4},
-    "strided": {"stride": 4, "columns": 2},
-    "window": {"width": 4},
-}
-VOCABULARY, TOKENS = 23, 17
+LOOPED = {"loops": 3, "loop_loss": "all", "lookup": 31, "feedforward": "bilinear"}
+every_form = pytest.mark.parametrize(("name", "fields"), [
+    *(pytest.param(p.id, {}, id=p.id, marks=p.marks) for p in small.mechanisms()),
+    *(pytest.param(p.id, LOOPED, id=f"{p.id}-looped", marks=p.marks) for p in small.mechanisms(quick=["latte"])),
+    pytest.param(["llp", "full"], {"num_layers": 4}, id="hybrid"),
+])  # fmt: skip
 
 
-def tiny(attention, **fields):
-    """A decoder of two layers whose segments and windows are shorter than the sequence."""
-    mechanisms = [attention] if isinstance(attention, str) else attention
-    rotates = any(mechanism(name).rotates for name in mechanisms)
-    shape = {
-        "vocab_size": VOCABULARY,
-        "dim": 16,
-        "num_layers": 2,
-        "num_heads": 2,
-        "options": SMALL,
-        "position": "rope" if rotates else "sinusoidal",
-        "init_std": 0.3,
-    }
-    torch.manual_seed(0)
-    return Decoder(DecoderConfig(attention=attention, **(shape | fields))).eval()
+def passes_of(model, tokens):
+    """Logits after each pass, by the mechanisms' definitions."""
+    x, logits = model.embedding(tokens, 0, None), []
+    for p in range(model.config.loops):
+        x = x + model.pass_biases[p].bias if model.config.loops > 1 else x
+        for block in model.blocks():
+            x = x + block.attention.definition(block.attention_norm(x))
+            x = x + block.feedforward(block.feedforward_norm(x))
+        z = model.norm(x) @ (model.head or model.embedding.tokens).weight.mT
+        if model.lookup is not None:
+            z = z + F.silu(z @ model.lookup.up.weight.mT) @ model.lookup.down.weight.mT
+        logits.append(z)
+    return logits
 
 
-def some_tokens(batch=3, tokens=TOKENS):
-    return torch.randint(VOCABULARY, (batch, tokens), generator=torch.Generator().manual_seed(1))
+# --- equation and laws
 
 
-def some_mask():
-    """Padding on the left, on the right and in the middle."""
-    mask = torch.ones(3, TOKENS, dtype=torch.bool)
-    mask[0, :5] = False
-    mask[1, 11:] = False
-    mask[2, 3:9] = False
-    return mask
-
-
-every_mechanism = pytest.mark.parametrize("name", [name for name in names() if "causal" in mechanism(name).forms])
-every_position = pytest.mark.parametrize("position", ["rope", "sinusoidal", "learned", "none"])
-
-
-@every_mechanism
+@every_form
 @pytest.mark.parametrize("tie_embeddings", [True, False])
-def test_the_decoder_is_its_equation(name, tie_embeddings):
-    layers = 1 if name == "luna" else 2  # a layer that is handed a memory has no definition of its own
-    decoder = tiny(name, num_layers=layers, tie_embeddings=tie_embeddings, position="none").double()
-    tokens = some_tokens()
-    x = decoder.embedding.tokens.weight[tokens]
-    for block in decoder.blocks():
-        x = x + block.attention.definition(block.attention_norm(x))
-        x = x + block.feedforward(block.feedforward_norm(x))
-    matrix = decoder.embedding.tokens.weight if tie_embeddings else decoder.head.weight
-    assert_same_maths(decoder(tokens)[0], decoder.norm(x) @ matrix.mT)
-    assert_same_maths(decoder.hidden(tokens)[0], decoder.norm(x))
-    assert_same_maths(decoder.vectors(tokens), decoder.norm(x))
+def test_the_decoder_is_its_equation(name, fields, tie_embeddings):
+    if name == "luna":  # a layer that is handed a memory has no definition of its own
+        fields = fields | {"num_layers": 1}
+    fields = fields | {"tie_embeddings": tie_embeddings, "position": "none"}
+    model, tokens = small.decoder(name, **fields), small.tokens()
+    expected = passes_of(model, tokens)
+    assert_exact(model.embedding(tokens, 0, None), model.embedding.tokens.weight[tokens])
+    assert_same_maths(model(tokens)[0], expected[-1])
+    assert_same_maths(model.logits(model.hidden(tokens)[0]), expected[-1])
+    assert_same_maths(model.logits(model.vectors(tokens)[:, -1]), expected[-1][:, -1])
+    assert len(expected) == 1 or not torch.isclose(expected[0], expected[-1]).any(-1).all()
 
 
-@pytest.mark.parametrize("silent", ["attention", "feedforward"])
-def test_dropout_acts_on_each_branch(silent):
-    block = tiny("full", dropout=0.5).blocks()[0].train()
-    silenced = block.attention.out if silent == "attention" else block.feedforward.down
-    torch.nn.init.zeros_(silenced.weight)
-    x = torch.randn(4, 64, 16)
-    untouched = (block(x, None, None)[0] == x).double().mean().item()
-    assert math.isclose(untouched, 0.5, abs_tol=0.05)
-    block.eval()
-    assert not (block(x, None, None)[0] == x).all()
+@every_form
+@pytest.mark.parametrize("cuts", [[0, 1, 5, 6, 6, 14], list(range(1, small.TOKENS))], ids=["cuts", "each"])
+def test_any_split_equals_the_whole(name, fields, cuts):
+    model, tokens = small.decoder(name, **fields), small.tokens()
+    logits, state = small.in_pieces(model, tokens, cuts)
+    assert_same_maths(logits, model(tokens)[0])
+    assert state.seen == small.TOKENS
+    layers = [f"layers.{i}" for i in range(model.config.num_layers)]
+    if model.config.loops > 1:
+        layers = [f"passes.{p}.{layer}" for p in range(model.config.loops) for layer in layers]
+    assert set(state) == {"seen", *layers}
 
 
-@every_mechanism
-@pytest.mark.parametrize("cuts", [[9], [1, 5, 6, 6, 14], list(range(1, TOKENS))])
-def test_any_split_equals_the_whole(name, cuts):
-    decoder, tokens = tiny(name).double(), some_tokens()
-    whole, _ = decoder(tokens)
-    parts, state = [], None
-    for part in tokens.tensor_split(cuts, dim=1):
-        logits, state = decoder(part, state)
-        parts.append(logits)
-    assert_same_maths(torch.cat(parts, 1), whole)
-    assert state.seen == TOKENS
+@settings(max_examples=8)
+@given(cuts=st.lists(st.integers(0, small.TOKENS), max_size=4).map(sorted))
+def test_any_cuts_of_a_looped_hybrid_equal_the_whole(cuts):
+    model, tokens = small.decoder(["llp", "elita"], **LOOPED), small.tokens(2)
+    assert_same_maths(small.in_pieces(model, tokens, cuts)[0], model(tokens)[0])
 
 
-@every_mechanism
-def test_padding_does_not_exist_wherever_it_stands(name):
-    decoder, tokens, mask = tiny(name).double(), some_tokens(), some_mask()
-    logits, state = decoder(tokens, mask=mask)
+@every_form
+def test_padding_anywhere_is_as_if_removed(name, fields):
+    model, tokens, mask = small.decoder(name, bias=True, **fields), small.tokens(), small.mask()
+    logits, state = model(tokens, mask=mask)
     assert_exact(state.seen, mask.sum(1))
-    after, _ = decoder(tokens[:, :4], state)
-    for row in range(3):
-        alone, alone_state = decoder(tokens[row : row + 1, mask[row]])
-        assert_same_maths(logits[row, mask[row]], alone[0])
-        assert not logits[row, ~mask[row]].any()
-        assert_same_maths(after[row], decoder(tokens[row : row + 1, :4], alone_state)[0][0])
+    after, _ = model(tokens[:, :4], state)
+    for row, real in enumerate(mask):
+        alone, own = model(tokens[row : row + 1, real])
+        assert_same_maths(logits[row, real], alone[0])
+        assert not logits[row, ~real].any()
+        assert_same_maths(after[row], model(tokens[row : row + 1, :4], own)[0][0])
 
 
-@every_mechanism
-def test_what_stands_in_padding_changes_nothing(name):
-    decoder, tokens, mask = tiny(name), some_tokens(), some_mask()
+@every_form
+def test_tokens_at_padding_change_nothing_and_get_no_gradient(name, fields):
+    model, mask = small.decoder(name, tie_embeddings=False, **fields).float(), small.mask()
+    tokens = torch.where(mask, small.tokens().clamp(min=2), 1)
     other = torch.where(mask, tokens, -7)
-    assert_exact(decoder(tokens, mask=mask)[0], decoder(other, mask=mask)[0])
-    labels = torch.where(mask, tokens, 3)
-    loss = decoder.loss(tokens, tokens, mask)
-    assert_exact(loss, decoder.loss(other, labels, mask))
-
-
-@every_mechanism
-def test_padding_gets_no_gradient(name):
-    decoder, mask = tiny(name, tie_embeddings=False), some_mask()
-    tokens = torch.where(mask, some_tokens().clamp(min=2), 1)
-    decoder(tokens, mask=mask)[0].square().sum().backward()
-    gradient = decoder.embedding.tokens.weight.grad
+    logits, _ = model(tokens, mask=mask)
+    assert_exact(logits, model(other, mask=mask)[0])
+    assert_exact(model.loss(tokens, tokens, mask), model.loss(other, torch.where(mask, tokens, 3), mask))
+    logits.square().sum().backward()
+    gradient = model.embedding.tokens.weight.grad
     assert not gradient[:2].any()
     assert gradient[tokens[mask].unique()].abs().amax(1).all()
 
 
-@every_position
-def test_positions_of_every_kind_count_real_tokens_and_go_on_from_a_state(position):
-    decoder, tokens, mask = tiny("full", position=position, max_positions=32).double(), some_tokens(), some_mask()
-    logits, state = decoder(tokens, mask=mask)
-    more, state = decoder(tokens, state, mask.flip(1))
-    for row in range(3):
-        real = torch.cat([tokens[row, mask[row]], tokens[row, mask.flip(1)[row]]])
-        alone, _ = decoder(real[None])
-        assert_same_maths(torch.cat([logits[row, mask[row]], more[row, mask.flip(1)[row]]]), alone[0])
+@every_form
+def test_a_later_token_changes_no_bit_of_an_earlier_output(name, fields):
+    model, tokens = small.decoder(name, **fields).float(), small.tokens()
+    other = torch.cat([tokens[:, :9], (tokens[:, 9:] + 1) % small.VOCABULARY], 1)
+    before, after = model(tokens)[0], model(other)[0]
+    assert_exact(before[:, :9], after[:, :9])
+    assert not torch.equal(before[:, 9:], after[:, 9:])
 
 
-def test_positions_change_the_logits():
-    logits = {}
-    for position in ("rope", "sinusoidal", "learned", "none"):
-        decoder = tiny("full", position=position)
-        logits[position] = decoder(torch.tensor([[5, 5, 5]]))[0]
-    assert_exact(logits["none"][0, 0], logits["none"][0, 1])
-    assert not torch.equal(logits["sinusoidal"][0, 0], logits["sinusoidal"][0, 1])
-    assert not torch.equal(logits["learned"][0, 0], logits["learned"][0, 1])
-    tokens = torch.tensor([[3, 9, 5], [9, 3, 5]])
-    rotated, plain = (tiny("full", position=p, num_layers=1).double()(tokens)[0] for p in ("rope", "none"))
-    assert not torch.isclose(rotated[0, 2], rotated[1, 2]).all()
-    assert_same_maths(plain[0, 2], plain[1, 2])
+@every_form
+def test_checkpointing_changes_no_bit(name, fields):
+    model, tokens = small.decoder(name, dropout=0.1, attention_dropout=0.1, **fields).float().train(), small.tokens()
+    small.assert_checkpointing_changes_no_bit(model, lambda: model.loss(tokens, tokens))
 
 
-def test_a_learned_table_that_is_too_short_names_both_numbers():
-    decoder = tiny("full", position="learned", max_positions=10)
-    mask = torch.ones(1, 12, dtype=torch.bool)
-    mask[0, :2] = False
-    decoder(some_tokens(1, 12), mask=mask)
-    with pytest.raises(ValueError, match="position 11 is outside of the learned table of 10 positions"):
-        decoder(some_tokens(1, 12))
-
-
-@every_mechanism
-def test_the_loss_is_the_cross_entropy_of_the_logits(name):
-    decoder, tokens = tiny(name).double(), some_tokens()
-    labels = some_tokens().flip(0).clone()
-    labels[1, 4:9] = -100
-    logits = decoder(tokens)[0]
-    expected = F.cross_entropy(logits.mT, labels, reduction="none")
-    assert_same_maths(decoder.loss(tokens, labels, reduction="none"), expected)
-    assert_same_maths(decoder.loss(tokens, labels, reduction="sum"), expected.sum())
-    assert_same_maths(decoder.loss(tokens, labels), expected.sum() / (labels != -100).sum())
-
-
-def test_the_loss_leaves_padding_out():
-    decoder, tokens, mask = tiny("full").double(), some_tokens(), some_mask()
-    expected = F.cross_entropy(decoder(tokens, mask=mask)[0][mask], tokens[mask])
-    assert_same_maths(decoder.loss(tokens, tokens, mask), expected)
-    assert not decoder.loss(tokens, tokens, mask, reduction="none")[~mask].any()
-
-
-@every_mechanism
-def test_gradients_are_the_same_with_checkpointing(name):
-    decoder, tokens = tiny(name, dropout=0.1, attention_dropout=0.1).train(), some_tokens()
-    grads = []
-    for checkpointing in (False, True):
-        decoder.gradient_checkpointing = checkpointing
-        decoder.zero_grad()
-        torch.manual_seed(3)
-        decoder.loss(tokens, tokens).backward()
-        grads.append([p.grad.clone() for p in decoder.parameters()])
-    assert all(torch.equal(a, b) for a, b in zip(*grads, strict=True))
-
-
-def test_checkpointing_computes_the_blocks_again():
-    decoder, tokens = tiny("full").train(), some_tokens()
-    calls = []
-    decoder.layers[0].register_forward_pre_hook(lambda *_: calls.append(1))
-    decoder.gradient_checkpointing = True
-    decoder.loss(tokens, tokens).backward()
-    assert len(calls) == 2
-
-
-@every_mechanism
-def test_a_saved_state_comes_back_bit_for_bit_and_goes_on(name, tmp_path):
-    decoder, tokens, mask = tiny(name).double(), some_tokens(), some_mask()
-    _, state = decoder(tokens, mask=mask)
+@every_form
+def test_a_saved_state_comes_back_bit_for_bit_and_continues(name, fields, tmp_path):
+    model, tokens = small.decoder(name, **fields), small.tokens()
+    _, state = model(tokens, mask=small.mask())
     state.save(tmp_path / "state.safetensors")
-    loaded = State.load(tmp_path / "state.safetensors", config_hash=decoder.config_hash)
+    loaded = State.load(tmp_path / "state.safetensors", config_hash=model.config_hash)
     assert loaded.nbytes == state.nbytes > 0
-    for layer in ("layers.0", "layers.1"):
+    for layer in set(state) - {"seen"}:
         assert set(loaded.child(layer)) == set(state.child(layer))
-        for entry in loaded.child(layer):
+        for entry in state.child(layer):
             assert_exact(loaded.child(layer).tensor(entry), state.child(layer).tensor(entry), entry)
-    assert_same_maths(decoder(tokens, loaded)[0], decoder(tokens, state)[0])
+    assert_same_maths(model(tokens, loaded)[0], model(tokens, state)[0])
 
 
-@every_mechanism
-@pytest.mark.parametrize("tokens", [0, 1])
-def test_no_token_and_one_token(name, tokens):
-    decoder = tiny(name).double()
-    logits, state = decoder(some_tokens(3, tokens))
-    assert logits.shape == (3, tokens, VOCABULARY)
-    assert state.seen == tokens
-    assert decoder.loss(some_tokens(3, tokens), some_tokens(3, tokens)).isfinite()
-    more, _ = decoder(some_tokens(), state)
-    expected = decoder(torch.cat([some_tokens(3, tokens), some_tokens()], 1))[0][:, tokens:]
-    assert_same_maths(more, expected)
-
-
-@pytest.mark.parametrize("name", ["full", "llp", "latte", "linear"])  # the contract compiles every mechanism
-def test_compiled_equals_eager(name):
+@pytest.mark.parametrize(("name", "fields"), [  # the contract compiles every mechanism
+    ("llp", {}), ("latte", {"loops": 2, "loop_loss": "all"}),
+    *(pytest.param(name, {}, marks=pytest.mark.slow) for name in ("full", "latte", "linear")),
+])  # fmt: skip
+def test_compiled_equals_eager(name, fields):
     torch._dynamo.reset()
-    decoder, tokens, mask = tiny(name, num_layers=1).double(), some_tokens(), some_mask()
-    compiled = torch.compile(decoder, fullgraph=True, backend="aot_eager")
+    model, tokens = small.decoder(name, num_layers=1, **fields).train(), small.tokens()
     gradients = []
-    for model in (decoder, compiled):
-        decoder.zero_grad()
-        model(tokens)[0].square().sum().backward()
-        gradients.append([p.grad.clone() for p in decoder.parameters()])
+    for function in (model.loss, torch.compile(model.loss, fullgraph=True, backend="aot_eager")):
+        model.zero_grad()
+        function(tokens, tokens).backward()
+        gradients.append([p.grad for p in model.parameters()])
     for actual, expected in zip(*gradients, strict=True):
         assert_same_maths(actual, expected)
     with torch.no_grad():
-        logits, state = decoder(tokens, mask=mask)
-        compiled_logits, compiled_state = compiled(tokens, None, mask)
+        compiled, mask = torch.compile(model, fullgraph=True, backend="aot_eager"), small.mask()
+        (logits, state), (compiled_logits, compiled_state) = model(tokens, None, mask), compiled(tokens, None, mask)
         assert_same_maths(compiled_logits, logits)
-        assert_same_maths(compiled(tokens[:, :1], compiled_state)[0], decoder(tokens[:, :1], state)[0])
+        assert_same_maths(compiled(tokens[:, :1], compiled_state)[0], model(tokens[:, :1], state)[0])
 
 
-@every_mechanism
-def test_autocast_computes_in_bfloat16_and_keeps_the_loss_in_float32(name):
-    decoder, tokens = tiny(name).train(), some_tokens()
+@every_form
+def test_autocast_computes_in_bfloat16_and_keeps_the_loss_in_float32(name, fields):
+    model, tokens = small.decoder(name, **fields).float().train(), small.tokens()
     with torch.autocast("cpu", torch.bfloat16):
-        logits, _ = decoder(tokens)
-        loss = decoder.loss(tokens, tokens)
-    assert logits.dtype == torch.bfloat16
-    assert loss.dtype == torch.float32
-    loss.backward()
-    assert all(p.grad.isfinite().all() and p.grad.dtype == torch.float32 for p in decoder.parameters())
-    exact, plain = tiny(name).double().loss(tokens, tokens), tiny(name).bfloat16().loss(tokens, tokens)
-    assert_in_budget(loss, plain, exact, torch.bfloat16)
+        logits, nats = model(tokens)[0], model.loss(tokens, tokens)
+    assert (logits.dtype, nats.dtype) == (torch.bfloat16, torch.float32)
+    nats.backward()
+    assert all(p.grad.isfinite().all() and p.grad.dtype == torch.float32 for p in model.parameters())
+    exact, plain = (model.to(dtype).loss(tokens, tokens) for dtype in (torch.float64, torch.bfloat16))
+    assert_in_budget(nats, plain, exact, torch.bfloat16)
+
+
+# --- positions
+
+
+@pytest.mark.parametrize("position", ["rope", "sinusoidal", "learned", "none"])
+def test_positions_count_real_tokens_and_continue_from_a_state(position):
+    model, tokens, mask = small.decoder(position=position, max_positions=32), small.tokens(), small.mask()
+    logits, state = model(tokens, mask=mask)
+    more, state = model(tokens, state, mask.flip(1))
+    for row, (real, then) in enumerate(zip(mask, mask.flip(1), strict=True)):
+        alone, _ = model(torch.cat([tokens[row, real], tokens[row, then]])[None])
+        assert_same_maths(torch.cat([logits[row, real], more[row, then]]), alone[0])
+
+
+@pytest.mark.parametrize("position", ["rope", "sinusoidal", "learned", "none"])
+def test_order_matters_unless_positions_are_none(position):
+    """With one layer, the last token's attention tells the order of those before it only by their positions."""
+    logits, _ = small.decoder(position=position, num_layers=1)(torch.tensor([[3, 9, 5], [9, 3, 5]]))
+    assert bool(torch.isclose(logits[0, 2], logits[1, 2]).all()) == (position == "none")
+
+
+def test_a_learned_table_that_is_too_short_names_both_numbers():
+    model, mask = small.decoder(position="learned", max_positions=10), torch.ones(1, 12, dtype=torch.bool)
+    mask[0, :2] = False
+    model(small.tokens(1, 12), mask=mask)
+    with pytest.raises(ValueError, match="position 11 is outside of the learned table of 10 positions"):
+        model(small.tokens(1, 12))
+
+
+def test_sines_have_the_size_of_the_embeddings():
+    model = small.decoder("linear", dim=64, num_heads=4, init_std=0.05)
+    assert math.isclose(model.embedding.position(torch.zeros(1, 500, 64), 0).std().item(), 0.05, rel_tol=0.15)
+
+
+# --- loss
+
+
+@pytest.mark.parametrize("fields", [
+    {}, {"loop_loss": "all"}, LOOPED, LOOPED | {"lookup": None}, LOOPED | {"loop_loss": "last"}
+], ids=str)  # fmt: skip
+def test_the_loss_is_the_cross_entropy_of_each_pass_in_training_and_of_the_last_in_evaluation(fields):
+    model, tokens, mask = small.decoder(**fields), small.tokens(), small.mask()
+    labels = small.tokens().flip(0).masked_fill(tokens == 3, -100)
+    labels[1, 4:9] = -100
+    for reduction in ("mean", "sum", "none"):
+        losses = [F.cross_entropy(z.mT, labels, reduction=reduction) for z in passes_of(model, tokens)]
+        trained = torch.stack(losses).mean(0) if model.config.loop_loss == "all" else losses[-1]
+        assert_same_maths(model.train().loss(tokens, labels, reduction=reduction), trained)
+        assert_same_maths(model.eval().loss(tokens, labels, reduction=reduction), losses[-1])
+    model.train()
+    padded = model.loss(tokens, labels, mask, reduction="none")
+    assert not padded[~mask].any()
+    for row, real in enumerate(mask):
+        alone = model.loss(tokens[row : row + 1, real], labels[row : row + 1, real], reduction="none")
+        assert_same_maths(padded[row, real], alone[0])
+    assert_same_maths(model.loss(tokens, labels, mask), padded.sum() / (mask & (labels != -100)).sum())
+    assert model.loss(tokens[:, :0], labels[:, :0]).isfinite()
+
+
+def test_the_loss_in_chunks_has_the_same_gradients_and_reaches_every_parameter(monkeypatch):
+    model, tokens, results = small.decoder("window", **LOOPED).train(), small.tokens(), []
+    for entries in (loss.CHUNK_ENTRIES, 5 * 31):
+        monkeypatch.setattr(loss, "CHUNK_ENTRIES", entries)
+        model.zero_grad()
+        nats = model.loss(tokens, tokens)
+        nats.backward()
+        results.append([nats.detach(), *(p.grad for p in model.parameters())])
+    for whole, chunked in zip(*results, strict=True):
+        assert whole.any()
+        assert_same_maths(chunked, whole)
+
+
+def test_the_loss_never_holds_the_look_ups_rows_for_all_tokens(monkeypatch):
+    model, tokens = small.decoder("window", **LOOPED | {"lookup": 512, "dim": 8}).float().train(), small.tokens(2, 64)
+    monkeypatch.setattr(loss, "CHUNK_ENTRIES", 32 * 512)
+    held = largest_allocation(lambda: model.loss(tokens, tokens).backward())
+    assert held < 4 * tokens.numel() * 512
+    assert largest_allocation(lambda: model(tokens)) == 4 * tokens.numel() * 512
+
+
+# --- parts and first weights
+
+
+def test_passes_share_their_layers_and_have_a_bias_each():
+    once, looped, whole = small.decoder(), small.decoder(loops=3), small.decoder(loops=3, lookup=31)
+    assert {name.partition(".")[0] for name, _ in once.named_parameters()} == {"embedding", "layers", "norm"}
+    assert [p.shape for p in looped.pass_biases.parameters()] == [(16,)] * 3  # vectors, which do not decay
+    assert looped.num_parameters() == once.num_parameters() + 3 * 16
+    assert whole.num_parameters() == looped.num_parameters() + 2 * small.VOCABULARY * 31
+
+
+@pytest.mark.parametrize("silent", ["attention", "feedforward"])
+def test_dropout_acts_on_each_branch(silent):
+    block = small.decoder(dropout=0.5).blocks()[0].train()
+    silenced = block.attention.out if silent == "attention" else block.feedforward.down
+    torch.nn.init.zeros_(silenced.weight)
+    x = torch.randn(4, 64, 16, dtype=torch.float64)
+    assert math.isclose((block(x, None, None)[0] == x).double().mean().item(), 0.5, abs_tol=0.05)
+    assert not (block.eval()(x, None, None)[0] == x).all()
+
+
+def test_settings_reach_the_mechanisms_that_have_them():
+    options = {"window": {"width": 3, "dropout": 0.5}, "latte": {"num_heads": 1}}
+    shared = {"num_kv_heads": 1, "rope_base": 500.0, "attention_dropout": 0.25, "bias": True}
+    model = small.decoder(["window", "linear"], num_layers=4, options=options, **shared)
+    assert [block.attention.name for block in model.blocks()] == ["window", "linear"] * 2
+    window, linear = (block.attention.config for block in model.blocks()[2:])
+    assert (window.num_kv_heads, window.rope, window.rope_base, window.bias) == (1, True, 500.0, True)
+    assert (window.width, window.dropout, linear.dropout, linear.bias) == (3, 0.5, 0.25, True)
+    assert small.decoder("window", position="none").blocks()[0].attention.config.rope is False
+
+
+def test_first_weights_are_smaller_where_they_write_into_the_residual_stream():
+    config = DecoderConfig(
+        vocab_size=500, dim=128, num_layers=4, attention=["llp_printed", "latte"], norm="layer", bias=True, loops=2,
+        init_std=0.05, lookup=300, options={"llp_printed": {"shared_kv": False, "key_norm": False}},
+    )  # fmt: skip
+    torch.manual_seed(0)
+    model = Decoder(config)
+    stds = {name: p.std().item() for name, p in model.named_parameters() if p.ndim == 2}
+    small = {name for name, std in stds.items() if std < 0.025}
+    assert {"layers.0.attention.out.weight", "layers.0.attention.first_out.weight"} < small
+    assert {"layers.1.attention.out.weight", "layers.3.feedforward.down.weight"} < small
+    assert all(name.endswith(("out.weight", "feedforward.down.weight")) for name in small)
+    for name, std in stds.items():
+        assert math.isclose(std, 0.05 / 4 if name in small else 0.05, rel_tol=0.1), name
+    assert_exact(model.layers[0].attention_norm.weight, torch.ones(128))
+    biases = [p for name, p in model.named_parameters() if name.endswith("bias")]
+    assert biases
+    assert not any(bias.any() for bias in biases)
+    assert Decoder(config.replace(feedforward="bilinear")).layers[0].output_projections()[-1].in_features == 8 * 128
+
+
+def test_a_tied_head_is_the_embedding_itself():
+    tied, untied = small.decoder(), small.decoder(tie_embeddings=False)
+    assert tied.head_weight is tied.embedding.tokens.weight
+    assert untied.head_weight is untied.head.weight
+    assert untied.num_parameters() - tied.num_parameters() == small.VOCABULARY * 16
+
+
+# --- cost
+
+
+@pytest.mark.parametrize(("name", "fields"), [
+    *(pytest.param(p.id, {}, marks=p.marks) for p in small.mechanisms(quick=["full", "latte"])),
+    ("latte", LOOPED), ("latte", LOOPED | {"loop_loss": "last"}),
+])  # fmt: skip
+def test_cost_counts_layers_for_every_pass_and_the_head_for_every_loss(name, fields):
+    model = small.decoder(name, tie_embeddings=False, **fields)
+    cost, layer, config = model.cost(100), model.blocks()[0].attention.cost(100), model.config
+    layers, heads = 2 * config.loops, config.loops if config.loop_loss == "all" else 1
+    for field in ("mixing_flops", "score_entries", "unmasked_entries", "state_bytes"):
+        assert getattr(cost, field) == layers * getattr(layer, field)
+    feedforward = sum(p.numel() for p in model.blocks()[0].feedforward.parameters())
+    head = small.VOCABULARY * 16 + 2 * small.VOCABULARY * (config.lookup or 0)
+    rest = 200 * (layers * feedforward + heads * head)
+    assert cost.projection_flops == layers * layer.projection_flops + rest
+    assert cost.backward_flops == layers * layer.backward_flops + 2 * rest
+    assert cost.activation_bytes > layers * layer.activation_bytes
+    assert cost.parameters == model.num_parameters() == sum(p.numel() for p in model.parameters())
+    if name == "latte":  # a state of constant size
+        assert model.float()(small.tokens(1, 50))[1].nbytes == cost.state_bytes
+
+
+@pytest.mark.parametrize(("name", "feedforward"), [("full", "swiglu"), ("latte", "bilinear")])
+def test_the_cost_is_what_torch_counts_and_leaves_modes_and_weights_alone(name, feedforward):
+    flops.register()
+    model = small.decoder(name, **LOOPED | {"feedforward": feedforward, "loop_loss": "last"}).float().train()
+    model.layers[1].eval()
+    modes = [module.training for module in model.modules()]
+    weights = [p.clone() for p in model.parameters()]
+    cost = model.cost(64)
+    assert [module.training for module in model.modules()] == modes
+    assert all(torch.equal(a, b) for a, b in zip(weights, model.parameters(), strict=True))
+    with torch.no_grad(), FlopCounterMode(display=False) as counter:
+        model(small.tokens(1, 64))
+    assert counter.get_total_flops() == cost.mixing_flops + cost.projection_flops
+
+
+# --- mistakes
+
+
+@pytest.mark.parametrize(("fields", "message"), [
+    ({"attention": "lpl"}, "unknown attention 'lpl'; did you mean 'llp'"),
+    ({"options": {"lpl": {}}}, "unknown attention 'lpl'; did you mean 'llp'"),
+    ({"options": {"llp": {"segments": 4}}}, "attention 'llp' has no option 'segments'; did you mean 'segment'"),
+    ({"options": {"window": {"widht": 4}}}, "attention 'window' has no option 'widht'; did you mean 'width'"),
+    ({"options": {"llp": {"dim": 4}}}, "attention 'llp' has no option 'dim'"),
+    ({"options": {"window": {"width": -3}}}, "of attention 'window', which no layer uses: width must be at least 1"),
+    ({"options": {"latte": {"num_heads": 5}}}, "options of attention 'latte', which no layer uses: dim must be"),
+    ({"attention": "linformer", "position": "none"}, "attention 'linformer' has no causal form"),
+    ({"options": {"llp": {"causal": False}}}, "this model is causal, but the options of attention 'llp' say causal=F"),
+    ({"attention": "latte"}, "position='rope' needs a layer that rotates .* latte does not; choose sinusoidal"),
+    ({"attention": "latte", "position": "none", "num_kv_heads": 1}, "num_kv_heads=1 has no effect: latte"),
+    ({"position": "sinusoidal", "dim": 9, "num_heads": 3}, "sinusoidal positions need an even dim, got 9"),
+])  # fmt: skip
+def test_settings_that_no_layer_supports_are_named(fields, message):
+    with pytest.raises(ValueError, match=message):
+        Decoder(DecoderConfig(**({"dim": 16, "num_heads": 2, "num_layers": 2} | fields)))
+
+
+def test_bad_input_is_named():
+    model, tokens = small.decoder(), small.tokens()
+    _, state = model(tokens)
+    small.assert_refused(
+        (lambda: model(tokens[0]), ValueError, r"tokens must have shape \[B, T\], got \[17\]"),
+        (lambda: model(tokens.float()), TypeError, "tokens must be int64 or int32, got torch.float32"),
+        (lambda: model(tokens, mask=torch.ones_like(tokens)), TypeError, "mask must be a bool tensor"),
+        (lambda: model(tokens, mask=small.mask()[:, :4]), ValueError, r"mask must have shape \(3, 17\)"),
+        (lambda: model(tokens[:2], state), ValueError, "holds 3 sequences but this decoder was given 2"),
+        (lambda: small.decoder(loops=2)(tokens, state), ValueError, "made by configuration .* but this decoder has"),
+        (lambda: model.loss(tokens, tokens[:, 1:]), ValueError, r"tokens' shape \[3, 17\], got \[3, 16\]"),
+        (lambda: model.loss(tokens, tokens, reduction="avg"), ValueError, "unknown reduction 'avg'"),
+        (lambda: small.decoder("window", options={"window": {"width": "wide"}}), TypeError, "width"),
+        (lambda: small.decoder("llp", options={"window": {"width": "w"}}), TypeError, "'window', which no layer uses"),
+    )

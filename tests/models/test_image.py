@@ -1,36 +1,24 @@
-"""The model of images: its probabilities, its sampler, its cuts, what a pixel sees."""
+"""The image model: its probabilities, its sampler, its cuts, what a pixel sees."""
 
 import math
 from dataclasses import fields
 
 import pytest
 import torch
-from hypothesis import given, settings
-from hypothesis import strategies as st
 
-from subquad.attention import mechanism, names
 from subquad.models import ImageModel, ImageModelConfig
 from subquad.models.config import DecoderConfig
 from subquad.models.pixels import LEAST_LOG_SCALE, draw
 from subquad.testing import assert_exact, assert_same_maths
+from tests.models import small
 
-CAUSAL = [name for name in names() if "causal" in mechanism(name).forms]
-OPTIONS = {"llp": {"segment": 6}, "window": {"width": 5}, "shifted": {"group": 4}, "elita": {"horizon": 64}}
+every_mechanism = pytest.mark.parametrize("name", small.mechanisms())
+every_output = pytest.mark.parametrize("output", ["categorical", "logistic"])
 
 
 def image_config(name="linear", **changes):
-    shape = {
-        "dim": 16,
-        "num_layers": 2,
-        "num_heads": 2,
-        "attention": name,
-        "options": {name: OPTIONS[name]} if name in OPTIONS else {},
-        "position": "none",
-        "init_std": 0.3,
-        "height": 4,
-        "width": 3,
-    }
-    return ImageModelConfig(**(shape | changes))
+    shape = small.SHAPE | {"vocab_size": 257, "position": "none", "height": 4, "width": 3, "options": small.OPTIONS}
+    return ImageModelConfig(**shape | {"attention": name} | changes)
 
 
 def image_model(name="linear", **changes):
@@ -60,9 +48,13 @@ def mixture(count=40, scale=3.0, dtype=torch.float64):
     return model.output, parameters_NP
 
 
-def test_a_mixture_s_probabilities_sum_to_one():
+def test_a_mixtures_probabilities_sum_to_one_with_scales_held_at_the_least():
     output, parameters_NP = mixture()
-    assert_same_maths(output.log_probs(parameters_NP).exp().sum(-1), torch.ones(40, dtype=torch.float64))
+    log_p = output.log_probs(parameters_NP)
+    assert_same_maths(log_p.exp().sum(-1), torch.ones(40, dtype=torch.float64))
+    held_NP = torch.cat((parameters_NP[:, :10], parameters_NP[:, 10:].clamp(min=-7.0)), 1)
+    assert held_NP[0, 10] == -7 != parameters_NP[0, 10]
+    assert_exact(log_p, output.log_probs(held_NP))
 
 
 def test_a_mixture_is_the_difference_of_its_distribution_function():
@@ -70,15 +62,15 @@ def test_a_mixture_is_the_difference_of_its_distribution_function():
     parameters_NP = parameters_NP[4:]
     logits, means, log_scales = parameters_NP.split(5, -1)
     scales = log_scales.clamp(min=LEAST_LOG_SCALE).exp()
-    edges = torch.cat(
-        (torch.tensor([-math.inf]), (2 * torch.arange(255).double() + 1) / 255 - 1, torch.tensor([math.inf]))
+    edges = torch.tensor(
+        [-math.inf, *((2 * level + 1) / 255 - 1 for level in range(255)), math.inf], dtype=torch.float64
     )
     below = torch.sigmoid((edges[None, :, None] - means[:, None]) / scales[:, None])
     p_NV = (logits.softmax(-1)[:, None] * below.diff(dim=1)).sum(-1)
     assert_same_maths(output.log_probs(parameters_NP).exp(), p_NV)
 
 
-@pytest.mark.parametrize("output", ["categorical", "logistic"])
+@every_output
 def test_the_loss_is_minus_the_logarithm_of_those_probabilities(output):
     model = image_model(output=output)
     pixels = some_pixels(model)
@@ -96,33 +88,25 @@ def test_the_loss_is_minus_the_logarithm_of_those_probabilities(output):
     assert_same_maths(model.loss(pixels, labels, reduction="sum"), -picked[:, 1::2].sum())
 
 
-@pytest.mark.parametrize("output", ["categorical", "logistic"])
-def test_the_sampler_s_frequencies_are_those_probabilities(output):
+@every_output
+def test_the_samplers_frequencies_are_those_probabilities(output):
     model = image_model(output=output, mixtures=4)
     parameters_P = model(model.inputs(some_pixels(model)))[0][0, 5]
-    count = 2000
-    even = (torch.arange(count, dtype=torch.float64) + 0.5) / count
-    drawn = model.sample(parameters_P.expand(count, -1), even)
-    expected = count * model.output.log_probs(parameters_P[None])[0].exp()
-    assert ((drawn.bincount(minlength=256) - expected).abs() <= 1).all()
-    sharper = model.sample(parameters_P.expand(count, -1), even, temperature=0.5)
-    expected = count * (2 * model.output.log_probs(parameters_P[None])[0]).softmax(-1)
-    assert ((sharper.bincount(minlength=256) - expected).abs() <= 1).all()
-    likeliest = model.sample(parameters_P[None], even[:1], temperature=0)
-    assert likeliest.item() == model.output.log_probs(parameters_P[None]).argmax().item()
+    log_p, even = model.output.log_probs(parameters_P[None])[0], (torch.arange(2000).double() + 0.5) / 2000
+    for temperature in (1.0, 0.5):
+        drawn = model.sample(parameters_P.expand(2000, -1), even, temperature=temperature)
+        expected = 2000 * (log_p / temperature).softmax(-1)
+        assert ((drawn.bincount(minlength=256) - expected).abs() <= 1).all()
+    assert model.sample(parameters_P[None], even[:1], temperature=0).item() == log_p.argmax().item()
 
 
-def test_drawing_never_takes_a_level_without_probability():
+def test_drawing_takes_likely_levels_at_the_ends_and_at_the_lowest_temperature():
     log_p = torch.full((2, 256), -math.inf, dtype=torch.float64)
     log_p[:, 7] = 0.0
-    ends = torch.tensor([0.0, 1 - 2**-53], dtype=torch.float64)
-    assert draw(log_p, ends, 1.0).tolist() == [7, 7]
-
-
-def test_the_lowest_temperature_takes_the_likeliest_level():
+    assert draw(log_p, torch.tensor([0.0, 1 - 2**-53], dtype=torch.float64), 1.0).tolist() == [7, 7]
     log_p = torch.linspace(-1, 0, 256, dtype=torch.float64).flip(0).roll(9)[None].log_softmax(-1)
     for temperature in (1e-3, 1e-300, 5e-324):  # the least that float64 has takes all logarithms to minus infinity
-        assert draw(log_p, torch.tensor([0.5], dtype=torch.float64), temperature).item() == 9
+        assert draw(log_p, torch.tensor([0.5]).double(), temperature).item() == 9
 
 
 def test_a_narrow_mixture_keeps_its_gradients_finite():
@@ -132,14 +116,6 @@ def test_a_narrow_mixture_keeps_its_gradients_finite():
     (gradient,) = torch.autograd.grad(loss, leaf)
     assert loss.isfinite()
     assert gradient.isfinite().all()
-
-
-def test_scales_are_held_at_the_least():
-    output, parameters_NP = mixture()
-    held_NP = parameters_NP.clone()
-    held_NP[:, 10:] = held_NP[:, 10:].clamp(min=-7.0)
-    assert held_NP[0, 10] == -7 != parameters_NP[0, 10]
-    assert_exact(output.log_probs(parameters_NP), output.log_probs(held_NP))
 
 
 def test_before_training_all_levels_are_about_alike():
@@ -152,7 +128,7 @@ def test_before_training_all_levels_are_about_alike():
 # --- what a pixel sees
 
 
-@pytest.mark.parametrize("name", CAUSAL)
+@every_mechanism
 @pytest.mark.parametrize("near", [0, 2])
 def test_a_pixel_changes_nothing_before_it(name, near):
     model = image_model(name, near=near, axes=True, channels=2)
@@ -166,23 +142,14 @@ def test_a_pixel_changes_nothing_before_it(name, near):
         assert (after[:, place:] != before[:, place:]).any()
 
 
-@pytest.mark.parametrize("name", CAUSAL)
-def test_any_cut_gives_the_same_parameters(name):
+@every_mechanism
+@pytest.mark.parametrize("cuts", [[0, 1, 5, 6, 6, 20], [*range(1, 24)]], ids=["cuts", "each"])
+def test_any_cut_gives_the_same_parameters(name, cuts):
     model = image_model(name, near=1, axes=True, channels=2)
     tokens = model.inputs(some_pixels(model))
-    whole, _ = model(tokens)
-
-    @settings(max_examples=6)
-    @given(st.lists(st.integers(0, 24), max_size=4))
-    def cut(places):
-        state, parts = None, []
-        for start, stop in zip([0, *sorted(places)], [*sorted(places), 24], strict=True):
-            part, state = model(tokens[:, start:stop], state)
-            parts.append(part)
-        assert_same_maths(torch.cat(parts, 1), whole)
-        assert state.seen == 24
-
-    cut()
+    parameters, state = small.in_pieces(model, tokens, cuts)
+    assert_same_maths(parameters, model(tokens)[0])
+    assert state.seen == 24
 
 
 @pytest.mark.parametrize("channels", [1, 3])
@@ -202,30 +169,20 @@ def test_the_pixels_near_by_are_those_of_the_image(channels):
     assert len(inputs.places) == 12 * C + C - 1
 
 
-def test_axes_tell_rows_columns_and_channels_apart():
-    model = image_model(axes=True, channels=3)
-    assert [table.num_embeddings for table in model.embedding.axes] == [4, 3, 3]
+@pytest.mark.parametrize(
+    ("fields", "places"),
+    [({"axes": True, "channels": 3}, 36), ({"position": "sinusoidal"}, 12), ({"position": "learned"}, 12), ({}, 1)],
+)
+def test_axes_and_positions_tell_places_apart(fields, places):
+    model = image_model(max_positions=2, **fields)  # the table has a row for each place, whatever that says
+    x = model.embedding(torch.zeros(1, model.config.tokens, dtype=torch.long), 0, None)[0]
+    assert len(x.detach().unique(dim=0)) == places
     assert [table.num_embeddings for table in image_model(axes=True).embedding.axes] == [4, 3]
-    x = model.embedding(torch.zeros(1, 36, dtype=torch.long), 0, None)[0]
-    assert len(x.detach().unique(dim=0)) == 36
 
 
-@pytest.mark.parametrize("position", ["sinusoidal", "learned", "none"])
-def test_positions(position):
-    model = image_model(position=position, max_positions=2)  # the table is the image's, whatever that says
-    x = model.embedding(torch.zeros(1, 12, dtype=torch.long), 0, None)[0]
-    assert len(x.detach().unique(dim=0)) == (1 if position == "none" else 12)
-
-
-def test_checkpointing_changes_no_gradient():
+def test_checkpointing_changes_no_bit():
     model = image_model(near=1).train()
-    pixels, gradients = some_pixels(model), []
-    for model.gradient_checkpointing in (False, True):
-        model.zero_grad()
-        model.loss(pixels).backward()
-        gradients.append({name: p.grad.clone() for name, p in model.named_parameters()})
-    for name, gradient in gradients[0].items():
-        assert_same_maths(gradients[1][name], gradient, name)
+    small.assert_checkpointing_changes_no_bit(model, lambda: model.loss(some_pixels(model)))
 
 
 def test_the_head_keeps_its_precision_under_autocast():
@@ -239,7 +196,6 @@ def test_a_tied_head_is_the_table_of_levels():
     assert image_model().head is None
     assert image_model(tie_embeddings=False).head.weight.shape == (256, 16)
     assert image_model(output="logistic", mixtures=4).head.weight.shape == (12, 16)
-    assert image_model().num_parameters() < image_model(tie_embeddings=False).num_parameters()
 
 
 # --- mistakes
@@ -248,11 +204,11 @@ def test_a_tied_head_is_the_table_of_levels():
 @pytest.mark.parametrize(("changes", "message"), [
     ({"height": 0}, "height must be at least 1, got 0"),
     ({"mixtures": 0}, "mixtures must be at least 1, got 0"),
-    ({"vocab_size": 300}, "vocab_size of an image model is 257"),
+    ({"vocab_size": 300}, "vocab_size of an image model must be 257"),
     ({"output": "gaussian"}, "unknown output 'gaussian'; valid: categorical, logistic"),
     ({"near": 4}, "near must be at least 0 and below the image's sides, 4 x 3, got 4"),
     ({"loops": 2}, "an image model has neither loops nor a look-up head, got loops=2"),
-    ({"attention": "perceiver_ar"}, "attention 'perceiver_ar' is a stack of its own"),
+    ({"attention": "perceiver_ar"}, "attention 'perceiver_ar' is a whole stack"),
 ])  # fmt: skip
 def test_wrong_settings(changes, message):
     with pytest.raises(ValueError, match=message):
@@ -261,32 +217,25 @@ def test_wrong_settings(changes, message):
 
 def test_wrong_inputs():
     model = image_model()
-    tokens = model.inputs(some_pixels(model))
-    with pytest.raises(ValueError, match=r"tokens must have shape \[B, T\], got \[2, 12, 1\]"):
-        model(tokens[..., None])
-    with pytest.raises(TypeError, match=r"tokens must be int64 or int32, got torch\.float64"):
-        model(tokens.double())
-    with pytest.raises(ValueError, match="an image of 4 x 3 x 1 has 12 tokens, got 13"):
-        model(tokens[:, :1], model(tokens)[1])
-    with pytest.raises(ValueError, match="the state was made by configuration"):
-        model(tokens[:, :1], image_model(near=1)(tokens[:, :1])[1])
-    with pytest.raises(ValueError, match=r"pixels must have shape \[B, T\], got \[12\]"):
-        model.log_prob(tokens[0])
-    with pytest.raises(ValueError, match=r"pixels must lie in 0\.\.255, got 256"):
-        model.log_prob(tokens)
-    with pytest.raises(ValueError, match=r"pixels must lie in 0\.\.255, got 256"):
-        model.inputs(tokens)
-    with pytest.raises(TypeError, match=r"pixels must be int64 or int32, got torch\.uint8"):
-        model.log_prob(some_pixels(model).to(torch.uint8))
-    with pytest.raises(ValueError, match=r"labels must have the pixels' shape \[2, 12\], got \[2, 11\]"):
-        model.loss(some_pixels(model), some_pixels(model)[:, 1:])
-    with pytest.raises(ValueError, match="temperature must be at least 0, got -1"):
-        model.sample(torch.zeros(1, 256), torch.zeros(1), temperature=-1)
-    with pytest.raises(ValueError, match="probabilities must be finite, got NaN"):
-        model.sample(torch.full((1, 256), math.nan), torch.zeros(1))
+    pixels = some_pixels(model)
+    tokens = model.inputs(pixels)
+    another = image_model(near=1)(tokens[:, :1])[1]
+    small.assert_refused(
+        (lambda: model(tokens[..., None]), ValueError, r"tokens must have shape \[B, T\], got \[2, 12, 1\]"),
+        (lambda: model(tokens.double()), TypeError, r"tokens must be int64 or int32, got torch\.float64"),
+        (lambda: model(tokens[:, :1], model(tokens)[1]), ValueError, "an image of 4 x 3 x 1 has 12 tokens, got 13"),
+        (lambda: model(tokens[:, :1], another), ValueError, "the state was made by configuration"),
+        (lambda: model.log_prob(pixels[0]), ValueError, r"pixels must have shape \[B, T\], got \[12\]"),
+        (lambda: model.log_prob(tokens), ValueError, r"pixels must lie in 0\.\.255, got 256"),
+        (lambda: model.inputs(-tokens), ValueError, r"pixels must lie in 0\.\.255, got -256"),
+        (lambda: model.log_prob(pixels.byte()), TypeError, r"pixels must be int64 or int32, got torch\.uint8"),
+        (lambda: model.loss(pixels, pixels[:, 1:]), ValueError, r"pixels' shape \[2, 12\], got \[2, 11\]"),
+        (lambda: model.sample(torch.zeros(1, 256), torch.zeros(1), temperature=-1), ValueError, "at least 0, got -1"),
+        (lambda: model.sample(torch.full((1, 256), math.nan), torch.zeros(1)), ValueError, "must be finite, got NaN"),
+    )
 
 
-def test_the_configuration_has_the_decoder_s_fields():
+def test_the_configuration_has_the_decoders_fields():
     decoder = DecoderConfig(dim=32, num_heads=4, attention="linear", position="none")
     config = ImageModelConfig.from_decoder(decoder, height=5, width=6, near=1)
     assert (config.dim, config.tokens, config.shape, config.vocab_size) == (32, 30, (5, 6, 1), 257)

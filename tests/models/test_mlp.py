@@ -18,5 +18,5 @@ def test_it_is_linear_layers_with_relu_between_them():
 
 @pytest.mark.parametrize("widths", [(), (3,), (3, 0)])
 def test_widths_that_make_no_net_are_refused(widths):
-    with pytest.raises(ValueError, match="widths must be two numbers or more, each at least 1"):
+    with pytest.raises(ValueError, match="widths must be at least two numbers, each at least 1"):
         Mlp(*widths)

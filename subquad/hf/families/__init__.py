@@ -1,4 +1,4 @@
-"""The families of transformers that our decoder can be: one file each, read in both directions."""
+"""Families of transformers models that our decoder supports, one file each, converted in both directions."""
 
 from __future__ import annotations
 
@@ -8,6 +8,6 @@ from subquad.hf.families.gpt_neox import GPT_NEOX
 from subquad.hf.families.llama import LLAMA, QWEN2, QWEN3
 
 FAMILIES: dict[str, Family] = {family.name: family for family in (LLAMA, QWEN2, QWEN3, GPT2, GPT_NEOX)}
-"""By transformers' `model_type`; the first that fits is taken where none is asked for."""
+"""Families by transformers' `model_type`; exports that name no family use the first that fits."""
 
 __all__ = ["FAMILIES", "Family"]

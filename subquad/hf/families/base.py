@@ -1,4 +1,4 @@
-"""What a family is: how its configuration and its tensors are named, and which of its settings our decoder has.
+"""`Family`: how a family names its configuration and its tensors, and which of its settings our decoder supports.
 
 Shape letters: D model width, H heads, K channels of a head.
 """
@@ -22,14 +22,14 @@ logger = logging.getLogger(__name__)
 
 @dataclass(frozen=True)
 class Move:
-    """One tensor of theirs and the tensors of ours that it is cut into."""
+    """One of their tensors, and our tensors that it splits into."""
 
     theirs: str
     ours: tuple[str, ...]
     cut: Callable[[Tensor], Sequence[Tensor]]
-    """From theirs to ours."""
+    """Split theirs into ours."""
     join: Callable[[Sequence[Tensor]], Tensor]
-    """From ours to theirs."""
+    """Join ours into theirs."""
 
 
 @dataclass(frozen=True)
@@ -39,29 +39,29 @@ class Family:
     name: str
     """Transformers' `model_type`."""
     model: str
-    """The name of its causal language model's class in transformers."""
+    """Class name of its causal language model in transformers."""
     settings: Callable[[Any], dict[str, Any]]
-    """Our decoder's settings from its configuration; `ValueError` for what our decoder does not have."""
+    """Return our decoder's settings from its configuration; `ValueError` for what our decoder does not support."""
     config: Callable[[DecoderConfig], dict[str, Any]]
-    """Its configuration from our decoder's settings; what does not fit shows in `settings` of it."""
+    """Return its configuration from our decoder's settings; `settings` of the result shows what it cannot express."""
     moves: Callable[[DecoderConfig], list[Move]]
-    """All tensors but the head."""
+    """Return the moves of all tensors but the head."""
     head: str = "lm_head.weight"
-    """Its head's tensor."""
+    """Name of the head's tensor."""
 
 
 def same(theirs: str, ours: str) -> Move:
-    """Take a tensor as it is."""
+    """Keep a tensor unchanged."""
     return Move(theirs, (ours,), lambda x: (x,), lambda parts: parts[0])
 
 
 def transposed(theirs: str, ours: str) -> Move:
-    """Transpose a matrix that is kept as `[in, out]`, ours as `[out, in]`."""
+    """Transpose a matrix that they store as `[in, out]` and we as `[out, in]`."""
     return Move(theirs, (ours,), lambda x: (x.T,), lambda parts: parts[0].T)
 
 
 def stacked(theirs: str, ours: Sequence[str], *, heads: int | None = None, transpose: bool = False) -> Move:
-    """Join several matrices or biases in one, one after the other; with `heads` one after the other in each head."""
+    """Concatenate matrices or biases into one; with `heads`, concatenate them within each head."""
     count = len(ours)
 
     def cut(x: Tensor) -> Sequence[Tensor]:
@@ -81,9 +81,9 @@ def stacked(theirs: str, ours: Sequence[str], *, heads: int | None = None, trans
 
 
 def require(config: PreTrainedConfig, **wanted: Any) -> None:
-    """Raise `ValueError` for a field of a family's configuration with a value that our decoder does not have.
+    """Raise `ValueError` for a configuration field with a value that our decoder does not support.
 
-    A tuple holds the values that it has; a field that is missing has the first of them.
+    A tuple lists the supported values; a missing field counts as the first of them.
     """
     for name, values in wanted.items():
         values = values if isinstance(values, tuple) else (values,)
@@ -91,18 +91,18 @@ def require(config: PreTrainedConfig, **wanted: Any) -> None:
         if value not in values:
             valid = ", ".join(repr(v) for v in values)
             raise ValueError(
-                f"{config.model_type} with {name}={value!r} has no place in our decoder; {name} must be {valid}"
+                f"our decoder does not support {config.model_type} with {name}={value!r}; {name} must be {valid}"
             )
 
 
 def token_ids(config: Any) -> dict[str, Any]:
-    """Return the special tokens, named alike in both configurations, without those outside of the vocabulary."""
+    """Return the special tokens, which both configurations name alike, except those outside the vocabulary."""
     names = ("bos_token_id", "eos_token_id", "pad_token_id")
     return {name: _known(name, getattr(config, name, None), config.vocab_size) for name in names}
 
 
 def _known(name: str, value: Any, vocab_size: int) -> Any:
-    """Return the numbers that are tokens: some models keep one of another vocabulary, or -1 for none."""
+    """Return the ids within the vocabulary: some models keep ids of another vocabulary, or -1 for none."""
     given = value if isinstance(value, list) else [] if value is None else [value]
     known = [token for token in given if 0 <= token < vocab_size]
     if len(known) == len(given):
@@ -112,10 +112,10 @@ def _known(name: str, value: Any, vocab_size: int) -> Any:
 
 
 def activation(config: Any, field: str, kinds: dict[str, str]) -> str:
-    """Return our feed-forward network for the activation in `field`."""
+    """Return the name of our feed-forward network for the activation in `field`."""
     value = getattr(config, field)
     if value not in kinds:
         raise ValueError(
-            f"{config.model_type} with {field}={value!r} has no place in our decoder; {suggest(str(value), kinds)}"
+            f"our decoder does not support {config.model_type} with {field}={value!r}; {suggest(str(value), kinds)}"
         )
     return kinds[value]

@@ -1,4 +1,4 @@
-"""GPT-2: layer norms, learned positions, a GELU feed-forward, biases everywhere, matrices kept as `[in, out]`."""
+"""GPT-2: layer norms, learned positions, GELU feed-forward, biases everywhere, matrices stored as `[in, out]`."""
 
 from __future__ import annotations
 
@@ -14,8 +14,8 @@ def _settings(config: Any) -> dict[str, Any]:
     require(config, scale_attn_weights=True, scale_attn_by_inverse_layer_idx=False, add_cross_attention=False)
     if config.embd_pdrop != config.resid_pdrop:
         raise ValueError(
-            f"gpt2 with embd_pdrop={config.embd_pdrop} and resid_pdrop={config.resid_pdrop} has no place in our "
-            "decoder, which has one dropout; set both to the same"
+            f"our decoder has one dropout and does not support gpt2 with embd_pdrop={config.embd_pdrop} and "
+            f"resid_pdrop={config.resid_pdrop}; set both to the same value"
         )
     return {
         "vocab_size": config.vocab_size,

@@ -1,4 +1,4 @@
-"""GPT-NeoX (Pythia): layer norms, both branches beside each other, a part of each head rotated, one q, k, v matrix."""
+"""GPT-NeoX (Pythia): layer norms, parallel residual, partial rotation, one matrix for queries, keys and values."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Llama, Qwen2 and Qwen3: RMS norms, rotary positions, SwiGLU; biases and norms of queries and keys tell them apart."""
+"""Llama, Qwen2 and Qwen3: RMS norms, rotary positions, SwiGLU; biases and query and key norms tell them apart."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ def _qwen_settings(config: Any, *, three: bool) -> dict[str, Any]:
     for kind in config.layer_types or ():
         if kind != "full_attention":
             raise ValueError(
-                f"{config.model_type} with a layer of type {kind!r} has no place in our decoder; "
+                f"our decoder does not support {config.model_type} with a layer of type {kind!r}; "
                 "layer_types must be 'full_attention'"
             )
     qkv, out = (config.attention_bias, config.attention_bias) if three else (True, False)

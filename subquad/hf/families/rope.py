@@ -1,4 +1,4 @@
-"""Rotary settings: transformers' `rope_parameters` and ours, in both directions."""
+"""Rotary settings: conversion between transformers' `rope_parameters` and ours."""
 
 from __future__ import annotations
 
@@ -24,15 +24,15 @@ _WORDS = {"rope_type", "type"}
 
 
 def check(config: Any) -> None:
-    """Raise `ValueError` for a type that our decoder does not have, and for a parameter that is none or no number.
+    """Raise `ValueError` for an unsupported type of scaling, and for an unknown or non-numeric parameter.
 
-    transformers notices such a type, and some values, in the middle of making a model.
+    transformers would notice some of them only while building a model.
     """
     values = getattr(config, "rope_parameters", None) or {}
     kind = values.get("rope_type", "default")
     if kind not in _KEYS:
         raise ValueError(
-            f"{config.model_type} with rope_type={kind!r} has no place in our decoder; {suggest(str(kind), _KEYS)}"
+            f"our decoder does not support {config.model_type} with rope_type={kind!r}; {suggest(str(kind), _KEYS)}"
         )
     known = _ALWAYS | {key for keys in _KEYS.values() for key in keys}
     for key, value in values.items():
@@ -43,9 +43,9 @@ def check(config: Any) -> None:
 
 
 def read(config: Any, *, partial: bool = False) -> dict[str, Any]:
-    """`rope_base`, `rope_fraction` and `rope_scaling` of a configuration of transformers.
+    """Return `rope_base`, `rope_fraction` and `rope_scaling` of a transformers configuration.
 
-    Raises `ValueError` as `check`, and without `partial` for heads of which a part is rotated.
+    Raises `ValueError` as `check`, and for partly rotated heads unless `partial`.
     """
     check(config)
     values = dict(config.rope_parameters)
@@ -53,7 +53,7 @@ def read(config: Any, *, partial: bool = False) -> dict[str, Any]:
     fraction = values.get("partial_rotary_factor", 1.0)
     if fraction != 1 and not partial:
         raise ValueError(
-            f"{config.model_type} with partial_rotary_factor={fraction} has no place in our decoder; it must be 1"
+            f"our decoder does not support {config.model_type} with partial_rotary_factor={fraction}; it must be 1"
         )
     return {
         "rope_base": float(values["rope_theta"]),
@@ -69,21 +69,21 @@ def _scaling(config: Any, kind: str, values: dict[str, Any]) -> dict[str, Any]:
         original = config.max_position_embeddings
         logger.warning(
             "dynamic rope scaling: transformers changes the frequencies with every call longer than %d tokens, our "
-            "decoder keeps them; rope_scaling.length sets the length that they are for",
+            "decoder keeps them fixed; rope_scaling.length sets the length that they are for",
             original,
         )
     if kind == "yarn":
         kept.setdefault("factor", config.max_position_embeddings / original)
         for name in ("mscale", "mscale_all_dim", "beta_fast", "beta_slow"):
             if not kept.get(name, True):
-                del kept[name]  # transformers takes zero for its default
+                del kept[name]  # transformers treats zero as its default
     return RopeScaling.from_dict({"kind": kind, "original": original, **kept}, where="rope_parameters").to_dict()
 
 
 def write(config: DecoderConfig) -> dict[str, Any]:
-    """`rope_parameters` and `max_position_embeddings` of a configuration of transformers.
+    """Return `rope_parameters` and `max_position_embeddings` for a transformers configuration.
 
-    Frequencies for a fixed length of `dynamic` scaling are those of a larger base, which is what is written.
+    Raises `ValueError` for `dynamic` scaling with a fixed length.
     """
     values: dict[str, Any] = {"rope_type": "default", "rope_theta": config.rope_base}
     positions, scaling = config.max_positions, config.rope_scaling
@@ -91,8 +91,8 @@ def write(config: DecoderConfig) -> dict[str, Any]:
         values["partial_rotary_factor"] = config.rope_fraction
     if scaling is not None and scaling.kind == "dynamic" and scaling.length is not None:
         raise ValueError(
-            f"rope_scaling.length={scaling.length} has no place in transformers, which takes the length of each call; "
-            "set rope_base to the base that it stands for, and leave rope_scaling out"
+            f"transformers uses the length of each call and does not support rope_scaling.length={scaling.length}; "
+            "set rope_base to the equivalent base and leave rope_scaling out"
         )
     if scaling is not None:
         values["rope_type"] = scaling.kind
