@@ -729,16 +729,7 @@ def test_list_laws_is_a_row_a_form_with_the_reasons_below(capsys):
     assert "bidirectional, law 9: bidirectional: a token sees later ones" in out
     assert "stacks, law 1: a stack of layers" in out
     assert ["window", "{'width':", "11}", "all", "-"] in cells
-    assert [
-        "shifted",
-        "{'group':",
-        "16,",
-        "'wrap':",
-        "True}",
-        "1,",
-        "2",
-        *"3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15".split(),
-    ] in cells
+    assert re.search(r"shifted +\{'group': 16, 'wrap': True\} +1, 2 +3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15", out)
     assert all(text in out for text in attention.LAWS.values())
     assert all(f" {name} " in out for name in [*attention.names(), *STACKS])
 

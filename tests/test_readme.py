@@ -61,7 +61,8 @@ COMMANDS += [
 
 
 SMALLEST = {
-    "ops": "--device cpu --tokens 16 --batch_tokens 16 --heads 2 --channels 16 --latents 4 --segment 8 --repeats 1 --peers none",
+    "ops": "--device cpu --tokens 16 --batch_tokens 16 --heads 2 --channels 16 --latents 4 --segment 8 --repeats 1 "
+    "--peers none",
     "model": "--device cpu --tokens 16 --batch_tokens 16 --dim 16 --vocab 16 --layers 1 --repeats 1 --peers none",
     "images": "--images 2 --no-cache-images 2 --repeats 1 --device cpu",
     "decode": "--device cpu --contexts 8 --dim 16 --vocab 16 --layers 1 --repeats 1",
