@@ -24,7 +24,7 @@ from subquad.ops.slots import Slots, allowed_pairs, nothing, placed, placed_apar
 Where = tuple[int | Tensor, int | Tensor, Tensor | None, Tensor | None, Tensor | None, Tensor | None]
 """q_start, k_start, lengths, key_lengths, mask and doc_ids of `block_attention`."""
 Options = tuple[float | None, float, tuple[int, int] | None, str | None]
-"""Its scale, dropout_p, chunk_size and backend."""
+"""scale, dropout_p, chunk_size and backend of `block_attention`."""
 
 
 @without_autocast
@@ -53,29 +53,29 @@ def block_attention(
         k_BHSK: keys `[B, G, S, K]`; G divides H, and H / G neighbouring query heads share a key head.
         v_BHSV: values `[B, G, S, V]`.
         pattern: which keys a query may see, by position.
-        q_start: position of the first query: an int, or an int64 `[B]` where rows differ.
-        k_start: position of the first key slot, likewise; slots at negative positions hold no key. Where a start is a
-            tensor the queries must be the last T of the S key slots.
-        lengths: `[B]`, how many leading key slots of each row are real. The queries are the last T of the S key slots;
-            those beyond `lengths` give zeros.
-        key_lengths: `[B]`, the same where the queries are not among the keys (a cross-attention): all of them are real.
-            The pattern must not be causal and the starts must be ints.
-        mask: bool `[B, T]` with T = S, True for a real token: padding may stand anywhere, does not count as a position,
-            and its outputs are zero.
-        doc_ids: int `[B, S]`: a query sees keys of its own document only. The queries are the last T of the S slots.
-        scale: 1 / sqrt(K) by default.
-        dropout_p: dropout on the weights.
-        chunk_size: queries and keys of a step of the backend `sequential` (1024 and 4096 by default); changes the order
-            of sums only.
-        backend: `reference` (dense, the definition), `torch` (tiles; linear memory, but for dropout on patterns without
-            bound), `sequential` (chunks of queries and keys one after another, in the memory of one tile of scores),
-            `triton` (kernels for patterns of one range of keys a query), `flex` (FlexAttention), or None: on a GPU
-            `triton` where it has the pattern, else `flex` in training, where shapes repeat and a compilation pays;
-            `torch` on a CPU, with dropout, in float64, and for patterns that it folds to dense ones. An explicit
-            request never falls back: `triton` and `flex` refuse dropout and float64.
+        q_start: position of the first query: an int, or an int64 `[B]` if rows differ.
+        k_start: position of the first key slot, in the same form; slots at negative positions hold no key. If a start
+            is a tensor, the queries must be the last T of the S key slots.
+        lengths: `[B]`, number of leading key slots of each row that are real. The queries are the last T of the S key
+            slots; queries beyond `lengths` give zeros.
+        key_lengths: `[B]`, the same for cross-attention, where queries are not among the keys and all are real. Needs a
+            non-causal pattern and integer starts.
+        mask: bool `[B, T]` with T = S, True for a real token. Padding may stand anywhere, takes no position and gives
+            zeros.
+        doc_ids: int `[B, S]`: a query sees only keys of its own document. The queries are the last T of the S slots.
+        scale: factor on the scores; default 1 / sqrt(K).
+        dropout_p: dropout probability of the weights.
+        chunk_size: queries and keys per step of the backend `sequential` (default 1024 and 4096); changes only the
+            order of summation.
+        backend: `reference` (dense, the definition), `torch` (tiles; linear memory, except for dropout on unbounded
+            patterns), `sequential` (one chunk of queries and keys at a time, in the memory of one tile of scores),
+            `triton` (kernels for patterns with one range of keys per query), `flex` (FlexAttention), or None: on a GPU
+            `triton` if it supports the pattern, else `flex` in training, where shapes repeat and compilation pays off;
+            `torch` on a CPU, with dropout, in float64, and for patterns that it folds into dense ones. An explicit
+            request never falls back: `triton` and `flex` reject dropout and float64.
 
     Returns `[B, H, T, V]` in the dtype of the values; scores are computed in float32 or wider. A query that sees no key
-    gives zeros. Raises `ValueError` and `TypeError` for shapes and options that do not fit.
+    gives zeros. Raises `ValueError` and `TypeError` for invalid shapes and options.
     """
     where = q_start, k_start, lengths, key_lengths, mask, doc_ids
     options = scale, dropout_p, chunk_size, backend
@@ -101,9 +101,9 @@ def block_attention_with_lse(
     chunk_size: tuple[int, int] | None = None,
     backend: str | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """`block_attention`, and the logsumexp `[B, H, T]` of each query's scores.
+    """Return the output of `block_attention` and the logsumexp `[B, H, T]` of each query's scores.
 
-    The logsumexp is differentiable, float32 or wider, and -inf where a query sees no key: `merge_attention` takes it.
+    The logsumexp is differentiable, float32 or wider, and -inf for a query that sees no key; see `merge_attention`.
     Arguments and errors are those of `block_attention`.
     """
     where = q_start, k_start, lengths, key_lengths, mask, doc_ids
@@ -114,7 +114,7 @@ def block_attention_with_lse(
 def _attention(
     q_BHTK: Tensor, k_BHSK: Tensor, v_BHSV: Tensor, pattern: Pattern, where: Where, options: Options, *, with_lse: bool
 ) -> tuple[Tensor, Tensor]:
-    """Outputs and logsumexp; without `with_lse` the latter may be NaN, where a backend saves work so."""
+    """Return outputs and logsumexp; without `with_lse` a backend may save work and return a logsumexp of NaN."""
     q_start, k_start, lengths, key_lengths, mask, doc_ids = where
     scale, dropout_p, chunk_size, backend = options
     _check(q_BHTK, k_BHSK, v_BHSV, pattern, dropout_p)
@@ -153,7 +153,7 @@ def _attention(
 
 
 def _default(q: Tensor, k: Tensor, v: Tensor, pattern: Pattern, dropout_p: float) -> str:
-    """The backend without a request."""
+    """Return the default backend."""
     channels = max(q.shape[-1], v.shape[-1])
     if q.device.type != "cuda" or dropout_p or channels > 256 or torch.float64 in (q.dtype, k.dtype, v.dtype):
         return "torch"
@@ -178,10 +178,10 @@ def _run(
     chunks: tuple[int, int],
     with_lse: bool,
 ) -> tuple[Tensor, Tensor]:
-    """Outputs and logsumexp on a backend.
+    """Run `backend`; return outputs and logsumexp.
 
-    `triton` and `flex` take narrow dtypes and shared key heads; the others get wide ones, and a key head for each query
-    head.
+    `triton` and `flex` take half precision and shared key heads; the others get float32 or wider and a key head for
+    each query head.
     """
     dtype = functools.reduce(torch.promote_types, (q_BHTK.dtype, k_BGSK.dtype, v_BGSV.dtype))
     if backend not in ("triton", "flex"):
@@ -214,15 +214,15 @@ def merge_attention(outs: Sequence[Tensor], lses: Sequence[Tensor], /) -> tuple[
 
     Args:
         outs: outputs `[B, H, T, V]` of the sets, as `block_attention_with_lse` gives them.
-        lses: the logsumexp `[B, H, T]` of each set's scores; -inf where a query sees no key of it.
+        lses: the logsumexp `[B, H, T]` of each set's scores; -inf if a query sees no key of the set.
 
-    Returns the output in the dtype of the first one, and the logsumexp of the union. Raises `ValueError` unless there
-    is one logsumexp for each of one or more outputs.
+    Returns the output in the dtype of `outs[0]` and the logsumexp of the union. Raises `ValueError` if `outs` is empty
+    or `lses` has another length.
     """
     if not outs or len(outs) != len(lses):
         raise ValueError(f"merge_attention needs one lse for each of one or more outs, got {len(lses)} and {len(outs)}")
     lse_NBHT = torch.stack(list(lses))
-    # A finite floor gives a query that sees no key at all the mean of zeros, with gradients of zero.
+    # Softmax over nothing but -inf is NaN. With a finite floor a query without keys averages zeros, with no gradient.
     empty_NBHT = torch.isneginf(lse_NBHT)
     lse_NBHT = lse_NBHT.masked_fill(empty_NBHT, torch.finfo(lse_NBHT.dtype).min)
     shares_NBHT = lse_NBHT.softmax(0)
@@ -231,9 +231,9 @@ def merge_attention(outs: Sequence[Tensor], lses: Sequence[Tensor], /) -> tuple[
 
 
 def softmax_weights(q_BHTK: Tensor, k_BHSK: Tensor, /, *patterns: Pattern, scale: float | None = None) -> Tensor:
-    """The dense weights `[B, H, T, S]` of queries and keys that both begin at position 0: the definition.
+    """Return the dense weights `[B, H, T, S]`, the definition; queries and keys both begin at position 0.
 
-    Keys that any of the patterns allows are seen.
+    A query sees every key that any of the patterns allows.
     """
     T, S = q_BHTK.shape[2], k_BHSK.shape[2]
     each = [allowed_pairs(pattern, Slots(0, 0), T, S, q_BHTK.device) for pattern in patterns]

@@ -1,4 +1,4 @@
-"""The choice of a backend: explicit requests never fall back, and the default is logged once."""
+"""Choose a backend: explicit requests never fall back, and the default is logged once."""
 
 from __future__ import annotations
 
@@ -24,14 +24,14 @@ R = TypeVar("R")
 
 try:
     HAS_TRITON = importlib.util.find_spec("triton") is not None
-except ValueError:  # someone has said that it cannot be imported
+except ValueError:  # a module without a spec stands in for it
     HAS_TRITON = False
 _requested: ContextVar[str | None] = ContextVar("subquad_backend", default=None)
 
 
 @contextmanager
 def use_backend(backend: str) -> Iterator[None]:
-    """Within the block every engine whose `backend` is None runs on this one, or raises where it lacks it."""
+    """Run every engine whose `backend` is None on this one within the block; an engine without it raises."""
     if backend not in BACKENDS:
         raise ValueError(f"unknown backend {backend!r}; {suggest(backend, BACKENDS)}")
     token = _requested.set(backend)
@@ -42,10 +42,9 @@ def use_backend(backend: str) -> Iterator[None]:
 
 
 def choose(op: str, backend: str | None, available: tuple[str, ...], default: str) -> str:
-    """The backend to run `op` on: the argument, else that of `use_backend`, else `default`, which is logged once.
+    """Return the backend for `op`: the argument, else the one of `use_backend`, else `default`, which is logged once.
 
-    Raises `ValueError` for an unknown name and for one that this op does not have, with those that it has, and for
-    kernels without their package.
+    Raises `ValueError` for an unknown name, a backend that `op` lacks, and `triton` if its package is missing.
     """
     if backend is None and not torch.compiler.is_compiling():
         backend = _requested.get()
@@ -68,7 +67,7 @@ def _log_once(op: str, backend: str) -> None:
 
 
 def without_autocast(fn: Callable[P, R]) -> Callable[P, R]:
-    """`fn` with autocast off: the engines choose their precision themselves (inputs are widened before)."""
+    """Wrap `fn` to run with autocast off: engines widen their inputs and choose their precision themselves."""
 
     @functools.wraps(fn)
     def wrapped(*args: P.args, **kwargs: P.kwargs) -> R:

@@ -1,4 +1,4 @@
-"""How many tokens the engines work on at once: sizes that change the order of sums and nothing else."""
+"""Set how many tokens the engines work on at once: sizes that change only the order of summation."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from subquad.ops._torch import attend, scan, softmax, tiles
 
 @contextmanager
 def block_sizes(size: int) -> Iterator[None]:
-    """Within the block the backends `torch` and `sequential` cut sequences into chunks and tiles of `size` tokens."""
+    """Cut sequences into chunks and tiles of `size` tokens in `torch` and `sequential`, within the block."""
     sizes: tuple[tuple[ModuleType, str, int], ...] = (
         (scan, "CHUNK", size),
         (softmax, "CHUNK", size),
@@ -25,7 +25,7 @@ def block_sizes(size: int) -> Iterator[None]:
     before = [getattr(module, name) for module, name, _ in sizes]
     for module, name, value in sizes:
         setattr(module, name, value)
-    tiles.static_groups.cache_clear()
+    tiles.static_groups.cache_clear()  # they hold tiles of the sizes before
     tiles.ragged_groups.cache_clear()
     try:
         yield

@@ -1,8 +1,8 @@
-"""What a run costs, counted in a run without data: tensors have shapes only, so any length takes the same time.
+"""Count the cost of a run on tensors without data: they have shapes only, so any length takes the same time.
 
-Operations are those of torch's FlopCounterMode with the formulas of `subquad.ops.flops`; scores are reported by the
-operators that compute them. What counts is the path of the CPU in float32 on the backend `torch`, whatever the module's
-mode, dtype and device and the context of the call are.
+Torch's FlopCounterMode counts operations with the formulas of `subquad.ops.flops`; operators report the scores that
+they compute. The count is that of a CPU in float32 on the backend `torch`, whatever the module's mode, dtype and device
+and the context of the call.
 """
 
 from __future__ import annotations
@@ -31,28 +31,28 @@ Run = Callable[[Tensor], tuple[Tensor, State | None]]
 
 @dataclass(frozen=True)
 class Cost:
-    """What one layer or model costs for one sequence."""
+    """Cost of one layer or model for one sequence."""
 
     tokens: int
     score_entries: int
-    """Weights that are computed, all heads together, masked ones included."""
+    """Computed weights of all heads, masked ones included."""
     unmasked_entries: int
-    """Weights that the definition does not fix at zero, of those."""
+    """Computed weights that the definition does not fix at zero."""
     mixing_flops: int
-    """Floating-point operations of the mixing, forward, projections left out (a multiply-add counts two)."""
+    """Floating-point operations of the mixing, forward, without projections (a multiply-add counts two)."""
     projection_flops: int
     """Floating-point operations of the linear projections, forward."""
     backward_flops: int
-    """Floating-point operations of both, backward."""
+    """Floating-point operations of the mixing and the projections, backward."""
     parameters: int
     activation_bytes: int
-    """Bytes that autograd keeps from forward to backward in training on a CPU, in float32, parameters left out."""
+    """Bytes that autograd keeps from forward to backward in training on a CPU in float32, without parameters."""
     state_bytes: int
-    """Bytes kept for the next token after `tokens` tokens, in float32; 0 where there is no next token."""
+    """Bytes kept for the next token after `tokens` tokens, in float32; 0 if there is no next token."""
 
 
 class Scores(NamedTuple):
-    """Scores that one call computes: `heads` times those of a pattern, or of all pairs where there is none."""
+    """Scores that one call computes: `heads` times those of `pattern`, or of all pairs if it is None."""
 
     heads: int
     pattern: Pattern | None
@@ -61,16 +61,16 @@ class Scores(NamedTuple):
     k_start: int
     keys: int
     replaced: int
-    """The first so many queries get their outputs from another call: they are computed, and then count for nothing."""
+    """Leading queries whose outputs another call replaces: their scores are computed, but do not count as allowed."""
 
     def computed(self) -> int:
-        """Entries of all tiles."""
+        """Return the entries of all tiles."""
         if self.pattern is None:
             return self.heads * self.queries * self.keys
         return self.heads * score_entries(self.pattern, self.queries, self.keys, self.q_start, self.k_start)
 
     def allowed(self) -> int:
-        """Entries that the definition does not fix at zero."""
+        """Return the entries that the definition does not fix at zero."""
         if self.pattern is None:
             return self.heads * self.queries * self.keys
         where = self.keys, self.q_start, self.k_start
@@ -80,7 +80,7 @@ class Scores(NamedTuple):
 
 
 class _Recording:
-    """The calls of the run that is being counted (None: no run is), and how many first queries are replaced now."""
+    """Calls of the run being counted (None: no run), and the number of leading queries now being replaced."""
 
     calls: list[Scores] | None = None
     replaced = 0
@@ -89,14 +89,14 @@ class _Recording:
 def report_scores(
     heads: int, queries: int, keys: int, pattern: Pattern | None = None, q_start: Any = 0, k_start: Any = 0
 ) -> None:
-    """Tell the run that is being counted, if there is one, that an operator computes these scores."""
+    """Add these scores, which an operator computes, to the run being counted, if any."""
     if _Recording.calls is not None:
         _Recording.calls.append(Scores(heads, pattern, q_start, queries, k_start, keys, _Recording.replaced))
 
 
 @contextmanager
 def first_replaced(queries: int) -> Iterator[None]:
-    """Say that the outputs of the first `queries` queries within the block are computed again in another way."""
+    """Mark the first `queries` outputs computed within the block as replaced by another computation."""
     before, _Recording.replaced = _Recording.replaced, queries
     try:
         yield
@@ -112,11 +112,11 @@ def cost_of(
     *,
     keep: Callable[[Tensor], Any] | None = None,
 ) -> Cost:
-    """Return what `run(make_input())` costs, a call of `module` or of its methods for `tokens` tokens.
+    """Return the cost of `run(make_input())`, a call of `module` or its methods on `tokens` tokens.
 
-    `run` gives outputs and state; operations, scores and state are those of the module in evaluation, where nothing is
-    dropped or computed again. `keep` (None: as `run`) is what autograd keeps the activations of, in training. Raises
-    `ValueError` for a negative number of tokens.
+    `run` returns outputs and state. Operations, scores and state are counted in evaluation mode, without dropout and
+    recomputation; activations are counted in training mode, from `keep` (default: `run`). Raises `ValueError` for a
+    negative number of tokens.
     """
     if tokens < 0:
         raise ValueError(f"tokens must be at least 0, got {tokens}")
@@ -156,16 +156,16 @@ def state_bytes(module: nn.Module, run: Run, make_input: MakeInput) -> int:
 
 
 def activation_bytes(module: nn.Module, run: Callable[[Tensor], Any], make_input: MakeInput) -> int:
-    """Return the bytes that `run(make_input())` in training keeps for its backward pass, parameters left out.
+    """Return the bytes that `run(make_input())` keeps for its backward pass in training, without parameters.
 
-    Every storage counts once, whole, as it stays alive whole. A GPU also keeps the weights of every tile of a masked
-    pattern.
+    Every storage counts once and in full, since a view keeps all of it alive. A GPU also keeps the weights of every
+    tile of a masked pattern.
     """
     kept: dict[int, torch.UntypedStorage] = {}
 
     def keep(tensor: Tensor) -> Tensor:
         storage = tensor.untyped_storage()
-        kept[storage._cdata] = storage  # the reference keeps the number from being used again
+        kept[storage._cdata] = storage  # the reference keeps the number from being reused
         return tensor
 
     with _without_data(module, training=True) as call:
@@ -178,17 +178,17 @@ def activation_bytes(module: nn.Module, run: Callable[[Tensor], Any], make_input
 
 
 def one_sequence(tokens: int) -> Tensor:
-    """Return the token 0, `[1, tokens]`."""
+    """Return `[1, tokens]` zeros as token ids."""
     return torch.zeros(1, tokens, dtype=torch.int64)
 
 
 def has_data(tensor: Tensor) -> bool:
-    """Whether it is a tensor of a real run, not one that has a shape only."""
+    """Return True for a tensor of a real run, False for one with a shape only."""
     return not isinstance(tensor, FakeTensor) and tensor.device.type != "meta"
 
 
 class _Linear(TorchFunctionMode):
-    """Counts the operations of linear layers apart."""
+    """Count the operations of linear layers apart."""
 
     def __init__(self, counter: Any) -> None:
         super().__init__()
@@ -204,7 +204,7 @@ class _Linear(TorchFunctionMode):
 
 
 class _Inside(nn.Module):
-    """A module whose call is that of a function which uses `module`."""
+    """Module that calls a function which uses `module`."""
 
     def __init__(self, module: nn.Module) -> None:
         super().__init__()
@@ -215,7 +215,7 @@ class _Inside(nn.Module):
 
 
 class _Caller:
-    """Calls functions that use `module`, with tensors without data in place of its parameters and buffers."""
+    """Call functions that use `module`, with tensors without data in place of its parameters and buffers."""
 
     def __init__(self, module: nn.Module) -> None:
         self.inside = _Inside(module)
@@ -229,7 +229,7 @@ class _Caller:
 
 @contextmanager
 def _without_data(module: nn.Module, *, training: bool) -> Iterator[_Caller]:
-    """On a CPU in float32, whatever is set outside; every submodule goes back to its own mode."""
+    """Yield a caller on a CPU in float32, whatever is set outside; restore each submodule's mode afterwards."""
     modes = [(part, part.training) for part in module.modules()]
     dtype = torch.get_default_dtype()
     with ExitStack() as stack:

@@ -1,4 +1,4 @@
-"""Packed documents: several in a row, each laid out as a row of its own, so that none sees another.
+"""Lay out packed documents, several to a row, as a row each, so that no document sees another.
 
 Shape letters: B batch, T tokens, N = B * T, D channels, R documents of a group, C slots of each.
 """
@@ -15,66 +15,66 @@ from torch.nn import functional as F
 from subquad.ops.padding import check_mask, compaction, real_slots
 
 PADDING = -1
-"""The document of padding."""
+"""Document id of padding."""
 GROUP_TOKENS = 256
-"""Slots of padding that one group more must save: it is one more call of the mechanism."""
+"""Slots of padding that another group must save, since it costs another call of the mechanism."""
 
 
 class Group(NamedTuple):
-    """Documents that are laid out together, one a row, each at the start of its row."""
+    """Documents laid out together, one per row, from the start of the row."""
 
     places_RC: Tensor
-    """Where each slot's token is among all B * T; slots without one hold N, the place of a row of zeros."""
+    """Index of each slot's token among all N; an empty slot holds N, the index of a row of zeros."""
     lengths_R: Tensor | None
-    """Tokens of each document; None where all have C."""
+    """Tokens of each document; None if all have C."""
     rows_R: Tensor
-    """Which row of the batch each document is in."""
+    """Row of the batch that holds each document."""
 
 
 class Documents(NamedTuple):
-    """The layout of packed rows: taken apart into documents, and put together again."""
+    """Layout that takes packed rows apart into documents and puts them together again."""
 
     groups: tuple[Group, ...]
     slots_BT: Tensor
-    """Where each token is among the slots of all groups, laid end to end; padding has the place after the last one."""
+    """Index of each token among the slots of all groups, end to end; padding has the index after the last slot."""
     positions_BT: Tensor
-    """Each token's number in its document."""
+    """Position of each token in its document."""
     real_BT: Tensor
     """Bool: False at padding."""
 
     @property
     def seen(self) -> int | Tensor:
-        """Tokens of the first group's documents, as a state counts them."""
+        """Tokens of each document of the first group, as a state counts them."""
         first = self.groups[0]
         return first.places_RC.shape[1] if first.lengths_R is None else first.lengths_R
 
     def take(self, x_BTD: Tensor, group: Group) -> Tensor:
-        """The documents of a group, `[R, C, D]`, with zeros in slots without a token."""
+        """Return the documents of a group, `[R, C, D]`, with zeros in empty slots."""
         D = x_BTD.shape[-1]
         padded_ND = torch.cat([x_BTD.reshape(-1, D), x_BTD.new_zeros(1, D)])
         return padded_ND.index_select(0, group.places_RC.flatten()).view(*group.places_RC.shape, D)
 
     def put(self, parts: list[Tensor]) -> Tensor:
-        """`[B, T, D]` from the outputs `[R, C, D]` of all groups, with zeros at padding."""
+        """Return `[B, T, D]` from the outputs `[R, C, D]` of all groups, with zeros at padding."""
         D = parts[0].shape[-1]
         slots_ND = torch.cat([*(part.reshape(-1, D) for part in parts), parts[0].new_zeros(1, D)])
         return slots_ND.index_select(0, self.slots_BT.flatten()).view(*self.slots_BT.shape, D)
 
 
 def lay_out(doc_ids: Tensor, mask: Tensor | None, batch: int, tokens: int, *, last_apart: bool = True) -> Documents:
-    """Return the layout of rows `[batch, tokens]`, taken apart into their documents.
+    """Return the layout that takes rows `[batch, tokens]` apart into documents.
 
-    A document begins where `doc_ids` differs from that of the real token before; padding (the id -1, or False in
-    `mask`) does not count. With `last_apart` the first group holds the last document of each row (an empty one where
-    there is none), in the order of the rows; the others are grouped by length, so that padding is little.
+    A document begins where the id differs from the id of the last real token before; padding (id -1, or False in
+    `mask`) does not count. With `last_apart` the first group holds the last document of each row in the order of the
+    rows (an empty one if a row has none); the others are grouped by length to save padding.
 
-    The layout is made on the CPU: ids on a GPU are fetched once. Raises `TypeError` for ids that aren't whole numbers,
-    `ValueError` for a wrong shape and for an id below -1.
+    The layout is made on the CPU: ids on a GPU are fetched once. Raises `TypeError` for ids that aren't integers,
+    `ValueError` for a wrong shape or an id below -1.
     """
     if doc_ids.is_floating_point() or doc_ids.dtype == torch.bool:
-        raise TypeError(f"doc_ids must hold whole numbers, a document's id at each of its tokens, got {doc_ids.dtype}")
+        raise TypeError(f"doc_ids must hold integers, the document's id at each of its tokens, got {doc_ids.dtype}")
     if doc_ids.shape != (batch, tokens):
-        raise ValueError(f"doc_ids must have shape {(batch, tokens)}, one id a token, got {tuple(doc_ids.shape)}")
+        raise ValueError(f"doc_ids must have shape {(batch, tokens)}, one id per token, got {tuple(doc_ids.shape)}")
     ids_BT = doc_ids.detach().cpu().numpy().astype(np.int64)
     if ids_BT.size and ids_BT.min() < PADDING:
         raise ValueError(f"doc_ids must be 0 or more, or -1 for padding, got {ids_BT.min()}")
@@ -95,7 +95,7 @@ def _layout(ids_BT: np.ndarray, real_BT: np.ndarray, last_apart: bool, device: t
     lengths, rows = np.diff(first, append=len(place_n)), row_n[first]
 
     last_of_row = np.full(B, len(first))  # an empty document for a row without one
-    last_of_row[rows] = np.arange(len(first))  # the last assignment holds
+    last_of_row[rows] = np.arange(len(first))  # the last assignment to an index holds
     first, lengths, rows = np.append(first, 0), np.append(lengths, 0), np.append(rows, 0)
     chosen = np.arange(len(first) - 1)
     members = [last_of_row] if last_apart or not len(chosen) else []
@@ -125,12 +125,12 @@ def _layout(ids_BT: np.ndarray, real_BT: np.ndarray, last_apart: bool, device: t
 
 
 def real_tokens(doc_ids: Tensor, mask: Tensor | None) -> Tensor:
-    """Bool `[B, T]`: False at padding, by its id or by the mask."""
+    """Return bool `[B, T]`: False at padding, by its id or by the mask."""
     return doc_ids != PADDING if mask is None else mask & (doc_ids != PADDING)
 
 
 def before_others(doc_ids: Tensor, mask: Tensor | None) -> Tensor:
-    """Bool `[B, T]`: True at the last token of a document that another one follows in its row."""
+    """Return bool `[B, T]`: True at the last token of each document that another one follows in its row."""
     moved = compaction(real_tokens(doc_ids, mask))
     ids_BT = doc_ids.gather(1, moved.order_BT)
     real_BT = real_slots(moved.lengths_B, doc_ids.shape[1])
@@ -139,10 +139,10 @@ def before_others(doc_ids: Tensor, mask: Tensor | None) -> Tensor:
 
 
 def grouped(lengths: np.ndarray) -> list[np.ndarray]:
-    """Group documents to lay out together, by their lengths: places in `lengths`, an array for each group.
+    """Group documents by length; return an array of indices into `lengths` for each group.
 
-    Of all ways to cut the documents, sorted by length, into groups it is the one with the fewest slots, each group
-    counted as `GROUP_TOKENS` more.
+    Of all ways to cut the documents, sorted by length, into groups, this one has the fewest slots if each group costs
+    another `GROUP_TOKENS`.
     """
     if not len(lengths):
         return []

@@ -1,4 +1,4 @@
-"""Floating-point operations of the engines: a multiply-add counts two; exponentials and other element-wise work, none.
+"""Count floating-point operations of the engines: two per multiply-add, none for exponentials and element-wise work.
 
 Shape letters: N batch times heads, T tokens, K key channels, V value channels, L latents.
 """
@@ -20,12 +20,12 @@ from subquad.ops.slots import Slots
 
 
 def attention_flops(groups: tuple[Group, ...], key_channels: int, value_channels: int) -> int:
-    """Scores and their product with the values, masked entries included, for one head."""
+    """Count one head's scores and their product with the values, masked entries included."""
     return sum(2 * g.rows * g.keys * g.count * (key_channels + value_channels) for g in groups)
 
 
 def gated_scan_flops(T: int, K: int, V: int, *, chunk: int = scan.CHUNK, normalise: bool = False) -> int:
-    """One head, at most one decay: scores inside chunks, their product with the values, the state read and written."""
+    """Count one head with at most one decay: scores in chunks, their product with values, state read and written."""
     total = 0
     for start in range(0, T, chunk):
         C = min(chunk, T - start)
@@ -34,16 +34,16 @@ def gated_scan_flops(T: int, K: int, V: int, *, chunk: int = scan.CHUNK, normali
 
 
 def running_softmax_flops(T: int, L: int, V: int, *, chunk: int = softmax.CHUNK) -> int:
-    """One head: scores inside chunks, their product with the values, the state read and written.
+    """Count one head: scores inside chunks, their product with the values, the state read and written.
 
-    With one latent a running sum of the weighted values takes the place of the scores.
+    With one latent a running sum of the weighted values replaces the scores.
     """
     return 4 * T * V if L == 1 else gated_scan_flops(T, L, V, chunk=chunk)
 
 
 @functools.cache
 def register() -> None:
-    """Teach torch's FlopCounterMode our ops and the fused CPU attention, which it counts as nothing."""
+    """Register our operators and the fused CPU attention with torch's FlopCounterMode, which counts them as zero."""
     from torch.utils import flop_counter  # it loads triton
 
     def sdpa(q: Any, k: Any, v: Any, *_: Any, out_shape: Any = None, **__: Any) -> int:
@@ -57,7 +57,7 @@ def register() -> None:
     if getattr(torch.ops.aten, cpu) not in flop_counter.flop_registry:
         formulas |= {getattr(torch.ops.aten, cpu): sdpa, getattr(torch.ops.aten, f"{cpu}_backward"): sdpa_backward}
     if HAS_TRITON:
-        from subquad.ops._triton import attend as _attend  # noqa: F401 it makes the operations known
+        from subquad.ops._triton import attend as _attend  # noqa: F401 defines the operators
         from subquad.ops._triton import scan as _scan  # noqa: F401
         from subquad.ops._triton import softmax as _softmax  # noqa: F401
 
@@ -80,7 +80,7 @@ def _sequential_attention(*shapes: Any, products: tuple[int, int] = (1, 1), **_:
 
 
 def _sequential_scan(q: Any, i: Any, v: Any, *_: Any, **__: Any) -> int:
-    """The state written and read at every token."""
+    """Count a write and a read of the state at every token."""
     return int(4 * q[0] * q[1] * q[2] * v[2])
 
 
@@ -113,7 +113,7 @@ FORMULAS: dict[str, Callable[..., int]] = {
         _sequential_scan(p, k, v) * 5 // 2
     ),
 }
-"""Operations of each of our operators, from the shapes of its arguments."""
+"""Formula of each operator, from the shapes of its arguments."""
 
 KERNELS: dict[str, Callable[..., int]] = {
     "block_attention_triton": _attention,
@@ -131,4 +131,4 @@ KERNELS: dict[str, Callable[..., int]] = {
         5 * p[0] * p[1] * running_softmax_flops(p[2], p[3], v[3]) // 2
     ),
 }
-"""The kernels' count as what the backend `torch` computes for the same."""
+"""Formulas of the kernels: they count as much as the backend `torch` computes for the same call."""

@@ -12,7 +12,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 CHUNK_ENTRIES = 1 << 22
-"""Logits held at once: above this many the tokens go in chunks (16 MiB of float32)."""
+"""Most logits held at once (16 MiB of float32); with more, tokens are processed in chunks."""
 
 
 def linear_cross_entropy(
@@ -27,9 +27,9 @@ def linear_cross_entropy(
 ) -> Tensor:
     """`-log softmax(W h + b)[label]`, in nats, never holding more than `CHUNK_ENTRIES` logits (at least one row).
 
-    Tokens labelled `ignore_index` count nothing; the mean is over the others (zero where there is none). Logits are
-    taken in float32 or wider. Raises `ValueError` for shapes or a reduction that do not fit, and on a CPU `IndexError`
-    for a label outside the vocabulary.
+    Tokens labelled `ignore_index` do not count; the mean is over the others (zero if there are none). The softmax is
+    taken in float32 or wider. Raises `ValueError` for mismatched shapes or an unknown reduction, and on a CPU
+    `IndexError` for a label outside the vocabulary.
     """
     if h_ND.ndim != 2 or weight_VD.ndim != 2 or h_ND.shape[1] != weight_VD.shape[1] or labels_N.shape != h_ND.shape[:1]:
         raise ValueError(
@@ -58,7 +58,7 @@ def check_reduction(reduction: str) -> None:
 
 
 def reduced(loss_N: Tensor, labels_N: Tensor, ignore_index: int, reduction: str) -> Tensor:
-    """The losses, their sum, or their mean over the tokens that count."""
+    """Return the losses, their sum, or their mean over the tokens that count."""
     if reduction == "none":
         return loss_N
     return loss_N.sum() if reduction == "sum" else loss_N.sum() / (labels_N != ignore_index).sum().clamp(min=1)
@@ -94,12 +94,14 @@ def _loss_backward(
     ignore_index: int,
 ) -> tuple[Tensor, Tensor, Tensor]:
     dh_ND = torch.empty_like(h_ND, memory_format=torch.contiguous_format)
+    # Gradients of shared parameters add up over all chunks: in float32 even if the weight is not.
     dweight_VD = torch.zeros(weight_VD.shape, dtype=lse_N.dtype, device=h_ND.device)
     dbias_V = dweight_VD.new_zeros(weight_VD.shape[0])
     real_N = labels_N != ignore_index
     grad_N = torch.where(real_N, grad_N, 0.0)
     safe_N = torch.where(real_N, labels_N, 0)
     for rows in _chunks(h_ND, weight_VD):
+        # Logits are computed again; d = softmax - onehot(label), from the saved logsumexp.
         logits = F.linear(h_ND[rows], weight_VD, bias).to(lse_N.dtype)
         d = logits.sub_(lse_N[rows, None]).exp_()
         d.scatter_add_(1, safe_N[rows, None], d.new_full((1, 1), -1.0).expand(d.shape[0], 1))

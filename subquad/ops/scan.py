@@ -1,4 +1,4 @@
-"""Engine A, the gated scan, and what all scans ask of their inputs.
+"""Engine A, the gated scan, and the input checks that all scans share.
 
 Shape letters: B batch, H heads, T tokens, K key channels, V value channels, F = 1 or K decays.
 """
@@ -19,13 +19,13 @@ from subquad.ops.padding import check_heads, check_mask
 
 BACKENDS = ("reference", "torch", "sequential", "triton")
 MOST_CHANNELS = 256
-"""Channels of a head that the kernels of `triton` hold."""
+"""Most channels per head in the kernels of `triton`."""
 FORGET_ALL = -1e4
-"""Decays below exp of this are zero in every dtype; the floor keeps sums of their logarithms finite."""
+"""Floor of log decays: its exp is zero in every dtype, and sums of floored logarithms stay finite."""
 
 
 class ScanOutput(NamedTuple):
-    """`out` `[B, H, T, V]` in the dtype of v; `state` `[B, H, K, V]`, float32 or wider (V + 1 where normalised)."""
+    """`out` `[B, H, T, V]` in the dtype of v; `state` `[B, H, K, V]`, float32 or wider (V + 1 if normalised)."""
 
     out: Tensor
     state: Tensor
@@ -46,26 +46,26 @@ def gated_scan(
     chunk_size: int | None = None,
     backend: str | None = None,
 ) -> ScanOutput:
-    """`S_t = f_t * S_{t-1} + i_t (x) v_t`, `o_t = q_t S_t`, or over `q_t . z_t + eps`, `z_t = f_t * z_{t-1} + i_t`.
+    """`S_t = f_t * S_{t-1} + i_t (x) v_t`, `o_t = q_t S_t`: a linear recurrence whose state decays.
 
     Args:
         q_BHTK: queries.
         i_BHTK: inputs, which write values to key channels.
         v_BHTV: values.
-        log_f_BHTF: natural log of the decays: one a channel (F = K), one a head (F = 1), or None for f = 1. At most 0,
-            which is not checked; -inf forgets all.
-        state: the state that earlier tokens left, as this function returned it.
-        normalise: divide by the sum of the weights; the state then holds z as a last value channel. Where that sum plus
-            `eps` is zero the output is zero.
+        log_f_BHTF: natural log of the decays, one per channel (F = K) or per head (F = 1), or None for f = 1. Must be
+            at most 0, which is not checked; -inf forgets everything.
+        state: the state that this function returned for the earlier tokens.
+        normalise: divide by the sum of the weights, `q_t . z_t + eps` with `z_t = f_t * z_{t-1} + i_t`; the state then
+            holds z as a last value channel. If the divisor is zero the output is zero.
         eps: added to the sum of the weights.
-        mask: bool `[B, T]`, True for a real token: padding leaves the state alone and gives zeros.
-        chunk_size: tokens a chunk (with decays: rounded up to a power of two), or between the states that `sequential`
-            keeps for its backward pass (None: about sqrt(T)); changes the order of sums only.
+        mask: bool `[B, T]`, True for a real token: padding leaves the state unchanged and gives zeros.
+        chunk_size: tokens per chunk (rounded up to a power of two if there are decays), or between the states that
+            `sequential` keeps for its backward pass (None: about sqrt(T)); changes only the order of summation.
         backend: `reference` (token by token, the definition), `torch` (chunks; the default on a CPU), `sequential`
             (token by token in the memory of one state, or of 2 sqrt(T) states in training), `triton` (kernels; the
-            default on a GPU for what they take: no float64, at most 256 channels a head).
+            default on a GPU for what they support: no float64, at most 256 channels per head).
 
-    Raises `ValueError` and `TypeError` for shapes and options that do not fit.
+    Raises `ValueError` and `TypeError` for invalid shapes and options.
     """
     B, H, T, V = check_inputs(("q", q_BHTK), ("i", i_BHTK), ("v", v_BHTV))
     K = q_BHTK.shape[-1]
@@ -104,7 +104,7 @@ def gated_scan(
 
 
 def check_inputs(*tensors: tuple[str, Tensor]) -> tuple[int, int, int, int]:
-    """B, H, T and the channels of the last tensor; raises where the named tensors do not fit together."""
+    """Return B, H, T and the channels of the last tensor; raise if the named tensors do not agree."""
     for name, x in tensors:
         check_heads(name, x)
         if x.shape[:3] != tensors[0][1].shape[:3]:
@@ -117,30 +117,30 @@ def check_inputs(*tensors: tuple[str, Tensor]) -> tuple[int, int, int, int]:
 
 
 def choose_for(op: str, backend: str | None, tensors: list[Tensor], sizes: dict[str, tuple[int, int]]) -> str:
-    """The backend: without a request `triton` on a GPU where its kernels take dtypes and sizes, else `torch`."""
+    """Return the backend: without a request `triton` on a GPU if its kernels support dtypes and sizes, else `torch`."""
     fitting = wide_of(*tensors) == torch.float32 and all(size <= most for size, most in sizes.values())
     on_gpu = tensors[0].device.type == "cuda"
     name = choose(op, backend, BACKENDS, "triton" if on_gpu and HAS_TRITON and fitting else "torch")
     for what, (size, most) in sizes.items():
         if name == "triton" and size > most:
-            raise ValueError(f"backend 'triton' of {op} holds at most {most} {what} a head, got {size}")
+            raise ValueError(f"backend 'triton' of {op} holds at most {most} {what} per head, got {size}")
     return name
 
 
 def chunk_of(chunk_size: int | None, default: int) -> int:
-    """The chunk size asked for, or the default."""
+    """Return the requested chunk size, or the default."""
     if chunk_size is not None and chunk_size < 1:
         raise ValueError(f"chunk_size must be at least 1, got {chunk_size}")
     return chunk_size or default
 
 
 def wide_of(*tensors: Tensor) -> torch.dtype:
-    """The dtype of the recurrence: float32, or float64 where an input has it."""
+    """Return the dtype of the recurrence: float32, or float64 if an input has it."""
     return torch.float64 if any(x.dtype == torch.float64 for x in tensors) else torch.float32
 
 
 def masked(tensors: list[Tensor], mask: Tensor | None, dtype: torch.dtype, fills: tuple[float, ...]) -> list[Tensor]:
-    """The tensors in this dtype; each holds its fill at padding."""
+    """Return the tensors in `dtype`, each with its fill at padding."""
     wide = [x.to(dtype) for x in tensors]
     if mask is None:
         return wide
@@ -149,5 +149,5 @@ def masked(tensors: list[Tensor], mask: Tensor | None, dtype: torch.dtype, fills
 
 
 def zero_padding(out_BHTV: Tensor, mask: Tensor | None) -> Tensor:
-    """Zeros at padding."""
+    """Zero the outputs at padding."""
     return out_BHTV if mask is None else out_BHTV.masked_fill(~mask[:, None, :, None], 0.0)

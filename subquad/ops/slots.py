@@ -1,4 +1,4 @@
-"""Where the tokens of queries and keys stand, from starts, lengths and documents: what engine B gives its backends.
+"""Positions of queries and keys, from starts, lengths and documents, as engine B passes them to its backends.
 
 Shape letters: B batch, H query heads, T queries, S keys, K key channels, V value channels.
 """
@@ -15,11 +15,11 @@ from subquad.ops.patterns import Pattern
 
 
 class Slots(NamedTuple):
-    """Where the tokens of queries and keys stand.
+    """Positions of the tokens of queries and keys.
 
     `q_pos_BT`, `k_pos_BS`: positions by row, negative for an empty slot; None: counted from `q_start` and `k_start`.
-    `lengths_B`: how many of a row's key slots hold a token, where later ones could be seen.
-    `q_doc_BT`, `k_doc_BS`: a query sees keys of its own document only; given with positions alone.
+    `lengths_B`: number of each row's key slots that hold a token; None if no query could see a later slot.
+    `q_doc_BT`, `k_doc_BS`: documents, of which a query sees only its own; given only along with positions by row.
     """
 
     q_start: int
@@ -32,11 +32,11 @@ class Slots(NamedTuple):
 
     @property
     def starts(self) -> tuple[int, int] | None:
-        """The positions of the first query and the first key; None where positions are given by row."""
+        """Positions of the first query and the first key; None if positions are given by row."""
         return (self.q_start, self.k_start) if self.q_pos_BT is None else None
 
     def of_row(self, row: int | None) -> Slots:
-        """The slots of one row of the batch (None: of all)."""
+        """Return the slots of one row of the batch (None: of all)."""
         if row is None:
             return self
         return Slots(self.q_start, self.k_start, *(None if x is None else x[row : row + 1] for x in self[2:]))
@@ -46,7 +46,7 @@ SCHEMA = (
     "SymInt q_start, SymInt k_start, Tensor? lengths_B, "
     "Tensor? q_pos_BT, Tensor? k_pos_BS, Tensor? q_doc_BT, Tensor? k_doc_BS"
 )
-"""`Slots` as an operation of torch takes them, one argument after the other."""
+"""Fields of `Slots` in the schema of a torch operator."""
 
 
 def placed(
@@ -58,9 +58,9 @@ def placed(
     q_BHTK: Tensor,
     S: int,
 ) -> tuple[Slots, Tensor | None]:
-    """Positions of queries that are among the keys, or stand where the starts say; which of them are real (None: all).
+    """Return the positions by starts, lengths and documents, and bool `[B, T]`, True for real queries (None: all are).
 
-    Raises `ValueError` for starts, lengths and documents that do not fit.
+    Raises `ValueError` for starts, lengths and documents that do not agree.
     """
     B, _, T, _ = q_BHTK.shape
     real_BS = real_BT = None
@@ -92,11 +92,11 @@ def placed(
 def placed_apart(
     q_start: int | Tensor, k_start: int | Tensor, key_lengths: Tensor, others: bool, pattern: Pattern, B: int
 ) -> Slots:
-    """Positions of queries that are not among the keys, of which each row has `key_lengths`."""
+    """Return the positions for cross-attention: queries are not among the keys, which number `key_lengths` per row."""
     _check_whole("key_lengths", key_lengths, (B,))
     if others or pattern.causal or isinstance(q_start, Tensor) or isinstance(k_start, Tensor):
         raise ValueError(
-            "key_lengths needs a pattern that is not causal and whole starts, and neither lengths, mask nor doc_ids, "
+            "key_lengths needs a non-causal pattern, integer starts, and neither lengths, mask nor doc_ids, "
             f"got {pattern!r}"
         )
     return Slots(q_start, k_start, key_lengths)
@@ -104,20 +104,20 @@ def placed_apart(
 
 def _check_whole(name: str, x: Tensor | None, shape: tuple[int, ...]) -> None:
     if x is not None and (x.shape != shape or x.is_floating_point()):
-        raise ValueError(f"{name} must hold whole numbers {shape}, got {x.dtype} {tuple(x.shape)}")
+        raise ValueError(f"{name} must hold integers in the shape {shape}, got {x.dtype} {tuple(x.shape)}")
 
 
 def _positions(start: int | Tensor, slots: int, batch: int, device: torch.device) -> Tensor:
     if isinstance(start, Tensor) and (start.shape != (batch,) or start.is_floating_point()):
         raise ValueError(
-            f"a start must be an int or hold whole numbers [{batch}], got {start.dtype} {tuple(start.shape)}"
+            f"a start must be an int or an integer tensor [{batch}], got {start.dtype} {tuple(start.shape)}"
         )
     first = start[:, None] if isinstance(start, Tensor) else start
     return (torch.arange(slots, device=device) + first).expand(batch, slots)
 
 
 def allowed_between(pattern: Pattern, slots: Slots, q_slot: Tensor, k_slot: Tensor) -> Tensor:
-    """Bool `[B or 1, ..., C, W]`: may the queries in the slots `[..., C]` see the keys in the slots `[..., W]`?"""
+    """Return bool `[B or 1, ..., C, W]`: queries in the slots `[..., C]` may see keys in the slots `[..., W]`."""
     if slots.q_pos_BT is None or slots.k_pos_BS is None:
         q, k = (q_slot + slots.q_start)[..., :, None], (k_slot + slots.k_start)[..., None, :]
         allowed = pattern.allowed(q, k)[None] & (k >= 0)
@@ -130,21 +130,21 @@ def allowed_between(pattern: Pattern, slots: Slots, q_slot: Tensor, k_slot: Tens
 
 
 def real_keys(lengths_B: Tensor, k_slot: Tensor) -> Tensor:
-    """Bool `[B, ..., 1, W]`: which of the key slots `[..., W]` are within the lengths."""
+    """Return bool `[B, ..., 1, W]`: True for key slots `[..., W]` within the lengths."""
     return (k_slot < lengths_B.reshape(-1, *(1,) * k_slot.ndim))[..., None, :]
 
 
 def allowed_pairs(pattern: Pattern, slots: Slots, T: int, S: int, device: torch.device) -> Tensor:
-    """Bool `[B or 1, T, S]`: the pattern, slot by slot."""
+    """Return the pattern slot by slot, bool `[B or 1, T, S]`."""
     return allowed_between(pattern, slots, torch.arange(T, device=device), torch.arange(S, device=device))
 
 
 def seen_slots(
     pattern: Pattern, starts: tuple[int, int] | None, start: int, stop: int, queries: int, keys: int
 ) -> tuple[int, int]:
-    """A range of key slots that holds all those that the queries in the slots `[start, stop)` may see.
+    """Return a range of key slots that covers all that the queries in the slots `[start, stop)` may see.
 
-    `starts` are the positions of the first query and the first key. None: rows differ in their positions, and the
+    `starts` holds the positions of the first query and the first key. None: rows differ in their positions, and the
     queries are the last of the key slots.
     """
     lo: int
@@ -162,6 +162,6 @@ def seen_slots(
 
 
 def nothing(q_BHTK: Tensor, v_BHSV: Tensor) -> tuple[Tensor, Tensor]:
-    """Return what attention to no key gives: zeros that keep their place in the graph, and -inf."""
+    """Return attention over no keys: outputs of zero, still connected to the graph, and a logsumexp of -inf."""
     out_BHTV = q_BHTK[..., :0].sum(-1, keepdim=True).expand(*q_BHTK.shape[:3], v_BHSV.shape[-1])
     return out_BHTV, q_BHTK.new_full(q_BHTK.shape[:3], -torch.inf)

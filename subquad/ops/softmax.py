@@ -21,7 +21,7 @@ from subquad.ops.padding import check_mask
 from subquad.ops.scan import MOST_CHANNELS, check_inputs, choose_for, chunk_of, masked, wide_of, zero_padding
 
 MOST_LATENTS = 512
-"""Latents of a head that the kernels of `triton` hold."""
+"""Most latents per head in the kernels of `triton`."""
 
 
 class SoftmaxState(NamedTuple):
@@ -51,9 +51,9 @@ class SoftmaxOutput:
 
     @property
     def lse(self) -> Tensor:
-        """`[B, H, T, L]`, the running logsumexp of the logits, at the cost of one more pass over them at each access.
+        """Running logsumexp `[B, H, T, L]` of the logits; each access costs another pass over them.
 
-        The backends `reference` and `sequential` have it from their own pass. See `running_logsumexp`.
+        The backends `reference` and `sequential` keep it from their own pass. See `running_logsumexp`.
         """
         if self._lse is not None:
             return self._lse
@@ -84,19 +84,19 @@ def running_softmax(
     """`o_t = sum_l p_tl sum_{s <= t} softmax_{s <= t}(logits_sl) v_s`: a scan whose gates add up to one (causal Latte).
 
     Args:
-        p_BHTL: `p(l | t)`, already normalised over the latents (dropout acts on it before).
-        logits_BHTL: key logits of each latent; of any size, up to +-1e4 and beyond.
+        p_BHTL: `p(l | t)`, normalised over the latents (apply dropout before).
+        logits_BHTL: key logits of each latent, of any size (+-1e4 and beyond).
         v_BHTV: values.
         own: `[B, H, T, 1]`; token t then adds `own_t v_t` to its output (ELiTA's gate).
-        state: the state that earlier tokens left, as this function returned it.
-        mask: bool `[B, T]`, True for a real token: padding leaves the state alone and gives zeros.
-        chunk_size: tokens a chunk, or between the states that `sequential` keeps for its backward pass (None: about
-            sqrt(T)); changes the order of sums only.
+        state: the state that this function returned for the earlier tokens.
+        mask: bool `[B, T]`, True for a real token: padding leaves the state unchanged and gives zeros.
+        chunk_size: tokens per chunk, or between the states that `sequential` keeps for its backward pass (None: about
+            sqrt(T)); changes only the order of summation.
         backend: `reference` (token by token, the definition), `torch` (chunks; the default on a CPU), `sequential`
             (token by token in the memory of one state, or of 2 sqrt(T) states in training), `triton` (kernels; the
-            default on a GPU for what they take: no float64, at most 256 channels and 512 latents a head).
+            default on a GPU for what they support: no float64, at most 256 channels and 512 latents per head).
 
-    Raises `ValueError` and `TypeError` for shapes and options that do not fit.
+    Raises `ValueError` and `TypeError` for invalid shapes and options.
     """
     B, H, T, V = check_inputs(("p", p_BHTL), ("logits", logits_BHTL), ("v", v_BHTV))
     L = p_BHTL.shape[-1]
@@ -136,7 +136,7 @@ def running_softmax(
         gate = rest[0] if rest else None
         out, a, s, *_ = chunked.running_softmax_op(p, k, v, gate, a, s, chunk, save)
         lse = None
-    if rest and lse is not None:  # the chunks have added it
+    if rest and lse is not None:  # chunks add it themselves
         out = torch.addcmul(out, rest[0], v)
     out = zero_padding(out.unflatten(0, (B, H)).to(v_BHTV.dtype), mask)
     a, s = (x.unflatten(0, (B, H)) for x in (a, s))
@@ -147,15 +147,15 @@ def running_softmax(
 
 @without_autocast
 def running_logsumexp(logits_BHTL: Tensor, /, *, state: Tensor | None = None, mask: Tensor | None = None) -> Tensor:
-    """`lse_t = log(exp(state) + sum_{s <= t} exp(logits_s))`: the logarithm of the running softmax's normalisers.
+    """`lse_t = log(exp(state) + sum_{s <= t} exp(logits_s))`: the log of the running softmax's normalisers.
 
     Args:
         logits_BHTL: logits of any size.
         state: `[B, H, L]`, the log-normaliser so far (`SoftmaxState.lse`).
         mask: bool `[B, T]`, True for a real token; padding adds nothing.
 
-    Returns `[B, H, T, L]`, float32 or wider; -2^100, nothing, before the first real token. Raises `ValueError` and
-    `TypeError` for shapes that do not fit.
+    Returns `[B, H, T, L]`, float32 or wider; -2^100 stands for log 0 before the first real token. Raises `ValueError`
+    and `TypeError` for invalid shapes.
     """
     B, H, T, L = check_inputs(("logits", logits_BHTL))
     if mask is not None:

@@ -179,7 +179,7 @@ def test_a_mask_that_does_not_fit_is_refused(name, call):
     function = getattr(build(name, **SIZES), call)
     with pytest.raises(TypeError, match="mask must be a bool tensor"):
         function(X, mask=torch.ones(2, 5))
-    with pytest.raises(ValueError, match=r"mask must have shape \(2, 5\), one entry a token, got \(2, 4\)"):
+    with pytest.raises(ValueError, match=r"mask must have shape \(2, 5\), one entry per token, got \(2, 4\)"):
         function(X, mask=torch.ones(2, 4, dtype=torch.bool))
 
 

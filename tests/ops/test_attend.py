@@ -567,12 +567,12 @@ ERRORS = {
     "lengths' shape": (
         lambda: block_attention(X, X, X, Causal(), lengths=torch.tensor([5])),
         ValueError,
-        r"lengths must hold whole numbers \(2,\), got torch\.int64 \(1,\)",
+        r"lengths must hold integers in the shape \(2,\), got torch\.int64 \(1,\)",
     ),
     "documents' dtype": (
         lambda: block_attention(X, X, X, Causal(), doc_ids=torch.zeros(B, 5)),
         ValueError,
-        r"doc_ids must hold whole numbers \(2, 5\), got torch\.float32 \(2, 5\)",
+        r"doc_ids must hold integers in the shape \(2, 5\), got torch\.float32 \(2, 5\)",
     ),
     "more queries than keys": (
         lambda: block_attention(X, X[:, :, :3], X[:, :, :3], Causal(), lengths=torch.tensor([3, 3])),
@@ -587,12 +587,12 @@ ERRORS = {
     "start's shape": (
         lambda: block_attention(X, X, X, Causal(), q_start=torch.tensor([1, 2, 3])),
         ValueError,
-        r"a start must be an int or hold whole numbers \[2\], got torch\.int64 \(3,\)",
+        r"a start must be an int or an integer tensor \[2\], got torch\.int64 \(3,\)",
     ),
     "start's dtype": (
         lambda: block_attention(X, X, X, Causal(), k_start=torch.tensor([1.0, 2.0])),
         ValueError,
-        r"a start must be an int or hold whole numbers \[2\], got torch\.float32 \(2,\)",
+        r"a start must be an int or an integer tensor \[2\], got torch\.float32 \(2,\)",
     ),
 }
 

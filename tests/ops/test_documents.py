@@ -107,9 +107,9 @@ def test_many_lengths_take_less_than_twice_their_tokens():
 @pytest.mark.parametrize(
     ("ids", "error", "message"),
     [
-        (torch.zeros(2, 3), TypeError, "doc_ids must hold whole numbers, a document's id at each of its tokens, got"),
-        (torch.zeros(2, 3, dtype=torch.bool), TypeError, "doc_ids must hold whole numbers"),
-        (torch.zeros(3, 2, dtype=torch.int64), ValueError, r"doc_ids must have shape \(2, 3\), one id a token"),
+        (torch.zeros(2, 3), TypeError, "doc_ids must hold integers, the document's id at each of its tokens, got"),
+        (torch.zeros(2, 3, dtype=torch.bool), TypeError, "doc_ids must hold integers"),
+        (torch.zeros(3, 2, dtype=torch.int64), ValueError, r"doc_ids must have shape \(2, 3\), one id per token"),
         (torch.full((2, 3), -2), ValueError, "doc_ids must be 0 or more, or -1 for padding, got -2"),
     ],
 )

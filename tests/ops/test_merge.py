@@ -116,10 +116,10 @@ def test_lengths_cut_the_future_that_is_padding(pattern, random, differentiated)
 X = torch.zeros(B, H, 5, K)
 LENGTHS = torch.tensor([1, 2])
 WRONG = {
-    "shape": ({"key_lengths": LENGTHS[:1]}, r"key_lengths must hold whole numbers \(2,\), got torch\.int64 \(1,\)"),
-    "dtype": ({"key_lengths": LENGTHS.float()}, r"key_lengths must hold whole numbers \(2,\), got torch\.float32"),
+    "shape": ({"key_lengths": LENGTHS[:1]}, r"key_lengths must hold integers in the shape \(2,\), got torch\.int64 \(1,\)"),
+    "dtype": ({"key_lengths": LENGTHS.float()}, r"key_lengths must hold integers in the shape \(2,\), got torch\.float32"),
     "lengths": ({"key_lengths": LENGTHS, "lengths": LENGTHS}, "and neither lengths, mask nor doc_ids"),
-    "starts": ({"key_lengths": LENGTHS, "k_start": LENGTHS}, "a pattern that is not causal and whole starts"),
+    "starts": ({"key_lengths": LENGTHS, "k_start": LENGTHS}, "a non-causal pattern, integer starts"),
 }
 
 

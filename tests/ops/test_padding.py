@@ -69,5 +69,5 @@ def test_a_mask_that_is_not_bool_is_refused(dtype):
 
 @pytest.mark.parametrize("shape", [(2, 4), (5, 2), (10,), (2, 5, 1)])
 def test_a_mask_of_another_shape_is_refused(shape):
-    with pytest.raises(ValueError, match=r"mask must have shape \(2, 5\), one entry a token, got \("):
+    with pytest.raises(ValueError, match=r"mask must have shape \(2, 5\), one entry per token, got \("):
         check_mask(torch.ones(shape, dtype=torch.bool), 2, 5)

@@ -1,4 +1,4 @@
-"""Which keys a query may see: a predicate (the truth) and key ranges that cover it (what makes it cheap)."""
+"""Patterns of the keys that a query may see: a predicate (the definition) and key ranges that cover it (for speed)."""
 
 from subquad.ops.patterns.base import Pattern
 from subquad.ops.patterns.local import Band, Blocks, Causal, Full, Prefix, Segments, Shifted, Suffix, Window

@@ -20,11 +20,11 @@ class Full(Pattern):
     causal: ClassVar[bool] = False
 
     def allowed(self, q_pos: Tensor, k_pos: Tensor) -> Tensor:
-        """All."""
+        """Always True."""
         return torch.ones_like(q_pos == k_pos)
 
     def sees_all(self, q_start: int, q_stop: int, k_start: int, k_stop: int) -> bool:
-        """Always."""
+        """Always True."""
         return True
 
 
@@ -37,17 +37,17 @@ class Causal(Pattern):
         return k_pos <= q_pos
 
     def sees_all(self, q_start: int, q_stop: int, k_start: int, k_stop: int) -> bool:
-        """Where the keys end before the first query's successor."""
+        """True if no key lies after the first query."""
         return k_stop <= q_start + 1
 
     def is_triangle(self, start: int, stop: int) -> bool:
-        """Always."""
+        """Always True."""
         return True
 
 
 @dataclass(frozen=True)
 class Prefix(Pattern):
-    """The first `length` tokens are seen by all (also by one another, both ways); the rest is causal.
+    """The first `length` tokens, seen by all queries (their own included, both ways), and causal keys after them.
 
     Perceiver AR's V1 treats its history so (arXiv:2412.06106, section 4.1).
     """
@@ -61,27 +61,27 @@ class Prefix(Pattern):
         return (k_pos <= q_pos) | (k_pos < self.length)
 
     def key_range(self, q_start: int, q_stop: int) -> tuple[int, int | None]:
-        """Up to the last query or the prefix's end."""
+        """Keys up to the last query or the end of the prefix."""
         return 0, max(q_stop, self.length)
 
     def tile_starts(self, q_start: int, q_stop: int) -> list[int]:
-        """The prefix's queries apart from the rest."""
+        """Cut at the end of the prefix."""
         return [q_start, *([self.length] if q_start < self.length < q_stop else [])]
 
     def sees_all(self, q_start: int, q_stop: int, k_start: int, k_stop: int) -> bool:
-        """The prefix, or keys before the first query's successor."""
+        """True if the keys lie in the prefix or not after the first query."""
         return k_stop <= max(self.length, q_start + 1)
 
     def is_triangle(self, start: int, stop: int) -> bool:
-        """After the prefix."""
+        """True after the prefix."""
         return start >= self.length
 
 
 @dataclass(frozen=True)
 class Suffix(Pattern):
-    """Only queries from position `start` on exist, and they are causal; earlier rows see nothing and give zeros.
+    """Causal for queries from position `start` on; earlier queries see nothing and give zeros.
 
-    Perceiver AR's first layer, drawn over the whole sequence: latents are the suffix (arXiv:2202.07765, section 3.1).
+    Perceiver AR's first layer over the whole sequence: its latents are the suffix (arXiv:2202.07765, section 3.1).
     """
 
     may_be_zero: ClassVar[tuple[str, ...]] = ("start",)
@@ -92,21 +92,21 @@ class Suffix(Pattern):
         return (k_pos <= q_pos) & (q_pos >= self.start)
 
     def key_range(self, q_start: int, q_stop: int) -> tuple[int, int | None]:
-        """Nothing for rows before `start`."""
+        """No keys for queries before `start`."""
         return 0, 0 if q_stop <= self.start else q_stop
 
     def tile_starts(self, q_start: int, q_stop: int) -> list[int]:
-        """The rows before `start` apart from the rest."""
+        """Cut at `start`."""
         return [q_start, *([self.start] if q_start < self.start < q_stop else [])]
 
     def is_triangle(self, start: int, stop: int) -> bool:
-        """In the suffix."""
+        """True in the suffix."""
         return start >= self.start
 
 
 @dataclass(frozen=True)
 class Window(Pattern):
-    """The last `width` tokens; the query's own counts."""
+    """The last `width` tokens, including the query's own."""
 
     width: int
 
@@ -120,7 +120,7 @@ class Window(Pattern):
         return self.width - 1
 
     def is_triangle(self, start: int, stop: int) -> bool:
-        """Where the block is no larger than the window."""
+        """True if the block is no larger than the window."""
         return stop - start <= self.width
 
 
@@ -161,11 +161,11 @@ class Segments(Pattern):
 
     @property
     def offset(self) -> int:
-        """Tokens that the first segment lacks."""
+        """Tokens missing from the first segment."""
         return 0
 
     def segment(self, position: Position) -> Position:
-        """The number of the segment that holds a position."""
+        """Return the number of the segment that holds a position."""
         return (position + self.offset) // self.size
 
     def allowed(self, q_pos: Tensor, k_pos: Tensor) -> Tensor:
@@ -178,11 +178,11 @@ class Segments(Pattern):
         return (self.back + 1) * self.size - 1
 
     def key_range(self, q_start: int, q_stop: int) -> tuple[int, int | None]:
-        """From the start of the first query's earliest segment."""
+        """Keys from the start of the earliest segment that the first query sees."""
         return max(0, (self.segment(q_start) - self.back) * self.size - self.offset), q_stop
 
     def tile_starts(self, q_start: int, q_stop: int) -> list[int]:
-        """One tile a segment."""
+        """Cut at every segment."""
         return multiples(self.size, q_start, q_stop, -self.offset)
 
     @property
@@ -191,13 +191,13 @@ class Segments(Pattern):
         return self.size
 
     def is_triangle(self, start: int, stop: int) -> bool:
-        """Where the last query still sees the first key's segment."""
+        """True if the last query still sees the first key's segment."""
         return self.segment(start) >= self.segment(stop - 1) - self.back
 
 
 @dataclass(frozen=True)
 class Shifted(Segments):
-    """Segments whose boundaries are moved: the first one has `shift` tokens only. Nothing wraps around.
+    """Segments with moved boundaries: the first one has only `shift` tokens. Nothing wraps around.
 
     Half of the heads of LongLoRA's shifted attention see this (Chen et al. 2023, arXiv:2309.12307, section 3.2).
     """
@@ -218,9 +218,9 @@ class Shifted(Segments):
 
 @dataclass(frozen=True)
 class Blocks(Pattern):
-    """The query's own block of `size` tokens, `back` blocks before and `ahead_blocks` after it, all without a mask.
+    """The query's own block of `size` tokens, `back` blocks before it and `ahead_blocks` after it, all seen whole.
 
-    With neither it is what V2 does to its history (arXiv:2412.06106, section 4.2).
+    With neither it is the attention of Perceiver AR's V2 over its history (arXiv:2412.06106, section 4.2).
     """
 
     may_be_zero: ClassVar[tuple[str, ...]] = ("back", "ahead_blocks")
@@ -230,7 +230,7 @@ class Blocks(Pattern):
     ahead_blocks: int = 0
 
     def allowed(self, q_pos: Tensor, k_pos: Tensor) -> Tensor:
-        """By whole blocks."""
+        """`-back <= block(k) - block(q) <= ahead_blocks`."""
         distance = k_pos // self.size - q_pos // self.size
         return (distance >= -self.back) & (distance <= self.ahead_blocks)
 
@@ -245,12 +245,12 @@ class Blocks(Pattern):
         return (self.ahead_blocks + 1) * self.size - 1
 
     def key_range(self, q_start: int, q_stop: int) -> tuple[int, int | None]:
-        """Whole blocks."""
+        """Whole blocks around those of the queries."""
         first, last = q_start // self.size - self.back, (q_stop - 1) // self.size + self.ahead_blocks
         return max(0, first) * self.size, (last + 1) * self.size
 
     def tile_starts(self, q_start: int, q_stop: int) -> list[int]:
-        """One tile a block."""
+        """Cut at every block."""
         return multiples(self.size, q_start, q_stop)
 
     @property
@@ -259,6 +259,6 @@ class Blocks(Pattern):
         return self.size
 
     def sees_all(self, q_start: int, q_stop: int, k_start: int, k_stop: int) -> bool:
-        """Where the last query still sees the first key and the first query the last key."""
+        """True if the last query sees the first key and the first query sees the last key."""
         far = k_start // self.size >= (q_stop - 1) // self.size - self.back
         return far and (k_stop - 1) // self.size <= q_start // self.size + self.ahead_blocks

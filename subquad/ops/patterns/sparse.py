@@ -1,4 +1,4 @@
-"""Patterns of what is far: fixed keys for all, residues, columns, and blocks drawn at random."""
+"""Patterns of distant keys: fixed keys for all queries, residues, columns, and random blocks."""
 
 from __future__ import annotations
 
@@ -12,13 +12,13 @@ from subquad.ops.patterns.base import Pattern, multiples
 from subquad.ops.patterns.local import Band, Causal, Window
 
 NEAR_ROWS = 128
-"""Queries of a tile near the first blocks, where a mask is needed."""
+"""Queries per tile near the first blocks, which need a mask."""
 WORD = 2**32 - 1
 Number = TypeVar("Number", int, Tensor)
 
 
 def _near_and_far(size: int, some_from: int, all_from: int, q_start: int, q_stop: int) -> list[int]:
-    """Cuts at `some_from` and `all_from`, and between them a cut each `NEAR_ROWS` queries or more."""
+    """Return cuts at `some_from` and `all_from`, and between them one after every `NEAR_ROWS` queries or more."""
     starts = {q_start, *(cut for cut in (some_from, all_from) if q_start < cut < q_stop)}
     first = max(q_start, some_from)
     if first < min(q_stop, all_from):
@@ -28,10 +28,9 @@ def _near_and_far(size: int, some_from: int, all_from: int, q_start: int, q_stop
 
 @dataclass(frozen=True)
 class Sinks(Pattern):
-    """The first `count` blocks of `size` tokens, where they lie more than `back` blocks before the query's own.
+    """Those of the first `count` blocks of `size` tokens that lie more than `back` blocks before the query's own.
 
-    With `Window(width)` (`size=1, back=width - 1`) or `Segments(size, back)` it is a disjoint union: see
-    `merge_attention`.
+    Disjoint from `Window(width)` (`size=1, back=width - 1`) and `Segments(size, back)`: see `merge_attention`.
     """
 
     may_be_zero: ClassVar[tuple[str, ...]] = ("count", "back")
@@ -41,28 +40,28 @@ class Sinks(Pattern):
     size: int = 1
 
     def allowed(self, q_pos: Tensor, k_pos: Tensor) -> Tensor:
-        """By whole blocks: `k < count` and `k < q - back`."""
+        """`block(k) < count` and `block(k) < block(q) - back`."""
         k_block = k_pos // self.size
         return (k_block < self.count) & (k_block < q_pos // self.size - self.back)
 
     def key_range(self, q_start: int, q_stop: int) -> tuple[int, int | None]:
-        """Up to the last block that the last query sees."""
+        """Keys up to the last block that the last query sees."""
         return 0, max(0, min(self.count, (q_stop - 1) // self.size - self.back)) * self.size
 
     def tile_starts(self, q_start: int, q_stop: int) -> list[int]:
-        """Queries that see none, those that see some, and those that see all."""
+        """Cut between queries that see no block, some blocks and all blocks."""
         return _near_and_far(
             self.size, (self.back + 1) * self.size, (self.count + self.back) * self.size, q_start, q_stop
         )
 
     def sees_all(self, q_start: int, q_stop: int, k_start: int, k_stop: int) -> bool:
-        """Keys of the first blocks that are far enough from the first query."""
+        """True for keys of the first blocks that are far enough from the first query."""
         return k_stop <= min(self.count, max(0, q_start // self.size - self.back)) * self.size
 
 
 @dataclass(frozen=True)
 class Globals(Pattern):
-    """The first `count` blocks of `size` tokens, but for those from `back` before to `ahead_blocks` after one's own."""
+    """The first `count` blocks of `size` tokens, except those `back` before to `ahead_blocks` after the query's own."""
 
     may_be_zero: ClassVar[tuple[str, ...]] = ("count", "back", "ahead_blocks")
     causal: ClassVar[bool] = False
@@ -73,27 +72,27 @@ class Globals(Pattern):
     size: int = 1
 
     def allowed(self, q_pos: Tensor, k_pos: Tensor) -> Tensor:
-        """By whole blocks: `k < count` and not `q - back <= k <= q + ahead_blocks`."""
+        """`block(k) < count` and not `-back <= block(k) - block(q) <= ahead_blocks`."""
         q_block, k_block = q_pos // self.size, k_pos // self.size
         near = (k_block >= q_block - self.back) & (k_block <= q_block + self.ahead_blocks)
         return (k_block < self.count) & ~near
 
     def key_range(self, q_start: int, q_stop: int) -> tuple[int, int | None]:
-        """All of them."""
+        """Keys of the first `count` blocks."""
         return 0, self.count * self.size
 
     def tile_starts(self, q_start: int, q_stop: int) -> list[int]:
-        """Queries near the first blocks, and those that see all."""
+        """Cut between queries near the first blocks and those that see all."""
         return _near_and_far(self.size, 0, (self.count + self.back) * self.size, q_start, q_stop)
 
     def sees_all(self, q_start: int, q_stop: int, k_start: int, k_stop: int) -> bool:
-        """Where the first query is far enough behind."""
+        """True if the first query lies far enough after the keys."""
         return k_stop <= min(self.count, max(0, q_start // self.size - self.back)) * self.size
 
 
 @dataclass(frozen=True)
 class Dilated(Pattern):
-    """Every `dilation`-th token back from the query's own, which counts: `width` of them."""
+    """Every `dilation`-th token back from the query's own, `width` of them including its own."""
 
     width: int
     dilation: int
@@ -110,17 +109,17 @@ class Dilated(Pattern):
 
     @property
     def folded(self) -> tuple[int, Pattern]:
-        """A window over the tokens of one residue."""
+        """`Window` over the tokens of one residue."""
         return self.dilation, Window(self.width)
 
     def tile_starts(self, q_start: int, q_stop: int) -> list[int]:
-        """Tiles of 128 queries."""
+        """Cut every 128 queries."""
         return multiples(128, q_start, q_stop)
 
 
 @dataclass(frozen=True)
 class DilatedBand(Pattern):
-    """Every `dilation`-th token to both sides: `before` and `after` of them, and the query's own."""
+    """Every `dilation`-th token to both sides, `before` and `after` of them, and the query's own."""
 
     may_be_zero: ClassVar[tuple[str, ...]] = ("before", "after")
     causal: ClassVar[bool] = False
@@ -129,7 +128,7 @@ class DilatedBand(Pattern):
     dilation: int
 
     def allowed(self, q_pos: Tensor, k_pos: Tensor) -> Tensor:
-        """The distance is a multiple of `dilation` within the sides."""
+        """The distance is a multiple of `dilation`, at most `before` of them back and `after` ahead."""
         distance = q_pos - k_pos
         near = (distance <= self.before * self.dilation) & (distance >= -self.after * self.dilation)
         return near & (distance % self.dilation == 0)
@@ -146,11 +145,11 @@ class DilatedBand(Pattern):
 
     @property
     def folded(self) -> tuple[int, Pattern]:
-        """A band over the tokens of one residue."""
+        """`Band` over the tokens of one residue."""
         return self.dilation, Band(self.before, self.after)
 
     def tile_starts(self, q_start: int, q_stop: int) -> list[int]:
-        """Tiles of 128 queries."""
+        """Cut every 128 queries."""
         return multiples(128, q_start, q_stop)
 
 
@@ -166,7 +165,7 @@ class Strided(Pattern):
 
     @property
     def folded(self) -> tuple[int, Pattern]:
-        """Causal over the tokens of one residue."""
+        """`Causal` over the tokens of one residue."""
         return self.stride, Causal()
 
 
@@ -188,32 +187,32 @@ class Columns(Pattern):
 
     @property
     def columns(self) -> tuple[int, int]:
-        """Itself."""
+        """`(size, last)`."""
         return self.size, self.last
 
 
 @dataclass(frozen=True)
 class Ranks(Pattern):
-    """`Columns`, where keys are numbered by their rank among the columns."""
+    """`Columns` with keys numbered by their rank among the columns."""
 
     size: int
     last: int
 
     def allowed(self, q_pos: Tensor, k_pos: Tensor) -> Tensor:
-        """The key's position, from its rank, is at most q."""
+        """The position of the key of rank `k_pos` is at most `q_pos`."""
         return k_pos // self.last * self.size + self.size - self.last + k_pos % self.last <= q_pos
 
     def key_range(self, q_start: int, q_stop: int) -> tuple[int, int | None]:
-        """The columns before `q_stop`."""
+        """Columns before `q_stop`."""
         return 0, q_stop // self.size * self.last + max(0, q_stop % self.size - (self.size - self.last))
 
     def sees_all(self, q_start: int, q_stop: int, k_start: int, k_stop: int) -> bool:
-        """Columns up to the first query."""
+        """True for columns up to the first query."""
         return k_stop <= (self.key_range(q_start, q_start + 1)[1] or 0)
 
 
 def _mixed(x: Number, salt: int) -> Number:
-    """A hash of 32 bits: products spread upwards, shifts downwards, so that no two rounds are one linear map."""
+    """Hash to 32 bits: products spread bits upwards, shifts downwards, so no two rounds make one linear map."""
     x = (x + salt) & WORD
     for factor in (0x9E3779B1, 0x85EBCA77, 0xC2B2AE3D):
         x = ((x ^ (x >> 15)) * factor) & WORD
@@ -222,11 +221,11 @@ def _mixed(x: Number, salt: int) -> Number:
 
 @dataclass(frozen=True)
 class Random(Pattern):
-    """One random block of `size` tokens for each block of queries: number `index` of `of` such patterns, all disjoint.
+    """One random block of `size` tokens for each block of queries: number `index` of `of` disjoint patterns.
 
-    The candidates are all blocks but the first `skip` and those within `back` before and `ahead_blocks` after the
-    query's own; with `blocks=0` it is causal and they lie before. They are cut into `of` equal strata, and a hash of
-    `seed`, `index` and the query's block draws one block from each. With `blocks` the sequence has that many blocks.
+    Candidates are all blocks except the first `skip` and those from `back` before to `ahead_blocks` after the query's
+    own. `blocks` is the number of blocks of the sequence; 0 means causal, with earlier candidates only. Candidates are
+    cut into `of` equal strata, and a hash of `seed`, `index` and the query's block draws a block from number `index`.
     """
 
     may_be_zero: ClassVar[tuple[str, ...]] = ("index", "skip", "back", "ahead_blocks", "blocks", "seed")
@@ -243,11 +242,11 @@ class Random(Pattern):
 
     @property
     def causal(self) -> bool:  # type: ignore[override]
-        """With `blocks=0`."""
+        """True if `blocks` is 0."""
         return self.blocks == 0
 
     def chosen(self, q_block: Tensor) -> Tensor:
-        """The drawn block of each block of queries; -1 where there is no candidate."""
+        """Return the drawn block of each block of queries; -1 without a candidate."""
         before = (q_block - self.back - self.skip).clamp(min=0)
         later = (q_block + self.ahead_blocks + 1).clamp(min=self.skip)
         count = before + (self.blocks - later).clamp(min=0) if self.blocks else before
@@ -257,7 +256,7 @@ class Random(Pattern):
         return torch.where(hi > lo, block, -1)
 
     def chosen_by(self, q_block: int) -> int:
-        """`chosen` for one block, in whole numbers, which need no device and no tracing."""
+        """Return `chosen` of one block in Python integers, which need no device and no tracing."""
         before = max(0, q_block - self.back - self.skip)
         later = max(self.skip, q_block + self.ahead_blocks + 1)
         count = before + max(0, self.blocks - later) if self.blocks else before
@@ -268,24 +267,24 @@ class Random(Pattern):
         return self.skip + place if place < before else later + place - before
 
     def drawn(self, q_block: Number) -> Number:
-        """A random number of 32 bits for each block of queries."""
+        """Return a random number of 32 bits for each block of queries."""
         return _mixed(_mixed(q_block, _mixed(self.seed & WORD, 1)), _mixed(self.index, 2))
 
     def allowed(self, q_pos: Tensor, k_pos: Tensor) -> Tensor:
-        """The drawn block."""
+        """The key lies in the drawn block."""
         return k_pos // self.size == self.chosen(q_pos // self.size)
 
     def key_range(self, q_start: int, q_stop: int) -> tuple[int, int | None]:
-        """The drawn blocks of all queries, from the first to the last."""
+        """Keys from the first to the last block drawn by any of the queries."""
         chosen = [self.chosen_by(block) for block in range(q_start // self.size, (q_stop - 1) // self.size + 1)]
         chosen = [block for block in chosen if block >= 0]
         return (min(chosen) * self.size, (max(chosen) + 1) * self.size) if chosen else (0, 0)
 
     def tile_starts(self, q_start: int, q_stop: int) -> list[int]:
-        """One tile a block."""
+        """Cut at every block."""
         return multiples(self.size, q_start, q_stop)
 
     def sees_all(self, q_start: int, q_stop: int, k_start: int, k_stop: int) -> bool:
-        """A block of queries and the block that it drew."""
+        """True for one block of queries and the block that it drew."""
         lo, hi = self.key_range(q_start, q_stop)
         return q_start // self.size == (q_stop - 1) // self.size and hi is not None and lo <= k_start and k_stop <= hi
