@@ -1,6 +1,6 @@
 """The gated scan in chunks, with a hand-written backward: memory linear in T, one state a chunk.
 
-Inside a chunk G_t = sum of log f up to t, so exp(G_i - G_j) decays column j to row i; the state links the chunks.
+Inside a chunk G_t = sum of log f up to t, and exp(G_i - G_j) is the decay from row j to row i; the state links chunks.
 
 Shape letters: N batch times heads, T tokens, K key channels, V value channels, F = 1 or K decays, C rows of a chunk.
 """
@@ -20,32 +20,32 @@ CHUNK = 64
 
 
 class _Decay:
-    """The decays inside one chunk: none, one a row (F = 1) or one a channel (F = K)."""
+    """Decays inside one chunk: none, one per row (F = 1) or one per channel (F = K)."""
 
     def __init__(self, log_f_NCF: Tensor | None, like: Tensor) -> None:
         self.G = self.to_row = self.to_end = self.whole = None
         if log_f_NCF is None:
             return
-        # float64: neighbours differ little, their sums are large.
+        # float64: exponents are differences of sums, which are large where neighbours differ little.
         self.G = log_f_NCF.double().cumsum(1)
         self.to_row = self.G.exp().to(like.dtype)
         self.to_end = (self.G[:, -1:] - self.G).exp_().to(like.dtype)
         self.whole = self.to_row[:, -1, :, None]
 
     def rows(self, q_NCK: Tensor) -> Tensor:
-        """Queries that meet the state of the chunk's start."""
+        """Return the queries as they meet the state at the chunk's start."""
         return q_NCK if self.to_row is None else q_NCK * self.to_row
 
     def columns(self, i_NCK: Tensor) -> Tensor:
-        """Inputs as they reach the state of the chunk's end."""
+        """Return the inputs as they reach the state at the chunk's end."""
         return i_NCK if self.to_end is None else i_NCK * self.to_end
 
     def carry(self, state_NKV: Tensor) -> Tensor:
-        """The state, decayed from the chunk's start to its end (or back); the same tensor where none decays."""
+        """Decay the state from the chunk's start to its end, or its gradient back; return it itself without decays."""
         return state_NKV if self.whole is None else state_NKV * self.whole
 
     def scores(self, q_NCK: Tensor, i_NCK: Tensor) -> Tensor:
-        """`[N, C, C]`: how much of value j row i receives."""
+        """Return the weight of value j for row i, `[N, C, C]`."""
         if self.G is None:
             return torch.bmm(q_NCK, i_NCK.mT).tril_()
         if self.G.shape[-1] == 1:
@@ -53,7 +53,7 @@ class _Decay:
         return pair_scores(q_NCK, i_NCK, -self.G, -self.G)
 
     def backward(self, q_NCK: Tensor, i_NCK: Tensor, grad_NCC: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """Gradients of q and i through the scores, and the scores."""
+        """Return the gradients of q and i through the scores, and the scores."""
         if self.G is not None and self.G.shape[-1] > 1:
             return pair_backward(q_NCK, i_NCK, -self.G, -self.G, grad_NCC)
         if self.G is not None:
@@ -62,6 +62,7 @@ class _Decay:
 
     def _between(self, like: Tensor) -> Tensor:
         assert self.G is not None
+        # Positive above the diagonal, which is masked later: clamped, or inf * 0 would be NaN.
         return (self.G - self.G.mT).clamp_(max=0).to(like.dtype).exp_()
 
 
@@ -77,9 +78,9 @@ def gated_scan_op(
     chunk: int,
     save: bool,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
-    """Outputs, the final state, the normalisers `[N, T]` (if any), states and their sums before each chunk (if `save`).
+    """Return outputs, the final state, normalisers `[N, T]` and, if `save`, the states and sums before each chunk.
 
-    With `normalise` the state has one more value channel: the sum of the inputs.
+    With `normalise` the state has one more value channel, the sum of the inputs; else normalisers and sums are empty.
     """
     N, T, V = v_NTV.shape
     K, parts = q_NTK.shape[-1], _spans(T, chunk, log_f_NTF)
@@ -112,7 +113,7 @@ def _spans(tokens: int, chunk: int, log_f: Tensor | None) -> list[tuple[int, int
 
 
 def _divisor(total_NC1: Tensor, eps: float) -> Tensor:
-    """`total + eps`, and infinity where that is zero: a token whose weights are all zero gives zero."""
+    """`total + eps`, or infinity if that is zero: a token whose weights are all zero gives zero."""
     divisor = total_NC1 + eps
     return divisor.masked_fill_(divisor == 0, torch.inf)
 
@@ -148,7 +149,7 @@ def gated_scan_backward_op(
     eps: float,
     chunk: int,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
-    """Gradients of q, i, v, log f (empty if none) and the initial state; `r` is that of a chunk's last state."""
+    """Return gradients of q, i, v, log f (empty if None) and the initial state; `r`: of the state after a chunk."""
     V = v_NTV.shape[-1]
     dq_NTK, di_NTK, dv_NTV = empty_like(q_NTK), empty_like(i_NTK), empty_like(v_NTV)
     dlog_f = q_NTK.new_empty(0) if log_f_NTF is None else log_f_NTF.new_empty(log_f_NTF.shape)
@@ -175,6 +176,7 @@ def gated_scan_backward_op(
         dv_NTV[:, start:stop] = torch.bmm(scores.mT, do).baddbmm_(decay.columns(i), r)[:, span_rows]
         dq_NTK[:, start:stop], di_NTK[:, start:stop] = dq[:, span_rows], di[:, span_rows]
         if log_f_NTF is not None:
+            # Row i decays by G_i, column j by -G_j, the state at the end by G_end; log f_t is part of all later G.
             dG, dG_end = q * dq - i * di, ((after * r).sum(-1) + (z_after * rz).sum(-1))[:, None]
             if log_f_NTF.shape[-1] == 1:
                 dG, dG_end = dG.sum(-1, keepdim=True), dG_end.sum(-1, keepdim=True)

@@ -1,16 +1,19 @@
-"""The gated scan's kernels: states between chunks, outputs, one step of decoding, and what all its kernels share.
+"""The gated scan's kernels: states between chunks, outputs, one step of decoding, and helpers of all scan kernels.
 
     S_t = f_t * S_{t-1} + i_t (x) v_t,    o_t = q_t S_t,    or over  q_t . z_t + eps  with  z_t = f_t * z_{t-1} + i_t
 
-One kernel walks over the chunks and leaves the state at the start of each; then all chunks' outputs are taken at once:
-what the state gives, and the scores inside the chunk times its values. The same walk backward leaves gradients of
-states.
+One kernel walks over the chunks and stores the state at the start of each. Only this walk is sequential: the next one
+computes the outputs of all chunks in parallel, queries times state plus scores inside the chunk times values. The same
+walk backward stores the gradients of states.
 
-Products take operands as tensor cores do (PRECISION): `bf16` for bfloat16 inputs; `tf32` for float16, whose range the
-sums over a long past would leave; `ieee`, plain float32. They are summed in float32.
+A decay is the exponential of a sum of log f <= 0. The sum is made from its own terms (with one decay per head also as a
+float64 difference): a difference of two large float32 sums would lose digits, and a factor exp(-sum) could overflow.
 
-Shape letters: C rows of a chunk, K key channels, V value channels, L either. Tensors q, i, v, log f come with their
-strides; the others are contiguous: outputs `[B, T, H, .]`, totals `[B, H, T]`, states `[B, H, chunks, K, V]`.
+Products take operands as tensor cores do (PRECISION): `bf16` for bfloat16 inputs; `tf32` for float16, whose range sums
+over a long past would exceed; `ieee` for float32. They accumulate in float32.
+
+Shape letters: C rows of a chunk, K key channels, V value channels, L either of the two. q, i, v and log f come with
+strides; other tensors are contiguous: outputs `[B, T, H, .]`, totals `[B, H, T]`, states `[B, H, chunks, K, V]`.
 """
 
 from __future__ import annotations
@@ -23,12 +26,12 @@ from subquad.ops._triton import common
 FORGET_ALL = tl.constexpr(-1e4)
 INTERPRETED = tl.constexpr(common.INTERPRETED)
 LENGTHS = ["T", *(f"{x}_stride_{dim}" for x in ("q", "i", "v", "log_f", "grad", "a", "b") for dim in "bh")]
-"""Never a reason to compile again: the length, and the strides that it moves."""
+"""Not specialised, so a new length, which changes these strides too, doesn't recompile."""
 
 
 @triton.jit
 def rounded(x, BITS: tl.constexpr):
-    """float32 `x` without its last `BITS` bits, rounded to the nearest, ties to even."""
+    """Round float32 `x` to a number without its last `BITS` bits, ties to even."""
     bits = x.to(tl.float32).to(tl.int32, bitcast=True)
     bits += ((1 << (BITS - 1)) - 1) + ((bits >> BITS) & 1)
     return (bits & -(1 << BITS)).to(tl.float32, bitcast=True)
@@ -36,14 +39,14 @@ def rounded(x, BITS: tl.constexpr):
 
 @triton.jit
 def operand(x, PRECISION: tl.constexpr):
-    """`x` as a matrix product reads it. The interpreter, which has no bfloat16 arithmetic, rounds alike in float32."""
+    """Return `x` as a matrix product reads it. The interpreter lacks bfloat16 arithmetic and rounds in float32."""
     if PRECISION == "bf16":
         if INTERPRETED:
             x = rounded(x, 16)
         else:
             x = x.to(tl.bfloat16)
     elif PRECISION == "tf32":
-        x = rounded(x, 13)
+        x = rounded(x, 13)  # tensor cores would cut these bits off
     else:
         x = x.to(tl.float32)
     return x
@@ -51,7 +54,7 @@ def operand(x, PRECISION: tl.constexpr):
 
 @triton.jit
 def product(a, b, PRECISION: tl.constexpr):
-    """`a @ b`, summed in float32."""
+    """`a @ b`, accumulated in float32."""
     if PRECISION == "tf32":
         ab = tl.dot(operand(a, PRECISION), operand(b, PRECISION), input_precision="tf32")
     else:
@@ -61,7 +64,10 @@ def product(a, b, PRECISION: tl.constexpr):
 
 @triton.jit
 def sums_of_rows(chosen_CC, x_CL, PRECISION: tl.constexpr):
-    """`chosen @ x` for a matrix of zeros and ones: x goes in two pieces, for twice the bits of an operand."""
+    """`chosen @ x` for a matrix of zeros and ones, with x in two pieces for twice the bits of an operand.
+
+    These sums are exponents: an absolute error of theirs is a relative error of the decay.
+    """
     ones_CC = chosen_CC.to(tl.float32)
     sums_CL = product(ones_CC, x_CL, PRECISION)
     if PRECISION != "ieee":
@@ -71,7 +77,8 @@ def sums_of_rows(chosen_CC, x_CL, PRECISION: tl.constexpr):
 
 @triton.jit
 def of_head(x, n, H, stride_b, stride_h, ALIGNED: tl.constexpr):
-    """The pointer to the first token of head n of B * H; ALIGNED promises that heads begin at multiples of 16."""
+    """Return the pointer to the first token of head n of B * H; ALIGNED: heads begin at multiples of 16."""
+    # int64: the tensors of a long batch have more than 2^31 entries.
     offset = (n // H).to(tl.int64) * stride_b + (n % H).to(tl.int64) * stride_h
     if ALIGNED:
         offset = tl.multiple_of(offset, 16)
@@ -80,7 +87,7 @@ def of_head(x, n, H, stride_b, stride_h, ALIGNED: tl.constexpr):
 
 @triton.jit
 def real_rows(mask, n, H, T, start, row_C):
-    """Bool `[C]`: the rows of the chunk that hold a token."""
+    """Return bool `[C]`: True for rows of the chunk that hold a token."""
     real_C = row_C < T - start
     if mask is not None:
         real_C = real_C & (tl.load(mask + (n // H).to(tl.int64) * T + start + row_C, mask=real_C, other=0) != 0)
@@ -89,7 +96,7 @@ def real_rows(mask, n, H, T, start, row_C):
 
 @triton.jit
 def read(x, row_C, stride_t, channel_L, real_C, LENGTH: tl.constexpr):
-    """Rows `[C, L]`; zeros where there is no token or no channel."""
+    """Load rows `[C, L]`, with zeros for missing tokens and channels: an input of zero leaves the state as it is."""
     pointers = x + row_C[:, None] * stride_t + channel_L[None, :]
     x_CL = tl.load(pointers, mask=real_C[:, None] & (channel_L < LENGTH)[None, :], other=0.0)
     if INTERPRETED:
@@ -99,22 +106,22 @@ def read(x, row_C, stride_t, channel_L, real_C, LENGTH: tl.constexpr):
 
 @triton.jit
 def cast(x, pointer):
-    """`x` in the dtype of what the pointer points to."""
-    if INTERPRETED and pointer.dtype.element_ty == tl.bfloat16:  # its cast cuts bits off
+    """Return `x` in the dtype of the pointer's entries."""
+    if INTERPRETED and pointer.dtype.element_ty == tl.bfloat16:  # its cast truncates
         x = rounded(x, 16)
     return x.to(pointer.dtype.element_ty)
 
 
 @triton.jit
 def write(x, x_CL, row_C, stride_t, channel_L, exists_C, LENGTH: tl.constexpr):
-    """Stores rows `[C, L]`."""
+    """Store rows `[C, L]`."""
     pointers = x + row_C[:, None] * stride_t + channel_L[None, :]
     tl.store(pointers, cast(x_CL, x), mask=exists_C[:, None] & (channel_L < LENGTH)[None, :])
 
 
 @triton.jit
 def read_state(states, k_K, v_V, K: tl.constexpr, V: tl.constexpr):
-    """A tile `[K, V]` of a state."""
+    """Load a tile `[K, V]` of a state."""
     inside = (k_K < K)[:, None] & (v_V < V)[None, :]
     state_KV = tl.load(states + k_K[:, None] * V + v_V[None, :], mask=inside, other=0.0)
     if INTERPRETED:
@@ -124,7 +131,7 @@ def read_state(states, k_K, v_V, K: tl.constexpr, V: tl.constexpr):
 
 @triton.jit
 def read_decay(log_f, row_C, stride_t, k_K, real_C, K: tl.constexpr, DECAY: tl.constexpr):
-    """The logarithms of the decays, `[C]` or `[C, K]`."""
+    """Load log decays, `[C]` or `[C, K]`: 0 at padding, which so decays nothing, and finite, so that sums are."""
     if DECAY == "head":
         g = tl.load(log_f + row_C * stride_t, mask=real_C, other=0.0).to(tl.float32)
     else:
@@ -134,7 +141,7 @@ def read_decay(log_f, row_C, stride_t, k_K, real_C, K: tl.constexpr, DECAY: tl.c
 
 @triton.jit
 def decays(g, row_C, DECAY: tl.constexpr, PRECISION: tl.constexpr):
-    """Decays from the chunk's start to each row, from each row to the chunk's end, and from its start to its end."""
+    """Return the decays from the chunk's start to each row, from each row to the end, and from start to end."""
     up_to_CC = row_C[None, :] <= row_C[:, None]
     if DECAY == "head":
         to_row = tl.sum(tl.where(up_to_CC, g[None, :], 0.0), 1)
@@ -147,7 +154,7 @@ def decays(g, row_C, DECAY: tl.constexpr, PRECISION: tl.constexpr):
 
 @triton.jit
 def decayed(x_CL, decay, DECAY: tl.constexpr):
-    """The rows times their decays, `[C]` or `[C, L]`."""
+    """Multiply rows by their decays, `[C]` or `[C, L]`."""
     if DECAY == "head":
         x_CL = x_CL.to(tl.float32) * decay[:, None]
     elif DECAY == "channel":
@@ -157,7 +164,7 @@ def decayed(x_CL, decay, DECAY: tl.constexpr):
 
 @triton.jit
 def carried(state_KV, whole, DECAY: tl.constexpr):
-    """The state, decayed from one end of a chunk to the other."""
+    """Decay the state from one end of a chunk to the other."""
     if DECAY == "head":
         state_KV *= whole
     elif DECAY == "channel":
@@ -168,27 +175,28 @@ def carried(state_KV, whole, DECAY: tl.constexpr):
 @triton.jit
 def decay_between(g_C, row_C):
     """`exp(g_{j+1} + ... + g_i)`, `[C, C]`, for j <= i; entries above are unused and lie in [0, 1]."""
-    # float64: neighbours differ little, their sums are large.
+    # float64: neighbours differ little, their sums are large. The minimum keeps unused entries finite.
     G_C = tl.cumsum(g_C.to(tl.float64), 0)
     return tl.exp(tl.minimum((G_C[:, None] - G_C[None, :]).to(tl.float32), 0.0))
 
 
 @triton.constexpr_function
 def levels(C):
-    """Number of halvings of a chunk of C rows."""
+    """Return the number of halvings of a chunk of C rows."""
     return C.bit_length() - 1
 
 
 @triton.jit
 def halving(q_CK, i_CK, g_CK, row_C, level, PRECISION: tl.constexpr):
-    """Decays that differ by channel, between the halves of blocks of 2h rows, h = 2^level, without a positive exponent.
+    """Split the decays by channel between the halves of blocks of 2h rows, h = 2^level, into two factors.
 
-    A row of a second half comes with what is left of the half's start, a row of a first half with what is left of it
-    at the half's end. Each exponent is a sum of logarithms of decays, never a difference of two large sums. Over all
-    levels each pair of two rows meets once.
+    A decay from row j to row i is no product of a factor of i and one of j with both at most 1, unless a reference row
+    lies between them. Here it is the border of the halves: a row of a second half has the decay from the border to it,
+    a row of a first half the decay from it to the border. Over all levels each pair of rows meets once.
 
-    Returns the factors `[C, K]`; q (second halves) or i (first halves) times those; whether a row is in a second half
-    `[C, 1]`; and which entries `[C, C]` pair the two halves of a block.
+    Returns the factors `[C, K]`, q (second halves) or i (first halves) times the factors, bool `[C, 1]` for rows in a
+    second half, and bool `[C, C]` for entries that pair the two halves of a block. q and i share one matrix, since a
+    row needs only one of them at a level.
     """
     half_C, block_C = row_C >> level, row_C >> (level + 1)
     second_C1 = ((half_C & 1) == 1)[:, None]
@@ -202,7 +210,7 @@ def halving(q_CK, i_CK, g_CK, row_C, level, PRECISION: tl.constexpr):
 
 @triton.jit
 def channel_scores(q_CK, i_CK, g_CK, row_C, PRECISION: tl.constexpr):
-    """`sum_k q_ik i_jk exp(g_{j+1,k} + ... + g_ik)` for j <= i, else zero."""
+    """`sum_k q_ik i_jk exp(g_{j+1,k} + ... + g_ik)` for j <= i, else zero, by halves."""
     q_CK, i_CK = q_CK.to(tl.float32), i_CK.to(tl.float32)
     scores_CC = tl.where(row_C[:, None] == row_C[None, :], tl.sum(q_CK * i_CK, 1)[:, None], 0.0)
     for level in range(levels(row_C.shape[0])):
@@ -214,8 +222,9 @@ def channel_scores(q_CK, i_CK, g_CK, row_C, PRECISION: tl.constexpr):
 
 @triton.jit
 def channel_gradients(q_CK, i_CK, g_CK, grad_CC, row_C, PRECISION: tl.constexpr):
-    """The gradients of q and i through `channel_scores` below the diagonal, where alone `grad` must not be zero."""
+    """Return the gradients of q and i through `channel_scores` below the diagonal; `grad` must be zero elsewhere."""
     dq_CK, di_CK = tl.zeros_like(q_CK), tl.zeros_like(i_CK)
+    # Symmetric, so that one product per level serves the rows of both halves.
     both_CC = grad_CC + tl.trans(grad_CC)
     for level in range(levels(row_C.shape[0])):
         factor_CK, mixed_CK, second_C1, pairs_CC = halving(q_CK, i_CK, g_CK, row_C, level, PRECISION)
@@ -231,9 +240,9 @@ def scores_and_sums(
     K: tl.constexpr, V: tl.constexpr, DECAY: tl.constexpr, NORMALISE: tl.constexpr, BACKWARD: tl.constexpr,
     BLOCK_K: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """Of one chunk: scores `[C, C]`, zero above the diagonal; what rows take from a state `[C, V]` and from z `[C]`.
+    """Return a chunk's scores `[C, C]`, zero above the diagonal, and its rows times a state `[C, V]` and times z `[C]`.
 
-    The rows are queries that meet the state at the chunk's start; BACKWARD: inputs that meet the one at its end.
+    The rows are queries, which meet the state at the chunk's start, or, if BACKWARD, inputs, which meet it at the end.
     """
     C: tl.constexpr = row_C.shape[0]
     scores_CC = tl.zeros([C, C], tl.float32)
@@ -274,10 +283,10 @@ def states_kernel(
     K: tl.constexpr, V: tl.constexpr, DECAY: tl.constexpr, NORMALISE: tl.constexpr, BACKWARD: tl.constexpr,
     C: tl.constexpr, BLOCK_K: tl.constexpr, BLOCK_V: tl.constexpr, PRECISION: tl.constexpr, ALIGNED: tl.constexpr,
 ):  # fmt: skip
-    """Walks over the chunks: `S <- decay * S + (a * decay)^T b` from `first` to `last`, keeping S before each chunk.
+    """Walk over the chunks: `S <- decay * S + (a * decay)^T b` from `first` to `last`; store S before each chunk.
 
-    Forward a is i and b is v. BACKWARD goes from the last chunk to the first with q and the outputs' gradients, over
-    the totals where NORMALISE: the states are then gradients of the state at each chunk's end.
+    Forward, a is i and b is v. BACKWARD goes from the last chunk to the first with q and the outputs' gradients,
+    divided by the totals if NORMALISE: the states are then gradients of the state at each chunk's end.
     """
     V_TILES: tl.constexpr = (V + BLOCK_V - 1) // BLOCK_V
     K_TILES: tl.constexpr = (K + BLOCK_K - 1) // BLOCK_K
@@ -307,6 +316,7 @@ def states_kernel(
         chunk = chunks - 1 - step if BACKWARD else step
         start = chunk * C
         at = n.to(tl.int64) * chunks + chunk
+        # Only the stored copy is rounded, as products read it so; the walk goes on in float32.
         tl.store(states + at * K * V + k_K[:, None] * V + v_V[None, :], operand(state_KV, PRECISION), mask=inside_KV)
         real_C = real_rows(mask, n, H, T, start, row_C)
         a_CK = read(a + start * a_stride_t, row_C, a_stride_t, k_K, real_C, K)
@@ -320,7 +330,7 @@ def states_kernel(
             a_CK = decayed(a_CK, to_row if BACKWARD else to_end, DECAY)
             state_KV = carried(state_KV, whole, DECAY)
         if NORMALISE:
-            if v_tile == 0:
+            if v_tile == 0:  # z has no value channels: one tile computes it
                 tl.store(z_states + at * K + k_K, z_K, mask=k_K < K)
                 if DECAY != "none":
                     z_K *= whole
@@ -345,7 +355,7 @@ def outputs_kernel(
     K: tl.constexpr, V: tl.constexpr, DECAY: tl.constexpr, NORMALISE: tl.constexpr, C: tl.constexpr,
     BLOCK_K: tl.constexpr, BLOCK_V: tl.constexpr, PRECISION: tl.constexpr, ALIGNED: tl.constexpr,
 ):  # fmt: skip
-    """Outputs of one chunk, and the sums of their weights plus eps, infinity where that is zero."""
+    """Compute the outputs of one chunk, and the sums of their weights plus eps (infinity instead of zero)."""
     V_TILES: tl.constexpr = (V + BLOCK_V - 1) // BLOCK_V
     chunks = tl.cdiv(T, C)
     v_tile, at = tl.program_id(0) % V_TILES, (tl.program_id(0) // V_TILES).to(tl.int64)
@@ -368,7 +378,7 @@ def outputs_kernel(
     out_CV += product(scores_CC, read(v, row_C, v_stride_t, v_V, real_C, V), PRECISION)
     if NORMALISE:
         total_C += tl.sum(scores_CC, 1) + eps
-        total_C = tl.where(total_C == 0, float("inf"), total_C)
+        total_C = tl.where(total_C == 0, float("inf"), total_C)  # 0 / inf: no weights give zero, not NaN
         out_CV /= total_C[:, None]
         if v_tile == 0:
             tl.store(total + n.to(tl.int64) * T + start + row_C, total_C, mask=row_C < T - start)
@@ -384,7 +394,7 @@ def step_kernel(
     K: tl.constexpr, V: tl.constexpr, DECAY: tl.constexpr, NORMALISE: tl.constexpr, BLOCK_K: tl.constexpr,
     BLOCK_V: tl.constexpr,
 ):  # fmt: skip
-    """One token: the state after it and its output."""
+    """Compute the state after one token, and its output."""
     V_TILES: tl.constexpr = (V + BLOCK_V - 1) // BLOCK_V
     W: tl.constexpr = V + NORMALISE
     v_tile, n = tl.program_id(0) % V_TILES, tl.program_id(0) // V_TILES
