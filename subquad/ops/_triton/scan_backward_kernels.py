@@ -42,8 +42,8 @@ from subquad.ops._triton.scan_kernels import (
 def decay_gradients(dg_rows_CK, dg_columns_CK, dg_whole_K, row_C, DECAY: tl.constexpr, PRECISION: tl.constexpr):
     """Return the gradients of a chunk's log decays, `[C]` or `[C, K]`.
 
-    What reaches a row contains all decays up to it; what a row gives to the chunk's end, all later ones; what passes
-    through the chunk, all.
+    Terms that reach a row contain all decays up to it, terms from a row to the chunk's end all later ones, and terms
+    that pass through the chunk all of them.
     """
     from_CC, before_CC = row_C[None, :] >= row_C[:, None], row_C[None, :] < row_C[:, None]
     if DECAY == "head":

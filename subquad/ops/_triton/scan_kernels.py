@@ -66,7 +66,7 @@ def product(a, b, PRECISION: tl.constexpr):
 def sums_of_rows(chosen_CC, x_CL, PRECISION: tl.constexpr):
     """`chosen @ x` for a matrix of zeros and ones, with x in two pieces for twice the bits of an operand.
 
-    These sums are exponents: an absolute error of theirs is a relative error of the decay.
+    These sums are exponents, whose absolute error is a relative error of the decay.
     """
     ones_CC = chosen_CC.to(tl.float32)
     sums_CL = product(ones_CC, x_CL, PRECISION)
@@ -96,7 +96,7 @@ def real_rows(mask, n, H, T, start, row_C):
 
 @triton.jit
 def read(x, row_C, stride_t, channel_L, real_C, LENGTH: tl.constexpr):
-    """Load rows `[C, L]`, with zeros for missing tokens and channels: an input of zero leaves the state as it is."""
+    """Load rows `[C, L]`, with zeros for missing tokens and channels: an input of zero adds nothing to the state."""
     pointers = x + row_C[:, None] * stride_t + channel_L[None, :]
     x_CL = tl.load(pointers, mask=real_C[:, None] & (channel_L < LENGTH)[None, :], other=0.0)
     if INTERPRETED:
@@ -190,9 +190,9 @@ def levels(C):
 def halving(q_CK, i_CK, g_CK, row_C, level, PRECISION: tl.constexpr):
     """Split the decays by channel between the halves of blocks of 2h rows, h = 2^level, into two factors.
 
-    A decay from row j to row i is no product of a factor of i and one of j with both at most 1, unless a reference row
-    lies between them. Here it is the border of the halves: a row of a second half has the decay from the border to it,
-    a row of a first half the decay from it to the border. Over all levels each pair of rows meets once.
+    The decay from row j to row i is a product of a factor of i and a factor of j, both at most 1, only if a reference
+    row lies between them. Here that is the border of the halves: a row of a second half has the decay from the border
+    to it, a row of a first half the decay from it to the border. Over all levels each pair of rows meets once.
 
     Returns the factors `[C, K]`, q (second halves) or i (first halves) times the factors, bool `[C, 1]` for rows in a
     second half, and bool `[C, C]` for entries that pair the two halves of a block. q and i share one matrix, since a

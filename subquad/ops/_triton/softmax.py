@@ -235,8 +235,8 @@ def running_softmax(
     mask_BT: Tensor | None,
     want_lse: bool = True,
 ) -> tuple[Tensor, Tensor | None, Tensor, Tensor]:
-    """Return outputs in the dtype of v, the logits' running logsumexp `[B, H, T, L]` in float32 (or None), its last value
-    in float64, and the last means `[B, H, L, V]` in float32. Matrices are multiplied in the dtype of v.
+    """Return outputs in the dtype of v, the running logsumexp `[B, H, T, L]` in float32 (or None), its last value in
+    float64, and the last means `[B, H, L, V]` in float32. Matrices are multiplied in the dtype of v.
 
     Raises `ValueError` for dtypes and devices that the kernels do not support.
     """

@@ -48,7 +48,7 @@ def head(pointer, n, heads, stride_b, stride_h, ALIGNED: tl.constexpr):
 
 @triton.jit
 def real_rows(mask, n, heads, t_C, tokens):
-    """Return bool `[C]`: True if token t exists and is no padding."""
+    """Return bool `[C]`: True for a token, False for padding and past the end."""
     real_C = t_C < tokens
     if mask is not None:
         real_C = tl.load(mask + (n // heads).to(tl.int64) * tokens + t_C, mask=real_C, other=0) != 0

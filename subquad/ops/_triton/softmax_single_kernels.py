@@ -3,7 +3,7 @@
     N_i = exp(m - r) U + sum_{j <= i} e_j v_j,   o_i = p_i / Z_i N_i
     D_j = sum_{i >= j} p_i / Z_i do_i,           dv_j = e_j D_j + exp(k_j - m_end) R
 
-Passes, arguments and windows are those of the kernels for many latents; ALIGNED is about value channels. Sums over
+Passes, arguments and windows are as in the kernels for many latents; ALIGNED is about value channels. Sums over
 later rows are cumulative sums in reverse, never a total minus a prefix.
 """
 
