@@ -1,4 +1,4 @@
-"""Engine B on PyTorch's FlexAttention: a pattern becomes a block mask, compiled once for each shape.
+"""Engine B on PyTorch's FlexAttention: a pattern becomes a block mask, compiled once per shape.
 
 Shape letters: B batch, H query heads, G key heads, T queries, S keys, K key channels, V value channels.
 """
@@ -21,12 +21,12 @@ from subquad.ops.patterns import Pattern
 from subquad.ops.slots import SCHEMA, Slots, seen_slots
 
 BLOCK = 128
-"""Queries and keys of a block, of which a mask says whether all, some or none are seen."""
+"""Queries and keys per block; a block mask marks blocks as seen whole, in part or not at all."""
 LEAST_CHANNELS = 16
-"""The least that the kernels take on a GPU."""
+"""Fewest channels that the kernels accept on a GPU."""
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 MASKS, GRAPHS = 64, 32
-"""How many masks and compiled graphs are kept."""
+"""Sizes of the caches of masks and compiled graphs."""
 
 
 def attend(
@@ -40,12 +40,10 @@ def attend(
     *,
     compiled: bool = True,
 ) -> tuple[Tensor, Tensor]:
-    """Outputs `[B, H, T, V]` in the dtype of all three inputs, and logsumexp `[B, H, T]` (NaN without `with_lse`).
+    """Return outputs `[B, H, T, V]` in the inputs' common dtype, and logsumexp `[B, H, T]` (NaN without `with_lse`).
 
-    Without `compiled`, and for a logsumexp on a CPU (which the compiled form has not), it is FlexAttention's plain form
-    that runs, with all scores in memory.
-
-    Raises `ValueError` for other dtypes than those of `DTYPES`, and for gradients on a CPU.
+    Without `compiled`, and for a logsumexp on a CPU (which the compiled form lacks), FlexAttention runs uncompiled with
+    all scores in memory. Raises `ValueError` for dtypes not in `DTYPES`, and for gradients on a CPU.
     """
     for x in (q_BHTK, k_BGSK, v_BGSV):
         if x.dtype not in DTYPES:
@@ -65,7 +63,7 @@ def attend(
             x if x.shape[-1] >= LEAST_CHANNELS else F.pad(x, (0, LEAST_CHANNELS - x.shape[-1])) for x in (q, k, v)
         )
     mask = _mask(q, k, pattern, slots)
-    if torch.compiler.is_compiling():  # the caller's graph takes it in
+    if torch.compiler.is_compiling():  # it becomes part of the caller's graph
         out, lse = _run(q, k, v, mask, scale, with_lse)
     elif compiled:
         out, lse = _graph((*_key(q, k, v, pattern, slots), scale, with_lse))(q, k, v, mask, scale, with_lse)
@@ -87,7 +85,7 @@ def _run(q: Tensor, k: Tensor, v: Tensor, mask: BlockMask, scale: float, with_ls
 
 @contextmanager
 def _plain() -> Iterator[None]:
-    """FlexAttention as it stands: it would compile itself at every call, and soon reach Dynamo's limit."""
+    """Keep FlexAttention from compiling itself at every call, which soon reaches Dynamo's limit."""
     before = flex._FLEX_ATTENTION_DISABLE_COMPILE_DEBUG
     flex._FLEX_ATTENTION_DISABLE_COMPILE_DEBUG = True
     try:
@@ -98,9 +96,9 @@ def _plain() -> Iterator[None]:
 
 @functools.lru_cache(maxsize=GRAPHS)
 def _graph(key: tuple[Any, ...]) -> Callable[..., tuple[Tensor, Tensor]]:
-    """One compiled function for each key.
+    """Return the compiled function of `key`.
 
-    Dynamo counts compilations by code object and gives up after a few: each function has a code of its own.
+    Dynamo counts compilations per code object and gives up after a few, so each function has its own code object.
     """
     fresh = FunctionType(_run.__code__.replace(co_name=f"_run_{_graph.cache_info().misses}"), globals())
     compiled: Callable[..., tuple[Tensor, Tensor]] = torch.compile(fresh, dynamic=False, fullgraph=True)
@@ -108,21 +106,21 @@ def _graph(key: tuple[Any, ...]) -> Callable[..., tuple[Tensor, Tensor]]:
 
 
 def _key(q: Tensor, k: Tensor, v: Tensor, pattern: Pattern, slots: Slots) -> tuple[Any, ...]:
-    """Return all that a compiled graph depends on. Positions are data: the steps of a decoder share one graph."""
+    """Return everything a compiled graph depends on. Positions are data, so the steps of a decoder share a graph."""
     inputs = tuple((x.shape, x.stride(), x.dtype, x.requires_grad) for x in (q, k, v))
     rows = _standing(slots), slots.q_doc_BT is None
     return pattern, rows, inputs, q.device, torch.is_grad_enabled()
 
 
 def _standing(slots: Slots) -> bool:
-    """Whether queries and keys are all there and begin at position 0: the mask is then one of the pattern alone."""
+    """Return True if all queries and keys are real and begin at position 0: only the pattern fixes the mask then."""
     return slots.q_start == slots.k_start == 0 and all(x is None for x in slots[2:])
 
 
 Seen = Callable[[Tensor, Tensor, Tensor, Tensor], Tensor]
-"""Of a row of the batch, a head, a query slot and a key slot: may the query see the key?"""
+"""From a row of the batch, a head, a query slot and a key slot: True if the query may see the key."""
 Listed = tuple[Tensor, Tensor, Tensor, Tensor]
-"""Of each row of blocks how many are seen in part, `[B, 1, N]`, and which, `[B, 1, N, M]`; the same of whole ones."""
+"""Per row of blocks, the number `[B, 1, N]` and indices `[B, 1, N, M]` of blocks seen in part; then of whole ones."""
 
 
 def _mask(q_BHTK: Tensor, k_BGSK: Tensor, pattern: Pattern, slots: Slots) -> BlockMask:
@@ -135,7 +133,7 @@ def _mask(q_BHTK: Tensor, k_BGSK: Tensor, pattern: Pattern, slots: Slots) -> Blo
 
 @functools.lru_cache(maxsize=MASKS)
 def _standing_mask(pattern: Pattern, T: int, S: int, device: torch.device) -> BlockMask:
-    with torch.inference_mode(False):  # it is kept, and training may ask for it next
+    with torch.inference_mode(False):  # the cached mask may serve training next
         seen = _seen(pattern, Slots(0, 0), 1, T, S, device)
         return _block_mask(_standing_blocks(pattern, T, S, device), seen, T, S)
 
@@ -150,7 +148,8 @@ def _block_mask(listed: Listed, seen: Seen, T: int, S: int) -> BlockMask:
     return BlockMask.from_kv_blocks(*listed, BLOCK_SIZE=(BLOCK, BLOCK), mask_mod=seen, seq_lengths=(T, S))
 
 
-# One node of a caller's graph, however many blocks there are. What it keeps must not lie in the memory of a CUDA graph.
+# An operator is one node of the caller's graph, however many blocks there are. It caches tensors, which must not lie in
+# the memory of a CUDA graph: that is reused.
 @torch.library.custom_op(
     "subquad::flex_listed_blocks",
     mutates_args=(),
@@ -158,11 +157,11 @@ def _block_mask(listed: Listed, seen: Seen, T: int, S: int) -> BlockMask:
     schema=f"(str pattern, SymInt B, SymInt T, SymInt S, Device device, {SCHEMA}) -> (Tensor, Tensor, Tensor, Tensor)",
 )
 def listed_blocks(pattern: str, B: int, T: int, S: int, device: torch.device, *given: Any) -> Listed:
-    """The blocks that are seen, as `Listed` has them."""
+    """Return the visible blocks as `Listed`."""
     rule, slots = Pattern.from_key(pattern), Slots(*given)
     if not _standing(slots):
         return _listed_by(rule, slots, B, T, S, device)
-    # Copies: what an op returns, a compiled graph may use again as a buffer.
+    # Copies: a compiled graph may reuse an operator's output as a buffer.
     some, which, whole, whole_which = (x.clone() for x in _standing_blocks(rule, T, S, device))
     return some, which, whole, whole_which
 
@@ -195,7 +194,7 @@ def _seen(pattern: Pattern, slots: Slots, B: int, T: int, S: int, device: torch.
 
 
 def _listed_by(pattern: Pattern, slots: Slots, B: int, T: int, S: int, device: torch.device) -> Listed:
-    """One row of blocks after another, and of it the keys that the pattern may allow: never T x S entries at once."""
+    """List visible blocks by rows of blocks and the keys that the pattern may allow: never T x S entries at once."""
     seen = _seen(pattern, slots, B, T, S, device)
     count_BNM = torch.zeros(B, -(-T // BLOCK), -(-S // BLOCK), dtype=torch.int64, device=device)
     b = torch.arange(B, device=device)[:, None, None]
@@ -215,6 +214,6 @@ def _listed_by(pattern: Pattern, slots: Slots, B: int, T: int, S: int, device: t
 
 
 def _listed(some_BHNM: Tensor) -> tuple[Tensor, Tensor]:
-    """The number of blocks that are True in each row, and the order that puts them first."""
+    """Return the number of True blocks in each row, and the order that puts them first."""
     order = some_BHNM.to(torch.int8).argsort(dim=-1, descending=True, stable=True)
     return some_BHNM.sum(-1).to(torch.int32), order.to(torch.int32)

@@ -1,4 +1,4 @@
-"""The engines' definitions: dense softmax over the allowed keys, and the recurrences one token at a time."""
+"""Definitions of the engines: dense softmax over the allowed keys, and the recurrences one token at a time."""
 
 from __future__ import annotations
 
@@ -8,11 +8,11 @@ from torch.nn import functional as F
 
 
 def softmax_weights(q_BHTK: Tensor, k_BHSK: Tensor, allowed_BTS: Tensor, scale: float) -> tuple[Tensor, Tensor]:
-    """The weights `[B, H, T, S]` and the scores' logsumexp `[B, H, T]`; zeros and -inf where no key is allowed."""
+    """Return weights `[B, H, T, S]` and the scores' logsumexp `[B, H, T]`; zeros and -inf if no key is allowed."""
     scores_BHTS = (q_BHTK @ k_BHSK.mT) * scale
     forbidden = ~allowed_BTS[:, None]
     lse_BHT = scores_BHTS.masked_fill(forbidden, -torch.inf).logsumexp(-1)
-    # A finite floor keeps the gradient of a row without keys at zero; it cannot be reached by real scores.
+    # A finite floor, out of reach of real scores: the softmax of a row of -inf and its gradient would be NaN.
     floor = torch.finfo(scores_BHTS.dtype).min
     weights_BHTS = scores_BHTS.masked_fill(forbidden, floor).softmax(-1).masked_fill(forbidden, 0.0)
     return weights_BHTS, lse_BHT
@@ -21,7 +21,7 @@ def softmax_weights(q_BHTK: Tensor, k_BHSK: Tensor, allowed_BTS: Tensor, scale: 
 def attend(
     q_BHTK: Tensor, k_BHSK: Tensor, v_BHSV: Tensor, allowed_BTS: Tensor, scale: float, dropout_p: float
 ) -> tuple[Tensor, Tensor]:
-    """The definition: `softmax(scale q k^T) v` over the allowed keys."""
+    """`softmax(scale q k^T) v` over the allowed keys, and the scores' logsumexp."""
     weights_BHTS, lse_BHT = softmax_weights(q_BHTK, k_BHSK, allowed_BTS, scale)
     return F.dropout(weights_BHTS, dropout_p) @ v_BHSV, lse_BHT
 
@@ -49,9 +49,10 @@ def gated_scan(
 
 
 def divide(numerator_NTV: Tensor, total_NT: Tensor, eps: float) -> Tensor:
-    """`numerator / (total + eps)`, and zero where that sum is zero: such a token has no weight at all."""
+    """`numerator / (total + eps)`, or zero if the divisor is zero: such a token has no weight at all."""
     total_NT1 = total_NT[..., None] + eps
     nothing = total_NT1 == 0
+    # Masked before the division too: 0 / 0 would send NaN into the gradient.
     return (numerator_NTV / total_NT1.masked_fill(nothing, 1.0)).masked_fill(nothing, 0.0)
 
 
@@ -60,7 +61,7 @@ def running_softmax(
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """`a_t = log(exp a_{t-1} + exp k_t)`, `S_t = exp(a_{t-1} - a_t) S_{t-1} + exp(k_t - a_t) (x) v_t`, `o_t = p_t S_t`.
 
-    Returns the outputs, every `a_t`, and the last `a` and `S`.
+    Returns the outputs, every `a_t`, and the last `a` and `S`. `a` is float64: see `subquad.ops._torch.halves`.
     """
     out, lse = [], []
     for t in range(v_NTV.shape[1]):

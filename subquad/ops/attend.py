@@ -103,7 +103,7 @@ def block_attention_with_lse(
 ) -> tuple[Tensor, Tensor]:
     """Return the output of `block_attention` and the logsumexp `[B, H, T]` of each query's scores.
 
-    The logsumexp is differentiable, float32 or wider, -inf for a query without keys, and input of `merge_attention`.
+    The logsumexp is differentiable, float32 or wider, and -inf for a query that sees no key; see `merge_attention`.
     Arguments and errors are those of `block_attention`.
     """
     where = q_start, k_start, lengths, key_lengths, mask, doc_ids
@@ -222,7 +222,7 @@ def merge_attention(outs: Sequence[Tensor], lses: Sequence[Tensor], /) -> tuple[
     if not outs or len(outs) != len(lses):
         raise ValueError(f"merge_attention needs one lse for each of one or more outs, got {len(lses)} and {len(outs)}")
     lse_NBHT = torch.stack(list(lses))
-    # Softmax over -inf alone is NaN. With a finite floor a query without keys averages zeros, with zero gradients.
+    # Softmax over nothing but -inf is NaN. With a finite floor a query without keys averages zeros, with no gradient.
     empty_NBHT = torch.isneginf(lse_NBHT)
     lse_NBHT = lse_NBHT.masked_fill(empty_NBHT, torch.finfo(lse_NBHT.dtype).min)
     shares_NBHT = lse_NBHT.softmax(0)

@@ -1,8 +1,8 @@
 """Count the cost of a run on tensors without data: they have shapes only, so any length takes the same time.
 
 Torch's FlopCounterMode counts operations with the formulas of `subquad.ops.flops`; operators report the scores that
-they compute. The count is that of a CPU in float32 on the backend `torch`, whatever the module's mode, dtype and device
-and the context of the call.
+they compute. The count is always for a CPU in float32 on the backend `torch`, whatever the module's mode, dtype and
+device and the context of the call.
 """
 
 from __future__ import annotations

@@ -25,7 +25,7 @@ def attention_flops(groups: tuple[Group, ...], key_channels: int, value_channels
 
 
 def gated_scan_flops(T: int, K: int, V: int, *, chunk: int = scan.CHUNK, normalise: bool = False) -> int:
-    """Count one head with at most one decay: chunks' scores, their product with the values, the state's products."""
+    """Count one head with at most one decay: scores in chunks, their product with values, state read and written."""
     total = 0
     for start in range(0, T, chunk):
         C = min(chunk, T - start)

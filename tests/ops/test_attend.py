@@ -1,16 +1,20 @@
-"""Engine B against its definition, which the `reference` backend is: dense scores, a mask, a softmax."""
+"""Engine B against its definition: dense scores, a mask and a softmax, as the backend `reference` computes them."""
+
+import math
 
 import pytest
 import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from subquad.ops import block_attention, block_attention_with_lse
+from subquad.ops import block_attention, block_attention_with_lse, merge_attention
 from subquad.ops._reference import softmax_weights as dense_weights
-from subquad.ops._torch import attend as torch_attend
+from subquad.ops._sequential import attend as sequential
+from subquad.ops._torch import attend as tiled
 from subquad.ops._torch.attend import block_attention_cpu, block_attention_cpu_backward
 from subquad.ops._torch.gathered import gathered
 from subquad.ops.attend import softmax_weights
+from subquad.ops.chunks import block_sizes
 from subquad.ops.patterns import (
     Band,
     Blocks,
@@ -29,8 +33,16 @@ from subquad.ops.patterns import (
     Window,
 )
 from subquad.ops.patterns.sparse import Columns
-from subquad.ops.slots import Slots
-from subquad.testing import LOW_PRECISION, assert_exact, assert_in_budget, assert_same_maths, mask_with
+from subquad.testing import LOW_PRECISION, assert_exact, assert_same_maths, largest_allocation, mask_with
+from tests.ops.cases import (
+    ALONE,
+    assert_all_exact,
+    assert_all_in_budget,
+    assert_all_same_maths,
+    differentiated,
+    normal,
+    thinned,
+)
 
 B, H, K = 2, 4, 6
 PATTERNS = [
@@ -67,54 +79,41 @@ PATTERNS = [
     Strided(stride=5),
     Columns(size=8, last=3),
 ]
-patterns = pytest.mark.parametrize("pattern", PATTERNS, ids=repr)
-some_patterns = pytest.mark.parametrize(
-    "pattern",
-    [Causal(), Full(), Window(width=5), Segments(size=7, back=2), Prefix(length=13), Suffix(start=13)],
-    ids=repr,
-)
-backends = pytest.mark.parametrize("backend", ["reference", "torch"])
-few = settings(max_examples=40, suppress_health_check=[HealthCheck.function_scoped_fixture])
+SOME = [Causal(), Full(), Window(width=5), Segments(size=7, back=2), Prefix(length=13), Suffix(start=13)]
+BACKENDS = ("reference", "torch", "gathered", "sequential")
+computed = pytest.mark.parametrize("backend", BACKENDS[1:], indirect=True)
+few = settings(max_examples=20, suppress_health_check=[HealthCheck.function_scoped_fixture])
+MASK = mask_with([(9, 25, 6), (0, 33, 7)])
 
 
-@pytest.fixture(params=["fused", "gathered"])
-def cpu_path(request, monkeypatch):
-    """Both forms of the `torch` backend: the fused one, and the one for other devices and for dropout."""
+@pytest.fixture(params=BACKENDS)
+def backend(request, monkeypatch):
+    """Every backend, in small chunks. `gathered` is the form of `torch` for other devices and for dropout."""
+    monkeypatch.setattr(sequential, "QUERY_CHUNK", 16)
+    monkeypatch.setattr(sequential, "KEY_CHUNK", 24)
     if request.param == "gathered":
-        monkeypatch.setattr(torch_attend, "_on_cpu", lambda *args: gathered(*args, 0.0))
+        monkeypatch.setattr(tiled, "_on_cpu", lambda *args: gathered(*args, 0.0))
+    return "torch" if request.param == "gathered" else request.param
 
 
-@pytest.fixture
-def qkv(random):
-    def make(tokens=70, keys=None, heads=H, kv_heads=None, values=K, batch=B, dtype=torch.float64):
-        keys = tokens if keys is None else keys
-        return [
-            random(batch, heads, tokens, K, seed=1, dtype=dtype),
-            random(batch, kv_heads or heads, keys, K, seed=2, dtype=dtype),
-            random(batch, kv_heads or heads, keys, values, seed=3, dtype=dtype),
-        ]
-
-    return make
+def qkv(tokens=70, keys=None, heads=H, kv_heads=None, values=K, batch=B, dtype=torch.float64):
+    keys = tokens if keys is None else keys
+    shapes = (heads, tokens, K), (kv_heads or heads, keys, K), (kv_heads or heads, keys, values)
+    return [normal(batch, *shape, seed=n, dtype=dtype) for n, shape in enumerate(shapes)]
 
 
-@pytest.fixture
-def assert_backends_agree(differentiated):
-    """Outputs, lse and every gradient, those through lse too."""
-
-    def check(inputs, pattern, **options):
-        def run(backend):
-            return lambda q, k, v: block_attention_with_lse(q, k, v, pattern, backend=backend, **options)
-
-        names = ("out", "lse", "gradient of q", "gradient of k", "gradient of v")
-        actual, expected = differentiated(run("torch"), inputs), differentiated(run("reference"), inputs)
-        for name, a, e in zip(names, actual, expected, strict=True):
-            assert_same_maths(a, e, f"{name}, {pattern}, {options}")
-
-    return check
+def attention(pattern, backend, **options):
+    return lambda q, k, v: block_attention_with_lse(q, k, v, pattern, backend=backend, **options)
 
 
-def test_the_definition_by_hand(random):
-    q, k, v = random(1, 1, 2, 3, seed=1), random(1, 1, 2, 3, seed=2), random(1, 1, 2, 3, seed=3)
+def assert_is_the_definition(backend, inputs, pattern, **options):
+    """Compare outputs, lse and every gradient, through the lse too."""
+    actual, expected = (differentiated(attention(pattern, name, **options), inputs) for name in (backend, "reference"))
+    assert_all_same_maths(actual, expected, f"{pattern}, {options}")
+
+
+def test_the_definition_by_hand():
+    q, k, v = (normal(1, 1, 2, 3, seed=n) for n in range(3))
     w = torch.softmax((q[0, 0, 1] * k[0, 0]).sum(-1) / 3**0.5, 0)
     out = block_attention(q, k, v, Causal(), backend="reference")
     assert_same_maths(out[0, 0, 0], v[0, 0, 0])
@@ -123,46 +122,36 @@ def test_the_definition_by_hand(random):
 
 
 @pytest.mark.parametrize("scale", [0.0, -0.3, 2.0])
-def test_any_scale_is_taken(qkv, scale):
+def test_any_scale(scale, backend):
     q, k, v = qkv(20)
     weights = softmax_weights(q, k, Full(), scale=scale)
     assert_same_maths(weights, (scale * q @ k.mT).softmax(-1))
-    for backend in ("reference", "torch"):
-        assert_same_maths(block_attention(q, k, v, Full(), scale=scale, backend=backend), weights @ v)
+    assert_same_maths(block_attention(q, k, v, Full(), scale=scale, backend=backend), weights @ v)
 
 
-@pytest.mark.usefixtures("cpu_path")
-@patterns
-def test_every_pattern_is_its_definition(pattern, qkv, assert_backends_agree):
-    assert_backends_agree(qkv(), pattern)
+@computed
+@pytest.mark.parametrize("pattern", PATTERNS, ids=repr)
+def test_every_pattern_is_its_definition(pattern, backend):
+    assert_is_the_definition(backend, qkv(), pattern)
+    assert_is_the_definition(backend, qkv(40), pattern, lengths=torch.tensor([40, 17]))
 
 
-@pytest.mark.usefixtures("cpu_path")
+@st.composite
+def places(draw):
+    """Tokens, keys and where they begin: often as in a continued sequence, else anywhere."""
+    tokens, old, start = draw(st.integers(0, 100)), draw(st.integers(0, 40)), draw(st.integers(0, 60))
+    if draw(st.booleans()):
+        return tokens, tokens + old, start, start - old
+    return tokens, draw(st.integers(1, 60)), start, draw(st.integers(-20, 60))
+
+
+@computed
 @few
-@given(
-    pattern=st.sampled_from(PATTERNS),
-    tokens=st.integers(0, 140),
-    old=st.integers(0, 40),
-    start=st.integers(0, 60),
-    kv_heads=st.sampled_from([1, 2, 4]),
-    values=st.sampled_from([1, 4, 6, 9]),
-    scale=st.sampled_from([None, 0.3]),
-)
-def test_any_sizes_and_offsets(qkv, assert_backends_agree, pattern, tokens, old, start, kv_heads, values, scale):
-    inputs = qkv(tokens, tokens + old, kv_heads=kv_heads, values=values)
-    assert_backends_agree(inputs, pattern, q_start=start, k_start=start - old, scale=scale)
-
-
-@few
-@given(
-    pattern=st.sampled_from(PATTERNS),
-    tokens=st.integers(1, 60),
-    keys=st.integers(1, 60),
-    q_start=st.integers(0, 60),
-    k_start=st.integers(-20, 60),
-)
-def test_queries_and_keys_may_stand_anywhere(qkv, assert_backends_agree, pattern, tokens, keys, q_start, k_start):
-    assert_backends_agree(qkv(tokens, keys), pattern, q_start=q_start, k_start=k_start)
+@given(st.sampled_from(PATTERNS), places(), st.sampled_from([1, 2, 4]), st.sampled_from([1, 4, 6, 9]))
+def test_any_sizes_and_offsets(backend, pattern, where, kv_heads, values):
+    tokens, keys, q_start, k_start = where
+    inputs = qkv(tokens, keys, kv_heads=kv_heads, values=values)
+    assert_is_the_definition(backend, inputs, pattern, q_start=q_start, k_start=k_start, scale=0.3)
 
 
 @st.composite
@@ -176,135 +165,102 @@ def ragged(draw):
     if draw(st.booleans()):
         options["lengths"] = torch.tensor(draw(st.lists(st.integers(0, tokens + old), min_size=B, max_size=B)))
     if draw(st.booleans()):
-        size = draw(st.integers(1, 30))
-        options["doc_ids"] = (torch.arange(B * (tokens + old)) // size).view(B, -1)
+        options["doc_ids"] = (torch.arange(B * (tokens + old)) // draw(st.integers(1, 30))).view(B, -1)
     return tokens, tokens + old, options
 
 
-@pytest.mark.usefixtures("cpu_path")
+@computed
 @few
-@given(pattern=st.sampled_from(PATTERNS), rows=ragged())
-def test_ragged_rows(qkv, assert_backends_agree, pattern, rows):
+@given(st.sampled_from(PATTERNS), ragged())
+def test_ragged_rows(backend, pattern, rows):
     tokens, keys, options = rows
-    assert_backends_agree(qkv(tokens, keys), pattern, **options)
+    assert_is_the_definition(backend, qkv(tokens, keys), pattern, **options)
 
 
-@backends
-@some_patterns
-def test_ragged_starts_are_rows_apart(qkv, pattern, backend):
-    q, k, v = qkv(20, 50)
-    starts = [30, 12]
-    whole = block_attention(
-        q, k, v, pattern, q_start=torch.tensor(starts), k_start=torch.tensor(starts) - 30, backend=backend
-    )
+@thinned(4, pattern=SOME, backend=BACKENDS)
+def test_rows_that_start_apart_are_as_alone(pattern, backend):
+    inputs, starts = qkv(20, 50), [30, 12]
+    options = {"q_start": torch.tensor(starts), "k_start": torch.tensor(starts) - 30}
+    whole = block_attention(*inputs, pattern, **options, backend=backend)
     for b, start in enumerate(starts):
-        row = slice(b, b + 1)
-        alone = block_attention(q[row], k[row], v[row], pattern, q_start=start, k_start=start - 30, backend=backend)
-        assert_same_maths(whole[row], alone, f"row {b}")
+        row = [x[b : b + 1] for x in inputs]
+        alone = block_attention(*row, pattern, q_start=start, k_start=start - 30, backend=backend)
+        assert_same_maths(whole[b : b + 1], alone, f"row {b}")
 
 
-@backends
-@patterns
-def test_slots_before_position_zero_hold_no_key(qkv, pattern, backend):
+@thinned(4, pattern=PATTERNS, backend=BACKENDS)
+def test_slots_before_position_zero_hold_no_key(pattern, backend):
     q, k, v = qkv(20, 30)
     with_empty_slots = block_attention(q, k, v, pattern, k_start=-10, backend=backend)
-    without = block_attention(q, k[:, :, 10:], v[:, :, 10:], pattern, backend=backend)
-    assert_same_maths(with_empty_slots, without)
+    assert_same_maths(with_empty_slots, block_attention(q, k[:, :, 10:], v[:, :, 10:], pattern, backend=backend))
 
 
-@backends
-@patterns
-def test_lengths_cut_the_keys_and_zero_the_queries(qkv, pattern, backend):
-    q, k, v = qkv(30, 30)
-    lengths = torch.tensor([30, 17])
-    out, lse = block_attention_with_lse(q, k, v, pattern, lengths=lengths, backend=backend)
-    alone = block_attention(q[1:, :, :17], k[1:, :, :17], v[1:, :, :17], pattern, backend=backend)
-    assert_same_maths(out[1:, :, :17], alone)
+@thinned(4, pattern=PATTERNS, backend=BACKENDS)
+def test_lengths_cut_the_keys_and_zero_the_queries(pattern, backend):
+    inputs = qkv(30)
+    out, lse = attention(pattern, backend, lengths=torch.tensor([30, 17]))(*inputs)
+    assert_same_maths(out[1:, :, :17], block_attention(*(x[1:, :, :17] for x in inputs), pattern, backend=backend))
     assert_exact(out[1, :, 17:], torch.zeros_like(out[1, :, 17:]))
     assert torch.isneginf(lse[1, :, 17:]).all()
 
 
-@backends
-@patterns
-def test_padding_anywhere_is_as_if_removed(qkv, differentiated, pattern, backend):
-    mask = mask_with([(9, 25, 6), (0, 33, 7)])
-    q, k, v = qkv(40)
-    results = differentiated(
-        lambda q, k, v: block_attention_with_lse(q, k, v, pattern, mask=mask, backend=backend), (q, k, v)
-    )
+@thinned(4, pattern=PATTERNS, backend=BACKENDS)
+def test_padding_anywhere_is_as_if_removed(pattern, backend):
+    inputs = qkv(40)
+    out, lse, *gradients = differentiated(attention(pattern, backend, mask=MASK), inputs)
     for b in range(B):
-        real = [x[b : b + 1, :, mask[b]] for x in (q, k, v)]
-        out, lse = block_attention_with_lse(*real, pattern, backend=backend)
-        assert_same_maths(results[0][b : b + 1, :, mask[b]], out)
-        assert_same_maths(results[1][b : b + 1, :, mask[b]], lse)
-        assert torch.isneginf(results[1][b, :, ~mask[b]]).all()
-        for x in (results[0], *results[2:]):
-            assert_exact(x[b, :, ~mask[b]], torch.zeros_like(x[b, :, ~mask[b]]))
+        alone = attention(pattern, backend)(*(x[b : b + 1, :, MASK[b]] for x in inputs))
+        assert_all_same_maths([x[b : b + 1, :, MASK[b]] for x in (out, lse)], alone)
+        assert torch.isneginf(lse[b, :, ~MASK[b]]).all()
+        for x in (out, *gradients):
+            assert_exact(x[b, :, ~MASK[b]], torch.zeros_like(x[b, :, ~MASK[b]]))
 
 
-@backends
-@some_patterns
-@pytest.mark.parametrize("dtype", LOW_PRECISION)
-def test_rubbish_in_padding_changes_no_bit(qkv, differentiated, pattern, backend, dtype):
-    mask = mask_with([(9, 25, 6), (0, 33, 7)])
-    results = []
-    for rubbish in (0.0, 1e4, torch.nan, -torch.inf):
-        inputs = [x.masked_fill(~mask[:, None, :, None], rubbish) for x in qkv(40, dtype=dtype)]
-        results.append(
-            differentiated(
-                lambda q, k, v: block_attention_with_lse(q, k, v, pattern, mask=mask, backend=backend), inputs
-            )
+@thinned(4, pattern=SOME, backend=BACKENDS, dtype=LOW_PRECISION)
+def test_rubbish_in_padding_changes_no_bit(pattern, backend, dtype):
+    expected, *others = (
+        differentiated(
+            attention(pattern, backend, mask=MASK),
+            [x.masked_fill(~MASK[:, None, :, None], rubbish) for x in qkv(40, dtype=dtype)],
         )
-    for result in results[1:]:
-        for actual, expected in zip(result, results[0], strict=True):
-            assert not actual.isnan().any()
-            assert_exact(actual, expected)
+        for rubbish in (0.0, 1e4, torch.nan, -torch.inf)
+    )
+    assert not any(x.isnan().any() for x in expected)
+    for actual in others:
+        assert_all_exact(actual, expected)
 
 
-@backends
-@pytest.mark.parametrize("pattern", [Causal(), Full(), Window(width=9)], ids=repr)
-def test_packed_documents_are_documents_alone(qkv, pattern, backend):
-    sizes = [7, 20, 13]
+@thinned(3, pattern=(Causal(), Full(), Window(width=9)), backend=BACKENDS)
+def test_packed_documents_are_documents_alone(pattern, backend):
+    sizes, inputs = [7, 20, 13], qkv(40)
     doc_ids = torch.repeat_interleave(torch.arange(3), torch.tensor(sizes)).expand(B, -1)
-    q, k, v = qkv(40)
-    packed = block_attention(q, k, v, pattern, doc_ids=doc_ids, backend=backend)
-    alone = [
-        block_attention(*x, pattern, backend=backend) for x in zip(*(t.split(sizes, 2) for t in (q, k, v)), strict=True)
-    ]
-    assert_same_maths(packed, torch.cat(alone, 2))
+    packed = block_attention(*inputs, pattern, doc_ids=doc_ids, backend=backend)
+    parts = zip(*(x.split(sizes, 2) for x in inputs), strict=True)
+    assert_same_maths(packed, torch.cat([block_attention(*x, pattern, backend=backend) for x in parts], 2))
 
 
-@backends
-@some_patterns
-def test_grouped_heads_are_repeated_heads(qkv, differentiated, pattern, backend):
-    inputs = qkv(40, kv_heads=2)
-
-    def repeated(q, k, v):
-        return (block_attention(q, k.repeat_interleave(2, 1), v.repeat_interleave(2, 1), pattern, backend=backend),)
-
-    actual = differentiated(lambda q, k, v: (block_attention(q, k, v, pattern, backend=backend),), inputs)
-    for a, e in zip(actual, differentiated(repeated, inputs), strict=True):
-        assert_same_maths(a, e)
+@thinned(4, pattern=SOME, backend=BACKENDS)
+def test_grouped_heads_are_repeated_heads(pattern, backend):
+    run, inputs = attention(pattern, backend), qkv(40, kv_heads=2)
+    expected = differentiated(lambda q, k, v: run(q, k.repeat_interleave(2, 1), v.repeat_interleave(2, 1)), inputs)
+    assert_all_same_maths(differentiated(run, inputs), expected)
 
 
-@pytest.mark.usefixtures("cpu_path")
-@patterns
-def test_nothing_and_one_token(qkv, differentiated, assert_backends_agree, pattern):
+@thinned(4, pattern=PATTERNS, backend=BACKENDS)
+def test_nothing_and_one_token(pattern, backend):
     for tokens, keys in ((0, 0), (0, 5), (5, 0), (1, 1), (1, 30)):
-        inputs, start = qkv(tokens, keys, values=3), max(0, keys - tokens)
-        assert_backends_agree(inputs, pattern, q_start=start)
-        out, lse = block_attention_with_lse(*inputs, pattern, q_start=start)
-        assert (out.shape, lse.shape) == ((B, H, tokens, 3), (B, H, tokens))
+        run = attention(pattern, backend, q_start=max(0, keys - tokens))
+        out, lse, *gradients = differentiated(run, qkv(tokens, keys, values=3))
+        assert out.shape == (B, H, tokens, 3)
+        assert lse.shape == (B, H, tokens)
+        assert all(x.isfinite().all() for x in (out, *gradients))
         if keys == 0:
             assert_exact(out, torch.zeros_like(out))
             assert torch.isneginf(lse).all()
 
 
-@backends
-def test_a_query_without_keys_gives_zeros_and_no_gradient(qkv, differentiated, backend):
-    out, lse, dq, dk, dv = differentiated(
-        lambda q, k, v: block_attention_with_lse(q, k, v, Suffix(start=25), backend=backend), qkv(40)
-    )
+def test_a_query_without_keys_gives_zeros_and_no_gradient(backend):
+    out, lse, dq, dk, dv = differentiated(attention(Suffix(start=25), backend), qkv(40))
     assert_exact(out[:, :, :25], torch.zeros_like(out[:, :, :25]))
     assert torch.isneginf(lse[:, :, :25]).all()
     assert lse[:, :, 25:].isfinite().all()
@@ -312,50 +268,31 @@ def test_a_query_without_keys_gives_zeros_and_no_gradient(qkv, differentiated, b
     assert all(x.isfinite().all() for x in (dk, dv))
 
 
-@some_patterns
-def test_lse_alone_has_its_gradients(qkv, differentiated, pattern):
-    inputs = qkv(40)
+@thinned(3, pattern=SOME, backend=BACKENDS[1:])
+def test_lse_alone_has_its_gradients(pattern, backend):
     actual, expected = (
-        differentiated(lambda q, k, v, b=b: block_attention_with_lse(q, k, v, pattern, backend=b)[1:], inputs)
-        for b in ("torch", "reference")
+        differentiated(lambda *x, name=name: attention(pattern, name)(*x)[1:], qkv(40))
+        for name in (backend, "reference")
     )
-    for a, e in zip(actual, expected, strict=True):
-        assert_same_maths(a, e)
+    assert_all_same_maths(actual, expected)
 
 
-@backends
-def test_lse_merges_attention_to_halves_of_the_keys(qkv, backend):
-    q, k, v = qkv(20, 40)
-    halves = [
-        block_attention_with_lse(q, k[:, :, s], v[:, :, s], Full(), backend=backend)
-        for s in (slice(0, 20), slice(20, 40))
-    ]
-    out, lse = block_attention_with_lse(q, k, v, Full(), backend=backend)
-    assert_same_maths(torch.logaddexp(halves[0][1], halves[1][1]), lse)
-    assert_same_maths(sum((part_lse - lse).exp()[..., None] * part for part, part_lse in halves), out)
-
-
-@backends
-@some_patterns
-def test_dropout_zeroes_weights_scales_the_others_and_passes_gradients(qkv, differentiated, pattern, backend):
+@thinned(4, pattern=SOME, backend=BACKENDS)
+def test_dropout_zeroes_weights_scales_the_others_and_passes_gradients(pattern, backend):
     q, k, _ = qkv(40, heads=2)
     v = torch.eye(40, dtype=torch.float64).expand(B, 2, 40, 40)  # outputs are then the weights
 
     def run(q, k, v):
         torch.manual_seed(0)
-        return (block_attention(q, k, v, pattern, dropout_p=0.5, backend=backend),)
+        return (block_attention(q, k, v, pattern, dropout_p=0.25, backend=backend),)
 
     weights = softmax_weights(q, k, pattern)
     (dropped,) = run(q, k, v)
     kept = dropped != 0
-    assert_same_maths(dropped, 2 * weights * kept)
-    assert kept.any()
-    assert (weights[~kept] > 0).any()
-
-    actual = differentiated(run, (q, k, v))
-    expected = differentiated(lambda q, k, v: (2 * softmax_weights(q, k, pattern) * kept @ v,), (q, k, v))
-    for a, e in zip(actual, expected, strict=True):
-        assert_same_maths(a, e)
+    assert_same_maths(dropped, weights * kept / 0.75)
+    assert 0.7 < kept[weights > 0].double().mean() < 0.8
+    expected = differentiated(lambda q, k, v: (softmax_weights(q, k, pattern) * kept / 0.75 @ v,), (q, k, v))
+    assert_all_same_maths(differentiated(run, (q, k, v)), expected)
 
 
 def plain(q, k, v, pattern):
@@ -365,34 +302,37 @@ def plain(q, k, v, pattern):
     return (dense_weights(q, k, allowed, K**-0.5)[0] @ v,)
 
 
-@backends
-@pytest.mark.parametrize("dtype", LOW_PRECISION)
-@some_patterns
-def test_low_precision_stays_in_budget(qkv, differentiated, pattern, dtype, backend):
+@thinned(4, pattern=SOME, backend=BACKENDS, dtype=LOW_PRECISION)
+def test_low_precision_stays_in_budget(pattern, backend, dtype):
     inputs = qkv(dtype=dtype)
-    exact = differentiated(lambda q, k, v: plain(q, k, v, pattern), [x.double() for x in inputs])
-    expected = differentiated(lambda q, k, v: plain(q, k, v, pattern), inputs)
-    actual = differentiated(lambda q, k, v: (block_attention(q, k, v, pattern, backend=backend),), inputs)
-    for name, a, p, e in zip(("out", "dq", "dk", "dv"), actual, expected, exact, strict=True):
-        assert a.dtype == dtype
-        assert_in_budget(a, p, e, dtype, name)
+    exact = differentiated(lambda *x: plain(*x, pattern), [x.double() for x in inputs])
+    expected = differentiated(lambda *x: plain(*x, pattern), inputs)
+    actual = differentiated(lambda *x: attention(pattern, backend)(*x)[:1], inputs)
+    assert all(x.dtype == dtype for x in actual)
+    assert_all_in_budget(actual, expected, exact, dtype)
 
 
-@pytest.mark.usefixtures("cpu_path")
-@pytest.mark.parametrize("dtype", LOW_PRECISION)
-@some_patterns
-def test_logits_of_ten_thousand_are_finite(qkv, differentiated, pattern, dtype):
+@thinned(3, pattern=SOME, backend=BACKENDS[1:], dtype=LOW_PRECISION)
+def test_logits_of_ten_thousand_are_finite(pattern, backend, dtype):
     q, k, v = qkv(dtype=dtype)
-    results = differentiated(
-        lambda q, k, v: block_attention_with_lse(q, k, v, pattern, scale=1.0),
-        (100 * q.sign(), 100 * k.sign(), v),
-    )
-    assert not torch.isnan(results[1]).any()
-    assert all(x.isfinite().all() for x in (results[0], *results[2:]))
+    out, lse, *gradients = differentiated(attention(pattern, backend, scale=1.0), (100 * q.sign(), 100 * k.sign(), v))
+    assert not lse.isnan().any()
+    assert all(x.isfinite().all() for x in (out, *gradients))
 
 
-@pytest.mark.usefixtures("cpu_path")
-@settings(max_examples=25, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@pytest.mark.parametrize("dtype", LOW_PRECISION, ids=str)
+def test_logits_of_ten_thousand_stay_in_budget_in_sequence(dtype):
+    inputs = [factor * normal(B, H, 40, 8, seed=n).to(dtype) for factor, n in ((100, 1), (100, 2), (1, 3))]
+
+    def run(name, dtype, **options):
+        return differentiated(attention(Causal(), name, **options), [x.to(dtype) for x in inputs])
+
+    actual = run("sequential", dtype, chunk_size=(8, 16))
+    assert_all_in_budget(actual, run("reference", dtype), run("reference", torch.float64), dtype)
+
+
+@computed
+@few
 @given(
     pattern=st.sampled_from([p for p in PATTERNS if p.causal]),
     tokens=st.integers(1, 300),
@@ -400,20 +340,19 @@ def test_logits_of_ten_thousand_are_finite(qkv, differentiated, pattern, dtype):
     dtype=st.sampled_from(LOW_PRECISION),
     sharpness=st.sampled_from([1.0, 10.0, 100.0]),
 )
-def test_no_bit_depends_on_the_future(qkv, pattern, tokens, fraction, dtype, sharpness):
+def test_no_bit_depends_on_the_future(backend, pattern, tokens, fraction, dtype, sharpness):
     now = int(fraction * (tokens - 1))
     q, k, v = qkv(tokens, heads=1, batch=1, dtype=dtype)
     q, k = q * sharpness, k * sharpness
     others = [torch.cat([x[:, :, : now + 1], -3 * x[:, :, now + 1 :].flip(2)], 2) for x in (q, k, v)]
-    before, after = (block_attention_with_lse(*x, pattern) for x in ((q, k, v), others))
-    for a, b in zip(before, after, strict=True):
-        assert_exact(b[:, :, : now + 1], a[:, :, : now + 1], f"tokens after {now}")
+    before, after = ([x[:, :, : now + 1] for x in attention(pattern, backend)(*y)] for y in ((q, k, v), others))
+    assert_all_exact(after, before, f"tokens after {now}")
 
 
-@patterns
-def test_strides_change_no_bit(qkv, pattern):
-    def run(q, k, v, expand_gradient):
-        leaves = [x.detach().requires_grad_() for x in (q, k, v)]
+@thinned(3, pattern=PATTERNS)
+def test_strides_change_no_bit(pattern):
+    def run(inputs, expand_gradient):
+        leaves = [x.detach().requires_grad_() for x in inputs]
         out = block_attention(*leaves, pattern)
         ones = torch.ones((), dtype=torch.float64)
         gradient = ones.expand(out.shape) if expand_gradient else torch.ones_like(out)
@@ -422,192 +361,180 @@ def test_strides_change_no_bit(qkv, pattern):
     contiguous = qkv(40)
     transposed = [x.transpose(1, 2).contiguous().transpose(1, 2) for x in contiguous]
     columns = [x.mT.contiguous().mT for x in contiguous]
-    expected = run(*contiguous, False)
+    expected = run(contiguous, False)
     for inputs, expand_gradient in ((contiguous, True), (transposed, False), (columns, True)):
-        for a, e in zip(run(*inputs, expand_gradient), expected, strict=True):
-            assert_exact(a, e)
+        assert_all_exact(run(inputs, expand_gradient), expected)
+    expanded = [x[:1, :1].expand(B, H, -1, -1) for x in contiguous]
+    assert_all_exact(run(expanded, False), run([x.contiguous() for x in expanded], False))
 
 
-def test_expanded_inputs_give_the_same_bits(qkv):
-    q, k, v = (x[:1, :1].expand(B, H, -1, -1) for x in qkv(40))
-    same = block_attention(q.contiguous(), k.contiguous(), v.contiguous(), Window(width=9))
-    assert_exact(block_attention(q, k, v, Window(width=9)), same)
-    assert_exact(block_attention(q, k[:, :1], v[:, :1], Window(width=9)), same)
+SIZE, LONG = 64, 8 * 64
+ROWS = {"static": {}, "ragged": {"q_start": torch.tensor([0]), "k_start": torch.tensor([0])}}
+UNBOUNDED = (Causal(), Full(), Prefix(length=50), Suffix(start=200), Window(width=20), Segments(size=16))
 
 
-@pytest.fixture
-def assert_no_square(random, largest_allocation):
-    tokens = 2048
-    q, k, v = (random(1, 1, tokens, 8, seed=n, dtype=torch.float32).requires_grad_() for n in range(3))
-    square = tokens * tokens * 4
-
-    def check(pattern, start):
-        def run(backend=None):
-            block_attention(q, k, v, pattern, q_start=start, k_start=start, backend=backend).sum().backward()
-
-        assert largest_allocation(run) <= square // 8
-        assert largest_allocation(lambda: run("reference")) >= square, "the measure sees a square where there is one"
-
-    return check
+@pytest.fixture(scope="module")
+def long_inputs():
+    return [x.requires_grad_() for x in qkv(LONG, heads=1, batch=1, dtype=torch.float32)]
 
 
-starts = pytest.mark.parametrize("start", [0, torch.tensor([0])], ids=["static", "ragged"])
+@thinned(2, pattern=UNBOUNDED, rows=ROWS, backend=("torch", "gathered"))
+def test_no_tensor_has_a_square_of_entries(pattern, rows, backend, long_inputs):
+    with block_sizes(SIZE):
+        largest = largest_allocation(lambda: block_attention(*long_inputs, pattern, **ROWS[rows]).sum().backward())
+    assert largest <= LONG**2 * 4 // 4
 
 
-@starts
-@pytest.mark.usefixtures("cpu_path")
-@pytest.mark.parametrize(
-    "pattern",
-    [Causal(), Full(), Prefix(length=100), Suffix(start=900), Window(width=40), Segments(size=32)],
-    ids=repr,
-)
-def test_no_tensor_has_a_square_of_entries(pattern, start, assert_no_square):
-    assert_no_square(pattern, start)
-
-
-OPERATION_CASES = {
-    "causal": (Causal(), None),
-    "folded": (Segments(size=8), None),
-    "bounded": (Suffix(start=10), None),
-    "ragged": (Window(width=5), torch.tensor([0, 3])),
-}
-
-
-@pytest.mark.parametrize("case", OPERATION_CASES)
-def test_the_operations_keep_torchs_rules(qkv, case):
-    pattern, start = OPERATION_CASES[case]
-    q, k, v = (x.requires_grad_() for x in qkv(24))
-    positions = None if start is None else torch.arange(24) + start[:, None]
-    static = (pattern.key(), 0.4, 0, 0, None, positions, positions, None, None)
-    torch.library.opcheck(block_attention_cpu, (q, k, v, *static))
-    q, k, v = (x.detach() for x in (q, k, v))
-    out, lse = block_attention_cpu(q, k, v, *static)
-    for grad_lse in (None, torch.ones_like(lse)):
-        torch.library.opcheck(
-            block_attention_cpu_backward, (torch.ones_like(out), grad_lse, q, k, v, out, lse, *static)
-        )
-
-
-def test_gathered_takes_documents(qkv):
-    q, k, v = qkv(30)
-    position, docs = torch.arange(30).expand(B, -1), (torch.arange(30) // 11).expand(B, -1)
-    out, _ = gathered(q, k, v, Causal(), Slots(0, 0, None, position, position, docs, docs), 0.4, 0.0)
-    assert_same_maths(out, block_attention(q, k, v, Causal(), doc_ids=docs, scale=0.4, backend="reference"))
-
-
-X = torch.zeros(B, H, 5, K)
-ERRORS = {
-    "pattern": (lambda: block_attention(X, X, X, "causal"), TypeError, "pattern must be a Pattern, got str; valid: "),
-    "ndim": (
-        lambda: block_attention(X, X[0], X, Causal()),
-        ValueError,
-        r"k must have shape \[B, H, T, channels\], got \(4, 5, 6\)",
-    ),
-    "dtype": (
-        lambda: block_attention(X.long(), X, X, Causal()),
-        TypeError,
-        r"q must be floating point, got torch\.int64",
-    ),
-    "channels": (
-        lambda: block_attention(X, X[..., :3], X, Causal()),
-        ValueError,
-        r"q \[B, H, T, K\], k \[B, G, S, K\] and v \[B, G, S, V\] must agree in B, K, G and S, got \(2, 4, 5, 6\), ",
-    ),
-    "batch": (lambda: block_attention(X[:1], X, X, Causal()), ValueError, "must agree in B, K, G and S"),
-    "keys": (lambda: block_attention(X, X, X[:, :, :3], Causal()), ValueError, "must agree in B, K, G and S"),
-    "heads": (
-        lambda: block_attention(X, X[:, :3], X[:, :3], Causal()),
-        ValueError,
-        "the query heads must be a multiple of the key heads, got 4 and 3",
-    ),
-    "no key heads": (
-        lambda: block_attention(X, X[:, :0], X[:, :0], Causal()),
-        ValueError,
-        "the query heads must be a multiple of the key heads, got 4 and 0",
-    ),
-    "dropout": (
-        lambda: block_attention(X, X, X, Causal(), dropout_p=1.0),
-        ValueError,
-        r"dropout_p must be at least 0 and below 1, got 1\.0",
-    ),
-    "negative dropout": (
-        lambda: block_attention(X, X, X, Causal(), dropout_p=-0.1),
-        ValueError,
-        "dropout_p must be at",
-    ),
-    "mask with lengths": (
-        lambda: block_attention(
-            X, X, X, Causal(), mask=torch.ones(B, 5, dtype=torch.bool), lengths=torch.tensor([5, 5])
-        ),
-        ValueError,
-        "mask needs as many queries as keys, and neither lengths nor doc_ids, got T=5, S=5, lengths=True, ",
-    ),
-    "mask with documents": (
-        lambda: block_attention(
-            X, X, X, Causal(), mask=torch.ones(B, 5, dtype=torch.bool), doc_ids=torch.zeros(B, 5).long()
-        ),
-        ValueError,
-        "lengths=False, doc_ids=True",
-    ),
-    "mask of a continuation": (
-        lambda: block_attention(X[:, :, :2], X, X, Causal(), mask=torch.ones(B, 2, dtype=torch.bool)),
-        ValueError,
-        "mask needs as many queries as keys, .* got T=2, S=5",
-    ),
-    "mask's dtype": (
-        lambda: block_attention(X, X, X, Causal(), mask=torch.ones(B, 5)),
-        TypeError,
-        "mask must be a bool tensor",
-    ),
-    "lengths' shape": (
-        lambda: block_attention(X, X, X, Causal(), lengths=torch.tensor([5])),
-        ValueError,
-        r"lengths must hold integers in the shape \(2,\), got torch\.int64 \(1,\)",
-    ),
-    "documents' dtype": (
-        lambda: block_attention(X, X, X, Causal(), doc_ids=torch.zeros(B, 5)),
-        ValueError,
-        r"doc_ids must hold integers in the shape \(2, 5\), got torch\.float32 \(2, 5\)",
-    ),
-    "more queries than keys": (
-        lambda: block_attention(X, X[:, :, :3], X[:, :, :3], Causal(), lengths=torch.tensor([3, 3])),
-        ValueError,
-        "with lengths or doc_ids the queries are the last of the keys, got T=5 > S=3",
-    ),
-    "queries that are not the last": (
-        lambda: block_attention(X[:, :, :2], X, X, Causal(), lengths=torch.tensor([3, 3])),
-        ValueError,
-        r"the queries must be the last of the keys: q_start - k_start = S - T, got q_start=0, k_start=0, S=5, T=2",
-    ),
-    "start's shape": (
-        lambda: block_attention(X, X, X, Causal(), q_start=torch.tensor([1, 2, 3])),
-        ValueError,
-        r"a start must be an int or an integer tensor \[2\], got torch\.int64 \(3,\)",
-    ),
-    "start's dtype": (
-        lambda: block_attention(X, X, X, Causal(), k_start=torch.tensor([1.0, 2.0])),
-        ValueError,
-        r"a start must be an int or an integer tensor \[2\], got torch\.float32 \(2,\)",
-    ),
-}
-
-
-@pytest.mark.parametrize("case", ERRORS)
-def test_what_does_not_fit_is_refused(case):
-    call, error, match = ERRORS[case]
-    with pytest.raises(error, match=match):
-        call()
+def test_the_measure_sees_a_square_and_a_length_needs_none(long_inputs):
+    q, k, v = long_inputs
+    square = LONG**2 * 4
+    assert largest_allocation(lambda: block_attention(q, k, v, Causal(), backend="reference")) >= square
+    lengths = torch.tensor([LONG - 3])
+    with block_sizes(SIZE):
+        assert largest_allocation(lambda: block_attention(q, k, v, Full(), lengths=lengths)) <= square // 4
 
 
 @pytest.mark.parametrize("entries", [40 * 80 * 2, 40 * 80, 1])
-def test_tiles_of_some_heads_at_a_time(random, differentiated, monkeypatch, entries):
+def test_tiles_of_some_heads_at_a_time(monkeypatch, entries):
     """Three heads in groups of two and one, one at a time, or too many scores for the caches."""
-    q, k, v = (random(2, 3, 130, 4, seed=seed) for seed in range(3))
+    inputs = [normal(2, 3, 130, 4, seed=seed) for seed in range(3)]
+    monkeypatch.setattr(tiled, "ENTRIES", entries)
+    assert_is_the_definition("torch", inputs, Segments(size=40))
 
-    def run(backend):
-        return differentiated(lambda *x: block_attention_with_lse(*x, Segments(size=40), backend=backend), [q, k, v])
 
-    expected = run("reference")
-    monkeypatch.setattr(torch_attend, "ENTRIES", entries)
-    for actual, result in zip(run("torch"), expected, strict=True):
-        assert_same_maths(actual, result)
+OPERATORS = {
+    "ragged": (Window(width=5), torch.tensor([0, 3])),
+    "causal": (Causal(), None),
+    "folded": (Segments(size=8), None),
+    "bounded": (Suffix(start=10), None),
+}
+
+
+@pytest.mark.parametrize("case", OPERATORS)
+def test_the_operators_keep_torchs_rules(case):
+    pattern, start = OPERATORS[case]
+    inputs = qkv(24, heads=1)
+    positions = None if start is None else torch.arange(24) + start[:, None]
+    static = (pattern.key(), 0.4, 0, 0, None, positions, positions, None, None)
+    if case == "ragged":
+        torch.library.opcheck(block_attention_cpu, (*(x.clone().requires_grad_() for x in inputs), *static))
+    torch.library.opcheck(block_attention_cpu, (*inputs, *static), test_utils=ALONE)
+    out, lse = block_attention_cpu(*inputs, *static)
+    for grad_lse in (None, torch.ones_like(lse)):
+        arguments = (torch.ones_like(out), grad_lse, *inputs, out, lse, *static)
+        torch.library.opcheck(block_attention_cpu_backward, arguments, test_utils=ALONE)
+
+
+# Attention over a union of disjoint sets of keys.
+
+UNIONS = {
+    "window and sinks": [Window(width=4), Sinks(count=3, back=3)],
+    "segments and blocks": [Segments(size=4, back=1), Sinks(count=2, back=1, size=4)],
+    "band and globals": [Band(before=2, after=1), Globals(count=3, back=2, ahead_blocks=1)],
+    "alone": [Causal()],
+    "a set that no query sees": [Window(width=4), Sinks(count=0, back=3)],
+    "queries that see no set": [Sinks(count=0, back=5), Sinks(count=2, back=5)],
+}
+
+
+@thinned(4, case=UNIONS, backend=BACKENDS)
+def test_a_merge_is_the_softmax_over_the_union(case, backend):
+    def merged(q, k, v):
+        return merge_attention(*zip(*(attention(p, backend)(q, k, v) for p in UNIONS[case]), strict=True))
+
+    def whole(q, k, v):
+        weights = softmax_weights(q, k, *UNIONS[case])
+        return weights @ v, ((q @ k.mT) / K**0.5).masked_fill(weights == 0, -torch.inf).logsumexp(-1)
+
+    assert_all_same_maths(differentiated(merged, qkv(30)), differentiated(whole, qkv(30)), case)
+
+
+def test_the_normaliser_of_a_query_without_keys_has_a_gradient_of_zero():
+    lses = [torch.tensor([[[-torch.inf, 0.5]]], dtype=torch.float64, requires_grad=True) for _ in range(2)]
+    outs = [torch.zeros(1, 1, 2, 3, dtype=torch.float64) for _ in range(2)]
+    _, lse = merge_attention(outs, lses)
+    assert_same_maths(lse, torch.tensor([[[-torch.inf, 0.5 + math.log(2)]]], dtype=torch.float64))
+    for gradient in torch.autograd.grad(lse[lse.isfinite()].sum(), lses):
+        assert_same_maths(gradient, torch.tensor([[[0.0, 0.5]]], dtype=torch.float64))
+
+
+def test_outputs_and_normalisers_come_in_pairs():
+    x, lse = torch.zeros(1, 1, 2, 3), torch.zeros(1, 1, 2)
+    for outs, lses in (([x, x], [lse]), ([], [])):
+        match = f"one lse for each of one or more outs, got {len(lses)} and {len(outs)}"
+        with pytest.raises(ValueError, match=match):
+            merge_attention(outs, lses)
+
+
+@few
+@given(queries=st.integers(1, 40), keys=st.integers(1, 40), data=st.data())
+def test_key_lengths_cut_each_rows_keys(backend, queries, keys, data):
+    lengths = data.draw(st.lists(st.integers(1, keys), min_size=B, max_size=B))
+    q, k, v = qkv(queries, keys)
+    out = block_attention(q, k, v, Full(), key_lengths=torch.tensor(lengths), backend=backend)
+    for b, n in enumerate(lengths):
+        expected = (q[b] @ k[b, :, :n].mT / K**0.5).softmax(-1) @ v[b, :, :n]
+        assert_same_maths(out[b], expected, f"row {b} of {lengths}")
+
+
+X, TWO, REAL = torch.zeros(B, H, 5, K), torch.tensor([1, 2]), torch.ones(B, 5, dtype=torch.bool)
+AGREE = "must agree in B, K, G and S"
+MASKED = "mask needs as many queries as keys, and neither lengths nor doc_ids, got T=5, S=5, lengths="
+ALONE_MATCH = "key_lengths needs a non-causal pattern, integer starts, and neither lengths, mask nor doc_ids, got "
+SEQUENTIAL = {"backend": "sequential"}
+ERRORS = {
+    "ndim": ({"k": X[0]}, r"k must have shape \[B, H, T, channels\], got \(4, 5, 6\)"),
+    "channels": ({"k": X[..., :3]}, rf"q \[B, H, T, K\], k .* {AGREE}, got \(2, 4, 5, 6\), "),
+    "batch": ({"q": X[:1]}, AGREE),
+    "keys": ({"v": X[:, :, :3]}, AGREE),
+    "heads": ({"k": X[:, :3], "v": X[:, :3]}, "query heads must be a multiple of the key heads, got 4 and 3"),
+    "no key heads": ({"k": X[:, :0], "v": X[:, :0]}, "query heads must be a multiple of the key heads, got 4 and 0"),
+    "dropout": ({"dropout_p": 1.0}, r"dropout_p must be at least 0 and below 1, got 1\.0"),
+    "negative dropout": ({"dropout_p": -0.1}, r"dropout_p must be at least 0 and below 1, got -0\.1"),
+    "mask and lengths": ({"mask": REAL, "lengths": TWO}, f"{MASKED}True, doc_ids=False"),
+    "mask and documents": ({"mask": REAL, "doc_ids": REAL.long()}, f"{MASKED}False, doc_ids=True"),
+    "mask of a continuation": ({"q": X[:, :, :2], "mask": REAL[:, :2]}, "mask needs as many .* got T=2, S=5"),
+    "lengths": ({"lengths": TWO[:1]}, r"lengths must hold integers in the shape \(2,\), got torch\.int64 \(1,\)"),
+    "documents": ({"doc_ids": REAL.float()}, r"doc_ids must hold integers in the shape \(2, 5\), got torch\.float32 "),
+    "more queries than keys": (
+        {"k": X[:, :, :3], "v": X[:, :, :3], "lengths": TWO},
+        "with lengths or doc_ids the queries are the last of the keys, got T=5 > S=3",
+    ),
+    "queries before the last": (
+        {"q": X[:, :, :2], "lengths": TWO},
+        r"the queries must be the last of the keys: q_start - k_start = S - T, got q_start=0, k_start=0, S=5, T=2",
+    ),
+    "start's shape": (
+        {"q_start": torch.tensor([1, 2, 3])},
+        r"a start must be an int or an integer tensor \[2\], got torch\.int64 \(3,\)",
+    ),
+    "start's dtype": (
+        {"k_start": TWO.float()},
+        r"a start must be an int or an integer tensor \[2\], got torch\.float32 ",
+    ),
+    "key_lengths' shape": ({"key_lengths": TWO[:1]}, r"key_lengths must hold integers in the shape \(2,\), got "),
+    "key_lengths' dtype": ({"key_lengths": TWO.float()}, r"key_lengths must hold integers .*, got torch\.float32"),
+    "key_lengths and lengths": ({"pattern": Full(), "key_lengths": TWO, "lengths": TWO}, rf"{ALONE_MATCH}Full\(\)"),
+    "key_lengths and starts": ({"pattern": Full(), "key_lengths": TWO, "k_start": TWO}, rf"{ALONE_MATCH}Full\(\)"),
+    "causal key_lengths": ({"key_lengths": TWO}, rf"{ALONE_MATCH}Causal\(\)"),
+    "chunks of torch": (
+        {"chunk_size": (4, 4)},
+        r"chunk_size is for .* 'sequential', got chunk_size=\(4, 4\) for 'torch'",
+    ),
+    "empty chunks": ({"chunk_size": (4, 0), **SEQUENTIAL}, r"two numbers of at least 1 .*, got \(4, 0\)"),
+    "three chunks": ({"chunk_size": (4, 4, 4), **SEQUENTIAL}, "chunk_size must be two numbers"),
+}
+TYPE_ERRORS = {
+    "pattern": ({"pattern": "causal"}, "pattern must be a Pattern, got str; valid: "),
+    "dtype": ({"q": X.long()}, r"q must be floating point, got torch\.int64"),
+    "mask's dtype": ({"mask": REAL.float()}, "mask must be a bool tensor"),
+}
+
+
+@pytest.mark.parametrize("case", [*ERRORS, *TYPE_ERRORS])
+def test_inputs_that_do_not_fit_are_refused(case):
+    options, match = (ERRORS | TYPE_ERRORS)[case]
+    q, k, v, pattern, *_ = ({"q": X, "k": X, "v": X, "pattern": Causal()} | options).values()
+    rest = {name: option for name, option in options.items() if name not in ("q", "k", "v", "pattern")}
+    with pytest.raises(ValueError if case in ERRORS else TypeError, match=match):
+        block_attention(q, k, v, pattern, **rest)

@@ -3,7 +3,7 @@
     m' = max(m, max_j s_j),   z' = z exp(m - m') + sum_j exp(s_j - m'),   a' = a exp(m - m') + sum_j exp(s_j - m') v_j
 
 over the scores s of a chunk of keys, and `o = a / z` in the end (Rabe and Staats 2021, arXiv:2112.05682, sections 2 and
-3). The backward pass computes each chunk's weights again. Beyond inputs and outputs about `QUERY_CHUNK * KEY_CHUNK`
+3). The backward pass recomputes the weights of each chunk. Besides inputs and outputs about `QUERY_CHUNK * KEY_CHUNK`
 scores exist at once, whatever the batch, the heads and the length.
 
 Shape letters: B batch, H heads, T queries, S keys, K key channels, V value channels; of a tile h heads,
@@ -36,9 +36,9 @@ def attend(
     dropout_p: float,
     chunks: tuple[int, int],
 ) -> tuple[Tensor, Tensor]:
-    """Outputs `[B, H, T, V]` and logsumexp `[B, H, T]`; keys and values have as many heads as queries.
+    """Return outputs `[B, H, T, V]` and logsumexp `[B, H, T]`; keys and values have as many heads as queries.
 
-    Dropout acts on the weights after the softmax; its mask is drawn again in the backward pass, from the same seed.
+    Dropout acts on the weights after the softmax; the backward pass draws its mask again from the same seed.
     """
     seed = torch.randint(1 << 62, (), device=q_BHTK.device) if dropout_p else None
     settings = pattern.key(), scale, seed, dropout_p, *chunks, *slots
@@ -47,7 +47,7 @@ def attend(
 
 
 SETTINGS = f"str pattern, float scale, Tensor? seed, float dropout_p, SymInt query_chunk, SymInt key_chunk, {SCHEMA}"
-"""Arguments of the operations beside tensors of tokens: those of `Work`."""
+"""Arguments of the operators besides tensors of tokens; `Work` takes them."""
 
 
 @torch.library.custom_op(
@@ -58,9 +58,9 @@ SETTINGS = f"str pattern, float scale, Tensor? seed, float dropout_p, SymInt que
 def block_attention_sequential(
     q_BHTK: Tensor, k_BHSK: Tensor, v_BHSV: Tensor, *settings: Any
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Outputs; the logsumexp of each query's scores (-inf where it sees no key); their maximum m and sum z.
+    """Return outputs, the logsumexp of each query's scores (-inf if it sees no key), their maximum m and sum z.
 
-    The backward pass takes `exp(s - m) / z`: at large scores the rounded logsumexp would cost digits.
+    The backward pass uses `exp(s - m) / z`: with large scores, rounding to one logsumexp would cost digits.
     """
     work = Work(q_BHTK, k_BHSK, *settings)
     out_BHTV = q_BHTK.new_empty(*q_BHTK.shape[:3], v_BHSV.shape[-1])
@@ -72,7 +72,7 @@ def block_attention_sequential(
         for keys in block.chunks:
             scores_hCW = work.scores(block, keys)
             top_hC1 = torch.maximum(m_hC1, scores_hCW.amax(-1, keepdim=True))
-            # Rows that have seen no key yet: a finite stand-in, since -inf - -inf is no number.
+            # A row that has seen no key yet needs a finite maximum: -inf - -inf is NaN.
             floor_hC1 = top_hC1.masked_fill(torch.isneginf(top_hC1), 0.0)
             keep_hC1 = (m_hC1 - floor_hC1).exp_()
             w_hCW = scores_hCW.sub_(floor_hC1).exp_()
@@ -108,9 +108,10 @@ def block_attention_sequential_backward(
     v_BHSV: Tensor,
     *settings: Any,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Gradients of queries, keys and values: `ds_ij = w_ij (do_i . v_j - do_i . o_i + dlse_i)`."""
+    """Return the gradients of q, k and v from `ds_ij = w_ij (do_i . v_j - do_i . o_i + dlse_i)`."""
     work = Work(q_BHTK, k_BHSK, *settings)
     dq, dk, dv = (torch.zeros_like(x, memory_format=torch.contiguous_format) for x in (q_BHTK, k_BHSK, v_BHSV))
+    # Rows without keys have m = -inf and z = 0; their scores are -inf, and exp(-inf - 1) / 1 is zero, not NaN.
     unseen_BHT = z_BHT == 0
     m_BHT1, z_BHT1 = (x.masked_fill(unseen_BHT, 1.0)[..., None] for x in (m_BHT, z_BHT))
     shift_BHT1 = (grad_BHTV * out_BHTV).sum(-1, keepdim=True)
@@ -162,7 +163,7 @@ block_attention_sequential.register_autograd(_backward, setup_context=_setup_con
 def key_chunks(
     pattern: Pattern, queries: int, keys: int, starts: tuple[int, int] | None, query_chunk: int, key_chunk: int
 ) -> Iterator[tuple[slice, list[slice]]]:
-    """Chunks of query slots, each with the chunks of keys that cover what it may see; `starts` as in `seen_slots`."""
+    """Yield chunks of query slots with the chunks of key slots that they may see; `starts` as in `seen_slots`."""
     for start in range(0, queries, query_chunk):
         stop = min(start + query_chunk, queries)
         lo, hi = seen_slots(pattern, starts, start, stop, queries, keys)
@@ -170,17 +171,17 @@ def key_chunks(
 
 
 class Block(NamedTuple):
-    """Queries that are worked on together: `[h, C]`, of some heads of one row of the batch."""
+    """Queries `[h, C]` processed together: some heads of one row of the batch."""
 
     row: int
     heads: slice
     queries: slice
     chunks: list[slice]
-    """The keys that they may see, a chunk after another."""
+    """Chunks of the keys that they may see."""
 
 
 class Work:
-    """Tiles of the forward and of the backward pass: their order, their scores and their dropout."""
+    """Tiles of the forward and the backward pass: their order, scores and dropout."""
 
     def __init__(
         self,
@@ -201,7 +202,7 @@ class Work:
             self.generator.manual_seed(int(seed))
 
     def blocks(self) -> Iterator[Block]:
-        """Heads go together where their tiles are small."""
+        """Yield blocks in a fixed order, with several heads each if their tiles are small."""
         (B, H, T, _), S = self.q_BHTK.shape, self.k_BHSK.shape[2]
         C, W = self.chunks
         spans = list(key_chunks(self.pattern, T, S, self.slots.starts, C, W))
@@ -212,14 +213,14 @@ class Work:
                     yield Block(row, slice(head, head + together), queries, chunks)
 
     def scores(self, block: Block, keys: slice) -> Tensor:
-        """`[h, C, W]`, -inf where the query may not see the key."""
+        """Return scores `[h, C, W]`, -inf if the query may not see the key."""
         q_hCK = self.q_BHTK[block.row, block.heads, block.queries]
         scores_hCW = (q_hCK @ self.k_BHSK[block.row, block.heads, keys].mT).mul_(self.scale)
         allowed_CW = self.allowed(block, keys)
         return scores_hCW if allowed_CW is None else scores_hCW.masked_fill_(~allowed_CW, -torch.inf)
 
     def allowed(self, block: Block, keys: slice) -> Tensor | None:
-        """Bool `[C, W]`, None where every query sees every key."""
+        """Return bool `[C, W]`, or None if every query sees every key."""
         q, k, q_start, k_start = block.queries, keys, self.slots.q_start, self.slots.k_start
         by_row = self.slots.starts is None or self.slots.lengths_B is not None
         if not by_row and self.pattern.sees_all(
@@ -230,7 +231,7 @@ class Work:
         return allowed_between(self.pattern, self.slots.of_row(block.row), q_slots, k_slots)[0]
 
     def dropped(self, w_hCW: Tensor) -> Tensor:
-        """`w` with dropout; tiles must come in the order of `blocks`, for the mask to be the same again."""
+        """Return `w` with dropout; tiles must come in the order of `blocks`, so that both passes draw the same mask."""
         if self.seed is None:
             return w_hCW
         kept = torch.empty_like(w_hCW).bernoulli_(1 - self.dropout_p, generator=self.generator)

@@ -1,7 +1,7 @@
 """Engine A token by token, in the memory of one state (the scan of the Latte paper, arXiv:2402.17512, section 3.3).
 
-For the backward pass the state is kept every `block` tokens, about sqrt(T) of them; a block's states are computed again
-from there, so that training holds 2 sqrt(T) states. They are float64: one by one, T additions would add up T roundings.
+For the backward pass the state is kept every `block` tokens, about sqrt(T) of them, and a block's states are recomputed
+from there, so training holds 2 sqrt(T) states. They are float64: in float32, T additions would add up T roundings.
 
 Shape letters: N batch times heads, T tokens, K key channels, V value channels, L latents, F = 1 or K decays, C tokens
 of a block.
@@ -21,7 +21,7 @@ from subquad.ops.backends import without_autocast
 def gated_scan(
     q_NTK: Tensor, i_NTK: Tensor, v_NTV: Tensor, log_f_NTF: Tensor | None, state_NKV: Tensor, chunk_size: int | None
 ) -> tuple[Tensor, Tensor]:
-    """`S_t = f_t * S_{t-1} + i_t (x) v_t`, `o_t = q_t S_t`: outputs and the last state."""
+    """`S_t = f_t * S_{t-1} + i_t (x) v_t`, `o_t = q_t S_t`; return the outputs and the last state."""
     inputs = [q_NTK, i_NTK, v_NTV, *([] if log_f_NTF is None else [log_f_NTF]), state_NKV]
     block, save = _blocks(v_NTV.shape[1], chunk_size, inputs)
     out_NTV, after_NKV, _ = gated_scan_op(q_NTK, i_NTK, v_NTV, log_f_NTF, state_NKV.double(), block, save)
@@ -31,14 +31,14 @@ def gated_scan(
 def running_softmax(
     p_NTL: Tensor, k_NTL: Tensor, v_NTV: Tensor, a_NL: Tensor, s_NLV: Tensor, chunk_size: int | None
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """The outputs, every log-normaliser `a_t`, and the last `a` and `S` of `_reference.running_softmax`."""
+    """Return outputs, every log-normaliser `a_t`, and the last `a` and `S`, as `_reference.running_softmax` does."""
     block, save = _blocks(v_NTV.shape[1], chunk_size, [p_NTL, k_NTL, v_NTV, a_NL, s_NLV])
     out_NTV, lse_NTL, a_NL, after_NLV, _, _ = running_softmax_op(p_NTL, k_NTL, v_NTV, a_NL, s_NLV.double(), block, save)
     return out_NTV, lse_NTL, a_NL, after_NLV.to(s_NLV.dtype)
 
 
 def _blocks(tokens: int, chunk_size: int | None, inputs: list[Tensor]) -> tuple[int, bool]:
-    """Tokens between kept states, and whether states must be kept at all."""
+    """Return the tokens between kept states, and True if states must be kept at all."""
     save = torch.is_grad_enabled() and any(x.requires_grad for x in inputs)
     return chunk_size or max(1, math.isqrt(tokens)), save
 
@@ -47,7 +47,7 @@ def _blocks(tokens: int, chunk_size: int | None, inputs: list[Tensor]) -> tuple[
 def gated_scan_op(
     q_NTK: Tensor, i_NTK: Tensor, v_NTV: Tensor, log_f_NTF: Tensor | None, state_NKV: Tensor, block: int, save: bool
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Outputs, the final state, and the states before each block (if `save`)."""
+    """Return outputs, the final state and, if `save`, the states before each block."""
     T = v_NTV.shape[1]
     out_NTV, state_NKV = v_NTV.new_empty(v_NTV.shape), state_NKV.clone(memory_format=torch.contiguous_format)
     kept = state_NKV.new_empty(math.ceil(T / block) if save else 0, *state_NKV.shape)
@@ -67,7 +67,7 @@ def _step(state_NKV: Tensor, i_NTK: Tensor, v_NTV: Tensor, log_f_NTF: Tensor | N
 
 
 def _row_times(x_NK: Tensor, y_NKV: Tensor) -> Tensor:
-    """`[N, V]`: a row of each times its matrix, in float64."""
+    """Return `x_n y_n` in float64, `[N, V]`."""
     return (x_NK[:, None].double() @ y_NKV).squeeze(1)
 
 
@@ -89,7 +89,7 @@ def gated_scan_backward_op(
     kept: Tensor,
     block: int,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
-    """Gradients of q, i, v, log f (empty if none) and the initial state; `r` is that of the state after a token."""
+    """Return gradients of q, i, v, log f (empty if None) and the initial state; `r`: of the state after a token."""
     dq_NTK, di_NTK, dv_NTV = (x.new_empty(x.shape) for x in (q_NTK, i_NTK, v_NTV))
     dlog_f = q_NTK.new_empty(0) if log_f_NTF is None else log_f_NTF.new_empty(log_f_NTF.shape)
     N, T, V = v_NTV.shape
@@ -143,7 +143,7 @@ gated_scan_op.register_autograd(_gated_backward, setup_context=_setup_gated)
 def running_softmax_op(
     p_NTL: Tensor, k_NTL: Tensor, v_NTV: Tensor, a_NL: Tensor, s_NLV: Tensor, block: int, save: bool
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
-    """Outputs; every log-normaliser `[N, T, L]`; the last (float64) and the last state; both before each block."""
+    """Return outputs, all log-normalisers `[N, T, L]`, the last one (float64) and state, and both before each block."""
     T = v_NTV.shape[1]
     out_NTV, lse_NTL = v_NTV.new_empty(v_NTV.shape), k_NTL.new_empty(k_NTL.shape)
     s_NLV = s_NLV.clone(memory_format=torch.contiguous_format)
@@ -160,7 +160,7 @@ def running_softmax_op(
 
 
 def _soft_step(a_NL: Tensor, s_NLV: Tensor, k_NL: Tensor, v_NV: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """The next log-normaliser, what the state before weighs (f) and what the token weighs (i); `S` in place."""
+    """Return the next log-normaliser and the weights of the old state (f) and the token (i); update `S` in place."""
     after_NL = torch.logaddexp(a_NL, k_NL.to(a_NL.dtype))
     f_NL, i_NL = ((x - after_NL).exp_() for x in (a_NL, k_NL))
     s_NLV.mul_(f_NL[..., None]).addcmul_(i_NL[..., None], v_NV[:, None].double())
@@ -188,9 +188,9 @@ def running_softmax_backward_op(
     kept_s: Tensor,
     block: int,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
-    """Gradients of p, k, v and of the initial log-normaliser and state.
+    """Return the gradients of p, k, v and of the initial log-normaliser and state.
 
-    `r` and `u` are those of the state and the log-normaliser after a token. Since f + i = 1,
+    `r` and `u` are the gradients of the state and the log-normaliser after a token. Since f + i = 1,
     `S_t - S_{t-1} = i (v_t - S_{t-1})`, and with `w = r . (v_t - S_{t-1})`: `dk_t = i (f w + u)`, `u <- f (u - i w)`.
     """
     (N, T, L), V = k_NTL.shape, v_NTV.shape[2]

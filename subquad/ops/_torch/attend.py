@@ -1,8 +1,8 @@
 """Engine B in plain PyTorch: on a CPU tile by tile, never a T x T tensor; elsewhere on gathered tiles.
 
-On a CPU small tiles go through matrix products whose scores stay in cache (torch's fused kernel cuts queries into
-blocks of 32 rows here, too few for them; docs/decisions/0009-tiles-in-cache.md), all others through the fused kernel,
-on strided views of the keys.
+On a CPU, small tiles are matrix products whose scores stay in cache, because torch's fused kernel cuts tiles of fewer
+than 192 queries into blocks of 32 rows, which run at half the speed (docs/decisions/0009-tiles-in-cache.md). All other
+tiles go through the fused kernel, on strided views of the keys.
 
 Shape letters: B batch, H heads, T queries, S keys, K key channels, V value channels; a group has N tiles of C queries
 and W keys.
@@ -30,26 +30,26 @@ from subquad.ops.slots import SCHEMA, Slots, nothing
 FUSED = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
 FUSED_BACKWARD = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward
 MORE = 8
-"""Channels by which one is added: rows stay aligned."""
+"""Channels added to make room for one, so that rows stay aligned."""
 Index = tuple[int, slice, slice]
-"""A row of the batch, some of its heads and some of its slots."""
+"""One row of the batch, a range of its heads and a range of its slots."""
 LEAST_ROWS = 32
-"""Smaller tiles are left to the fused kernel, which takes many in one call."""
+"""Tiles with fewer rows go to the fused kernel, many in one call."""
 LONGEST_TRIANGLE = 256
 ENTRIES = 1 << 18
-"""Scores that are worked on at once: what the caches of a few cores hold."""
+"""Scores held at once, 1 MiB in float32: they fit in the second-level cache."""
 
 
 def attend(
     q_BHTK: Tensor, k_BHSK: Tensor, v_BHSV: Tensor, pattern: Pattern, slots: Slots, scale: float, dropout_p: float
 ) -> tuple[Tensor, Tensor]:
-    """Outputs `[B, H, T, V]` and logsumexp `[B, H, T]`; keys and values have as many heads as queries."""
+    """Return outputs `[B, H, T, V]` and logsumexp `[B, H, T]`; keys and values have as many heads as queries."""
     T, S = q_BHTK.shape[2], k_BHSK.shape[2]
     whole = slots.q_pos_BT is None and slots.q_start == slots.k_start == 0 and T == S
     if whole and pattern.folded:
         return _by_residue(q_BHTK, k_BHSK, v_BHSV, *pattern.folded, slots.lengths_B, scale, dropout_p)
     if whole and pattern.columns:
-        # The slots of the last `last` of each `size` tokens.
+        # No other key is ever seen: take only these, and number them by rank.
         size, last = pattern.columns
         count = T // size * last + max(0, T % size - (size - last))
         rank_S = torch.arange(count, device=q_BHTK.device)
@@ -73,7 +73,7 @@ def _by_residue(
     scale: float,
     dropout_p: float,
 ) -> tuple[Tensor, Tensor]:
-    """A whole sequence whose tokens see only those of their own residue: each residue is a sequence of the batch."""
+    """Attend within each residue modulo `residues`, with every residue as a row of the batch."""
     B, _, T, _ = q_BHTK.shape
     steps = -(-T // residues)
 
@@ -84,7 +84,7 @@ def _by_residue(
     def unfold(x_RHTK: Tensor) -> Tensor:
         return x_RHTK.unflatten(0, (B, residues)).permute(0, 2, 3, 1, 4).flatten(2, 3)[:, :, :T]
 
-    if not inner.causal:  # slots beyond the end would be seen
+    if not inner.causal:  # the padding at the end would be seen
         real_B = q_BHTK.new_full((B,), T, dtype=torch.int64) if lengths_B is None else lengths_B
         left_BR = real_B[:, None] - torch.arange(residues, device=q_BHTK.device)
         lengths_B = ((left_BR + residues - 1) // residues).clamp(min=0).flatten()
@@ -98,9 +98,9 @@ def _on_cpu(
     q_BHTK: Tensor, k_BHSK: Tensor, v_BHSV: Tensor, pattern: Pattern, slots: Slots, scale: float
 ) -> tuple[Tensor, Tensor]:
     K, V = q_BHTK.shape[-1], v_BHSV.shape[-1]
-    if K != V:  # the fused kernel wants one size; zero channels change no score and no value
+    if K != V:  # the fused kernel needs K = V; zero channels change no score and no value
         q_BHTK, k_BHSK, v_BHSV = (F.pad(x, (0, max(K, V) - x.shape[-1])) for x in (q_BHTK, k_BHSK, v_BHSV))
-    # Its rows must be contiguous.
+    # The fused kernel needs contiguous channels.
     q_BHTK, k_BHSK, v_BHSV = (x if x.stride(-1) == 1 else x.contiguous() for x in (q_BHTK, k_BHSK, v_BHSV))
     out_BHTV, lse_BHT = block_attention_cpu(q_BHTK, k_BHSK, v_BHSV, pattern.key(), scale, *slots)
     return out_BHTV[..., :V], lse_BHT
@@ -114,7 +114,7 @@ def _on_cpu(
 def block_attention_cpu(
     q_BHTK: Tensor, k_BHSK: Tensor, v_BHSK: Tensor, pattern: str, scale: float, *slots: Any
 ) -> tuple[Tensor, Tensor]:
-    """Outputs and the logsumexp of each row's scores (-inf where a query sees no key); `slots` as in `Slots`."""
+    """Return outputs and the scores' logsumexp (-inf for a query without keys); `slots` are the fields of `Slots`."""
     out_BHTK, lse_BHT = empty_like(q_BHTK), q_BHTK.new_empty(q_BHTK.shape[:3])
     for call in _calls(q_BHTK, k_BHSK, Pattern.from_key(pattern), Slots(*slots)):
         q, out = call.queries(q_BHTK), call.queries(out_BHTK)
@@ -140,7 +140,7 @@ def block_attention_cpu(
         out.copy_(o)
         lse.copy_(row_lse)
         if call.bias is not None:
-            # The fused kernel says 0 for a row without keys; a merge of partial attentions needs -inf.
+            # The fused kernel returns 0 for a row without keys; a merge of partial attentions needs -inf.
             lse.masked_fill_(torch.isneginf(call.bias).all(-1), -torch.inf)
     return out_BHTK, lse_BHT
 
@@ -169,12 +169,13 @@ def block_attention_cpu_backward(
     scale: float,
     *slots: Any,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Gradients of queries, keys and values.
+    """Return the gradients of queries, keys and values.
 
-    The scores' gradient is `P (dO . v - dO . o + dlse)`. The fused op knows no dlse, so it comes in as one more
-    channel: 1 in dO, 0 in v, -dlse in o.
+    The scores' gradient is `P (dO . v - dO . o + dlse)`. The fused kernel takes no dlse, so one more channel carries
+    it: 1 in dO, 0 in v, -dlse in o.
     """
     K = q_BHTK.shape[-1]
+    # The kernel takes exp(score - lse): rows without keys need a finite lse, and their masked scores then weigh zero.
     empty_BHT = torch.isneginf(lse_BHT)
     lse_BHT = lse_BHT.masked_fill(empty_BHT, 0.0)
     if grad_lse_BHT is not None:
@@ -239,7 +240,7 @@ def _backward(ctx: Any, grad_BHTK: Tensor | None, grad_lse_BHT: Tensor | None) -
         return None, None, None, *rest
     if grad_BHTK is None:
         grad_BHTK = torch.zeros_like(out)
-    elif grad_BHTK.stride(-1) != 1:  # the fused kernel's rows must be contiguous
+    elif grad_BHTK.stride(-1) != 1:  # the fused kernel needs contiguous channels
         grad_BHTK = grad_BHTK.contiguous()
     dq, dk, dv = block_attention_cpu_backward(grad_BHTK, grad_lse_BHT, q, k, v, out, lse, *ctx.static, *slots)
     return dq, dk, dv, *rest
@@ -249,23 +250,23 @@ block_attention_cpu.register_autograd(_backward, setup_context=_setup_context)
 
 
 class _Call:
-    """Tiles of `group` of all rows of the batch (`row` None) or of one: for `Workspace` if `in_cache`, else `FUSED`."""
+    """Tiles of `group` in all rows of the batch (`row` None) or one, for `Workspace` if `in_cache`, else `FUSED`."""
 
     def __init__(self, group: Group, row: int | None, bias: Tensor | None, in_cache: bool = False) -> None:
         self.group, self.row, self.bias, self.in_cache = group, row, bias, in_cache
 
     def mask(self) -> Tensor | None:
-        """The additive mask `[., ., C, W]`."""
+        """Return the additive mask `[., ., C, W]`, or None."""
         return None if self.bias is None else self.bias.expand(*self.bias.shape[:-2], self.group.rows, -1)
 
     def queries(self, x_BHTK: Tensor) -> Tensor:
-        """A view `[., ., C, K]` of the queries' tiles."""
+        """Return a view `[., ., C, K]` of the tiles' queries."""
         g = self.group
         x = self._rows(x_BHTK.narrow(2, g.q, g.rows * g.count))
         return x if g.count == 1 else x.unflatten(-2, (g.count, g.rows))
 
     def keys(self, x_BHSK: Tensor) -> Tensor:
-        """`[., ., W, K]`: a view of the tiles' keys, where neighbours overlap, or a copy of keys that lie anywhere."""
+        """Return the tiles' keys `[., ., W, K]`: a view with overlapping tiles, or a copy if keys lie anywhere."""
         g = self.group
         if g.places:
             return self._rows(x_BHSK).index_select(-2, g.key_slots().flatten()).unflatten(-2, (g.count, g.keys))
@@ -273,7 +274,7 @@ class _Call:
         return x if g.count == 1 else x.unfold(-2, g.keys, g.rows).transpose(-1, -2)
 
     def add_to_keys(self, total_BHSK: Tensor, part: Tensor) -> None:
-        """Add the tiles' gradients to their keys, one slab of C keys at a time since neighbours overlap."""
+        """Add the tiles' gradients to their keys, one slab of C keys at a time: tiles don't overlap in a slab."""
         g = self.group
         if g.places:
             self._rows(total_BHSK).index_add_(-2, g.key_slots().flatten(), part.flatten(-3, -2))
@@ -288,14 +289,14 @@ class _Call:
             slab.add_(part.narrow(-2, start, width))
 
     def _rows(self, x_BHTK: Tensor) -> Tensor:
-        """All rows or the own one; without the batch where tiles are folded, which take its place."""
+        """Select all rows or the own one; folded tiles take the place of the batch."""
         if self.group.count > 1 or self.group.places:
             return x_BHTK[0 if self.row is None else self.row]
         return x_BHTK if self.row is None else x_BHTK[self.row][None]
 
 
 def _calls(q_BHTK: Tensor, k_BHSK: Tensor, pattern: Pattern, slots: Slots) -> Iterator[_Call]:
-    """Folded tiles take the place of the batch in the fused kernel, so they go one row at a time, as views."""
+    """Yield the calls; folded tiles take the place of the batch, so they go one row at a time, as views."""
     B, _, T, _ = q_BHTK.shape
     if pattern.anchored and slots.q_pos_BT is not None and slots.k_pos_BS is not None and slots.q_doc_BT is None:
         yield from _row_calls(pattern, T, slots.q_pos_BT, slots.k_pos_BS, q_BHTK)
@@ -308,6 +309,7 @@ def _calls(q_BHTK: Tensor, k_BHSK: Tensor, pattern: Pattern, slots: Slots) -> It
             continue
         if fits_in_cache(group):
             bias = static_bias(pattern, group, slots.q_start, slots.k_start, q_BHTK, triangles=True)
+            # A softmax over a row of -inf is NaN; the fused kernel gives zero.
             if bias is None or not torch.isneginf(bias).all(-1).any():
                 yield _Call(group, None, bias, in_cache=True)
                 continue
@@ -316,7 +318,7 @@ def _calls(q_BHTK: Tensor, k_BHSK: Tensor, pattern: Pattern, slots: Slots) -> It
 
 
 def _row_calls(pattern: Pattern, T: int, q_pos_BT: Tensor, k_pos_BS: Tensor, like: Tensor) -> Iterator[_Call]:
-    """Keys at fixed places: each row is cut by its own positions, of which the real ones are without gaps."""
+    """Cut each row by its own positions, which have no gaps, for keys at fixed places."""
     for row, (q_real, k_real) in enumerate(zip(q_pos_BT >= 0, k_pos_BS >= 0, strict=True)):
         queries, keys = int(q_real.sum()), int(k_real.sum())
         first_q, first_k = (int(real.int().argmax()) for real in (q_real, k_real))
@@ -331,15 +333,15 @@ def _row_calls(pattern: Pattern, T: int, q_pos_BT: Tensor, k_pos_BS: Tensor, lik
 
 
 def fits_in_cache(group: Group) -> bool:
-    """Whether the tiles of a group are worth it, by their sizes alone."""
+    """Return True if matrix products in cache suit the group, by the sizes of its tiles."""
     if group.kind == "empty" or group.places or group.rows < LEAST_ROWS:
         return False
-    # The fused kernel skips what lies above a long diagonal.
+    # The fused kernel skips masked blocks above a long diagonal.
     return group.rows <= LONGEST_TRIANGLE if group.kind == "causal" else group.rows * group.keys <= ENTRIES
 
 
 def tiles_of(group: Group, row: int | None, shape_BHTK: torch.Size) -> Iterator[tuple[Index, Index]]:
-    """The queries and the keys of a group's tiles, of all rows of the batch or of one, for some heads at a time."""
+    """Yield indices of queries and keys for each tile, in all rows of the batch or one, for some heads at a time."""
     B, H = shape_BHTK[:2]
     heads = max(1, ENTRIES // (group.rows * group.keys))
     for b in range(B) if row is None else (row,):
@@ -351,10 +353,10 @@ def tiles_of(group: Group, row: int | None, shape_BHTK: torch.Size) -> Iterator[
 
 
 class Workspace:
-    """Forward and backward of one tile after another, in memory that is taken once.
+    """Forward and backward pass of one tile after another in memory that is allocated once.
 
-    The C library gives blocks of a megabyte back to the system when they are freed, and fresh pages for each tile would
-    cost as much as its products.
+    The C library returns freed blocks of a megabyte to the system, and fresh pages for each tile would cost as much as
+    its products.
     """
 
     def __init__(self, bias_CW: Tensor | None, scale: float) -> None:
@@ -362,7 +364,7 @@ class Workspace:
         self.blocks: dict[str, Tensor] = {}
 
     def _block(self, name: str, like: Tensor, *shape: int) -> Tensor:
-        """Memory of this name for a tensor of this shape."""
+        """Return memory for a tensor of this shape, reused under its name."""
         if name not in self.blocks or self.blocks[name].numel() < math.prod(shape):
             self.blocks[name] = like.new_empty(math.prod(shape))
         return self.blocks[name][: math.prod(shape)].view(shape)
@@ -374,19 +376,20 @@ class Workspace:
             torch.bmm(q_HCK, k_HWK.mT, out=scores_HCW).mul_(self.scale)
         else:
             torch.baddbmm(self.bias_CW, q_HCK, k_HWK.mT, alpha=self.scale, out=scores_HCW)
+        # softmax, not exp: torch's exp is ten times slower on masked entries.
         return scores_HCW, torch.softmax(scores_HCW, -1, out=weights_HCW)
 
     def forward(self, q_HCK: Tensor, k_HWK: Tensor, v_HWK: Tensor) -> tuple[Tensor, Tensor]:
-        """Outputs and logsumexp of one tile, until the next call; every query sees a key."""
+        """Return outputs and logsumexp of one tile, valid until the next call; every query must see a key."""
         scores_HCW, weights_HCW = self._weights(q_HCK, k_HWK)
-        # The largest weight is exp(largest score - lse).
+        # The largest weight is exp(largest score - lse): this saves a pass over exponentials.
         lse_HC = scores_HCW.amax(-1).sub_(weights_HCW.amax(-1).log_())
         return torch.bmm(weights_HCW, v_HWK, out=self._block("rows", q_HCK, *q_HCK.shape)), lse_HC
 
     def backward(
         self, grad_HCK: Tensor, out_HCK: Tensor, q_HCK: Tensor, k_HWK: Tensor, v_HWK: Tensor
     ) -> tuple[Tensor, Tensor, Tensor]:
-        """Gradients of one tile's queries, keys and values, until the next call."""
+        """Return gradients of one tile's queries, keys and values, valid until the next call."""
         grad_scores_HCW, weights_HCW = self._weights(q_HCK, k_HWK)
         dq_HCK, dk_HWK, dv_HWK = (
             self._block(name, x, *x.shape) for name, x in (("rows", q_HCK), ("keys", k_HWK), ("values", v_HWK))

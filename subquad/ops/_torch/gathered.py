@@ -1,4 +1,4 @@
-"""Block attention on any device and with dropout: the keys of each tile are gathered, the softmax in it is dense.
+"""Block attention on any device and with dropout: gather the keys of each tile, take a dense softmax in it.
 
 Shape letters: B batch, H heads, T queries, S keys, K key channels; N tiles of C queries and W keys.
 """
@@ -17,9 +17,9 @@ from subquad.ops.slots import Slots, allowed_between, nothing
 def gathered(
     q_BHTK: Tensor, k_BHSK: Tensor, v_BHSV: Tensor, pattern: Pattern, slots: Slots, scale: float, dropout_p: float
 ) -> tuple[Tensor, Tensor]:
-    """Outputs `[B, H, T, V]` and logsumexp `[B, H, T]`.
+    """Return outputs `[B, H, T, V]` and logsumexp `[B, H, T]`.
 
-    Linear memory for patterns of bounded reach; for the others autograd keeps the weights of all tiles.
+    Memory is linear for patterns of bounded reach; for others autograd keeps the weights of all tiles.
     """
     T, S, outs, lses = q_BHTK.shape[2], k_BHSK.shape[2], [], []
     for group in short_groups(tile_groups(pattern, slots.starts, T, S)):
@@ -34,13 +34,14 @@ def gathered(
         forbidden = ~allowed_between(pattern, slots, q_slots, k_slots)[:, None]
         scores = (q @ k.mT) * scale
         lses.append(scores.masked_fill(forbidden, -torch.inf).logsumexp(-1).flatten(2))
+        # A finite floor, and zeros after it: rows without keys must not be NaN.
         weights = scores.masked_fill(forbidden, torch.finfo(scores.dtype).min).softmax(-1).masked_fill(forbidden, 0.0)
         outs.append((F.dropout(weights, dropout_p) @ v).flatten(2, 3))
     return torch.cat(outs, 2), torch.cat(lses, 2)
 
 
 def _tiles(x_BHSK: Tensor, group: Group) -> Tensor:
-    """`[B, H, N, K, W]`: the keys of each tile."""
+    """Return the keys of each tile, `[B, H, N, K, W]`."""
     if group.places:
         slots = group.key_slots().to(x_BHSK.device)
         return x_BHSK.index_select(2, slots.flatten()).unflatten(2, slots.shape).mT

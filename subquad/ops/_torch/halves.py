@@ -1,14 +1,15 @@
-"""Sums of exponentials by halves: no exponent is positive, and a row passes log2 of as many roundings as tokens.
+"""Sums of exponentials by halves: no exponent is positive, and a sum over T rows takes log2(T) roundings.
 
 Scores inside a chunk whose decays differ by channel:
 
     scores_ij = sum_l a_il b_jl exp(k_jl - A_il)   for j <= i, else 0,     with k_j <= A_j and A nondecreasing in time
 
 One matmul would need exp(-A), which overflows. So the chunk is halved again and again: between the rows of a second
-half and the columns of the first, r = A at the second half's first row parts the exponent into k_j - r <= 0 and
-r - A_i <= 0; blocks of `SUB` rows on the diagonal are taken element by element.
+half and the columns of the first, r = A at the second half's first row splits the exponent into k_j - r <= 0 and
+r - A_i <= 0. A factor that underflows belongs to a product that underflows too. No r suits both sides of a block on the
+diagonal, so blocks of `SUB` rows there are computed element by element.
 
-The running logsumexp, where m and z are kept apart (k - lse would be a difference of rounded large numbers):
+The running logsumexp, with m and z kept apart (k - lse would be a difference of rounded large numbers):
 
     m_i = max(a, max_{j <= i} k_j),     z_i = exp(a - m_i) + sum_{j <= i} exp(k_j - m_i),     lse_i = m_i + log z_i
     dk_j = exp(k_j - m_j) sum_{i >= j} exp(m_j - m_i) dz_i
@@ -33,7 +34,7 @@ SUB = 4
 
 
 def halvings(C: int) -> Iterator[int]:
-    """The half sizes h above the diagonal blocks."""
+    """Yield the half sizes h above the diagonal blocks."""
     h = min(SUB, C)
     while h < C:
         yield h
@@ -41,29 +42,29 @@ def halvings(C: int) -> Iterator[int]:
 
 
 def _halves(x_MCL: Tensor, h: int) -> tuple[Tensor, Tensor]:
-    """First and second halves `[M, H, h, L]` of the blocks of 2h rows."""
+    """Return the first and second halves `[M, H, h, L]` of the blocks of 2h rows."""
     x_MHRL = x_MCL.unflatten(1, (-1, 2 * h))
     return x_MHRL[:, :, :h], x_MHRL[:, :, h:]
 
 
 def _corner(x_MCC: Tensor, h: int) -> Tensor:
-    """The blocks `[M, H, h, h]` of second-half rows and first-half columns, as a view."""
+    """Return the blocks `[M, H, h, h]` of second-half rows and first-half columns, as a view."""
     blocks = x_MCC.unflatten(2, (-1, 2 * h)).unflatten(1, (-1, 2 * h)).diagonal(dim1=1, dim2=3)
     return blocks.movedim(-1, 1)[:, :, h:, :h]
 
 
 def _diagonal(x_MCC: Tensor, h: int) -> Tensor:
-    """The blocks `[M, H, h, h]` on the diagonal, as a view."""
+    """Return the blocks `[M, H, h, h]` on the diagonal, as a view."""
     return x_MCC.unflatten(2, (-1, h)).unflatten(1, (-1, h)).diagonal(dim1=1, dim2=3).movedim(-1, 1)
 
 
 def _exp(exponent: Tensor, dtype: torch.dtype) -> Tensor:
-    """`exp` of what is at most zero but for rounding."""
+    """`exp` of exponents at most 0, except for rounding and in entries masked later, whose inf * 0 would be NaN."""
     return exponent.clamp_(max=0).to(dtype).exp_()
 
 
 def _factors(k: Tensor, A: Tensor, h: int, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-    """`exp(r - A_i)` for rows of the second halves and `exp(k_j - r)` for those of the first."""
+    """Return `exp(r - A_i)` for rows of the second halves and `exp(k_j - r)` for rows of the first."""
     (k_first, _), (_, A_second) = _halves(k, h), _halves(A, h)
     r = A_second[:, :, :1]
     return _exp(r - A_second, dtype), _exp(k_first - r, dtype)
@@ -77,7 +78,7 @@ def _inside(k: Tensor, A: Tensor, dtype: torch.dtype) -> Tensor:
 
 
 def pair_scores(a_MCL: Tensor, b_MCL: Tensor | None, k_MCL: Tensor, A_MCL: Tensor) -> Tensor:
-    """`scores` `[M, C, C]`, lower triangular; `b` None is one."""
+    """Return lower-triangular scores `[M, C, C]`; b = 1 if None."""
     M, C, _ = a_MCL.shape
     h = min(SUB, C)
     scores_MCC = a_MCL.new_zeros(M, C, C)
@@ -97,7 +98,7 @@ def pair_scores(a_MCL: Tensor, b_MCL: Tensor | None, k_MCL: Tensor, A_MCL: Tenso
 def pair_backward(
     a_MCL: Tensor, b_MCL: Tensor | None, k_MCL: Tensor, A_MCL: Tensor, grad_MCC: Tensor
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """`da_i = sum_j grad_ij b_j w_ij`, `db_j = sum_i grad_ij a_i w_ij` with `w_ij = exp(k_j - A_i)`, and the scores.
+    """`da_i = sum_j grad_ij b_j w_ij`, `db_j = sum_i grad_ij a_i w_ij`, `w_ij = exp(k_j - A_i)`, and the scores.
 
     `grad` must be lower triangular. The exponents' gradients follow from these: `k` gets `b db`, `A` gets `-a da`.
     """
@@ -122,7 +123,7 @@ def pair_backward(
 
 
 def running_max(k_MCL: Tensor) -> Tensor:
-    """The largest of the rows up to each, `[M, C, L]`, by halves."""
+    """Return the maximum of the rows up to each, `[M, C, L]`, by halves."""
     m_MCL, h = k_MCL.clone(memory_format=torch.contiguous_format), 1
     while h < m_MCL.shape[1]:
         first, second = _halves(m_MCL, h)
@@ -132,7 +133,7 @@ def running_max(k_MCL: Tensor) -> Tensor:
 
 
 def decayed_sum(x_MCL: Tensor, m_MCL: Tensor) -> Tensor:
-    """`s_i = sum_{j <= i} x_j exp(m_j - m_i)` for m nondecreasing: by halves, so a row passes log2(C) roundings."""
+    """`s_i = sum_{j <= i} x_j exp(m_j - m_i)` for nondecreasing m, by halves: log2(C) roundings."""
     s_MCL, h = x_MCL.clone(memory_format=torch.contiguous_format), 1
     while h < s_MCL.shape[1]:
         (s_first, s_second), (m_first, m_second) = _halves(s_MCL, h), _halves(m_MCL, h)
@@ -152,12 +153,12 @@ def reverse_decayed_sum(x_MCL: Tensor, m_MCL: Tensor) -> Tensor:
 
 
 def spans(tokens: int, chunk: int) -> list[slice]:
-    """The chunks; the last one may be shorter."""
+    """Return the chunks; the last one may be shorter."""
     return [slice(start, min(start + chunk, tokens)) for start in range(0, tokens, chunk)]
 
 
 def chunk_spans(tokens: int, chunk: int) -> list[tuple[int, int, int]]:
-    """`(start, stop, size)` of each chunk; the last one's rows are padded up to `size`, a power of two."""
+    """Return `(start, stop, size)` of each chunk; the last one is padded up to `size`, a power of two."""
     spans = [(start, start + chunk, chunk) for start in range(0, tokens - chunk + 1, chunk)]
     done = len(spans) * chunk
     if done < tokens:
@@ -166,12 +167,12 @@ def chunk_spans(tokens: int, chunk: int) -> list[tuple[int, int, int]]:
 
 
 def power_of_two(least: int) -> int:
-    """The smallest power of two that is at least `least`."""
+    """Return the smallest power of two that is at least `least`."""
     return 1 << max(0, least - 1).bit_length()
 
 
 def padded(x_NTL: Tensor, span: tuple[int, int, int], fill: float = 0.0) -> Tensor:
-    """The rows of a chunk, filled up to its size; a view where nothing is missing."""
+    """Return the rows of a chunk, filled up to its size; a view if none is missing."""
     start, stop, size = span
     rows = x_NTL[:, start:stop]
     if stop - start == size:
@@ -180,7 +181,7 @@ def padded(x_NTL: Tensor, span: tuple[int, int, int], fill: float = 0.0) -> Tens
 
 
 PIECE_ENTRIES = 1 << 17
-"""Entries `[N, R, L]` that are worked on at once, about: few pieces of many rows, but no more than caches hold."""
+"""Rough number of entries `[N, R, L]` of a piece: many rows, but no more than caches hold."""
 LEAST_ROWS = 128
 
 
@@ -190,7 +191,7 @@ def _pieces(k_NTL: Tensor) -> list[slice]:
 
 
 def _whole(x_NRL: Tensor) -> Tensor:
-    """The last row repeated up to a power of two."""
+    """Repeat the last row up to a power of two."""
     missing = power_of_two(x_NRL.shape[1]) - x_NRL.shape[1]
     return torch.cat([x_NRL, x_NRL[:, -1:].expand(-1, missing, -1)], 1) if missing else x_NRL
 
@@ -198,7 +199,7 @@ def _whole(x_NRL: Tensor) -> Tensor:
 @torch.library.custom_op("subquad::running_logsumexp", mutates_args=())
 @without_autocast
 def running_logsumexp_op(k_NTL: Tensor, a_NL: Tensor) -> tuple[Tensor, Tensor]:
-    """m and z in the dtype of k; `a` is float64: in float32 it would stop growing at a million tokens."""
+    """Return m and z in the dtype of k; `a` is float64, as it would stop growing at a million tokens in float32."""
     m_NTL, z_NTL = empty_like(k_NTL), empty_like(k_NTL)
     for piece in _pieces(k_NTL):
         rows = piece.stop - piece.start
@@ -221,7 +222,7 @@ def _(k, a):  # type: ignore[no-untyped-def]
 def running_logsumexp_backward_op(
     grad_NTL: Tensor, k_NTL: Tensor, a_NL: Tensor, m_NTL: Tensor
 ) -> tuple[Tensor, Tensor]:
-    """Gradients of k and of the initial log-normaliser, given that of z; m, a shift, has none."""
+    """Return gradients of k and the initial log-normaliser from the one of z; m, a mere shift, has none."""
     dk_NTL = empty_like(k_NTL)
     u_NL = first_NL = None
     for piece in reversed(_pieces(k_NTL)):
@@ -255,6 +256,6 @@ running_logsumexp_op.register_autograd(_backward, setup_context=_setup_context)
 
 
 def running_logsumexp(k_NTL: Tensor, a_NL: Tensor) -> Tensor:
-    """`lse` `[N, T, L]`, in the dtype of k."""
+    """Return the running logsumexp `[N, T, L]` in the dtype of k."""
     m_NTL, z_NTL = running_logsumexp_op(k_NTL, a_NL)
     return m_NTL + z_NTL.log()

@@ -6,13 +6,13 @@ Then token j weighs E_j / Z_i for row i: a chunk is linear attention, a handful 
 
     o_i = q_i . (z s + sum_{j <= i} E_j (x) v_j),   q_i = p_i / Z_i
 
-and with one latent (ELiTA) a running sum takes the place of the scores, which are of rank one. That needs
-k_j - r <= LIMIT, or E would overflow. Rows from the first on that sees a larger logit are computed once more in the
-safe form, and the state after them too: so no row's bits depend on later tokens.
+and with one latent (ELiTA) a running sum replaces the scores, which have rank one. This needs k_j - r <= LIMIT, or E
+would overflow. The first row that sees a larger logit and all rows after it are computed again in the safe form, and so
+is the state after the chunk. The switch is per row and only looks back, so no row's bits depend on later tokens.
 
-The safe form takes logits of any size: no exponent is positive, none a difference of large sums. With
+The safe form takes logits of any size: no exponent is positive or a difference of large sums. With
 m_t = max_{s <= t} k_s and z_t = sum_{s <= t} exp(k_s - m_t), the weight of token j for row i is exp(k_j - m_i) / z_i.
-The decays telescope, so a chunk needs k, m and z alone. Derivation: docs/decisions/0002-running-softmax.md.
+The decays telescope, so a chunk needs only k, m and z. Derivation: docs/decisions/0002-running-softmax.md.
 
 Shape letters: N batch times heads, T tokens, L latents, V value channels, C rows of a chunk.
 """
@@ -38,21 +38,21 @@ from subquad.ops._torch.halves import (
 from subquad.ops.backends import without_autocast
 
 EMPTY = -(2.0**100)
-"""The log-normaliser of nothing: finite, so that differences are, and the same number in float32 and float64."""
+"""The log-normaliser of no tokens: finite, so differences are too, and the same number in float32 and float64."""
 CHUNK = 64
 MEAN_CHUNK = 256
-"""Tokens a chunk, of several latents and of one."""
+"""Tokens per chunk, for several latents and for one."""
 LIMIT = 40.0
-"""Rows whose logits exceed the reference by more take the safe form: exp(40) leaves products room in float32."""
+"""Rows with logits above the reference by more take the safe form: exp(40) leaves products room in float32."""
 
 
 def chunk_size(latents: int) -> int:
-    """Tokens a chunk by default."""
+    """Return the default tokens per chunk."""
     return MEAN_CHUNK if latents == 1 else CHUNK
 
 
 class ChunkGradients(NamedTuple):
-    """Of a chunk's p, k and v, and of the state before it: `r` of its mean, `u` of minus its log-normaliser."""
+    """Gradients of p, k and v, and of the state before the chunk: `r` of its mean, `u` of minus its log-normaliser."""
 
     p: Tensor
     k: Tensor
@@ -65,6 +65,7 @@ class _Normalisers:
     """m and z of the rows `[N, C, L]`, and of the row before the chunk `[N, 1, L]`."""
 
     def __init__(self, k_NCL: Tensor, a_NL: Tensor) -> None:
+        # What rounding a to float32 loses goes into z.
         self.m_before = a_NL.to(k_NCL.dtype)[:, None]
         self.z_before = (a_NL[:, None] - self.m_before).exp().to(k_NCL.dtype)
         self.m = torch.maximum(running_max(k_NCL), self.m_before)
@@ -73,16 +74,16 @@ class _Normalisers:
 
     @property
     def carry(self) -> Tensor:
-        """Weight of the state before the chunk at each row."""
+        """Weight at each row of the state before the chunk."""
         return (self.m_before - self.m).exp_().mul_(self.z_before).div_(self.z)
 
     def source(self, k_NCL: Tensor) -> Tensor:
-        """Weight of each token at the chunk's end."""
+        """Return the weight of each token at the chunk's end."""
         return (k_NCL - self.m[:, -1:]).exp_().div_(self.z[:, -1:])
 
 
 def _whole(x_NCL: Tensor, fill: float = 0.0) -> Tensor:
-    """The rows, filled up to a power of two."""
+    """Fill the rows up to a power of two."""
     missing = power_of_two(x_NCL.shape[1]) - x_NCL.shape[1]
     return F.pad(x_NCL, (0, 0, 0, missing), value=fill) if missing else x_NCL
 
@@ -90,7 +91,7 @@ def _whole(x_NCL: Tensor, fill: float = 0.0) -> Tensor:
 def safe_forward(
     p_NCL: Tensor, k_NCL: Tensor, v_NCV: Tensor, a_NL: Tensor, s_NLV: Tensor
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """One chunk, whatever its logits: outputs, and the log-normaliser (float64) and mean after it."""
+    """Return the outputs of one chunk with any logits, and the log-normaliser (float64) and mean after it."""
     C = k_NCL.shape[1]
     p, k, v = _whole(p_NCL), _whole(k_NCL, EMPTY), _whole(v_NCV)
     norm = _Normalisers(k, a_NL)
@@ -110,7 +111,7 @@ def safe_backward(
     r_NLV: Tensor,
     u_NL: Tensor,
 ) -> ChunkGradients:
-    """Gradients, given `r` and `u` of the state after the chunk. A bar: divided by z."""
+    """Return the gradients, given `r` and `u` of the state after the chunk. `u_bar` is u / z."""
     C = k_NCL.shape[1]
     do, p, k, v = _whole(do_NCV), _whole(p_NCL), _whole(k_NCL, EMPTY), _whole(v_NCV)
     norm = _Normalisers(k, a_NL)
@@ -128,27 +129,29 @@ def safe_backward(
 
 
 class _Chunk:
-    """p, k and v of one chunk, and the state before it: the log-normaliser a (float64) and the mean s."""
+    """p, k and v of one chunk, and the state before it: log-normaliser a (float64) and mean s."""
 
     def __init__(self, p_NCL: Tensor, k_NCL: Tensor, v_NCV: Tensor, a_NL: Tensor, s_NLV: Tensor) -> None:
         self.p, self.k, self.v, self.a, self.s = p_NCL, k_NCL, v_NCV, a_NL, s_NLV
+        # The reference depends on the past only, or a later token would change the bits of earlier rows.
         first_NL = k_NCL[:, 0].clamp(min=EMPTY)
         self.reference_NL = torch.where(a_NL <= EMPTY, first_NL, a_NL.to(k_NCL.dtype))
         self.z_NL = (a_NL - self.reference_NL).exp().to(k_NCL.dtype)
         self.late_NC: Tensor | None = None
         self.x_NCL = k_NCL - self.reference_NL[:, None]
-        if self.x_NCL.numel() and not self.x_NCL.amax() <= LIMIT:
+        if self.x_NCL.numel() and not self.x_NCL.amax() <= LIMIT:  # NaN too
+            # One flag per row, cumulative over the chunk: late rows read clamped numbers and are replaced.
             self.late_NC = ~(self.x_NCL.amax(-1).cummax(1).values <= LIMIT)
             self.x_NCL.clamp_(max=LIMIT)
 
     def forward(self) -> tuple[Tensor, Tensor, Tensor]:
-        """Outputs, and the log-normaliser and mean after the chunk."""
+        """Return the outputs, and the log-normaliser and mean after the chunk."""
         e_NCL = self.x_NCL.exp_()
         out_NCV, end_NL, sum_NLV = self._mean(e_NCL) if self.k.shape[-1] == 1 else self._latents(e_NCL)
         a_NL = self.reference_NL.to(self.a.dtype) + end_NL.to(self.a.dtype).log()
         s_NLV = sum_NLV.div_(end_NL[..., None])
         if self.late_NC is not None:
-            # For all heads: shapes, and with them the bits of one head, must not depend on other heads' logits.
+            # For all heads: the shapes, and so the bits of one head, must not depend on other heads' logits.
             safe = safe_forward(self.p, self.k, self.v, self.a, self.s)
             last_N1 = self.late_NC[:, -1:]
             out_NCV = torch.where(self.late_NC[..., None], safe[0], out_NCV)
@@ -156,11 +159,12 @@ class _Chunk:
         return out_NCV, a_NL, s_NLV
 
     def backward(self, do_NCV: Tensor, r_NLV: Tensor, u_NL: Tensor) -> ChunkGradients:
-        """Gradients, given `r`, that of the mean after the chunk, and `u`, that of minus its log-normaliser."""
+        """Return the gradients, given `r` of the mean after the chunk and `u` of minus its log-normaliser."""
         e_NCL = self.x_NCL.exp_()
         form = self._mean_backward if self.k.shape[-1] == 1 else self._latents_backward
         gradients = form(do_NCV, e_NCL, r_NLV, u_NL)
         if self.late_NC is not None:
+            # A head's whole chunk, as R and U mix all its rows: gradients need not be causal to the bit.
             safe = safe_backward(do_NCV, self.p, self.k, self.v, self.a, self.s, r_NLV, u_NL)
             last_N = self.late_NC[:, -1]
             late = (last_N.view(-1, *(1,) * (x.ndim - 1)) for x in gradients)
@@ -168,7 +172,7 @@ class _Chunk:
         return gradients
 
     def _latents(self, e_NCL: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """One chunk of several latents: outputs, the normaliser `[N, L]` and the sum of values `[N, L, V]` after it."""
+        """Return a chunk of several latents: outputs, normaliser `[N, L]` and sum of values `[N, L, V]` after it."""
         p_NCL, v_NCV, z_NL, s_NLV = self.p, self.v, self.z_NL, self.s
         total_NCL = e_NCL.cumsum(1).add_(z_NL[:, None])
         q_NCL = p_NCL / total_NCL
@@ -177,7 +181,7 @@ class _Chunk:
         return out_NCV, total_NCL[:, -1], before_NLV.baddbmm_(e_NCL.mT, v_NCV)
 
     def _latents_backward(self, do_NCV: Tensor, e_NCL: Tensor, r_NLV: Tensor, u_NL: Tensor) -> ChunkGradients:
-        """Gradients of p, k, v and the state before, given `r` and `u` of the state after."""
+        """Return gradients of p, k, v and the state before, given `r` and `u` of the state after."""
         p_NCL, v_NCV, z_NL, s_NLV = self.p, self.v, self.z_NL, self.s
         total_NCL = e_NCL.cumsum(1).add_(z_NL[:, None])
         q_NCL = p_NCL / total_NCL
@@ -188,14 +192,14 @@ class _Chunk:
         dv_NCV = torch.bmm(scores_NCC.mT, do_NCV).baddbmm_(e_NCL, r_NLV)
         dp_NCL = torch.bmm(grad_NCC, e_NCL).baddbmm_(do_NCV, (s_NLV * z_NL[..., None]).mT).div_(total_NCL)
         de_NCL = torch.bmm(grad_NCC.mT, q_NCL).baddbmm_(v_NCV, r_NLV.mT)
-        # The later rows' share of the normaliser, summed from the end: a total minus a prefix would cancel.
+        # The normaliser's gradient from later rows, summed from the end: a total minus a prefix would cancel.
         taken_NCL = (q_NCL * dp_NCL).flip(1).cumsum(1).flip(1).add_(u_NL[:, None])
         dk_NCL = de_NCL.sub_(taken_NCL).mul_(e_NCL)
         r_NLV = torch.baddbmm(r_NLV, q_NCL.mT, do_NCV).mul_(z_NL[..., None])
         return ChunkGradients(dp_NCL, dk_NCL, dv_NCV, r_NLV, taken_NCL[:, 0] * z_NL)
 
     def _mean(self, e_NC1: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """One chunk of one latent: outputs, and the normaliser `[N, 1]` and the sum of values `[N, 1, V]` after it."""
+        """Return a chunk of one latent: outputs, normaliser `[N, 1]` and sum of values `[N, 1, V]` after it."""
         p_NC1, v_NCV, z_N1, s_N1V = self.p, self.v, self.z_NL, self.s
         total_NC1 = e_NC1.cumsum(1).add_(z_N1[:, None])
         sums_NCV = (e_NC1 * v_NCV).cumsum(1).add_(s_N1V * z_N1[:, None])
@@ -203,14 +207,14 @@ class _Chunk:
         return sums_NCV.mul_(p_NC1 / total_NC1), total_NC1[:, -1], end_N1V
 
     def _mean_backward(self, do_NCV: Tensor, e_NC1: Tensor, r_N1V: Tensor, u_N1: Tensor) -> ChunkGradients:
-        """Gradients of p, k, v and the state before, given `r` and `u` of the state after."""
+        """Return gradients of p, k, v and the state before, given `r` and `u` of the state after."""
         p_NC1, v_NCV, z_N1, s_N1V = self.p, self.v, self.z_NL, self.s
         total_NC1 = e_NC1.cumsum(1).add_(z_N1[:, None])
         q_NC1 = p_NC1 / total_NC1
         end_N1 = total_NC1[:, -1]
         sums_NCV = (e_NC1 * v_NCV).cumsum(1).add_(s_N1V * z_N1[:, None])
         dp_NC1 = sums_NCV.mul_(do_NCV).sum(-1, keepdim=True).div_(total_NC1)
-        # Sums over later rows are made from the end: a total minus a prefix would cancel.
+        # Sums over later rows start from the end: a total minus a prefix would cancel.
         dx_NCV = (do_NCV * q_NC1).flip(1).cumsum(1).flip(1).add_(r_N1V / end_N1[..., None])
         taken_NC1 = (q_NC1 * dp_NC1).flip(1).cumsum(1).flip(1).add_((u_N1 / end_N1)[:, None])
         dk_NC1 = torch.mul(dx_NCV, v_NCV, out=sums_NCV).sum(-1, keepdim=True).sub_(taken_NC1).mul_(e_NC1)
@@ -230,9 +234,9 @@ def running_softmax_op(
     chunk: int,
     save: bool,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
-    """Outputs; the last log-normaliser (float64) and mean; if `save`, those before each chunk `[chunks, N, L (, V)]`.
+    """Return outputs, the last log-normaliser (float64) and mean, and, if `save`, both before each chunk.
 
-    Of its own value a token adds `own` times.
+    Kept ones have shape `[chunks, N, L (, V)]`. A token adds `own` times its own value to its output.
     """
     N, T, L = k_NTL.shape
     parts = spans(T, chunk)
@@ -243,12 +247,12 @@ def running_softmax_op(
         if save:
             normalisers[n], means[n] = a_NL, s_NLV
         part = p_NTL[:, span], k_NTL[:, span], v_NTV[:, span], a_NL, s_NLV
-        safe = v_NTV.device.type != "cpu"  # elsewhere each look at the logits would wait for the device
+        safe = v_NTV.device.type != "cpu"  # elsewhere the test of the logits would wait for the device
         out_NCV, a_NL, s_NLV = safe_forward(*part) if safe else _Chunk(*part).forward()
         if own_NT1 is not None:
             out_NCV.addcmul_(own_NT1[:, span], v_NTV[:, span])
         out_NTV[:, span] = out_NCV
-    if not parts:  # an operation may not return its own input
+    if not parts:  # an operator may not return its own input
         a_NL, s_NLV = a_NL.clone(), s_NLV.clone()
     return out_NTV, a_NL, s_NLV, normalisers, means
 
@@ -274,9 +278,9 @@ def running_softmax_backward_op(
     means: Tensor,
     chunk: int,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
-    """Gradients of p, k, v, own (empty if none) and of the initial log-normaliser and mean.
+    """Return the gradients of p, k, v, own (empty if None) and of the initial log-normaliser and mean.
 
-    `r` is the gradient of the mean after a chunk, `u` that of minus its log-normaliser with the sum of values held.
+    `r` is the gradient of the mean after a chunk, `u` of minus its log-normaliser while the sum of values is held.
     """
     T = k_NTL.shape[1]
     dp_NTL, dk_NTL, dv_NTV = (empty_like(x) for x in (p_NTL, k_NTL, v_NTV))

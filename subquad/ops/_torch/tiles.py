@@ -1,6 +1,6 @@
-"""How a pattern is cut into tiles of queries with one range of keys each, equal neighbours folded into a group.
+"""Cut a pattern into tiles of queries with one range of keys each, and fold equal neighbours into a group.
 
-The additive masks of tiles hold 0 where a query sees a key, -inf elsewhere.
+The additive mask of a tile holds 0 if a query sees a key, else -inf.
 
 Shape letters: B batch, T queries, S keys, N tiles of C queries and W keys.
 """
@@ -18,7 +18,7 @@ from subquad.ops.patterns.sparse import Ranks
 from subquad.ops.slots import Slots, allowed_between, real_keys, seen_slots
 
 MASKED_ROWS = 256
-"""A tile without bound on its keys needs a mask of rows x keys: this many rows at a time keep it linear."""
+"""Most rows of a tile with unbounded keys: it needs a mask of rows x keys, which must stay linear."""
 
 
 @dataclass(frozen=True)
@@ -38,11 +38,11 @@ class Group:
     places: tuple[int, ...] = ()
 
     def query_slots(self) -> Tensor:
-        """`[N, C]`: the slots of each tile's queries."""
+        """Return the query slots of each tile, `[N, C]`."""
         return self.q + torch.arange(self.rows * self.count, device="cpu").unflatten(0, (self.count, self.rows))
 
     def key_slots(self) -> Tensor:
-        """`[N, W]`: the slots of each tile's keys."""
+        """Return the key slots of each tile, `[N, W]`."""
         starts_N = (
             torch.tensor(self.places, device="cpu")
             if self.places
@@ -52,7 +52,7 @@ class Group:
 
 
 def tile_groups(pattern: Pattern, starts: tuple[int, int] | None, queries: int, keys: int) -> tuple[Group, ...]:
-    """Tiles of queries and keys from these positions on, or by slot where rows differ (None)."""
+    """Return tiles by position from `starts` on, or by slot if it is None, since rows differ."""
     if starts is None:
         return ragged_groups(pattern, queries, keys)
     return static_groups(pattern, starts[0], queries, starts[1], keys)
@@ -60,7 +60,7 @@ def tile_groups(pattern: Pattern, starts: tuple[int, int] | None, queries: int, 
 
 @lru_cache(maxsize=512)
 def static_groups(pattern: Pattern, q_start: int, queries: int, k_start: int, keys: int) -> tuple[Group, ...]:
-    """Tiles by position: query slot i stands at `q_start + i`, key slot j at `k_start + j`."""
+    """Return tiles by position: query slot i is at `q_start + i`, key slot j at `k_start + j`."""
     if queries == 0:
         return ()
     tiles = []
@@ -79,7 +79,7 @@ def static_groups(pattern: Pattern, q_start: int, queries: int, k_start: int, ke
 
 
 def _range(pattern: Pattern, start: int, stop: int, k_start: int, keys: int) -> tuple[int, int]:
-    """The keys of a tile, of those that exist."""
+    """Return the range of existing keys of a tile."""
     lo, hi = pattern.key_range(start, stop)
     hi = k_start + keys if hi is None else min(hi, k_start + keys)
     return max(lo, k_start), min(hi, stop) if pattern.causal else hi
@@ -89,7 +89,7 @@ def _range(pattern: Pattern, start: int, stop: int, k_start: int, keys: int) -> 
 def unmasked_entries(
     pattern: Pattern, queries: int, keys: int | None = None, q_start: int = 0, k_start: int = 0
 ) -> int:
-    """Pairs of a query and a key that the pattern allows; without `keys` those of a sequence of `queries` tokens."""
+    """Count the pairs of query and key that the pattern allows; `keys` defaults to `queries`."""
     keys = queries if keys is None else keys
     q_stop, k_stop = q_start + queries, k_start + keys
     if queries == 0 or keys == 0:
@@ -114,7 +114,7 @@ def unmasked_entries(
 
 
 def score_entries(pattern: Pattern, queries: int, keys: int | None = None, q_start: int = 0, k_start: int = 0) -> int:
-    """Entries of all tiles that these queries and keys are cut into, as `unmasked_entries` takes them."""
+    """Count the entries of all tiles of these queries and keys; arguments as in `unmasked_entries`."""
     keys = queries if keys is None else keys
     if queries == 0 or keys == 0:
         return 0
@@ -139,7 +139,7 @@ def _kind(pattern: Pattern, start: int, stop: int, lo: int, hi: int) -> str:
 
 
 def short_groups(groups: tuple[Group, ...]) -> tuple[Group, ...]:
-    """The same with single tiles of at most `MASKED_ROWS` rows, for those who hold a tile's scores."""
+    """Cut single tiles to at most `MASKED_ROWS` rows, for callers that hold all scores of a tile."""
     short: list[Group] = []
     for g in groups:
         if g.count > 1 or g.kind == "empty":
@@ -154,7 +154,7 @@ def short_groups(groups: tuple[Group, ...]) -> tuple[Group, ...]:
 
 @lru_cache(maxsize=512)
 def ragged_groups(pattern: Pattern, queries: int, keys: int) -> tuple[Group, ...]:
-    """Tiles by slot, where positions differ by row: the queries are the last of the key slots (or it is anchored)."""
+    """Return tiles by slot for positions that differ by row; queries are the last key slots (or it is anchored)."""
     tiles = []
     rows = MASKED_ROWS if pattern.reach is None else max(16, min(128, pattern.reach + 1))
     for start in range(0, queries, rows):
@@ -165,7 +165,7 @@ def ragged_groups(pattern: Pattern, queries: int, keys: int) -> tuple[Group, ...
 
 
 def _fold(tiles: list[Group], period: int, scattered: bool = False) -> tuple[Group, ...]:
-    """Neighbours of one shape become one group: their keys follow one another, or (`scattered`) are all allowed."""
+    """Join neighbours of one shape whose keys follow one another or, if `scattered`, are all allowed."""
     groups: list[Group] = []
     for tile in tiles:
         last = groups[-1] if groups else None
@@ -188,7 +188,7 @@ def _follows(group: Group, tile: Group) -> bool:
 def static_bias(
     pattern: Pattern, group: Group, q_start: int, k_start: int, like: Tensor, triangles: bool = False
 ) -> Tensor | None:
-    """`[C, W]`, None where a tile sees all its keys (or, but for `triangles`, the fused kernel masks it itself)."""
+    """Return the mask `[C, W]`, or None if a tile is full, or causal without `triangles` (the kernel masks it)."""
     if group.kind == "full" or (group.kind == "causal" and not triangles):
         return None
     q_pos = torch.arange(group.rows) + q_start + group.q
@@ -197,7 +197,7 @@ def static_bias(
 
 
 def row_bias(pattern: Pattern, group: Group, slots: Slots, like: Tensor) -> Tensor:
-    """`[B, 1, C, W]` for one tile a row, `[1, N, C, W]` for the folded tiles of one row: where rows differ."""
+    """Return the mask if rows differ: `[B, 1, C, W]` for one tile per row, `[1, N, C, W]` for folded tiles of a row."""
     if group.kind == "full" and slots.lengths_B is not None:
         return _bias(real_keys(slots.lengths_B, group.key_slots()), like)  # one row for all queries
     return _bias(allowed_between(pattern, slots, group.query_slots(), group.key_slots()), like)

@@ -20,13 +20,13 @@ from subquad.ops.patterns import Pattern
 from subquad.ops.slots import SCHEMA, Slots
 
 FAR = 1 << 28
-"""Farther than any position, and small enough that sums of a few stay within 32 bits."""
+"""Farther than any position, and small enough for sums of a few in 32 bits."""
 SPLIT_KEYS = 4096
-"""A single token's walk over more keys than this is split."""
+"""Most keys that one program walks over for a single token: longer walks are split, to fill the device."""
 
 
 class Range(NamedTuple):
-    """The one range of keys that a query sees, in the kernels' formula (see attend_kernels.py)."""
+    """Range of keys that a query sees, in the kernels' formula (see attend_kernels.py)."""
 
     lo_step: int = 1
     before: int = FAR
@@ -53,7 +53,7 @@ RANGES: dict[type[Pattern], Callable[[Any], Range]] = {
 
 
 class Tiles(NamedTuple):
-    """Queries and keys of a tile, warps of a program, tiles loaded ahead."""
+    """Queries and keys per tile, warps per program, tiles loaded ahead."""
 
     rows: int
     keys: int
@@ -62,7 +62,7 @@ class Tiles(NamedTuple):
 
 
 class Sizes(NamedTuple):
-    """The tiles of each kernel."""
+    """Tiles of each kernel."""
 
     forward: Tiles
     decode: Tiles
@@ -78,14 +78,14 @@ SIZES: dict[tuple[int, int], Sizes] = {
     (4, 128): Sizes(Tiles(32, 32, 8, 2), Tiles(16, 32, 4, 2), Tiles(32, 32, 8, 2), Tiles(32, 32, 8, 2)),
     (4, 256): Sizes(Tiles(16, 32, 8, 2), Tiles(16, 32, 4, 2), Tiles(16, 32, 8, 2), Tiles(16, 32, 8, 2)),
 }
-"""By bytes of an entry and channels of a head, at most: never by the length.
+"""By bytes per entry and most channels per head; never by the length, so that a new length doesn't recompile.
 
-Chosen by what the compiler makes of them for sm_90: registers that hardly spill, products that are not serialised.
+Chosen by the compiler's output for sm_90: registers hardly spill, and products are not serialised.
 """
 
 
 class Call:
-    """Inputs, strides and sizes that all launches of one call share."""
+    """Inputs, strides and sizes shared by all launches of one call."""
 
     def __init__(self, q: Tensor, k: Tensor, v: Tensor, pattern: Pattern, slots: Slots, scale: float) -> None:
         self.K, self.V = q.shape[-1], v.shape[-1]
@@ -97,6 +97,7 @@ class Call:
         self.inputs, self.strides = (q, k, v), (*q_strides, *k_strides, *v_strides)
         documents = (None if x is None else x.contiguous() for x in (slots.q_doc_BT, slots.k_doc_BS))
         self.rows = _row_table(slots, q.shape[2], self.S), *documents
+        # Clamped to FAR: the kernels add these numbers in 32 bits.
         limits = Range(*(min(max(n, -FAR), FAR) for n in RANGES[type(pattern)](pattern)))
         self.where = (slots.q_start, slots.k_start, *limits)
         self.reach = min(self.S, limits.lo_step + limits.before + limits.hi_step + max(0, limits.after))
@@ -106,11 +107,11 @@ class Call:
         self.sizes = SIZES[q.element_size(), widest]
 
     def constants(self, tiles: Tiles, backward: bool = False) -> dict[str, Any]:
-        """Constants that are built into a kernel: head sizes, dtype, tiles."""
+        """Return the constants that are built into a kernel: head sizes, dtypes, tiles."""
         kind = {torch.float32: tl.float32, torch.bfloat16: tl.bfloat16, torch.float16: tl.float16}[self.dtype]
         if common.INTERPRETED and self.dtype == torch.bfloat16:
             kind = tl.float32  # the interpreter has no arithmetic in bfloat16
-        # Gradients of scores may lie beyond the range of float16, but not of tf32, which has its precision.
+        # Gradients of scores may exceed the range of float16, but not of tf32, which has the same precision.
         wide = {"GRAD_TYPE": tl.float32 if self.dtype == torch.float16 else kind} if backward else {}
         return {
             "K": self.K,
@@ -130,21 +131,21 @@ class Call:
 
 
 def _unit(x: Tensor) -> int:
-    """Entries of the largest aligned load: 16 bytes, or what divides a head's channels."""
+    """Return the entries of the widest aligned load: 16 bytes, or less to divide a head's channels."""
     return math.gcd(x.shape[-1], 16 // x.element_size())
 
 
 def in_units(x: Tensor, unit: int) -> tuple[Any, ...]:
-    """The tensor with rows of neighbouring entries, copied where need be, and its other strides in units."""
+    """Return the tensor with channels side by side, copied if need be, and its other strides in units."""
     if x.stride(-1) != 1 or any(n > 1 and stride % unit for n, stride in zip(x.shape[:-1], x.stride(), strict=False)):
         x = x.contiguous()
     return x, *(stride // unit for stride in x.stride()[:-1])
 
 
 def _row_table(slots: Slots, T: int, S: int) -> Tensor | None:
-    """Int32 `[B, 6]`: of each row's queries, then keys, the position of slot 0 and the slots that hold a token.
+    """Return, for queries and then keys of each row, the position of slot 0 and the range of slots with a token.
 
-    Without positions or lengths by row there is none.
+    Int32 `[B, 6]`; None if rows have neither positions nor lengths of their own.
     """
     if slots.q_pos_BT is not None and slots.k_pos_BS is not None:
         fields = []
@@ -162,16 +163,16 @@ def _row_table(slots: Slots, T: int, S: int) -> Tensor | None:
 
 
 def supports(pattern: Pattern) -> bool:
-    """Whether each of its queries sees one range of keys that the kernels have a formula for."""
+    """Return True if each query sees one range of keys that the kernels have a formula for."""
     return type(pattern) in RANGES
 
 
 def attend(
     q_BHTK: Tensor, k_BGSK: Tensor, v_BGSV: Tensor, pattern: Pattern, slots: Slots, scale: float
 ) -> tuple[Tensor, Tensor]:
-    """Outputs `[B, H, T, V]` in the dtype of all three inputs, and logsumexp `[B, H, T]` in float32.
+    """Return outputs `[B, H, T, V]` in the inputs' common dtype, and logsumexp `[B, H, T]` in float32.
 
-    Raises `ValueError` for a device, a dtype, a pattern, a head size or a position that the kernels do not take.
+    Raises `ValueError` for a device, dtype, pattern, head size or position that the kernels do not support.
     """
     common.check_device("block_attention", q_BHTK, k_BGSK, v_BGSV)
     if not supports(pattern):
@@ -194,7 +195,10 @@ def attend(
 def block_attention_triton(
     q_BHTK: Tensor, k_BGSK: Tensor, v_BGSV: Tensor, pattern: str, scale: float, *slots: Any
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Outputs; the logsumexp of each query's scores (-inf where it sees no key); their maximum m, and 1 / z."""
+    """Return outputs, the scores' logsumexp (-inf for a query without keys), their maximum m, and 1 / z.
+
+    The backward pass uses m and 1 / z: with large scores, rounding to one logsumexp would cost digits.
+    """
     B, H, T, V = *q_BHTK.shape[:3], v_BGSV.shape[-1]
     call = Call(q_BHTK, k_BGSK, v_BGSV, Pattern.from_key(pattern), Slots(*slots), scale)
     if T == 1:
@@ -211,7 +215,10 @@ def block_attention_triton(
 
 
 def _decode(call: Call, B: int, H: int, V: int) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """One token: its heads that share keys are the rows of a tile, and a long walk over keys is split."""
+    """Attend one token: the heads that share keys are the rows of a tile, and a long walk over keys is split.
+
+    With a tile per head all rows but one would be empty, and the shared keys would be read once per head.
+    """
     tiles, parts, shared = call.sizes.decode, -(-call.reach // SPLIT_KEYS), H // call.G
     q = call.inputs[0]
     out_NBHTV = q.new_empty(parts, B, H, 1, V, dtype=q.dtype if parts == 1 else torch.float32)
@@ -225,6 +232,7 @@ def _decode(call: Call, B: int, H: int, V: int) -> tuple[Tensor, Tensor, Tensor,
     )  # fmt: skip
     if parts == 1:
         return out_NBHTV[0], lse_NBHT[0], m_NBHT[0], inverse_NBHT[0]
+    # Merge the parts by their logsumexp, in float32. With the total as maximum, the sum is one (zero without keys).
     lse_BHT = lse_NBHT.logsumexp(0)
     seen_BHT = lse_BHT.isfinite()
     floor_BHT = lse_BHT.masked_fill(~seen_BHT, 0.0)
@@ -257,7 +265,7 @@ def block_attention_triton_backward(
     scale: float,
     *slots: Any,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Gradients of queries, keys and values."""
+    """Return the gradients of queries, keys and values."""
     (B, H, T, _), G, S = q_BHTK.shape, *k_BGSK.shape[1:3]
     call = Call(q_BHTK, k_BGSK, v_BGSV, Pattern.from_key(pattern), Slots(*slots), scale)
     do, *do_strides = in_units(grad_BHTV, call.V_unit)

@@ -1,26 +1,26 @@
-"""Block attention's kernels, forward and backward, and what they share: ranges of keys and of queries, tiles.
+"""Block attention's kernels, forward and backward, and their shared parts: ranges of keys and queries, tiles.
 
-A program has one tile of queries of one head and walks over the keys that they see, under a running maximum and sum:
+A program takes one tile of queries of one head and walks over the keys they see, under a running maximum and sum:
 
     m' = max(m, max_j s_j),   z' = z e^(m - m') + sum_j e^(s_j - m'),   a' = a e^(m - m') + sum_j e^(s_j - m') v_j
 
-In narrow dtypes log2(e) is in the scale of the scores s, and exponentials are powers of two. In float32 it is not: the
-product would be rounded to the size of the scores, where their differences are what counts.
+No exponent is positive. In half precision the scale of the scores s includes log2(e), and exponentials are powers of
+two. In float32 it does not: the product would be rounded at the size of the scores, while only their differences count.
 
-Of every supported pattern a query at position q sees one range of keys, whose ends are rounded down to whole blocks:
+In every supported pattern a query at position q sees one range of keys, whose ends are rounded down to whole blocks:
 
     lo(q) = floor(q + offset, lo_step) - offset - before
     hi(q) = min(max(floor(q + offset, hi_step) - offset + hi_step + after, prefix), last),   empty where q < start
 
-Tiles that all their queries see whole need no mask.
+A tile of keys that all its queries see whole needs no mask.
 
-The backward kernels compute the weights w = e^(s - m) / z again, and with them
+The backward kernels recompute the weights w = e^(s - m) / z, and with them
 
     delta_i = do_i . o_i - dlse_i,   ds_ij = w_ij (do_i . v_j - delta_i),
     dq_i = scale sum_j ds_ij k_j,   dk_j = scale sum_i ds_ij q_i,   dv_j = sum_i w_ij do_i
 
-One walks over the keys of a tile of queries, another over the queries of a tile of keys, through all the heads that
-share it. Nothing is added up in memory: the same inputs give the same bits.
+One kernel walks over the keys of a tile of queries, the other over the queries of a tile of keys, in all heads that
+share it. Sums stay in registers and no program adds to memory, so the same inputs give the same bits.
 """
 
 from __future__ import annotations
@@ -37,18 +37,18 @@ SCALARS = (
     *("heads", "group", "queries", "keys", "q_start", "k_start"),
     *("lo_step", "before", "hi_step", "after", "offset", "prefix", "last", "start"),
 )
-"""Numbers that Triton must not build into the code: another length or window must not compile another kernel."""
+"""Not specialised, so a new length or window doesn't recompile a kernel."""
 
 
 @triton.jit
 def _floor(x, step):
-    """`x` rounded down to a multiple of `step`; the remainder of a negative number may be negative."""
+    """Round `x` down to a multiple of `step`; the remainder of a negative number may be negative."""
     return x - (x % step + step) % step
 
 
 @triton.jit
 def key_range(q_pos, lo_step, before, hi_step, after, offset, prefix, last, start):
-    """The keys `[lo, hi)` that a query sees, by position."""
+    """Return the keys `[lo, hi)` that a query sees, by position."""
     lo = _floor(q_pos + offset, lo_step) - offset - before
     hi = _floor(q_pos + offset, hi_step) - offset + hi_step + after
     hi = tl.minimum(tl.maximum(hi, prefix), last)
@@ -57,7 +57,7 @@ def key_range(q_pos, lo_step, before, hi_step, after, offset, prefix, last, star
 
 @triton.jit
 def query_range(k_pos, lo_step, before, hi_step, after, offset, prefix, last, start):
-    """The queries `[first, stop)` that see a key, by position: the inverse of `key_range`."""
+    """Return the queries `[first, stop)` that see a key, by position: the inverse of `key_range`."""
     first = tl.maximum(_floor(k_pos + offset - after, hi_step) - offset, start)
     first = tl.where(k_pos < prefix, start, first)
     stop = _floor(k_pos + offset + before, lo_step) + lo_step - offset
@@ -66,40 +66,44 @@ def query_range(k_pos, lo_step, before, hi_step, after, offset, prefix, last, st
 
 @triton.jit
 def power(x, PRECISION: tl.constexpr):
-    """The exponential, of differences of scores."""
+    """`e^x` for differences of scores, which include log2(e) unless in float32."""
     return tl.exp(x) if PRECISION == "ieee" else tl.exp2(x)
 
 
 @triton.jit
 def logsumexp(m, z, PRECISION: tl.constexpr):
-    """From maxima and sums."""
+    """Return the natural logsumexp from maxima and sums."""
     return m + tl.log(z) if PRECISION == "ieee" else (m + tl.log2(z)) * LN_2
 
 
 @triton.jit
 def row_slots(rows, b, queries, keys, q_start, k_start):
-    """Of queries, then of keys: the position of slot 0, and the slots `[first, stop)` that hold a token."""
+    """Return, for queries and then keys, the position of slot 0 and the slots `[first, stop)` that hold a token."""
     if rows is None:
         return q_start, 0, queries, k_start, tl.maximum(0, -k_start), keys
-    else:  # Triton compiles what stands after an `if` whatever its condition
+    else:  # Triton compiles code after an `if` even if that returns
         row = rows + b * ROW_FIELDS
         return tl.load(row), tl.load(row + 1), tl.load(row + 2), tl.load(row + 3), tl.load(row + 4), tl.load(row + 5)
 
 
 @triton.jit
 def walk(lo, hi, real, start, first, stop, slots):
-    """Ranges by position as slots; where a walk over all of them begins and ends; between which slots all see all."""
+    """Return the ranges in slots, the slots that a walk over all of them covers, and the slots within every range.
+
+    A row that is not real gets an empty range, so no tile is within every range, and all are masked.
+    """
     lo, hi = tl.maximum(lo - start, first), tl.where(real, tl.minimum(hi - start, stop), 0)
     return lo, hi, tl.min(tl.where(lo < hi, lo, slots), 0), tl.max(hi, 0), tl.max(lo, 0), tl.min(hi, 0)
 
 
 @triton.jit
 def load_tile(x, slots, inside, stride, UNIT: tl.constexpr, CHANNELS: tl.constexpr, WIDTH: tl.constexpr, TYPE):
-    """`[slots, WIDTH]`; zeros outside and beyond the channels.
+    """Load `[slots, WIDTH]`, with zeros outside and beyond the channels.
 
-    Strides come in units: the compiler then knows rows to be aligned, whatever the length.
+    Strides come in units: the compiler then knows that rows are aligned, whatever the length.
     """
     channels = tl.arange(0, WIDTH)
+    # int64: offsets in a long batch exceed 2^31.
     at = x + slots.to(tl.int64)[:, None] * stride * UNIT + channels[None]
     if CHANNELS == WIDTH:
         tile = tl.load(at, mask=inside[:, None], other=0.0)
@@ -110,7 +114,7 @@ def load_tile(x, slots, inside, stride, UNIT: tl.constexpr, CHANNELS: tl.constex
 
 @triton.jit
 def store_tile(x, tile, slots, inside, CHANNELS: tl.constexpr, WIDTH: tl.constexpr):
-    """Into contiguous rows."""
+    """Store a tile into contiguous rows."""
     channels = tl.arange(0, WIDTH)
     at = x + slots.to(tl.int64)[:, None] * CHANNELS + channels[None]
     tl.store(at, tile.to(x.dtype.element_ty), mask=inside[:, None] & (channels < CHANNELS)[None])
@@ -118,7 +122,7 @@ def store_tile(x, tile, slots, inside, CHANNELS: tl.constexpr, WIDTH: tl.constex
 
 @triton.jit
 def same_document(q_docs, k_docs, b, q_slots, q_inside, k_slots, k_inside, queries, keys):
-    """Bool `[q_slots, k_slots]`."""
+    """Return bool `[q_slots, k_slots]`: True for a query and a key of one document."""
     q = tl.load(q_docs + b * queries + q_slots, mask=q_inside, other=0)
     k = tl.load(k_docs + b * keys + k_slots, mask=k_inside, other=0)
     return q[:, None] == k[None]
@@ -133,14 +137,14 @@ def forward_kernel(
     K_UNIT: tl.constexpr, V_UNIT: tl.constexpr, TYPE: tl.constexpr, PRECISION: tl.constexpr,
     ROWS: tl.constexpr, KEYS: tl.constexpr, SAME_POSITION: tl.constexpr,
 ):  # fmt: skip
-    """Outputs, logsumexp, and each query's maximum m and 1 / z (0 and 0 where it sees no key).
+    """Compute outputs, logsumexp, and each query's maximum m and 1 / z (0 and 0 without keys).
 
-    With `SAME_POSITION` the "queries" are heads that share keys, of one token: decoding. A second dimension of the grid
-    splits the keys; its parts are outputs one after another.
+    With `SAME_POSITION` (decoding) the "queries" are the heads of one token that share keys. The second dimension of
+    the grid splits the keys; its parts are stored one after another.
     """
     tiles = tl.cdiv(queries, ROWS)
     program = tl.program_id(0)
-    head, tile = program // tiles, tiles - 1 - program % tiles  # causal: the longest walks begin first
+    head, tile = program // tiles, tiles - 1 - program % tiles  # causal: start the longest walks first
     b, h = (head // heads).to(tl.int64), head % heads
     r = tile * ROWS + tl.arange(0, ROWS)
     inside = r < queries
@@ -157,6 +161,7 @@ def forward_kernel(
     q_RK = load_tile(q + b * q_b * K_UNIT + h.to(tl.int64) * q_h * K_UNIT, r, inside, q_t, K_UNIT, K, K_WIDTH, TYPE)
     k += b * k_b * K_UNIT + (h // group).to(tl.int64) * k_g * K_UNIT
     v += b * v_b * V_UNIT + (h // group).to(tl.int64) * v_g * V_UNIT
+    # float32 in every dtype: in half precision sums over many keys would stop growing.
     m_R = tl.full([ROWS], float("-inf"), tl.float32)
     z_R = tl.zeros([ROWS], tl.float32)
     a_RV = tl.zeros([ROWS, V_WIDTH], tl.float32)
@@ -170,13 +175,14 @@ def forward_kernel(
         if (n < whole_from) | (n + KEYS > whole_to):
             score_RS = tl.where((s[None] >= lo[:, None]) & (s[None] < hi[:, None]), score_RS, float("-inf"))
         top_R = tl.maximum(m_R, tl.max(score_RS, 1))
-        floor_R = tl.where(top_R == float("-inf"), 0.0, top_R)  # -inf - -inf is no number
+        floor_R = tl.where(top_R == float("-inf"), 0.0, top_R)  # a row without keys so far: -inf - -inf is NaN
         keep_R = power(m_R - floor_R, PRECISION)
         w_RS = power(score_RS - floor_R[:, None], PRECISION)
         z_R = z_R * keep_R + tl.sum(w_RS, 1)
         v_SV = load_tile(v, s, s < end, v_s, V_UNIT, V, V_WIDTH, TYPE)
         a_RV = tl.dot(w_RS.to(TYPE), v_SV, a_RV * keep_R[:, None], input_precision=PRECISION)
         m_R = top_R
+    # A row without keys gives zeros and an lse of -inf; with 1 / z = 0 its weights are zero in the backward pass.
     seen_R = z_R > 0
     m_R = tl.where(seen_R, m_R, 0.0)
     z_R = tl.where(seen_R, z_R, 1.0)
@@ -196,7 +202,7 @@ def queries_kernel(
     K_UNIT: tl.constexpr, V_UNIT: tl.constexpr, TYPE: tl.constexpr, GRAD_TYPE: tl.constexpr,
     PRECISION: tl.constexpr, ROWS: tl.constexpr, KEYS: tl.constexpr,
 ):  # fmt: skip
-    """Gradients of queries, and delta."""
+    """Compute the gradients of queries, and delta for `keys_kernel`."""
     tiles = tl.cdiv(queries, ROWS)
     program = tl.program_id(0)
     head, tile = program // tiles, tiles - 1 - program % tiles
@@ -215,7 +221,7 @@ def queries_kernel(
     m_R = tl.load(top + at + r, mask=inside, other=0.0)
     inverse_R = tl.load(inverse + at + r, mask=inside, other=0.0)
     delta_R = tl.sum(do_RV.to(tl.float32) * out_RV.to(tl.float32), 1)
-    if dlse is not None:
+    if dlse is not None:  # the lse of a row without keys is a constant, whatever its gradient
         delta_R -= tl.where(inverse_R > 0, tl.load(dlse + at + r, mask=inside, other=0.0), 0.0)
     tl.store(delta + at + r, delta_R, mask=inside)
 
@@ -248,10 +254,10 @@ def keys_kernel(
     K_UNIT: tl.constexpr, V_UNIT: tl.constexpr, TYPE: tl.constexpr, GRAD_TYPE: tl.constexpr,
     PRECISION: tl.constexpr, ROWS: tl.constexpr, KEYS: tl.constexpr,
 ):  # fmt: skip
-    """Gradients of keys and values, summed over the heads that share them."""
+    """Compute the gradients of keys and values, summed over the heads that share them."""
     tiles = tl.cdiv(keys, KEYS)
     program = tl.program_id(0)
-    shared, tile = program // tiles, program % tiles  # causal: the first keys are seen by the most queries
+    shared, tile = program // tiles, program % tiles  # causal: the first keys, which the most queries see, start first
     key_heads = heads // group
     b, g = (shared // key_heads).to(tl.int64), (shared % key_heads).to(tl.int64)
     s = tile * KEYS + tl.arange(0, KEYS)
@@ -276,6 +282,7 @@ def keys_kernel(
             m_R = tl.load(top + at + r, mask=r < end, other=0.0)
             inverse_R = tl.load(inverse + at + r, mask=r < end, other=0.0)
             delta_R = tl.load(delta + at + r, mask=r < end, other=0.0)
+            # Keys are rows here, so that dk and dv add up in this program's registers over all queries.
             score_SR = tl.dot(k_SK, tl.trans(q_RK), input_precision=PRECISION) * score_scale
             if q_docs is not None:
                 same = same_document(k_docs, q_docs, b, s, inside, r, r < end, keys, queries)

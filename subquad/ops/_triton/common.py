@@ -1,7 +1,7 @@
-"""Shared by the Triton kernels: where they can run, tile sizes, launching.
+"""Shared parts of the Triton kernels: supported devices, tile sizes, strides, launches.
 
-A kernel's tiles hold at least 16 rows and columns, as tensor cores want; channels, latents and tokens beyond the real
-ones are masked, so any sizes fit.
+Tiles have at least 16 rows and columns, the least that tensor cores multiply; channels, latents and tokens beyond the
+real ones are masked, so any sizes work.
 """
 
 from __future__ import annotations
@@ -14,18 +14,18 @@ import torch
 from torch import Tensor
 
 INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
-"""Whether kernels run in Triton's interpreter, on a CPU: fixed when a kernel is decorated, so by the environment."""
+"""True if kernels run in Triton's interpreter, on a CPU: fixed when a kernel is decorated, by the environment."""
 LEAST_TILE = 16
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 
 
 def tile(size: int) -> int:
-    """The smallest power of two that is at least `size`, and at least 16."""
+    """Return the smallest power of two that is at least `size`, and at least 16."""
     return max(LEAST_TILE, 1 << max(0, size - 1).bit_length())
 
 
 def check_device(op: str, *tensors: Tensor) -> None:
-    """Raise `ValueError` where the kernels cannot run on these tensors."""
+    """Raise `ValueError` if the kernels cannot run on these tensors."""
     for x in tensors:
         if x.dtype not in DTYPES:
             names = ", ".join(str(dtype).removeprefix("torch.") for dtype in DTYPES)
@@ -38,17 +38,18 @@ def check_device(op: str, *tensors: Tensor) -> None:
 
 
 def rows(x_BHTL: Tensor) -> Tensor:
-    """The tensor with the channels of a token side by side."""
+    """Return the tensor with the channels of a token side by side, copied if need be."""
+    # Kernels take the other strides as they are, so heads need no copy; a row must be one contiguous load.
     return x_BHTL if x_BHTL.shape[-1] == 1 or x_BHTL.stride(-1) == 1 else x_BHTL.contiguous()
 
 
 def strides(*tensors: Tensor | None, dims: int = 3) -> list[int]:
-    """Strides of batch, head and token, of one tensor after the other."""
+    """Return the strides of batch, head and token of each tensor in turn; zeros for None."""
     return [s for x in tensors for s in ((0,) * dims if x is None else x.stride()[:dims])]
 
 
 def launch(kernel: Any, grid: tuple[int, ...], *arguments: Any, **constants: Any) -> None:
-    """Launch a kernel on the device of the first tensor. An empty grid launches nothing."""
+    """Launch a kernel on the device of the first tensor; an empty grid launches nothing."""
     if 0 in grid:
         return
     first = next(x for x in arguments if isinstance(x, Tensor))

@@ -1,6 +1,6 @@
 """The gated scan by Triton kernels, with a hand-written backward pass: memory linear in T, one state a chunk.
 
-Shape letters: B batch, H heads, T tokens, K key channels, V value channels, F = 1 or K decays; W = V, or V + 1 where
+Shape letters: B batch, H heads, T tokens, K key channels, V value channels, F = 1 or K decays; W = V, or V + 1 if
 normalised: states then hold the sums of the inputs as a last channel.
 """
 
@@ -17,7 +17,7 @@ from subquad.ops._triton.scan_kernels import outputs_kernel, states_kernel, step
 
 
 class Tiles(NamedTuple):
-    """Tokens a chunk; the most channels that a kernel holds at once; its warps."""
+    """Tokens per chunk, most channels per tile of each kernel, and warps."""
 
     rows: int
     states: int
@@ -37,28 +37,28 @@ TILES = {
     ("ieee", False): Tiles(32, 32, 32, 32, 4, 32, 32, 4),
     ("ieee", True): Tiles(32, 32, 32, 32, 8, 32, 32, 8),
 }
-"""By how products take their operands (see scan_kernels.py) and whether each key channel has its own decay, which takes
-registers. Without tensor cores (`ieee`) the operands of a product wait in registers too."""
+"""By the operands of products (see scan_kernels.py) and whether each key channel has its own decay, which takes
+registers. Without tensor cores (`ieee`) the operands of a product lie in registers too."""
 
 
 def precision_of(*tensors: Tensor) -> str:
-    """The precision of matrix products, by the narrowest of the inputs (see scan_kernels.py)."""
+    """Return the precision of matrix products, by the narrowest input (see scan_kernels.py)."""
     dtypes = {x.dtype for x in tensors}
     return "bf16" if torch.bfloat16 in dtypes else "tf32" if torch.float16 in dtypes else "ieee"
 
 
 def state_dtype(precision: str) -> torch.dtype:
-    """Of the states between chunks, which only matrix products read."""
+    """Return the dtype of stored states between chunks, which only matrix products read."""
     return torch.bfloat16 if precision == "bf16" else torch.float32
 
 
 def by_token(like: Tensor, B: int, H: int, T: int, L: int) -> Tensor:
-    """An empty `[B, H, T, L]` that stands in memory as layers join heads: `[B, T, H, L]`."""
+    """Return an empty `[B, H, T, L]` stored as `[B, T, H, L]`, so that a layer joins heads without a copy."""
     return like.new_empty(B, T, H, L).transpose(1, 2)
 
 
 class Inputs:
-    """The tensors of a scan as kernels take them, the channels of a token side by side, and what follows from them."""
+    """Tensors of a scan with the channels of a token side by side, and the sizes that follow from them."""
 
     def __init__(
         self, q: Tensor, i: Tensor, v: Tensor, log_f: Tensor | None, mask: Tensor | None, normalise: bool
@@ -74,7 +74,7 @@ class Inputs:
         self.heads, self.chunks = self.B * self.H, -(-self.T // self.tiles.rows)
 
     def constants(self, *others: Tensor) -> dict[str, Any]:
-        """Of a kernel: they follow from head sizes, dtypes and layout, never from the length."""
+        """Return a kernel's constants, which follow from head sizes, dtypes and layout, never from the length."""
         tensors = [x for x in (self.q, self.i, self.v, self.log_f, *others) if x is not None and x.shape[-1] > 1]
         aligned = self.K % 16 == 0 and self.V % 16 == 0 and all(s % 16 == 0 for x in tensors for s in x.stride()[:3])
         return {
@@ -89,7 +89,7 @@ class Inputs:
 
 
 def _fit(channels: int, most: int) -> tuple[int, int]:
-    """A tile of channels, and how many there are."""
+    """Return the channels per tile, and the number of tiles."""
     size = min(common.tile(channels), most)
     return size, -(-channels // size)
 
@@ -97,9 +97,9 @@ def _fit(channels: int, most: int) -> tuple[int, int]:
 def launch_states(
     x: Inputs, a: Tensor, b: Tensor, first: Tensor | None, last: Tensor, totals: tuple[Tensor, Tensor] | None = None
 ) -> tuple[Tensor, Tensor]:
-    """States `[B, H, chunks, K, V]` before each chunk, and sums of inputs `[B, H, chunks, K]`; fills `last`.
+    """Return states `[B, H, chunks, K, V]` before each chunk and sums of inputs `[B, H, chunks, K]`; fill `last`.
 
-    With totals and their gradients: gradients of the states after each chunk, from the last to the first.
+    With totals and their gradients, return gradients of the states after each chunk, from the last to the first.
     """
     (block_k, tiles_k), (block_v, tiles_v) = _fit(x.K, x.tiles.states), _fit(x.V, x.tiles.states)
     kept = b.new_empty(x.B, x.H, x.chunks, x.K, x.V, dtype=state_dtype(x.precision))
@@ -120,7 +120,7 @@ def launch_states(
 
 
 def launch_outputs(x: Inputs, states: Tensor, z_states: Tensor, out: Tensor, total: Tensor, eps: float) -> None:
-    """Fills `out`, and `total` where normalised."""
+    """Fill `out`, and `total` if normalised."""
     (block_k, _), (block_v, tiles_v) = _fit(x.K, x.tiles.outputs_k), _fit(x.V, x.tiles.outputs_v)
     common.launch(
         outputs_kernel,
@@ -136,7 +136,7 @@ def launch_outputs(x: Inputs, states: Tensor, z_states: Tensor, out: Tensor, tot
 
 
 def take_step(x: Inputs, first: Tensor | None, out: Tensor, last: Tensor, eps: float) -> None:
-    """Fills `out` and `last`, of one token."""
+    """Fill `out` and `last` for one token."""
     (block_k, _), (block_v, tiles_v) = _fit(x.K, 64), _fit(x.V, 64)
     common.launch(
         step_kernel,
@@ -154,7 +154,7 @@ def take_step(x: Inputs, first: Tensor | None, out: Tensor, last: Tensor, eps: f
 
 
 def total_gradients(x: Inputs, grad: Tensor, out: Tensor | None, total: Tensor) -> Tensor:
-    """The gradients `[B, H, T]` of the sums of weights; empty where not normalised (`out` is None then)."""
+    """Return the gradients `[B, H, T]` of the sums of weights; empty if not normalised (`out` is None then)."""
     dtotal = torch.empty_like(total)
     if x.normalise and out is not None:
         out = out.transpose(1, 2).contiguous()
@@ -174,7 +174,7 @@ def total_gradients(x: Inputs, grad: Tensor, out: Tensor | None, total: Tensor) 
 def launch_gradients(
     x: Inputs, grad: Tensor, totals: tuple[Tensor, Tensor], starts: tuple[Tensor, Tensor], ends: tuple[Tensor, Tensor]
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Of q, i, v and log f (empty if none), from states at the chunks' starts and gradients of those at their ends."""
+    """Return gradients of q, i, v, log f (empty if None), from states at chunk starts and gradients at chunk ends."""
     block_k, tiles_k = _fit(x.K, x.tiles.gradients_k)
     block_v, _ = _fit(x.V, x.tiles.gradients_v)
     dq, di, dv = (by_token(like, *like.shape) for like in (x.q, x.i, x.v))
@@ -183,7 +183,8 @@ def launch_gradients(
     elif x.decay == "channel":
         dlog_f = by_token(x.log_f, *x.log_f.shape)
     else:
-        dlog_f = grad.new_empty(tiles_k, x.B, x.T, x.H, dtype=torch.float32)  # a part from each tile
+        dlog_f = grad.new_empty(tiles_k, x.B, x.T, x.H, dtype=torch.float32)  # one part per tile
+    # dv sums over all key channels, so one tile must hold them.
     with_v = tiles_k == 1 and x.decay != "channel"
     common.launch(
         gradients_kernel,
@@ -230,11 +231,11 @@ def gated_scan(
     normalise: bool,
     eps: float,
 ) -> tuple[Tensor, Tensor]:
-    """`S_t = f_t * S_{t-1} + i_t (x) v_t`, `o_t = q_t S_t`, or over `q_t . z_t + eps`, `z_t = f_t * z_{t-1} + i_t`.
+    """`S_t = f_t * S_{t-1} + i_t (x) v_t`, `o_t = q_t S_t`, if `normalise` divided by `q_t . z_t + eps`.
 
-    Arguments as those of `subquad.ops.gated_scan`, in float32, bfloat16 or float16, with any strides. Returns outputs
-    `[B, H, T, V]` in the dtype of v and the state `[B, H, K, W]` in float32. Matrix products take their operands as
-    the narrowest of q, i and v is. A decay of at most exp(-1e4) forgets all and has no gradient.
+    Arguments as in `subquad.ops.gated_scan`, in float32, bfloat16 or float16, with any strides. Returns outputs
+    `[B, H, T, V]` in the dtype of v and the state `[B, H, K, W]` in float32. Operands of matrix products have the
+    precision of the narrowest of q, i and v. A decay of at most exp(-1e4) forgets everything and has no gradient.
 
     Raises `ValueError` for other dtypes and for devices without Triton.
     """
@@ -259,11 +260,11 @@ def gated_scan_triton(
     eps: float,
     save: bool,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
-    """Outputs, the final state and, if `save`: totals, states and sums of inputs before each chunk; else empty ones."""
+    """Return outputs, final state and, if `save`, totals, states and sums of inputs before each chunk (else empty)."""
     x = Inputs(q_BHTK, i_BHTK, v_BHTV, log_f_BHTF, mask_BT, normalise)
     first = None if state_BHKW is None else state_BHKW.contiguous()
     out, last = by_token(x.v, *x.v.shape), x.v.new_empty(x.B, x.H, x.K, x.V + normalise, dtype=torch.float32)
-    if x.T == 1 and not save:
+    if x.T == 1 and not save:  # decoding: one launch, and no state between chunks
         take_step(x, first, out, last, eps)
     else:
         total = last.new_empty(x.B, x.H, x.T if normalise else 0)
@@ -300,7 +301,7 @@ def gated_scan_triton_backward(
     z_states: Tensor,
     normalise: bool,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
-    """Gradients of q, i, v, log f (empty if none) and the initial state."""
+    """Return the gradients of q, i, v, log f (empty if None) and the initial state."""
     x, grad = Inputs(q_BHTK, i_BHTK, v_BHTV, log_f_BHTF, mask_BT, normalise), common.rows(grad_BHTV)
     dstate = grad.new_empty(x.B, x.H, x.K, x.V + normalise, dtype=torch.float32)
     dlast = None if grad_state_BHKW is None else grad_state_BHKW.contiguous()

@@ -1,15 +1,15 @@
 """The kernels of the gated scan's backward pass: gradients inside chunks, all chunks at once.
 
-With S and z at a chunk's start, R and r the gradients of those at its end (`states_kernel`, BACKWARD), a_ij the decay
-from row j to row i, n_i the total where normalised (else 1), do the gradients of the outputs o:
+With S and z at a chunk's start, R and r the gradients of S and z at its end (`states_kernel`, BACKWARD), a_ij the decay
+from row j to row i, n_i the total if normalised (else 1), do the gradients of the outputs o:
 
     dn_i = -do_i . o_i / n_i          G_ij = do_i . v_j / n_i + dn_i          for j <= i
     dq_i = sum_j G_ij a_ij i_j + decay_to_row * (S do_i / n_i + z dn_i)
     di_j = sum_i G_ij a_ij q_i + decay_to_end * (R v_j + r)
     dv_j = sum_i q_i a_ij i_j do_i / n_i + (i_j decay_to_end) R
-    dlog_f_t = sum of all products above that a decay f_t is part of, inside the chunk
+    dlog_f_t = sum of all products above whose decay includes f_t, inside the chunk
 
-Where heads are so wide that several tiles hold the key channels, `value_gradients_kernel` takes dv.
+If heads are so wide that several tiles hold the key channels, `value_gradients_kernel` computes dv.
 
 Shape letters as in `scan_kernels`; gradients are contiguous, `[B, T, H, .]`.
 """
@@ -40,10 +40,10 @@ from subquad.ops._triton.scan_kernels import (
 
 @triton.jit
 def decay_gradients(dg_rows_CK, dg_columns_CK, dg_whole_K, row_C, DECAY: tl.constexpr, PRECISION: tl.constexpr):
-    """The gradients of a chunk's logarithms of decays, `[C]` or `[C, K]`.
+    """Return the gradients of a chunk's log decays, `[C]` or `[C, K]`.
 
-    Of what reaches a row, all decays up to it are part; of what a row gives to the chunk's end, all later ones; of what
-    passes through, all.
+    Terms that reach a row contain all decays up to it, terms from a row to the chunk's end all later ones, and terms
+    that pass through the chunk all of them.
     """
     from_CC, before_CC = row_C[None, :] >= row_C[:, None], row_C[None, :] < row_C[:, None]
     if DECAY == "head":
@@ -60,9 +60,10 @@ def decay_gradients(dg_rows_CK, dg_columns_CK, dg_whole_K, row_C, DECAY: tl.cons
 def inside_gradients(
     q_CK, i_CK, g, grad_CC, between_CC, dq_CK, di_CK, dwhole_K, row_C, DECAY: tl.constexpr, PRECISION: tl.constexpr
 ):
-    """Adds what passes inside the chunk to the gradients of q and i, which came through the states; those of log f.
+    """Return gradients of q and i, with the part inside the chunk added to the one through states, and of log f.
 
-    A sum of products never stands against one that contains it: a row's product with itself stays out of log f's.
+    A row's product with itself has no decay. In log f's gradient, a difference of sums, it would cancel up to rounding,
+    so it is left out before: no sum of products stands against another that contains it.
     """
     q_CK, i_CK = q_CK.to(tl.float32), i_CK.to(tl.float32)
     own_CC = row_C[:, None] == row_C[None, :]
@@ -85,7 +86,7 @@ def totals_kernel(
     grad_stride_b: tl.int64, grad_stride_h: tl.int64, grad_stride_t: tl.int64,
     V: tl.constexpr, C: tl.constexpr, BLOCK_V: tl.constexpr, ALIGNED: tl.constexpr,
 ):  # fmt: skip
-    """The gradients of the totals: `-grad . out / total`."""
+    """Compute the gradients of the totals: `-grad . out / total`."""
     chunks = tl.cdiv(T, C)
     n, start = tl.program_id(0) // chunks, tl.program_id(0) % chunks * C
     row_C, v_V = tl.arange(0, C), tl.arange(0, BLOCK_V)
@@ -111,9 +112,9 @@ def gradients_kernel(
     BLOCK_K: tl.constexpr, BLOCK_V: tl.constexpr, WITH_V: tl.constexpr, PRECISION: tl.constexpr,
     ALIGNED: tl.constexpr,
 ):  # fmt: skip
-    """Gradients of q, i and log f for a tile of key channels of one chunk; WITH_V: the tile holds them all, v's too.
+    """Compute gradients of q, i and log f for a tile of a chunk's key channels; WITH_V (one tile holds all): v's too.
 
-    Where log f is one a head, each tile of key channels gives its part.
+    If log f is one per head, each tile of key channels stores its part.
     """
     K_TILES: tl.constexpr = (K + BLOCK_K - 1) // BLOCK_K
     chunks = tl.cdiv(T, C)
@@ -192,6 +193,7 @@ def gradients_kernel(
         dq_CK, di_CK, dg = inside_gradients(
             q_CK, i_CK, g, grad_CC, between_CC, dq_CK, di_CK, dwhole_K * whole, row_C, DECAY, PRECISION
         )
+    # A floored decay is a constant.
     if DECAY == "head":
         dg = tl.where(real_C & (g > FORGET_ALL), dg, 0.0)
         part = k_tile.to(tl.int64) * (tl.num_programs(0) // K_TILES // chunks) * T
@@ -214,7 +216,7 @@ def value_gradients_kernel(
     K: tl.constexpr, V: tl.constexpr, DECAY: tl.constexpr, NORMALISE: tl.constexpr, C: tl.constexpr,
     BLOCK_K: tl.constexpr, BLOCK_V: tl.constexpr, PRECISION: tl.constexpr, ALIGNED: tl.constexpr,
 ):  # fmt: skip
-    """Gradients of v for a tile of value channels of one chunk, where several tiles hold the key channels."""
+    """Compute gradients of v for a tile of value channels of one chunk, if several tiles hold the key channels."""
     V_TILES: tl.constexpr = (V + BLOCK_V - 1) // BLOCK_V
     chunks = tl.cdiv(T, C)
     v_tile, at = tl.program_id(0) % V_TILES, (tl.program_id(0) // V_TILES).to(tl.int64)

@@ -2,8 +2,8 @@
 
     o_t = sum_l p_tl sum_{j <= t} w_tjl v_j,   w_tjl = exp(k_jl) / sum_{s <= t} exp(k_sl)
 
-How the kernels compute it: softmax_kernels.py; derivation: docs/decisions/0002-running-softmax.md. What is kept for the
-backward pass beside inputs and outputs is m and z before each chunk, and one state a segment of chunks.
+See softmax_kernels.py for the method and docs/decisions/0002-running-softmax.md for its derivation. Besides inputs and
+outputs, m and z before each chunk and one state per segment of chunks are kept for the backward pass.
 
 Shape letters: B batch, H heads, T tokens, L latents, V value channels, N = B H, M chunks, S segments.
 """
@@ -22,29 +22,29 @@ from subquad.ops._triton import softmax_backward_kernels as backward_kernels
 from subquad.ops._triton import softmax_kernels as forward_kernels
 
 LONGEST_SEGMENT = 16
-"""Chunks of a segment, where sequences are cut into several."""
+"""Most chunks per segment of a sequence that is cut into several."""
 MULTIPROCESSORS = 132
-"""Of an H100 or H200."""
+"""Multiprocessors of an H100 or H200."""
 STATE_LATENTS = 16
-"""Latents of a tile in the passes over segments, which multiply no matrices."""
+"""Latents per tile in the passes over segments, which multiply no matrices."""
 
 
 class Precision(NamedTuple):
-    """The arithmetic of matrix products, by the dtype of v."""
+    """Arithmetic of matrix products, by the dtype of v."""
 
     bounded: tl.dtype
-    """Of operands that are bounded: values, scores, exponentials of numbers that are at most zero."""
+    """Dtype of bounded operands: values, scores, exponentials of numbers that are at most zero."""
     wide: tl.dtype
-    """Of operands that need the range of float32."""
+    """Dtype of operands that need the range of float32."""
     mode: str
-    """For float32 operands."""
+    """Triton's precision for float32 operands."""
     bound: float
-    """The most that a logit may exceed the reference of its window, at a cost of up to `bound` roundings of float32."""
+    """Most that a logit may exceed its window's reference, at a cost of up to `bound` roundings of float32."""
     values: int
-    """The most value channels of a tile, so that operands fit into registers."""
+    """Most value channels per tile, so that operands fit into registers."""
 
     def constants(self) -> dict[str, Any]:
-        """Constants that are built into the kernels."""
+        """Return the constants that are built into the kernels."""
         return {"DOT": self.bounded, "WIDE": self.wide, "PRECISION": self.mode, "BOUND": self.bound}
 
 
@@ -56,9 +56,9 @@ PRECISIONS = {
 
 
 class Tiles(NamedTuple):
-    """Tokens of a chunk, latents and value channels that a program works on; its warps; programs that fill a device.
+    """Tokens per chunk, latents and value channels per program, its warps, and programs that fill a device.
 
-    Sequences are cut into segments only while there are fewer programs.
+    Sequences are cut into segments only if there are fewer programs.
     """
 
     chunk: int
@@ -69,8 +69,10 @@ class Tiles(NamedTuple):
 
     @classmethod
     def of(cls, L: int, V: int, dtype: torch.dtype) -> Tiles:
-        """They depend on head sizes and dtype alone, never on T. Without tensor cores, in float32, operands of products
-        lie in registers: tiles are small. One latent has no matrices; a warp alone has the shortest sums over rows.
+        """Return the tiles for head sizes and dtype; they never depend on T, so a new length doesn't recompile.
+
+        In float32, without tensor cores, operands of products lie in registers: tiles are small. One latent needs no
+        matrices; sums over rows are shortest within one warp.
         """
         latents, values = min(common.tile(L), 64), common.tile(V)
         if L == 1:
@@ -82,9 +84,9 @@ class Tiles(NamedTuple):
 
 
 class Plan(NamedTuple):
-    """The cut of a call into programs.
+    """Cut of a call into programs.
 
-    With T only counts change, which kernels take as numbers, so that nothing compiles again.
+    With T only counts change, which kernels take as numbers, so nothing recompiles.
     """
 
     rows: int
@@ -99,7 +101,7 @@ class Plan(NamedTuple):
 
     @classmethod
     def of(cls, p_BHTL: Tensor, v_BHTV: Tensor) -> Plan:
-        """Segments are as few as fill the device: a sequence in one piece is read once."""
+        """Return the cut with the fewest segments that fill the device: a sequence in one piece is read once."""
         B, H, T, L = p_BHTL.shape
         V = v_BHTV.shape[-1]
         tile = Tiles.of(L, V, v_BHTV.dtype)
@@ -111,30 +113,30 @@ class Plan(NamedTuple):
         return cls(B * H, L, V, tile, groups, tiles, chunks, max(1, triton.cdiv(chunks, per)), per)
 
     def numbers(self, p_BHTL: Tensor) -> tuple[int, int, int, int]:
-        """Numbers that the kernels over segments get at each launch."""
+        """Return the numbers passed to the kernels over segments at each launch."""
         return p_BHTL.shape[2], p_BHTL.shape[1], self.segments, self.per
 
     def grid(self, segments: int) -> tuple[int, int]:
-        """Of the kernels over segments."""
+        """Return the grid of the kernels over segments."""
         return self.rows * self.groups * segments, self.tiles
 
     def saved(self) -> tuple[tuple[int, ...], ...]:
-        """The shapes of m before each chunk and after the last, of z before each chunk, of U before each segment."""
+        """Return the shapes of m before each chunk and after the last, z before each chunk, U before each segment."""
         N, L = self.rows, self.L
         return (N, self.chunks + 1, L), (N, self.chunks, L), (N, self.segments, L, self.V)
 
     def state_grid(self) -> tuple[int, int]:
-        """Of the passes over segments."""
+        """Return the grid of the passes over segments."""
         return self.rows * triton.cdiv(self.L, STATE_LATENTS), self.tiles
 
     def state_sizes(self) -> dict[str, Any]:
-        """Constants that are built into the passes over segments."""
+        """Return the constants that are built into the passes over segments."""
         return {"L": self.L, "V": self.V, "LATENTS": STATE_LATENTS, "VALUES": self.tile.values}
 
     def sizes(self, *tensors: Tensor) -> dict[str, Any]:
-        """Constants of head sizes and strides that are built into the kernels over segments."""
-        # Where head sizes are no multiples of 16, strides are for some T: nothing is promised then. Rows of one channel
-        # are never promised to be aligned.
+        """Return the constants of head sizes and strides that are built into the kernels over segments."""
+        # If head sizes are no multiples of 16, strides are for some T only, and a promise that changes with T would
+        # recompile. Rows of one channel are never promised to be aligned.
         whole = self.V % 16 == 0 and (self.L == 1 or self.L % 16 == 0)
         wide = common.strides(*(x for x in tensors if x.shape[-1] > 1))
         return {
@@ -151,29 +153,29 @@ class Plan(NamedTuple):
 
 
 def contiguous(x: Tensor | None) -> Tensor | None:
-    """Without gaps, where there is one."""
+    """Return the tensor without gaps; None stays None."""
     return None if x is None else x.contiguous()
 
 
 def empty_like(x: Tensor) -> Tensor:
-    """In the layout of x, so that what moves heads back beside channels moves no data; channels next to each other."""
+    """Return an empty tensor in the layout of x, so a layer joins heads without a copy; channels lie side by side."""
     y = torch.empty_like(x)
     return y if y.stride(-1) == 1 else torch.empty_like(x, memory_format=torch.contiguous_format)
 
 
 def parts_of(x: Tensor, count: int) -> Tensor:
-    """Where `count` tiles leave what sums up to x: x itself where there is one."""
+    """Return memory for the parts of x from `count` tiles: x itself if there is one."""
     return x[None] if count == 1 else x.new_empty(count, *x.shape, dtype=torch.float32)
 
 
 def add_parts(parts: Tensor, x: Tensor) -> None:
-    """Sums into x what `parts_of` was filled with; nothing to do where that is x itself."""
+    """Sum the parts from `parts_of` into x; with one part it is x already."""
     if len(parts) > 1:
         x.copy_(parts.sum(0))
 
 
 class Given(NamedTuple):
-    """Inputs of the kernels, channels next to each other; the mask as bytes."""
+    """Inputs of the kernels with channels side by side, and the mask as bytes."""
 
     p: Tensor
     k: Tensor
@@ -189,8 +191,8 @@ class Given(NamedTuple):
 
 
 class Results(NamedTuple):
-    """Results of the forward kernels: outputs, lse, the final lse and mean; for the backward pass m and z before each
-    chunk and U before each segment. A result that was not asked for is empty.
+    """Results of the forward kernels: outputs, lse, final lse and mean, and, for the backward pass, m and z before each
+    chunk and U before each segment. Results that are not needed are empty.
     """
 
     out: Tensor
@@ -211,7 +213,7 @@ class Results(NamedTuple):
 
 
 class Gradients(NamedTuple):
-    """Of p, k, v and the initial lse and mean, which are empty where there is none."""
+    """Gradients of p, k, v and the initial lse and mean; the last two are empty if there is no initial state."""
 
     p: Tensor
     k: Tensor
@@ -233,10 +235,10 @@ def running_softmax(
     mask_BT: Tensor | None,
     want_lse: bool = True,
 ) -> tuple[Tensor, Tensor | None, Tensor, Tensor]:
-    """The outputs, in the dtype of v; the running logsumexp of the logits `[B, H, T, L]`, float32, where wanted; the
-    last one, float64; the last means `[B, H, L, V]`, float32. Matrices are multiplied in the dtype of v.
+    """Return outputs in the dtype of v, the running logsumexp `[B, H, T, L]` in float32 (or None), its last value in
+    float64, and the last means `[B, H, L, V]` in float32. Matrices are multiplied in the dtype of v.
 
-    Raises `ValueError` for dtypes and devices that the kernels do not run on.
+    Raises `ValueError` for dtypes and devices that the kernels do not support.
     """
     common.check_device("running_softmax", p_BHTL, logits_BHTL, v_BHTV)
     lse, mean = (None, None) if state is None else (state[0].double(), state[1].float())
@@ -257,7 +259,7 @@ def running_softmax_op(
     want_lse: bool,
     save: bool,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
-    """See `Results`."""
+    """Return the fields of `Results`."""
     given = Given.of(p_BHTL, k_BHTL, v_BHTV, mask_BT, lse_BHL, mean_BHLV)
     results = Results.of(given.p, given.v, want_lse, save)
     T = given.p.shape[2]
@@ -277,7 +279,7 @@ def _(p, k, v, mask, lse, mean, want_lse, save):  # type: ignore[no-untyped-def]
 
 
 def _decode(given: Given, results: Results, want_lse: bool) -> None:
-    """One token, in one launch."""
+    """Compute one token in one launch."""
     B, H, _, L = given.p.shape
     V = given.v.shape[3]
     values = min(common.tile(V), 64)
@@ -295,7 +297,7 @@ def _decode(given: Given, results: Results, want_lse: bool) -> None:
 
 
 def _forward(given: Given, results: Results, want_lse: bool, save: bool) -> None:
-    """The three passes: sums of segments, the states before them, outputs."""
+    """Run the three passes: sums of segments, states before segments, outputs."""
     p, k, v, mask, lse, mean = given
     out, out_lse, end_lse, end_mean, m, z, u = results
     cut = Plan.of(p, v)
@@ -350,7 +352,7 @@ def running_softmax_backward_op(
     z_NML: Tensor,
     u_NSLV: Tensor,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
-    """See `Gradients`."""
+    """Return the fields of `Gradients`."""
     given = Given.of(p_BHTL, k_BHTL, v_BHTV, mask_BT, lse_BHL, mean_BHLV)
     do, dlse = common.rows(grad_BHTV), contiguous(dlse_BHTL)
     dend_lse, dend_mean = contiguous(dend_lse_BHL), contiguous(dend_mean_BHLV)
@@ -379,8 +381,9 @@ def _(grad, dlse, dend_lse, dend_mean, p, k, v, mask, lse, mean, end_lse, end_me
 def _query_gradients(
     given: Given, do: Tensor, dlse: Tensor | None, saved: tuple[Tensor, Tensor, Tensor], gradients: Gradients
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Writes dp; returns p dp - dlse, minus the gradient of log Z (in float32, since dk is what a difference leaves of
-    it), and R and X of the segments.
+    """Fill dp; return `dlog` = p dp - dlse, minus the gradient of log Z, and R and X of the segments.
+
+    `dlog` is float32 in every dtype, since dk is a difference of sums of it.
     """
     p, k, v, mask, *_ = given
     u = saved[2]
@@ -401,7 +404,7 @@ def _query_gradients(
 
 
 def _key_gradients(given: Given, do: Tensor, later: tuple[Tensor, ...], gradients: Gradients) -> None:
-    """Writes the gradients of k, v and the initial state."""
+    """Fill the gradients of k, v and the initial state."""
     p, k, v, mask, lse, mean = given
     dlog, m, z, r, x = later
     cut = Plan.of(p, v)

@@ -7,9 +7,9 @@ gradient of Z_il,
     dk_jl = e_jl sum_{i >= j} (q_il G_ij - x_il) + exp(k_jl - m'_l) (v_j . R_l - X_l)
     dv_j  = sum_i scores_ij do_i + sum_l exp(k_jl - m'_l) R_l
 
-with m' the maximum after the chunk, and R = sum q (x) do over later rows, the gradient of U, and X = sum x, that of -z,
-in units of m'. Sums over later rows are taken in reverse, never as a total minus a prefix, which would lose all digits.
-Where the value channels are more than one tile, dp, dk and X are linear in them: each tile leaves its part.
+with m' the maximum after the chunk, and, over later rows and in units of m', R = sum q (x) do, the gradient of U, and
+X = sum x, the gradient of -z. Sums over later rows start from the end: a total minus a prefix would lose all digits.
+dp, dk and X are linear in the value channels: if these take several tiles, each tile stores its part.
 
 Shapes and letters: softmax_kernels.py.
 """
@@ -40,7 +40,7 @@ def window_gradients(
     p, dlog, t_C, p_t, l_L, real_C, tokens, e_CL, inverse_CL, G_CC, into_L,
     L: tl.constexpr, WIDE: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """A window's parts of the scores and of dk; q in units of the chunk's start, and the sum of x."""
+    """Return a window's parts of the scores and dk, q in units of the chunk's start, and the sum of x."""
     q_CL = read(p, t_C, p_t, l_L, real_C, L).to(tl.float32) * inverse_CL
     x_CL = read(dlog, t_C, L, l_L, t_C < tokens, L) * inverse_CL
     scores_CC = dot(q_CL, tl.trans(e_CL), WIDE, PRECISION)
@@ -57,7 +57,7 @@ def query_gradients(
     CHUNK: tl.constexpr, ALIGNED: tl.constexpr, DOT: tl.constexpr, WIDE: tl.constexpr, PRECISION: tl.constexpr,
     BOUND: tl.constexpr,
 ):  # fmt: skip
-    """dp of one segment's rows; its R and X in units of its start, left where the segment before it ends."""
+    """Compute dp of one segment's rows, and its R and X in units of its start, stored for the segment before."""
     segment = tl.program_id(0) % segments
     n, group = tl.program_id(0) // segments // GROUPS, tl.program_id(0) // segments % GROUPS
     l_L = group * LATENTS + tl.arange(0, LATENTS)
@@ -86,6 +86,7 @@ def query_gradients(
         z_L = tl.load(z + chunk * L + l_L, mask=here_L, other=1.0)
         G_CC = tl.where(past_CC, dot(do_CV, tl.trans(v_CV), DOT, PRECISION), 0.0)
         r_L = reference(k_CL, m_L, tl.zeros([LATENTS], tl.int32))
+        # Gradients need not be causal to the bit, so chunks of one window may skip the window's masks.
         if tl.max(tl.max(k_CL, 0) - r_L, 0) > BOUND:
             dp_CL, end_L = tl.zeros([CHUNK, LATENTS], tl.float32), tl.zeros([LATENTS], tl.int32)
             carry_CL = dp_CL
@@ -126,7 +127,7 @@ def segment_ends(
     segments, per, chunks,
     L: tl.constexpr, V: tl.constexpr, LATENTS: tl.constexpr, VALUES: tl.constexpr,
 ):  # fmt: skip
-    """R and X at the end of each segment, from those of the final state and of each segment, in whose place they go."""
+    """Compute R and X at the end of each segment, from the final state's and the segments'; they replace the latter."""
     count = tl.num_programs(0) // tl.cdiv(L, LATENTS)
     n, tile = tl.program_id(0) // tl.cdiv(L, LATENTS), tl.program_id(0) % tl.cdiv(L, LATENTS)
     l_L, v_V = tile * LATENTS + tl.arange(0, LATENTS), tl.program_id(1) * VALUES + tl.arange(0, VALUES)
@@ -169,7 +170,7 @@ def key_gradients(
     CHUNK: tl.constexpr, ALIGNED: tl.constexpr, DOT: tl.constexpr, WIDE: tl.constexpr, PRECISION: tl.constexpr,
     BOUND: tl.constexpr,
 ):  # fmt: skip
-    """dk and dv of one segment's rows, in reverse; the first segment ends with the gradients of the initial state."""
+    """Compute dk and dv of one segment's rows in reverse; the first segment adds the initial state's gradients."""
     segment = tl.program_id(0) % segments
     n, group = tl.program_id(0) // segments // GROUPS, tl.program_id(0) // segments % GROUPS
     count = tl.num_programs(0) // GROUPS // segments

@@ -1,19 +1,21 @@
-"""The running softmax forward, and what all its kernels share: reading rows, dots, and the weights inside a chunk.
+"""The running softmax forward, and helpers of all its kernels: reading rows, dots, and the weights inside a chunk.
 
-A state is m, the largest logit so far, z = sum_j exp(k_j - m) and U = sum_j exp(k_j - m) v_j, for each latent. Three
-passes: sums of each segment, the states before them, the outputs. Segments of chunks run in parallel, the chunks of one
-after another with U in registers; so one state a segment is written, not one a chunk, and none at all where there are
-heads enough to fill the device.
+A state is, for each latent, m = the largest logit so far, z = sum_j exp(k_j - m) and U = sum_j exp(k_j - m) v_j. m and
+z are kept apart because k - logsumexp would be a difference of rounded large numbers. There are three passes: the sums
+of each segment, the states before segments, the outputs.
 
-The weight of token j for row i of a latent is exp(k_j) / sum_{s <= i} exp(k_s). Inside a chunk it is taken against a
+Why two levels: the segments of a sequence run in parallel, and the chunks of a segment one after another with U in
+registers. So one state per segment is written, not one per chunk, and none if the heads alone fill the device.
+
+The weight of token j for row i of a latent is exp(k_j) / sum_{s <= i} exp(k_s). Inside a chunk it is computed against a
 reference r that no later row can change, the running maximum at the chunk's first row:
 
     e_j = exp(k_j - r),   Z_i = exp(m - r) z + sum_{j <= i} e_j,   w_ij = e_j / Z_i
 
-with m and z those of the tokens before; so one exponential an entry and matmuls do. It holds while no logit exceeds r
-by more than BOUND. Where one does, the latent's *window* of rows ends, and the next one begins with that logit as its
-reference. A row belongs to one window of a latent, which follows from tokens up to that row alone, and the other
-windows add zero to it: a later token changes no bit of an earlier row. Most chunks have one window.
+with m and z of the tokens before the chunk: one exponential per entry, and matmuls. This works while no logit exceeds r
+by more than BOUND. A logit that does ends the latent's *window* of rows, and begins the next one as its reference. The
+window of a row follows only from tokens up to that row, and all other windows add exactly zero to the row: a later
+token changes no bit of an earlier one. Most chunks have one window.
 
 Shape letters: C rows of a chunk, L latents, V value channels, as tiles; N batch times heads, G tiles of latents,
 M chunks, S segments of chunks.
@@ -32,12 +34,12 @@ LENGTHS = [
     *("tokens", "heads", "segments", "per", "chunks", "out_g", "dp_v", "dk_v", "dv_g"),
     *(f"{x}_{dim}" for x in ("p", "k", "v", "out", "do", "dp", "dk", "dv") for dim in "bh"),
 ]
-"""Never a reason to compile again: the length, and the strides and counts that it moves."""
+"""Not specialised, so a new length, which changes these strides and counts too, doesn't recompile."""
 
 
 @triton.jit
 def head(pointer, n, heads, stride_b, stride_h, ALIGNED: tl.constexpr):
-    """Where batch row and head n of a `[B, H, T, .]` tensor begin; ALIGNED promises multiples of 16."""
+    """Return the pointer to head n of a `[B, H, T, .]` tensor, of B * H; ALIGNED: heads begin at multiples of 16."""
     offset = (n // heads).to(tl.int64) * stride_b + (n % heads).to(tl.int64) * stride_h
     if ALIGNED and not INTERPRETED:
         offset = tl.multiple_of(offset, 16)
@@ -46,7 +48,7 @@ def head(pointer, n, heads, stride_b, stride_h, ALIGNED: tl.constexpr):
 
 @triton.jit
 def real_rows(mask, n, heads, t_C, tokens):
-    """Whether the tokens t exist: `[C]`."""
+    """Return bool `[C]`: True for a token, False for padding and past the end."""
     real_C = t_C < tokens
     if mask is not None:
         real_C = tl.load(mask + (n // heads).to(tl.int64) * tokens + t_C, mask=real_C, other=0) != 0
@@ -55,22 +57,22 @@ def real_rows(mask, n, heads, t_C, tokens):
 
 @triton.jit
 def read(base, t_C, stride_t, x_X, real_C, SIZE: tl.constexpr):
-    """Channels x of the rows t, `[C, X]`; zero where there are none."""
+    """Load channels x of the rows t, `[C, X]`, with zeros for missing tokens and channels."""
     at_CX = base + t_C.to(tl.int64)[:, None] * stride_t + x_X[None, :]
     return tl.load(at_CX, mask=real_C[:, None] & (x_X < SIZE)[None, :], other=0.0)
 
 
 @triton.jit
 def read_logits(base, t_C, stride_t, l_L, real_C, SIZE: tl.constexpr):
-    """Logits in float32, EMPTY where there are none."""
+    """Load logits in float32, EMPTY if missing: of no weight beside a real logit, yet finite, as inf - inf is NaN."""
     k_CL = read(base, t_C, stride_t, l_L, real_C, SIZE).to(tl.float32)
     return tl.where(real_C[:, None] & (l_L < SIZE)[None, :], k_CL, EMPTY)
 
 
 @triton.jit
 def rounded(x, DTYPE: tl.constexpr):
-    """x in DTYPE, to nearest."""
-    if INTERPRETED and tl.bfloat16 == DTYPE:  # the interpreter cuts digits off instead
+    """Round x to the nearest number in DTYPE."""
+    if INTERPRETED and tl.bfloat16 == DTYPE:  # the interpreter's cast truncates
         x = x.to(tl.float32)
         carried = x * 65537.0
         x = carried - (carried - x)
@@ -79,44 +81,44 @@ def rounded(x, DTYPE: tl.constexpr):
 
 @triton.jit
 def write(base, x_CX, t_C, stride_t, x_X, tokens, SIZE: tl.constexpr):
-    """Channels x of the rows t, in the dtype of what `base` points to."""
+    """Store channels x of the rows t in the dtype of `base`."""
     at_CX = base + t_C.to(tl.int64)[:, None] * stride_t + x_X[None, :]
     tl.store(at_CX, rounded(x_CX, base.dtype.element_ty), mask=(t_C < tokens)[:, None] & (x_X < SIZE)[None, :])
 
 
 @triton.jit
 def dot(a, b, DTYPE: tl.constexpr, PRECISION: tl.constexpr):
-    """`a @ b` with operands rounded to DTYPE, summed in float32."""
+    """`a @ b` with operands rounded to DTYPE, accumulated in float32."""
     a, b = rounded(a, DTYPE), rounded(b, DTYPE)
-    if INTERPRETED and tl.bfloat16 == DTYPE:  # the interpreter has no arithmetic of bfloat16
+    if INTERPRETED and tl.bfloat16 == DTYPE:  # the interpreter lacks bfloat16 arithmetic
         a, b = a.to(tl.float32), b.to(tl.float32)
     return tl.dot(a, b, input_precision=PRECISION)
 
 
 @triton.jit
 def past_rows(CHUNK: tl.constexpr):
-    """`[i, j]`: whether j <= i."""
+    """Return bool `[i, j]`: True if j <= i."""
     rows_C = tl.arange(0, CHUNK)
     return rows_C[None, :] <= rows_C[:, None]
 
 
 @triton.jit
 def whole_window(k_CL, m_L, z_L, r_L, BOUND: tl.constexpr):
-    """`e` and 1 / Z against r; of use in the rows before a logit exceeds it by more than BOUND."""
+    """Return `e` and 1 / Z against r, valid in rows before a logit exceeds it by more than BOUND."""
     e_CL = tl.exp(tl.minimum(k_CL - r_L[None, :], BOUND))
     return e_CL, 1.0 / ((z_L * tl.exp(m_L - r_L))[None, :] + tl.cumsum(e_CL, 0))
 
 
 @triton.jit
 def reference(k_CL, m_L, begin_L):
-    """The running maximum at row `begin`, where a window begins; something no smaller than m at the chunk's end."""
+    """Return the running maximum at row `begin`, where a window begins; at the chunk's end, a number of at least m."""
     here_CL = tl.arange(0, k_CL.shape[0])[:, None] == begin_L[None, :]
     return tl.maximum(m_L, tl.sum(tl.where(here_CL, k_CL, 0.0), 0))
 
 
 @triton.jit
 def window_end(k_CL, r_L, begin_L, BOUND: tl.constexpr):
-    """The first row from `begin` on whose logit exceeds r by more than BOUND; the chunk's end where there is none."""
+    """Return the first row from `begin` on whose logit exceeds r by more than BOUND, or the chunk's end."""
     C: tl.constexpr = k_CL.shape[0]
     rows_C1 = tl.arange(0, C)[:, None]
     over_CL = (k_CL - r_L[None, :] > BOUND) & (rows_C1 >= begin_L[None, :])
@@ -125,19 +127,19 @@ def window_end(k_CL, r_L, begin_L, BOUND: tl.constexpr):
 
 @triton.jit
 def window(k_CL, m_L, z_L, r_L, begin_L, BOUND: tl.constexpr):
-    """`e`; 1 / Z in the rows of the window that begins at row `begin`, else zero; where the window ends."""
+    """Return `e`, 1 / Z in the rows of the window that begins at row `begin` (else zero), and the row where it ends."""
     rows_C1 = tl.arange(0, k_CL.shape[0])[:, None]
     end_L = window_end(k_CL, r_L, begin_L, BOUND)
     inside_CL = (rows_C1 >= begin_L[None, :]) & (rows_C1 < end_L[None, :])
-    e_CL = tl.exp(tl.minimum(k_CL - r_L[None, :], BOUND))
-    # Outside, Z may have no digits left.
+    e_CL = tl.exp(tl.minimum(k_CL - r_L[None, :], BOUND))  # clamped: rows after the window would overflow
+    # Outside the window Z may have no digits left, or be zero.
     total_CL = tl.where(inside_CL, (z_L * tl.exp(m_L - r_L))[None, :] + tl.cumsum(e_CL, 0), 1.0)
     return e_CL, tl.where(inside_CL, 1.0 / total_CL, 0.0), end_L
 
 
 @triton.jit
 def window_lse(r_L, inverse_CL):
-    """The running logsumexp in the rows of the window, else zero."""
+    """Return the running logsumexp in the rows of the window, else zero."""
     inside_CL = inverse_CL > 0.0
     return tl.where(inside_CL, r_L[None, :] - tl.log(tl.where(inside_CL, inverse_CL, 1.0)), 0.0)
 
@@ -150,7 +152,7 @@ def segment_sums(
     L: tl.constexpr, V: tl.constexpr, GROUPS: tl.constexpr, LATENTS: tl.constexpr, VALUES: tl.constexpr,
     CHUNK: tl.constexpr, ALIGNED: tl.constexpr, DOT: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """m, z and U of the tokens of one segment alone, left where the next segment begins: `[N, S, L(, V)]`."""
+    """Compute m, z and U of one segment's own tokens; store them as of the next segment, `[N, S, L(, V)]`."""
     segment = tl.program_id(0) % (segments - 1)
     n, group = tl.program_id(0) // (segments - 1) // GROUPS, tl.program_id(0) // (segments - 1) % GROUPS
     l_L = group * LATENTS + tl.arange(0, LATENTS)
@@ -158,6 +160,7 @@ def segment_sums(
     k, v = head(k, n, heads, k_b, k_h, ALIGNED), head(v, n, heads, v_b, v_h, ALIGNED)
     m_L, z_L = tl.full([LATENTS], EMPTY, tl.float32), tl.zeros([LATENTS], tl.float32)
     u_LV = tl.zeros([LATENTS, VALUES], tl.float32)
+    # The last segment's sums are not needed, so every chunk here is whole.
     for chunk in range(segment * per, segment * per + per):
         t_C = chunk * CHUNK + tl.arange(0, CHUNK)
         real_C = real_rows(mask, n, heads, t_C, tokens)
@@ -181,9 +184,10 @@ def segment_starts(
     segments, per, chunks,
     L: tl.constexpr, V: tl.constexpr, LATENTS: tl.constexpr, VALUES: tl.constexpr,
 ):  # fmt: skip
-    """The state before each segment, from the initial one and the sums of segments; U takes the place of the sums.
+    """Compute the state before each segment from the initial state and the segments' sums; U replaces its sums.
 
-    m goes to where the segment's first chunk has it, `[N, M + 1, L]`; z is float64.
+    m is stored for the first chunk of the segment in `[N, M + 1, L]`; z is float64, as in float32 it would stop
+    growing in a long sequence.
     """
     n, tile = tl.program_id(0) // tl.cdiv(L, LATENTS), tl.program_id(0) % tl.cdiv(L, LATENTS)
     l_L, v_V = tile * LATENTS + tl.arange(0, LATENTS), tl.program_id(1) * VALUES + tl.arange(0, VALUES)
@@ -195,7 +199,7 @@ def segment_starts(
     u_LV = tl.zeros([LATENTS, VALUES], tl.float32)
     if lse is not None:
         lse_L = tl.load(lse + at_L, mask=here_L, other=EMPTY)
-        m_L = lse_L.to(tl.float32)
+        m_L = lse_L.to(tl.float32)  # what rounding loses goes into z
         z_L = tl.exp((lse_L - m_L.to(tl.float64)).to(tl.float32)).to(tl.float64)
         u_LV = tl.load(mean + at_L[:, None] * V + v_V[None, :], mask=here_LV, other=0.0).to(tl.float32)
         u_LV = u_LV * z_L.to(tl.float32)[:, None]
@@ -225,7 +229,7 @@ def outputs(
     CHUNK: tl.constexpr, ALIGNED: tl.constexpr, DOT: tl.constexpr, WIDE: tl.constexpr, PRECISION: tl.constexpr,
     BOUND: tl.constexpr,
 ):  # fmt: skip
-    """The rows of one segment: outputs (of each tile of latents its own), lse, m and z before each chunk, the end."""
+    """Compute a segment's outputs (a part per tile of latents), lse, m and z before each chunk, and the last state."""
     segment = tl.program_id(0) % segments
     n, group = tl.program_id(0) // segments // GROUPS, tl.program_id(0) // segments % GROUPS
     l_L = group * LATENTS + tl.arange(0, LATENTS)
@@ -252,8 +256,8 @@ def outputs(
         p_CL = read(p, t_C, p_t, l_L, real_C, L).to(tl.float32)
         scores_CC, carry_CL = tl.zeros([CHUNK, CHUNK], tl.float32), tl.zeros([CHUNK, LATENTS], tl.float32)
         lse_CL, end_L = carry_CL, tl.zeros([LATENTS], tl.int32)
-        # Once for most chunks. Rows of the first window see the same instructions whether others follow or not, and the
-        # same bits. Always true: where a loop is directly in a loop, Triton does not prefetch.
+        # Runs once in most chunks. Rows of the first window see the same instructions, and so the same bits, whether
+        # others follow or not. The condition is always true: Triton doesn't prefetch if a loop directly holds a loop.
         if chunk * CHUNK < tokens:
             while tl.min(end_L, 0) < CHUNK:
                 r_L = reference(k_CL, m_L, end_L)
@@ -271,7 +275,7 @@ def outputs(
             write(lse + n.to(tl.int64) * tokens * L, lse_CL, t_C, L, l_L, tl.where(first, tokens, 0), L)
         now_L = tl.maximum(m_L, top_L)
         e_CL, keep_L = tl.exp(k_CL - now_L[None, :]), tl.exp(m_L - now_L)
-        # In float32 z would stop growing where a long past stands against short continuations.
+        # float64: in float32 z would stop growing if a short call continues a long past.
         z64_L = z64_L * keep_L.to(tl.float64) + tl.sum(e_CL, 0).to(tl.float64)
         u_LV = u_LV * keep_L[:, None] + dot(tl.trans(e_CL), v_CV, DOT, PRECISION)
         m_L = now_L
@@ -290,7 +294,7 @@ def decode(
     p_b, p_h, k_b, k_h, v_b, v_h, out_b, out_h,
     L: tl.constexpr, V: tl.constexpr, LATENTS: tl.constexpr, VALUES: tl.constexpr,
 ):  # fmt: skip
-    """One token: the state after it, and its output."""
+    """Compute the state after one token, and its output."""
     n = tl.program_id(0)
     v_V = tl.program_id(1) * VALUES + tl.arange(0, VALUES)
     p, k = head(p, n, heads, p_b, p_h, False), head(k, n, heads, k_b, k_h, False)
@@ -314,6 +318,7 @@ def decode(
         else:
             before_L = tl.load(lse + at_L, mask=here_L, other=EMPTY)
             mean_LV = tl.load(mean + at_LV, mask=here_LV, other=0.0).to(tl.float32)
+        # float64: the log-normaliser of a long past must grow by single tokens.
         most_L = tl.maximum(before_L, k_L)
         after_L = most_L + tl.log(tl.exp(before_L - most_L) + tl.exp(k_L - most_L))
         keep_L, take_L = tl.exp(before_L - after_L).to(tl.float32), tl.exp(k_L - after_L).to(tl.float32)

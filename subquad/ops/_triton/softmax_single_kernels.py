@@ -1,9 +1,10 @@
-"""The running softmax of one latent (ELiTA's): a weight a row, so that sums over rows do, and memory is what bounds it.
+"""The running softmax of one latent (ELiTA's): a weight per row, so sums over rows replace matmuls; memory limits it.
 
     N_i = exp(m - r) U + sum_{j <= i} e_j v_j,   o_i = p_i / Z_i N_i
     D_j = sum_{i >= j} p_i / Z_i do_i,           dv_j = e_j D_j + exp(k_j - m_end) R
 
-The passes, their arguments and the windows are those of the kernels for many latents; ALIGNED speaks of value channels.
+Passes, arguments and windows are as in the kernels for many latents; ALIGNED is about value channels. Sums over
+later rows are cumulative sums in reverse, never a total minus a prefix.
 """
 
 from __future__ import annotations
@@ -16,25 +17,25 @@ from subquad.ops._triton.softmax_kernels import EMPTY, LENGTHS, head, read, real
 
 @triton.jit
 def read_column(base, t_C, stride_t, real_C):
-    """One number a row, in float32; zero where there is none."""
+    """Load one number per row in float32, zero for a missing token."""
     return tl.load(base + t_C.to(tl.int64) * stride_t, mask=real_C, other=0.0).to(tl.float32)
 
 
 @triton.jit
 def write_column(base, x_C, t_C, stride_t, tokens):
-    """One number a row, in the dtype of what `base` points to."""
+    """Store one number per row in the dtype of `base`."""
     tl.store(base + t_C.to(tl.int64) * stride_t, rounded(x_C, base.dtype.element_ty), mask=t_C < tokens)
 
 
 @triton.jit
 def reference(k_C, m, begin):
-    """The running maximum at row `begin`, where a window begins."""
+    """Return the running maximum at row `begin`, where a window begins."""
     return tl.maximum(m, tl.sum(tl.where(tl.arange(0, k_C.shape[0]) == begin, k_C, 0.0), 0))
 
 
 @triton.jit
 def window(k_C, m, z, r, begin, BOUND: tl.constexpr):
-    """`e`; 1 / Z in the rows of the window that begins at row `begin`, else zero; where the window ends."""
+    """Return `e`, 1 / Z in the rows of the window that begins at row `begin` (else zero), and the row where it ends."""
     C: tl.constexpr = k_C.shape[0]
     rows_C = tl.arange(0, C)
     end = tl.min(tl.where((k_C - r > BOUND) & (rows_C >= begin), rows_C, C), 0)
@@ -46,7 +47,7 @@ def window(k_C, m, z, r, begin, BOUND: tl.constexpr):
 
 @triton.jit
 def window_lse(r, inverse_C):
-    """The running logsumexp in the rows of the window, else zero."""
+    """Return the running logsumexp in the rows of the window, else zero."""
     return tl.where(inverse_C > 0.0, r - tl.log(tl.where(inverse_C > 0.0, inverse_C, 1.0)), 0.0)
 
 
@@ -58,7 +59,7 @@ def segment_sums(
     L: tl.constexpr, V: tl.constexpr, GROUPS: tl.constexpr, LATENTS: tl.constexpr, VALUES: tl.constexpr,
     CHUNK: tl.constexpr, ALIGNED: tl.constexpr, DOT: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """m, z and U of the tokens of one segment alone, left where the next segment begins."""
+    """Compute m, z and U of one segment's own tokens; store them as of the next segment."""
     segment, n = tl.program_id(0) % (segments - 1), tl.program_id(0) // (segments - 1)
     v_V = tl.program_id(1) * VALUES + tl.arange(0, VALUES)
     k, v = head(k, n, heads, k_b, k_h, False), head(v, n, heads, v_b, v_h, ALIGNED)
@@ -89,7 +90,7 @@ def outputs(
     CHUNK: tl.constexpr, ALIGNED: tl.constexpr, DOT: tl.constexpr, WIDE: tl.constexpr, PRECISION: tl.constexpr,
     BOUND: tl.constexpr,
 ):  # fmt: skip
-    """The rows of one segment: outputs, lse, m and z before each chunk, the end."""
+    """Compute a segment's outputs, lse, m and z before each chunk, and the last state."""
     segment, n = tl.program_id(0) % segments, tl.program_id(0) // segments
     v_V = tl.program_id(1) * VALUES + tl.arange(0, VALUES)
     first = tl.program_id(1) == 0
@@ -113,7 +114,7 @@ def outputs(
             tl.store(z + n.to(tl.int64) * chunks + chunk, z64.to(tl.float32), mask=first)
         z_in, edge = z64.to(tl.float32), tl.full([], 0, tl.int32)
         out_CV, lse_C = tl.zeros([CHUNK, VALUES], tl.float32), tl.zeros([CHUNK], tl.float32)
-        if chunk * CHUNK < tokens:  # always: see the kernel for many latents
+        if chunk * CHUNK < tokens:  # always true: see the kernel for many latents
             while edge < CHUNK:
                 r = reference(k_C, before, edge)
                 e_C, inverse_C, edge = window(k_C, before, z_in, r, edge, BOUND)
@@ -125,7 +126,7 @@ def outputs(
             write_column(lse + n.to(tl.int64) * tokens, lse_C, t_C, 1, tl.where(first, tokens, 0))
         now = tl.maximum(before, tl.max(k_C, 0))
         e_C, keep = tl.exp(k_C - now), tl.exp(before - now)
-        # In float32 z would stop growing where a long past stands against short continuations.
+        # float64: in float32 z would stop growing if a short call continues a long past.
         z64 = z64 * keep.to(tl.float64) + tl.sum(e_C, 0).to(tl.float64)
         u_V = u_V * keep + tl.sum(e_C[:, None] * v_CV, 0)
     if segment == segments - 1:
@@ -143,7 +144,7 @@ def query_gradients(
     CHUNK: tl.constexpr, ALIGNED: tl.constexpr, DOT: tl.constexpr, WIDE: tl.constexpr, PRECISION: tl.constexpr,
     BOUND: tl.constexpr,
 ):  # fmt: skip
-    """dp of one segment's rows; its R and X in units of its start, left where the segment before it ends."""
+    """Compute dp of one segment's rows, and its R and X in units of its start, stored for the segment before."""
     segment, n = tl.program_id(0) % segments, tl.program_id(0) // segments
     tile = tl.program_id(1)
     v_V = tile * VALUES + tl.arange(0, VALUES)
@@ -200,7 +201,7 @@ def key_gradients(
     CHUNK: tl.constexpr, ALIGNED: tl.constexpr, DOT: tl.constexpr, WIDE: tl.constexpr, PRECISION: tl.constexpr,
     BOUND: tl.constexpr,
 ):  # fmt: skip
-    """dk and dv of one segment's rows, in reverse; the first segment ends with the gradients of the initial state."""
+    """Compute dk and dv of one segment's rows in reverse; the first segment adds the initial state's gradients."""
     segment, n = tl.program_id(0) % segments, tl.program_id(0) // segments
     tile = tl.program_id(1)
     v_V = tile * VALUES + tl.arange(0, VALUES)

@@ -62,7 +62,7 @@ class Pattern:
 
     @property
     def folded(self) -> tuple[int, Pattern] | None:
-        """`(d, inner)` if a query sees only keys of its residue modulo d, by `inner` on position // d; else None."""
+        """`(d, inner)` if queries see only keys of their residue modulo d, by `inner` on position // d; else None."""
         return None
 
     @property
@@ -71,7 +71,7 @@ class Pattern:
         return None
 
     def key_range(self, q_start: int, q_stop: int) -> tuple[int, int | None]:
-        """Return the half-open range of keys that queries `[q_start, q_stop)` may see; stop None: up to the last."""
+        """Return the range `[lo, hi)` of keys that queries in `[q_start, q_stop)` may see; hi None: to the last key."""
         lo = 0 if self.reach is None else max(0, q_start - self.reach)
         return lo, None if self.ahead is None else q_stop + self.ahead
 
@@ -94,7 +94,7 @@ class Pattern:
         return False
 
     def is_triangle(self, start: int, stop: int) -> bool:
-        """Return True only if queries and keys in `[start, stop)` form a plain causal triangle, which needs no mask."""
+        """Return True only if the queries and keys in `[start, stop)` see one another causally: no mask is needed."""
         return False
 
     def key(self) -> str:

@@ -245,7 +245,7 @@ class Blocks(Pattern):
         return (self.ahead_blocks + 1) * self.size - 1
 
     def key_range(self, q_start: int, q_stop: int) -> tuple[int, int | None]:
-        """Whole blocks around those of the queries."""
+        """Keys of whole blocks: the queries' own, `back` before and `ahead_blocks` after."""
         first, last = q_start // self.size - self.back, (q_stop - 1) // self.size + self.ahead_blocks
         return max(0, first) * self.size, (last + 1) * self.size
 

@@ -61,7 +61,7 @@ class Sinks(Pattern):
 
 @dataclass(frozen=True)
 class Globals(Pattern):
-    """The first `count` blocks of `size` tokens, except from `back` before to `ahead_blocks` after the query's."""
+    """The first `count` blocks of `size` tokens, except those `back` before to `ahead_blocks` after the query's own."""
 
     may_be_zero: ClassVar[tuple[str, ...]] = ("count", "back", "ahead_blocks")
     causal: ClassVar[bool] = False
