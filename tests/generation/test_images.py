@@ -3,30 +3,22 @@
 import pytest
 import torch
 
-from subquad.attention import mechanism, names
 from subquad.generation import complete_images, generate_images
 from subquad.testing import assert_exact
+from tests.generation.models import MECHANISMS, every
 from tests.models.test_image import image_model
 
-QUICK = ("full", "latte", "linear", "llp", "window")
-CAUSAL = [
-    name if name in QUICK else pytest.param(name, marks=pytest.mark.slow)
-    for name in names()
-    if "causal" in mechanism(name).forms
-]
 HALF = torch.arange(12) >= 6
 
 
-@pytest.mark.parametrize("name", CAUSAL)
+@every(("full", "latte", "linear", "llp", "window"), MECHANISMS)
 def test_a_carried_state_draws_what_the_whole_prefix_does(name):
     model = image_model(name, near=1, output="logistic")
     carried = generate_images(model, 3, seed=5)
     whole = generate_images(model, 3, seed=5, cache=False)
     assert_exact(carried.pixels_NT, whole.pixels_NT)
-    assert carried.pixels_NT.shape == (3, 12)
-    assert carried.pixels_NT.dtype == torch.uint8
-    assert carried.state_bytes > 0
-    assert whole.state_bytes == 0
+    assert (carried.pixels_NT.shape, carried.pixels_NT.dtype) == ((3, 12), torch.uint8)
+    assert carried.state_bytes > whole.state_bytes == 0
     assert len(carried.pixels_NT.unique()) > 5
 
 
