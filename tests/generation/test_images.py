@@ -72,13 +72,10 @@ def test_the_likeliest_image_does_not_depend_on_the_seed():
 
 def test_progress_counts_pixels_and_the_mode_is_kept():
     model, seen = image_model().train(), []
-    generate_images(model, 3, batch_size=2, progress=lambda done, pixels: seen.append((done, pixels)))
-    assert seen[-1] == (36, 36)
-    assert seen == sorted(seen)
-    seen.clear()
-    above = torch.zeros(2, 12, dtype=torch.uint8)
-    complete_images(model, above, ~HALF, progress=lambda done, pixels: seen.append((done, pixels)))
-    assert seen[-1] == (24, 24)  # what is given after the last drawn pixel counts too
+    generate_images(model, 3, batch_size=2, progress=lambda *counts: seen.append(counts))
+    assert (seen[-1], seen) == ((36, 36), sorted(seen))
+    complete_images(model, torch.zeros(2, 12).byte(), ~HALF, progress=lambda *counts: seen.append(counts))
+    assert seen[-1] == (24, 24), "given pixels after the last drawn one count too"
     assert model.training
 
 
