@@ -9,8 +9,10 @@ import torch
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM
 
-from subquad.adaptation import ConvertConfig, convert, transfer
+from subquad.adaptation import ConvertConfig, conversion, convert, transfer
 from subquad.adaptation.conversion import NAMES, Stages
+from subquad.adaptation.source import fingerprint
+from subquad.adaptation.transfer import tune
 from subquad.cli import main, threads
 from subquad.evaluation import provenance
 from subquad.hf import SubquadForCausalLM
@@ -42,16 +44,6 @@ def command(model, texts, folder, attention, *more):
     ]  # fmt: skip
 
 
-@pytest.fixture(scope="module")
-def source(original, tmp_path_factory):
-    """A model whose folder holds more files of its tokenizer and its generation."""
-    folder = tmp_path_factory.mktemp("source") / "source"
-    shutil.copytree(original, folder)
-    (folder / "tokenizer_config.json").write_text('{"eos_token": "a"}')
-    (folder / "generation_config.json").write_text('{"eos_token_id": 97, "max_new_tokens": 5}')
-    return folder
-
-
 class Watch:
     """Record the probabilities by which windows are closed; raise at some of the calls."""
 
@@ -66,16 +58,19 @@ class Watch:
 
 
 @pytest.fixture(scope="module")
-def converted(source, texts, tmp_path_factory):
-    """A conversion on one free core: its command, its folder, and the probabilities of closed windows."""
-    folder, watch = tmp_path_factory.mktemp("converted") / "out", Watch()
-    words, before = command(source, texts, folder, "latte_macchiato", *DROPOUT), torch.get_num_threads()
+def converted(original, texts, tmp_path_factory):
+    """A conversion while one core is free: its command, its folder, and the probabilities of closed windows."""
+    home, watch, before = tmp_path_factory.mktemp("converted"), Watch(), torch.get_num_threads()
+    shutil.copytree(original, home / "source")
+    (home / "source" / "tokenizer_config.json").write_text('{"eos_token": "a"}')
+    (home / "source" / "generation_config.json").write_text('{"eos_token_id": 97, "max_new_tokens": 5}')
+    words = command(home / "source", texts, home / "out", "latte_macchiato", *DROPOUT)
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(transfer, "windows_dropped", watch)
         patch.setattr(threads, "free_threads", lambda: 1)
         assert main(words) == 0
     torch.set_num_threads(before)
-    return words, folder, watch.seen
+    return words, home / "out", watch.seen
 
 
 def check_report(folder, attention):
@@ -83,7 +78,8 @@ def check_report(folder, attention):
     keep_every = CASES[attention][1]
     report = json.loads((folder / "report.json").read_text())
     assert [stage["stage"] for stage in report["stages"]] == list(NAMES)
-    assert report["layers"]["kept"] == [i for i in range(1, 5) if keep_every and i % keep_every == 0]
+    layers = report["layers"]["kept"] + report["layers"]["replaced"]
+    assert report["layers"]["kept"] == [i for i in sorted(layers) if keep_every and i % keep_every == 0]
     first, last = report["stages"][0], report["stages"][-1]
     assert report["gap"]["loss"] == last["loss"] - first["loss"]
     losses = [part["loss"] for part in last["branches"]]
@@ -93,7 +89,7 @@ def check_report(folder, attention):
     moved = {name for name in tuned if not torch.equal(matched[name], tuned[name])}
     assert {name for name in tuned if "norm" not in name and "embedding" not in name and "head" not in name} <= moved
     states = [row["state_bytes"] for row in last["decoding"]]
-    assert (states[0] < states[1]) == bool(keep_every), "only kept layers' states grow"
+    assert (states[0] < states[-1]) == (bool(keep_every) and len(states) > 1), "only kept layers' states grow"
     assert (folder / "convert.png").stat().st_size > 10_000
     return report
 
@@ -107,7 +103,7 @@ def check_model(folder):
     assert main(["generate", str(folder), "--prompt", "w1 w2", "--max_tokens", "2"]) == 0
 
 
-def test_a_conversion_leaves_a_report_and_a_model_that_generates_and_passes_an_audit(converted, source):
+def test_a_conversion_leaves_a_report_and_a_model_that_generates_and_passes_an_audit(converted):
     _, folder, _ = converted
     report = check_report(folder, "latte_macchiato")
     assert "the tokenizer cannot spell digits" in report["stages"][0]["passkey_missing"]
@@ -115,25 +111,22 @@ def test_a_conversion_leaves_a_report_and_a_model_that_generates_and_passes_an_a
     assert all(stage["seconds"] > 0 and stage["about"]["date"] == report["date"] for stage in report["stages"])
     check_model(folder)
     for name in ("tokenizer.json", "tokenizer_config.json", "generation_config.json"):
-        assert (folder / name).read_bytes() == (source / name).read_bytes()
+        assert (folder / name).read_bytes() == (folder.parent / "source" / name).read_bytes()
     assert SubquadForCausalLM.from_pretrained(folder).generation_config.max_new_tokens == 5
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("attention", ["llp", "window", "linear"])
-def test_every_mechanism_can_be_converted_to(original, texts, tmp_path, attention):
-    assert main(command(original, texts, tmp_path / "out", attention)) == 0
+@pytest.mark.parametrize(("family", "attention"), [
+    (None, "llp"), (None, "window"), (None, "linear"), ("gpt2", "latte_macchiato"), ("qwen3", "linear"),
+])  # fmt: skip
+def test_every_family_and_mechanism_can_be_converted(original, texts, tmp_path, family, attention):
+    model = tmp_path / "theirs" if family else original
+    if family:
+        theirs(family).save_pretrained(model)
+        shutil.copyfile(original / "tokenizer.json", model / "tokenizer.json")
+    assert main(command(model, texts, tmp_path / "out", attention)) == 0
     check_report(tmp_path / "out", attention)
     check_model(tmp_path / "out")
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize(("family", "attention"), [("gpt2", "latte_macchiato"), ("qwen3", "linear")])
-def test_a_model_of_transformers_is_converted(original, texts, tmp_path, family, attention):
-    theirs(family).save_pretrained(tmp_path / "theirs")
-    shutil.copyfile(original / "tokenizer.json", tmp_path / "theirs" / "tokenizer.json")
-    assert main(command(tmp_path / "theirs", texts, tmp_path / "out", attention, "--keep_every", "2")) == 0
-    assert main(["audit", str(tmp_path / "out"), *AUDIT]) == 0
 
 
 def test_the_probability_that_a_window_is_closed_falls_to_zero(converted):
@@ -156,9 +149,9 @@ def test_a_complete_conversion_is_not_run_again_and_keeps_its_threads_and_its_re
     assert len(seen) == 12
 
 
-def test_an_interrupted_conversion_resumes_to_the_same_bits(converted, source, texts, tmp_path, monkeypatch):
+def test_an_interrupted_conversion_resumes_to_the_same_bits(converted, original, texts, tmp_path, monkeypatch):
     folder, watch = tmp_path / "again", Watch(3, 11)
-    words = command(source, texts, folder, "latte_macchiato", *DROPOUT, "--threads", "1")
+    words = command(original, texts, folder, "latte_macchiato", *DROPOUT, "--threads", "1")
     monkeypatch.setattr(transfer, "windows_dropped", watch)
     for complete in (2, 3):
         assert main(words) == 130
@@ -172,19 +165,15 @@ def test_an_interrupted_conversion_resumes_to_the_same_bits(converted, source, t
         assert_exact(found[name], weight, name)
 
 
-def test_convert_is_a_function_too(original, texts, tmp_path):
-    config = ConvertConfig.from_dict(
-        {
-            "out": str(tmp_path / "out"),
-            "attention": "linear",
-            "keep_every": 2,
-            "data": {"path": str(texts), "cache": str(tmp_path / "cache"), "held_out": 0.2},
-            "batch": {"length": 16, "size": 2, "accumulation": 2},
-            "match": {"steps": 2, "train": "new"},
-            "lora": {"steps": 2, "rank": 1},
-            "measure": {"windows": 2, "contexts": [4], "repeats": 1, "passkeys": 0},
-        }
-    )
+def test_convert_is_a_function_too(original, texts, tmp_path, monkeypatch):
+    values = {
+        "out": str(tmp_path / "out"), "attention": "linear", "keep_every": 2,
+        "data": {"path": str(texts), "cache": str(tmp_path / "cache"), "held_out": 0.2},
+        "batch": {"length": 16, "size": 2, "accumulation": 2}, "match": {"steps": 2, "train": "new"},
+        "lora": {"steps": 2, "rank": 1}, "measure": {"windows": 2, "contexts": [4], "repeats": 1, "passkeys": 0},
+    }  # fmt: skip
+    config, begun = ConvertConfig.from_dict(values), []
+    monkeypatch.setattr(conversion, "tune", lambda model, *more: begun.append(fingerprint(model)) or tune(model, *more))
     calls = []
     report = convert(original, config, progress=lambda *words: calls.append(words[:3]))
     assert calls == [("match", 1, 2), ("match", 2, 2), ("lora", 1, 2), ("lora", 2, 2)]
@@ -199,6 +188,7 @@ def test_convert_is_a_function_too(original, texts, tmp_path):
     maps = {f"model.layers.{i}.attention.{kind}_map" for i in (0, 2) for kind in ("query", "key")}
     shared = {f"model.layers.{i}.attention.{kind}.weight" for i in (0, 2) for kind in ("key", "value")}
     assert changed == maps | shared, "match.train=new trains the maps alone; keys and values are shared out"
+    assert begun == [fingerprint(SubquadForCausalLM.from_pretrained(tmp_path / "out" / "stages" / "3-matched"))]
 
 
 @pytest.mark.parametrize(("more", "match"), [

@@ -64,33 +64,25 @@ def frequencies(config):
     return AutoModelForCausalLM.from_config(config).model.rotary_emb
 
 
-def test_linear_scaling_divides_all_frequencies():
-    before, after = (frequencies(config) for config in (llama(), extended.scale_positions(llama(), 64, "linear")))
-    assert_exact(after.inv_freq, before.inv_freq / 4)
-
-
 def test_ntk_scaling_divides_the_lowest_frequency_and_keeps_the_highest():
     scaled, size = extended.scale_positions(llama(), 64, "ntk"), 8
     thetas = [torch.tensor(config.rope_parameters["rope_theta"]).double() for config in (llama(), scaled)]
     before, after = (theta ** (-torch.arange(0, size, 2).double() / size) for theta in thetas)
     assert_exact(after[0], before[0])
-    expected = torch.tensor(10000.0).double() ** (-(size - 2) / size) / 4
-    assert_in_budget(after[-1], expected.float(), expected, torch.float32)  # the tensor of theta is float32
-    assert all(after[1:-1] < before[1:-1])
-    assert all(after[1:-1] > before[1:-1] / 4)
+    assert_in_budget(after[-1], (before[-1] / 4).float(), before[-1] / 4, torch.float32)  # theta is float32
+    assert all((after[1:-1] < before[1:-1]) & (after[1:-1] > before[1:-1] / 4))
     assert_in_budget(frequencies(scaled).inv_freq, after.float(), after, torch.float32)
 
 
-def test_yarn_and_dynamic_are_those_of_transformers():
-    scaled = extended.scale_positions(llama(), 64, "yarn")
-    assert scaled.rope_parameters == {
+def test_linear_yarn_and_dynamic_are_those_of_transformers():
+    linear, yarn, dynamic = (extended.scale_positions(llama(), 64, name) for name in ("linear", "yarn", "dynamic"))
+    plain = frequencies(llama()).inv_freq
+    assert_exact(frequencies(linear).inv_freq, plain / 4)
+    assert yarn.rope_parameters == {
         "rope_type": "yarn", "factor": 4.0, "rope_theta": 10000.0, "original_max_position_embeddings": OWN,
     }  # fmt: skip
-    yarn, plain = frequencies(scaled), frequencies(llama())
-    assert all(yarn.inv_freq <= plain.inv_freq)
-    assert all(yarn.inv_freq >= plain.inv_freq / 4)
-    assert yarn.attention_scaling > 1
-    dynamic = extended.scale_positions(llama(), 64, "dynamic")
+    assert all((frequencies(yarn).inv_freq <= plain) & (frequencies(yarn).inv_freq >= plain / 4))
+    assert frequencies(yarn).attention_scaling > 1
     assert (dynamic.max_position_embeddings, dynamic.rope_parameters["rope_type"]) == (OWN, "dynamic")
 
 

@@ -124,9 +124,8 @@ def test_a_step_is_compiled_once_and_gives_the_same_tokens(name):
     torch.compiler.reset()
     counter = CompileCounterWithBackend("aot_eager")
     decoder = BatchDecoder(model, slots=3, max_context=80)
-    decoder._slots._advance = torch.compile(
-        decoder._slots.compact_forward, dynamic=False, fullgraph=True, backend=counter
-    )
+    step = decoder._slots.compact_forward
+    decoder._slots._advance = torch.compile(step, dynamic=False, fullgraph=True, backend=counter)
     running = [decoder.add(*request) for request in asked]
     decoder.run()
     assert counter.frame_count == 1
@@ -143,9 +142,8 @@ def test_a_row_with_damaged_logits_ends_alone():
         model.head = torch.nn.Linear(16, VOCABULARY, bias=False).double()
     bad = decoder.add([VOCABULARY - 1], GREEDY)
     decoder.run()
-    assert bad.finished == "error"
     assert "the model's logits must be finite" in str(bad.error)
-    assert (good.finished, len(good.tokens)) == ("length", 6)
+    assert (bad.finished, good.finished, len(good.tokens)) == ("error", "length", 6)
 
 
 @pytest.mark.parametrize("error", [ValueError("it broke"), torch.OutOfMemoryError("no memory")])
@@ -183,9 +181,7 @@ def test_idle_slots_run_into_no_limit():
 
 
 @pytest.mark.parametrize(("name", "arguments", "match"), [
-    ("latte", {"slots": 0}, "slots must be at least 1, got 0"),
-    ("latte", {"max_context": 0}, "max_context must be at least 1, got 0"),
-    ("latte", {"prefill_chunk": 0}, "prefill_chunk must be at least 1, got 0"),
+    *(("latte", {name: 0}, f"{name} must be at least 1, got 0") for name in ("slots", "max_context", "prefill_chunk")),
     ("perceiver_ar self exact", {"compile": True}, "compile=True needs states of fixed shape, which perceiver_ar"),
 ])  # fmt: skip
 def test_bad_arguments_are_refused(name, arguments, match):
@@ -193,29 +189,28 @@ def test_bad_arguments_are_refused(name, arguments, match):
         BatchDecoder(make(name), **arguments)
 
 
-@pytest.mark.parametrize(("name", "tokens", "match"), [
-    ("full", 35, r"may have 40 tokens \(max_context\), but this one asks for 41: 35 of the prompt and max_tokens=6"),
-    ("hybrid", 35, r"may have 40 tokens \(max_context\), but this one asks for 41"),
-    ("learned", 60, r"may have 65 tokens \(max_positions=64 of the model, .*\), but this one asks for 66"),
-    ("latte", 0, "the prompt must hold at least one token"),
+@pytest.mark.parametrize(("name", "before", "tokens", "match"), [
+    ("full", 0, 35, r"may have 40 tokens \(max_context\), but this one asks for 41: 35 of the prompt and max_tokens=6"),
+    ("full", 30, 5, "asks for 41: 30 tokens before, 5 of the prompt and max_tokens=6"),
+    ("hybrid", 0, 35, r"may have 40 tokens \(max_context\), but this one asks for 41"),
+    ("learned", 0, 60, r"may have 65 tokens \(max_positions=64 of the model, .*\), but this one asks for 66"),
 ])  # fmt: skip
-def test_sequences_that_do_not_fit_are_refused(name, tokens, match):
-    decoder = BatchDecoder(make(name), slots=2, max_context=40)
+def test_sequences_that_do_not_fit_are_refused(name, before, tokens, match):
+    model = make(name)
+    state = generate(model, numbers(before), max_tokens=0).read_all() if before else None
+    decoder = BatchDecoder(model, slots=2, max_context=40)
     with pytest.raises(ValueError, match=match):
-        decoder.add(numbers(tokens), GREEDY)
-    if tokens:
-        decoder.add(numbers(tokens - 1), GREEDY)
-        decoder.run()
+        decoder.add(numbers(tokens), GREEDY, state=state)
+    decoder.add(numbers(tokens - 1), GREEDY, state=state)
+    decoder.run()
 
 
-def test_tokens_of_the_given_state_count():
-    first = generate(make("full"), numbers(30), max_tokens=1, temperature=0)
-    list(first)
-    decoder = BatchDecoder(make("full"), slots=2, max_context=40)
-    with pytest.raises(ValueError, match="asks for 41: 30 tokens before, 5 of the prompt and max_tokens=6"):
-        decoder.add(numbers(5), GREEDY, state=first.state)
+def test_an_empty_prompt_and_the_state_of_another_model_are_refused():
+    decoder = BatchDecoder(make("latte"), slots=1)
+    with pytest.raises(ValueError, match="the prompt must hold at least one token"):
+        decoder.add([], GREEDY)
     with pytest.raises(ValueError, match="the state was made by configuration"):
-        BatchDecoder(make("latte"), slots=1).add([1], GREEDY, state=first.state)
+        decoder.add([1], GREEDY, state=generate(make("full"), [1, 2], max_tokens=0).read_all())
 
 
 def test_frozen_latents_are_counted_before_they_are_used():

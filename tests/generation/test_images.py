@@ -3,30 +3,22 @@
 import pytest
 import torch
 
-from subquad.attention import mechanism, names
 from subquad.generation import complete_images, generate_images
 from subquad.testing import assert_exact
+from tests.generation.models import MECHANISMS, every
 from tests.models.test_image import image_model
 
-QUICK = ("full", "latte", "linear", "llp", "window")
-CAUSAL = [
-    name if name in QUICK else pytest.param(name, marks=pytest.mark.slow)
-    for name in names()
-    if "causal" in mechanism(name).forms
-]
 HALF = torch.arange(12) >= 6
 
 
-@pytest.mark.parametrize("name", CAUSAL)
+@every(("full", "latte", "linear", "llp", "window"), MECHANISMS)
 def test_a_carried_state_draws_what_the_whole_prefix_does(name):
     model = image_model(name, near=1, output="logistic")
     carried = generate_images(model, 3, seed=5)
     whole = generate_images(model, 3, seed=5, cache=False)
     assert_exact(carried.pixels_NT, whole.pixels_NT)
-    assert carried.pixels_NT.shape == (3, 12)
-    assert carried.pixels_NT.dtype == torch.uint8
-    assert carried.state_bytes > 0
-    assert whole.state_bytes == 0
+    assert (carried.pixels_NT.shape, carried.pixels_NT.dtype) == ((3, 12), torch.uint8)
+    assert carried.state_bytes > whole.state_bytes == 0
     assert len(carried.pixels_NT.unique()) > 5
 
 
@@ -80,13 +72,10 @@ def test_the_likeliest_image_does_not_depend_on_the_seed():
 
 def test_progress_counts_pixels_and_the_mode_is_kept():
     model, seen = image_model().train(), []
-    generate_images(model, 3, batch_size=2, progress=lambda done, pixels: seen.append((done, pixels)))
-    assert seen[-1] == (36, 36)
-    assert seen == sorted(seen)
-    seen.clear()
-    above = torch.zeros(2, 12, dtype=torch.uint8)
-    complete_images(model, above, ~HALF, progress=lambda done, pixels: seen.append((done, pixels)))
-    assert seen[-1] == (24, 24)  # what is given after the last drawn pixel counts too
+    generate_images(model, 3, batch_size=2, progress=lambda *counts: seen.append(counts))
+    assert (seen[-1], seen) == ((36, 36), sorted(seen))
+    complete_images(model, torch.zeros(2, 12).byte(), ~HALF, progress=lambda *counts: seen.append(counts))
+    assert seen[-1] == (24, 24), "given pixels after the last drawn one count too"
     assert model.training
 
 

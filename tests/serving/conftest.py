@@ -11,6 +11,12 @@ from tests.serving.helpers import served, tiny_model
 
 
 @pytest.fixture(scope="session")
+def anyio_backend():
+    """The event loop of tests that are coroutines."""
+    return "asyncio"
+
+
+@pytest.fixture(scope="session")
 def model():
     return tiny_model()
 

@@ -49,16 +49,14 @@ class ScriptedDecoder:
 
     def add(self, prompt, sampling, /, *, stop_tokens=()):
         self.on_add(prompt)
-        request = SimpleNamespace(tokens=[], prompt=list(prompt), finished=None, error=None, most=sampling.max_tokens)
-        request.stop_tokens, request.state_bytes = stop_tokens, 0
+        request = SimpleNamespace(tokens=[], prompt=list(prompt), finished=None, error=None, state_bytes=0)
+        request.most, request.stop_tokens = sampling.max_tokens, stop_tokens
         self.requests.append(request)
         return request
 
     def cancel(self, request, /):
-        if request in self.requests:
-            self.cancelled += 1
-            request.finished = "cancelled"
-            self.requests.remove(request)
+        self.cancelled += request in self.requests
+        self.requests = [other for other in self.requests if other is not request]
 
     def step(self):
         self.on_step()
@@ -132,13 +130,8 @@ class Process:
 
     def numbers(self):
         """The samples of /metrics by their names and labels."""
-        lines = (line for line in self.get("/metrics").splitlines() if not line.startswith("#"))
-        return {name: float(value) for name, _, value in (line.rpartition(" ") for line in lines)}
-
-    def end(self):
-        """Ask it to end: the exit status and what it wrote to standard error."""
-        self.popen.terminate()
-        return self.popen.wait(30), self.popen.stderr.read()
+        lines = (line.rpartition(" ") for line in self.get("/metrics").splitlines() if not line.startswith("#"))
+        return {name: float(value) for name, _, value in lines}
 
 
 @contextmanager

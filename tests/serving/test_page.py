@@ -2,7 +2,6 @@
 
 import re
 import shutil
-import time
 
 import pytest
 
@@ -10,21 +9,29 @@ from tests.serving.helpers import server
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(300)]
 KEY = "s3cret"
-ENDED = "document.querySelector('#state').textContent === 'Ended: max tokens reached.'"
-LOST = "document.querySelector('#error').textContent === 'the server cannot be reached'"
 
 
 @pytest.fixture(scope="module")
-def browser():
-    """Headless Chromium; skipped without one."""
-    api = pytest.importorskip("playwright.sync_api", reason="playwright is not installed")
-    program = shutil.which("chromium") or shutil.which("chromium-browser") or shutil.which("google-chrome")
+def api():
+    """Playwright, whose expectations wait; skipped without it or Chromium."""
+    return pytest.importorskip("playwright.sync_api", reason="playwright is not installed")
+
+
+@pytest.fixture(scope="module")
+def browser(api):
+    program = next(filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome"))), None)
     if program is None:
         pytest.skip("there is no Chromium")
     with api.sync_playwright() as play:
         browser = play.chromium.launch(executable_path=program, args=["--no-sandbox"])
         yield browser
         browser.close()
+
+
+@pytest.fixture
+def expect(api, browser, page):
+    """Expect an element to have a text, within 20 s."""
+    return lambda place, text: api.expect(page.locator(place)).to_have_text(text, timeout=20_000)
 
 
 @pytest.fixture(scope="module")
@@ -36,115 +43,92 @@ def process(run_folder):
 @pytest.fixture
 def page(browser, process):
     """The page as it is first seen; nothing may be asked of another host, and no script may fail."""
-    page = browser.new_page()
+    page, asked, wrong = browser.new_page(), [], []
     page.set_default_timeout(20_000)
-    asked, wrong = [], []
     page.on("request", lambda request: asked.append(request.url))
     page.on("pageerror", lambda error: wrong.append(str(error)))
-    home = f"http://127.0.0.1:{process.port}/"
-    page.goto(home)
+    page.goto(f"{process.url}/")
     yield page
     page.close()
     assert wrong == []
-    assert all(url.startswith((home, "data:")) for url in asked)
+    assert all(url.startswith((f"{process.url}/", "data:")) for url in asked)
 
 
-def words(page, selector):
-    return page.locator(selector).inner_text()
+def ask(page, **fields):
+    for name, value in fields.items():
+        page.fill(f"#{name}", value)
+    page.click("#go")
 
 
-def wait_for(page, condition, seconds=20.0):
-    """Wait until a JavaScript expression is true; the page's own policy forbids `wait_for_function`'s eval."""
-    end = time.monotonic() + seconds
-    while not page.evaluate(condition):
-        assert time.monotonic() < end, condition
-        page.wait_for_timeout(10)
-
-
-def test_a_prompt_streams_text_and_figures_and_stop_stops(page):
+def test_a_prompt_streams_text_and_figures_and_stop_stops(page, expect):
     page.fill("#key", KEY)
     page.locator("#key").blur()
-    wait_for(page, "document.querySelector('#model').textContent.includes('llp')")
-    page.fill("#prompt", "def main(")
-    page.fill("#tokens", "2000")
-    assert words(page, "#bytes") == words(page, "#speed") == "–"
-    page.click("#go")
-    wait_for(page, "document.querySelector('#output').textContent.length > 40")
-    assert page.locator("#stop").is_enabled()
-    assert page.locator("#go").is_disabled()
-    assert re.fullmatch(r"[\d.]+ (B|KiB|MiB)", words(page, "#bytes"))
-    length, speed = len(words(page, "#output")), words(page, "#speed")
+    expect("#model", re.compile("llp"))
+    expect("#speed", "–")
+    ask(page, prompt="def main(", tokens="2000")
+    expect("#output", re.compile(r"def main\(.{40}", re.DOTALL))
+    assert (page.locator("#stop").is_enabled(), page.locator("#go").is_enabled()) == (True, False)
+    expect("#bytes", re.compile(r"^[\d.]+ (B|KiB|MiB)$"))
+    expect("#first", re.compile(r"^[\d,]+ ms$"))
+    speed = page.locator("#speed").inner_text()
     assert float(speed) > 0
-    wait_for(page, f"document.querySelector('#output').textContent.length > {length + 20}")
-    wait_for(page, f"document.querySelector('#speed').textContent !== '{speed}'")
-    assert words(page, "#output").startswith("def main(")
-    assert re.fullmatch(r"[\d,]+ ms", words(page, "#first"))
+    expect("#speed", re.compile(rf"^(?!{re.escape(speed)}$)"))
     page.click("#stop")
-    wait_for(page, "document.querySelector('#state').textContent === 'Stopped.'")
-    count = int(words(page, "#count").replace(",", ""))
-    assert 20 < count < 2000
+    expect("#state", "Stopped.")
+    count = page.locator("#count").inner_text()
+    assert 20 < int(count.replace(",", "")) < 2000
     page.wait_for_timeout(500)
-    assert int(words(page, "#count").replace(",", "")) == count
+    expect("#count", count)
     assert page.locator("#go").is_enabled()
     assert page.locator("#error").is_hidden()
 
 
-def test_the_keyboard_is_enough_and_a_text_ends_by_itself(page):
+def test_the_keyboard_is_enough_and_a_text_ends_by_itself(page, expect):
     page.keyboard.type("hello")  # the prompt has the focus
-    for field, value in (("tokens", "30"), ("temperature", "0"), ("top_p", "1"), ("seed", "4")):
+    for field, value in (("tokens", "30"), ("temperature", "0"), ("top_p", "1"), ("seed", "4"), ("key", KEY)):
         page.keyboard.press("Tab")
         assert page.evaluate("document.activeElement.id") == field
         page.keyboard.press("Control+A")
         page.keyboard.type(value)
-    page.keyboard.press("Tab")
-    page.keyboard.type(KEY)
-    page.keyboard.press("Control+Enter")
-    wait_for(page, ENDED)
-    assert words(page, "#count") == "30"
-    first = words(page, "#output")
-    page.keyboard.press("Control+Enter")
-    wait_for(page, ENDED)
-    assert words(page, "#output") == first
+    shown = []
+    for _ in range(2):
+        page.keyboard.press("Control+Enter")
+        expect("#state", "Ended: max tokens reached.")
+        expect("#count", "30")
+        shown.append(page.locator("#output").inner_text())
+    assert shown[0] == shown[1]
     page.fill("#tokens", "2000")
     page.keyboard.press("Control+Enter")
-    wait_for(page, "Number(document.querySelector('#count').textContent) > 5")
+    expect("#state", "Writing…")
     page.keyboard.press("Escape")
-    wait_for(page, "document.querySelector('#state').textContent === 'Stopped.'")
+    expect("#state", "Stopped.")
 
 
-def test_errors_are_shown_and_go_away(page):
-    wait_for(page, "document.querySelector('#model').textContent === 'API key required'")
-    page.fill("#prompt", "x")
-    page.click("#go")
-    page.locator("#error").wait_for(state="visible")
-    assert words(page, "#error") == "a valid API key is required, sent as Authorization: Bearer KEY"
-    page.fill("#key", KEY)
-    page.fill("#prompt", "x" * 9000)
-    page.click("#go")
-    wait_for(page, "document.querySelector('#error').textContent.includes('may have 8192 tokens')")
-    page.fill("#prompt", "x")
-    page.fill("#tokens", "5")
-    page.click("#go")
-    wait_for(page, ENDED)
+def test_errors_are_shown_and_go_away(page, expect):
+    expect("#model", "API key required")
+    ask(page, prompt="x")
+    expect("#error", "a valid API key is required, sent as Authorization: Bearer KEY")
+    ask(page, key=KEY, prompt="x" * 9000)
+    expect("#error", re.compile("may have 8192 tokens"))
+    ask(page, prompt="x", tokens="5")
+    expect("#state", "Ended: max tokens reached.")
     assert page.locator("#error").is_hidden()
 
 
-def test_a_lost_connection_is_an_error(browser, run_folder):
+def test_a_lost_connection_is_an_error(api, browser, run_folder):
     with server(run_folder) as process:
         page = browser.new_page()
-        page.goto(f"http://127.0.0.1:{process.port}/")
-        page.fill("#prompt", "x")
-        page.fill("#tokens", "2000")
-        page.click("#go")
-        wait_for(page, "document.querySelector('#output').textContent.length > 10")
+        page.goto(f"{process.url}/")
+        error = api.expect(page.locator("#error"))
+        ask(page, prompt="x", tokens="2000")
+        api.expect(page.locator("#output")).to_have_text(re.compile(".{10}", re.DOTALL), timeout=20_000)
         process.popen.kill()
-        wait_for(page, "document.querySelector('#error').textContent === 'the connection ended before the text did'")
-        assert page.locator("#go").is_enabled()
-        page.click("#go")
-        wait_for(page, LOST)
+        error.to_have_text("the connection ended before the text did")
+        ask(page)
+        error.to_have_text("the server cannot be reached")
         # another browser words it differently
         page.evaluate("void (window.fetch = () => Promise.reject(new TypeError('Load failed')))")
         page.evaluate("document.querySelector('#error').textContent = ''")
-        page.click("#go")
-        wait_for(page, LOST)
+        ask(page)
+        error.to_have_text("the server cannot be reached")
         page.close()

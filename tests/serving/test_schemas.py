@@ -30,18 +30,12 @@ def error_of(answer, status):
     ({"prompt": ["a", "b", "c"], "n": 3}, "n", "3 prompts times n=3 exceed the 8 sequences that the server takes"),
     ({"prompt": "a", "max_tokens": 33}, "max_tokens", "max_tokens must be at most 32, got 33"),
     *(({"prompt": "a", field: value}, field, f"{field} should be {rule}") for field, value, rule in (
-        ("n", 0, "greater than or equal to 1"),
-        ("n", True, "a valid integer"),
-        ("max_tokens", 0, "greater than or equal to 1"),
-        ("max_tokens", "5", "a valid integer"),
-        ("temperature", 2.1, "less than or equal to 2"),
-        ("temperature", -1, "greater than or equal to 0"),
-        ("top_p", 0, "greater than 0"),
-        ("top_k", 0, "greater than or equal to 1"),
-        ("min_p", 1.5, "less than or equal to 1"),
-        ("repetition_penalty", 0, "greater than or equal to 0.01"),
+        ("n", 0, "greater than or equal to 1"), ("n", True, "a valid integer"), ("max_tokens", "5", "a valid integer"),
+        ("max_tokens", 0, "greater than or equal to 1"), ("temperature", 2.1, "less than or equal to 2"),
+        ("temperature", -1, "greater than or equal to 0"), ("top_p", 0, "greater than 0"),
+        ("top_k", 0, "greater than or equal to 1"), ("min_p", 1.5, "less than or equal to 1"),
+        ("repetition_penalty", 0, "greater than or equal to 0.01"), ("stream", "yes", "a valid boolean"),
         ("seed", 1 << 63, "less than 9223372036854775808"),
-        ("stream", "yes", "a valid boolean"),
     )),
     *(({"prompt": "a", "stop": stop}, "stop", "stop must be a text of 1 to 1000 characters or a list of at most 4")
       for stop in ("", list("abcde"))),
@@ -71,6 +65,7 @@ SAID = [{"role": "user", "content": "a"}]
         ([{"role": "user", "content": "a", "x": 1}], "unknown field 'messages.0.x'"),
         ([{"role": "user", "content": "x" * 80}], "a prompt may have 64 tokens, but this one "),
         ([{"role": "user", "content": [{"type": "image_url"}]}], "messages.0.content"),
+        ([{"role": "user", "content": [{"type": "text", "text": ""}] * 129}], "messages.0.content"),
     )),
     ({"messages": SAID, "prompt": "b"}, "prompt", "unknown field 'prompt'; "),
     ({"messages": SAID, "tools": [{}]}, "tools", "tools is not supported"),
@@ -138,13 +133,6 @@ def test_a_large_wrong_body_makes_few_errors(body):
     with pytest.raises(ValidationError) as caught:
         (CompletionRequest if "prompt" in body else ChatRequest).model_validate(body)
     assert caught.value.error_count() <= 5
-
-
-def test_a_message_has_a_limited_number_of_parts():
-    part = {"type": "text", "text": "a"}
-    ChatRequest.model_validate({"messages": [{"role": "user", "content": [part] * 128}]})
-    with pytest.raises(ValidationError, match="at most 128 items"):
-        ChatRequest.model_validate({"messages": [{"role": "user", "content": [part] * 129}]})
 
 
 @pytest.mark.parametrize(("body", "status"), [

@@ -7,7 +7,6 @@ import asyncio
 import json
 import os
 import re
-import shutil
 import signal
 import statistics
 import subprocess
@@ -34,8 +33,6 @@ async def begin(process, **body):
         b"POST /v1/completions HTTP/1.1\r\nHost: test\r\nConnection: close\r\nContent-Type: application/json\r\n"
         b"Content-Length: %d\r\n\r\n%s" % (len(content), content)
     )
-    if not body.get("stream"):
-        return None, reader, writer
     status = int((await reader.readuntil(b"\r\n\r\n")).split(b" ")[1])
     return status, reader, writer
 
@@ -51,14 +48,12 @@ async def objects(reader):
 
 
 @pytest.mark.parametrize(("number", "tokens", "grace", "ended_by"), [
-    (signal.SIGTERM, 2000, "0.5", "shutdown"),
-    (signal.SIGINT, 2000, "0.5", "shutdown"),
+    (signal.SIGTERM, 2000, "0.5", "shutdown"), (signal.SIGINT, 2000, "0.5", "shutdown"),
     (signal.SIGTERM, 60, "10", "tokens"),
 ])  # fmt: skip
 def test_a_signal_ends_running_streams_and_the_server(run_folder, number, tokens, grace, ended_by):
-    async def body(process):
-        status, reader, writer = await begin(process, max_tokens=tokens, stream=True, temperature=0)
-        assert status == 200
+    async def last_choice(process):
+        _, reader, writer = await begin(process, max_tokens=tokens, stream=True, temperature=0)
         chunks = []
         async for chunk in objects(reader):
             chunks.append(chunk)
@@ -68,42 +63,24 @@ def test_a_signal_ends_running_streams_and_the_server(run_folder, number, tokens
         return chunks[-1]["choices"][0]
 
     with server(run_folder, "--grace_seconds", grace) as process:
-        last = asyncio.run(body(process))
+        last = asyncio.run(last_choice(process))
         assert (last["finish_reason"], last["subquad"]["ended_by"]) == ("length", ended_by)
         assert process.popen.wait(20) == 0
         assert process.popen.stderr.read() == ""
 
 
 def test_a_second_interrupt_ends_at_once(run_folder):
-    async def body(process):
+    async def interrupt_twice(process):
         _, reader, writer = await begin(process, max_tokens=2000, stream=True)
         await reader.readline()
-        process.popen.send_signal(signal.SIGINT)
-        await asyncio.sleep(0.3)
-        process.popen.send_signal(signal.SIGINT)
-        status = await asyncio.to_thread(process.popen.wait, 20)
+        for _ in range(2):
+            process.popen.send_signal(signal.SIGINT)
+            await asyncio.sleep(0.3)
         writer.close()
-        return status
 
     with server(run_folder, "--grace_seconds", "60") as process:
-        assert asyncio.run(body(process)) == 0
-
-
-def test_a_client_that_disconnects_frees_its_slot(run_folder):
-    async def leave(process, stream):
-        _, reader, writer = await begin(process, max_tokens=2000, stream=stream)
-        if stream:
-            await reader.readuntil(b"\n\n")
-        else:
-            await asyncio.to_thread(until, lambda: process.numbers()["subquad_sequences_running"] == 1)
-        writer.transport.abort()
-
-    with server(run_folder, "--slots", "1", "--max_requests", "1") as process:
-        for times, stream in enumerate((True, False) * 2, 1):
-            asyncio.run(leave(process, stream))
-            until(lambda: process.numbers()["subquad_slots_free"] == 1)
-            assert process.numbers()['subquad_sequences_ended_total{reason="cancelled"}'] == times
-        assert process.end() == (0, "")
+        asyncio.run(interrupt_twice(process))
+        assert process.popen.wait(20) == 0
 
 
 @pytest.mark.timeout(900)
@@ -132,21 +109,20 @@ def test_thousands_of_malformed_requests_cause_no_5xx(run_folder, tmp_path):
 
 async def soak(process, seconds):
     """Keep `STREAMS` streams open for `seconds`: counts of results, and (time, resident bytes)."""
-    counts, memory = Counter(), []
-    start = time.monotonic()
+    counts, memory, start = Counter(), [], time.monotonic()
 
     async def one(number):
+        tokens = 100 + 13 * (number % 16)
+        options = {"stream": True, "stream_options": {"include_usage": True}, "max_tokens": tokens, "seed": number}
         while time.monotonic() - start < seconds:
-            tokens = 100 + 13 * (number % 16)
-            options = {"stream": True, "stream_options": {"include_usage": True}, "max_tokens": tokens, "seed": number}
             try:
                 status, reader, writer = await begin(process, prompt="x" * (1 + 7 * number), **options)
-                last = None
                 async for chunk in objects(reader):
                     counts["errors"] += "error" in chunk
-                    last = chunk
-                writer.close()
-                fits = status == 200 and last["usage"]["completion_tokens"] == tokens
+                    if number == 0:  # a client that disconnects
+                        break
+                writer.transport.abort()
+                fits = number == 0 or (status == 200 and chunk["usage"]["completion_tokens"] == tokens)
                 counts["streams" if fits else "errors"] += 1
                 counts["tokens"] += tokens
             except (OSError, EOFError, KeyError, TypeError, ValueError):
@@ -175,7 +151,8 @@ def test_many_streams_for_minutes_without_an_error_or_growth(run_folder):
         after = max(size for at, size in memory if at >= SOAK_SECONDS - warm / 2)
         until(lambda: process.numbers()["subquad_sequences_running"] == 0)  # told after the last chunk is sent
         found = process.numbers()
-        ended = process.end()
+        process.popen.terminate()
+        assert (process.popen.wait(30), process.popen.stderr.read()) == (0, "")
     sys.stdout.write(
         f"{STREAMS} streams at once for {seconds:.0f} s: {dict(counts)}, {counts['tokens'] / seconds:.0f} tokens/s, "
         f"resident {before / 2**20:.1f} MiB then {after / 2**20:.1f} MiB ({after / before - 1:+.2%})\n"
@@ -183,17 +160,5 @@ def test_many_streams_for_minutes_without_an_error_or_growth(run_folder):
     assert counts["errors"] == 0
     assert counts["streams"] >= STREAMS
     assert found["subquad_slots_free"] == STREAMS
+    assert found['subquad_sequences_ended_total{reason="cancelled"}'] > 0
     assert after < (1 + GROWTH) * before
-    assert ended == (0, "")
-
-
-def test_the_example_of_a_client_runs(run_folder):
-    """`curl`, as the guide shows it."""
-    if shutil.which("curl") is None:
-        pytest.skip("curl is not installed")
-    with server(run_folder) as process:
-        url = f"http://127.0.0.1:{process.port}/v1/completions"
-        body = '{"prompt": "def ", "max_tokens": 4, "stream": true}'
-        command = ["curl", "-sN", url, "-H", "Content-Type: application/json", "-d", body]
-        done = subprocess.run(command, capture_output=True, text=True, timeout=30)
-        assert done.stdout.rstrip().endswith("data: [DONE]")
