@@ -73,7 +73,7 @@ class Target:
     """Writes the checksums anew that a folder keeps of its files."""
     files: str = "**/*"
     """Which files are changed."""
-    quick: int = 30
+    quick: int = 20
     """Inputs that `make test` tries; 0 for a reader that takes seconds to set up."""
     raises: tuple[type[BaseException], ...] = (ValueError, OSError)
     named: bool = True
@@ -190,7 +190,7 @@ def make_tokenizers(folder):
         (folder / f"{name}.json").write_text(tokenizer.to_str())
 
 
-@target(make_tokenizers, quick=20)
+@target(make_tokenizers)
 def tokenizer(folder):
     for file in sorted(folder.glob("*.json")):
         loaded = load_tokenizer(file)
@@ -203,7 +203,7 @@ def tokenizer(folder):
 
 GPT2 = {token: i for i, token in enumerate([*sorted(pre_tokenizers.ByteLevel.alphabet()), "ab", "abc", SEPARATOR])}
 make_gpt2 = files(encoder__json=GPT2, vocab__bpe="#version: 0.2\na b\nab c\n")
-TARGETS["gpt2"] = Target(make_gpt2, lambda folder: encode_text(load_tokenizer(folder), TEXT), quick=20)
+TARGETS["gpt2"] = Target(make_gpt2, lambda folder: encode_text(load_tokenizer(folder), TEXT))
 LLAMA2C_PIECES = [" ", "a", "b", "c", "é", "ab", " a", " ab", "abc", " abc", "bc", "ca"]
 
 
@@ -250,7 +250,7 @@ def seal_manifest(folder):
         manifest["sha256"] = {name: sha256(folder / name) for name in manifest["sha256"]}
 
 
-@target(make_corpus, seal=seal_manifest, quick=20)
+@target(make_corpus, seal=seal_manifest)
 def corpus(folder):
     found = _open(folder)
     assert len(found.train)
@@ -270,7 +270,7 @@ def seal_store(folder):
             sums[1:] = [sha256(folder / f"{part}.{kind}") for kind in ("labels", "pairs")]
 
 
-@target(make_store, seal=seal_store, quick=20)
+@target(make_store, seal=seal_store)
 def store(folder):
     found = Store(folder)
     for part in PARTS:
@@ -457,7 +457,7 @@ def make_transformers(folder):
     transformers.LlamaForCausalLM(config).save_pretrained(folder)
 
 
-@target(make_transformers, files="*.*", quick=20)
+@target(make_transformers, files="*.*", quick=8)
 def imported(folder):
     from subquad.hf import from_transformers
 
@@ -650,7 +650,7 @@ def audit_report(folder):
 TIMED = {"name": "llp", "kind": "ours", "status": "ok", "seconds": 0.5}
 
 
-@target(files(a__json={"what": "ops", "settings": {"device": "cpu"}, "rows": [TIMED]}), quick=20)
+@target(files(a__json={"what": "ops", "settings": {"device": "cpu"}, "rows": [TIMED]}))
 def bench_report(folder):
     found = Report.load(folder / "a.json")
     assert found.stem
@@ -661,7 +661,7 @@ IDENTITY = digest([MnistConfig().science(), "f"])
 ACCURACIES = {"identity": IDENTITY, "config": {}, "seeds": {"0": {"accuracy": {"base": 0.9}}}, "seconds": {"0": 1.5}}
 
 
-@target(files(a__json=ACCURACIES), quick=20)
+@target(files(a__json=ACCURACIES))
 def lora_results(folder):
     Results.open(MnistConfig(), str(folder / "a.json"), "f").add(1, {"accuracy": {}})
 
@@ -670,7 +670,7 @@ TEMPLATE = "{% for m in messages %}{{ m.role }}: {{ m.content }}\n{% endfor %}{{
 CHAT = {"chat_template": [{"name": "default", "template": TEMPLATE}], "eos_token": {"content": "</s>"}}
 
 
-@target(files(tokenizer_config__json=CHAT, chat_template__jinja=TEMPLATE), quick=20)
+@target(files(tokenizer_config__json=CHAT, chat_template__jinja=TEMPLATE))
 def template(folder):
     from subquad.serving.texts import Texts, read_template
 
@@ -705,7 +705,7 @@ MESSAGES = [{"role": "user", "content": [{"type": "text", "text": "hello é"}]},
 TALK = {**COMMON, "messages": MESSAGES, "logit_bias": {}}
 
 
-@target(files(completions__json=COMPLETIONS, chat__json=TALK), quick=10, named=False)
+@target(files(completions__json=COMPLETIONS, chat__json=TALK), quick=6, named=False)
 def request(folder):
     for name, path in (("completions", "/v1/completions"), ("chat", "/v1/chat/completions")):
         body = (folder / f"{name}.json").read_bytes()
