@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ast
 import dataclasses
 import sys
 from collections.abc import Iterable, Iterator, Sequence
@@ -27,6 +28,13 @@ WIDTH = 160
 """Columns of what is printed to no terminal; a table whose rows need more has more."""
 HEADERS = ("name", "what a token sees", "form", "cost in T", "state", "paper")
 LAW_HEADERS = ("name", "form", *(str(law) for law in LAWS))
+OPTION_HEADERS = ("form by option", "laws in make test", "laws in make test-long", "")
+TESTS = Path(__file__).parents[2] / "tests" / "attention"
+"""Contract tests of the repository, which an installed package lacks."""
+TRIED = (
+    "`make test` tests each law with `yes` on the causal and bidirectional forms (law 12 with inductor on latte, "
+    "linear and window). With other options it tests the laws that the options can break; `make test-long` tests the rest"
+)
 STATE_OF = {"dim": 256, "num_heads": 4}
 STATE_AFTER = 16_384
 NOTE = (
@@ -53,6 +61,10 @@ def run(arguments: Sequence[str]) -> int:
         _print_table(("law", "what it asks for"), ((str(law), text) for law, text in LAWS.items()))
         _print_table(LAW_HEADERS, table)
         console(WIDTH).print(Text("\n".join(reasons)))
+        by_option = list(_option_rows())
+        console(WIDTH).print(Text(f"\n{TRIED}{':' if by_option else ' (tests/attention in the repository).'}"))
+        if by_option:
+            _print_table(OPTION_HEADERS, by_option)
     elif chosen.markdown:
         sys.stdout.write(markdown() + "\n")
     elif chosen.name is not None:
@@ -168,6 +180,22 @@ def _law_rows() -> tuple[list[tuple[str, ...]], list[str]]:
         numbers = [str(law) for law in sorted(set(laws))]
         lines.append(f"{whose}, law{'s' if len(numbers) > 1 else ''} {', '.join(numbers)}: {reason}")
     return table, lines
+
+
+def _option_rows() -> Iterator[tuple[str, ...]]:
+    """Yield a row under `OPTION_HEADERS` for each contract test that leaves laws to `make test-long`."""
+    for path in sorted(TESTS.glob("test_*.py")):
+        for node in ast.parse(path.read_text(encoding="utf-8")).body:
+            if not isinstance(node, ast.ClassDef):
+                continue
+            given = {ast.unparse(line.targets[0]): line.value for line in node.body if isinstance(line, ast.Assign)}
+            if "laws" in given:
+                name, chosen, laws = (ast.literal_eval(given[key]) for key in ("name", "options", "laws"))
+                with torch.device("meta"):
+                    exempt = build(name, dim=16, num_heads=2, **chosen).exemptions()
+                rest = [law for law in LAWS if law not in exempt and law not in laws]
+                shown = ", ".join(f"{key}={value}" for key, value in chosen.items())
+                yield node.name, " ".join(map(str, laws)), " ".join(map(str, rest)), f"{name}: {shown}"
 
 
 def markdown() -> str:
