@@ -33,7 +33,7 @@ TESTS = Path(__file__).parents[2] / "tests" / "attention"
 """Contract tests of the repository, which an installed package lacks."""
 TRIED = (
     "`make test` tests each law with `yes` on the causal and bidirectional forms (law 12 with inductor on latte, "
-    "linear and window). With other options it tests the laws that the options can break; `make test-long` tests the rest"
+    "linear and window). With other options it tests the laws that they can break; `make test-long` tests the rest"
 )
 STATE_OF = {"dim": 256, "num_heads": 4}
 STATE_AFTER = 16_384
