@@ -1,68 +1,41 @@
-"""docs/add-a-mechanism.md is followed as it stands: its blocks become a package, and nothing else in the library moves.
+"""docs/add-a-mechanism.md works as it stands: its blocks become a package, and nothing else in the library changes."""
 
-What imports the package does so in processes of its own: the mechanism must not stay in this one's registry.
-"""
-
-import json
+import ast
+import importlib
+import inspect
 import os
 import re
+import runpy
+import shlex
 import shutil
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
+import torch
 import yaml
 
 from subquad import attention
+from subquad.attention import Attention
 from subquad.cli import main
 from subquad.cli.listing import markdown
-from subquad.testing import AttentionContract
+from subquad.testing import AttentionContract, assert_exact
+from tests.attention import test_base as habits
 
 ROOT = Path(__file__).resolve().parents[1]
 PAGE = (ROOT / "docs" / "add-a-mechanism.md").read_text(encoding="utf-8")
 FILES = dict(re.findall(r"^`([\w/]+\.py)`[^\n]*:\n\n```python\n(.*?)^```$", PAGE, re.MULTILINE | re.DOTALL))
 CONSOLE = "\n".join(re.findall(r"^```console\n(.*?)^```$", PAGE, re.MULTILINE | re.DOTALL)).splitlines()
 COMMANDS = [line.removeprefix("python -m my_attention ") for line in CONSOLE if "-m my_attention" in line]
-WARNINGS = ("-W", "error", "-W", "ignore:`torch.jit.script:DeprecationWarning")
-"""As for the library's own tests."""
-
-RUN_COMMANDS = """
-import contextlib, io, json, runpy, shlex, sys
-
-outputs = {}
-for command in json.loads(sys.argv[1]):
-    sys.argv[1:] = shlex.split(command)
-    text = io.StringIO()
-    with contextlib.redirect_stdout(text):
-        try:
-            runpy.run_module("my_attention", run_name="__main__", alter_sys=True)
-        except SystemExit as end:
-            status = end.code
-    assert status == 0, (command, status)
-    outputs[command] = text.getvalue()
-print(json.dumps(outputs))
-"""
-"""What `python -m my_attention` does, for several commands in one process."""
-
-ROUND_TRIP = """
-import torch
-
-from subquad.testing import assert_exact
-from use import Decoder, DecoderConfig, config, decoder
-
-config.to_file("model.yaml")
-again = Decoder(DecoderConfig.from_file("model.yaml"))
-again.load_state_dict(decoder.state_dict())
-tokens = torch.randint(0, 256, (1, 40))
-assert_exact(again(tokens)[0], decoder(tokens)[0])
-print(*(type(layer.attention).__name__ for layer in again.layers), again.layers[0].attention.config.half_life)
-"""
+# `aot_eager` asks the same of the file as inductor, and takes seconds less.
+LAWS = [name for name in dir(AttentionContract) if name.startswith("test_") and "inductor" not in name]
+OTHERS = markdown()
 
 
-@pytest.fixture(scope="module")
-def place(tmp_path_factory) -> Path:
-    """A folder with the page's files, a text, and what makes a run tiny."""
+@pytest.fixture(scope="module", autouse=True)
+def place(tmp_path_factory):
+    """Return a folder with the page's files, in which they are imported, registered and at last forgotten again."""
     folder = tmp_path_factory.mktemp("mechanism")
     for name, text in FILES.items():
         (folder / name).parent.mkdir(exist_ok=True)
@@ -74,25 +47,17 @@ def place(tmp_path_factory) -> Path:
         "data": {"path": "text.txt", "tokenizer": "bytes", "cache": "cache"},
         "batch": {"length": 32, "size": 2},
         "schedule": {"warmup": 1},
-        "run": {"steps": 3, "eval_every": 3, "eval_windows": 2, "sample_tokens": 5, "device": "cpu"},
+        "run": {"steps": 2, "eval_every": 2, "eval_windows": 2, "sample_tokens": 5, "device": "cpu"},
     }
     (folder / "tiny.yaml").write_text(yaml.safe_dump(tiny), encoding="utf-8")
-    return folder
-
-
-def python(folder: Path, *arguments: str) -> subprocess.CompletedProcess:
-    """Python in a process of its own that imports from `folder` before all else."""
-    # Parallel tests set COLUMNS, by which the tables would be wrapped.
-    environment = {
-        name: value for name, value in os.environ.items() if not name.startswith("PYTEST_") and name != "COLUMNS"
-    }
-    environment |= {"PYTHONPATH": f"{folder}:{ROOT}", "PYTHONDONTWRITEBYTECODE": "1"}
-    command = [sys.executable, *arguments]
-    done = subprocess.run(
-        command, cwd=folder, env=environment, capture_output=True, text=True, timeout=170, check=False
-    )
-    assert done.returncode == 0, done.stdout + done.stderr
-    return done
+    with pytest.MonkeyPatch.context() as patch:
+        patch.chdir(folder)
+        patch.syspath_prepend(folder)
+        patch.setattr(Attention, "registry", dict(Attention.registry))
+        importlib.import_module("test_fading")
+        yield folder
+    for name in [name for name in sys.modules if name.partition(".")[0] in ("my_attention", "test_fading", "use")]:
+        del sys.modules[name]
 
 
 def test_the_page_has_the_files_and_commands_that_are_tested():
@@ -101,25 +66,33 @@ def test_the_page_has_the_files_and_commands_that_are_tested():
     assert "python -m pytest test_fading.py" in CONSOLE
 
 
-def test_the_contract_is_kept(place):
-    """All of its laws, but inductor's compilation: `aot_eager` asks the same of the file and takes seconds less."""
-    options = ("-q", "-p", "no:cacheprovider", *WARNINGS, "-k", "not inductor")
-    done = python(place, "-m", "pytest", *options, "test_fading.py")
-    laws = [name for name in dir(AttentionContract) if name.startswith("test_") and "inductor" not in name]
-    assert re.search(rf"^{len(laws)} passed, 1 deselected", done.stdout, re.MULTILINE), done.stdout
+@pytest.mark.parametrize("law", LAWS)
+def test_the_contract_is_kept(law, tmp_path):
+    test = getattr(sys.modules["test_fading"].TestFading(), law)
+    test(**{"tmp_path": tmp_path} if "tmp_path" in inspect.signature(test).parameters else {})
 
 
-def test_a_decoder_is_built_with_it_and_again_from_a_file(place):
-    first, second = python(place, "-c", ROUND_TRIP).stdout.splitlines()
-    assert re.fullmatch(r"[\d,]+ bytes remember 100 tokens", first)
-    assert second == "Fading Full 8.0"
+def test_a_decoder_is_built_with_it_and_again_from_a_file(place, capsys):
+    use = runpy.run_path("use.py")
+    assert re.fullmatch(r"[\d,]+ bytes remember 100 tokens\n", capsys.readouterr().out)
+    use["config"].to_file("model.yaml")
+    again = use["Decoder"](use["DecoderConfig"].from_file("model.yaml"))
+    again.load_state_dict(use["decoder"].state_dict())
+    tokens = torch.randint(0, 256, (1, 40))
+    assert_exact(again(tokens)[0], use["decoder"](tokens)[0])
+    assert [type(layer.attention).__name__ for layer in again.layers] == ["Fading", "Full"]
+    assert again.layers[0].attention.config.half_life == 8.0
 
 
-def test_every_command_knows_it(place, capsys):
-    commands = [command + " --config tiny.yaml" * command.startswith("train") for command in COMMANDS]
-    done = python(place, "-c", RUN_COMMANDS, json.dumps([*commands, "list", "list --markdown"]))
-    outputs = json.loads(done.stdout)
-    assert set(commands) < set(outputs)
+def test_every_command_knows_it(place, capsys, monkeypatch):
+    outputs = {}
+    for command in [*COMMANDS, "list", "list --markdown"]:
+        tiny = ["--config", "tiny.yaml"] * command.startswith("train")
+        monkeypatch.setattr(sys, "argv", ["my_attention", *shlex.split(command), *tiny])
+        with pytest.raises(SystemExit) as end:
+            runpy.run_module("my_attention", run_name="__main__")
+        assert end.value.code == 0, command
+        outputs[command] = capsys.readouterr().out
     of = {command.partition(" --")[0]: text for command, text in outputs.items()}
     assert "every earlier token, the nearer ones more" in outputs["list"]
     assert re.search(r"half_life +float +16\.0 +Tokens after which", of["list fading"])
@@ -129,19 +102,30 @@ def test_every_command_knows_it(place, capsys):
     assert "def main(" in of["generate runs/fading"]
     run = yaml.safe_load((place / "runs/fading/config.yaml").read_text(encoding="utf-8"))
     assert (run["model"]["attention"], run["model"]["options"]) == ("fading", {"fading": {"half_life": 8.0}})
-    assert run["run"]["steps"] == 3
     assert (place / "runs/fading/model.safetensors").is_file()
     others = [line for line in outputs["list --markdown"].splitlines() if not line.startswith("| `fading`")]
-    assert others == markdown().splitlines(), "the other mechanisms are what they were"
+    assert others == OTHERS.splitlines(), "the other mechanisms are what they were"
 
-    with pytest.raises(SystemExit, match="2"):  # this process has not imported it
-        main(["generate", str(place / "runs/fading"), "--prompt", "def"])
+    monkeypatch.delitem(Attention.registry, "fading")  # as in a program that does not import it
+    with pytest.raises(SystemExit, match="2"):
+        main(["generate", "runs/fading", "--prompt", "def"])
     assert re.search(r"unknown attention 'fading'; .*valid: .*linear", capsys.readouterr().err)
 
 
+def test_it_has_the_habits_of_the_folder():
+    """`test_base` tests more of them where the file is in the repository."""
+    habits.test_every_mechanism_says_what_it_is_and_where_it_is_from("fading")
+    habits.test_every_option_has_a_docstring(attention.mechanism("fading").Config)
+    habits.test_copies_and_pickles_compute_the_same("fading")
+    habits.test_dropout_acts_in_training_only("fading")
+    imports = {n.module for n in ast.walk(ast.parse(FILES["my_attention/fading.py"])) if isinstance(n, ast.ImportFrom)}
+    allowed = {f"subquad.attention.{name}" for name in habits.SHARED}
+    assert {name for name in imports if name.startswith("subquad.attention")} <= allowed
+
+
 @pytest.mark.slow
-def test_in_the_repository_it_is_two_files_and_a_line(place, tmp_path):
-    """In a copy: what is said there of imports, and the tests that hold every mechanism to the folder's habits."""
+def test_in_the_repository_it_is_two_files_and_a_line(tmp_path):
+    """In a copy: the tests that hold every mechanism to the folder's habits, and the directions of imports."""
     ignored = shutil.ignore_patterns("__pycache__")
     for package in ("subquad", "benchmarks", "experiments"):
         shutil.copytree(ROOT / package, tmp_path / package, ignore=ignored)
@@ -155,14 +139,19 @@ def test_in_the_repository_it_is_two_files_and_a_line(place, tmp_path):
     (folder / "__init__.py").write_text(facade.replace('    "Full",', '    "Fading",\n    "Full",'), encoding="utf-8")
     test = re.sub(r"^import my_attention.*\n", "", FILES["test_fading.py"], flags=re.MULTILINE)
     (tmp_path / "tests" / "attention" / "test_fading.py").write_text(test, encoding="utf-8")
-    habits = ("tests/attention/test_registry.py", "tests/attention/test_modules.py", "tests/attention/test_fading.py")
-    chosen = "(fading or Fading or files_of_the_folder or is_of_a_mechanism) and not law"
-    done = python(tmp_path, "-m", "pytest", "-q", "-p", "no:cacheprovider", "-k", f"{chosen} or law_01", *habits)
-    assert re.search(r"^\d\d passed", done.stdout, re.MULTILINE), done.stdout
+
+    def python(*arguments):
+        environment = {name: value for name, value in os.environ.items() if not name.startswith("PYTEST_")}
+        environment |= {"PYTHONPATH": str(tmp_path), "PYTHONDONTWRITEBYTECODE": "1"}
+        command = [sys.executable, *arguments]
+        done = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=170)
+        assert done.returncode == 0, done.stdout + done.stderr
+        return done.stdout
+
+    chosen = "(fading or Fading or files_of_the_folder or is_of_a_mechanism) and not law or law_01"
+    where = ("tests/attention/test_base.py", "tests/attention/test_fading.py")
+    assert re.search(
+        r"^\d\d passed", python("-m", "pytest", "-q", "-p", "no:cacheprovider", "-k", chosen, *where), re.M
+    )
     linter = "import sys; sys.argv[1:] = []; from importlinter.cli import lint_imports_command; lint_imports_command()"
-    assert "0 broken" in python(tmp_path, "-c", linter).stdout
-
-
-def test_this_process_does_not_know_it():
-    assert "fading" not in attention.names()
-    assert "my_attention" not in sys.modules
+    assert "0 broken" in python("-c", linter)
