@@ -111,10 +111,7 @@ def write_atomically(path: Path, data: bytes) -> None:
 
 
 def read_manifest(folder: Path) -> dict[str, Any]:
-    """Return the manifest of the checkpoint `folder`.
-
-    Raises `CheckpointError` if it is missing or damaged, and `FormatVersionError` for another format version.
-    """
+    """Return the manifest of `folder`. Raises `CheckpointError`; `FormatVersionError` for another format version."""
     try:
         manifest = read_json(folder / MANIFEST)
     except FileNotFoundError as error:
@@ -207,10 +204,9 @@ def sweep(root: Path) -> None:
 
 
 def check_settings(manifest: Mapping[str, Any], settings: Mapping[str, Any]) -> None:
-    """Raise `CheckpointError` if the `settings` of this run differ from those in the checkpoint's `manifest`.
+    """Raise `CheckpointError` if the run's `settings` differ from those in the checkpoint's `manifest`.
 
-    The number of processes, batch.size and batch.accumulation may differ if their product is the same: each step then
-    sees the same windows.
+    Processes, batch.size and batch.accumulation may differ if a step sees as many windows: then it sees the same ones.
     """
     made, now = dict(manifest["settings"]), dict(settings)
     changed = _changed_batch(made, now) + differences(made, now)

@@ -201,10 +201,7 @@ class Loop:
         return self.accelerator.gather(count).sum() / 1  # division makes it floating, of the default dtype
 
     def training_pass(self, batch: Batch, labels: Tensor | None, *, last: bool) -> None:
-        """Add the gradients of one batch's loss; processes exchange gradients only after the `last` batch of a step.
-
-        Raises `StepMemoryError` if it runs out of memory.
-        """
+        """Add the gradients of one batch, exchanged after the `last` one; raise `StepMemoryError` if out of memory."""
         step = self.standing.step + 1
         self.step_windows += batch.pop("window").tolist()
         if self.task.augment is not None:
@@ -284,10 +281,7 @@ class Loop:
         return Cause(0, "gradient norm", norm, [w for c in causes[:: self.processes.context] for w in c.windows])
 
     def after_step(self) -> None:
-        """Call `Attention.after_step` of every mechanism, before anything is saved.
-
-        Buffers that a mechanism redraws there are broadcast from process 0.
-        """
+        """Call `Attention.after_step` of all mechanisms before saves; broadcast buffers that it redraws from rank 0."""
         for module in self.model.modules():
             if isinstance(module, Attention):
                 before = [buffer._version for buffer in module.buffers()]
@@ -315,10 +309,7 @@ class Loop:
 
     @torch.no_grad()
     def evaluate(self) -> dict[str, float]:
-        """Return `eval_loss` and the task's other measures, without changing the random state of training.
-
-        The processes split the items, and each item counts once.
-        """
+        """Return `eval_loss` and the task's other measures, without changing the random state of training."""
         size = self.task.held_out_size(self.config.batch.size)
         dealt = HeldOutBatches(
             count_items(self.task.held_out), size, self.processes.data_rank, self.processes.data_ranks

@@ -24,10 +24,7 @@ logger = logging.getLogger(__name__)
 
 
 def _with_factors(config: TrainConfig, base: lora.Base, classes: list[str] | None) -> Any:
-    """Return the base model with new factors, initialised from the current random state.
-
-    `classes` are the class names if they differ from the base's: then a new head is trained too.
-    """
+    """Return the base with new factors from the current random state, and a new head if `classes` are given."""
     options, folder = config.lora, _folder(config)
     model = lora.load_base(folder, classes)
     adapted = lora.add_adapter(
@@ -74,10 +71,7 @@ def with_base(config: TrainConfig) -> TrainConfig:
 
 
 def adapt(task: Task) -> Task:
-    """Return `task` training new factors in the base model, and a new head if the classes differ.
-
-    Raises `ValueError` if the data's vocabulary or the task's model doesn't match the base.
-    """
+    """Return `task` with factors in the base, and a head for other classes. Raises `ValueError` if they don't fit."""
     config, folder = task.config, _folder(task.config)
     options, base = config.lora, lora.base_config(folder)
     _check_vocabulary(task, base, folder)

@@ -89,10 +89,7 @@ def _length_that_fits(config: TrainConfig, free: float, window_bytes: WindowByte
 
 
 def part_bytes(config: TrainConfig, length: int, window_bytes: WindowBytes) -> float | None:
-    """Return the activation bytes of one process's part of a window of `length` tokens.
-
-    None for a model without an estimate, and with `run.activation_checkpointing`, which the estimate doesn't cover.
-    """
+    """Return a process's activation bytes for its part of a window; None without an estimate or with recomputation."""
     kept = None if config.run.activation_checkpointing else window_bytes(config, length)
     return None if kept is None else kept / config.parallel.context
 

@@ -87,10 +87,7 @@ class Processes:
         return self.rank == 0
 
     def sharing_windows(self) -> Callable[[], AbstractContextManager[Any]]:
-        """Return a context-manager factory; inside, the model shares each window with this process's neighbours.
-
-        All processes must call it.
-        """
+        """Return a context factory to share windows with this process's neighbours. All processes must call it."""
         if self.context == 1:
             return nullcontext
         group = ContextGroup.neighbours(self.context, timeout=self.timeout)
@@ -141,10 +138,7 @@ class Processes:
 
     @contextmanager
     def together(self) -> Iterator[None]:
-        """If the block raises in one process, raise the same error in all others, with the rank of the failed one.
-
-        The block must not contain collectives.
-        """
+        """Raise an error of the block in all processes, with the rank of the failed one. No collectives inside."""
         if self.world == 1:
             yield
             return
@@ -207,10 +201,7 @@ def world_size() -> int:
 
 
 def join(parallel: ParallelConfig, device: str) -> Processes:
-    """Connect to the other processes that torchrun started, if any; `device` is cpu or cuda.
-
-    Further calls reuse the connection, with the time-out of the first.
-    """
+    """Connect, once, to the other processes that torchrun started, if any; `device` is cpu or cuda."""
     global _heart
     world = world_size()
     if world == 1:

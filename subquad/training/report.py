@@ -90,10 +90,7 @@ def measure(
     train_tokens_per_second: float,
     skipped: int = 0,
 ) -> Report:
-    """Measure compressors, state sizes and decoding speed, and return them with the given values as a report.
-
-    The state reads `held_out_tokens`, repeated as needed. Raises `ValueError` without text or tokens.
-    """
+    """Measure compressors, states (on repeated tokens if needed) and decoding. Raises `ValueError` without text."""
     if not held_out_text or not len(held_out_tokens):
         raise ValueError(
             f"the report needs held-out text, got {len(held_out_text)} bytes and {len(held_out_tokens)} tokens"

@@ -203,10 +203,7 @@ def _run(
 
 
 def _plain_model(loop: Loop) -> Any:
-    """Return the model without training wrappers.
-
-    A sharded model is gathered on rank 0, and on all ranks if another phase starts from it; else it stays sharded.
-    """
+    """Return the model without wrappers; a sharded one is gathered on rank 0, or on all if another phase follows."""
     keep = loop.processes.first or loop.task.begins_another
     weights = loop.checkpoints.whole_weights(keep=keep)
     if not weights:
@@ -267,11 +264,7 @@ def check_folder(folder: Path) -> None:
 
 
 def settings_of(task: Task, precision: str, processes: Processes) -> dict[str, Any]:
-    """Return the settings that must not change when a run is resumed; `precision` is what `auto` chose.
-
-    For `batch` and `processes` (those with windows of their own), `check_settings` compares only the length and the
-    product.
-    """
+    """Return the settings that a resumed run must keep; `precision` is what `auto` chose."""
     config = task.config
     return {
         "model": config.model.to_dict(),

@@ -115,10 +115,7 @@ def load_language_model(folder: str | Path) -> tuple[SubquadForCausalLM, Path]:
 
 
 def load_probe(folder: str | Path, device: str = "auto") -> LoadedProbe:
-    """Load the model of a run with task=probe, or of one of its checkpoints.
-
-    Raises `FileNotFoundError` like `load_run`, and `ValueError` for a run of another task.
-    """
+    """Load the model of a run with task=probe or of its checkpoint. Raises like `load_run` for other folders."""
     folder, home = _model_folder(folder)
     settings = _settings(home)
     if settings is None or "probe" not in settings.groups:
@@ -133,10 +130,7 @@ def is_probe(folder: str | Path) -> bool:
 
 
 def load_classifier(folder: str | Path, device: str = "auto", adapter: str | None = None) -> LoadedClassifier:
-    """Load the model of a run with task=classify, or of one of its checkpoints.
-
-    Raises `FileNotFoundError` like `load_run`, and `ValueError` for a run of another task.
-    """
+    """Load the model of a run with task=classify or of its checkpoint. Raises like `load_run` for other folders."""
     folder, home = _model_folder(folder)
     if not is_classifier(folder):
         raise ValueError(f"{folder} has no classifier; `subquad train --task classify` makes one")
@@ -145,10 +139,7 @@ def load_classifier(folder: str | Path, device: str = "auto", adapter: str | Non
 
 
 def load_image_run(folder: str | Path, device: str = "auto", adapter: str | None = None) -> LoadedImageModel:
-    """Load the model of a run with task=image, or of one of its checkpoints.
-
-    Raises `FileNotFoundError` like `load_run`, and `ValueError` for a run of another task.
-    """
+    """Load the model of a run with task=image or of its checkpoint. Raises like `load_run` for other folders."""
     folder, home = _model_folder(folder)
     if not is_image_model(folder):
         raise ValueError(f"{folder} has no image model; `subquad train --task image` makes one")

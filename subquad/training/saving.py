@@ -202,10 +202,7 @@ class Checkpoints:
                 )
 
     def whole_weights(self, *, keep: bool) -> dict[str, Any] | None:
-        """Return the gathered weights of a sharded model (empty without `keep`), or None if `model` is whole.
-
-        All processes must call it.
-        """
+        """Gather a sharded model's weights (empty without `keep`); None for others. All processes must call it."""
         return None
 
     def write_weights(self, folder: Path, weights: dict[str, Any] | None) -> None:

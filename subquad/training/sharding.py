@@ -109,10 +109,7 @@ def list_states(folder: Path, names: list[str]) -> None:
 
 
 def load_optimizer(model: nn.Module, optimizer: Optimizer, folder: Path) -> None:
-    """Load the states that `save_optimizer` wrote, sharded like the model. All processes must call it.
-
-    Raises `CheckpointError` if they belong to other parameters.
-    """
+    """Load the shards of `save_optimizer`, for all processes to call. Raises `CheckpointError` if they do not fit."""
     reader = dcp.HuggingFaceStorageReader(str(folder / OPTIMIZER))
     parameters = dict(model.named_parameters())
     saved = reader.read_metadata().state_dict_metadata
@@ -145,10 +142,7 @@ def load_optimizer(model: nn.Module, optimizer: Optimizer, folder: Path) -> None
 
 
 def spread_optimizer(optimizer: Optimizer, file: Path) -> None:
-    """Load the whole states of an `optimizer.pt` into the optimizer of a sharded model.
-
-    Raises `CheckpointError` if they belong to other parameters.
-    """
+    """Load whole states from an `optimizer.pt` into a sharded model's optimizer. Raises `CheckpointError`."""
     states = torch.load(file, map_location="cpu", weights_only=True, mmap=True)["state"]
     parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
     if not states.keys() <= set(range(len(parameters))):

@@ -8,35 +8,29 @@ import faulthandler
 import gc
 import importlib
 import json
+import multiprocessing
 import os
 import signal
 import socket
 import sys
 import time
-import traceback
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
-from functools import partial
 from pathlib import Path
-from typing import Any
+from unittest import mock
 
 import torch
-from torch import Tensor
 from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_hook
 from torch.nn.parallel import DistributedDataParallel
 
-import subquad.hf.model
-import subquad.training.sharding  # noqa: F401 (so that no fork has to import it)
-from subquad.training import TrainConfig, run, train
+from subquad.training import run, train
 from subquad.training.config import ParallelConfig
 from subquad.training.loop import Loop
 from subquad.training.processes import join, leave
-from subquad.training.run import RunResult
 from subquad.training.saving import Checkpoints
-from tests.training.helpers import config_of, write_text
+from tests.training.configs import config_of, write_text
 
-BASE: dict[str, Any] = {
+BASE = {
     "model": {"dim": 16, "num_layers": 2, "num_heads": 2, "attention": "llp", "position": "sinusoidal"},
     "model.options": {"llp": {"segment": 16}, "window": {"width": 8}},
     "batch": {"length": 32, "size": 4},
@@ -47,19 +41,15 @@ BASE: dict[str, Any] = {
     "run.eval_windows": 7,
     "run.save_every": 100,
 }
-MECHANISMS = ("llp", "latte", "linear", "elita", "window", "full")
-STACKS: dict[str, dict[str, Any]] = {
+STACKS = {
     "perceiver": {"model.attention": "perceiver_ar", "model.options": {"perceiver_ar": {"latents": 8}}},
     "performer": {"model.attention": "performer", "model.options": {"performer": {"redraw_interval": 2}}},
     "probe": {"task": "probe", "data": {}},
     "packed": {"data.pack": "documents", "data.path": "texts"},
     "loops": {"model.loops": 2, "model.loop_loss": "all", "model.lookup": 8, "model.tie_embeddings": False},
 }
-MODELS: dict[str, dict[str, Any]] = {
-    **{name: {"model.attention": name} for name in MECHANISMS},
-    "mixed": {"model.attention": list(MECHANISMS), "model.num_layers": len(MECHANISMS)},
-    **STACKS,
-}
+MIXED = {"model.attention": ["llp", "latte", "linear", "elita", "window", "full"], "model.num_layers": 6}
+MODELS = {"llp": {}, "latte": {"model.attention": "latte"}, "mixed": MIXED, **STACKS}
 FEW = ("latte", "performer", "packed")
 SHARDED = {"batch.size": 1, "batch.accumulation": 2, "parallel.shard": True}
 
@@ -67,52 +57,35 @@ SHARDED = {"batch.size": 1, "batch.accumulation": 2, "parallel.shard": True}
 # --- processes
 
 
-def fork(world: int, work: Callable[[int], None], *, seconds: float = 500.0) -> list[int]:
-    """Run `work(rank)` in `world` processes that know of each other as torchrun's do; return their exit statuses.
+def fork(world, work, *given, seconds=500.0):
+    """Run `work(rank, *given)` in `world` processes that know each other like torchrun's; return the exit statuses.
 
     0: well, 1: an exception, which is printed, -9: killed, by itself or because it took longer than `seconds`.
     """
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         port = probe.getsockname()[1]
-    gc.freeze()  # what is imported here is not collected, and so not copied, in every fork
-    children = []
-    for rank in range(world):
-        child = os.fork()
-        if child == 0:
-            _child(rank, world, port, work)
-        children.append(child)
-    end, statuses = time.monotonic() + seconds, dict.fromkeys(children, 0)
-    left = set(children)
-    while left:
-        for child in list(left):
-            if time.monotonic() > end:
-                os.kill(child, 9)
-            done, status = os.waitpid(child, os.WNOHANG)
-            if done:
-                statuses[child] = os.waitstatus_to_exitcode(status)
-                left.remove(child)
-        time.sleep(0.02)
-    return [statuses[child] for child in children]
 
-
-def _child(rank: int, world: int, port: int, work: Callable[[int], None]) -> None:
-    names = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": world, "LOCAL_WORLD_SIZE": world, "MASTER_PORT": port}
-    os.environ.update({name: str(value) for name, value in names.items()}, MASTER_ADDR="127.0.0.1")
-    status = 1
-    faulthandler.enable()  # a crash of native code says where each thread was
-    try:
-        work(rank)
+    def begin(rank):
+        names = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": world, "LOCAL_WORLD_SIZE": world, "MASTER_PORT": port}
+        os.environ.update({name: str(value) for name, value in names.items()}, MASTER_ADDR="127.0.0.1")
+        faulthandler.enable()  # a crash of native code says where each thread was
+        work(rank, *given)
         leave()
-        status = 0
-    except BaseException:
-        traceback.print_exc()
-    sys.stdout.flush()
-    sys.stderr.flush()
-    os._exit(status)
+
+    gc.freeze()  # what is imported here is not collected, and so not copied, in every fork
+    processes = [multiprocessing.get_context("fork").Process(target=begin, args=(rank,)) for rank in range(world)]
+    end = time.monotonic() + seconds
+    for process in processes:
+        process.start()
+    for process in processes:
+        process.join(max(0.0, end - time.monotonic()))
+        process.kill()
+        process.join()
+    return [process.exitcode for process in processes]
 
 
-def make_config(folder: Path, changes: dict[str, Any]) -> TrainConfig:
+def make_config(folder, changes):
     """Make a run without dropout in `folder`; the text lies beside it."""
     text = folder.parent / "text.py"
     if not text.exists():
@@ -121,9 +94,9 @@ def make_config(folder: Path, changes: dict[str, Any]) -> TrainConfig:
     return config_of(text, folder.parent, BASE, changes, folder=folder.name)
 
 
-def train_in(folder: Path, changes: dict[str, Any]) -> RunResult:
+def train_in(folder, changes):
     """Train in float64, without a picture."""
-    run.draw_curves = lambda *args, **kwargs: None  # type: ignore[assignment]
+    run.draw_curves = lambda *args, **kwargs: None
     torch.set_default_dtype(torch.float64)
     try:
         return train(make_config(folder, changes))
@@ -131,39 +104,34 @@ def train_in(folder: Path, changes: dict[str, Any]) -> RunResult:
         torch.set_default_dtype(torch.float32)
 
 
-def tell(folder: Path, name: str, value: Any) -> None:
+def tell(folder, name, value):
     """Leave a value for the test that reads the folder."""
     (folder / f"{name}.json").write_text(json.dumps(value))
 
 
-@contextmanager
-def patched(owner: Any, name: str, make: Callable[[Any], Any]) -> Iterator[None]:
+def patched(owner, name, make):
     """Replace `owner.name` within the block by what `make` makes of it."""
-    before = getattr(owner, name)
-    setattr(owner, name, make(before))
-    try:
-        yield
-    finally:
-        setattr(owner, name, before)
+    return mock.patch.object(owner, name, make(getattr(owner, name)))
 
 
-def before_pass(note: Callable[[Loop, Any], None]) -> Any:
+def before_pass(note):
     """Call `note` with the loop and the batch before each forward pass within the block."""
 
-    def make(training_pass: Any) -> Any:
+    def make(training_pass):
         return lambda self, batch, *args, **more: (note(self, batch), training_pass(self, batch, *args, **more))[1]
 
     return patched(Loop, "training_pass", make)
 
 
-def recording(seen: list[tuple[int, list[int]]]) -> Any:
+def recording(seen):
     """Keep the step and the windows of each batch."""
     return before_pass(lambda loop, batch: seen.append((loop.standing.step, batch["window"].tolist())))
 
 
-def error_of(work: Callable[[], Any]) -> str:
+def error_of(folder, changes):
+    """Train and return the error's type and text."""
     try:
-        work()
+        train_in(folder, changes)
     except Exception as error:
         return f"{type(error).__name__}: {error}"
     return "no error"
@@ -172,25 +140,24 @@ def error_of(work: Callable[[], Any]) -> str:
 # --- quick cases
 
 
-def models(folder: Path, kind: str, changes: dict[str, Any], names: Iterable[str]) -> None:
+def models(rank, folder, kind, changes, names):
     """Train a few steps of each model."""
     for name in names:
         train_in(folder / f"{kind} {name}", {"run.steps": 4, "run.eval_every": 2, **MODELS[name], **changes})
 
 
 @contextmanager
-def counted(counts: Counter[str]) -> Iterator[None]:
+def counted(counts):
     """Count how often gradients are summed: what DistributedDataParallel does by itself, and FSDP by torch's."""
 
-    def summed(state: Any, bucket: torch.distributed.GradBucket) -> torch.futures.Future[torch.Tensor]:
+    def summed(state, bucket):
         counts["gradients"] += 1
-        result: torch.futures.Future[torch.Tensor] = allreduce_hook(state, bucket)
-        return result
+        return allreduce_hook(state, bucket)
 
-    def hooked(init: Any) -> Any:
+    def hooked(init):
         return lambda self, *args, **kwargs: (init(self, *args, **kwargs), self.register_comm_hook(None, summed))[0]
 
-    def told(collective: Any) -> Any:
+    def told(collective):
         return lambda *args, **kwargs: (counts.update(gradients=1), collective(*args, **kwargs))[1]
 
     new = hasattr(torch.distributed, "reduce_scatter_single")  # its name since torch 2.13
@@ -199,123 +166,102 @@ def counted(counts: Counter[str]) -> Iterator[None]:
         yield
 
 
-def order(folder: Path, rank: int) -> None:
+def order(folder, rank):
     """Which windows each process sees, and how often gradients are exchanged."""
-    for name, changes in (
-        ("wide", {"batch.size": 2}),
-        ("deep", {"batch.size": 1, "batch.accumulation": 2}),
-        ("wide sharded", {"batch.size": 2, "parallel.shard": True}),
-        ("deep sharded", SHARDED),
-    ):
-        seen: list[tuple[int, list[int]]] = []
-        counts: Counter[str] = Counter()
+    wide, deep = {"batch.size": 2}, {"batch.size": 1, "batch.accumulation": 2}
+    shard = {"parallel.shard": True}
+    runs = {"wide": wide, "deep": deep, "wide sharded": wide | shard, "deep sharded": deep | shard}
+    for name, changes in runs.items():
+        seen, counts = [], Counter()
         with recording(seen), counted(counts):
             train_in(folder / f"order {name}", {"run.steps": 3, **changes})
         tell(folder, f"order {name} {rank}", {"seen": seen, **counts})
 
 
-def nonfinite(folder: Path, rank: int, size: int, culprit: int) -> None:
-    """A step that is skipped, and one that ends the run, as the loss of process `culprit` is not a number."""
+def nonfinite(folder, rank, runs):
+    """Runs in which the loss of the last process is not a number in step 3."""
 
-    def poisoned(compute: Any) -> Any:
-        def changed(self: Loop, *args: Any) -> Tensor:
-            loss: Tensor = compute(self, *args)
-            return loss * torch.nan if (self.standing.step, self.processes.rank) == (2, culprit) else loss
+    def poisoned(compute):
+        def changed(self, *args):
+            bad = self.standing.step == 2 and self.processes.rank == self.processes.world - 1
+            return compute(self, *args) * (torch.nan if bad else 1)
 
         return changed
 
-    runs: dict[str, dict[str, Any]] = (
-        {"one skips": {"run.nonfinite": "skip"}}
-        if size == 4
-        else {
-            "two skips": {"run.nonfinite": "skip"},
-            "shards skip": {"run.nonfinite": "skip", "parallel.shard": True},
-            "stops": {},
-        }
-    )
     with patched(Loop, "loss", poisoned):
         for name, changes in runs.items():
-            text = error_of(lambda at=folder / name, c=changes: train_in(at, {"batch.size": size, **c}))
-            tell(folder, f"{name} {rank}", text)
+            tell(folder, f"{name} {rank}", error_of(folder / name, changes))
 
 
-def full_disk(folder: Path, rank: int) -> None:
+def full_disk(folder, rank):
     """The first process can't write the second checkpoint."""
 
-    def fail(save: Any) -> Any:
-        def changed(self: Checkpoints, folder: Path, *args: Any) -> None:
+    def full(save):
+        def changed(self, folder, *args):
             if self.processes.first and folder.name.endswith("checkpoint-4"):
                 raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
             save(self, folder, *args)
 
         return changed
 
-    changes = {"batch.size": 2, "run.save_every": 2}
-    with patched(Checkpoints, "write_weights", fail):
-        for name, more in (("full", {}), ("full sharded", SHARDED)):
-            text = error_of(lambda at=folder / name, more=more: train_in(at, {**changes, **more}))
-            tell(folder, f"{name} {rank}", text)
-    tell(folder, f"fewer {rank}", error_of(lambda: train_in(folder / "full", {"batch.size": 1})))
+    with patched(Checkpoints, "write_weights", full):
+        for name, more in (("full", {"batch.size": 2}), ("full sharded", SHARDED)):
+            tell(folder, f"{name} {rank}", error_of(folder / name, {"run.save_every": 2, **more}))
+    tell(folder, f"fewer {rank}", error_of(folder / "full", {"batch.size": 1}))
 
 
-def context(folder: Path, rank: int, changes: dict[str, Any]) -> None:
+def context(folder, rank):
     """Neighbours that share windows: which windows each of them is given."""
-    seen: list[tuple[int, list[int]]] = []
+    seen = []
     with recording(seen):
-        result = train_in(folder / "context", {"run.steps": 4, "parallel.context": 2, "run.eval_every": 2, **changes})
+        result = train_in(folder / "context", {"run.steps": 4, "parallel.context": 2, "run.eval_every": 2})
     tell(folder, f"context {rank}", {"seen": seen, "tokens": result.tokens})
 
 
-def half(folder: Path, rank: int) -> None:
+def half(folder, rank):
     """A sharded run in bfloat16: in which dtypes its linear layers compute."""
-    seen: set[str] = set()
+    seen = set()
 
-    def note(module: Any, inputs: Any) -> None:
+    def note(module, inputs):
         if isinstance(module, torch.nn.Linear):
             seen.update({str(inputs[0].dtype), str(module.weight.dtype)})
 
-    hook = torch.nn.modules.module.register_module_forward_pre_hook(note)
-    try:
-        changes = {"run.precision": "bf16", "run.steps": 2, "run.save_every": 2, "schedule.warmup": 1, **SHARDED}
-        train(make_config(folder / "half", changes))
-    finally:
-        hook.remove()
+    torch.nn.modules.module.register_module_forward_pre_hook(note)
+    changes = {"run.precision": "bf16", "run.steps": 2, "run.save_every": 2, "schedule.warmup": 1, **SHARDED}
+    train(make_config(folder / "half", changes))
     tell(folder, f"half {rank}", sorted(seen))
 
 
-def resharding(folder: Path) -> None:
+def resharding(folder):
     """A run that is resumed by another number of processes, sharded and not."""
-    stages: list[tuple[int, dict[str, Any]]] = [
+    stages = [
         (2, {"run.steps": 3, "batch.size": 2, "parallel.shard": True}),
         (4, {"run.steps": 4, "batch.size": 1, "parallel.shard": True}),
         (1, {"run.steps": 5, "parallel.shard": True}),
         (2, {"run.steps": 6, "batch.size": 2}),
     ]
-    statuses = [fork(world, lambda rank, c=changes: train_in(folder / "moves", c)) for world, changes in stages]
-    tell(folder, "resharding", statuses)
+    moves = [fork(world, lambda rank, changes: train_in(folder / "moves", changes), given) for world, given in stages]
+    tell(folder, "resharding", moves)
 
 
-def restarted(folder: Path) -> None:
+def restarted(folder):
     """Two processes meet three times at the store of one torchrun, which is what it keeps over a restart."""
     server = torch.distributed.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
 
-    def attempt(number: int) -> Callable[[int], None]:
-        def work(rank: int) -> None:
-            os.environ.update(MASTER_PORT=str(server.port), TORCHELASTIC_USE_AGENT_STORE="True")
-            if rank == number:  # each is the late one once, with what it has said before still in the store
-                time.sleep(0.5)
-            processes = join(ParallelConfig(timeout=10.0), "cpu")
-            tell(folder, f"restarted {number} {rank}", processes.by_the_first(lambda: number))
+    def attempt(rank, late):
+        os.environ.update(MASTER_PORT=str(server.port), TORCHELASTIC_USE_AGENT_STORE="True")
+        if rank == late:  # with what it has said before still in the store
+            time.sleep(0.5)
+        processes = join(ParallelConfig(timeout=10.0), "cpu")
+        tell(folder, f"restarted {late} {rank}", processes.by_the_first(lambda: late))
 
-        return work
-
-    tell(folder, "restarted", [fork(2, attempt(number), seconds=60) for number in (2, 1, 0)])
+    tell(folder, "restarted", [fork(2, attempt, late, seconds=60) for late in (2, 1, 0)])
 
 
-def lost(folder: Path, rank: int, how: str) -> None:
+def lost(rank, folder, how):
     """Process 1 dies or hangs in step 2."""
 
-    def end(loop: Loop, batch: Any) -> None:
+    def end(loop, batch):
         if rank == 1 and loop.standing.step == 1:
             if how == "dies":
                 os.kill(os.getpid(), signal.SIGKILL)
@@ -324,36 +270,40 @@ def lost(folder: Path, rank: int, how: str) -> None:
 
     changes = {"batch.size": 1, "schedule.warmup": 0, "run.steps": 2, "parallel.timeout": 6.0}
     with before_pass(end):
-        text = error_of(lambda: train_in(folder / how, changes))
-    tell(folder, f"{how} {rank}", text)
+        tell(folder, f"{how} {rank}", error_of(folder / how, changes))
     os._exit(0)  # a process that has lost another has nobody to part from
 
 
-def quick(folder: Path) -> None:
-    def alone(rank: int) -> None:
-        models(folder, "one", {}, ("llp", *FEW))
-        nonfinite(folder, rank, 4, 0)
-        train_in(folder / "whole", {"run.steps": 6})
+SKIP, TWO, SHARD = {"run.nonfinite": "skip"}, {"batch.size": 2}, {"parallel.shard": True}
 
-    def together(rank: int) -> None:
-        models(folder, "ddp", {"batch.size": 2}, ("llp", "packed"))
-        models(folder, "fsdp", {**SHARDED, "run.activation_checkpointing": True}, FEW)
-        order(folder, rank)
-        nonfinite(folder, rank, 2, 1)
-        full_disk(folder, rank)
-        context(folder, rank, {})
-        half(folder, rank)
 
-    tell(folder, "quick", [fork(1, alone), fork(2, together)])
+def alone(rank, folder):
+    models(rank, folder, "one", {}, ("llp", *FEW))
+    nonfinite(folder, rank, {"one skips": SKIP})
+    train_in(folder / "whole", {"run.steps": 6})
+
+
+def together(rank, folder):
+    models(rank, folder, "ddp", TWO, ("llp", "packed"))
+    models(rank, folder, "fsdp", {**SHARDED, "run.activation_checkpointing": True}, FEW)
+    order(folder, rank)
+    nonfinite(folder, rank, {"two skips": SKIP | TWO, "shards skip": SKIP | TWO | SHARD, "stops": TWO})
+    full_disk(folder, rank)
+    context(folder, rank)
+    half(folder, rank)
+
+
+def quick(folder):
+    tell(folder, "quick", [fork(1, alone, folder), fork(2, together, folder)])
     resharding(folder)
     restarted(folder)
     for how in ("dies", "hangs"):
-        fork(3, lambda rank, how=how: lost(folder, rank, how), seconds=60)
+        fork(3, lost, folder, how, seconds=60)
 
 
 # --- fifty steps in several ways
 
-KINDS: dict[str, tuple[int, dict[str, Any]]] = {
+KINDS = {
     "ddp 2": (2, {"batch.size": 2}),
     "fsdp 2": (2, {"batch.size": 2, "parallel.shard": True}),
     "context 2": (2, {"parallel.context": 2}),
@@ -366,18 +316,17 @@ KINDS: dict[str, tuple[int, dict[str, Any]]] = {
 """How many processes train, and what they share."""
 
 
-def curves(folder: Path) -> None:
+def curves(folder):
     """One model with a layer of each mechanism in all ways, and other models in some."""
     long, recomputed = {"run.steps": 50, "run.eval_every": 25}, {"run.activation_checkpointing": True}
     ways = [(kind, *way, long, ("mixed",)) for kind, way in {"one": (1, {}), **KINDS}.items()]
     ways += [("one", 1, {}, {}, STACKS), ("ddp 2", *KINDS["ddp 2"], {}, STACKS)]
     ways += [("fsdp 2", *KINDS["fsdp 2"], recomputed, STACKS)]
     for kind, world, changes, more, names in ways:
-        work = partial(models, folder, kind, {**changes, **more}, names)
-        tell(
-            folder, f"{kind} {' '.join(names)}", fork(world, lambda rank, work=work: work(), seconds=900) == [0] * world
+        statuses = fork(
+            world, lambda rank, *given: models(folder, *given), kind, {**changes, **more}, names, seconds=900
         )
-    fork(4, lambda rank: context(folder, rank, {"batch.size": 2}))
+        tell(folder, f"{kind} {' '.join(names)}", statuses == [0] * world)
 
 
 if __name__ == "__main__":

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from subquad.training import RunResult, TrainConfig, train
-from tests.training.helpers import config_of, write_text
+from tests.training.configs import config_of, write_text
 
 
 @pytest.fixture(scope="session")
@@ -24,11 +24,7 @@ def config_in(text: Path) -> Callable[..., TrainConfig]:
 
 @pytest.fixture
 def make_config(tmp_path: Path, config_in: Callable[..., TrainConfig]) -> Callable[..., TrainConfig]:
-    """Make the configuration of a run in `tmp_path / "run"` from changes.
-
-    As in `make_config({"model.dropout": 0.0}, {"task": "probe"}, steps=3)`; keywords are settings of the group `run`,
-    and `folder` is one in `tmp_path`.
-    """
+    """Make a run in `tmp_path` from changes as `{"model.dropout": 0.0}`; keywords are settings of the group `run`."""
     return lambda *changes, **run: config_in(tmp_path, *changes, **run)
 
 

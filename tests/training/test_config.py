@@ -4,18 +4,10 @@ from typing import Any
 
 import pytest
 
-import subquad.training
+from subquad import training
 from subquad.data import DataConfig
 from subquad.models.config import DecoderConfig
-from subquad.training import (
-    BatchConfig,
-    ClassifyConfig,
-    LoraConfig,
-    OptimizerConfig,
-    RunConfig,
-    ScheduleConfig,
-    TrainConfig,
-)
+from subquad.training import BatchConfig, ClassifyConfig, LoraConfig, OptimizerConfig, ScheduleConfig, TrainConfig
 from subquad.training.config import ParallelConfig
 
 LORA, CONTEXT = {"rank": 2, "base": "x"}, {"context": 2}
@@ -34,7 +26,6 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
     ({"optimizer": {"betas": [0.9]}}, "optimizer.betas must be two numbers"),
     ({"optimizer": {"betas": [0.9, 1.0]}}, "optimizer.betas must be two numbers"),
     ({"optimizer": {"momentum": 1.0}}, "optimizer.momentum must be at least 0 and below 1"),
-    ({"optimizer": {"name": "adamm"}}, "did you mean 'adam"),
     ({"schedule": {"warmup": -1}}, "schedule.warmup must be at least 0, got -1"),
     ({"schedule": {"min_ratio": 1.5}}, "schedule.min_ratio must lie between 0 and 1, got 1.5"),
     ({"schedule": {"decay_fraction": -0.1}}, "schedule.decay_fraction must lie between 0 and 1, got -0.1"),
@@ -52,7 +43,6 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
     ({"run": {"sample_temperature": 0.0}}, "run.sample_temperature must be a positive number"),
     ({"run": {"folder": ""}}, "run.folder must name a folder"),
     ({"run": {"nonfinite_limit": 0}}, "run.nonfinite_limit must be at least 1, got 0"),
-    ({"run": {"nonfinite": "hope"}}, "nonfinite must be one of its choices, got 'hope'"),
     ({"run": {"trackers": ["comet"]}}, r"run\.trackers\[0\] must be one of its choices, got 'comet'"),
     ({"data": {"workers": -1}}, "workers must be at least 0, got -1"),
     ({"data": {"worker_timeout": 0.0}}, "worker_timeout must be a positive number of seconds, got 0.0"),
@@ -85,9 +75,7 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
     ({"task": "pretrain"}, "task=pretrain needs pretrain.kind=denoise or causal, got none"),
     ({"task": "classify", "model": {"loops": 2}}, "an encoder has neither loops nor a look-up head"),
     ({"task": "classify", "classify": {"held_out": 0}}, "classify.held_out must be at least 1, got 0"),
-    ({"task": "classify", "classify": {"examples": 0}}, "classify.examples must be at least 1, got 0"),
     ({"task": "classify", "classify": {"seed": -1}}, "classify.seed must be at least 0, got -1"),
-    ({"task": "classify", "classify": {"pooling": "max"}}, "classify.pooling must be one of its choices, got 'max'"),
     ({"task": "classify", "pretrain": {"steps": 0}}, "pretrain.steps must be at least 1, got 0"),
     ({"task": "classify", "pretrain": {"lr": 0.0}}, "pretrain.lr must be a positive number, got 0.0"),
     ({"task": "classify", "pretrain": {"mask_fraction": 0.0}}, "mask_fraction must be above 0 and below 1, got 0.0"),
@@ -98,9 +86,7 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
     ({"task": "image", "image": {"near": -1}}, "image.near must be at least 0, got -1"),
     ({"task": "image", "image": {"test_images": 0}}, "image.test_images must be at least 1, got 0"),
     ({"task": "image", "image": {"samples": -1}}, "image.samples must be at least 0, got -1"),
-    ({"task": "probe", "probe": {"name": "passcode"}}, "probe.name must be one of its choices, got 'passcode'"),
     ({"task": "probe", "batch": {"length": 24}}, "mqar with pairs=8 needs sequences of at least 25 tokens"),
-    ({"task": "probe", "probe": {"symbols": 7}}, "the vocabulary is too small: mqar needs a key for each"),
 ]
 
 
@@ -119,16 +105,13 @@ def test_settings_at_the_limits_are_accepted():
     assert TrainConfig(batch=BatchConfig(length=64, size=3, accumulation=2)).step_tokens == 384
 
 
-def test_it_survives_yaml(tmp_path):
-    config = TrainConfig(
-        optimizer=OptimizerConfig(name="muon", betas=[0.8, 0.99]),
-        schedule=ScheduleConfig(kind="wsd"),
-        run=RunConfig(folder=str(tmp_path / "run"), max_minutes=1.5),
-    )
+def test_a_configuration_survives_yaml(tmp_path):
+    optimizer = OptimizerConfig(name="muon", betas=[0.8, 0.99])
+    config = TrainConfig(optimizer=optimizer, schedule=ScheduleConfig(kind="wsd"))
     config.to_file(tmp_path / "config.yaml")
     assert TrainConfig.from_file(tmp_path / "config.yaml") == config
 
 
 def test_unknown_names_of_the_package_are_answered():
     with pytest.raises(AttributeError, match=r"has no attribute 'trian'; it has .*train"):
-        subquad.training.trian  # noqa: B018 (the attribute access is what is tested)
+        training.trian  # noqa: B018 (the attribute access is what is tested)

@@ -1,14 +1,12 @@
-"""Long Range Arena: every task trains by one command with every mechanism, and its recipes have the paper's settings."""
+"""Long Range Arena: every task trains with every mechanism by one command; the recipes have the paper's settings."""
 
 import functools
 import gc
 import itertools
-import json
 import math
 from typing import Any
 
 import pytest
-import yaml
 
 from subquad.attention import mechanism, names
 from subquad.cli import main
@@ -20,7 +18,7 @@ from subquad.recipes import recipe_path
 from subquad.training import PretrainConfig, TrainConfig
 from subquad.training.progress import read_metrics
 from subquad.training.tasks import check
-from tests.training.helpers import failed
+from tests.training.helpers import failed, read_json
 from tests.training.lra_files import MEASURED, TRAIN, write_release
 
 BIDIRECTIONAL = [name for name in names() if "bidirectional" in mechanism(name).forms] + ["perceiver", "perceiver_io"]
@@ -29,55 +27,42 @@ TASKS = ("listops", "text", "retrieval", "image", "pathfinder32", "pathfinder128
 LENGTH = 16
 """Tokens that are read of a sequence: the first ones; the rest is cut."""
 OPTIONS = {
+    **{name: {"width": 4} for name in ("longformer", "window")},
+    **{name: {"latents": 4} for name in ("perceiver", "perceiver_io")},
+    **{name: {"segment": 8} for name in ("llp", "llp_printed")},
     "bigbird": {"block": 4, "num_global": 1, "num_random": 1},
     "dilated": {"width": 4, "dilation": 2},
     "elita": {"horizon": 16},
     "latte": {"num_latents": 4},
     "latte_macchiato": {"num_latents": 4, "width": 4},
     "linformer": {"max_tokens": 16, "projected": 4},
-    "llp": {"segment": 8},
-    "llp_printed": {"segment": 8},
-    "longformer": {"width": 4},
     "luna": {"memory_tokens": 4},
-    "perceiver": {"latents": 4},
-    "perceiver_io": {"latents": 4},
     "shifted": {"group": 8},
     "strided": {"stride": 4},
-    "window": {"width": 4},
 }
 
 
-def some_slow(products, quick):
-    """Mark all but the `quick` parameters as slow."""
-    assert set(quick) <= set(products)
-    marked = ((p, p if isinstance(p, tuple) else (p,)) for p in products)
-    return [pytest.param(*values, marks=[] if p in quick else [pytest.mark.slow]) for p, values in marked]
+def some_slow(quick, products):
+    """Mark all `products` that are not among the `quick` ones as slow."""
+    return [*quick, *(pytest.param(*p, marks=pytest.mark.slow) for p in products if p not in quick)]
 
 
 @pytest.fixture(scope="module")
-def release(tmp_path_factory):
+def release(tmp_path_factory, config_in):
     """A configuration for each task, over small files in the layouts of the release."""
     folder = tmp_path_factory.mktemp("lra")
-    files = {}
-    for task in TASKS:
-        values = {
-            "task": "classify",
-            "model": {"dim": 8, "num_layers": 1, "num_heads": 2, "position": "learned", "options": OPTIONS},
-            "classify": {"dataset": task, "path": str(write_release(folder, task)), "cache": str(folder / "cache")},
-            "batch": {"length": LENGTH, "size": 4},
-            "schedule": {"warmup": 1},
-            "run": {"steps": 2, "log_every": 1, "eval_every": 0, "device": "cpu", "threads": 1, "precision": "float32"},
-        }
-        values["run"]["trackers"] = []
-        files[task] = folder / f"{task}.yaml"
-        files[task].write_text(yaml.safe_dump(values), encoding="utf-8")
+    model = {"dim": 8, "num_layers": 1, "num_heads": 2, "position": "learned", "options": OPTIONS}
+    files = {task: folder / f"{task}.yaml" for task in TASKS}
+    for task, file in files.items():
+        data = {"dataset": task, "path": str(write_release(folder, task)), "cache": str(folder / "cache")}
+        changes = {"task": "classify", "model": model, "classify": data, "batch": {"length": LENGTH, "size": 4}}
+        config_in(folder, changes, steps=2, eval_every=0).to_file(file)
     return files
 
 
 @pytest.fixture(autouse=True, scope="module")
 def cached():
     """Runs are short and many: read data, fit baselines and make the parser once."""
-    patch = pytest.MonkeyPatch()
     found, read = {}, labelled.labelled_corpus
 
     def once(config, length, **kwargs):
@@ -86,13 +71,13 @@ def cached():
             found[key] = read(config, length, **kwargs)
         return found[key]
 
-    patch.setattr("subquad.training.tasks_classify.labelled_corpus", once)
-    patch.setattr("subquad.cli.eval.fit_bag_of_tokens", functools.cache(fit_bag_of_tokens))
-    patch.setattr(command, "make_parser", functools.cache(command.make_parser))
     gc.freeze()  # or each run would look at all that pytest holds
-    yield
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("subquad.training.tasks_classify.labelled_corpus", once)
+        patch.setattr("subquad.cli.eval.fit_bag_of_tokens", functools.cache(fit_bag_of_tokens))
+        patch.setattr(command, "make_parser", functools.cache(command.make_parser))
+        yield
     gc.unfreeze()
-    patch.undo()
 
 
 def trained(file, folder, name, *flags):
@@ -100,16 +85,13 @@ def trained(file, folder, name, *flags):
     arguments = ["train", "--config", str(file), "--run.folder", str(folder), "--model.attention", name, *flags]
     assert main(arguments) == 0
     assert len([record for record in read_metrics(folder) if "loss" in record]) == 2
-    return json.loads((folder / "evaluation.json").read_text(encoding="utf-8"))
+    return read_json(folder / "evaluation.json")
 
 
-@pytest.mark.parametrize(
-    ("name", "task"),
-    some_slow(
-        list(itertools.product(BIDIRECTIONAL, TASKS)),
-        [(name, TASKS[number % len(TASKS)]) for number, name in enumerate(BIDIRECTIONAL)],
-    ),
-)
+ONE_TASK = [(name, TASKS[number % len(TASKS)]) for number, name in enumerate(BIDIRECTIONAL)]
+
+
+@pytest.mark.parametrize(("name", "task"), some_slow(ONE_TASK, itertools.product(BIDIRECTIONAL, TASKS)))
 def test_a_task_trains(name, task, release, tmp_path):
     measured = trained(release[task], tmp_path, name)
     assert measured["examples"] == (TRAIN // 10 if task.startswith("pathfinder") else MEASURED)
@@ -117,13 +99,10 @@ def test_a_task_trains(name, task, release, tmp_path):
         assert 0 <= measured[key] <= 1
 
 
-@pytest.mark.parametrize(
-    ("name", "task"),
-    some_slow(
-        [*((name, "listops") for name in CAUSAL_ONLY), ("llp", "retrieval"), ("llp", "image")],
-        [(CAUSAL_ONLY[0], "listops"), ("llp", "retrieval")],
-    ),
-)
+CAUSAL_TOO = [(name, "listops") for name in CAUSAL_ONLY] + [("llp", "image")]
+
+
+@pytest.mark.parametrize(("name", "task"), some_slow([("llp", "retrieval"), CAUSAL_TOO[0]], CAUSAL_TOO))
 def test_a_causal_form_classifies_too(name, task, release, tmp_path):
     trained(release[task], tmp_path, name, "--classify.causal", "true")
 
@@ -155,7 +134,6 @@ PAPER = {
     "pathfinder128": (256, 1e-3, 64, 0.03, 0.2, 200, 160_000, 256, 16384),
 }
 """Width, learning rate, batch, weight decay, dropout, epochs (table 4), training examples, latents, tokens."""
-SMALL = ("lra-listops-short", "lra-image-small")
 
 
 def comment(recipe):
@@ -183,12 +161,11 @@ def test_the_recipes_have_the_papers_settings_and_our_own_are_separate(task):
     assert "not a paper's" in comment(f"lra-{task}-plus")
 
 
-@pytest.mark.parametrize(
-    "recipe",
-    some_slow(
-        [*(f"lra-{task}" for task in PAPER), "lra-listops-plus", *SMALL], ["lra-pathfinder128", "lra-listops-plus"]
-    ),
-)
+OTHERS = (*(f"lra-{task}" for task in PAPER if task != "pathfinder128"), "lra-listops-short", "lra-image-small")
+SLOW = [pytest.param(recipe, marks=pytest.mark.slow) for recipe in OTHERS]
+
+
+@pytest.mark.parametrize("recipe", ["lra-pathfinder128", "lra-listops-plus", *SLOW])
 def test_every_mechanism_by_one_flag(recipe):
     config = TrainConfig.from_file(recipe_path(recipe))
     for name in (*BIDIRECTIONAL, *CAUSAL_ONLY):

@@ -1,20 +1,17 @@
 """Steps that run out of memory: the error names what was tried and what would fit."""
 
-import os
 import re
-import subprocess
-import sys
 
 import pytest
 import torch
 
-from subquad.training import TrainConfig, train
+from subquad.training import train
 from subquad.training.config import ParallelConfig
 from subquad.training.errors import StepMemoryError
 from subquad.training.loop import Loop
 from subquad.training.memory import explained, free_bytes, is_out_of_memory, largest_fit, part_bytes
 from subquad.training.tasks_text import LanguageTask
-from tests.training.helpers import raising
+from tests.training.helpers import python, raising
 
 OUT_OF_MEMORY = [
     torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2 GiB"),
@@ -43,23 +40,16 @@ def test_only_errors_of_memory_are_explained(make_config, monkeypatch):
         train(make_config())
 
 
-def test_what_would_fit_is_the_largest_equal_part():
+def test_the_estimate_is_the_models_own_and_the_largest_equal_part_that_fits_is_named(make_config, monkeypatch):
     assert [largest_fit(12, 1, free) for free in (0.5, 1, 2.5, 5, 100)] == [None, 1, 2, 4, 6]
     assert largest_fit(1, 1, 100) is None
-
-
-def test_the_estimate_is_the_models_own(make_config, monkeypatch):
-    config: TrainConfig = make_config({"model.dropout": 0.0})
+    config = make_config({"model.dropout": 0.0})
     account = LanguageTask.window_bytes
     need, longer = (part_bytes(config, length, account) for length in (32, 64))
-    assert need is not None
-    assert longer is not None
-    assert longer > need
+    assert longer > need > 0
     assert part_bytes(config.replace(parallel=ParallelConfig(context=2)), 32, account) == need / 2
     assert part_bytes(make_config(activation_checkpointing=True), 32, account) is None
-    free = free_bytes(torch.device("cpu"))
-    assert free is not None
-    assert free > 0
+    assert free_bytes(torch.device("cpu")) > 0
     alone = make_config({"batch.size": 1}, activation_checkpointing=True)
     for left, given, said in (
         (3 * need, config, "batch.size=2 with batch.accumulation=4 sees the same windows in each step and should fit"),
@@ -81,15 +71,9 @@ def test_a_process_with_little_memory_says_what_fits(make_config, tmp_path):
         "from subquad.cli import main\n"
         "used = int(open('/proc/self/statm').read().split()[0]) * resource.getpagesize()\n"
         "resource.setrlimit(resource.RLIMIT_AS, (used + 2**30, used + 2**30))\n"
-        f"raise SystemExit(main(['train', '--config', {str(tmp_path / 'config.yaml')!r}]))"
+        "raise SystemExit(main(['train', '--config', 'config.yaml']))"
     )
-    result = subprocess.run(
-        [sys.executable, "-c", code],
-        capture_output=True,
-        text=True,
-        timeout=150,
-        env={**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)},
-    )
+    result = python("-c", code, timeout=150, cwd=tmp_path)
     assert result.returncode == 1, result.stderr
     assert "error: out of memory in a step of batch.size=4096 windows of batch.length=128 tokens" in result.stderr
     assert re.search(r"batch.size=\d+ with batch.accumulation=\d+ sees the same windows", result.stderr)

@@ -3,6 +3,7 @@
 import logging
 import time
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
 
 import pytest
 from hypothesis import given
@@ -20,16 +21,13 @@ CONTEXT_4 = {"parallel": {"context": 4}}
 STACK = {"parallel": {"context": 2}, "model": {"attention": "perceiver_ar"}}
 
 
-@pytest.mark.parametrize(
-    ("name", "value", "config", "message"),
-    [
-        *((name, "true", {}, f"subquad train ignores {name}, which is set: unset it") for name in sorted(FOREIGN)),
-        ("ACCELERATE_MIXED_PRECISION", "fp16", {}, r"which is fp16: unset it; run\.precision chooses the precision"),
-        ("ACCELERATE_DYNAMO_BACKEND", "INDUCTOR", {}, "which is INDUCTOR: unset it; training is not compiled"),
-        ("WORLD_SIZE", "6", CONTEXT_4, r"parallel\.context=4 must divide the number of processes, got 6"),
-        ("WORLD_SIZE", "2", STACK, r"'perceiver_ar' can't share a window: parallel\.context must be 1"),
-    ],
-)
+@pytest.mark.parametrize(("name", "value", "config", "message"), [
+    *((name, "true", {}, f"subquad train ignores {name}, which is set: unset it") for name in sorted(FOREIGN)),
+    ("ACCELERATE_MIXED_PRECISION", "fp16", {}, r"which is fp16: unset it; run\.precision chooses the precision"),
+    ("ACCELERATE_DYNAMO_BACKEND", "INDUCTOR", {}, "which is INDUCTOR: unset it; training is not compiled"),
+    ("WORLD_SIZE", "6", CONTEXT_4, r"parallel\.context=4 must divide the number of processes, got 6"),
+    ("WORLD_SIZE", "2", STACK, r"'perceiver_ar' can't share a window: parallel\.context must be 1"),
+])  # fmt: skip
 def test_an_environment_that_cannot_be_followed_is_refused(monkeypatch, name, value, config, message):
     monkeypatch.setenv("ACCELERATE_MIXED_PRECISION", "no")
     check_parallel(TrainConfig())
@@ -38,16 +36,13 @@ def test_an_environment_that_cannot_be_followed_is_refused(monkeypatch, name, va
         check_parallel(TrainConfig.from_dict(config))
 
 
-def test_one_process_meets_nobody_and_shards_nothing(caplog):
+def test_ranks_and_parts_of_several_processes_and_of_one(caplog):
+    places = [(p.data_rank, p.data_ranks, p.first) for p in (Processes(rank, 6, 2) for rank in range(6))]
+    assert places == [(rank // 2, 3, rank == 0) for rank in range(6)]
     assert join(ParallelConfig(), "cpu") == Processes()
     leave()
     join(ParallelConfig(shard=True), "cpu")
     assert "parallel.shard has no effect with one process" in caplog.text
-
-
-def test_ranks_of_data_and_context():
-    places = [(p.data_rank, p.data_ranks, p.first) for p in (Processes(rank, 6, 2) for rank in range(6))]
-    assert places == [(rank // 2, 3, rank == 0) for rank in range(6)]
 
 
 def test_one_process_raises_what_its_work_raises():
@@ -115,12 +110,14 @@ class Others(HashStore):
         return f"{self.looks} ".encode() + found.partition(b" ")[2]
 
 
+@contextmanager
 def waiting(store, world):
-    """Return the heartbeat of process 0 in its second place."""
+    """Give the heartbeat of process 0 in its second place."""
     heart = Heartbeat(store, 0, world, timeout=0.8)
     heart.at("the forward pass of step 1")
     heart.at("the backward pass of step 1")
-    return heart
+    yield heart
+    heart.close()
 
 
 def wait_until(true):
@@ -134,45 +131,37 @@ FORWARD, BACKWARD = "1 the forward pass of step 1", "2 the backward pass of step
 
 
 def test_ended_processes_and_those_behind_are_told_apart():
-    heart = waiting(Others({1: FORWARD, 2: FORWARD, 3: BACKWARD}, alive={2, 3}), 5)
-    assert heart.lost() == (
-        "process 1 has ended or does not answer, last seen in the forward pass of step 1; "
-        "process 2 hangs in the forward pass of step 1; "
-        "process 4 has ended or does not answer, last seen in no place"
-    )
-    heart.close()
+    with waiting(Others({1: FORWARD, 2: FORWARD, 3: BACKWARD}, alive={2, 3}), 5) as heart:
+        assert heart.lost() == (
+            "process 1 has ended or does not answer, last seen in the forward pass of step 1; "
+            "process 2 hangs in the forward pass of step 1; "
+            "process 4 has ended or does not answer, last seen in no place"
+        )
 
 
 def test_nobody_is_blamed_who_is_as_far_or_has_given_up_itself():
     store = Others({1: BACKWARD, 2: FORWARD}, alive={1})
     store.set("gave up/2", "1")
-    heart = waiting(store, 3)
-    assert heart.lost() is None
+    with waiting(store, 3) as heart:
+        assert heart.lost() is None
     assert store.check(["gave up/0"])
-    heart.close()
 
 
 def test_a_process_says_where_it_is():
     store = HashStore()
-    heart = waiting(store, 1)
-    wait_until(lambda: store.check(["beat/0"]) and b"backward" in store.get("beat/0"))
+    with waiting(store, 1):
+        wait_until(lambda: store.check(["beat/0"]) and b"backward" in store.get("beat/0"))
     assert store.get("beat/0").split(b" ", 2)[1:] == [b"2", b"the backward pass of step 1"]
-    heart.close()
 
 
 def test_a_long_wait_names_who_is_waited_for(caplog):
-    with caplog.at_level(logging.WARNING, logger="subquad"):
-        heart = waiting(Others({1: "0 the start"}, alive={1}), 2)
+    caplog.set_level(logging.WARNING, logger="subquad")
+    with waiting(Others({1: "0 the start"}, alive={1}), 2):
         wait_until(lambda: "waits in" in caplog.text)
     assert "process 0 waits in the backward pass of step 1: process 1 hangs in the start" in caplog.text
-    heart.close()
 
 
-def test_a_store_that_is_gone_is_an_answer_too():
-    class Gone(HashStore):
-        def set(self, *args):
-            raise RuntimeError("Connection reset by peer")
-
-    heart = Heartbeat(Gone(), 0, 2, timeout=0.8)
-    assert heart.lost() == "the store of process 0 or its torchrun does not answer: Connection reset by peer"
-    heart.close()
+def test_a_store_that_is_gone_is_an_answer_too(monkeypatch):
+    monkeypatch.setattr(HashStore, "set", raising(RuntimeError("Connection reset by peer")))
+    with waiting(HashStore(), 2) as heart:
+        assert heart.lost() == "the store of process 0 or its torchrun does not answer: Connection reset by peer"

@@ -54,7 +54,7 @@ def test_a_run_resumed_by_other_processes_sees_the_next_windows_of_one_order(win
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(order, "LARGE", 1 if large else order.LARGE)
         whole = list(RunOrder(windows, seed, 10 * GLOBAL))
-        stream: list[list[int]] = []
+        stream = []
         for ran, (readers, size) in [*runs, (10, last)]:
             stream += steps(windows, seed, 10 * GLOBAL, readers, size, len(stream))[:ran]
     assert list(chain.from_iterable(stream)) == whole
@@ -92,12 +92,8 @@ def test_every_held_out_item_counts_once_and_all_processes_have_as_many_batches(
     sampler = HeldOutBatches(count, size, 0, ranks)
     assert {len(batches) for batches in dealt} == {len(sampler)}
     assert all(batch for batches in dealt for batch in batches)
-    counted = [
-        item
-        for step in range(len(sampler))
-        for rank, real in enumerate(sampler.counts(step))
-        for item in dealt[rank][step][:real]
-    ]
+    places = [(step, rank) for step in range(len(sampler)) for rank in range(ranks)]
+    counted = [item for step, rank in places for item in dealt[rank][step][: sampler.counts(step)[rank]]]
     assert counted == list(range(count))
 
 
@@ -107,12 +103,10 @@ def test_readers_open_only_the_shards_of_their_own_windows(tmp_path, pack, monke
     make_set(folder, [[40, 17], [63], [9, 9, 30], [25]])
     made = windows_of(TokenSet(folder), 16, pack=pack, cache=str(tmp_path))
     whole = [made[i]["input_ids"].tolist() for i in RunOrder(len(made), 1, 2 * GLOBAL)]
-    read: dict[int, list[int]] = {}
-    dealt = steps(len(made), 1, 2 * GLOBAL, 4, 2, 0)
+    read, dealt = {}, steps(len(made), 1, 2 * GLOBAL, 4, 2, 0)
     for reader in range(4):
         windows = windows_of(TokenSet(folder), 16, pack=pack, cache=str(tmp_path))
-        opened: set[int] = set()
-        shard = windows.tokens.shard
+        opened, shard = set(), windows.tokens.shard
         monkeypatch.setattr(windows.tokens, "shard", lambda n, o=opened, real=shard: (o.add(n), real(n))[1])
         mine = [(step, place) for step in range(2) for place in (2 * reader, 2 * reader + 1)]
         read |= {GLOBAL * step + place: windows[dealt[step][place]]["input_ids"].tolist() for step, place in mine}
@@ -124,7 +118,7 @@ def test_readers_open_only_the_shards_of_their_own_windows(tmp_path, pack, monke
 
 
 def test_numbered_windows_carry_their_number():
-    windows = NumberedWindows([{"input_ids": torch.tensor([1])}, {"input_ids": torch.tensor([2])}])  # type: ignore[arg-type]
+    windows = NumberedWindows([{"input_ids": torch.tensor([1])}, {"input_ids": torch.tensor([2])}])
     assert len(windows) == 2
     assert int(windows[1]["window"]) == 1
 
@@ -142,17 +136,14 @@ class Spoiled:
         return self.windows[index]
 
 
-@pytest.mark.parametrize(
-    ("spoil", "seconds", "said"),
-    [
-        (lambda: os._exit(1), 60, "died"),
-        (lambda: time.sleep(600), 2, r"did not answer for 2 s \(data\.worker_timeout\)"),
-    ],
-)
+@pytest.mark.parametrize(("spoil", "seconds", "said"), [
+    (lambda: os._exit(1), 60, "died"),
+    (lambda: time.sleep(600), 2, r"did not answer for 2 s \(data\.worker_timeout\)"),
+])  # fmt: skip
 def test_a_lost_worker_is_named_with_what_it_read(tmp_path, spoil, seconds, said, monkeypatch):
     monkeypatch.setattr(torch.utils.data._utils, "MP_STATUS_CHECK_INTERVAL", 0.1)  # or it waits for the hung one
     make_set(tmp_path / "set", [[20], [30]])
-    windows = NumberedWindows(Spoiled(windows_of(TokenSet(tmp_path / "set"), 5), 6, spoil), 1)  # type: ignore[arg-type]
+    windows = NumberedWindows(Spoiled(windows_of(TokenSet(tmp_path / "set"), 5), 6, spoil), 1)
     loader = DataLoader(windows, batch_size=1, sampler=[6, 0], num_workers=1, timeout=seconds)
     message = rf"a data worker {said}: worker 0 was reading window 6 \(number 2 of .*00001\.tokens\)"
     with pytest.raises(ReadError, match=message), naming(windows, seconds):
@@ -160,13 +151,13 @@ def test_a_lost_worker_is_named_with_what_it_read(tmp_path, spoil, seconds, said
 
 
 def test_other_errors_of_reading_are_unchanged():
-    windows = NumberedWindows([{"input_ids": torch.tensor([1])}], 1)  # type: ignore[arg-type]
+    windows = NumberedWindows([{"input_ids": torch.tensor([1])}], 1)
     with pytest.raises(RuntimeError, match=r"^something else$"), naming(windows, 1):
         raise RuntimeError("something else")
     for lost in (RuntimeError("DataLoader worker (pid 7) is killed by signal: Killed."), ConnectionResetError("reset")):
         with pytest.raises(ReadError, match="died: no worker was reading a window"), naming(windows, 1):
             raise lost
-    with pytest.raises(ConnectionResetError, match="reset"), naming(NumberedWindows([]), 1):  # type: ignore[arg-type]
+    with pytest.raises(ConnectionResetError, match="reset"), naming(NumberedWindows([]), 1):
         raise ConnectionResetError("reset")
     assert windows.where(0) == "window 0"
 

@@ -28,10 +28,9 @@ def state_bytes(decoder, tokens):
     return state.nbytes
 
 
-@pytest.mark.parametrize(
-    ("attention", "options", "measured"),
-    [("llp", {"options": {"llp": {"segment": 8}}}, True), ("full", {}, False), ("full", {"loops": 2}, False)],
-)
+@pytest.mark.parametrize(("attention", "options", "measured"), [
+    ("llp", {"options": {"llp": {"segment": 8}}}, True), ("full", {}, False), ("full", {"loops": 2}, False),
+])  # fmt: skip
 def test_a_bounded_state_is_measured_and_a_growing_one_extrapolated(attention, options, measured):
     decoder = make(attention, **options).train()
     sizes = state_sizes(decoder, TOKENS, after=(40, 200), chunk=32)

@@ -1,38 +1,22 @@
 """Runs in their folders: what is resumed bit for bit, what is refused, what is never overwritten."""
 
-import json
 import logging
 import shutil
 
 import pytest
 
 from subquad.training import TrainConfig, checkpoint, train
-from subquad.training.errors import CheckpointError, FormatVersionError
+from subquad.training.errors import CheckpointError
 from subquad.training.processes import Processes
 from subquad.training.reading import NumberedWindows
 from subquad.training.run import settings_of
 from subquad.training.tasks import prepare_task
 from subquad.training.tasks_classify import first_phase
-from tests.training.helpers import (
-    CLASSIFY,
-    MQAR,
-    PROBE,
-    TOY,
-    assert_same_run,
-    assert_same_weights,
-    before_pass,
-    forget,
-    perceiver,
-    pretraining,
-    raising,
-    records,
-    steps_of,
-)
+from tests.training.configs import CLASSIFY, MQAR, PROBE, TOY, perceiver, pretraining
+from tests.training.helpers import assert_same_run, assert_same_weights, before_pass, forget, raising, steps_of
 
 
-def test_a_run_that_stops_within_an_epoch_sees_every_window_in_the_same_order_and_ends_with_the_same_bits(
-    make_config, tmp_path, monkeypatch
-):
+def test_a_run_stopped_within_an_epoch_sees_the_same_windows_and_ends_the_same(make_config, tmp_path, monkeypatch):
     seen, item = [], NumberedWindows.__getitem__
     monkeypatch.setattr(NumberedWindows, "__getitem__", lambda self, index: (seen.append(index), item(self, index))[1])
     train(make_config(steps=6, folder="whole"))
@@ -79,21 +63,6 @@ def test_damaged_checkpoints_and_leftovers_are_skipped_with_their_reason(run_at_
         assert said in caplog.text
     assert steps_of(root) == [2, 4]
     assert_same_weights(finished.folder, run_at_4)
-
-
-@pytest.mark.parametrize("name", ["optimizer.pt", "rng_state_0.safetensors"])
-def test_a_missing_file_is_never_silent(run_at_4, make_config, name):
-    forget(run_at_4, 2)
-    (run_at_4 / "checkpoints" / "checkpoint-4" / name).unlink()
-    with pytest.raises(CheckpointError, match=f"no checkpoint in .* is complete.*lacks the file {name}"):
-        train(make_config(steps=6))
-
-
-def test_another_format_is_refused_by_name(run_at_4, make_config):
-    manifest = run_at_4 / "checkpoints" / "checkpoint-4" / "manifest.json"
-    manifest.write_text(json.dumps({**json.loads(manifest.read_text()), "version": 0}))
-    with pytest.raises(FormatVersionError, match="has checkpoint format version 0; this release reads version 1"):
-        train(make_config(steps=6))
 
 
 @pytest.mark.parametrize(("changes", "message"), [
@@ -154,7 +123,6 @@ def test_a_finished_run_that_is_started_again_trains_nothing_and_keeps_its_model
     again = train(make_config(resume="must"))
     assert (again.steps, again.seconds) == (4, 0.0)
     assert_same_run(finished.folder, run_at_4)
-    assert records(run_at_4)[-1]["step"] == 4
 
 
 @pytest.mark.parametrize("dropout", [0.1, 0.0])

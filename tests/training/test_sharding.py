@@ -53,18 +53,11 @@ def test_states_are_read_by_the_names_of_their_parameters(model, tmp_path):
         assert_exact(optimizer.state[named[name]][part], value, key)
 
 
-@pytest.mark.parametrize(
-    ("states", "listed", "message"),
-    [
-        ({"gate.exp_avg": 2}, ["gate.exp_avg"], "has a state of gate, which the model lacks"),
-        (
-            {"bias.exp_avg": 2},
-            ["bias.exp_avg", "weight.exp_avg"],
-            r"does not have the states that its names\.json lists",
-        ),
-        ({"bias.exp_avg": 5}, ["bias.exp_avg"], r"bias\.exp_avg of shape \[5\], but the weight has shape \[2\]"),
-    ],
-)
+@pytest.mark.parametrize(("states", "listed", "message"), [
+    ({"gate.exp_avg": 2}, ["gate.exp_avg"], "has a state of gate, which the model lacks"),
+    ({"bias.exp_avg": 2}, ["bias.exp_avg", "x"], r"does not have the states that its names\.json lists"),
+    ({"bias.exp_avg": 5}, ["bias.exp_avg"], r"bias\.exp_avg of shape \[5\], but the weight has shape \[2\]"),
+])  # fmt: skip
 def test_states_of_other_parameters_are_refused(model, tmp_path, states, listed, message):
     write_states(tmp_path, {name: torch.rand(size) for name, size in states.items()}, listed)
     with pytest.raises(CheckpointError, match=message):
@@ -88,9 +81,9 @@ def test_whole_states_are_sharded_by_place(model, tmp_path):
 def test_errors_of_torchs_checkpoints_name_the_process(model, tmp_path, monkeypatch):
     write_states(tmp_path, {"bias.exp_avg": torch.rand(2)}, ["bias.exp_avg"])
     short, full = ValueError("it is cut short"), OSError(28, "No space left on device")
-    monkeypatch.setattr(sharding.dcp, "load", raising(CheckpointException("load", {1: (short, [])})))  # type: ignore[dict-item]
+    monkeypatch.setattr(sharding.dcp, "load", raising(CheckpointException("load", {1: (short, [])})))
     with pytest.raises(CheckpointError, match=r"optimizer cannot be read: in process 1: it is cut short"):
         sharding.load_optimizer(model, optimizer_of(model), tmp_path)
-    monkeypatch.setattr(sharding.dcp, "save", raising(CheckpointException("save", {1: (full, None)})))  # type: ignore[dict-item]
+    monkeypatch.setattr(sharding.dcp, "save", raising(CheckpointException("save", {1: (full, None)})))
     with pytest.raises(OSError, match=r"in process 1: \[Errno 28\] No space left on device"):
         sharding.save_optimizer(model, optimizer_of(model), tmp_path)

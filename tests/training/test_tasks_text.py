@@ -21,7 +21,8 @@ from subquad.training.loop import Loop
 from subquad.training.runs import is_probe, load_probe, load_run
 from subquad.training.tasks import check, prepare_task
 from tests.data.sets import flip
-from tests.training.helpers import MQAR, PROBE, perceiver, read_json, records, train_by_command
+from tests.training.configs import MQAR, PROBE, perceiver
+from tests.training.helpers import read_json, records, train_by_command
 
 
 @pytest.mark.parametrize(("length", "part"), [(2000, "training"), (400, "held-out")])
@@ -100,13 +101,9 @@ def test_over_one_epoch_the_labels_cover_the_text(make_config, text, tmp_path, m
         assert (set(places.values()), min(places)) == ({1}, LENGTH - stride)
 
 
-def test_windows_of_other_models_overlap_by_one_token(make_config):
+def test_the_stride_and_the_log_say_how_many_tokens_are_predicted(make_config, caplog):
     task = prepare_task(make_config(), None)
-    assert task.train.stride == LENGTH - 1
-    assert task.count == (len(task.data.train) - 1) // (LENGTH - 1)
-
-
-def test_the_log_says_how_many_tokens_are_predicted(make_config, caplog):
+    assert (task.train.stride, task.count) == (LENGTH - 1, (len(task.data.train) - 1) // (LENGTH - 1))
     with caplog.at_level(logging.INFO, "subquad.training"):
         prepare_task(make_config(perceiver()), None)
     said = "predicts the last 8 tokens of each window of 32: 64 of the 256 tokens that a step reads; windows start 8 "
@@ -119,17 +116,12 @@ def test_the_log_says_how_many_tokens_are_predicted(make_config, caplog):
     (perceiver(latents=1), "perceiver_ar needs at least 2 latents to train, got 1: what a window's last latent"),
     (perceiver(latents=2, vary_latents=True), "needs at least 3 latents to train with vary_latents, got 2"),
     (perceiver(latent=2), "no key .*options.perceiver_ar.latent'; did you mean 'latents'"),
+    (perceiver() | {"data.pack": "documents"}, "predicts only a window's last tokens and can't train on packed docu"),
 ])  # fmt: skip
 def test_windows_that_do_not_fit_are_refused_before_any_text_is_read(make_config, tmp_path, changes, match):
-    for refuse in (check, train):
-        with pytest.raises(ValueError, match=match):
-            refuse(make_config(changes, {"data.path": "nowhere"}))
+    with pytest.raises(ValueError, match=match):
+        train(make_config(changes, {"data.path": "nowhere"}))
     assert not (tmp_path / "run").exists()
-
-
-def test_perceiver_ar_takes_no_packed_documents(make_config, text):
-    with pytest.raises(ValueError, match="predicts only a window's last tokens and can't train on packed documents"):
-        prepare_task(make_config(perceiver(), {"data.pack": "documents"}), None)
 
 
 @pytest.mark.parametrize("options", [{"latents": 31}, {"latents": 2}, {"latents": 3, "vary_latents": True}])
