@@ -80,7 +80,7 @@ def test_packed_documents_take_no_cache(more):
 
 
 def test_positions_and_documents_at_once():
-    with pytest.raises(ValueError, match=r"doc_ids already set the positions, from 0 in each document: leave position_ids out"):
+    with pytest.raises(ValueError, match=r"doc_ids already set the positions, .*: leave position_ids out"):
         tiny()(**flattened(), doc_ids=torch.zeros(1, 14, dtype=torch.int64))
 
 

@@ -67,7 +67,7 @@ def test_default_positions_may_be_given_and_others_not():
     model, mask = tiny(), left_padded()["attention_mask"]
     positions = (mask.cumsum(1) - 1).clamp(min=0)
     assert_exact(model.generate(**left_padded(), **NEW, position_ids=positions), model.generate(**left_padded(), **NEW))
-    with pytest.raises(ValueError, match="position_ids must count the row.s real tokens"):
+    with pytest.raises(ValueError, match=r"position_ids must count the row.s real tokens"):
         model.generate(**left_padded(), **NEW, position_ids=positions + 2)
 
 
@@ -170,7 +170,7 @@ def test_what_needs_an_earlier_state_is_refused():
     model(prompt(), past_key_values=cache)
     with pytest.raises(ValueError, match=r"cannot be cropped, got crop\(2\): a state"):
         cache.crop(2)
-    with pytest.raises(TypeError, match="cannot store another model.s keys"):
+    with pytest.raises(TypeError, match=r"cannot store another model.s keys"):
         cache.update(torch.zeros(1), torch.zeros(1), 0)
     with pytest.raises(ValueError, match="assisted generation is not supported with stateful models"):
         model.generate(prompt(), assistant_model=tiny(), max_new_tokens=2)

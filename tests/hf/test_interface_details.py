@@ -245,7 +245,7 @@ def test_a_model_of_ours_has_its_attention_from_its_own_configuration(tmp_path):
     ("name", "options", "message"),
     [
         ("llpp", {}, "unknown attention 'llpp'.*llp"),
-        ("latte", {}, "'latte' has parameters, .* convert the model with .subquad convert., or choose one of bigbird, "),
+        ("latte", {}, "'latte' has parameters, .* with .subquad convert., or choose one of bigbird, "),
         (
             "llp",
             {"width": 3},

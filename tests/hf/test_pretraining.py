@@ -180,5 +180,5 @@ def test_joint_denoising_reads_label_and_tokens_from_the_same_pass(towers):
 def test_a_perceiver_has_no_second_loss():
     model = classifier(name="perceiver_io").train()
     model.denoising = Denoising(1.0, Hiding(0.3, 0.0))
-    with pytest.raises(ValueError, match="attention 'perceiver_io' keeps no vector for each token and cannot predict tokens"):
+    with pytest.raises(ValueError, match="'perceiver_io' keeps no vector for each token and cannot predict tokens"):
         model(some_tokens(), labels=LABELS)
