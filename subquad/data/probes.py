@@ -228,7 +228,9 @@ def text_passkey(
         key = _key(tokenizer, "".join(map(str, rng.integers(DIGITS, size=digits))))
         room = length - len(before) - len(after) - len(question) - 2 * len(key)
         if room < 0:
-            raise ValueError(f"a key of {digits} digits and its sentences take {length - room} tokens, got {length=}")
+            raise ValueError(
+                f"the sentences around a key of {digits} digits take {length - room} tokens, got {length=}"
+            )
         if room > len(text):
             raise ValueError(f"the text has {len(text)} tokens, but length={length} needs {room}")
         start = int(rng.integers(len(text) - room + 1))

@@ -174,7 +174,7 @@ def test_a_key_in_a_text_is_told_and_asked_for(length, depth, seed):
     (lambda: mqar(20, 1, depth=0.5), "depth is valid only for the probe passkey, got depth=0.5 for mqar"),
     (lambda: ProbeItems(CONFIGS[1], 9, 5), "mqar with pairs=3 needs sequences of at least 10 tokens, got length=9"),
     (lambda: ProbeItems(CONFIGS[0], 30, 5)[5], "example 5 is out of range: there are 5"),
-    (lambda: text_passkey(BYTES, TEXT, 50, 1), "a key of 5 digits and its sentences take 86 tokens, got length=50"),
+    (lambda: text_passkey(BYTES, TEXT, 50, 1), "the sentences around a key of 5 digits take 86 tokens, got length=50"),
     (lambda: text_passkey(BYTES, TEXT[:99], 300, 1), "the text has 99 tokens, but length=300 needs 214"),
     (lambda: text_passkey(BYTES, TEXT, 300, 1, digits=0), "digits must be at least 1, got 0"),
     (lambda: text_passkey(BYTES, TEXT, 300, 1, depth=2), "a depth must lie between 0 .*, got 2"),

@@ -144,7 +144,7 @@ def test_a_text_folder_may_hold_an_index_of_its_own(folder, tmp_path):
     (flip, "is damaged: the checksum of its tokens is wrong"),
     (lambda file: file.write_bytes(file.read_bytes()[:-1]), "is cut short or too long"),
     (lambda file: file.unlink(), "No such file"),
-    (lambda file: make_set(file.parent / "x", [[1], [20]]).shard(1).path.replace(file), "index: it has 20 tokens"),
+    (lambda file: make_set(file.parent / "x", [[1], [20]]).shard(1).path.replace(file), "the index: it has 20 tokens"),
 ], ids=["flipped", "cut", "missing", "swapped"])  # fmt: skip
 def test_a_bad_shard_is_named_or_skipped_and_the_others_keep_their_places(folder, spoil, message, caplog):
     whole = ids(windows_of(TokenSet(folder), 6))

@@ -273,9 +273,7 @@ def test_what_set_attention_refuses_leaves_the_model_as_it_was(name, options, me
 
 def test_options_are_whole_numbers_bools_and_words():
     model = stock("llama", "window")
-    with pytest.raises(
-        TypeError, match=r"option 'segment' of 'llp' must be an integer, a bool or a string, got 8\.5"
-    ):
+    with pytest.raises(TypeError, match=r"option 'segment' of 'llp' must be an integer, a bool or a string, got 8\.5"):
         hf.set_attention(model, "llp", segment=8.5)
     parts_of("llp", 4, {"segment": 8, "shifted_heads": True})
     with pytest.raises((TypeError, ValueError), match="shifted_heads"):  # although 1 == True
