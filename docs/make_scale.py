@@ -51,8 +51,12 @@ def main() -> None:
     parser.add_argument("--measure", action="store_true", help="measure the constants first")
     if parser.parse_args().measure:
         pages.keep(RESULT, measured())
-    found = pages.read(RESULT)
-    pages.rewrite("scale.md", {make.__name__: partial(make, found) for make in (constants, alone, together, proof)})
+    pages.rewrite("scale.md", blocks(pages.read(RESULT)))
+
+
+def blocks(found: dict[str, Any]) -> dict[str, Callable[[], str]]:
+    """Return a function for each block of the page."""
+    return {make.__name__: partial(make, found) for make in (constants, alone, together, proof)}
 
 
 def make_decoder(name: str, layers: int) -> Decoder:

@@ -3,15 +3,18 @@
 Commands in the text of `benchmarks/GPU_TODO.md` are checked too.
 """
 
+import importlib
 import io
 import json
 import re
 import shlex
 import shutil
+import socket
 from pathlib import Path
 
 import numpy as np
 import pytest
+import torch
 import yaml
 from transformers import LlamaConfig, LlamaForCausalLM
 
@@ -35,7 +38,9 @@ from subquad.models.stacks import STACKS
 from tests.fuzz.targets import write_llama2c, write_llama2c_tokenizer
 
 ROOT = Path(__file__).resolve().parents[1]
-PAGES = ("README.md", *(f"docs/{name}.md" for name in ("guide", "images", "import", "lora", "lra", "transformers")))
+NAMES = ("guide", "images", "import", "lora", "lra", "probes", "scale", "transformers")
+PAGES = ("README.md", *(f"docs/{name}.md" for name in NAMES))
+"""Other tests read the other pages: convert, extend, costs, performance, auditing, add-a-mechanism."""
 TABLES = ("benchmarks/GPU_TODO.md",)
 BLOCK = re.compile(r"^```(\w+)\n(.*?)^```", re.MULTILINE | re.DOTALL)
 
@@ -51,7 +56,7 @@ COMMANDS = [
     for page in PAGES
     for block in blocks(page, "console")
     for line in block.splitlines()
-    if "subquad " in line or "python -m " in line
+    if re.search("subquad |python -m |torchrun ", line)
 ]
 COMMANDS += [
     (page, command)
@@ -80,7 +85,7 @@ def place(tmp_path_factory) -> Path:
         (folder / "my_texts" / f"{number}.txt").write_text(text)
     (folder / "another.txt").write_text("another text\n" * 40)
     (folder / "draft.txt").write_text("a draft\n")
-    (folder / "book.txt").write_text("a book\n" * 20)
+    (folder / "book.txt").write_text("a book\n" * 100)
     tiny = {
         "model": {"dim": 16, "num_layers": 1, "num_heads": 2},
         "data": {"path": str(folder / "my_texts"), "vocab_size": 300, "cache": str(folder / "cache")},
@@ -88,7 +93,10 @@ def place(tmp_path_factory) -> Path:
         "schedule": {"warmup": 1},
         "run": {"steps": 2, "eval_every": 2, "eval_windows": 2, "sample_tokens": 5, "device": "cpu"},
     }
-    (folder / "tiny.yaml").write_text(yaml.safe_dump(tiny))
+    for name in ("tiny.yaml", "run.yaml"):
+        (folder / name).write_text(yaml.safe_dump(tiny))
+    shutil.copytree(folder / "my_texts", folder / "texts")
+    shutil.make_archive(str(folder / "more"), "gztar", folder / "my_texts")
     for run in ("stdlib-llp", "mine"):
         assert main(["train", "--config", str(folder / "tiny.yaml"), "--run.folder", str(folder / "runs" / run)]) == 0
     latents = ["--model.attention", "perceiver_ar", "--model.options.perceiver_ar.latents", "16"]
@@ -113,6 +121,8 @@ def place(tmp_path_factory) -> Path:
         "other": adapter,
     }.items():
         assert main([*shlex.split(command), "--run.folder", str(folder / "runs" / run)]) == 0
+    for run in ("window", "latte"):
+        shutil.copytree(folder / "runs" / "probe-mqar", folder / "runs" / "mqar" / run)
     shape = {"hidden_size": 16, "intermediate_size": 24, "num_hidden_layers": 2, "num_attention_heads": 2}
     LlamaForCausalLM(LlamaConfig(vocab_size=256, **shape)).save_pretrained(folder / "my_llama")
     load_tokenizer("bytes").save(str(folder / "my_llama" / "tokenizer.json"))
@@ -129,6 +139,20 @@ def place(tmp_path_factory) -> Path:
     return folder
 
 
+@pytest.fixture
+def lone_process(monkeypatch):
+    """The environment of torchrun with one process, for code that starts torch.distributed."""
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    for name, value in {"RANK": 0, "WORLD_SIZE": 1, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}.items():
+        monkeypatch.setenv(name, str(value))
+    yield
+    if torch.distributed.is_initialized():
+        torch.distributed.destroy_process_group()
+
+
+@pytest.mark.usefixtures("lone_process")
 @pytest.mark.parametrize(("page", "number"), PYTHON)
 def test_python_blocks_run(page, number, place, monkeypatch, capsys):
     monkeypatch.chdir(place)
@@ -143,7 +167,10 @@ def test_commands_are_accepted(page, command, place, monkeypatch, capsys):
     monkeypatch.chdir(place)
     monkeypatch.setenv("SUBQUAD_CACHE", str(place / "cache"))
     feed, _, command = command.rpartition("| ")
-    words = shlex.split(command)
+    words = [word for word in shlex.split(command) if not re.match("[A-Z_]+=", word)]
+    if words[0] == "torchrun" and "-m" not in words:
+        assert f"`{words[-1]}`" in (ROOT / page).read_text(encoding="utf-8"), "the page shows the file's code"
+        return
     if words[0] == "torchrun":
         words = words[words.index("-m") + 1 :]
     if words[:2] == ["python", "-m"]:
@@ -168,7 +195,8 @@ def test_commands_are_accepted(page, command, place, monkeypatch, capsys):
         shutil.rmtree(words[words.index("--out") + 1], ignore_errors=True)  # more than one page writes it
         assert main(words[1:]) == 0
     elif words[1] == "probe":
-        assert main([*words[1:], "--samples", "2"]) == 0
+        shorter = ["--lengths", "96"] if "--task" in words else []  # the text of the run is short
+        assert main([*words[1:], *shorter, "--samples", "2"]) == 0
     elif words[1] == "cost":
         assert main([*words[1:], "--attention", "llp"]) == 0  # all mechanisms take ten seconds
     elif words[1] == "audit":
@@ -179,7 +207,9 @@ def test_commands_are_accepted(page, command, place, monkeypatch, capsys):
 
 def accepts_program(program, words, place, monkeypatch, capsys):
     """Run a program that needs a clone, in tiny sizes; an experiment is only parsed."""
-    if program == "experiments":
+    if program == "pytest":
+        assert (ROOT / words[-1]).is_file()
+    elif program == "experiments":
         chosen = harness.make_parser().parse_args(words)
         if chosen.name:
             read_recipe(ROOT / "experiments" / chosen.name).scale(chosen.scale)
@@ -250,6 +280,14 @@ def test_every_link_of_every_page_resolves():
 def test_the_index_links_every_page_and_decision():
     index = ROOT / "docs" / "README.md"
     assert {file for file, _ in links(index)} >= {file.resolve() for file in (ROOT / "docs").rglob("*.md")} - {index}
+
+
+@pytest.mark.slow
+def test_the_tables_of_scale_are_those_of_the_results(monkeypatch):
+    monkeypatch.syspath_prepend(str(ROOT / "docs"))
+    make = importlib.import_module("make_scale")
+    page, found = (ROOT / "docs" / "scale.md").read_text(encoding="utf-8"), make.pages.read(make.RESULT)
+    assert make.pages.rewritten(page, make.blocks(found)) == page, "write them again: python docs/make_scale.py"
 
 
 def test_the_tables_of_lora_on_mnist_are_those_of_the_results(tmp_path, capsys):

@@ -1,11 +1,13 @@
-"""docs/auditing.md: its Python runs, and its table has every check."""
+"""docs/auditing.md: its Python runs, its commands are accepted, and its table has every check."""
 
 import re
 import runpy
+import shlex
 from pathlib import Path
 
 import pytest
 
+from subquad.cli.audit import make_parser
 from subquad.evaluation.audit.report import CHECKS
 
 PAGE = (Path(__file__).resolve().parents[2] / "docs/auditing.md").read_text(encoding="utf-8")
@@ -17,6 +19,13 @@ def test_the_page_s_python_runs(number, tmp_path, capsys):
     file = tmp_path / "block.py"
     file.write_text(PYTHON[number], encoding="utf-8")
     assert runpy.run_path(str(file))["report"].passed
+
+
+def test_the_page_s_commands_are_accepted():
+    commands = re.findall(r"^subquad audit (.*)$", PAGE, re.MULTILINE)
+    assert len(commands) == 4
+    for command in commands:
+        make_parser().parse_args(shlex.split(command))
 
 
 def test_the_page_s_table_has_every_check():
