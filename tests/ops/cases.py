@@ -57,4 +57,4 @@ def thinned(every, **axes):
         slow = os.environ.get("TRITON_INTERPRET") == "1" and sum(places) % every
         name = "-".join(str(value).removeprefix("torch.") for value in values)
         parameters.append(pytest.param(*values, marks=pytest.mark.slow if slow else (), id=name))
-    return pytest.mark.parametrize(tuple(axes), parameters, indirect=["backend"] if "backend" in axes else False)
+    return pytest.mark.parametrize(tuple(axes), parameters)

@@ -80,26 +80,31 @@ PATTERNS = [
     Columns(size=8, last=3),
 ]
 SOME = [Causal(), Full(), Window(width=5), Segments(size=7, back=2), Prefix(length=13), Suffix(start=13)]
-BACKENDS = ("reference", "torch", "gathered", "sequential")
-computed = pytest.mark.parametrize("backend", BACKENDS[1:], indirect=True)
+FORMS = ("reference", "torch", "gathered", "sequential")
+computed = pytest.mark.parametrize("form", FORMS[1:])
 few = settings(max_examples=20, suppress_health_check=[HealthCheck.function_scoped_fixture])
 MASK = mask_with([(9, 25, 6), (0, 33, 7)])
 
 
-@pytest.fixture(params=BACKENDS)
-def backend(request, monkeypatch):
-    """Every backend, in small chunks. `gathered` is the form of `torch` for other devices and for dropout."""
+@pytest.fixture(params=FORMS)
+def form(request):
+    return request.param
+
+
+@pytest.fixture
+def backend(form, monkeypatch):
+    """The backend of a form, in small chunks. `gathered` is how `torch` computes on other devices and with dropout."""
     monkeypatch.setattr(sequential, "QUERY_CHUNK", 16)
     monkeypatch.setattr(sequential, "KEY_CHUNK", 24)
-    if request.param == "gathered":
+    if form == "gathered":
         monkeypatch.setattr(tiled, "_on_cpu", lambda *args: gathered(*args, 0.0))
-    return "torch" if request.param == "gathered" else request.param
+    return "torch" if form == "gathered" else form
 
 
 def qkv(tokens=70, keys=None, heads=H, kv_heads=None, values=K, batch=B, dtype=torch.float64):
     keys = tokens if keys is None else keys
     shapes = (heads, tokens, K), (kv_heads or heads, keys, K), (kv_heads or heads, keys, values)
-    return [normal(batch, *shape, seed=n, dtype=dtype) for n, shape in enumerate(shapes)]
+    return [normal(batch, *shape, seed=n, dtype=dtype) for n, shape in enumerate(shapes, 1)]
 
 
 def attention(pattern, backend, **options):
@@ -177,7 +182,7 @@ def test_ragged_rows(backend, pattern, rows):
     assert_is_the_definition(backend, qkv(tokens, keys), pattern, **options)
 
 
-@thinned(4, pattern=SOME, backend=BACKENDS)
+@thinned(4, pattern=SOME, form=FORMS)
 def test_rows_that_start_apart_are_as_alone(pattern, backend):
     inputs, starts = qkv(20, 50), [30, 12]
     options = {"q_start": torch.tensor(starts), "k_start": torch.tensor(starts) - 30}
@@ -188,14 +193,14 @@ def test_rows_that_start_apart_are_as_alone(pattern, backend):
         assert_same_maths(whole[b : b + 1], alone, f"row {b}")
 
 
-@thinned(4, pattern=PATTERNS, backend=BACKENDS)
+@thinned(4, pattern=PATTERNS, form=FORMS)
 def test_slots_before_position_zero_hold_no_key(pattern, backend):
     q, k, v = qkv(20, 30)
     with_empty_slots = block_attention(q, k, v, pattern, k_start=-10, backend=backend)
     assert_same_maths(with_empty_slots, block_attention(q, k[:, :, 10:], v[:, :, 10:], pattern, backend=backend))
 
 
-@thinned(4, pattern=PATTERNS, backend=BACKENDS)
+@thinned(4, pattern=PATTERNS, form=FORMS)
 def test_lengths_cut_the_keys_and_zero_the_queries(pattern, backend):
     inputs = qkv(30)
     out, lse = attention(pattern, backend, lengths=torch.tensor([30, 17]))(*inputs)
@@ -204,7 +209,7 @@ def test_lengths_cut_the_keys_and_zero_the_queries(pattern, backend):
     assert torch.isneginf(lse[1, :, 17:]).all()
 
 
-@thinned(4, pattern=PATTERNS, backend=BACKENDS)
+@thinned(4, pattern=PATTERNS, form=FORMS)
 def test_padding_anywhere_is_as_if_removed(pattern, backend):
     inputs = qkv(40)
     out, lse, *gradients = differentiated(attention(pattern, backend, mask=MASK), inputs)
@@ -216,7 +221,7 @@ def test_padding_anywhere_is_as_if_removed(pattern, backend):
             assert_exact(x[b, :, ~MASK[b]], torch.zeros_like(x[b, :, ~MASK[b]]))
 
 
-@thinned(4, pattern=SOME, backend=BACKENDS, dtype=LOW_PRECISION)
+@thinned(4, pattern=SOME, form=FORMS, dtype=LOW_PRECISION)
 def test_rubbish_in_padding_changes_no_bit(pattern, backend, dtype):
     expected, *others = (
         differentiated(
@@ -230,7 +235,7 @@ def test_rubbish_in_padding_changes_no_bit(pattern, backend, dtype):
         assert_all_exact(actual, expected)
 
 
-@thinned(3, pattern=(Causal(), Full(), Window(width=9)), backend=BACKENDS)
+@thinned(3, pattern=(Causal(), Full(), Window(width=9)), form=FORMS)
 def test_packed_documents_are_documents_alone(pattern, backend):
     sizes, inputs = [7, 20, 13], qkv(40)
     doc_ids = torch.repeat_interleave(torch.arange(3), torch.tensor(sizes)).expand(B, -1)
@@ -239,14 +244,14 @@ def test_packed_documents_are_documents_alone(pattern, backend):
     assert_same_maths(packed, torch.cat([block_attention(*x, pattern, backend=backend) for x in parts], 2))
 
 
-@thinned(4, pattern=SOME, backend=BACKENDS)
+@thinned(4, pattern=SOME, form=FORMS)
 def test_grouped_heads_are_repeated_heads(pattern, backend):
     run, inputs = attention(pattern, backend), qkv(40, kv_heads=2)
     expected = differentiated(lambda q, k, v: run(q, k.repeat_interleave(2, 1), v.repeat_interleave(2, 1)), inputs)
     assert_all_same_maths(differentiated(run, inputs), expected)
 
 
-@thinned(4, pattern=PATTERNS, backend=BACKENDS)
+@thinned(4, pattern=PATTERNS, form=FORMS)
 def test_nothing_and_one_token(pattern, backend):
     for tokens, keys in ((0, 0), (0, 5), (5, 0), (1, 1), (1, 30)):
         run = attention(pattern, backend, q_start=max(0, keys - tokens))
@@ -268,7 +273,7 @@ def test_a_query_without_keys_gives_zeros_and_no_gradient(backend):
     assert all(x.isfinite().all() for x in (dk, dv))
 
 
-@thinned(3, pattern=SOME, backend=BACKENDS[1:])
+@thinned(3, pattern=SOME, form=FORMS[1:])
 def test_lse_alone_has_its_gradients(pattern, backend):
     actual, expected = (
         differentiated(lambda *x, name=name: attention(pattern, name)(*x)[1:], qkv(40))
@@ -277,7 +282,7 @@ def test_lse_alone_has_its_gradients(pattern, backend):
     assert_all_same_maths(actual, expected)
 
 
-@thinned(4, pattern=SOME, backend=BACKENDS)
+@thinned(4, pattern=SOME, form=FORMS)
 def test_dropout_zeroes_weights_scales_the_others_and_passes_gradients(pattern, backend):
     q, k, _ = qkv(40, heads=2)
     v = torch.eye(40, dtype=torch.float64).expand(B, 2, 40, 40)  # outputs are then the weights
@@ -302,7 +307,7 @@ def plain(q, k, v, pattern):
     return (dense_weights(q, k, allowed, K**-0.5)[0] @ v,)
 
 
-@thinned(4, pattern=SOME, backend=BACKENDS, dtype=LOW_PRECISION)
+@thinned(4, pattern=SOME, form=FORMS, dtype=LOW_PRECISION)
 def test_low_precision_stays_in_budget(pattern, backend, dtype):
     inputs = qkv(dtype=dtype)
     exact = differentiated(lambda *x: plain(*x, pattern), [x.double() for x in inputs])
@@ -312,7 +317,7 @@ def test_low_precision_stays_in_budget(pattern, backend, dtype):
     assert_all_in_budget(actual, expected, exact, dtype)
 
 
-@thinned(3, pattern=SOME, backend=BACKENDS[1:], dtype=LOW_PRECISION)
+@thinned(3, pattern=SOME, form=FORMS[1:], dtype=LOW_PRECISION)
 def test_logits_of_ten_thousand_are_finite(pattern, backend, dtype):
     q, k, v = qkv(dtype=dtype)
     out, lse, *gradients = differentiated(attention(pattern, backend, scale=1.0), (100 * q.sign(), 100 * k.sign(), v))
@@ -378,8 +383,9 @@ def long_inputs():
     return [x.requires_grad_() for x in qkv(LONG, heads=1, batch=1, dtype=torch.float32)]
 
 
-@thinned(2, pattern=UNBOUNDED, rows=ROWS, backend=("torch", "gathered"))
-def test_no_tensor_has_a_square_of_entries(pattern, rows, backend, long_inputs):
+@thinned(2, pattern=UNBOUNDED, rows=ROWS, form=("torch", "gathered"))
+@pytest.mark.usefixtures("backend")
+def test_no_tensor_has_a_square_of_entries(pattern, rows, long_inputs):
     with block_sizes(SIZE):
         largest = largest_allocation(lambda: block_attention(*long_inputs, pattern, **ROWS[rows]).sum().backward())
     assert largest <= LONG**2 * 4 // 4
@@ -437,7 +443,7 @@ UNIONS = {
 }
 
 
-@thinned(4, case=UNIONS, backend=BACKENDS)
+@thinned(4, case=UNIONS, form=FORMS)
 def test_a_merge_is_the_softmax_over_the_union(case, backend):
     def merged(q, k, v):
         return merge_attention(*zip(*(attention(p, backend)(q, k, v) for p in UNIONS[case]), strict=True))
