@@ -43,6 +43,40 @@ FAULTS = {
         MEASURING,
         {"test_the_flops_of_a_step_are_counted_forward_and_backward"},
     ),
+    "temperature is applied after top-p": Fault(
+        "subquad/generation/sampling.py",
+        """    p_V = ((logits_V - logits_V[0]) / sampling.temperature)[: sampling.top_k].softmax(-1)
+    if sampling.top_p is not None:
+        p_V = p_V[p_V.cumsum(-1) - p_V < sampling.top_p]
+""",
+        """    p_V = (logits_V - logits_V[0])[: sampling.top_k].softmax(-1)
+    if sampling.top_p is not None:
+        p_V = p_V[p_V.cumsum(-1) - p_V < sampling.top_p]
+    p_V = p_V ** (1 / sampling.temperature)
+    p_V = p_V / p_V.sum()
+""",
+        "tests/generation/test_sampling.py",
+        {"test_the_nucleus_is_that_of_the_tempered_distribution"},
+    ),
+    "an old checkpoint is deleted before the new one has its name": Fault(
+        "subquad/training/checkpoint.py",
+        """        shutil.rmtree(trash, ignore_errors=True)
+        os.replace(target, trash)
+    os.replace(source, target)
+""",
+        """        shutil.rmtree(target)
+    os.replace(source, target)
+""",
+        "tests/training/test_saving.py",
+        {"test_a_crash_at_any_moment_of_a_save_leaves_a_complete_checkpoint"},
+    ),
+    "config.json is moved first": Fault(
+        "subquad/training/saving.py",
+        "key=lambda path: path.name in last)",
+        "key=lambda path: path.name not in last)",
+        "tests/training/test_saving.py",
+        {"test_a_final_model_that_has_its_configuration_has_all_its_files_after_any_crash"},
+    ),
 }
 
 
