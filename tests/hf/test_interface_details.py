@@ -232,7 +232,7 @@ def test_a_model_of_ours_has_its_attention_from_its_own_configuration(tmp_path):
     model = hf.SubquadForCausalLM(hf.SubquadConfig(vocab_size=11, dim=16, num_layers=1, num_heads=2, attention="llp"))
     with pytest.raises(ValueError, match="SubquadForCausalLM takes its attention from its own configuration: build or"):
         hf.set_attention(model, "llp")
-    named = "attn_implementation='subquad_window' is for models of transformers: SubquadForCausalLM has its attention"
+    named = "attn_implementation='subquad_window' is for transformers' models: SubquadForCausalLM takes its attention"
     with pytest.raises(ValueError, match=named):
         model.set_attn_implementation("subquad_window")
     model.set_attn_implementation("eager")

@@ -113,7 +113,7 @@ def test_the_stride_and_the_log_say_how_many_tokens_are_predicted(make_config, c
 @pytest.mark.parametrize(("changes", "match"), [
     (perceiver(latents=32), "would have no history: batch.length=32 must be above its latents=32; give longer windows"),
     (perceiver(latents=256), r"batch.length=32 must be above its latents=256; .* or fewer latents \(model.options"),
-    (perceiver(latents=1), "perceiver_ar needs at least 2 latents to train, got 1: what a window's last latent"),
+    (perceiver(latents=1), "perceiver_ar needs at least 2 latents to train, got 1: the label of a window's last"),
     (perceiver(latents=2, vary_latents=True), "needs at least 3 latents to train with vary_latents, got 2"),
     (perceiver(latent=2), "no key .*options.perceiver_ar.latent'; did you mean 'latents'"),
     (perceiver() | {"data.pack": "documents"}, "predicts only a window's last tokens and can't train on packed docu"),
