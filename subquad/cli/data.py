@@ -202,7 +202,8 @@ def draw_samples(corpus: LabelledCorpus, samples: int, path: str) -> int:
     samples = min(samples, len(train))
     columns = max(1, round(samples**0.5 + 0.49))
     rows = -(-samples // columns)
-    figure = Figure(figsize=(1.6 * columns, 1.8 * rows), layout="constrained", dpi=100)
+    figure = Figure(figsize=(1.6 * columns, 1.8 * rows + 0.4), layout="constrained", dpi=100)
+    figure.suptitle(f"{samples} of {len(train):,} training examples", fontsize=10)
     for number, axes in enumerate(figure.subplots(rows, columns, squeeze=False).ravel()):
         axes.axis("off")
         if number >= samples:

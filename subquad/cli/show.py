@@ -140,7 +140,9 @@ def weights(chosen: Namespace) -> drawing.Figure:
             panels += [drawing.Weights(title, w_TS, layer.causal) for title, w_TS in heads]
         else:
             panels.append(drawing.Weights(name, w_HTS.mean(0).numpy(), layer.causal))
-    return drawing.draw_weights(drawing.in_rows(panels, COLUMNS))
+    over = "mean of heads" if len(asked) > 1 and chosen.head is None else f"width {chosen.dim}"
+    title = f"Attention weights of untrained layers ({over})"
+    return drawing.draw_weights(drawing.in_rows(panels, COLUMNS), title=title)
 
 
 def _trained_weights(chosen: Namespace) -> drawing.Figure:
@@ -154,7 +156,7 @@ def _trained_weights(chosen: Namespace) -> drawing.Figure:
         layer, w_HTS = layers[i]
         row = f"layer {i}: {layer.name}"
         grid.append([drawing.Weights(f"head {h}", w_HTS[h].numpy(), layer.causal, row) for h in _heads(chosen, w_HTS)])
-    return drawing.draw_weights(grid, tokens=shown_T)
+    return drawing.draw_weights(grid, title=f"Attention weights of {Path(chosen.run).name}", tokens=shown_T)
 
 
 def _reading_text(chosen: Namespace) -> tuple[nn.Module, list[int], list[str]]:
@@ -219,7 +221,7 @@ def positions(chosen: Namespace) -> drawing.Figure:
     for i, layer in numbered:
         terms_HTS = matrices.position_terms(layer, chosen.tokens).numpy()
         grid.append([drawing.Panel(t_TS, f"head {h}", f"layer {i}") for h, t_TS in enumerate(terms_HTS)])
-    return drawing.draw_positions(grid)
+    return drawing.draw_positions(grid, title="Position terms of attention")
 
 
 def cost(chosen: Namespace) -> drawing.Figure:
@@ -228,7 +230,7 @@ def cost(chosen: Namespace) -> drawing.Figure:
     check_at_least(1, "--", tokens=lengths[0])
     sizes = {"dim": chosen.dim, "num_heads": chosen.heads}
     measured = list(layer_costs(_asked(chosen, names()), lengths, options=chosen.options, **sizes))
-    return drawing.draw_cost(measured, title=f"one layer, width {chosen.dim}, {chosen.heads} heads")
+    return drawing.draw_cost(measured, title=f"Cost of one layer of width {chosen.dim} with {chosen.heads} heads")
 
 
 def _asked(chosen: Namespace, default: list[str]) -> list[str]:

@@ -299,10 +299,10 @@ def draw_heatmaps(
         axis.set_yticks(range(len(names)), list(names.values()) if left else [""] * len(names), fontsize=8)
         axis.tick_params(length=0)
         if bottom:
-            axis.set_xlabel("tokens of the sequence", fontsize=9)
+            axis.set_xlabel("sequence length (tokens)", fontsize=9)
     figure.supylabel(label, fontsize=9)
     bar = figure.colorbar(images[0], ax=figure.axes, fraction=0.04, aspect=25, pad=0.02)
-    bar.set_label("accuracy (mark: chance)", fontsize=9)
+    bar.set_label("accuracy (orange: chance, white: not asked)", fontsize=9)
     bar.ax.axhline(chance, color="#d55e00", linewidth=2)
     return figure
 
@@ -351,7 +351,7 @@ def draw_lines(
             number = models.index(entry.subject.name) if several else lengths.index(entry.length)
             _line(axis, entry, entry.subject.name if several else f"{entry.length:,} tokens", number, doubling=doubling)
         if chance is not None:
-            axis.axhline(chance, color="#7f7f7f", linestyle=":", linewidth=1.2, label="chance")
+            axis.axhline(chance, color="#7f7f7f", linestyle="-.", linewidth=1.2, label="chance")
             axis.set_ylim(-0.03, 1.03)
             axis.set_xlim(0, 1)
         if several:
@@ -362,7 +362,15 @@ def draw_lines(
     if doubling:
         axes[-1].set_xscale("log", base=2)
         axes[-1].xaxis.set_major_formatter(lambda value, _: f"{value:,.0f}")
-    axes[0].legend(loc="upper left", bbox_to_anchor=(1.01, 1.0), frameon=False, fontsize=8, handlelength=4)
+    axes[0].legend(
+        title="" if several else "sequence length",
+        title_fontsize=8,
+        loc="upper left",
+        bbox_to_anchor=(1.01, 1.0),
+        frameon=False,
+        fontsize=8,
+        handlelength=4,
+    )
     axes[-1].set_xlabel(f"{x}; bars: two standard errors", fontsize=9)
     return figure
 
