@@ -1,4 +1,4 @@
-"""The command `subquad`. A command's modules load when the command is named: `subquad --help` loads no torch."""
+"""The command `subquad`. Each command's module is imported on use, so `subquad --help` doesn't load torch."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ COMMANDS = {
     "cost": "subquad.cli.cost",
     "show": "subquad.cli.show",
 }
-"""The module of each command: its `run(arguments)` parses them, does the work and returns the exit status."""
+"""The module of each command. Its `run(arguments)` parses them, does the work and returns the exit status."""
 
 MOVED = {
     ("bench",): "python -m benchmarks",
@@ -39,7 +39,7 @@ MOVED = {
     ("lora", "mnist"): "python -m experiments.lora_mnist",
     ("cost", "--paper"): "python -m experiments.llp_table6",
 }
-"""Commands that need a clone of the repository, by their old names."""
+"""Former commands that now need a clone of the repository, with their replacements."""
 
 OVERVIEW = """\
 usage: subquad COMMAND [options]
@@ -47,34 +47,36 @@ usage: subquad COMMAND [options]
 Sub-quadratic attention: train, evaluate and sample long-context language models.
 
 commands:
-  train      train a model, evaluate it on held-out text, sample, report
+  train      train a model, evaluate it on held-out data and report
   eval       measure a trained model on a text, or on tasks of lm-evaluation-harness
   generate   continue a prompt, or draw images
-  complete   draw the occluded part of images
-  serve      answer over HTTP in OpenAI's form, with a page to try it
-  audit      check a language model for leaks, wrong caches, padding, growth
-  probe      what models remember: passkey, recall, copying, loss by context
-  data       make or open a labelled data set, and say what is in it
-  lora       adapters: list, merge
-  extend     give a model of transformers longer reach (LongLoRA)
-  import     a model of transformers or llama2.c as one of ours
-  export     a model of ours as one of transformers
-  convert    replace full attention in a trained model
-  list       the attention mechanisms, their options, the recipes
-  cost       what mechanisms and models cost: score entries, FLOPs, memory
-  show       pictures: weights, reach, positions, cost
+  complete   fill in hidden parts of images
+  serve      serve a model over HTTP with an OpenAI-compatible API and a web page
+  audit      check a language model for leaks from later tokens and for wrong caches
+  probe      measure a model's recall: passkey, associative recall, copying, loss by context
+  data       make a labelled data set or token shards, and print statistics
+  lora       list adapters; merge an adapter into its base
+  extend     train a transformers model to read longer contexts (LongLoRA)
+  import     convert a transformers or llama2.c model into a subquad model
+  export     convert a subquad model into a transformers model
+  convert    replace full attention in a trained model by a sub-quadratic mechanism
+  list       list attention mechanisms with their options, and recipes
+  cost       count score entries, FLOPs and memory of mechanisms and models
+  show       draw attention weights, receptive fields, position terms or costs
 
+examples:
   subquad train --recipe stdlib-llp
   subquad eval runs/stdlib-llp --stride 128
   subquad generate runs/stdlib-llp --prompt "def main("
 
-`subquad COMMAND --help` lists the options of a command. With `--debug` an error shows its traceback.
+`subquad COMMAND --help` lists the options of a command.
+`subquad COMMAND --debug ...` shows the traceback of an error.
 `subquad --version` prints the version.
 """
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Run a command; returns the exit status: 0 done, 1 failed, 2 wrong arguments, 130 interrupted."""
+    """Run a command and return its exit status: 0 done, 1 failed, 2 wrong arguments, 130 interrupted."""
     arguments = list(sys.argv[1:] if arguments is None else arguments)
     command = next((argument for argument in arguments if argument != "--debug"), "")
     given = {argument.partition("=")[0] for argument in arguments}
@@ -94,23 +96,23 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def _run(command: str, arguments: list[str]) -> int:
-    """Load the command's module, which loads torch, and run it in a process that keeps freed memory."""
+    """Import the command's module (and torch) and run it, with the allocator set to keep freed memory."""
     module = importlib.import_module(COMMANDS[command])
     importlib.import_module("subquad.memory").keep_freed_memory()
     return int(module.run(arguments))
 
 
 def guarded(run: Callable[[list[str]], int], arguments: Sequence[str], *, informs: bool = False) -> int:
-    """Run `run(arguments)`; returns its exit status, or 1 for an error, which is printed, and 130 for an interrupt.
+    """Run `run(arguments)` and return its exit status; print an error and return 1, or 130 for an interrupt.
 
-    `--debug` among the arguments, which `run` does not get, shows an error's traceback. With `informs` the library's
-    information is printed, not its warnings alone.
+    `--debug` is removed from the arguments and shows an error's traceback. `informs` prints the library's INFO log, not
+    only its warnings.
     """
     debug = "--debug" in arguments
     if sys.__stderr__ is not None and not faulthandler.is_enabled():
-        faulthandler.enable(sys.__stderr__)  # a crash of native code shows where each thread was
+        faulthandler.enable(sys.__stderr__)  # a crash in native code prints the stack of each thread
     logging.basicConfig(level=logging.WARNING, format="%(levelname)s %(name)s: %(message)s")
-    first = os.environ.get("RANK", "0") == "0"  # of several processes one is enough to hear from
+    first = os.environ.get("RANK", "0") == "0"  # only rank 0 logs
     usual = logging.INFO if informs and first else logging.WARNING
     logging.getLogger("subquad").setLevel(logging.DEBUG if debug else usual)
     rest = [argument for argument in arguments if argument != "--debug"]
@@ -122,13 +124,13 @@ def guarded(run: Callable[[list[str]], int], arguments: Sequence[str], *, inform
         sys.stderr.write("interrupted\n")
         return 130
     except BrokenPipeError:
-        # The reader has gone (`| head`): what is left goes nowhere, or Python would complain at exit.
+        # The reader closed the pipe (`| head`). Discard the rest, or Python would report an error at exit.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 1
     except (ValueError, TypeError, OSError, ImportError, ArithmeticError, MemoryError) as error:
         if debug:
             traceback.print_exc()
         sys.stderr.write(f"error: {error}\n")
-        if isinstance(error, TypeError) and not debug:  # those of configurations end with status 2, in Parser.checking
-            sys.stderr.write("this may be a mistake in the program: --debug shows where\n")
+        if isinstance(error, TypeError) and not debug:  # wrong arguments have ended in Parser.checking
+            sys.stderr.write("this may be a bug in the program: --debug shows where\n")
         return 1

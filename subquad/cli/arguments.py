@@ -1,4 +1,4 @@
-"""Command-line parsers over the configuration dataclasses: a field's docstring is its flag's help."""
+"""Command-line parsers for configuration dataclasses: a field's docstring is the help of its option."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ _load_yaml = jsonargparse.get_loader("yaml")
 
 
 def _load_bounded(text: str) -> Any:
-    """jsonargparse's loader for values and files; too deep a value would end the process, or take all memory."""
+    """Load YAML as jsonargparse does, but refuse values so deep that they crash the process or exhaust memory."""
     try:
         _check_bounds(text, "the value")
     except BoundsError as error:
@@ -33,7 +33,7 @@ def _load_bounded(text: str) -> Any:
 
 
 def _check_bounds(text: str, where: str) -> None:
-    """Raise `BoundsError` as `check_yaml`; text that is no YAML is left to whoever reads it."""
+    """Raise `BoundsError` as `check_yaml` does; ignore text that isn't YAML."""
     try:
         check_yaml(text, where)
     except BoundsError:
@@ -48,7 +48,7 @@ Made = TypeVar("Made", bound=Config)
 logger = logging.getLogger(__name__)
 _FILES = ("--config", "--recipe")
 SHORT = {"data": ("path", "PATH"), "pretrain": ("kind", "KIND")}
-"""Groups of options that stand for one of them, and what that is called: `--data PATH` is `--data.path PATH`."""
+"""Groups with a short form: `--data PATH` means `--data.path PATH`."""
 _UNKNOWN_FLAG = re.compile(r"unrecognized arguments: --(?P<key>[^\s=]+)")
 _UNKNOWN_KEYS = (
     re.compile(r'"(?P<group>[^"]+)":\s+Expected .* Got value: NestedArg\(key=\'(?P<key>[^\']+)\'', re.DOTALL),
@@ -65,10 +65,10 @@ _NOT_FOR_FILES = {"help", "print_config", "print_shtab"}
 
 
 class Parser(jsonargparse.ArgumentParser):
-    """An argument parser whose errors are short, and name the valid choices and the file that is wrong."""
+    """An argument parser with one-line errors that name the valid choices and the faulty file."""
 
     def __init__(self, usage: str = "", description: str = "", **given: Any) -> None:
-        # jsonargparse makes one without words, with settings of its own, for a configuration that may be null.
+        # jsonargparse itself makes parsers without usage, with its own settings, for configurations that may be null.
         words = {"prog": f"subquad {usage.partition(' ')[0]}", "usage": f"subquad {usage} [options]"}
         super().__init__(**{**words, "description": description, "allow_abbrev": False, **given})
         self.files: list[str] = []
@@ -76,11 +76,11 @@ class Parser(jsonargparse.ArgumentParser):
 
     def add_files(self) -> None:
         """Add `--config FILE` and `--recipe NAME`."""
-        help_text = "A YAML or JSON file, or the name of a shipped recipe, to start from; flags win over it."
+        help_text = "Start from a YAML or JSON file, or from a recipe that `subquad list --recipes` names; options win."
         self.add_argument(*_FILES, action=_File, metavar="NAME", help=help_text)
 
     def add_config(self, config: type[Any]) -> None:
-        """Add a flag for each field of `config`; the groups in `SHORT` can be given as a value alone."""
+        """Add an option for each field of `config`, and the short forms of `SHORT`."""
         self.add_class_arguments(config, None, as_group=False)
         for action in self._actions:
             group = action.option_strings[0].removeprefix("--") if len(action.option_strings) == 1 else ""
@@ -95,7 +95,7 @@ class Parser(jsonargparse.ArgumentParser):
         _add_up(self.add_argument("--options", type=dict[str, dict[str, Any]], default={}, help=help_text))
 
     def add_optional(self, name: str, help_text: str, kind: Any = str) -> None:
-        """Add an option, or an argument that may be left out, whose value is None where it is not given."""
+        """Add an option or positional argument that defaults to None."""
         given: dict[str, Any] = {} if name.startswith("--") else {"nargs": "?"}
         self.add_argument(name, type=kind | None, default=None, help=help_text, **given)
 
@@ -105,25 +105,25 @@ class Parser(jsonargparse.ArgumentParser):
 
     def add_device(self) -> None:
         """Add `--device`."""
-        help_text = "auto: a GPU where PyTorch finds one; cpu: never."
+        help_text = "auto: a GPU if PyTorch finds one; cpu: always the CPU."
         self.add_argument("--device", type=Literal["auto", "cpu"], default="auto", help=help_text)
 
     def helps(self) -> dict[str, str]:
-        """Return the help text of each option."""
+        """Return the help text of each option, by its name."""
         return {action.dest: " ".join((action.help or "").split()) for action in self._actions}
 
     def made(self, config: type[Made], parsed: Any) -> Made:
-        """Return the configuration whose fields `add_config` added."""
+        """Return the `config` whose fields `add_config` added, with the parsed values."""
         values = self.instantiate(parsed)
         return config(**{field.name: values[field.name] for field in dataclasses.fields(config)})
 
     def parse_args(self, args: Sequence[str] | None = None, *rest: Any, **named: Any) -> Any:  # type: ignore[override]
-        """As argparse does; a flag may be written with dashes where its name has underscores."""
+        """Parse as argparse does, accepting dashes for the underscores of an option's name."""
         self.files, self.reading = [], None
         return super().parse_args(None if args is None else [self._named(text) for text in args], *rest, **named)
 
     def _named(self, text: str) -> str:
-        """`--keep-every=4` as `--keep_every=4`, where that is a flag and the first is none."""
+        """Return `--keep_every=4` for `--keep-every=4` if only the former is an option."""
         flag, equals, value = text.partition("=")
         flags = {option for action in self._actions for option in action.option_strings}
         other = "--" + flag.removeprefix("--").replace("-", "_")
@@ -131,11 +131,11 @@ class Parser(jsonargparse.ArgumentParser):
 
     @contextmanager
     def checking(self) -> Iterator[None]:
-        """Answer what a check of the arguments raises as `error` does. Around checks alone, before any work."""
+        """Report an exception within the block as wrong arguments. For checks only, before any work."""
         try:
             yield
         except (ValueError, TypeError, FileNotFoundError) as error:
-            logger.debug("the check that refuses the arguments", exc_info=True)  # what --debug shows
+            logger.debug("the check that refuses the arguments", exc_info=True)  # printed by --debug
             self.error(str(error))
 
     def error(self, message: str, ex: Exception | None = None) -> NoReturn:
@@ -144,10 +144,10 @@ class Parser(jsonargparse.ArgumentParser):
         self.exit(2, f"error: {f'in {where}: ' if where else ''}{message}\nsee {self.prog} --help\n")
 
     def _explain(self, message: str) -> tuple[str | None, str]:
-        """The file that is wrong, if one is, and the message without Python's words for types."""
+        """Return the faulty file, if any, and the message without Python's names of types."""
         if match := _UNKNOWN_FLAG.search(message):
             return None, self._unknown(match["key"])
-        for pattern in _UNKNOWN_KEYS:  # found after all files are read: flags can't cause it
+        for pattern in _UNKNOWN_KEYS:  # raised once all files are read: only a file can have such a key
             if match := pattern.search(message):
                 found = match.groupdict()
                 key = f"{found['group']}.{found['key']}" if found.get("group") else found["key"]
@@ -160,7 +160,7 @@ class Parser(jsonargparse.ArgumentParser):
         return self.reading, _plain(re.sub(r'^Parser key "([^"]+)"( element \d+)?:\s*', r"\1\2: ", message))
 
     def _unknown(self, key: str) -> str:
-        """Return that `key` is unknown, with the options of its group, else those of its names, or the groups."""
+        """Return an error about the unknown `key` that suggests options of its group or name, or groups."""
         group = key
         while group := group.rpartition(".")[0]:
             if inside := self._inside(group):
@@ -168,12 +168,12 @@ class Parser(jsonargparse.ArgumentParser):
         valid, first, last = sorted(self._valid_options()), key.partition(".")[0], key.rpartition(".")[2]
         groups = suggest(first, {option.partition(".")[0] for option in valid})
         same = [f"'{option}'" for option in valid if option.endswith(f".{first}")]  # --lr is --optimizer.lr
-        if not same and groups.startswith("valid"):  # no group has a name like it
+        if not same and groups.startswith("valid"):  # no group has a similar name
             same = [f"'{option}'" for option in valid if option.endswith(f".{last}")]
         return f"unknown option {key!r}; " + (f"did you mean {' or '.join(same)}?" if same else groups)
 
     def _inside(self, group: str) -> list[str]:
-        """The options of a group, by their full names."""
+        """Return the full names of a group's options."""
         return [option for option in self._valid_options() if option.startswith(f"{group}.")]
 
     def _valid_options(self) -> set[str]:
@@ -182,7 +182,7 @@ class Parser(jsonargparse.ArgumentParser):
 
 
 def _plain(message: str) -> str:
-    """A message about a type on one line: None is no choice to speak of, and a `Literal` is its values."""
+    """Return a message about a type on one line, without None among the choices and with a `Literal` as its values."""
     if union := _UNION.search(message):
         types = union["types"].removesuffix(", NoneType")
         message = f"{message[: union.start()]}Expected a {types}. Got value: {union['value']}"
@@ -198,7 +198,7 @@ def _plain(message: str) -> str:
 
 
 class _File(jsonargparse.ActionConfigFile):
-    """`--config FILE` and `--recipe NAME`."""
+    """The action of `--config FILE` and `--recipe NAME`."""
 
     def __call__(self, parser: Any, cfg: Any, values: Any, option_string: str | None = None) -> None:
         if option_string == "--recipe":
@@ -207,7 +207,7 @@ class _File(jsonargparse.ActionConfigFile):
             except ValueError as error:
                 parser.error(str(error))
         path = Path(values)
-        if not path.exists() and "{" not in values:  # else the content itself, as JSON
+        if not path.exists() and "{" not in values:  # jsonargparse also accepts the content, as JSON
             parser.error(f"there is no file {values}")
         parser.files.append(values)
         parser.reading = values
@@ -219,7 +219,7 @@ class _File(jsonargparse.ActionConfigFile):
 
 
 def _check_file(file: str) -> None:
-    """Raise `ValueError` for a file that is no mapping, or that holds a text that jsonargparse could not read."""
+    """Raise `ValueError` for a file that isn't a mapping or that holds a string too deep for jsonargparse to parse."""
     left: list[Any] = [read_mapping(file)]
     while left:
         value = left.pop()
@@ -232,7 +232,7 @@ def _check_file(file: str) -> None:
 
 
 def _add_up(action: argparse.Action) -> None:
-    """Make `--options.NAME.OPTION VALUE` add to the options that NAME has; jsonargparse would replace them all."""
+    """Make `--options.NAME.OPTION VALUE` add to NAME's options, which jsonargparse would replace."""
     replacing: Any = type(action)
 
     class Adding(replacing):
@@ -251,7 +251,7 @@ def _add_up(action: argparse.Action) -> None:
 
 
 def _holds(file: str, key: str) -> bool:
-    """Whether a file gives a value, or values, for the dotted `key`."""
+    """Return whether a file has a value for the dotted `key`."""
     if not Path(file).is_file():
         return False
     values: Any = read_mapping(file)
@@ -263,13 +263,13 @@ def _holds(file: str, key: str) -> bool:
 
 
 def data_is_a_path(arguments: Sequence[str]) -> list[str]:
-    """The arguments with `--data PATH` written out, as `--data.path PATH`, and the other groups of `SHORT` likewise."""
+    """Return the arguments with the short forms of `SHORT` written out, such as `--data PATH` as `--data.path PATH`."""
     groups = "|".join(SHORT)
     return [re.sub(rf"^--({groups})(?==|$)", lambda m: f"--{m[1]}.{SHORT[m[1]][0]}", text) for text in arguments]
 
 
 def check_output(name: str, file: str | None) -> None:
-    """Raise `ValueError` or `FileNotFoundError` where the file of `--name` can't be written, before any work."""
+    """Raise `ValueError` or `FileNotFoundError`, before any work, if the file of `--name` can't be written."""
     if file is None:
         return
     if not file or Path(file).is_dir():
@@ -279,7 +279,7 @@ def check_output(name: str, file: str | None) -> None:
 
 
 def files_first(arguments: Sequence[str]) -> list[str]:
-    """The arguments with `--config` and `--recipe` before all others, so that flags win wherever they stand."""
+    """Return the arguments with `--config` and `--recipe` first, so that options win wherever they stand."""
     files, rest = [], []
     left = iter(arguments)
     for argument in left:

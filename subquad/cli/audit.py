@@ -1,10 +1,10 @@
-"""`subquad audit`: does a causal language model compute what it says, and on nothing that it may not know."""
+"""`subquad audit`: check causal language models for leaks from later tokens, wrong caches, padding and batches."""
 
 from __future__ import annotations
 
 import os
 
-# torch's profiler, which measures memory, reads these when torch is loaded; it would announce itself at each use.
+# Silence the messages of torch's profiler, which measures memory. It reads these variables when torch is loaded.
 os.environ.setdefault("KINETO_LOG_LEVEL", "99")
 os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
 
@@ -37,38 +37,34 @@ from subquad.models.stacks import STACKS
 from subquad.parsing import read_json, read_text
 
 TINY = {"vocab_size": 64, "dim": 32, "num_layers": 2, "num_heads": 2}
-"""The models of --attention."""
+"""Size of the models of --attention."""
 STYLES = {"violation": "bold red", "finding": "yellow", "not checked": "dim", "pass": "green"}
 
 
 def make_parser() -> Parser:
-    """The command's options."""
+    """Return the command's options."""
     parser = Parser(
         "audit [MODEL]",
-        "Audit a causal language model: whether an output depends on a later token, whether decoding with a cache, "
-        "padding or the batch change the logits, how the state grows, whether long inputs are finite in bfloat16. "
-        "The exit status is 1 where a check finds a violation.",
+        "Audit a causal language model. Does any output depend on a later token? Do decoding with a cache, padding or "
+        "the batch change the logits? How does the state grow? Are long inputs finite in bfloat16? The exit status is "
+        "1 if a check finds a violation.",
     )
-    parser.add_optional("model", "The folder of a run, or of any model that transformers' AutoModelForCausalLM reads.")
+    parser.add_optional("model", "Folder of a run, or of any model that transformers' AutoModelForCausalLM reads.")
     parser.add_optional(
         "--attention",
-        "Instead of a folder: small models of these mechanisms and stacks, freshly made, as a,b,c; or all.",
+        "Instead of MODEL: audit small, untrained models of these mechanisms, such as llp,window; all: every one.",
     )
-    parser.add_options("Options of the mechanisms of --attention: --options.llp.segment 16.")
+    parser.add_options("Options of the mechanisms of --attention, such as --options.llp.segment 16.")
     parser.add_config(AuditConfig)
-    parser.add_optional(
-        "--text", "A file whose text, in the folder's tokenizer.json, is read instead of random tokens."
-    )
-    parser.add_optional("--json", "Also write the reports to this file.")
-    parser.add_optional(
-        "--replay", "A file that --json wrote: try its failing inputs again on this model, and nothing else."
-    )
+    parser.add_optional("--text", "Text file to take tokens from, by MODEL's tokenizer.json. null: random tokens.")
+    parser.add_optional("--json", "Also write the reports to this JSON file.")
+    parser.add_optional("--replay", "Instead of an audit: repeat the failing inputs in this file, written by --json.")
     parser.add_device()
     return parser
 
 
 def run(arguments: Sequence[str]) -> int:
-    """Parse, audit, print; the exit status is 1 where there is a violation."""
+    """Parse, audit and print; return 1 if there is a violation, else 0."""
     parser = make_parser()
     chosen = parser.parse_args(arguments)
     with parser.checking():
@@ -83,15 +79,15 @@ def run(arguments: Sequence[str]) -> int:
 
 
 def _check(chosen: Namespace) -> None:
-    """Raise `ValueError` for arguments that do not go together."""
+    """Raise `ValueError` for arguments that can't be combined."""
     if (chosen.model is None) == (chosen.attention is None):
-        raise ValueError("give the folder of a model, or --attention with mechanisms: one of the two")
+        raise ValueError("give either the folder of a model or --attention with mechanisms")
     if chosen.model is not None and chosen.options:
-        raise ValueError("--options are for the models of --attention; a folder has its own")
+        raise ValueError("--options are for the models of --attention; a model in a folder has its own")
     if chosen.text is not None and chosen.model is None:
-        raise ValueError("--text needs the tokenizer of a model's folder; --attention has none")
+        raise ValueError("--text needs the tokenizer of a model's folder; models of --attention have none")
     if chosen.replay is not None and (chosen.json is not None or chosen.text is not None):
-        raise ValueError("--replay tries the inputs of a file again and takes no --json or --text")
+        raise ValueError("--replay reads its inputs from a file: leave out --json and --text")
     if chosen.attention is not None and chosen.replay is not None and len(_names(chosen.attention)) > 1:
         raise ValueError(f"--replay is for one model, got --attention {chosen.attention}")
     if chosen.json is not None and (Path(chosen.json).is_dir() or not Path(chosen.json).parent.is_dir()):
@@ -99,7 +95,7 @@ def _check(chosen: Namespace) -> None:
 
 
 def _names(attention: str) -> list[str]:
-    """The mechanisms and stacks that are named, those with a causal form; `ValueError` for others."""
+    """Return the named mechanisms and stacks; `ValueError` for an unknown one or one without a causal form."""
     causal = [name for name in names() if "causal" in mechanism(name).forms]
     causal += [name for name, stack in STACKS.items() if "causal" in stack.forms]
     asked = causal if attention == "all" else attention.split(",")
@@ -110,12 +106,12 @@ def _names(attention: str) -> list[str]:
 
 
 def _models(chosen: Namespace, seed: int) -> list[tuple[str, nn.Module]]:
-    """Each model with its name; `ValueError` or `FileNotFoundError` where there is none."""
+    """Return each model with its name; `ValueError` or `FileNotFoundError` if it can't be loaded."""
     device = "cuda" if chosen.device == "auto" and torch.cuda.is_available() else "cpu"
     if chosen.model is not None:
         if not Path(chosen.model).is_dir():
             raise FileNotFoundError(
-                f"there is no folder {chosen.model}; give that of a run, or of a model that transformers' "
+                f"there is no folder {chosen.model}; give the folder of a run, or of a model that transformers' "
                 "AutoModelForCausalLM reads"
             )
         from subquad.adaptation.extended import load_causal
@@ -125,7 +121,7 @@ def _models(chosen: Namespace, seed: int) -> list[tuple[str, nn.Module]]:
 
 
 def _fresh(names: Sequence[str], options: dict[str, dict[str, Any]], seed: int) -> Iterator[tuple[str, nn.Module]]:
-    """A small model of each; its weights are drawn with the seed."""
+    """Yield a small model of each mechanism, with weights drawn from `seed`."""
     for name in names:
         torch.manual_seed(seed)
         rotates = name in STACKS or mechanism(name).rotates
@@ -135,27 +131,27 @@ def _fresh(names: Sequence[str], options: dict[str, dict[str, Any]], seed: int) 
 
 
 def _text(folder: str, file: str) -> list[int]:
-    """The file's tokens by the tokenizer in the folder."""
+    """Return the file's tokens by the tokenizer in the folder."""
     tokenizer = Path(folder) / "tokenizer.json"
     if not tokenizer.is_file():
-        raise FileNotFoundError(f"{folder} holds no tokenizer.json for --text; leave it out for random tokens")
+        raise FileNotFoundError(f"{folder} has no tokenizer.json for --text; leave --text out for random tokens")
     if not Path(file).is_file():
         raise FileNotFoundError(f"there is no file {file}")
     return encode_text(load_tokenizer(folder), read_text(file))
 
 
 def _report(file: str, model: str) -> AuditReport:
-    """The report in a file that --json wrote; of several that of the model."""
+    """Return the report in a file written by --json, or the one of `model` if the file has several."""
     if not Path(file).is_file():
         raise FileNotFoundError(f"there is no file {file}")
     try:
         found = dict(read_json(file)["reports"])
     except (ValueError, KeyError, TypeError, AttributeError) as error:
-        raise ValueError(f"{file} holds no reports of `subquad audit --json`: {error!r}") from error
+        raise ValueError(f"{file} has no reports of `subquad audit --json`: {error!r}") from error
     if not found:
-        raise ValueError(f"{file} holds no reports")
+        raise ValueError(f"{file} has no reports")
     if len(found) > 1 and model not in found:
-        raise ValueError(f"{file} holds no report of {model!r}; it has {', '.join(found)}")
+        raise ValueError(f"{file} has no report of {model!r}, only of {', '.join(found)}")
     try:
         return AuditReport.from_dict(found[model] if len(found) > 1 else next(iter(found.values())))
     except ValueError as error:
@@ -169,7 +165,7 @@ def _audit(
     text: Sequence[int] | None,
     file: str | None,
 ) -> int:
-    """Audit and print each; the status. A model or a text that can't be audited is a wrong argument."""
+    """Audit and print each model; return the exit status. A model that can't be audited is a wrong argument."""
     reports: dict[str, AuditReport] = {}
     for name, model in models:
         with parser.checking():
@@ -188,13 +184,13 @@ def _audit(
 
 
 def _show(*names: str) -> None:
-    """Name the model and the check at work in the line that a terminal shows; without names the line is emptied."""
+    """Show the current model and check in one line of a terminal; without names, clear the line."""
     if sys.stderr.isatty():
         show_line(f"\x1b[K{': '.join(names)}")
 
 
 def _print(name: str, report: AuditReport) -> None:
-    """A table on a terminal, plain lines elsewhere."""
+    """Print a table on a terminal, plain lines elsewhere."""
     if not sys.stdout.isatty():
         sys.stdout.write(f"{name}\n{report}\n\n")
         return
@@ -211,7 +207,7 @@ def _print(name: str, report: AuditReport) -> None:
 
 
 def _replay(parser: Parser, models: Sequence[tuple[str, nn.Module]], report: AuditReport) -> int:
-    """Try the failing inputs again; the status is 1 where one still fails. What can't be tried is a wrong argument."""
+    """Try the failing inputs again; return 1 if one still fails. An input that can't be tried is a wrong argument."""
     status = 0
     for name, model in models:
         with parser.checking():
@@ -221,5 +217,5 @@ def _replay(parser: Parser, models: Sequence[tuple[str, nn.Module]], report: Aud
             sys.stdout.write(f"{name}: {done.name}: {word}: {done.size:.2g} (band {done.band:.2g})\n")
             status = 1 if done.fails else status
     if not any(check.failing for check in report.checks):
-        sys.stdout.write("the file holds no failing input\n")
+        sys.stdout.write("the file has no failing inputs\n")
     return status

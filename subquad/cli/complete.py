@@ -1,4 +1,4 @@
-"""`subquad complete`: a model of images draws the occluded part of images.
+"""`subquad complete`: fill in hidden parts of images with an image model.
 
 Shape letters: N images, T bytes of one, H rows, W columns.
 """
@@ -31,34 +31,39 @@ from subquad.generation import SamplingConfig, complete_images
 from subquad.generation.images import DrawnImages, occluded, picture_of
 
 MOST_AT_ONCE = 16
-"""Images whose bits are measured at once."""
+"""Largest batch in which bits are measured."""
 DESCRIPTION = (
-    "Occlude a part of images and let a trained model of images draw it. Writes a picture (original, occluded, "
-    "completions) and prints bits per dimension, time, and what a small fixed classifier reads. The model draws row by "
-    "row: an occluded pixel follows from the true and drawn ones before it. Given pixels that come after it, as all "
-    "below `top`, have no part in it: such parts can only be drawn without seeing what comes later."
+    "Hide a part of each image and let a trained image model fill it in. Writes a picture (original, occluded, "
+    "completions) and prints bits per dimension, time, and the accuracy of a small classifier on the completions. The "
+    "model draws row by row, from left to right: a pixel depends only on the pixels before it. Of `top:0.5`, for "
+    "example, it draws the upper half without seeing the lower half."
 )
 OCCLUDE_HELP = (
-    "bottom:0.5, top:0.5, left:0.5, right:0.5 (of the rows or columns), center:0.5 (of both), random:0.5 (of the "
-    "pixels), or a mask file: PNG, white where occluded, or .npy of booleans."
+    "Part to hide. bottom:0.5, top:0.5, left:0.5 or right:0.5: a share of rows or columns. center:0.5: a share of "
+    "both. random:0.5: a share of pixels. Or a mask file: a PNG, white where hidden, or a .npy of booleans."
 )
-PATH_HELP = "Other images than the held-out ones of the run: as image.path, or PNG files."
+PATH_HELP = (
+    "Images to complete: PNG files, or anything that image.path of `subquad train` accepts. null: the run's held-out "
+    "images."
+)
 
 
 def make_parser() -> Parser:
     """Return the command's options."""
     parser = Parser("complete RUN", DESCRIPTION)
-    parser.add_argument("run", type=str, help="The folder of a run with task=image, or one of its checkpoints.")
+    parser.add_argument("run", type=str, help="Folder of a run with task=image, or of one of its checkpoints.")
     parser.add_argument("--occlude", type=str, default="bottom:0.5", help=OCCLUDE_HELP)
-    parser.add_argument("--images", type=int, default=100, help="Images to complete, evenly spread over all.")
-    parser.add_argument("--samples", type=int, default=1, help="Completions of each image.")
-    parser.add_argument("--show", type=int, default=8, help="Images in the picture, of those that are completed.")
+    parser.add_argument("--images", type=int, default=100, help="Number of images to complete, evenly spread.")
+    parser.add_argument("--samples", type=int, default=1, help="Completions per image.")
+    parser.add_argument("--show", type=int, default=8, help="Number of completed images to show in the picture.")
     parser.add_optional("--path", PATH_HELP)
-    parser.add_optional("--out", "The PNG file to write (default: RUN/completions.png).")
-    parser.add_optional("--json", "File to write the numbers to.")
-    parser.add_argument("--temperature", type=float, default=1.0, help="Divides the logarithms of probabilities.")
-    parser.add_argument("--seed", type=int, default=0, help="Of what is drawn, and of --occlude random.")
-    parser.add_argument("--batch_size", type=int, default=100, help="Images that are completed at once.")
+    parser.add_optional("--out", "PNG file to write. null: RUN/completions.png.")
+    parser.add_optional("--json", "Also write the numbers to this JSON file.")
+    parser.add_argument(
+        "--temperature", type=float, default=1.0, help="Below 1: likelier pixels. 1: the model's own probabilities."
+    )
+    parser.add_argument("--seed", type=int, default=0, help="Random seed of completions and of --occlude random.")
+    parser.add_argument("--batch_size", type=int, default=100, help="Images completed in one batch.")
     parser.add_device()
     return parser
 
@@ -80,7 +85,7 @@ def run(arguments: Sequence[str]) -> int:
 
 
 def _check(asked: Namespace) -> Path:
-    """Raise `ValueError` for numbers that make no sense; where the picture goes."""
+    """Return the file of the picture; raise `ValueError` for a number out of range."""
     for name, least in (("images", 1), ("samples", 1), ("show", 1), ("batch_size", 1), ("seed", 0)):
         check_at_least(least, "--", **{name: asked[name]})
     SamplingConfig(temperature=asked.temperature, seed=asked.seed)
@@ -89,7 +94,7 @@ def _check(asked: Namespace) -> Path:
 
 
 def picture_file(asked: str | None, default: Path) -> Path:
-    """Return where to write a picture. Raises `ValueError` for no .png file, `FileNotFoundError` for no folder."""
+    """Return the file for a picture; `ValueError` unless it is a .png, `FileNotFoundError` if its folder is missing."""
     if asked is None:
         return default
     if Path(asked).suffix.lower() != ".png" or Path(asked).is_dir():
@@ -99,14 +104,14 @@ def picture_file(asked: str | None, default: Path) -> Path:
 
 
 def show_pixels(done: int, pixels: int) -> None:
-    """Show one line that counts the pixels, in hundredths."""
+    """Show progress in per cent in one line."""
     if done == pixels or done * 100 // pixels != (done - 100) * 100 // pixels:
         show_line(f"{done / pixels:4.0%} of {pixels:,} bytes", last=done == pixels)
 
 
 @dataclass(frozen=True)
 class Subject:
-    """A model, images, and the mask of their occluded pixels."""
+    """A model, images, and the mask of occluded pixels."""
 
     loaded: training.runs.LoadedImageModel
     images: ImageSet
@@ -115,33 +120,33 @@ class Subject:
 
     @property
     def pixels(self) -> Tensor:
-        """The bytes of each image in a row, `[N, T]`."""
+        """Return the images as rows of bytes, `[N, T]`."""
         return torch.from_numpy(self.images.pixels.reshape(len(self.images.pixels), -1))
 
     @property
     def occluded(self) -> Tensor:
-        """The mask for the bytes of an image, `[T]`."""
+        """Return the mask over the bytes of an image, `[T]`."""
         return torch.from_numpy(self.mask_HW.flatten()).repeat_interleave(self.images.shape[2])
 
 
 @dataclass(frozen=True)
 class Completions:
-    """The completions, and what was measured."""
+    """Completions with their measurements."""
 
     subject: Subject
     occlude: str
     evaluation: ImageEvaluation
     drawn: DrawnImages
-    """Image after image, each with all of its completions."""
+    """Ordered by image, then by completion."""
     samples: int
     blind: int
-    """Occluded pixels before the last given one: drawn without seeing what comes later."""
+    """Occluded pixels before the last given one, drawn without seeing given pixels after them."""
     read: dict[str, float]
-    """Accuracy of the fixed classifier on originals, completions and occluded images; empty without labels."""
+    """Accuracy of the small classifier on originals, completions and occluded images; empty without labels."""
     reader_seconds: float
 
     def to_dict(self) -> dict[str, Any]:
-        """Plain values, for JSON."""
+        """Return plain values, for JSON."""
         mask_HW, drawn = self.subject.mask_HW, self.drawn
         return {
             "run": str(self.subject.loaded.folder),
@@ -163,7 +168,7 @@ class Completions:
 
 
 def prepare(asked: Namespace) -> Subject:
-    """Read model, images and mask. Raises `ValueError` and `FileNotFoundError` for those that do not fit."""
+    """Load model, images and mask; `ValueError` or `FileNotFoundError` if one is missing or doesn't fit."""
     loaded = training.runs.load_image_run(asked.run, asked.device)
     height, width, _ = loaded.model.config.shape
     mask_HW = occlusion(asked.occlude, height, width, seed=asked.seed)
@@ -172,7 +177,7 @@ def prepare(asked: Namespace) -> Subject:
 
 
 def complete(subject: Subject, asked: Namespace) -> Completions:
-    """Draw the completions and measure."""
+    """Draw the completions and measure them."""
     pixels_NT, occluded_T = subject.pixels, subject.occluded
     drawn = complete_images(
         subject.loaded.model,
@@ -202,7 +207,7 @@ def complete(subject: Subject, asked: Namespace) -> Completions:
 
 
 def _read(subject: Subject, pixels_NT: Tensor, drawn_NT: Tensor) -> dict[str, float]:
-    """Accuracies of the classifier that the training images alone make; empty where labels are missing."""
+    """Return accuracies of a classifier trained on the run's training images; empty without labels."""
     if subject.train is None or subject.train.labels is None or subject.images.labels is None:
         return {}
     reader = train_reader(subject.train)
@@ -215,7 +220,7 @@ def _read(subject: Subject, pixels_NT: Tensor, drawn_NT: Tensor) -> dict[str, fl
 
 
 def save_picture(found: Completions, most: int, file: Path) -> None:
-    """Write a row for each of the first `most` images: original, occluded, completions."""
+    """Write a picture with a row for each of the first `most` images: original, occluded, completions."""
     subject, shape = found.subject, found.subject.images.shape
     drawn = found.drawn.pixels_NT.view(-1, found.samples, *shape).numpy()
     rows = [
@@ -234,14 +239,14 @@ def show(found: Completions) -> None:
         ("occluded", f"{found.occlude}: {count:,} of {mask_HW.size:,} pixels"),
     )
     if found.blind:
-        table.add_row("", f"{found.blind:,} of them come before given pixels, which have no part in what is drawn")
+        table.add_row("", f"{found.blind:,} of them drawn without seeing given pixels that come after them")
     table.add_row("bits per dimension", f"{evaluation.bits_per_dim:.4f} of all pixels")
     table.add_row("", f"{evaluation.occluded_bits_per_dim:.4f} of the occluded pixels")
     if found.read:
-        table.add_row("read rightly", f"{found.read['originals']:.2%} of the originals")
+        table.add_row("classified correctly", f"{found.read['originals']:.2%} of the originals")
         table.add_row("", f"{found.read['completions']:.2%} of the completions")
         table.add_row("", f"{found.read['occluded']:.2%} of the images with the occluded part black")
-        table.add_row("", f"by a small classifier of the training images ({found.reader_seconds:.1f} s)")
+        table.add_row("", f"by a small classifier trained on the training images ({found.reader_seconds:.1f} s)")
     speed = len(drawn.pixels_NT) / drawn.seconds
     table.add_row("time", f"{drawn.seconds:.2f} s, {speed:,.2f} completions/s, {drawn.batch_size} at once")
     table.add_row("state", f"{drawn.state_bytes:,} bytes of {drawn.batch_size} images")

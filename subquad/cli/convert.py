@@ -1,4 +1,4 @@
-"""`subquad convert`: replace full attention in a trained model by a sub-quadratic mechanism."""
+"""`subquad convert`: replace full attention in a trained model with a sub-quadratic mechanism."""
 
 from __future__ import annotations
 
@@ -21,24 +21,24 @@ STAGE_COLUMNS = ["stage", "loss", "perplexity", "passkey", "matching error", "mi
 Lines = list[list[str]]
 
 
-@cache  # making one takes 0.2 s
+@cache  # takes 0.2 s to make
 def make_parser() -> Parser:
-    """The command's options."""
+    """Return the command's options."""
     parser = Parser(
         "convert MODEL --attention llp --out FOLDER",
-        "Replace full attention in a trained model by a mechanism that needs less: copy the weights that have a place, "
-        "match each replaced layer's output on text, adapt the whole by LoRA, and report loss, passkeys, speed and "
-        "state of the original and after each stage. An interrupted conversion goes on when the same command is given "
-        "again.",
+        "Replace full attention in a trained model with a sub-quadratic mechanism: copy the weights that fit, train "
+        "each new layer to match the output of the layer it replaces, adapt the whole model with LoRA, and report "
+        "loss, passkey recall, speed and state size of the original and after each stage. To resume an interrupted "
+        "conversion, repeat the command.",
     )
     parser.add_files()
-    parser.add_argument("model", type=str, help="The folder of a run, or of a transformers model that subquad imports.")
+    parser.add_argument("model", type=str, help="Folder of a run, or of a transformers model that subquad can import.")
     parser.add_config(ConvertConfig)
     return parser
 
 
 def run(arguments: Sequence[str]) -> int:
-    """Parse, convert, print, return the exit status."""
+    """Parse, convert and print; return the exit status."""
     parser = make_parser()
     parsed = parser.parse_args(files_first(data_is_a_path(arguments)))
     with parser.checking():
@@ -47,7 +47,7 @@ def run(arguments: Sequence[str]) -> int:
 
     from subquad.adaptation.conversion import SETTINGS, Conversion
 
-    disable_progress_bar()  # reading a file takes no time worth a bar
+    disable_progress_bar()  # of loading weights, which is quick
     with parser.checking():
         threads = kept_threads(config.threads, config.device, Path(config.out) / SETTINGS, "threads")
         config = config.replace(threads=threads)
@@ -63,13 +63,13 @@ def run(arguments: Sequence[str]) -> int:
 
 
 class Progress:
-    """One line that counts the steps of a stage."""
+    """A line that counts the steps of a stage."""
 
     def __init__(self) -> None:
         self.shown = 0.0
 
     def __call__(self, stage: str, done: int, steps: int, loss: float) -> Any:
-        """Show a step, at most ten times a second."""
+        """Show the step and its loss, at most ten times a second."""
         now = time.monotonic()
         if now - self.shown < 0.1 and done < steps:
             return
@@ -80,7 +80,7 @@ class Progress:
 
 
 def show(report: Report) -> None:
-    """Print the tables of stages, positions, branches and decoding, and the sentences of the report."""
+    """Print the tables of stages, positions, branches and decoding, and the report's explanation."""
     for title, headers, lines in (_stages(report), _positions(report), _branches(report), _decoding(report)):
         print_table(title, headers, lines, markdown=False)
     missing = report["stages"][0].get("passkey_missing")
@@ -109,7 +109,7 @@ def _stage(stage: Mapping[str, Any]) -> list[str]:
 
 
 def _positions(report: Report) -> tuple[str, list[str], Lines]:
-    """The loss of each stage by tokens of context, and the share of each range in the gap."""
+    """Return the table of each stage's loss by tokens of context, with each range's share of the gap."""
     stages, gap = report["stages"], report["gap"]
     tokens = sum(part["tokens"] for part in gap["by_position"])
     lines = []
@@ -123,7 +123,7 @@ def _positions(report: Report) -> tuple[str, list[str], Lines]:
 
 
 def context_range(part: Mapping[str, Any]) -> str:
-    """`257 to 512`, or a number alone."""
+    """Return `257 to 512`, or a single number."""
     start, last = part["start"], part["stop"] - 1
     return f"{start:,}" if start == last else f"{start:,} to {last:,}"
 
@@ -149,6 +149,6 @@ def _decoding(report: Report) -> tuple[str, list[str], Lines]:
     ]
     headers = ["context", "state before", "state after", "tokens/s before", "tokens/s after"]
     kept = report["layers"]["kept"]
-    growth = "the kept layers' keys and values go on growing" if kept else "the state stops growing"
-    missing = "" if lines else "; nothing was timed: no measure.contexts within the model's positions"
+    growth = "keys and values of the kept layers keep growing" if kept else "the state stops growing"
+    missing = "" if lines else "; not timed: all measure.contexts exceed the model's positions"
     return f"decoding one sequence: {growth}{missing}", headers, lines

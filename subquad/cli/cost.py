@@ -1,4 +1,4 @@
-"""`subquad cost`: what mechanisms and models cost at several lengths."""
+"""`subquad cost`: count score entries, FLOPs and memory of mechanisms and models at several lengths."""
 
 from __future__ import annotations
 
@@ -20,55 +20,57 @@ from subquad.recipes import recipe_path
 from subquad.training.config import TrainConfig
 
 CLASSES = 2
-"""Of a classifier's head; more cost next to nothing."""
+"""Classes of a classifier's head, whose cost is negligible."""
 LENGTHS = (1024, 4096, 16384)
 DIM, HEADS, LAYERS = 512, 8, 4
 HEADERS = ("", "tokens", "scores", "allowed", "forward", "backward", "parameters", "activations", "state")
 LEGEND = (
-    "Scores are weights of all heads, computed (masked ones included) and allowed; a scan computes none. FLOPs count a "
-    "multiply-add as two, with the projections. Activations are what autograd keeps of one sequence in float32; the "
-    "state is what decoding keeps after it, in float32."
+    "Scores are attention weights over all heads: computed (including masked ones) and allowed; a scan computes none. "
+    "FLOPs include the projections and count a multiply-add as two. Activations are what autograd keeps of one "
+    "sequence, the state what decoding keeps after it, both in float32."
 )
 SENT_HEADERS = ("", "tokens", "sent forward", "sent backward")
 SENT_LEGEND = (
-    "Bytes that the process which sends most sends for one sequence in float32, forward and backward; "
-    "`not shared` is what several processes cannot share."
+    "Bytes sent by the process that sends most, for one sequence in float32, forward and backward; `not shared`: "
+    "processes can't share a sequence."
 )
 
 
 def make_parser() -> Parser:
-    """The command's options."""
+    """Return the command's options."""
     parser = Parser(
         "cost [RUN]",
-        "Count what one sequence costs, without computing it: score entries, FLOPs forward and backward, parameters, "
-        "activations in training, state in decoding. Of a layer of each mechanism and of the stacks, or of one model.",
+        "Count the cost of one sequence without running the model: score entries, FLOPs forward and backward, "
+        "parameters, activations in training, state in decoding. Of one layer per mechanism and of whole stacks, or of "
+        "one model.",
     )
-    model = parser.add_argument_group("a whole model instead of layers")
-    model.add_argument("run", nargs="?", type=str | None, default=None, help="The folder of a run: its model.")
-    model.add_argument("--config", type=str | None, default=None, help="A training configuration: its model.")
-    model.add_argument("--recipe", type=str | None, default=None, help="A shipped recipe: its model.")
-    parser.add_optional("--attention", "Mechanisms and stacks, as a,b,c; or all.")
-    parser.add_options("Options of mechanisms and stacks: --options.llp.segment 512.")
+    model = parser.add_argument_group("one model instead of all layers (give at most one)")
+    model.add_argument("run", nargs="?", type=str | None, default=None, help="Folder of a run.")
+    model.add_argument("--config", type=str | None, default=None, help="File of a training configuration.")
+    model.add_argument("--recipe", type=str | None, default=None, help="Name of a recipe.")
+    parser.add_optional("--attention", "Mechanisms and stacks, such as llp,window. null or all: every one.")
+    parser.add_options("Options of mechanisms and stacks, such as --options.llp.segment 512.")
+    default = " ".join(map(str, LENGTHS))
     parser.add_argument(
-        "--tokens", nargs="+", type=int, default=None, help=f"Lengths (default: {' '.join(map(str, LENGTHS))})."
+        "--tokens", nargs="+", type=int, default=None, help=f"Lengths of the sequence in tokens. null: {default}."
     )
-    parser.add_optional("--dim", f"Model width (default: {DIM}).", int)
-    parser.add_optional("--heads", f"Attention heads (default: {HEADS}).", int)
-    parser.add_optional("--layers", f"Layers of a stack (default: {LAYERS}).", int)
+    parser.add_optional("--dim", f"Model width. null: {DIM}.", int)
+    parser.add_optional("--heads", f"Attention heads. null: {HEADS}.", int)
+    parser.add_optional("--layers", f"Layers of a stack. null: {LAYERS}.", int)
     parser.add_optional(
-        "--context", "Also what each of so many processes sends where they share the sequence (docs/scale.md).", int
+        "--context", "Also count the bytes sent if this many processes share the sequence (docs/scale.md).", int
     )
-    parser.add_optional("--json", "Also write the whole numbers to this file.")
-    parser.add_optional("--csv", "Also write them to this file as a table.")
-    parser.add_argument("--markdown", action="store_true", help="Print the tables alone, in Markdown.")
+    parser.add_optional("--json", "Also write exact numbers to this JSON file.")
+    parser.add_optional("--csv", "Also write exact numbers to this CSV file.")
+    parser.add_argument("--markdown", action="store_true", help="Print only the tables, in Markdown.")
     return parser
 
 
 def run(arguments: Sequence[str]) -> int:
-    """Parse, count, print, return the exit status."""
+    """Parse, count and print; return the exit status."""
     parser = make_parser()
     chosen = parser.parse_args(arguments)
-    with parser.checking():  # nothing is read but arguments and configurations
+    with parser.checking():  # reads nothing but arguments and configurations
         _check(chosen)
         records = _costs(chosen)
     if chosen.json:
@@ -79,13 +81,13 @@ def run(arguments: Sequence[str]) -> int:
 
 
 def _check(chosen: Namespace) -> None:
-    """Raise `ValueError` for arguments that do not go together."""
+    """Raise `ValueError` for arguments that can't be combined."""
     models = [f for f, v in (("RUN", chosen.run), ("--config", chosen.config), ("--recipe", chosen.recipe)) if v]
     if len(models) > 1:
         raise ValueError(f"{' and '.join(models)} each name a model; give one")
     for name in ("layers", "heads", "dim", "attention", "options"):
         if models and chosen[name] not in (None, {}):
-            raise ValueError(f"--{name} does not go with {models[0]}; what does: --context, --tokens")
+            raise ValueError(f"--{name} can't be combined with {models[0]}, only --tokens and --context can")
     for tokens in chosen.tokens or ():
         check_at_least(1, tokens=tokens)
     if chosen.context is not None and chosen.context < 1:
@@ -96,16 +98,14 @@ def _check(chosen: Namespace) -> None:
 
 
 def _model_config(run: str | None, config: str | None, recipe: str | None) -> DecoderConfig | None:
-    """The model of a run's folder, of a configuration file or of a recipe; None where none is named."""
+    """Return the model of a run, configuration file or recipe; None if none is named."""
     if run is not None:
         if not Path(run).is_dir():
-            hint = f"; mechanism? use --attention {run}" if run in {*names(), *STACKS} else ""
-            raise FileNotFoundError(
-                f"there is no folder {run}; give the folder of a run, as `subquad train` makes it{hint}"
-            )
+            hint = f"; for the mechanism use --attention {run}" if run in {*names(), *STACKS} else ""
+            raise FileNotFoundError(f"there is no folder {run}; give the folder of a run of `subquad train`{hint}")
         file = Path(run) / "config.yaml"
         if not file.is_file():
-            raise FileNotFoundError(f"{run} holds no config.yaml, so it is no run of `subquad train`")
+            raise FileNotFoundError(f"{run} has no config.yaml, so it is not a run of `subquad train`")
     elif config is not None:
         file = Path(config)
         if not file.is_file():
@@ -119,7 +119,7 @@ def _model_config(run: str | None, config: str | None, recipe: str | None) -> De
 
 
 def _costs(chosen: Namespace) -> dict[str, Any]:
-    """Print the table of layers and stacks, or of one model; its rows are returned."""
+    """Print the table of layers and stacks, or of one model; return its rows."""
     lengths, context = chosen.tokens or list(LENGTHS), dict[str, Any]()
     config = _model_config(chosen.run, chosen.config, chosen.recipe)
     if config is not None:
@@ -150,7 +150,7 @@ def _costs(chosen: Namespace) -> dict[str, Any]:
 
 
 def _volumes(volumes: Iterable[Volume], chosen: Namespace) -> dict[str, Any]:
-    """Print what the processes send; the records are returned."""
+    """Print the bytes sent by processes; return the rows."""
     rows = list(volumes)
     lines = []
     for row in rows:
@@ -168,7 +168,7 @@ def _or(value: int | None, default: int) -> int:
 
 
 def _print(measured: Sequence[Measured], title: str, markdown: bool) -> None:
-    """A table with a line for each length; lengths of one mechanism stand together."""
+    """Print a line per mechanism and length, grouped by mechanism."""
     lines, before = list[tuple[str, ...]](), None
     for name, kind, cost in measured:
         label = f"{name} (bidirectional)" if kind == "bidirectional" else name

@@ -1,4 +1,4 @@
-"""`subquad data`: make or open a labelled data set or a folder of token shards, and say what is in it."""
+"""`subquad data`: make or open a labelled data set or a folder of token shards, and print statistics."""
 
 from __future__ import annotations
 
@@ -28,34 +28,34 @@ from subquad.data.tokenizers import load_tokenizer
 from subquad.data.vocabularies import TRAINED
 
 LENGTHS = {"toy": 48, "listops": 2000, "text": 4000, "retrieval": 4000, "image": 1024}
-"""Tokens of a sequence in Long Range Arena; those of Pathfinder are its pixels."""
+"""Sequence length in tokens in Long Range Arena; Pathfinder's is its number of pixels."""
 PICTURES = ("image", "pathfinder32", "pathfinder64", "pathfinder128")
 SHARD_TOKENS = 1 << 27
-"""Tokens of a shard: 256 MiB of them at two bytes each."""
+"""Tokens per shard: 256 MiB at two bytes per token."""
 LOOKED_AT = 2000
-"""Sequences of a part that are counted where they are made as they are read."""
+"""Sequences per part that statistics cover if a data set is generated on the fly."""
 
 
 def make_parser() -> Parser:
     """Return the command's options."""
     parser = Parser(
         "data DATASET",
-        "Make or open a data set for --task classify and print its statistics: examples, lengths, classes, what is "
-        "cut, and one example. Interrupted work goes on when the same command is given again. `subquad data tokens` "
-        "makes a folder of token shards of any text, `subquad data check` reads one through; see their --help.",
+        "Make or open a labelled data set for `subquad train --task classify` and print statistics: examples, lengths, "
+        "classes, truncated sequences, and one example. To resume interrupted work, repeat the command. `subquad data "
+        "tokens` makes a folder of token shards from any text, `subquad data check` verifies one; see their --help.",
     )
-    parser.add_argument("dataset", type=DatasetName, help="Which data set; toy, listops and pathfinder need no path.")
+    parser.add_argument("dataset", type=DatasetName, help="Name; toy, listops and pathfinder* are generated.")
     parser.add_class_arguments(LabelledConfig, None, as_group=False, skip={"dataset"})
-    parser.add_optional("--length", "Tokens of a sequence (null: those of Long Range Arena).", int)
-    parser.add_optional("--workers", "Processes that make it (null: one a CPU).", int)
-    parser.add_optional("--out", "Draw samples with their labels to this PNG (images, pathfinder).")
-    parser.add_argument("--samples", type=int, default=16, help="How many samples to draw.")
-    parser.add_optional("--json", "Also write the numbers to this file.")
+    parser.add_optional("--length", "Tokens per sequence. null: as in Long Range Arena.", int)
+    parser.add_optional("--workers", "Processes that make the data set. null: one per CPU.", int)
+    parser.add_optional("--out", "Draw samples with their labels to this PNG file (image and pathfinder* only).")
+    parser.add_argument("--samples", type=int, default=16, help="Number of samples to draw.")
+    parser.add_optional("--json", "Also write the numbers to this JSON file.")
     return parser
 
 
 def run(arguments: Sequence[str]) -> int:
-    """Parse, make or open, print, return the exit status."""
+    """Parse, make or open the data set and print; return the exit status."""
     if arguments and arguments[0] in COMMANDS:
         return COMMANDS[arguments[0]](arguments[1:])
     parser = make_parser()
@@ -71,7 +71,7 @@ def run(arguments: Sequence[str]) -> int:
     _print(config, corpus, record)
     if values["out"] is not None:
         drawn = draw_samples(corpus, values["samples"], values["out"])
-        console().print(Text(f"{values['out']} shows {drawn} sequences to learn from."))
+        console().print(Text(f"{values['out']} shows {drawn} training examples."))
     if values["json"] is not None:
         write_json(values["json"], record)
     return 0
@@ -85,7 +85,7 @@ def _length(config: LabelledConfig, given: int | None) -> int:
 
 
 def _check(config: LabelledConfig, values: dict[str, Any]) -> None:
-    """Raise `ValueError` or `FileNotFoundError` for options that cannot be followed, before any work."""
+    """Raise `ValueError` or `FileNotFoundError`, before any work, for invalid options."""
     config.check_source()
     check_at_least(1, workers=values["workers"], samples=values["samples"])
     if values["out"] is not None:
@@ -98,7 +98,7 @@ def _check(config: LabelledConfig, values: dict[str, Any]) -> None:
 
 
 def _record(config: LabelledConfig, length: int, corpus: LabelledCorpus, seconds: float) -> dict[str, Any]:
-    """Return the numbers of the data set."""
+    """Return the statistics of the data set."""
     parts = {name: _part(getattr(corpus, name), len(corpus.classes)) for name in ("train", "held_out", "test")}
     return {
         "dataset": config.dataset,
@@ -152,13 +152,13 @@ def _print(config: LabelledConfig, corpus: LabelledCorpus, record: dict[str, Any
     print_table("classes", ("", *record["parts"]), shares, markdown=False)
     out = console()
     if config.dataset == "toy":
-        out.print(Text(f"tokens and classes are those of the first {LOOKED_AT:,} of a part"))
+        out.print(Text(f"tokens and classes are of the first {LOOKED_AT:,} examples of each part"))
     out.print(Text(f"made or opened in {record['seconds']:.1f} s; fingerprint {corpus.fingerprint}"))
-    out.print(Text(f"an example to learn from:\n{example(config.dataset, corpus)}"))
+    out.print(Text(f"a training example:\n{example(config.dataset, corpus)}"))
 
 
 def example(dataset: str, corpus: LabelledCorpus, shown: int = 400) -> str:
-    """Return the first example to learn from as text, and its class; of long ones the first `shown` characters."""
+    """Return the first training example as text, cut to `shown` characters, with its class."""
     item = corpus.train[0]
     texts = []
     for name in ("", "pair_")[: 1 + corpus.pairs]:
@@ -169,7 +169,7 @@ def example(dataset: str, corpus: LabelledCorpus, shown: int = 400) -> str:
 
 
 def _text(dataset: str, tokens: list[int]) -> str:
-    """Return a sequence in words, characters or numbers."""
+    """Return a sequence as words, characters or numbers."""
     if dataset == "listops":
         return " ".join(WORDS[token] for token in tokens)
     if dataset in ("text", "retrieval"):
@@ -178,7 +178,7 @@ def _text(dataset: str, tokens: list[int]) -> str:
 
 
 def _picture(tokens: list[int], corpus: LabelledCorpus) -> str:
-    """Return the rows of an image that are there, a character a pixel; the grey levels of one that is not square."""
+    """Return an image as rows of characters, one per pixel; the grey levels as numbers if it isn't square."""
     train: Any = corpus.train
     pixels = int(train.full_lengths[0, 0])
     width = math.isqrt(pixels)
@@ -190,19 +190,20 @@ def _picture(tokens: list[int], corpus: LabelledCorpus) -> str:
 
 
 def draw_samples(corpus: LabelledCorpus, samples: int, path: str) -> int:
-    """Draw a grid of `samples` images to learn from (all of fewer), evenly spread, with classes; return how many.
+    """Draw up to `samples` evenly spread training images with their classes; return how many.
 
-    Raises `ValueError` for images that are not square or are cut.
+    Raises `ValueError` for images that aren't square or are truncated.
     """
     from matplotlib.figure import Figure
 
     train: Any = corpus.train
     if train.cut:
-        raise ValueError(f"images that are cut to {train.length} pixels are not drawn; leave --length out")
+        raise ValueError(f"images truncated to {train.length} pixels can't be drawn; leave --length out")
     samples = min(samples, len(train))
     columns = max(1, round(samples**0.5 + 0.49))
     rows = -(-samples // columns)
-    figure = Figure(figsize=(1.6 * columns, 1.8 * rows), layout="constrained", dpi=100)
+    figure = Figure(figsize=(1.6 * columns, 1.8 * rows + 0.4), layout="constrained", dpi=100)
+    figure.suptitle(f"{samples} of {len(train):,} training examples", fontsize=10)
     for number, axes in enumerate(figure.subplots(rows, columns, squeeze=False).ravel()):
         axes.axis("off")
         if number >= samples:
@@ -211,7 +212,7 @@ def draw_samples(corpus: LabelledCorpus, samples: int, path: str) -> int:
         pixels = item["input_ids"][item["attention_mask"].bool()].numpy()
         width = int(len(pixels) ** 0.5)
         if width * width != len(pixels):
-            raise ValueError(f"an image of {len(pixels)} pixels is not square and is not drawn")
+            raise ValueError(f"an image of {len(pixels)} pixels is not square and can't be drawn")
         axes.imshow(pixels.reshape(width, width), cmap="gray", vmin=0, vmax=255, interpolation="nearest")
         axes.set_title(corpus.classes[int(item["labels"])], fontsize=8)
     figure.savefig(path)
@@ -222,22 +223,26 @@ def make_tokens_parser() -> Parser:
     """Return the options of `subquad data tokens`."""
     parser = Parser(
         "data tokens PATH ...",
-        "Make a folder of token shards of texts of any size, in the memory of one document; `--data.path FOLDER` "
-        "trains on it. A path is what `subquad train --data.path` takes: files, folders, globs, archives, hf:NAME.",
+        "Tokenize texts of any size into a folder of token shards, holding one document in memory at a time. Train on "
+        "it with `subquad train --data.path FOLDER`.",
     )
-    parser.add_argument("paths", type=str, nargs="+", metavar="PATH", help="Texts, in this order.")
-    parser.add_argument("--out", type=str, required=True, help="The folder to make; it must not exist.")
+    parser.add_argument(
+        "paths", type=str, nargs="+", metavar="PATH", help="Texts, in order: files, folders, globs, archives, hf:NAME."
+    )
+    parser.add_argument("--out", type=str, required=True, help="Folder to make; it must not exist.")
     parser.add_argument(
         "--tokenizer",
         type=str,
         default="bytes",
-        help="`bytes`, a tokenizer.json, a folder that holds one (a run's, say), or one with GPT-2's two files.",
+        help="`bytes`, a tokenizer.json, or a folder with a tokenizer.json (such as a run's) or GPT-2's two files.",
     )
-    parser.add_argument("--shard_tokens", type=int, default=SHARD_TOKENS, help="Tokens after which a shard is closed.")
     parser.add_argument(
-        "--skip_bad_files", type=bool, default=False, help="Leave out, with a warning each, files that are not text."
+        "--shard_tokens", type=int, default=SHARD_TOKENS, help="Start a new shard after this many tokens."
     )
-    parser.add_optional("--json", "Also write the numbers to this file.")
+    parser.add_argument(
+        "--skip_bad_files", type=bool, default=False, help="Skip files that aren't UTF-8 text, with a warning for each."
+    )
+    parser.add_optional("--json", "Also write the numbers to this JSON file.")
     return parser
 
 
@@ -247,8 +252,8 @@ def _make_tokens(arguments: Sequence[str]) -> int:
     with parser.checking():
         if values["tokenizer"] in TRAINED:
             raise ValueError(
-                f"tokenizer {values['tokenizer']!r} is trained on a whole text, which here may be of any size: "
-                "train one on a part (`subquad train --data.path PART`) and give its folder"
+                f"tokenizer {values['tokenizer']!r} has to be trained on the text first: train a model on a part of it "
+                "(`subquad train --data.path PART`) and give the folder of that run"
             )
         check_target(values["out"], values["shard_tokens"])
         tokenizer = load_tokenizer(values["tokenizer"])
@@ -275,10 +280,10 @@ def _make_tokens(arguments: Sequence[str]) -> int:
 def _check_tokens(arguments: Sequence[str]) -> int:
     parser = Parser(
         "data check FOLDER",
-        "Read all shards of a folder and compare their checksums with the index; exit status 1 where one is missing or "
-        "damaged.",
+        "Read all shards of a folder and compare their checksums with the index. The exit status is 1 if a shard is "
+        "missing or damaged.",
     )
-    parser.add_argument("folder", type=str, help="A folder of token shards.")
+    parser.add_argument("folder", type=str, help="Folder of token shards.")
     folder = parser.parse_args(arguments).folder
     with parser.checking():
         tokens = TokenSet(Path(folder).expanduser())
@@ -290,7 +295,7 @@ def _check_tokens(arguments: Sequence[str]) -> int:
             bad += 1
             console().print(Text(str(error)), soft_wrap=True)
     good = len(tokens.entries) - bad
-    console().print(Text(f"{good} of {len(tokens.entries)} shards of {folder} are whole"), soft_wrap=True)
+    console().print(Text(f"{good} of {len(tokens.entries)} shards of {folder} are intact"), soft_wrap=True)
     return int(bad > 0)
 
 
@@ -306,9 +311,9 @@ def _print_tokens(tokens: TokenSet, record: dict[str, Any], seconds: float) -> N
 
 
 def _show_documents(what: str, done: int, total: int) -> None:
-    """Show one line that counts."""
+    """Count documents in one line."""
     show_line(f"{what}: {done:,} documents")
 
 
 COMMANDS: dict[str, Callable[[Sequence[str]], int]] = {"tokens": _make_tokens, "check": _check_tokens}
-"""Commands about token shards, which stand in the place of a data set's name."""
+"""Commands for token shards, given in place of a data set's name."""

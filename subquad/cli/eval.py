@@ -26,7 +26,7 @@ from subquad.training.config import TrainConfig
 from subquad.training.tasks_classify import labelled
 
 DEFAULT_LENGTH = 1024
-"""Tokens in a window where the folder has no training configuration."""
+"""Tokens per window if the folder has no training configuration."""
 TASK_OPTIONS = ("tasks", "task_path", "num_fewshot", "limit", "prefix_token")
 TEXT_OPTIONS = ("stride", "windows", "data.path", "data.skip_bad_files", "data.cache")
 
@@ -35,21 +35,19 @@ def make_parser() -> Parser:
     """Return the command's options."""
     parser = Parser(
         "eval RUN",
-        "Measure a trained model on a text: loss, perplexity per token and per word, bits per byte, also by position "
-        "in the context. Every token but the first is predicted exactly once. Of a classifier: the accuracy on the "
-        "held-out sequences of its task. Of a model of images: bits per dimension of held-out ones, of as "
-        "many as --windows says. With --tasks: what lm-evaluation-harness measures.",
+        "Measure a trained model. A language model: loss, perplexity per token and per word, and bits per byte of a "
+        "text, and the loss by tokens of context; every token except the first is predicted exactly once. A "
+        "classifier: accuracy on test sequences. An image model: bits per dimension of held-out images. With --tasks: "
+        "tasks of lm-evaluation-harness.",
     )
-    parser.add_argument(
-        "run", type=str, help="The folder of a run, or another that transformers' from_pretrained reads."
-    )
+    parser.add_argument("run", type=str, help="Folder of a run, or one that transformers' from_pretrained reads.")
     parser.add_config(EvalConfig)
     _add_tasks(parser)
     return parser
 
 
 def run(arguments: Sequence[str]) -> int:
-    """Parse, measure, print, return the exit status."""
+    """Parse, measure and print; return the exit status."""
     parser = make_parser()
     parsed = parser.parse_args(data_is_a_path(arguments))
     with parser.checking():
@@ -76,7 +74,7 @@ def run(arguments: Sequence[str]) -> int:
         with parser.checking():
             loaded = training.runs.load_run(folder, options.device)
             if options.data.path is None and loaded.config is None:
-                raise ValueError(f"{loaded.folder} has no config.yaml that names its text; give one by --data.path")
+                raise ValueError(f"{loaded.folder} has no config.yaml that names its text; give a text by --data.path")
         evaluation = _evaluate(loaded, options)
         tables = [text_table(evaluation), position_table(evaluation)]
     if options.json is not None:
@@ -88,7 +86,7 @@ def run(arguments: Sequence[str]) -> int:
 
 
 def _ask(parser: Parser, folder: str, names: list[str], chosen: Namespace, options: EvalConfig) -> int:
-    """Measure on tasks, print, return the exit status."""
+    """Measure on tasks and print; return the exit status."""
     with parser.checking():
         loaded = load_for_tasks(folder, options)
         from subquad.evaluation.harness import prepare_tasks
@@ -111,7 +109,7 @@ def _ask(parser: Parser, folder: str, names: list[str], chosen: Namespace, optio
     sys.stdout.write(
         f"{evaluation.table}\n"
         f"{examples:,} examples, {evaluation.requests:,} requests in {evaluation.seconds:.1f} s, in a window of "
-        f"{evaluation.config['length']:,} tokens; cut to fit: {evaluation.cut:,}\n"
+        f"{evaluation.config['length']:,} tokens; truncated requests: {evaluation.cut:,}\n"
     )
     return 0
 
@@ -141,41 +139,41 @@ def _evaluate(loaded: training.runs.LoadedRun, config: EvalConfig) -> Evaluation
 
 
 def _text(loaded: training.runs.LoadedRun, config: TextConfig) -> TokenShard | TokenSet:
-    """Return the text that `config` names in the model's tokens, or the held-out part of the run's own."""
+    """Return the tokens of the text in `config`, or of the held-out part of the run's own text."""
     if config.path is not None:
         return prepare_shard(config.path, loaded.tokenizer, skip_bad_files=config.skip_bad_files, cache=config.cache)
     return held_out_text(loaded, config.cache, "--data.path")
 
 
 def held_out_text(run: training.runs.LoadedRun, cache: str | None, option: str) -> TokenShard | TokenSet:
-    """Return the held-out part of the text that a run was trained on; an error names the `option` for another text."""
+    """Return the held-out part of a run's training text; errors name the `option` that gives another text."""
     if run.config is None:
-        raise ValueError(f"{run.folder} has no config.yaml that names its text; give one by {option}")
+        raise ValueError(f"{run.folder} has no config.yaml that names its text; give a text by {option}")
     data = run.config.data
     corpus = prepare(data.replace(cache=cache or data.cache))
     if tokenizer_hash(corpus.tokenizer) != tokenizer_hash(run.tokenizer):
         raise ValueError(
-            f"the text {data.path!r} is not what {run.folder} was trained on: it gives another tokenizer; "
+            f"the text {data.path!r} has changed since {run.folder} was trained on it: it gives another tokenizer; "
             f"give a text by {option}"
         )
     return corpus.held_out
 
 
 def _load_classifier(folder: str, options: EvalConfig) -> training.runs.LoadedClassifier:
-    """Return the classifier in `folder`; `ValueError` for options of a text, and for a folder without its task."""
+    """Return the classifier in `folder`; `ValueError` for options of texts and for a folder without config.yaml."""
     texts = {"length": options.length, "stride": options.stride, "data.path": options.data.path}
     for name, value in texts.items():
         if value is not None:
             raise ValueError(f"{folder} holds a classifier: {name}={value!r} is for texts; leave it out")
     loaded = training.runs.load_classifier(folder, options.device)
     if loaded.config is None:
-        raise ValueError(f"{folder} has no config.yaml that names the sequences to measure it on")
+        raise ValueError(f"{folder} has no config.yaml that names its test sequences")
     return loaded
 
 
 def evaluate_classes(model: Any, config: TrainConfig, examples: int | None, batch_size: int) -> ClassEvaluation:
-    """Measure on the first `examples` test sequences of the classifier's task (None: all), beside a baseline."""
-    corpus: Any = labelled(config)  # its parts have lengths, of which the type of a data set says nothing
+    """Measure a classifier and a bag-of-tokens baseline on the first `examples` test sequences (None: all)."""
+    corpus: Any = labelled(config)  # Any, since torch's Dataset type has no length
     train, test = len(corpus.train), len(corpus.test)
     baseline = None
     if train > 1:
@@ -192,12 +190,12 @@ def evaluate_classes(model: Any, config: TrainConfig, examples: int | None, batc
 
 
 def _load_images(folder: str, options: EvalConfig) -> tuple[ImageModel, Tensor]:
-    """Return the model in `folder` and the bytes of images; `ValueError` for options that only a text has."""
+    """Return the model in `folder` and images as bytes `[N, T]`; `ValueError` for options of texts."""
     data = options.data
     texts = {"length": options.length, "stride": options.stride, "data.cache": data.cache}
     for name, value in {**texts, "data.skip_bad_files": data.skip_bad_files or None}.items():
         if value is not None:
-            raise ValueError(f"{folder} holds a model of images: {name}={value!r} is for texts; leave it out")
+            raise ValueError(f"{folder} holds an image model: {name}={value!r} is for texts; leave it out")
     runs = training.runs
     loaded = runs.load_image_run(folder, options.device)
     images = runs.images_for(loaded, data.path).held_out
@@ -205,7 +203,7 @@ def _load_images(folder: str, options: EvalConfig) -> tuple[ImageModel, Tensor]:
 
 
 class Loaded(NamedTuple):
-    """A model with its tokenizer, and the window that it is read in; None: what the model says of itself."""
+    """A model with its tokenizer and window in tokens (None: the model's own limit)."""
 
     model: Any
     tokenizer: Any
@@ -213,45 +211,52 @@ class Loaded(NamedTuple):
 
 
 def _add_tasks(parser: ArgumentParser) -> None:
-    """Add what `--tasks` takes."""
-    group = parser.add_argument_group("tasks of lm-evaluation-harness (the extra `eval`) instead of a text")
-    group.add_argument("--tasks", type=str | None, default=None, help="Tasks, groups and tags, as a,b,c.")
+    """Add the options of tasks."""
+    group = parser.add_argument_group("tasks of lm-evaluation-harness instead of a text: pip install subquad[eval]")
+    group.add_argument(
+        "--tasks", type=str | None, default=None, help="Tasks, groups and tags, such as lambada_openai,piqa."
+    )
     group.add_argument(
         "--task_path",
         type=str | None,
         default=None,
-        help="A folder with the YAML files of tasks of your own. They may run Python files: take none from strangers.",
+        help="Folder with YAML files of your own tasks. They can run Python code: use only files that you trust.",
     )
     group.add_argument(
-        "--num_fewshot", type=int | None, default=None, help="Examples in a prompt, where the task does not set 0."
+        "--num_fewshot",
+        type=int | None,
+        default=None,
+        help="Examples in each prompt, except for tasks that set 0. null: each task's own number.",
     )
-    group.add_argument("--limit", type=int | None, default=None, help="Only the first so many examples of each task.")
+    group.add_argument(
+        "--limit", type=int | None, default=None, help="Measure only this many examples of each task. null: all."
+    )
     group.add_argument(
         "--prefix_token",
         type=int | None,
         default=None,
-        help="The token that a text begins after (null: the separator of documents, or else the line break).",
+        help="Number of the token put before each text. null: document separator, BOS or the like.",
     )
 
 
 def _task_names(chosen: Namespace) -> list[str] | None:
-    """Return the tasks, None where a text is measured; `ValueError` for arguments that do not go together."""
+    """Return the tasks, or None to measure a text; `ValueError` for arguments that can't be combined."""
     if chosen.tasks is None:
         for name in TASK_OPTIONS:
             if chosen[name] is not None:
-                raise ValueError(f"--{name} is for tasks: name them by --tasks")
+                raise ValueError(f"--{name} is for tasks: name them with --tasks")
         return None
     for name in TEXT_OPTIONS:
         if chosen[name]:
-            raise ValueError(f"--{name} is for a text and does not go with --tasks")
+            raise ValueError(f"--{name} is for a text and can't be combined with --tasks")
     names = [name.strip() for name in chosen.tasks.split(",") if name.strip()]
     if not names:
-        raise ValueError(f"--tasks must name at least one task, as a,b,c, got {chosen.tasks!r}")
+        raise ValueError(f"--tasks must name at least one task, such as a,b,c, got {chosen.tasks!r}")
     return names
 
 
 def load_for_tasks(folder: str, config: EvalConfig) -> Loaded:
-    """Return the model in a folder, a run's or any that AutoModelForCausalLM reads, with its tokenizer."""
+    """Load the model and tokenizer of a run or of any folder that AutoModelForCausalLM reads."""
     if training.runs.is_classifier(folder):
         raise ValueError(f"{folder} holds a classifier: --tasks is for language models; leave it out")
     file = Path(folder) / "config.json"

@@ -1,4 +1,4 @@
-"""`subquad export`: a model of ours as one of transformers."""
+"""`subquad export`: convert a subquad model into a transformers model."""
 
 from __future__ import annotations
 
@@ -18,19 +18,17 @@ def make_parser() -> Parser:
     """Return the command's options."""
     parser = Parser(
         "export RUN --out FOLDER",
-        "Write a model of ours with full attention as a model of transformers that needs nothing of ours: the same "
-        "weights, the same logits.",
+        "Convert a subquad model with full attention into a transformers model that loads without subquad: same "
+        "weights, same logits.",
     )
-    parser.add_argument("run", type=str, help="The folder of a run, or of an imported model.")
-    parser.add_argument("--out", type=str, required=True, help="The folder to write: a new one, or an empty one.")
-    parser.add_optional(
-        "--family", "llama, qwen2, qwen3, gpt2 or gpt_neox (null: the first of them that the model fits)."
-    )
+    parser.add_argument("run", type=str, help="Folder of a run, or of an imported model.")
+    parser.add_argument("--out", type=str, required=True, help="Folder to write: new or empty.")
+    parser.add_optional("--family", "llama, qwen2, qwen3, gpt2 or gpt_neox. null: the first of these that fits.")
     return parser
 
 
 def run(arguments: Sequence[str]) -> int:
-    """Parse, read, write, return the exit status."""
+    """Parse, convert and write; return the exit status."""
     parser = make_parser()
     chosen = parser.parse_args(arguments)
     with parser.checking():
@@ -46,18 +44,18 @@ def run(arguments: Sequence[str]) -> int:
 
 
 def check_new(out: str) -> Path:
-    """Return the folder to write; `ValueError` where something is there already."""
+    """Return the folder to write; `ValueError` if it isn't new or empty."""
     target = Path(out)
     filled = target.is_dir() and any(target.iterdir())
     if not out or filled or (target.exists() and not target.is_dir()):
-        raise ValueError(f"{out!r} is there already; --out must name a new or an empty folder")
+        raise ValueError(f"{out!r} is not empty; --out must name a new or empty folder")
     if any(above.is_file() for above in target.absolute().parents):
-        raise ValueError(f"{out!r} is below a file; --out must name a new or an empty folder")
+        raise ValueError(f"{out!r} lies below a file; --out must name a new or empty folder")
     return target
 
 
 def write_model(target: Path, model: Any, texts: Mapping[str, str], kept_from: Path | None) -> None:
-    """Write a folder, whole or not at all: the model, `texts` by file names, and files of another folder."""
+    """Write a folder atomically: the model, `texts` by file name, and `MODEL_FILES` copied from `kept_from`."""
     with aside(target) as folder:
         model.save_pretrained(folder)
         for name in MODEL_FILES:

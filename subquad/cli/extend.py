@@ -1,4 +1,4 @@
-"""`subquad extend`: a model of transformers learns to read longer windows; its loss by position, before and after."""
+"""`subquad extend`: train a transformers model to read longer contexts; report its loss by position."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from subquad.cli.threads import with_threads
 
 
 def run(arguments: Sequence[str]) -> int:
-    """Parse, train, measure, return the exit status: 130 after an interruption."""
+    """Parse, train and measure; return the exit status, 130 after an interruption."""
     begin = time.perf_counter()
     parser = make_parser()
     if arguments and not arguments[0].startswith("-"):
@@ -60,21 +60,21 @@ def run(arguments: Sequence[str]) -> int:
     print_table(title, *extension_report.rows(report), markdown=False)
     folder = shlex.quote(str(result.folder))
     sys.stdout.write(
-        f"{result.folder} holds the adapter, the scaled configuration and the report (README.md says how to load "
-        f"them). One plain model:\n  subquad lora merge {folder} --out {folder}-merged\n"
+        f"{result.folder} holds the adapter, the scaled configuration and the report (see its README.md for how to "
+        f"load them). Merge them into a plain model with:\n  subquad lora merge {folder} --out {folder}-merged\n"
     )
     return 0
 
 
-@cache  # making one takes 0.2 s
+@cache  # takes 0.2 s to make
 def make_parser() -> Parser:
-    """The command's options."""
+    """Return the command's options."""
     parser = Parser(
         "extend MODEL --length TOKENS",
-        "Extend the reach of a model of transformers with rotary positions, as LongLoRA does: scale its positions, "
-        "train low-rank factors, embeddings and norms on long windows with sparse attention, and report the loss by "
-        "position before and after. The adapter is PEFT's, for the original checkpoint; `subquad lora merge` writes a "
-        "plain model. An interrupted run goes on when the same command is given again.",
+        "Train a transformers model with rotary positions to read longer contexts, as LongLoRA does: scale its "
+        "positions, train low-rank factors, embeddings and norms on long windows with sparse attention, and report the "
+        "loss by position before and after. The result is a PEFT adapter for the original checkpoint; `subquad lora "
+        "merge` makes a plain model of it. To resume an interrupted run, repeat the command.",
     )
     parser.add_files()
     parser.add_config(ExtendConfig)
@@ -83,5 +83,5 @@ def make_parser() -> Parser:
 
 def _stopped(step: int, config: ExtendConfig, what: str) -> int:
     command = f"subquad extend --config {shlex.quote(str(Path(config.run.folder) / 'config.yaml'))}"
-    sys.stderr.write(f"stopped {what} after step {step} of {config.run.steps}; go on with:\n  {command}\n")
+    sys.stderr.write(f"stopped {what} after step {step} of {config.run.steps}; resume with:\n  {command}\n")
     return 130

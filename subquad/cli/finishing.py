@@ -1,4 +1,4 @@
-"""The end of `subquad train`: each task's own measure of the trained model, printed and kept in the run's folder."""
+"""The end of `subquad train`: measure the trained model, print the result and keep it in the run's folder."""
 
 from __future__ import annotations
 
@@ -31,17 +31,17 @@ from subquad.training.report import measure, write_report
 
 logger = logging.getLogger(__name__)
 SAMPLES = 3
-"""Samples at the end of a run: the first is greedy."""
+"""Samples at the end of a run, of which the first is greedy."""
 PICTURE = "samples.png"
 
 
 def finish(result: training.RunResult) -> None:
-    """Measure the model of a run that has ended, print the numbers and keep them in its folder."""
+    """Measure the model of a finished run, print the numbers and keep them in its folder."""
     FINISH[result.config.task](result)
 
 
 def _language(result: training.RunResult) -> None:
-    """Write evaluation.json, samples.txt and report.json into the run's folder and print them."""
+    """Write and print evaluation.json, samples.txt and report.json."""
     corpus = result.corpus
     assert isinstance(corpus, Corpus)
     if result.config.parallel.context > 1:
@@ -64,7 +64,7 @@ def _language(result: training.RunResult) -> None:
     console = Console()
     console.print(text_table(evaluation))
     if isinstance(held_out, TokenShard):
-        assert evaluation.bits_per_byte is not None  # a shard knows its bytes
+        assert evaluation.bits_per_byte is not None  # a TokenShard has the number of bytes
         speeds = [record["tokens_per_s"] for record in read_metrics(result.folder) if "tokens_per_s" in record]
         report = measure(
             decoder,
@@ -74,24 +74,24 @@ def _language(result: training.RunResult) -> None:
             files_hash=corpus.fingerprint[:16],
             steps=result.steps,
             train_tokens_per_second=result.tokens_per_second
-            or (speeds or [0.0])[-1],  # of a run that had ended already
+            or (speeds or [0.0])[-1],  # the run had ended before this command
             skipped=result.skipped,
         )
         write_report(report, result.folder)
         console.print(report.table())
     else:
-        console.print("A set of token shards keeps no text to compress beside the model: no report.json is written.")
+        console.print("No report.json: token shards don't keep the text, which it compares with compressors.")
     _say_how_to_go_on(result, console)
 
 
 def _shared_language(result: training.RunResult, corpus: Corpus) -> None:
-    """Write samples.txt alone: windows that processes shared may be too long for this one."""
+    """Write only samples.txt: windows shared by several processes may be too long for this one."""
     _write_samples(result, corpus.tokenizer)
     console, length = Console(), result.config.batch.length
-    best = "" if result.best_loss is None else f" The lowest held-out loss of the training was {result.best_loss:.4f}."
+    best = "" if result.best_loss is None else f" The lowest held-out loss in training was {result.best_loss:.4f}."
     console.print(
-        f"A window of {length} tokens was shared by {result.config.parallel.context} processes and may be too long for "
-        f"one: no evaluation.json is written.{best} Where there is room, or with fewer tokens at a time, measure with:",
+        f"No evaluation.json: {result.config.parallel.context} processes shared a window of {length} tokens, which may "
+        f"be too long for one.{best} Measure it with enough memory, or with a smaller --length:",
         markup=False,
     )
     console.print(f"  subquad eval {shlex.quote(str(result.folder))} --length {length}", markup=False, soft_wrap=True)
@@ -99,23 +99,23 @@ def _shared_language(result: training.RunResult, corpus: Corpus) -> None:
 
 
 def _say_how_to_go_on(result: training.RunResult, console: Console) -> None:
-    console.print(f"{result.folder} holds the model, the metrics and the samples. Go on writing with:", markup=False)
+    console.print(f"{result.folder} holds the model, the metrics and the samples. Continue a text with:", markup=False)
     command = shlex.join(["subquad", "generate", str(result.folder), "--prompt", result.config.run.prompt])
     console.print(f"  {command}", markup=False, soft_wrap=True)
 
 
 def _write_samples(result: training.RunResult, tokenizer: Tokenizer) -> None:
-    """Write samples.txt and print it: samples of the run's prompt, each under a line that says how it was drawn."""
+    """Write and print samples.txt: continuations of the run's prompt, each under a line with its sampling."""
     options = result.config.run
     prompt = encode_text(tokenizer, options.prompt)
     count, model = options.sample_tokens, result.config.model
     if model.position == "learned" and len(prompt) + count - 1 > model.max_positions:
         prompt = prompt[-model.max_positions :]
         count = model.max_positions - len(prompt) + 1
-        logger.warning("samples have %d tokens: the table of positions has %d rows", count, model.max_positions)
+        logger.warning("samples are cut to %d tokens: the model has %d positions", count, model.max_positions)
     most = result.model.model.most_new_tokens(len(prompt))
     if most is not None and most < count:
-        logger.warning("samples have %d tokens: decode=frozen has no latents for more", most)
+        logger.warning("samples are cut to %d tokens: decode=frozen has no latents for more", most)
         count = most
     texts = []
     for number in range(SAMPLES):
@@ -130,7 +130,7 @@ def _write_samples(result: training.RunResult, tokenizer: Tokenizer) -> None:
 
 
 def _facts(result: training.RunResult, **more: int) -> dict[str, Any]:
-    """Return the figures of a training that a report ends with, `more` before the speed."""
+    """Return the facts of training that end a report, with `more` before the speed."""
     return {
         "python": platform.python_version(),
         "parameters": result.parameters,
@@ -141,19 +141,19 @@ def _facts(result: training.RunResult, **more: int) -> dict[str, Any]:
 
 
 def _write(result: training.RunResult, evaluation: dict[str, Any], report: dict[str, Any]) -> None:
-    """Write evaluation.json and report.json into the run's folder."""
+    """Write evaluation.json and report.json."""
     for name, values in (("evaluation", evaluation), ("report", report)):
         write_atomically(result.folder / f"{name}.json", (json.dumps(values, indent=2) + "\n").encode())
 
 
 def _add_training(table: Table, result: training.RunResult, speed: str) -> None:
-    """Add what was trained, and how fast."""
+    """Add the number of parameters and steps, and the speed."""
     table.add_row("parameters, steps", f"{result.parameters:,}, {result.steps:,}")
     table.add_row("training", speed)
 
 
 def _print(table: Table, text: str, *commands: str) -> None:
-    """Print the table, and what the run's folder holds, which `commands` read."""
+    """Print a table, a text and indented commands."""
     console = Console()
     console.print(table)
     for line in (text, *(f"  {command}" for command in commands)):
@@ -161,7 +161,7 @@ def _print(table: Table, text: str, *commands: str) -> None:
 
 
 def _classify(result: training.RunResult) -> None:
-    """Write evaluation.json and report.json into the run's folder and print them."""
+    """Write and print evaluation.json and report.json."""
     from subquad.hf import SubquadForSequenceClassification
 
     sys.stderr.write("evaluating on the test sequences ...\n")
@@ -181,17 +181,17 @@ def _classify(result: training.RunResult) -> None:
 
 
 def _pretrain(result: training.RunResult) -> None:
-    """Print the loss on the training sequences that were set aside, and where the encoder is."""
+    """Print the loss on held-out training sequences and the folder of the encoder."""
     options = result.config.pretrain
     table = facts(("learned", "hidden tokens" if options.kind == "denoise" else "the next token"))
     if result.best_loss is not None:
-        table.add_row("lowest loss", f"{result.best_loss:.4f} nats a predicted token, at step {result.best_step:,}")
+        table.add_row("lowest loss", f"{result.best_loss:.4f} nats per predicted token, at step {result.best_step:,}")
     _add_training(table, result, f"{result.tokens_per_second:,.0f} tokens/s, padding included")
     _print(table, f"{result.folder} holds the encoder and the metrics.")
 
 
 def _images(result: training.RunResult) -> None:
-    """Write evaluation.json, samples.png and report.json into the run's folder and print them."""
+    """Write evaluation.json, samples.png and report.json; print the numbers."""
     from subquad.hf import SubquadForImages
 
     options, images = result.config.image, result.corpus
@@ -223,11 +223,11 @@ def _images(result: training.RunResult) -> None:
     _write(result, evaluation.to_dict(), report)
     kept = f", the metrics and {PICTURE}" if options.samples else " and the metrics"
     commands = f"subquad generate {result.folder} --images 100", f"subquad complete {result.folder}"
-    _print(table, f"{result.folder} holds the model{kept}. Go on with:", *commands)
+    _print(table, f"{result.folder} holds the model{kept}. Next:", *commands)
 
 
 def _probe(result: training.RunResult) -> None:
-    """Write evaluation.json and report.json into the run's folder and print them."""
+    """Write and print evaluation.json and report.json."""
     from subquad.hf import SubquadForCausalLM
 
     config, probe = result.config, result.config.probe
@@ -235,7 +235,7 @@ def _probe(result: training.RunResult) -> None:
     sys.stderr.write("evaluating on the held-out sequences ...\n")
     rows = probe_rows(probe, config.batch.length, probe.held_out, seed=(probe.seed, HELD_OUT))
     score = overall(rows, right_answers(result.model.model, rows, batch_size=config.batch.size))
-    chance = 1 / 10 if probe.name == "passkey" else probe.chance  # of one token, as the accuracy
+    chance = 1 / 10 if probe.name == "passkey" else probe.chance  # per token, as the accuracy is
     accuracy = {"accuracy": score.value, "error": score.error, "chance": chance}
     evaluation = {**accuracy, "sequences": score.sequences, "asked": score.asked, "length": score.length}
     report = {
@@ -250,7 +250,7 @@ def _probe(result: training.RunResult) -> None:
         ("", f"{chance:.2%} by chance"),
     )
     _add_training(table, result, f"{result.tokens_per_second:,.0f} tokens/s")
-    text = f"{result.folder} holds the model and the metrics. Ask it more with:"
+    text = f"{result.folder} holds the model and the metrics. Probe it further with:"
     _print(table, text, f"subquad probe {result.folder}")
 
 

@@ -31,48 +31,50 @@ from subquad.state import State
 
 logger = logging.getLogger(__name__)
 MOST_SLOTS = 16
-"""Texts of --samples that are made at once."""
+"""Texts of --samples generated in one batch."""
 ROWS = 64
-"""Texts of --texts that are made at once."""
+"""Texts of --texts generated in one batch."""
 DATE = (1980, 1, 1, 0, 0, 0)
-"""Of every document in --out-file, so that the same texts are the same file."""
+"""Date of every document in --out-file, so that equal texts give equal files."""
 FOR_IMAGES = ("run", "adapter", "device", "images", "out", "batch_size", "temperature", "seed")
 """The options that --images reads."""
 
-DECODE_HELP = "How a perceiver_ar goes on when all latents are used (null: as it was trained); see `subquad list`."
-REFILL_HELP = "Latents that a prompt and a refill leave, for --decode refill and frozen (null: half of them)."
-ADAPTER_HELP = "The folder of a LoRA adapter, to put on the model in RUN, its base."
-PROMPT_HELP = "Text to go on from; - reads it from standard input."
-STATE_IN_HELP = "A file that --state-out wrote with this model: the prompt goes on from the text that made it."
+DECODE_HELP = (
+    "How a perceiver_ar continues once all latents are used: `subquad list perceiver_ar` describes each. null: as the "
+    "model is configured."
+)
+REFILL_HELP = (
+    "For --decode refill and frozen: how many of the last tokens become latents after the prompt and at each refill. "
+    "Fewer leave more latents for new tokens. null: half of all latents."
+)
+ADAPTER_HELP = "Folder of a LoRA adapter to apply to the model in RUN. null: none."
+PROMPT_HELP = "Text to continue; - reads it from standard input."
+STATE_IN_HELP = "Start from a state that --state-out saved with this model: the prompt continues its text."
 STATE_OUT_HELP = (
-    "Keep what was read in a file: the prompt and all that was generated, a stop string too; with --max_tokens 0 the "
-    "prompt alone, and nothing is printed."
+    "Save the state after the prompt and all generated tokens, including a stop string, to this file. With "
+    "--max_tokens 0 only the prompt is read and nothing is printed."
 )
-STOP_HELP = "Text that ends the generation and is not printed; may be given several times."
-SAMPLES_HELP = "How many texts to generate; each has its own random numbers (seed, seed + 1, ...)."
+STOP_HELP = "Stop before this text appears in the output. Can be repeated."
+SAMPLES_HELP = "Number of texts to generate from the prompt, with seeds seed, seed + 1, ..."
 TEXTS_HELP = (
-    "Write so many texts to --out-file instead of printing one; without a prompt they begin where the model begins a "
-    "text. Text i has the seed seed + i."
+    "Write this many texts to --out-file instead of printing one, with seeds seed, seed + 1, ... Without a prompt, "
+    "each starts from the model's begin-of-text token."
 )
-OUT_FILE_HELP = "A .zip for --texts, each a document in it: what `subquad train --data.path` reads."
-BEAMS_HELP = "Search for the likeliest text with so many beams, instead of drawing tokens (1: no search)."
-IMAGES_HELP = "Draw so many images with a model of images, instead of going on with a text."
-OUT_HELP = "The PNG file to write the images to, side by side (--images; default: RUN/images.png)."
-BATCH_HELP = "Images that are drawn at once (--images)."
+OUT_FILE_HELP = "For --texts: the .zip file to write, one document per text. `subquad train --data.path` reads it."
+BEAMS_HELP = "Beam search with this many beams for the likeliest text, instead of sampling. 1: no search."
+IMAGES_HELP = "Draw this many images with an image model instead of continuing a text."
+OUT_HELP = "For --images: PNG file to write, with all images in a grid. null: RUN/images.png."
+BATCH_HELP = "For --images: images drawn in one batch."
 
 
 def make_parser() -> Parser:
     """Return the command's options."""
     parser = Parser(
-        "generate RUN --prompt TEXT",
-        "Continue a prompt with a trained model, carrying its state from token to token; or, with --images, draw "
-        "images with a model of them.",
+        "generate RUN --prompt TEXT", "Continue a prompt with a language model, or draw images with an image model."
     )
-    parser.add_argument(
-        "run", type=str, help="The folder of a run, or another that transformers' from_pretrained reads."
-    )
+    parser.add_argument("run", type=str, help="Folder of a run, or one that transformers' from_pretrained reads.")
     parser.add_argument("--prompt", type=str, default=None, help=PROMPT_HELP)
-    parser.add_argument("--prompt-file", type=str, default=None, help="A text file to go on from.")
+    parser.add_argument("--prompt-file", type=str, default=None, help="UTF-8 text file to continue.")
     parser.add_argument("--state-in", type=str, default=None, help=STATE_IN_HELP)
     parser.add_argument("--state-out", type=str, default=None, help=STATE_OUT_HELP)
     parser.add_argument("--stop", type=str, action="append", default=[], help=STOP_HELP)
@@ -80,7 +82,7 @@ def make_parser() -> Parser:
     parser.add_argument("--beams", type=int, default=1, help=BEAMS_HELP)
     parser.add_optional("--texts", TEXTS_HELP, int)
     parser.add_optional("--out-file", OUT_FILE_HELP)
-    parser.add_yes_no("stream", "Whether to print each word as it comes instead of everything at the end.")
+    parser.add_yes_no("stream", "Print text as it is generated, or all at the end.")
     parser.add_optional("--decode", DECODE_HELP, Decode)
     parser.add_optional("--refill", REFILL_HELP, int)
     parser.add_optional("--adapter", ADAPTER_HELP)
@@ -93,7 +95,7 @@ def make_parser() -> Parser:
 
 
 def run(arguments: Sequence[str]) -> int:
-    """Parse, generate, return the exit status."""
+    """Parse and generate; return the exit status."""
     parser = make_parser()
     asked = parser.parse_args(arguments)
     if asked.images is not None:
@@ -113,29 +115,29 @@ def run(arguments: Sequence[str]) -> int:
 
 @dataclass(frozen=True)
 class Start:
-    """A model, and the text that it continues."""
+    """A model and the text that it continues."""
 
     loaded: training.runs.LoadedRun
     prompt: str
-    """Empty where the texts begin with the model's own first token."""
+    """Empty if texts start from the model's begin-of-text token."""
     tokens: list[int]
     state: State | None
     sampling: SamplingConfig
 
     @property
     def stop_tokens(self) -> tuple[int, ...]:
-        """The separator of documents, if there is one: it ends a text."""
+        """Return the tokens that end a text: the document separator, if there is one."""
         separator = separator_id(self.loaded.tokenizer)
         return () if separator is None else (separator,)
 
     def samplings(self, rows: range) -> list[SamplingConfig]:
-        """Return the sampling of each of several texts: text i has the seed `seed + i`."""
+        """Return the sampling of text i for each i in `rows`, with seed `seed + i`."""
         seed = self.sampling.seed
         return [self.sampling if seed is None else self.sampling.replace(seed=seed + row) for row in rows]
 
 
 def _start(parser: Parser, asked: Namespace) -> Start:
-    """Check the arguments, read model, prompt and state."""
+    """Check the arguments; load model, prompt and state."""
     with parser.checking():
         sampling = _checked(parser, asked)
         begins_itself = asked.texts is not None and asked.prompt is None and asked.prompt_file is None
@@ -151,7 +153,7 @@ def _start(parser: Parser, asked: Namespace) -> Start:
 
 
 def _checked(parser: Parser, asked: Namespace) -> SamplingConfig:
-    """Return the sampling; raise `ValueError` for arguments that do not go together."""
+    """Return the sampling; raise `ValueError` for arguments that can't be combined."""
     for name in ("out", "batch_size"):
         if asked[name] != parser.get_default(name):
             raise ValueError(f"--{name} is for --images; leave it out")
@@ -164,32 +166,32 @@ def _checked(parser: Parser, asked: Namespace) -> SamplingConfig:
         _check_beams(asked, sampling)
     if asked.state_out is not None:
         if asked.samples > 1 or asked.beams > 1:
-            raise ValueError("--state-out keeps one text: it does not go with --samples or --beams")
+            raise ValueError("--state-out keeps a single text: it can't be combined with --samples or --beams")
         check_output("state-out", asked.state_out)
     return sampling
 
 
 def _check_texts(asked: Namespace) -> None:
-    """Raise `ValueError` or `FileNotFoundError` where texts cannot be written as asked."""
+    """Raise `ValueError` or `FileNotFoundError` for invalid options of --texts."""
     if asked.texts is None or asked.out_file is None:
         given = "--out-file" if asked.texts is None else "--texts"
-        raise ValueError(f"--texts N and --out-file FILE go together, got {given} alone")
+        raise ValueError(f"--texts N and --out-file FILE need each other, got only {given}")
     check_at_least(1, texts=asked.texts)
     check_output("out-file", asked.out_file)
     if not asked.out_file.endswith(".zip"):
-        raise ValueError(f"--out-file must end with .zip: each text is a document in it, got {asked.out_file!r}")
+        raise ValueError(f"--out-file must be a .zip file, got {asked.out_file!r}")
     unread = {"--samples": asked.samples > 1, "--beams": asked.beams > 1, "--stop": bool(asked.stop)}
     unread |= {"--state-in": asked.state_in is not None, "--state-out": asked.state_out is not None}
     for name, is_given in unread.items():
         if is_given:
-            raise ValueError(f"{name} does not go with --texts; leave it out")
+            raise ValueError(f"{name} can't be combined with --texts; leave it out")
 
 
 def _check_beams(asked: Namespace, sampling: SamplingConfig) -> None:
-    """Raise `ValueError` for options that a search would not read."""
+    """Raise `ValueError` for options that a search ignores."""
     if asked.samples > 1 or asked.stop:
         name = "--stop" if asked.stop else "--samples"
-        raise ValueError(f"a search with --beams gives one text without stop strings: leave {name} out")
+        raise ValueError(f"--beams gives a single text without stop strings: leave {name} out")
     unread = {"temperature", "top_k", "top_p", "min_p", "repetition_penalty", "seed"}
     for field in fields(SamplingConfig):
         value = getattr(sampling, field.name)
@@ -198,7 +200,7 @@ def _check_beams(asked: Namespace, sampling: SamplingConfig) -> None:
 
 
 def _prompt(text: str | None, file: str | None) -> str:
-    """Return the prompt's text, from one of three places; raise `ValueError` where none or two are given."""
+    """Return the prompt's text; raise `ValueError` unless it comes from exactly one place."""
     if (text is None) == (file is None):
         given = "both" if text is not None else "none"
         raise ValueError(f"give one of --prompt TEXT, --prompt - (standard input) and --prompt-file FILE, got {given}")
@@ -219,30 +221,30 @@ def _prompt(text: str | None, file: str | None) -> str:
 
 
 def _tokens(loaded: training.runs.LoadedRun, prompt: str, *, goes_on: bool) -> list[int]:
-    """Return the prompt's tokens, after those that begin a text unless it `goes_on`; `ValueError` for none."""
+    """Return the prompt's tokens, with begin-of-text tokens unless it `goes_on`; `ValueError` if there are none."""
     tokens = (encode_text if goes_on else encode_prompt)(loaded.tokenizer, prompt)
     if not tokens:
-        raise ValueError("the prompt must hold at least one token, got an empty text; give one by --prompt")
+        raise ValueError("the prompt must have at least one token, got an empty text")
     return tokens
 
 
 def _begin_tokens(loaded: training.runs.LoadedRun) -> list[int]:
-    """Return the token with which the model begins a text; raise `ValueError` where it has none."""
+    """Return the model's begin-of-text token in a list; raise `ValueError` if it has none."""
     token = _begin_token(loaded)
     if token is None:
-        raise ValueError(f"{loaded.folder} names no token that begins a text (bos_token_id); give a --prompt")
+        raise ValueError(f"{loaded.folder} has no begin-of-text token (bos_token_id); give a --prompt")
     return [token]
 
 
 def _begin_token(loaded: training.runs.LoadedRun) -> int | None:
-    """Return the `bos_token_id` of the model's configuration, or the tokenizer's separator."""
+    """Return the `bos_token_id` of the model's configuration, else the tokenizer's document separator, else None."""
     file = training.runs.model_home(loaded.folder) / "config.json"
     token = read_json_mapping(file).get("bos_token_id") if file.is_file() else None
     return token if isinstance(token, int) else separator_id(loaded.tokenizer)
 
 
 def read_state(decoder: Decoder, file: str | None) -> State | None:
-    """Return the state that --state-in holds; raise `ValueError` where another model or more than one text made it."""
+    """Return the state in `file`; raise `ValueError` if it is of another model or of several texts."""
     if file is None:
         return None
     if not Path(file).is_file():
@@ -255,11 +257,11 @@ def read_state(decoder: Decoder, file: str | None) -> State | None:
     device = next(decoder.parameters()).device
     state = state.to(device)
     if decoder.most_tokens is not None and int(state.seen) >= decoder.most_tokens:
-        return state  # `_limited` says that no token has place
+        return state  # `_limited` explains that no position is left
     try:
         with torch.no_grad():
             decoder(torch.zeros(1, 1, dtype=torch.long, device=device), state)
-    except Exception as error:  # the first operation whose shapes do not fit raises
+    except Exception as error:  # whatever the first operation with wrong shapes raises
         raise ValueError(f"{file} does not fit the model: {error!r}") from error
     return state
 
@@ -267,15 +269,15 @@ def read_state(decoder: Decoder, file: str | None) -> State | None:
 def _limited(
     decoder: Decoder, prompt: int, state: State | None, sampling: SamplingConfig, *, keep: bool
 ) -> SamplingConfig:
-    """Return the sampling with `max_tokens` at most what the model has latents (decode=frozen) or positions for.
+    """Return the sampling with `max_tokens` limited to the model's latents (decode=frozen) and positions.
 
-    The last token is not read, unless the state is kept. Raises `ValueError` where not even the prompt has place.
+    With `keep`, the last token is read too and takes a place. Raises `ValueError` if even the prompt doesn't fit.
     """
     unread = 1 if keep else 0
     limits: list[tuple[int, str]] = []
     latents = decoder.most_new_tokens(prompt, state)
     if latents is not None:
-        hint = "a lower --refill leaves more, --decode exact or refill has no limit"
+        hint = "a lower --refill leaves more, and --decode exact or refill has no limit"
         limits.append((latents - unread, f"decode=frozen has no latents for more; {hint}"))
     rows = decoder.most_tokens
     if rows is not None:
@@ -295,7 +297,7 @@ def _limited(
 
 
 def _print_one(start: Start, asked: Namespace) -> None:
-    """Print the prompt and what follows it, nothing where no token is asked for; figures go to standard error."""
+    """Print the prompt and its continuation (nothing if max_tokens is 0), and statistics to standard error."""
     begin = time.perf_counter()
     decoder, tokens = start.loaded.decoder, start.tokens
     generation = Generation(decoder, tokens, start.sampling, state=start.state, stop_tokens=start.stop_tokens)
@@ -333,7 +335,7 @@ def _speed(tokens: int, seconds: float) -> str:
 
 
 def _print_samples(start: Start, asked: Namespace) -> None:
-    """Print several texts, each after the prompt and under its number; the speed goes to standard error."""
+    """Print several numbered continuations of the prompt, and the speed to standard error."""
     begin = time.perf_counter()
     seen = 0 if start.state is None else int(start.state.seen)
     decoder = BatchDecoder(
@@ -366,7 +368,7 @@ def _print_samples(start: Start, asked: Namespace) -> None:
 
 
 def _print_best(start: Start, asked: Namespace) -> None:
-    """Print the likeliest text that a search finds; its score and the speed go to standard error."""
+    """Print the likeliest text of a beam search, and its score and speed to standard error."""
     begin = time.perf_counter()
     best = beam_search(
         start.loaded.decoder,
@@ -386,9 +388,9 @@ def _print_best(start: Start, asked: Namespace) -> None:
 
 
 def _write_texts(start: Start, asked: Namespace) -> None:
-    """Write the texts, each after the prompt's tokens and up to a token that begins or ends one.
+    """Write --texts texts to --out-file, each ending before a token that begins or ends a text.
 
-    The file is there when all of it is. The number of texts, those that hold nothing left out, goes to standard error.
+    The file appears once it is complete, without empty texts. Statistics go to standard error.
     """
     begin, shown = time.perf_counter(), sys.stderr.isatty()
     decoder, tokens = start.loaded.decoder, start.tokens
@@ -412,7 +414,7 @@ def _write_texts(start: Start, asked: Namespace) -> None:
                 file.writestr(document, text, zipfile.ZIP_DEFLATED)
     os.replace(draft, asked.out_file)
     seconds, empty = time.perf_counter() - begin, sum(not text for text in texts)
-    left_out = f" ({empty} were empty and are left out)" if empty else ""
+    left_out = f" ({empty} empty texts left out)" if empty else ""
     sys.stderr.write(
         f"{len(texts) - empty} texts of {sum(len(text.encode()) for text in texts):,} bytes in {asked.out_file}"
         f"{left_out}; generated: {count:,} tokens in {seconds:.1f} s ({count / seconds:,.0f} tokens/s)\n"
@@ -420,7 +422,7 @@ def _write_texts(start: Start, asked: Namespace) -> None:
 
 
 def _draw_images(parser: Parser, asked: Namespace) -> None:
-    """Draw the images, write the picture; speed and state go to standard error."""
+    """Draw images and write the picture; print speed and state size to standard error."""
     with parser.checking():
         given: dict[str, Any] = asked.as_dict()
         for name, value in given.items():

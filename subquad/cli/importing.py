@@ -1,4 +1,4 @@
-"""`subquad import`: a model of transformers or llama2.c as one of ours."""
+"""`subquad import`: convert a transformers or llama2.c model into a subquad model."""
 
 from __future__ import annotations
 
@@ -15,28 +15,26 @@ from subquad.cli.exporting import check_new, write_model
 from subquad.data.llama2c import read_llama2c_tokenizer
 from subquad.data.tokenizers import check_vocabulary, has_tokenizer, load_tokenizer
 
-TOKENIZER_HELP = (
-    "The model's tokenizer: a tokenizer.json, a folder that holds one, or llama2.c's tokenizer.bin (null: MODEL's own)."
-)
+TOKENIZER_HELP = "A tokenizer.json, a folder with one, or llama2.c's tokenizer.bin. null: the tokenizer in MODEL."
 
 
 def make_parser() -> Parser:
     """Return the command's options."""
     parser = Parser(
         "import MODEL --out FOLDER",
-        "Write a model of transformers (Llama, Qwen2, Qwen3, GPT-2, GPT-NeoX) or a checkpoint of llama2.c as a model "
-        "of ours with full attention: the same weights, the same logits. generate, eval, audit and serve read it.",
+        "Convert a transformers model (Llama, Qwen2, Qwen3, GPT-2, GPT-NeoX) or a llama2.c checkpoint into a subquad "
+        "model with full attention: same weights, same logits. generate, eval, audit and serve read the result.",
     )
     parser.add_argument(
-        "model", type=str, help="The folder of a model of transformers, its name on the hub, or a .bin of llama2.c."
+        "model", type=str, help="Folder of a transformers model, its name on the Hugging Face hub, or a llama2.c .bin."
     )
-    parser.add_argument("--out", type=str, required=True, help="The folder to write: a new one, or an empty one.")
+    parser.add_argument("--out", type=str, required=True, help="Folder to write: new or empty.")
     parser.add_optional("--tokenizer", TOKENIZER_HELP)
     return parser
 
 
 def run(arguments: Sequence[str]) -> int:
-    """Parse, read, write, return the exit status."""
+    """Parse, convert and write; return the exit status."""
     parser = make_parser()
     chosen = parser.parse_args(arguments)
     with parser.checking():
@@ -44,7 +42,7 @@ def run(arguments: Sequence[str]) -> int:
         model = _model(chosen.model)
         tokenizer = _tokenizer(chosen.model, chosen.tokenizer)
         if tokenizer is not None:
-            check_vocabulary(tokenizer, model.config.vocab_size, "give its own by --tokenizer")
+            check_vocabulary(tokenizer, model.config.vocab_size, "give the model's own by --tokenizer")
         from subquad.hf.loading import check_finite
 
         check_finite(model, chosen.model)
@@ -56,7 +54,7 @@ def run(arguments: Sequence[str]) -> int:
         if not own:
             texts["tokenizer_config.json"] = json.dumps(_settings(model, tokenizer), indent=2) + "\n"
     else:
-        sys.stderr.write(f"{chosen.model} has no tokenizer: give one by --tokenizer for generate, eval and serve\n")
+        sys.stderr.write(f"{chosen.model} has no tokenizer, which generate, eval and serve need: use --tokenizer\n")
     write_model(target, model, texts, source if source.is_dir() and chosen.tokenizer is None else None)
     count = model.model.num_parameters()
     then = "" if tokenizer is None else f": subquad generate {chosen.out}"
@@ -75,7 +73,7 @@ def _model(name: str) -> Any:
 
 
 def _tokenizer(model: str, asked: str | None) -> Tokenizer | None:
-    """Return the tokenizer that is asked for, or the model's own; None where it has none."""
+    """Return the tokenizer named by `asked`, else the model's own, else None."""
     if asked is not None:
         return read_llama2c_tokenizer(asked) if asked.endswith(".bin") else load_tokenizer(asked)
     source = Path(model)
@@ -90,7 +88,7 @@ def _tokenizer(model: str, asked: str | None) -> Tokenizer | None:
 
 
 def _settings(model: Any, tokenizer: Tokenizer) -> dict[str, object]:
-    """Return `tokenizer_config.json`: the special tokens by their texts."""
+    """Return the content of `tokenizer_config.json`, with special tokens as text."""
     settings: dict[str, object] = {
         "tokenizer_class": "PreTrainedTokenizerFast",
         "clean_up_tokenization_spaces": False,

@@ -1,4 +1,4 @@
-"""`subquad lora`: adapters below a folder, and an adapter merged into its base."""
+"""`subquad lora`: list adapters, or merge one into its base."""
 
 from __future__ import annotations
 
@@ -15,15 +15,15 @@ OVERVIEW = """\
 usage: subquad lora list [FOLDER ...]
        subquad lora merge RUN --out FOLDER
 
-  list    adapters below folders (default: runs): base, rank, layers, size, and whether they fit
-  merge   write a run's adapter and its base as one plain model
+  list    list LoRA adapters in folders (default: runs): base, rank, layers, size, and whether they fit their base
+  merge   merge the adapter of a run into its base and write a plain model
 
 `subquad train --lora.rank 8 --lora.base RUN` trains an adapter; eval, generate and serve read its folder.
 """
 
 
 def run(arguments: Sequence[str]) -> int:
-    """Parse, do what the first word says, return the exit status."""
+    """Run the action named first; return the exit status."""
     word = arguments[0] if arguments else ""
     if word in ("-h", "--help"):
         sys.stdout.write(OVERVIEW)
@@ -36,17 +36,17 @@ def run(arguments: Sequence[str]) -> int:
 
 
 def make_parser(action: str) -> Parser:
-    """The options of `list` or `merge`."""
+    """Return the options of `list` or `merge`."""
     if action == "list":
-        parser = Parser("lora list [FOLDER ...]", "Show the adapters below folders.")
-        parser.add_argument("folders", type=str, nargs="*", default=["runs"], help="Folders to look in.")
-        parser.add_argument("--markdown", action="store_true", help="Print the table alone, in Markdown.")
-        parser.add_optional("--json", "Also write the numbers to this file.")
+        parser = Parser("lora list [FOLDER ...]", "List the LoRA adapters in folders and their subfolders.")
+        parser.add_argument("folders", type=str, nargs="*", default=["runs"], help="Folders to search.")
+        parser.add_argument("--markdown", action="store_true", help="Print only the table, in Markdown.")
+        parser.add_optional("--json", "Also write the numbers to this JSON file.")
     else:
-        parser = Parser("lora merge RUN --out FOLDER", "Write an adapter and its base as one plain model.")
-        parser.add_argument("run", type=str, help="The folder of a run that trained an adapter, or of a checkpoint.")
-        parser.add_argument("--out", type=str, required=True, help="The folder for the merged model: a new one.")
-        parser.add_optional("--base", "The base's folder, where it was moved.")
+        parser = Parser("lora merge RUN --out FOLDER", "Merge an adapter into its base and write a plain model.")
+        parser.add_argument("run", type=str, help="Folder of a run that trained an adapter, or of its checkpoint.")
+        parser.add_argument("--out", type=str, required=True, help="Folder to write; it must not exist.")
+        parser.add_optional("--base", "Folder of the base model. null: the folder that the adapter names.")
     return parser
 
 
@@ -63,7 +63,7 @@ def _list(arguments: Sequence[str]) -> int:
 
 
 def _show(found: Sequence[adaptation.adapters.Adapter], *, markdown: bool) -> None:
-    """Print the table."""
+    """Print the table of adapters."""
     lines = [
         (
             entry.folder,

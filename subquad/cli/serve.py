@@ -1,4 +1,4 @@
-"""`subquad serve`: answer requests in OpenAI's form from a trained model."""
+"""`subquad serve`: serve a trained model over HTTP with an OpenAI-compatible API."""
 
 from __future__ import annotations
 
@@ -13,22 +13,23 @@ from subquad.cli.generate import ADAPTER_HELP
 from subquad.serving.config import ServeConfig
 
 KEY_VARIABLE = "SUBQUAD_API_KEY"
-KEY_HELP = f"What clients must send as Authorization: Bearer KEY; from {KEY_VARIABLE} other users don't see it in ps."
-NAME_HELP = "The model's name for clients (null: the folder's)."
+KEY_HELP = (
+    "Key that clients must send as `Authorization: Bearer KEY`. Other users can see it in `ps`; set the environment "
+    f"variable {KEY_VARIABLE} instead. null: {KEY_VARIABLE}, or no key."
+)
+NAME_HELP = "Name of the model for clients. null: the folder's name."
 
 
 def make_parser() -> Parser:
     """Return the command's options."""
     parser = Parser(
         "serve RUN",
-        "Serve a trained model over HTTP: /v1/completions and /v1/chat/completions as OpenAI has them, a page at /, "
-        "/health, /metrics for Prometheus, /openapi.json. It ends on Ctrl+C or SIGTERM when running answers have.",
+        "Serve a trained model over HTTP: OpenAI-compatible /v1/completions and /v1/chat/completions, a web page at /, "
+        "/health, /metrics for Prometheus, /openapi.json. Ctrl+C or SIGTERM stops it once running answers are done.",
     )
-    parser.add_argument(
-        "run", type=str, help="The folder of a run, or another that transformers' from_pretrained reads."
-    )
-    parser.add_argument("--host", type=str, default="127.0.0.1", help="Address to listen at; 0.0.0.0 for all.")
-    parser.add_argument("--port", type=int, default=8000, help="Port to listen at; 0 for a free one.")
+    parser.add_argument("run", type=str, help="Folder of a run, or one that transformers' from_pretrained reads.")
+    parser.add_argument("--host", type=str, default="127.0.0.1", help="Address to listen on; 0.0.0.0: all interfaces.")
+    parser.add_argument("--port", type=int, default=8000, help="Port to listen on; 0: any free port.")
     parser.add_optional("--api_key", KEY_HELP)
     parser.add_optional("--name", NAME_HELP)
     parser.add_optional("--adapter", ADAPTER_HELP)
@@ -38,7 +39,7 @@ def make_parser() -> Parser:
 
 
 def run(arguments: Sequence[str]) -> int:
-    """Parse, serve until told to stop, return the exit status."""
+    """Parse and serve until stopped; return the exit status."""
     parser = make_parser()
     values = parser.parse_args(arguments).as_dict()
     folder, host, port, device, name = (values.pop(key) for key in ("run", "host", "port", "device", "name"))
@@ -50,7 +51,7 @@ def run(arguments: Sequence[str]) -> int:
         if api_key is not None and not (
             api_key.isascii() and api_key.isprintable() and api_key.strip() == api_key != ""
         ):
-            raise ValueError("the API key must be printable ASCII without blanks at its ends, and not empty")
+            raise ValueError("the API key must be printable ASCII, not empty and without spaces at its ends")
         if not 0 <= port < 1 << 16:
             raise ValueError(f"port must be between 0 and {(1 << 16) - 1}, got {port}")
     try:

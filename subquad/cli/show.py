@@ -1,4 +1,4 @@
-"""`subquad show`: pictures of weights, receptive fields, position terms and costs, as PNG or SVG."""
+"""`subquad show`: draw attention weights, receptive fields, position terms and costs, as PNG or SVG."""
 
 from __future__ import annotations
 
@@ -24,28 +24,29 @@ from subquad.training.tasks_classify import labelled
 OVERVIEW = """\
 usage: subquad show WHAT [RUN] [options]
 
-Draw a picture, as PNG or SVG. Of fresh mechanisms, or of a trained RUN.
+Draw a picture, as PNG or SVG, of untrained mechanisms or of a trained RUN.
 
 what:
-  weights     what each token reads of the others: the matrix that a mechanism is
-  reach       how far a token's receptive field reaches after each layer
-  positions   what positions add to the logits, in mechanisms with position terms (elita)
-  cost        FLOPs and state against length, for all mechanisms
+  weights     the attention weights: how much each token reads of the others
+  reach       the receptive field of a token after each layer
+  positions   the position terms of the logits, in mechanisms that have them (elita)
+  cost        FLOPs and state by length, for all mechanisms
 
+examples:
   subquad show weights --attention llp,window --out weights.png
   subquad show weights runs/mine --layer 0 --head 1 --text "def main(argv):" --out head.svg
 
 `subquad show WHAT --help` lists the options.
 """
-EXAMPLE_HELP = "The held-out sequence that a classifier RUN reads, from 0 (default: 0)."
-RUN_HELP = "The folder of a run, for its trained layers."
+EXAMPLE_HELP = "Number of the held-out sequence that a classifier RUN reads. null: 0, the first."
+RUN_HELP = "Folder of a run, to draw its trained layers. null: untrained layers."
 COLUMNS = 5
-"""Panels in a row."""
-LAYER_HELP = "One layer of RUN, from 0; a looped stack counts on from pass to pass (default: all)."
+"""Panels per row."""
+LAYER_HELP = "Number of the layer of RUN, from 0; looped stacks count the layers of every pass. null: all."
 
 
 def run(arguments: Sequence[str]) -> int:
-    """Parse, draw, write, return the exit status."""
+    """Parse, draw and write; return the exit status."""
     what = arguments[0] if arguments else ""
     if what in ("-h", "--help"):
         sys.stdout.write(OVERVIEW)
@@ -57,7 +58,7 @@ def run(arguments: Sequence[str]) -> int:
     make_parser, draw = PICTURES[what]
     parser = make_parser()
     chosen = parser.parse_args(arguments[1:])
-    with parser.checking():  # nothing is read but arguments and a run
+    with parser.checking():  # reads nothing but arguments and a run
         file = drawing.check_file(chosen.out or f"{what}.png")
         drawing.save(draw(chosen), file)
     sys.stdout.write(f"{file}\n")
@@ -65,53 +66,56 @@ def run(arguments: Sequence[str]) -> int:
 
 
 def _parser(what: str, description: str, *, tokens: int) -> Parser:
-    """Return the options that the pictures of mechanisms have in common."""
+    """Return the options shared by the pictures of mechanisms."""
     parser = Parser(f"show {what} [RUN]", description)
     parser.prog = f"subquad show {what}"
     parser.add_optional("run", RUN_HELP)
-    parser.add_optional("--attention", "Mechanisms, as a,b,c.")
-    parser.add_options("Options of mechanisms: --options.llp.segment 16. Ranges are short by default, to be seen.")
-    parser.add_argument("--tokens", type=int, default=tokens, help="Tokens, at most.")
-    parser.add_argument("--dim", type=int, default=64, help="Model width of fresh layers.")
-    parser.add_argument("--heads", type=int, default=2, help="Heads of fresh layers.")
+    parser.add_optional("--attention", "Mechanisms, such as llp,window. null: all that this picture can show.")
+    parser.add_options(
+        "Options of untrained mechanisms, such as --options.llp.segment 16. By default windows and segments are a "
+        "fraction of --tokens, so that they show."
+    )
+    parser.add_argument("--tokens", type=int, default=tokens, help="Tokens in the picture, at most.")
+    parser.add_argument("--dim", type=int, default=64, help="Model width of untrained layers.")
+    parser.add_argument("--heads", type=int, default=2, help="Heads of untrained layers.")
     parser.add_optional("--out", _out_help(what))
     return parser
 
 
 def _out_help(what: str) -> str:
-    return f"The file to write, {' or '.join(drawing.SUFFIXES)} (default: {what}.png)."
+    return f"File to write, {' or '.join(drawing.SUFFIXES)}. null: {what}.png."
 
 
 def _weights_parser() -> Parser:
-    parser = _parser("weights", "The weights: a row is a token that reads, a column one that is read.", tokens=48)
-    parser.add_optional("--text", "The text that a language model RUN reads.")
+    parser = _parser("weights", "Draw attention weights: row t, column s is how much t reads of s.", tokens=48)
+    parser.add_optional("--text", "Text that a language model RUN reads.")
     parser.add_optional("--example", EXAMPLE_HELP, int)
     parser.add_optional("--layer", LAYER_HELP, int)
-    parser.add_optional("--head", "One head, from 0 (default: all).", int)
+    parser.add_optional("--head", "Number of the head, from 0. null: all, or their mean of several mechanisms.", int)
     return parser
 
 
 def _reach_parser() -> Parser:
-    parser = _parser("reach", "The layer that first lets a token depend on an earlier one, in a stack.", tokens=64)
-    parser.add_argument("--layers", type=int, default=8, help="Layers of a fresh stack.")
+    description = "Draw receptive fields: the first layer of a stack in which a token can depend on each earlier token."
+    parser = _parser("reach", description, tokens=64)
+    parser.add_argument("--layers", type=int, default=8, help="Layers of an untrained stack.")
     return parser
 
 
 def _positions_parser() -> Parser:
-    parser = _parser("positions", "What positions alone add to the logits, for all heads and layers.", tokens=256)
-    parser.add_argument("--layers", type=int, default=2, help="Fresh layers to draw.")
+    description = "Draw the position terms that are added to the logits, by layer and head."
+    parser = _parser("positions", description, tokens=256)
+    parser.add_argument("--layers", type=int, default=2, help="Untrained layers to draw.")
     return parser
 
 
 def _cost_parser() -> Parser:
-    parser = Parser(
-        "show cost", "FLOPs of the mixing and bytes of the state against the tokens, for one layer of each."
-    )
+    parser = Parser("show cost", "Draw the FLOPs and the bytes of state of one layer per mechanism, by length.")
     parser.prog = "subquad show cost"
-    parser.add_optional("--attention", "Mechanisms, as a,b,c; or all.")
-    parser.add_options("Options of mechanisms: --options.llp.segment 512.")
+    parser.add_optional("--attention", "Mechanisms, such as llp,window. null: all.")
+    parser.add_options("Options of mechanisms, such as --options.llp.segment 512.")
     lengths = [2**power for power in range(8, 17)]
-    parser.add_argument("--tokens", nargs="+", type=int, default=lengths, help="Lengths.")
+    parser.add_argument("--tokens", nargs="+", type=int, default=lengths, help="Lengths in tokens.")
     parser.add_argument("--dim", type=int, default=512, help="Model width.")
     parser.add_argument("--heads", type=int, default=8, help="Heads.")
     parser.add_optional("--out", _out_help("cost"))
@@ -119,13 +123,13 @@ def _cost_parser() -> Parser:
 
 
 def weights(chosen: Namespace) -> drawing.Figure:
-    """The mean over the heads of every fresh mechanism; all heads of a single one; or those of a trained model."""
+    """Draw the mean over heads of several untrained mechanisms, all heads of a single one, or a trained model's."""
     check_at_least(1, "--", tokens=chosen.tokens)
     if chosen.run is not None:
         return _trained_weights(chosen)
     for name in ("layer", "text", "example"):
         if chosen[name] is not None:
-            raise ValueError(f"--{name} is for a trained model: name the folder of a run")
+            raise ValueError(f"--{name} is for a trained model: give the folder of a run")
     asked = _asked(chosen, names())
     panels = []
     for name in asked:
@@ -136,7 +140,9 @@ def weights(chosen: Namespace) -> drawing.Figure:
             panels += [drawing.Weights(title, w_TS, layer.causal) for title, w_TS in heads]
         else:
             panels.append(drawing.Weights(name, w_HTS.mean(0).numpy(), layer.causal))
-    return drawing.draw_weights(drawing.in_rows(panels, COLUMNS))
+    over = "mean of heads" if len(asked) > 1 and chosen.head is None else f"width {chosen.dim}"
+    title = f"Attention weights of untrained layers ({over})"
+    return drawing.draw_weights(drawing.in_rows(panels, COLUMNS), title=title)
 
 
 def _trained_weights(chosen: Namespace) -> drawing.Figure:
@@ -150,26 +156,26 @@ def _trained_weights(chosen: Namespace) -> drawing.Figure:
         layer, w_HTS = layers[i]
         row = f"layer {i}: {layer.name}"
         grid.append([drawing.Weights(f"head {h}", w_HTS[h].numpy(), layer.causal, row) for h in _heads(chosen, w_HTS)])
-    return drawing.draw_weights(grid, tokens=shown_T)
+    return drawing.draw_weights(grid, title=f"Attention weights of {Path(chosen.run).name}", tokens=shown_T)
 
 
 def _reading_text(chosen: Namespace) -> tuple[nn.Module, list[int], list[str]]:
-    """A language model, the tokens of `--text`, and each of them as text."""
+    """Return a language model, the tokens of `--text`, and each token as text."""
     if chosen.example is not None:
-        raise ValueError("--example is for a classifier; give the text that the model reads, by --text")
+        raise ValueError("--example is for a classifier; give a text for the language model to read by --text")
     if chosen.text is None:
-        raise ValueError("give the text that the model reads, by --text")
+        raise ValueError("give a text for the language model to read by --text")
     loaded = training.runs.load_run(chosen.run, "cpu")
     tokens_T = encode_text(loaded.tokenizer, chosen.text)[: chosen.tokens]
     if not tokens_T:
-        raise ValueError(f"--text must hold a token, got {chosen.text!r}")
+        raise ValueError(f"--text must have at least one token, got {chosen.text!r}")
     return loaded.decoder, tokens_T, [loaded.tokenizer.decode([token]) for token in tokens_T]
 
 
 def _reading_example(chosen: Namespace) -> tuple[nn.Module, list[int], list[str]]:
-    """A classifier, the tokens of a held-out sequence of its task, and what stands in its rows: their numbers."""
+    """Return a classifier, the tokens of a held-out sequence of its task, and the labels of its rows."""
     if chosen.text is not None:
-        raise ValueError("--text is for a language model; a classifier reads a sequence of its task, by --example")
+        raise ValueError("--text is for a language model; choose a sequence of the classifier's task by --example")
     loaded = training.runs.load_classifier(chosen.run, "cpu")
     if loaded.config is None:
         raise ValueError(f"{loaded.folder} has no config.yaml that names the sequences of its task")
@@ -181,7 +187,7 @@ def _reading_example(chosen: Namespace) -> tuple[nn.Module, list[int], list[str]
 
 
 def reach(chosen: Namespace) -> drawing.Figure:
-    """Fresh stacks of one mechanism each, or the layers of a trained model."""
+    """Draw untrained stacks of one mechanism each, or the layers of a trained model."""
     check_at_least(1, "--", tokens=chosen.tokens)
     if chosen.run is not None:
         layers = _layers(chosen)
@@ -190,7 +196,7 @@ def reach(chosen: Namespace) -> drawing.Figure:
     stacks = [
         _reach(name, [_fresh(chosen, name, parts=8)] * chosen.layers, chosen.tokens) for name in _asked(chosen, names())
     ]
-    if not chosen.attention:  # what one layer connects at once is the same picture for all
+    if not chosen.attention:  # skip stacks whose first layer connects all tokens: their panels are all alike
         stacks = [stack for stack in stacks if stack.first[-1].max() > 1 or not stack.first[-1].all()] or stacks[:1]
     return drawing.draw_reach(stacks, layers=chosen.layers)
 
@@ -202,7 +208,7 @@ def _reach(title: str, layers: Sequence[Attention], tokens: int) -> drawing.Reac
 
 
 def positions(chosen: Namespace) -> drawing.Figure:
-    """Rows are layers (of a trained model, those that have position terms), columns heads."""
+    """Draw a row per layer (of a trained model, layers with position terms) and a column per head."""
     check_at_least(1, "--", tokens=chosen.tokens, layers=chosen.layers)
     if chosen.run is not None:
         numbered = list(enumerate(_layers(chosen)))
@@ -215,20 +221,20 @@ def positions(chosen: Namespace) -> drawing.Figure:
     for i, layer in numbered:
         terms_HTS = matrices.position_terms(layer, chosen.tokens).numpy()
         grid.append([drawing.Panel(t_TS, f"head {h}", f"layer {i}") for h, t_TS in enumerate(terms_HTS)])
-    return drawing.draw_positions(grid)
+    return drawing.draw_positions(grid, title="Position terms of attention")
 
 
 def cost(chosen: Namespace) -> drawing.Figure:
-    """One layer of each mechanism."""
+    """Draw the costs of one layer of each mechanism."""
     lengths = sorted(set(chosen.tokens))
     check_at_least(1, "--", tokens=lengths[0])
     sizes = {"dim": chosen.dim, "num_heads": chosen.heads}
     measured = list(layer_costs(_asked(chosen, names()), lengths, options=chosen.options, **sizes))
-    return drawing.draw_cost(measured, title=f"one layer, width {chosen.dim}, {chosen.heads} heads")
+    return drawing.draw_cost(measured, title=f"Cost of one layer of width {chosen.dim} with {chosen.heads} heads")
 
 
 def _asked(chosen: Namespace, default: list[str]) -> list[str]:
-    """The mechanisms of `--attention`; `ValueError` for unknown ones and for stacks, in `--options` too."""
+    """Return the mechanisms of `--attention`; `ValueError` for unknown ones and for stacks, also in `--options`."""
     asked = chosen.attention.split(",") if chosen.attention else default
     for name in (*asked, *chosen.options):
         if name in STACKS:
@@ -243,17 +249,17 @@ def _fresh(chosen: Namespace, name: str, *, parts: int, seed: int = matrices.SEE
 
 
 def _heads(chosen: Namespace, w_HTS: Tensor) -> Sequence[int]:
-    """The head that is asked for, or all."""
+    """Return the chosen head, or all."""
     return range(len(w_HTS)) if chosen.head is None else [_in_range("head", chosen.head, len(w_HTS))]
 
 
 def _only_fresh(chosen: Namespace) -> None:
     if chosen.attention or chosen.options:
-        raise ValueError("a run has its own mechanisms: --attention and --options are for fresh layers")
+        raise ValueError("a run has its own mechanisms: --attention and --options are for untrained layers")
 
 
 def _layers(chosen: Namespace) -> list[Attention]:
-    """The mechanisms of a trained model, of a language model or a classifier, from the first layer on."""
+    """Return the mechanisms of a trained language model or classifier, layer by layer."""
     _only_fresh(chosen)
     runs, folder = training.runs, chosen.run
     model: nn.Module
@@ -266,7 +272,7 @@ def _layers(chosen: Namespace) -> list[Attention]:
 
 def _in_range(what: str, number: int, count: int) -> int:
     if not 0 <= number < count:
-        raise ValueError(f"{what} {number} is not there: {what}s are 0 to {count - 1}")
+        raise ValueError(f"there is no {what} {number}: {what}s are 0 to {count - 1}")
     return number
 
 
@@ -276,4 +282,4 @@ PICTURES: dict[str, tuple[Callable[[], Parser], Callable[[Namespace], drawing.Fi
     "positions": (_positions_parser, positions),
     "cost": (_cost_parser, cost),
 }
-"""The parser of each picture, and the function that draws it; it raises `ValueError` for what cannot be drawn."""
+"""The parser of each picture and the function that draws it, which raises `ValueError` for what it can't draw."""

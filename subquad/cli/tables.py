@@ -1,4 +1,4 @@
-"""Tables and what they share (units, files, the width of the terminal), and lines of progress."""
+"""Tables, units, output files and progress lines."""
 
 from __future__ import annotations
 
@@ -22,12 +22,12 @@ _KIBIS = (" B", " KiB", " MiB", " GiB", " TiB", " PiB")
 
 
 def count(number: int) -> str:
-    """Three digits and a unit of thousands: `1.23 M`; a number below a thousand as it is."""
+    """Format a number with three digits and a unit, such as `1.23 M`; numbers below 1000 exactly."""
     return _scaled(number, 1000, _THOUSANDS)
 
 
 def size(number: int) -> str:
-    """Bytes with three digits and a unit: `1.50 MiB`."""
+    """Format bytes with three digits and a unit, such as `1.50 MiB`."""
     return _scaled(number, 1024, _KIBIS)
 
 
@@ -42,17 +42,17 @@ def _scaled(number: int, step: int, units: Sequence[str]) -> str:
 
 
 def has_width() -> bool:
-    """Whether there is a width to keep to: a terminal's, or that in COLUMNS."""
+    """Return whether output has a limited width: a terminal's, or the variable COLUMNS."""
     return sys.stdout.isatty() or os.environ.get("COLUMNS", "").isdigit()
 
 
 def console(width: int = 200) -> Console:
-    """As wide as the terminal or COLUMNS; without them (a pipe, a file) of `width`, enough for a row a line."""
+    """Return a console as wide as the terminal or COLUMNS, else `width`, so that rows aren't wrapped."""
     return Console() if has_width() else Console(width=width)
 
 
 def print_table(title: str, headers: Sequence[str], lines: Sequence[Sequence[str]], *, markdown: bool) -> None:
-    """Print lines of cells: names left, numbers right; where the first cell has a name a new group begins."""
+    """Print a table, first column left-aligned, others right-aligned; a line with an empty first cell joins a group."""
     if markdown:
         rules = [":---", *("---:" for _ in headers[1:])]
         text = "\n".join(f"| {' | '.join(line)} |" for line in (headers, rules, *lines))
@@ -70,12 +70,12 @@ def print_table(title: str, headers: Sequence[str], lines: Sequence[Sequence[str
 
 
 def write_json(path: str | Path, record: Mapping[str, Any]) -> None:
-    """One object, indented."""
+    """Write one indented JSON object."""
     Path(path).write_text(json.dumps(record, indent=2) + "\n", encoding="utf-8")
 
 
 def write_csv(path: str, records: Sequence[Mapping[str, Any]]) -> None:
-    """A line a record under the keys of the first; None is empty."""
+    """Write one line per record, with the keys of the first as header; None becomes an empty field."""
     with Path(path).open("w", encoding="utf-8", newline="") as file:
         writer = csv.DictWriter(file, fieldnames=list(records[0]))
         writer.writeheader()
@@ -83,7 +83,7 @@ def write_csv(path: str, records: Sequence[Mapping[str, Any]]) -> None:
 
 
 def facts(*rows: tuple[str, str]) -> Table:
-    """Return a table of names and what they are, without a line of headers."""
+    """Return a table of names and values without a header."""
     table = Table(box=SIMPLE_HEAD, pad_edge=False, show_header=False)
     for row in rows:
         table.add_row(*row)
@@ -91,16 +91,16 @@ def facts(*rows: tuple[str, str]) -> Table:
 
 
 def text_table(evaluation: Evaluation) -> Table:
-    """Return the numbers of the whole text."""
+    """Return the table of a text's loss, perplexity, bits per byte and speed."""
     overlap = "" if evaluation.stride == evaluation.length else f", stride {evaluation.stride:,}"
     table = facts(
         ("tokens predicted", f"{evaluation.tokens:,} in windows of {evaluation.length:,}{overlap}"),
-        ("loss", f"{evaluation.loss:.4f} nats a token"),
-        ("perplexity", f"{evaluation.perplexity:,.2f} a token"),
+        ("loss", f"{evaluation.loss:.4f} nats per token"),
+        ("perplexity", f"{evaluation.perplexity:,.2f} per token"),
     )
     if evaluation.word_perplexity is not None:
         form = ",.2f" if evaluation.word_perplexity < 1e6 else ".3g"
-        table.add_row("", f"{evaluation.word_perplexity:{form}} a whitespace word")
+        table.add_row("", f"{evaluation.word_perplexity:{form}} per whitespace word")
     if evaluation.bits_per_byte is not None:
         table.add_row("bits per byte", f"{evaluation.bits_per_byte:.4f}")
     table.add_row("speed", f"{evaluation.tokens / evaluation.seconds:,.0f} tokens/s")
@@ -108,7 +108,7 @@ def text_table(evaluation: Evaluation) -> Table:
 
 
 def position_table(evaluation: Evaluation) -> Table:
-    """Return the loss by tokens of context."""
+    """Return the table of loss by tokens of context."""
     table = Table(box=SIMPLE_HEAD, pad_edge=False)
     for header in ("tokens of context", "tokens", "loss, nats"):
         table.add_column(header, justify="right")
@@ -120,23 +120,23 @@ def position_table(evaluation: Evaluation) -> Table:
 
 
 def class_table(evaluation: ClassEvaluation) -> Table:
-    """Return the numbers of all examples."""
+    """Return the table of accuracy, baselines, loss and speed."""
     table = facts(
         ("examples", f"{evaluation.examples:,}"),
         ("accuracy", f"{evaluation.accuracy:.2%}"),
-        ("", f"{evaluation.constant:.2%} by always giving the most frequent label"),
+        ("", f"{evaluation.constant:.2%} by always predicting the most frequent label"),
     )
     if evaluation.bag_of_tokens is not None:
-        table.add_row("", f"{evaluation.bag_of_tokens:.2%} by logistic regression on a bag of its tokens")
+        table.add_row("", f"{evaluation.bag_of_tokens:.2%} by logistic regression on a bag of tokens")
     for name, accuracy in evaluation.by_class.items():
         table.add_row("", f"{accuracy:.2%} of {name!r}")
-    table.add_row("loss", f"{evaluation.loss:.4f} nats an example")
+    table.add_row("loss", f"{evaluation.loss:.4f} nats per example")
     table.add_row("speed", f"{evaluation.examples / evaluation.seconds:,.0f} examples/s")
     return table
 
 
 def image_table(evaluation: ImageEvaluation) -> Table:
-    """Return the numbers of all images."""
+    """Return the table of bits per dimension, baselines and speed."""
     error = "" if evaluation.error is None else f" ± {evaluation.error:.4f}"
     table = facts(
         ("images", f"{evaluation.images:,} of {evaluation.dimensions:,} bytes, all of them predicted"),
@@ -150,13 +150,13 @@ def image_table(evaluation: ImageEvaluation) -> Table:
 
 
 def show_line(text: str, *, last: bool = False) -> None:
-    """Write over the line that standard error, a terminal, shows; after the `last` one the next begins a line."""
+    """Replace the current line on standard error, a terminal; `last` ends the line."""
     sys.stderr.write(f"\r{text}" + ("\n" if last else ""))
     sys.stderr.flush()
 
 
 def counter(unit: str = "") -> Callable[[str, int, int], None] | None:
-    """Return a function that shows `WHAT: DONE of ALL` and the unit; None where standard error is no terminal."""
+    """Return a function that shows `WHAT: DONE of ALL UNIT`; None if standard error isn't a terminal."""
 
     def show(what: str, done: int, total: int) -> None:
         show_line(f"{what}: {done:,} of {total:,}{unit}", last=done == total)
@@ -165,7 +165,7 @@ def counter(unit: str = "") -> Callable[[str, int, int], None] | None:
 
 
 def progress(what: str) -> Callable[[int, int], None] | None:
-    """Return a function that shows `what DONE of ALL` in one line; None where standard error is no terminal."""
+    """Return a function that shows `WHAT DONE of ALL`; None if standard error isn't a terminal."""
 
     def show(done: int, total: int) -> None:
         show_line(f"{what} {done:,} of {total:,}", last=done == total)

@@ -1,4 +1,4 @@
-"""The threads on the CPU that a command which trains keeps to."""
+"""The number of CPU threads of a command that trains."""
 
 from __future__ import annotations
 
@@ -16,16 +16,16 @@ logger = logging.getLogger(__name__)
 
 
 def with_threads(run: RunConfig) -> RunConfig:
-    """Return the settings of a run with the number of threads that it keeps to."""
+    """Return the settings of a run with its number of threads filled in."""
     kept = Path(run.folder) / "config.yaml"
     return run.replace(threads=kept_threads(run.threads, run.device, kept, "run.threads"))
 
 
 def kept_threads(threads: int | None, device: str, settings: Path, option: str) -> int | None:
-    """Return the number of threads that a training keeps to, so that going on repeats its bits.
+    """Return the number of threads of a training, kept when it resumes so that results are bitwise equal.
 
-    The number that the file of its `settings` names; of a new training on a CPU PyTorch's own, less the cores that
-    other processes keep busy. `threads` stays where it is given, and in one of several processes.
+    A given `threads` stays as it is, also None in one of several processes. Otherwise return the number in the file
+    `settings` of a resumed training; for a new one on a CPU, PyTorch's number less the cores that other processes use.
     """
     if threads is not None or world_size() > 1:
         return threads
@@ -37,5 +37,5 @@ def kept_threads(threads: int | None, device: str, settings: Path, option: str) 
         return None
     found = free_threads()
     if found < torch.get_num_threads():
-        logger.warning("%s is %d: other processes keep the other cores busy", option, found)
+        logger.warning("%s is set to %d because other processes keep the other cores busy", option, found)
     return found

@@ -1,4 +1,4 @@
-"""`subquad train`: train, evaluate on the held-out text, sample, report."""
+"""`subquad train`: train a model, evaluate it on held-out data and report."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from subquad.training.tasks import TASKS, check
 
 
 def run(arguments: Sequence[str]) -> int:
-    """Parse, train, return the exit status: 130 after an interruption."""
+    """Parse and train; return the exit status, 130 after an interruption."""
     parser = make_parser()
     config = _read(parser, arguments)
     with parser.checking():
@@ -32,21 +32,21 @@ def run(arguments: Sequence[str]) -> int:
     if int(os.environ.get("RANK", "0")) != 0:
         return 0
     if result.interrupted:
-        sys.stderr.write(f"stopped after step {result.steps} of {config.run.steps}; go on with:\n  {result.command}\n")
+        sys.stderr.write(f"stopped after step {result.steps} of {config.run.steps}; resume with:\n  {result.command}\n")
         return 130
     finish(result)
     return 0
 
 
-@cache  # making one takes 0.2 s
+@cache  # takes 0.2 s to make
 def make_parser() -> Parser:
     """Return the command's options."""
     parser = Parser(
         "train",
-        "Train a language model, evaluate it on held-out text, sample it, and report; or, with --task classify, train "
-        "a classifier, with --task probe a model that remembers, and report its accuracy, with --task image a model of "
-        "images, and report its bits per dimension. An interrupted run goes on when the same command is given again. "
-        "torchrun --nproc_per_node N -m subquad train ... trains by N processes.",
+        "Train a model, evaluate it on held-out data and report. --task language (the default): a language model, with "
+        "samples. classify: a classifier of sequences. pretrain: an encoder for a classifier. image: an image model. "
+        "probe: a model of a recall task. To resume an interrupted run, repeat the command. To train on N processes: "
+        "torchrun --nproc_per_node N -m subquad train ...",
     )
     parser.add_files()
     parser.add_config(TrainConfig)
@@ -54,7 +54,7 @@ def make_parser() -> Parser:
 
 
 def read_config(arguments: Sequence[str]) -> TrainConfig:
-    """Return the configuration from `--recipe`, `--config` and flags; wrong ones exit with status 2."""
+    """Return the configuration from `--recipe`, `--config` and options; exit with status 2 if they are wrong."""
     return _read(make_parser(), arguments)
 
 

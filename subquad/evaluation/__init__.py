@@ -1,4 +1,4 @@
-"""Measures of a model on texts, labelled sequences and images; tasks of lm-evaluation-harness are in `harness`."""
+"""Measure a model on text, labelled sequences and images; `harness` runs tasks of lm-evaluation-harness."""
 
 from subquad.evaluation.classes import ClassEvaluation, evaluate_classifier
 from subquad.evaluation.config import EvalConfig

@@ -1,4 +1,4 @@
-"""Accuracy of a classifier of sequences, and of a baseline that sees their tokens without the order.
+"""Accuracy of a sequence classifier, and of a bag-of-tokens baseline that ignores token order.
 
 Shape letters: B batch, N examples, T tokens, V vocabulary, F features, C classes.
 """
@@ -21,16 +21,16 @@ from subquad.evaluation.text import evaluating
 from subquad.models import Classifier
 
 EXAMPLES = 10_000
-"""Most training sequences that the baseline is fitted on."""
+"""The baseline is fitted on at most this many training sequences."""
 PENALTIES = (1e-1, 1e-2, 1e-3, 1e-4)
-"""L2 penalties to choose from."""
+"""Candidate L2 penalties."""
 ITERATIONS = 100
 BATCH = 64
 
 
 @dataclass(frozen=True)
 class BagOfTokens:
-    """`softmax(z W + b)`, multinomial logistic regression on standardised features z of the tokens' frequencies."""
+    """`softmax(z W + b)`: multinomial logistic regression on standardised token frequencies z."""
 
     mean_F: Tensor
     std_F: Tensor
@@ -38,10 +38,10 @@ class BagOfTokens:
     bias_C: Tensor
     vocab_size: int
     penalty: float
-    """The one that was chosen: the L2 penalty's factor."""
+    """The chosen L2 penalty."""
 
     def accuracy(self, items: Dataset[dict[str, Tensor]], count: int) -> float:
-        """Return the share of the first `count` items whose label is the likeliest."""
+        """Return the share of the first `count` items that are classified correctly."""
         features_NF, labels_N = bags(items, range(count), self.vocab_size)
         z_NF = (features_NF - self.mean_F) / self.std_F
         return _accuracy(z_NF @ self.weight_FC + self.bias_C, labels_N)
@@ -50,10 +50,10 @@ class BagOfTokens:
 def fit_bag_of_tokens(
     items: Dataset[dict[str, Tensor]], count: int, /, *, vocab_size: int, classes: int
 ) -> BagOfTokens:
-    """Fit the baseline on `EXAMPLES` of the first `count` items, evenly spread (all where there are fewer).
+    """Fit the baseline on at most `EXAMPLES` of the first `count` items, evenly spread.
 
-    The penalty is the one that does best on every fifth of each class when the others are learned from; then all are.
-    The features are `bags`; L-BFGS in float64 from zeros: nothing is random. Raises `ValueError` for fewer than 2
+    The penalty is chosen by accuracy on every fifth example of each class, fitting on the rest; the final fit uses all.
+    Deterministic: L-BFGS in float64, started at zero, on the features of `bags`. Raises `ValueError` for fewer than 2
     items.
     """
     if count < 2:
@@ -77,9 +77,9 @@ def fit_bag_of_tokens(
 
 
 def bags(items: Dataset[dict[str, Tensor]], numbers: Any, vocab_size: int) -> tuple[Tensor, Tensor]:
-    """Return features `[N, F]` and labels `[N]`: the frequency of each token and the logarithm of the length.
+    """Return features `[N, F]`, token frequencies and the log of the length, and labels `[N]`.
 
-    Of a pair: those of both, their absolute differences and their products.
+    A pair of sequences has the features of both, their absolute differences and their products.
     """
     features, labels = [], []
     for batch in DataLoader(Subset(items, numbers), BATCH):
@@ -100,7 +100,7 @@ def _bag(tokens_NT: Tensor, mask_NT: Tensor, vocab_size: int) -> Tensor:
 
 
 def _fitted(z_NF: Tensor, labels_N: Tensor, classes: int, penalty: float) -> tuple[Tensor, Tensor]:
-    """Return weights `[F, C]` and biases `[C]` of least cross-entropy plus `penalty` / 2 times squared weights."""
+    """Return weights `[F, C]` and biases `[C]` that minimise cross-entropy + `penalty` / 2 * |weights|^2."""
     weight_FC = torch.zeros(z_NF.shape[1], classes, dtype=torch.float64, requires_grad=True)
     bias_C = torch.zeros(classes, dtype=torch.float64, requires_grad=True)
     optimizer = torch.optim.LBFGS([weight_FC, bias_C], max_iter=ITERATIONS, line_search_fn="strong_wolfe")
@@ -131,13 +131,13 @@ class ClassEvaluation:
     accuracy: float
     """Share of the examples whose label has the largest logit."""
     loss: float
-    """Mean cross-entropy in nats an example."""
+    """Mean cross-entropy in nats per example."""
     constant: float
-    """Accuracy of always giving the label that is most frequent in these examples."""
+    """Accuracy of always predicting the most frequent label of these examples."""
     bag_of_tokens: float | None
-    """Accuracy of logistic regression on the tokens' frequencies, fitted on training examples (None: not asked for)."""
+    """Accuracy of the bag-of-tokens baseline; None without one."""
     by_class: dict[str, float]
-    """Accuracy on the examples of each class that occurs."""
+    """Accuracy by class, for classes that occur."""
     seconds: float
 
     def to_dict(self) -> dict[str, Any]:
@@ -159,9 +159,9 @@ def evaluate_classifier(
 ) -> ClassEvaluation:
     """Measure accuracy and loss on the first `count` of `items`.
 
-    Items hold `input_ids`, `attention_mask` and `labels`, of pairs `pair_*` too. `classes` names the labels;
-    `baseline` is measured on the same items. Runs where the model is, without dropout.
-    `progress(done, batches)` is called after each batch. Raises `ValueError` for a count or a batch size below 1.
+    Items hold `input_ids`, `attention_mask` and `labels`; pairs of sequences also hold `pair_*`. `classes` names the
+    labels; `baseline` is measured on the same items. Runs on the model's device, in eval mode.
+    `progress(done, batches)` is called after each batch. Raises `ValueError` for a count or batch size below 1.
     """
     check_at_least(1, count=count, batch_size=batch_size)
     device = next(model.parameters()).device

@@ -13,40 +13,39 @@ class TextConfig(Config):
     """The text to measure on."""
 
     path: str | None = None
-    """All of the text at this path, in the forms of `subquad train --data.path`; by default the held-out part of the
-    text that the run was trained on."""
+    """Text to measure on: anything that `subquad train --data.path` accepts. null: the held-out part of the run's own
+    training text."""
     skip_bad_files: bool = False
-    """Whether to leave out, with a warning each, files that are not UTF-8 text."""
+    """Skip files that aren't UTF-8 text, with a warning for each, instead of stopping."""
     cache: str | None = None
-    """Folder for prepared text; null means $SUBQUAD_CACHE, or ~/.cache/subquad where that is not set."""
+    """Folder that keeps tokenized text for reuse. null: $SUBQUAD_CACHE, or ~/.cache/subquad."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class EvalConfig(Config):
-    """Settings of a measurement."""
+    """Settings of an evaluation."""
 
     data: TextConfig = field(default_factory=TextConfig)
     """The text to measure on."""
     length: int | None = None
-    """Tokens that the model reads in a window; by default as many as in training."""
+    """Tokens per window. null: the training length."""
     stride: int | None = None
-    """Tokens from the start of a window to that of the next; by default the length, so windows don't overlap. A smaller
-    one gives each prediction more context, and takes longer."""
+    """Tokens from the start of one window to the start of the next. null: the length, so windows don't overlap. A
+    smaller stride gives each prediction more context and takes longer."""
     documents: bool | None = None
-    """Whether each document is read from its start, as if it were alone, and not after the one before; by default as in
-    training (data.pack)."""
+    """Read each document by itself, without the documents before it. null: as in training (data.pack)."""
     windows: int | None = None
-    """Stop after so many windows; by default the whole text."""
+    """Stop after this many windows (of a classifier: sequences; of an image model: images). null: measure all."""
     batch_size: int = 8
-    """Windows that are read at once."""
+    """Windows, sequences or images in a batch."""
     json: str | None = None
-    """File to write the numbers to."""
+    """Also write the numbers to this JSON file."""
     device: Literal["auto", "cpu"] = "auto"
-    """auto: a GPU where PyTorch finds one; cpu: never."""
+    """auto: a GPU if PyTorch finds one; cpu: always the CPU."""
 
     def __post_init__(self) -> None:
         check_at_least(1, length=self.length, stride=self.stride, windows=self.windows, batch_size=self.batch_size)
         if self.length is not None and self.stride is not None and self.stride > self.length:
             raise ValueError(
-                f"stride must be at most length ({self.length}), so that no token is left out, got {self.stride}"
+                f"stride must be at most length ({self.length}), so that every token is scored, got {self.stride}"
             )

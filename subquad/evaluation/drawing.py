@@ -1,6 +1,6 @@
 """Pictures of weights, receptive fields, position terms and costs.
 
-They share colours that the colour-blind tell apart, a grid of matrices, and files that are the same each time.
+Colours are safe for colour-blind readers, and the same picture always gives the same file.
 """
 
 from __future__ import annotations
@@ -24,22 +24,22 @@ Item = TypeVar("Item")
 SUFFIXES = (".png", ".svg")
 FUTURE, OUT_OF_REACH = "#dcdcdc", "#ffffff"
 COLOURS = ("#000000", "#e69f00", "#56b4e9", "#009e73", "#d55e00", "#0072b2", "#cc79a7", "#7f7f7f")
-"""Okabe and Ito's palette; grey for its yellow, which is pale on white."""
+"""The palette of Okabe and Ito, with grey instead of yellow, which is pale on white."""
 DASHES = ("-", "--", ":")
 MARKERS = "os^DvPX*<>"
 DPI = 110
 FONT = "DejaVu Sans Mono"
-"""Comes with matplotlib."""
+"""Shipped with matplotlib."""
 LABELLED = 40
-"""Up to so many tokens a picture of a text has them beside it."""
+"""Most tokens that are written beside a matrix."""
 PANEL = 2.0
-"""Inches of a panel; many in a row are smaller."""
+"""Width of a panel in inches; many in a row are smaller."""
 LARGEST = 0.5
-"""The weight at the top of the scale."""
+"""Weight at the top of the colour scale."""
 
 
 class Style(NamedTuple):
-    """The look of a line; no two of the first 24 are alike, and those of one colour differ in marker and dashes."""
+    """The look of a line. The first 24 differ; neighbours differ in colour, dashes and marker."""
 
     color: str
     linestyle: str
@@ -47,22 +47,22 @@ class Style(NamedTuple):
 
     @classmethod
     def number(cls, i: int) -> Style:
-        """The style of line number i."""
-        return cls(COLOURS[i % len(COLOURS)], DASHES[i // len(COLOURS) % len(DASHES)], MARKERS[i % len(MARKERS)])
+        """Return the style of line number i."""
+        return cls(COLOURS[i % len(COLOURS)], DASHES[i % len(DASHES)], MARKERS[i % len(MARKERS)])
 
 
 def check_file(path: str) -> Path:
-    """The path of a picture to write; `ValueError` where its name says no format or its folder is not there."""
+    """Return the path of a picture to write; `ValueError` for an unknown format or a missing folder."""
     file = Path(path)
     if file.suffix not in SUFFIXES:
         raise ValueError(f"a picture's name must end with {' or '.join(SUFFIXES)}, got {path!r}")
     if not file.parent.is_dir():
-        raise ValueError(f"there is no folder {file.parent} to write {file.name} to")
+        raise ValueError(f"there is no folder {file.parent} for {file.name}")
     return file
 
 
 def new_figure(width: float, height: float) -> Figure:
-    """An empty figure, in inches; it needs no display."""
+    """Return an empty figure of this size in inches; it needs no display."""
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
 
@@ -72,7 +72,7 @@ def new_figure(width: float, height: float) -> Figure:
 
 
 def save(figure: Figure, file: Path) -> None:
-    """Write the figure; the same figure gives the same bytes."""
+    """Write the figure, without dates and random identifiers, so that equal figures give equal bytes."""
     import matplotlib
 
     nothing = {"Software": None} if file.suffix == ".png" else {"Date": None, "Creator": None}
@@ -81,48 +81,59 @@ def save(figure: Figure, file: Path) -> None:
 
 
 def palette(levels: int | None = None) -> Colormap:
-    """cividis, continuous or in so many levels; NaN is the future's grey, what lies under the scale is out of reach."""
+    """Return cividis, continuous or in `levels` levels; NaN is grey (future), values below the scale are white."""
     import matplotlib
 
     return matplotlib.colormaps["cividis"].resampled(levels or 256).with_extremes(bad=FUTURE, under=OUT_OF_REACH)
 
 
 def hide_future(matrix_TS: np.ndarray) -> np.ndarray:
-    """A copy in floats whose entries right of the diagonal are NaN."""
+    """Return a float copy with NaN right of the diagonal."""
     shown_TS = matrix_TS.astype(float)
     shown_TS[np.triu(np.ones(matrix_TS.shape, dtype=bool), 1)] = np.nan
     return shown_TS
 
 
 class Panel(NamedTuple):
-    """A matrix to draw: a row is a token that reads, a column one that is read."""
+    """A matrix to draw: rows are reading tokens, columns are tokens read."""
 
     matrix: np.ndarray
     title: str = ""
     row: str = ""
-    """What the whole row of panels is, at the left of its first panel."""
+    """Label of the row of panels, shown at its left."""
 
 
 def panels(
-    figure: Figure | SubFigure, grid: Sequence[Sequence[Panel]], norm: Normalize, colours: Colormap
-) -> Iterator[AxesImage]:
-    """Draw a grid of matrices with one scale. Gives each image."""
+    figure: Figure | SubFigure,
+    grid: Sequence[Sequence[Panel]],
+    norm: Normalize,
+    colours: Colormap,
+    *,
+    title: str,
+    white: str = "",
+) -> list[AxesImage]:
+    """Draw a grid of matrices with one scale and a title; `white` says what zeros mean. Return the images."""
+    values = np.concatenate([panel.matrix.ravel() for line in grid for panel in line])
+    notes = ["grey: later token"] if np.isnan(values).any() else []
+    notes += [f"white: {white}"] if white and (values == 0).any() else []
+    figure.suptitle(title, fontsize=11)
+    figure.supxlabel(", ".join(notes), fontsize=8)
+    images = []
     for axis, panel, left, bottom in places(figure, grid):
-        axis.set_title(panel.title, fontsize=11)
-        axis.set_xticks([])
-        axis.set_yticks([])
+        axis.set_title(panel.title, fontsize=10)
+        for ticks, size in ((axis.set_xticks, panel.matrix.shape[1]), (axis.set_yticks, panel.matrix.shape[0])):
+            ticks(sorted({0, size - 1}))
+        axis.tick_params(labelsize=7, length=2, labelbottom=bottom, labelleft=left)
         if bottom:
-            axis.set_xlabel("token that is read", fontsize=9)
+            axis.set_xlabel("token read", fontsize=9)
         if left:
-            axis.set_ylabel(f"{panel.row}\ntoken that reads" if panel.row else "token that reads", fontsize=9)
-        yield axis.imshow(panel.matrix, cmap=colours, norm=norm, interpolation="nearest")
+            axis.set_ylabel(f"{panel.row}\nreading token" if panel.row else "reading token", fontsize=9)
+        images.append(axis.imshow(panel.matrix, cmap=colours, norm=norm, interpolation="nearest"))
+    return images
 
 
 def places(figure: Figure | SubFigure, grid: Sequence[Sequence[Item]]) -> Iterator[tuple[Axes, Item, bool, bool]]:
-    """Yield axes for each item, and whether it is the first of its row and the last of its column.
-
-    Rows may be shorter than the longest.
-    """
+    """Yield axes, item, whether it is first in its row, and whether it is last in its column."""
     axes = figure.subplots(len(grid), max(len(line) for line in grid), squeeze=False)
     for r, line in enumerate(grid):
         for c, axis in enumerate(axes[r]):
@@ -133,7 +144,7 @@ def places(figure: Figure | SubFigure, grid: Sequence[Sequence[Item]]) -> Iterat
 
 
 def name_tokens(axis: Axes, tokens: Sequence[str]) -> None:
-    """Write a text's tokens beside the matrix, where they are few enough to be read."""
+    """Write tokens beside the matrix if there are at most `LABELLED`."""
     if len(tokens) > LABELLED:
         return
     shown = [visible(token) for token in tokens]
@@ -144,7 +155,7 @@ def name_tokens(axis: Axes, tokens: Sequence[str]) -> None:
 
 
 def visible(token: str) -> str:
-    """A token as a picture can show it: blanks as signs, `?` for what the font lacks, no dollar that opens maths."""
+    """Return a token for display: blanks as symbols, `?` for characters that the font lacks, dollars escaped."""
     from matplotlib.font_manager import findfont, get_font
 
     shown = token.replace("\n", "⏎").replace("\t", "⇥").replace(" ", "·")
@@ -153,16 +164,16 @@ def visible(token: str) -> str:
 
 
 def in_rows(items: Sequence[Item], columns: int) -> list[list[Item]]:
-    """The items in as few rows of at most so many as hold them, the rows about equally long."""
+    """Arrange items in as few rows of at most `columns` as possible, about equally long."""
     rows = -(-len(items) // columns)
     width = -(-len(items) // rows)
     return [list(items[start : start + width]) for start in range(0, len(items), width)]
 
 
 def lines(axis: Axes, x: Sequence[float], named: Mapping[str, Sequence[float]], styles: Sequence[str]) -> None:
-    """Draw a line for each name, in the style that its place in `styles` gives; equal lines are one, named together.
+    """Draw a line for each name, styled by its place in `styles`; equal lines are drawn once, with all names.
 
-    The legend, at the right, goes from the highest end to the lowest.
+    The legend at the right is ordered by the lines' last values, the highest first.
     """
     groups: dict[tuple[float, ...], list[str]] = {}
     for name, y in named.items():
@@ -176,7 +187,7 @@ def lines(axis: Axes, x: Sequence[float], named: Mapping[str, Sequence[float]], 
             linestyle=dashes,
             marker=marker,
             markersize=5,
-            # Of lines that lie on one another the lower shows beside the upper, and their markers alternate.
+            # Lines that overlap stay visible: later ones are thinner, and markers alternate.
             linewidth=2.2 - 1.2 * i / len(groups),
             markevery=(i % 3, 3) if len(groups) > len(COLOURS) else None,
             label=textwrap.fill(", ".join(names), 28),
@@ -191,7 +202,7 @@ def _panel_inches(columns: int) -> float:
 
 
 class Weights(NamedTuple):
-    """A matrix of weights `[T, S]` to draw."""
+    """A matrix of attention weights `[T, S]` to draw."""
 
     title: str
     matrix: np.ndarray
@@ -199,39 +210,40 @@ class Weights(NamedTuple):
     row: str = ""
 
 
-def draw_weights(grid: Sequence[Sequence[Weights]], *, tokens: Sequence[str] = ()) -> Figure:
-    """A grid of weight matrices on one scale; a single one shows the text's `tokens` beside it.
+def draw_weights(grid: Sequence[Sequence[Weights]], *, title: str, tokens: Sequence[str] = ()) -> Figure:
+    """Draw a grid of weight matrices on one scale; a single matrix has the `tokens` beside it.
 
-    Weights that are no distribution (some negative, or some above one) are shown by their size relative to the largest,
-    which is at the top of the scale.
+    Weights that aren't a distribution (negative or above one) are marked with a star and shown by their size relative
+    to the largest, which is put at the top of the scale.
     """
     from matplotlib.colors import PowerNorm
 
     single = len(grid) == 1 and len(grid[0]) == 1
     columns = max(len(line) for line in grid)
     inches = 6.5 if single else _panel_inches(columns)
-    figure = new_figure(inches * columns + 0.9, (inches + 0.35) * len(grid) + 0.3)
-    norm, colours = PowerNorm(0.4, 1e-30, LARGEST), palette()
-    shown = [[Panel(_shown(w), w.title, w.row) for w in line] for line in grid]
-    images = list(panels(figure, shown, norm, colours))
+    figure = new_figure(inches * columns + 1.3, (inches + 0.3) * len(grid) + 0.8)
+    shown = [[_shown(w) for w in line] for line in grid]
+    images = panels(figure, shown, PowerNorm(0.4, 1e-30, LARGEST), palette(), title=title, white="not read")
     bar = figure.colorbar(
         images[0], ax=figure.axes, fraction=0.05, aspect=30, pad=0.01, ticks=[0.02, 0.1, 0.25, 0.5], extend="max"
     )
-    bar.set_label("weight", fontsize=10)
+    relative = any(panel.title.endswith("*") for line in shown for panel in line)
+    bar.set_label("weight" + ("   (*: |weight| / largest |weight|, halved)" if relative else ""), fontsize=9)
     if single and tokens:
         name_tokens(figure.axes[0], tokens)
     return figure
 
 
-def _shown(weights: Weights) -> np.ndarray:
-    size_TS = np.abs(weights.matrix)
+def _shown(weights: Weights) -> Panel:
+    """Return the panel of a matrix, scaled and marked if it isn't a distribution."""
+    size_TS, star = np.abs(weights.matrix), ""
     if (weights.matrix < 0).any() or size_TS.max(initial=0) > 1 + 1e-3:
-        size_TS = size_TS / size_TS.max() * LARGEST
-    return hide_future(size_TS) if weights.causal else size_TS
+        size_TS, star = size_TS / size_TS.max() * LARGEST, " *"
+    return Panel(hide_future(size_TS) if weights.causal else size_TS, weights.title + star, weights.row)
 
 
 class Reach(NamedTuple):
-    """A stack's receptive field: the first layer `[T, S]` after which t may depend on s (0: none)."""
+    """The receptive field of a stack: the first layer `[T, S]` after which t may depend on s (0: none)."""
 
     title: str
     first: np.ndarray
@@ -239,25 +251,27 @@ class Reach(NamedTuple):
 
 
 def draw_reach(stacks: Sequence[Reach], *, layers: int) -> Figure:
-    """For each stack the layer that first connects two tokens, and how many tokens the last one depends on."""
+    """Draw, for each stack, the layer that first connects two tokens and the number of tokens the last one sees."""
     from matplotlib.colors import BoundaryNorm
 
     reached = [hide_future(stack.first) if stack.causal else stack.first.astype(float) for stack in stacks]
+
     grid = in_rows([Panel(first, stack.title) for first, stack in zip(reached, stacks, strict=True)], 4)
     columns = len(grid[0])
-    width, height = PANEL * columns + 1.1, (PANEL + 0.5) * len(grid)
+    width, height = PANEL * columns + 1.3, (PANEL + 0.5) * len(grid) + 0.6
     if columns <= 2:
-        figure = new_figure(width + 4, max(height, 3.4))
-        parts: Any = figure.subfigures(1, 2, width_ratios=[width, 4])
+        figure = new_figure(width + 4.4, max(height, 3.6))
+        parts: Any = figure.subfigures(1, 2, width_ratios=[width, 4.4])
     else:
-        figure = new_figure(width, height + 3)
-        parts = figure.subfigures(2, 1, height_ratios=[height, 3])
+        figure = new_figure(width, height + 3.2)
+        parts = figure.subfigures(2, 1, height_ratios=[height, 3.2])
     matrices, chart = parts
     norm = BoundaryNorm(np.arange(0.5, layers + 1), layers)
-    images = list(panels(matrices, grid, norm, palette(layers)))
+    title = f"Receptive field over {len(stacks[0].first)} tokens"
+    images = panels(matrices, grid, norm, palette(layers), title=title, white="never connected")
     ticks = list(range(1, layers + 1, max(1, layers // 12)))
     bar = matrices.colorbar(images[0], ax=matrices.axes, fraction=0.05, aspect=25, pad=0.02, ticks=ticks)
-    bar.set_label("layer that first connects them (white: none)", fontsize=9)
+    bar.set_label("first layer that connects them", fontsize=9, labelpad=8)
     bar.ax.tick_params(length=0)
     counts = {
         stack.title: [int(((stack.first[-1] > 0) & (stack.first[-1] <= n)).sum()) for n in range(1, layers + 1)]
@@ -265,30 +279,32 @@ def draw_reach(stacks: Sequence[Reach], *, layers: int) -> Figure:
     }
     axis = chart.subplots()
     lines(axis, range(1, layers + 1), counts, list(counts))
-    axis.set_xlabel("layers", fontsize=9)
-    axis.set_ylabel("tokens that the last one depends on", fontsize=9)
+    axis.set_title("Reach of the last token", fontsize=11)
+    axis.set_xlabel("number of layers", fontsize=9)
+    axis.set_ylabel("tokens it can depend on", fontsize=9)
     axis.set_ylim(0, 1.05 * len(stacks[0].first))
     axis.set_xticks(ticks)
     return figure
 
 
-def draw_positions(grid: Sequence[Sequence[Panel]]) -> Figure:
-    """A grid of matrices of what positions add to the logits, on one scale, the future in grey."""
+def draw_positions(grid: Sequence[Sequence[Panel]], *, title: str) -> Figure:
+    """Draw a grid of matrices of position terms on one scale, with the future in grey."""
     from matplotlib.colors import Normalize
 
     shown = [[panel._replace(matrix=hide_future(panel.matrix)) for panel in line] for line in grid]
     values = np.concatenate([panel.matrix.ravel() for line in shown for panel in line])
     low, high = np.nanmin(values), np.nanmax(values)
     inches = _panel_inches(len(grid[0]))
-    figure = new_figure(inches * len(grid[0]) + 1.2, (inches + 0.35) * len(grid) + 0.3)
-    images = list(panels(figure, shown, Normalize(low, high if high > low else low + 1), palette()))
+    figure = new_figure(inches * len(grid[0]) + 1.6, (inches + 0.3) * len(grid) + 0.8)
+    norm = Normalize(low, high if high > low else low + 1)
+    images = panels(figure, shown, norm, palette(), title=title)
     bar = figure.colorbar(images[0], ax=figure.axes, fraction=0.05, aspect=30, pad=0.01)
-    bar.set_label("added to the logit", fontsize=10)
+    bar.set_label("added to the logit", fontsize=9)
     return figure
 
 
 def draw_cost(measured: Sequence[Measured], *, title: str) -> Figure:
-    """FLOPs of the mixing, forward, and bytes of the state against the tokens, both axes logarithmic."""
+    """Draw forward FLOPs without projections and bytes of state by sequence length, on logarithmic axes."""
     figure = new_figure(8.2, 8.2)
     figure.suptitle(title, fontsize=11)
     above, below = figure.subplots(2, 1, sharex=True)
@@ -301,13 +317,13 @@ def draw_cost(measured: Sequence[Measured], *, title: str) -> Figure:
         if entry.kind == "causal":
             state.setdefault(entry.name, []).append(entry.cost.state_bytes)
     lines(above, lengths, flops, list(flops))
-    above.set_ylabel("FLOPs of the mixing, forward", fontsize=9)
+    above.set_ylabel("FLOPs of mixing tokens, forward pass", fontsize=9)
     lines(below, lengths, state, list(flops))
-    below.set_ylabel("bytes of the state after so many tokens", fontsize=9)
+    below.set_ylabel("state in decoding (bytes)", fontsize=9)
     for axis in (above, below):
         axis.set_xscale("log", base=2)
         axis.set_yscale("log")
         axis.set_xticks(lengths, [f"{tokens:,}" for tokens in lengths])
         axis.tick_params(labelsize=9)
-    below.set_xlabel("tokens", fontsize=9)
+    below.set_xlabel("sequence length (tokens)", fontsize=9)
     return figure

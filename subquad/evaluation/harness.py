@@ -1,4 +1,4 @@
-"""Tasks of lm-evaluation-harness, its own or those of a folder, on a causal language model. Needs the extra `eval`."""
+"""Run tasks of lm-evaluation-harness, built-in or from a folder, on a causal language model. Needs the extra `eval`."""
 
 from __future__ import annotations
 
@@ -35,20 +35,18 @@ try:
     from lm_eval.tasks import TaskManager
     from lm_eval.utils import make_table
 except ImportError as error:
-    raise ImportError(
-        "tasks are those of lm-evaluation-harness, which is not installed: pip install subquad[eval]"
-    ) from error
+    raise ImportError("tasks need lm-evaluation-harness, which is not installed: pip install subquad[eval]") from error
 
 logger = logging.getLogger(__name__)
 
 LIMITS = ("max_position_embeddings", "n_positions", "n_ctx")
-"""Where models of transformers keep the number of their positions."""
+"""Configuration fields in which transformers models store their number of positions."""
 SEEDS = {"python": 0, "numpy": 1234, "torch": 1234, "fewshot": 1234}
-"""The harness's own defaults, so that the examples in a prompt are those of other reports."""
+"""The harness's defaults, so that few-shot examples match other published results."""
 PACKAGES = ("lm_eval", "torch", "transformers")
-"""Those whose versions a result names."""
+"""Packages whose versions are recorded in the result."""
 BOOTSTRAP = 1000
-"""Resamplings for the standard error of a metric that has no formula for it."""
+"""Bootstrap samples for standard errors of metrics without a closed form."""
 
 
 @dataclass(frozen=True)
@@ -56,23 +54,23 @@ class TaskEvaluation:
     """The result of `evaluate_tasks`."""
 
     results: dict[str, dict[str, Any]]
-    """By task, and by group where there are any: each metric as `metric,filter`, and `metric_stderr,filter`."""
+    """By task, and by group if there are any: each metric as `metric,filter`, and `metric_stderr,filter`."""
     groups: dict[str, dict[str, Any]]
     samples: dict[str, dict[str, int]]
-    """By task: the examples that it has (`original`) and those that were asked (`effective`)."""
+    """By task: number of examples in it (`original`) and measured (`effective`)."""
     num_fewshot: dict[str, int]
     task_versions: dict[str, Any]
     higher_is_better: dict[str, dict[str, bool | None]]
     config: dict[str, Any]
-    """What decides the numbers: model, window, prefix, batch, limit, seeds."""
+    """Settings that decide the results: model, window, prefix, batch size, limit, seeds."""
     requests: int
     """Answers scored, texts measured and prompts continued."""
     cut: int
-    """Requests that were too long for the window and lost the start of what came before the answer."""
+    """Requests whose context was cut on the left to fit the window."""
     versions: dict[str, str]
     seconds: float
     table: str
-    """The harness's own table, in Markdown."""
+    """The harness's table, in Markdown."""
 
     def to_dict(self) -> dict[str, Any]:
         """Return plain values, for JSON."""
@@ -95,7 +93,7 @@ def evaluate_tasks(
     batch_size: int = 8,
     prefix_token: int | None = None,
 ) -> TaskEvaluation:
-    """Measure a model on tasks and restore its mode; options and errors are those of `prepare_tasks`."""
+    """Measure a model on tasks and restore its mode; see `prepare_tasks` for options and errors."""
     training = model.training
     try:
         return prepare_tasks(
@@ -115,7 +113,7 @@ def evaluate_tasks(
 
 @dataclass(frozen=True)
 class PreparedTasks:
-    """Tasks with their data and the model that they will ask: all that arguments can get wrong is checked."""
+    """A model and loaded tasks, checked and ready to measure."""
 
     asked: HarnessModel
     loaded: dict[str, Any]
@@ -123,7 +121,7 @@ class PreparedTasks:
     limit: int | None
 
     def measure(self) -> TaskEvaluation:
-        """Ask the model, with the generators at `SEEDS`."""
+        """Run the tasks with random generators seeded by `SEEDS`."""
         begin, asked = time.perf_counter(), self.asked
         with _seeded(), quiet(), _one_process():
             found: Any = evaluate(asked, self.loaded, limit=self.limit, bootstrap_iters=BOOTSTRAP, log_samples=False)
@@ -162,24 +160,23 @@ def prepare_tasks(
     batch_size: int = 8,
     prefix_token: int | None = None,
 ) -> PreparedTasks:
-    """Load tasks of lm-evaluation-harness, to measure a decoder or any causal model of transformers on them.
+    """Load tasks of lm-evaluation-harness for a `Decoder` or any causal transformers model.
 
-    `tasks` names tasks, groups and tags. Those of the YAML files in `task_path` come first, with their data files
-    looked for from that folder; the harness's own need their data on this machine or a network.
+    `tasks` names tasks, groups and tags. Tasks in the YAML files of `task_path` take precedence and find their data
+    files relative to that folder; the harness's own need their data on this machine or a network.
 
-    `length` is the most tokens that the model reads at once. A decoder of ours needs it, since most mechanisms have no
-    limit of their own; None takes what a model of transformers says of itself. What comes before an answer is cut from
-    the left to fit. A `Tokenizer` is used as in training: no special tokens are added, and those that a text spells out
-    are text. `prefix_token` is what a text begins after: by default the tokenizer's separator of documents, or else its
-    line break; of a tokenizer of transformers BOS, or else EOS.
+    `length` is the window in tokens; longer contexts are cut on the left. A `Decoder` needs it, since most mechanisms
+    have no limit; for a transformers model None means the model's own limit. A `Tokenizer` is used as in training: no
+    special tokens are added, and special tokens spelled out in a text are read as text. `prefix_token` is the token
+    before the first one of a text: by default the tokenizer's document separator, else its line break; for a
+    transformers tokenizer BOS, else EOS.
 
-    The log-likelihood of a text is a sum over windows of `length` tokens that do not overlap, the first of which begins
-    with `prefix_token`; the last one predicts the rest of the tokens, with more context where `length` leaves room.
+    The log-likelihood of a text is a sum over windows of `length` tokens without overlap, the first of which begins
+    with `prefix_token`; the last one predicts the remaining tokens, with more context if `length` leaves room.
 
-    `num_fewshot` replaces the number of a task that does not set 0 itself. `limit` takes the first examples of each
-    task. Seeds are `SEEDS`; the generators' own states are left as they were. Raises `ImportError` where lm_eval is not
-    installed, `ValueError` for an unknown task or a number out of range, and `ConnectionError` where a task's data is
-    neither here nor to be had.
+    `num_fewshot` replaces the number of a task, except a task that sets 0. `limit` takes the first examples of each
+    task. Random generators are seeded by `SEEDS` and restored. Raises `ImportError` without lm_eval, `ValueError` for
+    an unknown task or a number out of range, and `ConnectionError` if a task's data can't be found or fetched.
     """
     _check(tasks, task_path, length=length, num_fewshot=num_fewshot, limit=limit, batch_size=batch_size)
     with quiet():
@@ -194,17 +191,17 @@ def _check(tasks: Sequence[str], task_path: str | Path | None, **numbers: int | 
     if isinstance(tasks, str) or not tasks:
         raise ValueError(f"tasks must be a list of at least one name, got {tasks!r}")
     if task_path is not None and not Path(task_path).is_dir():
-        raise ValueError(f"task_path must be a folder with the YAML files of tasks, got {str(task_path)!r}")
+        raise ValueError(f"task_path must be a folder with YAML files of tasks, got {str(task_path)!r}")
     for name, value in numbers.items():
         check_at_least(0 if name == "num_fewshot" else 1, **{name: value})
 
 
 def _load(names: list[str], task_path: str | Path | None) -> Any:
-    """Load the tasks with their data, those of `task_path` first."""
+    """Load the tasks with their data; tasks in `task_path` take precedence."""
     folder = None if task_path is None else Path(task_path).resolve()
     manager = None if folder is None else TaskManager(include_path=folder, include_defaults=False)
     if manager is None or not set(names) <= set(manager.all_tasks):
-        manager = TaskManager(include_path=folder)  # reads the harness's own too, which takes ten seconds
+        manager = TaskManager(include_path=folder)  # slow: indexes the harness's own tasks too (10 s)
     for name in names:
         if name not in manager.task_index:
             own = [] if folder is None else TaskManager(include_path=folder, include_defaults=False).all_tasks
@@ -220,12 +217,12 @@ def _load(names: list[str], task_path: str | Path | None) -> Any:
             return manager.load(names)
     except ConnectionError as error:
         raise ConnectionError(
-            f"the data of {', '.join(names)} is not on this machine and cannot be fetched without a network: {error}"
+            f"the data of {', '.join(names)} is not on this machine and couldn't be downloaded: {error}"
         ) from error
 
 
 def _set_fewshot(tasks: dict[str, Any], num_fewshot: int | None) -> None:
-    """Set the number of examples by the harness's rule: a task that sets 0 itself keeps it."""
+    """Set the number of few-shot examples by the harness's rule: a task that sets 0 keeps it."""
     for name, task in tasks.items():
         own = task.get_config("num_fewshot")
         if own is None:
@@ -233,7 +230,7 @@ def _set_fewshot(tasks: dict[str, Any], num_fewshot: int | None) -> None:
         elif num_fewshot is not None and own != 0:
             task.set_config(key="num_fewshot", value=num_fewshot)
         elif num_fewshot:
-            logger.warning("%s sets num_fewshot to 0 itself, which num_fewshot=%d does not change", name, num_fewshot)
+            logger.warning("%s fixes num_fewshot at 0 and ignores num_fewshot=%d", name, num_fewshot)
         task.set_fewshot_seed(seed=SEEDS["fewshot"])
 
 
@@ -257,7 +254,7 @@ def _settings(asked: Any, tasks: Sequence[str], limit: int | None) -> dict[str, 
 
 @contextmanager
 def _seeded() -> Iterator[None]:
-    """Within the block the generators stand at `SEEDS`; after it where they were."""
+    """Seed the random generators with `SEEDS` within the block, and restore them afterwards."""
     python, numpy_state = random.getstate(), np.random.get_state()
     with torch.random.fork_rng():
         random.seed(SEEDS["python"])
@@ -272,7 +269,7 @@ def _seeded() -> Iterator[None]:
 
 @contextmanager
 def _one_process() -> Iterator[None]:
-    """Within the block nothing is forked, and what is printed goes to standard error."""
+    """Keep the harness from forking within the block, and redirect what it prints to standard error."""
     name = "DISABLE_MULTIPROC"
     before = os.environ.get(name)
     os.environ[name] = "1"
@@ -287,11 +284,10 @@ def _one_process() -> Iterator[None]:
 
 
 class HarnessModel(HFLM):
-    """`HFLM` over a model in memory, which says what it cannot do and counts what it cut.
+    """`HFLM` over a model in memory that counts truncated requests and refuses impossible ones.
 
-    `asked` counts the requests and `cut` those whose text before the answer was too long, so that its start was left
-    out. Raises `ValueError` for what does not fit together, and for an answer that is longer than the window or has no
-    token.
+    `asked` counts the requests and `cut` those whose context was cut on the left. Raises `ValueError` for a tokenizer,
+    prefix or length that doesn't fit the model, and for an answer that is empty or longer than the window.
     """
 
     def __init__(
@@ -312,7 +308,7 @@ class HarnessModel(HFLM):
             fast = PreTrainedTokenizerFast(
                 tokenizer_object=Tokenizer.from_str(tokenizer.to_str()),
                 eos_token=None if end is None else tokenizer.id_to_token(end),
-                split_special_tokens=True,  # those that a text spells out stay text, as in training
+                split_special_tokens=True,  # special tokens spelled out in a text are read as text, as in training
                 clean_up_tokenization_spaces=False,
             )
             adds_bos = False
@@ -322,7 +318,7 @@ class HarnessModel(HFLM):
                 f"prefix_token must be between 0 and {vocabulary - 1}, the model's vocabulary, got {prefix}"
             )
         if fast.pad_token_id is None:
-            # Any token does, for a mask covers it; a token of its own would lie outside of the embedding.
+            # Any token will do since padding is masked; a new pad token would lie outside the embedding.
             fast.pad_token_id = prefix
         super().__init__(
             pretrained=_as_transformers(model, length, end),
@@ -334,19 +330,19 @@ class HarnessModel(HFLM):
         )
 
     def tok_decode(self, tokens: Any, skip_special_tokens: bool = True) -> Any:
-        """Return the text of tokens; None for no token, which is the end of text of a tokenizer that has none."""
+        """Return the text of tokens; None stays None: the harness asks for EOS, and a tokenizer may have none."""
         return None if tokens is None else super().tok_decode(tokens, skip_special_tokens=skip_special_tokens)
 
     def _loglikelihood_tokens(
         self, requests: Sequence[Any], disable_tqdm: bool = False, override_bs: int | None = None
     ) -> Any:
-        rolling = override_bs is not None  # windows of a text, which the harness cuts to fit
+        rolling = override_bs is not None  # windows of a text, which the harness has cut to fit already
         for texts, context, answer in requests:
             if not answer:
-                raise ValueError(f"the answer {texts[1]!r} of a task has no token of its own after {texts[0][-40:]!r}")
+                raise ValueError(f"a task's answer {texts[1]!r} adds no token after {texts[0][-40:]!r}")
             if len(answer) > self.max_length:
                 raise ValueError(
-                    f"an answer of a task has {len(answer)} tokens, more than the window of {self.max_length}; "
+                    f"a task's answer has {len(answer)} tokens, more than the window of {self.max_length}; "
                     "raise --length"
                 )
             self.asked += not rolling
@@ -354,19 +350,19 @@ class HarnessModel(HFLM):
         return super()._loglikelihood_tokens(requests, disable_tqdm=disable_tqdm or rolling, override_bs=override_bs)
 
     def loglikelihood_rolling(self, requests: Sequence[Any], disable_tqdm: bool = False) -> Any:
-        """Return log p of whole texts, in windows that do not overlap; the last has as many tokens before as fit."""
+        """Return log p of whole texts, in windows without overlap; the last has as much context as fits."""
         self.asked += len(requests)
         return super().loglikelihood_rolling(requests, disable_tqdm=disable_tqdm)
 
     def generate_until(self, requests: Sequence[Any], disable_tqdm: bool = False) -> Any:
-        """Continue prompts up to a stop string; a prompt and its continuation fit the window together."""
+        """Continue prompts up to a stop string; a prompt is cut so that its continuation fits the window."""
         for request in requests:
             prompt, options = request.args
             new = normalize_gen_kwargs(options, self.max_gen_toks)["max_gen_toks"]
             if new >= self.max_length:
                 raise ValueError(
-                    f"a task generates up to {new} tokens, which leaves no prompt in a window of {self.max_length}: "
-                    "raise --length"
+                    f"a task generates up to {new} tokens, which leaves no room for a prompt in a window of "
+                    f"{self.max_length}; raise --length"
                 )
             self.asked += 1
             self.cut += len(self.tok_encode(prompt)) > self.max_length - new
@@ -374,35 +370,35 @@ class HarnessModel(HFLM):
 
 
 def _as_transformers(model: Decoder | PreTrainedModel, length: int | None, end_token: int | None) -> PreTrainedModel:
-    """Return the model itself, not a copy, as one of transformers; the `generate` of a decoder ends at `end_token`.
+    """Return the model, not a copy, as a transformers model; a decoder's `generate` then ends at `end_token`.
 
-    Raises `ValueError` for a length that the model lacks, and for a model that (as `PerceiverAR`) does not predict all
-    the tokens that a task scores.
+    Raises `ValueError` for a length beyond the model's positions, for a decoder without `length`, and for a model that,
+    like `PerceiverAR`, doesn't predict every token that a task scores.
     """
     decoder = model.model if isinstance(model, SubquadForCausalLM) else model
     if isinstance(decoder, Decoder):
         if decoder.predicts_last is not None:
             raise ValueError(
-                f"tasks score answers of any length, and {decoder.config.attention} predicts its last "
-                f"{decoder.predicts_last} tokens alone; `subquad eval` without --tasks measures it on a text"
+                f"tasks score answers of any length, but {decoder.config.attention} predicts only the last "
+                f"{decoder.predicts_last} tokens; `subquad eval` without --tasks measures it on a text"
             )
         if length is None:
-            raise ValueError("a decoder has no length of its own: give one, as length=1024")
+            raise ValueError("a decoder has no length limit: give one, such as length=1024")
         most = decoder.most_tokens
-        with torch.device("meta"):  # its own weights are replaced at once
+        with torch.device("meta"):  # no memory for weights that are replaced at once
             model = SubquadForCausalLM(SubquadConfig.from_decoder(decoder.config, eos_token_id=end_token))
         model.model = decoder
     else:
         most = next((n for key in LIMITS if (n := getattr(model.config, key, None)) is not None), None)
     if length is not None and most is not None and length > most:
-        raise ValueError(f"length must be at most {most}, the positions that the model has, got {length}")
+        raise ValueError(f"length must be at most {most}, the model's number of positions, got {length}")
     found: Any = model
     return found
 
 
 @contextmanager
 def quiet() -> Iterator[None]:
-    """Keep back what `HFLM` warns of: a model in memory (meant), and each text that is cut (`cut` counts them)."""
+    """Silence `HFLM`'s warnings about a model in memory (intended) and about each truncated text (`cut` counts)."""
     harness = logging.getLogger("lm_eval.models.huggingface")
     before = harness.level
     harness.setLevel(logging.ERROR)
@@ -413,7 +409,7 @@ def quiet() -> Iterator[None]:
 
 
 def _prefix(tokenizer: Tokenizer | PreTrainedTokenizerBase) -> int:
-    """Return the token that a text begins after."""
+    """Return the default `prefix_token`."""
     if not isinstance(tokenizer, Tokenizer):
         special = (tokenizer.bos_token_id, tokenizer.eos_token_id)
         token = next((token for token in special if token is not None), None)
@@ -422,7 +418,7 @@ def _prefix(tokenizer: Tokenizer | PreTrainedTokenizerBase) -> int:
         token = line_break[0] if len(line_break) == 1 else None
     if token is None:
         raise ValueError(
-            "the tokenizer has no token that a text could begin after (a separator of documents, a line break, BOS or "
-            "EOS): name one by prefix_token"
+            "the tokenizer has no token that can precede a text (document separator, line break, BOS or EOS); "
+            "choose one with prefix_token"
         )
     return int(token)

@@ -1,4 +1,4 @@
-"""Bits per dimension of a model of images, and a small classifier that reads images, to judge completions by.
+"""Bits per dimension of an image model, and a small classifier that judges completions.
 
 Shape letters: N images, B batch, T pixels (bytes) of an image.
 """
@@ -24,21 +24,21 @@ from subquad.models.mlp import Mlp
 
 @dataclass(frozen=True)
 class ImageEvaluation:
-    """The result of `evaluate_images`. A dimension is a byte: a pixel of a grey image, a channel of a colour's."""
+    """The result of `evaluate_images`. A dimension is a byte: a grey pixel, or one channel of a colour pixel."""
 
     images: int
     dimensions: int
-    """Of one image: all of them are predicted, the first one too."""
+    """Dimensions per image; all are predicted, including the first."""
     bits_per_dim: float
     """Mean of `-log2 p` over all dimensions of all images."""
     error: float | None
-    """Standard error of that mean, over images; None of one image, which has no spread."""
+    """Standard error of that mean over images; None for a single image."""
     constant: float
-    """Bits per dimension by the frequencies of the levels in these images, the same for every dimension."""
+    """Entropy of the levels in these images: bits per dimension of the best constant prediction."""
     occluded: int | None
-    """Dimensions that count as occluded, of one image."""
+    """Occluded dimensions per image."""
     occluded_bits_per_dim: float | None
-    """The mean over those, each predicted from all true ones before it."""
+    """Mean over the occluded dimensions, each predicted from the true dimensions before it."""
     seconds: float
 
     def to_dict(self) -> dict[str, Any]:
@@ -56,10 +56,10 @@ def evaluate_images(
     batch_size: int = 16,
     progress: Callable[[int, int], None] | None = None,
 ) -> ImageEvaluation:
-    """Measure bits per dimension of images `[N, T]`, uint8, and of a part of their dimensions (`occluded`, bool `[T]`).
+    """Measure bits per dimension of uint8 images `[N, T]`, also over the dimensions where `occluded_T` (bool) is True.
 
-    Runs where the model is, without dropout. `progress(done, images)` is called after each batch. Raises `ValueError`
-    for no image, a batch size below 1, images or a mask that do not fit the model, and a mask without a True.
+    Runs on the model's device, in eval mode. `progress(done, images)` is called after each batch. Raises `ValueError`
+    for no images, a batch size below 1, images or a mask of the wrong shape, and a mask that is False everywhere.
     """
     check_at_least(1, **{"the number of images": len(pixels_NT)}, batch_size=batch_size)
     tokens = model.config.tokens
@@ -67,7 +67,7 @@ def evaluate_images(
         mask = "" if occluded_T is None else f" and a mask {list(occluded_T.shape)}"
         raise ValueError(f"the model predicts images of {tokens} bytes, got {list(pixels_NT.shape)}{mask}")
     if occluded_T is not None and (occluded_T.dtype != torch.bool or not occluded_T.any()):
-        raise ValueError(f"the mask must be bool and True somewhere, got {occluded_T.dtype}, sum {occluded_T.sum()}")
+        raise ValueError(f"the mask must be bool and somewhere True, got {occluded_T.dtype}, sum {occluded_T.sum()}")
     device = next(model.parameters()).device
     begin, bits = time.perf_counter(), []
     with evaluating(model):
@@ -99,29 +99,29 @@ LR = 2e-3
 
 
 class Reader:
-    """A small classifier of images: T - 64 - 64 - classes, with ReLU."""
+    """A small image classifier: an MLP T - 64 - 64 - classes with ReLU."""
 
     def __init__(self, model: Mlp) -> None:
         self.model = model
 
     @torch.no_grad()
     def labels(self, pixels_NT: Tensor, /) -> Tensor:
-        """Return the likeliest class of each image `[N, T]` of bytes, `[N]`."""
+        """Return the likeliest class `[N]` of each image of bytes `[N, T]`."""
         return self.model(_inputs(pixels_NT)).argmax(-1)
 
     def accuracy(self, pixels_NT: Tensor, labels_N: Tensor, /) -> float:
-        """Return the share of the images that it reads as their labels say."""
+        """Return the share of images classified as `labels_N`."""
         return (self.labels(pixels_NT) == labels_N).double().mean().item()
 
 
 def train_reader(images: ImageSet, /, *, seed: int = 0) -> Reader:
-    """Train a small classifier on labelled images: always the same one for the same images, seed and machine.
+    """Train a small classifier on labelled images, deterministically for the same images, seed and machine.
 
-    Adam, five passes in batches of 128, the learning rate falling linearly to zero. Raises `ValueError` for images
-    without labels.
+    Adam, five epochs in batches of 128, learning rate decaying linearly to zero. Raises `ValueError` for images without
+    labels.
     """
     if images.labels is None:
-        raise ValueError("a classifier needs images with labels to learn from, and these have none")
+        raise ValueError("a classifier needs labelled images to train on; these have no labels")
     pixels_NT = torch.from_numpy(images.pixels.reshape(len(images.pixels), -1))
     labels_N = torch.from_numpy(images.labels)
     with torch.random.fork_rng(devices=[]):

@@ -1,4 +1,4 @@
-"""The loss of a model of transformers by position, over the same text at every range of positions.
+"""Loss of a transformers model by position, with every range of positions measured on the same text.
 
 Shape letters: T tokens of a window, V vocabulary.
 """
@@ -17,30 +17,30 @@ from torch.nn.functional import cross_entropy
 from subquad.evaluation.text import Tokens, evaluating
 
 MOST_NUMBERS = 1 << 26
-"""Of the logits that are computed at a time: as many windows are read at once, at least one."""
+"""Upper limit on the logits of one batch, which sets its number of windows (at least one)."""
 
 
 @dataclass(frozen=True)
 class PositionPlan:
-    """The windows that are read, and the predictions of theirs that count.
+    """The windows to read, and which of their predictions are scored.
 
-    A window begins every `step` tokens of a stretch of the text; ranges of positions are multiples of `step` wide. So
-    each counted token of the text is predicted exactly `width / step` times from each range: the ranges' losses are
-    means over the same tokens with the same weights, and differ by position alone.
+    In each stretch of text a window begins every `step` tokens, and each range of positions is a multiple of `step`
+    wide. Every scored token is therefore predicted exactly `width / step` times from each range, so all ranges average
+    over the same tokens with the same weights and their losses differ by position alone.
     """
 
     edges: tuple[int, ...]
-    """Where ranges of positions end: the first is 1 to `edges[0]`, the next `edges[0] + 1` to `edges[1]`, ..."""
+    """Last position of each range: 1 to `edges[0]`, `edges[0] + 1` to `edges[1]`, ..."""
     step: int
-    """Tokens between the beginnings of two windows."""
+    """Tokens between the starts of two windows."""
     stretch: int
-    """Tokens of each stretch that count."""
+    """Scored tokens per stretch."""
     starts: tuple[int, ...]
-    """Where in the text stretches begin, the context of the first counted token before it included."""
+    """Start of each stretch in the text, including the context of its first scored token."""
 
     @property
     def tokens(self) -> int:
-        """Return how many tokens of the text count."""
+        """Return the number of scored tokens."""
         return self.stretch * len(self.starts)
 
     @property
@@ -51,15 +51,15 @@ class PositionPlan:
 
 @dataclass(frozen=True)
 class RangeLoss:
-    """Predictions from `first` to `last` tokens of context, the current one included."""
+    """Loss of predictions with `first` to `last` tokens of context, including the current token."""
 
     first: int
     last: int
     predictions: int
     loss: float
-    """Mean nats a token."""
+    """Mean nats per token."""
     stretches: tuple[float, ...]
-    """The same of each stretch of the text alone."""
+    """Mean nats per token of each stretch."""
 
     @property
     def perplexity(self) -> float:
@@ -68,10 +68,10 @@ class RangeLoss:
 
 
 def plan_positions(size: int, *, own: int, length: int, tokens: int, stretches: int) -> PositionPlan:
-    """Plan the windows of a text of `size` tokens for a model made for `own` tokens that is to read `length`.
+    """Plan windows of `length` tokens in a text of `size` tokens, for a model made for `own` tokens.
 
-    Ranges end at own / 2, own, 2 own, ... and at the last multiple of the step (own / 2 or less) up to `length`. Raises
-    `ValueError` for lengths that are none and for a text that is too short.
+    Ranges end at own / 2, own, 2 own, ... and at the last multiple of the step (at most own / 2) up to `length`. Raises
+    `ValueError` unless 2 <= own < length, and for a text that is too short.
     """
     if not 2 <= own < length:
         raise ValueError(f"own must be at least 2 and below length={length}, got {own}")
@@ -87,7 +87,7 @@ def plan_positions(size: int, *, own: int, length: int, tokens: int, stretches: 
     need = edges[-1] + stretch
     if need * stretches > size:
         raise ValueError(
-            f"the loss by position needs {stretches} stretches of {need} tokens ({edges[-1]} of context), and the "
+            f"the loss by position needs {stretches} stretches of {need} tokens ({edges[-1]} of context), but the "
             f"held-out text has {size}: hold out more of it, or lower eval.tokens or eval.stretches"
         )
     room = size - need
@@ -104,7 +104,7 @@ def loss_by_position(
     *,
     progress: Callable[[int, int], None] | None = None,
 ) -> tuple[RangeLoss, ...]:
-    """Measure the mean loss of each range of positions, in nats a token; sums in float64, restores the model's mode."""
+    """Return the mean loss of each range of positions, in nats per token; sums are float64, the mode is restored."""
     device = next(model.parameters()).device
     shape = (len(plan.starts), plan.edges[-1])
     sums, counts = np.zeros(shape), np.zeros(shape, dtype=np.int64)
@@ -127,17 +127,16 @@ def loss_by_position(
 
 
 def _batches(plan: PositionPlan, most: int) -> list[list[tuple[int, int, int, int]]]:
-    """Return windows `(start, stop, skip, stretch)` of the text, equally long ones together, at most `most`.
+    """Return batches of at most `most` windows `(start, stop, skip, stretch)`, equally long within a batch.
 
-    A window reads the tokens from start to stop - 1; its first `skip` predictions lie before the tokens that count,
-    which are those of the stretch of that number.
+    A window reads tokens start to stop - 1. Its first `skip` predictions precede the scored tokens of its stretch.
     """
     found: dict[int, list[tuple[int, int, int, int]]] = {}
     longest = plan.edges[-1]
     for place, begin in enumerate(plan.starts):
         first, end = begin + longest, begin + longest + plan.stretch
         for start in range(begin, end, plan.step):
-            stop = min(start + longest, end - 1)  # the token `end - 1` is the last that is predicted
+            stop = min(start + longest, end - 1)  # token `end - 1` is the last one predicted
             skip = max(0, first - 1 - start)
             if stop - start > skip:
                 found.setdefault(stop - start, []).append((start, stop, skip, place))

@@ -1,4 +1,4 @@
-"""Several models asked the same: passkeys, recall, copies, the loss by context; scores, plain values and a picture."""
+"""Probe several models alike: passkey, recall, copying, loss by context. Gives scores, plain values and a picture."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ from subquad.models import Decoder
 
 TaskName = Literal["passkey", "mqar", "copy", "position"]
 Progress = Callable[[str, int, int], object]
-"""Called as (which run at which length, sequences done, sequences in all)."""
+"""Called as (run and length as text, sequences done, total sequences)."""
 
 TITLES = {
     "passkey": "Passkey: keys found",
@@ -38,25 +38,25 @@ TITLES = {
     "position": "Loss of text by tokens of context",
 }
 LABELS = {
-    "passkey": "depth of the key (0: the start)",
-    "mqar": "tokens from the value to where it is asked for",
-    "copy": "place in the string (0: the start)",
+    "passkey": "depth of the key (0: start, 1: end)",
+    "mqar": "tokens from value to query",
+    "copy": "place in the string (0: start, 1: end)",
     "position": "tokens of context",
 }
 CELL = 0.62
-"""Inches of a cell of a heatmap."""
+"""Width of a heatmap cell, in inches."""
 COLUMNS = 3
-"""Heatmaps in a row."""
+"""Heatmaps per row."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class ProbeOptions:
-    """The options of `subquad probe`: the questions to the models."""
+    """The options of `subquad probe`."""
 
     task: TaskName | None
-    """None: what the runs were trained on."""
+    """None: the task that the runs were trained on."""
     lengths: tuple[int, ...]
-    """Empty: the length in training, twice and four times as many tokens."""
+    """Empty: one, two and four times the training length."""
     depths: tuple[float, ...]
     depths_given: bool
     samples: int
@@ -69,14 +69,14 @@ class ProbeOptions:
     device: str
 
     def changed(self, probe: ProbeConfig) -> ProbeConfig:
-        """Return the probe of a run with --digits and --pairs; strings to copy are as long as they can be.
+        """Return a run's probe with --digits and --pairs applied, and with strings to copy of the greatest length.
 
-        Raises `ValueError` for one that the probe has not.
+        Raises `ValueError` for an option of another probe.
         """
         for name, where in (("digits", "passkey"), ("pairs", "mqar")):
             value = getattr(self, name)
             if value is not None and probe.name != where:
-                raise ValueError(f"--{name} is for the probe {where}, and the run's is {probe.name}; leave it out")
+                raise ValueError(f"--{name} is for the probe {where}, but the run's is {probe.name}; leave it out")
             if value is not None:
                 probe = probe.replace(**{name: value})
         return probe.replace(shortest=None)
@@ -84,27 +84,27 @@ class ProbeOptions:
 
 @dataclass(frozen=True)
 class Subject:
-    """A model and its questions: a probe's of its own vocabulary, or in a text's tokens."""
+    """A model with what it is asked: a probe in its own vocabulary, or a text."""
 
     name: str
     decoder: Decoder
     trained: int
-    """Tokens of the sequences in training."""
+    """Training length in tokens."""
     probe: ProbeConfig | None = None
-    """What it was trained on, with the command's changes; None for a model of text."""
+    """The probe it was trained on, with the command's changes; None for a language model."""
     text: np.ndarray | None = None
-    """Tokens of a text, for a model of text."""
+    """Tokens of the text, for a language model."""
     tokenizer: Tokenizer | None = None
     digits: int = 0
-    """Digits of a key in a text."""
+    """Digits of a key hidden in text."""
 
     @property
     def chance(self) -> float:
-        """Accuracy without memory."""
+        """Return the accuracy of guessing."""
         return 10.0**-self.digits if self.probe is None else self.probe.chance
 
     def rows(self, length: int, rows: int, *, depth: float | None = None, seed: Sequence[int]) -> ProbeRows:
-        """Return sequences of `length` tokens, the same for every model of one probe, or of one tokenizer."""
+        """Return `rows` sequences of `length` tokens, the same for all models of one probe or one tokenizer."""
         if self.probe is not None:
             return probe_rows(self.probe, length, rows, depth=depth, seed=seed)
         assert self.tokenizer is not None
@@ -112,7 +112,7 @@ class Subject:
         return text_passkey(self.tokenizer, self.text, length, rows, digits=self.digits, depth=depth, seed=seed)
 
     def check(self, options: ProbeOptions, length: int) -> None:
-        """Raise `ValueError` where sequences of `length` tokens cannot be made, or the model cannot answer them."""
+        """Raise `ValueError` if sequences of `length` tokens can't be made or the model can't answer them."""
         if options.task == "position":
             assert self.text is not None
             check_windows(self.decoder, len(self.text), [length])
@@ -123,7 +123,7 @@ class Subject:
                 check_rows(self.decoder, self.rows(length, 1, depth=depth, seed=seed_of(options, length)))
 
     def describe(self) -> dict[str, Any]:
-        """Return the facts of the model, for JSON."""
+        """Return the run, the model's shape and its probe as plain values, for JSON."""
         model = self.decoder.config.to_dict()
         shown = ("attention", "options", "num_layers", "num_heads", "dim", "position")
         probe = None if self.probe is None else self.probe.to_dict()
@@ -137,7 +137,7 @@ class Subject:
 
 
 def seed_of(options: ProbeOptions, length: int, depth: int = 0) -> tuple[int, ...]:
-    """Return the seed of the sequences of one length and, by its number, one depth; training uses another stream."""
+    """Return the seed for one length and the number of a depth; training draws from another stream."""
     return (options.seed, MEASURE, length, depth)
 
 
@@ -160,7 +160,7 @@ class Report:
 
     @property
     def title(self) -> str:
-        """One line that says what was measured, and of how much."""
+        """Return a line with the task, its size, chance and the number of sequences."""
         first = self.entries[0]
         task, probe = str(self.options.task), first.subject.probe
         if task == "position":
@@ -177,12 +177,12 @@ class Report:
 
     @property
     def _trained(self) -> str:
-        """The length in training, where it is one for all models."""
+        """Return the training length as text, or an empty string if the models differ in it."""
         trained = {entry.subject.trained for entry in self.entries}
         return f"; trained on {trained.pop():,} tokens" if len(trained) == 1 else ""
 
     def to_dict(self) -> dict[str, Any]:
-        """Plain values, for JSON."""
+        """Return plain values, for JSON."""
         options = self.options
         runs: dict[str, dict[str, Any]] = {}
         for entry in self.entries:
@@ -201,14 +201,14 @@ class Report:
         }
 
     def ranges(self) -> dict[tuple[float, float], str]:
-        """Return the ranges of all scores, in order, and how they are written."""
+        """Return the ranges of all scores in order, each with its label."""
         found = sorted({(score.start, score.stop) for entry in self.entries for score in entry.scores})
         if self.options.task in ("mqar", "position"):
             return {(a, b): f"{a:,}" if a + 1 == b else f"{a:,} to {b - 1:,}" for a, b in found}
         return {(a, b): f"{a:.2f}" if a == b else f"{a:.2f} to {b:.2f}" for a, b in found}
 
     def draw(self) -> drawing.Figure:
-        """Return heatmaps of passkey and mqar, lines of copy and position."""
+        """Draw heatmaps for passkey and mqar, lines for copy and position."""
         task = str(self.options.task)
         if task in ("passkey", "mqar"):
             chance = self.entries[0].subject.chance
@@ -218,14 +218,14 @@ class Report:
             self.entries,
             title=self.title,
             x=LABELS[task],
-            y="nats a token" if loss else "accuracy",
+            y="loss (nats per token)" if loss else "accuracy (share of letters)",
             chance=None if loss else self.entries[0].subject.chance,
             doubling=loss,
         )
 
 
 def measure(subjects: Sequence[Subject], options: ProbeOptions, *, progress: Progress | None = None) -> Report:
-    """Ask each model at each length."""
+    """Measure each model at each length."""
     if options.task == "position":
         return Report(options, tuple(entry for subject in subjects for entry in _losses(subject, options, progress)))
     entries = [_answers(subject, options, length, progress) for subject in subjects for length in options.lengths]
@@ -255,7 +255,7 @@ def _answers(subject: Subject, options: ProbeOptions, length: int, progress: Pro
 
 
 def _joined(scores: Sequence[Score]) -> Score:
-    """Return the mean over depths with equally many keys each; errors of independent means add in squares."""
+    """Return the mean over depths, each with as many keys; squared errors of the independent means add up."""
     value = sum(score.value for score in scores) / len(scores)
     error = sum(score.error**2 for score in scores) ** 0.5 / len(scores)
     count = sum(score.asked for score in scores)
@@ -283,7 +283,7 @@ def _losses(subject: Subject, options: ProbeOptions, progress: Progress | None) 
 def draw_heatmaps(
     measured: Sequence[Entry], *, title: str, label: str, names: Mapping[tuple[float, float], str], chance: float
 ) -> drawing.Figure:
-    """Draw a panel for each model: a column is a length, a row a range in `names`; white: nothing was asked."""
+    """Draw a panel per model: columns are lengths, rows the ranges in `names`; white cells had no questions."""
     models = list(dict.fromkeys(entry.subject.name for entry in measured))
     lengths = sorted({entry.length for entry in measured})
     grid = drawing.in_rows(models, COLUMNS)
@@ -299,10 +299,10 @@ def draw_heatmaps(
         axis.set_yticks(range(len(names)), list(names.values()) if left else [""] * len(names), fontsize=8)
         axis.tick_params(length=0)
         if bottom:
-            axis.set_xlabel("tokens of the sequence", fontsize=9)
+            axis.set_xlabel("sequence length (tokens)", fontsize=9)
     figure.supylabel(label, fontsize=9)
     bar = figure.colorbar(images[0], ax=figure.axes, fraction=0.04, aspect=25, pad=0.02)
-    bar.set_label("accuracy (mark: chance)", fontsize=9)
+    bar.set_label("accuracy (orange: chance, white: not asked)", fontsize=9)
     bar.ax.axhline(chance, color="#d55e00", linewidth=2)
     return figure
 
@@ -310,7 +310,7 @@ def draw_heatmaps(
 def _heatmap(
     axis: drawing.Axes, measured: Sequence[Entry], lengths: Sequence[int], ranges: Sequence[tuple[float, float]]
 ) -> drawing.AxesImage:
-    """Draw one model's panel, with each cell's per cent."""
+    """Draw one model's panel, with each cell's accuracy in per cent."""
     from matplotlib.colors import Normalize
 
     values_RL = np.full((len(ranges), len(lengths)), np.nan)
@@ -319,14 +319,14 @@ def _heatmap(
             values_RL[ranges.index((score.start, score.stop)), lengths.index(entry.length)] = score.value
     colours = drawing.palette().with_extremes(bad=drawing.OUT_OF_REACH)
     for (row, column), value in np.ndenumerate(values_RL):
-        if not np.isnan(value):  # dark on bright and bright on dark
+        if not np.isnan(value):  # dark text on bright cells, bright text on dark ones
             colour = "black" if value > 0.5 else "white"
             axis.text(column, row, f"{100 * value:.0f}", ha="center", va="center", color=colour, fontsize=8)
     return axis.imshow(values_RL, cmap=colours, norm=Normalize(0, 1), aspect="auto", interpolation="nearest")
 
 
 def _title(figure: drawing.Figure, title: str) -> None:
-    """Write the title in as many lines as the width asks for."""
+    """Write the title, wrapped to the width of the figure."""
     letters = int(14 * figure.get_size_inches()[0])
     figure.suptitle(textwrap.fill(title, letters), fontsize=10)
 
@@ -334,9 +334,9 @@ def _title(figure: drawing.Figure, title: str) -> None:
 def draw_lines(
     measured: Sequence[Entry], *, title: str, x: str, y: str, chance: float | None, doubling: bool
 ) -> drawing.Figure:
-    """Draw the value against the middle of each range, with two standard errors; `doubling`: on a logarithmic axis.
+    """Draw the value against the middle of each range, with two standard errors; `doubling` makes x logarithmic.
 
-    One model has a line for each length; several have a panel for each length, and a line for each model.
+    One model has a line per length; several models have a panel per length with a line per model.
     """
     models = list(dict.fromkeys(entry.subject.name for entry in measured))
     lengths = sorted({entry.length for entry in measured})
@@ -351,7 +351,7 @@ def draw_lines(
             number = models.index(entry.subject.name) if several else lengths.index(entry.length)
             _line(axis, entry, entry.subject.name if several else f"{entry.length:,} tokens", number, doubling=doubling)
         if chance is not None:
-            axis.axhline(chance, color="#7f7f7f", linestyle=":", linewidth=1.2, label="chance")
+            axis.axhline(chance, color="#7f7f7f", linestyle="-.", linewidth=1.2, label="chance")
             axis.set_ylim(-0.03, 1.03)
             axis.set_xlim(0, 1)
         if several:
@@ -362,13 +362,21 @@ def draw_lines(
     if doubling:
         axes[-1].set_xscale("log", base=2)
         axes[-1].xaxis.set_major_formatter(lambda value, _: f"{value:,.0f}")
-    axes[0].legend(loc="upper left", bbox_to_anchor=(1.01, 1.0), frameon=False, fontsize=8, handlelength=4)
+    axes[0].legend(
+        title="" if several else "sequence length",
+        title_fontsize=8,
+        loc="upper left",
+        bbox_to_anchor=(1.01, 1.0),
+        frameon=False,
+        fontsize=8,
+        handlelength=4,
+    )
     axes[-1].set_xlabel(f"{x}; bars: two standard errors", fontsize=9)
     return figure
 
 
 def _line(axis: drawing.Axes, entry: Entry, label: str, number: int, *, doubling: bool) -> None:
-    """Draw one line; a range from a to before b of whole numbers stands at sqrt(a (b - 1)); of shares at their mean."""
+    """Draw one line, with a range a to b - 1 of whole numbers at sqrt(a (b - 1)) and a range of shares at its mean."""
     style = drawing.Style.number(number)
     x = [
         (score.start * (score.stop - 1)) ** 0.5 if doubling else (score.start + score.stop) / 2

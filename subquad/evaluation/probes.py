@@ -1,7 +1,7 @@
-"""Memory of a model: accuracy by length, depth and distance, and the loss by tokens of context.
+"""Recall of a model: accuracy by length, depth and distance, and loss by tokens of context.
 
 Shape letters: B batch (rows), T tokens, M tokens that predict (all, or the latents of a perceiver_ar), D model width,
-N places that are asked.
+N asked positions.
 """
 
 from __future__ import annotations
@@ -20,14 +20,14 @@ from subquad.evaluation.text import Window, evaluating, losses
 from subquad.models import Decoder
 
 Progress = Callable[[int, int], None]
-"""Called as (sequences done, sequences in all)."""
+"""Called as (sequences done, total sequences)."""
 
 
 @dataclass(frozen=True)
 class Score:
-    """A mean over what was asked of sequences of `length` tokens, from `start` to before `stop` (equal: at `start`).
+    """A mean over answers in the range `start` to `stop`, excluding `stop` unless they are equal.
 
-    The function that made it says what `start` and `stop` count: depth, distance, share of the string, context.
+    The range is of depth, distance, share of the string or context: see the function that returns the score.
     """
 
     length: int
@@ -35,11 +35,11 @@ class Score:
     stop: float
     sequences: int
     asked: int
-    """Answers (whole keys for passkey, tokens otherwise)."""
+    """Number of answers: whole keys for passkey, tokens otherwise."""
     value: float
-    """Accuracy, or the loss in nats."""
+    """Accuracy, or loss in nats."""
     error: float
-    """Standard error of `value`, over sequences: answers of one sequence are not taken for independent."""
+    """Standard error of `value` over sequences, since answers within a sequence are not independent."""
 
     def to_dict(self) -> dict[str, Any]:
         """Return plain values, for JSON."""
@@ -47,9 +47,9 @@ class Score:
 
 
 def mean_and_error(sum_B: np.ndarray, count_B: np.ndarray, /) -> tuple[float, float]:
-    """Return `m = sum / count` and `sqrt(sum_b (sum_b - m count_b)^2) / count`, its standard error over the rows b.
+    """Return `m = sum / count` and its standard error over rows b, `sqrt(sum_b (sum_b - m count_b)^2) / count`.
 
-    With one answer a row and accuracy p of n it is `sqrt(p (1 - p) / n)`.
+    With one answer in each of n rows and accuracy p, the error is `sqrt(p (1 - p) / n)`.
     """
     count = count_B.sum()
     mean = sum_B.sum() / count
@@ -60,11 +60,11 @@ def mean_and_error(sum_B: np.ndarray, count_B: np.ndarray, /) -> tuple[float, fl
 def right_answers(
     model: Decoder, rows: ProbeRows, /, *, batch_size: int = 8, progress: Progress | None = None
 ) -> np.ndarray:
-    """Return bool `[B, T]`: the places where a token is asked for and is the likeliest one after those before it.
+    """Return bool `[B, T]`, True where a token is asked for and the model's likeliest next token is the right one.
 
-    One whole pass a batch, in which an answer of several tokens is read as it should be: all of it is right where
-    greedy decoding would give all of it, since both go wrong at the same token first. Runs where the model is, without
-    dropout, and restores the mode. Raises `ValueError` as `check_rows`, and for a batch size below 1.
+    Takes one forward pass per batch, with the true answer as input. An answer of several tokens is fully right exactly
+    when greedy decoding would produce it, since both first go wrong at the same token. Runs on the model's device in
+    eval mode and restores the mode. Raises `ValueError` as `check_rows` does, and for a batch size below 1.
     """
     check_at_least(1, batch_size=batch_size)
     check_rows(model, rows)
@@ -86,20 +86,20 @@ def right_answers(
 
 
 def check_rows(model: Decoder, rows: ProbeRows, /) -> None:
-    """Raise `ValueError` for tokens outside of the vocabulary and for an answer that the model does not give.
+    """Raise `ValueError` for tokens outside the vocabulary and for answers at positions that the model can't predict.
 
-    A `PerceiverAR` predicts with its latents alone: what is asked must be within the last so many tokens.
+    A `PerceiverAR` predicts only as many of the last tokens as it has latents.
     """
     if rows.tokens.min() < 0 or max(rows.tokens.max(), rows.labels.max()) >= model.config.vocab_size:
         raise ValueError(
-            f"the probe's tokens reach from {rows.tokens.min()} to {rows.tokens.max()}, and the model's vocabulary has "
+            f"the probe's tokens range from {rows.tokens.min()} to {rows.tokens.max()}, but the model's vocabulary has "
             f"{model.config.vocab_size}; was it trained on another probe?"
         )
     check_reach(model, rows.tokens.shape[1], int(rows.asked.any(0).argmax()))
 
 
 def check_reach(model: Decoder, length: int, first: int, /) -> None:
-    """Raise `ValueError` where the model cannot read `length` tokens, or predicts none as early as place `first`."""
+    """Raise `ValueError` if the model can't read `length` tokens or can't predict position `first`."""
     config = model.config
     if model.most_tokens is not None and length > model.most_tokens:
         raise ValueError(
@@ -107,21 +107,21 @@ def check_reach(model: Decoder, length: int, first: int, /) -> None:
         )
     if model.predicts_last is not None and length - first + 1 > model.predicts_last:
         raise ValueError(
-            f"{config.attention} predicts with its last {model.predicts_last} tokens alone, and place {first} of "
-            f"{length} is asked for: {length - first + 1} latents are needed"
+            f"{config.attention} predicts only the last {model.predicts_last} of {length} tokens, but position {first} "
+            f"is asked for, which takes {length - first + 1} latents"
         )
 
 
 def by_depth(rows: ProbeRows, right_BT: np.ndarray, depth: float, /) -> Score:
-    """Return the share of rows whose answers are all right, in rows made for one depth."""
+    """Return the share of rows, all made for one depth, whose answers are all right."""
     row_B = (right_BT == rows.asked).all(1)
     return _score(rows, depth, depth, row_B.astype(float), np.ones(len(row_B)))
 
 
 def by_distance(rows: ProbeRows, right_BT: np.ndarray, /) -> list[Score]:
-    """Return the share of right answers by tokens from the source to the answer, in ranges that double: 1, 2 to 3, ..
+    """Return the share of right answers by tokens from source to answer, in ranges 1, 2 to 3, 4 to 7, ...
 
-    Ranges in which nothing is asked are left out.
+    Ranges without an answer are left out.
     """
     length = rows.tokens.shape[1]
     distance_BT = np.where(rows.asked, np.arange(length) - rows.source, 0)
@@ -130,7 +130,7 @@ def by_distance(rows: ProbeRows, right_BT: np.ndarray, /) -> list[Score]:
 
 
 def by_place(rows: ProbeRows, right_BT: np.ndarray, parts: int, /) -> list[Score]:
-    """Return the share of right answers in `parts` equal parts of what a row asks, in order; ranges of 0 to 1."""
+    """Return the share of right answers in `parts` equal parts of each row's answers, as ranges of 0 to 1."""
     check_at_least(1, parts=parts)
     order_BT = rows.asked.cumsum(1) - 1
     share_BT = np.where(rows.asked, order_BT / rows.asked.sum(1, keepdims=True), -1.0)
@@ -138,7 +138,7 @@ def by_place(rows: ProbeRows, right_BT: np.ndarray, parts: int, /) -> list[Score
 
 
 def overall(rows: ProbeRows, right_BT: np.ndarray, /) -> Score:
-    """Return the share of right answers of all that is asked."""
+    """Return the share of right answers over all positions."""
     return _score(rows, 0, 1, right_BT.sum(1).astype(float), rows.asked.sum(1).astype(float))
 
 
@@ -159,9 +159,9 @@ class ContextLoss:
     """The result of `context_loss` at one length."""
 
     same: Score
-    """The loss of the tokens that are the same at all lengths: from `start` tokens of context to all of `length`."""
+    """Loss of the tokens scored at every length, with `start` to `length` tokens of context."""
     by_context: tuple[Score, ...]
-    """The loss by tokens of context: 1, 2, 3 to 4, 5 to 8, .."""
+    """Loss by tokens of context: 1, 2, 3 to 4, 5 to 8, ..."""
 
 
 def context_loss(
@@ -174,12 +174,12 @@ def context_loss(
     batch_size: int = 8,
     progress: Progress | None = None,
 ) -> list[ContextLoss]:
-    """Measure nats a token of a text by tokens of context, in windows of each of `lengths` that end at the same tokens.
+    """Measure nats per token by tokens of context, in windows of each of `lengths` that end at the same tokens.
 
-    The windows of the greatest length do not overlap: there are `windows` of them, or as many as the text holds. The
-    last half of the shortest window is the same text at every length: whether a longer context helps can be read off
-    there, token by token. A `PerceiverAR` predicts with its latents alone, and only they count. Raises `ValueError` for
-    lengths below 2, for a text that does not fill one window, and for what the model cannot read.
+    There are `windows` windows of the greatest length, or as many as fit into the text without overlap. The last half
+    of the shortest window is the same text at every length, which shows whether longer context helps. Only the latents
+    of a `PerceiverAR` predict, so only they count. Raises `ValueError` for lengths below 2, for a text that is shorter
+    than one window, and for lengths that the model can't read.
     """
     if windows < 1 or batch_size < 1:
         raise ValueError(f"windows and batch_size must be at least 1, got {windows} and {batch_size}")
@@ -207,20 +207,20 @@ def context_loss(
 
 
 def check_windows(model: Decoder, tokens: int, lengths: Sequence[int], /) -> None:
-    """Raise `ValueError` where `context_loss` cannot measure windows of these lengths in a text of so many tokens."""
+    """Raise `ValueError` if `context_loss` can't measure windows of `lengths` in a text of `tokens` tokens."""
     if not lengths or min(lengths) < 2:
         raise ValueError(f"lengths must be at least 2, so that half of a window can be scored, got {list(lengths)}")
     longest = max(lengths)
     check_reach(model, longest, longest)
     if tokens <= longest:
         raise ValueError(
-            f"the text has {tokens} tokens, too few for a window of {longest} and the token after it; give more text "
+            f"the text has {tokens} tokens, too few for a window of {longest} and its next token; give more text "
             "or shorter lengths"
         )
 
 
 def _nats(loss_BM: np.ndarray, length: int, start: int, stop: int) -> Score:
-    """Return the loss with `start` to `stop - 1` tokens of context, of windows whose last M tokens predict."""
+    """Return the loss with `start` to `stop - 1` tokens of context in windows of which the last M tokens predict."""
     silent = length - loss_BM.shape[1]
     part_BN = loss_BM[:, start - 1 - silent : stop - 1 - silent]
     value, error = mean_and_error(part_BN.sum(1), np.full(len(part_BN), part_BN.shape[1], dtype=float))

@@ -1,4 +1,4 @@
-"""Provenance of a measured figure: day, machine, versions, commit."""
+"""Provenance of a measurement: date, machine, versions, commit."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ WRITTEN = ("README.md", "result.json", "plot.png")
 
 
 def machine(device: torch.device | str) -> dict[str, Any]:
-    """Return the processor or GPU, cores, memory and threads."""
+    """Return the CPU and, for a CUDA `device`, the GPU; cores, threads, bytes of memory."""
     found: dict[str, Any] = {
         "cpu": _cpu(),
         "cores": os.cpu_count(),
@@ -32,7 +32,7 @@ def machine(device: torch.device | str) -> dict[str, Any]:
 
 
 def versions(distributions: tuple[str, ...] = ()) -> dict[str, str]:
-    """Return versions of Python, subquad, torch, Triton and the distributions that are installed."""
+    """Return the versions of Python, subquad, torch, CUDA, and of numpy, triton and `distributions` if installed."""
     found = {"python": platform.python_version(), "subquad": __version__, "torch": torch.__version__}
     if torch.version.cuda:
         found["cuda"] = torch.version.cuda
@@ -44,7 +44,7 @@ def versions(distributions: tuple[str, ...] = ()) -> dict[str, str]:
 
 
 def version_of(distribution: str) -> str | None:
-    """Return the installed version; None where there is none."""
+    """Return the installed version, or None."""
     try:
         return version(distribution)
     except PackageNotFoundError:
@@ -52,9 +52,9 @@ def version_of(distribution: str) -> str | None:
 
 
 def commit() -> str:
-    """Return the commit of this checkout, marked where files differ from it; else SUBQUAD_COMMIT, else `unknown`.
+    """Return this checkout's commit (plus "with changes" if files differ), else SUBQUAD_COMMIT, else `unknown`.
 
-    What experiments write into their own folders as they run is no difference.
+    Results that experiments write into their own folders don't count as changes.
     """
 
     def git(*arguments: str) -> str:
@@ -74,7 +74,7 @@ def commit() -> str:
 
 
 def provenance(device: torch.device | str, distributions: tuple[str, ...] = ()) -> dict[str, Any]:
-    """Return machine, versions and commit, and the day."""
+    """Return the date, `machine(device)`, `versions(distributions)` and the commit."""
     return {
         "date": date.today().isoformat(),
         "machine": machine(device),

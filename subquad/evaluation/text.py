@@ -1,7 +1,7 @@
-"""Loss of a text: nats a token, perplexity, bits per byte, also by position in the context.
+"""Loss of a text: nats per token, perplexity, bits per byte, overall and by tokens of context.
 
-A text is cut into windows; with `documents` windows of several documents are packed into rows, each document read from
-its start. Shape letters: B batch, T tokens.
+A text is cut into windows. With `documents`, each document is read by itself, and windows of several documents are
+packed into rows. Shape letters: B batch, T tokens.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ Tokens: TypeAlias = Sequence[int] | np.ndarray | Tensor | TokenSet
 
 
 class Window(NamedTuple):
-    """The model reads tokens `start` to `stop - 1`; the predictions of `scored` to `stop` count."""
+    """The model reads tokens `start` to `stop - 1`; its predictions of tokens `scored` to `stop` count."""
 
     start: int
     stop: int
@@ -35,14 +35,14 @@ class Window(NamedTuple):
 
 
 def plan(tokens: int, length: int, stride: int, latents: int | None = None) -> list[Window]:
-    """Return the windows that predict each of `tokens` tokens but the first exactly once.
+    """Return windows that predict each of `tokens` tokens except the first exactly once.
 
-    Each reads at most `length` tokens and begins `stride` after the one before. The first counts all of its
-    predictions, the others the last `stride`, each made with at least `length - stride + 1` tokens of context. With
-    `stride == length` windows do not overlap.
+    Each window reads at most `length` tokens and begins `stride` after the previous one. The first counts all of its
+    predictions, the others their last `stride`, each with at least `length - stride + 1` tokens of context. With
+    `stride == length` windows don't overlap.
 
-    Where only the last `latents` tokens of a window predict, windows of growing length come first, all from the first
-    token on: as many tokens as predict, then `stride` more each, until they have `length`.
+    If only the last `latents` tokens of a window predict, the first windows all begin at token 0: they read `latents`
+    tokens, then `stride` more each, until they reach `length`.
     """
     windows = []
     scored, stop = 1, 0
@@ -55,7 +55,7 @@ def plan(tokens: int, length: int, stride: int, latents: int | None = None) -> l
 
 
 def batches(windows: Sequence[Window], batch_size: int) -> Iterator[list[Window]]:
-    """Yield batches of windows of equal size: only the last window can be shorter, so nothing is padded."""
+    """Yield batches of consecutive windows of equal size, so nothing is padded."""
     for _, equal in groupby(windows, key=lambda window: window.stop - window.start):
         group = list(equal)
         for i in range(0, len(group), batch_size):
@@ -64,7 +64,7 @@ def batches(windows: Sequence[Window], batch_size: int) -> Iterator[list[Window]
 
 @torch.no_grad()
 def losses(model: Decoder, tokens: Tokens, batch: list[Window]) -> np.ndarray:
-    """Return nats `[B, T]` of each next token (or of the last ones, where only they are predicted), float64."""
+    """Return nats `[B, T]` of each next token as float64; of the last tokens alone if only they are predicted."""
     rows_BT = np.stack([np.asarray(tokens[window.start : window.stop + 1], dtype=np.int64) for window in batch])
     check_vocabulary(model, rows_BT)
     tokens_BT = torch.from_numpy(rows_BT).to(next(model.parameters()).device)
@@ -74,17 +74,17 @@ def losses(model: Decoder, tokens: Tokens, batch: list[Window]) -> np.ndarray:
 
 
 def check_vocabulary(model: Decoder, tokens: np.ndarray) -> None:
-    """Raise `ValueError` for a token that the model does not have."""
+    """Raise `ValueError` for a token outside the model's vocabulary."""
     if tokens.min() < 0 or tokens.max() >= model.config.vocab_size:
         raise ValueError(
             f"tokens must be between 0 and {model.config.vocab_size - 1}, the model's vocabulary, "
-            f"got {tokens.min()} to {tokens.max()}; are they another tokenizer's?"
+            f"got {tokens.min()} to {tokens.max()}; were they made by another tokenizer?"
         )
 
 
 @contextmanager
 def evaluating(model: nn.Module) -> Iterator[None]:
-    """Put the model in eval mode within the block."""
+    """Put the model in eval mode within the block, and restore its mode afterwards."""
     training = model.training
     model.eval()
     try:
@@ -94,23 +94,23 @@ def evaluating(model: nn.Module) -> Iterator[None]:
 
 
 OPEN_ROWS = 16
-"""Rows that are not full and that a window may still go to."""
+"""Partly filled rows kept open for further windows."""
 
 
 def check_documents(model: Decoder, documents: np.ndarray, tokens: int, skip: int) -> None:
-    """Raise `ValueError` for offsets that are not those of documents, and for what they do not go with."""
+    """Raise `ValueError` for invalid document offsets, a model that can't read packed documents, or a `skip`."""
     model.check_packed()
     if skip:
-        raise ValueError(f"skip counts tokens of one text and does not go with documents, got {skip}")
+        raise ValueError(f"skip counts tokens of one text and can't be combined with documents, got {skip}")
     ends = np.asarray(documents)
     if len(ends) < 2 or ends[0] != 0 or ends[-1] != tokens or (np.diff(ends) < 0).any():
         raise ValueError(
-            f"documents must be offsets that rise from 0 to the number of tokens, {tokens}, got {ends.tolist()[:8]}"
+            f"documents must be rising offsets from 0 to the number of tokens, {tokens}, got {ends.tolist()[:8]}"
         )
 
 
 def rows_of(windows: Sequence[Window], length: int) -> Iterator[list[Window]]:
-    """Yield windows packed into rows of at most `length` tokens, first fit."""
+    """Pack windows into rows of at most `length` tokens, first fit, and yield each row once it is closed."""
     rows: list[list[Window]] = []
     room: list[int] = []
     for window in windows:
@@ -131,7 +131,7 @@ def rows_of(windows: Sequence[Window], length: int) -> Iterator[list[Window]]:
 
 @torch.no_grad()
 def _losses(model: Decoder, tokens: Tokens, rows: Sequence[Sequence[Window]], length: int) -> list[np.ndarray]:
-    """Return nats of each next token of the windows, row after row, float64."""
+    """Return float64 nats of each next token, one array per window, row by row."""
     shape = (len(rows), length)
     tokens_BT, labels_BT = np.zeros(shape, dtype=np.int64), np.full(shape, IGNORED, dtype=np.int64)
     doc_ids_BT = np.full(shape, PADDING, dtype=np.int64)
@@ -156,13 +156,13 @@ def _losses(model: Decoder, tokens: Tokens, rows: Sequence[Sequence[Window]], le
 
 @dataclass(frozen=True)
 class PositionLoss:
-    """Predictions made with `start` to `stop - 1` tokens of context, the current one included."""
+    """Loss of predictions with `start` to `stop - 1` tokens of context, including the current token."""
 
     start: int
     stop: int
     tokens: int
     loss: float
-    """Mean nats a token."""
+    """Mean nats per token."""
 
 
 @dataclass(frozen=True)
@@ -172,15 +172,15 @@ class Evaluation:
     tokens: int
     """Tokens predicted."""
     loss: float
-    """Mean nats a predicted token."""
+    """Mean nats per predicted token."""
     perplexity: float
     """exp(loss)."""
     word_perplexity: float | None
-    """exp(total nats / whitespace words); None where the words are not known."""
+    """exp(total nats / whitespace words); None if the number of words is unknown."""
     bits_per_byte: float | None
-    """Total bits / bytes of the text; None where the bytes are not known."""
+    """Total bits / bytes of the text; None if the number of bytes is unknown."""
     by_position: tuple[PositionLoss, ...]
-    """The loss by tokens of context, in ranges that double."""
+    """Loss by tokens of context, in ranges of doubling size."""
     length: int
     stride: int
     vocab_size: int
@@ -211,26 +211,25 @@ def evaluate(
     decode: Callable[[list[int]], str] | None = None,
     progress: Callable[[int, int], None] | None = None,
 ) -> Evaluation:
-    """Score every token but the first exactly once, in windows of `length` tokens.
+    """Score every token except the first exactly once, in windows of `length` tokens.
 
-    `stride` (default `length`: windows that do not overlap, which is fastest) lets windows overlap, so that each
-    prediction but those of the first window has at least `length - stride + 1` tokens of context. `windows` stops after
-    that many. With `skip` the windows that predict the first so many tokens do not count, those with less context than
-    the others; no code length of the text is known then. A `PerceiverAR` predicts a window's last `latents` tokens
-    alone: its windows overlap, with a `stride` of at most (and by default) so many, and shorter ones come first (see
-    `plan`).
+    `stride` is the distance between windows. The default, `length`, is fastest; a smaller one lets windows overlap, so
+    that every prediction after the first window has at least `length - stride + 1` tokens of context. A `PerceiverAR`
+    predicts only the last `latents` tokens of a window, so its stride is at most, and by default, `latents`; see
+    `plan`. `windows` limits the number of windows. `skip` leaves out windows that predict any of the first `skip`
+    tokens, which have less context; `bits_per_byte` and `word_perplexity` are None then.
 
-    With `documents`, the offsets in `tokens` at which documents begin and then their number, as `TokenShard` has them,
-    each is read from its start, as if it were alone, and every token but its first is predicted once.
+    `documents` holds the offset of each document in `tokens`, then the number of tokens, as in `TokenShard`. Each
+    document is read by itself, and every token except its first is predicted once.
 
-    `bits_per_byte` and `word_perplexity` are a code length of the whole text: the first token, which nothing predicts
-    (with `documents` that of each), is charged log2(vocabulary) bits there (and only there). They divide by
-    `text_bytes` and `words`, what all `tokens` stand for. Where `windows` cuts the text, both are counted in `decode`
-    of the tokens that are left (to within one character at the cut), and are None without `decode`.
+    `bits_per_byte` and `word_perplexity` describe a code for the whole text: a first token, which nothing predicts, is
+    charged log2(vocabulary) bits. They divide by `text_bytes` and `words`, the size of the text behind all `tokens`. If
+    `windows` cuts the text, both are counted in `decode` of the remaining tokens (to within a character at the cut),
+    and are None without `decode`.
 
-    Runs in eval mode without gradients and restores the mode; sums in float64. `progress(done, windows)` is called
-    after each batch. Raises `ValueError` for fewer than two tokens, for a token outside of the vocabulary and for a
-    number out of range.
+    Runs in eval mode without gradients and restores the mode; sums are float64. `progress(done, windows)` is called
+    after each batch. Raises `ValueError` for fewer than two tokens, a token outside the vocabulary or a number out of
+    range.
     """
     latents = model.predicts_last
     if stride is None:
@@ -247,7 +246,7 @@ def evaluate(
         planned = plan(len(tokens), length, stride, latents)
     chosen = [window for window in planned if window.scored > skip][:windows]
     if skip < 0 or not chosen:
-        raise ValueError(f"skip must be at least 0 and leave tokens to predict of {len(tokens)}, got {skip}")
+        raise ValueError(f"skip must be at least 0 and leave some of the {len(tokens)} tokens to predict, got {skip}")
     if skip:
         text_bytes = words = decode = None
     used = len(tokens)
@@ -286,18 +285,18 @@ def _check(tokens: int, length: int, stride: int, windows: int | None, batch_siz
         raise ValueError(f"evaluation needs at least 2 tokens (the first is context only), got {tokens}")
     check_at_least(1, length=length, windows=windows, batch_size=batch_size)
     if not 1 <= stride <= length:
-        raise ValueError(f"stride must be between 1 and length ({length}), so that no token is left out, got {stride}")
+        raise ValueError(f"stride must be between 1 and length ({length}), so that every token is scored, got {stride}")
     if latents is not None and stride > latents:
         raise ValueError(
-            f"stride must be at most the model's latents ({latents}), since only they predict, got {stride}: "
-            "tokens between them would be left out"
+            f"stride must be at most the model's latents ({latents}): it predicts only a window's last {latents} "
+            f"tokens, and every token is scored; got {stride}"
         )
 
 
 def _scores(
     model: Decoder, tokens: Tokens, chosen: Sequence[Window], batch_size: int, length: int, packed: bool
 ) -> Iterator[list[tuple[Window, np.ndarray]]]:
-    """Yield batches of `batch_size` windows, or packed rows of them, with the nats of what each window predicts."""
+    """Yield batches of `batch_size` windows, or of packed rows, each window with the nats of its predictions."""
     if not packed:
         for batch in batches(chosen, batch_size):
             yield list(zip(batch, losses(model, tokens, batch), strict=True))
@@ -313,7 +312,7 @@ def _summed(
     windows: int,
     progress: Callable[[int, int], None] | None,
 ) -> tuple[np.ndarray, np.ndarray]:
-    """Return nats `[length]` of the predictions that count, and how many they are, by place in the window."""
+    """Return the sum of nats `[length]` and the number `[length]` of scored predictions, by place in the window."""
     nats_T = np.zeros(length)
     count_T = np.zeros(length, dtype=np.int64)
     done = 0
@@ -329,7 +328,7 @@ def _summed(
 
 
 def _ranges(nats_T: np.ndarray, count_T: np.ndarray) -> Iterator[PositionLoss]:
-    """Yield contexts of 1, 2 to 3, 4 to 7, ... tokens; ranges without a prediction are left out."""
+    """Yield the loss with 1, 2 to 3, 4 to 7, ... tokens of context, skipping ranges without predictions."""
     length = len(nats_T)
     start = 1
     while start <= length:

@@ -1,194 +1,174 @@
-"""`subquad audit`: its table, its JSON, its exit status, and inputs tried again."""
+"""`subquad audit`: its table, its JSON, its exit status, and failing inputs tried again."""
 
 import json
 
 import pytest
-import torch
-from tokenizers import Tokenizer, models, pre_tokenizers
 from transformers import BertConfig, BertModel, T5Config, T5ForConditionalGeneration
 
 from subquad.cli.audit import run
 from subquad.evaluation.audit.report import CHECKS
-from subquad.hf import SubquadConfig, SubquadForCausalLM, SubquadForSequenceClassification
+from subquad.hf import SubquadForCausalLM, SubquadForSequenceClassification
 from subquad.hf.encoders import SubquadClassifierConfig
+from subquad.layers import positions
+from tests.cli.folders import VOCABULARY, save_model
 
-VOCABULARY = 23
-SHAPE = {"vocab_size": VOCABULARY, "dim": 16, "num_layers": 1, "num_heads": 2}
 QUICK = ["--tokens", "8", "--contexts", "[]", "--long", "0"]
+RIGHT = positions.Embedding.forward
 
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory):
-    folder = tmp_path_factory.mktemp("audit") / "llp"
-    torch.manual_seed(0)
-    SubquadForCausalLM(SubquadConfig(**SHAPE, attention="llp", options={"llp": {"segment": 4}})).save_pretrained(folder)
-    tokenizer = Tokenizer(models.WordLevel({f"w{i}": i for i in range(VOCABULARY)}, unk_token="w0"))
-    tokenizer.pre_tokenizer = pre_tokenizers.Whitespace()
-    tokenizer.save(str(folder / "tokenizer.json"))
-    return folder
+    return save_model(tmp_path_factory.mktemp("audit") / "llp", options={"llp": {"segment": 4}})
 
 
 def broken(monkeypatch):
-    """From here on our decoders depend on the length of the sequence."""
-    from subquad.layers import positions
-
-    right = positions.Embedding.forward
-    monkeypatch.setattr(
-        positions.Embedding, "forward", lambda self, tokens, *args: right(self, tokens, *args) * (1 + tokens.shape[1])
-    )
+    """From here on decoders depend on the length of the sequence."""
+    wrong = lambda self, tokens, *more: RIGHT(self, tokens, *more) * (1 + tokens.shape[1])  # noqa: E731
+    monkeypatch.setattr(positions.Embedding, "forward", wrong)
 
 
-def test_a_folder_is_audited(folder, tmp_path, capsys):
+@pytest.fixture
+def violated(folder, tmp_path_factory):
+    """The report of a violation, which the model no longer has."""
+    file = tmp_path_factory.mktemp("report") / "report.json"
+    with pytest.MonkeyPatch.context() as changed:
+        broken(changed)
+        assert run([str(folder), *QUICK, "--json", str(file)]) == 1
+    return file
+
+
+def failing(file):
+    """The report in a file, and the failing input of its violation."""
+    values = json.loads(file.read_text())
+    checks = [check for report in values["reports"].values() for check in report["checks"] if check["failing"]]
+    return values, checks[0]["failing"]
+
+
+def test_a_folder_is_audited(folder, tmp_path, printed):
     file = tmp_path / "report.json"
-    assert run([str(folder), *QUICK, "--json", str(file)]) == 0
-    out = capsys.readouterr().out
+    out = printed("audit", folder, *QUICK, "--json", file)
     assert all(name in out for name in CHECKS)
     assert "SubquadForCausalLM" in out
     assert out.rstrip().endswith("passed: no violation")
     (report,) = json.loads(file.read_text())["reports"].values()
     assert report["passed"]
     assert report["settings"]["tokens"] == 8
-    assert run([str(folder), "--replay", str(file)]) == 0
-    assert capsys.readouterr().out == "the file holds no failing input\n"
+    assert printed("audit", folder, "--replay", file) == "the file has no failing inputs\n"
 
 
-def test_a_violation_ends_with_status_1_and_can_be_tried_again(folder, tmp_path, capsys, monkeypatch):
-    file = tmp_path / "report.json"
-    with monkeypatch.context() as changed:
-        broken(changed)
-        assert run([str(folder), *QUICK, "--json", str(file)]) == 1
-        assert "failed: truncation\n" in capsys.readouterr().out
-        assert run([str(folder), "--replay", str(file)]) == 1
-        assert f"{folder}: truncation: still fails: " in capsys.readouterr().out
-    assert run([str(folder), "--replay", str(file)]) == 0
+def test_a_violation_ends_with_status_1_and_can_be_tried_again(folder, violated, capsys, monkeypatch):
+    assert run([str(folder), "--replay", str(violated)]) == 0
     assert f"{folder}: truncation: no longer fails: " in capsys.readouterr().out
+    broken(monkeypatch)
+    assert run([str(folder), "--replay", str(violated)]) == 1
+    assert f"{folder}: truncation: still fails: " in capsys.readouterr().out
 
 
-def test_mechanisms_are_audited_without_a_folder(tmp_path, capsys):
-    file = tmp_path / "report.json"
-    arguments = ["--attention", "llp,linear", "--options.llp.segment", "4", *QUICK, "--json", str(file)]
-    assert run(arguments) == 0
-    assert capsys.readouterr().out.endswith("2 of 2 passed\n")
-    assert list(json.loads(file.read_text())["reports"]) == ["llp", "linear"]
-
-
-def test_a_text_is_read(folder, tmp_path, capsys, monkeypatch):
-    text = tmp_path / "text.txt"
+def test_a_text_is_read(folder, tmp_path, monkeypatch):
+    text, file = tmp_path / "text.txt", tmp_path / "report.json"
     text.write_text("w3 w4 w5 w6 w3 w3")
-    file = tmp_path / "report.json"
     broken(monkeypatch)
     assert run([str(folder), *QUICK, "--text", str(text), "--json", str(file)]) == 1
-    (report,) = json.loads(file.read_text())["reports"].values()
-    (check,) = [check for check in report["checks"] if check["failing"]]
-    assert {token for row in check["failing"]["tokens"] for token in row} <= {3, 4, 5, 6}
+    assert {token for row in failing(file)[1]["tokens"] for token in row} <= {3, 4, 5, 6}
 
 
 def test_on_a_terminal_it_is_a_table(folder, capsys, monkeypatch):
     monkeypatch.setattr("sys.stdout.isatty", lambda: True)
     monkeypatch.setattr("sys.stderr.isatty", lambda: True)
     monkeypatch.setenv("COLUMNS", "150")
-    assert run([str(folder), *QUICK]) == 0
+    assert run([str(folder), *QUICK, "--tokens", "4"]) == 0
     shown = capsys.readouterr()
     assert "what was seen" in shown.out
     assert "cache, several tokens" in shown.out
     assert "causality" in shown.err  # the check at work
 
 
-def refused(capsys, arguments):
-    with pytest.raises(SystemExit) as ended:
-        run([str(argument) for argument in arguments])
-    assert ended.value.code == 2
-    return capsys.readouterr().err
-
-
-def test_wrong_arguments_end_with_status_2(folder, tmp_path, capsys):
-    assert "give the folder of a model, or --attention" in refused(capsys, [])
-    assert "give the folder of a model, or --attention" in refused(capsys, [folder, "--attention", "llp"])
-    assert "--options are for the models of --attention" in refused(capsys, [folder, "--options.llp.segment", "4"])
-    assert "--text needs the tokenizer" in refused(capsys, ["--attention", "llp", "--text", "x"])
-    assert "--replay tries the inputs of a file again" in refused(capsys, [folder, "--replay", "x", "--json", "y"])
-    assert "--replay is for one model" in refused(capsys, ["--attention", "llp,full", "--replay", "x"])
-    assert "unknown attention 'lpp'" in refused(capsys, ["--attention", "lpp"])
-    assert "did you mean 'llp'" in refused(capsys, ["--attention", "lpp"])
-    assert "without a causal form" in refused(capsys, ["--attention", "linformer"])
-    assert "tokens must be at least 4, got 1" in refused(capsys, [folder, "--tokens", "1"])
-    assert "there is no model in" in refused(capsys, [tmp_path])
-    assert "there is no folder runs/nowhere; give that of a run" in refused(capsys, ["runs/nowhere"])
-    text = tmp_path / "text.txt"
-    assert f"there is no file {text}" in refused(capsys, [folder, "--text", text])
-    text.write_text("{}")
-    assert "holds no reports of `subquad audit --json`" in refused(capsys, [folder, "--replay", text])
-    text.write_text('{"reports": {"a": {}}}')
-    assert "no report of an audit" in refused(capsys, [folder, "--replay", text])
-
-
-def test_status_1_is_for_violations_alone(folder, tmp_path, capsys, monkeypatch):
-    text, file = tmp_path / "text.txt", tmp_path / "report.json"
-    text.write_text("")
-    assert "text must hold at least one token" in refused(capsys, [folder, *QUICK, "--text", text])
-    assert "there is no file " in refused(capsys, [folder, *QUICK, "--text", ""])
-    text.write_text("w3 w9")
-    few = [folder, *QUICK, "--vocab_size", "4", "--text", text]
-    assert "text must hold tokens between 0 and 3, got 3 to 9" in refused(capsys, few)
-    for place in (tmp_path / "nowhere" / "x.json", tmp_path, ""):  # before any work
-        with monkeypatch.context() as changed:
-            changed.setattr("subquad.cli.audit.audit", None)
-            assert "--json must name a file in a folder that exists" in refused(capsys, [folder, "--json", place])
-    with monkeypatch.context() as changed:
-        changed.setattr(SubquadForCausalLM, "forward", lambda self, input_ids: 1 / 0)
-        assert "the model takes no sequence of 2, 3" in refused(capsys, [folder, *QUICK])
-    with monkeypatch.context() as changed:
-        broken(changed)
-        assert run([str(folder), *QUICK, "--json", str(file)]) == 1
-    values = json.loads(file.read_text())
-    (check,) = [check for check in values["reports"][str(folder)]["checks"] if check["failing"]]
-    check["failing"]["tokens"] = [[VOCABULARY] * len(check["failing"]["tokens"][0])]
-    file.write_text(json.dumps(values))
-    assert "does not take the failing input of 'truncation'" in refused(capsys, [folder, "--replay", file])
-    check["failing"]["tokens"] = []
-    file.write_text(json.dumps(values))
-    assert "no failing input of an audit: tokens must hold" in refused(capsys, [folder, "--replay", file])
-    assert "there is no file " in refused(capsys, [folder, "--replay", ""])
-
-
-def test_of_several_reports_that_of_the_model_is_tried(folder, tmp_path, capsys, monkeypatch):
+def test_several_mechanisms_are_audited_and_each_tried_again(folder, tmp_path, capsys, refused, monkeypatch):
     file = tmp_path / "report.json"
+    arguments = ["--attention", "llp,linear", "--options.llp.segment", "4", *QUICK, "--tokens", "4"]
+    assert run(arguments) == 0
+    assert capsys.readouterr().out.endswith("2 of 2 passed\n")
     with monkeypatch.context() as changed:
         broken(changed)
-        assert run(["--attention", "llp,linear", "--options.llp.segment", "4", *QUICK, "--json", str(file)]) == 1
-        capsys.readouterr()
+        assert run([*arguments, "--json", str(file)]) == 1
+        assert capsys.readouterr().out.count("failed: truncation\n") == 2
         assert run(["--attention", "linear", "--replay", str(file)]) == 1
         (line,) = capsys.readouterr().out.splitlines()
         assert line.startswith("linear: truncation: still fails: ")
-    values = json.loads(file.read_text())
-    (check,) = [check for check in values["reports"]["llp"]["checks"] if check["failing"]]
-    check["failing"] = {"kind": "magic"}  # of another model, so not even read
+    values, case = failing(file)
+    assert list(values["reports"]) == ["llp", "linear"]
+    case["kind"] = "magic"  # in the report of llp, so it isn't read
     file.write_text(json.dumps(values))
     assert run(["--attention", "linear", "--replay", str(file)]) == 0
-    for model in (["--attention", "full"], [folder]):
-        assert "holds no report of '" in refused(capsys, [*model, "--replay", file])
-    assert "it has llp, linear" in refused(capsys, ["--attention", "full", "--replay", file])
-    file.write_text('{"reports": {}}')
-    assert "holds no reports" in refused(capsys, [folder, "--replay", file])
-    file.write_text('{"reports": {"a": 3}}')
-    assert "must be an object, got int" in refused(capsys, [folder, "--replay", file])
+    assert "has no report of 'full', only of llp, linear" in refused("audit", "--attention", "full", "--replay", file)
+    assert f"has no report of '{folder}'" in refused("audit", folder, "--replay", file)
 
 
-def test_other_models_are_refused(folder, tmp_path, capsys):
+@pytest.mark.parametrize(("arguments", "message"), [
+    ([], "give either the folder of a model or --attention"),
+    (["MODEL", "--attention", "llp"], "give either the folder of a model or --attention"),
+    (["MODEL", "--options.llp.segment", "4"], "--options are for the models of --attention"),
+    (["--attention", "llp", "--text", "x"], "--text needs the tokenizer"),
+    (["MODEL", "--replay", "x", "--json", "y"], "--replay reads its inputs from a file: leave out --json and --text"),
+    (["--attention", "llp,full", "--replay", "x"], "--replay is for one model"),
+    (["--attention", "lpp"], "unknown attention 'lpp', or one without a causal form; did you mean 'llp'"),
+    (["--attention", "linformer"], "without a causal form"),
+    (["MODEL", "--tokens", "1"], "tokens must be at least 4, got 1"),
+    (["."], "there is no model in"),
+    (["runs/nowhere"], "there is no folder runs/nowhere; give the folder of a run"),
+    (["MODEL", "--text", "nowhere"], "there is no file nowhere"),
+    (["MODEL", *QUICK, "--text", ""], "there is no file "),
+    (["MODEL", "--replay", ""], "there is no file "),
+    (["MODEL", *QUICK, "--text", "empty"], "text must hold at least one token"),
+    (["MODEL", *QUICK, "--vocab_size", "4", "--text", "words"], "text must hold tokens between 0 and 3, got 3 to 9"),
+    (["MODEL", "--json", "nowhere/x.json"], "--json must name a file in a folder that exists"),
+    (["MODEL", "--json", "."], "--json must name a file in a folder that exists"),
+    (["MODEL", "--json", ""], "--json must name a file in a folder that exists"),
+])  # fmt: skip
+def test_wrong_arguments_end_with_status_2(folder, tmp_path, refused, monkeypatch, arguments, message):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "empty").write_text("")
+    (tmp_path / "words").write_text("w3 w9")
+    assert message in refused("audit", *(folder if argument == "MODEL" else argument for argument in arguments))
+
+
+@pytest.mark.parametrize(("content", "message"), [
+    ("{}", "has no reports of `subquad audit --json`"),
+    ('{"reports": {}}', "has no reports"),
+    ('{"reports": {"a": 3}}', "must be an object, got int"),
+    ('{"reports": {"a": {}}}', "not a report of an audit"),
+])  # fmt: skip
+def test_a_file_without_reports_is_refused(folder, tmp_path, refused, content, message):
+    (tmp_path / "file").write_text(content)
+    assert message in refused("audit", folder, "--replay", tmp_path / "file")
+
+
+def test_failing_inputs_that_the_model_refuses_or_no_audit_wrote_are_refused(folder, violated, refused):
+    values, case = failing(violated)
+    for tokens, message in (
+        ([[VOCABULARY] * len(case["tokens"][0])], "the model refuses the failing input of 'truncation'"),
+        ([], "not a failing input of an audit: tokens must hold"),
+    ):
+        case["tokens"] = tokens
+        violated.write_text(json.dumps(values))
+        assert message in refused("audit", folder, "--replay", violated)
+
+
+def test_models_that_cannot_be_audited_are_refused(folder, tmp_path, refused, capsys, monkeypatch):
     t5 = T5Config(vocab_size=19, d_model=8, d_kv=4, d_ff=8, num_layers=1, num_heads=2)
     T5ForConditionalGeneration(t5).save_pretrained(tmp_path / "t5")
-    assert "holds an encoder-decoder (t5)" in refused(capsys, [tmp_path / "t5"])
-    shape = {"dim": 16, "num_layers": 1, "num_heads": 2, "vocab_size": 19}
-    config = SubquadClassifierConfig(**shape, attention="full")
+    assert "holds an encoder-decoder (t5)" in refused("audit", tmp_path / "t5")
+    config = SubquadClassifierConfig(dim=16, num_layers=1, num_heads=2, vocab_size=19, attention="full")
     SubquadForSequenceClassification(config).save_pretrained(tmp_path / "classifier")
-    assert "holds no causal language model" in refused(capsys, [tmp_path / "classifier"])
-    bare = tmp_path / "bare"
-    SubquadForCausalLM(SubquadConfig(**SHAPE, attention="full")).save_pretrained(bare)
-    text = tmp_path / "text.txt"
-    text.write_text("w3")
-    assert "holds no tokenizer.json for --text" in refused(capsys, [bare, "--text", text])
+    assert "holds no causal language model" in refused("audit", tmp_path / "classifier")
+    bare = save_model(tmp_path / "bare", attention="full")
+    (bare / "tokenizer.json").unlink()
+    (tmp_path / "text").write_text("w3")
+    assert "has no tokenizer.json for --text" in refused("audit", bare, "--text", tmp_path / "text")
     bert = BertConfig(vocab_size=19, hidden_size=8, num_hidden_layers=1, num_attention_heads=2, intermediate_size=8)
     BertModel(bert).save_pretrained(tmp_path / "bert")
     # transformers can build a language model from it, with a new head: what it computes sees later tokens.
     assert run([str(tmp_path / "bert"), *QUICK]) == 1
     assert "failed: causality" in capsys.readouterr().out
+    monkeypatch.setattr(SubquadForCausalLM, "forward", lambda self, input_ids: 1 / 0)
+    assert "the model takes no sequence of 2, 3" in refused("audit", folder, *QUICK)

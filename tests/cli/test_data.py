@@ -1,4 +1,4 @@
-"""`subquad data`: what it prints of each data set, the pictures, and its mistakes."""
+"""`subquad data`: statistics and pictures of data sets, token shards, mistakes."""
 
 import json
 
@@ -7,8 +7,8 @@ import pytest
 from PIL import Image
 
 from subquad.cli import main
-
-EASY = ("--pathfinder.difficulty", "easy")
+from subquad.data import TokenSet
+from tests.data.sets import flip
 
 
 @pytest.fixture(autouse=True)
@@ -16,93 +16,90 @@ def _cache(tmp_path, monkeypatch):
     monkeypatch.setenv("SUBQUAD_CACHE", str(tmp_path / "cache"))
 
 
-def refused(capsys, *arguments: str) -> str:
-    with pytest.raises(SystemExit) as exit_info:
-        main(["data", *arguments])
-    assert exit_info.value.code == 2
-    captured = capsys.readouterr()
-    assert captured.out == ""
-    return captured.err.splitlines()[-2]
-
-
-def test_the_toy_is_told(capsys):
-    assert main(["data", "toy", "--examples", "50", "--held_out", "20", "--length", "20"]) == 0
-    out = capsys.readouterr().out
-    for part in ("toy: 3 tokens", "train", "held_out", "test", "marked ones", "an example to learn from:", "-> marked"):
+def test_the_toy_is_described(printed):
+    out = printed("data", "toy", "--examples", "50", "--held_out", "20", "--length", "20")
+    for part in ("toy: 3 tokens", "train", "held_out", "test", "marked ones", "a training example:", "-> marked"):
         assert part in out
 
 
-def test_listops_is_told_in_words(tmp_path, capsys):
+def test_listops_is_described_in_words(tmp_path, printed):
     rules = ["--listops.min_length", "5", "--listops.max_length", "20", "--listops.max_depth", "3"]
-    sizes = ["--examples", "300", "--held_out", "40", "--length", "10", "--workers", "1"]
-    assert main(["data", "listops", *rules, *sizes, "--json", str(tmp_path / "l.json")]) == 0
-    out = capsys.readouterr().out
+    sizes = ["--examples", "100", "--held_out", "20", "--length", "10", "--workers", "1"]
+    out = printed("data", "listops", *rules, *sizes, "--json", tmp_path / "l.json")
     record = json.loads((tmp_path / "l.json").read_text())
-    assert [part["examples"] for part in record["parts"].values()] == [300, 40, 40]
+    assert [part["examples"] for part in record["parts"].values()] == [100, 20, 20]
     train = record["parts"]["train"]
     assert 5 <= train["shortest"] <= train["median"] <= train["longest"] <= 20
-    assert 0 < train["cut"] < 300
+    assert 0 < train["cut"] < 100
     assert sum(train["shares"]) == pytest.approx(1)
     assert record["fingerprint"] in out
     assert "cut to 10" in out
     assert any(word in out for word in ("[MIN", "[MAX", "[MED", "[SM"))
 
 
-def test_pairs_are_shown_both(tmp_path, capsys):
+def test_both_texts_of_a_pair_are_shown(tmp_path, printed):
     for name in ("train", "val", "test"):
         (tmp_path / f"pairs_{name}.tsv").write_text("1\tA\tB\n0\tB\tC\n")
     papers = [json.dumps({"id": name, "text": f"the paper {name} " * 50}) for name in "ABC"]
     (tmp_path / "papers.jsonl").write_text("\n".join(papers))
-    assert main(["data", "retrieval", "--path", str(tmp_path)]) == 0
-    out = capsys.readouterr().out
+    out = printed("data", "retrieval", "--path", tmp_path)
     assert "the paper A" in out
     assert "-- and --\nthe paper B" in out
     assert " ...\n-> cited" in out
 
 
-def test_pathfinder_is_drawn(tmp_path, capsys):
-    picture = tmp_path / "grid.png"
-    arguments = [
-        "--examples",
-        "10",
-        "--held_out",
-        "5",
-        *EASY,
-        "--workers",
-        "1",
-        "--out",
-        str(picture),
-        "--samples",
-        "5",
-    ]
-    assert main(["data", "pathfinder32", *arguments]) == 0
-    out = capsys.readouterr().out
-    assert f"{picture} shows 5 sequences" in out
+def test_pathfinder_is_drawn(tmp_path, printed):
+    picture, easy = tmp_path / "grid.png", ["--pathfinder.difficulty", "easy", "--workers", "1"]
+    sizes = ["--examples", "4", "--held_out", "2", "--samples", "3"]
+    out = printed("data", "pathfinder32", *sizes, *easy, "--out", picture)
+    assert f"{picture} shows 3 training examples" in out
     assert "@@@" in out  # a disc
     pixels = np.asarray(Image.open(picture).convert("L"))
     assert (pixels == 0).sum() > 5000  # the ground of the images
     assert (pixels == 255).sum() > 5000  # the page
 
 
-def test_images_that_are_cut_are_not_drawn(tmp_path, capsys):
+def test_truncated_images_are_not_drawn(tmp_path, capsys, printed):
     rng = np.random.default_rng(0)
     for side in ("train", "test"):
         for name in ("cat", "dog"):
             (tmp_path / "d" / side / name).mkdir(parents=True)
-            for i in range(10):
+            for i in range(5):
                 image = rng.integers(0, 256, (4, 4), dtype=np.uint8)
                 Image.fromarray(image).save(tmp_path / "d" / side / name / f"{i}.png")
     arguments = ["data", "image", "--path", str(tmp_path / "d"), "--out", str(tmp_path / "x.png")]
-    assert main(arguments) == 0
-    assert f"{tmp_path / 'x.png'} shows 16 sequences" in capsys.readouterr().out
-    assert main([*arguments, "--samples", "99"]) == 0
-    assert f"{tmp_path / 'x.png'} shows 18 sequences" in capsys.readouterr().out  # all
-    assert main([*arguments[:4], "--length", "9"]) == 0
-    rows = capsys.readouterr().out.partition("an example to learn from:\n")[2].splitlines()
+    assert f"{tmp_path / 'x.png'} shows 4 training examples" in printed(*arguments, "--samples", "4")
+    assert f"{tmp_path / 'x.png'} shows 9 training examples" in printed(*arguments, "--samples", "99")  # all
+    rows = printed(*arguments[:4], "--length", "9").partition("a training example:\n")[2].splitlines()
     assert [len(row) for row in rows[:4]] == [4, 4, 1, len("-> cat")]  # two of four rows and a pixel
     for length in ("10", "9"):  # 9 pixels are a square, of another image
         assert main([*arguments, "--length", length]) == 1
-        assert f"images that are cut to {length} pixels are not drawn" in capsys.readouterr().err
+        assert f"images truncated to {length} pixels can't be drawn" in capsys.readouterr().err
+
+
+def test_token_shards_are_made_and_checked(tmp_path, capsys, printed):
+    texts, out = tmp_path / "texts", tmp_path / "out"
+    texts.mkdir()
+    for n in range(9):
+        (texts / f"{n}.txt").write_text(f"document {n} " * (n + 1))
+    arguments = ["data", "tokens", str(texts), str(texts / "0.txt"), "--out", str(out), "--shard_tokens", "100"]
+    said, tokens = printed(*arguments, "--json", tmp_path / "j.json"), TokenSet(out)
+    assert f"{len(tokens):,} tokens of 10 documents in 4 shards, 256 in the vocabulary" in said
+    assert "00003.tokens" in said
+    record = json.loads((tmp_path / "j.json").read_text())
+    assert (record["tokens"], record["shards"], record["documents"]) == (len(tokens), 4, 10)
+    assert record["fingerprint"] == tokens.fingerprint
+    assert f"4 of 4 shards of {out} are intact" in printed("data", "check", out)
+    flip(out / "00002.tokens")
+    (out / "00003.tokens").unlink()
+    assert main(["data", "check", str(out)]) == 1
+    said = capsys.readouterr().out
+    assert all(part in said for part in ("shard 00002.tokens of", "shard 00003.tokens of", "2 of 4 shards"))
+    assert main(arguments) == 1
+    assert "exists already; choose another folder" in capsys.readouterr().err
+
+
+TOKENS = ["tokens", "x.txt", "--out", "out"]
 
 
 @pytest.mark.parametrize(("arguments", "message"), [
@@ -116,6 +113,14 @@ def test_images_that_are_cut_are_not_drawn(tmp_path, capsys):
     (["pathfinder32", "--out", "nowhere/x.png"], "there is no folder"),
     (["listops", "--listops.max_args", "1"], "listops.max_args must be at least 2, got 1"),
     (["toy", "--lenght", "3"], "unknown option 'lenght'; did you mean 'length'?"),
+    ([*TOKENS, "--tokenizer", "bpe"], "tokenizer 'bpe' has to be trained on the text first"),
+    ([*TOKENS, "--tokenizer", "nowhere"], "unknown tokenizer 'nowhere'"),
+    ([*TOKENS, "--shard_tokens", "0"], "shard_tokens must be at least 1, got 0"),
+    ([*TOKENS, "--shard_token", "9"], "unknown option 'shard_token'; did you mean 'shard_tokens'?"),
+    (["check", "."], "holds no index.json"),
 ])  # fmt: skip
-def test_wrong_arguments_are_refused(capsys, arguments, message):
-    assert message in refused(capsys, *arguments)
+def test_wrong_arguments_are_refused(refused, tmp_path, monkeypatch, arguments, message):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "x.txt").write_text("text")
+    assert message in refused("data", *arguments)
+    assert not (tmp_path / "out").exists()

@@ -1,4 +1,4 @@
-"""An audit of a causal language model: does what it computes now depend on what it may not know. See `audit`."""
+"""Audit causal language models for leaks from later tokens, wrong caches, padding and batches. See `audit`."""
 
 from subquad.evaluation.audit.adapters import Adapter
 from subquad.evaluation.audit.auditor import AuditConfig, audit, replay

@@ -1,4 +1,4 @@
-"""The audit: every check in order, on copies of the model."""
+"""Run all checks of an audit in order, on copies of the model."""
 
 from __future__ import annotations
 
@@ -24,25 +24,26 @@ from subquad.version import __version__
 
 @dataclass(frozen=True, kw_only=True)
 class AuditConfig(Config):
-    """The inputs of an audit: their lengths, their number, their arithmetic."""
+    """Inputs of an audit: lengths, batch, dtype."""
 
     tokens: int = 64
-    """Tokens of the sequences on which outputs are compared; shorter ones are tried too, and longer ones around the
-    windows, segments and chunks that the model's configuration names."""
+    """Length of the compared sequences, in tokens. Shorter ones are tried too, and longer ones around the windows,
+    segments and chunks in the model's configuration."""
     batch: int = 3
-    """Sequences in the batch that is compared with each of them alone."""
+    """Sequences in a batch, which must give the same logits as each sequence by itself."""
     long: int = 2048
-    """Tokens of the input in bfloat16, or as many as the model has positions for; 0 leaves the check out."""
+    """Length of the input in bfloat16, in tokens, at most the model's number of positions. 0 skips this check."""
     contexts: list[int] = field(default_factory=lambda: [64, 256, 1024])
-    """Tokens read before the state, the time and the memory of a token are measured; none leaves these out."""
+    """Context lengths, in tokens, at which state, time and memory are measured. [] skips these checks."""
     repeats: int = 5
-    """Times that a token is timed at each context; the median counts."""
+    """Timings of a token at each context, of which the median is reported."""
     seed: int = 0
     """Seed of the random tokens."""
     vocab_size: int | None = None
-    """Tokens are drawn below it; by default the model's vocabulary: its configuration's, or the width of its logits."""
+    """Draw random tokens below this number. null: the model's vocabulary size."""
     dtype: Literal["auto", "float64", "float32", "own"] = "auto"
-    """Of the weights while outputs are compared. auto: float64 where the model runs in it, or float32, or its own."""
+    """Dtype of the weights while logits are compared. auto: float64 if the model runs in it, else float32, else its
+    own dtype."""
 
     def __post_init__(self) -> None:
         self.check_least(tokens=4, batch=2, long=0, repeats=1, vocab_size=2)
@@ -53,7 +54,7 @@ class AuditConfig(Config):
 logger = logging.getLogger(__name__)
 
 LONGEST_OWN = 1024
-"""Sequences are made longer than `tokens` for the model's own sizes up to this."""
+"""Longest sequence, in tokens, that is tried for the model's own sizes."""
 NOT_FINITE = "logits are not finite (finite), so comparisons mean nothing"
 NOT_REPEATABLE = "the same call twice gives other logits (repeatable), so comparisons mean nothing"
 
@@ -67,20 +68,20 @@ def audit(
     progress: Callable[[str], None] | None = None,
     **settings: Any,
 ) -> AuditReport:
-    """Check that what a causal language model computes for a token depends on the tokens up to it, and on nothing else.
+    """Check that each output of a causal language model depends only on the tokens up to it.
 
-    `model` is any causal language model of transformers, a `subquad.models.Decoder`, or an `nn.Module` from tokens
-    `[B, T]` to logits `[B, T, V]`; for another interface give an `adapter` (see `Adapter`). `settings` are the fields
-    of `AuditConfig`: `audit(model, tokens=128, seed=1)`. `text` holds tokens to use instead of random ones. `progress`
-    is called with the name of each check before it.
+    `model` is any causal transformers model, a `subquad.models.Decoder`, or an `nn.Module` from tokens `[B, T]` to
+    logits `[B, T, V]`; for another interface pass an `adapter` (see `Adapter`). `settings` are the fields of
+    `AuditConfig`: `audit(model, tokens=128, seed=1)`. `text` holds tokens to use instead of random ones. `progress` is
+    called with the name of each check before it runs.
 
-    The checks are those of `CHECKS`; `report.passed` says whether none is a violation. Outputs are compared in float64
-    where the model runs in it. Logits that differ by more than rounding can explain (`report.arithmetic["band"]`) are a
-    violation, and its line has the shortest input that was found, for `replay`. What can't be checked is said to be so.
+    `CHECKS` lists the checks; `report.passed` is True if none found a violation. Logits are compared in float64 if the
+    model runs in it. A violation is a difference that rounding can't explain (above `report.arithmetic["band"]`); it
+    carries the shortest failing input found, for `replay`. Checks that can't be done are reported as "not checked".
 
-    Works on copies: the model's weights, buffers, mode and dtype and the random state of torch stay as they are. Raises
-    `ValueError` for a setting out of range, for a model that is no causal language model, that can't be copied or that
-    takes no sequence or no batch, and `TypeError` for a setting of the wrong type and for outputs that are no logits.
+    Works on copies: the model's weights, buffers, mode and dtype and torch's random state don't change. Raises
+    `ValueError` for a setting out of range and for a model that isn't a causal language model, can't be copied or takes
+    no sequence or no batch; `TypeError` for a setting of the wrong type and for outputs that aren't logits.
     """
     if not isinstance(model, nn.Module):
         raise TypeError(f"model must be a torch.nn.Module, got {type(model).__name__}")
@@ -90,11 +91,11 @@ def audit(
     with _same_random_state(model):
         audited, arithmetic = _prepare(model, adapter, config, text)
         _compare(audited, tell)
-        arithmetic["band"] = audited.band  # of the worst input that was held beside it
+        arithmetic["band"] = audited.band  # raised since by inputs with more rounding
         if arithmetic["weights"] == "float64" and config.dtype == "auto":
             alone = _only_in_float64(audited, config)
             if alone:
-                logger.info("audit: once more in float32, since in float64 alone fails: %s", ", ".join(alone))
+                logger.info("audit: repeating in float32 because these fail only in float64: %s", ", ".join(alone))
                 del audited.probe
                 again, _ = _prepare(model, adapter, config.replace(dtype="float32"), text)
                 _compare(again, tell)
@@ -124,9 +125,9 @@ def audit(
 
 
 def replay(model: nn.Module, report: AuditReport, /, *, adapter: Adapter | None = None) -> list[Replayed]:
-    """Try the failing inputs of a report again, on this model: whether each still fails, by the report's band.
+    """Try the failing inputs of a report on this model: does each still exceed the report's band?
 
-    Raises `ValueError` for an input that is no case of an audit, or that the model does not take.
+    Raises `ValueError` for an input that an audit can't have written or that the model refuses.
     """
     adapter = adapter or adapter_for(model)
     done, probes = list[Replayed](), dict[str, Probe]()
@@ -142,7 +143,7 @@ def replay(model: nn.Module, report: AuditReport, /, *, adapter: Adapter | None 
                     probes[case.dtype] = Probe(model, adapter, DTYPES[case.dtype])
                 size = compare(probes[case.dtype], case).worst
             except Refused as error:
-                raise ValueError(f"the model does not take the failing input of {check.name!r}: {error}") from error
+                raise ValueError(f"the model refuses the failing input of {check.name!r}: {error}") from error
             other = report.arithmetic.get("float32") if case.dtype == "float32" else None
             done.append(Replayed(check.name, size, limit(case.kind, (other or report.arithmetic)["band"])))
     return done
@@ -151,7 +152,7 @@ def replay(model: nn.Module, report: AuditReport, /, *, adapter: Adapter | None 
 def _prepare(
     model: nn.Module, adapter: Adapter, config: AuditConfig, text: Sequence[int] | None
 ) -> tuple[checks.Audited, dict[str, Any]]:
-    """Return the probe, the lengths that the model takes, the tokens, the band."""
+    """Return what all checks share (probe, lengths, tokens, band) and the arithmetic for the report."""
     most = adapter.max_tokens(model)
     own = [size for size in adapter.sizes(model) if 2 * size + 1 <= min(LONGEST_OWN, most or LONGEST_OWN)]
     usual = [n for n in _lengths(config.tokens) if most is None or n <= most]
@@ -165,7 +166,7 @@ def _prepare(
         narrowest = probe.narrowest(rows)
         band, scale = probe.band(rows, narrowest, config.seed)
     except Refused as error:
-        raise ValueError(f"the model takes no batch of {len(rows)} sequences of {tokens} tokens: {error}") from error
+        raise ValueError(f"the model refuses a batch of {len(rows)} sequences of {tokens} tokens: {error}") from error
     dtype = str(probe.dtype).removeprefix("torch.")
     arithmetic = {"weights": dtype, "narrowest": str(narrowest).removeprefix("torch."), "scale": scale, "band": band}
     name = dtype if dtype in DTYPES else "own"
@@ -175,9 +176,9 @@ def _prepare(
 
 
 def _only_in_float64(audited: checks.Audited, config: AuditConfig) -> list[str]:
-    """Return the checks that fail with weights in float64 and, though the fault would be seen there, not in float32.
+    """Return the names of checks that fail in float64 but not in float32, though float32 could show the fault.
 
-    A model may fail in float64 alone, in which nobody runs it: by a mask with float32's lowest number, for instance.
+    Nobody runs a model in float64, where it may fail because, say, it masks with float32's lowest number.
     """
     failing = [(check.name, Case.from_dict(check.failing)) for check in audited.checks if check.failing]
     if not failing:
@@ -185,7 +186,7 @@ def _only_in_float64(audited: checks.Audited, config: AuditConfig) -> list[str]:
     try:
         probe = Probe(audited.probe.original, audited.probe.adapter, torch.float32)
         band, _ = probe.band(audited.rows, probe.narrowest(audited.rows), config.seed)
-    except Refused:  # it runs in float64, and in float32 it doesn't
+    except Refused:  # the model runs in float64 but not in float32
         return []
     alone = []
     for name, case in failing:
@@ -199,9 +200,9 @@ def _only_in_float64(audited: checks.Audited, config: AuditConfig) -> list[str]:
 
 
 def _merged(wide: Sequence[Check], narrow: Sequence[Check], alone: Sequence[str]) -> tuple[list[Check], list[str]]:
-    """Return the checks in float64, and the names of those that are taken from float32 in their place.
+    """Return the float64 checks, some replaced by their float32 results, and the names of those replaced.
 
-    These are the ones that fail in float64 alone, those that were left out for it, and violations of float32 alone.
+    Replaced are checks that fail only in float64, checks skipped because of one, and violations found only in float32.
     """
     again = {check.name: check for check in narrow}
     merged, taken = list[Check](), list[str]()
@@ -217,13 +218,13 @@ def _merged(wide: Sequence[Check], narrow: Sequence[Check], alone: Sequence[str]
 
 
 def _lengths(tokens: int) -> list[int]:
-    """Return lengths up to `tokens`: small ones, those beside powers of two, and the last two."""
+    """Return lengths up to `tokens`: small ones, the neighbours of powers of two, and the last two."""
     powers = [2**k + d for k in range(1, tokens.bit_length()) for d in (-1, 0, 1)]
     return sorted({n for n in (*powers, 12, 24, 48, tokens - 1, tokens) if 2 <= n <= tokens})
 
 
 def _taken(asked: Sequence[int], taken: Sequence[int], probe: Probe, most: int | None) -> Check:
-    """Return the check of the lengths; `most` is the number of positions where longer inputs were asked for."""
+    """Return the check of lengths; `most` is the model's number of positions if it is below the length asked for."""
     refused = [n for n in asked if n not in taken]
     short = "" if most is None else f"; nothing longer, since the model has positions for {most:,} tokens"
     if not refused:
@@ -238,7 +239,7 @@ def _taken(asked: Sequence[int], taken: Sequence[int], probe: Probe, most: int |
 
 
 def _compare(audited: checks.Audited, tell: Callable[[str], None]) -> None:
-    """Run the checks that compare logits, until one of them makes the others meaningless."""
+    """Run the checks that compare logits, unless logits are not finite or not repeatable."""
     tell("finite")
     reason = None if checks.finite(audited) else NOT_FINITE
     if reason is None:
@@ -264,7 +265,7 @@ def _compare(audited: checks.Audited, tell: Callable[[str], None]) -> None:
 
 @contextmanager
 def _same_random_state(model: nn.Module) -> Iterator[None]:
-    """Leave torch's random state as it was before the block."""
+    """Restore torch's random state after the block."""
     device = device_of(model)
     with torch.random.fork_rng([device] if device.type == "cuda" else []):
         yield

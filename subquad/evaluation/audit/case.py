@@ -1,4 +1,4 @@
-"""One comparison of logits that should be equal: the form in which a fault is found, made short, kept and replayed.
+"""One comparison of logits that should be equal, which can be shortened, saved and replayed.
 
 Shape letters: B batch, T tokens, M outputs, V vocabulary, N positions compared.
 """
@@ -16,43 +16,44 @@ from subquad.evaluation.audit.probe import Probe, Refused, wide
 
 Rows = tuple[tuple[int, ...], ...]
 LARGEST = 2**31 - 1
-"""The largest token."""
+"""Largest token."""
 MOST_COLUMNS = 1 << 20
-"""Of a row with its padding; an audit writes some hundreds."""
+"""Longest padded row accepted from a file; an audit writes some hundreds of columns."""
 
 
 @dataclass(frozen=True)
 class Case:
-    """An input, and which two ways of computing are compared on it."""
+    """An input and the kind of comparison made on it."""
 
     kind: str
     """finite, repeatable, causality, truncation, cache, padding or batch."""
     tokens: Rows
-    """Sequences; of one length, but for padding."""
+    """Sequences, all of one length except for padding."""
     changed: Rows = ()
-    """causality: the same with other tokens from some position on."""
+    """causality: `tokens` with other tokens from some position on."""
     keep: int = 0
-    """truncation: the tokens that stay."""
+    """truncation: the number of tokens kept."""
     pieces: tuple[int, ...] = ()
-    """cache: the sizes of the pieces, which add up to the length. padding: of those after the padded ones."""
+    """cache: sizes of the pieces read in turn, which add up to the length. padding: sizes of the unpadded pieces that
+    follow the padded one."""
     side: str = ""
     """padding: left or right."""
     columns: int = 0
-    """padding: the length with the padding, of the piece that has it."""
+    """padding: length of the padded piece."""
     fills: tuple[int, ...] = ()
-    """padding: tokens that stand in it, in turn."""
+    """padding: tokens to pad with, one comparison each."""
     order: tuple[int, ...] = ()
-    """batch: the rows in another order; none: each row alone."""
+    """batch: another order of the rows; empty compares each row by itself."""
     dtype: str = ""
-    """Of the weights."""
+    """Dtype of the weights."""
 
     def to_dict(self) -> dict[str, Any]:
-        """Return plain values; what is empty is left out."""
+        """Return the non-empty fields as plain values."""
         return {name: value for name, value in asdict(self).items() if value}
 
     @classmethod
     def from_dict(cls, values: dict[str, Any]) -> Case:
-        """Read what `to_dict` wrote; `ValueError` for anything else."""
+        """Read the output of `to_dict`; `ValueError` for anything else."""
         known = {field.name for field in fields(cls)}
         try:
             if not set(values) <= known or values["kind"] not in COMPARE:
@@ -66,10 +67,10 @@ class Case:
             case.check()
             return case
         except (KeyError, TypeError, ValueError, AttributeError, OverflowError) as error:
-            raise ValueError(f"this is no failing input of an audit: {error}") from error
+            raise ValueError(f"not a failing input of an audit: {error}") from error
 
     def check(self) -> None:
-        """Raise `ValueError` for an input that no audit writes: its parts must fit each other."""
+        """Raise `ValueError` if the fields contradict each other."""
         if not self.tokens or not all(self.tokens):
             raise ValueError(f"tokens must hold sequences of at least one token, got {list(map(list, self.tokens))}")
         for token in (*self.fills, *(token for row in (*self.tokens, *self.changed) for token in row)):
@@ -92,7 +93,7 @@ class Case:
         if self.kind == "cache" and after != lengths[0]:
             raise ValueError(f"pieces must add up to the {lengths[0]} tokens, got {list(self.pieces)}")
         if self.kind == "batch" and self.order and sorted(self.order) != list(range(len(lengths))):
-            raise ValueError(f"order must have each of the {len(lengths)} sequences once, got {list(self.order)}")
+            raise ValueError(f"order must name each of the {len(lengths)} sequences once, got {list(self.order)}")
         if self.kind == "padding":
             self._check_padding(max(lengths) - after, min(lengths) - after)
 
@@ -102,7 +103,7 @@ class Case:
         if not self.fills:
             raise ValueError("fills must hold at least one token, got none")
         if shortest < 1:
-            raise ValueError(f"pieces must leave a token of each sequence before them, got {list(self.pieces)}")
+            raise ValueError(f"pieces must leave at least one token of each sequence, got {list(self.pieces)}")
         if self.columns > MOST_COLUMNS:
             raise ValueError(f"columns must be at most {MOST_COLUMNS}, got {self.columns}")
         if longest > self.columns:
@@ -110,21 +111,21 @@ class Case:
 
 
 class Deltas(NamedTuple):
-    """The largest difference over the vocabulary at each position that was compared."""
+    """The largest difference over the vocabulary at each compared position."""
 
     size_N: Tensor
-    """Float64; infinite where either logit is not finite and they are not the same."""
+    """Float64; infinite for different logits of which one is not finite."""
     row_N: Tensor
     position_N: Tensor
-    """Of the token after which the output stands, in its row."""
+    """Position in its row of the token that the output follows."""
 
     @property
     def worst(self) -> float:
-        """Return the largest difference; 0 where nothing was compared."""
+        """Return the largest difference; 0 if nothing was compared."""
         return self.size_N.max().item() if self.size_N.numel() else 0.0
 
     def first(self, band: float) -> dict[str, Any]:
-        """Return where the differences beyond the band begin, and the largest of them."""
+        """Return the place and size of the first difference beyond the band, and the largest difference."""
         at = (self.size_N > band).nonzero().flatten()
         if not at.numel():
             return {}
@@ -138,17 +139,17 @@ class Deltas(NamedTuple):
 
 
 def compare(probe: Probe, case: Case) -> Deltas:
-    """Return the differences in one case; `Refused` where the model does not take an input."""
+    """Return the differences in one case; `Refused` if the model refuses an input."""
     return COMPARE[case.kind](probe, case)
 
 
 def limit(kind: str, band: float) -> float:
-    """Return the largest difference that is no fault: the band; 0 for finite logits, since rounding has no part."""
+    """Return the largest tolerated difference: the band, or 0 for "finite", which involves no rounding."""
     return 0.0 if kind == "finite" else band
 
 
 def fails(probe: Probe, case: Case, band: float) -> bool:
-    """Return whether a difference is beyond the band; a case that the model does not take does not fail."""
+    """Return whether a difference exceeds the band; a case that the model refuses doesn't fail."""
     try:
         return not compare(probe, case).worst <= limit(case.kind, band)
     except Refused:
@@ -156,13 +157,13 @@ def fails(probe: Probe, case: Case, band: float) -> bool:
 
 
 def delta(a_BMV: Tensor, b_BMV: Tensor) -> Tensor:
-    """Return `[B, M]`: the largest difference over the vocabulary, 0 where all is equal, infinite for NaN."""
+    """Return the largest difference over the vocabulary `[B, M]`: 0 for equal logits (also infinite), inf for NaN."""
     a, b = wide(a_BMV), wide(b_BMV)
     return torch.where(a == b, 0.0, (a - b).abs()).nan_to_num(nan=torch.inf, posinf=torch.inf).amax(-1)
 
 
 def positions(size_BM: Tensor, tokens: int | Sequence[int]) -> Deltas:
-    """Return the deltas of the last M tokens of rows with `tokens` tokens each."""
+    """Return the deltas of the last M outputs of rows with `tokens` tokens each."""
     B, M = size_BM.shape
     lengths = [tokens] * B if isinstance(tokens, int) else list(tokens)
     position_BM = torch.tensor(lengths)[:, None] - M + torch.arange(M)
@@ -170,7 +171,7 @@ def positions(size_BM: Tensor, tokens: int | Sequence[int]) -> Deltas:
 
 
 def join(parts: Sequence[Deltas]) -> Deltas:
-    """Return all deltas as one."""
+    """Concatenate deltas."""
     return Deltas(*(torch.cat(values) for values in zip(*parts, strict=True)))
 
 
@@ -208,9 +209,9 @@ def _compare_truncation(probe: Probe, case: Case) -> Deltas:
 
 
 def _compare_cache(probe: Probe, case: Case) -> Deltas:
-    """Compare the pieces' outputs with the full pass.
+    """Compare the outputs of pieces read with a cache with those of a full pass.
 
-    Where outputs stand at the end, those after the first piece against the last output of the full pass up to each.
+    With outputs aligned at the end, later outputs are compared with the last output of a full pass up to each token.
     """
     T = len(case.tokens[0])
     tokens_BT = probe.tensor(case.tokens)
@@ -232,7 +233,7 @@ def _compare_cache(probe: Probe, case: Case) -> Deltas:
 
 
 def padded(case: Case, fill: int) -> tuple[Tensor, Tensor]:
-    """Return tokens and mask `[B, columns]` of the rows, without those in `pieces`, padded with one token."""
+    """Return tokens and mask `[B, columns]`: rows without the tokens of later `pieces`, padded with `fill`."""
     rows, masks = [], []
     after = sum(case.pieces)
     for row in case.tokens:
@@ -245,7 +246,7 @@ def padded(case: Case, fill: int) -> tuple[Tensor, Tensor]:
 
 
 def _compare_padding(probe: Probe, case: Case) -> Deltas:
-    """Compare real tokens' outputs with padding with each row alone; then those of pieces after it."""
+    """Compare the outputs of real tokens in padded rows, then of later pieces, with those of each row alone."""
     after = sum(case.pieces)
     alone = [_Alone(probe, row) for row in case.tokens]
     found = []
@@ -269,14 +270,14 @@ def _compare_padding(probe: Probe, case: Case) -> Deltas:
 
 
 class _Alone:
-    """One row's logits without padding: of one pass; where outputs stand at the end, of a pass up to each token."""
+    """The logits of one row without padding: from one pass, or from one per token if aligned at the end."""
 
     def __init__(self, probe: Probe, row: tuple[int, ...]) -> None:
         self.probe, self.row = probe, row
         self.whole = None if probe.adapter.aligned_at_end else probe.full([row])[0]
 
     def outputs(self, start: int, stop: int) -> Tensor:
-        """Return outputs `[n, V]` up to the token before `stop`; n is `stop - start` or less."""
+        """Return the last n <= `stop - start` outputs `[n, V]` up to token `stop - 1`."""
         if self.whole is not None:
             end = self.whole.shape[0] - (len(self.row) - stop)
             return self.whole[max(0, end - (stop - start)) : end]
@@ -286,7 +287,7 @@ class _Alone:
 
 
 def real_outputs(probe: Probe, logits_BMV: Tensor, mask_BT: Tensor, b: int) -> Tensor:
-    """Return row b's outputs at its real tokens, `[n, V]`."""
+    """Return the outputs `[n, V]` of row b at its real tokens."""
     M, real = logits_BMV.shape[1], int(mask_BT[b].sum())
     if probe.adapter.aligned_at_end:
         return logits_BMV[b, M - min(M, real) :]
@@ -294,7 +295,7 @@ def real_outputs(probe: Probe, logits_BMV: Tensor, mask_BT: Tensor, b: int) -> T
 
 
 def _row(b: int, out_MV: Tensor, alone: _Alone, start: int, stop: int) -> Deltas:
-    """Compare row b's outputs of its tokens from `start` to before `stop` with those that it has alone."""
+    """Compare the outputs of row b at tokens `start` to `stop - 1` with the same row alone."""
     right_MV = alone.outputs(start, stop)
     n = min(out_MV.shape[0], right_MV.shape[0])
     found = positions(delta(out_MV[None, out_MV.shape[0] - n :], right_MV[None, right_MV.shape[0] - n :]), stop)
@@ -318,15 +319,15 @@ COMPARE = {
     "padding": _compare_padding,
     "batch": _compare_batch,
 }
-"""What each kind of case compares."""
+"""The comparison of each kind of case."""
 
 
 BUDGET = 150
-"""Cases tried at most."""
+"""Most cases tried while shrinking."""
 
 
 def shrink(case: Case, failing: Callable[[Case], bool], budget: int = BUDGET) -> Case:
-    """Return the last of a row of ever smaller failing cases: none of its smaller ones fails, or the budget is out."""
+    """Make a failing case smaller while a smaller one fails, trying at most `budget` cases."""
     while True:
         for smaller in candidates(case):
             budget -= 1
@@ -340,7 +341,7 @@ def shrink(case: Case, failing: Callable[[Case], bool], budget: int = BUDGET) ->
 
 
 def candidates(case: Case) -> Iterator[Case]:
-    """Yield smaller cases, the smallest first: fewer rows, shorter ones (halves, then less), fewer changed tokens."""
+    """Yield smaller cases, the smallest first: fewer rows, shorter rows (halves, then less), fewer changed tokens."""
     if case.kind == "batch":
         yield from _smaller_batch(case)
     elif len(case.tokens) > 1:
@@ -351,7 +352,7 @@ def candidates(case: Case) -> Iterator[Case]:
 
 
 def _cuts(length: int, least: int) -> Iterator[int]:
-    """Yield how many of `length` tokens to leave out: half of them, then ever fewer, at least `least` staying."""
+    """Yield numbers of tokens to drop from `length`: half, a quarter, ..., 1, if at least `least` remain."""
     cut = length // 2
     while cut:
         if length - cut >= least:
@@ -364,7 +365,7 @@ def _cut(rows: Rows, start: int, stop: int) -> Rows:
 
 
 def _shorter(case: Case, least: int = 1) -> Iterator[Case]:
-    """Yield the case without its last tokens, or its first."""
+    """Yield the case without its last tokens, or without its first."""
     T = len(case.tokens[0])
     for cut in _cuts(T, least):
         yield replace(case, tokens=_cut(case.tokens, 0, T - cut), changed=_cut(case.changed, 0, T - cut))
@@ -400,7 +401,7 @@ def _smaller_truncation(case: Case) -> Iterator[Case]:
 
 
 def _smaller_cache(case: Case) -> Iterator[Case]:
-    """Yield it without the last pieces; with the first ones as one; with smaller ones."""
+    """Yield the case without its last pieces, with its first pieces joined, and with smaller pieces."""
     pieces = case.pieces
     for cut in _cuts(len(pieces), 1):
         yield _with_pieces(case, pieces[:-cut])
@@ -416,7 +417,7 @@ def _with_pieces(case: Case, pieces: tuple[int, ...], skip: int = 0) -> Case:
 
 
 def _smaller_padding(case: Case) -> Iterator[Case]:
-    """Yield it with one row, one padding token, fewer tokens and pieces."""
+    """Yield the case with one kind of padding token, fewer pieces, less padding and shorter rows."""
     if len(case.fills) > 1:
         for fill in case.fills:
             yield replace(case, fills=(fill,))

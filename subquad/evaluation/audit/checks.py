@@ -1,4 +1,4 @@
-"""The checks that compare logits: each tries cases, and makes the shortest of one that fails.
+"""Checks that compare logits: each tries several cases and shortens the first that fails.
 
 Shape letters: B batch, T tokens, V vocabulary.
 """
@@ -18,7 +18,7 @@ from subquad.evaluation.audit.probe import Probe, Refused, Tokens
 from subquad.evaluation.audit.report import Check, Verdict
 
 NO_LEAK = "the outputs depend on later tokens (causality), so this comparison means nothing"
-NO_TRUNCATION = "the outputs change where later tokens are left out (truncation), so this comparison means nothing"
+NO_TRUNCATION = "the outputs change if later tokens are left out (truncation), so this comparison means nothing"
 NO_BATCH = "the outputs change with the rest of the batch (batch), so this comparison means nothing"
 
 
@@ -29,45 +29,45 @@ class Audited:
     probe: Probe
     band: float
     lengths: list[int]
-    """That the model takes, rising."""
+    """Lengths that the model takes, ascending."""
     tokens: int
-    """The longest of them that is not there for the model's own sizes."""
+    """Longest tested length, excluding model-specific sizes."""
     sizes: list[int]
-    """The model's own windows, segments and chunks."""
+    """The model's windows, segments and chunks."""
     source: Tokens
     batch: int
     dtype: str
     rows: Rows
-    """A batch, on which the band was measured."""
+    """The batch on which the band was measured."""
     checks: list[Check] = field(default_factory=list)
 
     def verdict(self, name: str) -> Verdict:
-        """Return the verdict of a check that is done."""
+        """Return the verdict of a finished check."""
         return next(check.verdict for check in self.checks if check.name == name)
 
     def skip(self, name: str, reason: str) -> None:
-        """Note a check that isn't done."""
+        """Record a check as not checked."""
         self.checks.append(Check(name, "not checked", reason))
 
     def meaningless(self) -> str | None:
-        """Return why lengths and batches can't be compared, where a check has found so."""
+        """Return why an earlier violation makes comparing lengths and batches meaningless, or None."""
         reasons = {"causality": NO_LEAK, "truncation": NO_TRUNCATION, "batch": NO_BATCH}
         return next((why for name, why in reasons.items() if self.verdict(name) == "violation"), None)
 
     def within(self, case: Case, worst: float) -> bool:
-        """Whether rounding explains a difference; what seems too large is held beside the rounding of its own input."""
+        """Return whether rounding explains the difference `worst`; if it seems too large, widen the band by `case`."""
         if case.kind != "finite" and math.isfinite(worst) and worst > self.band:
             narrowest = self.probe.narrowest(self.rows)
             self.band = max(self.band, *(self.probe.band([row], narrowest, 0)[0] for row in case.tokens))
         return worst <= limit(case.kind, self.band)
 
     def failing(self, case: Case) -> bool:
-        """Whether a case fails."""
+        """Return whether a case fails."""
         return fails(self.probe, case, self.band)
 
 
 def finite(audited: Audited) -> bool:
-    """Check logits at every length and of a batch; return False where any is not finite."""
+    """Check the logits at every length and of a batch; return whether all are finite."""
     cases = [Case("finite", (audited.source.row(T),), dtype=audited.dtype) for T in audited.lengths]
     cases.append(Case("finite", audited.rows, dtype=audited.dtype))
     done = f"lengths {listed(audited.lengths)}; a batch of {len(audited.rows)}"
@@ -75,19 +75,16 @@ def finite(audited: Audited) -> bool:
 
 
 def repeatable(audited: Audited) -> bool:
-    """Make the same call twice; return False where the logits differ by more than rounding."""
+    """Make the same call twice; return whether the logits agree up to rounding."""
     case = Case("repeatable", audited.source.rows(2, audited.tokens), dtype=audited.dtype)
     verdict = judge(audited, "repeatable", [case], f"{audited.tokens} tokens, twice", bits="bits differ between calls")
     return verdict != "violation"
 
 
-def judge(
-    audited: Audited, name: str, cases: Iterable[Case], done: str, *, bits: str | None = None, places: str = ""
-) -> Verdict:
-    """Try all cases and note the check; returns its verdict.
+def judge(audited: Audited, name: str, cases: Iterable[Case], done: str, *, bits: str | None = None) -> Verdict:
+    """Try all cases, record the check and return its verdict.
 
-    `done` says what was tried, `places` what positions are. With `bits`, logits that are not the same bits although
-    within the band make a finding.
+    `done` describes what was tried. With `bits`, logits within the band that aren't bitwise equal are a finding.
     """
     worst, refused, tried = 0.0, list[str](), 0
     broken: tuple[Case, Deltas] | None = None
@@ -102,7 +99,7 @@ def judge(
         if broken is None and not audited.within(case, found.worst):
             broken = case, found
     if not tried:
-        audited.skip(name, refused[0] if refused else "there is no length to try it on")
+        audited.skip(name, refused[0] if refused else "the model takes no length to try it on")
         return "not checked"
     if broken:
         audited.checks.append(violation(audited, name, done, worst, *broken))
@@ -116,7 +113,7 @@ def judge(
 
 
 def violation(audited: Audited, name: str, done: str, worst: float, case: Case, found: Deltas) -> Check:
-    """Return the line of a fault: where it begins, how large it is, and its shortest input."""
+    """Return the check of a violation: its place, its size and its shortest input found."""
     short = shrink(case, audited.failing)
     where = compare(audited.probe, short).first(limit(short.kind, audited.band))
     length = max(len(row) for row in short.tokens)
@@ -129,7 +126,7 @@ def violation(audited: Audited, name: str, done: str, worst: float, case: Case, 
 
 
 def not_finite(probe: Probe, case: Case, where: dict[str, Any]) -> str:
-    """Say which logits of an output are not finite."""
+    """Describe which logits of an output are not finite."""
     logits_BMV = probe.full(case.tokens)
     logits_V = logits_BMV[where["row"], where["output"] - len(case.tokens[0])]
     tokens = (~logits_V.isfinite()).nonzero().flatten().tolist()
@@ -139,25 +136,25 @@ def not_finite(probe: Probe, case: Case, where: dict[str, Any]) -> str:
 
 
 def _how(case: Case) -> str:
-    """Say what a short case does."""
+    """Describe the comparison of a shortened case."""
     if case.kind == "cache":
         return f" when they come in pieces of {listed(case.pieces, 12)}"
     if case.kind == "padding":
         after = f", then pieces of {listed(case.pieces, 12)}" if case.pieces else ""
         return f" with {case.columns - len(case.tokens[0]) + sum(case.pieces)} of padding on the {case.side}{after}"
     if case.kind == "truncation":
-        return f" where only {case.keep} stay"
+        return f" if only {case.keep} are kept"
     if case.kind == "batch":
         return f" in a batch of {len(case.tokens)}"
     return ""
 
 
 def truncation(audited: Audited) -> None:
-    """Compare f(x[:n]) with f(x)[:n] for every length that the model takes."""
+    """Compare f(x[:n]) with f(x)[:n] for every n that the model takes."""
     if audited.verdict("causality") == "violation":
         audited.skip("truncation", NO_LEAK)
         return
-    # A model may have outputs for its last tokens alone: then up to the longest sequence where all have one.
+    # A model may have outputs only for its last tokens: then try lengths at which every token has one.
     whole = [T for T in audited.lengths if audited.probe.full([[0] * T]).shape[1] == T]
     cases = []
     usual = [T for T in whole if audited.tokens >= T]
@@ -167,12 +164,12 @@ def truncation(audited: Audited) -> None:
         cases += [Case("truncation", (row,), keep=n, dtype=audited.dtype) for n in sorted(shorter)]
     done = f"{len(cases)} cuts of up to {whole[-1] if whole else 0} tokens"
     if len(whole) < len(audited.lengths):
-        done += "; of longer sequences only the last tokens have outputs"
+        done += "; in longer sequences only the last tokens have outputs"
     judge(audited, "truncation", cases, done)
 
 
 def cached(audited: Audited) -> None:
-    """Compare decoding with the full pass, token by token, then in pieces of several."""
+    """Compare decoding with a full pass, token by token and in pieces of several tokens."""
     names = ("cache, one token", "cache, several tokens")
     reason = audited.meaningless() or audited.probe.adapter.no_cache(audited.probe.model)
     if reason:
@@ -185,7 +182,7 @@ def cached(audited: Audited) -> None:
     several = [(half, 2), (half, 3, 2), (max(1, T // 3), 5, 3, 1, 8, 2), (half, 1, 4, 1, 3), (1, 2, 1, 5), (7,) * 5]
     several = [pieces for pieces in several if sum(pieces) <= longest]
     most = audited.probe.adapter.max_tokens(audited.probe.model)
-    for s in audited.sizes:  # across the borders of the model's own segments
+    for s in audited.sizes:  # cut across and beside the boundaries of the model's own segments
         singles.append((max(1, s - 2), 1, 1, 1, 1))
         several += [(max(1, s - 3), 5, 4), (s, 2), (s + 1, s, 3), (max(1, s - 1), 2, 2 * s)]
     for name, patterns in zip(names, (singles, several), strict=True):
@@ -197,7 +194,7 @@ def cached(audited: Audited) -> None:
 
 
 def padding(audited: Audited) -> None:
-    """Check padding left and right, with two tokens in it; then decoding after left padding."""
+    """Check padding on the left and on the right with several pad tokens, then decoding after left padding."""
     adapter, model = audited.probe.adapter, audited.probe.model
     reason = audited.meaningless() or adapter.no_padding(model)
     after = reason or adapter.no_cache(model)
@@ -232,7 +229,7 @@ def _padding_cases(audited: Audited, side: str, pieces: tuple[int, ...]) -> list
 
 
 def _without_positions(audited: Audited, cases: Sequence[Case]) -> str:
-    """Return, as text, how far logits move without position_ids; empty where they do not or the model takes none."""
+    """Return, as text, how far logits move without position_ids; empty if they don't or the model takes none."""
     adapter = audited.probe.adapter
     if "position_ids" not in adapter.passed(audited.probe.model):
         return ""
@@ -247,7 +244,7 @@ def _without_positions(audited: Audited, cases: Sequence[Case]) -> str:
 
 
 def batch(audited: Audited) -> None:
-    """Compare the rows of a batch with the rows alone, and in another order."""
+    """Compare the rows of a batch with each row alone, and with the rows in reverse order."""
     rows = audited.source.rows(audited.batch, audited.tokens)
     alone = Case("batch", rows, dtype=audited.dtype)
     cases = [alone, replace(alone, order=tuple(range(audited.batch))[::-1])]
@@ -255,7 +252,7 @@ def batch(audited: Audited) -> None:
 
 
 def listed(numbers: Sequence[Any], most: int = 8) -> str:
-    """Join as `1, 2, 3`; long lists with their middle left out."""
+    """Join as `1, 2, 3`, leaving out the middle of long lists."""
     words = [str(number) for number in numbers]
     if len(words) > most:
         words = [*words[: most - 2], "...", words[-1]]
@@ -263,14 +260,14 @@ def listed(numbers: Sequence[Any], most: int = 8) -> str:
 
 
 def size(number: float) -> str:
-    """Write a difference as text."""
+    """Format a difference."""
     return f"{number:.2g}" if number < float("inf") else "infinity or NaN"
 
 
 ENTRIES = 2**24
-"""Logits that one pass may make here."""
+"""Most logits of one forward pass here."""
 MOST_CUTS = 64
-"""Places in one length after which all tokens are changed."""
+"""Most positions n tried at one length."""
 
 
 class Leak(NamedTuple):
@@ -278,14 +275,13 @@ class Leak(NamedTuple):
 
     length: int
     size: float
-    """The largest change."""
     case: Case
 
 
 def causality(audited: Audited) -> None:
-    """Change all tokens from n on, for many n at every length; outputs before n must keep their bits.
+    """Change all tokens from n on, for many n at every length: outputs before n should keep their bits.
 
-    Where they don't, the change is compared with the band. Of a leak: which outputs change with which single token.
+    Changes within the band are a finding, beyond it a violation, which lists the outputs that each single token moves.
     """
     leaks, tried = list[Leak](), [T for T in audited.lengths if T >= 2]
     if not tried:
@@ -297,7 +293,7 @@ def causality(audited: Audited) -> None:
             found = _leak(audited, T, together=alone)
             broken = not audited.within(found.case, found.size)
             if broken and alone and not audited.failing(found.case):
-                alone = False  # the batch mixes its rows: one at a time from here on
+                alone = False  # rows influence each other: from here on one at a time
                 found = _leak(audited, T, together=False)
                 broken = not audited.within(found.case, found.size)
             worst = max(worst, found.size)
@@ -316,7 +312,7 @@ def causality(audited: Audited) -> None:
 
 
 def _leak(audited: Audited, length: int, together: bool) -> Leak:
-    """Return the largest change of an earlier output at one length, over all cuts."""
+    """Return the largest change of an earlier output at one length, over all positions n."""
     row = audited.source.row(length)
     changes = [row[:n] + audited.source.other(row[n:]) for n in cuts(length, audited.sizes)]
     size_BT = changed_outputs(audited.probe, row, changes, None if together else 1)
@@ -326,7 +322,7 @@ def _leak(audited: Audited, length: int, together: bool) -> Leak:
 
 
 def cuts(length: int, sizes: Sequence[int]) -> list[int]:
-    """Return places from which tokens are changed: all, or some, those beside the model's own sizes among them."""
+    """Return positions n: all of them, or for long inputs a sample that includes multiples of the model's sizes."""
     if length <= MOST_CUTS:
         return list(range(1, length))
     near = {k * s + d for s in sizes for k in range(1, length // s + 1) for d in (-1, 0, 1)}
@@ -338,9 +334,9 @@ def cuts(length: int, sizes: Sequence[int]) -> list[int]:
 def changed_outputs(
     probe: Probe, row: tuple[int, ...], changes: Sequence[tuple[int, ...]], at_once: int | None = None
 ) -> Tensor:
-    """Return `[changes, T]`: how far each change moves each output before its first changed token; 0 elsewhere.
+    """Return `[changes, T]`: how far each change moves each output before its first changed token, else 0.
 
-    Both passes have the same shape, of `at_once` rows (None: as many as fit): equal inputs would give equal bits.
+    Both passes read `at_once` rows (None: as many as fit), since only equal shapes give equal bits for equal inputs.
     """
     T, rows = len(row), len(changes)
     B = at_once or max(1, min(rows, ENTRIES // (T * max(1, probe.logits_seen))))
@@ -381,7 +377,7 @@ def _violation(audited: Audited, leaks: list[Leak], tried: Sequence[int]) -> Che
 
 
 def dependencies(audited: Audited, row: tuple[int, ...], other: tuple[int, ...]) -> list[tuple[int, int, float]]:
-    """Return `(output, later token, change)` of every pair that a change of one token alone shows, outputs rising."""
+    """Return `(output, later token, change)`, sorted, for every output that changes with a single later token."""
     T = len(row)
     places = range(1, T) if T <= 4 * MOST_CUTS else cuts(T, audited.sizes)
     changes = [(*row[:t], other[t], *row[t + 1 :]) for t in places]
@@ -391,7 +387,7 @@ def dependencies(audited: Audited, row: tuple[int, ...], other: tuple[int, ...])
 
 
 def _other(audited: Audited, row: tuple[int, ...], t_in: int, t_out: int) -> int:
-    """Return a token at `t_in` that changes the output."""
+    """Return a token that, put at `t_in`, changes output `t_out`."""
     for step in range(1, min(8, audited.source.vocab_size)):
         token = (row[t_in] + step) % audited.source.vocab_size
         changed = (*row[:t_in], token, *row[t_in + 1 :])
@@ -401,20 +397,20 @@ def _other(audited: Audited, row: tuple[int, ...], t_in: int, t_out: int) -> int
 
 
 BF16_BUDGET = 40
-"""Cases tried to shorten an input that is not finite in bfloat16."""
+"""Most cases tried while shrinking an input that isn't finite in bfloat16."""
 
 
 def bf16(make: Callable[[], Probe], source: Tokens, tokens: int, most: int | None, narrower: list[int]) -> Check:
-    """Check a long input in bfloat16: finite, not finite (a violation), or the model's error (a finding)."""
+    """Check a long input in bfloat16: logits that aren't finite are a violation, an error of the model a finding."""
     if not tokens:
         return Check("bf16", "not checked", "long is 0")
     length = tokens if most is None else min(tokens, most)
     try:
         probe = make()
     except Refused as error:
-        return Check("bf16", "finding", f"the model does not go to bfloat16: {error}")
+        return Check("bf16", "finding", f"the model can't be converted to bfloat16: {error}")
     refused = ""
-    for n in (length, *reversed(narrower)):  # a model may take some lengths alone
+    for n in (length, *reversed(narrower)):  # a model may take certain lengths only
         if n > length:
             continue
         case = Case("finite", (source.row(n),), dtype="bfloat16")

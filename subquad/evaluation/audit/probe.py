@@ -1,4 +1,4 @@
-"""A copy of the model in the arithmetic of the comparisons: how far rounding moves its logits, how its costs grow.
+"""A copy of the model in a given dtype: its calls, the effect of rounding on its logits, the growth of its costs.
 
 Shape letters: B batch, T tokens, M outputs, V vocabulary.
 """
@@ -26,22 +26,23 @@ from subquad.evaluation.audit.report import Check
 logger = logging.getLogger(__name__)
 
 REFUSALS = (ValueError, TypeError, RuntimeError, IndexError, KeyError, AttributeError, AssertionError, ArithmeticError)
-"""What a model may raise for an input that it does not take."""
+"""Exceptions by which a model may refuse an input."""
 MARGIN = 32
-"""The band, in roundings of every weight: activations are rounded too, in every layer and sum."""
+"""Width of the band, in roundings of every weight, since every layer and sum rounds its activations too."""
 STEP = 256
-"""Roundings by which weights are moved to see what one does: more than the pass itself makes, few enough that a router
-of experts seldom chooses others."""
+"""Size of a weight perturbation, in roundings: large against the rounding of the pass itself, small enough that an
+expert router seldom switches experts."""
 DRAWS = 5
+"""Perturbations, of which the median counts."""
 DTYPES = {"float64": torch.float64, "float32": torch.float32, "bfloat16": torch.bfloat16, "own": None}
 
 
-class Refused(Exception):  # noqa: N818 (not an error of the audit: the model does not take the input)
-    """The model raised for an input; the text is its own."""
+class Refused(Exception):  # noqa: N818 (not an error of the audit: the model refuses the input)
+    """The model raised an error for an input; the message is the model's."""
 
 
 class Probe:
-    """A model's copy in eval mode, in `dtype` (None: as it is), and the calls that the checks make."""
+    """A copy of a model in eval mode and `dtype` (None: its own), with the calls that the checks make."""
 
     def __init__(self, model: nn.Module, adapter: Adapter, dtype: torch.dtype | None) -> None:
         try:
@@ -58,10 +59,10 @@ class Probe:
         weights = [p.dtype for p in self.model.parameters() if p.is_floating_point()]
         self.dtype = weights[0] if weights else torch.get_default_dtype()
         self.logits_seen = 0
-        """Width V of the logits, once there were any."""
+        """Width V of the logits of the last call, 0 before the first."""
 
     def full(self, rows: Sequence[Sequence[int]] | Tensor, mask_BT: Tensor | None = None) -> Tensor:
-        """Return logits `[B, M, V]` of one pass, as the model returned them; `Refused` where it raises."""
+        """Return the logits `[B, M, V]` of one pass; `Refused` if the model raises."""
         tokens_BT = self.tensor(rows)
         mask_BT = None if mask_BT is None else mask_BT.to(self.device)
         with computing(self.device), refusing():
@@ -69,7 +70,7 @@ class Probe:
         return self.checked(logits_BMV, tokens_BT)
 
     def step(self, rows: Sequence[Sequence[int]] | Tensor, cache: Any, mask_BS: Tensor | None) -> tuple[Tensor, Any]:
-        """Return logits `[B, M, V]` of tokens after a cache, and the cache after; `Refused` where the model raises."""
+        """Continue from a cache; return logits `[B, M, V]` and the new cache; `Refused` if the model raises."""
         tokens_BT = self.tensor(rows)
         mask_BS = None if mask_BS is None else mask_BS.to(self.device)
         with computing(self.device), refusing():
@@ -77,11 +78,11 @@ class Probe:
         return self.checked(logits_BMV, tokens_BT), cache
 
     def tensor(self, rows: Sequence[Sequence[int]] | Tensor) -> Tensor:
-        """Return tokens `[B, T]` where the model is."""
+        """Return tokens `[B, T]` on the model's device."""
         return torch.as_tensor(rows, dtype=torch.int64, device=self.device)
 
     def checked(self, logits_BMV: Tensor, tokens_BT: Tensor) -> Tensor:
-        """Return the logits, where their shape fits; `Refused` where not."""
+        """Return the detached logits; `Refused` if their shape doesn't fit the tokens."""
         (B, T), (rows, outputs) = tokens_BT.shape, logits_BMV.shape[:2]
         if rows != B or outputs > T:
             raise Refused(f"the logits have shape {list(logits_BMV.shape)} for tokens {[B, T]}")
@@ -89,24 +90,24 @@ class Probe:
         return logits_BMV.detach()
 
     def narrowest(self, rows: Sequence[Sequence[int]]) -> torch.dtype:
-        """Return the floating dtype with the fewest digits that an operation of one pass returns."""
+        """Return the least precise floating dtype that any operation of a pass returns."""
         with _Dtypes() as seen:
             self.full(rows)
         return max(seen.dtypes, key=lambda dtype: torch.finfo(dtype).eps, default=self.dtype)
 
     def unit(self, narrowest: torch.dtype) -> float:
-        """Return one rounding in this dtype; on a GPU that multiplies float32 in fewer digits, of those."""
+        """Return one relative rounding; 2^-8 for float32 on a GPU whose matmuls may use TF32 or bfloat16."""
         fewer = self.device.type == "cuda" and torch.get_float32_matmul_precision() != "highest"
         eps = torch.finfo(narrowest).eps
         return max(eps, 2.0**-8) if fewer and narrowest == torch.float32 else eps
 
     def band(self, rows: Sequence[Sequence[int]], narrowest: torch.dtype, seed: int) -> tuple[float, float]:
-        """Return how far rounding alone may move a logit, and the largest logit.
+        """Return the band, how far rounding alone may move a logit, and the largest logit.
 
-        `MARGIN` times what one rounding of every weight does to the logit that it moves most: the weights are
-        multiplied by 1 + s d with random signs s and d = `STEP` roundings, and the largest change (the median over
-        `DRAWS` draws) is divided by `STEP`. At least `MARGIN` roundings of the largest logit. Where a logit is not
-        finite nothing can be measured, and the band is 0.
+        The band is `MARGIN` times the effect of one rounding of every weight on the logit that moves most. To measure
+        it, weights are multiplied by 1 + s d with random signs s and d = `STEP` roundings; the largest change (median
+        of `DRAWS` draws) is divided by `STEP`. The band is at least `MARGIN` roundings of the largest logit, and 0 if a
+        logit is not finite.
         """
         unit = self.unit(narrowest)
         before = wide(self.full(rows))
@@ -122,7 +123,7 @@ class Probe:
 
     @contextmanager
     def _perturbed(self, size: float, seed: int) -> Iterator[None]:
-        """Within the block every weight is off by this much of itself."""
+        """Perturb every weight by the relative `size`, with random signs, within the block."""
         weights = [p for p in self.model.parameters() if p.is_floating_point()]
         generator = torch.Generator().manual_seed(seed)
         kept = [p.detach().clone() for p in weights]
@@ -139,9 +140,9 @@ class Probe:
 
 
 def make_probe(model: nn.Module, adapter: Adapter, dtype: str, lengths: Sequence[int]) -> tuple[Probe, list[int]]:
-    """Return the probe in the widest dtype in which the model takes one of the lengths, and the lengths that it takes.
+    """Return a probe in the widest dtype in which the model takes one of `lengths`, and the lengths that it takes.
 
-    `ValueError` with the model's own error where it takes none.
+    Raises `ValueError` with the model's own error if it takes none.
     """
     tried: dict[str, str] = {}
     for name in ("float64", "float32", "own") if dtype == "auto" else (dtype,):
@@ -166,14 +167,14 @@ def make_probe(model: nn.Module, adapter: Adapter, dtype: str, lengths: Sequence
 
 @contextmanager
 def computing(device: torch.device) -> Iterator[None]:
-    """Compute within the block without gradients and without autocast."""
+    """Disable gradients and autocast within the block."""
     with torch.no_grad(), torch.autocast(device.type, enabled=False):
         yield
 
 
 @contextmanager
 def refusing() -> Iterator[None]:
-    """Raise `Refused` for what the model raises within the block."""
+    """Turn an exception of the model within the block into `Refused`."""
     try:
         yield
     except REFUSALS as error:
@@ -186,13 +187,13 @@ def wide(logits: Tensor) -> Tensor:
 
 
 def _text(error: BaseException) -> str:
-    """Return the first lines of an error, its type before them."""
+    """Return the type and the first 300 characters of an error."""
     text = " ".join(str(error).split())
     return f"{type(error).__name__}: {text[:300]}{'...' if len(text) > 300 else ''}"
 
 
 class _Dtypes(TorchDispatchMode):
-    """Notes the floating dtypes of what operations return."""
+    """Record the floating dtypes that operations return."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -207,25 +208,25 @@ class _Dtypes(TorchDispatchMode):
 
 
 LEVEL = 0.05
-"""Values that differ by less than this part are called level."""
+"""Largest relative difference between values that are reported as level."""
 
 
 class Tokens:
-    """Random tokens, or pieces of a text."""
+    """A source of random tokens, or of pieces of a text."""
 
     def __init__(self, vocab_size: int, seed: int, text: Sequence[int] | None) -> None:
         self.vocab_size = vocab_size
         self.generator = torch.Generator().manual_seed(seed)
         self.text = None if text is None else [int(token) for token in text]
         if self.text is not None and not self.text:
-            raise ValueError("text must hold at least one token, got none; leave it out for random tokens")
+            raise ValueError("text must hold at least one token, got none; omit it for random tokens")
         if self.text is not None and not all(0 <= token < vocab_size for token in self.text):
             raise ValueError(
                 f"text must hold tokens between 0 and {vocab_size - 1}, got {min(self.text)} to {max(self.text)}"
             )
 
     def row(self, length: int) -> tuple[int, ...]:
-        """Return one sequence; of a text from a random place on, and from its beginning again after its end."""
+        """Return one sequence; one of a text starts at a random place and wraps around at the end."""
         if self.text is not None:
             start = int(torch.randint(len(self.text), (), generator=self.generator))
             return tuple(self.text[(start + i) % len(self.text)] for i in range(length))
@@ -242,7 +243,7 @@ class Tokens:
 
 
 def growth(probe: Probe, source: Tokens, contexts: Sequence[int], repeats: int) -> list[Check]:
-    """Return findings about the cache, the time and the memory, of the model in its own dtype."""
+    """Return findings on the growth of cache, time and memory with the context."""
     most = probe.adapter.max_tokens(probe.model)
     room = [n for n in sorted(set(contexts)) if most is None or n + repeats + 2 <= most]
     names = ("state growth", "time growth", "memory growth")
@@ -271,7 +272,7 @@ def growth(probe: Probe, source: Tokens, contexts: Sequence[int], repeats: int) 
 
 
 def _step(probe: Probe, source: Tokens, rows: Sequence[Sequence[int]], repeats: int) -> tuple[int, float]:
-    """Return bytes of the cache after the rows, and the median seconds of the next tokens."""
+    """Return the bytes of the cache after `rows` and the median seconds of a next token."""
     cache = probe.step(rows, None, None)[1]
     nbytes = cache_bytes(cache, probe)
     seconds = []
@@ -310,13 +311,13 @@ def _finding(
 
 
 def _grows(values: dict[int, float], power: float) -> str:
-    """Say how the last values go on."""
+    """Describe the growth of values with the context: constant, level from some context on, or a power."""
     contexts = sorted(values)
     last = values[contexts[-1]]
     if all(value == last for value in values.values()):
         return "constant"
     level = contexts[-1]
-    for n in reversed(contexts):  # a window holds a token more or less where its border falls
+    for n in reversed(contexts):  # LEVEL allows for a window that holds a token more or less
         if abs(values[n] - last) > LEVEL * last:
             break
         level = n
@@ -324,7 +325,7 @@ def _grows(values: dict[int, float], power: float) -> str:
 
 
 def exponent(values: dict[int, float]) -> float:
-    """Return the slope of log(value) over log(tokens), by least squares; 0 where a value is 0."""
+    """Return the least-squares slope of log(value) over log(tokens); 0 if a value is 0."""
     if min(values.values()) <= 0:
         return 0.0
     xs, ys = [math.log(n) for n in values], [math.log(value) for value in values.values()]
@@ -333,14 +334,14 @@ def exponent(values: dict[int, float]) -> float:
 
 
 def cache_bytes(cache: Any, probe: Probe) -> int:
-    """Return bytes of all tensors in a cache, each storage once, the model's own left out."""
+    """Return the bytes of a cache's storages, each counted once, excluding the model's parameters and buffers."""
     own = {t.untyped_storage().data_ptr() for t in (*probe.model.parameters(), *probe.model.buffers())}
     storages = {t.untyped_storage().data_ptr(): t.untyped_storage().nbytes() for t in tensors_in(cache)}
     return sum(nbytes for pointer, nbytes in storages.items() if pointer not in own)
 
 
 def largest_tensor(f: Callable[[], object], device: torch.device) -> int:
-    """Return bytes of the largest tensor that `f` makes, inside custom operations too."""
+    """Return the bytes of the largest tensor that `f` allocates, also within custom operations."""
     cuda = device.type == "cuda"
     kinds = [ProfilerActivity.CPU, *([ProfilerActivity.CUDA] if cuda else [])]
     with profile(activities=kinds, profile_memory=True) as record:

@@ -1,4 +1,4 @@
-"""What an audit found."""
+"""The report of an audit: a table, JSON, and failing inputs to replay."""
 
 from __future__ import annotations
 
@@ -23,19 +23,19 @@ CHECKS: dict[str, str] = {
     "repeatable": "the same call twice gives the same logits",
     "lengths": "which lengths the model takes",
     "causality": "no output changes with a later token, at the same length",
-    "truncation": "leaving later tokens out changes no output",
-    "cache, one token": "decoding one token at a time gives the logits of the full pass",
-    "cache, several tokens": "so does going on with several tokens at once, after one or several",
-    "padding left": "padding before the tokens, and what stands in it, changes no real token",
-    "padding right": "the same for padding after them",
+    "truncation": "leaving out later tokens changes no output",
+    "cache, one token": "decoding one token at a time gives the logits of a full pass",
+    "cache, several tokens": "decoding several tokens at a time gives the logits of a full pass",
+    "padding left": "padding before the tokens, with any pad token, changes no output of a real token",
+    "padding right": "padding after the tokens, with any pad token, changes no output of a real token",
     "padding left, then cache": "decoding after left padding gives the logits without padding",
-    "batch": "a sequence in a batch, and in another place of it, has the logits that it has alone",
-    "state growth": "bytes of the cache against the context",
-    "time growth": "time of a token against the context",
-    "memory growth": "the largest tensor of a full pass against its length",
+    "batch": "a sequence has the same logits alone and at any place in a batch",
+    "state growth": "bytes of the cache by context length",
+    "time growth": "time per token by context length",
+    "memory growth": "largest tensor of a full pass by its length",
     "bf16": "the logits of a long input are finite in bfloat16",
 }
-"""Every check and what it asks, in the order of the report."""
+"""Every check and the promise it tests, in the order of the report."""
 
 
 @dataclass(frozen=True)
@@ -43,39 +43,39 @@ class Check:
     """One line of a report."""
 
     name: str
-    """One of `CHECKS`."""
+    """A key of `CHECKS`."""
     verdict: Verdict
-    """violation: a fault. finding: worth knowing, no fault. not checked: `detail` says why."""
+    """violation: a fault. finding: worth knowing, not a fault. not checked: `detail` says why."""
     detail: str
-    """What was done and seen, in a sentence."""
+    """A sentence on what was done and seen."""
     worst: float | None = None
-    """The largest difference of two logits that should be equal; None where none were compared."""
+    """The largest difference between logits that should be equal; None if none were compared."""
     where: dict[str, Any] = field(default_factory=dict)
     """Positions, lengths and sizes, by name."""
     failing: dict[str, Any] | None = None
-    """The shortest failing input that was found, for `replay`; None where nothing failed."""
+    """The shortest failing input found, for `replay`; None if nothing failed."""
 
 
 @dataclass(frozen=True)
 class AuditReport:
-    """The findings of `audit`: a table by `str`, JSON by `to_json`."""
+    """The result of `audit`: `str` gives a table, `to_json` JSON."""
 
     model: str
-    """The model's class and its parameters."""
+    """The model's class and number of parameters."""
     settings: dict[str, Any]
     """The `AuditConfig`."""
     arithmetic: dict[str, Any]
-    """`weights` and `narrowest` dtype of the comparisons, `scale` of the logits, and the `band` of rounding: what
-    differs by more is a fault. `float32` holds, where some checks fail in float64 alone, their names (`alone`), the
-    `checks` that were made in float32 for that, and their `band`."""
+    """`weights` and `narrowest` dtype of the comparisons, `scale` of the logits, and the rounding `band` (a larger
+    difference is a fault). `float32` is present if checks fail only in float64: their names (`alone`), the `checks`
+    whose float32 results are reported instead, and the `band` of these."""
     checks: tuple[Check, ...]
     """In the order of `CHECKS`."""
     versions: dict[str, str] = field(default_factory=dict)
-    """Of the packages and of Python."""
+    """Versions of packages and of Python."""
 
     @property
     def passed(self) -> bool:
-        """Whether no check found a violation."""
+        """Return whether no check found a violation."""
         return not self.violations
 
     @property
@@ -84,27 +84,27 @@ class AuditReport:
         return tuple(check for check in self.checks if check.verdict == "violation")
 
     def check(self, name: str) -> Check:
-        """Return the line of this name; `ValueError` names the valid ones."""
+        """Return the check of this name; `ValueError` lists the valid names."""
         for check in self.checks:
             if check.name == name:
                 return check
         raise ValueError(f"there is no check {name!r}; valid: {', '.join(CHECKS)}")
 
     def to_dict(self) -> dict[str, Any]:
-        """Return plain values, as JSON has them: what is not finite is text."""
+        """Return plain values for JSON; numbers that aren't finite become strings."""
         return {"format": FORMAT, "version": FORMAT_VERSION, "passed": self.passed, **_plain(asdict(self))}
 
     def to_json(self) -> str:
-        """Return one JSON object, which `from_dict` and `replay` read."""
+        """Return one JSON object, which `load` reads."""
         return json.dumps(self.to_dict(), indent=2, allow_nan=False) + "\n"
 
     @classmethod
     def from_dict(cls, values: Mapping[str, Any]) -> AuditReport:
-        """Read what `to_dict` wrote. `ValueError` for anything else, and for another version of the format."""
+        """Read the output of `to_dict`. `ValueError` for anything else, or for another version of the format."""
         if not isinstance(values, Mapping):
             raise ValueError(f"a report of an audit must be an object, got {type(values).__name__}")
         if values.get("format") != FORMAT:
-            raise ValueError(f"this is no report of an audit: its format is {values.get('format')!r}, not {FORMAT!r}")
+            raise ValueError(f"not a report of an audit: its format is {values.get('format')!r}, not {FORMAT!r}")
         if values.get("version") != FORMAT_VERSION:
             raise ValueError(f"the report has version {values.get('version')!r}; this release reads {FORMAT_VERSION}")
         check_keys(values, _KINDS, "the report")
@@ -132,7 +132,7 @@ class AuditReport:
 
     @classmethod
     def load(cls, path: str | Path) -> AuditReport:
-        """Read a file that holds `to_json`; raises as `from_dict`."""
+        """Read a file that holds the output of `to_json`; raises as `from_dict` does."""
         values = read_json(path)
         if not isinstance(values, dict):
             raise ValueError(f"{path} must hold one JSON object, got {type(values).__name__}")
@@ -142,20 +142,20 @@ class AuditReport:
             raise ValueError(f"{path}: {error}") from error
 
     def title(self) -> str:
-        """Return the model, and how its outputs were compared."""
+        """Return a line with the model and the arithmetic of the comparisons."""
         found, other = self.arithmetic, self.arithmetic.get("float32")
         return (
             f"{self.model}: weights in {found['weights']}, narrowest arithmetic {found['narrowest']}, logits up to "
             f"{found['scale']:.3g}, rounding band {found['band']:.2g}"
             + (f" (in float32, band {other['band']:.2g}: {'; '.join(other['checks'])}" if other else "")
-            + (f", since in float64 alone fails: {'; '.join(other['alone'])})" if other else "")
+            + (f", because these fail only in float64: {'; '.join(other['alone'])})" if other else "")
         )
 
     def conclusion(self) -> str:
-        """Return one line: whether it passed, how many findings are no faults, and what failed."""
+        """Return a line that says whether the audit passed, with the number of findings or the names of violations."""
         if self.passed:
             count = sum(check.verdict == "finding" for check in self.checks)
-            noted = f" ({count} finding{'' if count == 1 else 's'}: worth knowing, no fault)" if count else ""
+            noted = f" ({count} finding{'' if count == 1 else 's'}: worth knowing, not a fault)" if count else ""
             return f"passed: no violation{noted}"
         return f"failed: {'; '.join(check.name for check in self.violations)}"
 
@@ -169,18 +169,18 @@ class AuditReport:
 
 @dataclass(frozen=True)
 class Replayed:
-    """One failing input, tried again."""
+    """The result of trying a failing input again."""
 
     name: str
-    """The check."""
+    """Name of the check."""
     size: float
-    """The largest difference now; infinite where a logit is not finite."""
+    """The largest difference now; infinite if a logit is not finite."""
     band: float
-    """What differs by more is a fault: the band of the report."""
+    """The report's band, beyond which a difference is a fault."""
 
     @property
     def fails(self) -> bool:
-        """Whether the fault is still there."""
+        """Return whether the fault is still there."""
         return not self.size <= self.band
 
 
@@ -197,5 +197,5 @@ def _number(value: Any) -> float | None:
 
 
 def shown(worst: float | None) -> str:
-    """Return a difference as text."""
+    """Format a difference; empty for None."""
     return "" if worst is None else "0" if worst == 0 else f"{worst:.1e}"

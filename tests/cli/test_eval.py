@@ -1,0 +1,142 @@
+"""`subquad eval` on texts, and with `--tasks` on tasks of lm-evaluation-harness."""
+
+import json
+import shutil
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+import yaml
+from transformers import GPT2Config, GPT2LMHeadModel, PreTrainedTokenizerFast
+
+from subquad.cli import main
+from subquad.data.vocabularies import SEPARATOR, train_bpe
+from subquad.hf.encoders import SubquadClassifierConfig
+from tests.cli.folders import save_model
+
+
+def measured(printed, folder, *arguments):
+    """What eval prints, and the numbers that it writes."""
+    file = Path(folder) / "measured.json"
+    out = printed("eval", folder, *arguments, "--json", file)
+    return out, json.loads(file.read_text())
+
+
+# --- texts
+
+
+def test_eval_repeats_the_evaluation_of_a_run_and_of_its_checkpoint(trained, printed):
+    before = json.loads((trained / "evaluation.json").read_text())
+    out, found = measured(printed, trained)
+    assert {**found, "seconds": 0} == {**before, "seconds": 0}
+    assert "tokens of context" in out
+    assert "16 to 31" in out
+    assert measured(printed, trained / "checkpoints" / "checkpoint-3")[1]["loss"] == before["loss"]
+
+
+def test_eval_reads_the_whole_of_another_text(trained, tmp_path, printed):
+    (tmp_path / "other.txt").write_text("another text, é\n" * 9, encoding="utf-8")
+    text = ["--data", tmp_path / "other.txt", "--data.cache", tmp_path, "--length", "16"]
+    found = measured(printed, trained, *text, "--stride", "4")[1]
+    assert (found["text_bytes"], found["words"], found["tokens"]) == (17 * 9, 27, 17 * 9 - 1)
+    assert (found["length"], found["stride"]) == (16, 4)
+    found = measured(printed, trained, *text, "--windows", "2")[1]
+    assert (found["tokens"], found["text_bytes"]) == (32, 33)
+
+
+def test_eval_says_that_a_text_has_crlf_line_ends(trained, tmp_path, caplog, printed):
+    text = "def main():\n    return 0\n" * 60
+    for name, ends in (("unix", "\n"), ("dos", "\r\n")):
+        (tmp_path / name).write_bytes(text.replace("\n", ends).encode())
+        for _ in range(2):  # the second time its tokens come from the cache
+            caplog.clear()
+            printed("eval", trained, "--data", tmp_path / name, "--data.cache", tmp_path, "--windows", "1")
+            assert ("has CRLF line ends (120 carriage returns)" in caplog.text) == (name == "dos")
+
+
+def test_eval_needs_a_text_in_the_models_tokens(trained, tmp_path, capsys, refused):
+    folder = tmp_path / "changed"
+    folder.mkdir()
+    for name in ("config.json", "model.safetensors", "tokenizer.json"):
+        shutil.copy(trained / name, folder)
+    message = refused("eval", folder)
+    assert f"{folder} has no config.yaml that names its text; give a text by --data.path" in message
+    settings = yaml.safe_load((trained / "config.yaml").read_text())
+    settings["data"] |= {"tokenizer": "bpe", "vocab_size": 260}
+    (folder / "config.yaml").write_text(yaml.safe_dump(settings))
+    assert main(["eval", str(folder)]) == 1
+    assert "it gives another tokenizer; give a text by --data.path" in capsys.readouterr().err
+
+
+# --- tasks
+
+PATH = ["--task_path", str(Path(__file__).parents[1] / "evaluation" / "tasks")]
+OURS = ["--tasks", "local_texts,local_choices", *PATH, "--length", "64"]
+
+
+@pytest.fixture(scope="module")
+def folders(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("models")
+    shape = {"tokenizer": "bytes", "position": "sinusoidal"}
+    save_model(folder / "ours", attention="linear", **shape)
+    options = {"perceiver_ar": {"latents": 5, "history": "self", "history_tokens": 6}}
+    save_model(folder / "ar", attention="perceiver_ar", options=options, **shape)
+    bpe = train_bpe(["the ferry left at noon and the fog hid it"] * 2, 280)
+    tokenizer = PreTrainedTokenizerFast(tokenizer_object=bpe, bos_token=SEPARATOR, eos_token=SEPARATOR)
+    sizes = {"n_embd": 16, "n_layer": 1, "n_head": 2, "bos_token_id": 0, "eos_token_id": 0}
+    torch.manual_seed(0)
+    GPT2LMHeadModel(GPT2Config(vocab_size=300, n_positions=128, **sizes)).save_pretrained(folder / "gpt2")
+    tokenizer.save_pretrained(folder / "gpt2")
+    (folder / "classifier").mkdir()
+    (folder / "classifier" / "config.json").write_text(json.dumps({"model_type": SubquadClassifierConfig.model_type}))
+    return folder
+
+
+@pytest.fixture
+def _own_cache(tmp_path, monkeypatch):
+    monkeypatch.setattr("datasets.config.HF_DATASETS_CACHE", tmp_path / "datasets")
+
+
+@pytest.mark.usefixtures("_own_cache")
+def test_tasks_are_measured_in_the_models_window(folders, printed):
+    options = ["--limit", "2", "--num_fewshot", "1", "--batch_size", "3", "--device", "cpu"]
+    out, found = measured(printed, folders / "ours", *OURS, *options)
+    assert found["samples"]["local_texts"] == {"original": 4, "effective": 2}
+    assert found["samples"]["local_choices"] == {"original": 5, "effective": 2}
+    assert found["num_fewshot"]["local_choices"] == 1
+    assert (found["config"]["batch_size"], found["config"]["length"]) == (3, 64)
+    assert f"{found['results']['local_texts']['bits_per_byte,none']:.4f}" in out
+    assert out.startswith("|")  # nothing else is printed before the table
+    assert "local_choices" in out
+    assert "4 examples, 8 requests in" in out
+    assert "in a window of 64 tokens; truncated requests: 6" in out
+    _, found = measured(printed, folders / "gpt2", *OURS[:4])
+    assert (found["config"]["model"], found["config"]["length"]) == ("GPT2LMHeadModel", 128)
+    assert (found["config"]["prefix_token"], found["cut"]) == (0, 0)
+    out = printed("eval", folders / "ours", "--tasks", "local_words", *PATH, "--limit", "1")
+    assert "in a window of 1,024 tokens" in out  # the default without a training configuration
+
+
+@pytest.mark.parametrize(("folder", "arguments", "message"), [
+    ("ours", ["--limit", "3"], "--limit is for tasks: name them with --tasks"),
+    ("ours", ["--prefix_token", "0"], "--prefix_token is for tasks: name them with --tasks"),
+    ("ours", [*OURS, "--stride", "3"], "--stride is for a text and can't be combined with --tasks"),
+    ("ours", [*OURS, "--data", "x.txt"], "--data.path is for a text and can't be combined with --tasks"),
+    ("ours", ["--tasks", " ,"], "--tasks must name at least one task, such as a,b,c, got ' ,'"),
+    ("ours", [*OURS, "--limit", "0"], "limit must be at least 1, got 0"),
+    ("ours", [*OURS, "--task_path", "nowhere"], "task_path must be a folder with YAML files of tasks"),
+    ("ar", OURS, "perceiver_ar predicts only the last 5 tokens; `subquad eval` without --tasks measures it"),
+    ("gpt2", [*OURS, "--length", "129"], "length must be at most 128, the model's number of positions, got 129"),
+    ("classifier", OURS, "holds a classifier: --tasks is for language models; leave it out"),
+    ("nowhere", OURS, "there is no folder"),
+])  # fmt: skip
+def test_wrong_arguments_are_refused_before_the_model_is_asked(folders, refused, folder, arguments, message):
+    assert message in refused("eval", folders / folder, *arguments)
+
+
+def test_without_the_extra_the_command_says_what_to_install(folders, capsys, monkeypatch):
+    monkeypatch.setitem(sys.modules, "lm_eval.evaluator", None)
+    monkeypatch.delitem(sys.modules, "subquad.evaluation.harness", raising=False)
+    assert main(["eval", str(folders / "ours"), *OURS]) == 1
+    assert "not installed: pip install subquad[eval]" in capsys.readouterr().err

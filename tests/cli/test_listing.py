@@ -1,0 +1,66 @@
+"""`subquad list`: mechanisms, options, recipes and laws."""
+
+import re
+
+import pytest
+
+from subquad import attention
+from subquad.cli.listing import WIDTH, options
+from subquad.models.stacks import STACKS
+from subquad.recipes import recipes
+
+NAMES = [*attention.names(), *STACKS]
+
+
+@pytest.mark.parametrize("arguments", [[], ["perceiver_ar"], ["--recipes"]], ids=str)
+def test_lists_keep_to_the_columns_that_are_asked_for(printed, monkeypatch, arguments):
+    monkeypatch.setenv("COLUMNS", "70")
+    assert max(map(len, printed("list", *arguments).splitlines())) <= 70
+
+
+def test_every_option_is_listed_with_type_default_and_help(printed):
+    for name in NAMES:
+        out = printed("list", name)
+        assert max(map(len, out.splitlines())) <= WIDTH
+        for option in options(STACKS[name].options if name in STACKS else attention.mechanism(name).Config):
+            assert option.help, f"{name}.{option.name} has no docstring"
+            row = rf"^ {option.name} +{re.escape(option.type)} +{re.escape(option.default)} "
+            assert re.search(row, out, re.MULTILINE)
+            assert option.help[:20] in out
+        assert name not in STACKS or STACKS[name].paper in out
+
+
+def test_the_list_has_mechanisms_with_papers_and_recipes(printed):
+    out, only = printed("list"), printed("list", "--recipes")
+    assert all(f" {attention.mechanism(name).paper} " in out for name in attention.names())
+    assert all(name in out and name in only for name in recipes())
+    assert "arXiv" not in only
+
+
+def test_the_markdown_list_is_a_row_a_mechanism(printed):
+    lines = printed("list", "--markdown").splitlines()
+    rows = [line for line in lines if line.startswith("| `")]
+    assert [line.split("|")[1].strip() for line in rows] == [f"`{name}`" for name in NAMES]
+    assert len({line.count("|") for line in lines[:2] + rows}) == 1
+    assert lines[-1].startswith("*state: of one layer")
+
+
+def test_an_unknown_name_is_answered_with_the_valid_ones(refused):
+    assert "unknown attention 'perciever'; did you mean 'perceiver'? valid: bigbird" in refused("list", "perciever")
+
+
+def test_the_laws_are_a_row_a_form_with_the_reasons_below(printed):
+    out = printed("list", "--laws")
+    cells = [line.split() for line in out.splitlines()]
+    assert ["latte", "causal", *["yes"] * 15] in cells
+    assert ["latte", "bidirectional", "yes", "yes", "-", "-", "-", "yes", "yes", "yes", "-", *["yes"] * 6] in cells
+    assert ["shifted", "wrap=True", "yes", "yes", "-", "-", "-", "yes", "-", "-", "-", *["yes"] * 5, "-"] in cells
+    for text in (
+        "laws 3, 4, 5, 9: wrap=True leaks the last tokens",
+        "bidirectional, law 15: bidirectional: each sequence hands on a memory of its own",
+        "bidirectional, law 9: bidirectional: a token sees later ones",
+        "stacks, law 1: a stack of layers",
+        *attention.LAWS.values(),
+        *(f" {name} " for name in NAMES),
+    ):
+        assert text in out

@@ -1,0 +1,152 @@
+"""`subquad train`: files, tables, samples, interruptions and failures of a whole run."""
+
+import json
+import re
+from types import SimpleNamespace
+
+import pytest
+import torch
+import yaml
+from safetensors.torch import load_file
+
+from subquad.cli import main
+from subquad.cli.finishing import _write_samples
+from subquad.data import TokenSet, load_tokenizer
+from subquad.data.token_set import held_out_names
+from subquad.models.build import build_model
+from subquad.training import TrainConfig, loop
+
+
+def test_train_writes_all_that_it_reports(trained):
+    report, evaluation = (json.loads((trained / f"{name}.json").read_text()) for name in ("report", "evaluation"))
+    assert report["bits_per_byte"] == evaluation["bits_per_byte"]
+    assert 0 < report["gzip_bits_per_byte"] < 8
+    assert evaluation["text_bytes"] == evaluation["tokens"] + 1  # bytes are the tokens
+    samples = (trained / "samples.txt").read_text()
+    assert samples.count("--- ") == samples.count("import ") == 3
+    for name in ("config.yaml", "metrics.jsonl", "model.safetensors", "tokenizer.json"):
+        assert (trained / name).stat().st_size > 0
+
+
+@pytest.mark.draws
+def test_the_folder_of_a_run_repeats_it_with_tables_and_curves(trained, tmp_path, printed):
+    out = printed("train", "--config", trained / "config.yaml", "--run.folder", tmp_path)
+    for part in ("gzip -9", "xz -9e", "bits per byte", "state after 100,000 tokens", "tokens/s", "whitespace word"):
+        assert part in out
+    assert "--- greedy\nimport " in out
+    assert (tmp_path / "curves.png").stat().st_size > 0
+    one, two = (load_file(folder / "model.safetensors") for folder in (trained, tmp_path))
+    assert all(one[name].equal(two[name]) for name in one)
+
+
+@pytest.mark.parametrize(("model", "prompt", "count", "reason"), [
+    ({"position": "learned", "max_positions": 50, "attention": "full"}, "import ", 44, "the model has 50 positions"),
+    ({"position": "learned", "max_positions": 9, "attention": "full"}, "a long prompt", 1, "the model has 9 positions"),
+    ({"attention": "perceiver_ar", "options": {"perceiver_ar": {"latents": 6, "decode": "frozen"}}}, "import ", 3,
+     "decode=frozen has no latents for more"),
+])  # fmt: skip
+def test_samples_end_where_positions_and_latents_do(tmp_path, caplog, model, prompt, count, reason):
+    shape = {"vocab_size": 256, "dim": 8, "num_layers": 1, "num_heads": 1}
+    run = {"prompt": prompt, "sample_tokens": 60}
+    config = TrainConfig.from_dict({"model": shape | model, "batch": {"length": 8}, "run": run})
+    decoder = build_model(config.model).eval()
+    _write_samples(
+        SimpleNamespace(config=config, model=SimpleNamespace(model=decoder), folder=tmp_path), load_tokenizer("bytes")
+    )
+    assert f"samples are cut to {count} tokens: {reason}" in caplog.text
+    assert (tmp_path / "samples.txt").read_text().count("--- ") == 3
+
+
+def test_a_finished_run_is_reported_again_with_its_speed(trained):
+    before = json.loads((trained / "report.json").read_text())
+    assert main(["train", "--config", str(trained / "config.yaml")]) == 0
+    after = json.loads((trained / "report.json").read_text())
+    assert after["train_tokens_per_second"] > 0
+    assert after["bits_per_byte"] == before["bits_per_byte"]
+
+
+def test_an_interrupted_run_says_how_to_resume(tiny, tmp_path, capsys, refused, monkeypatch):
+    folder = tmp_path / "stopped run"
+    with monkeypatch.context() as stopped:
+        stopped.setattr(loop.StopSignal, "__enter__", lambda self: setattr(self, "received", True) or self)
+        assert main(["train", "--config", str(tiny), "--run.folder", str(folder)]) == 130
+    said = f"stopped after step 1 of 3; resume with:\n  subquad train --config '{folder}/config.yaml'"
+    assert said in capsys.readouterr().err
+    assert "its training has not ended" in refused("generate", folder, "--prompt", "x")
+    assert main(["train", "--config", str(folder / "config.yaml")]) == 0
+    assert json.loads((folder / "report.json").read_text())["steps"] == 3
+
+
+def failed(capsys, *arguments):
+    """The last line of a command that ends with status 1."""
+    assert main(["train", *map(str, arguments)]) == 1
+    err = capsys.readouterr().err
+    assert ("Traceback" in err) == ("--debug" in arguments)
+    return err.splitlines()[-1]
+
+
+@pytest.mark.parametrize("debug", [[], ["--debug"]])
+@pytest.mark.parametrize(("content", "match"), [
+    (b"", "is empty: there is no text to read"),
+    (b"text\0more", "is not text: it has a NUL at byte 4"),
+    (b"text\xff", "is not text: byte 4 is 0xff, which is not valid UTF-8"),
+])  # fmt: skip
+def test_bad_text_is_a_failure_of_one_line(capsys, tmp_path, content, match, debug):
+    bad = tmp_path / "bad.txt"
+    bad.write_bytes(content)
+    folders = ["--data.cache", tmp_path, "--run.folder", tmp_path / "run"]
+    assert failed(capsys, "--data.path", bad, *folders, *debug).startswith(f"error: {bad} {match}")
+
+
+def test_a_loss_that_is_not_finite_is_a_failure_of_one_line(capsys, tiny, tmp_path):
+    options = ["--optimizer.lr", "1e30", "--run.steps", "9", "--run.folder", tmp_path / "diverged"]
+    assert re.match(
+        r"error: the (loss|gradient norm) is (nan|inf) at step \d", failed(capsys, "--config", tiny, *options)
+    )
+
+
+def test_a_run_on_shards_is_measured_with_its_boundaries(tiny, tmp_path, printed):
+    texts = tmp_path / "texts"
+    texts.mkdir()
+    for n in range(6):
+        (texts / f"{n}.txt").write_text(f"document {n} " * (n + 1))
+    printed("data", "tokens", texts, "--out", tmp_path / "out", "--shard_tokens", "100")
+    data = {"path": str(tmp_path / "out"), "pack": "documents", "held_out": 0.5, "cache": str(tmp_path / "cache")}
+    values = yaml.safe_load(tiny.read_text()) | {"data": data}
+    (tmp_path / "shards.yaml").write_text(yaml.safe_dump(values))
+    run, found = tmp_path / "run", {}
+    out = printed("train", "--config", tmp_path / "shards.yaml", "--run.folder", run, "--run.eval_every", "0")
+    assert "No report.json: token shards don't keep the text" in " ".join(out.split())
+    assert not (run / "report.json").exists()
+    for documents in ("null", "false"):
+        printed("eval", run, "--documents", documents, "--json", tmp_path / "result.json")
+        found[documents] = json.loads((tmp_path / "result.json").read_text())
+    before = json.loads((run / "evaluation.json").read_text())
+    assert before["loss"] == found["null"]["loss"] != found["false"]["loss"]
+    entries = TokenSet(tmp_path / "out").entries
+    held_out = [entry for entry in entries if entry.name in held_out_names(entries, 0.5)]
+    tokens, documents = (sum(getattr(entry, what) for entry in held_out) for what in ("tokens", "documents"))
+    assert documents > 1
+    assert (found["null"]["tokens"], found["false"]["tokens"]) == (tokens - documents, tokens - 1)
+
+
+def test_the_command_keeps_freed_memory_and_the_number_of_threads(tmp_path, monkeypatch, printed):
+    from subquad import memory
+    from subquad.cli import threads
+
+    kept = []
+    monkeypatch.setattr(memory, "keep_freed_memory", lambda: kept.append(True))
+    monkeypatch.setattr(threads, "free_threads", lambda: 1)
+    monkeypatch.setattr(torch, "get_num_threads", lambda: 1)
+    config = {
+        "task": "probe",
+        "model": {"dim": 8, "num_layers": 1, "num_heads": 1, "attention": "linear", "position": "none"},
+        "probe": {"name": "copy", "symbols": 4, "examples": 8, "held_out": 2},
+        "batch": {"length": 10, "size": 2},
+        "schedule": {"warmup": 0},
+        "run": {"steps": 1, "device": "cpu", "folder": str(tmp_path / "run")},
+    }
+    (tmp_path / "run.yaml").write_text(yaml.safe_dump(config))
+    printed("train", "--config", tmp_path / "run.yaml")
+    assert kept == [True]
+    assert TrainConfig.from_file(tmp_path / "run" / "config.yaml").run.threads == 1
