@@ -150,7 +150,7 @@ CLASSIFY = ["train", "--task", "classify"]
     (["generate", "run"], "give one of --prompt TEXT"),
     (["generate", "nowhere", "--prompt", "x"], "there is no folder nowhere; give the folder of a run"),
     (["generate", "nowhere", "--prompt", "x", "--top_k", "0"], "top_k must be at least 1, got 0"),
-    (["generate", "run", "--prompt", "x", "--temprature=1"], "unknown option 'temprature'; did you mean 'temperature'?"),
+    (["generate", "run", "--prompt", "x", "--temprature=1"], "unknown option 'temprature'; did you mean 'temperature"),
     (["generate", "run", "--prompt", "x", "--max_token", "3"], "unknown option 'max_token'"),  # no abbreviations
     (["cost", "--attention", "lp"], "unknown attention 'lp'; did you mean 'llp'?"),
     (["cost", "--tokens", "1", "a"], "tokens element 2: Expected a int. Got value: a\n"),

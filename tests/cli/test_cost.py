@@ -247,7 +247,9 @@ def test_numbers_have_three_digits_and_a_unit():
 
 DOCS = Path(__file__).resolve().parents[2] / "docs"
 PAGE = (DOCS / "costs.md").read_text(encoding="utf-8")
-WRITTEN = re.compile(r"<!-- \w+: written by `(subquad cost|python -m experiments\.llp_table6) (.*?)` -->\n\n(.*?)\n\n<!--", re.S)
+WRITTEN = re.compile(
+    r"<!-- \w+: written by `(subquad cost|python -m experiments\.llp_table6) (.*?)` -->\n\n(.*?)\n\n<!--", re.S
+)
 TABLES = {program: (options.split(), table) for program, options, table in WRITTEN.findall(PAGE)}
 
 

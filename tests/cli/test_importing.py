@@ -108,7 +108,9 @@ def test_models_that_cannot_be_converted_are_refused(llama, tmp_path, refused):
 
     assert "holds a model of type 'llama'; it must be 'subquad'" in message("export", llama)
     assert "there is no folder" in message("export", tmp_path / "nowhere")
-    assert "a tokenizer 'bpe' is made of a text" in message("import", llama, "--tokenizer", "bpe")
+    assert "the tokenizer 'bpe' has to be trained first; valid here: bytes or a tokenizer" in message(
+        "import", llama, "--tokenizer", "bpe"
+    )
     assert "there is no folder nowhere, and the hub gives no" in message("import", "nowhere")
     damaged = tmp_path / "damaged"
     shutil.copytree(llama, damaged)

@@ -66,7 +66,7 @@ def test_list_shows_each_adapter_once_and_whether_it_fits(runs, printed, tmp_pat
     assert (two["alpha"], two["kind"]) == (3, "rsDoRA")
     assert two["layers"] == [f"model.layers.{i}.attention.query" for i in range(2)]
     assert two["parameters"] == 2 * (4 * (16 + 16) + 16)  # DoRA: a size for each row
-    assert (lost["fits"], lost["base_parameters"]) == ("no: the base is not there", None)
+    assert (lost["fits"], lost["base_parameters"]) == ("no: the base is missing", None)
     table = printed("lora", "list", runs / "one", "--markdown")
     assert table.startswith("*1 adapter*\n\n| adapter | base |")
 
@@ -74,8 +74,8 @@ def test_list_shows_each_adapter_once_and_whether_it_fits(runs, printed, tmp_pat
 @pytest.mark.parametrize(("name", "content", "fits"), [
     ("adapter_model.safetensors", None, "no adapter_model.safetensors"),
     ("adapter_model.safetensors", "x", "adapter_model.safetensors is damaged"),
-    ("base.json", "[]", "not known: base.json is damaged"),
-    ("base.json", None, "not known: no base.json"),
+    ("base.json", "[]", "unknown: base.json is damaged"),
+    ("base.json", None, "unknown: no base.json"),
 ])  # fmt: skip
 def test_list_names_what_is_damaged(runs, printed, tmp_path, name, content, fits):
     shutil.copytree(runs / "one", tmp_path / "one")
@@ -92,7 +92,7 @@ def test_list_refuses_what_it_cannot_do(tmp_path, refused):
     assert "there is no folder" in refused("lora", "list", tmp_path, "--json", tmp_path / "none" / "x.json")
     (tmp_path / "adapter_config.json").write_text('{"r": 2}')
     message = refused("lora", "list", tmp_path)
-    assert "adapter_config.json is no configuration of a LoRA adapter: KeyError" in message
+    assert "adapter_config.json is not the configuration of a LoRA adapter: KeyError" in message
 
 
 def test_a_merged_model_is_the_adapted_one(runs, merged, words, printed, tmp_path):
@@ -116,7 +116,7 @@ def test_merge_refuses_what_it_cannot_do(runs, refused, printed, tmp_path):
 
     (tmp_path / "file").touch()
     assert "holds no adapter" in message("base")
-    assert "is there already" in message("one", out="")
+    assert "already exists" in message("one", out="")
     assert "below a file; --out must name a new" in message("one", out="file/x")
     assert "which is not there" in message("lost")
     assert "subquad lora merge" in message("lost")

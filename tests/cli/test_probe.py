@@ -83,7 +83,9 @@ def test_models_of_one_probe_are_compared_at_the_same_sequences(runs, written):
             assert f"{100 * entry['overall']['value']:.1f} ±{100 * entry['overall']['error']:.1f}" in out
     for part in ("chance", "50", "2 pairs among 4 keys", "tokens from value to query", "16 to 31"):
         assert part in out
-    first, second = ([[score["asked"] for score in entry["scores"]] for entry in run["lengths"]] for run in found["runs"])
+    first, second = (
+        [[score["asked"] for score in entry["scores"]] for entry in run["lengths"]] for run in found["runs"]
+    )
     assert first == second
     again, _ = written(*asked, "--batch_size", "7", "--task", "mqar")
     assert again == found
@@ -174,7 +176,7 @@ def test_lists_of_numbers_are_read():
     ("mqar", ["--batch_size", "0"], "batch_size must be at least 1, got 0"),
     ("mqar", ["--seed", "-1"], "seed must be at least 0, got -1"),
     ("mqar", ["--task", "pass"], "task must be"),
-    ("mqar", ["--task", "copy"], "was trained on the probe mqar and can't be asked --task copy; train a model that can"),
+    ("mqar", ["--task", "copy"], "trained on the probe mqar and can't be asked --task copy; train a model that can"),
     ("mqar", ["--task", "position"], "--task position is for language models, but mqar was trained on the probe mqar"),
     ("mqar", ["--text", "stdlib"], "--text is for language models, but mqar was trained on a probe; leave it out"),
     ("mqar", ["--digits", "3"], "--digits is for the probe passkey, but the run's is mqar; leave it out"),

@@ -191,7 +191,9 @@ def test_the_reach_of_a_window_grows_by_its_width():
 def test_position_terms_are_those_of_the_gates_equation():
     layer = fresh("elita", 9, horizon=7).double()
     t_T = torch.arange(9, dtype=torch.float64)
-    p_2HT = (layer.amplitude[..., None] * torch.sin(layer.frequency[..., None] * t_T / 7 + layer.phase[..., None])).sum(2)
+    p_2HT = (layer.amplitude[..., None] * torch.sin(layer.frequency[..., None] * t_T / 7 + layer.phase[..., None])).sum(
+        2
+    )
     assert_same_maths(matrices.position_terms(layer, 9), (p_2HT[0][:, None] + p_2HT[1][..., None]).detach())
 
 

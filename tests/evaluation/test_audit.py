@@ -206,7 +206,7 @@ def test_a_fault_of_float64_alone_is_no_fault():
     assert narrow["alone"] == ["padding left"]
     assert narrow["checks"] == ["padding left", "padding left, then cache"]  # the second was left out for the first
     assert narrow["band"] > 1e6 * report.arithmetic["band"]
-    assert "padding left; padding left, then cache, since in float64 alone fails: padding left)" in report.title()
+    assert "padding left; padding left, then cache, because these fail only in float64: padding left)" in report.title()
     assert [check.name for check in report.checks if check.detail.endswith("; in float32")] == narrow["checks"]
     assert AuditReport.from_dict(json.loads(report.to_json())) == report
     forced = audit(model, adapter=planted.LinearAdapter(), dtype="float64", **QUICK)
@@ -435,7 +435,7 @@ def test_a_report_as_text_and_json():
     assert "rounding band" in text
     assert str(audit(planted.Planted(), **QUICK)).endswith("passed: no violation")
     grown = audit(planted.Planted(), **{**QUICK, "contexts": [4, 8]})
-    assert grown.conclusion() == "passed: no violation (2 findings: worth knowing, no fault)"
+    assert grown.conclusion() == "passed: no violation (2 findings: worth knowing, not a fault)"
     values = json.loads(report.to_json())
     assert values["passed"] is False
     assert values["settings"] == AuditConfig(**QUICK).to_dict()
@@ -450,7 +450,7 @@ def test_a_report_as_text_and_json():
 def test_a_damaged_report_is_refused(tmp_path):
     good = json.loads(audited("UnmaskedLLP")[1].to_json())
     model = planted.UnmaskedLLP()
-    with pytest.raises(ValueError, match="no report of an audit: its format is None"):
+    with pytest.raises(ValueError, match="not a report of an audit: its format is None"):
         AuditReport.from_dict({})
     with pytest.raises(ValueError, match="must be an object, got list"):
         AuditReport.from_dict([])
@@ -477,7 +477,7 @@ def test_a_damaged_report_is_refused(tmp_path):
         return AuditReport.from_dict({**good, "checks": [{**check, "failing": {**check["failing"], **change}}]})
 
     for change in ({"kind": "magic"}, {"colour": 1}, {"tokens": 3}):
-        with pytest.raises(ValueError, match="no failing input of an audit"):
+        with pytest.raises(ValueError, match="not a failing input of an audit"):
             replay(model, failing(**change))
     with pytest.raises(ValueError, match="unknown dtype 'int4' of a failing input; valid: float64"):
         replay(model, failing(dtype="int4"))
@@ -510,7 +510,7 @@ DAMAGED = [
 def test_a_damaged_failing_input_is_refused(failing, message):
     check = Check("batch", "violation", "", 1.0, {}, {"tokens": [[1, 2]], "dtype": "float64", **failing})
     report = AuditReport("", {}, {"scale": 1.0, "band": 0.1}, (check,))
-    with pytest.raises(ValueError, match=f"no failing input of an audit: .*{message}"):
+    with pytest.raises(ValueError, match=f"not a failing input of an audit: .*{message}"):
         replay(planted.Planted(), report)
 
 
@@ -563,12 +563,12 @@ def test_what_can_not_be_audited_is_refused_with_the_reason():
         audit(NoLogits(), **QUICK)
     with pytest.raises(ValueError, match=r"logits have shape \[2, 2, 31\] for tokens \[1, 2\]"):
         audit(WrongShape(), **QUICK)
-    with pytest.raises(ValueError, match="takes no batch of 4 sequences of 24 tokens: RuntimeError: one at a time"):
+    with pytest.raises(ValueError, match="refuses a batch of 4 sequences of 24 tokens: RuntimeError: one at a time"):
         audit(OneRow(), **QUICK)
     with pytest.raises(ValueError, match="can't be copied: one of a kind"):
         audit(NoCopy(), **QUICK)
     encoder = Encoder(EncoderConfig(vocab_size=16, dim=8, num_layers=1, num_heads=2, attention="full"))
-    with pytest.raises(ValueError, match="Encoder is no causal language model: it reads whole sequences"):
+    with pytest.raises(ValueError, match="Encoder is not a causal language model: it reads whole sequences"):
         audit(encoder, **QUICK)
     assert "NoStep has no step" in audit(planted.Planted(), adapter=NoStep(), **QUICK).check("cache, one token").detail
 

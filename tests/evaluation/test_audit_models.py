@@ -109,7 +109,7 @@ def test_perceiver_ar_is_compared_as_its_documentation_says(history):
     report = audit(model, **QUICK)
     judged(report)
     # Whole sequences have outputs up to 7 tokens; a longer one's outputs are its own latents'.
-    assert "up to 7 tokens; of longer sequences only the last" in report.check("truncation").detail
+    assert "up to 7 tokens; in longer sequences only the last" in report.check("truncation").detail
 
 
 def test_decoding_that_is_another_pass_by_design_is_not_judged():
@@ -165,7 +165,7 @@ def test_what_is_no_causal_language_model_is_refused():
     bert = transformers.BertConfig(
         vocab_size=19, hidden_size=8, num_hidden_layers=1, num_attention_heads=2, intermediate_size=8
     )
-    with pytest.raises(ValueError, match="BertForMaskedLM is no causal language model"):
+    with pytest.raises(ValueError, match="BertForMaskedLM is not a causal language model"):
         audit(transformers.BertForMaskedLM(bert))
 
 

@@ -83,12 +83,12 @@ def test_some_windows_of_documents_count_their_own_text(model):
 
 @pytest.mark.parametrize("documents", [[0], [1, 30], [0, 29], [0, 20, 10, 30]])
 def test_offsets_that_are_none(model, documents):
-    with pytest.raises(ValueError, match="documents must be offsets that rise from 0 to the number of tokens, 30, got"):
+    with pytest.raises(ValueError, match="documents must be rising offsets from 0 to the number of tokens, 30, got"):
         evaluate(model, text(30), length=8, documents=np.array(documents))
 
 
 def test_what_documents_do_not_go_with(model):
-    with pytest.raises(ValueError, match="skip counts tokens of one text and does not go with documents, got 3"):
+    with pytest.raises(ValueError, match="skip counts tokens of one text and can't be combined with documents, got 3"):
         evaluate(model, text(30), length=8, skip=3, documents=np.array([0, 30]))
     with pytest.raises(
         ValueError, match="perceiver_ar predicts only a row's last tokens and takes no packed documents"
@@ -97,7 +97,7 @@ def test_what_documents_do_not_go_with(model):
 
 
 def test_no_document_with_a_prediction(model):
-    with pytest.raises(ValueError, match="leave tokens to predict of 2"):
+    with pytest.raises(ValueError, match="leave some of the 2 tokens to predict, got"):
         evaluate(model, text(2), length=8, documents=np.array([0, 1, 2]))
 
 

@@ -254,7 +254,7 @@ def test_the_result_says_what_decided_it_and_is_json(caplog):
 
 def test_a_task_that_sets_no_examples_itself_keeps_that_with_a_warning(caplog):
     evaluate_tasks(decoder(), bytes_tokenizer(), ["local_words"], task_path=TASKS, length=99, num_fewshot=2, limit=1)
-    assert "local_words sets num_fewshot to 0 itself, which num_fewshot=2 does not change" in caplog.text
+    assert "local_words fixes num_fewshot at 0 and ignores num_fewshot=2" in caplog.text
 
 
 @pytest.mark.parametrize("position", ["learned", "rotary"])
@@ -355,20 +355,20 @@ PERCEIVER = DecoderConfig(
 
 
 @pytest.mark.parametrize(("make", "tokenizer", "options", "match"), [
-    (lambda: build_model(PERCEIVER), "bytes", {}, "perceiver_ar predicts its last 5 tokens alone; `subquad eval` wi"),
-    (lambda: SubquadForCausalLM(SubquadConfig.from_decoder(PERCEIVER)), "bytes", {}, "its last 5 tokens alone"),
+    (lambda: build_model(PERCEIVER), "bytes", {}, "predicts only the last 5 tokens; `subquad eval` without"),
+    (lambda: SubquadForCausalLM(SubquadConfig.from_decoder(PERCEIVER)), "bytes", {}, "the last 5 tokens; `subquad"),
     (lambda: decoder(vocab_size=9), "bytes", {}, "256 tokens, the model knows 9; is it another model's"),
     (decoder, "bytes", {"prefix_token": 256}, "prefix_token must be between 0 and 255, the model's vocab.*, got 256"),
-    (decoder, "bytes", {"length": None}, "a decoder has no length of its own: give one, as length=1024"),
-    (lambda: decoder(position="learned", max_positions=20), "bytes", {"length": 21}, "at most 20, .* the model has"),
+    (decoder, "bytes", {"length": None}, "a decoder has no length limit: give one, such as length=1024"),
+    (lambda: decoder(position="learned", max_positions=20), "bytes", {"length": 21}, "at most 20, the model's number"),
     (lambda: GPT2LMHeadModel(GPT2Config(vocab_size=256, n_positions=8, n_embd=8, n_layer=1, n_head=1)), "bytes",
-     {"length": 9}, "length must be at most 8, the positions that the model has, got 9"),
-    (lambda: decoder(vocab_size=7), "words", {}, "no token that a text could begin after .*name one by prefix_token"),
+     {"length": 9}, "length must be at most 8, the model's number of positions, got 9"),
+    (lambda: decoder(vocab_size=7), "words", {}, "no token that can precede a text .*choose one with prefix_token"),
     (decoder, "bytes", {"batch_size": 0}, "batch_size must be at least 1, got 0"),
     (decoder, "bytes", {"limit": 0}, "limit must be at least 1, got 0"),
     (decoder, "bytes", {"num_fewshot": -1}, "num_fewshot must be at least 0, got -1"),
-    (decoder, "bytes", {"task_path": "nowhere"}, "task_path must be a folder with the YAML files of tasks, got 'now"),
-    (decoder, "bytes", {"length": 6}, "generates up to 6 tokens, which leaves no prompt in a window of 6: raise"),
+    (decoder, "bytes", {"task_path": "nowhere"}, "task_path must be a folder with YAML files of tasks, got 'now"),
+    (decoder, "bytes", {"length": 6}, "which leaves no room for a prompt in a window of 6; raise"),
 ])  # fmt: skip
 def test_what_does_not_fit_is_refused(make, tokenizer, options, match):
     tokenizer = bytes_tokenizer() if tokenizer == "bytes" else word_level()
@@ -384,8 +384,8 @@ def test_tasks_are_a_list_of_names(tasks):
 
 
 @pytest.mark.parametrize(("pair", "match"), [
-    (("abc", "defghijkl"), "an answer of a task has 9 tokens, more than the window of 8; raise --length"),
-    (("abc", ""), "the answer '' of a task has no token of its own after 'abc'"),
+    (("abc", "defghijkl"), "task's answer has 9 tokens, more than the window of 8; raise --length"),
+    (("abc", ""), "task's answer '' adds no token after 'abc'"),
 ])  # fmt: skip
 def test_an_answer_that_cannot_be_scored_is_refused(pair, match):
     harness = HarnessModel(decoder(), bytes_tokenizer(), 8, 1, None)
@@ -414,7 +414,7 @@ def test_data_that_only_a_network_has_is_said_to_be(tmp_path):
     task = (TASKS / "texts.yaml").read_text().replace("dataset_path: json", "dataset_path: nobody/nothing")
     (tmp_path / "texts.yaml").write_text(task)
     with pytest.raises(
-        ConnectionError, match="the data of local_texts is not on this machine and cannot be fetched wi"
+        ConnectionError, match="the data of local_texts is not on this machine and couldn't be downloaded"
     ):
         evaluate_tasks(decoder(), bytes_tokenizer(), ["local_texts"], task_path=tmp_path, length=9)
 

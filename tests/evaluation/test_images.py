@@ -56,9 +56,9 @@ def test_mistakes():
         evaluate_images(image_model(), PIXELS, batch_size=0)
     with pytest.raises(ValueError, match=r"predicts images of 12 bytes, got \[5, 11\] and a mask \[12\]"):
         evaluate_images(image_model(), PIXELS[:, 1:], occluded_T=HALF)
-    with pytest.raises(ValueError, match=r"the mask must be bool and True somewhere, got torch\.bool, sum 0"):
+    with pytest.raises(ValueError, match=r"the mask must be bool and somewhere True, got torch\.bool, sum 0"):
         evaluate_images(image_model(), PIXELS, occluded_T=torch.zeros_like(HALF))
-    with pytest.raises(ValueError, match=r"the mask must be bool and True somewhere, got torch\.int64, sum 6"):
+    with pytest.raises(ValueError, match=r"the mask must be bool and somewhere True, got torch\.int64, sum 6"):
         evaluate_images(image_model(), PIXELS, occluded_T=HALF.long())
     with pytest.raises(ValueError, match="a classifier needs images with labels"):
         train_reader(ImageSet(digits()[0][..., None], None, ()))

@@ -105,7 +105,7 @@ def test_a_perceiver_answers_with_its_latents():
     expected_BN = likeliest_BM[:, :-1] == rows.labels[:, -5:]
     assert np.array_equal(right_answers(model, rows)[:, -5:], expected_BN)
     with pytest.raises(
-        ValueError, match="its last 6 tokens alone, and place 24 of 30 is asked for: 7 latents are needed"
+        ValueError, match="the last 6 of 30 tokens, but position 24 is asked for, which takes 7 latents"
     ):
         right_answers(model, passkey(30, 8, digits=6, symbols=12))
 
@@ -219,7 +219,7 @@ def test_only_the_latents_of_a_perceiver_count():
 
 
 @pytest.mark.parametrize(("call", "message"), [
-    (lambda: right_answers(make(), copy(9, 2, symbols=40)), r"from 0 to \d+, and the model's vocabulary has 24"),
+    (lambda: right_answers(make(), copy(9, 2, symbols=40)), r"from 0 to 40, but the model's vocabulary has 24"),
     (lambda: right_answers(make(), copy(9, 2, symbols=4), batch_size=0), "batch_size must be at least 1, got 0"),
     (lambda: check_reach(make(position="learned", max_positions=9), 10, 5), "has learned 9 positions .* length=10"),
     (lambda: by_place(copy(9, 2), copy(9, 2).asked, 0), "parts must be at least 1, got 0"),

@@ -183,12 +183,12 @@ def test_repeating_gives_the_same_bits(model):
 
 @pytest.mark.parametrize(("options", "match"), [
     ({"length": 0}, "length must be at least 1, got 0"),
-    ({"length": 8, "stride": 0}, r"stride must be between 1 and length \(8\), so that no token is left out, got 0"),
-    ({"length": 8, "stride": 9}, r"stride must be between 1 and length \(8\), so that no token is left out, got 9"),
+    ({"length": 8, "stride": 0}, r"stride must be between 1 and length \(8\), so that every token is scored, got 0"),
+    ({"length": 8, "stride": 9}, r"stride must be between 1 and length \(8\), so that every token is scored, got 9"),
     ({"length": 8, "windows": 0}, "windows must be at least 1, got 0"),
     ({"length": 8, "batch_size": 0}, "batch_size must be at least 1, got 0"),
-    ({"length": 8, "skip": -1}, "skip must be at least 0 and leave tokens to predict of 30, got -1"),
-    ({"length": 8, "skip": 30}, "skip must be at least 0 and leave tokens to predict of 30, got 30"),
+    ({"length": 8, "skip": -1}, "skip must be at least 0 and leave some of the 30 tokens to predict, got -1"),
+    ({"length": 8, "skip": 30}, "skip must be at least 0 and leave some of the 30 tokens to predict, got 30"),
 ])  # fmt: skip
 def test_numbers_out_of_range_are_refused(model, options, match):
     with pytest.raises(ValueError, match=match):
@@ -201,5 +201,7 @@ def test_one_token_is_refused(model):
 
 
 def test_tokens_of_another_vocabulary_are_refused(model):
-    with pytest.raises(ValueError, match="between 0 and 10, the model's vocabulary, got 3 to 11; are they another"):
+    with pytest.raises(
+        ValueError, match="between 0 and 10, the model's vocabulary, got 3 to 11; were they made by another"
+    ):
         evaluate(model, [3, 4, 11], length=8)
