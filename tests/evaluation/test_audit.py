@@ -481,7 +481,7 @@ def test_a_damaged_report_is_refused(tmp_path):
             replay(model, failing(**change))
     with pytest.raises(ValueError, match="unknown dtype 'int4' of a failing input; valid: float64"):
         replay(model, failing(dtype="int4"))
-    with pytest.raises(ValueError, match="does not take the failing input of 'causality': IndexError"):
+    with pytest.raises(ValueError, match="the model refuses the failing input of 'causality': IndexError"):
         replay(model, failing(tokens=[[99, 1]]))
 
 

@@ -60,7 +60,7 @@ def test_mistakes():
         evaluate_images(image_model(), PIXELS, occluded_T=torch.zeros_like(HALF))
     with pytest.raises(ValueError, match=r"the mask must be bool and somewhere True, got torch\.int64, sum 6"):
         evaluate_images(image_model(), PIXELS, occluded_T=HALF.long())
-    with pytest.raises(ValueError, match="a classifier needs images with labels"):
+    with pytest.raises(ValueError, match="a classifier needs labelled images"):
         train_reader(ImageSet(digits()[0][..., None], None, ()))
 
 
