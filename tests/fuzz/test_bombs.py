@@ -204,7 +204,7 @@ RESULT, MANIFEST, HALF = "result.json", "checkpoint-3/manifest.json", [{"arm": n
     ("audit_report", "a.json", {"arithmetic.weights": 1}, "arithmetic is damaged: 'weights' must be a str"),
     ("checkpoint", RNG, state({"python": torch.zeros(1)}, numbers='{"python": 1}'), "is damaged: TypeError"),
     ("audit_report", "a.json", {"checks.0.failing.columns": 2**31 - 1}, "columns must be at most 1048576, got 21474"),
-    ("audit_report", "a.json", {"checks.0.failing.fills": [1e999]}, "no failing input of an audit: cannot convert flo"),
+    ("audit_report", "a.json", {"checks.0.failing.fills": [1e999]}, "not a failing input of an audit: cannot convert"),
     ("audit_report", "a.json", {"checks.0.failing": 1}, "report is damaged: the failing input of 'padding left'"),
     ("bench_report", "a.json", {"more": 1}, "is no report of a benchmark: .*'more'"),
     ("template", "tokenizer_config.json", {"eos_token": {"text": 1}}, "eos_token must be a text, got None"),

@@ -66,7 +66,7 @@ def test_eval_measures_what_the_run_reported(trained, tmp_path, capsys):
         measured = read_json(file)
         assert measured["accuracy"] == reported["accuracy"]
         printed = capsys.readouterr().out
-        for part in (f"{measured['accuracy']:.2%}", "by always giving the most frequent label", "'marked ones'"):
+        for part in (f"{measured['accuracy']:.2%}", "by always predicting the most frequent label", "'marked ones'"):
             assert part in printed
     assert main(["eval", str(trained), "--windows", "7", "--batch_size", "3", "--json", str(file)]) == 0
     assert read_json(file)["examples"] == 7
@@ -112,7 +112,7 @@ def test_commands_refuse_what_only_texts_have(trained, capsys, arguments, messag
 def test_a_folder_without_its_task_cannot_be_measured(trained, tmp_path, capsys):
     for name in ("config.json", "model.safetensors"):
         shutil.copy(trained / name, tmp_path / name)
-    assert "has no config.yaml that names the sequences" in failed(capsys, "eval", tmp_path)
+    assert "has no config.yaml that names its test sequences" in failed(capsys, "eval", tmp_path)
 
 
 FORMS = {name: mechanism(name).forms for name in names()}
@@ -269,7 +269,7 @@ def test_a_changed_first_phase_is_not_resumed(copied, make_config, changes, mess
 
 def test_the_first_phase_alone(make_config, capsys):
     run = train_by_command(make_config(pretraining(), {"task": "pretrain"}))
-    assert "nats a predicted token, at step" in capsys.readouterr().out
+    assert "nats per predicted token, at step" in capsys.readouterr().out
     assert not (run / "pretrain").exists()
     assert "holds a pretrained encoder, which is the first phase" in failed(capsys, "eval", run)
 

@@ -143,7 +143,7 @@ def test_complete_draws_the_occluded_part(trained, tmp_path, capsys):
 def test_pixels_drawn_without_what_comes_later_are_counted(trained, tmp_path, capsys, occlude, occluded, blind):
     _, found = complete(trained, tmp_path, "--occlude", occlude, "--images", "1")
     assert (found["occluded_pixels"], found["blind_pixels"]) == (occluded, blind)
-    assert (f"{blind} of them come before given pixels" in capsys.readouterr().out) == (blind > 0)
+    assert (f"{blind} of them drawn without seeing given pixels" in capsys.readouterr().out) == (blind > 0)
 
 
 def test_other_images_and_mask_files(trained, tmp_path, capsys):
@@ -240,9 +240,9 @@ def test_a_changed_run_is_not_resumed(trained, make_config, data, tmp_path):
     ("complete --json .", "--json must be a file, got '.'"),
     ("complete --path nowhere", "there is no file or folder 'nowhere'"),
     ("complete --out a.txt", "--out must name a .png file"),
-    ("eval --length 7", "holds a model of images: length=7 is for texts; leave it out"),
-    ("eval --stride 7", "holds a model of images: stride=7 is for texts; leave it out"),
-    ("eval --data.skip_bad_files true", "holds a model of images: data.skip_bad_files=True is for texts"),
+    ("eval --length 7", "holds an image model: length=7 is for texts; leave it out"),
+    ("eval --stride 7", "holds an image model: stride=7 is for texts; leave it out"),
+    ("eval --data.skip_bad_files true", "holds an image model: data.skip_bad_files=True is for texts"),
     ("eval --json nowhere/x.json", "for --json"),
 ])  # fmt: skip
 def test_commands_refuse_what_they_cannot_do(trained, capsys, command, message):
