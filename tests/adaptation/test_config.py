@@ -19,18 +19,15 @@ CONVERT = [
         {"data": {"tokenizer": "bytes"}},
         "a conversion uses the model's tokenizer: leave out data",
     ),
-    ({"match": {"steps": 0}}, "match.steps must be at least 1, got 0"),
-    ({"match": {"lr": 0.0}}, "match.lr must be a positive number, got 0.0"),
-    ({"match": {"window_dropout": 1.5}}, "match.window_dropout must lie between 0 and 1, got 1.5"),
-    ({"lora": {"rank": 0}}, "lora.rank must be at least 1, got 0"),
-    ({"lora": {"steps": 0}}, "lora.steps must be at least 1, got 0"),
-    ({"lora": {"alpha": 0}}, "lora.alpha must be at least 1, got 0"),
-    ({"lora": {"lr": -1.0}}, "lora.lr must be a positive number, got -1.0"),
-    ({"lora": {"window_dropout": -0.1}}, "lora.window_dropout must lie between 0 and 1, got -0.1"),
-    ({"measure": {"windows": 0}}, "measure.windows must be at least 1, got 0"),
-    ({"measure": {"passkeys": -1}}, "measure.passkeys must be at least 0, got -1"),
-    ({"measure": {"contexts": [0]}}, "measure.contexts must be at least 1, got 0"),
-]
+    *(({section: {name: value}}, f"{section}.{name} must {rule}, got") for section, name, value, rule in (
+        ("match", "steps", 0, "be at least 1"), ("match", "lr", 0.0, "be a positive number"),
+        ("match", "window_dropout", 1.5, "lie between 0 and 1"), ("lora", "rank", 0, "be at least 1"),
+        ("lora", "steps", 0, "be at least 1"), ("lora", "alpha", 0, "be at least 1"),
+        ("lora", "lr", -1.0, "be a positive number"), ("lora", "window_dropout", -0.1, "lie between 0 and 1"),
+        ("measure", "windows", 0, "be at least 1"), ("measure", "passkeys", -1, "be at least 0"),
+        ("measure", "contexts", [0], "be at least 1"),
+    )),
+]  # fmt: skip
 EXTEND = [
     ({"length": 3}, "length must be at least 4, got 3"),
     ({"attention": "full", "keep_attention": True}, "keep_attention=true has no effect with attention=full"),
@@ -38,12 +35,11 @@ EXTEND = [
     ({"data": {"tokenizer": "bytes"}}, "data.tokenizer='bytes' has no effect: an extension uses the model's tokenizer"),
     ({"run": {"steps": 200, "prompt": "x"}}, "run.prompt='x' has no effect: an extension draws no samples"),
     ({"rope": "alibi"}, "rope must be one of its choices, got 'alibi'; .*valid: dynamic, linear, ntk"),
-    ({"lora": {"rank": 0}}, "lora.rank must be at least 1, got 0"),
-    ({"lora": {"alpha": 0}}, "lora.alpha must be at least 1, got 0"),
+    *(({section: {name: value}}, f"{section}.{name} must be at least {least}, got") for section, name, value, least in (
+        ("lora", "rank", 0, 1), ("lora", "alpha", 0, 1), ("batch", "size", 0, 1), ("eval", "tokens", 0, 1),
+    )),
     ({"lora": {"dropout": 1.0}}, "lora.dropout must be at least 0 and below 1, got 1"),
-    ({"batch": {"size": 0}}, "batch.size must be at least 1, got 0"),
-    ({"eval": {"tokens": 0}}, "eval.tokens must be at least 1, got 0"),
-]
+]  # fmt: skip
 
 
 @pytest.mark.parametrize(
@@ -53,9 +49,3 @@ EXTEND = [
 def test_settings_out_of_range_are_refused(config, values, match):
     with pytest.raises(ValueError, match=match):
         config.from_dict(values)
-
-
-def test_the_settings_of_an_extension_are_written_and_read_back(tmp_path):
-    config = ExtendConfig(model="m", length=32, options={"group": 8})
-    config.to_file(tmp_path / "c.yaml")
-    assert ExtendConfig.from_file(tmp_path / "c.yaml") == config

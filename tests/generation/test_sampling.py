@@ -28,18 +28,11 @@ def probabilities(monkeypatch, **options):
 
 
 @pytest.mark.parametrize(("options", "expected"), [
-    ({}, [0.1, 0.4, 0.2, 0.3]),
-    ({"temperature": 0.5}, [1 / 30, 16 / 30, 4 / 30, 9 / 30]),
-    ({"top_k": 2}, [0, 4 / 7, 0, 3 / 7]),
-    ({"top_k": 100}, [0.1, 0.4, 0.2, 0.3]),
-    ({"top_p": 0.35}, [0, 1, 0, 0]),
-    ({"top_p": 0.5}, [0, 4 / 7, 0, 3 / 7]),
-    ({"top_p": 1.0}, [0.1, 0.4, 0.2, 0.3]),
-    ({"top_k": 2, "top_p": 0.5}, [0, 1, 0, 0]),
-    ({"min_p": 0.0}, [0.1, 0.4, 0.2, 0.3]),
-    ({"min_p": 0.45}, [0, 4 / 9, 2 / 9, 3 / 9]),
-    ({"min_p": 1.0}, [0, 1, 0, 0]),
-    ({"min_p": 0.45, "temperature": 0.5}, [0, 0.64, 0, 0.36]),
+    ({}, [0.1, 0.4, 0.2, 0.3]), ({"top_k": 100}, [0.1, 0.4, 0.2, 0.3]), ({"top_p": 1.0}, [0.1, 0.4, 0.2, 0.3]),
+    ({"temperature": 0.5}, [1 / 30, 16 / 30, 4 / 30, 9 / 30]), ({"min_p": 0.0}, [0.1, 0.4, 0.2, 0.3]),
+    ({"top_k": 2}, [0, 4 / 7, 0, 3 / 7]), ({"top_p": 0.35}, [0, 1, 0, 0]), ({"top_p": 0.5}, [0, 4 / 7, 0, 3 / 7]),
+    ({"top_k": 2, "top_p": 0.5}, [0, 1, 0, 0]), ({"min_p": 0.45}, [0, 4 / 9, 2 / 9, 3 / 9]),
+    ({"min_p": 1.0}, [0, 1, 0, 0]), ({"min_p": 0.45, "temperature": 0.5}, [0, 0.64, 0, 0.36]),
     ({"min_p": 0.2, "top_k": 3}, [0, 4 / 9, 2 / 9, 3 / 9]),
 ])  # fmt: skip
 def test_a_token_has_its_probability_in_the_cut_distribution(monkeypatch, options, expected):
@@ -90,20 +83,14 @@ def test_a_penalty_is_that_of_transformers():
     assert choose(logits) == theirs.argmax()
 
 
-@pytest.mark.parametrize(("options", "match"), [
-    ({"max_tokens": -1}, "max_tokens must be at least 0, got -1"),
-    ({"temperature": -0.5}, "temperature must be at least 0 and finite, got -0.5"),
-    ({"temperature": float("nan")}, "temperature must be at least 0 and finite, got nan"),
-    ({"top_k": 0}, "top_k must be at least 1, got 0"),
-    ({"top_p": 0.0}, "top_p must be above 0 and at most 1, got 0.0"),
-    ({"top_p": 1.5}, "top_p must be above 0 and at most 1, got 1.5"),
-    ({"min_p": -0.1}, "min_p must be between 0 and 1, got -0.1"),
-    ({"min_p": 1.1}, "min_p must be between 0 and 1, got 1.1"),
-    ({"seed": 2**64}, r"seed must be at least -2\*\*63 and below 2\*\*64, got 18446744073709551616"),
-    ({"repetition_penalty": 0.0}, "repetition_penalty must be above 0 and finite, got 0.0"),
-    ({"repetition_penalty": float("inf")}, "repetition_penalty must be above 0 and finite, got inf"),
-    ({"prefill_chunk": 0}, "prefill_chunk must be at least 1, got 0"),
+@pytest.mark.parametrize(("name", "value", "rule"), [
+    ("max_tokens", -1, "at least 0"), ("top_k", 0, "at least 1"), ("prefill_chunk", 0, "at least 1"),
+    ("temperature", -0.5, "at least 0 and finite"), ("temperature", float("nan"), "at least 0 and finite"),
+    ("top_p", 0.0, "above 0 and at most 1"), ("top_p", 1.5, "above 0 and at most 1"),
+    ("min_p", -0.1, "between 0 and 1"), ("min_p", 1.1, "between 0 and 1"),
+    ("seed", 2**64, r"at least -2\*\*63 and below 2\*\*64"), ("repetition_penalty", 0.0, "above 0 and finite"),
+    ("repetition_penalty", float("inf"), "above 0 and finite"),
 ])  # fmt: skip
-def test_numbers_out_of_range_are_refused(options, match):
-    with pytest.raises(ValueError, match=match):
-        SamplingConfig(**options)
+def test_numbers_out_of_range_are_refused(name, value, rule):
+    with pytest.raises(ValueError, match=f"{name} must be {rule}, got {value}"):
+        SamplingConfig(**{name: value})

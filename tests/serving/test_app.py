@@ -100,18 +100,15 @@ def test_statistics_come_with_each_piece_if_asked_for(client):
     assert len({stats["state_bytes"] for stats in found} - {0}) == 1
 
 
-def test_a_stop_string_ends_the_text_before_it(client, model):
-    text = alone(model, "hello", temperature=0, max_tokens=30)
-    (choice,) = choices(client, prompt="hello", temperature=0, max_tokens=30, stop=["never", text[3:6]])
-    assert choice["text"] == text[: text.index(text[3:6])]
-    assert (choice["finish_reason"], choice["subquad"]["ended_by"]) == ("stop", "stop_string")
-
-
-def test_a_stop_string_over_several_tokens_is_never_half_shown():
+@pytest.mark.parametrize(("stop", "tokens", "shown", "ends"), [
+    (["never", "hij"], 20, "bcdefg", ("stop", "stop_string")), ("hiX", 9, "bcdefghij", ("length", "tokens")),
+])  # fmt: skip
+def test_a_text_ends_before_a_stop_string_of_several_tokens(stop, tokens, shown, ends):
+    body = {"prompt": "a", "max_tokens": tokens, "stop": stop}
     with served(ScriptedDecoder()) as client:  # counts up from the prompt: b c d e f ...
-        for stop, tokens, shown in (("hij", 20, "bcdefg"), ("hiX", 9, "bcdefghij")):
-            chunks = streamed(client, prompt="a", max_tokens=tokens, stop=stop)
-            assert "".join(chunk["choices"][0]["text"] for chunk in chunks) == shown
+        (whole,), chunks = choices(client, **body), streamed(client, **body)
+    assert "".join(chunk["choices"][0]["text"] for chunk in chunks) == whole["text"] == shown
+    assert (whole["finish_reason"], whole["subquad"]["ended_by"]) == ends
 
 
 def test_an_answer_at_its_stop_string_frees_its_slot_while_others_go_on():

@@ -47,12 +47,13 @@ async def objects(reader):
     raise EOFError("the stream ended before [DONE]")
 
 
+@pytest.mark.anyio
 @pytest.mark.parametrize(("number", "tokens", "grace", "ended_by"), [
     (signal.SIGTERM, 2000, "0.5", "shutdown"), (signal.SIGINT, 2000, "0.5", "shutdown"),
     (signal.SIGTERM, 60, "10", "tokens"),
 ])  # fmt: skip
-def test_a_signal_ends_running_streams_and_the_server(run_folder, number, tokens, grace, ended_by):
-    async def last_choice(process):
+async def test_a_signal_ends_running_streams_and_the_server(run_folder, number, tokens, grace, ended_by):
+    with server(run_folder, "--grace_seconds", grace) as process:
         _, reader, writer = await begin(process, max_tokens=tokens, stream=True, temperature=0)
         chunks = []
         async for chunk in objects(reader):
@@ -60,26 +61,21 @@ def test_a_signal_ends_running_streams_and_the_server(run_folder, number, tokens
             if len(chunks) == 3:
                 process.popen.send_signal(number)
         writer.close()
-        return chunks[-1]["choices"][0]
-
-    with server(run_folder, "--grace_seconds", grace) as process:
-        last = asyncio.run(last_choice(process))
+        last = chunks[-1]["choices"][0]
         assert (last["finish_reason"], last["subquad"]["ended_by"]) == ("length", ended_by)
         assert process.popen.wait(20) == 0
         assert process.popen.stderr.read() == ""
 
 
-def test_a_second_interrupt_ends_at_once(run_folder):
-    async def interrupt_twice(process):
+@pytest.mark.anyio
+async def test_a_second_interrupt_ends_at_once(run_folder):
+    with server(run_folder, "--grace_seconds", "60") as process:
         _, reader, writer = await begin(process, max_tokens=2000, stream=True)
         await reader.readline()
         for _ in range(2):
             process.popen.send_signal(signal.SIGINT)
             await asyncio.sleep(0.3)
         writer.close()
-
-    with server(run_folder, "--grace_seconds", "60") as process:
-        asyncio.run(interrupt_twice(process))
         assert process.popen.wait(20) == 0
 
 

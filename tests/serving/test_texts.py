@@ -43,9 +43,3 @@ def test_damaged_settings_are_named(tmp_path, settings, match):
 def test_a_prompt_without_tokens_is_refused():
     with pytest.raises(ValueError, match="the prompt must hold at least one token, got an empty text"):
         Texts(load_tokenizer("bytes")).encode("")
-
-
-def test_the_error_of_a_template_is_passed_on():
-    texts = Texts(load_tokenizer("bytes"), Template("{{ messages[0].content + 1 }}", {}))
-    with pytest.raises(ValueError, match="the model's chat template refuses these messages: "):
-        texts.chat([{"role": "user", "content": "a"}])
