@@ -120,6 +120,7 @@ class Sequential(AttentionContract):
         sequential.QUERY_CHUNK, sequential.KEY_CHUNK = before
 
     def test_law_06_cost_grows_as_the_class_says(self):
+        flops.register()
         layer, counts = self.make(torch.float32), []
         for tokens in (256, 512):
             with FlopCounterMode(display=False) as counter, torch.no_grad():
