@@ -1,3 +1,5 @@
+"""The decoder's configuration as a transformers configuration."""
+
 import dataclasses
 import json
 
@@ -19,16 +21,14 @@ def test_it_holds_every_field_of_the_decoder_with_its_default():
         qk_norm=True, qkv_bias=False, out_bias=False, ff_bias=False, parallel_residual=True, rope_fraction=0.4,
         rope_scaling=RopeScaling(factor=2.0),
     )  # fmt: skip
-    default = DecoderConfig()
-    assert all(
-        getattr(odd, f.name) != getattr(default, f.name) for f in dataclasses.fields(odd) if f.name != "position"
-    )
+    different = {f.name for f in dataclasses.fields(odd) if getattr(odd, f.name) != getattr(DecoderConfig(), f.name)}
+    assert different == {f.name for f in dataclasses.fields(odd)} - {"position"}
     assert SubquadConfig.from_decoder(odd).decoder_config() == odd
-    learned = DecoderConfig(position="learned")  # what scales rotary positions does not go with it
+    learned = DecoderConfig(position="learned")  # scaled rotary positions exclude it
     assert SubquadConfig.from_decoder(learned).decoder_config() == learned
 
 
-def test_it_is_saved_and_found_by_its_model_type(tmp_path):
+def test_it_is_saved_and_found_by_its_model_type_and_a_newer_file_is_refused(tmp_path):
     config = SubquadConfig(num_layers=6, attention=["llp", "full"], options={"llp": {"segment": 32}}, eos_token_id=3)
     config.save_pretrained(tmp_path)
     written = json.loads((tmp_path / "config.json").read_text())
@@ -37,44 +37,30 @@ def test_it_is_saved_and_found_by_its_model_type(tmp_path):
     assert isinstance(loaded, SubquadConfig)
     assert loaded.decoder_config() == config.decoder_config()
     assert loaded.eos_token_id == 3
-
-
-def test_the_usual_names_are_aliases():
-    config = SubquadConfig(hidden_size=64, num_hidden_layers=2, tie_word_embeddings=False)
-    assert (config.dim, config.num_layers, config.tie_embeddings) == (64, 2, False)
-    assert (config.num_attention_heads, config.num_key_value_heads) == (4, None)
-
-
-def test_options_are_not_shared_between_configurations():
-    first = SubquadConfig()
-    first.options["llp"] = {"segment": 32}
-    assert SubquadConfig().options == {}
-
-
-@pytest.mark.parametrize(
-    ("fields", "error", "message"),
-    [
-        ({"subquad_version": 2}, ValueError, "has subquad_version 2; this release reads version 1"),
-        ({"subquad_version": 0}, ValueError, "has subquad_version 0; this release reads version 1"),
-        ({"num_layer": 3}, ValueError, "no field 'num_layer'; did you mean 'num_layers'"),
-        ({"attentions": "full"}, ValueError, "no field 'attentions'; did you mean 'attention'"),
-        ({"dim": 30}, ValueError, "dim must be a multiple of num_heads, got dim=30, num_heads=4"),
-        ({"position": "rotary"}, ValueError, "position must be one of its choices, got 'rotary'"),
-        ({"dim": "64"}, TypeError, "dim must be int, got '64'"),
-    ],
-)
-def test_what_it_cannot_be_is_named(fields, error, message):
-    with pytest.raises(error, match=message):
-        SubquadConfig(**fields)
-
-
-def test_a_newer_file_is_refused_by_its_version(tmp_path):
-    SubquadConfig().save_pretrained(tmp_path)
-    written = json.loads((tmp_path / "config.json").read_text())
     (tmp_path / "config.json").write_text(json.dumps(written | {"subquad_version": 7}))
     with pytest.raises(ValueError, match="subquad_version 7"):
         AutoConfig.from_pretrained(tmp_path)
 
 
-def test_fields_of_other_libraries_pass():
-    assert SubquadConfig(tokenizer_class="PreTrainedTokenizerFast", some_tool={"a": 1}).some_tool == {"a": 1}
+def test_the_usual_names_are_aliases_and_fields_of_other_libraries_pass():
+    other = {"tokenizer_class": "PreTrainedTokenizerFast", "some_tool": {"a": 1}}
+    config = SubquadConfig(hidden_size=64, num_hidden_layers=2, tie_word_embeddings=False, **other)
+    assert (config.dim, config.num_layers, config.tie_embeddings) == (64, 2, False)
+    assert (config.num_attention_heads, config.num_key_value_heads) == (4, None)
+    assert config.some_tool == {"a": 1}
+    config.options["llp"] = {"segment": 32}
+    assert SubquadConfig().options == {}
+
+
+@pytest.mark.parametrize(("fields", "error", "message"), [
+    ({"subquad_version": 2}, ValueError, "has subquad_version 2; this release reads version 1"),
+    ({"subquad_version": 0}, ValueError, "has subquad_version 0; this release reads version 1"),
+    ({"num_layer": 3}, ValueError, "no field 'num_layer'; did you mean 'num_layers'"),
+    ({"attentions": "full"}, ValueError, "no field 'attentions'; did you mean 'attention'"),
+    ({"dim": 30}, ValueError, "dim must be a multiple of num_heads, got dim=30, num_heads=4"),
+    ({"position": "rotary"}, ValueError, "position must be one of its choices, got 'rotary'"),
+    ({"dim": "64"}, TypeError, "dim must be int, got '64'"),
+])  # fmt: skip
+def test_wrong_fields_are_named(fields, error, message):
+    with pytest.raises(error, match=message):
+        SubquadConfig(**fields)

@@ -16,6 +16,7 @@ OPTIONS = {
     "elita": {"horizon": 64},
     "latte_macchiato": {"width": 4},
     "llp": {"segment": 6},
+    "llp_printed": {"segment": 6},
     "longformer": {"width": 4},
     "shifted": {"group": 4},
     "strided": {"stride": 4, "columns": 2},

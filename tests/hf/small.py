@@ -1,0 +1,120 @@
+"""Small models as transformers models, and small models of transformers, which the tests of hf share."""
+
+from functools import partial
+
+import pytest
+import torch
+from transformers import AutoModelForCausalLM, GPT2Config, LlamaConfig, Qwen3Config
+
+from subquad import hf
+from subquad.attention import mechanism, names
+from subquad.hf import SubquadConfig, SubquadForCausalLM, SubquadForPreTraining, SubquadForSequenceClassification
+from subquad.hf.encoders import SubquadClassifierConfig, SubquadPretrainingConfig
+from subquad.models import EncoderConfig
+from tests.models.small import HISTORIES, KINDS, LATENTS, SLOW, VOCABULARY, settings_of
+
+LOOPED = {"loops": 3, "lookup": 31, "feedforward": "bilinear"}
+
+
+def language_model(name="llp", seed=0, **fields):
+    """A causal language model in float64, in which another order of sums picks no other token, in evaluation mode."""
+    torch.manual_seed(seed)
+    fields = settings_of(name, **{"init_std": 1.2, "pad_token_id": 0} | fields)
+    model = SubquadForCausalLM(SubquadConfig(**fields)).double().eval()
+    for bias in model.model.pass_biases.parameters():
+        torch.nn.init.normal_(bias)
+    return model
+
+
+def perceiver_ar(history="self-short", **options):
+    options = {"perceiver_ar": {"latents": LATENTS, **HISTORIES[history], **options}}
+    return language_model("perceiver_ar", num_layers=3, position="rope", options=options)
+
+
+FORMS = {name: partial(language_model, name) for name in names() if "causal" in mechanism(name).forms}
+FORMS["looped"] = partial(language_model, "latte", bias=True, tie_embeddings=False, **LOOPED)
+FORMS |= {f"perceiver_ar {history}": partial(perceiver_ar, history) for history in HISTORIES}
+QUICK = (*KINDS, "looped", *(f"perceiver_ar {history}" for history in HISTORIES if history not in SLOW))
+every_form = pytest.mark.parametrize("make", [
+    pytest.param(make, id=name, marks=[] if name in QUICK else pytest.mark.slow) for name, make in FORMS.items()
+])  # fmt: skip
+"""Makers of causal language models: each kind of state, loops, each history; other mechanisms are slow tests."""
+
+
+def encoder_config(name="llp", **fields):
+    return EncoderConfig(**settings_of(name, **{"max_positions": 16} | fields))
+
+
+def classifier(name="llp", classes=("red", "green", "blue"), **fields):
+    torch.manual_seed(0)
+    config = encoder_config(name, num_classes=len(classes), **fields)
+    return SubquadForSequenceClassification(SubquadClassifierConfig.from_encoder(config, classes=classes)).eval()
+
+
+def pretraining(name="llp", objective="denoise", **fields):
+    """A model in training mode, whose last token of the vocabulary, with `denoise`, is the mask token."""
+    torch.manual_seed(0)
+    config = encoder_config(name, causal=objective == "causal", **fields)
+    return SubquadForPreTraining(SubquadPretrainingConfig.from_encoder(config, objective=objective, mask_fraction=0.3))
+
+
+def prompt(batch=2, length=8, seed=1):
+    return torch.randint(1, VOCABULARY, (batch, length), generator=torch.Generator().manual_seed(seed))
+
+
+def left_padded(padding=3):
+    """Inputs of `generate`: a row of 8 tokens, and one of fewer after padding."""
+    mask = torch.ones(2, 8, dtype=torch.long)
+    mask[1, :padding] = 0
+    return {"inputs": prompt() * mask, "attention_mask": mask}
+
+
+# --- models of transformers
+
+STOCK_KINDS = ("llama", "qwen3", "gpt2")
+STOCK_OPTIONS = {
+    "bigbird": {"block": 4, "num_global": 1, "num_random": 1},
+    "dilated": {"width": 3, "dilation": 2},
+    "full": {},
+    "llp": {"segment": 8},
+    "longformer": {"width": 4, "num_global": 2},
+    "shifted": {"group": 8},
+    "strided": {"stride": 4},
+    "window": {"width": 5},
+}
+"""Each attention implementation, with ranges shorter than the sequences."""
+
+
+def stock_config(kind, **changes):
+    """Two layers of 4 heads; llama and qwen3 with 2 key heads, qwen3 with heads wider than the model's width."""
+    if kind == "gpt2":
+        dropouts = {"resid_pdrop": 0.0, "embd_pdrop": 0.0, "attn_pdrop": 0.0, "loss_type": "ForCausalLM"}
+        shape = {"vocab_size": 61, "n_embd": 32, "n_layer": 2, "n_head": 4, "n_positions": 64}
+        return GPT2Config(**shape | dropouts | {"bos_token_id": 0, "eos_token_id": 0} | changes)
+    shape = {"vocab_size": 61, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2}
+    shape |= {
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+        "max_position_embeddings": 64,
+        "initializer_range": 0.2,
+    }
+    return Qwen3Config(**shape | {"head_dim": 16} | changes) if kind == "qwen3" else LlamaConfig(**shape | changes)
+
+
+def stock(kind="llama", attention=None, dtype=torch.float64, options=None, **changes):
+    """A model of transformers with one of our attentions (None: its own), the same weights for the same kind."""
+    torch.manual_seed(0)
+    model = AutoModelForCausalLM.from_config(stock_config(kind, **changes), dtype=dtype).eval()
+    if attention is not None:
+        hf.set_attention(model, attention, **(STOCK_OPTIONS[attention] if options is None else options))
+    return model
+
+
+def stock_tokens(*shape):
+    """Tokens 1 to 60, the same for the same shape."""
+    return torch.randint(1, 61, shape, generator=torch.Generator().manual_seed(3))
+
+
+def positions(mask):
+    """The `position_ids` that `generate` gives to padded rows."""
+    return (mask.cumsum(-1) - 1).clamp(min=0)
