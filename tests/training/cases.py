@@ -35,7 +35,7 @@ BASE = {
     "model.options": {"llp": {"segment": 16}, "window": {"width": 8}},
     "batch": {"length": 32, "size": 4},
     "schedule": {"warmup": 2, "kind": "constant"},
-    "parallel.timeout": 60.0,
+    "parallel.timeout": 300.0,
     "run.steps": 6,
     "run.eval_every": 0,
     "run.eval_windows": 7,
@@ -323,9 +323,7 @@ def curves(folder):
     ways += [("one", 1, {}, {}, STACKS), ("ddp 2", *KINDS["ddp 2"], {}, STACKS)]
     ways += [("fsdp 2", *KINDS["fsdp 2"], recomputed, STACKS)]
     for kind, world, changes, more, names in ways:
-        statuses = fork(
-            world, lambda rank, *given: models(folder, *given), kind, {**changes, **more}, names, seconds=900
-        )
+        statuses = fork(world, models, folder, kind, {**changes, **more}, names, seconds=900)
         tell(folder, f"{kind} {' '.join(names)}", statuses == [0] * world)
 
 
