@@ -39,6 +39,9 @@ def test_loss_and_first_weights_are_the_models():
     assert_exact(model.model.bias.detach(), model.model.output.first_biases())
     output = model(PIXELS, labels=PIXELS)
     assert_exact(output.loss, model.model.loss(PIXELS))
+    some = PIXELS.where(torch.arange(16) < 5, -100)
+    assert_exact(model(PIXELS, labels=some).loss, model.model.loss(PIXELS, some))
+    assert not torch.equal(model.model.loss(PIXELS, some), output.loss)
     assert output.parameters is None
     assert_exact(model(PIXELS, labels=PIXELS, return_dict=False)[0], output.loss)
     assert model(PIXELS).parameters.shape == (2, 16, 6)

@@ -3,6 +3,7 @@
 import json
 import shutil
 import sys
+from pathlib import Path
 
 import pytest
 import torch
@@ -226,6 +227,8 @@ def test_a_base_that_is_missing_or_another_is_named(tmp_path, monkeypatch):
         (lambda: lora.Base.read(elsewhere), FileNotFoundError, "holds no base.json, which names the model"),
         (lambda: lora.Base.read(moved / "adapter"), ValueError, "base.json is damaged: 'path' must be a str, got 3"),
     )
+    shutil.copytree(moved, "runs")
+    assert record.find(project / "adapter") == Path("runs/base"), "the changed base above the adapter is passed over"
 
 
 def test_folders_without_a_base_are_named_by_what_they_hold(tmp_path):

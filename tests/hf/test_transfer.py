@@ -17,6 +17,7 @@ from subquad.hf import (
     set_attention,
     to_transformers,
 )
+from subquad.hf.families import rope
 from subquad.hf.pattern_attention import OPTIONS
 from subquad.layers.feedforward import build_feedforward
 from subquad.layers.scaling import RopeScaling
@@ -268,6 +269,12 @@ def test_frequencies_are_those_of_transformers(name, monkeypatch):
     assert_same_maths(torch.tensor([scaling.amplitude]).double(), torch.tensor([amplitude]).double())
 
 
+def test_zeros_in_yarn_are_its_defaults():
+    plain, zeros = ROPES["yarn"], dict.fromkeys(("mscale", "mscale_all_dim", "beta_fast", "beta_slow"), 0)
+    read = [rope.read(transformers.LlamaConfig(**SMALL, **rotated(**values))) for values in (plain, plain | zeros)]
+    assert read[0] == read[1]
+
+
 def test_tensors_that_are_not_all_used_or_misshapen_are_refused():
     more, fewer, other = theirs("llama"), theirs("llama"), theirs("llama")
     ours = from_transformers(theirs("llama"))
@@ -285,6 +292,9 @@ def test_tensors_that_are_not_all_used_or_misshapen_are_refused():
 def test_dynamic_scaling_warns_and_frequencies_of_one_length_do_not_go_out(caplog):
     values = from_transformers(theirs("llama_dynamic")).config.decoder_config().to_dict()
     assert "transformers changes the frequencies with every call longer than 64 tokens" in caplog.text
+    values["max_positions"] = 128
+    back = to_transformers(SubquadForCausalLM(SubquadConfig(**values))).config
+    assert back.max_position_embeddings == 64, "where transformers' frequencies begin to change"
     values["rope_scaling"]["length"] = 128
     with pytest.raises(ValueError, match=r"does not support rope_scaling\.length=128"):
         to_transformers(SubquadForCausalLM(SubquadConfig(**values)))
