@@ -41,18 +41,10 @@ class Checked(Config):
 
 
 FULL = Outer(
-    size=3,
-    rate=1e-30,
-    on=True,
-    mode=3,
-    pair=(5,),
-    items=[Inner(width=9), Inner(name="null")],
-    inner=Inner(width=7, name="äß: - #"),
-    maybe=2,
-    either=Inner(width=8),
-    options={"a": 1},
+    size=3, rate=1e-30, on=True, mode=3, pair=(5,), items=[Inner(width=9), Inner(name="null")],
+    inner=Inner(width=7, name="äß: - #"), maybe=2, either=Inner(width=8), options={"a": 1},
     anything={"k": [1, None, "text"]},
-)
+)  # fmt: skip
 
 
 @pytest.mark.parametrize("suffix", [".yaml", ".yml", ".json"])
@@ -66,11 +58,8 @@ def test_a_file_gives_back_what_was_written(tmp_path, suffix, config):
     assert all(type(item) is Inner for item in again.items)
     again.to_file(tmp_path / f"again{suffix}")
     assert (tmp_path / f"again{suffix}").read_bytes() == path.read_bytes()
-
-
-def test_a_json_file_is_json(tmp_path):
-    FULL.to_file(tmp_path / "c.json")
-    assert json.loads((tmp_path / "c.json").read_text(encoding="utf-8")) == FULL.to_dict()
+    if suffix == ".json":
+        assert json.loads(path.read_text(encoding="utf-8")) == config.to_dict()
 
 
 @settings(max_examples=50)
@@ -89,19 +78,9 @@ def test_any_values_survive_a_round_trip(tmp_path_factory, width, name, rate, ma
 
 
 def test_to_dict_holds_plain_values():
-    assert Outer(size=3, items=[Inner()]).to_dict() == {
-        "size": 3,
-        "rate": 0.5,
-        "on": False,
-        "mode": "fast",
-        "pair": [1, 2],
-        "items": [{"width": 4, "name": "x"}],
-        "inner": {"width": 4, "name": "x"},
-        "maybe": None,
-        "either": 1,
-        "options": {},
-        "anything": None,
-    }
+    values = {"size": 3, "rate": 0.5, "on": False, "mode": "fast", "pair": [1, 2], "items": [{"width": 4, "name": "x"}]}
+    more = {"inner": {"width": 4, "name": "x"}, "maybe": None, "either": 1, "options": {}, "anything": None}
+    assert Outer(size=3, items=[Inner()]).to_dict() == values | more
 
 
 def test_an_integer_may_stand_for_a_float():
@@ -141,11 +120,9 @@ def test_nested_configurations_are_taken_as_they_are():
 def test_wrong_keys_and_choices_are_answered_with_the_valid_ones(values, message):
     with pytest.raises(ValueError, match=message):
         Outer.from_dict(values)
-
-
-def test_a_missing_key_is_named_with_its_path():
-    with pytest.raises(ValueError, match=r"^Outer needs the key 'run\.model\.size'$"):
-        Outer.from_dict({}, where="run.model")
+    if not values:
+        with pytest.raises(ValueError, match=r"^Outer needs the key 'run\.model\.size'$"):
+            Outer.from_dict({}, where="run.model")
 
 
 @pytest.mark.parametrize(
@@ -226,13 +203,10 @@ def test_a_file_that_cannot_be_read_is_named(tmp_path, content, message):
         Outer.from_file(path)
 
 
-def test_a_json_file_that_cannot_be_read_is_named(tmp_path):
+def test_json_that_cannot_be_read_and_a_missing_file_are_named(tmp_path):
     (tmp_path / "broken.json").write_text("{'a': 1}", encoding="utf-8")
     with pytest.raises(ValueError, match=r"broken\.json is not JSON: "):
         read_mapping(tmp_path / "broken.json")
-
-
-def test_a_file_that_is_not_there_is_an_error_of_the_system(tmp_path):
     with pytest.raises(FileNotFoundError, match=r"absent\.yaml"):
         read_mapping(tmp_path / "absent.yaml")
 

@@ -11,36 +11,16 @@ from pathlib import Path
 import pytest
 
 PINNED = Path(__file__).with_name("public_api.txt")
-PACKAGES = (
-    "subquad",
-    "subquad.ops",
-    "subquad.ops.patterns",
-    "subquad.parallel",
-    "subquad.attention",
-    "subquad.models",
-    "subquad.hf",
-    "subquad.data",
-    "subquad.training",
-    "subquad.adaptation",
-    "subquad.evaluation",
-    "subquad.evaluation.audit",
-    "subquad.generation",
-    "subquad.recipes",
-    "subquad.serving",
-    "subquad.testing",
-)
+ROOMS = (
+    "ops", "ops.patterns", "parallel", "attention", "models", "hf", "data", "training", "adaptation", "evaluation",
+    "evaluation.audit", "generation", "recipes", "serving", "testing",
+)  # fmt: skip
+PACKAGES = ("subquad", *(f"subquad.{room}" for room in ROOMS))
 MOST_NAMES = 110
 METHODS = {
     "subquad.State": ("save", "load", "check", "map"),
     "subquad.attention.Attention": (
-        "forward",
-        "weights",
-        "values",
-        "merge",
-        "definition",
-        "cost",
-        "mix",
-        "communication",
+        "forward", "weights", "values", "merge", "definition", "cost", "mix", "communication",
     ),
     "subquad.models.Decoder": ("forward", "hidden", "loss", "cost", "communication"),
     "subquad.parallel.ContextGroup": ("neighbours", "offset", "part"),
@@ -50,21 +30,14 @@ METHODS = {
     "subquad.data.Corpus": ("held_out_text",),
     "subquad.evaluation.audit.AuditReport": ("check", "to_dict", "to_json", "from_dict", "load"),
     "subquad.evaluation.audit.Adapter": (
-        "full",
-        "step",
-        "no_cache",
-        "no_padding",
-        "sizes",
-        "vocab_size",
-        "max_tokens",
-        "passed",
+        "full", "step", "no_cache", "no_padding", "sizes", "vocab_size", "max_tokens", "passed",
     ),
     "subquad.generation.BatchDecoder": ("add", "cancel", "step", "run"),
     "subquad.generation.Generation": ("prefill", "read_all"),
     "subquad.generation.TextStream": ("push", "finish"),
     "subquad.training.TrainConfig": ("from_file", "to_file", "from_dict", "to_dict", "replace", "digest"),
-}
-"""Methods that are public beside the constructors."""
+}  # fmt: skip
+"""Methods that are public besides the constructors."""
 
 CHOSEN = {"subquad.testing": ("AttentionContract", "assert_exact", "assert_in_budget", "assert_same_maths")}
 """Of these packages only some names are promised."""
@@ -73,7 +46,7 @@ FOREIGN = ("subquad.hf.SubquadConfig",)
 
 
 def public_api() -> list[str]:
-    """A line for each public name, sorted."""
+    """Return a line for each public name, sorted."""
     lines = []
     for package in PACKAGES:
         module = importlib.import_module(package)
@@ -92,7 +65,7 @@ def public_api() -> list[str]:
 
 
 def signature(value: object) -> str:
-    """The parameters and the result, in the same words whether annotations are strings or types."""
+    """Return parameters and result, whether annotations are strings or types."""
     found = inspect.signature(value)
     parameters = []
     for parameter in found.parameters.values():
@@ -108,7 +81,7 @@ def signature(value: object) -> str:
 
 
 def words(annotation: object) -> str:
-    """An annotation without the modules that its names are from."""
+    """Return an annotation without module names."""
     if annotation is inspect.Parameter.empty:
         return "<none>"
     text = annotation if isinstance(annotation, str) else inspect.formatannotation(annotation)
@@ -138,7 +111,7 @@ def test_public_signatures_are_those_that_were_promised():
 
 
 def test_public_names_are_few():
-    """Beside the classes of mechanisms and of patterns, which are as many as there are."""
+    """Classes of mechanisms and patterns do not count."""
     from subquad.attention import Attention
     from subquad.ops.patterns import Pattern
 
@@ -153,7 +126,7 @@ def test_public_names_are_few():
 
 
 def test_no_two_public_classes_share_a_name():
-    """But a mechanism and its pattern, which are one word in two packages: `attention.Window`, `patterns.Window`."""
+    """Except a mechanism and its pattern: `attention.Window`, `patterns.Window`."""
     classes = {}
     for package in (package for package in PACKAGES if package != "subquad.ops.patterns"):
         module = importlib.import_module(package)
@@ -161,12 +134,6 @@ def test_no_two_public_classes_share_a_name():
             if inspect.isclass(getattr(module, name)):
                 classes.setdefault(name, set()).add(getattr(module, name))
     assert {name: found for name, found in classes.items() if len(found) > 1} == {}
-
-
-def test_the_names_of_the_mechanisms_stay():
-    from subquad import attention
-
-    assert {"full", "latte", "linear", "llp", "window"} <= set(attention.names())
 
 
 def test_tensors_of_the_engines_are_positional_only():

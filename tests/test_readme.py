@@ -97,8 +97,8 @@ def place(tmp_path_factory) -> Path:
         (folder / name).write_text(yaml.safe_dump(tiny))
     shutil.copytree(folder / "my_texts", folder / "texts")
     shutil.make_archive(str(folder / "more"), "gztar", folder / "my_texts")
-    for run in ("stdlib-llp", "mine"):
-        assert main(["train", "--config", str(folder / "tiny.yaml"), "--run.folder", str(folder / "runs" / run)]) == 0
+    assert main(["train", "--config", str(folder / "tiny.yaml"), "--run.folder", str(folder / "runs" / "mine")]) == 0
+    shutil.copytree(folder / "runs" / "mine", folder / "runs" / "stdlib-llp")
     latents = ["--model.attention", "perceiver_ar", "--model.options.perceiver_ar.latents", "16"]
     tiny_ar = ["--config", str(folder / "tiny.yaml"), *latents, "--run.folder", str(folder / "runs" / "ar")]
     assert main(["train", *tiny_ar]) == 0
@@ -118,11 +118,10 @@ def place(tmp_path_factory) -> Path:
         "lra-listops-short": f"train --recipe lra-listops-short {made}",
         "tiny": f"train --recipe tiny {text}",
         "lora": adapter,
-        "other": adapter,
     }.items():
         assert main([*shlex.split(command), "--run.folder", str(folder / "runs" / run)]) == 0
-    for run in ("window", "latte"):
-        shutil.copytree(folder / "runs" / "probe-mqar", folder / "runs" / "mqar" / run)
+    for run, copy in (("probe-mqar", "mqar/window"), ("probe-mqar", "mqar/latte"), ("lora", "other")):
+        shutil.copytree(folder / "runs" / run, folder / "runs" / copy)
     shape = {"hidden_size": 16, "intermediate_size": 24, "num_hidden_layers": 2, "num_attention_heads": 2}
     LlamaForCausalLM(LlamaConfig(vocab_size=256, **shape)).save_pretrained(folder / "my_llama")
     load_tokenizer("bytes").save(str(folder / "my_llama" / "tokenizer.json"))
@@ -197,6 +196,8 @@ def test_commands_are_accepted(page, command, place, monkeypatch, capsys):
     elif words[1] == "probe":
         shorter = ["--lengths", "96"] if "--task" in words else []  # the text of the run is short
         assert main([*words[1:], *shorter, "--samples", "2"]) == 0
+    elif words[1:3] == ["data", "listops"]:
+        assert main([*words[1:], "--examples", "40", "--held_out", "10"]) == 0
     elif words[1] == "cost":
         assert main([*words[1:], "--attention", "llp"]) == 0  # all mechanisms take ten seconds
     elif words[1] == "audit":

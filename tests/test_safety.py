@@ -1,4 +1,4 @@
-"""Nothing in the library runs what a file says, or reads JSON, YAML, arrays and images past the bounds set for them."""
+"""No code of the repository executes the content of a file, or reads JSON, YAML, arrays or images without bounds."""
 
 import ast
 from pathlib import Path
@@ -19,27 +19,19 @@ ALLOWED = {
     ("benchmarks/gpu.py", "json"): OWN_JSON,
     ("experiments/harness/train.py", "json"): OWN_JSON,
     ("experiments/latte_table3/experiment.py", "json"): OWN_JSON,
-    (
-        "experiments/harness/units.py",
-        "exec_module",
-    ): "it is asked to run the experiment's own code",
+    ("experiments/harness/units.py", "exec_module"): "runs the experiment's own code, as asked",
     ("serving/gate.py", "json"): "a body that is no longer than ServeConfig.max_body; RecursionError is caught",
 }
-"""What is done all the same, and why."""
-
-
-def called(node: ast.Call) -> str:
-    """The dotted name that is called, as far as it is one."""
-    return ast.unparse(node.func)
+"""Exceptions, with the reason for each."""
 
 
 def has(node: ast.Call, name: str, value: object) -> bool:
-    """Whether the call has this keyword with this constant."""
+    """Return whether the call passes the constant `value` as the keyword `name`."""
     return any(k.arg == name and isinstance(k.value, ast.Constant) and k.value.value == value for k in node.keywords)
 
 
 def unsafe(source: str) -> list[tuple[str, int]]:
-    """What must not be there, with its line."""
+    """Return each forbidden call or import with its line."""
     found = []
     for node in ast.walk(ast.parse(source)):
         if isinstance(node, ast.Import | ast.ImportFrom):
@@ -54,8 +46,8 @@ def unsafe(source: str) -> list[tuple[str, int]]:
 
 
 def unsafe_call(node: ast.Call) -> list[str]:
-    """Why a call is unsafe, by short names."""
-    name = called(node)
+    """Return the rules that a call breaks; the dotted name that is called decides most of them."""
+    name = ast.unparse(node.func)
     last, trusts_nothing = name.rpartition(".")[2], has(node, "trust_remote_code", False)
     reasons = {
         name: name in ("eval", "exec", "compile", "__import__", "os.system", "os.popen", "pickle.load", "pickle.loads"),
@@ -76,7 +68,7 @@ def unsafe_call(node: ast.Call) -> list[str]:
     return [reason for reason, wrong in reasons.items() if wrong]
 
 
-def all_of_them():
+def all_found():
     for path in FILES:
         name = path.relative_to(ROOT).as_posix().removeprefix("subquad/")
         for what, line in unsafe(path.read_text(encoding="utf-8")):
@@ -85,61 +77,54 @@ def all_of_them():
 
 def test_the_library_reads_safely():
     assert len(FILES) > 100
-    assert [found for found in all_of_them() if found[:2] not in ALLOWED] == []
+    assert [found for found in all_found() if found[:2] not in ALLOWED] == []
 
 
 def test_every_exception_is_needed():
-    used = {found[:2] for found in all_of_them()}
-    assert set(ALLOWED) == used
+    assert set(ALLOWED) == {found[:2] for found in all_found()}
 
 
-@pytest.mark.parametrize(
-    ("source", "what"),
-    [
-        ("import pickle", "pickle"),
-        ("from pickle import loads", "pickle"),
-        ("import cloudpickle as c", "cloudpickle"),
-        ("eval(text)", "eval"),
-        ("exec(text)", "exec"),
-        ("__import__(name)", "__import__"),
-        ("yaml.load(text, Loader=yaml.SafeLoader)", "yaml.load"),
-        ("yaml.unsafe_load(text)", "yaml.load"),
-        ("yaml.safe_load(text)", "yaml.safe_load"),
-        ("from yaml import load", "yaml.load"),
-        ("json.loads(text)", "json"),
-        ("torch.load(file)", "torch.load"),
-        ("torch.load(file, weights_only=False)", "torch.load"),
-        ("np.load(file)", "np.load"),
-        ("np.load(file, allow_pickle=True)", "np.load"),
-        ("Image.open(file)", "Image.open"),
-        ("Tokenizer.from_file(file)", "Tokenizer.from_file"),
-        ("archive.extractall(folder)", "extractall"),
-        ("archive.extract(member, folder, filter=chosen)", "extractall"),
-        ("shutil.unpack_archive(file)", "extractall"),
-        ("subprocess.run(command, shell=True)", "shell"),
-        ("subprocess.run(command, shell=chosen)", "shell"),
-        ("os.system(command)", "os.system"),
-        ("AutoConfig.from_pretrained(folder)", "from_pretrained"),
-        ("transformers.AutoModel.from_pretrained(folder, trust_remote_code=True)", "trust_remote_code"),
-        ("build(folder, trust_remote_code=chosen)", "trust_remote_code"),
-        ("spec.loader.exec_module(module)", "exec_module"),
-    ],
-)
+@pytest.mark.parametrize(("source", "what"), [
+    ("import pickle", "pickle"),
+    ("from pickle import loads", "pickle"),
+    ("import cloudpickle as c", "cloudpickle"),
+    ("eval(text)", "eval"),
+    ("exec(text)", "exec"),
+    ("__import__(name)", "__import__"),
+    ("yaml.load(text, Loader=yaml.SafeLoader)", "yaml.load"),
+    ("yaml.unsafe_load(text)", "yaml.load"),
+    ("yaml.safe_load(text)", "yaml.safe_load"),
+    ("from yaml import load", "yaml.load"),
+    ("json.loads(text)", "json"),
+    ("torch.load(file)", "torch.load"),
+    ("torch.load(file, weights_only=False)", "torch.load"),
+    ("np.load(file)", "np.load"),
+    ("np.load(file, allow_pickle=True)", "np.load"),
+    ("Image.open(file)", "Image.open"),
+    ("Tokenizer.from_file(file)", "Tokenizer.from_file"),
+    ("archive.extractall(folder)", "extractall"),
+    ("archive.extract(member, folder, filter=chosen)", "extractall"),
+    ("shutil.unpack_archive(file)", "extractall"),
+    ("subprocess.run(command, shell=True)", "shell"),
+    ("subprocess.run(command, shell=chosen)", "shell"),
+    ("os.system(command)", "os.system"),
+    ("AutoConfig.from_pretrained(folder)", "from_pretrained"),
+    ("transformers.AutoModel.from_pretrained(folder, trust_remote_code=True)", "trust_remote_code"),
+    ("build(folder, trust_remote_code=chosen)", "trust_remote_code"),
+    ("spec.loader.exec_module(module)", "exec_module"),
+])  # fmt: skip
 def test_the_rules_see_what_they_forbid(source, what):
     assert what in [reason for reason, _ in unsafe(source)]
 
 
-@pytest.mark.parametrize(
-    "source",
-    [
-        "model.eval()",
-        "re.compile(pattern)",
-        "torch.load(file, weights_only=True)",
-        "np.load(file, allow_pickle=False)",
-        "archive.extractall(folder, filter='data')",
-        "AutoConfig.from_pretrained(folder, trust_remote_code=False)",
-        "subprocess.run(command)",
-    ],
-)
+@pytest.mark.parametrize("source", [
+    "model.eval()",
+    "re.compile(pattern)",
+    "torch.load(file, weights_only=True)",
+    "np.load(file, allow_pickle=False)",
+    "archive.extractall(folder, filter='data')",
+    "AutoConfig.from_pretrained(folder, trust_remote_code=False)",
+    "subprocess.run(command)",
+])  # fmt: skip
 def test_the_rules_let_pass_what_is_safe(source):
     assert unsafe(source) == []
