@@ -7,6 +7,7 @@ a `[B]` tensor where rows differ. Shape letters: B batch, T tokens, D model widt
 from __future__ import annotations
 
 import math
+from functools import lru_cache
 
 import torch
 from torch import Tensor, nn
@@ -42,10 +43,11 @@ def rotate(
     if K % 2:
         raise ValueError(f"rotary positions need an even number of channels per head, got {K}")
     wide = torch.promote_types(x_BHTK.dtype, torch.float32)
-    angles_BTK = _angles(start, T, K, base, x_BHTK.device, scaling)[:, None]
-    cos_BHTK, sin_BHTK = angles_BTK.cos().to(wide), angles_BTK.sin().to(wide)
-    if scaling is not None and scaling.amplitude != 1:
-        cos_BHTK, sin_BHTK = cos_BHTK * scaling.amplitude, sin_BHTK * scaling.amplitude
+    # One token of a decoder: all layers rotate queries and keys by the same angle.
+    kept = T == 1 and type(x_BHTK) is Tensor and isinstance(start, int) and not torch.compiler.is_compiling()
+    of = _kept_cos_sin if kept else _cos_sin
+    inference = torch.is_inference_mode_enabled()  # what is made there cannot be used where gradients are kept
+    cos_BHTK, sin_BHTK = of(start, T, K, base, x_BHTK.device, scaling, wide, inference)
     first_BHTK, second_BHTK = x_BHTK.to(wide).chunk(2, dim=-1)
     turned = (first_BHTK * cos_BHTK - second_BHTK * sin_BHTK, second_BHTK * cos_BHTK + first_BHTK * sin_BHTK)
     return torch.cat(turned, dim=-1).to(x_BHTK.dtype)
@@ -78,6 +80,27 @@ def _angles(
         return p_BT1 * torch.tensor(scaling.frequencies(channels, base), device=device, dtype=dtype)
     steps = torch.arange(0, channels, 2, device=device, dtype=dtype)
     return p_BT1 * torch.exp(steps * (-math.log(base) / channels))
+
+
+def _cos_sin(
+    start: int | Tensor,
+    tokens: int,
+    channels: int,
+    base: float,
+    device: torch.device,
+    scaling: RopeScaling | None,
+    dtype: torch.dtype,
+    inference: bool,
+) -> tuple[Tensor, Tensor]:
+    """Return cosines and sines `[1 or B, 1, T, channels / 2]` of the angles, times the scaling's amplitude."""
+    angles_BHTC = _angles(start, tokens, channels, base, device, scaling)[:, None]
+    cos_BHTC, sin_BHTC = angles_BHTC.cos().to(dtype), angles_BHTC.sin().to(dtype)
+    if scaling is None or scaling.amplitude == 1:
+        return cos_BHTC, sin_BHTC
+    return cos_BHTC * scaling.amplitude, sin_BHTC * scaling.amplitude
+
+
+_kept_cos_sin = lru_cache(maxsize=16)(_cos_sin)
 
 
 class Sinusoidal(nn.Module):
