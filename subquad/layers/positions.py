@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import math
 from functools import lru_cache
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -43,11 +44,13 @@ def rotate(
     if K % 2:
         raise ValueError(f"rotary positions need an even number of channels per head, got {K}")
     wide = torch.promote_types(x_BHTK.dtype, torch.float32)
-    # One token of a decoder: all layers rotate queries and keys by the same angle.
-    kept = T == 1 and type(x_BHTK) is Tensor and isinstance(start, int) and not torch.compiler.is_compiling()
-    of = _kept_cos_sin if kept else _cos_sin
-    inference = torch.is_inference_mode_enabled()  # what is made there cannot be used where gradients are kept
-    cos_BHTK, sin_BHTK = of(start, T, K, base, x_BHTK.device, scaling, wide, inference)
+    angles = (start, T, K, base, x_BHTK.device, scaling, wide)
+    if T == 1 and type(x_BHTK) is Tensor and isinstance(start, int) and not torch.compiler.is_compiling():
+        # A decoding step: all layers turn queries and keys by the same angles. Tensors made in inference mode cannot be
+        # used where gradients are kept, so the mode is part of the key.
+        cos_BHTK, sin_BHTK = _kept_cos_sin(*angles, torch.is_inference_mode_enabled())
+    else:
+        cos_BHTK, sin_BHTK = _cos_sin(*angles)
     first_BHTK, second_BHTK = x_BHTK.to(wide).chunk(2, dim=-1)
     turned = (first_BHTK * cos_BHTK - second_BHTK * sin_BHTK, second_BHTK * cos_BHTK + first_BHTK * sin_BHTK)
     return torch.cat(turned, dim=-1).to(x_BHTK.dtype)
@@ -90,7 +93,6 @@ def _cos_sin(
     device: torch.device,
     scaling: RopeScaling | None,
     dtype: torch.dtype,
-    inference: bool,
 ) -> tuple[Tensor, Tensor]:
     """Return cosines and sines `[1 or B, 1, T, channels / 2]` of the angles, times the scaling's amplitude."""
     angles_BHTC = _angles(start, tokens, channels, base, device, scaling)[:, None]
@@ -100,7 +102,9 @@ def _cos_sin(
     return cos_BHTC * scaling.amplitude, sin_BHTC * scaling.amplitude
 
 
-_kept_cos_sin = lru_cache(maxsize=16)(_cos_sin)
+@lru_cache(maxsize=16)
+def _kept_cos_sin(*angles_and_inference: Any) -> tuple[Tensor, Tensor]:
+    return _cos_sin(*angles_and_inference[:-1])
 
 
 class Sinusoidal(nn.Module):
