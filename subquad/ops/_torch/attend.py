@@ -25,7 +25,7 @@ from subquad.ops._torch.tiles import Group, row_bias, static_bias, static_groups
 from subquad.ops.backends import without_autocast
 from subquad.ops.patterns import Pattern
 from subquad.ops.patterns.sparse import Ranks
-from subquad.ops.slots import SCHEMA, Slots, nothing
+from subquad.ops.slots import SCHEMA, Slots, nothing, seen_slots
 
 FUSED = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
 FUSED_BACKWARD = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward
@@ -97,13 +97,27 @@ def _by_residue(
 def _on_cpu(
     q_BHTK: Tensor, k_BHSK: Tensor, v_BHSV: Tensor, pattern: Pattern, slots: Slots, scale: float
 ) -> tuple[Tensor, Tensor]:
-    K, V = q_BHTK.shape[-1], v_BHSV.shape[-1]
+    K, V, S = q_BHTK.shape[-1], v_BHSV.shape[-1], k_BHSK.shape[2]
     if K != V:  # the fused kernel needs K = V; zero channels change no score and no value
         q_BHTK, k_BHSK, v_BHSV = (F.pad(x, (0, max(K, V) - x.shape[-1])) for x in (q_BHTK, k_BHSK, v_BHSV))
     # The fused kernel needs contiguous channels.
     q_BHTK, k_BHSK, v_BHSV = (x if x.stride(-1) == 1 else x.contiguous() for x in (q_BHTK, k_BHSK, v_BHSV))
-    out_BHTV, lse_BHT = block_attention_cpu(q_BHTK, k_BHSK, v_BHSV, pattern.key(), scale, *slots)
+    seen = None if torch.is_grad_enabled() or torch.compiler.is_compiling() else _seen_by_one(pattern, slots, q_BHTK, S)
+    if seen is not None:
+        out_BHTV, lse_BHT = FUSED(q_BHTK, k_BHSK[:, :, seen], v_BHSV[:, :, seen], scale=scale)
+    else:
+        out_BHTV, lse_BHT = block_attention_cpu(q_BHTK, k_BHSK, v_BHSV, pattern.key(), scale, *slots)
     return out_BHTV[..., :V], lse_BHT
+
+
+def _seen_by_one(pattern: Pattern, slots: Slots, q_BHTK: Tensor, keys: int) -> slice | None:
+    """Return the key slots that the only query of a decoding step sees if they follow one another, else None."""
+    if q_BHTK.shape[2] != 1 or slots.starts is None or slots.lengths_B is not None:
+        return None
+    q_start, k_start = slots.starts
+    lo, hi = seen_slots(pattern, slots.starts, 0, 1, 1, keys)
+    lo = max(lo, -k_start)  # slots at negative positions hold no key
+    return slice(lo, hi) if lo < hi and pattern.sees_all(q_start, q_start + 1, lo + k_start, hi + k_start) else None
 
 
 @torch.library.custom_op(

@@ -119,6 +119,10 @@ class Window(Pattern):
         """`width - 1` tokens."""
         return self.width - 1
 
+    def sees_all(self, q_start: int, q_stop: int, k_start: int, k_stop: int) -> bool:
+        """True if the keys are in the last query's window and not after the first query."""
+        return q_stop - self.width <= k_start and k_stop <= q_start + 1
+
     def is_triangle(self, start: int, stop: int) -> bool:
         """True if the block is no larger than the window."""
         return stop - start <= self.width
@@ -189,6 +193,10 @@ class Segments(Pattern):
     def period(self) -> int:
         """One segment."""
         return self.size
+
+    def sees_all(self, q_start: int, q_stop: int, k_start: int, k_stop: int) -> bool:
+        """True if the last query still sees the first key's segment and no key is after the first query."""
+        return self.segment(k_start) >= self.segment(q_stop - 1) - self.back and k_stop <= q_start + 1
 
     def is_triangle(self, start: int, stop: int) -> bool:
         """True if the last query still sees the first key's segment."""
