@@ -1,12 +1,76 @@
 """Shared by the engines' tests: random tensors, gradients, comparisons of all results, and parameters mostly slow."""
 
 import os
+from functools import partial
 from itertools import product
 
 import pytest
 import torch
 
+from subquad.ops.patterns import (
+    Band,
+    Blocks,
+    Causal,
+    Dilated,
+    DilatedBand,
+    Full,
+    Globals,
+    Prefix,
+    Random,
+    Segments,
+    Shifted,
+    Sinks,
+    Strided,
+    Suffix,
+    Window,
+)
+from subquad.ops.patterns.sparse import Columns
 from subquad.testing.tools import assert_exact, assert_in_budget, assert_same_maths
+
+PATTERNS = [
+    Causal(),
+    Full(),
+    Window(width=5),
+    Window(width=1),
+    Window(width=20),
+    Window(width=100),
+    Segments(size=7, back=2),
+    Segments(size=8),
+    Segments(size=16, back=0),
+    Segments(size=100),
+    Prefix(length=13),
+    Prefix(length=0),
+    Suffix(start=13),
+    Prefix(length=100),
+    Band(before=3, after=9),
+    Suffix(start=0),
+    Band(before=30, after=0),
+    Suffix(start=90),
+    Shifted(size=8, shift=3, back=1),
+    Shifted(size=16, shift=8),
+    Blocks(size=8, back=1, ahead_blocks=1),
+    Blocks(size=9),
+    Sinks(count=3, back=4),
+    Sinks(count=1, back=1, size=8),
+    Globals(count=3, back=4, ahead_blocks=2),
+    Globals(count=1, back=1, ahead_blocks=1, size=8),
+    Random(size=8, index=1, of=2, skip=1, back=0),
+    Random(size=8, index=0, of=2, skip=1, back=0, blocks=9),
+    Dilated(width=4, dilation=3),
+    DilatedBand(before=2, after=1, dilation=3),
+    Strided(stride=5),
+    Columns(size=8, last=3),
+]
+"""Every kind of pattern, for sequences of some 20 to 100 tokens."""
+LAYOUTS = {
+    "heads inside tokens": lambda x: x.transpose(1, 2).contiguous().transpose(1, 2),
+    "a slice": lambda x: torch.cat([x, torch.full_like(x, torch.nan)], -1)[..., : x.shape[-1]],
+    "channels apart": lambda x: x.mT.contiguous().mT,
+    "one token for all": lambda x: x[:, :, :1].expand_as(x),
+    "one channel for all": lambda x: x[..., :1].expand_as(x),
+    "one number for all": lambda x: x[:1, :1, :1, :1].expand_as(x),
+}
+"""Strides that `[B, H, T, .]` tensors may have; contents change where one entry stands for all."""
 
 ALONE = ("test_schema", "test_faketensor")
 """Torch's rules for an operator that nothing is differentiated through."""
@@ -16,6 +80,11 @@ def normal(*shape, seed=0, dtype=torch.float64, device="cpu"):
     """Return random numbers, the same at every call."""
     generator = torch.Generator().manual_seed(seed)
     return torch.randn(shape, dtype=torch.float64, generator=generator).to(device, dtype)
+
+
+DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
+"""Where the kernels run: on a GPU, or in Triton's interpreter."""
+random = partial(normal, device=DEVICE)
 
 
 def differentiated(f, inputs):

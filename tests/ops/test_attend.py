@@ -15,27 +15,11 @@ from subquad.ops._torch.attend import block_attention_cpu, block_attention_cpu_b
 from subquad.ops._torch.gathered import gathered
 from subquad.ops.attend import softmax_weights
 from subquad.ops.chunks import block_sizes
-from subquad.ops.patterns import (
-    Band,
-    Blocks,
-    Causal,
-    Dilated,
-    DilatedBand,
-    Full,
-    Globals,
-    Prefix,
-    Random,
-    Segments,
-    Shifted,
-    Sinks,
-    Strided,
-    Suffix,
-    Window,
-)
-from subquad.ops.patterns.sparse import Columns
+from subquad.ops.patterns import Band, Causal, Full, Globals, Prefix, Segments, Sinks, Suffix, Window
 from subquad.testing import LOW_PRECISION, assert_exact, assert_same_maths, largest_allocation, mask_with
 from tests.ops.cases import (
     ALONE,
+    PATTERNS,
     assert_all_exact,
     assert_all_in_budget,
     assert_all_same_maths,
@@ -45,40 +29,6 @@ from tests.ops.cases import (
 )
 
 B, H, K = 2, 4, 6
-PATTERNS = [
-    Causal(),
-    Full(),
-    Window(width=1),
-    Window(width=5),
-    Window(width=20),
-    Window(width=100),
-    Segments(size=8),
-    Segments(size=7, back=2),
-    Segments(size=16, back=0),
-    Segments(size=100),
-    Prefix(length=0),
-    Prefix(length=13),
-    Prefix(length=100),
-    Suffix(start=0),
-    Suffix(start=13),
-    Suffix(start=90),
-    Band(before=3, after=9),
-    Band(before=30, after=0),
-    Shifted(size=16, shift=8),
-    Shifted(size=8, shift=3, back=1),
-    Blocks(size=9),
-    Blocks(size=8, back=1, ahead_blocks=1),
-    Sinks(count=3, back=4),
-    Sinks(count=1, back=1, size=8),
-    Globals(count=3, back=4, ahead_blocks=2),
-    Globals(count=1, back=1, ahead_blocks=1, size=8),
-    Random(size=8, index=1, of=2, skip=1, back=0),
-    Random(size=8, index=0, of=2, skip=1, back=0, blocks=9),
-    Dilated(width=4, dilation=3),
-    DilatedBand(before=2, after=1, dilation=3),
-    Strided(stride=5),
-    Columns(size=8, last=3),
-]
 SOME = [Causal(), Full(), Window(width=5), Segments(size=7, back=2), Prefix(length=13), Suffix(start=13)]
 FORMS = ("reference", "torch", "gathered", "sequential")
 computed = pytest.mark.parametrize("form", FORMS[1:])
