@@ -199,6 +199,14 @@ def test_strong_decays_are_finite_and_the_definition(kind, form, dtype):
         assert_is_the_definition(kind, form, inputs)
 
 
+@pytest.mark.parametrize("kind", ["head", "channel"])
+def test_a_decay_of_minus_infinity_forgets_all(kind):
+    inputs = inputs_of(kind, 20)
+    inputs[3][:, :, 11] = -torch.inf
+    out, state = scan(kind, *inputs)
+    assert_all_same_maths((out[:, :, 11:], state), scan(kind, *(x[:, :, 11:] for x in inputs)))
+
+
 @scans
 @few
 @given(
