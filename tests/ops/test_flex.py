@@ -13,25 +13,8 @@ from torch._dynamo.utils import counters
 from torch.nn.attention.flex_attention import create_block_mask
 
 from subquad.ops import _flex as flex
-from subquad.ops import block_attention, block_attention_with_lse
-from subquad.ops.patterns import (
-    Band,
-    Blocks,
-    Causal,
-    Dilated,
-    DilatedBand,
-    Full,
-    Globals,
-    Pattern,
-    Prefix,
-    Random,
-    Segments,
-    Shifted,
-    Sinks,
-    Strided,
-    Suffix,
-    Window,
-)
+from subquad.ops import block_attention, block_attention_with_lse, patterns
+from subquad.ops.patterns import Band, Causal, Full, Pattern, Segments, Sinks, Window
 from subquad.ops.patterns.sparse import Columns, Ranks
 from subquad.ops.slots import Slots
 from subquad.testing import LOW_PRECISION, assert_exact, assert_in_budget, mask_with
@@ -44,17 +27,17 @@ PATTERNS = [
     Window(width=200),
     Band(before=30, after=9),
     Segments(size=70),
-    Shifted(size=160, shift=8),
-    Blocks(size=64, back=1, ahead_blocks=1),
-    Prefix(length=130),
-    Suffix(start=130),
+    patterns.Shifted(size=160, shift=8),
+    patterns.Blocks(size=64, back=1, ahead_blocks=1),
+    patterns.Prefix(length=130),
+    patterns.Suffix(start=130),
     Sinks(count=3, back=4),
-    Globals(count=1, back=1, ahead_blocks=1, size=8),
-    Random(size=8, index=1, of=2, skip=1, back=0),
-    Random(size=64, index=0, of=2, skip=1, back=0, blocks=5),
-    Dilated(width=4, dilation=3),
-    DilatedBand(before=2, after=1, dilation=3),
-    Strided(stride=5),
+    patterns.Globals(count=1, back=1, ahead_blocks=1, size=8),
+    patterns.Random(size=8, index=1, of=2, skip=1, back=0),
+    patterns.Random(size=64, index=0, of=2, skip=1, back=0, blocks=5),
+    patterns.Dilated(width=4, dilation=3),
+    patterns.DilatedBand(before=2, after=1, dilation=3),
+    patterns.Strided(stride=5),
     Columns(size=160, last=3),
     Ranks(size=8, last=3),
 ]
