@@ -111,3 +111,38 @@ def thinned(every, **axes):
         name = "-".join(str(value).removeprefix("torch.") for value in values)
         parameters.append(pytest.param(*values, marks=pytest.mark.slow if slow else (), id=name))
     return pytest.mark.parametrize(tuple(axes), parameters)
+
+
+def plain_scan(q, i, v, log_f=None, state=None, *, normalise=False, eps=0.0):
+    """Return the outputs and the state of the gated scan from every weight, in the dtype of the inputs."""
+    G_BHTF = torch.zeros_like(q[..., :1]) if log_f is None else log_f.cumsum(2)
+    future_TS1 = torch.ones(q.shape[2], q.shape[2], dtype=torch.bool, device=q.device).triu(1)[..., None]
+    decay_BHTSF = (G_BHTF[:, :, :, None] - G_BHTF[:, :, None]).masked_fill(future_TS1, -torch.inf).exp()
+    w_BHTS = (q[:, :, :, None] * i[:, :, None] * decay_BHTSF).sum(-1)
+    v = torch.cat([v, torch.ones_like(v[..., :1])], -1) if normalise else v
+    out, after = w_BHTS @ v, (i * decay_BHTSF[:, :, -1]).mT @ v
+    if state is not None:
+        out = out + (q * G_BHTF.exp()) @ state.to(q.dtype)
+        after = after + state * G_BHTF[:, :, -1, :, None].exp()
+    return (out[..., :-1] / (out[..., -1:] + eps) if normalise else out), after
+
+
+def plain_softmax(p, logits, v, a=None, s=None, *, mask=None):
+    """Return results of the running softmax from every weight, in the dtype of the inputs.
+
+    A state is one token more, with a value of its own for each latent.
+    """
+    if mask is not None:
+        fills = (0.0, -torch.inf, 0.0)
+        p, logits, v = (x.masked_fill(~mask[:, None, :, None], y) for x, y in zip((p, logits, v), fills, strict=True))
+    T, L, V = v.shape[2], p.shape[3], v.shape[3]
+    k_BHSL = logits if a is None else torch.cat([a[:, :, None].to(logits.dtype), logits], 2)
+    S = k_BHSL.shape[2]
+    future_TS1 = torch.ones(T, S, dtype=torch.bool, device=v.device).triu(1 + S - T)[..., None]
+    k_BHTSL = k_BHSL[:, :, None].expand(-1, -1, T, -1, -1).masked_fill(future_TS1, -torch.inf)
+    v_BHLSV = v[:, :, None].expand(-1, -1, L, -1, V)
+    v_BHLSV = v_BHLSV if s is None else torch.cat([s[:, :, :, None].to(v.dtype), v_BHLSV], 3)
+    means_BHLTV = k_BHTSL.softmax(3).permute(0, 1, 4, 2, 3).to(v.dtype) @ v_BHLSV
+    lse_BHTL = k_BHTSL.logsumexp(3)
+    out = torch.einsum("bhtl,bhltv->bhtv", p.to(v.dtype), means_BHLTV)
+    return out, lse_BHTL, lse_BHTL[:, :, -1], means_BHLTV[:, :, :, -1]

@@ -4,6 +4,7 @@ A scan is named by its decays, with `mean` if normalised; `softmax` is the runni
 """
 
 import math
+from functools import partial
 
 import pytest
 import torch
@@ -21,6 +22,8 @@ from tests.ops.cases import (
     assert_all_same_maths,
     differentiated,
     normal,
+    plain_scan,
+    plain_softmax,
     thinned,
 )
 
@@ -159,19 +162,6 @@ def test_a_token_without_any_weight_gives_zero_and_finite_gradients(form, zero):
     assert all(x.isfinite().all() for x in (out, *gradients))
 
 
-def dense_scan(kind, q, i, v, log_f=None):
-    """The outputs in plain form: every weight, in the dtype of the inputs."""
-    T = q.shape[2]
-    future_TS1 = torch.ones(T, T, dtype=torch.bool).triu(1)[..., None]
-    if kind == "softmax":
-        k_BHTSL = i[:, :, None].expand(-1, -1, T, -1, -1).masked_fill(future_TS1, -torch.inf)
-        return (torch.einsum("bhtl,bhtsl->bhts", q, k_BHTSL.softmax(-2)) @ v,)
-    G_BHTF = torch.zeros_like(q[..., :1]) if log_f is None else log_f.cumsum(2)
-    decay_BHTSF = (G_BHTF[:, :, :, None] - G_BHTF[:, :, None]).masked_fill(future_TS1, -torch.inf).exp()
-    w_BHTS = (q[:, :, :, None] * i[:, :, None] * decay_BHTSF).sum(-1)
-    return (w_BHTS @ v / (w_BHTS.sum(-1, keepdim=True) + 0.1) if "mean" in kind else w_BHTS @ v,)
-
-
 SHARP = [*((kind, 0.3) for kind in SCANS[:-1]), *(("softmax", strength) for strength in (1.0, 30.0, 1e4))]
 
 
@@ -179,8 +169,8 @@ SHARP = [*((kind, 0.3) for kind in SCANS[:-1]), *(("softmax", strength) for stre
 def test_low_precision_stays_in_budget(case, form, dtype):
     kind, strength = case
     inputs, options = inputs_of(kind, 130, dtype, strength=strength), {"eps": 0.1} if "mean" in kind else {}
-    exact = differentiated(lambda *x: dense_scan(kind, *x), [x.double() for x in inputs])
-    plain = differentiated(lambda *x: dense_scan(kind, *x), inputs)
+    dense = plain_softmax if kind == "softmax" else partial(plain_scan, normalise="mean" in kind, **options)
+    exact, plain = (differentiated(lambda *x: dense(*x)[:1], y) for y in ([x.double() for x in inputs], inputs))
     actual = differentiated(lambda *x: scan(kind, *x, backend=form, **options)[:1], inputs)
     assert actual[0].dtype == dtype
     if strength == 1e4 and dtype == torch.float32:

@@ -18,6 +18,7 @@ from tests.ops.cases import (
     assert_all_exact,
     assert_all_in_budget,
     differentiated,
+    plain_scan,
     random,
     thinned,
 )
@@ -73,15 +74,7 @@ chunked = partial(reference, backend="torch")
 
 
 def plain(state, q, i, v, log_f=None, *, normalise=True, eps=EPS):
-    """Every weight, in the dtype of the inputs."""
-    G_BHTF = torch.zeros_like(q[..., :1]) if log_f is None else log_f.cumsum(2)
-    future_TS1 = torch.ones(q.shape[2], q.shape[2], dtype=torch.bool, device=q.device).triu(1)[..., None]
-    decay_BHTSF = (G_BHTF[:, :, :, None] - G_BHTF[:, :, None]).masked_fill(future_TS1, -torch.inf).exp()
-    w_BHTS = (q[:, :, :, None] * i[:, :, None] * decay_BHTSF).sum(-1)
-    v = torch.cat([v, torch.ones_like(v[..., :1])], -1) if normalise else v
-    out = w_BHTS @ v + (q * G_BHTF.exp()) @ state.to(q.dtype)
-    state = state * G_BHTF[:, :, -1, :, None].exp() + (i * decay_BHTSF[:, :, -1]).mT @ v
-    return (out[..., :-1] / (out[..., -1:] + eps) if normalise else out), state
+    return plain_scan(q, i, v, log_f, state, normalise=normalise, eps=eps)
 
 
 def assert_is_the_scan(inputs, dtype, measure=plain, lay=lambda x: x, results=slice(None), **options):

@@ -17,6 +17,7 @@ from tests.ops.cases import (
     assert_all_exact,
     assert_all_in_budget,
     differentiated,
+    plain_softmax,
     random,
     thinned,
 )
@@ -93,31 +94,12 @@ def reference(p, logits, v, a=None, s=None, *, mask=None, backend="reference"):
     return out, lse, *state
 
 
-def plain(p, logits, v, a=None, s=None, *, mask=None):
-    """Every weight, in the dtype of the inputs; a state is one token more, with a value of its own for each latent."""
-    if mask is not None:
-        fills = (0.0, -torch.inf, 0.0)
-        p, logits, v = (x.masked_fill(~mask[:, None, :, None], y) for x, y in zip((p, logits, v), fills, strict=True))
-    T, L, V = v.shape[2], p.shape[3], v.shape[3]
-    k_BHSL = logits if a is None else torch.cat([a[:, :, None].to(logits.dtype), logits], 2)
-    future_TS1 = torch.ones(T, k_BHSL.shape[2], dtype=torch.bool, device=v.device).triu(1 + k_BHSL.shape[2] - T)[
-        ..., None
-    ]
-    k_BHTSL = k_BHSL[:, :, None].expand(-1, -1, T, -1, -1).masked_fill(future_TS1, -torch.inf)
-    v_BHLSV = v[:, :, None].expand(-1, -1, L, -1, V)
-    v_BHLSV = v_BHLSV if s is None else torch.cat([s[:, :, :, None].to(v.dtype), v_BHLSV], 3)
-    means_BHLTV = k_BHTSL.softmax(3).permute(0, 1, 4, 2, 3).to(v.dtype) @ v_BHLSV
-    lse_BHTL = k_BHTSL.logsumexp(3)
-    out = torch.einsum("bhtl,bhltv->bhtv", p.to(v.dtype), means_BHLTV)
-    return out, lse_BHTL, lse_BHTL[:, :, -1], means_BHLTV[:, :, :, -1]
-
-
 def chunked(*inputs, **options):
     """The `torch` backend, whose gradients come of the same formulas."""
     return reference(*inputs, backend="torch", **options)
 
 
-def assert_is_the_softmax(inputs, dtype, measure=plain, results=slice(None), leave_out=None, **options):
+def assert_is_the_softmax(inputs, dtype, measure=plain_softmax, results=slice(None), leave_out=None, **options):
     """Return results and gradients, whose errors are at most twice those of the measure in this dtype."""
     forms = (kernels, inputs), (measure, inputs), (reference, [x.double() for x in inputs])
     found = [differentiated(lambda *x, f=f: f(*x, **options)[results], x) for f, x in forms]
@@ -128,7 +110,7 @@ def assert_is_the_softmax(inputs, dtype, measure=plain, results=slice(None), lea
 
 def assert_results_in_budget(actual, inputs, dtype, **options):
     """Compare results whose errors are at most twice those of the plain form in this dtype."""
-    actual, measured = list(actual), plain(*inputs, **options)[: len(actual)]
+    actual, measured = list(actual), plain_softmax(*inputs, **options)[: len(actual)]
     exact = reference(*(x.double() for x in inputs), **options)[: len(actual)]
     assert_all_in_budget(actual, measured, exact, dtype)
 
@@ -272,25 +254,21 @@ def test_rows_of_a_batch_are_alone(L):
 
 
 @thinned(3, L=(10, 1), dtype=LOW_PRECISION)
-def test_a_token_at_a_time(L, dtype):
+def test_a_token_at_a_time_is_one_launch_each(L, dtype, monkeypatch):
+    launched, launch = [], common.launch
+    monkeypatch.setattr(common, "launch", lambda kernel, *x, **y: launched.append(kernel) or launch(kernel, *x, **y))
     inputs = make(4, L, V=70, dtype=dtype, batch=2)
     outs, state = [], inputs[3:]
     for t in range(4):
         out, lse, *state = kernels(*(x[:, :, t : t + 1] for x in inputs[:3]), *state)
         outs.append((out, lse))
+    assert len(launched) == 4
     assert_results_in_budget([*(torch.cat(x, 2) for x in zip(*outs, strict=True)), *state], inputs, dtype)
     p, k, v, *state = (x[:, :, :1] if x.shape[2] == 4 else x for x in inputs)
     out, lse, a, s = kernels(p, k, v, *state, mask=torch.tensor([[True], [False]], device=DEVICE))
     assert_exact(out[1], torch.zeros_like(out[1]))
     assert_all_exact([a[1], s[1], lse[1, :, 0]], [state[0][1], state[1][1], state[0][1].float()])
     assert_all_exact([x[0] for x in (out, a, s)], [x[0] for x in (kernels(p, k, v, *state)[i] for i in (0, 2, 3))])
-
-
-def test_one_token_is_one_launch(monkeypatch):
-    launched, launch = [], common.launch
-    monkeypatch.setattr(common, "launch", lambda kernel, *x, **y: launched.append(kernel) or launch(kernel, *x, **y))
-    kernels(*make(1))
-    assert len(launched) == 1
 
 
 def test_a_long_past_is_not_forgotten():
