@@ -282,9 +282,3 @@ def test_options_that_it_lacks_are_refused(case):
     rest = {name: option for name, option in options.items() if name not in "qkv"}
     with pytest.raises(ValueError, match=f"backend 'flex' of block_attention {match}"):
         block_attention(*inputs, Causal(), backend="flex", **rest)
-
-
-def test_the_entry_takes_slots_as_they_are():
-    q, k, v = qkv(20)
-    out, lse = flex.attend(q, k, v, Causal(), Slots(0, 0), 0.4, compiled=False)
-    assert_all_exact((out, lse), block_attention_with_lse(q, k, v, Causal(), scale=0.4, backend="flex"))

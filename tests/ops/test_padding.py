@@ -25,23 +25,6 @@ def test_compact_puts_the_real_tokens_first_in_their_order_and_scatter_undoes_it
     assert_exact(scatter(torch.full_like(x_BTD, torch.nan), moved)[~mask_BT], torch.zeros_like(x_BTD[~mask_BT]))
 
 
-@pytest.mark.parametrize("rubbish", [torch.nan, torch.inf, 1e30])
-def test_padding_of_any_content_gets_zero_gradient(rubbish):
-    mask_BT = torch.tensor([[True, False, True, False], [False, False, False, True]])
-    x_BTD = torch.ones(2, 4, 3).masked_fill(~mask_BT[..., None], rubbish).requires_grad_()
-    y_BTD = compact(x_BTD, compaction(mask_BT))
-    assert y_BTD.isfinite().all()
-    (gradient,) = torch.autograd.grad(y_BTD.sum(), x_BTD)
-    assert_exact(gradient, mask_BT[..., None].expand(2, 4, 3).float())
-
-
-def test_lengths_are_counts_of_real_tokens():
-    moved = compaction(torch.tensor([[True, False, True], [False, False, False]]))
-    assert moved.lengths_B.tolist() == [2, 0]
-    assert moved.order_BT.tolist() == [[0, 2, 1], [0, 1, 2]]
-    assert moved.inverse_BT.tolist() == [[0, 2, 1], [0, 1, 2]]
-
-
 def test_real_slots_and_zero_padding_count_from_the_front():
     lengths_B = torch.tensor([2, 0, 3])
     expected = torch.tensor([[True, True, False], [False, False, False], [True, True, True]])
