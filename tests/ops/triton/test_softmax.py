@@ -172,7 +172,7 @@ def test_no_bit_depends_on_the_future(L, dtype, size):
 @latents
 def test_padding_does_not_exist(L):
     mask = mask_with([(9, T - 15, 6), (0, T - 7, 7)]).to(DEVICE)
-    p, k, v, *state = make(T, L, size=3.0, batch=2)
+    p, k, v, *state = make(T, L, size=2.0, batch=2, heads=2)
     results = assert_is_the_softmax([p, k, v, *state], FP32, mask=mask)
     padded = [x.masked_fill(~mask[:, None, :, None], torch.nan) for x in (p, k, v)]
     assert_all_exact(differentiated(lambda *x: kernels(*x, mask=mask), [*padded, *state]), results)
@@ -225,32 +225,14 @@ def test_it_may_be_cut_anywhere(L, dtype):
 
 
 @latents
-def test_no_token_leaves_the_state(L):
-    inputs = make(0, L)
-    out, lse, a, s = kernels(*inputs)
-    assert (out.shape, lse.shape) == ((1, 1, 0, 16), (1, 1, 0, L))
-    assert_all_exact([a, s], inputs[3:])
-    *_, da, ds = differentiated(kernels, inputs)
-    assert_all_exact([da, ds], differentiated(lambda a, s: (out, lse, a, s), inputs[3:])[-2:])
-    _, _, a, s = kernels(*inputs[:3])
-    assert_all_exact([a, s], [torch.full_like(a, EMPTY), torch.zeros_like(s)])
-
-
-@pytest.mark.parametrize("empty", ["batch", "heads"])
-def test_nothing_gives_nothing(empty):
-    inputs = [x[:0] if empty == "batch" else x[:, :0] for x in make(20)]
-    for x, y in zip(differentiated(kernels, inputs), [*reference(*inputs), *inputs], strict=True):
-        assert_exact(x, torch.zeros_like(y).to(x.dtype))
-
-
-@thinned(2, L=(10, 1))
-def test_rows_of_a_batch_are_alone(L):
-    inputs = make(20, L, batch=2, heads=2)
-    whole = kernels(*inputs)
-    for b in range(2):
-        for h in range(2):
-            alone = [x[b : b + 1, h : h + 1] for x in inputs]
-            assert_results_in_budget([x[b : b + 1, h : h + 1] for x in whole], alone, FP32)
+@pytest.mark.parametrize(("batch", "heads", "tokens"), [(1, 2, 0), (0, 2, 5), (2, 0, 5)])
+def test_nothing_at_all(L, batch, heads, tokens):
+    *inputs, a, s = make(tokens, L, batch=batch, heads=heads)
+    out, lse, *state_and_gradients = differentiated(kernels, [*inputs, a, s])
+    assert (out.shape, lse.shape) == ((batch, heads, tokens, 16), (batch, heads, tokens, L))
+    expected = differentiated(lambda p, k, v, a, s: (out, lse, a, s), [*inputs, a, s])[2:]
+    assert_all_exact(state_and_gradients, expected)
+    assert_all_exact(kernels(*inputs)[2:], [torch.full_like(a, EMPTY), torch.zeros_like(s)])
 
 
 @thinned(3, L=(10, 1), dtype=LOW_PRECISION)
@@ -288,16 +270,16 @@ def test_a_long_past_is_not_forgotten():
 
 @thinned(4, L=(1, 10), layout=LAYOUTS)
 def test_strides_change_nothing(L, layout):
-    inputs = make(5, L, batch=2, heads=2)
-    strided = [LAYOUTS[layout](x) for x in inputs[:3]]
+    def gradients(inputs, expand):
+        leaves = [x.detach().requires_grad_() for x in inputs]
+        out, *results = kernels(*leaves, *state)
+        gradient = expand(torch.ones((), device=DEVICE).expand(out.shape))
+        return [out, *results, *torch.autograd.grad(out, leaves, gradient)]
 
-    def gradients(p, k, v):
-        leaves = [x.detach().requires_grad_() for x in (p, k, v)]
-        out, lse, *state = kernels(*leaves, *inputs[3:])
-        gradient = torch.ones((), device=out.device).expand(out.shape)
-        return [out.detach(), lse.detach(), *state, *torch.autograd.grad(out, leaves, gradient)]
-
-    assert_all_exact(gradients(*strided), gradients(*(x.contiguous() for x in strided)))
+    *inputs, a, s = make(5, L, batch=2, heads=2)
+    state, strided = (a, s), [LAYOUTS[layout](x) for x in inputs]
+    expected = gradients([x.contiguous() for x in strided], torch.Tensor.contiguous)
+    assert_all_exact(gradients(strided, lambda gradient: gradient), expected)
 
 
 @short
