@@ -1,7 +1,7 @@
 """Compiles the kernels for an H100 or H200 (sm_90), for which Triton needs no GPU, and prints what came of it as JSON.
 
-A process of its own, since a process either compiles kernels or interprets them: `python sm90.py quick`, or
-`python sm90.py bfloat16`.
+A process of its own, since a process either compiles kernels or interprets them: `python sm90.py quick gated_scan`, or
+`python sm90.py bfloat16 gated_scan running_softmax`.
 """
 
 import json
@@ -150,15 +150,14 @@ def report(calls, lengths):
     return {"kernels": compiled.report(), "compiled again": again}
 
 
-def main(which):
+def main(which, *families):
     """`quick`: what is used most, at all lengths; the name of a dtype: all sizes in it."""
     triton.runtime.driver.set_active(Target())
     common.check_device = lambda op, *tensors: None
-    if which == "quick":
-        reports = {family: report(calls, LENGTHS) for family, calls in QUICK.items()}
-    else:
-        dtype = getattr(torch, which)
-        reports = {family: report([partial(f, dtype=dtype) for f in calls], ()) for family, calls in ALL.items()}
+    reports = {}
+    for family in families:
+        calls = QUICK[family] if which == "quick" else [partial(f, dtype=getattr(torch, which)) for f in ALL[family]]
+        reports[family] = report(calls, LENGTHS if which == "quick" else ())
     print(json.dumps(reports))
 
 
