@@ -105,9 +105,9 @@ def test_every_engine_compiles_whole(engine):
 
 
 class Sequential(AttentionContract):
-    """The contract with every engine in sequence, in small chunks; engines' own tests know the other laws."""
+    """The contract with every engine in sequence, in small chunks; the engines' own tests show the other laws."""
 
-    laws = (3, 6, 7, 14, 15)
+    laws = (3, 7, 14, 15)
 
     @pytest.fixture(autouse=True, scope="class")
     @classmethod
@@ -118,15 +118,8 @@ class Sequential(AttentionContract):
             yield
         sequential.QUERY_CHUNK, sequential.KEY_CHUNK = before
 
-    def test_law_06_cost_grows_as_the_class_says(self):
-        flops.register()
-        layer, counts = self.make(torch.float32), []
-        for tokens in (256, 512):
-            with FlopCounterMode(display=False) as counter, torch.no_grad():
-                layer(self.inputs(tokens, 1, torch.float32))
-            counts.append(counter.get_total_flops() - layer.cost(tokens).projection_flops)
-        assert (counts[1] < 2.2 * counts[0]) == (layer.cost_order == "linear")
-
+    # Its products are counted above: `cost` counts those of the default backend.
+    test_law_06_cost_grows_as_the_class_says = None
     # `use_backend` does not act inside torch.compile; the operators are compiled above.
     test_law_12_compiles_whole_with_aot_eager = None
     test_law_12_compiles_whole_with_inductor = None

@@ -8,17 +8,7 @@ from subquad.ops._triton import attend as kernels
 from subquad.ops._triton import common
 from subquad.ops._triton.attend import block_attention_triton, block_attention_triton_backward
 from subquad.ops.attend import softmax_weights
-from subquad.ops.patterns import (
-    Blocks,
-    Causal,
-    Dilated,
-    Full,
-    Segments,
-    Shifted,
-    Sinks,
-    Suffix,
-    Window,
-)
+from subquad.ops.patterns import Blocks, Causal, Dilated, Full, Segments, Shifted, Sinks, Suffix, Window
 from subquad.testing.tools import LOW_PRECISION, assert_exact, assert_in_budget, mask_with
 from tests.ops import cases
 from tests.ops.cases import ALONE, DEVICE, LAYOUTS, assert_all_exact, differentiated, random, thinned
@@ -111,8 +101,7 @@ def test_inputs_of_several_dtypes_are_widened_to_one():
     assert_exact(mixed, block_attention(q, k, v.bfloat16().float(), Causal(), backend="triton").bfloat16())
 
 
-WHERE = ((20, 50, 30, 0), (20, 50, 12, -18), (20, 50, 100, 70), (20, 20, 0, 40), (33, 17, 5, 9), (20, 20, -7, -3))
-WHERE = (*WHERE, (1, 40, 39, 0))
+WHERE = [(20, 50, 12, -18), (20, 50, 100, 70), (20, 20, 0, 40), (33, 17, 5, 9), (20, 20, -7, -3), (1, 40, 39, 0)]
 
 
 @small_tiles
@@ -288,10 +277,9 @@ def test_a_compiled_graph_is_eager():
 
 
 X = torch.zeros(2, 2, 5, 6, device=DEVICE)
-DILATED = Dilated(width=4, dilation=3)
 ERRORS = {
     "pattern": (
-        {"pattern": DILATED},
+        {"pattern": Dilated(width=4, dilation=3)},
         r"has no kernel for Dilated\(width=4, dilation=3\); it has: Band, Blocks, Causal, Full, Prefix, Segments, ",
     ),
     "dtype": ({"q": X.double()}, "computes in float32, bfloat16, float16, got torch.float64"),
