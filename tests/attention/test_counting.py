@@ -1,6 +1,6 @@
-"""What a layer or model costs is counted without data: the same whatever the context and the module's mode."""
+"""The cost of a layer or model is counted without data: the same whatever the context and the module's mode."""
 
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager
 
 import pytest
 import torch
@@ -26,7 +26,6 @@ def default_dtype(dtype):
 
 
 CONTEXTS = {
-    "nothing": nullcontext,
     "no_grad": torch.no_grad,
     "inference_mode": torch.inference_mode,
     "float64 by default": lambda: default_dtype(torch.float64),
@@ -34,7 +33,6 @@ CONTEXTS = {
     "meta by default": lambda: torch.device("meta"),
     "another backend": lambda: use_backend("reference"),
 }
-CHANGES = [lambda m: m.eval(), lambda m: m.double(), lambda m: m.to("meta"), lambda m: m.requires_grad_(False)]
 
 
 @pytest.mark.parametrize(("name", "causal"), [("full", True), ("latte", True), ("luna", False)])
@@ -43,29 +41,26 @@ def test_masks_of_dropout_are_kept_for_the_backward_pass(name, causal):
     assert with_dropout.activation_bytes > without.activation_bytes
 
 
-@pytest.mark.parametrize("context", CONTEXTS)
-def test_the_context_neither_changes_the_count_nor_is_changed(context):
-    layer = build("llp_printed", **SIZES, dropout=0.25)
-    layer.norm.eval()  # a part in another mode than the whole
-    expected = layer.cost(9)
-    with CONTEXTS[context]():
+def test_neither_context_nor_mode_dtype_and_device_change_the_count_nor_are_changed():
+    def context():
         asked = (
             torch.is_grad_enabled,
             torch.is_inference_mode_enabled,
             torch.get_default_dtype,
             torch.get_default_device,
-            lambda: torch.is_autocast_enabled("cpu"),
         )
-        before = [ask() for ask in asked]
-        assert layer.cost(9) == expected
-        assert [ask() for ask in asked] == before
-    assert [name for name, part in layer.named_modules() if not part.training] == ["norm"]
+        return [*(ask() for ask in asked), torch.is_autocast_enabled("cpu")]
 
-
-def test_the_modules_mode_dtype_and_device_do_not_change_the_count():
     layer = build("llp_printed", **SIZES, dropout=0.25)
+    layer.norm.eval()  # a part in another mode than the whole
     expected = layer.cost(9)
-    for change in CHANGES:
+    for name, make in CONTEXTS.items():
+        with make():
+            before = context()
+            assert layer.cost(9) == expected, name
+            assert context() == before, name
+    assert [name for name, part in layer.named_modules() if not part.training] == ["norm"]
+    for change in (lambda m: m.eval(), lambda m: m.double(), lambda m: m.to("meta"), lambda m: m.requires_grad_(False)):
         assert change(layer).cost(9) == expected
 
 
@@ -79,19 +74,16 @@ def test_modes_come_back_after_an_error():
 
 SHAPE = {"vocab_size": 11, **SIZES, "num_layers": 1, "dropout": 0.25, "position": "sinusoidal", "attention": "latte"}
 IO = {"attention": "perceiver_io", "options": {"perceiver_io": {"latents": 4}}}
+MODELS = {
+    "decoder": lambda: Decoder(DecoderConfig(**SHAPE)),
+    "encoder": lambda: Classifier(EncoderConfig(**SHAPE)),
+    "perceiver_io": lambda: Classifier(EncoderConfig(**(SHAPE | IO))),
+}
 
 
-@pytest.mark.parametrize(
-    "make",
-    [
-        lambda: Decoder(DecoderConfig(**SHAPE)),
-        lambda: Classifier(EncoderConfig(**SHAPE)),
-        lambda: Classifier(EncoderConfig(**(SHAPE | IO))),
-    ],
-    ids=["decoder", "encoder", "perceiver_io"],
-)
-def test_the_count_of_a_model_depends_on_the_model_alone(make):
-    model = make()
+@pytest.mark.parametrize("kind", MODELS)
+def test_the_count_of_a_model_depends_on_the_model_alone(kind):
+    model = MODELS[kind]()
     expected = model.cost(20).activation_bytes
     assert expected > 0
     model.eval()
