@@ -1,58 +1,30 @@
 """Right models pass an audit, ours and those of transformers; what is wrong with Mamba's cache is found."""
 
 import logging
-import warnings
 
 import pytest
 import torch
 import transformers
 
-from subquad.attention import mechanism, names
 from subquad.evaluation.audit import audit, replay
 from subquad.hf import SubquadConfig, SubquadForCausalLM
-from subquad.models import DecoderConfig
 from subquad.models.build import build_model
+from tests.generation.models import HISTORIES, MECHANISMS, config_of
 
 QUICK = {"tokens": 9, "contexts": [], "long": 0}
 NOT_ASKED = {"state growth", "time growth", "memory growth", "bf16"}
-OPTIONS = {
-    "bigbird": {"block": 4, "num_global": 1, "num_random": 1},
-    "dilated": {"width": 4, "dilation": 2},
-    "latte_macchiato": {"width": 5, "num_latents": 4},
-    "llp": {"segment": 6},
-    "llp_printed": {"segment": 6},
-    "longformer": {"width": 5},
-    "shifted": {"group": 6},
-    "strided": {"stride": 5, "columns": 2},
-    "window": {"width": 5},
-    "luna": {"memory_tokens": 3},
-}
 LLAMA = {"vocab_size": 61, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2}
 LLAMA |= {"num_attention_heads": 4, "max_position_embeddings": 16, "initializer_range": 0.2}
-HISTORIES = {
-    "cross": {},
-    "self": {"history_tokens": 6},
-    "segments": {"segment": 3},
-    "compressed": {"history_tokens": 8, "projected": 3},
-}
-CAUSAL = [name for name in names() if "causal" in mechanism(name).forms]
 
 
-def ours(name, **options):
+def ours(name, **changes):
     torch.manual_seed(0)
-    rotates = name == "perceiver_ar" or mechanism(name).rotates
-    return build_model(
-        DecoderConfig(
-            vocab_size=19,
-            dim=16,
-            num_layers=2,
-            num_heads=2,
-            attention=name,
-            options={name: OPTIONS.get(name, {}) | options},
-            position="rope" if rotates else "sinusoidal",
-            init_std=0.5,
-        )
-    )
+    return build_model(config_of(name).replace(init_std=0.5, **changes))
+
+
+def perceiver(**options):
+    options = {"latents": 7, **options}
+    return ours("perceiver_ar cross exact", options={"perceiver_ar": options})
 
 
 def tiny(name):
@@ -93,9 +65,10 @@ def judged(report):
     assert report.check("causality").worst == 0
 
 
-@pytest.mark.parametrize("name", CAUSAL)
+@pytest.mark.parametrize("name", MECHANISMS)
 def test_every_mechanism_passes_every_check(name):
-    report = audit(ours(name), **QUICK)
+    # Luna hands a memory from one layer to the next.
+    report = audit(ours(name, num_layers=2 if name == "luna" else 1), **QUICK)
     judged(report)
     assert report.arithmetic["narrowest"] == "float64"
 
@@ -105,20 +78,21 @@ def test_every_mechanism_passes_every_check(name):
     [pytest.param(name, marks=[pytest.mark.slow] if name in ("self", "segments") else []) for name in HISTORIES],
 )
 def test_perceiver_ar_is_compared_as_its_documentation_says(history):
-    model = ours("perceiver_ar", history=history, latents=7, **HISTORIES[history])
-    report = audit(model, **QUICK)
+    report = audit(perceiver(history=history, **HISTORIES[history]), **QUICK)
     judged(report)
     # Whole sequences have outputs up to 7 tokens; a longer one's outputs are its own latents'.
     assert "up to 7 tokens; in longer sequences only the last" in report.check("truncation").detail
 
 
-def test_decoding_that_is_another_pass_by_design_is_not_judged():
-    for decode, wrap in (("refill", lambda model: model), ("frozen", wrapped)):
-        report = audit(wrap(ours("perceiver_ar", latents=7, decode=decode)), **QUICK)
-        assert report.passed
-        later = {"cache, one token", "cache, several tokens", "padding left, then cache"}
-        assert not_checked(report) - NOT_ASKED == later
-        assert f"decode='{decode}' goes on with other latents" in report.check("cache, one token").detail
+@pytest.mark.parametrize(
+    ("decode", "wrap"), [("refill", lambda model: model), ("frozen", lambda model: wrapped(model))]
+)
+def test_decoding_that_is_another_pass_by_design_is_not_judged(decode, wrap):
+    report = audit(wrap(perceiver(decode=decode)), **QUICK)
+    assert report.passed
+    later = {"cache, one token", "cache, several tokens", "padding left, then cache"}
+    assert not_checked(report) - NOT_ASKED == later
+    assert f"decode='{decode}' goes on with other latents" in report.check("cache, one token").detail
 
 
 def wrapped(decoder):
@@ -127,9 +101,9 @@ def wrapped(decoder):
     return model
 
 
-def test_our_models_in_transformers_pass_too():
-    for model in (ours("llp"), ours("perceiver_ar", latents=4, history_tokens=3)):
-        judged(audit(wrapped(model), **{**QUICK, "tokens": 10}))
+@pytest.mark.parametrize("make", [lambda: ours("llp"), lambda: perceiver(latents=4, history_tokens=3)])
+def test_our_models_in_transformers_pass_too(make):
+    judged(audit(wrapped(make()), **{**QUICK, "tokens": 10}))
 
 
 @pytest.mark.parametrize("name", ["llama", "gpt2", "qwen3"])
@@ -158,17 +132,6 @@ def test_mamba_goes_on_wrongly_with_several_tokens():
     assert [done.fails for done in replay(model, report)] == [True]
 
 
-def test_what_is_no_causal_language_model_is_refused():
-    t5 = transformers.T5Config(vocab_size=19, d_model=8, d_kv=4, d_ff=8, num_layers=1, num_heads=2)
-    with pytest.raises(ValueError, match="T5ForConditionalGeneration is an encoder-decoder"):
-        audit(transformers.T5ForConditionalGeneration(t5))
-    bert = transformers.BertConfig(
-        vocab_size=19, hidden_size=8, num_hidden_layers=1, num_attention_heads=2, intermediate_size=8
-    )
-    with pytest.raises(ValueError, match="BertForMaskedLM is not a causal language model"):
-        audit(transformers.BertForMaskedLM(bert))
-
-
 def test_what_a_model_of_transformers_can_not_do_is_said():
     class Bare(transformers.LlamaForCausalLM):
         def forward(self, input_ids):
@@ -188,26 +151,20 @@ def test_what_a_model_of_transformers_can_not_do_is_said():
     assert "the model returned no past_key_values" in report.check("cache, one token").detail
 
 
-def test_a_longer_sequence_than_the_positions_is_not_tried():
-    report = audit(tiny("gpt2"), tokens=100, contexts=[16, 200], long=100)
+@pytest.mark.parametrize(("model", "tokens", "length"), [
+    (lambda: tiny("gpt2"), 70, 64),
+    (lambda: ours("learned", num_layers=1, max_positions=24), 40, 24),
+    (lambda: wrapped(ours("learned", num_layers=1, max_positions=24)), 40, 24),
+    (lambda: transformers.LlamaForCausalLM(transformers.LlamaConfig(**LLAMA)), 17, 16),
+    (lambda: transformers.LlamaForCausalLM(transformers.LlamaConfig(**LLAMA)), 9, 16),
+])  # fmt: skip
+def test_a_longer_sequence_than_the_positions_is_not_tried(model, tokens, length):
+    report = audit(model(), tokens=tokens, contexts=[16, 200], long=100, repeats=1)
     assert report.passed
-    assert report.check("bf16").where["length"] == 64
+    assert report.check("bf16").where["length"] == length
     assert "positions for fewer than two" in report.check("state growth").detail
-    learned = build_model(DecoderConfig(
-        vocab_size=19, dim=16, num_layers=1, num_heads=2, attention="full", position="learned", max_positions=24
-    ))  # fmt: skip
-    assert audit(learned, tokens=40, contexts=[], long=100).check("bf16").where["length"] == 24
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
-        assert audit(wrapped(learned), tokens=40, contexts=[], long=0).passed
-
-
-@pytest.mark.parametrize("tokens", [9, 17])
-def test_the_end_of_the_positions_is_said_where_more_was_asked_for(tokens):
-    torch.manual_seed(0)
-    model = transformers.LlamaForCausalLM(transformers.LlamaConfig(**LLAMA)).eval()
-    detail = audit(model, **QUICK | {"tokens": tokens}).check("lengths").detail
-    assert detail.endswith("; nothing longer, since the model has positions for 16 tokens") == (tokens > 16)
+    end = f"; nothing longer, since the model has positions for {length} tokens"
+    assert report.check("lengths").detail.endswith(end) == (tokens > length)
 
 
 @pytest.mark.parametrize("factor", [2.0, 4.0])

@@ -237,5 +237,5 @@ def test_numbers_that_do_not_fit_are_refused(attention, tokens, options, match):
 
 @pytest.mark.parametrize("documents", [None, np.array([0, 3])])
 def test_tokens_of_another_vocabulary_are_refused(model, documents):
-    with pytest.raises(ValueError, match="between 0 and 10, the model's vocabulary, got [34] to 11; were they made by"):
+    with pytest.raises(ValueError, match=r"between 0 and 10, the model's vocabulary, got [34] to 11; were they made"):
         evaluate(model, [3, 4, 11], length=8, documents=documents)
