@@ -12,7 +12,7 @@ from subquad.recipes import recipes
 NAMES = [*attention.names(), *STACKS]
 
 
-@pytest.mark.parametrize("arguments", [[], ["perceiver_ar"], ["--recipes"]], ids=str)
+@pytest.mark.parametrize("arguments", [["perceiver_ar"], ["--recipes"]], ids=str)
 def test_lists_keep_to_the_columns_that_are_asked_for(printed, monkeypatch, arguments):
     monkeypatch.setenv("COLUMNS", "70")
     assert max(map(len, printed("list", *arguments).splitlines())) <= 70
@@ -43,10 +43,6 @@ def test_the_markdown_list_is_a_row_a_mechanism(printed):
     assert [line.split("|")[1].strip() for line in rows] == [f"`{name}`" for name in NAMES]
     assert len({line.count("|") for line in lines[:2] + rows}) == 1
     assert lines[-1].startswith("*state: of one layer")
-
-
-def test_an_unknown_name_is_answered_with_the_valid_ones(refused):
-    assert "unknown attention 'perciever'; did you mean 'perceiver'? valid: bigbird" in refused("list", "perciever")
 
 
 def test_the_laws_are_a_row_a_form_with_the_reasons_below(printed):
