@@ -49,7 +49,7 @@ def test_eval_says_that_a_text_has_crlf_line_ends(trained, tmp_path, caplog, pri
     text = "def main():\n    return 0\n" * 60
     for name, ends in (("unix", "\n"), ("dos", "\r\n")):
         (tmp_path / name).write_bytes(text.replace("\n", ends).encode())
-        for _ in range(2):  # the second time its tokens come from the cache
+        for _ in range(2 if name == "dos" else 1):  # the second time its tokens come from the cache
             caplog.clear()
             printed("eval", trained, "--data", tmp_path / name, "--data.cache", tmp_path, "--windows", "1")
             assert ("has CRLF line ends (120 carriage returns)" in caplog.text) == (name == "dos")
@@ -124,10 +124,7 @@ def test_tasks_are_measured_in_the_models_window(folders, printed):
     ("ours", [*OURS, "--stride", "3"], "--stride is for a text and can't be combined with --tasks"),
     ("ours", [*OURS, "--data", "x.txt"], "--data.path is for a text and can't be combined with --tasks"),
     ("ours", ["--tasks", " ,"], "--tasks must name at least one task, such as a,b,c, got ' ,'"),
-    ("ours", [*OURS, "--limit", "0"], "limit must be at least 1, got 0"),
-    ("ours", [*OURS, "--task_path", "nowhere"], "task_path must be a folder with YAML files of tasks"),
     ("ar", OURS, "perceiver_ar predicts only the last 5 tokens; `subquad eval` without --tasks measures it"),
-    ("gpt2", [*OURS, "--length", "129"], "length must be at most 128, the model's number of positions, got 129"),
     ("classifier", OURS, "holds a classifier: --tasks is for language models; leave it out"),
     ("nowhere", OURS, "there is no folder"),
 ])  # fmt: skip

@@ -48,6 +48,8 @@ def test_the_prompt_and_what_follows_are_printed_and_measured(run, capsys):
     assert streamed.out.startswith("w1 w2")
     said = r"prompt: 2 tokens in [\d.]+ s; generated: 20 tokens in [\d.]+ s \([\d.]+ tokens/s\); state: [\d,]+ bytes\n"
     assert re.fullmatch(said, streamed.err)
+    assert main([*arguments[:4], "--max_tokens", "6", "--beams", "3"]) == 0
+    assert re.search(r"score: -[\d.]+ nats a token", capsys.readouterr().err)
 
 
 @pytest.mark.parametrize("how", ["--stream", "--no-stream"])
@@ -121,14 +123,6 @@ def test_samples_are_those_of_their_seeds(text):
     assert len(set(alone)) == 3
     stop = ["--stop", alone[1].split()[5]]
     assert f"--- 2 ---\n{text(*drawn, '5', *stop)}" in text(*drawn, "4", "--samples", "3", *stop)
-
-
-def test_beams_find_a_text_at_least_as_likely_as_the_greedy_one(run, capsys):
-    def score(beams):
-        assert main(["generate", str(run), "--prompt", "w1 w2", "--beams", str(beams), "--max_tokens", "6"]) == 0
-        return float(re.search(r"score: (-[\d.]+) nats a token", capsys.readouterr().err)[1])
-
-    assert score(8) >= score(2)
 
 
 SPECIAL = {name: i for i, name in enumerate(["<unk>", "<s>", "</s>", *(f"w{i}" for i in range(9))])}
@@ -248,8 +242,6 @@ ZIP = ["--texts", "2", "--out-file", "a.zip"]
     ([*ONE, "--beams", "2", "--stop", "x"], "without stop strings: leave --stop out"),
     ([*ONE, "--beams", "2", "--samples", "2"], "leave --samples out"),
     ([*ONE, "--beams", "2", "--seed", "1"], "seed=1 has no effect with --beams; leave it out"),
-    ([*ONE, "--stop", ""], "a stop string must hold at least one character"),
-    ([*ONE, "--min_p", "2"], "min_p must be between 0 and 1, got 2.0"),
     (ZIP[:2], "--texts N and --out-file FILE need each other, got only --texts"),
     (ZIP[2:], "--texts N and --out-file FILE need each other, got only --out-file"),
     (["--texts", "0", *ZIP[2:]], "texts must be at least 1, got 0"),
@@ -273,10 +265,8 @@ def test_a_file_that_is_no_text_and_the_state_of_another_model_are_refused(run, 
     assert "the state was made by configuration" in refused("generate", run, *ONE, "--state-in", state)
 
 
-@pytest.mark.parametrize(("missing", "match"), [
-    ("config.json", "holds no config.json"), ("tokenizer.json", "holds no tokenizer.json"),
-])  # fmt: skip
-def test_a_folder_that_lacks_a_file_is_refused(tmp_path, refused, missing, match):
+@pytest.mark.parametrize("missing", ["config.json", "tokenizer.json"])
+def test_a_folder_that_lacks_a_file_is_refused(tmp_path, refused, missing):
     folder = save_model(tmp_path / "part")
     (folder / missing).unlink()
-    assert match in refused("generate", folder, *ONE)
+    assert f"holds no {missing}" in refused("generate", folder, *ONE)
