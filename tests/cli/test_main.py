@@ -12,7 +12,7 @@ from subquad.cli import train as train_command
 from subquad.cli.show import PICTURES
 
 HELP = [[command] for command in COMMANDS] + [["show", what] for what in PICTURES] + [["data", "tokens"]]
-HEAVY = ("transformers", "accelerate", "peft", "matplotlib", "fastapi")
+HEAVY = ("transformers", "accelerate", "peft", "matplotlib", "fastapi", "prometheus_client")
 
 
 def fresh(code, *, status=0):
