@@ -60,7 +60,8 @@ def test_flags_win_over_files_wherever_they_stand_and_later_files_over_earlier_o
         assert {name: attrgetter(name)(config) for name in expected} == expected
 
 
-def test_a_recipe_is_read_by_name():
+def test_a_recipe_is_read_by_name_and_long_lists_of_choices_are_cut(refused):
+    assert f"and {len(recipes()) - 8} more\n" in refused("train", "--recipe", "stdlib-lp")
     assert read_config(["--recipe", "tiny"]) == TrainConfig.from_file(recipe_path("tiny"))
 
 
@@ -145,10 +146,6 @@ def test_wrong_arguments_are_one_line_and_status_2(refused, tmp_path, monkeypatc
     assert message.count("\n") == 2
     assert message.endswith(f"\nsee subquad {arguments[0]} --help\n")
     assert list(tmp_path.iterdir()) == []
-
-
-def test_long_lists_of_choices_are_cut(refused):
-    assert f"and {len(recipes()) - 8} more\n" in refused("train", "--recipe", "stdlib-lp")
 
 
 @pytest.mark.parametrize(("text", "match"), [

@@ -38,6 +38,9 @@ def test_help_loads_no_torch_for_the_overview_and_nothing_heavier_for_commands()
     assert all(f"\n  {command} " in overview[0] for command in COMMANDS)
     for arguments, (text, _) in zip(HELP, helps, strict=True):
         assert text.startswith(f"usage: subquad {' '.join(arguments)}")
+    texts = {" ".join(arguments): text for arguments, (text, _) in zip(HELP, helps, strict=True)}
+    assert "subquad lora merge RUN" in texts["lora"]
+    assert all(f"\n  {what} " in texts["show"] for what in PICTURES)
 
 
 def test_the_module_is_the_command():
@@ -70,6 +73,10 @@ def test_a_reader_that_goes_away_is_no_error(tmp_path):
 @pytest.mark.parametrize(("arguments", "message"), [
     (["trian"], f"unknown command 'trian'; did you mean 'train'? valid: {', '.join(sorted(COMMANDS))}\n"),
     ([], "no command\nsee subquad --help"),
+    (["lora", "lst"], "unknown action 'lst'; did you mean 'list'? valid: list, merge"),
+    (["lora"], "no action"),
+    (["show", "wieghts"], "unknown picture 'wieghts'; did you mean 'weights'?"),
+    (["show"], "no picture named"),
     (["bench", "ops", "--tokens", "1024"], "`subquad bench` is now `python -m benchmarks`, in a clone of"),
     (["reproduce", "llp_table6"], "`subquad reproduce` is now `python -m experiments`, in a clone of the repository\n"),
     (["lora", "mnist", "--path", "x"], "`subquad lora mnist` is now `python -m experiments.lora_mnist`, in a clone of"),

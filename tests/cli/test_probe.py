@@ -6,7 +6,6 @@ import shutil
 import pytest
 import torch
 
-from subquad.cli.probe import read_depths, read_lengths
 from subquad.data import load_tokenizer
 from subquad.hf import SubquadConfig, SubquadForCausalLM
 from subquad.training.config import TrainConfig
@@ -73,7 +72,7 @@ def written(request, printed, tmp_path, monkeypatch):
 
 @pytest.mark.draws
 def test_models_of_one_probe_are_compared_at_the_same_sequences(runs, written):
-    asked = [runs["mqar"], runs["linear"], "--lengths", "32,16", "--samples", "9"]
+    asked = [runs["mqar"], runs["linear"], "--lengths", "32,16,32", "--samples", "9"]
     found, out = written(*asked)
     assert (found["task"], found["lengths"], found["samples"], found["chance"]) == ("mqar", [16, 32], 9, 0.5)
     assert [run["run"] for run in found["runs"]] == ["mqar", "linear"]
@@ -125,13 +124,14 @@ def test_strings_are_copied_whole(runs, written):
     assert [(s["start"], s["stop"], s["asked"]) for s in entry["scores"]] == [(0, 0.5, 12), (0.5, 1, 12)]
 
 
-@pytest.mark.parametrize("text", [None, "file"])
-def test_a_key_is_hidden_in_text(runs, written, text):
-    more = [] if text is None else ["--text", runs[text]]
-    asked = ["--task", "passkey", "--lengths", "100", "--depths", "0,1", "--cache", runs["cache"], "--samples", "3"]
-    found, _ = written(runs["text"], *asked, "--digits", "2", *more)
+@pytest.mark.parametrize(("depths", "text", "starts"), [
+    ("1", False, [0.5]), ("1,0,0.3", True, [0, 0.3, 1]), ("5", False, [0, 0.25, 0.5, 0.75, 1])
+])  # fmt: skip
+def test_a_key_is_hidden_in_text(runs, written, depths, text, starts):
+    asked = ["--task", "passkey", "--lengths", "100", "--depths", depths, "--cache", runs["cache"], "--samples", "2"]
+    found, _ = written(runs["text"], *asked, "--digits", "2", *(["--text", runs["file"]] if text else []))
     assert (found["chance"], found["runs"][0]["probe"]) == (0.01, None)
-    assert [score["start"] for score in found["runs"][0]["lengths"][0]["scores"]] == [0, 1]
+    assert [score["start"] for score in found["runs"][0]["lengths"][0]["scores"]] == starts
 
 
 @pytest.mark.draws
@@ -154,14 +154,6 @@ def test_a_perceiver_is_asked_for_as_much_as_its_latents_predict(runs, written, 
 
 
 # --- mistakes
-
-
-def test_lists_of_numbers_are_read():
-    assert read_lengths(None) == ()
-    assert read_lengths("512,128,512") == (128, 512)
-    assert read_depths(None) == read_depths("5") == (0, 0.25, 0.5, 0.75, 1)
-    assert read_depths("1") == read_depths("0.5") == (0.5,)
-    assert read_depths("1,0,0.3") == (0, 0.3, 1)
 
 
 @pytest.mark.parametrize(("name", "arguments", "message"), [

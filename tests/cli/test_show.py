@@ -14,7 +14,8 @@ from subquad.cli.show import PICTURES, _reading_example
 from subquad.data.labelled import toy
 from subquad.hf import SubquadForSequenceClassification
 from subquad.hf.encoders import SubquadClassifierConfig
-from subquad.models import EncoderConfig, matrices
+from subquad.models import DecoderConfig, EncoderConfig, matrices
+from subquad.models.build import build_model
 from subquad.testing import assert_exact, assert_same_maths
 from subquad.training import TrainConfig
 from subquad.training.runs import load_classifier, load_run
@@ -51,15 +52,12 @@ def picture(tmp_path, *arguments, suffix="png"):
 
 
 def test_the_matrix_that_is_drawn_is_that_of_the_layer():
-    layer = fresh("llp", 16, segment=4)
+    before = torch.random.get_rng_state()
+    layer, again = fresh("llp", 16, segment=4), fresh("llp", 16, segment=4)
+    assert_exact(torch.random.get_rng_state(), before)
+    assert_exact(layer.query.weight, again.query.weight)
     assert layer.config.segment == 4
     assert_exact(matrices.fresh_weights(layer, 16), layer.weights(matrices.drifting_input(16, 16))[0].detach())
-
-
-def test_fresh_layers_leave_the_random_numbers_alone():
-    before = torch.random.get_rng_state()
-    assert_exact(fresh("full", 8).query.weight, fresh("full", 8).query.weight)
-    assert_exact(torch.random.get_rng_state(), before)
 
 
 @torch.no_grad()
@@ -73,17 +71,14 @@ def test_trained_weights_are_those_of_the_layers_own_inputs(hybrid):
     assert_exact(layers[1][1], block.attention.weights(block.attention_norm(below))[0])
 
 
-def test_a_looped_stack_has_the_weights_of_each_pass(tmp_path):
-    decoder = load_run(saved(tmp_path, num_layers=1, attention="full", loops=3), "cpu").decoder
-    layers = matrices.trained_weights(decoder, [1, 2, 3])
-    assert len(layers) == 3
-    assert not torch.equal(layers[0][1], layers[2][1])
-
-
-def test_layers_that_are_handed_a_memory_are_drawn_with_it(tmp_path):
-    decoder = load_run(saved(tmp_path, attention="luna"), "cpu").decoder
-    layers = matrices.trained_weights(decoder, [1, 2, 3])
-    assert layers[1][0].memory is layers[0][0].memory
+def test_loops_are_drawn_each_and_layers_with_the_memory_that_they_are_handed():
+    shape = {"vocab_size": 9, "dim": 16, "num_heads": 2, "position": "none", "init_std": 0.5}
+    loops = build_model(DecoderConfig(**shape, num_layers=1, attention="full", loops=3))
+    first, _, third = matrices.trained_weights(loops, [1, 2, 3])
+    assert not torch.equal(first[1], third[1])
+    luna = build_model(DecoderConfig(**shape, num_layers=2, attention="luna"))
+    first, second = matrices.trained_weights(luna, [1, 2, 3])
+    assert second[0].memory is first[0].memory
 
 
 # --- weights of a classifier
@@ -275,12 +270,3 @@ MODELS = {
 ])  # fmt: skip
 def test_mistakes_about_a_trained_model_are_named(refused, tmp_path, model, arguments, message):
     assert message in refused("show", "weights", MODELS[model](tmp_path), *arguments)
-
-
-def test_an_unknown_picture_is_answered_with_the_valid_ones(capsys, printed):
-    assert main(["show", "wieghts"]) == 2
-    assert "unknown picture 'wieghts'; did you mean 'weights'?" in capsys.readouterr().err
-    assert main(["show"]) == 2
-    assert "no picture named" in capsys.readouterr().err
-    out = printed("show", "--help")
-    assert all(f"\n  {what} " in out for what in PICTURES)

@@ -241,11 +241,6 @@ def test_the_result_says_what_decided_it_and_is_json(caplog):
     assert_exact(torch.get_rng_state(), torch_state)
 
 
-def test_a_task_that_sets_no_examples_itself_keeps_that_with_a_warning(caplog):
-    evaluate_tasks(decoder(), bytes_tokenizer(), ["local_words"], task_path=TASKS, length=99, num_fewshot=2, limit=1)
-    assert "local_words fixes num_fewshot at 0 and ignores num_fewshot=2" in caplog.text
-
-
 @pytest.mark.parametrize("position", ["learned", "rotary"])
 def test_a_model_of_transformers_is_asked_as_the_harness_does(position):
     """GPT-2 of transformers, with its own tokenizer's special tokens, and a model of ours that transformers wraps."""
@@ -390,8 +385,12 @@ def test_data_that_only_a_network_has_is_said_to_be(tmp_path):
         evaluate_tasks(decoder(), bytes_tokenizer(), ["local_texts"], task_path=tmp_path, length=9)
 
 
-def test_what_the_harness_warns_of_a_model_in_memory_is_kept_back(caplog):
-    with caplog.at_level(logging.WARNING):
-        evaluate_tasks(decoder(), bytes_tokenizer(), ["local_words"], task_path=TASKS, length=99, limit=1)
-    assert not caplog.records
+@pytest.mark.parametrize("shots", [None, 2])
+def test_only_a_number_of_examples_that_a_task_ignores_is_warned_of(caplog, shots):
+    with caplog.at_level(logging.WARNING):  # the harness warns of a model in memory
+        evaluate_tasks(
+            decoder(), bytes_tokenizer(), ["local_words"], task_path=TASKS, length=99, limit=1, num_fewshot=shots
+        )
+    said = "local_words fixes num_fewshot at 0 and ignores num_fewshot=2"
+    assert [said in record.getMessage() for record in caplog.records] == [True] * (shots is not None)
     assert logging.getLogger("lm_eval.models.huggingface").level == logging.NOTSET
