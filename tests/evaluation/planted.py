@@ -5,6 +5,8 @@ Shape letters: B batch, T tokens, S keys, D width, H heads, K channels, V vocabu
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
@@ -39,6 +41,39 @@ class Planted(nn.Module):
         q, k, v = self.query(x_BTD), self.key(x_BTD), self.value(x_BTD)
         score_BTS = (q @ k.mT / DIM**0.5).masked_fill(~allowed_TS, -torch.inf)
         return score_BTS.softmax(-1) @ v
+
+
+def changed(mix: Callable[[Callable[[Tensor], Tensor], Tensor], Tensor]) -> type[Planted]:
+    """`Planted` with `mix(attention, x_BTD)` in the place of its causal attention."""
+
+    class Changed(Planted):
+        def mix(self, x_BTD: Tensor) -> Tensor:
+            return mix(super().mix, x_BTD)
+
+    return Changed
+
+
+def positions(x_BTD: Tensor) -> Tensor:
+    """0, 1, ... `[T, 1]` in the dtype of x."""
+    return torch.arange(x_BTD.shape[1]).to(x_BTD.dtype)[:, None]
+
+
+LengthInPositions = changed(lambda attention, x: attention(x + positions(x) / x.shape[1]))
+"""Causal, with positions t / T of a sequence of T tokens, as ELiTA was published."""
+BatchMean = changed(lambda attention, x: attention(x - x.mean(0, keepdim=True) / 2))
+"""Subtracts the mean over the batch."""
+Mixing = changed(lambda attention, x: x - x.mean(0, keepdim=True) / 2 + x.mean(1, keepdim=True))
+"""Mixes its batch and leaks."""
+Dropping = changed(lambda attention, x: attention(F.dropout(x, 0.1, training=True)))
+"""Applies dropout in eval mode too."""
+Counting = changed(lambda attention, x: attention(x) / ((positions(x) + 1) - positions(x)))
+"""Divides by t + 1 - t, which bfloat16 can't tell from 0 from 256 tokens on."""
+Bursting = changed(lambda attention, x: attention(x) / (positions(x) != 9).to(x.dtype))
+"""Infinite from 10 tokens on."""
+Rounding = changed(lambda attention, x: (attention(x) + x.sum(1, keepdim=True)) - x.sum(1, keepdim=True))
+"""Adds and subtracts a sum over all tokens, later ones too: right up to rounding."""
+Narrow = changed(lambda attention, x: attention(x).float().to(x.dtype))
+"""Rounds to float32 on its way."""
 
 
 class Roll(Planted):
@@ -154,14 +189,6 @@ class LinearAdapter(Adapter):
         return model(tokens_BT, mask_BT, cache)
 
 
-class LengthInPositions(Planted):
-    """Causal, with positions t / T of a sequence of T tokens, as ELiTA was published."""
-
-    def mix(self, x_BTD: Tensor) -> Tensor:
-        T = x_BTD.shape[1]
-        return super().mix(x_BTD + torch.arange(T, dtype=x_BTD.dtype)[:, None] / T)
-
-
 class LateLeak(Planted):
     """Right below 21 tokens; from there on output 3 sees the last token."""
 
@@ -171,42 +198,6 @@ class LateLeak(Planted):
         if T > 20:
             allowed[3, -1] = True
         return self.attend(x_BTD, allowed)
-
-
-class BatchMean(Planted):
-    """Subtracts the mean over the batch."""
-
-    def mix(self, x_BTD: Tensor) -> Tensor:
-        return super().mix(x_BTD - x_BTD.mean(0, keepdim=True) / 2)
-
-
-class Mixing(Planted):
-    """Mixes its batch and leaks."""
-
-    def mix(self, x_BTD: Tensor) -> Tensor:
-        return x_BTD - x_BTD.mean(0, keepdim=True) / 2 + x_BTD.mean(1, keepdim=True)
-
-
-class Dropping(Planted):
-    """Applies dropout in eval mode too."""
-
-    def mix(self, x_BTD: Tensor) -> Tensor:
-        return super().mix(F.dropout(x_BTD, 0.1, training=True))
-
-
-class Counting(Planted):
-    """Divides by t + 1 - t, which bfloat16 can't tell from 0 from 256 tokens on."""
-
-    def mix(self, x_BTD: Tensor) -> Tensor:
-        t = torch.arange(x_BTD.shape[1]).to(x_BTD.dtype)
-        return super().mix(x_BTD) / ((t + 1) - t)[:, None]
-
-
-class Bursting(Planted):
-    """Infinite from 10 tokens on."""
-
-    def mix(self, x_BTD: Tensor) -> Tensor:
-        return super().mix(x_BTD) / (torch.arange(x_BTD.shape[1]) != 9).to(x_BTD.dtype)[:, None]
 
 
 class Masked(Planted):
@@ -226,11 +217,3 @@ class LargeBatch(Planted):
     def mix(self, x_BTD: Tensor) -> Tensor:
         y_BTD = super().mix(x_BTD)
         return y_BTD if len(y_BTD) < 4 else y_BTD.index_fill(0, torch.tensor([2]), torch.nan)
-
-
-class Rounding(Planted):
-    """Adds and subtracts a sum over all tokens, later ones too: right up to rounding."""
-
-    def mix(self, x_BTD: Tensor) -> Tensor:
-        total = self.value(x_BTD).sum(1, keepdim=True)
-        return (super().mix(x_BTD) + total) - total
