@@ -323,16 +323,13 @@ def test_a_seed_repeats_a_report():
 
 
 def test_leaks_at_the_model_s_own_sizes_are_looked_for():
-    class Sized(planted.LateLeak):
-        pass
-
     class Sizes(Adapter):
         def sizes(self, model):
             return [10]
 
     short = {"tokens": 16, "contexts": [], "long": 0}
-    assert audit(Sized(), **short).passed  # the leak begins at 21 tokens
-    report = audit(Sized(), adapter=Sizes(), **short)
+    assert audit(planted.LateLeak(), **short).passed  # the leak begins at 21 tokens
+    report = audit(planted.LateLeak(), adapter=Sizes(), **short)
     assert report.check("causality").where["lengths"] == [21]
 
 
@@ -376,11 +373,6 @@ def test_growth_is_a_finding_and_says_how():
     assert "level from 32 on" in window.check("state growth").detail
     assert full.check("memory growth").where["exponent"] > 0.5
     assert full.check("time growth").where["values"].keys() == values.keys()
-
-
-def test_a_text_is_read_instead_of_random_tokens():
-    report = audit(planted.LateLeak(), text=[3, 4, 5], **QUICK)
-    assert set(report.check("causality").failing["tokens"][0]) <= {3, 4, 5}
 
 
 # --- reports

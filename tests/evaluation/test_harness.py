@@ -206,18 +206,6 @@ def test_batches_change_no_result_and_repeating_gives_the_same():
     assert one.task_versions == {"local_texts": 1.0, "local_choices": 2.0, "local_words": 1.0}
 
 
-def test_accuracy_is_that_of_the_scores_by_hand():
-    model, asked = decoder("window"), bytes_tokenizer()
-    right = 0
-    for line in (TASKS / "choices.jsonl").read_text().splitlines():
-        example = json.loads(line)
-        context = f"Question: {example['question']}\nAnswer:".encode()
-        scores = [by_hand(model, context, f" {choice}".encode())[0] for choice in example["choices"]]
-        right += scores.index(max(scores)) == example["answer"]
-    found = evaluate_tasks(model, asked, ["local_choices"], task_path=TASKS, length=256)
-    assert found.results["local_choices"]["acc,none"] == right / 5
-
-
 def test_the_result_says_what_decided_it_and_is_json(caplog):
     model = decoder().train()
     random.seed(7)
