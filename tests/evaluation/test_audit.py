@@ -186,56 +186,15 @@ class OnlyInFloat64(planted.Linear):
         return k_BTK if k_BTK.dtype == torch.float64 else k_BTK * real_BT1
 
 
-def test_a_fault_of_float64_alone_is_no_fault():
-    model = OnlyInFloat64()
-    report = audit(model, adapter=planted.LinearAdapter(), **QUICK)
-    assert report.passed
-    assert report.arithmetic["weights"] == "float64"
-    narrow = report.arithmetic["float32"]
-    assert narrow["alone"] == ["padding left"]
-    assert narrow["checks"] == ["padding left", "padding left, then cache"]  # the second was left out for the first
-    assert narrow["band"] > 1e6 * report.arithmetic["band"]
-    assert "padding left; padding left, then cache, because these fail only in float64: padding left)" in report.title()
-    assert [check.name for check in report.checks if check.detail.endswith("; in float32")] == narrow["checks"]
-    assert AuditReport.from_dict(json.loads(report.to_json())) == report
-    forced = audit(model, adapter=planted.LinearAdapter(), dtype="float64", **QUICK)
-    assert names(forced, "violation") == {"padding left"}
-
-
 class SmallCacheFault(OnlyInFloat64):
-    """And, in any dtype, a cache that is off by less than float32 shows."""
+    """Also has, in any dtype, a cache that is off by less than float32 shows."""
 
     def continued(self, s_BTKV, z_BTK):
         return s_BTKV * (1 + 1e-8), z_BTK
 
 
-def test_a_fault_of_float64_alone_does_not_hide_a_small_one():
-    model = SmallCacheFault()
-    report = audit(model, adapter=planted.LinearAdapter(), **QUICK)
-    assert names(report, "violation") == CACHE
-    assert report.arithmetic["float32"]["checks"] == ["padding left", "padding left, then cache"]
-    assert report.check("cache, one token").worst < 1e-6
-    assert [done.fails for done in replay(model, report, adapter=planted.LinearAdapter())] == [True, True]
-
-
-class CacheOnlyInFloat64(planted.Linear):
-    """In float64 alone several tokens after a cache read one state."""
-
-    def continued(self, s_BTKV, z_BTK):
-        if s_BTKV.dtype == torch.float64:
-            return planted.LastState.continued(self, s_BTKV, z_BTK)
-        return s_BTKV, z_BTK
-
-
-def test_what_was_left_out_for_a_fault_of_float64_alone_is_made_up_for():
-    report = audit(CacheOnlyInFloat64(), adapter=planted.LinearAdapter(), **QUICK)
-    assert report.passed
-    assert report.arithmetic["float32"]["checks"] == ["cache, several tokens", "padding left, then cache"]
-    assert "pieces of 1, 1, 1 and 2, 3" in report.check("padding left, then cache").detail
-
-
 class OnlyInFloat32(OnlyInFloat64):
-    """The other way round for padding on the right."""
+    """Also wrong in float32, with padding on the right."""
 
     def forward(self, tokens_BT, mask=None, sums=None):
         logits, sums = super().forward(tokens_BT, mask, sums)
@@ -243,14 +202,40 @@ class OnlyInFloat32(OnlyInFloat64):
         return logits + (right and logits.dtype == torch.float32), sums
 
 
-def test_a_fault_that_is_seen_on_the_way_in_float32_stays():
-    model = OnlyInFloat32()
-    report = audit(model, adapter=planted.LinearAdapter(), **QUICK)
-    assert names(report, "violation") == {"padding right"}
-    assert report.arithmetic["float32"]["alone"] == ["padding left"]
-    (done,) = replay(model, report, adapter=planted.LinearAdapter())
-    assert done.fails
-    assert done.band == report.arithmetic["float32"]["band"]
+class CacheOnlyInFloat64(planted.Linear):
+    """In float64 alone several tokens after a cache read one state."""
+
+    def continued(self, s_BTKV, z_BTK):
+        late = s_BTKV.dtype == torch.float64
+        return planted.LastState.continued(self, s_BTKV, z_BTK) if late else (s_BTKV, z_BTK)
+
+
+LEFT, THEN, SEVERAL = "padding left", "padding left, then cache", "cache, several tokens"
+
+
+@pytest.mark.parametrize(("kind", "violations", "alone", "checks"), [
+    (OnlyInFloat64, set(), LEFT, [LEFT, THEN]),  # the second was left out for the first
+    (CacheOnlyInFloat64, set(), SEVERAL, [SEVERAL, THEN]),
+    (SmallCacheFault, CACHE, LEFT, [LEFT, THEN]),
+    (OnlyInFloat32, {"padding right"}, LEFT, [LEFT, "padding right", THEN]),
+])  # fmt: skip
+def test_a_fault_of_float64_alone_is_no_fault_and_hides_none(kind, violations, alone, checks):
+    model, adapter = kind(), planted.LinearAdapter()
+    report = audit(model, adapter=adapter, **QUICK)
+    narrow = report.arithmetic["float32"]
+    assert names(report, "violation") == violations
+    assert report.arithmetic["weights"] == "float64"
+    assert (narrow["alone"], narrow["checks"]) == ([alone], checks)
+    assert narrow["band"] > 1e6 * report.arithmetic["band"]
+    assert f"{'; '.join(checks)}, because these fail only in float64: {alone})" in report.title()
+    assert [check.name for check in report.checks if "; in float32" in check.detail] == checks
+    assert "pieces of 1, 1, 1 and 2, 3" in report.check(THEN).detail
+    assert AuditReport.from_dict(json.loads(report.to_json())).to_json() == report.to_json()
+    for done in replay(model, report, adapter=adapter):
+        assert done.fails
+        assert done.band == (narrow if done.name in checks else report.arithmetic)["band"]
+    forced = audit(model, adapter=adapter, dtype="float64", **QUICK)
+    assert names(forced, "violation") == {alone} | (violations & CACHE)
 
 
 class Float32Only(planted.Planted):
@@ -323,13 +308,11 @@ def test_a_seed_repeats_a_report():
 
 
 def test_leaks_at_the_model_s_own_sizes_are_looked_for():
-    class Sizes(Adapter):
-        def sizes(self, model):
-            return [10]
-
     short = {"tokens": 16, "contexts": [], "long": 0}
     assert audit(planted.LateLeak(), **short).passed  # the leak begins at 21 tokens
-    report = audit(planted.LateLeak(), adapter=Sizes(), **short)
+    adapter = Adapter()
+    adapter.sizes = lambda model: [10]
+    report = audit(planted.LateLeak(), adapter=adapter, **short)
     assert report.check("causality").where["lengths"] == [21]
 
 
@@ -343,12 +326,10 @@ def test_caches_are_cut_at_the_model_s_own_sizes():
             seen += tokens_BT.shape[1]
             return logits + (seen > 40), (sums, seen)
 
-    class Sizes(Late):
-        def sizes(self, model):
-            return [20]
-
-    assert audit(planted.Linear(), adapter=Late(), **QUICK).passed
-    report = audit(planted.Linear(), adapter=Sizes(), **QUICK)
+    adapter = Late()
+    assert audit(planted.Linear(), adapter=adapter, **QUICK).passed
+    adapter.sizes = lambda model: [20]
+    report = audit(planted.Linear(), adapter=adapter, **QUICK)
     assert names(report, "violation") == {"cache, several tokens"}
     assert sum(report.check("cache, several tokens").failing["pieces"]) == 41
 
@@ -492,11 +473,6 @@ class OneRow(planted.Planted):
         return super().forward(tokens_BT)
 
 
-class NoStep(Adapter):
-    def no_cache(self, model):
-        return None
-
-
 ENCODER = {"vocab_size": 16, "dim": 8, "num_layers": 1, "num_heads": 2, "attention": "full"}
 T5 = {"vocab_size": 19, "d_model": 8, "d_kv": 4, "d_ff": 8, "num_layers": 1, "num_heads": 2}
 BERT = {"vocab_size": 19, "hidden_size": 8, "num_hidden_layers": 1, "num_attention_heads": 2, "intermediate_size": 8}
@@ -519,7 +495,9 @@ def test_what_can_not_be_audited_is_refused_with_the_reason(message):
 
 
 def test_an_adapter_without_a_step_leaves_the_cache_unchecked():
-    assert "NoStep has no step" in audit(planted.Planted(), adapter=NoStep(), **QUICK).check("cache, one token").detail
+    adapter = Adapter()
+    adapter.no_cache = lambda model: None
+    assert "Adapter has no step" in audit(planted.Planted(), adapter=adapter, **QUICK).check("cache, one token").detail
 
 
 @pytest.mark.parametrize(("settings", "message"), [
