@@ -13,8 +13,17 @@ from tests.generation.models import HISTORIES, MECHANISMS, config_of
 
 QUICK = {"tokens": 9, "contexts": [], "long": 0}
 NOT_ASKED = {"state growth", "time growth", "memory growth", "bf16"}
-LLAMA = {"vocab_size": 61, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2}
-LLAMA |= {"num_attention_heads": 4, "max_position_embeddings": 16, "initializer_range": 0.2}
+TINY = {
+    "vocab_size": 19, "hidden_size": 16, "num_hidden_layers": 2, "num_attention_heads": 2, "initializer_range": 0.3,
+    "max_position_embeddings": 64, "bos_token_id": 0, "eos_token_id": 0, "pad_token_id": 0,
+}  # fmt: skip
+KINDS = {
+    "Llama": {"intermediate_size": 24},
+    "Qwen3": {"intermediate_size": 24, "num_key_value_heads": 1, "head_dim": 8},
+    "GPT2": {},
+    "Mamba": {"vocab_size": 64, "hidden_size": 32, "state_size": 8},
+}
+SHORT = {"vocab_size": 61, "hidden_size": 32, "num_attention_heads": 4, "max_position_embeddings": 16}
 
 
 def ours(name, **changes):
@@ -27,22 +36,11 @@ def perceiver(**options):
     return ours("perceiver_ar cross exact", options={"perceiver_ar": options})
 
 
-def tiny(name):
+def tiny(kind, **changes):
     torch.manual_seed(0)
-    shape = {"vocab_size": 19, "hidden_size": 16, "num_hidden_layers": 2, "num_attention_heads": 2}
-    shape |= {"intermediate_size": 24, "max_position_embeddings": 64, "initializer_range": 0.3}
-    plain = {"bos_token_id": 0, "eos_token_id": 0, "pad_token_id": 0}
-    if name == "llama":
-        return transformers.LlamaForCausalLM(transformers.LlamaConfig(**shape, **plain))
-    if name == "qwen3":
-        return transformers.Qwen3ForCausalLM(
-            transformers.Qwen3Config(**shape, **plain, num_key_value_heads=1, head_dim=8)
-        )
-    if name == "gpt2":
-        small = {"vocab_size": 19, "n_embd": 16, "n_layer": 2, "n_head": 2, "n_positions": 64, "initializer_range": 0.3}
-        return transformers.GPT2LMHeadModel(transformers.GPT2Config(**small, **plain))
-    small = {"vocab_size": 64, "hidden_size": 32, "num_hidden_layers": 2, "state_size": 8}
-    return transformers.MambaForCausalLM(transformers.MambaConfig(**small, **plain))
+    config = getattr(transformers, f"{kind}Config")(**TINY | KINDS[kind] | changes)
+    model = "GPT2LMHeadModel" if kind == "GPT2" else f"{kind}ForCausalLM"
+    return getattr(transformers, model)(config).eval()
 
 
 @pytest.fixture(autouse=True)
@@ -106,7 +104,7 @@ def test_our_models_in_transformers_pass_too(make):
     judged(audit(wrapped(make()), **{**QUICK, "tokens": 10}))
 
 
-@pytest.mark.parametrize("name", ["llama", "gpt2", "qwen3"])
+@pytest.mark.parametrize("name", ["Llama", "GPT2", "Qwen3"])
 def test_models_of_transformers_pass(name):
     report = audit(tiny(name), tokens=20, contexts=[8, 24], repeats=1, long=64)
     assert report.passed, str(report)
@@ -114,13 +112,13 @@ def test_models_of_transformers_pass(name):
     assert "attention_mask and position_ids passed" in report.check("padding left").detail
     assert report.check("state growth").where["exponent"] > 0.9
     assert report.check("bf16").where["length"] == 64
-    if name == "gpt2":
+    if name == "GPT2":
         assert "without position_ids off by" in report.check("padding left").detail
         assert report.check("lengths").verdict == "pass"
 
 
 def test_mamba_goes_on_wrongly_with_several_tokens():
-    model = tiny("mamba")
+    model = tiny("Mamba")
     report = audit(model, tokens=12, contexts=[], long=0)
     assert [check.name for check in report.violations] == ["cache, several tokens"]
     check = report.check("cache, several tokens")
@@ -141,7 +139,7 @@ def test_what_a_model_of_transformers_can_not_do_is_said():
         def forward(self, input_ids, past_key_values=None, use_cache=None):
             return super().forward(input_ids, use_cache=False)
 
-    config = tiny("llama").config
+    config = tiny("Llama").config
     report = audit(Bare(config), **QUICK)
     assert report.passed
     assert "no parameter attention_mask" in report.check("padding left").detail
@@ -152,11 +150,11 @@ def test_what_a_model_of_transformers_can_not_do_is_said():
 
 
 @pytest.mark.parametrize(("model", "tokens", "length"), [
-    (lambda: tiny("gpt2"), 70, 64),
+    (lambda: tiny("GPT2"), 70, 64),
     (lambda: ours("learned", num_layers=1, max_positions=24), 40, 24),
     (lambda: wrapped(ours("learned", num_layers=1, max_positions=24)), 40, 24),
-    (lambda: transformers.LlamaForCausalLM(transformers.LlamaConfig(**LLAMA)), 17, 16),
-    (lambda: transformers.LlamaForCausalLM(transformers.LlamaConfig(**LLAMA)), 9, 16),
+    (lambda: tiny("Llama", **SHORT), 17, 16),
+    (lambda: tiny("Llama", **SHORT), 9, 16),
 ])  # fmt: skip
 def test_a_longer_sequence_than_the_positions_is_not_tried(model, tokens, length):
     report = audit(model(), tokens=tokens, contexts=[16, 200], long=100, repeats=1)
@@ -169,10 +167,8 @@ def test_a_longer_sequence_than_the_positions_is_not_tried(model, tokens, length
 
 @pytest.mark.parametrize("factor", [2.0, 4.0])
 def test_dynamic_positions_are_tried_above_their_own_length(factor):
-    torch.manual_seed(0)
     rope = {"rope_type": "dynamic", "rope_theta": 10000.0, "factor": factor}
-    model = transformers.LlamaForCausalLM(transformers.LlamaConfig(**LLAMA, rope_parameters=rope)).eval()
-    report = audit(model, **QUICK | {"tokens": 20})
+    report = audit(tiny("Llama", **SHORT, rope_parameters=rope), **QUICK | {"tokens": 20})
     assert report.check("truncation").verdict == "violation"
     assert "of 17 tokens is off by" in report.check("truncation").detail
     assert report.check("causality").verdict == "pass"
