@@ -160,10 +160,13 @@ def test_the_numbers_are_those_of_the_layers(printed, tmp_path, monkeypatch):
 
 
 def test_a_recipe_a_file_and_a_run_are_models(printed, tmp_path, capsys):
-    config, file = _model_config(None, None, "tiny"), tmp_path / "config.yaml"
-    file.write_text(recipe_path("tiny").read_text())
+    tiny, file = yaml.safe_load(recipe_path("tiny").read_text()), tmp_path / "config.yaml"
+    file.write_text(yaml.safe_dump(tiny))
+    config = _model_config(None, None, "tiny")
     assert _model_config(str(tmp_path), None, None) == _model_config(None, str(file), None) == config
-    out = printed("cost", "--recipe", "tiny", "--tokens", "32")
+    small = {"dim": 16, "num_layers": 1, "num_heads": 2}
+    file.write_text(yaml.safe_dump(tiny | {"model": tiny["model"] | small}))
+    config, out = config.replace(**small), printed("cost", "--config", file, "--tokens", "32")
     assert count(Decoder(config).cost(32).parameters) in out
     assert f"{config.num_layers} layers" in out
     file.write_text(yaml.safe_dump(CLASSIFIER))

@@ -111,7 +111,7 @@ def test_tasks_are_measured_in_the_models_window(folders, printed):
     assert "local_choices" in out
     assert "4 examples, 8 requests in" in out
     assert "in a window of 64 tokens; truncated requests: 6" in out
-    _, found = measured(printed, folders / "gpt2", *OURS[:4])
+    _, found = measured(printed, folders / "gpt2", *OURS[:4], "--limit", "2")
     assert (found["config"]["model"], found["config"]["length"]) == ("GPT2LMHeadModel", 128)
     assert (found["config"]["prefix_token"], found["cut"]) == (0, 0)
     out = printed("eval", folders / "ours", "--tasks", "local_words", *PATH, "--limit", "1")

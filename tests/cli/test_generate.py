@@ -72,11 +72,8 @@ def test_a_prompt_is_a_text_a_file_or_standard_input(text, tmp_path, monkeypatch
     assert text("--prompt-file", tmp_path / "prompt.txt") == expected
     monkeypatch.setattr("sys.stdin", io.StringIO("w1 w2 w3"))
     assert text("--prompt", "-") == expected
-
-
-@pytest.mark.parametrize("prompt", ["# a comment", "null", "[w1]", "12"])
-def test_a_prompt_is_taken_as_it_is_typed(text, prompt):
-    assert text("--prompt", prompt, "--max_tokens", "1").startswith(prompt)
+    for prompt in ("# a comment", "null", "[w1]", "12"):  # YAML would read something else
+        assert text("--prompt", prompt, "--max_tokens", "1").startswith(prompt)
 
 
 def test_a_stop_string_is_not_printed(text):
@@ -188,7 +185,7 @@ def modes(tmp_path_factory):
 
 def test_a_run_continues_in_the_mode_that_is_named(modes, text):
     def found(mode, *more):
-        return text("--prompt", NINE, "--max_tokens", "12", *more, folder=modes[mode])
+        return text("--prompt", NINE, "--max_tokens", "8", *more, folder=modes[mode])
 
     exact, refill = found("exact"), found("refill")
     assert exact != refill

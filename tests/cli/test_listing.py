@@ -19,11 +19,13 @@ def test_lists_keep_to_the_columns_that_are_asked_for(printed, monkeypatch, argu
 
 
 def test_every_option_is_listed_with_type_default_and_help(printed):
-    for name in NAMES:
+    configs = {name: STACKS[name].options if name in STACKS else attention.mechanism(name).Config for name in NAMES}
+    for name, config in configs.items():
+        assert all(option.help for option in options(config)), name
+    for name in ("llp", "elita", "perceiver_ar"):
         out = printed("list", name)
         assert max(map(len, out.splitlines())) <= WIDTH
-        for option in options(STACKS[name].options if name in STACKS else attention.mechanism(name).Config):
-            assert option.help, f"{name}.{option.name} has no docstring"
+        for option in options(configs[name]):
             row = rf"^ {option.name} +{re.escape(option.type)} +{re.escape(option.default)} "
             assert re.search(row, out, re.MULTILINE)
             assert option.help[:20] in out

@@ -22,6 +22,7 @@ from subquad.training.runs import load_classifier, load_run
 from tests.cli.folders import save_model
 
 SMALL = ["--tokens", "16", "--dim", "16"]
+PNG = b"\x89PNG"
 STACK = "only the layers of mechanisms can be drawn, and "
 
 
@@ -44,7 +45,7 @@ def picture(tmp_path, *arguments, suffix="png"):
     file = tmp_path / f"picture.{suffix}"
     assert main(["show", *map(str, arguments), "--out", str(file)]) == 0
     data = file.read_bytes()
-    assert data.startswith(b"\x89PNG" if suffix == "png" else b"<?xml")
+    assert data.startswith(PNG if suffix == "png" else b"<?xml")
     return data
 
 
@@ -212,9 +213,10 @@ def test_pictures_of_all_mechanisms(tmp_path):
     picture(tmp_path, "cost", "--tokens", "32", "64", "--dim", "16", "--heads", "2")
 
 
-def test_pictures_of_a_trained_model(tmp_path, hybrid):
+def test_pictures_of_a_trained_model(tmp_path, hybrid, monkeypatch):
     text = ["weights", hybrid, "--text", "def main", "--head", "1"]
     assert picture(tmp_path, *text, "--layer", "0") != picture(tmp_path, *text, "--layer", "1")
+    monkeypatch.setattr("subquad.evaluation.drawing.save", lambda figure, file: file.write_bytes(PNG))
     picture(tmp_path, "reach", hybrid, "--tokens", "8")
     picture(tmp_path, "positions", hybrid, "--tokens", "8")
 
