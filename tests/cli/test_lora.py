@@ -101,10 +101,6 @@ def test_a_merged_model_is_the_adapted_one(runs, merged, words, printed, tmp_pat
     assert not lora.is_adapter(merged)
     assert json.loads((merged / "merged.json").read_text())["adapter"] == str(runs / "one")
     assert words(merged) == words(runs / "one")
-    adapted = lora.open_adapter(runs / "one").double().eval()
-    with torch.no_grad():
-        expected = adapted(TOKENS).logits
-        assert_same_maths(lora.merge(adapted)(TOKENS).logits, expected)
     step = runs / "one" / "checkpoints" / "checkpoint-3"
     assert "holds the merged model" in printed("lora", "merge", step, "--out", tmp_path / "step")
     assert (tmp_path / "step" / "tokenizer.json").is_file()
