@@ -125,11 +125,12 @@ def test_strings_are_copied_whole(runs, written):
 
 
 @pytest.mark.parametrize(("depths", "text", "starts"), [
-    ("1", False, [0.5]), ("1,0,0.3", True, [0, 0.3, 1]), ("5", False, [0, 0.25, 0.5, 0.75, 1])
+    ("1", False, [0.5]), ("1,0,0.3", True, [0, 0.3, 1]), (None, False, [0, 0.25, 0.5, 0.75, 1])
 ])  # fmt: skip
 def test_a_key_is_hidden_in_text(runs, written, depths, text, starts):
-    asked = ["--task", "passkey", "--lengths", "100", "--depths", depths, "--cache", runs["cache"], "--samples", "2"]
-    found, _ = written(runs["text"], *asked, "--digits", "2", *(["--text", runs["file"]] if text else []))
+    asked = ["--task", "passkey", "--lengths", "100", "--cache", runs["cache"], "--samples", "2", "--digits", "2"]
+    more = (["--depths", depths] if depths else []) + (["--text", runs["file"]] if text else [])
+    found, _ = written(runs["text"], *asked, *more)
     assert (found["chance"], found["runs"][0]["probe"]) == (0.01, None)
     assert [score["start"] for score in found["runs"][0]["lengths"][0]["scores"]] == starts
 
