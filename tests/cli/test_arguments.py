@@ -24,9 +24,6 @@ def test_every_option_has_help(command):
             assert f"--{group}.{name}" in helps
 
 
-# --- reading
-
-
 LLP = {"llp": {"segment": 64, "shifted_heads": True}}
 OPTION = "--model.options"
 
@@ -90,8 +87,6 @@ def test_a_configuration_that_may_be_null_is_given_whole_or_by_its_parts(refused
     assert read_config([]).model.rope_scaling is None
     assert "factor=0.5" in refused("train", factor, "0.5")
 
-
-# --- mistakes
 
 LATENTS = ["--model.attention", "perceiver_ar", "--model.options.perceiver_ar.latents"]
 CONVERT = ["convert", "model", "--out", "folder", "--attention", "llp"]

@@ -36,9 +36,6 @@ def text(run, printed):
     return generated
 
 
-# --- one text
-
-
 def test_the_prompt_and_what_follows_are_printed_and_measured(run, capsys):
     arguments = ["generate", str(run), "--prompt", "w1 w2", "--max_tokens", "20", "--seed", "3"]
     assert main(arguments) == 0
@@ -109,9 +106,6 @@ def test_learned_positions_end_a_text_with_a_warning(tmp_path, refused, text, ca
     assert "has positions for 16 tokens (max_positions), and the prompt ends at 17" in message
 
 
-# --- several texts
-
-
 def test_samples_are_those_of_their_seeds(text):
     drawn = ["--prompt", "w1 w2", "--temperature", "1.5", "--seed"]
     three = text(*drawn, "4", "--samples", "3")
@@ -170,9 +164,6 @@ def test_a_model_without_a_first_token_begins_after_the_separator_or_needs_a_pro
     assert "has no begin-of-text token (bos_token_id); give a --prompt" in refused("generate", bare, *two)
 
 
-# --- a Perceiver AR
-
-
 @pytest.fixture(scope="module")
 def modes(tmp_path_factory):
     """Folders of the same weights, by the way of decoding that they are configured for."""
@@ -217,8 +208,6 @@ def test_frozen_ends_with_a_warning_where_its_latents_do(modes, text, caplog):
 def test_a_mode_that_does_not_fit_is_refused_before_any_text(run, modes, refused, mode, arguments, match):
     assert match in refused("generate", modes[mode] if mode else run, *ONE, *arguments)
 
-
-# --- mistakes
 
 ZIP = ["--texts", "2", "--out-file", "a.zip"]
 

@@ -67,9 +67,6 @@ def written(request, printed, tmp_path, monkeypatch):
     return run
 
 
-# --- measurements
-
-
 @pytest.mark.draws
 def test_models_of_one_probe_are_compared_at_the_same_sequences(runs, written):
     asked = [runs["mqar"], runs["linear"], "--lengths", "32,16,32", "--samples", "9"]
@@ -152,9 +149,6 @@ def test_a_perceiver_is_asked_for_as_much_as_its_latents_predict(runs, written, 
     assert written(*asked, "--digits", "4")[0]["chance"] == 1e-4
     message = refused("probe", *asked, "--digits", "12")
     assert "only the last 12 of 120 tokens, but position 107 is asked for, which takes 14 latents" in message
-
-
-# --- mistakes
 
 
 @pytest.mark.parametrize(("name", "arguments", "message"), [

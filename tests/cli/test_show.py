@@ -49,9 +49,6 @@ def picture(tmp_path, *arguments, suffix="png"):
     return data
 
 
-# --- weights
-
-
 def test_the_matrix_that_is_drawn_is_that_of_the_layer():
     before = torch.random.get_rng_state()
     layer, again = fresh("llp", 16, segment=4), fresh("llp", 16, segment=4)
@@ -80,9 +77,6 @@ def test_loops_are_drawn_each_and_layers_with_the_memory_that_they_are_handed():
     luna = build_model(DecoderConfig(**shape, num_layers=2, attention="luna"))
     first, second = matrices.trained_weights(luna, [1, 2, 3])
     assert second[0].memory is first[0].memory
-
-
-# --- weights of a classifier
 
 
 def labelling(folder, *, task=True, pooling="mean", **model):
@@ -139,9 +133,6 @@ def test_a_classifiers_picture_is_of_the_chosen_example(tmp_path):
         assert names == ["class", *map(str, tokens)]
 
 
-# --- reach
-
-
 def paths(allowed, layers):
     """By walking: which tokens are reached in `layers` steps, each to an allowed token or staying."""
     T = len(allowed)
@@ -183,18 +174,12 @@ def test_the_reach_of_a_window_grows_by_its_width():
     assert counts == [3, 5, 7, 9]
 
 
-# --- positions
-
-
 def test_position_terms_are_those_of_the_gates_equation():
     layer = fresh("elita", 9, horizon=7).double()
     t_T = torch.arange(9, dtype=torch.float64)
     angle = layer.frequency[..., None] * t_T / 7 + layer.phase[..., None]
     p_2HT = (layer.amplitude[..., None] * angle.sin()).sum(2)
     assert_same_maths(matrices.position_terms(layer, 9), (p_2HT[0][:, None] + p_2HT[1][..., None]).detach())
-
-
-# --- the command
 
 
 def test_pictures_of_untrained_layers(tmp_path, monkeypatch, printed):

@@ -137,9 +137,6 @@ def test_only_some_examples_are_read(monkeypatch):
     assert read == list(range(0, 100, 5))
 
 
-# --- mistakes
-
-
 def fit_without_a_finite_loss():
     _fitted(torch.full((4, 2), torch.nan, dtype=torch.float64), torch.tensor([0, 1, 0, 1]), 2, PENALTY)
 

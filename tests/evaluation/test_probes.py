@@ -59,9 +59,6 @@ def same_number(left: float, right: float) -> None:
     assert_same_maths(torch.tensor(left, dtype=torch.float64), torch.tensor(right, dtype=torch.float64))
 
 
-# --- answers
-
-
 def test_answers_are_the_likeliest_tokens_at_the_places_before():
     rows, model = mqar(40, 6, pairs=4, symbols=12), make()
     right_BT = right_answers(model, rows, batch_size=4)
@@ -88,9 +85,6 @@ def test_a_perceiver_answers_with_its_latents():
     match = "the last 6 of 30 tokens, but position 24 is asked for, which takes 7 latents"
     with pytest.raises(ValueError, match=match):
         right_answers(model, passkey(30, 8, digits=6, symbols=12))
-
-
-# --- scores
 
 
 @given(st.lists(st.integers(0, 1), min_size=2, max_size=40))
@@ -152,9 +146,6 @@ def test_parts_of_a_string_hold_all_of_it_once(parts, size):
     assert (scores[0].start, scores[-1].stop) == (0, 1) or parts > size
 
 
-# --- the loss of text
-
-
 TOKENS = np.random.default_rng(0).integers(24, size=161)
 
 
@@ -194,9 +185,6 @@ def test_only_the_latents_of_a_perceiver_count():
         windows_BT = torch.from_numpy(np.stack([TOKENS[end - 24 : end + 1] for end in ends]))
         loss_BM = model.loss(windows_BT[:, :-1], windows_BT[:, 1:], reduction="none").view(2, 6)
     same_number(long.by_context[0].value, loss_BM.mean().item())
-
-
-# --- mistakes
 
 
 @pytest.mark.parametrize(("call", "message"), [

@@ -209,8 +209,6 @@ def test_some_windows_of_documents_count_their_own_text(model):
     close(found.bits_per_byte, (found.loss * 18 + 2 * math.log(VOCAB)) / math.log(2) / 20)
 
 
-# --- mistakes
-
 OFFSETS = "documents must be rising offsets from 0 to the number of tokens, 30, got"
 ALL_30 = np.array([0, 30])
 
