@@ -5,7 +5,6 @@ import re
 from types import SimpleNamespace
 
 import pytest
-import torch
 import yaml
 from safetensors.torch import load_file
 
@@ -62,10 +61,14 @@ def test_samples_end_where_positions_and_latents_do(tmp_path, caplog, model, pro
 
 
 def test_an_interrupted_run_says_how_to_resume(tiny, tmp_path, capsys, refused, monkeypatch):
-    folder = tmp_path / "stopped run"
+    folder, kept = tmp_path / "stopped run", []
     with monkeypatch.context() as stopped:
+        stopped.setattr("subquad.memory.keep_freed_memory", lambda: kept.append(True))
+        stopped.setattr("subquad.cli.threads.free_threads", lambda: 1)
         stopped.setattr(loop.StopSignal, "__enter__", lambda self: setattr(self, "received", True) or self)
         assert main(["train", "--config", str(tiny), "--run.folder", str(folder)]) == 130
+    assert kept == [True]
+    assert TrainConfig.from_file(folder / "config.yaml").run.threads == 1
     said = f"stopped after step 1 of 3; resume with:\n  subquad train --config '{folder}/config.yaml'"
     assert said in capsys.readouterr().err
     assert "its training has not ended" in refused("generate", folder, "--prompt", "x")
@@ -122,22 +125,3 @@ def test_a_run_on_shards_is_measured_with_its_boundaries(tiny, tmp_path, printed
     tokens, documents = (sum(getattr(entry, what) for entry in held_out) for what in ("tokens", "documents"))
     assert documents > 1
     assert (found["null"]["tokens"], found["false"]["tokens"]) == (tokens - documents, tokens - 1)
-
-
-def test_the_command_keeps_freed_memory_and_the_number_of_threads(tmp_path, monkeypatch, printed):
-    kept = []
-    monkeypatch.setattr("subquad.memory.keep_freed_memory", lambda: kept.append(True))
-    monkeypatch.setattr("subquad.cli.threads.free_threads", lambda: 1)
-    monkeypatch.setattr(torch, "get_num_threads", lambda: 1)
-    config = {
-        "task": "probe",
-        "model": {"dim": 8, "num_layers": 1, "num_heads": 1, "attention": "linear", "position": "none"},
-        "probe": {"name": "copy", "symbols": 4, "examples": 8, "held_out": 2},
-        "batch": {"length": 10, "size": 2},
-        "schedule": {"warmup": 0},
-        "run": {"steps": 1, "device": "cpu", "folder": str(tmp_path / "run")},
-    }
-    (tmp_path / "run.yaml").write_text(yaml.safe_dump(config))
-    printed("train", "--config", tmp_path / "run.yaml")
-    assert kept == [True]
-    assert TrainConfig.from_file(tmp_path / "run" / "config.yaml").run.threads == 1

@@ -22,7 +22,7 @@ def requests(count, seed=0, longest=40):
 
 
 def alone(model, prompt, sampling=GREEDY):
-    return list(generate(model, prompt, max_tokens=sampling.max_tokens, temperature=0))
+    return list(Generation(model, prompt, sampling))
 
 
 def state_of(model, tokens):
