@@ -152,32 +152,21 @@ FREE = {"until": [], "do_sample": False}
 PROMPTS = ["one two three", "a", "Monday", "der Regen kam"]
 
 
-@pytest.mark.parametrize(("attention", "batch"), [("llp", 1), *((name, 4) for name in MECHANISMS)])
-def test_a_continuation_is_the_greedy_one_however_many_are_asked_at_once(attention, batch):
-    model = decoder(attention, vocab_size=len(BPE.get_vocab()))
-    harness = HarnessModel(model, BPE, 64, batch, None)
-    options = {**FREE, "max_gen_toks": 9}
+@pytest.mark.parametrize(("attention", "batch"), [(name, batch) for name in ("llp", "linear") for batch in (1, 4)])
+def test_a_continuation_is_the_greedy_one_up_to_its_end_however_many_are_asked_at_once(attention, batch):
+    model, end = decoder(attention, vocab_size=len(BPE.get_vocab())), BPE.token_to_id(SEPARATOR)
+    if attention == "linear":
+        with torch.no_grad():
+            model.embedding.tokens.weight[end] *= 3  # so that some texts end and others do not
+    harness, options = HarnessModel(model, BPE, 64, batch, None), {**FREE, "max_gen_toks": 9}
     texts = harness.generate_until([request(prompt, dict(options)) for prompt in PROMPTS], disable_tqdm=True)
-    end = BPE.token_to_id(SEPARATOR)
-    for prompt, text in zip(PROMPTS, texts, strict=True):
-        tokens = greedy(model, BPE.encode(prompt).ids, 9)
-        tokens = tokens[: tokens.index(end)] if end in tokens else tokens
-        assert text == BPE.decode(tokens)
-        stop = text[4]
-        (stopped,) = harness.generate_until([request(prompt, {**options, "until": [stop]})], disable_tqdm=True)
-        assert stopped == text.partition(stop)[0]
-
-
-@pytest.mark.parametrize("batch", [1, 4])
-def test_a_text_that_ends_before_the_others_has_nothing_after_its_end(batch):
-    model, end = decoder("linear", vocab_size=len(BPE.get_vocab())), BPE.token_to_id(SEPARATOR)
-    with torch.no_grad():
-        model.embedding.tokens.weight[end] *= 3  # so that some texts end and others do not
     by_hand = [greedy(model, BPE.encode(prompt).ids, 9) for prompt in PROMPTS]
-    assert 0 < sum(end in tokens for tokens in by_hand) < len(PROMPTS)
-    requests = [request(prompt, {**FREE, "max_gen_toks": 9}) for prompt in PROMPTS]
-    texts = HarnessModel(model, BPE, 64, batch, None).generate_until(requests, disable_tqdm=True)
     assert texts == [BPE.decode(tokens[: (*tokens, end).index(end)]) for tokens in by_hand]
+    assert attention == "llp" or 0 < sum(end in tokens for tokens in by_hand) < len(PROMPTS)
+    stop = max(texts, key=len)[4]
+    requests = [request(prompt, {**options, "until": [stop]}) for prompt in PROMPTS]
+    stopped = harness.generate_until(requests, disable_tqdm=True)
+    assert stopped == [text.partition(stop)[0] for text in texts]
 
 
 def test_the_prompt_of_a_continuation_is_cut_and_counted():

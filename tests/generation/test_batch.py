@@ -52,8 +52,9 @@ def test_samples_have_their_own_random_numbers():
     found = generate_batch(model, prompts, SamplingConfig(**drawn, seed=3), samples=3, slots=2)
     assert [request.tokens for request in found] == expected
     assert len({tuple(tokens) for tokens in expected}) == 6
-    unseeded = generate_batch(model, prompts[:1], SamplingConfig(**drawn), samples=3)
-    assert len({tuple(request.tokens) for request in unseeded}) == 3
+    unseeded = [request.tokens for request in generate_batch(model, prompts[:1], SamplingConfig(**drawn), samples=3)]
+    unseeded += [list(generate(model, prompts[0], **drawn)) for _ in range(2)]
+    assert len({tuple(tokens) for tokens in unseeded}) == 5
 
 
 def test_samples_of_one_prompt_together_are_those_of_each_alone():

@@ -11,14 +11,6 @@ PROMPT = numbers(11)
 GREEDY = {"max_tokens": 12, "temperature": 0.0}
 
 
-def test_a_seed_repeats_a_sample_and_samples_without_one_differ():
-    model, drawn = make("latte"), {"max_tokens": 20, "temperature": 2.0}
-    one, again, other = (list(generate(model, PROMPT, **drawn, seed=seed)) for seed in (5, 5, 6))
-    assert one == again != other
-    assert len({tuple(generate(model, PROMPT, **drawn)) for _ in range(3)}) == 3
-    assert list(generate(model, PROMPT, max_tokens=0)) == []
-
-
 def test_a_stop_token_is_returned_and_ends_the_sequence():
     model = make("llp")
     free = list(generate(model, PROMPT, **GREEDY))
