@@ -90,45 +90,36 @@ def test_the_planted_fault_is_named_and_no_other(name):
         assert {done.name for done in again if done.fails} == violations
 
 
-def test_where_the_faults_are():
-    def where(name):
-        return audited(name)[1].violations[0]
+@pytest.mark.parametrize(("name", "where", "detail"), [
+    # Half of the channels are rolled by 4 in groups of 8.
+    ("Roll", {"output": 0, "token": 4, "length": 8, "lengths": [8, 16, 24]}, "output 0 changes with token 4, 4 later"),
+    ("UnmaskedLLP", {"output": 0, "token": 1, "length": 2}, ""),
+    ("Mixing", {"length": 2}, ""),
+    ("LateLeak", {"output": 3, "token": 20, "length": 21, "lengths": [23, 24]}, ""),
+    ("Bursting", {"output": 9, "length": 10}, "is not finite: nan for 31 of 31 tokens (0, 1, 2, 3, 4, 5, ..., 30)"),
+    ("Masked", {"output": 0, "length": 1}, "output at 0 of 1 tokens is not finite: -inf for 1 of 31 tokens (3)"),
+    ("LargeBatch", {"row": 2, "length": 1}, "is not finite in a batch of 4: nan for 31 of 31"),
+])  # fmt: skip
+def test_where_a_fault_is(name, where, detail):
+    check = audited(name)[1].violations[0]
+    assert {key: check.where[key] for key in where} == where
+    assert detail in check.detail
+    if name == "Roll":
+        assert {(t, s) for t, s, _ in check.where["pairs"]} == {(t, s) for t in range(4) for s in range(4, 8)}
+    assert name != "Masked" or audited(name)[1].arithmetic["band"] == 0
 
-    roll = where("Roll")  # of the group of 8 that half of the channels roll by 4
-    assert (roll.where["output"], roll.where["token"], roll.where["length"]) == (0, 4, 8)
-    assert roll.where["lengths"] == [8, 16, 24]
-    assert {(t, s) for t, s, _ in roll.where["pairs"]} == {(t, s) for t in range(4) for s in range(4, 8)}
-    assert "output 0 changes with token 4, 4 later" in roll.detail
 
-    llp = where("UnmaskedLLP")
-    assert (llp.where["output"], llp.where["token"], llp.where["length"]) == (0, 1, 2)
-
-    mixing = audited("Mixing")[1].check("causality")  # beside a fault of the batch
-    assert mixing.where["length"] == 2
-
-    late = where("LateLeak")
-    assert (late.where["output"], late.where["token"], late.where["length"]) == (3, 20, 21)
-    assert late.where["lengths"] == [23, 24]
-
-    performer = where("GlobalMaxPerformer")
-    assert performer.worst < 1e-4  # an eps of 1e-6 that counts more or less
-    assert len(performer.failing["tokens"][0]) <= 5
-
-    assert where("LastState").failing["pieces"] == (1, 2)
-    padded = where("PaddedNormaliser").failing
-    assert (len(padded["tokens"]), len(padded["tokens"][0]), padded["columns"], padded["side"]) == (1, 1, 2, "left")
-    assert where("LengthInPositions").where["length"] <= 3
-    assert len(where("BatchMean").failing["tokens"]) == 2
-    burst = where("Bursting")
-    assert (burst.where["output"], burst.where["length"]) == (9, 10)
-    assert "is not finite: nan for 31 of 31 tokens (0, 1, 2, 3, 4, 5, ..., 30)" in burst.detail
-    assert audited("Masked")[1].arithmetic["band"] == 0
-    masked = where("Masked")
-    assert (masked.where["output"], masked.where["length"], len(masked.failing["tokens"])) == (0, 1, 1)
-    assert "output at 0 of 1 tokens is not finite: -inf for 1 of 31 tokens (3)" in masked.detail
-    large = where("LargeBatch")
-    assert (large.where["row"], large.where["length"], len(large.failing["tokens"])) == (2, 1, 4)
-    assert "is not finite in a batch of 4: nan for 31 of 31" in large.detail
+def test_the_failing_input_is_made_short():
+    found = {name: audited(name)[1].violations[0] for name in CASES if CASES[name][0]}
+    failing = {name: check.failing for name, check in found.items()}
+    rows = {name: len(failing[name]["tokens"]) for name in ("PaddedNormaliser", "BatchMean", "Masked", "LargeBatch")}
+    assert rows == {"PaddedNormaliser": 1, "BatchMean": 2, "Masked": 1, "LargeBatch": 4}
+    assert failing["LastState"]["pieces"] == (1, 2)
+    padded = failing["PaddedNormaliser"]
+    assert (len(padded["tokens"][0]), padded["columns"], padded["side"]) == (1, 2, "left")
+    assert found["LengthInPositions"].where["length"] <= 3
+    assert found["GlobalMaxPerformer"].worst < 1e-4  # an eps of 1e-6 that counts more or less
+    assert len(failing["GlobalMaxPerformer"]["tokens"][0]) <= 5
 
 
 @pytest.mark.parametrize(("name", "fault"), [("Masked", set()), ("MaskedLLP", {"causality"})])
