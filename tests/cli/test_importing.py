@@ -78,15 +78,12 @@ def test_a_llama2c_checkpoint_is_generated_from_measured_and_audited(stories, tm
     printed("audit", ours, "--tokens", "8", "--batch", "2", "--long", "0", "--contexts", "[]")
 
 
-def test_without_a_tokenizer_it_is_said(stories, tmp_path, capsys):
+def test_a_tokenizer_is_missed_or_of_another_model(stories, tmp_path, capsys, refused):
     assert main(["import", str(stories[0]), "--out", str(tmp_path / "ours")]) == 0
     shown = capsys.readouterr()
     assert "has no tokenizer, which generate, eval and serve need: use --tokenizer" in shown.err
     assert "subquad generate" not in shown.out
     assert not (tmp_path / "ours" / "tokenizer.json").exists()
-
-
-def test_a_tokenizer_of_another_model_is_refused(stories, tmp_path, refused):
     write_llama2c(stories[0], 20)
     message = refused("import", stories[0], "--out", tmp_path / "o", "--tokenizer", stories[1])
     assert "the tokenizer has 271 tokens, the model knows 20" in message

@@ -38,13 +38,6 @@ def test_without_the_extra_it_says_what_to_install(monkeypatch):
         run(["nowhere"])
 
 
-def test_the_help_names_the_limits(capsys):
-    with pytest.raises(SystemExit, match="0"):
-        run(["--help"])
-    out = capsys.readouterr().out
-    assert all(flag in out for flag in ("--max_prompt", "--max_requests", "--api_key", "--grace_seconds", "--cors"))
-
-
 def test_a_port_that_is_taken_is_an_error(tmp_path):
     folder = save_model(tmp_path, attention="window", tokenizer="bytes")
     with socket.create_server(("127.0.0.1", 0)) as taken, pytest.raises(OSError, match="Address already in use"):

@@ -39,18 +39,19 @@ def every(quick=QUICK, names=EVERY):
     )
 
 
+FIRST_BLOCK = {"first_block_projections": True, "shared_kv": False, "key_norm": False, "split_output": False}
+OWN = {
+    "llp first block": {"attention": "llp_printed", "options": {"llp_printed": {"segment": 6, **FIRST_BLOCK}}},
+    "hybrid": {"attention": ["latte", "full"], "position": "sinusoidal"},
+    "loops": {"attention": "window", "options": {"window": {"width": 4}}, "loops": 2},
+    "learned": {"attention": "linear", "position": "learned", "max_positions": 64},
+}
+
+
 def config_of(name: str) -> DecoderConfig:
     shape = {"vocab_size": VOCABULARY, "dim": 16, "num_layers": 2, "num_heads": 2, "tie_embeddings": False}
-    if name == "llp first block":
-        own = {"first_block_projections": True, "shared_kv": False, "key_norm": False, "split_output": False}
-        options = {"llp_printed": {"segment": 6, **own}}
-        return DecoderConfig(**shape, attention="llp_printed", options=options)
-    if name == "hybrid":
-        return DecoderConfig(**shape, attention=["latte", "full"], position="sinusoidal")
-    if name == "loops":
-        return DecoderConfig(**shape, attention="window", options={"window": {"width": 4}}, loops=2)
-    if name == "learned":
-        return DecoderConfig(**shape, attention="linear", position="learned", max_positions=64)
+    if name in OWN:
+        return DecoderConfig(**shape | OWN[name])
     if name.startswith("perceiver_ar"):
         _, history, decode = name.split()
         options = {"latents": 5, "history": history, "decode": decode, **HISTORIES[history]}

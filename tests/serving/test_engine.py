@@ -101,7 +101,7 @@ async def test_a_stopping_server_lets_running_sequences_end_for_a_while():
         assert [(event.end, event.limit) for event in ends] == [("length", "tokens"), ("length", "shutdown")]
 
 
-def test_an_error_of_a_request_is_answered_and_the_server_goes_on():
+def test_an_error_of_a_request_or_a_sequence_is_answered_and_the_server_goes_on():
     def refuse(prompt):
         raise (RuntimeError if prompt[0] == ord("!") else ValueError)("refused here")
 
@@ -111,9 +111,6 @@ def test_an_error_of_a_request_is_answered_and_the_server_goes_on():
         answer = client.post(PATH, json={"prompt": "!"})
         assert (answer.status_code, answer.json()["error"]["type"]) == (500, "server_error")
         assert client.get("/health").status_code == 200
-
-
-def test_an_error_of_a_sequence_is_answered_and_the_server_goes_on():
     with served(ScriptedDecoder(broken=ord("!"))) as client:
         answer = client.post(PATH, json={"prompt": ["a", "!"]})
         assert answer.status_code == 500
