@@ -206,7 +206,7 @@ RESULT, MANIFEST, HALF = "result.json", "checkpoint-3/manifest.json", [{"arm": n
     ("audit_report", "a.json", {"checks.0.failing.columns": 2**31 - 1}, "columns must be at most 1048576, got 21474"),
     ("audit_report", "a.json", {"checks.0.failing.fills": [1e999]}, "not a failing input of an audit: cannot convert"),
     ("audit_report", "a.json", {"checks.0.failing": 1}, "report is damaged: the failing input of 'padding left'"),
-    ("bench_report", "a.json", {"more": 1}, "is no report of a benchmark: .*'more'"),
+    ("bench_report", "a.json", {"more": 1}, "is not a benchmark report: .*'more'"),
     ("template", "tokenizer_config.json", {"eos_token": {"text": 1}}, "eos_token must be a text, got None"),
     ("experiment", RESULT, {"scales.cpu.rows": [{"arm": "a"}]}, "a row is damaged: it has no 'seed'"),
     ("experiment", RESULT, {"scales.cpu.rows": HALF}, "do not fit claim 'a': KeyError"),
