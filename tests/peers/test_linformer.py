@@ -5,7 +5,6 @@ import torch
 
 from subquad.attention import build
 
-pytestmark = pytest.mark.peers
 DIM, HEADS, TOKENS, PROJECTED = 32, 4, 40, 6
 
 

@@ -6,7 +6,6 @@ import torch
 from subquad.attention import build
 from subquad.testing import assert_exact, assert_same_maths
 
-pytestmark = pytest.mark.peers
 DIM, HEADS, GROUP, TOKENS = 32, 4, 8, 32
 
 

@@ -5,7 +5,6 @@ import pytest
 from subquad.attention import build
 from subquad.testing import assert_exact
 
-pytestmark = pytest.mark.peers
 DIM, HEADS, K, FEATURES, TOKENS = 32, 2, 16, 24, 50
 
 
