@@ -25,7 +25,7 @@ def parts(double, random):
     layer = double(lambda: build("shifted", dim=DIM, num_heads=HEADS, group=GROUP))
     x = random(2, TOKENS, DIM)
     other = x.clone()
-    other[:, -1] += 1  # the last token alone
+    other[:, -1] += 1  # only the last token
 
     def project(x):
         return layer.queries(x), layer.keys(x), layer.values(x)

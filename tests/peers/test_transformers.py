@@ -22,9 +22,6 @@ def copy(pairs):
         ours.bias.copy_(theirs.bias)
 
 
-# Longformer.
-
-
 @pytest.mark.parametrize("num_global", [1, 3])
 def test_longformer_with_global_tokens_first(peer, double, note, random, num_global):
     width = 8
@@ -50,8 +47,6 @@ def test_longformer_with_global_tokens_first(peer, double, note, random, num_glo
     plain = ours.float()(x.float())[0]
     assert_in_budget(y, plain, exact, torch.float32, "Longformer")
 
-
-# BigBird.
 
 BLOCK, RANDOM = 8, 2
 TABLES: dict[int, torch.Tensor] = {}
@@ -149,9 +144,6 @@ def test_bigbird_of_ours_is_softmax_over_the_blocks_that_it_says(agree, double, 
     q, k, v = layer.queries(x), layer.keys(x), layer.values(x)
     by_table = layer.merge(block_attention(q, k, v, BlockTable(0)))
     agree("transformers", "(our BigBird, as a table)", layer(x)[0], by_table)
-
-
-# Perceiver.
 
 
 @pytest.mark.parametrize("repeats", [1, 2])
