@@ -60,7 +60,7 @@ class ContextGroup:
         """
         world = cls()
         if size < 1 or world.size % size:
-            raise ValueError(f"groups must share {world.size} processes equally, got groups of size={size}")
+            raise ValueError(f"size must divide the number of processes, {world.size}, got size={size}")
         limit = None if timeout is None else timedelta(seconds=timeout)
         mine, _ = distributed.new_subgroups(group_size=size, timeout=limit)
         return cls(mine)
@@ -75,7 +75,7 @@ class ContextGroup:
         if tokens % self.size:
             raise ValueError(
                 f"{self.size} processes share a sequence equally: its tokens must be a multiple of {self.size}, "
-                f"got {tokens}; cut or fill it up"
+                f"got {tokens}; truncate or extend it"
             )
         return x_BT.narrow(1, self.offset(tokens // self.size), tokens // self.size)
 
@@ -135,9 +135,7 @@ class ContextGroup:
         """Raise `ValueError` unless all ranks hold `tokens` tokens."""
         all_tokens = self.gather(torch.tensor([tokens], device=device)).tolist()
         if len(set(all_tokens)) > 1:
-            raise ValueError(
-                f"every process of a context group must hold equally many tokens of a sequence, got {all_tokens}"
-            )
+            raise ValueError(f"every process of a context group must hold the same number of tokens, got {all_tokens}")
 
 
 # By thread, because a server's other threads read whole sequences. Usually empty: then the check is free and compiles.

@@ -172,7 +172,7 @@ def compare_states(actual, expected):
 
 def unequal_parts(group):
     decoder = make_decoder("one block of llp")
-    with context_parallel(group), pytest.raises(ValueError, match="hold equally many tokens of a sequence, got"):
+    with context_parallel(group), pytest.raises(ValueError, match="hold the same number of tokens, got"):
         decoder(draw_tokens(4 + group.rank))
 
 
@@ -181,7 +181,7 @@ def two_groups(group):
     assert (pair.size, pair.rank) == (2, group.rank % 2)
     a_layer(pair, "latte", 5)
     a_prefill(pair, "learned positions", 5)
-    with pytest.raises(ValueError, match="groups must share 4 processes equally, got groups of size=3"):
+    with pytest.raises(ValueError, match="size must divide the number of processes, 4, got size=3"):
         ContextGroup.neighbours(3)
 
 
