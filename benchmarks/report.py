@@ -113,14 +113,10 @@ def _write_csv(file: Path, rows: Sequence[Row]) -> None:
 
 def notes(report: Report) -> list[str]:
     """Return the notes below the tables: the machine's peak rates, missing peers, failures."""
-    lines = []
-    if report.ceilings:
-        parts = []
-        if "copy_bytes_per_s" in report.ceilings:
-            parts.append(f"a copy {report.ceilings['copy_bytes_per_s'] / 1e9:,.0f} GB/s")
-        if "matmul_flops_per_s" in report.ceilings:
-            parts.append(f"a matrix product {report.ceilings['matmul_flops_per_s'] / 1e9:,.0f} GFLOP/s")
-        lines.append(f"In the same run: {', '.join(parts)}.")
+    rates = {"copy_bytes_per_s": ("a copy", "GB/s"), "matmul_flops_per_s": ("a matrix product", "GFLOP/s")}
+    found = [(*rates[name], rate / 1e9) for name, rate in report.ceilings.items() if name in rates]
+    parts = [f"{what} {rate:,.0f} {unit}" for what, unit, rate in found]
+    lines = [f"In the same run: {', '.join(parts)}."] if parts else []
     for peer in report.peers:
         if peer["status"] != "installed":
             lines.append(f"{peer['name']}: {peer['status']}" + (f" ({peer['install']})" if "install" in peer else ""))

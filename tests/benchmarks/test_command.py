@@ -98,7 +98,11 @@ def test_a_benchmark_must_be_named(capsys, arguments, message):
     assert message in capsys.readouterr().err
 
 
-def test_the_overview_lists_everything(capsys):
+def test_the_overview_lists_everything_and_help_shows_the_command(capsys):
     assert main(["--help"]) == 0
     shown = capsys.readouterr().out
     assert all(f"\n  {what} " in shown for what in CONFIGS)
+    for command in ("ops", "images"):
+        with pytest.raises(SystemExit, match="0"):
+            main([command, "--help"])
+        assert capsys.readouterr().out.startswith(f"usage: python -m benchmarks {command} ")

@@ -43,7 +43,7 @@ MECHANISMS = {
 DECODERS = {
     "hybrid with rope": {"attention": ["llp", "latte", "full", "linear"], "num_layers": 4, "position": "rope"},
     "loops with lookup": {"attention": ["elita", "window"], "loops": 2, "loop_loss": "all", "lookup": 4},
-    "learned positions": {"attention": ["latte_macchiato", "longformer"], "position": "learned", "max_positions": 64},
+    "learned positions": {"attention": ["latte_macchiato", "longformer"], "position": "learned", "max_positions": 69},
     "sines and luna": {
         "attention": ["luna", "performer", "luna", "strided"],
         "num_layers": 4,
