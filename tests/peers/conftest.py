@@ -3,6 +3,7 @@
 import importlib
 import warnings
 from importlib.metadata import version
+from pathlib import Path
 
 import pytest
 import torch
@@ -16,8 +17,9 @@ def pytest_ignore_collect(collection_path, config):
 
 
 def pytest_collection_modifyitems(items):
-    for item in items:
-        item.add_marker(pytest.mark.peers)
+    for item in items:  # of all folders
+        if item.path.parent == Path(__file__).parent:
+            item.add_marker(pytest.mark.peers)
 
 
 _found: dict[tuple[str, str], float] = {}
