@@ -1,7 +1,7 @@
-"""Every reader of bytes that somebody hands to the product: how a valid input is made, and what reads it.
+"""Every reader of bytes from outside, with a maker of a valid input.
 
-A reader takes what is valid and refuses the rest: by `ValueError`, for a configuration also `TypeError`, by `OSError`
-for what is not there. The message names the folder or a file in it. Everything else is a fault.
+A reader reads valid files and refuses the rest by `ValueError` (for a configuration also `TypeError`, for a missing
+file `OSError`), whose message names the folder or a file in it. Anything else is a fault.
 """
 
 import hashlib
@@ -24,6 +24,7 @@ import numpy as np
 import torch
 import yaml
 from PIL import Image
+from starlette.testclient import TestClient
 from tokenizers import pre_tokenizers
 
 from benchmarks.report import Report
@@ -33,6 +34,9 @@ from experiments.harness.recipe import read_recipe
 from experiments.harness.result import read_result, written
 from experiments.lora_mnist.config import MnistConfig
 from experiments.lora_mnist.running import Results
+from subquad.cli.arguments import Parser, files_first
+from subquad.cli.audit import _report
+from subquad.cli.generate import read_state
 from subquad.config import digest, read_mapping
 from subquad.data import DataConfig, TokenSet, TokenShard, load_images, load_tokenizer, prepare, windows_of
 from subquad.data.config import LabelledConfig
@@ -49,8 +53,14 @@ from subquad.data.vocabularies import SEPARATOR, make_tokenizer
 from subquad.evaluation.audit import AuditReport
 from subquad.evaluation.audit.case import Case
 from subquad.evaluation.audit.report import FORMAT, FORMAT_VERSION
+from subquad.generation import BatchDecoder
 from subquad.models import Decoder, DecoderConfig, EncoderConfig, ImageModelConfig
 from subquad.recipes import recipe_path
+from subquad.serving import ServeConfig
+from subquad.serving.app import Served, make_app
+from subquad.serving.engine import Engine
+from subquad.serving.metrics import Metrics
+from subquad.serving.texts import Texts, read_template
 from subquad.training import TrainConfig, checkpoint, train
 from subquad.training.errors import reading
 from subquad.training.progress import read_metrics
@@ -66,18 +76,18 @@ class Target:
     """A reader."""
 
     make: Callable[[Path], object]
-    """Fills an empty folder with what is valid."""
+    """Fills an empty folder with valid files."""
     read: Callable[[Path], object]
-    """Reads the folder, and uses what it found."""
+    """Reads the folder and uses the result."""
     seal: Callable[[Path], None] | None = None
-    """Writes the checksums anew that a folder keeps of its files."""
+    """Updates the checksums that a folder keeps of its files."""
     files: str = "**/*"
-    """Which files are changed."""
+    """Files to damage."""
     quick: int = 20
     """Inputs that `make test` tries; 0 for a reader that takes seconds to set up."""
     raises: tuple[type[BaseException], ...] = (ValueError, OSError)
     named: bool = True
-    """Whether an error names the folder or a file: what a server is sent has no name."""
+    """Whether an error must name the folder or a file; a server's requests have no names."""
 
 
 TARGETS: dict[str, Target] = {}
@@ -88,7 +98,7 @@ TEXT = "def f(a):\n    return a + 1  # é\n" * 20
 
 
 def target(make, **options):
-    """Enter the reader of a target in the table, under its name."""
+    """Register a reader in `TARGETS` under its name."""
 
     def enter(read):
         TARGETS[read.__name__] = Target(make, read, **options)
@@ -98,7 +108,7 @@ def target(make, **options):
 
 
 def files(**contents):
-    """A maker of files; `__` stands for a dot in their names, and other values than texts become JSON."""
+    """Return a maker of files; `__` in a name stands for a dot, and values other than text become JSON."""
 
     def make(folder):
         for name, content in contents.items():
@@ -109,7 +119,7 @@ def files(**contents):
 
 @contextmanager
 def edited(file: Path):
-    """The values of a JSON file, which are written back."""
+    """Edit the values of a JSON file in place."""
     values = json.loads(file.read_text())
     yield values
     file.write_text(json.dumps(values))
@@ -121,7 +131,7 @@ def sha256(file: Path) -> str:
 
 @contextmanager
 def naming(folder: Path):
-    """An error of what reads no file itself, and so can name none, with the folder."""
+    """Add the folder to an error of code that reads no file itself and so can't name one."""
     try:
         yield
     except ValueError as error:
@@ -140,8 +150,6 @@ def config(folder):
 
 @target(make_config, files="a.yaml", quick=1, raises=(SystemExit,), named=False)
 def command(folder):
-    from subquad.cli.arguments import Parser, files_first
-
     parser = Parser("train", "")
     parser.add_files()
     parser.add_config(TrainConfig)
@@ -196,7 +204,7 @@ def tokenizer(folder):
         loaded = load_tokenizer(file)
         assert tokenizer_hash(loaded)
         assert separator_id(loaded) is None or separator_id(loaded) < vocab_size(loaded)
-        with naming(folder):  # of a text, which the caller names
+        with naming(folder):  # the caller names the text
             encode_text(loaded, TEXT)
             list(Encoder(loaded).encode([TEXT.encode()]))
 
@@ -208,7 +216,7 @@ LLAMA2C_PIECES = [" ", "a", "b", "c", "é", "ab", " a", " ab", "abc", " abc", "b
 
 
 def write_llama2c_tokenizer(file, pieces=LLAMA2C_PIECES, scores=None):
-    """Token by token; the pieces' scores fall from 0 where none are given."""
+    """Write a llama2.c tokenizer; by default the pieces' scores fall from 0."""
     tokens = ["<unk>", "\n<s>\n", "\n</s>\n", *(f"<0x{byte:02X}>" for byte in range(256)), *pieces]
     scores = [0.0] * 259 + [float(-i) for i in range(len(pieces))] if scores is None else scores
     raw = struct.pack("<i", max(len(token.encode()) for token in tokens))
@@ -419,15 +427,13 @@ def make_state(folder):
 
 @target(make_state)
 def state(folder):
-    from subquad.cli.generate import read_state
-
     found = read_state(decoder(), str(folder / "a.safetensors"))
     assert found.nbytes
     assert found.batch == 1
 
 
 def write_llama2c(file, vocab=20):
-    """A checkpoint of one layer, its weights drawn."""
+    """Write a checkpoint of one layer with random weights."""
     dim, hidden, heads, kv, positions = 8, 12, 2, 1, 6
     count = 2 * dim + 2 * dim * dim + 2 * dim * kv * dim // heads + 3 * dim * hidden + dim
     count += abs(vocab) * dim * (1 if vocab > 0 else 2) + positions * dim // heads
@@ -582,7 +588,7 @@ def make_optimizer():
 def make_shares(folder):
     from subquad.training import sharding
 
-    with warnings.catch_warnings():  # that it is one process
+    with warnings.catch_warnings():  # of a single process
         warnings.simplefilter("ignore")
         sharding.list_states(folder, sharding.save_optimizer(*make_optimizer(), folder))
 
@@ -636,8 +642,6 @@ REPORT = {
 
 @target(files(a__json=REPORT, b__json={"reports": {"m": REPORT}}))
 def audit_report(folder):
-    from subquad.cli.audit import _report
-
     for found in (AuditReport.load(folder / "a.json"), _report(str(folder / "b.json"), "m")):
         assert str(found)
         assert found.to_json()
@@ -672,24 +676,13 @@ CHAT = {"chat_template": [{"name": "default", "template": TEMPLATE}], "eos_token
 
 @target(files(tokenizer_config__json=CHAT, chat_template__jinja=TEMPLATE))
 def template(folder):
-    from subquad.serving.texts import Texts, read_template
-
     texts = Texts(load_tokenizer("bytes"), read_template(folder))
-    with naming(folder):  # an answer to a client, who knows no file
+    with naming(folder):  # the error goes to a client, who knows no file
         texts.chat([{"role": "user", "content": "a"}])
 
 
 @cache
 def client():
-    from starlette.testclient import TestClient
-
-    from subquad.generation import BatchDecoder
-    from subquad.serving import ServeConfig
-    from subquad.serving.app import Served, make_app
-    from subquad.serving.engine import Engine
-    from subquad.serving.metrics import Metrics
-    from subquad.serving.texts import Texts
-
     limits = ServeConfig(slots=2, max_prompt=64, max_tokens=8, max_requests=8, max_body=200_000)
     counted = Metrics()
     engine = Engine(BatchDecoder(decoder(), slots=2, max_context=limits.max_context), limits, counted)

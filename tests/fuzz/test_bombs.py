@@ -1,4 +1,4 @@
-"""Files made to harm: small ones that stand for much, headers that promise too much, names that lead outside."""
+"""Malicious files: bombs that unpack to much, headers that promise too much, names that lead outside."""
 
 import gzip
 import io
@@ -47,7 +47,7 @@ def zipped(**files):
 
 
 def tarred(content=b"one", mode="w", **links):
-    """A tar archive of `a.txt`, and links."""
+    """Return a tar archive of `a.txt` and links."""
     out = io.BytesIO()
     with tarfile.open(fileobj=out, mode=mode) as archive:
         info = tarfile.TarInfo("a.txt")
@@ -66,7 +66,7 @@ def npy(descr, shape, rest=b"xxxx"):
 
 
 def picture(kind="PNG", size=None):
-    """A small image of a kind, whose header (of PNG) promises another size."""
+    """Return a small image; `size` changes the size in a PNG's header."""
     out = io.BytesIO()
     Image.new("RGB", (4, 4)).save(out, kind)
     raw = out.getvalue()
@@ -206,7 +206,7 @@ RESULT, MANIFEST, HALF = "result.json", "checkpoint-3/manifest.json", [{"arm": n
     ("audit_report", "a.json", {"checks.0.failing.columns": 2**31 - 1}, "columns must be at most 1048576, got 21474"),
     ("audit_report", "a.json", {"checks.0.failing.fills": [1e999]}, "not a failing input of an audit: cannot convert"),
     ("audit_report", "a.json", {"checks.0.failing": 1}, "report is damaged: the failing input of 'padding left'"),
-    ("bench_report", "a.json", {"more": 1}, "is no report of a benchmark: .*'more'"),
+    ("bench_report", "a.json", {"more": 1}, "is not a benchmark report: .*'more'"),
     ("template", "tokenizer_config.json", {"eos_token": {"text": 1}}, "eos_token must be a text, got None"),
     ("experiment", RESULT, {"scales.cpu.rows": [{"arm": "a"}]}, "a row is damaged: it has no 'seed'"),
     ("experiment", RESULT, {"scales.cpu.rows": HALF}, "do not fit claim 'a': KeyError"),
@@ -214,9 +214,9 @@ RESULT, MANIFEST, HALF = "result.json", "checkpoint-3/manifest.json", [{"arm": n
     ("experiment", RESULT, {"scales.cpu.dates": [1]}, "is damaged: dates and commits must be texts"),
     ("experiment", RESULT, {"scales.cpu.machines": [1]}, "is damaged: each machine must be a mapping"),
 ])  # fmt: skip
-def test_a_file_made_to_harm_is_refused(valid, name, file, content, message, monkeypatch):
-    """A dict changes values of JSON, by their path; a function makes the file."""
-    monkeypatch.setattr("builtins.input", lambda *_: "y")  # whoever asks whether to run code is told to
+def test_a_malicious_file_is_refused(valid, name, file, content, message, monkeypatch):
+    """`content`: the file's content, JSON values to change by their path, or a function that makes the file."""
+    monkeypatch.setattr("builtins.input", lambda *_: "y")  # answers prompts that ask whether to run code
     tried = valid(name)
     place = tried.folder / file
     if callable(content):
@@ -240,7 +240,7 @@ def test_a_file_made_to_harm_is_refused(valid, name, file, content, message, mon
 
 @pytest.fixture
 def valid(tmp_path_factory, tmp_path, monkeypatch):
-    """Folders that a reader takes, each made once, with a bound on what unpacks that a test reaches in no time."""
+    """`valid(name)`: a target's valid folder, made once, with a small limit on unpacked bytes."""
     monkeypatch.setattr(packed, "LEAST", 1 << 16)
     monkeypatch.setenv("SUBQUAD_CACHE", str(tmp_path / "cache"))
     return lambda name: made(name, tmp_path_factory.getbasetemp() / "bombs").restored()
@@ -251,7 +251,7 @@ def made(name, home):
     return Tried(name, home / name)
 
 
-def test_little_is_read(valid, tmp_path):
+def test_files_within_the_limits_are_read(valid, tmp_path):
     (tmp_path / "a.yaml").write_text("a: &a {b: [1, 2]}\nc: {<<: *a, d: *a}\n")
     assert TrainConfig.from_dict({"run": {"seed": 2**64 - 1}}).run.seed == 2**64 - 1
     assert read_mapping(tmp_path / "a.yaml") == {"a": {"b": [1, 2]}, "c": {"b": [1, 2], "d": {"b": [1, 2]}}}
@@ -265,7 +265,7 @@ def test_little_is_read(valid, tmp_path):
     assert len(packed.read_packed(tmp_path / "a.gz")) == 90_000, "much text that packs well"
 
 
-def test_a_text_without_an_end_is_not_read(tmp_path, monkeypatch):
+def test_an_endless_text_is_refused(tmp_path, monkeypatch):
     assert parsing.parse_json("[" * 100 + "]" * 100, "a") is not None
     monkeypatch.setattr(parsing, "BYTES", 100)
     (tmp_path / "a.json").write_bytes(b" " * 101)
@@ -288,7 +288,7 @@ def test_the_command_line_survives_a_file(content, tmp_path, monkeypatch, capsys
 
 
 @pytest.mark.parametrize("size", [-1, None, 512])
-def test_a_tar_that_leads_backwards_or_in_a_circle_is_left(size):
+def test_a_tar_that_leads_backwards_or_in_a_circle_is_refused(size):
     stream = TarBytes(b"x" * 512)
 
     def read_on():
@@ -300,7 +300,7 @@ def test_a_tar_that_leads_backwards_or_in_a_circle_is_left(size):
         read_on()
 
 
-def test_a_name_that_is_no_text_is_written_out(tmp_path):
+def test_a_name_that_is_not_text_is_escaped(tmp_path):
     (tmp_path / os.fsdecode(b"a\xff.txt")).write_text("one")
     source = open_source(str(tmp_path))
     assert source.names == ["a\\xff.txt"] == [document.name for document in source.documents()]
