@@ -1,7 +1,5 @@
 """The encoder, and the classifier of sequences and pairs on it."""
 
-import itertools
-
 import pytest
 import torch
 from hypothesis import example, given, settings
@@ -33,16 +31,18 @@ def classifier(attention="full", **fields):
 
 
 @pytest.mark.parametrize(("name", "causal"), [
-    pytest.param(p.id, form == "causal", marks=p.marks)
-    for form in ("bidirectional", "causal") for p in small.mechanisms(form)
+    *(pytest.param(p.id, form == "causal", marks=p.marks)
+      for form in ("bidirectional", "causal") for p in small.mechanisms(form)),
+    (["luna", "full"], False),
 ])  # fmt: skip
-def test_the_encoder_is_its_equation(name, causal):
-    model, tokens = encoder(name, causal=causal), small.tokens()
+def test_the_encoder_is_its_equation_and_a_memory_passes_from_layer_to_layer(name, causal):
+    model, tokens = encoder(name, causal=causal, num_layers=2 if isinstance(name, str) else 4), small.tokens()
     x, memory = model.embedding(tokens), None
     for block in model.layers:
         assert block.attention.causal == causal
         z = block.attention_norm(x)
-        if name == "luna":
+        if block.attention.name == "luna":
+            assert block.attention.config.own_memory == (memory is None)
             y, _, memory = block.attention.mix(z, None, None, memory)
         else:
             y = block.attention.definition(z)
@@ -117,32 +117,6 @@ def test_the_class_token_is_a_token_before_the_others():
     assert_same_maths(model(tokens), model.norm(x)[:, 1:])
 
 
-@pytest.mark.parametrize("position", ["sinusoidal", "learned", "rope"])
-def test_positions_count_real_tokens(position):
-    model, tokens = encoder(position=position), small.tokens()
-    assert_same_maths(model(tokens, small.mask())[0, 5:], model(tokens[:1, 5:])[0])
-    assert not torch.isclose(model(tokens.flip(1)).flip(1), model(tokens)).all()
-
-
-@pytest.mark.parametrize("stack", ["luna", ["luna", "full"]])
-def test_the_memory_passes_from_layer_to_layer(stack):
-    model = encoder(stack, num_layers=4)
-    luna = [block.attention for block in model.layers if block.attention.name == "luna"]
-    assert [layer.config.own_memory for layer in luna] == [True] + [False] * (len(luna) - 1)
-    calls = []
-    for layer in luna:
-
-        def spy(*args, inner=layer.mix):
-            result = inner(*args)
-            calls.append((args[3], result[2]))
-            return result
-
-        layer.mix = spy
-    model(small.tokens())
-    assert calls[0][0] is None
-    assert all(taken is handed for (_, handed), (taken, _) in itertools.pairwise(calls))
-
-
 @every_mechanism
 def test_checkpointing_changes_no_bit(name):
     model, tokens = encoder(name, dropout=0.1).float().train(), small.tokens()
@@ -190,6 +164,11 @@ def test_two_towers_are_one_encoder_and_a_head_on_both_vectors(name):
     assert model.head.hidden.weight.shape == (16, 64)
     assert_same_maths(model(one, mask, other), model.head.out(hidden))
     assert not torch.isclose(model(one, mask, other), model(other, None, one, mask)).all()
+    single = classifier(name, position="learned", dropout=0.5)
+    torch.nn.init.ones_(single.head.weight)
+    torch.nn.init.zeros_(single.head.bias)
+    single.dropout.train()
+    assert len({single(one).sum().item() for _ in range(5)}) > 1, "dropout acts before the head"
 
 
 def test_first_weights():
@@ -197,15 +176,6 @@ def test_first_weights():
     attention = model.layers[0].attention
     for weight, std in ((model.class_token, 0.02), (attention.query.weight, 0.02), (attention.out.weight, 0.02 / 4)):
         assert 0.7 * std < weight.std().item() < 1.3 * std
-
-
-def test_dropout_acts_before_the_head():
-    model = classifier(dropout=0.5)
-    torch.nn.init.eye_(model.head.weight)
-    torch.nn.init.zeros_(model.head.bias)
-    model.dropout.train()
-    logits = torch.cat([model(small.tokens()) for _ in range(5)])
-    assert 0 < (logits == 0).double().mean().item() < 1
 
 
 def test_a_decoders_settings_carry_over():

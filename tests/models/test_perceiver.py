@@ -5,8 +5,6 @@ from functools import partial
 
 import pytest
 import torch
-from hypothesis import given, settings
-from hypothesis import strategies as st
 from torch.utils.flop_counter import FlopCounterMode
 
 from subquad.models import Classifier, EncoderConfig, Perceiver, PerceiverIO
@@ -88,21 +86,15 @@ def expected_latents(model, inputs):
     {"query_residual": False, "latents": 1},
 ])  # fmt: skip
 @torch.no_grad()
-def test_both_are_their_equations(options):
+def test_both_are_their_equations_with_any_number_of_inputs_and_queries(options):
     model, inputs, queries = perceiver_io(options), random(2, INPUTS, CHANNELS), random(2, 4, QUERY, seed=2)
     latents = [expected_latents(model.perceiver, row) for row in inputs]
     assert_same_maths(model.perceiver(inputs), torch.stack(latents))
     rows = zip(queries, latents, strict=True)
     assert_same_maths(model(inputs, queries), torch.stack([read(model.reader, q, z) for q, z in rows]))
-
-
-@settings(max_examples=8)
-@given(inputs=st.integers(0, 40), queries=st.integers(0, 40), latents=st.integers(1, 12))
-def test_any_number_of_inputs_and_queries(inputs, queries, latents):
-    model = perceiver_io({"latents": latents}, num_layers=1)
-    outputs = model(random(2, inputs, CHANNELS), random(2, queries, QUERY))
-    assert outputs.shape == (2, queries, QUERY)
-    assert outputs.isfinite().all()
+    for few in (inputs[:, :0], inputs[:, :1]):
+        assert model(few, queries).isfinite().all()
+        assert model(few, queries[:, :0]).shape == (2, 0, QUERY)
 
 
 def test_no_output_depends_on_another_query_and_all_rows_may_share_queries():
@@ -169,19 +161,14 @@ def test_first_weights():
 
 
 @both
-def test_the_pooled_vector_is_the_mean_of_what_forward_gives(name):
-    model, tokens = classifier(name), tokens_of()
-    vectors = model.encoder(tokens)
-    assert vectors.shape == (3, 1 if name == "perceiver_io" else 5, 16)
-    assert_same_maths(model(tokens), model.head(vectors.mean(1)))
-
-
-@both
 @pytest.mark.parametrize("position", ["learned", "sinusoidal", "none"])
-def test_order_matters_where_positions_are_known(name, position):
+def test_a_mean_is_pooled_and_order_matters_where_positions_are_known(name, position):
     tokens = tokens_of()
     for bands in (0, 3):
         model = classifier(name, {"fourier_bands": bands}, position=position)
+        vectors = model.encoder(tokens)
+        assert vectors.shape == (3, 1 if name == "perceiver_io" else 5, 16)
+        assert_same_maths(model(tokens), model.head(vectors.mean(1)))
         same = torch.isclose(model(tokens), model(tokens.flip(1))).all()
         assert bool(same) == (position == "none" and bands == 0)
 
@@ -217,8 +204,9 @@ def test_compiled_equals_eager():
 
 
 @both
-@pytest.mark.parametrize("options", [{}, {"repeats": 3, "reads": "each", "fourier_bands": 2}], ids=["once", "each"])
-@pytest.mark.parametrize("inputs", [INPUTS, 2 * INPUTS])
+@pytest.mark.parametrize(("options", "inputs"), [
+    ({}, INPUTS), ({"repeats": 2, "reads": "each", "fourier_bands": 2}, 2 * INPUTS),
+])  # fmt: skip
 def test_the_cost_is_what_torch_counts_and_linear_in_the_inputs(name, options, inputs):
     flops.register()
     model, repeats = classifier(name, options).float().train(), options.get("repeats", 1)

@@ -28,13 +28,14 @@ def some_mask():
 # --- each mode
 
 
-@pytest.mark.parametrize(("form", "position"), [
-    *((form, "rope") for form in ("cross", "self", "segments-short", "compressed", "compressed-late")),
-    *(("self-short", position) for position in ("sinusoidal", "learned", "none")),
+@pytest.mark.parametrize(("form", "fields"), [
+    *((form, {}) for form in ("cross", "segments-short", "compressed", "compressed-late")),
+    *(("self-short", {"position": position}) for position in ("sinusoidal", "learned", "none")),
+    ("self", {"num_kv_heads": 1}),
 ])  # fmt: skip
-def test_exact_equals_the_pass_over_all_tokens_at_each_step(form, position):
+def test_exact_equals_the_pass_over_all_tokens_at_each_step(form, fields):
     """With all latents in use, that pass is the whole model's."""
-    model, ids = decoding(form, position=position), small.tokens(2)
+    model, ids = decoding(form, **fields), small.tokens(2)
     for prompt in (0, 9):
         _, state = model(ids[:, :prompt])
         start = state["start"]
@@ -162,27 +163,21 @@ def test_a_state_survives_a_file_and_reordered_rows(form, decode, tmp_path):
 
 @small.every_history
 @pytest.mark.parametrize(("decode", "tokens"), [("exact", 3), ("exact", 17), ("refill", 9)])
-def test_the_state_is_as_large_as_it_says(form, decode, tokens):
+def test_the_state_is_as_large_as_it_says_and_bounded_by_a_bounded_history(form, decode, tokens):
     model = decoding(form, decode).float()
     _, state = model(small.tokens(1, tokens))
     assert state.nbytes == model.state_bytes(tokens)
     for entry in state.entries.values():
         if isinstance(entry, torch.Tensor):
             assert entry.untyped_storage().nbytes() == entry.nbytes
-
-
-@every_mode
-@pytest.mark.parametrize("form", ["cross-short", "compressed"])
-def test_a_bounded_history_bounds_the_state(form, decode):
-    model = decoding(form, decode)
-    _, state = model(small.tokens(1, 3))
-    _, state = model(small.tokens(1, 20), state)
-    assert state.tensor("tokens").shape[1] == model.options.history_tokens + small.LATENTS
-    sizes = set()
-    for token in small.tokens(1, 8).split(1, 1):
-        _, state = model(token, state)
-        sizes.add(state.nbytes)
-    assert len(sizes) == (1 if decode == "exact" else small.LATENTS - model.options.kept + 1)
+    if limit := model.options.history_tokens:
+        _, state = model(small.tokens(1, 20), state)
+        assert state.tensor("tokens").shape[1] == limit + small.LATENTS
+        sizes = set()
+        for token in small.tokens(1, 8).split(1, 1):
+            _, state = model(token, state)
+            sizes.add(state.nbytes)
+        assert len(sizes) == (1 if decode == "exact" else small.LATENTS - model.options.kept + 1)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
