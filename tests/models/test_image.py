@@ -158,7 +158,8 @@ def test_the_pixels_near_by_are_those_of_the_image(channels):
 
 
 @pytest.mark.parametrize(("fields", "places"), [
-    ({"axes": True, "channels": 3}, 36), ({"axes": True}, 12), ({"position": "sinusoidal"}, 12), ({"position": "learned"}, 12), ({}, 1),
+    ({"axes": True, "channels": 3}, 36), ({"axes": True}, 12), ({}, 1),
+    ({"position": "sinusoidal"}, 12), ({"position": "learned"}, 12),
 ])  # fmt: skip
 def test_axes_and_positions_tell_places_apart(fields, places):
     model = image_model(max_positions=2, **fields)  # the table has a row for each place, whatever that says
