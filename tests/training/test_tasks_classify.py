@@ -13,7 +13,6 @@ from subquad.attention import mechanism, names
 from subquad.cli import main
 from subquad.config import read_mapping
 from subquad.data import labelled
-from subquad.data.labelled import LabelledCorpus
 from subquad.hf import SubquadForPreTraining, SubquadForSequenceClassification
 from subquad.recipes import recipe_path
 from subquad.training import TrainConfig, train
@@ -34,11 +33,13 @@ from tests.training.helpers import (
 )
 from tests.training.lra_files import TRAIN, write_release
 
+POOLED = TOY | {"pooling": "last"}
+
 
 @pytest.fixture(scope="module")
 def trained(tmp_path_factory, config_in):
     """A run that the command made."""
-    return train_by_command(config_in(tmp_path_factory.mktemp("classify"), CLASSIFY))
+    return train_by_command(config_in(tmp_path_factory.mktemp("classify"), CLASSIFY | {"classify": POOLED}))
 
 
 def test_a_run_keeps_all_that_it_measured(trained):
@@ -55,7 +56,7 @@ def test_a_run_keeps_all_that_it_measured(trained):
     assert (config.task, config.model.vocab_size) == ("classify", 3)
     model = AutoModelForSequenceClassification.from_pretrained(trained)
     assert isinstance(model, SubquadForSequenceClassification)
-    assert model.config.id2label == {0: "marked zeros", 1: "marked ones"}
+    assert (model.config.id2label, model.config.pooling) == ({0: "marked zeros", 1: "marked ones"}, "last")
     assert model.num_parameters() == report["parameters"]
 
 
@@ -72,25 +73,10 @@ def test_eval_measures_what_the_run_reported(trained, tmp_path, capsys):
     assert read_json(file)["examples"] == 7
 
 
-@pytest.mark.parametrize("pooling", ["last", "class"])
-def test_the_pooling_is_kept_with_the_model(make_config, pooling):
-    result = train(make_config(CLASSIFY, {"classify": TOY | {"pooling": pooling}}, steps=2, eval_every=0))
-    assert AutoModelForSequenceClassification.from_pretrained(result.folder).config.pooling == pooling
-    assert isinstance(result.corpus, LabelledCorpus)
-    assert (result.steps, result.tokens, result.best_loss) == (2, 2 * 4 * 20, None)
-
-
 def test_the_toy_is_learned(tmp_path):
     values = read_mapping(recipe_path("toy-classify"))
-    run = {
-        "folder": str(tmp_path),
-        "steps": 60,
-        "eval_every": 60,
-        "device": "cpu",
-        "precision": "float32",
-        "threads": 1,
-    }
-    values["run"] |= run
+    values["run"] |= {"folder": str(tmp_path), "steps": 60, "eval_every": 60}
+    values["run"] |= {"device": "cpu", "precision": "float32", "threads": 1}
     values["batch"] |= {"length": 16}
     values["schedule"] |= {"warmup": 5}
     result = train(TrainConfig.from_dict(values))
