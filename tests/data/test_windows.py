@@ -3,10 +3,8 @@
 import numpy as np
 import pytest
 import torch
-from torch.utils.data import DataLoader
 
 from subquad.data import TokenShard
-from subquad.data.order import EpochOrder
 from subquad.data.packing import pack
 from subquad.data.shards import ShardWriter
 from subquad.data.windows import PackedWindows, WindowParts, Windows
@@ -43,14 +41,11 @@ def test_windows_predict_each_token_once(shard, length, stride):
     assert predicted == list(range(first, first + len(windows) * stride))
     assert len(shard) - (length - stride) - len(predicted) < stride
     assert all(len(window["input_ids"]) == length for window in windows)
-
-
-def test_an_item_has_tokens_and_a_copy_of_them_as_labels(shard):
-    window = Windows(shard, 10)[3]
+    window = windows[0]
     assert window["input_ids"].dtype == torch.int64
-    assert window["input_ids"].tolist() == window["labels"].tolist() == list(range(60027, 60037))
+    assert window["input_ids"].tolist() == window["labels"].tolist()
     window["labels"][0] = -100
-    assert window["input_ids"][0] == 60027
+    assert window["input_ids"][0] == 60000, "the labels are a copy"
 
 
 @pytest.mark.parametrize(("length", "parts"), [(10, 1), (5, 2), (4, 3), (2, 9)])
@@ -62,12 +57,6 @@ def test_parts_of_a_window_predict_its_tokens(shard, length, parts):
         predicted = [int(token) for part in range(parts) for token in cut[i * parts + part]["labels"][1:]]
         assert predicted == whole[i]["labels"][1 : 1 + parts * (length - 1)].tolist()
         assert all(len(cut[i * parts + part]["input_ids"]) == length for part in range(parts))
-
-
-def test_a_loader_with_workers_reads_the_shard(shard):
-    loader = DataLoader(Windows(shard, 26), batch_size=2, sampler=EpochOrder(4, seed=3), num_workers=1)
-    starts = [int(row[0]) for batch in loader for row in batch["input_ids"]]
-    assert starts == [60000 + 25 * int(i) for i in EpochOrder(4, seed=3).permutation()]
 
 
 def test_a_packed_item_says_which_documents_it_holds(packed):

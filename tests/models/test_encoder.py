@@ -51,16 +51,6 @@ def test_the_encoder_is_its_equation_and_a_memory_passes_from_layer_to_layer(nam
     assert_same_maths(model(tokens), model.norm(x))
 
 
-@pytest.mark.parametrize(("name", "pooling"), [("llp", "last"), ("full", "mean"), ("luna", "last")])
-def test_only_a_causal_encoder_does_not_see_later_tokens(name, pooling):
-    tokens = small.tokens()
-    other = torch.cat([tokens[:, :9], (tokens[:, 9:] + 1) % small.VOCABULARY], 1)
-    model = encoder(name, causal=True, pooling=pooling)
-    assert_same_maths(model(other)[:, :9], model(tokens)[:, :9])
-    assert not torch.isclose(model.pooled(other), model.pooled(tokens)).all()
-    assert not torch.isclose(encoder(name)(other)[:, 8], encoder(name)(tokens)[:, 8]).all()
-
-
 @every_mechanism
 def test_padding_anywhere_is_as_if_removed(name):
     for pooling in POOLINGS:
