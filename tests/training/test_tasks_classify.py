@@ -20,6 +20,7 @@ from subquad.training.errors import CheckpointError
 from subquad.training.loop import StopSignal
 from subquad.training.tasks import check, check_forms, prepare_task
 from subquad.training.tasks_classify import begin_with, check_pretraining, first_phase
+from tests.data.lra.layouts import write_release
 from tests.training.configs import CLASSIFY, TOY, pretraining
 from tests.training.helpers import (
     assert_same_run,
@@ -31,7 +32,6 @@ from tests.training.helpers import (
     steps_of,
     train_by_command,
 )
-from tests.training.lra_files import TRAIN, write_release
 
 POOLED = TOY | {"pooling": "last"}
 
@@ -201,9 +201,9 @@ def test_the_first_phase_reads_only_the_training_sequences(make_config, monkeypa
 
 
 def test_both_sequences_of_a_pair_are_learned_from(make_config, tmp_path):
-    data = {"dataset": "retrieval", "path": str(write_release(tmp_path, "retrieval")), "cache": str(tmp_path)}
+    data = {"dataset": "retrieval", "path": str(write_release(tmp_path / "pairs", "retrieval")), "cache": str(tmp_path)}
     task = prepare(make_config(pretraining(), {"task": "pretrain", "classify": data}, eval_windows=2))
-    assert (task.count, task.held_out.indices) == (2 * (TRAIN - 1), [2 * TRAIN - 2, 2 * TRAIN - 1])
+    assert (task.count, task.held_out.indices) == (22, [22, 23])
     for number in range(task.count):
         pair = task.data.train[number // 2]
         tokens = pair["pair_input_ids"] if number % 2 else pair["input_ids"]
