@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from subquad.attention import mechanism, names
-from subquad.models import Decoder, DecoderConfig, PerceiverAR
+from subquad.models import Classifier, Decoder, DecoderConfig, EncoderConfig, PerceiverAR
 from subquad.models.stacks import STACKS
 from subquad.testing import assert_exact
 
@@ -40,6 +40,7 @@ SLOW = ("cross-short", "self-short", "segments")
 every_history = pytest.mark.parametrize(
     "form", [pytest.param(form, marks=pytest.mark.slow if form in SLOW else []) for form in HISTORIES]
 )
+LOOPED = {"loops": 3, "loop_loss": "all", "lookup": 31, "feedforward": "bilinear"}
 KINDS = ("full", "llp", "latte", "luna")
 """One mechanism for each kind of state: growing, segments, constant, and one that passes a memory between layers."""
 
@@ -66,6 +67,17 @@ def decoder(attention="full", **fields):
     for bias in model.pass_biases.parameters():
         torch.nn.init.normal_(bias)
     return model
+
+
+def looped(attention, **fields):
+    """A decoder whose layers run in three passes, with a look-up over the logits of each."""
+    return decoder(attention, **LOOPED | fields)
+
+
+def classifier(attention="full", **fields):
+    """A classifier of three classes in float64 and evaluation mode."""
+    torch.manual_seed(0)
+    return Classifier(EncoderConfig(**settings_of(attention, num_classes=3, **fields))).double().eval()
 
 
 def perceiver_ar(form, options=None, **fields):

@@ -22,11 +22,6 @@ def encoder(attention="full", **fields):
     return Encoder(EncoderConfig(**small.settings_of(attention, **fields))).double().eval()
 
 
-def classifier(attention="full", **fields):
-    torch.manual_seed(0)
-    return Classifier(EncoderConfig(**small.settings_of(attention, num_classes=3, **fields))).double().eval()
-
-
 # --- the stack
 
 
@@ -65,19 +60,6 @@ def test_padding_anywhere_is_as_if_removed(name):
             assert not vectors[row, ~real].any()
 
 
-@every_mechanism
-def test_tokens_at_padding_change_no_bit_and_get_no_gradient(name):
-    model, mask = classifier(name).float(), small.mask()
-    tokens = torch.where(mask, small.tokens().clamp(min=2), 1)
-    logits = model(tokens, mask)
-    assert_exact(model(torch.where(mask, tokens, -7), mask), logits)
-    logits.square().sum().backward()
-    table = model.encoder.embedding.tokens.weight.grad
-    assert not table[:2].any()
-    assert table[tokens[mask].unique()].abs().amax(1).all()
-    assert all(parameter.grad.isfinite().all() for parameter in model.parameters() if parameter.grad is not None)
-
-
 @settings(max_examples=10)
 @example(lengths=[0], pooling="mean")
 @example(lengths=[0, 1], pooling="last")
@@ -107,26 +89,13 @@ def test_the_class_token_is_a_token_before_the_others():
     assert_same_maths(model(tokens), model.norm(x)[:, 1:])
 
 
-@every_mechanism
-def test_checkpointing_changes_no_bit(name):
-    model, tokens = encoder(name, dropout=0.1).float().train(), small.tokens()
-    small.assert_checkpointing_changes_no_bit(model, lambda: model.pooled(tokens, small.mask()).square().sum())
-
-
-@torch.no_grad()
-def test_compiled_equals_eager():
-    torch._dynamo.reset()
-    model, tokens, mask = classifier(num_layers=1), small.tokens(), small.mask()
-    assert_same_maths(torch.compile(model, fullgraph=True, backend="aot_eager")(tokens, mask), model(tokens, mask))
-
-
 @pytest.mark.parametrize(("name", "pooling", "towers"), [
     ("full", "mean", 2), ("luna", "mean", 1),
     *(pytest.param(p.id, "class", 1, marks=p.marks) for p in small.mechanisms("bidirectional", quick=["full"])),
 ])  # fmt: skip
 def test_the_cost_is_what_torch_counts(name, pooling, towers):
     flops.register()
-    model, tokens = classifier(name, pooling=pooling, towers=towers).float().train(), small.tokens(1)
+    model, tokens = small.classifier(name, pooling=pooling, towers=towers).float().train(), small.tokens(1)
     cost = model.cost(small.TOKENS)
     with FlopCounterMode(display=False) as forward:
         logits = model(tokens, None, tokens if towers == 2 else None)
@@ -139,7 +108,7 @@ def test_the_cost_is_what_torch_counts(name, pooling, towers):
     if name == "full":
         assert backward.get_total_flops() == cost.backward_flops
     if towers == 2:
-        assert cost.activation_bytes > 1.5 * classifier().float().cost(small.TOKENS).activation_bytes
+        assert cost.activation_bytes > 1.5 * small.classifier().float().cost(small.TOKENS).activation_bytes
 
 
 # --- the classifier
@@ -147,14 +116,14 @@ def test_the_cost_is_what_torch_counts(name, pooling, towers):
 
 @pytest.mark.parametrize("name", ["full", "latte", "perceiver", "perceiver_io"])
 def test_two_towers_are_one_encoder_and_a_head_on_both_vectors(name):
-    model, one, mask = classifier(name, position="learned", towers=2, dropout=0.3), small.tokens(), small.mask()
+    model, one, mask = small.classifier(name, position="learned", towers=2, dropout=0.3), small.tokens(), small.mask()
     other = one.flip(0).flip(1)
     a, b = model.encoder.pooled(one, mask), model.encoder.pooled(other)
     hidden = F.gelu(model.head.hidden(torch.cat([a, b, a - b, a * b], 1)))
     assert model.head.hidden.weight.shape == (16, 64)
     assert_same_maths(model(one, mask, other), model.head.out(hidden))
     assert not torch.isclose(model(one, mask, other), model(other, None, one, mask)).all()
-    single = classifier(name, position="learned", dropout=0.5)
+    single = small.classifier(name, position="learned", dropout=0.5)
     torch.nn.init.ones_(single.head.weight)
     torch.nn.init.zeros_(single.head.bias)
     single.dropout.train()
@@ -188,8 +157,8 @@ def test_a_mechanism_or_stack_without_the_form_says_so(name):
 
 
 def test_wrong_inputs_are_refused():
-    model, tokens = classifier(position="learned", max_positions=17), small.tokens()
-    pairs = classifier(towers=2)
+    model, tokens = small.classifier(position="learned", max_positions=17), small.tokens()
+    pairs = small.classifier(towers=2)
     small.assert_refused(
         (lambda: model(tokens[0]), ValueError, r"tokens must have shape \[B, T\], got \[17\]"),
         (lambda: model(tokens.float()), TypeError, r"tokens must be int64 or int32, got torch\.float32"),
