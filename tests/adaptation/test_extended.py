@@ -75,7 +75,9 @@ def test_ntk_scaling_divides_the_lowest_frequency_and_keeps_the_highest():
 
 
 def test_linear_yarn_and_dynamic_are_those_of_transformers():
-    linear, yarn, dynamic = (extended.scale_positions(llama(), 64, name) for name in ("linear", "yarn", "dynamic"))
+    given = llama()
+    linear, yarn, dynamic = (extended.scale_positions(given, 64, name) for name in ("linear", "yarn", "dynamic"))
+    assert given.rope_parameters["rope_type"] == "default", "the given configuration stays as it was"
     plain = frequencies(llama()).inv_freq
     assert_exact(frequencies(linear).inv_freq, plain / 4)
     assert yarn.rope_parameters == {
@@ -84,15 +86,6 @@ def test_linear_yarn_and_dynamic_are_those_of_transformers():
     assert all((frequencies(yarn).inv_freq <= plain) & (frequencies(yarn).inv_freq >= plain / 4))
     assert frequencies(yarn).attention_scaling > 1
     assert (dynamic.max_position_embeddings, dynamic.rope_parameters["rope_type"]) == (OWN, "dynamic")
-
-
-@pytest.mark.parametrize("scaling", extended.SCALINGS)
-def test_the_scaling_survives_the_configuration_file(scaling, tmp_path):
-    given = llama()
-    scaled = extended.scale_positions(given, 64, scaling)
-    assert given.rope_parameters["rope_type"] == "default", "the given configuration stays as it was"
-    scaled.save_pretrained(tmp_path)
-    assert AutoConfig.from_pretrained(tmp_path).rope_parameters == scaled.rope_parameters
 
 
 @pytest.mark.parametrize(("config", "length", "scaling", "match"), [

@@ -99,6 +99,13 @@ def mask():
     return real
 
 
+def sparse_mask():
+    """Padding on the left, in the middle with few tokens left, on the right, everywhere."""
+    real = torch.ones(4, TOKENS, dtype=torch.bool)
+    real[0, :5] = real[1, 2:15] = real[2, 9:] = real[3] = False
+    return real
+
+
 def in_pieces(model, x, cuts):
     """Outputs and last state of a model that reads the parts of `x` between `cuts` one after another."""
     outputs, state = [], None

@@ -17,13 +17,6 @@ from subquad.testing import assert_exact, assert_same_maths
 from tests.models import small
 
 
-def some_mask():
-    """Padding on the left, in the middle with few tokens left, on the right, everywhere."""
-    mask = torch.ones(4, small.TOKENS, dtype=torch.bool)
-    mask[0, :5] = mask[1, 2:15] = mask[2, 9:] = mask[3] = False
-    return mask
-
-
 def at(x_THK, places):
     """Each row rotated to its own position."""
     return torch.stack([rotate(x[None, :, None], p)[0, :, 0] for x, p in zip(x_THK, places, strict=True)])
@@ -104,7 +97,7 @@ def test_without_a_history_it_is_the_decoder(form):
 @small.every_history
 @pytest.mark.parametrize("position", ["rope", "learned"])
 def test_padding_anywhere_is_as_if_removed(form, position):
-    model, ids, mask = small.perceiver_ar(form, position=position), small.tokens(4), some_mask()
+    model, ids, mask = small.perceiver_ar(form, position=position), small.tokens(4), small.sparse_mask()
     logits, state = model(ids, mask=mask)
     losses = model.loss(ids, ids.roll(1, 0), mask, reduction="none")
     assert_exact(state.seen, mask.sum(1))
@@ -157,7 +150,7 @@ def test_labels_are_those_of_the_latents():
 
 @small.every_history
 def test_prefix_dropout_drops_an_exact_number_of_each_row_as_if_they_were_never_there(form):
-    model, mask = small.perceiver_ar(form, {"prefix_dropout": 0.3}, tie_embeddings=False), some_mask()
+    model, mask = small.perceiver_ar(form, {"prefix_dropout": 0.3}, tie_embeddings=False), small.sparse_mask()
     mask[3] = True
     ids, draws = torch.where(mask, torch.arange(small.TOKENS), 20), set()
     plain = model(ids, mask=mask)[0]

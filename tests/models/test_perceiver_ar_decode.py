@@ -19,12 +19,6 @@ def decoding(form, decode="exact", refill=None, **fields):
     return small.perceiver_ar(form, {"decode": decode, "refill": refill}, **fields)
 
 
-def some_mask():
-    mask = torch.ones(4, small.TOKENS, dtype=torch.bool)
-    mask[0, :6] = mask[1, 2:12] = mask[2, 9:] = mask[3, 3:] = False
-    return mask
-
-
 # --- each mode
 
 
@@ -99,7 +93,7 @@ def test_many_tokens_at_once_are_the_same_as_one_by_one(form, decode, prompt, cu
 @each_history
 @pytest.mark.parametrize(("decode", "prompt"), [("exact", 8), ("refill", 2)])
 def test_padding_is_as_if_removed_before_and_after_a_state(form, decode, prompt):
-    model, ids, mask = decoding(form, decode), small.tokens(4), some_mask()
+    model, ids, mask = decoding(form, decode), small.tokens(4), small.sparse_mask()
     _, state = model(ids[:, :prompt], mask=mask[:, :prompt])
     logits, state = model(ids[:, prompt:], state, mask[:, prompt:])
     after, state = model(ids[:, :6], state)
@@ -115,7 +109,7 @@ def test_padding_is_as_if_removed_before_and_after_a_state(form, decode, prompt)
 
 
 def test_tokens_at_padding_after_a_state_change_no_bit():
-    model, ids, mask = decoding("self", "refill").float(), small.tokens(4), some_mask()
+    model, ids, mask = decoding("self", "refill").float(), small.tokens(4), small.sparse_mask()
     results = []
     for other in (ids, torch.where(mask, ids, -7)):
         _, state = model(other[:, :8], mask=mask[:, :8])
@@ -151,7 +145,7 @@ def test_reading_without_outputs_leaves_the_state_of_reading(form, decode):
 ])  # fmt: skip
 def test_a_state_survives_a_file_and_reordered_rows(form, decode, tmp_path):
     model, ids = decoding(form, decode), small.tokens(4)
-    _, state = model(ids[:, :7], mask=some_mask()[:, :7])
+    _, state = model(ids[:, :7], mask=small.sparse_mask()[:, :7])
     expected, _ = model(ids[:, 7:], state)
     state.save(tmp_path / "state.safetensors")
     loaded = State.load(tmp_path / "state.safetensors", config_hash=model.config_hash)

@@ -162,5 +162,6 @@ def test_other_errors_of_reading_are_unchanged():
     assert windows.where(0) == "window 0"
 
 
-def test_workers_change_no_bit(make_config, finished):
+def test_neither_workers_nor_evaluations_change_a_bit(make_config, finished):
+    """Though the model has dropout."""
     assert_same_weights(finished.folder, train(make_config({"data.workers": 1}, eval_every=0)).folder)
