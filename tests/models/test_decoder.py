@@ -36,9 +36,6 @@ def passes_of(model, tokens):
     return logits
 
 
-# --- equation and laws
-
-
 @every_form
 @pytest.mark.parametrize("tie_embeddings", [True, False])
 def test_the_decoder_is_its_equation(name, fields, tie_embeddings):
@@ -137,9 +134,6 @@ def test_autocast_computes_in_bfloat16_and_keeps_the_loss_in_float32(name, field
     assert_in_budget(nats, plain, exact, torch.bfloat16)
 
 
-# --- positions
-
-
 @pytest.mark.parametrize("position", ["rope", "sinusoidal", "learned", "none"])
 def test_positions_count_real_tokens_continue_from_a_state_and_tell_the_order(position):
     model, tokens, mask = small.decoder(position=position, max_positions=24), small.tokens(), small.mask()
@@ -151,14 +145,6 @@ def test_positions_count_real_tokens_continue_from_a_state_and_tell_the_order(po
     # One layer's attention tells the order of the tokens before the last only by their positions.
     logits, _ = small.decoder(position=position, num_layers=1)(torch.tensor([[3, 9, 5], [9, 3, 5]]))
     assert bool(torch.isclose(logits[0, 2], logits[1, 2]).all()) == (position == "none")
-
-
-def test_sines_have_the_size_of_the_embeddings():
-    model = small.decoder("linear", dim=64, num_heads=4, init_std=0.05)
-    assert math.isclose(model.embedding.position(torch.zeros(1, 500, 64), 0).std().item(), 0.05, rel_tol=0.15)
-
-
-# --- loss
 
 
 @pytest.mark.parametrize("fields", [
@@ -200,9 +186,6 @@ def test_the_loss_in_chunks_has_the_same_gradients_and_never_holds_the_look_ups_
     assert largest_allocation(gradients) < 4 * tokens.numel() * 512 == largest_allocation(lambda: model(tokens))
 
 
-# --- parts and first weights
-
-
 def test_passes_share_their_layers_and_have_a_bias_each():
     once, looped, whole = small.decoder(), small.decoder(loops=3), small.decoder(loops=3, lookup=31)
     assert {name.partition(".")[0] for name, _ in once.named_parameters()} == {"embedding", "layers", "norm"}
@@ -230,6 +213,8 @@ def test_settings_reach_the_mechanisms_that_have_them():
     assert (window.num_kv_heads, window.rope, window.rope_base, window.bias) == (1, True, 500.0, True)
     assert (window.width, window.dropout, linear.dropout, linear.bias) == (3, 0.5, 0.25, True)
     assert small.decoder("window", position="none").blocks()[0].attention.config.rope is False
+    sines = small.decoder("linear", dim=64, num_heads=4, init_std=0.05).embedding.position
+    assert math.isclose(sines(torch.zeros(1, 500, 64), 0).std().item(), 0.05, rel_tol=0.15), "the embeddings' size"
 
 
 def test_first_weights_are_smaller_where_they_write_into_the_residual_stream():
@@ -251,9 +236,6 @@ def test_first_weights_are_smaller_where_they_write_into_the_residual_stream():
     assert biases
     assert not any(bias.any() for bias in biases)
     assert Decoder(config.replace(feedforward="bilinear")).layers[0].output_projections()[-1].in_features == 8 * 128
-
-
-# --- cost
 
 
 @pytest.mark.parametrize(("name", "fields"), [
@@ -283,9 +265,6 @@ def test_cost_counts_layers_for_every_pass_and_the_head_for_every_loss(name, fie
         _, state = model(small.tokens(1, 50))
     assert heads > 1 or counter.get_total_flops() == cost.mixing_flops + cost.projection_flops
     assert name != "latte" or state.nbytes == cost.state_bytes  # a state of constant size
-
-
-# --- mistakes
 
 
 @pytest.mark.parametrize(("fields", "message"), [

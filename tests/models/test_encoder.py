@@ -22,9 +22,6 @@ def encoder(attention="full", **fields):
     return Encoder(EncoderConfig(**small.settings_of(attention, **fields))).double().eval()
 
 
-# --- the stack
-
-
 @pytest.mark.parametrize(("name", "causal"), [
     *(pytest.param(p.id, form == "causal", marks=p.marks)
       for form in ("bidirectional", "causal") for p in small.mechanisms(form)),
@@ -111,9 +108,6 @@ def test_the_cost_is_what_torch_counts(name, pooling, towers):
         assert cost.activation_bytes > 1.5 * small.classifier().float().cost(small.TOKENS).activation_bytes
 
 
-# --- the classifier
-
-
 @pytest.mark.parametrize("name", ["full", "latte", "perceiver", "perceiver_io"])
 def test_two_towers_are_one_encoder_and_a_head_on_both_vectors(name):
     model, one, mask = small.classifier(name, position="learned", towers=2, dropout=0.3), small.tokens(), small.mask()
@@ -142,9 +136,6 @@ def test_a_decoders_settings_carry_over():
     made = EncoderConfig.from_decoder(config, num_classes=5, pooling="last")
     assert made == config.replace(num_classes=5, pooling="last")
     assert EncoderConfig.from_dict(made.to_dict()) == made
-
-
-# --- mistakes
 
 
 ONLY_CAUSAL = ["perceiver_ar", *(name for name in names() if "bidirectional" not in mechanism(name).forms)]

@@ -34,9 +34,6 @@ def some_pixels(model, batch=2, seed=1):
     return torch.randint(0, 256, (batch, model.config.tokens), generator=torch.Generator().manual_seed(seed))
 
 
-# --- probabilities
-
-
 def mixture(count=40, scale=3.0, dtype=torch.float64):
     """A mixture's output, and parameters of which some are extreme."""
     model = image_model(output="logistic", mixtures=5)
@@ -113,9 +110,6 @@ def test_a_narrow_mixture_keeps_its_gradients_finite():
     assert gradient.isfinite().all()
 
 
-# --- what a pixel sees
-
-
 @every_mechanism
 @pytest.mark.parametrize("near", [0, 2])
 def test_a_pixel_changes_nothing_before_it(name, near):
@@ -183,9 +177,6 @@ def test_before_training_all_levels_are_about_alike_and_the_head_keeps_float32(o
 def test_checkpointing_changes_no_bit():
     model = image_model(near=1).train()
     small.assert_checkpointing_changes_no_bit(model, lambda: model.loss(some_pixels(model)))
-
-
-# --- mistakes
 
 
 @pytest.mark.parametrize(("changes", "message"), [

@@ -76,9 +76,6 @@ def expected_latents(model, inputs):
     return z
 
 
-# --- the equations
-
-
 @pytest.mark.parametrize("options", [
     {},
     {"repeats": 3, "output_residual": False},
@@ -96,9 +93,6 @@ def test_both_are_their_equations_with_any_number_of_inputs_and_queries(options)
     for few in (inputs[:, :0], inputs[:, :1]):
         assert model(few, queries).isfinite().all()
         assert model(few, queries[:, :0]).shape == (2, 0, QUERY)
-
-
-# --- padding and batches
 
 
 def test_padding_of_arrays_is_as_if_removed():
@@ -127,9 +121,6 @@ def test_padding_of_tokens_is_as_if_removed(name):
         assert_same_maths(logits[row], model(tokens[row : row + 1, real])[0])
 
 
-# --- weights
-
-
 @both
 @pytest.mark.parametrize("repeats", [1, 3])
 def test_every_parameter_gets_a_gradient(name, repeats):
@@ -147,9 +138,6 @@ def test_first_weights():
     first, later, block = *model.readings, model.layers[0]
     for weight, std in ((first.query, 0.02), (later.out, small), (block.feedforward.down, small)):
         assert 0.8 * std < weight.weight.std().item() < 1.2 * std
-
-
-# --- tokens
 
 
 @both
@@ -172,9 +160,6 @@ def test_fourier_features_are_their_definition():
         angles = [math.pi * f * p for f in (1.0, 3.0, 5.0)]
         expected += [p, *map(math.sin, angles), *map(math.cos, angles)]
     assert_same_maths(fourier_features(places, 3, 10).flatten(), torch.tensor(expected, dtype=torch.float64))
-
-
-# --- precision, compiled, counted
 
 
 @both
@@ -206,9 +191,6 @@ def test_the_cost_is_what_torch_counts_and_linear_in_the_inputs(name, options, i
     assert cost.activation_bytes > cost.state_bytes == 0
     # The features of positions need no gradient, which saves a part of the first products.
     assert backward.get_total_flops() <= cost.backward_flops
-
-
-# --- mistakes
 
 
 def test_wrong_inputs_are_refused():

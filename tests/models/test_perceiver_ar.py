@@ -198,8 +198,6 @@ def test_first_weights():
     assert math.isclose(model.compress.weight.std().item(), 1 / 20, rel_tol=0.02)
 
 
-# --- cost
-
 FORMS = {
     "cross": (0, 2_517_762_048),
     "self": (0, 12_080_775_168),
@@ -283,9 +281,6 @@ def test_activations_grow_with_the_work_and_counting_leaves_modes_and_random_num
     assert 0 < kept[0] < kept[1] < kept[2]
     with pytest.raises(ValueError, match="tokens must be at least 0, got -1"):
         model.cost(-1)
-
-
-# --- mistakes
 
 
 @pytest.mark.parametrize(("options", "match"), [

@@ -19,9 +19,6 @@ def decoding(form, decode="exact", refill=None, **fields):
     return small.perceiver_ar(form, {"decode": decode, "refill": refill}, **fields)
 
 
-# --- each mode
-
-
 @pytest.mark.parametrize(("form", "fields"), [
     *((form, {}) for form in ("cross", "segments-short", "compressed", "compressed-late")),
     *(("self-short", {"position": position}) for position in ("sinusoidal", "learned", "none")),
@@ -66,9 +63,6 @@ def test_frozen_equals_one_pass_and_ends_where_the_latents_do(form):
     assert model.most_new_tokens(10) == 3
     assert model.most_new_tokens(1) == small.LATENTS
     assert decoding(form).most_new_tokens(10) is None
-
-
-# --- laws in every mode
 
 
 @each_history
@@ -181,9 +175,6 @@ def test_low_precision_stays_in_budget(dtype):
     plain = [model(ids[:, : t + 1], latents=n)[0][:, -1:] for t, n in enumerate(latents)]
     kept, expected = (small.in_pieces(m, ids, [*range(small.TOKENS)])[0] for m in (model, exact))
     assert_in_budget(kept, torch.cat(plain, 1), expected, dtype)
-
-
-# --- changing the mode
 
 
 @pytest.mark.parametrize(("trained", "decode", "refill"), [

@@ -53,9 +53,6 @@ FEW = ("latte", "packed")
 SHARDED = {"batch.size": 1, "batch.accumulation": 2, "parallel.shard": True}
 
 
-# --- processes
-
-
 def fork(world, work, *given, seconds=500.0):
     """Run `work(rank, *given)` in `world` processes that know each other like torchrun's; return the exit statuses.
 
@@ -134,9 +131,6 @@ def error_of(folder, changes):
     except Exception as error:
         return f"{type(error).__name__}: {error}"
     return "no error"
-
-
-# --- quick cases
 
 
 def models(rank, folder, kind, changes, names):
@@ -282,8 +276,6 @@ def quick(folder):
     for how in ("dies", "hangs"):
         fork(3, lost, folder, how, seconds=60)
 
-
-# --- fifty steps in several ways
 
 KINDS = {
     "ddp 2": (2, {"batch.size": 2}),

@@ -4,7 +4,6 @@ from typing import Any
 
 import pytest
 
-from subquad import training
 from subquad.data import DataConfig
 from subquad.models.config import DecoderConfig
 from subquad.training import BatchConfig, ClassifyConfig, LoraConfig, OptimizerConfig, ScheduleConfig, TrainConfig
@@ -83,22 +82,14 @@ def test_settings_that_cannot_be_trained_are_refused(values, message):
         TrainConfig.from_dict(values)
 
 
-def test_settings_at_the_limits_are_accepted():
+def test_settings_at_the_limits_are_accepted_and_survive_yaml(tmp_path):
     model = DecoderConfig(position="learned", max_positions=128)
     assert TrainConfig(model=model, batch=BatchConfig(length=128)).batch.length == 128
     assert TrainConfig(lora=LoraConfig(**LORA), parallel=ParallelConfig(timeout=5.0)).parallel.timeout == 5.0
     given = DataConfig(cache="here").to_dict()  # the cache may be set for any task
     assert TrainConfig.from_dict({"task": "classify", "data": given}).classify == ClassifyConfig()
     assert TrainConfig(batch=BatchConfig(length=64, size=3, accumulation=2)).step_tokens == 384
-
-
-def test_a_configuration_survives_yaml(tmp_path):
     optimizer = OptimizerConfig(name="muon", betas=[0.8, 0.99])
     config = TrainConfig(optimizer=optimizer, schedule=ScheduleConfig(kind="wsd"))
     config.to_file(tmp_path / "config.yaml")
     assert TrainConfig.from_file(tmp_path / "config.yaml") == config
-
-
-def test_unknown_names_of_the_package_are_answered():
-    with pytest.raises(AttributeError, match=r"has no attribute 'trian'; it has .*train"):
-        training.trian  # noqa: B018 (the attribute access is what is tested)

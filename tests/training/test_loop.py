@@ -156,9 +156,6 @@ def test_recomputed_activations_change_no_bit(make_config, tmp_path):
     assert_same_weights(tmp_path / "False", tmp_path / "True")
 
 
-# --- stopping early
-
-
 def test_a_signal_saves_and_the_run_is_resumed_from_there(make_config, finished, caplog):
     with pytest.MonkeyPatch.context() as patch:
         before_pass(patch, 5, lambda: os.kill(os.getpid(), signal.SIGTERM))

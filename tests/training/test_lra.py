@@ -110,8 +110,6 @@ def test_augmented_sequences_train(task, length, release, tmp_path):
     trained(release[task], tmp_path / task, "latte", *flags)
 
 
-# --- recipes
-
 PAPER = {
     "listops": (128, 1e-3, 64, 0.01, 0.1, 50, 96_000, 40, 2000),
     "text": (256, 1e-3, 32, 0.05, 0.1, 32, 25_000, 256, 4000),

@@ -114,9 +114,6 @@ def test_readers_open_only_the_shards_of_their_own_windows(tmp_path, pack, monke
     assert [read[place] for place in range(2 * GLOBAL)] == whole
 
 
-# --- processes that read
-
-
 def test_numbered_windows_carry_their_number():
     windows = NumberedWindows([{"input_ids": torch.tensor([1])}, {"input_ids": torch.tensor([2])}])
     assert len(windows) == 2

@@ -123,9 +123,6 @@ def test_a_model_without_the_form_of_its_task_is_sent_to_the_other_task():
                 refuse(TrainConfig.from_dict({"task": "classify", "model": {"attention": name}}))
 
 
-# --- the first phase
-
-
 @pytest.fixture(scope="module")
 def whole(tmp_path_factory, config_in):
     """A run of both phases that was not stopped."""

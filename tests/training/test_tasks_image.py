@@ -214,9 +214,6 @@ def test_a_changed_run_is_not_resumed(trained, make_config, data, tmp_path):
             train(make_config(images(path), changes, steps=5))
 
 
-# --- mistakes
-
-
 @pytest.mark.parametrize(("command", "message"), [
     ("generate --images 0", "--images must be at least 1, got 0"),
     ("generate --images 2 --batch_size 0", "--batch_size must be at least 1, got 0"),
