@@ -1,7 +1,5 @@
 """Long Range Arena: every task trains with every mechanism by one command; the recipes have the paper's settings."""
 
-import functools
-import gc
 import itertools
 import math
 from typing import Any
@@ -10,9 +8,6 @@ import pytest
 
 from subquad.attention import mechanism, names
 from subquad.cli import main
-from subquad.cli import train as command
-from subquad.data import labelled
-from subquad.evaluation.classes import fit_bag_of_tokens
 from subquad.recipes import recipe_path
 from subquad.training import PretrainConfig, TrainConfig
 from subquad.training.progress import read_metrics
@@ -47,26 +42,6 @@ def release(tmp_path_factory, config_in):
         changes = {"task": "classify", "model": model, "classify": data, "batch": {"length": LENGTH, "size": 4}}
         config_in(folder, changes, steps=2, eval_every=0).to_file(file)
     return files
-
-
-@pytest.fixture(autouse=True, scope="module")
-def cached():
-    """Runs are short and many: read data, fit baselines and make the parser once."""
-    found, read = {}, labelled.labelled_corpus
-
-    def once(config, length, **kwargs):
-        key = (config.digest(), length)
-        if key not in found:
-            found[key] = read(config, length, **kwargs)
-        return found[key]
-
-    gc.freeze()  # or each run would look at all that pytest holds
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("subquad.training.tasks_classify.labelled_corpus", once)
-        patch.setattr("subquad.cli.eval.fit_bag_of_tokens", functools.cache(fit_bag_of_tokens))
-        patch.setattr(command, "make_parser", functools.cache(command.make_parser))
-        yield
-    gc.unfreeze()
 
 
 def trained(file, folder, name, *flags):
