@@ -120,17 +120,14 @@ def test_a_save_that_fails_in_one_process_fails_in_all_and_leaves_nothing(quick,
     assert steps_of(quick / kind / "checkpoints") == [2]
 
 
-def test_a_checkpoint_of_other_steps_is_refused_by_all(quick):
+def test_processes_draw_random_numbers_of_their_own_and_all_refuse_a_checkpoint_of_other_steps(quick):
+    folder = quick / "full" / "checkpoints" / "checkpoint-2"
+    states = [load_file(folder / f"rng_state_{rank}.safetensors")["torch"] for rank in range(2)]
+    assert not torch.equal(*states)
     first, second = (told(quick, f"fewer {rank}") for rank in range(2))
     assert first == second
     assert "a step had 4 windows (processes 2 x batch.size 2 x batch.accumulation 1), has 2 (2 x 1 x 1)" in first
     assert "for 2 processes set batch.size=1 and batch.accumulation=2" in first
-
-
-def test_processes_draw_random_numbers_of_their_own(quick):
-    folder = quick / "full" / "checkpoints" / "checkpoint-2"
-    states = [load_file(folder / f"rng_state_{rank}.safetensors")["torch"] for rank in range(2)]
-    assert not torch.equal(*states)
 
 
 def test_neighbours_share_windows(quick):

@@ -84,18 +84,15 @@ def test_the_toy_is_learned(tmp_path):
     assert result.best_loss < math.log(2)
 
 
-@pytest.mark.parametrize(("arguments", "message"), [
-    (["eval", "RUN", "--length", "7"], "holds a classifier: length=7 is for texts; leave it out"),
-    (["eval", "RUN", "--stride", "7"], "holds a classifier: stride=7 is for texts; leave it out"),
-    (["eval", "RUN", "--data", "x.txt"], "holds a classifier: data.path='x.txt' is for texts; leave it out"),
-    (["eval", "RUN", "--windows", "0"], "windows must be at least 1, got 0"),
-    (["generate", "RUN", "--prompt", "x"], "holds a classifier, which labels sequences and predicts no text; `subquad"),
-])  # fmt: skip
-def test_commands_refuse_what_only_texts_have(trained, capsys, arguments, message):
-    assert message in failed(capsys, *(trained if word == "RUN" else word for word in arguments))
-
-
-def test_a_folder_without_its_task_cannot_be_measured(trained, tmp_path, capsys):
+def test_commands_refuse_what_only_texts_have_and_a_folder_without_its_task(trained, tmp_path, capsys):
+    for message, command, *options in (
+        ("holds a classifier: length=7 is for texts; leave it out", "eval", "--length", "7"),
+        ("holds a classifier: stride=7 is for texts; leave it out", "eval", "--stride", "7"),
+        ("holds a classifier: data.path='x.txt' is for texts; leave it out", "eval", "--data", "x.txt"),
+        ("windows must be at least 1, got 0", "eval", "--windows", "0"),
+        ("holds a classifier, which labels sequences and predicts no text; `subquad", "generate", "--prompt", "x"),
+    ):
+        assert message in failed(capsys, command, trained, *options)
     for name in ("config.json", "model.safetensors"):
         shutil.copy(trained / name, tmp_path / name)
     assert "has no config.yaml that names its test sequences" in failed(capsys, "eval", tmp_path)
