@@ -8,8 +8,8 @@ import pytest
 from subquad.config import read_mapping
 from subquad.recipes import recipe_path, recipes
 from subquad.training import TrainConfig, train
+from tests.data.lra.layouts import write_release
 from tests.data.pictures import write_idx
-from tests.training.lra_files import write_release
 
 STDLIB = [name for name in recipes() if name.startswith("stdlib-")]
 

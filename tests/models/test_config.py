@@ -29,8 +29,3 @@ from subquad.models import DecoderConfig
 def test_wrong_values_are_named(fields, message):
     with pytest.raises(ValueError, match=message):
         DecoderConfig(**fields)
-
-
-def test_an_unknown_key_is_answered_with_the_valid_one():
-    with pytest.raises(ValueError, match="has no key 'num_layer'; did you mean 'num_layers'"):
-        DecoderConfig.from_dict({"num_layer": 3})

@@ -5,8 +5,6 @@ from functools import partial
 
 import pytest
 import torch
-from hypothesis import given, settings
-from hypothesis import strategies as st
 from torch.utils.flop_counter import FlopCounterMode
 
 from subquad.models import Classifier, EncoderConfig, Perceiver, PerceiverIO
@@ -78,9 +76,6 @@ def expected_latents(model, inputs):
     return z
 
 
-# --- the equations
-
-
 @pytest.mark.parametrize("options", [
     {},
     {"repeats": 3, "output_residual": False},
@@ -88,32 +83,16 @@ def expected_latents(model, inputs):
     {"query_residual": False, "latents": 1},
 ])  # fmt: skip
 @torch.no_grad()
-def test_both_are_their_equations(options):
+def test_both_are_their_equations_with_any_number_of_inputs_and_queries(options):
     model, inputs, queries = perceiver_io(options), random(2, INPUTS, CHANNELS), random(2, 4, QUERY, seed=2)
     latents = [expected_latents(model.perceiver, row) for row in inputs]
     assert_same_maths(model.perceiver(inputs), torch.stack(latents))
     rows = zip(queries, latents, strict=True)
     assert_same_maths(model(inputs, queries), torch.stack([read(model.reader, q, z) for q, z in rows]))
-
-
-@settings(max_examples=8)
-@given(inputs=st.integers(0, 40), queries=st.integers(0, 40), latents=st.integers(1, 12))
-def test_any_number_of_inputs_and_queries(inputs, queries, latents):
-    model = perceiver_io({"latents": latents}, num_layers=1)
-    outputs = model(random(2, inputs, CHANNELS), random(2, queries, QUERY))
-    assert outputs.shape == (2, queries, QUERY)
-    assert outputs.isfinite().all()
-
-
-def test_no_output_depends_on_another_query_and_all_rows_may_share_queries():
-    model, inputs, queries = perceiver_io(), random(2, INPUTS, CHANNELS), random(6, QUERY, seed=2)
-    together = model(inputs, queries)
-    for i in range(6):
-        assert_same_maths(together[:, i : i + 1], model(inputs, queries[i : i + 1]))
-    assert_exact(together, model(inputs, torch.stack([queries, queries])))
-
-
-# --- padding and batches
+    assert_exact(model(inputs, queries[0]), model(inputs, queries[:1].expand(2, -1, -1)))
+    for few in (inputs[:, :0], inputs[:, :1]):
+        assert model(few, queries).isfinite().all()
+        assert model(few, queries[:, :0]).shape == (2, 0, QUERY)
 
 
 def test_padding_of_arrays_is_as_if_removed():
@@ -140,10 +119,6 @@ def test_padding_of_tokens_is_as_if_removed(name):
     logits = model(tokens, mask)
     for row, real in enumerate(mask):
         assert_same_maths(logits[row], model(tokens[row : row + 1, real])[0])
-    assert_exact(model(torch.where(mask, tokens, -7), mask), logits)
-
-
-# --- weights
 
 
 @both
@@ -165,23 +140,15 @@ def test_first_weights():
         assert 0.8 * std < weight.weight.std().item() < 1.2 * std
 
 
-# --- tokens
-
-
-@both
-def test_the_pooled_vector_is_the_mean_of_what_forward_gives(name):
-    model, tokens = classifier(name), tokens_of()
-    vectors = model.encoder(tokens)
-    assert vectors.shape == (3, 1 if name == "perceiver_io" else 5, 16)
-    assert_same_maths(model(tokens), model.head(vectors.mean(1)))
-
-
 @both
 @pytest.mark.parametrize("position", ["learned", "sinusoidal", "none"])
-def test_order_matters_where_positions_are_known(name, position):
+def test_a_mean_is_pooled_and_order_matters_where_positions_are_known(name, position):
     tokens = tokens_of()
     for bands in (0, 3):
         model = classifier(name, {"fourier_bands": bands}, position=position)
+        vectors = model.encoder(tokens)
+        assert vectors.shape == (3, 1 if name == "perceiver_io" else 5, 16)
+        assert_same_maths(model(tokens), model.head(vectors.mean(1)))
         same = torch.isclose(model(tokens), model(tokens.flip(1))).all()
         assert bool(same) == (position == "none" and bands == 0)
 
@@ -195,9 +162,6 @@ def test_fourier_features_are_their_definition():
     assert_same_maths(fourier_features(places, 3, 10).flatten(), torch.tensor(expected, dtype=torch.float64))
 
 
-# --- precision, compiled, counted
-
-
 @both
 def test_autocast_stays_in_budget(name):
     def logits(dtype, autocast):
@@ -208,17 +172,10 @@ def test_autocast_stays_in_budget(name):
     assert_in_budget(logits(torch.float32, True), plain, exact, torch.bfloat16)
 
 
-@torch.no_grad()
-def test_compiled_equals_eager():
-    torch._dynamo.reset()
-    model, tokens, mask = classifier("perceiver_io", num_layers=1), tokens_of(4), some_mask()
-    compiled = torch.compile(model, fullgraph=True, backend="aot_eager")
-    assert_same_maths(compiled(tokens, mask), model(tokens, mask))
-
-
 @both
-@pytest.mark.parametrize("options", [{}, {"repeats": 3, "reads": "each", "fourier_bands": 2}], ids=["once", "each"])
-@pytest.mark.parametrize("inputs", [INPUTS, 2 * INPUTS])
+@pytest.mark.parametrize(("options", "inputs"), [
+    ({}, INPUTS), ({"repeats": 2, "reads": "each", "fourier_bands": 2}, 2 * INPUTS),
+])  # fmt: skip
 def test_the_cost_is_what_torch_counts_and_linear_in_the_inputs(name, options, inputs):
     flops.register()
     model, repeats = classifier(name, options).float().train(), options.get("repeats", 1)
@@ -234,9 +191,6 @@ def test_the_cost_is_what_torch_counts_and_linear_in_the_inputs(name, options, i
     assert cost.activation_bytes > cost.state_bytes == 0
     # The features of positions need no gradient, which saves a part of the first products.
     assert backward.get_total_flops() <= cost.backward_flops
-
-
-# --- mistakes
 
 
 def test_wrong_inputs_are_refused():

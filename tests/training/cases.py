@@ -24,9 +24,8 @@ from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_
 from torch.nn.parallel import DistributedDataParallel
 
 from subquad.training import run, train
-from subquad.training.config import ParallelConfig
 from subquad.training.loop import Loop
-from subquad.training.processes import join, leave
+from subquad.training.processes import leave
 from subquad.training.saving import Checkpoints
 from tests.training.configs import config_of, write_text
 
@@ -50,11 +49,8 @@ STACKS = {
 }
 MIXED = {"model.attention": ["llp", "latte", "linear", "elita", "window", "full"], "model.num_layers": 6}
 MODELS = {"llp": {}, "latte": {"model.attention": "latte"}, "mixed": MIXED, **STACKS}
-FEW = ("latte", "performer", "packed")
+FEW = ("latte", "packed")
 SHARDED = {"batch.size": 1, "batch.accumulation": 2, "parallel.shard": True}
-
-
-# --- processes
 
 
 def fork(world, work, *given, seconds=500.0):
@@ -137,9 +133,6 @@ def error_of(folder, changes):
     return "no error"
 
 
-# --- quick cases
-
-
 def models(rank, folder, kind, changes, names):
     """Train a few steps of each model."""
     for name in names:
@@ -168,14 +161,12 @@ def counted(counts):
 
 def order(folder, rank):
     """Which windows each process sees, and how often gradients are exchanged."""
-    wide, deep = {"batch.size": 2}, {"batch.size": 1, "batch.accumulation": 2}
-    shard = {"parallel.shard": True}
-    runs = {"wide": wide, "deep": deep, "wide sharded": wide | shard, "deep sharded": deep | shard}
-    for name, changes in runs.items():
+    for kind, changes in (("", {}), (" sharded", {"parallel.shard": True})):
         seen, counts = [], Counter()
         with recording(seen), counted(counts):
-            train_in(folder / f"order {name}", {"run.steps": 3, **changes})
-        tell(folder, f"order {name} {rank}", {"seen": seen, **counts})
+            accumulated = {"run.steps": 3, "batch.size": 1, "batch.accumulation": 2}
+            train_in(folder / f"order{kind}", {**accumulated, **changes})
+        tell(folder, f"order{kind} {rank}", {"seen": seen, **counts})
 
 
 def nonfinite(folder, rank, runs):
@@ -244,20 +235,6 @@ def resharding(folder):
     tell(folder, "resharding", moves)
 
 
-def restarted(folder):
-    """Two processes meet three times at the store of one torchrun, which is what it keeps over a restart."""
-    server = torch.distributed.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
-
-    def attempt(rank, late):
-        os.environ.update(MASTER_PORT=str(server.port), TORCHELASTIC_USE_AGENT_STORE="True")
-        if rank == late:  # with what it has said before still in the store
-            time.sleep(0.5)
-        processes = join(ParallelConfig(timeout=10.0), "cpu")
-        tell(folder, f"restarted {late} {rank}", processes.by_the_first(lambda: late))
-
-    tell(folder, "restarted", [fork(2, attempt, late, seconds=60) for late in (2, 1, 0)])
-
-
 def lost(rank, folder, how):
     """Process 1 dies or hangs in step 2."""
 
@@ -296,12 +273,9 @@ def together(rank, folder):
 def quick(folder):
     tell(folder, "quick", [fork(1, alone, folder), fork(2, together, folder)])
     resharding(folder)
-    restarted(folder)
     for how in ("dies", "hangs"):
         fork(3, lost, folder, how, seconds=60)
 
-
-# --- fifty steps in several ways
 
 KINDS = {
     "ddp 2": (2, {"batch.size": 2}),

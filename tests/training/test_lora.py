@@ -18,7 +18,7 @@ from subquad.training.lora import with_base
 from subquad.training.optimizers import split_parameters
 from subquad.training.runs import load_classifier, load_run
 from tests.data.pictures import write_idx
-from tests.training.helpers import assert_same_weights, failed, forget
+from tests.training.helpers import assert_same_weights, forget
 
 MODEL = {"dim": 16, "num_layers": 1, "num_heads": 2, "attention": "full"}
 FRESH = {"model": {}, "data.tokenizer": "bpe"}
@@ -147,8 +147,3 @@ def test_a_model_of_images_is_adapted_to_images_of_its_size(make_config, tmp_pat
     assert lora.is_adapter(result.folder)
     with pytest.raises(ValueError, match="has height=4, but this task needs 5"):
         train(make_config(changes, {"image": {"path": str(write_idx(tmp_path / "five", size=5))}}))
-
-
-def test_the_command_says_what_is_wrong_before_it_reads_the_text(home, text, capsys):
-    arguments = ["--lora.rank", "2", "--lora.base", str(home / "nothing"), "--data.path", str(text)]
-    assert "there is no folder" in failed(capsys, "train", *arguments)

@@ -56,9 +56,6 @@ def test_one_process_raises_what_its_work_raises():
         raise RuntimeError("by itself")
 
 
-# --- meeting
-
-
 def start(store, world, order):
     """Let processes come in this order; return what each reads under a key that the first has set."""
 
@@ -87,9 +84,6 @@ def test_processes_that_do_not_connect_are_named():
         meet(store, 0, 4, 0.1)
     with pytest.raises(LostProcessError, match=r"process 1 waited 0\.1 s for process 0, which did not connect"):
         meet(store, 1, 2, 0.1)
-
-
-# --- signs of life
 
 
 class Others(HashStore):

@@ -5,7 +5,7 @@ import shutil
 
 import pytest
 
-from subquad.training import TrainConfig, checkpoint, train
+from subquad.training import checkpoint, train
 from subquad.training.errors import CheckpointError
 from subquad.training.processes import Processes
 from subquad.training.reading import NumberedWindows
@@ -147,8 +147,3 @@ def test_a_folder_that_is_not_a_run_is_not_overwritten(make_config, tmp_path):
     with pytest.raises(ValueError, match=r"notes\.md' is a file; give a folder"):
         train(make_config(folder="other/notes.md"))
     assert sorted(file.name for file in (tmp_path / "other").iterdir()) == ["a", "b", "c", "notes.md"]
-
-
-def test_the_configuration_in_the_folder_is_the_one_that_was_trained(finished):
-    assert TrainConfig.from_file(finished.folder / "config.yaml") == finished.config
-    assert finished.config.model.vocab_size == finished.corpus.train.vocab_size == 256, "the tokenizer's"

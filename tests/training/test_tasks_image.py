@@ -214,9 +214,6 @@ def test_a_changed_run_is_not_resumed(trained, make_config, data, tmp_path):
             train(make_config(images(path), changes, steps=5))
 
 
-# --- mistakes
-
-
 @pytest.mark.parametrize(("command", "message"), [
     ("generate --images 0", "--images must be at least 1, got 0"),
     ("generate --images 2 --batch_size 0", "--batch_size must be at least 1, got 0"),
@@ -250,22 +247,16 @@ def test_commands_refuse_what_they_cannot_do(trained, capsys, command, message):
     assert message in failed(capsys, name, trained, *rest)
 
 
-@pytest.mark.parametrize("command", ["generate --images 1", "complete"])
-def test_commands_need_a_run_of_images(finished, capsys, command):
-    name, *rest = command.split()
-    assert "there is no folder nowhere; give the folder of a run" in failed(capsys, name, "nowhere", *rest)
-    assert "has no image model; `subquad train --task image` makes" in failed(capsys, name, finished.folder, *rest)
-
-
-def test_images_and_masks_of_another_size_are_refused(trained, tmp_path, capsys):
+def test_commands_need_a_run_of_images_and_images_of_its_size(trained, finished, tmp_path, capsys):
+    for command, *rest in (("generate", "--images", "1"), ("complete",)):
+        assert "there is no folder nowhere; give the folder of a run" in failed(capsys, command, "nowhere", *rest)
+        message = failed(capsys, command, finished.folder, *rest)
+        assert "has no image model; `subquad train --task image` makes" in message
     write_png(tmp_path / "a.png", np.zeros((5, 4), np.uint8))
     message = failed(capsys, "complete", trained, "--path", tmp_path / "a.png")
     assert "has images of 5 x 4 x 1, but the model in" in message
     assert "needs 4 x 4 x 1 (rows x columns x channels)" in message
     assert "is a mask of 5 x 4" in failed(capsys, "complete", trained, "--occlude", tmp_path / "a.png")
-
-
-def test_a_folder_without_its_images_draws_but_completes_nothing(trained, tmp_path, capsys):
     for name in ("config.json", "model.safetensors"):
         shutil.copy(trained / name, tmp_path / name)
     assert "has no config.yaml that names its images" in failed(capsys, "complete", tmp_path)

@@ -32,9 +32,6 @@ def test_texts_shorter_than_a_window_are_refused(make_config, length, part):
         prepare_task(make_config({"batch.length": length}), None)
 
 
-# --- packed documents and shards
-
-
 def test_a_step_is_the_mean_over_all_its_labels(make_config, text, monkeypatch, caplog):
     """Windows hold different numbers of labels: a mean of means over the accumulation would be another step."""
     seen, loss = [], Loop.loss
@@ -63,8 +60,6 @@ def test_a_bad_shard_stops_a_run_or_is_skipped(make_config, text, tmp_path, capl
     assert train(make_config(changes, {"data.bad_shards": "skip"}, folder="skip", eval_every=0)).steps == 4
     assert "shard 00001.tokens of" in caplog.text
 
-
-# --- Perceiver AR predicts only the last tokens of a window
 
 LENGTH, LATENTS = 32, 9
 
@@ -128,9 +123,6 @@ def test_windows_that_do_not_fit_are_refused_before_any_text_is_read(make_config
 def test_the_most_and_the_fewest_latents_train(make_config, options):
     result = train(make_config(perceiver(**options), steps=2))
     assert (result.steps, result.tokens) == (2, 2 * 32 * 8)
-
-
-# --- memory probes
 
 
 def held_out_rows(config):

@@ -39,10 +39,11 @@ def expressions(root):
     return root
 
 
-def release(root):
+def release(root, rows=2):
     for name in ("train", "eval", "test"):
-        rows = [f'"{i}.0"\t"a{i}"\t"b"\t"{text}"\t"two ""2"""\n' for i, text in enumerate(("one", "three"))]
-        put(root, f"new_aan_pairs.{name}.tsv", "".join(rows))
+        texts = (("one", "three")[i % 2] + "!" * (i // 2) for i in range(rows))
+        lines = [f'"{i % 2}.0"\t"a{i}"\t"b"\t"{text}"\t"two ""2"""\n' for i, text in enumerate(texts)]
+        put(root, f"new_aan_pairs.{name}.tsv", "".join(lines))
     return root
 
 
@@ -54,27 +55,37 @@ def papers(root):
     return root
 
 
-def pictures(root):
+def pictures(root, side=4):
     rng = np.random.default_rng(0)
-    for side, count in (("train", 10), ("test", 2)):
+    for part, count in (("train", 10), ("test", 2)):
         for name in ("cat", "dog"):
-            (root / side / name).mkdir(parents=True, exist_ok=True)
+            (root / part / name).mkdir(parents=True, exist_ok=True)
             for i in range(count):
-                Image.fromarray(rng.integers(0, 256, (4, 4, 3), dtype=np.uint8)).save(root / side / name / f"{i}.png")
+                image = Image.fromarray(rng.integers(0, 256, (side, side, 3), dtype=np.uint8))
+                image.save(root / part / name / f"{i}.png")
     return root
 
 
-def pathfinder(root, kind=None):
+def pathfinder(root, kind=None, side=32):
     """The release, its metadata as text or (`kind`) as an array."""
     home, rows = root / HOME, []
     (home / "imgs/0").mkdir(parents=True)
     for i in range(20):
-        Image.fromarray(np.full((32, 32), i, dtype=np.uint8)).save(home / f"imgs/0/sample_{i}.png")
+        Image.fromarray(np.full((side, side), i, dtype=np.uint8)).save(home / f"imgs/0/sample_{i}.png")
         rows.append(["imgs/0", f"sample_{i}.png", str(i), str(i % 2), "1.8", "14"])
     put(home, "metadata/0.npy", "\n".join(map(" ".join, rows)) + "\n")
     if kind is not None:
         np.save(home / "metadata/0.npy", np.array(rows, dtype=kind))
     return root
+
+
+def write_release(root, task):
+    """Write the release's files of one task, with whole images of 8 x 8 pixels for `image`; return the folder."""
+    if task.startswith("pathfinder"):
+        return pathfinder(root, side=int(task.removeprefix("pathfinder")))
+    if task == "image":
+        return pictures(root, side=8)
+    return release(root, rows=12) if task == "retrieval" else {"listops": expressions, "text": reviews}[task](root)
 
 
 DATASETS = {reviews: "text", tables: "text", expressions: "listops", release: "retrieval", papers: "retrieval"}

@@ -9,7 +9,7 @@ from subquad.data.lra import pathfinder
 from subquad.data.lra.pathfinder import SEGMENTS, draw, make_block
 from subquad.data.lra.strokes import DEGREES, MEETS, RULES
 
-KINDS = {(32, "hard"): 40, (32, "easy"): 40, (64, "easy"): 20, (128, "easy"): 20}
+KINDS = {(32, "hard"): 20, (32, "easy"): 20, (64, "easy"): 10, (128, "easy"): 10}
 
 
 @pytest.fixture(scope="module")

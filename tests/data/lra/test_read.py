@@ -10,7 +10,6 @@ from PIL import Image
 from subquad.data.config import LabelledConfig
 from subquad.data.labelled import labelled_corpus
 from subquad.data.lra.read_images import grey
-from subquad.data.lra.store import choose
 from tests.data.lra.layouts import (
     DATASETS,
     HOME,
@@ -91,14 +90,6 @@ def test_fewer_examples_are_chosen_by_seed_in_their_shares(tmp_path, read):
         message = rf"classify.{name}={count} is too many for .*: the data set has {most} such examples, not {count}"
         with pytest.raises(ValueError, match=message):
             read("text", tmp_path / "d", **(asked | {name: count}))
-
-
-@pytest.mark.parametrize("wanted", [10, 20, 50, 100, None])
-def test_labels_are_chosen_in_their_shares(wanted):
-    labels, count = np.repeat([0, 1, 2], [30, 60, 10]), wanted or 100
-    chosen = choose(labels, wanted, 3)
-    assert (np.diff(chosen) > 0).all()
-    assert np.bincount(labels[chosen]).tolist() == [count * 3 // 10, count * 6 // 10, count // 10]
 
 
 def test_listops_of_the_release(tmp_path, read):
