@@ -55,7 +55,7 @@ def test_the_page_has_what_it_is_told_to_have(experiments: Path, capsys: pytest.
     (experiments / "wrong.md").write_text("## What is wrong\n\nNothing.\n")
     page = findings(experiments, [folder])
     assert "two is more than one" not in page
-    assert "The folders have 1 more: holds 1." in page
+    assert "The folders have 1 more claims: holds 1." in page
     assert "![values by tokens](../experiments/measured/plot.png)" in page
     assert "See [measured](../experiments/measured)." in page
     assert page.index("What to take") < page.index("## A paper") < page.index("What is wrong")
@@ -71,7 +71,7 @@ def test_smoke_leaves_the_folder_as_it_is(experiments: Path, capsys: pytest.Capt
     before = {file.name: file.read_bytes() for file in (experiments / "measured").iterdir() if file.is_file()}
     assert run("--all", "--scale", "smoke", "--processes", "1", "--work", "w") == 0
     shown = capsys.readouterr().out
-    assert "its figures say nothing of the claims" in shown
+    assert "its figures say nothing about the claims" in shown
     assert "2 experiments" in shown
     after = {file.name: file.read_bytes() for file in (experiments / "measured").iterdir() if file.is_file()}
     assert before == after
@@ -136,8 +136,8 @@ def test_without_a_name_the_experiments_are_listed(experiments: Path, capsys: py
         (["measure"], "unknown experiment 'measure'; did you mean 'measured'? valid: measured, trained"),
         (["measured", "--scale", "big"], "unknown scale 'big'; valid: cpu, gpu, paper, smoke"),
         (["measured", "--scale", "gpu"], "this experiment has no scale 'gpu'; did you mean 'cpu'? valid: cpu, smoke"),
-        (["measured", "--all"], "NAME and --all do not go together; give one"),
-        (["--all", "--findings", "x.md"], "--all and --findings do not go together"),
+        (["measured", "--all"], "NAME and --all exclude each other; give one"),
+        (["--all", "--findings", "x.md"], "--all and --findings exclude each other"),
         (["measured", "--processes", "0"], "--processes must be at least 1, got 0"),
         (["measured", "--threads", "0"], "--threads must be at least 1, got 0"),
         (["measured", "--data", "books"], "--data takes NAME=PATH, got 'books'"),

@@ -172,13 +172,13 @@ def test_the_experiment_by_the_command_line_goes_on_and_prints_its_tables(images
     assert "34 of 34 trainings" in printed.err
     assert "Fine-tuned from the base stopped in the band" in printed.out
     assert "85.58" in printed.out
-    assert "From scratch, the factors alone train: B A alone" in page.read_text()
+    assert "From scratch, training only the factors: B A alone" in page.read_text()
     assert "| r = 3 |" in page.read_text()
     assert picture.read_bytes().startswith(b"\x89PNG")
     assert run(again) == 0  # nothing is left to do
     assert json.loads(out.read_text()) == second
     for changes, message in (
-        (["--warmup", "1"], "holds results of other settings or images"),
+        (["--warmup", "1"], "has results of other settings or images"),
         (["--plot", str(tmp_path / "x.xyz")], "--plot must name a .png or .svg file"),
         (["--markdown", str(tmp_path / "none" / "x.md")], "there is no folder"),
         (["--out", str(tmp_path)], "--out must be a file"),
@@ -219,11 +219,11 @@ def test_the_report_has_its_numbers():
 def test_impossible_settings_and_other_images_are_refused(images, tmp_path, capsys):
     for values, message in (
         ({"seeds": 0}, "seeds must be at least 1, got 0"),
-        ({"ranks": [1, 1]}, r"ranks must be different numbers, each at least 1, got \[1, 1\]"),
-        ({"levels": 1}, "levels must lie between 2 and 256, got 1"),
+        ({"ranks": [1, 1]}, r"ranks must be distinct and at least 1, got \[1, 1\]"),
+        ({"levels": 1}, "levels must be between 2 and 256, got 1"),
         ({"warmup": -1}, "warmup must be at least 0, got -1"),
-        ({"band": [5, 3]}, r"band must be two percentages, the lower first, got \[5, 3\]"),
-        ({"rates": {"base": 1.0}}, r"rates.full must be a number above 0, got None"),
+        ({"band": [5, 3]}, r"band must be two percentages, the lower one first, got \[5, 3\]"),
+        ({"rates": {"base": 1.0}}, r"rates.full must be above 0, got None"),
         (
             {"rates": dict.fromkeys(("base", "full", "lora", "scratch", "product", "other"), 1.0)},
             "rates has no arm 'other'",
@@ -231,11 +231,11 @@ def test_impossible_settings_and_other_images_are_refused(images, tmp_path, caps
     ):
         with pytest.raises(ValueError, match=message):
             MnistConfig(**values)
-    with pytest.raises(ValueError, match="give the images by --path"):
+    with pytest.raises(ValueError, match="--path is missing: give a folder"):
         arms.read_digits(MnistConfig())
     write_images(tmp_path / "small", side=14 * 2 - 7)
     with pytest.raises(
-        ValueError, match="the train images must be 28 x 28, grey, of 10 classes, got 21 x 21 x 1 of 10"
+        ValueError, match="the train images must be 28 x 28, grey, of 10 classes, got 21 x 21 x 1 of 10 classes"
     ):
         arms.read_digits(MnistConfig(path=str(tmp_path / "small")))
     digits = arms.read_digits(config(images))
@@ -243,7 +243,7 @@ def test_impossible_settings_and_other_images_are_refused(images, tmp_path, caps
         arms.held_out(digits, 200)
     narrow = config(images).replace(band=[50.01, 50.02])
     with pytest.raises(
-        ValueError, match=r"no look of 10 found a test accuracy inside band=\[50.01, 50.02\] \(nearest: "
+        ValueError, match=r"none of 10 measurements of the test accuracy is in band=\[50.01, 50.02\] \(nearest: "
     ):
         arms.train_base(narrow, digits, 0)
     (tmp_path / "broken.json").write_text("[]")
@@ -253,7 +253,7 @@ def test_impossible_settings_and_other_images_are_refused(images, tmp_path, caps
 
 def test_a_count_that_is_not_1050_a_rank_is_an_error(monkeypatch):
     monkeypatch.setattr(arms, "PER_RANK", 1049)
-    with pytest.raises(ValueError, match=r"rank 2 must train 1049 \* 2 = 2098 numbers, got 2100"):
+    with pytest.raises(ValueError, match=r"rank 2 must train 1049 \* 2 = 2098 parameters, got 2100"):
         arms.with_factors(arms.fresh_net(0), 2, 0)
 
 

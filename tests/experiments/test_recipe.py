@@ -31,12 +31,12 @@ def test_a_scale_has_the_experiments_arms_some_of_them_or_its_own() -> None:
 @pytest.mark.parametrize(
     ("scale", "message"),
     [
-        ({"seeds": []}, r"scales\.cpu\.seeds must name at least one seed"),
+        ({"seeds": []}, r"scales\.cpu\.seeds must have at least one seed"),
         ({"arms": ["c"]}, "unknown arm 'c'; .*valid: a, b"),
         ({"reference": "c"}, "scales.cpu has no arm 'c'; .*valid: a, b"),
         ({"arm_settings": {"c": {}}}, "scales.cpu has no arm 'c'"),
-        ({"budgets": ["steps", "steps"]}, "must name different budgets"),
-        ({"budgets": []}, "must name different budgets"),
+        ({"budgets": ["steps", "steps"]}, "must be one or more distinct budgets"),
+        ({"budgets": []}, "must be one or more distinct budgets"),
         ({"budgets": ["steps", "flops"]}, "need a reference, one of a, b"),
         ({"budgets": ["hours"]}, "must be one of its choices, got 'hours'"),
     ],

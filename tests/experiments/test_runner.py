@@ -112,7 +112,7 @@ def test_a_killed_process_fails_its_units_and_not_the_next_ones(experiments: Pat
         (folder / "experiment.py").write_text(killing)
         units = planned(folder, "smoke")
         found = [found for _, found in runner.run(units, lambda line: None)]
-        assert all("a process was killed, perhaps for want of memory" in one["failed"] for one in found)
+        assert all("a process was killed, perhaps for lack of memory" in one["failed"] for one in found)
         (folder / "experiment.py").write_text(code)
         assert all("rows" in one for _, one in runner.run(planned(folder, "smoke"), lambda line: None))
 
@@ -125,4 +125,4 @@ def test_training_on_the_held_out_text_is_refused(experiments: Path, capsys: pyt
     )
     with pytest.raises(SystemExit):
         main(["--folder", "experiments", "trained", "--data", f"tinyshakespeare={text}"])
-    assert "data.held_out_path is data.path" in capsys.readouterr().err
+    assert "data.held_out_path equals data.path" in capsys.readouterr().err
