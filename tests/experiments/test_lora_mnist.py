@@ -1,7 +1,8 @@
-"""`python -m experiments.lora_mnist` on a few made-up images: what is trained, what is kept, going on, errors."""
+"""`python -m experiments.lora_mnist` on a few made-up images: trainings, results, continuing, errors."""
 
 import json
 import struct
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -9,30 +10,19 @@ import torch
 
 from experiments.lora_mnist import arms, report, running
 from experiments.lora_mnist.command import run
-from experiments.lora_mnist.config import NET_PARAMETERS, PER_RANK, MnistConfig
-from experiments.lora_mnist.report import reported
+from experiments.lora_mnist.config import ARMS, NET_PARAMETERS, PER_RANK, MnistConfig
 from experiments.lora_mnist.running import Results
+from subquad.data.images import ImageSet
 from subquad.testing import assert_exact
 
-SMALL = [
-    "--epochs",
-    "1",
-    "--base_epochs",
-    "2",
-    "--batch",
-    "40",
-    "--look_every",
-    "1",
-    "--warmup",
-    "2",
-    "--band",
-    "[0, 100]",
-]
-SMALL += ["--ranks", "[1, 3]", "--processes", "1"]
+ROOT = Path(__file__).resolve().parents[2]
+SMALL = {"epochs": 1, "base_epochs": 2, "batch": 40, "look_every": 1, "warmup": 2, "band": [0, 100], "ranks": [1, 3]}
+SMALL |= {"processes": 1}
+OPTIONS = [word for name, value in SMALL.items() for word in (f"--{name}", str(value))]
 
 
 def write_images(folder, train=200, test=60, side=28):
-    """Digits that are easy to tell apart: a bright square whose place is the label."""
+    """Write images that are easy to classify: a bright square whose place is the label."""
     folder.mkdir(parents=True, exist_ok=True)
     draw = np.random.default_rng(0)
     for part, count in (("train", train), ("t10k", test)):
@@ -54,10 +44,7 @@ def images(tmp_path_factory):
 
 
 def config(images, **changes):
-    return MnistConfig(
-        path=str(images), epochs=1, base_epochs=2, batch=40, look_every=1, warmup=2, band=[0, 100], ranks=[1, 3],
-        processes=1, **changes,
-    )  # fmt: skip
+    return MnistConfig(path=str(images), **SMALL, **changes)
 
 
 def test_factors_train_exactly_1050_numbers_a_rank_and_nothing_else_moves(images):
@@ -101,21 +88,18 @@ def test_constant_answers_are_counted_and_other_seeds_left_out():
     assert "after 7 steps of 9." in notes
 
 
-def test_the_sets_are_what_they_are_called(images):
+def test_the_variants_of_the_images(images):
     digits = arms.read_digits(config(images, levels=3))
     plain = digits.test["plain"].x_ND.view(-1, 28, 28)
     assert sorted(digits.test["quantised"].x_ND.unique().tolist()) == [0, 255]  # no middle grey in these images
     assert_exact(digits.test["inverted"].x_ND, 255 - plain.flatten(1))
-    turned = digits.test["rotated"].x_ND.view(-1, 28, 28)
-    assert_exact(turned[0], plain[0].T.flip(0))
-    right = arms.read_digits(config(images, turn="right")).test["rotated"].x_ND.view(-1, 28, 28)
-    assert_exact(right[0], plain[0].flip(0).T)
+    for turn, turned in (("left", plain[0].T.flip(0)), ("right", plain[0].flip(0).T)):
+        found = arms.read_digits(config(images, turn=turn)).test["rotated"].x_ND.view(-1, 28, 28)
+        assert_exact(found[0], turned)
     assert all(split.y_N is digits.test["plain"].y_N for split in digits.test.values())
 
 
-def test_grey_levels_are_evenly_spread(tmp_path):
-    from subquad.data.images import ImageSet
-
+def test_grey_levels_are_evenly_spread():
     pixels = np.arange(256, dtype=np.uint8).reshape(1, 16, 16, 1)
     split = arms._variants(ImageSet(pixels, np.zeros(1, dtype=np.int64), ("0",)), MnistConfig(levels=4))["quantised"]
     values, counts = split.x_ND.unique(return_counts=True)
@@ -147,24 +131,23 @@ def test_the_rate_rises_then_falls_and_batches_are_the_same_for_all_arms(images)
     assert_exact(fit(arms.with_factors(arms.fresh_net(1), 2, 1)), one)
 
 
-def test_the_experiment_by_the_command_line_goes_on_and_prints_its_tables(images, tmp_path, capsys):
+def test_the_command_continues_an_experiment_and_prints_its_tables(images, tmp_path, capsys, monkeypatch):
     out, page, picture = tmp_path / "out.json", tmp_path / "page.md", tmp_path / "picture.png"
-    command = ["--path", str(images), "--out", str(out), *SMALL]
-    running.TIMED_STEPS, before = 5, running.TIMED_STEPS
+    command = ["--path", str(images), "--out", str(out), *OPTIONS]
+    monkeypatch.setattr(running, "TIMED_STEPS", 5)
     assert run([*command, "--seeds", "1"]) == 0
     first = json.loads(out.read_text())
     cells = arms.cells(config(images))
     assert len(cells) == 2 * 3 * 3 + 2 * 4 * 2
     assert set(first["seeds"]["0"]["accuracy"]) >= {cell.name for cell in cells}
     assert first["seeds"]["0"]["stopped_step"] == 1
-    assert [step["trainable"] for step in first["steps"].values()] == [55_050, 1050, 3150]
-    assert first["steps"]["1"]["trained_bytes"] == 2 * 4 * 1050  # the numbers and their momentum, in float32
-    assert all(step["step_peak_bytes"] > 0 for step in first["steps"].values())
-    assert all(step["p20"] <= step["median"] <= step["p80"] for step in first["steps"].values())
+    steps = first["steps"].values()
+    assert [step["trainable"] for step in steps] == [55_050, 1050, 3150]
+    assert first["steps"]["1"]["trained_bytes"] == 2 * 4 * 1050  # parameters and momentum, in float32
+    assert all(step["p20"] <= step["median"] <= step["p80"] and step["step_peak_bytes"] > 0 for step in steps)
     capsys.readouterr()
     again = [*command, "--seeds", "2", "--markdown", str(page), "--plot", str(picture)]
     assert run(again) == 0
-    running.TIMED_STEPS = before
     printed = capsys.readouterr()
     second = json.loads(out.read_text())
     assert second["seeds"]["0"] == first["seeds"]["0"]
@@ -194,70 +177,53 @@ def test_rates_are_chosen_without_the_test_images(images, capsys, monkeypatch):
     real = arms.accuracy
     monkeypatch.setattr(arms, "accuracy", lambda net, split: seen.append(split) or real(net, split))
     monkeypatch.setattr(running, "TUNE_RATES", (1e-3, 1e-2))
-    assert run(["--path", str(images), "--tune", "--tune_held_out", "50", *SMALL]) == 0
+    assert run(["--path", str(images), "--tune", "--tune_held_out", "50", *OPTIONS]) == 0
     out = capsys.readouterr().out
     assert out.splitlines()[0] == "rates:"
-    assert [line.split(":")[0].strip() for line in out.splitlines()[1:]] == [
-        "base",
-        "full",
-        "lora",
-        "scratch",
-        "product",
-    ]
+    assert [line.split(":")[0].strip() for line in out.splitlines()[1:]] == list(ARMS)
     assert {len(split.y_N) for split in seen} == {50}
 
 
-def test_the_report_has_its_numbers():
-    assert reported("base", "quantised", None) == 85.58
-    assert reported("full", "inverted", None) == 76.41
-    assert reported("lora", "rotated", 8) == 77.49
-    assert reported("scratch", "plain", 64) == 94.85
-    assert reported("product", "inverted", 64) == 86.01
-    assert reported("lora", "rotated", 5) is None
+def test_the_committed_tables_are_those_of_the_committed_results(tmp_path):
+    results = json.loads((ROOT / "benchmarks" / "results" / "lora_mnist.json").read_text())
+    report.show(results, MnistConfig.from_dict(results["config"]), str(tmp_path / "tables.md"))
+    told = (ROOT / "experiments" / "lora_mnist" / "tables.md").read_text().partition("*The base, ")
+    assert "".join(told[1:]) == (tmp_path / "tables.md").read_text().lstrip()
 
 
-def test_impossible_settings_and_other_images_are_refused(images, tmp_path, capsys):
-    for values, message in (
+@pytest.mark.parametrize(
+    ("values", "message"),
+    [
         ({"seeds": 0}, "seeds must be at least 1, got 0"),
         ({"ranks": [1, 1]}, r"ranks must be distinct and at least 1, got \[1, 1\]"),
         ({"levels": 1}, "levels must be between 2 and 256, got 1"),
         ({"warmup": -1}, "warmup must be at least 0, got -1"),
         ({"band": [5, 3]}, r"band must be two percentages, the lower one first, got \[5, 3\]"),
         ({"rates": {"base": 1.0}}, r"rates.full must be above 0, got None"),
+        ({"rates": dict.fromkeys((*ARMS, "other"), 1.0)}, "rates has no arm 'other'"),
+    ],
+)
+def test_impossible_settings_are_refused(values, message):
+    with pytest.raises(ValueError, match=message):
+        MnistConfig(**values)
+
+
+def test_other_images_bands_and_results_are_refused(images, tmp_path, monkeypatch):
+    digits, broken, small = arms.read_digits(config(images)), tmp_path / "broken.json", tmp_path / "small"
+    write_images(small, train=20, test=20, side=21)
+    broken.write_text("[]")
+    narrow = config(images).replace(band=[50.01, 50.02])
+    monkeypatch.setattr(arms, "PER_RANK", 1049)
+    for work, message in (
+        (lambda: arms.read_digits(MnistConfig()), "--path is missing: give a folder"),
+        (lambda: arms.read_digits(MnistConfig(path=str(small))), "must be 28 x 28, grey, of 10 classes, got 21 x 21"),
+        (lambda: arms.held_out(digits, 200), "tune_held_out must be below the 200 training images, got 200"),
+        (lambda: arms.train_base(narrow, digits, 0), r"none of 10 .* is in band=\[50.01, 50.02\] \(nearest: "),
+        (lambda: Results.open(config(images), str(broken), ""), "broken.json is damaged: .* a mapping, got list"),
         (
-            {"rates": dict.fromkeys(("base", "full", "lora", "scratch", "product", "other"), 1.0)},
-            "rates has no arm 'other'",
+            lambda: arms.with_factors(arms.fresh_net(0), 2, 0),
+            r"must train 1049 \* 2 = 2098 parameters, got 2100",
         ),
     ):
         with pytest.raises(ValueError, match=message):
-            MnistConfig(**values)
-    with pytest.raises(ValueError, match="--path is missing: give a folder"):
-        arms.read_digits(MnistConfig())
-    write_images(tmp_path / "small", side=14 * 2 - 7)
-    with pytest.raises(
-        ValueError, match="the train images must be 28 x 28, grey, of 10 classes, got 21 x 21 x 1 of 10 classes"
-    ):
-        arms.read_digits(MnistConfig(path=str(tmp_path / "small")))
-    digits = arms.read_digits(config(images))
-    with pytest.raises(ValueError, match="tune_held_out must be below the 200 training images, got 200"):
-        arms.held_out(digits, 200)
-    narrow = config(images).replace(band=[50.01, 50.02])
-    with pytest.raises(
-        ValueError, match=r"none of 10 measurements of the test accuracy is in band=\[50.01, 50.02\] \(nearest: "
-    ):
-        arms.train_base(narrow, digits, 0)
-    (tmp_path / "broken.json").write_text("[]")
-    with pytest.raises(ValueError, match=r"broken.json is damaged: it must hold a mapping, got list"):
-        Results.open(config(images), str(tmp_path / "broken.json"), "")
-
-
-def test_a_count_that_is_not_1050_a_rank_is_an_error(monkeypatch):
-    monkeypatch.setattr(arms, "PER_RANK", 1049)
-    with pytest.raises(ValueError, match=r"rank 2 must train 1049 \* 2 = 2098 parameters, got 2100"):
-        arms.with_factors(arms.fresh_net(0), 2, 0)
-
-
-def test_the_real_images_make_the_reports_network(data_folder):
-    digits = arms.read_digits(MnistConfig(path=str(data_folder / "mnist")))
-    assert digits.train["plain"].x_ND.shape == (60_000, 784)
-    assert digits.test["rotated"].y_N.bincount().tolist() == [980, 1135, 1032, 1010, 982, 892, 958, 1028, 974, 1009]
+            work()
