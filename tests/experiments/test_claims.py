@@ -7,18 +7,7 @@ import pytest
 
 from experiments.harness import noise
 from experiments.harness.claims import Claim, Expected, read_expected, verdicts
-from experiments.harness.noise import (
-    FAILS,
-    HOLDS,
-    NOISE,
-    Difference,
-    Margin,
-    Noise,
-    difference,
-    pooled,
-    quantile,
-    select,
-)
+from experiments.harness.noise import FAILS, HOLDS, NOISE, Difference, Margin, Noise, difference, pooled, quantile
 
 
 def rows(**values):
@@ -178,14 +167,3 @@ def test_errors_name_the_file(tmp_path):
     (tmp_path / "expected.json").write_text('{"paper": "p"}')
     with pytest.raises(ValueError, match=r"expected\.json: Expected needs the key 'title'"):
         read_expected(tmp_path)
-
-
-def test_rows_are_selected_by_labels():
-    assert [len(select(CLEAR, labels)) for labels in ({"arm": "a"}, {"arm": ["a", "b"], "seed": 1})] == [3, 2]
-    assert select(CLEAR, {"kind": "x"}) == []
-
-
-def test_numbers_have_about_four_digits():
-    shown = {0: "0", 12: "12", 12.5: "12.5", 1.23456: "1.235", 123.456: "123.5", 12345.6: "12,346", 1.5e9: "1.5e+09"}
-    assert {value: noise.number(value) for value in shown} == shown
-    assert noise.number(12.0) == "12"

@@ -41,17 +41,10 @@ def test_a_result_is_kept_compared_and_reported_again_without_running(experiment
     readme = (folder / "README.md").read_text()
     assert readme.startswith("# measured\n\nBefore.")
     assert readme.endswith("After.\n")
-    for line in (
-        "| two is more than one | 2 > 1 | 8.5 against 4.5 (+4 ± 0.7071) | holds |",
-        "| as good as X | X 3 | other tokens | not comparable |",
-        "| one | 2 | 4.5 ± 0.71 | seen | 2 |",
-        "![the result](plot.png)",
-    ):
-        assert line in readme
+    assert "| two is more than one | 2 > 1 | 8.5 against 4.5 (+4 ± 0.7071) | holds |" in readme
+    assert "| one | 2 | 4.5 ± 0.71 | seen | 2 |" in readme
     assert (folder / "plot.png").read_bytes().startswith(b"\x89PNG")
-    page = findings(experiments, [folder])
-    assert "3 claims: holds 2, not comparable 1." in page
-    assert "| [measured](../experiments/measured) | two is more than one |" in page
+    assert "3 claims: holds 2, not comparable 1." in findings(experiments, [folder])
 
     rows = (folder / "result.json").read_bytes()
     edit(folder / "expected.json", kind="lower")

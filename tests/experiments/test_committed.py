@@ -49,7 +49,7 @@ each_experiment = pytest.mark.parametrize("name", NAMES)
 
 
 @each_experiment
-def test_a_folder_is_complete(name):
+def test_a_folder_is_complete_and_the_commands_of_its_page_are_accepted(name):
     folder = HOME / name
     assert page_of(name).count(BEGIN) == page_of(name).count(END) == 1
     assert {"smoke", "cpu"} <= set(recipe_of(name).scales)
@@ -58,12 +58,7 @@ def test_a_folder_is_complete(name):
     assert len({claim.id for claim in claims}) == len(claims)
     for claim in claims:
         assert claim.kind != "function" or function(folder, f"claim_{claim.id}") is not None, claim.id
-    for file in folder.glob("*.py"):
-        assert len(file.read_text(encoding="utf-8").splitlines()) <= LINES
-
-
-@each_experiment
-def test_the_commands_of_a_page_are_accepted(name):
+    assert all(len(file.read_text(encoding="utf-8").splitlines()) <= LINES for file in folder.glob("*.py"))
     commands = re.findall(r"^ *python -m experiments ([^#\n]+)", page_of(name), re.MULTILINE)
     assert commands
     for command in commands:
