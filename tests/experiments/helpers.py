@@ -66,12 +66,12 @@ def write(folder, recipe, claims, code=""):
         (folder / "experiment.py").write_text(code)
 
 
-def change(folder, **values):
-    """Merge `values` into the recipe, except for arms and scales, which they replace."""
+def change(folder, settings=None, **values):
+    """Merge `settings` into those of the recipe, and replace its other `values`."""
     file = folder / "recipe.yaml"
     before = yaml.safe_load(file.read_text())
-    kept = {name: value for name, value in before.items() if name not in ("arms", "scales") or name not in values}
-    file.write_text(yaml.safe_dump(merged(kept, values), sort_keys=False))
+    values["settings"] = merged(before["settings"], settings or {})
+    file.write_text(yaml.safe_dump({**before, **values}, sort_keys=False))
 
 
 def planned(folder, scale="cpu", **more):

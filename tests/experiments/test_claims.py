@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 from experiments.harness import noise
-from experiments.harness.claims import Claim, Expected, read_expected, verdicts
+from experiments.harness.claims import Claim, Expected, verdicts
 from experiments.harness.noise import FAILS, HOLDS, NOISE, Difference, Margin, Noise, difference, pooled, quantile
 
 
@@ -161,9 +161,3 @@ def test_the_experiments_own_judge(tmp_path):
 def test_errors_in_a_claim(values, message):
     with pytest.raises(ValueError, match=message):
         Claim.from_dict({"id": "c", "says": "s", "theirs": "t", **values})
-
-
-def test_errors_name_the_file(tmp_path):
-    (tmp_path / "expected.json").write_text('{"paper": "p"}')
-    with pytest.raises(ValueError, match=r"expected\.json: Expected needs the key 'title'"):
-        read_expected(tmp_path)

@@ -51,6 +51,8 @@ def test_a_result_is_kept_compared_and_reported_again_without_running(experiment
     assert run("measured", "--report") == 0
     assert "| does not hold |" in (folder / "README.md").read_text()
     assert (folder / "result.json").read_bytes() == rows
+    assert run() == 0
+    assert "smoke (0 min), cpu (0 min)" in capsys.readouterr().out  # the list of experiments
     assert run("--findings", "findings.md") == 0
     assert "**does not hold**" in Path("findings.md").read_text()
     assert "**not run**" in Path("findings.md").read_text()  # of the other experiment
@@ -104,13 +106,6 @@ def test_done_units_run_again_only_if_they_changed_and_a_failed_one_is_reported(
     assert measure() == 1
     assert "failed: measured, bad, seed 0: ValueError: told to fail; see " in capsys.readouterr().err
     assert "(2 of 4 units)" in (folder / "README.md").read_text()
-
-
-def test_without_a_name_the_experiments_are_listed(experiments, capsys):
-    assert run() == 0
-    shown = capsys.readouterr().out
-    assert "measured" in shown
-    assert "smoke (0 min), cpu (0 min)" in shown
 
 
 @pytest.mark.parametrize(

@@ -109,14 +109,12 @@ def test_a_page_says_what_the_result_says(name):
 
 
 @each_experiment
-def test_tables_plots_and_claims_use_columns_of_the_result(name):
+def test_tables_and_plots_use_columns_of_the_result(name):
     scales, recipe = read_result(HOME / name), recipe_of(name)
     scale = telling(scales)
     assert scale is not None
     known = {key for row in scales[scale]["rows"] for key in row}
     assert {*recipe.group, *recipe.table, *known_columns(recipe.panels)} <= known
-    for claim in read_expected(HOME / name).claims:
-        assert claim.kind not in ("lower", "higher", "equal") or claim.metric in known, claim.id
 
 
 def test_the_page_of_findings_is_that_of_the_results():

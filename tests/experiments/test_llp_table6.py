@@ -101,18 +101,15 @@ def test_the_true_llp_count_is_that_of_the_library():
     assert (row.dense, row.unmasked) == (48 * cost.score_entries, 48 * cost.unmasked_entries)
 
 
-@pytest.mark.parametrize(
-    ("wrong", "message"),
-    [
+def test_impossible_settings_are_refused():
+    for wrong, message in (
         ({"layers": 0}, "layers must be at least 1, got 0"),
         ({"heads": 3}, "heads must be even .*, got 3"),
         ({"segment": 7}, "segment must be even .*, got 7"),
         ({"tokens": 256}, "tokens must be a multiple of 2 x segment .*, got tokens=256, segment=256"),
-    ],
-)
-def test_impossible_settings_are_refused(wrong, message):
-    with pytest.raises(ValueError, match=message):
-        Setting(**wrong)
+    ):
+        with pytest.raises(ValueError, match=message):
+            Setting(**wrong)
 
 
 def test_the_command_prints_the_paper_and_what_is_true(capsys, tmp_path, monkeypatch):

@@ -1,16 +1,18 @@
 """`python -m experiments.lora_mnist` on a few made-up images: trainings, results, continuing, errors."""
 
 import json
-import struct
 from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
+from torch.optim.optimizer import register_optimizer_step_pre_hook
 
+from experiments.linear_mnist.experiment import toy_images
 from experiments.lora_mnist import arms, report, running
 from experiments.lora_mnist.command import run
 from experiments.lora_mnist.config import ARMS, NET_PARAMETERS, PER_RANK, MnistConfig
+from experiments.lora_mnist.experiment import toy_digits
 from experiments.lora_mnist.running import Results
 from subquad.data.images import ImageSet
 from subquad.testing import assert_exact
@@ -21,26 +23,9 @@ SMALL |= {"processes": 1}
 OPTIONS = [word for name, value in SMALL.items() for word in (f"--{name}", str(value))]
 
 
-def write_images(folder, train=200, test=60, side=28):
-    """Write images that are easy to classify: a bright square whose place is the label."""
-    folder.mkdir(parents=True, exist_ok=True)
-    draw = np.random.default_rng(0)
-    for part, count in (("train", train), ("t10k", test)):
-        labels = np.arange(count, dtype=np.uint8) % 10
-        images = draw.integers(0, 60, (count, side, side), dtype=np.uint8)
-        for image, label in zip(images, labels, strict=True):
-            row, column = divmod(int(label), 4)
-            image[row * 7 : row * 7 + 7, column * 7 : column * 7 + 7] = 255
-        header = struct.pack(">IIII", 2051, count, side, side)
-        (folder / f"{part}-images-idx3-ubyte").write_bytes(header + images.tobytes())
-        (folder / f"{part}-labels-idx1-ubyte").write_bytes(struct.pack(">II", 2049, count) + labels.tobytes())
-
-
 @pytest.fixture(scope="module")
 def images(tmp_path_factory):
-    folder = tmp_path_factory.mktemp("digits")
-    write_images(folder)
-    return folder
+    return toy_digits(tmp_path_factory.mktemp("digits") / "digits.npz", 0, train=200, test=60)
 
 
 def config(images, **changes):
@@ -82,7 +67,7 @@ def test_the_factors_are_no_copies_of_the_first_weights(images, monkeypatch):
 def test_the_variants_of_the_images(images):
     digits = arms.read_digits(config(images, levels=3))
     plain = digits.test["plain"].x_ND.view(-1, 28, 28)
-    assert sorted(digits.test["quantised"].x_ND.unique().tolist()) == [0, 255]  # no middle grey in these images
+    assert sorted(digits.test["quantised"].x_ND.unique().tolist()) == [0, 127, 255]
     assert_exact(digits.test["inverted"].x_ND, 255 - plain.flatten(1))
     for turn, turned in (("left", plain[0].T.flip(0)), ("right", plain[0].flip(0).T)):
         found = arms.read_digits(config(images, turn=turn)).test["rotated"].x_ND.view(-1, 28, 28)
@@ -91,21 +76,14 @@ def test_the_variants_of_the_images(images):
 
 
 def test_grey_levels_are_evenly_spread():
-    pixels = np.arange(256, dtype=np.uint8).reshape(1, 16, 16, 1)
-    split = arms._variants(ImageSet(pixels, np.zeros(1, dtype=np.int64), ("0",)), MnistConfig(levels=4))["quantised"]
-    values, counts = split.x_ND.unique(return_counts=True)
-    assert values.tolist() == [0, 85, 170, 255]
-    assert counts.tolist() == [64] * 4
+    every = ImageSet(np.arange(256, dtype=np.uint8).reshape(1, 16, 16, 1), np.zeros(1, dtype=np.int64), ("0",))
+    values, counts = arms._variants(every, MnistConfig(levels=4))["quantised"].x_ND.unique(return_counts=True)
+    assert (values.tolist(), counts.tolist()) == ([0, 85, 170, 255], [64] * 4)
 
 
 def test_the_rate_rises_then_falls_and_batches_are_the_same_for_all_arms(images):
     split = arms.read_digits(config(images)).train["plain"]
     rates, seen = [], []
-
-    class Watched(torch.optim.SGD):
-        def step(self, closure=None):
-            rates.append(self.param_groups[0]["lr"])
-            return super().step(closure)
 
     def fit(net):
         seen.clear()
@@ -113,11 +91,10 @@ def test_the_rate_rises_then_falls_and_batches_are_the_same_for_all_arms(images)
         assert arms.fit(net, split, epochs=2, batch=40, rate=1.0, seed=3, warmup=3) == 10
         return torch.cat(seen)
 
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(torch.optim, "SGD", Watched)
-        one = fit(arms.fresh_net(0))
-    assert rates[:3] == [0.25, 0.5, 0.75]
-    assert rates[3] == 1.0
+    hook = register_optimizer_step_pre_hook(lambda optimizer, *_: rates.append(optimizer.param_groups[0]["lr"]))
+    one = fit(arms.fresh_net(0))
+    hook.remove()
+    assert rates[:4] == [0.25, 0.5, 0.75, 1.0]
     assert rates[3:] == sorted(rates[3:], reverse=True)
     assert_exact(fit(arms.with_factors(arms.fresh_net(1), 2, 1)), one)
 
@@ -203,14 +180,13 @@ def test_impossible_settings_are_refused(values, message):
 
 
 def test_other_images_bands_and_results_are_refused(images, tmp_path, monkeypatch):
-    digits, broken, small = arms.read_digits(config(images)), tmp_path / "broken.json", tmp_path / "small"
-    write_images(small, train=20, test=20, side=21)
-    broken.write_text("[]")
+    digits, small = arms.read_digits(config(images)), toy_images(tmp_path / "x.npz")
+    (broken := tmp_path / "broken.json").write_text("[]")
     narrow = config(images).replace(band=[50.01, 50.02])
     monkeypatch.setattr(arms, "PER_RANK", 1049)
     for work, message in (
         (lambda: arms.read_digits(MnistConfig()), "--path is missing: give a folder"),
-        (lambda: arms.read_digits(MnistConfig(path=str(small))), "must be 28 x 28, grey, of 10 classes, got 21 x 21"),
+        (lambda: arms.read_digits(MnistConfig(path=str(small))), "must be 28 x 28, grey, of 10 classes, got 5 x 5 x 1"),
         (lambda: arms.held_out(digits, 200), "tune_held_out must be below the 200 training images, got 200"),
         (lambda: arms.train_base(narrow, digits, 0), r"none of 10 .* is in band=\[50.01, 50.02\] \(nearest: "),
         (lambda: Results.open(config(images), str(broken), ""), "broken.json is damaged: .* a mapping, got list"),
