@@ -62,8 +62,7 @@ def write(folder, recipe, claims, code=""):
     (folder / "expected.json").write_text(json.dumps(expected))
     marks = "<!-- begin: written by python -m experiments -->\n<!-- end -->"
     (folder / "README.md").write_text(f"# {folder.name}\n\nBefore.\n\n{marks}\n\nAfter.\n")
-    if code:
-        (folder / "experiment.py").write_text(code)
+    (folder / "experiment.py").write_text(code)
 
 
 def change(folder, settings=None, **values):

@@ -120,7 +120,6 @@ def test_the_command_prints_the_paper_and_what_is_true(capsys, tmp_path, monkeyp
     for printed in ("4,932 (25%)", "14,495 (75%)", "9,682 (50%)", "14,858 (77%)", "1,226 (6%)", "19,327 (100%)"):
         assert printed in out
     assert "V3. The printed number is wrong" in out
-    assert "V3, full first" in out
     assert out.count("Table 8 prints") == 3
     values = {row["name"]: row for row in json.loads(file.read_text())["rows"]}
     assert values["LLP"]["dense"] == 1_189_085_184

@@ -162,9 +162,8 @@ def test_the_committed_tables_are_those_of_the_committed_results(tmp_path):
     assert "".join(told[1:]) == (tmp_path / "tables.md").read_text().lstrip()
 
 
-@pytest.mark.parametrize(
-    ("values", "message"),
-    [
+def test_impossible_settings_are_refused():
+    for values, message in (
         ({"seeds": 0}, "seeds must be at least 1, got 0"),
         ({"ranks": [1, 1]}, r"ranks must be distinct and at least 1, got \[1, 1\]"),
         ({"levels": 1}, "levels must be between 2 and 256, got 1"),
@@ -172,11 +171,9 @@ def test_the_committed_tables_are_those_of_the_committed_results(tmp_path):
         ({"band": [5, 3]}, r"band must be two percentages, the lower one first, got \[5, 3\]"),
         ({"rates": {"base": 1.0}}, r"rates.full must be above 0, got None"),
         ({"rates": dict.fromkeys((*ARMS, "other"), 1.0)}, "rates has no arm 'other'"),
-    ],
-)
-def test_impossible_settings_are_refused(values, message):
-    with pytest.raises(ValueError, match=message):
-        MnistConfig(**values)
+    ):
+        with pytest.raises(ValueError, match=message):
+            MnistConfig(**values)
 
 
 def test_other_images_bands_and_results_are_refused(images, tmp_path, monkeypatch):

@@ -23,9 +23,8 @@ def test_a_scale_has_all_arms_some_of_them_or_its_own():
         assert list(recipe(arms=arms).arms_of("cpu")) == names
 
 
-@pytest.mark.parametrize(
-    ("scale", "message"),
-    [
+def test_errors_in_a_scale():
+    for scale, message in (
         ({"seeds": []}, r"scales\.cpu\.seeds must have at least one seed"),
         ({"arms": ["c"]}, "unknown arm 'c'; .*valid: a, b"),
         ({"reference": "c"}, "scales.cpu has no arm 'c'; .*valid: a, b"),
@@ -34,11 +33,9 @@ def test_a_scale_has_all_arms_some_of_them_or_its_own():
         ({"budgets": []}, "must be one or more distinct budgets"),
         ({"budgets": ["steps", "flops"]}, "need a reference, one of a, b"),
         ({"budgets": ["hours"]}, "must be one of its choices, got 'hours'"),
-    ],
-)
-def test_errors_in_a_scale(scale, message):
-    with pytest.raises(ValueError, match=message):
-        recipe(**scale)
+    ):
+        with pytest.raises(ValueError, match=message):
+            recipe(**scale)
 
 
 def test_an_unknown_scale_is_answered_with_the_valid_ones():

@@ -210,8 +210,8 @@ RESULT, MANIFEST, HALF = "result.json", "checkpoint-3/manifest.json", [{"arm": n
     ("template", "tokenizer_config.json", {"eos_token": {"text": 1}}, "eos_token must be a text, got None"),
     ("experiment", RESULT, {"scales.cpu.rows": [{"arm": "a"}]}, "a row is damaged: it has no 'seed'"),
     ("experiment", RESULT, {"scales.cpu.rows": HALF}, "do not fit claim 'a': KeyError"),
-    ("experiment", RESULT, {"scales.cpu.rows": SCALE["rows"][:1], "scales.cpu.dates": []}, "make no table: IndexError"),
-    ("experiment", RESULT, {"scales.cpu.dates": [1]}, "is damaged: dates and commits must be texts"),
+    ("experiment", RESULT, {"scales.cpu.rows": SCALE["rows"][:1], "scales.cpu.dates": []}, "the table: IndexError"),
+    ("experiment", RESULT, {"scales.cpu.dates": [1]}, "is damaged: dates and commits must be strings"),
     ("experiment", RESULT, {"scales.cpu.machines": [1]}, "is damaged: each machine must be a mapping"),
 ])  # fmt: skip
 def test_a_malicious_file_is_refused(valid, name, file, content, message, monkeypatch):
