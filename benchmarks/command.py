@@ -147,8 +147,7 @@ def _show(report: Report, *, markdown: bool) -> None:
 def make_parser(what: str) -> Parser:
     """Return the parser of a benchmark: its configuration's fields and the output options."""
     name = f"python -m benchmarks {what}"
-    parser = Parser(description=DESCRIPTIONS[what], prog=name)
-    parser.usage = f"{name} [options]"  # without the "subquad" of its commands
+    parser = Parser(description=DESCRIPTIONS[what], prog=name, usage=f"{name} [options]")
     for option, default in CONFIGS[what]().to_dict().items():
         if option == "options":
             parser.add_options("Options of a mechanism, such as --options.llp.segment 512.")

@@ -34,8 +34,7 @@ HEADERS = ("model", "way", "images", "seconds", "images/s", "state, bytes", "tim
 def make_parser() -> Parser:
     """Return the command line's parser."""
     name = "python -m benchmarks images"
-    parser = Parser(description=DESCRIPTION, prog=name)
-    parser.usage = f"{name} RUN ... [options]"
+    parser = Parser(description=DESCRIPTION, prog=name, usage=f"{name} RUN ... [options]")
     runs = "Folders of runs with task=image; ratios are relative to the first."
     parser.add_argument("runs", type=str, nargs="+", help=runs)
     parser.add_argument("--images", type=str, default="100,200,300", help="Numbers of images, such as 100,200,300.")

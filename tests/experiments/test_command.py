@@ -48,6 +48,9 @@ def test_a_result_is_kept_compared_and_reported_again_without_running(experiment
     assert run("measured", "--report") == 0
     assert "| does not hold |" in (folder / "README.md").read_text()
     assert (folder / "result.json").read_bytes() == rows
+    with pytest.raises(SystemExit, match="0"):
+        run("--help")
+    assert "\nusage: python -m experiments [NAME] [options]\n" in capsys.readouterr().out
     assert run() == 0
     assert "smoke (0 min), cpu (0 min)" in capsys.readouterr().out  # the list of experiments
     assert run("--findings", "findings.md") == 0
