@@ -1,12 +1,12 @@
 """Pathfinder: the labels from the geometry, which strokes may meet, balanced classes, the pixels of all sizes."""
 
+import itertools
 import math
 
 import numpy as np
 import pytest
 
-from subquad.data.lra import pathfinder
-from subquad.data.lra.pathfinder import SEGMENTS, draw, make_block
+from subquad.data.lra.pathfinder import SEGMENTS, draw
 from subquad.data.lra.strokes import DEGREES, MEETS, RULES
 
 KINDS = {(32, "hard"): 20, (32, "easy"): 20, (64, "easy"): 10, (128, "easy"): 10}
@@ -17,11 +17,6 @@ def drawn():
     """Images of each kind that is quick to make."""
     rng = np.random.default_rng(0)
     return {kind: draw(*kind, count, rng) for kind, count in KINDS.items()}
-
-
-@pytest.fixture(scope="module")
-def drawings(drawn):
-    return [drawing for some in drawn.values() for drawing in some]
 
 
 def points(drawing, places) -> np.ndarray:
@@ -89,8 +84,8 @@ def test_a_stroke_meets_none_that_is_in_its_way(drawn):
             assert (own + covered(drawing, others)).max(where=own > 0, initial=0) < MEETS
 
 
-def test_turns_steps_and_starts_are_those_of_the_rules(drawings):
-    for drawing in drawings:
+def test_turns_steps_and_starts_are_those_of_the_rules(drawn):
+    for drawing in itertools.chain(*drawn.values()):
         strokes, (rules, margin) = drawing.strokes, (drawing.strokes.rules, drawing.strokes.margin)
         for snake in (*drawing.targets, *drawing.distractors):
             ways = strokes.ways[[way for _, way in snake.strokes]]
@@ -147,14 +142,3 @@ def test_the_classes_are_in_balance():
     labels = [drawing.label for drawing in draw(32, "easy", 600, np.random.default_rng(1))]
     allowed = math.sqrt(math.log(2 / 1e-6) / (2 * len(labels)))  # exceeded with a probability of 1e-6 (Hoeffding)
     assert abs(np.mean(labels) - 0.5) < allowed
-
-
-def test_a_block_depends_on_its_seed_and_number_alone(monkeypatch):
-    monkeypatch.setattr(pathfinder, "BLOCK", 5)
-    monkeypatch.setattr(pathfinder, "CANVAS_BYTES", 1 << 20)
-    options = {"size": 32, "difficulty": "easy"}
-    first, again = make_block(options, 1, 2), make_block(options, 1, 2)
-    assert all((a == b).all() for a, b in zip(first, again, strict=True))
-    assert (first.tokens != make_block(options, 1, 3).tokens).any()
-    assert (first.tokens != make_block(options, 2, 2).tokens).any()
-    assert set(first.lengths) == {1024}
