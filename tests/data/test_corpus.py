@@ -117,6 +117,7 @@ def test_a_damaged_corpus_is_rebuilt_with_a_warning(config, name, change, messag
     assert record.message.startswith(f"prepared data in {corpus.folder} is damaged and will be rebuilt: ")
     assert message in record.message
     assert file.read_bytes() == good
+    assert cached(config) == [corpus.folder.name]
 
 
 def test_a_corpus_that_another_process_repaired_meanwhile_stays(config, monkeypatch, tmp_path):

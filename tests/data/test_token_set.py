@@ -136,10 +136,9 @@ def test_a_text_folder_may_hold_an_index_of_its_own(folder, tmp_path):
 
 @pytest.mark.parametrize(("spoil", "message"), [
     (flip, "is damaged: the checksum of its tokens is wrong"),
-    (lambda file: file.write_bytes(file.read_bytes()[:-1]), "is cut short or too long"),
     (lambda file: file.unlink(), "No such file"),
     (lambda file: make_set(file.parent / "x", [[1], [20]]).shard(1).path.replace(file), "the index: it has 20 tokens"),
-], ids=["flipped", "cut", "missing", "swapped"])  # fmt: skip
+], ids=["flipped", "missing", "swapped"])  # fmt: skip
 def test_a_bad_shard_is_named_or_skipped_and_the_others_keep_their_places(folder, spoil, message, caplog):
     whole = ids(windows_of(TokenSet(folder), 6))
     spoil(folder / NAMES[1])
@@ -276,13 +275,10 @@ def test_texts_become_shards(tmp_path, tokenizer):
 
 def test_shards_that_cannot_be_written_leave_nothing(tmp_path):
     broken = SimpleNamespace(asked="b", names=[], documents=lambda: iter([SimpleNamespace(text=b"a"), 1 / 1]))
-    empty, out = open_source(str(tmp_path)), tmp_path / "out"
-    for folder, source, size, error, message in (
-        (tmp_path, empty, 1, FileExistsError, "exists already; choose another folder for the shards, or delete it"),
-        (out, empty, 0, ValueError, "shard_tokens must be at least 1, got 0"),
-        (out, empty, 1, ValueError, f"no text found in {re.escape(repr(str(tmp_path)))}"),
-        (out, broken, 1, AttributeError, "text"),
+    for source, error, message in (
+        (str(tmp_path), ValueError, f"no text found in {re.escape(repr(str(tmp_path)))}"),
+        (broken, AttributeError, "text"),
     ):
         with pytest.raises(error, match=message):
-            write_tokens(folder, [source], load_tokenizer("bytes"), shard_tokens=size)
+            write_tokens(tmp_path / "out", [source], load_tokenizer("bytes"), shard_tokens=1)
     assert list(tmp_path.iterdir()) == []

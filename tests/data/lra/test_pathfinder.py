@@ -9,14 +9,12 @@ import pytest
 from subquad.data.lra.pathfinder import SEGMENTS, draw
 from subquad.data.lra.strokes import DEGREES, MEETS, RULES
 
-KINDS = {(32, "hard"): 20, (32, "easy"): 20, (64, "easy"): 10, (128, "easy"): 10}
-
 
 @pytest.fixture(scope="module")
 def drawn():
     """Images of each kind that is quick to make."""
-    rng = np.random.default_rng(0)
-    return {kind: draw(*kind, count, rng) for kind, count in KINDS.items()}
+    rng, counts = np.random.default_rng(0), {(32, "hard"): 20, (32, "easy"): 20, (64, "easy"): 10, (128, "easy"): 10}
+    return {kind: draw(*kind, count, rng) for kind, count in counts.items()}
 
 
 def points(drawing, places) -> np.ndarray:
@@ -31,14 +29,6 @@ def line(drawing, snake) -> np.ndarray:
         places.append(place + int(strokes.reaches[way] if way < DEGREES else strokes.ends[way - DEGREES]))
     assert places[-1] == snake.tip
     return points(drawing, places)
-
-
-def covered(drawing, strokes) -> np.ndarray:
-    """How much of each pixel these strokes and their surroundings cover, and the border."""
-    canvas, near = drawing.strokes.blank().astype(int), drawing.strokes.near
-    for place, way in strokes:
-        np.maximum.at(canvas, place + near.pixels[way], near.levels[way])
-    return canvas
 
 
 def joined(image: np.ndarray, start: np.ndarray, end: np.ndarray, gap: float) -> bool:
@@ -71,6 +61,14 @@ def test_the_label_says_whether_one_line_has_both_discs(drawn):
 
 def test_a_stroke_meets_none_that_is_in_its_way(drawn):
     """Each stroke in the order in which they grew, against all that its rule says, drawn from the beginning."""
+
+    def covered(drawing, strokes) -> np.ndarray:
+        """How much of each pixel these strokes and their surroundings cover, and the border."""
+        canvas, near = drawing.strokes.blank().astype(int), drawing.strokes.near
+        for place, way in strokes:
+            np.maximum.at(canvas, place + near.pixels[way], near.levels[way])
+        return canvas
+
     for drawing in (drawing for some in drawn.values() for drawing in some[:8]):
         first, second = (snake.strokes for snake in drawing.targets)
         grown = [(first[n], first[: n - 1] + second[: n - 1]) for n in range(1, len(first))]
