@@ -7,6 +7,7 @@ import numpy as np
 import pytest
 
 from subquad.data.images import load_images, load_pictures
+from tests.data.lra.layouts import put
 from tests.data.pictures import digits, idx_bytes, jpegs, keras, records, write_idx, write_png
 
 TRAIN, TEST, LABELS = "train-images-idx3-ubyte", "t10k-images-idx3-ubyte", "train-labels-idx1-ubyte"
@@ -140,16 +141,11 @@ IDX = {TRAIN: idx_bytes(digits(20)[0]), LABELS: idx_bytes(digits(20)[1]), TEST: 
 CIFAR = {"data_batch_1.bin": records(0), "test_batch.bin": records(0)}
 
 
-def spoiled(files, name, change):
-    """These files, one of them changed."""
-    return files | {name: change(files[name])}
-
-
 @pytest.mark.parametrize(("files", "message"), [
-    (spoiled(IDX, TRAIN, lambda raw: raw[:9]), f"{TRAIN} ends at byte 9, within its header of 16 bytes"),
-    (spoiled(IDX, TRAIN, lambda raw: b"\1" + raw[1:]), r"byte 0 is 1, not 0 \(zero\)"),
-    (spoiled(IDX, TRAIN, lambda raw: raw[:4] + bytes(4) + raw[8:]), "is empty: the size at byte 4 is 0"),
-    (spoiled(IDX, TRAIN, lambda raw: raw[:-3]), "has 333 bytes, not the 336 of the size in its header, 20 x 4 x 4"),
+    (IDX | {TRAIN: IDX[TRAIN][:9]}, f"{TRAIN} ends at byte 9, within its header of 16 bytes"),
+    (IDX | {TRAIN: b"\1" + IDX[TRAIN][1:]}, r"byte 0 is 1, not 0 \(zero\)"),
+    (IDX | {TRAIN: IDX[TRAIN][:4] + bytes(4) + IDX[TRAIN][8:]}, "is empty: the size at byte 4 is 0"),
+    (IDX | {TRAIN: IDX[TRAIN][:-3]}, "has 333 bytes, not the 336 of the size in its header, 20 x 4 x 4"),
     ({TRAIN + ".xz": lzma.compress(IDX[TRAIN])[:-9]}, f"{TRAIN}.xz is damaged and does not unpack"),
     (IDX | {LABELS: idx_bytes(np.zeros(7))}, f"{LABELS} has 7 labels for the 20 images of"),
     ({TRAIN: IDX[TRAIN]}, "has no t10k-images-idx3-ubyte"),
@@ -172,9 +168,8 @@ def spoiled(files, name, change):
 ])  # fmt: skip
 def test_wrong_files_are_named_with_the_place(tmp_path, files, message):
     for name, content in files.items():
-        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
         if isinstance(content, bytes):
-            (tmp_path / name).write_bytes(content)
+            put(tmp_path, name, content)
         else:
             write_png(tmp_path / name, *((shade(9), content) if content == "RGBA" else (shade(9, content),)))
     with pytest.raises(ERRORS, match=message) as error:
@@ -194,10 +189,8 @@ def dataset(rows=2, **columns):
 
 @pytest.fixture
 def splits(monkeypatch):
-    import datasets
-
     made = {"train": dataset(4), "test": dataset(2)}
-    monkeypatch.setattr(datasets, "load_dataset", lambda name, *rest: made)
+    monkeypatch.setattr("datasets.load_dataset", lambda name, *rest: made)
     return made
 
 
