@@ -10,8 +10,8 @@ from hypothesis import strategies as st
 from tokenizers import Tokenizer, models, normalizers, pre_tokenizers
 
 from subquad.data import tokenizers as module
-from subquad.data.tokenizers import Encoder, bytes_tokenizer, encode_text, load_tokenizer, separator_id, tokenizer_hash
-from subquad.data.vocabularies import SEPARATOR, TRAINED, characters, make_tokenizer, train_bpe, train_unigram
+from subquad.data.tokenizers import Encoder, bytes_tokenizer, encode_text, load_tokenizer, separator_id
+from subquad.data.vocabularies import SEPARATOR, TRAINED, make_tokenizer, train_bpe, train_unigram
 
 TEXTS = ["def f(x):\n    return x + 1\n", "The cat didn't sit; it's 42.\n\n\tThe  end ", "größe 漢字 \U0001f389"] * 3
 BYTES, BPE, UNIGRAM = bytes_tokenizer(), train_bpe(TEXTS, 300), train_unigram(TEXTS, 300)
@@ -39,13 +39,6 @@ def test_sizes_and_separators():
     assert Encoder(BPE).separator.tolist() == [0]
     assert separator_id(BPE) in BPE.encode(f"a{SEPARATOR}b").ids
     assert module.vocab_size(Tokenizer(models.WordLevel(vocab={"a": 0, "b": 9}, unk_token="a"))) == 10, "gaps count"
-
-
-def test_a_file_keeps_the_tokenizer(tmp_path):
-    for tokenizer in (BPE, UNIGRAM, BYTES, characters(["aé"])):
-        tokenizer.save(str(tmp_path / "tokenizer.json"))
-        assert tokenizer_hash(load_tokenizer(tmp_path / "tokenizer.json")) == tokenizer_hash(tokenizer)
-        assert tokenizer_hash(load_tokenizer(str(tmp_path))) == tokenizer_hash(tokenizer)
 
 
 @settings(max_examples=50)
