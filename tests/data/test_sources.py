@@ -77,18 +77,15 @@ def test_an_archive_has_a_document_for_each_file(tmp_path):
     assert read(tmp_path / "bad.tar", skip_bad_files=True) == [("bad.tar/good.txt", "one")]
 
 
-@pytest.mark.parametrize(("content", "message"), [
-    (b"good\0bad", "it has a NUL at byte 4"),
-    (b"caf\xe9 au lait", "byte 3 is 0xe9, which is not valid UTF-8"),
-    (b"cut \xf0\x9f\x8e", "byte 4 is 0xf0, which is not valid UTF-8"),
-])  # fmt: skip
-def test_other_content_than_text_is_named_with_its_place(tmp_path, content, message):
-    write(tmp_path, a_txt="fine", b_bin=content)
-    with pytest.raises(BadTextError, match=f"{re.escape(str(tmp_path / 'b.bin'))} is not text: {message}"):
-        read(tmp_path)
-
-
-def test_bad_files_are_skipped_only_when_asked_and_each_is_logged(tmp_path, caplog):
+def test_bad_files_are_named_with_the_place_or_skipped_and_logged(tmp_path, caplog):
+    for content, message in (
+        (b"good\0bad", "it has a NUL at byte 4"),
+        (b"caf\xe9 au lait", "byte 3 is 0xe9, which is not valid UTF-8"),
+        (b"cut \xf0\x9f\x8e", "byte 4 is 0xf0, which is not valid UTF-8"),
+    ):
+        write(tmp_path, a_txt="fine", b_bin=content)
+        with pytest.raises(BadTextError, match=f"{re.escape(str(tmp_path / 'b.bin'))} is not text: {message}"):
+            read(tmp_path)
     write(tmp_path, a_txt="fine", b_bin=b"\xff", c_xz=b"no xz", d_txt="fine too", e_txt="")
     with caplog.at_level(logging.WARNING):
         assert read(tmp_path, skip_bad_files=True) == [("a.txt", "fine"), ("d.txt", "fine too")]

@@ -111,19 +111,14 @@ def test_pairs_and_papers_apart_and_documents_kept_once(tmp_path, read):
     assert train.index.tolist() == [[0, 1], [2, 1]], "a name with another text is another document"
 
 
-def test_grey_is_pillows():
-    pixels = np.random.default_rng(0).integers(0, 256, (1, 128, 64, 3), dtype=np.uint8)
-    assert (grey(pixels) == np.asarray(Image.fromarray(pixels[0]).convert("L"))).all()
-    assert (grey(pixels[..., :1]) == pixels[..., 0]).all()
-
-
-def test_images_of_a_folder(tmp_path, read):
-    corpus = read("image", pictures(tmp_path / "d"), length=16)
+def test_images_of_a_folder_become_grey_as_pillows(tmp_path, read):
+    corpus = read("image", pictures(tmp_path / "d", side=64), length=4096)
     assert (sizes(corpus), corpus.classes) == ([18, 2, 4], ("cat", "dog"))
     assert np.bincount(corpus.held_out.labels).tolist() == [1, 1]
-    expected = np.asarray(Image.open(tmp_path / "d/test/cat/0.png").convert("L"))
-    assert corpus.test.sequence(0).tolist() == expected.ravel().tolist()
-    assert sizes(read("image", tmp_path / "d", length=16, validation="test")) == [20, 4, 4]
+    image = Image.open(tmp_path / "d/test/cat/0.png")
+    assert corpus.test.sequence(0).tolist() == np.asarray(image.convert("L")).ravel().tolist()
+    assert (grey(np.asarray(image)[None, ..., :1])[0] == np.asarray(image)[..., 0]).all()
+    assert sizes(read("image", tmp_path / "d", length=4096, validation="test")) == [20, 4, 4]
 
 
 @pytest.mark.parametrize("kind", [None, "U", "S"], ids=["text", "array", "bytes"])
