@@ -4,9 +4,9 @@ import json
 import lzma
 
 import numpy as np
-from PIL import Image
 
 from subquad.data.lra.listops import CLOSE, MAX, MED, MIN, SM
+from tests.data.pictures import write_png
 
 HOME = "curv_contour_length_14"
 """Pathfinder's folder of difficulty=hard."""
@@ -22,12 +22,6 @@ def reviews(root):
         for i in range(count):
             put(root, f"{side}/{name}/{i}_7.txt", f"é {side} {name} {i} " + "x" * i)
     (root / "train" / "unsup").mkdir()
-    return root
-
-
-def tables(root):
-    for side in ("train", "test"):
-        put(root, f"x_{side}.tsv", "0\t1\t2\tgood\n")
     return root
 
 
@@ -59,19 +53,16 @@ def pictures(root, side=4):
     rng = np.random.default_rng(0)
     for part, count in (("train", 10), ("test", 2)):
         for name in ("cat", "dog"):
-            (root / part / name).mkdir(parents=True, exist_ok=True)
             for i in range(count):
-                image = Image.fromarray(rng.integers(0, 256, (side, side, 3), dtype=np.uint8))
-                image.save(root / part / name / f"{i}.png")
+                write_png(root / part / name / f"{i}.png", rng.integers(0, 256, (side, side, 3), dtype=np.uint8))
     return root
 
 
 def pathfinder(root, kind=None, side=32):
     """The release, its metadata as text or (`kind`) as an array."""
     home, rows = root / HOME, []
-    (home / "imgs/0").mkdir(parents=True)
     for i in range(20):
-        Image.fromarray(np.full((side, side), i, dtype=np.uint8)).save(home / f"imgs/0/sample_{i}.png")
+        write_png(home / f"imgs/0/sample_{i}.png", np.full((side, side), i, dtype=np.uint8))
         rows.append(["imgs/0", f"sample_{i}.png", str(i), str(i % 2), "1.8", "14"])
     put(home, "metadata/0.npy", "\n".join(map(" ".join, rows)) + "\n")
     if kind is not None:
@@ -88,7 +79,7 @@ def write_release(root, task):
     return release(root, rows=12) if task == "retrieval" else {"listops": expressions, "text": reviews}[task](root)
 
 
-DATASETS = {reviews: "text", tables: "text", expressions: "listops", release: "retrieval", papers: "retrieval"}
+DATASETS = {reviews: "text", expressions: "listops", release: "retrieval", papers: "retrieval"}
 DATASETS |= {pictures: "image", pathfinder: "pathfinder32"}
 
 
