@@ -28,39 +28,29 @@ from subquad.ops.patterns import (
 from subquad.ops.patterns.sparse import Columns, Ranks
 
 SIZES = st.integers(1, 40)
+UP_TO_2, UP_TO_3, UP_TO_9, UP_TO_20, UP_TO_40 = (st.integers(0, most) for most in (2, 3, 9, 20, 40))
 KINDS = {
     "causal": st.builds(Causal),
     "full": st.builds(Full),
     "window": st.builds(Window, width=SIZES),
-    "segments": st.builds(Segments, size=SIZES, back=st.integers(0, 3)),
-    "prefix": st.builds(Prefix, length=st.integers(0, 40)),
-    "suffix": st.builds(Suffix, start=st.integers(0, 40)),
-    "band": st.builds(Band, before=st.integers(0, 40), after=st.integers(0, 40)),
-    "shifted": st.builds(Shifted, size=st.integers(21, 40), shift=st.integers(1, 20), back=st.integers(0, 3)),
-    "blocks": st.builds(Blocks, size=SIZES, back=st.integers(0, 3), ahead_blocks=st.integers(0, 3)),
-    "sinks": st.builds(Sinks, count=st.integers(0, 20), back=st.integers(0, 20), size=st.integers(1, 9)),
-    "globals": st.builds(
-        Globals, count=st.integers(0, 20), back=st.integers(0, 20), ahead_blocks=st.integers(0, 9), size=SIZES
-    ),
+    "segments": st.builds(Segments, size=SIZES, back=UP_TO_3),
+    "prefix": st.builds(Prefix, length=UP_TO_40),
+    "suffix": st.builds(Suffix, start=UP_TO_40),
+    "band": st.builds(Band, before=UP_TO_40, after=UP_TO_40),
+    "shifted": st.builds(Shifted, size=st.integers(21, 40), shift=st.integers(1, 20), back=UP_TO_3),
+    "blocks": st.builds(Blocks, size=SIZES, back=UP_TO_3, ahead_blocks=UP_TO_3),
+    "sinks": st.builds(Sinks, count=UP_TO_20, back=UP_TO_20, size=st.integers(1, 9)),
+    "globals": st.builds(Globals, count=UP_TO_20, back=UP_TO_20, ahead_blocks=UP_TO_9, size=SIZES),
     "random": st.builds(
-        Random,
-        size=st.integers(1, 9),
-        index=st.integers(0, 1),
-        of=st.integers(2, 3),
-        skip=st.integers(0, 2),
-        back=st.integers(0, 2),
-        ahead_blocks=st.integers(0, 2),
-        blocks=st.integers(0, 40),
-        seed=st.integers(0, 9),
+        Random, size=st.integers(1, 9), index=st.integers(0, 1), of=st.integers(2, 3), skip=UP_TO_2, back=UP_TO_2,
+        ahead_blocks=UP_TO_2, blocks=UP_TO_40, seed=UP_TO_9,
     ),
     "dilated": st.builds(Dilated, width=SIZES, dilation=st.integers(1, 5)),
-    "dilated band": st.builds(
-        DilatedBand, before=st.integers(0, 9), after=st.integers(0, 9), dilation=st.integers(1, 5)
-    ),
+    "dilated band": st.builds(DilatedBand, before=UP_TO_9, after=UP_TO_9, dilation=st.integers(1, 5)),
     "strided": st.builds(Strided, stride=SIZES),
     "columns": st.builds(Columns, size=st.integers(9, 40), last=st.integers(1, 9)),
     "ranks": st.builds(Ranks, size=st.integers(9, 40), last=st.integers(1, 9)),
-}
+}  # fmt: skip
 DATA = st.data()
 
 
@@ -80,42 +70,32 @@ def spans(draw, largest=60):
     return start, draw(st.integers(start + 1, largest + 1))
 
 
-def test_allowed_by_hand():
-    def rows(pattern):
-        return ["".join(".x"[cell] for cell in row) for row in table(pattern, 0, 6, 0, 6).int().tolist()]
+BY_HAND = [
+    (Causal(), "x..... xx.... xxx... xxxx.. xxxxx. xxxxxx"),
+    (Full(), "xxxxxx xxxxxx xxxxxx xxxxxx xxxxxx xxxxxx"),
+    (Window(width=2), "x..... xx.... .xx... ..xx.. ...xx. ....xx"),
+    (Segments(size=2), "x..... xx.... xxx... xxxx.. ..xxx. ..xxxx"),
+    (Segments(size=2, back=0), "x..... xx.... ..x... ..xx.. ....x. ....xx"),
+    (Prefix(length=3), "xxx... xxx... xxx... xxxx.. xxxxx. xxxxxx"),
+    (Suffix(start=4), "...... ...... ...... ...... xxxxx. xxxxxx"),
+    (Band(before=1, after=2), "xxx... xxxx.. .xxxx. ..xxxx ...xxx ....xx"),
+    (Shifted(size=3, shift=1), "x..... .x.... .xx... .xxx.. ....x. ....xx"),
+    (Blocks(size=2, back=1), "xx.... xx.... xxxx.. xxxx.. ..xxxx ..xxxx"),
+    (Sinks(count=2, back=2), "...... ...... ...... x..... xx.... xx...."),
+    (Sinks(count=1, back=1, size=2), "...... ...... ...... ...... xx.... xx...."),
+    (Globals(count=3, back=1, ahead_blocks=0), ".xx... ..x... x..... xx.... xxx... xxx..."),
+    (Dilated(width=2, dilation=2), "x..... .x.... x.x... .x.x.. ..x.x. ...x.x"),
+    (DilatedBand(before=0, after=1, dilation=3), "x..x.. .x..x. ..x..x ...x.. ....x. .....x"),
+    (Strided(stride=3), "x..... .x.... ..x... x..x.. .x..x. ..x..x"),
+    (Columns(size=3, last=1), "...... ...... ..x... ..x... ..x... ..x..x"),
+    (Ranks(size=3, last=1), "...... ...... x..... x..... x..... xx...."),
+]
 
-    assert rows(Causal()) == ["x.....", "xx....", "xxx...", "xxxx..", "xxxxx.", "xxxxxx"]
-    assert rows(Full()) == ["xxxxxx"] * 6
-    assert rows(Window(width=2)) == ["x.....", "xx....", ".xx...", "..xx..", "...xx.", "....xx"]
-    assert rows(Segments(size=2)) == ["x.....", "xx....", "xxx...", "xxxx..", "..xxx.", "..xxxx"]
-    assert rows(Segments(size=2, back=0)) == ["x.....", "xx....", "..x...", "..xx..", "....x.", "....xx"]
-    assert rows(Prefix(length=3)) == ["xxx...", "xxx...", "xxx...", "xxxx..", "xxxxx.", "xxxxxx"]
-    assert rows(Suffix(start=4)) == ["......", "......", "......", "......", "xxxxx.", "xxxxxx"]
-    assert rows(Band(before=1, after=2)) == ["xxx...", "xxxx..", ".xxxx.", "..xxxx", "...xxx", "....xx"]
-    assert rows(Shifted(size=3, shift=1)) == ["x.....", ".x....", ".xx...", ".xxx..", "....x.", "....xx"]
-    assert rows(Blocks(size=2, back=1)) == ["xx....", "xx....", "xxxx..", "xxxx..", "..xxxx", "..xxxx"]
-    assert rows(Sinks(count=2, back=2)) == ["......", "......", "......", "x.....", "xx....", "xx...."]
-    assert rows(Sinks(count=1, back=1, size=2)) == ["......", "......", "......", "......", "xx....", "xx...."]
-    assert rows(Globals(count=3, back=1, ahead_blocks=0)) == [
-        ".xx...",
-        "..x...",
-        "x.....",
-        "xx....",
-        "xxx...",
-        "xxx...",
-    ]
-    assert rows(Dilated(width=2, dilation=2)) == ["x.....", ".x....", "x.x...", ".x.x..", "..x.x.", "...x.x"]
-    assert rows(DilatedBand(before=0, after=1, dilation=3)) == [
-        "x..x..",
-        ".x..x.",
-        "..x..x",
-        "...x..",
-        "....x.",
-        ".....x",
-    ]
-    assert rows(Strided(stride=3)) == ["x.....", ".x....", "..x...", "x..x..", ".x..x.", "..x..x"]
-    assert rows(Columns(size=3, last=1)) == ["......", "......", "..x...", "..x...", "..x...", "..x..x"]
-    assert rows(Ranks(size=3, last=1)) == ["......", "......", "x.....", "x.....", "x.....", "xx...."]
+
+@pytest.mark.parametrize(("pattern", "expected"), BY_HAND, ids=repr)
+def test_allowed_by_hand(pattern, expected):
+    rows = table(pattern, 0, 6, 0, 6).int().tolist()
+    assert ["".join(".x"[cell] for cell in row) for row in rows] == expected.split()
 
 
 def test_every_pattern_is_tested_here():

@@ -29,28 +29,14 @@ decays = pytest.mark.parametrize("decay", ["none", "head", "channel"])
 dtypes = pytest.mark.parametrize("dtype", LOW_PRECISION)
 # Lengths around those of chunks, head sizes around those of tiles: tokens, K, V, decay, normalise, dtype.
 CASES = [
-    (1, 16, 16, "channel", True, FP32),
-    (1, 3, 1, "head", False, BF16),
-    (2, 3, 3, "head", True, FP32),
-    (2, 64, 16, "channel", False, FP16),
-    (15, 1, 64, "none", False, BF16),
-    (16, 43, 16, "channel", True, FP32),
-    (17, 16, 43, "head", False, FP16),
-    (63, 64, 64, "none", True, FP16),
-    (64, 16, 128, "head", True, BF16),
-    (64, 43, 16, "channel", True, FP16),
-    (65, 64, 64, "channel", True, BF16),
-    (65, 16, 16, "none", False, FP32),
-    (127, 16, 16, "head", True, FP32),
-    (128, 64, 64, "none", True, BF16),
-    (129, 16, 16, "channel", False, FP32),
-    (67, 16, 3, "channel", True, BF16),
-    (200, 128, 64, "none", True, BF16),
-    (200, 16, 16, "head", False, BF16),
-    (20, 192, 130, "none", True, BF16),
-    (20, 80, 16, "head", True, FP16),
-    (20, 40, 40, "channel", True, FP32),
-]
+    (1, 16, 16, "channel", True, FP32), (1, 3, 1, "head", False, BF16), (2, 3, 3, "head", True, FP32),
+    (2, 64, 16, "channel", False, FP16), (15, 1, 64, "none", False, BF16), (16, 43, 16, "channel", True, FP32),
+    (17, 16, 43, "head", False, FP16), (63, 64, 64, "none", True, FP16), (64, 16, 128, "head", True, BF16),
+    (64, 43, 16, "channel", True, FP16), (65, 64, 64, "channel", True, BF16), (65, 16, 16, "none", False, FP32),
+    (127, 16, 16, "head", True, FP32), (128, 64, 64, "none", True, BF16), (129, 16, 16, "channel", False, FP32),
+    (67, 16, 3, "channel", True, BF16), (200, 128, 64, "none", True, BF16), (200, 16, 16, "head", False, BF16),
+    (20, 192, 130, "none", True, BF16), (20, 80, 16, "head", True, FP16), (20, 40, 40, "channel", True, FP32),
+]  # fmt: skip
 
 
 def make(tokens, decay="none", dtype=FP32, *, normalise=True, K=16, V=16, batch=1, heads=1):
