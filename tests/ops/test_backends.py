@@ -44,14 +44,11 @@ def test_kernels_are_refused_without_triton(engine, monkeypatch):
         ENGINES[engine]("triton")
 
 
-@pytest.mark.parametrize(
-    ("engine", "sizes", "match"),
-    [
-        ("gated_scan", (300, 4), "at most 256 key channels per head, got 300"),
-        ("gated_scan", (4, 300), "at most 256 value channels per head, got 300"),
-        ("running_softmax", (600, 4), "at most 512 latents per head, got 600"),
-    ],
-)
+@pytest.mark.parametrize(("engine", "sizes", "match"), [
+    ("gated_scan", (300, 4), "at most 256 key channels per head, got 300"),
+    ("gated_scan", (4, 300), "at most 256 value channels per head, got 300"),
+    ("running_softmax", (600, 4), "at most 512 latents per head, got 600"),
+])  # fmt: skip
 def test_kernels_refuse_heads_that_they_cannot_hold(engine, sizes, match):
     with pytest.raises(ValueError, match=match):
         ENGINES[engine]("triton", *(torch.ones(1, 1, 2, size) for size in sizes))
