@@ -62,14 +62,6 @@ def test_an_unknown_backend_is_answered_with_the_valid_ones(engine):
         use_backend("refrence").__enter__()
 
 
-@engines
-@pytest.mark.parametrize("backend", ["reference", "torch", "sequential"])
-def test_a_backend_that_an_engine_has_runs(engine, backend):
-    ENGINES[engine](backend)
-    with use_backend(backend):
-        ENGINES[engine]()
-
-
 def test_use_backend_holds_within_its_block_and_nests():
     with use_backend("reference"):
         assert choose("op", None, BOTH, "torch") == "reference"

@@ -167,10 +167,7 @@ def test_a_window_is_looked_at_and_no_more(documents, monkeypatch):
     assert max(looked) <= 2 * flex.BLOCK * 2 * flex.BLOCK
 
 
-COMPILERS_OF_GRAPHS = ["eager", pytest.param("inductor", marks=[pytest.mark.slow, compiles])]
-
-
-@pytest.fixture(params=COMPILERS_OF_GRAPHS)
+@pytest.fixture(params=["eager", pytest.param("inductor", marks=[pytest.mark.slow, compiles])])
 def graphs(request, monkeypatch):
     """The number of graphs that were compiled, by a backend of torch."""
     monkeypatch.setattr(flex.torch, "compile", functools.partial(torch.compile, backend=request.param))
