@@ -439,34 +439,23 @@ ERRORS = {
     "mask of a continuation": ({"q": X[:, :, :2], "mask": REAL[:, :2]}, "mask needs as many .* got T=2, S=5"),
     "lengths": ({"lengths": TWO[:1]}, r"lengths must hold integers in the shape \(2,\), got torch\.int64 \(1,\)"),
     "documents": ({"doc_ids": REAL.float()}, r"doc_ids must hold integers in the shape \(2, 5\), got torch\.float32 "),
-    "more queries than keys": (
-        {"k": X[:, :, :3], "v": X[:, :, :3], "lengths": TWO},
-        "with lengths or doc_ids the queries are the last of the keys, got T=5 > S=3",
-    ),
-    "queries before the last": (
-        {"q": X[:, :, :2], "lengths": TWO},
-        r"the queries must be the last of the keys: q_start - k_start = S - T, got q_start=0, k_start=0, S=5, T=2",
-    ),
-    "start's shape": (
-        {"q_start": torch.tensor([1, 2, 3])},
-        r"a start must be an int or an integer tensor \[2\], got torch\.int64 \(3,\)",
-    ),
-    "start's dtype": (
-        {"k_start": TWO.float()},
-        r"a start must be an int or an integer tensor \[2\], got torch\.float32 ",
-    ),
+    "more queries than keys": ({"k": X[:, :, :3], "v": X[:, :, :3], "lengths": TWO},
+                               "with lengths or doc_ids the queries are the last of the keys, got T=5 > S=3"),
+    "queries before the last": ({"q": X[:, :, :2], "lengths": TWO}, "the queries must be the last of the keys: "
+                                "q_start - k_start = S - T, got q_start=0, k_start=0, S=5, T=2"),
+    "start's shape": ({"q_start": torch.tensor([1, 2, 3])},
+                      r"a start must be an int or an integer tensor \[2\], got torch\.int64 \(3,\)"),
+    "start's dtype": ({"k_start": TWO.float()}, r"an int or an integer tensor \[2\], got torch\.float32 "),
     "key_lengths' shape": ({"key_lengths": TWO[:1]}, r"key_lengths must hold integers in the shape \(2,\), got "),
     "key_lengths' dtype": ({"key_lengths": TWO.float()}, r"key_lengths must hold integers .*, got torch\.float32"),
     "key_lengths and lengths": ({"pattern": Full(), "key_lengths": TWO, "lengths": TWO}, rf"{ALONE_MATCH}Full\(\)"),
     "key_lengths and starts": ({"pattern": Full(), "key_lengths": TWO, "k_start": TWO}, rf"{ALONE_MATCH}Full\(\)"),
     "causal key_lengths": ({"key_lengths": TWO}, rf"{ALONE_MATCH}Causal\(\)"),
-    "chunks of torch": (
-        {"chunk_size": (4, 4)},
-        r"chunk_size is for .* 'sequential', got chunk_size=\(4, 4\) for 'torch'",
-    ),
+    "chunks of torch": ({"chunk_size": (4, 4)},
+                        r"chunk_size is for .* 'sequential', got chunk_size=\(4, 4\) for 'torch'"),
     "empty chunks": ({"chunk_size": (4, 0), **SEQUENTIAL}, r"two numbers of at least 1 .*, got \(4, 0\)"),
     "three chunks": ({"chunk_size": (4, 4, 4), **SEQUENTIAL}, "chunk_size must be two numbers"),
-}
+}  # fmt: skip
 TYPE_ERRORS = {
     "pattern": ({"pattern": "causal"}, "pattern must be a Pattern, got str; valid: "),
     "dtype": ({"q": X.long()}, r"q must be floating point, got torch\.int64"),

@@ -104,16 +104,13 @@ def test_many_lengths_take_less_than_twice_their_tokens():
 IDS = torch.zeros(2, 3, dtype=torch.int64)
 
 
-@pytest.mark.parametrize(
-    ("ids", "mask", "error", "message"),
-    [
-        (IDS.float(), None, TypeError, "doc_ids must hold integers, the document's id at each of its tokens, got"),
-        (IDS.bool(), None, TypeError, "doc_ids must hold integers"),
-        (IDS.mT, None, ValueError, r"doc_ids must have shape \(2, 3\), one id per token"),
-        (IDS - 2, None, ValueError, "doc_ids must be 0 or more, or -1 for padding, got -2"),
-        (IDS, torch.ones(2, 4, dtype=torch.bool), ValueError, r"mask must have shape \(2, 3\)"),
-    ],
-)
+@pytest.mark.parametrize(("ids", "mask", "error", "message"), [
+    (IDS.float(), None, TypeError, "doc_ids must hold integers, the document's id at each of its tokens, got"),
+    (IDS.bool(), None, TypeError, "doc_ids must hold integers"),
+    (IDS.mT, None, ValueError, r"doc_ids must have shape \(2, 3\), one id per token"),
+    (IDS - 2, None, ValueError, "doc_ids must be 0 or more, or -1 for padding, got -2"),
+    (IDS, torch.ones(2, 4, dtype=torch.bool), ValueError, r"mask must have shape \(2, 3\)"),
+])  # fmt: skip
 def test_ids_and_masks_that_do_not_fit_are_refused(ids, mask, error, message):
     with pytest.raises(error, match=message):
         lay_out(ids, mask, 2, 3)

@@ -21,26 +21,14 @@ from subquad.testing import LOW_PRECISION, assert_exact, assert_in_budget, mask_
 from tests.ops.cases import assert_all_exact, normal
 
 PATTERNS = [
-    Causal(),
-    Full(),
-    Window(width=20),
-    Window(width=200),
-    Band(before=30, after=9),
-    Segments(size=70),
-    patterns.Shifted(size=160, shift=8),
-    patterns.Blocks(size=64, back=1, ahead_blocks=1),
-    patterns.Prefix(length=130),
-    patterns.Suffix(start=130),
-    Sinks(count=3, back=4),
-    patterns.Globals(count=1, back=1, ahead_blocks=1, size=8),
+    Causal(), Full(), Window(width=20), Window(width=200), Band(before=30, after=9), Segments(size=70),
+    patterns.Shifted(size=160, shift=8), patterns.Blocks(size=64, back=1, ahead_blocks=1), patterns.Prefix(length=130),
+    patterns.Suffix(start=130), Sinks(count=3, back=4), patterns.Globals(count=1, back=1, ahead_blocks=1, size=8),
     patterns.Random(size=8, index=1, of=2, skip=1, back=0),
-    patterns.Random(size=64, index=0, of=2, skip=1, back=0, blocks=5),
-    patterns.Dilated(width=4, dilation=3),
-    patterns.DilatedBand(before=2, after=1, dilation=3),
-    patterns.Strided(stride=5),
-    Columns(size=160, last=3),
+    patterns.Random(size=64, index=0, of=2, skip=1, back=0, blocks=5), patterns.Dilated(width=4, dilation=3),
+    patterns.DilatedBand(before=2, after=1, dilation=3), patterns.Strided(stride=5), Columns(size=160, last=3),
     Ranks(size=8, last=3),
-]
+]  # fmt: skip
 every_pattern = pytest.mark.parametrize("pattern", PATTERNS, ids=repr)
 COMPILERS = ("c++", "g++", "clang++")
 compiles = pytest.mark.skipif(not any(map(shutil.which, COMPILERS)), reason="no C++ compiler")
@@ -179,10 +167,7 @@ def test_a_window_is_looked_at_and_no_more(documents, monkeypatch):
     assert max(looked) <= 2 * flex.BLOCK * 2 * flex.BLOCK
 
 
-COMPILERS_OF_GRAPHS = ["eager", pytest.param("inductor", marks=[pytest.mark.slow, compiles])]
-
-
-@pytest.fixture(params=COMPILERS_OF_GRAPHS)
+@pytest.fixture(params=["eager", pytest.param("inductor", marks=[pytest.mark.slow, compiles])])
 def graphs(request, monkeypatch):
     """The number of graphs that were compiled, by a backend of torch."""
     monkeypatch.setattr(flex.torch, "compile", functools.partial(torch.compile, backend=request.param))

@@ -16,6 +16,12 @@ def count(f):
     return counter.get_total_flops()
 
 
+def forward_and_backward(f):
+    """Count the operations of `f`, and of the backward pass through its output."""
+    outs = []
+    return count(lambda: outs.append(f())), count(lambda: outs[0].sum().backward())
+
+
 def inputs(*shapes, grad=False):
     return [torch.randn(shape, requires_grad=grad) for shape in shapes]
 
@@ -83,11 +89,35 @@ FORMS = {
 @pytest.mark.parametrize("form", FORMS)
 def test_a_backward_pass_costs_five_products_where_the_forward_has_two(form):
     q, i, v = inputs((2, 3, 70, 4), (2, 3, 70, 4), (2, 3, 70, 4), grad=True)
-    forward = count(lambda: FORMS[form](q, i, v))
-    out = FORMS[form](q, i, v)
-    assert 2 * count(lambda: out.sum().backward()) == 5 * forward > 0
+    forward, backward = forward_and_backward(lambda: FORMS[form](q, i, v))
+    assert 2 * backward == 5 * forward > 0
     if form == "torch's attention":
         assert forward == 2 * 3 * 2 * 70 * 70 * (4 + 4)
+
+
+@pytest.mark.parametrize(
+    ("pattern", "entries"), [(Full(), 100 * 100), (Window(width=17), 16 * 16 + 16 * 32 * 5 + 4 * 20)], ids=repr
+)
+def test_attention_in_sequence_computes_only_the_chunks_within_reach(pattern, entries):
+    (q,) = inputs((2, 3, 100, 4), grad=True)
+    options = {"chunk_size": (16, 64), "backend": "sequential"}
+    forward, backward = forward_and_backward(lambda: block_attention(q, q, q, pattern, **options))
+    assert forward == 2 * 3 * entries * 2 * (4 + 4)
+    assert backward == 2 * 3 * entries * 2 * (3 * 4 + 2 * 4)
+
+
+@pytest.mark.parametrize(("form", "products"), [("scan", 5), ("mean", 6), ("softmax", 5)])
+def test_scans_in_sequence_count_their_products(form, products):
+    q, i, v = inputs((2, 3, 20, 4), (2, 3, 20, 4), (2, 3, 20, 5), grad=True)
+
+    def run():
+        if form == "softmax":
+            return running_softmax(q.softmax(-1), i, v, backend="sequential").out
+        return gated_scan(q.exp(), i.exp(), v, None, normalise=form == "mean", backend="sequential").out
+
+    forward, backward = forward_and_backward(run)
+    assert forward == 2 * 3 * 20 * 4 * 4 * products
+    assert 2 * backward == 5 * forward
 
 
 @pytest.mark.parametrize("with_gradients", [False, True])

@@ -128,16 +128,10 @@ def test_the_operation_keeps_torchs_rules(with_bias):
     torch.library.opcheck(loss._loss_backward, (torch.ones_like(losses), h, w, *rest, lse, -100), test_utils=ALONE)
 
 
-@pytest.mark.parametrize(
-    ("shapes"),
-    [
-        ((N, D, 1), (V, D), (N,)),
-        ((N, D), (V,), (N,)),
-        ((N, D), (V, D + 1), (N,)),
-        ((N, D), (V, D), (N + 1,)),
-        ((N, D), (V, D), (N, 1)),
-    ],
-)
+@pytest.mark.parametrize("shapes", [
+    ((N, D, 1), (V, D), (N,)), ((N, D), (V,), (N,)), ((N, D), (V, D + 1), (N,)), ((N, D), (V, D), (N + 1,)),
+    ((N, D), (V, D), (N, 1)),
+])  # fmt: skip
 def test_shapes_that_do_not_agree_are_refused(shapes):
     h, w, y = (torch.zeros(shape) for shape in shapes)
     with pytest.raises(ValueError, match=r"h \[N, D\], weight \[V, D\] and labels \[N\] must agree, got \("):

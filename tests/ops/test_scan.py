@@ -343,12 +343,10 @@ ERRORS = {
     "decays": ({"log_f": X[..., :2]}, r"log_f must have shape \(2, 2, 5, 6\) or \(2, 2, 5, 1\), got \(2, 2, 5, 2\)"),
     "eps": ({"eps": -0.1}, r"eps must be at least 0, got -0\.1"),
     "chunk": ({"chunk_size": 0}, "chunk_size must be at least 1, got 0"),
-    "state": (
-        {"state": X[:, :, :1].mT, "normalise": True},
-        r"state must have shape \(2, 2, 6, 7\), got \(2, 2, 6, 1\)",
-    ),
+    "state": ({"state": X[:, :, :1].mT, "normalise": True},
+              r"state must have shape \(2, 2, 6, 7\), got \(2, 2, 6, 1\)"),
     "mask": ({"mask": X[:, 0, :4, 0].bool()}, r"mask must have shape \(2, 5\)"),
-}
+}  # fmt: skip
 
 
 @pytest.mark.parametrize("case", [*ERRORS, "dtype"])

@@ -1,16 +1,15 @@
-"""The backend `sequential`: any chunks, the memory of one tile, counted products, and the mechanisms' laws."""
+"""The backend `sequential`: any chunks, the memory of one tile, and the mechanisms' laws."""
 
 import pytest
 import torch
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
-from torch.utils.flop_counter import FlopCounterMode
 
-from subquad.ops import block_attention, flops, gated_scan, running_softmax
+from subquad.ops import block_attention, gated_scan, running_softmax
 from subquad.ops._sequential import attend as sequential
 from subquad.ops._sequential.attend import block_attention_sequential, block_attention_sequential_backward
 from subquad.ops.backends import use_backend
-from subquad.ops.patterns import Causal, Full, Segments, Window
+from subquad.ops.patterns import Causal, Segments, Window
 from subquad.testing import AttentionContract, assert_same_maths, largest_allocation, with_gradients
 from tests.ops.cases import ALONE, assert_all_exact, differentiated, normal
 
@@ -33,42 +32,6 @@ def test_attention_takes_the_memory_of_one_tile(monkeypatch):
         return largest_allocation(lambda: block_attention(q, q, q, Causal(), backend="sequential").sum().backward())
 
     assert largest(1, 1, 64) == largest(1, 1, 96) == largest(2, 4, 32)
-
-
-def forward_and_backward(f):
-    """Count the operations of `f`, and of the backward pass through its output."""
-    flops.register()
-    with FlopCounterMode(display=False) as forward:
-        out = f()
-    with FlopCounterMode(display=False) as backward:
-        out.sum().backward()
-    return forward.get_total_flops(), backward.get_total_flops()
-
-
-@pytest.mark.parametrize(
-    ("pattern", "entries"), [(Full(), 100 * 100), (Window(width=17), 16 * 16 + 16 * 32 * 5 + 4 * 20)], ids=repr
-)
-def test_attention_computes_only_the_chunks_within_reach(pattern, entries):
-    q = normal(2, 3, 100, 4, dtype=torch.float32).requires_grad_()
-    options = {"chunk_size": (16, 64), "backend": "sequential"}
-    forward, backward = forward_and_backward(lambda: block_attention(q, q, q, pattern, **options))
-    assert forward == 2 * 3 * entries * 2 * (4 + 4)
-    assert backward == 2 * 3 * entries * 2 * (3 * 4 + 2 * 4)
-
-
-@pytest.mark.parametrize("normalise", [False, True, None])
-def test_scans_count_their_products(normalise):
-    q, i = (normal(2, 3, 20, 4, seed=n, dtype=torch.float32).abs().requires_grad_() for n in (1, 2))
-    v = normal(2, 3, 20, 5, seed=3, dtype=torch.float32)
-
-    def run():
-        if normalise is None:
-            return running_softmax(q, i, v, backend="sequential").out
-        return gated_scan(q, i, v, None, normalise=normalise, backend="sequential").out
-
-    forward, backward = forward_and_backward(run)
-    assert forward == 2 * 3 * 20 * 4 * 4 * (6 if normalise else 5)
-    assert 2 * backward == 5 * forward
 
 
 def test_the_attention_keeps_torchs_rules():
@@ -118,7 +81,7 @@ class Sequential(AttentionContract):
             yield
         sequential.QUERY_CHUNK, sequential.KEY_CHUNK = before
 
-    # Its products are counted above: `cost` counts those of the default backend.
+    # test_flops.py counts its products: `cost` counts those of the default backend.
     test_law_06_cost_grows_as_the_class_says = None
     # `use_backend` does not act inside torch.compile; the operators are compiled above.
     test_law_12_compiles_whole_with_aot_eager = None

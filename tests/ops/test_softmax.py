@@ -12,19 +12,11 @@ from subquad.ops._torch import softmax as chunked
 from subquad.ops._torch.halves import running_logsumexp_backward_op, running_logsumexp_op
 from subquad.ops._torch.softmax import EMPTY, running_softmax_backward_op, running_softmax_op
 from subquad.testing import LOW_PRECISION, assert_exact, assert_in_budget, assert_same_maths, mask_with
-from tests.ops.cases import (
-    ALONE,
-    assert_all_in_budget,
-    assert_all_same_maths,
-    differentiated,
-    normal,
-    thinned,
-)
+from tests.ops.cases import ALONE, assert_all_in_budget, assert_all_same_maths, differentiated, normal, thinned
 
 B, H, L, V = 2, 2, 6, 5
 BACKENDS = ("torch", "reference", "sequential")
 backends = pytest.mark.parametrize("backend", BACKENDS)
-dtypes = pytest.mark.parametrize("dtype", LOW_PRECISION, ids=str)
 latents = pytest.mark.parametrize("latents", [1, L])
 
 
@@ -255,14 +247,10 @@ ERRORS = {
     "tokens": ({"logits": X[:1]}, "logits must agree with p in B, H and T"),
     "latents": ({"logits": X[..., :3]}, "p and logits must have the same latents, got 6 and 3"),
     "chunk": ({"chunk_size": -1}, "chunk_size must be at least 1, got -1"),
-    "state": (
-        {"state": (X[:, :, 0], X[:, :, :1].mT)},
-        r"state must have shapes \(2, 2, 6\) and \(2, 2, 6, 6\), got \(2, 2, 6\) and \(2, 2, 6, 1\)",
-    ),
+    "state": ({"state": (X[:, :, 0], X[:, :, :1].mT)},
+              r"state must have shapes \(2, 2, 6\) and \(2, 2, 6, 6\), got \(2, 2, 6\) and \(2, 2, 6, 1\)"),
     "own": ({"own": X}, r"own must have shape \(2, 2, 5, 1\), got \(2, 2, 5, 6\)"),
-}
-
-
+}  # fmt: skip
 TYPE_ERRORS = {
     "dtype": ({"logits": X.int()}, r"logits must be floating point, got torch\.int32"),
     "mask": ({"mask": X[:, 0, :, 0]}, "mask must be a bool tensor"),

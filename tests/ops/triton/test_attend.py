@@ -15,6 +15,7 @@ from tests.ops.cases import ALONE, DEVICE, LAYOUTS, assert_all_exact, differenti
 
 PATTERNS = [pattern for pattern in cases.PATTERNS if kernels.supports(pattern)]
 SOME = [Causal(), Window(width=20), Segments(size=7, back=2), Blocks(size=9), Suffix(start=13)]
+DECODED = [Causal(), Window(width=20), Segments(size=12), Shifted(size=30, shift=8)]
 NAMES = ("out", "lse", "dq", "dk", "dv")
 EMPTY = 7.0
 """Stands for the logsumexp of a query that sees no key, -inf, so that errors and gradients are numbers."""
@@ -104,10 +105,11 @@ def test_inputs_of_several_dtypes_are_widened_to_one():
 WHERE = [(20, 50, 12, -18), (20, 50, 100, 70), (20, 20, 0, 40), (33, 17, 5, 9), (20, 20, -7, -3), (1, 40, 39, 0)]
 
 
+ANYWHERE = (Blocks(size=8, back=1, ahead_blocks=1), Window(width=20), Shifted(size=8, shift=3, back=1))
+
+
 @small_tiles
-@thinned(
-    3, pattern=(Blocks(size=8, back=1, ahead_blocks=1), Window(width=20), Shifted(size=8, shift=3, back=1)), where=WHERE
-)
+@thinned(3, pattern=ANYWHERE, where=WHERE)
 def test_queries_and_keys_may_stand_anywhere(pattern, where):
     tokens, keys, q_start, k_start = where
     assert_is_the_definition(qkv(tokens, keys, heads=1), pattern, q_start=q_start, k_start=k_start)
@@ -157,10 +159,8 @@ def test_strides_change_no_bit():
     expected = run(*inputs)
     for name in ("heads inside tokens", "a slice", "channels apart"):
         assert_all_exact(run(*map(LAYOUTS[name], inputs)), expected, name)
-    expanded = [
-        *(x[:1, :1].expand(2, 2, -1, -1) for x in inputs[:3]),
-        torch.ones((), device=DEVICE).expand(2, 2, 6, 16),
-    ]
+    one = torch.ones((), device=DEVICE).expand(2, 2, 6, 16)
+    expanded = [*(x[:1, :1].expand(2, 2, -1, -1) for x in inputs[:3]), one]
     assert_all_exact(run(*expanded), run(*(x.contiguous() for x in expanded)), "expanded")
 
 
@@ -181,12 +181,7 @@ def test_gradients_of_scores_may_exceed_float16():
     assert_is_the_definition((q, k, v), Full())
 
 
-@thinned(
-    5,
-    pattern=(Causal(), Window(width=20), Segments(size=12), Shifted(size=30, shift=8), Sinks(count=2, back=3)),
-    sharpness=(1.0, 100.0),
-    dtype=LOW_PRECISION,
-)
+@thinned(5, pattern=(*DECODED, Sinks(count=2, back=3)), sharpness=(1.0, 100.0), dtype=LOW_PRECISION)
 def test_no_bit_depends_on_the_future(pattern, sharpness, dtype):
     now = 29
     q, k, v = qkv(140, heads=1, dtype=dtype)
@@ -214,11 +209,7 @@ def test_one_output_alone_has_its_gradients(used):
     assert_is_the_definition(qkv(30), Window(width=9), slice(used, used + 1))
 
 
-@thinned(
-    3,
-    pattern=[Causal(), Window(width=20), Segments(size=12), Shifted(size=30, shift=8)],
-    heads=[(2, 2), (6, 2), (20, 1)],
-)
+@thinned(3, pattern=DECODED, heads=[(2, 2), (6, 2), (20, 1)])
 def test_decoding_is_the_last_row_of_the_whole(pattern, heads, monkeypatch):
     launches, launch = [], common.launch
     monkeypatch.setattr(common, "launch", lambda f, *x, **y: launches.append(f.__name__) or launch(f, *x, **y))
@@ -278,18 +269,14 @@ def test_a_compiled_graph_is_eager():
 
 X = torch.zeros(2, 2, 5, 6, device=DEVICE)
 ERRORS = {
-    "pattern": (
-        {"pattern": Dilated(width=4, dilation=3)},
-        r"has no kernel for Dilated\(width=4, dilation=3\); it has: Band, Blocks, Causal, Full, Prefix, Segments, ",
-    ),
+    "pattern": ({"pattern": Dilated(width=4, dilation=3)}, r"has no kernel for Dilated\(width=4, dilation=3\); "
+                "it has: Band, Blocks, Causal, Full, Prefix, Segments, "),
     "dtype": ({"q": X.double()}, "computes in float32, bfloat16, float16, got torch.float64"),
     "channels": ({"v": X[..., :1].expand(2, 2, 5, 300)}, "takes heads of at most 256 channels, got 300"),
     "positions": ({"q_start": 2**28, "k_start": 2**28}, "takes positions up to 268435456, got 268435461"),
-    "dropout": (
-        {"dropout_p": 0.5},
-        r"backend 'triton' of block_attention has no dropout, got dropout_p=0\.5; valid: reference, torch, sequential",
-    ),
-}
+    "dropout": ({"dropout_p": 0.5}, r"backend 'triton' of block_attention has no dropout, got dropout_p=0\.5; "
+                "valid: reference, torch, sequential"),
+}  # fmt: skip
 
 
 @pytest.mark.parametrize("case", ERRORS)
