@@ -6,6 +6,8 @@ import textwrap
 import tomllib
 from pathlib import Path
 
+import pytest
+
 from subquad import attention
 
 
@@ -15,33 +17,17 @@ def run(code: str) -> str:
     return done.stdout.strip()
 
 
-def test_the_package_loads_nothing_heavy():
-    loaded = run("""
-        import sys
-        import subquad
-        print(*[name for name in ("torch", "triton", "transformers", "numpy", "matplotlib") if name in sys.modules])
-    """)
-    assert loaded == ""
+HEAVY = {"triton", "transformers", "datasets", "matplotlib"}
 
 
-def test_configurations_load_nothing_heavy_but_torch():
-    loaded = run("""
-        import sys
-        import subquad.adaptation.config, subquad.data.config
-        print(*[name for name in ("triton", "transformers", "datasets", "matplotlib") if name in sys.modules])
-    """)
-    assert loaded == ""
-
-
-def test_mechanisms_load_neither_triton_nor_transformers():
-    loaded = run("""
-        import sys
-        import torch
-        before = set(sys.modules)
-        import subquad.attention
-        print(*sorted({"triton", "transformers", "datasets", "matplotlib"} & (set(sys.modules) - before)))
-    """)
-    assert loaded == ""
+@pytest.mark.parametrize(("first", "then", "heavy"), [
+    ("sys", "subquad", {"torch", "numpy", *HEAVY}),
+    ("sys", "subquad.adaptation.config, subquad.data.config", HEAVY),
+    ("torch", "subquad.attention", HEAVY),
+])  # fmt: skip
+def test_nothing_heavy_is_loaded(first, then, heavy):
+    code = f"import sys, {first}; before = set(sys.modules); import {then}; print(*set(sys.modules) - before)"
+    assert heavy.isdisjoint(run(code).split())
 
 
 def test_every_mechanism_runs_where_triton_and_transformers_cannot_be_imported():

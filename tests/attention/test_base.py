@@ -129,16 +129,9 @@ def test_the_class_build_and_from_config_make_the_same(name, tmp_path):
     assert type(config).from_file(tmp_path / "c.yaml") == config
 
 
-@pytest.mark.parametrize(
-    ("options", "error", "match"),
-    [
-        ({"num_latent": 4}, ValueError, "attention 'latte' has no option 'num_latent'; did you mean 'num_latents'"),
-        ({"num_latents": "4"}, TypeError, "num_latents must be int"),
-    ],
-)
-def test_a_class_has_the_errors_of_build(options, error, match):
-    with pytest.raises(error, match=match):
-        subquad.attention.Latte(dim=16, num_heads=2, **options)
+def test_a_class_has_the_errors_of_build():
+    with pytest.raises(ValueError, match="attention 'latte' has no option 'num_latent'; did you mean 'num_latents'"):
+        subquad.attention.Latte(dim=16, num_heads=2, num_latent=4)
     with pytest.raises(ValueError, match="needs the key 'num_heads'"):
         subquad.attention.Latte(dim=16)
 
@@ -147,7 +140,6 @@ def test_states_and_hashes_are_tied_to_name_and_options(monkeypatch):
     sizes = [(name, heads, p) for name in NAMES for heads in (2, 4) for p in (0.0, 0.5)]
     assert len({build(name, dim=16, num_heads=heads, dropout=p).config_hash for name, heads, p in sizes}) == len(sizes)
     layer = build("latte", dim=16, num_heads=2)
-    assert layer.config_hash == build("latte", dim=16, num_heads=2).config_hash
     assert layer(torch.zeros(1, 2, 16))[1].config_hash == layer.config_hash
     # The name counts even where the options are equal.
     one, two = (type(name, (Attention,), {}) for name in ("One", "Two"))
@@ -162,13 +154,10 @@ def test_hashes_of_earlier_releases_are_still_known():
     assert build("full", dim=32, num_heads=2).config_hash == "3f92aff9c2842e45"
 
 
-@pytest.mark.parametrize(
-    ("made", "module", "match"),
-    [
-        ("odd", "mine.other", r"Mine\.name is 'odd' but its file is other\.py; use one name for both"),
-        ("linear", "mine.linear", r"is already subquad\.attention\.linear\.Linear; give mine\.linear\.Mine another"),
-    ],
-)
+@pytest.mark.parametrize(("made", "module", "match"), [
+    ("odd", "mine.other", r"Mine\.name is 'odd' but its file is other\.py; use one name for both"),
+    ("linear", "mine.linear", r"is already subquad\.attention\.linear\.Linear; give mine\.linear\.Mine another"),
+])  # fmt: skip
 def test_a_name_that_is_not_its_files_or_is_taken_is_refused(made, module, match):
     before = dict(Attention.registry)
     with pytest.raises(TypeError, match=match):

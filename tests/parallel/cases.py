@@ -52,15 +52,10 @@ DECODERS = {
     "one block of llp": {"attention": "llp_printed", "position": "rope"},
 }
 OPTIONS = {
-    "llp": {"segment": 12},
-    "llp_printed": {"segment": 12, "first_block_projections": True, "shared_kv": False},
-    "window": {"width": 7},
-    "latte_macchiato": {"width": 6},
-    "longformer": {"width": 5, "num_global": 3},
-    "luna": {"memory_tokens": 3},
-    "strided": {"stride": 5},
-    "elita": {"horizon": 16},
-}
+    "llp": {"segment": 12}, "llp_printed": {"segment": 12, "first_block_projections": True, "shared_kv": False},
+    "window": {"width": 7}, "latte_macchiato": {"width": 6}, "longformer": {"width": 5, "num_global": 3},
+    "luna": {"memory_tokens": 3}, "strided": {"stride": 5}, "elita": {"horizon": 16},
+}  # fmt: skip
 
 
 def make_layer(case, dtype=torch.float64):
