@@ -169,9 +169,3 @@ SIXTEEN = r"a step had 16 windows \(processes 2 x batch\.size 4 x batch\.accumul
 def test_other_settings_are_refused_with_what_changed(changes, message):
     with pytest.raises(CheckpointError, match=f"step 3 was made with other settings: .*{message}; restore them"):
         checkpoint.check_settings({"step": 3, "settings": MADE}, {**MADE, **changes})
-
-
-@pytest.mark.parametrize(("processes", "size", "accumulation"), [(2, 4, 2), (1, 16, 1), (4, 2, 2), (16, 1, 1)])
-def test_a_run_is_resumed_if_a_step_has_as_many_windows(processes, size, accumulation):
-    batch = {"length": 32, "size": size, "accumulation": accumulation}
-    checkpoint.check_settings({"step": 3, "settings": MADE}, {**MADE, "batch": batch, "processes": processes})
