@@ -77,7 +77,6 @@ def test_the_toy_is_learned(tmp_path):
 def test_commands_refuse_what_only_texts_have_and_a_folder_without_its_task(trained, tmp_path, capsys):
     for message, command, *options in (
         ("holds a classifier: length=7 is for texts; leave it out", "eval", "--length", "7"),
-        ("holds a classifier: stride=7 is for texts; leave it out", "eval", "--stride", "7"),
         ("holds a classifier: data.path='x.txt' is for texts; leave it out", "eval", "--data", "x.txt"),
         ("windows must be at least 1, got 0", "eval", "--windows", "0"),
         ("holds a classifier, which labels sequences and predicts no text; `subquad", "generate", "--prompt", "x"),
