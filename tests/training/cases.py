@@ -31,15 +31,10 @@ from tests.training.configs import config_of, write_text
 
 BASE = {
     "model": {"dim": 16, "num_layers": 2, "num_heads": 2, "attention": "llp", "position": "sinusoidal"},
-    "model.options": {"llp": {"segment": 16}, "window": {"width": 8}},
-    "batch": {"length": 32, "size": 4},
-    "schedule": {"warmup": 2, "kind": "constant"},
-    "parallel.timeout": 300.0,
-    "run.steps": 6,
-    "run.eval_every": 0,
-    "run.eval_windows": 7,
-    "run.save_every": 100,
-}
+    "model.options": {"llp": {"segment": 16}, "window": {"width": 8}}, "batch": {"length": 32, "size": 4},
+    "schedule": {"warmup": 2, "kind": "constant"}, "parallel.timeout": 300.0,
+    "run.steps": 6, "run.eval_every": 0, "run.eval_windows": 7, "run.save_every": 100,
+}  # fmt: skip
 STACKS = {
     "perceiver": {"model.attention": "perceiver_ar", "model.options": {"perceiver_ar": {"latents": 8}}},
     "performer": {"model.attention": "performer", "model.options": {"performer": {"redraw_interval": 2}}},
@@ -50,7 +45,8 @@ STACKS = {
 MIXED = {"model.attention": ["llp", "latte", "linear", "elita", "window", "full"], "model.num_layers": 6}
 MODELS = {"llp": {}, "latte": {"model.attention": "latte"}, "mixed": MIXED, **STACKS}
 FEW = ("latte", "packed")
-SHARDED = {"batch.size": 1, "batch.accumulation": 2, "parallel.shard": True}
+ONE, TWO, SHARD = {"batch.size": 1}, {"batch.size": 2}, {"parallel.shard": True}
+SHARDED = {**ONE, **SHARD, "batch.accumulation": 2}
 
 
 def fork(world, work, *given, seconds=500.0):
@@ -81,23 +77,15 @@ def fork(world, work, *given, seconds=500.0):
     return [process.exitcode for process in processes]
 
 
-def make_config(folder, changes):
-    """Make a run without dropout in `folder`; the text lies beside it."""
+def train_in(folder, changes, dtype=torch.float64):
+    """Train without a picture a run without dropout in `folder`; the text lies beside it."""
+    run.draw_curves = lambda *args, **kwargs: None
+    torch.set_default_dtype(dtype)
     text = folder.parent / "text.py"
     if not text.exists():
         write_text(folder.parent)
     changes = {k: str(folder.parent / v) if k == "data.path" else v for k, v in changes.items()}
-    return config_of(text, folder.parent, BASE, changes, folder=folder.name)
-
-
-def train_in(folder, changes):
-    """Train in float64, without a picture."""
-    run.draw_curves = lambda *args, **kwargs: None
-    torch.set_default_dtype(torch.float64)
-    try:
-        return train(make_config(folder, changes))
-    finally:
-        torch.set_default_dtype(torch.float32)
+    return train(config_of(text, folder.parent, BASE, changes, folder=folder.name))
 
 
 def tell(folder, name, value):
@@ -219,20 +207,18 @@ def half(folder, rank):
 
     torch.nn.modules.module.register_module_forward_pre_hook(note)
     changes = {"run.precision": "bf16", "run.steps": 2, "run.save_every": 2, "schedule.warmup": 1, **SHARDED}
-    train(make_config(folder / "half", changes))
+    train_in(folder / "half", changes, torch.float32)
     tell(folder, f"half {rank}", sorted(seen))
 
 
 def resharding(folder):
     """A run that is resumed by another number of processes, sharded and not."""
-    stages = [
-        (2, {"run.steps": 3, "batch.size": 2, "parallel.shard": True}),
-        (4, {"run.steps": 4, "batch.size": 1, "parallel.shard": True}),
-        (1, {"run.steps": 5, "parallel.shard": True}),
-        (2, {"run.steps": 6, "batch.size": 2}),
-    ]
-    moves = [fork(world, lambda rank, changes: train_in(folder / "moves", changes), given) for world, given in stages]
-    tell(folder, "resharding", moves)
+
+    def move(rank, steps, changes):
+        train_in(folder / "moves", {"run.steps": steps, **changes})
+
+    stages = [(2, 3, TWO | SHARD), (4, 4, ONE | SHARD), (1, 5, SHARD), (2, 6, TWO)]
+    tell(folder, "resharding", [fork(world, move, steps, changes) for world, steps, changes in stages])
 
 
 def lost(rank, folder, how):
@@ -251,7 +237,7 @@ def lost(rank, folder, how):
     os._exit(0)  # a process that has lost another has nobody to part from
 
 
-SKIP, TWO, SHARD = {"run.nonfinite": "skip"}, {"batch.size": 2}, {"parallel.shard": True}
+SKIP = {"run.nonfinite": "skip"}
 
 
 def alone(rank, folder):
@@ -277,16 +263,12 @@ def quick(folder):
         fork(3, lost, folder, how, seconds=60)
 
 
+HALVES = {"parallel.context": 2}
 KINDS = {
-    "ddp 2": (2, {"batch.size": 2}),
-    "fsdp 2": (2, {"batch.size": 2, "parallel.shard": True}),
-    "context 2": (2, {"parallel.context": 2}),
-    "ddp 4": (4, {"batch.size": 1}),
-    "fsdp 4": (4, {"batch.size": 1, "parallel.shard": True}),
-    "context 4": (4, {"parallel.context": 4}),
-    "context 2 x 2": (4, {"parallel.context": 2, "batch.size": 2}),
-    "context 2 x 2 fsdp": (4, {"parallel.context": 2, "batch.size": 2, "parallel.shard": True}),
-}
+    "ddp 2": (2, TWO), "fsdp 2": (2, TWO | SHARD), "context 2": (2, HALVES),
+    "ddp 4": (4, ONE), "fsdp 4": (4, ONE | SHARD), "context 4": (4, {"parallel.context": 4}),
+    "context 2 x 2": (4, HALVES | TWO), "context 2 x 2 fsdp": (4, HALVES | TWO | SHARD),
+}  # fmt: skip
 """How many processes train, and what they share."""
 
 

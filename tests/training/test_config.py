@@ -35,7 +35,6 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
     ({"optimizer": {"betas": [0.9, 1.0]}}, "optimizer.betas must be two numbers"),
     ({"schedule": {"warmup": 10, "hold": 5}}, "schedule.hold must be at least 10, got 5"),
     ({"run": {"steps": 10}, "schedule": {"warmup": 10}}, "schedule.warmup must be below run.steps=10, got 10"),
-    ({"run": {"stepz": 10}}, "no key 'run.stepz'; did you mean 'steps'"),
     ({"run": {"prompt": ""}}, "run.prompt must not be empty, got ''"),
     ({"run": {"folder": ""}}, "run.folder must name a folder"),
     ({"run": {"trackers": ["comet"]}}, r"run\.trackers\[0\] must be one of its choices, got 'comet'"),
@@ -52,7 +51,6 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
     ({"model": {"attention_dropout": 0.1}, "parallel": CONTEXT}, "set model.attention_dropout=0, got 0.1"),
     # LoRA
     ({"lora": {"alpha": 3}}, "lora.alpha=3 has no effect with lora.rank=0"),
-    ({"lora": {"base": "runs/x"}}, "lora.base='runs/x' has no effect with lora.rank=0"),
     ({"lora": {"targets": ["query"]}}, r"lora.targets=\['query'\] has no effect"),
     ({"lora": {"rank": 2}}, "lora.rank=2 needs lora.base"),
     ({"lora": LORA | {"alpha": 0}}, "lora.alpha must be at least 1, got 0"),
@@ -60,14 +58,12 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
     ({"task": "classify", "lora": LORA, "pretrain": {"kind": "denoise"}}, "can't be combined with pretraining"),
     # tasks
     ({"task": "classify", "data": {"path": "x"}}, "data.path='x' has no effect with task=classify; leave it out"),
-    ({"task": "classify", "probe": {"pairs": 4}}, "probe.pairs=4 has no effect with task=classify; leave it out"),
     ({"task": "probe", "classify": {"seed": 1}}, "classify.seed=1 has no effect with task=probe; leave it out"),
     ({"image": {"path": "x"}}, "image.path='x' has no effect with task=language; leave it out"),
     ({"pretrain": {"kind": "denoise"}}, "pretrain.kind='denoise' has no effect with task=language; leave it out"),
     ({"task": "pretrain"}, "task=pretrain needs pretrain.kind=denoise or causal, got none"),
     ({"task": "classify", "model": {"loops": 2}}, "an encoder has neither loops nor a look-up head"),
     ({"task": "classify", "pretrain": {"mask_fraction": 0.0}}, "mask_fraction must be above 0 and below 1, got 0.0"),
-    ({"task": "classify", "pretrain": {"mask_fraction": 1.0}}, "mask_fraction must be above 0 and below 1, got 1.0"),
     ({"task": "probe", "batch": {"length": 24}}, "mqar with pairs=8 needs sequences of at least 25 tokens"),
 ]
 for rule, value, settings in RANGES:

@@ -1,5 +1,6 @@
 """The loop: steps that aren't finite, signals and time limits, precision, optimizers, what mechanisms hear of steps."""
 
+import logging
 import math
 import os
 import re
@@ -116,14 +117,17 @@ def test_the_best_checkpoint_survives_rotation_and_a_resume(make_config, monkeyp
     assert (result.best_step, result.best_loss) == (1, 2.0)
 
 
-def test_the_loss_of_an_accumulated_step_is_the_mean_of_its_halves(make_config):
-    losses = []
-    for size, accumulation in ((4, 2), (8, 1)):
-        batch = {"batch.size": size, "batch.accumulation": accumulation, "model.dropout": 0.0}
-        result = train(make_config(batch, steps=3, eval_every=0, folder=f"size {size}"))
+def test_the_loss_of_an_accumulated_step_is_the_mean_over_all_its_labels(make_config, text, caplog):
+    """Batches of packed documents hold different numbers of labels: a mean of means would be another step."""
+    losses, packed = [], {"data.path": str(text.parent / "texts"), "data.pack": "documents", "model.dropout": 0.0}
+    for size in (1, 8):
+        batch = {"batch.size": size, "batch.accumulation": 8 // size}
+        with caplog.at_level(logging.INFO):
+            result = train(make_config(packed, batch, steps=3, eval_every=0, folder=f"size {size}"))
         losses.append([line["loss"] for line in records(result.folder)])
     assert losses[0] == pytest.approx(losses[1], rel=1e-5)
     assert losses[0][0] == pytest.approx(math.log(256), rel=0.05)
+    assert caplog.text.count("windows of whole documents, ") == 4
 
 
 def test_the_folder_has_the_last_model_and_the_configuration_that_was_trained(finished):

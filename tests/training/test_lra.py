@@ -97,12 +97,6 @@ PAPER = {
 """Width, learning rate, batch, weight decay, dropout, epochs (table 4), training examples, latents, tokens."""
 
 
-def comment(recipe):
-    """Return the comment before a recipe's values, in one line."""
-    lines = recipe_path(recipe).read_text(encoding="utf-8").splitlines()
-    return " ".join(line.removeprefix("# ") for line in lines if line.startswith("# "))
-
-
 @pytest.mark.parametrize("task", PAPER)
 def test_the_recipes_have_the_papers_settings_and_our_own_are_separate(task):
     config = TrainConfig.from_file(recipe_path(f"lra-{task}"))
@@ -114,12 +108,9 @@ def test_the_recipes_have_the_papers_settings_and_our_own_are_separate(task):
     assert (model.attention, model.options["latte"]["num_latents"], model.position) == ("latte", latents, "sinusoidal")
     assert (model.norm, model.feedforward, model.ff_mult, model.bias) == ("layer", "gelu", 4.0, True)
     assert (config.classify.dataset, config.batch.length, config.pretrain.kind) == (task, length, "none")
-    assert f"{config.run.steps:,} steps" in comment(f"lra-{task}")
-
     plus = TrainConfig.from_file(recipe_path(f"lra-{task}-plus"))
     assert (plus.model.position, plus.pretrain.kind) == ("rope", "denoise")
     assert (plus.classify.dataset, plus.batch.length) == (task, length)
-    assert "not a paper's" in comment(f"lra-{task}-plus")
 
 
 OTHERS = (*(f"lra-{task}" for task in PAPER if task != "pathfinder128"), "lra-listops-short", "lra-image-small")

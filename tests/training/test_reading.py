@@ -114,12 +114,6 @@ def test_readers_open_only_the_shards_of_their_own_windows(tmp_path, pack, monke
     assert [read[place] for place in range(2 * GLOBAL)] == whole
 
 
-def test_numbered_windows_carry_their_number():
-    windows = NumberedWindows([{"input_ids": torch.tensor([1])}, {"input_ids": torch.tensor([2])}])
-    assert len(windows) == 2
-    assert int(windows[1]["window"]) == 1
-
-
 class Spoiled:
     """Windows of which one ends the process that reads it, or keeps it waiting."""
 

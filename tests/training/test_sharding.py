@@ -26,10 +26,7 @@ def optimizer_of(model):
 
 def test_weights_of_another_model_are_refused(model, tmp_path):
     file = tmp_path / "model.safetensors"
-    save_file({name: tensor + 1 for name, tensor in model.state_dict().items()}, file)
-    same = nn.Linear(3, 2)
-    sharding.load_weights(same, file)
-    assert_exact(same.weight, model.weight + 1)
+    save_file(model.state_dict(), file)
     with pytest.raises(CheckpointError, match=r"doesn't match the model's weights: bias"):
         sharding.load_weights(nn.Linear(3, 2, bias=False), file)
     with pytest.raises(CheckpointError, match=r"has the shape \[2(, 3)?\], but the model needs \[4(, 3)?\]"):
@@ -40,17 +37,6 @@ def write_states(folder, states, listed):
     (folder / "optimizer").mkdir()
     save_file(states, folder / "optimizer" / "states.safetensors")
     (folder / "optimizer" / "names.json").write_text(json.dumps(listed))
-
-
-def test_states_are_read_by_the_names_of_their_parameters(model, tmp_path):
-    states = {"weight.exp_avg": torch.rand(2, 3), "weight.step": torch.tensor(3.0), "bias.exp_avg": torch.rand(2)}
-    write_states(tmp_path, states, sorted(states))
-    optimizer = optimizer_of(model)
-    sharding.load_optimizer(model, optimizer, tmp_path)
-    named = {"weight": model.weight, "bias": model.bias}
-    for key, value in states.items():
-        name, _, part = key.partition(".")
-        assert_exact(optimizer.state[named[name]][part], value, key)
 
 
 @pytest.mark.parametrize(("states", "listed", "message"), [

@@ -17,7 +17,6 @@ from subquad.models import Decoder
 from subquad.models.stacks import options_of
 from subquad.recipes import recipe_path, recipes
 from subquad.training import TrainConfig, train
-from subquad.training.loop import Loop
 from subquad.training.runs import is_probe, load_probe, load_run
 from subquad.training.tasks import check, prepare_task
 from tests.data.sets import flip
@@ -30,25 +29,6 @@ def test_texts_shorter_than_a_window_are_refused(make_config, length, part):
     message = rf"batch.length={length} is longer than the {part} part of the text, which has \d+ tokens; give more"
     with pytest.raises(ValueError, match=message):
         prepare_task(make_config({"batch.length": length}), None)
-
-
-def test_a_step_is_the_mean_over_all_its_labels(make_config, text, monkeypatch, caplog):
-    """Windows hold different numbers of labels: a mean of means over the accumulation would be another step."""
-    seen, loss = [], Loop.loss
-
-    def logged(self, batch, labels):
-        seen.append((int((batch["labels"] != -100).sum()), int(labels)))
-        return loss(self, batch, labels)
-
-    monkeypatch.setattr(Loop, "loss", logged)
-    with caplog.at_level(logging.INFO):
-        packed = {"data.path": str(text.parent / "texts"), "data.pack": "documents"}
-        train(make_config(packed, steps=2, eval_every=0))
-    assert len([1 for record in caplog.records if "windows of whole documents, " in record.message]) == 2
-    assert len(seen) == 4
-    for (first, all_first), (second, all_second) in zip(seen[::2], seen[1::2], strict=True):
-        assert first != second, "the test needs batches with different numbers of labels"
-        assert all_first == all_second == first + second
 
 
 def test_a_bad_shard_stops_a_run_or_is_skipped(make_config, text, tmp_path, caplog):
