@@ -5,8 +5,6 @@ import io
 import json
 import os
 import struct
-import tarfile
-import zipfile
 from functools import cache
 from pathlib import Path
 
@@ -27,37 +25,15 @@ from subquad.training.saving import rng_file
 from tests.data.pictures import PACK
 from tests.fuzz import mutate, targets
 from tests.fuzz.run import Tried
-from tests.fuzz.targets import SCALE
+from tests.fuzz.targets import SCALE, tarred, zipped
 
-BIG = 1 << 20
+BIG, TAR = 1 << 20, tarred({"a.txt": b"one"})
 LAUGHS = "a0: &a0 [x, x, x, x, x, x, x, x, x, x]\n" + "".join(
     f"a{i}: &a{i} [{', '.join([f'*a{i - 1}'] * 10)}]\n" for i in range(1, 30)
 )
 MERGES = "a0: &a0 {k0: x, l0: x}\n" + "".join(
     f"a{i}: &a{i} {{<<: [{', '.join([f'*a{i - 1}'] * 10)}], k{i}: x}}\n" for i in range(1, 30)
 )
-
-
-def zipped(**files):
-    out = io.BytesIO()
-    with zipfile.ZipFile(out, "w", zipfile.ZIP_DEFLATED) as archive:
-        for name, content in files.items():
-            archive.writestr(name, content)
-    return out.getvalue()
-
-
-def tarred(content=b"one", mode="w", **links):
-    """Return a tar archive of `a.txt` and links."""
-    out = io.BytesIO()
-    with tarfile.open(fileobj=out, mode=mode) as archive:
-        info = tarfile.TarInfo("a.txt")
-        info.size = len(content)
-        archive.addfile(info, io.BytesIO(content))
-        for name, place in links.items():
-            link = tarfile.TarInfo(name)
-            link.type, link.linkname = tarfile.SYMTYPE, place
-            archive.addfile(link)
-    return out.getvalue()
 
 
 def npy(descr, shape, rest=b"xxxx"):
@@ -102,7 +78,6 @@ RESULT, MANIFEST, HALF = "result.json", "checkpoint-3/manifest.json", [{"arm": n
 
 @pytest.mark.parametrize(("name", "file", "content", "message"), [
     ("config", "a.yaml", "[" * 100_000, "nests more than 100 deep"),
-    ("config", "a.yaml", "- " * 100_000 + "x", "nests more than 100 deep"),
     ("config", "a.yaml", "? " * 100_000 + "x", "nests more than 100 deep"),
     ("config", "a.yaml", "a: &a [*a]", r"the alias \*a stands for itself"),
     ("config", "a.yaml", "a: &a {b: [*a]}", r"the alias \*a stands for itself"),
@@ -124,15 +99,15 @@ RESULT, MANIFEST, HALF = "result.json", "checkpoint-3/manifest.json", [{"arm": n
     # archives
     *(("source", f"b.txt{suffix}", PACK[suffix](b"x" * BIG), "unpack to more than [0-9,]+: unpack it yourself if")
       for suffix in mutate.PACKERS),
-    ("source", "c.zip", zipped(a=b"x" * 40_000, b=b"x" * 40_000), "unpack to more than 65,536"),
-    ("source", "d.tar", mutate.sealed_tar(bytearray(tarred()).replace(b"00000000003\0", b"77777777777\0")), "damaged"),
+    ("source", "c.zip", zipped({"a": b"x" * 40_000, "b": b"x" * 40_000}), "unpack to more than 65,536"),
+    ("source", "d.tar", mutate.sealed_tar(bytearray(TAR).replace(b"00000000003\0", b"77777777777\0")), "damaged"),
     ("source", "pipe", os.mkfifo, "is not a regular file but a pipe, a socket or a device"),
-    ("archive", "d.tar", tarred(link="/etc"), "is damaged and does not unpack: 'link' is a link to an absolute path"),
-    ("archive", "d.tgz", tarred(bytes(BIG), "w:gz"), "is damaged and does not unpack: .* unpack to more than"),
+    ("archive", "d.tar", tarred({}, link="/etc"), "does not unpack: 'link' is a link to an absolute path"),
+    ("archive", "d.tgz", tarred({"a": bytes(BIG)}, "w:gz"), "is damaged and does not unpack: .* unpack to more than"),
     ("lra_tables", "x_train.tsv.gz", gzip.compress(b"x" * BIG), "is damaged .* unpack to more than 105,100"),
-    ("npz", "a.npz", zipped(**{"x.npy": npy("|u1", f"({BIG},)", bytes(BIG))}), "unpack to more than"),
+    ("npz", "a.npz", zipped({"x.npy": npy("|u1", f"({BIG},)", bytes(BIG))}), "unpack to more than"),
     # arrays and images
-    ("npz", "a.npz", zipped(x="one"), "is not a readable npz file: x is not an array"),
+    ("npz", "a.npz", zipped({"x": b"one"}), "is not a readable npz file: x is not an array"),
     ("npz", "a.npz", b"PK nonsense", "is not a readable npz file: it is not a zip archive"),
     ("mask", "a.npy", npy("|u1", "(1152921504606846976,)"), "is not a readable npy file"),
     ("mask", "a.npy", npy("|V0", "(1000000000000,)"), "holds 1,000,000,000,000 values"),
@@ -210,8 +185,8 @@ RESULT, MANIFEST, HALF = "result.json", "checkpoint-3/manifest.json", [{"arm": n
     ("template", "tokenizer_config.json", {"eos_token": {"text": 1}}, "eos_token must be a text, got None"),
     ("experiment", RESULT, {"scales.cpu.rows": [{"arm": "a"}]}, "a row is damaged: it has no 'seed'"),
     ("experiment", RESULT, {"scales.cpu.rows": HALF}, "do not fit claim 'a': KeyError"),
-    ("experiment", RESULT, {"scales.cpu.rows": SCALE["rows"][:1], "scales.cpu.dates": []}, "make no table: IndexError"),
-    ("experiment", RESULT, {"scales.cpu.dates": [1]}, "is damaged: dates and commits must be texts"),
+    ("experiment", RESULT, {"scales.cpu.rows": SCALE["rows"][:1], "scales.cpu.dates": []}, "not fit the table: IndexError"),
+    ("experiment", RESULT, {"scales.cpu.dates": [1]}, "is damaged: dates and commits must be strings"),
     ("experiment", RESULT, {"scales.cpu.machines": [1]}, "is damaged: each machine must be a mapping"),
 ])  # fmt: skip
 def test_a_malicious_file_is_refused(valid, name, file, content, message, monkeypatch):

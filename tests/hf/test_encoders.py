@@ -5,31 +5,18 @@ import json
 import pytest
 import torch
 from torch.nn import functional as F
-from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForPreTraining, AutoModelForSequenceClassification
+from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForSequenceClassification
 
 from subquad.hf.encoders import Denoising, SubquadClassifierConfig, SubquadPretrainingConfig
 from subquad.models.pretraining import Hiding, denoising_loss
 from subquad.testing import assert_exact, assert_same_maths
 from tests.hf.small import classifier, encoder_config, pretraining, prompt
-from tests.models.small import VOCABULARY, assert_refused, mechanisms
+from tests.models.small import VOCABULARY, assert_refused
 
 TOKENS, OTHER = prompt(4, 11) - 1, prompt(4, 11, seed=2) - 1  # below the mask token, the last one of the vocabulary
 MASK = torch.ones(4, 11, dtype=torch.int64)
 MASK[0, :4] = MASK[1, 7:] = 0
 LABELS = torch.tensor([0, 2, 1, 2])
-
-
-@pytest.mark.parametrize("name", [*mechanisms("bidirectional", quick=["full", "luna"]), "perceiver", "perceiver_io"])
-def test_a_saved_classifier_comes_back_bit_for_bit(name, tmp_path):
-    model = classifier(name)
-    model.save_pretrained(tmp_path)
-    loaded = AutoModelForSequenceClassification.from_pretrained(tmp_path)
-    assert type(loaded) is type(model)
-    assert not loaded.training
-    tensors = dict(loaded.named_parameters()) | dict(loaded.named_buffers())
-    for key, tensor in [*model.named_parameters(), *model.named_buffers()]:
-        assert_exact(tensors[key], tensor, key)
-    assert_same_maths(loaded.double()(TOKENS).logits, model.double()(TOKENS).logits)
 
 
 @pytest.mark.parametrize("fields", [{"pooling": "class"}, {"pooling": "last", "causal": True}, {"towers": 2}], ids=str)
@@ -47,18 +34,6 @@ def test_the_configuration_of_a_classifier_comes_back(fields, tmp_path):
     assert_exact(loaded(TOKENS, **pair).logits, model(TOKENS, **pair).logits)
     with pytest.raises(ValueError, match=r"Unrecognized configuration class .*SubquadClassifierConfig"):
         AutoModelForCausalLM.from_pretrained(tmp_path)
-
-
-@pytest.mark.parametrize("name", ["llp", "perceiver_io"])
-def test_a_saved_encoder_comes_back_from_pretraining(name, tmp_path):
-    model = pretraining(name).eval()
-    model.save_pretrained(tmp_path)
-    loaded = AutoModelForPreTraining.from_pretrained(tmp_path)
-    assert type(loaded) is type(model)
-    assert AutoConfig.from_pretrained(tmp_path).encoder_config() == model.config.encoder_config()
-    assert (loaded.config.objective, loaded.config.mask_fraction) == ("denoise", 0.3)
-    assert_exact(loaded(TOKENS).logits, model(TOKENS).logits)
-    assert_exact(loaded(TOKENS, labels=TOKENS).loss, model(TOKENS, labels=TOKENS).loss)
 
 
 def test_the_loss_is_the_cross_entropy_of_the_logits():
@@ -122,16 +97,6 @@ def test_an_evaluation_hides_the_same_tokens_and_training_others():
     assert torch.equal(torch.get_rng_state(), state)
     assert model(TOKENS, MASK, TOKENS, return_dict=False)[0].item() in evaluated
     assert model(TOKENS, labels=TOKENS).logits is None
-
-
-def test_the_vocabulary_can_grow():
-    for model in (classifier(), pretraining(objective="causal").eval()):
-        before = model(TOKENS).logits
-        model.resize_token_embeddings(VOCABULARY + 5, mean_resizing=False)
-        assert model.model.config.vocab_size == model.model.encoder.config.vocab_size == VOCABULARY + 5
-        assert_exact(model(TOKENS).logits[..., : before.shape[-1]], before)
-        assert model.get_input_embeddings() is model.model.encoder.embedding.tokens
-    assert model(TOKENS + 5).logits.shape == (4, 11, VOCABULARY + 5)
 
 
 @pytest.mark.parametrize(("kind", "fields", "message"), [

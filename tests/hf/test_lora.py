@@ -14,8 +14,7 @@ from subquad.attention import mechanism, names
 from subquad.hf import SubquadCache, lora
 from subquad.models.stacks import STACKS
 from subquad.testing import assert_exact, assert_same_maths
-from tests.hf.small import classifier, language_model, perceiver_ar, prompt
-from tests.hf.test_image import PIXELS, image_model
+from tests.hf.small import PIXELS, classifier, image_model, language_model, perceiver_ar, prompt
 from tests.models.small import KINDS, assert_refused
 
 FORMS = {name: mechanism(name).forms for name in names()} | {name: stack.forms for name, stack in STACKS.items()}
@@ -64,11 +63,7 @@ def test_targets_are_named_by_their_ends_or_by_expressions():
         (lambda: lora.targets(model, ["(query"]), ValueError, "neither a layer's name nor a regular expression"),
         # Factors in layers whose matrix is read would do nothing.
         (lambda: lora.targets(model, ["head"]), ValueError, "model.head cannot have factors: its matrix is read"),
-        (
-            lambda: lora.targets(read, ["compress"]),
-            ValueError,
-            "model.compress cannot have factors: its matrix is read",
-        ),
+        (lambda: lora.targets(read, ["compress"]), ValueError, "model.compress cannot have factors: its matrix is"),
     )
 
 
