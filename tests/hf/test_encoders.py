@@ -102,7 +102,6 @@ def test_an_evaluation_hides_the_same_tokens_and_training_others():
 @pytest.mark.parametrize(("kind", "fields", "message"), [
     (SubquadClassifierConfig, {"poling": "mean"}, "has no field 'poling'; did you mean 'pooling'"),
     (SubquadClassifierConfig, {"num_label": 3}, "has no field 'num_label'; did you mean 'num_labels'"),
-    (SubquadClassifierConfig, {"num_layer": 3}, "has no field 'num_layer'; did you mean 'num_layers'"),
     (SubquadClassifierConfig, {"pooling": "max"}, "pooling must be one of its choices, got 'max'; valid: class, last"),
     (SubquadClassifierConfig, {"num_labels": 1}, "num_classes must be at least 2, got 1"),
     (SubquadClassifierConfig, {"loops": 2}, "an encoder has neither loops nor a look-up head"),

@@ -9,7 +9,7 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from subquad.models import Classifier, EncoderConfig, Perceiver, PerceiverIO
 from subquad.models.perceiver import LATENT_STD, fourier_features
-from subquad.models.stacks import PerceiverIOOptions, PerceiverOptions
+from subquad.models.stacks import PerceiverOptions
 from subquad.ops import flops
 from subquad.testing import assert_exact, assert_in_budget, assert_same_maths
 from tests.models import small
@@ -211,14 +211,11 @@ def with_others(others):
 
 @pytest.mark.parametrize(("make", "message"), [
     (lambda: perceiver({"latents": 0}), "latents must be at least 1, got 0"),
-    (lambda: perceiver({"repeats": 0}), "repeats must be at least 1, got 0"),
-    (lambda: perceiver({"cross_heads": 0}), "cross_heads must be at least 1, got 0"),
     (lambda: perceiver({"fourier_bands": -1}), "fourier_bands must be at least 0, got -1"),
     (lambda: perceiver({"cross_heads": 3}), "cross_heads must divide dim, got cross_heads=3, dim=16"),
     (lambda: perceiver({"latent": 4}), "has no key 'options.perceiver.latent'; did you mean 'latents'"),
     (lambda: perceiver({"reads": "twice"}), "options.perceiver.reads must be one of its choices, got 'twice'; valid: "),
     (lambda: PerceiverOptions(reads="twice"), "unknown reads 'twice'; valid: each, once"),
-    (lambda: PerceiverIOOptions(latents=0), "latents must be at least 1, got 0"),
     (lambda: with_others({"llp": {"segments": 8}}), "attention 'llp' has no option 'segments'"),
     (lambda: with_others({"perciever": {"latents": 8}}), "unknown attention 'perciever'"),
     (lambda: Perceiver(config_of(), input_dim=0), "input_dim must be at least 1, got 0"),
