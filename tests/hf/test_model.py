@@ -1,5 +1,6 @@
 """Models as transformers models: saving and vocabulary of every kind; of language models loss, logits, positions."""
 
+import json
 import math
 from functools import partial
 
@@ -58,6 +59,7 @@ def test_a_saved_model_comes_back_bit_for_bit(make, tmp_path):
         for parameter in model.parameters():
             parameter += 0.1  # unlike any first weight
     model.save_pretrained(tmp_path)
+    assert json.loads((tmp_path / "config.json").read_text())["subquad_version"] == 1
     assert_same_model(AUTO[type(model)].from_pretrained(tmp_path), model)
 
 

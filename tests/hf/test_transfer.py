@@ -164,7 +164,6 @@ def test_settings_that_our_decoder_does_not_have_are_named(case, changes, messag
 @pytest.mark.parametrize(("change", "message"), [
     ({"rope_parameters": {"rope_type": "longrope"}}, "rope_type='longrope'"),
     ({"rope_parameters": {"rope_type": "default", "partial_rotary_factor": 0.5}}, r"partial_rotary_factor=0\.5; it"),
-    ({"rope_parameters": {"rope_type": "default", "twist": 2.0}}, "rope parameter 'twist'"),
     ({"layer_types": ["full_attention", "sliding_attention"]}, "a layer of type 'sliding_attention';"),
     ({"tie_word_embeddings": True}, r"should be tied, but 'lm_head\.weight' differs from its table"),
 ])  # fmt: skip

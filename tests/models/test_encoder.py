@@ -131,13 +131,6 @@ def test_first_weights():
         assert 0.7 * std < weight.std().item() < 1.3 * std
 
 
-def test_a_decoders_settings_carry_over():
-    config = EncoderConfig(**small.settings_of("llp", ff_mult=2.0, norm="layer"))
-    made = EncoderConfig.from_decoder(config, num_classes=5, pooling="last")
-    assert made == config.replace(num_classes=5, pooling="last")
-    assert EncoderConfig.from_dict(made.to_dict()) == made
-
-
 ONLY_CAUSAL = ["perceiver_ar", *(name for name in names() if "bidirectional" not in mechanism(name).forms)]
 
 
