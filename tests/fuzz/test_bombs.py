@@ -72,6 +72,12 @@ def code(file):
     file.write_text(json.dumps({"model_type": "evil", "auto_map": names}))
 
 
+@cache
+def made(name, home):
+    """Return a target with its valid folder, which is made once."""
+    return Tried(name, home / name)
+
+
 CONFIG, ADAPTER, RNG = "config.json", "adapter/adapter_config.json", str(rng_file(Path("checkpoint-3"), 0))
 RESULT, MANIFEST, HALF = "result.json", "checkpoint-3/manifest.json", [{"arm": name, "seed": 0} for name in "ab"]
 
@@ -186,10 +192,13 @@ RESULT, MANIFEST, HALF = "result.json", "checkpoint-3/manifest.json", [{"arm": n
     ("experiment", RESULT, {"scales.cpu.dates": [1]}, "is damaged: dates and commits must be strings"),
     ("experiment", RESULT, {"scales.cpu.machines": [1]}, "is damaged: each machine must be a mapping"),
 ])  # fmt: skip
-def test_a_malicious_file_is_refused(valid, name, file, content, message, monkeypatch):
+def test_a_malicious_file_is_refused(name, file, content, message, tmp_path_factory, monkeypatch):
     """`content`: the file's content, JSON values to change by their path, or a function that makes the file."""
+    home = tmp_path_factory.getbasetemp() / "bombs"
     monkeypatch.setattr("builtins.input", lambda *_: "y")  # answers prompts that ask whether to run code
-    tried = valid(name)
+    monkeypatch.setattr(packed, "LEAST", 1 << 16)
+    monkeypatch.setenv("SUBQUAD_CACHE", str(home / "cache"))
+    tried = made(name, home).restored()
     place = tried.folder / file
     if callable(content):
         content(place)
@@ -210,26 +219,11 @@ def test_a_malicious_file_is_refused(valid, name, file, content, message, monkey
     assert tried.fault(error.value, file) is None, "it names the file or the folder"
 
 
-@pytest.fixture
-def valid(tmp_path_factory, tmp_path, monkeypatch):
-    """`valid(name)`: a target's valid folder, made once, with a small limit on unpacked bytes."""
+def test_files_within_the_limits_are_read(tmp_path, monkeypatch):
     monkeypatch.setattr(packed, "LEAST", 1 << 16)
-    monkeypatch.setenv("SUBQUAD_CACHE", str(tmp_path / "cache"))
-    return lambda name: made(name, tmp_path_factory.getbasetemp() / "bombs").restored()
-
-
-@cache
-def made(name, home):
-    return Tried(name, home / name)
-
-
-def test_files_within_the_limits_are_read(valid, tmp_path):
     (tmp_path / "a.yaml").write_text("a: &a {b: [1, 2]}\nc: {<<: *a, d: *a}\n")
     assert TrainConfig.from_dict({"run": {"seed": 2**64 - 1}}).run.seed == 2**64 - 1
     assert read_mapping(tmp_path / "a.yaml") == {"a": {"b": [1, 2]}, "c": {"b": [1, 2], "d": {"b": [1, 2]}}}
-    for name in ("source", "archive", "mask", "state", "model"):
-        tried = valid(name)
-        tried.target.read(tried.folder)
     for suffix in mutate.PACKERS:
         (tmp_path / f"a{suffix}").write_bytes(PACK[suffix](b"x" * (1 << 16)))
         assert len(packed.read_packed(tmp_path / f"a{suffix}")) == 1 << 16
