@@ -1,7 +1,8 @@
 """Damage to files: half written, from another program, or malicious.
 
 `mutated(name, raw, rng)` parses a file as far as its format is known, changes something inside, and reassembles it
-with fitting checksums and lengths, so that readers don't refuse every change at once.
+with fitting checksums and lengths, so that readers don't refuse every change at once. There is a function for each
+format.
 """
 
 import bz2
@@ -99,7 +100,6 @@ def any_bytes(raw: bytes, rng: random.Random) -> bytes:
 
 
 def text(raw: bytes, rng: random.Random) -> bytes:
-    """Change a line or a cell."""
     lines = raw.split(b"\n")
     at, kind = rng.randrange(len(lines)), rng.randrange(6)
     if kind == 0:
@@ -164,7 +164,6 @@ def json_text(raw: bytes, rng: random.Random) -> bytes:
 
 
 def json_lines(raw: bytes, rng: random.Random) -> bytes:
-    """Change one line."""
     lines = raw.splitlines()
     at = rng.randrange(len(lines))
     lines[at] = json.dumps(changed(json.loads(lines[at]), rng)).encode()
@@ -183,7 +182,6 @@ def yaml_text(raw: bytes, rng: random.Random) -> bytes:
 
 
 def packed(raw: bytes, rng: random.Random) -> bytes:
-    """Change the content of a packed file."""
     for module in PACKERS.values():
         with suppress(Exception):
             inside = module.decompress(raw)
@@ -193,7 +191,6 @@ def packed(raw: bytes, rng: random.Random) -> bytes:
 
 
 def zipped(raw: bytes, rng: random.Random) -> bytes:
-    """Change a file in a zip archive, with a fitting checksum."""
     with zipfile.ZipFile(io.BytesIO(raw)) as archive:
         members = {info.filename: archive.read(info) for info in archive.infolist()}
         kinds = [info.compress_type for info in archive.infolist()]
@@ -209,7 +206,6 @@ def zipped(raw: bytes, rng: random.Random) -> bytes:
 
 
 def png(raw: bytes, rng: random.Random) -> bytes:
-    """Change a chunk of a PNG file, with a fitting checksum."""
     at, pieces = 8, []
     while at < len(raw):
         (length,) = struct.unpack_from(">I", raw, at)
@@ -233,7 +229,6 @@ def png_piece(kind: bytes, content: bytes) -> bytes:
 
 
 def npy(raw: bytes, rng: random.Random) -> bytes:
-    """Change the shape, dtype or order in the header of an npy file."""
     (length,) = struct.unpack_from("<H", raw, 8)
     header = raw[10 : 10 + length].decode("latin-1")
     kind = rng.randrange(4)
@@ -257,7 +252,6 @@ SHAPES = ([], [0], [0, 2**62], [2**62], [-1], [1] * 99, [2**63], [1.5])
 
 
 def safetensors(raw: bytes, rng: random.Random) -> bytes:
-    """Change the header of a safetensors file, with a fitting length."""
     (length,) = struct.unpack_from("<Q", raw)
     header = json.loads(raw[8 : 8 + length])
     tensors, meta = [name for name in header if name != "__metadata__"], header.get("__metadata__", {})
@@ -310,7 +304,6 @@ SIZES = (b"\x80" + b"\xff" * 11, b"\xff" * 12, b"77777777777\0", b"00000000000\0
 
 
 def tar(raw: bytes, rng: random.Random) -> bytes:
-    """Change a field in a header of a tar archive, with a fitting checksum."""
     data = bytearray(raw)
     at = rng.choice([at for at in range(0, len(data), 512) if data[at + 257 : at + 262] == b"ustar"])
     kind = rng.randrange(4)

@@ -15,7 +15,6 @@ from collections.abc import Callable
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import cache, partial
-from importlib import import_module
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -26,6 +25,7 @@ import yaml
 from PIL import Image
 from starlette.testclient import TestClient
 from tokenizers import pre_tokenizers
+from transformers import GenerationConfig, LlamaConfig, LlamaForCausalLM
 
 from benchmarks.report import Report
 from experiments.harness.claims import read_expected
@@ -34,6 +34,8 @@ from experiments.harness.recipe import read_recipe
 from experiments.harness.result import read_result, written
 from experiments.lora_mnist.config import MnistConfig
 from experiments.lora_mnist.running import Results
+from subquad.adaptation.adapters import adapters
+from subquad.adaptation.extended import load_causal
 from subquad.cli.arguments import Parser, files_first
 from subquad.cli.audit import _report
 from subquad.cli.generate import read_state
@@ -54,21 +56,25 @@ from subquad.evaluation.audit import AuditReport
 from subquad.evaluation.audit.case import Case
 from subquad.evaluation.audit.report import FORMAT, FORMAT_VERSION
 from subquad.generation import BatchDecoder
-from subquad.models import Decoder, DecoderConfig, EncoderConfig, ImageModelConfig
+from subquad.hf import SubquadConfig, SubquadForCausalLM, from_transformers, lora
+from subquad.hf.llama2c import read_llama2c
+from subquad.models import Decoder, DecoderConfig
 from subquad.recipes import recipe_path
 from subquad.serving import ServeConfig
 from subquad.serving.app import Served, make_app
 from subquad.serving.engine import Engine
 from subquad.serving.metrics import Metrics
 from subquad.serving.texts import Texts, read_template
-from subquad.training import TrainConfig, checkpoint, train
+from subquad.training import TrainConfig, checkpoint, sharding, train
 from subquad.training.errors import reading
 from subquad.training.progress import read_metrics
 from subquad.training.run import checkpoint_to_resume
+from subquad.training.runs import load_classifier, load_image_run, load_run
 from subquad.training.saving import load_rng, rng_file, save_rng
 from tests.data.lra.layouts import DATASETS, expressions, papers, pathfinder, pictures, put, release, reviews
-from tests.data.pictures import PACK, jpegs, keras, records, write_idx
+from tests.data.pictures import PACK, jpegs, keras, records, write_idx, write_png
 from tests.data.sets import make_set
+from tests.hf.small import classifier, image_model
 
 
 @dataclass(frozen=True)
@@ -325,19 +331,36 @@ def make_packing(folder):
 TARGETS["packing"] = Target(make_packing, lambda folder: read_windows(folder, "documents"), files="cache/**/*")
 
 
+def zipped(contents):
+    out = io.BytesIO()
+    with zipfile.ZipFile(out, "w", zipfile.ZIP_DEFLATED) as archive:
+        for name, content in contents.items():
+            archive.writestr(name, content)
+    return out.getvalue()
+
+
+def tarred(contents, mode="w", **links):
+    out = io.BytesIO()
+    with tarfile.open(fileobj=out, mode=mode) as archive:
+        for name, content in contents.items():
+            info = tarfile.TarInfo(name)
+            info.size = len(content)
+            archive.addfile(info, io.BytesIO(content))
+        for name, place in links.items():
+            link = tarfile.TarInfo(name)
+            link.type, link.linkname = tarfile.SYMTYPE, place
+            archive.addfile(link)
+    return out.getvalue()
+
+
 def make_sources(folder):
-    (folder / "a.txt").write_text(TEXT)
+    raw = TEXT.encode()
     for suffix, pack in PACK.items():
-        (folder / f"b.txt{suffix}").write_bytes(pack(TEXT.encode()))
-    with zipfile.ZipFile(folder / "c.zip", "w", zipfile.ZIP_DEFLATED) as archive:
-        archive.writestr("x/a.txt", TEXT)
-        archive.writestr("b.txt", TEXT)
+        put(folder, f"b.txt{suffix}", pack(raw))
+    put(folder, "a.txt", raw)
+    put(folder, "c.zip", zipped({"x/a.txt": raw, "b.txt": raw}))
     for name, mode in (("d.tar", "w"), ("d.tar.xz", "w:xz"), ("d.tgz", "w:gz"), ("d.tar.bz2", "w:bz2")):
-        with tarfile.open(folder / name, mode) as archive:
-            for inner in ("x/a.txt", "y" * 120):
-                info = tarfile.TarInfo(inner)
-                info.size = len(TEXT.encode())
-                archive.addfile(info, io.BytesIO(TEXT.encode()))
+        put(folder, name, tarred({"x/a.txt": raw, "y" * 120: raw}, mode))
 
 
 @target(make_sources)
@@ -377,10 +400,8 @@ for layout, maker in {
 
 def make_pictures(folder):
     for part in ("train", "test"):
-        for name, mode, suffix in (("a", "RGB", "png"), ("b", "P", "png"), ("a", "RGB", "jpg")):
-            (folder / part / name).mkdir(parents=True, exist_ok=True)
-            pixels = np.arange(192, dtype=np.uint8).reshape(8, 8, 3)
-            Image.fromarray(pixels).convert(mode).save(folder / part / name / f"1.{suffix}")
+        for file, mode in (("a/1.png", "RGB"), ("b/1.png", "P"), ("a/1.jpg", "RGB")):
+            write_png(folder / part / file, np.arange(192, dtype=np.uint8).reshape(8, 8, 3), mode)
 
 
 def read_images(folder):
@@ -448,33 +469,23 @@ def check_logits(model):
 
 @target(lambda folder: write_llama2c(folder / "a.bin"))
 def llama2c(folder):
-    from subquad.hf.llama2c import read_llama2c
-
     check_logits(read_llama2c(folder / "a.bin"))
 
 
 def make_transformers(folder):
-    import transformers
-
     torch.manual_seed(0)
     small = {"vocab_size": 20, "hidden_size": 8, "intermediate_size": 8, "num_hidden_layers": 1}
     rope = {"rope_type": "linear", "rope_theta": 100.0, "factor": 2.0}
-    config = transformers.LlamaConfig(**small, num_attention_heads=2, rope_parameters=rope)
-    transformers.LlamaForCausalLM(config).save_pretrained(folder)
+    config = LlamaConfig(**small, num_attention_heads=2, rope_parameters=rope)
+    LlamaForCausalLM(config).save_pretrained(folder)
 
 
 @target(make_transformers, files="*.*", quick=8)
 def imported(folder):
-    from subquad.hf import from_transformers
-
     check_logits(from_transformers(folder))
 
 
 def make_model(folder):
-    from transformers import GenerationConfig
-
-    from subquad.hf import SubquadConfig, SubquadForCausalLM
-
     torch.manual_seed(0)
     model = SubquadForCausalLM(SubquadConfig(**LLP))
     model.generation_config = GenerationConfig(max_length=9)
@@ -484,46 +495,21 @@ def make_model(folder):
 
 @target(make_model, files="*.[js]*", quick=10, raises=TYPES)
 def model(folder):
-    from subquad.training.runs import load_run
-
     with torch.no_grad():
         load_run(folder, "cpu").decoder(torch.zeros(1, 3, dtype=torch.long))
 
 
 @target(make_model, files="config.json", quick=4, raises=TYPES)
 def audited(folder):
-    from subquad.adaptation.extended import load_causal
-
     load_causal(str(folder))
 
 
-def make_classifier(folder):
-    from subquad.hf import SubquadForSequenceClassification
-    from subquad.hf.encoders import SubquadClassifierConfig
-
-    shape = EncoderConfig(**TINY, attention="linear", position="learned", max_positions=9, num_classes=2)
-    SubquadForSequenceClassification(SubquadClassifierConfig.from_encoder(shape)).save_pretrained(folder)
-
-
-def make_image_model(folder):
-    from subquad.hf import SubquadForImages
-    from subquad.hf.image import SubquadImageConfig
-
-    shape = ImageModelConfig(dim=8, num_layers=1, num_heads=2, height=3, width=3, channels=1)
-    SubquadForImages(SubquadImageConfig.from_image(shape)).save_pretrained(folder)
-
-
-def loaded(function, folder):
-    getattr(import_module("subquad.training.runs"), function)(folder, "cpu")
-
-
-TARGETS["classifier"] = Target(make_classifier, partial(loaded, "load_classifier"), quick=6, raises=TYPES)
-TARGETS["image_model"] = Target(make_image_model, partial(loaded, "load_image_run"), quick=3, raises=TYPES)
+for kind, maker, load in (("classifier", classifier, load_classifier), ("image_model", image_model, load_image_run)):
+    make, read = (lambda folder, maker=maker: maker().save_pretrained(folder)), partial(load, device="cpu")
+    TARGETS[kind] = Target(make, read, quick=6, raises=TYPES)
 
 
 def make_adapter(folder):
-    from subquad.hf import lora
-
     base, home = folder / "base", folder / "adapter"
     base.mkdir()
     make_model(base)
@@ -539,9 +525,6 @@ def place_adapter(folder):
 
 @target(make_adapter, files="adapter/*", seal=place_adapter, quick=5, raises=TYPES)
 def adapter(folder):
-    from subquad.adaptation.adapters import adapters
-    from subquad.training.runs import load_run
-
     for found in adapters([str(folder)]):
         assert found.record()["rank"] == found.rank
         found.short.encode()
@@ -586,8 +569,6 @@ def make_optimizer():
 
 
 def make_shares(folder):
-    from subquad.training import sharding
-
     with warnings.catch_warnings():  # of a single process
         warnings.simplefilter("ignore")
         sharding.list_states(folder, sharding.save_optimizer(*make_optimizer(), folder))
@@ -595,8 +576,6 @@ def make_shares(folder):
 
 @target(make_shares)
 def shares(folder):
-    from subquad.training import sharding
-
     with reading(folder):
         sharding.load_optimizer(*make_optimizer(), folder)
 
