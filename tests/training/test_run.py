@@ -16,7 +16,7 @@ from tests.training.configs import CLASSIFY, MQAR, PROBE, TOY, perceiver, pretra
 from tests.training.helpers import assert_same_run, assert_same_weights, forget, steps_of
 
 RESUMED = {
-    **{name: {"optimizer.name": name} for name in ("adamw", "adam", "radam", "muon")},
+    **{name: {"optimizer.name": name, "schedule.kind": "cosine"} for name in ("adamw", "adam", "radam", "muon")},
     "packed documents": {"data.pack": "documents", "data.path": "TEXTS"},
     "perceiver": perceiver(vary_latents=True, prefix_dropout=0.3),
     "classify": CLASSIFY,
