@@ -13,7 +13,6 @@ CONVERT = [
     ({"options": {"window": {}}}, "options.window has no effect with attention=llp; leave it out"),
     ({"match": {"train": "new"}}, "match.train=new trains nothing: llp has no new parameters; choose attention"),
     ({"match": {"window_dropout": 0.5}}, "match.window_dropout has no effect: llp has no window branch to close"),
-    ({"lora": {"window_dropout": 0.5}}, "lora.window_dropout has no effect: llp has no window branch to close"),
     ({"data": {"tokenizer": "bytes"}}, "a conversion uses the model's tokenizer: leave out data"),
     *(({section: {name: value}}, f"{section}.{name} must {rule}, got") for section, name, value, rule in (
         ("match", "steps", 0, "be at least 1"), ("match", "lr", 0.0, "be a positive number"),

@@ -217,7 +217,7 @@ def resharding(folder):
     def move(rank, steps, changes):
         train_in(folder / "moves", {"run.steps": steps, **changes})
 
-    stages = [(2, 3, TWO | SHARD), (4, 4, ONE | SHARD), (1, 5, SHARD), (2, 6, TWO)]
+    stages = [(2, 3, TWO | SHARD), (4, 4, ONE | SHARD), (1, 5, SHARD), (2, 6, TWO | SHARD)]
     tell(folder, "resharding", [fork(world, move, steps, changes) for world, steps, changes in stages])
 
 

@@ -26,11 +26,6 @@ OPTIONS = small.OPTIONS | {name: {"latents": 4} for name in ("perceiver", "perce
 OPTIONS |= {"linformer": {"max_tokens": 16, "projected": 4}, "strided": {"stride": 4}}
 
 
-def some_slow(quick, products):
-    """Mark all `products` that are not among the `quick` ones as slow."""
-    return [*quick, *(pytest.param(*p, marks=pytest.mark.slow) for p in products if p not in quick)]
-
-
 @pytest.fixture(scope="module")
 def release(tmp_path_factory, config_in):
     """A configuration for each task, over small files in the layouts of the release."""
@@ -52,23 +47,19 @@ def trained(file, folder, name, *flags):
     return read_json(folder / "evaluation.json")
 
 
-ONE_EACH = list(zip(("perceiver_io", "latte", "full", "llp", "linformer", "luna"), TASKS, strict=True))
+ONCE = ("perceiver_io", "latte", "full", "llp", "linformer", "luna")
+QUICK = [*zip(ONCE, TASKS, ["false"] * len(TASKS), strict=True), ("llp", "retrieval", "true")]
+CAUSAL_TOO = [*itertools.product(CAUSAL_ONLY, ["listops"], ["true"]), ("llp", "image", "true")]
+ALL = [*itertools.product(BIDIRECTIONAL, TASKS, ["false"]), *CAUSAL_TOO]
+SLOW = [pytest.param(*case, marks=pytest.mark.slow) for case in ALL if case not in QUICK]
 
 
-@pytest.mark.parametrize(("name", "task"), some_slow(ONE_EACH, itertools.product(BIDIRECTIONAL, TASKS)))
-def test_a_task_trains(name, task, release, tmp_path):
-    measured = trained(release[task], tmp_path, name)
+@pytest.mark.parametrize(("name", "task", "causal"), [*QUICK, *SLOW])
+def test_a_task_trains(name, task, causal, release, tmp_path):
+    measured = trained(release[task], tmp_path, name, "--classify.causal", causal)
     assert measured["examples"] == TASKS[task]
     for key in ("accuracy", "constant", "bag_of_tokens"):
         assert 0 <= measured[key] <= 1
-
-
-CAUSAL_TOO = [(name, "listops") for name in CAUSAL_ONLY] + [("llp", "image")]
-
-
-@pytest.mark.parametrize(("name", "task"), some_slow([("llp", "retrieval")], CAUSAL_TOO))
-def test_a_causal_form_classifies_too(name, task, release, tmp_path):
-    trained(release[task], tmp_path, name, "--classify.causal", "true")
 
 
 def test_cut_images_are_not_mirrored(release, tmp_path, capsys):
@@ -114,10 +105,10 @@ def test_the_recipes_have_the_papers_settings_and_our_own_are_separate(task):
 
 
 OTHERS = (*(f"lra-{task}" for task in PAPER if task != "pathfinder128"), "lra-listops-short", "lra-image-small")
-SLOW = [pytest.param(recipe, marks=pytest.mark.slow) for recipe in OTHERS]
+LATER = [pytest.param(recipe, marks=pytest.mark.slow) for recipe in OTHERS]
 
 
-@pytest.mark.parametrize("recipe", ["lra-pathfinder128", "lra-listops-plus", *SLOW])
+@pytest.mark.parametrize("recipe", ["lra-pathfinder128", "lra-listops-plus", *LATER])
 def test_every_mechanism_by_one_flag(recipe):
     config = TrainConfig.from_file(recipe_path(recipe))
     for name in (*BIDIRECTIONAL, *CAUSAL_ONLY):

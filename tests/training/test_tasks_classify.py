@@ -207,8 +207,7 @@ def test_a_stop_in_the_first_phase_says_how_to_resume(make_config, whole, tmp_pa
     folder, file = tmp_path / "run", tmp_path / "run.yaml"
     make_config(pretraining()).to_file(file)
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(StopSignal, "received", True, raising=False)
-        patch.setattr(StopSignal, "__init__", lambda self: setattr(self, "_old", {}))
+        patch.setattr(StopSignal, "__enter__", lambda self: setattr(self, "received", True) or self)
         assert main(["train", "--config", str(file)]) == 130
     assert f"subquad train --config {folder / 'config.yaml'}" in capsys.readouterr().err
     assert not (folder / "model.safetensors").exists()
