@@ -157,12 +157,6 @@ def test_what_reads_everything_reaches_everything_in_one_layer(name):
     assert_exact(matrices.allowed(fresh(name, 16), 16), torch.ones(16, 16, dtype=torch.bool).tril())
 
 
-def test_the_reach_of_a_window_grows_by_its_width():
-    layer = fresh("window", 16, width=3)
-    counts = [int(reached[-1].sum()) for reached in matrices.reach([matrices.allowed(layer, 16)] * 4)]
-    assert counts == [3, 5, 7, 9]
-
-
 def test_position_terms_are_those_of_the_gates_equation():
     layer = fresh("elita", 9, horizon=7).double()
     t_T = torch.arange(9, dtype=torch.float64)
