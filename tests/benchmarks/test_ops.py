@@ -130,16 +130,12 @@ def test_after_the_deadline_lengths_are_skipped_and_what_was_found_is_kept():
     ({"passes": ["sideways"]}, "unknown pass 'sideways'"),
     ({"repeats": 0}, "repeats must be at least 1, got 0"),
     ({"seconds": 0.0}, "seconds must be above 0, got 0.0"),
+    ({"mechanisms": "llp"}, "mechanisms must be a list, got 'llp'"),
+    ({"tokens": 8}, "tokens must be a list, got 8"),
 ])  # fmt: skip
 def test_mistakes_are_named(changes, message):
-    with pytest.raises(ValueError, match=message):
+    with pytest.raises((TypeError, ValueError), match=message):
         OpsConfig(**changes)
-
-
-@pytest.mark.parametrize(("name", "value"), [("mechanisms", "llp"), ("tokens", 8), ("segment", 8), ("passes", "a")])
-def test_one_value_is_no_list(name, value):
-    with pytest.raises(TypeError, match=f"{name} must be a list, got {value!r}"):
-        OpsConfig(**{name: value})
 
 
 def shape(**changes):

@@ -90,7 +90,6 @@ def test_a_configuration_that_may_be_null_is_given_whole_or_by_its_parts(refused
 
 LATENTS = ["--model.attention", "perceiver_ar", "--model.options.perceiver_ar.latents"]
 CONVERT = ["convert", "model", "--out", "folder", "--attention", "llp"]
-CLASSIFY = ["train", "--task", "classify"]
 
 
 @pytest.mark.parametrize(("arguments", "match"), [
@@ -108,13 +107,9 @@ CLASSIFY = ["train", "--task", "classify"]
     (["train", "--recipe", "stdlib-lp"], "unknown recipe 'stdlib-lp'; did you mean 'stdlib-llp'? valid: stdlib-llp, "),
     (["train", "--model.attention", "lp"], "unknown attention 'lp'; did you mean 'llp'?"),
     (["train", "--model.attention", "linformer"], "attention 'linformer' has no causal form, which --task language"),
-    (["train", "--model.attention", "elita", "--model.position", "rope"], "position='rope' needs a layer that rotates"),
     (["train", "--model.options.llp.segments", "3"], "attention 'llp' has no option 'segments'; did you"),
-    (["train", "--model.dim", "7"], "dim must be a multiple of num_heads, got dim=7, num_heads=4"),
     (["train", *LATENTS, "-3"], "latents must be at least 1, got -3"),
     (["train", *LATENTS, "8", "--model.loops", "3"], "perceiver_ar runs its layers once: loops must be 1, got 3"),
-    ([*CLASSIFY, "--model.attention", "elita"], "attention 'elita' has no bidirectional form"),
-    ([*CLASSIFY, "--batch.length", "9"], "the toy task needs sequences of at least 15 tokens"),
     (["train", "--task", "clasify"], "task must be language, classify, pretrain, image or probe, got 'clasify'; did"),
     (["train", "--optimizer.name", "x"], "optimizer.name must be adamw, adam, radam or muon, got 'x'\n"),
     (["train", "--run.max_minutes", "soon"], "run.max_minutes: Expected a float. Got value: soon\n"),
@@ -126,13 +121,10 @@ CLASSIFY = ["train", "--task", "classify"]
     ([*CONVERT, "--match", "1"], "match: there is no file '1'; valid: match.lr, match.steps, "),
     (["eval", "nowhere"], "there is no folder nowhere; give the folder of a run"),
     (["eval", "nowhere", "--stride", "a"], "stride: Expected a int. Got value: a\n"),
-    (["eval", "nowhere", "--stride", "0"], "stride must be at least 1, got 0"),
     (["eval", "nowhere", "--length", "4", "--stride", "5"], "stride must be at most length (4), so that every token"),
-    (["generate", "nowhere", "--prompt", "x"], "there is no folder nowhere; give the folder of a run"),
     (["generate", "run", "--prompt", "x", "--temprature=1"], "unknown option 'temprature'; did you mean 'temperature"),
     (["generate", "run", "--prompt", "x", "--max_token", "3"], "unknown option 'max_token'"),  # no abbreviations
     (["cost", "--tokens", "1", "a"], "tokens element 2: Expected a int. Got value: a\n"),
-    (["list", "lp"], "unknown attention 'lp'; did you mean 'llp'?"),
 ])  # fmt: skip
 def test_wrong_arguments_are_one_line_and_status_2(refused, tmp_path, monkeypatch, arguments, match):
     monkeypatch.chdir(tmp_path)

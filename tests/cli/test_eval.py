@@ -76,10 +76,7 @@ OURS = ["--tasks", "local_texts,local_choices", *PATH, "--length", "64"]
 @pytest.fixture(scope="module")
 def folders(tmp_path_factory):
     folder = tmp_path_factory.mktemp("models")
-    shape = {"tokenizer": "bytes", "position": "sinusoidal"}
-    save_model(folder / "ours", attention="linear", **shape)
-    options = {"perceiver_ar": {"latents": 5, "history": "self", "history_tokens": 6}}
-    save_model(folder / "ar", attention="perceiver_ar", options=options, **shape)
+    save_model(folder / "ours", attention="linear", tokenizer="bytes", position="sinusoidal")
     bpe = train_bpe(["the ferry left at noon and the fog hid it"] * 2, 280)
     tokenizer = PreTrainedTokenizerFast(tokenizer_object=bpe, bos_token=SEPARATOR, eos_token=SEPARATOR)
     sizes = {"n_embd": 16, "n_layer": 1, "n_head": 2, "bos_token_id": 0, "eos_token_id": 0}
@@ -91,13 +88,8 @@ def folders(tmp_path_factory):
     return folder
 
 
-@pytest.fixture
-def _own_cache(tmp_path, monkeypatch):
+def test_tasks_are_measured_in_the_models_window(folders, printed, tmp_path, monkeypatch):
     monkeypatch.setattr("datasets.config.HF_DATASETS_CACHE", tmp_path / "datasets")
-
-
-@pytest.mark.usefixtures("_own_cache")
-def test_tasks_are_measured_in_the_models_window(folders, printed):
     options = ["--limit", "2", "--num_fewshot", "1", "--batch_size", "3", "--device", "cpu"]
     out, found = measured(printed, folders / "ours", *OURS, *options)
     assert found["samples"]["local_texts"] == {"original": 4, "effective": 2}
@@ -118,13 +110,9 @@ def test_tasks_are_measured_in_the_models_window(folders, printed):
 
 @pytest.mark.parametrize(("folder", "arguments", "message"), [
     ("ours", ["--limit", "3"], "--limit is for tasks: name them with --tasks"),
-    ("ours", ["--prefix_token", "0"], "--prefix_token is for tasks: name them with --tasks"),
     ("ours", [*OURS, "--stride", "3"], "--stride is for a text and can't be combined with --tasks"),
-    ("ours", [*OURS, "--data", "x.txt"], "--data.path is for a text and can't be combined with --tasks"),
     ("ours", ["--tasks", " ,"], "--tasks must name at least one task, such as a,b,c, got ' ,'"),
-    ("ar", OURS, "perceiver_ar predicts only the last 5 tokens; `subquad eval` without --tasks measures it"),
     ("classifier", OURS, "holds a classifier: --tasks is for language models; leave it out"),
-    ("nowhere", OURS, "there is no folder"),
 ])  # fmt: skip
 def test_wrong_arguments_are_refused_before_the_model_is_asked(folders, refused, folder, arguments, message):
     assert message in refused("eval", folders / folder, *arguments)

@@ -104,22 +104,12 @@ def test_models_that_cannot_be_converted_are_refused(llama, tmp_path, refused):
         return refused(command, folder, *more, "--out", tmp_path / "out")
 
     assert "holds a model of type 'llama'; it must be 'subquad'" in message("export", llama)
-    assert "there is no folder" in message("export", tmp_path / "nowhere")
-    assert "the tokenizer 'bpe' has to be trained first; valid here: bytes or a tokenizer" in message(
-        "import", llama, "--tokenizer", "bpe"
-    )
-    assert "there is no folder nowhere, and the hub gives no" in message("import", "nowhere")
     damaged = tmp_path / "damaged"
     shutil.copytree(llama, damaged)
     tensors = load_file(damaged / "model.safetensors")
     tensors["model.norm.weight"][0] = torch.inf
     save_file(tensors, damaged / "model.safetensors", {"format": "pt"})
     assert "damaged holds a model whose weights are damaged: model.norm.weight" in message("import", damaged)
-    (tmp_path / "nothing").mkdir()
-    assert "holds no config.json" in message("import", tmp_path / "nothing")
-    values = json.loads((llama / "config.json").read_text())
-    (llama / "config.json").write_text(json.dumps({**values, "hidden_act": "relu"}))
-    assert "hidden_act='relu'" in message("import", llama)
     (tmp_path / "adapter").mkdir()
     (tmp_path / "adapter" / "adapter_config.json").write_text("{}")
     assert "holds an adapter; `subquad lora merge` makes one plain model" in message("export", tmp_path / "adapter")

@@ -154,31 +154,19 @@ def test_a_perceiver_is_asked_for_as_much_as_its_latents_predict(runs, written, 
 @pytest.mark.parametrize(("name", "arguments", "message"), [
     ("mqar", ["--lengths", "16,x"], "lengths must be numbers of tokens such as 128,256,512, got '16,x'"),
     ("mqar", ["--lengths", "0"], "lengths must be at least 1, got 0"),
-    ("mqar", ["--lengths", "6"], "mqar with pairs=2 needs sequences of at least 7 tokens, got length=6"),
     ("passkey", ["--depths", "0,1.5"], "a depth must be between 0 (start) and 1 (end), got 1.5"),
     ("passkey", ["--depths", "0"], "there must be at least 1 depth, got 0"),
     ("passkey", ["--depths", "a"], "depths must be a number of depths or a list such as 0,0.5,1, got 'a'"),
-    ("passkey", ["--depths", "0,a"], "depths must be a number of depths or a list such as 0,0.5,1, got '0,a'"),
     ("mqar", ["--depths", "3"], "--depths is for --task passkey and copy, but the task is mqar; leave it out"),
     ("mqar", ["--samples", "0"], "samples must be at least 1, got 0"),
-    ("mqar", ["--batch_size", "0"], "batch_size must be at least 1, got 0"),
     ("mqar", ["--seed", "-1"], "seed must be at least 0, got -1"),
-    ("mqar", ["--task", "pass"], "task must be"),
     ("mqar", ["--task", "copy"], "trained on the probe mqar and can't be asked --task copy; train a model that can"),
     ("mqar", ["--task", "position"], "--task position is for language models, but mqar was trained on the probe mqar"),
     ("mqar", ["--text", "stdlib"], "--text is for language models, but mqar was trained on a probe; leave it out"),
     ("mqar", ["--digits", "3"], "--digits is for the probe passkey, but the run's is mqar; leave it out"),
-    ("mqar", ["--pairs", "5"], "the vocabulary is too small: mqar needs a key for each of its pairs"),
-    ("copy", ["--pairs", "2"], "--pairs is for the probe mqar, but the run's is copy; leave it out"),
     ("text", [], "is a language model: give --task passkey or position, got no --task; for mqar and copy train"),
-    ("text", ["--task", "mqar"], "give --task passkey or position, got --task mqar"),
     ("text", ["--task", "passkey", "--pairs", "2"], "--pairs is for models trained on the probe mqar"),
     ("text", ["--task", "position", "--digits", "2"], "--digits is for --task passkey; leave it out"),
-    ("text", ["--task", "position", "--depths", "2"], "--depths is for --task passkey and copy, but the task is pos"),
-    ("text", ["--task", "position", "--lengths", "1"], "lengths must be at least 2"),
-    ("text", ["--task", "position", "--lengths", "9999"], "too few for a window of 9999 and its next token"),
-    ("text", ["--task", "passkey", "--lengths", "50"], "a key of 5 digits take 86 tokens, got length=50"),
-    ("text", ["--task", "passkey", "--digits", "0"], "digits must be at least 1, got 0"),
 ])  # fmt: skip
 def test_mistakes_are_answered(runs, refused, name, arguments, message):
     assert message in refused("probe", runs[name], "--cache", runs["cache"], *arguments)
@@ -194,9 +182,5 @@ def test_runs_that_cannot_be_compared_are_refused(runs, tmp_path, refused):
     message = refused("probe", runs["text"], words, "--task", "position", *cache)
     assert "text and words have different tokenizers" in message
     assert "has changed since" in refused("probe", words, "--task", "position", *cache)
-    passkey = ["--task", "passkey", "--text", runs["file"], "--lengths", "99"]
-    assert "the tokenizer cannot spell digits" in refused("probe", words, *passkey, *cache)
     (words / "config.yaml").unlink()
-    message = "has no config.yaml that names its text; give a text by --text"
-    assert message in refused("probe", words, "--task", "position")
-    assert "there is no folder" in refused("probe", tmp_path / "nothing")
+    assert "names its text; give a text by --text" in refused("probe", words, "--task", "position")

@@ -53,6 +53,17 @@ def changed(mix: Callable[[Callable[[Tensor], Tensor], Tensor], Tensor]) -> type
     return Changed
 
 
+def attending(allowed: Callable[[Tensor, Tensor], Tensor]) -> type[Planted]:
+    """`Planted` in which token t attends to each token s for which `allowed(t_T1, s_T)`."""
+
+    class Attending(Planted):
+        def mix(self, x_BTD: Tensor) -> Tensor:
+            s_T = torch.arange(x_BTD.shape[1])
+            return self.attend(x_BTD, allowed(s_T[:, None], s_T))
+
+    return Attending
+
+
 def positions(x_BTD: Tensor) -> Tensor:
     """0, 1, ... `[T, 1]` in the dtype of x."""
     return torch.arange(x_BTD.shape[1]).to(x_BTD.dtype)[:, None]
@@ -74,6 +85,14 @@ Rounding = changed(lambda attention, x: (attention(x) + x.sum(1, keepdim=True)) 
 """Adds and subtracts a sum over all tokens, later ones too: right up to rounding."""
 Narrow = changed(lambda attention, x: attention(x).float().to(x.dtype))
 """Rounds to float32 on its way."""
+LargeBatch = changed(
+    lambda attention, x: attention(x).where((torch.arange(len(x)) != 2)[:, None, None] | (len(x) < 4), torch.nan)
+)
+"""NaN in row 2 from four rows on."""
+UnmaskedLLP = attending(lambda t, s: (s // 6 == t // 6) | (s // 6 == t // 6 - 1))
+"""Each half segment of 6 attends to itself and the one before, without the causal mask."""
+LateLeak = attending(lambda t, s: (s <= t) | ((t == 3) & (s == len(t) - 1) & (len(t) > 20)))
+"""Right below 21 tokens; from there on output 3 sees the last token."""
 
 
 class Roll(Planted):
@@ -101,17 +120,6 @@ class OurRoll(Planted):
 
     def mix(self, x_BTD: Tensor) -> Tensor:
         return self.layer(x_BTD)[0]
-
-
-class UnmaskedLLP(Planted):
-    """Each half segment attends to itself and the one before, without the causal mask."""
-
-    half = 6
-
-    def mix(self, x_BTD: Tensor) -> Tensor:
-        block = torch.arange(x_BTD.shape[1]) // self.half
-        behind = block[:, None] - block
-        return self.attend(x_BTD, (behind == 0) | (behind == 1))
 
 
 class GlobalMaxPerformer(Planted):
@@ -189,17 +197,6 @@ class LinearAdapter(Adapter):
         return model(tokens_BT, mask_BT, cache)
 
 
-class LateLeak(Planted):
-    """Right below 21 tokens; from there on output 3 sees the last token."""
-
-    def mix(self, x_BTD: Tensor) -> Tensor:
-        T = x_BTD.shape[1]
-        allowed = torch.ones(T, T, dtype=torch.bool).tril()
-        if T > 20:
-            allowed[3, -1] = True
-        return self.attend(x_BTD, allowed)
-
-
 class Masked(Planted):
     """Token 3 is never to be drawn: its logit is always -inf."""
 
@@ -209,11 +206,3 @@ class Masked(Planted):
 
 class MaskedLLP(Masked, UnmaskedLLP):
     """Leaks, and token 3 has the logit -inf."""
-
-
-class LargeBatch(Planted):
-    """NaN from four rows on."""
-
-    def mix(self, x_BTD: Tensor) -> Tensor:
-        y_BTD = super().mix(x_BTD)
-        return y_BTD if len(y_BTD) < 4 else y_BTD.index_fill(0, torch.tensor([2]), torch.nan)

@@ -24,7 +24,6 @@ from subquad.evaluation import evaluate
 from subquad.evaluation.harness import SEEDS, HarnessModel, evaluate_tasks
 from subquad.hf import SubquadConfig, SubquadForCausalLM
 from subquad.models import Decoder, DecoderConfig
-from subquad.models.build import build_model
 from subquad.testing import assert_exact, assert_same_maths
 
 TASKS = Path(__file__).parent / "tasks"
@@ -298,12 +297,10 @@ def test_a_prefix_token_can_be_named():
     assert_same_maths(exact(-score), exact(nats(model, [3, 1, 5])))
 
 
-LATENTS = {"perceiver_ar": {"latents": 5, "history": "self", "history_tokens": 6}}
-PERCEIVER = decoder().config.replace(attention="perceiver_ar", options=LATENTS)
+PERCEIVER = decoder().config.replace(attention="perceiver_ar", options={"perceiver_ar": {"latents": 5}})
 
 
 @pytest.mark.parametrize(("make", "tokenizer", "options", "match"), [
-    (lambda: build_model(PERCEIVER), "bytes", {}, "predicts only the last 5 tokens; `subquad eval` without"),
     (lambda: SubquadForCausalLM(SubquadConfig.from_decoder(PERCEIVER)), "bytes", {}, "the last 5 tokens; `subquad"),
     (lambda: decoder(vocab_size=9), "bytes", {}, "256 tokens, the model knows 9; is it another model's"),
     (decoder, "bytes", {"prefix_token": 256}, "prefix_token must be between 0 and 255, the model's vocab.*, got 256"),

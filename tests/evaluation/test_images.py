@@ -43,7 +43,6 @@ def test_the_constant_is_the_entropy_of_the_levels():
 
 @pytest.mark.parametrize(("pixels", "options", "match"), [
     (PIXELS[:0], {}, "the number of images must be at least 1, got 0"),
-    (PIXELS, {"batch_size": 0}, "batch_size must be at least 1, got 0"),
     (PIXELS[:, 1:], {"occluded_T": HALF}, r"predicts images of 12 bytes, got \[5, 11\] and a mask \[12\]"),
     (PIXELS, {"occluded_T": ~HALF & HALF}, r"the mask must be bool and somewhere True, got torch\.bool, sum 0"),
     (PIXELS, {"occluded_T": HALF.long()}, r"the mask must be bool and somewhere True, got torch\.int64, sum 6"),

@@ -195,7 +195,6 @@ def test_only_the_latents_of_a_perceiver_count():
     (lambda: context_loss(make(), TOKENS, lengths=[]), r"lengths must be at least 2, .*, got \[\]"),
     (lambda: context_loss(make(), TOKENS, lengths=[1, 4]), r"lengths must be at least 2, .*, got \[1, 4\]"),
     (lambda: context_loss(make(), TOKENS, lengths=[4], windows=0), "must be at least 1, got 0 and 8"),
-    (lambda: context_loss(make(), TOKENS, lengths=[4], batch_size=0), "must be at least 1, got 64 and 0"),
     (lambda: context_loss(make(), TOKENS, lengths=[161]), "the text has 161 tokens, too few for a window of 161"),
 ])  # fmt: skip
 def test_what_cannot_be_measured_is_refused(call, message):

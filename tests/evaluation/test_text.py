@@ -11,7 +11,6 @@ from hypothesis import strategies as st
 from torch.nn import functional as F
 
 from subquad.evaluation import evaluate
-from subquad.evaluation.text import plan
 from subquad.models import DecoderConfig
 from subquad.models.build import build_model
 from subquad.testing import assert_same_maths
@@ -97,20 +96,6 @@ def test_every_token_but_the_first_is_scored_once_and_right(attention, tokens, l
 def test_ranges_of_positions_double(model):
     parts = evaluate(model, text(60), length=11).by_position
     assert [(part.start, part.stop) for part in parts] == [(1, 2), (2, 4), (4, 8), (8, 12)]
-
-
-@pytest.mark.parametrize("length", [1, 2, 3, 5, 8, 11])
-@pytest.mark.parametrize("latents", [None, 1, 3, 4, 9])
-def test_plan_scores_each_token_once_with_the_promised_context(length, latents):
-    most = min(length, latents or length)
-    for tokens, stride in product(range(2, 14), range(1, most + 1)):
-        windows = plan(tokens, length, stride, latents)
-        scored = [target for window in windows for target in range(window.scored, window.stop + 1)]
-        assert scored == list(range(1, tokens))
-        for window in windows:
-            assert 1 <= window.stop - window.start <= length
-            assert window.start == 0 or window.scored - window.start >= length - stride + 1
-            assert latents is None or window.stop + 1 - window.scored <= min(latents, window.stop - window.start)
 
 
 def test_arrays_lists_and_tensors_are_the_same_text(model):
@@ -218,8 +203,6 @@ ALL_30 = np.array([0, 30])
     ("llp", 30, {"stride": 0}, r"stride must be between 1 and length \(8\), so that every token is scored, got 0"),
     ("llp", 30, {"stride": 9}, r"stride must be between 1 and length \(8\), so that every token is scored, got 9"),
     ("perceiver_ar", 20, {"stride": 5}, r"stride must be at most the model's latents \(4\).*; got 5"),
-    ("llp", 30, {"windows": 0}, "windows must be at least 1, got 0"),
-    ("llp", 30, {"batch_size": 0}, "batch_size must be at least 1, got 0"),
     ("llp", 30, {"skip": -1}, "skip must be at least 0 and leave some of the 30 tokens to predict, got -1"),
     ("llp", 30, {"skip": 30}, "skip must be at least 0 and leave some of the 30 tokens to predict, got 30"),
     ("llp", 1, {}, r"at least 2 tokens \(the first is context only\), got 1"),
