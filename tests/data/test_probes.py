@@ -126,11 +126,9 @@ def test_items_are_rows_and_no_held_out_one_is_in_training():
     rows = probe_rows(config, 41, 1, first=7, seed=(3, module.HELD_OUT))
     for name, values in (("input_ids", rows.tokens), ("labels", rows.labels)):
         assert_exact(corpus.held_out[7][name], torch.from_numpy(values[0]), name)
-    train, held_out = (
-        {tuple(part[i]["input_ids"].tolist()) for i in range(len(part))} for part in (corpus.train, corpus.held_out)
-    )
-    assert (len(train), len(held_out)) == (300, 100)
-    assert not train & held_out
+    parts = [{tuple(item["input_ids"].tolist()) for item in part} for part in (corpus.train, corpus.held_out)]
+    assert [len(part) for part in parts] == [300, 100]
+    assert not set.intersection(*parts)
 
 
 def test_the_fingerprint_tells_probes_apart():

@@ -4,7 +4,6 @@ import logging
 import re
 import sys
 import tarfile
-import types
 import zipfile
 
 import pytest
@@ -113,28 +112,17 @@ def test_the_fingerprint_sees_names_and_contents_but_not_the_place(tmp_path):
     assert len({fingerprint("one", b_txt="y"), fingerprint("three", b_txt="z"), fingerprint("four", c_txt="y")}) == 3
 
 
-@pytest.fixture
-def hub(monkeypatch):
-    """The Hugging Face hub, where all data sets hold `hub.rows`; `hub.asked` lists what was loaded."""
+def test_a_dataset_is_asked_for_by_name_config_split_and_column(monkeypatch):
     import datasets
 
-    fake = types.SimpleNamespace(rows=[], asked=[])
-
-    def load_dataset(*args, split):
-        fake.asked.append((*args, split))
-        return datasets.Dataset.from_list(fake.rows)
-
-    monkeypatch.setattr(datasets, "load_dataset", load_dataset)
-    return fake
-
-
-def test_a_dataset_is_asked_for_by_name_config_split_and_column(hub):
-    hub.rows = [{"text": text, "label": "l"} for text in ["first", "", None, "fourth", "NUL\0"]]
+    given = datasets.Dataset.from_dict({"text": ["first", "", None, "fourth", "NUL\0"], "label": ["l"] * 5})
+    loaded = []
+    monkeypatch.setattr(datasets, "load_dataset", lambda *args, split: loaded.append((*args, split)) or given)
     assert read("hf:owner/name", skip_bad_files=True) == [("row 0", "first"), ("row 3", "fourth")]
     assert read("hf:owner/name:config:test:label")[0] == ("row 0", "l")
     with pytest.raises(BadTextError, match=r"hf:owner/name::validation, row 4 is not text: it has a NUL at byte 3"):
         read("hf:owner/name::validation")
-    assert hub.asked == [
+    assert loaded == [
         ("owner/name", None, "train"), ("owner/name", "config", "test"), ("owner/name", None, "validation")
     ]  # fmt: skip
     assert open_source("hf:a").fingerprint() != open_source("hf:a:::label").fingerprint()

@@ -28,8 +28,7 @@ NAMES = [f"{number:05d}.tokens" for number in range(4)]
 
 @pytest.fixture
 def folder(tmp_path):
-    make_set(tmp_path / "set", SHARDS)
-    return tmp_path / "set"
+    return make_set(tmp_path / "set", SHARDS).path
 
 
 @pytest.fixture

@@ -33,10 +33,8 @@ def test_tokenizers_lose_nothing_and_bytes_are_their_own_ids(tokenizer, text):
 
 
 def test_sizes_and_separators():
-    assert module.vocab_size(BYTES) == 256
-    assert (module.vocab_size(BPE), separator_id(BPE), separator_id(UNIGRAM)) == (300, 0, 0)
-    assert Encoder(BYTES).separator.tolist() == []
-    assert Encoder(BPE).separator.tolist() == [0]
+    assert [module.vocab_size(tokenizer) for tokenizer in (BYTES, BPE)] == [256, 300]
+    assert [Encoder(tokenizer).separator.tolist() for tokenizer in (BYTES, BPE, UNIGRAM)] == [[], [0], [0]]
     assert separator_id(BPE) in BPE.encode(f"a{SEPARATOR}b").ids
     assert module.vocab_size(Tokenizer(models.WordLevel(vocab={"a": 0, "b": 9}, unk_token="a"))) == 10, "gaps count"
 
@@ -69,15 +67,15 @@ def test_long_texts_are_cut_for_trained_tokenizers_alone(tmp_path, monkeypatch):
     assert [number for number, _ in Encoder(tokenizer).encode([text, b"short"])] == [0, 1]
 
 
-@pytest.mark.parametrize(("name", "message"), [
-    ("byte", r"unknown tokenizer 'byte'.*did you mean 'bytes'\? valid: PATH/tokenizer.json"),
-    ("bpe", "the tokenizer 'bpe' has to be trained first; valid here: bytes or a tokenizer.json"),
-    ("{}", r"/tokenizer\.json is not a tokenizer\.json: "),
-])  # fmt: skip
-def test_what_is_no_tokenizer_is_refused(name, message, tmp_path):
+def test_what_is_no_tokenizer_is_refused(tmp_path):
     (tmp_path / "tokenizer.json").write_text('{"version": "1.0"}')
-    with pytest.raises(ValueError, match=message):
-        load_tokenizer(name.format(tmp_path))
+    for name, message in (
+        ("byte", r"unknown tokenizer 'byte'.*did you mean 'bytes'\? valid: PATH/tokenizer.json"),
+        ("bpe", "the tokenizer 'bpe' has to be trained first; valid here: bytes or a tokenizer.json"),
+        (tmp_path, r"/tokenizer\.json is not a tokenizer\.json: "),
+    ):
+        with pytest.raises(ValueError, match=message):
+            load_tokenizer(name)
 
 
 @pytest.mark.parametrize("name", ["bytes", *TRAINED])

@@ -38,7 +38,7 @@ def test_a_unigram_model_has_the_size_asked_for():
     assert vocab_size(make_tokenizer("bpe", ["ab"], 4096)) < 300, "few texts give fewer tokens"
 
 
-def test_characters_are_the_tokens(tmp_path):
+def test_characters_are_the_tokens_and_an_unknown_one_is_named_with_its_place(tmp_path):
     tokenizer = characters(["hello\n", "wörld\U0001f389"])
     text = "wör\nllo\U0001f389"
     ids = encode_text(tokenizer, text)
@@ -55,9 +55,6 @@ def test_characters_are_the_tokens(tmp_path):
     assert character_ids(words) is None
     words.pre_tokenizer = tokenizer.pre_tokenizer
     assert character_ids(words) is None, "a token of two characters"
-
-
-def test_an_unknown_character_is_named_with_its_place():
     assert_refused(
         (lambda: encode_text(characters(["abc\n"]), "abé"), ValueError, "has 'é' at character 2, not one of .*'s 4"),
         (

@@ -52,20 +52,18 @@ def corpus(folder):
     return made(folder)
 
 
-def test_two_processes_make_what_one_makes(corpus, tmp_path):
-    two = made(tmp_path, workers=2)
-    assert two.fingerprint == corpus.fingerprint
-    for part in PARTS:
-        assert sequences(getattr(two, part)) == sequences(getattr(corpus, part))
+def test_sequences_differ_and_neither_two_processes_nor_more_examples_change_them(corpus, folder, tmp_path):
+    def read(**changes):
+        found = made(**changes)
+        return {part: sequences(getattr(found, part)) for part in PARTS}, found.fingerprint
 
-
-def test_all_sequences_differ_and_more_examples_leave_the_other_parts_unchanged(corpus, folder):
-    parts = {part: sequences(getattr(corpus, part)) for part in PARTS}
+    parts, fingerprint = read(folder=folder)
     assert [len(rows) for rows in parts.values()] == [1500, 300, 300]
     assert len({tokens for rows in parts.values() for tokens, _ in rows}) == 2100
-    few = made(folder, examples=700)
-    assert {part: sequences(getattr(few, part)) for part in PARTS} == parts | {"train": parts["train"][:700]}
-    assert few.fingerprint != corpus.fingerprint
+    assert read(folder=tmp_path, workers=2) == (parts, corpus.fingerprint)
+    few, other = read(folder=folder, examples=700)
+    assert few == parts | {"train": parts["train"][:700]}
+    assert other != fingerprint
 
 
 def test_an_item_has_tokens_padding_and_a_label(corpus, folder, monkeypatch):
