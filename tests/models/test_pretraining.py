@@ -109,7 +109,6 @@ def test_every_trainable_parameter_gets_a_gradient(objective, name):
 
 @pytest.mark.parametrize(("objective", "name", "message"), [
     ("denoise", "perceiver", "attention 'perceiver' keeps no vector for each token and cannot predict"),
-    ("causal", "perceiver", "attention 'perceiver' keeps no vector for each token and cannot predict"),
     ("causal", "full", "only a causal encoder can predict the next token; set causal=true"),
 ])  # fmt: skip
 def test_objectives_that_the_encoder_cannot_learn_are_refused(objective, name, message):
