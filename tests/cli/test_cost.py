@@ -63,20 +63,16 @@ def kept_bytes(module, x):
 
 FORMS = [(name, {"causal": form == "causal"}) for name in attention.names() for form in attention.mechanism(name).forms]
 OPTIONS = [
-    ("full", {"num_kv_heads": 1, "rope": True, "bias": True}),
-    ("performer", {"kernel": "relu", "causal": False}),
+    ("full", {"num_kv_heads": 1, "rope": True, "bias": True}), ("performer", {"kernel": "relu", "causal": False}),
     ("linformer", {"sharing": "none", "causal": False}),
-]
+]  # fmt: skip
 MORE_OPTIONS = [
     ("llp_printed", {"segment": 8, "first_block_projections": True, "shared_kv": False}),
     ("llp_printed", {"segment": 8, "key_norm": False, "split_output": False}),
-    ("llp", {"segment": 8, "shifted_heads": True}),
-    ("performer", {"kernel": "relu"}),
-    ("luna", {"tied": False}),
-    ("luna", {"tied": False, "causal": False, "pack_heads": 4}),
+    ("llp", {"segment": 8, "shifted_heads": True}), ("performer", {"kernel": "relu"}), ("luna", {"tied": False}),
+    ("luna", {"tied": False, "causal": False, "pack_heads": 4}), ("elita", {"query_term": False}),
     ("strided", {"kind": "fixed", "stride": 16, "columns": 3}),
-    ("elita", {"query_term": False}),
-]
+]  # fmt: skip
 
 
 @pytest.mark.parametrize(("name", "options", "tokens"), [
@@ -115,11 +111,15 @@ def test_a_table_over_the_sequence_is_as_long_as_the_sequence(name):
 # --- the command
 
 
-def check_table(printed, file, *arguments):
-    """The table holds what is asked for, Perceiver AR with each history; return the names."""
-    out = printed("cost", *arguments, *SMALL, "--json", file)
-    rows = json.loads(file.read_text())["rows"]
+@pytest.mark.parametrize("names", [["llp", "linformer", "perceiver_ar"], pytest.param([], marks=pytest.mark.slow)])
+def test_mechanisms_and_stacks_are_in_the_table(printed, tmp_path, names):
+    """Without names, all."""
+    asked = ["--attention", ",".join(names)] if names else []
+    out = printed("cost", *asked, *SMALL, "--json", tmp_path / "costs.json")
+    rows = json.loads((tmp_path / "costs.json").read_text())["rows"]
     shown = {row["name"].partition(" ")[0] for row in rows}
+    assert costs.chosen(None, {}) == (attention.names(), list(STACKS))
+    assert shown == set(names or [*attention.names(), *STACKS])
     assert all(re.search(rf"^ {name}\b", out, re.MULTILINE) for name in shown)
     histories = {row["name"] for row in rows if row["name"].startswith("perceiver_ar")}
     assert histories == {f"perceiver_ar {history}" for history in ("cross", "self", "segments", "compressed")}
@@ -127,18 +127,6 @@ def check_table(printed, file, *arguments):
     for row in rows:
         keeps_none = row["kind"] == "bidirectional" or row["name"] in ("perceiver", "perceiver_io")
         assert (row["state_bytes"] == 0) == keeps_none
-    return shown
-
-
-def test_mechanisms_and_stacks_are_in_the_table(printed, tmp_path):
-    names = {"llp", "linformer", "perceiver_ar"}
-    assert check_table(printed, tmp_path / "costs.json", "--attention", ",".join(names)) == names
-    assert costs.chosen(None, {}) == (attention.names(), list(STACKS))  # the default
-
-
-@pytest.mark.slow
-def test_all_mechanisms_and_stacks_are_in_the_default_table(printed, tmp_path):
-    assert check_table(printed, tmp_path / "costs.json") == {*attention.names(), *STACKS}
 
 
 def test_the_numbers_are_those_of_the_layers(printed, tmp_path, monkeypatch):

@@ -26,12 +26,10 @@ def llama(tmp_path):
     transformers.LlamaForCausalLM(transformers.LlamaConfig(**SMALL, **HEADS)).save_pretrained(folder)
     load_tokenizer("bytes").save(str(folder / "tokenizer.json"))
     for name, text in {
-        "tokenizer_config.json": '{"eos_token": "a"}',
-        "special_tokens_map.json": "{}",
-        "chat_template.jinja": "{{ messages }}",
-        "tokenizer.model": "pieces",
+        "tokenizer_config.json": '{"eos_token": "a"}', "special_tokens_map.json": "{}",
+        "chat_template.jinja": "{{ messages }}", "tokenizer.model": "pieces",
         "generation_config.json": '{"eos_token_id": [2, 7], "repetition_penalty": 1.3}',
-    }.items():
+    }.items():  # fmt: skip
         (folder / name).write_text(text)
     return folder
 

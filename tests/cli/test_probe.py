@@ -144,13 +144,6 @@ def test_the_loss_of_text_is_measured_by_context(runs, written):
     assert found["chance"] is None
 
 
-def test_a_perceiver_is_asked_for_as_much_as_its_latents_predict(runs, written, refused):
-    asked = [runs["latents"], "--task", "passkey", "--lengths", "120", "--samples", "2", "--cache", runs["cache"]]
-    assert written(*asked, "--digits", "4")[0]["chance"] == 1e-4
-    message = refused("probe", *asked, "--digits", "12")
-    assert "only the last 12 of 120 tokens, but position 107 is asked for, which takes 14 latents" in message
-
-
 @pytest.mark.parametrize(("name", "arguments", "message"), [
     ("mqar", ["--lengths", "16,x"], "lengths must be numbers of tokens such as 128,256,512, got '16,x'"),
     ("mqar", ["--lengths", "0"], "lengths must be at least 1, got 0"),

@@ -86,7 +86,6 @@ def failed(capsys, *arguments):
 
 @pytest.mark.parametrize(("content", "match", "debug"), [
     (b"", "is empty: there is no text to read", []),
-    (b"text\0more", "is not text: it has a NUL at byte 4", []),
     (b"text\xff", "is not text: byte 4 is 0xff, which is not valid UTF-8", ["--debug"]),
 ])  # fmt: skip
 def test_bad_text_is_a_failure_of_one_line(capsys, tmp_path, content, match, debug):

@@ -28,7 +28,6 @@ class Planted(nn.Module):
         self.norm, self.head = nn.LayerNorm(DIM), nn.Linear(DIM, VOCABULARY)
 
     def forward(self, tokens_BT: Tensor) -> Tensor:
-        """Logits."""
         x_BTD = self.tokens(tokens_BT)
         return self.head(self.norm(x_BTD + self.out(self.mix(x_BTD))))
 

@@ -509,13 +509,12 @@ def test_a_module_without_parameters_can_be_audited():
 class Cancelling(nn.Module):
     """The logits of token 1 are small differences of large numbers, so rounding is worth far more there."""
 
-    def __init__(self) -> None:
+    def __init__(self):
         super().__init__()
         torch.manual_seed(0)
         self.one, self.other = (nn.Parameter(torch.rand(8, 8)) for _ in range(2))
 
-    def forward(self, tokens_BT: torch.Tensor) -> torch.Tensor:
-        """Logits `[B, T, 8]`."""
+    def forward(self, tokens_BT):
         rest_BTV = self.one[tokens_BT]
         return torch.where(tokens_BT[..., None] == 1, 1e6 * (rest_BTV - self.other[tokens_BT] * 0.999999), rest_BTV)
 

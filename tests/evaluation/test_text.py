@@ -16,15 +16,11 @@ from subquad.models.build import build_model
 from subquad.testing import assert_same_maths
 
 VOCAB, LATENTS = 11, 4
+STACK = {"latents": LATENTS, "history": "self", "vary_latents": True, "prefix_dropout": 0.5}
 KINDS = {
     "llp": {"options": {"llp": {"segment": 4}}},
     "linear": {"position": "sinusoidal"},
-    "perceiver_ar": {
-        "num_layers": 2,
-        "options": {
-            "perceiver_ar": {"latents": LATENTS, "history": "self", "vary_latents": True, "prefix_dropout": 0.5}
-        },
-    },
+    "perceiver_ar": {"num_layers": 2, "options": {"perceiver_ar": STACK}},
 }
 
 

@@ -9,22 +9,15 @@ from subquad.models.build import build_model
 
 VOCABULARY = 23
 SMALL = {
-    "bigbird": {"block": 3, "num_global": 1, "num_random": 1},
-    "dilated": {"width": 2, "dilation": 3},
-    "latte_macchiato": {"width": 4},
-    "llp": {"segment": 6},
-    "llp_printed": {"segment": 6},
-    "longformer": {"width": 4, "num_global": 3},
-    "shifted": {"group": 4},
-    "strided": {"stride": 4, "columns": 2},
+    "bigbird": {"block": 3, "num_global": 1, "num_random": 1}, "dilated": {"width": 2, "dilation": 3},
+    "latte_macchiato": {"width": 4}, "llp": {"segment": 6}, "llp_printed": {"segment": 6},
+    "longformer": {"width": 4, "num_global": 3}, "shifted": {"group": 4}, "strided": {"stride": 4, "columns": 2},
     "window": {"width": 4},
-}
+}  # fmt: skip
 HISTORIES = {
-    "cross": {},
-    "self": {"history_tokens": 6},
-    "segments": {"segment": 3},
+    "cross": {}, "self": {"history_tokens": 6}, "segments": {"segment": 3},
     "compressed": {"history_tokens": 6, "projected": 2},
-}
+}  # fmt: skip
 MECHANISMS = [name for name in attention.names() if "causal" in attention.mechanism(name).forms]
 EXACT, REFILL = ([f"perceiver_ar {history} {decode}" for history in HISTORIES] for decode in ("exact", "refill"))
 QUICK = [*MECHANISMS, *EXACT, "perceiver_ar self refill", "hybrid", "loops", "learned"]
