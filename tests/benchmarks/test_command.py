@@ -68,7 +68,6 @@ NO_GPU = pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
     ("ops --backends tirton", "unknown backend 'tirton'; did you mean 'triton'?"),
     ("ops --device tpu", "unknown device 'tpu'; valid: cpu, cuda"),
     ("ops --dtype float8", "dtype must be float32, bfloat16 or float16, got 'float8'"),
-    ("ops --layers 2", "unknown option 'layers'"),
     ("decode --mechanisms perceiver_ar", "unknown attention 'perceiver_ar'"),
     pytest.param("ops --device cuda", "device 'cuda' is not available: PyTorch finds no GPU", marks=NO_GPU),
 ])  # fmt: skip
