@@ -9,6 +9,7 @@ import torch
 from benchmarks import operators as _cases
 from benchmarks.command import CONFIGS, main
 from benchmarks.operators import Engine
+from tests.training.helpers import raising
 
 TINY_OPS = "--tokens 16,32 --heads 2 --channels 8 --segment 8 --repeats 2 --peers none"
 TINY = "--mechanisms llp --dim 16 --layers 1 --vocab 17 --repeats 2 --options.llp.segment 8 --no-plots"
@@ -50,10 +51,7 @@ def test_models_and_decoding_are_timed(capsys, tmp_path):
 
 @pytest.mark.parametrize(("error", "status"), [(ValueError("no"), 1), (torch.OutOfMemoryError("no room"), 0)])
 def test_the_exit_status_tells_a_failure_from_a_lack_of_memory(capsys, monkeypatch, error, status):
-    def make(shape, backend):
-        raise error
-
-    monkeypatch.setitem(_cases.ENGINES, "linear", Engine(make, lambda _: "linear", lambda _: 1))
+    monkeypatch.setitem(_cases.ENGINES, "linear", Engine(raising(error), lambda _: "linear", lambda _: 1))
     assert main(f"ops --mechanisms linear {TINY_OPS}".split()) == status
     assert f"linear: {'failed: ValueError' if status else 'out of memory'}: no" in capsys.readouterr().out
 
@@ -70,7 +68,6 @@ NO_GPU = pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
     ("ops --backends tirton", "unknown backend 'tirton'; did you mean 'triton'?"),
     ("ops --device tpu", "unknown device 'tpu'; valid: cpu, cuda"),
     ("ops --dtype float8", "dtype must be float32, bfloat16 or float16, got 'float8'"),
-    ("ops --layers 2", "unknown option 'layers'"),
     ("decode --mechanisms perceiver_ar", "unknown attention 'perceiver_ar'"),
     pytest.param("ops --device cuda", "device 'cuda' is not available: PyTorch finds no GPU", marks=NO_GPU),
 ])  # fmt: skip

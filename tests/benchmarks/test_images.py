@@ -54,7 +54,6 @@ def test_the_report_s_figures_stand_beside_the_same_numbers_of_images(runs, caps
 @pytest.mark.parametrize(("arguments", "message"), [
     (["--images", "2,x"], "--images must be integers separated by commas, such as 100,200, got '2,x'"),
     (["--images", "0"], "--images must be at least 1, got 0"),
-    (["--no-cache-images", "-1"], "--no-cache-images must be at least 0, got -1"),
     (["--out", "."], "--out must be a file, got '.'"),
 ])  # fmt: skip
 def test_wrong_arguments(runs, capsys, arguments, message):

@@ -7,6 +7,7 @@ import torch
 
 from benchmarks import timing
 from benchmarks.timing import Failure, Run, Timing, clock_of, gpu_clock, interleave, rounds, wall_clock
+from tests.training.helpers import raising
 
 
 def in_order(calls):
@@ -62,11 +63,8 @@ def test_a_case_that_fails_is_left_out_and_the_others_go_on(error, status):
 
 
 def test_an_interruption_is_no_failure():
-    def interrupted(_):
-        raise KeyboardInterrupt
-
     with pytest.raises(KeyboardInterrupt):
-        interleave({"A": Run(interrupted)}, repeats=1)
+        interleave({"A": Run(raising(KeyboardInterrupt()))}, repeats=1)
 
 
 def test_work_before_a_call_is_not_timed(monkeypatch):

@@ -12,7 +12,6 @@ BAD_KEY = "the API key must be printable ASCII, not empty and without spaces at 
 
 
 @pytest.mark.parametrize(("arguments", "match"), [
-    (["nowhere"], "there is no folder nowhere; give the folder of a run"),
     (["nowhere", "--port", "70000"], "port must be between 0 and 65535, got 70000"),
     (["nowhere", "--api_key", ""], BAD_KEY),
     (["nowhere", "--api_key", "clé"], BAD_KEY),

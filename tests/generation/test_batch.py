@@ -9,6 +9,7 @@ from subquad.generation.batch import continue_together
 from subquad.models import Decoder
 from subquad.models.build import build_model
 from tests.generation.models import MECHANISMS, VOCABULARY, config_of, make, numbers
+from tests.training.helpers import raising
 
 GREEDY = SamplingConfig(max_tokens=6, temperature=0)
 slow = pytest.mark.slow
@@ -150,14 +151,11 @@ def test_a_row_with_damaged_logits_ends_alone():
 
 @pytest.mark.parametrize("error", [ValueError("it broke"), torch.OutOfMemoryError("no memory")])
 def test_a_prompt_that_cannot_be_read_ends_alone(monkeypatch, error):
-    def broken(*_):
-        raise error
-
     model = make("linear")
     decoder = BatchDecoder(model, slots=2)
     bad, good = decoder.add(numbers(4), GREEDY), decoder.add([1], GREEDY)
     with monkeypatch.context() as patch:
-        patch.setattr(model, "hidden", broken)
+        patch.setattr(model, "hidden", raising(error))
         decoder._read_prompts()
     assert (bad.finished, bad.error, decoder.running) == ("error", error, 1)
     decoder.run()
