@@ -6,8 +6,6 @@ import textwrap
 import tomllib
 from pathlib import Path
 
-import pytest
-
 from subquad import attention
 
 
@@ -17,34 +15,32 @@ def run(code: str) -> str:
     return done.stdout.strip()
 
 
-HEAVY = {"triton", "transformers", "datasets", "matplotlib"}
+def test_the_package_loads_nothing_heavy():
+    loaded = run("import sys, subquad; print(*sys.modules)").split()
+    assert {"torch", "numpy", "triton", "transformers", "datasets", "matplotlib"}.isdisjoint(loaded)
 
 
-@pytest.mark.parametrize(("first", "then", "heavy"), [
-    ("sys", "subquad", {"torch", "numpy", *HEAVY}),
-    ("sys", "subquad.adaptation.config, subquad.data.config", HEAVY),
-    ("torch", "subquad.attention", HEAVY),
-])  # fmt: skip
-def test_nothing_heavy_is_loaded(first, then, heavy):
-    code = f"import sys, {first}; before = set(sys.modules); import {then}; print(*set(sys.modules) - before)"
-    assert heavy.isdisjoint(run(code).split())
-
-
-def test_every_mechanism_runs_where_triton_and_transformers_cannot_be_imported():
-    ran = run("""
+def test_mechanisms_and_configurations_load_and_need_nothing_heavy_but_torch():
+    loaded, ran = run("""
         import sys
-        sys.modules["triton"] = sys.modules["transformers"] = None
         import torch
+        before = set(sys.modules)
+        import subquad.adaptation.config, subquad.data.config
         from subquad import attention
+        from subquad.testing import assert_exact, tools
+        optional = {"triton", "transformers", "datasets", "matplotlib", "hypothesis"}
+        print(optional & (set(sys.modules) - before))
+        sys.modules.update(dict.fromkeys(optional))  # None: an import fails
         for name in attention.names():
             layer = attention.build(name, dim=16, num_heads=2)
             y, state = layer(torch.randn(2, 5, 16))[:2]
             assert y.shape == (2, 5, 16) and y.isfinite().all(), name
             if layer.causal:
                 layer(torch.randn(2, 3, 16), state)
-            print(name)
-    """)
-    assert {"full", "window", "llp", "linear", "latte"} <= set(ran.split())
+        print(attention.names())
+    """).splitlines()
+    assert loaded == "set()"
+    assert ran == str(attention.names())
 
 
 def test_the_contract_of_independence_is_for_every_mechanism():

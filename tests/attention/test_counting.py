@@ -50,7 +50,9 @@ COUNTED = {
 }
 
 
-@pytest.mark.parametrize("counted", COUNTED)
+@pytest.mark.parametrize("counted", [
+    pytest.param(kind, marks=[] if kind in ("layer", "decoder") else pytest.mark.slow) for kind in COUNTED
+])  # fmt: skip
 def test_neither_context_nor_mode_dtype_and_device_change_the_count_nor_are_changed(counted):
     def context():
         asked = (

@@ -58,6 +58,7 @@ def test_each_unit_is_submitted_once(experiments):
     assert told[-1].startswith("measured, 4 of 4: ")
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(os.name != "posix", reason="processes are killed by a signal")
 def test_a_killed_process_fails_its_unit_and_not_the_next_ones(experiments):
     folder = experiments / "measured"

@@ -228,7 +228,9 @@ def lost(rank, folder, how):
         if rank == 1 and loop.standing.step == 1:
             if how == "dies":
                 os.kill(os.getpid(), signal.SIGKILL)
-            time.sleep(15)
+            end = time.monotonic() + 60
+            while time.monotonic() < end and not all((folder / f"{how} {other}.json").exists() for other in (0, 2)):
+                time.sleep(0.1)
             os._exit(0)
 
     changes = {"batch.size": 1, "schedule.warmup": 0, "run.steps": 2, "parallel.timeout": 6.0}
