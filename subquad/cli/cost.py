@@ -124,15 +124,15 @@ def _costs(chosen: Namespace) -> dict[str, Any]:
     config = _model_config(chosen.run, chosen.config, chosen.recipe)
     if config is not None:
         # Before anything is printed, since a model that can't share a sequence is refused.
-        volumes = [] if chosen.context is None else list(costs.model_volumes(config, lengths, chosen.context))
+        sent = [] if chosen.context is None else list(costs.model_volumes(config, lengths, chosen.context))
         table = list(costs.model_costs(config, lengths))
         _print(
             table,
             f"{', '.join(config.mechanisms)}: {config.num_layers} layers, width {config.dim}, with the head",
             chosen.markdown,
         )
-        if volumes:
-            context = _volumes(volumes, chosen)
+        if sent:
+            context = _volumes(sent, chosen)
         return {"model": config.to_dict(), "rows": [entry.record() for entry in table], **context}
     asked = chosen.attention.split(",") if chosen.attention else None
     layers, stacks = costs.chosen(asked, chosen.options)
